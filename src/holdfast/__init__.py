@@ -1,0 +1,29 @@
+"""Holdfast serves large language models on the memory a machine really has.
+
+    from holdfast import LLM, SamplingParams
+
+Names are imported when they are first used, so that `import holdfast` stays cheap and needs no torch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from holdfast.engine.llm import LLM
+    from holdfast.records import CompletionOutput, RequestOutput, SamplingParams
+
+__version__ = "0.1.0"
+__all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams", "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "LLM":
+        from holdfast.engine.llm import LLM
+
+        return LLM
+    if name in ("SamplingParams", "RequestOutput", "CompletionOutput"):
+        from holdfast import records
+
+        return getattr(records, name)
+    raise AttributeError(f"module 'holdfast' has no attribute {name!r}")

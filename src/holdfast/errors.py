@@ -1,0 +1,121 @@
+"""Every way Holdfast says no, in one tree. Knows nothing of HTTP, tensors or terminals.
+
+HoldfastError                     has a stable code, what was needed, what was there, a fix
+├── ConfigurationError            (ValueError) a setting that cannot be honoured: refused at start
+│   └── DoesNotFitError           the memory is not there for what was asked
+├── ModelError                    the model's files cannot be used
+│   ├── ModelNotFoundError        (FileNotFoundError) nothing at that name
+│   ├── ModelAccessError          there, but not for us: gated, unauthorised, offline
+│   ├── CheckpointError           torn, foreign, hostile or unsupported files
+│   └── UnknownArchitectureError  a model family this engine does not have
+├── RequestError                  (ValueError) one request is refused; nobody else notices
+│   ├── ContextLengthError        prompt, or prompt plus output, beyond the context
+│   ├── UnsupportedOptionError    an option that is not there yet, named
+│   ├── UnknownModelError         the request names a model that is not served
+│   └── OverloadedError           the waiting queue is full; try again later
+└── EngineError                   the engine itself
+    ├── EngineDiedError           its process ended while it held the request
+    └── DrainingError             the server is shutting down and takes nothing new
+"""
+
+from __future__ import annotations
+
+
+class HoldfastError(Exception):
+    """`code` is stable and documented; `fix` is a command or a change that helps, where one is known."""
+
+    code = "HF000"
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        code: str | None = None,
+        needed: str | None = None,
+        found: str | None = None,
+        fix: str | None = None,
+        field: str | None = None,
+        request_id: str | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.code = code or type(self).code
+        self.needed = needed
+        self.found = found
+        self.fix = fix
+        self.field = field
+        self.request_id = request_id
+
+    def __str__(self) -> str:
+        lines = [f"{self.message} [{self.code}]"]
+        if self.needed is not None:
+            lines.append(f"  needed: {self.needed}")
+        if self.found is not None:
+            lines.append(f"  found:  {self.found}")
+        if self.fix is not None:
+            lines.append(f"  fix:    {self.fix}")
+        return "\n".join(lines)
+
+
+class ConfigurationError(HoldfastError, ValueError):
+    code = "HF100"
+
+
+class DoesNotFitError(ConfigurationError):
+    code = "HF110"
+
+
+class ModelError(HoldfastError):
+    code = "HF200"
+
+
+class ModelNotFoundError(ModelError, FileNotFoundError):
+    code = "HF210"
+
+    # FileNotFoundError brings a __str__ of its own (errno, strerror); ours must win.
+    def __str__(self) -> str:
+        return HoldfastError.__str__(self)
+
+
+class ModelAccessError(ModelError):
+    code = "HF220"
+
+
+class CheckpointError(ModelError):
+    code = "HF230"
+
+
+class UnknownArchitectureError(ModelError):
+    code = "HF240"
+
+
+class RequestError(HoldfastError, ValueError):
+    code = "HF300"
+
+
+class ContextLengthError(RequestError):
+    code = "HF310"
+
+
+class UnsupportedOptionError(RequestError):
+    code = "HF320"
+
+
+class UnknownModelError(RequestError):
+    code = "HF330"
+
+
+class OverloadedError(RequestError):
+    code = "HF340"
+
+
+class EngineError(HoldfastError):
+    code = "HF400"
+
+
+class EngineDiedError(EngineError):
+    code = "HF410"
+
+
+class DrainingError(EngineError):
+    code = "HF420"

@@ -1,0 +1,81 @@
+"""How layers remember, and what one page of the KV pool holds. Bytes and indices only.
+
+Layers that remember alike form a group. Every group has its own block table; one pool of equal pages serves
+them all. A page is contiguous across the layers of its group:
+
+    page ─► [layer of the group][key | value][token of the block][kv head][head dim]
+
+so that a block moves between tiers as one piece. Where groups would differ in size, the larger kind is split
+into several groups, and the last may leave some layer places of its pages empty.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class KVGroup:
+    index: int
+    layers: tuple[int, ...]
+    """Model layers in the order in which they lie in a page."""
+    window: int | None
+    """A position sees itself and window-1 before it; None: everything before it."""
+
+    def first_needed(self, position: int) -> int:
+        """The earliest position whose KV a query at `position` still reads."""
+        return 0 if self.window is None else max(0, position - self.window + 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVLayout:
+    groups: tuple[KVGroup, ...]
+    block_tokens: int
+    layers_per_page: int
+    kv_heads: int
+    head_dim: int
+    element_bytes: int
+
+    @property
+    def page_shape(self) -> tuple[int, int, int, int, int]:
+        return (self.layers_per_page, 2, self.block_tokens, self.kv_heads, self.head_dim)
+
+    @property
+    def page_bytes(self) -> int:
+        size = self.element_bytes
+        for extent in self.page_shape:
+            size *= extent
+        return size
+
+    def blocks_for(self, tokens: int) -> int:
+        """Blocks that hold `tokens` tokens in one group that forgets nothing."""
+        return -(-tokens // self.block_tokens)
+
+    def peak_blocks(self, context_tokens: int, step_tokens: int) -> int:
+        """Pages one sequence of `context_tokens` holds at most, computed in chunks of at most `step_tokens`."""
+        total = 0
+        for group in self.groups:
+            held = self.blocks_for(context_tokens)
+            if group.window is not None:
+                # Window before the chunk, the chunk itself, and a block cut at each end.
+                held = min(held, self.blocks_for(group.window - 1 + step_tokens) + 1)
+            total += held
+        return total
+
+
+def form_groups(windows: Sequence[int | None]) -> tuple[tuple[KVGroup, ...], int]:
+    """Groups for layers with these windows, and the layer places a page needs.
+
+    The page size is that of the rarest kind of layer, so that the common kinds split into several whole
+    groups: it wastes least, because only the last group of a kind can have empty places.
+    """
+    kinds: dict[int | None, list[int]] = {}
+    for layer, window in enumerate(windows):
+        kinds.setdefault(window, []).append(layer)
+    places = min(len(layers) for layers in kinds.values())
+    groups: list[KVGroup] = []
+    for window, layers in kinds.items():
+        for first in range(0, len(layers), places):
+            groups.append(KVGroup(len(groups), tuple(layers[first : first + places]), window))
+    return tuple(groups), places

@@ -1,0 +1,36 @@
+"""The frozen records that cross rooms and processes. No behaviour beyond checking themselves, no torch."""
+
+from holdfast.records.outputs import (
+    CompletionOutput,
+    EngineOutput,
+    EngineStats,
+    Failure,
+    FinishReason,
+    Logprob,
+    RequestOutput,
+    RequestTiming,
+    TokenLogprobs,
+)
+from holdfast.records.requests import Request
+from holdfast.records.sampling import SamplingParams
+from holdfast.records.steps import BlockCopy, Row, SequenceStart, StepPlan, StepResult, TableWrite
+
+__all__ = [
+    "BlockCopy",
+    "CompletionOutput",
+    "EngineOutput",
+    "EngineStats",
+    "Failure",
+    "FinishReason",
+    "Logprob",
+    "Request",
+    "RequestOutput",
+    "RequestTiming",
+    "Row",
+    "SamplingParams",
+    "SequenceStart",
+    "StepPlan",
+    "StepResult",
+    "TableWrite",
+    "TokenLogprobs",
+]

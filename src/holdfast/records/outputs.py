@@ -1,0 +1,110 @@
+"""What comes out: tokens from the engine, and the answers people see."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+import msgspec
+
+
+class FinishReason(enum.StrEnum):
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """The chosen token first, then the likeliest ones, most likely first (the chosen one may stand there again)."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    rank: int
+    """Of the chosen token, 1 is the likeliest."""
+
+
+class RequestTiming(msgspec.Struct, frozen=True, kw_only=True):
+    """time.monotonic() of this machine, the same clock in every process."""
+
+    arrival_s: float
+    scheduled_s: float
+    first_token_s: float
+    finished_s: float
+
+
+class Failure(msgspec.Struct, frozen=True, kw_only=True):
+    """A HoldfastError that crosses a process border."""
+
+    kind: str
+    """Class name of the error."""
+    message: str
+    code: str
+    needed: str | None = None
+    found: str | None = None
+    fix: str | None = None
+    field: str | None = None
+
+
+class EngineOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """News of one request after one step."""
+
+    request_id: str
+    token_ids: list[int] = []
+    logprobs: list[TokenLogprobs] | None = None
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None
+    """The stop id that ended it, when it was not the model's own end."""
+    cached_tokens: int = 0
+    """Of the prompt, how many were found in the prefix cache at first admission."""
+    timing: RequestTiming | None = None
+    """With the last output."""
+    failure: Failure | None = None
+
+
+class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
+    """A snapshot after a step. Counters (…_total) only grow while one engine process lives."""
+
+    running: int = 0
+    waiting: int = 0
+    blocks_total: int = 0
+    blocks_used: int = 0
+    step_tokens: int = 0
+    """Tokens computed in the last step."""
+    steps_total: int = 0
+    preemptions_total: int = 0
+    prefix_queries_total: int = 0
+    """Tokens looked up."""
+    prefix_hits_total: int = 0
+    """Tokens found."""
+
+
+class Logprob(msgspec.Struct, frozen=True):
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class CompletionOutput:
+    """One answer, growing while it streams."""
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    cumulative_logprob: float | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class RequestOutput:
+    """All answers to one prompt, named as vLLM names them."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool = False
+    num_cached_tokens: int = 0

@@ -1,0 +1,32 @@
+"""One sequence to generate, as it crosses from the front to the engine: token ids only, no text."""
+
+from __future__ import annotations
+
+import msgspec
+
+from holdfast.records.sampling import SamplingParams
+
+
+class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """`params.n` is already unfolded (one Request an answer) and `params.seed` already drawn at the door,
+    so that a request resumed by another engine process goes on with the same random numbers."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    arrival_s: float = 0.0
+    """time.monotonic() of the front."""
+    priority: int = 0
+    """Smaller runs earlier; only under the priority policy."""
+    cache_salt: str = ""
+    """Requests share cached prefixes only with the same salt."""
+    eos_token_ids: tuple[int, ...] = ()
+    """The model's own ends; empty when the request ignores them."""
+    output_token_ids: list[int] = []
+    """Already generated, by an engine that died: they count as output for limits, penalties and seeds."""
+
+    @property
+    def max_tokens(self) -> int:
+        """The front has settled it against the context before the request gets here."""
+        assert self.params.max_tokens is not None
+        return self.params.max_tokens

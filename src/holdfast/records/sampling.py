@@ -1,0 +1,147 @@
+"""How one request wants its tokens chosen: vLLM's names, checked when made, never changed afterwards."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import msgspec
+
+from holdfast.errors import RequestError, UnsupportedOptionError
+
+GREEDY_BELOW = 1e-5
+"""A temperature under this is greedy: dividing logits by it would overflow float32."""
+
+MAX_LOGPROBS = 20
+MAX_STOPS = 64
+MAX_STOP_CHARS = 1024
+
+NOT_YET = (
+    "prompt_logprobs",
+    "allowed_token_ids",
+    "bad_words",
+    "structured_outputs",
+    "guided_decoding",
+    "logits_processors",
+)
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    n: int = 1
+    """Answers to the same prompt."""
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    temperature: float = 1.0
+    """0 is greedy."""
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 or -1: off."""
+    min_p: float = 0.0
+    seed: int | None = None
+    """Together with the position in the answer, all that the random numbers depend on."""
+    stop: list[str] | str | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool = False
+    max_tokens: int | None = 16
+    """None: as far as the context goes."""
+    min_tokens: int = 0
+    logprobs: int | None = None
+    """How many of the likeliest tokens to report beside the chosen one."""
+    detokenize: bool = True
+    skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+    logit_bias: dict[int, float] | None = None
+
+    # Known names whose work is not there yet: set to anything but their default, they are refused by name.
+    prompt_logprobs: int | None = None
+    spaces_between_special_tokens: bool = True
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    structured_outputs: Any = None
+    guided_decoding: Any = None
+    logits_processors: Any = None
+
+    def __post_init__(self) -> None:
+        # Frozen for everybody else; normalising what was passed in is part of being made.
+        settle = msgspec.structs.force_setattr
+        if isinstance(self.stop, str):
+            settle(self, "stop", [self.stop])
+        if self.top_k == -1:
+            settle(self, "top_k", 0)
+        self._refuse_unsupported()
+        self._check()
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature < GREEDY_BELOW
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        assert not isinstance(self.stop, str)
+        return tuple(self.stop or ())
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        return tuple(self.stop_token_ids or ())
+
+    def replace(self, **changes: Any) -> SamplingParams:
+        return msgspec.structs.replace(self, **changes)
+
+    def _refuse_unsupported(self) -> None:
+        for name in (
+            "prompt_logprobs",
+            "allowed_token_ids",
+            "bad_words",
+            "structured_outputs",
+            "guided_decoding",
+            "logits_processors",
+        ):
+            if getattr(self, name) not in (None, [], {}):
+                raise UnsupportedOptionError(f"{name} is not supported", fix=f"leave {name} out", field=name)
+        if not self.spaces_between_special_tokens:
+            raise UnsupportedOptionError(
+                "spaces_between_special_tokens=False is not supported",
+                fix="leave spaces_between_special_tokens out",
+                field="spaces_between_special_tokens",
+            )
+
+    def _check(self) -> None:
+        def need(good: bool, field: str, needed: str) -> None:
+            if not good:
+                raise RequestError(
+                    f"{field} is {getattr(self, field)!r}; it must be {needed}",
+                    needed=needed,
+                    found=repr(getattr(self, field)),
+                    field=field,
+                )
+
+        need(1 <= self.n <= 128, "n", "from 1 to 128")
+        need(-2 <= self.presence_penalty <= 2, "presence_penalty", "from -2 to 2")
+        need(-2 <= self.frequency_penalty <= 2, "frequency_penalty", "from -2 to 2")
+        need(0 < self.repetition_penalty <= 10, "repetition_penalty", "above 0, at most 10")
+        need(math.isfinite(self.temperature) and 0 <= self.temperature <= 100, "temperature", "from 0 to 100")
+        need(0 < self.top_p <= 1, "top_p", "above 0, at most 1")
+        need(self.top_k >= 0, "top_k", "-1 or 0 (off), or a positive number")
+        need(0 <= self.min_p <= 1, "min_p", "from 0 to 1")
+        need(self.seed is None or -(2**63) <= self.seed < 2**63, "seed", "a 64-bit integer")
+        need(self.max_tokens is None or self.max_tokens >= 1, "max_tokens", "at least 1")
+        need(self.min_tokens >= 0, "min_tokens", "0 or more")
+        need(
+            self.max_tokens is None or self.min_tokens <= self.max_tokens,
+            "min_tokens",
+            f"at most max_tokens ({self.max_tokens})",
+        )
+        need(self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS, "logprobs", f"from 0 to {MAX_LOGPROBS}")
+        need(len(self.stop_strings) <= MAX_STOPS, "stop", f"at most {MAX_STOPS} strings")
+        need(
+            all(0 < len(s) <= MAX_STOP_CHARS for s in self.stop_strings),
+            "stop",
+            f"strings of 1 to {MAX_STOP_CHARS} characters",
+        )
+        need(self.detokenize or not self.stop_strings, "stop", "empty when detokenize is off: stop strings need text")
+        need(
+            all(-100 <= bias <= 100 for bias in (self.logit_bias or {}).values()),
+            "logit_bias",
+            "biases from -100 to 100",
+        )

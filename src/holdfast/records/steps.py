@@ -1,0 +1,83 @@
+"""What the scheduler asks of a runner for one step, and what comes back.
+
+A runner keeps static buffers with one *slot* a running sequence:
+
+    slot ─► token ids    [slot, position]        filled at SequenceStart, then by the runner's own sampler
+         ─► block tables [group][slot, index]    filled by TableWrite
+         ─► sampling parameters [slot]           filled at SequenceStart
+
+So a plan carries changes, not state; the next step can be planned before this one's token has reached the
+host, because the runner feeds a sampled id from its own buffer. Plans are executed strictly in order.
+Pages and slots that a plan frees may be handed out by the very next plan for the same reason.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from holdfast.records.outputs import TokenLogprobs
+from holdfast.records.sampling import SamplingParams
+
+
+class SequenceStart(msgspec.Struct, frozen=True, array_like=True):
+    """A sequence takes a slot (first time, or again after a preemption). Read before the plan's rows."""
+
+    slot: int
+    request_id: str
+    token_ids: list[int]
+    """Everything known: the prompt, then the output so far."""
+    prompt_length: int
+    params: SamplingParams
+    banned_until_min_tokens: tuple[int, ...] = ()
+    """Ends (eos and stop ids) that may not be sampled while the output is shorter than params.min_tokens."""
+
+
+class TableWrite(msgspec.Struct, frozen=True, array_like=True):
+    """`blocks` go to entries first, first+1, ... of the slot's table of one KV group."""
+
+    slot: int
+    group: int
+    first: int
+    blocks: list[int]
+
+
+class Row(msgspec.Struct, frozen=True, array_like=True):
+    """Compute positions start .. start+count-1 of a slot; `samples`: the last one yields the next token."""
+
+    slot: int
+    start: int
+    count: int
+    samples: bool
+
+
+class BlockCopy(msgspec.Struct, frozen=True, array_like=True):
+    """One page to move between tiers. `before_step`: the step's rows may read it only after the copy is done."""
+
+    copy_id: int
+    source_tier: int
+    source: int
+    target_tier: int
+    target: int
+    before_step: bool
+
+
+class StepPlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    step_id: int
+    starts: list[SequenceStart] = []
+    table_writes: list[TableWrite] = []
+    rows: list[Row] = []
+    copies: list[BlockCopy] = []
+
+    @property
+    def token_count(self) -> int:
+        return sum(row.count for row in self.rows)
+
+
+class StepResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Entry i belongs to the i-th row of the plan that samples."""
+
+    step_id: int
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs | None] = []
+    """Empty when no row asked for them, else as long as token_ids."""
+    finished_copies: list[int] = []

@@ -1,0 +1,63 @@
+"""Bytes, token counts and durations: parsed from what people write, printed as people read."""
+
+from __future__ import annotations
+
+import re
+
+from holdfast.errors import ConfigurationError
+
+KIB, MIB, GIB, TIB = 1 << 10, 1 << 20, 1 << 30, 1 << 40
+
+_BYTE_UNITS = {
+    "": 1, "b": 1,
+    "k": KIB, "kib": KIB, "kb": 10**3,
+    "m": MIB, "mib": MIB, "mb": 10**6,
+    "g": GIB, "gib": GIB, "gb": 10**9,
+    "t": TIB, "tib": TIB, "tb": 10**12,
+}  # fmt: skip
+_NUMBER = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
+
+
+def parse_bytes(text: str | int, *, field: str = "size") -> int:
+    """`22GiB`, `22G` (binary, as every tool of this field means it), `22GB` (decimal), `1048576`."""
+    if isinstance(text, int):
+        return text
+    found = _NUMBER.fullmatch(text)
+    if found is None or found[2].lower() not in _BYTE_UNITS:
+        raise ConfigurationError(
+            f"{field}: {text!r} is not a size",
+            needed="a number with an optional unit: 512MiB, 22GiB, 22GB",
+            field=field,
+        )
+    return int(float(found[1]) * _BYTE_UNITS[found[2].lower()])
+
+
+def parse_tokens(text: str | int, *, field: str = "tokens") -> int:
+    """vLLM's spelling: `32k` is 32,000 and `32K` is 32,768; likewise m and M."""
+    if isinstance(text, int):
+        return text
+    units = {"": 1, "k": 1000, "K": 1024, "m": 10**6, "M": 1 << 20}
+    found = _NUMBER.fullmatch(text)
+    if found is None or found[2] not in units:
+        raise ConfigurationError(
+            f"{field}: {text!r} is not a number of tokens",
+            needed="a number: 8192, 32k (32,000) or 32K (32,768)",
+            field=field,
+        )
+    return int(float(found[1]) * units[found[2]])
+
+
+def format_bytes(count: int | float) -> str:
+    sign, size = ("-" if count < 0 else ""), abs(float(count))
+    for unit, name in ((TIB, "TiB"), (GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
+        if size >= unit:
+            return f"{sign}{size / unit:.2f} {name}"
+    return f"{sign}{size:.0f} B"
+
+
+def format_duration(seconds: float) -> str:
+    if seconds < 1:
+        return f"{seconds * 1000:.0f} ms"
+    if seconds < 120:
+        return f"{seconds:.1f} s"
+    return f"{int(seconds // 60)} min {int(seconds % 60)} s"
