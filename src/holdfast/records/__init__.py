@@ -1,7 +1,9 @@
 """The frozen records that cross rooms and processes. No behaviour beyond checking themselves, no torch."""
 
 from holdfast.records.outputs import (
+    AnswerDelta,
     CompletionOutput,
+    EngineInfo,
     EngineOutput,
     EngineStats,
     Failure,
@@ -16,8 +18,10 @@ from holdfast.records.sampling import SamplingParams
 from holdfast.records.steps import BlockCopy, Row, SequenceStart, StepPlan, StepResult, TableWrite
 
 __all__ = [
+    "AnswerDelta",
     "BlockCopy",
     "CompletionOutput",
+    "EngineInfo",
     "EngineOutput",
     "EngineStats",
     "Failure",

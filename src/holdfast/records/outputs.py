@@ -85,6 +85,47 @@ class Logprob(msgspec.Struct, frozen=True):
     decoded_token: str | None = None
 
 
+class AnswerDelta(msgspec.Struct, frozen=True, kw_only=True):
+    """What one answer of a request gained since the last delta. Text may be empty while half a character waits."""
+
+    index: int = 0
+    text: str = ""
+    token_ids: list[int] = []
+    logprobs: list[dict[int, Logprob]] | None = None
+    """One entry a token: the chosen token first, then the likeliest."""
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    """The stop string or id that ended it."""
+    cached_tokens: int = 0
+    timing: RequestTiming | None = None
+    """With the last delta of this answer."""
+
+
+class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What an engine that is ready says of itself: printed at start, read by the server and the metrics."""
+
+    model: str
+    device: str
+    dtype: str
+    kv_dtype: str
+    block_size: int
+    blocks: int
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    prefix_caching: bool
+    parameters: int
+    weights_bytes: int
+    kv_pool_bytes: int
+    attention_backend: str
+    decisions: list[str] = []
+    """Each automatic choice with its reason, one line each."""
+
+    @property
+    def kv_tokens(self) -> int:
+        return self.blocks * self.block_size
+
+
 @dataclass(slots=True, kw_only=True)
 class CompletionOutput:
     """One answer, growing while it streams."""

@@ -1,0 +1,71 @@
+"""What the server needs of an engine: implemented by the engine process's client and by the public fake.
+
+Nothing here or below `server` imports torch: the tensors live in another process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import TYPE_CHECKING, Protocol
+
+from holdfast.records import AnswerDelta, EngineInfo, EngineStats, Failure, SamplingParams
+
+if TYPE_CHECKING:
+    from holdfast.text.tokenizer import Tokenizer
+
+
+class Engine(Protocol):
+    """All methods are called on one asyncio loop."""
+
+    @property
+    def info(self) -> EngineInfo: ...
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """None under skip_tokenizer_init: then only token ids go in and out."""
+
+    @property
+    def ready(self) -> bool:
+        """False while loading, restarting, draining or dead."""
+
+    @property
+    def failure(self) -> Failure | None:
+        """Why it is dead for good; None while it lives or comes back."""
+
+    @property
+    def draining(self) -> bool: ...
+
+    @property
+    def unfinished(self) -> int:
+        """Requests taken and not yet ended."""
+
+    @property
+    def restarts(self) -> int:
+        """How often the engine process was started again."""
+
+    def stats(self) -> EngineStats:
+        """The newest snapshot; counters go on over restarts."""
+
+    async def start(self) -> None:
+        """Returns when the engine is ready; raises what stopped it from becoming so."""
+
+    async def generate(
+        self,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        *,
+        request_id: str,
+        priority: int = 0,
+        cache_salt: str = "",
+    ) -> AsyncIterator[AnswerDelta]:
+        """Checks the request and queues it, or raises a RequestError, OverloadedError, DrainingError or EngineError.
+
+        The iterator yields deltas of all `params.n` answers as they come and ends when all have ended. Closing it
+        early aborts the request and frees its pages. It raises EngineError when the request cannot be finished.
+        """
+
+    async def drain(self, timeout_s: float) -> None:
+        """Takes nothing new, lets what runs finish for at most `timeout_s`, aborts the rest."""
+
+    async def stop(self) -> None:
+        """Ends the engine process."""
