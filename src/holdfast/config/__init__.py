@@ -1,1 +1,6 @@
+"""Every user-facing setting, documented where it is declared."""
 
+from holdfast.config.engine import EngineConfig
+from holdfast.config.server import ServerConfig
+
+__all__ = ["EngineConfig", "ServerConfig"]

@@ -1,0 +1,124 @@
+"""Settings of the engine: the model, its limits and its memory. vLLM's names; `LLM(...)` takes the same."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from holdfast.config.setting import (
+    build,
+    choice,
+    flag,
+    number,
+    optional,
+    setting,
+    size,
+    text,
+    tokens_or_auto,
+    whole,
+)
+from holdfast.errors import ConfigurationError
+
+REFUSED: Mapping[str, str] = {
+    "quantization": "the layout is read from the checkpoint (GGUF); AWQ, GPTQ and FP8 checkpoints cannot be run yet",
+    "swap_space": "KV pages are not swapped to RAM yet; a preempted request is recomputed",
+    "cpu_offload_gb": "weights are not offloaded yet",
+    "kv_offloading_size": "KV pages are not offloaded yet",
+    "enable_lora": "LoRA adapters are not there yet",
+    "lora_modules": "LoRA adapters are not there yet",
+    "max_loras": "LoRA adapters are not there yet",
+    "max_lora_rank": "LoRA adapters are not there yet",
+    "speculative_config": "speculative decoding is not there yet",
+    "trust_remote_code": "code out of a model folder is never run; model families are part of Holdfast",
+    "hf_overrides": "a model's config is taken as it is",
+    "rope_scaling": "a model's config is taken as it is; set it in the model's config.json",
+    "limit_mm_per_prompt": "only text goes in and out",
+}
+"""vLLM's names for what is not there. Naming one is an error with this reason, never silence."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    model: str | None = setting(
+        None,
+        "a folder (config.json, safetensors, tokenizer), a .gguf file, a hub id (owner/name) or a built-in name; "
+        "left out: the built-in SmolLM2-135M-Instruct",
+        optional(text),
+        metavar="MODEL",
+    )
+    revision: str | None = setting(None, "branch, tag or commit of a hub id", optional(text))
+    tokenizer: str | None = setting(None, "take the tokenizer from this folder, file or hub id", optional(text))
+    skip_tokenizer_init: bool = setting(False, "load no tokenizer: token ids in, token ids out", flag)
+    chat_template: str | None = setting(
+        None, "a chat template: a file, or the Jinja text itself; over the model's own", optional(text)
+    )
+    load_format: str = setting(
+        "auto", "auto, safetensors, gguf, or dummy (random weights in the model's real shapes)",
+        choice("auto", "safetensors", "gguf", "dummy"),
+    )  # fmt: skip
+    device: str = setting("auto", "auto or cpu", choice("auto", "cpu", "cuda"))
+    dtype: str = setting(
+        "auto", "what to compute in: auto (the fastest sound one on this device), float32, bfloat16 or float16",
+        choice("auto", "float32", "bfloat16", "float16", "half", "float"),
+    )  # fmt: skip
+    kv_cache_dtype: str = setting(
+        "auto", "what KV pages are kept in: auto (as dtype), float32, bfloat16 or float16",
+        choice("auto", "float32", "bfloat16", "float16"),
+    )  # fmt: skip
+    expand_weights: str = setting(
+        "auto", "quantized weights: auto (expand when there is room to spare and it is faster), always or never",
+        choice("auto", "always", "never"),
+    )  # fmt: skip
+    max_model_len: int | None = setting(
+        None, "longest context in tokens: 8192, 32k (32,000), 32K (32,768), or auto: what the model and memory allow",
+        optional(tokens_or_auto), metavar="TOKENS",
+    )  # fmt: skip
+    max_num_seqs: int = setting(64, "most requests computed at the same time", whole(1, 4096))
+    max_num_batched_tokens: int = setting(
+        512, "most tokens computed in one step; longer prompts go in chunks of this", whole(1, 1 << 20)
+    )
+    gpu_memory_utilization: float = setting(
+        0.9, "share of the device's memory to use; on a CPU, of the RAM that is free at start", number(0.01, 1.0)
+    )
+    kv_cache_memory_bytes: int | None = setting(
+        None, "size of the KV pool, such as 4GiB; left out: decided from what is free", optional(size), metavar="SIZE"
+    )
+    block_size: int = setting(16, "tokens in one KV block", whole(1, 256))
+    enable_prefix_caching: bool = setting(True, "reuse the KV of prompts that begin alike", flag)
+    enable_chunked_prefill: bool = setting(True, "prompts go in chunks beside running answers; always on", flag)
+    scheduling_policy: str = setting("fcfs", "fcfs, or priority (smaller numbers first)", choice("fcfs", "priority"))
+    max_queued_requests: int = setting(
+        1024, "most requests waiting beyond those running; more get 429 with Retry-After", whole(0, 1 << 20)
+    )
+    attention_backend: str = setting("auto", "auto or torch", choice("auto", "torch"))
+    enforce_eager: bool = setting(False, "no captured graphs; there are none on a CPU", flag)
+    seed: int | None = setting(
+        None, "draw the seeds of requests that bring none from this one, so that runs repeat",
+        optional(whole(0, 2**62)),
+    )  # fmt: skip
+    threads: int | None = setting(None, "CPU threads to compute with; left out: all cores", optional(whole(1, 1024)))
+    tensor_parallel_size: int = setting(1, "GPUs to split each layer over; only 1 yet", whole(1), flags=("-tp",))
+    pipeline_parallel_size: int = setting(1, "GPUs to split the layers over; only 1 yet", whole(1), flags=("-pp",))
+    data_parallel_size: int = setting(1, "copies of the model; only 1 yet", whole(1), flags=("-dp",))
+
+    def __post_init__(self) -> None:
+        for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
+            if getattr(self, name) != 1:
+                raise ConfigurationError(
+                    f"{name} is {getattr(self, name)}; one device is used yet", needed="1", fix=f"leave {name} out",
+                    field=name,
+                )  # fmt: skip
+        if not self.enable_chunked_prefill:
+            raise ConfigurationError(
+                "chunked prefill cannot be switched off",
+                fix="raise max_num_batched_tokens to the longest prompt: it then goes in one chunk",
+                field="enable_chunked_prefill",
+            )
+        if self.device == "cuda":
+            raise ConfigurationError("device cuda is not supported yet", fix="use device=cpu", field="device")
+
+    @staticmethod
+    def from_arguments(**arguments: Any) -> EngineConfig:
+        """From Python, as `LLM` takes them. A name that is not known is an error with the nearest one."""
+        return build(EngineConfig, arguments, refused=REFUSED, spelled=lambda name: name)

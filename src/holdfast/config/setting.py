@@ -1,0 +1,147 @@
+"""How one setting is declared, parsed and explained. Knows no particular setting.
+
+A setting is a dataclass field made by `setting()`: its default, its help and its parser stand where it is
+declared, and flags, environment, files and Python arguments all go through the same parser.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar
+
+from holdfast.errors import ConfigurationError
+from holdfast.units import parse_bytes, parse_tokens
+
+Parser = Callable[[str, Any], Any]
+"""(field, what was written) -> value, or ConfigurationError. Takes text and already typed values alike."""
+
+T = TypeVar("T")
+
+
+def setting(default: Any, help: str, parse: Parser, *, flags: tuple[str, ...] = (), metavar: str | None = None) -> Any:
+    """`flags`: further spellings beside --the-field-name."""
+    metadata = {"help": help, "parse": parse, "flags": flags, "metavar": metavar}
+    if isinstance(default, list | dict):
+        raise TypeError("defaults are immutable: use a tuple")
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def flag_name(field: str) -> str:
+    return "--" + field.replace("_", "-")
+
+
+def environment_name(field: str) -> str:
+    return "HOLDFAST_" + field.upper()
+
+
+def text(field: str, value: Any) -> str:
+    if not isinstance(value, str):
+        raise _wrong(field, value, "text")
+    return value
+
+
+def flag(field: str, value: Any) -> bool:
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, str) and value.lower() in ("true", "1", "yes", "on"):
+        return True
+    if isinstance(value, str) and value.lower() in ("false", "0", "no", "off"):
+        return False
+    raise _wrong(field, value, "true or false")
+
+
+def texts(field: str, value: Any) -> tuple[str, ...]:
+    if isinstance(value, str):
+        return (value,)
+    if isinstance(value, list | tuple) and all(isinstance(entry, str) for entry in value):
+        return tuple(value)
+    raise _wrong(field, value, "one text or a list of texts")
+
+
+def whole(low: int, high: int = 2**31) -> Parser:
+    def parse(field: str, value: Any) -> int:
+        try:
+            number = int(value) if not isinstance(value, bool) and float(value) == int(value) else None
+        except (TypeError, ValueError, OverflowError):
+            number = None
+        if number is None or not low <= number <= high:
+            raise _wrong(field, value, f"a whole number from {low:,} to {high:,}")
+        return number
+
+    return parse
+
+
+def number(low: float, high: float) -> Parser:
+    def parse(field: str, value: Any) -> float:
+        try:
+            found = float(value) if not isinstance(value, bool) else None
+        except (TypeError, ValueError):
+            found = None
+        if found is None or not low <= found <= high:
+            raise _wrong(field, value, f"a number from {low:g} to {high:g}")
+        return found
+
+    return parse
+
+
+def choice(*options: str) -> Parser:
+    def parse(field: str, value: Any) -> str:
+        if value not in options:
+            raise _wrong(field, value, "one of " + ", ".join(options))
+        return str(value)
+
+    return parse
+
+
+def size(field: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int | str):
+        raise _wrong(field, value, "a size, such as 4GiB")
+    return parse_bytes(value, field=field)
+
+
+def tokens_or_auto(field: str, value: Any) -> int | None:
+    if value == "auto" or value == -1:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | str):
+        raise _wrong(field, value, "a number of tokens, such as 8192 or 32K, or auto")
+    count = parse_tokens(value, field=field)
+    if not 1 <= count <= 1 << 27:
+        raise _wrong(field, value, "from 1 to 134,217,728 tokens")
+    return count
+
+
+def optional(parse: Parser) -> Parser:
+    return lambda field, value: None if value is None else parse(field, value)
+
+
+def build(kind: type[T], values: Mapping[str, Any], *, refused: Mapping[str, str], spelled: Callable[[str], str]) -> T:
+    """A config of `kind` out of named values. `refused`: known names whose feature is not there, with the reason;
+    given at their harmless values (False, None, 0, or 1 for sizes) they are taken as not given."""
+    fields = {field.name: field for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    parsed: dict[str, Any] = {}
+    for name, value in values.items():
+        if name in refused:
+            if value not in (None, False, 0, "", "0", "false", "False"):
+                raise ConfigurationError(
+                    f"{spelled(name)} is not supported: {refused[name]}", fix=f"leave {spelled(name)} out", field=name
+                )
+            continue
+        if name not in fields:
+            raise unknown_name(name, [*fields, *refused], spelled)
+        parsed[name] = fields[name].metadata["parse"](spelled(name), value)
+    return kind(**parsed)
+
+
+def unknown_name(name: str, known: Iterable[str], spelled: Callable[[str], str]) -> ConfigurationError:
+    near = difflib.get_close_matches(name, list(known), n=1)
+    return ConfigurationError(
+        f"{spelled(name)} is not a setting of Holdfast",
+        fix=f"did you mean {spelled(near[0])}?" if near else "see holdfast serve --help",
+        field=name,
+    )
+
+
+def _wrong(field: str, value: Any, needed: str) -> ConfigurationError:
+    return ConfigurationError(f"{field}: {value!r} will not do", needed=needed, found=repr(value), field=field)

@@ -1,0 +1,96 @@
+"""Where settings come from: flag > environment (HOLDFAST_NAME) > --config file (TOML) > default.
+
+Builds the flags of an argparse parser out of the declared settings; knows none of them by name.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from holdfast.config.setting import build, environment_name, flag, flag_name, texts, unknown_name
+from holdfast.errors import ConfigurationError
+
+T = TypeVar("T")
+
+
+def add_flags(parser: argparse.ArgumentParser, kind: type, *, title: str, skip: Iterable[str] = ()) -> None:
+    """Values stay text here; the setting's own parser reads them, wherever they come from."""
+    group = parser.add_argument_group(title)
+    for field in dataclasses.fields(kind):
+        if field.name in skip:
+            continue
+        spec = field.metadata
+        names = (flag_name(field.name), *spec["flags"])
+        default = "" if field.default is None or field.default == () else f" (default: {_shown(field.default)})"
+        common: dict[str, Any] = {"dest": field.name, "default": argparse.SUPPRESS, "help": spec["help"] + default}
+        if spec["parse"] is flag:
+            # --name, --name=false and --no-name all work.
+            group.add_argument(*names, nargs="?", const="true", metavar="true|false", **common)
+            group.add_argument(
+                f"--no-{field.name.replace('_', '-')}", dest=field.name, action="store_const", const="false",
+                default=argparse.SUPPRESS, help=argparse.SUPPRESS,
+            )  # fmt: skip
+        elif spec["parse"] is texts:
+            group.add_argument(*names, nargs="+", metavar=spec["metavar"], **common)
+        else:
+            group.add_argument(*names, metavar=spec["metavar"] or "VALUE", **common)
+
+
+def gather(
+    kinds: Sequence[type],
+    given: Mapping[str, Any],
+    *,
+    environment: Mapping[str, str] | None = None,
+    file: Path | None = None,
+) -> dict[str, Any]:
+    """All named values for these kinds of config, the stronger source winning."""
+    environment = os.environ if environment is None else environment
+    names = [field.name for kind in kinds for field in dataclasses.fields(kind)]
+    values: dict[str, Any] = {} if file is None else _read_file(file)
+    for name in names:
+        if environment_name(name) in environment:
+            values[name] = environment[environment_name(name)]
+    values.update({name: value for name, value in given.items() if value is not None})
+    return values
+
+
+def split(
+    values: Mapping[str, Any], first: tuple[type[T], Mapping[str, str]], second: tuple[type[Any], Mapping[str, str]]
+) -> tuple[T, Any]:
+    """Gives each of two kinds its own values; a name that neither knows is an error."""
+    parts: list[dict[str, Any]] = [{}, {}]
+    known: list[set[str]] = [
+        {field.name for field in dataclasses.fields(kind)} | set(refused) for kind, refused in (first, second)
+    ]
+    for name, value in values.items():
+        if name in known[0]:
+            parts[0][name] = value
+        elif name in known[1]:
+            parts[1][name] = value
+        else:
+            raise unknown_name(name, known[0] | known[1], flag_name)
+    return (
+        build(first[0], parts[0], refused=first[1], spelled=flag_name),
+        build(second[0], parts[1], refused=second[1], spelled=flag_name),
+    )
+
+
+def _read_file(path: Path) -> dict[str, Any]:
+    try:
+        with path.open("rb") as handle:
+            found = tomllib.load(handle)
+    except OSError as error:
+        raise ConfigurationError(f"--config: {path} cannot be read: {error.strerror}", field="config") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"--config: {path} is not valid TOML: {error}", field="config") from error
+    return {name.replace("-", "_"): value for name, value in found.items()}
+
+
+def _shown(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
