@@ -1,0 +1,51 @@
+# The project's commands. Owns the order of steps; what a step does lies in scripts/.
+# The stamps under .venv/.stamps are written last, so that a broken install is tried again.
+
+SHELL := /bin/bash
+PYTHON ?= python3
+ARGS ?=
+VENV := .venv
+STAMPS := $(VENV)/.stamps
+SOURCES := src tests benchmarks
+
+.DEFAULT_GOAL := help
+.PHONY: help install serve test test-all test-tools lint format clean bench
+
+help: ## list the commands
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
+
+install: $(STAMPS)/dev ## make the environment at .venv, with what development needs
+	@echo "the environment at $(VENV) is ready"
+
+serve: $(STAMPS)/runtime ## from nothing to a server on 127.0.0.1:8000 (make serve ARGS="--port 9000")
+	@exec $(VENV)/bin/holdfast serve $(ARGS)
+
+test: $(STAMPS)/dev test-tools ## lint and the suite, about 10 minutes on 2 cores (ARGS go to pytest)
+	@scripts/check.sh quick $(ARGS)
+
+test-all: $(STAMPS)/dev test-tools ## the same with the long runs: an hour or more
+	@scripts/check.sh all $(ARGS)
+
+test-tools: # nginx and curl, for the tests that need a real proxy and a real client
+	@scripts/install-test-tools.sh
+
+lint: $(STAMPS)/dev ## ruff, mypy --strict and the order of imports
+	@scripts/lint.sh
+
+format: $(STAMPS)/dev ## let ruff rewrite what it can
+	$(VENV)/bin/ruff format $(SOURCES)
+	$(VENV)/bin/ruff check --fix $(SOURCES)
+
+bench: $(STAMPS)/dev ## Holdfast beside its peers on this machine's CPU (docs/benchmarks.md)
+	@$(VENV)/bin/python benchmarks/cpu_peers.py $(ARGS)
+
+clean: ## remove caches and build leftovers (rm -rf .venv removes the environment)
+	rm -rf build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	find $(SOURCES) -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# What is installed follows pyproject.toml alone: a second run installs nothing.
+$(STAMPS)/dev: pyproject.toml
+	@PYTHON="$(PYTHON)" scripts/install.sh dev
+
+$(STAMPS)/runtime: pyproject.toml
+	@PYTHON="$(PYTHON)" scripts/install.sh runtime

@@ -1,0 +1,19 @@
+#!/usr/bin/env bash
+# Lint, then the tests: scripts/check.sh quick|all [pytest arguments]. Pytest's summary is the last line printed; a lint
+# failure is shown before the tests, does not hide their result, and fails the whole.
+set -uo pipefail
+cd "$(dirname "$0")/.."
+
+case ${1:?quick or all} in
+  quick) selection="not long and not gpu" ;;
+  all) selection="" ;;
+  *) echo "scripts/check.sh quick|all" >&2; exit 2 ;;
+esac
+shift
+
+scripts/lint.sh
+lint_status=$?
+.venv/bin/python -m pytest -m "$selection" "$@"
+tests_status=$?
+((lint_status == 0)) || exit "$lint_status"
+exit "$tests_status"
