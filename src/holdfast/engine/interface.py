@@ -5,7 +5,7 @@ Nothing here or below `server` imports torch: the tensors live in another proces
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import TYPE_CHECKING, Protocol
 
 from holdfast.records import AnswerDelta, EngineInfo, EngineStats, Failure, SamplingParams
@@ -45,6 +45,10 @@ class Engine(Protocol):
 
     def stats(self) -> EngineStats:
         """The newest snapshot; counters go on over restarts."""
+
+    def on_step(self, listener: Callable[[EngineStats], None]) -> None:
+        """From now on `listener` is called on the loop with the snapshot of every step, none left out:
+        a histogram of steps cannot be had from the newest snapshot alone."""
 
     async def start(self) -> None:
         """Returns when the engine is ready; raises what stopped it from becoming so."""
