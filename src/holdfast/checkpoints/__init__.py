@@ -1,1 +1,24 @@
+"""How a model is stored: headers, layouts, bytes of tensors, and where files come from. No torch."""
 
+from holdfast.checkpoints.checkpoint import Checkpoint, extra_tensors, match, open_checkpoint, stored_name
+from holdfast.checkpoints.files import GGUFHeader, ModelFiles, StoredTensor
+from holdfast.checkpoints.layouts import ENGINE_LAYOUTS, LAYOUTS, Layout
+from holdfast.checkpoints.source import DEFAULT_MODEL, from_path, locate, spec_of
+
+__all__ = [
+    "DEFAULT_MODEL",
+    "ENGINE_LAYOUTS",
+    "LAYOUTS",
+    "Checkpoint",
+    "GGUFHeader",
+    "Layout",
+    "ModelFiles",
+    "StoredTensor",
+    "extra_tensors",
+    "from_path",
+    "locate",
+    "match",
+    "open_checkpoint",
+    "spec_of",
+    "stored_name",
+]

@@ -1,0 +1,150 @@
+"""An open checkpoint: reads one tensor's bytes at a time, and holds its tensors against a ModelSpec.
+
+Knows nothing of what the bytes mean beyond their layout's name.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Literal
+
+import numpy
+import numpy.typing
+
+from holdfast.checkpoints import gguf, safetensors
+from holdfast.checkpoints.files import ModelFiles, StoredTensor
+from holdfast.checkpoints.layouts import ENGINE_LAYOUTS
+from holdfast.errors import CheckpointError
+from holdfast.models import ModelSpec, TensorSpec
+
+_READ_BYTES = 1 << 30
+"""Linux reads at most 2 GiB a call."""
+
+
+class Checkpoint:
+    """Files are opened at the first read and closed by `close` or at the end of a `with`.
+
+    The peak of reading is the one tensor that `read` returns; nothing is cached or mapped.
+    """
+
+    def __init__(self, tensors: Mapping[str, StoredTensor], format: Literal["safetensors", "gguf"]) -> None:
+        self.tensors = tensors
+        self.format: Literal["safetensors", "gguf"] = format
+        self._descriptors: dict[Path, int] = {}
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    def read(self, name: str) -> numpy.typing.NDArray[numpy.uint8]:
+        """The stored bytes, flat, in fresh memory that the caller may write to and owns."""
+        tensor = self.tensors.get(name)
+        if tensor is None:
+            raise CheckpointError(f"the checkpoint has no tensor {name!r}", needed=name)
+        target = numpy.empty(tensor.nbytes, dtype=numpy.uint8)
+        view = target.data
+        done = 0
+        try:
+            descriptor = self._descriptor(tensor.path)
+            while done < tensor.nbytes:
+                count = os.preadv(descriptor, [view[done : done + _READ_BYTES]], tensor.offset + done)
+                if count == 0:
+                    raise CheckpointError(
+                        f"{tensor.path}: the file is torn: it ends within tensor {name!r}",
+                        needed=f"{tensor.nbytes} bytes at {tensor.offset}",
+                        found=f"{done} bytes",
+                        fix="download the file again",
+                    )
+                done += count
+        except OSError as error:
+            raise CheckpointError(f"{tensor.path}: cannot be read: {error.strerror}") from error
+        return target
+
+    def close(self) -> None:
+        while self._descriptors:
+            os.close(self._descriptors.popitem()[1])
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self.close()
+
+    def _descriptor(self, path: Path) -> int:
+        if path not in self._descriptors:
+            self._descriptors[path] = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+        return self._descriptors[path]
+
+
+def open_checkpoint(files: ModelFiles) -> Checkpoint:
+    if files.format == "gguf":
+        header = files.header or gguf.read_header(files.weights[0])
+        return Checkpoint(header.tensors, "gguf")
+    if files.format == "safetensors":
+        return Checkpoint(safetensors.read_headers(files.weights), "safetensors")
+    raise CheckpointError(
+        f"{files.path}: no weights here",
+        needed="*.safetensors or one .gguf",
+        fix="give a folder with weights, or load_format=dummy for random ones",
+    )
+
+
+def match(spec: ModelSpec, checkpoint: Checkpoint) -> dict[str, StoredTensor]:
+    """The stored tensor of every canonical name; optional ones may be missing from the result.
+
+    Raises CheckpointError when a tensor is missing, of another shape, or stored as the engine cannot read.
+    """
+    found: dict[str, StoredTensor] = {}
+    missing: list[str] = []
+    for tensor in spec.tensors:
+        name = stored_name(tensor, checkpoint)
+        stored = checkpoint.tensors.get(name)
+        if stored is None:
+            if not tensor.optional:
+                missing.append(name)
+            continue
+        _check(tensor, stored, spec)
+        found[tensor.name] = stored
+    if missing:
+        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+        raise CheckpointError(
+            f"the checkpoint lacks {len(missing)} of the {len(spec.tensors)} tensors its config promises",
+            needed=", ".join(missing[:3]) + more,
+            found=f"{len(checkpoint.tensors)} tensors, such as " + ", ".join(list(checkpoint.tensors)[:3]),
+            fix="download the model again; if it still fails, its config.json belongs to another model",
+        )
+    return found
+
+
+def extra_tensors(spec: ModelSpec, checkpoint: Checkpoint) -> tuple[str, ...]:
+    """What the checkpoint holds beyond the spec, by its own names."""
+    known = {stored_name(tensor, checkpoint) for tensor in spec.tensors}
+    return tuple(name for name in checkpoint.tensors if name not in known)
+
+
+def stored_name(tensor: TensorSpec, checkpoint: Checkpoint) -> str:
+    return tensor.gguf_name if checkpoint.format == "gguf" else tensor.hf_name
+
+
+def _check(tensor: TensorSpec, stored: StoredTensor, spec: ModelSpec) -> None:
+    if stored.shape != tensor.shape:
+        raise CheckpointError(
+            f"tensor {stored.name!r} ({tensor.name}) has another shape than the config of {spec.architecture} says",
+            needed=str(list(tensor.shape)),
+            found=f"{list(stored.shape)} in {stored.path.name}",
+        )
+    if stored.layout not in ENGINE_LAYOUTS:
+        raise CheckpointError(
+            f"tensor {stored.name!r} is stored as {stored.layout}, which this engine cannot compute with",
+            needed="one of " + ", ".join(sorted(ENGINE_LAYOUTS)),
+            found=stored.layout,
+            fix="take another file of this model, such as Q8_0, Q4_1 or BF16",
+        )

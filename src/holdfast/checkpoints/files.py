@@ -1,0 +1,54 @@
+"""The records of this room: one stored tensor, one GGUF header, the files that make up a model. No I/O."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    name: str
+    """As the checkpoint spells it."""
+    shape: tuple[int, ...]
+    """Row-major: [out, in] for a linear weight, in both formats."""
+    layout: str
+    """A key of layouts.LAYOUTS."""
+    path: Path
+    offset: int
+    """Of its first byte in the file."""
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GGUFHeader:
+    path: Path
+    version: int
+    alignment: int
+    data_start: int
+    metadata: dict[str, Any] = field(repr=False)
+    tensors: dict[str, StoredTensor] = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFiles:
+    """Where everything of one model lies; small files are already read."""
+
+    name: str
+    """As the user named it; the built-in's own name when none was named."""
+    kind: Literal["builtin", "file", "folder", "hub"]
+    path: Path
+    """The GGUF file, or the folder."""
+    weights: tuple[Path, ...]
+    """Empty when format is none."""
+    format: Literal["safetensors", "gguf", "none"]
+    """none: a folder with a config but no weights, good for load_format=dummy."""
+    config: dict[str, Any] | None = field(default=None, repr=False)
+    generation_config: dict[str, Any] | None = field(default=None, repr=False)
+    tokenizer_json: Path | None = None
+    tokenizer_config: dict[str, Any] | None = field(default=None, repr=False)
+    chat_template: str | None = field(default=None, repr=False)
+    """From chat_template.jinja, else from tokenizer_config.json, else from the GGUF header."""
+    header: GGUFHeader | None = None
+    """With format gguf."""

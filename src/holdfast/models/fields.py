@@ -1,0 +1,110 @@
+"""Reads one field of a foreign config at a time: typed, bounded, and named in every complaint.
+
+Knows nothing of any model family. A null field counts as missing, as transformers writes it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, overload
+
+from holdfast.errors import CheckpointError
+
+MAX_LAYERS = 4096
+MAX_HEADS = 1 << 16
+MAX_HEAD_DIM = 1 << 13
+MAX_WIDTH = 1 << 22
+MAX_VOCABULARY = 1 << 24
+MAX_CONTEXT = 1 << 30
+
+
+class Fields:
+    """`values` as they were parsed; `where` is what people call that file; `prefix` stands before every name."""
+
+    def __init__(self, values: Mapping[str, Any], *, where: str, prefix: str = "") -> None:
+        self.values = values
+        self.where = where
+        self.prefix = prefix
+
+    def has(self, name: str) -> bool:
+        return self.values.get(self.prefix + name) is not None
+
+    def wrong(self, name: str, needed: str, found: object) -> CheckpointError:
+        full = self.prefix + name
+        return CheckpointError(
+            f"{self.where}: {full} cannot be used", needed=f"{full}: {needed}", found=shorten(found), field=full
+        )
+
+    def get(self, name: str, needed: str, default: Any) -> Any:
+        value = self.values.get(self.prefix + name)
+        if value is not None:
+            return value
+        if default is ...:
+            raise self.wrong(name, needed, "nothing: the field is missing")
+        return default
+
+    @overload
+    def integer(self, name: str, *, high: int, low: int = 1, default: int = ...) -> int: ...
+    @overload
+    def integer(self, name: str, *, high: int, low: int = 1, default: None) -> int | None: ...
+    def integer(self, name: str, *, high: int, low: int = 1, default: Any = ...) -> int | None:
+        needed = f"a whole number from {low} to {high}"
+        value = self.get(name, needed, default)
+        if value is None:
+            return None
+        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+            raise self.wrong(name, needed, value)
+        return value
+
+    @overload
+    def number(self, name: str, *, low: float, high: float, default: float = ...) -> float: ...
+    @overload
+    def number(self, name: str, *, low: float, high: float, default: None) -> float | None: ...
+    def number(self, name: str, *, low: float, high: float, default: Any = ...) -> float | None:
+        needed = f"a number from {low:g} to {high:g}"
+        value = self.get(name, needed, default)
+        if value is None:
+            return None
+        good = not isinstance(value, bool) and isinstance(value, int | float)
+        if not good or not math.isfinite(value) or not low <= value <= high:
+            raise self.wrong(name, needed, value)
+        return float(value)
+
+    def boolean(self, name: str, *, default: bool) -> bool:
+        value = self.get(name, "true or false", default)
+        if not isinstance(value, bool):
+            raise self.wrong(name, "true or false", value)
+        return value
+
+    def text(self, name: str, *, default: str = ...) -> str:  # type: ignore[assignment]
+        value = self.get(name, "a text", default)
+        if not isinstance(value, str):
+            raise self.wrong(name, "a text", value)
+        return value
+
+    def table(self, name: str) -> Fields | None:
+        """A table within the table; None when it is missing, null or empty."""
+        value = self.values.get(self.prefix + name)
+        if value is None or value == {}:
+            return None
+        if not isinstance(value, Mapping):
+            raise self.wrong(name, "a table", value)
+        return Fields(value, where=f"{self.where}, {self.prefix}{name}")
+
+    def token_ids(self, name: str, *, vocab_size: int) -> tuple[int, ...]:
+        """One id or a list of them; empty when missing."""
+        value = self.values.get(self.prefix + name)
+        if value is None:
+            return ()
+        needed = f"token ids below the vocabulary's {vocab_size}"
+        ids = value if isinstance(value, list) else [value]
+        for token_id in ids:
+            if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < vocab_size:
+                raise self.wrong(name, needed, value)
+        return tuple(dict.fromkeys(ids))
+
+
+def shorten(value: object, *, limit: int = 120) -> str:
+    shown = value if isinstance(value, str) else repr(value)
+    return shown if len(shown) <= limit else shown[:limit] + "..."

@@ -1,0 +1,74 @@
+"""Which family file reads which architecture. A new family is one file in `families` and one line here."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any, Protocol, cast
+
+from holdfast.errors import CheckpointError, UnknownArchitectureError
+from holdfast.models.families import llama
+from holdfast.models.fields import Fields, shorten
+from holdfast.models.spec import ModelSpec
+
+
+class Family(Protocol):
+    """What a family's module offers."""
+
+    ARCHITECTURES: tuple[str, ...]
+    GGUF_ARCHITECTURES: tuple[str, ...]
+
+    def from_config(
+        self, config: Mapping[str, Any], generation_config: Mapping[str, Any] | None, architecture: str
+    ) -> ModelSpec: ...
+
+    def from_gguf(self, metadata: Mapping[str, Any], tensor_names: Collection[str], architecture: str) -> ModelSpec: ...
+
+
+FAMILIES: dict[str, Family] = {"llama": cast(Family, llama)}
+
+_BY_ARCHITECTURE = {name: family for family in FAMILIES.values() for name in family.ARCHITECTURES}
+_BY_GGUF = {name: family for family in FAMILIES.values() for name in family.GGUF_ARCHITECTURES}
+# Configs saved from a bare model name no architecture that can generate; their model_type still tells.
+_BY_MODEL_TYPE = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM"}
+
+
+def known_architectures() -> tuple[str, ...]:
+    return tuple(sorted(_BY_ARCHITECTURE))
+
+
+def known_gguf_architectures() -> tuple[str, ...]:
+    return tuple(sorted(_BY_GGUF))
+
+
+def from_config(config: Mapping[str, Any], generation_config: Mapping[str, Any] | None = None) -> ModelSpec:
+    """The spec of a Hugging Face config.json; generation_config.json adds its ends to the config's own."""
+    if not isinstance(config, Mapping):
+        raise CheckpointError("config.json is not a table", found=type(config).__name__)
+    named = config.get("architectures")
+    if named:
+        if not isinstance(named, list) or not all(isinstance(name, str) for name in named):
+            raise Fields(config, where="config.json").wrong("architectures", "a list of names", named)
+        names = list(named)
+    else:
+        model_type = config.get("model_type")
+        names = [_BY_MODEL_TYPE.get(model_type, model_type) if isinstance(model_type, str) else "(none named)"]
+    for name in names:
+        if name in _BY_ARCHITECTURE:
+            return _BY_ARCHITECTURE[name].from_config(config, generation_config, name)
+    raise _unknown(", ".join(names), known_architectures(), field="architectures")
+
+
+def from_gguf(metadata: Mapping[str, Any], tensor_names: Collection[str]) -> ModelSpec:
+    """The spec of a GGUF header; which tensors there are tells about ties, biases and rotary factors."""
+    name = metadata.get("general.architecture")
+    if not isinstance(name, str) or name not in _BY_GGUF:
+        shown = name if isinstance(name, str) else "(none named)"
+        raise _unknown(shown, known_gguf_architectures(), field="general.architecture")
+    return _BY_GGUF[name].from_gguf(metadata, tensor_names, name)
+
+
+def _unknown(name: str, known: tuple[str, ...], *, field: str) -> UnknownArchitectureError:
+    shown = shorten(name)
+    return UnknownArchitectureError(
+        f"model architecture {shown} is not supported", needed="one of " + ", ".join(known), found=shown, field=field
+    )

@@ -1,0 +1,124 @@
+"""Rotary position settings: every spelling a checkpoint may use, turned into one RopeSpec. Computes no angles."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from holdfast.errors import CheckpointError
+from holdfast.models.fields import MAX_CONTEXT, Fields
+from holdfast.models.spec import RopeSpec
+
+MAX_THETA = 1e12
+MAX_FACTOR = 65536.0
+_SCALINGS = ("none", "linear", "llama3", "yarn")
+
+
+def rope_from_config(config: Fields, *, head_dim: int, max_position: int) -> RopeSpec:
+    """`rope_theta` with `rope_scaling`, or the newer `rope_parameters` that holds both."""
+    newer, older = config.table("rope_parameters"), config.table("rope_scaling")
+    if newer and older and _kind(newer) != _kind(older):
+        raise config.wrong("rope_scaling", f"what rope_parameters says ({_kind(newer)})", _kind(older))
+    table = newer or older or Fields({}, where=config.where)
+    where_theta = table if table.has("rope_theta") else config
+    theta = where_theta.number("rope_theta", low=1.0, high=MAX_THETA, default=10_000.0)
+    for holder in (table, config):
+        if holder.number("partial_rotary_factor", low=0.0, high=1.0, default=1.0) != 1.0:
+            raise holder.wrong("partial_rotary_factor", "1 (this family rotates whole heads)", "less")
+    return _build(table, _kind(table), theta=theta, dim=head_dim, max_position=max_position)
+
+
+def _kind(table: Fields) -> str:
+    name = "rope_type" if table.has("rope_type") else "type"
+    kind = table.text(name, default="default")
+    return "none" if kind == "default" else kind
+
+
+def _build(table: Fields, kind: str, *, theta: float, dim: int, max_position: int) -> RopeSpec:
+    if kind == "none":
+        return RopeSpec(theta=theta, dim=dim)
+    if kind not in _SCALINGS:
+        raise CheckpointError(
+            f"{table.where}: rope scaling {kind!r} is not supported",
+            needed="one of " + ", ".join(_SCALINGS),
+            found=kind,
+            field="rope_scaling",
+        )
+    factor = table.number("factor", low=1.0, high=MAX_FACTOR)
+    more: dict[str, Any] = {}
+    if kind == "llama3":
+        more = {
+            "low_freq_factor": table.number("low_freq_factor", low=1e-3, high=MAX_FACTOR),
+            "high_freq_factor": table.number("high_freq_factor", low=1e-3, high=MAX_FACTOR),
+            "original_max_position": table.integer("original_max_position_embeddings", high=MAX_CONTEXT),
+        }
+        if more["high_freq_factor"] <= more["low_freq_factor"]:
+            raise table.wrong("high_freq_factor", "above low_freq_factor", more["high_freq_factor"])
+    elif kind == "yarn":
+        if not table.boolean("truncate", default=True):
+            raise table.wrong("truncate", "true", False)
+        more = {
+            "original_max_position": table.integer(
+                "original_max_position_embeddings", high=MAX_CONTEXT, default=max_position
+            ),
+            "beta_fast": table.number("beta_fast", low=1e-3, high=1e6, default=32.0),
+            "beta_slow": table.number("beta_slow", low=1e-3, high=1e6, default=1.0),
+            "attention_factor": _yarn_attention(table, factor),
+        }
+    return RopeSpec(theta=theta, dim=dim, scaling=kind, factor=factor, **more)  # type: ignore[arg-type]
+
+
+def _yarn_attention(table: Fields, factor: float) -> float:
+    given = table.number("attention_factor", low=1e-3, high=1e3, default=None)
+    if given is not None:
+        return given
+    scale = table.number("mscale", low=0.0, high=1e3, default=0.0)
+    scale_all = table.number("mscale_all_dim", low=0.0, high=1e3, default=0.0)
+    if scale and scale_all:
+        return yarn_magnitude(factor, scale) / yarn_magnitude(factor, scale_all)
+    return yarn_magnitude(factor)
+
+
+def yarn_magnitude(factor: float, scale: float = 1.0) -> float:
+    return 1.0 if factor <= 1.0 else 0.1 * scale * math.log(factor) + 1.0
+
+
+def rope_from_gguf(header: Fields, *, head_dim: int, max_position: int) -> RopeSpec:
+    """llama3's scaling is not here: GGUF carries it as the tensor rope_freqs.weight."""
+    theta = header.number("rope.freq_base", low=1.0, high=MAX_THETA, default=10_000.0)
+    dim = header.integer("rope.dimension_count", high=head_dim, default=head_dim)
+    if dim != head_dim:
+        raise header.wrong("rope.dimension_count", f"the head's {head_dim} (this family rotates whole heads)", dim)
+    kind = header.text("rope.scaling.type", default="none")
+    factor_name = "rope.scaling.factor"
+    if kind == "none" and header.has("rope.scale_linear"):  # the spelling before scaling had types
+        kind, factor_name = "linear", "rope.scale_linear"
+    if kind == "none":
+        return RopeSpec(theta=theta, dim=dim)
+    if kind not in ("linear", "yarn"):
+        raise header.wrong("rope.scaling.type", "none, linear or yarn", kind)
+    factor = header.number(factor_name, low=1.0, high=MAX_FACTOR)
+    if kind == "linear":
+        return RopeSpec(theta=theta, dim=dim, scaling="linear", factor=factor)
+    return RopeSpec(
+        theta=theta,
+        dim=dim,
+        scaling="yarn",
+        factor=factor,
+        original_max_position=header.integer(
+            "rope.scaling.original_context_length", high=MAX_CONTEXT, default=max_position
+        ),
+        beta_fast=header.number("rope.scaling.yarn_beta_fast", low=1e-3, high=1e6, default=32.0),
+        beta_slow=header.number("rope.scaling.yarn_beta_slow", low=1e-3, high=1e6, default=1.0),
+        attention_factor=yarn_magnitude(factor)
+        * header.number("rope.scaling.attn_factor", low=1e-3, high=1e3, default=1.0),
+    )
+
+
+def longest_context(rope: RopeSpec, max_position: int) -> int:
+    """What the scaling stretches the context to, as vLLM derives it; llama3 configs name the stretched one already."""
+    if rope.scaling == "linear":
+        return min(MAX_CONTEXT, int(max_position * rope.factor))
+    if rope.scaling == "yarn":
+        return min(MAX_CONTEXT, int(rope.original_max_position * rope.factor))
+    return max_position
