@@ -66,7 +66,8 @@ def split(
     """Gives each of two kinds its own values; a name that neither knows is an error."""
     parts: list[dict[str, Any]] = [{}, {}]
     known: list[set[str]] = [
-        {field.name for field in dataclasses.fields(kind)} | set(refused) for kind, refused in (first, second)
+        {field.name for field in dataclasses.fields(kind)} | set(refused)  # type: ignore[arg-type]
+        for kind, refused in (first, second)
     ]
     for name, value in values.items():
         if name in known[0]:

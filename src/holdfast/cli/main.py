@@ -1,0 +1,75 @@
+"""`holdfast`: finds the sub-command and hands over. Imports a command's module only when it is called."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+import holdfast
+from holdfast.errors import ConfigurationError, HoldfastError, RequestError
+
+COMMANDS = {
+    "serve": "serve a model over the OpenAI API",
+    "chat": "talk to a model in the terminal",
+    "pull": "fetch a model ahead of time",
+    "models": "list the models that are built in, cached and known",
+}
+
+OVERVIEW = """examples:
+  holdfast serve                          the built-in model on http://127.0.0.1:8000
+  holdfast serve ./my-model --port 9000   a folder, a .gguf file or a hub id
+  holdfast chat                           talk to the built-in model, no server needed
+  holdfast COMMAND --help                 the settings of one command
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if not given or given[0] in ("-h", "--help"):
+        return _overview(sys.stdout if given else sys.stderr, 0 if given else 2)
+    if given[0] in ("-V", "--version"):
+        print(f"holdfast {holdfast.__version__}")
+        return 0
+    if given[0] not in COMMANDS:
+        return _unknown_command(given[0])
+    module = importlib.import_module(f"holdfast.cli.{given[0]}")
+    parser = argparse.ArgumentParser(
+        prog=f"holdfast {given[0]}",
+        description=module.HELP,
+        epilog=module.EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    module.add_arguments(parser)
+    try:
+        return int(module.run(parser.parse_args(given[1:])))
+    except (ConfigurationError, RequestError) as error:
+        print(f"holdfast: {error}", file=sys.stderr)
+        return 2
+    except HoldfastError as error:
+        print(f"holdfast: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def _overview(stream: object, code: int) -> int:
+    lines = ["usage: holdfast COMMAND ...", "", "Serves large language models on the memory a machine really has.", ""]
+    lines += [f"  {name:<8} {help}" for name, help in COMMANDS.items()]
+    print("\n".join(lines), OVERVIEW, sep="\n\n", end="", file=stream)  # type: ignore[call-overload]
+    return code
+
+
+def _unknown_command(name: str) -> int:
+    import difflib
+
+    near = difflib.get_close_matches(name, COMMANDS, n=1)
+    hint = f"did you mean holdfast {near[0]}?" if near else "see holdfast --help"
+    print(f"holdfast: there is no command {name!r}; {hint}", file=sys.stderr)
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

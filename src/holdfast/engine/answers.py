@@ -1,0 +1,82 @@
+"""One answer as it grows: from the engine's token ids to text, cut at a stop string, with readable logprobs.
+
+Keeps what is needed to ask another engine to go on where one died.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from holdfast.records import AnswerDelta, EngineOutput, FinishReason, Logprob, Request, TokenLogprobs
+from holdfast.text.detokenizer import Detokenizer
+from holdfast.text.tokenizer import Tokenizer
+
+
+class Answer:
+    def __init__(self, request: Request, index: int, tokenizer: Tokenizer | None) -> None:
+        self.request = request
+        self.index = index
+        self.token_ids: list[int] = []
+        self.finished = False
+        self.deaths_aboard = 0
+        """How many engines died while they held it."""
+        self._tokenizer = tokenizer
+        self._detokenizer: Detokenizer | None = None
+        if tokenizer is not None and request.params.detokenize:
+            self._detokenizer = Detokenizer(
+                tokenizer,
+                skip_special_tokens=request.params.skip_special_tokens,
+                stop=request.params.stop_strings,
+                include_stop=request.params.include_stop_str_in_output,
+                min_tokens=request.params.min_tokens,
+            )
+
+    def resumed(self) -> Request:
+        """The same request, with the tokens that have already gone out."""
+        return msgspec.structs.replace(self.request, output_token_ids=list(self.token_ids))
+
+    def take(self, output: EngineOutput) -> AnswerDelta:
+        """Mutates the answer. When the delta is finished but the engine's output was not, the caller aborts the
+        request in the engine: a stop string is seen only here."""
+        tokens, reason = output.token_ids, output.finish_reason
+        stop_reason: int | str | None = output.stop_token_id
+        text = ""
+        if self._detokenizer is not None:
+            hidden = 1 if self._ends_with_hidden_token(output) else 0
+            text = self._detokenizer.push(tokens[: len(tokens) - hidden])
+            if self._detokenizer.stopped_by is not None:
+                tokens = tokens[: self._detokenizer.tokens_used - len(self.token_ids)]
+                reason, stop_reason = FinishReason.STOP, self._detokenizer.stopped_by
+            elif reason is not None:
+                text += self._detokenizer.flush()
+                if self._detokenizer.stopped_by is not None:
+                    reason, stop_reason = FinishReason.STOP, self._detokenizer.stopped_by
+        self.token_ids.extend(tokens)
+        self.finished = reason is not None
+        return AnswerDelta(
+            index=self.index,
+            text=text,
+            token_ids=tokens,
+            logprobs=None
+            if output.logprobs is None
+            else [self._readable(entry) for entry in output.logprobs[: len(tokens)]],
+            finish_reason=reason,
+            stop_reason=stop_reason,
+            cached_tokens=output.cached_tokens,
+            timing=output.timing,
+        )
+
+    def _ends_with_hidden_token(self, output: EngineOutput) -> bool:
+        """The token that ended the answer is not part of its text, unless asked for."""
+        if output.finish_reason is not FinishReason.STOP or not output.token_ids:
+            return False
+        return not self.request.params.include_stop_str_in_output
+
+    def _readable(self, entry: TokenLogprobs) -> dict[int, Logprob]:
+        readable: dict[int, Logprob] = {}
+        for place, (token, logprob) in enumerate(zip(entry.token_ids, entry.logprobs, strict=True)):
+            if token not in readable:
+                spelled = None if self._tokenizer is None else self._tokenizer.decode([token])
+                rank = entry.rank if place == 0 else place
+                readable[token] = Logprob(logprob=logprob, rank=rank, decoded_token=spelled)
+        return readable

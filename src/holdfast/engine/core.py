@@ -1,0 +1,58 @@
+"""The loop: what the scheduler plans, the runner does, the scheduler learns. Nothing else happens in a step."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from typing import Protocol
+
+from holdfast.records import EngineOutput, EngineStats, Request, StepPlan, StepResult
+from holdfast.scheduler import Scheduler
+
+
+class StepHandle(Protocol):
+    def result(self) -> StepResult:
+        """Waits for the step."""
+
+
+class StepRunner(Protocol):
+    """Executes plans strictly in the order in which they are submitted."""
+
+    def submit(self, plan: StepPlan) -> StepHandle: ...
+
+    def close(self) -> None: ...
+
+
+class EngineCore:
+    """`steps_ahead`: how many steps may be planned before the oldest is applied (0: none, 1: overlap)."""
+
+    def __init__(self, scheduler: Scheduler, runner: StepRunner, *, steps_ahead: int = 0) -> None:
+        self.scheduler = scheduler
+        self._runner = runner
+        self._steps_ahead = steps_ahead
+        self._in_flight: deque[StepHandle] = deque()
+
+    def add(self, request: Request) -> None:
+        self.scheduler.add(request, time.monotonic())
+
+    def abort(self, request_id: str) -> None:
+        self.scheduler.abort(request_id)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._in_flight) or self.scheduler.has_unfinished
+
+    def step(self) -> list[EngineOutput]:
+        plan = self.scheduler.schedule(time.monotonic())
+        if plan is not None:
+            self._in_flight.append(self._runner.submit(plan))
+        if self._in_flight and (plan is None or len(self._in_flight) > self._steps_ahead):
+            return self.scheduler.apply(self._in_flight.popleft().result(), time.monotonic())
+        return []
+
+    def stats(self) -> EngineStats:
+        return self.scheduler.stats()
+
+    def close(self) -> None:
+        self._in_flight.clear()
+        self._runner.close()

@@ -1,0 +1,233 @@
+"""`LLM`: the engine in the caller's own process, for scripts. vLLM's names and shapes.
+
+The loop runs while `generate` runs; dropping the object (or `close()`) gives its memory back.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import random
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from holdfast.config import EngineConfig
+from holdfast.engine.answers import Answer
+from holdfast.engine.core import EngineCore
+from holdfast.engine.door import Door
+from holdfast.engine.messages import unpack_failure
+from holdfast.engine.progress import RequestProgress
+from holdfast.engine.startup import build_core, find_model, open_tokenizer
+from holdfast.errors import EngineError, HoldfastError, RequestError
+from holdfast.records import (
+    AnswerDelta,
+    CompletionOutput,
+    EngineInfo,
+    EngineStats,
+    RequestOutput,
+    SamplingParams,
+)
+from holdfast.text import Tokenizer
+
+Prompt = str | Mapping[str, Any] | Sequence[int]
+"""Text, {"prompt": text}, {"prompt_token_ids": [...]}, or token ids."""
+
+Message = Mapping[str, Any]
+
+
+class LLM:
+    """All keyword arguments are settings of `holdfast serve`, spelled with underscores: see EngineConfig."""
+
+    def __init__(self, model: str | None = None, **settings: Any) -> None:
+        self._core: EngineCore | None = None
+        config = EngineConfig.from_arguments(model=model, **settings)
+        found = find_model(config)
+        self._tokenizer = open_tokenizer(config, found)
+        self._core, self.info = build_core(config, found, lambda stage, done, total: None)
+        seeds = random.Random(config.seed) if config.seed is not None else random.SystemRandom()
+        self._door = Door(found.spec, self.info.max_model_len, seeds, clamp_output=True)
+        self._names = itertools.count()
+
+    info: EngineInfo
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt] | None = None,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        prompt_token_ids: Sequence[Sequence[int]] | None = None,
+        use_tqdm: bool = True,
+        priority: Sequence[int] | None = None,
+    ) -> list[RequestOutput]:
+        """One RequestOutput a prompt, in order. A prompt that cannot be taken raises before anything is computed."""
+        if prompt_token_ids is not None:
+            prompts = [{"prompt_token_ids": ids} for ids in prompt_token_ids]
+        listed = _as_list(prompts)
+        chosen = _one_each(sampling_params, len(listed))
+        runs = [
+            self._prepare(prompt, params, 0 if priority is None else priority[place])
+            for place, (prompt, params) in enumerate(zip(listed, chosen, strict=True))
+        ]
+        return self._run(runs, use_tqdm)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """One conversation, or several."""
+        if not messages:
+            raise RequestError("there are no messages", needed="at least one", field="messages")
+        several = [messages] if isinstance(messages[0], Mapping) else messages
+        tokenizer = self.get_tokenizer()
+        prompts = [
+            {
+                "prompt_token_ids": tokenizer.apply_chat_template(
+                    list(conversation),  # type: ignore[arg-type]
+                    tokenize=True,
+                    chat_template=chat_template,
+                    add_generation_prompt=add_generation_prompt and not continue_final_message,
+                    continue_final_message=continue_final_message,
+                    **dict(chat_template_kwargs or {}),
+                )
+            }
+            for conversation in several
+        ]
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+
+    def get_tokenizer(self) -> Tokenizer:
+        if self._tokenizer is None:
+            raise EngineError("there is no tokenizer", fix="leave skip_tokenizer_init out")
+        return self._tokenizer
+
+    def get_stats(self) -> EngineStats:
+        return self._engine().stats()
+
+    def reset_prefix_cache(self) -> None:
+        self._engine().scheduler.reset_prefix_cache()
+
+    def close(self) -> None:
+        """Gives weights and pages back. The object is of no use afterwards."""
+        core, self._core = self._core, None
+        if core is not None:
+            core.close()
+            gc.collect()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        core = getattr(self, "_core", None)
+        if core is not None:
+            core.close()
+
+    def _engine(self) -> EngineCore:
+        if self._core is None:
+            raise EngineError("this LLM was closed", fix="make a new one")
+        return self._core
+
+    def _prepare(self, prompt: Prompt, params: SamplingParams, priority: int) -> _Run:
+        text, ids = self._read_prompt(prompt)
+        if params.stop_strings and self._tokenizer is None:
+            raise RequestError("stop strings need a tokenizer", fix="leave skip_tokenizer_init out", field="stop")
+        name = str(next(self._names))
+        requests = self._door.admit(ids, params, request_id=name, priority=priority)
+        answers = [Answer(request, index, self._tokenizer) for index, request in enumerate(requests)]
+        return _Run(RequestOutput(request_id=name, prompt=text, prompt_token_ids=list(ids), outputs=[]), answers)
+
+    def _read_prompt(self, prompt: Prompt) -> tuple[str | None, Sequence[int]]:
+        if isinstance(prompt, str):
+            return prompt, self.get_tokenizer().encode(prompt)
+        if isinstance(prompt, Mapping):
+            if "prompt_token_ids" in prompt:
+                return prompt.get("prompt"), prompt["prompt_token_ids"]
+            if isinstance(prompt.get("prompt"), str):
+                return prompt["prompt"], self.get_tokenizer().encode(prompt["prompt"])
+            raise RequestError(
+                f"a prompt with the keys {', '.join(map(str, prompt)) or 'none'} cannot be read",
+                needed='text, {"prompt": text} or {"prompt_token_ids": [...]}',
+                field="prompts",
+            )
+        return None, prompt
+
+    def _run(self, runs: list[_Run], show_progress: bool) -> list[RequestOutput]:
+        core = self._engine()
+        open_answers = {answer.request.request_id: (run, answer) for run in runs for answer in run.answers}
+        with RequestProgress(len(runs), shown=show_progress) as progress:
+            try:
+                for _, answer in open_answers.values():
+                    core.add(answer.request)
+                while open_answers:
+                    for output in core.step():
+                        run, answer = open_answers[output.request_id]
+                        if output.failure is not None:
+                            raise unpack_failure(output.failure, output.request_id)
+                        run.take(answer.take(output))
+                        if answer.finished:
+                            del open_answers[output.request_id]
+                            if output.finish_reason is None:
+                                core.abort(output.request_id)
+                            progress.advance(tokens=len(answer.token_ids), finished=run.output.finished)
+            except (HoldfastError, KeyboardInterrupt):
+                for request_id in open_answers:
+                    core.abort(request_id)
+                raise
+        return [run.output for run in runs]
+
+
+class _Run:
+    """One prompt's answers being put together."""
+
+    def __init__(self, output: RequestOutput, answers: list[Answer]) -> None:
+        self.output = output
+        self.answers = answers
+        self._left = len(answers)
+        output.outputs = [CompletionOutput(index=answer.index) for answer in answers]
+
+    def take(self, delta: AnswerDelta) -> None:
+        answer = self.output.outputs[delta.index]
+        answer.text += delta.text
+        answer.token_ids.extend(delta.token_ids)
+        if delta.logprobs is not None:
+            answer.logprobs = (answer.logprobs or []) + delta.logprobs
+            chosen = sum(entry[token].logprob for token, entry in zip(delta.token_ids, delta.logprobs, strict=True))
+            answer.cumulative_logprob = (answer.cumulative_logprob or 0.0) + chosen
+        self.output.num_cached_tokens = max(self.output.num_cached_tokens, delta.cached_tokens)
+        if delta.finish_reason is not None:
+            answer.finish_reason, answer.stop_reason = delta.finish_reason.value, delta.stop_reason
+            self._left -= 1
+            self.output.finished = self._left == 0
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt] | None) -> list[Prompt]:
+    if prompts is None:
+        raise RequestError("there are no prompts", field="prompts")
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    listed = list(prompts)
+    if listed and all(isinstance(entry, int) for entry in listed):
+        return [listed]  # type: ignore[list-item]
+    return listed  # type: ignore[arg-type]
+
+
+def _one_each(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+    if params is None:
+        return [SamplingParams()] * count
+    if isinstance(params, SamplingParams):
+        return [params] * count
+    if len(params) != count:
+        raise RequestError(
+            f"{count} prompts came with {len(params)} sampling_params",
+            needed="one for all, or one each",
+            field="sampling_params",
+        )
+    return list(params)

@@ -1,0 +1,86 @@
+"""What the front and the engine process say to each other, and how it is packed (msgspec's MessagePack)."""
+
+from __future__ import annotations
+
+import msgspec
+
+from holdfast import errors
+from holdfast.records import EngineInfo, EngineOutput, EngineStats, Failure, Request
+
+
+class Begin(msgspec.Struct, frozen=True, tag=True):
+    """The first message to a new process: its settings, as `EngineConfig` fields."""
+
+    config: dict[str, object]
+
+
+class Add(msgspec.Struct, frozen=True, tag=True):
+    requests: list[Request]
+
+
+class Abort(msgspec.Struct, frozen=True, tag=True):
+    request_ids: list[str]
+
+
+class ResetPrefixCache(msgspec.Struct, frozen=True, tag=True):
+    pass
+
+
+class Stop(msgspec.Struct, frozen=True, tag=True):
+    pass
+
+
+class Loading(msgspec.Struct, frozen=True, tag=True):
+    stage: str
+    done: int
+    total: int
+
+
+class Ready(msgspec.Struct, frozen=True, tag=True):
+    info: EngineInfo
+
+
+class StartFailed(msgspec.Struct, frozen=True, tag=True):
+    failure: Failure
+
+
+class News(msgspec.Struct, frozen=True, tag=True):
+    outputs: list[EngineOutput]
+    stats: EngineStats
+
+
+ToEngine = Begin | Add | Abort | ResetPrefixCache | Stop
+FromEngine = Loading | Ready | StartFailed | News
+
+encode = msgspec.msgpack.Encoder().encode
+decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode
+decode_from_engine = msgspec.msgpack.Decoder(FromEngine).decode
+
+
+def pack_failure(error: Exception) -> Failure:
+    if isinstance(error, errors.HoldfastError):
+        return Failure(
+            kind=type(error).__name__,
+            message=error.message,
+            code=error.code,
+            needed=error.needed,
+            found=error.found,
+            fix=error.fix,
+            field=error.field,
+        )
+    return Failure(kind="EngineError", message=f"{type(error).__name__}: {error}", code=errors.EngineError.code)
+
+
+def unpack_failure(failure: Failure, request_id: str | None = None) -> errors.HoldfastError:
+    kind = getattr(errors, failure.kind, errors.EngineError)
+    if not (isinstance(kind, type) and issubclass(kind, errors.HoldfastError)):
+        kind = errors.EngineError
+    return kind(
+        failure.message,
+        code=failure.code,
+        needed=failure.needed,
+        found=failure.found,
+        fix=failure.fix,
+        field=failure.field,
+        request_id=request_id,
+    )

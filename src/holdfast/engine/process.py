@@ -1,0 +1,99 @@
+"""The engine process: loads the model, then steps, with its ears open between steps.
+
+Started by the front as `python -m holdfast.engine.process ADDRESS`; ends when it is told to, or when the front is
+gone (its standard input closes). Everything it hears and says is in `messages`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import threading
+import traceback
+
+import zmq
+
+from holdfast.config import EngineConfig
+from holdfast.engine import messages
+from holdfast.engine.core import EngineCore
+from holdfast.errors import HoldfastError
+
+IDLE_POLL_MS = 1000
+
+
+def main(address: str) -> int:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal group; the front decides.
+    _end_with_parent()
+    with zmq.Context() as context, context.socket(zmq.PAIR) as socket:
+        socket.linger = 2000
+        socket.connect(address)
+        begin = messages.decode_to_engine(socket.recv())
+        if not isinstance(begin, messages.Begin):
+            raise SystemExit("the first message must be Begin")
+        try:
+            core = _build(EngineConfig(**begin.config), socket)  # type: ignore[arg-type]
+        except Exception as error:
+            if not isinstance(error, HoldfastError):
+                traceback.print_exc()
+            socket.send(messages.encode(messages.StartFailed(messages.pack_failure(error))))
+            return 1
+        try:
+            _serve(core, socket)
+        finally:
+            core.close()
+    return 0
+
+
+def _build(config: EngineConfig, socket: zmq.Socket[bytes]) -> EngineCore:
+    from holdfast.engine.startup import build_core, find_model
+
+    def progress(stage: str, done: int, total: int) -> None:
+        socket.send(messages.encode(messages.Loading(stage, done, total)))
+
+    core, info = build_core(config, find_model(config), progress)
+    socket.send(messages.encode(messages.Ready(info)))
+    return core
+
+
+def _serve(core: EngineCore, socket: zmq.Socket[bytes]) -> None:
+    while True:
+        if not core.has_work:
+            socket.poll(IDLE_POLL_MS)
+        while (heard := _hear(socket)) is not None:
+            if isinstance(heard, messages.Add):
+                for request in heard.requests:
+                    core.add(request)
+            elif isinstance(heard, messages.Abort):
+                for request_id in heard.request_ids:
+                    core.abort(request_id)
+            elif isinstance(heard, messages.ResetPrefixCache):
+                core.scheduler.reset_prefix_cache()
+            elif isinstance(heard, messages.Stop):
+                return
+        if core.has_work:
+            outputs = core.step()
+            socket.send(messages.encode(messages.News(outputs, core.stats())))
+
+
+def _hear(socket: zmq.Socket[bytes]) -> messages.ToEngine | None:
+    try:
+        return messages.decode_to_engine(socket.recv(zmq.NOBLOCK))
+    except zmq.Again:
+        return None
+
+
+def _end_with_parent() -> None:
+    def watch() -> None:
+        # The front holds the other end and writes nothing: end of file means that it is gone, however it went.
+        while os.read(0, 4096):
+            pass
+        os._exit(3)
+
+    threading.Thread(target=watch, name="parent-watch", daemon=True).start()
+
+
+if __name__ == "__main__":
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s engine: %(message)s", stream=sys.stderr)
+    sys.exit(main(sys.argv[1]))

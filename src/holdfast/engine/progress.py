@@ -1,0 +1,59 @@
+"""Progress for people, on standard error: loading a model, working through prompts. Silent where nobody watches."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
+
+APPEARS_AFTER_S = 2.0
+
+
+class RequestProgress:
+    """A bar over prompts with tokens a second; it appears only when the work takes longer than a moment."""
+
+    def __init__(self, total: int, *, shown: bool) -> None:
+        self._total = total
+        self._shown = shown and sys.stderr.isatty()
+        self._begun_s = time.monotonic()
+        self._done = 0
+        self._tokens = 0
+        self._bar: Progress | None = None
+        self._task: TaskID | None = None
+
+    def __enter__(self) -> RequestProgress:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def advance(self, *, tokens: int, finished: bool) -> None:
+        self._tokens += tokens
+        self._done += finished
+        elapsed_s = time.monotonic() - self._begun_s
+        if not self._shown or elapsed_s < APPEARS_AFTER_S:
+            return
+        if self._bar is None:
+            self._open()
+        assert self._bar is not None
+        assert self._task is not None
+        self._bar.update(self._task, completed=self._done, speed=f"{self._tokens / elapsed_s:,.0f} tok/s")
+
+    def _open(self) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        self._bar = Progress(
+            TextColumn("prompts"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[speed]}"),
+            console=Console(stderr=True),
+        )
+        self._task = self._bar.add_task("prompts", total=self._total, speed="")
+        self._bar.start()

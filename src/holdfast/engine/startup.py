@@ -1,0 +1,144 @@
+"""From a config to an engine that can step: resolve, load, rehearse, back the KV pool.
+
+`find_model` needs no torch (the front uses it too); `build_core` imports execution when it is called.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from holdfast.checkpoints import ModelFiles, locate, match, open_checkpoint, spec_of
+from holdfast.config import EngineConfig
+from holdfast.errors import ConfigurationError
+from holdfast.hardware import memory, processor
+from holdfast.kvcache import KVCache
+from holdfast.models import ModelSpec
+from holdfast.planner import Plan, make_plan
+from holdfast.records import EngineInfo
+from holdfast.scheduler import Scheduler, SchedulerLimits
+from holdfast.text import Tokenizer, check_text, load_template
+
+if TYPE_CHECKING:
+    from holdfast.engine.core import EngineCore
+
+log = logging.getLogger("holdfast")
+
+Progress = Callable[[str, int, int], None]
+"""(stage, done, total): bytes while loading."""
+
+
+@dataclass(frozen=True, slots=True)
+class FoundModel:
+    files: ModelFiles
+    spec: ModelSpec
+
+
+def find_model(config: EngineConfig, *, progress: bool = True) -> FoundModel:
+    files = locate(config.model, revision=config.revision, progress=progress)
+    wanted = config.load_format
+    if wanted in ("safetensors", "gguf") and files.format != wanted:
+        raise ConfigurationError(
+            f"load_format is {wanted}, but {files.name} is stored as {files.format}",
+            fix="leave load_format out",
+            field="load_format",
+        )
+    if files.format == "none" and wanted != "dummy":
+        raise ConfigurationError(
+            f"{files.name} has a config but no weights",
+            needed="*.safetensors files, or load_format=dummy",
+            fix="--load-format dummy for random weights in the same shapes",
+            field="load_format",
+        )
+    return FoundModel(files, spec_of(files))
+
+
+def open_tokenizer(config: EngineConfig, model: FoundModel) -> Tokenizer | None:
+    """With what silently breaks people checked and said: vocabulary, ends, chat template."""
+    if config.skip_tokenizer_init:
+        return None
+    files = model.files if config.tokenizer is None else locate(config.tokenizer, revision=None)
+    tokenizer = Tokenizer.from_files(files)
+    if config.chat_template is not None:
+        tokenizer.chat_template = load_template(config.chat_template)
+    for warning in check_text(model.spec, tokenizer, model.files):
+        log.warning("%s", warning)
+    return tokenizer
+
+
+def build_core(config: EngineConfig, model: FoundModel, progress: Progress) -> tuple[EngineCore, EngineInfo]:
+    from holdfast.engine.core import EngineCore
+    from holdfast.execution import Runner, RunnerLimits, load_weights
+
+    if config.load_format == "dummy":
+        checkpoint, stored = None, None
+    else:
+        checkpoint = open_checkpoint(model.files)
+        stored = match(model.spec, checkpoint).tensors
+    plan = make_plan(model.spec, stored, config, memory(), processor())
+    for decision in plan.decisions:
+        log.info("%s", decision.line())
+    progress("load", 0, 0)
+    weights = load_weights(
+        model.spec,
+        checkpoint,
+        dtype=plan.dtype,
+        expand=plan.expand_weights,
+        progress=lambda done, total: progress("load", done, total),
+    )
+    if checkpoint is not None:
+        checkpoint.close()
+    runner = Runner(
+        model.spec,
+        weights,
+        plan.layout,
+        RunnerLimits(
+            max_num_seqs=plan.limits.max_num_seqs,
+            max_num_batched_tokens=plan.limits.max_num_batched_tokens,
+            max_model_len=plan.limits.max_model_len,
+        ),
+        kv_dtype=plan.kv_dtype,
+        threads=config.threads or processor().cores,
+    )
+    progress("rehearse", 0, 0)
+    runner.rehearse()
+    runner.back_kv(plan.blocks)
+    steps_ahead = 0
+    scheduler = Scheduler(
+        SchedulerLimits(
+            max_num_seqs=plan.limits.max_num_seqs,
+            max_num_batched_tokens=plan.limits.max_num_batched_tokens,
+            max_model_len=plan.limits.max_model_len,
+            policy="priority" if config.scheduling_policy == "priority" else "fcfs",
+            max_steps_in_flight=steps_ahead + 1,
+        ),
+        KVCache(plan.layout, plan.blocks, config.enable_prefix_caching),
+    )
+    return EngineCore(scheduler, runner, steps_ahead=steps_ahead), _info(config, model, plan, weights.nbytes)
+
+
+def _info(config: EngineConfig, model: FoundModel, plan: Plan, weights_bytes: int) -> EngineInfo:
+    return EngineInfo(
+        model=model.files.name,
+        device="cpu",
+        dtype=plan.dtype,
+        kv_dtype=plan.kv_dtype,
+        block_size=plan.layout.block_tokens,
+        blocks=plan.blocks - 1,
+        max_model_len=plan.limits.max_model_len,
+        max_num_seqs=plan.limits.max_num_seqs,
+        max_num_batched_tokens=plan.limits.max_num_batched_tokens,
+        prefix_caching=config.enable_prefix_caching,
+        parameters=model.spec.parameters,
+        weights_bytes=weights_bytes,
+        kv_pool_bytes=plan.terms["kv_pool"],
+        attention_backend="torch (the only one on a CPU)",
+        decisions=[decision.line() for decision in plan.decisions],
+    )
+
+
+def with_located_model(config: EngineConfig, model: FoundModel) -> EngineConfig:
+    """So that the engine process opens the very files that the front has found, and downloads nothing."""
+    return replace(config, model=str(model.files.path), revision=None)
