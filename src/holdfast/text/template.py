@@ -1,0 +1,271 @@
+"""Chat templates: messages rendered to prompt text by the model's own Jinja template, in a sandbox with limits.
+
+Owns equality with transformers' rendering and the bounds on what a template may do. Knows no tokens and no models.
+
+Codes: HF301 the template refused or failed, HF302 it tried to leave the sandbox or its limits, HF303 there is none.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+from functools import lru_cache
+from typing import Any
+
+import jinja2
+from jinja2 import nodes
+from jinja2.exceptions import SecurityError, TemplateError
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
+
+from holdfast.errors import RequestError
+from holdfast.text.messages import join_text_parts, plain
+
+TEMPLATE_REFUSED, TEMPLATE_UNSAFE, TEMPLATE_MISSING = "HF301", "HF302", "HF303"
+
+MAX_TEMPLATE_CHARS = 1_000_000
+MAX_PROMPT_CHARS = 64_000_000
+"""Far above any context window; below what would hurt the process."""
+MAX_REPEATED = 1_000_000
+"""Characters or items one `*` in a template may make."""
+MAX_LOOP_TURNS = 1_000_000
+"""Numbers all `range()` calls of one rendering may give out together."""
+
+_CONTINUE_MARK = "\ue000continue-here\ue001 "
+"""Private-use characters that no message has; the space shows whether the template trims the message."""
+_REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
+_RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt", "range"})
+
+
+class ChatTemplate:
+    """One compiled template. Safe to share between threads: a rendering keeps no state here."""
+
+    def __init__(self, source: str) -> None:
+        if len(source) > MAX_TEMPLATE_CHARS:
+            raise RequestError(
+                "the chat template is too long",
+                code=TEMPLATE_UNSAFE,
+                needed=f"at most {MAX_TEMPLATE_CHARS} characters",
+                found=f"{len(source)}",
+            )
+        self.source = source
+        try:
+            self._compiled = _ENVIRONMENT.from_string(source)
+        except (TemplateError, RecursionError) as problem:
+            raise _refused(problem) from problem
+        self._takes_parts = self._probe_parts()
+
+    @property
+    def takes_parts(self) -> bool:
+        """Whether a message's content may be a list of parts; if not, its text parts are joined to one string."""
+        return self._takes_parts
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = False,
+        continue_final_message: bool = False,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """`messages` are left as they are. Raises RequestError with the template's own words when it refuses."""
+        if continue_final_message and add_generation_prompt:
+            raise RequestError(
+                "continue_final_message and add_generation_prompt exclude each other",
+                fix="set add_generation_prompt to false to continue the last message",
+                field="continue_final_message",
+            )
+        chat = [_alias_reasoning(message) for message in join_text_parts(messages, keep_parts=self._takes_parts)]
+        final = _mark_final(chat) if continue_final_message else None
+        clash = _RESERVED.intersection(variables or ())
+        if clash:
+            raise RequestError(f"{sorted(clash)[0]} cannot be given to a chat template", field="chat_template_kwargs")
+        rendered = self._generate(
+            {
+                **plain(variables or {}),
+                "messages": chat,
+                "tools": plain(tools),
+                "documents": plain(documents),
+                "add_generation_prompt": add_generation_prompt,
+            }
+        )
+        return rendered if final is None else _cut_at_mark(rendered, final)
+
+    def _generate(self, context: Mapping[str, Any]) -> str:
+        chunks: list[str] = []
+        length = 0
+        try:
+            for chunk in self._compiled.generate(**context, range=_bounded_range()):
+                length += len(chunk)
+                if length > MAX_PROMPT_CHARS:
+                    raise SecurityError(f"the prompt grew beyond {MAX_PROMPT_CHARS} characters")
+                chunks.append(chunk)
+        except SecurityError as problem:
+            raise RequestError(
+                f"the chat template was stopped: {problem}",
+                code=TEMPLATE_UNSAFE,
+                fix="pass a trusted template with --chat-template",
+            ) from problem
+        # A template is a program: whatever it divides by zero or looks up in None ends this one request.
+        except Exception as problem:
+            raise _refused(problem) from problem
+        return "".join(chunks)
+
+    def _probe_parts(self) -> bool:
+        """Templates do not say whether they take parts, so one is asked: does the text come out, and only the text?"""
+        probe = [{"role": "user", "content": [{"type": "text", "text": "probe-of-parts"}]}]
+        try:
+            rendered = self._generate({"messages": probe, "add_generation_prompt": False})
+        except RequestError:
+            return False
+        return "probe-of-parts" in rendered and "'text'" not in rendered and '"text"' not in rendered
+
+
+@lru_cache(maxsize=32)
+def compile_template(source: str) -> ChatTemplate:
+    return ChatTemplate(source)
+
+
+def missing_template() -> RequestError:
+    return RequestError(
+        "this model has no chat template",
+        code=TEMPLATE_MISSING,
+        needed="a Jinja template that turns messages into a prompt",
+        fix="start with --chat-template FILE.jinja, or send a prompt to /v1/completions instead",
+    )
+
+
+def _refused(problem: BaseException) -> RequestError:
+    words = str(problem) or type(problem).__name__
+    return RequestError(f"the chat template refused: {words}", code=TEMPLATE_REFUSED, field="messages")
+
+
+def _alias_reasoning(message: dict[str, Any]) -> dict[str, Any]:
+    """Templates read a message's reasoning under one of several names; it is offered under the common two."""
+    for name in _REASONING_FIELDS:
+        reasoning = message.get(name)
+        if reasoning is not None:
+            return {"thinking": reasoning, **message, "reasoning_content": reasoning}
+    return message
+
+
+def _mark_final(chat: list[dict[str, Any]]) -> str:
+    """Appends the mark to the last message's text and returns that text without it."""
+    content = chat[-1].get("content")
+    if isinstance(content, str):
+        chat[-1]["content"] = content + _CONTINUE_MARK
+        return content
+    for part in reversed(content if isinstance(content, list) else []):
+        if isinstance(part, dict) and isinstance(part.get("text"), str):
+            text: str = part["text"]
+            part["text"] = text + _CONTINUE_MARK
+            return text
+    raise RequestError("the last message has no text to continue", field="continue_final_message")
+
+
+def _cut_at_mark(rendered: str, final: str) -> str:
+    position = rendered.rfind(_CONTINUE_MARK.strip())
+    if position < 0 or final.strip() not in rendered:
+        raise RequestError(
+            "the chat template does not show the last message whole, so it cannot be continued",
+            code=TEMPLATE_REFUSED,
+            field="continue_final_message",
+        )
+    kept = rendered[:position]
+    return kept if rendered.startswith(_CONTINUE_MARK, position) else kept.rstrip()
+
+
+class _GenerationTag(Extension):
+    """`{% generation %}` marks the model's own words for training; here its body is shown, in a scope of its own."""
+
+    tags = {"generation"}  # noqa: RUF012 - jinja2's own spelling
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.Scope(body, lineno=line)
+
+
+class _GuardedNamespace(Namespace):
+    """Refuses names that begin with an underscore, through which a template could reach Python's internals."""
+
+    def __init__(self, *arguments: Any, **values: Any) -> None:
+        given = dict(*arguments, **values)
+        for name in given:
+            _refuse_private(name)
+        super().__init__(given)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _refuse_private(name)
+        super().__setitem__(name, value)
+
+
+def _refuse_private(name: object) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise SecurityError(f"{name!r} is not a name a namespace may hold")
+
+
+class _Sandbox(ImmutableSandboxedEnvironment):
+    intercepted_binops = frozenset({"*", "**"})
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        if operator == "**":
+            if not isinstance(right, int | float) or abs(right) > 64:
+                raise SecurityError("an exponent beyond 64")
+        else:
+            for value, times in ((left, right), (right, left)):
+                repeats = isinstance(value, str | list | tuple) and isinstance(times, int)
+                if repeats and len(value) * times > MAX_REPEATED:
+                    raise SecurityError(f"a repetition beyond {MAX_REPEATED} items")
+        return super().call_binop(context, operator, left, right)
+
+
+def _bounded_range() -> Callable[..., range]:
+    left = MAX_LOOP_TURNS
+
+    def bounded(*arguments: int) -> range:
+        nonlocal left
+        numbers = range(*arguments)
+        # A range too long for len() is too long for us; the slice keeps the question cheap.
+        left -= len(numbers[: MAX_LOOP_TURNS + 1])
+        if left < 0:
+            raise SecurityError(f"range() beyond {MAX_LOOP_TURNS} turns in one rendering")
+        return numbers
+
+    return bounded
+
+
+def _raise_exception(message: str) -> None:
+    raise TemplateError(message)
+
+
+def _strftime_now(format: str) -> str:
+    return datetime.now().strftime(format)
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | str | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Jinja's own filter escapes for HTML, which models were not trained on."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _make_environment() -> jinja2.Environment:
+    environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols])
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    environment.globals["namespace"] = _GuardedNamespace
+    return environment
+
+
+_ENVIRONMENT = _make_environment()
