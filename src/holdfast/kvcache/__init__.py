@@ -1,1 +1,19 @@
+"""The books of the KV cache: groups, block pool, prefix index. No torch, no tensors."""
 
+from holdfast.kvcache.groups import KVGroup, KVLayout, form_groups
+from holdfast.kvcache.manager import Book, KVCache, Prefix
+from holdfast.kvcache.pool import NULL_PAGE, Block, BlockPool, BlockState, Tier
+
+__all__ = [
+    "NULL_PAGE",
+    "Block",
+    "BlockPool",
+    "BlockState",
+    "Book",
+    "KVCache",
+    "KVGroup",
+    "KVLayout",
+    "Prefix",
+    "Tier",
+    "form_groups",
+]

@@ -1,0 +1,277 @@
+"""The books of every sequence: which page holds which of its tokens, in each KV group. It decides; it moves nothing.
+
+A book's table of one group, with blocks of 4 tokens, a window of 6, and the next query at position 14:
+
+    tokens   0..3     4..7     8..11    12..15   16..
+    entry  [ null  | null   | page 7 | page 3 |         ◄─ entries: how many each table has, the same in every group
+             ▲        ▲        ▲        ▲
+             │        │        │        └ being filled: never shared, never indexed
+             │        │        └ full: indexed once its tokens are known, shared without a copy, never written again
+             │        └ position 14 sees 9..14: a page is given back when all of it lies before position 9
+             └ given back (or, after a prefix hit, never taken): released[group] counts these null entries
+
+What is promised to a caller who plans steps ahead of the runner, because plans are executed strictly in order and
+every layer writes its KV before attention reads it:
+  - a page given back may be handed out at once: who read it before is executed before;
+  - a block is indexed when the row that fills it is *scheduled*: who hits it is executed in that step or later.
+Nothing may be scheduled and then taken back after `note_scheduled`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from holdfast.kvcache.audit import check_books
+from holdfast.kvcache.groups import KVLayout
+from holdfast.kvcache.pool import NULL_PAGE, Block, BlockPool
+from holdfast.kvcache.prefix import PrefixIndex, chain_hash, root_hash
+
+
+@dataclass(slots=True, eq=False)
+class Book:
+    """What one sequence holds. Read by the scheduler, changed by KVCache alone."""
+
+    root: bytes
+    tables: list[list[int]]
+    """One a group; the first `released[group]` entries are the null page, the others pages."""
+    released: list[int]
+    length: int = 0
+    """Positions [0, length) are written, or will be when the plans made so far are executed."""
+    hashes: list[bytes] = field(default_factory=list)
+    """Chain hashes of the first full blocks of known tokens; they outlive a preemption."""
+    indexed: int = 0
+    """Blocks that have been offered to the index."""
+    counted: bool = False
+    """Its lookup is in the counters already (a preempted sequence looks itself up again)."""
+    stale: bool = False
+    """It holds content from before a reset of the cache: nothing of it may be indexed any more."""
+
+    @property
+    def entries(self) -> int:
+        return len(self.tables[0])
+
+    @property
+    def held(self) -> int:
+        """Pages in its tables."""
+        return len(self.tables) * len(self.tables[0]) - sum(self.released)
+
+
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """An answer of `find_prefix`: valid until anything is allocated, released or reset."""
+
+    tokens: int
+    first_entries: tuple[int, ...]
+    """Of each group: entries before this are not needed."""
+    held: int
+    """Pages it would put into the tables."""
+    idle: int
+    """Of these, pages nobody refers to now: adopting them makes them unavailable to others."""
+
+
+class KVCache:
+    """`blocks` pages of `layout`, the null page included."""
+
+    def __init__(self, layout: KVLayout, blocks: int, prefix_caching: bool = True) -> None:
+        self.layout = layout
+        self.prefix_caching = prefix_caching
+        self.queries_total = 0
+        self.hits_total = 0
+        self._index = PrefixIndex(len(layout.groups))
+        self._pool = BlockPool(blocks, evicted=self._forget_evicted)
+        self._books: set[Book] = set()
+        self._full_groups = [group.index for group in layout.groups if group.window is None]
+        self._windowed_groups = [group for group in layout.groups if group.window is not None]
+
+    # --- answers: nothing below changes anything but the memo of hashes ---
+
+    @property
+    def blocks_total(self) -> int:
+        """Pages that sequences can have."""
+        return self._pool.total
+
+    @property
+    def blocks_available(self) -> int:
+        """Pages that can be had now, those with cached content of nobody included."""
+        return self._pool.available
+
+    @property
+    def blocks_used(self) -> int:
+        return self._pool.total - self._pool.available
+
+    @property
+    def blocks_indexed(self) -> int:
+        return len(self._index)
+
+    def reach(self, book: Book) -> int:
+        """The end up to which `grow` could take this book with the pages available now."""
+        return (book.entries + self._pool.available // len(book.tables)) * self.layout.block_tokens
+
+    def blocks_missing(self, book: Book, end: int) -> int:
+        """How many pages are lacking to hold positions up to `end`; 0: `grow` will succeed."""
+        wanted = (self.layout.blocks_for(end) - book.entries) * len(book.tables)
+        return max(0, wanted - self._pool.available)
+
+    def blocks_owed(self, held: int, tokens: int, step_tokens: int) -> int:
+        """Pages that who holds `held` may still want on the way to `tokens` tokens, in steps of `step_tokens`."""
+        return max(0, self.layout.peak_blocks(tokens, step_tokens) - held)
+
+    def find_prefix(self, book: Book, tokens: Sequence[int]) -> Prefix:
+        """The longest cached prefix all groups agree on; at least one token is left to compute.
+
+        A full group needs every block of it, a windowed one only those a query right behind it still sees.
+        """
+        length = self._longest_hit(book, tokens) if self.prefix_caching else 0
+        first_entries = tuple(self._first_entry(group.index, length) for group in self.layout.groups)
+        held = idle = 0
+        for group, first in enumerate(first_entries):
+            pages = self._index.pages(group)
+            for entry in range(first, length):
+                held += 1
+                idle += self._pool.blocks[pages[book.hashes[entry]]].references == 0
+        return Prefix(length * self.layout.block_tokens, first_entries, held, idle)
+
+    # --- changes ---
+
+    def open(self, salt: str = "") -> Book:
+        """A book with empty tables; kept until `close`."""
+        groups = len(self.layout.groups)
+        book = Book(root_hash(salt), [[] for _ in range(groups)], [0] * groups)
+        self._books.add(book)
+        return book
+
+    def close(self, book: Book) -> None:
+        self.free(book)
+        self._books.remove(book)
+
+    def adopt(self, book: Book, prefix: Prefix, tokens_looked_up: int) -> None:
+        """Fills the empty tables with a prefix just found."""
+        assert book.entries == 0, "only a book with empty tables can adopt a prefix"
+        length = prefix.tokens // self.layout.block_tokens
+        for group, first in enumerate(prefix.first_entries):
+            pages = self._index.pages(group)
+            found = [pages[key] for key in book.hashes[first:length]]
+            for page in found:
+                self._pool.refer(page)
+            book.tables[group] = [NULL_PAGE] * first + found
+            book.released[group] = first
+        book.length = prefix.tokens
+        book.indexed = length
+        if not book.counted and self.prefix_caching:
+            book.counted = True
+            self.queries_total += tokens_looked_up
+            self.hits_total += prefix.tokens
+
+    def grow(self, book: Book, end: int) -> None:
+        """Pages for positions up to `end`, all of them; the caller has asked `reach` or `blocks_missing` first."""
+        fresh = self.layout.blocks_for(end) - book.entries
+        if fresh <= 0:
+            return
+        missing = self.blocks_missing(book, end)
+        assert missing == 0, f"{missing} pages are missing to reach position {end}: ask before growing"
+        for group, table in enumerate(book.tables):
+            table.extend(self._pool.allocate(group).id for _ in range(fresh))
+
+    def note_scheduled(self, book: Book, end: int, tokens: Sequence[int]) -> None:
+        """The plan being made writes positions up to `end`; `tokens` are those known so far."""
+        assert end <= book.entries * self.layout.block_tokens, f"position {end - 1} has no page"
+        book.length = end
+        self.note_known(book, tokens)
+
+    def note_known(self, book: Book, tokens: Sequence[int]) -> None:
+        """Indexes the blocks that are full of scheduled and known tokens. A block whose last token is sampled but
+        not yet known waits for it."""
+        full = min(book.length, len(tokens)) // self.layout.block_tokens
+        if full <= book.indexed or not self.prefix_caching:
+            return
+        if not book.stale:
+            self._hash_blocks(book, tokens, full)
+            for entry in range(book.indexed, full):
+                self._index_entry(book, entry)
+        book.indexed = full
+
+    def release_outside_window(self, book: Book, position: int) -> None:
+        """Gives back what no query at `position` or later will read."""
+        for group in self._windowed_groups:
+            outside = min(group.first_needed(position) // self.layout.block_tokens, book.entries)
+            released = book.released[group.index]
+            if outside > released:
+                table = book.tables[group.index]
+                for entry in range(released, outside):
+                    self._pool.release(table[entry])
+                    table[entry] = NULL_PAGE
+                book.released[group.index] = outside
+
+    def free(self, book: Book) -> None:
+        """Gives everything back and empties the tables. From the tail, so that of a prefix the tail is evicted first:
+        a beginning without its tail is still a hit, a tail without its beginning is not."""
+        for entry in range(book.entries - 1, -1, -1):
+            for table in book.tables:
+                if table[entry] != NULL_PAGE:
+                    self._pool.release(table[entry])
+        for table in book.tables:
+            table.clear()
+        book.released = [0] * len(book.tables)
+        book.length = book.indexed = 0
+        book.stale = False
+
+    def reset_prefix_cache(self) -> None:
+        """Forgets all cached content. Running sequences keep their pages, but nothing of theirs is indexed again
+        before they start anew."""
+        for group in range(len(self.layout.groups)):
+            for page in self._index.pages(group).values():
+                self._pool.forget(self._pool.blocks[page])
+        self._index.clear()
+        for book in self._books:
+            book.stale = book.entries > 0
+
+    def check_invariants(self) -> None:
+        """Recounts everything and raises AssertionError with what does not add up. Walks the whole pool."""
+        self._pool.recount()
+        check_books(self.layout, self._pool, self._index, self._books)
+
+    # --- inside ---
+
+    def _first_entry(self, group: int, blocks: int) -> int:
+        """Of a prefix of `blocks` full blocks: the first whose content a query right behind it still reads."""
+        size = self.layout.block_tokens
+        return min(blocks, self.layout.groups[group].first_needed(blocks * size) // size)
+
+    def _longest_hit(self, book: Book, tokens: Sequence[int]) -> int:
+        """In blocks."""
+        length = (len(tokens) - 1) // self.layout.block_tokens
+        self._hash_blocks(book, tokens, length)
+        hashes = book.hashes
+        for group in self._full_groups:
+            pages = self._index.pages(group)
+            length = next((entry for entry in range(length) if hashes[entry] not in pages), length)
+        # A block missing from the window of one length is in the window of every shorter length that ends
+        # behind it, so the next candidate ends just before it. Each round starts over for all groups.
+        settled = False
+        while not settled:
+            settled = True
+            for group_spec in self._windowed_groups:
+                pages = self._index.pages(group_spec.index)
+                for entry in range(length - 1, self._first_entry(group_spec.index, length) - 1, -1):
+                    if hashes[entry] not in pages:
+                        length, settled = entry, False
+                        break
+        return length
+
+    def _hash_blocks(self, book: Book, tokens: Sequence[int], blocks: int) -> None:
+        size, hashes = self.layout.block_tokens, book.hashes
+        for entry in range(len(hashes), blocks):
+            parent = hashes[-1] if hashes else book.root
+            hashes.append(chain_hash(parent, tokens[entry * size : (entry + 1) * size]))
+
+    def _index_entry(self, book: Book, entry: int) -> None:
+        key = book.hashes[entry]
+        for group, table in enumerate(book.tables):
+            page = table[entry]
+            if page != NULL_PAGE and self._index.insert(group, key, page):
+                self._pool.blocks[page].hash = key
+
+    def _forget_evicted(self, block: Block) -> None:
+        assert block.hash is not None
+        self._index.remove(block.group, block.hash)

@@ -1,0 +1,150 @@
+"""The pool of equal pages: who is free, who is referred to, who may be evicted next. Knows no tokens and no tensors.
+
+    page 0          the null page: table entries of pages given back point to it; never handed out
+    free            never cached, or forgotten; used first (last given back, first used: it is warm)
+    idle            nobody refers to it, but its content is cached; the least recently used is evicted first
+    used            referred to by tables, or by a transfer
+
+             allocate                    release (cached)
+      free ───────────► used ◄────────────────────────────► idle
+        ▲                │                 refer               │
+        └────────────────┘                                     │ evicted by allocate, or forgotten
+        ▲  release (not cached)                                │
+        └──────────────────────────────────────────────────────┘
+
+Every operation takes constant time.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+
+NULL_PAGE = 0
+
+
+class BlockState(enum.Enum):
+    FREE = "free"
+    RESIDENT = "resident"
+    LOADING = "loading"
+    """Its content is on the way here; not cached until it has come."""
+    STORING = "storing"
+    """Its content is being copied away; it may be read, not given up."""
+
+
+class Tier(enum.IntEnum):
+    DEVICE = 0
+    HOST = 1
+    DISK = 2
+
+
+@dataclass(slots=True, eq=False)
+class Block:
+    id: int
+    references: int = 0
+    hash: bytes | None = None
+    """Chain hash under which the prefix index knows it; None: it is not indexed."""
+    group: int = 0
+    """KV group its content belongs to; means something only while it is used or cached."""
+    state: BlockState = BlockState.FREE
+    tier: Tier = Tier.DEVICE
+
+
+class BlockPool:
+    """`blocks` pages on one tier, page 0 included. `evicted` hears of a cached block just before its page is reused."""
+
+    def __init__(self, blocks: int, evicted: Callable[[Block], None], *, tier: Tier = Tier.DEVICE) -> None:
+        assert blocks >= 2, f"a pool of {blocks} pages has nothing to give besides the null page"
+        self.blocks = [Block(index, tier=tier) for index in range(blocks)]
+        self._evicted = evicted
+        self._free = list(range(blocks - 1, NULL_PAGE, -1))
+        self._idle: OrderedDict[int, None] = OrderedDict()
+
+    @property
+    def total(self) -> int:
+        """Pages that can be handed out."""
+        return len(self.blocks) - 1
+
+    @property
+    def available(self) -> int:
+        """Pages that `allocate` can give now: free ones, then idle ones."""
+        return len(self._free) + len(self._idle)
+
+    def allocate(self, group: int) -> Block:
+        """A page with one reference and no known content. The caller has looked at `available` first."""
+        if self._free:
+            block = self.blocks[self._free.pop()]
+        else:
+            assert self._idle, "allocate was called on an empty pool"
+            block = self.blocks[self._idle.popitem(last=False)[0]]
+            self._evicted(block)
+            block.hash = None
+        block.references = 1
+        block.group = group
+        block.state = BlockState.RESIDENT
+        return block
+
+    def refer(self, block_id: int) -> None:
+        """One more reader of a block that is used or idle."""
+        block = self.blocks[block_id]
+        assert block.state is not BlockState.FREE, f"page {block_id} is free; nobody can refer to it"
+        if block.references == 0:
+            del self._idle[block_id]
+        block.references += 1
+
+    def release(self, block_id: int) -> None:
+        """One reader less. The last one leaves it idle (newest in line) when it is cached, else free."""
+        block = self.blocks[block_id]
+        assert block.references > 0, f"page {block_id} was given back more often than taken"
+        block.references -= 1
+        if block.references == 0:
+            if block.hash is not None:
+                self._idle[block_id] = None
+            else:
+                self._make_free(block)
+
+    def forget(self, block: Block) -> None:
+        """Its content is no longer cached; an idle page becomes free."""
+        block.hash = None
+        if block.id in self._idle:
+            del self._idle[block.id]
+            self._make_free(block)
+
+    def begin_transfer(self, block_id: int, state: BlockState) -> None:
+        """The transfer holds a reference of its own, so the page can be neither evicted nor handed out."""
+        block = self.blocks[block_id]
+        assert state in (BlockState.LOADING, BlockState.STORING), f"{state} is not a transfer"
+        assert block.state is BlockState.RESIDENT, f"page {block_id} is {block.state.value}; only a resident one moves"
+        assert block.references > 0, f"page {block_id} is idle; take a reference before it moves"
+        assert state is BlockState.STORING or block.hash is None, f"page {block_id} is cached; loading would ruin it"
+        block.references += 1
+        block.state = state
+
+    def end_transfer(self, block_id: int) -> None:
+        block = self.blocks[block_id]
+        assert block.state in (BlockState.LOADING, BlockState.STORING), f"page {block_id} is not being moved"
+        block.state = BlockState.RESIDENT
+        self.release(block_id)
+
+    def recount(self) -> None:
+        """Every page is in exactly one place. Raises AssertionError; walks the whole pool."""
+        free, idle = set(self._free), set(self._idle)
+        assert len(free) == len(self._free), "a page is free twice"
+        assert not free & idle, f"free and idle at once: {sorted(free & idle)}"
+        null = self.blocks[NULL_PAGE]
+        assert NULL_PAGE not in free | idle, "the null page would be handed out"
+        assert (null.references, null.hash) == (0, None), "the null page was handed out"
+        for block in self.blocks[1:]:
+            held = block.references > 0
+            assert held + (block.id in free) + (block.id in idle) == 1, (
+                f"page {block.id} has {block.references} references, free={block.id in free}, idle={block.id in idle}"
+            )
+            assert (block.state is BlockState.FREE) == (block.id in free), f"page {block.id}: state {block.state}"
+            assert block.id not in free or block.hash is None, f"page {block.id} is free and has a hash"
+            assert block.id not in idle or block.hash is not None, f"page {block.id} is idle without a hash"
+
+    def _make_free(self, block: Block) -> None:
+        block.state = BlockState.FREE
+        self._free.append(block.id)

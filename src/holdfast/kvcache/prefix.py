@@ -1,0 +1,46 @@
+"""Which page holds which prefix: (KV group, chain hash) -> page. Knows neither references nor sequences.
+
+A chain hash names the content of a full block: it is made of the hash of the block before it and the block's
+own tokens, and the first one of the salt, so equal hashes mean equal tokens from the very start.
+It is a strong hash: whoever could make two prefixes collide could read another's answer.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from hashlib import blake2b
+
+HASH_BYTES = 16
+
+
+def root_hash(salt: str) -> bytes:
+    """Parent of the first block of everyone with this salt."""
+    return blake2b(salt.encode("utf-8", "surrogatepass"), digest_size=HASH_BYTES, person=b"holdfast-kv-root").digest()
+
+
+def chain_hash(parent: bytes, tokens: Sequence[int]) -> bytes:
+    return blake2b(parent + array("q", tokens).tobytes(), digest_size=HASH_BYTES).digest()
+
+
+class PrefixIndex:
+    def __init__(self, groups: int) -> None:
+        self._pages: list[dict[bytes, int]] = [{} for _ in range(groups)]
+
+    def __len__(self) -> int:
+        return sum(len(pages) for pages in self._pages)
+
+    def pages(self, group: int) -> dict[bytes, int]:
+        """Hash -> page of one group, to be read only; changes with the next insert or remove."""
+        return self._pages[group]
+
+    def insert(self, group: int, key: bytes, page: int) -> bool:
+        """The first writer wins: False when somebody's page already stands for this prefix."""
+        return self._pages[group].setdefault(key, page) == page
+
+    def remove(self, group: int, key: bytes) -> None:
+        del self._pages[group][key]
+
+    def clear(self) -> None:
+        for pages in self._pages:
+            pages.clear()

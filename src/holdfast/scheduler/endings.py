@@ -1,0 +1,76 @@
+"""How a request ends: refused before it waits, with the numbers, or finished, with its times. Changes nothing."""
+
+from __future__ import annotations
+
+from holdfast.errors import ContextLengthError, RequestError
+from holdfast.kvcache import KVCache
+from holdfast.records import EngineOutput, Failure, FinishReason, Request, RequestTiming, TokenLogprobs
+from holdfast.scheduler.limits import SchedulerLimits
+from holdfast.scheduler.sequence import Sequence
+
+
+def why_refused(request: Request, limits: SchedulerLimits, kv: KVCache) -> RequestError | None:
+    """None: the request can finish, alone at least."""
+    prompt = len(request.prompt_token_ids)
+    if prompt == 0:
+        return RequestError("the prompt is empty", needed="at least one token", field="prompt")
+    if prompt >= limits.max_model_len:
+        return ContextLengthError(
+            f"the prompt has {prompt} tokens; the context holds {limits.max_model_len}, one of them for the answer",
+            needed=f"a prompt of at most {limits.max_model_len - 1} tokens",
+            found=f"{prompt} tokens",
+            fix="shorten the prompt or raise max_model_len",
+            field="prompt",
+        )
+    longest = min(prompt + request.max_tokens, limits.max_model_len)
+    # One token at a time holds least; the last token of an answer is never computed.
+    pages = kv.layout.peak_blocks(longest - 1, 1)
+    if pages > kv.blocks_total:
+        return ContextLengthError(
+            f"{longest} tokens (prompt and answer) need {pages} KV blocks; the whole cache has {kv.blocks_total}",
+            needed=f"{pages} blocks of {kv.layout.block_tokens} tokens",
+            found=f"{kv.blocks_total} blocks",
+            fix="lower max_tokens, shorten the prompt, or give the KV cache more memory",
+            field="max_tokens",
+        )
+    return None
+
+
+def refused(request: Request, error: RequestError, now_s: float) -> EngineOutput:
+    """The only news there will be of a request that was not taken."""
+    failure = Failure(
+        kind=type(error).__name__,
+        message=error.message,
+        code=error.code,
+        needed=error.needed,
+        found=error.found,
+        fix=error.fix,
+        field=error.field,
+    )
+    timing = RequestTiming(arrival_s=request.arrival_s, scheduled_s=now_s, first_token_s=now_s, finished_s=now_s)
+    return EngineOutput(request_id=request.request_id, finish_reason=FinishReason.ERROR, failure=failure, timing=timing)
+
+
+def finished(
+    sequence: Sequence,
+    token_ids: list[int],
+    logprobs: list[TokenLogprobs] | None,
+    reason: FinishReason,
+    stop_id: int | None,
+    now_s: float,
+) -> EngineOutput:
+    """The last news of a sequence, with its times."""
+    return EngineOutput(
+        request_id=sequence.request.request_id,
+        token_ids=token_ids,
+        logprobs=logprobs,
+        finish_reason=reason,
+        stop_token_id=stop_id,
+        cached_tokens=sequence.cached_tokens,
+        timing=RequestTiming(
+            arrival_s=sequence.request.arrival_s,
+            scheduled_s=now_s if sequence.scheduled_s is None else sequence.scheduled_s,
+            first_token_s=now_s if sequence.first_token_s is None else sequence.first_token_s,
+            finished_s=now_s,
+        ),
+    )

@@ -1,0 +1,381 @@
+"""Who computes how many tokens in the next step. Pure: no torch, no clock, no I/O; it plans ahead of the runner.
+
+One step, in this order, under one token budget and the pages that are there:
+
+    1. sequences that decode, oldest first        pages run out: the youngest running sequence gives all of its
+    2. running prefills, in chunks                pages back and waits at the front of the queue
+    3. whoever waits, first in line first         only if the pages of its whole prompt could be had now
+
+What holds, and why nobody waits for ever:
+  - `order` is total, and pages are only ever taken from a sequence later in order than the one that needs them. So
+    the first running sequence always goes on; a request that cannot run alone is refused when it is added.
+  - a preempted sequence keeps its place: it is earlier in order than everybody who has not run yet (under the
+    priority policy: of its priority). It runs again only when nothing of it is in flight, so that its tokens are known.
+  - admission leaves a block in each group for every sequence that runs, and what running prefills still need, so
+    that it does not lead straight to the next preemption. When nothing runs, the first in line is admitted anyway.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_left, insort
+from collections import deque
+from dataclasses import dataclass
+
+from holdfast.errors import EngineError, RequestError
+from holdfast.kvcache import KVCache, Prefix
+from holdfast.records import (
+    EngineOutput,
+    EngineStats,
+    Request,
+    Row,
+    SequenceStart,
+    StepPlan,
+    StepResult,
+    TableWrite,
+    TokenLogprobs,
+)
+from holdfast.scheduler.draft import Draft, PlannedRow
+from holdfast.scheduler.endings import finished, refused, why_refused
+from holdfast.scheduler.limits import SchedulerLimits
+from holdfast.scheduler.sequence import Sequence, Status
+
+
+@dataclass(frozen=True, slots=True)
+class _StepInFlight:
+    step_id: int
+    rows: list[PlannedRow]
+
+
+def _order(sequence: Sequence) -> tuple[int, float, int]:
+    return sequence.order
+
+
+def _remove(line: list[Sequence], sequence: Sequence) -> None:
+    """From a line sorted by order."""
+    place = bisect_left(line, sequence.order, key=_order)
+    assert line[place] is sequence, f"{sequence.request.request_id} is not in line"
+    del line[place]
+
+
+class Scheduler:
+    """`schedule` may run ahead of `apply` by max_steps_in_flight; every plan is executed, strictly in order."""
+
+    def __init__(self, limits: SchedulerLimits, kv: KVCache) -> None:
+        self.limits = limits
+        self._kv = kv
+        self._sequences: dict[str, Sequence] = {}
+        self._running: list[Sequence] = []
+        self._waiting: list[Sequence] = []
+        self._free_slots = list(range(limits.max_num_seqs))
+        self._in_flight: deque[_StepInFlight] = deque()
+        self._added_total = 0
+        self._steps_total = 0
+        self._step_tokens = 0
+        self._preemptions_total = 0
+        # Looking up a long prompt costs time; one that had no room is not tried again before something has changed.
+        self._worth_admitting = True
+
+    @property
+    def has_unfinished(self) -> bool:
+        return bool(self._sequences)
+
+    @property
+    def steps_in_flight(self) -> int:
+        """Plans given out and not applied yet."""
+        return len(self._in_flight)
+
+    def stats(self) -> EngineStats:
+        return EngineStats(
+            running=len(self._running),
+            waiting=len(self._waiting),
+            blocks_total=self._kv.blocks_total,
+            blocks_used=self._kv.blocks_used,
+            step_tokens=self._step_tokens,
+            steps_total=self._steps_total,
+            preemptions_total=self._preemptions_total,
+            prefix_queries_total=self._kv.queries_total,
+            prefix_hits_total=self._kv.hits_total,
+        )
+
+    # --- requests come and go ---
+
+    def add(self, request: Request, now_s: float) -> EngineOutput | None:
+        """Puts it in line. An output at once when it has already ended: refused, or resumed at its very end."""
+        if request.request_id in self._sequences:
+            raise RequestError(f"request id {request.request_id!r} is in use", field="request_id")
+        refusal = why_refused(request, self.limits, self._kv)
+        if refusal is not None:
+            return refused(request, refusal, now_s)
+        priority = request.priority if self.limits.policy == "priority" else 0
+        self._added_total += 1
+        sequence = Sequence(
+            request=request,
+            book=self._kv.open(request.cache_salt),
+            order=(priority, request.arrival_s, self._added_total),
+            longest=min(len(request.prompt_token_ids) + request.max_tokens, self.limits.max_model_len),
+        )
+        self._sequences[request.request_id] = sequence
+        insort(self._waiting, sequence, key=_order)
+        self._worth_admitting = True
+        if request.output_token_ids:
+            reason, stop_id = sequence.ending(sequence.tokens[-1], len(request.output_token_ids) - 1)
+            if reason is not None:
+                self._leave(sequence)
+                return finished(sequence, [], None, reason, stop_id, now_s)
+        return None
+
+    def abort(self, request_id: str) -> bool:
+        """False when there is no such request (any more). Its pages are free at once, and nothing more comes of it."""
+        sequence = self._sequences.get(request_id)
+        if sequence is None:
+            return False
+        self._leave(sequence)
+        return True
+
+    # --- planning ---
+
+    def schedule(self, now_s: float) -> StepPlan | None:
+        """The next step, or None when there is nothing to compute before a result is applied or a request comes."""
+        assert len(self._in_flight) < self.limits.max_steps_in_flight, "apply the oldest step before planning another"
+        draft = Draft(self.limits.max_num_batched_tokens)
+        self._make_room_for_urgent(draft)
+        less_urgent = self._plan_running(draft)
+        self._commit(draft)
+        if not draft.preempted:
+            self._admit(draft, now_s)
+        for sequence in less_urgent:
+            self._plan_row(draft, sequence, may_preempt=False)
+        self._commit(draft)
+        if not draft.rows:
+            assert self._in_flight or not self._sequences, "requests wait, nothing is in flight, and no step was found"
+            return None
+        self._steps_total += 1
+        self._step_tokens = self.limits.max_num_batched_tokens - draft.budget
+        self._in_flight.append(_StepInFlight(self._steps_total, list(draft.rows.values())))
+        return draft.plan(self._steps_total)
+
+    def _plan_running(self, draft: Draft) -> list[Sequence]:
+        """Rows for whoever decodes, then prefill chunks. Returns prefills that the first in line goes before."""
+        prefills: list[Sequence] = []
+        for sequence in tuple(self._running):
+            if sequence.status is Status.RUNNING:
+                pending = sequence.pending
+                if pending == 1:
+                    self._plan_row(draft, sequence, may_preempt=True)
+                elif pending > 1:
+                    prefills.append(sequence)
+        first_in_line = self._waiting[0].order if self._waiting and self._free_slots else None
+        less_urgent: list[Sequence] = []
+        for sequence in prefills:
+            if sequence.status is not Status.RUNNING:
+                continue
+            if first_in_line is not None and first_in_line < sequence.order:
+                less_urgent.append(sequence)
+            else:
+                self._plan_row(draft, sequence, may_preempt=True)
+        return less_urgent
+
+    def _plan_row(self, draft: Draft, sequence: Sequence, *, may_preempt: bool) -> None:
+        """As many of its pending tokens as budget and pages allow; maybe none."""
+        if draft.budget == 0:
+            return
+        kv, book, start = self._kv, sequence.book, sequence.scheduled
+        kv.release_outside_window(book, start)
+        while (fits := kv.reach(book) - start) < 1:
+            if not may_preempt:
+                return
+            youngest = self._running[-1]
+            self._preempt(draft, youngest)
+            draft.preempted = True
+            if youngest is sequence:
+                return
+        count = min(sequence.pending, draft.budget, fits)
+        entries = book.entries
+        kv.grow(book, start + count)
+        writes: list[TableWrite] = []
+        if book.entries > entries:
+            writes = [
+                TableWrite(sequence.slot, group, entries, table[entries:]) for group, table in enumerate(book.tables)
+            ]
+        draft.add(PlannedRow(sequence, Row(sequence.slot, start, count, count == sequence.pending), writes))
+
+    def _commit(self, draft: Draft) -> None:
+        """From here on these rows stand: their blocks may be hit by whoever is planned next."""
+        for planned in draft.uncommitted:
+            sequence, row = planned.sequence, planned.row
+            sequence.in_flight += row.count
+            sequence.rows_in_flight += 1
+            self._kv.note_scheduled(sequence.book, row.start + row.count, sequence.tokens)
+            if row.samples:
+                sequence.sampling_in_flight += 1
+            if row.count > 1:
+                self._worth_admitting = True
+        draft.uncommitted.clear()
+
+    def _preempt(self, draft: Draft, sequence: Sequence) -> None:
+        draft.remove(sequence)
+        self._stop_running(sequence)
+        sequence.status = Status.PREEMPTED
+        sequence.computed = sequence.in_flight = 0
+        insort(self._waiting, sequence, key=_order)
+        self._preemptions_total += 1
+
+    # --- admission ---
+
+    def _admit(self, draft: Draft, now_s: float) -> None:
+        while self._waiting and self._free_slots and draft.budget and self._worth_admitting:
+            sequence = self._waiting[0]
+            if sequence.rows_in_flight:
+                return
+            prefix = self._kv.find_prefix(sequence.book, sequence.tokens)
+            if not self._has_room(sequence, prefix, draft.budget):
+                # While there is somebody to preempt for it, every step is worth a try.
+                self._worth_admitting = self._outranks_running(sequence)
+                return
+            self._start(draft, sequence, prefix, now_s)
+
+    def _has_room(self, sequence: Sequence, prefix: Prefix, step_tokens: int) -> bool:
+        """Whether its whole prompt could be computed with the pages there are, and everybody else go on."""
+        if not self._running:
+            return True
+        wanted = prefix.idle + self._kv.blocks_owed(prefix.held, len(sequence.tokens), step_tokens)
+        return wanted + self._set_aside(self._running) <= self._kv.blocks_available
+
+    def _set_aside(self, running: list[Sequence]) -> int:
+        """Pages to leave for these (and one more) when somebody is admitted: a block each to grow into, and what their
+        prompts still need."""
+        kv, step_tokens = self._kv, self.limits.max_num_batched_tokens
+        prefills = (other for other in running if other.pending > 1)
+        promised = sum(kv.blocks_owed(other.book.held, len(other.tokens), step_tokens) for other in prefills)
+        return len(kv.layout.groups) * (len(running) + 1) + promised
+
+    def _start(self, draft: Draft, sequence: Sequence, prefix: Prefix, now_s: float) -> None:
+        """Gives it a slot, the cached prefix, and a first row."""
+        kv, book = self._kv, sequence.book
+        self._waiting.pop(0)
+        if sequence.scheduled_s is None:
+            sequence.scheduled_s = now_s
+            sequence.cached_tokens = min(prefix.tokens, sequence.prompt_length)
+        kv.adopt(book, prefix, len(sequence.tokens))
+        sequence.status = Status.RUNNING
+        sequence.slot = heapq.heappop(self._free_slots)
+        sequence.computed = prefix.tokens
+        insort(self._running, sequence, key=_order)
+        count = min(sequence.pending, draft.budget, kv.reach(book) - prefix.tokens)
+        assert count > 0, f"{sequence.request.request_id} was admitted without a page to write to"
+        kv.grow(book, prefix.tokens + count)
+        request = sequence.request
+        start = SequenceStart(
+            sequence.slot,
+            request.request_id,
+            list(sequence.tokens),
+            sequence.prompt_length,
+            request.params,
+            tuple(sorted(sequence.ends)) if request.params.min_tokens else (),
+        )
+        writes = [TableWrite(sequence.slot, group, 0, list(table)) for group, table in enumerate(book.tables)]
+        row = Row(sequence.slot, prefix.tokens, count, count == sequence.pending)
+        draft.add(PlannedRow(sequence, row, writes, start))
+        self._commit(draft)
+
+    def _outranks_running(self, sequence: Sequence) -> bool:
+        """Under the priority policy: somebody of lesser priority runs."""
+        return bool(self._running) and self._running[-1].order[0] > sequence.order[0]
+
+    def _make_room_for_urgent(self, draft: Draft) -> None:
+        """Preempts sequences of lesser priority than the first in line, if that gives it a slot and pages."""
+        if not self._waiting or not self._worth_admitting:
+            return
+        urgent = self._waiting[0]
+        if urgent.rows_in_flight or not self._outranks_running(urgent):
+            return
+        others = [other for other in self._running if other.order[0] <= urgent.order[0]]
+        if others:
+            # At best: shared pages do not become available with the first who gives them back.
+            available = self._kv.blocks_available + sum(other.book.held for other in self._running[len(others) :])
+            wanted = self._kv.blocks_owed(0, len(urgent.tokens), self.limits.max_num_batched_tokens)
+            if wanted + self._set_aside(others) > available:
+                return
+        while self._outranks_running(urgent):
+            prefix = self._kv.find_prefix(urgent.book, urgent.tokens)
+            if self._free_slots and self._has_room(urgent, prefix, self.limits.max_num_batched_tokens):
+                return
+            self._preempt(draft, self._running[-1])
+
+    # --- results ---
+
+    def apply(self, result: StepResult, now_s: float) -> list[EngineOutput]:
+        """Takes the result of the oldest step in flight: tokens become known, sequences end, pages are given back."""
+        step = self._in_flight.popleft() if self._in_flight else None
+        if step is None or step.step_id != result.step_id:
+            raise EngineError(f"step {result.step_id} is not the one due", needed=f"step {step and step.step_id}")
+        sampling = sum(planned.row.samples for planned in step.rows)
+        if len(result.token_ids) != sampling or len(result.logprobs) not in (0, sampling):
+            raise EngineError(
+                f"the result of step {step.step_id} does not belong to its plan",
+                needed=f"{sampling} tokens",
+                found=f"{len(result.token_ids)} tokens and {len(result.logprobs)} logprobs",
+            )
+        outputs: list[EngineOutput] = []
+        sampled = 0
+        for planned in step.rows:
+            sequence, row = planned.sequence, planned.row
+            sequence.rows_in_flight -= 1
+            if sequence.status is Status.RUNNING:
+                sequence.computed += row.count
+                sequence.in_flight -= row.count
+            if row.samples:
+                sequence.sampling_in_flight -= 1
+                if sequence.status is not Status.FINISHED:
+                    logprobs = result.logprobs[sampled] if result.logprobs else None
+                    outputs.append(self._take(sequence, result.token_ids[sampled], logprobs, now_s))
+                sampled += 1
+        return outputs
+
+    def _take(self, sequence: Sequence, token: int, logprobs: TokenLogprobs | None, now_s: float) -> EngineOutput:
+        """A token for a sequence that runs, or was preempted while it was sampled: it is valid all the same."""
+        if sequence.first_token_s is None:
+            sequence.first_token_s = now_s
+        reason, stop_id = sequence.take(token)
+        if sequence.status is Status.RUNNING:
+            self._kv.note_known(sequence.book, sequence.tokens)
+        told = None if logprobs is None else [logprobs]
+        if reason is not None:
+            self._leave(sequence)
+            return finished(sequence, [token], told, reason, stop_id, now_s)
+        return EngineOutput(
+            request_id=sequence.request.request_id,
+            token_ids=[token],
+            logprobs=told,
+            cached_tokens=sequence.cached_tokens,
+        )
+
+    def _leave(self, sequence: Sequence) -> None:
+        """Ended or aborted. Rows of it in flight are executed and their tokens dropped."""
+        if sequence.status is Status.RUNNING:
+            self._stop_running(sequence)
+        else:
+            _remove(self._waiting, sequence)
+        sequence.status = Status.FINISHED
+        self._kv.close(sequence.book)
+        del self._sequences[sequence.request.request_id]
+        self._worth_admitting = True
+
+    def _stop_running(self, sequence: Sequence) -> None:
+        """Pages and slot are free for the very next plan: it is executed after those in flight."""
+        _remove(self._running, sequence)
+        self._kv.free(sequence.book)
+        heapq.heappush(self._free_slots, sequence.slot)
+        sequence.slot = -1
+        self._worth_admitting = True
+
+    # --- upkeep ---
+
+    def reset_prefix_cache(self) -> None:
+        self._kv.reset_prefix_cache()
+        self._worth_admitting = True
+
+    def check_invariants(self) -> None:
+        """Recounts pages, slots, lines and what is in flight. For tests and debug runs."""
+        self._kv.check_invariants()

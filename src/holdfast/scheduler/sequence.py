@@ -1,0 +1,87 @@
+"""One sequence while the scheduler has it: its tokens, how far they are computed, and what is in flight.
+
+    tokens     [ prompt ......... | output .... ]┆ s ┆        s: sampled in flight, not known yet
+               [ computed ...... | in flight .. ]┆   ┆
+                                                └ length = known + sampling_in_flight
+               pending = length - computed - in_flight: what the next row may compute
+
+It knows its own numbers and nothing of pages, budgets or other sequences.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+from holdfast.kvcache import Book
+from holdfast.records import FinishReason, Request
+
+
+class Status(enum.Enum):
+    WAITING = "waiting"
+    """Has never run."""
+    RUNNING = "running"
+    """Has a slot and pages."""
+    PREEMPTED = "preempted"
+    """Had to give its pages back and waits again; what was sampled in flight still counts."""
+    FINISHED = "finished"
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Sequence:
+    request: Request
+    book: Book
+    order: tuple[int, float, int]
+    """Priority, arrival, number: who is smaller goes first. No two are equal."""
+    longest: int
+    """The length at which it ends whatever is sampled: its own limit or the model's."""
+    tokens: list[int] = field(init=False)
+    """Known: the prompt, then the output."""
+    prompt_length: int = field(init=False)
+    ends: frozenset[int] = field(init=False)
+    """eos and stop ids."""
+    status: Status = Status.WAITING
+    slot: int = -1
+    """Of the runner, while RUNNING."""
+    computed: int = 0
+    """Tokens whose KV is computed and applied."""
+    in_flight: int = 0
+    """Tokens scheduled behind them, not applied yet."""
+    rows_in_flight: int = 0
+    """Rows of plans not applied yet; goes on counting through a preemption."""
+    sampling_in_flight: int = 0
+    """Of these rows, those that sample."""
+    cached_tokens: int = 0
+    """Found in the prefix cache when it was first admitted."""
+    scheduled_s: float | None = None
+    first_token_s: float | None = None
+
+    def __post_init__(self) -> None:
+        self.tokens = [*self.request.prompt_token_ids, *self.request.output_token_ids]
+        self.prompt_length = len(self.request.prompt_token_ids)
+        self.ends = frozenset(self.request.eos_token_ids) | frozenset(self.request.params.stop_ids)
+
+    @property
+    def scheduled(self) -> int:
+        """The position at which its next row starts."""
+        return self.computed + self.in_flight
+
+    @property
+    def pending(self) -> int:
+        """Tokens that could be computed now; 0 when the last token it may have is already in flight."""
+        length = len(self.tokens) + self.sampling_in_flight
+        return 0 if length >= self.longest else length - self.computed - self.in_flight
+
+    def take(self, token: int) -> tuple[FinishReason | None, int | None]:
+        """Adds a sampled token. Says whether it ends the sequence, and the stop id that did so."""
+        output_before = len(self.tokens) - self.prompt_length
+        self.tokens.append(token)
+        return self.ending(token, output_before)
+
+    def ending(self, token: int, output_before: int) -> tuple[FinishReason | None, int | None]:
+        """Of the last token, when `output_before` tokens of output stand before it."""
+        if token in self.ends and output_before >= self.request.params.min_tokens:
+            return FinishReason.STOP, None if token in self.request.eos_token_ids else token
+        if len(self.tokens) >= self.longest:
+            return FinishReason.LENGTH, None
+        return None, None
