@@ -29,6 +29,7 @@ class Answer:
                 stop=request.params.stop_strings,
                 include_stop=request.params.include_stop_str_in_output,
                 min_tokens=request.params.min_tokens,
+                prompt_tail=request.prompt_token_ids,
             )
 
     def resumed(self) -> Request:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from holdfast.checkpoints import ModelFiles, locate, match, open_checkpoint, spec_of
@@ -19,7 +20,7 @@ from holdfast.models import ModelSpec
 from holdfast.planner import Plan, make_plan
 from holdfast.records import EngineInfo
 from holdfast.scheduler import Scheduler, SchedulerLimits
-from holdfast.text import Tokenizer, check_text, load_template
+from holdfast.text import Tokenizer, check_text
 
 if TYPE_CHECKING:
     from holdfast.engine.core import EngineCore
@@ -60,9 +61,8 @@ def open_tokenizer(config: EngineConfig, model: FoundModel) -> Tokenizer | None:
     if config.skip_tokenizer_init:
         return None
     files = model.files if config.tokenizer is None else locate(config.tokenizer, revision=None)
-    tokenizer = Tokenizer.from_files(files)
-    if config.chat_template is not None:
-        tokenizer.chat_template = load_template(config.chat_template)
+    template = None if config.chat_template is None else _template_text(config.chat_template)
+    tokenizer = Tokenizer.from_files(files, chat_template=template)
     for warning in check_text(model.spec, tokenizer, model.files):
         log.warning("%s", warning)
     return tokenizer
@@ -76,7 +76,7 @@ def build_core(config: EngineConfig, model: FoundModel, progress: Progress) -> t
         checkpoint, stored = None, None
     else:
         checkpoint = open_checkpoint(model.files)
-        stored = match(model.spec, checkpoint).tensors
+        stored = match(model.spec, checkpoint)
     plan = make_plan(model.spec, stored, config, memory(), processor())
     for decision in plan.decisions:
         log.info("%s", decision.line())
@@ -137,6 +137,20 @@ def _info(config: EngineConfig, model: FoundModel, plan: Plan, weights_bytes: in
         attention_backend="torch (the only one on a CPU)",
         decisions=[decision.line() for decision in plan.decisions],
     )
+
+
+def _template_text(setting: str) -> str:
+    """A file's content, or the setting itself when it is a template and not a path."""
+    if "{{" in setting or "{%" in setting:
+        return setting
+    try:
+        return Path(setting).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigurationError(
+            f"the chat template {setting} cannot be read: {error}",
+            needed="a file, or Jinja text",
+            field="chat_template",
+        ) from error
 
 
 def with_located_model(config: EngineConfig, model: FoundModel) -> EngineConfig:

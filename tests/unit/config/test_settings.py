@@ -1,0 +1,99 @@
+"""Settings: every source goes through the same parser, the stronger one wins, and nothing is ignored."""
+
+import argparse
+
+import pytest
+
+from holdfast.config import EngineConfig, ServerConfig
+from holdfast.config.engine import REFUSED as ENGINE_REFUSED
+from holdfast.config.server import REFUSED as SERVER_REFUSED
+from holdfast.config.sources import add_flags, gather, split
+from holdfast.errors import ConfigurationError
+
+
+def parse(*flags: str, environment: dict[str, str] | None = None, file=None) -> tuple[EngineConfig, ServerConfig]:
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    add_flags(parser, EngineConfig, title="engine")
+    add_flags(parser, ServerConfig, title="server")
+    given = vars(parser.parse_args(flags))
+    values = gather([EngineConfig, ServerConfig], given, environment=environment or {}, file=file)
+    return split(values, (EngineConfig, ENGINE_REFUSED), (ServerConfig, SERVER_REFUSED))
+
+
+def test_every_setting_has_a_flag_and_help() -> None:
+    parser = argparse.ArgumentParser()
+    add_flags(parser, EngineConfig, title="engine")
+    shown = parser.format_help()
+    for name in EngineConfig.__dataclass_fields__:
+        assert "--" + name.replace("_", "-") in shown
+
+
+def test_flag_over_environment_over_file_over_default(tmp_path) -> None:
+    file = tmp_path / "settings.toml"
+    file.write_text('max-num-seqs = 3\nblock_size = 32\nport = 1234\nserved-model-name = ["a", "b"]\n')
+    environment = {"HOLDFAST_MAX_NUM_SEQS": "5", "HOLDFAST_HOST": "::1"}
+    engine, server = parse("--max-num-seqs", "7", environment=environment, file=file)
+    assert (engine.max_num_seqs, engine.block_size, engine.max_num_batched_tokens) == (7, 32, 512)
+    assert (server.port, server.host, server.served_model_name) == (1234, "::1", ("a", "b"))
+    engine, _ = parse(environment=environment, file=file)
+    assert engine.max_num_seqs == 5
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (["--enable-prefix-caching"], True),
+        (["--enable-prefix-caching=false"], False),
+        (["--no-enable-prefix-caching"], False),
+        (["--enable-prefix-caching", "true"], True),
+    ],
+)
+def test_booleans_as_people_write_them(flags: list[str], expected: bool) -> None:
+    assert parse(*flags)[0].enable_prefix_caching is expected
+
+
+@pytest.mark.parametrize(("written", "tokens"), [("8192", 8192), ("32k", 32_000), ("32K", 32_768), ("auto", None)])
+def test_lengths_as_vllm_spells_them(written: str, tokens: int | None) -> None:
+    assert parse("--max-model-len", written)[0].max_model_len == tokens
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        ({"max_model_length": 3}, "did you mean max_model_len"),
+        ({"quantization": "awq"}, "AWQ"),
+        ({"trust_remote_code": True}, "never run"),
+        ({"tensor_parallel_size": 2}, "one device"),
+        ({"block_size": 0}, "whole number"),
+        ({"block_size": True}, "whole number"),
+        ({"block_size": 1.5}, "whole number"),
+        ({"gpu_memory_utilization": 1.2}, "from 0.01 to 1"),
+        ({"dtype": "int3"}, "one of auto"),
+        ({"kv_cache_memory_bytes": "four"}, "not a size"),
+        ({"max_model_len": 0}, "from 1"),
+        ({"max_model_len": "9z"}, "not a number of tokens"),
+        ({"enable_prefix_caching": "perhaps"}, "true or false"),
+        ({"enable_chunked_prefill": False}, "cannot be switched off"),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused_as_a_value_error(arguments: dict[str, object], part: str) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        EngineConfig.from_arguments(**arguments)
+    assert isinstance(caught.value, ValueError)
+    assert part in str(caught.value)
+
+
+def test_refused_names_at_their_harmless_values_pass() -> None:
+    EngineConfig.from_arguments(quantization=None, trust_remote_code=False, swap_space=0, enable_lora=False)
+
+
+def test_unknown_name_in_a_file_is_an_error(tmp_path) -> None:
+    file = tmp_path / "settings.toml"
+    file.write_text("max-num-seq = 3\n")
+    with pytest.raises(ConfigurationError, match="max-num-seqs"):
+        parse(file=file)
+    file.write_text("max-num-seqs = = 3\n")
+    with pytest.raises(ConfigurationError, match="TOML"):
+        parse(file=file)
+    with pytest.raises(ConfigurationError, match="cannot be read"):
+        parse(file=tmp_path / "nowhere.toml")

@@ -1,0 +1,66 @@
+"""The door: what passes can be computed; what does not is refused with numbers, and unfolding keeps seeds apart."""
+
+import random
+
+import pytest
+
+from holdfast import SamplingParams
+from holdfast.engine.door import Door
+from holdfast.errors import ContextLengthError, RequestError
+from holdfast.models import from_config
+
+SPEC = from_config(
+    {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 100, "hidden_size": 64,
+        "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "tie_word_embeddings": True,
+        "torch_dtype": "float32", "eos_token_id": 2, "hidden_act": "silu",
+    }
+)  # fmt: skip
+
+
+def door(**changes: object) -> Door:
+    return Door(SPEC, 32, random.Random(0), **changes)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("prompt", [[], [100], [-1], [0, 5, 1000]])
+def test_prompts_that_cannot_be_read(prompt: list[int]) -> None:
+    with pytest.raises(RequestError) as caught:
+        door().admit(prompt, SamplingParams(), request_id="r")
+    assert caught.value.field == "prompt"
+
+
+@pytest.mark.parametrize("change", [{"logit_bias": {100: 1.0}}, {"stop_token_ids": [100]}])
+def test_ids_in_parameters_are_checked(change: dict[str, object]) -> None:
+    with pytest.raises(RequestError, match=next(iter(change))):
+        door().admit([1], SamplingParams(**change), request_id="r")  # type: ignore[arg-type]
+
+
+def test_the_context_is_a_limit_with_both_numbers() -> None:
+    with pytest.raises(ContextLengthError, match=r"32 tokens.*32 tokens"):
+        door().admit([1] * 32, SamplingParams(), request_id="r")
+    with pytest.raises(ContextLengthError, match=r"10 tokens.*23 more: 33 in all.*32"):
+        door().admit([1] * 10, SamplingParams(max_tokens=23), request_id="r")
+    assert door().admit([1] * 10, SamplingParams(max_tokens=None), request_id="r")[0].max_tokens == 22
+    clamped = door(clamp_output=True).admit([1] * 10, SamplingParams(max_tokens=100), request_id="r")
+    assert clamped[0].max_tokens == 22
+    with pytest.raises(ContextLengthError, match="min_tokens"):
+        door(clamp_output=True).admit([1] * 10, SamplingParams(max_tokens=100, min_tokens=50), request_id="r")
+
+
+def test_answers_have_seeds_of_their_own_that_repeat() -> None:
+    first = door().admit([1], SamplingParams(n=3, seed=7), request_id="r")
+    again = door().admit([1], SamplingParams(n=3, seed=7), request_id="r")
+    seeds = [request.params.seed for request in first]
+    assert seeds == [request.params.seed for request in again]
+    assert len(set(seeds)) == 3
+    assert seeds[0] == 7
+    assert [request.request_id for request in first] == ["r#0", "r#1", "r#2"]
+    unseeded = [door().admit([1], SamplingParams(), request_id="r")[0].params.seed for _ in range(2)]
+    assert unseeded[0] is not None
+    assert unseeded[0] == unseeded[1]  # from the same configured seed
+
+
+def test_ends_are_left_out_when_they_are_ignored() -> None:
+    assert door().admit([1], SamplingParams(), request_id="r")[0].eos_token_ids == (2,)
+    assert door().admit([1], SamplingParams(ignore_eos=True), request_id="r")[0].eos_token_ids == ()

@@ -1,0 +1,54 @@
+"""Memory as a container sees it, from a made-up /proc and /sys."""
+
+from pathlib import Path
+
+from holdfast import hardware
+
+GIB = 1 << 30
+
+
+def group(root: Path, name: str, **files: str) -> None:
+    folder = root / "sys/fs/cgroup" / name
+    folder.mkdir(parents=True, exist_ok=True)
+    for file, content in files.items():
+        (folder / file.replace("__", ".")).write_text(content)
+
+
+def own_group(root: Path, line: str) -> None:
+    (root / "proc/self").mkdir(parents=True)
+    (root / "proc/self/cgroup").write_text(line)
+
+
+def test_without_a_group_the_machine_counts(tmp_path: Path) -> None:
+    found = hardware.memory(tmp_path)
+    assert found.limited_by == "machine"
+    assert 0 < found.available_bytes <= found.total_bytes
+
+
+def test_the_tightest_group_above_wins_and_page_cache_does_not_count(tmp_path: Path) -> None:
+    own_group(tmp_path, "0::/pods/me\n")
+    group(tmp_path, "", memory__max="max")
+    group(
+        tmp_path,
+        "pods",
+        memory__max=str(GIB),
+        memory__current=str(GIB // 2),
+        memory__stat=f"anon 1\ninactive_file {GIB // 4}\n",
+    )
+    group(tmp_path, "pods/me", memory__max=str(2 * GIB), memory__current="0")
+    found = hardware.memory(tmp_path)
+    assert found.total_bytes == GIB
+    assert found.available_bytes == GIB - GIB // 4
+    assert found.limited_by == "control group"
+
+
+def test_version_one_groups(tmp_path: Path) -> None:
+    own_group(tmp_path, "5:cpu:/x\n4:memory:/box\n")
+    group(tmp_path, "memory/box", memory__limit_in_bytes=str(GIB), memory__usage_in_bytes=str(GIB + 5))
+    assert hardware.memory(tmp_path).available_bytes == 0
+
+
+def test_processor() -> None:
+    found = hardware.processor()
+    assert found.cores >= 1
+    assert found.features

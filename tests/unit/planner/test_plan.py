@@ -1,0 +1,115 @@
+"""The plan: named terms that add up, limits that hold, refusals with numbers before anything is loaded."""
+
+import pytest
+
+from holdfast.checkpoints import StoredTensor
+from holdfast.config import EngineConfig
+from holdfast.errors import ConfigurationError, DoesNotFitError
+from holdfast.hardware import Memory, Processor
+from holdfast.models import ModelSpec, from_config
+from holdfast.planner import Plan, footprint, make_plan
+
+GIB = 1 << 30
+PLAIN = Processor(model="plain", cores=2, features=frozenset({"asimd"}))
+FAST = Processor(model="fast", cores=2, features=frozenset({"amx_bf16"}))
+
+LLAMA_3_8B = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 128256, "hidden_size": 4096,
+    "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
+    "max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16", "bos_token_id": 128000, "eos_token_id": 128001, "hidden_act": "silu",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def spec() -> ModelSpec:
+    return from_config(LLAMA_3_8B)
+
+
+def plan(spec: ModelSpec, free_gib: float, processor: Processor = FAST, **settings: object) -> Plan:
+    free = int(free_gib * GIB)
+    machine = Memory(total_bytes=free, available_bytes=free, limited_by="machine")
+    return make_plan(spec, None, EngineConfig.from_arguments(**settings), machine, processor)
+
+
+def test_llama_3_8b_costs_what_is_known(spec: ModelSpec) -> None:
+    assert spec.parameters == 8_030_261_248
+    # Norms stay in float32, so a little over two bytes a parameter.
+    assert footprint.weights_bytes(spec, None, dtype="bfloat16", expand=True) == pytest.approx(2 * 8.0303e9, rel=1e-3)
+    layout = footprint.kv_layout(spec, block_tokens=16, kv_dtype="bfloat16")
+    assert layout.page_bytes // 16 == 128 * 1024  # KV heads, not attention heads: 128 KiB a token
+
+
+def test_terms_stay_within_the_budget(spec: ModelSpec) -> None:
+    found = plan(spec, 40)
+    assert sum(found.terms.values()) <= found.budget_bytes == int(0.9 * 40 * GIB)
+    assert found.blocks * found.layout.page_bytes == found.terms["kv_pool"]
+    assert found.limits.max_model_len == 8192
+
+
+def test_dtype_follows_the_processor_and_says_why(spec: ModelSpec) -> None:
+    assert plan(spec, 40, FAST).dtype == "bfloat16"
+    slow = plan(spec, 60, PLAIN)
+    assert slow.dtype == "float32"
+    assert any("bfloat16" in decision.reason for decision in slow.decisions if decision.field == "dtype")
+    assert plan(spec, 40, PLAIN, dtype="half").dtype == "float16"
+
+
+def test_quantized_weights_are_expanded_only_with_room_to_spare(spec: ModelSpec, tmp_path) -> None:
+    stored = {
+        tensor.name: StoredTensor(tensor.name, tensor.shape, "Q4_1", tmp_path, 0, 20 * (size // 32))
+        for tensor in spec.tensors
+        if len(tensor.shape) == 2
+        for size in [tensor.shape[0] * tensor.shape[1]]
+    }
+
+    def expanded(free_gib: int, setting: str = "auto") -> bool:
+        machine = Memory(total_bytes=0, available_bytes=free_gib * GIB, limited_by="machine")
+        config = EngineConfig(expand_weights=setting)
+        return make_plan(spec, stored, config, machine, FAST).expand_weights
+
+    assert expanded(100)
+    assert not expanded(24)
+    assert not expanded(100, "never")
+    assert expanded(24, "always")
+
+
+def test_a_length_beyond_the_model_is_refused_with_both_numbers(spec: ModelSpec) -> None:
+    with pytest.raises(ConfigurationError, match=r"8,193.*8,192"):
+        plan(spec, 40, max_model_len=8193)
+
+
+def test_a_length_that_memory_does_not_hold(spec: ModelSpec) -> None:
+    pool = 512 * 128 * 1024 * 2  # 1,024 tokens
+    with pytest.raises(DoesNotFitError) as caught:
+        plan(spec, 40, max_model_len=8192, kv_cache_memory_bytes=pool)
+    assert isinstance(caught.value, ValueError)
+    largest = int(str(caught.value.fix).split()[1].rstrip(","))
+    assert largest == 1008  # one page is the null page
+    assert plan(spec, 40, max_model_len=largest, kv_cache_memory_bytes=pool).limits.max_model_len == largest
+    with pytest.raises(DoesNotFitError):
+        plan(spec, 40, max_model_len=largest + 1, kv_cache_memory_bytes=pool)
+    unset = plan(spec, 40, kv_cache_memory_bytes=pool)
+    assert unset.limits.max_model_len == largest
+    assert any(decision.field == "max_model_len" for decision in unset.decisions)
+
+
+def test_a_model_that_does_not_fit_says_what_is_short(spec: ModelSpec) -> None:
+    with pytest.raises(DoesNotFitError, match="short") as caught:
+        plan(spec, 12)
+    assert "weights" in str(caught.value.needed)
+    with pytest.raises(DoesNotFitError, match="does not fit"):
+        plan(spec, 40, kv_cache_memory_bytes="100GiB")
+
+
+def test_binary_search_over_the_length_finds_the_edge(spec: ModelSpec) -> None:
+    """The founding documents' loop: catch ValueError, halve."""
+    low, high = 1, 8192
+    while low < high:
+        middle = (low + high + 1) // 2
+        try:
+            plan(spec, 40, max_model_len=middle, kv_cache_memory_bytes="256MiB")
+            low = middle
+        except ValueError:
+            high = middle - 1
+    assert low == 2048 - 16

@@ -1,0 +1,54 @@
+"""SamplingParams: vLLM's names and defaults, checked when made."""
+
+import msgspec
+import pytest
+
+from holdfast import SamplingParams
+from holdfast.errors import RequestError, UnsupportedOptionError
+from holdfast.records import Request
+
+
+def test_as_the_founding_code_writes_it() -> None:
+    params = SamplingParams(
+        temperature=0.7, top_p=0.95, top_k=50, max_tokens=256, frequency_penalty=0.0, presence_penalty=0.0, stop=["\n"],
+        seed=42, logprobs=5,
+    )  # fmt: skip
+    assert params.stop_strings == ("\n",)
+    assert SamplingParams(top_k=-1).top_k == 0
+    assert SamplingParams(stop="x").stop_strings == ("x",)
+    assert SamplingParams(temperature=0).greedy
+    assert not params.greedy
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("n", 0), ("presence_penalty", 2.5), ("frequency_penalty", -3), ("repetition_penalty", 0.0),
+        ("temperature", -1.0), ("temperature", float("nan")), ("temperature", float("inf")), ("top_p", 0.0),
+        ("top_p", 1.1), ("top_k", -2), ("min_p", -0.1), ("max_tokens", 0), ("min_tokens", -1), ("min_tokens", 17),
+        ("logprobs", 21), ("stop", [""]), ("stop", ["x"] * 65), ("seed", 2**63), ("logit_bias", {1: 101.0}),
+    ],
+)  # fmt: skip
+def test_out_of_range_names_the_field(field: str, value: object) -> None:
+    with pytest.raises(RequestError) as caught:
+        SamplingParams(**{field: value})
+    assert caught.value.field == field
+    assert isinstance(caught.value, ValueError)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("bad_words", ["a"]), ("allowed_token_ids", [1]), ("prompt_logprobs", 0), ("guided_decoding", {"json": {}}),
+     ("structured_outputs", {"regex": "a"}), ("spaces_between_special_tokens", False)],
+)  # fmt: skip
+def test_what_is_not_there_is_refused_by_name(field: str, value: object) -> None:
+    with pytest.raises(UnsupportedOptionError, match=field):
+        SamplingParams(**{field: value})
+
+
+def test_frozen_and_over_the_wire() -> None:
+    params = SamplingParams(stop=["a", "b"], stop_token_ids=[3], seed=-5, logit_bias={7: 1.5})
+    with pytest.raises(AttributeError):
+        params.n = 2  # type: ignore[misc]
+    request = Request(request_id="r", prompt_token_ids=[1, 2], params=params, eos_token_ids=(2,), output_token_ids=[9])
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(request), type=Request) == request
