@@ -1,0 +1,401 @@
+"""A fake engine behind the real server, for tests of clients and of the server: public API, no model, no torch.
+
+It answers with a script (by default it echoes the last message), at a pace that is set, one token a delta, and can
+be told to load slowly, to fail, to be full, to stand still. It knows nothing of HTTP and of real tokenizers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import codecs
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+from holdfast.engine.fake_tokenizer import END, MESSAGE, VOCABULARY, ByteTokenizer
+from holdfast.errors import (
+    ContextLengthError,
+    DrainingError,
+    EngineDiedError,
+    EngineError,
+    HoldfastError,
+    OverloadedError,
+    RequestError,
+)
+from holdfast.records import (
+    AnswerDelta,
+    EngineInfo,
+    EngineStats,
+    Failure,
+    FinishReason,
+    Logprob,
+    RequestTiming,
+    SamplingParams,
+)
+
+if TYPE_CHECKING:
+    from holdfast.text.tokenizer import Tokenizer
+
+Script = Callable[[list[int]], Sequence[int]]
+"""From a prompt's token ids to the answer's; the end token is added where the script ends."""
+
+BLOCK_SIZE = 16
+BLOCKS = 1024
+
+
+def echo(prompt_token_ids: list[int]) -> list[int]:
+    """The bytes of the last message of a chat, or of the whole prompt where there is none."""
+    start = 0
+    for position, token_id in enumerate(prompt_token_ids):
+        if token_id == MESSAGE:
+            start = position + 1
+    answer: list[int] = []
+    for token_id in prompt_token_ids[start:]:
+        if token_id >= END:
+            break
+        answer.append(token_id)
+    return answer
+
+
+def say(text: str) -> Script:
+    """A script that always answers `text`, one byte a token."""
+    token_ids = list(text.encode())
+    return lambda prompt_token_ids: token_ids
+
+
+class FakeEngine:
+    """Implements `holdfast.engine.interface.Engine`. All arguments are attributes and may be changed at any time."""
+
+    def __init__(
+        self,
+        script: Script = echo,
+        *,
+        model: str = "fake",
+        max_model_len: int = 4096,
+        max_num_seqs: int = 256,
+        max_queued_requests: int | None = None,
+        start_delay_s: float = 0.0,
+        start_error: Exception | None = None,
+        first_token_delay_s: float = 0.0,
+        token_delay_s: float = 0.0,
+        fail_after_tokens: int | None = None,
+        with_tokenizer: bool = True,
+    ) -> None:
+        self.script = script
+        self.model = model
+        self.max_model_len = max_model_len
+        self.max_num_seqs = max_num_seqs
+        self.max_queued_requests = max_queued_requests
+        self.start_delay_s = start_delay_s
+        self.start_error = start_error
+        self.first_token_delay_s = first_token_delay_s
+        self.token_delay_s = token_delay_s
+        self.fail_after_tokens = fail_after_tokens
+        self.restarts = 0
+        self.received: list[tuple[list[int], SamplingParams]] = []
+        """Every request that was taken, in order."""
+        self.aborted: list[str] = []
+        """Ids of requests whose iterator was closed before they ended."""
+        self.finished: list[str] = []
+        self._tokenizer = ByteTokenizer() if with_tokenizer else None
+        self._started = False
+        self._draining = False
+        self._failure: Failure | None = None
+        self._flowing = asyncio.Event()
+        self._flowing.set()
+        self._room = asyncio.Condition()
+        self._listeners: list[Callable[[EngineStats], None]] = []
+        self._prefixes: set[tuple[int, ...]] = set()
+        self._running = self._waiting = self._steps = self._blocks_used = 0
+        self._prefix_queries = self._prefix_hits = 0
+
+    @property
+    def info(self) -> EngineInfo:
+        return EngineInfo(
+            model=self.model,
+            device="none",
+            dtype="none",
+            kv_dtype="none",
+            block_size=BLOCK_SIZE,
+            blocks=BLOCKS,
+            max_model_len=self.max_model_len,
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=2048,
+            prefix_caching=True,
+            parameters=0,
+            weights_bytes=0,
+            kv_pool_bytes=0,
+            attention_backend="none",
+        )
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        return cast("Tokenizer | None", self._tokenizer)
+
+    @property
+    def ready(self) -> bool:
+        return self._started and not self._draining and self._failure is None
+
+    @property
+    def failure(self) -> Failure | None:
+        return self._failure
+
+    @property
+    def draining(self) -> bool:
+        return self._draining
+
+    @property
+    def unfinished(self) -> int:
+        return self._running + self._waiting
+
+    def stats(self) -> EngineStats:
+        return EngineStats(
+            running=self._running,
+            waiting=self._waiting,
+            blocks_total=BLOCKS,
+            blocks_used=self._blocks_used,
+            step_tokens=1 if self._steps else 0,
+            steps_total=self._steps,
+            prefix_queries_total=self._prefix_queries,
+            prefix_hits_total=self._prefix_hits,
+        )
+
+    def on_step(self, listener: Callable[[EngineStats], None]) -> None:
+        self._listeners.append(listener)
+
+    async def start(self) -> None:
+        await asyncio.sleep(self.start_delay_s)
+        if self.start_error is not None:
+            raise self.start_error
+        self._started = True
+
+    def pause(self) -> None:
+        """No token is produced until `resume`."""
+        self._flowing.clear()
+
+    def resume(self) -> None:
+        self._flowing.set()
+
+    def die(self, message: str = "the fake engine was told to die") -> None:
+        """Dead for good: open streams end with EngineDiedError, new requests are refused with it."""
+        self._failure = Failure(kind="EngineDiedError", message=message, code=EngineDiedError.code)
+        self._flowing.set()
+
+    async def generate(
+        self,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        *,
+        request_id: str,
+        priority: int = 0,
+        cache_salt: str = "",
+    ) -> AsyncIterator[AnswerDelta]:
+        self._check(prompt_token_ids, params)
+        self.received.append((prompt_token_ids, params))
+        cached_tokens = self._look_up(prompt_token_ids, cache_salt)
+        self._waiting += 1
+        return _Stream(self, prompt_token_ids, params, request_id, cached_tokens)
+
+    async def drain(self, timeout_s: float) -> None:
+        self._draining = True
+        async with self._room:
+            try:
+                await asyncio.wait_for(self._room.wait_for(lambda: self.unfinished == 0), timeout_s)
+            except TimeoutError:
+                self.die("the drain's time was up")
+
+    async def stop(self) -> None:
+        self._started = False
+
+    def _check(self, prompt_token_ids: list[int], params: SamplingParams) -> None:
+        if self._failure is not None:
+            raise EngineDiedError(self._failure.message)
+        if self._draining:
+            raise DrainingError("the server is shutting down")
+        if not self._started:
+            raise EngineError("the engine has not been started")
+        if any(token_id >= VOCABULARY for token_id in prompt_token_ids):
+            raise RequestError(f"a token id is beyond the vocabulary of {VOCABULARY}", field="prompt")
+        wanted = len(prompt_token_ids) + (params.max_tokens or 1)
+        if wanted > self.max_model_len:
+            raise ContextLengthError(f"{wanted} tokens are asked for; the context holds {self.max_model_len}")
+        full = self.max_queued_requests is not None and self.unfinished >= self.max_num_seqs + self.max_queued_requests
+        if full:
+            raise OverloadedError(f"the waiting queue is full ({self.max_queued_requests} requests)")
+
+    def _look_up(self, prompt_token_ids: list[int], cache_salt: str) -> int:
+        """A prefix cache in miniature: whole blocks seen before, never the whole prompt."""
+        salted = [ord(character) + VOCABULARY for character in cache_salt]
+        hits = 0
+        for end in range(BLOCK_SIZE, len(prompt_token_ids) + 1, BLOCK_SIZE):
+            prefix = (*salted, *prompt_token_ids[:end])
+            if prefix in self._prefixes and end < len(prompt_token_ids):
+                hits = end
+            self._prefixes.add(prefix)
+        self._prefix_queries += len(prompt_token_ids)
+        self._prefix_hits += hits
+        return hits
+
+    async def _enter(self) -> None:
+        try:
+            async with self._room:
+                await self._room.wait_for(lambda: self._running < self.max_num_seqs)
+                self._running += 1
+        finally:
+            self._waiting -= 1
+
+    async def _leave(self) -> None:
+        """Wakes those who wait for a place or for the end of a drain."""
+        async with self._room:
+            self._room.notify_all()
+
+    async def _step(self, tokens_so_far: int) -> None:
+        """Waits as long as one token takes, then tells the listeners of a step of one token."""
+        delay_s = self.token_delay_s if tokens_so_far else self.first_token_delay_s
+        await asyncio.sleep(delay_s)
+        await self._flowing.wait()
+        if self._failure is not None:
+            raise EngineDiedError(self._failure.message)
+        if self.fail_after_tokens is not None and tokens_so_far >= self.fail_after_tokens:
+            raise EngineDiedError("the fake engine was told to fail here")
+        self._steps += 1
+        stats = self.stats()
+        for listener in self._listeners:
+            listener(stats)
+
+
+class _Answer:
+    """One answer being spoken: turns scripted tokens into deltas and knows when it ends."""
+
+    def __init__(self, index: int, token_ids: Sequence[int], params: SamplingParams):
+        self.index = index
+        self.params = params
+        self.script = list(token_ids)
+        self.room = params.max_tokens
+        self.count = 0
+        self.text = ""
+        self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def next_token(self) -> int:
+        """Past its end the script starts again, for requests that ignore the end."""
+        position = self.count % (len(self.script) + 1)
+        return END if position == len(self.script) else self.script[position]
+
+    def advance(self, context_left: int) -> AnswerDelta:
+        token_id = self.next_token()
+        self.count += 1
+        early = self.count <= self.params.min_tokens
+        ended = token_id == END and not self.params.ignore_eos and not early
+        piece = "" if token_id >= END else self.decoder.decode(bytes([token_id]))
+        finish: FinishReason | None = FinishReason.STOP if ended else None
+        stop_reason: int | str | None = None
+        if not early and token_id in self.params.stop_ids:
+            finish, stop_reason = FinishReason.STOP, token_id
+        for stop in self.params.stop_strings:
+            found = (self.text + piece).find(stop)
+            if found >= 0 and not early:
+                finish, stop_reason = FinishReason.STOP, stop
+                keep = found + (len(stop) if self.params.include_stop_str_in_output else 0)
+                piece = (self.text + piece)[len(self.text) : keep]
+                break
+        if finish is None and self.count >= (self.room if self.room is not None else context_left):
+            finish = FinishReason.LENGTH
+        self.text += piece
+        logprobs = None if self.params.logprobs is None else [self._logprobs(token_id, self.params.logprobs)]
+        return AnswerDelta(
+            index=self.index,
+            text=piece,
+            token_ids=[token_id],
+            logprobs=logprobs,
+            finish_reason=finish,
+            stop_reason=stop_reason,
+        )
+
+    def _logprobs(self, token_id: int, count: int) -> dict[int, Logprob]:
+        """The chosen token is always the likeliest; its runners-up are the next ids."""
+        names = ByteTokenizer()
+        entries = {}
+        for rank in range(1, max(1, count) + 1):
+            candidate = (token_id + rank - 1) % VOCABULARY
+            entries[candidate] = Logprob(-0.25 * rank, rank, names.decode([candidate]))
+        return entries
+
+
+class _Stream:
+    """The iterator `generate` returns. Closing it early is an abort."""
+
+    def __init__(
+        self, engine: FakeEngine, prompt: list[int], params: SamplingParams, request_id: str, cached_tokens: int
+    ) -> None:
+        self._engine = engine
+        self._request_id = request_id
+        self._begun = False
+        self._ended = False
+        self._deltas = self._run(prompt, params, cached_tokens)
+
+    def __aiter__(self) -> _Stream:
+        return self
+
+    async def __anext__(self) -> AnswerDelta:
+        return await anext(self._deltas)
+
+    async def aclose(self) -> None:
+        if not self._ended:
+            self._ended = True
+            self._engine.aborted.append(self._request_id)
+        if not self._begun:
+            self._begun = True
+            self._engine._waiting -= 1
+            await self._engine._leave()
+        await cast(Any, self._deltas).aclose()
+
+    async def _run(self, prompt: list[int], params: SamplingParams, cached_tokens: int) -> AsyncIterator[AnswerDelta]:
+        engine = self._engine
+        arrival_s = time.monotonic()
+        blocks = -(-len(prompt) // BLOCK_SIZE)
+        self._begun = True
+        answers = [_Answer(index, engine.script(prompt), params) for index in range(params.n)]
+        await engine._enter()
+        engine._blocks_used += blocks
+        scheduled_s = time.monotonic()
+        first_token_s = 0.0
+        try:
+            while answers:
+                for answer in list(answers):
+                    await engine._step(answer.count)
+                    first_token_s = first_token_s or time.monotonic()
+                    delta = answer.advance(engine.max_model_len - len(prompt))
+                    if delta.finish_reason is None:
+                        yield _with(delta, cached_tokens, None)
+                        continue
+                    answers.remove(answer)
+                    timing = RequestTiming(
+                        arrival_s=arrival_s,
+                        scheduled_s=scheduled_s,
+                        first_token_s=first_token_s,
+                        finished_s=time.monotonic(),
+                    )
+                    if not answers:
+                        self._ended = True
+                        engine.finished.append(self._request_id)
+                    yield _with(delta, cached_tokens, timing)
+        except HoldfastError:
+            self._ended = True
+            raise
+        finally:
+            engine._blocks_used -= blocks
+            engine._running -= 1
+            await engine._leave()
+
+
+def _with(delta: AnswerDelta, cached_tokens: int, timing: RequestTiming | None) -> AnswerDelta:
+    return AnswerDelta(
+        index=delta.index,
+        text=delta.text,
+        token_ids=delta.token_ids,
+        logprobs=delta.logprobs,
+        finish_reason=delta.finish_reason,
+        stop_reason=delta.stop_reason,
+        cached_tokens=cached_tokens,
+        timing=timing,
+    )

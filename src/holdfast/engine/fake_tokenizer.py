@@ -1,0 +1,73 @@
+"""The fake engine's tokenizer: a byte is a token, plus three marks. Same methods as `holdfast.text`'s, no files."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+END, MESSAGE, ANSWER = 256, 257, 258
+MARKS = {"<|end|>": END, "<|message|>": MESSAGE, "<|answer|>": ANSWER}
+VOCABULARY = 259
+
+_MARK = re.compile("(" + "|".join(re.escape(mark) for mark in MARKS) + ")")
+_NAMES = {token_id: mark for mark, token_id in MARKS.items()}
+
+
+class ByteTokenizer:
+    eos_token = "<|end|>"
+    eos_token_id = END
+    vocab_size = VOCABULARY
+    all_special_ids = tuple(MARKS.values())
+    chat_template = "built in"
+
+    def __len__(self) -> int:
+        return VOCABULARY
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        token_ids: list[int] = []
+        for piece in _MARK.split(text):
+            if piece in MARKS:
+                token_ids.append(MARKS[piece])
+            else:
+                token_ids.extend(piece.encode())
+        return token_ids
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
+        raw = bytearray()
+        for token_id in ids:
+            if token_id < END:
+                raw.append(token_id)
+            elif not skip_special_tokens:
+                raw.extend(_NAMES[token_id].encode())
+        return raw.decode(errors="replace")
+
+    def is_special(self, token_id: int) -> bool:
+        return token_id >= END
+
+    def convert_ids_to_tokens(self, ids: Sequence[int]) -> list[str]:
+        return [_NAMES.get(token_id) or f"<0x{token_id:02X}>" for token_id in ids]
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tokenize: bool = True,
+        add_generation_prompt: bool = False,
+        chat_template: str | None = None,
+        continue_final_message: bool = False,
+        **kwargs: Any,
+    ) -> str | list[int]:
+        parts = [f"{message['role']}<|message|>{_text(message.get('content'))}<|end|>" for message in messages]
+        if continue_final_message and parts:
+            parts[-1] = parts[-1].removesuffix("<|end|>")
+        if add_generation_prompt:
+            parts.append("assistant<|answer|>")
+        text = "".join(parts)
+        return self.encode(text) if tokenize else text
+
+
+def _text(content: Any) -> str:
+    if isinstance(content, str):
+        return content
+    return "".join(part["text"] for part in content or ())

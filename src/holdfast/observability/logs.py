@@ -1,0 +1,105 @@
+"""Logs: plain lines for people on stderr, JSON lines for machines, and a throughput line now and then.
+
+Owns formats and where they go. It never decides what is worth saying about a request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TextIO
+
+import msgspec
+
+from holdfast.observability.metrics import ServingMetrics
+from holdfast.records import EngineInfo, EngineStats
+from holdfast.units import format_bytes
+
+log = logging.getLogger("holdfast.stats")
+
+FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+TIME_FORMAT = "%Y-%m-%d %H:%M:%S"
+
+
+def set_up_logging(level: str = "info", stream: TextIO | None = None) -> None:
+    """Plain lines of the `holdfast` loggers to stderr. Calling it again replaces the handler."""
+    handler = logging.StreamHandler(stream or sys.stderr)
+    handler.setFormatter(logging.Formatter(FORMAT, TIME_FORMAT))
+    root = logging.getLogger("holdfast")
+    root.handlers[:] = [handler]
+    root.setLevel(level.upper())
+    root.propagate = False
+
+
+def json_lines(target: Path | TextIO) -> Callable[[dict[str, Any]], None]:
+    """A function that writes one JSON line a call, flushed; to a file it appends."""
+    stream = target.open("a", encoding="utf-8") if isinstance(target, Path) else target
+
+    def write(line: dict[str, Any]) -> None:
+        stream.write(msgspec.json.encode(line).decode() + "\n")
+        stream.flush()
+
+    return write
+
+
+def ready_lines(info: EngineInfo, *, parallel_size: int = 1) -> list[str]:
+    """What people look for when a server has started."""
+    concurrency = info.kv_tokens / info.max_model_len
+    return [
+        f"Model {info.model}: {info.parameters / 1e6:,.0f}M parameters, weights {format_bytes(info.weights_bytes)}, "
+        f"dtype {info.dtype}, device {info.device}",
+        f"# KV blocks: {info.blocks:,} of {info.block_size} tokens, {format_bytes(info.kv_pool_bytes)}, "
+        f"dtype {info.kv_dtype}, prefix caching {'on' if info.prefix_caching else 'off'}",
+        f"KV cache size: {info.kv_tokens:,} tokens",
+        f"Maximum concurrency for {info.max_model_len:,} tokens per request: {concurrency:.2f}x",
+        f"Batch: at most {info.max_num_seqs} sequences, {info.max_num_batched_tokens:,} tokens a step",
+        f"Parallel size: {parallel_size}",
+        f"Attention backend: {info.attention_backend}",
+        *[f"Decision: {line}" for line in info.decisions],
+    ]
+
+
+class ThroughputLog:
+    """The periodic line. `line` is pure given the clock, so that it can be tested without waiting."""
+
+    def __init__(
+        self, metrics: ServingMetrics, stats: Callable[[], EngineStats], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._metrics = metrics
+        self._stats = stats
+        self._clock = clock
+        self._last_s = clock()
+        self._last_prompt, self._last_generated = metrics.token_totals()
+        self._was_busy = False
+
+    def line(self) -> str | None:
+        """None when nothing happened since the last line and nothing had happened before it either."""
+        now_s, stats = self._clock(), self._stats()
+        elapsed_s = max(now_s - self._last_s, 1e-9)
+        prompt, generated = self._metrics.token_totals()
+        prompt_rate = (prompt - self._last_prompt) / elapsed_s
+        generated_rate = (generated - self._last_generated) / elapsed_s
+        self._last_s, self._last_prompt, self._last_generated = now_s, prompt, generated
+        busy = bool(prompt_rate or generated_rate or stats.running or stats.waiting)
+        quiet, self._was_busy = not busy and not self._was_busy, busy
+        if quiet:
+            return None
+        usage = 100 * stats.blocks_used / stats.blocks_total if stats.blocks_total else 0.0
+        hits = 100 * stats.prefix_hits_total / stats.prefix_queries_total if stats.prefix_queries_total else 0.0
+        return (
+            f"Avg prompt throughput: {prompt_rate:.1f} tokens/s, Avg generation throughput: {generated_rate:.1f} "
+            f"tokens/s, Running: {stats.running} reqs, Waiting: {stats.waiting} reqs, "
+            f"KV cache usage: {usage:.1f}%, Prefix cache hit rate: {hits:.1f}%"
+        )
+
+    async def run(self, interval_s: float = 10.0) -> None:
+        """Until cancelled."""
+        while True:
+            await asyncio.sleep(interval_s)
+            line = self.line()
+            if line is not None:
+                log.info("%s", line)

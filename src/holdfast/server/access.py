@@ -1,0 +1,131 @@
+"""The door: request ids, the key, who may not come in just now, and one log line for everybody who came.
+
+Pure ASGI around the whole application, so that also what never reaches an endpoint is logged.
+"""
+
+from __future__ import annotations
+
+import hmac
+import re
+import time
+import uuid
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+from starlette.datastructures import MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from holdfast.engine.interface import Engine
+from holdfast.errors import DrainingError, EngineDiedError
+from holdfast.server.failures import UNAUTHORIZED, UNAVAILABLE, HttpFailure, failure_response
+from holdfast.server.settings import AccessLog, ServerSettings
+
+CLIENT_GONE = 499
+"""nginx's number for a client that closed the connection before the answer was there; never sent, only logged."""
+
+_ID = re.compile(r"[A-Za-z0-9._:@/+=-]{1,128}")
+
+
+@dataclass(slots=True)
+class Record:
+    """What the access line will say; endpoints fill in what they learn."""
+
+    request_id: str
+    started_s: float
+    status: int = 0
+    started: bool = False
+    """Whether the response has begun: then no other can be sent."""
+    model: str | None = None
+    answer_id: str | None = None
+    stream: bool | None = None
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    cached_tokens: int | None = None
+    finish_reason: str | None = None
+    ttft_s: float | None = None
+    error_code: str | None = None
+    """Of an error in the middle of a stream, whose status was already sent."""
+
+
+class Door:
+    def __init__(self, app: ASGIApp, *, engine: Engine, settings: ServerSettings, log: AccessLog | None) -> None:
+        self._app = app
+        self._engine = engine
+        self._settings = settings
+        self._log = log
+        self._key = None if settings.api_key is None else f"Bearer {settings.api_key}".encode()
+        self._seen_ready = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = dict(scope["headers"])
+        record = Record(_request_id(headers.get(b"x-request-id")), time.monotonic())
+        scope["holdfast.record"] = record
+
+        async def note(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                record.status, record.started = message["status"], True
+                MutableHeaders(scope=message)["X-Request-Id"] = record.request_id
+            await send(message)
+
+        try:
+            try:
+                self._check(scope["path"], headers)
+            except Exception as error:
+                await failure_response(error, self._settings.retry_after_s)(scope, receive, note)
+                return
+            await self._app(scope, receive, note)
+        finally:
+            if self._log is not None:
+                self._log(_line(scope, record))
+
+    def _check(self, path: str, headers: dict[bytes, bytes]) -> None:
+        if not path.startswith("/v1/"):
+            return
+        if self._key is not None and not hmac.compare_digest(headers.get(b"authorization", b""), self._key):
+            raise HttpFailure(
+                UNAUTHORIZED, "the API key is missing or wrong", kind="authentication_error", code="invalid_api_key"
+            )
+        engine = self._engine
+        if engine.failure is not None:
+            raise EngineDiedError(f"the engine is dead: {engine.failure.message}")
+        if engine.draining:
+            raise DrainingError("the server is shutting down and takes no new requests")
+        self._seen_ready = self._seen_ready or engine.ready
+        # An engine that is being restarted keeps new requests waiting; one that was never there cannot even say
+        # what its tokenizer is.
+        if not self._seen_ready:
+            raise HttpFailure(
+                UNAVAILABLE, "the model is loading", kind="service_unavailable_error", code="loading", retry=True
+            )
+
+
+def _request_id(given: bytes | None) -> str:
+    """The client's own id where it is harmless to print; a new one otherwise."""
+    text = (given or b"").decode("latin-1")
+    return text if _ID.fullmatch(text) else uuid.uuid4().hex
+
+
+def _line(scope: Scope, record: Record) -> dict[str, Any]:
+    client = scope.get("client")
+    return {
+        "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
+        "client": f"{client[0]}:{client[1]}" if client else None,
+        "method": scope["method"],
+        "path": scope["path"],
+        "status": record.status,
+        "request_id": record.request_id,
+        "id": record.answer_id,
+        "model": record.model,
+        "stream": record.stream,
+        "prompt_tokens": record.prompt_tokens,
+        "completion_tokens": record.completion_tokens,
+        "cached_tokens": record.cached_tokens,
+        "finish_reason": record.finish_reason,
+        "error_code": record.error_code,
+        "ttft_s": None if record.ttft_s is None else round(record.ttft_s, 6),
+        "duration_s": round(time.monotonic() - record.started_s, 6),
+    }

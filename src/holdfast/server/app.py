@@ -1,0 +1,129 @@
+"""The application: which path leads where. Knows the engine by its interface only and never imports torch."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from holdfast.engine.interface import Engine
+from holdfast.observability.logs import json_lines
+from holdfast.observability.metrics import CONTENT_TYPE, ServingMetrics
+from holdfast.records import EngineInfo
+from holdfast.server.access import Door
+from holdfast.server.answering import ChatShape, CompletionShape
+from holdfast.server.asking import read_chat, read_completion
+from holdfast.server.failures import NOT_ALLOWED, NOT_FOUND, UNAVAILABLE, HttpFailure, failure_response, json_response
+from holdfast.server.generation import Generation
+from holdfast.server.settings import ServerSettings
+
+
+def create_app(engine: Engine, settings: ServerSettings) -> Starlette:
+    """Starts nothing: whoever runs the application starts the engine too (`server.run.serve` does both)."""
+
+    def info() -> EngineInfo | None:
+        return engine.info if engine.ready else None
+
+    metrics = ServingMetrics(settings.served_model_names[0], stats=engine.stats, info=info)
+    engine.on_step(metrics.observe_step)
+    chat = Generation(read_chat, ChatShape, engine, settings, metrics)
+    completion = Generation(read_completion, CompletionShape, engine, settings, metrics)
+    plain = _Plain(engine, settings, metrics)
+    routes = [
+        Route("/v1/chat/completions", chat, methods=["POST"]),
+        Route("/v1/completions", completion, methods=["POST"]),
+        Route("/v1/models", plain.models, methods=["GET"]),
+        Route("/v1/models/{name:path}", plain.model, methods=["GET"]),
+        Route("/health", plain.health, methods=["GET"]),
+        Route("/ping", plain.health, methods=["GET", "POST"]),
+        Route("/version", plain.version, methods=["GET"]),
+        Route("/metrics", plain.metrics, methods=["GET"]),
+    ]
+
+    async def refuse(request: Request, error: Exception) -> Response:
+        return failure_response(_as_failure(error), settings.retry_after_s)
+
+    log = json_lines(settings.access_log) if isinstance(settings.access_log, Path) else settings.access_log
+    app = Starlette(
+        routes=routes,
+        middleware=[Middleware(Door, engine=engine, settings=settings, log=log)],
+        exception_handlers={HTTPException: refuse, Exception: refuse},
+    )
+    app.router.redirect_slashes = False
+    app.state.metrics = metrics
+    return app
+
+
+def _as_failure(error: Exception) -> Exception:
+    """Starlette's own refusals in OpenAI's shape."""
+    if not isinstance(error, HTTPException):
+        return error
+    known = {NOT_FOUND: ("no such path", "not_found"), NOT_ALLOWED: ("this path has no such method", "not_allowed")}
+    message, code = known.get(error.status_code, (str(error.detail), "invalid_request"))
+    return HttpFailure(error.status_code, message, kind="invalid_request_error", code=code)
+
+
+class _Plain:
+    """The endpoints that answer at once."""
+
+    def __init__(self, engine: Engine, settings: ServerSettings, metrics: ServingMetrics) -> None:
+        self._engine = engine
+        self._settings = settings
+        self._metrics = metrics
+        self._created = int(time.time())
+
+    async def health(self, request: Request) -> Response:
+        engine = self._engine
+        if engine.ready:
+            return json_response({"status": "ready"})
+        failure = engine.failure
+        if failure is not None:
+            body: dict[str, Any] = {"status": "dead", "reason": failure.message, "code": failure.code}
+        elif engine.draining:
+            body = {"status": "draining", "reason": "the server is shutting down"}
+        elif engine.restarts:
+            body = {"status": "restarting", "reason": "the engine process ended and is being started again"}
+        else:
+            body = {"status": "loading", "reason": "the model is loading"}
+        return json_response(body, UNAVAILABLE, {"Retry-After": str(self._settings.retry_after_s)})
+
+    async def models(self, request: Request) -> Response:
+        return json_response(
+            {"object": "list", "data": [self._card(name) for name in self._settings.served_model_names]}
+        )
+
+    async def model(self, request: Request) -> Response:
+        name = request.path_params["name"]
+        if name not in self._settings.served_model_names:
+            failure = HttpFailure(
+                NOT_FOUND,
+                f"the model {name[:200]!r} is not served here",
+                kind="invalid_request_error",
+                code="model_not_found",
+            )
+            return failure_response(failure, self._settings.retry_after_s)
+        return json_response(self._card(name))
+
+    def _card(self, name: str) -> dict[str, Any]:
+        return {
+            "id": name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "holdfast",
+            "root": self._engine.info.model,
+            "parent": None,
+            "max_model_len": self._engine.info.max_model_len,
+        }
+
+    async def version(self, request: Request) -> Response:
+        return json_response({"version": self._settings.version})
+
+    async def metrics(self, request: Request) -> Response:
+        return Response(self._metrics.render(), media_type=CONTENT_TYPE)

@@ -1,0 +1,267 @@
+"""From a request's body to what the engine is asked: token ids and SamplingParams.
+
+Owns defaults, prompts and the check against the context. Knows nothing of HTTP and of how answers look.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import msgspec
+
+from holdfast.engine.interface import Engine
+from holdfast.errors import ContextLengthError, RequestError, UnknownModelError
+from holdfast.records import SamplingParams
+from holdfast.records.sampling import MAX_LOGPROBS
+from holdfast.server.fields import check_fields, convert, honoured_fields, unsupported
+from holdfast.server.messages import read_messages
+from holdfast.server.protocol import ChatBody, Common, CompletionBody, TokenId
+from holdfast.server.settings import ServerSettings
+
+if TYPE_CHECKING:
+    from holdfast.text.tokenizer import Tokenizer
+
+T = TypeVar("T")
+
+COMPLETION_MAX_TOKENS = 16
+"""OpenAI's default for /v1/completions; a chat may use the rest of the context."""
+OFF_LOOP_CHARS = 4096
+"""Longer texts are tokenized in a thread: other clients' streams must not wait for them."""
+MAX_PROMPTS = 1024
+
+_CHAT_FIELDS = honoured_fields(ChatBody)
+_COMPLETION_FIELDS = honoured_fields(CompletionBody)
+_TEMPLATE_OWN = frozenset(
+    {"messages", "tokenize", "add_generation_prompt", "continue_final_message", "chat_template", "tools", "documents"}
+)
+_SAMPLING_NAMES = (
+    "n", "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "presence_penalty",
+    "frequency_penalty", "repetition_penalty", "seed", "stop", "stop_token_ids", "ignore_eos",
+    "skip_special_tokens", "include_stop_str_in_output",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ask:
+    """Everything settled: the engine can be called, and the answer can be given its shape."""
+
+    answer_id: str
+    created: int
+    model: str
+    prompts: list[list[int]]
+    echoes: list[str] | None
+    """Texts to put before the answers, one a prompt."""
+    params: SamplingParams
+    logprobs: int | None
+    stream: bool
+    include_usage: bool
+    continuous_usage: bool
+    priority: int
+    cache_salt: str
+
+
+def decode_object(raw: bytes) -> dict[str, Any]:
+    try:
+        body = msgspec.json.decode(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise RequestError(f"the body is not valid JSON: {error}") from None
+    if not isinstance(body, dict):
+        raise RequestError("the body must be a JSON object", needed="object", found=type(body).__name__)
+    return body
+
+
+async def read_chat(raw: bytes, engine: Engine, settings: ServerSettings) -> Ask:
+    body: ChatBody = convert(check_fields(decode_object(raw), _CHAT_FIELDS), ChatBody)
+    model = _served(body.model, settings)
+    tokenizer = _tokenizer_of(engine, "messages")
+    if body.echo:
+        raise unsupported("echo", "a chat has no prompt text to repeat")
+    if body.chat_template is not None and not settings.trust_request_chat_template:
+        raise unsupported("chat_template", "this server does not run templates sent by clients")
+    if body.max_completion_tokens is not None:
+        if body.max_tokens not in (None, body.max_completion_tokens):
+            raise RequestError("max_tokens and max_completion_tokens differ; send one", field="max_completion_tokens")
+        body.max_tokens = body.max_completion_tokens
+    if body.top_logprobs is not None and not body.logprobs:
+        raise RequestError("top_logprobs needs logprobs: true", field="top_logprobs")
+    logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    _check_logprobs(logprobs, "top_logprobs")
+    params = _sampling(body, settings, logprobs=logprobs, max_tokens=None)
+    render = _renderer(tokenizer, body, read_messages(body.messages))
+    prompt = await _off_loop(render, len(raw))
+    _check_context([prompt], params, engine.info.max_model_len, "messages")
+    return _ask(body, "chatcmpl", model, [prompt], params, logprobs)
+
+
+def _renderer(tokenizer: Tokenizer, body: ChatBody, messages: list[dict[str, Any]]) -> Callable[[], list[int]]:
+    extra = dict(body.chat_template_kwargs or {})
+    taken = sorted(_TEMPLATE_OWN & extra.keys())
+    if taken:
+        raise RequestError(f"chat_template_kwargs may not contain {taken[0]}", field="chat_template_kwargs")
+    if body.continue_final_message and body.add_generation_prompt:
+        raise RequestError(
+            "continue_final_message and add_generation_prompt exclude each other", field="continue_final_message"
+        )
+    if body.chat_template is not None:
+        extra["chat_template"] = body.chat_template
+    opening = body.add_generation_prompt
+    if opening is None:
+        opening = not body.continue_final_message
+
+    def render() -> list[int]:
+        text = tokenizer.apply_chat_template(
+            messages,
+            tokenize=False,
+            add_generation_prompt=opening,
+            continue_final_message=body.continue_final_message,
+            **extra,
+        )
+        # The template writes bos itself; a second one would change the answer.
+        return tokenizer.encode(str(text), add_special_tokens=bool(body.add_special_tokens))
+
+    return render
+
+
+async def read_completion(raw: bytes, engine: Engine, settings: ServerSettings) -> Ask:
+    body: CompletionBody = convert(check_fields(decode_object(raw), _COMPLETION_FIELDS), CompletionBody)
+    model = _served(body.model, settings)
+    _check_logprobs(body.logprobs, "logprobs")
+    if body.echo and body.logprobs is not None:
+        raise unsupported("echo", "together with logprobs it asks for logprobs of the prompt")
+    params = _sampling(body, settings, logprobs=body.logprobs, max_tokens=COMPLETION_MAX_TOKENS)
+    add_special = body.add_special_tokens is not False
+    texts, prompts = _split_prompts(body.prompt)
+    if texts is not None:
+        encode = _tokenizer_of(engine, "prompt").encode
+        given = texts
+        prompts = await _off_loop(lambda: [encode(text, add_special_tokens=add_special) for text in given], len(raw))
+    elif body.echo:
+        texts = [_tokenizer_of(engine, "echo").decode(prompt) for prompt in prompts]
+    _check_context(prompts, params, engine.info.max_model_len, "prompt")
+    return _ask(body, "cmpl", model, prompts, params, body.logprobs, echoes=texts if body.echo else None)
+
+
+def _split_prompts(prompt: Any) -> tuple[list[str] | None, list[list[int]]]:
+    """Texts, or lists of token ids: OpenAI's four ways to write a prompt."""
+    if isinstance(prompt, str):
+        return [prompt], []
+    if not isinstance(prompt, list) or not prompt:
+        raise RequestError("prompt: expected text, a list of texts, token ids, or a list of lists of them, not empty",
+                           field="prompt")  # fmt: skip
+    if isinstance(prompt[0], int):
+        return None, [convert({"prompt": prompt}, _TokenPrompt).prompt]
+    if len(prompt) > MAX_PROMPTS:
+        raise RequestError(f"prompt: {len(prompt)} prompts in one request; at most {MAX_PROMPTS}", field="prompt")
+    if isinstance(prompt[0], str):
+        return convert({"prompt": prompt}, _TextPrompts).prompt, []
+    return None, convert({"prompt": prompt}, _TokenPrompts).prompt
+
+
+class _TokenPrompt(msgspec.Struct):
+    prompt: list[TokenId]
+
+
+class _TextPrompts(msgspec.Struct):
+    prompt: list[str]
+
+
+class _TokenPrompts(msgspec.Struct):
+    prompt: list[list[TokenId]]
+
+
+def _served(model: str | None, settings: ServerSettings) -> str:
+    if model is not None and model not in settings.served_model_names:
+        raise UnknownModelError(
+            f"the model {model[:200]!r} is not served here",
+            found=", ".join(settings.served_model_names),
+            fix="GET /v1/models lists the names",
+            field="model",
+        )
+    return model or settings.served_model_names[0]
+
+
+def _tokenizer_of(engine: Engine, field: str) -> Tokenizer:
+    if engine.tokenizer is None:
+        raise RequestError(f"{field}: this server runs without a tokenizer; send token ids", field=field)
+    return engine.tokenizer
+
+
+def _check_logprobs(count: int | None, field: str) -> None:
+    if count is not None and not 0 <= count <= MAX_LOGPROBS:
+        raise RequestError(f"{field} is {count}; it must be from 0 to {MAX_LOGPROBS}", field=field)
+
+
+def _sampling(
+    body: Common, settings: ServerSettings, *, logprobs: int | None, max_tokens: int | None
+) -> SamplingParams:
+    values: dict[str, Any] = {"max_tokens": max_tokens, **settings.default_sampling}
+    for name in _SAMPLING_NAMES:
+        value = getattr(body, name)
+        if value is not None:
+            values[name] = value
+    if body.logit_bias:
+        values["logit_bias"] = {_bias_id(key): bias for key, bias in body.logit_bias.items()}
+    return SamplingParams(**values, logprobs=logprobs)
+
+
+def _bias_id(key: str) -> int:
+    if not (key.isascii() and key.isdigit() and len(key) < 10):
+        raise RequestError(f"logit_bias: {key[:50]!r} is not a token id", field="logit_bias")
+    return int(key)
+
+
+def _check_context(prompts: list[list[int]], params: SamplingParams, context: int, field: str) -> None:
+    for prompt in prompts:
+        if not prompt:
+            raise RequestError(f"{field}: the prompt has no tokens", field=field)
+        wanted = params.max_tokens or 1
+        if len(prompt) + wanted <= context:
+            continue
+        raise ContextLengthError(
+            f"This model's maximum context length is {context} tokens. However, {len(prompt) + wanted} tokens were "
+            f"requested ({len(prompt)} in the {field}, {wanted} in the completion).",
+            needed=f"{len(prompt) + wanted} tokens",
+            found=f"a context of {context} tokens",
+            fix="shorten the prompt, or lower max_tokens",
+            field=field,
+        )
+
+
+async def _off_loop(work: Callable[[], T], size_bytes: int) -> T:
+    return await asyncio.to_thread(work) if size_bytes > OFF_LOOP_CHARS else work()
+
+
+def _ask(
+    body: Common,
+    prefix: str,
+    model: str,
+    prompts: list[list[int]],
+    params: SamplingParams,
+    logprobs: int | None,
+    echoes: list[str] | None = None,
+) -> Ask:
+    options = body.stream_options
+    if options is not None and not body.stream:
+        raise RequestError("stream_options needs stream: true", field="stream_options")
+    if options is not None and options.include_obfuscation:
+        raise unsupported("stream_options.include_obfuscation")
+    usage = options is not None and bool(options.include_usage)
+    return Ask(
+        answer_id=f"{prefix}-{uuid.uuid4().hex}",
+        created=int(time.time()),
+        model=model,
+        prompts=prompts,
+        echoes=echoes,
+        params=params,
+        logprobs=logprobs,
+        stream=body.stream,
+        include_usage=usage,
+        continuous_usage=usage and options is not None and bool(options.continuous_usage_stats),
+        priority=body.priority,
+        cache_salt=body.cache_salt,
+    )

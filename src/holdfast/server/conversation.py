@@ -1,0 +1,115 @@
+"""One request between door and engine: opens its streams, follows them, counts, and always closes them.
+
+Knows the engine's interface and the meters; how answers look is `answering`'s, sending is `generation`'s.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import cast
+
+from holdfast.engine.interface import Engine
+from holdfast.errors import HoldfastError
+from holdfast.observability.metrics import RequestMeter, ServingMetrics
+from holdfast.records import AnswerDelta, FinishReason
+from holdfast.server.answering import Answer
+from holdfast.server.asking import Ask
+from holdfast.server.protocol import PromptTokensDetails, Usage
+
+Consumer = Callable[[Answer, AnswerDelta], Awaitable[None]]
+
+
+class Conversation:
+    """`open` then `follow`, and `close` in any case: closing early is what tells the engine to stop working."""
+
+    def __init__(self, ask: Ask, engine: Engine, metrics: ServingMetrics) -> None:
+        self._ask = ask
+        self._engine = engine
+        self._metrics = metrics
+        self._streams: list[AsyncIterator[AnswerDelta]] = []
+        self._meters: list[RequestMeter] = []
+        self._cached = [0] * len(ask.prompts)
+        self._ending = FinishReason.ABORT
+        self.answers = [Answer(index) for index in range(len(ask.prompts) * ask.params.n)]
+        self.prompt_tokens = sum(len(prompt) for prompt in ask.prompts)
+        self.completion_tokens = 0
+
+    @property
+    def cached_tokens(self) -> int:
+        return sum(self._cached)
+
+    @property
+    def ttft_s(self) -> float | None:
+        known = [meter.ttft_s for meter in self._meters if meter.ttft_s is not None]
+        return min(known, default=None)
+
+    @property
+    def finish_reason(self) -> str | None:
+        """Of the first answer; the access log has room for one."""
+        return self.answers[0].finish_reason
+
+    def usage(self) -> Usage:
+        total = self.prompt_tokens + self.completion_tokens
+        return Usage(self.prompt_tokens, self.completion_tokens, total, PromptTokensDetails(self.cached_tokens))
+
+    async def open(self) -> None:
+        """Every prompt is taken, or the error is raised and none is left behind once `close` was called."""
+        ask, many = self._ask, len(self._ask.prompts) > 1
+        for position, prompt in enumerate(ask.prompts):
+            stream = await self._engine.generate(
+                prompt,
+                ask.params,
+                request_id=f"{ask.answer_id}-{position}" if many else ask.answer_id,
+                priority=ask.priority,
+                cache_salt=ask.cache_salt,
+            )
+            self._streams.append(stream)
+            room = self._engine.info.max_model_len - len(prompt)
+            self._meters.append(
+                self._metrics.open_request(
+                    prompt_tokens=len(prompt), max_tokens=ask.params.max_tokens or room, n=ask.params.n
+                )
+            )
+
+    async def follow(self, consume: Consumer) -> None:
+        """Calls `consume` for each delta of each answer, those of one answer in order."""
+        try:
+            if len(self._streams) == 1:
+                await self._follow_one(0, consume)
+            else:
+                await self._follow_all(consume)
+        except HoldfastError:
+            self._ending = FinishReason.ERROR
+            raise
+
+    async def _follow_all(self, consume: Consumer) -> None:
+        try:
+            async with asyncio.TaskGroup() as group:
+                for position in range(len(self._streams)):
+                    group.create_task(self._follow_one(position, consume))
+        except ExceptionGroup as errors:
+            # One prompt's failure fails the request, as for a single prompt; the others were cancelled.
+            raise errors.exceptions[0] from None
+
+    async def _follow_one(self, position: int, consume: Consumer) -> None:
+        meter, first = self._meters[position], position * self._ask.params.n
+        async for delta in self._streams[position]:
+            meter.delta(delta)
+            self.completion_tokens += len(delta.token_ids)
+            if delta.index == 0:
+                self._cached[position] = max(self._cached[position], delta.cached_tokens)
+            answer = self.answers[first + delta.index]
+            if delta.finish_reason is not None:
+                answer.finish_reason = delta.finish_reason.value
+                answer.stop_reason = delta.stop_reason
+            await consume(answer, delta)
+
+    async def close(self) -> None:
+        for stream in self._streams:
+            close = cast("Callable[[], Awaitable[None]] | None", getattr(stream, "aclose", None))
+            if close is not None:
+                await close()
+        for meter in self._meters:
+            meter.close(self._ending)
+        self._streams.clear()

@@ -1,0 +1,83 @@
+"""Errors as HTTP: which status and which OpenAI code each of ours becomes. Never shows a traceback to a client."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import msgspec
+from starlette.responses import Response
+
+from holdfast.errors import (
+    ContextLengthError,
+    DrainingError,
+    EngineDiedError,
+    EngineError,
+    HoldfastError,
+    OverloadedError,
+    RequestError,
+    UnknownModelError,
+    UnsupportedOptionError,
+)
+
+log = logging.getLogger("holdfast.server")
+
+BAD_REQUEST, UNAUTHORIZED, NOT_FOUND, NOT_ALLOWED, TOO_LARGE, TOO_MANY = 400, 401, 404, 405, 413, 429
+INTERNAL, UNAVAILABLE = 500, 503
+
+# The most particular class first: the first that fits decides.
+_SHAPES: tuple[tuple[type[HoldfastError], int, str, str], ...] = (
+    (ContextLengthError, BAD_REQUEST, "invalid_request_error", "context_length_exceeded"),
+    (UnsupportedOptionError, BAD_REQUEST, "invalid_request_error", "unsupported_parameter"),
+    (UnknownModelError, NOT_FOUND, "invalid_request_error", "model_not_found"),
+    (OverloadedError, TOO_MANY, "rate_limit_error", "overloaded"),
+    (RequestError, BAD_REQUEST, "invalid_request_error", "invalid_value"),
+    (DrainingError, UNAVAILABLE, "service_unavailable_error", "draining"),
+    (EngineDiedError, UNAVAILABLE, "service_unavailable_error", "engine_dead"),
+    (EngineError, INTERNAL, "server_error", "engine_error"),
+)
+
+
+class HttpFailure(Exception):
+    """A refusal that has no error class of its own because only HTTP knows it."""
+
+    def __init__(self, status: int, message: str, *, kind: str, code: str, retry: bool = False) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.kind = kind
+        self.code = code
+        self.retry = retry
+
+
+def describe(error: Exception) -> tuple[int, dict[str, Any]]:
+    """HTTP status and OpenAI's error object."""
+    if isinstance(error, HttpFailure):
+        return error.status, _body(error.message, error.kind, None, error.code)
+    if isinstance(error, HoldfastError):
+        for kind, status, openai_type, code in _SHAPES:
+            if isinstance(error, kind):
+                body = _body(error.message, openai_type, error.field, code)
+                extra = {"code": error.code, "needed": error.needed, "found": error.found, "fix": error.fix}
+                body["holdfast"] = {name: value for name, value in extra.items() if value is not None}
+                return status, body
+    log.error("a request failed inside the server", exc_info=error)
+    return INTERNAL, _body("the server failed on this request; its log says why", "server_error", None, "internal")
+
+
+def _body(message: str, kind: str, param: str | None, code: str) -> dict[str, Any]:
+    return {"message": message, "type": kind, "param": param, "code": code}
+
+
+def failure_response(error: Exception, retry_after_s: int) -> Response:
+    status, body = describe(error)
+    headers = {}
+    if status in (TOO_MANY, UNAVAILABLE) and not (isinstance(error, HttpFailure) and not error.retry):
+        headers["Retry-After"] = str(retry_after_s)
+    if status == UNAUTHORIZED:
+        headers["WWW-Authenticate"] = "Bearer"
+    return json_response({"error": body}, status, headers)
+
+
+def json_response(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(msgspec.json.encode(content), status, headers, media_type="application/json")

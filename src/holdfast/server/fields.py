@@ -1,0 +1,106 @@
+"""Which fields of a request body are honoured, which change nothing, and which are refused by name.
+
+No field is silently ignored. A body's top-level fields are of four kinds:
+
+  honoured   fields of the Structs in `protocol`
+  harmless   bookkeeping that has no effect on an answer by its own definition: accepted, any value
+  quiet      accepted only with the value that asks for nothing (`tools: []`, `store: false`)
+  the rest   refused: a known name with "not supported", an unknown one with "unknown field"
+
+`null` always means "left out", as in OpenAI's own clients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from holdfast.errors import RequestError, UnsupportedOptionError
+
+HARMLESS = frozenset({"user", "metadata", "safety_identifier", "prompt_cache_key", "request_id"})
+
+_EMPTY: tuple[Any, ...] = ([], {}, False, "")
+
+# name -> values beside null that ask for nothing
+QUIET: dict[str, tuple[Any, ...]] = {
+    "store": (False,),
+    "service_tier": ("auto", "default"),
+    "parallel_tool_calls": (True, False),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"], []),
+    "logits_processors": ([],),
+    "bad_words": ([],),
+    "best_of": (1,),
+    "suffix": ("",),
+    "use_beam_search": (False,),
+    "length_penalty": (1.0,),
+    "spaces_between_special_tokens": (True,),
+    "return_tokens_as_token_ids": (False,),
+    "return_token_ids": (False,),
+    "include_reasoning": (True,),
+    "prompt_cache_retention": ("in_memory", "in-memory"),
+}
+
+# Known to OpenAI or vLLM, with no value that asks for nothing.
+UNSUPPORTED = frozenset(
+    {
+        "allowed_token_ids", "audio", "bootstrap_host", "bootstrap_port", "documents", "guided_choice",
+        "guided_decoding_backend", "guided_grammar", "guided_json", "guided_regex", "guided_whitespace_pattern",
+        "kv_transfer_params", "mm_processor_kwargs", "prediction", "prompt_embeds", "prompt_logprobs",
+        "reasoning_effort", "repetition_detection", "structural_tag", "structured_outputs", "thinking_token_budget",
+        "truncate_prompt_tokens", "verbosity", "vllm_xargs", "web_search_options",
+    }
+)  # fmt: skip
+
+CHAT_ONLY = "it belongs to /v1/chat/completions"
+COMPLETION_ONLY = "it belongs to /v1/completions"
+
+
+def check_fields(body: dict[str, Any], honoured: frozenset[str]) -> dict[str, Any]:
+    """The honoured part of a body, without nulls; raises on the first field that could not be honoured."""
+    kept = {}
+    for name, value in body.items():
+        if value is None or name in HARMLESS:
+            continue
+        if name in honoured:
+            kept[name] = value
+        elif name in QUIET:
+            _check_quiet(name, value)
+        elif name in UNSUPPORTED:
+            raise unsupported(name)
+        else:
+            shown = name if len(name) <= 100 else name[:100] + "..."
+            raise RequestError(f"unknown field {shown!r}", fix=f"leave {shown} out", field=shown)
+    return kept
+
+
+def _check_quiet(name: str, value: Any) -> None:
+    # Compared with type, because in Python True == 1.
+    if not any(type(value) is type(quiet) and value == quiet for quiet in QUIET[name]):
+        raise unsupported(name)
+
+
+def unsupported(name: str, why: str = "") -> UnsupportedOptionError:
+    reason = f": {why}" if why else ""
+    return UnsupportedOptionError(f"{name} is not supported here{reason}", fix=f"leave {name} out", field=name)
+
+
+def honoured_fields(kind: type[msgspec.Struct]) -> frozenset[str]:
+    return frozenset(field.encode_name for field in msgspec.structs.fields(kind))
+
+
+def convert(body: dict[str, Any], kind: Callable[..., Any], where: str = "$") -> Any:
+    """To the typed body, or an error that names the field."""
+    try:
+        return msgspec.convert(body, kind)
+    except msgspec.ValidationError as error:
+        text = str(error)
+        what, _, path = text.partition(" - at `")
+        field = path.rstrip("`").removeprefix("$").removeprefix(".") or None
+        raise RequestError(f"{field or 'the body'}: {what[:1].lower()}{what[1:]}", field=field) from None

@@ -1,0 +1,183 @@
+"""The two endpoints that generate: read the body, ask, send the answer whole or as events, notice who left.
+
+An ASGI endpoint rather than a request/response function, because one try/finally must hold the whole life of a
+request: whatever happens, its streams are closed, and with them its pages.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any
+
+from starlette.types import Receive, Scope, Send
+
+from holdfast.engine.interface import Engine
+from holdfast.errors import HoldfastError
+from holdfast.observability.metrics import ServingMetrics
+from holdfast.records import AnswerDelta
+from holdfast.server.access import CLIENT_GONE, Record
+from holdfast.server.answering import DONE, Answer, Shape, error_event
+from holdfast.server.asking import Ask
+from holdfast.server.conversation import Conversation
+from holdfast.server.failures import TOO_LARGE, HttpFailure, describe, failure_response
+from holdfast.server.settings import ServerSettings
+
+Reader = Callable[[bytes, Engine, ServerSettings], Awaitable[Ask]]
+
+EVENT_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    # nginx buffers a proxied response unless it is told not to, here or in its own configuration.
+    (b"x-accel-buffering", b"no"),
+]
+
+
+class ClientGone(Exception):
+    """Nobody is left to answer."""
+
+
+class Generation:
+    def __init__(
+        self,
+        read: Reader,
+        shape: Callable[[Ask], Shape],
+        engine: Engine,
+        settings: ServerSettings,
+        metrics: ServingMetrics,
+    ) -> None:
+        self._read = read
+        self._shape = shape
+        self._engine = engine
+        self._settings = settings
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        record: Record = scope["holdfast.record"]
+        try:
+            body = await read_body(scope, receive, self._settings.max_body_bytes)
+            await unless_gone(receive, self._serve(body, record, send))
+        except ClientGone:
+            record.status = CLIENT_GONE
+        except Exception as error:
+            if record.started:
+                raise
+            await failure_response(error, self._settings.retry_after_s)(scope, receive, send)
+
+    async def _serve(self, body: bytes, record: Record, send: Send) -> None:
+        ask = await self._read(body, self._engine, self._settings)
+        record.model, record.stream, record.answer_id = ask.model, ask.stream, ask.answer_id
+        conversation = Conversation(ask, self._engine, self._metrics)
+        try:
+            await conversation.open()
+            if ask.stream:
+                await _Events(self._shape(ask), ask, conversation, send).run(record)
+            else:
+                await self._whole(self._shape(ask), ask, conversation, send)
+        finally:
+            await conversation.close()
+            record.prompt_tokens = conversation.prompt_tokens
+            record.completion_tokens = conversation.completion_tokens
+            record.cached_tokens = conversation.cached_tokens
+            record.finish_reason = conversation.finish_reason
+            record.ttft_s = conversation.ttft_s
+
+    async def _whole(self, shape: Shape, ask: Ask, conversation: Conversation, send: Send) -> None:
+        pieces: list[list[str]] = [[] for _ in conversation.answers]
+
+        async def consume(answer: Answer, delta: AnswerDelta) -> None:
+            pieces[answer.index].append(delta.text)
+            if delta.logprobs is not None:
+                answer.logprobs.extend(delta.logprobs)
+
+        await conversation.follow(consume)
+        for answer, texts in zip(conversation.answers, pieces, strict=True):
+            answer.text = "".join(texts)
+        body = shape.body(conversation.answers, conversation.usage())
+        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
+
+
+class _Events:
+    """A stream of server-sent events, each sent as it comes: nothing is gathered."""
+
+    def __init__(self, shape: Shape, ask: Ask, conversation: Conversation, send: Send) -> None:
+        self._shape = shape
+        self._ask = ask
+        self._conversation = conversation
+        self._send = send
+
+    async def run(self, record: Record) -> None:
+        await self._send({"type": "http.response.start", "status": 200, "headers": EVENT_HEADERS})
+        # Headers leave at once: a client, and a proxy in front of it, sees that its request was taken.
+        await self._write(b"")
+        try:
+            await self._conversation.follow(self._consume)
+        except HoldfastError as error:
+            record.error_code = error.code
+            await self._write(error_event(describe(error)[1]), last=True)
+            return
+        except Exception as error:
+            record.error_code = "internal"
+            await self._write(error_event(describe(error)[1]), last=True)
+            return
+        tail = self._shape.usage_event(self._conversation.usage()) if self._ask.include_usage else b""
+        await self._write(tail + DONE, last=True)
+
+    async def _consume(self, answer: Answer, delta: AnswerDelta) -> None:
+        if not answer.begun:
+            answer.begun = True
+            opening = self._shape.opening(answer)
+            if opening:
+                await self._write(opening)
+        usage = self._conversation.usage() if self._ask.continuous_usage else None
+        await self._write(self._shape.event(answer, delta, usage))
+
+    async def _write(self, data: bytes, *, last: bool = False) -> None:
+        await self._send({"type": "http.response.body", "body": data, "more_body": not last})
+
+
+async def read_body(scope: Scope, receive: Receive, limit_bytes: int) -> bytes:
+    too_large = HttpFailure(
+        TOO_LARGE,
+        f"the body is larger than {limit_bytes} bytes",
+        kind="invalid_request_error",
+        code="request_too_large",
+    )
+    for name, value in scope["headers"]:
+        if name == b"content-length" and value.isdigit() and int(value) > limit_bytes:
+            raise too_large
+    chunks: list[bytes] = []
+    size_bytes = 0
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGone
+        chunk = message.get("body", b"")
+        size_bytes += len(chunk)
+        if size_bytes > limit_bytes:
+            raise too_large
+        chunks.append(chunk)
+        if not message.get("more_body", False):
+            return b"".join(chunks)
+
+
+async def unless_gone(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
+    """Runs `work`; a client that leaves cancels it. Returns or raises only when `work` has ended."""
+
+    async def watch() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    worker, watcher = asyncio.create_task(work), asyncio.create_task(watch())
+    try:
+        await asyncio.wait({worker, watcher}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        finished = worker.done()
+        worker.cancel()
+        watcher.cancel()
+        await asyncio.gather(worker, watcher, return_exceptions=True)
+    if not finished:
+        raise ClientGone
+    worker.result()

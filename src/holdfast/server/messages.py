@@ -1,0 +1,73 @@
+"""The messages of a chat, checked one by one so that an error can name the place. Rendering is `text`'s business."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from holdfast.errors import RequestError, UnsupportedOptionError
+from holdfast.server.fields import convert, honoured_fields
+from holdfast.server.protocol import ContentPart, Message
+
+# "developer" is OpenAI's newer name of "system"; no template knows it.
+ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+
+_MESSAGE_FIELDS = honoured_fields(Message)
+_PART_FIELDS = honoured_fields(ContentPart)
+# What clients send back when they append an answer as they got it.
+_QUIET = frozenset({"refusal", "tool_calls", "function_call", "audio", "annotations", "reasoning", "reasoning_content"})
+
+
+def read_messages(raw: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Plain dicts, as chat templates take them."""
+    if not raw:
+        raise RequestError("messages: at least one message is needed", field="messages")
+    return [_read_message(message, f"messages[{position}]") for position, message in enumerate(raw)]
+
+
+def _read_message(raw: dict[str, Any], where: str) -> dict[str, Any]:
+    kept = {}
+    for name, value in raw.items():
+        if name in _MESSAGE_FIELDS:
+            kept[name] = value
+        elif name in _QUIET:
+            if value not in (None, [], ""):
+                raise UnsupportedOptionError(f"{where}.{name} is not supported", field=f"{where}.{name}")
+        elif value is not None:
+            raise RequestError(f"unknown field {where}.{name[:100]}", field=f"{where}.{name[:100]}")
+    try:
+        message: Message = convert(kept, Message)
+    except RequestError as error:
+        field = f"{where}.{error.field}" if error.field else where
+        raise RequestError(f"{where}.{error.message}", field=field) from None
+    role = ROLES.get(message.role)
+    if role is None:
+        known = ", ".join(ROLES)
+        raise UnsupportedOptionError(
+            f"{where}.role {message.role[:50]!r} is not supported", needed=known, field=f"{where}.role"
+        )
+    content = message.content
+    if content is None and role != "assistant":
+        raise RequestError(f"{where}.content is missing", field=f"{where}.content")
+    if isinstance(content, list):
+        rendered: Any = _read_parts(content, raw["content"], f"{where}.content")
+    else:
+        rendered = content or ""
+    checked = {"role": role, "content": rendered}
+    if message.name is not None:
+        checked["name"] = message.name
+    return checked
+
+
+def _read_parts(parts: list[ContentPart], raw: list[dict[str, Any]], where: str) -> list[dict[str, str]]:
+    checked = []
+    for position, part in enumerate(parts):
+        place = f"{where}[{position}]"
+        if part.type != "text":
+            raise UnsupportedOptionError(f"{place}: content of type {part.type[:50]!r} is not supported", field=place)
+        unknown = sorted(raw[position].keys() - _PART_FIELDS)
+        if unknown:
+            raise RequestError(f"unknown field {place}.{unknown[0][:100]}", field=f"{place}.{unknown[0][:100]}")
+        if part.text is None:
+            raise RequestError(f"{place}.text is missing", field=f"{place}.text")
+        checked.append({"type": "text", "text": part.text})
+    return checked

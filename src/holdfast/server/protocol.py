@@ -1,0 +1,157 @@
+"""The bodies that come in and go out, typed. Owns shapes and defaults; meaning is given in `asking` and `answering`.
+
+Everything a client may leave out is None, because a model's own generation config may have another default.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import msgspec
+
+TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+Small = Annotated[int, msgspec.Meta(ge=-(2**31), lt=2**31)]
+"""Fits the engine's integers; whether the value makes sense is SamplingParams' to say."""
+
+
+class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = None
+    """OpenAI's padding against eavesdroppers; only False is accepted."""
+
+
+class Common(msgspec.Struct, kw_only=True):
+    """What both endpoints take."""
+
+    model: str | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    n: Small | None = None
+    max_tokens: Small | None = None
+    min_tokens: Small | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: Small | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[TokenId] | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    logit_bias: dict[str, float] | None = None
+    priority: Small = 0
+    cache_salt: Annotated[str, msgspec.Meta(max_length=256)] = ""
+    add_special_tokens: bool | None = None
+
+
+class ContentPart(msgspec.Struct, kw_only=True):
+    type: str
+    text: str | None = None
+
+
+class Message(msgspec.Struct, kw_only=True):
+    role: str
+    content: str | list[ContentPart] | None = None
+    name: str | None = None
+
+
+class ChatBody(Common, kw_only=True):
+    messages: list[dict[str, Any]]
+    max_completion_tokens: Small | None = None
+    logprobs: bool = False
+    top_logprobs: Small | None = None
+    echo: bool = False
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
+
+
+class CompletionBody(Common, kw_only=True):
+    prompt: Any
+    echo: bool = False
+    logprobs: Small | None = None
+
+
+class PromptTokensDetails(msgspec.Struct):
+    cached_tokens: int = 0
+
+
+class Usage(msgspec.Struct):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class TopLogprob(msgspec.Struct):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class TokenLogprob(msgspec.Struct):
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(msgspec.Struct):
+    content: list[TokenLogprob]
+    refusal: None = None
+
+
+class CompletionLogprobs(msgspec.Struct):
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]]
+    text_offset: list[int]
+
+
+class AssistantMessage(msgspec.Struct, kw_only=True):
+    role: str = "assistant"
+    content: str
+    refusal: None = None
+
+
+class ChatChoice(msgspec.Struct):
+    index: int
+    message: AssistantMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: str
+    stop_reason: int | str | None
+
+
+class ChatAnswer(msgspec.Struct, kw_only=True):
+    id: str
+    object: str = "chat.completion"
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    service_tier: None = None
+    system_fingerprint: None = None
+
+
+class CompletionChoice(msgspec.Struct):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: str
+    stop_reason: int | str | None
+
+
+class CompletionAnswer(msgspec.Struct, kw_only=True):
+    id: str
+    object: str = "text_completion"
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage
+    system_fingerprint: None = None

@@ -1,0 +1,213 @@
+"""Runs the application and the engine together, from the bound socket to the last answer after SIGTERM.
+
+Owns signals, start-up order, draining and exit codes; the application knows nothing of them.
+
+    bind ─► listen (/health says loading) ─► engine ready ─► serve ─► signal ─► drain ─► exit 0
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import logging
+import signal
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from holdfast.engine.interface import Engine
+from holdfast.errors import ConfigurationError, HoldfastError
+from holdfast.observability.logs import ThroughputLog
+
+log = logging.getLogger("holdfast.server")
+
+EXIT_OK, EXIT_FAILED, EXIT_CONFIGURATION = 0, 1, 2
+PORT_TAKEN, ADDRESS_REFUSED = "HF150", "HF151"
+FLUSH_TIMEOUT_S = 5.0
+"""After the engine is drained: time for the last bytes to reach slow clients."""
+STOP_TIMEOUT_S = 5.0
+
+
+def bind(host: str = "127.0.0.1", port: int = 8000) -> socket.socket:
+    """A listening socket, before anything slow is done. Port 0 is any free one."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    # Only lets us take a port whose old connections still linger; a port in use is still refused.
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+        listener.listen(2048)
+    except OSError as error:
+        listener.close()
+        raise _refused(host, port, error) from error
+    listener.setblocking(False)
+    return listener
+
+
+def _refused(host: str, port: int, error: OSError) -> ConfigurationError:
+    if error.errno == errno.EADDRINUSE:
+        return ConfigurationError(
+            f"port {port} on {host} is already in use",
+            code=PORT_TAKEN,
+            needed=f"a free port {port} on {host}",
+            found="another program listens there",
+            fix=f"--port {port + 1}, or stop the program that `ss -ltnp 'sport = :{port}'` shows",
+            field="port",
+        )
+    return ConfigurationError(
+        f"cannot listen on {host} port {port}: {error.strerror or error}",
+        code=ADDRESS_REFUSED,
+        needed="an address of this machine and a port we may open",
+        fix="--host 127.0.0.1 --port 8000",
+        field="host",
+    )
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without its own signal handling: ours drains first."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+async def serve(
+    app: ASGIApp,
+    engine: Engine,
+    *,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    drain_timeout_s: float = 30.0,
+    listener: socket.socket | None = None,
+    on_ready: Callable[[], None] | None = None,
+    throughput: ThroughputLog | None = None,
+) -> int:
+    """Serves until a signal or a failed start and returns the exit code.
+
+    `listener` is a socket from `bind`; without one it is bound here. Raises ConfigurationError when it cannot be.
+    """
+    listener = listener or bind(host, port)
+    config = uvicorn.Config(
+        app,
+        http="httptools",
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=int(FLUSH_TIMEOUT_S),
+    )
+    life = _Life(engine, _Server(config), drain_timeout_s)
+    return await life.run(listener, on_ready, throughput)
+
+
+class _Life:
+    """One run of a server. The first thing that asks for its end decides the exit code."""
+
+    def __init__(self, engine: Engine, server: _Server, drain_timeout_s: float) -> None:
+        self._engine = engine
+        self._server = server
+        self._drain_timeout_s = drain_timeout_s
+        self._signals: asyncio.Queue[signal.Signals] = asyncio.Queue()
+        self._signalled = False
+
+    async def run(
+        self,
+        listener: socket.socket,
+        on_ready: Callable[[], None] | None,
+        throughput: ThroughputLog | None,
+    ) -> int:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._on_signal, number)
+        listening = asyncio.create_task(self._server.serve(sockets=[listener]))
+        reporting = asyncio.create_task(throughput.run()) if throughput is not None else None
+        try:
+            return await self._live(listening, on_ready)
+        finally:
+            if reporting is not None:
+                reporting.cancel()
+            await self._end(listening)
+            for number in (signal.SIGTERM, signal.SIGINT):
+                loop.remove_signal_handler(number)
+
+    def _on_signal(self, number: signal.Signals) -> None:
+        # The second one must also be heard while the last bytes are being sent.
+        self._server.force_exit = self._signalled
+        self._signalled = True
+        self._signals.put_nowait(number)
+
+    async def _live(self, listening: asyncio.Task[None], on_ready: Callable[[], None] | None) -> int:
+        first = asyncio.create_task(self._signals.get())
+        starting = asyncio.create_task(self._engine.start())
+        await _first_of(starting, first, listening)
+        if not starting.done():
+            starting.cancel()
+            await asyncio.gather(starting, return_exceptions=True)
+            first.cancel()
+            return EXIT_OK if first.done() and not first.cancelled() else EXIT_FAILED
+        error = starting.exception()
+        if error is not None:
+            first.cancel()
+            return _report(error)
+        if on_ready is not None:
+            on_ready()
+        await _first_of(first, listening)
+        if not first.done():
+            first.cancel()
+            log.error("the HTTP server ended by itself")
+            return EXIT_FAILED
+        return await self._drain(first.result())
+
+    async def _drain(self, number: signal.Signals) -> int:
+        log.info(
+            "%s: %d requests are running and get %.0f s to finish; again to leave at once",
+            number.name,
+            self._engine.unfinished,
+            self._drain_timeout_s,
+        )
+        second = asyncio.create_task(self._signals.get())
+        draining = asyncio.create_task(self._engine.drain(self._drain_timeout_s))
+        await _first_of(draining, second)
+        if draining.done():
+            second.cancel()
+            draining.result()
+            return EXIT_OK
+        draining.cancel()
+        await asyncio.gather(draining, return_exceptions=True)
+        return 128 + second.result()
+
+    async def _end(self, listening: asyncio.Task[None]) -> None:
+        self._server.should_exit = True
+        await asyncio.gather(listening, return_exceptions=True)
+        try:
+            await asyncio.wait_for(self._engine.stop(), STOP_TIMEOUT_S)
+        except TimeoutError:
+            log.warning("the engine did not stop within %.0f s", STOP_TIMEOUT_S)
+
+
+async def _first_of(*tasks: asyncio.Task[Any]) -> None:
+    await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+
+
+def _report(error: BaseException) -> int:
+    """The reason on stderr without a traceback where we know it; the exit code says whose turn it is."""
+    if isinstance(error, HoldfastError):
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_CONFIGURATION if isinstance(error, ConfigurationError) else EXIT_FAILED
+    log.error("the engine could not start", exc_info=error)
+    return EXIT_FAILED
+
+
+def run(app: ASGIApp, engine: Engine, **options: Any) -> int:
+    """`serve` on a loop of its own (uvloop where there is one)."""
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.run(serve(app, engine, **options))
+    return uvloop.run(serve(app, engine, **options))
