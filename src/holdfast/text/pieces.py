@@ -34,7 +34,7 @@ class TokenPieces:
 
     def __init__(self, backend: Tokenizer, *, byte_level: bool, cuts_first_space: bool) -> None:
         self._backend = backend
-        self._byte_level = byte_level
+        self.byte_level = byte_level
         self.cuts_first_space = cuts_first_space
         """One space at the very start of a text is the tokenizer's own and is not shown."""
         self._cache: dict[int, bytes] = {}
@@ -49,7 +49,7 @@ class TokenPieces:
         return known
 
     def _spell(self, token: str) -> bytes:
-        if self._byte_level:
+        if self.byte_level:
             spelled = [_BYTE_OF.get(ord(character)) for character in token]
             whole = [byte for byte in spelled if byte is not None]
             return bytes(whole) if len(whole) == len(spelled) else token.encode()

@@ -11,6 +11,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import jinja2
@@ -21,7 +22,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-from holdfast.errors import RequestError
+from holdfast.errors import ConfigurationError, RequestError
 from holdfast.text.messages import join_text_parts, plain
 
 TEMPLATE_REFUSED, TEMPLATE_UNSAFE, TEMPLATE_MISSING = "HF301", "HF302", "HF303"
@@ -129,6 +130,23 @@ class ChatTemplate:
 @lru_cache(maxsize=32)
 def compile_template(source: str) -> ChatTemplate:
     return ChatTemplate(source)
+
+
+def load_template(given: str) -> str:
+    """What --chat-template means: the name of a file, or the template's own text."""
+    path = Path(given).expanduser()
+    if "\n" not in given and "{{" not in given and "{%" not in given:
+        try:
+            with path.open(encoding="utf-8") as handle:
+                return handle.read(MAX_TEMPLATE_CHARS + 1)
+        except (OSError, UnicodeDecodeError) as problem:
+            raise ConfigurationError(
+                f"the chat template {given} cannot be read",
+                needed="a text file with a Jinja template, or the template's own text",
+                found=str(problem),
+                field="chat_template",
+            ) from problem
+    return given
 
 
 def missing_template() -> RequestError:

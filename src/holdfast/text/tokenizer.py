@@ -6,7 +6,6 @@ limit on a text's length: that is the door's business.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -35,7 +34,7 @@ _TENSOR_OPTIONS = (
 
 
 class Tokenizer:
-    """Immutable after it is made, and safe to share between threads."""
+    """Never changes but for `chat_template`, and is safe to share between threads."""
 
     def __init__(
         self,
@@ -53,7 +52,7 @@ class Tokenizer:
         self.eos_token = eos_token
         self.unk_token = unk_token
         self.pad_token = pad_token
-        self.chat_template = chat_template
+        self._chat_template = chat_template
         self._named_templates = dict(named_templates or {})
         self.special_ids = frozenset(
             index for index, token in backend.get_added_tokens_decoder().items() if token.special
@@ -79,14 +78,9 @@ class Tokenizer:
                 found=str(files.path),
                 fix="add the model's tokenizer.json, or start with skip_tokenizer_init and send token ids",
             )
-        return tokenizer if chat_template is None else tokenizer.with_chat_template(chat_template)
-
-    def with_chat_template(self, chat_template: str) -> Tokenizer:
-        """The same vocabulary with this template alone."""
-        changed = copy.copy(self)
-        changed.chat_template = chat_template
-        changed._named_templates = {}
-        return changed
+        if chat_template is not None:
+            tokenizer.chat_template = chat_template
+        return tokenizer
 
     @classmethod
     def from_gguf_metadata(cls, metadata: Mapping[str, Any], *, chat_template: str | None = None) -> Tokenizer:
@@ -174,6 +168,16 @@ class Tokenizer:
 
     # ---- chat
 
+    @property
+    def chat_template(self) -> str | None:
+        return self._chat_template
+
+    @chat_template.setter
+    def chat_template(self, source: str | None) -> None:
+        """A template set by hand is used for everything, with tools or without."""
+        self._chat_template = source
+        self._named_templates = {}
+
     def apply_chat_template(
         self,
         conversation: Sequence[Any],
@@ -219,9 +223,9 @@ class Tokenizer:
             return self._named_templates.get(given, given)
         if tools is not None and "tool_use" in self._named_templates:
             return self._named_templates["tool_use"]
-        if self.chat_template is None:
+        if self._chat_template is None:
             raise missing_template()
-        return self.chat_template
+        return self._chat_template
 
     # ---- the vocabulary
 
