@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ INDEX_NAME = "model.safetensors.index.json"
 MAX_HEADER_BYTES = 100 * MIB
 """The format's own limit."""
 MAX_DIMENSIONS = 8
+_PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
@@ -90,6 +92,22 @@ def shards_of_index(index: Path) -> tuple[Path, ...]:
             fix="download the model again",
         )
     return shards
+
+
+def pickles_in(names: Iterable[str]) -> list[str]:
+    """Those that are weights in pickle form; training_args.bin is none and lies in many good repositories."""
+    return [name for name in names if name.endswith(_PICKLE_SUFFIXES) and name != "training_args.bin"]
+
+
+def pickles_refused(where: str, names: list[str]) -> CheckpointError:
+    return CheckpointError(
+        f"{where}: pickle files are refused, because opening one runs the code inside it",
+        code="HF232",
+        needed="*.safetensors or a .gguf file",
+        found=shorten(", ".join(names)),
+        fix="convert it to safetensors where you trust it: "
+        "AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(OUT)",
+    )
 
 
 def _parse(path: Path, raw: bytes) -> dict[str, Any]:

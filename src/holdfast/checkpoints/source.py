@@ -13,7 +13,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any, Literal
 
-from holdfast.checkpoints import gguf, safetensors
+from holdfast.checkpoints import builtin, gguf, hub, safetensors
 from holdfast.checkpoints.files import GGUFHeader, ModelFiles
 from holdfast.errors import CheckpointError, ModelNotFoundError
 from holdfast.models import ModelSpec, from_config, from_gguf
@@ -22,19 +22,12 @@ from holdfast.units import MIB
 
 DEFAULT_MODEL = "smollm2"
 MAX_SMALL_FILE_BYTES = 64 * MIB
-PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
-PICKLE_FIX = (
-    "convert it to safetensors, on a machine where you trust the file: "
-    "AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(OUT)"
-)
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
 _DTYPE_OF_LAYOUT = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
 def locate(model: str | None, *, revision: str | None = None, progress: bool = True) -> ModelFiles:
     """Everything of the named model, downloaded where it is not here yet. None is the built-in default."""
-    from holdfast.checkpoints import builtin
-
     name = DEFAULT_MODEL if model is None else model
     path = Path(name).expanduser()
     if path.exists():
@@ -43,8 +36,6 @@ def locate(model: str | None, *, revision: str | None = None, progress: bool = T
     if entry is not None:
         return from_path(builtin.ensure(entry, progress=progress), name=entry.name, kind="builtin")
     if _HUB_ID.fullmatch(name) and not name.endswith(".gguf"):
-        from holdfast.checkpoints import hub
-
         return from_path(hub.download(name, revision=revision, progress=progress), name=name, kind="hub")
     raise ModelNotFoundError(
         f"no model at {shorten(name)!r}",
@@ -60,8 +51,8 @@ def from_path(path: Path, *, name: str, kind: Literal["builtin", "file", "folder
         return _from_folder(path, name, kind or "folder")
     if path.suffix == ".gguf":
         return _from_gguf_file(path, name, kind or "file")
-    if path.suffix in PICKLE_SUFFIXES:
-        raise _pickle(path, [path.name])
+    if safetensors.pickles_in([path.name]):
+        raise safetensors.pickles_refused(str(path), [path.name])
     raise CheckpointError(
         f"{path}: not a model this engine can open", needed="a .gguf file, or a folder with config.json"
     )
@@ -144,9 +135,9 @@ def _from_folder(folder: Path, name: str, kind: Literal["builtin", "file", "fold
         )
     config = read_json(folder / "config.json")
     if not weights:
-        pickles = [path.name for path in entries if path.suffix in PICKLE_SUFFIXES and path.name != "training_args.bin"]
+        pickles = safetensors.pickles_in(path.name for path in entries)
         if pickles:
-            raise _pickle(folder, pickles)
+            raise safetensors.pickles_refused(str(folder), pickles)
     if config is None:
         raise CheckpointError(
             f"{folder}: not a model folder: config.json is missing",
@@ -195,12 +186,3 @@ def _decode(path: Path, raw: bytes) -> str:
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:
         raise CheckpointError(f"{path}: not UTF-8 text") from error
-
-
-def _pickle(path: Path, names: list[str]) -> CheckpointError:
-    return CheckpointError(
-        f"{path}: pickle files are refused, because opening one runs the code inside it",
-        needed="*.safetensors or a .gguf file",
-        found=shorten(", ".join(names)),
-        fix=PICKLE_FIX,
-    )

@@ -1,0 +1,229 @@
+"""Fetches a model from the Hugging Face hub or a mirror of it: only the files that are needed.
+
+huggingface_hub does the work and reads HF_TOKEN, HF_HOME, HF_ENDPOINT and HF_HUB_OFFLINE; here its many ways
+to fail become ours. It is imported only when a hub id is asked for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import glob
+import os
+import sys
+from collections.abc import Collection, Iterator
+from pathlib import Path
+
+from holdfast.checkpoints import safetensors
+from holdfast.checkpoints.progress import say
+from holdfast.errors import CheckpointError, ModelAccessError, ModelError, ModelNotFoundError
+from holdfast.models.fields import shorten
+from holdfast.units import format_bytes
+
+SMALL_FILES = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    safetensors.INDEX_NAME,
+)
+
+
+def download(repo: str, *, revision: str | None = None, progress: bool = True) -> Path:
+    """The snapshot's folder in the hub's cache, complete for our purpose."""
+    with _our_errors(repo, revision):
+        import huggingface_hub
+        from huggingface_hub import constants
+
+        if constants.HF_HUB_OFFLINE:
+            return _cached(repo, revision)
+        try:
+            info = huggingface_hub.HfApi(endpoint=_endpoint()).model_info(repo, revision=revision, files_metadata=True)
+        except Exception as error:
+            # An unreachable hub is no reason to refuse what is already here; a hub that says no is.
+            if not _unreachable(error):
+                raise
+            with contextlib.suppress(Exception):
+                return _cached(repo, revision)
+            raise
+        sizes = {sibling.rfilename: sibling.size or 0 for sibling in info.siblings or []}
+        names = choose(sizes, repo)
+        total = sum(sizes[name] for name in names)
+        say(f"{repo}: {len(names)} files, {format_bytes(total)}, in {constants.HF_HUB_CACHE}", progress=progress)
+        with _bars(progress):
+            folder = huggingface_hub.snapshot_download(
+                repo,
+                revision=revision,
+                allow_patterns=[glob.escape(name) for name in names],
+                endpoint=_endpoint(),
+            )
+    return Path(folder)
+
+
+def choose(names: Collection[str], repo: str) -> list[str]:
+    """Of a repository's files, those we need: its safetensors, else its one GGUF, and the small files."""
+    top = [name for name in names if "/" not in name]
+    small = [name for name in top if name in SMALL_FILES]
+    weights = [name for name in top if name.endswith(".safetensors")]
+    weights = [name for name in weights if not name.startswith("consolidated")] or weights
+    if weights:
+        return small + weights
+    ggufs = [name for name in top if name.endswith(".gguf")]
+    if len(ggufs) == 1:
+        return small + ggufs
+    if ggufs:
+        raise CheckpointError(
+            f"{repo} holds {len(ggufs)} GGUF files, and none was chosen",
+            found=shorten(", ".join(ggufs)),
+            fix=f"hf download {repo} {ggufs[0]} --local-dir . and then give that file",
+        )
+    pickles = safetensors.pickles_in(top)
+    if pickles:
+        raise safetensors.pickles_refused(repo, pickles)
+    if "config.json" not in small:
+        raise CheckpointError(
+            f"{repo} is not a model this engine can open",
+            needed="config.json with *.safetensors, or one .gguf file",
+            found=shorten(", ".join(sorted(top)) or "no files"),
+        )
+    return small
+
+
+def _cached(repo: str, revision: str | None) -> Path:
+    """What an earlier download left, with no word to the network."""
+    import huggingface_hub
+
+    patterns = [*SMALL_FILES, "*.safetensors"]
+    try:
+        return Path(
+            huggingface_hub.snapshot_download(
+                repo,
+                revision=revision,
+                allow_patterns=patterns,
+                ignore_patterns=["consolidated*", "*/*"],
+                local_files_only=True,
+            )
+        )
+    except huggingface_hub.errors.LocalEntryNotFoundError:
+        return Path(
+            huggingface_hub.snapshot_download(
+                repo, revision=revision, allow_patterns=["*.gguf"], ignore_patterns=["*/*"], local_files_only=True
+            )
+        )
+
+
+def _endpoint() -> str | None:
+    """The library reads HF_ENDPOINT once, when it is imported, which may have been long before us."""
+    return os.environ.get("HF_ENDPOINT") or None
+
+
+@contextlib.contextmanager
+def _bars(progress: bool) -> Iterator[None]:
+    from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+
+    silent = not (progress and sys.stderr.isatty()) and not are_progress_bars_disabled()
+    if silent:
+        disable_progress_bars()
+    try:
+        yield
+    finally:
+        if silent:
+            enable_progress_bars()
+
+
+@contextlib.contextmanager
+def _our_errors(repo: str, revision: str | None) -> Iterator[None]:
+    try:
+        yield
+    except ModelError:
+        raise
+    except Exception as error:
+        raise _translated(error, repo, revision) from error
+
+
+def _translated(error: Exception, repo: str, revision: str | None) -> ModelError:
+    from huggingface_hub import constants, errors
+
+    said = shorten(" ".join(str(error).split()), limit=300)
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    where = _endpoint() or constants.ENDPOINT
+    if isinstance(error, errors.GatedRepoError) or status == 403:
+        return _no_access(repo, "is gated: its owner must let you in first", said)
+    if isinstance(error, errors.RevisionNotFoundError):
+        return ModelNotFoundError(
+            f"{repo} has no revision {revision!r}", needed="a branch, a tag or a commit", found=said
+        )
+    if isinstance(error, errors.RepositoryNotFoundError) or status == 404:
+        return ModelNotFoundError(
+            f"{where} has no model {repo}, or it is private and the token cannot see it",
+            needed="owner/name as the hub spells it" + ("" if _has_token() else ", or a token"),
+            found=said,
+            fix="holdfast models; for a private one: hf auth login, or set HF_TOKEN",
+        )
+    if status == 401:
+        return _no_access(repo, "was refused: the hub does not accept the token", said)
+    if isinstance(error, errors.LocalEntryNotFoundError | errors.OfflineModeIsEnabled):
+        return ModelAccessError(
+            f"{repo} is not whole in the hub's cache, and the hub cannot be asked",
+            code="HF223",
+            needed=f"the model in {constants.HF_HUB_CACHE} (HF_HOME is {constants.HF_HOME})",
+            found="HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else said,
+            fix=f"unset HF_HUB_OFFLINE and run: holdfast pull {repo}",
+        )
+    if isinstance(error, errors.HFValidationError):
+        return ModelNotFoundError(f"{repo!r} is not a hub id", needed="owner/name", found=said)
+    if "Consistency check failed" in said or _torn(error):
+        return CheckpointError(
+            f"{repo} came torn from {where}; the torn file was not kept",
+            code="HF231",
+            found=said,
+            fix=f"holdfast pull {repo}",
+        )
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EACCES, errno.EROFS, errno.EDQUOT):
+        return ModelError(
+            f"{repo} cannot be kept in {constants.HF_HUB_CACHE}: {error.strerror}",
+            code="HF201",
+            fix="free some space, or set HF_HOME to another folder",
+        )
+    return ModelAccessError(
+        f"{repo} cannot be fetched from {where}",
+        code="HF222",
+        found=f"{type(error).__name__}: {said}",
+        fix="check the network, HF_ENDPOINT and the proxy settings; a model in a local folder needs none of them",
+    )
+
+
+def _no_access(repo: str, why: str, said: str) -> ModelAccessError:
+    from huggingface_hub import constants
+
+    return ModelAccessError(
+        f"{repo} {why}",
+        needed="a token with access" + (" (the one in use has none)" if _has_token() else " (none is set)"),
+        found=f"{said} (HF_HOME is {constants.HF_HOME})",
+        fix=f"ask for access at {_endpoint() or constants.ENDPOINT}/{repo}, then: hf auth login, or set HF_TOKEN",
+    )
+
+
+def _has_token() -> bool:
+    from huggingface_hub import get_token
+
+    return get_token() is not None
+
+
+def _unreachable(error: Exception) -> bool:
+    """No answer at all, or a hub in trouble. By name: the library's HTTP client changed between its versions."""
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    if status is not None:
+        return bool(status >= 500)
+    return any(word in type(error).__name__ for word in ("Connect", "Timeout", "Network", "OfflineMode"))
+
+
+def _torn(error: BaseException | None) -> bool:
+    while error is not None:
+        if type(error).__name__ in ("RemoteProtocolError", "IncompleteRead", "ChunkedEncodingError"):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
