@@ -1,0 +1,1 @@
+"""Measurements beside the peers. Not installed with the package."""
