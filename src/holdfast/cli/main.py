@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import importlib
 import sys
 from collections.abc import Sequence
@@ -37,6 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     module = importlib.import_module(f"holdfast.cli.{given[0]}")
     parser = argparse.ArgumentParser(
         prog=f"holdfast {given[0]}",
+        usage=getattr(module, "USAGE", None),
         description=module.HELP,
         epilog=module.EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -44,7 +46,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     module.add_arguments(parser)
     try:
-        return int(module.run(parser.parse_args(given[1:])))
+        parsed, unknown = parser.parse_known_args(given[1:])
+        if unknown:
+            raise _unknown_argument(unknown[0], parser)
+        return int(module.run(parsed))
     except (ConfigurationError, RequestError) as error:
         print(f"holdfast: {error}", file=sys.stderr)
         return 2
@@ -62,9 +67,16 @@ def _overview(stream: object, code: int) -> int:
     return code
 
 
-def _unknown_command(name: str) -> int:
-    import difflib
+def _unknown_argument(argument: str, parser: argparse.ArgumentParser) -> ConfigurationError:
+    known = [name for action in parser._actions for name in action.option_strings if "=" not in name]
+    near = difflib.get_close_matches(argument.split("=")[0], known, n=1)
+    return ConfigurationError(
+        f"{argument} is not understood",
+        fix=f"did you mean {near[0]}?" if near else f"see {parser.prog} --help",
+    )
 
+
+def _unknown_command(name: str) -> int:
     near = difflib.get_close_matches(name, COMMANDS, n=1)
     hint = f"did you mean holdfast {near[0]}?" if near else "see holdfast --help"
     print(f"holdfast: there is no command {name!r}; {hint}", file=sys.stderr)

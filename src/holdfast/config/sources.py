@@ -30,12 +30,15 @@ def add_flags(parser: argparse.ArgumentParser, kind: type, *, title: str, skip: 
         default = "" if field.default is None or field.default == () else f" (default: {_shown(field.default)})"
         common: dict[str, Any] = {"dest": field.name, "default": argparse.SUPPRESS, "help": spec["help"] + default}
         if spec["parse"] is flag:
-            # --name, --name=false and --no-name all work.
-            group.add_argument(*names, nargs="?", const="true", metavar="true|false", **common)
-            group.add_argument(
-                f"--no-{field.name.replace('_', '-')}", dest=field.name, action="store_const", const="false",
-                default=argparse.SUPPRESS, help=argparse.SUPPRESS,
-            )  # fmt: skip
+            # --name, --no-name and --name=false all work. The last are options of their own with the "=" in their
+            # name, because an optional value would swallow a MODEL that comes next.
+            hidden = common | {"help": argparse.SUPPRESS}
+            on, off = (f"{names[0]}={word}" for word in ("true", "false"))
+            group.add_argument(*names, action="store_const", const="true", **common)
+            group.add_argument(on, f"{names[0]}=True", action="store_const", const="true", **hidden)
+            group.add_argument(off, f"{names[0]}=False", action="store_const", const="false", **hidden)
+            no = f"--no-{field.name.replace('_', '-')}"
+            group.add_argument(no, action="store_const", const="false", **hidden)
         elif spec["parse"] is texts:
             group.add_argument(*names, nargs="+", metavar=spec["metavar"], **common)
         else:

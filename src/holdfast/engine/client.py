@@ -39,7 +39,7 @@ MAX_DEATHS_ABOARD = 3
 MAX_DEATHS_WITHOUT_OUTPUT = 3
 """The engine is given up when it dies this often without a token in between."""
 
-STOP_TIMEOUT_S = 5.0
+STOP_TIMEOUT_S = 3.0
 
 
 class ProcessEngine:
@@ -164,13 +164,14 @@ class ProcessEngine:
             )
 
     async def stop(self) -> None:
+        was_ready = self._ready
         self._stopping, self._ready = True, False
         if self._supervisor is not None:
             self._supervisor.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._supervisor
         if self._child is not None:
-            await self._child.stop()
+            await self._child.stop(at_once=not was_ready)
         self._end_all(DrainingError("the server has shut down"))
         self._context.destroy(linger=0)
         shutil.rmtree(self._folder, ignore_errors=True)
@@ -377,8 +378,11 @@ class _Child:
             return "still running"
         return f"signal {-code}" if code < 0 else f"exit code {code}"
 
-    async def stop(self) -> None:
-        if self.process.returncode is None:
+    async def stop(self, *, at_once: bool = False) -> None:
+        """`at_once`: it is loading and would not listen."""
+        if self.process.returncode is None and at_once:
+            self.process.kill()
+        elif self.process.returncode is None:
             with contextlib.suppress(zmq.ZMQError):
                 self._socket.send(messages.encode(messages.Stop()), zmq.NOBLOCK)
             try:

@@ -31,24 +31,28 @@ class EngineCore:
         self._runner = runner
         self._steps_ahead = steps_ahead
         self._in_flight: deque[StepHandle] = deque()
+        self._ended_at_once: list[EngineOutput] = []
 
     def add(self, request: Request) -> None:
-        self.scheduler.add(request, time.monotonic())
+        ended = self.scheduler.add(request, time.monotonic())
+        if ended is not None:
+            self._ended_at_once.append(ended)
 
     def abort(self, request_id: str) -> None:
         self.scheduler.abort(request_id)
 
     @property
     def has_work(self) -> bool:
-        return bool(self._in_flight) or self.scheduler.has_unfinished
+        return bool(self._in_flight or self._ended_at_once) or self.scheduler.has_unfinished
 
     def step(self) -> list[EngineOutput]:
+        outputs, self._ended_at_once = self._ended_at_once, []
         plan = self.scheduler.schedule(time.monotonic())
         if plan is not None:
             self._in_flight.append(self._runner.submit(plan))
         if self._in_flight and (plan is None or len(self._in_flight) > self._steps_ahead):
-            return self.scheduler.apply(self._in_flight.popleft().result(), time.monotonic())
-        return []
+            outputs += self.scheduler.apply(self._in_flight.popleft().result(), time.monotonic())
+        return outputs
 
     def stats(self) -> EngineStats:
         return self.scheduler.stats()

@@ -12,6 +12,8 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
+import msgspec
+
 from holdfast.engine.fake_tokenizer import END, MESSAGE, VOCABULARY, ByteTokenizer
 from holdfast.errors import (
     ContextLengthError,
@@ -101,9 +103,10 @@ class FakeEngine:
         self._started = False
         self._draining = False
         self._failure: Failure | None = None
-        self._flowing = asyncio.Event()
-        self._flowing.set()
-        self._room = asyncio.Condition()
+        self._cut = False
+        self._tokens_allowed: int | None = None
+        self._flow = asyncio.Event()
+        self._changed = asyncio.Condition()
         self._listeners: list[Callable[[EngineStats], None]] = []
         self._prefixes: set[tuple[int, ...]] = set()
         self._running = self._waiting = self._steps = self._blocks_used = 0
@@ -170,16 +173,29 @@ class FakeEngine:
         self._started = True
 
     def pause(self) -> None:
-        """No token is produced until `resume`."""
-        self._flowing.clear()
+        """No token is produced until `step` or `resume`."""
+        self._tokens_allowed = 0
+        self._flow.clear()
+
+    def step(self, tokens: int = 1) -> None:
+        """While paused: lets that many tokens through."""
+        if self._tokens_allowed is not None and tokens > 0:
+            self._tokens_allowed += tokens
+            self._flow.set()
 
     def resume(self) -> None:
-        self._flowing.set()
+        self._tokens_allowed = None
+        self._flow.set()
+
+    async def until(self, happened: Callable[[], bool]) -> None:
+        """Waits for something to be true of this engine, e.g. `lambda: len(engine.aborted) == 1`."""
+        async with self._changed:
+            await self._changed.wait_for(happened)
 
     def die(self, message: str = "the fake engine was told to die") -> None:
         """Dead for good: open streams end with EngineDiedError, new requests are refused with it."""
         self._failure = Failure(kind="EngineDiedError", message=message, code=EngineDiedError.code)
-        self._flowing.set()
+        self.resume()
 
     async def generate(
         self,
@@ -194,15 +210,18 @@ class FakeEngine:
         self.received.append((prompt_token_ids, params))
         cached_tokens = self._look_up(prompt_token_ids, cache_salt)
         self._waiting += 1
+        await self._tell()
         return _Stream(self, prompt_token_ids, params, request_id, cached_tokens)
 
     async def drain(self, timeout_s: float) -> None:
         self._draining = True
-        async with self._room:
+        async with self._changed:
             try:
-                await asyncio.wait_for(self._room.wait_for(lambda: self.unfinished == 0), timeout_s)
+                await asyncio.wait_for(self._changed.wait_for(lambda: self.unfinished == 0), timeout_s)
             except TimeoutError:
-                self.die("the drain's time was up")
+                self._cut = True
+                self.resume()
+                await self._changed.wait_for(lambda: self.unfinished == 0)
 
     async def stop(self) -> None:
         self._started = False
@@ -238,22 +257,29 @@ class FakeEngine:
 
     async def _enter(self) -> None:
         try:
-            async with self._room:
-                await self._room.wait_for(lambda: self._running < self.max_num_seqs)
+            async with self._changed:
+                await self._changed.wait_for(lambda: self._running < self.max_num_seqs)
                 self._running += 1
         finally:
             self._waiting -= 1
 
-    async def _leave(self) -> None:
-        """Wakes those who wait for a place or for the end of a drain."""
-        async with self._room:
-            self._room.notify_all()
+    async def _tell(self) -> None:
+        """Wakes those who wait for a place, for the end of a drain, or in `until`."""
+        async with self._changed:
+            self._changed.notify_all()
 
     async def _step(self, tokens_so_far: int) -> None:
         """Waits as long as one token takes, then tells the listeners of a step of one token."""
         delay_s = self.token_delay_s if tokens_so_far else self.first_token_delay_s
         await asyncio.sleep(delay_s)
-        await self._flowing.wait()
+        while self._tokens_allowed == 0:
+            await self._flow.wait()
+        if self._tokens_allowed is not None:
+            self._tokens_allowed -= 1
+            if self._tokens_allowed == 0:
+                self._flow.clear()
+        if self._cut:
+            raise DrainingError("the server shut down before this answer was finished")
         if self._failure is not None:
             raise EngineDiedError(self._failure.message)
         if self.fail_after_tokens is not None and tokens_so_far >= self.fail_after_tokens:
@@ -271,7 +297,6 @@ class _Answer:
         self.index = index
         self.params = params
         self.script = list(token_ids)
-        self.room = params.max_tokens
         self.count = 0
         self.text = ""
         self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -284,21 +309,18 @@ class _Answer:
     def advance(self, context_left: int) -> AnswerDelta:
         token_id = self.next_token()
         self.count += 1
-        early = self.count <= self.params.min_tokens
-        ended = token_id == END and not self.params.ignore_eos and not early
         piece = "" if token_id >= END else self.decoder.decode(bytes([token_id]))
-        finish: FinishReason | None = FinishReason.STOP if ended else None
+        finish: FinishReason | None = None
         stop_reason: int | str | None = None
-        if not early and token_id in self.params.stop_ids:
-            finish, stop_reason = FinishReason.STOP, token_id
-        for stop in self.params.stop_strings:
-            found = (self.text + piece).find(stop)
-            if found >= 0 and not early:
-                finish, stop_reason = FinishReason.STOP, stop
-                keep = found + (len(stop) if self.params.include_stop_str_in_output else 0)
-                piece = (self.text + piece)[len(self.text) : keep]
-                break
-        if finish is None and self.count >= (self.room if self.room is not None else context_left):
+        if self.count > self.params.min_tokens:
+            if token_id == END and not self.params.ignore_eos:
+                finish = FinishReason.STOP
+            elif token_id in self.params.stop_ids:
+                finish, stop_reason = FinishReason.STOP, token_id
+            else:
+                piece, stop_reason = self._cut_at_stop(piece)
+                finish = None if stop_reason is None else FinishReason.STOP
+        if finish is None and self.count >= (self.params.max_tokens or context_left):
             finish = FinishReason.LENGTH
         self.text += piece
         logprobs = None if self.params.logprobs is None else [self._logprobs(token_id, self.params.logprobs)]
@@ -310,6 +332,16 @@ class _Answer:
             finish_reason=finish,
             stop_reason=stop_reason,
         )
+
+    def _cut_at_stop(self, piece: str) -> tuple[str, str | None]:
+        """Nothing is held back, so of a stop string over several tokens the first ones are already said."""
+        text = self.text + piece
+        for stop in self.params.stop_strings:
+            found = text.find(stop)
+            if found >= 0:
+                end = found + (len(stop) if self.params.include_stop_str_in_output else 0)
+                return text[len(self.text) : end], stop
+        return piece, None
 
     def _logprobs(self, token_id: int, count: int) -> dict[int, Logprob]:
         """The chosen token is always the likeliest; its runners-up are the next ids."""
@@ -346,7 +378,7 @@ class _Stream:
         if not self._begun:
             self._begun = True
             self._engine._waiting -= 1
-            await self._engine._leave()
+            await self._engine._tell()
         await cast(Any, self._deltas).aclose()
 
     async def _run(self, prompt: list[int], params: SamplingParams, cached_tokens: int) -> AsyncIterator[AnswerDelta]:
@@ -366,7 +398,7 @@ class _Stream:
                     first_token_s = first_token_s or time.monotonic()
                     delta = answer.advance(engine.max_model_len - len(prompt))
                     if delta.finish_reason is None:
-                        yield _with(delta, cached_tokens, None)
+                        yield msgspec.structs.replace(delta, cached_tokens=cached_tokens)
                         continue
                     answers.remove(answer)
                     timing = RequestTiming(
@@ -378,24 +410,11 @@ class _Stream:
                     if not answers:
                         self._ended = True
                         engine.finished.append(self._request_id)
-                    yield _with(delta, cached_tokens, timing)
+                    yield msgspec.structs.replace(delta, cached_tokens=cached_tokens, timing=timing)
         except HoldfastError:
             self._ended = True
             raise
         finally:
             engine._blocks_used -= blocks
             engine._running -= 1
-            await engine._leave()
-
-
-def _with(delta: AnswerDelta, cached_tokens: int, timing: RequestTiming | None) -> AnswerDelta:
-    return AnswerDelta(
-        index=delta.index,
-        text=delta.text,
-        token_ids=delta.token_ids,
-        logprobs=delta.logprobs,
-        finish_reason=delta.finish_reason,
-        stop_reason=delta.stop_reason,
-        cached_tokens=cached_tokens,
-        timing=timing,
-    )
+            await engine._tell()

@@ -89,7 +89,7 @@ class LLM:
         prompts = [
             {
                 "prompt_token_ids": tokenizer.apply_chat_template(
-                    list(conversation),  # type: ignore[arg-type]
+                    list(conversation),
                     tokenize=True,
                     chat_template=chat_template,
                     add_generation_prompt=add_generation_prompt and not continue_final_message,
@@ -213,10 +213,12 @@ def _as_list(prompts: Prompt | Sequence[Prompt] | None) -> list[Prompt]:
         raise RequestError("there are no prompts", field="prompts")
     if isinstance(prompts, str | Mapping):
         return [prompts]
-    listed = list(prompts)
-    if listed and all(isinstance(entry, int) for entry in listed):
-        return [listed]  # type: ignore[list-item]
-    return listed  # type: ignore[arg-type]
+    numbers = [entry for entry in prompts if isinstance(entry, int)]
+    if numbers and len(numbers) == len(prompts):
+        return [numbers]
+    if numbers:
+        raise RequestError("token ids and prompts are mixed in one list", field="prompts")
+    return [entry for entry in prompts if not isinstance(entry, int)]
 
 
 def _one_each(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:

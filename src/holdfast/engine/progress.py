@@ -57,3 +57,44 @@ class RequestProgress:
         )
         self._task = self._bar.add_task("prompts", total=self._total, speed="")
         self._bar.start()
+
+
+class LoadProgress:
+    """Hears an engine's start-up stages; shows a bar over the bytes of a load that takes longer than a moment."""
+
+    def __init__(self) -> None:
+        self._begun_s = time.monotonic()
+        self._shown = sys.stderr.isatty()
+        self._bar: Progress | None = None
+        self._task: TaskID | None = None
+
+    def __call__(self, stage: str, done: int, total: int) -> None:
+        if stage == "ready":
+            self._close()
+            self._begun_s = time.monotonic()  # An engine that is started again is timed anew.
+        elif stage == "load" and total and self._shown and time.monotonic() - self._begun_s > APPEARS_AFTER_S:
+            self._show(done, total)
+        elif stage != "load":
+            self._close()
+
+    def _show(self, done: int, total: int) -> None:
+        if self._bar is None:
+            from rich.console import Console
+            from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+            self._bar = Progress(
+                TextColumn("loading"),
+                BarColumn(),
+                DownloadColumn(),
+                TransferSpeedColumn(),
+                console=Console(stderr=True),
+            )
+            self._task = self._bar.add_task("loading", total=total)
+            self._bar.start()
+        assert self._task is not None
+        self._bar.update(self._task, completed=done)
+
+    def _close(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None

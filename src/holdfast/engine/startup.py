@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from holdfast.checkpoints import ModelFiles, locate, match, open_checkpoint, spec_of
@@ -20,7 +19,7 @@ from holdfast.models import ModelSpec
 from holdfast.planner import Plan, make_plan
 from holdfast.records import EngineInfo
 from holdfast.scheduler import Scheduler, SchedulerLimits
-from holdfast.text import Tokenizer, check_text
+from holdfast.text import Tokenizer, check_text, load_template
 
 if TYPE_CHECKING:
     from holdfast.engine.core import EngineCore
@@ -61,7 +60,7 @@ def open_tokenizer(config: EngineConfig, model: FoundModel) -> Tokenizer | None:
     if config.skip_tokenizer_init:
         return None
     files = model.files if config.tokenizer is None else locate(config.tokenizer, revision=None)
-    template = None if config.chat_template is None else _template_text(config.chat_template)
+    template = None if config.chat_template is None else load_template(config.chat_template)
     tokenizer = Tokenizer.from_files(files, chat_template=template)
     for warning in check_text(model.spec, tokenizer, model.files):
         log.warning("%s", warning)
@@ -78,8 +77,6 @@ def build_core(config: EngineConfig, model: FoundModel, progress: Progress) -> t
         checkpoint = open_checkpoint(model.files)
         stored = match(model.spec, checkpoint)
     plan = make_plan(model.spec, stored, config, memory(), processor())
-    for decision in plan.decisions:
-        log.info("%s", decision.line())
     progress("load", 0, 0)
     weights = load_weights(
         model.spec,
@@ -137,20 +134,6 @@ def _info(config: EngineConfig, model: FoundModel, plan: Plan, weights_bytes: in
         attention_backend="torch (the only one on a CPU)",
         decisions=[decision.line() for decision in plan.decisions],
     )
-
-
-def _template_text(setting: str) -> str:
-    """A file's content, or the setting itself when it is a template and not a path."""
-    if "{{" in setting or "{%" in setting:
-        return setting
-    try:
-        return Path(setting).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigurationError(
-            f"the chat template {setting} cannot be read: {error}",
-            needed="a file, or Jinja text",
-            field="chat_template",
-        ) from error
 
 
 def with_located_model(config: EngineConfig, model: FoundModel) -> EngineConfig:

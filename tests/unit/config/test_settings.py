@@ -45,7 +45,7 @@ def test_flag_over_environment_over_file_over_default(tmp_path) -> None:
         (["--enable-prefix-caching"], True),
         (["--enable-prefix-caching=false"], False),
         (["--no-enable-prefix-caching"], False),
-        (["--enable-prefix-caching", "true"], True),
+        (["--enable-prefix-caching=True"], True),
     ],
 )
 def test_booleans_as_people_write_them(flags: list[str], expected: bool) -> None:

@@ -1,0 +1,103 @@
+"""`holdfast serve`: settings in, a running server out. Says what it is doing; the work is engine's and server's."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from pathlib import Path
+
+from holdfast.config import EngineConfig, ServerConfig
+from holdfast.config.engine import REFUSED as ENGINE_REFUSED
+from holdfast.config.server import REFUSED as SERVER_REFUSED
+from holdfast.config.setting import flag_name
+from holdfast.config.sources import add_flags, gather, split
+from holdfast.errors import ConfigurationError
+
+log = logging.getLogger("holdfast")
+
+HELP = """Serve a model over the OpenAI API, on the memory this machine really has.
+
+Each setting can also be an environment variable (HOLDFAST_PORT=9000) or a line of a TOML file given with --config;
+a flag wins over the environment, and the environment over the file."""
+
+USAGE = "holdfast serve [MODEL] [settings]"
+
+EXAMPLES = """examples:
+  holdfast serve                                        the built-in SmolLM2-135M-Instruct
+  holdfast serve ./my-model --max-model-len 8K          a folder with config.json and safetensors
+  holdfast serve model-q4_1.gguf --port 9000            a GGUF file
+  holdfast serve owner/name --api-key secret            a hub id (HF_TOKEN, HF_HOME and HF_ENDPOINT are honoured)
+
+exit codes: 0 stopped in order, 1 failed, 2 a setting cannot be honoured
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model_positional", nargs="?", metavar="MODEL", help="same as --model")
+    parser.add_argument("--config", type=Path, metavar="FILE", help="settings from a TOML file")
+    add_flags(parser, EngineConfig, title="model and engine")
+    add_flags(parser, ServerConfig, title="server")
+    for name in (*ENGINE_REFUSED, *SERVER_REFUSED):
+        # Known to vLLM's users: taken here only to be refused with the reason.
+        parser.add_argument(flag_name(name), dest=name, nargs="*", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+
+
+def read_settings(arguments: argparse.Namespace) -> tuple[EngineConfig, ServerConfig]:
+    given = vars(arguments).copy()
+    positional, file = given.pop("model_positional", None), given.pop("config", None)
+    if positional is not None:
+        if given.get("model") not in (None, positional):
+            raise ConfigurationError(f"two models are named: {positional} and {given['model']}", field="model")
+        given["model"] = positional
+    for name in (*ENGINE_REFUSED, *SERVER_REFUSED):
+        if name in given:
+            given[name] = given[name] or True
+    values = gather([EngineConfig, ServerConfig], given, file=file)
+    return split(values, (EngineConfig, ENGINE_REFUSED), (ServerConfig, SERVER_REFUSED))
+
+
+def run(arguments: argparse.Namespace) -> int:
+    import holdfast
+    from holdfast.engine.client import ProcessEngine
+    from holdfast.engine.progress import LoadProgress
+    from holdfast.engine.startup import find_model, open_tokenizer
+    from holdfast.observability.logs import ThroughputLog, json_lines, ready_lines, set_up_logging
+    from holdfast.server.app import create_app
+    from holdfast.server.run import bind
+    from holdfast.server.run import run as run_server
+    from holdfast.server.settings import ServerSettings
+
+    engine_config, server_config = read_settings(arguments)
+    set_up_logging(server_config.log_level)
+    log.info("holdfast %s", holdfast.__version__)
+    listener = bind(server_config.host, server_config.port)  # A port in use is said before a model is fetched.
+    model = find_model(engine_config)
+    log.info("model %s: %s, %s parameters", model.files.name, model.spec.architecture, f"{model.spec.parameters:,}")
+    tokenizer = open_tokenizer(engine_config, model)
+    engine = ProcessEngine(engine_config, model, tokenizer, on_progress=LoadProgress())
+    settings = ServerSettings(
+        served_model_names=server_config.served_model_name or (model.files.name,),
+        api_key=server_config.api_key,
+        max_body_bytes=server_config.max_body_size,
+        max_queued_requests=engine_config.max_queued_requests,
+        drain_timeout_s=server_config.drain_timeout,
+        access_log=None if server_config.disable_access_log else json_lines(sys.stderr),
+        version=holdfast.__version__,
+    )
+    host, port = listener.getsockname()[:2]
+    app = create_app(engine, settings)
+
+    def say_ready() -> None:
+        url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        for line in (*ready_lines(engine.info), f"Ready: {url}/v1 (try: curl {url}/v1/models)"):
+            log.info("%s", line)
+
+    return run_server(
+        app,
+        engine,
+        listener=listener,
+        drain_timeout_s=server_config.drain_timeout,
+        on_ready=say_ready,
+        throughput=None if server_config.disable_log_stats else ThroughputLog(app.state.metrics, engine.stats),
+    )
