@@ -32,6 +32,7 @@ MAX_PROMPT_CHARS = 64_000_000
 """Far above any context window; below what would hurt the process."""
 MAX_REPEATED = 1_000_000
 """Characters or items one `*` in a template may make."""
+MAX_NUMBER_BITS = 4096
 MAX_LOOP_TURNS = 1_000_000
 """Numbers all `range()` calls of one rendering may give out together."""
 
@@ -233,8 +234,9 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         if operator == "**":
-            if not isinstance(right, int | float) or abs(right) > 64:
-                raise SecurityError("an exponent beyond 64")
+            digits = left.bit_length() if isinstance(left, int) else 1
+            if not isinstance(right, int | float) or abs(right) * digits > MAX_NUMBER_BITS:
+                raise SecurityError(f"a power beyond {MAX_NUMBER_BITS} bits")
         else:
             for value, times in ((left, right), (right, left)):
                 repeats = isinstance(value, str | list | tuple) and isinstance(times, int)

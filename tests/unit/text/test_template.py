@@ -1,0 +1,151 @@
+"""Chat templates: what they may do, what they may not, and how their refusals reach a person."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from holdfast.errors import ConfigurationError, RequestError, UnsupportedOptionError
+from holdfast.text.template import ChatTemplate, compile_template, load_template
+
+PLAIN = "{% for m in messages %}[{{ m.role }}]{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}>{% endif %}"
+PARTS = (
+    "{% for m in messages %}{% if m.content is string %}{{ m.content }}"
+    "{% else %}{% for part in m.content %}({{ part.text }}){% endfor %}{% endif %}{% endfor %}"
+)
+
+
+def user(content: Any) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": content}]
+
+
+def render(source: str, messages: Any = None, **options: Any) -> str:
+    return ChatTemplate(source).render(user("hi") if messages is None else messages, **options)
+
+
+def test_renders_with_variables_and_prompt() -> None:
+    assert render(PLAIN, add_generation_prompt=True) == "[user]hi\n>"
+    assert render("{{ bos_token }}{{ missing }}", variables={"bos_token": "<s>"}) == "<s>"
+
+
+def test_compiled_once() -> None:
+    assert compile_template(PLAIN) is compile_template(PLAIN)
+
+
+def test_generation_blocks_and_loop_controls_are_known() -> None:
+    source = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% break %}{% endfor %}"
+    assert render(source, [*user("one"), *user("two")]) == "one"
+
+
+def test_json_is_not_escaped_for_html() -> None:
+    assert render("{{ tools | tojson }}", tools=[{"a": "<é>"}]) == '[{"a": "<é>"}]'
+
+
+def test_the_templates_own_words_are_passed_on() -> None:
+    with pytest.raises(RequestError, match="only user roles") as caught:
+        render("{{ raise_exception('only user roles') }}")
+    assert caught.value.code == "HF301"
+
+
+@pytest.mark.parametrize("source", ["{{ 1 / 0 }}", "{{ none.x.y }}", "{{ messages[7].role }}", "{{ 'a' + 1 }}"])
+def test_a_failing_template_fails_its_request_alone(source: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        render(source)
+    assert caught.value.code == "HF301"
+
+
+def test_bad_syntax_is_refused() -> None:
+    with pytest.raises(RequestError, match="refused"):
+        ChatTemplate("{% for %}")
+
+
+@pytest.mark.parametrize("source", [
+    "{{ messages.__class__.__mro__ }}",
+    "{{ ''.__class__.__base__.__subclasses__() }}",
+    "{% set n = namespace(__class__=1) %}",
+    "{{ messages.append(1) }}",
+    "{{ range(10**9) | length }}",
+    "{% for a in range(2000) %}{% for b in range(2000) %}{% endfor %}{% endfor %}",
+    "{{ 'x' * 10**9 }}",
+    "{{ [1] * 10**9 }}",
+    "{{ 9 ** (9 ** 9) }}",
+    "{{ 9 ** 99 ** 99 }}",
+])  # fmt: skip
+def test_the_sandbox_holds(source: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        render(source)
+    assert caught.value.code == "HF302"
+
+
+def test_output_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("holdfast.text.template.MAX_PROMPT_CHARS", 1000)
+    with pytest.raises(RequestError, match="1000 characters"):
+        render("{% for i in range(200) %}{{ 'xxxxxxxxxx' }}{% endfor %}")
+
+
+def test_parts_are_joined_where_the_template_wants_text() -> None:
+    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+    assert render(PLAIN, user(parts)) == "[user]one\ntwo\n"
+    assert not ChatTemplate(PLAIN).takes_parts
+
+
+def test_parts_are_kept_where_the_template_reads_them() -> None:
+    assert ChatTemplate(PARTS).takes_parts
+    assert render(PARTS, user([{"type": "text", "text": "one"}, {"type": "text", "text": "two"}])) == "(one)(two)"
+
+
+@pytest.mark.parametrize("kind", ["image_url", "input_audio", "video_url", "file"])
+def test_other_parts_are_refused_by_name(kind: str) -> None:
+    with pytest.raises(UnsupportedOptionError, match=kind) as caught:
+        render(PLAIN, user([{"type": "text", "text": "see"}, {"type": kind, kind: {}}]))
+    assert caught.value.field == "messages[0].content[1]"
+
+
+@pytest.mark.parametrize("messages", [[], {}, "hi", [1], [{"content": "x"}], user(7), user([{"type": "text"}])])
+def test_what_is_no_conversation_is_refused(messages: Any) -> None:
+    with pytest.raises(RequestError):
+        render(PLAIN, messages)
+
+
+def test_messages_are_left_as_they_are() -> None:
+    messages = user([{"type": "text", "text": "one"}])
+    render(PLAIN, messages, continue_final_message=True)
+    assert messages == user([{"type": "text", "text": "one"}])
+
+
+def test_objects_reach_the_template_as_names_only() -> None:
+    assert render("{{ thing }}", variables={"thing": Path("/")}) == "<PosixPath>"
+
+
+@pytest.mark.parametrize(("source", "content", "expected"), [
+    (PLAIN, "I think ", "[user]I think "),
+    ("{% for m in messages %}{{ m.content | trim }}<end>{% endfor %}", "I think ", "I think"),
+    (PARTS, [{"type": "text", "text": "I think "}], "(I think "),
+])  # fmt: skip
+def test_the_last_message_can_be_continued(source: str, content: Any, expected: str) -> None:
+    assert render(source, user(content), continue_final_message=True) == expected
+
+
+def test_continuing_needs_text_that_the_template_shows() -> None:
+    with pytest.raises(RequestError, match="whole"):
+        render("nothing", continue_final_message=True)
+    with pytest.raises(RequestError, match="no text"):
+        render(PLAIN, user(None), continue_final_message=True)
+    with pytest.raises(RequestError, match="exclude"):
+        render(PLAIN, continue_final_message=True, add_generation_prompt=True)
+
+
+def test_reserved_names_cannot_be_given() -> None:
+    with pytest.raises(RequestError, match="messages"):
+        render(PLAIN, variables={"messages": []})
+
+
+def test_a_template_is_a_file_or_its_text(tmp_path: Path) -> None:
+    path = tmp_path / "own.jinja"
+    path.write_text(PLAIN)
+    assert load_template(str(path)) == PLAIN
+    assert load_template(PLAIN) == PLAIN
+    with pytest.raises(ConfigurationError, match="cannot be read"):
+        load_template(str(tmp_path / "missing.jinja"))

@@ -1,0 +1,200 @@
+"""Tokenizers built from GGUF metadata and from tokenizer.json: ids, roles, refusals."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tokenizers import pre_tokenizers
+
+from holdfast.checkpoints.files import ModelFiles
+from holdfast.errors import CheckpointError, RequestError, UnsupportedOptionError
+from holdfast.text import Tokenizer
+from holdfast.text.gguf_vocab import BYTE_LEVEL_SCHEMES
+
+SHARED = settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+@SHARED
+@given(text=st.text())
+def test_byte_level_round_trip(byte_level: Tokenizer, text: str) -> None:
+    assert byte_level.decode(byte_level.encode(text)) == text
+
+
+@SHARED
+@given(text=st.text())
+def test_sentencepiece_round_trip(sentencepiece: Tokenizer, text: str) -> None:
+    # ▁ is how a space is spelled, so it comes back as one.
+    assert sentencepiece.decode(sentencepiece.encode(text), skip_special_tokens=True) == text.replace("▁", " ").replace(
+        "<unk>", ""
+    )
+
+
+def test_merges_follow_scores(sentencepiece: Tokenizer) -> None:
+    ids = sentencepiece.encode("hello world ab", add_special_tokens=False)
+    assert sentencepiece.convert_ids_to_tokens(ids) == ["▁hello", "▁world", "▁ab"]
+
+
+@pytest.mark.parametrize(("key", "value", "first", "last"), [
+    ("tokenizer.ggml.add_bos_token", False, "▁hello", "▁hello"),
+    ("tokenizer.ggml.add_bos_token", True, "<s>", "▁hello"),
+    ("tokenizer.ggml.add_eos_token", True, "<s>", "</s>"),
+    ("tokenizer.ggml.add_space_prefix", False, "<s>", "o"),
+])  # fmt: skip
+def test_header_settings_are_honoured(
+    sentencepiece_metadata: dict[str, Any], key: str, value: bool, first: str, last: str
+) -> None:
+    tokenizer = Tokenizer.from_gguf_metadata(sentencepiece_metadata | {key: value})
+    tokens = tokenizer.convert_ids_to_tokens(tokenizer.encode("hello"))
+    assert (tokens[0], tokens[-1]) == (first, last)
+    assert tokenizer.decode(tokenizer.encode("hello"), skip_special_tokens=True) == "hello"
+
+
+@pytest.mark.parametrize(("pre", "text", "pieces"), [
+    ("gpt-2", "a12  34", ["a", "12", " ", " 34"]),
+    ("smollm", "a12  34", ["a", "1", "2", "  ", "3", "4"]),
+    ("llama-bpe", "a12345 I'M", ["a", "123", "45", " I", "'M"]),
+    ("qwen2", "a12\n\n3", ["a", "1", "2", "\n\n", "3"]),
+])  # fmt: skip
+def test_text_is_cut_as_the_family_does(pre: str, text: str, pieces: list[str]) -> None:
+    splitter: pre_tokenizers.PreTokenizer = BYTE_LEVEL_SCHEMES[pre].split()
+    found = [piece.replace("Ġ", " ").replace("Ċ", "\n") for piece, _ in splitter.pre_tokenize_str(text)]
+    assert found == pieces
+
+
+def test_llama3_takes_whole_pieces_and_begins_with_bos(byte_level_metadata: dict[str, Any]) -> None:
+    byte_level_metadata["tokenizer.ggml.tokens"].append("xyz")
+    byte_level_metadata["tokenizer.ggml.token_type"].append(1)
+    plain = Tokenizer.from_gguf_metadata(byte_level_metadata)
+    llama3 = Tokenizer.from_gguf_metadata(byte_level_metadata | {"tokenizer.ggml.pre": "llama-bpe"})
+    assert plain.convert_ids_to_tokens(plain.encode("xyz")) == ["x", "y", "z"]
+    assert llama3.convert_ids_to_tokens(llama3.encode("xyz")) == ["<|im_start|>", "xyz"]
+
+
+def test_marks_are_single_tokens(byte_level: Tokenizer) -> None:
+    assert byte_level.encode("<|im_start|>hello<tool>") == [1, *byte_level.encode("hello"), len(byte_level) - 1]
+    assert byte_level.all_special_ids == [0, 1, 2]
+    assert byte_level.is_special(1)
+    assert not byte_level.is_special(len(byte_level) - 1)
+
+
+def test_names_of_transformers(byte_level: Tokenizer) -> None:
+    assert (byte_level.bos_token, byte_level.bos_token_id) == ("<|im_start|>", 1)
+    assert (byte_level.eos_token, byte_level.eos_token_id) == ("<|im_end|>", 2)
+    assert (byte_level.pad_token, byte_level.pad_token_id) == (None, None)
+    assert byte_level.vocab_size == len(byte_level) == len(byte_level.get_vocab()) == byte_level.ids_end
+    assert byte_level("hello") == {"input_ids": byte_level.encode("hello"), "attention_mask": [1]}
+    assert byte_level(["hello", "a b"])["input_ids"] == [byte_level.encode("hello"), byte_level.encode("a b")]
+    assert byte_level.convert_tokens_to_ids(["<|im_end|>", "no such token"]) == [2, None]
+    assert byte_level.decode(2) == "<|im_end|>"
+    assert byte_level.batch_decode([[2], [1]], skip_special_tokens=True) == ["", ""]
+
+
+@pytest.mark.parametrize("text", ["\ud800", "half \udc00 of one"])
+def test_half_of_a_surrogate_pair_is_refused(byte_level: Tokenizer, text: str) -> None:
+    with pytest.raises(RequestError, match="surrogate"):
+        byte_level.encode(text)
+
+
+def test_wrong_types_are_refused(byte_level: Tokenizer) -> None:
+    with pytest.raises(RequestError, match="string"):
+        byte_level.encode(5)  # type: ignore[arg-type]
+    with pytest.raises(RequestError, match="token ids"):
+        byte_level.decode([-1])
+
+
+@pytest.mark.parametrize(("change", "words"), [
+    ({"tokenizer.ggml.model": "t5"}, "t5"),
+    ({"tokenizer.ggml.model": None}, "None"),
+    ({"tokenizer.ggml.pre": "tekken"}, "tekken"),
+    ({"tokenizer.ggml.tokens": None}, "tokenizer.ggml.tokens"),
+    ({"tokenizer.ggml.tokens": [1, 2, 3]}, "wrong type"),
+    ({"tokenizer.ggml.merges": None}, "tokenizer.ggml.merges"),
+    ({"tokenizer.ggml.merges": ["h"]}, "no merge"),
+    ({"tokenizer.ggml.merges": ["Q nothere"]}, "does not make a tokenizer"),
+    ({"tokenizer.ggml.token_type": [3]}, "not as long"),
+    ({"tokenizer.ggml.eos_token_id": 10**9}, "eos_token_id"),
+    ({"tokenizer.ggml.bos_token_id": -1}, "bos_token_id"),
+])  # fmt: skip
+def test_bad_headers_are_refused_by_name(
+    byte_level_metadata: dict[str, Any], change: dict[str, Any], words: str
+) -> None:
+    metadata = {key: value for key, value in (byte_level_metadata | change).items() if value is not None}
+    with pytest.raises(CheckpointError, match=words):
+        Tokenizer.from_gguf_metadata(metadata)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, byte_level: Tokenizer) -> Path:
+    byte_level.backend.save(str(tmp_path / "tokenizer.json"))
+    return tmp_path
+
+
+def files_of(folder: Path, **fields: Any) -> ModelFiles:
+    return ModelFiles(name="tiny", kind="folder", path=folder, weights=(), format="none", **fields)
+
+
+def test_tokenizer_json_is_taken_as_it_is(folder: Path, byte_level: Tokenizer) -> None:
+    config = {"eos_token": "<|im_end|>", "bos_token": {"content": "<|im_start|>"}, "chat_template": "{{ bos_token }}!"}
+    tokenizer = Tokenizer.from_files(
+        files_of(folder, tokenizer_json=folder / "tokenizer.json", tokenizer_config=config)
+    )
+    assert tokenizer.encode("hello 12") == byte_level.encode("hello 12")
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (1, 2)
+    assert tokenizer.apply_chat_template([{"role": "user", "content": ""}], tokenize=False) == "<|im_start|>!"
+
+
+def test_tokenizer_config_says_what_stands_around_a_text(folder: Path) -> None:
+    config = {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>", "add_bos_token": True, "add_eos_token": True}
+    tokenizer = Tokenizer.from_tokenizer_json(folder / "tokenizer.json", config)
+    assert tokenizer.decode(tokenizer.encode("hello")) == "<|im_start|>hello<|im_end|>"
+    assert tokenizer.decode(tokenizer.encode("hello", add_special_tokens=False)) == "hello"
+
+
+def test_padding_and_truncation_in_the_file_are_ignored(folder: Path) -> None:
+    path = folder / "tokenizer.json"
+    stored = json.loads(path.read_text())
+    stored["truncation"] = {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0}
+    path.write_text(json.dumps(stored))
+    assert len(Tokenizer.from_tokenizer_json(path).encode("x y z")) == 5
+
+
+def test_named_templates(folder: Path) -> None:
+    config = {"chat_template": [{"name": "default", "template": "D"}, {"name": "tool_use", "template": "T"}]}
+    tokenizer = Tokenizer.from_tokenizer_json(folder / "tokenizer.json", config)
+    message = [{"role": "user", "content": ""}]
+    assert tokenizer.apply_chat_template(message, tokenize=False) == "D"
+    assert tokenizer.apply_chat_template(message, tokenize=False, tools=[{}]) == "T"
+    tokenizer.chat_template = "own"
+    assert tokenizer.apply_chat_template(message, tokenize=False, tools=[{}]) == "own"
+
+
+def test_no_tokenizer_and_torn_tokenizer_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="no tokenizer"):
+        Tokenizer.from_files(files_of(tmp_path))
+    (tmp_path / "tokenizer.json").write_text('{"version": "1.0", "mod')
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json"):
+        Tokenizer.from_files(files_of(tmp_path, tokenizer_json=tmp_path / "tokenizer.json"))
+
+
+def test_chat_as_ids_text_and_batch(byte_level: Tokenizer) -> None:
+    messages = [{"role": "user", "content": "hello"}]
+    text = byte_level.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert text == "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
+    ids = byte_level.apply_chat_template(messages, add_generation_prompt=True)
+    assert ids == byte_level.encode(text, add_special_tokens=False)
+    assert byte_level.apply_chat_template([messages, messages], add_generation_prompt=True) == [ids, ids]
+    assert byte_level.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"] == ids
+    with pytest.raises(UnsupportedOptionError, match="return_tensors"):
+        byte_level.apply_chat_template(messages, return_tensors="pt")
+
+
+def test_without_a_template_the_fix_is_named(sentencepiece: Tokenizer) -> None:
+    with pytest.raises(RequestError) as caught:
+        sentencepiece.apply_chat_template([{"role": "user", "content": "hello"}])
+    assert caught.value.code == "HF303"
+    assert "--chat-template" in str(caught.value)
