@@ -1,0 +1,225 @@
+"""Turns a StepPlan into the arrays a step computes from, against static buffers with one slot a sequence.
+
+Checks a plan whole before anything of it is applied: a wrong plan changes nothing. Knows no arithmetic.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy
+import numpy.typing
+import torch
+
+from holdfast.errors import EngineError
+from holdfast.execution.ops import AttentionBackend, StepRows
+from holdfast.kvcache.groups import KVLayout
+from holdfast.records import Row, SequenceStart, StepPlan, TableWrite
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunnerLimits:
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepBatch:
+    tokens: torch.Tensor
+    positions: torch.Tensor
+    sampling_tokens: torch.Tensor
+    """Index into `tokens` of each sampling row's last token, in the plan's order."""
+    sampling_slots: numpy.typing.NDArray[numpy.int64]
+    sampling_lengths: numpy.typing.NDArray[numpy.int64]
+    """Tokens known to each sampling row: where the sampled one goes."""
+    token_rows: tuple[torch.Tensor, ...]
+    """A group: the row of KVStore.token_rows (place 0, keys) each token's key goes to."""
+    fresh_pages: torch.Tensor
+    """Pages that get their first token in this step and are not filled by it."""
+    attention_plans: tuple[Any, ...]
+    """A group: what its attention backend planned."""
+
+    @property
+    def token_count(self) -> int:
+        return len(self.tokens)
+
+
+def _wrong(message: str, *, needed: str | None = None, found: str | None = None) -> EngineError:
+    return EngineError(f"the step plan is wrong: {message}", code="HF430", needed=needed, found=found)
+
+
+class SlotBuffers:
+    """Token ids and block tables of every slot; what a runner knows of its sequences besides sampling."""
+
+    def __init__(self, limits: RunnerLimits, layout: KVLayout, vocab_size: int) -> None:
+        self._limits, self._layout, self._vocab_size = limits, layout, vocab_size
+        slots = limits.max_num_seqs
+        # One place beyond the context: the last token sampled is kept though nothing is computed from it.
+        self.tokens = numpy.zeros((slots, limits.max_model_len + 1), dtype=numpy.int32)
+        self.known = numpy.zeros(slots, dtype=numpy.int64)
+        blocks = layout.blocks_for(limits.max_model_len)
+        self.tables = [numpy.zeros((slots, blocks), dtype=numpy.int32) for _ in layout.groups]
+
+    def apply(self, plan: StepPlan, blocks: int) -> None:
+        """Takes over starts and table writes; raises before changing anything when any part of the plan is wrong."""
+        self._check(plan, blocks)
+        for start in plan.starts:
+            self.tokens[start.slot, : len(start.token_ids)] = start.token_ids
+            self.known[start.slot] = len(start.token_ids)
+            for table in self.tables:
+                table[start.slot] = 0
+        for write in plan.table_writes:
+            self.tables[write.group][write.slot, write.first : write.first + len(write.blocks)] = write.blocks
+
+    def append(self, slots: numpy.typing.NDArray[numpy.int64], sampled: numpy.typing.NDArray[numpy.int64]) -> None:
+        self.tokens[slots, self.known[slots]] = sampled
+        self.known[slots] += 1
+
+    def form(self, plan: StepPlan, attention: AttentionBackend) -> StepBatch:
+        """The batch of an applied plan."""
+        rows = self._order(plan.rows)
+        slots = numpy.array([plan.rows[index].slot for index in rows.order], dtype=numpy.int64)
+        total = int(rows.counts.sum())
+        row_of_token = numpy.repeat(numpy.arange(len(slots)), rows.counts)
+        positions = numpy.arange(total) + (rows.starts - rows.firsts)[row_of_token]
+        slot_of_token = slots[row_of_token]
+        sampling = [index for index, row in enumerate(plan.rows) if row.samples]
+        lasts = numpy.empty(len(slots), dtype=numpy.int64)
+        lasts[rows.order] = rows.firsts + rows.counts - 1
+        sampling_rows = [plan.rows[index] for index in sampling]
+        step = StepRows(starts=rows.starts, counts=rows.counts, firsts=rows.firsts, single=rows.single)
+        reach = self._layout.blocks_for(int((rows.starts + rows.counts).max()))
+        token_rows, fresh, plans = [], [], []
+        for group, table in zip(self._layout.groups, self.tables, strict=True):
+            offsets = positions % self._layout.block_tokens
+            pages = table[slot_of_token, positions // self._layout.block_tokens].astype(numpy.int64)
+            token_rows.append(
+                torch.from_numpy(pages * (self._layout.layers_per_page * 2 * self._layout.block_tokens) + offsets)
+            )
+            ends = rows.starts + rows.counts
+            unfinished = (ends % self._layout.block_tokens != 0) & (
+                ends // self._layout.block_tokens * self._layout.block_tokens >= rows.starts
+            )
+            fresh.append(table[slots[unfinished], ends[unfinished] // self._layout.block_tokens])
+            plans.append(attention.plan(step, group, table[slots, :reach].astype(numpy.int64)))
+        return StepBatch(
+            tokens=torch.from_numpy(self.tokens[slot_of_token, positions].astype(numpy.int64)),
+            positions=torch.from_numpy(positions),
+            sampling_tokens=torch.from_numpy(lasts[sampling]),
+            sampling_slots=numpy.array([row.slot for row in sampling_rows], dtype=numpy.int64),
+            sampling_lengths=numpy.array([row.start + row.count for row in sampling_rows], dtype=numpy.int64),
+            token_rows=tuple(token_rows),
+            fresh_pages=torch.from_numpy(numpy.concatenate(fresh).astype(numpy.int64)),
+            attention_plans=tuple(plans),
+        )
+
+    def _order(self, rows: list[Row]) -> _RowOrder:
+        """Single-token rows first, longest context first, as attention buckets want them."""
+        starts = numpy.array([row.start for row in rows], dtype=numpy.int64)
+        counts = numpy.array([row.count for row in rows], dtype=numpy.int64)
+        order = numpy.lexsort((-starts, counts > 1))
+        counts = counts[order]
+        firsts = numpy.cumsum(counts) - counts
+        return _RowOrder(order, starts[order], counts, firsts, int((counts == 1).sum()))
+
+    def _check(self, plan: StepPlan, blocks: int) -> None:
+        if plan.copies:
+            raise _wrong("it copies blocks between tiers, and this runner has one tier", found=repr(plan.copies[0]))
+        known = dict(enumerate(self.known.tolist()))
+        for start in plan.starts:
+            self._check_start(start)
+            known[start.slot] = len(start.token_ids)
+        for write in plan.table_writes:
+            self._check_write(write, blocks)
+        if plan.token_count > self._limits.max_num_batched_tokens:
+            raise _wrong(
+                "it computes too many tokens",
+                needed=f"at most {self._limits.max_num_batched_tokens}",
+                found=str(plan.token_count),
+            )
+        seen: set[int] = set()
+        for row in plan.rows:
+            self._check_row(row, known, seen)
+            seen.add(row.slot)
+        self._check_pages(plan)
+
+    def _check_slot(self, slot: int) -> None:
+        if not 0 <= slot < self._limits.max_num_seqs:
+            raise _wrong("there is no such slot", needed=f"0 to {self._limits.max_num_seqs - 1}", found=str(slot))
+
+    def _check_start(self, start: SequenceStart) -> None:
+        self._check_slot(start.slot)
+        if not 1 <= len(start.token_ids) <= self._limits.max_model_len:
+            raise _wrong(
+                f"request {start.request_id} starts with a wrong number of tokens",
+                needed=f"1 to {self._limits.max_model_len}",
+                found=str(len(start.token_ids)),
+            )
+        lowest, highest = min(start.token_ids), max(start.token_ids)
+        if lowest < 0 or highest >= self._vocab_size:
+            raise _wrong(
+                f"request {start.request_id} has a token outside the vocabulary",
+                needed=f"0 to {self._vocab_size - 1}",
+                found=str(lowest if lowest < 0 else highest),
+            )
+
+    def _check_write(self, write: TableWrite, blocks: int) -> None:
+        self._check_slot(write.slot)
+        if not 0 <= write.group < len(self.tables):
+            raise _wrong("there is no such KV group", needed=f"under {len(self.tables)}", found=str(write.group))
+        if write.first < 0 or write.first + len(write.blocks) > self.tables[write.group].shape[1]:
+            raise _wrong(
+                "a table write lies outside the table",
+                needed=f"entries under {self.tables[write.group].shape[1]}",
+                found=f"{write.first} to {write.first + len(write.blocks) - 1}",
+            )
+        if write.blocks and not (min(write.blocks) >= 0 and max(write.blocks) < blocks):
+            raise _wrong("a block is not in the pool", needed=f"0 to {blocks - 1}", found=str(write.blocks))
+
+    def _check_row(self, row: Row, known: dict[int, int], seen: set[int]) -> None:
+        self._check_slot(row.slot)
+        if row.slot in seen:
+            raise _wrong("a slot has two rows", found=f"slot {row.slot}")
+        end = row.start + row.count
+        if row.start < 0 or row.count < 1 or end > min(known[row.slot], self._limits.max_model_len):
+            raise _wrong(
+                f"the row of slot {row.slot} computes tokens that are not known",
+                needed=f"positions 0 to {min(known[row.slot], self._limits.max_model_len) - 1}",
+                found=f"{row.start} to {end - 1}",
+            )
+        if row.samples and end != known[row.slot]:
+            raise _wrong(
+                f"the row of slot {row.slot} samples before the end of what is known",
+                needed=f"an end of {known[row.slot]}",
+                found=str(end),
+            )
+
+    def _check_pages(self, plan: StepPlan) -> None:
+        """Every position a row writes must have a page of its own: the null page is never written."""
+        tokens = self._layout.block_tokens
+        started = {start.slot for start in plan.starts}
+        written: dict[tuple[int, int], dict[int, int]] = {}
+        for write in plan.table_writes:
+            entries = written.setdefault((write.slot, write.group), {})
+            entries.update(zip(range(write.first, write.first + len(write.blocks)), write.blocks, strict=True))
+        for row in plan.rows:
+            first, last = row.start // tokens, (row.start + row.count - 1) // tokens
+            for group, table in enumerate(self.tables):
+                entries = written.get((row.slot, group), {})
+                held = table[row.slot, first : last + 1].tolist()
+                if row.slot in started:
+                    held = [0] * len(held)
+                if not all(entries.get(first + index, page) for index, page in enumerate(held)):
+                    raise _wrong(f"the row of slot {row.slot} has no page to write to", found=f"group {group}")
+
+
+@dataclass(frozen=True, slots=True)
+class _RowOrder:
+    order: numpy.typing.NDArray[numpy.int64]
+    """The plan's row at each place of the batch."""
+    starts: numpy.typing.NDArray[numpy.int64]
+    counts: numpy.typing.NDArray[numpy.int64]
+    firsts: numpy.typing.NDArray[numpy.int64]
+    single: int

@@ -1,0 +1,77 @@
+"""What a device must offer the decoder, and the shape of what passes between. No arithmetic here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import numpy
+import numpy.typing
+import torch
+
+from holdfast.execution.kv_store import KVStore
+from holdfast.kvcache.groups import KVGroup
+
+Integers = numpy.typing.NDArray[numpy.int64]
+Activation = Literal["silu", "gelu", "gelu_tanh"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionShape:
+    heads: int
+    kv_heads: int
+    head_dim: int
+    scale: float
+    block_tokens: int
+    places: int
+    """Layer places of a page."""
+    dtype: torch.dtype
+    """Of queries and outputs; pages may be kept in another."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRows:
+    """The rows of a batch as host arrays: single-token rows first, longest context first, then the others."""
+
+    starts: Integers
+    counts: Integers
+    firsts: Integers
+    """Where each row's tokens begin in the batch."""
+    single: int
+    """How many rows have one token."""
+
+
+class AttentionBackend(Protocol):
+    """Holds its own workspace. A plan is valid for the step it was made for, for all layers of its group."""
+
+    name: str
+
+    def plan(self, rows: StepRows, group: KVGroup, tables: Integers) -> Any:
+        """`tables` [rows, blocks]: the pages of each row; entries a row cannot see may hold anything."""
+
+    def run(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv: KVStore,
+        place: int,
+        plan: Any,
+        out: torch.Tensor,
+    ) -> None:
+        """query [tokens, heads, dim], key and value [tokens, kv heads, dim] (already written) into out like query."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ops:
+    name: str
+    rms_norm: Callable[[torch.Tensor, torch.Tensor, float, torch.Tensor], None]
+    """(x, weight, epsilon, out); out must not be x."""
+    rotate: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
+    """(heads [tokens, heads, dim] in place, cos, sin [tokens, 1, dim / 2])."""
+    gate: Callable[[torch.Tensor, Activation, torch.Tensor], None]
+    """(gate beside up [tokens, 2·inner], activation, out [tokens, inner]); may use its input as scratch."""
+    write_kv: Callable[[KVStore, int, torch.Tensor, torch.Tensor, torch.Tensor], None]
+    """(store, place, token rows, key, value [tokens, kv heads · dim])."""
+    make_attention: Callable[[AttentionShape, torch.device], AttentionBackend]

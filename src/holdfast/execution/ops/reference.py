@@ -1,0 +1,106 @@
+"""The plain forms: torch on any device, one row at a time, no workspace. Written to be read, not to be fast."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.nn import functional
+
+from holdfast.execution.kv_store import KVStore
+from holdfast.execution.ops.interface import Activation, AttentionShape, Integers, Ops, StepRows
+from holdfast.kvcache.groups import KVGroup
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float, out: torch.Tensor) -> None:
+    wide = x.float()
+    scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon)
+    out.copy_((wide * scale).to(x.dtype) * weight)
+
+
+def rotate(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
+    half = cos.shape[-1]
+    first, second = heads[..., :half].float(), heads[..., half : 2 * half].float()
+    turned_first, turned_second = first * cos - second * sin, second * cos + first * sin
+    heads[..., :half] = turned_first
+    heads[..., half : 2 * half] = turned_second
+
+
+def activate(x: torch.Tensor, activation: Activation) -> torch.Tensor:
+    if activation == "silu":
+        return functional.silu(x)
+    return functional.gelu(x, approximate="tanh" if activation == "gelu_tanh" else "none")
+
+
+def gate(gate_up: torch.Tensor, activation: Activation, out: torch.Tensor) -> None:
+    gated, up = gate_up.chunk(2, dim=-1)
+    torch.mul(activate(gated, activation), up, out=out)
+
+
+def write_kv(kv: KVStore, place: int, rows: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+    key_rows, value_rows = kv.token_rows_at(place)
+    key_rows.index_copy_(0, rows, key.to(kv.dtype))
+    value_rows.index_copy_(0, rows, value.to(kv.dtype))
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    rows: StepRows
+    group: KVGroup
+    tables: Integers
+
+
+class ReferenceAttention:
+    name = "reference"
+
+    def __init__(self, shape: AttentionShape, device: torch.device) -> None:
+        self._shape, self._device = shape, device
+
+    def plan(self, rows: StepRows, group: KVGroup, tables: Integers) -> _Plan:
+        return _Plan(rows, group, tables)
+
+    def run(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv: KVStore,
+        place: int,
+        plan: _Plan,
+        out: torch.Tensor,
+    ) -> None:
+        rows, tokens = plan.rows, self._shape.block_tokens
+        for index, (start, count, first) in enumerate(zip(rows.starts, rows.counts, rows.firsts, strict=True)):
+            earliest = plan.group.first_needed(int(start))
+            blocks = torch.from_numpy(plan.tables[index, earliest // tokens : -(-int(start + count) // tokens)])
+            pages = kv.pages[blocks.to(self._device), place].float()
+            keys, values = pages[:, 0].flatten(0, 1), pages[:, 1].flatten(0, 1)
+            positions = earliest // tokens * tokens + torch.arange(len(keys), device=self._device)
+            queries = torch.arange(int(start), int(start + count), device=self._device)[:, None]
+            seen = positions <= queries
+            if plan.group.window is not None:
+                seen &= positions > queries - plan.group.window
+            part = slice(int(first), int(first + count))
+            out[part] = self._attend(query[part].float(), keys, values, seen).to(out.dtype)
+
+    def _attend(
+        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, seen: torch.Tensor
+    ) -> torch.Tensor:
+        shape = self._shape
+        # Pages beyond a row's end may hold anything, and zero weight does not silence a NaN.
+        used = seen.any(0)[:, None, None]
+        keys, values = keys.masked_fill(~used, 0), values.masked_fill(~used, 0)
+        grouped = query.view(-1, shape.kv_heads, shape.heads // shape.kv_heads, shape.head_dim)
+        scores = torch.einsum("qkgd,skd->kgqs", grouped, keys) * shape.scale
+        weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+        return torch.einsum("kgqs,skd->qkgd", weights, values).flatten(1, 2)
+
+
+OPS = Ops(
+    name="reference",
+    rms_norm=rms_norm,
+    rotate=rotate,
+    gate=gate,
+    write_kv=write_kv,
+    make_attention=ReferenceAttention,
+)

@@ -1,0 +1,183 @@
+"""Executes step plans on one device: slots, KV pages, the decoder and the sampler, in the order plans arrive.
+
+It decides nothing: which row runs, in which page, was settled by the scheduler. A wrong plan is refused whole.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+from typing import Protocol
+
+import torch
+
+from holdfast.errors import EngineError
+from holdfast.execution.batch import RunnerLimits, SlotBuffers, StepBatch
+from holdfast.execution.kv_store import KVStore
+from holdfast.execution.memory import PeakMemory
+from holdfast.execution.ops import ops_for
+from holdfast.execution.sampler import Sampler
+from holdfast.execution.transformer import Transformer
+from holdfast.execution.weights import Weights
+from holdfast.kvcache.groups import KVLayout
+from holdfast.models import ModelSpec
+from holdfast.records import Row, SamplingParams, SequenceStart, StepPlan, StepResult, TableWrite, TokenLogprobs
+
+__all__ = ["Runner", "RunnerLimits", "StepHandle"]
+
+LOGITS_BYTES = 16 << 20
+"""Of the logits buffer: rows beyond it are sampled in turns, so that many streams need no more memory."""
+
+
+class StepHandle(Protocol):
+    def result(self) -> StepResult:
+        """Waits for the step; raises what stopped it."""
+
+
+class _Done:
+    """The handle of a step that was computed when it was submitted."""
+
+    def __init__(self, result: StepResult) -> None:
+        self._result = result
+
+    def result(self) -> StepResult:
+        return self._result
+
+
+class Runner:
+    """`kv_dtype`: how keys and values are kept; by default as the weights' activations are."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        weights: Weights,
+        layout: KVLayout,
+        limits: RunnerLimits,
+        device: torch.device,
+        *,
+        kv_dtype: torch.dtype | None = None,
+        reference: bool = False,
+    ) -> None:
+        self.spec, self.layout, self.limits, self.device = spec, layout, limits, device
+        self.kv_dtype = kv_dtype or weights.dtype
+        self.weights_bytes = weights.nbytes
+        self._transformer: Transformer | None = Transformer(
+            spec, weights, layout, ops_for(device, reference=reference), limits.max_num_batched_tokens, device
+        )
+        self._buffers = SlotBuffers(limits, layout, spec.vocab_size)
+        self._sampler = Sampler(self._buffers, spec.vocab_size)
+        rows = max(1, min(limits.max_num_seqs, LOGITS_BYTES // (4 * spec.vocab_size)))
+        self._logits = torch.empty((rows, spec.vocab_size), dtype=weights.dtype, device=device)
+        self._kv: KVStore | None = None
+
+    @property
+    def attention_backend(self) -> str:
+        return self._decoder.attention.name
+
+    @property
+    def kv(self) -> KVStore:
+        if self._kv is None:
+            raise EngineError("the runner has no KV pages yet", fix="call back_kv before the first step")
+        return self._kv
+
+    @property
+    def _decoder(self) -> Transformer:
+        if self._transformer is None:
+            raise EngineError("the runner is closed")
+        return self._transformer
+
+    def back_kv(self, blocks: int) -> None:
+        """Allocates the pool anew, the null page included; what the old one held is gone."""
+        self._kv = None
+        self._kv = KVStore(self.layout, blocks, self.device, self.kv_dtype)
+
+    def submit(self, plan: StepPlan) -> StepHandle:
+        """Computes the step before it returns: a CPU has nobody else to do the work meanwhile."""
+        return _Done(self.execute(plan))
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        decoder, kv = self._decoder, self.kv
+        with torch.inference_mode():
+            self._buffers.apply(plan, kv.blocks)
+            for start in plan.starts:
+                self._sampler.start(start)
+            if not plan.rows:
+                return StepResult(step_id=plan.step_id, token_ids=[])
+            batch = self._buffers.form(plan, decoder.attention)
+            if len(batch.fresh_pages):
+                kv.clear(batch.fresh_pages)
+            hidden = decoder.forward(batch, kv)
+            token_ids, logprobs = self._sample(hidden, batch)
+            return StepResult(step_id=plan.step_id, token_ids=token_ids, logprobs=logprobs)
+
+    def _sample(self, hidden: torch.Tensor, batch: StepBatch) -> tuple[list[int], list[TokenLogprobs | None]]:
+        token_ids: list[int] = []
+        logprobs: list[TokenLogprobs | None] = []
+        rows = len(self._logits)
+        for first in range(0, len(hidden), rows):
+            part = slice(first, min(first + rows, len(hidden)))
+            logits = self._logits[: part.stop - part.start]
+            self._decoder.logits(hidden[part], logits)
+            slots = batch.sampling_slots[part]
+            sampled, found = self._sampler.sample(logits.float(), slots, batch.sampling_lengths[part])
+            self._buffers.append(slots, sampled)
+            if found and not logprobs:
+                logprobs = [None] * len(token_ids)
+            if found or logprobs:
+                logprobs += found or [None] * len(sampled)
+            token_ids += sampled.tolist()
+        return token_ids, logprobs
+
+    def rehearse(self) -> int:
+        """Runs the heaviest step the limits allow and returns the bytes it needed beyond what was held before.
+
+        Every slot samples with every option on, the rest of the token budget is one long prompt chunk at the end
+        of the context. One layer of each KV group is run: all layers reuse the same buffers, so the others would
+        take time and no more memory. All rows share one page of the pool; what is computed means nothing.
+        """
+        decoder, kv = self._decoder, self.kv
+        plan = self._heaviest_plan()
+        with PeakMemory() as peak, torch.inference_mode():
+            self._buffers.apply(plan, kv.blocks)
+            for start in plan.starts:
+                self._sampler.start(start)
+            kv.pages[1].zero_()
+            batch = self._buffers.form(plan, decoder.attention)
+            layers = 1 + max(min(group.layers) for group in self.layout.groups)
+            self._sample(decoder.forward(batch, kv, layers=layers), batch)
+        self._buffers.known[:] = 0
+        return peak.grown_bytes
+
+    def _heaviest_plan(self) -> StepPlan:
+        limits, layout = self.limits, self.layout
+        everything = SamplingParams(
+            temperature=1.0, top_k=100, top_p=0.999, min_p=1e-6, repetition_penalty=1.1, seed=0, logprobs=20
+        )
+        slots = min(limits.max_num_seqs, limits.max_num_batched_tokens)
+        longest = limits.max_model_len
+        blocks = [1] * layout.blocks_for(longest)
+        left = limits.max_num_batched_tokens - slots
+        starts, writes, rows = [], [], []
+        for slot in range(slots):
+            count = min(longest, 1 + left)
+            left -= count - 1
+            starts.append(SequenceStart(slot, "rehearsal", [0] * longest, longest, everything))
+            writes += [TableWrite(slot, group.index, 0, blocks) for group in layout.groups]
+            rows.append(Row(slot, longest - count, count, True))
+        return StepPlan(step_id=0, starts=starts, table_writes=writes, rows=rows)
+
+    def close(self) -> None:
+        """Gives everything back to the system; the runner cannot be used afterwards."""
+        self._transformer = None
+        self._kv = None
+        self._logits = torch.empty(0)
+        gc.collect()
+        trim_memory()
+
+
+def trim_memory() -> None:
+    """Hands freed memory back to the system, where the C library keeps it for itself."""
+    try:
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
+    except (OSError, AttributeError):
+        return

@@ -1,0 +1,186 @@
+"""Chooses the next token of every sampling row, all rows at once. Knows logits and parameters, not the model.
+
+The order of work is vLLM's: log-probabilities of the raw logits; then bans, biases and penalties; then greedy,
+or temperature, min_p, top_k, top_p and one draw. A row's draw takes one number that depends on (seed, position
+in the output) alone, and walks the kept tokens in the order of their ids: neighbours cannot change it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+import numpy
+import numpy.typing
+import torch
+
+from holdfast.execution.batch import SlotBuffers
+from holdfast.records import SamplingParams, SequenceStart, TokenLogprobs
+
+LEVELS = (64, 1024)
+"""Likeliest tokens looked at to find where top_p ends; beyond the last, the whole row is sorted."""
+
+Integers = numpy.typing.NDArray[numpy.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class _Slot:
+    params: SamplingParams
+    seed: int
+    prompt_length: int
+    banned: tuple[int, ...]
+
+    @property
+    def penalized(self) -> bool:
+        params = self.params
+        return bool(params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1.0)
+
+
+def uniforms(seeds: Integers, positions: Integers) -> numpy.typing.NDArray[numpy.float64]:
+    """One number in [0, 1) for each (seed, position): splitmix64's mixing of both, 52 bits of it."""
+
+    def mix(x: numpy.typing.NDArray[numpy.uint64]) -> numpy.typing.NDArray[numpy.uint64]:
+        x = (x ^ (x >> numpy.uint64(30))) * numpy.uint64(0xBF58476D1CE4E5B9)
+        x = (x ^ (x >> numpy.uint64(27))) * numpy.uint64(0x94D049BB133111EB)
+        return x ^ (x >> numpy.uint64(31))
+
+    golden = numpy.uint64(0x9E3779B97F4A7C15)
+    state = mix(seeds.astype(numpy.uint64) + golden)
+    state = mix(state + (positions.astype(numpy.uint64) + numpy.uint64(1)) * golden)
+    return (state >> numpy.uint64(12)).astype(numpy.float64) * 2.0**-52
+
+
+class Sampler:
+    """Keeps the parameters of each slot; the token ids it needs for penalties are the runner's."""
+
+    def __init__(self, buffers: SlotBuffers, vocab_size: int) -> None:
+        self._buffers, self._vocab_size = buffers, vocab_size
+        self._slots: dict[int, _Slot] = {}
+
+    def start(self, start: SequenceStart) -> None:
+        seed = start.params.seed
+        if seed is None:
+            digest = hashlib.blake2b(start.request_id.encode(), digest_size=8).digest()
+            seed = int.from_bytes(digest, "little", signed=True)
+        self._slots[start.slot] = _Slot(start.params, seed, start.prompt_length, start.banned_until_min_tokens)
+
+    def sample(
+        self, logits: torch.Tensor, slots: Integers, lengths: Integers
+    ) -> tuple[Integers, list[TokenLogprobs | None]]:
+        """Changes `logits` [rows, vocabulary] (float32). `lengths`: tokens known to each row before this one."""
+        rows = [self._slots[slot] for slot in slots.tolist()]
+        positions = lengths - numpy.array([row.prompt_length for row in rows], dtype=numpy.int64)
+        wanted = [index for index, row in enumerate(rows) if row.params.logprobs is not None]
+        raw = logits[wanted] if wanted else None
+        self._adjust(logits, rows, slots, lengths, positions)
+        chosen = logits.argmax(-1)
+        drawn = [index for index, row in enumerate(rows) if not row.params.greedy]
+        if drawn:
+            everyone = len(drawn) == len(rows)
+            scores = logits if everyone else logits[drawn]
+            seeds = numpy.array([rows[index].seed for index in drawn], dtype=numpy.int64)
+            numbers = torch.from_numpy(uniforms(seeds, positions[drawn])).to(logits.device)
+            chosen[drawn] = draw(scores, [rows[index].params for index in drawn], numbers)
+        tokens: Integers = chosen.cpu().numpy()
+        if raw is None:
+            return tokens, []
+        counts = [rows[index].params.logprobs or 0 for index in wanted]
+        found = iter(logprobs(raw, chosen[wanted], counts))
+        return tokens, [next(found) if row.params.logprobs is not None else None for row in rows]
+
+    def _adjust(
+        self, logits: torch.Tensor, rows: list[_Slot], slots: Integers, lengths: Integers, positions: Integers
+    ) -> None:
+        """Bans, biases and penalties, on the rows that have any."""
+        for index, row in enumerate(rows):
+            if row.banned and positions[index] < row.params.min_tokens:
+                logits[index, list(row.banned)] = float("-inf")
+            if row.params.logit_bias:
+                ids = [token for token in row.params.logit_bias if 0 <= token < self._vocab_size]
+                biases = [row.params.logit_bias[token] for token in ids]
+                logits[index, ids] += torch.tensor(biases, dtype=logits.dtype, device=logits.device)
+        for index, row in enumerate(rows):
+            if row.penalized:
+                known = self._buffers.tokens[slots[index], : lengths[index]]
+                penalize(logits[index], known, row.prompt_length, row.params)
+
+
+def penalize(
+    logits: torch.Tensor, known: numpy.typing.NDArray[numpy.int32], prompt_length: int, params: SamplingParams
+) -> None:
+    """One row in place: repetition over prompt and output, presence and frequency over the output."""
+    if params.repetition_penalty != 1.0:
+        seen = torch.from_numpy(numpy.unique(known)).to(logits.device)
+        scores = logits[seen]
+        logits[seen] = torch.where(scores > 0, scores / params.repetition_penalty, scores * params.repetition_penalty)
+    if params.frequency_penalty or params.presence_penalty:
+        output, counts = numpy.unique(known[prompt_length:], return_counts=True)
+        amounts = (params.frequency_penalty * counts + params.presence_penalty).astype(numpy.float32)
+        logits[torch.from_numpy(output).to(logits.device)] -= torch.from_numpy(amounts).to(logits.device)
+
+
+def draw(scores: torch.Tensor, params: list[SamplingParams], numbers: torch.Tensor) -> torch.Tensor:
+    """One token id a row, by inverting the cumulated probabilities at `numbers`. Changes `scores`."""
+
+    def column(values: list[float]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.float32, device=scores.device)[:, None]
+
+    scores /= column([param.temperature for param in params])
+    if any(param.min_p > 0 for param in params):
+        share = column([param.min_p for param in params])
+        floor = scores.amax(-1, keepdim=True) + share.log()
+        scores.masked_fill_(scores < floor, float("-inf"))
+    _keep_top_k(scores, [param.top_k for param in params])
+    _keep_top_p(scores, [param.top_p for param in params])
+    cumulated = scores.softmax(-1).cumsum(-1, dtype=torch.float64)
+    targets = numbers[:, None] * cumulated[:, -1:]
+    # The first token whose cumulated probability passes the target: never one of probability zero.
+    return torch.searchsorted(cumulated, targets, right=True)[:, 0].clamp_(max=scores.shape[1] - 1)
+
+
+def _keep_top_k(scores: torch.Tensor, counts: list[int]) -> None:
+    """All that reach the k-th best score stay, ties included."""
+    vocabulary = scores.shape[1]
+    rows = [index for index, count in enumerate(counts) if 0 < count < vocabulary]
+    if not rows:
+        return
+    some = torch.tensor(rows, device=scores.device)
+    part = scores.index_select(0, some)
+    best = part.topk(max(counts[index] for index in rows)).values
+    last = torch.tensor([counts[index] - 1 for index in rows], device=scores.device)[:, None]
+    scores.index_copy_(0, some, part.masked_fill_(part < best.gather(1, last), float("-inf")))
+
+
+def _keep_top_p(scores: torch.Tensor, shares: list[float]) -> None:
+    """The likeliest tokens stay up to the one that reaches the share; ties with that one stay too."""
+    rows = [index for index, share in enumerate(shares) if share < 1.0]
+    vocabulary = scores.shape[1]
+    for level in (*LEVELS, vocabulary):
+        if not rows:
+            return
+        some = torch.tensor(rows, device=scores.device)
+        part = scores.index_select(0, some)
+        share = torch.tensor([shares[index] for index in rows], dtype=torch.float64, device=scores.device)[:, None]
+        best = part.topk(min(level, vocabulary)).values
+        masses = (best.double() - part.double().logsumexp(-1, keepdim=True)).exp_().cumsum(-1)
+        enough = (masses[:, -1] >= share[:, 0]) if level < vocabulary else torch.ones_like(some, dtype=torch.bool)
+        last = (masses < share).sum(-1, keepdim=True).clamp_(max=best.shape[1] - 1)
+        floor = best.gather(1, last).masked_fill_(~enough[:, None], float("-inf"))
+        scores.index_copy_(0, some, part.masked_fill_(part < floor, float("-inf")))
+        rows = [index for index, done in zip(rows, enough.tolist(), strict=True) if not done]
+
+
+def logprobs(raw: torch.Tensor, chosen: torch.Tensor, counts: list[int]) -> list[TokenLogprobs]:
+    """Of the raw logits: the chosen token, the likeliest `counts` of each row, and the chosen one's rank."""
+    scores = raw.log_softmax(-1)
+    own = scores.gather(1, chosen[:, None])
+    ranks = (scores >= own).sum(-1).tolist()
+    best = scores.topk(max(counts)) if max(counts) else None
+    results = []
+    for index, count in enumerate(counts):
+        ids, values = [int(chosen[index])], [float(own[index])]
+        if best is not None:
+            ids += best.indices[index, :count].tolist()
+            values += best.values[index, :count].tolist()
+        results.append(TokenLogprobs(ids, values, int(ranks[index])))
+    return results
