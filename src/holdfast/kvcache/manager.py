@@ -104,6 +104,11 @@ class KVCache:
     def blocks_indexed(self) -> int:
         return len(self._index)
 
+    @property
+    def free_pages(self) -> list[int]:
+        """Pages that are neither used nor cached: nobody may read them before somebody has written them."""
+        return self._pool.free_pages
+
     def reach(self, book: Book) -> int:
         """The end up to which `grow` could take this book with the pages available now."""
         return (book.entries + self._pool.available // len(book.tables)) * self.layout.block_tokens

@@ -72,6 +72,11 @@ class BlockPool:
         """Pages that `allocate` can give now: free ones, then idle ones."""
         return len(self._free) + len(self._idle)
 
+    @property
+    def free_pages(self) -> list[int]:
+        """Pages without content that anybody may read."""
+        return list(self._free)
+
     def allocate(self, group: int) -> Block:
         """A page with one reference and no known content. The caller has looked at `available` first."""
         if self._free:

@@ -19,7 +19,7 @@ class SchedulerLimits:
     max_model_len: int
     """Prompt and answer together, in tokens."""
     policy: Policy = "fcfs"
-    max_steps_in_flight: Literal[1, 2] = 1
+    max_steps_in_flight: int = 1
     """2: the next step is planned while one is still being executed."""
 
     def __post_init__(self) -> None:

@@ -35,6 +35,7 @@ from holdfast.records import (
     TableWrite,
     TokenLogprobs,
 )
+from holdfast.scheduler.audit import check_in_flight, check_lines
 from holdfast.scheduler.draft import Draft, PlannedRow
 from holdfast.scheduler.endings import finished, refused, why_refused
 from holdfast.scheduler.limits import SchedulerLimits
@@ -63,7 +64,7 @@ class Scheduler:
 
     def __init__(self, limits: SchedulerLimits, kv: KVCache) -> None:
         self.limits = limits
-        self._kv = kv
+        self.kv = kv
         self._sequences: dict[str, Sequence] = {}
         self._running: list[Sequence] = []
         self._waiting: list[Sequence] = []
@@ -89,13 +90,13 @@ class Scheduler:
         return EngineStats(
             running=len(self._running),
             waiting=len(self._waiting),
-            blocks_total=self._kv.blocks_total,
-            blocks_used=self._kv.blocks_used,
+            blocks_total=self.kv.blocks_total,
+            blocks_used=self.kv.blocks_used,
             step_tokens=self._step_tokens,
             steps_total=self._steps_total,
             preemptions_total=self._preemptions_total,
-            prefix_queries_total=self._kv.queries_total,
-            prefix_hits_total=self._kv.hits_total,
+            prefix_queries_total=self.kv.queries_total,
+            prefix_hits_total=self.kv.hits_total,
         )
 
     # --- requests come and go ---
@@ -104,14 +105,14 @@ class Scheduler:
         """Puts it in line. An output at once when it has already ended: refused, or resumed at its very end."""
         if request.request_id in self._sequences:
             raise RequestError(f"request id {request.request_id!r} is in use", field="request_id")
-        refusal = why_refused(request, self.limits, self._kv)
+        refusal = why_refused(request, self.limits, self.kv)
         if refusal is not None:
             return refused(request, refusal, now_s)
         priority = request.priority if self.limits.policy == "priority" else 0
         self._added_total += 1
         sequence = Sequence(
             request=request,
-            book=self._kv.open(request.cache_salt),
+            book=self.kv.open(request.cache_salt),
             order=(priority, request.arrival_s, self._added_total),
             longest=min(len(request.prompt_token_ids) + request.max_tokens, self.limits.max_model_len),
         )
@@ -180,7 +181,7 @@ class Scheduler:
         """As many of its pending tokens as budget and pages allow; maybe none."""
         if draft.budget == 0:
             return
-        kv, book, start = self._kv, sequence.book, sequence.scheduled
+        kv, book, start = self.kv, sequence.book, sequence.scheduled
         kv.release_outside_window(book, start)
         while (fits := kv.reach(book) - start) < 1:
             if not may_preempt:
@@ -206,7 +207,7 @@ class Scheduler:
             sequence, row = planned.sequence, planned.row
             sequence.in_flight += row.count
             sequence.rows_in_flight += 1
-            self._kv.note_scheduled(sequence.book, row.start + row.count, sequence.tokens)
+            self.kv.note_scheduled(sequence.book, row.start + row.count, sequence.tokens)
             if row.samples:
                 sequence.sampling_in_flight += 1
             if row.count > 1:
@@ -228,7 +229,7 @@ class Scheduler:
             sequence = self._waiting[0]
             if sequence.rows_in_flight:
                 return
-            prefix = self._kv.find_prefix(sequence.book, sequence.tokens)
+            prefix = self.kv.find_prefix(sequence.book, sequence.tokens)
             if not self._has_room(sequence, prefix, draft.budget):
                 # While there is somebody to preempt for it, every step is worth a try.
                 self._worth_admitting = self._outranks_running(sequence)
@@ -239,20 +240,20 @@ class Scheduler:
         """Whether its whole prompt could be computed with the pages there are, and everybody else go on."""
         if not self._running:
             return True
-        wanted = prefix.idle + self._kv.blocks_owed(prefix.held, len(sequence.tokens), step_tokens)
-        return wanted + self._set_aside(self._running) <= self._kv.blocks_available
+        wanted = prefix.idle + self.kv.blocks_owed(prefix.held, len(sequence.tokens), step_tokens)
+        return wanted + self._set_aside(self._running) <= self.kv.blocks_available
 
     def _set_aside(self, running: list[Sequence]) -> int:
         """Pages to leave for these (and one more) when somebody is admitted: a block each to grow into, and what their
         prompts still need."""
-        kv, step_tokens = self._kv, self.limits.max_num_batched_tokens
+        kv, step_tokens = self.kv, self.limits.max_num_batched_tokens
         prefills = (other for other in running if other.pending > 1)
         promised = sum(kv.blocks_owed(other.book.held, len(other.tokens), step_tokens) for other in prefills)
         return len(kv.layout.groups) * (len(running) + 1) + promised
 
     def _start(self, draft: Draft, sequence: Sequence, prefix: Prefix, now_s: float) -> None:
         """Gives it a slot, the cached prefix, and a first row."""
-        kv, book = self._kv, sequence.book
+        kv, book = self.kv, sequence.book
         self._waiting.pop(0)
         if sequence.scheduled_s is None:
             sequence.scheduled_s = now_s
@@ -293,12 +294,12 @@ class Scheduler:
         others = [other for other in self._running if other.order[0] <= urgent.order[0]]
         if others:
             # At best: shared pages do not become available with the first who gives them back.
-            available = self._kv.blocks_available + sum(other.book.held for other in self._running[len(others) :])
-            wanted = self._kv.blocks_owed(0, len(urgent.tokens), self.limits.max_num_batched_tokens)
+            available = self.kv.blocks_available + sum(other.book.held for other in self._running[len(others) :])
+            wanted = self.kv.blocks_owed(0, len(urgent.tokens), self.limits.max_num_batched_tokens)
             if wanted + self._set_aside(others) > available:
                 return
         while self._outranks_running(urgent):
-            prefix = self._kv.find_prefix(urgent.book, urgent.tokens)
+            prefix = self.kv.find_prefix(urgent.book, urgent.tokens)
             if self._free_slots and self._has_room(urgent, prefix, self.limits.max_num_batched_tokens):
                 return
             self._preempt(draft, self._running[-1])
@@ -339,7 +340,7 @@ class Scheduler:
             sequence.first_token_s = now_s
         reason, stop_id = sequence.take(token)
         if sequence.status is Status.RUNNING:
-            self._kv.note_known(sequence.book, sequence.tokens)
+            self.kv.note_known(sequence.book, sequence.tokens)
         told = None if logprobs is None else [logprobs]
         if reason is not None:
             self._leave(sequence)
@@ -358,14 +359,14 @@ class Scheduler:
         else:
             _remove(self._waiting, sequence)
         sequence.status = Status.FINISHED
-        self._kv.close(sequence.book)
+        self.kv.close(sequence.book)
         del self._sequences[sequence.request.request_id]
         self._worth_admitting = True
 
     def _stop_running(self, sequence: Sequence) -> None:
         """Pages and slot are free for the very next plan: it is executed after those in flight."""
         _remove(self._running, sequence)
-        self._kv.free(sequence.book)
+        self.kv.free(sequence.book)
         heapq.heappush(self._free_slots, sequence.slot)
         sequence.slot = -1
         self._worth_admitting = True
@@ -373,9 +374,12 @@ class Scheduler:
     # --- upkeep ---
 
     def reset_prefix_cache(self) -> None:
-        self._kv.reset_prefix_cache()
+        self.kv.reset_prefix_cache()
         self._worth_admitting = True
 
     def check_invariants(self) -> None:
         """Recounts pages, slots, lines and what is in flight. For tests and debug runs."""
-        self._kv.check_invariants()
+        self.kv.check_invariants()
+        sequences = self._sequences.values()
+        check_lines(sequences, self._running, self._waiting, self._free_slots, self.limits.max_num_seqs)
+        check_in_flight(sequences, ((entry.sequence, entry.row) for step in self._in_flight for entry in step.rows))

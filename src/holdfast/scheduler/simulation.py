@@ -1,0 +1,222 @@
+"""A runner without tensors, to hold schedulers and cache books against: it keeps in every page which history was
+written there, and every row proves that it reads its own. Public, so that others can test their plans with it.
+
+What a real runner would compute from the KV of positions 0..p is here one number, `history(tokens[:p+1])`; the
+token sampled behind it is a function of that number alone. So an answer must not depend on the company it keeps.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from holdfast.kvcache import NULL_PAGE, KVGroup, KVLayout
+from holdfast.records import EngineOutput, FinishReason, Request, Row, SequenceStart, StepPlan, StepResult
+from holdfast.scheduler.scheduler import Scheduler
+
+_MASK = (1 << 64) - 1
+POISON = -1
+
+
+def extend_history(history: int, token: int) -> int:
+    return ((history ^ token) * 0x9E3779B97F4A7C15 + 0x632BE59BD9B4E019) & _MASK
+
+
+def next_token(history: int, vocabulary: int, banned: Sequence[int] = ()) -> int:
+    """What the simulated model says after a history."""
+    token = (history >> 33) % vocabulary
+    while token in banned:
+        token = (token + 1) % vocabulary
+    return token
+
+
+def expected_answer(request: Request, vocabulary: int, max_model_len: int) -> tuple[list[int], FinishReason]:
+    """The answer of a request served all alone, token by token; of a resumed one, the tokens that are still to come."""
+    history = 0
+    for token in (*request.prompt_token_ids, *request.output_token_ids):
+        history = extend_history(history, token)
+    ends = (*request.eos_token_ids, *request.params.stop_ids)
+    answer: list[int] = []
+    length = len(request.prompt_token_ids) + len(request.output_token_ids)
+    longest = min(len(request.prompt_token_ids) + request.max_tokens, max_model_len)
+    while True:
+        free_to_end = length - len(request.prompt_token_ids) >= request.params.min_tokens
+        token = next_token(history, vocabulary, () if free_to_end else ends)
+        answer.append(token)
+        length += 1
+        history = extend_history(history, token)
+        if token in ends and free_to_end:
+            return answer, FinishReason.STOP
+        if length >= longest:
+            return answer, FinishReason.LENGTH
+
+
+@dataclass(slots=True)
+class _Slot:
+    start: SequenceStart
+    histories: list[int]
+    """One a known token: what its KV stands for."""
+    tables: list[dict[int, int]]
+
+    def learn(self, token: int) -> None:
+        self.histories.append(extend_history(self.histories[-1] if self.histories else 0, token))
+
+
+class SimulatedRunner:
+    """Executes plans in order, at once. Raises AssertionError when a plan breaks the contract of StepPlan, or when a
+    position that a row must read holds anything but what this very sequence would have written there."""
+
+    def __init__(self, layout: KVLayout, blocks: int, *, slots: int, vocabulary: int) -> None:
+        self.layout = layout
+        self.vocabulary = vocabulary
+        self.pages = [[POISON] * layout.block_tokens for _ in range(blocks)]
+        self.tokens_computed = 0
+        self._slots: list[_Slot | None] = [None] * slots
+        self._written: set[tuple[int, int]] = set()
+
+    def poison(self, pages: Iterable[int]) -> None:
+        """Makes the content of pages that nobody holds unusable."""
+        for page in pages:
+            self.pages[page] = [POISON] * self.layout.block_tokens
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        for start in plan.starts:
+            self._begin(start)
+        for write in plan.table_writes:
+            table = self._slot(write.slot).tables[write.group]
+            table.update(enumerate(write.blocks, write.first))
+        slots = [row.slot for row in plan.rows]
+        assert len(set(slots)) == len(slots), f"step {plan.step_id}: a slot has two rows"
+        # As in every layer of a real model: all rows write their KV before any row reads.
+        self._written.clear()
+        for row in plan.rows:
+            self._write(row)
+        for row in plan.rows:
+            for group in self.layout.groups:
+                self._read(row, group)
+        self.tokens_computed += plan.token_count
+        return StepResult(step_id=plan.step_id, token_ids=[self._sample(row) for row in plan.rows if row.samples])
+
+    def _slot(self, index: int) -> _Slot:
+        slot = self._slots[index]
+        assert slot is not None, f"slot {index} was never started"
+        return slot
+
+    def _begin(self, start: SequenceStart) -> None:
+        slot = _Slot(start, [], [{} for _ in self.layout.groups])
+        for token in start.token_ids:
+            slot.learn(token)
+        self._slots[start.slot] = slot
+
+    def _write(self, row: Row) -> None:
+        slot, size = self._slot(row.slot), self.layout.block_tokens
+        end = row.start + row.count
+        assert row.count > 0, f"slot {row.slot}: an empty row"
+        assert end <= len(slot.histories), f"slot {row.slot}: position {end - 1} has no token yet"
+        for table in slot.tables:
+            for position in range(row.start, end):
+                place = (table[position // size], position % size)
+                assert place[0] != NULL_PAGE, f"slot {row.slot}: position {position} goes to the null page"
+                assert place not in self._written, f"slot {row.slot}: position {position} is written twice in a step"
+                self._written.add(place)
+                self.pages[place[0]][place[1]] = slot.histories[position]
+
+    def _read(self, row: Row, group: KVGroup) -> None:
+        """Everything the row's first position sees, up to its last position."""
+        slot, size = self._slot(row.slot), self.layout.block_tokens
+        first, end = group.first_needed(row.start), row.start + row.count
+        for entry in range(first // size, self.layout.blocks_for(end)):
+            begin, stop = max(first, entry * size), min(end, (entry + 1) * size)
+            page = slot.tables[group.index][entry]
+            found = self.pages[page][begin - entry * size : stop - entry * size]
+            assert found == slot.histories[begin:stop], (
+                f"{slot.start.request_id} (slot {row.slot}, group {group.index}): page {page} does not hold its "
+                f"positions {begin}..{stop - 1}"
+            )
+
+    def _sample(self, row: Row) -> int:
+        slot = self._slot(row.slot)
+        end = row.start + row.count
+        assert end == len(slot.histories), f"slot {row.slot}: samples at {end}, but knows {len(slot.histories)} tokens"
+        free_to_end = end - slot.start.prompt_length >= slot.start.params.min_tokens
+        banned = () if free_to_end else slot.start.banned_until_min_tokens
+        token = next_token(slot.histories[-1], self.vocabulary, banned)
+        slot.learn(token)
+        return token
+
+
+class SimulatedEngine:
+    """Drives a scheduler over a SimulatedRunner, planning and executing when told to, and proves every answer.
+
+    A plan is executed as late as possible, when its result is applied: whatever the scheduler has changed since then
+    must not disturb it. Pages free at the time of a plan are poisoned before that plan is executed.
+    """
+
+    def __init__(self, scheduler: Scheduler, *, vocabulary: int) -> None:
+        self.scheduler = scheduler
+        kv = scheduler.kv
+        self.runner = SimulatedRunner(
+            kv.layout, kv.blocks_total + 1, slots=scheduler.limits.max_num_seqs, vocabulary=vocabulary
+        )
+        self.unfinished: dict[str, Request] = {}
+        self.outputs: dict[str, list[EngineOutput]] = {}
+        self._plans: deque[tuple[StepPlan, list[int]]] = deque()
+
+    @property
+    def plans_in_flight(self) -> int:
+        return len(self._plans)
+
+    @property
+    def can_plan(self) -> bool:
+        return len(self._plans) < self.scheduler.limits.max_steps_in_flight
+
+    def add(self, request: Request, now_s: float = 0.0) -> None:
+        self.unfinished[request.request_id] = request
+        self.outputs[request.request_id] = []
+        news = self.scheduler.add(request, now_s)
+        if news is not None:
+            self._hear(news)
+
+    def abort(self, request_id: str) -> None:
+        assert self.scheduler.abort(request_id), f"{request_id} is unknown to the scheduler"
+        del self.unfinished[request_id]
+
+    def plan(self, now_s: float = 0.0) -> StepPlan | None:
+        plan = self.scheduler.schedule(now_s)
+        if plan is not None:
+            limits = self.scheduler.limits
+            assert 0 < plan.token_count <= limits.max_num_batched_tokens, f"{plan.token_count} tokens in a step"
+            assert len(plan.rows) <= limits.max_num_seqs, f"{len(plan.rows)} rows in a step"
+            self._plans.append((plan, self.scheduler.kv.free_pages))
+        return plan
+
+    def execute(self, now_s: float = 0.0) -> list[EngineOutput]:
+        """Executes and applies the oldest plan."""
+        plan, free_pages = self._plans.popleft()
+        self.runner.poison(free_pages)
+        outputs = self.scheduler.apply(self.runner.execute(plan), now_s)
+        for output in outputs:
+            self._hear(output)
+        return outputs
+
+    def finish(self, now_s: float = 0.0) -> None:
+        """Runs until nothing is left to do."""
+        while self.unfinished or self._plans:
+            while self.can_plan and self.plan(now_s) is not None:
+                pass
+            self.execute(now_s)
+
+    def _hear(self, output: EngineOutput) -> None:
+        request = self.unfinished[output.request_id]
+        self.outputs[output.request_id].append(output)
+        if output.finish_reason is None:
+            return
+        del self.unfinished[output.request_id]
+        if output.failure is None and len(self.answer(output.request_id)) > 0:
+            expected = expected_answer(request, self.runner.vocabulary, self.scheduler.limits.max_model_len)
+            found = (self.answer(output.request_id), output.finish_reason)
+            assert found == expected, f"{output.request_id}: {found}, alone it is {expected}"
+
+    def answer(self, request_id: str) -> list[int]:
+        return [token for output in self.outputs[request_id] for token in output.token_ids]

@@ -1,0 +1,124 @@
+"""A million random operations on pool, prefix index and scheduler together; every row proves what it reads."""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from collections import Counter
+
+import pytest
+
+from holdfast.kvcache import KVCache, KVLayout, form_groups
+from holdfast.records import Request, SamplingParams
+from holdfast.scheduler import Scheduler, SchedulerLimits
+from holdfast.scheduler.simulation import SimulatedEngine
+
+OPERATIONS = int(os.environ.get("HOLDFAST_OPERATIONS", 1_000_000))
+SEED = int(os.environ.get("HOLDFAST_SEED", 20))
+OPERATIONS_A_WORLD = 500
+VOCABULARY = 40
+KINDS = ["full", "windows", "mixed"]
+
+
+def random_windows(choice: random.Random) -> list[int | None]:
+    kind = choice.choice(KINDS)
+    windows: list[int | None] = []
+    if kind in ("full", "mixed"):
+        windows += [None] * choice.randint(1, 3)
+    if kind in ("windows", "mixed"):
+        windows += [choice.randint(1, 20)] * choice.randint(1, 3)
+    if kind == "mixed" and choice.random() < 0.3:
+        windows.append(choice.randint(1, 40))
+    choice.shuffle(windows)
+    return windows
+
+
+def random_engine(choice: random.Random) -> SimulatedEngine:
+    groups, places = form_groups(random_windows(choice))
+    layout = KVLayout(
+        groups=groups,
+        block_tokens=choice.choice([1, 2, 4, 8, 16]),
+        layers_per_page=places,
+        kv_heads=1,
+        head_dim=4,
+        element_bytes=4,
+    )
+    max_num_seqs = choice.randint(1, 8)
+    limits = SchedulerLimits(
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_seqs + choice.choice([0, 1, 7, 30, 100]),
+        max_model_len=choice.choice([16, 64, 200]),
+        policy=choice.choice(["fcfs", "priority"]),
+        max_steps_in_flight=choice.choice([1, 2]),
+    )
+    kv = KVCache(layout, choice.randint(3, 20) * len(groups) + 1, choice.random() < 0.85)
+    return SimulatedEngine(Scheduler(limits, kv), vocabulary=VOCABULARY)
+
+
+def random_request(choice: random.Random, number: int, families: list[list[int]]) -> Request:
+    prefix = choice.choice(families)
+    prompt = prefix[: choice.randint(0, len(prefix))] + [choice.randint(0, 3) for _ in range(choice.randint(0, 12))]
+    max_tokens = choice.choice([1, 4, 16, 60])
+    return Request(
+        request_id=str(number),
+        prompt_token_ids=prompt,
+        params=SamplingParams(
+            max_tokens=max_tokens,
+            min_tokens=choice.choice([0, 0, 1]),
+            stop_token_ids=choice.choice([None, [3], [11, 12]]),
+        ),
+        eos_token_ids=choice.choice([(), (7,)]),
+        priority=choice.randint(0, 3),
+        cache_salt=choice.choice(["", "", "", "other"]),
+        output_token_ids=[choice.randrange(VOCABULARY) for _ in range(choice.choice([0, 0, 0, 0, 3]))],
+    )
+
+
+def run_world(choice: random.Random, counts: Counter[str]) -> None:
+    """One engine from its first request until all have ended."""
+    engine = random_engine(choice)
+    families = [[choice.randint(0, 3) for _ in range(40)] for _ in range(3)]
+    crowd = choice.choice([3, 10, 30])
+    for number in range(OPERATIONS_A_WORLD):
+        draw = choice.random()
+        if draw < 0.2 and len(engine.unfinished) < crowd:
+            engine.add(random_request(choice, number, families))
+            counts["add"] += 1
+        elif draw < 0.21 and engine.unfinished:
+            engine.abort(choice.choice(list(engine.unfinished)))
+            counts["abort"] += 1
+        elif draw < 0.213:
+            engine.scheduler.reset_prefix_cache()
+            counts["reset"] += 1
+        elif engine.can_plan and (draw < 0.6 or not engine.plans_in_flight):
+            engine.plan()
+            counts["plan"] += 1
+        elif engine.plans_in_flight:
+            engine.execute()
+            counts["execute"] += 1
+        else:
+            continue
+        counts["operations"] += 1
+        engine.scheduler.check_invariants()
+    engine.finish()
+    engine.scheduler.check_invariants()
+    stats = engine.scheduler.stats()
+    assert stats.blocks_used == 0
+    counts["refused"] += sum(news[-1].failure is not None for news in engine.outputs.values() if news)
+    counts["preemptions"] += stats.preemptions_total
+    counts["tokens hit"] += stats.prefix_hits_total
+    counts["tokens computed"] += engine.runner.tokens_computed
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+def test_a_million_operations_leak_nothing_and_share_nothing_wrongly(capsys: pytest.CaptureFixture[str]) -> None:
+    choice, counts = random.Random(SEED), Counter[str]()
+    began_s = time.monotonic()
+    while counts["operations"] < OPERATIONS:
+        run_world(choice, counts)
+    with capsys.disabled():
+        print(f"\n{counts['operations']:,} operations, seed {SEED}, {time.monotonic() - began_s:.0f} s: {dict(counts)}")
+    assert counts["preemptions"] > 0
+    assert counts["tokens hit"] > 0

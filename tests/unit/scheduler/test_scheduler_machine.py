@@ -1,0 +1,143 @@
+"""Pool, prefix index and scheduler together, driven at random, over a runner that proves what every row reads."""
+
+from __future__ import annotations
+
+import hypothesis.strategies as st
+from hypothesis import HealthCheck, settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from holdfast.kvcache import KVCache, KVLayout, form_groups
+from holdfast.records import Request, SamplingParams
+from holdfast.scheduler import Scheduler, SchedulerLimits
+from holdfast.scheduler.simulation import SimulatedEngine
+
+VOCABULARY = 40
+EOS = 7
+WINDOWS = [
+    [None, None],
+    [5, 5],
+    [1],
+    [None, 6, 6],
+    [None, 3, 9, 9],
+    [None, None, 12],
+]
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    engine: SimulatedEngine
+    requests = 0
+
+    @initialize(
+        windows=st.sampled_from(WINDOWS),
+        block_tokens=st.sampled_from([1, 2, 3, 4, 8]),
+        blocks=st.integers(8, 60),
+        max_num_seqs=st.integers(1, 6),
+        extra_tokens=st.integers(0, 24),
+        max_model_len=st.integers(4, 64),
+        policy=st.sampled_from(["fcfs", "priority"]),
+        steps_in_flight=st.sampled_from([1, 2]),
+        prefix_caching=st.sampled_from([True, True, True, False]),
+    )
+    def build(
+        self,
+        windows,
+        block_tokens,
+        blocks,
+        max_num_seqs,
+        extra_tokens,
+        max_model_len,
+        policy,
+        steps_in_flight,
+        prefix_caching,
+    ):
+        groups, places = form_groups(windows)
+        layout = KVLayout(
+            groups=groups, block_tokens=block_tokens, layers_per_page=places, kv_heads=1, head_dim=4, element_bytes=4
+        )
+        limits = SchedulerLimits(
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_seqs + extra_tokens,
+            max_model_len=max_model_len,
+            policy=policy,
+            max_steps_in_flight=steps_in_flight,
+        )
+        self.engine = SimulatedEngine(Scheduler(limits, KVCache(layout, blocks, prefix_caching)), vocabulary=VOCABULARY)
+
+    @rule(
+        prefix=st.sampled_from([[], [1, 2, 3, 4, 5, 6, 7, 8] * 3, [1, 2, 3, 4] * 2 + [9] * 12]),
+        prefix_length=st.integers(0, 24),
+        own=st.lists(st.integers(0, 3), max_size=12),
+        max_tokens=st.integers(1, 24),
+        min_tokens=st.integers(0, 3),
+        stops=st.sampled_from([None, None, [3], [EOS, 11]]),
+        eos=st.sampled_from([(), (EOS,), (EOS, 12)]),
+        priority=st.integers(0, 2),
+        salt=st.sampled_from(["", "", "other"]),
+        resumed=st.lists(st.integers(0, VOCABULARY - 1), max_size=3),
+    )
+    def add(self, prefix, prefix_length, own, max_tokens, min_tokens, stops, eos, priority, salt, resumed):
+        self.requests += 1
+        params = SamplingParams(max_tokens=max_tokens, min_tokens=min(min_tokens, max_tokens), stop_token_ids=stops)
+        self.engine.add(
+            Request(
+                request_id=str(self.requests),
+                prompt_token_ids=prefix[:prefix_length] + own,
+                params=params,
+                eos_token_ids=eos,
+                priority=priority,
+                cache_salt=salt,
+                output_token_ids=resumed if self.requests % 4 == 0 else [],
+            )
+        )
+
+    @precondition(lambda self: self.engine.can_plan)
+    @rule()
+    def plan(self):
+        self.engine.plan()
+
+    @precondition(lambda self: self.engine.plans_in_flight)
+    @rule()
+    def execute(self):
+        self.engine.execute()
+
+    @rule(steps=st.integers(1, 12))
+    def run(self, steps):
+        """A stretch as the engine's loop would do it."""
+        for _ in range(steps):
+            while self.engine.can_plan and self.engine.plan() is not None:
+                self.engine.scheduler.check_invariants()
+            if not self.engine.plans_in_flight:
+                return
+            self.engine.execute()
+            self.engine.scheduler.check_invariants()
+
+    @precondition(lambda self: self.engine.unfinished)
+    @rule(choice=st.integers(0, 1000))
+    def abort(self, choice):
+        unfinished = list(self.engine.unfinished)
+        self.engine.abort(unfinished[choice % len(unfinished)])
+
+    @rule()
+    def reset(self):
+        self.engine.scheduler.reset_prefix_cache()
+
+    @invariant()
+    def adds_up(self):
+        if hasattr(self, "engine"):
+            self.engine.scheduler.check_invariants()
+
+    def teardown(self):
+        if hasattr(self, "engine"):
+            self.engine.finish()
+            self.engine.scheduler.check_invariants()
+            assert self.engine.scheduler.kv.blocks_used == 0
+            assert not self.engine.scheduler.has_unfinished
+
+
+TestSchedulerMachine = SchedulerMachine.TestCase
+TestSchedulerMachine.settings = settings(
+    max_examples=150,
+    stateful_step_count=60,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
+)
