@@ -18,6 +18,7 @@ class ByteTokenizer:
     eos_token = "<|end|>"
     eos_token_id = END
     vocab_size = VOCABULARY
+    ids_end = VOCABULARY
     all_special_ids = tuple(MARKS.values())
     chat_template = "built in"
 

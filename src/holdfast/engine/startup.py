@@ -23,6 +23,7 @@ from holdfast.text import Tokenizer, check_text, load_template
 
 if TYPE_CHECKING:
     from holdfast.engine.core import EngineCore
+    from holdfast.execution.runner import Runner
 
 log = logging.getLogger("holdfast")
 
@@ -69,7 +70,9 @@ def open_tokenizer(config: EngineConfig, model: FoundModel) -> Tokenizer | None:
 
 def build_core(config: EngineConfig, model: FoundModel, progress: Progress) -> tuple[EngineCore, EngineInfo]:
     from holdfast.engine.core import EngineCore
-    from holdfast.execution import Runner, RunnerLimits, load_weights
+    from holdfast.execution.device import DTYPES, choose_device, set_threads
+    from holdfast.execution.runner import Runner, RunnerLimits
+    from holdfast.execution.weights import load_weights
 
     if config.load_format == "dummy":
         checkpoint, stored = None, None
@@ -77,11 +80,14 @@ def build_core(config: EngineConfig, model: FoundModel, progress: Progress) -> t
         checkpoint = open_checkpoint(model.files)
         stored = match(model.spec, checkpoint)
     plan = make_plan(model.spec, stored, config, memory(), processor())
+    device = choose_device(config.device)
+    set_threads(config.threads or processor().cores)
     progress("load", 0, 0)
     weights = load_weights(
         model.spec,
         checkpoint,
-        dtype=plan.dtype,
+        dtype=DTYPES[plan.dtype],
+        device=device,
         expand=plan.expand_weights,
         progress=lambda done, total: progress("load", done, total),
     )
@@ -96,10 +102,11 @@ def build_core(config: EngineConfig, model: FoundModel, progress: Progress) -> t
             max_num_batched_tokens=plan.limits.max_num_batched_tokens,
             max_model_len=plan.limits.max_model_len,
         ),
-        kv_dtype=plan.kv_dtype,
-        threads=config.threads or processor().cores,
+        device,
+        kv_dtype=DTYPES[plan.kv_dtype],
     )
     progress("rehearse", 0, 0)
+    runner.back_kv(2)
     runner.rehearse()
     runner.back_kv(plan.blocks)
     steps_ahead = 0
@@ -113,10 +120,10 @@ def build_core(config: EngineConfig, model: FoundModel, progress: Progress) -> t
         ),
         KVCache(plan.layout, plan.blocks, config.enable_prefix_caching),
     )
-    return EngineCore(scheduler, runner, steps_ahead=steps_ahead), _info(config, model, plan, weights.nbytes)
+    return EngineCore(scheduler, runner, steps_ahead=steps_ahead), _info(config, model, plan, runner)
 
 
-def _info(config: EngineConfig, model: FoundModel, plan: Plan, weights_bytes: int) -> EngineInfo:
+def _info(config: EngineConfig, model: FoundModel, plan: Plan, runner: Runner) -> EngineInfo:
     return EngineInfo(
         model=model.files.name,
         device="cpu",
@@ -129,9 +136,9 @@ def _info(config: EngineConfig, model: FoundModel, plan: Plan, weights_bytes: in
         max_num_batched_tokens=plan.limits.max_num_batched_tokens,
         prefix_caching=config.enable_prefix_caching,
         parameters=model.spec.parameters,
-        weights_bytes=weights_bytes,
+        weights_bytes=runner.weights_bytes,
         kv_pool_bytes=plan.terms["kv_pool"],
-        attention_backend="torch (the only one on a CPU)",
+        attention_backend=runner.attention_backend,
         decisions=[decision.line() for decision in plan.decisions],
     )
 

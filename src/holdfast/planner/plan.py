@@ -51,7 +51,7 @@ def make_plan(
     processor: Processor,
 ) -> Plan:
     decisions: list[Decision] = []
-    dtype = _dtype(config.dtype, processor, decisions)
+    dtype = _dtype(config.dtype, spec, processor, decisions)
     kv_dtype = dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
     budget = int(machine.available_bytes * config.gpu_memory_utilization)
     decisions.append(
@@ -97,11 +97,13 @@ def make_plan(
     )
 
 
-def _dtype(asked: str, processor: Processor, decisions: list[Decision]) -> str:
+def _dtype(asked: str, spec: ModelSpec, processor: Processor, decisions: list[Decision]) -> str:
     asked = {"half": "float16", "float": "float32"}.get(asked, asked)
     if asked != "auto":
         return asked
-    if processor.fast_bfloat16:
+    if spec.stored_dtype == "float32":
+        value, reason = "float32", "the model is stored in float32"
+    elif processor.fast_bfloat16:
         value, reason = "bfloat16", "this CPU multiplies bfloat16 in hardware"
     else:
         value, reason = "float32", "this CPU has no bfloat16 products; emulated ones are many times slower"
