@@ -30,7 +30,7 @@ def locate(model: str | None, *, revision: str | None = None, progress: bool = T
     """Everything of the named model, downloaded where it is not here yet. None is the built-in default."""
     name = DEFAULT_MODEL if model is None else model
     path = Path(name).expanduser()
-    if path.exists():
+    if name and path.exists():
         return from_path(path, name=name)
     entry = builtin.find(name)
     if entry is not None:

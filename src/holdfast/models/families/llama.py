@@ -44,9 +44,10 @@ def from_config(config: Mapping[str, Any], generation_config: Mapping[str, Any] 
     activation = fields.text("hidden_act", default="silu")
     if activation not in _ACTIVATIONS:
         raise fields.wrong("hidden_act", "one of " + ", ".join(_ACTIVATIONS), activation)
-    dtype = fields.text("dtype" if fields.has("dtype") else "torch_dtype", default="bfloat16").removeprefix("torch.")
+    dtype_name = "dtype" if fields.has("dtype") else "torch_dtype"
+    dtype = fields.text(dtype_name, default="bfloat16").removeprefix("torch.")
     if dtype not in _DTYPES:
-        raise fields.wrong("dtype", "one of " + ", ".join(_DTYPES), dtype)
+        raise fields.wrong(dtype_name, "one of " + ", ".join(_DTYPES), dtype)
     vocab = fields.integer("vocab_size", high=MAX_VOCABULARY)
     generation = Fields(generation_config or {}, where="generation_config.json")
     eos = fields.token_ids("eos_token_id", vocab_size=vocab) + generation.token_ids("eos_token_id", vocab_size=vocab)

@@ -1,0 +1,70 @@
+"""`holdfast pull` and `holdfast models`: data on stdout, talk on stderr."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from holdfast.checkpoints import ModelFiles, builtin
+from holdfast.cli import models, pull
+
+
+def run(module: ModuleType, *words: str) -> int:
+    parser = argparse.ArgumentParser()
+    module.add_arguments(parser)
+    status: int = module.run(parser.parse_args(list(words)))
+    return status
+
+
+@pytest.fixture
+def empty_caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("HOLDFAST_CACHE", str(tmp_path / "holdfast"))
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hub-home"))
+    monkeypatch.delenv("HF_HUB_CACHE", raising=False)
+    return tmp_path
+
+
+def test_pull_checks_the_default_and_prints_its_path(
+    default_model: ModelFiles, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(pull) == 0
+    assert capsys.readouterr().out == f"{default_model.path}\n"
+
+
+def test_models_as_json(empty_caches: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(models, "--json") == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["default"] == "smollm2"
+    assert [(entry["name"], entry["state"]) for entry in document["models"]] == [("smollm2", "not fetched")]
+    assert "MistralForCausalLM" in document["architectures"]
+
+
+def test_models_lists_and_verifies_the_hubs_cache(
+    empty_caches: Path, model_folder: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    snapshot = empty_caches / "hub-home" / "hub" / "models--owner--name" / "snapshots" / "abc"
+    snapshot.parent.mkdir(parents=True)
+    model_folder().rename(snapshot)
+    assert run(models, "--verify") == 0
+    assert "owner/name" in capsys.readouterr().out
+    weights = snapshot / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-4])
+    assert run(models, "--verify") == 1
+    said = capsys.readouterr()
+    assert "wrong" in said.out
+    assert "holdfast pull owner/name" in said.err
+
+
+def test_models_verify_finds_a_spoiled_built_in(empty_caches: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = builtin.cached_path(builtin.BUILTINS[0])
+    path.parent.mkdir(parents=True)
+    path.write_bytes(b"GGUF")
+    assert run(models) == 0
+    assert "unchecked" in capsys.readouterr().out
+    assert run(models, "--verify") == 1
+    assert "holdfast pull smollm2" in capsys.readouterr().err
