@@ -33,7 +33,7 @@ MAX_PROMPT_CHARS = 64_000_000
 MAX_REPEATED = 1_000_000
 """Characters or items one `*` in a template may make."""
 MAX_NUMBER_BITS = 4096
-MAX_LOOP_TURNS = 1_000_000
+MAX_LOOP_TURNS = 100_000
 """Numbers all `range()` calls of one rendering may give out together."""
 
 _CONTINUE_MARK = "\ue000continue-here\ue001 "

@@ -1,0 +1,202 @@
+"""Where `holdfast chat` gets its answers: a server over HTTP, or an engine started for this chat.
+
+Owns the two ways to one stream of text. Knows nothing of terminals, history or keys.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+from holdfast.config import EngineConfig
+from holdfast.errors import EngineError, HoldfastError, RequestError
+from holdfast.records import SamplingParams
+
+if TYPE_CHECKING:
+    import httpx
+
+    from holdfast.engine.interface import Engine
+
+Messages = Sequence[Mapping[str, str]]
+
+CONNECT_TIMEOUT_S = 10.0
+MAX_EVENT_BYTES = 16 << 20
+"""One event of a stream; a server that sends more without a line's end is not speaking SSE."""
+
+
+class ChatBackend(Protocol):
+    @property
+    def name(self) -> str:
+        """Of the model, for people."""
+
+    def stream(self, messages: Messages, options: Mapping[str, Any]) -> AsyncGenerator[str, None]:
+        """The answer's text as it comes. Closing it, or cancelling who waits for it, aborts the request.
+
+        `options` are sampling options by their vLLM names, only those that were asked for.
+        """
+
+    async def close(self) -> None: ...
+
+
+class UrlBackend:
+    """A server with the OpenAI API; this one, or another."""
+
+    def __init__(self, client: httpx.AsyncClient, name: str) -> None:
+        self._client = client
+        self._name = name
+
+    @classmethod
+    async def open(cls, url: str, *, model: str | None = None, api_key: str | None = None) -> UrlBackend:
+        """`url` with or without /v1. With no model named, the server's first one is asked."""
+        import httpx
+
+        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        base = url.rstrip("/").removesuffix("/v1") + "/v1/"
+        timeout = httpx.Timeout(None, connect=CONNECT_TIMEOUT_S)
+        try:
+            client = httpx.AsyncClient(base_url=base, headers=headers, timeout=timeout)
+        except (httpx.InvalidURL, ValueError) as problem:
+            raise RequestError(f"{url} is not an address", found=str(problem), field="url") from problem
+        try:
+            with _said_plainly(url):
+                name = model or await _first_model(client)
+        except BaseException:
+            await client.aclose()
+            raise
+        return cls(client, name)
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    async def stream(self, messages: Messages, options: Mapping[str, Any]) -> AsyncGenerator[str, None]:
+        body = {"model": self._name, "messages": list(messages), "stream": True, **options}
+        with _said_plainly(str(self._client.base_url)):
+            async with self._client.stream("POST", "chat/completions", json=body) as response:
+                if response.status_code != 200:
+                    await response.aread()
+                    raise _refusal(response.status_code, response.content)
+                async for event in _events(response.aiter_bytes()):
+                    text = _text_of(event)
+                    if text:
+                        yield text
+
+    async def close(self) -> None:
+        await self._client.aclose()
+
+
+async def _first_model(client: httpx.AsyncClient) -> str:
+    response = await client.get("models")
+    if response.status_code != 200:
+        raise _refusal(response.status_code, response.content)
+    try:
+        return str(response.json()["data"][0]["id"])
+    except (ValueError, LookupError, TypeError) as problem:
+        raise EngineError(
+            "the server does not list its models", fix="check --url: it must be a server with the OpenAI API"
+        ) from problem
+
+
+async def _events(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """The data of server-sent events. Lines end at \\n alone: text may hold other characters that split lines."""
+    waiting = b""
+    async for chunk in chunks:
+        *lines, waiting = (waiting + chunk).split(b"\n")
+        if len(waiting) > MAX_EVENT_BYTES:
+            raise EngineError("the server sends an event without an end")
+        for line in lines:
+            if line.startswith(b"data:"):
+                data = line[5:].strip()
+                if data == b"[DONE]":
+                    return
+                yield data
+
+
+def _text_of(event: bytes) -> str:
+    try:
+        parsed = json.loads(event)
+        failed = "error" in parsed
+        choices = parsed.get("choices") or [{}]
+        text = str((choices[0].get("delta") or {}).get("content") or "")
+    except (ValueError, AttributeError, LookupError, TypeError) as problem:
+        raise EngineError("the server's stream is not what the OpenAI API says", found=repr(event[:200])) from problem
+    if failed:
+        raise _refusal(500, event)
+    return text
+
+
+def _refusal(status: int, content: bytes) -> HoldfastError:
+    """The server's own words, where it has any."""
+    message, code = f"the server answered {status}", None
+    with contextlib.suppress(ValueError, AttributeError, LookupError, TypeError):
+        error = json.loads(content)["error"]
+        message = str(error["message"])
+        code = str(error["code"]) if error.get("code") else None
+    if status in (401, 403):
+        return RequestError(message, code=code, fix="pass --api-key, or set HOLDFAST_API_KEY")
+    return (RequestError if status < 500 else EngineError)(message, code=code)
+
+
+@contextlib.contextmanager
+def _said_plainly(url: str) -> Iterator[None]:
+    import httpx
+
+    try:
+        yield
+    except httpx.HTTPError as problem:
+        raise EngineError(
+            f"{url} cannot be reached, or broke off",
+            found=str(problem) or type(problem).__name__,
+            fix="check that the server runs: holdfast serve",
+        ) from problem
+
+
+class LocalBackend:
+    """Any engine; closing it stops the engine."""
+
+    def __init__(self, engine: Engine) -> None:
+        if engine.tokenizer is None:
+            raise RequestError("a chat needs a tokenizer", fix="leave skip_tokenizer_init out")
+        self._engine = engine
+        self._tokenizer = engine.tokenizer
+        self._numbers = itertools.count(1)
+
+    @property
+    def name(self) -> str:
+        return self._engine.info.model
+
+    async def stream(self, messages: Messages, options: Mapping[str, Any]) -> AsyncGenerator[str, None]:
+        prompt = self._tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+        params = SamplingParams(**{"max_tokens": None, **options})
+        deltas = await self._engine.generate(prompt, params, request_id=f"chat-{next(self._numbers)}")
+        try:
+            async for delta in deltas:
+                if delta.text:
+                    yield delta.text
+        finally:
+            close = getattr(deltas, "aclose", None)
+            if close is not None:
+                await close()
+
+    async def close(self) -> None:
+        await self._engine.stop()
+
+
+async def open_local(config: EngineConfig) -> LocalBackend:
+    """Finds, loads and starts the model in an engine process of its own."""
+    from holdfast.engine.client import ProcessEngine
+    from holdfast.engine.progress import LoadProgress
+    from holdfast.engine.startup import find_model, open_tokenizer
+
+    model = find_model(config)
+    engine = ProcessEngine(config, model, open_tokenizer(config, model), on_progress=LoadProgress())
+    try:
+        await engine.start()
+        return LocalBackend(engine)
+    except BaseException:
+        # Also when Ctrl-C ends the waiting: the process must not stay behind.
+        await engine.stop()
+        raise

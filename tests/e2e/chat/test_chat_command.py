@@ -1,0 +1,263 @@
+"""`holdfast chat` as people run it: in a pipe, and in a terminal with Ctrl-C, against a small server."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import pty
+import select
+import subprocess
+import sys
+import termios
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from holdfast.cli.chat_backends import LocalBackend
+from holdfast.engine.fake import FakeEngine
+from holdfast.errors import RequestError
+
+DEADLINE_S = 30.0
+
+
+class Server(ThreadingHTTPServer):
+    """Answers by what the last message says: `talk` until the client leaves, `refuse`, `break`, or an echo."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.bodies: list[dict[str, Any]] = []
+        self.keys: list[str | None] = []
+        self.client_left = threading.Event()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Server
+
+    def log_message(self, format: str, *arguments: Any) -> None:
+        """Quiet."""
+
+    def do_GET(self) -> None:
+        self._json(200, {"data": [{"id": "tiny"}]})
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.bodies.append(body)
+        self.server.keys.append(self.headers.get("Authorization"))
+        said = body["messages"][-1]["content"]
+        if said == "refuse":
+            self._json(400, {"error": {"message": "too long by far", "code": "HF310"}})
+            return
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream")
+        self.end_headers()
+        if said == "talk":
+            self._talk()
+        elif said == "break":
+            self._event({"choices": [{"delta": {"content": "half"}}]})
+            self._event({"error": {"message": "the engine died", "code": "HF410"}})
+        else:
+            self._event({"choices": [{"delta": {"role": "assistant", "content": ""}}]})
+            for piece in (f"{len(body['messages'])}:", said):
+                self._event({"choices": [{"delta": {"content": piece}}]})
+            self._event({"choices": [], "usage": {}})
+            self.wfile.write(b"data: [DONE]\n\n")
+
+    def _talk(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                self._event({"choices": [{"delta": {"content": "word "}}]})
+                # A closed connection is readable; waiting for that paces the stream too.
+                if select.select([self.connection], [], [], 0.01)[0]:
+                    break
+        self.server.client_left.set()
+
+    def _event(self, event: dict[str, Any]) -> None:
+        self.wfile.write(b"data: " + json.dumps(event, ensure_ascii=False).encode() + b"\n\n")
+        self.wfile.flush()
+
+    def _json(self, status: int, body: dict[str, Any]) -> None:
+        encoded = json.dumps(body).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(encoded)))
+        self.end_headers()
+        self.wfile.write(encoded)
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    with Server() as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+def command(server: Server, *flags: str) -> list[str]:
+    return [sys.executable, "-m", "holdfast", "chat", "--url", server.url, *flags]
+
+
+def piped(server: Server, lines: str, *flags: str, environment: dict[str, str] | None = None) -> Any:
+    return subprocess.run(
+        command(server, *flags), input=lines.encode(), capture_output=True, timeout=DEADLINE_S, check=False,
+        env={**os.environ, **(environment or {})},
+    )  # fmt: skip
+
+
+def test_each_line_of_a_pipe_is_a_message(server: Server) -> None:
+    done = piped(server, "one\n\ntwo\u2028three\n/reset\nfour\n", "--system", "Be brief.", "--max-tokens", "5")
+    assert done.stdout.decode() == "2:one\n4:two\u2028three\n2:four\n"
+    assert b"forgotten" in done.stderr
+    assert done.returncode == 0
+    assert server.bodies[0]["messages"][0] == {"role": "system", "content": "Be brief."}
+    assert server.bodies[0]["max_tokens"] == 5
+    assert server.bodies[0]["model"] == "tiny"
+    assert "temperature" not in server.bodies[0]
+    assert server.bodies[1]["messages"][2] == {"role": "assistant", "content": "2:one"}
+
+
+def test_the_key_comes_from_flag_or_environment(server: Server) -> None:
+    piped(server, "a\n", environment={"HOLDFAST_API_KEY": "from-environment"})
+    piped(server, "a\n", "--api-key", "from-flag", environment={"HOLDFAST_API_KEY": "from-environment"})
+    assert server.keys == ["Bearer from-environment", "Bearer from-flag"]
+
+
+@pytest.mark.parametrize(
+    ("said", "code", "words"), [("refuse", 2, b"too long by far"), ("break", 1, b"the engine died")]
+)
+def test_in_a_pipe_a_failure_ends_it(server: Server, said: str, code: int, words: bytes) -> None:
+    done = piped(server, f"{said}\nnever\n")
+    assert done.returncode == code
+    assert words in done.stderr
+    assert b"never" not in done.stdout
+
+
+def test_no_server_is_a_plain_error() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "holdfast", "chat", "--url", "http://127.0.0.1:9"], input=b"", capture_output=True,
+        timeout=DEADLINE_S, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert b"cannot be reached" in done.stderr
+    assert b"Traceback" not in done.stderr
+
+
+def test_engine_settings_do_not_go_with_a_url(server: Server) -> None:
+    done = piped(server, "", "--max-model-len", "512")
+    assert done.returncode == 2
+    assert b"--max-model-len" in done.stderr
+
+
+class Terminal:
+    """The command in a pseudo-terminal of its own, so that a typed Ctrl-C becomes a signal as it does for people."""
+
+    def __init__(self, arguments: list[str]) -> None:
+        self._ours, theirs = pty.openpty()
+        self.process = subprocess.Popen(
+            arguments, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True,
+            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+            env={**os.environ, "NO_COLOR": "1", "TERM": "dumb"},
+        )  # fmt: skip
+        os.close(theirs)
+        self._seen = ""
+
+    def type(self, text: str) -> None:
+        os.write(self._ours, text.encode())
+
+    def wait_for(self, words: str) -> str:
+        """Everything up to and with the words."""
+        deadline = time.monotonic() + DEADLINE_S
+        while words not in self._seen:
+            assert select.select([self._ours], [], [], max(0, deadline - time.monotonic()))[0], self._seen
+            self._seen += os.read(self._ours, 65536).decode()
+        before, _, self._seen = self._seen.partition(words)
+        return before + words
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+        os.close(self._ours)
+
+
+@pytest.fixture
+def terminal(server: Server) -> Iterator[Terminal]:
+    terminal = Terminal(command(server))
+    try:
+        terminal.wait_for("> ")
+        yield terminal
+    finally:
+        terminal.close()
+
+
+def test_ctrl_c_stops_the_answer_not_the_program(server: Server, terminal: Terminal) -> None:
+    terminal.type("talk\r")
+    terminal.wait_for("word word word")
+    terminal.type("\x03")
+    terminal.wait_for("stopped")
+    assert server.client_left.wait(DEADLINE_S), "the request was not aborted"
+    terminal.wait_for("> ")
+    terminal.type("next\r")
+    terminal.wait_for("3:next")
+    kept = server.bodies[-1]["messages"]
+    assert [message["role"] for message in kept] == ["user", "assistant", "user"]
+    assert kept[1]["content"].startswith("word word word")
+    terminal.wait_for("> ")
+    terminal.type("\x04")
+    assert terminal.process.wait(DEADLINE_S) == 0
+
+
+def test_ctrl_c_twice_at_the_prompt_leaves(terminal: Terminal) -> None:
+    terminal.type("\x03")
+    terminal.wait_for("again leaves")
+    terminal.wait_for("> ")
+    terminal.type("\x03")
+    assert terminal.process.wait(DEADLINE_S) == 130
+
+
+def test_commands_and_failures_at_the_prompt(server: Server, terminal: Terminal) -> None:
+    for typed, answer in [
+        ("/help", "/reset"), ("/nothing", "there is no command /nothing"), ("/system You are a cat.", "role set"),
+        ("refuse", "too long by far"), ("hi", "2:hi"), ("/reset", "forgotten"), ("again", "2:again"),
+    ]:  # fmt: skip
+        terminal.type(typed + "\r")
+        terminal.wait_for(answer)
+        terminal.wait_for("> ")
+    assert server.bodies[-1]["messages"][0] == {"role": "system", "content": "You are a cat."}
+    terminal.type("/exit\r")
+    assert terminal.process.wait(DEADLINE_S) == 0
+
+
+def test_a_models_text_cannot_steer_the_terminal(terminal: Terminal) -> None:
+    # Typed with Ctrl-V first, which makes the terminal take the escape character as it is.
+    terminal.type("\x16\x1b]52;x\r")
+    shown = terminal.wait_for("]52;x\r\n> ")
+    assert "1:\ufffd]52;x" in shown
+    assert "\x1b]52" not in shown
+
+
+async def test_an_engine_in_process_answers_and_is_aborted() -> None:
+    engine = FakeEngine()
+    await engine.start()
+    backend = LocalBackend(engine)
+    pieces = [piece async for piece in backend.stream([{"role": "user", "content": "hi"}], {"max_tokens": 8})]
+    assert "".join(pieces)
+    stream = backend.stream([{"role": "user", "content": "hi"}], {"max_tokens": 8})
+    await anext(stream)
+    await stream.aclose()
+    assert engine.unfinished == 0
+    with pytest.raises(RequestError, match="temperature"):
+        await anext(backend.stream([{"role": "user", "content": "hi"}], {"temperature": -1.0}))
+    await backend.close()
