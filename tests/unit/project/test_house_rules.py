@@ -176,3 +176,23 @@ def test_every_error_has_a_code_of_its_own_and_a_page() -> None:
     page = (ROOT / "docs" / "errors.md").read_text(encoding="utf-8")
     undocumented = [f"{code} ({name})" for code, name in codes.items() if code not in page or name not in page]
     assert not undocumented, undocumented
+
+
+def test_every_code_in_the_source_is_documented() -> None:
+    page = (ROOT / "docs" / "errors.md").read_text(encoding="utf-8")
+    undocumented = {
+        f"{code} ({path.relative_to(ROOT)})"
+        for path in PACKAGE.rglob("*.py")
+        for code in re.findall(r'"(HFW?\d{2,3})"', path.read_text(encoding="utf-8"))
+        if code not in page
+    }
+    assert not undocumented, sorted(undocumented)
+
+
+def test_links_between_documents_lead_somewhere() -> None:
+    broken = []
+    for page in [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]:
+        for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
+            if not (page.parent / target).exists():
+                broken.append(f"{page.relative_to(ROOT)}: {target}")
+    assert not broken, broken
