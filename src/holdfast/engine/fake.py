@@ -378,8 +378,8 @@ class _Stream:
         if not self._begun:
             self._begun = True
             self._engine._waiting -= 1
-            await self._engine._tell()
         await cast(Any, self._deltas).aclose()
+        await self._engine._tell()
 
     async def _run(self, prompt: list[int], params: SamplingParams, cached_tokens: int) -> AsyncIterator[AnswerDelta]:
         engine = self._engine

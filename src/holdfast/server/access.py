@@ -72,12 +72,13 @@ class Door:
             await send(message)
 
         try:
-            try:
-                self._check(scope["path"], headers)
-            except Exception as error:
-                await failure_response(error, self._settings.retry_after_s)(scope, receive, note)
-                return
+            self._check(scope["path"], headers)
             await self._app(scope, receive, note)
+        except Exception as error:
+            if record.started:
+                # uvicorn closes the connection, which is all that can still be said.
+                raise
+            await failure_response(error, self._settings.retry_after_s)(scope, receive, note)
         finally:
             if self._log is not None:
                 self._log(_line(scope, record))

@@ -54,7 +54,7 @@ def create_app(engine: Engine, settings: ServerSettings) -> Starlette:
     app = Starlette(
         routes=routes,
         middleware=[Middleware(Door, engine=engine, settings=settings, log=log)],
-        exception_handlers={HTTPException: refuse, Exception: refuse},
+        exception_handlers={HTTPException: refuse},
     )
     app.router.redirect_slashes = False
     app.state.metrics = metrics

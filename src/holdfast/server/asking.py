@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -37,8 +37,11 @@ MAX_PROMPTS = 1024
 _CHAT_FIELDS = honoured_fields(ChatBody)
 _COMPLETION_FIELDS = honoured_fields(CompletionBody)
 _TEMPLATE_OWN = frozenset(
-    {"messages", "tokenize", "add_generation_prompt", "continue_final_message", "chat_template", "tools", "documents"}
-)
+    {
+        "conversation", "messages", "tokenize", "add_generation_prompt", "continue_final_message", "chat_template",
+        "tools", "documents", "return_dict",
+    }
+)  # fmt: skip
 _SAMPLING_NAMES = (
     "n", "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "presence_penalty",
     "frequency_penalty", "repetition_penalty", "seed", "stop", "stop_token_ids", "ignore_eos",
@@ -92,6 +95,7 @@ async def read_chat(raw: bytes, engine: Engine, settings: ServerSettings) -> Ask
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     _check_logprobs(logprobs, "top_logprobs")
     params = _sampling(body, settings, logprobs=logprobs, max_tokens=None)
+    _check_vocabulary(params.logit_bias or (), tokenizer, "logit_bias")
     render = _renderer(tokenizer, body, read_messages(body.messages))
     prompt = await _off_loop(render, len(raw))
     _check_context([prompt], params, engine.info.max_model_len, "messages")
@@ -142,6 +146,9 @@ async def read_completion(raw: bytes, engine: Engine, settings: ServerSettings) 
         prompts = await _off_loop(lambda: [encode(text, add_special_tokens=add_special) for text in given], len(raw))
     elif body.echo:
         texts = [_tokenizer_of(engine, "echo").decode(prompt) for prompt in prompts]
+    for prompt in prompts:
+        _check_vocabulary(prompt, engine.tokenizer, "prompt")
+    _check_vocabulary(params.logit_bias or (), engine.tokenizer, "logit_bias")
     _check_context(prompts, params, engine.info.max_model_len, "prompt")
     return _ask(body, "cmpl", model, prompts, params, body.logprobs, echoes=texts if body.echo else None)
 
@@ -213,6 +220,13 @@ def _bias_id(key: str) -> int:
     if not (key.isascii() and key.isdigit() and len(key) < 10):
         raise RequestError(f"logit_bias: {key[:50]!r} is not a token id", field="logit_bias")
     return int(key)
+
+
+def _check_vocabulary(token_ids: Iterable[int], tokenizer: Tokenizer | None, field: str) -> None:
+    """Without a tokenizer the engine, which knows the model, is the first who can tell."""
+    largest = max(token_ids, default=0)
+    if tokenizer is not None and largest >= tokenizer.ids_end:
+        raise RequestError(f"{field}: token id {largest} is beyond the vocabulary of {tokenizer.ids_end}", field=field)
 
 
 def _check_context(prompts: list[list[int]], params: SamplingParams, context: int, field: str) -> None:

@@ -10,7 +10,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import cast
 
 from holdfast.engine.interface import Engine
-from holdfast.errors import HoldfastError
 from holdfast.observability.metrics import RequestMeter, ServingMetrics
 from holdfast.records import AnswerDelta, FinishReason
 from holdfast.server.answering import Answer
@@ -79,7 +78,7 @@ class Conversation:
                 await self._follow_one(0, consume)
             else:
                 await self._follow_all(consume)
-        except HoldfastError:
+        except Exception:
             self._ending = FinishReason.ERROR
             raise
 

@@ -13,14 +13,13 @@ from typing import Any
 from starlette.types import Receive, Scope, Send
 
 from holdfast.engine.interface import Engine
-from holdfast.errors import HoldfastError
 from holdfast.observability.metrics import ServingMetrics
 from holdfast.records import AnswerDelta
 from holdfast.server.access import CLIENT_GONE, Record
 from holdfast.server.answering import DONE, Answer, Shape, error_event
 from holdfast.server.asking import Ask
 from holdfast.server.conversation import Conversation
-from holdfast.server.failures import TOO_LARGE, HttpFailure, describe, failure_response
+from holdfast.server.failures import TOO_LARGE, HttpFailure, describe
 from holdfast.server.settings import ServerSettings
 
 Reader = Callable[[bytes, Engine, ServerSettings], Awaitable[Ask]]
@@ -59,10 +58,6 @@ class Generation:
             await unless_gone(receive, self._serve(body, record, send))
         except ClientGone:
             record.status = CLIENT_GONE
-        except Exception as error:
-            if record.started:
-                raise
-            await failure_response(error, self._settings.retry_after_s)(scope, receive, send)
 
     async def _serve(self, body: bytes, record: Record, send: Send) -> None:
         ask = await self._read(body, self._engine, self._settings)
@@ -114,13 +109,11 @@ class _Events:
         await self._write(b"")
         try:
             await self._conversation.follow(self._consume)
-        except HoldfastError as error:
-            record.error_code = error.code
-            await self._write(error_event(describe(error)[1]), last=True)
-            return
         except Exception as error:
-            record.error_code = "internal"
-            await self._write(error_event(describe(error)[1]), last=True)
+            # The status is sent: what is left is a last event that says so, and no [DONE].
+            body = describe(error)[1]
+            record.error_code = body["code"]
+            await self._write(error_event(body), last=True)
             return
         tail = self._shape.usage_event(self._conversation.usage()) if self._ask.include_usage else b""
         await self._write(tail + DONE, last=True)

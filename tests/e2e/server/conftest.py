@@ -1,0 +1,113 @@
+"""A real server on a free port with a fake engine behind it, in a thread, so that tests can look at the engine."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from holdfast.engine.fake import FakeEngine
+from holdfast.server.app import create_app
+from holdfast.server.run import bind, serve
+from holdfast.server.settings import ServerSettings
+
+TIMEOUT_S = 30.0
+
+
+class RunningServer:
+    def __init__(self, engine: FakeEngine, settings: dict[str, Any]) -> None:
+        self.engine = engine
+        self.lines: list[dict[str, Any]] = []
+        self._line_written = threading.Condition()
+        chosen = {"served_model_names": ("fake", "alias"), "access_log": self._log, "version": "9.9", **settings}
+        self._app = create_app(engine, ServerSettings(**chosen))
+        self._listener = bind("127.0.0.1", 0)
+        self.port: int = self._listener.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.exit_code: int | None = None
+        self._ready = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def _log(self, line: dict[str, Any]) -> None:
+        with self._line_written:
+            self.lines.append(line)
+            self._line_written.notify_all()
+
+    def wait_for_lines(self, count: int) -> list[dict[str, Any]]:
+        with self._line_written:
+            assert self._line_written.wait_for(lambda: len(self.lines) >= count, TIMEOUT_S), self.lines
+            return list(self.lines)
+
+    def _run(self) -> None:
+        async def main() -> None:
+            self.loop = asyncio.get_running_loop()
+            self._task = asyncio.create_task(
+                serve(self._app, self.engine, listener=self._listener, on_ready=self._ready.set, handle_signals=False)
+            )
+            self.exit_code = await self._task
+
+        with contextlib.suppress(asyncio.CancelledError):
+            asyncio.run(main())
+
+    def start(self, *, wait: bool = True) -> RunningServer:
+        self._thread.start()
+        if wait:
+            assert self._ready.wait(TIMEOUT_S)
+        return self
+
+    def call(self, work: Callable[[], Any]) -> Any:
+        """On the engine's loop."""
+
+        async def run() -> Any:
+            return work()
+
+        return asyncio.run_coroutine_threadsafe(run(), self.loop).result(TIMEOUT_S)
+
+    def until(self, happened: Callable[[], bool]) -> None:
+        asyncio.run_coroutine_threadsafe(self.engine.until(happened), self.loop).result(TIMEOUT_S)
+
+    def stop(self) -> None:
+        if self._thread.is_alive():
+            self.loop.call_soon_threadsafe(self._task.cancel)
+        self._thread.join(TIMEOUT_S)
+        assert not self._thread.is_alive()
+
+    def client(self) -> httpx.Client:
+        return httpx.Client(base_url=self.url, timeout=TIMEOUT_S)
+
+
+Launch = Callable[..., RunningServer]
+
+
+@pytest.fixture
+def launch() -> Iterator[Launch]:
+    """launch(engine, wait=True, **settings) -> RunningServer"""
+    running: list[RunningServer] = []
+
+    def start(engine: FakeEngine | None = None, *, wait: bool = True, **settings: Any) -> RunningServer:
+        server = RunningServer(engine or FakeEngine(), settings)
+        running.append(server)
+        return server.start(wait=wait)
+
+    yield start
+    for server in running:
+        server.stop()
+
+
+@pytest.fixture
+def server(launch: Launch) -> RunningServer:
+    return launch()
+
+
+@pytest.fixture(scope="session")
+def http() -> Iterator[httpx.Client]:
+    """A server shared by all tests that leave no trace on it."""
+    shared = RunningServer(FakeEngine(), {}).start()
+    with shared.client() as client:
+        yield client
+    shared.stop()

@@ -1,0 +1,269 @@
+"""Every way to be refused: status, OpenAI's shape, the field by name. And nothing a client sends is a 500."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+
+import httpx
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from holdfast.engine.fake import FakeEngine
+from holdfast.server import fields
+from holdfast.server.protocol import ChatBody, CompletionBody
+
+CHAT = {"messages": [{"role": "user", "content": "hi"}]}
+PATHS = ("/v1/chat/completions", "/v1/completions")
+
+
+def error_of(response: httpx.Response, status: int) -> dict:
+    assert response.status_code == status, response.text
+    body = response.json()
+    assert set(body) == {"error"}
+    assert {"message", "type", "param", "code"} <= set(body["error"])
+    assert "Traceback" not in response.text
+    return body["error"]
+
+
+def post(http: httpx.Client, extra: dict, path: str = PATHS[0]) -> httpx.Response:
+    base = CHAT if "chat" in path else {"prompt": "hi"}
+    return http.post(path, json={**base, **extra})
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("name", sorted(fields.UNSUPPORTED | fields.QUIET.keys()))
+def test_unsupported_options_are_refused_by_name(http, path, name):
+    error = error_of(post(http, {name: {"some": "thing"}}, path), 400)
+    assert (error["param"], error["code"]) == (name, "unsupported_parameter")
+    assert name in error["message"]
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_values_that_ask_for_nothing_are_accepted(http, path):
+    for name, values in fields.QUIET.items():
+        for value in (*values, None):
+            assert post(http, {name: value}, path).status_code == 200, (name, value)
+    for name in fields.HARMLESS:
+        assert post(http, {name: "anything"}, path).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("extra", "param"),
+    [
+        ({"max_token": 5}, "max_token"),
+        ({"prompt": "x"}, "prompt"),
+        ({"max_tokens": "5"}, "max_tokens"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": 2**70}, "max_tokens"),
+        ({"temperature": -1}, "temperature"),
+        ({"temperature": True}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"top_k": -5}, "top_k"),
+        ({"n": 0}, "n"),
+        ({"n": 1000}, "n"),
+        ({"stop": ""}, "stop"),
+        ({"stop": [1]}, "stop[0]"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids[0]"),
+        ({"logit_bias": {"x": 1}}, "logit_bias"),
+        ({"logit_bias": {"5": 101}}, "logit_bias"),
+        ({"logit_bias": {"99999": 1}}, "logit_bias"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"logprobs": 3}, "logprobs"),
+        ({"min_tokens": 9, "max_tokens": 3}, "min_tokens"),
+        ({"max_tokens": 3, "max_completion_tokens": 4}, "max_completion_tokens"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"stream": True, "stream_options": {"what": 1}}, "stream_options"),
+        ({"stream": "yes"}, "stream"),
+        ({"echo": True}, "echo"),
+        ({"chat_template": "{{ x }}"}, "chat_template"),
+        ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs"),
+        ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"messages": []}, "messages"),
+        ({"messages": "hi"}, "messages"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": "x", "mood": "good"}]}, "messages[0].mood"),
+        ({"messages": [{"role": "assistant", "content": "x", "tool_calls": [{}]}]}, "messages[0].tool_calls"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+            "messages[0].content[0]",
+        ),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
+    ],
+)
+def test_chat_errors_name_the_field(http, extra, param):
+    assert error_of(post(http, extra), 400)["param"] == param
+
+
+@pytest.mark.parametrize(
+    ("extra", "param"),
+    [
+        ({"prompt": None}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": ""}, "prompt"),
+        ({"prompt": 7}, "prompt"),
+        ({"prompt": [[]]}, "prompt"),
+        ({"prompt": ["a", 1]}, "prompt[1]"),
+        ({"prompt": [1, "a"]}, "prompt[1]"),
+        ({"prompt": [-1]}, "prompt[0]"),
+        ({"prompt": [True]}, "prompt[0]"),
+        ({"prompt": [100000]}, "prompt"),
+        ({"prompt": ["a"] * 1025}, "prompt"),
+        ({"best_of": 2}, "best_of"),
+        ({"suffix": "x"}, "suffix"),
+        ({"echo": True, "logprobs": 1}, "echo"),
+        ({"logprobs": 21}, "logprobs"),
+        ({"messages": []}, "messages"),
+    ],
+)
+def test_completion_errors_name_the_field(http, extra, param):
+    error = error_of(post(http, extra, PATHS[1]), 400)
+    # A missing prompt has no place of its own: msgspec names it in the text.
+    assert error["param"] == param or (extra["prompt"] is None and "prompt" in error["message"])
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"[]", b"null", b'"x"', b"\xff\xfe", b"[" * 100_000, b'{"a": "\\ud800"}'])
+def test_bad_json(http, body):
+    for path in PATHS:
+        assert error_of(http.post(path, content=body), 400)["type"] == "invalid_request_error"
+
+
+def test_beyond_the_context_both_numbers_are_told(launch):
+    server = launch(FakeEngine(max_model_len=100))
+    with server.client() as http:
+        error = error_of(post(http, {"prompt": "x" * 90, "max_tokens": 20}, PATHS[1]), 400)
+        assert error["code"] == "context_length_exceeded"
+        assert "100" in error["message"]
+        assert "110" in error["message"]
+        error = error_of(post(http, {"messages": [{"role": "user", "content": "y" * 200}]}), 400)
+        assert error["code"] == "context_length_exceeded"
+        assert post(http, {"prompt": "x" * 90, "max_tokens": 10}, PATHS[1]).status_code == 200
+        # Without max_tokens a chat gets what is left of the context.
+        answer = post(http, {"ignore_eos": True}).json()
+        assert answer["usage"]["total_tokens"] == 100
+        assert answer["choices"][0]["finish_reason"] == "length"
+
+
+def test_unknown_model_path_and_method(http):
+    error = error_of(post(http, {"model": "gpt-x"}), 404)
+    assert (error["code"], error["param"]) == ("model_not_found", "model")
+    error_of(http.get("/v2/nothing"), 404)
+    error_of(http.get("/v1/completions"), 405)
+    error_of(http.post("/v1/completions/", json={}), 404)
+
+
+def test_key(launch):
+    with launch(api_key="secret").client() as http:
+        for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "secret"}):
+            response = http.get("/v1/models", headers=headers)
+            assert error_of(response, 401)["code"] == "invalid_api_key"
+            assert response.headers["www-authenticate"] == "Bearer"
+        assert http.get("/v1/models", headers={"Authorization": "Bearer secret"}).status_code == 200
+        assert http.get("/health").status_code == 200
+
+
+def test_body_too_large_by_length_and_by_chunks(launch):
+    with launch(max_body_bytes=1000).client() as http:
+        assert error_of(http.post(PATHS[1], content=b"x" * 1001), 413)["code"] == "request_too_large"
+        chunks = (b"y" * 100 for _ in range(11))
+        error_of(http.post(PATHS[1], content=chunks), 413)
+        assert post(http, {}, PATHS[1]).status_code == 200
+
+
+def test_a_full_queue_is_429_with_retry_after(launch):
+    server = launch(FakeEngine(max_num_seqs=1, max_queued_requests=1), retry_after_s=7)
+    server.call(server.engine.pause)
+    with server.client() as http, http.stream("POST", PATHS[0], json={**CHAT, "stream": True}) as first:
+        assert first.status_code == 200
+        with http.stream("POST", PATHS[0], json={**CHAT, "stream": True}) as second:
+            assert second.status_code == 200
+            refused = post(http, {})
+            assert error_of(refused, 429)["code"] == "overloaded"
+            assert refused.headers["retry-after"] == "7"
+            server.call(server.engine.resume)
+            assert b"[DONE]" in second.read()
+        assert b"[DONE]" in first.read()
+
+
+def test_an_error_in_the_middle_of_a_stream_is_its_last_event(launch):
+    server = launch(FakeEngine(fail_after_tokens=2))
+    with server.client() as http:
+        text = post(http, {"stream": True}).text
+        events = [json.loads(line.removeprefix("data: ")) for line in text.splitlines() if line]
+        assert len(events) == 4
+        assert events[-1]["error"]["code"] == "engine_dead"
+        assert "[DONE]" not in text
+        assert error_of(post(http, {}), 503)["code"] == "engine_dead"
+        several = post(http, {"prompt": ["abc", "def"]}, PATHS[1])
+        assert error_of(several, 503)["code"] == "engine_dead"
+    lines = server.wait_for_lines(3)
+    assert (lines[0]["status"], lines[0]["error_code"]) == (200, "engine_dead")
+
+
+def test_a_bug_is_500_without_its_traceback(launch):
+    def broken(prompt):
+        raise ZeroDivisionError("secret detail")
+
+    server = launch(FakeEngine(broken))
+    with server.client() as http:
+        response = post(http, {})
+        assert error_of(response, 500)["type"] == "server_error"
+        assert "secret" not in response.text
+        streamed = post(http, {"stream": True}).text
+        assert "secret" not in streamed
+        assert '"server_error"' in streamed
+        assert http.get("/health").status_code == 200
+
+
+def test_curl(server):
+    command = ["curl", "-sS", "-N", "--max-time", "20", f"{server.url}/v1/completions", "-d", '{"prompt": "abc"}']
+    done = subprocess.run(command, capture_output=True, check=True, timeout=30)
+    assert json.loads(done.stdout)["choices"][0]["text"] == "abc"
+    command[-1] = '{"prompt": "abc", "stream": true}'
+    done = subprocess.run(command, capture_output=True, check=True, timeout=30)
+    assert done.stdout.endswith(b"data: [DONE]\n\n")
+
+
+_NAMES = sorted(
+    fields.honoured_fields(ChatBody) | fields.honoured_fields(CompletionBody) | fields.HARMLESS | fields.QUIET.keys()
+)
+_SCALARS = (
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**65), 2**65)
+    | st.integers(-2, 300)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(max_size=20)
+)
+_JSON = st.recursive(
+    _SCALARS,
+    lambda inner: (
+        st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8) | st.just("role"), inner, max_size=4)
+    ),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    path=st.sampled_from(PATHS),
+    extra=st.dictionaries(st.sampled_from(_NAMES), _JSON, max_size=5),
+    wild=st.none() | st.binary(max_size=200) | _JSON,
+)
+def test_whatever_is_sent_is_never_a_500(http, path, extra, wild):
+    base = CHAT if "chat" in path else {"prompt": "hi"}
+    if isinstance(wild, bytes):
+        response = http.post(path, content=wild)
+    elif wild is not None:
+        response = http.post(path, json=wild)
+    else:
+        response = http.post(path, json={**base, "max_tokens": 5, **extra})
+    assert response.status_code in (200, 400, 404), response.text
+    if response.status_code != 200:
+        assert set(response.json()) == {"error"}
