@@ -47,31 +47,36 @@ def random_engine(choice: random.Random) -> SimulatedEngine:
     max_num_seqs = choice.randint(1, 8)
     limits = SchedulerLimits(
         max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_seqs + choice.choice([0, 1, 7, 30, 100]),
-        max_model_len=choice.choice([16, 64, 200]),
+        max_num_batched_tokens=max_num_seqs + choice.choice([0, 1, 2, 4, 12, 60]),
+        max_model_len=choice.choice([24, 64, 100]),
         policy=choice.choice(["fcfs", "priority"]),
         max_steps_in_flight=choice.choice([1, 2]),
     )
-    kv = KVCache(layout, choice.randint(3, 20) * len(groups) + 1, choice.random() < 0.85)
+    # From barely enough for the longest request to enough for a few of them: pages must run out.
+    alone = layout.peak_blocks(limits.max_model_len, 1)
+    kv = KVCache(layout, 1 + int(alone * choice.choice([0.6, 1.0, 1.2, 1.5, 2.0, 3.0])) + 1, choice.random() < 0.85)
     return SimulatedEngine(Scheduler(limits, kv), vocabulary=VOCABULARY)
 
 
-def random_request(choice: random.Random, number: int, families: list[list[int]]) -> Request:
+def random_request(choice: random.Random, number: int, families: list[list[int]], longest: int) -> Request:
     prefix = choice.choice(families)
-    prompt = prefix[: choice.randint(0, len(prefix))] + [choice.randint(0, 3) for _ in range(choice.randint(0, 12))]
-    max_tokens = choice.choice([1, 4, 16, 60])
+    prompt = prefix[: choice.choice([0, 4, 17, 40])] + [
+        choice.randint(0, 3) for _ in range(choice.choice([1, 3, 12, 30]))
+    ]
+    max_tokens = choice.choice([1, 8, 40, 60])
     return Request(
         request_id=str(number),
-        prompt_token_ids=prompt,
+        prompt_token_ids=prompt if choice.random() < 0.05 else prompt[: longest - 8],
+        arrival_s=choice.choice([0.0, 1.0, float(number)]),
         params=SamplingParams(
             max_tokens=max_tokens,
             min_tokens=choice.choice([0, 0, 1]),
-            stop_token_ids=choice.choice([None, [3], [11, 12]]),
+            stop_token_ids=choice.choice([None, None, [3], [11, 12]]),
         ),
-        eos_token_ids=choice.choice([(), (7,)]),
+        eos_token_ids=choice.choice([(), (), (7,)]),
         priority=choice.randint(0, 3),
         cache_salt=choice.choice(["", "", "", "other"]),
-        output_token_ids=[choice.randrange(VOCABULARY) for _ in range(choice.choice([0, 0, 0, 0, 3]))],
+        output_token_ids=[choice.randrange(VOCABULARY) for _ in range(choice.choice([0] * 9 + [3]))],
     )
 
 
@@ -82,13 +87,13 @@ def run_world(choice: random.Random, counts: Counter[str]) -> None:
     crowd = choice.choice([3, 10, 30])
     for number in range(OPERATIONS_A_WORLD):
         draw = choice.random()
-        if draw < 0.2 and len(engine.unfinished) < crowd:
-            engine.add(random_request(choice, number, families))
+        if not engine.unfinished or (draw < 0.2 and len(engine.unfinished) < crowd):
+            engine.add(random_request(choice, number, families, engine.scheduler.limits.max_model_len))
             counts["add"] += 1
-        elif draw < 0.21 and engine.unfinished:
+        elif 0.2 <= draw < 0.205:
             engine.abort(choice.choice(list(engine.unfinished)))
             counts["abort"] += 1
-        elif draw < 0.213:
+        elif 0.205 <= draw < 0.207:
             engine.scheduler.reset_prefix_cache()
             counts["reset"] += 1
         elif engine.can_plan and (draw < 0.6 or not engine.plans_in_flight):

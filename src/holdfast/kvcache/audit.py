@@ -17,6 +17,8 @@ class BookLike(Protocol):
     @property
     def released(self) -> list[int]: ...
     @property
+    def entries(self) -> int: ...
+    @property
     def length(self) -> int: ...
     @property
     def hashes(self) -> list[bytes]: ...
@@ -38,11 +40,11 @@ def check_books(layout: KVLayout, pool: BlockPool, index: PrefixIndex, books: It
 
 
 def _check_tables(layout: KVLayout, pool: BlockPool, book: BookLike) -> None:
-    size, entries = layout.block_tokens, len(book.tables[0])
+    size, entries = layout.block_tokens, book.entries
     assert book.length <= entries * size, f"{book.length} tokens scheduled into {entries} blocks of {size}"
     for group, table in zip(layout.groups, book.tables, strict=True):
         released = book.released[group.index]
-        assert len(table) == entries, f"group {group.index} has {len(table)} entries, group 0 has {entries}"
+        assert len(table) == entries, f"group {group.index} has {len(table)} entries, not {entries}"
         assert all(page == NULL_PAGE for page in table[:released]), f"group {group.index}: a released entry has a page"
         assert NULL_PAGE not in table[released:], f"group {group.index}: a null page behind entry {released}"
         assert released <= group.first_needed(book.length) // size, (

@@ -36,6 +36,8 @@ class Book:
     tables: list[list[int]]
     """One a group; the first `released[group]` entries are the null page, the others pages."""
     released: list[int]
+    entries: int = 0
+    """Of each table."""
     length: int = 0
     """Positions [0, length) are written, or will be when the plans made so far are executed."""
     hashes: list[bytes] = field(default_factory=list)
@@ -48,13 +50,9 @@ class Book:
     """It holds content from before a reset of the cache: nothing of it may be indexed any more."""
 
     @property
-    def entries(self) -> int:
-        return len(self.tables[0])
-
-    @property
     def held(self) -> int:
         """Pages in its tables."""
-        return len(self.tables) * len(self.tables[0]) - sum(self.released)
+        return len(self.tables) * self.entries - sum(self.released)
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +160,7 @@ class KVCache:
             book.tables[group] = [NULL_PAGE] * first + found
             book.released[group] = first
         book.length = prefix.tokens
-        book.indexed = length
+        book.entries = book.indexed = length
         if not book.counted and self.prefix_caching:
             book.counted = True
             self.queries_total += tokens_looked_up
@@ -177,6 +175,7 @@ class KVCache:
         assert missing == 0, f"{missing} pages are missing to reach position {end}: ask before growing"
         for group, table in enumerate(book.tables):
             table.extend(self._pool.allocate(group).id for _ in range(fresh))
+        book.entries += fresh
 
     def note_scheduled(self, book: Book, end: int, tokens: Sequence[int]) -> None:
         """The plan being made writes positions up to `end`; `tokens` are those known so far."""
@@ -218,7 +217,7 @@ class KVCache:
         for table in book.tables:
             table.clear()
         book.released = [0] * len(book.tables)
-        book.length = book.indexed = 0
+        book.entries = book.length = book.indexed = 0
         book.stale = False
 
     def reset_prefix_cache(self) -> None:

@@ -146,7 +146,8 @@ class Scheduler:
         if not draft.preempted:
             self._admit(draft, now_s)
         for sequence in less_urgent:
-            self._plan_row(draft, sequence, may_preempt=False)
+            # Rows are committed by now, so nobody can be preempted any more.
+            self._plan_row(draft, sequence, sequence.pending, may_preempt=False)
         self._commit(draft)
         if not draft.rows:
             assert self._in_flight or not self._sequences, "requests wait, nothing is in flight, and no step was found"
@@ -157,59 +158,71 @@ class Scheduler:
         return draft.plan(self._steps_total)
 
     def _plan_running(self, draft: Draft) -> list[Sequence]:
-        """Rows for whoever decodes, then prefill chunks. Returns prefills that the first in line goes before."""
+        """Rows for whoever decodes, then prefill chunks. Returns prefills that shall wait for an admission."""
         prefills: list[Sequence] = []
         for sequence in tuple(self._running):
             if sequence.status is Status.RUNNING:
                 pending = sequence.pending
                 if pending == 1:
-                    self._plan_row(draft, sequence, may_preempt=True)
+                    self._plan_row(draft, sequence, 1)
                 elif pending > 1:
                     prefills.append(sequence)
-        first_in_line = self._waiting[0].order if self._waiting and self._free_slots else None
         less_urgent: list[Sequence] = []
         for sequence in prefills:
             if sequence.status is not Status.RUNNING:
                 continue
-            if first_in_line is not None and first_in_line < sequence.order:
+            if less_urgent or self._goes_before(sequence, draft.budget):
                 less_urgent.append(sequence)
             else:
-                self._plan_row(draft, sequence, may_preempt=True)
+                self._plan_row(draft, sequence, sequence.pending)
         return less_urgent
 
-    def _plan_row(self, draft: Draft, sequence: Sequence, *, may_preempt: bool) -> None:
+    def _goes_before(self, sequence: Sequence, budget: int) -> bool:
+        """Whether the first in line is earlier in order than this running sequence, and can really be admitted now."""
+        if not self._waiting or self._waiting[0].order > sequence.order:
+            return False
+        first = self._waiting[0]
+        if not self._free_slots or not self._worth_admitting or first.rows_in_flight:
+            return False
+        return self._has_room(first, self.kv.find_prefix(first.book, first.tokens), budget)
+
+    def _plan_row(self, draft: Draft, sequence: Sequence, pending: int, *, may_preempt: bool = True) -> None:
         """As many of its pending tokens as budget and pages allow; maybe none."""
-        if draft.budget == 0:
-            return
         kv, book, start = self.kv, sequence.book, sequence.scheduled
+        count = min(pending, draft.budget)
+        if count == 0:
+            return
         kv.release_outside_window(book, start)
-        while (fits := kv.reach(book) - start) < 1:
-            if not may_preempt:
+        writes: list[TableWrite] = []
+        if start + count > book.entries * kv.layout.block_tokens:
+            count = min(count, self._find_pages(draft, sequence, may_preempt) - start)
+            if count < 1:
                 return
+            first = book.entries
+            kv.grow(book, start + count)
+            writes = [TableWrite(sequence.slot, group, first, table[first:]) for group, table in enumerate(book.tables)]
+        draft.add(PlannedRow(sequence, Row(sequence.slot, start, count, count == pending), writes))
+
+    def _find_pages(self, draft: Draft, sequence: Sequence, may_preempt: bool) -> int:
+        """The position up to which its pages can reach. Takes pages from the youngest while it could not even compute
+        one token; when it is itself the youngest, it is the one that gives way."""
+        while (reach := self.kv.reach(sequence.book)) <= sequence.scheduled and may_preempt:
             youngest = self._running[-1]
             self._preempt(draft, youngest)
             draft.preempted = True
             if youngest is sequence:
-                return
-        count = min(sequence.pending, draft.budget, fits)
-        entries = book.entries
-        kv.grow(book, start + count)
-        writes: list[TableWrite] = []
-        if book.entries > entries:
-            writes = [
-                TableWrite(sequence.slot, group, entries, table[entries:]) for group, table in enumerate(book.tables)
-            ]
-        draft.add(PlannedRow(sequence, Row(sequence.slot, start, count, count == sequence.pending), writes))
+                return 0
+        return reach
 
     def _commit(self, draft: Draft) -> None:
         """From here on these rows stand: their blocks may be hit by whoever is planned next."""
+        note_scheduled = self.kv.note_scheduled
         for planned in draft.uncommitted:
             sequence, row = planned.sequence, planned.row
             sequence.in_flight += row.count
             sequence.rows_in_flight += 1
-            self.kv.note_scheduled(sequence.book, row.start + row.count, sequence.tokens)
-            if row.samples:
-                sequence.sampling_in_flight += 1
+            sequence.sampling_in_flight += row.samples
+            note_scheduled(sequence.book, row.start + row.count, sequence.tokens)
             if row.count > 1:
                 self._worth_admitting = True
         draft.uncommitted.clear()
