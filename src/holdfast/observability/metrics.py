@@ -107,8 +107,10 @@ class ServingMetrics:
     def count_tokens(self, *, prompt: int = 0, generated: int = 0) -> None:
         self._prompt_total += prompt
         self._generated_total += generated
-        self.prompt_tokens.inc(prompt)
-        self.generation_tokens.inc(generated)
+        if prompt:
+            self.prompt_tokens.inc(prompt)
+        if generated:
+            self.generation_tokens.inc(generated)
 
     def render(self) -> bytes:
         return generate_latest(self.registry)

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
@@ -141,12 +142,27 @@ class Program:
         assert select.select([self.process.stdout], [], [], 30)[0]
         return self.process.stdout.readline().strip()
 
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
     def end(self, timeout_s: float = 30.0) -> tuple[int, str]:
-        try:
-            _, errors = self.process.communicate(timeout=timeout_s)
-        finally:
-            self.process.kill()
+        _, errors = self.process.communicate(timeout=timeout_s)
         return self.process.returncode, errors
+
+
+@pytest.fixture
+def launch_program() -> Iterator[Callable[..., Program]]:
+    programs: list[Program] = []
+
+    def start(engine: str, drain_s: float = 30.0) -> Program:
+        programs.append(Program(engine, drain_s))
+        return programs[-1]
+
+    yield start
+    for program in programs:
+        if program.process.poll() is None:
+            program.kill()
 
 
 def wait_for_status(http: httpx.Client, status: str) -> None:
@@ -155,8 +171,8 @@ def wait_for_status(http: httpx.Client, status: str) -> None:
         assert time.monotonic() < deadline_s
 
 
-def test_sigterm_lets_running_requests_finish_and_exits_0():
-    program = Program("FakeEngine(token_delay_s=0.02)")
+def test_sigterm_lets_running_requests_finish_and_exits_0(launch_program):
+    program = launch_program("FakeEngine(token_delay_s=0.02)")
     assert program.line() == "ready"
     with httpx.Client(base_url=program.url, timeout=30) as http, ThreadPoolExecutor(9) as pool:
         body = {**LONG, "max_tokens": 60}
@@ -179,8 +195,8 @@ def test_sigterm_lets_running_requests_finish_and_exits_0():
     assert program.end()[0] == 0
 
 
-def test_a_drain_has_an_end():
-    program = Program("FakeEngine(token_delay_s=0.05)", drain_s=0.2)
+def test_a_drain_has_an_end(launch_program):
+    program = launch_program("FakeEngine(token_delay_s=0.05)", drain_s=0.2)
     assert program.line() == "ready"
     with httpx.stream("POST", f"{program.url}/v1/chat/completions", json={**LONG, "stream": True}, timeout=30) as open_:
         lines = open_.iter_lines()
@@ -190,8 +206,8 @@ def test_a_drain_has_an_end():
     assert program.end()[0] == 0
 
 
-def test_a_second_signal_leaves_at_once():
-    program = Program("FakeEngine(token_delay_s=3600)", drain_s=3600)
+def test_a_second_signal_leaves_at_once(launch_program):
+    program = launch_program("FakeEngine(token_delay_s=3600)", drain_s=3600)
     assert program.line() == "ready"
     with (
         httpx.Client(base_url=program.url, timeout=30) as http,
@@ -205,8 +221,8 @@ def test_a_second_signal_leaves_at_once():
         assert program.end()[0] == 128 + signal.SIGINT
 
 
-def test_sigterm_while_loading_exits_0():
-    program = Program("FakeEngine(start_delay_s=3600)")
+def test_sigterm_while_loading_exits_0(launch_program):
+    program = launch_program("FakeEngine(start_delay_s=3600)")
     with httpx.Client(base_url=program.url, timeout=30) as http:
         wait_for_status(http, "loading")
     os.kill(program.process.pid, signal.SIGTERM)
@@ -225,13 +241,13 @@ def test_sigterm_while_loading_exits_0():
         ('RuntimeError("a bug")', 1, "RuntimeError: a bug"),
     ],
 )
-def test_an_engine_that_cannot_start_ends_the_server(error, code, said):
-    found, errors = Program(f"FakeEngine(start_error={error})").end()
+def test_an_engine_that_cannot_start_ends_the_server(launch_program, error, code, said):
+    found, errors = launch_program(f"FakeEngine(start_error={error})").end()
     assert (found, said in errors) == (code, True), errors
 
 
-def test_the_front_never_imports_torch():
-    program = Program("FakeEngine()")
+def test_the_front_never_imports_torch(launch_program):
+    program = launch_program("FakeEngine()")
     assert program.line() == "ready"
     with httpx.Client(base_url=program.url, timeout=30) as http:
         assert http.post("/v1/chat/completions", json=CHAT).status_code == 200

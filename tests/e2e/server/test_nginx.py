@@ -14,7 +14,7 @@ import pytest
 
 from holdfast.engine.fake import FakeEngine
 
-NGINX = shutil.which("nginx", path="/usr/sbin:/usr/bin:/usr/local/sbin:/usr/local/bin:/opt/homebrew/bin")
+NGINX = shutil.which("nginx") or shutil.which("nginx", path="/usr/sbin:/usr/local/sbin")
 
 pytestmark = pytest.mark.skipif(NGINX is None, reason="nginx is not installed (scripts/install-test-tools.sh does it)")
 
