@@ -184,9 +184,11 @@ def _completion_logprobs(entries: list[dict[int, Logprob]], answer: Answer) -> C
         token = chosen.decoded_token or ""
         shaped.tokens.append(token)
         shaped.token_logprobs.append(max(chosen.logprob, LOWEST_LOGPROB))
-        shaped.top_logprobs.append(
-            {top.decoded_token or "": max(top.logprob, LOWEST_LOGPROB) for top in reversed(likeliest)}
-        )
+        tops: dict[str, float] = {}
+        for top in likeliest:
+            # Two ids may decode to the same text: the likelier one speaks for it.
+            tops.setdefault(top.decoded_token or "", max(top.logprob, LOWEST_LOGPROB))
+        shaped.top_logprobs.append(tops)
         shaped.text_offset.append(answer.shown_chars)
         answer.shown_chars += len(token)
     return shaped
