@@ -7,6 +7,7 @@ ARGS ?=
 VENV := .venv
 STAMPS := $(VENV)/.stamps
 SOURCES := src tests benchmarks
+INSTALLED_FROM := pyproject.toml $(wildcard setup.py src/holdfast/execution/native/*.[ch])
 
 .DEFAULT_GOAL := help
 .PHONY: help install serve test test-all test-tools lint format clean bench
@@ -43,9 +44,9 @@ clean: ## remove caches and build leftovers (rm -rf .venv removes the environmen
 	rm -rf build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find $(SOURCES) -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# What is installed follows pyproject.toml alone: a second run installs nothing.
-$(STAMPS)/dev: pyproject.toml
+# What is installed follows from these files alone: a second run installs nothing.
+$(STAMPS)/dev: $(INSTALLED_FROM)
 	@PYTHON="$(PYTHON)" scripts/install.sh dev
 
-$(STAMPS)/runtime: pyproject.toml
+$(STAMPS)/runtime: $(INSTALLED_FROM)
 	@PYTHON="$(PYTHON)" scripts/install.sh runtime

@@ -60,4 +60,4 @@ started=$SECONDS
 report_torch
 touch "$stamps/runtime"
 if [[ $what == dev ]]; then touch "$stamps/dev"; fi
-say "done in $((SECONDS - started)) s; nothing is installed again until pyproject.toml changes"
+say "done in $((SECONDS - started)) s; nothing is installed again until pyproject.toml or the C sources change"
