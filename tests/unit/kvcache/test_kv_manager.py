@@ -202,8 +202,9 @@ def test_the_longest_hit_is_what_its_definition_says(windows: list[int | None]) 
             assert found.tokens == longest_by_hand(kv, hashes, len(tokens))
 
 
-def test_a_reset_forgets_everything_and_what_runs_is_not_indexed_again() -> None:
-    kv = KVCache(make_layout([None]), 20)
+@pytest.mark.parametrize("windows", [[None], [3], [None, 3]])
+def test_a_reset_forgets_everything_and_what_runs_is_not_indexed_again(windows: list[int | None]) -> None:
+    kv = KVCache(make_layout(windows), 60)
     gone, _ = compute(kv, [5] * 9)
     kv.close(gone)
     running, _ = compute(kv, list(range(9)))
@@ -211,14 +212,16 @@ def test_a_reset_forgets_everything_and_what_runs_is_not_indexed_again() -> None
     kv.check_invariants()
     assert kv.blocks_indexed == 0
     assert compute(kv, [5] * 9)[1] == 0
+    # What it computes from now on still stands on KV from before the reset.
     tokens = list(range(14))
     kv.grow(running, 14)
     kv.note_scheduled(running, 14, tokens)
-    assert compute(kv, tokens)[1] == 0
-    # Started anew, its content is new, and indexed.
-    kv.free(running)
-    kv.adopt(running, kv.find_prefix(running, tokens), 14)
-    assert running.length == 12
+    kv.check_invariants()
+    assert kv.find_prefix(kv.open(), tokens).tokens == 0
+    # Started anew, it is indexed again.
+    kv.close(running)
+    compute(kv, tokens)
+    assert kv.find_prefix(kv.open(), tokens).tokens == 12
 
 
 def test_a_preempted_book_counts_its_lookup_once() -> None:

@@ -438,6 +438,22 @@ class TestPreemption:
         scheduler.check_invariants()
         assert scheduler.stats().waiting == 0
 
+    def test_nobody_is_admitted_again_before_its_tokens_are_known(self) -> None:
+        scheduler = make(blocks=4, prefix_caching=False, max_steps_in_flight=2)
+        scheduler.add(ask("a", 3, max_tokens=5), 0.0)
+        scheduler.add(ask("b", 4, max_tokens=10), 0.0)
+        earlier = plan_of(scheduler)
+        while (later := scheduler.schedule(0.0)) is not None:
+            answer(scheduler, earlier)
+            earlier = later
+        # a only waits for its last token, b found no page and gave its own back. Then a's client leaves.
+        assert scheduler.stats().preemptions_total == 1
+        scheduler.abort("a")
+        assert scheduler.schedule(0.0) is None
+        answer(scheduler, earlier, 55)
+        (start,) = plan_of(scheduler).starts
+        assert start.token_ids[4:] == [77, 77, 77, 77, 55]
+
     def test_the_oldest_is_never_preempted(self) -> None:
         scheduler = self.crowded()
         while scheduler.has_unfinished:
@@ -450,7 +466,7 @@ class TestPreemption:
     def test_a_row_already_planned_is_taken_back_when_its_sequence_has_to_give_way(self) -> None:
         # An old request comes back (its front remembers when it arrived) while a younger one decodes with a block of
         # one token: the young one's row is planned first, then the old prefill finds no page.
-        scheduler = make(blocks=40, block_tokens=1, prefix_caching=False, max_num_seqs=2, max_num_batched_tokens=2)
+        scheduler = make(blocks=41, block_tokens=1, prefix_caching=False, max_num_seqs=2, max_num_batched_tokens=2)
         scheduler.add(ask("y", 2, max_tokens=30, arrival_s=5.0), 0.0)
         step(scheduler)
         scheduler.add(ask("o", 30, max_tokens=10, arrival_s=1.0), 0.0)

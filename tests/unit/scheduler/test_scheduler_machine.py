@@ -73,9 +73,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         eos=st.sampled_from([(), (EOS,), (EOS, 12)]),
         priority=st.integers(0, 2),
         salt=st.sampled_from(["", "", "other"]),
+        arrival_s=st.sampled_from([0.0, 1.0, 2.0]),
         resumed=st.lists(st.integers(0, VOCABULARY - 1), max_size=3),
     )
-    def add(self, prefix, prefix_length, own, max_tokens, min_tokens, stops, eos, priority, salt, resumed):
+    def add(self, prefix, prefix_length, own, max_tokens, min_tokens, stops, eos, priority, salt, arrival_s, resumed):
         self.requests += 1
         params = SamplingParams(max_tokens=max_tokens, min_tokens=min(min_tokens, max_tokens), stop_token_ids=stops)
         self.engine.add(
@@ -86,6 +87,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 eos_token_ids=eos,
                 priority=priority,
                 cache_salt=salt,
+                arrival_s=arrival_s,
                 output_token_ids=resumed if self.requests % 4 == 0 else [],
             )
         )
@@ -136,7 +138,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 TestSchedulerMachine = SchedulerMachine.TestCase
 TestSchedulerMachine.settings = settings(
-    max_examples=150,
+    max_examples=250,
     stateful_step_count=60,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
