@@ -150,7 +150,7 @@ class ProcessEngine:
             self._open[request.request_id] = (Answer(request, index, self._tokenizer), stream)
         self._streams += 1
         if self._ready:  # While it restarts, requests simply wait here; all of them are handed over afterwards.
-            await self._send(messages.Add(requests))
+            self._send(messages.Add(requests))
         return stream
 
     async def drain(self, timeout_s: float) -> None:
@@ -177,7 +177,7 @@ class ProcessEngine:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     async def reset_prefix_cache(self) -> None:
-        await self._send(messages.ResetPrefixCache())
+        self._send(messages.ResetPrefixCache())
 
     def _refuse_if_closed(self, request_id: str) -> None:
         if self._failure is not None:
@@ -189,9 +189,9 @@ class ProcessEngine:
                 "the engine is not ready yet", fix="wait for /health to answer 200", request_id=request_id
             )
 
-    async def _send(self, message: messages.ToEngine) -> None:
-        if self._child is not None:
-            await self._child.send(message)
+    def _send(self, message: messages.ToEngine) -> None:
+        if self._child is not None and self._ready:
+            self._child.send(message)
 
     async def _launch(self) -> None:
         """Returns with a ready engine, or raises what kept it from becoming one."""
@@ -220,28 +220,37 @@ class ProcessEngine:
             while (message := await self._child.receive()) is not None:
                 if isinstance(message, messages.News):
                     self._take(message)
-            self._ready = False
-            ending = self._child.ending()
-            await self._child.stop()
-            log.error("the engine process ended (%s) with %d requests open; starting it again", ending, len(self._open))
-            self._deaths_without_output += 1
-            self._end_suspects(ending)
             try:
-                if self._deaths_without_output >= MAX_DEATHS_WITHOUT_OUTPUT:
-                    raise EngineDiedError(
-                        f"the engine process died {self._deaths_without_output} times without an answer in between"
-                        f" (last: {ending})",
-                        fix="read the engine's last lines above; restart with smaller limits",
-                    )
-                self._restarts += 1
-                await self._launch()
+                await self._relaunch()
             except HoldfastError as error:
                 log.error("%s", error)
                 self._failure = messages.pack_failure(error)
                 self._end_all(error)
                 return
             if self._open:
-                await self._send(messages.Add([answer.resumed() for answer, _ in self._open.values()]))
+                self._send(messages.Add([answer.resumed() for answer, _ in self._open.values()]))
+
+    async def _relaunch(self) -> None:
+        """Until one lives, or too many in a row have died."""
+        while True:
+            assert self._child is not None
+            self._ready = False
+            self._restarts += 1
+            self._deaths_without_output += 1
+            ending = self._child.ending()
+            await self._child.stop()
+            self._end_suspects(ending)
+            if self._deaths_without_output >= MAX_DEATHS_WITHOUT_OUTPUT:
+                raise EngineDiedError(
+                    f"the engine process died {self._deaths_without_output} times without an answer in between"
+                    f" (last: {ending})",
+                    fix="read the engine's last lines above; restart with smaller limits",
+                )
+            log.error("the engine process ended (%s) with %d requests open; starting it again", ending, len(self._open))
+            try:
+                return await self._launch()
+            except EngineDiedError as error:
+                log.error("%s", error)
 
     def _end_suspects(self, ending: str) -> None:
         for request_id, (answer, stream) in list(self._open.items()):
@@ -275,13 +284,13 @@ class ProcessEngine:
             stream.put(delta)
         for listener in self._listeners:
             listener(self._stats)
-        if stopped and self._child is not None:
-            self._child.send_soon(messages.Abort(stopped))
+        if stopped:
+            self._send(messages.Abort(stopped))
 
     def _end_all(self, error: HoldfastError) -> None:
         streams = {id(stream): stream for _, stream in self._open.values()}
-        if self._open and self._child is not None and self._ready:
-            self._child.send_soon(messages.Abort(list(self._open)))
+        if self._open:
+            self._send(messages.Abort(list(self._open)))
         self._open.clear()
         for stream in streams.values():
             stream.put(error)
@@ -290,8 +299,8 @@ class ProcessEngine:
         """A stream has ended or was left by its reader; what still runs of it is aborted."""
         self._streams -= 1
         running = [request_id for request_id in request_ids if self._open.pop(request_id, None) is not None]
-        if running and self._child is not None and self._ready:
-            self._child.send_soon(messages.Abort(running))
+        if running:
+            self._send(messages.Abort(running))
 
 
 class _Stream(AsyncIterator[AnswerDelta]):
@@ -336,29 +345,27 @@ class _Child:
         self.process = process
         self._socket = socket
         self._exit = asyncio.create_task(process.wait(), name="engine-exit")
-        self._sends: set[asyncio.Task[None]] = set()
 
     @classmethod
     async def spawn(cls, context: zmq.asyncio.Context, path: Path, config: EngineConfig) -> _Child:
         socket = context.socket(zmq.PAIR)
         socket.linger = 0
+        # This side connects and has no limit on what waits, so that a send never blocks, whether the process has
+        # bound yet, is busy, or is already dead.
+        socket.sndhwm = 0
+        socket.reconnect_ivl = 10
         address = f"ipc://{path}"
-        socket.bind(address)
+        socket.connect(address)
         # -u: its last words before a crash must reach the log. Its standard input stays open as long as we live.
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-u", "-m", "holdfast.engine.process", address, stdin=asyncio.subprocess.PIPE
         )
         child = cls(process, socket)
-        await child.send(messages.Begin(dataclasses.asdict(config)))
+        child.send(messages.Begin(dataclasses.asdict(config)))
         return child
 
-    async def send(self, message: messages.ToEngine) -> None:
-        await self._socket.send(messages.encode(message))
-
-    def send_soon(self, message: messages.ToEngine) -> None:
-        task = asyncio.get_running_loop().create_task(self.send(message))
-        self._sends.add(task)
-        task.add_done_callback(self._sends.discard)
+    def send(self, message: messages.ToEngine) -> None:
+        self._socket.send(messages.encode(message), zmq.NOBLOCK)
 
     async def receive(self) -> messages.FromEngine | None:
         """The next message, or None when the process has ended and said all it had to say."""
@@ -383,8 +390,7 @@ class _Child:
         if self.process.returncode is None and at_once:
             self.process.kill()
         elif self.process.returncode is None:
-            with contextlib.suppress(zmq.ZMQError):
-                self._socket.send(messages.encode(messages.Stop()), zmq.NOBLOCK)
+            self.send(messages.Stop())
             try:
                 await asyncio.wait_for(asyncio.shield(self._exit), STOP_TIMEOUT_S)
             except TimeoutError:

@@ -28,7 +28,7 @@ def main(address: str) -> int:
     _end_with_parent()
     with zmq.Context() as context, context.socket(zmq.PAIR) as socket:
         socket.linger = 2000
-        socket.connect(address)
+        socket.bind(address)
         begin = messages.decode_to_engine(socket.recv())
         if not isinstance(begin, messages.Begin):
             raise SystemExit("the first message must be Begin")
@@ -61,6 +61,7 @@ def _serve(core: EngineCore, socket: zmq.Socket[bytes]) -> None:
     while True:
         if not core.has_work:
             socket.poll(IDLE_POLL_MS)
+        changed = False
         while (heard := _hear(socket)) is not None:
             if isinstance(heard, messages.Add):
                 for request in heard.requests:
@@ -72,7 +73,8 @@ def _serve(core: EngineCore, socket: zmq.Socket[bytes]) -> None:
                 core.scheduler.reset_prefix_cache()
             elif isinstance(heard, messages.Stop):
                 return
-        if core.has_work:
+            changed = True
+        if core.has_work or changed:  # After the last request was aborted nothing steps, but the numbers have changed.
             outputs = core.step()
             socket.send(messages.encode(messages.News(outputs, core.stats())))
 

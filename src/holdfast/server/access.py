@@ -24,6 +24,9 @@ from holdfast.server.settings import AccessLog, ServerSettings
 CLIENT_GONE = 499
 """nginx's number for a client that closed the connection before the answer was there; never sent, only logged."""
 
+PROBES = frozenset({"/health", "/ping", "/metrics"})
+"""Asked every few seconds by machines; lines about them would bury those about requests."""
+
 _ID = re.compile(r"[A-Za-z0-9._:@/+=-]{1,128}")
 
 
@@ -55,7 +58,6 @@ class Door:
         self._settings = settings
         self._log = log
         self._key = None if settings.api_key is None else f"Bearer {settings.api_key}".encode()
-        self._seen_ready = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -80,7 +82,7 @@ class Door:
                 raise
             await failure_response(error, self._settings.retry_after_s)(scope, receive, note)
         finally:
-            if self._log is not None:
+            if self._log is not None and scope["path"] not in PROBES:
                 self._log(_line(scope, record))
 
     def _check(self, path: str, headers: dict[bytes, bytes]) -> None:
@@ -95,10 +97,9 @@ class Door:
             raise EngineDiedError(f"the engine is dead: {engine.failure.message}")
         if engine.draining:
             raise DrainingError("the server is shutting down and takes no new requests")
-        self._seen_ready = self._seen_ready or engine.ready
         # An engine that is being restarted keeps new requests waiting; one that was never there cannot even say
         # what its tokenizer is.
-        if not self._seen_ready:
+        if not engine.ready and not engine.restarts:
             raise HttpFailure(
                 UNAVAILABLE, "the model is loading", kind="service_unavailable_error", code="loading", retry=True
             )

@@ -1,0 +1,184 @@
+"""A real server with an engine process of its own, used by real clients: openai, curl."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import signal
+import subprocess
+import sys
+
+import httpx
+import openai
+import pytest
+
+
+@pytest.fixture(scope="module")
+def server(module_server, tiny_arguments):
+    return module_server(*tiny_arguments, "--api-key", "sesame").wait_ready()
+
+
+def completion(**changes: object) -> dict[str, object]:
+    return {"model": "tiny", "prompt": "Once upon a time", "max_tokens": 8, "temperature": 0} | changes
+
+
+def test_sync_client(server) -> None:
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="sesame")
+    assert [model.id for model in client.models.list()] == ["tiny"]
+    answer = client.completions.create(**completion())
+    assert answer.usage.completion_tokens == 8
+    assert answer.choices[0].finish_reason == "length"
+    chat = client.chat.completions.create(
+        model="tiny", messages=[{"role": "user", "content": "Hi"}], max_tokens=5, logprobs=True, top_logprobs=3
+    )
+    assert len(chat.choices[0].logprobs.content) == 5
+    assert all(len(entry.top_logprobs) == 3 for entry in chat.choices[0].logprobs.content)
+    several = client.completions.create(**completion(n=3, temperature=1.0, seed=1))
+    assert len({choice.text for choice in several.choices}) > 1
+    assert client.completions.create(**completion(n=3, temperature=1.0, seed=1)).choices == several.choices
+
+
+def test_streamed_is_what_is_not_streamed(server) -> None:
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="sesame")
+    whole = client.completions.create(**completion(max_tokens=40)).choices[0].text
+    chunks = list(client.completions.create(stream=True, **completion(max_tokens=40)))
+    assert "".join(choice.text for chunk in chunks for choice in chunk.choices) == whole
+    assert len(chunks) >= 40
+
+
+async def test_64_at_once_do_not_change_each_other(server) -> None:
+    """In float32 the answer does not depend on the company a request keeps.
+
+    Batch shapes still change the last bit of a logit. Among ten tokens that decides nothing; among the 49,152 nearly
+    equal ones of random weights, one draw in some thousands falls on a boundary that has moved.
+    """
+    async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="sesame") as client:
+
+        async def ask(place: int) -> str:
+            asked = completion(prompt=f"{place} bottles of beer", max_tokens=24, seed=place, temperature=place % 2)
+            return (await client.completions.create(extra_body={"top_k": 10}, **asked)).choices[0].text
+
+        together = await asyncio.gather(*(ask(place) for place in range(64)))
+        alone = [await ask(place) for place in range(64)]
+    assert together == alone
+
+
+def test_curl(server) -> None:
+    command = ["curl", "-sN", f"{server.url}/v1/completions", "-H", "Authorization: Bearer sesame"]
+    command += ["-H", "Content-Type: application/json", "-d", json.dumps(completion(stream=True))]
+    said = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout
+    events = re.findall(r"^data: (.*)$", said, re.MULTILINE)
+    assert events[-1] == "[DONE]"
+    assert all(json.loads(event)["object"] == "text_completion" for event in events[:-1])
+
+
+def test_refusals_in_openais_shape(server) -> None:
+    with httpx.Client(base_url=server.url, headers={"Authorization": "Bearer sesame"}) as client:
+
+        def refused(**changes: object) -> dict[str, object]:
+            answer = client.post("/v1/completions", json=completion(**changes))
+            return {"status": answer.status_code, **answer.json()["error"]}
+
+        beyond = refused(max_tokens=5000)
+        assert beyond["status"] == 400
+        assert "5000" in beyond["message"]
+        assert str(1008) in beyond["message"] or "2048" in beyond["message"]
+        assert refused(model="other")["status"] == 404
+        assert refused(temperature="hot")["param"] == "temperature"
+        assert refused(prompt=[10**6])["status"] == 400
+        assert refused(guided_json={})["param"] == "guided_json"
+    assert httpx.post(f"{server.url}/v1/completions", json=completion()).status_code == 401
+
+
+def test_prefix_hits_are_counted(server) -> None:
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="sesame")
+    prompt = list(range(1000, 1200))
+    cold = client.completions.create(**completion(prompt=prompt))
+    warm = client.completions.create(**completion(prompt=prompt))
+    assert cold.usage.prompt_tokens_details.cached_tokens == 0
+    assert warm.usage.prompt_tokens_details.cached_tokens == 192
+    assert warm.choices[0].text == cold.choices[0].text
+    salted = client.completions.create(**completion(prompt=prompt, extra_body={"cache_salt": "mine"}))
+    assert salted.usage.prompt_tokens_details.cached_tokens == 0
+
+
+def test_a_client_that_leaves_frees_its_pages(server) -> None:
+    asked = completion(max_tokens=900, stream=True, ignore_eos=True)
+    headers = {"Authorization": "Bearer sesame"}
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=asked, headers=headers) as answer:
+        next(answer.iter_lines())
+        server.wait_metric("vllm:num_requests_running", lambda running: running == 1)
+    server.wait_metric("vllm:num_requests_running", lambda running: running == 0)
+    server.wait_metric("vllm:kv_cache_usage_perc", lambda share: share == 0)
+
+
+def test_the_front_has_no_torch(server) -> None:
+    with open(f"/proc/{server.process.pid}/maps") as maps:
+        assert "libtorch" not in maps.read()
+    with open(f"/proc/{server.engine_pid}/maps") as maps:
+        assert "libtorch" in maps.read()
+
+
+def test_lines_people_look_for(server) -> None:
+    for part in (
+        "KV blocks:",
+        "KV cache size:",
+        "Maximum concurrency",
+        "Parallel size: 1",
+        "Attention backend:",
+        "Decision:",
+    ):
+        assert part in server.log
+    lines = [json.loads(line) for line in server.log.splitlines() if line.startswith("{")]
+    assert any(line["prompt_tokens"] and line["completion_tokens"] for line in lines)
+
+
+async def test_sigterm_under_load_drains_and_refuses_newcomers(start_server, tiny_arguments) -> None:
+    server = start_server(*tiny_arguments, "--drain-timeout", "60").wait_ready()
+    async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
+        asked = completion(max_tokens=300, ignore_eos=True)
+        running = [asyncio.create_task(client.post("/v1/completions", json=asked)) for _ in range(8)]
+        while server.metric("vllm:num_requests_running") < 8:
+            await asyncio.sleep(0.01)
+        server.process.send_signal(signal.SIGTERM)
+        statuses = set()
+        while not all(task.done() for task in running):
+            try:
+                statuses.add((await client.post("/v1/completions", json=completion())).status_code)
+            except httpx.TransportError:
+                break  # The last one has finished and the door is closed.
+        answers = await asyncio.gather(*running)
+    assert [answer.json()["usage"]["completion_tokens"] for answer in answers] == [300] * 8
+    assert statuses <= {200, 503}
+    assert 503 in statuses
+    assert server.process.wait(30) == 0
+
+
+async def test_the_queue_has_a_bound(start_server, tiny_arguments) -> None:
+    server = start_server(*tiny_arguments, "--max-num-seqs", "2", "--max-queued-requests", "3").wait_ready()
+    async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
+        asked = completion(max_tokens=600, ignore_eos=True)
+        answers = await asyncio.gather(*(client.post("/v1/completions", json=asked) for _ in range(12)))
+    statuses = [answer.status_code for answer in answers]
+    assert statuses.count(200) == 5
+    assert statuses.count(429) == 7
+    assert all(int(answer.headers["Retry-After"]) > 0 for answer in answers if answer.status_code == 429)
+
+
+def test_a_bad_start_is_said_at_once(tiny_model) -> None:
+    def start(*arguments: str) -> tuple[int, str]:
+        command = [sys.executable, "-m", "holdfast", "serve", "--port", "0", *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        return done.returncode, done.stderr
+
+    code, said = start("/nowhere/at/all.gguf")
+    assert code in (1, 2)
+    assert "HF" in said
+    assert "Traceback" not in said
+    code, said = start(str(tiny_model), "--load-format", "dummy", "--skip-tokenizer-init", "--max-model-len", "999999")
+    assert code == 2
+    assert "2,048" in said
+    code, said = start(str(tiny_model))
+    assert code == 2
+    assert "--load-format dummy" in said

@@ -1,0 +1,129 @@
+"""The engine process dies, however it dies; nobody's answer changes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+
+import httpx
+import openai
+import psutil
+import pytest
+
+STREAMS = 64
+TOKENS = 160
+
+
+def ask(place: int) -> dict[str, object]:
+    """Half greedy, half sampled with seeds; prompts that share beginnings and some that do not."""
+    return {
+        "model": "tiny",
+        "prompt": f"Story number {place % 16}: " + "once upon a time " * (1 + place % 5),
+        "max_tokens": TOKENS + place,
+        "temperature": 0.0 if place % 2 else 0.9,
+        "seed": place,
+        # Ten tokens to draw from: their order of likelihood survives the last bit, which batch shapes change.
+        "extra_body": {"ignore_eos": True, "top_k": 10},
+    }
+
+
+Answer = tuple[str, str | None, int]
+
+
+async def stream(client: openai.AsyncOpenAI, place: int, begun: asyncio.Semaphore | None) -> Answer:
+    text, reason, tokens = "", None, 0
+    asked = ask(place) | {"stream": True, "stream_options": {"include_usage": True}}
+    async for chunk in await client.completions.create(**asked):
+        if chunk.usage is not None:
+            tokens = chunk.usage.completion_tokens
+        for choice in chunk.choices:
+            text += choice.text
+            reason = choice.finish_reason or reason
+        if begun is not None:
+            begun.release()
+            begun = None
+    return text, reason, tokens
+
+
+async def all_streams(url: str, begun: asyncio.Semaphore | None = None) -> list[Answer]:
+    async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=120) as client:
+        return await asyncio.gather(*(stream(client, place, begun) for place in range(STREAMS)))
+
+
+async def test_kill_9_under_64_streams_changes_nobodys_answer(start_server, tiny_arguments) -> None:
+    server = start_server(*tiny_arguments).wait_ready()
+    undisturbed = await all_streams(server.url)
+    assert [(reason, tokens) for _, reason, tokens in undisturbed] == [("length", TOKENS + n) for n in range(STREAMS)]
+
+    begun = asyncio.Semaphore(0)
+    disturbed = asyncio.create_task(all_streams(server.url, begun))
+    for _ in range(STREAMS // 2):  # Half of them in the middle of their answers, others perhaps still waiting.
+        await begun.acquire()
+    victim = server.engine_pid
+    os.kill(victim, signal.SIGKILL)
+    assert await disturbed == undisturbed
+    assert server.engine_pid != victim
+    assert "starting it again" in server.log
+    server.wait_metric("vllm:num_requests_running", lambda running: running == 0)
+    assert server.metric("vllm:kv_cache_usage_perc") == 0
+    assert server.metric("vllm:request_success_total") == 2 * STREAMS
+    assert server.stop() == 0
+
+
+async def test_health_tells_while_it_comes_back_and_requests_wait(start_server, tiny_arguments) -> None:
+    server = start_server(*tiny_arguments).wait_ready()
+    engine = psutil.Process(server.engine_pid)
+    engine.kill()
+    engine.wait()
+    async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
+        for _ in range(200):
+            if (await client.get("/health")).status_code == 503:
+                break
+            await asyncio.sleep(0.01)
+        else:
+            pytest.fail("/health stayed 200 while there was no engine")
+        answer = await client.post("/v1/completions", json={"model": "tiny", "prompt": "Hello", "max_tokens": 3})
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["usage"]["completion_tokens"] == 3
+        assert (await client.get("/health")).status_code == 200
+
+
+async def test_an_engine_that_cannot_live_is_given_up_with_a_typed_error(start_server, tiny_arguments) -> None:
+    server = start_server(*tiny_arguments).wait_ready()
+    async with httpx.AsyncClient(base_url=server.url, timeout=120) as client:
+        long = {"model": "tiny", "prompt": "Hello", "max_tokens": 2000, "ignore_eos": True}
+        waiting = asyncio.create_task(client.post("/v1/completions", json=long))
+        killed: set[int] = set()
+        for _ in range(3):
+            killed.add(await kill_next_engine(server, killed))
+        answer = await waiting
+        assert answer.status_code in (500, 503)
+        assert "died" in answer.json()["error"]["message"]
+        assert answer.json()["error"]["code"]
+        health = await client.get("/health")
+        assert health.status_code == 503
+        refused = await client.post("/v1/completions", json=long)
+        assert refused.status_code in (500, 503)
+
+
+async def kill_next_engine(server, killed: set[int]) -> int:
+    """As soon as there is a new one: before it can answer anything."""
+    for _ in range(6000):
+        try:
+            if (pid := server.engine_pid) not in killed:
+                os.kill(pid, signal.SIGKILL)
+                return pid
+        except (AssertionError, psutil.Error):
+            pass
+        await asyncio.sleep(0.005)
+    raise AssertionError("no new engine process came")
+
+
+async def test_the_engine_goes_when_the_front_is_killed(start_server, tiny_arguments) -> None:
+    server = start_server(*tiny_arguments).wait_ready()
+    engine = psutil.Process(server.engine_pid)
+    server.process.kill()
+    server.process.wait()
+    gone, _ = psutil.wait_procs([engine], timeout=20)
+    assert gone
