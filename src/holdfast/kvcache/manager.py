@@ -40,6 +40,8 @@ class Book:
     """Of each table."""
     length: int = 0
     """Positions [0, length) are written, or will be when the plans made so far are executed."""
+    window_moves_at: int = 0
+    """Before a query at this position there is nothing to give back."""
     hashes: list[bytes] = field(default_factory=list)
     """Chain hashes of the first full blocks of known tokens; they outlive a preemption."""
     indexed: int = 0
@@ -80,7 +82,7 @@ class KVCache:
         self._pool = BlockPool(blocks, evicted=self._forget_evicted)
         self._books: set[Book] = set()
         self._full_groups = [group.index for group in layout.groups if group.window is None]
-        self._windowed_groups = [group for group in layout.groups if group.window is not None]
+        self._windows = {group.index: group.window for group in layout.groups if group.window is not None}
 
     # --- answers: nothing below changes anything but the memo of hashes ---
 
@@ -197,15 +199,19 @@ class KVCache:
 
     def release_outside_window(self, book: Book, position: int) -> None:
         """Gives back what no query at `position` or later will read."""
-        for group in self._windowed_groups:
-            outside = min(group.first_needed(position) // self.layout.block_tokens, book.entries)
-            released = book.released[group.index]
-            if outside > released:
-                table = book.tables[group.index]
-                for entry in range(released, outside):
-                    self._pool.release(table[entry])
-                    table[entry] = NULL_PAGE
-                book.released[group.index] = outside
+        if position < book.window_moves_at or not self._windows:
+            return
+        size, moves_at = self.layout.block_tokens, []
+        for group, window in self._windows.items():
+            table, released = book.tables[group], book.released[group]
+            outside = min(self.layout.groups[group].first_needed(position) // size, book.entries)
+            for entry in range(released, outside):
+                self._pool.release(table[entry])
+                table[entry] = NULL_PAGE
+            book.released[group] = max(released, outside)
+            # The first query that no longer sees the last position of the first block still held.
+            moves_at.append((book.released[group] + 1) * size - 1 + window)
+        book.window_moves_at = min(moves_at)
 
     def free(self, book: Book) -> None:
         """Gives everything back and empties the tables. From the tail, so that of a prefix the tail is evicted first:
@@ -217,7 +223,7 @@ class KVCache:
         for table in book.tables:
             table.clear()
         book.released = [0] * len(book.tables)
-        book.entries = book.length = book.indexed = 0
+        book.entries = book.length = book.indexed = book.window_moves_at = 0
         book.stale = False
 
     def reset_prefix_cache(self) -> None:
@@ -255,9 +261,9 @@ class KVCache:
         settled = False
         while not settled:
             settled = True
-            for group_spec in self._windowed_groups:
-                pages = self._index.pages(group_spec.index)
-                for entry in range(length - 1, self._first_entry(group_spec.index, length) - 1, -1):
+            for group in self._windows:
+                pages = self._index.pages(group)
+                for entry in range(length - 1, self._first_entry(group, length) - 1, -1):
                     if hashes[entry] not in pages:
                         length, settled = entry, False
                         break

@@ -13,12 +13,14 @@ What holds, and why nobody waits for ever:
     priority policy: of its priority). It runs again only when nothing of it is in flight, so that its tokens are known.
   - admission leaves a block in each group for every sequence that runs, and what running prefills still need, so
     that it does not lead straight to the next preemption. When nothing runs, the first in line is admitted anyway.
+
+What a runner must know: table entries of pages that left a window are not rewritten, and may already be another's.
+A row reads no position before `first_needed` of its own first position, group by group.
 """
 
 from __future__ import annotations
 
 import heapq
-from bisect import bisect_left, insort
 from collections import deque
 from dataclasses import dataclass
 
@@ -39,6 +41,7 @@ from holdfast.scheduler.audit import check_in_flight, check_lines
 from holdfast.scheduler.draft import Draft, PlannedRow
 from holdfast.scheduler.endings import finished, refused, why_refused
 from holdfast.scheduler.limits import SchedulerLimits
+from holdfast.scheduler.line import enter, leave
 from holdfast.scheduler.sequence import Sequence, Status
 
 
@@ -46,17 +49,6 @@ from holdfast.scheduler.sequence import Sequence, Status
 class _StepInFlight:
     step_id: int
     rows: list[PlannedRow]
-
-
-def _order(sequence: Sequence) -> tuple[int, float, int]:
-    return sequence.order
-
-
-def _remove(line: list[Sequence], sequence: Sequence) -> None:
-    """From a line sorted by order."""
-    place = bisect_left(line, sequence.order, key=_order)
-    assert line[place] is sequence, f"{sequence.request.request_id} is not in line"
-    del line[place]
 
 
 class Scheduler:
@@ -117,7 +109,7 @@ class Scheduler:
             longest=min(len(request.prompt_token_ids) + request.max_tokens, self.limits.max_model_len),
         )
         self._sequences[request.request_id] = sequence
-        insort(self._waiting, sequence, key=_order)
+        enter(self._waiting, sequence)
         self._worth_admitting = True
         if request.output_token_ids:
             reason, stop_id = sequence.ending(sequence.tokens[-1], len(request.output_token_ids) - 1)
@@ -232,7 +224,7 @@ class Scheduler:
         self._stop_running(sequence)
         sequence.status = Status.PREEMPTED
         sequence.computed = sequence.in_flight = 0
-        insort(self._waiting, sequence, key=_order)
+        enter(self._waiting, sequence)
         self._preemptions_total += 1
 
     # --- admission ---
@@ -275,7 +267,7 @@ class Scheduler:
         sequence.status = Status.RUNNING
         sequence.slot = heapq.heappop(self._free_slots)
         sequence.computed = prefix.tokens
-        insort(self._running, sequence, key=_order)
+        enter(self._running, sequence)
         count = min(sequence.pending, draft.budget, kv.reach(book) - prefix.tokens)
         assert count > 0, f"{sequence.request.request_id} was admitted without a page to write to"
         kv.grow(book, prefix.tokens + count)
@@ -370,7 +362,7 @@ class Scheduler:
         if sequence.status is Status.RUNNING:
             self._stop_running(sequence)
         else:
-            _remove(self._waiting, sequence)
+            leave(self._waiting, sequence)
         sequence.status = Status.FINISHED
         self.kv.close(sequence.book)
         del self._sequences[sequence.request.request_id]
@@ -378,7 +370,7 @@ class Scheduler:
 
     def _stop_running(self, sequence: Sequence) -> None:
         """Pages and slot are free for the very next plan: it is executed after those in flight."""
-        _remove(self._running, sequence)
+        leave(self._running, sequence)
         self.kv.free(sequence.book)
         heapq.heappush(self._free_slots, sequence.slot)
         sequence.slot = -1
