@@ -1,0 +1,12 @@
+"""Compiled CPU kernels of our own: products straight from stored blocks, paged attention, small fused operations.
+
+They compute in float32 on torch's own threads. `available()` says whether this machine has them; where it has not,
+the torch forms in `holdfast.execution.ops` do the same work. Nothing here decides which of the two is used.
+"""
+
+from __future__ import annotations
+
+from holdfast.execution.native.loading import available, why_not
+from holdfast.execution.native.products import BlockMatrix, dequantize, matmul_blocks
+
+__all__ = ["BlockMatrix", "available", "dequantize", "matmul_blocks", "why_not"]

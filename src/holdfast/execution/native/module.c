@@ -1,0 +1,145 @@
+/* What Python sees: functions that take addresses, sizes and strides, and let go of the interpreter while they work.
+ * They check nothing: the typed wrappers in __init__.py do, and nobody else calls these. */
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#include "matmul.h"
+
+/* Reads arguments one after another; after the first that is wrong it yields zeros and the error stays set. */
+typedef struct {
+    PyObject *const *next;
+    Py_ssize_t left;
+} arguments;
+
+static void *address(arguments *args) {
+    if (args->left-- <= 0 || PyErr_Occurred()) return NULL;
+    return PyLong_AsVoidPtr(*args->next++);
+}
+
+static long whole(arguments *args) {
+    if (args->left-- <= 0 || PyErr_Occurred()) return 0;
+    return PyLong_AsLong(*args->next++);
+}
+
+
+static int complete(const arguments *args) {
+    if (PyErr_Occurred()) return 0;
+    if (args->left == 0) return 1;
+    PyErr_SetString(PyExc_TypeError, "wrong number of arguments");
+    return 0;
+}
+
+static PyObject *finish(int failed) { return failed ? PyErr_NoMemory() : Py_NewRef(Py_None); }
+
+static PyObject *py_bind(PyObject *module, PyObject *const *values, Py_ssize_t count) {
+    (void)module;
+    arguments args = {values, count};
+    void *parallel = address(&args);
+    if (!complete(&args)) return NULL;
+    bind_runtime(parallel);
+    return finish(0);
+}
+
+static PyObject *py_matmul(PyObject *module, PyObject *const *values, Py_ssize_t count) {
+    (void)module;
+    arguments args = {values, count};
+    product wanted;
+    wanted.x = address(&args);
+    wanted.x_stride = whole(&args);
+    wanted.out = address(&args);
+    wanted.out_stride = whole(&args);
+    wanted.weights = address(&args);
+    wanted.bias = address(&args);
+    wanted.rows = whole(&args);
+    wanted.columns = whole(&args);
+    wanted.outputs = whole(&args);
+    wanted.layout = (enum layout)whole(&args);
+    wanted.add = (int)whole(&args);
+    wanted.threads = (int)whole(&args);
+    if (!complete(&args)) return NULL;
+    int failed;
+    Py_BEGIN_ALLOW_THREADS
+    failed = multiply(&wanted);
+    Py_END_ALLOW_THREADS
+    return finish(failed);
+}
+
+static PyObject *py_expand(PyObject *module, PyObject *const *values, Py_ssize_t count) {
+    (void)module;
+    arguments args = {values, count};
+    expansion wanted;
+    wanted.weights = address(&args);
+    wanted.chosen = address(&args);
+    wanted.rows = whole(&args);
+    wanted.columns = whole(&args);
+    wanted.layout = (enum layout)whole(&args);
+    wanted.out = address(&args);
+    wanted.out_stride = whole(&args);
+    wanted.threads = (int)whole(&args);
+    if (!complete(&args)) return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    expand_rows(&wanted);
+    Py_END_ALLOW_THREADS
+    return finish(0);
+}
+
+#define FUNCTION(name, function, text) {name, (PyCFunction)(void (*)(void))function, METH_FASTCALL, text}
+
+static PyMethodDef METHODS[] = {
+    FUNCTION("bind", py_bind, "(GOMP_parallel): share this OpenMP runtime's threads."),
+    FUNCTION("matmul", py_matmul,
+             "(x, x_stride, out, out_stride, weights, bias, rows, columns, outputs, layout, add, threads)"),
+    FUNCTION("expand", py_expand, "(weights, chosen, rows, columns, layout, out, out_stride, threads)"),
+    {NULL, NULL, 0, NULL},
+};
+
+/* What the compiler was allowed to use, as /proc/cpuinfo spells it. */
+static const char BUILT_FOR[] = ""
+#if defined(__AVX2__)
+                                "avx2 "
+#endif
+#if defined(__FMA__)
+                                "fma "
+#endif
+#if defined(__F16C__)
+                                "f16c "
+#endif
+#if defined(__AVX512F__)
+                                "avx512f "
+#endif
+#if defined(__AVX512VL__)
+                                "avx512vl "
+#endif
+#if defined(__AVX512BW__)
+                                "avx512bw "
+#endif
+#if defined(__AVX512DQ__)
+                                "avx512dq "
+#endif
+#if defined(__AVX512FP16__)
+                                "avx512_fp16 "
+#endif
+#if defined(__ARM_FEATURE_ATOMICS)
+                                "atomics "
+#endif
+#if defined(__ARM_FEATURE_DOTPROD)
+                                "asimddp "
+#endif
+#if defined(__ARM_FEATURE_FP16_VECTOR_ARITHMETIC)
+                                "asimdhp "
+#endif
+#if defined(__ARM_FEATURE_SVE)
+                                "sve "
+#endif
+    ;
+
+static struct PyModuleDef MODULE = {
+    PyModuleDef_HEAD_INIT, "_kernels", "Compiled CPU kernels; see holdfast.execution.native.", -1, METHODS,
+    NULL, NULL, NULL, NULL,
+};
+
+PyMODINIT_FUNC PyInit__kernels(void) {
+    PyObject *module = PyModule_Create(&MODULE);
+    if (module != NULL && PyModule_AddStringConstant(module, "BUILT_FOR", BUILT_FOR) != 0) Py_CLEAR(module);
+    return module;
+}

@@ -1,0 +1,119 @@
+"""Weight matrices that stay as a file stores them, and products with them. Knows nothing of what a matrix is for."""
+
+from __future__ import annotations
+
+import torch
+
+from holdfast.execution.native.loading import kernels
+
+BLOCK_ELEMENTS = 32
+
+LAYOUT_NUMBERS = {"F32": 0, "F16": 1, "BF16": 2, "Q8_0": 3, "Q4_0": 4, "Q4_1": 5}
+"""As blocks.h numbers them."""
+LAYOUT_BYTES = {"F32": 128, "F16": 64, "BF16": 64, "Q8_0": 34, "Q4_0": 18, "Q4_1": 20}
+"""Of 32 elements."""
+
+
+class BlockMatrix:
+    """[rows, columns] weights over `blocks`, a contiguous uint8 [rows, bytes of a row], which it keeps and never
+    changes. Activations are float32 with contiguous rows; the rows themselves may lie apart (slices)."""
+
+    def __init__(self, blocks: torch.Tensor, layout: str, bias: torch.Tensor | None = None) -> None:
+        if layout not in LAYOUT_NUMBERS:
+            raise ValueError(f"no compiled product for {layout}; there are {', '.join(LAYOUT_NUMBERS)}")
+        if blocks.dtype != torch.uint8 or blocks.dim() != 2 or not blocks.is_contiguous() or not blocks.is_cpu:
+            raise ValueError(f"weights must be contiguous uint8 [rows, bytes] on the CPU, not {_describe(blocks)}")
+        if blocks.shape[1] == 0 or blocks.shape[1] % LAYOUT_BYTES[layout]:
+            raise ValueError(f"{blocks.shape[1]} bytes a row are no whole number of {layout} blocks")
+        self.layout, self.blocks, self.bias = layout, blocks, bias
+        self.rows, self.columns = blocks.shape[0], blocks.shape[1] // LAYOUT_BYTES[layout] * BLOCK_ELEMENTS
+        if bias is not None and (bias.dtype != torch.float32 or bias.shape != (self.rows,) or bias.stride(0) != 1):
+            raise ValueError(f"the bias must be contiguous float32 [{self.rows}], not {_describe(bias)}")
+        self._kernels = kernels()
+        self._number = LAYOUT_NUMBERS[layout]
+        self._address = blocks.data_ptr()
+        self._bias_address = 0 if bias is None else bias.data_ptr()
+
+    @property
+    def nbytes(self) -> int:
+        return self.blocks.nbytes + (0 if self.bias is None else self.bias.nbytes)
+
+    def write(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        """out = x·Wᵀ + bias; out must not overlap x."""
+        self._multiply(x, out, 0)
+
+    def add(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        """out += x·Wᵀ + bias; out must not overlap x."""
+        self._multiply(x, out, 1)
+
+    def dequantize(self, out: torch.Tensor) -> None:
+        """All rows as float32 into out [rows, columns]."""
+        self._check(out, self.columns, "out")
+        if len(out) != self.rows:
+            raise ValueError(f"out must have {self.rows} rows, not {len(out)}")
+        self._expand(0, out)
+
+    def select(self, rows: torch.Tensor, out: torch.Tensor) -> None:
+        """The rows of these indices, int64, as float32 into out [len(rows), columns]."""
+        self._check(out, self.columns, "out")
+        if rows.dtype != torch.int64 or rows.shape != (len(out),) or not rows.is_contiguous():
+            raise ValueError(f"indices must be contiguous int64 [{len(out)}], not {_describe(rows)}")
+        if len(rows) and not (int(rows.min()) >= 0 and int(rows.max()) < self.rows):
+            raise ValueError(f"an index lies outside the matrix of {self.rows} rows")
+        self._expand(rows.data_ptr(), out)
+
+    def _expand(self, chosen: int, out: torch.Tensor) -> None:
+        self._kernels.expand(
+            self._address,
+            chosen,
+            len(out),
+            self.columns,
+            self._number,
+            out.data_ptr(),
+            out.stride(0),
+            torch.get_num_threads(),
+        )
+
+    def _multiply(self, x: torch.Tensor, out: torch.Tensor, add: int) -> None:
+        self._check(x, self.columns, "x")
+        self._check(out, self.rows, "out")
+        count = x.shape[0]
+        if out.shape[0] != count:
+            raise ValueError(f"out must have as many rows as x, {count}, not {out.shape[0]}")
+        self._kernels.matmul(
+            x.data_ptr(),
+            x.stride(0),
+            out.data_ptr(),
+            out.stride(0),
+            self._address,
+            self._bias_address,
+            count,
+            self.columns,
+            self.rows,
+            self._number,
+            add,
+            # Asked anew: it is torch's number that governs, and asking also makes it hold in a new thread.
+            torch.get_num_threads(),
+        )
+
+    def _check(self, tensor: torch.Tensor, columns: int, name: str) -> None:
+        if tensor.dtype != torch.float32 or tensor.dim() != 2 or tensor.shape[1] != columns or tensor.stride(1) != 1:
+            raise ValueError(
+                f"{name} must be float32 [tokens, {columns}] with contiguous rows, not {_describe(tensor)}"
+            )
+
+
+def matmul_blocks(
+    x: torch.Tensor, blocks: torch.Tensor, layout: str, out: torch.Tensor, bias: torch.Tensor | None = None
+) -> None:
+    """out [M, N] = x [M, K] · Wᵀ + bias, with W [N, K] stored in `blocks`."""
+    BlockMatrix(blocks, layout, bias).write(x, out)
+
+
+def dequantize(blocks: torch.Tensor, layout: str, out: torch.Tensor) -> None:
+    """The matrix stored in `blocks` as float32 into out [N, K]."""
+    BlockMatrix(blocks, layout).dequantize(out)
+
+
+def _describe(tensor: torch.Tensor) -> str:
+    return f"{tensor.dtype} {list(tensor.shape)} with strides {list(tensor.stride())} on {tensor.device}"

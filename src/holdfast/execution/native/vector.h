@@ -1,0 +1,132 @@
+/* Vectors of floats as wide as the machine has them, and the few operations the kernels are made of.
+ * GNU vector extensions, so one source serves NEON, AVX2 and AVX-512. Knows nothing of matrices or models. */
+#ifndef HOLDFAST_VECTOR_H
+#define HOLDFAST_VECTOR_H
+
+#include <stdint.h>
+#include <string.h>
+
+#if defined(__ARM_NEON)
+#include <arm_neon.h>
+#endif
+
+#if defined(__AVX512F__)
+#define LANES 16
+#elif defined(__AVX__)
+#define LANES 8
+#else
+#define LANES 4
+#endif
+
+/* Rows of x in a register tile; four rows of weights stand against them. AVX2 has half the registers of the others. */
+#if defined(__AVX__) && !defined(__AVX512F__)
+#define TILE_ROWS 2
+#else
+#define TILE_ROWS 4
+#endif
+#define TILE_COLUMNS 4
+
+#define ALWAYS_INLINE static inline __attribute__((always_inline))
+#define UNROLL _Pragma("GCC unroll 16")
+
+typedef float vec __attribute__((vector_size(LANES * 4)));
+typedef int32_t ivec __attribute__((vector_size(LANES * 4)));
+
+ALWAYS_INLINE vec load(const float *from) {
+    vec value;
+    memcpy(&value, from, sizeof value);
+    return value;
+}
+
+ALWAYS_INLINE void store(float *to, vec value) { memcpy(to, &value, sizeof value); }
+
+ALWAYS_INLINE vec spread(float value) { return value - (vec){0}; }
+
+ALWAYS_INLINE vec larger(vec a, vec b) {
+    ivec takes_a = a > b;
+    return (vec)(((ivec)a & takes_a) | ((ivec)b & ~takes_a));
+}
+
+ALWAYS_INLINE float sum_of(vec value) {
+#if LANES == 4 && defined(__aarch64__)
+    return vaddvq_f32((float32x4_t)value);
+#else
+    float total = 0;
+    UNROLL for (int lane = 0; lane < LANES; lane++) total += value[lane];
+    return total;
+#endif
+}
+
+ALWAYS_INLINE float largest_of(vec value) {
+    float largest = value[0];
+    UNROLL for (int lane = 1; lane < LANES; lane++) largest = value[lane] > largest ? value[lane] : largest;
+    return largest;
+}
+
+/* e to the power of x within 2e-7 of the true value, for x in [-87, 88]; beyond, the value at the bound.
+ * x = n ln 2 + r, with a polynomial for e^r and n written into the exponent. */
+ALWAYS_INLINE vec exponential(vec x) {
+    const float magic = 12582912.0f; /* 1.5 * 2^23: adding it rounds to a whole number. */
+    x = larger(x, spread(-87.0f));
+    x = -larger(-x, spread(-88.0f));
+    vec whole = x * 1.44269504f + magic;
+    ivec power = (ivec)whole - (ivec)spread(magic);
+    whole -= magic;
+    /* ln 2 in two parts, the first with few enough bits that its product with n is exact. */
+    vec r = x - whole * 0.693359375f;
+    r = r + whole * 2.12194440e-4f;
+    vec p = spread(1.9875691500e-4f);
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * (r * r) + r + 1.0f;
+    return (vec)((ivec)p + (power << 23));
+}
+
+/* sums[row][column] = dot product of x row and w column over `length` floats, a multiple of LANES.
+ * `rows` is a constant where it is inlined, so that all sums live in registers. */
+ALWAYS_INLINE void dot_tile(int rows, const float *const *x, const float *const *w, long length, float *sums) {
+    vec total[TILE_ROWS][TILE_COLUMNS];
+    UNROLL for (int row = 0; row < rows; row++) {
+        UNROLL for (int column = 0; column < TILE_COLUMNS; column++) total[row][column] = (vec){0};
+    }
+    const float *w0 = w[0], *w1 = w[1], *w2 = w[2], *w3 = w[3];
+    const float *rows_of_x[TILE_ROWS];
+    UNROLL for (int row = 0; row < rows; row++) rows_of_x[row] = x[row];
+    for (long i = 0; i < length; i += LANES) {
+        vec b0 = load(w0 + i), b1 = load(w1 + i), b2 = load(w2 + i), b3 = load(w3 + i);
+        UNROLL for (int row = 0; row < rows; row++) {
+            vec a = load(rows_of_x[row] + i);
+            total[row][0] += a * b0;
+            total[row][1] += a * b1;
+            total[row][2] += a * b2;
+            total[row][3] += a * b3;
+        }
+    }
+    UNROLL for (int row = 0; row < rows; row++) {
+#if LANES == 4 && defined(__aarch64__)
+        float32x4_t low = vpaddq_f32((float32x4_t)total[row][0], (float32x4_t)total[row][1]);
+        float32x4_t high = vpaddq_f32((float32x4_t)total[row][2], (float32x4_t)total[row][3]);
+        vst1q_f32(sums + row * TILE_COLUMNS, vpaddq_f32(low, high));
+#else
+        UNROLL for (int column = 0; column < TILE_COLUMNS; column++)
+            sums[row * TILE_COLUMNS + column] = sum_of(total[row][column]);
+#endif
+    }
+}
+
+/* The same for a number of rows known only when it runs. */
+static inline void dot_tile_of(int rows, const float *const *x, const float *const *w, long length, float *sums) {
+    switch (rows) {
+    case 1: dot_tile(1, x, w, length, sums); break;
+#if TILE_ROWS == 4
+    case 2: dot_tile(2, x, w, length, sums); break;
+    case 3: dot_tile(3, x, w, length, sums); break;
+#endif
+    default: dot_tile(TILE_ROWS, x, w, length, sums); break;
+    }
+}
+
+#endif

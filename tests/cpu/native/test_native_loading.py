@@ -1,0 +1,93 @@
+"""The compiled kernels load, share torch's threads, and step aside with a reason."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import torch
+
+from holdfast.execution import native
+from holdfast.execution.native.loading import missing_features
+
+
+def run_python(code: str, **environment: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+    )
+    return done.stdout.strip()
+
+
+def test_the_switch_turns_them_off() -> None:
+    code = "from holdfast.execution import native; print(native.available(), native.why_not())"
+    assert run_python(code, HOLDFAST_NATIVE="0") == "False HOLDFAST_NATIVE=0 is set"
+    assert run_python(code, HOLDFAST_NATIVE="1") == "True None"
+
+
+def test_without_the_built_module_there_is_a_reason() -> None:
+    code = (
+        "import sys; sys.modules['holdfast.execution.native._kernels'] = None\n"
+        "from holdfast.execution import native; print(native.available()); print(native.why_not())"
+    )
+    said = run_python(code)
+    assert said.startswith("False")
+    assert "not built" in said
+
+
+def test_code_for_another_cpu_is_not_run() -> None:
+    assert missing_features("avx2 fma avx512f ", frozenset({"avx2", "fma", "sse"})) == "avx512f"
+    assert missing_features("avx2 fma ", frozenset({"avx2", "fma", "sse"})) == ""
+    assert missing_features("avx2", frozenset()) == ""
+
+
+def test_one_openmp_runtime_and_one_pool_of_threads() -> None:
+    """The module brings no runtime of its own, and a product starts no thread that torch has not started."""
+    code = """
+import os, torch
+torch.set_num_threads(2)
+torch.randn(400, 400) @ torch.randn(400, 400); torch.randn(2_000_000).exp_()
+before = len(os.listdir("/proc/self/task"))
+from holdfast.execution import native
+matrix = native.BlockMatrix(torch.zeros(512, 18 * 18, dtype=torch.uint8), "Q4_0")
+for rows in (1, 64):
+    matrix.write(torch.zeros(rows, 576), torch.empty(rows, 512))
+names = ("gomp", "libomp", "iomp")
+runtimes = {line.split()[-1] for line in open("/proc/self/maps") if any(name in line for name in names)}
+print(len(os.listdir("/proc/self/task")) - before, len(runtimes))
+"""
+    assert run_python(code) == "0 1"
+
+
+def test_the_interpreter_is_let_go_and_other_threads_may_call() -> None:
+    matrix = native.BlockMatrix(torch.zeros(256, 18 * 4, dtype=torch.uint8), "Q4_0")
+    failures: list[Exception] = []
+
+    def use() -> None:
+        try:
+            for rows in (1, 20) * 10:
+                out = torch.full((rows, 256), float("nan"))
+                matrix.write(torch.ones(rows, 128), out)
+                if not bool((out == 0).all()):
+                    raise ValueError("a product was wrong")
+        except Exception as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=use) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+
+
+def test_the_sources_travel_with_the_package() -> None:
+    folder = Path(native.__file__).parent
+    assert {path.suffix for path in folder.iterdir()} >= {".c", ".h"}
