@@ -107,7 +107,8 @@ def test_a_client_that_leaves_frees_its_pages(server) -> None:
     asked = completion(max_tokens=900, stream=True, ignore_eos=True)
     headers = {"Authorization": "Bearer sesame"}
     with httpx.stream("POST", f"{server.url}/v1/completions", json=asked, headers=headers) as answer:
-        next(answer.iter_lines())
+        lines = answer.iter_lines()  # Held: httpx closes the connection when the iterator is dropped.
+        next(lines)
         server.wait_metric("vllm:num_requests_running", lambda running: running == 1)
     server.wait_metric("vllm:num_requests_running", lambda running: running == 0)
     server.wait_metric("vllm:kv_cache_usage_perc", lambda share: share == 0)

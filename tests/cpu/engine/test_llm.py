@@ -1,0 +1,150 @@
+"""`LLM` as scripts use it: vLLM's names and shapes, the founding documents' code, and memory given back."""
+
+from __future__ import annotations
+
+import gc
+
+import psutil
+import pytest
+
+from holdfast import LLM, SamplingParams
+from holdfast.errors import ContextLengthError, RequestError, UnsupportedOptionError
+
+
+@pytest.fixture(scope="module")
+def llm(tiny_model):
+    with LLM(
+        model=str(tiny_model), load_format="dummy", tokenizer="smollm2", max_model_len=512, max_num_seqs=8,
+        gpu_memory_utilization=0.5, enable_prefix_caching=True, tensor_parallel_size=1, kv_cache_memory_bytes="16MiB",
+    ) as made:  # fmt: skip
+        yield made
+
+
+def test_the_founding_code_runs_unchanged(llm) -> None:
+    messages = [{"role": "user", "content": "Hello"}]
+    prompt = llm.get_tokenizer().apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert prompt.endswith("<|im_start|>assistant\n")
+    params = SamplingParams(
+        temperature=0.7, top_p=0.95, top_k=50, max_tokens=32, frequency_penalty=0.0, presence_penalty=0.0,
+        stop=["</s>"], seed=42, logprobs=5,
+    )  # fmt: skip
+    (output,) = llm.generate([prompt], params)
+    answer = output.outputs[0]
+    assert output.finished
+    assert output.prompt == prompt
+    assert len(answer.token_ids) == len(answer.logprobs) <= 32
+    for token, entry in zip(answer.token_ids, answer.logprobs, strict=True):
+        assert token in entry
+        assert 5 <= len(entry) <= 6
+        assert entry[token].logprob <= 0
+        assert entry[token].rank >= 1
+    assert answer.cumulative_logprob == pytest.approx(
+        sum(entry[token].logprob for token, entry in zip(answer.token_ids, answer.logprobs, strict=True))
+    )
+
+
+def test_prompts_in_every_form_give_the_same(llm) -> None:
+    params = SamplingParams(temperature=0, max_tokens=8)
+    ids = llm.get_tokenizer().encode("Once upon a time")
+    forms = ["Once upon a time", {"prompt": "Once upon a time"}, {"prompt_token_ids": ids}]
+    answers = [output.outputs[0].token_ids for output in llm.generate(forms, params, use_tqdm=False)]
+    answers.append(llm.generate(ids, params)[0].outputs[0].token_ids)
+    answers.append(llm.generate(prompt_token_ids=[ids], sampling_params=params)[0].outputs[0].token_ids)
+    assert all(answer == answers[0] for answer in answers)
+    assert llm.generate("Once upon a time", params)[0].num_cached_tokens == 0  # shorter than a block
+
+
+def test_one_params_each_and_several_answers(llm) -> None:
+    prompts = [{"prompt_token_ids": [place, 5, 6]} for place in range(3)]
+    outputs = llm.generate(prompts, [SamplingParams(max_tokens=n, ignore_eos=True) for n in (1, 2, 3)])
+    assert [len(output.outputs[0].token_ids) for output in outputs] == [1, 2, 3]
+    (output,) = llm.generate([{"prompt_token_ids": [1, 2]}], SamplingParams(n=3, seed=1, max_tokens=6, ignore_eos=True))
+    assert [answer.index for answer in output.outputs] == [0, 1, 2]
+    assert len({tuple(answer.token_ids) for answer in output.outputs}) == 3
+
+
+def test_limits_of_the_output(llm) -> None:
+    (output,) = llm.generate([{"prompt_token_ids": [7] * 500}], SamplingParams(max_tokens=100, ignore_eos=True))
+    assert len(output.outputs[0].token_ids) == 12  # the context ends it, as in vLLM
+    assert output.outputs[0].finish_reason == "length"
+    free = llm.generate([{"prompt_token_ids": [7]}], SamplingParams(max_tokens=20, temperature=0, ignore_eos=True))
+    text = free[0].outputs[0].text
+    stop = text[len(text) // 2 :][:3]
+    (stopped,) = llm.generate(
+        [{"prompt_token_ids": [7]}], SamplingParams(max_tokens=20, temperature=0, ignore_eos=True, stop=stop)
+    )
+    assert stopped.outputs[0].text == text[: text.index(stop)]
+    assert stopped.outputs[0].finish_reason == "stop"
+    assert stopped.outputs[0].stop_reason == stop
+    token = free[0].outputs[0].token_ids[4]
+    first = free[0].outputs[0].token_ids.index(token)
+    (stopped,) = llm.generate(
+        [{"prompt_token_ids": [7]}],
+        SamplingParams(max_tokens=20, temperature=0, ignore_eos=True, stop_token_ids=[token]),
+    )
+    assert stopped.outputs[0].token_ids == free[0].outputs[0].token_ids[: first + 1]
+    assert stopped.outputs[0].stop_reason == token
+    (kept,) = llm.generate(
+        [{"prompt_token_ids": [7]}],
+        SamplingParams(max_tokens=20, temperature=0, ignore_eos=True, stop_token_ids=[token], min_tokens=first + 2),
+    )
+    assert len(kept.outputs[0].token_ids) >= first + 2
+
+
+def test_bad_requests_lose_nothing(llm) -> None:
+    good = {"prompt_token_ids": [1, 2, 3]}
+    for bad in ({"prompt_token_ids": []}, {"prompt_token_ids": [10**9]}, {"text": "?"}):
+        with pytest.raises(RequestError):
+            llm.generate([good, bad], SamplingParams(max_tokens=2))
+    with pytest.raises(ContextLengthError):
+        llm.generate([{"prompt_token_ids": [1] * 512}])
+    with pytest.raises(RequestError):
+        llm.generate([good, good], [SamplingParams()])
+    with pytest.raises(UnsupportedOptionError):
+        SamplingParams(bad_words=["x"])
+    assert llm.get_stats().running == 0
+    assert llm.get_stats().blocks_used == 0
+    assert len(llm.generate([good], SamplingParams(max_tokens=2, ignore_eos=True))[0].outputs[0].token_ids) == 2
+
+
+def test_chat_with_one_and_several_conversations(llm) -> None:
+    one = [{"role": "user", "content": "Hi"}]
+    params = SamplingParams(temperature=0, max_tokens=4)
+    (alone,) = llm.chat(one, params)
+    both = llm.chat([one, [{"role": "system", "content": "Be brief."}, *one]], params)
+    assert both[0].outputs[0].token_ids == alone.outputs[0].token_ids
+    assert len(both) == 2
+
+
+def test_without_a_tokenizer(tiny_model) -> None:
+    with LLM(str(tiny_model), load_format="dummy", skip_tokenizer_init=True, kv_cache_memory_bytes="16MiB") as llm:
+        (output,) = llm.generate([{"prompt_token_ids": [1, 2]}], SamplingParams(max_tokens=3, ignore_eos=True))
+        assert len(output.outputs[0].token_ids) == 3
+        assert output.outputs[0].text == ""
+        with pytest.raises(RequestError):
+            llm.generate([{"prompt_token_ids": [1]}], SamplingParams(stop=["x"]))
+
+
+def test_a_dropped_engine_gives_its_memory_back(tiny_model) -> None:
+    """Ten in a row in one process: the founding documents' binary search starts as many."""
+    process = psutil.Process()
+    after: list[int] = []
+    for _ in range(10):
+        llm = LLM(str(tiny_model), load_format="dummy", skip_tokenizer_init=True, kv_cache_memory_bytes="64MiB")
+        llm.generate([{"prompt_token_ids": list(range(100, 400))}] * 4, SamplingParams(max_tokens=40, ignore_eos=True))
+        del llm
+        gc.collect()
+        after.append(process.memory_info().rss)
+    # Each engine held 12 MB of weights and pages; the first ones also pay for what torch sets up once.
+    assert max(after[4:]) - min(after[2:4]) < 12 << 20, [size >> 20 for size in after]
+
+
+def test_refusals_are_value_errors(tiny_model) -> None:
+    for settings in (
+        {"max_model_len": 4096},
+        {"kv_cache_memory_bytes": "100TiB"},
+        {"quantization": "awq"},
+        {"nonsense": 1},
+    ):
+        with pytest.raises(ValueError, match=r"\[HF"):
+            LLM(str(tiny_model), load_format="dummy", skip_tokenizer_init=True, **settings)
