@@ -71,6 +71,15 @@ def choose_dtype(requested: str, spec: ModelSpec, flags: Collection[str] | None 
     return torch.float32, f"this CPU ({platform.machine()}) has no bfloat16 products; float32 is the fastest it has"
 
 
+def packs_weights(dtype: torch.dtype, device: torch.device, flags: Collection[str] | None = None) -> bool:
+    """Whether oneDNN's packed products are worth their reordering: where bfloat16 has instructions of its own."""
+    have = frozenset(cpu_flags() if flags is None else flags)
+    hardware = not have.isdisjoint(("amx_bf16", "avx512_bf16"))
+    if device.type != "cpu" or dtype != torch.bfloat16 or not hardware:
+        return False
+    return bool(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]
+
+
 def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 

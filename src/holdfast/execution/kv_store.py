@@ -29,8 +29,13 @@ class KVStore:
         # Not zeroed as a whole: the system backs a page of memory when it is first touched.
         self.pages = torch.empty((blocks, *layout.page_shape), dtype=dtype, device=device)
         self.pages[0].zero_()
-        self.half_pages = self.pages.view(-1, layout.block_tokens * layout.kv_heads * layout.head_dim)
-        self.token_rows = self.pages.view(-1, layout.kv_heads * layout.head_dim)
+        tokens, width = layout.block_tokens, layout.kv_heads * layout.head_dim
+        half_pages, token_rows = self.pages.view(-1, tokens * width), self.pages.view(-1, width)
+        self._half_pages_at = [half_pages[2 * place :] for place in range(layout.layers_per_page)]
+        self._token_rows_at = [
+            (token_rows[2 * place * tokens :], token_rows[(2 * place + 1) * tokens :])
+            for place in range(layout.layers_per_page)
+        ]
 
     @property
     def dtype(self) -> torch.dtype:
@@ -50,9 +55,8 @@ class KVStore:
 
     def half_pages_at(self, place: int) -> torch.Tensor:
         """half_pages shifted so that row block·places·2 is the keys of this layer place, the next one its values."""
-        return self.half_pages[2 * place :]
+        return self._half_pages_at[place]
 
     def token_rows_at(self, place: int) -> tuple[torch.Tensor, torch.Tensor]:
         """token_rows shifted to this layer place: for keys, and for values."""
-        tokens = self.layout.block_tokens
-        return self.token_rows[2 * place * tokens :], self.token_rows[(2 * place + 1) * tokens :]
+        return self._token_rows_at[place]

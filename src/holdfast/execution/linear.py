@@ -59,6 +59,30 @@ class DenseLinear:
         torch.index_select(self.weight, 0, rows, out=out)
 
 
+class PackedLinear:
+    """The matrix reordered once by oneDNN into the form its products read; only useful where those are in hardware."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        self.rows, self.columns = weight.shape
+        self.bias = bias
+        self._bytes = weight.nbytes
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight)
+
+    @property
+    def nbytes(self) -> int:
+        return self._bytes + (0 if self.bias is None else self.bias.nbytes)
+
+    def write(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        out.copy_(self._product(x))
+
+    def add(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        out += self._product(x)
+
+    def _product(self, x: torch.Tensor) -> torch.Tensor:
+        product: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
+        return product
+
+
 class QuantizedLinear:
     """A quantized matrix, expanded tile by tile into one reused buffer and multiplied from there."""
 
@@ -111,13 +135,3 @@ class StackedLinear:
         for part in self.parts:
             part.add(x, out[:, first : first + part.rows])
             first += part.rows
-
-
-class Embedding(Protocol):
-    """The same storage may also be the head."""
-
-    @property
-    def nbytes(self) -> int: ...
-
-    def select(self, rows: torch.Tensor, out: torch.Tensor) -> None:
-        """The rows of these token ids, expanded, into `out`."""

@@ -5,7 +5,6 @@ It decides nothing: which row runs, in which page, was settled by the scheduler.
 
 from __future__ import annotations
 
-import ctypes
 import gc
 from typing import Protocol
 
@@ -14,7 +13,7 @@ import torch
 from holdfast.errors import EngineError
 from holdfast.execution.batch import RunnerLimits, SlotBuffers, StepBatch
 from holdfast.execution.kv_store import KVStore
-from holdfast.execution.memory import PeakMemory
+from holdfast.execution.memory import PeakMemory, trim_memory
 from holdfast.execution.ops import ops_for
 from holdfast.execution.sampler import Sampler
 from holdfast.execution.transformer import Transformer
@@ -25,8 +24,11 @@ from holdfast.records import Row, SamplingParams, SequenceStart, StepPlan, StepR
 
 __all__ = ["Runner", "RunnerLimits", "StepHandle"]
 
-LOGITS_BYTES = 16 << 20
+LOGITS_BYTES = 8 << 20
 """Of the logits buffer: rows beyond it are sampled in turns, so that many streams need no more memory."""
+
+REHEARSED_PAST = 1024
+"""Tokens before the rehearsed chunk: enough that its attention joins a past and itself."""
 
 
 class StepHandle(Protocol):
@@ -131,9 +133,10 @@ class Runner:
     def rehearse(self) -> int:
         """Runs the heaviest step the limits allow and returns the bytes it needed beyond what was held before.
 
-        Every slot samples with every option on, the rest of the token budget is one long prompt chunk at the end
-        of the context. One layer of each KV group is run: all layers reuse the same buffers, so the others would
-        take time and no more memory. All rows share one page of the pool; what is computed means nothing.
+        One prompt chunk as large as the token budget behind some past, one single token at the end of the context,
+        every other slot a single token; all sample with every option on. One layer of each KV group is run, and the
+        past is short: layers reuse the same buffers and a past is read in pieces, so more of either would take
+        time and no more memory. All rows share one page of the pool; what is computed means nothing.
         """
         decoder, kv = self._decoder, self.kv
         plan = self._heaviest_plan()
@@ -151,19 +154,21 @@ class Runner:
     def _heaviest_plan(self) -> StepPlan:
         limits, layout = self.limits, self.layout
         everything = SamplingParams(
-            temperature=1.0, top_k=100, top_p=0.999, min_p=1e-6, repetition_penalty=1.1, seed=0, logprobs=20
+            temperature=1.0, top_k=1000, top_p=0.999, min_p=1e-9, repetition_penalty=1.1, seed=0, logprobs=20
         )
         slots = min(limits.max_num_seqs, limits.max_num_batched_tokens)
-        longest = limits.max_model_len
-        blocks = [1] * layout.blocks_for(longest)
         left = limits.max_num_batched_tokens - slots
         starts, writes, rows = [], [], []
         for slot in range(slots):
-            count = min(longest, 1 + left)
+            count = min(limits.max_model_len, 1 + left)
+            length = min(limits.max_model_len, count + REHEARSED_PAST) if left else 1
+            if slot == slots - 1:
+                length = limits.max_model_len
             left -= count - 1
-            starts.append(SequenceStart(slot, "rehearsal", [0] * longest, longest, everything))
+            starts.append(SequenceStart(slot, "rehearsal", [0] * length, length, everything))
+            blocks = [1] * layout.blocks_for(length)
             writes += [TableWrite(slot, group.index, 0, blocks) for group in layout.groups]
-            rows.append(Row(slot, longest - count, count, True))
+            rows.append(Row(slot, length - count, count, True))
         return StepPlan(step_id=0, starts=starts, table_writes=writes, rows=rows)
 
     def close(self) -> None:
@@ -173,11 +178,3 @@ class Runner:
         self._logits = torch.empty(0)
         gc.collect()
         trim_memory()
-
-
-def trim_memory() -> None:
-    """Hands freed memory back to the system, where the C library keeps it for itself."""
-    try:
-        ctypes.CDLL("libc.so.6").malloc_trim(0)
-    except (OSError, AttributeError):
-        return

@@ -18,7 +18,8 @@ from holdfast.execution.batch import SlotBuffers
 from holdfast.records import SamplingParams, SequenceStart, TokenLogprobs
 
 LEVELS = (64, 1024)
-"""Likeliest tokens looked at to find where top_p ends; beyond the last, the whole row is sorted."""
+"""Likeliest tokens looked at to find where top_k and top_p end; beyond the last, the whole row is sorted."""
+ARGMAX_BLOCK = 256
 
 Integers = numpy.typing.NDArray[numpy.int64]
 
@@ -73,7 +74,7 @@ class Sampler:
         wanted = [index for index, row in enumerate(rows) if row.params.logprobs is not None]
         raw = logits[wanted] if wanted else None
         self._adjust(logits, rows, slots, lengths, positions)
-        chosen = logits.argmax(-1)
+        chosen = likeliest(logits)
         drawn = [index for index, row in enumerate(rows) if not row.params.greedy]
         if drawn:
             everyone = len(drawn) == len(rows)
@@ -120,54 +121,56 @@ def penalize(
 
 
 def draw(scores: torch.Tensor, params: list[SamplingParams], numbers: torch.Tensor) -> torch.Tensor:
-    """One token id a row, by inverting the cumulated probabilities at `numbers`. Changes `scores`."""
-
-    def column(values: list[float]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.float32, device=scores.device)[:, None]
-
-    scores /= column([param.temperature for param in params])
-    if any(param.min_p > 0 for param in params):
-        share = column([param.min_p for param in params])
-        floor = scores.amax(-1, keepdim=True) + share.log()
-        scores.masked_fill_(scores < floor, float("-inf"))
-    _keep_top_k(scores, [param.top_k for param in params])
-    _keep_top_p(scores, [param.top_p for param in params])
-    cumulated = scores.softmax(-1).cumsum(-1, dtype=torch.float64)
+    """One token id a row, by inverting the cumulated chances at `numbers`. Changes `scores`."""
+    scores /= _column([param.temperature for param in params], scores)
+    chances = scores.softmax(-1)
+    rows = [index for index, param in enumerate(params) if param.top_k or param.top_p < 1 or param.min_p]
+    for level in (*LEVELS, scores.shape[1]):
+        if rows:
+            rows = _filter(chances, rows, params, min(level, scores.shape[1]))
+    cumulated = chances.cumsum(-1, dtype=torch.float64)
     targets = numbers[:, None] * cumulated[:, -1:]
-    # The first token whose cumulated probability passes the target: never one of probability zero.
+    # The first token whose cumulated chance passes the target: never one without a chance.
     return torch.searchsorted(cumulated, targets, right=True)[:, 0].clamp_(max=scores.shape[1] - 1)
 
 
-def _keep_top_k(scores: torch.Tensor, counts: list[int]) -> None:
-    """All that reach the k-th best score stay, ties included."""
-    vocabulary = scores.shape[1]
-    rows = [index for index, count in enumerate(counts) if 0 < count < vocabulary]
-    if not rows:
-        return
-    some = torch.tensor(rows, device=scores.device)
-    part = scores.index_select(0, some)
-    best = part.topk(max(counts[index] for index in rows)).values
-    last = torch.tensor([counts[index] - 1 for index in rows], device=scores.device)[:, None]
-    scores.index_copy_(0, some, part.masked_fill_(part < best.gather(1, last), float("-inf")))
+def _filter(chances: torch.Tensor, rows: list[int], params: list[SamplingParams], level: int) -> list[int]:
+    """Zeroes what min_p, top_k and then top_p leave out; ties with the last one kept stay.
+
+    Looks at the `level` likeliest tokens only, and returns the rows, left as they are, for which that is too few.
+    """
+    vocabulary = chances.shape[1]
+    some = torch.tensor(rows, device=chances.device)
+    part = chances.index_select(0, some)
+    best = part.topk(level).values
+    ranks = torch.tensor([params[row].top_k or vocabulary for row in rows], device=chances.device)[:, None]
+    shares = _column([params[row].top_p for row in rows], part)
+    floor = best[:, :1] * _column([params[row].min_p for row in rows], part)
+    by_rank = best.gather(1, ranks.clamp(max=level) - 1)
+    floor = torch.where(ranks < vocabulary, torch.maximum(floor, by_rank), floor)
+    wanted = part.masked_fill(part < floor, 0).sum(-1, keepdim=True, dtype=torch.float64) * shares
+    masses = best.masked_fill(best < floor, 0).cumsum(-1, dtype=torch.float64)
+    by_share = best.gather(1, (masses < wanted).sum(-1, keepdim=True).clamp_(max=level - 1))
+    floor = torch.where(shares < 1, torch.maximum(floor, by_share), floor)
+    told = ((ranks <= level) | (ranks >= vocabulary)) & ((shares >= 1) | (masses[:, -1:] >= wanted))
+    told |= torch.tensor(level >= vocabulary)
+    chances.index_copy_(0, some, part.masked_fill_((part < floor) & told, 0))
+    return [row for row, done in zip(rows, told[:, 0].tolist(), strict=True) if not done]
 
 
-def _keep_top_p(scores: torch.Tensor, shares: list[float]) -> None:
-    """The likeliest tokens stay up to the one that reaches the share; ties with that one stay too."""
-    rows = [index for index, share in enumerate(shares) if share < 1.0]
-    vocabulary = scores.shape[1]
-    for level in (*LEVELS, vocabulary):
-        if not rows:
-            return
-        some = torch.tensor(rows, device=scores.device)
-        part = scores.index_select(0, some)
-        share = torch.tensor([shares[index] for index in rows], dtype=torch.float64, device=scores.device)[:, None]
-        best = part.topk(min(level, vocabulary)).values
-        masses = (best.double() - part.double().logsumexp(-1, keepdim=True)).exp_().cumsum(-1)
-        enough = (masses[:, -1] >= share[:, 0]) if level < vocabulary else torch.ones_like(some, dtype=torch.bool)
-        last = (masses < share).sum(-1, keepdim=True).clamp_(max=best.shape[1] - 1)
-        floor = best.gather(1, last).masked_fill_(~enough[:, None], float("-inf"))
-        scores.index_copy_(0, some, part.masked_fill_(part < floor, float("-inf")))
-        rows = [index for index, done in zip(rows, enough.tolist(), strict=True) if not done]
+def _column(values: list[float], like: torch.Tensor) -> torch.Tensor:
+    return torch.tensor(values, dtype=like.dtype, device=like.device)[:, None]
+
+
+def likeliest(logits: torch.Tensor) -> torch.Tensor:
+    """argmax of each row, the first of equals; by blocks, because a plain argmax is not vectorised on CPUs."""
+    rows, width = logits.shape
+    blocks = width // ARGMAX_BLOCK
+    if blocks < 2 or width % ARGMAX_BLOCK:
+        return logits.argmax(-1)
+    blocked = logits.view(rows, blocks, ARGMAX_BLOCK)
+    block = blocked.amax(-1).argmax(-1)
+    return block * ARGMAX_BLOCK + blocked[torch.arange(rows, device=logits.device), block].argmax(-1)
 
 
 def logprobs(raw: torch.Tensor, chosen: torch.Tensor, counts: list[int]) -> list[TokenLogprobs]:

@@ -5,6 +5,8 @@ Takes a batch as an argument and keeps no state of requests; its buffers are all
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from holdfast.execution.batch import StepBatch
@@ -17,6 +19,28 @@ from holdfast.models import ModelSpec
 
 MLP_TILE = 512
 """Tokens the MLP takes at a time: bounds its buffers, and keeps them in cache."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Step:
+    """The buffers as one step sees them: cut once a step, not once a layer."""
+
+    stream: torch.Tensor
+    normed: torch.Tensor
+    qkv: torch.Tensor
+    rotated: torch.Tensor
+    """The heads of qkv that are rotated: queries, then keys."""
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    key_rows: torch.Tensor
+    value_rows: torch.Tensor
+    attended: torch.Tensor
+    attended_heads: torch.Tensor
+    tiles: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]]
+    """Stream, normed, gate beside up, inner: for each tile of the MLP."""
+    cos: torch.Tensor
+    sin: torch.Tensor
 
 
 class Transformer:
@@ -63,14 +87,12 @@ class Transformer:
 
         `layers`: only the first so many (a rehearsal needs the memory of one layer, not the time of all).
         """
-        stream = self._stream[: batch.token_count]
-        self.weights.embed.select(batch.tokens, stream)
-        cos, sin = self._rotary.angles(batch.positions)
+        step = self._step(batch)
+        self.weights.embed.select(batch.tokens, step.stream)
         for index, layer in enumerate(self.weights.layers[:layers]):
-            group, place = self._places[index]
-            self._attend(layer, batch, kv, group, place, stream, cos, sin)
-            self._feed_forward(layer, stream)
-        sampling = stream.index_select(0, batch.sampling_tokens)
+            self._attend(layer, step, batch, kv, *self._places[index])
+            self._feed_forward(layer, step)
+        sampling = step.stream.index_select(0, batch.sampling_tokens)
         normed = torch.empty_like(sampling)
         self.ops.rms_norm(sampling, self.weights.final_norm, self.spec.norm_eps, normed)
         return normed
@@ -78,41 +100,44 @@ class Transformer:
     def logits(self, hidden: torch.Tensor, out: torch.Tensor) -> None:
         self.weights.head.write(hidden, out)
 
-    def _attend(
-        self,
-        layer: LayerWeights,
-        batch: StepBatch,
-        kv: KVStore,
-        group: int,
-        place: int,
-        stream: torch.Tensor,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
-    ) -> None:
+    def _step(self, batch: StepBatch) -> _Step:
         spec, count = self.spec, batch.token_count
-        normed, qkv, attended = self._normed[:count], self._qkv[:count], self._attended[:count]
-        self.ops.rms_norm(stream, layer.attn_norm, spec.norm_eps, normed)
-        layer.qkv.write(normed, qkv)
-        rotated = self._query_width + self._kv_width
+        qkv, attended = self._qkv[:count], self._attended[:count]
         heads = qkv.view(count, -1, spec.head_dim)
-        self.ops.rotate(heads[:, : spec.heads + spec.kv_heads], cos, sin)
-        self.ops.write_kv(kv, place, batch.token_rows[group], qkv[:, self._query_width : rotated], qkv[:, rotated:])
-        self.attention.run(
-            heads[:, : spec.heads],
-            heads[:, spec.heads : spec.heads + spec.kv_heads],
-            heads[:, spec.heads + spec.kv_heads :],
-            kv,
-            place,
-            batch.attention_plans[group],
-            attended.view(count, spec.heads, spec.head_dim),
+        rotated = spec.heads + spec.kv_heads
+        tiles = [
+            (part, self._normed[: len(part)], self._gate_up[: len(part)], self._inner[: len(part)])
+            for part in (self._stream[first : min(first + MLP_TILE, count)] for first in range(0, count, MLP_TILE))
+        ]
+        cos, sin = self._rotary.angles(batch.positions)
+        return _Step(
+            stream=self._stream[:count],
+            normed=self._normed[:count],
+            qkv=qkv,
+            rotated=heads[:, :rotated],
+            query=heads[:, : spec.heads],
+            key=heads[:, spec.heads : rotated],
+            value=heads[:, rotated:],
+            key_rows=qkv[:, self._query_width : self._query_width + self._kv_width],
+            value_rows=qkv[:, self._query_width + self._kv_width :],
+            attended=attended,
+            attended_heads=attended.view(count, spec.heads, spec.head_dim),
+            tiles=tiles,
+            cos=cos,
+            sin=sin,
         )
-        layer.o.add(attended, stream)
 
-    def _feed_forward(self, layer: LayerWeights, stream: torch.Tensor) -> None:
-        for first in range(0, len(stream), MLP_TILE):
-            part = stream[first : first + MLP_TILE]
-            count = len(part)
-            normed, gate_up, inner = self._normed[:count], self._gate_up[:count], self._inner[:count]
+    def _attend(self, layer: LayerWeights, step: _Step, batch: StepBatch, kv: KVStore, group: int, place: int) -> None:
+        self.ops.rms_norm(step.stream, layer.attn_norm, self.spec.norm_eps, step.normed)
+        layer.qkv.write(step.normed, step.qkv)
+        self.ops.rotate(step.rotated, step.cos, step.sin)
+        self.ops.write_kv(kv, place, batch.token_rows[group], step.key_rows, step.value_rows)
+        plan = batch.attention_plans[group]
+        self.attention.run(step.query, step.key, step.value, kv, place, plan, step.attended_heads)
+        layer.o.add(step.attended, step.stream)
+
+    def _feed_forward(self, layer: LayerWeights, step: _Step) -> None:
+        for part, normed, gate_up, inner in step.tiles:
             self.ops.rms_norm(part, layer.mlp_norm, self.spec.norm_eps, normed)
             layer.gate_up.write(normed, gate_up)
             self.ops.gate(gate_up, self.spec.activation, inner)

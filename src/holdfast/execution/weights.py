@@ -14,8 +14,10 @@ import torch
 from holdfast.checkpoints.checkpoint import Checkpoint, match
 from holdfast.checkpoints.files import StoredTensor
 from holdfast.errors import CheckpointError
+from holdfast.execution.device import packs_weights
 from holdfast.execution.dummy import fill_dummy
-from holdfast.execution.linear import DenseLinear, Linear, QuantizedLinear, StackedLinear
+from holdfast.execution.linear import DenseLinear, Linear, PackedLinear, QuantizedLinear, StackedLinear
+from holdfast.execution.memory import trim_memory
 from holdfast.execution.quantization import QUANTIZED_LAYOUTS, QuantizedMatrix, dequantize_stored
 from holdfast.models import ModelSpec, TensorSpec
 
@@ -45,7 +47,7 @@ class Weights:
     embed: DenseLinear | QuantizedLinear
     layers: tuple[LayerWeights, ...]
     final_norm: torch.Tensor
-    head: DenseLinear | QuantizedLinear
+    head: Linear
     """The embedding itself where they are tied."""
     rope_freqs: torch.Tensor | None
     layouts: tuple[str, ...]
@@ -70,10 +72,18 @@ def load_weights(
     device: torch.device,
     expand: bool,
     progress: Progress | None = None,
+    pack: bool | None = None,
 ) -> Weights:
-    """`expand`: quantized matrices become `dtype`; otherwise they stay as they are stored. No checkpoint: dummies."""
+    """`expand`: quantized matrices become `dtype`; otherwise they stay as they are stored. No checkpoint: dummies.
+
+    `pack`: dense matrices are reordered for oneDNN (by default where that is faster); it needs one matrix more
+    at the peak.
+    """
+    packed = packs_weights(dtype, device) if pack is None else pack
     with torch.inference_mode():
-        return _Loader(spec, checkpoint, dtype, device, expand, progress).load()
+        weights = _Loader(spec, checkpoint, dtype, device, expand, packed, progress).load()
+    trim_memory()
+    return weights
 
 
 class _Loader:
@@ -84,10 +94,12 @@ class _Loader:
         dtype: torch.dtype,
         device: torch.device,
         expand: bool,
+        pack: bool,
         progress: Progress | None,
     ) -> None:
         self.spec, self.checkpoint = spec, checkpoint
-        self.dtype, self.device, self.expand, self.progress = dtype, device, expand, progress
+        self.dtype, self.device, self.progress = dtype, device, progress
+        self.expand, self.pack = expand, pack
         self.tensors = {tensor.name: tensor for tensor in spec.tensors}
         self.stored: dict[str, StoredTensor] = {} if checkpoint is None else match(spec, checkpoint)
         self.done = 0
@@ -95,16 +107,14 @@ class _Loader:
 
     def load(self) -> Weights:
         embed = self.linear("embed")
-        assert isinstance(embed, DenseLinear | QuantizedLinear)
+        assert isinstance(embed, DenseLinear | QuantizedLinear), "never stacked or packed: it has one name"
         layers = tuple(self.layer(f"layers.{layer.index}") for layer in self.spec.layers)
-        head: Linear = embed if self.spec.tied_embeddings else self.linear("head")
-        assert isinstance(head, DenseLinear | QuantizedLinear)
         return Weights(
             dtype=self.dtype,
             embed=embed,
             layers=layers,
             final_norm=self.vector("final_norm"),
-            head=head,
+            head=embed if self.spec.tied_embeddings else self.linear("head"),
             rope_freqs=self.vector("rope_freqs", torch.float32) if self.has("rope_freqs") else None,
             layouts=tuple(sorted(self.layouts)),
         )
@@ -144,7 +154,8 @@ class _Loader:
             weight = torch.empty((sum(rows), columns), dtype=self.dtype, device=self.device)
             for name, part in zip(names, torch.split(weight, rows), strict=True):
                 self.fill(part, self.tensors[name])
-            return DenseLinear(weight, bias)
+            # The embedding is also looked up by rows, which a packed matrix cannot give.
+            return PackedLinear(weight, bias) if self.pack and names != ("embed",) else DenseLinear(weight, bias)
         matrix = QuantizedMatrix(layout, sum(rows), columns, self.device)
         first = 0
         for name, count in zip(names, rows, strict=True):

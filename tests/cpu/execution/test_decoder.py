@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from holdfast.records import SamplingParams
+
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "plain": ("Llama", {}),
     "tied": ("Llama", {"tie_word_embeddings": True}),
@@ -89,3 +91,67 @@ def test_any_mix_of_chunks_and_company_gives_the_same_tokens(
                 del prompts[slot]
                 driver.end(slot)
                 finished += 1
+
+
+@pytest.mark.parametrize("name", ["plain", "tied", "yarn", "window"])
+def test_logits_are_near_those_of_transformers(
+    name: str, oracles: Callable[..., Any], driver_for: Callable[..., Any]
+) -> None:
+    """Seen through log-probabilities: after a prompt in three chunks, beside a neighbour."""
+    architecture, settings = MODELS[name]
+    oracle = oracles(architecture, **settings)
+    driver = driver_for(oracle)
+    prompt = torch.randint(0, 300, (50,), generator=torch.Generator().manual_seed(3)).tolist()
+    driver.start(0, prompt, SamplingParams(temperature=0.0, logprobs=20))
+    driver.start(1, prompt[::-1])
+    driver.step({0: 7, 1: 50})
+    driver.step({0: 20, 1: 1})
+    result = driver.step({1: 1, 0: 23})
+    neighbour, found = result.logprobs
+    assert neighbour is None
+    assert found is not None
+    expected = oracle.logits(prompt)[-1].log_softmax(-1)
+    assert found.rank == 1
+    assert len(found.token_ids) == 21
+    for token, logprob in zip(found.token_ids, found.logprobs, strict=True):
+        assert abs(logprob - float(expected[token])) < 1e-4
+
+
+def test_nothing_depends_on_what_buffers_and_pages_held_before(
+    oracles: Callable[..., Any], driver_for: Callable[..., Any]
+) -> None:
+    """Pages come back from others full of NaN, and the workspace too: neither may be seen."""
+    oracle = oracles("Mistral", sliding_window=10)
+    driver = driver_for(oracle, blocks=16)
+    source = random.Random(5)
+    for _ in range(4):
+        prompt = [source.randrange(300) for _ in range(source.randint(5, 40))]
+        driver.start(0, prompt)
+        driver.generate(0, 5)
+        oracle.assert_greedy(driver.tokens[0], len(prompt))
+        driver.end(0)
+        driver.runner.kv.pages[1:].fill_(float("nan"))
+        transformer = driver.runner._decoder
+        for name in ("_stream", "_normed", "_qkv", "_attended", "_gate_up", "_inner"):
+            getattr(transformer, name).fill_(float("nan"))
+
+
+def test_one_poisoned_request_leaves_its_neighbours_alone(
+    oracles: Callable[..., Any], driver_for: Callable[..., Any]
+) -> None:
+    """A row whose own keys are NaN samples nonsense; the row beside it and whoever gets its pages next do not."""
+    oracle = oracles("Llama")
+    driver = driver_for(oracle)
+    prompts = {slot: [(slot * 31 + index * 7) % 300 for index in range(20)] for slot in (0, 1)}
+    for slot, prompt in prompts.items():
+        driver.start(slot, prompt)
+    driver.step({0: 20, 1: 20})
+    driver.runner.kv.pages[driver.pages[0, 0]] = float("nan")
+    for _ in range(4):
+        driver.step({0: 1, 1: 1})
+    oracle.assert_greedy(driver.tokens[1], 20)
+    driver.free = []
+    driver.end(0)
+    driver.start(0, prompts[1])
+    driver.generate(0, 4)
+    oracle.assert_greedy(driver.tokens[0], 20)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 from torch.nn import functional
 
@@ -10,12 +12,19 @@ from holdfast.execution.ops.cpu_attention import CpuAttention
 from holdfast.execution.ops.interface import Activation, Ops
 
 
+@lru_cache(maxsize=16)
+def _mean_terms(width: int, epsilon: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Constants that make "mean of squares plus epsilon" one product."""
+    return torch.tensor([epsilon]), torch.full((width, 1), 1.0 / width)
+
+
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float, out: torch.Tensor) -> None:
     if x.dtype != torch.float32:
         reference.rms_norm(x, weight, epsilon, out)
         return
-    # Overwrites nothing of x; the squares go where the result will stand.
-    scale = torch.mul(x, x, out=out).mean(-1, keepdim=True).add_(epsilon).rsqrt_()
+    # The squares go where the result will stand; one product sums them with fewer calls than mean() makes.
+    added, shares = _mean_terms(x.shape[-1], epsilon)
+    scale = torch.addmm(added, torch.mul(x, x, out=out), shares).rsqrt_()
     torch.mul(x, scale, out=out).mul_(weight)
 
 
