@@ -6,7 +6,20 @@ the torch forms in `holdfast.execution.ops` do the same work. Nothing here decid
 
 from __future__ import annotations
 
+from holdfast.execution.native.attention import AttentionRows, paged_attention
+from holdfast.execution.native.elementwise import activate_and_multiply, rms_norm, rotate_and_store
 from holdfast.execution.native.loading import available, why_not
 from holdfast.execution.native.products import BlockMatrix, dequantize, matmul_blocks
 
-__all__ = ["BlockMatrix", "available", "dequantize", "matmul_blocks", "why_not"]
+__all__ = [
+    "AttentionRows",
+    "BlockMatrix",
+    "activate_and_multiply",
+    "available",
+    "dequantize",
+    "matmul_blocks",
+    "paged_attention",
+    "rms_norm",
+    "rotate_and_store",
+    "why_not",
+]

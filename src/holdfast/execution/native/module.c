@@ -3,6 +3,8 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
+#include "attention.h"
+#include "elementwise.h"
 #include "matmul.h"
 
 /* Reads arguments one after another; after the first that is wrong it yields zeros and the error stays set. */
@@ -21,6 +23,11 @@ static long whole(arguments *args) {
     return PyLong_AsLong(*args->next++);
 }
 
+
+static float real(arguments *args) {
+    if (args->left-- <= 0 || PyErr_Occurred()) return 0;
+    return (float)PyFloat_AsDouble(*args->next++);
+}
 
 static int complete(const arguments *args) {
     if (PyErr_Occurred()) return 0;
@@ -83,6 +90,111 @@ static PyObject *py_expand(PyObject *module, PyObject *const *values, Py_ssize_t
     return finish(0);
 }
 
+static PyObject *py_attend(PyObject *module, PyObject *const *values, Py_ssize_t count) {
+    (void)module;
+    arguments args = {values, count};
+    attention wanted;
+    wanted.query = address(&args);
+    wanted.query_stride = whole(&args);
+    wanted.out = address(&args);
+    wanted.out_stride = whole(&args);
+    wanted.keys = address(&args);
+    wanted.values = address(&args);
+    wanted.page_bytes = whole(&args);
+    wanted.stored = (enum layout)whole(&args);
+    wanted.block_tokens = whole(&args);
+    wanted.heads = whole(&args);
+    wanted.kv_heads = whole(&args);
+    wanted.dim = whole(&args);
+    wanted.tables = address(&args);
+    wanted.table_stride = whole(&args);
+    wanted.slots = address(&args);
+    wanted.ends = address(&args);
+    wanted.counts = address(&args);
+    wanted.firsts = address(&args);
+    wanted.rows = whole(&args);
+    wanted.window = whole(&args);
+    wanted.scale = real(&args);
+    wanted.threads = (int)whole(&args);
+    if (!complete(&args)) return NULL;
+    int failed;
+    Py_BEGIN_ALLOW_THREADS
+    failed = attend(&wanted);
+    Py_END_ALLOW_THREADS
+    return finish(failed);
+}
+
+static PyObject *py_normalize(PyObject *module, PyObject *const *values, Py_ssize_t count) {
+    (void)module;
+    arguments args = {values, count};
+    normalization wanted;
+    wanted.x = address(&args);
+    wanted.x_stride = whole(&args);
+    wanted.residual = address(&args);
+    wanted.residual_stride = whole(&args);
+    wanted.weight = address(&args);
+    wanted.out = address(&args);
+    wanted.out_stride = whole(&args);
+    wanted.rows = whole(&args);
+    wanted.columns = whole(&args);
+    wanted.epsilon = real(&args);
+    wanted.threads = (int)whole(&args);
+    if (!complete(&args)) return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    normalize(&wanted);
+    Py_END_ALLOW_THREADS
+    return finish(0);
+}
+
+static PyObject *py_gate(PyObject *module, PyObject *const *values, Py_ssize_t count) {
+    (void)module;
+    arguments args = {values, count};
+    gating wanted;
+    wanted.gate_up = address(&args);
+    wanted.gate_stride = whole(&args);
+    wanted.out = address(&args);
+    wanted.out_stride = whole(&args);
+    wanted.rows = whole(&args);
+    wanted.columns = whole(&args);
+    wanted.activation = (enum activation)whole(&args);
+    wanted.threads = (int)whole(&args);
+    if (!complete(&args)) return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    gate(&wanted);
+    Py_END_ALLOW_THREADS
+    return finish(0);
+}
+
+static PyObject *py_turn(PyObject *module, PyObject *const *values, Py_ssize_t count) {
+    (void)module;
+    arguments args = {values, count};
+    turning wanted;
+    wanted.query = address(&args);
+    wanted.query_stride = whole(&args);
+    wanted.key = address(&args);
+    wanted.key_stride = whole(&args);
+    wanted.value = address(&args);
+    wanted.value_stride = whole(&args);
+    wanted.cosines = address(&args);
+    wanted.sines = address(&args);
+    wanted.positions = address(&args);
+    wanted.places = address(&args);
+    wanted.keys = address(&args);
+    wanted.values = address(&args);
+    wanted.stored = (enum layout)whole(&args);
+    wanted.tokens = whole(&args);
+    wanted.heads = whole(&args);
+    wanted.kv_heads = whole(&args);
+    wanted.dim = whole(&args);
+    wanted.half = whole(&args);
+    wanted.threads = (int)whole(&args);
+    if (!complete(&args)) return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    turn_and_store(&wanted);
+    Py_END_ALLOW_THREADS
+    return finish(0);
+}
+
 #define FUNCTION(name, function, text) {name, (PyCFunction)(void (*)(void))function, METH_FASTCALL, text}
 
 static PyMethodDef METHODS[] = {
@@ -90,6 +202,15 @@ static PyMethodDef METHODS[] = {
     FUNCTION("matmul", py_matmul,
              "(x, x_stride, out, out_stride, weights, bias, rows, columns, outputs, layout, add, threads)"),
     FUNCTION("expand", py_expand, "(weights, chosen, rows, columns, layout, out, out_stride, threads)"),
+    FUNCTION("attend", py_attend,
+             "(query, query_stride, out, out_stride, keys, values, page_bytes, stored, block_tokens, heads, kv_heads, "
+             "dim, tables, table_stride, slots, ends, counts, firsts, rows, window, scale, threads)"),
+    FUNCTION("normalize", py_normalize,
+             "(x, x_stride, residual, residual_stride, weight, out, out_stride, rows, columns, epsilon, threads)"),
+    FUNCTION("gate", py_gate, "(gate_up, gate_stride, out, out_stride, rows, columns, activation, threads)"),
+    FUNCTION("turn", py_turn,
+             "(query, query_stride, key, key_stride, value, value_stride, cosines, sines, positions, places, keys, "
+             "values, stored, tokens, heads, kv_heads, dim, half, threads)"),
     {NULL, NULL, 0, NULL},
 };
 

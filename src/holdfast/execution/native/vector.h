@@ -42,6 +42,7 @@ ALWAYS_INLINE void store(float *to, vec value) { memcpy(to, &value, sizeof value
 
 ALWAYS_INLINE vec spread(float value) { return value - (vec){0}; }
 
+/* b where the two cannot be compared. */
 ALWAYS_INLINE vec larger(vec a, vec b) {
     ivec takes_a = a > b;
     return (vec)(((ivec)a & takes_a) | ((ivec)b & ~takes_a));
@@ -63,12 +64,12 @@ ALWAYS_INLINE float largest_of(vec value) {
     return largest;
 }
 
-/* e to the power of x within 2e-7 of the true value, for x in [-87, 88]; beyond, the value at the bound.
- * x = n ln 2 + r, with a polynomial for e^r and n written into the exponent. */
+/* e to the power of x within 2e-7 of the true value, for x in [-87, 88]; beyond, the value at the bound; NaN stays NaN.
+ * x = n ln 2 + r, with a polynomial for e^r times 2^n. */
 ALWAYS_INLINE vec exponential(vec x) {
     const float magic = 12582912.0f; /* 1.5 * 2^23: adding it rounds to a whole number. */
-    x = larger(x, spread(-87.0f));
-    x = -larger(-x, spread(-88.0f));
+    x = larger(spread(-87.0f), x);
+    x = -larger(spread(-88.0f), -x);
     vec whole = x * 1.44269504f + magic;
     ivec power = (ivec)whole - (ivec)spread(magic);
     whole -= magic;
@@ -82,7 +83,7 @@ ALWAYS_INLINE vec exponential(vec x) {
     p = p * r + 1.6666665459e-1f;
     p = p * r + 5.0000001201e-1f;
     p = p * (r * r) + r + 1.0f;
-    return (vec)((ivec)p + (power << 23));
+    return p * (vec)((power + 127) << 23);
 }
 
 /* sums[row][column] = dot product of x row and w column over `length` floats, a multiple of LANES.

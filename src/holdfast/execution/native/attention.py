@@ -1,0 +1,138 @@
+"""Attention over KV pages without gathering them: rows of one token or many, grouped heads, windows.
+
+Knows nothing of who owns which page: page numbers are taken as they come, and the caller has checked them
+against the pool (batch.py does, with the whole plan).
+"""
+
+from __future__ import annotations
+
+import numpy
+import numpy.typing
+import torch
+
+from holdfast.execution.native.loading import kernels
+from holdfast.execution.native.products import LAYOUT_NUMBERS
+
+Int32s = numpy.typing.NDArray[numpy.int32]
+
+STORED_TYPES = {
+    torch.float32: LAYOUT_NUMBERS["F32"],
+    torch.float16: LAYOUT_NUMBERS["F16"],
+    torch.bfloat16: LAYOUT_NUMBERS["BF16"],
+}
+"""How a pool may keep keys and values."""
+
+
+class AttentionRows:
+    """The rows of a step, made once and used by every layer that shares a block table. Keeps the arrays it is given,
+    which must not change while it is used.
+
+    tables  [slots, blocks] pages of each sequence; entries no token of a row sees may hold anything
+    ends    [rows] position after a row's last token: its context length; 0 for a row whose output shall be zero
+    counts  [rows] query tokens, the last before `ends`; by default one a row
+    firsts  [rows] where they begin in the batch; by default row i has token i
+    slots   [rows] each row's line of `tables`; by default row i has line i
+    window  a token sees itself and window-1 before it; None: everything before it
+    """
+
+    def __init__(
+        self,
+        tables: Int32s,
+        ends: Int32s,
+        *,
+        block_tokens: int,
+        counts: Int32s | None = None,
+        firsts: Int32s | None = None,
+        slots: Int32s | None = None,
+        window: int | None = None,
+    ) -> None:
+        if tables.dtype != numpy.int32 or tables.ndim != 2 or (tables.size and tables.strides[1] != 4):
+            raise ValueError(f"tables must be int32 [slots, blocks] with contiguous lines, not {tables.dtype}")
+        rows = len(ends)
+        for name, part in (("ends", ends), ("counts", counts), ("firsts", firsts), ("slots", slots)):
+            if part is not None and (part.dtype != numpy.int32 or part.shape != (rows,) or not part.flags.c_contiguous):
+                raise ValueError(f"{name} must be contiguous int32 [{rows}], not {part.dtype} {list(part.shape)}")
+        if window is not None and window < 1:
+            raise ValueError(f"a window of {window} tokens sees nothing")
+        self.rows, self.block_tokens, self.window = rows, block_tokens, window or 0
+        self.tokens = _tokens_needed(ends, counts, firsts)
+        _check_reach(tables, ends, slots, block_tokens)
+        self._kept = (tables, ends, counts, firsts, slots)
+        self.tables_address, self.table_stride = tables.ctypes.data, tables.strides[0] // 4
+        self.ends_address = ends.ctypes.data
+        self.counts_address = 0 if counts is None else counts.ctypes.data
+        self.firsts_address = 0 if firsts is None else firsts.ctypes.data
+        self.slots_address = 0 if slots is None else slots.ctypes.data
+
+
+def _tokens_needed(ends: Int32s, counts: Int32s | None, firsts: Int32s | None) -> int:
+    """Tokens a batch must have for these rows."""
+    if not len(ends):
+        return 0
+    if counts is not None and (counts.min() < 1 or bool((counts > 1).any() and (counts > ends)[counts > 1].any())):
+        raise ValueError("a row must have at least one query token, and no more than its context")
+    if firsts is None:
+        if counts is not None and counts.max() > 1:
+            raise ValueError("rows of several tokens need `firsts`")
+        return len(ends)
+    if firsts.min() < 0:
+        raise ValueError("`firsts` must not be negative")
+    return int((firsts + (1 if counts is None else counts)).max())
+
+
+def _check_reach(tables: Int32s, ends: Int32s, slots: Int32s | None, block_tokens: int) -> None:
+    if not len(ends):
+        return
+    if ends.min() < 0 or int(ends.max()) > tables.shape[1] * block_tokens:
+        raise ValueError(f"a context lies outside tables of {tables.shape[1]} blocks of {block_tokens} tokens")
+    lowest, highest = (0, len(ends) - 1) if slots is None else (int(slots.min()), int(slots.max()))
+    if lowest < 0 or highest >= len(tables):
+        raise ValueError(f"a row's slot lies outside tables of {len(tables)} lines")
+
+
+def paged_attention(
+    query: torch.Tensor, pages: torch.Tensor, place: int, rows: AttentionRows, scale: float, out: torch.Tensor
+) -> None:
+    """query [tokens, heads, dim] over the keys and values of layer `place` of pages
+    [pages, places, 2, block tokens, kv heads, dim] into out, which is like query. A token sees its own position and
+    those before it; keys of the batch's own tokens must be in the pages already."""
+    tokens, heads, dim = query.shape
+    _, places, _, block_tokens, kv_heads, page_dim = pages.shape
+    if pages.dtype not in STORED_TYPES or not pages.is_contiguous():
+        raise ValueError(f"pages must be contiguous float32, float16 or bfloat16, not {pages.dtype}")
+    if not 0 <= place < places or block_tokens != rows.block_tokens or page_dim != dim or heads % kv_heads:
+        raise ValueError(f"pages {list(pages.shape)} do not fit queries {list(query.shape)}, place {place}")
+    for name, tensor in (("query", query), ("out", out)):
+        if tensor.dtype != torch.float32 or tensor.stride(2) != 1 or tensor.stride(1) != dim:
+            raise ValueError(f"{name} must be float32 [tokens, heads, dim] with contiguous tokens")
+    if out.shape != query.shape or tokens < rows.tokens or dim % 4:
+        raise ValueError(
+            f"out must be like query, {list(query.shape)}, with {rows.tokens} tokens and dim a multiple of 4"
+        )
+    element = pages.element_size()
+    half = block_tokens * kv_heads * dim * element
+    keys = pages.data_ptr() + 2 * place * half
+    kernels().attend(
+        query.data_ptr(),
+        query.stride(0),
+        out.data_ptr(),
+        out.stride(0),
+        keys,
+        keys + half,
+        2 * places * half,
+        STORED_TYPES[pages.dtype],
+        block_tokens,
+        heads,
+        kv_heads,
+        dim,
+        rows.tables_address,
+        rows.table_stride,
+        rows.slots_address,
+        rows.ends_address,
+        rows.counts_address,
+        rows.firsts_address,
+        rows.rows,
+        rows.window,
+        scale,
+        torch.get_num_threads(),
+    )

@@ -1,0 +1,128 @@
+"""Small operations between products, each one pass: norms, gates, rotary positions together with writing the KV pool.
+
+Tensors are float32 with contiguous last dimensions; tokens may lie apart (slices of a fused product).
+"""
+
+from __future__ import annotations
+
+import torch
+
+from holdfast.execution.native.attention import STORED_TYPES
+from holdfast.execution.native.loading import kernels
+
+ACTIVATION_NUMBERS = {"silu": 0, "gelu_tanh": 1}
+"""As elementwise.h numbers them."""
+
+
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, epsilon: float, out: torch.Tensor, residual: torch.Tensor | None = None
+) -> None:
+    """out [tokens, columns] = x over its root mean square, times weight. A `residual` is added to x first, in place.
+    out may be x."""
+    _check_rows(x, "x")
+    _check_rows(out, "out")
+    rows, columns = x.shape
+    if out.shape != x.shape or weight.shape != (columns,) or weight.dtype != torch.float32 or weight.stride(0) != 1:
+        raise ValueError(f"out must be like x, {list(x.shape)}, and weight float32 [{columns}]")
+    if residual is not None:
+        _check_rows(residual, "residual")
+        if residual.shape != x.shape:
+            raise ValueError(f"residual must be like x, {list(x.shape)}, not {list(residual.shape)}")
+    kernels().normalize(
+        x.data_ptr(),
+        x.stride(0),
+        0 if residual is None else residual.data_ptr(),
+        0 if residual is None else residual.stride(0),
+        weight.data_ptr(),
+        out.data_ptr(),
+        out.stride(0),
+        rows,
+        columns,
+        epsilon,
+        torch.get_num_threads(),
+    )
+
+
+def activate_and_multiply(gate_up: torch.Tensor, out: torch.Tensor, activation: str = "silu") -> None:
+    """out [tokens, inner] = activation(first half of gate_up [tokens, 2·inner]) times its second half."""
+    _check_rows(gate_up, "gate_up")
+    _check_rows(out, "out")
+    rows, columns = out.shape
+    if gate_up.shape != (rows, 2 * columns):
+        raise ValueError(f"gate_up must be [{rows}, {2 * columns}], not {list(gate_up.shape)}")
+    if activation not in ACTIVATION_NUMBERS:
+        raise ValueError(f"no compiled {activation}; there are {', '.join(ACTIVATION_NUMBERS)}")
+    kernels().gate(
+        gate_up.data_ptr(),
+        gate_up.stride(0),
+        out.data_ptr(),
+        out.stride(0),
+        rows,
+        columns,
+        ACTIVATION_NUMBERS[activation],
+        torch.get_num_threads(),
+    )
+
+
+def rotate_and_store(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    places: torch.Tensor,
+    key_rows: torch.Tensor,
+    value_rows: torch.Tensor,
+    positions: torch.Tensor | None = None,
+) -> None:
+    """Turns query [tokens, heads, dim] and key [tokens, kv heads, dim] in place and writes key and value to
+    key_rows[places] and value_rows[places], views [any, kv heads · dim] of the pool in its own number type.
+
+    cos and sin [tokens, half] (or [tokens, 1, half]): one line a token, or with `positions` (int64) tables that are
+    indexed by position. The first `half` dimensions are turned against the next `half`; the rest stays.
+    `places` (int64) and `positions` are taken as they come: the caller has checked them against pool and tables.
+    """
+    tokens, heads, dim = query.shape
+    half, kv_heads = cos.shape[-1], key.shape[1]
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if tensor.dtype != torch.float32 or tensor.stride(2) != 1 or tensor.stride(1) != dim or len(tensor) != tokens:
+            raise ValueError(f"{name} must be float32 [{tokens}, heads, {dim}] with contiguous tokens")
+    if value.shape != key.shape or cos.shape != sin.shape or 2 * half > dim:
+        raise ValueError("key and value must be alike, and cos and sin, with at most dim / 2 angles")
+    for name, tensor in (("cos", cos), ("sin", sin)):
+        if tensor.dtype != torch.float32 or not tensor.is_contiguous() or (positions is None and len(tensor) != tokens):
+            raise ValueError(f"{name} must be contiguous float32, a line a token or a table with positions")
+    for name, index in (("places", places), ("positions", positions)):
+        if index is not None and (index.dtype != torch.int64 or index.shape != (tokens,) or not index.is_contiguous()):
+            raise ValueError(f"{name} must be contiguous int64 [{tokens}]")
+    for name, pool in (("key_rows", key_rows), ("value_rows", value_rows)):
+        if pool.dtype not in STORED_TYPES or pool.dim() != 2 or pool.shape[1] != kv_heads * dim:
+            raise ValueError(f"{name} must be [rows, {kv_heads * dim}], not {pool.dtype} {list(pool.shape)}")
+        if not pool.is_contiguous() or pool.dtype != key_rows.dtype:
+            raise ValueError(f"{name} must be contiguous, and both of one type")
+    kernels().turn(
+        query.data_ptr(),
+        query.stride(0),
+        key.data_ptr(),
+        key.stride(0),
+        value.data_ptr(),
+        value.stride(0),
+        cos.data_ptr(),
+        sin.data_ptr(),
+        0 if positions is None else positions.data_ptr(),
+        places.data_ptr(),
+        key_rows.data_ptr(),
+        value_rows.data_ptr(),
+        STORED_TYPES[key_rows.dtype],
+        tokens,
+        heads,
+        kv_heads,
+        dim,
+        half,
+        torch.get_num_threads(),
+    )
+
+
+def _check_rows(tensor: torch.Tensor, name: str) -> None:
+    if tensor.dtype != torch.float32 or tensor.dim() != 2 or tensor.stride(1) != 1:
+        raise ValueError(f"{name} must be float32 [tokens, columns] with contiguous rows, not {tensor.dtype}")
