@@ -90,8 +90,9 @@ async def test_half_an_hour_of_mixed_requests(start_server) -> None:
     first = load.rate(begin_s + WARM_UP_S, begin_s + WARM_UP_S + WINDOW_S)
     last = load.rate(end_s - WINDOW_S, end_s)
     print(
-        f"\n{len(load.finished)} requests, {load.left_early} left early, {server.metric('vllm:num_preemptions_total'):.0f}"
-        f" preemptions; {first:.1f} tokens/s in the first window, {last:.1f} in the last: {last / first:.3f}"
+        f"\n{len(load.finished)} requests, {load.left_early} left early,"
+        f" {server.metric('vllm:num_preemptions_total'):.0f} preemptions;"
+        f" {first:.1f} tokens/s in the first window, {last:.1f} in the last: {last / first:.3f}"
     )
     for name, found in sizes.items():
         early = [size for when, size in found if begin_s + WARM_UP_S <= when < begin_s + WARM_UP_S + WINDOW_S]

@@ -70,6 +70,7 @@ def open_tokenizer(config: EngineConfig, model: FoundModel) -> Tokenizer | None:
 
 def build_core(config: EngineConfig, model: FoundModel, progress: Progress) -> tuple[EngineCore, EngineInfo]:
     from holdfast.engine.core import EngineCore
+    from holdfast.execution import native
     from holdfast.execution.device import DTYPES, choose_device, set_threads
     from holdfast.execution.runner import Runner, RunnerLimits
     from holdfast.execution.weights import load_weights
@@ -79,7 +80,7 @@ def build_core(config: EngineConfig, model: FoundModel, progress: Progress) -> t
     else:
         checkpoint = open_checkpoint(model.files)
         stored = match(model.spec, checkpoint)
-    plan = make_plan(model.spec, stored, config, memory(), processor())
+    plan = make_plan(model.spec, stored, config, memory(), processor(), compiled_kernels=native.available())
     device = choose_device(config.device)
     set_threads(config.threads or processor().cores)
     progress("load", 0, 0)
@@ -89,6 +90,7 @@ def build_core(config: EngineConfig, model: FoundModel, progress: Progress) -> t
         dtype=DTYPES[plan.dtype],
         device=device,
         expand=plan.expand_weights,
+        compiled=plan.compiled,
         progress=lambda done, total: progress("load", done, total),
     )
     if checkpoint is not None:

@@ -18,8 +18,10 @@ from holdfast.execution.device import packs_weights
 from holdfast.execution.dummy import fill_dummy
 from holdfast.execution.linear import DenseLinear, Linear, PackedLinear, QuantizedLinear, StackedLinear
 from holdfast.execution.memory import trim_memory
+from holdfast.execution.native import BlockMatrix
 from holdfast.execution.quantization import QUANTIZED_LAYOUTS, QuantizedMatrix, dequantize_stored
 from holdfast.models import ModelSpec, TensorSpec
+from holdfast.planner.layouts import memory_layout
 
 EXPAND_BYTES = 8 << 20
 """Of float32 rows expanded at a time."""
@@ -44,7 +46,7 @@ class LayerWeights:
 class Weights:
     dtype: torch.dtype
     """Of activations, and of every matrix that is not quantized."""
-    embed: DenseLinear | QuantizedLinear
+    embed: DenseLinear | QuantizedLinear | BlockMatrix
     layers: tuple[LayerWeights, ...]
     final_norm: torch.Tensor
     head: Linear
@@ -71,17 +73,20 @@ def load_weights(
     dtype: torch.dtype,
     device: torch.device,
     expand: bool,
+    compiled: bool = False,
     progress: Progress | None = None,
     pack: bool | None = None,
 ) -> Weights:
     """`expand`: quantized matrices become `dtype`; otherwise they stay as they are stored. No checkpoint: dummies.
+
+    `compiled`: what stays as it is stored is multiplied by compiled kernels (float32 on a CPU that has them).
 
     `pack`: dense matrices are reordered for oneDNN (by default where that is faster); it needs one matrix more
     at the peak.
     """
     packed = packs_weights(dtype, device) if pack is None else pack
     with torch.inference_mode():
-        weights = _Loader(spec, checkpoint, dtype, device, expand, packed, progress).load()
+        weights = _Loader(spec, checkpoint, dtype, device, expand, compiled, packed, progress).load()
     trim_memory()
     return weights
 
@@ -94,12 +99,13 @@ class _Loader:
         dtype: torch.dtype,
         device: torch.device,
         expand: bool,
+        compiled: bool,
         pack: bool,
         progress: Progress | None,
     ) -> None:
         self.spec, self.checkpoint = spec, checkpoint
         self.dtype, self.device, self.progress = dtype, device, progress
-        self.expand, self.pack = expand, pack
+        self.expand, self.compiled, self.pack = expand, compiled, pack
         self.tensors = {tensor.name: tensor for tensor in spec.tensors}
         self.stored: dict[str, StoredTensor] = {} if checkpoint is None else match(spec, checkpoint)
         self.done = 0
@@ -107,7 +113,7 @@ class _Loader:
 
     def load(self) -> Weights:
         embed = self.linear("embed")
-        assert isinstance(embed, DenseLinear | QuantizedLinear), "never stacked or packed: it has one name"
+        assert isinstance(embed, DenseLinear | QuantizedLinear | BlockMatrix), "it has one name, so it is never stacked"
         layers = tuple(self.layer(f"layers.{layer.index}") for layer in self.spec.layers)
         return Weights(
             dtype=self.dtype,
@@ -156,6 +162,8 @@ class _Loader:
                 self.fill(part, self.tensors[name])
             # The embedding is also looked up by rows, which a packed matrix cannot give.
             return PackedLinear(weight, bias) if self.pack and names != ("embed",) else DenseLinear(weight, bias)
+        if self.compiled:
+            return self.blocks(names, rows, layout, bias)
         matrix = QuantizedMatrix(layout, sum(rows), columns, self.device)
         first = 0
         for name, count in zip(names, rows, strict=True):
@@ -163,6 +171,16 @@ class _Loader:
             first += count
             self.step()
         return QuantizedLinear(matrix, self.dtype, bias)
+
+    def blocks(self, names: tuple[str, ...], rows: list[int], layout: str, bias: torch.Tensor | None) -> BlockMatrix:
+        """The stored bytes themselves, rows one below the other."""
+        row_bytes = self.stored[names[0]].nbytes // rows[0]
+        target = torch.empty((sum(rows), row_bytes), dtype=torch.uint8)
+        for name, part in zip(names, torch.split(target, rows), strict=True):
+            stored, order = self.read(name).view(-1, row_bytes), self.row_order(self.tensors[name])
+            part.copy_(stored if order is None else stored.index_select(0, order))
+            self.step()
+        return BlockMatrix(target, layout, bias)
 
     def bias(self, names: tuple[str, ...], rows: list[int]) -> torch.Tensor | None:
         """One vector for fused matrices; zeros for those of them that have none."""
@@ -175,9 +193,11 @@ class _Loader:
         return bias
 
     def kept_layout(self, name: str) -> str | None:
-        """The quantized layout a matrix keeps in memory; None: it becomes `dtype`."""
-        layout = self.stored[name].layout if name in self.stored else None
-        return layout if layout in QUANTIZED_LAYOUTS and not self.expand else None
+        """The stored layout a matrix keeps in memory; None: it becomes `dtype`."""
+        dtype = str(self.dtype).removeprefix("torch.")
+        stored = self.stored[name].layout if name in self.stored else None
+        layout = memory_layout(self.tensors[name], stored, dtype=dtype, expand=self.expand, compiled=self.compiled)
+        return None if layout == dtype else layout
 
     def read(self, name: str) -> torch.Tensor:
         assert self.checkpoint is not None

@@ -16,9 +16,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 
-from holdfast.checkpoints import LAYOUTS, StoredTensor
+from holdfast.checkpoints import StoredTensor
 from holdfast.kvcache.groups import KVLayout, form_groups
 from holdfast.models import ModelSpec
+from holdfast.planner.layouts import memory_layout
 from holdfast.units import MIB
 
 ELEMENT_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -40,22 +41,18 @@ class Limits:
     max_num_batched_tokens: int
 
 
-def is_quantized(layout: str) -> bool:
-    return LAYOUTS[layout].block_elements > 1
-
-
-def weights_bytes(spec: ModelSpec, stored: Mapping[str, StoredTensor] | None, *, dtype: str, expand: bool) -> int:
-    """`stored` by canonical name; None for dummy weights. Norms and biases are small and kept in float32."""
+def weights_bytes(
+    spec: ModelSpec, stored: Mapping[str, StoredTensor] | None, *, dtype: str, expand: bool, compiled: bool = False
+) -> int:
+    """`stored` by canonical name; None for dummy weights. `compiled`: products come from compiled kernels."""
     total = 0
     for tensor in spec.tensors:
-        count = prod(tensor.shape)
         kept = None if stored is None else stored.get(tensor.name)
-        if kept is None and tensor.optional:
+        if kept is None and (tensor.optional or stored is not None):
             continue
-        if kept is not None and is_quantized(kept.layout) and not expand:
-            total += kept.nbytes
-        else:
-            total += count * (4 if len(tensor.shape) == 1 else ELEMENT_BYTES[dtype])
+        as_stored = None if kept is None else kept.layout
+        layout = memory_layout(tensor, as_stored, dtype=dtype, expand=expand, compiled=compiled)
+        total += prod(tensor.shape) * ELEMENT_BYTES[dtype] if kept is None or layout == dtype else kept.nbytes
     return total
 
 

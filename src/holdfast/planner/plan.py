@@ -19,6 +19,7 @@ from holdfast.models import ModelSpec
 from holdfast.observability.decisions import Decision
 from holdfast.planner import footprint
 from holdfast.planner.footprint import Limits
+from holdfast.planner.layouts import is_quantized
 from holdfast.units import GIB, format_bytes
 
 DEFAULT_KV_BYTES = 4 * GIB
@@ -33,6 +34,8 @@ class Plan:
     dtype: str
     kv_dtype: str
     expand_weights: bool
+    compiled: bool
+    """Products are computed by compiled kernels, in float32."""
     layout: KVLayout
     limits: Limits
     blocks: int
@@ -49,7 +52,10 @@ def make_plan(
     config: EngineConfig,
     machine: Memory,
     processor: Processor,
+    *,
+    compiled_kernels: bool = False,
 ) -> Plan:
+    """`compiled_kernels`: this installation has them, and this CPU can run them."""
     decisions: list[Decision] = []
     dtype = _dtype(config.dtype, spec, processor, decisions)
     kv_dtype = dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
@@ -62,7 +68,8 @@ def make_plan(
             "measured",
         )
     )
-    expand = _expand(spec, stored, dtype, config, budget, decisions)
+    compiled = compiled_kernels and dtype == "float32"
+    expand = _expand(spec, stored, dtype, compiled, config, budget, decisions)
     layout = footprint.kv_layout(spec, block_tokens=config.block_size, kv_dtype=kv_dtype)
     wanted_length = _wanted_length(spec, config)
     limits = Limits(
@@ -72,7 +79,7 @@ def make_plan(
     )
     terms = {
         "framework": footprint.FRAMEWORK_BYTES,
-        "weights": footprint.weights_bytes(spec, stored, dtype=dtype, expand=expand),
+        "weights": footprint.weights_bytes(spec, stored, dtype=dtype, expand=expand, compiled=compiled),
         "activations": footprint.activations_bytes(spec, limits, dtype=dtype),
         "logits": footprint.logits_bytes(spec, limits),
         "buffers": footprint.buffers_bytes(layout, limits),
@@ -84,6 +91,7 @@ def make_plan(
         dtype=dtype,
         kv_dtype=kv_dtype,
         expand_weights=expand,
+        compiled=compiled,
         layout=layout,
         limits=Limits(
             max_model_len=length,
@@ -115,12 +123,13 @@ def _expand(
     spec: ModelSpec,
     stored: Mapping[str, StoredTensor] | None,
     dtype: str,
+    compiled: bool,
     config: EngineConfig,
     budget: int,
     decisions: list[Decision],
 ) -> bool:
-    if stored is None or not any(footprint.is_quantized(tensor.layout) for tensor in stored.values()):
-        return False
+    if stored is None or not any(is_quantized(tensor.layout) for tensor in stored.values()):
+        return config.expand_weights == "always"
     expanded = footprint.weights_bytes(spec, stored, dtype=dtype, expand=True)
     kept = footprint.weights_bytes(spec, stored, dtype=dtype, expand=False)
     sizes = f"{format_bytes(expanded)} in {dtype} against {format_bytes(kept)} in blocks"
@@ -128,6 +137,10 @@ def _expand(
         expand = config.expand_weights == "always"
         decisions.append(Decision("weights", "expanded" if expand else "quantized", sizes, "set"))
         return expand
+    if compiled:
+        reason = f"compiled products read blocks as they are: fewer bytes, and faster: {sizes}"
+        decisions.append(Decision("weights", "quantized", reason, "planner"))
+        return False
     expand = expanded <= EXPAND_SHARE * budget
     reason = (
         f"faster, and there is room to spare: {sizes}"
