@@ -23,11 +23,10 @@ def fill_dummy(target: torch.Tensor, tensor: TensorSpec, *, tied: bool) -> None:
     if len(tensor.shape) == 1:
         target.uniform_(-0.1, 0.1, generator=generator)
         return
-    # Norms feed unit-size vectors to every product; 1/sqrt(inputs) keeps its outputs of that size too.
+    # Norms feed unit-size vectors to every product; 1/sqrt(inputs) keeps its outputs of that size too, and the
+    # embedding so small that what the layers add decides the logits.
     deviation = tensor.shape[1] ** -0.5
     if kind == "head" or (kind == "embed" and tied):
         deviation *= _LOGIT_SPREAD
-    elif kind == "embed":
-        deviation = 1.0
     reach = deviation * 3**0.5
     target.uniform_(-reach, reach, generator=generator)

@@ -27,6 +27,11 @@ class PeakMemory:
     ) -> None:
         self.grown_bytes = max(0, _status_bytes("VmHWM") - self._before_bytes)
 
+    @staticmethod
+    def resident_bytes() -> int:
+        """What the process holds now."""
+        return _status_bytes("VmRSS")
+
 
 def _status_bytes(name: str) -> int:
     try:

@@ -1,0 +1,224 @@
+"""The runner's edges: wrong plans change nothing, rehearsal, closing, device and number type choices."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from holdfast.errors import ConfigurationError, EngineError
+from holdfast.execution.device import choose_device, choose_dtype, cpu_flags, packs_weights, set_threads
+from holdfast.execution.kv_store import KVStore
+from holdfast.execution.memory import PeakMemory
+from holdfast.execution.runner import Runner, RunnerLimits
+from holdfast.execution.weights import load_weights
+from holdfast.kvcache.groups import KVLayout, form_groups
+from holdfast.records import BlockCopy, Row, SamplingParams, SequenceStart, StepPlan, TableWrite
+
+CPU = torch.device("cpu")
+GREEDY = SamplingParams(temperature=0.0)
+
+
+def start(slot: int = 1, tokens: list[int] | None = None) -> SequenceStart:
+    return SequenceStart(slot, "wrong", tokens or [1, 2, 3], 3, GREEDY)
+
+
+WRONG: dict[str, dict[str, Any]] = {
+    "slot beyond": {"starts": [start(8)]},
+    "no tokens": {"starts": [SequenceStart(1, "r", [], 0, GREEDY)]},
+    "too long": {"starts": [start(1, [1] * 257)]},
+    "token beyond": {"starts": [start(1, [1, 300])]},
+    "token negative": {"starts": [start(1, [-1])]},
+    "block beyond": {"starts": [start()], "table_writes": [TableWrite(1, 0, 0, [400])]},
+    "block negative": {"starts": [start()], "table_writes": [TableWrite(1, 0, 0, [-1])]},
+    "entry beyond": {"starts": [start()], "table_writes": [TableWrite(1, 0, 64, [5])]},
+    "group beyond": {"starts": [start()], "table_writes": [TableWrite(1, 1, 0, [5])]},
+    "no page": {"starts": [start()], "rows": [Row(1, 0, 3, True)]},
+    "null page": {"starts": [start()], "table_writes": [TableWrite(1, 0, 0, [0])], "rows": [Row(1, 0, 3, True)]},
+    "beyond what is known": {
+        "starts": [start()],
+        "table_writes": [TableWrite(1, 0, 0, [90])],
+        "rows": [Row(1, 0, 4, False)],
+    },
+    "samples early": {
+        "starts": [start()],
+        "table_writes": [TableWrite(1, 0, 0, [90])],
+        "rows": [Row(1, 0, 2, True)],
+    },
+    "nothing to compute": {
+        "starts": [start()],
+        "table_writes": [TableWrite(1, 0, 0, [90])],
+        "rows": [Row(1, 0, 0, False)],
+    },
+    "twice": {"rows": [Row(0, 6, 1, True), Row(0, 6, 1, True)]},
+    "never started": {"rows": [Row(3, 0, 1, False)]},
+    "over budget": {"starts": [start(1, [1] * 250)], "rows": [Row(1, 0, 250, False), Row(0, 6, 7, False)]},
+    "copies": {"copies": [BlockCopy(0, 0, 1, 1, 2, True)]},
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_plan_is_refused_whole_and_changes_nothing(
+    name: str, oracles: Callable[..., Any], driver_for: Callable[..., Any]
+) -> None:
+    oracle = oracles("Llama")
+    driver = driver_for(oracle)
+    driver.start(0, [5, 6, 7, 8, 9, 10])
+    driver.step({0: 6})
+    with pytest.raises(EngineError, match="HF430"):
+        driver.runner.execute(StepPlan(step_id=9, **WRONG[name]))
+    driver.generate(0, 4)
+    oracle.assert_greedy(driver.tokens[0], 6)
+
+
+def test_plans_survive_serialization(oracles: Callable[..., Any], driver_for: Callable[..., Any]) -> None:
+    driver = driver_for(oracles("Llama"))
+    driver.start(0, [5, 6, 7], SamplingParams(temperature=0.7, seed=3, logit_bias={4: 1.0}))
+    plan = driver.plan({0: 3})
+    again = msgspec.msgpack.decode(msgspec.msgpack.encode(plan), type=StepPlan)
+    assert again == plan
+    assert driver.runner.submit(again).result().step_id == plan.step_id
+
+
+def test_a_plan_without_rows_only_takes_over_what_it_brings(
+    oracles: Callable[..., Any], driver_for: Callable[..., Any]
+) -> None:
+    driver = driver_for(oracles("Llama"))
+    result = driver.runner.execute(StepPlan(step_id=4, starts=[start(0)], table_writes=[TableWrite(0, 0, 0, [3])]))
+    assert result.token_ids == []
+    assert len(driver.runner.execute(StepPlan(step_id=5, rows=[Row(0, 0, 3, True)])).token_ids) == 1
+
+
+@pytest.mark.parametrize("window", [None, 10])
+@pytest.mark.parametrize(("slots", "budget"), [(1, 1), (8, 8), (4, 256), (3, 600)])
+def test_rehearsal_leaves_no_trace(
+    window: int | None, slots: int, budget: int, oracles: Callable[..., Any], driver_for: Callable[..., Any]
+) -> None:
+    oracle = oracles("Mistral", sliding_window=window)
+    driver = driver_for(oracle, slots=slots, budget=budget)
+    driver.runner.back_kv(2)
+    assert driver.runner.rehearse() >= 0
+    driver.runner.back_kv(400)
+    driver.runner.kv.pages[1:].fill_(float("nan"))
+    driver.start(0, [5])
+    driver.generate(0, 5)
+    oracle.assert_greedy(driver.tokens[0], 1)
+    with pytest.raises(EngineError):
+        driver.runner.execute(StepPlan(step_id=0, rows=[Row(slots - 1, 5, 250, False)]))
+
+
+def test_many_sampling_rows_are_sampled_in_turns(
+    oracles: Callable[..., Any], driver_for: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Logprobs of some rows, none of others, over several turns: each result stands at its row."""
+    oracle = oracles("Llama")
+    monkeypatch.setattr("holdfast.execution.runner.LOGITS_BYTES", 4 * 300 * 2)
+    driver = driver_for(oracle, slots=7)
+    for slot in range(7):
+        params = GREEDY.replace(logprobs=2) if slot in (2, 6) else GREEDY
+        driver.start(slot, [slot + 1, 2 * slot + 1], params)
+    result = driver.step(dict.fromkeys(range(7), 2))
+    assert [entry is not None for entry in result.logprobs] == [slot in (2, 6) for slot in range(7)]
+    for slot in range(7):
+        oracle.assert_greedy(driver.tokens[slot], 2)
+        entry = result.logprobs[slot]
+        assert entry is None or entry.token_ids[0] == result.token_ids[slot]
+
+
+def test_a_closed_or_unbacked_runner_says_so(oracles: Callable[..., Any], driver_for: Callable[..., Any]) -> None:
+    oracle = oracles("Llama")
+    runner = driver_for(oracle).runner
+    runner.close()
+    with pytest.raises(EngineError, match="closed"):
+        runner.execute(StepPlan(step_id=0))
+    weights = load_weights(oracle.spec, None, dtype=torch.float32, device=CPU, expand=True)
+    fresh = Runner(oracle.spec, weights, runner.layout, runner.limits, CPU)
+    with pytest.raises(EngineError, match="back_kv"):
+        fresh.execute(StepPlan(step_id=0))
+
+
+def test_ten_runners_in_a_row_leave_memory_flat(oracles: Callable[..., Any]) -> None:
+    """Each holds some 60 MB of weights and pages; what stays after ten of them is far less than one."""
+    spec = oracles("Llama", vocab_size=40_000).spec
+    groups, places = form_groups([layer.window for layer in spec.layers])
+    layout = KVLayout(
+        groups=groups,
+        block_tokens=16,
+        layers_per_page=places,
+        kv_heads=spec.kv_heads,
+        head_dim=spec.head_dim,
+        element_bytes=4,
+    )
+    limits = RunnerLimits(max_num_seqs=4, max_num_batched_tokens=512, max_model_len=512)
+
+    def once() -> int:
+        weights = load_weights(spec, None, dtype=torch.float32, device=CPU, expand=True)
+        runner = Runner(spec, weights, layout, limits, CPU)
+        del weights
+        runner.back_kv(2000)
+        runner.kv.pages.zero_()
+        runner.rehearse()
+        held = runner.weights_bytes + runner.kv.nbytes
+        runner.close()
+        return held
+
+    assert once() > 40 << 20
+    before = PeakMemory.resident_bytes()
+    for _ in range(10):
+        once()
+    assert PeakMemory.resident_bytes() - before < 10 << 20
+
+
+def test_kv_store_refuses_what_does_not_belong_together(oracles: Callable[..., Any]) -> None:
+    layout = KVLayout(
+        groups=form_groups([None])[0], block_tokens=4, layers_per_page=1, kv_heads=1, head_dim=8, element_bytes=4
+    )
+    with pytest.raises(EngineError, match="number type"):
+        KVStore(layout, 4, CPU, torch.bfloat16)
+    with pytest.raises(EngineError, match="null page"):
+        KVStore(layout, 1, CPU, torch.float32)
+
+
+def test_devices() -> None:
+    assert choose_device("auto") == choose_device("cpu") == CPU
+    for name in ("cuda", "cuda:1"):
+        with pytest.raises(ConfigurationError, match="CUDA execution is not part of this build yet"):
+            choose_device(name)
+    with pytest.raises(ConfigurationError, match="not known"):
+        choose_device("abacus")
+
+
+def test_number_types(oracles: Callable[..., Any], tmp_path: Path) -> None:
+    spec = dataclasses.replace(oracles("Llama").spec, stored_dtype="bfloat16")
+    assert choose_dtype("auto", spec, {"avx2", "amx_bf16"})[0] == torch.bfloat16
+    assert choose_dtype("auto", spec, {"asimd", "bf16"})[0] == torch.bfloat16
+    plain, reason = choose_dtype("auto", spec, {"asimd"})
+    assert plain == torch.float32
+    assert "bfloat16" in reason
+    stored = dataclasses.replace(spec, stored_dtype="float32")
+    assert choose_dtype("auto", stored, {"amx_bf16"})[0] == torch.float32
+    assert choose_dtype("half", spec, set())[0] == torch.float16
+    with pytest.raises(ConfigurationError, match="int3"):
+        choose_dtype("int3", spec)
+    assert not packs_weights(torch.float32, CPU, {"amx_bf16"})
+    assert not packs_weights(torch.bfloat16, CPU, {"asimd"})
+    info = tmp_path / "cpuinfo"
+    info.write_text("processor\t: 0\nFeatures\t: fp asimd bf16\n\nprocessor\t: 1\n")
+    assert cpu_flags(info) == {"fp", "asimd", "bf16"}
+    assert cpu_flags(tmp_path / "missing") == frozenset()
+
+
+def test_threads() -> None:
+    before = torch.get_num_threads()
+    try:
+        assert set_threads(1) == 1
+        assert set_threads(None) == 1
+        with pytest.raises(ConfigurationError):
+            set_threads(0)
+    finally:
+        torch.set_num_threads(before)
