@@ -17,8 +17,8 @@ import torch
 from holdfast.execution.batch import SlotBuffers
 from holdfast.records import SamplingParams, SequenceStart, TokenLogprobs
 
-LEVELS = (64, 1024)
-"""Likeliest tokens looked at to find where top_k and top_p end; beyond the last, the whole row is sorted."""
+FIRST_LOOK = 64
+"""Likeliest tokens looked at to find where top_k and top_p end; where they do not tell, the whole row is sorted."""
 ARGMAX_BLOCK = 256
 
 Integers = numpy.typing.NDArray[numpy.int64]
@@ -124,38 +124,50 @@ def draw(scores: torch.Tensor, params: list[SamplingParams], numbers: torch.Tens
     """One token id a row, by inverting the cumulated chances at `numbers`. Changes `scores`."""
     scores /= _column([param.temperature for param in params], scores)
     chances = scores.softmax(-1)
-    rows = [index for index, param in enumerate(params) if param.top_k or param.top_p < 1 or param.min_p]
-    for level in (*LEVELS, scores.shape[1]):
-        if rows:
-            rows = _filter(chances, rows, params, min(level, scores.shape[1]))
+    filtered = [index for index, param in enumerate(params) if param.top_k or param.top_p < 1 or param.min_p]
+    if filtered:
+        floors = torch.zeros((len(params), 1), dtype=chances.dtype, device=chances.device)
+        rest = _find_floors(chances, floors, filtered, params, min(FIRST_LOOK, chances.shape[1]))
+        if rest:
+            _find_floors(chances, floors, rest, params, chances.shape[1])
+        chances.masked_fill_(chances < floors, 0)
     cumulated = chances.cumsum(-1, dtype=torch.float64)
     targets = numbers[:, None] * cumulated[:, -1:]
     # The first token whose cumulated chance passes the target: never one without a chance.
     return torch.searchsorted(cumulated, targets, right=True)[:, 0].clamp_(max=scores.shape[1] - 1)
 
 
-def _filter(chances: torch.Tensor, rows: list[int], params: list[SamplingParams], level: int) -> list[int]:
-    """Zeroes what min_p, top_k and then top_p leave out; ties with the last one kept stay.
+def _find_floors(
+    chances: torch.Tensor, floors: torch.Tensor, rows: list[int], params: list[SamplingParams], look: int
+) -> list[int]:
+    """The chance a token must have to pass min_p, top_k and then top_p; ties with the last one kept pass too.
 
-    Looks at the `level` likeliest tokens only, and returns the rows, left as they are, for which that is too few.
+    Sorts only the `look` likeliest tokens, and returns the rows for which these did not tell.
     """
     vocabulary = chances.shape[1]
-    some = torch.tensor(rows, device=chances.device)
-    part = chances.index_select(0, some)
-    best = part.topk(level).values
+    best = _likeliest_chances(chances if len(rows) == len(chances) else chances[rows], look)
     ranks = torch.tensor([params[row].top_k or vocabulary for row in rows], device=chances.device)[:, None]
-    shares = _column([params[row].top_p for row in rows], part)
-    floor = best[:, :1] * _column([params[row].min_p for row in rows], part)
-    by_rank = best.gather(1, ranks.clamp(max=level) - 1)
+    shares = _column([params[row].top_p for row in rows], chances)
+    floor = best[:, :1] * _column([params[row].min_p for row in rows], chances)
+    by_rank = best.gather(1, ranks.clamp(max=look) - 1)
     floor = torch.where(ranks < vocabulary, torch.maximum(floor, by_rank), floor)
-    wanted = part.masked_fill(part < floor, 0).sum(-1, keepdim=True, dtype=torch.float64) * shares
+    # top_p counts in shares of what the others keep: all of it lies in `best`, or nothing was left out.
+    inside = (floor > best[:, -1:]) | torch.tensor(look == vocabulary)
     masses = best.masked_fill(best < floor, 0).cumsum(-1, dtype=torch.float64)
-    by_share = best.gather(1, (masses < wanted).sum(-1, keepdim=True).clamp_(max=level - 1))
-    floor = torch.where(shares < 1, torch.maximum(floor, by_share), floor)
-    told = ((ranks <= level) | (ranks >= vocabulary)) & ((shares >= 1) | (masses[:, -1:] >= wanted))
-    told |= torch.tensor(level >= vocabulary)
-    chances.index_copy_(0, some, part.masked_fill_((part < floor) & told, 0))
+    wanted = shares * torch.where(inside, masses[:, -1:], 1.0)
+    by_share = best.gather(1, (masses < wanted).sum(-1, keepdim=True).clamp_(max=look - 1))
+    told = (ranks <= look) | (ranks >= vocabulary)
+    told &= inside | (shares >= 1) | ((floor == 0) & (masses[:, -1:] >= wanted))
+    floors[rows] = torch.where(shares < 1, torch.maximum(floor, by_share), floor)
     return [row for row, done in zip(rows, told[:, 0].tolist(), strict=True) if not done]
+
+
+def _likeliest_chances(chances: torch.Tensor, count: int) -> torch.Tensor:
+    """The `count` largest of each row, largest first."""
+    if count == chances.shape[1] and chances.device.type == "cpu":
+        # Sorting values alone, numpy is several times as fast as torch, which always sorts indices along.
+        return torch.from_numpy(numpy.sort(chances.numpy(), axis=-1)[:, ::-1].copy())
+    return chances.topk(count).values
 
 
 def _column(values: list[float], like: torch.Tensor) -> torch.Tensor:

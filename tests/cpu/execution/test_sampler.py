@@ -46,15 +46,17 @@ OPTIONS: list[dict[str, Any]] = [
     {"top_k": 1},
     {"top_k": 1000, "top_p": 0.9},
     {"top_p": 1e-6},
+    {"min_p": 0.3, "top_p": 0.5},
+    {"top_k": 4, "top_p": 0.5},
 ]
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("levels", [(64, 1024), (4, 16)], ids=["one level", "three levels"])
+@pytest.mark.parametrize("first_look", [64, 4])
 def test_draws_follow_the_reference_distribution(
-    options: dict[str, Any], levels: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+    options: dict[str, Any], first_look: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sampling, "LEVELS", levels)
+    monkeypatch.setattr(sampling, "FIRST_LOOK", first_look)
     params = SamplingParams(**{"temperature": 1.0, **options})
     logits = torch.randn(VOCABULARY, generator=torch.Generator().manual_seed(1)) * 2
     expected = reference_chances(logits, params)
