@@ -84,7 +84,7 @@ class PackedLinear:
 
 
 class QuantizedLinear:
-    """A quantized matrix, expanded tile by tile into one reused buffer and multiplied from there."""
+    """A quantized matrix, expanded tile by tile into one cache-sized buffer and multiplied from there."""
 
     def __init__(self, matrix: QuantizedMatrix, dtype: torch.dtype, bias: torch.Tensor | None = None) -> None:
         self.matrix, self.bias, self._dtype = matrix, bias, dtype
