@@ -91,7 +91,8 @@ def check(
     for row, (end, count, first) in enumerate(zip(ends, counts, firsts, strict=True)):
         part = slice(int(first), int(first) + count)
         wanted = exact(query[part], case.keys[row], case.values[row], end - count, window, dim**-0.5)
-        assert numpy.abs(out[part].numpy() - wanted).max() < 3e-6
+        # Scores reach 20 and values 8: a score off by a few units in its last place moves the output this much.
+        assert numpy.abs(out[part].numpy() - wanted).max() < 1e-5
     out.fill_(GUARD)
     assert bool((whole == GUARD).all())
 

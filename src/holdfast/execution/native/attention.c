@@ -70,41 +70,52 @@ static void widen(const attention *wanted, const uint8_t *stored, float *out, lo
     for (long i = dim; i < padded; i++) out[i] = 0;
 }
 
+/* Vectors that are needed soon: heads lie apart in a page, so the machine would not foresee them. */
+static void fetch(const uint8_t *stored, long tokens, long token_bytes, long bytes) {
+    for (long i = 0; i < tokens; i++, stored += token_bytes) {
+        for (long line = 0; line < bytes; line += 64) __builtin_prefetch(stored + line);
+    }
+}
+
 /* Points at the keys and values of positions first..last-1, in their pages or widened. */
 static void find_tile(const attention_work *work, bench *here, const piece *part, long first, long last) {
     const attention *wanted = work->wanted;
-    const long slot = wanted->slots != NULL ? wanted->slots[part->row] : part->row;
+    const long slot = wanted->slots != NULL ? wanted->slots[part->row] : part->row, padded = work->padded;
     const int32_t *table = wanted->tables + slot * wanted->table_stride;
-    const long element = wanted->stored == F32 ? 4 : 2, token = wanted->kv_heads * wanted->dim * element;
-    const int in_place = wanted->stored == F32 && work->padded == wanted->dim;
-    for (long position = first, i = 0; position < last; position++, i++) {
-        long offset = table[position / wanted->block_tokens] * wanted->page_bytes +
-                      position % wanted->block_tokens * token + part->head * wanted->dim * element;
-        if (in_place) {
-            here->key[i] = (const float *)(wanted->keys + offset);
-            here->value[i] = (const float *)(wanted->values + offset);
-            continue;
+    const long bytes = wanted->dim * (wanted->stored == F32 ? 4 : 2), token = wanted->kv_heads * bytes;
+    const int in_place = wanted->stored == F32 && padded == wanted->dim;
+    long i = 0;
+    for (long position = first; position < last;) {
+        long block = position / wanted->block_tokens, within = position - block * wanted->block_tokens;
+        long tokens = wanted->block_tokens - within < last - position ? wanted->block_tokens - within : last - position;
+        const uint8_t *base = wanted->keys + part->head * bytes + within * token;
+        const uint8_t *key = base + table[block] * wanted->page_bytes, *value = key + (wanted->values - wanted->keys);
+        long ahead = position + TILE_KEYS;
+        /* Keys are multiplied while this tile's values and the next tile's keys are on their way. */
+        if (in_place) fetch(value, tokens, token, bytes);
+        if (ahead < part->last_key)
+            fetch(base + table[ahead / wanted->block_tokens] * wanted->page_bytes, tokens, token, bytes);
+        position += tokens;
+        for (; tokens > 0; tokens--, i++, key += token, value += token) {
+            here->key[i] = in_place ? (const float *)key : here->keys + i * padded;
+            here->value[i] = in_place ? (const float *)value : here->values + i * padded;
+            if (in_place) continue;
+            widen(wanted, key, here->keys + i * padded, padded);
+            widen(wanted, value, here->values + i * padded, padded);
         }
-        widen(wanted, wanted->keys + offset, here->keys + i * work->padded, work->padded);
-        widen(wanted, wanted->values + offset, here->values + i * work->padded, work->padded);
-        here->key[i] = here->keys + i * work->padded;
-        here->value[i] = here->values + i * work->padded;
     }
     /* Score tiles are four keys wide: beyond the last key stands the last again, its scores are dropped. */
-    for (long i = last - first; i % TILE_COLUMNS != 0; i++) here->key[i] = here->key[last - first - 1];
+    for (; i % TILE_COLUMNS != 0; i++) here->key[i] = here->key[last - first - 1];
 }
 
 static void score_tile(const attention_work *work, bench *here, long queries, long keys) {
-    float sums[TILE_ROWS * TILE_COLUMNS];
     for (long row = 0; row < queries; row += TILE_ROWS) {
         int rows = queries - row < TILE_ROWS ? (int)(queries - row) : TILE_ROWS;
         const float *query[TILE_ROWS];
         for (int r = 0; r < rows; r++) query[r] = here->query + (row + r) * work->padded;
-        for (long key = 0; key < keys; key += TILE_COLUMNS) {
-            dot_tile_of(rows, query, here->key + key, work->padded, sums);
-            for (int r = 0; r < rows; r++)
-                memcpy(here->scores + (row + r) * TILE_KEYS + key, sums + r * TILE_COLUMNS, sizeof(float) * TILE_COLUMNS);
-        }
+        float *scores = here->scores + row * TILE_KEYS;
+        for (long key = 0; key < keys; key += TILE_COLUMNS)
+            dot_tile_of(rows, query, here->key + key, work->padded, scores + key, TILE_KEYS);
     }
 }
 

@@ -102,9 +102,7 @@ def paged_attention(
         raise ValueError(f"pages must be contiguous float32, float16 or bfloat16, not {pages.dtype}")
     if not 0 <= place < places or block_tokens != rows.block_tokens or page_dim != dim or heads % kv_heads:
         raise ValueError(f"pages {list(pages.shape)} do not fit queries {list(query.shape)}, place {place}")
-    for name, tensor in (("query", query), ("out", out)):
-        if tensor.dtype != torch.float32 or tensor.stride(2) != 1 or tensor.stride(1) != dim:
-            raise ValueError(f"{name} must be float32 [tokens, heads, dim] with contiguous tokens")
+    query_stride, out_stride = token_stride(query, dim, "query"), token_stride(out, dim, "out")
     if out.shape != query.shape or tokens < rows.tokens or dim % 4:
         raise ValueError(
             f"out must be like query, {list(query.shape)}, with {rows.tokens} tokens and dim a multiple of 4"
@@ -114,9 +112,9 @@ def paged_attention(
     keys = pages.data_ptr() + 2 * place * half
     kernels().attend(
         query.data_ptr(),
-        query.stride(0),
+        query_stride,
         out.data_ptr(),
-        out.stride(0),
+        out_stride,
         keys,
         keys + half,
         2 * places * half,
@@ -136,3 +134,11 @@ def paged_attention(
         scale,
         torch.get_num_threads(),
     )
+
+
+def token_stride(tensor: torch.Tensor, dim: int, name: str) -> int:
+    """Floats from a token of [tokens, heads, dim] to the next; a token's own floats must lie together."""
+    strides = tensor.stride()
+    if tensor.dtype is not torch.float32 or strides[2] != 1 or strides[1] != dim:
+        raise ValueError(f"{name} must be float32 [tokens, heads, {dim}] with contiguous tokens")
+    return strides[0]

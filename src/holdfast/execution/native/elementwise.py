@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from holdfast.execution.native.attention import STORED_TYPES
+from holdfast.execution.native.attention import STORED_TYPES, token_stride
 from holdfast.execution.native.loading import kernels
 
 ACTIVATION_NUMBERS = {"silu": 0, "gelu_tanh": 1}
@@ -19,23 +19,26 @@ def rms_norm(
 ) -> None:
     """out [tokens, columns] = x over its root mean square, times weight. A `residual` is added to x first, in place.
     out may be x."""
-    _check_rows(x, "x")
-    _check_rows(out, "out")
+    x_stride, out_stride = _row_stride(x, "x"), _row_stride(out, "out")
     rows, columns = x.shape
-    if out.shape != x.shape or weight.shape != (columns,) or weight.dtype != torch.float32 or weight.stride(0) != 1:
+    if (
+        out.shape != (rows, columns)
+        or weight.shape != (columns,)
+        or weight.dtype != torch.float32
+        or weight.stride(0) != 1
+    ):
         raise ValueError(f"out must be like x, {list(x.shape)}, and weight float32 [{columns}]")
-    if residual is not None:
-        _check_rows(residual, "residual")
-        if residual.shape != x.shape:
-            raise ValueError(f"residual must be like x, {list(x.shape)}, not {list(residual.shape)}")
+    residual_stride = 0 if residual is None else _row_stride(residual, "residual")
+    if residual is not None and residual.shape != (rows, columns):
+        raise ValueError(f"residual must be like x, {list(x.shape)}, not {list(residual.shape)}")
     kernels().normalize(
         x.data_ptr(),
-        x.stride(0),
+        x_stride,
         0 if residual is None else residual.data_ptr(),
-        0 if residual is None else residual.stride(0),
+        residual_stride,
         weight.data_ptr(),
         out.data_ptr(),
-        out.stride(0),
+        out_stride,
         rows,
         columns,
         epsilon,
@@ -45,8 +48,7 @@ def rms_norm(
 
 def activate_and_multiply(gate_up: torch.Tensor, out: torch.Tensor, activation: str = "silu") -> None:
     """out [tokens, inner] = activation(first half of gate_up [tokens, 2·inner]) times its second half."""
-    _check_rows(gate_up, "gate_up")
-    _check_rows(out, "out")
+    gate_stride, out_stride = _row_stride(gate_up, "gate_up"), _row_stride(out, "out")
     rows, columns = out.shape
     if gate_up.shape != (rows, 2 * columns):
         raise ValueError(f"gate_up must be [{rows}, {2 * columns}], not {list(gate_up.shape)}")
@@ -54,9 +56,9 @@ def activate_and_multiply(gate_up: torch.Tensor, out: torch.Tensor, activation: 
         raise ValueError(f"no compiled {activation}; there are {', '.join(ACTIVATION_NUMBERS)}")
     kernels().gate(
         gate_up.data_ptr(),
-        gate_up.stride(0),
+        gate_stride,
         out.data_ptr(),
-        out.stride(0),
+        out_stride,
         rows,
         columns,
         ACTIVATION_NUMBERS[activation],
@@ -84,36 +86,42 @@ def rotate_and_store(
     """
     tokens, heads, dim = query.shape
     half, kv_heads = cos.shape[-1], key.shape[1]
-    for name, tensor in (("query", query), ("key", key), ("value", value)):
-        if tensor.dtype != torch.float32 or tensor.stride(2) != 1 or tensor.stride(1) != dim or len(tensor) != tokens:
-            raise ValueError(f"{name} must be float32 [{tokens}, heads, {dim}] with contiguous tokens")
-    if value.shape != key.shape or cos.shape != sin.shape or 2 * half > dim:
+    query_stride = token_stride(query, dim, "query")
+    key_stride, value_stride = token_stride(key, dim, "key"), token_stride(value, dim, "value")
+    kv_shape, stored = (tokens, kv_heads, dim), key_rows.dtype
+    if key.shape != kv_shape or value.shape != kv_shape or cos.shape != sin.shape or 2 * half > dim:
         raise ValueError("key and value must be alike, and cos and sin, with at most dim / 2 angles")
-    for name, tensor in (("cos", cos), ("sin", sin)):
-        if tensor.dtype != torch.float32 or not tensor.is_contiguous() or (positions is None and len(tensor) != tokens):
+    for name, angles in (("cos", cos), ("sin", sin)):
+        if (
+            angles.dtype is not torch.float32
+            or not angles.is_contiguous()
+            or (positions is None and len(angles) != tokens)
+        ):
             raise ValueError(f"{name} must be contiguous float32, a line a token or a table with positions")
     for name, index in (("places", places), ("positions", positions)):
-        if index is not None and (index.dtype != torch.int64 or index.shape != (tokens,) or not index.is_contiguous()):
+        if index is not None and (
+            index.dtype is not torch.int64 or index.shape != (tokens,) or not index.is_contiguous()
+        ):
             raise ValueError(f"{name} must be contiguous int64 [{tokens}]")
     for name, pool in (("key_rows", key_rows), ("value_rows", value_rows)):
-        if pool.dtype not in STORED_TYPES or pool.dim() != 2 or pool.shape[1] != kv_heads * dim:
-            raise ValueError(f"{name} must be [rows, {kv_heads * dim}], not {pool.dtype} {list(pool.shape)}")
-        if not pool.is_contiguous() or pool.dtype != key_rows.dtype:
-            raise ValueError(f"{name} must be contiguous, and both of one type")
+        if pool.dtype is not stored or stored not in STORED_TYPES or not pool.is_contiguous():
+            raise ValueError(f"{name} must be contiguous float32, float16 or bfloat16, both of one type")
+        if pool.shape[1:] != (kv_heads * dim,):
+            raise ValueError(f"{name} must be [rows, {kv_heads * dim}], not {list(pool.shape)}")
     kernels().turn(
         query.data_ptr(),
-        query.stride(0),
+        query_stride,
         key.data_ptr(),
-        key.stride(0),
+        key_stride,
         value.data_ptr(),
-        value.stride(0),
+        value_stride,
         cos.data_ptr(),
         sin.data_ptr(),
         0 if positions is None else positions.data_ptr(),
         places.data_ptr(),
         key_rows.data_ptr(),
         value_rows.data_ptr(),
-        STORED_TYPES[key_rows.dtype],
+        STORED_TYPES[stored],
         tokens,
         heads,
         kv_heads,
@@ -123,6 +131,8 @@ def rotate_and_store(
     )
 
 
-def _check_rows(tensor: torch.Tensor, name: str) -> None:
-    if tensor.dtype != torch.float32 or tensor.dim() != 2 or tensor.stride(1) != 1:
+def _row_stride(tensor: torch.Tensor, name: str) -> int:
+    strides = tensor.stride()
+    if tensor.dtype is not torch.float32 or len(strides) != 2 or strides[1] != 1:
         raise ValueError(f"{name} must be float32 [tokens, columns] with contiguous rows, not {tensor.dtype}")
+    return strides[0]

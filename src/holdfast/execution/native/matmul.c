@@ -51,7 +51,7 @@ static void pass_rows(const product *wanted, const float *tile, long output, lon
         for (long i = 0; i < wide; i += TILE_COLUMNS) {
             const float *w[TILE_COLUMNS];
             for (int j = 0; j < TILE_COLUMNS; j++) w[j] = tile + (i + j) * depth;
-            dot_tile_of(rows, x, w, depth, sums);
+            dot_tile_of(rows, x, w, depth, sums, TILE_COLUMNS);
             put_sums(wanted, sums, row, rows, output + i, column == 0);
         }
     }

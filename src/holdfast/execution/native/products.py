@@ -75,16 +75,16 @@ class BlockMatrix:
         )
 
     def _multiply(self, x: torch.Tensor, out: torch.Tensor, add: int) -> None:
-        self._check(x, self.columns, "x")
-        self._check(out, self.rows, "out")
-        count = x.shape[0]
-        if out.shape[0] != count:
-            raise ValueError(f"out must have as many rows as x, {count}, not {out.shape[0]}")
+        # Asking a tensor anything takes a good part of a microsecond: each is asked once.
+        count, x_stride = self._check(x, self.columns, "x")
+        out_count, out_stride = self._check(out, self.rows, "out")
+        if out_count != count:
+            raise ValueError(f"out must have as many rows as x, {count}, not {out_count}")
         self._kernels.matmul(
             x.data_ptr(),
-            x.stride(0),
+            x_stride,
             out.data_ptr(),
-            out.stride(0),
+            out_stride,
             self._address,
             self._bias_address,
             count,
@@ -96,11 +96,14 @@ class BlockMatrix:
             torch.get_num_threads(),
         )
 
-    def _check(self, tensor: torch.Tensor, columns: int, name: str) -> None:
-        if tensor.dtype != torch.float32 or tensor.dim() != 2 or tensor.shape[1] != columns or tensor.stride(1) != 1:
+    def _check(self, tensor: torch.Tensor, columns: int, name: str) -> tuple[int, int]:
+        """Its rows, and the floats from one to the next."""
+        shape, strides = tensor.shape, tensor.stride()
+        if tensor.dtype is not torch.float32 or len(shape) != 2 or shape[1] != columns or strides[1] != 1:
             raise ValueError(
                 f"{name} must be float32 [tokens, {columns}] with contiguous rows, not {_describe(tensor)}"
             )
+        return shape[0], strides[0]
 
 
 def matmul_blocks(

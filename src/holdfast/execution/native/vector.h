@@ -86,9 +86,10 @@ ALWAYS_INLINE vec exponential(vec x) {
     return p * (vec)((power + 127) << 23);
 }
 
-/* sums[row][column] = dot product of x row and w column over `length` floats, a multiple of LANES.
+/* sums[row * stride + column] = dot product of x row and w column over `length` floats, a multiple of LANES.
  * `rows` is a constant where it is inlined, so that all sums live in registers. */
-ALWAYS_INLINE void dot_tile(int rows, const float *const *x, const float *const *w, long length, float *sums) {
+ALWAYS_INLINE void dot_tile(int rows, const float *const *x, const float *const *w, long length, float *sums,
+                            long stride) {
     vec total[TILE_ROWS][TILE_COLUMNS];
     UNROLL for (int row = 0; row < rows; row++) {
         UNROLL for (int column = 0; column < TILE_COLUMNS; column++) total[row][column] = (vec){0};
@@ -110,23 +111,24 @@ ALWAYS_INLINE void dot_tile(int rows, const float *const *x, const float *const 
 #if LANES == 4 && defined(__aarch64__)
         float32x4_t low = vpaddq_f32((float32x4_t)total[row][0], (float32x4_t)total[row][1]);
         float32x4_t high = vpaddq_f32((float32x4_t)total[row][2], (float32x4_t)total[row][3]);
-        vst1q_f32(sums + row * TILE_COLUMNS, vpaddq_f32(low, high));
+        vst1q_f32(sums + row * stride, vpaddq_f32(low, high));
 #else
         UNROLL for (int column = 0; column < TILE_COLUMNS; column++)
-            sums[row * TILE_COLUMNS + column] = sum_of(total[row][column]);
+            sums[row * stride + column] = sum_of(total[row][column]);
 #endif
     }
 }
 
 /* The same for a number of rows known only when it runs. */
-static inline void dot_tile_of(int rows, const float *const *x, const float *const *w, long length, float *sums) {
+static inline void dot_tile_of(int rows, const float *const *x, const float *const *w, long length, float *sums,
+                               long stride) {
     switch (rows) {
-    case 1: dot_tile(1, x, w, length, sums); break;
+    case 1: dot_tile(1, x, w, length, sums, stride); break;
 #if TILE_ROWS == 4
-    case 2: dot_tile(2, x, w, length, sums); break;
-    case 3: dot_tile(3, x, w, length, sums); break;
+    case 2: dot_tile(2, x, w, length, sums, stride); break;
+    case 3: dot_tile(3, x, w, length, sums, stride); break;
 #endif
-    default: dot_tile(TILE_ROWS, x, w, length, sums); break;
+    default: dot_tile(TILE_ROWS, x, w, length, sums, stride); break;
     }
 }
 
