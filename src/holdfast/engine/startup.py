@@ -106,6 +106,7 @@ def build_core(config: EngineConfig, model: FoundModel, progress: Progress) -> t
         ),
         device,
         kv_dtype=DTYPES[plan.kv_dtype],
+        compiled=plan.compiled,
     )
     progress("rehearse", 0, 0)
     runner.back_kv(2)

@@ -47,7 +47,8 @@ class _Done:
 
 
 class Runner:
-    """`kv_dtype`: how keys and values are kept; by default as the weights' activations are."""
+    """`kv_dtype`: how keys and values are kept; by default as the weights' activations are.
+    `compiled`: the small operations and attention come from kernels of our own (float32 only)."""
 
     def __init__(
         self,
@@ -59,12 +60,14 @@ class Runner:
         *,
         kv_dtype: torch.dtype | None = None,
         reference: bool = False,
+        compiled: bool = False,
     ) -> None:
         self.spec, self.layout, self.limits, self.device = spec, layout, limits, device
         self.kv_dtype = kv_dtype or weights.dtype
         self.weights_bytes = weights.nbytes
+        ops = ops_for(device, reference=reference, compiled=compiled)
         self._transformer: Transformer | None = Transformer(
-            spec, weights, layout, ops_for(device, reference=reference), limits.max_num_batched_tokens, device
+            spec, weights, layout, ops, limits.max_num_batched_tokens, device
         )
         self._buffers = SlotBuffers(limits, layout, spec.vocab_size)
         self._sampler = Sampler(self._buffers, spec.vocab_size)

@@ -11,7 +11,7 @@ import torch
 
 from holdfast.execution.batch import StepBatch
 from holdfast.execution.kv_store import KVStore
-from holdfast.execution.ops import AttentionBackend, AttentionShape, Ops
+from holdfast.execution.ops import AttentionBackend, AttentionShape, Heads, Ops
 from holdfast.execution.rope import Rotary
 from holdfast.execution.weights import LayerWeights, Weights
 from holdfast.kvcache.groups import KVLayout
@@ -28,13 +28,8 @@ class _Step:
     stream: torch.Tensor
     normed: torch.Tensor
     qkv: torch.Tensor
-    rotated: torch.Tensor
-    """The heads of qkv that are rotated: queries, then keys."""
-    query: torch.Tensor
-    key: torch.Tensor
-    value: torch.Tensor
-    key_rows: torch.Tensor
-    value_rows: torch.Tensor
+    heads: Heads
+    """Views of qkv."""
     attended: torch.Tensor
     attended_heads: torch.Tensor
     tiles: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]]
@@ -114,12 +109,14 @@ class Transformer:
             stream=self._stream[:count],
             normed=self._normed[:count],
             qkv=qkv,
-            rotated=heads[:, :rotated],
-            query=heads[:, : spec.heads],
-            key=heads[:, spec.heads : rotated],
-            value=heads[:, rotated:],
-            key_rows=qkv[:, self._query_width : self._query_width + self._kv_width],
-            value_rows=qkv[:, self._query_width + self._kv_width :],
+            heads=Heads(
+                rotated=heads[:, :rotated],
+                query=heads[:, : spec.heads],
+                key=heads[:, spec.heads : rotated],
+                value=heads[:, rotated:],
+                key_rows=qkv[:, self._query_width : self._query_width + self._kv_width],
+                value_rows=qkv[:, self._query_width + self._kv_width :],
+            ),
             attended=attended,
             attended_heads=attended.view(count, spec.heads, spec.head_dim),
             tiles=tiles,
@@ -130,10 +127,10 @@ class Transformer:
     def _attend(self, layer: LayerWeights, step: _Step, batch: StepBatch, kv: KVStore, group: int, place: int) -> None:
         self.ops.rms_norm(step.stream, layer.attn_norm, self.spec.norm_eps, step.normed)
         layer.qkv.write(step.normed, step.qkv)
-        self.ops.rotate(step.rotated, step.cos, step.sin)
-        self.ops.write_kv(kv, place, batch.token_rows[group], step.key_rows, step.value_rows)
+        heads = step.heads
+        self.ops.rotate_and_store(heads, step.cos, step.sin, kv, place, batch.token_rows[group])
         plan = batch.attention_plans[group]
-        self.attention.run(step.query, step.key, step.value, kv, place, plan, step.attended_heads)
+        self.attention.run(heads.query, heads.key, heads.value, kv, place, plan, step.attended_heads)
         layer.o.add(step.attended, step.stream)
 
     def _feed_forward(self, layer: LayerWeights, step: _Step) -> None:

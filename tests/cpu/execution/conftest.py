@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 from collections.abc import Callable, Iterator, Sequence
@@ -14,6 +15,7 @@ import transformers
 
 from holdfast.checkpoints import safetensors
 from holdfast.checkpoints.checkpoint import Checkpoint
+from holdfast.execution import native
 from holdfast.execution.runner import Runner, RunnerLimits
 from holdfast.execution.weights import load_weights
 from holdfast.kvcache.groups import KVLayout, form_groups
@@ -146,8 +148,12 @@ def make_driver(
     budget: int = 256,
     poison: bool = True,
     reference: bool = False,
+    compiled: bool = False,
 ) -> Driver:
-    weights = load_weights(oracle.spec, oracle.checkpoint(), dtype=torch.float32, device=CPU, expand=True)
+    compiled = compiled and not reference
+    weights = load_weights(
+        oracle.spec, oracle.checkpoint(), dtype=torch.float32, device=CPU, expand=not compiled, compiled=compiled
+    )
     runner = Runner(
         oracle.spec,
         weights,
@@ -155,6 +161,7 @@ def make_driver(
         RunnerLimits(max_num_seqs=slots, max_num_batched_tokens=budget, max_model_len=256),
         CPU,
         reference=reference,
+        compiled=compiled,
     )
     runner.back_kv(blocks)
     if poison:
@@ -178,6 +185,9 @@ def oracles(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., 
     made.clear()
 
 
-@pytest.fixture(scope="session")
-def driver_for() -> Callable[..., Driver]:
-    return make_driver
+@pytest.fixture(scope="session", params=["torch", "compiled"])
+def driver_for(request: pytest.FixtureRequest) -> Callable[..., Driver]:
+    """Everything is held against the oracle twice: with torch's operations, and with kernels of our own."""
+    if request.param == "compiled" and not native.available():
+        pytest.skip(f"no compiled kernels here: {native.why_not()}")
+    return functools.partial(make_driver, compiled=request.param == "compiled")

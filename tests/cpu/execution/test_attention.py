@@ -6,6 +6,7 @@ import numpy
 import pytest
 import torch
 
+from holdfast.execution import native
 from holdfast.execution.kv_store import KVStore
 from holdfast.execution.ops import AttentionShape, StepRows, cpu_attention, ops_for
 from holdfast.kvcache.groups import KVGroup, KVLayout
@@ -52,7 +53,10 @@ def test_equals_the_plain_form(
     )
     kv = KVStore(layout, BLOCKS, CPU, kv_dtype)
     kv.pages[1:].normal_()
-    fast, plain = (ops_for(CPU, reference=flag).make_attention(shape, CPU) for flag in (False, True))
+    forms = [ops_for(CPU, reference=True), ops_for(CPU)]
+    if native.available():
+        forms.append(ops_for(CPU, compiled=True))
+    backends = [form.make_attention(shape, CPU) for form in forms]
     for rows in (1, 2, 9):
         batch = random_rows(source, rows)
         tables = source.integers(1, BLOCKS, (rows, LONGEST // TOKENS + 1))
@@ -60,11 +64,12 @@ def test_equals_the_plain_form(
         query, key, value = (torch.randn(total, heads, 16) for heads in (6, 2, 2))
         place_own_keys(kv, batch, tables, key, value)
         outputs = []
-        for backend in (fast, plain):
+        for backend in backends:
             out = torch.full_like(query, float("nan"))
             backend.run(query, key, value, kv, 1, backend.plan(batch, group, tables), out)
             outputs.append(out)
-        torch.testing.assert_close(outputs[0], outputs[1], atol=tolerance, rtol=tolerance)
+        for out in outputs[1:]:
+            torch.testing.assert_close(out, outputs[0], atol=tolerance, rtol=tolerance)
 
 
 def place_own_keys(kv: KVStore, batch: StepRows, tables: numpy.ndarray, key: torch.Tensor, value: torch.Tensor) -> None:

@@ -12,46 +12,77 @@ import pytest
 import torch
 
 from holdfast.errors import ConfigurationError
-from holdfast.execution.ops import ops_for
+from holdfast.execution import native
+from holdfast.execution.kv_store import KVStore
+from holdfast.execution.ops import Heads, ops_for
+from holdfast.execution.ops.cpu import rotate
 from holdfast.execution.rope import inverse_frequencies
+from holdfast.kvcache.groups import KVLayout
 from holdfast.models import LayerSpec, RopeSpec
 
 CPU = torch.device("cpu")
 TYPES = [(torch.float32, 1e-5), (torch.bfloat16, 2e-2), (torch.float16, 5e-3)]
 
 
+def heads_of(product: torch.Tensor) -> Heads:
+    """3 query heads and 2 of keys and values, 16 dimensions each."""
+    heads = product.view(-1, 7, 16)
+    return Heads(
+        rotated=heads[:, :5],
+        query=heads[:, :3],
+        key=heads[:, 3:5],
+        value=heads[:, 5:],
+        key_rows=product[:, 48:80],
+        value_rows=product[:, 80:],
+    )
+
+
+def store(dtype: torch.dtype) -> KVStore:
+    layout = KVLayout(
+        groups=(), block_tokens=4, layers_per_page=2, kv_heads=2, head_dim=16, element_bytes=dtype.itemsize
+    )
+    kv = KVStore(layout, 16, CPU, dtype)
+    kv.pages.zero_()
+    return kv
+
+
 @pytest.mark.parametrize(("dtype", "tolerance"), TYPES)
 @pytest.mark.parametrize("tokens", [1, 33])
 def test_fast_forms_equal_the_plain_ones(dtype: torch.dtype, tolerance: float, tokens: int) -> None:
     torch.manual_seed(tokens)
-    fast, plain = ops_for(CPU), ops_for(CPU, reference=True)
+    forms = [ops_for(CPU, reference=True), ops_for(CPU)]
+    if dtype == torch.float32 and native.available():
+        forms.append(ops_for(CPU, compiled=True))
     x, weight = torch.randn(tokens, 48).to(dtype), torch.randn(48).to(dtype)
-    heads = torch.randn(tokens, 5, 16).to(dtype)
+    product = torch.randn(tokens, 7 * 16).to(dtype)
     cos, sin = torch.randn(tokens, 1, 8), torch.randn(tokens, 1, 8)
+    slots = torch.randperm(60)[:tokens]
+    places = (1 + slots // 4) * 16 + slots % 4  # any token of any page but the null page; 2 layers, keys and values
     results = []
-    for ops in (fast, plain):
-        normed, rotated = torch.empty_like(x), heads.clone()
+    for ops in forms:
+        normed, heads, kv = torch.empty_like(x), heads_of(product.clone()), store(dtype)
         ops.rms_norm(x, weight, 1e-5, normed)
-        ops.rotate(rotated[:, :3], cos, sin)
+        ops.rotate_and_store(heads, cos, sin, kv, 1, places)
         gated = [torch.empty(tokens, 24, dtype=dtype) for _ in range(3)]
         for activation, out in zip(("silu", "gelu", "gelu_tanh"), gated, strict=True):
             ops.gate(x.clone(), activation, out)
-        results.append((normed, rotated, *gated))
-    for found, expected in zip(*results, strict=True):
-        torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
-    assert torch.equal(results[0][1][:, 3:], heads[:, 3:])
+        results.append((normed, heads.query, heads.key, heads.value, kv.pages, *gated))
+    for result in results[1:]:
+        for found, expected in zip(result, results[0], strict=True):
+            torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
+    assert torch.equal(results[0][3], heads_of(product).value)
+    assert int((results[0][4] != 0).any(-1).any(-1).sum()) == 2 * tokens  # keys and values of every token, no more
 
 
 def test_a_rotation_keeps_lengths_and_relative_angles() -> None:
     """What rotary positions are for: q·k depends on the distance alone."""
-    ops = ops_for(CPU)
     frequencies = inverse_frequencies(RopeSpec(theta=10000.0, dim=16))
     query, key = torch.randn(16), torch.randn(16)
 
     def product(query_position: int, key_position: int) -> float:
         heads = torch.stack((query, key))[:, None].clone()
         angles = torch.tensor([query_position, key_position])[:, None, None] * frequencies
-        ops.rotate(heads, angles.cos(), angles.sin())
+        rotate(heads, angles.cos(), angles.sin())
         return float(heads[0, 0] @ heads[1, 0])
 
     assert product(9, 4) == pytest.approx(product(105, 100), abs=1e-4)

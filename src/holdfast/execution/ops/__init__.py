@@ -5,17 +5,22 @@ from __future__ import annotations
 import torch
 
 from holdfast.errors import ConfigurationError
-from holdfast.execution.ops.interface import AttentionBackend, AttentionShape, Ops, StepRows
+from holdfast.execution.ops.interface import AttentionBackend, AttentionShape, Heads, Ops, StepRows
 
-__all__ = ["AttentionBackend", "AttentionShape", "Ops", "StepRows", "ops_for"]
+__all__ = ["AttentionBackend", "AttentionShape", "Heads", "Ops", "StepRows", "ops_for"]
 
 
-def ops_for(device: torch.device, *, reference: bool = False) -> Ops:
-    """`reference`: the plain forms that run anywhere and that the fast ones are tested against."""
+def ops_for(device: torch.device, *, reference: bool = False, compiled: bool = False) -> Ops:
+    """`reference`: the plain forms that run anywhere and that the fast ones are tested against.
+    `compiled`: kernels of our own, for float32, where `native.available()`."""
     if reference:
         from holdfast.execution.ops.reference import OPS
 
         return OPS
+    if device.type == "cpu" and compiled:
+        from holdfast.execution.ops.compiled import OPS as COMPILED_OPS
+
+        return COMPILED_OPS
     if device.type == "cpu":
         from holdfast.execution.ops.cpu import OPS as CPU_OPS
 

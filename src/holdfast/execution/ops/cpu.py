@@ -7,9 +7,10 @@ from functools import lru_cache
 import torch
 from torch.nn import functional
 
+from holdfast.execution.kv_store import KVStore
 from holdfast.execution.ops import reference
 from holdfast.execution.ops.cpu_attention import CpuAttention
-from holdfast.execution.ops.interface import Activation, Ops
+from holdfast.execution.ops.interface import Activation, Heads, Ops
 
 
 @lru_cache(maxsize=16)
@@ -39,6 +40,13 @@ def rotate(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
     first.copy_(turned)
 
 
+def rotate_and_store(
+    heads: Heads, cos: torch.Tensor, sin: torch.Tensor, kv: KVStore, place: int, rows: torch.Tensor
+) -> None:
+    rotate(heads.rotated, cos, sin)
+    reference.write_kv(heads, kv, place, rows)
+
+
 def gate(gate_up: torch.Tensor, activation: Activation, out: torch.Tensor) -> None:
     gated, up = gate_up.chunk(2, dim=-1)
     if activation == "silu":
@@ -50,8 +58,7 @@ def gate(gate_up: torch.Tensor, activation: Activation, out: torch.Tensor) -> No
 OPS = Ops(
     name="cpu",
     rms_norm=rms_norm,
-    rotate=rotate,
+    rotate_and_store=rotate_and_store,
     gate=gate,
-    write_kv=reference.write_kv,
     make_attention=CpuAttention,
 )

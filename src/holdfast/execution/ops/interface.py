@@ -31,6 +31,21 @@ class AttentionShape:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Heads:
+    """Views of one fused product [tokens, (heads + 2 · kv heads) · dim]."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    """[tokens, heads, dim] each."""
+    rotated: torch.Tensor
+    """Queries, then keys: what positions turn."""
+    key_rows: torch.Tensor
+    value_rows: torch.Tensor
+    """[tokens, kv heads · dim]"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepRows:
     """The rows of a batch as host arrays: single-token rows first, longest context first, then the others."""
 
@@ -68,10 +83,9 @@ class Ops:
     name: str
     rms_norm: Callable[[torch.Tensor, torch.Tensor, float, torch.Tensor], None]
     """(x, weight, epsilon, out); out must not be x."""
-    rotate: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
-    """(heads [tokens, heads, dim] in place, cos, sin [tokens, 1, dim / 2])."""
+    rotate_and_store: Callable[[Heads, torch.Tensor, torch.Tensor, KVStore, int, torch.Tensor], None]
+    """(heads, cos, sin [tokens, 1, dim / 2], store, place, token rows): turns queries and keys in place and writes
+    keys and values to the store."""
     gate: Callable[[torch.Tensor, Activation, torch.Tensor], None]
     """(gate beside up [tokens, 2·inner], activation, out [tokens, inner]); may use its input as scratch."""
-    write_kv: Callable[[KVStore, int, torch.Tensor, torch.Tensor, torch.Tensor], None]
-    """(store, place, token rows, key, value [tokens, kv heads · dim])."""
     make_attention: Callable[[AttentionShape, torch.device], AttentionBackend]

@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional
 
 from holdfast.execution.kv_store import KVStore
-from holdfast.execution.ops.interface import Activation, AttentionShape, Integers, Ops, StepRows
+from holdfast.execution.ops.interface import Activation, AttentionShape, Heads, Integers, Ops, StepRows
 from holdfast.kvcache.groups import KVGroup
 
 
@@ -37,10 +37,17 @@ def gate(gate_up: torch.Tensor, activation: Activation, out: torch.Tensor) -> No
     torch.mul(activate(gated, activation), up, out=out)
 
 
-def write_kv(kv: KVStore, place: int, rows: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+def write_kv(heads: Heads, kv: KVStore, place: int, rows: torch.Tensor) -> None:
     key_rows, value_rows = kv.token_rows_at(place)
-    key_rows.index_copy_(0, rows, key.to(kv.dtype))
-    value_rows.index_copy_(0, rows, value.to(kv.dtype))
+    key_rows.index_copy_(0, rows, heads.key_rows.to(kv.dtype))
+    value_rows.index_copy_(0, rows, heads.value_rows.to(kv.dtype))
+
+
+def rotate_and_store(
+    heads: Heads, cos: torch.Tensor, sin: torch.Tensor, kv: KVStore, place: int, rows: torch.Tensor
+) -> None:
+    rotate(heads.rotated, cos, sin)
+    write_kv(heads, kv, place, rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +106,7 @@ class ReferenceAttention:
 OPS = Ops(
     name="reference",
     rms_norm=rms_norm,
-    rotate=rotate,
+    rotate_and_store=rotate_and_store,
     gate=gate,
-    write_kv=write_kv,
     make_attention=ReferenceAttention,
 )
