@@ -61,15 +61,7 @@ decode_from_engine: Callable[[bytes], FromEngine] = msgspec.msgpack.Decoder(From
 
 def pack_failure(error: Exception) -> Failure:
     if isinstance(error, errors.HoldfastError):
-        return Failure(
-            kind=type(error).__name__,
-            message=error.message,
-            code=error.code,
-            needed=error.needed,
-            found=error.found,
-            fix=error.fix,
-            field=error.field,
-        )
+        return Failure.of(error)
     return Failure(kind="EngineError", message=f"{type(error).__name__}: {error}", code=errors.EngineError.code)
 
 

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from holdfast.errors import HoldfastError
+
 
 class FinishReason(enum.StrEnum):
     STOP = "stop"
@@ -44,6 +46,18 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
     found: str | None = None
     fix: str | None = None
     field: str | None = None
+
+    @staticmethod
+    def of(error: HoldfastError) -> Failure:
+        return Failure(
+            kind=type(error).__name__,
+            message=error.message,
+            code=error.code,
+            needed=error.needed,
+            found=error.found,
+            fix=error.fix,
+            field=error.field,
+        )
 
 
 class EngineOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -38,15 +38,7 @@ def why_refused(request: Request, limits: SchedulerLimits, kv: KVCache) -> Reque
 
 def refused(request: Request, error: RequestError, now_s: float) -> EngineOutput:
     """The only news there will be of a request that was not taken."""
-    failure = Failure(
-        kind=type(error).__name__,
-        message=error.message,
-        code=error.code,
-        needed=error.needed,
-        found=error.found,
-        fix=error.fix,
-        field=error.field,
-    )
+    failure = Failure.of(error)
     timing = RequestTiming(arrival_s=request.arrival_s, scheduled_s=now_s, first_token_s=now_s, finished_s=now_s)
     return EngineOutput(request_id=request.request_id, finish_reason=FinishReason.ERROR, failure=failure, timing=timing)
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -12,7 +10,7 @@ import pytest
 import torch
 
 from holdfast.errors import ConfigurationError, EngineError
-from holdfast.execution.device import choose_device, choose_dtype, cpu_flags, packs_weights, set_threads
+from holdfast.execution.device import choose_device, packs_weights, set_threads
 from holdfast.execution.kv_store import KVStore
 from holdfast.execution.memory import PeakMemory
 from holdfast.execution.runner import Runner, RunnerLimits
@@ -193,24 +191,9 @@ def test_devices() -> None:
         choose_device("abacus")
 
 
-def test_number_types(oracles: Callable[..., Any], tmp_path: Path) -> None:
-    spec = dataclasses.replace(oracles("Llama").spec, stored_dtype="bfloat16")
-    assert choose_dtype("auto", spec, {"avx2", "amx_bf16"})[0] == torch.bfloat16
-    assert choose_dtype("auto", spec, {"asimd", "bf16"})[0] == torch.bfloat16
-    plain, reason = choose_dtype("auto", spec, {"asimd"})
-    assert plain == torch.float32
-    assert "bfloat16" in reason
-    stored = dataclasses.replace(spec, stored_dtype="float32")
-    assert choose_dtype("auto", stored, {"amx_bf16"})[0] == torch.float32
-    assert choose_dtype("half", spec, set())[0] == torch.float16
-    with pytest.raises(ConfigurationError, match="int3"):
-        choose_dtype("int3", spec)
+def test_packing_needs_products_in_hardware() -> None:
     assert not packs_weights(torch.float32, CPU, {"amx_bf16"})
     assert not packs_weights(torch.bfloat16, CPU, {"asimd"})
-    info = tmp_path / "cpuinfo"
-    info.write_text("processor\t: 0\nFeatures\t: fp asimd bf16\n\nprocessor\t: 1\n")
-    assert cpu_flags(info) == {"fp", "asimd", "bf16"}
-    assert cpu_flags(tmp_path / "missing") == frozenset()
 
 
 def test_threads() -> None:

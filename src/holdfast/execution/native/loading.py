@@ -11,8 +11,8 @@ from typing import cast
 
 import torch
 
-from holdfast.execution.device import cpu_flags
 from holdfast.execution.native.interface import Kernels
+from holdfast.hardware import processor
 
 OFF_SWITCH = "HOLDFAST_NATIVE"
 """Set to 0: the compiled kernels are not used."""
@@ -44,7 +44,7 @@ def _find() -> Kernels | str:
         module = cast(Kernels, importlib.import_module("holdfast.execution.native._kernels"))
     except ImportError as error:
         return f"they were not built when Holdfast was installed, or do not load ({error})"
-    missing = missing_features(module.BUILT_FOR, cpu_flags())
+    missing = missing_features(module.BUILT_FOR, processor().features)
     if missing:
         return f"they were built for another CPU: this one has no {missing}; install again with HOLDFAST_NATIVE_ARCH="
     parallel = _torch_parallel()
