@@ -22,6 +22,7 @@ kernels = Extension(
     # Fused multiply-adds are wanted; reordering of sums is not, so no -ffast-math.
     extra_compile_args=["-std=gnu11", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math", "-g0"]
     + ([f"-march={ARCHITECTURE}"] if ARCHITECTURE else []),
+    libraries=["m"],
     optional=True,
 )
 

@@ -87,7 +87,7 @@ def check(
         slots=case.slots,
         window=window,
     )
-    native.paged_attention(query, case.pages, 1, rows, dim**-0.5, out)
+    native.paged_attention(query, native.PoolPlace(case.pages, 1), rows, dim**-0.5, out)
     for row, (end, count, first) in enumerate(zip(ends, counts, firsts, strict=True)):
         part = slice(int(first), int(first) + count)
         wanted = exact(query[part], case.keys[row], case.values[row], end - count, window, dim**-0.5)
@@ -140,14 +140,14 @@ def test_a_row_does_not_depend_on_its_company_or_the_threads() -> None:
                 case.tables, numpy.array(ends, numpy.int32), block_tokens=16, counts=numpy.array(counts, numpy.int32),
                 firsts=numpy.array([0, 1, 2], numpy.int32), slots=case.slots,
             )  # fmt: skip
-            native.paged_attention(query, case.pages, 1, rows, 0.125, results[-1])
+            native.paged_attention(query, native.PoolPlace(case.pages, 1), rows, 0.125, results[-1])
     finally:
         torch.set_num_threads(before)
     assert torch.equal(results[0], results[1])
     assert torch.equal(results[0], results[2])
     alone = torch.empty(1, 6, 64)
     row = native.AttentionRows(case.tables, numpy.array([700], numpy.int32), block_tokens=16, slots=case.slots[1:2])
-    native.paged_attention(query[1:2], case.pages, 1, row, 0.125, alone)
+    native.paged_attention(query[1:2], native.PoolPlace(case.pages, 1), row, 0.125, alone)
     assert torch.equal(alone, results[0][1:2])
 
 
@@ -156,7 +156,7 @@ def test_rows_without_context_become_zero_and_nan_is_not_hidden() -> None:
     rows = native.AttentionRows(case.tables, numpy.array([0, 30], numpy.int32), block_tokens=16, slots=case.slots)
     query, out = torch.randn(2, 2, 64), torch.full((2, 2, 64), float("nan"))
     query[1, 1, 5] = float("nan")
-    native.paged_attention(query, case.pages, 1, rows, 0.125, out)
+    native.paged_attention(query, native.PoolPlace(case.pages, 1), rows, 0.125, out)
     assert bool((out[0] == 0).all())
     assert bool(out[1, 0].isfinite().all())
     assert bool(out[1, 1].isnan().all())
@@ -166,7 +166,7 @@ def test_large_scores_do_not_overflow() -> None:
     case = make_case([200], [1], kv_heads=1, dim=64, block=16, window=None, dtype=torch.float32)
     rows = native.AttentionRows(case.tables, numpy.array([200], numpy.int32), block_tokens=16, slots=case.slots)
     query, out = torch.randn(1, 1, 64) * 500, torch.empty(1, 1, 64)
-    native.paged_attention(query, case.pages, 1, rows, 1.0, out)
+    native.paged_attention(query, native.PoolPlace(case.pages, 1), rows, 1.0, out)
     wanted = exact(query, case.keys[0], case.values[0], 199, None, 1.0)
     assert numpy.abs(out.numpy() - wanted).max() < 1e-4
 
@@ -185,8 +185,11 @@ def test_misuse_is_refused() -> None:
         native.AttentionRows(tables, ends, block_tokens=16, window=0)
     rows = native.AttentionRows(tables, ends, block_tokens=16)
     pages, query = torch.zeros(1, 2, 2, 16, 2, 64), torch.zeros(2, 4, 64)
-    for wrong, place in ((pages.double(), 0), (pages, 2), (pages[..., :60].contiguous(), 0)):
+    for wrong, place in ((pages.double(), 0), (pages, 2), (pages[..., :62].contiguous(), 0), (pages[..., :60], 0)):
         with pytest.raises(ValueError, match="pages"):
-            native.paged_attention(query, wrong, place, rows, 1.0, torch.empty_like(query))
+            native.PoolPlace(wrong, place)
+    pool = native.PoolPlace(pages, 0)
+    with pytest.raises(ValueError, match="do not fit"):
+        native.paged_attention(query[..., :60].contiguous(), pool, rows, 1.0, torch.empty(2, 4, 60))
     with pytest.raises(ValueError, match="out must be like"):
-        native.paged_attention(query[:1], pages, 0, rows, 1.0, torch.empty(1, 4, 64))
+        native.paged_attention(query[:1], pool, rows, 1.0, torch.empty(1, 4, 64))

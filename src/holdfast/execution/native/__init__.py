@@ -6,7 +6,8 @@ the torch forms in `holdfast.execution.ops` do the same work. Nothing here decid
 
 from __future__ import annotations
 
-from holdfast.execution.native.attention import AttentionRows, paged_attention
+from holdfast.execution.native.attention import AttentionRows, PoolPlace, paged_attention
+from holdfast.execution.native.decoder import DecoderLayer, DecoderStep
 from holdfast.execution.native.elementwise import activate_and_multiply, rms_norm, rotate_and_store
 from holdfast.execution.native.loading import available, why_not
 from holdfast.execution.native.products import BlockMatrix, dequantize, matmul_blocks
@@ -14,6 +15,9 @@ from holdfast.execution.native.products import BlockMatrix, dequantize, matmul_b
 __all__ = [
     "AttentionRows",
     "BlockMatrix",
+    "DecoderLayer",
+    "DecoderStep",
+    "PoolPlace",
     "activate_and_multiply",
     "available",
     "dequantize",

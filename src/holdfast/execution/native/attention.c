@@ -14,7 +14,7 @@
 #include "vector.h"
 
 #define TILE_KEYS 64
-#define PIECE_KEYS 256
+#define PIECE_KEYS 128
 #define PIECE_QUERIES 48 /* queries times heads of a group, about: their sums stay in the first-level cache */
 
 typedef struct {

@@ -54,15 +54,37 @@ class AttentionRows:
                 raise ValueError(f"{name} must be contiguous int32 [{rows}], not {part.dtype} {list(part.shape)}")
         if window is not None and window < 1:
             raise ValueError(f"a window of {window} tokens sees nothing")
-        self.rows, self.block_tokens, self.window = rows, block_tokens, window or 0
+        self.rows, self.block_tokens = rows, block_tokens
         self.tokens = _tokens_needed(ends, counts, firsts)
         _check_reach(tables, ends, slots, block_tokens)
         self._kept = (tables, ends, counts, firsts, slots)
-        self.tables_address, self.table_stride = tables.ctypes.data, tables.strides[0] // 4
-        self.ends_address = ends.ctypes.data
-        self.counts_address = 0 if counts is None else counts.ctypes.data
-        self.firsts_address = 0 if firsts is None else firsts.ctypes.data
-        self.slots_address = 0 if slots is None else slots.ctypes.data
+        self.addresses = (
+            tables.ctypes.data,
+            tables.strides[0] // 4,
+            0 if slots is None else slots.ctypes.data,
+            ends.ctypes.data,
+            0 if counts is None else counts.ctypes.data,
+            0 if firsts is None else firsts.ctypes.data,
+            rows,
+            window or 0,
+        )
+        """As the kernels take them."""
+
+
+class PoolPlace:
+    """One layer's part of the pages [pages, places, 2, block tokens, kv heads, dim] of a KV pool."""
+
+    def __init__(self, pages: torch.Tensor, place: int) -> None:
+        if pages.dtype not in STORED_TYPES or pages.dim() != 6 or not pages.is_contiguous() or not pages.is_cpu:
+            raise ValueError(f"pages must be contiguous float32, float16 or bfloat16, not {pages.dtype}")
+        _, places, _, self.block_tokens, self.kv_heads, self.dim = pages.shape
+        if not 0 <= place < places or self.dim % 4:
+            raise ValueError(f"pages {list(pages.shape)} have no place {place}, or a dim that is no multiple of 4")
+        self.pages = pages
+        half = self.block_tokens * self.kv_heads * self.dim * pages.element_size()
+        keys = pages.data_ptr() + 2 * place * half
+        self.addresses = (keys, keys + half, 2 * places * half, STORED_TYPES[pages.dtype], self.block_tokens)
+        """As the kernels take them."""
 
 
 def _tokens_needed(ends: Int32s, counts: Int32s | None, firsts: Int32s | None) -> int:
@@ -90,47 +112,25 @@ def _check_reach(tables: Int32s, ends: Int32s, slots: Int32s | None, block_token
         raise ValueError(f"a row's slot lies outside tables of {len(tables)} lines")
 
 
-def paged_attention(
-    query: torch.Tensor, pages: torch.Tensor, place: int, rows: AttentionRows, scale: float, out: torch.Tensor
-) -> None:
-    """query [tokens, heads, dim] over the keys and values of layer `place` of pages
-    [pages, places, 2, block tokens, kv heads, dim] into out, which is like query. A token sees its own position and
-    those before it; keys of the batch's own tokens must be in the pages already."""
+def paged_attention(query: torch.Tensor, pool: PoolPlace, rows: AttentionRows, scale: float, out: torch.Tensor) -> None:
+    """query [tokens, heads, dim] over the keys and values of one layer into out, which is like query. A token sees its
+    own position and those before it; keys of the batch's own tokens must be in the pages already."""
     tokens, heads, dim = query.shape
-    _, places, _, block_tokens, kv_heads, page_dim = pages.shape
-    if pages.dtype not in STORED_TYPES or not pages.is_contiguous():
-        raise ValueError(f"pages must be contiguous float32, float16 or bfloat16, not {pages.dtype}")
-    if not 0 <= place < places or block_tokens != rows.block_tokens or page_dim != dim or heads % kv_heads:
-        raise ValueError(f"pages {list(pages.shape)} do not fit queries {list(query.shape)}, place {place}")
+    if pool.block_tokens != rows.block_tokens or pool.dim != dim or heads % pool.kv_heads:
+        raise ValueError(f"pages {list(pool.pages.shape)} do not fit queries {list(query.shape)} or the rows' blocks")
     query_stride, out_stride = token_stride(query, dim, "query"), token_stride(out, dim, "out")
-    if out.shape != query.shape or tokens < rows.tokens or dim % 4:
-        raise ValueError(
-            f"out must be like query, {list(query.shape)}, with {rows.tokens} tokens and dim a multiple of 4"
-        )
-    element = pages.element_size()
-    half = block_tokens * kv_heads * dim * element
-    keys = pages.data_ptr() + 2 * place * half
+    if out.shape != (tokens, heads, dim) or tokens < rows.tokens:
+        raise ValueError(f"out must be like query, {list(query.shape)}, with {rows.tokens} tokens")
     kernels().attend(
         query.data_ptr(),
         query_stride,
         out.data_ptr(),
         out_stride,
-        keys,
-        keys + half,
-        2 * places * half,
-        STORED_TYPES[pages.dtype],
-        block_tokens,
+        *pool.addresses,
         heads,
-        kv_heads,
+        pool.kv_heads,
         dim,
-        rows.tables_address,
-        rows.table_stride,
-        rows.slots_address,
-        rows.ends_address,
-        rows.counts_address,
-        rows.firsts_address,
-        rows.rows,
-        rows.window,
+        *rows.addresses,
         scale,
         torch.get_num_threads(),
     )

@@ -164,9 +164,11 @@ ALWAYS_INLINE void block_q8(const digit_work *work, const uint8_t *const *row, i
     }
 }
 
+ALWAYS_INLINE long bytes_of(enum layout layout) { return layout == Q8_0 ? 34 : (layout == Q4_1 ? 20 : 18); }
+
 ALWAYS_INLINE void next_block(const digit_work *work, const uint8_t **row, int rows, long first, long block,
                               enum layout layout, pending *done) {
-    const long bytes = layout == Q8_0 ? 34 : (layout == Q4_1 ? 20 : 18), ahead = work->blocks * bytes * GROUP;
+    const long bytes = bytes_of(layout), ahead = work->blocks * bytes * GROUP;
     if (layout == Q8_0)
         block_q8(work, row, rows, first, block, done);
     else
@@ -196,50 +198,69 @@ ALWAYS_INLINE void group_of(const digit_work *work, const uint8_t *const *start,
     UNROLL for (int r = 0; r < rows; r++) totals[r] = total[r];
 }
 
-ALWAYS_INLINE void group_of_rows(const digit_work *work, const uint8_t *const *start, int rows, long first,
-                                 float32x4_t *total) {
-    switch (work->wanted->layout) {
-    case Q4_1: group_of(work, start, rows, first, Q4_1, total); break;
-    case Q4_0: group_of(work, start, rows, first, Q4_0, total); break;
-    default: group_of(work, start, rows, first, Q8_0, total); break;
+static void put_totals(const product *wanted, const float32x4_t *total, int rows, long first, long output) {
+    int valid = wanted->outputs - output < GROUP ? (int)(wanted->outputs - output) : GROUP;
+    for (int r = 0; r < rows; r++) {
+        float *out = wanted->out + (first + r) * wanted->out_stride + output;
+        for (int i = 0; i < valid; i++) {
+            float value = total[r][i] + (wanted->bias != NULL ? wanted->bias[output + i] : 0.0f);
+            out[i] = wanted->add ? out[i] + value : value;
+        }
     }
 }
 
-static void multiply_group(const digit_work *work, long output) {
+/* Rows first..first+rows-1 of x with outputs output..last-1. */
+ALWAYS_INLINE void multiply_groups(const digit_work *work, int rows, enum layout layout, long first, long output,
+                                   long last) {
     const product *wanted = work->wanted;
-    const long stride = work->blocks * block_bytes(wanted->layout);
-    const uint8_t *start[GROUP];
-    /* Beyond the last row the last one is taken again, and its sums are dropped. */
-    for (int i = 0; i < GROUP; i++) {
-        long row = output + i < wanted->outputs ? output + i : wanted->outputs - 1;
-        start[i] = wanted->weights + row * stride;
-    }
-    int valid = wanted->outputs - output < GROUP ? (int)(wanted->outputs - output) : GROUP;
-    for (long first = 0; first < wanted->rows; first += MOST_ROWS) {
-        int rows = wanted->rows - first < MOST_ROWS ? (int)(wanted->rows - first) : MOST_ROWS;
+    const long stride = work->blocks * bytes_of(layout);
+    for (; output < last; output += GROUP) {
+        const uint8_t *start[GROUP];
         float32x4_t total[MOST_ROWS];
-        switch (rows) {
-        case 1: group_of_rows(work, start, 1, first, total); break;
-        case 2: group_of_rows(work, start, 2, first, total); break;
-        case 3: group_of_rows(work, start, 3, first, total); break;
-        default: group_of_rows(work, start, 4, first, total); break;
+        /* Beyond the last row the last one is taken again, and its sums are dropped. */
+        UNROLL for (int i = 0; i < GROUP; i++) {
+            long row = output + i < wanted->outputs ? output + i : wanted->outputs - 1;
+            start[i] = wanted->weights + row * stride;
         }
-        for (int r = 0; r < rows; r++) {
-            float *out = wanted->out + (first + r) * wanted->out_stride + output;
-            for (int i = 0; i < valid; i++) {
-                float value = total[r][i] + (wanted->bias != NULL ? wanted->bias[output + i] : 0.0f);
-                out[i] = wanted->add ? out[i] + value : value;
-            }
-        }
+        group_of(work, start, rows, first, layout, total);
+        put_totals(wanted, total, rows, first, output);
     }
 }
+
+/* A function for each layout and number of rows, so that each keeps what it needs in registers. */
+typedef void (*group_function)(const digit_work *work, long first, long output, long last);
+
+#define GROUPS(layout, rows)                                                                            \
+    static void groups_##layout##_##rows(const digit_work *work, long first, long output, long last) { \
+        multiply_groups(work, rows, layout, first, output, last);                                       \
+    }
+#define GROUPS_OF(layout) GROUPS(layout, 1) GROUPS(layout, 2) GROUPS(layout, 3) GROUPS(layout, 4)
+GROUPS_OF(Q4_1)
+GROUPS_OF(Q4_0)
+GROUPS_OF(Q8_0)
+
+#define NAMES_OF(layout) {groups_##layout##_1, groups_##layout##_2, groups_##layout##_3, groups_##layout##_4}
+static const group_function FUNCTIONS[LAYOUTS][MOST_ROWS] = {
+    [Q4_1] = NAMES_OF(Q4_1),
+    [Q4_0] = NAMES_OF(Q4_0),
+    [Q8_0] = NAMES_OF(Q8_0),
+};
+
+#define STRIP 16 /* outputs whose weights are still in cache when the next rows of x come */
 
 static void run_digits(void *pointer) {
     digit_work *work = pointer;
+    const product *wanted = work->wanted;
     for (long unit; (unit = claim(&work->queue)) >= 0;) {
-        long last = (unit + 1) * work->chunk;
-        if (last > work->wanted->outputs) last = work->wanted->outputs;
-        for (long output = unit * work->chunk; output < last; output += GROUP) multiply_group(work, output);
+        long end = (unit + 1) * work->chunk < wanted->outputs ? (unit + 1) * work->chunk : wanted->outputs;
+        long strip = wanted->rows > MOST_ROWS ? STRIP : work->chunk;
+        for (long output = unit * work->chunk; output < end; output += strip) {
+            long last = output + strip < end ? output + strip : end;
+            for (long first = 0; first < wanted->rows; first += MOST_ROWS) {
+                long rows = wanted->rows - first < MOST_ROWS ? wanted->rows - first : MOST_ROWS;
+                FUNCTIONS[wanted->layout][rows - 1](work, first, output, last);
+            }
+        }
     }
 }
 

@@ -121,3 +121,6 @@ class Kernels(Protocol):
         threads: int,
         /,
     ) -> None: ...
+
+    def layer(self, *numbers: float) -> None:
+        """A whole decoder layer: what decoder.py puts together, in its order."""

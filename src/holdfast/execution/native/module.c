@@ -3,9 +3,7 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
-#include "attention.h"
-#include "elementwise.h"
-#include "matmul.h"
+#include "decoder.h"
 
 /* Reads arguments one after another; after the first that is wrong it yields zeros and the error stays set. */
 typedef struct {
@@ -195,6 +193,67 @@ static PyObject *py_turn(PyObject *module, PyObject *const *values, Py_ssize_t c
     return finish(0);
 }
 
+/* What the weights of a layer are, the buffers and angles of a step, the pool, and the rows: in that order. */
+static decoder_layer read_layer(arguments *args) {
+    decoder_layer layer = {0};
+    turning *turn = &layer.turn;
+    attention *attend_to = &layer.attention;
+    layer.matrices = address(args);
+    layer.qkv_parts = whole(args);
+    layer.gate_up_parts = whole(args);
+    layer.attention_norm = address(args);
+    layer.mlp_norm = address(args);
+    layer.epsilon = real(args);
+    layer.activation = (enum activation)whole(args);
+    layer.hidden = whole(args);
+    layer.inner_columns = whole(args);
+    turn->heads = attend_to->heads = whole(args);
+    turn->kv_heads = attend_to->kv_heads = whole(args);
+    turn->dim = attend_to->dim = whole(args);
+    attend_to->scale = real(args);
+    layer.stream = address(args);
+    layer.normed = address(args);
+    layer.qkv = address(args);
+    layer.attended = address(args);
+    layer.gate_up = address(args);
+    layer.inner = address(args);
+    layer.tokens = turn->tokens = whole(args);
+    layer.mlp_tokens = whole(args);
+    turn->cosines = address(args);
+    turn->sines = address(args);
+    turn->half = whole(args);
+    turn->places = address(args);
+    turn->keys = address(args);
+    turn->values = address(args);
+    attend_to->page_bytes = whole(args);
+    turn->stored = attend_to->stored = (enum layout)whole(args);
+    attend_to->block_tokens = whole(args);
+    attend_to->tables = address(args);
+    attend_to->table_stride = whole(args);
+    attend_to->slots = address(args);
+    attend_to->ends = address(args);
+    attend_to->counts = address(args);
+    attend_to->firsts = address(args);
+    attend_to->rows = whole(args);
+    attend_to->window = whole(args);
+    layer.threads = turn->threads = attend_to->threads = (int)whole(args);
+    attend_to->keys = turn->keys;
+    attend_to->values = turn->values;
+    return layer;
+}
+
+static PyObject *py_layer(PyObject *module, PyObject *const *values, Py_ssize_t count) {
+    (void)module;
+    arguments args = {values, count};
+    decoder_layer layer = read_layer(&args);
+    if (!complete(&args)) return NULL;
+    int failed;
+    Py_BEGIN_ALLOW_THREADS
+    failed = run_layer(&layer);
+    Py_END_ALLOW_THREADS
+    return finish(failed);
+}
+
 #define FUNCTION(name, function, text) {name, (PyCFunction)(void (*)(void))function, METH_FASTCALL, text}
 
 static PyMethodDef METHODS[] = {
@@ -211,6 +270,7 @@ static PyMethodDef METHODS[] = {
     FUNCTION("turn", py_turn,
              "(query, query_stride, key, key_stride, value, value_stride, cosines, sines, positions, places, keys, "
              "values, stored, tokens, heads, kv_heads, dim, half, threads)"),
+    FUNCTION("layer", py_layer, "Weights, buffers, pool and rows of a decoder layer, as read_layer reads them."),
     {NULL, NULL, 0, NULL},
 };
 

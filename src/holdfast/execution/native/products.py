@@ -35,6 +35,11 @@ class BlockMatrix:
         self._bias_address = 0 if bias is None else bias.data_ptr()
 
     @property
+    def description(self) -> tuple[int, int, int, int, int]:
+        """As decoder.h describes a matrix."""
+        return (self._address, self._bias_address, self.rows, self.columns, self._number)
+
+    @property
     def nbytes(self) -> int:
         return self.blocks.nbytes + (0 if self.bias is None else self.bias.nbytes)
 

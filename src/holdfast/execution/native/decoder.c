@@ -1,0 +1,94 @@
+/* The order of a layer: norm, q k v, rotary positions and the pool, attention, output; norm, gate and up, down. */
+#include "decoder.h"
+
+/* x times every matrix of `parts`, their outputs side by side. */
+static int multiply_parts(const decoder_layer *layer, const matrix *parts, long count, const float *x, float *out,
+                          long rows, int add) {
+    long width = 0, begin = 0;
+    int failed = 0;
+    for (long part = 0; part < count; part++) width += parts[part].outputs;
+    for (long part = 0; part < count && !failed; part++) {
+        const matrix *from = parts + part;
+        product wanted = {
+            .x = x,
+            .x_stride = from->columns,
+            .out = out + begin,
+            .out_stride = width,
+            .weights = (const uint8_t *)from->weights,
+            .bias = (const float *)from->bias,
+            .rows = rows,
+            .columns = from->columns,
+            .outputs = from->outputs,
+            .layout = (enum layout)from->layout,
+            .add = add,
+            .threads = layer->threads,
+        };
+        failed = multiply(&wanted);
+        begin += from->outputs;
+    }
+    return failed;
+}
+
+static void normalize_stream(const decoder_layer *layer, float *stream, const float *weight, long rows) {
+    normalization wanted = {
+        .x = stream,
+        .x_stride = layer->hidden,
+        .weight = weight,
+        .out = layer->normed,
+        .out_stride = layer->hidden,
+        .rows = rows,
+        .columns = layer->hidden,
+        .epsilon = layer->epsilon,
+        .threads = layer->threads,
+    };
+    normalize(&wanted);
+}
+
+static int attention_half(decoder_layer *layer) {
+    turning *turn = &layer->turn;
+    attention *attend_to = &layer->attention;
+    const matrix *output = layer->matrices + layer->qkv_parts;
+    const long queries = turn->heads * turn->dim, keys = turn->kv_heads * turn->dim, width = queries + 2 * keys;
+    normalize_stream(layer, layer->stream, layer->attention_norm, layer->tokens);
+    if (multiply_parts(layer, layer->matrices, layer->qkv_parts, layer->normed, layer->qkv, layer->tokens, 0))
+        return -1;
+    turn->query = layer->qkv;
+    turn->key = layer->qkv + queries;
+    turn->value = layer->qkv + queries + keys;
+    turn->query_stride = turn->key_stride = turn->value_stride = width;
+    turn_and_store(turn);
+    attend_to->query = layer->qkv;
+    attend_to->query_stride = width;
+    attend_to->out = layer->attended;
+    attend_to->out_stride = queries;
+    if (attend(attend_to)) return -1;
+    return multiply_parts(layer, output, 1, layer->attended, layer->stream, layer->tokens, 1);
+}
+
+static int mlp_half(const decoder_layer *layer) {
+    const matrix *gate_up = layer->matrices + layer->qkv_parts + 1, *down = gate_up + layer->gate_up_parts;
+    for (long first = 0; first < layer->tokens; first += layer->mlp_tokens) {
+        long rows = layer->tokens - first < layer->mlp_tokens ? layer->tokens - first : layer->mlp_tokens;
+        float *stream = layer->stream + first * layer->hidden;
+        normalize_stream(layer, stream, layer->mlp_norm, rows);
+        if (multiply_parts(layer, gate_up, layer->gate_up_parts, layer->normed, layer->gate_up, rows, 0)) return -1;
+        gating wanted = {
+            .gate_up = layer->gate_up,
+            .gate_stride = 2 * layer->inner_columns,
+            .out = layer->inner,
+            .out_stride = layer->inner_columns,
+            .rows = rows,
+            .columns = layer->inner_columns,
+            .activation = layer->activation,
+            .threads = layer->threads,
+        };
+        gate(&wanted);
+        if (multiply_parts(layer, down, 1, layer->inner, stream, rows, 1)) return -1;
+    }
+    return 0;
+}
+
+int run_layer(decoder_layer *layer) {
+    if (layer->tokens == 0) return 0;
+    return attention_half(layer) || mlp_half(layer) ? -1 : 0;
+}

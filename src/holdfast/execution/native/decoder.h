@@ -1,0 +1,34 @@
+/* One decoder layer from end to end: the other kernels in their order, with nothing between them but calls. */
+#ifndef HOLDFAST_DECODER_H
+#define HOLDFAST_DECODER_H
+
+#include "attention.h"
+#include "elementwise.h"
+#include "matmul.h"
+
+typedef struct {
+    int64_t weights, bias; /* addresses */
+    int64_t outputs, columns, layout;
+} matrix;
+
+typedef struct {
+    const matrix *matrices; /* qkv_parts, then o, then gate_up_parts, then down; the outputs of parts stand in a line */
+    long qkv_parts, gate_up_parts;
+    const float *attention_norm, *mlp_norm;
+    float epsilon;
+    enum activation activation;
+    float *stream; /* [tokens, hidden]: the layer's sums are added to it */
+    float *normed; /* [tokens, hidden] */
+    float *qkv;    /* [tokens, (heads + 2 kv heads) dim] */
+    float *attended;
+    float *gate_up, *inner; /* [mlp_tokens, ...]: the MLP takes that many at a time */
+    long tokens, hidden, inner_columns, mlp_tokens;
+    turning turn;       /* all but what lies in qkv */
+    attention attention; /* all but what lies in qkv and attended */
+    int threads;
+} decoder_layer;
+
+/* 0, or -1 when there is no memory for scratch. */
+int run_layer(decoder_layer *layer);
+
+#endif
