@@ -60,7 +60,7 @@ class RequestProgress:
 
 
 class LoadProgress:
-    """Hears an engine's start-up stages; shows a bar over the bytes of a load that takes longer than a moment."""
+    """Hears an engine's start-up stages; shows a bar over the tensors of a load that takes longer than a moment."""
 
     def __init__(self) -> None:
         self._begun_s = time.monotonic()
@@ -80,15 +80,10 @@ class LoadProgress:
     def _show(self, done: int, total: int) -> None:
         if self._bar is None:
             from rich.console import Console
-            from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-            self._bar = Progress(
-                TextColumn("loading"),
-                BarColumn(),
-                DownloadColumn(),
-                TransferSpeedColumn(),
-                console=Console(stderr=True),
-            )
+            columns = (TextColumn("loading tensors"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+            self._bar = Progress(*columns, console=Console(stderr=True))
             self._task = self._bar.add_task("loading", total=total)
             self._bar.start()
         assert self._task is not None

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("holdfast")
 
 Progress = Callable[[str, int, int], None]
-"""(stage, done, total): bytes while loading."""
+"""(stage, done, total): tensors while loading."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,9 +141,19 @@ def _info(config: EngineConfig, model: FoundModel, plan: Plan, runner: Runner) -
         parameters=model.spec.parameters,
         weights_bytes=runner.weights_bytes,
         kv_pool_bytes=plan.terms["kv_pool"],
-        attention_backend=runner.attention_backend,
+        attention_backend=f"{runner.attention_backend} ({_why(plan)})",
         decisions=[decision.line() for decision in plan.decisions],
     )
+
+
+def _why(plan: Plan) -> str:
+    from holdfast.execution import native
+
+    if plan.compiled:
+        return "kernels compiled at install, float32"
+    if plan.dtype != "float32":
+        return f"torch's own; the compiled kernels compute in float32, not {plan.dtype}"
+    return f"torch's own; no compiled kernels: {native.why_not()}"
 
 
 def with_located_model(config: EngineConfig, model: FoundModel) -> EngineConfig:
