@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
 import numpy
 import torch
 
 from holdfast.execution import native
 from holdfast.execution.kv_store import KVStore
+from holdfast.execution.linear import Linear, StackedLinear
 from holdfast.execution.ops import cpu
-from holdfast.execution.ops.interface import Activation, AttentionShape, Heads, Integers, Ops, StepRows
+from holdfast.execution.ops.interface import (
+    Activation,
+    AttentionShape,
+    Heads,
+    Integers,
+    Ops,
+    StepBuffers,
+    StepRows,
+)
 from holdfast.kvcache.groups import KVGroup
+
+if TYPE_CHECKING:
+    from holdfast.execution.weights import LayerWeights
 
 
 class CompiledAttention:
@@ -38,7 +53,7 @@ class CompiledAttention:
         plan: native.AttentionRows,
         out: torch.Tensor,
     ) -> None:
-        native.paged_attention(query, kv.pages, place, plan, self._shape.scale, out)
+        native.paged_attention(query, native.PoolPlace(kv.pages, place), plan, self._shape.scale, out)
 
 
 def rotate_and_store(
@@ -55,10 +70,77 @@ def gate(gate_up: torch.Tensor, activation: Activation, out: torch.Tensor) -> No
         native.activate_and_multiply(gate_up, out, activation)
 
 
+class CompiledLayers:
+    """Whole layers in one call each: a step of few tokens no longer waits for Python between operations."""
+
+    def __init__(self, layers: list[native.DecoderLayer]) -> None:
+        self._layers = layers
+        self._kv: KVStore | None = None
+        self._pools: list[native.PoolPlace] = []
+        self._step: native.DecoderStep | None = None
+
+    def begin(self, step: StepBuffers, kv: KVStore) -> None:
+        if kv is not self._kv:
+            self._kv = kv
+            self._pools = [native.PoolPlace(kv.pages, place) for place in range(kv.layout.layers_per_page)]
+        self._step = native.DecoderStep(
+            stream=step.stream,
+            normed=step.normed,
+            qkv=step.qkv,
+            attended=step.attended,
+            gate_up=step.gate_up,
+            inner=step.inner,
+            cos=step.cos,
+            sin=step.sin,
+        )
+
+    def run(self, layer: int, place: int, token_rows: torch.Tensor, plan: native.AttentionRows) -> None:
+        assert self._step is not None, "begin comes first"
+        self._layers[layer].run(self._step, token_rows, self._pools[place], plan)
+
+
+def fuse(
+    layers: Sequence[LayerWeights], shape: AttentionShape, epsilon: float, activation: Activation
+) -> CompiledLayers | None:
+    """None when some matrix does not lie in blocks, or the activation is not compiled."""
+    if activation == "gelu":
+        return None
+    fused: list[native.DecoderLayer] = []
+    for layer in layers:
+        parts = [_block_matrices(linear) for linear in (layer.qkv, layer.o, layer.gate_up, layer.down)]
+        if any(part is None for part in parts):
+            return None
+        qkv, o, gate_up, down = (part for part in parts if part is not None)
+        fused.append(
+            native.DecoderLayer(
+                attention_norm=layer.attn_norm,
+                qkv=qkv,
+                o=o[0],
+                mlp_norm=layer.mlp_norm,
+                gate_up=gate_up,
+                down=down[0],
+                heads=shape.heads,
+                kv_heads=shape.kv_heads,
+                dim=shape.head_dim,
+                epsilon=epsilon,
+                scale=shape.scale,
+                activation=activation,
+            )
+        )
+    return CompiledLayers(fused)
+
+
+def _block_matrices(linear: Linear) -> list[native.BlockMatrix] | None:
+    parts = linear.parts if isinstance(linear, StackedLinear) else (linear,)
+    found = [part for part in parts if isinstance(part, native.BlockMatrix)]
+    return found if len(found) == len(parts) else None
+
+
 OPS = Ops(
     name="compiled",
     rms_norm=native.rms_norm,
     rotate_and_store=rotate_and_store,
     gate=gate,
     make_attention=CompiledAttention,
+    fuse=fuse,
 )

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy
 import numpy.typing
@@ -12,6 +12,9 @@ import torch
 
 from holdfast.execution.kv_store import KVStore
 from holdfast.kvcache.groups import KVGroup
+
+if TYPE_CHECKING:
+    from holdfast.execution.weights import LayerWeights
 
 Integers = numpy.typing.NDArray[numpy.int64]
 Activation = Literal["silu", "gelu", "gelu_tanh"]
@@ -79,6 +82,32 @@ class AttentionBackend(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StepBuffers:
+    """The decoder's buffers as one step sees them: cut once a step, not once a layer."""
+
+    stream: torch.Tensor
+    normed: torch.Tensor
+    qkv: torch.Tensor
+    heads: Heads
+    """Views of qkv."""
+    attended: torch.Tensor
+    attended_heads: torch.Tensor
+    gate_up: torch.Tensor
+    inner: torch.Tensor
+    """Both for as many tokens as the MLP takes at a time."""
+    cos: torch.Tensor
+    sin: torch.Tensor
+
+
+class FusedLayers(Protocol):
+    def begin(self, step: StepBuffers, kv: KVStore) -> None:
+        """The layers run next work on these; valid until the next call."""
+
+    def run(self, layer: int, place: int, token_rows: torch.Tensor, plan: Any) -> None:
+        """Adds one layer to the step's stream and writes its keys and values."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Ops:
     name: str
     rms_norm: Callable[[torch.Tensor, torch.Tensor, float, torch.Tensor], None]
@@ -89,3 +118,6 @@ class Ops:
     gate: Callable[[torch.Tensor, Activation, torch.Tensor], None]
     """(gate beside up [tokens, 2·inner], activation, out [tokens, inner]); may use its input as scratch."""
     make_attention: Callable[[AttentionShape, torch.device], AttentionBackend]
+    fuse: Callable[[Sequence[LayerWeights], AttentionShape, float, Activation], FusedLayers | None] | None = None
+    """(layers, shape, epsilon, activation): all operations of a layer as one, where the device has that for these
+    weights. The parts above stay what it is tested against."""
