@@ -28,7 +28,7 @@ class EngineCore:
 
     def __init__(self, scheduler: Scheduler, runner: StepRunner, *, steps_ahead: int = 0) -> None:
         self.scheduler = scheduler
-        self._runner = runner
+        self.runner = runner
         self._steps_ahead = steps_ahead
         self._in_flight: deque[StepHandle] = deque()
         self._ended_at_once: list[EngineOutput] = []
@@ -40,16 +40,32 @@ class EngineCore:
 
     def abort(self, request_id: str) -> None:
         self.scheduler.abort(request_id)
+        self._ended_at_once = [output for output in self._ended_at_once if output.request_id != request_id]
 
     @property
     def has_work(self) -> bool:
         return bool(self._in_flight or self._ended_at_once) or self.scheduler.has_unfinished
 
     def step(self) -> list[EngineOutput]:
+        """Whatever stops it in the middle (an error, Ctrl-C) ends every request it holds: see `start_over`."""
+        try:
+            return self._step()
+        except BaseException:
+            self.start_over()
+            raise
+
+    def start_over(self) -> None:
+        """Drops all requests, steps in flight and cached blocks. Right whatever state an interruption left behind: the
+        runner learns a sequence anew when it is started, and reads no page that was not written since."""
+        self._in_flight.clear()
+        self._ended_at_once.clear()
+        self.scheduler = self.scheduler.emptied()
+
+    def _step(self) -> list[EngineOutput]:
         outputs, self._ended_at_once = self._ended_at_once, []
         plan = self.scheduler.schedule(time.monotonic())
         if plan is not None:
-            self._in_flight.append(self._runner.submit(plan))
+            self._in_flight.append(self.runner.submit(plan))
         if self._in_flight and (plan is None or len(self._in_flight) > self._steps_ahead):
             outputs += self.scheduler.apply(self._in_flight.popleft().result(), time.monotonic())
         return outputs
@@ -59,4 +75,4 @@ class EngineCore:
 
     def close(self) -> None:
         self._in_flight.clear()
-        self._runner.close()
+        self.runner.close()

@@ -177,9 +177,12 @@ class LLM:
                             if output.finish_reason is None:
                                 core.abort(output.request_id)
                             progress.advance(tokens=len(answer.token_ids), finished=run.output.finished)
-            except (HoldfastError, KeyboardInterrupt):
+            except HoldfastError:
                 for request_id in open_answers:
                     core.abort(request_id)
+                raise
+            except BaseException:  # Ctrl-C falls anywhere, also into the middle of the books: nothing of them is kept.
+                core.start_over()
                 raise
         return [run.output for run in runs]
 

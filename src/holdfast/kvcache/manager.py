@@ -197,10 +197,11 @@ class KVCache:
                 self._index_entry(book, entry)
         book.indexed = full
 
-    def release_outside_window(self, book: Book, position: int) -> None:
-        """Gives back what no query at `position` or later will read."""
+    def release_outside_window(self, book: Book, position: int) -> bool:
+        """Gives back what no query at `position` or later will read. Says whether there was something."""
         if position < book.window_moves_at or not self._windows:
-            return
+            return False
+        held = book.held
         size, moves_at = self.layout.block_tokens, []
         for group, window in self._windows.items():
             table, released = book.tables[group], book.released[group]
@@ -212,6 +213,7 @@ class KVCache:
             # The first query that no longer sees the last position of the first block still held.
             moves_at.append((book.released[group] + 1) * size - 1 + window)
         book.window_moves_at = min(moves_at)
+        return book.held < held
 
     def free(self, book: Book) -> None:
         """Gives everything back and empties the tables. From the tail, so that of a prefix the tail is evicted first:

@@ -1,4 +1,5 @@
-"""How a request ends: refused before it waits, with the numbers, or finished, with its times. Changes nothing."""
+"""How a request ends: refused before it waits, with the numbers, or told of as it grows, with its times. Changes
+nothing."""
 
 from __future__ import annotations
 
@@ -43,15 +44,23 @@ def refused(request: Request, error: RequestError, now_s: float) -> EngineOutput
     return EngineOutput(request_id=request.request_id, finish_reason=FinishReason.ERROR, failure=failure, timing=timing)
 
 
-def finished(
+def news(
     sequence: Sequence,
     token_ids: list[int],
     logprobs: list[TokenLogprobs] | None,
-    reason: FinishReason,
+    reason: FinishReason | None,
     stop_id: int | None,
-    now_s: float,
+    now_s: float | None,
 ) -> EngineOutput:
-    """The last news of a sequence, with its times."""
+    """What a sequence gained, and whether that ended it; with its times where `now_s` is given."""
+    timing = None
+    if now_s is not None:
+        timing = RequestTiming(
+            arrival_s=sequence.request.arrival_s,
+            scheduled_s=now_s if sequence.scheduled_s is None else sequence.scheduled_s,
+            first_token_s=now_s if sequence.first_token_s is None else sequence.first_token_s,
+            finished_s=now_s,
+        )
     return EngineOutput(
         request_id=sequence.request.request_id,
         token_ids=token_ids,
@@ -59,10 +68,5 @@ def finished(
         finish_reason=reason,
         stop_token_id=stop_id,
         cached_tokens=sequence.cached_tokens,
-        timing=RequestTiming(
-            arrival_s=sequence.request.arrival_s,
-            scheduled_s=now_s if sequence.scheduled_s is None else sequence.scheduled_s,
-            first_token_s=now_s if sequence.first_token_s is None else sequence.first_token_s,
-            finished_s=now_s,
-        ),
+        timing=timing,
     )

@@ -39,7 +39,7 @@ from holdfast.records import (
 )
 from holdfast.scheduler.audit import check_in_flight, check_lines
 from holdfast.scheduler.draft import Draft, PlannedRow
-from holdfast.scheduler.endings import finished, refused, why_refused
+from holdfast.scheduler.endings import news, refused, why_refused
 from holdfast.scheduler.limits import SchedulerLimits
 from holdfast.scheduler.line import enter, leave
 from holdfast.scheduler.sequence import Sequence, Status
@@ -115,7 +115,7 @@ class Scheduler:
             reason, stop_id = sequence.ending(sequence.tokens[-1], len(request.output_token_ids) - 1)
             if reason is not None:
                 self._leave(sequence)
-                return finished(sequence, [], None, reason, stop_id, now_s)
+                return news(sequence, [], None, reason, stop_id, now_s)
         return None
 
     def abort(self, request_id: str) -> bool:
@@ -143,6 +143,7 @@ class Scheduler:
         self._commit(draft)
         if not draft.rows:
             assert self._in_flight or not self._sequences, "requests wait, nothing is in flight, and no step was found"
+            self._step_tokens = 0
             return None
         self._steps_total += 1
         self._step_tokens = self.limits.max_num_batched_tokens - draft.budget
@@ -184,7 +185,8 @@ class Scheduler:
         count = min(pending, draft.budget)
         if count == 0:
             return
-        kv.release_outside_window(book, start)
+        if kv.release_outside_window(book, start):
+            self._worth_admitting = True
         writes: list[TableWrite] = []
         if start + count > book.entries * kv.layout.block_tokens:
             count = min(count, self._find_pages(draft, sequence, may_preempt) - start)
@@ -341,7 +343,8 @@ class Scheduler:
 
     def _take(self, sequence: Sequence, token: int, logprobs: TokenLogprobs | None, now_s: float) -> EngineOutput:
         """A token for a sequence that runs, or was preempted while it was sampled: it is valid all the same."""
-        if sequence.first_token_s is None:
+        first = sequence.first_token_s is None
+        if first:
             sequence.first_token_s = now_s
         reason, stop_id = sequence.take(token)
         if sequence.status is Status.RUNNING:
@@ -349,13 +352,8 @@ class Scheduler:
         told = None if logprobs is None else [logprobs]
         if reason is not None:
             self._leave(sequence)
-            return finished(sequence, [token], told, reason, stop_id, now_s)
-        return EngineOutput(
-            request_id=sequence.request.request_id,
-            token_ids=[token],
-            logprobs=told,
-            cached_tokens=sequence.cached_tokens,
-        )
+        # The first times go out at once: a stop string ends an answer in the front, and so may a death of this process.
+        return news(sequence, [token], told, reason, stop_id, now_s if first or reason is not None else None)
 
     def _leave(self, sequence: Sequence) -> None:
         """Ended or aborted. Rows of it in flight are executed and their tokens dropped."""
@@ -377,6 +375,15 @@ class Scheduler:
         self._worth_admitting = True
 
     # --- upkeep ---
+
+    def emptied(self) -> Scheduler:
+        """A new one with these limits and counters, and nothing else of this one: no request, no step in flight, and no
+        cached block, because those of a step that was planned and never ran hold garbage. Needs no consistent state."""
+        kv = KVCache(self.kv.layout, self.kv.blocks_total + 1, self.kv.prefix_caching)
+        kv.queries_total, kv.hits_total = self.kv.queries_total, self.kv.hits_total
+        fresh = Scheduler(self.limits, kv)
+        fresh._steps_total, fresh._preemptions_total = self._steps_total, self._preemptions_total
+        return fresh
 
     def reset_prefix_cache(self) -> None:
         self.kv.reset_prefix_cache()

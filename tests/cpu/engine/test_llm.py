@@ -107,6 +107,37 @@ def test_bad_requests_lose_nothing(llm) -> None:
     assert len(llm.generate([good], SamplingParams(max_tokens=2, ignore_eos=True))[0].outputs[0].token_ids) == 2
 
 
+@pytest.mark.parametrize("raised", [KeyboardInterrupt, RuntimeError])
+@pytest.mark.parametrize("place", ["submit", "schedule", "apply"])
+def test_an_interruption_anywhere_leaves_a_good_engine(llm, monkeypatch, raised, place) -> None:
+    params = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
+    asked = [{"prompt_token_ids": [place, *range(100, 140)]} for place in range(3)]
+    expected = [output.outputs[0].token_ids for output in llm.generate(asked, params)]
+    steps = llm.get_stats().steps_total
+    llm.reset_prefix_cache()
+    core = llm._core
+    target = core.runner if place == "submit" else core.scheduler
+    real, calls = getattr(target, place), iter(range(1000))
+
+    def stopped(*arguments):
+        # Either the first step never runs, which was to fill blocks that are in the index by now; or a later one is
+        # stopped in the middle of the books.
+        if place == "submit":
+            raise raised
+        found = real(*arguments)
+        if next(calls) < 5:
+            return found
+        raise raised
+
+    monkeypatch.setattr(target, place, stopped)
+    with pytest.raises(raised):
+        llm.generate(asked, params)
+    monkeypatch.undo()
+    assert llm.get_stats().running == llm.get_stats().waiting == llm.get_stats().blocks_used == 0
+    assert llm.get_stats().steps_total >= steps
+    assert [output.outputs[0].token_ids for output in llm.generate(asked, params)] == expected
+
+
 def test_chat_with_one_and_several_conversations(llm) -> None:
     one = [{"role": "user", "content": "Hi"}]
     params = SamplingParams(temperature=0, max_tokens=4)

@@ -589,3 +589,51 @@ def test_a_blocked_head_is_looked_up_again_only_when_something_has_changed(monke
     while scheduler.has_unfinished:
         step(scheduler)
     assert lookups == 2
+
+
+class TestUpkeep:
+    def test_pages_that_leave_a_window_are_worth_an_admission(self) -> None:
+        """Nobody ends, nobody is preempted: the long one alone gives back what the other waits for."""
+        scheduler = make(blocks=8, windows=(4,), max_num_batched_tokens=32, prefix_caching=False)
+        scheduler.add(ask("a", 16, max_tokens=100), 0.0)
+        scheduler.add(ask("b", 12, max_tokens=4), 0.0)
+        step(scheduler)
+        assert slots(scheduler) == {"a": 0}
+        step(scheduler)
+        assert slots(scheduler) == {"a": 0, "b": 1}
+
+    def test_no_step_has_no_tokens(self) -> None:
+        scheduler = make()
+        scheduler.add(ask("a", 6), 0.0)
+        step(scheduler)
+        assert scheduler.stats().step_tokens == 6
+        scheduler.abort("a")
+        assert scheduler.schedule(0.0) is None
+        assert scheduler.stats().step_tokens == 0
+
+    def test_times_go_out_with_the_first_token_and_the_last(self) -> None:
+        scheduler = make()
+        scheduler.add(ask("a", 6, max_tokens=3, arrival_s=1.0), 1.0)
+        times = [answer(scheduler, plan_of(scheduler, now), now_s=now + 1)[0].timing for now in (2.0, 4.0, 6.0)]
+        assert times[1] is None
+        assert times[0] is not None
+        assert times[2] is not None
+        assert (times[0].arrival_s, times[0].scheduled_s, times[0].first_token_s) == (1.0, 2.0, 3.0)
+        assert (times[2].arrival_s, times[2].scheduled_s, times[2].first_token_s) == (1.0, 2.0, 3.0)
+        assert times[2].finished_s == 7.0
+
+    def test_emptied_keeps_limits_and_counters_only(self) -> None:
+        scheduler = make(max_steps_in_flight=2)
+        scheduler.add(ask("a", 20), 0.0)
+        step(scheduler)
+        scheduler.add(ask("b", 20), 0.0)
+        plan_of(scheduler)
+        fresh = scheduler.emptied()
+        fresh.check_invariants()
+        assert not fresh.has_unfinished
+        assert fresh.steps_in_flight == fresh.kv.blocks_used == fresh.kv.blocks_indexed == 0
+        assert fresh.kv.blocks_total == scheduler.kv.blocks_total
+        assert fresh.stats().steps_total == 2
+        assert fresh.stats().prefix_queries_total == 40
+        fresh.add(ask("a", 20), 0.0)
+        assert rows(plan_of(fresh)) == [(0, 0, 20, True)]
