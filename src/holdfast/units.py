@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import reprlib
 
 from holdfast.errors import ConfigurationError
 
@@ -45,6 +46,12 @@ def parse_tokens(text: str | int, *, field: str = "tokens") -> int:
             field=field,
         )
     return int(float(found[1]) * units[found[2]])
+
+
+def shorten(value: object, limit_chars: int = 80) -> str:
+    """What a message may repeat of what it was given: a hostile value must not come back whole, nor be spelled out."""
+    shown = value if isinstance(value, str) else reprlib.repr(value)
+    return shown if len(shown) <= limit_chars else shown[:limit_chars] + "..."
 
 
 def format_bytes(count: int | float) -> str:

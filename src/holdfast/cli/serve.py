@@ -81,7 +81,6 @@ def run(arguments: argparse.Namespace) -> int:
         api_key=server_config.api_key,
         max_body_bytes=server_config.max_body_size,
         max_queued_requests=engine_config.max_queued_requests,
-        drain_timeout_s=server_config.drain_timeout,
         access_log=None if server_config.disable_access_log else json_lines(sys.stderr),
         version=holdfast.__version__,
     )

@@ -21,6 +21,7 @@ class ByteTokenizer:
     ids_end = VOCABULARY
     all_special_ids = tuple(MARKS.values())
     chat_template = "built in"
+    longest_token_chars = max(map(len, MARKS))
 
     def __len__(self) -> int:
         return VOCABULARY
@@ -42,6 +43,9 @@ class ByteTokenizer:
             elif not skip_special_tokens:
                 raw.extend(_NAMES[token_id].encode())
         return raw.decode(errors="replace")
+
+    def bytes_of(self, token_id: int) -> bytes:
+        return bytes([token_id]) if token_id < END else _NAMES[token_id].encode()
 
     def is_special(self, token_id: int) -> bool:
         return token_id >= END

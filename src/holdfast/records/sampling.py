@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from holdfast.errors import RequestError, UnsupportedOptionError
+from holdfast.units import shorten
 
 GREEDY_BELOW = 1e-5
 """A temperature under this is greedy: dividing logits by it would overflow float32."""
@@ -109,12 +110,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     def _check(self) -> None:
         def need(good: bool, field: str, needed: str) -> None:
             if not good:
-                raise RequestError(
-                    f"{field} is {getattr(self, field)!r}; it must be {needed}",
-                    needed=needed,
-                    found=repr(getattr(self, field)),
-                    field=field,
-                )
+                found = shorten(repr(value) if isinstance(value := getattr(self, field), str) else value)
+                raise RequestError(f"{field} is {found}; it must be {needed}", needed=needed, found=found, field=field)
 
         need(1 <= self.n <= 128, "n", "from 1 to 128")
         need(-2 <= self.presence_penalty <= 2, "presence_penalty", "from -2 to 2")

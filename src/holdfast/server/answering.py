@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import msgspec
 
 from holdfast.records import AnswerDelta, Logprob
-from holdfast.server.asking import Ask
+from holdfast.server.asking import Ask, BytesOf
 from holdfast.server.protocol import (
     AssistantMessage,
     ChatAnswer,
@@ -100,7 +100,8 @@ class ChatShape(_Stream):
         return self._head + choice + _ending(delta) + self.close(usage)
 
     def _logprobs(self, entries: list[dict[int, Logprob]]) -> ChatLogprobs:
-        return ChatLogprobs([_chat_logprob(entry, self._ask.logprobs or 0) for entry in entries])
+        count, bytes_of = self._ask.logprobs or 0, self._ask.bytes_of
+        return ChatLogprobs([_chat_logprob(entry, count, bytes_of) for entry in entries])
 
     def body(self, answers: list[Answer], usage: Usage) -> bytes:
         choices = [
@@ -167,14 +168,16 @@ def _split(entry: dict[int, Logprob]) -> tuple[Logprob, list[Logprob]]:
     return chosen, sorted(entry.values(), key=lambda candidate: -candidate.logprob)
 
 
-def _chat_logprob(entry: dict[int, Logprob], count: int) -> TokenLogprob:
-    chosen, likeliest = _split(entry)
-    token = chosen.decoded_token or ""
-    tops = [
-        TopLogprob(top.decoded_token or "", max(top.logprob, LOWEST_LOGPROB), list((top.decoded_token or "").encode()))
-        for top in likeliest[:count]
-    ]
-    return TokenLogprob(token, max(chosen.logprob, LOWEST_LOGPROB), list(token.encode()), tops)
+def _chat_logprob(entry: dict[int, Logprob], count: int, bytes_of: BytesOf | None) -> TokenLogprob:
+    def shown(token_id: int, candidate: Logprob) -> tuple[str, float, list[int]]:
+        text = candidate.decoded_token or ""
+        # A token may be half a character: its text is then U+FFFD, and only its bytes tell what it is.
+        spelled = bytes_of(token_id) if bytes_of is not None else None
+        return text, max(candidate.logprob, LOWEST_LOGPROB), list(text.encode() if spelled is None else spelled)
+
+    chosen = next(iter(entry.items()))
+    likeliest = sorted(entry.items(), key=lambda item: -item[1].logprob)
+    return TokenLogprob(*shown(*chosen), [TopLogprob(*shown(*top)) for top in likeliest[:count]])
 
 
 def _completion_logprobs(entries: list[dict[int, Logprob]], answer: Answer) -> CompletionLogprobs:

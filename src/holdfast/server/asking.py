@@ -1,37 +1,38 @@
 """From a request's body to what the engine is asked: token ids and SamplingParams.
 
-Owns defaults, prompts and the check against the context. Knows nothing of HTTP and of how answers look.
+Owns defaults, prompts and what must be refused before the engine is asked; whether a request fits model and context
+is the engine's own door's to say. Knows nothing of HTTP and of how answers look.
 """
 
 from __future__ import annotations
 
-import asyncio
 import time
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from holdfast.engine.interface import Engine
-from holdfast.errors import ContextLengthError, RequestError, UnknownModelError
+from holdfast.errors import RequestError, UnknownModelError
 from holdfast.records import SamplingParams
 from holdfast.records.sampling import MAX_LOGPROBS
 from holdfast.server.fields import check_fields, convert, honoured_fields, unsupported
 from holdfast.server.messages import read_messages
 from holdfast.server.protocol import ChatBody, Common, CompletionBody, TokenId
 from holdfast.server.settings import ServerSettings
+from holdfast.server.tokenizing import check_ids, encode_within, off_loop
+from holdfast.units import shorten
 
 if TYPE_CHECKING:
     from holdfast.text.tokenizer import Tokenizer
 
-T = TypeVar("T")
+BytesOf = Callable[[int], bytes | None]
 
 COMPLETION_MAX_TOKENS = 16
 """OpenAI's default for /v1/completions; a chat may use the rest of the context."""
-OFF_LOOP_CHARS = 4096
-"""Longer texts are tokenized in a thread: other clients' streams must not wait for them."""
 MAX_PROMPTS = 1024
 
 _CHAT_FIELDS = honoured_fields(ChatBody)
@@ -54,13 +55,18 @@ class Ask:
     """Everything settled: the engine can be called, and the answer can be given its shape."""
 
     answer_id: str
+    engine_id: str
+    """Unique, whatever id the client asked for."""
     created: int
     model: str
     prompts: list[list[int]]
     echoes: list[str] | None
     """Texts to put before the answers, one a prompt."""
     params: SamplingParams
+    default_max_tokens: bool
+    """Whether max_tokens is a default, which gives way where the context has less left."""
     logprobs: int | None
+    bytes_of: BytesOf | None
     stream: bool
     include_usage: bool
     continuous_usage: bool
@@ -95,14 +101,16 @@ async def read_chat(raw: bytes, engine: Engine, settings: ServerSettings) -> Ask
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     _check_logprobs(logprobs, "top_logprobs")
     params = _sampling(body, settings, logprobs=logprobs, max_tokens=None)
-    _check_vocabulary(params.logit_bias or (), tokenizer, "logit_bias")
-    render = _renderer(tokenizer, body, read_messages(body.messages))
-    prompt = await _off_loop(render, len(raw))
-    _check_context([prompt], params, engine.info.max_model_len, "messages")
-    return _ask(body, "chatcmpl", model, [prompt], params, logprobs)
+    _check_places(params.n, engine, settings, "n")
+    render = _renderer(tokenizer, body, read_messages(body.messages), engine.info.max_model_len)
+    # A client's own template may be slow, however short it is.
+    prompt = await (off_loop(render, len(raw)) if body.chat_template is None else off_loop(render))
+    return _ask(body, "chatcmpl", model, [prompt], params, settings, logprobs, bytes_of=tokenizer.bytes_of)
 
 
-def _renderer(tokenizer: Tokenizer, body: ChatBody, messages: list[dict[str, Any]]) -> Callable[[], list[int]]:
+def _renderer(
+    tokenizer: Tokenizer, body: ChatBody, messages: list[dict[str, Any]], context: int
+) -> Callable[[], list[int]]:
     extra = dict(body.chat_template_kwargs or {})
     taken = sorted(_TEMPLATE_OWN & extra.keys())
     if taken:
@@ -126,7 +134,9 @@ def _renderer(tokenizer: Tokenizer, body: ChatBody, messages: list[dict[str, Any
             **extra,
         )
         # The template writes bos itself; a second one would change the answer.
-        return tokenizer.encode(str(text), add_special_tokens=bool(body.add_special_tokens))
+        return encode_within(
+            context, tokenizer, str(text), field="messages", add_special_tokens=bool(body.add_special_tokens)
+        )
 
     return render
 
@@ -138,34 +148,58 @@ async def read_completion(raw: bytes, engine: Engine, settings: ServerSettings) 
     if body.echo and body.logprobs is not None:
         raise unsupported("echo", "together with logprobs it asks for logprobs of the prompt")
     params = _sampling(body, settings, logprobs=body.logprobs, max_tokens=COMPLETION_MAX_TOKENS)
-    add_special = body.add_special_tokens is not False
-    texts, prompts = _split_prompts(body.prompt)
+    context = engine.info.max_model_len
+    texts, prompts = _split_prompts(body.prompt, context)
+    _check_places(len(texts or prompts) * params.n, engine, settings, "prompt")
     if texts is not None:
-        encode = _tokenizer_of(engine, "prompt").encode
+        encode = partial(
+            encode_within,
+            context,
+            _tokenizer_of(engine, "prompt"),
+            field="prompt",
+            add_special_tokens=body.add_special_tokens is not False,
+        )
         given = texts
-        prompts = await _off_loop(lambda: [encode(text, add_special_tokens=add_special) for text in given], len(raw))
+        prompts = await off_loop(lambda: [encode(text) for text in given], len(raw))
     elif body.echo:
         texts = [_tokenizer_of(engine, "echo").decode(prompt) for prompt in prompts]
-    for prompt in prompts:
-        _check_vocabulary(prompt, engine.tokenizer, "prompt")
-    _check_vocabulary(params.logit_bias or (), engine.tokenizer, "logit_bias")
-    _check_context(prompts, params, engine.info.max_model_len, "prompt")
-    return _ask(body, "cmpl", model, prompts, params, body.logprobs, echoes=texts if body.echo else None)
+    if not all(prompts):
+        raise RequestError("prompt: a prompt has no tokens", field="prompt")
+    return _ask(body, "cmpl", model, prompts, params, settings, body.logprobs, echoes=texts if body.echo else None)
 
 
-def _split_prompts(prompt: Any) -> tuple[list[str] | None, list[list[int]]]:
-    """Texts, or lists of token ids: OpenAI's four ways to write a prompt."""
+def _check_places(answers: int, engine: Engine, settings: ServerSettings, field: str) -> None:
+    """More than the engine can ever hold is the request's own fault; an engine full of others' work is not."""
+    if settings.max_queued_requests is None:
+        return
+    places = engine.info.max_num_seqs + settings.max_queued_requests
+    if answers > places:
+        raise RequestError(
+            f"the request asks for {answers} answers at once; this server holds {places}",
+            needed=f"{answers} places",
+            found=f"{engine.info.max_num_seqs} to run in and {settings.max_queued_requests} to wait in",
+            fix="send fewer prompts in one request, or a smaller n",
+            field=field,
+        )
+
+
+def _split_prompts(prompt: Any, context: int) -> tuple[list[str] | None, list[list[int]]]:
+    """Texts, or lists of token ids: OpenAI's four ways to write a prompt. Too many ids are not even looked at."""
     if isinstance(prompt, str):
         return [prompt], []
     if not isinstance(prompt, list) or not prompt:
         raise RequestError("prompt: expected text, a list of texts, token ids, or a list of lists of them, not empty",
                            field="prompt")  # fmt: skip
     if isinstance(prompt[0], int):
+        check_ids(len(prompt), context, "prompt")
         return None, [convert({"prompt": prompt}, _TokenPrompt).prompt]
     if len(prompt) > MAX_PROMPTS:
         raise RequestError(f"prompt: {len(prompt)} prompts in one request; at most {MAX_PROMPTS}", field="prompt")
     if isinstance(prompt[0], str):
         return convert({"prompt": prompt}, _TextPrompts).prompt, []
+    for ids in prompt:
+        if isinstance(ids, list):
+            check_ids(len(ids), context, "prompt")
     return None, convert({"prompt": prompt}, _TokenPrompts).prompt
 
 
@@ -184,8 +218,8 @@ class _TokenPrompts(msgspec.Struct):
 def _served(model: str | None, settings: ServerSettings) -> str:
     if model is not None and model not in settings.served_model_names:
         raise UnknownModelError(
-            f"the model {model[:200]!r} is not served here",
-            found=", ".join(settings.served_model_names),
+            f"the model {shorten(model)!r} is not served here",
+            found=shorten(", ".join(settings.served_model_names)),
             fix="GET /v1/models lists the names",
             field="model",
         )
@@ -222,56 +256,37 @@ def _bias_id(key: str) -> int:
     return int(key)
 
 
-def _check_vocabulary(token_ids: Iterable[int], tokenizer: Tokenizer | None, field: str) -> None:
-    """Without a tokenizer the engine, which knows the model, is the first who can tell."""
-    largest = max(token_ids, default=0)
-    if tokenizer is not None and largest >= tokenizer.ids_end:
-        raise RequestError(f"{field}: token id {largest} is beyond the vocabulary of {tokenizer.ids_end}", field=field)
-
-
-def _check_context(prompts: list[list[int]], params: SamplingParams, context: int, field: str) -> None:
-    for prompt in prompts:
-        if not prompt:
-            raise RequestError(f"{field}: the prompt has no tokens", field=field)
-        wanted = params.max_tokens or 1
-        if len(prompt) + wanted <= context:
-            continue
-        raise ContextLengthError(
-            f"This model's maximum context length is {context} tokens. However, {len(prompt) + wanted} tokens were "
-            f"requested ({len(prompt)} in the {field}, {wanted} in the completion).",
-            needed=f"{len(prompt) + wanted} tokens",
-            found=f"a context of {context} tokens",
-            fix="shorten the prompt, or lower max_tokens",
-            field=field,
-        )
-
-
-async def _off_loop(work: Callable[[], T], size_bytes: int) -> T:
-    return await asyncio.to_thread(work) if size_bytes > OFF_LOOP_CHARS else work()
-
-
 def _ask(
     body: Common,
     prefix: str,
     model: str,
     prompts: list[list[int]],
     params: SamplingParams,
+    settings: ServerSettings,
     logprobs: int | None,
+    *,
     echoes: list[str] | None = None,
+    bytes_of: BytesOf | None = None,
 ) -> Ask:
+    if body.priority and settings.scheduling_policy != "priority":
+        raise unsupported("priority", "this server was not started with --scheduling-policy priority")
     options = body.stream_options
     if options is not None and not body.stream:
         raise RequestError("stream_options needs stream: true", field="stream_options")
     if options is not None and options.include_obfuscation:
         raise unsupported("stream_options.include_obfuscation")
     usage = options is not None and bool(options.include_usage)
+    unique = uuid.uuid4().hex
     return Ask(
-        answer_id=f"{prefix}-{uuid.uuid4().hex}",
+        answer_id=f"{prefix}-{unique if body.request_id is None else body.request_id}",
+        engine_id=f"{prefix}-{unique}",
         created=int(time.time()),
         model=model,
         prompts=prompts,
         echoes=echoes,
         params=params,
+        default_max_tokens=body.max_tokens is None,
+        bytes_of=bytes_of,
         logprobs=logprobs,
         stream=body.stream,
         include_usage=usage,

@@ -19,6 +19,10 @@ from holdfast.server.protocol import PromptTokensDetails, Usage
 Consumer = Callable[[Answer, AnswerDelta], Awaitable[None]]
 
 
+class ClientGone(Exception):
+    """Nobody is left to answer."""
+
+
 class Conversation:
     """`open` then `follow`, and `close` in any case: closing early is what tells the engine to stop working."""
 
@@ -56,19 +60,21 @@ class Conversation:
         """Every prompt is taken, or the error is raised and none is left behind once `close` was called."""
         ask, many = self._ask, len(self._ask.prompts) > 1
         for position, prompt in enumerate(ask.prompts):
+            room = self._engine.info.max_model_len - len(prompt)
+            params = ask.params
+            if ask.default_max_tokens and params.max_tokens is not None and params.max_tokens > room > 0:
+                # Nobody asked for so many: a default is no reason to refuse.
+                params = params.replace(max_tokens=room, min_tokens=min(params.min_tokens, room))
             stream = await self._engine.generate(
                 prompt,
-                ask.params,
-                request_id=f"{ask.answer_id}-{position}" if many else ask.answer_id,
+                params,
+                request_id=f"{ask.engine_id}-{position}" if many else ask.engine_id,
                 priority=ask.priority,
                 cache_salt=ask.cache_salt,
             )
             self._streams.append(stream)
-            room = self._engine.info.max_model_len - len(prompt)
             self._meters.append(
-                self._metrics.open_request(
-                    prompt_tokens=len(prompt), max_tokens=ask.params.max_tokens or room, n=ask.params.n
-                )
+                self._metrics.open_request(prompt_tokens=len(prompt), max_tokens=params.max_tokens or room, n=params.n)
             )
 
     async def follow(self, consume: Consumer) -> None:
@@ -78,6 +84,8 @@ class Conversation:
                 await self._follow_one(0, consume)
             else:
                 await self._follow_all(consume)
+        except ClientGone:
+            raise
         except Exception:
             self._ending = FinishReason.ERROR
             raise

@@ -19,11 +19,14 @@ from holdfast.errors import (
     UnknownModelError,
     UnsupportedOptionError,
 )
+from holdfast.units import shorten
 
 log = logging.getLogger("holdfast.server")
 
-BAD_REQUEST, UNAUTHORIZED, NOT_FOUND, NOT_ALLOWED, TOO_LARGE, TOO_MANY = 400, 401, 404, 405, 413, 429
+BAD_REQUEST, UNAUTHORIZED, NOT_FOUND, NOT_ALLOWED, TIMED_OUT, TOO_LARGE, TOO_MANY = 400, 401, 404, 405, 408, 413, 429
 INTERNAL, UNAVAILABLE = 500, 503
+MAX_SAID_CHARS = 2000
+"""Of one sentence of an answer: the last bound, whatever a message repeats of what it was given."""
 
 # The most particular class first: the first that fits decides.
 _SHAPES: tuple[tuple[type[HoldfastError], int, str, str], ...] = (
@@ -59,14 +62,16 @@ def describe(error: Exception) -> tuple[int, dict[str, Any]]:
             if isinstance(error, kind):
                 body = _body(error.message, openai_type, error.field, code)
                 extra = {"code": error.code, "needed": error.needed, "found": error.found, "fix": error.fix}
-                body["holdfast"] = {name: value for name, value in extra.items() if value is not None}
+                body["holdfast"] = {
+                    name: shorten(value, MAX_SAID_CHARS) for name, value in extra.items() if value is not None
+                }
                 return status, body
     log.error("a request failed inside the server", exc_info=error)
     return INTERNAL, _body("the server failed on this request; its log says why", "server_error", None, "internal")
 
 
 def _body(message: str, kind: str, param: str | None, code: str) -> dict[str, Any]:
-    return {"message": message, "type": kind, "param": param, "code": code}
+    return {"message": shorten(message, MAX_SAID_CHARS), "type": kind, "param": param, "code": code}
 
 
 def failure_response(error: Exception, retry_after_s: int) -> Response:
@@ -74,6 +79,9 @@ def failure_response(error: Exception, retry_after_s: int) -> Response:
     headers = {}
     if status in (TOO_MANY, UNAVAILABLE) and not (isinstance(error, HttpFailure) and not error.retry):
         headers["Retry-After"] = str(retry_after_s)
+    if status == TIMED_OUT:
+        # What may still come of the body would be taken for the next request.
+        headers["Connection"] = "close"
     if status == UNAUTHORIZED:
         headers["WWW-Authenticate"] = "Bearer"
     return json_response({"error": body}, status, headers)

@@ -19,7 +19,7 @@ import msgspec
 
 from holdfast.errors import RequestError, UnsupportedOptionError
 
-HARMLESS = frozenset({"user", "metadata", "safety_identifier", "prompt_cache_key", "request_id"})
+HARMLESS = frozenset({"user", "metadata", "safety_identifier", "prompt_cache_key"})
 
 _EMPTY: tuple[Any, ...] = ([], {}, False, "")
 

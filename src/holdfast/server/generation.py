@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from holdfast.engine.interface import Engine
 from holdfast.observability.metrics import ServingMetrics
@@ -18,8 +18,8 @@ from holdfast.records import AnswerDelta
 from holdfast.server.access import CLIENT_GONE, Record
 from holdfast.server.answering import DONE, Answer, Shape, error_event
 from holdfast.server.asking import Ask
-from holdfast.server.conversation import Conversation
-from holdfast.server.failures import TOO_LARGE, HttpFailure, describe
+from holdfast.server.conversation import ClientGone, Conversation
+from holdfast.server.failures import TIMED_OUT, TOO_LARGE, HttpFailure, describe
 from holdfast.server.settings import ServerSettings
 
 Reader = Callable[[bytes, Engine, ServerSettings], Awaitable[Ask]]
@@ -30,10 +30,6 @@ EVENT_HEADERS = [
     # nginx buffers a proxied response unless it is told not to, here or in its own configuration.
     (b"x-accel-buffering", b"no"),
 ]
-
-
-class ClientGone(Exception):
-    """Nobody is left to answer."""
 
 
 class Generation:
@@ -54,8 +50,9 @@ class Generation:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         record: Record = scope["holdfast.record"]
         try:
-            body = await read_body(scope, receive, self._settings.max_body_bytes)
-            await unless_gone(receive, self._serve(body, record, send))
+            settings = self._settings
+            body = await read_body(scope, receive, settings.max_body_bytes, settings.body_timeout_s)
+            await unless_gone(receive, self._serve(body, record, impatient(send, settings.write_timeout_s)))
         except ClientGone:
             record.status = CLIENT_GONE
 
@@ -109,6 +106,8 @@ class _Events:
         await self._write(b"")
         try:
             await self._conversation.follow(self._consume)
+        except ClientGone:
+            raise
         except Exception as error:
             # The status is sent: what is left is a last event that says so, and no [DONE].
             body = describe(error)[1]
@@ -131,7 +130,20 @@ class _Events:
         await self._send({"type": "http.response.body", "body": data, "more_body": not last})
 
 
-async def read_body(scope: Scope, receive: Receive, limit_bytes: int) -> bytes:
+def impatient(send: Send, limit_s: float) -> Send:
+    """`send` that gives a client up who takes nothing: its pages are wanted by others."""
+
+    async def send_or_leave(message: Message) -> None:
+        try:
+            async with asyncio.timeout(limit_s):
+                await send(message)
+        except TimeoutError:
+            raise ClientGone from None
+
+    return send_or_leave
+
+
+async def read_body(scope: Scope, receive: Receive, limit_bytes: int, timeout_s: float) -> bytes:
     too_large = HttpFailure(
         TOO_LARGE,
         f"the body is larger than {limit_bytes} bytes",
@@ -144,7 +156,16 @@ async def read_body(scope: Scope, receive: Receive, limit_bytes: int) -> bytes:
     chunks: list[bytes] = []
     size_bytes = 0
     while True:
-        message = await receive()
+        try:
+            async with asyncio.timeout(timeout_s):
+                message = await receive()
+        except TimeoutError:
+            raise HttpFailure(
+                TIMED_OUT,
+                f"no byte of the body came for {timeout_s:g} s",
+                kind="invalid_request_error",
+                code="request_timeout",
+            ) from None
         if message["type"] == "http.disconnect":
             raise ClientGone
         chunk = message.get("body", b"")

@@ -47,6 +47,8 @@ class Common(msgspec.Struct, kw_only=True):
     priority: Small = 0
     cache_salt: Annotated[str, msgspec.Meta(max_length=256)] = ""
     add_special_tokens: bool | None = None
+    request_id: Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9._:-]{1,128}\Z")] | None = None
+    """Becomes part of the answer's id; it need not be unique."""
 
 
 class ContentPart(msgspec.Struct, kw_only=True):

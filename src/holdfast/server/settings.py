@@ -18,9 +18,14 @@ class ServerSettings:
     api_key: str | None = None
     """Asked for on every path below /v1."""
     max_body_bytes: int = 16 << 20
+    body_timeout_s: float = 60.0
+    """A client that sends no byte of its body for so long is sent away."""
+    write_timeout_s: float = 120.0
+    """A client that reads nothing of its answer for so long counts as gone."""
     max_queued_requests: int | None = None
-    """Only for messages: the engine enforces it."""
-    drain_timeout_s: float = 30.0
+    """Places to wait in. Together with those to run in, the most answers one body may ask for; None: no bound."""
+    scheduling_policy: str = "fcfs"
+    """Only under "priority" may a request bring one."""
     retry_after_s: int = 2
     """Told to clients that were refused for now."""
     access_log: AccessLog | Path | None = None

@@ -14,23 +14,37 @@ from holdfast.errors import RequestError, UnsupportedOptionError
 _TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
 
 
-def plain(value: Any) -> Any:
+MAX_DEPTH = 64
+"""Lists and objects inside one another: more than any tool's schema has, far from the interpreter's own end."""
+
+
+def plain(value: Any, field: str = "messages", depth: int = 0) -> Any:
     """A deep copy of JSON types alone: a template gets no object whose methods could do something."""
     if value is None or type(value) in (str, int, float, bool):
         return value
+    if depth > MAX_DEPTH:
+        raise RequestError(
+            f"{field} holds lists and objects more than {MAX_DEPTH} deep",
+            needed=f"at most {MAX_DEPTH} inside one another",
+            field=field,
+        )
+
+    def inner(item: Any) -> Any:
+        return plain(item, field, depth + 1)
+
     for base in (str, int, float):
         if isinstance(value, base):
             return base(value)
     if isinstance(value, Mapping):
-        return {plain(key): plain(item) for key, item in value.items()}
+        return {inner(key): inner(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [plain(item) for item in value]
+        return [inner(item) for item in value]
     if isinstance(value, tuple):
-        return tuple(plain(item) for item in value)
+        return tuple(inner(item) for item in value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        return {part.name: inner(getattr(value, part.name)) for part in dataclasses.fields(value)}
     if callable(getattr(value, "model_dump", None)):
-        return plain(value.model_dump())
+        return inner(value.model_dump())
     return f"<{type(value).__name__}>"
 
 

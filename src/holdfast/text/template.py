@@ -89,10 +89,10 @@ class ChatTemplate:
             raise RequestError(f"{sorted(clash)[0]} cannot be given to a chat template", field="chat_template_kwargs")
         rendered = self._generate(
             {
-                **plain(variables or {}),
+                **plain(variables or {}, "chat_template_kwargs"),
                 "messages": chat,
-                "tools": plain(tools),
-                "documents": plain(documents),
+                "tools": plain(tools, "tools"),
+                "documents": plain(documents, "documents"),
                 "add_generation_prompt": add_generation_prompt,
             }
         )

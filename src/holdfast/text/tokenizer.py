@@ -142,8 +142,7 @@ class Tokenizer:
     def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
         for text in texts:
             _check_text(text)
-        if len(texts) == 1:
-            return [self._backend.encode(texts[0], add_special_tokens=add_special_tokens).ids]
+        # Also for one text: the library's form for a single one keeps every other thread waiting until it is done.
         encoded = self._backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
         return [each.ids for each in encoded]
 
@@ -242,6 +241,13 @@ class Tokenizer:
         return self._backend.get_vocab_size(with_added_tokens=True)
 
     @cached_property
+    def longest_token_chars(self) -> int:
+        """Characters of text that one token can stand for, so that a text's length bounds its tokens from below."""
+        longest = max(map(len, self._backend.get_vocab(with_added_tokens=True)), default=1)
+        # A normalizer may draw characters together: canonical composition makes one of up to four.
+        return longest if self._backend.normalizer is None else 4 * longest
+
+    @cached_property
     def ids_end(self) -> int:
         """One above the greatest id that has a token: the embedding needs at least so many rows."""
         return max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
@@ -265,6 +271,10 @@ class Tokenizer:
 
     def _id_of(self, token: str | None) -> int | None:
         return None if token is None else self._backend.token_to_id(token)
+
+    def bytes_of(self, token_id: int) -> bytes | None:
+        """What the token adds to a text, also where that is half a character; None where only whole texts decode."""
+        return None if self.pieces is None else self.pieces.bytes_of(token_id)
 
     def is_special(self, token_id: int) -> bool:
         return token_id in self.special_ids

@@ -52,3 +52,12 @@ def test_frozen_and_over_the_wire() -> None:
         params.n = 2  # type: ignore[misc]
     request = Request(request_id="r", prompt_token_ids=[1, 2], params=params, eos_token_ids=(2,), output_token_ids=[9])
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(request), type=Request) == request
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"stop": ["s" * 1000] * 5000}, {"stop": "s" * 10**6}, {"logit_bias": dict.fromkeys(range(10**5), 500.0)}]
+)
+def test_a_refusal_is_short_whatever_was_given(wrong):
+    with pytest.raises(RequestError) as caught:
+        SamplingParams(**wrong)
+    assert len(str(caught.value)) < 500

@@ -149,3 +149,16 @@ def test_a_template_is_a_file_or_its_text(tmp_path: Path) -> None:
     assert load_template(PLAIN) == PLAIN
     with pytest.raises(ConfigurationError, match="cannot be read"):
         load_template(str(tmp_path / "missing.jinja"))
+
+
+def test_depth_is_bounded() -> None:
+    deep: Any = []
+    for _ in range(900):
+        deep = [deep]
+    with pytest.raises(RequestError, match="deep") as caught:
+        render(PLAIN, variables={"a": deep})
+    assert caught.value.field == "chat_template_kwargs"
+    with pytest.raises(RequestError, match="deep"):
+        render(PLAIN, [{"role": "user", "content": "hi", "x": deep}])
+    with pytest.raises(RequestError, match="deep"):
+        render(PLAIN, tools=[{"a": deep}])

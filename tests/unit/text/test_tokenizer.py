@@ -198,3 +198,29 @@ def test_without_a_template_the_fix_is_named(sentencepiece: Tokenizer) -> None:
         sentencepiece.apply_chat_template([{"role": "user", "content": "hello"}])
     assert caught.value.code == "HF303"
     assert "--chat-template" in str(caught.value)
+
+
+def test_one_text_goes_the_way_that_lets_other_threads_run(byte_level: Tokenizer) -> None:
+    class Watched:
+        """tokenizers' encode() holds the interpreter's lock until it is done; the batch form does not."""
+
+        def encode(self, *_: Any, **__: Any) -> Any:
+            raise AssertionError("the form that makes every other thread wait")
+
+        def encode_batch_fast(self, texts: list[str], **options: Any) -> Any:
+            return byte_level.backend.encode_batch_fast(texts, **options)
+
+    expected = byte_level.encode("hello world")
+    watched = Tokenizer(byte_level.backend)
+    watched._backend = Watched()  # type: ignore[assignment]
+    assert watched.encode("hello world") == expected
+
+
+def test_length_of_a_text_bounds_its_tokens(byte_level: Tokenizer, byte_level_metadata: dict[str, Any]) -> None:
+    assert byte_level.longest_token_chars == len("<|endoftext|>")
+    composed = Tokenizer.from_gguf_metadata(byte_level_metadata | {"tokenizer.ggml.pre": "qwen2"})
+    assert composed.longest_token_chars == 4 * len("<|endoftext|>")
+
+
+def test_bytes_of_a_token(byte_level: Tokenizer) -> None:
+    assert [byte_level.bytes_of(index) for index in byte_level.encode("é")] == [b"\xc3", b"\xa9"]

@@ -1,0 +1,171 @@
+"""What is too large is refused before it costs anything, and clients that stand still do not hold what others need."""
+
+from __future__ import annotations
+
+import json
+import socket
+
+import pytest
+
+from holdfast.engine.fake import FakeEngine, say
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+
+
+def error_of(response, status: int) -> dict:
+    assert response.status_code == status, response.text[:1000]
+    return response.json()["error"]
+
+
+@pytest.fixture
+def texts(launch):
+    """A server with a context of 50 tokens, and the lengths of all texts it tokenizes."""
+    server = launch(FakeEngine(max_model_len=50))
+    tokenizer, lengths = server.engine.tokenizer, []
+    encode = tokenizer.encode
+
+    def watched(text, add_special_tokens=True):
+        lengths.append(len(text))
+        return encode(text, add_special_tokens)
+
+    tokenizer.encode = watched
+    return server, lengths
+
+
+@pytest.mark.parametrize("size", [1_000, 8_000_000])
+def test_a_fat_text_is_refused_before_it_is_tokenized(texts, size):
+    server, lengths = texts
+    with server.client() as http:
+        for path, body in (
+            (COMPLETIONS, {"prompt": "x" * size}),
+            (COMPLETIONS, {"prompt": ["fine", "x" * size]}),
+            (CHAT, {"messages": [{"role": "user", "content": "x" * size}]}),
+        ):
+            error = error_of(http.post(path, json=body), 400)
+            assert error["code"] == "context_length_exceeded"
+            assert "50 tokens" in error["message"]
+            assert str(size)[0] in error["message"]
+    # Of 50 tokens of up to 11 characters nothing longer than 550 can be made; every token is one byte here.
+    assert max(lengths, default=0) <= 50 * 16
+    assert not server.engine.received
+
+
+def test_too_many_ids_are_refused_unseen(texts):
+    server, _ = texts
+    with server.client() as http:
+        for prompt in ([5] * 51, [[5], [5] * 51], ["x"] * 51 + [5], [5] * 50 + ["not looked at"]):
+            response = http.post(COMPLETIONS, json={"prompt": prompt})
+            error = error_of(response, 400)
+            if prompt[0] != "x":
+                assert error["code"] == "context_length_exceeded"
+                assert "51 tokens" in error["message"]
+
+
+def test_more_answers_than_there_are_places_is_the_requests_own_fault(launch):
+    server = launch(FakeEngine(max_num_seqs=2, max_queued_requests=3), max_queued_requests=3)
+    with server.client() as http:
+        error = error_of(http.post(COMPLETIONS, json={"prompt": ["a"] * 3, "n": 2}), 400)
+        assert error["param"] == "prompt"
+        assert "6 answers" in error["message"]
+        error = error_of(http.post(CHAT, json={"messages": [{"role": "user", "content": "a"}], "n": 6}), 400)
+        assert error["param"] == "n"
+        assert not server.engine.received
+        assert http.post(COMPLETIONS, json={"prompt": ["a"] * 5}).status_code == 200
+
+
+def test_what_is_said_back_is_short(launch):
+    with launch().client() as http:
+        for extra in (
+            {"stop": ["s" * 1000] * 5000},
+            {"stop": "s" * 100_000},
+            {"model": "m" * 100_000},
+            {"u" * 9999: 1},
+        ):
+            response = http.post(COMPLETIONS, json={"prompt": "x", **extra})
+            assert response.status_code in (400, 404)
+            assert len(response.content) < 5000
+
+
+@pytest.mark.parametrize("depth", [100, 400, 900])
+def test_deep_bodies_are_no_500(launch, depth):
+    deep = "[" * depth + "]" * depth
+    with launch().client() as http:
+        messages = '"messages": [{"role": "user", "content": "hi"%s}]'
+        for body in (
+            "{" + messages % "" + ', "chat_template_kwargs": {"a": ' + deep + "}}",
+            "{" + messages % f', "x": {deep}' + "}",
+            '{"prompt": ' + deep + "}",
+        ):
+            path = COMPLETIONS if "prompt" in body else CHAT
+            assert http.post(path, content=body).status_code in (200, 400)
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_an_id_of_ones_own(launch, path):
+    body = {"request_id": "mine-1", "max_tokens": 2}
+    body |= {"messages": [{"role": "user", "content": "hi"}]} if path == CHAT else {"prompt": ["a", "b"]}
+    server = launch()
+    with server.client() as http:
+        for _ in range(2):
+            assert http.post(path, json=body).json()["id"] == ("chatcmpl-mine-1" if path == CHAT else "cmpl-mine-1")
+        streamed = http.post(path, json={**body, "stream": True}).text
+        assert json.loads(streamed.split("\n")[0].removeprefix("data: "))["id"].endswith("-mine-1")
+    # The same id twice must not be one to the engine.
+    assert len(set(server.engine.finished)) == len(server.engine.finished)
+
+
+def test_priority_under_its_policy(launch):
+    with launch(scheduling_policy="priority").client() as http:
+        assert http.post(COMPLETIONS, json={"prompt": "x", "priority": -3}).status_code == 200
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_the_models_own_defaults_give_way(launch, path):
+    defaults = {"temperature": 0.6, "top_p": 0.9, "top_k": 20, "max_tokens": 500}
+    server = launch(FakeEngine(say("x" * 1000), max_model_len=200), default_sampling=defaults)
+    base = {"messages": [{"role": "user", "content": "hi"}]} if path == CHAT else {"prompt": "hi"}
+    with server.client() as http:
+        silent = http.post(path, json=base).json()
+        # 500 were never asked for: the answer gets what is left of the context.
+        assert silent["usage"]["total_tokens"] == 200
+        http.post(path, json={**base, "temperature": 0.1, "top_k": 3, "max_tokens": 7})
+        assert error_of(http.post(path, json={**base, "max_tokens": 500}), 400)["code"] == "context_length_exceeded"
+    first, second = (params for _, params in server.engine.received)
+    assert (first.temperature, first.top_p, first.top_k) == (0.6, 0.9, 20)
+    assert (second.temperature, second.top_p, second.top_k, second.max_tokens) == (0.1, 0.9, 3, 7)
+
+
+def test_logprobs_tell_the_bytes_of_half_characters(launch):
+    body = {"messages": [{"role": "user", "content": "é"}], "logprobs": True, "top_logprobs": 1}
+    with launch().client() as http:
+        content = http.post(CHAT, json=body).json()["choices"][0]["logprobs"]["content"]
+    assert [entry["bytes"] for entry in content[:2]] == [[byte] for byte in "é".encode()]
+    assert content[0]["top_logprobs"][0]["bytes"] == content[0]["bytes"]
+
+
+def test_a_body_that_never_comes_is_given_up(launch):
+    server = launch(body_timeout_s=0.2)
+    with socket.create_connection(("127.0.0.1", server.port), timeout=20) as client:
+        client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+        answer = b""
+        while chunk := client.recv(65536):
+            answer += chunk
+    assert answer.startswith(b"HTTP/1.1 408 ")
+    assert b'"request_timeout"' in answer
+
+
+def test_a_client_that_never_reads_frees_its_request(launch):
+    engine = FakeEngine(say("x" * 1_000_000), max_model_len=2_000_000)
+    server = launch(engine, write_timeout_s=0.3)
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.settimeout(20)
+        client.connect(("127.0.0.1", server.port))
+        body = json.dumps(
+            {"prompt": "x" * 1000, "max_tokens": 1_000_000, "stream": True, "logprobs": 5, "echo": False}
+        ).encode()
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+        client.sendall(head.encode() + body)
+        server.until(lambda: len(engine.aborted) == 1)
+    assert engine.unfinished == 0
+    assert server.wait_for_lines(1)[0]["status"] == 499
