@@ -12,6 +12,7 @@ import glob
 import os
 import sys
 from collections.abc import Collection, Iterator
+from functools import partial
 from pathlib import Path
 
 from holdfast.checkpoints import safetensors
@@ -46,7 +47,7 @@ def download(repo: str, *, revision: str | None = None, progress: bool = True) -
             # An unreachable hub is no reason to refuse what is already here; a hub that says no is.
             if not _unreachable(error):
                 raise
-            with contextlib.suppress(Exception):
+            with contextlib.suppress(huggingface_hub.errors.LocalEntryNotFoundError):
                 return _cached(repo, revision)
             raise
         sizes = {sibling.rfilename: sibling.size or 0 for sibling in info.siblings or []}
@@ -96,23 +97,40 @@ def _cached(repo: str, revision: str | None) -> Path:
     """What an earlier download left, with no word to the network."""
     import huggingface_hub
 
-    patterns = [*SMALL_FILES, "*.safetensors"]
+    look = partial(huggingface_hub.snapshot_download, repo, revision=revision, local_files_only=True)
     try:
-        return Path(
-            huggingface_hub.snapshot_download(
-                repo,
-                revision=revision,
-                allow_patterns=patterns,
-                ignore_patterns=["consolidated*", "*/*"],
-                local_files_only=True,
-            )
-        )
+        patterns = [*SMALL_FILES, "*.safetensors"]
+        folder = Path(look(allow_patterns=patterns, ignore_patterns=["consolidated*", "*/*"]))
     except huggingface_hub.errors.LocalEntryNotFoundError:
-        return Path(
-            huggingface_hub.snapshot_download(
-                repo, revision=revision, allow_patterns=["*.gguf"], ignore_patterns=["*/*"], local_files_only=True
-            )
+        folder = Path(look(allow_patterns=["*.gguf"], ignore_patterns=["*/*"]))
+    # Only newer versions of the library notice what an interrupted download left.
+    missing = _missing(folder)
+    if missing is not None:
+        raise ModelAccessError(
+            f"{repo} is not whole in the hub's cache, and the hub was not asked",
+            code="HF223",
+            needed="config.json and every file of weights, or a .gguf file",
+            found=f"{missing} in {folder}",
+            fix=f"with the hub in reach and HF_HUB_OFFLINE unset: holdfast pull {repo}",
         )
+    return folder
+
+
+def _missing(folder: Path) -> str | None:
+    """What a model in that folder lacks; None when it can be opened."""
+    if any(folder.glob("*.gguf")):
+        return None
+    if not (folder / "config.json").is_file():
+        return "no config.json"
+    index = folder / safetensors.INDEX_NAME
+    if index.is_file():
+        try:
+            safetensors.shards_of_index(index)
+        except CheckpointError as error:
+            return error.found or error.message
+        return None
+    # exists() follows the cache's links: one whose blob never came counts as missing.
+    return None if any(file.exists() for file in folder.glob("*.safetensors")) else "no weights"
 
 
 def _endpoint() -> str | None:

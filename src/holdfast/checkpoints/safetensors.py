@@ -70,9 +70,16 @@ def read_headers(paths: tuple[Path, ...]) -> dict[str, StoredTensor]:
 def shards_of_index(index: Path) -> tuple[Path, ...]:
     """The files an index names, each checked to be there, beside it."""
     try:
-        raw = index.read_bytes()
+        with open(index, "rb") as file:
+            raw = file.read(MAX_HEADER_BYTES + 1)
     except OSError as error:
         raise CheckpointError(f"{index}: cannot be read: {error.strerror}") from error
+    if len(raw) > MAX_HEADER_BYTES:
+        raise CheckpointError(
+            f"{index}: the index is absurdly large",
+            needed=f"at most {format_bytes(MAX_HEADER_BYTES)}",
+            found=format_bytes(index.stat().st_size),
+        )
     weight_map = _parse(index, raw).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index}: weight_map is missing", needed="a table of tensor names to file names")

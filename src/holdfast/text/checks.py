@@ -7,6 +7,7 @@ HFW04  there is no chat template
 HFW05  the chat template writes marks that are no tokens of this vocabulary: it belongs to another model
 HFW06  the chat template closes an answer with a token the model does not stop at: answers would run on
 HFW07  the chat template cannot be rendered
+HFW08  the GGUF header does not say how text is cut before merging: tokens may differ from those in training
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ def check_text(spec: ModelSpec, tokenizer: Tokenizer, files: ModelFiles) -> list
     """`files` are the model's own, whose generation config names the ends; the tokenizer may come from elsewhere."""
     return [
         *_check_vocabulary(spec, tokenizer),
+        *_check_cutting(files),
         *_check_ends(spec, tokenizer, files),
         *_check_template(spec, tokenizer),
     ]
@@ -58,6 +60,19 @@ def _check_vocabulary(spec: ModelSpec, tokenizer: Tokenizer) -> Iterator[TextWar
             "HFW01",
             f"the tokenizer has ids up to {tokenizer.ids_end - 1}, but the embedding has {spec.vocab_size} rows",
             "use the tokenizer that came with this model; a fine-tune that added tokens must also resize its embedding",
+        )
+
+
+def _check_cutting(files: ModelFiles) -> Iterator[TextWarning]:
+    if files.tokenizer_json is not None or files.header is None:
+        return
+    metadata = files.header.metadata
+    if metadata.get("tokenizer.ggml.model") == "gpt2" and metadata.get("tokenizer.ggml.pre", "default") == "default":
+        yield TextWarning(
+            "HFW08",
+            "the GGUF header names no pre-tokenizer of its own, so the format's default is used: "
+            "tokens may differ from those the model was trained with",
+            "use a newer GGUF file of this model, or a folder with its tokenizer.json",
         )
 
 

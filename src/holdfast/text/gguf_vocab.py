@@ -15,6 +15,13 @@ from tokenizers.models import BPE
 
 from holdfast.errors import CheckpointError
 
+VOCABULARY_ABSURD = "HF233"
+MAX_TOKENS = 1 << 21
+"""Eight times the largest vocabulary known."""
+MAX_TOKEN_CHARS = 1024
+MAX_CUT_CHARS = 1 << 30
+"""Characters compared to find merges by score, which grow with the square of a token's length: seconds."""
+
 UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4
 """Values of tokenizer.ggml.token_type that change how a token is matched."""
 
@@ -22,6 +29,13 @@ _LLAMA3_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_DEFAULT_SPLITS = (
+    r"[\p{P}\$\+<=>\^~\|]+",
+    r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)",
+    r"\p{N}+",
+    r"[0-9][0-9][0-9]",
+)
+"""What the format's own tools cut by, one after the other, where a header says "default" or nothing."""
 _QWEN2_SPLIT = _LLAMA3_SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")
 
 
@@ -45,10 +59,10 @@ def _smollm_split() -> Any:
     return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), _gpt2_split()])
 
 
-def _regex_split(pattern: str) -> Any:
+def _regex_split(*patterns: str) -> Any:
     return pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Split(Regex(pattern), behavior="isolated"),
+            *(pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in patterns),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
@@ -57,7 +71,7 @@ def _regex_split(pattern: str) -> Any:
 _GPT2 = ByteLevelScheme(split=_gpt2_split)
 _LLAMA3 = ByteLevelScheme(split=lambda: _regex_split(_LLAMA3_SPLIT), whole_pieces=True, add_bos=True)
 BYTE_LEVEL_SCHEMES: dict[str, ByteLevelScheme] = {
-    "default": _GPT2,
+    "default": ByteLevelScheme(split=lambda: _regex_split(*_DEFAULT_SPLITS)),
     "gpt-2": _GPT2,
     "smollm": ByteLevelScheme(split=_smollm_split),
     "llama-bpe": _LLAMA3,
@@ -82,6 +96,7 @@ def build(metadata: Mapping[str, Any]) -> GGUFVocabulary:
     """Raises CheckpointError naming the key that is missing, contradictory or not supported."""
     model = metadata.get("tokenizer.ggml.model")
     tokens = _list_of(metadata, "tokenizer.ggml.tokens", str)
+    _check_sizes(tokens)
     roles = {
         role: _role(metadata, f"tokenizer.ggml.{key}_token_id", tokens)
         for role, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding"))
@@ -116,6 +131,17 @@ def build(metadata: Mapping[str, Any]) -> GGUFVocabulary:
         unk_token=roles["unk"],
         pad_token=roles["pad"],
     )
+
+
+def _check_sizes(tokens: Sequence[str]) -> None:
+    longest = max(map(len, tokens))
+    if len(tokens) > MAX_TOKENS or longest > MAX_TOKEN_CHARS:
+        raise CheckpointError(
+            "the GGUF header's vocabulary is absurdly large",
+            code=VOCABULARY_ABSURD,
+            needed=f"at most {MAX_TOKENS} tokens of at most {MAX_TOKEN_CHARS} characters",
+            found=f"{len(tokens)} tokens, the longest of {longest} characters",
+        )
 
 
 def set_ends(backend: Tokenizer, bos: str | None, eos: str | None) -> None:
@@ -170,9 +196,9 @@ def _sentencepiece(metadata: Mapping[str, Any], tokens: Sequence[str], unk_token
         merges = _merges_by_score(vocabulary, tokens, scores)
     backend = Tokenizer(BPE(vocab=vocabulary, merges=merges, unk_token=unk_token, fuse_unk=True, byte_fallback=True))
     add_space = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
-    backend.pre_tokenizer = pre_tokenizers.Metaspace(
-        replacement="▁", prepend_scheme="first" if add_space else "never", split=False
-    )
+    # A text that begins with a space gets another one: Metaspace would spare it, the format's own tools do not.
+    spelling: list[Any] = [normalizers.Prepend("▁")] if add_space else []
+    backend.normalizer = normalizers.Sequence([*spelling, normalizers.Replace(" ", "▁")])
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     if add_space:
         steps.append(decoders.Strip(content=" ", left=1))
@@ -184,6 +210,12 @@ def _merges_by_score(
     vocabulary: Mapping[str, int], tokens: Sequence[str], scores: Sequence[float]
 ) -> list[tuple[str, str]]:
     """SentencePiece merges the pair whose product scores best, so every way to make a token is a merge of its rank."""
+    if sum(len(token) ** 2 for token in tokens) > MAX_CUT_CHARS:
+        raise CheckpointError(
+            "the tokens of the GGUF header's vocabulary are absurdly long",
+            code=VOCABULARY_ABSURD,
+            fix="fetch the file again",
+        )
     ranked: list[tuple[float, int, int, str, str]] = []
     for token, score in zip(tokens, scores, strict=True):
         ways = []

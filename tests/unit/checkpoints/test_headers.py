@@ -202,3 +202,11 @@ def test_bad_indices_are_refused(tmp_path: Path, index: str) -> None:
     path.write_text(index)
     with pytest.raises(CheckpointError):
         safetensors.shards_of_index(path)
+
+
+def test_an_absurdly_large_index_is_not_read_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(safetensors, "MAX_HEADER_BYTES", 1000)
+    index = tmp_path / safetensors.INDEX_NAME
+    index.write_text('{"weight_map": {}}' + " " * 1000)
+    with pytest.raises(CheckpointError, match="absurdly large"):
+        safetensors.shards_of_index(index)

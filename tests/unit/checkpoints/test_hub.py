@@ -259,6 +259,25 @@ def test_offline_serves_what_is_cached_and_names_what_is_not(
     assert len(server.asked) == before
 
 
+def test_what_a_download_left_half_done_is_not_taken_for_whole(answers: dict[str, dict[str, Any]], home: Path) -> None:
+    torn = ask(home, "http://127.0.0.1:1", "owner/torn", HF_HUB_OFFLINE="1")["owner/torn"]
+    assert (torn["error"], torn["code"]) == ("ModelAccessError", "HF223")
+    for word in ("not whole", "holdfast pull owner/torn"):
+        assert word in torn["text"]
+
+
+def test_a_snapshot_without_one_of_its_shards_is_not_whole(tmp_path: Path) -> None:
+    assert hub._missing(tmp_path) == "no config.json"
+    (tmp_path / "config.json").write_text("{}")
+    assert hub._missing(tmp_path) == "no weights"
+    weight_map = {"a": "model-1.safetensors", "b": "model-2.safetensors"}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    (tmp_path / "model-1.safetensors").touch()
+    assert hub._missing(tmp_path) == "no model-2.safetensors"
+    (tmp_path / "model-2.safetensors").touch()
+    assert hub._missing(tmp_path) is None
+
+
 def test_an_unreachable_hub_does_not_hide_what_is_cached(answers: dict[str, dict[str, Any]], home: Path) -> None:
     # Port 1 is reserved and refuses at once.
     unreachable = ask(home, "http://127.0.0.1:1", "owner/good", "owner/absent")

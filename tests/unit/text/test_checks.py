@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -70,3 +71,15 @@ def test_templates(spec: ModelSpec, byte_level: Tokenizer, template: str | None,
 def test_plain_inst_is_at_home_in_sentencepiece_vocabularies(spec: ModelSpec, sentencepiece: Tokenizer) -> None:
     sentencepiece.chat_template = INST
     assert codes(dataclasses.replace(spec, vocab_size=1000), sentencepiece) == []
+
+
+@pytest.mark.parametrize(("pre", "expected"), [("gpt-2", []), ("default", ["HFW08"]), (None, ["HFW08"])])
+def test_a_header_that_does_not_say_how_text_is_cut(
+    spec: ModelSpec, byte_level: Tokenizer, byte_level_metadata: dict[str, Any], pre: str | None, expected: list[str]
+) -> None:
+    metadata = {**byte_level_metadata, "tokenizer.ggml.pre": pre}
+    if pre is None:
+        del metadata["tokenizer.ggml.pre"]
+    header: Any = SimpleNamespace(metadata=metadata)
+    files = dataclasses.replace(FILES, header=header)
+    assert [warning.code for warning in check_text(spec, byte_level, files)] == expected

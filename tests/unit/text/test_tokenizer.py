@@ -56,6 +56,7 @@ def test_header_settings_are_honoured(
 
 @pytest.mark.parametrize(("pre", "text", "pieces"), [
     ("gpt-2", "a12  34", ["a", "12", " ", " 34"]),
+    ("default", "a1234  $5!?b's", ["a", "123", "4", "  ", "$", "5", "!?", "b", "'", "s"]),
     ("smollm", "a12  34", ["a", "1", "2", "  ", "3", "4"]),
     ("llama-bpe", "a12345 I'M", ["a", "123", "45", " I", "'M"]),
     ("qwen2", "a12\n\n3", ["a", "1", "2", "\n\n", "3"]),
@@ -224,3 +225,27 @@ def test_length_of_a_text_bounds_its_tokens(byte_level: Tokenizer, byte_level_me
 
 def test_bytes_of_a_token(byte_level: Tokenizer) -> None:
     assert [byte_level.bytes_of(index) for index in byte_level.encode("é")] == [b"\xc3", b"\xa9"]
+
+
+@pytest.mark.parametrize("tokens", [["a" * 1025], ["a" * 1000] * 2000], ids=["one long token", "too many cuts"])
+def test_absurd_vocabularies_are_refused_at_once(sentencepiece_metadata: dict[str, Any], tokens: list[str]) -> None:
+    known = sentencepiece_metadata["tokenizer.ggml.tokens"] + [f"{token[:-4]}{i:04}" for i, token in enumerate(tokens)]
+    changes = {
+        "tokenizer.ggml.tokens": known,
+        "tokenizer.ggml.scores": [0.0] * len(known),
+        "tokenizer.ggml.token_type": [1] * len(known),
+    }
+    with pytest.raises(CheckpointError, match="absurdly") as caught:
+        Tokenizer.from_gguf_metadata(sentencepiece_metadata | changes)
+    assert caught.value.code == "HF233"
+
+
+def test_too_many_tokens_are_refused(byte_level_metadata: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("holdfast.text.gguf_vocab.MAX_TOKENS", 100)
+    with pytest.raises(CheckpointError, match="absurdly large"):
+        Tokenizer.from_gguf_metadata(byte_level_metadata)
+
+
+def test_a_leading_space_is_kept(sentencepiece: Tokenizer) -> None:
+    tokens = sentencepiece.convert_ids_to_tokens(sentencepiece.encode(" hello", add_special_tokens=False))
+    assert tokens == ["▁", "▁hello"]
