@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import logging
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from holdfast.config import EngineConfig, ServerConfig
 from holdfast.config.engine import REFUSED as ENGINE_REFUSED
@@ -52,9 +54,19 @@ def read_settings(arguments: argparse.Namespace) -> tuple[EngineConfig, ServerCo
         given["model"] = positional
     for name in (*ENGINE_REFUSED, *SERVER_REFUSED):
         if name in given:
-            given[name] = given[name] or True
+            # --swap-space 0 asks for nothing; the bare flag asks for something.
+            given[name] = given[name][0] if len(given[name]) == 1 else given[name] or True
     values = gather([EngineConfig, ServerConfig], given, file=file)
     return split(values, (EngineConfig, ENGINE_REFUSED), (ServerConfig, SERVER_REFUSED))
+
+
+def sampling_defaults(generation_config: Mapping[str, Any] | None) -> dict[str, Any]:
+    """What a model's own generation_config.json says of sampling, under our names."""
+    config = generation_config or {}
+    if config.get("do_sample") is False:
+        return {"temperature": 0.0}
+    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+    return {name: config[name] for name in names if config.get(name) is not None}
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -76,6 +88,9 @@ def run(arguments: argparse.Namespace) -> int:
     log.info("model %s: %s, %s parameters", model.files.name, model.spec.architecture, f"{model.spec.parameters:,}")
     tokenizer = open_tokenizer(engine_config, model)
     engine = ProcessEngine(engine_config, model, tokenizer, on_progress=LoadProgress())
+    defaults = sampling_defaults(model.files.generation_config) if server_config.generation_config == "auto" else {}
+    if defaults:
+        log.info("sampling defaults of the model's generation_config.json: %s", defaults)
     settings = ServerSettings(
         served_model_names=server_config.served_model_name or (model.files.name,),
         api_key=server_config.api_key,

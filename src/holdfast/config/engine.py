@@ -91,7 +91,9 @@ class EngineConfig:
     max_queued_requests: int = setting(
         1024, "most requests waiting beyond those running; more get 429 with Retry-After", whole(0, 1 << 20)
     )
-    attention_backend: str = setting("auto", "auto or torch", choice("auto", "torch"))
+    attention_backend: str = setting(
+        "auto", "auto, compiled (kernels built at install) or torch", choice("auto", "compiled", "torch")
+    )
     enforce_eager: bool = setting(False, "no captured graphs; there are none on a CPU", flag)
     seed: int | None = setting(
         None, "draw the seeds of requests that bring none from this one, so that runs repeat",

@@ -24,6 +24,14 @@ class ServerConfig:
     served_model_name: tuple[str, ...] = setting(
         (), "name or names that requests call the model by; left out: as it was named to us", texts, metavar="NAME"
     )
+    generation_config: str = setting(
+        "auto",
+        "sampling defaults for what a request leaves out: auto (the model's generation_config.json) or vllm (the API's)",
+        choice("auto", "vllm"),
+    )
+    trust_request_chat_template: bool = setting(
+        False, "let a request bring its own chat_template; a template is a program, run in a sandbox", flag
+    )
     drain_timeout: float = setting(
         30.0, "seconds that running requests get to finish after SIGTERM", number(0, 86400), metavar="SECONDS"
     )

@@ -10,13 +10,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from holdfast.checkpoints import ModelFiles, locate, match, open_checkpoint, spec_of
+from holdfast.checkpoints import ModelFiles, extra_tensors, locate, match, open_checkpoint, spec_of
 from holdfast.config import EngineConfig
 from holdfast.errors import ConfigurationError
 from holdfast.hardware import memory, processor
 from holdfast.kvcache import KVCache
 from holdfast.models import ModelSpec
-from holdfast.planner import Plan, make_plan
+from holdfast.planner import Plan, make_plan, settle_pool
 from holdfast.records import EngineInfo
 from holdfast.scheduler import Scheduler, SchedulerLimits
 from holdfast.text import Tokenizer, check_text, load_template
@@ -80,6 +80,8 @@ def build_core(config: EngineConfig, model: FoundModel, progress: Progress) -> t
     else:
         checkpoint = open_checkpoint(model.files)
         stored = match(model.spec, checkpoint)
+        if unused := extra_tensors(model.spec, checkpoint):
+            log.warning("%d tensors of the checkpoint are not used: %s ...", len(unused), ", ".join(unused[:3]))
     plan = make_plan(model.spec, stored, config, memory(), processor(), compiled_kernels=native.available())
     device = choose_device(config.device)
     set_threads(config.threads or processor().cores)
@@ -106,11 +108,12 @@ def build_core(config: EngineConfig, model: FoundModel, progress: Progress) -> t
         ),
         device,
         kv_dtype=DTYPES[plan.kv_dtype],
-        compiled=plan.compiled,
+        compiled=plan.compiled_attention,
     )
     progress("rehearse", 0, 0)
     runner.back_kv(2)
     runner.rehearse()
+    plan = settle_pool(plan, memory().available_bytes)
     runner.back_kv(plan.blocks)
     steps_ahead = 0
     scheduler = Scheduler(
@@ -142,17 +145,25 @@ def _info(config: EngineConfig, model: FoundModel, plan: Plan, runner: Runner) -
         weights_bytes=runner.weights_bytes,
         kv_pool_bytes=plan.terms["kv_pool"],
         attention_backend=f"{runner.attention_backend} ({_why(plan)})",
+        max_concurrency=(plan.blocks - 1) / plan.layout.peak_blocks(*_longest(plan)),
+        kv_groups=len(plan.layout.groups),
         decisions=[decision.line() for decision in plan.decisions],
     )
+
+
+def _longest(plan: Plan) -> tuple[int, int]:
+    return plan.limits.max_model_len, plan.limits.max_num_batched_tokens
 
 
 def _why(plan: Plan) -> str:
     from holdfast.execution import native
 
-    if plan.compiled:
+    if plan.compiled_attention:
         return "kernels compiled at install, float32"
     if plan.dtype != "float32":
         return f"torch's own; the compiled kernels compute in float32, not {plan.dtype}"
+    if plan.compiled:
+        return "torch's own, as asked for"
     return f"torch's own; no compiled kernels: {native.why_not()}"
 
 

@@ -7,7 +7,6 @@ in the output) alone, and walks the kept tokens in the order of their ids: neigh
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass
 
 import numpy
@@ -27,9 +26,15 @@ Integers = numpy.typing.NDArray[numpy.int64]
 @dataclass(frozen=True, slots=True)
 class _Slot:
     params: SamplingParams
-    seed: int
     prompt_length: int
-    banned: tuple[int, ...]
+    banned: torch.Tensor | None
+    """Ends that may not be sampled before params.min_tokens."""
+    biased: tuple[torch.Tensor, torch.Tensor] | None
+    """Ids and what is added to their logits. Made once: a row may bring a thousand."""
+
+    @property
+    def seed(self) -> int:
+        return self.params.seed or 0
 
     @property
     def penalized(self) -> bool:
@@ -59,11 +64,16 @@ class Sampler:
         self._slots: dict[int, _Slot] = {}
 
     def start(self, start: SequenceStart) -> None:
-        seed = start.params.seed
-        if seed is None:
-            digest = hashlib.blake2b(start.request_id.encode(), digest_size=8).digest()
-            seed = int.from_bytes(digest, "little", signed=True)
-        self._slots[start.slot] = _Slot(start.params, seed, start.prompt_length, start.banned_until_min_tokens)
+        biases = {
+            token: bias for token, bias in (start.params.logit_bias or {}).items() if 0 <= token < self._vocab_size
+        }
+        banned = start.banned_until_min_tokens
+        self._slots[start.slot] = _Slot(
+            start.params,
+            start.prompt_length,
+            torch.tensor(banned) if banned else None,
+            (torch.tensor(list(biases)), torch.tensor(list(biases.values()))) if biases else None,
+        )
 
     def sample(
         self, logits: torch.Tensor, slots: Integers, lengths: Integers
@@ -94,30 +104,53 @@ class Sampler:
     ) -> None:
         """Bans, biases and penalties, on the rows that have any."""
         for index, row in enumerate(rows):
-            if row.banned and positions[index] < row.params.min_tokens:
-                logits[index, list(row.banned)] = float("-inf")
-            if row.params.logit_bias:
-                ids = [token for token in row.params.logit_bias if 0 <= token < self._vocab_size]
-                biases = [row.params.logit_bias[token] for token in ids]
-                logits[index, ids] += torch.tensor(biases, dtype=logits.dtype, device=logits.device)
-        for index, row in enumerate(rows):
-            if row.penalized:
-                known = self._buffers.tokens[slots[index], : lengths[index]]
-                penalize(logits[index], known, row.prompt_length, row.params)
+            if row.banned is not None and positions[index] < row.params.min_tokens:
+                logits[index].index_fill_(0, row.banned.to(logits.device), float("-inf"))
+            if row.biased is not None:
+                ids, biases = row.biased
+                logits[index].index_add_(0, ids.to(logits.device), biases.to(logits))
+        penalized = [index for index, row in enumerate(rows) if row.penalized]
+        if penalized:
+            known = self._buffers.tokens[slots[penalized], : lengths[penalized].max()]
+            prompts = numpy.array([rows[index].prompt_length for index in penalized], dtype=numpy.int64)
+            params = [rows[index].params for index in penalized]
+            penalize(logits, numpy.array(penalized), known, lengths[penalized], prompts, params)
 
 
 def penalize(
-    logits: torch.Tensor, known: numpy.typing.NDArray[numpy.int32], prompt_length: int, params: SamplingParams
+    logits: torch.Tensor,
+    rows: Integers,
+    known: numpy.typing.NDArray[numpy.int32],
+    lengths: Integers,
+    prompts: Integers,
+    params: list[SamplingParams],
 ) -> None:
-    """One row in place: repetition over prompt and output, presence and frequency over the output."""
-    if params.repetition_penalty != 1.0:
-        seen = torch.from_numpy(numpy.unique(known)).to(logits.device)
-        scores = logits[seen]
-        logits[seen] = torch.where(scores > 0, scores / params.repetition_penalty, scores * params.repetition_penalty)
-    if params.frequency_penalty or params.presence_penalty:
-        output, counts = numpy.unique(known[prompt_length:], return_counts=True)
-        amounts = (params.frequency_penalty * counts + params.presence_penalty).astype(numpy.float32)
-        logits[torch.from_numpy(output).to(logits.device)] -= torch.from_numpy(amounts).to(logits.device)
+    """These rows in place, all at once: repetition over prompt and output, presence and frequency over the output.
+
+    known [rows, longest]: their token ids, of which the first `lengths` count and the first `prompts` are prompt.
+    """
+    columns = numpy.arange(known.shape[1])
+    seen = columns < lengths[:, None]
+    # One number for each (row, token) lets one sort find every distinct token of every row.
+    pairs = numpy.arange(len(rows))[:, None] * logits.shape[1] + known
+
+    def where(found: Integers) -> tuple[Integers, torch.Tensor, torch.Tensor]:
+        row, token = numpy.divmod(found, logits.shape[1])
+        return row, torch.from_numpy(rows[row]).to(logits.device), torch.from_numpy(token).to(logits.device)
+
+    def column(values: list[float], row: Integers) -> torch.Tensor:
+        return torch.from_numpy(numpy.array(values, dtype=numpy.float32)[row]).to(logits.device)
+
+    if any(param.repetition_penalty != 1.0 for param in params):
+        row, at_row, at_token = where(numpy.unique(pairs[seen]))
+        scores, penalty = logits[at_row, at_token], column([param.repetition_penalty for param in params], row)
+        logits[at_row, at_token] = torch.where(scores > 0, scores / penalty, scores * penalty)
+    if any(param.frequency_penalty or param.presence_penalty for param in params):
+        found, counts = numpy.unique(pairs[seen & (columns >= prompts[:, None])], return_counts=True)
+        row, at_row, at_token = where(found)
+        often = torch.from_numpy(counts.astype(numpy.float32)).to(logits.device)
+        amounts = column([param.frequency_penalty for param in params], row) * often
+        logits[at_row, at_token] -= amounts + column([param.presence_penalty for param in params], row)
 
 
 def draw(scores: torch.Tensor, params: list[SamplingParams], numbers: torch.Tensor) -> torch.Tensor:

@@ -23,12 +23,18 @@ class Memory:
 class Processor:
     model: str
     cores: int
-    """Those this process may run on."""
+    """Those this process may run on and a container's quota pays for."""
     features: frozenset[str]
 
     @property
     def fast_bfloat16(self) -> bool:
         return bool(self.features & {"amx_bf16", "avx512_bf16", "bf16"})
+
+    @property
+    def fast_block_products(self) -> bool:
+        """Whether our compiled products beat expanded weights: with Arm's integer dot products they do (measured);
+        their portable form, which x86 runs, does not."""
+        return "asimddp" in self.features
 
 
 def memory(root: Path = Path("/")) -> Memory:
@@ -56,15 +62,28 @@ def processor() -> Processor:
                 model = value
     except OSError:
         pass
+    return Processor(model=model, cores=usable_cores(), features=features)
+
+
+def usable_cores(root: Path = Path("/")) -> int:
+    """Those this process may run on, and no more than a container's CPU quota pays for."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
-    return Processor(model=model, cores=cores, features=features)
+    for folder in _control_group_folders(root, "cpu"):
+        try:
+            quota, period = (folder / "cpu.max").read_text().split()
+        except (OSError, ValueError):
+            quota, period = str(_number(folder / "cpu.cfs_quota_us")), str(_number(folder / "cpu.cfs_period_us"))
+        if quota.isdigit() and period.isdigit() and int(period):
+            cores = min(cores, max(1, round(int(quota) / int(period))))
+    return cores
 
 
 def _control_group_limit(root: Path) -> tuple[int, int] | None:
     """(limit, in use and not reclaimable) of the tightest control group above this process; v2, then v1."""
     tightest: tuple[int, int] | None = None
-    for folder, limit_file, used_file in _control_group_files(root):
-        limit, used = _number(folder / limit_file), _number(folder / used_file)
+    for folder in _control_group_folders(root, "memory"):
+        limit = _number(folder / "memory.max", folder / "memory.limit_in_bytes")
+        used = _number(folder / "memory.current", folder / "memory.usage_in_bytes")
         if limit is None or used is None or limit >= 1 << 60:
             continue
         used -= min(used, _statistic(folder / "memory.stat", "inactive_file"))
@@ -73,34 +92,37 @@ def _control_group_limit(root: Path) -> tuple[int, int] | None:
     return tightest
 
 
-def _control_group_files(root: Path) -> list[tuple[Path, str, str]]:
+def _control_group_folders(root: Path, controller: str) -> list[Path]:
+    """Of every group this process is in, from its own up to the mount: a container often sees its own as the root."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
         return []
-    found: list[tuple[Path, str, str]] = []
+    found: list[Path] = []
     for line in lines:
         _, controllers, path = [*line.split(":", 2), "", ""][:3]
         if controllers == "":
-            base, names = root / "sys/fs/cgroup", ("memory.max", "memory.current")
-        elif "memory" in controllers.split(","):
-            base, names = root / "sys/fs/cgroup/memory", ("memory.limit_in_bytes", "memory.usage_in_bytes")
+            base = root / "sys/fs/cgroup"
+        elif controller in controllers.split(","):
+            base = root / "sys/fs/cgroup" / controller
         else:
             continue
         folder = base / path.lstrip("/")
-        # A container often sees its own group as the root, so every level up to the mount counts.
         for level in (folder, *folder.parents):
-            found.append((level, *names))
+            found.append(level)
             if level == base:
                 break
     return found
 
 
-def _number(path: Path) -> int | None:
-    try:
-        return int(path.read_text())
-    except (OSError, ValueError):
-        return None
+def _number(*paths: Path) -> int | None:
+    """From the first of these files that holds one."""
+    for path in paths:
+        try:
+            return int(path.read_text())
+        except (OSError, ValueError):
+            continue
+    return None
 
 
 def _statistic(path: Path, name: str) -> int:

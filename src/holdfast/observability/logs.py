@@ -48,7 +48,7 @@ def json_lines(target: Path | TextIO) -> Callable[[dict[str, Any]], None]:
 
 def ready_lines(info: EngineInfo, *, parallel_size: int = 1) -> list[str]:
     """What people look for when a server has started."""
-    concurrency = info.kv_tokens / info.max_model_len
+    concurrency = info.max_concurrency or info.kv_tokens / info.max_model_len
     return [
         f"Model {info.model}: {info.parameters / 1e6:,.0f}M parameters, weights {format_bytes(info.weights_bytes)}, "
         f"dtype {info.dtype}, device {info.device}",

@@ -8,7 +8,7 @@ KV pool / page = blocks >= what one sequence of max_model_len needs, or it is re
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from holdfast.checkpoints import StoredTensor
 from holdfast.config import EngineConfig
@@ -35,12 +35,15 @@ class Plan:
     kv_dtype: str
     expand_weights: bool
     compiled: bool
-    """Products are computed by compiled kernels, in float32."""
+    """Products with what is kept as stored are computed by compiled kernels, in float32."""
+    compiled_attention: bool
     layout: KVLayout
     limits: Limits
     blocks: int
     """Pages of the pool, the null page included."""
     budget_bytes: int
+    reserve_bytes: int
+    """Free at start and not to be used."""
     terms: Mapping[str, int]
     """Planned bytes by name."""
     decisions: tuple[Decision, ...]
@@ -69,7 +72,8 @@ def make_plan(
         )
     )
     compiled = compiled_kernels and dtype == "float32"
-    expand = _expand(spec, stored, dtype, compiled, config, budget, decisions)
+    fast_blocks = compiled and processor.fast_block_products
+    expand = _expand(spec, stored, dtype, fast_blocks, config, budget, decisions)
     layout = footprint.kv_layout(spec, block_tokens=config.block_size, kv_dtype=kv_dtype)
     wanted_length = _wanted_length(spec, config)
     limits = Limits(
@@ -92,6 +96,7 @@ def make_plan(
         kv_dtype=kv_dtype,
         expand_weights=expand,
         compiled=compiled,
+        compiled_attention=_compiled_attention(config, compiled, decisions),
         layout=layout,
         limits=Limits(
             max_model_len=length,
@@ -100,6 +105,7 @@ def make_plan(
         ),
         blocks=blocks,
         budget_bytes=budget,
+        reserve_bytes=machine.available_bytes - budget,
         terms={**terms, "kv_pool": blocks * layout.page_bytes},
         decisions=tuple(decisions),
     )
@@ -123,7 +129,7 @@ def _expand(
     spec: ModelSpec,
     stored: Mapping[str, StoredTensor] | None,
     dtype: str,
-    compiled: bool,
+    fast_blocks: bool,
     config: EngineConfig,
     budget: int,
     decisions: list[Decision],
@@ -137,7 +143,7 @@ def _expand(
         expand = config.expand_weights == "always"
         decisions.append(Decision("weights", "expanded" if expand else "quantized", sizes, "set"))
         return expand
-    if compiled:
+    if fast_blocks:
         reason = f"compiled products read blocks as they are: fewer bytes, and faster: {sizes}"
         decisions.append(Decision("weights", "quantized", reason, "planner"))
         return False
@@ -149,6 +155,21 @@ def _expand(
     )
     decisions.append(Decision("weights", "expanded" if expand else "quantized", reason, "planner"))
     return expand
+
+
+def _compiled_attention(config: EngineConfig, compiled: bool, decisions: list[Decision]) -> bool:
+    if config.attention_backend == "auto":
+        return compiled
+    if config.attention_backend == "compiled" and not compiled:
+        raise ConfigurationError(
+            "attention_backend is compiled, but there are no compiled kernels for this dtype here",
+            code="HF112",
+            needed="dtype float32 and kernels built at install (a C compiler)",
+            fix="--attention-backend auto, or install again with a C compiler",
+            field="attention_backend",
+        )
+    decisions.append(Decision("attention_backend", config.attention_backend, "asked for", "set"))
+    return config.attention_backend == "compiled"
 
 
 def _wanted_length(spec: ModelSpec, config: EngineConfig) -> int:
@@ -193,6 +214,14 @@ def _blocks(
         source = "planner"
         if most_useful * page < pool:
             pool, reason = most_useful * page, f"{limits.max_num_seqs} sequences of full length need no more"
+    if pool < 2 * page and config.kv_cache_memory_bytes is not None:
+        raise DoesNotFitError(
+            f"a KV pool of {format_bytes(pool)} holds no block",
+            needed=f"at least {format_bytes(2 * page)}: a block of {layout.block_tokens} tokens and the null page",
+            found=format_bytes(pool),
+            fix=f"--kv-cache-memory-bytes {64 * page}",
+            field="kv_cache_memory_bytes",
+        )
     if pool < 2 * page:
         raise DoesNotFitError(
             "the model does not fit in memory",
@@ -232,6 +261,30 @@ def _settle_length(
         Decision("max_model_len", f"{low:,}", f"the model allows {wanted:,}; the KV pool holds {low:,}", "planner")
     )
     return low
+
+
+def settle_pool(plan: Plan, available_bytes: int) -> Plan:
+    """The plan with the pool that memory really holds, `available_bytes` being free after loading and rehearsal.
+
+    What was free at start and not in the budget stays free. A pool that has become smaller than one sequence of full
+    length needs is refused: a neighbour has taken the memory meanwhile.
+    """
+    page = plan.layout.page_bytes
+    blocks = min(plan.blocks, max(0, available_bytes - plan.reserve_bytes) // page)
+    if blocks == plan.blocks:
+        return plan
+    needed = 1 + plan.layout.peak_blocks(plan.limits.max_model_len, plan.limits.max_num_batched_tokens)
+    if blocks < needed:
+        raise DoesNotFitError(
+            "memory has become short while loading",
+            needed=f"{format_bytes(needed * page)} for KV, and {format_bytes(plan.reserve_bytes)} left free",
+            found=f"{format_bytes(available_bytes)} free",
+            fix="stop what else takes memory, or set a smaller --max-model-len",
+        )
+    reason = f"{format_bytes(available_bytes)} are free after loading; planned were {plan.blocks:,} blocks"
+    decision = Decision("kv_pool", f"{format_bytes(blocks * page)} ({blocks:,} blocks)", reason, "measured")
+    terms = {**plan.terms, "kv_pool": blocks * page}
+    return replace(plan, blocks=blocks, terms=terms, decisions=(*plan.decisions, decision))
 
 
 def _spell(terms: Mapping[str, int]) -> str:

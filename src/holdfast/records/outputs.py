@@ -132,12 +132,16 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     weights_bytes: int
     kv_pool_bytes: int
     attention_backend: str
+    max_concurrency: float = 0.0
+    """Requests of max_model_len tokens that the pool holds at once."""
+    kv_groups: int = 1
+    """Each keeps a page of its own for the same tokens."""
     decisions: list[str] = []
     """Each automatic choice with its reason, one line each."""
 
     @property
     def kv_tokens(self) -> int:
-        return self.blocks * self.block_size
+        return self.blocks // self.kv_groups * self.block_size
 
 
 @dataclass(slots=True, kw_only=True)

@@ -149,28 +149,34 @@ def test_the_same_seed_at_the_same_output_position_draws_alike_whatever_the_slot
     assert tokens[0] == tokens[1]
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
+def test_penalties_equal_a_naive_loop() -> None:
+    """Rows of unlike lengths and options among rows that have none, all at once."""
+    options = [
         {"repetition_penalty": 1.7},
         {"presence_penalty": 0.9},
         {"frequency_penalty": -0.4},
         {"repetition_penalty": 0.5, "presence_penalty": -1.0, "frequency_penalty": 1.5},
-    ],
-    ids=str,
-)
-def test_penalties_equal_a_naive_loop(options: dict[str, Any]) -> None:
-    params = SamplingParams(**options)
-    prompt, output = [1, 5, 5, 9, 30], [5, 7, 7, 7, 2]
-    logits = torch.randn(VOCABULARY, generator=torch.Generator().manual_seed(6)) * 3
-    expected = logits.tolist()
-    for token in set(prompt + output):
-        value = expected[token]
-        expected[token] = value / params.repetition_penalty if value > 0 else value * params.repetition_penalty
-    for token in set(output):
-        expected[token] -= params.frequency_penalty * output.count(token) + params.presence_penalty
-    penalize(logits, numpy.array(prompt + output, dtype=numpy.int32), len(prompt), params)
-    torch.testing.assert_close(logits, torch.tensor(expected), atol=1e-5, rtol=1e-5)
+        {"repetition_penalty": 1.3},
+    ]
+    prompts = [[1, 5, 5, 9, 30], [2], [7, 7], [1, 5, 5, 9, 30], [3, 4]]
+    outputs = [[5, 7, 7, 7, 2], [], [7, 2, 2], [5, 7, 7, 7, 2], [4] * 20]
+    rows = numpy.array([1, 2, 4, 5, 7])
+    logits = torch.randn(9, VOCABULARY, generator=torch.Generator().manual_seed(6)) * 3
+    expected = logits.clone()
+    for row, option, prompt, output in zip(rows, options, prompts, outputs, strict=True):
+        params = SamplingParams(**option)
+        for token in set(prompt + output):
+            value = expected[row, token]
+            expected[row, token] = value / params.repetition_penalty if value > 0 else value * params.repetition_penalty
+        for token in set(output):
+            expected[row, token] -= params.frequency_penalty * output.count(token) + params.presence_penalty
+    lengths = numpy.array([len(prompt) + len(output) for prompt, output in zip(prompts, outputs, strict=True)])
+    known = numpy.full((len(rows), lengths.max()), 11, dtype=numpy.int32)  # what lies behind a row's end is no token
+    for line, prompt, output in zip(known, prompts, outputs, strict=True):
+        line[: len(prompt) + len(output)] = prompt + output
+    asked = [SamplingParams(**option) for option in options]
+    penalize(logits, rows, known, lengths, numpy.array([len(prompt) for prompt in prompts]), asked)
+    torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-5)
 
 
 def test_bias_and_bans() -> None:

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from holdfast import hardware
+from holdfast.hardware.probe import usable_cores
 
 GIB = 1 << 30
 
@@ -52,3 +53,17 @@ def test_processor() -> None:
     found = hardware.processor()
     assert found.cores >= 1
     assert found.features
+
+
+def test_a_quota_bounds_the_cores(tmp_path: Path) -> None:
+    assert usable_cores(tmp_path) >= 1
+    own_group(tmp_path, "0::/box\n")
+    group(tmp_path, "", cpu__max="max 100000")
+    group(tmp_path, "box", cpu__max="100000 100000")
+    assert usable_cores(tmp_path) == 1
+
+
+def test_a_quota_of_version_one(tmp_path: Path) -> None:
+    own_group(tmp_path, "3:cpu,cpuacct:/box\n")
+    group(tmp_path, "cpu/box", cpu__cfs_quota_us="50000", cpu__cfs_period_us="100000")
+    assert usable_cores(tmp_path) == 1

@@ -7,7 +7,7 @@ from holdfast.config import EngineConfig
 from holdfast.errors import ConfigurationError, DoesNotFitError
 from holdfast.hardware import Memory, Processor
 from holdfast.models import ModelSpec, from_config
-from holdfast.planner import Plan, footprint, make_plan
+from holdfast.planner import Plan, footprint, make_plan, settle_pool
 
 GIB = 1 << 30
 PLAIN = Processor(model="plain", cores=2, features=frozenset({"asimd"}))
@@ -113,3 +113,48 @@ def test_binary_search_over_the_length_finds_the_edge(spec: ModelSpec) -> None:
         except ValueError:
             high = middle - 1
     assert low == 2048 - 16
+
+
+def quantized(spec: ModelSpec, folder) -> dict[str, StoredTensor]:
+    matrices = [tensor for tensor in spec.tensors if len(tensor.shape) == 2]
+    sizes = [tensor.shape[0] * tensor.shape[1] for tensor in matrices]
+    return {
+        tensor.name: StoredTensor(tensor.name, tensor.shape, "Q4_1", folder, 0, 20 * (size // 32))
+        for tensor, size in zip(matrices, sizes, strict=True)
+    }
+
+
+def test_blocks_are_kept_where_compiled_products_are_faster(spec: ModelSpec, tmp_path) -> None:
+    """Measured: with Arm's dot products they are; their portable form on x86 is slower than expanded weights."""
+    machine = Memory(total_bytes=0, available_bytes=200 * GIB, limited_by="machine")
+    arm = Processor(model="arm", cores=2, features=frozenset({"asimddp"}))
+    x86 = Processor(model="x86", cores=2, features=frozenset({"avx2"}))
+
+    def made(processor: Processor, *, compiled: bool, **settings: object) -> Plan:
+        config = EngineConfig.from_arguments(**settings)
+        return make_plan(spec, quantized(spec, tmp_path), config, machine, processor, compiled_kernels=compiled)
+
+    assert not made(arm, compiled=True).expand_weights
+    assert made(arm, compiled=False).expand_weights
+    assert made(x86, compiled=True).expand_weights
+    assert made(arm, compiled=True).terms["weights"] < 5 * GIB < made(x86, compiled=True).terms["weights"]
+    assert made(arm, compiled=True).compiled_attention
+    assert not made(arm, compiled=True, attention_backend="torch").compiled_attention
+    assert not made(FAST, compiled=True).compiled  # bfloat16 there: torch's own products
+    with pytest.raises(ConfigurationError, match="no compiled kernels"):
+        made(arm, compiled=False, attention_backend="compiled")
+
+
+def test_the_pool_is_settled_by_what_is_measured_after_loading(spec: ModelSpec) -> None:
+    planned = plan(spec, 40)
+    assert settle_pool(planned, 30 * GIB) is planned
+    less = settle_pool(planned, 4 * GIB + 2 * GIB)  # 4 GiB were to stay free
+    assert less.blocks * less.layout.page_bytes == less.terms["kv_pool"] <= 2 * GIB
+    assert less.decisions[-1].source == "measured"
+    with pytest.raises(DoesNotFitError, match="short while loading"):
+        settle_pool(planned, 4 * GIB + GIB // 2)
+
+
+def test_a_pool_too_small_for_a_block_says_so(spec: ModelSpec) -> None:
+    with pytest.raises(DoesNotFitError, match="holds no block"):
+        plan(spec, 40, kv_cache_memory_bytes=1000)

@@ -1,0 +1,68 @@
+"""`holdfast serve`: from words on the command line to settings, and refusals that help."""
+
+import argparse
+
+import pytest
+
+from holdfast.cli import serve
+from holdfast.cli.main import main
+from holdfast.errors import ConfigurationError
+
+
+def read(*words: str) -> tuple[object, object]:
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    serve.add_arguments(parser)
+    return serve.read_settings(parser.parse_args(words))
+
+
+def test_the_founding_command_line() -> None:
+    engine, server = read(
+        "some/model", "--port", "9000", "--gpu-memory-utilization", "0.85", "--max-model-len", "8192", "--api-key", "k",
+        "--served-model-name", "a", "b", "--enable-prefix-caching", "--tensor-parallel-size", "1",
+        "--disable-log-stats=false",
+    )  # fmt: skip
+    assert (engine.model, engine.gpu_memory_utilization, engine.max_model_len) == ("some/model", 0.85, 8192)
+    assert (server.port, server.api_key, server.served_model_name) == (9000, "k", ("a", "b"))
+    assert server.disable_log_stats is False
+
+
+def test_a_flag_before_the_model_does_not_swallow_it() -> None:
+    assert read("--enable-prefix-caching", "some/model")[0].model == "some/model"
+
+
+def test_two_models_are_one_too_many() -> None:
+    with pytest.raises(ConfigurationError, match="two models"):
+        read("a/b", "--model", "c/d")
+    assert read("a/b", "--model", "a/b")[0].model == "a/b"
+
+
+@pytest.mark.parametrize(
+    ("words", "part"),
+    [
+        (["--enable-lora"], "LoRA"), (["--lora-modules", "a=b", "c=d"], "LoRA"), (["--swap-space", "4"], "recomputed"),
+        (["--trust-remote-code"], "never run"), (["--quantization", "awq"], "AWQ"), (["--tool-call-parser", "x"], "tool"),
+    ],
+)  # fmt: skip
+def test_what_is_not_there_is_refused_with_the_reason(words: list[str], part: str) -> None:
+    with pytest.raises(ConfigurationError, match=part):
+        read(*words)
+
+
+def test_asking_for_nothing_is_no_asking() -> None:
+    read("--swap-space", "0", "--cpu-offload-gb", "0")
+
+
+def test_unknown_words_name_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "--max-model-length", "3"]) == 2
+    assert "--max-model-len" in capsys.readouterr().err
+    assert main(["sevre"]) == 2
+    assert "holdfast serve" in capsys.readouterr().err
+    assert main([]) == 2
+    assert main(["--help"]) == 0
+
+
+def test_defaults_of_a_generation_config() -> None:
+    found = serve.sampling_defaults({"temperature": 0.6, "top_p": 0.9, "do_sample": True, "eos_token_id": 2})
+    assert found == {"temperature": 0.6, "top_p": 0.9}
+    assert serve.sampling_defaults({"do_sample": False, "temperature": 0.6}) == {"temperature": 0.0}
+    assert serve.sampling_defaults(None) == {}
