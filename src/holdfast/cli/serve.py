@@ -96,6 +96,9 @@ def run(arguments: argparse.Namespace) -> int:
         api_key=server_config.api_key,
         max_body_bytes=server_config.max_body_size,
         max_queued_requests=engine_config.max_queued_requests,
+        scheduling_policy=engine_config.scheduling_policy,
+        default_sampling=defaults,
+        trust_request_chat_template=server_config.trust_request_chat_template,
         access_log=None if server_config.disable_access_log else json_lines(sys.stderr),
         version=holdfast.__version__,
     )

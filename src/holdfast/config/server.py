@@ -26,7 +26,7 @@ class ServerConfig:
     )
     generation_config: str = setting(
         "auto",
-        "sampling defaults for what a request leaves out: auto (the model's generation_config.json) or vllm (the API's)",
+        "sampling defaults where a request says nothing: auto (the model's generation_config.json) or vllm (the API's)",
         choice("auto", "vllm"),
     )
     trust_request_chat_template: bool = setting(

@@ -40,7 +40,8 @@ def test_two_models_are_one_too_many() -> None:
     ("words", "part"),
     [
         (["--enable-lora"], "LoRA"), (["--lora-modules", "a=b", "c=d"], "LoRA"), (["--swap-space", "4"], "recomputed"),
-        (["--trust-remote-code"], "never run"), (["--quantization", "awq"], "AWQ"), (["--tool-call-parser", "x"], "tool"),
+        (["--trust-remote-code"], "never run"), (["--quantization", "awq"], "AWQ"),
+        (["--tool-call-parser", "x"], "tool"),
     ],
 )  # fmt: skip
 def test_what_is_not_there_is_refused_with_the_reason(words: list[str], part: str) -> None:
