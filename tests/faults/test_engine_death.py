@@ -89,22 +89,66 @@ async def test_health_tells_while_it_comes_back_and_requests_wait(start_server, 
         assert (await client.get("/health")).status_code == 200
 
 
-async def test_an_engine_that_cannot_live_is_given_up_with_a_typed_error(start_server, tiny_arguments) -> None:
+async def test_an_engine_that_cannot_live_is_given_up_and_the_server_ends(start_server, tiny_arguments) -> None:
     server = start_server(*tiny_arguments).wait_ready()
     async with httpx.AsyncClient(base_url=server.url, timeout=120) as client:
         long = {"model": "tiny", "prompt": "Hello", "max_tokens": 2000, "ignore_eos": True}
         waiting = asyncio.create_task(client.post("/v1/completions", json=long))
         killed: set[int] = set()
-        for _ in range(3):
+        # The first perhaps with the request aboard, the others while they load.
+        for _ in range(5):
             killed.add(await kill_next_engine(server, killed))
+            if waiting.done():
+                break
         answer = await waiting
         assert answer.status_code in (500, 503)
-        assert "died" in answer.json()["error"]["message"]
-        assert answer.json()["error"]["code"]
-        health = await client.get("/health")
-        assert health.status_code == 503
-        refused = await client.post("/v1/completions", json=long)
-        assert refused.status_code in (500, 503)
+        assert "4 times in a row" in answer.json()["error"]["message"]
+    assert server.process.wait(30) == 1
+    assert "the engine was given up and the server ends" in server.log.splitlines()[-1]
+
+
+POISON = 31_337
+
+
+async def ask_ids(client: httpx.AsyncClient, prompt: list[int], tokens: int) -> httpx.Response:
+    body = {"model": "tiny", "prompt": prompt, "max_tokens": tokens, "ignore_eos": True, "temperature": 0}
+    return await client.post("/v1/completions", json=body)
+
+
+async def test_a_poison_request_is_found_and_nobody_else_notices(start_server, tiny_arguments) -> None:
+    server = start_server(*tiny_arguments, environment={"HOLDFAST_FAULT_DIE_ON_TOKEN": str(POISON)}).wait_ready()
+    async with httpx.AsyncClient(base_url=server.url, timeout=120) as client:
+        innocents = [[place, 5, 6] for place in range(100, 103)]
+        alone = [await ask_ids(client, prompt, 900) for prompt in innocents]
+        assert [answer.json()["usage"]["completion_tokens"] for answer in alone] == [900] * 3
+
+        aboard = [asyncio.create_task(ask_ids(client, prompt, 900)) for prompt in innocents]
+        while server.metric("vllm:num_requests_running") < 3:
+            await asyncio.sleep(0.01)
+        poisoned = await ask_ids(client, [5, POISON, 7], 10)
+        assert poisoned.status_code in (500, 503)
+        assert "HF410" in poisoned.text
+        assert "with this request aboard" in poisoned.json()["error"]["message"]
+        answers = await asyncio.gather(*aboard)
+        assert [answer.json()["choices"] for answer in answers] == [answer.json()["choices"] for answer in alone]
+        assert (await client.get("/health")).status_code == 200
+    assert server.log.count("starting it again") == 3
+    assert server.stop() == 0
+
+
+async def test_a_start_that_fails_for_a_moment_is_tried_again(start_server, tiny_arguments, tmp_path) -> None:
+    switch = tmp_path / "fail"
+    server = start_server(*tiny_arguments, environment={"HOLDFAST_FAULT_FAIL_LOADING": str(switch)}).wait_ready()
+    async with httpx.AsyncClient(base_url=server.url, timeout=120) as client:
+        switch.touch()
+        os.kill(server.engine_pid, signal.SIGKILL)
+        waiting = asyncio.create_task(ask_ids(client, [1, 2, 3], 5))
+        while "this start fails on purpose" not in server.log:
+            await asyncio.sleep(0.01)
+        switch.unlink()
+        answer = await waiting
+    assert answer.json()["usage"]["completion_tokens"] == 5
+    assert server.stop() == 0
 
 
 async def kill_next_engine(server, killed: set[int]) -> int:

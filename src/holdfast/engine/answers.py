@@ -5,9 +5,11 @@ Keeps what is needed to ask another engine to go on where one died.
 
 from __future__ import annotations
 
+import time
+
 import msgspec
 
-from holdfast.records import AnswerDelta, EngineOutput, FinishReason, Logprob, Request, TokenLogprobs
+from holdfast.records import AnswerDelta, EngineOutput, FinishReason, Logprob, Request, RequestTiming, TokenLogprobs
 from holdfast.text.detokenizer import Detokenizer
 from holdfast.text.tokenizer import Tokenizer
 
@@ -18,8 +20,8 @@ class Answer:
         self.index = index
         self.token_ids: list[int] = []
         self.finished = False
-        self.deaths_aboard = 0
-        """How many engines died while they held it."""
+        self._timing: RequestTiming | None = None
+        """As the first engine to give a token told it."""
         self._tokenizer = tokenizer
         self._detokenizer: Detokenizer | None = None
         if tokenizer is not None and request.params.detokenize:
@@ -64,8 +66,19 @@ class Answer:
             finish_reason=reason,
             stop_reason=stop_reason,
             cached_tokens=output.cached_tokens,
-            timing=output.timing,
+            timing=self._times(output),
         )
+
+    def _times(self, output: EngineOutput) -> RequestTiming | None:
+        """With the last delta only. What began in an engine that died has begun when it began; an answer that is ended
+        here, by a stop string, ends now."""
+        if self._timing is None:
+            self._timing = output.timing
+        if not self.finished or self._timing is None:
+            return None
+        ended = output.timing if output.finish_reason is not None else None
+        finished_s = time.monotonic() if ended is None else ended.finished_s
+        return msgspec.structs.replace(self._timing, finished_s=finished_s)
 
     def _ends_with_hidden_token(self, output: EngineOutput) -> bool:
         """The token that ended the answer is not part of its text, unless asked for."""

@@ -2,44 +2,43 @@
 
 An open request is held here, not there: prompt, parameters, seed, and every token that has gone out. So when the
 engine process dies, however it dies, another one is started and each open request goes on after its last token; its
-client sees a pause. A request that was aboard each time the engine died is ended with a typed error instead.
+client sees a pause. Who is handed over again and who is ended as the cause is `passengers`' to say.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import logging
 import random
 import shutil
-import sys
 import tempfile
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import msgspec
-import zmq
 import zmq.asyncio
 
 from holdfast.config import EngineConfig
 from holdfast.engine import messages
 from holdfast.engine.answers import Answer
-from holdfast.engine.door import Door
+from holdfast.engine.child import Child
+from holdfast.engine.door import Door, check_room
+from holdfast.engine.passengers import Passengers
 from holdfast.engine.startup import FoundModel, Progress, with_located_model
-from holdfast.errors import DrainingError, EngineDiedError, EngineError, HoldfastError, OverloadedError
-from holdfast.records import AnswerDelta, EngineInfo, EngineStats, Failure, FinishReason, SamplingParams
+from holdfast.engine.stream import Stream
+from holdfast.errors import DrainingError, EngineDiedError, EngineError, HoldfastError
+from holdfast.records import AnswerDelta, EngineInfo, EngineOutput, EngineStats, Failure, SamplingParams
 from holdfast.text import Tokenizer
 
 log = logging.getLogger("holdfast")
 
-MAX_DEATHS_ABOARD = 3
-"""A request that was in the engine at this many deaths is taken for their cause."""
+MAX_FRUITLESS_STARTS = 4
+"""The engine is given up when this many processes in a row ended before a request was handed to them: no request can
+be the cause then."""
 
-MAX_DEATHS_WITHOUT_OUTPUT = 3
-"""The engine is given up when it dies this often without a token in between."""
-
-STOP_TIMEOUT_S = 3.0
+RETRY_DELAY_S = 0.5
+"""Before the start after a fruitless one; doubled each time. What was short for a moment may be there again."""
 
 
 class ProcessEngine:
@@ -62,16 +61,18 @@ class ProcessEngine:
         self._info: EngineInfo | None = None
         self._folder = Path(tempfile.mkdtemp(prefix="holdfast-"))
         self._context = zmq.asyncio.Context()
-        self._child: _Child | None = None
+        self._child: Child | None = None
         self._supervisor: asyncio.Task[None] | None = None
-        self._open: dict[str, tuple[Answer, _Stream]] = {}
+        self._open: dict[str, tuple[Answer, Stream]] = {}
+        self._passengers = Passengers()
         self._streams = 0
         self._ready = False
         self._draining = False
         self._stopping = False
         self._failure: Failure | None = None
         self._restarts = 0
-        self._deaths_without_output = 0
+        self._handed_over = False
+        self._fruitless_starts = 0
         self._stats = EngineStats()
         self._stats_before = EngineStats()
         self._listeners: list[Callable[[EngineStats], None]] = []
@@ -109,7 +110,7 @@ class ProcessEngine:
     @property
     def pid(self) -> int | None:
         """Of the engine process."""
-        return None if self._child is None else self._child.process.pid
+        return None if self._child is None else self._child.pid
 
     def stats(self) -> EngineStats:
         return self._stats
@@ -135,23 +136,20 @@ class ProcessEngine:
         requests = self._door.admit(
             prompt_token_ids, params, request_id=request_id, priority=priority, cache_salt=cache_salt
         )
-        if len(self._open) + len(requests) > self._config.max_num_seqs + self._config.max_queued_requests:
-            raise OverloadedError(
-                f"{len(self._open)} requests are open and the queue is full",
-                needed=f"room for {len(requests)}",
-                found=f"{self._config.max_num_seqs} running and {self._config.max_queued_requests} waiting at most",
-                fix="try again later, or serve with a larger --max-queued-requests",
-                request_id=request_id,
-            )
+        self.check_room(len(requests))
         if any(request.request_id in self._open for request in requests):
             raise EngineError(f"request id {request_id!r} is in use", request_id=request_id)
-        stream = _Stream(self, [request.request_id for request in requests])
+        names = [request.request_id for request in requests]
+        stream = Stream(names, self._close_stream)
         for index, request in enumerate(requests):
             self._open[request.request_id] = (Answer(request, index, self._tokenizer), stream)
         self._streams += 1
-        if self._ready:  # While it restarts, requests simply wait here; all of them are handed over afterwards.
-            self._send(messages.Add(requests))
+        self._passengers.enter(names)
+        self._hand_over()
         return stream
+
+    def check_room(self, answers: int) -> None:
+        check_room(answers, len(self._open), self._config.max_num_seqs, self._config.max_queued_requests)
 
     async def drain(self, timeout_s: float) -> None:
         self._draining = True
@@ -193,10 +191,16 @@ class ProcessEngine:
         if self._child is not None and self._ready:
             self._child.send(message)
 
+    def _hand_over(self) -> None:
+        """While it restarts, requests simply wait here."""
+        if self._ready and (names := self._passengers.board()):
+            self._handed_over = True
+            self._send(messages.Add([self._open[name][0].resumed() for name in names]))
+
     async def _launch(self) -> None:
         """Returns with a ready engine, or raises what kept it from becoming one."""
-        child = await _Child.spawn(self._context, self._folder / f"{self._restarts}.sock", self._config)
-        self._child = child
+        self._child = child = await Child.spawn(self._context, self._folder / f"{self._restarts}.sock", self._config)
+        self._handed_over = False
         while True:
             message = await child.receive()
             if isinstance(message, messages.Ready):
@@ -207,6 +211,7 @@ class ProcessEngine:
                 await child.stop()
                 raise messages.unpack_failure(message.failure)
             elif message is None:
+                await child.stop()
                 raise EngineDiedError(f"the engine process ended while starting ({child.ending()})")
         self._info = msgspec.structs.replace(message.info, model=self._model.files.name)
         self._door = Door(self._model.spec, message.info.max_model_len, self._seeds)
@@ -215,188 +220,118 @@ class ProcessEngine:
         self._on_progress("ready", 0, 0)
 
     async def _supervise(self) -> None:
-        while True:
-            assert self._child is not None
-            while (message := await self._child.receive()) is not None:
-                if isinstance(message, messages.News):
-                    self._take(message)
-            try:
+        assert self._child is not None
+        try:
+            while True:
+                while (message := await self._child.receive()) is not None:
+                    if isinstance(message, messages.News):
+                        self._take(message)
+                await self._bury(self._child)
                 await self._relaunch()
-            except HoldfastError as error:
-                log.error("%s", error)
-                self._failure = messages.pack_failure(error)
-                self._end_all(error)
-                return
-            if self._open:
-                self._send(messages.Add([answer.resumed() for answer, _ in self._open.values()]))
+                self._hand_over()
+        except EngineDiedError as error:
+            self._give_up(error)
+        except Exception as error:
+            log.exception("the engine process cannot be followed any more")
+            self._give_up(EngineError(f"the engine process cannot be followed: {type(error).__name__}: {error}"))
+
+    async def _bury(self, child: Child) -> None:
+        """The process has died: all go ashore, and whoever is the cause is ended."""
+        self._ready = False
+        self._restarts += 1
+        ending = child.ending()
+        await child.stop()
+        self._fruitless_starts = 0 if self._handed_over else self._fruitless_starts + 1
+        for name in self._passengers.disembark():
+            cause = "the engine process died each time with this request aboard, at last when it was tried by itself"
+            self._end(name, EngineDiedError(f"{cause} ({ending})", request_id=name))
+            log.error("request %s is ended: %s", name, cause)
+        log.error("the engine process ended (%s) with %d requests open; starting it again", ending, len(self._open))
 
     async def _relaunch(self) -> None:
-        """Until one lives, or too many in a row have died."""
-        while True:
-            assert self._child is not None
-            self._ready = False
-            self._restarts += 1
-            self._deaths_without_output += 1
-            ending = self._child.ending()
-            await self._child.stop()
-            self._end_suspects(ending)
-            if self._deaths_without_output >= MAX_DEATHS_WITHOUT_OUTPUT:
-                raise EngineDiedError(
-                    f"the engine process died {self._deaths_without_output} times without an answer in between"
-                    f" (last: {ending})",
-                    fix="read the engine's last lines above; restart with smaller limits",
-                )
-            log.error("the engine process ended (%s) with %d requests open; starting it again", ending, len(self._open))
+        """Until one lives, or too many in a row have ended for nothing."""
+        last = "it died with nothing to do"
+        while self._fruitless_starts < MAX_FRUITLESS_STARTS:
+            if self._fruitless_starts:
+                await asyncio.sleep(RETRY_DELAY_S * 2 ** (self._fruitless_starts - 1))
             try:
                 return await self._launch()
-            except EngineDiedError as error:
+            except HoldfastError as error:
                 log.error("%s", error)
+                self._restarts += 1
+                self._fruitless_starts += 1
+                last = error.message
+        raise EngineDiedError(
+            f"the engine process died or failed to start {self._fruitless_starts} times in a row, each time before it"
+            f" was given a request (last: {last})",
+            fix="read the engine's last lines above; restart with smaller limits",
+        )
 
-    def _end_suspects(self, ending: str) -> None:
-        for request_id, (answer, stream) in list(self._open.items()):
-            answer.deaths_aboard += 1
-            if answer.deaths_aboard >= MAX_DEATHS_ABOARD:
-                error = EngineDiedError(
-                    f"the engine process died {answer.deaths_aboard} times with this request aboard (last: {ending})",
-                    request_id=request_id,
-                )
-                del self._open[request_id]
-                stream.put(error)
+    def _give_up(self, error: EngineError) -> None:
+        log.error("%s", error)
+        self._ready = False
+        self._failure = messages.pack_failure(error)
+        self._end_all(error)
 
     def _take(self, news: messages.News) -> None:
         self._stats = _continued(self._stats_before, news.stats)
-        stopped: list[str] = []
-        for output in news.outputs:
-            found = self._open.get(output.request_id)
-            if found is None:
-                continue  # Aborted on this side while the step ran.
-            answer, stream = found
-            self._deaths_without_output = 0
-            if output.failure is not None:
-                del self._open[output.request_id]
-                stream.put(messages.unpack_failure(output.failure, output.request_id))
-                continue
-            delta = answer.take(output)
-            if answer.finished:
-                del self._open[output.request_id]
-                if output.finish_reason is None:
-                    stopped.append(output.request_id)
-            stream.put(delta)
+        to_abort = [output.request_id for output in news.outputs if self._deliver(output)]
         for listener in self._listeners:
-            listener(self._stats)
-        if stopped:
-            self._send(messages.Abort(stopped))
+            try:
+                listener(self._stats)
+            except Exception:
+                log.exception("a listener to the engine's steps failed")
+        if to_abort:
+            self._send(messages.Abort(to_abort))
+        self._hand_over()  # Somebody who is no suspect any more may have kept others waiting.
+
+    def _deliver(self, output: EngineOutput) -> bool:
+        """Passes one request's news on. True when it has ended here, and the engine does not know."""
+        name = output.request_id
+        if name not in self._open:
+            return False  # Aborted on this side while the step ran.
+        answer, stream = self._open[name]
+        self._passengers.clear(name)
+        if output.failure is not None:
+            self._end(name, messages.unpack_failure(output.failure, name))
+            return False
+        try:
+            delta = answer.take(output)
+        except Exception as error:  # What is wrong with one answer is nobody else's business.
+            log.exception("request %s is ended: its answer could not be read", name)
+            self._end(name, EngineError(f"the answer could not be read: {type(error).__name__}", request_id=name))
+            return output.finish_reason is None
+        if answer.finished:
+            self._forget([name])
+        stream.put(delta)
+        return answer.finished and output.finish_reason is None
+
+    def _end(self, name: str, error: HoldfastError) -> None:
+        stream = self._open[name][1]
+        self._forget([name])
+        stream.put(error)
 
     def _end_all(self, error: HoldfastError) -> None:
         streams = {id(stream): stream for _, stream in self._open.values()}
-        if self._open:
-            self._send(messages.Abort(list(self._open)))
-        self._open.clear()
+        self._abort(list(self._open))
         for stream in streams.values():
             stream.put(error)
 
-    def close_stream(self, request_ids: list[str]) -> None:
+    def _close_stream(self, names: list[str]) -> None:
         """A stream has ended or was left by its reader; what still runs of it is aborted."""
         self._streams -= 1
-        running = [request_id for request_id in request_ids if self._open.pop(request_id, None) is not None]
-        if running:
-            self._send(messages.Abort(running))
+        self._abort([name for name in names if name in self._open])
+        self._hand_over()
 
+    def _abort(self, names: list[str]) -> None:
+        self._forget(names)
+        if names:
+            self._send(messages.Abort(names))
 
-class _Stream(AsyncIterator[AnswerDelta]):
-    """The deltas of one request's answers. A class, because a generator that was never begun cannot clean up."""
-
-    def __init__(self, engine: ProcessEngine, request_ids: list[str]) -> None:
-        self._engine = engine
-        self._request_ids = request_ids
-        self._running = len(request_ids)
-        self._queue: asyncio.Queue[AnswerDelta | HoldfastError] = asyncio.Queue()
-        self._closed = False
-
-    def put(self, item: AnswerDelta | HoldfastError) -> None:
-        self._queue.put_nowait(item)
-
-    async def __anext__(self) -> AnswerDelta:
-        if self._closed or self._running == 0:
-            await self.aclose()
-            raise StopAsyncIteration
-        item = await self._queue.get()
-        if isinstance(item, HoldfastError):
-            await self.aclose()
-            raise item
-        if item.finish_reason is not None:
-            self._running -= 1
-            if self._running == 0:
-                await self.aclose()
-        if item.finish_reason is FinishReason.ERROR:
-            raise EngineError("the request ended in an error")
-        return item
-
-    async def aclose(self) -> None:
-        if not self._closed:
-            self._closed = True
-            self._engine.close_stream(self._request_ids)
-
-
-class _Child:
-    """One engine process and the socket to it."""
-
-    def __init__(self, process: asyncio.subprocess.Process, socket: zmq.asyncio.Socket) -> None:
-        self.process = process
-        self._socket = socket
-        self._exit = asyncio.create_task(process.wait(), name="engine-exit")
-
-    @classmethod
-    async def spawn(cls, context: zmq.asyncio.Context, path: Path, config: EngineConfig) -> _Child:
-        socket = context.socket(zmq.PAIR)
-        socket.linger = 0
-        # This side connects and has no limit on what waits, so that a send never blocks, whether the process has
-        # bound yet, is busy, or is already dead.
-        socket.sndhwm = 0
-        socket.reconnect_ivl = 10
-        address = f"ipc://{path}"
-        socket.connect(address)
-        # -u: its last words before a crash must reach the log. Its standard input stays open as long as we live.
-        process = await asyncio.create_subprocess_exec(
-            sys.executable, "-u", "-m", "holdfast.engine.process", address, stdin=asyncio.subprocess.PIPE
-        )
-        child = cls(process, socket)
-        child.send(messages.Begin(dataclasses.asdict(config)))
-        return child
-
-    def send(self, message: messages.ToEngine) -> None:
-        self._socket.send(messages.encode(message), zmq.NOBLOCK)
-
-    async def receive(self) -> messages.FromEngine | None:
-        """The next message, or None when the process has ended and said all it had to say."""
-        receiving = asyncio.ensure_future(self._socket.recv())
-        await asyncio.wait({receiving, self._exit}, return_when=asyncio.FIRST_COMPLETED)
-        if not receiving.done():
-            # The process is gone; what it had written may still be on its way through the socket.
-            await asyncio.wait({receiving}, timeout=0.2)
-        if not receiving.done():
-            receiving.cancel()
-            return None
-        return messages.decode_from_engine(receiving.result())
-
-    def ending(self) -> str:
-        code = self.process.returncode
-        if code is None:
-            return "still running"
-        return f"signal {-code}" if code < 0 else f"exit code {code}"
-
-    async def stop(self, *, at_once: bool = False) -> None:
-        """`at_once`: it is loading and would not listen."""
-        if self.process.returncode is None and at_once:
-            self.process.kill()
-        elif self.process.returncode is None:
-            self.send(messages.Stop())
-            try:
-                await asyncio.wait_for(asyncio.shield(self._exit), STOP_TIMEOUT_S)
-            except TimeoutError:
-                self.process.kill()
-        await self._exit
-        self._socket.close(linger=0)
+    def _forget(self, names: list[str]) -> None:
+        self._passengers.leave(names)
+        for name in names:
+            del self._open[name]
 
 
 def _continued(before: EngineStats, now: EngineStats) -> EngineStats:

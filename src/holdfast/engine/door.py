@@ -5,12 +5,13 @@ What passes here can be computed: a bad one is refused before it costs anybody a
 
 from __future__ import annotations
 
+import operator
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from holdfast.errors import ContextLengthError, RequestError
+from holdfast.errors import ContextLengthError, OverloadedError, RequestError
 from holdfast.models import ModelSpec
 from holdfast.records import Request, SamplingParams
 
@@ -33,9 +34,11 @@ class Door:
         priority: int = 0,
         cache_salt: str = "",
     ) -> list[Request]:
-        prompt = list(prompt_token_ids)
-        self._check_ids(prompt, params)
-        params = params.replace(max_tokens=self._output_limit(len(prompt), params))
+        # The length first: it bounds what the other checks cost.
+        params = params.replace(max_tokens=self._output_limit(len(prompt_token_ids), params))
+        prompt = self._whole_ids("prompt", prompt_token_ids)
+        self._whole_ids("logit_bias", params.logit_bias or ())
+        self._whole_ids("stop_token_ids", params.stop_ids)
         seed = self.seeds.getrandbits(62) if params.seed is None else params.seed
         arrival_s = time.monotonic()
         return [
@@ -52,29 +55,26 @@ class Door:
             for index in range(params.n)
         ]
 
-    def _check_ids(self, prompt: list[int], params: SamplingParams) -> None:
-        vocabulary = self.spec.vocab_size
-        if not prompt:
-            raise RequestError("the prompt is empty", needed="at least one token", found="none", field="prompt")
-        if min(prompt) < 0 or max(prompt) >= vocabulary:
-            wrong = next(token for token in prompt if not 0 <= token < vocabulary)
-            raise RequestError(
-                f"the prompt holds token id {wrong}, outside the vocabulary",
-                needed=f"ids from 0 to {vocabulary - 1}",
-                found=str(wrong),
-                field="prompt",
-            )
-        for field, ids in (("logit_bias", params.logit_bias or {}), ("stop_token_ids", params.stop_ids)):
-            for token in ids:
-                if not 0 <= token < vocabulary:
-                    raise RequestError(
-                        f"{field} names token id {token}, outside the vocabulary",
-                        needed=f"ids from 0 to {vocabulary - 1}",
-                        found=str(token),
-                        field=field,
-                    )
+    def _whole_ids(self, field: str, given: Iterable[object]) -> list[int]:
+        """Whole numbers of any library become int; True and 1.0 are mistakes."""
+        ids: list[int] = []
+        for token in given:
+            # Nearly always an int, and there may be very many.
+            known = type(token) is int or (hasattr(token, "__index__") and not isinstance(token, bool))
+            number = operator.index(token) if known else -1  # type: ignore[arg-type]
+            if not 0 <= number < self.spec.vocab_size:
+                raise RequestError(
+                    f"{field} holds {str(token)[:40]}, which is not a token id of this model",
+                    needed=f"whole numbers from 0 to {self.spec.vocab_size - 1}",
+                    found=f"{str(token)[:40]} ({type(token).__name__})",
+                    field=field,
+                )
+            ids.append(number)
+        return ids
 
     def _output_limit(self, prompt_length: int, params: SamplingParams) -> int:
+        if prompt_length == 0:
+            raise RequestError("the prompt is empty", needed="at least one token", found="none", field="prompt")
         left = self.max_model_len - prompt_length
         if left < 1:
             raise ContextLengthError(
@@ -105,6 +105,26 @@ class Door:
                 field="min_tokens",
             )
         return limit
+
+
+def check_room(answers: int, unfinished: int, max_num_seqs: int, max_queued_requests: int) -> None:
+    """Whether so many more answers can be taken, now or ever."""
+    most = max_num_seqs + max_queued_requests
+    if answers > most:
+        raise RequestError(
+            f"the request asks for {answers} answers (prompts times n); the server never holds more than {most}",
+            needed=f"at most {most} answers",
+            found=str(answers),
+            fix="send fewer prompts in one request or lower n, or serve with a larger --max-queued-requests",
+            field="n",
+        )
+    if unfinished + answers > most:
+        raise OverloadedError(
+            f"{unfinished} requests are open and the queue is full",
+            needed=f"room for {answers}",
+            found=f"{max_num_seqs} running and {max_queued_requests} waiting at most",
+            fix="try again later, or serve with a larger --max-queued-requests",
+        )
 
 
 def _nth_seed(seed: int, index: int) -> int:

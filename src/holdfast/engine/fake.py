@@ -1,7 +1,8 @@
 """A fake engine behind the real server, for tests of clients and of the server: public API, no model, no torch.
 
-It answers with a script (by default it echoes the last message), at a pace that is set, one token a delta, and can
-be told to load slowly, to fail, to be full, to stand still. It knows nothing of HTTP and of real tokenizers.
+It answers with a script (by default it echoes the last message), at a pace that is set, one token a delta, cut at
+stop strings as the real one does, and can be told to load slowly, to fail, to be full, to stand still. It knows
+nothing of HTTP and of real tokenizers.
 """
 
 from __future__ import annotations
@@ -11,9 +12,9 @@ import time
 from collections.abc import AsyncIterator, Callable
 from typing import TYPE_CHECKING, Any, cast
 
-import msgspec
-
-from holdfast.engine.fake_script import Answer, Script, echo, say
+from holdfast.engine.answers import Answer
+from holdfast.engine.door import check_room
+from holdfast.engine.fake_script import Script, Speaker, echo, say
 from holdfast.engine.fake_tokenizer import VOCABULARY, ByteTokenizer
 from holdfast.errors import (
     ContextLengthError,
@@ -21,7 +22,6 @@ from holdfast.errors import (
     EngineDiedError,
     EngineError,
     HoldfastError,
-    OverloadedError,
     RequestError,
 )
 from holdfast.records import (
@@ -29,6 +29,7 @@ from holdfast.records import (
     EngineInfo,
     EngineStats,
     Failure,
+    Request,
     RequestTiming,
     SamplingParams,
 )
@@ -190,6 +191,10 @@ class FakeEngine:
         await self._tell()
         return _Stream(self, prompt_token_ids, params, request_id, cached_tokens)
 
+    def check_room(self, answers: int) -> None:
+        if self.max_queued_requests is not None:
+            check_room(answers, self.unfinished, self.max_num_seqs, self.max_queued_requests)
+
     async def drain(self, timeout_s: float) -> None:
         self._draining = True
         async with self._changed:
@@ -215,9 +220,7 @@ class FakeEngine:
         wanted = len(prompt_token_ids) + (params.max_tokens or 1)
         if wanted > self.max_model_len:
             raise ContextLengthError(f"{wanted} tokens are asked for; the context holds {self.max_model_len}")
-        full = self.max_queued_requests is not None and self.unfinished >= self.max_num_seqs + self.max_queued_requests
-        if full:
-            raise OverloadedError(f"the waiting queue is full ({self.max_queued_requests} requests)")
+        self.check_room(params.n)
 
     def _look_up(self, prompt_token_ids: list[int], cache_salt: str) -> int:
         """A prefix cache in miniature: whole blocks seen before, never the whole prompt."""
@@ -300,31 +303,32 @@ class _Stream:
         arrival_s = time.monotonic()
         blocks = -(-len(prompt) // BLOCK_SIZE)
         self._begun = True
-        answers = [Answer(index, engine.script(prompt), params) for index in range(params.n)]
+        request = Request(request_id=self._request_id, prompt_token_ids=prompt, params=params, arrival_s=arrival_s)
+        script = engine.script(prompt)
+        speaking = [
+            (Answer(request, index, engine.tokenizer), Speaker(request, script, engine.max_model_len))
+            for index in range(params.n)
+        ]
         await engine._enter()
         engine._blocks_used += blocks
         scheduled_s = time.monotonic()
         first_token_s = 0.0
         try:
-            while answers:
-                for answer in list(answers):
-                    await engine._step(answer.count)
-                    first_token_s = first_token_s or time.monotonic()
-                    delta = answer.advance(engine.max_model_len - len(prompt))
-                    if delta.finish_reason is None:
-                        yield msgspec.structs.replace(delta, cached_tokens=cached_tokens)
-                        continue
-                    answers.remove(answer)
+            while speaking:
+                for answer, speaker in list(speaking):
+                    await engine._step(speaker.count)
+                    now_s = time.monotonic()
+                    first_token_s = first_token_s or now_s
                     timing = RequestTiming(
-                        arrival_s=arrival_s,
-                        scheduled_s=scheduled_s,
-                        first_token_s=first_token_s,
-                        finished_s=time.monotonic(),
+                        arrival_s=arrival_s, scheduled_s=scheduled_s, first_token_s=first_token_s, finished_s=now_s
                     )
-                    if not answers:
-                        self._ended = True
-                        engine.finished.append(self._request_id)
-                    yield msgspec.structs.replace(delta, cached_tokens=cached_tokens, timing=timing)
+                    delta = answer.take(speaker.next_output(cached_tokens, timing))
+                    if answer.finished:
+                        speaking.remove((answer, speaker))
+                        if not speaking:
+                            self._ended = True
+                            engine.finished.append(self._request_id)
+                    yield delta
         except HoldfastError:
             self._ended = True
             raise

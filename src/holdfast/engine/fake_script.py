@@ -1,12 +1,12 @@
-"""What a fake answer says: scripts from prompt to tokens, and one answer spoken token by token. No clock, no queue."""
+"""What a fake answer says: scripts from prompt to tokens, and one answer spoken token by token. No clock, no queue,
+no text."""
 
 from __future__ import annotations
 
-import codecs
 from collections.abc import Callable, Sequence
 
-from holdfast.engine.fake_tokenizer import END, MESSAGE, VOCABULARY, ByteTokenizer
-from holdfast.records import AnswerDelta, FinishReason, Logprob, SamplingParams
+from holdfast.engine.fake_tokenizer import END, MESSAGE, VOCABULARY
+from holdfast.records import EngineOutput, FinishReason, Request, RequestTiming, TokenLogprobs
 
 Script = Callable[[list[int]], Sequence[int]]
 """From a prompt's token ids to the answer's; the end token is added where the script ends."""
@@ -32,64 +32,47 @@ def say(text: str) -> Script:
     return lambda prompt_token_ids: token_ids
 
 
-class Answer:
-    """One answer being spoken: turns scripted tokens into deltas and knows when it ends."""
+class Speaker:
+    """One answer being spoken, as the news an engine would give of it: token by token, and when its ids end it. Stop
+    strings are not its business."""
 
-    def __init__(self, index: int, token_ids: Sequence[int], params: SamplingParams):
-        self.index = index
-        self.params = params
-        self.script = list(token_ids)
+    def __init__(self, request: Request, token_ids: Sequence[int], max_model_len: int) -> None:
         self.count = 0
-        self.text = ""
-        self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        """Tokens spoken."""
+        self._request = request
+        self._script = [*token_ids, END]
+        self._most = request.params.max_tokens or max_model_len - len(request.prompt_token_ids)
 
-    def next_token(self) -> int:
+    def next_output(self, cached_tokens: int, timing: RequestTiming) -> EngineOutput:
         """Past its end the script starts again, for requests that ignore the end."""
-        position = self.count % (len(self.script) + 1)
-        return END if position == len(self.script) else self.script[position]
-
-    def advance(self, context_left: int) -> AnswerDelta:
-        token_id = self.next_token()
+        params = self._request.params
+        token_id = self._script[self.count % len(self._script)]
         self.count += 1
-        piece = "" if token_id >= END else self.decoder.decode(bytes([token_id]))
         finish: FinishReason | None = None
-        stop_reason: int | str | None = None
-        if self.count > self.params.min_tokens:
-            if token_id == END and not self.params.ignore_eos:
+        stop_id: int | None = None
+        if self.count > params.min_tokens:
+            if token_id == END and not params.ignore_eos:
                 finish = FinishReason.STOP
-            elif token_id in self.params.stop_ids:
-                finish, stop_reason = FinishReason.STOP, token_id
-            else:
-                piece, stop_reason = self._cut_at_stop(piece)
-                finish = None if stop_reason is None else FinishReason.STOP
-        if finish is None and self.count >= (self.params.max_tokens or context_left):
+            elif token_id in params.stop_ids:
+                finish, stop_id = FinishReason.STOP, token_id
+        if finish is None and self.count >= self._most:
             finish = FinishReason.LENGTH
-        self.text += piece
-        logprobs = None if self.params.logprobs is None else [self._logprobs(token_id, self.params.logprobs)]
-        return AnswerDelta(
-            index=self.index,
-            text=piece,
+        return EngineOutput(
+            request_id=self._request.request_id,
             token_ids=[token_id],
-            logprobs=logprobs,
+            logprobs=None if params.logprobs is None else [_logprobs(token_id, params.logprobs)],
             finish_reason=finish,
-            stop_reason=stop_reason,
+            stop_token_id=stop_id,
+            cached_tokens=cached_tokens,
+            timing=timing,
         )
 
-    def _cut_at_stop(self, piece: str) -> tuple[str, str | None]:
-        """Nothing is held back, so of a stop string over several tokens the first ones are already said."""
-        text = self.text + piece
-        for stop in self.params.stop_strings:
-            found = text.find(stop)
-            if found >= 0:
-                end = found + (len(stop) if self.params.include_stop_str_in_output else 0)
-                return text[len(self.text) : end], stop
-        return piece, None
 
-    def _logprobs(self, token_id: int, count: int) -> dict[int, Logprob]:
-        """The chosen token is always the likeliest; its runners-up are the next ids."""
-        names = ByteTokenizer()
-        entries = {}
-        for rank in range(1, max(1, count) + 1):
-            candidate = (token_id + rank - 1) % VOCABULARY
-            entries[candidate] = Logprob(-0.25 * rank, rank, names.decode([candidate]))
-        return entries
+def _logprobs(token_id: int, count: int) -> TokenLogprobs:
+    """The chosen token is always the likeliest; its runners-up are the next ids."""
+    likeliest = range(max(1, count))
+    return TokenLogprobs(
+        token_ids=[token_id, *((token_id + place) % VOCABULARY for place in likeliest)],
+        logprobs=[-0.25, *(-0.25 * (place + 1) for place in likeliest)],
+        rank=1,
+    )

@@ -20,6 +20,8 @@ class ByteTokenizer:
     vocab_size = VOCABULARY
     ids_end = VOCABULARY
     all_special_ids = tuple(MARKS.values())
+    special_ids = frozenset(all_special_ids)
+    pieces = None
     chat_template = "built in"
     longest_token_chars = max(map(len, MARKS))
 

@@ -68,6 +68,10 @@ class Engine(Protocol):
         early aborts the request and frees its pages. It raises EngineError when the request cannot be finished.
         """
 
+    def check_room(self, answers: int) -> None:
+        """For a body of several prompts, before the first is opened: raises RequestError when so many answers
+        (prompts times n) can never be held at once, OverloadedError when they cannot be now."""
+
     async def drain(self, timeout_s: float) -> None:
         """Takes nothing new, lets what runs finish for at most `timeout_s`, aborts the rest."""
 

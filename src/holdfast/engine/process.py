@@ -18,6 +18,7 @@ import zmq
 from holdfast.config import EngineConfig
 from holdfast.engine import messages
 from holdfast.engine.core import EngineCore
+from holdfast.engine.faults import fail_loading, with_faults
 from holdfast.errors import HoldfastError
 
 IDLE_POLL_MS = 1000
@@ -52,7 +53,9 @@ def _build(config: EngineConfig, socket: zmq.Socket[bytes]) -> EngineCore:
     def progress(stage: str, done: int, total: int) -> None:
         socket.send(messages.encode(messages.Loading(stage, done, total)))
 
+    fail_loading()
     core, info = build_core(config, find_model(config), progress)
+    core.runner = with_faults(core.runner)
     socket.send(messages.encode(messages.Ready(info)))
     return core
 

@@ -2,6 +2,7 @@
 
 import random
 
+import numpy
 import pytest
 
 from holdfast import SamplingParams
@@ -23,7 +24,7 @@ def door(**changes: object) -> Door:
     return Door(SPEC, 32, random.Random(0), **changes)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("prompt", [[], [100], [-1], [0, 5, 1000]])
+@pytest.mark.parametrize("prompt", [[], [100], [-1], [0, 5, 1000], [5.0], [True], ["5"], [None], [[5]]])
 def test_prompts_that_cannot_be_read(prompt: list[int]) -> None:
     with pytest.raises(RequestError) as caught:
         door().admit(prompt, SamplingParams(), request_id="r")
@@ -34,6 +35,11 @@ def test_prompts_that_cannot_be_read(prompt: list[int]) -> None:
 def test_ids_in_parameters_are_checked(change: dict[str, object]) -> None:
     with pytest.raises(RequestError, match=next(iter(change))):
         door().admit([1], SamplingParams(**change), request_id="r")  # type: ignore[arg-type]
+
+
+def test_whole_numbers_of_other_libraries_are_ids() -> None:
+    (request,) = door().admit(numpy.array([1, 2], dtype=numpy.int64), SamplingParams(), request_id="r")
+    assert [type(token) for token in request.prompt_token_ids] == [int, int]
 
 
 def test_the_context_is_a_limit_with_both_numbers() -> None:

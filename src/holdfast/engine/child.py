@@ -1,0 +1,88 @@
+"""One engine process and the socket to it: started, spoken to, listened to until it has ended, stopped.
+
+Knows nothing of requests; what is said is `messages`'.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import sys
+from pathlib import Path
+
+import zmq
+import zmq.asyncio
+
+from holdfast.config import EngineConfig
+from holdfast.engine import messages
+from holdfast.errors import EngineDiedError
+
+STOP_TIMEOUT_S = 3.0
+
+
+class Child:
+    def __init__(self, process: asyncio.subprocess.Process, socket: zmq.asyncio.Socket) -> None:
+        self._process = process
+        self._socket = socket
+        self._exit = asyncio.create_task(process.wait(), name="engine-exit")
+
+    @classmethod
+    async def spawn(cls, context: zmq.asyncio.Context, path: Path, config: EngineConfig) -> Child:
+        """Raises EngineDiedError when the machine has no process, file or memory left for it."""
+        socket = context.socket(zmq.PAIR)
+        socket.linger = 0
+        # This side connects and has no limit on what waits, so that a send never blocks, whether the process has
+        # bound yet, is busy, or is already dead.
+        socket.sndhwm = 0
+        socket.reconnect_ivl = 10
+        address = f"ipc://{path}"
+        try:
+            socket.connect(address)
+            # -u: its last words before a crash must reach the log. Its standard input stays open as long as we live.
+            process = await asyncio.create_subprocess_exec(
+                sys.executable, "-u", "-m", "holdfast.engine.process", address, stdin=asyncio.subprocess.PIPE
+            )
+        except (OSError, zmq.ZMQError) as error:
+            socket.close(linger=0)
+            raise EngineDiedError(f"the engine process could not be started: {error}") from error
+        child = cls(process, socket)
+        child.send(messages.Begin(dataclasses.asdict(config)))
+        return child
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def send(self, message: messages.ToEngine) -> None:
+        self._socket.send(messages.encode(message), zmq.NOBLOCK)
+
+    async def receive(self) -> messages.FromEngine | None:
+        """The next message, or None when the process has ended and said all it had to say."""
+        receiving = asyncio.ensure_future(self._socket.recv())
+        await asyncio.wait({receiving, self._exit}, return_when=asyncio.FIRST_COMPLETED)
+        if not receiving.done():
+            # The process is gone; what it had written may still be on its way through the socket.
+            await asyncio.wait({receiving}, timeout=0.2)
+        if not receiving.done():
+            receiving.cancel()
+            return None
+        return messages.decode_from_engine(receiving.result())
+
+    def ending(self) -> str:
+        code = self._process.returncode
+        if code is None:
+            return "still running"
+        return f"signal {-code}" if code < 0 else f"exit code {code}"
+
+    async def stop(self, *, at_once: bool = False) -> None:
+        """`at_once`: it is loading and would not listen."""
+        if self._process.returncode is None and at_once:
+            self._process.kill()
+        elif self._process.returncode is None:
+            self.send(messages.Stop())
+            try:
+                await asyncio.wait_for(asyncio.shield(self._exit), STOP_TIMEOUT_S)
+            except TimeoutError:
+                self._process.kill()
+        await self._exit
+        self._socket.close(linger=0)

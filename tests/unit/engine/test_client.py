@@ -1,0 +1,239 @@
+"""The front's side of the engine process, with pretended processes that say what a test lets them say."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
+import pytest
+
+from holdfast import SamplingParams
+from holdfast.config import EngineConfig
+from holdfast.engine import client, messages
+from holdfast.engine.client import ProcessEngine
+from holdfast.engine.startup import find_model
+from holdfast.errors import DoesNotFitError, EngineDiedError, EngineError, OverloadedError, RequestError
+from holdfast.records import EngineInfo, EngineOutput, EngineStats, FinishReason, RequestTiming
+
+INFO = EngineInfo(
+    model="tiny", device="none", dtype="none", kv_dtype="none", block_size=16, blocks=10, max_model_len=100,
+    max_num_seqs=4, max_num_batched_tokens=64, prefix_caching=True, parameters=0, weights_bytes=0, kv_pool_bytes=0,
+    attention_backend="none",
+)  # fmt: skip
+
+
+class PretendedChild:
+    pid = 1
+
+    def __init__(self) -> None:
+        self.heard: list[messages.ToEngine] = []
+        self.said: asyncio.Queue[messages.FromEngine | Exception | None] = asyncio.Queue()
+
+    def send(self, message: messages.ToEngine) -> None:
+        self.heard.append(message)
+
+    async def receive(self) -> messages.FromEngine | None:
+        said = await self.said.get()
+        if isinstance(said, Exception):
+            raise said
+        return said
+
+    def die(self) -> None:
+        self.said.put_nowait(None)
+
+    def ending(self) -> str:
+        return "signal 9"
+
+    async def stop(self, *, at_once: bool = False) -> None: ...
+
+    @property
+    def handed_over(self) -> dict[str, list[int]]:
+        """Names, and the tokens they came with."""
+        added = [message for message in self.heard if isinstance(message, messages.Add)]
+        return {request.request_id: request.output_token_ids for add in added for request in add.requests}
+
+    def tell(self, *outputs: EngineOutput) -> None:
+        self.said.put_nowait(messages.News(list(outputs), EngineStats(step_tokens=1)))
+
+
+class Harbour:
+    """Spawns pretended processes: ready at once, unless `next_starts` says otherwise."""
+
+    def __init__(self) -> None:
+        self.children: list[PretendedChild] = []
+        self.next_starts: list[Exception | None] = []
+
+    async def spawn(self, *_: object) -> PretendedChild:
+        trouble = self.next_starts.pop(0) if self.next_starts else None
+        child = PretendedChild()
+        self.children.append(child)
+        if isinstance(trouble, EngineDiedError):
+            raise trouble
+        child.said.put_nowait(
+            messages.Ready(INFO) if trouble is None else messages.StartFailed(messages.pack_failure(trouble))
+        )
+        return child
+
+    @property
+    def last(self) -> PretendedChild:
+        return self.children[-1]
+
+
+async def until(happened) -> None:
+    async with asyncio.timeout(20):
+        while not happened():
+            await asyncio.sleep(0)
+
+
+@pytest.fixture
+async def harbour(monkeypatch) -> Harbour:
+    found = Harbour()
+    monkeypatch.setattr(client.Child, "spawn", found.spawn)
+    monkeypatch.setattr(client, "RETRY_DELAY_S", 0.0)
+    return found
+
+
+@pytest.fixture
+async def engine(harbour, tiny_model) -> AsyncIterator[ProcessEngine]:
+    config = EngineConfig(
+        model=str(tiny_model), load_format="dummy", skip_tokenizer_init=True, max_num_seqs=4, max_queued_requests=4
+    )
+    made = ProcessEngine(config, find_model(config), None)
+    await made.start()
+    yield made
+    await made.stop()
+
+
+async def ask(engine: ProcessEngine, name: str, **params):
+    return await engine.generate([1, 2, 3], SamplingParams(max_tokens=20, **params), request_id=name)
+
+
+def token(
+    name: str, *ids: int, reason: FinishReason | None = None, timing: RequestTiming | None = None
+) -> EngineOutput:
+    return EngineOutput(request_id=name, token_ids=list(ids), finish_reason=reason, timing=timing)
+
+
+async def test_the_innocent_go_on_and_poison_is_ended(engine, harbour) -> None:
+    streams = {name: await ask(engine, name) for name in ("a", "poison", "b")}
+    harbour.last.tell(token("a", 7), token("b", 8))
+    assert (await anext(streams["a"])).token_ids == [7]
+    for count in (2, 3):
+        harbour.last.die()
+        await until(lambda count=count: len(harbour.children) == count and harbour.last.handed_over)
+        if count == 2:
+            assert harbour.last.handed_over == {"a": [7], "poison": [], "b": [8]}
+    new = await ask(engine, "new")
+    assert harbour.last.handed_over == {"a": [7]}  # the first suspect, all alone
+    harbour.last.tell(token("a", 9))
+    await until(lambda: "poison" in harbour.last.handed_over)
+    assert list(harbour.last.handed_over) == ["a", "poison"]
+    harbour.last.die()
+    with pytest.raises(EngineDiedError, match="with this request aboard") as caught:
+        await anext(streams["poison"])
+    assert caught.value.code == "HF410"
+    await until(lambda: len(harbour.children) == 4 and harbour.last.handed_over)
+    assert harbour.last.handed_over == {"b": [8]}
+    harbour.last.tell(token("b", 10))
+    await until(lambda: len(harbour.last.handed_over) == 3)
+    assert harbour.last.handed_over == {"b": [8], "a": [7, 9], "new": []}
+    ended = [token(name, 11, reason=FinishReason.LENGTH) for name in ("a", "b", "new")]
+    harbour.last.tell(*ended)
+    assert [delta.token_ids for delta in [delta async for delta in streams["a"]]] == [[9], [11]]
+    assert [delta.token_ids for delta in [delta async for delta in streams["b"]]] == [[8], [10], [11]]
+    assert [delta.token_ids for delta in [delta async for delta in new]] == [[11]]
+    assert (engine.ready, engine.failure, engine.unfinished, engine.restarts) == (True, None, 0, 3)
+
+
+async def test_a_process_that_cannot_be_started_is_tried_again(engine, harbour) -> None:
+    stream = await ask(engine, "a")
+    harbour.next_starts = [EngineDiedError("no files left"), DoesNotFitError("no memory left"), None]
+    harbour.last.die()
+    await until(lambda: len(harbour.children) == 4 and harbour.last.handed_over)
+    assert harbour.last.handed_over == {"a": []}
+    await stream.aclose()
+
+
+@pytest.mark.parametrize("idle", [True, False])
+async def test_an_engine_that_dies_for_nothing_is_given_up(engine, harbour, idle) -> None:
+    if idle:
+        for count in range(1, client.MAX_FRUITLESS_STARTS + 1):
+            await until(lambda count=count: len(harbour.children) == count and engine.ready)
+            harbour.last.die()
+            await until(lambda: not engine.ready)
+    else:
+        stream = await ask(engine, "a")
+        harbour.next_starts = [EngineDiedError("no files left")] * client.MAX_FRUITLESS_STARTS
+        harbour.last.die()
+        with pytest.raises(EngineDiedError, match="no files left"):
+            await anext(stream)
+    await until(lambda: engine.failure is not None)
+    assert engine.failure.code == "HF410"
+    with pytest.raises(EngineDiedError):
+        await ask(engine, "b")
+
+
+async def test_deaths_with_output_between_them_end_nobody(engine, harbour) -> None:
+    stream = await ask(engine, "a")
+    for count in range(1, 12):
+        await until(lambda count=count: len(harbour.children) == count and harbour.last.handed_over)
+        harbour.last.tell(token("a", count))
+        harbour.last.die()
+        assert (await anext(stream)).token_ids == [count]
+    assert engine.failure is None
+    await stream.aclose()
+
+
+async def test_what_cannot_be_followed_ends_everybody(engine, harbour) -> None:
+    stream = await ask(engine, "a")
+    harbour.last.said.put_nowait(ValueError("no message"))
+    with pytest.raises(EngineError, match="ValueError: no message"):
+        await anext(stream)
+    assert engine.failure is not None
+    assert not engine.ready
+
+
+async def test_one_unreadable_answer_ends_alone(engine, harbour, monkeypatch) -> None:
+    bad, good = await ask(engine, "bad"), await ask(engine, "good")
+    monkeypatch.setattr(engine._open["bad"][0], "take", lambda output: 1 / 0)
+    engine.on_step(lambda stats: 1 / 0)
+    harbour.last.tell(token("bad", 1), token("good", 2))
+    with pytest.raises(EngineError, match="ZeroDivisionError"):
+        await anext(bad)
+    assert (await anext(good)).token_ids == [2]
+    assert messages.Abort(["bad"]) in harbour.last.heard
+    harbour.last.tell(token("good", 3))
+    assert (await anext(good)).token_ids == [3]
+    await good.aclose()
+
+
+async def test_times_are_those_of_the_first_engine(engine, harbour) -> None:
+    stream = await ask(engine, "a")
+    first = RequestTiming(arrival_s=1.0, scheduled_s=2.0, first_token_s=3.0, finished_s=3.0)
+    harbour.last.tell(token("a", 1, timing=first))
+    assert (await anext(stream)).timing is None
+    harbour.last.die()
+    await until(lambda: len(harbour.children) == 2 and harbour.last.handed_over)
+    later = RequestTiming(arrival_s=1.0, scheduled_s=12.0, first_token_s=13.0, finished_s=14.0)
+    harbour.last.tell(token("a", 2, reason=FinishReason.LENGTH, timing=later))
+    timing = (await anext(stream)).timing
+    assert timing == RequestTiming(arrival_s=1.0, scheduled_s=2.0, first_token_s=3.0, finished_s=14.0)
+
+
+async def test_room_for_several_answers(engine, harbour) -> None:
+    with pytest.raises(RequestError, match=r"9 answers.*8") as caught:
+        engine.check_room(9)
+    assert not isinstance(caught.value, OverloadedError)
+    with pytest.raises(RequestError, match="9 answers"):
+        await ask(engine, "a", n=9)
+    stream = await ask(engine, "a", n=8)
+    with pytest.raises(OverloadedError):
+        engine.check_room(1)
+    with pytest.raises(OverloadedError):
+        await ask(engine, "b")
+    await stream.aclose()
+    engine.check_room(8)
+    with contextlib.suppress(StopAsyncIteration):
+        await anext(stream)
+    assert engine.unfinished == 0
