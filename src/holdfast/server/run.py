@@ -3,6 +3,7 @@
 Owns signals, start-up order, draining and exit codes; the application knows nothing of them.
 
     bind ─► listen (/health says loading) ─► engine ready ─► serve ─► signal ─► drain ─► exit 0
+                                                             └► engine given up ─► last answers ─► exit 1
 """
 
 from __future__ import annotations
@@ -31,6 +32,9 @@ PORT_TAKEN, ADDRESS_REFUSED = "HF150", "HF151"
 FLUSH_TIMEOUT_S = 5.0
 """After the engine is drained: time for the last bytes to reach slow clients."""
 STOP_TIMEOUT_S = 5.0
+FAILURE_POLL_S = 0.1
+LAST_ANSWERS_S = 2.0
+"""After the engine was given up: time in which clients and probes are still told why."""
 
 
 def bind(host: str = "127.0.0.1", port: int = 8000) -> socket.socket:
@@ -168,12 +172,22 @@ class _Life:
             return _report(error)
         if on_ready is not None:
             on_ready()
-        await _first_of(first, listening)
-        if not first.done():
-            first.cancel()
+        failing = asyncio.create_task(self._engine_failed())
+        await _first_of(first, listening, failing)
+        failing.cancel()
+        if first.done():
+            return await self._drain(first.result())
+        first.cancel()
+        if listening.done():
             log.error("the HTTP server ended by itself")
-            return EXIT_FAILED
-        return await self._drain(first.result())
+        return EXIT_FAILED
+
+    async def _engine_failed(self) -> None:
+        """Returns when the engine was given up for good and the last clients were told."""
+        while (failure := self._engine.failure) is None:
+            await asyncio.sleep(FAILURE_POLL_S)
+        await asyncio.sleep(LAST_ANSWERS_S)
+        log.error("the engine was given up and the server ends: %s [%s]", failure.message, failure.code)
 
     async def _drain(self, number: signal.Signals) -> int:
         log.info(
