@@ -1,0 +1,86 @@
+"""/metrics after known traffic over a real engine process: exact, however an answer ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import httpx
+import pytest
+
+
+@pytest.fixture
+def server(start_server, tiny_arguments):
+    return start_server(*tiny_arguments).wait_ready()
+
+
+def ask(server, **changes: object) -> dict:
+    body = {"model": "tiny", "prompt": [5, 6, 7], "max_tokens": 40, "temperature": 0, "ignore_eos": True} | changes
+    answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+PER_ANSWER = ("e2e_request_latency", "request_queue_time", "request_prefill_time", "request_decode_time",
+              "request_inference_time")  # fmt: skip
+
+
+def test_values_after_known_traffic(server) -> None:
+    text = ask(server)["choices"][0]["text"]
+    assert server.metric("vllm:iteration_tokens_total_count") == 40  # 3 prompt tokens, then 39 times one
+    assert server.metric("vllm:iteration_tokens_total_sum") == 3 + 39
+
+    stop = text[len(text) // 2 :][:4]
+    stopped = ask(server, stop=[stop])
+    assert stopped["choices"][0]["finish_reason"] == "stop"
+    length = stopped["usage"]["completion_tokens"]
+    assert 0 < length < 40
+    server.wait_metric("vllm:num_requests_running", lambda running: running == 0)
+    # The engine hears of the stop a little later, and may have taken a step or some more by then.
+    steps = server.metric("vllm:iteration_tokens_total_count") - 40
+    assert length <= steps < 40
+    assert server.metric("vllm:iteration_tokens_total_sum") == 42 + 3 + steps - 1
+
+    ask(server, prompt=list(range(100, 140)), max_tokens=5, n=2)
+    for name in PER_ANSWER:
+        assert server.metric(f"vllm:{name}_seconds_count") == 4, name
+    assert server.metric("vllm:request_success_total") == 4
+    assert server.metric("vllm:prompt_tokens_total") == 3 + 3 + 40
+    assert server.metric("vllm:generation_tokens_total") == 40 + length + 10
+    assert server.metric("vllm:request_generation_tokens_sum") == 40 + length + 10
+    assert server.metric("vllm:time_to_first_token_seconds_count") == 3
+    assert server.metric("vllm:inter_token_latency_seconds_count") == 39 + length - 1 + 2 * 4
+    assert server.metric("vllm:prefix_cache_queries_total") == 3 + 3 + 2 * 40
+    assert server.metric("vllm:prefix_cache_hits_total") == 32  # the second answer finds the first one's two blocks
+    assert server.metric("vllm:num_preemptions_total") == 0
+    assert server.metric("vllm:kv_cache_usage_perc") == 0
+
+
+def test_a_client_that_leaves_adds_no_step(server) -> None:
+    body = {"model": "tiny", "prompt": [5, 6, 7], "max_tokens": 2000, "ignore_eos": True, "stream": True}
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=body) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+    server.wait_metric("vllm:num_requests_running", lambda running: running == 0)
+    steps = server.metric("vllm:iteration_tokens_total_count")
+    assert server.metric("vllm:iteration_tokens_total_sum") == 3 + steps - 1
+    assert server.metric("vllm:e2e_request_latency_seconds_count") == 0
+
+
+def test_times_go_on_over_a_death(server) -> None:
+    """The answer began when the first engine began it, not when the second did."""
+    body = {"model": "tiny", "prompt": [5, 6, 7], "max_tokens": 1500, "ignore_eos": True, "stream": True}
+    asked_s = time.monotonic()
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as answer:
+        lines = answer.iter_lines()
+        next(line for line in lines if line)
+        first_s = time.monotonic() - asked_s
+        os.kill(server.engine_pid, signal.SIGKILL)
+        assert [line for line in lines if line][-1] == "data: [DONE]"
+    assert "starting it again" in server.log
+    began_s = server.metric("vllm:request_queue_time_seconds_sum") + server.metric(
+        "vllm:request_prefill_time_seconds_sum"
+    )
+    assert 0 < began_s <= first_s
+    assert server.metric("vllm:e2e_request_latency_seconds_sum") > first_s

@@ -1,0 +1,102 @@
+"""The loop with a step planned ahead, over the real runner: the same tokens as without, whatever ends an answer.
+
+The runner of this device computes a step before `submit` returns, so nothing is gained here by planning ahead; that
+nothing is lost either is what other devices will stand on.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import msgspec
+import pytest
+
+from holdfast.config import EngineConfig
+from holdfast.engine.core import EngineCore
+from holdfast.engine.startup import build_core, find_model
+from holdfast.kvcache import KVCache
+from holdfast.records import FinishReason, Request, SamplingParams
+from holdfast.scheduler import Scheduler
+
+Answers = dict[str, tuple[list[int], FinishReason | None]]
+
+
+@pytest.fixture(scope="module")
+def built(tiny_model):
+    config = EngineConfig(
+        model=str(tiny_model), load_format="dummy", skip_tokenizer_init=True, threads=1, max_num_seqs=6,
+        max_num_batched_tokens=64, max_model_len=256, kv_cache_memory_bytes=4 << 20,
+    )  # fmt: skip
+    core, _ = build_core(config, find_model(config), lambda stage, done, total: None)
+    yield core
+    core.close()
+
+
+def core_with(built: EngineCore, steps_ahead: int, blocks: int) -> EngineCore:
+    limits = replace(built.scheduler.limits, max_steps_in_flight=steps_ahead + 1)
+    return EngineCore(
+        Scheduler(limits, KVCache(built.scheduler.kv.layout, blocks)), built.runner, steps_ahead=steps_ahead
+    )
+
+
+def ask(place: int, **params: object) -> Request:
+    """Prompts longer than a step, prompts with shared beginnings, greedy and sampled."""
+    prompt = [*range(300, 300 + 37 * (place % 3)), place + 10]
+    chosen = {"max_tokens": 30 + place, "temperature": place % 2, "top_k": 10, "seed": place} | params
+    return Request(request_id=str(place), prompt_token_ids=prompt, params=SamplingParams(**chosen))  # type: ignore[arg-type]
+
+
+def run(core: EngineCore, requests: list[Request], abort_after: dict[str, int]) -> Answers:
+    """`abort_after`: tokens a request may give before it is aborted; what comes later must not come."""
+    answers: Answers = {request.request_id: ([], None) for request in requests}
+    late = list(requests)
+    aborted: set[str] = set()
+    steps = 0
+    while late or core.has_work:
+        if late and steps % 3 == 0:
+            core.add(late.pop(0))
+        for output in core.step():
+            assert output.request_id not in aborted
+            assert output.failure is None
+            tokens, _ = answers[output.request_id]
+            tokens.extend(output.token_ids)
+            answers[output.request_id] = (tokens, output.finish_reason)
+            if len(tokens) == abort_after.get(output.request_id):
+                core.abort(output.request_id)
+                aborted.add(output.request_id)
+        core.scheduler.check_invariants()
+        steps += 1
+    assert core.scheduler.steps_in_flight == 0
+    assert core.stats().blocks_used == 0
+    return answers
+
+
+@pytest.mark.parametrize("blocks", [120, 14], ids=["room for all", "preemptions"])
+def test_tokens_are_those_of_the_plain_loop(built, blocks) -> None:
+    requests = [ask(place) for place in range(12)]
+    abort_after = {"3": 1, "5": 7, "8": 20}
+    plain = run(core_with(built, 0, blocks), requests, abort_after)
+    assert all(
+        len(tokens) == abort_after.get(name, 30 + int(name)) and (reason is None) == (name in abort_after)
+        for name, (tokens, reason) in plain.items()
+    )
+    ahead = core_with(built, 1, blocks)
+    assert run(ahead, requests, abort_after) == plain
+    assert (ahead.stats().preemptions_total > 0) == (blocks == 14)
+
+    # Now each ends at a token of its own in the middle: when it is seen, the next step is already planned.
+    def stopping(place: int) -> Request:
+        token = plain[str(place)][0][5]
+        if place % 3 == 0:
+            return msgspec.structs.replace(ask(place), eos_token_ids=(token,))
+        return ask(place, stop_token_ids=[token], min_tokens=place % 4)
+
+    def stopped_late(name: str) -> bool:
+        return int(name) % 3 != 0 and int(name) % 4 != 0
+
+    stopped = [stopping(place) for place in range(12) if str(place) not in abort_after]
+    expected = run(core_with(built, 0, blocks), stopped, {})
+    for name, (_, reason) in expected.items():
+        # min_tokens keeps the token away where it would have come, and it may never come again.
+        assert reason is FinishReason.STOP or stopped_late(name)
+    assert run(core_with(built, 1, blocks), stopped, {}) == expected
