@@ -196,9 +196,9 @@ def _sentencepiece(metadata: Mapping[str, Any], tokens: Sequence[str], unk_token
         merges = _merges_by_score(vocabulary, tokens, scores)
     backend = Tokenizer(BPE(vocab=vocabulary, merges=merges, unk_token=unk_token, fuse_unk=True, byte_fallback=True))
     add_space = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
-    # A text that begins with a space gets another one: Metaspace would spare it, the format's own tools do not.
-    spelling: list[Any] = [normalizers.Prepend("▁")] if add_space else []
-    backend.normalizer = normalizers.Sequence([*spelling, normalizers.Replace(" ", "▁")])
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(
+        replacement="▁", prepend_scheme="first" if add_space else "never", split=False
+    )
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     if add_space:
         steps.append(decoders.Strip(content=" ", left=1))

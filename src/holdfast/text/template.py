@@ -1,6 +1,6 @@
 """Chat templates: messages rendered to prompt text by the model's own Jinja template, in a sandbox with limits.
 
-Owns equality with transformers' rendering and the bounds on what a template may do. Knows no tokens and no models.
+Owns equality with transformers' rendering; what a template may cost is `sandbox`'s. Knows no tokens and no models.
 
 Codes: HF301 the template refused or failed, HF302 it tried to leave the sandbox or its limits, HF303 there is none.
 """
@@ -19,20 +19,16 @@ from jinja2 import nodes
 from jinja2.exceptions import SecurityError, TemplateError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-from jinja2.utils import Namespace
 
 from holdfast.errors import ConfigurationError, RequestError
+from holdfast.text import sandbox
 from holdfast.text.messages import join_text_parts, plain
+from holdfast.units import shorten
 
 TEMPLATE_REFUSED, TEMPLATE_UNSAFE, TEMPLATE_MISSING = "HF301", "HF302", "HF303"
 
-MAX_TEMPLATE_CHARS = 1_000_000
-MAX_PROMPT_CHARS = 64_000_000
-"""Far above any context window; below what would hurt the process."""
-MAX_REPEATED = 1_000_000
-"""Characters or items one `*` in a template may make."""
-MAX_NUMBER_BITS = 4096
+MAX_TEMPLATE_CHARS = 200_000
+"""The longest known has a fifth of it, and compiling takes time that grows with it."""
 MAX_LOOP_TURNS = 100_000
 """Numbers all `range()` calls of one rendering may give out together."""
 
@@ -56,7 +52,7 @@ class ChatTemplate:
         self.source = source
         try:
             self._compiled = _ENVIRONMENT.from_string(source)
-        except (TemplateError, RecursionError) as problem:
+        except Exception as problem:  # what Jinja parses may still be too much for Python's own compiler
             raise _refused(problem) from problem
         self._takes_parts = self._probe_parts()
 
@@ -102,11 +98,12 @@ class ChatTemplate:
         chunks: list[str] = []
         length = 0
         try:
-            for chunk in self._compiled.generate(**context, range=_bounded_range()):
-                length += len(chunk)
-                if length > MAX_PROMPT_CHARS:
-                    raise SecurityError(f"the prompt grew beyond {MAX_PROMPT_CHARS} characters")
-                chunks.append(chunk)
+            with sandbox.rendering():
+                for chunk in self._compiled.generate(**context, range=_bounded_range()):
+                    length += len(chunk)
+                    if length > sandbox.MAX_VALUE_CHARS:
+                        raise SecurityError(f"the prompt grew beyond {sandbox.MAX_VALUE_CHARS} characters")
+                    chunks.append(chunk)
         except SecurityError as problem:
             raise RequestError(
                 f"the chat template was stopped: {problem}",
@@ -160,7 +157,7 @@ def missing_template() -> RequestError:
 
 
 def _refused(problem: BaseException) -> RequestError:
-    words = str(problem) or type(problem).__name__
+    words = shorten(str(problem) or type(problem).__name__, 500)
     return RequestError(f"the chat template refused: {words}", code=TEMPLATE_REFUSED, field="messages")
 
 
@@ -210,41 +207,6 @@ class _GenerationTag(Extension):
         return nodes.Scope(body, lineno=line)
 
 
-class _GuardedNamespace(Namespace):
-    """Refuses names that begin with an underscore, through which a template could reach Python's internals."""
-
-    def __init__(self, *arguments: Any, **values: Any) -> None:
-        given = dict(*arguments, **values)
-        for name in given:
-            _refuse_private(name)
-        super().__init__(given)
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        _refuse_private(name)
-        super().__setitem__(name, value)
-
-
-def _refuse_private(name: object) -> None:
-    if isinstance(name, str) and name.startswith("_"):
-        raise SecurityError(f"{name!r} is not a name a namespace may hold")
-
-
-class _Sandbox(ImmutableSandboxedEnvironment):
-    intercepted_binops = frozenset({"*", "**"})
-
-    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        if operator == "**":
-            digits = left.bit_length() if isinstance(left, int) else 1
-            if not isinstance(right, int | float) or abs(right) * digits > MAX_NUMBER_BITS:
-                raise SecurityError(f"a power beyond {MAX_NUMBER_BITS} bits")
-        else:
-            for value, times in ((left, right), (right, left)):
-                repeats = isinstance(value, str | list | tuple) and isinstance(times, int)
-                if repeats and len(value) * times > MAX_REPEATED:
-                    raise SecurityError(f"a repetition beyond {MAX_REPEATED} items")
-        return super().call_binop(context, operator, left, right)
-
-
 def _bounded_range() -> Callable[..., range]:
     left = MAX_LOOP_TURNS
 
@@ -260,11 +222,14 @@ def _bounded_range() -> Callable[..., range]:
     return bounded
 
 
-def _raise_exception(message: str) -> None:
-    raise TemplateError(message)
+def _raise_exception(message: object) -> None:
+    # Not every object may be written out: a nested list can be short and its text endless.
+    raise TemplateError(message if isinstance(message, str) else f"<{type(message).__name__}>")
 
 
 def _strftime_now(format: str) -> str:
+    if len(format) > 100:
+        raise SecurityError("a format of a date beyond 100 characters")
     return datetime.now().strftime(format)
 
 
@@ -276,15 +241,24 @@ def _to_json(
     sort_keys: bool = False,
 ) -> str:
     """Jinja's own filter escapes for HTML, which models were not trained on."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    encoder = json.JSONEncoder(ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    if indent is None:
+        return encoder.encode(value)
+    chunks: list[str] = []
+    length = 0
+    for chunk in encoder.iterencode(value):
+        length += len(chunk)
+        if length > sandbox.MAX_VALUE_CHARS:
+            raise SecurityError("a value whose JSON is endless")
+        chunks.append(chunk)
+    return "".join(chunks)
 
 
 def _make_environment() -> jinja2.Environment:
-    environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols])
-    environment.filters["tojson"] = _to_json
+    environment = sandbox.Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols])
+    environment.add_filter("tojson", _to_json)
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now
-    environment.globals["namespace"] = _GuardedNamespace
     return environment
 
 

@@ -79,8 +79,91 @@ def test_the_sandbox_holds(source: str) -> None:
     assert caught.value.code == "HF302"
 
 
+DOUBLED = "{% set ns = namespace(x='aaaaaaaaaaaaaaaa') %}{% for i in range(40) %}{% set ns.x = GROWN %}{% endfor %}"
+NESTED = "{% set ns = namespace(x=[1], y=[1], t=(1,)) %}{% for i in range(60) %}GROWN{% endfor %}"
+NEST = "{% set ns.x = [ns.x, ns.x] %}{% set ns.y = [ns.y, ns.y] %}"
+
+
+@pytest.mark.parametrize("source", [
+    "{{ ('a'.ljust(400000000)) | length }}",
+    "{{ 'a'.zfill(width) }}".replace("width", "4" * 9),
+    "{{ ('%400000000d' % 1) | length }}",
+    "{{ ('%*d' % (400000000, 1)) | length }}",
+    "{{ ('%(a(b))400000000d' % {'a(b)': 1}) | length }}",
+    "{{ '%400000000d' | format(1) | length }}",
+    "{{ '{:400000000}'.format(1) | length }}",
+    "{{ '{:{w}}'.format(1, w='400000000') | length }}",
+    "{{ '{a:400000000}'.format_map({'a': 1}) | length }}",
+    "{{ 'a' | center(400000000) | length }}",
+    "{{ ('a\n' * 100000) | indent(100000) | length }}",
+    "{{ ('a\n' * 100000) | indent('x' * 100000) | length }}",
+    "{{ ('\t' * 100000).expandtabs(100000) | length }}",
+    "{{ ('a' * 100000).replace('a', 'b' * 100000) | length }}",
+    "{{ ('a' * 100000) | replace('a', 'b' * 100000) | length }}",
+    "{{ ('b' * 100000).join('a' * 100000) | length }}",
+    "{{ ('a' * 100000) | join('b' * 100000) | length }}",
+    "{{ ('a' * 100000) | map('upper') | join('b' * 100000) | length }}",
+    "{{ ('a' * 100000).translate({97: 'b' * 100000}) | length }}",
+    "{{ ('%(k)s' * 100000) % {'k': 'a' * 100000} }}",
+    "{{ ('{0}' * 100000).format('a' * 100000) }}",
+    "{{ [1] | batch(400000000, 0) | list | length }}",
+    "{{ 'a' | map('center', 400000000) | list | length }}",
+    "{{ (1).to_bytes(400000000, 'big') | length }}",
+    "{{ ('a' * 100000).encode('punycode') }}",
+    DOUBLED.replace("GROWN", "ns.x ~ ns.x"),
+    DOUBLED.replace("GROWN", "ns.x + ns.x"),
+    DOUBLED.replace("GROWN", "ns.x | replace('a', 'aa')"),
+    DOUBLED.replace("GROWN", "'{0}{0}'.format(ns.x)"),
+    DOUBLED.replace("GROWN", "'%s%s' % (ns.x, ns.x)"),
+    DOUBLED.replace("GROWN", "[ns.x, ns.x] | join"),
+    DOUBLED.replace("{% set ns.x = GROWN %}", "{% set y %}{{ ns.x }}{{ ns.x }}{% endset %}{% set ns.x = y %}"),
+    NESTED.replace("GROWN", NEST) + "{{ ns.x }}",
+    NESTED.replace("GROWN", NEST) + "{{ ns.x | string | length }}",
+    NESTED.replace("GROWN", NEST) + "{{ ns.x | tojson | length }}",
+    NESTED.replace("GROWN", NEST) + "{{ (ns.x ~ 'a') | length }}",
+    NESTED.replace("GROWN", NEST) + "{{ ns.x == ns.y }}",
+    NESTED.replace("GROWN", NEST) + "{{ ns.x is eq ns.y }}",
+    NESTED.replace("GROWN", NEST) + "{{ ns.x in [ns.y] }}",
+    NESTED.replace("GROWN", NEST) + "{{ [ns.y].index(ns.x) }}",
+    NESTED.replace("GROWN", "{% set ns.t = (ns.t, ns.t) %}") + "{{ {ns.t: 1} }}",
+    "{% set ns = namespace(x=3) %}{% for i in range(40) %}{% set ns.x = ns.x * ns.x %}{% endfor %}",
+    "{% set s = 'a' * 100000 %}{% for a in s %}{% for b in s %}{% endfor %}{% endfor %}",
+    "{% set s = 'a' * 100000 %}{% for a in s %}{% for b in s if false %}{% endfor %}{% endfor %}",
+    "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
+    "{% set l = [1] * 1000 %}{% for a in l recursive %}{{ loop(l) if loop.depth < 9 }}{% endfor %}",
+    "{% set y %}{% for i in range(90000) %}{{ 'a' * 100000 }}{% endfor %}{% endset %}",
+    "{{ [[1] * 1000] * 1000 | sum(start=[]) }}{{ ([[1]] * 100000) | sum(start=[]) | length }}",
+])  # fmt: skip
+def test_growth_and_work_are_bounded(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of these took gigabytes or would never have ended, in the probe at compile time already."""
+    monkeypatch.setattr("holdfast.text.sandbox.MAX_STEPS", 20_000)
+    monkeypatch.setattr("holdfast.text.sandbox.MAX_ITEMS", 200_000)
+    with pytest.raises(RequestError) as caught:
+        render(source)
+    assert caught.value.code == "HF302", caught.value
+
+
+def test_filters_for_web_pages_are_not_there() -> None:
+    for name in ("urlize", "xmlattr", "wordwrap", "pprint", "striptags"):
+        with pytest.raises(RequestError, match=name):
+            render("{{ 'a' | " + name + " }}")
+
+
+def test_what_templates_really_do_is_as_before() -> None:
+    source = (
+        "{% set ns = namespace(seen=false, out=[]) %}{% for m in messages if m.role != 'system' %}"
+        "{{ loop.index }}/{{ loop.length }}{{ '|' if loop.last }}{% set ns.out = ns.out + [m.content] %}{% endfor %}"
+        "{{ ns.out | join(', ') }} {{ '%s-%03d' % ('a', 7) }} {{ '{:>4}'.format('x') }} {{ 'a' ~ 1 ~ none }}"
+        " {{ messages[-1].content.split('i')[0].replace('h', 'H').strip() }} {{ [1, 2] == [1, 2] }} {{ {'a': (1, 2)} }}"
+        " {{ {'b': [1]} | tojson(indent=2) }} {{ 'x' * 3 }} {{ messages | map(attribute='role') | list }}"
+        " {{ ['b', 'a'] | sort | first }} {{ 7 % 4 }} {{ 2 ** 5 }} {{ 'a' in 'cat' }} {{ 1 if 'role' in messages[0] }}"
+    )
+    expected = "1/1|hi a-007    x a1None H True {'a': (1, 2)} {\n  \"b\": [\n    1\n  ]\n} xxx ['user'] a 3 32 True 1"
+    assert render(source) == expected
+
+
 def test_output_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("holdfast.text.template.MAX_PROMPT_CHARS", 1000)
+    monkeypatch.setattr("holdfast.text.sandbox.MAX_VALUE_CHARS", 1000)
     with pytest.raises(RequestError, match="1000 characters"):
         render("{% for i in range(200) %}{{ 'xxxxxxxxxx' }}{% endfor %}")
 
@@ -162,3 +245,9 @@ def test_depth_is_bounded() -> None:
         render(PLAIN, [{"role": "user", "content": "hi", "x": deep}])
     with pytest.raises(RequestError, match="deep"):
         render(PLAIN, tools=[{"a": deep}])
+
+
+def test_time_is_bounded_by_the_threads_own_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("holdfast.text.sandbox.MAX_CPU_S", 0.0)
+    with pytest.raises(RequestError, match="0 s in one rendering"):
+        render("{% for i in range(100) %}{{ i }}{% endfor %}")
