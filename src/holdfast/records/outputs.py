@@ -72,7 +72,7 @@ class EngineOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     cached_tokens: int = 0
     """Of the prompt, how many were found in the prefix cache at first admission."""
     timing: RequestTiming | None = None
-    """With the last output."""
+    """With the first token, and with the last output."""
     failure: Failure | None = None
 
 
@@ -84,7 +84,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     blocks_total: int = 0
     blocks_used: int = 0
     step_tokens: int = 0
-    """Tokens computed in the last step."""
+    """Tokens of the step this snapshot follows; 0 when there was none."""
     steps_total: int = 0
     preemptions_total: int = 0
     prefix_queries_total: int = 0
