@@ -6,6 +6,9 @@ The process dies, and one of those aboard may be the cause:
     2nd in a row    those who were aboard both times and got nothing are suspects: one at a time is handed over, and
                     the next when the first has got a token. All others wait ashore
     3rd in a row    the suspect on trial is the cause and is ended; the others go on
+
+Whoever was aboard at six deaths in all is ended too, tokens or not: a request may kill the engine at its thousandth
+token, again and again.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 DEATHS_TO_SUSPECT = 2
+DEATHS_IN_ALL = 6
 
 
 class Passengers:
@@ -21,6 +25,7 @@ class Passengers:
         self._aboard: dict[str, None] = {}
         self._deaths: dict[str, int] = {}
         """Of requests that have got nothing since: how many engines died with them aboard."""
+        self._deaths_in_all: dict[str, int] = {}
 
     @property
     def suspects(self) -> list[str]:
@@ -36,6 +41,7 @@ class Passengers:
             self._ashore.pop(name, None)
             self._aboard.pop(name, None)
             self._deaths.pop(name, None)
+            self._deaths_in_all.pop(name, None)
 
     def clear(self, name: str) -> None:
         """It got something from the engine."""
@@ -60,6 +66,9 @@ class Passengers:
         guilty = [name for name in self.suspects if name in self._aboard]
         for name in self._aboard:
             self._deaths[name] = self._deaths.get(name, 0) + 1
+            self._deaths_in_all[name] = self._deaths_in_all.get(name, 0) + 1
+            if self._deaths_in_all[name] >= DEATHS_IN_ALL and name not in guilty:
+                guilty.append(name)
         # In the order in which they came: those aboard came before those who wait.
         self._ashore = {**self._aboard, **self._ashore}
         self._aboard = {}

@@ -84,3 +84,16 @@ def test_poison_is_found_among_any_crowd_and_nobody_else_is_blamed(seed: int) ->
                 passengers.leave([name])
     assert blamed == poison
     assert all(left[name] == 0 for name in set(names) - poison)
+
+
+def test_who_was_aboard_at_six_deaths_is_ended_tokens_or_not() -> None:
+    passengers = Passengers()
+    passengers.enter(["deadly"])
+    for _ in range(5):
+        assert passengers.board() == ["deadly"]
+        passengers.clear("deadly")
+        assert passengers.disembark() == []
+        passengers.clear("deadly")
+    assert passengers.board() == ["deadly"]
+    assert passengers.disembark() == ["deadly"]
+    assert passengers.board() == []
