@@ -14,7 +14,8 @@ from holdfast.config.engine import REFUSED as ENGINE_REFUSED
 from holdfast.config.server import REFUSED as SERVER_REFUSED
 from holdfast.config.setting import flag_name
 from holdfast.config.sources import add_flags, gather, split
-from holdfast.errors import ConfigurationError
+from holdfast.errors import ConfigurationError, RequestError
+from holdfast.records import SamplingParams
 
 log = logging.getLogger("holdfast")
 
@@ -66,7 +67,16 @@ def sampling_defaults(generation_config: Mapping[str, Any] | None) -> dict[str, 
     if config.get("do_sample") is False:
         return {"temperature": 0.0}
     names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-    return {name: config[name] for name in names if config.get(name) is not None}
+    found = {name: config[name] for name in names if config.get(name) is not None}
+    try:
+        SamplingParams(**found)
+    except (RequestError, TypeError) as error:
+        raise ConfigurationError(
+            f"the model's generation_config.json cannot be used: {error}",
+            fix="--generation-config vllm leaves it out",
+            field="generation_config",
+        ) from error
+    return found
 
 
 def run(arguments: argparse.Namespace) -> int:

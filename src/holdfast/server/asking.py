@@ -181,6 +181,7 @@ def _check_places(answers: int, engine: Engine, settings: ServerSettings, field:
             fix="send fewer prompts in one request, or a smaller n",
             field=field,
         )
+    engine.check_room(answers)
 
 
 def _split_prompts(prompt: Any, context: int) -> tuple[list[str] | None, list[list[int]]]:

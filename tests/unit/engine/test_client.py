@@ -12,6 +12,7 @@ from holdfast import SamplingParams
 from holdfast.config import EngineConfig
 from holdfast.engine import client, messages
 from holdfast.engine.client import ProcessEngine
+from holdfast.engine.passengers import DEATHS_IN_ALL
 from holdfast.engine.startup import find_model
 from holdfast.errors import DoesNotFitError, EngineDiedError, EngineError, OverloadedError, RequestError
 from holdfast.records import EngineInfo, EngineOutput, EngineStats, FinishReason, RequestTiming
@@ -176,7 +177,7 @@ async def test_an_engine_that_dies_for_nothing_is_given_up(engine, harbour, idle
 
 async def test_deaths_with_output_between_them_end_nobody(engine, harbour) -> None:
     stream = await ask(engine, "a")
-    for count in range(1, 12):
+    for count in range(1, DEATHS_IN_ALL):
         await until(lambda count=count: len(harbour.children) == count and harbour.last.handed_over)
         harbour.last.tell(token("a", count))
         harbour.last.die()

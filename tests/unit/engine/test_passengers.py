@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from holdfast.engine.passengers import Passengers
+from holdfast.engine.passengers import DEATHS_IN_ALL, Passengers
 
 
 def test_all_are_handed_over_once() -> None:
@@ -21,7 +21,7 @@ def test_all_are_handed_over_once() -> None:
 def test_deaths_with_signs_of_life_between_them_suspect_nobody() -> None:
     passengers = Passengers()
     passengers.enter(["a", "b"])
-    for _ in range(10):
+    for _ in range(DEATHS_IN_ALL - 1):
         assert passengers.board() == ["a", "b"]
         for name in "ab":
             passengers.clear(name)
