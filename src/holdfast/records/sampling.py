@@ -16,6 +16,7 @@ GREEDY_BELOW = 1e-5
 MAX_LOGPROBS = 20
 MAX_STOPS = 64
 MAX_STOP_CHARS = 1024
+MAX_BIASES = 1024
 
 NOT_YET = (
     "prompt_logprobs",
@@ -90,14 +91,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         return msgspec.structs.replace(self, **changes)
 
     def _refuse_unsupported(self) -> None:
-        for name in (
-            "prompt_logprobs",
-            "allowed_token_ids",
-            "bad_words",
-            "structured_outputs",
-            "guided_decoding",
-            "logits_processors",
-        ):
+        for name in NOT_YET:
             if getattr(self, name) not in (None, [], {}):
                 raise UnsupportedOptionError(f"{name} is not supported", fix=f"leave {name} out", field=name)
         if not self.spaces_between_special_tokens:
@@ -137,6 +131,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             f"strings of 1 to {MAX_STOP_CHARS} characters",
         )
         need(self.detokenize or not self.stop_strings, "stop", "empty when detokenize is off: stop strings need text")
+        need(len(self.logit_bias or {}) <= MAX_BIASES, "logit_bias", f"at most {MAX_BIASES} entries")
         need(
             all(-100 <= bias <= 100 for bias in (self.logit_bias or {}).values()),
             "logit_bias",
