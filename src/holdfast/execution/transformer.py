@@ -61,14 +61,19 @@ class Transformer:
         self.weights.embed.select(batch.tokens, step.stream)
         if self._fused is not None:
             self._fused.begin(step, kv)
-        for index, layer in enumerate(self.weights.layers[:layers]):
+        # A prompt's chunk: of the last layer, only sampling rows need more than their keys and values.
+        cut = layers is None and len(batch.sampling_tokens) < batch.token_count
+        for index, layer in enumerate(self.weights.layers[:-1] if cut else self.weights.layers[:layers]):
             group, place = self._places[index]
             if self._fused is not None:
                 self._fused.run(index, place, batch.token_rows[group], batch.attention_plans[group])
             else:
                 self._attend(layer, step, batch, kv, group, place)
-                self._feed_forward(layer, step)
+                layer.o.add(step.attended, step.stream)
+                self._feed_forward(layer, step.stream, step)
         sampling = step.stream.index_select(0, batch.sampling_tokens)
+        if cut:
+            self._finish(self.weights.layers[-1], sampling, step, batch, kv)
         normed = torch.empty_like(sampling)
         self.ops.rms_norm(sampling, self.weights.final_norm, self.spec.norm_eps, normed)
         return normed
@@ -109,12 +114,21 @@ class Transformer:
         layer.qkv.write(step.normed, step.qkv)
         heads = step.heads
         self.ops.rotate_and_store(heads, step.cos, step.sin, kv, place, batch.token_rows[group])
-        plan = batch.attention_plans[group]
-        self.attention.run(heads.query, heads.key, heads.value, kv, place, plan, step.attended_heads)
-        layer.o.add(step.attended, step.stream)
+        if len(batch.sampling_tokens) or layer is not self.weights.layers[-1]:
+            plan = batch.attention_plans[group]
+            self.attention.run(heads.query, heads.key, heads.value, kv, place, plan, step.attended_heads)
 
-    def _feed_forward(self, layer: LayerWeights, step: StepBuffers) -> None:
-        for part in torch.split(step.stream, MLP_TILE):
+    def _finish(
+        self, layer: LayerWeights, sampling: torch.Tensor, step: StepBuffers, batch: StepBatch, kv: KVStore
+    ) -> None:
+        """The last layer: all tokens leave their keys and values, the rest is added to the sampling rows alone."""
+        self._attend(layer, step, batch, kv, *self._places[len(self.weights.layers) - 1])
+        if len(sampling):
+            layer.o.add(step.attended.index_select(0, batch.sampling_tokens), sampling)
+            self._feed_forward(layer, sampling, step)
+
+    def _feed_forward(self, layer: LayerWeights, stream: torch.Tensor, step: StepBuffers) -> None:
+        for part in torch.split(stream, MLP_TILE):
             normed, gate_up, inner = (buffer[: len(part)] for buffer in (step.normed, step.gate_up, step.inner))
             self.ops.rms_norm(part, layer.mlp_norm, self.spec.norm_eps, normed)
             layer.gate_up.write(normed, gate_up)
