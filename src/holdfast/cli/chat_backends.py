@@ -157,10 +157,11 @@ def _said_plainly(url: str) -> Iterator[None]:
 class LocalBackend:
     """Any engine; closing it stops the engine."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, defaults: Mapping[str, Any] | None = None) -> None:
         if engine.tokenizer is None:
             raise RequestError("a chat needs a tokenizer", fix="leave skip_tokenizer_init out")
         self._engine = engine
+        self._defaults = dict(defaults or {})
         self._tokenizer = engine.tokenizer
         self._numbers = itertools.count(1)
 
@@ -170,7 +171,7 @@ class LocalBackend:
 
     async def stream(self, messages: Messages, options: Mapping[str, Any]) -> AsyncGenerator[str, None]:
         prompt = self._tokenizer.apply_chat_template(messages, add_generation_prompt=True)
-        params = SamplingParams(**{"max_tokens": None, **options})
+        params = SamplingParams(**{"max_tokens": None, **self._defaults, **options})
         deltas = await self._engine.generate(prompt, params, request_id=f"chat-{next(self._numbers)}")
         try:
             async for delta in deltas:
@@ -189,13 +190,13 @@ async def open_local(config: EngineConfig) -> LocalBackend:
     """Finds, loads and starts the model in an engine process of its own."""
     from holdfast.engine.client import ProcessEngine
     from holdfast.engine.progress import LoadProgress
-    from holdfast.engine.startup import find_model, open_tokenizer
+    from holdfast.engine.startup import find_model, open_tokenizer, sampling_defaults
 
     model = find_model(config)
     engine = ProcessEngine(config, model, open_tokenizer(config, model), on_progress=LoadProgress())
     try:
         await engine.start()
-        return LocalBackend(engine)
+        return LocalBackend(engine, sampling_defaults(model.files.generation_config))
     except BaseException:
         # Also when Ctrl-C ends the waiting: the process must not stay behind.
         await engine.stop()

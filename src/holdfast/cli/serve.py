@@ -5,17 +5,14 @@ from __future__ import annotations
 import argparse
 import logging
 import sys
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from holdfast.config import EngineConfig, ServerConfig
 from holdfast.config.engine import REFUSED as ENGINE_REFUSED
 from holdfast.config.server import REFUSED as SERVER_REFUSED
 from holdfast.config.setting import flag_name
 from holdfast.config.sources import add_flags, gather, split
-from holdfast.errors import ConfigurationError, RequestError
-from holdfast.records import SamplingParams
+from holdfast.errors import ConfigurationError
 
 log = logging.getLogger("holdfast")
 
@@ -32,7 +29,7 @@ EXAMPLES = """examples:
   holdfast serve model-q4_1.gguf --port 9000            a GGUF file
   holdfast serve owner/name --api-key secret            a hub id (HF_TOKEN, HF_HOME and HF_ENDPOINT are honoured)
 
-exit codes: 0 stopped in order, 1 failed, 2 a setting cannot be honoured
+exit codes: 0 stopped in order, 1 failed, 2 a setting cannot be honoured, 130 or 143 left at a second signal
 """
 
 
@@ -61,29 +58,11 @@ def read_settings(arguments: argparse.Namespace) -> tuple[EngineConfig, ServerCo
     return split(values, (EngineConfig, ENGINE_REFUSED), (ServerConfig, SERVER_REFUSED))
 
 
-def sampling_defaults(generation_config: Mapping[str, Any] | None) -> dict[str, Any]:
-    """What a model's own generation_config.json says of sampling, under our names."""
-    config = generation_config or {}
-    if config.get("do_sample") is False:
-        return {"temperature": 0.0}
-    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-    found = {name: config[name] for name in names if config.get(name) is not None}
-    try:
-        SamplingParams(**found)
-    except (RequestError, TypeError) as error:
-        raise ConfigurationError(
-            f"the model's generation_config.json cannot be used: {error}",
-            fix="--generation-config vllm leaves it out",
-            field="generation_config",
-        ) from error
-    return found
-
-
 def run(arguments: argparse.Namespace) -> int:
     import holdfast
     from holdfast.engine.client import ProcessEngine
     from holdfast.engine.progress import LoadProgress
-    from holdfast.engine.startup import find_model, open_tokenizer
+    from holdfast.engine.startup import find_model, open_tokenizer, sampling_defaults
     from holdfast.observability.logs import ThroughputLog, json_lines, ready_lines, set_up_logging
     from holdfast.server.app import create_app
     from holdfast.server.run import bind
@@ -100,7 +79,7 @@ def run(arguments: argparse.Namespace) -> int:
     engine = ProcessEngine(engine_config, model, tokenizer, on_progress=LoadProgress())
     defaults = sampling_defaults(model.files.generation_config) if server_config.generation_config == "auto" else {}
     if defaults:
-        log.info("sampling defaults of the model's generation_config.json: %s", defaults)
+        log.info("sampling where a request says nothing: %s, as the model's makers advise", defaults)
     settings = ServerSettings(
         served_model_names=server_config.served_model_name or (model.files.name,),
         api_key=server_config.api_key,

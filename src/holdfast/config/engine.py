@@ -82,7 +82,10 @@ class EngineConfig:
         0.9, "share of the device's memory to use; on a CPU, of the RAM that is free at start", number(0.01, 1.0)
     )
     kv_cache_memory_bytes: int | None = setting(
-        None, "size of the KV pool, such as 4GiB; left out: decided from what is free", optional(size), metavar="SIZE"
+        None,
+        "size of the KV pool, such as 4GiB; left out: 4 GiB, or what is free",
+        optional(size),
+        metavar="SIZE",
     )
     block_size: int = setting(16, "tokens in one KV block", whole(1, 256))
     enable_prefix_caching: bool = setting(True, "reuse the KV of prompts that begin alike", flag)
@@ -118,7 +121,10 @@ class EngineConfig:
                 field="enable_chunked_prefill",
             )
         if self.device == "cuda":
-            raise ConfigurationError("device cuda is not supported yet", fix="use device=cpu", field="device")
+            raise ConfigurationError(
+                "CUDA devices are not supported yet", code="HF120", needed="device cpu", found="cuda",
+                fix="--device cpu", field="device",
+            )  # fmt: skip
 
     @staticmethod
     def from_arguments(**arguments: Any) -> EngineConfig:

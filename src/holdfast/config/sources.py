@@ -18,6 +18,15 @@ from holdfast.errors import ConfigurationError
 
 T = TypeVar("T")
 
+OTHER_VARIABLES = (
+    "HOLDFAST_CACHE",
+    "HOLDFAST_NATIVE",
+    "HOLDFAST_FAULT_",
+    "HOLDFAST_SOAK_",
+    "HOLDFAST_OPERATIONS",
+)
+"""Beginnings of variables that mean something and are no settings of a server."""
+
 
 def add_flags(parser: argparse.ArgumentParser, kind: type, *, title: str, skip: Iterable[str] = ()) -> None:
     """Values stay text here; the setting's own parser reads them, wherever they come from."""
@@ -56,6 +65,11 @@ def gather(
     environment = os.environ if environment is None else environment
     names = [field.name for kind in kinds for field in dataclasses.fields(kind)]
     values: dict[str, Any] = {} if file is None else _read_file(file)
+    for variable in environment:
+        if variable.startswith("HOLDFAST_") and not variable.startswith(OTHER_VARIABLES):
+            name = variable.removeprefix("HOLDFAST_").lower()
+            if name not in names:
+                raise unknown_name(name, names, environment_name)
     for name in names:
         if environment_name(name) in environment:
             values[name] = environment[environment_name(name)]

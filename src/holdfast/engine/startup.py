@@ -6,18 +6,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from holdfast.checkpoints import ModelFiles, extra_tensors, locate, match, open_checkpoint, spec_of
 from holdfast.config import EngineConfig
-from holdfast.errors import ConfigurationError
+from holdfast.errors import ConfigurationError, RequestError
 from holdfast.hardware import memory, processor
 from holdfast.kvcache import KVCache
 from holdfast.models import ModelSpec
 from holdfast.planner import Plan, make_plan, settle_pool
-from holdfast.records import EngineInfo
+from holdfast.records import EngineInfo, SamplingParams
 from holdfast.scheduler import Scheduler, SchedulerLimits
 from holdfast.text import Tokenizer, check_text, load_template
 
@@ -66,6 +66,24 @@ def open_tokenizer(config: EngineConfig, model: FoundModel) -> Tokenizer | None:
     for warning in check_text(model.spec, tokenizer, model.files):
         log.warning("%s", warning)
     return tokenizer
+
+
+def sampling_defaults(generation_config: Mapping[str, Any] | None) -> dict[str, Any]:
+    """What a model's own generation_config.json says of sampling, under our names."""
+    config = generation_config or {}
+    if config.get("do_sample") is False:
+        return {"temperature": 0.0}
+    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+    found = {name: config[name] for name in names if config.get(name) is not None}
+    try:
+        SamplingParams(**found)
+    except (RequestError, TypeError) as error:
+        raise ConfigurationError(
+            f"the model's generation_config.json cannot be used: {error}",
+            fix="--generation-config vllm leaves it out",
+            field="generation_config",
+        ) from error
+    return found
 
 
 def build_core(config: EngineConfig, model: FoundModel, progress: Progress) -> tuple[EngineCore, EngineInfo]:

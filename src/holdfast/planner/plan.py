@@ -206,7 +206,7 @@ def _blocks(
                 fix=f"--kv-cache-memory-bytes {max(0, room) // page * page}",
                 field="kv_cache_memory_bytes",
             )
-        pool, reason, source = config.kv_cache_memory_bytes, "set", "set"
+        pool, reason, source = config.kv_cache_memory_bytes, "asked for", "set"
     else:
         one_sequence = 1 + layout.peak_blocks(limits.max_model_len, limits.max_num_batched_tokens)
         pool = min(room, max(DEFAULT_KV_BYTES, one_sequence * page))
@@ -230,7 +230,9 @@ def _blocks(
             fix="free memory, raise --gpu-memory-utilization, lower --max-num-seqs, or --expand-weights never",
         )
     blocks = pool // page
-    decisions.append(Decision("kv_pool", f"{format_bytes(blocks * page)} ({blocks:,} blocks)", reason, source))
+    decisions.append(
+        Decision("kv_pool", f"{format_bytes(blocks * page)} ({blocks - 1:,} blocks and the null page)", reason, source)
+    )
     return blocks
 
 

@@ -5,6 +5,7 @@ Pure ASGI around the whole application, so that also what never reaches an endpo
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import re
 import time
@@ -18,7 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from holdfast.engine.interface import Engine
 from holdfast.errors import DrainingError, EngineDiedError
-from holdfast.server.failures import UNAUTHORIZED, UNAVAILABLE, HttpFailure, failure_response
+from holdfast.server.failures import UNAUTHORIZED, UNAVAILABLE, HttpFailure, describe, failure_response
 from holdfast.server.settings import AccessLog, ServerSettings
 
 CLIENT_GONE = 499
@@ -48,7 +49,7 @@ class Record:
     finish_reason: str | None = None
     ttft_s: float | None = None
     error_code: str | None = None
-    """Of an error in the middle of a stream, whose status was already sent."""
+    """Why it was refused, or what ended a stream whose status was already sent."""
 
 
 class Door:
@@ -76,10 +77,14 @@ class Door:
         try:
             self._check(scope["path"], headers)
             await self._app(scope, receive, note)
+        except asyncio.CancelledError:
+            # The server leaves at once and cancels what runs. Nobody is told more by a traceback.
+            record.status = record.status or CLIENT_GONE
         except Exception as error:
             if record.started:
                 # uvicorn closes the connection, which is all that can still be said.
                 raise
+            record.error_code = describe(error)[1]["code"]
             await failure_response(error, self._settings.retry_after_s)(scope, receive, note)
         finally:
             if self._log is not None and scope["path"] not in PROBES:

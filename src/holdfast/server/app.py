@@ -20,7 +20,15 @@ from holdfast.records import EngineInfo
 from holdfast.server.access import Door
 from holdfast.server.answering import ChatShape, CompletionShape
 from holdfast.server.asking import read_chat, read_completion
-from holdfast.server.failures import NOT_ALLOWED, NOT_FOUND, UNAVAILABLE, HttpFailure, failure_response, json_response
+from holdfast.server.failures import (
+    NOT_ALLOWED,
+    NOT_FOUND,
+    UNAVAILABLE,
+    HttpFailure,
+    describe,
+    failure_response,
+    json_response,
+)
 from holdfast.server.generation import Generation
 from holdfast.server.settings import ServerSettings
 
@@ -48,7 +56,9 @@ def create_app(engine: Engine, settings: ServerSettings) -> Starlette:
     ]
 
     async def refuse(request: Request, error: Exception) -> Response:
-        return failure_response(_as_failure(error), settings.retry_after_s)
+        failure = _as_failure(error)
+        request.scope["holdfast.record"].error_code = describe(failure)[1]["code"]
+        return failure_response(failure, settings.retry_after_s)
 
     log = json_lines(settings.access_log) if isinstance(settings.access_log, Path) else settings.access_log
     app = Starlette(

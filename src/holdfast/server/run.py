@@ -191,7 +191,7 @@ class _Life:
 
     async def _drain(self, number: signal.Signals) -> int:
         log.info(
-            "%s: %d requests are running and get %.0f s to finish; again to leave at once",
+            "%s: requests running: %d; they get %.0f s to finish; again to leave at once",
             number.name,
             self._engine.unfinished,
             self._drain_timeout_s,
@@ -223,7 +223,7 @@ async def _first_of(*tasks: asyncio.Task[Any]) -> None:
 def _report(error: BaseException) -> int:
     """The reason on stderr without a traceback where we know it; the exit code says whose turn it is."""
     if isinstance(error, HoldfastError):
-        print(f"error: {error}", file=sys.stderr)
+        print(f"holdfast: {error}", file=sys.stderr)
         return EXIT_CONFIGURATION if isinstance(error, ConfigurationError) else EXIT_FAILED
     log.error("the engine could not start", exc_info=error)
     return EXIT_FAILED

@@ -235,9 +235,9 @@ def test_sigterm_while_loading_exits_0(launch_program):
         (
             'ConfigurationError("too big", fix="--max-model-len 1k")',
             2,
-            "error: too big [HF100]\n  fix:    --max-model-len",
+            "holdfast: too big [HF100]\n  fix:    --max-model-len",
         ),
-        ('ModelError("torn file")', 1, "error: torn file [HF200]"),
+        ('ModelError("torn file")', 1, "holdfast: torn file [HF200]"),
         ('RuntimeError("a bug")', 1, "RuntimeError: a bug"),
     ],
 )

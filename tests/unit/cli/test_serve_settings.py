@@ -6,6 +6,7 @@ import pytest
 
 from holdfast.cli import serve
 from holdfast.cli.main import main
+from holdfast.engine.startup import sampling_defaults
 from holdfast.errors import ConfigurationError
 
 
@@ -63,7 +64,7 @@ def test_unknown_words_name_the_nearest(capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_defaults_of_a_generation_config() -> None:
-    found = serve.sampling_defaults({"temperature": 0.6, "top_p": 0.9, "do_sample": True, "eos_token_id": 2})
+    found = sampling_defaults({"temperature": 0.6, "top_p": 0.9, "do_sample": True, "eos_token_id": 2})
     assert found == {"temperature": 0.6, "top_p": 0.9}
-    assert serve.sampling_defaults({"do_sample": False, "temperature": 0.6}) == {"temperature": 0.0}
-    assert serve.sampling_defaults(None) == {}
+    assert sampling_defaults({"do_sample": False, "temperature": 0.6}) == {"temperature": 0.0}
+    assert sampling_defaults(None) == {}

@@ -97,3 +97,9 @@ def test_unknown_name_in_a_file_is_an_error(tmp_path) -> None:
         parse(file=file)
     with pytest.raises(ConfigurationError, match="cannot be read"):
         parse(file=tmp_path / "nowhere.toml")
+
+
+def test_an_unknown_variable_is_an_error_that_names_the_nearest() -> None:
+    with pytest.raises(ConfigurationError, match="HOLDFAST_MAX_NUM_SEQS"):
+        parse(environment={"HOLDFAST_MAX_NUM_SEQ": "1"})
+    parse(environment={"HOLDFAST_CACHE": "/somewhere", "HOLDFAST_NATIVE": "0", "OTHER": "x"})
