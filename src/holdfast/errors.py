@@ -12,6 +12,7 @@ HoldfastError                     has a stable code, what was needed, what was t
 │   ├── ContextLengthError        prompt, or prompt plus output, beyond the context
 │   ├── UnsupportedOptionError    an option that is not there yet, named
 │   ├── UnknownModelError         the request names a model that is not served
+│   ├── UnknownParameterError     (TypeError) SamplingParams has no parameter of that name
 │   └── OverloadedError           the waiting queue is full; try again later
 └── EngineError                   the engine itself
     ├── EngineDiedError           its process ended while it held the request
@@ -107,6 +108,10 @@ class UnknownModelError(RequestError):
 
 class OverloadedError(RequestError):
     code = "HF340"
+
+
+class UnknownParameterError(RequestError, TypeError):
+    code = "HF350"
 
 
 class EngineError(HoldfastError):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import difflib
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
 
-from holdfast.errors import RequestError, UnsupportedOptionError
+from holdfast.errors import RequestError, UnknownParameterError, UnsupportedOptionError
 from holdfast.units import shorten
 
 GREEDY_BELOW = 1e-5
@@ -28,7 +30,15 @@ NOT_YET = (
 )
 
 
-class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class _Spelling(type(msgspec.Struct)):  # type: ignore[misc]
+    """A misspelt name never reaches the Struct, whose own TypeError could not say which name was meant."""
+
+    def __call__(cls, *positional: Any, **named: Any) -> Any:
+        _refuse_unknown(named)
+        return super().__call__(*positional, **named)
+
+
+class SamplingParams(msgspec.Struct, metaclass=_Spelling, frozen=True, kw_only=True, omit_defaults=True):
     n: int = 1
     """Answers to the same prompt."""
     presence_penalty: float = 0.0
@@ -88,6 +98,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         return tuple(self.stop_token_ids or ())
 
     def replace(self, **changes: Any) -> SamplingParams:
+        _refuse_unknown(changes)
         return msgspec.structs.replace(self, **changes)
 
     def _refuse_unsupported(self) -> None:
@@ -137,3 +148,15 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             "logit_bias",
             "biases from -100 to 100",
         )
+
+
+def _refuse_unknown(names: Iterable[str]) -> None:
+    known = SamplingParams.__struct_fields__
+    for name in names:
+        if name not in known:
+            shown, near = shorten(name), difflib.get_close_matches(name, known, n=1)
+            raise UnknownParameterError(
+                f"SamplingParams has no parameter {shown!r}",
+                fix=f"did you mean {near[0]}?" if near else "known: " + ", ".join(known),
+                field=shown,
+            )

@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from holdfast import SamplingParams
-from holdfast.errors import RequestError, UnsupportedOptionError
+from holdfast.errors import RequestError, UnknownParameterError, UnsupportedOptionError
 from holdfast.records import Request
 
 
@@ -62,3 +62,14 @@ def test_a_refusal_is_short_whatever_was_given(wrong):
     with pytest.raises(RequestError) as caught:
         SamplingParams(**wrong)
     assert len(str(caught.value)) < 500
+
+
+def test_a_misspelt_name_is_a_type_error_that_names_the_nearest() -> None:
+    with pytest.raises(TypeError, match="did you mean temperature") as caught:
+        SamplingParams(temprature=1)
+    assert isinstance(caught.value, UnknownParameterError)
+    assert caught.value.field == "temprature"
+    with pytest.raises(TypeError, match="did you mean max_tokens"):
+        SamplingParams().replace(max_token=3)
+    with pytest.raises(TypeError, match="known: n, "):
+        SamplingParams(zzz=3)
