@@ -3,6 +3,7 @@
 from holdfast.checkpoints.checkpoint import Checkpoint, extra_tensors, match, open_checkpoint, stored_name
 from holdfast.checkpoints.files import GGUFHeader, ModelFiles, StoredTensor
 from holdfast.checkpoints.layouts import ENGINE_LAYOUTS, LAYOUTS, Layout
+from holdfast.checkpoints.quantized import Packing, Part, stored_bytes, stored_parts
 from holdfast.checkpoints.source import DEFAULT_MODEL, from_path, locate, spec_of
 
 __all__ = [
@@ -13,6 +14,8 @@ __all__ = [
     "GGUFHeader",
     "Layout",
     "ModelFiles",
+    "Packing",
+    "Part",
     "StoredTensor",
     "extra_tensors",
     "from_path",
@@ -20,5 +23,7 @@ __all__ = [
     "match",
     "open_checkpoint",
     "spec_of",
+    "stored_bytes",
     "stored_name",
+    "stored_parts",
 ]

@@ -1,6 +1,7 @@
 """How numbers lie in a stored tensor: elements and bytes of one block. Decodes nothing.
 
-Every GGUF type is here, so that bytes can be counted; ENGINE_LAYOUTS are those the engine computes with.
+Every GGUF and safetensors type is here, so that bytes can be counted; ENGINE_LAYOUTS are those the engine
+computes with. Matrices that a quantizer spreads over several tensors are in quantized.py.
 """
 
 from __future__ import annotations
@@ -15,16 +16,19 @@ from holdfast.errors import CheckpointError
 class Layout:
     name: str
     block_elements: int
-    """A row is a whole number of blocks; 1 for plain numbers."""
+    """1 for plain numbers."""
     block_bytes: int
+    whole_rows: bool = True
+    """A row is a whole number of blocks; else only the tensor is, as with numbers smaller than a byte."""
 
     @property
     def quantized(self) -> bool:
-        return self.block_elements > 1
+        """A block has a scale of its own; numbers that are merely small have none."""
+        return self.block_elements > 1 and self.whole_rows
 
     def bytes_for(self, shape: tuple[int, ...]) -> int | None:
-        """Bytes of a tensor of this shape; None when its rows are not whole blocks."""
-        if shape and shape[-1] % self.block_elements:
+        """Bytes of a tensor of this shape; None when it is not whole blocks."""
+        if self.whole_rows and shape and shape[-1] % self.block_elements:
             return None
         elements = prod(shape)
         if elements % self.block_elements:
@@ -40,6 +44,10 @@ _TABLE: dict[str, tuple[int, int, int | None]] = {
     "BF16": (1, 2, 30),
     "F8_E4M3": (1, 1, None),
     "F8_E5M2": (1, 1, None),
+    "F8_E8M0": (1, 1, None),
+    "F8_E4M3FNUZ": (1, 1, None),
+    "F8_E5M2FNUZ": (1, 1, None),
+    "C64": (1, 8, None),
     "BOOL": (1, 1, None),
     "I8": (1, 1, 24),
     "I16": (1, 2, 25),
@@ -77,7 +85,25 @@ _TABLE: dict[str, tuple[int, int, int | None]] = {
     "Q1_0": (128, 18, 41),
 }
 
-LAYOUTS: dict[str, Layout] = {name: Layout(name, elements, size) for name, (elements, size, _) in _TABLE.items()}
+# Floats smaller than a byte, packed without gaps: name: (elements, bytes) of the least whole number of bytes.
+_SMALL_FLOATS: dict[str, tuple[int, int]] = {"F4": (2, 1), "F6_E2M3": (4, 3), "F6_E3M2": (4, 3)}
+
+RETIRED_GGUF_TYPES: dict[int, str] = {
+    4: "Q4_2",
+    5: "Q4_3",
+    31: "Q4_0_4_4",
+    32: "Q4_0_4_8",
+    33: "Q4_0_8_8",
+    36: "IQ4_NL_4_4",
+    37: "IQ4_NL_4_8",
+    38: "IQ4_NL_8_8",
+}
+"""Numbers that old files carry and no reader supports any more."""
+
+LAYOUTS: dict[str, Layout] = {
+    **{name: Layout(name, elements, size) for name, (elements, size, _) in _TABLE.items()},
+    **{name: Layout(name, elements, size, whole_rows=False) for name, (elements, size) in _SMALL_FLOATS.items()},
+}
 GGUF_LAYOUTS: dict[int, Layout] = {
     number: LAYOUTS[name] for name, (_, _, number) in _TABLE.items() if number is not None
 }
