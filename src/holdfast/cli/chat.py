@@ -97,8 +97,8 @@ async def _open(url: str | None, api_key: str | None, engine: dict[str, Any]) ->
     from holdfast.observability.logs import set_up_logging
 
     set_up_logging("warning")
-    values = gather([EngineConfig], engine)
-    return await open_local(build(EngineConfig, values, refused=REFUSED, spelled=flag_name))
+    gathered = gather([EngineConfig], engine)
+    return await open_local(build(EngineConfig, gathered.values, refused=REFUSED, origin=gathered.origin))
 
 
 class Screen:

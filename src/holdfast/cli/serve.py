@@ -54,8 +54,8 @@ def read_settings(arguments: argparse.Namespace) -> tuple[EngineConfig, ServerCo
         if name in given:
             # --swap-space 0 asks for nothing; the bare flag asks for something.
             given[name] = given[name][0] if len(given[name]) == 1 else given[name] or True
-    values = gather([EngineConfig, ServerConfig], given, file=file)
-    return split(values, (EngineConfig, ENGINE_REFUSED), (ServerConfig, SERVER_REFUSED))
+    gathered = gather([EngineConfig, ServerConfig], given, file=file)
+    return split(gathered, (EngineConfig, ENGINE_REFUSED), (ServerConfig, SERVER_REFUSED))
 
 
 def run(arguments: argparse.Namespace) -> int:

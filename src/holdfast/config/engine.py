@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from holdfast.config.setting import (
+    Origin,
     build,
     choice,
     flag,
@@ -129,4 +130,4 @@ class EngineConfig:
     @staticmethod
     def from_arguments(**arguments: Any) -> EngineConfig:
         """From Python, as `LLM` takes them. A name that is not known is an error with the nearest one."""
-        return build(EngineConfig, arguments, refused=REFUSED, spelled=lambda name: name)
+        return build(EngineConfig, arguments, refused=REFUSED, origin=lambda name: Origin(str))

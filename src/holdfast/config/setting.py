@@ -116,29 +116,48 @@ def optional(parse: Parser) -> Parser:
     return lambda field, value: None if value is None else parse(field, value)
 
 
-def build(kind: type[T], values: Mapping[str, Any], *, refused: Mapping[str, str], spelled: Callable[[str], str]) -> T:
+@dataclasses.dataclass(frozen=True, slots=True)
+class Origin:
+    """Where a value was written, and how names are spelled there: an error speaks as the person who wrote it."""
+
+    spelled: Callable[[str], str]
+    place: str = ""
+    """In front of a message: `settings.toml, line 3: `."""
+
+
+def build(
+    kind: type[T],
+    values: Mapping[str, Any],
+    *,
+    refused: Mapping[str, str],
+    origin: Callable[[str], Origin],
+) -> T:
     """A config of `kind` out of named values. `refused`: known names whose feature is not there, with the reason;
     given at their harmless values (False, None, 0, or 1 for sizes) they are taken as not given."""
     fields = {field.name: field for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
     parsed: dict[str, Any] = {}
     for name, value in values.items():
+        source = origin(name)
+        written = source.spelled(name)
         if name in refused:
             if value not in (None, False, 0, "", "0", "false", "False"):
                 raise ConfigurationError(
-                    f"{spelled(name)} is not supported: {refused[name]}", fix=f"leave {spelled(name)} out", field=name
+                    f"{source.place}{written} is not supported: {refused[name]}",
+                    fix=f"leave {written} out",
+                    field=name,
                 )
             continue
         if name not in fields:
-            raise unknown_name(name, [*fields, *refused], spelled)
-        parsed[name] = fields[name].metadata["parse"](spelled(name), value)
+            raise unknown_name(name, [*fields, *refused], source)
+        parsed[name] = fields[name].metadata["parse"](source.place + written, value)
     return kind(**parsed)
 
 
-def unknown_name(name: str, known: Iterable[str], spelled: Callable[[str], str]) -> ConfigurationError:
+def unknown_name(name: str, known: Iterable[str], source: Origin) -> ConfigurationError:
     near = difflib.get_close_matches(name, list(known), n=1)
     return ConfigurationError(
-        f"{spelled(name)} is not a setting of Holdfast",
-        fix=f"did you mean {spelled(near[0])}?" if near else "see holdfast serve --help",
+        f"{source.place}{source.spelled(name)} is not a setting of Holdfast",
+        fix=f"did you mean {source.spelled(near[0])}?" if near else "see holdfast serve --help",
         field=name,
     )
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
+import re
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from holdfast.config.setting import build, environment_name, flag, flag_name, texts, unknown_name
+from holdfast.config.setting import Origin, build, environment_name, flag, flag_name, texts, unknown_name
 from holdfast.errors import ConfigurationError
 
 T = TypeVar("T")
@@ -54,31 +55,47 @@ def add_flags(parser: argparse.ArgumentParser, kind: type, *, title: str, skip: 
             group.add_argument(*names, metavar=spec["metavar"] or "VALUE", **common)
 
 
+FLAG, VARIABLE = Origin(flag_name), Origin(environment_name)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Gathered:
+    """All named values, and where each was written: a mistake is said in the words of its place."""
+
+    values: Mapping[str, Any]
+    origins: Mapping[str, Origin]
+
+    def origin(self, name: str) -> Origin:
+        return self.origins.get(name, FLAG)
+
+
 def gather(
     kinds: Sequence[type],
     given: Mapping[str, Any],
     *,
     environment: Mapping[str, str] | None = None,
     file: Path | None = None,
-) -> dict[str, Any]:
+) -> Gathered:
     """All named values for these kinds of config, the stronger source winning."""
     environment = os.environ if environment is None else environment
     names = [field.name for kind in kinds for field in dataclasses.fields(kind)]
-    values: dict[str, Any] = {} if file is None else _read_file(file)
+    values, origins = ({}, {}) if file is None else _read_file(file)
     for variable in environment:
         if variable.startswith("HOLDFAST_") and not variable.startswith(OTHER_VARIABLES):
             name = variable.removeprefix("HOLDFAST_").lower()
             if name not in names:
-                raise unknown_name(name, names, environment_name)
+                raise unknown_name(name, names, VARIABLE)
     for name in names:
         if environment_name(name) in environment:
-            values[name] = environment[environment_name(name)]
-    values.update({name: value for name, value in given.items() if value is not None})
-    return values
+            values[name], origins[name] = environment[environment_name(name)], VARIABLE
+    for name, value in given.items():
+        if value is not None:
+            values[name], origins[name] = value, FLAG
+    return Gathered(values, origins)
 
 
 def split(
-    values: Mapping[str, Any], first: tuple[type[T], Mapping[str, str]], second: tuple[type[Any], Mapping[str, str]]
+    gathered: Gathered, first: tuple[type[T], Mapping[str, str]], second: tuple[type[Any], Mapping[str, str]]
 ) -> tuple[T, Any]:
     """Gives each of two kinds its own values; a name that neither knows is an error."""
     parts: list[dict[str, Any]] = [{}, {}]
@@ -86,28 +103,42 @@ def split(
         {field.name for field in dataclasses.fields(kind)} | set(refused)  # type: ignore[arg-type]
         for kind, refused in (first, second)
     ]
-    for name, value in values.items():
+    for name, value in gathered.values.items():
         if name in known[0]:
             parts[0][name] = value
         elif name in known[1]:
             parts[1][name] = value
         else:
-            raise unknown_name(name, known[0] | known[1], flag_name)
+            raise unknown_name(name, known[0] | known[1], gathered.origin(name))
     return (
-        build(first[0], parts[0], refused=first[1], spelled=flag_name),
-        build(second[0], parts[1], refused=second[1], spelled=flag_name),
+        build(first[0], parts[0], refused=first[1], origin=gathered.origin),
+        build(second[0], parts[1], refused=second[1], origin=gathered.origin),
     )
 
 
-def _read_file(path: Path) -> dict[str, Any]:
+def _read_file(path: Path) -> tuple[dict[str, Any], dict[str, Origin]]:
     try:
-        with path.open("rb") as handle:
-            found = tomllib.load(handle)
+        text = path.read_bytes().decode()
+        found = tomllib.loads(text)
     except OSError as error:
         raise ConfigurationError(f"--config: {path} cannot be read: {error.strerror}", field="config") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigurationError(f"--config: {path} is not valid TOML: {error}", field="config") from error
-    return {name.replace("-", "_"): value for name, value in found.items()}
+    values: dict[str, Any] = {}
+    origins: dict[str, Origin] = {}
+    for written, value in found.items():
+        name = written.replace("-", "_")
+        values[name], origins[name] = value, _written_in(path, text, written)
+    return values, origins
+
+
+def _written_in(path: Path, text: str, written: str) -> Origin:
+    """The parser keeps no lines: the first that begins as this name must be written is it, as far as we can tell."""
+    key = re.compile(rf"""\s*\[?\s*["']?{re.escape(written)}["']?\s*[=.\]]""")
+    lines = (number for number, line in enumerate(text.splitlines(), 1) if key.match(line))
+    line = next(lines, None)
+    place = f"{path}: " if line is None else f"{path}, line {line}: "
+    return Origin((lambda name: name.replace("_", "-")) if "-" in written else str, place)
 
 
 def _shown(value: Any) -> str:

@@ -16,8 +16,8 @@ def parse(*flags: str, environment: dict[str, str] | None = None, file=None) -> 
     add_flags(parser, EngineConfig, title="engine")
     add_flags(parser, ServerConfig, title="server")
     given = vars(parser.parse_args(flags))
-    values = gather([EngineConfig, ServerConfig], given, environment=environment or {}, file=file)
-    return split(values, (EngineConfig, ENGINE_REFUSED), (ServerConfig, SERVER_REFUSED))
+    gathered = gather([EngineConfig, ServerConfig], given, environment=environment or {}, file=file)
+    return split(gathered, (EngineConfig, ENGINE_REFUSED), (ServerConfig, SERVER_REFUSED))
 
 
 def test_every_setting_has_a_flag_and_help() -> None:
@@ -97,6 +97,36 @@ def test_unknown_name_in_a_file_is_an_error(tmp_path) -> None:
         parse(file=file)
     with pytest.raises(ConfigurationError, match="cannot be read"):
         parse(file=tmp_path / "nowhere.toml")
+
+
+@pytest.mark.parametrize(
+    ("written", "line", "message", "fix"),
+    [
+        ("max-num-seq = 3", 2, "max-num-seq is not a setting", "did you mean max-num-seqs?"),
+        ("max_num_seq = 3", 2, "max_num_seq is not a setting", "did you mean max_num_seqs?"),
+        ('"prot" = 3', 2, "prot is not a setting", "did you mean port?"),
+        ("[server]", 2, "server is not a setting", None),
+        ("block_size = 0", 2, "block_size: 0 will not do", None),
+        ("kv-cache-memory-bytes = 'four'", 2, "kv-cache-memory-bytes: 'four' is not a size", None),
+        ("enable_lora = true", 2, "enable_lora is not supported: LoRA", "leave enable_lora out"),
+    ],
+)
+def test_a_mistake_in_a_file_is_spelled_as_in_the_file(tmp_path, written, line, message, fix) -> None:
+    file = tmp_path / "settings.toml"
+    file.write_text(f"port = 1234\n{written}\n")
+    with pytest.raises(ConfigurationError) as caught:
+        parse(file=file)
+    assert caught.value.message.startswith(f"{file}, line {line}: {message}")
+    assert "--" not in str(caught.value).partition("--help")[0]
+    if fix is not None:
+        assert caught.value.fix == fix
+
+
+def test_a_mistake_in_a_variable_is_spelled_as_the_variable() -> None:
+    with pytest.raises(ConfigurationError, match=r"^HOLDFAST_BLOCK_SIZE: '0' will not do"):
+        parse(environment={"HOLDFAST_BLOCK_SIZE": "0"})
+    with pytest.raises(ConfigurationError, match=r"^--block-size: '-1' will not do"):
+        parse("--block-size", "-1", environment={"HOLDFAST_BLOCK_SIZE": "0"})
 
 
 def test_an_unknown_variable_is_an_error_that_names_the_nearest() -> None:
