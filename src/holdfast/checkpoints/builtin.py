@@ -25,7 +25,7 @@ from pathlib import Path
 
 from holdfast.checkpoints import cache
 from holdfast.checkpoints.progress import byte_progress, say
-from holdfast.errors import CheckpointError, ModelAccessError, ModelError
+from holdfast.errors import CheckpointError, ConfigurationError, ModelAccessError, ModelError
 from holdfast.models.fields import shorten
 from holdfast.units import MIB, format_bytes
 
@@ -73,6 +73,27 @@ BUILTINS: tuple[BuiltinModel, ...] = (
 def find(name: str) -> BuiltinModel | None:
     wanted = name.lower()
     return next((entry for entry in BUILTINS if wanted == entry.name or wanted in entry.aliases), None)
+
+
+def refuse_revision(name: str, revision: str | None) -> None:
+    """Only a hub has revisions; one that is asked of a path or a built-in model must not be silently left aside."""
+    if revision is None:
+        return
+    entry = find(name)
+    if Path(name).expanduser().exists():
+        found = f"{shorten(name)} is a path"
+    elif entry is not None:
+        found = f"{entry.name} is built in: {entry.source}, sha256 {entry.sha256[:12]}..., and no other"
+    else:
+        return
+    raise ConfigurationError(
+        f"revision {shorten(revision)!r} of {shorten(name)} cannot be had",
+        code="HF130",
+        needed="a hub id such as owner/name, where a revision is a branch, tag or commit",
+        found=found,
+        fix="leave --revision out",
+        field="revision",
+    )
 
 
 def cached_path(entry: BuiltinModel) -> Path:

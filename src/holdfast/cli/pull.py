@@ -23,6 +23,7 @@ def run(arguments: argparse.Namespace) -> int:
     from holdfast.checkpoints import DEFAULT_MODEL, builtin, locate, match, open_checkpoint, spec_of
 
     name = arguments.name or DEFAULT_MODEL
+    builtin.refuse_revision(name, arguments.revision)
     progress = not arguments.quiet
     entry = builtin.find(name)
     if entry is not None:

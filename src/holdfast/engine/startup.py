@@ -10,7 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from holdfast.checkpoints import ModelFiles, extra_tensors, locate, match, open_checkpoint, spec_of
+from holdfast.checkpoints import DEFAULT_MODEL, ModelFiles, extra_tensors, locate, match, open_checkpoint, spec_of
+from holdfast.checkpoints.builtin import refuse_revision
 from holdfast.config import EngineConfig
 from holdfast.errors import ConfigurationError, RequestError
 from holdfast.hardware import memory, processor
@@ -38,6 +39,7 @@ class FoundModel:
 
 
 def find_model(config: EngineConfig, *, progress: bool = True) -> FoundModel:
+    refuse_revision(config.model or DEFAULT_MODEL, config.revision)
     files = locate(config.model, revision=config.revision, progress=progress)
     wanted = config.load_format
     if wanted in ("safetensors", "gguf") and files.format != wanted:

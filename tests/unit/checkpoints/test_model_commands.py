@@ -12,6 +12,10 @@ import pytest
 
 from holdfast.checkpoints import ModelFiles, builtin
 from holdfast.cli import models, pull
+from holdfast.cli.main import main
+from holdfast.config import EngineConfig
+from holdfast.engine.startup import find_model
+from holdfast.errors import ConfigurationError
 
 
 def run(module: ModuleType, *words: str) -> int:
@@ -34,6 +38,17 @@ def test_pull_checks_the_default_and_prints_its_path(
 ) -> None:
     assert run(pull) == 0
     assert capsys.readouterr().out == f"{default_model.path}\n"
+
+
+@pytest.mark.parametrize("names", [(), ("smollm2",), ("SmolLM2-135M-Instruct",), (".",)])
+def test_a_revision_of_what_has_none_is_refused_before_anything_is_fetched(
+    empty_caches: Path, names: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["pull", *names, "--revision", "main"]) == 2
+    assert "[HF130]" in capsys.readouterr().err
+    with pytest.raises(ConfigurationError, match="HF130"):
+        find_model(EngineConfig(model=names[0] if names else None, revision="main"))
+    assert not list(empty_caches.iterdir())
 
 
 def test_models_as_json(empty_caches: Path, capsys: pytest.CaptureFixture[str]) -> None:
