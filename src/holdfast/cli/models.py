@@ -8,29 +8,46 @@ import os
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from holdfast.checkpoints.builtin import BuiltinModel
 
 HELP = "list the models that are built in, cached and known"
 EXAMPLES = """\
   holdfast models                  a table
   holdfast models --json           the same for programs
-  holdfast models --verify         hash what is cached; ends with 1 if something is wrong
+  holdfast models --verify         check what is cached and say the result of each file; ends with 1 if one is wrong
 """
+
+State = Literal["cached", "not fetched", "wrong", "unchecked"]
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """What was done to one file, and what it gave."""
+
+    file: str
+    how: Literal["sha256", "header"]
+    right: bool
+    said: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Listed:
     name: str
     kind: Literal["builtin", "hub"]
-    state: Literal["cached", "not fetched", "wrong", "unchecked"]
+    state: State
     size_bytes: int
     path: str
     licence: str | None = None
+    checks: tuple[Check, ...] = ()
+    """Only after --verify."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--verify", action="store_true", help="hash cached built-in models, open the others' headers")
+    parser.add_argument("--verify", action="store_true", help="hash cached built-in models, read the others' headers")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -39,6 +56,8 @@ def run(arguments: argparse.Namespace) -> int:
         print(json.dumps(_document(listed), indent=2))
     else:
         _print_table(listed)
+        for check in (check for entry in listed for check in entry.checks):
+            print(f"{'right' if check.right else 'WRONG'}: {check.file}: {check.said}")
     wrong = [entry for entry in listed if entry.state == "wrong"]
     for entry in wrong:
         print(f"{entry.name} is wrong or torn; fetch it again: holdfast pull {entry.name}", file=sys.stderr)
@@ -51,11 +70,14 @@ def _builtins(*, verify: bool) -> list[Listed]:
     listed = []
     for entry in builtin.BUILTINS:
         path = builtin.cached_path(entry)
-        state: Literal["cached", "not fetched", "wrong", "unchecked"]
+        state: State
+        checks: tuple[Check, ...] = ()
         if not path.exists():
             state = "not fetched"
         elif verify:
-            state = "cached" if builtin.verify(entry) else "wrong"
+            right = builtin.verify(entry)
+            state = "cached" if right else "wrong"
+            checks = (Check(str(path), "sha256", right, _hashed(entry, path, right=right)),)
         else:
             state = "cached" if builtin.is_cached(entry) else "unchecked"
         listed.append(
@@ -66,22 +88,35 @@ def _builtins(*, verify: bool) -> list[Listed]:
                 size_bytes=entry.size,
                 path=str(path),
                 licence=entry.licence,
+                checks=checks,
             )
         )
     return listed
 
 
+def _hashed(entry: BuiltinModel, path: Path, *, right: bool) -> str:
+    if right:
+        return f"hashed, sha256 {entry.sha256}"
+    if path.stat().st_size != entry.size:
+        return f"{path.stat().st_size:,} bytes; it must have {entry.size:,}"
+    return f"hashed, and not sha256 {entry.sha256}"
+
+
 def _hub(*, verify: bool) -> list[Listed]:
     """What the hub's cache holds, read from its folders: importing its library takes longer than all the rest."""
     listed = []
+    state: State
+    checks: tuple[Check, ...]
     for folder in sorted(_hub_cache().glob("models--*--*")):
         name = folder.name.removeprefix("models--").replace("--", "/", 1)
         for snapshot in sorted((folder / "snapshots").glob("*")):
+            state, checks = _check_snapshot(snapshot, name) if verify else ("cached", ())
             listed.append(
                 Listed(
                     name=name,
                     kind="hub",
-                    state=_snapshot_state(snapshot, name) if verify else "cached",
+                    state=state,
+                    checks=checks,
                     size_bytes=sum(file.stat().st_size for file in snapshot.rglob("*") if file.is_file()),
                     path=str(snapshot),
                 )
@@ -94,18 +129,20 @@ def _hub_cache() -> Path:
     return Path(os.environ.get("HF_HUB_CACHE") or os.path.join(home, "hub")).expanduser()
 
 
-def _snapshot_state(snapshot: Path, name: str) -> Literal["cached", "wrong", "unchecked"]:
+def _check_snapshot(snapshot: Path, name: str) -> tuple[State, tuple[Check, ...]]:
+    """By their headers: nothing here says what their hashes must be."""
     from holdfast.checkpoints import from_path, open_checkpoint
     from holdfast.errors import ModelError
 
     try:
         files = from_path(snapshot, name=name, kind="hub")
         if files.format == "none":
-            return "unchecked"
+            return "unchecked", ()
         open_checkpoint(files).close()
-    except ModelError:
-        return "wrong"
-    return "cached"
+    except ModelError as error:
+        return "wrong", (Check(str(snapshot), "header", False, error.message),)
+    said = "header read: every tensor lies within the file; not hashed"
+    return "cached", tuple(Check(str(path), "header", True, said) for path in files.weights)
 
 
 def _document(listed: list[Listed]) -> dict[str, object]:

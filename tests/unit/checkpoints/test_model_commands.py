@@ -65,13 +65,17 @@ def test_models_lists_and_verifies_the_hubs_cache(
     snapshot = empty_caches / "hub-home" / "hub" / "models--owner--name" / "snapshots" / "abc"
     snapshot.parent.mkdir(parents=True)
     model_folder().rename(snapshot)
-    assert run(models, "--verify") == 0
-    assert "owner/name" in capsys.readouterr().out
     weights = snapshot / "model.safetensors"
+    assert run(models, "--verify") == 0
+    said_of_it = capsys.readouterr().out
+    assert "owner/name" in said_of_it
+    assert f"right: {weights}: header read" in said_of_it
+    assert "not hashed" in said_of_it
     weights.write_bytes(weights.read_bytes()[:-4])
     assert run(models, "--verify") == 1
     said = capsys.readouterr()
     assert "wrong" in said.out
+    assert "WRONG: " in said.out
     assert "holdfast pull owner/name" in said.err
 
 
@@ -80,6 +84,27 @@ def test_models_verify_finds_a_spoiled_built_in(empty_caches: Path, capsys: pyte
     path.parent.mkdir(parents=True)
     path.write_bytes(b"GGUF")
     assert run(models) == 0
-    assert "unchecked" in capsys.readouterr().out
+    plain = capsys.readouterr().out
+    assert "unchecked" in plain
+    assert "sha256" not in plain
     assert run(models, "--verify") == 1
-    assert "holdfast pull smollm2" in capsys.readouterr().err
+    said = capsys.readouterr()
+    assert f"WRONG: {path}: 4 bytes; it must have 98,362,432" in said.out
+    assert "holdfast pull smollm2" in said.err
+    with path.open("r+b") as file:
+        file.truncate(builtin.BUILTINS[0].size)
+    assert run(models, "--verify", "--json") == 1
+    (check,) = json.loads(capsys.readouterr().out)["models"][0]["checks"]
+    assert (check["how"], check["right"], check["file"]) == ("sha256", False, str(path))
+    assert "hashed, and not sha256 b179" in check["said"]
+
+
+def test_models_verify_says_that_it_hashed(default_model: ModelFiles, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(models, "--verify", "--json") == 0
+    (check,) = next(e for e in json.loads(capsys.readouterr().out)["models"] if e["kind"] == "builtin")["checks"]
+    assert check == {
+        "file": str(default_model.path),
+        "how": "sha256",
+        "right": True,
+        "said": f"hashed, sha256 {builtin.BUILTINS[0].sha256}",
+    }
