@@ -12,6 +12,7 @@ No field is silently ignored. A body's top-level fields are of four kinds:
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -58,6 +59,8 @@ UNSUPPORTED = frozenset(
     }
 )  # fmt: skip
 
+_MISSING = re.compile(r"Object missing required field `(\w+)`")
+
 CHAT_ONLY = "it belongs to /v1/chat/completions"
 COMPLETION_ONLY = "it belongs to /v1/completions"
 
@@ -103,4 +106,9 @@ def convert(body: dict[str, Any], kind: Callable[..., Any], where: str = "$") ->
         text = str(error)
         what, _, path = text.partition(" - at `")
         field = path.rstrip("`").removeprefix("$").removeprefix(".") or None
+        missing = _MISSING.fullmatch(what)
+        if missing is not None:
+            # The place is where the field is not; what a client looks for is the field.
+            name = f"{field}.{missing[1]}" if field else missing[1]
+            raise RequestError(f"{name} is missing", needed=name, field=name) from None
         raise RequestError(f"{field or 'the body'}: {what[:1].lower()}{what[1:]}", field=field) from None

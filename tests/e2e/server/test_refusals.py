@@ -40,6 +40,23 @@ def test_unsupported_options_are_refused_by_name(http, path, name):
     assert name in error["message"]
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        (PATHS[0], {}, "messages"),
+        (PATHS[0], {"messages": None}, "messages"),
+        (PATHS[0], {"model": "fake", "max_tokens": 3}, "messages"),
+        (PATHS[0], {"messages": [{"content": "hi"}]}, "messages[0].role"),
+        (PATHS[0], {"messages": [{"role": "user", "content": [{"text": "hi"}]}]}, "messages[0].content[0].type"),
+        (PATHS[1], {}, "prompt"),
+        (PATHS[1], {"prompt": None}, "prompt"),
+    ],
+)
+def test_what_is_missing_is_the_param(http, path, body, param):
+    error = error_of(http.post(path, json=body), 400)
+    assert (error["param"], error["message"]) == (param, f"{param} is missing")
+
+
 @pytest.mark.parametrize("path", PATHS)
 def test_values_that_ask_for_nothing_are_accepted(http, path):
     for name, values in fields.QUIET.items():
