@@ -41,6 +41,7 @@ class FoundModel:
 def find_model(config: EngineConfig, *, progress: bool = True) -> FoundModel:
     refuse_revision(config.model or DEFAULT_MODEL, config.revision)
     files = locate(config.model, revision=config.revision, progress=progress)
+    spec = spec_of(files)  # First, because for a model that cannot be run no other advice helps.
     wanted = config.load_format
     if wanted in ("safetensors", "gguf") and files.format != wanted:
         raise ConfigurationError(
@@ -55,7 +56,7 @@ def find_model(config: EngineConfig, *, progress: bool = True) -> FoundModel:
             fix="--load-format dummy for random weights in the same shapes",
             field="load_format",
         )
-    return FoundModel(files, spec_of(files))
+    return FoundModel(files, spec)
 
 
 def open_tokenizer(config: EngineConfig, model: FoundModel) -> Tokenizer | None:

@@ -1,13 +1,16 @@
 """`holdfast serve`: from words on the command line to settings, and refusals that help."""
 
 import argparse
+import json
+from pathlib import Path
 
 import pytest
 
 from holdfast.cli import serve
 from holdfast.cli.main import main
-from holdfast.engine.startup import sampling_defaults
-from holdfast.errors import ConfigurationError
+from holdfast.config import EngineConfig
+from holdfast.engine.startup import find_model, sampling_defaults
+from holdfast.errors import ConfigurationError, UnknownArchitectureError
 
 
 def read(*words: str) -> tuple[object, object]:
@@ -68,3 +71,12 @@ def test_defaults_of_a_generation_config() -> None:
     assert found == {"temperature": 0.6, "top_p": 0.9}
     assert sampling_defaults({"do_sample": False, "temperature": 0.6}) == {"temperature": 0.0}
     assert sampling_defaults(None) == {}
+
+
+@pytest.mark.parametrize("load_format", ["auto", "safetensors", "dummy"])
+def test_an_architecture_that_is_not_there_is_said_before_anything_else(tmp_path: Path, load_format: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["NobodysForCausalLM"], "vocab_size": 8}))
+    with pytest.raises(UnknownArchitectureError, match="NobodysForCausalLM is not supported") as caught:
+        find_model(EngineConfig(model=str(tmp_path), load_format=load_format))
+    assert "LlamaForCausalLM" in (caught.value.needed or "")
+    assert "dummy" not in str(caught.value)
