@@ -1,0 +1,200 @@
+"""Known GPUs, looked up by the names people and drivers give them. Owns `gpus.toml`; no torch, no NVML.
+
+It says what a GPU of that name has. What this machine has, and how much of it is free, is measured elsewhere.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from typing import Any
+
+from holdfast.errors import ConfigurationError
+from holdfast.units import GIB, MIB, shorten
+
+UNKNOWN_GPU, WRONG_COUNT = "HF140", "HF141"
+COUNT_LIMIT = 1024
+_NAMES_SHOWN = 5
+
+# Words that a maker or a driver puts around the name that tells one GPU from another.
+_NOISE = frozenset({"nvidia", "geforce", "tesla", "amd", "radeon", "instinct", "intel", "apple", "arc", "r", "tm"})
+_NOISE |= {"graphics", "gpu", "generation", "gb", "gib"}
+_WORD = re.compile(r"[a-z0-9]+")
+_SIZE = re.compile(r"(\d+)gi?b")
+_COUNT_LAST = re.compile(r"(.+?)[\s_-]*[x×*]\s*(\d{1,9})")
+_COUNT_FIRST = re.compile(r"(\d{1,9})\s*[x×*][\s_-]*(.+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    name: str
+    gb_s: float
+    """Decimal GB/s in one direction, as stated by the maker; measured copies reach about 85% of it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gpu:
+    key: str
+    """What `--gpu` takes, shortest form: rtx4090, h100-80."""
+    name: str
+    """As the driver prints it."""
+    aliases: tuple[str, ...]
+    vendor: str
+    """nvidia, amd, intel or apple."""
+    memory_bytes: int
+    """What the maker sells."""
+    usable_bytes: int
+    """What the driver reports as total, or what the system lets a GPU take of a unified memory."""
+    usable_estimated: bool
+    """No report of the driver's figure is known: it was derived from cards like it."""
+    bandwidth_gb_s: float
+    half_tflops: float
+    """Dense fp16/bf16 with fp32 accumulation."""
+    fp8_tflops: float | None
+    """None: no fp8 units."""
+    compute_estimated: bool
+    compute_capability: tuple[int, int] | None
+    """NVIDIA's; None for others."""
+    bf16: bool
+    host_link: Link
+    peer_link: Link | None
+    """Between GPUs of one machine, where there is more than the host link."""
+    unified: bool
+    """Allocates from the machine's RAM: the budget is what the whole system has free."""
+    source: str
+
+    @property
+    def fp8(self) -> bool:
+        return self.fp8_tflops is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Gpus:
+    """Some equal GPUs in one machine: `h100-80x2`."""
+
+    gpu: Gpu
+    count: int
+
+
+def entries() -> tuple[Gpu, ...]:
+    return _catalogue()[0]
+
+
+def find(name: str) -> Gpu:
+    """The GPU of that name or alias, however spaced, cased or prefixed. Unknown: refused, with the nearest names."""
+    found = _lookup(name)
+    if found is None:
+        raise _unknown(name)
+    return found
+
+
+def find_group(text: str) -> Gpus:
+    """A name with an optional number of GPUs: `rtx4090`, `h100-80x2`, `2x h100-80`."""
+    whole = _lookup(text)
+    if whole is not None:
+        return Gpus(whole, 1)
+    stripped = text.strip()
+    last, first = _COUNT_LAST.fullmatch(stripped), _COUNT_FIRST.fullmatch(stripped)
+    for name, count in ((last[1], last[2]) if last else ("", ""), (first[2], first[1]) if first else ("", "")):
+        found = _lookup(name) if name else None
+        if found is not None:
+            return Gpus(found, _checked_count(int(count), text))
+    raise _unknown(last[1] if last else text)
+
+
+def _checked_count(count: int, text: str) -> int:
+    if not 1 <= count <= COUNT_LIMIT:
+        raise ConfigurationError(
+            f"{shorten(text)}: {count} is not a number of GPUs",
+            code=WRONG_COUNT,
+            needed=f"1 to {COUNT_LIMIT:,}",
+            found=str(count),
+            field="gpu",
+        )
+    return count
+
+
+def _lookup(name: str) -> Gpu | None:
+    return _catalogue()[1].get(_normal(name))
+
+
+def _normal(name: str) -> str:
+    """One spelling for all: `NVIDIA GeForce RTX 4090`, `RTX-4090` and `rtx4090` are the same card, 80GB is 80."""
+    words = (_SIZE.sub(r"\1", word) for word in _WORD.findall(name.casefold()[:200]))
+    return "".join(word for word in words if word not in _NOISE)
+
+
+def _unknown(name: str) -> ConfigurationError:
+    gpus, by_name = _catalogue()
+    close = difflib.get_close_matches(_normal(name), by_name, n=3 * _NAMES_SHOWN, cutoff=0.5)
+    nearest = list(dict.fromkeys(by_name[match].key for match in close))[:_NAMES_SHOWN]
+    shown = shorten(name)
+    return ConfigurationError(
+        f"no GPU named {shown} is known",
+        code=UNKNOWN_GPU,
+        needed=("a known GPU, the nearest: " + ", ".join(nearest)) if nearest else f"one of {len(gpus)} known GPUs",
+        found=shown,
+        fix="give its memory instead: --vram 24GiB",
+        field="gpu",
+    )
+
+
+@cache
+def _catalogue() -> tuple[tuple[Gpu, ...], dict[str, Gpu]]:
+    data = tomllib.loads((resources.files("holdfast.hardware") / "gpus.toml").read_text(encoding="utf-8"))
+    links = {key: Link(row["name"], row["gb_s"]) for key, row in data["links"].items()}
+    gpus = tuple(
+        gpu
+        for key, row in data["gpus"].items()
+        for gpu in _entries_of(key, {**data["families"][row["family"]], **row}, links)
+    )
+    return gpus, _names(gpus)
+
+
+def _names(gpus: tuple[Gpu, ...]) -> dict[str, Gpu]:
+    names: dict[str, Gpu] = {}
+    for gpu in gpus:
+        for name in (gpu.key, gpu.name, *gpu.aliases):
+            other = names.setdefault(_normal(name), gpu)
+            if other is not gpu:
+                raise ValueError(f"gpus.toml: {name!r} names both {other.key} and {gpu.key}")
+    return names
+
+
+def _entries_of(key: str, row: Mapping[str, Any], links: Mapping[str, Link]) -> Iterator[Gpu]:
+    if "sizes" not in row:
+        yield _entry(key, row["name"], row["memory_gib"], row["usable_mib"], row, links)
+        return
+    for size, usable_mib in row["sizes"].items():
+        yield _entry(f"{key}-{size}", f"{row['name']} {size}GB", int(size), usable_mib, row, links)
+
+
+def _entry(
+    key: str, name: str, memory_gib: int, usable_mib: int, row: Mapping[str, Any], links: Mapping[str, Link]
+) -> Gpu:
+    capability = row.get("compute_capability")
+    major, _, minor = capability.partition(".") if capability is not None else ("", "", "")
+    return Gpu(
+        key=key,
+        name=name,
+        aliases=tuple(row.get("aliases", ())),
+        vendor=row["vendor"],
+        memory_bytes=memory_gib * GIB,
+        usable_bytes=usable_mib * MIB,
+        usable_estimated=row.get("usable_estimated", False),
+        bandwidth_gb_s=row["bandwidth_gb_s"],
+        half_tflops=row["half_tflops"],
+        fp8_tflops=row.get("fp8_tflops"),
+        compute_estimated=row.get("compute_estimated", False),
+        compute_capability=(int(major), int(minor)) if capability is not None else None,
+        bf16=row.get("bf16", False),
+        host_link=links[row["host_link"]],
+        peer_link=links[row["peer_link"]] if "peer_link" in row else None,
+        unified=row.get("unified", False),
+        source=row["source"],
+    )
