@@ -12,8 +12,9 @@ from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Se
 from typing import TYPE_CHECKING, Any, Protocol
 
 from holdfast.config import EngineConfig
-from holdfast.errors import EngineError, HoldfastError, RequestError
+from holdfast.errors import ConfigurationError, EngineError, HoldfastError, RequestError
 from holdfast.records import SamplingParams
+from holdfast.units import shorten
 
 if TYPE_CHECKING:
     import httpx
@@ -50,16 +51,12 @@ class UrlBackend:
 
     @classmethod
     async def open(cls, url: str, *, model: str | None = None, api_key: str | None = None) -> UrlBackend:
-        """`url` with or without /v1. With no model named, the server's first one is asked."""
+        """`url` as people write it: see `api_of`. With no model named, the server's first one is asked."""
         import httpx
 
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        base = url.rstrip("/").removesuffix("/v1") + "/v1/"
         timeout = httpx.Timeout(None, connect=CONNECT_TIMEOUT_S)
-        try:
-            client = httpx.AsyncClient(base_url=base, headers=headers, timeout=timeout)
-        except (httpx.InvalidURL, ValueError) as problem:
-            raise RequestError(f"{url} is not an address", found=str(problem), field="url") from problem
+        client = httpx.AsyncClient(base_url=api_of(url), headers=headers, timeout=timeout)
         try:
             with _said_plainly(url):
                 name = model or await _first_model(client)
@@ -86,6 +83,31 @@ class UrlBackend:
 
     async def close(self) -> None:
         await self._client.aclose()
+
+
+def api_of(url: str) -> str:
+    """Where the API begins: `localhost:8000`, `http://localhost:8000/` and `http://localhost:8000/v1` are the same."""
+    import httpx
+
+    found, reason = url.strip(), "it names no host"
+    if "://" not in found:
+        found = "http://" + found
+    base = found.rstrip("/").removesuffix("/v1").rstrip("/") + "/v1/"
+    try:
+        parsed = httpx.URL(base)
+        plain = not parsed.query and not parsed.fragment and not any(map(str.isspace, base))
+        if parsed.scheme in ("http", "https") and parsed.host and plain and (parsed.port or 0) < 1 << 16:
+            return base
+        if parsed.host:
+            reason = "not http:// or https:// with a host, a port up to 65535 and perhaps a path"
+    except (httpx.InvalidURL, ValueError) as problem:
+        reason = str(problem)
+    raise ConfigurationError(
+        f"--url: {shorten(url)!r} is not the address of a server",
+        needed="such as http://127.0.0.1:8000 or http://127.0.0.1:8000/v1",
+        found=reason,
+        field="url",
+    )
 
 
 async def _first_model(client: httpx.AsyncClient) -> str:

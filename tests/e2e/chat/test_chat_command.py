@@ -19,9 +19,9 @@ from typing import Any
 
 import pytest
 
-from holdfast.cli.chat_backends import LocalBackend
+from holdfast.cli.chat_backends import LocalBackend, api_of
 from holdfast.engine.fake import FakeEngine
-from holdfast.errors import RequestError
+from holdfast.errors import ConfigurationError, RequestError
 
 DEADLINE_S = 30.0
 
@@ -152,6 +152,31 @@ def test_no_server_is_a_plain_error() -> None:
     assert done.returncode == 1
     assert b"cannot be reached" in done.stderr
     assert b"Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    "written",
+    ["host:80", "http://host:80", "http://host:80/", "http://host:80/v1", "host:80/v1/", " http://host:80//v1// "],
+)
+def test_addresses_as_people_write_them(written: str) -> None:
+    assert api_of(written) == "http://host:80/v1/"
+
+
+def test_addresses_of_other_kinds() -> None:
+    assert api_of("https://host/behind/a/proxy/v1") == "https://host/behind/a/proxy/v1/"
+    assert api_of("[::1]:8000") == "http://[::1]:8000/v1/"
+    for wrong in ("", "http://", "ftp://host", "http://host:99999999", "http://host?x=1", "http://ho st"):
+        with pytest.raises(ConfigurationError, match="--url"):
+            api_of(wrong)
+
+
+def test_a_url_needs_no_scheme(server: Server) -> None:
+    address = server.url.removeprefix("http://")
+    done = subprocess.run(
+        [sys.executable, "-m", "holdfast", "chat", "--url", address], input=b"one\n", capture_output=True,
+        timeout=DEADLINE_S, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (0, b"1:one\n"), done.stderr
 
 
 def test_engine_settings_do_not_go_with_a_url(server: Server) -> None:
