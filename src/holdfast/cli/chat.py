@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from holdfast.cli.chat_backends import ChatBackend, UrlBackend, open_local
+from holdfast.cli.keys import unseen_keys
 from holdfast.config import EngineConfig
 from holdfast.config.engine import REFUSED
 from holdfast.config.setting import build, flag_name
@@ -219,7 +220,8 @@ class Conversation:
         pieces: list[str] = []
         kept = False
         try:
-            self._runner.run(self._stream([*system, *self._history, question], pieces))
+            with unseen_keys():
+                self._runner.run(self._stream([*system, *self._history, question], pieces))
             kept = True
         except KeyboardInterrupt:
             kept = bool(pieces)

@@ -8,6 +8,7 @@ import json
 import os
 import pty
 import select
+import signal
 import subprocess
 import sys
 import termios
@@ -17,6 +18,7 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+import psutil
 import pytest
 
 from holdfast.cli.chat_backends import LocalBackend, api_of
@@ -36,6 +38,7 @@ class Server(ThreadingHTTPServer):
         self.bodies: list[dict[str, Any]] = []
         self.keys: list[str | None] = []
         self.client_left = threading.Event()
+        self.finish = threading.Event()
 
     @property
     def url(self) -> str:
@@ -76,7 +79,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def _talk(self) -> None:
         with contextlib.suppress(OSError):
-            while True:
+            while not self.server.finish.is_set():
                 self._event({"choices": [{"delta": {"content": "word "}}]})
                 # A closed connection is readable; waiting for that paces the stream too.
                 if select.select([self.connection], [], [], 0.01)[0]:
@@ -201,6 +204,17 @@ class Terminal:
     def type(self, text: str) -> None:
         os.write(self._ours, text.encode())
 
+    @property
+    def shows_keys(self) -> bool:
+        return bool(termios.tcgetattr(self._ours)[3] & termios.ECHO)
+
+    def wait_until_it_reads(self) -> None:
+        """Until the program sleeps: a prompt is written before its keys are listened for, and a signal that comes in
+        between is only heard at the next key."""
+        deadline = time.monotonic() + DEADLINE_S
+        while psutil.Process(self.process.pid).status() != psutil.STATUS_SLEEPING:
+            assert time.monotonic() < deadline
+
     def wait_for(self, words: str) -> str:
         """Everything up to and with the words."""
         deadline = time.monotonic() + DEADLINE_S
@@ -244,10 +258,49 @@ def test_ctrl_c_stops_the_answer_not_the_program(server: Server, terminal: Termi
     assert terminal.process.wait(DEADLINE_S) == 0
 
 
+def test_keys_typed_during_an_answer_are_not_mixed_into_it(server: Server, terminal: Terminal) -> None:
+    terminal.type("talk\r")
+    terminal.wait_for("word word")
+    terminal.type("/system typed ahead")
+    answer = terminal.wait_for("word word word")
+    server.finish.set()
+    answer += terminal.wait_for("> ")
+    assert "typed" not in answer
+    # They were kept for the prompt.
+    terminal.wait_for("/system typed ahead")
+    terminal.type("\r")
+    terminal.wait_for("role set")
+    terminal.wait_for("> ")
+    terminal.type("\x04")
+    assert terminal.process.wait(DEADLINE_S) == 0
+    assert terminal.shows_keys
+
+
+@pytest.mark.parametrize("ending", [signal.SIGTERM, signal.SIGHUP])
+def test_an_end_in_the_middle_of_an_answer_leaves_the_terminal_as_it_was(terminal: Terminal, ending: int) -> None:
+    terminal.type("talk\r")
+    terminal.wait_for("word word")
+    assert not terminal.shows_keys
+    terminal.process.send_signal(ending)
+    assert terminal.process.wait(DEADLINE_S) == -ending
+    assert terminal.shows_keys
+
+
+def test_a_failure_in_the_middle_of_an_answer_leaves_the_terminal_as_it_was(terminal: Terminal) -> None:
+    terminal.type("break\r")
+    terminal.wait_for("HF410")
+    terminal.wait_for("> ")
+    terminal.type("\x04")
+    assert terminal.process.wait(DEADLINE_S) == 0
+    assert terminal.shows_keys
+
+
 def test_ctrl_c_twice_at_the_prompt_leaves(terminal: Terminal) -> None:
+    terminal.wait_until_it_reads()
     terminal.type("\x03")
     terminal.wait_for("again leaves")
     terminal.wait_for("> ")
+    terminal.wait_until_it_reads()
     terminal.type("\x03")
     assert terminal.process.wait(DEADLINE_S) == 130
 
