@@ -1,16 +1,35 @@
 """What a model is. One file a family maps a config.json or a GGUF header to a ModelSpec."""
 
-from holdfast.models.registry import FAMILIES, from_config, from_gguf, known_architectures, known_gguf_architectures
-from holdfast.models.spec import LayerSpec, ModelSpec, RopeSpec, TensorSpec
+from holdfast.models.quantization import QuantSpec
+from holdfast.models.registry import (
+    FAMILIES,
+    describe_config,
+    describe_gguf,
+    from_config,
+    from_gguf,
+    known_architectures,
+    known_gguf_architectures,
+    runnable_architectures,
+    runnable_gguf_architectures,
+)
+from holdfast.models.spec import ExpertsSpec, LatentSpec, LayerSpec, ModelSpec, RopeSpec, StateSpec, TensorSpec
 
 __all__ = [
     "FAMILIES",
+    "ExpertsSpec",
+    "LatentSpec",
     "LayerSpec",
     "ModelSpec",
+    "QuantSpec",
     "RopeSpec",
+    "StateSpec",
     "TensorSpec",
+    "describe_config",
+    "describe_gguf",
     "from_config",
     "from_gguf",
     "known_architectures",
     "known_gguf_architectures",
+    "runnable_architectures",
+    "runnable_gguf_architectures",
 ]

@@ -6,7 +6,7 @@ Knows nothing of any model family. A null field counts as missing, as transforme
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, overload
 
 from holdfast.errors import CheckpointError
@@ -17,27 +17,55 @@ MAX_HEAD_DIM = 1 << 13
 MAX_WIDTH = 1 << 22
 MAX_VOCABULARY = 1 << 24
 MAX_CONTEXT = 1 << 30
+MAX_EXPERTS = 1 << 14
 
 
 class Fields:
-    """`values` as they were parsed; `where` is what people call that file; `prefix` stands before every name."""
+    """`values` as they were parsed; `where` is what people call that file; `prefix` stands before every name.
 
-    def __init__(self, values: Mapping[str, Any], *, where: str, prefix: str = "") -> None:
+    `names` says how this file spells the names that are asked for: one spelling, or several of which the first
+    that is there counts. With `only_named`, a name without a spelling is a field this file never has.
+    """
+
+    def __init__(
+        self,
+        values: Mapping[str, Any],
+        *,
+        where: str,
+        prefix: str = "",
+        names: Mapping[str, str | tuple[str, ...]] | None = None,
+        only_named: bool = False,
+    ) -> None:
         self.values = values
         self.where = where
         self.prefix = prefix
+        self.names = names or {}
+        self.only_named = only_named
+
+    def key(self, name: str) -> str:
+        """How this file spells `name`."""
+        spellings = self.names.get(name, name)
+        if isinstance(spellings, str):
+            return self.prefix + spellings
+        present = (spelling for spelling in spellings if self.values.get(self.prefix + spelling) is not None)
+        return self.prefix + next(present, spellings[0])
+
+    def raw(self, name: str) -> Any:
+        if self.only_named and name not in self.names:
+            return None
+        return self.values.get(self.key(name))
 
     def has(self, name: str) -> bool:
-        return self.values.get(self.prefix + name) is not None
+        return self.raw(name) is not None
 
     def wrong(self, name: str, needed: str, found: object) -> CheckpointError:
-        full = self.prefix + name
+        full = self.key(name)
         return CheckpointError(
             f"{self.where}: {full} cannot be used", needed=f"{full}: {needed}", found=shorten(found), field=full
         )
 
     def get(self, name: str, needed: str, default: Any) -> Any:
-        value = self.values.get(self.prefix + name)
+        value = self.raw(name)
         if value is not None:
             return value
         if default is ...:
@@ -85,16 +113,42 @@ class Fields:
 
     def table(self, name: str) -> Fields | None:
         """A table within the table; None when it is missing, null or empty."""
-        value = self.values.get(self.prefix + name)
+        value = self.raw(name)
         if value is None or value == {}:
             return None
         if not isinstance(value, Mapping):
             raise self.wrong(name, "a table", value)
-        return Fields(value, where=f"{self.where}, {self.prefix}{name}")
+        return Fields(value, where=f"{self.where}, {self.key(name)}")
+
+    def texts(self, name: str, *, count: int, allowed: Collection[str]) -> tuple[str, ...] | None:
+        """One of `allowed` for each of `count` layers; None when missing."""
+        value = self.raw(name)
+        if value is None:
+            return None
+        needed = f"{count} of " + ", ".join(sorted(allowed))
+        if not isinstance(value, list) or len(value) != count:
+            raise self.wrong(name, needed, value)
+        for entry in value:
+            if not isinstance(entry, str) or entry not in allowed:
+                raise self.wrong(name, needed, entry)
+        return tuple(value)
+
+    def integers(self, name: str, *, low: int, high: int, most: int) -> tuple[int, ...] | None:
+        """At most `most` whole numbers; None when missing."""
+        value = self.raw(name)
+        if value is None:
+            return None
+        needed = f"a list of at most {most} whole numbers from {low} to {high}"
+        if not isinstance(value, list) or len(value) > most:
+            raise self.wrong(name, needed, value)
+        for entry in value:
+            if isinstance(entry, bool) or not isinstance(entry, int) or not low <= entry <= high:
+                raise self.wrong(name, needed, entry)
+        return tuple(value)
 
     def token_ids(self, name: str, *, vocab_size: int) -> tuple[int, ...]:
         """One id or a list of them; empty when missing."""
-        value = self.values.get(self.prefix + name)
+        value = self.raw(name)
         if value is None:
             return ()
         needed = f"token ids below the vocabulary's {vocab_size}"

@@ -11,27 +11,42 @@ from holdfast.models.spec import RopeSpec
 
 MAX_THETA = 1e12
 MAX_FACTOR = 65536.0
-_SCALINGS = ("none", "linear", "llama3", "yarn")
+_SCALINGS = ("none", "linear", "llama3", "yarn", "dynamic", "longrope", "mrope")
+_SPELLINGS = {"default": "none", "su": "longrope"}
 
 
-def rope_from_config(config: Fields, *, head_dim: int, max_position: int) -> RopeSpec:
-    """`rope_theta` with `rope_scaling`, or the newer `rope_parameters` that holds both."""
-    newer, older = config.table("rope_parameters"), config.table("rope_scaling")
+def no_rope() -> RopeSpec:
+    """Positions come into the model in another way."""
+    return RopeSpec(theta=1.0, dim=0)
+
+
+def rope_from_config(config: Fields, *, head_dim: int, max_position: int, partial: float = 1.0) -> RopeSpec:
+    """`rope_theta` with `rope_scaling`, or the newer `rope_parameters` that holds both.
+
+    `partial`: the share of a head that the family rotates where its config does not say.
+    """
+    newer, older = _of_full_layers(config.table("rope_parameters")), config.table("rope_scaling")
     if newer and older and _kind(newer) != _kind(older):
         raise config.wrong("rope_scaling", f"what rope_parameters says ({_kind(newer)})", _kind(older))
     table = newer or older or Fields({}, where=config.where)
     where_theta = table if table.has("rope_theta") else config
     theta = where_theta.number("rope_theta", low=1.0, high=MAX_THETA, default=10_000.0)
-    for holder in (table, config):
-        if holder.number("partial_rotary_factor", low=0.0, high=1.0, default=1.0) != 1.0:
-            raise holder.wrong("partial_rotary_factor", "1 (this family rotates whole heads)", "less")
-    return _build(table, _kind(table), theta=theta, dim=head_dim, max_position=max_position)
+    where_partial = table if table.has("partial_rotary_factor") else config
+    share = where_partial.number("partial_rotary_factor", low=0.0, high=1.0, default=partial)
+    return _build(table, _kind(table), theta=theta, dim=int(head_dim * share), max_position=max_position)
+
+
+def _of_full_layers(table: Fields | None) -> Fields | None:
+    """Newer configs of models with windows hold one table for each kind of layer."""
+    if table is None or not table.has("full_attention"):
+        return table
+    return table.table("full_attention")
 
 
 def _kind(table: Fields) -> str:
     name = "rope_type" if table.has("rope_type") else "type"
     kind = table.text(name, default="default")
-    return "none" if kind == "default" else kind
+    return _SPELLINGS.get(kind, kind)
 
 
 def _build(table: Fields, kind: str, *, theta: float, dim: int, max_position: int) -> RopeSpec:
@@ -44,7 +59,8 @@ def _build(table: Fields, kind: str, *, theta: float, dim: int, max_position: in
             found=kind,
             field="rope_scaling",
         )
-    factor = table.number("factor", low=1.0, high=MAX_FACTOR)
+    needs_factor = kind in ("linear", "llama3", "yarn")
+    factor = table.number("factor", low=1.0, high=MAX_FACTOR, default=... if needs_factor else 1.0)  # type: ignore[arg-type]
     more: dict[str, Any] = {}
     if kind == "llama3":
         more = {
@@ -55,9 +71,8 @@ def _build(table: Fields, kind: str, *, theta: float, dim: int, max_position: in
         if more["high_freq_factor"] <= more["low_freq_factor"]:
             raise table.wrong("high_freq_factor", "above low_freq_factor", more["high_freq_factor"])
     elif kind == "yarn":
-        if not table.boolean("truncate", default=True):
-            raise table.wrong("truncate", "true", False)
         more = {
+            "truncate": table.boolean("truncate", default=True),
             "original_max_position": table.integer(
                 "original_max_position_embeddings", high=MAX_CONTEXT, default=max_position
             ),
@@ -86,17 +101,17 @@ def yarn_magnitude(factor: float, scale: float = 1.0) -> float:
 def rope_from_gguf(header: Fields, *, head_dim: int, max_position: int) -> RopeSpec:
     """llama3's scaling is not here: GGUF carries it as the tensor rope_freqs.weight."""
     theta = header.number("rope.freq_base", low=1.0, high=MAX_THETA, default=10_000.0)
-    dim = header.integer("rope.dimension_count", high=head_dim, default=head_dim)
-    if dim != head_dim:
-        raise header.wrong("rope.dimension_count", f"the head's {head_dim} (this family rotates whole heads)", dim)
+    dim = header.integer("rope.dimension_count", low=0, high=head_dim, default=head_dim)
     kind = header.text("rope.scaling.type", default="none")
     factor_name = "rope.scaling.factor"
     if kind == "none" and header.has("rope.scale_linear"):  # the spelling before scaling had types
         kind, factor_name = "linear", "rope.scale_linear"
     if kind == "none":
         return RopeSpec(theta=theta, dim=dim)
+    if kind == "longrope":
+        return RopeSpec(theta=theta, dim=dim, scaling="longrope")
     if kind not in ("linear", "yarn"):
-        raise header.wrong("rope.scaling.type", "none, linear or yarn", kind)
+        raise header.wrong("rope.scaling.type", "none, linear, yarn or longrope", kind)
     factor = header.number(factor_name, low=1.0, high=MAX_FACTOR)
     if kind == "linear":
         return RopeSpec(theta=theta, dim=dim, scaling="linear", factor=factor)
@@ -117,7 +132,7 @@ def rope_from_gguf(header: Fields, *, head_dim: int, max_position: int) -> RopeS
 
 def longest_context(rope: RopeSpec, max_position: int) -> int:
     """What the scaling stretches the context to, as vLLM derives it; llama3 configs name the stretched one already."""
-    if rope.scaling == "linear":
+    if rope.scaling in ("linear", "dynamic"):
         return min(MAX_CONTEXT, int(max_position * rope.factor))
     if rope.scaling == "yarn":
         return min(MAX_CONTEXT, int(rope.original_max_position * rope.factor))

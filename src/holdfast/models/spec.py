@@ -1,22 +1,30 @@
 """What a model is, as data: enough to count its bytes, lay out its KV cache and build its decoder. No torch.
 
-A tensor has one canonical name here; where a checkpoint keeps it, and how it must be turned, is in its
-`StoredAs`. Linear weights are [out, in], as safetensors checkpoints keep them.
+A tensor has one canonical name here, beside the names that checkpoints keep it under. Linear weights are
+[out, in], as safetensors checkpoints keep them; those of experts are stacked, [expert, out, in].
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from math import prod
 from typing import Literal
 
-RopeScaling = Literal["none", "linear", "llama3", "yarn"]
+from holdfast.models.quantization import QuantSpec
+
+RopeScaling = Literal["none", "linear", "llama3", "yarn", "dynamic", "longrope", "mrope"]
+Activation = Literal["silu", "gelu", "gelu_tanh"]
+"""Those the engine has; a family with another says so in its features."""
+Part = Literal["text", "vision", "draft"]
+"""draft: layers that guess further tokens, which a server loads only for speculation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeSpec:
     theta: float
     dim: int
-    """Rotated dimensions of a head, first half against second half (the non-interleaved order)."""
+    """Rotated dimensions of a head, first half against second half (the non-interleaved order); 0: none."""
     scaling: RopeScaling = "none"
     factor: float = 1.0
     low_freq_factor: float = 1.0
@@ -26,15 +34,70 @@ class RopeSpec:
     beta_slow: float = 1.0
     attention_factor: float = 1.0
     """Multiplies cos and sin (yarn)."""
+    truncate: bool = True
+    """yarn: the ramp's ends are rounded to whole dimensions."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertsSpec:
+    """An MLP that sends each token to `per_token` of `count` routed experts, and to the shared ones always."""
+
+    count: int
+    per_token: int
+    intermediate_size: int
+    shared_intermediate_size: int = 0
+    """Of all shared experts together; 0: there are none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatentSpec:
+    """Multi-head latent attention: one compressed vector a token instead of keys and values a head."""
+
+    rank: int
+    rope_dim: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateSpec:
+    """What a recurrent layer keeps of a sequence, however long it is."""
+
+    recurrent_elements: int
+    convolution_elements: int
+    """The last inputs of the short convolution before it."""
+
+
+LayerKind = Literal["full", "window", "latent", "state", "shared"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSpec:
-    """One decoder layer: pre-norm attention, then a gated MLP."""
+    """One decoder layer: how it remembers, and what its MLP is. None stands for what the model says of all layers."""
 
     index: int
     window: int | None = None
     """Attends to itself and the window-1 tokens before; None: to all."""
+    chunked: bool = False
+    """The window does not slide: it starts anew at every multiple of it."""
+    kv_heads: int | None = None
+    head_dim: int | None = None
+    latent: LatentSpec | None = None
+    state: StateSpec | None = None
+    attends: bool = True
+    """False: has no keys and values (a recurrent layer without attention)."""
+    shares_kv_of: int | None = None
+    """Reads the keys and values of that layer and keeps none."""
+    intermediate_size: int | None = None
+    experts: ExpertsSpec | None = None
+
+    @property
+    def kind(self) -> LayerKind:
+        if not self.attends:
+            return "state"
+        if self.shares_kv_of is not None:
+            return "shared"
+        if self.latent is not None:
+            return "latent"
+        return "full" if self.window is None else "window"
 
 
 Turn = Literal["none", "unpermute_rope"]
@@ -45,9 +108,10 @@ Turn = Literal["none", "unpermute_rope"]
 class TensorSpec:
     name: str
     """Canonical: embed, layers.N.attn_norm, layers.N.q, .k, .v, .o, .q_bias, .k_bias, .v_bias, .o_bias,
-    layers.N.mlp_norm, .gate, .up, .down, final_norm, head."""
+    layers.N.mlp_norm, .gate, .up, .down, .router, .experts.gate, .experts.up, .experts.down, final_norm, head."""
     shape: tuple[int, ...]
     hf_name: str
+    """With {expert} in it: every expert lies under a name of its own. Empty: not in that format."""
     gguf_name: str
     gguf_turn: Turn = "none"
     heads: int = 0
@@ -57,6 +121,26 @@ class TensorSpec:
     layer: int | None = None
     optional: bool = False
     """May be missing from the checkpoint (a bias that the config cannot tell)."""
+    experts: int = 0
+    """The first axis is that many routed experts; 0: no expert's weight."""
+    linear: bool = False
+    """A matrix of a linear layer: what quantization converts."""
+    hf_shape: tuple[int, ...] | None = None
+    """As safetensors keep it, where that is not `shape` (stored transposed)."""
+    part: Part = "text"
+
+    @property
+    def elements(self) -> int:
+        return prod(self.shape)
+
+    def in_safetensors(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Names and shapes under which a safetensors checkpoint keeps this tensor."""
+        shape = self.shape if self.hf_shape is None else self.hf_shape
+        if "{expert}" not in self.hf_name:
+            yield self.hf_name, shape
+            return
+        for expert in range(self.experts):
+            yield self.hf_name.replace("{expert}", str(expert)), shape[1:]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +160,7 @@ class ModelSpec:
     max_position: int
     """The longest context the model was made for."""
     tied_embeddings: bool
-    activation: Literal["silu", "gelu", "gelu_tanh"] = "silu"
+    activation: Activation = "silu"
     attention_scale: float = 0.0
     """What q·k is multiplied by; head_dim ** -0.5 for most."""
     stored_dtype: str = "bfloat16"
@@ -84,13 +168,61 @@ class ModelSpec:
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     tensors: tuple[TensorSpec, ...] = field(repr=False, default=())
+    quantization: QuantSpec | None = None
+    features: tuple[str, ...] = ()
+    """What the family needs beyond pre-norm attention and a gated MLP, in words."""
+    unsupported: tuple[str, ...] = ()
+    """What of it this engine lacks, in words; planning needs none of that."""
+    not_counted: tuple[str, ...] = ()
+    """Parts of the checkpoint whose tensors are not in `tensors`, in words."""
+
+    @property
+    def runnable(self) -> bool:
+        return not self.unsupported
 
     @property
     def parameters(self) -> int:
+        """Text and vision; tied embeddings once; without draft layers."""
+        return sum(tensor.elements for tensor in self.tensors if tensor.part != "draft")
+
+    @property
+    def draft_parameters(self) -> int:
+        return sum(tensor.elements for tensor in self.tensors if tensor.part == "draft")
+
+    @property
+    def active_parameters(self) -> int:
+        """What one token of text meets: of routed experts only those it is sent to."""
+        return sum(self._active(tensor) for tensor in self.tensors if tensor.part == "text")
+
+    def _active(self, tensor: TensorSpec) -> int:
+        if not tensor.experts or tensor.layer is None:
+            return tensor.elements
+        experts = self.layers[tensor.layer].experts
+        used = tensor.experts if experts is None else experts.per_token
+        return tensor.elements // tensor.experts * used
+
+    def kv_elements(self, layer: LayerSpec) -> int:
+        """Keys and values of one token in this layer."""
+        if not layer.attends or layer.shares_kv_of is not None:
+            return 0
+        if layer.latent is not None:
+            return layer.latent.rank + layer.latent.rope_dim
+        kv_heads = self.kv_heads if layer.kv_heads is None else layer.kv_heads
+        head_dim = self.head_dim if layer.head_dim is None else layer.head_dim
+        return 2 * kv_heads * head_dim
+
+    @property
+    def kv_elements_per_token(self) -> int:
+        """What one more token costs once all windows are full."""
+        return sum(self.kv_elements(layer) for layer in self.layers if layer.window is None)
+
+    @property
+    def kv_elements_fixed(self) -> int:
+        """What a sequence holds at most in windows, and always in recurrent states."""
         total = 0
-        for tensor in self.tensors:
-            count = 1
-            for size in tensor.shape:
-                count *= size
-            total += count
+        for layer in self.layers:
+            if layer.window is not None:
+                total += layer.window * self.kv_elements(layer)
+            if layer.state is not None:
+                total += layer.state.recurrent_elements + layer.state.convolution_elements
         return total

@@ -175,9 +175,12 @@ def test_default_rope_type_is_no_scaling() -> None:
     assert (spec.rope.scaling, spec.rope.theta) == ("none", 5e5)
 
 
-@pytest.mark.parametrize("kind", ["dynamic", "longrope", "su", "mrope"])
-def test_other_scalings_are_refused_by_name(kind: str) -> None:
-    with pytest.raises(CheckpointError, match=kind):
+@pytest.mark.parametrize(
+    ("kind", "named"),
+    [("dynamic", "dynamic"), ("longrope", "longrope"), ("su", "longrope"), ("mrope", "mrope"), ("spiral", "spiral")],
+)
+def test_other_scalings_are_refused_by_name(kind: str, named: str) -> None:
+    with pytest.raises(CheckpointError, match=named):
         from_config(config(rope_scaling={"rope_type": kind, "factor": 2.0}))
 
 
@@ -227,11 +230,11 @@ def test_contradicting_rope_tables_are_refused() -> None:
         from_config(config(rope_parameters=LLAMA3, rope_scaling={"type": "linear", "factor": 2.0}))
 
 
-@pytest.mark.parametrize("named", [["Qwen2ForCausalLM"], [], None])
+@pytest.mark.parametrize("named", [["Qwen17ForCausalLM"], [], None])
 def test_unknown_architectures_are_refused_with_the_known_ones(named: Any) -> None:
     with pytest.raises(UnknownArchitectureError) as caught:
-        from_config(config(architectures=named, model_type="qwen2"))
-    assert "qwen2" in str(caught.value).lower()
+        from_config(config(architectures=named, model_type="qwen17"))
+    assert "qwen17" in str(caught.value).lower()
     assert "LlamaForCausalLM" in str(caught.value)
 
 
@@ -283,7 +286,6 @@ def test_gguf_scalings_windows_and_further_ends() -> None:
         ("llama.rope.dimension_count", 8),
         ("llama.rope.scaling.type", "longrope"),
         ("llama.attention.value_length", 32),
-        ("llama.expert_count", 8),
         ("tokenizer.ggml.eos_token_id", 5000),
     ],
 )
@@ -292,7 +294,7 @@ def test_a_bad_gguf_field_is_named(field: str, value: Any) -> None:
         from_gguf({**GGUF, field: value}, GGUF_NAMES)
 
 
-@pytest.mark.parametrize("name", ["gemma3", None, 7])
+@pytest.mark.parametrize("name", ["gemma17", None, 7])
 def test_unknown_gguf_architecture(name: Any) -> None:
     with pytest.raises(UnknownArchitectureError, match="llama"):
         from_gguf({**GGUF, "general.architecture": name}, GGUF_NAMES)

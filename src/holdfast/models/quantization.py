@@ -1,0 +1,223 @@
+"""How a checkpoint says its weights are quantized: every spelling of quantization_config, turned into one QuantSpec.
+
+Knows methods, bits and exceptions; not how bytes lie on disk or in memory.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Literal
+
+from holdfast.models.fields import MAX_WIDTH, Fields
+
+Method = Literal["awq", "gptq", "fp8", "int8", "int4", "bitsandbytes", "mxfp4"]
+Granularity = Literal["tensor", "channel", "group", "block"]
+_METHODS = ("awq", "gptq", "fp8", "fbgemm_fp8", "compressed-tensors", "bitsandbytes", "mxfp4")
+_MAX_PATTERNS = 65536
+_MAX_REPEATS = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuantSpec:
+    """The method names how weights are stored; int8 and int4 are those of compressed-tensors."""
+
+    method: Method
+    bits: int
+    granularity: Granularity = "group"
+    """Over what one scale reaches: all of a matrix, a row, `group_size` of a row, or a `block` of it."""
+    group_size: int = 0
+    block: tuple[int, int] = (0, 0)
+    symmetric: bool = True
+    """False: zero points are stored beside the scales."""
+    activation_order: bool = False
+    """GPTQ's act-order: a group index for every input is stored."""
+    static_activations: bool = False
+    """A scale for the activations is stored with every matrix."""
+    double_quantization: bool = False
+    """bitsandbytes: the scales are quantized themselves."""
+    not_converted: tuple[str, ...] = ()
+    """Modules that stay as they are: names, parts of names, or patterns that begin with re: or hold a *."""
+    head_converted: bool = False
+
+    def converts(self, hf_name: str) -> bool:
+        """Whether the linear layer of this tensor's name is quantized."""
+        module = hf_name.rpartition(".")[0] if hf_name.endswith((".weight", ".bias")) else hf_name
+        if hf_name.startswith(("lm_head.", "output.")) and not self.head_converted:
+            return False
+        names, patterns = _exceptions(self.not_converted)
+        if any(pattern.search(module) for pattern in patterns):
+            return False
+        parts = module.split(".")
+        ends = range(1, len(parts) + 1)
+        return not any(".".join(parts[first:last]) in names for last in ends for first in range(last))
+
+
+@lru_cache(maxsize=64)
+def _exceptions(not_converted: tuple[str, ...]) -> tuple[frozenset[str], tuple[re.Pattern[str], ...]]:
+    """Plain ones name a module or a run of its dotted parts; the rest are patterns."""
+    plain = (name.strip(".") for name in not_converted if not name.startswith("re:") and "*" not in name)
+    return frozenset(plain), tuple(
+        re.compile(f"^(?:{name[3:]})" if name.startswith("re:") else ".*".join(map(re.escape, name.split("*"))))
+        for name in not_converted
+        if name.startswith("re:") or "*" in name
+    )
+
+
+def quantization_from_config(config: Fields) -> QuantSpec | None:
+    """None: the weights are plain. An unknown method is refused by its name."""
+    table = config.table("quantization_config") or config.table("compression_config")
+    if table is None:
+        return None
+    default = "compressed-tensors" if table.has("config_groups") else ...
+    method = table.text("quant_method", default=default)  # type: ignore[arg-type]
+    if method == "awq":
+        return _awq(table)
+    if method == "gptq":
+        return _gptq(table)
+    if method in ("fp8", "fbgemm_fp8"):
+        return _fp8(table, method)
+    if method == "compressed-tensors":
+        return _compressed(table)
+    if method == "bitsandbytes":
+        return _bitsandbytes(table)
+    if method == "mxfp4":
+        return QuantSpec(method="mxfp4", bits=4, group_size=32, not_converted=_modules(table, "modules_to_not_convert"))
+    raise config.wrong("quantization_config", "a quant_method of " + ", ".join(_METHODS), method)
+
+
+def _awq(table: Fields) -> QuantSpec:
+    bits_name = "bits" if table.has("bits") or not table.has("w_bit") else "w_bit"
+    group_name = "group_size" if table.has("group_size") or not table.has("q_group_size") else "q_group_size"
+    return QuantSpec(
+        method="awq",
+        bits=_bits(table, bits_name, (4,)),
+        group_size=table.integer(group_name, low=1, high=MAX_WIDTH, default=128),
+        symmetric=not table.boolean("zero_point", default=True),
+        not_converted=_modules(table, "modules_to_not_convert"),
+    )
+
+
+def _gptq(table: Fields) -> QuantSpec:
+    group = table.integer("group_size", low=-1, high=MAX_WIDTH, default=128)
+    return QuantSpec(
+        method="gptq",
+        bits=_bits(table, "bits", (2, 3, 4, 8)),
+        granularity="group" if group > 0 else "channel",
+        group_size=max(group, 0),
+        # The format stores zero points even where they all mean the same.
+        symmetric=False,
+        activation_order=table.boolean("desc_act", default=False),
+        head_converted=table.boolean("lm_head", default=False),
+        not_converted=_modules(table, "modules_to_not_convert"),
+    )
+
+
+def _fp8(table: Fields, method: str) -> QuantSpec:
+    skipped = _modules(table, "modules_to_not_convert") + _modules(table, "ignored_layers")
+    if method == "fbgemm_fp8":
+        return QuantSpec(method="fp8", bits=8, granularity="channel", not_converted=skipped)
+    block = _block(table, "weight_block_size")
+    return QuantSpec(
+        method="fp8",
+        bits=8,
+        granularity="tensor" if block == (0, 0) else "block",
+        block=block,
+        static_activations=table.text("activation_scheme", default="dynamic") == "static",
+        not_converted=skipped,
+    )
+
+
+def _compressed(table: Fields) -> QuantSpec:
+    groups = table.table("config_groups")
+    if groups is None or not groups.values:
+        raise table.wrong("config_groups", "at least one group", "nothing")
+    if len(groups.values) > 1:
+        raise table.wrong("config_groups", "one group (several at once are not known)", f"{len(groups.values)} groups")
+    group = groups.table(next(iter(groups.values)))
+    weights = None if group is None else group.table("weights")
+    if group is None or weights is None:
+        raise table.wrong("config_groups", "a group with weights", groups.values)
+    bits, kind = _bits(weights, "num_bits", (4, 8)), weights.text("type", default="int")
+    if kind not in ("int", "float") or (kind == "float" and bits != 8):
+        raise weights.wrong("type", "int, or float with 8 bits", kind)
+    strategy = weights.text("strategy", default="group" if weights.has("group_size") else "tensor")
+    if strategy not in ("tensor", "channel", "group", "block"):
+        raise weights.wrong("strategy", "tensor, channel, group or block", strategy)
+    inputs = group.table("input_activations")
+    return QuantSpec(
+        method="fp8" if kind == "float" else "int8" if bits == 8 else "int4",
+        bits=bits,
+        granularity=strategy,  # type: ignore[arg-type]
+        group_size=weights.integer("group_size", low=1, high=MAX_WIDTH) if strategy == "group" else 0,
+        block=_block(weights, "block_structure") if strategy == "block" else (0, 0),
+        symmetric=weights.boolean("symmetric", default=True),
+        activation_order=weights.text("actorder", default="") == "group",
+        static_activations=inputs is not None and not inputs.boolean("dynamic", default=False),
+        not_converted=_modules(table, "ignore"),
+        head_converted=True,
+    )
+
+
+def _bitsandbytes(table: Fields) -> QuantSpec:
+    four, eight = table.boolean("load_in_4bit", default=False), table.boolean("load_in_8bit", default=False)
+    if four == eight:
+        raise table.wrong("load_in_4bit", "either load_in_4bit or load_in_8bit", "both" if four else "neither")
+    skipped = _modules(table, "llm_int8_skip_modules")
+    if eight:
+        return QuantSpec(method="bitsandbytes", bits=8, granularity="channel", not_converted=skipped)
+    return QuantSpec(
+        method="bitsandbytes",
+        bits=4,
+        group_size=64,
+        double_quantization=table.boolean("bnb_4bit_use_double_quant", default=False),
+        not_converted=skipped,
+    )
+
+
+def _bits(table: Fields, name: str, allowed: Iterable[int]) -> int:
+    bits = table.integer(name, high=64)
+    if bits not in allowed:
+        raise table.wrong(name, "one of " + ", ".join(str(known) for known in allowed), bits)
+    return bits
+
+
+def _block(table: Fields, name: str) -> tuple[int, int]:
+    value: Any = table.values.get(name)
+    if value is None:
+        return (0, 0)
+    good = isinstance(value, list) and len(value) == 2
+    if not good or any(
+        isinstance(size, bool) or not isinstance(size, int) or not 0 < size < MAX_WIDTH for size in value
+    ):
+        raise table.wrong(name, "two sizes, rows and columns", value)
+    return (value[0], value[1])
+
+
+def _modules(table: Fields, name: str) -> tuple[str, ...]:
+    value: Any = table.values.get(name)
+    if value is None:
+        return ()
+    if isinstance(value, Mapping | str) or not isinstance(value, list) or len(value) > _MAX_PATTERNS:
+        raise table.wrong(name, "a list of module names", value)
+    for pattern in value:
+        if not isinstance(pattern, str) or len(pattern) > 1024:
+            raise table.wrong(name, "a list of module names", value)
+        if not _tame(pattern):
+            raise table.wrong(name, "patterns that can be read, with at most 4 repeats, none within another", pattern)
+    return tuple(value)
+
+
+def _tame(pattern: str) -> bool:
+    """A stranger's pattern must not be able to search for ever: few repeats, and none of a group."""
+    if not pattern.startswith("re:"):
+        return pattern.count("*") <= _MAX_REPEATS
+    if re.search(r"\)[*+{?]", pattern) or len(re.findall(r"[*+{]", pattern)) > _MAX_REPEATS:
+        return False
+    try:
+        re.compile(f"^(?:{pattern[3:]})")
+    except (re.error, OverflowError, RecursionError):
+        return False
+    return True

@@ -1,0 +1,77 @@
+"""What this engine can run, and what it lacks for the rest, in words. Planning asks nothing of this."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from holdfast.errors import CheckpointError, ModelError, UnknownArchitectureError
+from holdfast.models.fields import Fields
+from holdfast.models.spec import ModelSpec
+
+RUNNABLE_FAMILIES = ("llama",)
+_SCALINGS = ("none", "linear", "llama3", "yarn")
+
+
+def lacking(spec: ModelSpec, fields: Fields) -> tuple[str, ...]:
+    """Everything the engine has not got for this model; `fields` tells how its file spells them."""
+    return tuple(dict.fromkeys((*_family(spec), *spec.features, *_memory(spec), *_settings(spec, fields))))
+
+
+def _family(spec: ModelSpec) -> Iterator[str]:
+    if spec.family not in RUNNABLE_FAMILIES:
+        yield f"the {spec.family} family"
+
+
+def _memory(spec: ModelSpec) -> Iterator[str]:
+    for layer in spec.layers:
+        if layer.experts is not None:
+            yield "mixtures of experts"
+        if layer.latent is not None:
+            yield "latent attention"
+        if layer.state is not None:
+            yield "recurrent layers"
+        if layer.shares_kv_of is not None:
+            yield "layers that share keys and values"
+        if layer.chunked:
+            yield "chunked attention"
+        if layer.kv_heads is not None or layer.head_dim is not None or layer.intermediate_size is not None:
+            yield "layers of different sizes"
+
+
+def _settings(spec: ModelSpec, fields: Fields) -> Iterator[str]:
+    if spec.rope.scaling not in _SCALINGS:
+        yield f"{fields.key('rope_scaling')}: {spec.rope.scaling}"
+    if not spec.rope.truncate:
+        yield "rope_scaling: yarn without truncate"
+    if spec.rope.dim != spec.head_dim:
+        yield f"{fields.key('partial_rotary_factor')}: only {spec.rope.dim} of {spec.head_dim} dimensions rotate"
+    if spec.quantization is not None:
+        yield f"quantization_config: {spec.quantization.method} weights"
+    if any(tensor.part == "vision" for tensor in spec.tensors) or spec.not_counted:
+        yield "images"
+
+
+def require_runnable(spec: ModelSpec, known: tuple[str, ...]) -> ModelSpec:
+    """The same spec, or a refusal that names what is missing; `known`: architectures that could run."""
+    if spec.runnable:
+        return spec
+    found = "; ".join(spec.unsupported)
+    if spec.family not in RUNNABLE_FAMILIES:
+        raise UnknownArchitectureError(
+            f"model architecture {spec.architecture} is known, but this engine cannot run it yet",
+            needed="one of " + ", ".join(known),
+            found=f"{spec.architecture}, which needs {found}",
+            fix="holdfast plan counts its memory; to run it, take another server for now",
+            field="architectures",
+        )
+    raise _feature(spec, found)
+
+
+def _feature(spec: ModelSpec, found: str) -> ModelError:
+    return CheckpointError(
+        f"this engine cannot run this {spec.architecture}: it lacks {found}",
+        needed=f"a model of the {spec.family} family without that",
+        found=found,
+        field=spec.unsupported[0].partition(":")[0],
+        fix="take another variant of this model, such as bf16 weights or a GGUF file" if spec.quantization else None,
+    )
