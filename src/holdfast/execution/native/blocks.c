@@ -14,7 +14,8 @@ typedef _Float16 half16 __attribute__((vector_size(32)));
 typedef float float16 __attribute__((vector_size(64)));
 
 static const int BYTES_OF_32[LAYOUTS] = {
-    [F32] = 128, [F16] = 64, [BF16] = 64, [Q8_0] = 34, [Q4_0] = 18, [Q4_1] = 20,
+    [F32] = 128,       [F16] = 64,        [BF16] = 64,       [Q8_0] = 34,  [Q4_0] = 18,
+    [Q4_1] = 20,       [Q8_0_FOURS] = 34, [Q4_0_FOURS] = 18, [Q4_1_FOURS] = 20,
 };
 
 int block_bytes(enum layout layout) { return BYTES_OF_32[layout]; }

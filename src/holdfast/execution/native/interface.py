@@ -34,6 +34,7 @@ class Kernels(Protocol):
         weights: int,
         chosen: int,
         rows: int,
+        stored_rows: int,
         columns: int,
         layout: int,
         out: int,
@@ -41,6 +42,8 @@ class Kernels(Protocol):
         threads: int,
         /,
     ) -> None: ...
+
+    def weave(self, weights: int, rows: int, columns: int, layout: int, /) -> int: ...
 
     def attend(
         self,

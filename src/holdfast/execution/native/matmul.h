@@ -23,8 +23,9 @@ int multiply(const product *wanted);
 
 typedef struct {
     const uint8_t *weights;
-    const int64_t *chosen; /* which rows, or NULL: the first `rows` in order */
-    long rows, columns;
+    const int64_t *chosen; /* which rows, or NULL: all in order */
+    long rows;             /* to write: of those chosen, or all */
+    long stored_rows, columns;
     enum layout layout;
     float *out;
     long out_stride;
@@ -34,7 +35,26 @@ typedef struct {
 /* Rows of stored weights as floats. */
 void expand_rows(const expansion *wanted);
 
-/* The product for few rows through integer digits; 0 when done, 1 when this machine or layout has no such form. */
-int multiply_by_digits(const product *wanted);
+/* The parts of multiply(), each for its number of rows. Returns as multiply() does. */
+#define DIGIT_ROWS 64 /* up to here digits are faster than floats */
+#define DOT_ROWS 8    /* up to here dot products are faster than panels */
+int multiply_by_digits(const product *wanted); /* weights in fours, outputs a multiple of four, up to DIGIT_ROWS */
+int multiply_by_dots(const product *wanted);
+int multiply_by_panels(const product *wanted);
+
+/* How the float products cut weights into tiles of WIDE outputs and at most DEEP columns, expanded at a time:
+ * 40 KB on Arm (64 KB of first-level cache), 20 KB elsewhere. */
+#if defined(__aarch64__)
+#define WIDE 16
+#else
+#define WIDE 8
+#endif
+#define DEEP 640
+
+/* Columns expanded at a time: all pieces alike, each at most DEEP. */
+long tile_depth(const product *wanted);
+
+/* Outputs output..output+WIDE-1, columns column..column+depth-1, into tile [WIDE, depth]; zeros beyond the last output. */
+void expand_tile(const product *wanted, float *tile, long output, long column, long depth);
 
 #endif

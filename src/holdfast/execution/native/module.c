@@ -4,6 +4,7 @@
 #include <Python.h>
 
 #include "decoder.h"
+#include "fours.h"
 
 /* Reads arguments one after another; after the first that is wrong it yields zeros and the error stays set. */
 typedef struct {
@@ -76,6 +77,7 @@ static PyObject *py_expand(PyObject *module, PyObject *const *values, Py_ssize_t
     wanted.weights = address(&args);
     wanted.chosen = address(&args);
     wanted.rows = whole(&args);
+    wanted.stored_rows = whole(&args);
     wanted.columns = whole(&args);
     wanted.layout = (enum layout)whole(&args);
     wanted.out = address(&args);
@@ -86,6 +88,20 @@ static PyObject *py_expand(PyObject *module, PyObject *const *values, Py_ssize_t
     expand_rows(&wanted);
     Py_END_ALLOW_THREADS
     return finish(0);
+}
+
+static PyObject *py_weave(PyObject *module, PyObject *const *values, Py_ssize_t count) {
+    (void)module;
+    arguments args = {values, count};
+    uint8_t *weights = address(&args);
+    long rows = whole(&args), columns = whole(&args);
+    enum layout layout = (enum layout)whole(&args);
+    if (!complete(&args)) return NULL;
+    int woven;
+    Py_BEGIN_ALLOW_THREADS
+    woven = weave_fours(weights, rows, columns, layout);
+    Py_END_ALLOW_THREADS
+    return woven < 0 ? PyErr_NoMemory() : PyLong_FromLong(woven);
 }
 
 static PyObject *py_attend(PyObject *module, PyObject *const *values, Py_ssize_t count) {
@@ -260,7 +276,8 @@ static PyMethodDef METHODS[] = {
     FUNCTION("bind", py_bind, "(GOMP_parallel): share this OpenMP runtime's threads."),
     FUNCTION("matmul", py_matmul,
              "(x, x_stride, out, out_stride, weights, bias, rows, columns, outputs, layout, add, threads)"),
-    FUNCTION("expand", py_expand, "(weights, chosen, rows, columns, layout, out, out_stride, threads)"),
+    FUNCTION("expand", py_expand, "(weights, chosen, rows, stored_rows, columns, layout, out, out_stride, threads)"),
+    FUNCTION("weave", py_weave, "(weights, rows, columns, layout): the layout they have from now on."),
     FUNCTION("attend", py_attend,
              "(query, query_stride, out, out_stride, keys, values, page_bytes, stored, block_tokens, heads, kv_heads, "
              "dim, tables, table_stride, slots, ends, counts, firsts, rows, window, scale, threads)"),

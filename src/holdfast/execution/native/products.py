@@ -9,14 +9,15 @@ from holdfast.execution.native.loading import kernels
 BLOCK_ELEMENTS = 32
 
 LAYOUT_NUMBERS = {"F32": 0, "F16": 1, "BF16": 2, "Q8_0": 3, "Q4_0": 4, "Q4_1": 5}
-"""As blocks.h numbers them."""
+"""As blocks.h numbers them; the numbers beyond are its own, of blocks that were woven together."""
 LAYOUT_BYTES = {"F32": 128, "F16": 64, "BF16": 64, "Q8_0": 34, "Q4_0": 18, "Q4_1": 20}
 """Of 32 elements."""
 
 
 class BlockMatrix:
-    """[rows, columns] weights over `blocks`, a contiguous uint8 [rows, bytes of a row], which it keeps and never
-    changes. Activations are float32 with contiguous rows; the rows themselves may lie apart (slices)."""
+    """[rows, columns] weights in `blocks`, a contiguous uint8 [rows, bytes of a row] as a file stores them. It takes
+    them over: where the machine's products read four rows at a time, it weaves them together where they lie.
+    Activations are float32 with contiguous rows; the rows themselves may lie apart (slices)."""
 
     def __init__(self, blocks: torch.Tensor, layout: str, bias: torch.Tensor | None = None) -> None:
         if layout not in LAYOUT_NUMBERS:
@@ -30,8 +31,8 @@ class BlockMatrix:
         if bias is not None and (bias.dtype != torch.float32 or bias.shape != (self.rows,) or bias.stride(0) != 1):
             raise ValueError(f"the bias must be contiguous float32 [{self.rows}], not {_describe(bias)}")
         self._kernels = kernels()
-        self._number = LAYOUT_NUMBERS[layout]
         self._address = blocks.data_ptr()
+        self._number = self._kernels.weave(self._address, self.rows, self.columns, LAYOUT_NUMBERS[layout])
         self._bias_address = 0 if bias is None else bias.data_ptr()
 
     @property
@@ -72,6 +73,7 @@ class BlockMatrix:
             self._address,
             chosen,
             len(out),
+            self.rows,
             self.columns,
             self._number,
             out.data_ptr(),
@@ -114,13 +116,13 @@ class BlockMatrix:
 def matmul_blocks(
     x: torch.Tensor, blocks: torch.Tensor, layout: str, out: torch.Tensor, bias: torch.Tensor | None = None
 ) -> None:
-    """out [M, N] = x [M, K] · Wᵀ + bias, with W [N, K] stored in `blocks`."""
-    BlockMatrix(blocks, layout, bias).write(x, out)
+    """out [M, N] = x [M, K] · Wᵀ + bias, with W [N, K] stored in `blocks`, which stay as they are."""
+    BlockMatrix(blocks.clone(), layout, bias).write(x, out)
 
 
 def dequantize(blocks: torch.Tensor, layout: str, out: torch.Tensor) -> None:
-    """The matrix stored in `blocks` as float32 into out [N, K]."""
-    BlockMatrix(blocks, layout).dequantize(out)
+    """The matrix stored in `blocks` as float32 into out [N, K]; the blocks stay as they are."""
+    BlockMatrix(blocks.clone(), layout).dequantize(out)
 
 
 def _describe(tensor: torch.Tensor) -> str:
