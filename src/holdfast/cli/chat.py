@@ -7,14 +7,14 @@ terminal, each line is a message and the output is plain.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import contextlib
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping
 from typing import Any
 
-from holdfast.cli.chat_backends import ChatBackend, UrlBackend, open_local
+from holdfast.cli.background import BackgroundLoop
+from holdfast.cli.chat_backends import ChatBackend, UrlBackend, find_local
 from holdfast.cli.keys import unseen_keys
 from holdfast.config import EngineConfig
 from holdfast.config.engine import REFUSED
@@ -76,30 +76,31 @@ def run(arguments: argparse.Namespace) -> int:
     options = {name: value for name in _SAMPLING if (value := given.pop(name)) is not None}
     url, api_key, system = given.pop("url"), given.pop("api_key"), given.pop("system")
     screen = Screen()
-    with asyncio.Runner() as runner:
-        backend = runner.run(_open(url, api_key, given))
+    with BackgroundLoop() as loop:
+        backend = loop.run(_opening(url, api_key, given))
         try:
-            return Conversation(backend, options, system, screen, runner).hold()
+            return Conversation(backend, options, system, screen, loop).hold()
         except BrokenPipeError:
             # Whoever read our output has left; Python must not fail again when it closes stdout.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 1
         finally:
-            runner.run(backend.close())
+            loop.run(backend.close())
 
 
-async def _open(url: str | None, api_key: str | None, engine: dict[str, Any]) -> ChatBackend:
+def _opening(url: str | None, api_key: str | None, engine: dict[str, Any]) -> Coroutine[Any, Any, ChatBackend]:
+    """What is left to do on the loop. A model is found, and perhaps fetched, here, where Ctrl-C ends it at once."""
     if url is not None:
         model = engine.pop("model")
         if engine:
             name = flag_name(next(iter(engine)))
             raise ConfigurationError(f"{name} is for a model loaded here; the server at --url has its own", field="url")
-        return await UrlBackend.open(url, model=model, api_key=api_key)
+        return UrlBackend.open(url, model=model, api_key=api_key)
     from holdfast.observability.logs import set_up_logging
 
     set_up_logging("warning")
     gathered = gather([EngineConfig], engine)
-    return await open_local(build(EngineConfig, gathered.values, refused=REFUSED, origin=gathered.origin))
+    return find_local(build(EngineConfig, gathered.values, refused=REFUSED, origin=gathered.origin))
 
 
 class Screen:
@@ -142,7 +143,7 @@ class Screen:
 
 
 class Conversation:
-    """History and commands. Every answer runs on the one loop; between answers the loop rests."""
+    """History and commands. Answers come through the loop, which goes on between them."""
 
     def __init__(
         self,
@@ -150,13 +151,13 @@ class Conversation:
         options: Mapping[str, Any],
         system: str,
         screen: Screen,
-        runner: asyncio.Runner,
+        loop: BackgroundLoop,
     ) -> None:
         self._backend = backend
         self._options = options
         self._system = system
         self._screen = screen
-        self._runner = runner
+        self._loop = loop
         self._history: list[dict[str, str]] = []
 
     def hold(self) -> int:
@@ -170,7 +171,7 @@ class Conversation:
         warned = False
         while True:
             try:
-                line = self._screen.read()
+                line = None if self._backend.failure is not None else self._screen.read()
             except KeyboardInterrupt:
                 self._screen.show("\n")
                 if warned:
@@ -179,6 +180,10 @@ class Conversation:
                 self._screen.say("Ctrl-C again leaves; so do Ctrl-D and /exit.")
                 continue
             warned = False
+            if self._backend.failure is not None:
+                # Its log has said so when it happened, which may have been while somebody was typing.
+                self._screen.say(f"{self._backend.failure}\nThere is nobody left to answer; start the chat again.")
+                return 1
             if line is None:
                 self._screen.show("\n")
                 return 0
@@ -221,7 +226,7 @@ class Conversation:
         kept = False
         try:
             with unseen_keys():
-                self._runner.run(self._stream([*system, *self._history, question], pieces))
+                self._loop.run(self._stream([*system, *self._history, question], pieces))
             kept = True
         except KeyboardInterrupt:
             kept = bool(pieces)

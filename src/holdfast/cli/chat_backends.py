@@ -8,11 +8,11 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from holdfast.config import EngineConfig
-from holdfast.errors import ConfigurationError, EngineError, HoldfastError, RequestError
+from holdfast.errors import ConfigurationError, EngineDiedError, EngineError, HoldfastError, RequestError
 from holdfast.records import SamplingParams
 from holdfast.units import shorten
 
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     import httpx
 
     from holdfast.engine.interface import Engine
+    from holdfast.engine.startup import FoundModel
+    from holdfast.text.tokenizer import Tokenizer
 
 Messages = Sequence[Mapping[str, str]]
 
@@ -32,6 +34,10 @@ class ChatBackend(Protocol):
     @property
     def name(self) -> str:
         """Of the model, for people."""
+
+    @property
+    def failure(self) -> HoldfastError | None:
+        """Why there will be no more answers; None while there may be."""
 
     def stream(self, messages: Messages, options: Mapping[str, Any]) -> AsyncGenerator[str, None]:
         """The answer's text as it comes. Closing it, or cancelling who waits for it, aborts the request.
@@ -68,6 +74,10 @@ class UrlBackend:
     @property
     def name(self) -> str:
         return self._name
+
+    @property
+    def failure(self) -> HoldfastError | None:
+        return None  # A server that is gone may be back at the next question.
 
     async def stream(self, messages: Messages, options: Mapping[str, Any]) -> AsyncGenerator[str, None]:
         body = {"model": self._name, "messages": list(messages), "stream": True, **options}
@@ -191,6 +201,11 @@ class LocalBackend:
     def name(self) -> str:
         return self._engine.info.model
 
+    @property
+    def failure(self) -> HoldfastError | None:
+        failure = self._engine.failure
+        return None if failure is None else EngineDiedError(failure.message, code=failure.code)
+
     async def stream(self, messages: Messages, options: Mapping[str, Any]) -> AsyncGenerator[str, None]:
         prompt = self._tokenizer.apply_chat_template(messages, add_generation_prompt=True)
         params = SamplingParams(**{"max_tokens": None, **self._defaults, **options})
@@ -208,14 +223,21 @@ class LocalBackend:
         await self._engine.stop()
 
 
-async def open_local(config: EngineConfig) -> LocalBackend:
-    """Finds, loads and starts the model in an engine process of its own."""
-    from holdfast.engine.client import ProcessEngine
-    from holdfast.engine.progress import LoadProgress
-    from holdfast.engine.startup import find_model, open_tokenizer, sampling_defaults
+def find_local(config: EngineConfig) -> Coroutine[Any, Any, LocalBackend]:
+    """Finds the model, fetching it if need be; what is returned loads and starts it."""
+    from holdfast.engine.startup import find_model, open_tokenizer
 
     model = find_model(config)
-    engine = ProcessEngine(config, model, open_tokenizer(config, model), on_progress=LoadProgress())
+    return _start_local(config, model, open_tokenizer(config, model))
+
+
+async def _start_local(config: EngineConfig, model: FoundModel, tokenizer: Tokenizer | None) -> LocalBackend:
+    """In an engine process of its own."""
+    from holdfast.engine.client import ProcessEngine
+    from holdfast.engine.progress import LoadProgress
+    from holdfast.engine.startup import sampling_defaults
+
+    engine = ProcessEngine(config, model, tokenizer, on_progress=LoadProgress())
     try:
         await engine.start()
         return LocalBackend(engine, sampling_defaults(model.files.generation_config))

@@ -246,7 +246,12 @@ class ProcessEngine:
             cause = "the engine process died each time with this request aboard, at last when it was tried by itself"
             self._end(name, EngineDiedError(f"{cause} ({ending})", request_id=name))
             log.error("request %s is ended: %s", name, cause)
-        log.error("the engine process ended (%s) with %d requests open; starting it again", ending, len(self._open))
+        log.error(
+            "the engine process ended (%s) with %d requests open; starting it again [%s]",
+            ending,
+            len(self._open),
+            EngineDiedError.code,
+        )
 
     async def _relaunch(self) -> None:
         """Until one lives, or too many in a row have ended for nothing."""

@@ -14,13 +14,15 @@ import sys
 import termios
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import psutil
 import pytest
 
+from holdfast.cli.background import BackgroundLoop
+from holdfast.cli.chat import Conversation, Screen
 from holdfast.cli.chat_backends import LocalBackend, api_of
 from holdfast.engine.fake import FakeEngine
 from holdfast.errors import ConfigurationError, RequestError
@@ -324,6 +326,66 @@ def test_a_models_text_cannot_steer_the_terminal(terminal: Terminal) -> None:
     shown = terminal.wait_for("]52;x\r\n> ")
     assert "1:\ufffd]52;x" in shown
     assert "\x1b]52" not in shown
+
+
+def test_an_engine_that_dies_at_the_prompt_is_noticed_there(tiny_arguments: list[str]) -> None:
+    model = tiny_arguments[: tiny_arguments.index("--served-model-name")]
+    terminal = Terminal([sys.executable, "-m", "holdfast", "chat", *model, "--max-tokens", "4", "--temperature", "0"])
+    try:
+        terminal.wait_for("> ")
+        (engine,) = psutil.Process(terminal.process.pid).children()
+        engine.kill()
+        # Nothing was typed.
+        assert "signal 9" in terminal.wait_for("[HF410]")
+        terminal.type("hi\r")
+        assert "HF" not in terminal.wait_for("\r\n> ")
+        terminal.type("\x04")
+        assert terminal.process.wait(DEADLINE_S) == 0
+    finally:
+        terminal.close()
+
+
+def test_ctrl_c_while_the_model_loads_leaves_nothing_behind(tiny_arguments: list[str]) -> None:
+    model = tiny_arguments[: tiny_arguments.index("--served-model-name")]
+    terminal = Terminal([sys.executable, "-m", "holdfast", "chat", *model])
+    try:
+        chat, deadline = psutil.Process(terminal.process.pid), time.monotonic() + DEADLINE_S
+        while not (engines := chat.children()):
+            assert time.monotonic() < deadline
+        terminal.type("\x03")
+        assert terminal.process.wait(DEADLINE_S) == 130
+        assert not psutil.wait_procs(engines, timeout=DEADLINE_S)[1]
+    finally:
+        terminal.close()
+
+
+class Silent(Screen):
+    """A person who types nothing but one line, during which the engine is given up."""
+
+    def __init__(self, meanwhile: Callable[[], None]) -> None:
+        self.interactive = True
+        self.said: list[str] = []
+        self._meanwhile = meanwhile
+
+    def read(self) -> str:
+        self._meanwhile()
+        return "are you there?"
+
+    def show(self, text: str) -> None:
+        self.said.append(text)
+
+    say = show
+
+
+def test_a_dead_engine_ends_the_chat_with_its_code() -> None:
+    engine = FakeEngine()
+    screen = Silent(lambda: engine.die("out of luck"))
+    with BackgroundLoop() as loop:
+        loop.run(engine.start())
+        assert Conversation(LocalBackend(engine), {}, "", screen, loop).hold() == 1
+        loop.run(engine.stop())
+    assert "out of luck [HF410]" in "".join(screen.said)
+    assert not engine.received
 
 
 async def test_an_engine_in_process_answers_and_is_aborted() -> None:
