@@ -85,11 +85,13 @@ class Checkpoint:
 
 
 def open_checkpoint(files: ModelFiles) -> Checkpoint:
+    """Of remote files too: their tensors can be counted and matched, and none can be read."""
     if files.format == "gguf":
         header = files.header or gguf.read_header(files.weights[0])
         return Checkpoint(header.tensors, "gguf")
     if files.format == "safetensors":
-        return Checkpoint(safetensors.read_headers(files.weights), "safetensors")
+        tensors = files.tensors if files.tensors is not None else safetensors.read_headers(files.weights)
+        return Checkpoint(tensors, "safetensors")
     raise CheckpointError(
         f"{files.path}: no weights here",
         needed="*.safetensors or one .gguf",

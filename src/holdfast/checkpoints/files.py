@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -52,3 +53,11 @@ class ModelFiles:
     """From chat_template.jinja, else from tokenizer_config.json, else from the GGUF header."""
     header: GGUFHeader | None = None
     """With format gguf."""
+    tensors: Mapping[str, StoredTensor] | None = field(default=None, repr=False)
+    """With format safetensors, where the headers were read already."""
+    remote: bool = False
+    """Only headers were read: `path` and `weights` are names at the hub, and there are no bytes to load here."""
+    revision: str | None = None
+    """The commit, where the hub was asked."""
+    chosen: str = ""
+    """Which of the files at that place were taken, over which others, for people to read."""

@@ -9,10 +9,11 @@ against limits of our own, before anything is allocated for it.
 
 from __future__ import annotations
 
-import io
 import itertools
 import os
 import struct
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -20,9 +21,10 @@ from typing import Any
 import numpy
 
 from holdfast.checkpoints.files import GGUFHeader, StoredTensor
-from holdfast.checkpoints.layouts import GGUF_LAYOUTS
+from holdfast.checkpoints.layouts import GGUF_LAYOUTS, RETIRED_GGUF_TYPES
+from holdfast.checkpoints.reading import open_file
 from holdfast.errors import CheckpointError
-from holdfast.units import MIB, format_bytes
+from holdfast.units import MIB, format_bytes, shorten
 
 MAGIC = b"GGUF"
 MAX_HEADER_BYTES = 512 * MIB
@@ -56,10 +58,13 @@ _SCALARS: dict[int, tuple[str, int]] = {
 
 
 class _Cursor:
-    """Reads forward through a file, keeping what was read; never asks for more than the file has."""
+    """Reads forward through a file, keeping what was read; never asks for more than the file has.
 
-    def __init__(self, file: io.FileIO, path: Path, size: int) -> None:
-        self.file, self.path, self.size = file, path, size
+    `read(n)` gives the next bytes: n or more where it likes, fewer where it must, none at the end.
+    """
+
+    def __init__(self, path: Path, size: int, read: Callable[[int], bytes]) -> None:
+        self.path, self.size, self.read = path, size, read
         self.data = bytearray()
         self.position = 0
         self.elements_left = MAX_ARRAY_ELEMENTS
@@ -82,7 +87,7 @@ class _Cursor:
         if end > MAX_HEADER_BYTES:
             raise self.wrong("the GGUF header is absurdly large", needed=f"at most {format_bytes(MAX_HEADER_BYTES)}")
         while len(self.data) < end:
-            chunk = self.file.read(min(self.size, max(_CHUNK_BYTES, end - len(self.data))))
+            chunk = self.read(end - len(self.data))
             if not chunk:
                 raise self.wrong("the file became shorter while it was read", fix="download the file again")
             self.data += chunk
@@ -176,17 +181,47 @@ class _Cursor:
         return texts
 
 
-def read_header(path: Path) -> GGUFHeader:
-    """The metadata and where each tensor lies; raises CheckpointError for anything torn, foreign or hostile."""
+def read_header(path: Path, *, part: bool = False) -> GGUFHeader:
+    """The metadata and where each tensor lies; raises CheckpointError for anything torn, foreign or hostile.
+
+    One part of a split model is refused unless `part` says that the others are read too.
+    """
     try:
-        with open(path, "rb", buffering=0) as file:
-            cursor = _Cursor(file, path, os.fstat(file.fileno()).st_size)
-            return _read(cursor)
+        with open_file(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            return parse_header(path, size, lambda n: file.read(min(size, max(_CHUNK_BYTES, n))), part=part)
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
 
 
-def _read(cursor: _Cursor) -> GGUFHeader:
+def join_parts(headers: Sequence[GGUFHeader]) -> GGUFHeader:
+    """One header of all parts, given in order: the first part's metadata, everybody's tensors."""
+    first = headers[0]
+    tensors: dict[str, StoredTensor] = {}
+    for number, header in enumerate(headers):
+        said = (header.metadata.get("split.no"), header.metadata.get("split.count"))
+        if said != (number, len(headers)):
+            raise CheckpointError(
+                f"{header.path}: not the part its name says",
+                needed=f"part {number} of {len(headers)} (split.no, split.count)",
+                found=shorten(said),
+                fix="download the model again",
+            )
+        for name, tensor in header.tensors.items():
+            if name in tensors:
+                raise CheckpointError(f"{header.path}: the tensor {shorten(name)!r} stands in two parts")
+            tensors[name] = tensor
+    expected = first.metadata.get("split.tensors.count", len(tensors))
+    if expected != len(tensors):
+        raise CheckpointError(
+            f"{first.path}: the parts do not hold every tensor", needed=shorten(expected), found=str(len(tensors))
+        )
+    return replace(first, tensors=tensors)
+
+
+def parse_header(path: Path, size: int, read: Callable[[int], bytes], *, part: bool = False) -> GGUFHeader:
+    """The same of a file that may lie elsewhere: `size` is all of it, `read(n)` gives about the next n bytes."""
+    cursor = _Cursor(path, size, read)
     version = _check_magic(cursor)
     tensor_count = cursor.count("tensors", each_bytes=24, limit=MAX_TENSORS)
     key_count = cursor.count("metadata keys", each_bytes=13, limit=MAX_KEYS)
@@ -194,18 +229,19 @@ def _read(cursor: _Cursor) -> GGUFHeader:
     for _ in range(key_count):
         key = cursor.string("a metadata key", MAX_NAME_BYTES)
         if key in metadata:
-            raise cursor.wrong(f"the metadata key {key!r} stands there twice")
-        metadata[key] = cursor.value(key, cursor.uint32())
-    _refuse_parts(cursor, metadata)
+            raise cursor.wrong(f"the metadata key {shorten(key)!r} stands there twice")
+        metadata[key] = cursor.value(shorten(key), cursor.uint32())
+    if not part:
+        _refuse_parts(cursor, metadata)
     alignment = metadata.get("general.alignment", 32)
     if not isinstance(alignment, int) or not 1 <= alignment <= MAX_ALIGNMENT or alignment & (alignment - 1):
-        raise cursor.wrong("general.alignment cannot be used", needed="a power of two", found=repr(alignment)[:60])
+        raise cursor.wrong("general.alignment cannot be used", needed="a power of two", found=shorten(alignment))
     infos = [_tensor_info(cursor) for _ in range(tensor_count)]
     data_start = -(-cursor.position // alignment) * alignment
     tensors: dict[str, StoredTensor] = {}
     for name, shape, kind, offset in infos:
         if name in tensors:
-            raise cursor.wrong(f"the tensor {name!r} stands there twice")
+            raise cursor.wrong(f"the tensor {shorten(name)!r} stands there twice")
         tensors[name] = _place(cursor, name, shape, kind, offset, data_start, alignment)
     _check_overlaps(cursor, tensors)
     return GGUFHeader(
@@ -250,7 +286,7 @@ def _tensor_info(cursor: _Cursor) -> tuple[str, tuple[int, ...], int, int]:
     name = cursor.string("a tensor name", MAX_NAME_BYTES)
     dimensions = cursor.uint32()
     if not 1 <= dimensions <= MAX_DIMENSIONS:
-        raise cursor.wrong(f"tensor {name!r} has {dimensions} dimensions", needed=f"1 to {MAX_DIMENSIONS}")
+        raise cursor.wrong(f"tensor {shorten(name)!r} has {dimensions} dimensions", needed=f"1 to {MAX_DIMENSIONS}")
     sizes = [cursor.uint64() for _ in range(dimensions)]
     # GGUF names the fastest-running dimension first.
     return name, tuple(reversed(sizes)), cursor.uint32(), cursor.uint64()
@@ -259,23 +295,28 @@ def _tensor_info(cursor: _Cursor) -> tuple[str, tuple[int, ...], int, int]:
 def _place(
     cursor: _Cursor, name: str, shape: tuple[int, ...], kind: int, offset: int, data_start: int, alignment: int
 ) -> StoredTensor:
-    layout = GGUF_LAYOUTS.get(kind)
+    layout, spelled = GGUF_LAYOUTS.get(kind), repr(shorten(name))
+    if kind in RETIRED_GGUF_TYPES:
+        raise cursor.wrong(
+            f"tensor {spelled} has the type {RETIRED_GGUF_TYPES[kind]}, which was given up",
+            fix="take a newer file of this model, such as Q4_0",
+        )
     if layout is None:
-        raise cursor.wrong(f"tensor {name!r} has the unknown type number {kind}")
+        raise cursor.wrong(f"tensor {spelled} has the unknown type number {kind}")
     if 0 in shape or prod(shape) >= 1 << 62:
-        raise cursor.wrong(f"tensor {name!r} has an absurd shape", found=str(shape))
+        raise cursor.wrong(f"tensor {spelled} has an absurd shape", found=str(shape))
     nbytes = layout.bytes_for(shape)
     if nbytes is None:
         raise cursor.wrong(
-            f"tensor {name!r}: its rows are not whole {layout.name} blocks",
+            f"tensor {spelled}: its rows are not whole {layout.name} blocks",
             needed=f"rows of a multiple of {layout.block_elements}",
             found=str(shape),
         )
     if offset % alignment:
-        raise cursor.wrong(f"tensor {name!r} lies off the file's alignment of {alignment} bytes", found=str(offset))
+        raise cursor.wrong(f"tensor {spelled} lies off the file's alignment of {alignment} bytes", found=str(offset))
     if data_start + offset + nbytes > cursor.size:
         raise cursor.wrong(
-            f"the file is torn: tensor {name!r} ends beyond it",
+            f"the file is torn: tensor {spelled} ends beyond it",
             needed=f"{data_start + offset + nbytes} bytes or more",
             found=f"{cursor.size} bytes",
             fix="download the file again",
@@ -287,4 +328,4 @@ def _check_overlaps(cursor: _Cursor, tensors: dict[str, StoredTensor]) -> None:
     ordered = sorted(tensors.values(), key=lambda tensor: tensor.offset)
     for before, after in itertools.pairwise(ordered):
         if before.offset + before.nbytes > after.offset:
-            raise cursor.wrong(f"tensors {before.name!r} and {after.name!r} overlap")
+            raise cursor.wrong(f"tensors {shorten(before.name)!r} and {shorten(after.name)!r} overlap")

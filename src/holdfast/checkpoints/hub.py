@@ -11,15 +11,16 @@ import errno
 import glob
 import os
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from pathlib import Path
 
 from holdfast.checkpoints import safetensors
+from holdfast.checkpoints.choice import INDEX_NAME, choose_weights
+from holdfast.checkpoints.files import ModelFiles
 from holdfast.checkpoints.progress import say
 from holdfast.errors import CheckpointError, ModelAccessError, ModelError, ModelNotFoundError
-from holdfast.models.fields import shorten
-from holdfast.units import format_bytes
+from holdfast.units import format_bytes, shorten
 
 SMALL_FILES = (
     "config.json",
@@ -29,29 +30,29 @@ SMALL_FILES = (
     "special_tokens_map.json",
     "added_tokens.json",
     "chat_template.jinja",
-    safetensors.INDEX_NAME,
+    INDEX_NAME,
 )
 
 
-def download(repo: str, *, revision: str | None = None, progress: bool = True) -> Path:
-    """The snapshot's folder in the hub's cache, complete for our purpose."""
-    with _our_errors(repo, revision):
+def download(repo: str, *, revision: str | None = None, wanted: str | None = None, progress: bool = True) -> Path:
+    """The snapshot's folder in the hub's cache, complete for our purpose; `wanted`: which of several GGUF models."""
+    with our_errors(repo, revision):
         import huggingface_hub
         from huggingface_hub import constants
 
         if constants.HF_HUB_OFFLINE:
-            return _cached(repo, revision)
+            return _cached(repo, revision, wanted)
         try:
-            info = huggingface_hub.HfApi(endpoint=_endpoint()).model_info(repo, revision=revision, files_metadata=True)
+            info = huggingface_hub.HfApi(endpoint=endpoint()).model_info(repo, revision=revision, files_metadata=True)
         except Exception as error:
             # An unreachable hub is no reason to refuse what is already here; a hub that says no is.
             if not _unreachable(error):
                 raise
             with contextlib.suppress(huggingface_hub.errors.LocalEntryNotFoundError):
-                return _cached(repo, revision)
+                return _cached(repo, revision, wanted)
             raise
         sizes = {sibling.rfilename: sibling.size or 0 for sibling in info.siblings or []}
-        names = choose(sizes, repo)
+        names = choose(sizes, repo, wanted)
         total = sum(sizes[name] for name in names)
         say(f"{repo}: {len(names)} files, {format_bytes(total)}, in {constants.HF_HUB_CACHE}", progress=progress)
         with _bars(progress):
@@ -59,50 +60,60 @@ def download(repo: str, *, revision: str | None = None, progress: bool = True) -
                 repo,
                 revision=revision,
                 allow_patterns=[glob.escape(name) for name in names],
-                endpoint=_endpoint(),
+                endpoint=endpoint(),
             )
     return Path(folder)
 
 
-def choose(names: Collection[str], repo: str) -> list[str]:
-    """Of a repository's files, those we need: its safetensors, else its one GGUF, and the small files."""
+def cached_unless_reachable(
+    repo: str, revision: str | None, wanted: str | None, ask: Callable[[], ModelFiles]
+) -> ModelFiles | Path:
+    """What `ask` finds at the hub; the folder of an earlier download where the hub cannot be asked."""
+    with our_errors(repo, revision):
+        import huggingface_hub
+        from huggingface_hub import constants
+
+        if constants.HF_HUB_OFFLINE:
+            return _cached(repo, revision, wanted)
+        try:
+            return ask()
+        except Exception as error:
+            if not _unreachable(error):
+                raise
+            with contextlib.suppress(huggingface_hub.errors.LocalEntryNotFoundError):
+                return _cached(repo, revision, wanted)
+            raise
+
+
+def choose(names: Collection[str], repo: str, wanted: str | None = None) -> list[str]:
+    """Of a repository's files, those we need: its safetensors, else one GGUF model, and the small files."""
     top = [name for name in names if "/" not in name]
     small = [name for name in top if name in SMALL_FILES]
-    weights = [name for name in top if name.endswith(".safetensors")]
-    weights = [name for name in weights if not name.startswith("consolidated")] or weights
-    if weights:
-        return small + weights
-    ggufs = [name for name in top if name.endswith(".gguf")]
-    if len(ggufs) == 1:
-        return small + ggufs
-    if ggufs:
-        raise CheckpointError(
-            f"{repo} holds {len(ggufs)} GGUF files, and none was chosen",
-            found=shorten(", ".join(ggufs)),
-            fix=f"hf download {repo} {ggufs[0]} --local-dir . and then give that file",
-        )
-    pickles = safetensors.pickles_in(top)
-    if pickles:
-        raise safetensors.pickles_refused(repo, pickles)
-    if "config.json" not in small:
+    choice = choose_weights(names, repo, wanted)
+    if choice.format == "none" and "config.json" not in small:
         raise CheckpointError(
             f"{repo} is not a model this engine can open",
             needed="config.json with *.safetensors, or one .gguf file",
             found=shorten(", ".join(sorted(top)) or "no files"),
         )
-    return small
+    return small + list(choice.weights)
 
 
-def _cached(repo: str, revision: str | None) -> Path:
+def _cached(repo: str, revision: str | None, wanted: str | None) -> Path:
     """What an earlier download left, with no word to the network."""
     import huggingface_hub
 
     look = partial(huggingface_hub.snapshot_download, repo, revision=revision, local_files_only=True)
-    try:
-        patterns = [*SMALL_FILES, "*.safetensors"]
-        folder = Path(look(allow_patterns=patterns, ignore_patterns=["consolidated*", "*/*"]))
-    except huggingface_hub.errors.LocalEntryNotFoundError:
-        folder = Path(look(allow_patterns=["*.gguf"], ignore_patterns=["*/*"]))
+    if wanted is not None:
+        endings = ("",) if wanted.endswith(".gguf") else (".gguf", "-?????-of-?????.gguf")
+        spellings = [glob.escape(spelling) for spelling in (wanted, wanted.upper(), wanted.lower())]
+        folder = Path(look(allow_patterns=[f"*{spelling}{end}" for spelling in spellings for end in endings]))
+    else:
+        try:
+            patterns = [*SMALL_FILES, "*.safetensors"]
+            folder = Path(look(allow_patterns=patterns, ignore_patterns=["consolidated*", "*/*"]))
+        except huggingface_hub.errors.LocalEntryNotFoundError:
+            folder = Path(look(allow_patterns=["*.gguf"], ignore_patterns=["*/*"]))
     # Only newer versions of the library notice what an interrupted download left.
     missing = _missing(folder)
     if missing is not None:
@@ -118,11 +129,11 @@ def _cached(repo: str, revision: str | None) -> Path:
 
 def _missing(folder: Path) -> str | None:
     """What a model in that folder lacks; None when it can be opened."""
-    if any(folder.glob("*.gguf")):
+    if any(folder.glob("*.gguf")) or any(folder.glob("*/*.gguf")):
         return None
     if not (folder / "config.json").is_file():
         return "no config.json"
-    index = folder / safetensors.INDEX_NAME
+    index = folder / INDEX_NAME
     if index.is_file():
         try:
             safetensors.shards_of_index(index)
@@ -133,7 +144,7 @@ def _missing(folder: Path) -> str | None:
     return None if any(file.exists() for file in folder.glob("*.safetensors")) else "no weights"
 
 
-def _endpoint() -> str | None:
+def endpoint() -> str | None:
     """The library reads HF_ENDPOINT once, when it is imported, which may have been long before us."""
     return os.environ.get("HF_ENDPOINT") or None
 
@@ -153,7 +164,7 @@ def _bars(progress: bool) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _our_errors(repo: str, revision: str | None) -> Iterator[None]:
+def our_errors(repo: str, revision: str | None) -> Iterator[None]:
     try:
         yield
     except ModelError:
@@ -165,10 +176,10 @@ def _our_errors(repo: str, revision: str | None) -> Iterator[None]:
 def _translated(error: Exception, repo: str, revision: str | None) -> ModelError:
     from huggingface_hub import constants, errors
 
-    said = shorten(" ".join(str(error).split()), limit=300)
+    said = shorten(" ".join(str(error).split()), limit_chars=300)
     status = getattr(getattr(error, "response", None), "status_code", None)
-    where = _endpoint() or constants.ENDPOINT
-    if isinstance(error, errors.GatedRepoError) or status == 403:
+    where = endpoint() or constants.ENDPOINT
+    if isinstance(error, errors.GatedRepoError) or status == 403 or getattr(error, "hub_code", None) == "GatedRepo":
         return _no_access(repo, "is gated: its owner must let you in first", said)
     if isinstance(error, errors.RevisionNotFoundError):
         return ModelNotFoundError(
@@ -221,7 +232,7 @@ def _no_access(repo: str, why: str, said: str) -> ModelAccessError:
         f"{repo} {why}",
         needed="a token with access" + (" (the one in use has none)" if _has_token() else " (none is set)"),
         found=f"{said} (HF_HOME is {constants.HF_HOME})",
-        fix=f"ask for access at {_endpoint() or constants.ENDPOINT}/{repo}, then: hf auth login, or set HF_TOKEN",
+        fix=f"ask for access at {endpoint() or constants.ENDPOINT}/{repo}, then: hf auth login, or set HF_TOKEN",
     )
 
 

@@ -6,49 +6,59 @@
 from __future__ import annotations
 
 import itertools
-import json
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any
 
 from holdfast.checkpoints.files import StoredTensor
 from holdfast.checkpoints.layouts import LAYOUTS, SAFETENSORS_LAYOUTS
+from holdfast.checkpoints.reading import open_file, parse_table, read_small
 from holdfast.errors import CheckpointError
-from holdfast.models.fields import shorten
-from holdfast.units import MIB, format_bytes
+from holdfast.units import MIB, format_bytes, shorten
 
-INDEX_NAME = "model.safetensors.index.json"
 MAX_HEADER_BYTES = 100 * MIB
 """The format's own limit."""
+MAX_TENSORS = 1 << 18
+MAX_SHARDS = 1 << 12
 MAX_DIMENSIONS = 8
-_PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
     """Where each tensor of one file lies; raises CheckpointError for anything torn, foreign or hostile."""
     try:
-        with open(path, "rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            length = int.from_bytes(file.read(8), "little")
-            if size < 8 or length > size - 8:
-                raise CheckpointError(
-                    f"{path}: torn, or not a safetensors file: its header goes on beyond its end",
-                    needed=f"{8 + length} bytes or more",
-                    found=f"{size} bytes",
-                    fix="download the file again",
-                )
-            if length > MAX_HEADER_BYTES:
-                raise CheckpointError(
-                    f"{path}: the safetensors header is absurdly large",
-                    needed=f"at most {format_bytes(MAX_HEADER_BYTES)}",
-                    found=format_bytes(length),
-                )
-            raw = file.read(length)
+        with open_file(path) as file:
+            return parse_header(path, os.fstat(file.fileno()).st_size, file.read)
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
-    entries = _parse(path, raw)
+
+
+def parse_header(path: Path, size: int, read: Callable[[int], bytes]) -> dict[str, StoredTensor]:
+    """The same of a file that may lie elsewhere: `size` is all of it, `read(n)` gives its next n bytes."""
+    start = read(8) if size >= 8 else b""
+    length = int.from_bytes(start, "little")
+    if len(start) < 8 or length > size - 8:
+        raise CheckpointError(
+            f"{path}: torn, or not a safetensors file: its header goes on beyond its end",
+            needed=f"{8 + length} bytes or more",
+            found=f"{size} bytes",
+            fix="download the file again",
+        )
+    if length > MAX_HEADER_BYTES:
+        raise CheckpointError(
+            f"{path}: the safetensors header is absurdly large",
+            needed=f"at most {format_bytes(MAX_HEADER_BYTES)}",
+            found=format_bytes(length),
+        )
+    raw = read(length)
+    if len(raw) < length:
+        raise CheckpointError(f"{path}: the file became shorter while it was read", fix="download the file again")
+    entries = parse_table(raw, str(path), unique=True)
     entries.pop("__metadata__", None)
+    if len(entries) > MAX_TENSORS:
+        raise CheckpointError(
+            f"{path}: absurdly many tensors", needed=f"at most {MAX_TENSORS}", found=str(len(entries))
+        )
     tensors = {name: _tensor(path, name, entry, 8 + length, size) for name, entry in entries.items()}
     _check_overlaps(path, tensors)
     return tensors
@@ -56,12 +66,17 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
 
 def read_headers(paths: tuple[Path, ...]) -> dict[str, StoredTensor]:
     """All tensors of the files together; a name may stand in one of them only."""
+    return merge(read_header(path) for path in paths)
+
+
+def merge(headers: Iterable[dict[str, StoredTensor]]) -> dict[str, StoredTensor]:
     tensors: dict[str, StoredTensor] = {}
-    for path in paths:
-        for name, tensor in read_header(path).items():
+    for header in headers:
+        for name, tensor in header.items():
             if name in tensors:
                 raise CheckpointError(
-                    f"tensor {name!r} stands in two files", found=f"{tensors[name].path.name} and {path.name}"
+                    f"tensor {shorten(name)!r} stands in two files",
+                    found=f"{tensors[name].path.name} and {tensor.path.name}",
                 )
             tensors[name] = tensor
     return tensors
@@ -69,18 +84,15 @@ def read_headers(paths: tuple[Path, ...]) -> dict[str, StoredTensor]:
 
 def shards_of_index(index: Path) -> tuple[Path, ...]:
     """The files an index names, each checked to be there, beside it."""
-    try:
-        with open(index, "rb") as file:
-            raw = file.read(MAX_HEADER_BYTES + 1)
-    except OSError as error:
-        raise CheckpointError(f"{index}: cannot be read: {error.strerror}") from error
-    if len(raw) > MAX_HEADER_BYTES:
-        raise CheckpointError(
-            f"{index}: the index is absurdly large",
-            needed=f"at most {format_bytes(MAX_HEADER_BYTES)}",
-            found=format_bytes(index.stat().st_size),
-        )
-    weight_map = _parse(index, raw).get("weight_map")
+    raw = read_small(index, MAX_HEADER_BYTES)
+    names = parse_index(raw or b"", index)
+    check_all_there(index, names, {name for name in names if (index.parent / name).is_file()})
+    return tuple(index.parent / name for name in names)
+
+
+def parse_index(raw: bytes, index: Path) -> tuple[str, ...]:
+    """The names of the shards, in order, each once."""
+    weight_map = parse_table(raw, str(index)).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index}: weight_map is missing", needed="a table of tensor names to file names")
     names = set()
@@ -89,48 +101,20 @@ def shards_of_index(index: Path) -> tuple[Path, ...]:
         if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
             raise CheckpointError(f"{index}: a shard has a name that cannot be used", found=shorten(name))
         names.add(name)
-    shards = tuple(index.parent / name for name in sorted(names))
-    missing = [shard.name for shard in shards if not shard.is_file()]
+    if len(names) > MAX_SHARDS:
+        raise CheckpointError(f"{index}: absurdly many shards", needed=f"at most {MAX_SHARDS}", found=str(len(names)))
+    return tuple(sorted(names))
+
+
+def check_all_there(index: Path, names: tuple[str, ...], there: Collection[str]) -> None:
+    missing = [name for name in names if name not in there]
     if missing:
         raise CheckpointError(
-            f"{index.parent}: {len(missing)} of the {len(shards)} files of this model are missing",
+            f"{index.parent}: {len(missing)} of the {len(names)} files of this model are missing",
             needed=f"every file in {index.name}",
             found=shorten("no " + ", ".join(missing)),
             fix="download the model again",
         )
-    return shards
-
-
-def pickles_in(names: Iterable[str]) -> list[str]:
-    """Those that are weights in pickle form; training_args.bin is none and lies in many good repositories."""
-    return [name for name in names if name.endswith(_PICKLE_SUFFIXES) and name != "training_args.bin"]
-
-
-def pickles_refused(where: str, names: list[str]) -> CheckpointError:
-    return CheckpointError(
-        f"{where}: pickle files are refused, because opening one runs the code inside it",
-        code="HF232",
-        needed="*.safetensors or a .gguf file",
-        found=shorten(", ".join(names)),
-        fix="convert it to safetensors where you trust it: "
-        "AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(OUT)",
-    )
-
-
-def _parse(path: Path, raw: bytes) -> dict[str, Any]:
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        table = dict(pairs)
-        if len(table) != len(pairs):
-            raise ValueError("a name stands there twice")
-        return table
-
-    try:
-        parsed = json.loads(raw, object_pairs_hook=unique)
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: its JSON cannot be read", found=shorten(str(error))) from error
-    if not isinstance(parsed, dict):
-        raise CheckpointError(f"{path}: its JSON is not a table", found=type(parsed).__name__)
-    return parsed
 
 
 def _tensor(path: Path, name: str, entry: Any, data_start: int, file_size: int) -> StoredTensor:
@@ -170,4 +154,4 @@ def _check_overlaps(path: Path, tensors: dict[str, StoredTensor]) -> None:
     ordered = sorted((tensor for tensor in tensors.values() if tensor.nbytes), key=lambda tensor: tensor.offset)
     for before, after in itertools.pairwise(ordered):
         if before.offset + before.nbytes > after.offset:
-            raise CheckpointError(f"{path}: tensors {before.name!r} and {after.name!r} overlap")
+            raise CheckpointError(f"{path}: tensors {shorten(before.name)!r} and {shorten(after.name)!r} overlap")

@@ -3,26 +3,32 @@
 locate("…") ─► path exists? ─► file or folder
             ─► a built-in's name? ─► the cache, else its wheel (builtin.py)
             ─► owner/name? ─► the hub's cache, else the hub (hub.py)
+
+A folder or hub id may be followed by a colon and a GGUF's quantization or name: owner/name:Q4_K_M.
+locate_headers("…") is the same for those who only count: of a hub's model it reads headers alone (remote.py).
 """
 
 from __future__ import annotations
 
-import json
 import re
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 from holdfast.checkpoints import builtin, gguf, hub, safetensors
+from holdfast.checkpoints.checkpoint import open_checkpoint
+from holdfast.checkpoints.choice import INDEX_NAME, choose_weights, part_names, pickles_in, pickles_refused
 from holdfast.checkpoints.files import GGUFHeader, ModelFiles
+from holdfast.checkpoints.reading import read_json, read_small
 from holdfast.errors import CheckpointError, ModelNotFoundError
 from holdfast.models import ModelSpec, from_config, from_gguf
-from holdfast.models.fields import shorten
-from holdfast.units import MIB
+from holdfast.units import shorten
+
+Kind = Literal["builtin", "file", "folder", "hub"]
 
 DEFAULT_MODEL = "smollm2"
-MAX_SMALL_FILE_BYTES = 64 * MIB
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
 _DTYPE_OF_LAYOUT = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
@@ -30,6 +36,33 @@ _DTYPE_OF_LAYOUT = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 def locate(model: str | None, *, revision: str | None = None, progress: bool = True) -> ModelFiles:
     """Everything of the named model, downloaded where it is not here yet. None is the built-in default."""
     name = DEFAULT_MODEL if model is None else model
+    files = _here(name, progress=progress)
+    if files is not None:
+        return files
+    repo, wanted = _hub_id(name)
+    folder = hub.download(repo, revision=revision, wanted=wanted, progress=progress)
+    return from_path(folder, name=name, kind="hub", wanted=wanted)
+
+
+def locate_headers(model: str | None, *, revision: str | None = None, progress: bool = True) -> ModelFiles:
+    """The same, good for counting: of a hub's model only headers are fetched, and nothing is kept.
+
+    Without a hub (offline, or out of reach) what an earlier download left is taken.
+    """
+    name = DEFAULT_MODEL if model is None else model
+    files = _here(name, progress=progress)
+    if files is not None:
+        return files
+    from holdfast.checkpoints import remote
+
+    repo, wanted = _hub_id(name)
+    ask = partial(remote.ask_headers, repo, revision=revision, wanted=wanted)
+    found = hub.cached_unless_reachable(repo, revision, wanted, ask)
+    return found if isinstance(found, ModelFiles) else from_path(found, name=name, kind="hub", wanted=wanted)
+
+
+def _here(name: str, *, progress: bool) -> ModelFiles | None:
+    """The model when it is a path or built in."""
     path = Path(name).expanduser()
     if name and path.exists():
         return from_path(path, name=name)
@@ -37,24 +70,34 @@ def locate(model: str | None, *, revision: str | None = None, progress: bool = T
     if entry is not None:
         files = from_path(builtin.ensure(entry, progress=progress), name=entry.name, kind="builtin")
         return replace(files, generation_config=dict(entry.sampling))
-    if _HUB_ID.fullmatch(name) and not name.endswith(".gguf"):
-        return from_path(hub.download(name, revision=revision, progress=progress), name=name, kind="hub")
+    folder, colon, wanted = name.rpartition(":")
+    if colon and wanted and folder and Path(folder).expanduser().is_dir():
+        return from_path(Path(folder).expanduser(), name=name, wanted=wanted)
+    return None
+
+
+def _hub_id(name: str) -> tuple[str, str | None]:
+    """The repository, and what is wanted of it."""
+    repo, colon, wanted = name.partition(":")
+    if _HUB_ID.fullmatch(repo) and not repo.endswith(".gguf") and bool(colon) == bool(wanted):
+        return repo, wanted or None
     raise ModelNotFoundError(
         f"no model at {shorten(name)!r}",
-        needed="an existing folder or .gguf file, a built-in name, or a hub id such as owner/name",
+        needed="an existing folder or .gguf file, a built-in name, or a hub id such as owner/name or owner/name:Q4_K_M",
         found="no such path; built in: " + ", ".join(entry.name for entry in builtin.BUILTINS),
         fix="holdfast models",
     )
 
 
-def from_path(path: Path, *, name: str, kind: Literal["builtin", "file", "folder", "hub"] | None = None) -> ModelFiles:
-    """The files of a .gguf or a folder that is here."""
+def from_path(path: Path, *, name: str, kind: Kind | None = None, wanted: str | None = None) -> ModelFiles:
+    """The files of a .gguf or a folder that is here; `wanted`: which GGUF of the folder."""
     if path.is_dir():
-        return _from_folder(path, name, kind or "folder")
+        return _from_folder(path, name, kind or "folder", wanted)
     if path.suffix == ".gguf":
-        return _from_gguf_file(path, name, kind or "file")
-    if safetensors.pickles_in([path.name]):
-        raise safetensors.pickles_refused(str(path), [path.name])
+        parts = part_names(path.name, where=str(path.parent), there=lambda part: path.with_name(part).is_file())
+        return _from_ggufs(tuple(path.with_name(part) for part in parts), name, kind or "file")
+    if pickles_in([path.name]):
+        raise pickles_refused(str(path), [path.name])
     raise CheckpointError(
         f"{path}: not a model this engine can open", needed="a .gguf file, or a folder with config.json"
     )
@@ -68,50 +111,24 @@ def spec_of(files: ModelFiles) -> ModelSpec:
         raise CheckpointError(f"{files.path}: config.json is missing", needed="config.json beside the weights")
     config = files.config
     if config.get("dtype") is None and config.get("torch_dtype") is None and files.format == "safetensors":
-        stored = Counter(tensor.layout for tensor in safetensors.read_headers(files.weights).values())
+        stored = Counter(tensor.layout for tensor in open_checkpoint(files).tensors.values())
         config = {**config, "dtype": _DTYPE_OF_LAYOUT.get(stored.most_common(1)[0][0] if stored else "", "bfloat16")}
     return from_config(config, files.generation_config)
 
 
-def read_json(path: Path) -> dict[str, Any] | None:
-    """A small JSON table; None when there is no such file."""
-    raw = _read_small(path)
-    if raw is None:
-        return None
-    try:
-        parsed = json.loads(raw)
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(
-            f"{path}: its JSON cannot be read", found=shorten(str(error)), fix="download the model again"
-        ) from error
-    if not isinstance(parsed, dict):
-        raise CheckpointError(f"{path}: its JSON is not a table", found=type(parsed).__name__)
-    return parsed
-
-
-def _read_small(path: Path) -> bytes | None:
-    try:
-        with open(path, "rb") as file:
-            raw = file.read(MAX_SMALL_FILE_BYTES + 1)
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
-    if len(raw) > MAX_SMALL_FILE_BYTES:
-        raise CheckpointError(f"{path}: absurdly large", needed=f"at most {MAX_SMALL_FILE_BYTES} bytes")
-    return raw
-
-
-def _from_gguf_file(path: Path, name: str, kind: Literal["builtin", "file", "folder", "hub"]) -> ModelFiles:
-    header = gguf.read_header(path)
+def _from_ggufs(paths: tuple[Path, ...], name: str, kind: Kind, chosen: str = "") -> ModelFiles:
+    """One file, or all parts of one model in order."""
+    headers = [gguf.read_header(path, part=len(paths) > 1) for path in paths]
+    header = gguf.join_parts(headers) if len(paths) > 1 else headers[0]
     return ModelFiles(
         name=name,
         kind=kind,
-        path=path,
-        weights=(path,),
+        path=paths[0],
+        weights=paths,
         format="gguf",
         chat_template=_gguf_template(header),
         header=header,
+        chosen=chosen,
     )
 
 
@@ -120,32 +137,21 @@ def _gguf_template(header: GGUFHeader) -> str | None:
     return template if isinstance(template, str) and template else None
 
 
-def _from_folder(folder: Path, name: str, kind: Literal["builtin", "file", "folder", "hub"]) -> ModelFiles:
-    try:
-        entries = sorted(folder.iterdir())
-    except OSError as error:
-        raise CheckpointError(f"{folder}: cannot be read: {error.strerror}") from error
-    weights = _safetensors_of(folder, entries)
-    ggufs = [path for path in entries if path.suffix == ".gguf"]
-    if not weights and len(ggufs) == 1:
-        return _from_gguf_file(ggufs[0], name, kind)
-    if not weights and len(ggufs) > 1:
-        raise CheckpointError(
-            f"{folder}: several GGUF files, and none was chosen",
-            found=shorten(", ".join(path.name for path in ggufs)),
-            fix=f"name one of them: {ggufs[0]}",
-        )
+def _from_folder(folder: Path, name: str, kind: Kind, wanted: str | None) -> ModelFiles:
+    names = _names_in(folder)
+    choice = choose_weights(names, str(folder), wanted)
+    if choice.format == "gguf":
+        return _from_ggufs(tuple(folder / file for file in choice.weights), name, kind, choice.reason)
     config = read_json(folder / "config.json")
-    if not weights:
-        pickles = safetensors.pickles_in(path.name for path in entries)
-        if pickles:
-            raise safetensors.pickles_refused(str(folder), pickles)
     if config is None:
         raise CheckpointError(
             f"{folder}: not a model folder: config.json is missing",
             needed="config.json with *.safetensors, or one .gguf file",
-            found=shorten(", ".join(path.name for path in entries) or "an empty folder"),
+            found=shorten(", ".join(names) or "an empty folder"),
         )
+    weights = tuple(folder / file for file in choice.weights)
+    if INDEX_NAME in names:
+        weights = safetensors.shards_of_index(folder / INDEX_NAME)
     tokenizer_json = folder / "tokenizer.json"
     tokenizer_config = read_json(folder / "tokenizer_config.json")
     return ModelFiles(
@@ -159,21 +165,22 @@ def _from_folder(folder: Path, name: str, kind: Literal["builtin", "file", "fold
         tokenizer_json=tokenizer_json if tokenizer_json.is_file() else None,
         tokenizer_config=tokenizer_config,
         chat_template=_folder_template(folder, tokenizer_config),
+        chosen=choice.reason,
     )
 
 
-def _safetensors_of(folder: Path, entries: list[Path]) -> tuple[Path, ...]:
-    index = folder / safetensors.INDEX_NAME
-    if index.is_file():
-        return safetensors.shards_of_index(index)
-    found = [path for path in entries if path.suffix == ".safetensors"]
-    # Some publishers put the whole model a second time into consolidated.safetensors, under other names.
-    chosen = [path for path in found if not path.name.startswith("consolidated")]
-    return tuple(chosen or found)
+def _names_in(folder: Path) -> list[str]:
+    """Of its files, and of the GGUF files one folder further down, where publishers put large quantizations."""
+    try:
+        files = [path.name for path in folder.iterdir() if path.is_file()]
+        below = [path.relative_to(folder).as_posix() for path in folder.glob("*/*.gguf") if path.is_file()]
+    except OSError as error:
+        raise CheckpointError(f"{folder}: cannot be read: {error.strerror}") from error
+    return sorted(files + below)
 
 
 def _folder_template(folder: Path, tokenizer_config: dict[str, Any] | None) -> str | None:
-    raw = _read_small(folder / "chat_template.jinja")
+    raw = read_small(folder / "chat_template.jinja")
     if raw is not None:
         return _decode(folder / "chat_template.jinja", raw)
     template = (tokenizer_config or {}).get("chat_template")

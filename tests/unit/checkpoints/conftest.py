@@ -1,12 +1,21 @@
-"""Small good files to read and to spoil. The GGUF writer here is independent of the reader under test."""
+"""Small good files to read and to spoil, and a hub to get them from.
+
+The GGUF writer here is independent of the reader under test.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import json
 import struct
-from collections.abc import Callable
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote, urlsplit
 
 import numpy
 import pytest
@@ -123,3 +132,154 @@ def gguf_file(tmp_path: Path, good_gguf: bytes) -> Path:
 def default_model() -> ModelFiles:
     """The real built-in model, fetched once into the user's cache."""
     return locate(None)
+
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+class Hub(ThreadingHTTPServer):
+    """Behaves like the hub; what a repository's name says is how it behaves.
+
+    gated (403), gated-for-strangers (401), private (needs the token), torn (files shorter than listed), deaf (ignores
+    ranges), far (sends on to another host, as the hub does to its store).
+    """
+
+    daemon_threads = True
+    token = "hf_a_token_that_opens_doors"
+
+    def __init__(self, repositories: dict[str, dict[str, bytes]]) -> None:
+        super().__init__(("127.0.0.1", 0), Answer)
+        self.repositories = repositories
+        self.asked: list[tuple[str, str]] = []
+        """(method, path)"""
+        self.ranges: list[tuple[str, str]] = []
+        """(path, Range)"""
+        self.served: Counter[str] = Counter()
+        """Bytes of bodies handed to the socket, by path."""
+        self.strangers_with_token: list[str] = []
+
+    @property
+    def address(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+
+class Answer(BaseHTTPRequestHandler):
+    server: Hub
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, format: str, *values: Any) -> None:
+        pass
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def do_GET(self) -> None:
+        self.path_asked = path = unquote(urlsplit(self.path).path)
+        self.server.asked.append((self.command, path))
+        words = path.strip("/").split("/")
+        if words[:2] == ["api", "models"]:
+            self.api("/".join(words[2:4]), words[4:])
+        elif words[0] == "store":
+            if "Authorization" in self.headers:
+                self.server.strangers_with_token.append(path)
+            self.content("/".join(words[1:3]), "/".join(words[3:]))
+        elif len(words) > 4 and words[2] == "resolve":
+            self.file("/".join(words[:2]), "/".join(words[4:]))
+        else:
+            self.refuse(404, "EntryNotFound")
+
+    def allowed(self, repo: str) -> bool:
+        if repo not in self.server.repositories:
+            self.refuse(404, "RepoNotFound")
+        elif repo == "owner/gated" and not self.path.startswith("/api"):
+            self.refuse(403, "GatedRepo")
+        elif repo == "owner/gated-for-strangers" and not self.path.startswith("/api"):
+            self.refuse(401, "GatedRepo")
+        elif repo == "owner/private" and self.headers.get("Authorization") != f"Bearer {self.server.token}":
+            self.refuse(401, "RepoNotFound")
+        else:
+            return True
+        return False
+
+    def api(self, repo: str, rest: list[str]) -> None:
+        if not self.allowed(repo):
+            return
+        files = self.server.repositories[repo]
+        if rest[:1] == ["tree"]:
+            tree = [{"type": "file", "path": n, "size": len(c), "oid": git_oid(c)} for n, c in files.items()]
+            self.send(200, json.dumps(tree).encode())
+        elif rest and rest[0] == "revision" and rest[1] not in ("main", COMMIT):
+            self.refuse(404, "RevisionNotFound")
+        else:
+            siblings = [{"rfilename": name, "size": len(content)} for name, content in files.items()]
+            info = {"id": repo, "modelId": repo, "sha": COMMIT, "siblings": siblings, "private": False, "tags": []}
+            self.send(200, json.dumps(info).encode())
+
+    def file(self, repo: str, name: str) -> None:
+        if not self.allowed(repo):
+            return
+        if repo == "owner/far" and name.endswith((".safetensors", ".gguf")):
+            # Another name of this machine is another host to a client.
+            place = f"http://localhost:{self.server.server_address[1]}/store/{repo}/{name}?signature=once"
+            self.send(302, b"", {"Location": place})
+        else:
+            self.content(repo, name)
+
+    def content(self, repo: str, name: str) -> None:
+        content = self.server.repositories[repo].get(name)
+        if content is None:
+            self.refuse(404, "EntryNotFound")
+            return
+        headers = {"ETag": f'"{git_oid(content)}"', "X-Repo-Commit": COMMIT, "Accept-Ranges": "bytes"}
+        if repo == "owner/torn" and name == "model.safetensors" and self.command == "GET":
+            content = content[:5000]
+        wanted = self.headers.get("Range")
+        if wanted and self.command == "GET" and repo != "owner/deaf":
+            self.server.ranges.append((self.path_asked, wanted))
+            first, _, last = wanted.removeprefix("bytes=").partition("-")
+            if int(first) >= len(content):
+                self.send(416, b"", {"Content-Range": f"bytes */{len(content)}"})
+                return
+            piece = content[int(first) : int(last) + 1 if last else None]
+            headers["Content-Range"] = f"bytes {first}-{int(first) + len(piece) - 1}/{len(content)}"
+            self.send(206, piece, headers)
+        else:
+            self.send(200, content, headers)
+
+    def refuse(self, status: int, code: str) -> None:
+        self.send(status, b'{"error": "no"}', {"X-Error-Code": code, "X-Error-Message": f"no: {code}"})
+
+    def send(self, status: int, content: bytes, headers: dict[str, str] | None = None) -> None:
+        self.send_response(status)
+        for name, value in {"Content-Length": str(len(content)), **(headers or {})}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command == "HEAD":
+            return
+        # A client may have had enough in the middle.
+        with contextlib.suppress(ConnectionError):
+            for start in range(0, len(content), 1 << 16):
+                self.wfile.write(content[start : start + (1 << 16)])
+                self.server.served[self.path_asked] += len(content[start : start + (1 << 16)])
+
+
+def git_oid(content: bytes) -> str:
+    return hashlib.sha1(f"blob {len(content)}\0".encode() + content).hexdigest()
+
+
+@pytest.fixture(scope="session")
+def serve_hub() -> Callable[..., contextlib.AbstractContextManager[Hub]]:
+    """Starts a hub with the given repositories, for the length of a `with`."""
+
+    @contextlib.contextmanager
+    def serve(repositories: dict[str, dict[str, bytes]]) -> Iterator[Hub]:
+        with Hub(repositories) as served:
+            thread = threading.Thread(target=served.serve_forever)
+            thread.start()
+            try:
+                yield served
+            finally:
+                served.shutdown()
+                thread.join()
+
+    return serve

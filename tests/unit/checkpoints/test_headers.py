@@ -13,6 +13,7 @@ import numpy
 import pytest
 
 from holdfast.checkpoints import LAYOUTS, Checkpoint, ModelFiles, gguf, match, open_checkpoint, safetensors, spec_of
+from holdfast.checkpoints.choice import INDEX_NAME
 from holdfast.errors import CheckpointError
 
 
@@ -198,7 +199,7 @@ def test_torn_safetensors_files_are_refused(tmp_path: Path, raw: bytes) -> None:
     ],
 )
 def test_bad_indices_are_refused(tmp_path: Path, index: str) -> None:
-    path = tmp_path / safetensors.INDEX_NAME
+    path = tmp_path / INDEX_NAME
     path.write_text(index)
     with pytest.raises(CheckpointError):
         safetensors.shards_of_index(path)
@@ -206,7 +207,7 @@ def test_bad_indices_are_refused(tmp_path: Path, index: str) -> None:
 
 def test_an_absurdly_large_index_is_not_read_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(safetensors, "MAX_HEADER_BYTES", 1000)
-    index = tmp_path / safetensors.INDEX_NAME
+    index = tmp_path / INDEX_NAME
     index.write_text('{"weight_map": {}}' + " " * 1000)
     with pytest.raises(CheckpointError, match="absurdly large"):
         safetensors.shards_of_index(index)

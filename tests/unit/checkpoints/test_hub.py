@@ -6,17 +6,13 @@ is asked for several models.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote, urlsplit
 
 import numpy
 import pytest
@@ -24,8 +20,6 @@ import pytest
 from holdfast.checkpoints import hub
 from holdfast.errors import CheckpointError
 
-COMMIT = "0123456789abcdef0123456789abcdef01234567"
-TOKEN = "hf_a_token_that_opens_doors"
 CONFIG = {"architectures": ["LlamaForCausalLM"], "hidden_size": 32}
 
 
@@ -58,108 +52,10 @@ REPOSITORIES: dict[str, dict[str, bytes]] = {
 }
 
 
-class Hub(ThreadingHTTPServer):
-    """Keeps what it was asked, as (method, path)."""
-
-    daemon_threads = True
-
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), Answer)
-        self.asked: list[tuple[str, str]] = []
-
-    @property
-    def address(self) -> str:
-        return f"http://127.0.0.1:{self.server_address[1]}"
-
-
-class Answer(BaseHTTPRequestHandler):
-    server: Hub
-    protocol_version = "HTTP/1.1"
-
-    def log_message(self, format: str, *values: Any) -> None:
-        pass
-
-    def do_HEAD(self) -> None:
-        self.do_GET()
-
-    def do_GET(self) -> None:
-        path = unquote(urlsplit(self.path).path)
-        self.server.asked.append((self.command, path))
-        words = path.strip("/").split("/")
-        if words[:2] == ["api", "models"]:
-            self.api("/".join(words[2:4]), words[4:])
-        elif len(words) > 4 and words[2] == "resolve":
-            self.file("/".join(words[:2]), words[3], "/".join(words[4:]))
-        else:
-            self.refuse(404, "EntryNotFound")
-
-    def allowed(self, repo: str) -> bool:
-        if repo not in REPOSITORIES:
-            self.refuse(404, "RepoNotFound")
-        elif repo == "owner/gated" and not self.path.startswith("/api"):
-            self.refuse(403, "GatedRepo")
-        elif repo == "owner/private" and self.headers.get("Authorization") != f"Bearer {TOKEN}":
-            self.refuse(401, "RepoNotFound")
-        else:
-            return True
-        return False
-
-    def api(self, repo: str, rest: list[str]) -> None:
-        if not self.allowed(repo):
-            return
-        files = REPOSITORIES[repo]
-        if rest[:1] == ["tree"]:
-            tree = [{"type": "file", "path": n, "size": len(c), "oid": git_oid(c)} for n, c in files.items()]
-            self.send(200, json.dumps(tree).encode())
-        elif rest and rest[0] == "revision" and rest[1] not in ("main", COMMIT):
-            self.refuse(404, "RevisionNotFound")
-        else:
-            siblings = [{"rfilename": name, "size": len(content)} for name, content in files.items()]
-            info = {"id": repo, "modelId": repo, "sha": COMMIT, "siblings": siblings, "private": False, "tags": []}
-            self.send(200, json.dumps(info).encode())
-
-    def file(self, repo: str, revision: str, name: str) -> None:
-        if not self.allowed(repo):
-            return
-        content = REPOSITORIES[repo].get(name)
-        if content is None:
-            self.refuse(404, "EntryNotFound")
-            return
-        headers = {"ETag": f'"{git_oid(content)}"', "X-Repo-Commit": COMMIT, "Accept-Ranges": "bytes"}
-        if repo == "owner/torn" and name == "model.safetensors" and self.command == "GET":
-            content = content[:5000]
-        wanted = self.headers.get("Range")
-        if wanted and self.command == "GET":
-            first = int(wanted.removeprefix("bytes=").split("-")[0])
-            headers["Content-Range"] = f"bytes {first}-{len(content) - 1}/{len(content)}"
-            self.send(206, content[first:], headers)
-        else:
-            self.send(200, content, headers)
-
-    def refuse(self, status: int, code: str) -> None:
-        self.send(status, b'{"error": "no"}', {"X-Error-Code": code, "X-Error-Message": f"no: {code}"})
-
-    def send(self, status: int, content: bytes, headers: dict[str, str] | None = None) -> None:
-        self.send_response(status)
-        for name, value in {"Content-Length": str(len(content)), **(headers or {})}.items():
-            self.send_header(name, value)
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(content)
-
-
-def git_oid(content: bytes) -> str:
-    return hashlib.sha1(f"blob {len(content)}\0".encode() + content).hexdigest()
-
-
 @pytest.fixture(scope="module")
-def server() -> Iterator[Hub]:
-    with Hub() as served:
-        thread = threading.Thread(target=served.serve_forever)
-        thread.start()
+def server(serve_hub: Callable[..., Any]) -> Iterator[Any]:
+    with serve_hub(REPOSITORIES) as served:
         yield served
-        served.shutdown()
-        thread.join()
 
 
 ASKER = """
@@ -195,13 +91,13 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def answers(server: Hub, home: Path) -> dict[str, dict[str, Any]]:
+def answers(server: Any, home: Path) -> dict[str, dict[str, Any]]:
     """With no token, from a mirror named by HF_ENDPOINT."""
     names = ["owner/good", "owner/gated", "owner/absent", "owner/good@nowhere", "owner/private"]
     return ask(home, server.address, *names, "owner/torn", "owner/pickles", "owner/ggufs", "owner/nothing")
 
 
-def test_only_what_is_needed_is_fetched(answers: dict[str, dict[str, Any]], server: Hub, home: Path) -> None:
+def test_only_what_is_needed_is_fetched(answers: dict[str, dict[str, Any]], server: Any, home: Path) -> None:
     good = answers["owner/good"]
     assert good["kind"] == "hub"
     assert good["template"] == "template"
@@ -237,19 +133,19 @@ def test_torn(answers: dict[str, dict[str, Any]], home: Path) -> None:
 
 def test_pickles_alone_and_other_repositories_are_refused(answers: dict[str, dict[str, Any]]) -> None:
     assert "pickle" in answers["owner/pickles"]["text"]
-    assert "2 GGUF files" in answers["owner/ggufs"]["text"]
+    assert "owner/ggufs:Q4" in answers["owner/ggufs"]["text"]
     assert "config.json" in answers["owner/nothing"]["text"]
     for name in ("owner/pickles", "owner/ggufs", "owner/nothing"):
         assert answers[name]["error"] == "CheckpointError"
 
 
-def test_a_token_opens_what_is_private(server: Hub, tmp_path: Path) -> None:
-    answer = ask(tmp_path, server.address, "owner/private", HF_TOKEN=TOKEN)["owner/private"]
+def test_a_token_opens_what_is_private(server: Any, tmp_path: Path) -> None:
+    answer = ask(tmp_path, server.address, "owner/private", HF_TOKEN=server.token)["owner/private"]
     assert "model.safetensors" in answer["files"]
 
 
 def test_offline_serves_what_is_cached_and_names_what_is_not(
-    answers: dict[str, dict[str, Any]], server: Hub, home: Path
+    answers: dict[str, dict[str, Any]], server: Any, home: Path
 ) -> None:
     before = len(server.asked)
     offline = ask(home, server.address, "owner/good", "owner/absent", HF_HUB_OFFLINE="1")
@@ -290,5 +186,6 @@ def test_choosing_files() -> None:
     assert hub.choose(["config.json", "a.gguf", "x/b.gguf"], "r") == ["config.json", "a.gguf"]
     assert hub.choose(["consolidated.safetensors", "config.json"], "r") == ["config.json", "consolidated.safetensors"]
     assert hub.choose(["config.json", "training_args.bin"], "r") == ["config.json"]
-    with pytest.raises(CheckpointError, match="hf download r a"):
+    assert hub.choose(["config.json", "a-Q4_0.gguf", "a-Q8_0.gguf"], "r", "q8_0") == ["config.json", "a-Q8_0.gguf"]
+    with pytest.raises(CheckpointError, match=r"r:a\.gguf"):
         hub.choose(["a.gguf", "b.gguf"], "r")
