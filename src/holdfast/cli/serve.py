@@ -104,6 +104,7 @@ def run(arguments: argparse.Namespace) -> int:
         engine,
         listener=listener,
         drain_timeout_s=server_config.drain_timeout,
+        write_timeout_s=server_config.write_timeout,
         on_ready=say_ready,
         throughput=None if server_config.disable_log_stats else ThroughputLog(app.state.metrics, engine.stats),
     )

@@ -35,6 +35,12 @@ class ServerConfig:
     drain_timeout: float = setting(
         30.0, "seconds that running requests get to finish after SIGTERM", number(0, 86400), metavar="SECONDS"
     )
+    write_timeout: float = setting(
+        60.0,
+        "a client that takes nothing of its answer for so many seconds is given up, and its request ended",
+        number(0.1, 86400),
+        metavar="SECONDS",
+    )
     max_body_size: int = setting(16 << 20, "largest request body", size, metavar="SIZE")
     disable_log_stats: bool = setting(False, "no periodic throughput line", flag)
     disable_access_log: bool = setting(False, "no JSON line for each request", flag)

@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from holdfast.engine.interface import Engine
 from holdfast.observability.metrics import ServingMetrics
@@ -52,7 +52,7 @@ class Generation:
         try:
             settings = self._settings
             body = await read_body(scope, receive, settings.max_body_bytes, settings.body_timeout_s)
-            await unless_gone(receive, self._serve(body, record, impatient(send, settings.write_timeout_s)))
+            await unless_gone(receive, self._serve(body, record, send))
         except ClientGone:
             record.status = CLIENT_GONE
 
@@ -128,19 +128,6 @@ class _Events:
 
     async def _write(self, data: bytes, *, last: bool = False) -> None:
         await self._send({"type": "http.response.body", "body": data, "more_body": not last})
-
-
-def impatient(send: Send, limit_s: float) -> Send:
-    """`send` that gives a client up who takes nothing: its pages are wanted by others."""
-
-    async def send_or_leave(message: Message) -> None:
-        try:
-            async with asyncio.timeout(limit_s):
-                await send(message)
-        except TimeoutError:
-            raise ClientGone from None
-
-    return send_or_leave
 
 
 async def read_body(scope: Scope, receive: Receive, limit_bytes: int, timeout_s: float) -> bytes:

@@ -16,7 +16,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -24,6 +24,7 @@ from starlette.types import ASGIApp
 from holdfast.engine.interface import Engine
 from holdfast.errors import ConfigurationError, HoldfastError
 from holdfast.observability.logs import ThroughputLog
+from holdfast.server.patience import Connection, Patience
 
 log = logging.getLogger("holdfast.server")
 
@@ -89,6 +90,7 @@ async def serve(
     host: str = "127.0.0.1",
     port: int = 8000,
     drain_timeout_s: float = 30.0,
+    write_timeout_s: float = 60.0,
     listener: socket.socket | None = None,
     on_ready: Callable[[], None] | None = None,
     throughput: ThroughputLog | None = None,
@@ -110,7 +112,9 @@ async def serve(
         server_header=False,
         timeout_graceful_shutdown=int(FLUSH_TIMEOUT_S),
     )
-    life = _Life(engine, _Server(config), drain_timeout_s)
+    server = _Server(config)
+    patience = Patience(lambda: cast("set[Connection]", server.server_state.connections), write_timeout_s)
+    life = _Life(engine, server, drain_timeout_s, patience)
     with life.hearing_signals() if handle_signals else contextlib.nullcontext():
         return await life.run(listener, on_ready, throughput)
 
@@ -118,10 +122,11 @@ async def serve(
 class _Life:
     """One run of a server. The first thing that asks for its end decides the exit code."""
 
-    def __init__(self, engine: Engine, server: _Server, drain_timeout_s: float) -> None:
+    def __init__(self, engine: Engine, server: _Server, drain_timeout_s: float, patience: Patience) -> None:
         self._engine = engine
         self._server = server
         self._drain_timeout_s = drain_timeout_s
+        self._patience = patience
         self._signals: asyncio.Queue[signal.Signals] = asyncio.Queue()
         self._signalled = False
 
@@ -132,12 +137,14 @@ class _Life:
         throughput: ThroughputLog | None,
     ) -> int:
         listening = asyncio.create_task(self._server.serve(sockets=[listener]))
-        reporting = asyncio.create_task(throughput.run()) if throughput is not None else None
+        beside = [asyncio.create_task(self._patience.run())]
+        if throughput is not None:
+            beside.append(asyncio.create_task(throughput.run()))
         try:
             return await self._live(listening, on_ready)
         finally:
-            if reporting is not None:
-                reporting.cancel()
+            for task in beside:
+                task.cancel()
             await self._end(listening)
 
     @contextlib.contextmanager

@@ -20,8 +20,6 @@ class ServerSettings:
     max_body_bytes: int = 16 << 20
     body_timeout_s: float = 60.0
     """A client that sends no byte of its body for so long is sent away."""
-    write_timeout_s: float = 120.0
-    """A client that reads nothing of its answer for so long counts as gone."""
     max_queued_requests: int | None = None
     """Places to wait in. Together with those to run in, the most answers one body may ask for; None: no bound."""
     scheduling_policy: str = "fcfs"

@@ -24,6 +24,7 @@ class RunningServer:
         self.engine = engine
         self.lines: list[dict[str, Any]] = []
         self._line_written = threading.Condition()
+        self._write_timeout_s = settings.pop("write_timeout_s", 60.0)
         chosen = {"served_model_names": ("fake", "alias"), "access_log": self._log, "version": "9.9", **settings}
         self._app = create_app(engine, ServerSettings(**chosen))
         self._listener = bind("127.0.0.1", 0)
@@ -47,7 +48,14 @@ class RunningServer:
         async def main() -> None:
             self.loop = asyncio.get_running_loop()
             self._task = asyncio.create_task(
-                serve(self._app, self.engine, listener=self._listener, on_ready=self._ready.set, handle_signals=False)
+                serve(
+                    self._app,
+                    self.engine,
+                    listener=self._listener,
+                    on_ready=self._ready.set,
+                    handle_signals=False,
+                    write_timeout_s=self._write_timeout_s,
+                )
             )
             self.exit_code = await self._task
 

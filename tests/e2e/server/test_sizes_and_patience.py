@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import socket
+import threading
 
 import pytest
 
 from holdfast.engine.fake import FakeEngine, say
+from holdfast.server import patience
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
@@ -154,18 +156,78 @@ def test_a_body_that_never_comes_is_given_up(launch):
     assert b'"request_timeout"' in answer
 
 
-def test_a_client_that_never_reads_frees_its_request(launch):
-    engine = FakeEngine(say("x" * 1_000_000), max_model_len=2_000_000)
+def ask_and_read_nothing(server, body: dict) -> socket.socket:
+    client = socket.socket()
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    client.settimeout(20)
+    client.connect(("127.0.0.1", server.port))
+    content = json.dumps(body).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(content)}\r\n\r\n"
+    client.sendall(head.encode() + content)
+    return client
+
+
+def read_to_the_end(client: socket.socket) -> None:
+    while client.recv(1 << 20):
+        pass
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_never_reads_is_broken_off(launch, stream, monkeypatch):
+    """A stream is aborted; a whole answer has already freed its request. In either case the socket does not linger."""
+    broken_off, tear = threading.Event(), patience._tear
+    monkeypatch.setattr(patience, "_tear", lambda transport: (tear(transport), broken_off.set()))
+    engine = FakeEngine(say("x" * 2_000_000 if stream else "x"), max_model_len=5_000_000)
     server = launch(engine, write_timeout_s=0.3)
-    with socket.socket() as client:
-        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        client.settimeout(20)
-        client.connect(("127.0.0.1", server.port))
-        body = json.dumps(
-            {"prompt": "x" * 1000, "max_tokens": 1_000_000, "stream": True, "logprobs": 5, "echo": False}
-        ).encode()
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
-        client.sendall(head.encode() + body)
-        server.until(lambda: len(engine.aborted) == 1)
-    assert engine.unfinished == 0
-    assert server.wait_for_lines(1)[0]["status"] == 499
+    # Both are larger than what the kernel holds between the two, some megabytes.
+    endless = {"prompt": "x" * 1000, "max_tokens": 1_000_000, "stream": True, "logprobs": 5}
+    whole = {"prompt": ["\x01" * 6_000] * 2, "max_tokens": 1, "n": 128, "echo": True}
+    body = endless if stream else whole
+    with ask_and_read_nothing(server, body) as client:
+        assert broken_off.wait(20)
+        line = server.wait_for_lines(1)[0]
+        # What the kernel holds may still be read, and then the connection is torn, not ended.
+        with pytest.raises(ConnectionResetError):
+            read_to_the_end(client)
+    assert (engine.unfinished, len(engine.aborted)) == (0, int(stream))
+    assert line["status"] == (499 if stream else 200)
+
+
+class Unsent:
+    """A connection with so many unsent bytes at each look."""
+
+    def __init__(self, sizes: list[int], *, paused: bool = True, closing: bool = False) -> None:
+        self.sizes, self.closing, self.aborted = sizes, closing, False
+        self.transport, self.flow = self, self
+        self.write_paused = paused
+
+    def is_closing(self) -> bool:
+        return self.closing
+
+    def get_write_buffer_size(self) -> int:
+        return self.sizes.pop(0)
+
+    def get_extra_info(self, name: str) -> None:
+        """Neither a peer nor a socket."""
+
+    def abort(self) -> None:
+        self.aborted = True
+
+
+@pytest.mark.parametrize(
+    ("connection", "given_up"),
+    [
+        (Unsent([70_000] * 5), True),
+        (Unsent([500] * 5, paused=False, closing=True), True),
+        (Unsent([500] * 5, paused=False), False),  # Others may write to it: whether it reads cannot be told.
+        (Unsent([70_000, 69_000, 68_000, 67_000, 66_999]), False),  # Slow, but it reads.
+        (Unsent([70_000, 70_000, 70_000, 70_000, 69_999]), False),
+        (Unsent([0] * 5, paused=False, closing=True), False),
+    ],
+)
+def test_only_who_takes_nothing_is_given_up(connection, given_up):
+    watch = patience.Patience(lambda: [connection], 1.0)
+    for _ in range(5):
+        assert not connection.aborted
+        watch.look()
+    assert connection.aborted is given_up
