@@ -20,7 +20,7 @@ from holdfast.checkpoints import StoredTensor
 from holdfast.kvcache.groups import KVLayout, form_groups
 from holdfast.models import ModelSpec
 from holdfast.planner.layouts import memory_layout
-from holdfast.units import MIB
+from holdfast.units import MIB, format_bytes
 
 ELEMENT_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -29,6 +29,9 @@ FRAMEWORK_BYTES = 320 * MIB
 
 LOGITS_COPIES = 4
 """Raw, adjusted, probabilities and one sort or mask of them, all float32."""
+
+EXPAND_SHARE = 0.25
+"""Room to spare: expanded weights within this share of the budget."""
 
 ATTENTION_WORKSPACE_BYTES = 64 * MIB
 """Scores and gathered pages are tiled to stay within this."""
@@ -54,6 +57,26 @@ def weights_bytes(
         layout = memory_layout(tensor, as_stored, dtype=dtype, expand=expand, compiled=compiled)
         total += prod(tensor.shape) * ELEMENT_BYTES[dtype] if kept is None or layout == dtype else kept.nbytes
     return total
+
+
+def weight_sizes(spec: ModelSpec, stored: Mapping[str, StoredTensor], dtype: str) -> str:
+    """Both, for people to read."""
+    expanded = weights_bytes(spec, stored, dtype=dtype, expand=True)
+    kept = weights_bytes(spec, stored, dtype=dtype, expand=False)
+    return f"{format_bytes(expanded)} in {dtype} against {format_bytes(kept)} in blocks"
+
+
+def expands(
+    spec: ModelSpec, stored: Mapping[str, StoredTensor], *, dtype: str, fast_blocks: bool, budget_bytes: int
+) -> tuple[bool, str]:
+    """Whether quantized weights are expanded when nobody says, and why. `fast_blocks`: products with blocks as they
+    are stored are the faster ones here."""
+    sizes = weight_sizes(spec, stored, dtype)
+    if fast_blocks:
+        return False, f"compiled products read blocks as they are: fewer bytes, and faster: {sizes}"
+    if weights_bytes(spec, stored, dtype=dtype, expand=True) <= EXPAND_SHARE * budget_bytes:
+        return True, f"faster, and there is room to spare: {sizes}"
+    return False, f"expanded they would take more than {EXPAND_SHARE:.0%} of the budget: {sizes}"
 
 
 def kv_layout(spec: ModelSpec, *, block_tokens: int, kv_dtype: str) -> KVLayout:

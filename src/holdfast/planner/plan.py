@@ -18,15 +18,12 @@ from holdfast.kvcache.groups import KVLayout
 from holdfast.models import ModelSpec
 from holdfast.observability.decisions import Decision
 from holdfast.planner import footprint
-from holdfast.planner.footprint import Limits
+from holdfast.planner.footprint import Limits, expands, weight_sizes
 from holdfast.planner.layouts import is_quantized
 from holdfast.units import GIB, format_bytes
 
 DEFAULT_KV_BYTES = 4 * GIB
 """RAM is shared with everything else on the machine, so the pool does not take all of it unasked."""
-
-EXPAND_SHARE = 0.25
-"""Room to spare: expanded weights within this share of the budget."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,23 +133,12 @@ def _expand(
 ) -> bool:
     if stored is None or not any(is_quantized(tensor.layout) for tensor in stored.values()):
         return config.expand_weights == "always"
-    expanded = footprint.weights_bytes(spec, stored, dtype=dtype, expand=True)
-    kept = footprint.weights_bytes(spec, stored, dtype=dtype, expand=False)
-    sizes = f"{format_bytes(expanded)} in {dtype} against {format_bytes(kept)} in blocks"
     if config.expand_weights != "auto":
         expand = config.expand_weights == "always"
-        decisions.append(Decision("weights", "expanded" if expand else "quantized", sizes, "set"))
+        reason = weight_sizes(spec, stored, dtype)
+        decisions.append(Decision("weights", "expanded" if expand else "quantized", reason, "set"))
         return expand
-    if fast_blocks:
-        reason = f"compiled products read blocks as they are: fewer bytes, and faster: {sizes}"
-        decisions.append(Decision("weights", "quantized", reason, "planner"))
-        return False
-    expand = expanded <= EXPAND_SHARE * budget
-    reason = (
-        f"faster, and there is room to spare: {sizes}"
-        if expand
-        else f"expanded they would take more than {EXPAND_SHARE:.0%} of the budget: {sizes}"
-    )
+    expand, reason = expands(spec, stored, dtype=dtype, fast_blocks=fast_blocks, budget_bytes=budget)
     decisions.append(Decision("weights", "expanded" if expand else "quantized", reason, "planner"))
     return expand
 

@@ -1,0 +1,304 @@
+"""Whether one configuration fits, term by term and rank by rank. Pure: the same question gives the same answer.
+
+    budget = what the device may use          room = budget - every term but KV
+    needed = KV of the sequences asked for    fits = room >= needed on every rank
+
+It tries nothing else: ways out are in ways_out.py, what to make of it in answer.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from holdfast.errors import ConfigurationError
+from holdfast.observability.decisions import Decision
+from holdfast.planner import footprint
+from holdfast.planner import terms as byte_terms
+from holdfast.planner.footprint import Limits, expands
+from holdfast.planner.kv import KVCost, kv_cost
+from holdfast.planner.layouts import is_quantized
+from holdfast.planner.question import KV_ELEMENT_BYTES, Device, Machine, PlannedModel, Settings, Traffic
+from holdfast.planner.terms import Term
+from holdfast.planner.weights import check_parallel, parallel_sizes, rank_bytes, stage_layers, total_bytes, weights_of
+from holdfast.units import format_bytes
+
+GPU_STEP_TOKENS, CPU_STEP_TOKENS = 8192, 512
+GPU_SEQUENCES, CPU_SEQUENCES = 256, 64
+DEFAULT_UTILIZATION = 0.9
+USEFUL_TOKENS = 4096
+"""A model that cannot hold one sequence of this length (or of its own shorter context) is not said to fit."""
+TOO_FEW_DEVICES, CONTEXT_TOO_LONG = "HF133", "HF111"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    model: PlannedModel
+    machine: Machine
+    settings: Settings = field(default_factory=Settings)
+    traffic: Traffic | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rank:
+    """One device's share."""
+
+    device: Device
+    stage: int
+    budget_bytes: int
+    terms: tuple[Term, ...]
+    kv: KVCost
+
+    @property
+    def room_bytes(self) -> int:
+        """Left for the KV pool; negative when not even the rest fits."""
+        return self.budget_bytes - sum(term.nbytes for term in self.terms)
+
+    @property
+    def uncertain_bytes(self) -> int:
+        """How far the estimated terms may be off together, either way."""
+        return int(sum(term.nbytes * term.uncertainty for term in self.terms))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fit:
+    question: Question
+    dtype: str
+    kv_dtype: str
+    tensor_parallel: int
+    pipeline_parallel: int
+    utilization: float
+    limits: Limits
+    """max_model_len is what would be served: as asked, or what the model allows and memory holds."""
+    ranks: tuple[Rank, ...]
+    weights_bytes: int
+    """Of the whole model, over all ranks once."""
+    required_tokens: int
+    required_sequences: int
+    fits: bool
+    short_bytes: int
+    """Of the rank that lacks most; 0 when it fits."""
+    longest_tokens: int
+    """The longest sequence that memory holds, within the model's own context."""
+    decisions: tuple[Decision, ...]
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Over all layers and ranks as stored: what one more token costs once windows are full."""
+        return sum(rank.kv.growing_bytes for rank in self.ranks)
+
+    @property
+    def kv_bytes_fixed_per_sequence(self) -> int:
+        return sum(rank.kv.window_bytes + rank.kv.fixed_bytes for rank in self.ranks)
+
+    @property
+    def kv_tokens(self) -> int:
+        return min(rank.kv.tokens(rank.room_bytes, max(1, self.limits.max_model_len)) for rank in self.ranks)
+
+    def concurrency(self, tokens: int) -> float:
+        """Sequences of that length that the tightest rank holds."""
+        return max(0.0, min(rank.kv.concurrency(rank.room_bytes, tokens) for rank in self.ranks))
+
+    @property
+    def uncertain_bytes(self) -> int:
+        return max(rank.uncertain_bytes for rank in self.ranks)
+
+
+def fit(question: Question) -> Fit:
+    """With no tensor-parallel size given: the smallest that fits on these devices, else the largest there is."""
+    settings, spec = question.settings, question.model.spec
+    if settings.tensor_parallel is not None:
+        return _fit(question, settings.tensor_parallel, "set")
+    most = max(1, len(question.machine.devices) // settings.pipeline_parallel)
+    found = None
+    for size in parallel_sizes(spec, most):
+        found = _fit(question, size, "planner")
+        if found.fits:
+            break
+    assert found is not None, "one GPU is always possible"
+    return found
+
+
+def _fit(question: Question, tensor_parallel: int, source: str) -> Fit:
+    model, machine, settings = question.model, question.machine, question.settings
+    spec = model.spec
+    _check(question, tensor_parallel)
+    decisions: list[Decision] = []
+    dtype = compute_dtype(question)
+    kv_dtype = dtype if settings.kv_cache_dtype == "auto" else settings.kv_cache_dtype
+    limits = _limits(question, decisions)
+    if len(machine.devices) > 1 or tensor_parallel > 1:
+        decisions.append(_parallel_decision(question, tensor_parallel, source))
+    utilization = DEFAULT_UTILIZATION if settings.utilization is None else settings.utilization
+    weights = weights_of(model, dtype=dtype)
+    stages = settings.pipeline_parallel
+    ranks = []
+    for stage, layers in enumerate(stage_layers(len(spec.layers), stages)):
+        held = rank_bytes(weights, spec, tensor_parallel=tensor_parallel, stage=stage, stages=stages)
+        cost = kv_cost(
+            spec,
+            element_bytes=KV_ELEMENT_BYTES[kv_dtype],
+            state_bytes=KV_ELEMENT_BYTES[dtype],
+            tensor_parallel=tensor_parallel,
+            layers=layers,
+            block_tokens=settings.block_tokens,
+            step_tokens=limits.max_num_batched_tokens,
+        )
+        for index in range(tensor_parallel):
+            device = machine.devices[stage * tensor_parallel + index]
+            budget = device_budget(device, utilization)
+            if device.kind == "gpu":
+                found = byte_terms.gpu_terms(
+                    spec, limits, dtype=dtype, weights_bytes=held, tensor_parallel=tensor_parallel, layers=layers,
+                    last_stage=stage == stages - 1, max_loras=settings.max_loras, max_lora_rank=settings.max_lora_rank,
+                )  # fmt: skip
+            else:
+                in_memory = _cpu_weights(model, machine, budget, dtype, held)
+                found = byte_terms.cpu_terms(
+                    spec, limits, dtype=dtype, weights_bytes=in_memory, block_tokens=settings.block_tokens
+                )
+            ranks.append(Rank(device=device, stage=stage, budget_bytes=budget, terms=tuple(found), kv=cost))
+    return _judge(
+        question, dtype, kv_dtype, tensor_parallel, utilization, limits, tuple(ranks), total_bytes(weights), decisions
+    )
+
+
+def _judge(
+    question: Question,
+    dtype: str,
+    kv_dtype: str,
+    tensor_parallel: int,
+    utilization: float,
+    limits: Limits,
+    ranks: tuple[Rank, ...],
+    weights_bytes: int,
+    decisions: list[Decision],
+) -> Fit:
+    spec, settings, traffic = question.model.spec, question.settings, question.traffic
+    longest = min(rank.kv.longest(rank.room_bytes, spec.max_position) for rank in ranks)
+    tokens, sequences = min(spec.max_position, USEFUL_TOKENS), 1
+    if traffic is not None:
+        tokens, sequences = traffic.length, traffic.concurrency
+    needed = {id(rank): sequences * rank.kv.sequence_bytes(tokens) for rank in ranks}
+    if settings.max_model_len is not None:
+        tokens = max(tokens, settings.max_model_len) if traffic is not None else settings.max_model_len
+        for rank in ranks:
+            one = rank.kv.sequence_bytes(settings.max_model_len)
+            needed[id(rank)] = max(needed[id(rank)] if traffic is not None else 0, one)
+    short = max(needed[id(rank)] - rank.room_bytes for rank in ranks)
+    served = settings.max_model_len
+    if served is None:
+        served = longest
+        if longest < spec.max_position:
+            reason = f"the model allows {spec.max_position:,}; memory holds {longest:,}"
+        else:
+            reason = "what the model allows, and memory holds it"
+        decisions.append(Decision("max_model_len", f"{served:,}", reason, "planner"))
+    return Fit(
+        question=question,
+        dtype=dtype,
+        kv_dtype=kv_dtype,
+        tensor_parallel=tensor_parallel,
+        pipeline_parallel=settings.pipeline_parallel,
+        utilization=utilization,
+        limits=replace(limits, max_model_len=served),
+        ranks=ranks,
+        weights_bytes=weights_bytes,
+        required_tokens=tokens,
+        required_sequences=sequences,
+        fits=short <= 0,
+        short_bytes=max(0, short),
+        longest_tokens=longest,
+        decisions=tuple(decisions),
+    )
+
+
+def _check(question: Question, tensor_parallel: int) -> None:
+    spec, settings, devices = question.model.spec, question.settings, question.machine.devices
+    check_parallel(spec, tensor_parallel, settings.pipeline_parallel)
+    wanted = tensor_parallel * settings.pipeline_parallel
+    if wanted > len(devices):
+        raise ConfigurationError(
+            f"{tensor_parallel} x {settings.pipeline_parallel} ranks need {wanted} devices",
+            code=TOO_FEW_DEVICES,
+            needed=f"{wanted} devices",
+            found=f"{len(devices)}: {', '.join(device.name for device in devices)}",
+            fix=f"--gpu with x{wanted}, or a smaller -tp or -pp",
+            field="tensor_parallel_size",
+        )
+    if settings.max_model_len is not None and settings.max_model_len > spec.max_position:
+        raise ConfigurationError(
+            f"max_model_len is {settings.max_model_len:,}, but the model was made for {spec.max_position:,} tokens",
+            code=CONTEXT_TOO_LONG,
+            needed=f"at most {spec.max_position:,}",
+            found=f"{settings.max_model_len:,}",
+            fix=f"--max-model-len {spec.max_position}, or leave it out",
+            field="max_model_len",
+        )
+
+
+def compute_dtype(question: Question) -> str:
+    """What the engine would compute in, and keep plain weights in."""
+    asked = {"half": "float16", "float": "float32"}.get(question.settings.dtype, question.settings.dtype)
+    if asked != "auto":
+        return asked
+    stored, device = question.model.spec.stored_dtype, question.machine.devices[0]
+    if device.kind == "cpu":
+        fast = question.machine.cpu_features & {"amx_bf16", "avx512_bf16", "bf16"}
+        return "bfloat16" if fast and stored != "float32" else "float32"
+    if stored == "float16" or (device.gpu is not None and not device.gpu.bf16):
+        return "float16"
+    return "bfloat16"
+
+
+def _limits(question: Question, decisions: list[Decision]) -> Limits:
+    settings, spec = question.settings, question.model.spec
+    on_gpu = question.machine.kind == "gpu"
+    sequences = settings.max_num_seqs
+    if sequences is None:
+        sequences = GPU_SEQUENCES if on_gpu else CPU_SEQUENCES
+        reason, source = "the default", "default"
+        if question.traffic is not None:
+            sequences, reason, source = question.traffic.concurrency, "the traffic's peak", "traffic"
+        decisions.append(Decision("max_num_seqs", str(sequences), reason, source))
+    step = settings.max_num_batched_tokens or (GPU_STEP_TOKENS if on_gpu else CPU_STEP_TOKENS)
+    return Limits(
+        max_model_len=settings.max_model_len or spec.max_position, max_num_seqs=sequences, max_num_batched_tokens=step
+    )
+
+
+def _parallel_decision(question: Question, tensor_parallel: int, source: str) -> Decision:
+    devices, used = len(question.machine.devices), tensor_parallel * question.settings.pipeline_parallel
+    if used == devices:
+        reason = "all GPUs" if source == "set" else "fewer GPUs do not hold it"
+    elif source == "set":
+        reason = f"as asked: {devices - used} of {devices} GPUs stay empty"
+    else:
+        reason = f"the fewest GPUs that hold it, of {devices}"
+    return Decision("tensor_parallel_size", str(tensor_parallel), reason, source)
+
+
+def device_budget(device: Device, utilization: float) -> int:
+    """What may be used: an absolute budget as it is, else a share of a GPU's total, or of the RAM that is free. Never
+    more than is free."""
+    if device.budget_bytes is not None:
+        return min(device.budget_bytes, device.free_bytes)
+    if device.kind == "cpu":
+        return int(device.free_bytes * utilization)
+    return min(int(device.total_bytes * utilization), device.free_bytes)
+
+
+def _cpu_weights(model: PlannedModel, machine: Machine, budget: int, dtype: str, counted: int) -> int:
+    """As this engine would keep them: in the blocks of their file, or expanded."""
+    if model.canonical is None or not any(is_quantized(tensor.layout) for tensor in model.canonical.values()):
+        return counted
+    fast_blocks = dtype == "float32" and "asimddp" in machine.cpu_features
+    expand, _ = expands(model.spec, model.canonical, dtype=dtype, fast_blocks=fast_blocks, budget_bytes=budget)
+    return footprint.weights_bytes(model.spec, model.canonical, dtype=dtype, expand=expand, compiled=fast_blocks)
+
+
+def describe_budget(rank: Rank, utilization: float) -> str:
+    device = rank.device
+    if device.budget_bytes is not None:
+        return f"{format_bytes(rank.budget_bytes)}, as set"
+    of = device.free_bytes if device.kind == "cpu" else device.total_bytes
+    return f"{utilization:g} of {format_bytes(of)} = {format_bytes(rank.budget_bytes)}"

@@ -1,0 +1,109 @@
+"""What sequences cost in KV: a byte count for any length, and the lengths and numbers that some bytes hold.
+
+    full and latent layers     grow with every token
+    windowed layers            grow to the window and the step in flight, and stop
+    recurrent layers           hold a constant
+    layers that share          cost nothing
+
+Counts for one rank: kv heads are split over tensor-parallel ranks, or repeated when there are fewer. Knows no budget.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from holdfast.models import LayerSpec, ModelSpec
+
+RECURRENT_BYTES = 4
+"""An element of a recurrent state: engines keep it in float32."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVCost:
+    """Of one rank that holds some of the layers."""
+
+    growing_bytes: int
+    """A token, in the layers that forget nothing."""
+    windows: tuple[tuple[int, int], ...]
+    """(window, bytes a token) of the layers that forget."""
+    fixed_bytes: int
+    """A sequence, in recurrent states."""
+    block_tokens: int
+    step_tokens: int
+    """Most tokens of one sequence computed at once: windowed layers hold them beside the window."""
+
+    @property
+    def window_bytes(self) -> int:
+        """What full windows hold of a sequence, the step in flight not counted."""
+        return sum(window * size for window, size in self.windows)
+
+    def sequence_bytes(self, tokens: int) -> int:
+        """At most, of one sequence of that length, in whole blocks."""
+        blocks = -(-tokens // self.block_tokens)
+        total = blocks * self.block_tokens * self.growing_bytes + self.fixed_bytes
+        for window, size in self.windows:
+            held = -(-(window - 1 + self.step_tokens) // self.block_tokens) + 1
+            total += min(blocks, held) * self.block_tokens * size
+        return total
+
+    def longest(self, pool_bytes: int, most_tokens: int) -> int:
+        """The longest sequence that fits alone; 0: none."""
+        low, high = 0, most_tokens
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if self.sequence_bytes(middle) <= pool_bytes else (low, middle - 1)
+        return low
+
+    def concurrency(self, pool_bytes: int, tokens: int) -> float:
+        """Sequences of that length that fit side by side."""
+        one = self.sequence_bytes(tokens)
+        return pool_bytes / one if one else float("inf")
+
+    def tokens(self, pool_bytes: int, sequence_tokens: int) -> int:
+        """Tokens the pool holds: where every layer grows, whatever the sequences; else in sequences of that length."""
+        if not self.windows and not self.fixed_bytes:
+            block = self.growing_bytes * self.block_tokens
+            return max(0, pool_bytes) // block * self.block_tokens if block else 0
+        return int(self.concurrency(max(0, pool_bytes), sequence_tokens) * sequence_tokens)
+
+
+def kv_cost(
+    spec: ModelSpec,
+    *,
+    element_bytes: int,
+    state_bytes: int,
+    tensor_parallel: int = 1,
+    layers: Sequence[int] | None = None,
+    block_tokens: int = 16,
+    step_tokens: int = 0,
+) -> KVCost:
+    """`state_bytes`: of an element of a short convolution's inputs."""
+    growing, fixed = 0, 0
+    windows: dict[int, int] = {}
+    for index in range(len(spec.layers)) if layers is None else layers:
+        layer = spec.layers[index]
+        size = rank_elements(spec, layer, tensor_parallel) * element_bytes
+        if layer.window is None:
+            growing += size
+        elif size:
+            windows[layer.window] = windows.get(layer.window, 0) + size
+        if layer.state is not None:
+            recurrent = layer.state.recurrent_elements * RECURRENT_BYTES
+            fixed += -(-(recurrent + layer.state.convolution_elements * state_bytes) // tensor_parallel)
+    return KVCost(
+        growing_bytes=growing,
+        windows=tuple(sorted(windows.items())),
+        fixed_bytes=fixed,
+        block_tokens=block_tokens,
+        step_tokens=step_tokens,
+    )
+
+
+def rank_elements(spec: ModelSpec, layer: LayerSpec, ranks: int) -> int:
+    """Keys and values of a token in one layer on one rank. A latent is whole on every rank."""
+    whole = spec.kv_elements(layer)
+    if layer.latent is not None or ranks == 1 or whole == 0:
+        return whole
+    kv_heads = spec.kv_heads if layer.kv_heads is None else layer.kv_heads
+    return whole // kv_heads * max(1, kv_heads // ranks)

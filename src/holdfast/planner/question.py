@@ -1,0 +1,100 @@
+"""What a plan is asked about: a model, a machine, settings and traffic. Records only; nothing is counted here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from holdfast.checkpoints import StoredTensor
+from holdfast.hardware.gpus import Gpu
+from holdfast.models import ModelSpec
+
+DeviceKind = Literal["gpu", "cpu"]
+KV_ELEMENT_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedModel:
+    name: str
+    spec: ModelSpec
+    origin: Literal["builtin", "file", "folder", "hub", "catalogue"]
+    stored: Mapping[str, StoredTensor] | None = field(default=None, repr=False)
+    """The checkpoint's own tensors, by its names; None: weights are counted from shapes and the quantization."""
+    canonical: Mapping[str, StoredTensor] | None = field(default=None, repr=False)
+    """The same by the spec's names, for a model that this engine can run."""
+    format: Literal["safetensors", "gguf", "none"] = "none"
+    published_parameters: int | None = None
+
+    @property
+    def exact(self) -> bool:
+        """Headers were read: weights are counted, not derived."""
+        return self.stored is not None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """One GPU, or the CPU with its RAM."""
+
+    index: int
+    name: str
+    kind: DeviceKind
+    total_bytes: int
+    free_bytes: int
+    """Measured on this machine; of a catalogue GPU, all of it."""
+    budget_bytes: int | None = None
+    """Set absolutely (--vram, --ram); None: a share of the total."""
+    gpu: Gpu | None = None
+    """Rates and links, where the GPU is known."""
+    measured: bool = False
+    held_by: tuple[str, ...] = ()
+    """Who holds the rest, for people to read."""
+    unified: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    devices: tuple[Device, ...]
+    ram_bytes: int | None = None
+    """Free RAM beside the devices; None: not known."""
+    nvme_bytes: int | None = None
+    cpu_features: frozenset[str] = frozenset()
+
+    @property
+    def kind(self) -> DeviceKind:
+        return self.devices[0].kind
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """As the user gave them; None is left to the plan."""
+
+    dtype: str = "auto"
+    kv_cache_dtype: str = "auto"
+    max_model_len: int | None = None
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    utilization: float | None = None
+    tensor_parallel: int | None = None
+    pipeline_parallel: int = 1
+    block_tokens: int = 16
+    max_loras: int = 0
+    max_lora_rank: int = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traffic:
+    concurrency: int
+    """At the peak."""
+    prompt_tokens: int
+    """P99, as is what follows."""
+    output_tokens: int
+    source: str = "stated"
+    requests: int = 0
+    """Those it was read from; 0: it was stated."""
+    length_tokens: int | None = None
+    """P99 of prompt and output together, where it is known; it is less than the sum of the two P99s."""
+
+    @property
+    def length(self) -> int:
+        return self.length_tokens or self.prompt_tokens + self.output_tokens

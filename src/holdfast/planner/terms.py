@@ -1,0 +1,119 @@
+"""The byte terms of one rank beside its KV pool, by name, for a GPU or a CPU. Estimates carry how far off they may be.
+
+    context      driver, CUDA context and libraries      framework    interpreter, torch and its libraries (CPU)
+    weights      as they lie in memory                   activations  the widest live set of the largest step
+    logits       rows that sample x vocabulary           buffers      token ids, block tables
+    graphs       captured CUDA graphs                    adapters     LoRA slots
+
+Decides nothing, and knows no budget.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from holdfast.models import LayerSpec, ModelSpec
+from holdfast.planner import footprint
+from holdfast.planner.footprint import Limits
+from holdfast.planner.weights import DTYPE_BYTES
+from holdfast.units import GIB, MIB
+
+CONTEXT_BYTES = 450 * MIB
+"""0.3 to 0.5 GiB on recent cards, measured before the first tensor."""
+GRAPHS_BASE_BYTES = 370 * MIB
+GRAPHS_BYTES_A_COLUMN = 5 * 1024
+"""Times hidden size times layers. Two points of vLLM 0.26 on an H200 lie on this line: 0.99 GiB for 4096 x 32 and
+0.5 GiB for 1024 x 28."""
+GRAPHS_MOST_BYTES = 2 * GIB
+"""The line is not followed beyond what has been seen of large models."""
+LIVE_HIDDEN, LIVE_INNER = 4, 3
+"""Buffers of hidden width (stream, norm, attention's input and output) and of the MLP's (gate, up, product) that live
+at once. It gives 1.81 GiB for an 8B model at 16,384 tokens; vLLM measured 1.78."""
+GPU_WORKSPACE_BYTES = 128 * MIB
+"""Of attention's split sums and of cuBLAS."""
+LOGITS_COPIES = 2
+"""In float32 on a GPU: as computed, and as probabilities."""
+
+
+@dataclass(frozen=True, slots=True)
+class Term:
+    name: str
+    nbytes: int
+    uncertainty: float = 0.0
+    """As a share of it, either way: 0 is counted, not estimated."""
+
+
+def gpu_terms(
+    spec: ModelSpec,
+    limits: Limits,
+    *,
+    dtype: str,
+    weights_bytes: int,
+    tensor_parallel: int,
+    layers: Sequence[int],
+    last_stage: bool,
+    max_loras: int = 0,
+    max_lora_rank: int = 16,
+    graphs: bool = True,
+) -> list[Term]:
+    terms = [
+        Term("context", CONTEXT_BYTES, 0.25),
+        Term("weights", weights_bytes),
+        Term("activations", activations_bytes(spec, limits, dtype, tensor_parallel, layers), 0.25),
+        Term("logits", logits_bytes(spec, limits, tensor_parallel) if last_stage else 0),
+        Term("buffers", limits.max_num_seqs * limits.max_model_len // 16 * 4 + limits.max_num_batched_tokens * 64),
+        Term("graphs", graphs_bytes(spec, layers) if graphs else 0, 0.5),
+    ]
+    if max_loras:
+        terms.append(Term("adapters", adapters_bytes(spec, dtype, layers, max_loras, max_lora_rank, tensor_parallel)))
+    return [term for term in terms if term.nbytes]
+
+
+def activations_bytes(spec: ModelSpec, limits: Limits, dtype: str, ranks: int, layers: Sequence[int]) -> int:
+    widest = max(_live_columns(spec, spec.layers[layer], ranks) for layer in layers)
+    return limits.max_num_batched_tokens * widest * DTYPE_BYTES[dtype] + GPU_WORKSPACE_BYTES
+
+
+def _live_columns(spec: ModelSpec, layer: LayerSpec, ranks: int) -> int:
+    attention = (spec.heads + 2 * spec.kv_heads) * spec.head_dim // ranks
+    if layer.experts is None:
+        mlp = LIVE_INNER * (layer.intermediate_size or spec.intermediate_size) // ranks
+    else:
+        experts = layer.experts
+        routed = experts.per_token * (LIVE_INNER * experts.intermediate_size // ranks + spec.hidden_size)
+        mlp = routed + LIVE_INNER * experts.shared_intermediate_size // ranks
+    return LIVE_HIDDEN * spec.hidden_size + max(attention, mlp)
+
+
+def logits_bytes(spec: ModelSpec, limits: Limits, ranks: int) -> int:
+    """Each rank computes its share of the vocabulary, and the first gathers all of it."""
+    return (LOGITS_COPIES + (1 if ranks > 1 else 0)) * limits.max_num_seqs * spec.vocab_size * 4
+
+
+def graphs_bytes(spec: ModelSpec, layers: Sequence[int]) -> int:
+    return min(GRAPHS_MOST_BYTES, GRAPHS_BASE_BYTES + GRAPHS_BYTES_A_COLUMN * spec.hidden_size * len(layers))
+
+
+def adapters_bytes(
+    spec: ModelSpec, dtype: str, layers: Sequence[int], max_loras: int, rank: int, tensor_parallel: int
+) -> int:
+    """For every linear layer of a block, both factors, in every slot."""
+    wanted, total = set(layers), 0
+    for tensor in spec.tensors:
+        if tensor.layer in wanted and tensor.linear and len(tensor.shape) == 2 and tensor.part == "text":
+            rows, columns = tensor.shape
+            split = rows if tensor.shard_axis == 0 else columns
+            total += rank * (rows + columns - split + -(-split // tensor_parallel))
+    return max_loras * total * DTYPE_BYTES[dtype]
+
+
+def cpu_terms(spec: ModelSpec, limits: Limits, *, dtype: str, weights_bytes: int, block_tokens: int) -> list[Term]:
+    layout = footprint.kv_layout(spec, block_tokens=block_tokens, kv_dtype=dtype)
+    return [
+        Term("framework", footprint.FRAMEWORK_BYTES, 0.25),
+        Term("weights", weights_bytes),
+        Term("activations", footprint.activations_bytes(spec, limits, dtype=dtype), 0.25),
+        Term("logits", footprint.logits_bytes(spec, limits)),
+        Term("buffers", footprint.buffers_bytes(layout, limits)),
+    ]

@@ -1,0 +1,256 @@
+"""The bytes of a model's weights on each rank: exact from headers, else from shapes and the quantization.
+
+    tensor parallel    a tensor with a shard axis is split over the ranks, others are whole on each
+    pipeline parallel  layers go to stages; the embedding to the first, the last norm and the head to the last
+
+Knows nothing of budgets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from holdfast.checkpoints import LAYOUTS, Packing, StoredTensor, stored_bytes
+from holdfast.errors import CheckpointError, ConfigurationError
+from holdfast.models import ModelSpec, TensorSpec
+from holdfast.models.quantization import QuantSpec
+from holdfast.planner.question import PlannedModel
+
+DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
+VOCABULARY_PAD = 64
+"""Engines pad the vocabulary to a multiple of this on every rank."""
+TP_NOT_POSSIBLE, PP_NOT_POSSIBLE = "HF131", "HF132"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Weight:
+    """One tensor of the model, with all that is stored for it: quants, scales, zeros."""
+
+    tensor: TensorSpec | None
+    """None: bytes of the checkpoint that the spec has no tensor for; whole on every rank of the first stage."""
+    nbytes: int
+
+
+def weights_of(model: PlannedModel, *, dtype: str) -> list[Weight]:
+    """Draft layers are left out: a server loads them only for speculation. Plain tensors become `dtype`."""
+    if model.stored is None:
+        return _from_shapes(model.spec, dtype)
+    return _from_headers(model, dtype)
+
+
+def _from_shapes(spec: ModelSpec, dtype: str) -> list[Weight]:
+    element = DTYPE_BYTES[dtype]
+    found = []
+    for tensor in spec.tensors:
+        if tensor.part == "draft" or tensor.optional:
+            continue
+        packing = packing_of(spec.quantization, tensor, dtype) if spec.quantization is not None else None
+        nbytes = tensor.elements * element if packing is None else _packed_bytes(packing, tensor)
+        found.append(Weight(tensor=tensor, nbytes=nbytes))
+    return found
+
+
+def packing_of(quantization: QuantSpec, tensor: TensorSpec, dtype: str) -> Packing | None:
+    """How the quantizer stored this tensor; None: it left it alone."""
+    if not tensor.linear and not tensor.experts:
+        return None
+    if not quantization.converts(tensor.hf_name):
+        return None
+    if len(tensor.shape) < 2:
+        return None
+    method = quantization.method
+    if method == "mxfp4":
+        # gpt-oss: only its experts.
+        return Packing("mxfp4") if tensor.experts else None
+    if method == "bitsandbytes":
+        method_name = "nf4" if quantization.bits == 4 else "bnb-int8"
+        return Packing(method_name, nested=quantization.double_quantization, dtype=dtype)
+    if method == "int4":
+        return Packing(
+            "pack-quantized", bits=4, group_size=quantization.group_size or -1, symmetric=quantization.symmetric,
+            act_order=quantization.activation_order,
+        )  # fmt: skip
+    if method == "int8":
+        return Packing("int8", static_inputs=quantization.static_activations)
+    if method == "fp8":
+        granularity = quantization.granularity if quantization.granularity != "group" else "tensor"
+        return Packing(
+            "fp8", granularity=granularity, block=quantization.block if granularity == "block" else (128, 128),
+            static_inputs=quantization.static_activations,
+        )  # fmt: skip
+    return Packing(method, bits=quantization.bits, group_size=quantization.group_size or -1)
+
+
+def _packed_bytes(packing: Packing, tensor: TensorSpec) -> int:
+    *stacked, rows, columns = tensor.shape
+    return prod(stacked) * stored_bytes(packing, rows, columns)
+
+
+def _from_headers(model: PlannedModel, dtype: str) -> list[Weight]:
+    """Every stored tensor goes to the spec's tensor whose module it belongs to; the rest is counted as it is."""
+    assert model.stored is not None
+    by_module = _modules(model.spec, model.format)
+    held: dict[str, int] = {}
+    rest = 0
+    for name, stored in model.stored.items():
+        tensor = _owner(name, by_module)
+        nbytes = _loaded_bytes(stored, dtype, model.spec)
+        if tensor is None:
+            rest += nbytes
+        elif tensor.part != "draft":
+            held[tensor.name] = held.get(tensor.name, 0) + nbytes
+    found = [Weight(tensor=tensor, nbytes=held[tensor.name]) for tensor in model.spec.tensors if tensor.name in held]
+    return [*found, Weight(tensor=None, nbytes=rest)] if rest else found
+
+
+def _modules(spec: ModelSpec, format: str) -> dict[str, TensorSpec]:
+    found: dict[str, TensorSpec] = {}
+    for tensor in spec.tensors:
+        if format == "gguf":
+            found[tensor.gguf_name] = tensor
+            continue
+        for name, _ in tensor.in_safetensors():
+            found[name] = tensor
+            module = name.removesuffix(".weight")
+            found.setdefault(module, tensor)
+    return found
+
+
+def _owner(name: str, by_module: Mapping[str, TensorSpec]) -> TensorSpec | None:
+    """q_proj.qweight, q_proj.scales and q_proj.weight_scale_inv all belong to q_proj.weight."""
+    if name in by_module:
+        return by_module[name]
+    module = name
+    while "." in module:
+        module = module.rpartition(".")[0]
+        if module in by_module:
+            return by_module[module]
+    # Fused stacks keep scales beside them: gate_up_proj_blocks, gate_up_proj_scales.
+    for end in ("_blocks", "_scales", "_bias", "_scale", "_scale_inv"):
+        if name.endswith(end) and name.removesuffix(end) in by_module:
+            return by_module[name.removesuffix(end)]
+    return None
+
+
+def _loaded_bytes(stored: StoredTensor, dtype: str, spec: ModelSpec) -> int:
+    """As it lies in memory: plain numbers of an unquantized model become `dtype`."""
+    if spec.quantization is None and stored.layout in ("F32", "F16", "BF16"):
+        return prod(stored.shape) * DTYPE_BYTES[dtype]
+    return stored.nbytes
+
+
+def total_bytes(weights: Sequence[Weight]) -> int:
+    return sum(weight.nbytes for weight in weights)
+
+
+# Ranks
+
+
+def parallel_sizes(spec: ModelSpec, most: int = 64) -> tuple[int, ...]:
+    """Tensor-parallel sizes that divide the model."""
+    return tuple(size for size in range(1, most + 1) if why_not_parallel(spec, size) is None)
+
+
+def why_not_parallel(spec: ModelSpec, size: int) -> str | None:
+    if spec.heads % size:
+        return f"{spec.heads} attention heads do not split into {size}"
+    if spec.kv_heads % size and size % spec.kv_heads:
+        return f"{spec.kv_heads} KV heads neither split into {size} nor repeat over it"
+    for layer in spec.layers:
+        for width in _split_widths(spec, layer.index):
+            if width % size:
+                return f"an MLP of {width} columns does not split into {size}"
+            group = 0 if spec.quantization is None else spec.quantization.group_size
+            if group > 1 and width // size % group:
+                return f"groups of {group} quantized columns do not split an MLP of {width} into {size}"
+    return None
+
+
+def _split_widths(spec: ModelSpec, layer: int) -> list[int]:
+    described = spec.layers[layer]
+    if described.experts is None:
+        return [described.intermediate_size or spec.intermediate_size]
+    shared = described.experts.shared_intermediate_size
+    return [described.experts.intermediate_size, *([shared] if shared else [])]
+
+
+def check_parallel(spec: ModelSpec, tensor_parallel: int, pipeline_parallel: int) -> None:
+    reason = why_not_parallel(spec, tensor_parallel)
+    if reason is not None:
+        sizes = ", ".join(map(str, parallel_sizes(spec)))
+        nearest = max(size for size in parallel_sizes(spec, tensor_parallel))
+        raise ConfigurationError(
+            f"the model cannot be split over {tensor_parallel} GPUs: {reason}",
+            code=TP_NOT_POSSIBLE,
+            needed=f"a tensor-parallel size of {sizes}",
+            found=str(tensor_parallel),
+            fix=f"-tp {nearest}",
+            field="tensor_parallel_size",
+        )
+    if pipeline_parallel > len(spec.layers):
+        raise ConfigurationError(
+            f"{len(spec.layers)} layers cannot fill {pipeline_parallel} stages",
+            code=PP_NOT_POSSIBLE,
+            needed=f"at most {len(spec.layers)}",
+            found=str(pipeline_parallel),
+            fix=f"-pp {len(spec.layers)}",
+            field="pipeline_parallel_size",
+        )
+
+
+def stage_layers(layers: int, stages: int) -> tuple[range, ...]:
+    """Layers of each stage: as even as they go, the first and the last stage not the longer ones where that is
+    possible, because they carry the embedding and the head."""
+    least, more = divmod(layers, stages)
+    sizes = [least] * stages
+    order = [*range(1, stages - 1), stages - 1, 0] if stages > 1 else [0]
+    for index in order[:more]:
+        sizes[index] += 1
+    found, first = [], 0
+    for size in sizes:
+        found.append(range(first, first + size))
+        first += size
+    return tuple(found)
+
+
+def rank_bytes(
+    weights: Sequence[Weight], spec: ModelSpec, *, tensor_parallel: int, stage: int = 0, stages: int = 1
+) -> int:
+    """Of one rank of a stage."""
+    layers = stage_layers(len(spec.layers), stages)[stage]
+    total = 0
+    for weight in weights:
+        if _on_stage(weight.tensor, layers, stage, stages, spec):
+            total += _share(weight, spec, tensor_parallel)
+    return total
+
+
+def _on_stage(tensor: TensorSpec | None, layers: range, stage: int, stages: int, spec: ModelSpec) -> bool:
+    if tensor is None or tensor.part == "vision":
+        return stage == 0
+    if tensor.layer is not None:
+        return tensor.layer in layers
+    if tensor.name.startswith("embed"):
+        return stage == 0 or (spec.tied_embeddings and stage == stages - 1)
+    return stage == stages - 1
+
+
+def _share(weight: Weight, spec: ModelSpec, ranks: int) -> int:
+    tensor = weight.tensor
+    if ranks == 1 or tensor is None or tensor.shard_axis is None:
+        return weight.nbytes
+    if tensor.name.rpartition(".")[2] in ("k", "v", "k_bias", "v_bias") and spec.kv_heads < ranks:
+        return weight.nbytes // spec.kv_heads
+    extent = tensor.shape[tensor.shard_axis]
+    if tensor.name in ("embed", "head"):
+        padded = -(-extent // (VOCABULARY_PAD * ranks)) * VOCABULARY_PAD * ranks
+        return weight.nbytes * padded // extent // ranks
+    return -(-weight.nbytes // ranks)
+
+
+def require_known_layouts(model: PlannedModel) -> None:
+    for stored in (model.stored or {}).values():
+        if stored.layout not in LAYOUTS:
+            raise CheckpointError(f"tensor {stored.name} is stored as {stored.layout}, which is not known")
