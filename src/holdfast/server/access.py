@@ -25,6 +25,9 @@ from holdfast.server.settings import AccessLog, ServerSettings
 CLIENT_GONE = 499
 """nginx's number for a client that closed the connection before the answer was there; never sent, only logged."""
 
+CUT_OFF = "draining"
+"""The OpenAI code of a request that the server's own end has ended."""
+
 PROBES = frozenset({"/health", "/ping", "/metrics"})
 """Asked every few seconds by machines; lines about them would bury those about requests."""
 
@@ -52,9 +55,36 @@ class Record:
     """Why it was refused, or what ended a stream whose status was already sent."""
 
 
+@dataclass(slots=True)
+class Tally:
+    """How the requests that were taken have ended; said when the server stops."""
+
+    answered: int = 0
+    left: int = 0
+    """By their clients."""
+    failed: int = 0
+    cut: int = 0
+    """By the end of the server."""
+
+    def count(self, record: Record) -> None:
+        if record.answer_id is None:
+            return  # Refused at the door or by what it asked for, or no question at all.
+        if record.error_code == CUT_OFF:
+            self.cut += 1
+        elif record.status == CLIENT_GONE:
+            self.left += 1
+        elif record.error_code is not None:
+            self.failed += 1
+        else:
+            self.answered += 1
+
+
 class Door:
-    def __init__(self, app: ASGIApp, *, engine: Engine, settings: ServerSettings, log: AccessLog | None) -> None:
+    def __init__(
+        self, app: ASGIApp, *, engine: Engine, settings: ServerSettings, log: AccessLog | None, tally: Tally
+    ) -> None:
         self._app = app
+        self._tally = tally
         self._engine = engine
         self._settings = settings
         self._log = log
@@ -79,7 +109,7 @@ class Door:
             await self._app(scope, receive, note)
         except asyncio.CancelledError:
             # The server leaves at once and cancels what runs. Nobody is told more by a traceback.
-            record.status = record.status or CLIENT_GONE
+            record.status, record.error_code = record.status or CLIENT_GONE, CUT_OFF
         except Exception as error:
             if record.started:
                 # uvicorn closes the connection, which is all that can still be said.
@@ -87,6 +117,7 @@ class Door:
             record.error_code = describe(error)[1]["code"]
             await failure_response(error, self._settings.retry_after_s)(scope, receive, note)
         finally:
+            self._tally.count(record)
             if self._log is not None and scope["path"] not in PROBES:
                 self._log(_line(scope, record))
 

@@ -17,7 +17,7 @@ from holdfast.engine.interface import Engine
 from holdfast.observability.logs import json_lines
 from holdfast.observability.metrics import CONTENT_TYPE, ServingMetrics
 from holdfast.records import EngineInfo
-from holdfast.server.access import Door
+from holdfast.server.access import Door, Tally
 from holdfast.server.answering import ChatShape, CompletionShape
 from holdfast.server.asking import read_chat, read_completion
 from holdfast.server.failures import (
@@ -61,13 +61,15 @@ def create_app(engine: Engine, settings: ServerSettings) -> Starlette:
         return failure_response(failure, settings.retry_after_s)
 
     log = json_lines(settings.access_log) if isinstance(settings.access_log, Path) else settings.access_log
+    tally = Tally()
     app = Starlette(
         routes=routes,
-        middleware=[Middleware(Door, engine=engine, settings=settings, log=log)],
+        middleware=[Middleware(Door, engine=engine, settings=settings, log=log, tally=tally)],
         exception_handlers={HTTPException: refuse},
     )
     app.router.redirect_slashes = False
     app.state.metrics = metrics
+    app.state.tally = tally
     return app
 
 

@@ -15,16 +15,19 @@ import logging
 import signal
 import socket
 import sys
+import time
 from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import uvicorn
-from starlette.types import ASGIApp
+from starlette.applications import Starlette
 
 from holdfast.engine.interface import Engine
 from holdfast.errors import ConfigurationError, HoldfastError
 from holdfast.observability.logs import ThroughputLog
+from holdfast.server.access import Tally
 from holdfast.server.patience import Connection, Patience
+from holdfast.units import format_duration
 
 log = logging.getLogger("holdfast.server")
 
@@ -84,7 +87,7 @@ class _Server(uvicorn.Server):
 
 
 async def serve(
-    app: ASGIApp,
+    app: Starlette,
     engine: Engine,
     *,
     host: str = "127.0.0.1",
@@ -96,7 +99,8 @@ async def serve(
     throughput: ThroughputLog | None = None,
     handle_signals: bool = True,
 ) -> int:
-    """Serves until a signal or a failed start and returns the exit code; cancelling it ends it at once.
+    """Serves an application of `create_app` until a signal or a failed start and returns the exit code; cancelling it
+    ends it at once.
 
     `listener` is a socket from `bind`; without one it is bound here. Raises ConfigurationError when it cannot be.
     Off the main thread signals cannot be handled: pass handle_signals=False there.
@@ -116,7 +120,10 @@ async def serve(
     patience = Patience(lambda: cast("set[Connection]", server.server_state.connections), write_timeout_s)
     life = _Life(engine, server, drain_timeout_s, patience)
     with life.hearing_signals() if handle_signals else contextlib.nullcontext():
-        return await life.run(listener, on_ready, throughput)
+        try:
+            return await life.run(listener, on_ready, throughput)
+        finally:
+            log.info("stopped: %s", life.story(app.state.tally))
 
 
 class _Life:
@@ -129,6 +136,18 @@ class _Life:
         self._patience = patience
         self._signals: asyncio.Queue[signal.Signals] = asyncio.Queue()
         self._signalled = False
+        self._began_s = time.monotonic()
+        self._drained_s: float | None = None
+        self._abandoned = 0
+        """Open at a second signal. Their own ends come after the last line, when the loop is torn down."""
+
+    def story(self, tally: Tally) -> str:
+        """What people look for after an end: was anybody cut off?"""
+        drained = "" if self._drained_s is None else f"; drained in {format_duration(self._drained_s)}"
+        return (
+            f"{tally.answered} requests answered, {tally.failed} failed, {tally.left} left by their clients, "
+            f"{max(tally.cut, self._abandoned)} cut off{drained}; ran {format_duration(time.monotonic() - self._began_s)}"
+        )
 
     async def run(
         self,
@@ -203,13 +222,16 @@ class _Life:
             self._engine.unfinished,
             self._drain_timeout_s,
         )
+        began_s = time.monotonic()
         second = asyncio.create_task(self._signals.get())
         draining = asyncio.create_task(self._engine.drain(self._drain_timeout_s))
         await _first_of(draining, second)
         if draining.done():
             second.cancel()
+            self._drained_s = time.monotonic() - began_s
             draining.result()
             return EXIT_OK
+        self._abandoned = self._engine.unfinished
         draining.cancel()
         await asyncio.gather(draining, return_exceptions=True)
         return 128 + second.result()
@@ -236,7 +258,7 @@ def _report(error: BaseException) -> int:
     return EXIT_FAILED
 
 
-def run(app: ASGIApp, engine: Engine, **options: Any) -> int:
+def run(app: Starlette, engine: Engine, **options: Any) -> int:
     """`serve` on a loop of its own (uvloop where there is one)."""
     try:
         import uvloop
