@@ -77,7 +77,7 @@ def test_product_equals_float64(layout: str, outputs: int, columns: int) -> None
     blocks, weights = stored_weights(layout, outputs, columns, seed=outputs)
     matrix = native.BlockMatrix(blocks, layout)
     generator = torch.Generator().manual_seed(columns)
-    for rows in (1, 2, 3, 4, 5, 7, 8, 9, 11, 16, 37):
+    for rows in (1, 2, 3, 4, 5, 7, 8, 9, 15, 37, 64, 65, 131):
         x = torch.randn(rows, columns, generator=generator)
         out, whole = guarded(rows, outputs)
         matrix.write(x, out)
@@ -87,7 +87,7 @@ def test_product_equals_float64(layout: str, outputs: int, columns: int) -> None
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("rows", [1, 6, 21])
+@pytest.mark.parametrize("rows", [1, 6, 21, 70])
 def test_bias_addition_and_rows_that_lie_apart(layout: str, rows: int) -> None:
     blocks, weights = stored_weights(layout, 35, 64, seed=rows)
     generator = torch.Generator().manual_seed(rows)
@@ -123,7 +123,7 @@ def test_one_huge_activation_does_not_drown_the_other_blocks(layout: str) -> Non
 
 @pytest.mark.parametrize("layout", ["Q4_1", "Q4_0", "Q8_0"])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-@pytest.mark.parametrize("rows", [1, 12])
+@pytest.mark.parametrize("rows", [1, 12, 80])
 def test_what_is_no_number_stays_in_its_row(layout: str, bad: float, rows: int) -> None:
     blocks, _ = stored_weights(layout, 9, 64, seed=3)
     x = torch.zeros(rows + 1, 64)
@@ -138,14 +138,31 @@ def test_what_is_no_number_stays_in_its_row(layout: str, bad: float, rows: int) 
 def test_a_row_does_not_depend_on_its_company(layout: str) -> None:
     blocks, _ = stored_weights(layout, 50, 608, seed=9)
     matrix = native.BlockMatrix(blocks, layout)
-    for most in (8, 40):
+    # Few rows and many are multiplied in different ways, and each way must keep it.
+    few, many = ((0, 1), (3, 5), (2, 8)), ((1, 70), (3, 90), (17, 83))
+    for most, parts in ((8, few), (90, many)):
         x = torch.randn(most, 608)
         together = torch.empty(most, 50)
         matrix.write(x, together)
-        for first, last in ((0, most), (1, most - 1)) if most == 40 else ((0, 1), (3, 5), (2, 8)):
+        for first, last in parts:
             apart = torch.empty(last - first, 50)
             matrix.write(x[first:last], apart)
             assert torch.equal(apart, together[first:last])
+
+
+@pytest.mark.parametrize("layout", ["Q4_1", "Q4_0", "Q8_0"])
+def test_quantized_rows_keep_no_company_up_to_sixty_four(layout: str) -> None:
+    """Weights are read in fours and rows of x in panels of 8, 4, 2 and 1: none of that may show."""
+    blocks, _ = stored_weights(layout, 54, 96, seed=12)
+    matrix = native.BlockMatrix(blocks, layout)
+    x = torch.randn(64, 96)
+    alone = torch.empty(64, 54)
+    for row in range(64):
+        matrix.write(x[row : row + 1], alone[row : row + 1])
+    for most in (2, 3, 7, 13, 31, 64):
+        together = torch.empty(most, 54)
+        matrix.write(x[:most], together)
+        assert torch.equal(together, alone[:most])
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
