@@ -11,7 +11,39 @@ from dataclasses import replace
 from typing import Any, Protocol, cast
 
 from holdfast.errors import CheckpointError, UnknownArchitectureError
-from holdfast.models.families import llama, mixtral
+from holdfast.models.families import (
+    baichuan,
+    bloom,
+    cohere,
+    dbrx,
+    deepseek,
+    exaone,
+    falcon,
+    gemma,
+    glm,
+    gpt2,
+    gpt_neox,
+    gpt_oss,
+    granite,
+    internlm2,
+    llama,
+    llama4,
+    minicpm,
+    minimax,
+    mistral,
+    mixtral,
+    nemotron,
+    olmo,
+    opt,
+    phi,
+    phi3,
+    qwen,
+    qwen3_next,
+    qwen_moe,
+    smollm3,
+    stablelm,
+    starcoder2,
+)
 from holdfast.models.fields import Fields, shorten
 from holdfast.models.runnable import RUNNABLE_FAMILIES, lacking, require_runnable
 from holdfast.models.source import Source, source_of_config, source_of_gguf
@@ -28,13 +60,51 @@ class Family(Protocol):
     def describe(self, source: Source) -> ModelSpec: ...
 
 
-_MODULES = (llama, mixtral)
+_MODULES = (
+    baichuan,
+    bloom,
+    cohere,
+    dbrx,
+    deepseek,
+    exaone,
+    falcon,
+    gemma,
+    glm,
+    gpt2,
+    gpt_neox,
+    gpt_oss,
+    granite,
+    internlm2,
+    llama,
+    llama4,
+    minicpm,
+    minimax,
+    mistral,
+    mixtral,
+    nemotron,
+    olmo,
+    opt,
+    phi,
+    phi3,
+    qwen,
+    qwen3_next,
+    qwen_moe,
+    smollm3,
+    stablelm,
+    starcoder2,
+)
 FAMILIES: dict[str, Family] = {module.FAMILY: cast(Family, module) for module in _MODULES}
 
 _BY_ARCHITECTURE = {name: family for family in FAMILIES.values() for name in family.ARCHITECTURES}
 _BY_GGUF = {name: family for family in FAMILIES.values() for name in family.GGUF_ARCHITECTURES}
 # Configs saved from a bare model name no architecture that can generate; their model_type still tells.
-_BY_MODEL_TYPE = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM"}
+_BY_MODEL_TYPE = {
+    **{name.removesuffix("ForCausalLM").lower(): name for name in _BY_ARCHITECTURE if name.endswith("ForCausalLM")},
+    **{name.removesuffix("ForConditionalGeneration").lower(): name for name in _BY_ARCHITECTURE if name[-3:] == "ion"},
+    "gemma3text": "Gemma3ForCausalLM",
+    "llama4text": "Llama4ForCausalLM",
+    "gpt2": "GPT2LMHeadModel",
+}
 
 
 def known_architectures() -> tuple[str, ...]:
@@ -76,7 +146,7 @@ def describe_config(config: Mapping[str, Any], generation_config: Mapping[str, A
         names = list(named)
     else:
         model_type = config.get("model_type")
-        names = [_BY_MODEL_TYPE.get(model_type, model_type) if isinstance(model_type, str) else "(none named)"]
+        names = [_of_model_type(model_type) if isinstance(model_type, str) else "(none named)"]
     for name in names:
         if name in _BY_ARCHITECTURE:
             return _described(_BY_ARCHITECTURE[name], source_of_config(config, generation_config, name))
@@ -90,6 +160,10 @@ def describe_gguf(metadata: Mapping[str, Any], tensor_names: Collection[str]) ->
         shown = name if isinstance(name, str) else "(none named)"
         raise _unknown(shown, known_gguf_architectures(), field="general.architecture")
     return _described(_BY_GGUF[name], source_of_gguf(metadata, tensor_names, name))
+
+
+def _of_model_type(model_type: str) -> str:
+    return _BY_MODEL_TYPE.get(model_type.replace("_", ""), model_type)
 
 
 def _described(family: Family, source: Source) -> ModelSpec:

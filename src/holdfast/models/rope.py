@@ -68,8 +68,9 @@ def _build(table: Fields, kind: str, *, theta: float, dim: int, max_position: in
             "high_freq_factor": table.number("high_freq_factor", low=1e-3, high=MAX_FACTOR),
             "original_max_position": table.integer("original_max_position_embeddings", high=MAX_CONTEXT),
         }
-        if more["high_freq_factor"] <= more["low_freq_factor"]:
-            raise table.wrong("high_freq_factor", "above low_freq_factor", more["high_freq_factor"])
+        # Equal ones, as Llama 4 Scout has them, leave no waves between to blend.
+        if more["high_freq_factor"] < more["low_freq_factor"]:
+            raise table.wrong("high_freq_factor", "not below low_freq_factor", more["high_freq_factor"])
     elif kind == "yarn":
         more = {
             "truncate": table.boolean("truncate", default=True),

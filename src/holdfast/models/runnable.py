@@ -47,7 +47,7 @@ def _settings(spec: ModelSpec, fields: Fields) -> Iterator[str]:
         yield f"{fields.key('partial_rotary_factor')}: only {spec.rope.dim} of {spec.head_dim} dimensions rotate"
     if spec.quantization is not None:
         yield f"quantization_config: {spec.quantization.method} weights"
-    if any(tensor.part == "vision" for tensor in spec.tensors) or spec.not_counted:
+    if any(tensor.part == "vision" for tensor in spec.tensors):
         yield "images"
 
 

@@ -169,11 +169,12 @@ def read_shape(
     max_position: int | None = None,
     rotary: float = 1.0,
     stretch: bool = True,
+    values_alike: bool = True,
 ) -> Shape:
     """Keywords are what the family takes where its config is silent; `rotary` 0: it does not rotate at all.
 
     `act` None: the family's activation is none of those that a spec can say. `stretch`: a rope scaling makes the
-    context longer than max_position_embeddings says.
+    context longer than max_position_embeddings says. `values_alike`: a head's values are as wide as its keys.
     """
     fields = source.fields
     hidden = fields.integer("hidden_size", high=MAX_WIDTH)
@@ -182,7 +183,7 @@ def read_shape(
     if head_count % kv_count:
         raise fields.wrong("num_key_value_heads", f"a divisor of the {head_count} attention heads", kv_count)
     dim = _head_dim(fields, hidden, head_count, head_dim, even=rotary > 0)
-    if source.gguf and fields.integer("value_dim", high=MAX_HEAD_DIM, default=dim) != dim:
+    if values_alike and source.gguf and fields.integer("value_dim", high=MAX_HEAD_DIM, default=dim) != dim:
         raise fields.wrong("value_dim", f"the key's {dim}", "another")
     context = fields.integer("max_position_embeddings", high=MAX_CONTEXT, default=_or_missing(max_position))
     rope = _rope(source, dim, context, rotary)

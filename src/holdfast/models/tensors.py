@@ -49,23 +49,27 @@ class TensorList:
             self.add("head_bias", (shape.vocab,), f"{hf}.bias", "output.bias", shard_axis=0)
 
     def block(self, index: int) -> Block:
-        return Block(self, index, f"{self.stem}{self.blocks}.{index}.")
+        return Block(self, f"layers.{index}", f"{self.stem}{self.blocks}.{index}.", f"blk.{index}.", layer=index)
+
+    def draft_block(self, index: int, number: int) -> Block:
+        """Layer `index` of the checkpoint, behind those of the model: the `number`th draft layer."""
+        return Block(self, f"draft.{number}", f"{self.stem}{self.blocks}.{index}.", f"blk.{index}.", layer=None)
 
 
 class Block:
     """The tensors of one layer. Names of safetensors and GGUF are given without the layer and without .weight."""
 
-    def __init__(self, tensors: TensorList, index: int, stem: str) -> None:
+    def __init__(self, tensors: TensorList, name: str, hf: str, gguf: str, *, layer: int | None) -> None:
         self.tensors = tensors
-        self.index = index
-        self.stem = stem
+        self.name = name
+        self.hf = hf
+        self.gguf = gguf
+        self.layer = layer
 
     def add(self, name: str, shape: tuple[int, ...], hf: str, gguf: str = "", **more: Any) -> None:
         """`hf` and `gguf` as they are, .weight included."""
-        gguf_name = gguf and f"blk.{self.index}.{gguf}"
-        self.tensors.add(
-            f"layers.{self.index}.{name}", shape, self.stem + hf, gguf_name, **{"layer": self.index, **more}
-        )
+        gguf_name = gguf and self.gguf + gguf
+        self.tensors.add(f"{self.name}.{name}", shape, self.hf + hf, gguf_name, **{"layer": self.layer, **more})
 
     def norm(self, name: str, width: int, hf: str, gguf: str = "", *, bias: bool = False) -> None:
         self.add(name, (width,), f"{hf}.weight", gguf and f"{gguf}.weight")

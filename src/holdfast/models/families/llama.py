@@ -37,10 +37,10 @@ def describe(source: Source) -> ModelSpec:
 
 
 def plain_tensors(
-    source: Source, shape: Shape, *, biases: str = "", mlp_bias: bool = False, stem: str = "model."
+    source: Source, shape: Shape, *, biases: str = "", mlp_bias: bool = False, outer: str = ""
 ) -> TensorList:
-    """What the whole family has; `biases`: which of q, k, v and o have one."""
-    tensors = TensorList(stem)
+    """What the whole family has; `biases`: which of q, k, v and o have one; `outer` stands before every name."""
+    tensors = TensorList(f"{outer}model.")
     tensors.embed(shape)
     for index in range(shape.layer_count):
         block = tensors.block(index)
@@ -48,7 +48,7 @@ def plain_tensors(
         block.attention(shape, bias=biases, out_bias="o" in biases, turned=True)
         block.norm("mlp_norm", shape.hidden, "post_attention_layernorm", "ffn_norm")
         block.gated_mlp(shape.hidden, shape.inner, bias=mlp_bias)
-    tensors.end(shape)
+    tensors.end(shape, head=f"{outer}lm_head")
     if source.has_tensor("rope_freqs.weight"):
         half = shape.rope.dim // 2
         tensors.add("rope_freqs", (half,), "rope_freqs.weight", "rope_freqs.weight", optional=True)

@@ -1,0 +1,168 @@
+"""DeepSeek V2, V3, R1, Kimi K2 and others of that build: latent attention, a dense start, shared and routed experts.
+
+V3 carries draft layers (multi-token prediction) behind the last one; they are counted apart.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from holdfast.models.fields import MAX_EXPERTS, MAX_HEAD_DIM, MAX_LAYERS, MAX_WIDTH
+from holdfast.models.source import Shape, Source, build_spec, read_shape
+from holdfast.models.spec import ExpertsSpec, LatentSpec, LayerSpec, ModelSpec, TensorSpec
+from holdfast.models.tensors import Block, TensorList
+
+FAMILY = "deepseek"
+ARCHITECTURES = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM")
+GGUF_ARCHITECTURES = ("deepseek2",)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Latent:
+    """Sizes of the attention: what is compressed, and what a head makes of it."""
+
+    query_rank: int | None
+    """None: queries come straight from the hidden state."""
+    rank: int
+    nope_dim: int
+    rope_dim: int
+    value_dim: int
+    bias: bool
+    split: bool
+    """GGUF files of today keep the keys' and the values' part of kv_b apart."""
+
+
+def describe(source: Source) -> ModelSpec:
+    # transformers writes a head_dim that is only the rotated part.
+    source = source.called({"num_experts": "n_routed_experts", "head_dim": "qk_head_dim"})
+    latent = _latent(source)
+    head_dim = latent.nope_dim + latent.rope_dim
+    shape = read_shape(source, head_dim=head_dim, max_position=None if source.gguf else 2048, values_alike=False)
+    shape = replace(shape, head_dim=head_dim, rope=replace(shape.rope, dim=latent.rope_dim))
+    experts = read_shared_experts(source)
+    dense = source.fields.integer("first_k_dense_replace", low=0, high=MAX_LAYERS, default=0)
+    step = source.fields.integer("moe_layer_freq", high=MAX_LAYERS, default=1)
+    correction = source.architecture == "DeepseekV3ForCausalLM" or source.has_tensor(f"blk.{dense}.exp_probs_b.bias")
+    sparse = [experts if index >= dense and index % step == 0 else None for index in range(shape.layer_count)]
+    tensors = TensorList()
+    tensors.embed(shape)
+    for index, chosen in enumerate(sparse):
+        _layer(tensors.block(index), shape, latent, chosen, correction)
+    tensors.end(shape)
+    memory = LatentSpec(rank=latent.rank, rope_dim=latent.rope_dim)
+    return build_spec(
+        source,
+        shape,
+        family=FAMILY,
+        layers=[LayerSpec(index=index, latent=memory, experts=chosen) for index, chosen in enumerate(sparse)],
+        tensors=[*tensors.found, *_draft(source, shape, latent, experts, correction)],
+    )
+
+
+def _latent(source: Source) -> Latent:
+    fields = source.fields
+    query_rank = fields.integer("q_lora_rank", low=0, high=MAX_WIDTH, default=None) or None
+    rank = fields.integer("kv_lora_rank", high=MAX_WIDTH)
+    if not source.gguf:
+        return Latent(
+            query_rank=query_rank,
+            rank=rank,
+            nope_dim=fields.integer("qk_nope_head_dim", high=MAX_HEAD_DIM, default=128),
+            rope_dim=fields.integer("qk_rope_head_dim", high=MAX_HEAD_DIM, default=64),
+            value_dim=fields.integer("v_head_dim", high=MAX_HEAD_DIM, default=128),
+            bias=fields.boolean("attention_bias", default=False),
+            split=False,
+        )
+    key_name = "key_length_mla" if fields.has("key_length_mla") else "head_dim"
+    value_name = "value_length_mla" if fields.has("value_length_mla") else "value_dim"
+    key, rope_dim = (
+        fields.integer(key_name, high=MAX_HEAD_DIM),
+        fields.integer("rope.dimension_count", high=MAX_HEAD_DIM),
+    )
+    if rope_dim >= key:
+        raise fields.wrong("rope.dimension_count", f"less than the key's {key}", rope_dim)
+    return Latent(
+        query_rank=query_rank,
+        rank=rank,
+        nope_dim=key - rope_dim,
+        rope_dim=rope_dim,
+        value_dim=fields.integer(value_name, high=MAX_HEAD_DIM),
+        bias=False,
+        split=source.has_tensor("blk.0.attn_k_b.weight"),
+    )
+
+
+def read_shared_experts(source: Source) -> ExpertsSpec | None:
+    """Routed experts of one size, and shared ones as wide as so many of them."""
+    fields = source.fields
+    count = fields.integer("num_experts", low=0, high=MAX_EXPERTS, default=0)
+    if not count:
+        return None
+    inner = fields.integer("moe_intermediate_size", high=MAX_WIDTH)
+    shared = fields.integer("n_shared_experts", low=0, high=MAX_EXPERTS, default=0)
+    return ExpertsSpec(
+        count=count,
+        per_token=fields.integer("num_experts_per_tok", high=count),
+        intermediate_size=inner,
+        shared_intermediate_size=shared * inner,
+    )
+
+
+def _layer(block: Block, shape: Shape, latent: Latent, experts: ExpertsSpec | None, correction: bool) -> None:
+    hidden, heads = shape.hidden, shape.heads
+    block.norm("attn_norm", hidden, "input_layernorm", "attn_norm")
+    if latent.query_rank is None:
+        block.linear("q", shape.query, hidden, "self_attn.q_proj", "attn_q", axis=0)
+    else:
+        block.linear("q_a", latent.query_rank, hidden, "self_attn.q_a_proj", "attn_q_a", axis=None, bias=latent.bias)
+        block.norm("q_a_norm", latent.query_rank, "self_attn.q_a_layernorm", "attn_q_a_norm")
+        block.linear("q_b", shape.query, latent.query_rank, "self_attn.q_b_proj", "attn_q_b", axis=0)
+    both = latent.rank + latent.rope_dim
+    block.linear("kv_a", both, hidden, "self_attn.kv_a_proj_with_mqa", "attn_kv_a_mqa", axis=None, bias=latent.bias)
+    block.norm("kv_a_norm", latent.rank, "self_attn.kv_a_layernorm", "attn_kv_a_norm")
+    if latent.split:
+        block.add("k_b", (heads, latent.rank, latent.nope_dim), "", "attn_k_b.weight", shard_axis=0, linear=True)
+        block.add("v_b", (heads, latent.value_dim, latent.rank), "", "attn_v_b.weight", shard_axis=0, linear=True)
+    else:
+        rows = heads * (latent.nope_dim + latent.value_dim)
+        block.linear("kv_b", rows, latent.rank, "self_attn.kv_b_proj", "attn_kv_b", axis=0)
+    width = heads * latent.value_dim
+    block.linear("o", hidden, width, "self_attn.o_proj", "attn_output", axis=1, bias=latent.bias)
+    block.norm("mlp_norm", hidden, "post_attention_layernorm", "ffn_norm")
+    if experts is None:
+        block.gated_mlp(hidden, shape.inner)
+    else:
+        shared_experts(block, hidden, experts, correction=correction)
+
+
+def shared_experts(block: Block, hidden: int, experts: ExpertsSpec, *, correction: bool) -> None:
+    block.router(experts.count, hidden, "mlp.gate")
+    if correction:
+        block.add("router_correction", (experts.count,), "mlp.gate.e_score_correction_bias", "exp_probs_b.bias")
+    block.experts(experts.count, hidden, experts.intermediate_size, "mlp.experts", "gate_proj", "up_proj", "down_proj")
+    if experts.shared_intermediate_size:
+        block.shared_expert(hidden, experts.shared_intermediate_size, "mlp.shared_experts")
+
+
+def _draft(
+    source: Source, shape: Shape, latent: Latent, experts: ExpertsSpec | None, correction: bool
+) -> list[TensorSpec]:
+    if source.gguf:  # converters leave them out
+        return []
+    tensors = TensorList(part="draft")
+    for number in range(source.fields.integer("num_nextn_predict_layers", low=0, high=64, default=0)):
+        block = tensors.draft_block(shape.layer_count + number, number)
+        draft_ends(block, shape)
+        _layer(block, shape, latent, experts, correction)
+    return tensors.found
+
+
+def draft_ends(block: Block, shape: Shape) -> None:
+    """What a draft layer has beside the layer itself: a join of state and token, and copies of embedding and head."""
+    hidden, vocabulary = shape.hidden, (shape.vocab, shape.hidden)
+    block.add("embed", vocabulary, "embed_tokens.weight", "nextn.embed_tokens.weight", shard_axis=0)
+    block.norm("token_norm", hidden, "enorm", "nextn.enorm")
+    block.norm("state_norm", hidden, "hnorm", "nextn.hnorm")
+    block.linear("join", hidden, 2 * hidden, "eh_proj", "nextn.eh_proj", axis=None)
+    block.norm("final_norm", hidden, "shared_head.norm", "nextn.shared_head_norm")
+    block.add("head", vocabulary, "shared_head.head.weight", "nextn.shared_head_head.weight", shard_axis=0)

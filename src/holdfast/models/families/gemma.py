@@ -1,0 +1,116 @@
+"""Gemma 1, 2 and 3: wide heads, tied embeddings, windows in most layers from 2 on; 3 also with its vision tower."""
+
+from __future__ import annotations
+
+import math
+
+from holdfast.models.families.siglip import siglip_tensors
+from holdfast.models.fields import MAX_LAYERS, MAX_WIDTH
+from holdfast.models.source import Shape, Source, build_spec, read_shape, read_windows
+from holdfast.models.spec import LayerSpec, ModelSpec, TensorSpec
+from holdfast.models.tensors import TensorList
+
+FAMILY = "gemma"
+ARCHITECTURES = (
+    "GemmaForCausalLM",
+    "Gemma2ForCausalLM",
+    "Gemma3ForCausalLM",
+    "Gemma3ForConditionalGeneration",
+)
+GGUF_ARCHITECTURES = ("gemma", "gemma2", "gemma3")
+
+
+def describe(source: Source) -> ModelSpec:
+    version = {"gemma2": 2, "gemma3": 3}.get(source.architecture.lower()[:6], 1)
+    whole = source.architecture == "Gemma3ForConditionalGeneration"
+    text = source.within("text_config") if whole else source
+    # What transformers' classes say: the tables within published configs name only what differs from it.
+    shape = read_shape(
+        text,
+        heads=None if source.gguf else (16, 8, 8)[version - 1],
+        kv_heads=None if source.gguf else (16, 4, 4)[version - 1],
+        head_dim=256,
+        vocab=None if source.gguf else (256_000, 256_000, 262_208)[version - 1],
+        inner=None if source.gguf else (24_576, 9216, 9216)[version - 1],
+        tied=True,
+        act="hidden_activation" if version > 1 or text.fields.has("hidden_activation") else "hidden_act",
+        act_default="gelu_pytorch_tanh",
+        max_position=None if source.gguf else (8192, 8192, 131_072)[version - 1],
+        stretch=version < 3,
+    )
+    # Published checkpoints of the whole model keep the text model under this name.
+    tensors = _text_tensors(text, shape, version, stem="language_model.model." if whole else "model.")
+    tensors.end(shape, head="language_model.lm_head" if whole else "lm_head")
+    found = tensors.found
+    if whole:
+        found = [*found, *_vision(source, shape.hidden)]
+    windows = _windows(text, shape.layer_count, version)
+    return build_spec(
+        text,
+        shape,
+        family=FAMILY,
+        layers=[LayerSpec(index=index, window=window) for index, window in enumerate(windows)],
+        tensors=found,
+        features=_features(version),
+        attention_scale=_scale(text, shape.head_dim, version),
+    )
+
+
+def _text_tensors(source: Source, shape: Shape, version: int, *, stem: str) -> TensorList:
+    bias = source.fields.boolean("attention_bias", default=False)
+    tensors = TensorList(stem)
+    tensors.embed(shape)
+    for index in range(shape.layer_count):
+        block = tensors.block(index)
+        block.norm("attn_norm", shape.hidden, "input_layernorm", "attn_norm")
+        block.attention(shape, bias="qkv" if bias else "", out_bias=bias)
+        if version == 3:
+            block.norm("q_norm", shape.head_dim, "self_attn.q_norm", "attn_q_norm")
+            block.norm("k_norm", shape.head_dim, "self_attn.k_norm", "attn_k_norm")
+        if version == 1:
+            block.norm("mlp_norm", shape.hidden, "post_attention_layernorm", "ffn_norm")
+        else:
+            block.norm("post_attn_norm", shape.hidden, "post_attention_layernorm", "post_attention_norm")
+            block.norm("mlp_norm", shape.hidden, "pre_feedforward_layernorm", "ffn_norm")
+            block.norm("post_mlp_norm", shape.hidden, "post_feedforward_layernorm", "post_ffw_norm")
+        block.gated_mlp(shape.hidden, shape.inner)
+    return tensors
+
+
+def _windows(source: Source, count: int, version: int) -> tuple[int | None, ...]:
+    if version == 1:
+        return (None,) * count
+    if version == 2:
+        return read_windows(source, count, lambda index: index % 2 == 0, window=4096)
+    pattern = 6
+    if not source.gguf:
+        name = "sliding_window_pattern" if source.fields.has("sliding_window_pattern") else "_sliding_window_pattern"
+        pattern = source.fields.integer(name, high=MAX_LAYERS, default=6)
+    return read_windows(source, count, lambda index: (index + 1) % pattern != 0, window=4096)
+
+
+def _scale(source: Source, head_dim: int, version: int) -> float:
+    if version == 1 or source.gguf:
+        return 1.0 / math.sqrt(head_dim)
+    scalar = source.fields.number("query_pre_attn_scalar", low=1e-6, high=1e6, default=256.0)
+    return 1.0 / math.sqrt(scalar)
+
+
+def _features(version: int) -> tuple[str, ...]:
+    features: tuple[str, ...] = ("norms that add one to their weight", "scaled embeddings")
+    if version > 1:
+        features += ("norms after attention and MLP",)
+    if version == 2:
+        features += ("logit soft caps",)
+    return (*features, "norms on queries and keys", "two rotary bases") if version == 3 else features
+
+
+def _vision(source: Source, hidden: int) -> list[TensorSpec]:
+    tower = source.fields.table("vision_config")
+    if tower is None:
+        raise source.fields.wrong("vision_config", "a table: the vision tower", "nothing")
+    tensors = TensorList("multi_modal_projector.", part="vision")
+    width = tower.integer("hidden_size", high=MAX_WIDTH, default=768)
+    tensors.add("vision.projector", (width, hidden), "multi_modal_projector.mm_input_projection_weight")
+    tensors.norm("vision.projector_norm", width, "mm_soft_emb_norm")
+    return [*siglip_tensors(tower, "vision_tower.vision_model."), *tensors.found]

@@ -1,0 +1,46 @@
+"""IBM's Granite 3 (dense) and its mixtures: llama's tensors with scales on embedding, residuals and logits."""
+
+from __future__ import annotations
+
+from holdfast.models.families.llama import plain_tensors
+from holdfast.models.fields import MAX_EXPERTS
+from holdfast.models.source import Source, build_spec, read_shape
+from holdfast.models.spec import ExpertsSpec, LayerSpec, ModelSpec
+from holdfast.models.tensors import TensorList
+
+FAMILY = "granite"
+ARCHITECTURES = ("GraniteForCausalLM", "GraniteMoeForCausalLM")
+GGUF_ARCHITECTURES = ("granite", "granitemoe")
+_FEATURES = ("scaled embeddings, residuals and logits",)
+
+
+def describe(source: Source) -> ModelSpec:
+    source = source.called({"num_experts": "num_local_experts"})
+    fields = source.fields
+    shape = read_shape(source, max_position=None if source.gguf else 2048)
+    bias = "qkvo" if fields.boolean("attention_bias", default=False) else ""
+    if source.architecture in ("GraniteForCausalLM", "granite"):
+        mlp_bias = fields.boolean("mlp_bias", default=False)
+        tensors = plain_tensors(source, shape, biases=bias, mlp_bias=mlp_bias)
+        return build_spec(source, shape, family=FAMILY, tensors=tensors.found, features=_FEATURES)
+    count = fields.integer("num_experts", high=MAX_EXPERTS, default=... if source.gguf else 8)  # type: ignore[arg-type]
+    used = fields.integer("num_experts_per_tok", high=count, default=min(2, count))
+    tensors = TensorList()
+    tensors.embed(shape)
+    for index in range(shape.layer_count):
+        block = tensors.block(index)
+        block.norm("attn_norm", shape.hidden, "input_layernorm", "attn_norm")
+        block.attention(shape, bias=bias, out_bias=bool(bias), turned=True)
+        block.norm("mlp_norm", shape.hidden, "post_attention_layernorm", "ffn_norm")
+        block.router(count, shape.hidden, "block_sparse_moe.router.layer")
+        if source.gguf:
+            block.experts(count, shape.hidden, shape.inner, "", "gate", "up", "down")
+        else:
+            stem = "block_sparse_moe"
+            both = (count, 2 * shape.inner, shape.hidden)
+            block.stacked("experts.gate_up", both, f"{stem}.input_linear.weight", axis=1)
+            block.stacked("experts.down", (count, shape.hidden, shape.inner), f"{stem}.output_linear.weight", axis=2)
+    tensors.end(shape)
+    experts = ExpertsSpec(count=count, per_token=used, intermediate_size=shape.inner)
+    layers = [LayerSpec(index=index, experts=experts) for index in range(shape.layer_count)]
+    return build_spec(source, shape, family=FAMILY, layers=layers, tensors=tensors.found, features=_FEATURES)

@@ -1,0 +1,39 @@
+"""Phi 3, 3.5, 4 and 4-mini: q, k and v in one matrix, gate and up in one."""
+
+from __future__ import annotations
+
+from holdfast.models.fields import MAX_CONTEXT
+from holdfast.models.source import Source, build_spec, read_shape
+from holdfast.models.spec import LayerSpec, ModelSpec
+from holdfast.models.tensors import TensorList
+
+FAMILY = "phi3"
+ARCHITECTURES = ("Phi3ForCausalLM",)
+GGUF_ARCHITECTURES = ("phi3",)
+
+
+def describe(source: Source) -> ModelSpec:
+    shape = read_shape(source, max_position=None if source.gguf else 4096)
+    window = source.fields.integer("sliding_window", low=0, high=MAX_CONTEXT, default=0) or None
+    tensors = TensorList()
+    tensors.embed(shape)
+    for index in range(shape.layer_count):
+        block = tensors.block(index)
+        block.norm("attn_norm", shape.hidden, "input_layernorm", "attn_norm")
+        block.linear("qkv", shape.query + 2 * shape.key, shape.hidden, "self_attn.qkv_proj", "attn_qkv", axis=0)
+        block.linear("o", shape.hidden, shape.query, "self_attn.o_proj", "attn_output", axis=1)
+        block.norm("mlp_norm", shape.hidden, "post_attention_layernorm", "ffn_norm")
+        block.linear("gate_up", 2 * shape.inner, shape.hidden, "mlp.gate_up_proj", "ffn_up", axis=0)
+        block.linear("down", shape.hidden, shape.inner, "mlp.down_proj", "ffn_down", axis=1)
+    tensors.end(shape)
+    for name in ("rope_factors_long", "rope_factors_short"):
+        if source.has_tensor(f"{name}.weight"):
+            tensors.add(name, (shape.rope.dim // 2,), "", f"{name}.weight", optional=True)
+    return build_spec(
+        source,
+        shape,
+        family=FAMILY,
+        layers=[LayerSpec(index=index, window=window) for index in range(shape.layer_count)],
+        tensors=tensors.found,
+        features=("q, k and v in one matrix", "gate and up in one matrix"),
+    )

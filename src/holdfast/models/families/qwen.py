@@ -1,0 +1,66 @@
+"""Dense Qwen: 1.5, 2, 2.5 (biases on q, k and v), 3 (norms on queries and keys), and Seed-OSS that is built alike."""
+
+from __future__ import annotations
+
+from holdfast.models.fields import MAX_LAYERS
+from holdfast.models.source import Shape, Source, build_spec, read_shape, read_windows
+from holdfast.models.spec import LayerSpec, ModelSpec
+from holdfast.models.tensors import TensorList
+
+FAMILY = "qwen"
+ARCHITECTURES = ("Qwen2ForCausalLM", "Qwen3ForCausalLM", "SeedOssForCausalLM")
+GGUF_ARCHITECTURES = ("qwen2", "qwen3", "seed_oss")
+
+
+def describe(source: Source) -> ModelSpec:
+    fields = source.fields
+    third = source.architecture in ("Qwen3ForCausalLM", "qwen3")
+    shape = read_shape(
+        source,
+        head_dim=None if source.gguf or source.architecture == "Qwen2ForCausalLM" else 128,
+        max_position=None if source.gguf else 32_768,
+    )
+    bias, out_bias = _biases(source, third)
+    tensors = TensorList()
+    tensors.embed(shape)
+    for index in range(shape.layer_count):
+        block = tensors.block(index)
+        block.norm("attn_norm", shape.hidden, "input_layernorm", "attn_norm")
+        block.attention(shape, bias=bias, out_bias=out_bias)
+        if third:
+            block.norm("q_norm", shape.head_dim, "self_attn.q_norm", "attn_q_norm")
+            block.norm("k_norm", shape.head_dim, "self_attn.k_norm", "attn_k_norm")
+        mlp_norm = "post_attention_norm" if source.architecture == "seed_oss" else "ffn_norm"
+        block.norm("mlp_norm", shape.hidden, "post_attention_layernorm", mlp_norm)
+        block.gated_mlp(shape.hidden, shape.inner, bias=fields.boolean("mlp_bias", default=False))
+    tensors.end(shape)
+    windows = qwen_windows(source, shape)
+    return build_spec(
+        source,
+        shape,
+        family=FAMILY,
+        layers=[LayerSpec(index=index, window=window) for index, window in enumerate(windows)],
+        tensors=tensors.found,
+        features=("norms on queries and keys",) if third else (),
+    )
+
+
+def _biases(source: Source, third: bool) -> tuple[str, bool]:
+    if source.gguf:
+        return ("qkv" if source.has_tensor("blk.0.attn_q.bias") else ""), source.has_tensor("blk.0.attn_output.bias")
+    fields = source.fields
+    if source.architecture == "SeedOssForCausalLM":
+        given = fields.boolean("attention_bias", default=True)
+        return ("qkv" if given else ""), fields.boolean("attention_out_bias", default=False)
+    if third:
+        given = fields.boolean("attention_bias", default=False)
+        return ("qkv" if given else ""), given
+    return "qkv", False
+
+
+def qwen_windows(source: Source, shape: Shape) -> tuple[int | None, ...]:
+    """Configs name a window that is not used unless use_sliding_window says so, and then above max_window_layers."""
+    fields = source.fields
+    used = fields.boolean("use_sliding_window", default=False)
+    first = fields.integer("max_window_layers", low=0, high=MAX_LAYERS, default=28)
+    return read_windows(source, shape.layer_count, lambda index: used and index >= first, window=4096)

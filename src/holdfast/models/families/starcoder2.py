@@ -1,0 +1,42 @@
+"""StarCoder2: LayerNorm with biases, biases everywhere, an MLP without a gate, a window in all layers."""
+
+from __future__ import annotations
+
+from holdfast.models.fields import MAX_CONTEXT
+from holdfast.models.source import Source, build_spec, read_shape
+from holdfast.models.spec import LayerSpec, ModelSpec
+from holdfast.models.tensors import TensorList
+
+FAMILY = "starcoder2"
+ARCHITECTURES = ("Starcoder2ForCausalLM",)
+GGUF_ARCHITECTURES = ("starcoder2",)
+
+
+def describe(source: Source) -> ModelSpec:
+    source = source.called({"layer_norm_eps": "norm_epsilon"})
+    shape = read_shape(
+        source,
+        tied=True,
+        eps="layer_norm_eps",
+        act_default="gelu_pytorch_tanh",
+        max_position=None if source.gguf else 4096,
+    )
+    bias = source.fields.boolean("use_bias", default=True)
+    window = source.fields.integer("sliding_window", low=0, high=MAX_CONTEXT, default=0) or None
+    tensors = TensorList()
+    tensors.embed(shape)
+    for index in range(shape.layer_count):
+        block = tensors.block(index)
+        block.norm("attn_norm", shape.hidden, "input_layernorm", "attn_norm", bias=True)
+        block.attention(shape, bias="qkv" if bias else "", out_bias=bias)
+        block.norm("mlp_norm", shape.hidden, "post_attention_layernorm", "ffn_norm", bias=True)
+        block.plain_mlp(shape.hidden, shape.inner, "mlp.c_fc", "mlp.c_proj", bias=bias)
+    tensors.end(shape, bias=True)
+    return build_spec(
+        source,
+        shape,
+        family=FAMILY,
+        layers=[LayerSpec(index=index, window=window) for index in range(shape.layer_count)],
+        tensors=tensors.found,
+        features=("norms with biases", "an MLP without a gate"),
+    )
