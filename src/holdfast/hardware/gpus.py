@@ -11,7 +11,7 @@ import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
-from importlib import resources
+from pathlib import Path
 from typing import Any
 
 from holdfast.errors import ConfigurationError
@@ -146,7 +146,7 @@ def _unknown(name: str) -> ConfigurationError:
 
 @cache
 def _catalogue() -> tuple[tuple[Gpu, ...], dict[str, Gpu]]:
-    data = tomllib.loads((resources.files("holdfast.hardware") / "gpus.toml").read_text(encoding="utf-8"))
+    data = tomllib.loads(Path(__file__).with_name("gpus.toml").read_text(encoding="utf-8"))
     links = {key: Link(row["name"], row["gb_s"]) for key, row in data["links"].items()}
     gpus = tuple(
         gpu
