@@ -41,7 +41,12 @@ class ServerConfig:
         number(0.1, 86400),
         metavar="SECONDS",
     )
-    max_body_size: int = setting(16 << 20, "largest request body", size, metavar="SIZE")
+    max_body_size: int | None = setting(
+        None,
+        "largest request body; left out: 128 bytes for each token of the context, but from 4MiB to 16MiB",
+        optional(size),
+        metavar="SIZE",
+    )
     disable_log_stats: bool = setting(False, "no periodic throughput line", flag)
     disable_access_log: bool = setting(False, "no JSON line for each request", flag)
     log_level: str = setting(

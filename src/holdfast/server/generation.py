@@ -20,7 +20,7 @@ from holdfast.server.answering import DONE, Answer, Shape, error_event
 from holdfast.server.asking import Ask
 from holdfast.server.conversation import ClientGone, Conversation
 from holdfast.server.failures import TIMED_OUT, TOO_LARGE, HttpFailure, describe
-from holdfast.server.settings import ServerSettings
+from holdfast.server.settings import ServerSettings, body_limit
 
 Reader = Callable[[bytes, Engine, ServerSettings], Awaitable[Ask]]
 
@@ -51,7 +51,8 @@ class Generation:
         record: Record = scope["holdfast.record"]
         try:
             settings = self._settings
-            body = await read_body(scope, receive, settings.max_body_bytes, settings.body_timeout_s)
+            most_bytes = body_limit(settings, self._engine.info.max_model_len)
+            body = await read_body(scope, receive, most_bytes, settings.body_timeout_s)
             await unless_gone(receive, self._serve(body, record, send))
         except ClientGone:
             record.status = CLIENT_GONE
@@ -133,7 +134,7 @@ class _Events:
 async def read_body(scope: Scope, receive: Receive, limit_bytes: int, timeout_s: float) -> bytes:
     too_large = HttpFailure(
         TOO_LARGE,
-        f"the body is larger than {limit_bytes} bytes",
+        f"the body is larger than {limit_bytes} bytes, the most this server takes (--max-body-size)",
         kind="invalid_request_error",
         code="request_too_large",
     )

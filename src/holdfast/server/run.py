@@ -143,10 +143,11 @@ class _Life:
 
     def story(self, tally: Tally) -> str:
         """What people look for after an end: was anybody cut off?"""
+        ran = format_duration(time.monotonic() - self._began_s)
         drained = "" if self._drained_s is None else f"; drained in {format_duration(self._drained_s)}"
         return (
             f"{tally.answered} requests answered, {tally.failed} failed, {tally.left} left by their clients, "
-            f"{max(tally.cut, self._abandoned)} cut off{drained}; ran {format_duration(time.monotonic() - self._began_s)}"
+            f"{max(tally.cut, self._abandoned)} cut off{drained}; ran {ran}"
         )
 
     async def run(

@@ -10,6 +10,7 @@ import pytest
 
 from holdfast.engine.fake import FakeEngine, say
 from holdfast.server import patience
+from holdfast.server.settings import ServerSettings, body_limit
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
@@ -22,7 +23,7 @@ def error_of(response, status: int) -> dict:
 @pytest.fixture
 def texts(launch):
     """A server with a context of 50 tokens, and the lengths of all texts it tokenizes."""
-    server = launch(FakeEngine(max_model_len=50))
+    server = launch(FakeEngine(max_model_len=50), max_body_bytes=16 << 20)
     tokenizer, lengths = server.engine.tokenizer, []
     encode = tokenizer.encode
 
@@ -32,6 +33,23 @@ def texts(launch):
 
     tokenizer.encode = watched
     return server, lengths
+
+
+@pytest.mark.parametrize(
+    ("context", "given", "most"),
+    [(50, None, 4 << 20), (8192, None, 4 << 20), (65_536, None, 8 << 20), (1 << 20, None, 16 << 20), (50, 99, 99)],
+)
+def test_a_body_may_be_as_large_as_prompts_of_the_context_are(context, given, most):
+    assert body_limit(ServerSettings(served_model_names=("x",), max_body_bytes=given), context) == most
+
+
+def test_ten_megabytes_of_ids_for_a_small_context_are_refused_unread(launch):
+    server = launch(FakeEngine(max_model_len=50))
+    with server.client() as http:
+        error = error_of(http.post(COMPLETIONS, content=b'{"prompt": [' + b"12345, " * 1_450_000 + b"1]}"), 413)
+        assert error["code"] == "request_too_large"
+        assert "4194304 bytes" in error["message"]
+        assert "--max-body-size" in error["message"]
 
 
 @pytest.mark.parametrize("size", [1_000, 8_000_000])
@@ -76,7 +94,7 @@ def test_more_answers_than_there_are_places_is_the_requests_own_fault(launch):
 
 
 def test_what_is_said_back_is_short(launch):
-    with launch().client() as http:
+    with launch(max_body_bytes=16 << 20).client() as http:
         for extra in (
             {"stop": ["s" * 1000] * 5000},
             {"stop": "s" * 100_000},
