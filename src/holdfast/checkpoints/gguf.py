@@ -22,7 +22,7 @@ import numpy
 
 from holdfast.checkpoints.files import GGUFHeader, StoredTensor
 from holdfast.checkpoints.layouts import GGUF_LAYOUTS, RETIRED_GGUF_TYPES
-from holdfast.checkpoints.reading import open_file
+from holdfast.checkpoints.reading import open_file, spell
 from holdfast.errors import CheckpointError
 from holdfast.units import MIB, format_bytes, shorten
 
@@ -32,7 +32,7 @@ MAX_KEYS = 1 << 16
 MAX_TENSORS = 1 << 18
 MAX_NAME_BYTES = 1 << 16
 MAX_STRING_BYTES = 64 * MIB
-MAX_ARRAY_ELEMENTS = 1 << 23
+MAX_ARRAY_ELEMENTS = 1 << 22
 """Of all arrays of one header together; a vocabulary with its merges and scores has well under two million."""
 MAX_ARRAY_DEPTH = 3
 MAX_DIMENSIONS = 4
@@ -204,7 +204,7 @@ def join_parts(headers: Sequence[GGUFHeader]) -> GGUFHeader:
             raise CheckpointError(
                 f"{header.path}: not the part its name says",
                 needed=f"part {number} of {len(headers)} (split.no, split.count)",
-                found=shorten(said),
+                found=spell(said),
                 fix="download the model again",
             )
         for name, tensor in header.tensors.items():
@@ -214,7 +214,7 @@ def join_parts(headers: Sequence[GGUFHeader]) -> GGUFHeader:
     expected = first.metadata.get("split.tensors.count", len(tensors))
     if expected != len(tensors):
         raise CheckpointError(
-            f"{first.path}: the parts do not hold every tensor", needed=shorten(expected), found=str(len(tensors))
+            f"{first.path}: the parts do not hold every tensor", needed=spell(expected), found=str(len(tensors))
         )
     return replace(first, tensors=tensors)
 
@@ -228,6 +228,8 @@ def parse_header(path: Path, size: int, read: Callable[[int], bytes], *, part: b
     metadata: dict[str, Any] = {}
     for _ in range(key_count):
         key = cursor.string("a metadata key", MAX_NAME_BYTES)
+        if not key.isprintable():
+            raise cursor.wrong("a metadata key cannot be printed", found=spell(key))
         if key in metadata:
             raise cursor.wrong(f"the metadata key {shorten(key)!r} stands there twice")
         metadata[key] = cursor.value(shorten(key), cursor.uint32())
@@ -235,7 +237,7 @@ def parse_header(path: Path, size: int, read: Callable[[int], bytes], *, part: b
         _refuse_parts(cursor, metadata)
     alignment = metadata.get("general.alignment", 32)
     if not isinstance(alignment, int) or not 1 <= alignment <= MAX_ALIGNMENT or alignment & (alignment - 1):
-        raise cursor.wrong("general.alignment cannot be used", needed="a power of two", found=shorten(alignment))
+        raise cursor.wrong("general.alignment cannot be used", needed="a power of two", found=spell(alignment))
     infos = [_tensor_info(cursor) for _ in range(tensor_count)]
     data_start = -(-cursor.position // alignment) * alignment
     tensors: dict[str, StoredTensor] = {}
@@ -284,6 +286,8 @@ def _refuse_parts(cursor: _Cursor, metadata: dict[str, Any]) -> None:
 
 def _tensor_info(cursor: _Cursor) -> tuple[str, tuple[int, ...], int, int]:
     name = cursor.string("a tensor name", MAX_NAME_BYTES)
+    if not name.isprintable():
+        raise cursor.wrong("a tensor's name cannot be printed", found=spell(name))
     dimensions = cursor.uint32()
     if not 1 <= dimensions <= MAX_DIMENSIONS:
         raise cursor.wrong(f"tensor {shorten(name)!r} has {dimensions} dimensions", needed=f"1 to {MAX_DIMENSIONS}")

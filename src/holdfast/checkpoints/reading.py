@@ -66,6 +66,11 @@ def parse_table(raw: bytes, where: str, *, unique: bool = False) -> dict[str, An
     return parsed
 
 
+def spell(value: object) -> str:
+    """A foreign value as a message may show it: short, and with nothing that a terminal would obey or choke on."""
+    return repr(shorten(value)) if isinstance(value, str) else shorten(value)
+
+
 def _check_growth(raw: bytes, where: str) -> None:
     """Two bytes of text can become a list of 56: what opens a table or parts items is counted before it is parsed."""
     tables = raw.count(b"{") + raw.count(b"[")

@@ -13,7 +13,7 @@ from typing import Any
 
 from holdfast.checkpoints.files import StoredTensor
 from holdfast.checkpoints.layouts import LAYOUTS, SAFETENSORS_LAYOUTS
-from holdfast.checkpoints.reading import open_file, parse_table, read_small
+from holdfast.checkpoints.reading import open_file, parse_table, read_small, spell
 from holdfast.errors import CheckpointError
 from holdfast.units import MIB, format_bytes, shorten
 
@@ -98,8 +98,9 @@ def parse_index(raw: bytes, index: Path) -> tuple[str, ...]:
     names = set()
     for name in weight_map.values():
         # A name with a folder in it could point anywhere on the machine.
-        if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
-            raise CheckpointError(f"{index}: a shard has a name that cannot be used", found=shorten(name))
+        good = isinstance(name, str) and name.isprintable() and Path(name).name == name
+        if not good or not name.endswith(".safetensors"):
+            raise CheckpointError(f"{index}: a shard has a name that cannot be used", found=spell(name))
         names.add(name)
     if len(names) > MAX_SHARDS:
         raise CheckpointError(f"{index}: absurdly many shards", needed=f"at most {MAX_SHARDS}", found=str(len(names)))
@@ -119,8 +120,10 @@ def check_all_there(index: Path, names: tuple[str, ...], there: Collection[str])
 
 def _tensor(path: Path, name: str, entry: Any, data_start: int, file_size: int) -> StoredTensor:
     def wrong(needed: str, found: object) -> CheckpointError:
-        return CheckpointError(f"{path}: tensor {shorten(name)!r} cannot be used", needed=needed, found=shorten(found))
+        return CheckpointError(f"{path}: tensor {shorten(name)!r} cannot be used", needed=needed, found=spell(found))
 
+    if not name.isprintable():
+        raise wrong("a name that can be printed", name)
     if not isinstance(entry, dict):
         raise wrong("a table with dtype, shape and data_offsets", entry)
     dtype = entry.get("dtype")
