@@ -21,6 +21,8 @@ static void move_word(uint8_t *to, const uint8_t *from, uint32_t flipped) {
     memcpy(to, &word, sizeof word);
 }
 
+#if defined(__ARM_FEATURE_DOTPROD) && defined(__aarch64__)
+
 /* One block of four rows, `stride` bytes apart in `rows`. */
 static void weave_block(const uint8_t *rows, long stride, enum layout plain, uint8_t *out) {
     const int heads = heads_of(plain), bytes = block_bytes(plain), words = (bytes - 2 * heads) / 4;
@@ -33,7 +35,6 @@ static void weave_block(const uint8_t *rows, long stride, enum layout plain, uin
 }
 
 int weave_fours(uint8_t *weights, long rows, long columns, enum layout layout) {
-#if defined(__ARM_FEATURE_DOTPROD) && defined(__aarch64__)
     if (layout != Q8_0 && layout != Q4_0 && layout != Q4_1) return (int)layout;
     const long bytes = block_bytes(layout), blocks = columns / BLOCK_ELEMENTS, stride = blocks * bytes;
     uint8_t *woven = scratch(SCRATCH_OWN, (size_t)(FOUR * stride));
@@ -45,11 +46,16 @@ int weave_fours(uint8_t *weights, long rows, long columns, enum layout layout) {
         memcpy(four, woven, (size_t)(FOUR * stride));
     }
     return (int)layout - Q8_0 + Q8_0_FOURS;
+}
+
 #else
+
+int weave_fours(uint8_t *weights, long rows, long columns, enum layout layout) {
     (void)weights, (void)rows, (void)columns;
     return (int)layout;
-#endif
 }
+
+#endif
 
 void unweave_four(const uint8_t *four, enum layout layout, long first, long count, uint8_t *out, long stride) {
     const enum layout plain = plain_of(layout);
