@@ -20,6 +20,7 @@ from holdfast.units import GIB, MIB, shorten
 UNKNOWN_GPU, WRONG_COUNT = "HF140", "HF141"
 COUNT_LIMIT = 1024
 _NAMES_SHOWN = 5
+_NAME_LIMIT_CHARS = 200
 
 # Words that a maker or a driver puts around the name that tells one GPU from another.
 _NOISE = frozenset({"nvidia", "geforce", "tesla", "amd", "radeon", "instinct", "intel", "apple", "arc", "r", "tm"})
@@ -125,8 +126,8 @@ def _lookup(name: str) -> Gpu | None:
 
 def _normal(name: str) -> str:
     """One spelling for all: `NVIDIA GeForce RTX 4090`, `RTX-4090` and `rtx4090` are the same card, 80GB is 80."""
-    words = (_SIZE.sub(r"\1", word) for word in _WORD.findall(name.casefold()[:200]))
-    return "".join(word for word in words if word not in _NOISE)
+    words = _WORD.findall(name.casefold()[:_NAME_LIMIT_CHARS])
+    return _SIZE.sub(r"\1", "".join(word for word in words if word not in _NOISE))
 
 
 def _unknown(name: str) -> ConfigurationError:
@@ -147,11 +148,12 @@ def _unknown(name: str) -> ConfigurationError:
 @cache
 def _catalogue() -> tuple[tuple[Gpu, ...], dict[str, Gpu]]:
     data = tomllib.loads(Path(__file__).with_name("gpus.toml").read_text(encoding="utf-8"))
-    links = {key: Link(row["name"], row["gb_s"]) for key, row in data["links"].items()}
+    links = {key: Link(*row) for key, row in data["links"].items()}
     gpus = tuple(
         gpu
-        for key, row in data["gpus"].items()
-        for gpu in _entries_of(key, {**data["families"][row["family"]], **row}, links)
+        for family in data["families"].values()
+        for key, row in family["gpus"].items()
+        for gpu in _entries_of(key, {**family, **row}, links)
     )
     return gpus, _names(gpus)
 
