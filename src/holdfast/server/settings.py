@@ -43,7 +43,7 @@ LEAST_BODY_BYTES, MOST_BODY_BYTES = 4 << 20, 16 << 20
 
 def body_limit(settings: ServerSettings, max_model_len: int) -> int:
     """JSON is decoded in one piece that nothing else can interrupt, on the loop or in a thread: 4 MiB of token ids take
-    0.07 s on an Arm server's core, 16 MiB 0.31 s. So by default a body is no larger than prompts for this context are."""
+    0.07 s on an Arm core, 16 MiB 0.31 s. So by default a body is no larger than prompts for this context are."""
     if settings.max_body_bytes is not None:
         return settings.max_body_bytes
     return min(max(BYTES_PER_TOKEN * max_model_len, LEAST_BODY_BYTES), MOST_BODY_BYTES)
