@@ -6,7 +6,7 @@ Fields go by config.json's names; a GGUF header's spellings are looked up. Knows
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from holdfast.models.fields import MAX_CONTEXT, MAX_HEAD_DIM, MAX_HEADS, MAX_LAYERS, MAX_VOCABULARY, MAX_WIDTH, Fields
@@ -277,7 +277,7 @@ def build_spec(
 ) -> ModelSpec:
     fields = source.fields
     bos, eos = _gguf_ends(fields, shape.vocab) if source.gguf else _config_ends(source, shape.vocab)
-    plain = tuple(LayerSpec(index=index) for index in range(shape.layer_count))
+    plain = [LayerSpec(index=index) for index in range(shape.layer_count)]
     return ModelSpec(
         family=family,
         architecture=source.architecture,
@@ -287,7 +287,7 @@ def build_spec(
         heads=shape.heads,
         kv_heads=shape.kv_heads,
         head_dim=shape.head_dim,
-        layers=plain if layers is None else tuple(layers),
+        layers=tuple(_forgetting(layer, shape.max_position) for layer in layers or plain),
         rope=shape.rope,
         norm_eps=shape.norm_eps,
         max_position=shape.max_position,
@@ -302,6 +302,13 @@ def build_spec(
         features=tuple(features),
         not_counted=tuple(not_counted),
     )
+
+
+def _forgetting(layer: LayerSpec, max_position: int) -> LayerSpec:
+    """A window as long as the whole context forgets nothing: it is none."""
+    if layer.window is None or layer.window < max_position:
+        return layer
+    return replace(layer, window=None, chunked=False)
 
 
 def _quantization(source: Source) -> QuantSpec | None:

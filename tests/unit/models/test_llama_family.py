@@ -109,8 +109,13 @@ def test_kv_heads_default_to_heads() -> None:
     [({"sliding_window": 128}, 128), ({"sliding_window": None}, None), ({}, 4096)],
 )
 def test_mistral_windows(changes: dict[str, Any], window: int | None) -> None:
-    spec = from_config(config(architectures=["MistralForCausalLM"], **changes))
+    spec = from_config(config(architectures=["MistralForCausalLM"], max_position_embeddings=8192, **changes))
     assert [layer.window for layer in spec.layers] == [window, window]
+
+
+def test_a_window_as_long_as_the_context_is_none() -> None:
+    spec = from_config(config(architectures=["MistralForCausalLM"], sliding_window=512))
+    assert [layer.window for layer in spec.layers] == [None, None]
 
 
 def test_llama_ignores_a_window_it_does_not_have() -> None:
