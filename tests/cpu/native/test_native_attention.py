@@ -98,7 +98,7 @@ def check(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(6, 2, 64), (4, 4, 128), (9, 3, 20), (5, 1, 4)])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(6, 2, 64), (4, 4, 128), (9, 3, 20), (14, 2, 80), (5, 1, 4)])
 def test_single_tokens(dtype: torch.dtype, heads: int, kv_heads: int, dim: int) -> None:
     check(
         [1, 2, 15, 16, 17, 63, 64, 65, 255, 256, 257, 700],
@@ -149,6 +149,38 @@ def test_a_row_does_not_depend_on_its_company_or_the_threads() -> None:
     row = native.AttentionRows(case.tables, numpy.array([700], numpy.int32), block_tokens=16, slots=case.slots[1:2])
     native.paged_attention(query[1:2], native.PoolPlace(case.pages, 1), row, 0.125, alone)
     assert torch.equal(alone, results[0][1:2])
+
+
+def test_heads_taken_apart_for_many_threads_give_the_same() -> None:
+    case = make_case([50], [1], kv_heads=5, dim=64, block=16, window=None, dtype=torch.float32)
+    rows = native.AttentionRows(case.tables, numpy.array([50], numpy.int32), block_tokens=16, slots=case.slots)
+    query, before, results = torch.randn(1, 10, 64), torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 4):
+            torch.set_num_threads(threads)
+            results.append(torch.empty(1, 10, 64))
+            native.paged_attention(query, native.PoolPlace(case.pages, 1), rows, 0.125, results[-1])
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], results[2])
+
+
+def test_a_prompt_cut_into_chunks_gives_the_same() -> None:
+    case = make_case([150], [150], kv_heads=2, dim=64, block=16, window=None, dtype=torch.float32)
+    query, whole, chunked = torch.randn(150, 6, 64), torch.empty(150, 6, 64), torch.empty(150, 6, 64)
+
+    def attend(first: int, last: int, out: torch.Tensor) -> None:
+        rows = native.AttentionRows(
+            case.tables, numpy.array([last], numpy.int32), block_tokens=16, slots=case.slots,
+            counts=numpy.array([last - first], numpy.int32), firsts=numpy.array([first], numpy.int32),
+        )  # fmt: skip
+        native.paged_attention(query, native.PoolPlace(case.pages, 1), rows, 0.125, out)
+
+    attend(0, 150, whole)
+    for first, last in ((0, 37), (37, 39), (39, 100), (100, 150)):
+        attend(first, last, chunked)
+    assert torch.equal(whole, chunked)
 
 
 def test_rows_without_context_become_zero_and_nan_is_not_hidden() -> None:

@@ -1,24 +1,31 @@
 /* Paged attention with the softmax carried along (running maximum and sum), so scores never leave the cache.
  *
- *   piece = (row, kv head, some queries, some keys)     what a thread takes at a time
- *     the queries of all heads that share the kv head stand together: keys and values are read once for them
- *     keys pass in tiles of TILE_KEYS: scores -> weights -> weighted values added to the sums
+ *   piece = (row, kv heads, some queries, some keys)     what a thread takes at a time
+ *     a row of one token: all kv heads together, so that pages are read from end to end, as they lie in memory
+ *     a row of many: one kv head, whose keys and values then serve many queries from the cache
+ *     the queries of all heads that share a kv head stand together: keys and values are read once for them
+ *     keys pass in tiles: scores -> weights -> weighted values added to the sums
  *
  * A row of one token with a long context is cut at every PIECE_KEYS positions, and the parts are joined at the end.
  * Where the cuts lie depends on positions alone: an answer does not change with its company or the threads. */
+#if defined(__GNUC__) && !defined(__clang__)
+/* gcc's first scheduling pass moves so many loads ahead of the products that registers run out. */
+#pragma GCC optimize("no-schedule-insns")
+#endif
+
 #include "attention.h"
 
-#include <math.h>
-
+#include "attention_tiles.h"
 #include "parallel.h"
-#include "vector.h"
 
-#define TILE_KEYS 64
 #define PIECE_KEYS 128
+#define SPARE_KEYS (2 * STEP_KEYS)
+#define NEXT_TILE (TILE_KEYS + SPARE_KEYS) /* two of them are room for PIECE_KEYS and SPARE_KEYS */
 #define PIECE_QUERIES 48 /* queries times heads of a group, about: their sums stay in the first-level cache */
 
 typedef struct {
-    int32_t row, head;
+    int32_t row;
+    int32_t head, heads;           /* kv heads */
     int32_t query, queries;        /* first of the row's tokens, and how many */
     int32_t first_key, last_key;   /* positions */
     int32_t part, parts;           /* which of how many that are joined */
@@ -28,19 +35,27 @@ typedef struct {
 typedef struct {
     const attention *wanted;
     piece *pieces;
-    float *partials; /* [partial][head of the group][dim sums, maximum, sum of weights] */
+    float *partials; /* [partial][head][dim sums, maximum, sum of weights] */
     long group, padded, partial_floats;
+    long heads_together; /* kv heads of a piece of one token */
     work_queue queue;
 } attention_work;
 
 /* What one thread works in. */
 typedef struct {
-    float *query, *sums;       /* [queries * group, padded] */
-    float *scores;             /* [queries * group, TILE_KEYS] */
-    float *keys, *values;      /* [TILE_KEYS, padded]: only where the stored form cannot be read in place */
-    float *largest, *weight;   /* [queries * group] */
-    const float *key[TILE_KEYS], *value[TILE_KEYS];
+    float *query;         /* many: [dim, columns]; of one token: [heads, padded] */
+    softmax state;        /* of as many queries */
+    float *scores;        /* many: [TILE_KEYS, columns]; of one token: [heads, TILE_KEYS] */
+    float *widened;       /* [TILE_KEYS, padded]: only where the stored form cannot be read in place */
+    long columns;         /* queries of the piece, in whole vectors */
+    const uint8_t *widened_at[TILE_KEYS];
+    /* The piece's first kv head of each position. Many: this tile and the next, in turn at 0 and at NEXT_TILE. */
+    const uint8_t *key[2 * NEXT_TILE], *value[2 * NEXT_TILE];
 } bench;
+
+static long shorter(long a, long b) { return a < b ? a : b; }
+
+static long round_up(long count, long unit) { return (count + unit - 1) / unit * unit; }
 
 static long row_count(const attention *wanted, long row) { return wanted->counts != NULL ? wanted->counts[row] : 1; }
 
@@ -49,9 +64,14 @@ static long first_seen(const attention *wanted, long position) {
     return first > 0 ? first : 0;
 }
 
-static float *head_of(const attention *wanted, float *tokens, long stride, const piece *part, long i, long group) {
-    long first = wanted->firsts != NULL ? wanted->firsts[part->row] : part->row;
-    return tokens + (first + part->query + i / group) * stride + (part->head * group + i % group) * wanted->dim;
+static long head_bytes(const attention *wanted) { return wanted->dim * (wanted->stored == F32 ? 4 : 2); }
+
+/* Query or output i of a piece. */
+static float *head_of(const attention_work *work, float *tokens, long stride, const piece *part, long i) {
+    long first = work->wanted->firsts != NULL ? work->wanted->firsts[part->row] : part->row;
+    long together = part->heads * work->group;
+    long head = part->head * work->group + i % together;
+    return tokens + (first + part->query + i / together) * stride + head * work->wanted->dim;
 }
 
 /* One stored vector as floats, zero beyond its end. */
@@ -70,189 +90,182 @@ static void widen(const attention *wanted, const uint8_t *stored, float *out, lo
     for (long i = dim; i < padded; i++) out[i] = 0;
 }
 
-/* Vectors that are needed soon: heads lie apart in a page, so the machine would not foresee them. */
-static void fetch(const uint8_t *stored, long tokens, long token_bytes, long bytes) {
-    for (long i = 0; i < tokens; i++, stored += token_bytes) {
-        for (long line = 0; line < bytes; line += 64) __builtin_prefetch(stored + line);
-    }
-}
-
-/* Points at the keys and values of positions first..last-1, in their pages or widened. */
-static void find_tile(const attention_work *work, bench *here, const piece *part, long first, long last) {
+/* Points at the keys and values of positions first..last-1, from key[at] on. */
+static void find_keys(const attention_work *work, bench *here, const piece *part, long first, long last, long at) {
     const attention *wanted = work->wanted;
-    const long slot = wanted->slots != NULL ? wanted->slots[part->row] : part->row, padded = work->padded;
+    const long slot = wanted->slots != NULL ? wanted->slots[part->row] : part->row;
     const int32_t *table = wanted->tables + slot * wanted->table_stride;
-    const long bytes = wanted->dim * (wanted->stored == F32 ? 4 : 2), token = wanted->kv_heads * bytes;
-    const int in_place = wanted->stored == F32 && padded == wanted->dim;
-    long i = 0;
+    const long bytes = head_bytes(wanted), token = wanted->kv_heads * bytes;
     for (long position = first; position < last;) {
         long block = position / wanted->block_tokens, within = position - block * wanted->block_tokens;
-        long tokens = wanted->block_tokens - within < last - position ? wanted->block_tokens - within : last - position;
-        const uint8_t *base = wanted->keys + part->head * bytes + within * token;
-        const uint8_t *key = base + table[block] * wanted->page_bytes, *value = key + (wanted->values - wanted->keys);
-        long ahead = position + TILE_KEYS;
-        /* Keys are multiplied while this tile's values and the next tile's keys are on their way. */
-        if (in_place) fetch(value, tokens, token, bytes);
-        if (ahead < part->last_key)
-            fetch(base + table[ahead / wanted->block_tokens] * wanted->page_bytes, tokens, token, bytes);
+        long tokens = shorter(wanted->block_tokens - within, last - position);
+        const uint8_t *key = wanted->keys + table[block] * wanted->page_bytes + part->head * bytes + within * token;
         position += tokens;
-        for (; tokens > 0; tokens--, i++, key += token, value += token) {
-            here->key[i] = in_place ? (const float *)key : here->keys + i * padded;
-            here->value[i] = in_place ? (const float *)value : here->values + i * padded;
-            if (in_place) continue;
-            widen(wanted, key, here->keys + i * padded, padded);
-            widen(wanted, value, here->values + i * padded, padded);
+        for (; tokens > 0; tokens--, at++, key += token) {
+            here->key[at] = key;
+            here->value[at] = key + (wanted->values - wanted->keys);
         }
     }
-    /* Score tiles are four keys wide: beyond the last key stands the last again, its scores are dropped. */
-    for (; i % TILE_COLUMNS != 0; i++) here->key[i] = here->key[last - first - 1];
-}
-
-static void score_tile(const attention_work *work, bench *here, long queries, long keys) {
-    for (long row = 0; row < queries; row += TILE_ROWS) {
-        int rows = queries - row < TILE_ROWS ? (int)(queries - row) : TILE_ROWS;
-        const float *query[TILE_ROWS];
-        for (int r = 0; r < rows; r++) query[r] = here->query + (row + r) * work->padded;
-        float *scores = here->scores + row * TILE_KEYS;
-        for (long key = 0; key < keys; key += TILE_COLUMNS)
-            dot_tile_of(rows, query, here->key + key, work->padded, scores + key, TILE_KEYS);
+    /* Keys are taken by fours, and more are fetched ahead: beyond the last stands the last again, with no weight. */
+    for (long i = 0; i < SPARE_KEYS; i++, at++) {
+        here->key[at] = here->key[at - 1];
+        here->value[at] = here->value[at - 1];
     }
 }
 
-/* Scores of one query become weights; what was summed before is scaled to the new maximum. Keys from..to-1 are seen. */
-static void weigh_scores(const attention_work *work, bench *here, long query, long from, long to) {
-    float *scores = here->scores + query * TILE_KEYS;
-    if (from < 0) from = 0;
-    if (to > TILE_KEYS) to = TILE_KEYS;
-    if (from >= to) {
-        memset(scores, 0, sizeof(float) * TILE_KEYS);
-        return;
-    }
-    for (long i = 0; i < from; i++) scores[i] = -INFINITY;
-    for (long i = to; i < TILE_KEYS; i++) scores[i] = -INFINITY;
-    vec largest = spread(here->largest[query]), sum = {0};
-    for (long i = 0; i < to; i += LANES) largest = larger(largest, load(scores + i));
-    float now = largest_of(largest);
-    for (long i = 0; i < to; i += LANES) store(scores + i, exponential(load(scores + i) - now));
-    memset(scores, 0, sizeof(float) * (size_t)from);
-    memset(scores + to, 0, sizeof(float) * (size_t)(TILE_KEYS - to));
-    for (long i = 0; i < to; i += LANES) sum += load(scores + i);
-    if (now > here->largest[query]) {
-        float shrink = expf(here->largest[query] - now), *sums = here->sums + query * work->padded;
-        here->weight[query] *= shrink;
-        for (long i = 0; i < work->padded; i += LANES) store(sums + i, load(sums + i) * shrink);
-        here->largest[query] = now;
-    }
-    here->weight[query] += sum_of(sum);
-}
-
-/* Adds weight times value for `rows` queries over `width` vectors of dimensions, both constants where inlined. */
-ALWAYS_INLINE void add_values(int rows, int width, const float *weights, const float *const *values, long keys, long at,
-                              float *sums, long padded) {
-    vec total[TILE_ROWS][4];
-    UNROLL for (int r = 0; r < rows; r++) {
-        UNROLL for (int w = 0; w < width; w++) total[r][w] = load(sums + r * padded + at + w * LANES);
-    }
-    for (long key = 0; key < keys; key++) {
-        vec value[4];
-        UNROLL for (int w = 0; w < width; w++) value[w] = load(values[key] + at + w * LANES);
-        UNROLL for (int r = 0; r < rows; r++) {
-            float weight = weights[r * TILE_KEYS + key];
-            UNROLL for (int w = 0; w < width; w++) total[r][w] += value[w] * weight;
-        }
-    }
-    UNROLL for (int r = 0; r < rows; r++) {
-        UNROLL for (int w = 0; w < width; w++) store(sums + r * padded + at + w * LANES, total[r][w]);
-    }
-}
-
-ALWAYS_INLINE void add_values_of(int rows, const float *weights, const float *const *values, long keys, float *sums,
-                                 long padded) {
-    long at = 0;
-    for (; at + 4 * LANES <= padded; at += 4 * LANES) add_values(rows, 4, weights, values, keys, at, sums, padded);
-    for (; at < padded; at += LANES) add_values(rows, 1, weights, values, keys, at, sums, padded);
-}
-
-static void value_tile(const attention_work *work, bench *here, long queries, long keys) {
-    for (long row = 0; row < queries; row += TILE_ROWS) {
-        const float *weights = here->scores + row * TILE_KEYS;
-        float *sums = here->sums + row * work->padded;
-        switch (queries - row) {
-        case 1: add_values_of(1, weights, here->value, keys, sums, work->padded); break;
-#if TILE_ROWS == 4
-        case 2: add_values_of(2, weights, here->value, keys, sums, work->padded); break;
-        case 3: add_values_of(3, weights, here->value, keys, sums, work->padded); break;
-#endif
-        default: add_values_of(TILE_ROWS, weights, here->value, keys, sums, work->padded); break;
-        }
-    }
-}
-
-static void open_bench(const attention_work *work, bench *here, const piece *part) {
+/* Vectors of `head`, counted from the piece's first, as they are stored. */
+static vectors stored_vectors(const attention_work *work, const uint8_t *const *places, long head) {
     const attention *wanted = work->wanted;
-    const long queries = part->queries * work->group;
-    for (long i = 0; i < queries; i++) {
-        const float *from = head_of(wanted, (float *)wanted->query, wanted->query_stride, part, i, work->group);
-        float *to = here->query + i * work->padded;
-        for (long d = 0; d < wanted->dim; d++) to[d] = from[d] * wanted->scale;
-        for (long d = wanted->dim; d < work->padded; d++) to[d] = 0;
-        here->largest[i] = -INFINITY;
-        here->weight[i] = 0;
+    return (vectors){places, head * head_bytes(wanted), wanted->stored == F32 ? 4 : 2};
+}
+
+/* The same as floats: in their pages, or widened, valid until the next are. */
+static vectors float_vectors(const attention_work *work, bench *here, const uint8_t *const *places, long count,
+                             long head) {
+    const attention *wanted = work->wanted;
+    vectors stored = stored_vectors(work, places, head);
+    if (wanted->stored == F32 && work->padded == wanted->dim) return stored;
+    for (long i = 0; i < count; i++) {
+        float *room = here->widened + i * work->padded;
+        widen(wanted, places[i] + stored.offset, room, work->padded);
+        here->widened_at[i] = (const uint8_t *)room;
     }
-    memset(here->sums, 0, sizeof(float) * (size_t)(queries * work->padded));
+    return (vectors){here->widened_at, 0, 4};
+}
+
+/* Takes from the queries what they do not see of positions first..last-1, and what stands beyond to a round number. */
+static void hide_unseen(const attention_work *work, bench *here, const piece *part, long first, long last) {
+    const attention *wanted = work->wanted;
+    const long position = wanted->ends[part->row] - row_count(wanted, part->row) + part->query;
+    const long keys = round_up(last - first, AT_ONCE), columns = here->columns;
+    if (keys == last - first && last <= position + 1 && first >= first_seen(wanted, position + part->queries - 1))
+        return;
+    for (long i = 0; i < part->queries * work->group; i++) {
+        long at = position + i / work->group, from = first_seen(wanted, at) - first, to = at + 1 - first;
+        for (long key = 0; key < from && key < keys; key++) here->scores[key * columns + i] = -INFINITY;
+        for (long key = to > 0 ? to : 0; key < keys; key++) here->scores[key * columns + i] = -INFINITY;
+    }
+}
+
+/* A row of many tokens: queries in lanes. */
+static void attend_many(const attention_work *work, bench *here, const piece *part) {
+    const long queries = part->queries * work->group;
+    long first = part->first_key, at = 0, keys = shorter(part->last_key - first, TILE_KEYS);
+    find_keys(work, here, part, first, first + keys, at);
+    while (keys > 0) {
+        const long last = first + keys, coming = shorter(part->last_key - last, TILE_KEYS), next_at = NEXT_TILE - at;
+        vectors read = float_vectors(work, here, here->key + at, round_up(keys, 4), 0);
+        vectors next = stored_vectors(work, here->value + at, 0);
+        score_queries(here->query, here->columns, read, next, keys, work->wanted->dim, here->scores);
+        hide_unseen(work, here, part, first, last);
+        weigh_queries(&here->state, here->scores, here->columns, keys);
+        read = float_vectors(work, here, here->value + at, keys, 0);
+        if (coming > 0) find_keys(work, here, part, last, last + coming, next_at);
+        next = stored_vectors(work, here->key + next_at, 0);
+        add_values_to_queries(&here->state, here->scores, here->columns, queries, read, keys, next, coming);
+        first = last, at = next_at, keys = coming;
+    }
+}
+
+/* A row of one token: keys in lanes. Pages are read from end to end: some keys of all heads, then the next keys. */
+static void attend_one(const attention_work *work, bench *here, const piece *part) {
+    const long group = work->group, padded = work->padded, count = part->last_key - part->first_key;
+    if (count == 0) return;
+    find_keys(work, here, part, part->first_key, part->last_key, 0);
+    for (long first = 0; first < count; first += TILE_KEYS) {
+        const long last = shorter(first + TILE_KEYS, count);
+        for (long i = first; i < last; i += STEP_KEYS) {
+            for (long head = 0; head < part->heads; head++) {
+                vectors read = float_vectors(work, here, here->key + i, STEP_KEYS, head);
+                vectors next = stored_vectors(work, here->key + i + STEP_KEYS, head);
+                float *scores = here->scores + head * group * TILE_KEYS + i - first;
+                score_group(here->query + head * group * padded, group, padded, read, next, scores);
+            }
+        }
+        for (long i = 0; i < part->heads * group; i++)
+            weigh_keys(&here->state, i, here->scores + i * TILE_KEYS, last - first);
+        for (long i = first; i < last; i += STEP_KEYS) {
+            const long keys = shorter(STEP_KEYS, last - i);
+            for (long head = 0; head < part->heads; head++) {
+                vectors read = float_vectors(work, here, here->value + i, round_up(keys, 4), head);
+                vectors next = stored_vectors(work, here->value + i + STEP_KEYS, head);
+                const float *weights = here->scores + head * group * TILE_KEYS + i - first;
+                add_values_to_group(&here->state, head * group, group, weights, read, next, keys);
+            }
+        }
+    }
+}
+
+static void open_bench(const attention_work *work, bench *here, const piece *part, int many) {
+    const attention *wanted = work->wanted;
+    const long queries = part->queries * part->heads * work->group, dim = wanted->dim;
+    const float scale = wanted->scale * 1.44269504f; /* from powers of e to powers of two */
+    const long columns = here->columns = round_up(queries, LANES);
+    for (long i = 0; i < columns; i++) {
+        here->state.largest[i] = NO_SCORE;
+        here->state.weight[i] = 0;
+    }
+    memset(here->state.sums, 0, sizeof(float) * (size_t)(columns * work->padded));
+    if (queries < columns) memset(here->query, 0, sizeof(float) * (size_t)(columns * work->padded));
+    for (long i = 0; i < queries; i++) {
+        const float *from = head_of(work, (float *)wanted->query, wanted->query_stride, part, i);
+        if (many) {
+            for (long d = 0; d < dim; d++) here->query[d * columns + i] = from[d] * scale;
+            continue;
+        }
+        float *to = here->query + i * work->padded;
+        for (long d = 0; d < dim; d++) to[d] = from[d] * scale;
+        for (long d = dim; d < work->padded; d++) to[d] = 0;
+    }
 }
 
 static void close_bench(const attention_work *work, const bench *here, const piece *part) {
     const attention *wanted = work->wanted;
-    for (long i = 0; i < part->queries * work->group; i++) {
-        const float *sums = here->sums + i * work->padded;
+    const softmax *state = &here->state;
+    for (long i = 0; i < part->queries * part->heads * work->group; i++) {
+        const float *sums = state->sums + i * work->padded;
         if (part->parts > 1) {
-            float *kept = work->partials + part->partial * work->partial_floats + i * (wanted->dim + 2);
+            float *kept = work->partials + part->partial * work->partial_floats;
+            kept += (part->head * work->group + i) * (wanted->dim + 2);
             memcpy(kept, sums, sizeof(float) * (size_t)wanted->dim);
-            kept[wanted->dim] = here->largest[i];
-            kept[wanted->dim + 1] = here->weight[i];
+            kept[wanted->dim] = state->largest[i];
+            kept[wanted->dim + 1] = state->weight[i];
             continue;
         }
-        float *out = head_of(wanted, wanted->out, wanted->out_stride, part, i, work->group);
-        float inverse = part->last_key > part->first_key ? 1.0f / here->weight[i] : 0.0f;
+        float *out = head_of(work, wanted->out, wanted->out_stride, part, i);
+        float inverse = part->last_key > part->first_key ? 1.0f / state->weight[i] : 0.0f;
         for (long d = 0; d < wanted->dim; d++) out[d] = sums[d] * inverse;
     }
 }
 
 static void attend_piece(const attention_work *work, bench *here, const piece *part) {
-    const attention *wanted = work->wanted;
-    const long queries = part->queries * work->group;
-    const long position = wanted->ends[part->row] - row_count(wanted, part->row) + part->query;
-    open_bench(work, here, part);
-    for (long first = part->first_key; first < part->last_key; first += TILE_KEYS) {
-        long last = first + TILE_KEYS < part->last_key ? first + TILE_KEYS : part->last_key;
-        find_tile(work, here, part, first, last);
-        score_tile(work, here, queries, last - first);
-        for (long i = 0; i < queries; i++) {
-            long at = position + i / work->group, seen = at + 1 < last ? at + 1 : last;
-            weigh_scores(work, here, i, first_seen(wanted, at) - first, seen - first);
-        }
-        value_tile(work, here, queries, last - first);
-    }
+    const int many = row_count(work->wanted, part->row) > 1;
+    open_bench(work, here, part, many);
+    if (many)
+        attend_many(work, here, part);
+    else
+        attend_one(work, here, part);
     close_bench(work, here, part);
 }
 
-/* Joins the parts of one row and kv head, as if they had been one. */
+/* Joins the parts of one row, as if they had been one. */
 static void join_parts(const attention_work *work, const piece *part) {
     const attention *wanted = work->wanted;
     const long dim = wanted->dim;
-    for (long i = 0; i < work->group; i++) {
-        const float *kept = work->partials + part->partial * work->partial_floats + i * (dim + 2);
-        float *out = head_of(wanted, wanted->out, wanted->out_stride, part, i, work->group);
-        float largest = -INFINITY, weight = 0;
-        for (long p = 0; p < part->parts; p++) largest = fmaxf(largest, kept[p * work->partial_floats + dim]);
+    for (long i = 0; i < part->heads * work->group; i++) {
+        const float *first = work->partials + part->partial * work->partial_floats;
+        first += (part->head * work->group + i) * (dim + 2);
+        float *out = head_of(work, wanted->out, wanted->out_stride, part, i), largest = NO_SCORE, weight = 0;
+        for (long p = 0; p < part->parts; p++) largest = fmaxf(largest, first[p * work->partial_floats + dim]);
         for (long d = 0; d < dim; d++) out[d] = 0;
-        for (long p = 0; p < part->parts; p++, kept += work->partial_floats) {
-            float share = expf(kept[dim] - largest);
+        for (long p = 0; p < part->parts; p++) {
+            const float *kept = first + p * work->partial_floats;
+            float share = exp2f(kept[dim] - largest);
             weight += share * kept[dim + 1];
             for (long d = 0; d < dim; d++) out[d] += share * kept[d];
         }
-        for (long d = 0; d < dim; d++) out[d] /= weight;
+        float inverse = 1.0f / weight;
+        for (long d = 0; d < dim; d++) out[d] *= inverse;
     }
 }
 
@@ -261,9 +274,15 @@ static long most_queries(const attention_work *work) {
     return most > 0 ? most : 1;
 }
 
+/* Most queries a piece may have, in whole vectors. */
+static long most_columns(const attention_work *work) {
+    long many = most_queries(work) * work->group, one = work->wanted->heads;
+    return round_up(many > one ? many : one, LANES);
+}
+
 static size_t bench_floats(const attention_work *work) {
-    size_t queries = (size_t)(most_queries(work) * work->group), padded = (size_t)work->padded;
-    return queries * (2 * padded + TILE_KEYS + 2) + 2 * TILE_KEYS * padded;
+    size_t columns = (size_t)most_columns(work), padded = (size_t)work->padded;
+    return columns * (2 * padded + TILE_KEYS + 2) + TILE_KEYS * padded;
 }
 
 static void run_pieces(void *pointer) {
@@ -271,14 +290,13 @@ static void run_pieces(void *pointer) {
     bench here;
     float *memory = scratch(SCRATCH_OWN, sizeof(float) * bench_floats(work));
     if (memory == NULL) return; /* the others do it: attend() has its own before it starts */
-    const long queries = most_queries(work) * work->group, padded = work->padded;
+    const long columns = most_columns(work), padded = work->padded;
     here.query = memory;
-    here.sums = here.query + queries * padded;
-    here.keys = here.sums + queries * padded;
-    here.values = here.keys + TILE_KEYS * padded;
-    here.scores = here.values + TILE_KEYS * padded;
-    here.largest = here.scores + queries * TILE_KEYS;
-    here.weight = here.largest + queries;
+    here.state = (softmax){.sums = here.query + columns * padded, .padded = padded};
+    here.widened = here.state.sums + columns * padded;
+    here.scores = here.widened + TILE_KEYS * padded;
+    here.state.largest = here.scores + columns * TILE_KEYS;
+    here.state.weight = here.state.largest + columns;
     for (long unit; (unit = claim(&work->queue)) >= 0;) attend_piece(work, &here, work->pieces + unit);
 }
 
@@ -290,41 +308,51 @@ static void run_joins(void *pointer) {
     }
 }
 
-/* Pieces of one row, for one kv head; returns how many. Only counts them when `out` is NULL. */
-static long cut_row(const attention_work *work, long row, long head, piece *out, long *partials) {
-    const attention *wanted = work->wanted;
-    const long count = row_count(wanted, row), end = wanted->ends[row], most = most_queries(work);
+static long cut_one(const attention_work *work, long row, piece *out, long *partials) {
+    const long end = work->wanted->ends[row], first = end > 0 ? first_seen(work->wanted, end - 1) : 0;
+    const long heads = work->wanted->kv_heads, together = work->heads_together;
+    const long parts = end > first ? (end - 1) / PIECE_KEYS - first / PIECE_KEYS + 1 : 1;
     long pieces = 0;
-    if (count == 1) {
-        long first = end > 0 ? first_seen(wanted, end - 1) : 0, parts = 0;
-        parts = end > first ? (end - 1) / PIECE_KEYS - first / PIECE_KEYS + 1 : 1;
-        for (long part = 0; part < parts; part++, pieces++) {
-            long from = part == 0 ? first : (first / PIECE_KEYS + part) * PIECE_KEYS;
-            long to = part == parts - 1 ? end : (first / PIECE_KEYS + part + 1) * PIECE_KEYS;
-            if (out != NULL)
-                out[pieces] = (piece){(int32_t)row, (int32_t)head,  0, 1, (int32_t)from, (int32_t)to, (int32_t)part,
-                                      (int32_t)parts, (int32_t)(*partials + part)};
+    for (long part = 0; part < parts; part++) {
+        long from = part == 0 ? first : (first / PIECE_KEYS + part) * PIECE_KEYS;
+        long to = part == parts - 1 ? end : (first / PIECE_KEYS + part + 1) * PIECE_KEYS;
+        for (long head = 0; head < heads; head += together, pieces++) {
+            if (out == NULL) continue;
+            out[pieces] = (piece){.row = (int32_t)row, .head = (int32_t)head, .queries = 1,
+                                  .heads = (int32_t)shorter(heads - head, together),
+                                  .first_key = (int32_t)from, .last_key = (int32_t)to, .part = (int32_t)part,
+                                  .parts = (int32_t)parts, .partial = (int32_t)(*partials + part)};
         }
-        if (parts > 1) *partials += parts;
-        return pieces;
     }
-    /* The last queries see the most keys: they come first, so that the threads end together. */
-    for (long query = (count - 1) / most * most; query >= 0; query -= most, pieces++) {
-        long queries = count - query < most ? count - query : most, position = end - count + query;
-        if (out != NULL)
-            out[pieces] = (piece){(int32_t)row, (int32_t)head, (int32_t)query, (int32_t)queries,
-                                  (int32_t)first_seen(wanted, position), (int32_t)(position + queries), 0, 1, 0};
+    if (parts > 1) *partials += parts;
+    return pieces;
+}
+
+static long cut_many(const attention_work *work, long row, piece *out) {
+    const attention *wanted = work->wanted;
+    const long count = row_count(wanted, row), most = most_queries(work);
+    long pieces = 0;
+    for (long head = 0; head < wanted->kv_heads; head++) {
+        /* The last queries see the most keys: they come first, so that the threads end together. */
+        for (long query = (count - 1) / most * most; query >= 0; query -= most, pieces++) {
+            if (out == NULL) continue;
+            long queries = shorter(count - query, most), position = wanted->ends[row] - count + query;
+            out[pieces] = (piece){.row = (int32_t)row, .head = (int32_t)head, .heads = 1, .query = (int32_t)query,
+                                  .queries = (int32_t)queries, .first_key = (int32_t)first_seen(wanted, position),
+                                  .last_key = (int32_t)(position + queries), .parts = 1};
+        }
     }
     return pieces;
 }
 
+/* Returns how many pieces there are. Only counts them when `out` is NULL. */
 static long cut_rows(const attention_work *work, piece *out, long *partials) {
     long pieces = 0;
     *partials = 0;
     /* Rows of many tokens are the large pieces, and stand last in a batch. */
     for (long row = work->wanted->rows - 1; row >= 0; row--) {
-        for (long head = 0; head < work->wanted->kv_heads; head++)
-            pieces += cut_row(work, row, head, out != NULL ? out + pieces : NULL, partials);
+        piece *here = out != NULL ? out + pieces : NULL;
+        pieces += row_count(work->wanted, row) > 1 ? cut_many(work, row, here) : cut_one(work, row, here, partials);
     }
     return pieces;
 }
@@ -332,9 +360,13 @@ static long cut_rows(const attention_work *work, piece *out, long *partials) {
 int attend(const attention *wanted) {
     if (wanted->rows == 0) return 0;
     attention_work work = {.wanted = wanted, .group = wanted->heads / wanted->kv_heads};
-    work.padded = (wanted->dim + LANES - 1) / LANES * LANES;
-    work.partial_floats = work.group * (wanted->dim + 2);
+    work.padded = round_up(wanted->dim, LANES);
+    work.partial_floats = wanted->heads * (wanted->dim + 2);
+    work.heads_together = wanted->kv_heads;
     long partials, pieces = cut_rows(&work, NULL, &partials);
+    /* Too few pieces for the threads: heads part, which changes no answer. */
+    for (; pieces < wanted->threads && work.heads_together > 1; pieces = cut_rows(&work, NULL, &partials))
+        work.heads_together = (work.heads_together + 1) / 2;
     work.pieces = scratch(SCRATCH_TEAM, sizeof(piece) * (size_t)pieces +
                                             sizeof(float) * (size_t)(partials * work.partial_floats));
     if (work.pieces == NULL || scratch(SCRATCH_OWN, sizeof(float) * bench_floats(&work)) == NULL) return -1;

@@ -8,6 +8,8 @@
 
 #if defined(__ARM_NEON)
 #include <arm_neon.h>
+#elif defined(__AVX__)
+#include <immintrin.h>
 #endif
 
 #if defined(__AVX512F__)
@@ -32,21 +34,42 @@
 typedef float vec __attribute__((vector_size(LANES * 4)));
 typedef int32_t ivec __attribute__((vector_size(LANES * 4)));
 
-ALWAYS_INLINE vec load(const float *from) {
-    vec value;
-    memcpy(&value, from, sizeof value);
-    return value;
-}
+/* A vector wherever floats may lie. Not memcpy: gcc would take 16 bytes through two integer registers. */
+typedef float placed_vec __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
 
-ALWAYS_INLINE void store(float *to, vec value) { memcpy(to, &value, sizeof value); }
+ALWAYS_INLINE vec load(const float *from) { return *(const placed_vec *)from; }
+
+ALWAYS_INLINE void store(float *to, vec value) { *(placed_vec *)to = value; }
 
 ALWAYS_INLINE vec spread(float value) { return value - (vec){0}; }
 
-/* b where the two cannot be compared. */
+/* A NaN in b stays NaN; one in a need not. */
 ALWAYS_INLINE vec larger(vec a, vec b) {
+#if LANES == 4 && defined(__aarch64__)
+    return (vec)vmaxq_f32((float32x4_t)a, (float32x4_t)b);
+#elif defined(__AVX512F__)
+    return (vec)_mm512_max_ps((__m512)a, (__m512)b);
+#elif defined(__AVX__)
+    return (vec)_mm256_max_ps((__m256)a, (__m256)b);
+#else
     ivec takes_a = a > b;
     return (vec)(((ivec)a & takes_a) | ((ivec)b & ~takes_a));
+#endif
 }
+
+/* Four numbers that are multiplied with vectors one after the other, as four[lane]: NEON takes each from its lane of
+ * one register, the others from memory. */
+#if LANES == 4 && defined(__aarch64__)
+typedef vec four;
+ALWAYS_INLINE four load_four(const float *from) {
+    vec value = load(from);
+    __asm__("" : "+w"(value)); /* Else gcc loads every lane by itself, through the integer registers. */
+    return value;
+}
+#else
+typedef const float *four;
+ALWAYS_INLINE four load_four(const float *from) { return from; }
+#endif
 
 ALWAYS_INLINE float sum_of(vec value) {
 #if LANES == 4 && defined(__aarch64__)
@@ -59,9 +82,13 @@ ALWAYS_INLINE float sum_of(vec value) {
 }
 
 ALWAYS_INLINE float largest_of(vec value) {
+#if LANES == 4 && defined(__aarch64__)
+    return vmaxvq_f32((float32x4_t)value);
+#else
     float largest = value[0];
     UNROLL for (int lane = 1; lane < LANES; lane++) largest = value[lane] > largest ? value[lane] : largest;
     return largest;
+#endif
 }
 
 /* e to the power of x within 2e-7 of the true value, for x in [-87, 88]; beyond, the value at the bound; NaN stays NaN.
@@ -86,6 +113,17 @@ ALWAYS_INLINE vec exponential(vec x) {
     return p * (vec)((power + 127) << 23);
 }
 
+/* Each of four vectors summed, side by side. */
+ALWAYS_INLINE void sums_of_four(const vec *total, float *sums) {
+#if LANES == 4 && defined(__aarch64__)
+    float32x4_t low = vpaddq_f32((float32x4_t)total[0], (float32x4_t)total[1]);
+    float32x4_t high = vpaddq_f32((float32x4_t)total[2], (float32x4_t)total[3]);
+    vst1q_f32(sums, vpaddq_f32(low, high));
+#else
+    UNROLL for (int i = 0; i < 4; i++) sums[i] = sum_of(total[i]);
+#endif
+}
+
 /* sums[row * stride + column] = dot product of x row and w column over `length` floats, a multiple of LANES.
  * `rows` is a constant where it is inlined, so that all sums live in registers. */
 ALWAYS_INLINE void dot_tile(int rows, const float *const *x, const float *const *w, long length, float *sums,
@@ -107,16 +145,7 @@ ALWAYS_INLINE void dot_tile(int rows, const float *const *x, const float *const 
             total[row][3] += a * b3;
         }
     }
-    UNROLL for (int row = 0; row < rows; row++) {
-#if LANES == 4 && defined(__aarch64__)
-        float32x4_t low = vpaddq_f32((float32x4_t)total[row][0], (float32x4_t)total[row][1]);
-        float32x4_t high = vpaddq_f32((float32x4_t)total[row][2], (float32x4_t)total[row][3]);
-        vst1q_f32(sums + row * stride, vpaddq_f32(low, high));
-#else
-        UNROLL for (int column = 0; column < TILE_COLUMNS; column++)
-            sums[row * stride + column] = sum_of(total[row][column]);
-#endif
-    }
+    UNROLL for (int row = 0; row < rows; row++) sums_of_four(total[row], sums + row * stride);
 }
 
 /* The same for a number of rows known only when it runs. */
