@@ -30,7 +30,7 @@ def describe(source: Source) -> ModelSpec:
         tied=True,
         eps="layer_norm_eps",
         act_default="gelu",
-        max_position=2048,
+        max_position=None if source.gguf else 2048,
         rotary=0.0,
     )
     tensors = TensorList("transformer.", "h")

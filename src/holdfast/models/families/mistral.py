@@ -21,12 +21,12 @@ def describe(source: Source) -> ModelSpec:
     text = source.within("text_config") if whole else source
     shape = read_shape(
         text,
-        heads=32,
+        heads=None if source.gguf else 32,
         kv_heads=None if source.gguf else 8,
         head_dim=None if source.gguf or source.architecture == "MinistralForCausalLM" else 128,
-        inner=14_336,
-        vocab=131_072,
-        max_position=131_072,
+        inner=None if source.gguf else 14_336,
+        vocab=None if source.gguf else 131_072,
+        max_position=None if source.gguf else 131_072,
     )
     found = plain_tensors(text, shape, outer="language_model." if whole else "").found
     if whole:

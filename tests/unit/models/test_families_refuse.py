@@ -1,0 +1,173 @@
+"""Bad configs of every family are refused by the field's name; what the engine lacks, by the feature's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from holdfast.errors import CheckpointError, UnknownArchitectureError
+from holdfast.models import describe_config, from_config, known_architectures, runnable_architectures
+
+CONFIG: dict[str, Any] = {
+    "vocab_size": 300,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "head_dim": 16,
+    # Mixtures, in every spelling.
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 40,
+    "n_shared_experts": 1,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    # Older names.
+    "n_embd": 64,
+    "n_head": 4,
+    "n_layer": 4,
+    "n_positions": 512,
+    "ffn_dim": 96,
+    "d_model": 64,
+    "n_heads": 4,
+    "n_layers": 4,
+    "max_seq_len": 512,
+}
+WRAPPED = ("Gemma3ForConditionalGeneration", "Llama4ForConditionalGeneration", "Mistral3ForConditionalGeneration")
+PLAIN = tuple(name for name in known_architectures() if not name.endswith("ForConditionalGeneration"))
+
+
+def config(architecture: str, **changes: Any) -> dict[str, Any]:
+    shape = {**CONFIG, **changes}
+    if architecture == "MiniCPMForCausalLM":
+        shape["num_experts"] = 0
+    if architecture in PLAIN:
+        return {"architectures": [architecture], **shape}
+    return {"architectures": [architecture], "text_config": shape, "vision_config": {"num_hidden_layers": 1}}
+
+
+@pytest.mark.parametrize("architecture", known_architectures())
+def test_every_architecture_can_be_described(architecture: str) -> None:
+    spec = describe_config(config(architecture))
+    assert spec.architecture == architecture
+    assert spec.parameters >= spec.active_parameters > 0
+    assert len({tensor.name for tensor in spec.tensors}) == len(spec.tensors)
+    assert all(tensor.layer is None or tensor.layer < len(spec.layers) for tensor in spec.tensors)
+    for tensor in spec.tensors:
+        assert tensor.shard_axis is None or tensor.shard_axis < len(tensor.shape)
+        assert sum(1 for _ in tensor.in_safetensors()) == (tensor.experts if "{expert}" in tensor.hf_name else 1)
+
+
+@pytest.mark.parametrize("architecture", known_architectures())
+def test_the_engine_runs_the_llama_family_and_says_what_it_lacks_for_others(architecture: str) -> None:
+    if architecture in runnable_architectures():
+        assert from_config(config(architecture)).runnable
+        return
+    with pytest.raises(UnknownArchitectureError) as caught:
+        from_config(config(architecture))
+    assert architecture in str(caught.value)
+    assert "LlamaForCausalLM" in str(caught.value)
+    assert describe_config(config(architecture)).unsupported[0] in str(caught.value)
+
+
+WORDS = [
+    ("MixtralForCausalLM", "mixtures of experts"),
+    ("DeepseekV3ForCausalLM", "latent attention"),
+    ("Qwen3NextForCausalLM", "recurrent layers"),
+    ("Llama4ForCausalLM", "layers without rotary positions"),
+    ("GptOssForCausalLM", "attention sinks"),
+    ("Gemma3ForConditionalGeneration", "images"),
+    ("Qwen3ForCausalLM", "norms on queries and keys"),
+    ("BloomForCausalLM", "ALiBi positions"),
+    ("Phi3ForCausalLM", "q, k and v in one matrix"),
+]
+
+
+@pytest.mark.parametrize(("architecture", "words"), WORDS)
+def test_what_is_lacking_is_named(architecture: str, words: str) -> None:
+    assert words in describe_config(config(architecture)).unsupported
+
+
+BAD: list[tuple[str, Any]] = [
+    ("num_hidden_layers", 10**9),
+    ("num_hidden_layers", -1),
+    ("num_hidden_layers", "4"),
+    ("hidden_size", 0),
+    ("hidden_size", 1 << 60),
+    ("hidden_size", 64.5),
+    ("hidden_size", [64]),
+    ("num_attention_heads", 10**12),
+    ("num_attention_heads", True),
+    ("vocab_size", -300),
+    ("vocab_size", 10**18),
+    ("tie_word_embeddings", "maybe"),
+]
+OLDER = {
+    "GPT2LMHeadModel": {"hidden_size": "n_embd", "num_attention_heads": "n_head", "num_hidden_layers": "n_layer"},
+    "BloomForCausalLM": {"num_hidden_layers": "n_layer"},
+    "DbrxForCausalLM": {"hidden_size": "d_model", "num_attention_heads": "n_heads", "num_hidden_layers": "n_layers"},
+}
+
+
+@pytest.mark.parametrize("architecture", known_architectures())
+def test_absurd_fields_are_named(architecture: str) -> None:
+    for field, value in BAD:
+        name = OLDER.get(architecture, {}).get(field, field)
+        with pytest.raises(CheckpointError) as caught:
+            describe_config(config(architecture, **{name: value}))
+        assert name in str(caught.value)
+        assert caught.value.code == "HF230"
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes", "field"),
+    [
+        ("Qwen3ForCausalLM", {"num_key_value_heads": 3}, "num_key_value_heads"),
+        ("Gemma2ForCausalLM", {"layer_types": ["full_attention"]}, "layer_types"),
+        ("Gemma2ForCausalLM", {"layer_types": ["round_attention"] * 4}, "layer_types"),
+        ("Gemma2ForCausalLM", {"layer_types": "full_attention"}, "layer_types"),
+        ("Gemma2ForCausalLM", {"sliding_window": -5}, "sliding_window"),
+        ("Gemma3ForCausalLM", {"head_dim": 7}, "head_dim"),
+        ("MixtralForCausalLM", {"num_local_experts": 10**9}, "num_local_experts"),
+        ("MixtralForCausalLM", {"num_experts_per_tok": 5}, "num_experts_per_tok"),
+        ("Qwen3MoeForCausalLM", {"mlp_only_layers": [4]}, "mlp_only_layers"),
+        ("Qwen3MoeForCausalLM", {"mlp_only_layers": [0] * 100}, "mlp_only_layers"),
+        ("Qwen3MoeForCausalLM", {"moe_intermediate_size": None}, "moe_intermediate_size"),
+        ("Qwen3NextForCausalLM", {"linear_num_value_heads": 5}, "linear_num_value_heads"),
+        ("DeepseekV3ForCausalLM", {"kv_lora_rank": None}, "kv_lora_rank"),
+        ("DeepseekV3ForCausalLM", {"num_nextn_predict_layers": 10**6}, "num_nextn_predict_layers"),
+        ("Llama4ForCausalLM", {"no_rope_layers": [1, 0]}, "no_rope_layers"),
+        ("Exaone4ForCausalLM", {"sliding_window": 64, "sliding_window_pattern": "LLX"}, "sliding_window_pattern"),
+        ("Qwen2ForCausalLM", {"rope_scaling": {"type": "spiral"}}, "rope_scaling"),
+        ("DbrxForCausalLM", {"ffn_config": [1]}, "ffn_config"),
+        ("MiniCPMForCausalLM", {"hidden_size": 63, "head_dim": None}, "hidden_size"),
+    ],
+)
+def test_contradictions_name_the_field(architecture: str, changes: dict[str, Any], field: str) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        describe_config(config(architecture, **changes))
+    assert field in str(caught.value)
+
+
+@pytest.mark.parametrize("architecture", WRAPPED)
+def test_a_wrapper_without_its_text_model_is_refused(architecture: str) -> None:
+    with pytest.raises(CheckpointError, match="text_config"):
+        describe_config({"architectures": [architecture]})
+
+
+def test_model_types_stand_in_for_missing_architectures() -> None:
+    for model_type, architecture in (
+        ("qwen3_moe", "Qwen3MoeForCausalLM"),
+        ("gpt_oss", "GptOssForCausalLM"),
+        ("deepseek_v3", "DeepseekV3ForCausalLM"),
+        ("gemma3_text", "Gemma3ForCausalLM"),
+        ("gpt2", "GPT2LMHeadModel"),
+    ):
+        assert describe_config({**CONFIG, "model_type": model_type}).architecture == architecture

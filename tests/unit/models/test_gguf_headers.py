@@ -1,0 +1,186 @@
+"""GGUF headers of every family: read into specs whose tensor names are those of the gguf package's own tables."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import gguf
+import pytest
+
+from holdfast.errors import CheckpointError, UnknownArchitectureError
+from holdfast.models import ModelSpec, describe_gguf, from_gguf, known_gguf_architectures
+
+BASE: dict[str, Any] = {
+    "block_count": 4,
+    "context_length": 8192,
+    "embedding_length": 64,
+    "feed_forward_length": 96,
+    "attention.head_count": 4,
+    "attention.head_count_kv": 2,
+    "attention.layer_norm_rms_epsilon": 1e-5,
+    "attention.layer_norm_epsilon": 1e-5,
+}
+EXPERTS: dict[str, Any] = {
+    "expert_count": 4,
+    "expert_used_count": 2,
+    "expert_feed_forward_length": 24,
+    "expert_shared_feed_forward_length": 40,
+    "expert_shared_count": 1,
+    "leading_dense_block_count": 1,
+}
+OWN: dict[str, dict[str, Any]] = {
+    "deepseek2": {
+        "attention.kv_lora_rank": 16,
+        "attention.q_lora_rank": 20,
+        "attention.key_length": 20,
+        "attention.value_length": 10,
+        "rope.dimension_count": 8,
+    },
+    "glm4moe": {"nextn_predict_layers": 1},
+    "gemma3": {"attention.key_length": 16, "attention.value_length": 16, "attention.sliding_window": 512},
+    "gemma2": {"attention.key_length": 16, "attention.value_length": 16, "attention.sliding_window": 512},
+    "gemma": {"attention.key_length": 16, "attention.value_length": 16},
+    "llama4": {"attention.key_length": 16, "attention.value_length": 16, "interleave_moe_layer_step": 2},
+    "gpt-oss": {"attention.key_length": 16, "attention.value_length": 16, "attention.sliding_window": 128},
+    "cohere2": {"attention.sliding_window": 512},
+}
+MIXTURES = (
+    "qwen2moe",
+    "qwen3moe",
+    "deepseek2",
+    "glm4moe",
+    "gpt-oss",
+    "llama4",
+    "olmoe",
+    "granitemoe",
+    "dbrx",
+    "phimoe",
+    "minimax-m2",
+)
+NAMES = ("token_embd.weight", "output.weight")
+QKV_BIASES = ("blk.0.attn_q.bias", "blk.0.attn_k.bias", "blk.0.attn_v.bias")
+
+
+def header(architecture: str, **changes: Any) -> dict[str, Any]:
+    fields = {**BASE, **(EXPERTS if architecture in MIXTURES else {}), **OWN.get(architecture, {}), **changes}
+    named = {f"{architecture}.{name}": value for name, value in fields.items()}
+    tokens = [str(number) for number in range(100)]
+    return {"general.architecture": architecture, "tokenizer.ggml.tokens": tokens, **named}
+
+
+def known_names(architecture: str, blocks: int) -> set[str]:
+    number = next(number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+    stems = [gguf.TENSOR_NAMES[tensor] for tensor in gguf.MODEL_TENSORS[number]]
+    return {stem.format(bid=block) for stem in stems for block in range(blocks)}
+
+
+def stem_of(name: str) -> str:
+    return name.removesuffix(".weight").removesuffix(".bias")
+
+
+@pytest.mark.parametrize("architecture", known_gguf_architectures())
+def test_names_are_those_of_llama_cpp(architecture: str) -> None:
+    known = known_names(architecture, 4)
+    present = [name for name in (*NAMES, "rope_freqs.weight") if stem_of(name) in known]
+    spec = describe_gguf(header(architecture), (*present, *QKV_BIASES))
+    assert {stem_of(tensor.gguf_name) for tensor in spec.tensors} <= known
+    names = [tensor.gguf_name for tensor in spec.tensors]
+    assert len(set(names)) == len(names)
+    assert spec.vocab_size == 100
+
+
+@pytest.mark.parametrize("architecture", known_gguf_architectures())
+def test_both_names_of_a_tensor_mean_the_same(architecture: str) -> None:
+    """Where the package's map knows the name of safetensors, it leads to our name of GGUF."""
+    number = next(number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+    table = gguf.get_tensor_name_map(number, 4)
+    checked = 0
+    for tensor in describe_gguf(header(architecture), (*NAMES, *QKV_BIASES)).tensors:
+        if not tensor.hf_name or tensor.part != "text":
+            continue
+        found = table.get_name(tensor.hf_name.replace(".{expert}", ""), try_suffixes=(".weight", ".bias"))
+        if found is not None:
+            assert stem_of(found) == stem_of(tensor.gguf_name), tensor.name
+            checked += 1
+    assert checked > 8
+
+
+def shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+    return {tensor.gguf_name: tensor.shape for tensor in spec.tensors}
+
+
+def test_experts_are_stacked() -> None:
+    spec = describe_gguf(header("qwen3moe"), NAMES)
+    found = shapes(spec)
+    assert found["blk.0.ffn_gate_exps.weight"] == (4, 24, 64)
+    assert found["blk.0.ffn_down_exps.weight"] == (4, 64, 24)
+    assert spec.layers[0].experts is not None
+    assert spec.layers[0].experts.per_token == 2
+
+
+def test_mixtral_is_a_llama_with_experts() -> None:
+    spec = describe_gguf(header("llama", expert_count=8, expert_used_count=2), NAMES)
+    assert spec.family == "mixtral"
+    assert shapes(spec)["blk.3.ffn_up_exps.weight"] == (8, 96, 64)
+    with pytest.raises(UnknownArchitectureError, match="experts"):
+        from_gguf(header("llama", expert_count=8, expert_used_count=2), NAMES)
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_latent_attention_old_and_new(split: bool) -> None:
+    """Files of today keep key and value parts apart, and tell the head's sizes under other names."""
+    new = {
+        "attention.head_count_kv": 1,
+        "attention.key_length": 24,
+        "attention.value_length": 16,
+        "attention.key_length_mla": 20,
+        "attention.value_length_mla": 10,
+    }
+    names = (*NAMES, "blk.0.attn_k_b.weight") if split else NAMES
+    spec = describe_gguf(header("deepseek2", **(new if split else {})), names)
+    assert spec.kv_elements_per_token == 4 * (16 + 8)
+    assert spec.head_dim == 20
+    found = shapes(spec)
+    assert ("blk.0.attn_kv_b.weight" in found) is not split
+    if split:
+        assert found["blk.0.attn_k_b.weight"] == (4, 16, 12)
+        assert found["blk.0.attn_v_b.weight"] == (4, 10, 16)
+
+
+def test_draft_blocks_are_no_layers() -> None:
+    spec = describe_gguf(header("glm4moe"), NAMES)
+    assert len(spec.layers) == 3
+    assert spec.draft_parameters > 0
+    assert shapes(spec)["blk.3.nextn.eh_proj.weight"] == (64, 128)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "windows"),
+    [
+        ("gemma2", [512, None, 512, None]),
+        ("gemma3", [512, 512, 512, 512]),
+        ("gpt-oss", [128, None, 128, None]),
+        ("cohere2", [512, 512, 512, None]),
+    ],
+)
+def test_windows_by_layer(architecture: str, windows: list[int | None]) -> None:
+    assert [layer.window for layer in describe_gguf(header(architecture), NAMES).layers] == windows
+
+
+@pytest.mark.parametrize("architecture", known_gguf_architectures())
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("block_count", 10**9),
+        ("embedding_length", -1),
+        ("embedding_length", "wide"),
+        ("attention.head_count", 0),
+        ("attention.head_count_kv", 3),
+        ("context_length", None),
+    ],
+)
+def test_a_bad_field_is_named(architecture: str, field: str, value: Any) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        describe_gguf(header(architecture, **{field: value}), NAMES)
+    assert f"{architecture}.{field}" in str(caught.value)
+    assert caught.value.needed

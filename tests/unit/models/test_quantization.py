@@ -1,0 +1,173 @@
+"""quantization_config in the spellings that published checkpoints use."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from holdfast.errors import CheckpointError
+from holdfast.models import QuantSpec, describe_config, from_config
+
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 100,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
+
+
+def compressed(**weights: Any) -> dict[str, Any]:
+    return {
+        "quant_method": "compressed-tensors",
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
+        "ignore": ["lm_head", "re:.*mlp.gate$"],
+    }
+
+
+def quantized(**config: Any) -> QuantSpec:
+    found = describe_config({**LLAMA, "quantization_config": config}).quantization
+    assert found is not None
+    return found
+
+
+CASES: list[tuple[dict[str, Any], QuantSpec]] = [
+    (
+        {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"},
+        QuantSpec(method="awq", bits=4, group_size=128, symmetric=False),
+    ),
+    (
+        {"quant_method": "awq", "w_bit": 4, "q_group_size": 64, "modules_to_not_convert": ["visual"]},
+        QuantSpec(method="awq", bits=4, group_size=64, symmetric=False, not_converted=("visual",)),
+    ),
+    (
+        {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": True, "sym": True},
+        QuantSpec(method="gptq", bits=4, group_size=128, symmetric=False, activation_order=True),
+    ),
+    (
+        {"quant_method": "gptq", "bits": 8, "group_size": -1},
+        QuantSpec(method="gptq", bits=8, granularity="channel", symmetric=False),
+    ),
+    (
+        {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128], "activation_scheme": "dynamic"},
+        QuantSpec(method="fp8", bits=8, granularity="block", block=(128, 128)),
+    ),
+    (
+        {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]},
+        QuantSpec(method="fp8", bits=8, granularity="tensor", static_activations=True, not_converted=("lm_head",)),
+    ),
+    ({"quant_method": "fbgemm_fp8"}, QuantSpec(method="fp8", bits=8, granularity="channel")),
+    (
+        compressed(num_bits=8, type="float", strategy="channel", symmetric=True),
+        QuantSpec(
+            method="fp8",
+            bits=8,
+            granularity="channel",
+            not_converted=("lm_head", "re:.*mlp.gate$"),
+            head_converted=True,
+        ),
+    ),
+    (
+        compressed(num_bits=8, type="int", strategy="channel"),
+        QuantSpec(
+            method="int8",
+            bits=8,
+            granularity="channel",
+            not_converted=("lm_head", "re:.*mlp.gate$"),
+            head_converted=True,
+        ),
+    ),
+    (
+        compressed(num_bits=4, type="int", strategy="group", group_size=128, symmetric=False),
+        QuantSpec(
+            method="int4",
+            bits=4,
+            group_size=128,
+            symmetric=False,
+            not_converted=("lm_head", "re:.*mlp.gate$"),
+            head_converted=True,
+        ),
+    ),
+    (
+        {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_use_double_quant": True},
+        QuantSpec(method="bitsandbytes", bits=4, group_size=64, double_quantization=True),
+    ),
+    (
+        {"quant_method": "bitsandbytes", "load_in_8bit": True},
+        QuantSpec(method="bitsandbytes", bits=8, granularity="channel"),
+    ),
+    (
+        {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]},
+        QuantSpec(method="mxfp4", bits=4, group_size=32, not_converted=("model.layers.*.self_attn", "lm_head")),
+    ),
+]
+
+
+@pytest.mark.parametrize(("config", "expected"), CASES)
+def test_methods(config: dict[str, Any], expected: QuantSpec) -> None:
+    assert quantized(**config) == expected
+
+
+def test_plain_weights_have_none() -> None:
+    assert describe_config(LLAMA).quantization is None
+    assert describe_config({**LLAMA, "quantization_config": None}).quantization is None
+
+
+@pytest.mark.parametrize(
+    ("config", "word"),
+    [
+        ({"quant_method": "magic"}, "magic"),
+        ({}, "quant_method"),
+        ({"bits": 4}, "quant_method"),
+        ({"quant_method": "awq", "bits": 3}, "bits"),
+        ({"quant_method": "gptq", "bits": True}, "bits"),
+        ({"quant_method": "gptq", "bits": 4, "group_size": "all"}, "group_size"),
+        ({"quant_method": "fp8", "weight_block_size": [128]}, "weight_block_size"),
+        ({"quant_method": "fp8", "weight_block_size": [0, 10**12]}, "weight_block_size"),
+        ({"quant_method": "compressed-tensors"}, "config_groups"),
+        ({"quant_method": "compressed-tensors", "config_groups": {"a": {}, "b": {}}}, "config_groups"),
+        (compressed(num_bits=4, type="float"), "type"),
+        (compressed(num_bits=4, strategy="spiral"), "strategy"),
+        ({"quant_method": "bitsandbytes"}, "load_in_4bit"),
+        ({"quant_method": "awq", "bits": 4, "modules_to_not_convert": "lm_head"}, "modules_to_not_convert"),
+        ({"quant_method": "awq", "bits": 4, "modules_to_not_convert": ["re:(("]}, "modules_to_not_convert"),
+        ({"quant_method": "awq", "bits": 4, "modules_to_not_convert": ["re:(a+)+$"]}, "modules_to_not_convert"),
+    ],
+)
+def test_what_cannot_be_read_is_named(config: dict[str, Any], word: str) -> None:
+    if not config:  # an empty table is none at all
+        assert describe_config({**LLAMA, "quantization_config": config}).quantization is None
+        return
+    with pytest.raises(CheckpointError) as caught:
+        quantized(**config)
+    assert word in str(caught.value)
+
+
+def test_the_engine_refuses_what_it_cannot_multiply() -> None:
+    with pytest.raises(CheckpointError, match="awq"):
+        from_config({**LLAMA, "quantization_config": {"quant_method": "awq", "bits": 4}})
+
+
+def test_exceptions_are_names_parts_of_names_and_patterns() -> None:
+    skipped = ("visual", "mlp.gate", "model.layers.*.self_attn", r"re:.*experts\.\d+\.down_proj$", "model.layers.7.")
+    spec = QuantSpec(method="awq", bits=4, not_converted=skipped)
+    converted = {
+        "model.layers.0.mlp.gate_proj.weight": True,
+        "model.layers.0.mlp.gate.weight": False,
+        "model.layers.0.self_attn.q_proj.weight": False,
+        "model.layers.0.mlp.experts.3.down_proj.weight": False,
+        "model.layers.0.mlp.experts.3.up_proj.weight": True,
+        "model.layers.7.mlp.up_proj.weight": False,
+        "model.layers.77.mlp.up_proj.weight": True,
+        "visual.blocks.0.attn.qkv.weight": False,
+        "lm_head.weight": False,
+    }
+    assert {name: spec.converts(name) for name in converted} == converted
+
+
+def test_the_head_is_converted_only_where_the_method_says_so() -> None:
+    assert quantized(quant_method="gptq", bits=4, lm_head=True).converts("lm_head.weight")
+    assert not quantized(quant_method="gptq", bits=4).converts("lm_head.weight")
+    assert not quantized(**compressed(num_bits=8, strategy="channel")).converts("lm_head.weight")
