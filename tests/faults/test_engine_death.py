@@ -104,7 +104,9 @@ async def test_an_engine_that_cannot_live_is_given_up_and_the_server_ends(start_
         assert answer.status_code in (500, 503)
         assert "4 times in a row" in answer.json()["error"]["message"]
     assert server.process.wait(30) == 1
-    assert "the engine was given up and the server ends" in server.log.splitlines()[-1]
+    reason, end = server.log.splitlines()[-2:]
+    assert "the engine was given up and the server ends" in reason
+    assert "stopped: 0 requests answered, 1 failed" in end
 
 
 POISON = 31_337
