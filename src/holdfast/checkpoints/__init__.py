@@ -4,7 +4,7 @@ from holdfast.checkpoints.checkpoint import Checkpoint, extra_tensors, match, op
 from holdfast.checkpoints.files import GGUFHeader, ModelFiles, StoredTensor
 from holdfast.checkpoints.layouts import ENGINE_LAYOUTS, LAYOUTS, Layout
 from holdfast.checkpoints.quantized import Packing, Part, stored_bytes, stored_parts
-from holdfast.checkpoints.source import DEFAULT_MODEL, from_path, locate, locate_headers, spec_of
+from holdfast.checkpoints.source import DEFAULT_MODEL, describe, from_path, locate, locate_headers, spec_of
 
 __all__ = [
     "DEFAULT_MODEL",
@@ -17,6 +17,7 @@ __all__ = [
     "Packing",
     "Part",
     "StoredTensor",
+    "describe",
     "extra_tensors",
     "from_path",
     "locate",

@@ -23,7 +23,7 @@ from holdfast.checkpoints.choice import INDEX_NAME, choose_weights, part_names, 
 from holdfast.checkpoints.files import GGUFHeader, ModelFiles
 from holdfast.checkpoints.reading import read_json, read_small
 from holdfast.errors import CheckpointError, ModelNotFoundError
-from holdfast.models import ModelSpec, from_config, from_gguf
+from holdfast.models import ModelSpec, describe_config, describe_gguf, from_config, from_gguf
 from holdfast.units import shorten
 
 Kind = Literal["builtin", "file", "folder", "hub"]
@@ -104,16 +104,28 @@ def from_path(path: Path, *, name: str, kind: Kind | None = None, wanted: str | 
 
 
 def spec_of(files: ModelFiles) -> ModelSpec:
-    """What the files say the model is."""
+    """What the files say the model is; one that this engine cannot run is refused."""
     if files.header is not None:
         return from_gguf(files.header.metadata, files.header.tensors.keys())
+    return from_config(_config_of(files), files.generation_config)
+
+
+def describe(files: ModelFiles) -> ModelSpec:
+    """The same for those who only count: any known model."""
+    if files.header is not None:
+        return describe_gguf(files.header.metadata, files.header.tensors.keys())
+    return describe_config(_config_of(files), files.generation_config)
+
+
+def _config_of(files: ModelFiles) -> dict[str, Any]:
+    """With the numbers' type, which some leave to the weights to tell."""
     if files.config is None:
         raise CheckpointError(f"{files.path}: config.json is missing", needed="config.json beside the weights")
     config = files.config
     if config.get("dtype") is None and config.get("torch_dtype") is None and files.format == "safetensors":
         stored = Counter(tensor.layout for tensor in open_checkpoint(files).tensors.values())
         config = {**config, "dtype": _DTYPE_OF_LAYOUT.get(stored.most_common(1)[0][0] if stored else "", "bfloat16")}
-    return from_config(config, files.generation_config)
+    return config
 
 
 def _from_ggufs(paths: tuple[Path, ...], name: str, kind: Kind, chosen: str = "") -> ModelFiles:

@@ -1,5 +1,15 @@
 """What the machine has."""
 
-from holdfast.hardware.probe import Memory, Processor, memory, processor
+from holdfast.hardware.kernels import compiled_kernels
+from holdfast.hardware.probe import Memory, Processor, Resident, memory, memory_holders, processor, resident
 
-__all__ = ["Memory", "Processor", "memory", "processor"]
+__all__ = [
+    "Memory",
+    "Processor",
+    "Resident",
+    "compiled_kernels",
+    "memory",
+    "memory_holders",
+    "processor",
+    "resident",
+]

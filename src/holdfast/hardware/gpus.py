@@ -88,7 +88,7 @@ def entries() -> tuple[Gpu, ...]:
 
 def find(name: str) -> Gpu:
     """The GPU of that name or alias, however spaced, cased or prefixed. Unknown: refused, with the nearest names."""
-    found = _lookup(name)
+    found = lookup(name)
     if found is None:
         raise _unknown(name)
     return found
@@ -96,13 +96,13 @@ def find(name: str) -> Gpu:
 
 def find_group(text: str) -> Gpus:
     """A name with an optional number of GPUs: `rtx4090`, `h100-80x2`, `2x h100-80`."""
-    whole = _lookup(text)
+    whole = lookup(text)
     if whole is not None:
         return Gpus(whole, 1)
     stripped = text.strip()
     last, first = _COUNT_LAST.fullmatch(stripped), _COUNT_FIRST.fullmatch(stripped)
     for name, count in ((last[1], last[2]) if last else ("", ""), (first[2], first[1]) if first else ("", "")):
-        found = _lookup(name) if name else None
+        found = lookup(name) if name else None
         if found is not None:
             return Gpus(found, _checked_count(int(count), text))
     raise _unknown(last[1] if last else text)
@@ -120,7 +120,8 @@ def _checked_count(count: int, text: str) -> int:
     return count
 
 
-def _lookup(name: str) -> Gpu | None:
+def lookup(name: str) -> Gpu | None:
+    """The same without the refusal: None when no GPU of that name is known."""
     return _catalogue()[1].get(_normal(name))
 
 

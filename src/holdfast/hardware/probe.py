@@ -9,6 +9,11 @@ from pathlib import Path
 
 import psutil
 
+from holdfast.units import MIB, format_bytes
+
+HOLDER_BYTES = 256 * MIB
+"""Processes below this are not worth naming when memory is short."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
@@ -36,6 +41,20 @@ class Processor:
         their portable form, which x86 runs, does not."""
         return "asimddp" in self.features
 
+    @property
+    def copies_matrices(self) -> bool:
+        """Whether torch's dense products copy the whole matrix into the order they read: on Arm they do from about
+        ten rows on, and hold that one copy until the next product of another shape (measured, torch 2.13)."""
+        return "asimd" in self.features
+
+
+@dataclass(frozen=True, slots=True)
+class Resident:
+    """RAM that one process holds, its share of files included."""
+
+    now_bytes: int
+    peak_bytes: int
+
 
 def memory(root: Path = Path("/")) -> Memory:
     machine = psutil.virtual_memory()
@@ -48,6 +67,32 @@ def memory(root: Path = Path("/")) -> Memory:
         if max(0, limit - used) < available:
             available, limited_by = max(0, limit - used), "control group"
     return Memory(total_bytes=total, available_bytes=available, limited_by=limited_by)
+
+
+def resident(pid: int | None = None) -> Resident | None:
+    """Of this process, or another; None when there is no such process, or the system does not tell."""
+    found: dict[str, int] = {}
+    try:
+        with open(f"/proc/{'self' if pid is None else pid}/status") as status:
+            for line in status:
+                name, _, value = line.partition(":")
+                if name in ("VmRSS", "VmHWM"):
+                    found[name] = int(value.split()[0]) * 1024
+    except (OSError, ValueError):
+        return None
+    if "VmRSS" not in found:  # A process that has ended and was not waited for has no memory.
+        return None
+    return Resident(found["VmRSS"], max(found["VmRSS"], found.get("VmHWM", 0)))
+
+
+def memory_holders(most: int = 3) -> tuple[str, ...]:
+    """The other processes that hold most memory, for people to read. A container sees only its own."""
+    found: list[tuple[int, str]] = []
+    for process in psutil.process_iter(["pid", "name", "memory_info"]):
+        held = process.info["memory_info"]
+        if held is not None and held.rss >= HOLDER_BYTES and process.pid != os.getpid():
+            found.append((held.rss, f"{process.info['name']} (pid {process.pid}) {format_bytes(held.rss)}"))
+    return tuple(text for _, text in sorted(found, reverse=True)[:most])
 
 
 @cache

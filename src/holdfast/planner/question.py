@@ -25,11 +25,13 @@ class PlannedModel:
     """The same by the spec's names, for a model that this engine can run."""
     format: Literal["safetensors", "gguf", "none"] = "none"
     published_parameters: int | None = None
+    derived: bool = False
+    """`stored` was worked out from shapes, as a quantizer would write it; no file was read."""
 
     @property
     def exact(self) -> bool:
         """Headers were read: weights are counted, not derived."""
-        return self.stored is not None
+        return self.stored is not None and not self.derived
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,152 @@
+"""Settings of a plan: the model, the machine it is for, limits and traffic. What is left out is left to the plan.
+
+vLLM's names; `holdfast.plan(...)` takes the same.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from holdfast.config.setting import (
+    Origin,
+    build,
+    choice,
+    flag,
+    number,
+    optional,
+    setting,
+    text,
+    tokens_or_auto,
+    whole,
+)
+from holdfast.errors import ConfigurationError
+from holdfast.units import parse_tokens
+
+_KV_DTYPES = ("auto", "float32", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2")
+_CONTRADICTION = "HF143"
+MAX_REQUESTS = 1 << 20
+
+
+def _amount(field: str, value: Any) -> str | int:
+    """As it was written: who reads it knows what is too much."""
+    if isinstance(value, bool) or not isinstance(value, int | str):
+        raise ConfigurationError(f"{field}: {value!r} will not do", needed="a size, such as 22GiB", field=field)
+    return value
+
+
+def _kv_dtype(field: str, value: Any) -> str:
+    return "fp8" if (found := choice(*_KV_DTYPES)(field, value)).startswith("fp8") else found
+
+
+def _tokens(field: str, value: Any) -> int:
+    if isinstance(value, str):
+        value = parse_tokens(value, field=field)
+    return int(whole(0, 1 << 27)(field, value))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanConfig:
+    model: str | None = setting(
+        None,
+        "a folder, a .gguf file, a built-in name, a name of the catalogue (llama-3.1-8b) or a hub id (owner/name, of "
+        "which only headers are read); left out: the built-in SmolLM2-135M-Instruct",
+        optional(text),
+        metavar="MODEL",
+    )
+    revision: str | None = setting(None, "branch, tag or commit of a hub id", optional(text))
+    quantization: str | None = setting(
+        None,
+        "plan as if quantized: awq, gptq, int4, int8, fp8, nf4, or a GGUF type such as Q4_K_M",
+        optional(text),
+        flags=("-q",),
+        metavar="METHOD",
+    )
+    gpu: str | None = setting(
+        None, "GPUs to plan for: rtx4090, h100-80x2, or several kinds with commas; left out: this machine",
+        optional(text), metavar="NAME",
+    )  # fmt: skip
+    vram: str | int | None = setting(
+        None, "what each GPU has to use, such as 22GiB or 22GiBx2; beside --gpu: the budget on it", optional(_amount),
+        metavar="SIZE",
+    )  # fmt: skip
+    ram: str | int | None = setting(
+        None, "RAM to use; without a GPU the model goes there, with one it is for tiers", optional(_amount),
+        metavar="SIZE",
+    )  # fmt: skip
+    nvme: str | int | None = setting(None, "disk to use for tiers", optional(_amount), metavar="SIZE")
+    device: str = setting("auto", "auto, cpu or cuda: what to plan for on this machine", choice("auto", "cpu", "cuda"))
+    dtype: str = setting(
+        "auto", "what is computed in: auto, float32, bfloat16 or float16",
+        choice("auto", "float32", "bfloat16", "float16", "half", "float"),
+    )  # fmt: skip
+    kv_cache_dtype: str = setting(
+        "auto", "what KV is kept in: auto (as dtype), float32, bfloat16, float16 or fp8", _kv_dtype
+    )
+    max_model_len: int | None = setting(
+        None, "longest context in tokens: 8192, 32k (32,000), 32K (32,768), or auto: what the model and memory allow",
+        optional(tokens_or_auto), metavar="TOKENS",
+    )  # fmt: skip
+    max_num_seqs: int | None = setting(
+        None, "most requests computed at the same time; left out: the traffic's peak, else 256 (64 on a CPU)",
+        optional(whole(1, MAX_REQUESTS)),
+    )  # fmt: skip
+    max_num_batched_tokens: int | None = setting(
+        None, "most tokens computed in one step; left out: 8,192 (512 on a CPU)", optional(whole(1, 1 << 22))
+    )
+    gpu_memory_utilization: float | None = setting(
+        None, "share of a GPU's memory to use; on a CPU, of the RAM that is free; left out: 0.9",
+        optional(number(0.01, 1.0)),
+    )  # fmt: skip
+    tensor_parallel_size: int | None = setting(
+        None, "GPUs to split each layer over; left out: the fewest that hold the model", optional(whole(1, 1024)),
+        flags=("-tp",),
+    )  # fmt: skip
+    pipeline_parallel_size: int = setting(1, "GPUs to split the layers over", whole(1, 1024), flags=("-pp",))
+    block_size: int = setting(16, "tokens in one KV block", whole(1, 4096))
+    enable_lora: bool = setting(False, "keep room for LoRA adapters", flag)
+    max_loras: int | None = setting(
+        None, "adapters held at the same time; implies --enable-lora", optional(whole(1, 4096))
+    )
+    max_lora_rank: int = setting(16, "the largest rank of an adapter", whole(1, 4096))
+    concurrency: int | None = setting(
+        None, "requests at the same time that must fit; outranks the peak found in --traffic",
+        optional(whole(1, MAX_REQUESTS)),
+    )  # fmt: skip
+    prompt: int | None = setting(None, "tokens of their prompts", optional(_tokens), metavar="TOKENS")
+    output: int | None = setting(None, "tokens of their answers", optional(_tokens), metavar="TOKENS")
+    traffic: str | None = setting(
+        None, "plan for real traffic: an access log or JSON lines with prompt_tokens and completion_tokens, or the "
+        "address of a server's /metrics; - reads standard input",
+        optional(text), metavar="FILE|URL",
+    )  # fmt: skip
+
+    def __post_init__(self) -> None:
+        if self.traffic is not None and (self.prompt is not None or self.output is not None):
+            raise ConfigurationError(
+                "--traffic tells the lengths of requests, and so do --prompt and --output",
+                code=_CONTRADICTION,
+                fix="leave one of the two out; --concurrency goes with both",
+                field="prompt" if self.prompt is not None else "output",
+            )
+        if (self.prompt is None) != (self.output is None):
+            missing = "output" if self.output is None else "prompt"
+            raise ConfigurationError(
+                "--prompt and --output go together: KV holds both", code=_CONTRADICTION, needed=f"--{missing} TOKENS",
+                field=missing,
+            )  # fmt: skip
+        if self.concurrency is not None and self.traffic is None and self.prompt is None and self.max_model_len is None:
+            raise ConfigurationError(
+                "--concurrency says how many requests, and nothing says how long they are", code=_CONTRADICTION,
+                needed="--prompt and --output, or --max-model-len", fix="--prompt 1000 --output 300",
+                field="concurrency",
+            )  # fmt: skip
+        if self.prompt == 0 and self.output == 0:
+            raise ConfigurationError(
+                "--prompt and --output are both 0", needed="at least one token", field="prompt", code=_CONTRADICTION
+            )
+
+    @staticmethod
+    def from_arguments(**arguments: Any) -> PlanConfig:
+        """From Python. A name that is not known is an error with the nearest one."""
+        return build(PlanConfig, arguments, refused={}, origin=lambda name: Origin(str))

@@ -1,0 +1,259 @@
+"""From what a user calls a model to its shapes and stored tensors. Reads headers and configs, never weights.
+
+    an existing path ─► a built-in name ─► a name of the catalogue ─► a hub id: headers by range
+
+A hub id whose hub cannot be asked, or does not let us in, is taken from the catalogue where that knows it. Whatever
+was chosen comes back with its reason. Knows no budget and no machine.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from holdfast.checkpoints import (
+    DEFAULT_MODEL,
+    ENGINE_LAYOUTS,
+    Checkpoint,
+    ModelFiles,
+    StoredTensor,
+    builtin,
+    describe,
+    locate_headers,
+    match,
+    open_checkpoint,
+)
+from holdfast.checkpoints.choice import quantization_of
+from holdfast.errors import CheckpointError, ConfigurationError, ModelAccessError, ModelNotFoundError
+from holdfast.models import ModelSpec, TensorSpec, catalogue, describe_config
+from holdfast.models.catalogue import CatalogueEntry
+from holdfast.observability.decisions import Decision
+from holdfast.planner.question import PlannedModel
+from holdfast.planner.requantize import quantized_as
+from holdfast.planner.weights import require_known_layouts
+from holdfast.units import format_bytes, shorten
+
+HUB_PATIENCE_S = 10.0
+"""For a model that the catalogue knows too: a network that swallows packets must not hold up the answer."""
+_PLAIN = ("F32", "F16", "BF16")
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    model: PlannedModel
+    decisions: tuple[Decision, ...]
+
+
+def resolve_model(name: str | None = None, *, revision: str | None = None, quantization: str | None = None) -> Resolved:
+    """None is the built-in default. Raises ModelError (not there, torn, unknown) or ConfigurationError."""
+    wanted = DEFAULT_MODEL if name is None else name
+    _require_name(wanted)
+    builtin.refuse_revision(wanted, revision)
+    found = _find(wanted, revision)
+    if quantization is None:
+        return found
+    model = quantized_as(found.model, quantization)
+    if model is found.model:
+        decision = Decision("quantization", quantization, "the model is stored so", "model")
+    else:
+        reason = "planned as if the model had been quantized so; bytes follow from its shapes"
+        decision = Decision("quantization", quantization, reason, "set")
+    return Resolved(model, (*found.decisions, decision))
+
+
+def _find(wanted: str, revision: str | None) -> Resolved:
+    entry = builtin.find(wanted)
+    if entry is not None and not Path(wanted).expanduser().exists() and not builtin.is_cached(entry):
+        known = catalogue.lookup(entry.title)
+        if known is not None:
+            return _not_fetched_yet(entry, known)
+    if _is_here(wanted):
+        return _from_files(locate_headers(wanted, revision=revision))
+    return _from_afar(wanted, catalogue.lookup(wanted), revision)
+
+
+def _from_afar(wanted: str, entry: CatalogueEntry | None, revision: str | None) -> Resolved:
+    """By the catalogue's name, or at the hub."""
+    if "/" not in wanted:
+        # A bare name is no hub id: the catalogue says which ones come near. A missing file is said as such.
+        looks_like_a_file = wanted.lower().endswith((".gguf", ".safetensors", ".json"))
+        if entry is not None and revision is None:
+            return _from_catalogue(entry, f"shapes of {entry.hub_id}: {entry.source}")
+        if not looks_like_a_file:
+            _no_revision(catalogue.find(wanted), revision)
+    if entry is None:
+        return _from_files(locate_headers(wanted, revision=revision))
+    try:
+        return _from_files(_within(HUB_PATIENCE_S, wanted, lambda: locate_headers(wanted, revision=revision)))
+    except ModelAccessError as error:
+        if revision is not None:
+            raise  # The catalogue does not know one revision from another.
+        reason = f"the hub cannot be read ({shorten(error.message, 100)}); shapes from the catalogue: {entry.source}"
+        return _from_catalogue(entry, reason, name=wanted)
+
+
+def _require_name(name: str) -> None:
+    """What the system cannot even look for is not there."""
+    try:
+        Path(name).expanduser().exists()
+        found = "an empty name" if not name else None
+    except (OSError, RuntimeError, ValueError) as error:
+        found = str(getattr(error, "strerror", None) or error)
+    if found is not None:
+        raise ModelNotFoundError(
+            f"no model at {shorten(name)!r}",
+            needed="a folder, a .gguf file, a built-in name, a hub id or a name of the catalogue",
+            found=shorten(found),
+            field="model",
+        )
+
+
+def _no_revision(entry: CatalogueEntry, revision: str | None) -> None:
+    raise ConfigurationError(
+        f"revision {shorten(str(revision))!r} of {entry.name} cannot be had: the catalogue knows one shape of it",
+        code="HF130",
+        needed="a hub id such as owner/name",
+        found=entry.name,
+        fix=f"leave --revision out, or name the hub id {entry.hub_id}",
+        field="revision",
+    )
+
+
+def _is_here(name: str) -> bool:
+    """A path, a built-in name, or a folder with a choice behind a colon."""
+    folder, colon, _ = name.rpartition(":")
+    return (
+        (bool(name) and Path(name).expanduser().exists())
+        or builtin.find(name) is not None
+        or (bool(colon) and bool(folder) and Path(folder).expanduser().is_dir())
+    )
+
+
+def _within(seconds: float, name: str, ask: Callable[[], ModelFiles]) -> ModelFiles:
+    """What `ask` gives, unless it takes too long: then it is left to itself."""
+    answers: list[ModelFiles | Exception] = []
+
+    def work() -> None:
+        try:
+            answers.append(ask())
+        except Exception as error:
+            answers.append(error)
+
+    thread = threading.Thread(target=work, name="hub-headers", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if not answers:
+        raise ModelAccessError(f"{name}: the hub has not answered in {seconds:g} s", code="HF222")
+    if isinstance(answers[0], Exception):
+        raise answers[0]
+    return answers[0]
+
+
+# The catalogue
+
+
+def _from_catalogue(entry: CatalogueEntry, reason: str, *, name: str | None = None) -> Resolved:
+    model = PlannedModel(
+        name=name or entry.hub_id,
+        spec=describe_config(entry.config),
+        origin="catalogue",
+        published_parameters=entry.parameters,
+    )
+    return Resolved(model, (Decision("model", entry.name, reason, "catalogue"),))
+
+
+def _not_fetched_yet(entry: builtin.BuiltinModel, known: CatalogueEntry) -> Resolved:
+    """To count a built-in model is no reason to download it."""
+    found = _from_catalogue(known, f"built in, and not fetched yet ({entry.source})", name=entry.name)
+    layout = quantization_of(entry.filename)
+    return Resolved(quantized_as(found.model, layout) if layout is not None else found.model, found.decisions)
+
+
+# Files, here or at the hub
+
+
+def _from_files(files: ModelFiles) -> Resolved:
+    spec = describe(files)
+    if files.format == "none":
+        reason = "there are none here: counted from the config's shapes"
+        decisions = [_where(files, "config.json"), Decision("weights", "derived", reason, "model")]
+        return Resolved(PlannedModel(name=files.name, spec=spec, origin=files.kind), tuple(decisions))
+    checkpoint = open_checkpoint(files)
+    total = sum(tensor.nbytes for tensor in checkpoint.tensors.values())
+    decisions = [_where(files, f"headers of {format_bytes(total)} of {files.format}"), *_against(spec, checkpoint)]
+    model = PlannedModel(
+        name=files.name,
+        spec=spec,
+        origin=files.kind,
+        stored=checkpoint.tensors,
+        canonical=_canonical(spec, checkpoint),
+        format=files.format,
+    )
+    require_known_layouts(model)
+    return Resolved(model, tuple(decisions))
+
+
+def _where(files: ModelFiles, said: str) -> Decision:
+    source = {"builtin": "built in", "file": "path", "folder": "path", "hub": "hub"}[files.kind]
+    if files.remote:
+        said += f", by range at {shorten(files.revision or 'the hub', 12)}"
+    return Decision("model", files.name, f"{said}; {files.chosen}" if files.chosen else said, source)
+
+
+def _canonical(spec: ModelSpec, checkpoint: Checkpoint) -> Mapping[str, StoredTensor] | None:
+    """For what this engine can run; `match` refuses what contradicts the config."""
+    if not spec.runnable or any(tensor.layout not in ENGINE_LAYOUTS for tensor in checkpoint.tensors.values()):
+        return None
+    return match(spec, checkpoint)
+
+
+def _against(spec: ModelSpec, checkpoint: Checkpoint) -> list[Decision]:
+    """Whether config and weights are of one model. A matrix of another size is refused, and so are weights of which
+    the config knows less than half; some that are missing or foreign are said."""
+    seen = missing = 0
+    for tensor in spec.tensors:
+        if tensor.optional or tensor.part != "text":
+            continue
+        found = _stored_as(tensor, checkpoint)
+        if found is None:
+            missing += 1
+            continue
+        seen += 1
+        name, shape = found
+        stored = checkpoint.tensors.get(name)
+        if stored is not None and stored.layout in _PLAIN and tensor.linear and stored.shape != shape:
+            raise CheckpointError(
+                f"tensor {shorten(name)!r} has another shape than the config of {spec.architecture} says",
+                needed=str(list(shape)),
+                found=f"{list(stored.shape)} in {stored.path.name}",
+                fix="config.json belongs to another model: fetch both again",
+                field=tensor.name,
+            )
+    if missing <= seen:
+        return [_missing(missing, seen)] if missing else []
+    raise CheckpointError(
+        f"the weights are not those of the {spec.architecture} that the config describes",
+        needed=f"{seen + missing} tensors",
+        found=f"{seen} of them, among {len(checkpoint.tensors)} others such as "
+        + shorten(", ".join(list(checkpoint.tensors)[:3]), 160),
+        fix="config.json belongs to another model: fetch both again",
+        field="architectures",
+    )
+
+
+def _missing(missing: int, seen: int) -> Decision:
+    reason = f"{missing} of {seen + missing} tensors that the config promises were not found under their names"
+    return Decision("weights", "as stored", reason + "; what is stored is counted", "model")
+
+
+def _stored_as(tensor: TensorSpec, checkpoint: Checkpoint) -> tuple[str, tuple[int, ...]] | None:
+    """One of the names it lies under, and the shape it should have there; None: it is not there, in any packing."""
+    if checkpoint.format == "gguf":
+        return (tensor.gguf_name, tensor.shape) if tensor.gguf_name in checkpoint.tensors else None
+    name, shape = next(tensor.in_safetensors())
+    module = name.removesuffix(".weight")
+    endings = (".qweight", ".weight_packed", "_blocks", ".blocks")
+    there = name in checkpoint.tensors or any(module + ending in checkpoint.tensors for ending in endings)
+    return (name, shape) if there else None

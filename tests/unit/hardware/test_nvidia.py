@@ -1,0 +1,236 @@
+"""NVIDIA GPUs as a program would see them, against a fake NVML: no GPU is needed, and none was asked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from holdfast.hardware import Memory
+from holdfast.hardware.nvidia import NvidiaMachine, probe
+
+GIB = 1 << 30
+RAM = Memory(total_bytes=128 * GIB, available_bytes=100 * GIB, limited_by="machine")
+
+
+@dataclass
+class FakeDevice:
+    name: str
+    uuid: str
+    total: int = 24 * GIB
+    used: int = 0
+    reserved: int = GIB // 2
+    processes: list[tuple[int, int | None]] = field(default_factory=list)
+    desktop: list[tuple[int, int | None]] = field(default_factory=list)
+    slices: list[FakeDevice | None] = field(default_factory=list)
+    instance: tuple[int, int] = (0, 0)
+    has_memory: bool = True
+
+
+class FakeError(Exception):
+    pass
+
+
+class FakeNvml:
+    """The functions of pynvml that the probe uses, over made-up devices."""
+
+    def __init__(self, *devices: FakeDevice, broken: str = "", new_memory: bool = True) -> None:
+        self.devices, self.broken, self.new_memory, self.open = devices, broken, new_memory, 0
+
+    def nvmlInit(self) -> None:
+        if self.broken:
+            raise FakeError(self.broken)
+        self.open += 1
+
+    def nvmlShutdown(self) -> None:
+        self.open -= 1
+
+    def nvmlSystemGetDriverVersion(self) -> str:
+        return "580.12"
+
+    def nvmlSystemGetProcessName(self, pid: int) -> str:
+        if pid == 404:
+            raise FakeError("not found")
+        return f"/usr/bin/program{pid}"
+
+    def nvmlDeviceGetCount(self) -> int:
+        return len(self.devices)
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> FakeDevice:
+        return self.devices[index]
+
+    def nvmlDeviceGetUUID(self, handle: FakeDevice) -> str:
+        return handle.uuid
+
+    def nvmlDeviceGetName(self, handle: FakeDevice) -> str:
+        return handle.name
+
+    def nvmlDeviceGetMemoryInfo(self, handle: FakeDevice, version: int | None = None) -> Any:
+        if not handle.has_memory or (version is not None and not self.new_memory):
+            raise FakeError("not supported")
+        free = handle.total - handle.reserved - handle.used
+        return SimpleNamespace(total=handle.total, free=free, used=handle.used, reserved=handle.reserved)
+
+    def nvmlDeviceGetComputeRunningProcesses(self, handle: FakeDevice) -> list[Any]:
+        return [SimpleNamespace(pid=pid, usedGpuMemory=used) for pid, used in handle.processes]
+
+    def nvmlDeviceGetGraphicsRunningProcesses(self, handle: FakeDevice) -> list[Any]:
+        return [SimpleNamespace(pid=pid, usedGpuMemory=used) for pid, used in handle.desktop]
+
+    def nvmlDeviceGetMigMode(self, handle: FakeDevice) -> list[int]:
+        if not handle.slices:
+            raise FakeError("not supported")
+        return [1, 1]
+
+    def nvmlDeviceGetMaxMigDeviceCount(self, handle: FakeDevice) -> int:
+        return 7
+
+    def nvmlDeviceGetMigDeviceHandleByIndex(self, handle: FakeDevice, index: int) -> FakeDevice:
+        found = handle.slices[index] if index < len(handle.slices) else None
+        if found is None:
+            raise FakeError("not found")
+        return found
+
+    def nvmlDeviceGetGpuInstanceId(self, handle: FakeDevice) -> int:
+        return handle.instance[0]
+
+    def nvmlDeviceGetComputeInstanceId(self, handle: FakeDevice) -> int:
+        return handle.instance[1]
+
+
+FOUR = [FakeDevice("NVIDIA GeForce RTX 4090", f"GPU-{letter}bcd-0000") for letter in "abcd"]
+DIVIDED = FakeDevice(
+    "NVIDIA H100 80GB HBM3",
+    "GPU-ffff-1111",
+    total=80 * GIB,
+    reserved=0,
+    slices=[
+        FakeDevice("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "MIG-aaaa-1", total=10 * GIB, reserved=0, instance=(7, 0)),
+        None,
+        FakeDevice("NVIDIA H100 80GB HBM3 MIG 3g.40gb", "MIG-aaab-2", total=40 * GIB, reserved=0, instance=(1, 0)),
+    ],
+)
+
+
+def look(*devices: FakeDevice, visible: str | None = None, **more: Any) -> NvidiaMachine:
+    environment = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    return probe(environment, FakeNvml(*devices, **more), RAM)
+
+
+def uuids(found: NvidiaMachine) -> list[str]:
+    return [gpu.uuid[4] for gpu in found.gpus]
+
+
+def test_memory_is_without_what_the_driver_keeps() -> None:
+    (gpu,) = look(FakeDevice("NVIDIA H200", "GPU-1", total=140 * GIB, used=30 * GIB)).gpus
+    assert gpu.total_bytes == 140 * GIB - GIB // 2
+    assert gpu.free_bytes == 110 * GIB - GIB // 2
+    assert gpu.known is not None
+    assert gpu.known.key.startswith("h200")
+    assert not gpu.unified
+
+
+def test_an_old_driver_does_not_tell_them_apart() -> None:
+    (gpu,) = look(FakeDevice("NVIDIA L4", "GPU-1"), new_memory=False).gpus
+    assert gpu.total_bytes == 24 * GIB
+
+
+def test_who_holds_memory() -> None:
+    device = FakeDevice(
+        "NVIDIA L4", "GPU-1", used=9 * GIB, processes=[(7, GIB), (404, None), (9, 8 * GIB)], desktop=[(3, GIB // 4)]
+    )
+    (gpu,) = look(device).gpus
+    assert [(process.pid, process.name, process.nbytes) for process in gpu.processes] == [
+        (9, "program9", 8 * GIB), (7, "program7", GIB), (3, "program3", GIB // 4), (404, "unknown", None),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("visible", "seen"),
+    [
+        (None, "abcd"), ("2,0", "ca"), ("", ""), ("-1", ""), ("1,-1,2", "b"), ("0,9,1", "a"), ("3, 1", "db"),
+        ("GPU-bbcd-0000", "b"), ("GPU-c", "c"), ("gpu-C,0", "ca"), ("GPU-", ""), ("GPU-zz", ""), ("0,0", ""),
+        ("1,GPU-b", ""), ("cuda", ""), ("99999999999999999999", ""), ("MIG-aaaa-1", ""),
+    ],
+)  # fmt: skip
+def test_cuda_visible_devices(visible: str | None, seen: str) -> None:
+    found = look(*FOUR, visible=visible)
+    assert "".join(uuids(found)) == seen
+    assert found.hidden == 4 - len(seen)
+    assert found.driver == "580.12"
+    if visible is not None:
+        assert "CUDA_VISIBLE_DEVICES" in found.reason
+
+
+def test_an_entry_that_names_nothing_is_said() -> None:
+    assert "'9' names no GPU" in look(*FOUR, visible="0,9,1").reason
+    assert "twice" in look(*FOUR, visible="0,0").reason
+
+
+def test_gpus_of_different_kinds_may_be_counted_otherwise_by_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    mixed = (*FOUR, FakeDevice("NVIDIA L4", "GPU-e"))
+    monkeypatch.delenv("CUDA_DEVICE_ORDER", raising=False)
+    assert "PCI_BUS_ID" in look(*mixed, visible="4").reason
+    monkeypatch.setenv("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
+    assert "PCI_BUS_ID" not in look(*mixed, visible="4").reason
+
+
+@pytest.mark.parametrize(
+    ("visible", "name"),
+    [
+        (None, "MIG 1g.10gb"), ("0", "MIG 1g.10gb"), ("MIG-aaab-2", "MIG 3g.40gb"), ("MIG-aaaa", "MIG 1g.10gb"),
+        ("MIG-GPU-ffff-1111/1/0", "MIG 3g.40gb"), ("MIG-aaa", None), ("MIG-GPU-ffff-1111/9/0", None),
+    ],
+)  # fmt: skip
+def test_slices(visible: str | None, name: str | None) -> None:
+    found = look(DIVIDED, visible=visible)
+    assert [gpu.name.partition("HBM3 ")[2] for gpu in found.gpus] == ([] if name is None else [name])
+
+
+def test_a_slice_has_its_share_of_the_rates() -> None:
+    (whole,) = look(FakeDevice("NVIDIA H100 80GB HBM3", "GPU-1", total=80 * GIB, reserved=0)).gpus
+    (part,) = look(DIVIDED, visible="MIG-aaab-2").gpus
+    assert whole.known is not None
+    assert part.known is not None
+    assert part.mig
+    assert part.total_bytes == 40 * GIB
+    assert part.known.bandwidth_gb_s == pytest.approx(whole.known.bandwidth_gb_s / 2)
+    assert part.known.half_tflops == pytest.approx(whole.known.half_tflops * 3 / 7)
+
+
+@pytest.mark.parametrize("device", [
+    FakeDevice("NVIDIA GB10", "GPU-1", has_memory=False), FakeDevice("Orin (nvgpu)", "GPU-1", has_memory=False),
+])  # fmt: skip
+def test_unified_memory_is_what_the_machine_has_free(device: FakeDevice) -> None:
+    (gpu,) = look(device).gpus
+    assert gpu.unified
+    assert (gpu.total_bytes, gpu.free_bytes) == (RAM.total_bytes, RAM.available_bytes)
+
+
+def test_a_gh200_has_memory_of_its_own() -> None:
+    (gpu,) = look(FakeDevice("NVIDIA GH200 480GB", "GPU-1", total=96 * GIB)).gpus
+    assert not gpu.unified
+    assert gpu.total_bytes < 96 * GIB
+
+
+def test_no_driver_no_gpus_and_the_reason() -> None:
+    found = probe({}, FakeNvml(broken="NVML Shared Library Not Found"))
+    assert found.gpus == ()
+    assert "Not Found" in found.reason
+    assert "knows no GPU" in probe({}, FakeNvml()).reason
+
+
+def test_a_driver_that_fails_midway_is_left_in_order() -> None:
+    nvml = FakeNvml(*FOUR)
+    nvml.nvmlDeviceGetName = None  # type: ignore[assignment, method-assign]
+    found = probe({}, nvml)
+    assert found.gpus == ()
+    assert "error" in found.reason
+    assert nvml.open == 0
+
+
+def test_this_machine_answers_whatever_it_has() -> None:
+    found = probe()
+    assert found.gpus or found.reason
