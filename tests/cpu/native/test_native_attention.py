@@ -116,7 +116,7 @@ def test_single_tokens_under_a_window(window: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(6, 2, 64), (2, 2, 128), (8, 1, 36)])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(6, 2, 64), (4, 4, 128), (8, 1, 36)])
 def test_rows_of_many_tokens(dtype: torch.dtype, heads: int, kv_heads: int, dim: int) -> None:
     check([40, 3, 130, 90, 70], [40, 2, 1, 37, 70], heads=heads, kv_heads=kv_heads, dim=dim, dtype=dtype)
 

@@ -21,6 +21,7 @@
 #define PIECE_KEYS 128
 #define SPARE_KEYS (2 * STEP_KEYS)
 #define NEXT_TILE (TILE_KEYS + SPARE_KEYS) /* two of them are room for PIECE_KEYS and SPARE_KEYS */
+#define CROWDING_BYTES 2048
 #define PIECE_QUERIES 48 /* queries times heads of a group, about: their sums stay in the first-level cache */
 
 typedef struct {
@@ -46,9 +47,9 @@ typedef struct {
     float *query;         /* many: [dim, columns]; of one token: [heads, padded] */
     softmax state;        /* of as many queries */
     float *scores;        /* many: [TILE_KEYS, columns]; of one token: [heads, TILE_KEYS] */
-    float *widened;       /* [TILE_KEYS, padded]: only where the stored form cannot be read in place */
+    float *copied;        /* [TILE_KEYS, padded] as floats: only where the stored form is not read in place */
     long columns;         /* queries of the piece, in whole vectors */
-    const uint8_t *widened_at[TILE_KEYS];
+    const uint8_t *copied_at[TILE_KEYS];
     /* The piece's first kv head of each position. Many: this tile and the next, in turn at 0 and at NEXT_TILE. */
     const uint8_t *key[2 * NEXT_TILE], *value[2 * NEXT_TILE];
 } bench;
@@ -119,18 +120,18 @@ static vectors stored_vectors(const attention_work *work, const uint8_t *const *
     return (vectors){places, head * head_bytes(wanted), wanted->stored == F32 ? 4 : 2};
 }
 
-/* The same as floats: in their pages, or widened, valid until the next are. */
+/* The same as floats: in their pages, or copied, valid until the next are. */
 static vectors float_vectors(const attention_work *work, bench *here, const uint8_t *const *places, long count,
-                             long head) {
+                             long head, int in_place) {
     const attention *wanted = work->wanted;
     vectors stored = stored_vectors(work, places, head);
-    if (wanted->stored == F32 && work->padded == wanted->dim) return stored;
+    if (in_place && wanted->stored == F32 && work->padded == wanted->dim) return stored;
     for (long i = 0; i < count; i++) {
-        float *room = here->widened + i * work->padded;
+        float *room = here->copied + i * work->padded;
         widen(wanted, places[i] + stored.offset, room, work->padded);
-        here->widened_at[i] = (const uint8_t *)room;
+        here->copied_at[i] = (const uint8_t *)room;
     }
-    return (vectors){here->widened_at, 0, 4};
+    return (vectors){here->copied_at, 0, 4};
 }
 
 /* Takes from the queries what they do not see of positions first..last-1, and what stands beyond to a round number. */
@@ -150,16 +151,18 @@ static void hide_unseen(const attention_work *work, bench *here, const piece *pa
 /* A row of many tokens: queries in lanes. */
 static void attend_many(const attention_work *work, bench *here, const piece *part) {
     const long queries = part->queries * work->group;
+    /* Tokens so far apart share few places of the first-level cache, and a tile could not stay there. */
+    const int in_place = work->wanted->kv_heads * head_bytes(work->wanted) % CROWDING_BYTES != 0;
     long first = part->first_key, at = 0, keys = shorter(part->last_key - first, TILE_KEYS);
     find_keys(work, here, part, first, first + keys, at);
     while (keys > 0) {
         const long last = first + keys, coming = shorter(part->last_key - last, TILE_KEYS), next_at = NEXT_TILE - at;
-        vectors read = float_vectors(work, here, here->key + at, round_up(keys, 4), 0);
+        vectors read = float_vectors(work, here, here->key + at, round_up(keys, 4), 0, in_place);
         vectors next = stored_vectors(work, here->value + at, 0);
         score_queries(here->query, here->columns, read, next, keys, work->wanted->dim, here->scores);
         hide_unseen(work, here, part, first, last);
         weigh_queries(&here->state, here->scores, here->columns, keys);
-        read = float_vectors(work, here, here->value + at, keys, 0);
+        read = float_vectors(work, here, here->value + at, keys, 0, in_place);
         if (coming > 0) find_keys(work, here, part, last, last + coming, next_at);
         next = stored_vectors(work, here->key + next_at, 0);
         add_values_to_queries(&here->state, here->scores, here->columns, queries, read, keys, next, coming);
@@ -176,7 +179,7 @@ static void attend_one(const attention_work *work, bench *here, const piece *par
         const long last = shorter(first + TILE_KEYS, count);
         for (long i = first; i < last; i += STEP_KEYS) {
             for (long head = 0; head < part->heads; head++) {
-                vectors read = float_vectors(work, here, here->key + i, STEP_KEYS, head);
+                vectors read = float_vectors(work, here, here->key + i, STEP_KEYS, head, 1);
                 vectors next = stored_vectors(work, here->key + i + STEP_KEYS, head);
                 float *scores = here->scores + head * group * TILE_KEYS + i - first;
                 score_group(here->query + head * group * padded, group, padded, read, next, scores);
@@ -187,7 +190,7 @@ static void attend_one(const attention_work *work, bench *here, const piece *par
         for (long i = first; i < last; i += STEP_KEYS) {
             const long keys = shorter(STEP_KEYS, last - i);
             for (long head = 0; head < part->heads; head++) {
-                vectors read = float_vectors(work, here, here->value + i, round_up(keys, 4), head);
+                vectors read = float_vectors(work, here, here->value + i, round_up(keys, 4), head, 1);
                 vectors next = stored_vectors(work, here->value + i + STEP_KEYS, head);
                 const float *weights = here->scores + head * group * TILE_KEYS + i - first;
                 add_values_to_group(&here->state, head * group, group, weights, read, next, keys);
@@ -293,8 +296,8 @@ static void run_pieces(void *pointer) {
     const long columns = most_columns(work), padded = work->padded;
     here.query = memory;
     here.state = (softmax){.sums = here.query + columns * padded, .padded = padded};
-    here.widened = here.state.sums + columns * padded;
-    here.scores = here.widened + TILE_KEYS * padded;
+    here.copied = here.state.sums + columns * padded;
+    here.scores = here.copied + TILE_KEYS * padded;
     here.state.largest = here.scores + columns * TILE_KEYS;
     here.state.weight = here.state.largest + columns;
     for (long unit; (unit = claim(&work->queue)) >= 0;) attend_piece(work, &here, work->pieces + unit);
