@@ -36,6 +36,8 @@ class Question:
     machine: Machine
     settings: Settings = field(default_factory=Settings)
     traffic: Traffic | None = None
+    decisions: tuple[Decision, ...] = ()
+    """Made on the way to this question: which files, which GPUs, which traffic."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,27 +104,40 @@ class Fit:
     def uncertain_bytes(self) -> int:
         return max(rank.uncertain_bytes for rank in self.ranks)
 
+    @property
+    def usual_tokens(self) -> int:
+        """Length of a sequence to count with where many run at once: the traffic's, else an ordinary one."""
+        traffic = self.question.traffic
+        return max(1, traffic.length if traffic is not None else min(self.limits.max_model_len, USEFUL_TOKENS))
+
+    @property
+    def useful_sequences(self) -> int:
+        """As many at once as was asked for; else sequences of the usual length that memory holds, at least one."""
+        if self.question.settings.max_num_seqs is not None:
+            return self.question.settings.max_num_seqs
+        return max(1, min(self.limits.max_num_seqs, int(self.concurrency(self.usual_tokens))))
+
 
 def fit(question: Question) -> Fit:
-    """With no tensor-parallel size given: the smallest that fits on these devices, else the largest there is."""
+    """With no tensor-parallel size given: the smallest that does what is asked. Where the context is left to us, that
+    is the model's whole context, or else the longest there is; a larger memory can then never give a shorter one."""
     settings, spec = question.settings, question.model.spec
     if settings.tensor_parallel is not None:
         return _fit(question, settings.tensor_parallel, "set")
     most = max(1, len(question.machine.devices) // settings.pipeline_parallel)
-    found = None
+    found: list[Fit] = []
     for size in parallel_sizes(spec, most):
-        found = _fit(question, size, "planner")
-        if found.fits:
-            break
-    assert found is not None, "one GPU is always possible"
-    return found
+        found.append(_fit(question, size, "planner"))
+        if found[-1].fits and (settings.max_model_len is not None or found[-1].longest_tokens == spec.max_position):
+            return found[-1]
+    return max(found, key=lambda one: (one.fits, one.longest_tokens, -one.short_bytes, -one.tensor_parallel))
 
 
 def _fit(question: Question, tensor_parallel: int, source: str) -> Fit:
     model, machine, settings = question.model, question.machine, question.settings
     spec = model.spec
     _check(question, tensor_parallel)
-    decisions: list[Decision] = []
+    decisions = list(question.decisions)
     dtype = compute_dtype(question)
     kv_dtype = dtype if settings.kv_cache_dtype == "auto" else settings.kv_cache_dtype
     limits = _limits(question, decisions)

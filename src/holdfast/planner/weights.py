@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 
 from holdfast.checkpoints import LAYOUTS, Packing, StoredTensor, stored_bytes
@@ -36,12 +37,29 @@ class Weight:
 def weights_of(model: PlannedModel, *, dtype: str) -> list[Weight]:
     """Draft layers are left out: a server loads them only for speculation. Plain tensors become `dtype`."""
     if model.stored is None:
-        return _from_shapes(model.spec, dtype)
+        return list(_from_shapes(_Same(model.spec), dtype))
     return _from_headers(model, dtype)
 
 
-def _from_shapes(spec: ModelSpec, dtype: str) -> list[Weight]:
-    element = DTYPE_BYTES[dtype]
+class _Same:
+    """A spec as a key: the same object, not an equal one, because comparing thousands of tensors takes longer than
+    counting them. A plan asks for the same model dozens of times."""
+
+    __slots__ = ("spec",)
+
+    def __init__(self, spec: ModelSpec) -> None:
+        self.spec = spec
+
+    def __hash__(self) -> int:
+        return id(self.spec)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and other.spec is self.spec
+
+
+@lru_cache(maxsize=32)
+def _from_shapes(key: _Same, dtype: str) -> tuple[Weight, ...]:
+    spec, element = key.spec, DTYPE_BYTES[dtype]
     found = []
     for tensor in spec.tensors:
         if tensor.part == "draft" or tensor.optional:
@@ -49,7 +67,7 @@ def _from_shapes(spec: ModelSpec, dtype: str) -> list[Weight]:
         packing = packing_of(spec.quantization, tensor, dtype) if spec.quantization is not None else None
         nbytes = tensor.elements * element if packing is None else _packed_bytes(packing, tensor)
         found.append(Weight(tensor=tensor, nbytes=nbytes))
-    return found
+    return tuple(found)
 
 
 def packing_of(quantization: QuantSpec, tensor: TensorSpec, dtype: str) -> Packing | None:

@@ -1,0 +1,132 @@
+"""Other models to plan instead of one: quantized variants of it, and smaller ones. Out of the catalogue, or derived.
+
+Fits nothing and ranks nothing by fit; entries that cannot be described are left out.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from holdfast.errors import HoldfastError
+from holdfast.models import catalogue
+from holdfast.models.catalogue import CatalogueEntry
+from holdfast.models.registry import describe_config
+from holdfast.planner.layouts import is_quantized
+from holdfast.planner.question import PlannedModel
+from holdfast.planner.requantize import quantized_as
+
+GGUF_TYPES = ("Q8_0", "Q6_K", "Q5_K_M", "Q4_K_M")
+HOLDFAST_GGUF_TYPES = ("Q8_0", "Q4_1", "Q4_0")
+"""What the engine computes with as it is stored."""
+
+VARIANT_ENDS = ("-awq", "-gptq", "-gptq-int4", "-gptq-int8", "-fp8", "-int8", "-w4a16")
+"""Names of entries that are another entry, quantized."""
+_LETTERS = re.compile("[a-z]+")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Variant:
+    model: PlannedModel
+    label: str
+    """For people: AWQ (hugging-quants/...), NF4 made while loading."""
+    method: str
+    published: bool
+    """A checkpoint that can be fetched; else one that has to be made, or is made while loading."""
+
+
+def entry_of(model: PlannedModel) -> CatalogueEntry | None:
+    return catalogue.lookup(model.name)
+
+
+def is_plain(model: PlannedModel) -> bool:
+    """Not quantized yet."""
+    if model.spec.quantization is not None:
+        return False
+    return not any(is_quantized(tensor.layout) for tensor in (model.stored or {}).values())
+
+
+def published_variants(model: PlannedModel) -> Iterator[Variant]:
+    """Quantized checkpoints of the same model that the catalogue knows, most bits first."""
+    base = entry_of(model)
+    if base is None or not is_plain(model):
+        return
+    found = []
+    for entry in catalogue.entries():
+        if entry.quantized and entry.name.startswith(base.name + "-"):
+            other = planned(entry)
+            if other is not None and other.spec.quantization is not None and _same_shape(model, other):
+                found.append((other.spec.quantization.bits, entry, other))
+    for _, entry, other in sorted(found, key=lambda one: -one[0]):
+        assert other.spec.quantization is not None
+        method = other.spec.quantization.method
+        yield Variant(model=other, label=f"{method.upper()} ({entry.hub_id})", method=method, published=True)
+
+
+def derived_variants(model: PlannedModel, methods: tuple[str, ...]) -> Iterator[Variant]:
+    """The same shapes, quantized."""
+    labels = {"fp8": "FP8, made by vLLM while loading", "nf4": "NF4 (4 bits), made by vLLM while loading"}
+    for method in methods:
+        try:
+            other = quantized_as(model, method)
+        except HoldfastError:
+            continue
+        if other is model:
+            continue
+        if other.format == "gguf":
+            other = _as_file(other, method)
+        label = labels.get(method, f"{method} (a GGUF of it)")
+        yield Variant(model=other, label=label, method=method, published=False)
+
+
+def _as_file(model: PlannedModel, method: str) -> PlannedModel:
+    """With the name its file would have, and as this engine would read it where it can run the model."""
+    entry = entry_of(model)
+    stem = (model.name if entry is None else entry.hub_id).rstrip("/").rpartition("/")[2].removesuffix(".gguf")
+    canonical = model.stored if model.spec.runnable and method in HOLDFAST_GGUF_TYPES else None
+    return replace(model, name=f"{stem}-{method}.gguf", origin="file", canonical=canonical)
+
+
+def smaller_models(model: PlannedModel, most_bytes: int) -> Iterator[PlannedModel]:
+    """Of the same kin (llama, qwen, ...) first, then of others; the largest first. Quantized ones only where the maker
+    publishes nothing else."""
+    base = entry_of(model)
+    kin, maker = _kin(model.spec.family if base is None else base.name), "" if base is None else _maker(base)
+    smaller = [
+        entry
+        for entry in catalogue.entries()
+        if entry.parameters is not None
+        and entry.parameters < model.spec.parameters
+        and entry.parameters * (0.5 if entry.quantized else 2) <= most_bytes
+        and not entry.name.endswith(VARIANT_ENDS)
+    ]
+    smaller.sort(key=lambda entry: (_kin(entry.name) != kin, _maker(entry) != maker, -(entry.parameters or 0)))
+    for entry in smaller:
+        other = planned(entry)
+        if other is not None:
+            yield other
+
+
+def _kin(name: str) -> str:
+    found = _LETTERS.match(name.lower())
+    return found[0] if found is not None else ""
+
+
+def _maker(entry: CatalogueEntry) -> str:
+    return entry.hub_id.partition("/")[0]
+
+
+def planned(entry: CatalogueEntry) -> PlannedModel | None:
+    try:
+        spec = describe_config(entry.config)
+    except HoldfastError:
+        return None
+    return PlannedModel(name=entry.hub_id, spec=spec, origin="catalogue", published_parameters=entry.parameters)
+
+
+def _same_shape(model: PlannedModel, other: PlannedModel) -> bool:
+    mine, its = model.spec, other.spec
+    return (len(mine.layers), mine.hidden_size, mine.vocab_size, mine.heads, mine.kv_heads) == (
+        len(its.layers), its.hidden_size, its.vocab_size, its.heads, its.kv_heads,
+    )  # fmt: skip

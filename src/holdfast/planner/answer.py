@@ -1,0 +1,346 @@
+"""The planner's answer to a question, whole: whether it fits, what to run, what to beware of and what else there is.
+
+Puts together what the files beside it find out. `to_json` is documented in docs/plan-json.md; its keys only grow
+within a version.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from holdfast.observability.decisions import Decision
+from holdfast.planner.commands import Command, commands, parse_engine
+from holdfast.planner.configurations import Configuration, max_configuration, safe_configuration
+from holdfast.planner.fit import Fit, Question, Rank, describe_budget, fit
+from holdfast.planner.judgements import Warning, warnings
+from holdfast.planner.roofline import DecodeRate, Estimate, Throughput, no_throughput_reason, throughput
+from holdfast.planner.thumb import Thumb, rules_of_thumb
+from holdfast.planner.tiers import Tiers
+from holdfast.planner.vllm_sizing import Vllm
+from holdfast.planner.way import WayOut
+from holdfast.planner.ways_out import ways_out
+
+VERSION = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    fit: Fit
+    safe: Configuration | None
+    max: Configuration | None
+    warnings: tuple[Warning, ...]
+    ways_out: tuple[WayOut, ...]
+    rules_of_thumb: tuple[Thumb, ...]
+    throughput: Throughput | None
+    no_throughput: str | None
+    """Why there is none."""
+    commands: dict[str, Command]
+    """Of the plan; where it does not fit, of the first way out. Empty where there is none."""
+    commands_of: str
+    """plan, or the kind of that way out."""
+    engine: str | None
+    vllm: Vllm
+    decisions: tuple[Decision, ...]
+
+    @property
+    def fits(self) -> bool:
+        return self.fit.fits
+
+    @property
+    def question(self) -> Question:
+        return self.fit.question
+
+    @property
+    def max_model_len(self) -> int:
+        """What would be served; where that was asked for and does not fit, the longest that does."""
+        return min(self.fit.limits.max_model_len, self.fit.longest_tokens)
+
+    @property
+    def concurrency(self) -> float:
+        """Sequences of that length side by side."""
+        return self.fit.concurrency(self.max_model_len) if self.max_model_len else 0.0
+
+    @property
+    def concurrency_at_traffic(self) -> float | None:
+        traffic = self.question.traffic
+        return None if traffic is None else self.fit.concurrency(max(1, traffic.length))
+
+    def to_json(self) -> dict[str, Any]:
+        return _document(self)
+
+
+def answer(question: Question, *, engine: str | None = None) -> Answer:
+    """`engine`: whose commands are wanted, as `holdfast plan --for` takes it. An impossible question is refused."""
+    name, vllm = (None, Vllm()) if engine is None else parse_engine(engine)
+    found = fit(question)
+    ways = ways_out(found)
+    rate = throughput(found)
+    shown, of = (found, "plan") if found.fits else _best(ways)
+    return Answer(
+        fit=found,
+        safe=safe_configuration(found) if found.fits else None,
+        max=max_configuration(found) if found.fits else None,
+        warnings=warnings(found),
+        ways_out=ways,
+        rules_of_thumb=rules_of_thumb(found),
+        throughput=rate,
+        no_throughput=no_throughput_reason(found) if rate is None else None,
+        commands={} if shown is None else commands(shown, sequences=shown.useful_sequences, vllm=vllm),
+        commands_of=of,
+        engine=name,
+        vllm=vllm,
+        decisions=(*found.decisions, *_budgets(found)),
+    )
+
+
+def _best(ways: tuple[WayOut, ...]) -> tuple[Fit | None, str]:
+    for way in ways:
+        if way.available and way.fit.fits:
+            return way.fit, way.kind
+    return None, "none"
+
+
+def _budgets(found: Fit) -> list[Decision]:
+    first = found.ranks[0]
+    source = "measured" if first.device.measured else "catalogue" if first.device.gpu is not None else "set"
+    value = describe_budget(first, found.utilization)
+    every = "" if len(found.ranks) == 1 else f" on each of {len(found.ranks)}"
+    return [Decision("budget", value, f"what may be used of {first.device.name}{every}", source)]
+
+
+# JSON
+
+
+def _document(answer: Answer) -> dict[str, Any]:
+    found = answer.fit
+    return {
+        "version": VERSION,
+        "fits": found.fits,
+        "short_bytes": found.short_bytes,
+        "model": _model(answer),
+        "weights_bytes": found.weights_bytes,
+        "kv_bytes_per_token": found.kv_bytes_per_token,
+        "kv_bytes_fixed_per_sequence": found.kv_bytes_fixed_per_sequence,
+        "kv_tokens": found.kv_tokens,
+        "max_model_len": answer.max_model_len,
+        "longest_model_len": found.longest_tokens,
+        "concurrency": _rounded(answer.concurrency),
+        "concurrency_at_traffic": _rounded(answer.concurrency_at_traffic),
+        "settings": _settings(found),
+        "traffic": _traffic(found),
+        "devices": _devices(found),
+        "interval": _interval(found),
+        "safe": _configuration(answer.safe),
+        "max": _configuration(answer.max),
+        "warnings": [
+            {"code": one.code, "message": one.message, "field": one.field, "fix": one.fix} for one in answer.warnings
+        ],
+        "decisions": [
+            {"field": one.field, "value": one.value, "reason": one.reason, "source": one.source}
+            for one in answer.decisions
+        ],
+        "ways_out": [_way(way, answer.vllm) for way in answer.ways_out],
+        "rules_of_thumb": [
+            {
+                "name": one.name,
+                "rule": one.rule,
+                "rule_bytes": one.rule_bytes,
+                "exact_bytes": one.exact_bytes,
+                "right": one.right,
+                "verdict": one.verdict,
+            }
+            for one in answer.rules_of_thumb
+        ],
+        "commands": {name: command.text for name, command in answer.commands.items()},
+        "commands_of": answer.commands_of,
+        "command_notes": {name: _notes(command) for name, command in answer.commands.items()},
+        "throughput": _throughput(answer.throughput),
+        "no_throughput": answer.no_throughput,
+    }
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, 2)
+
+
+def _model(answer: Answer) -> dict[str, Any]:
+    model = answer.question.model
+    spec = model.spec
+    return {
+        "name": model.name,
+        "architecture": spec.architecture,
+        "parameters": spec.parameters,
+        "active_parameters": spec.active_parameters,
+        "quantization": None if spec.quantization is None else spec.quantization.method,
+        "max_position": spec.max_position,
+        "origin": model.origin,
+        "weights_exact": model.exact,
+        "runs_on_holdfast": spec.runnable,
+        "not_counted": list(spec.not_counted),
+    }
+
+
+def _settings(found: Fit) -> dict[str, Any]:
+    return {
+        "dtype": found.dtype,
+        "kv_cache_dtype": found.kv_dtype,
+        "max_model_len": found.limits.max_model_len,
+        "max_num_seqs": found.limits.max_num_seqs,
+        "max_num_batched_tokens": found.limits.max_num_batched_tokens,
+        "gpu_memory_utilization": found.utilization,
+        "tensor_parallel_size": found.tensor_parallel,
+        "pipeline_parallel_size": found.pipeline_parallel,
+        "block_size": found.question.settings.block_tokens,
+    }
+
+
+def _traffic(found: Fit) -> dict[str, Any] | None:
+    traffic = found.question.traffic
+    if traffic is None:
+        return None
+    return {
+        "concurrency": traffic.concurrency,
+        "prompt_tokens": traffic.prompt_tokens,
+        "output_tokens": traffic.output_tokens,
+        "length_tokens": traffic.length,
+        "source": traffic.source,
+        "requests": traffic.requests,
+    }
+
+
+def _devices(found: Fit) -> list[dict[str, Any]]:
+    rows = [_rank(rank, found) for rank in found.ranks]
+    for device in found.question.machine.devices[len(found.ranks) :]:
+        rows.append(
+            {
+                "index": device.index,
+                "name": device.name,
+                "kind": device.kind,
+                "used": False,
+                "total_bytes": device.total_bytes,
+                "free_bytes": device.free_bytes,
+                "budget_bytes": 0,
+                "terms": {},
+            }
+        )
+    return rows
+
+
+def _rank(rank: Rank, found: Fit) -> dict[str, Any]:
+    needed = found.required_sequences * rank.kv.sequence_bytes(found.required_tokens)
+    return {
+        "index": rank.device.index,
+        "name": rank.device.name,
+        "kind": rank.device.kind,
+        "used": True,
+        "total_bytes": rank.device.total_bytes,
+        "free_bytes": rank.device.free_bytes,
+        "budget_bytes": rank.budget_bytes,
+        "held_by": list(rank.device.held_by),
+        "stage": rank.stage,
+        "terms": {**{term.name: term.nbytes for term in rank.terms}, "kv_pool": max(0, rank.room_bytes)},
+        "kv_needed_bytes": needed,
+        "short_bytes": max(0, needed - rank.room_bytes),
+        "uncertain_bytes": rank.uncertain_bytes,
+        "interval": {
+            term.name: [int(term.nbytes * (1 - term.uncertainty)), int(term.nbytes * (1 + term.uncertainty))]
+            for term in rank.terms
+            if term.uncertainty
+        },
+    }
+
+
+def _interval(found: Fit) -> dict[str, list[int]]:
+    """If every estimate is off in the same direction."""
+
+    def at(sign: int) -> tuple[int, int]:
+        rooms = [(rank, rank.room_bytes + sign * rank.uncertain_bytes) for rank in found.ranks]
+        most = found.question.model.spec.max_position
+        tokens = min(rank.kv.tokens(room, max(1, found.limits.max_model_len)) for rank, room in rooms)
+        return tokens, min(rank.kv.longest(max(0, room), most) for rank, room in rooms)
+
+    low, high = at(-1), at(1)
+    return {"kv_tokens": [low[0], high[0]], "longest_model_len": [low[1], high[1]]}
+
+
+def _configuration(one: Configuration | None) -> dict[str, Any] | None:
+    if one is None:
+        return None
+    return {
+        "settings": dict(one.settings),
+        "reason": one.reason,
+        "kv_tokens": one.fit.kv_tokens,
+        "concurrency": _rounded(one.fit.concurrency(max(1, one.fit.limits.max_model_len))),
+        "command": commands(one.fit, sequences=one.max_num_seqs)["holdfast"].text,
+    }
+
+
+def _way(way: WayOut, vllm: Vllm) -> dict[str, Any]:
+    found = way.fit
+    document: dict[str, Any] = {
+        "kind": way.kind,
+        "change": way.change,
+        "settings": dict(way.settings),
+        "available": way.available,
+        "note": way.note,
+        "weights_bytes": found.weights_bytes,
+        "tokens_per_s": None,
+        "tiers": None,
+    }
+    if way.tiers is not None:
+        return {**document, "tiers": _tiers(way.tiers), "tokens_per_s": _estimate(way.tiers.one), "commands": {}}
+    rate = throughput(found)
+    return {
+        **document,
+        "max_model_len": found.limits.max_model_len,
+        "kv_tokens": found.kv_tokens,
+        "concurrency": _rounded(found.concurrency(max(1, found.limits.max_model_len))),
+        "tokens_per_s": None if rate is None else _estimate(rate.one.estimate),
+        "commands": {name: command.text for name, command in way.commands(vllm).items()},
+    }
+
+
+def _tiers(tiers: Tiers) -> dict[str, Any]:
+    return {
+        "resident_layers": tiers.resident_layers,
+        "layers": tiers.layers,
+        "gpu_bytes": tiers.gpu_bytes,
+        "ram_bytes": tiers.ram_bytes,
+        "moved_bytes_per_step": tiers.moved_bytes,
+        "batch": tiers.batch,
+        "at_batch": _estimate(tiers.at_batch),
+    }
+
+
+def _notes(command: Command) -> dict[str, Any]:
+    return {"available": command.available, "notes": list(command.notes)}
+
+
+def _estimate(one: Estimate | None) -> dict[str, Any] | None:
+    if one is None:
+        return None
+    return {"tokens_per_s": round(one.tokens_per_s, 2), "interval": [round(one.low, 2), round(one.high, 2)]}
+
+
+def _decode(rate: DecodeRate | None) -> dict[str, Any] | None:
+    if rate is None:
+        return None
+    estimate = _estimate(rate.estimate)
+    assert estimate is not None
+    return {"batch": rate.batch, **estimate, "limited_by": rate.limited_by}
+
+
+def _throughput(one: Throughput | None) -> dict[str, Any] | None:
+    if one is None:
+        return None
+    prefill = _estimate(one.prefill)
+    assert prefill is not None
+    return {
+        "context_tokens": one.context_tokens,
+        "one": _decode(one.one),
+        "at_traffic": _decode(one.at_traffic),
+        "largest": _decode(one.largest),
+        "prefill": {**prefill, "limited_by": one.prefill_limited_by},
+        "limited_by": one.largest.limited_by,
+    }

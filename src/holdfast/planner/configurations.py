@@ -1,0 +1,105 @@
+"""Two configurations to start from: a safe one, which cannot run short, and the most that can be had. Both planned.
+
+safe  room for every estimate being wrong, and for every admitted sequence at full length: nothing is preempted
+max   as much memory as may be used, the longest context, as many sequences of the usual length as are held
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from holdfast.planner.fit import USEFUL_TOKENS, Fit, Question
+from holdfast.planner.judgements import safe_utilization
+from holdfast.planner.way import LEAST_CONTEXT, MOST_UTILIZATION, longest, planned, with_settings
+
+SAFE_SEQUENCES = 4
+"""Where the context is left to us, so many of full length go side by side, as far as the model's context allows."""
+ROUND_TOKENS = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Configuration:
+    fit: Fit
+    max_num_seqs: int
+    reason: str
+
+    @property
+    def settings(self) -> Mapping[str, object]:
+        found: dict[str, object] = {}
+        if all(rank.device.budget_bytes is None for rank in self.fit.ranks):
+            found["gpu_memory_utilization"] = self.fit.utilization
+        return found | {
+            "max_model_len": self.fit.limits.max_model_len,
+            "max_num_seqs": self.max_num_seqs,
+            "max_num_batched_tokens": self.fit.limits.max_num_batched_tokens,
+            "kv_cache_dtype": self.fit.kv_dtype,
+            "tensor_parallel_size": self.fit.tensor_parallel,
+            "pipeline_parallel_size": self.fit.pipeline_parallel,
+        }
+
+
+def safe_configuration(fit: Fit) -> Configuration | None:
+    """None: nothing that serves what was asked is safe here."""
+    question = _with_share(fit, safe_utilization(fit))
+    base = planned(question)
+    if base is None:
+        return None
+    length = _safe_length(base)
+    sequences = min(base.limits.max_num_seqs, _safely_held(base, length))
+    if length < min(LEAST_CONTEXT, base.question.model.spec.max_position) or sequences < 1:
+        return None
+    traffic, waits = question.traffic, ""
+    if traffic is not None and sequences < traffic.concurrency:
+        question = replace(question, traffic=replace(traffic, concurrency=sequences))
+        waits = f"; the rest of {traffic.concurrency} waits its turn"
+    found = planned(with_settings(question, max_model_len=length, max_num_seqs=sequences))
+    if found is None:
+        return None
+    return Configuration(
+        fit=found,
+        max_num_seqs=sequences,
+        reason=f"{sequences} sequences of {length:,} tokens fit side by side even if every estimate is off{waits}",
+    )
+
+
+def _with_share(fit: Fit, share: float) -> Question:
+    absolute = any(rank.device.budget_bytes is not None for rank in fit.ranks)
+    parallel = {"tensor_parallel": fit.tensor_parallel}
+    return with_settings(fit.question, **parallel, **({} if absolute else {"utilization": share}))
+
+
+def _safe_length(base: Fit) -> int:
+    """As asked; as long as the traffic is; or what leaves room for several."""
+    question, most = base.question, base.question.model.spec.max_position
+    if question.settings.max_model_len is not None:
+        return question.settings.max_model_len
+    if question.traffic is not None:
+        return min(most, -(-question.traffic.length // ROUND_TOKENS) * ROUND_TOKENS)
+    room = min(rank.room_bytes - rank.uncertain_bytes for rank in base.ranks)
+    length = 0
+    for share in range(SAFE_SEQUENCES, 0, -1):
+        length = min(rank.kv.longest(max(0, room) // share, most) for rank in base.ranks)
+        if length >= min(USEFUL_TOKENS, most):
+            break
+    return length if length == most else length // ROUND_TOKENS * ROUND_TOKENS
+
+
+def _safely_held(base: Fit, length: int) -> int:
+    if length < 1:
+        return 0
+    return min(
+        (rank.room_bytes - rank.uncertain_bytes) // max(1, rank.kv.sequence_bytes(length)) for rank in base.ranks
+    )
+
+
+def max_configuration(fit: Fit) -> Configuration | None:
+    question = _with_share(fit, max(fit.utilization, MOST_UTILIZATION))
+    found = planned(with_settings(question, max_model_len=None)) if question.traffic else longest(question)
+    if found is None:
+        return None
+    return Configuration(
+        fit=found,
+        max_num_seqs=found.useful_sequences,
+        reason=f"the longest context, and {found.useful_sequences} sequences of {found.usual_tokens:,} tokens at once",
+    )

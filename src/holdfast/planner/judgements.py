@@ -1,0 +1,265 @@
+"""What a plan is warned of, each with a code, a reason in numbers and what to set instead.
+
+A warning never changes the plan. What is offered as a fix has been planned, or is arithmetic on the plan. Rules of
+thumb that people know are in thumb.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from holdfast.planner.fit import Fit
+from holdfast.planner.question import Device
+from holdfast.planner.way import MOST_UTILIZATION, USUAL_UTILIZATION, planned, with_settings
+from holdfast.units import GIB, format_bytes
+
+ALL_MEMORY = "HFW20"
+ABOVE_SAFE = "HFW21"
+KV_STARVES = "HFW22"
+DESKTOP_CARD = "HFW23"
+SHARED_CARD = "HFW24"
+TOO_MANY_SEQUENCES = "HFW25"
+CONTEXT_BEYOND_TRAFFIC = "HFW26"
+IDLE_GPUS = "HFW27"
+NO_KV = "HFW28"
+NEIGHBOURS = "HFW29"
+WITHIN_ERROR = "HFW30"
+NOT_COUNTED = "HFW31"
+NO_FP8 = "HFW32"
+NO_BF16 = "HFW33"
+
+DESKTOP_UTILIZATION, SHARED_UTILIZATION = 0.85, 0.80
+DESKTOP_CARD_BYTES = 25 * GIB
+"""Cards up to 24 GB are those that desktops run on."""
+DESKTOP_BYTES = 2 * GIB
+"""What a desktop with a browser holds of a GPU; of 24 GB about 22 are left."""
+STARVED_GAIN = 2
+"""Utilization is too low when the usual one would give the KV pool that many times as much."""
+SEQUENCES_TOO_MANY, CONTEXT_TOO_LONG = 4, 2
+"""Times what KV holds, and times the traffic's P99."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Warning:
+    code: str
+    message: str
+    field: str | None = None
+    fix: str | None = None
+
+
+def warnings(fit: Fit) -> tuple[Warning, ...]:
+    return (
+        *_utilization(fit), *_starved(fit), *_desktop(fit), *_neighbours(fit), *_no_kv(fit), *_sequences(fit),
+        *_context(fit), *_idle(fit), *_margin(fit), *_model(fit), *_number_types(fit),
+    )  # fmt: skip
+
+
+def _shares(fit: Fit) -> bool:
+    """Whether the budget is a share of the memory, rather than set in bytes."""
+    return all(rank.device.budget_bytes is None for rank in fit.ranks)
+
+
+def _utilization(fit: Fit) -> Iterator[Warning]:
+    if not _shares(fit) or fit.utilization <= MOST_UTILIZATION:
+        return
+    left = min(rank.device.total_bytes - rank.budget_bytes for rank in fit.ranks)
+    if fit.utilization >= 0.995:
+        yield Warning(
+            code=ALL_MEMORY,
+            message=f"utilization {fit.utilization:g} leaves nothing for fragmentation, the driver and other processes:"
+            " the first peak ends in out of memory",
+            field="gpu_memory_utilization",
+            fix=f"--gpu-memory-utilization {USUAL_UTILIZATION:g}",
+        )
+        return
+    yield Warning(
+        code=ABOVE_SAFE,
+        message=f"utilization {fit.utilization:g} leaves {format_bytes(left)} for everything that cannot be counted;"
+        f" past {MOST_UTILIZATION:g} start-up and peaks become a matter of luck",
+        field="gpu_memory_utilization",
+        fix=f"--gpu-memory-utilization {MOST_UTILIZATION:g} or less",
+    )
+
+
+def _starved(fit: Fit) -> Iterator[Warning]:
+    """Low because somebody wanted to leave room; the room comes out of the KV pool."""
+    if not _shares(fit) or fit.utilization >= USUAL_UTILIZATION or fit.question.machine.kind != "gpu":
+        return
+    usual = planned(with_settings(fit.question, utilization=USUAL_UTILIZATION))
+    if usual is None:
+        return
+    now = max(0, min(rank.room_bytes for rank in fit.ranks))
+    then = min(rank.room_bytes for rank in usual.ranks)
+    if then < STARVED_GAIN * now:
+        return
+    yield Warning(
+        code=KV_STARVES,
+        message=f"utilization {fit.utilization:g} starves the KV pool: {format_bytes(now)} where"
+        f" {USUAL_UTILIZATION:g} would give {format_bytes(then)}; the weights take the same either way",
+        field="gpu_memory_utilization",
+        fix=f"--gpu-memory-utilization {USUAL_UTILIZATION:g}",
+    )
+
+
+def _may_have_desktop(device: Device) -> bool:
+    """A consumer card of which we do not know, or know, that something else is on it."""
+    if device.kind != "gpu" or device.total_bytes > DESKTOP_CARD_BYTES or device.unified:
+        return False
+    consumer = any(word in device.name.lower() for word in ("geforce", "rtx", "gtx", "radeon rx", "arc"))
+    return consumer and not device.measured
+
+
+def _desktop(fit: Fit) -> Iterator[Warning]:
+    if not _shares(fit) or fit.utilization <= DESKTOP_UTILIZATION or not fit.fits:
+        return
+    device = next((rank.device for rank in fit.ranks if _may_have_desktop(rank.device)), None)
+    if device is None:
+        return
+    free = device.total_bytes - DESKTOP_BYTES
+    smaller = planned(with_settings(fit.question, utilization=DESKTOP_UTILIZATION))
+    held = "" if smaller is not None else "; at that share this plan does not fit"
+    yield Warning(
+        code=DESKTOP_CARD,
+        message=f"a desktop on {device.name} holds 1 to 2 GB of it: about {format_bytes(free)} stay free, and"
+        f" {DESKTOP_UTILIZATION:g} is the share to start with{held}. Without a monitor {fit.utilization:g} is fine",
+        field="gpu_memory_utilization",
+        fix=f"--gpu-memory-utilization {DESKTOP_UTILIZATION:g}" if smaller is not None else None,
+    )
+
+
+def _neighbours(fit: Fit) -> Iterator[Warning]:
+    for rank in fit.ranks:
+        device = rank.device
+        who = f" ({', '.join(device.held_by)})" if device.held_by else ""
+        wanted = device.budget_bytes
+        if wanted is None:
+            wanted = int(device.total_bytes * fit.utilization) if device.kind == "gpu" else 0
+        if wanted > device.free_bytes:
+            lost = format_bytes(wanted - device.free_bytes)
+            yield Warning(
+                code=NEIGHBOURS,
+                message=f"{device.name} has {format_bytes(device.free_bytes)} free: {lost} less than was meant to be"
+                f" used{who}. vLLM refuses to start like this",
+                field="gpu_memory_utilization",
+                fix="end what holds the memory" if device.held_by else "find who holds the rest",
+            )
+        elif device.held_by and _shares(fit) and fit.utilization > SHARED_UTILIZATION:
+            yield Warning(
+                code=SHARED_CARD,
+                message=f"{device.name} is shared{who}: what the others take later is not there for us",
+                field="gpu_memory_utilization",
+                fix=f"--gpu-memory-utilization {SHARED_UTILIZATION:g}, or isolate the GPU",
+            )
+
+
+def _no_kv(fit: Fit) -> Iterator[Warning]:
+    rank = min(fit.ranks, key=lambda one: one.room_bytes)
+    if fit.kv_tokens > 0:
+        return
+    held = next((term.nbytes for term in rank.terms if term.name == "weights"), 0)
+    yield Warning(
+        code=NO_KV,
+        message=f"the KV pool is 0 tokens: the weights take {format_bytes(held)} of {format_bytes(rank.budget_bytes)},"
+        " and nothing is left beside them",
+    )
+
+
+def _sequences(fit: Fit) -> Iterator[Warning]:
+    """Only what somebody set: a default is a ceiling that nobody expects to reach."""
+    asked = fit.question.settings.max_num_seqs
+    if asked is None or not fit.fits:
+        return
+    tokens = fit.question.traffic.length if fit.question.traffic is not None else fit.limits.max_model_len
+    held = int(fit.concurrency(tokens)) if tokens else 0
+    if asked <= SEQUENCES_TOO_MANY * max(1, held):
+        return
+    yield Warning(
+        code=TOO_MANY_SEQUENCES,
+        message=f"max_num_seqs is {asked}, but KV holds {held} sequences of {tokens:,} tokens: a burst of long ones"
+        " will be preempted and computed again",
+        field="max_num_seqs",
+        fix=f"--max-num-seqs {max(1, held)}",
+    )
+
+
+def _context(fit: Fit) -> Iterator[Warning]:
+    traffic, asked = fit.question.traffic, fit.question.settings.max_model_len
+    if traffic is None or asked is None or asked <= CONTEXT_TOO_LONG * traffic.length:
+        return
+    enough = -(-traffic.length // 256) * 256
+    shorter = planned(with_settings(fit.question, max_model_len=enough))
+    yield Warning(
+        code=CONTEXT_BEYOND_TRAFFIC,
+        message=f"max_model_len is {asked:,}, and 99 of 100 requests end within {traffic.length:,} tokens",
+        field="max_model_len",
+        fix=f"--max-model-len {enough}" if shorter is not None else None,
+    )
+
+
+def _idle(fit: Fit) -> Iterator[Warning]:
+    devices = fit.question.machine.devices
+    idle = len(devices) - len(fit.ranks)
+    if fit.question.settings.tensor_parallel is None or not idle:
+        return
+    every = planned(with_settings(fit.question, tensor_parallel=None))
+    size = every.tensor_parallel if every is not None and every.tensor_parallel > fit.tensor_parallel else None
+    yield Warning(
+        code=IDLE_GPUS,
+        message=f"tensor_parallel_size is {fit.tensor_parallel} on a machine with {len(devices)} GPUs:"
+        f" {idle} stay{'s' if idle == 1 else ''} empty",
+        field="tensor_parallel_size",
+        fix=f"-tp {size}" if size is not None else "-tp for more room, or a second server on the other GPUs",
+    )
+
+
+def _margin(fit: Fit) -> Iterator[Warning]:
+    """It fits by less than our estimates may be off."""
+    if not fit.fits:
+        return
+    spare = min(
+        rank.room_bytes - fit.required_sequences * rank.kv.sequence_bytes(fit.required_tokens) for rank in fit.ranks
+    )
+    if not 0 <= spare < fit.uncertain_bytes:
+        return
+    yield Warning(
+        code=WITHIN_ERROR,
+        message=f"it fits with {format_bytes(spare)} to spare, and the estimated terms may be off by"
+        f" {format_bytes(fit.uncertain_bytes)}",
+        fix="the safe configuration below leaves room for that",
+    )
+
+
+def _model(fit: Fit) -> Iterator[Warning]:
+    spec = fit.question.model.spec
+    if spec.not_counted:
+        yield Warning(code=NOT_COUNTED, message=f"not counted: {', '.join(spec.not_counted)}")
+
+
+def _number_types(fit: Fit) -> Iterator[Warning]:
+    for gpu in dict.fromkeys(rank.device.gpu for rank in fit.ranks if rank.device.gpu is not None):
+        if fit.kv_dtype == "fp8" and not gpu.fp8:
+            yield Warning(
+                code=NO_FP8,
+                message=f"{gpu.name} has no FP8 units: KV in FP8 saves memory there, not time, and not every engine"
+                " has kernels for it",
+                field="kv_cache_dtype",
+            )
+        if fit.dtype == "bfloat16" and not gpu.bf16:
+            yield Warning(
+                code=NO_BF16,
+                message=f"{gpu.name} does not compute in bfloat16",
+                field="dtype",
+                fix="--dtype float16",
+            )
+
+
+def safe_utilization(fit: Fit) -> float:
+    """What to start with: less on a card that may be shared, never more than was asked for or is usual."""
+    most = min(fit.utilization, USUAL_UTILIZATION)
+    for rank in fit.ranks:
+        if rank.device.held_by:
+            most = min(most, SHARED_UTILIZATION)
+        elif _may_have_desktop(rank.device):
+            most = min(most, DESKTOP_UTILIZATION)
+    return most

@@ -1,0 +1,372 @@
+"""An answer as lines for people: bars of what lies where, then what was decided, what to beware of, what else there is.
+
+Draws what answer.py found and works out nothing. Good without colour; no line is wider than asked, commands are broken
+so that they can still be pasted.
+"""
+
+from __future__ import annotations
+
+import shlex
+import textwrap
+from collections.abc import Iterator, Sequence
+
+from holdfast.planner.answer import Answer
+from holdfast.planner.commands import Command
+from holdfast.planner.configurations import Configuration
+from holdfast.planner.fit import Rank
+from holdfast.planner.roofline import Estimate
+from holdfast.units import format_bytes
+
+LEAST_WIDTH = 60
+SEGMENTS = (
+    ("weights", "█", "34"),
+    ("activations", "▓", "35"),
+    ("KV", "▒", "32"),
+    ("free", "░", "36"),
+    ("reserve", "·", "90"),
+)
+"""What a bar is made of, its mark and its colour. Activations are everything that is neither weights nor KV."""
+SHORT_MARK, SHORT_COLOUR = "!", "31"
+LABEL_WIDTH = 13
+
+
+class _Paint:
+    def __init__(self, colour: bool) -> None:
+        self.colour = colour
+
+    def __call__(self, text: str, code: str) -> str:
+        return f"\x1b[{code}m{text}\x1b[0m" if self.colour and text else text
+
+    def title(self, text: str) -> str:
+        return self(text, "1")
+
+
+def lines(answer: Answer, width: int = 80, colour: bool = False) -> list[str]:
+    width, paint = max(LEAST_WIDTH, width), _Paint(colour)
+    parts = [
+        list(_headline(answer, width, paint)),
+        list(_devices(answer, width, paint)),
+        list(_capacity(answer, width)),
+        _titled("Decisions", _decisions(answer, width), paint),
+        _titled("Warnings", _warnings(answer, width, paint), paint),
+        _titled("Ways out, first things first", _ways(answer, width), paint),
+        _titled("Configurations", _configurations(answer, width), paint),
+        _titled(_commands_title(answer), _commands(answer, width), paint),
+        _titled("Rules of thumb beside exact figures", _thumbs(answer, width), paint),
+    ]
+    found: list[str] = []
+    for part in parts:
+        if part:
+            found += [*([""] if found else []), *part]
+    return found
+
+
+def _titled(title: str, body: Iterator[str], paint: _Paint) -> list[str]:
+    found = list(body)
+    return [paint.title(title), *found] if found else []
+
+
+def _wrapped(text: str, width: int, first: str = "  ", then: str = "    ") -> list[str]:
+    return textwrap.wrap(
+        text, width, initial_indent=first, subsequent_indent=then, break_on_hyphens=False, break_long_words=True
+    )
+
+
+# Bars
+
+
+def _headline(answer: Answer, width: int, paint: _Paint) -> Iterator[str]:
+    found, model = answer.fit, answer.question.model
+    device = found.ranks[0].device.name
+    where = device if len(found.ranks) == 1 else f"{len(found.ranks)} x {device}"
+    if answer.fits:
+        verdict, code = "fits", "1;32"
+    else:
+        verdict, code = f"does not fit: {format_bytes(found.short_bytes)} short", "1;31"
+    text = f"{model.name} on {where}: "
+    head = textwrap.wrap(text + verdict, width, break_on_hyphens=False)
+    yield from head[:-1]
+    yield head[-1].replace(verdict, paint(verdict, code))
+
+
+def _devices(answer: Answer, width: int, paint: _Paint) -> Iterator[str]:
+    """Ranks that look alike are drawn once."""
+    groups: list[list[Rank]] = []
+    for rank in answer.fit.ranks:
+        if groups and _alike(groups[-1][0], rank):
+            groups[-1].append(rank)
+        else:
+            groups.append([rank])
+    for number, group in enumerate(groups):
+        if number:
+            yield ""
+        yield from _rank(answer, group, width, paint)
+    idle = len(answer.question.machine.devices) - len(answer.fit.ranks)
+    if idle > 0:
+        yield f"{idle} more device{'s' if idle > 1 else ''} not used"
+    if answer.question.machine.ram_bytes is not None and answer.question.machine.kind == "gpu":
+        yield f"RAM beside it: {format_bytes(answer.question.machine.ram_bytes)} free, not used by this plan"
+
+
+def _alike(one: Rank, other: Rank) -> bool:
+    return (one.device.name, one.budget_bytes, one.terms, one.stage) == (
+        other.device.name, other.budget_bytes, other.terms, other.stage,
+    )  # fmt: skip
+
+
+def sizes(answer: Answer, rank: Rank) -> dict[str, int]:
+    """Bytes of a bar's parts; they sum to the device's total where everything fits."""
+    weights = sum(term.nbytes for term in rank.terms if term.name == "weights")
+    others = sum(term.nbytes for term in rank.terms if term.name != "weights")
+    needed = answer.fit.required_sequences * rank.kv.sequence_bytes(answer.fit.required_tokens)
+    return {
+        "weights": weights,
+        "activations": others,
+        "KV": needed,
+        "free": max(0, rank.room_bytes - needed),
+        "reserve": max(0, rank.device.total_bytes - rank.budget_bytes),
+        "short": max(0, needed - rank.room_bytes),
+    }
+
+
+def _rank(answer: Answer, group: list[Rank], width: int, paint: _Paint) -> Iterator[str]:
+    rank = group[0]
+    device, parts = rank.device, sizes(answer, rank)
+    kind = "GPU" if device.kind == "gpu" else "CPU"
+    numbers = str(device.index) if len(group) == 1 else f"{device.index}-{group[-1].device.index}"
+    of = f"{format_bytes(device.total_bytes)}, budget {format_bytes(rank.budget_bytes)}"
+    yield from _wrapped(f"{kind} {numbers}  {device.name}  {of}", width, "", "  ")
+    whole = max(device.total_bytes, rank.budget_bytes + parts["short"], 1)
+    yield "  " + _stacked(parts, whole, width - 4, paint)
+    bar = max(8, min(30, width - LABEL_WIDTH - 34))
+    for name, mark, code in SEGMENTS:
+        drawn = paint(_bar(parts[name], whole, bar, mark), code)
+        note = _row_note(answer, rank, name)
+        share = f"{100 * parts[name] / whole:5.1f}%"
+        row = f"  {name:<{LABEL_WIDTH}}{drawn}  {format_bytes(parts[name]):>10}  {share}"
+        yield row + (f"  {note}" if note and len(f"  {note}") + LABEL_WIDTH + bar + 23 <= width else "")
+    if parts["short"]:
+        drawn = paint(_bar(parts["short"], whole, bar, SHORT_MARK), SHORT_COLOUR)
+        share = f"{100 * parts['short'] / whole:5.1f}%"
+        yield f"  {'short':<{LABEL_WIDTH}}{drawn}  {format_bytes(parts['short']):>10}  {share}"
+    yield from _wrapped("activations: " + _spelled(rank), width, "  ", "    ")
+    if device.held_by:
+        yield from _wrapped(f"held by others: {', '.join(device.held_by)}", width)
+
+
+def _spelled(rank: Rank) -> str:
+    terms = (term for term in rank.terms if term.name != "weights")
+    return ", ".join(
+        f"{term.name} {format_bytes(term.nbytes)}" + (f" ±{term.uncertainty:.0%}" if term.uncertainty else "")
+        for term in terms
+    )
+
+
+def _row_note(answer: Answer, rank: Rank, name: str) -> str:
+    if name == "KV":
+        return f"{answer.fit.required_sequences} x {answer.fit.required_tokens:,} tokens"
+    if name == "free":
+        return "also for KV"
+    if name == "weights" and answer.question.model.exact:
+        return "as stored"
+    return ""
+
+
+def _bar(size: int, whole: int, width: int, mark: str) -> str:
+    cells = round(width * size / whole)
+    if size and not cells:
+        cells = 1
+    return (mark * min(width, cells)).ljust(width)
+
+
+def _stacked(parts: dict[str, int], whole: int, width: int, paint: _Paint) -> str:
+    """What lies side by side; what is too much is drawn over the reserve's place."""
+    drawn, at, done = "", 0, 0
+    short = parts["short"]
+    for name, mark, code in SEGMENTS:
+        size = parts[name]
+        if name == "KV":
+            size -= min(size, short)
+        if name == "reserve" and short:
+            mark, code, size = SHORT_MARK, SHORT_COLOUR, whole - at
+        at += size
+        until = min(width, round(width * at / whole))
+        drawn += paint(mark * max(0, until - done), code)
+        done = max(done, until)
+    return f"[{drawn}{' ' * (width - done)}]"
+
+
+# Words
+
+
+def _capacity(answer: Answer, width: int) -> Iterator[str]:
+    found, traffic = answer.fit, answer.question.traffic
+    fixed = found.kv_bytes_fixed_per_sequence
+    each = f"KV {format_bytes(found.kv_bytes_per_token)} a token ({found.kv_dtype})"
+    each += f" and {format_bytes(fixed)} a sequence" if fixed else ""
+    yield from _wrapped(f"{each}; the pool holds {found.kv_tokens:,} tokens", width, "")
+    if answer.max_model_len:
+        held = f"largest context {found.longest_tokens:,} of {answer.question.model.spec.max_position:,} tokens"
+        at = f"{answer.concurrency:.1f} sequences of {answer.max_model_len:,} at once"
+        yield from _wrapped(f"{held}; {at}", width, "")
+    if traffic is not None and answer.concurrency_at_traffic is not None:
+        yield from _wrapped(
+            f"traffic ({traffic.source}): {traffic.concurrency} at once of {traffic.length:,} tokens; "
+            f"memory holds {max(0.0, answer.concurrency_at_traffic):.1f}",
+            width, "",
+        )  # fmt: skip
+    rate = answer.throughput
+    if rate is None:
+        yield from _wrapped(f"no throughput is estimated: {answer.no_throughput}", width, "")
+        return
+    for decode in (rate.one, rate.at_traffic, rate.largest):
+        if decode is not None and (decode is rate.one or decode.batch > 1):
+            text = f"{decode.batch} at once: about {_tokens(decode.estimate)} tokens/s, limited by {decode.limited_by}"
+            yield from _wrapped(text, width, "")
+            if decode is rate.at_traffic and decode.batch == rate.largest.batch:
+                break
+    prefill = f"prompts: about {_tokens(rate.prefill)} tokens/s, limited by {rate.prefill_limited_by}"
+    yield from _wrapped(prefill, width, "")
+
+
+def _tokens(estimate: Estimate) -> str:
+    digits = 1 if estimate.tokens_per_s < 10 else 0
+    return f"{estimate.tokens_per_s:,.{digits}f} ({estimate.low:,.{digits}f} to {estimate.high:,.{digits}f})"
+
+
+def _decisions(answer: Answer, width: int) -> Iterator[str]:
+    for decision in answer.decisions:
+        yield from _wrapped(decision.line(), width)
+
+
+def _warnings(answer: Answer, width: int, paint: _Paint) -> Iterator[str]:
+    for warning in answer.warnings:
+        first, *rest = _wrapped(f"{warning.code} {warning.message}", width)
+        yield first.replace(warning.code, paint(warning.code, "33"), 1)
+        yield from rest
+        if warning.fix:
+            yield from _wrapped(f"fix: {warning.fix}", width, "    ")
+
+
+def _ways(answer: Answer, width: int) -> Iterator[str]:
+    if not answer.fits and not answer.ways_out:
+        yield "  none is known: every configuration that was tried falls short"
+    for number, way in enumerate(answer.ways_out, 1):
+        yield from _wrapped(f"{number:>2}. {way.change}", width, "  ", "      ")
+        if way.tiers is None:
+            found = way.fit
+            held = f"{found.limits.max_model_len:,} tokens of context, "
+            held += f"{found.concurrency(found.usual_tokens):.1f} sequences of {found.usual_tokens:,} at once"
+            yield from _wrapped(held, width, "      ", "      ")
+        if way.note:
+            yield from _wrapped(way.note, width, "      ", "      ")
+
+
+def _configurations(answer: Answer, width: int) -> Iterator[str]:
+    for name, configuration in (("safe", answer.safe), ("max", answer.max)):
+        if configuration is not None:
+            yield from _wrapped(f"{name:<5}{_flags(configuration)}", width, "  ", "       ")
+            yield from _wrapped(configuration.reason, width, "       ", "       ")
+    if answer.fits and answer.safe is None:
+        yield from _wrapped("safe: none; no configuration leaves room for every estimate being off", width)
+
+
+def _flags(configuration: Configuration) -> str:
+    shown = ("gpu_memory_utilization", "max_model_len", "max_num_seqs")
+    settings = configuration.settings
+    return " ".join(f"--{name.replace('_', '-')} {settings[name]}" for name in shown if name in settings)
+
+
+def _commands_title(answer: Answer) -> str:
+    return "Commands" if answer.commands_of == "plan" else f"Commands of way out: {answer.commands_of}"
+
+
+def _commands(answer: Answer, width: int) -> Iterator[str]:
+    for name, command in answer.commands.items():
+        if answer.engine is not None and name != answer.engine:
+            continue
+        yield from command_lines(command, width)
+
+
+def command_lines(command: Command, width: int) -> list[str]:
+    """The command first, broken after whole words with a backslash; then what must be known of it, as comments."""
+    found: list[str] = []
+    line = " "
+    for word in _words(command.text):
+        if len(line) + 1 + len(word) > width - 2 and line.strip():
+            found.append(f"{line} \\")
+            line = "    "
+        line += f" {word}"
+    found.append(line)
+    for note in command.notes:
+        found += _wrapped(note, width, "    # ", "    # ")
+    return found
+
+
+def _words(text: str) -> list[str]:
+    """As they stand there, quotes and all; a leading VARIABLE=1 too."""
+    return [shlex.quote(word) if "=" not in word.split("-")[0] else word for word in shlex.split(text)]
+
+
+def _thumbs(answer: Answer, width: int) -> Iterator[str]:
+    for one in answer.rules_of_thumb:
+        text = f"{one.name}: {one.rule} = {format_bytes(one.rule_bytes)}, exactly {format_bytes(one.exact_bytes)}"
+        yield from _wrapped(text if one.right else f"{text}; {one.verdict}", width)
+
+
+# Side by side
+
+
+def compare_lines(answers: Sequence[Answer], width: int = 80, colour: bool = False) -> list[str]:
+    """One row a plan, the columns that people choose by."""
+    width, paint = max(LEAST_WIDTH, width), _Paint(colour)
+    heads = ("", "fits", "weights", "KV/token", "context", "at once", "tok/s", "tok/s max")
+    names = _names(answers)
+    table = [heads, *((name, *_figures(answer)) for name, answer in zip(names, answers, strict=True))]
+    widths = [max(len(row[column]) for row in table) for column in range(len(heads))]
+    widths[0] = max(12, min(widths[0], width - sum(widths[1:]) - 2 * (len(heads) - 1)))
+    found = []
+    for number, row in enumerate(table):
+        cells = [_cut(row[0], widths[0]).ljust(widths[0])]
+        cells += [text.rjust(size) for text, size in zip(row[1:], widths[1:], strict=True)]
+        line = "  ".join(cells).rstrip()
+        found.append(paint.title(line) if not number else line)
+    for name, answer in zip(names, answers, strict=True):
+        if not answer.fits and answer.ways_out:
+            found += _wrapped(f"{name}: {answer.ways_out[0].change}", width, "", "  ")
+    return found
+
+
+def _names(answers: Sequence[Answer]) -> list[str]:
+    """By what differs: the model, the machine, or both."""
+    models = [answer.question.model.name for answer in answers]
+    machines = [_machine(answer) for answer in answers]
+    if len(set(machines)) == 1:
+        return models
+    if len(set(models)) == 1:
+        return machines
+    return [f"{model} on {machine}" for model, machine in zip(models, machines, strict=True)]
+
+
+def _machine(answer: Answer) -> str:
+    """All of it, so that two of the same kind can be told apart even where a plan uses one."""
+    devices = answer.question.machine.devices
+    return devices[0].name if len(devices) == 1 else f"{len(devices)} x {devices[0].name}"
+
+
+def _figures(answer: Answer) -> tuple[str, ...]:
+    found, rate = answer.fit, answer.throughput
+    fits = "yes" if answer.fits else f"-{format_bytes(found.short_bytes)}"
+    return (
+        fits,
+        format_bytes(found.weights_bytes),
+        format_bytes(found.kv_bytes_per_token),
+        f"{answer.max_model_len:,}",
+        f"{max(0.0, found.concurrency(found.usual_tokens)):.1f}",
+        "?" if rate is None else f"{rate.one.estimate.tokens_per_s:,.0f}",
+        "?" if rate is None else f"{rate.largest.estimate.tokens_per_s:,.0f}",
+    )
+
+
+def _cut(text: str, width: int) -> str:
+    return text if len(text) <= width else text[: width - 1] + "…"

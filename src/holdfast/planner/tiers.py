@@ -1,0 +1,93 @@
+"""A model larger than its GPU: what stays, what waits in RAM and is moved every step, and how fast that can be.
+
+    GPU  [ terms but weights | copy slots | head | layers that stay | KV ]      RAM  [ embedding | layers that stream ]
+    moved a step = weights read + KV in use - what the GPU has left for them    step = max(moved / link, compute)
+
+Physics only: whether an engine can do it is said where it is offered.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from holdfast.planner.fit import Fit
+from holdfast.planner.roofline import EXPECTED, GB, HIGH, LOW, Efficiency, Estimate, step_seconds, usual_context
+from holdfast.planner.weights import rank_bytes, weights_of
+
+COPY_SLOTS = 3
+"""Layers on their way to the GPU while others compute."""
+RAM_SHARE = 0.9
+"""Of the free RAM; the rest stays with the system."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tiers:
+    layers: int
+    resident_layers: int
+    gpu_bytes: int
+    """Held on the fullest GPU."""
+    ram_bytes: int
+    """Held in RAM, by all ranks together."""
+    moved_bytes: int
+    """Over the link of one GPU, every step."""
+    batch: int
+    one: Estimate | None
+    """Tokens/s of one stream; None: the link is not known."""
+    at_batch: Estimate | None
+
+
+def place(fit: Fit) -> Tiers | None:
+    """None: not even the parts that must stay fit, or RAM does not hold the rest, or there is no GPU beside it."""
+    if fit.question.machine.kind != "gpu" or fit.pipeline_parallel > 1 or fit.question.machine.devices[0].unified:
+        return None
+    spec, rank = fit.question.model.spec, min(fit.ranks, key=lambda one: one.budget_bytes)
+    weights = weights_of(fit.question.model, dtype=fit.dtype)
+
+    def held(layer: int | None, *, embedding: bool = True) -> int:
+        chosen = [
+            weight
+            for weight in weights
+            if (None if weight.tensor is None else weight.tensor.layer) == layer
+            and (embedding or weight.tensor is None or weight.tensor.name != "embed")
+        ]
+        return rank_bytes(chosen, spec, tensor_parallel=fit.tensor_parallel)
+
+    of_layer = [held(layer) for layer in range(len(spec.layers))]
+    head = held(None, embedding=spec.tied_embeddings)
+    embedding = held(None) - head
+    others = sum(term.nbytes for term in rank.terms if term.name != "weights")
+    slots = COPY_SLOTS * max(of_layer)
+    kv = fit.required_sequences * rank.kv.sequence_bytes(fit.required_tokens)
+    usable = rank.budget_bytes - others - slots - head
+    if usable < 0:
+        return None
+    moved = max(0, sum(of_layer) + kv - usable)
+    ram = (moved + embedding) * fit.tensor_parallel
+    known = fit.question.machine.ram_bytes
+    if known is not None and ram > known * RAM_SHARE:
+        return None
+    average = sum(of_layer) / len(of_layer)
+    resident = max(0, min(len(of_layer), int((usable - kv) / average))) if moved else len(of_layer)
+    return Tiers(
+        layers=len(of_layer),
+        resident_layers=resident,
+        gpu_bytes=others + slots + head + min(usable, sum(of_layer) + kv),
+        ram_bytes=ram,
+        moved_bytes=moved,
+        batch=fit.required_sequences,
+        one=_rate(fit, moved, 1),
+        at_batch=_rate(fit, moved, fit.required_sequences) if fit.required_sequences > 1 else None,
+    )
+
+
+def _rate(fit: Fit, moved: int, batch: int) -> Estimate | None:
+    gpu = fit.ranks[0].device.gpu
+    if gpu is None or gpu.host_link.gb_s <= 0:
+        return None
+    link = gpu.host_link.gb_s * GB
+
+    def rate(efficiency: Efficiency) -> float:
+        computing = step_seconds(fit, batch, usual_context(fit), efficiency) or 0.0
+        return batch / max(moved / (link * efficiency.link), computing)
+
+    return Estimate(rate(EXPECTED), rate(LOW), rate(HIGH))

@@ -1,0 +1,125 @@
+"""One way out of a plan that does not fit, and what all of them are made with: a changed question, planned again.
+
+Knows no order and no reasons; those are in ways_out.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from holdfast.errors import ConfigurationError
+from holdfast.planner.alternatives import Variant
+from holdfast.planner.commands import Command, commands
+from holdfast.planner.fit import Fit, Question, fit
+from holdfast.planner.tiers import Tiers
+from holdfast.planner.vllm_sizing import Vllm
+
+Kind = Literal[
+    "utilization", "context", "sequences", "configuration", "idle_gpus", "kv_cache_dtype", "quantization", "more_gpus",
+    "tiers", "bigger_gpu", "more_ram", "smaller_model",
+]  # fmt: skip
+LEAST_CONTEXT = 1024
+"""A shorter one is no way out."""
+USUAL_UTILIZATION, MOST_UTILIZATION = 0.90, 0.95
+"""Never past the second: the rest is for what cannot be counted."""
+MODEST_SEQUENCES, MODEST_STEP_TOKENS = 16, 2048
+"""Enough for a small service, and little beside the weights."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WayOut:
+    kind: Kind
+    change: str
+    """For people."""
+    settings: Mapping[str, object]
+    """What is set differently, by the names of the settings."""
+    fit: Fit
+    """Planned with the change; of tiers, planned without them."""
+    tiers: Tiers | None = None
+    available: bool = True
+    """False: no engine here can do it yet, or something has to be made first."""
+    note: str | None = None
+
+    @property
+    def fits(self) -> bool:
+        return self.fit.fits or self.tiers is not None
+
+    def commands(self, vllm: Vllm | None = None) -> dict[str, Command]:
+        return commands(self.fit, sequences=self.fit.useful_sequences, vllm=vllm)
+
+
+def planned(question: Question) -> Fit | None:
+    """None: it cannot be planned so, or does not fit."""
+    try:
+        found = fit(question)
+    except ConfigurationError:
+        return None
+    return found if found.fits else None
+
+
+def with_settings(question: Question, **changes: object) -> Question:
+    return replace(question, settings=replace(question.settings, **changes))  # type: ignore[arg-type]
+
+
+def longest(question: Question) -> Fit | None:
+    """The same with the longest context that fits; traffic that is stated cannot be shortened."""
+    if question.traffic is not None:
+        return None
+    length = question.model.spec.max_position
+    try:
+        # A shorter context needs smaller tables, which leaves room for a few more tokens: twice is enough.
+        for _ in range(2):
+            length = fit(with_settings(question, max_model_len=length)).longest_tokens
+            if length < LEAST_CONTEXT:
+                return None
+        return planned(with_settings(question, max_model_len=length))
+    except ConfigurationError:
+        return None
+
+
+def attempts(question: Question) -> Iterator[tuple[Question, dict[str, object]]]:
+    """As asked; with the usual share of memory where less was asked; with modest limits where none were. Each with
+    what it sets differently."""
+    settings = question.settings
+    changes: dict[str, object] = {}
+    yield question, changes
+    absolute = any(device.budget_bytes is not None for device in question.machine.devices)
+    if not absolute and settings.utilization is not None and settings.utilization < USUAL_UTILIZATION:
+        changes = {"gpu_memory_utilization": USUAL_UTILIZATION}
+        question = with_settings(question, utilization=USUAL_UTILIZATION)
+        yield question, changes
+    if question.traffic is None and settings.max_num_seqs is None and settings.max_num_batched_tokens is None:
+        modest: dict[str, object] = {"max_num_seqs": MODEST_SEQUENCES, "max_num_batched_tokens": MODEST_STEP_TOKENS}
+        if question.machine.kind == "gpu":
+            yield with_settings(question, **modest), {**changes, **modest}
+        if question.machine.kind == "gpu" and not absolute:
+            most = {**modest, "gpu_memory_utilization": MOST_UTILIZATION}
+            yield with_settings(question, utilization=MOST_UTILIZATION, **modest), most
+
+
+def first_that_fits(question: Question) -> tuple[Fit, dict[str, object]] | None:
+    for changed, changes in attempts(question):
+        found = planned(changed)
+        if found is not None:
+            return found, changes
+    return None
+
+
+def said(changes: Mapping[str, object]) -> str:
+    """Of the changes that a way needs beside its own."""
+    words = []
+    if "gpu_memory_utilization" in changes:
+        words.append(f"{changes['gpu_memory_utilization']:g} of the memory")
+    if "max_model_len" in changes:
+        words.append(f"{changes['max_model_len']:,} tokens")
+    if "max_num_seqs" in changes:
+        words.append(f"{changes['max_num_seqs']} sequences")
+    return f", with {' and '.join(words)}" if words else ""
+
+
+def model_setting(variant: Variant | None) -> dict[str, object]:
+    if variant is None:
+        return {}
+    return {"model": variant.model.name} if variant.published else {"quantization": variant.method}

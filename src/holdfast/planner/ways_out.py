@@ -1,0 +1,238 @@
+"""What to do when it does not fit: the ways out in their order, each planned before it is offered.
+
+    configuration (utilization, context, sequences, GPUs that stand idle) - FP8 KV - a quantized variant - more GPUs -
+    tiers - a bigger GPU or more RAM - a smaller model, last
+
+What does not fit when planned is not here. Here are the order and the ways that only change settings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from holdfast.planner.alternatives import (
+    GGUF_TYPES,
+    HOLDFAST_GGUF_TYPES,
+    Variant,
+    derived_variants,
+    is_plain,
+    published_variants,
+)
+from holdfast.planner.fit import Fit
+from holdfast.planner.way import (
+    MOST_UTILIZATION,
+    USUAL_UTILIZATION,
+    WayOut,
+    attempts,
+    first_that_fits,
+    longest,
+    model_setting,
+    planned,
+    said,
+    with_settings,
+)
+from holdfast.planner.ways_hardware import bigger_gpu, more_gpus, more_ram, smaller_model, tiered
+from holdfast.units import format_bytes
+
+UTILIZATIONS = (0.85, USUAL_UTILIZATION, 0.92, MOST_UTILIZATION)
+SEQUENCES, STEP_TOKENS = (128, 64, 32, 16, 8, 4, 2, 1), (8192, 4096, 2048, 1024, 512, 256, 256, 256)
+VARIANTS_SHOWN = 3
+
+
+def ways_out(found: Fit) -> tuple[WayOut, ...]:
+    """Nothing where it fits."""
+    if found.fits:
+        return ()
+    ways = [*_utilization(found), *_context(found), *_sequences(found), *_idle_gpus(found)]
+    if not ways:
+        ways += _together(found)
+    others = variants(found)
+    ways += [*_kv_dtype(found), *_quantized(found, others)]
+    ways += [*more_gpus(found, others), *tiered(found, others), *bigger_gpu(found, others), *more_ram(found)]
+    return (*ways, *smaller_model(found))
+
+
+def _utilization(found: Fit) -> Iterator[WayOut]:
+    if any(rank.device.budget_bytes is not None for rank in found.ranks):
+        return
+    for share in UTILIZATIONS:
+        if share > found.utilization:
+            better = planned(with_settings(found.question, utilization=share))
+            if better is not None:
+                yield WayOut(
+                    kind="utilization",
+                    change=f"use {share:g} of the memory instead of {found.utilization:g}",
+                    settings={"gpu_memory_utilization": share},
+                    fit=better,
+                )
+                return
+
+
+def _context(found: Fit) -> Iterator[WayOut]:
+    shorter = longest(found.question)
+    if shorter is not None:
+        yield WayOut(
+            kind="context",
+            change=f"a context of {shorter.limits.max_model_len:,} tokens, the longest that fits",
+            settings={"max_model_len": shorter.limits.max_model_len},
+            fit=shorter,
+        )
+
+
+def _sequences(found: Fit) -> Iterator[WayOut]:
+    """Fewer at once: of the traffic, so that others wait; without any, for smaller logits and activations."""
+    traffic = found.question.traffic
+    if traffic is not None:
+        held = int(found.concurrency(traffic.length))
+        for count in (held, held - 1, held - 2, *(size for size in SEQUENCES if size < held)):
+            if not 1 <= count < traffic.concurrency:
+                continue
+            question = replace(
+                with_settings(found.question, max_num_seqs=count), traffic=replace(traffic, concurrency=count)
+            )
+            fewer = planned(question)
+            if fewer is not None:
+                yield WayOut(
+                    kind="sequences",
+                    change=f"{count} sequences at once instead of {traffic.concurrency}; the rest waits its turn",
+                    settings={"max_num_seqs": count},
+                    fit=fewer,
+                )
+                return
+    for count, step in zip(SEQUENCES, STEP_TOKENS, strict=False):
+        if count >= found.limits.max_num_seqs or traffic is not None:
+            continue
+        steps = min(step, found.limits.max_num_batched_tokens)
+        fewer = planned(with_settings(found.question, max_num_seqs=count, max_num_batched_tokens=steps))
+        if fewer is not None:
+            yield WayOut(
+                kind="sequences",
+                change=f"{count} sequences and {steps:,} tokens a step: smaller activations and logits",
+                settings={"max_num_seqs": count, "max_num_batched_tokens": steps},
+                fit=fewer,
+            )
+            return
+
+
+def _together(found: Fit) -> Iterator[WayOut]:
+    """All of it at once, where nothing alone is enough."""
+    traffic = found.question.traffic
+    absolute = any(rank.device.budget_bytes is not None for rank in found.ranks)
+    share = found.utilization if absolute else max(found.utilization, MOST_UTILIZATION)
+    for count in (16, 4, 1):
+        if traffic is not None and count >= traffic.concurrency:
+            continue
+        changed = with_settings(
+            found.question, utilization=share, max_num_seqs=count,
+            max_num_batched_tokens=min(2048, found.limits.max_num_batched_tokens),
+        )  # fmt: skip
+        if traffic is not None:
+            changed = replace(changed, traffic=replace(traffic, concurrency=count))
+        better = planned(changed) or longest(changed)
+        if better is None:
+            continue
+        limits = better.limits
+        yield WayOut(
+            kind="configuration",
+            change=f"utilization {share:g}, {limits.max_model_len:,} tokens, {count} sequences, together",
+            settings={
+                "gpu_memory_utilization": share,
+                "max_model_len": limits.max_model_len,
+                "max_num_seqs": count,
+                "max_num_batched_tokens": limits.max_num_batched_tokens,
+            },
+            fit=better,
+        )
+        return
+
+
+def _idle_gpus(found: Fit) -> Iterator[WayOut]:
+    """GPUs that are there and not used."""
+    devices = found.question.machine.devices
+    if found.question.settings.tensor_parallel is None or len(found.ranks) >= len(devices):
+        return
+    more = planned(with_settings(found.question, tensor_parallel=None))
+    if more is not None:
+        yield WayOut(
+            kind="idle_gpus",
+            change=f"use {len(more.ranks)} of the {len(devices)} GPUs that are there",
+            settings={"tensor_parallel_size": more.tensor_parallel},
+            fit=more,
+        )
+
+
+# KV and weights in fewer bits
+
+
+def _kv_dtype(found: Fit) -> Iterator[WayOut]:
+    on_gpu = found.question.machine.kind == "gpu"
+    able = on_gpu and all(rank.device.gpu is not None and rank.device.gpu.fp8 for rank in found.ranks)
+    smaller = "fp8" if able else "float16" if not on_gpu and found.kv_dtype == "float32" else None
+    if smaller is None or found.kv_dtype == smaller:
+        return
+    better = planned(with_settings(found.question, kv_cache_dtype=smaller))
+    if better is not None:
+        yield WayOut(
+            kind="kv_cache_dtype",
+            change=f"KV in {smaller}: {format_bytes(better.kv_bytes_per_token)} a token instead of "
+            f"{format_bytes(found.kv_bytes_per_token)}",
+            settings={"kv_cache_dtype": smaller},
+            fit=better,
+        )
+
+
+def variants(found: Fit) -> list[Variant]:
+    """Published ones first, most bits first. Making FP8 while loading wants a GPU that multiplies it, or Ampere's
+    kernels that unpack it."""
+    model, devices = found.question.model, found.question.machine.devices
+    if not is_plain(model):
+        return []
+    if found.question.machine.kind == "cpu":
+        return list(derived_variants(model, HOLDFAST_GGUF_TYPES if model.spec.runnable else GGUF_TYPES))
+    capabilities = [device.gpu.compute_capability if device.gpu is not None else None for device in devices]
+    modern = all(capability is None or capability >= (8, 0) for capability in capabilities)
+    published = list(published_variants(model))
+    known = {variant.model.spec.quantization.bits for variant in published if variant.model.spec.quantization}
+    made = tuple(
+        method for method, bits in (("fp8", 8), ("nf4", 4)) if bits not in known and (modern or method != "fp8")
+    )
+    every = [*published, *derived_variants(model, made)]
+    every.sort(key=lambda variant: -(variant.model.spec.quantization.bits if variant.model.spec.quantization else 0))
+    return [*every, *derived_variants(model, ("Q4_K_M",))]
+
+
+def _quantized(found: Fit, others: Sequence[Variant]) -> Iterator[WayOut]:
+    """The most bits that fit first. A GGUF that nobody has made yet only where nothing else fits on a GPU; a shorter
+    context only where no variant holds the one that was asked for."""
+    whole: list[WayOut] = []
+    shorter: list[WayOut] = []
+    for variant in others:
+        if variant.method in GGUF_TYPES and whole and found.question.machine.kind == "gpu":
+            continue
+        question = replace(found.question, model=variant.model)
+        better = first_that_fits(question)
+        if better is not None:
+            whole.append(_variant_way(found, variant, *better))
+            continue
+        for changed, changes in attempts(question):
+            cut = longest(changed)
+            if cut is not None:
+                shorter.append(
+                    _variant_way(found, variant, cut, {"max_model_len": cut.limits.max_model_len, **changes})
+                )
+                break
+    yield from (whole or shorter)[:VARIANTS_SHOWN]
+
+
+def _variant_way(found: Fit, variant: Variant, better: Fit, changes: dict[str, object]) -> WayOut:
+    sizes = f"{format_bytes(better.weights_bytes)} of weights instead of {format_bytes(found.weights_bytes)}"
+    to_be_made = better.question.model.format == "gguf"
+    return WayOut(
+        kind="quantization",
+        change=f"{variant.label}: {sizes}{said(changes)}",
+        settings={**model_setting(variant), **changes},
+        fit=better,
+        available=not to_be_made,
+        note="the file has to be made or found first" if to_be_made else None,
+    )
