@@ -35,6 +35,12 @@ HOSTILE_NUMBERS = st.sampled_from(
 FUZZ = settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 LONG_FUZZ = settings(FUZZ, max_examples=LONG_EXAMPLES)
 
+
+def for_long(test: Callable[..., None]) -> Callable[..., None]:
+    """About a minute on an idle core, far more on a busy one."""
+    return pytest.mark.long(pytest.mark.timeout(3600)(test))
+
+
 Edit = tuple[str, int, int, bytes]
 EDITS = st.lists(
     st.tuples(
@@ -95,8 +101,8 @@ def spoil_safetensors(tmp_path: Path, good_safetensors: bytes, edits: list[Edit]
 
 test_spoiled_gguf = FUZZ(given(edits=EDITS)(spoil_gguf))
 test_spoiled_safetensors = FUZZ(given(edits=EDITS)(spoil_safetensors))
-test_spoiled_gguf_for_long = pytest.mark.long(LONG_FUZZ(given(edits=EDITS)(spoil_gguf)))
-test_spoiled_safetensors_for_long = pytest.mark.long(LONG_FUZZ(given(edits=EDITS)(spoil_safetensors)))
+test_spoiled_gguf_for_long = for_long(LONG_FUZZ(given(edits=EDITS)(spoil_gguf)))
+test_spoiled_safetensors_for_long = for_long(LONG_FUZZ(given(edits=EDITS)(spoil_safetensors)))
 
 
 # Real headers
@@ -151,10 +157,8 @@ def spoil_real_safetensors(tmp_path: Path, real_safetensors: Header, edits: list
 
 test_spoiled_real_gguf = settings(FUZZ, max_examples=5)(given(edits=EDITS)(spoil_real_gguf))
 test_spoiled_real_safetensors = settings(FUZZ, max_examples=100)(given(edits=EDITS)(spoil_real_safetensors))
-test_spoiled_real_gguf_for_long = pytest.mark.long(
-    settings(FUZZ, max_examples=200)(given(edits=EDITS)(spoil_real_gguf))
-)
-test_spoiled_real_safetensors_for_long = pytest.mark.long(LONG_FUZZ(given(edits=EDITS)(spoil_real_safetensors)))
+test_spoiled_real_gguf_for_long = for_long(settings(FUZZ, max_examples=200)(given(edits=EDITS)(spoil_real_gguf)))
+test_spoiled_real_safetensors_for_long = for_long(LONG_FUZZ(given(edits=EDITS)(spoil_real_safetensors)))
 
 
 def test_the_real_headers_are_good_before_they_are_spoiled(
@@ -239,7 +243,7 @@ GGUF_LIMIT_BYTES = 400 * MIB
 """In a file of 64 GiB one string or array of the largest permitted size can be real: it is read, and bounded."""
 
 test_hostile_gguf = FUZZ(given(raw=GGUFS, size=SIZES)(hurt_gguf))
-test_hostile_gguf_for_long = pytest.mark.long(LONG_FUZZ(given(raw=GGUFS, size=SIZES)(hurt_gguf)))
+test_hostile_gguf_for_long = for_long(LONG_FUZZ(given(raw=GGUFS, size=SIZES)(hurt_gguf)))
 
 JSON = st.recursive(
     st.none()
@@ -269,7 +273,7 @@ def hurt_safetensors(tmp_path: Path, header: list[tuple[str, Any]], size: int) -
 
 PAIRS = st.lists(st.tuples(TENSOR_NAMES, ENTRIES | JSON), max_size=5)
 test_hostile_safetensors = FUZZ(given(header=PAIRS, size=SIZES)(hurt_safetensors))
-test_hostile_safetensors_for_long = pytest.mark.long(LONG_FUZZ(given(header=PAIRS, size=SIZES)(hurt_safetensors)))
+test_hostile_safetensors_for_long = for_long(LONG_FUZZ(given(header=PAIRS, size=SIZES)(hurt_safetensors)))
 
 
 @settings(FUZZ, max_examples=40)
