@@ -11,7 +11,7 @@ from holdfast.models.spec import RopeSpec
 
 MAX_THETA = 1e12
 MAX_FACTOR = 65536.0
-_SCALINGS = ("none", "linear", "llama3", "yarn", "dynamic", "longrope", "mrope")
+_SCALINGS = ("none", "linear", "llama3", "yarn", "dynamic", "longrope", "mrope", "proportional")
 _SPELLINGS = {"default": "none", "su": "longrope"}
 
 

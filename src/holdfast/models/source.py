@@ -123,6 +123,12 @@ class Source:
         outer = fields if self.outer is self.fields else self.outer
         return Source(fields=fields, architecture=self.architecture, generation=self.generation, outer=outer)
 
+    def holding(self, values: Mapping[str, Any]) -> Source:
+        """The same with other values, where a family must settle a field before the common reading."""
+        fields = Fields(values, where=self.fields.where, names=self.fields.names)
+        outer = fields if self.outer is self.fields else self.outer
+        return replace(self, fields=fields, outer=outer)
+
     def within(self, name: str) -> Source:
         """The text model of a config that wraps it with others."""
         table = self.fields.table(name)
@@ -170,13 +176,19 @@ def read_shape(
     rotary: float = 1.0,
     stretch: bool = True,
     values_alike: bool = True,
+    layers_alike: bool = True,
 ) -> Shape:
     """Keywords are what the family takes where its config is silent; `rotary` 0: it does not rotate at all.
 
     `act` None: the family's activation is none of those that a spec can say. `stretch`: a rope scaling makes the
-    context longer than max_position_embeddings says. `values_alike`: a head's values are as wide as its keys.
+    context longer than max_position_embeddings says. `values_alike`: a head's values are as wide as its keys;
+    `layers_alike`: no layer has sizes of its own.
     """
     fields = source.fields
+    if layers_alike and fields.raw("per_layer_config"):
+        raise fields.wrong(
+            "per_layer_config", "nothing (this family's layers are all alike)", fields.raw("per_layer_config")
+        )
     hidden = fields.integer("hidden_size", high=MAX_WIDTH)
     head_count = fields.integer("num_attention_heads", high=MAX_HEADS, default=_or_missing(heads))
     kv_count = fields.integer("num_key_value_heads", high=MAX_HEADS, default=kv_heads or head_count)

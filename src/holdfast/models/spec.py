@@ -13,7 +13,7 @@ from typing import Literal
 
 from holdfast.models.quantization import QuantSpec
 
-RopeScaling = Literal["none", "linear", "llama3", "yarn", "dynamic", "longrope", "mrope"]
+RopeScaling = Literal["none", "linear", "llama3", "yarn", "dynamic", "longrope", "mrope", "proportional"]
 Activation = Literal["silu", "gelu", "gelu_tanh"]
 """Those the engine has; a family with another says so in its features."""
 Part = Literal["text", "vision", "draft"]
@@ -55,6 +55,8 @@ class LatentSpec:
 
     rank: int
     rope_dim: int
+    index_dim: int = 0
+    """A further key a token, by which few tokens are chosen to attend to; 0: attends to all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +68,8 @@ class StateSpec:
     """The last inputs of the short convolution before it."""
 
 
-LayerKind = Literal["full", "window", "latent", "state", "shared"]
+LayerKind = Literal["full", "window", "latent", "state", "shared", "none"]
+"""none: remembers nothing, such as a layer that is only an MLP."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +95,7 @@ class LayerSpec:
     @property
     def kind(self) -> LayerKind:
         if not self.attends:
-            return "state"
+            return "none" if self.state is None else "state"
         if self.shares_kv_of is not None:
             return "shared"
         if self.latent is not None:
@@ -206,7 +209,7 @@ class ModelSpec:
         if not layer.attends or layer.shares_kv_of is not None:
             return 0
         if layer.latent is not None:
-            return layer.latent.rank + layer.latent.rope_dim
+            return layer.latent.rank + layer.latent.rope_dim + layer.latent.index_dim
         kv_heads = self.kv_heads if layer.kv_heads is None else layer.kv_heads
         head_dim = self.head_dim if layer.head_dim is None else layer.head_dim
         return 2 * kv_heads * head_dim

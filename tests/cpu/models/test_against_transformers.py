@@ -52,6 +52,49 @@ VISION: dict[str, Any] = {
     "patch_size": 14,
 }
 
+LAYERS = ["sliding_attention", "full_attention"] * 2
+GEMMA3N: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "num_kv_shared_layers": 2,
+    "vocab_size_per_layer_input": 200,
+    "hidden_size_per_layer_input": 8,
+    "laurel_rank": 4,
+    "intermediate_size": [96, 96, 80, 80],
+    "layer_types": LAYERS,
+    "activation_sparsity_pattern": [0.0] * 4,
+    "head_dim": 16,
+}
+GEMMA4: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "layer_types": LAYERS,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": 200,
+}
+GRANITE_HYBRID: dict[str, Any] = {
+    "num_local_experts": 3,
+    "shared_intermediate_size": 40,
+    "layer_types": ["linear_attention", "full_attention"],
+    "mamba_n_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_d_state": 8,
+}
+NEMOTRON_H: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "head_dim": 16,
+    "hybrid_override_pattern": "M*-E",
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 16,
+    "n_groups": 2,
+    "ssm_state_size": 8,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 24,
+    "moe_shared_expert_intermediate_size": 40,
+    "num_experts_per_tok": 2,
+}
+
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("llama", {}),
     ("llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True, "head_dim": 20}),
@@ -75,10 +118,28 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("qwen3_moe", QWEN_EXPERTS),
     ("qwen3_moe", {**QWEN_EXPERTS, "attention_bias": True, "mlp_only_layers": [0]}),
     ("qwen3_next", {**SHARED, "num_hidden_layers": 4, "linear_num_value_heads": 32, "linear_value_head_dim": 12}),
+    ("qwen3_5_text", {"num_hidden_layers": 4, "linear_value_head_dim": 12}),
+    ("qwen3_5_moe_text", {**SHARED, "num_hidden_layers": 4}),
     ("gemma", {"head_dim": 20}),
     ("gemma2", {"head_dim": 20}),
     ("gemma3_text", {"head_dim": 20}),
     ("gemma3_text", {"head_dim": 20, "tie_word_embeddings": False}),
+    ("gemma3n_text", GEMMA3N),
+    ("gemma4_text", GEMMA4),
+    ("gemma4_text", {**GEMMA4, "num_kv_shared_layers": 2, "use_double_wide_mlp": True}),
+    (
+        "gemma4_text",
+        {
+            **GEMMA4,
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
+            "enable_moe_block": True,
+            "num_experts": 3,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 24,
+            "hidden_size_per_layer_input": 0,
+        },
+    ),
     ("phi", {}),
     ("phi", {"qk_layernorm": True}),
     ("phi3", {}),
@@ -86,6 +147,8 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("deepseek_v2", LATENT),
     ("deepseek_v2", {**LATENT, "q_lora_rank": None, "n_shared_experts": 1, "attention_bias": True}),
     ("deepseek_v3", {**LATENT, "n_group": 2, "topk_group": 1}),
+    ("deepseek_v32", {**LATENT, "index_n_heads": 3, "index_head_dim": 12, "n_group": 2, "topk_group": 1}),
+    ("glm_moe_dsa", {**LATENT, "index_n_heads": 3, "index_head_dim": 12}),
     ("gpt_oss", {"num_local_experts": 3, "head_dim": 16, "num_experts_per_tok": 2}),
     ("cohere", {}),
     ("cohere", {"use_qk_norm": True, "attention_bias": True}),
@@ -114,7 +177,10 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("granite", {}),
     ("granite", {"attention_bias": True, "mlp_bias": True}),
     ("granitemoe", {"num_local_experts": 3}),
+    ("granitemoehybrid", GRANITE_HYBRID),
+    ("granitemoehybrid", {**GRANITE_HYBRID, "num_local_experts": 0}),
     ("exaone4", {}),
+    ("nemotron_h", NEMOTRON_H),
     ("nemotron", {}),
     ("nemotron", {"attention_bias": True, "mlp_bias": True}),
     (
@@ -197,3 +263,27 @@ def test_mistral3_with_its_vision_tower() -> None:
         model = transformers.Mistral3ForConditionalGeneration(config)
     spec = described(config, model)
     assert expected(spec) == on_disk(model, spec.tied_embeddings)
+
+
+@pytest.mark.parametrize("kind", ["Qwen3_5", "Qwen3_5Moe"])
+def test_qwen35_with_its_vision_tower(kind: str) -> None:
+    vision = {"depth": 2, "hidden_size": 32, "intermediate_size": 48, "num_heads": 4, "out_hidden_size": 64}
+    more = SHARED if kind == "Qwen3_5Moe" else {}
+    config_type, model_type = (getattr(transformers, f"{kind}{end}") for end in ("Config", "ForConditionalGeneration"))
+    config = config_type(text_config={**SMALL, **more, "num_hidden_layers": 4}, vision_config=vision)
+    with torch.device("meta"):
+        model = model_type(config)
+    spec = described(config, model)
+    assert expected(spec) == on_disk(model, tied=False)
+
+
+@pytest.mark.parametrize("clipped", [False, True])
+def test_gemma4_with_its_vision_tower(clipped: bool) -> None:
+    vision = {**VISION, "num_key_value_heads": 4, "head_dim": 8, "patch_size": 4, "position_embedding_size": 10}
+    vision |= {"use_clipped_linears": clipped, "standardize": not clipped}
+    text = {**SMALL, **GEMMA4}
+    config = transformers.Gemma4Config(text_config=text, vision_config=vision, audio_config=None)
+    with torch.device("meta"):
+        model = transformers.Gemma4ForConditionalGeneration(config)
+    spec = described(config, model)
+    assert expected(spec) == on_disk(model, tied=True)

@@ -1,19 +1,26 @@
 """DeepSeek V2, V3, R1, Kimi K2 and others of that build: latent attention, a dense start, shared and routed experts.
 
-V3 carries draft layers (multi-token prediction) behind the last one; they are counted apart.
+V3 carries draft layers (multi-token prediction) behind the last one; they are counted apart. V3.2 and GLM-5 choose
+the tokens to attend to by an index, which has a key of its own for every token.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
-from holdfast.models.fields import MAX_EXPERTS, MAX_HEAD_DIM, MAX_LAYERS, MAX_WIDTH
+from holdfast.models.fields import MAX_EXPERTS, MAX_HEAD_DIM, MAX_HEADS, MAX_LAYERS, MAX_WIDTH
 from holdfast.models.source import Shape, Source, build_spec, read_shape
 from holdfast.models.spec import ExpertsSpec, LatentSpec, LayerSpec, ModelSpec, TensorSpec
 from holdfast.models.tensors import Block, TensorList
 
 FAMILY = "deepseek"
-ARCHITECTURES = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM")
+ARCHITECTURES = (
+    "DeepseekV2ForCausalLM",
+    "DeepseekV3ForCausalLM",
+    "DeepseekV32ForCausalLM",
+    "GlmMoeDsaForCausalLM",
+)
 GGUF_ARCHITECTURES = ("deepseek2",)
 
 
@@ -30,6 +37,8 @@ class Latent:
     bias: bool
     split: bool
     """GGUF files of today keep the keys' and the values' part of kv_b apart."""
+    index_heads: int = 0
+    index_dim: int = 0
 
 
 def describe(source: Source) -> ModelSpec:
@@ -42,20 +51,22 @@ def describe(source: Source) -> ModelSpec:
     experts = read_shared_experts(source)
     dense = source.fields.integer("first_k_dense_replace", low=0, high=MAX_LAYERS, default=0)
     step = source.fields.integer("moe_layer_freq", high=MAX_LAYERS, default=1)
-    correction = source.architecture == "DeepseekV3ForCausalLM" or source.has_tensor(f"blk.{dense}.exp_probs_b.bias")
+    first = source.architecture == "DeepseekV2ForCausalLM"
+    correction = source.has_tensor(f"blk.{dense}.exp_probs_b.bias") if source.gguf else not first
     sparse = [experts if index >= dense and index % step == 0 else None for index in range(shape.layer_count)]
     tensors = TensorList()
     tensors.embed(shape)
     for index, chosen in enumerate(sparse):
         _layer(tensors.block(index), shape, latent, chosen, correction)
     tensors.end(shape)
-    memory = LatentSpec(rank=latent.rank, rope_dim=latent.rope_dim)
+    memory = LatentSpec(rank=latent.rank, rope_dim=latent.rope_dim, index_dim=latent.index_dim)
     return build_spec(
         source,
         shape,
         family=FAMILY,
         layers=[LayerSpec(index=index, latent=memory, experts=chosen) for index, chosen in enumerate(sparse)],
         tensors=[*tensors.found, *_draft(source, shape, latent, experts, correction)],
+        features=("attention to chosen tokens only",) if latent.index_dim else (),
     )
 
 
@@ -72,6 +83,7 @@ def _latent(source: Source) -> Latent:
             value_dim=fields.integer("v_head_dim", high=MAX_HEAD_DIM, default=128),
             bias=fields.boolean("attention_bias", default=False),
             split=False,
+            **_index(source),
         )
     key_name = "key_length_mla" if fields.has("key_length_mla") else "head_dim"
     value_name = "value_length_mla" if fields.has("value_length_mla") else "value_dim"
@@ -90,6 +102,22 @@ def _latent(source: Source) -> Latent:
         bias=False,
         split=source.has_tensor("blk.0.attn_k_b.weight"),
     )
+
+
+def _index(source: Source) -> dict[str, int]:
+    if source.architecture not in ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM"):
+        return {}
+    fields = source.fields
+    kinds: Any = fields.raw("indexer_types")
+    for name in ("index_topk_pattern", "index_topk_freq"):
+        if fields.has(name):
+            raise fields.wrong(name, "nothing (layers that share an index are not known)", fields.raw(name))
+    if kinds is not None and (not isinstance(kinds, list) or any(kind != "full" for kind in kinds)):
+        raise fields.wrong("indexer_types", "full for every layer (shared indexes are not known)", kinds)
+    return {
+        "index_heads": fields.integer("index_n_heads", high=MAX_HEADS),
+        "index_dim": fields.integer("index_head_dim", high=MAX_HEAD_DIM),
+    }
 
 
 def read_shared_experts(source: Source) -> ExpertsSpec | None:
@@ -126,6 +154,12 @@ def _layer(block: Block, shape: Shape, latent: Latent, experts: ExpertsSpec | No
     else:
         rows = heads * (latent.nope_dim + latent.value_dim)
         block.linear("kv_b", rows, latent.rank, "self_attn.kv_b_proj", "attn_kv_b", axis=0)
+    if latent.index_dim:
+        wide, stem = latent.index_heads * latent.index_dim, "self_attn.indexer"
+        block.linear("index.q", wide, latent.query_rank or hidden, f"{stem}.wq_b", axis=None)
+        block.linear("index.k", latent.index_dim, hidden, f"{stem}.wk", axis=None)
+        block.norm("index.k_norm", latent.index_dim, f"{stem}.k_norm", bias=True)
+        block.linear("index.weights", latent.index_heads, hidden, f"{stem}.weights_proj", axis=None)
     width = heads * latent.value_dim
     block.linear("o", hidden, width, "self_attn.o_proj", "attn_output", axis=1, bias=latent.bias)
     block.norm("mlp_norm", hidden, "post_attention_layernorm", "ffn_norm")

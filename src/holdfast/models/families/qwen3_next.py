@@ -1,17 +1,26 @@
-"""Qwen3-Next: three of four layers keep a recurrent state (gated delta rule), every fourth attends; experts in all."""
+"""Qwen3-Next and Qwen3.5: three of four layers keep a recurrent state (gated delta rule), every fourth attends.
+
+Next has experts in all layers; 3.5 is dense or a mixture, and published with a vision tower.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from holdfast.models.families.qwen_moe import qwen_experts, read_experts, sparse_layers
-from holdfast.models.fields import MAX_HEAD_DIM, MAX_HEADS, MAX_LAYERS
+from holdfast.models.fields import MAX_HEAD_DIM, MAX_HEADS, MAX_LAYERS, MAX_WIDTH, Fields
 from holdfast.models.source import Source, build_spec, read_shape
-from holdfast.models.spec import LayerSpec, ModelSpec, StateSpec
+from holdfast.models.spec import LayerSpec, ModelSpec, StateSpec, TensorSpec
 from holdfast.models.tensors import Block, TensorList
 
 FAMILY = "qwen3_next"
-ARCHITECTURES = ("Qwen3NextForCausalLM",)
+ARCHITECTURES = (
+    "Qwen3NextForCausalLM",
+    "Qwen3_5ForCausalLM",
+    "Qwen3_5ForConditionalGeneration",
+    "Qwen3_5MoeForCausalLM",
+    "Qwen3_5MoeForConditionalGeneration",
+)
 GGUF_ARCHITECTURES: tuple[str, ...] = ()
 
 
@@ -39,11 +48,18 @@ class DeltaShape:
 
 
 def describe(source: Source) -> ModelSpec:
-    shape = read_shape(source, head_dim=256, max_position=32_768, rotary=0.25)
-    experts, delta = read_experts(source, shared=True), _delta(source)
-    sparse, attends = sparse_layers(source, shape.layer_count), _attending(source, shape.layer_count)
+    whole, outer = source.architecture.endswith("ForConditionalGeneration"), source
+    source = source.within("text_config") if whole else source
+    shape = read_shape(source, head_dim=256, inner=1, max_position=32_768, rotary=0.25)
+    dense = source.architecture.startswith("Qwen3_5For")
+    if dense:
+        shape = replace(shape, inner=source.fields.integer("intermediate_size", high=MAX_WIDTH))
+    experts, delta = None if dense else read_experts(source, shared=True), _delta(source)
+    sparse = [not dense and found for found in sparse_layers(source, shape.layer_count)]
+    attends = _attending(source, shape.layer_count)
     bias = source.fields.boolean("attention_bias", default=False)
-    tensors = TensorList()
+    fused = source.architecture == "Qwen3NextForCausalLM"
+    tensors = TensorList("model.language_model." if whole else "model.")
     tensors.embed(shape)
     for index in range(shape.layer_count):
         block = tensors.block(index)
@@ -57,9 +73,9 @@ def describe(source: Source) -> ModelSpec:
             block.norm("q_norm", shape.head_dim, "self_attn.q_norm")
             block.norm("k_norm", shape.head_dim, "self_attn.k_norm")
         else:
-            _delta_tensors(block, shape.hidden, delta)
+            _delta_tensors(block, shape.hidden, delta, fused=fused)
         block.norm("mlp_norm", shape.hidden, "post_attention_layernorm")
-        if sparse[index]:
+        if experts is not None and sparse[index]:
             qwen_experts(block, shape.hidden, experts)
         else:
             block.gated_mlp(shape.hidden, shape.inner)
@@ -79,7 +95,7 @@ def describe(source: Source) -> ModelSpec:
         shape,
         family=FAMILY,
         layers=layers,
-        tensors=tensors.found,
+        tensors=[*tensors.found, *(_vision(outer) if whole else ())],
         features=features,
         # Published checkpoints carry them, but config.json does not say so.
         not_counted=("draft layers (multi-token prediction)",),
@@ -109,12 +125,52 @@ def _attending(source: Source, count: int) -> list[bool]:
     return [(index + 1) % step == 0 for index in range(count)]
 
 
-def _delta_tensors(block: Block, hidden: int, delta: DeltaShape) -> None:
+def _delta_tensors(block: Block, hidden: int, delta: DeltaShape, *, fused: bool) -> None:
     values = delta.value_heads * delta.value_dim
     block.add("delta.conv", (delta.channels, 1, delta.kernel), "linear_attn.conv1d.weight", shard_axis=0)
     block.add("delta.dt_bias", (delta.value_heads,), "linear_attn.dt_bias", shard_axis=0)
     block.add("delta.decay", (delta.value_heads,), "linear_attn.A_log", shard_axis=0)
-    block.linear("delta.qkvz", delta.channels + values, hidden, "linear_attn.in_proj_qkvz", axis=0)
-    block.linear("delta.ba", 2 * delta.value_heads, hidden, "linear_attn.in_proj_ba", axis=0)
+    if fused:
+        block.linear("delta.qkvz", delta.channels + values, hidden, "linear_attn.in_proj_qkvz", axis=0)
+        block.linear("delta.ba", 2 * delta.value_heads, hidden, "linear_attn.in_proj_ba", axis=0)
+    else:
+        block.linear("delta.qkv", delta.channels, hidden, "linear_attn.in_proj_qkv", axis=0)
+        block.linear("delta.z", values, hidden, "linear_attn.in_proj_z", axis=0)
+        block.linear("delta.b", delta.value_heads, hidden, "linear_attn.in_proj_b", axis=0)
+        block.linear("delta.a", delta.value_heads, hidden, "linear_attn.in_proj_a", axis=0)
     block.norm("delta.norm", delta.value_dim, "linear_attn.norm")
     block.linear("delta.out", hidden, values, "linear_attn.out_proj", axis=1)
+
+
+def _vision(source: Source) -> list[TensorSpec]:
+    config = source.fields.table("vision_config") or Fields({}, where="config.json")
+    if config.raw("deepstack_visual_indexes"):
+        raise config.wrong("deepstack_visual_indexes", "none (3.5 has none)", config.raw("deepstack_visual_indexes"))
+    hidden = config.integer("hidden_size", high=MAX_WIDTH, default=1152)
+    inner = config.integer("intermediate_size", high=MAX_WIDTH, default=4304)
+    patch = config.integer("patch_size", high=1 << 12, default=16)
+    frames = config.integer("temporal_patch_size", high=64, default=2)
+    merged = hidden * config.integer("spatial_merge_size", high=64, default=2) ** 2
+    out = config.integer("out_hidden_size", high=MAX_WIDTH, default=3584)
+    channels = config.integer("in_channels", high=64, default=3)
+    stem = "model.visual."
+    tensors = TensorList(stem, part="vision")
+
+    def linear(name: str, *shape: int) -> None:
+        tensors.add(f"vision.{name}", shape, f"{stem}{name}.weight", linear=len(shape) == 2)
+        tensors.add(f"vision.{name}_bias", shape[:1], f"{stem}{name}.bias")
+
+    linear("patch_embed.proj", hidden, channels, frames, patch, patch)
+    positions = config.integer("num_position_embeddings", high=1 << 24, default=2304)
+    tensors.add("vision.position", (positions, hidden), f"{stem}pos_embed.weight")
+    for layer in range(config.integer("depth", high=MAX_LAYERS, default=27)):
+        for name in ("norm1", "norm2"):
+            tensors.norm(f"vision.layers.{layer}.{name}", hidden, f"blocks.{layer}.{name}", bias=True)
+        linear(f"blocks.{layer}.attn.qkv", 3 * hidden, hidden)
+        linear(f"blocks.{layer}.attn.proj", hidden, hidden)
+        linear(f"blocks.{layer}.mlp.linear_fc1", inner, hidden)
+        linear(f"blocks.{layer}.mlp.linear_fc2", hidden, inner)
+    tensors.norm("vision.merger.norm", hidden, "merger.norm", bias=True)
+    linear("merger.linear_fc1", merged, merged)
+    linear("merger.linear_fc2", out, merged)
+    return tensors.found
