@@ -14,6 +14,7 @@ from holdfast.errors import CheckpointError, UnknownArchitectureError
 from holdfast.models.families import (
     baichuan,
     bloom,
+    chatglm,
     cohere,
     dbrx,
     deepseek,
@@ -29,6 +30,7 @@ from holdfast.models.families import (
     granite,
     granite_hybrid,
     internlm2,
+    jamba,
     llama,
     llama4,
     minicpm,
@@ -67,6 +69,7 @@ class Family(Protocol):
 _MODULES = (
     baichuan,
     bloom,
+    chatglm,
     cohere,
     dbrx,
     deepseek,
@@ -82,6 +85,7 @@ _MODULES = (
     granite,
     granite_hybrid,
     internlm2,
+    jamba,
     llama,
     llama4,
     minicpm,
@@ -112,6 +116,7 @@ _BY_MODEL_TYPE = {
     "gemma3text": "Gemma3ForCausalLM",
     "llama4text": "Llama4ForCausalLM",
     "gpt2": "GPT2LMHeadModel",
+    "chatglm": "ChatGLMModel",
 }
 
 

@@ -179,6 +179,17 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("granitemoe", {"num_local_experts": 3}),
     ("granitemoehybrid", GRANITE_HYBRID),
     ("granitemoehybrid", {**GRANITE_HYBRID, "num_local_experts": 0}),
+    (
+        "jamba",
+        {
+            "num_experts": 3,
+            "num_hidden_layers": 4,
+            "attn_layer_period": 2,
+            "attn_layer_offset": 1,
+            "mamba_d_state": 4,
+            "mamba_dt_rank": 6,
+        },
+    ),
     ("exaone4", {}),
     ("nemotron_h", NEMOTRON_H),
     ("nemotron", {}),

@@ -42,6 +42,11 @@ CONFIG: dict[str, Any] = {
     "hybrid_override_pattern": "M*-E",
     "moe_shared_expert_intermediate_size": 40,
     # Older names.
+    "padded_vocab_size": 300,
+    "ffn_hidden_size": 96,
+    "num_layers": 4,
+    "kv_channels": 16,
+    "seq_length": 512,
     "n_embd": 64,
     "n_head": 4,
     "n_layer": 4,
@@ -52,8 +57,9 @@ CONFIG: dict[str, Any] = {
     "n_layers": 4,
     "max_seq_len": 512,
 }
-WRAPPED = ("Gemma3ForConditionalGeneration", "Llama4ForConditionalGeneration", "Mistral3ForConditionalGeneration")
-PLAIN = tuple(name for name in known_architectures() if not name.endswith("ForConditionalGeneration"))
+FLAT = "ChatGLMForConditionalGeneration"
+WRAPPED = tuple(name for name in known_architectures() if name.endswith("ForConditionalGeneration") and name != FLAT)
+PLAIN = tuple(name for name in known_architectures() if name not in WRAPPED)
 
 
 def config(architecture: str, **changes: Any) -> dict[str, Any]:
@@ -124,6 +130,9 @@ BAD: list[tuple[str, Any]] = [
 OLDER = {
     "GPT2LMHeadModel": {"hidden_size": "n_embd", "num_attention_heads": "n_head", "num_hidden_layers": "n_layer"},
     "BloomForCausalLM": {"num_hidden_layers": "n_layer"},
+    "ExaoneForCausalLM": {"num_hidden_layers": "num_layers"},
+    "ChatGLMModel": {"num_hidden_layers": "num_layers", "vocab_size": "padded_vocab_size"},
+    "ChatGLMForConditionalGeneration": {"num_hidden_layers": "num_layers", "vocab_size": "padded_vocab_size"},
     "DbrxForCausalLM": {"hidden_size": "d_model", "num_attention_heads": "n_heads", "num_hidden_layers": "n_layers"},
 }
 

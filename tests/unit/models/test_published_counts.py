@@ -168,6 +168,15 @@ COUNTS: list[tuple[str, ModelSpec, int]] = [
         ),
         559_214_592,
     ),
+    (
+        "glm-4-9b-chat",
+        describe_config(
+            {"architectures": ["ChatGLMModel"], "hidden_size": 4096, "ffn_hidden_size": 13696, "num_layers": 40}
+            | {"num_attention_heads": 32, "multi_query_attention": True, "multi_query_group_num": 2}
+            | {"kv_channels": 128, "padded_vocab_size": 151552, "seq_length": 131072, "add_qkv_bias": True}
+        ),
+        9_399_951_360,
+    ),
     ("pythia-1.4b", build("GPTNeoXForCausalLM", "2048 8192 24 16 16 50304", rotary_pct=0.25), 1_414_647_808),
 ]
 
