@@ -228,7 +228,7 @@ def _devices(found: Fit) -> list[dict[str, Any]]:
 
 
 def _rank(rank: Rank, found: Fit) -> dict[str, Any]:
-    needed = found.required_sequences * rank.kv.sequence_bytes(found.required_tokens)
+    needed = found.needed_bytes(rank)
     return {
         "index": rank.device.index,
         "name": rank.device.name,

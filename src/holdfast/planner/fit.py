@@ -75,6 +75,7 @@ class Fit:
     weights_bytes: int
     """Of the whole model, over all ranks once."""
     required_tokens: int
+    """Of each sequence that must fit beside the others: the traffic's, else one of the context that was asked for."""
     required_sequences: int
     fits: bool
     short_bytes: int
@@ -99,6 +100,11 @@ class Fit:
     def concurrency(self, tokens: int) -> float:
         """Sequences of that length that the tightest rank holds."""
         return max(0.0, min(rank.kv.concurrency(rank.room_bytes, tokens) for rank in self.ranks))
+
+    def needed_bytes(self, rank: Rank) -> int:
+        """KV that must fit on this rank."""
+        asked = self.question.settings.max_model_len
+        return _needed(rank, self.required_sequences, self.required_tokens, asked)
 
     @property
     def uncertain_bytes(self) -> int:
@@ -193,13 +199,9 @@ def _judge(
     tokens, sequences = min(spec.max_position, USEFUL_TOKENS), 1
     if traffic is not None:
         tokens, sequences = traffic.length, traffic.concurrency
-    needed = {id(rank): sequences * rank.kv.sequence_bytes(tokens) for rank in ranks}
-    if settings.max_model_len is not None:
-        tokens = max(tokens, settings.max_model_len) if traffic is not None else settings.max_model_len
-        for rank in ranks:
-            one = rank.kv.sequence_bytes(settings.max_model_len)
-            needed[id(rank)] = max(needed[id(rank)] if traffic is not None else 0, one)
-    short = max(needed[id(rank)] - rank.room_bytes for rank in ranks)
+    elif settings.max_model_len is not None:
+        tokens = settings.max_model_len
+    short = max(_needed(rank, sequences, tokens, settings.max_model_len) - rank.room_bytes for rank in ranks)
     served = settings.max_model_len
     if served is None:
         served = longest
@@ -225,6 +227,11 @@ def _judge(
         longest_tokens=longest,
         decisions=tuple(decisions),
     )
+
+
+def _needed(rank: Rank, sequences: int, tokens: int, one_of: int | None) -> int:
+    """KV of the sequences asked for, and of one that is as long as the context that was asked for."""
+    return max(sequences * rank.kv.sequence_bytes(tokens), 0 if one_of is None else rank.kv.sequence_bytes(one_of))
 
 
 def _check(question: Question, tensor_parallel: int) -> None:

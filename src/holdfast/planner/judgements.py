@@ -217,9 +217,7 @@ def _margin(fit: Fit) -> Iterator[Warning]:
     """It fits by less than our estimates may be off."""
     if not fit.fits:
         return
-    spare = min(
-        rank.room_bytes - fit.required_sequences * rank.kv.sequence_bytes(fit.required_tokens) for rank in fit.ranks
-    )
+    spare = min(rank.room_bytes - fit.needed_bytes(rank) for rank in fit.ranks)
     if not 0 <= spare < fit.uncertain_bytes:
         return
     yield Warning(

@@ -99,7 +99,7 @@ def _why_not_hidden(fit: Fit) -> str:
 def _overhead(fit: Fit) -> Iterator[Thumb]:
     rule = int(fit.weights_bytes * OVERHEAD_RULE)
     exact = sum(sum(term.nbytes for term in rank.terms) for rank in fit.ranks)
-    exact += sum(fit.required_sequences * rank.kv.sequence_bytes(fit.required_tokens) for rank in fit.ranks)
+    exact += sum(fit.needed_bytes(rank) for rank in fit.ranks)
     each = f"{fit.required_sequences} x {fit.required_tokens:,} tokens"
     yield Thumb(
         name="everything", rule="weights + 30%", rule_bytes=rule, exact_bytes=exact,
@@ -111,7 +111,7 @@ def _overhead(fit: Fit) -> Iterator[Thumb]:
 def _guide(fit: Fit) -> Iterator[Thumb]:
     """For plain 16-bit models only; it knows no others."""
     spec = fit.question.model.spec
-    if bytes_a_parameter(fit) != 2 or fit.question.machine.kind != "gpu":
+    if bytes_a_parameter(fit) != 2 or fit.question.model.format == "gguf" or fit.question.machine.kind != "gpu":
         return
     size = next((gb for most, gb in SIZING_GUIDE if spec.parameters / 1e9 <= most), None)
     if size is None or spec.parameters < 6e9:

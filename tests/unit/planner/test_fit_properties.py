@@ -1,0 +1,310 @@
+"""What must hold of `fit` for every model, machine and setting: order, sums and edges, not numbers.
+
+Numbers are held against published and measured ones in the files beside this one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from holdfast.checkpoints import StoredTensor
+from holdfast.errors import ConfigurationError
+from holdfast.hardware import gpus
+from holdfast.models import catalogue, describe_config
+from holdfast.planner.fit import Fit, Question, fit
+from holdfast.planner.kv import kv_cost
+from holdfast.planner.question import Device, Machine, PlannedModel, Settings, Traffic
+from holdfast.planner.requantize import quantized_as
+from holdfast.planner.weights import check_parallel, parallel_sizes, rank_bytes, total_bytes, weights_of
+
+GIB, MIB = 1 << 30, 1 << 20
+NAMES = (
+    "smollm2-135m", "llama-3-8b", "llama-3.1-70b", "qwen2.5-7b", "qwen3-30b-a3b", "gemma-3-12b", "gpt-oss-20b",
+    "deepseek-v2-lite", "mixtral-8x7b", "phi-3-mini-128k",
+)  # fmt: skip
+"""Full, windowed and latent layers; many, few and shared KV heads; dense and experts; plain and quantized."""
+
+
+@cache
+def model_of(name: str) -> PlannedModel:
+    method, _, plain = name.rpartition("/")
+    spec = describe_config(catalogue.find(plain).config)
+    found = PlannedModel(name=plain, spec=spec, origin="catalogue")
+    return quantized_as(found, method) if method else found
+
+
+@cache
+def stored_in_blocks() -> PlannedModel:
+    """A file of Q4_0 that this engine can run: on a CPU it is kept or expanded."""
+    found = quantized_as(model_of("smollm2-135m"), "Q4_0")
+    assert found.stored is not None
+    canonical: dict[str, StoredTensor] = dict(found.stored)
+    return replace(found, canonical=canonical)
+
+
+def gpu_machine(total_bytes: int, count: int = 1, free_bytes: int | None = None) -> Machine:
+    device = Device(
+        index=0, name="rtx4090", kind="gpu", total_bytes=total_bytes, free_bytes=free_bytes or total_bytes,
+        gpu=gpus.find("rtx4090"),
+    )  # fmt: skip
+    return Machine(devices=tuple(replace(device, index=index) for index in range(count)))
+
+
+def cpu_machine(free_bytes: int, features: frozenset[str]) -> Machine:
+    device = Device(index=0, name="cpu", kind="cpu", total_bytes=free_bytes, free_bytes=free_bytes)
+    return Machine(devices=(device,), cpu_features=features)
+
+
+models = st.sampled_from([*NAMES, "awq/llama-3-8b", "Q4_K_M/llama-3-8b", "fp8/llama-3.1-70b"]).map(model_of)
+memories = st.integers(64 * MIB, 200 * GIB)
+lengths = st.integers(1, 8192)
+settings_strategy = st.builds(
+    Settings,
+    kv_cache_dtype=st.sampled_from(["auto", "fp8"]),
+    max_model_len=st.none() | st.integers(1, 4096),
+    max_num_seqs=st.none() | st.integers(1, 512),
+    max_num_batched_tokens=st.none() | st.integers(1, 16384),
+    utilization=st.none() | st.floats(0.05, 1.0),
+    block_tokens=st.sampled_from([1, 8, 16, 32]),
+    max_loras=st.integers(0, 4),
+)
+traffics = st.none() | st.builds(
+    Traffic, concurrency=st.integers(1, 64), prompt_tokens=st.integers(1, 2000), output_tokens=st.integers(0, 2000)
+)
+questions = st.builds(
+    Question,
+    model=models,
+    machine=st.builds(gpu_machine, memories, st.integers(1, 4)),
+    settings=settings_strategy,
+    traffic=traffics,
+)
+
+
+def with_settings(question: Question, **changes: object) -> Question:
+    return replace(question, settings=replace(question.settings, **changes))  # type: ignore[arg-type]
+
+
+def needed_bytes(found: Fit) -> int:
+    """Of the rank that takes most: terms and KV."""
+    return max(sum(term.nbytes for term in rank.terms) + found.needed_bytes(rank) for rank in found.ranks)
+
+
+# Memory
+
+
+@settings(max_examples=150, deadline=None)
+@given(questions, memories)
+def test_more_memory_never_fits_less(question: Question, more: int) -> None:
+    before = fit(question)
+    larger = replace(
+        question.machine,
+        devices=tuple(
+            replace(device, total_bytes=device.total_bytes + more, free_bytes=device.free_bytes + more)
+            for device in question.machine.devices
+        ),
+    )
+    after = fit(replace(question, machine=larger))
+    assert after.fits >= before.fits
+    assert after.short_bytes <= before.short_bytes
+    assert after.longest_tokens >= before.longest_tokens
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.integers(400 * MIB, 8 * GIB),
+    st.integers(1, 2 * GIB),
+    st.sampled_from([frozenset(), frozenset({"asimddp"}), frozenset({"amx_bf16"})]),
+    st.integers(1, 4000),
+)
+def test_more_ram_never_fits_less(free: int, more: int, features: frozenset[str], length: int) -> None:
+    """Weights in blocks are expanded where there is room to spare: not at the cost of what was asked for. The traffic
+    is as much as the smaller memory holds."""
+    alone = Question(model=stored_in_blocks(), machine=cpu_machine(free, features))
+    held = int(fit(alone).concurrency(length))
+    assume(held >= 1)
+    traffic = Traffic(concurrency=held, prompt_tokens=length, output_tokens=0)
+    limits = Settings(max_num_seqs=8)
+    before, after = (
+        fit(Question(model=stored_in_blocks(), machine=cpu_machine(size, features), settings=limits, traffic=traffic))
+        for size in (free, free + more)
+    )
+    assert after.fits >= before.fits
+    assert after.longest_tokens >= before.longest_tokens
+
+
+@settings(max_examples=100, deadline=None)
+@given(questions)
+def test_another_gpu_never_fits_less(question: Question) -> None:
+    before = fit(question)
+    devices = question.machine.devices
+    more = replace(question.machine, devices=(*devices, replace(devices[0], index=len(devices))))
+    after = fit(replace(question, machine=more))
+    assert after.fits >= before.fits
+    assert after.longest_tokens >= before.longest_tokens
+
+
+@settings(max_examples=100, deadline=None)
+@given(questions, st.floats(0.0, 0.5))
+def test_more_utilization_never_fits_less(question: Question, more: float) -> None:
+    share = question.settings.utilization or 0.5
+    before = fit(with_settings(question, utilization=share))
+    after = fit(with_settings(question, utilization=min(1.0, share + more)))
+    assert after.fits >= before.fits
+    assert after.short_bytes <= before.short_bytes
+
+
+@settings(max_examples=100, deadline=None)
+@given(questions, st.integers(0, 24 * GIB))
+def test_no_more_than_is_free_is_budgeted(question: Question, free: int) -> None:
+    device = replace(question.machine.devices[0], free_bytes=min(free, question.machine.devices[0].total_bytes))
+    found = fit(replace(question, machine=replace(question.machine, devices=(device,))))
+    assert all(rank.budget_bytes <= rank.device.free_bytes for rank in found.ranks)
+
+
+# What is asked for
+
+
+@settings(max_examples=150, deadline=None)
+@given(questions, st.integers(1, 2048), st.integers(0, 2048))
+def test_a_longer_context_never_needs_less(question: Question, length: int, more: int) -> None:
+    shorter, longer = (
+        fit(with_settings(question, max_model_len=size, tensor_parallel=1)) for size in (length, length + more)
+    )
+    assert needed_bytes(longer) >= needed_bytes(shorter)
+    assert longer.short_bytes >= shorter.short_bytes
+    assert longer.fits <= shorter.fits
+
+
+@settings(max_examples=100, deadline=None)
+@given(questions, st.integers(1, 512), st.integers(0, 512))
+def test_more_sequences_never_need_less(question: Question, count: int, more: int) -> None:
+    fewer, many = (fit(with_settings(question, max_num_seqs=size, tensor_parallel=1)) for size in (count, count + more))
+    assert needed_bytes(many) >= needed_bytes(fewer)
+    assert many.kv_tokens <= fewer.kv_tokens
+
+
+@settings(max_examples=100, deadline=None)
+@given(questions)
+def test_fp8_kv_costs_half_and_never_fits_less(question: Question) -> None:
+    plain, small = (
+        fit(with_settings(question, kv_cache_dtype=dtype, tensor_parallel=1)) for dtype in ("bfloat16", "fp8")
+    )
+    assert plain.kv_bytes_per_token == 2 * small.kv_bytes_per_token
+    assert small.fits >= plain.fits
+
+
+@settings(max_examples=150, deadline=None)
+@given(questions)
+def test_the_verdict_follows_from_the_terms(question: Question) -> None:
+    found = fit(question)
+    short = max(
+        found.needed_bytes(rank) + sum(term.nbytes for term in rank.terms) - rank.budget_bytes for rank in found.ranks
+    )
+    assert found.short_bytes == max(0, short)
+    assert found.fits == (found.short_bytes == 0)
+    for rank in found.ranks:
+        assert found.needed_bytes(rank) >= found.required_sequences * rank.kv.sequence_bytes(found.required_tokens)
+        assert found.needed_bytes(rank) >= rank.kv.sequence_bytes(question.settings.max_model_len or 0)
+    assert all(term.nbytes > 0 for rank in found.ranks for term in rank.terms)
+    assert found.limits.max_model_len <= question.model.spec.max_position
+
+
+@settings(max_examples=100, deadline=None)
+@given(questions)
+def test_the_longest_context_fits_when_asked_for_and_one_more_block_does_not(question: Question) -> None:
+    question = replace(question, traffic=None)
+    found = fit(with_settings(question, max_model_len=None, tensor_parallel=1))
+    assume(found.longest_tokens > 0)
+    assert fit(with_settings(question, max_model_len=found.longest_tokens, tensor_parallel=1)).fits
+    beyond = found.longest_tokens + question.settings.block_tokens
+    if beyond <= question.model.spec.max_position:
+        # Asked for the model's own length, tables are as large as they get; a shorter context leaves room for more.
+        room = min(rank.room_bytes for rank in found.ranks)
+        assert found.ranks[0].kv.sequence_bytes(beyond) > room
+
+
+# Ranks
+
+
+@settings(max_examples=60, deadline=None)
+@given(models, st.integers(1, 64))
+def test_every_listed_size_works_and_no_other(model: PlannedModel, size: int) -> None:
+    listed = parallel_sizes(model.spec)
+    assert 1 in listed
+    machine = gpu_machine(80 * GIB, size)
+    question = Question(model=model, machine=machine, settings=Settings(tensor_parallel=size))
+    if size in listed:
+        check_parallel(model.spec, size, 1)
+        assert len(fit(question).ranks) == size
+        return
+    with pytest.raises(ConfigurationError) as refused:
+        fit(question)
+    assert (refused.value.code, refused.value.field) == ("HF131", "tensor_parallel_size")
+    assert refused.value.needed is not None
+    assert all(str(one) in refused.value.needed for one in listed)
+
+
+@settings(max_examples=100, deadline=None)
+@given(models, st.data())
+def test_ranks_hold_the_whole_model_together(model: PlannedModel, data: st.DataObject) -> None:
+    size = data.draw(st.sampled_from(parallel_sizes(model.spec)))
+    stages = data.draw(st.integers(1, min(8, len(model.spec.layers))))
+    weights = weights_of(model, dtype="bfloat16")
+    whole = total_bytes(weights)
+    held = [
+        rank_bytes(weights, model.spec, tensor_parallel=size, stage=stage, stages=stages) for stage in range(stages)
+    ]
+    assert size * sum(held) >= whole
+    assert max(held) <= whole
+    if size == 1 and not model.spec.tied_embeddings:
+        assert sum(held) == whole
+
+
+@settings(max_examples=100, deadline=None)
+@given(models, st.data())
+def test_a_larger_split_never_holds_more_a_rank(model: PlannedModel, data: st.DataObject) -> None:
+    sizes = parallel_sizes(model.spec)
+    fewer, more = sorted(data.draw(st.tuples(st.sampled_from(sizes), st.sampled_from(sizes))))
+    weights = weights_of(model, dtype="bfloat16")
+    held = [rank_bytes(weights, model.spec, tensor_parallel=size) for size in (fewer, more)]
+    assert held[1] <= held[0] * 1.01  # The vocabulary is padded to a multiple of the ranks.
+
+
+# KV
+
+
+@settings(max_examples=200, deadline=None)
+@given(models, st.integers(0, 200_000), st.integers(0, 10_000), st.integers(1, 64), st.integers(0, 8192))
+def test_kv_grows_with_the_sequence(model: PlannedModel, tokens: int, more: int, block: int, step: int) -> None:
+    cost = kv_cost(model.spec, element_bytes=2, state_bytes=2, block_tokens=block, step_tokens=step)
+    one, longer = cost.sequence_bytes(tokens), cost.sequence_bytes(tokens + more)
+    assert longer >= one
+    assert one >= tokens * cost.growing_bytes
+    grown = longer - one
+    assert grown <= (more + block) * (cost.growing_bytes + sum(size for _, size in cost.windows))
+
+
+@settings(max_examples=200, deadline=None)
+@given(models, st.integers(0, 100 * GIB), st.sampled_from([1, 16, 32]))
+def test_the_longest_sequence_is_the_longest(model: PlannedModel, pool: int, block: int) -> None:
+    cost = kv_cost(model.spec, element_bytes=2, state_bytes=2, block_tokens=block, step_tokens=512)
+    longest = cost.longest(pool, model.spec.max_position)
+    assert cost.sequence_bytes(longest) <= pool or longest == 0
+    assert longest == model.spec.max_position or cost.sequence_bytes(longest + 1) > pool
+
+
+@settings(max_examples=100, deadline=None)
+@given(models, st.data())
+def test_ranks_keep_all_kv_heads_together(model: PlannedModel, data: st.DataObject) -> None:
+    size = data.draw(st.sampled_from(parallel_sizes(model.spec)))
+    whole = kv_cost(model.spec, element_bytes=2, state_bytes=2)
+    rank = kv_cost(model.spec, element_bytes=2, state_bytes=2, tensor_parallel=size)
+    assert whole.growing_bytes <= size * rank.growing_bytes
+    assert rank.growing_bytes <= whole.growing_bytes
+    if all(layer.latent is None for layer in model.spec.layers) and model.spec.kv_heads % size == 0:
+        assert size * rank.growing_bytes == whole.growing_bytes
