@@ -167,16 +167,13 @@ def _fit(question: Question, tensor_parallel: int, source: str) -> Fit:
         for index in range(tensor_parallel):
             device = machine.devices[stage * tensor_parallel + index]
             budget = device_budget(device, utilization)
-            if device.kind == "gpu":
-                found = byte_terms.gpu_terms(
-                    spec, limits, dtype=dtype, weights_bytes=held, tensor_parallel=tensor_parallel, layers=layers,
-                    last_stage=stage == stages - 1, max_loras=settings.max_loras, max_lora_rank=settings.max_lora_rank,
-                )  # fmt: skip
-            else:
-                in_memory = _cpu_weights(model, machine, budget, dtype, held)
-                found = byte_terms.cpu_terms(
-                    spec, limits, dtype=dtype, weights_bytes=in_memory, block_tokens=settings.block_tokens
-                )
+            if device.kind == "cpu":
+                ranks.append(_cpu_rank(question, limits, dtype, held, cost, budget))
+                continue
+            found = byte_terms.gpu_terms(
+                spec, limits, dtype=dtype, weights_bytes=held, tensor_parallel=tensor_parallel, layers=layers,
+                last_stage=stage == stages - 1, max_loras=settings.max_loras, max_lora_rank=settings.max_lora_rank,
+            )  # fmt: skip
             ranks.append(Rank(device=device, stage=stage, budget_bytes=budget, terms=tuple(found), kv=cost))
     return _judge(
         question, dtype, kv_dtype, tensor_parallel, utilization, limits, tuple(ranks), total_bytes(weights), decisions
@@ -194,13 +191,9 @@ def _judge(
     weights_bytes: int,
     decisions: list[Decision],
 ) -> Fit:
-    spec, settings, traffic = question.model.spec, question.settings, question.traffic
+    spec, settings = question.model.spec, question.settings
     longest = min(rank.kv.longest(rank.room_bytes, spec.max_position) for rank in ranks)
-    tokens, sequences = min(spec.max_position, USEFUL_TOKENS), 1
-    if traffic is not None:
-        tokens, sequences = traffic.length, traffic.concurrency
-    elif settings.max_model_len is not None:
-        tokens = settings.max_model_len
+    sequences, tokens = _required(question)
     short = max(_needed(rank, sequences, tokens, settings.max_model_len) - rank.room_bytes for rank in ranks)
     served = settings.max_model_len
     if served is None:
@@ -227,6 +220,13 @@ def _judge(
         longest_tokens=longest,
         decisions=tuple(decisions),
     )
+
+
+def _required(question: Question) -> tuple[int, int]:
+    """Sequences that must fit side by side, and the tokens of each."""
+    if question.traffic is not None:
+        return question.traffic.concurrency, question.traffic.length
+    return 1, question.settings.max_model_len or min(question.model.spec.max_position, USEFUL_TOKENS)
 
 
 def _needed(rank: Rank, sequences: int, tokens: int, one_of: int | None) -> int:
@@ -309,13 +309,28 @@ def device_budget(device: Device, utilization: float) -> int:
     return min(int(device.total_bytes * utilization), device.free_bytes)
 
 
-def _cpu_weights(model: PlannedModel, machine: Machine, budget: int, dtype: str, counted: int) -> int:
-    """As this engine would keep them: in the blocks of their file, or expanded."""
+def _cpu_rank(question: Question, limits: Limits, dtype: str, counted: int, cost: KVCost, budget: int) -> Rank:
+    """With weights as this engine would keep them. They are not expanded at the cost of a sequence that fits beside the
+    blocks of their file: more memory must not hold less."""
+    model, machine, settings = question.model, question.machine, question.settings
+
+    def rank(weights_bytes: int) -> Rank:
+        terms = byte_terms.cpu_terms(
+            model.spec, limits, dtype=dtype, weights_bytes=weights_bytes, block_tokens=settings.block_tokens
+        )
+        return Rank(device=machine.devices[0], stage=0, budget_bytes=budget, terms=tuple(terms), kv=cost)
+
     if model.canonical is None or not any(is_quantized(tensor.layout) for tensor in model.canonical.values()):
-        return counted
+        return rank(counted)
     fast_blocks = dtype == "float32" and "asimddp" in machine.cpu_features
     expand, _ = expands(model.spec, model.canonical, dtype=dtype, fast_blocks=fast_blocks, budget_bytes=budget)
-    return footprint.weights_bytes(model.spec, model.canonical, dtype=dtype, expand=expand, compiled=fast_blocks)
+    kept, expanded = (
+        rank(footprint.weights_bytes(model.spec, model.canonical, dtype=dtype, expand=large, compiled=fast_blocks))
+        for large in (False, True)
+    )
+    longest = cost.sequence_bytes(cost.longest(kept.room_bytes, model.spec.max_position))
+    needed = max(longest, _needed(kept, *_required(question), settings.max_model_len))
+    return expanded if expand and expanded.room_bytes >= needed else kept
 
 
 def describe_budget(rank: Rank, utilization: float) -> str:

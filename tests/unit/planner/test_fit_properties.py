@@ -116,24 +116,25 @@ def test_more_memory_never_fits_less(question: Question, more: int) -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(
-    st.integers(400 * MIB, 8 * GIB),
-    st.integers(1, 2 * GIB),
+    st.integers(2000 * MIB, 2500 * MIB),
+    st.integers(1, 100 * MIB),
     st.sampled_from([frozenset(), frozenset({"asimddp"}), frozenset({"amx_bf16"})]),
     st.integers(1, 4000),
 )
 def test_more_ram_never_fits_less(free: int, more: int, features: frozenset[str], length: int) -> None:
-    """Weights in blocks are expanded where there is room to spare: not at the cost of what was asked for. The traffic
-    is as much as the smaller memory holds."""
-    alone = Question(model=stored_in_blocks(), machine=cpu_machine(free, features))
-    held = int(fit(alone).concurrency(length))
+    """Weights in blocks are expanded where there is room to spare (here from 2,281 MiB on), but not at the cost of
+    sequences. The traffic is as much as the smaller memory holds."""
+    limits = Settings(max_num_seqs=8)
+    alone = fit(Question(model=stored_in_blocks(), machine=cpu_machine(free, features), settings=limits))
+    held = int(alone.concurrency(length))
     assume(held >= 1)
     traffic = Traffic(concurrency=held, prompt_tokens=length, output_tokens=0)
-    limits = Settings(max_num_seqs=8)
     before, after = (
         fit(Question(model=stored_in_blocks(), machine=cpu_machine(size, features), settings=limits, traffic=traffic))
         for size in (free, free + more)
     )
-    assert after.fits >= before.fits
+    assert before.fits
+    assert after.fits
     assert after.longest_tokens >= before.longest_tokens
 
 
