@@ -13,7 +13,7 @@ from holdfast.observability.decisions import Decision
 from holdfast.planner.commands import Command, commands, parse_engine
 from holdfast.planner.configurations import Configuration, max_configuration, safe_configuration
 from holdfast.planner.fit import Fit, Question, Rank, describe_budget, fit
-from holdfast.planner.judgements import Warning, warnings
+from holdfast.planner.judgements import PlanWarning, warnings
 from holdfast.planner.roofline import DecodeRate, Estimate, Throughput, no_throughput_reason, throughput
 from holdfast.planner.thumb import Thumb, rules_of_thumb
 from holdfast.planner.tiers import Tiers
@@ -29,7 +29,7 @@ class Answer:
     fit: Fit
     safe: Configuration | None
     max: Configuration | None
-    warnings: tuple[Warning, ...]
+    warnings: tuple[PlanWarning, ...]
     ways_out: tuple[WayOut, ...]
     rules_of_thumb: tuple[Thumb, ...]
     throughput: Throughput | None

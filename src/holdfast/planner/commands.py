@@ -288,7 +288,7 @@ def _llama_command(fit: Fit, sequences: int) -> Command:
     if kv_type == "q8_0":
         flags["-fa"] = "on"
     if fit.tensor_parallel * fit.pipeline_parallel > 1:
-        flags |= {"-sm": "layer", "-ts": ",".join("1" for _ in fit.ranks)}
+        flags["-sm"] = "layer"
         notes.append("its GPUs take layers in turn instead of sharing each")
     if slots > 1:
         notes.append(f"-c is shared by all slots: {fit.limits.max_model_len:,} tokens each")

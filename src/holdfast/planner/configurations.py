@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from holdfast.planner.fit import USEFUL_TOKENS, Fit, Question
+from holdfast.planner.fit import USEFUL_TOKENS, Fit, Question, fit
 from holdfast.planner.judgements import safe_utilization
 from holdfast.planner.way import LEAST_CONTEXT, MOST_UTILIZATION, longest, planned, with_settings
 
@@ -39,12 +39,10 @@ class Configuration:
         }
 
 
-def safe_configuration(fit: Fit) -> Configuration | None:
+def safe_configuration(asked: Fit) -> Configuration | None:
     """None: nothing that serves what was asked is safe here."""
-    question = _with_share(fit, safe_utilization(fit))
-    base = planned(question)
-    if base is None:
-        return None
+    question = _with_share(asked, safe_utilization(asked))
+    base = fit(question)
     length = _safe_length(base)
     sequences = min(base.limits.max_num_seqs, _safely_held(base, length))
     if length < min(LEAST_CONTEXT, base.question.model.spec.max_position) or sequences < 1:
@@ -63,10 +61,10 @@ def safe_configuration(fit: Fit) -> Configuration | None:
     )
 
 
-def _with_share(fit: Fit, share: float) -> Question:
-    absolute = any(rank.device.budget_bytes is not None for rank in fit.ranks)
-    parallel = {"tensor_parallel": fit.tensor_parallel}
-    return with_settings(fit.question, **parallel, **({} if absolute else {"utilization": share}))
+def _with_share(asked: Fit, share: float) -> Question:
+    absolute = any(rank.device.budget_bytes is not None for rank in asked.ranks)
+    parallel = {"tensor_parallel": asked.tensor_parallel}
+    return with_settings(asked.question, **parallel, **({} if absolute else {"utilization": share}))
 
 
 def _safe_length(base: Fit) -> int:
@@ -93,8 +91,8 @@ def _safely_held(base: Fit, length: int) -> int:
     )
 
 
-def max_configuration(fit: Fit) -> Configuration | None:
-    question = _with_share(fit, max(fit.utilization, MOST_UTILIZATION))
+def max_configuration(asked: Fit) -> Configuration | None:
+    question = _with_share(asked, max(asked.utilization, MOST_UTILIZATION))
     found = planned(with_settings(question, max_model_len=None)) if question.traffic else longest(question)
     if found is None:
         return None

@@ -28,6 +28,7 @@ WITHIN_ERROR = "HFW30"
 NOT_COUNTED = "HFW31"
 NO_FP8 = "HFW32"
 NO_BF16 = "HFW33"
+TRAFFIC_BEYOND_CONTEXT = "HFW34"
 
 DESKTOP_UTILIZATION, SHARED_UTILIZATION = 0.85, 0.80
 DESKTOP_CARD_BYTES = 25 * GIB
@@ -41,17 +42,17 @@ SEQUENCES_TOO_MANY, CONTEXT_TOO_LONG = 4, 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Warning:
+class PlanWarning:
     code: str
     message: str
     field: str | None = None
     fix: str | None = None
 
 
-def warnings(fit: Fit) -> tuple[Warning, ...]:
+def warnings(fit: Fit) -> tuple[PlanWarning, ...]:
     return (
         *_utilization(fit), *_starved(fit), *_desktop(fit), *_neighbours(fit), *_no_kv(fit), *_sequences(fit),
-        *_context(fit), *_idle(fit), *_margin(fit), *_model(fit), *_number_types(fit),
+        *_context(fit), *_longer_traffic(fit), *_idle(fit), *_margin(fit), *_model(fit), *_number_types(fit),
     )  # fmt: skip
 
 
@@ -60,12 +61,12 @@ def _shares(fit: Fit) -> bool:
     return all(rank.device.budget_bytes is None for rank in fit.ranks)
 
 
-def _utilization(fit: Fit) -> Iterator[Warning]:
+def _utilization(fit: Fit) -> Iterator[PlanWarning]:
     if not _shares(fit) or fit.utilization <= MOST_UTILIZATION:
         return
     left = min(rank.device.total_bytes - rank.budget_bytes for rank in fit.ranks)
     if fit.utilization >= 0.995:
-        yield Warning(
+        yield PlanWarning(
             code=ALL_MEMORY,
             message=f"utilization {fit.utilization:g} leaves nothing for fragmentation, the driver and other processes:"
             " the first peak ends in out of memory",
@@ -73,7 +74,7 @@ def _utilization(fit: Fit) -> Iterator[Warning]:
             fix=f"--gpu-memory-utilization {USUAL_UTILIZATION:g}",
         )
         return
-    yield Warning(
+    yield PlanWarning(
         code=ABOVE_SAFE,
         message=f"utilization {fit.utilization:g} leaves {format_bytes(left)} for everything that cannot be counted;"
         f" past {MOST_UTILIZATION:g} start-up and peaks become a matter of luck",
@@ -82,7 +83,7 @@ def _utilization(fit: Fit) -> Iterator[Warning]:
     )
 
 
-def _starved(fit: Fit) -> Iterator[Warning]:
+def _starved(fit: Fit) -> Iterator[PlanWarning]:
     """Low because somebody wanted to leave room; the room comes out of the KV pool."""
     if not _shares(fit) or fit.utilization >= USUAL_UTILIZATION or fit.question.machine.kind != "gpu":
         return
@@ -93,7 +94,7 @@ def _starved(fit: Fit) -> Iterator[Warning]:
     then = min(rank.room_bytes for rank in usual.ranks)
     if then < STARVED_GAIN * now:
         return
-    yield Warning(
+    yield PlanWarning(
         code=KV_STARVES,
         message=f"utilization {fit.utilization:g} starves the KV pool: {format_bytes(now)} where"
         f" {USUAL_UTILIZATION:g} would give {format_bytes(then)}; the weights take the same either way",
@@ -110,7 +111,7 @@ def _may_have_desktop(device: Device) -> bool:
     return consumer and not device.measured
 
 
-def _desktop(fit: Fit) -> Iterator[Warning]:
+def _desktop(fit: Fit) -> Iterator[PlanWarning]:
     if not _shares(fit) or fit.utilization <= DESKTOP_UTILIZATION or not fit.fits:
         return
     device = next((rank.device for rank in fit.ranks if _may_have_desktop(rank.device)), None)
@@ -119,7 +120,7 @@ def _desktop(fit: Fit) -> Iterator[Warning]:
     free = device.total_bytes - DESKTOP_BYTES
     smaller = planned(with_settings(fit.question, utilization=DESKTOP_UTILIZATION))
     held = "" if smaller is not None else "; at that share this plan does not fit"
-    yield Warning(
+    yield PlanWarning(
         code=DESKTOP_CARD,
         message=f"a desktop on {device.name} holds 1 to 2 GB of it: about {format_bytes(free)} stay free, and"
         f" {DESKTOP_UTILIZATION:g} is the share to start with{held}. Without a monitor {fit.utilization:g} is fine",
@@ -128,7 +129,7 @@ def _desktop(fit: Fit) -> Iterator[Warning]:
     )
 
 
-def _neighbours(fit: Fit) -> Iterator[Warning]:
+def _neighbours(fit: Fit) -> Iterator[PlanWarning]:
     for rank in fit.ranks:
         device = rank.device
         who = f" ({', '.join(device.held_by)})" if device.held_by else ""
@@ -137,7 +138,7 @@ def _neighbours(fit: Fit) -> Iterator[Warning]:
             wanted = int(device.total_bytes * fit.utilization) if device.kind == "gpu" else 0
         if wanted > device.free_bytes:
             lost = format_bytes(wanted - device.free_bytes)
-            yield Warning(
+            yield PlanWarning(
                 code=NEIGHBOURS,
                 message=f"{device.name} has {format_bytes(device.free_bytes)} free: {lost} less than was meant to be"
                 f" used{who}. vLLM refuses to start like this",
@@ -145,7 +146,7 @@ def _neighbours(fit: Fit) -> Iterator[Warning]:
                 fix="end what holds the memory" if device.held_by else "find who holds the rest",
             )
         elif device.held_by and _shares(fit) and fit.utilization > SHARED_UTILIZATION:
-            yield Warning(
+            yield PlanWarning(
                 code=SHARED_CARD,
                 message=f"{device.name} is shared{who}: what the others take later is not there for us",
                 field="gpu_memory_utilization",
@@ -153,19 +154,19 @@ def _neighbours(fit: Fit) -> Iterator[Warning]:
             )
 
 
-def _no_kv(fit: Fit) -> Iterator[Warning]:
+def _no_kv(fit: Fit) -> Iterator[PlanWarning]:
     rank = min(fit.ranks, key=lambda one: one.room_bytes)
     if fit.kv_tokens > 0:
         return
     held = next((term.nbytes for term in rank.terms if term.name == "weights"), 0)
-    yield Warning(
+    yield PlanWarning(
         code=NO_KV,
         message=f"the KV pool is 0 tokens: the weights take {format_bytes(held)} of {format_bytes(rank.budget_bytes)},"
         " and nothing is left beside them",
     )
 
 
-def _sequences(fit: Fit) -> Iterator[Warning]:
+def _sequences(fit: Fit) -> Iterator[PlanWarning]:
     """Only what somebody set: a default is a ceiling that nobody expects to reach."""
     asked = fit.question.settings.max_num_seqs
     if asked is None or not fit.fits:
@@ -174,7 +175,7 @@ def _sequences(fit: Fit) -> Iterator[Warning]:
     held = int(fit.concurrency(tokens)) if tokens else 0
     if asked <= SEQUENCES_TOO_MANY * max(1, held):
         return
-    yield Warning(
+    yield PlanWarning(
         code=TOO_MANY_SEQUENCES,
         message=f"max_num_seqs is {asked}, but KV holds {held} sequences of {tokens:,} tokens: a burst of long ones"
         " will be preempted and computed again",
@@ -183,13 +184,13 @@ def _sequences(fit: Fit) -> Iterator[Warning]:
     )
 
 
-def _context(fit: Fit) -> Iterator[Warning]:
+def _context(fit: Fit) -> Iterator[PlanWarning]:
     traffic, asked = fit.question.traffic, fit.question.settings.max_model_len
     if traffic is None or asked is None or asked <= CONTEXT_TOO_LONG * traffic.length:
         return
     enough = -(-traffic.length // 256) * 256
     shorter = planned(with_settings(fit.question, max_model_len=enough))
-    yield Warning(
+    yield PlanWarning(
         code=CONTEXT_BEYOND_TRAFFIC,
         message=f"max_model_len is {asked:,}, and 99 of 100 requests end within {traffic.length:,} tokens",
         field="max_model_len",
@@ -197,14 +198,29 @@ def _context(fit: Fit) -> Iterator[Warning]:
     )
 
 
-def _idle(fit: Fit) -> Iterator[Warning]:
+def _longer_traffic(fit: Fit) -> Iterator[PlanWarning]:
+    traffic, served = fit.question.traffic, fit.limits.max_model_len
+    if traffic is None or traffic.length <= served or not fit.fits:
+        return
+    model = fit.question.model.spec.max_position
+    able = served < traffic.length <= model and fit.longest_tokens >= traffic.length
+    yield PlanWarning(
+        code=TRAFFIC_BEYOND_CONTEXT,
+        message=f"requests of this traffic reach {traffic.length:,} tokens, and the context is {served:,}:"
+        " longer ones will be refused" + ("" if traffic.length <= model else f"; the model was made for {model:,}"),
+        field="max_model_len",
+        fix=f"--max-model-len {traffic.length}" if able else None,
+    )
+
+
+def _idle(fit: Fit) -> Iterator[PlanWarning]:
     devices = fit.question.machine.devices
     idle = len(devices) - len(fit.ranks)
     if fit.question.settings.tensor_parallel is None or not idle:
         return
     every = planned(with_settings(fit.question, tensor_parallel=None))
     size = every.tensor_parallel if every is not None and every.tensor_parallel > fit.tensor_parallel else None
-    yield Warning(
+    yield PlanWarning(
         code=IDLE_GPUS,
         message=f"tensor_parallel_size is {fit.tensor_parallel} on a machine with {len(devices)} GPUs:"
         f" {idle} stay{'s' if idle == 1 else ''} empty",
@@ -213,14 +229,14 @@ def _idle(fit: Fit) -> Iterator[Warning]:
     )
 
 
-def _margin(fit: Fit) -> Iterator[Warning]:
+def _margin(fit: Fit) -> Iterator[PlanWarning]:
     """It fits by less than our estimates may be off."""
     if not fit.fits:
         return
     spare = min(rank.room_bytes - fit.needed_bytes(rank) for rank in fit.ranks)
     if not 0 <= spare < fit.uncertain_bytes:
         return
-    yield Warning(
+    yield PlanWarning(
         code=WITHIN_ERROR,
         message=f"it fits with {format_bytes(spare)} to spare, and the estimated terms may be off by"
         f" {format_bytes(fit.uncertain_bytes)}",
@@ -228,23 +244,23 @@ def _margin(fit: Fit) -> Iterator[Warning]:
     )
 
 
-def _model(fit: Fit) -> Iterator[Warning]:
+def _model(fit: Fit) -> Iterator[PlanWarning]:
     spec = fit.question.model.spec
     if spec.not_counted:
-        yield Warning(code=NOT_COUNTED, message=f"not counted: {', '.join(spec.not_counted)}")
+        yield PlanWarning(code=NOT_COUNTED, message=f"not counted: {', '.join(spec.not_counted)}")
 
 
-def _number_types(fit: Fit) -> Iterator[Warning]:
+def _number_types(fit: Fit) -> Iterator[PlanWarning]:
     for gpu in dict.fromkeys(rank.device.gpu for rank in fit.ranks if rank.device.gpu is not None):
         if fit.kv_dtype == "fp8" and not gpu.fp8:
-            yield Warning(
+            yield PlanWarning(
                 code=NO_FP8,
                 message=f"{gpu.name} has no FP8 units: KV in FP8 saves memory there, not time, and not every engine"
                 " has kernels for it",
                 field="kv_cache_dtype",
             )
         if fit.dtype == "bfloat16" and not gpu.bf16:
-            yield Warning(
+            yield PlanWarning(
                 code=NO_BF16,
                 message=f"{gpu.name} does not compute in bfloat16",
                 field="dtype",

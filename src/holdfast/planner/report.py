@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shlex
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from holdfast.planner.answer import Answer
 from holdfast.planner.commands import Command
@@ -28,6 +28,9 @@ SEGMENTS = (
 """What a bar is made of, its mark and its colour. Activations are everything that is neither weights nor KV."""
 SHORT_MARK, SHORT_COLOUR = "!", "31"
 LABEL_WIDTH = 13
+COLUMNS = ("fits", "weights", "KV/token", "context", "at once", "tok/s", "tok/s max")
+SPARED = ("KV/token", "tok/s max", "weights")
+NAME_WIDTH = 20
 
 
 class _Paint:
@@ -118,7 +121,7 @@ def sizes(answer: Answer, rank: Rank) -> dict[str, int]:
     """Bytes of a bar's parts; they sum to the device's total where everything fits."""
     weights = sum(term.nbytes for term in rank.terms if term.name == "weights")
     others = sum(term.nbytes for term in rank.terms if term.name != "weights")
-    needed = answer.fit.required_sequences * rank.kv.sequence_bytes(answer.fit.required_tokens)
+    needed = answer.fit.needed_bytes(rank)
     return {
         "weights": weights,
         "activations": others,
@@ -320,17 +323,15 @@ def _thumbs(answer: Answer, width: int) -> Iterator[str]:
 def compare_lines(answers: Sequence[Answer], width: int = 80, colour: bool = False) -> list[str]:
     """One row a plan, the columns that people choose by."""
     width, paint = max(LEAST_WIDTH, width), _Paint(colour)
-    heads = ("", "fits", "weights", "KV/token", "context", "at once", "tok/s", "tok/s max")
-    names = _names(answers)
-    table = [heads, *((name, *_figures(answer)) for name, answer in zip(names, answers, strict=True))]
-    widths = [max(len(row[column]) for row in table) for column in range(len(heads))]
-    widths[0] = max(12, min(widths[0], width - sum(widths[1:]) - 2 * (len(heads) - 1)))
-    found = []
-    for number, row in enumerate(table):
-        cells = [_cut(row[0], widths[0]).ljust(widths[0])]
-        cells += [text.rjust(size) for text, size in zip(row[1:], widths[1:], strict=True)]
-        line = "  ".join(cells).rstrip()
-        found.append(paint.title(line) if not number else line)
+    names, figures = _names(answers), [_figures(answer) for answer in answers]
+    columns = [column for column in COLUMNS if column not in _too_many(figures, width)]
+    widths = {column: max(len(column), *(len(row[column]) for row in figures)) for column in columns}
+    first = min(max(map(len, names)), width - sum(widths.values()) - 2 * len(columns))
+    head = "  ".join([" " * first, *(column.rjust(widths[column]) for column in columns)])
+    found = [paint.title(head)]
+    for name, row in zip(names, figures, strict=True):
+        cells = [_cut(name, first).ljust(first), *(row[column].rjust(widths[column]) for column in columns)]
+        found.append("  ".join(cells))
     for name, answer in zip(names, answers, strict=True):
         if not answer.fits and answer.ways_out:
             found += _wrapped(f"{name}: {answer.ways_out[0].change}", width, "", "  ")
@@ -354,18 +355,27 @@ def _machine(answer: Answer) -> str:
     return devices[0].name if len(devices) == 1 else f"{len(devices)} x {devices[0].name}"
 
 
-def _figures(answer: Answer) -> tuple[str, ...]:
+def _too_many(figures: Sequence[Mapping[str, str]], width: int) -> tuple[str, ...]:
+    """Columns to leave out so that names keep some room, the least telling first."""
+    for count in range(len(SPARED) + 1):
+        left = [column for column in COLUMNS if column not in SPARED[:count]]
+        taken = sum(2 + max(len(column), *(len(row[column]) for row in figures)) for column in left)
+        if width - taken >= NAME_WIDTH:
+            return SPARED[:count]
+    return SPARED
+
+
+def _figures(answer: Answer) -> dict[str, str]:
     found, rate = answer.fit, answer.throughput
-    fits = "yes" if answer.fits else f"-{format_bytes(found.short_bytes)}"
-    return (
-        fits,
-        format_bytes(found.weights_bytes),
-        format_bytes(found.kv_bytes_per_token),
-        f"{answer.max_model_len:,}",
-        f"{max(0.0, found.concurrency(found.usual_tokens)):.1f}",
-        "?" if rate is None else f"{rate.one.estimate.tokens_per_s:,.0f}",
-        "?" if rate is None else f"{rate.largest.estimate.tokens_per_s:,.0f}",
-    )
+    return {
+        "fits": "yes" if answer.fits else f"-{format_bytes(found.short_bytes)}",
+        "weights": format_bytes(found.weights_bytes),
+        "KV/token": format_bytes(found.kv_bytes_per_token),
+        "context": f"{answer.max_model_len:,}",
+        "at once": f"{max(0.0, found.concurrency(found.usual_tokens)):.1f}",
+        "tok/s": "?" if rate is None else f"{rate.one.estimate.tokens_per_s:,.0f}",
+        "tok/s max": "?" if rate is None else f"{rate.largest.estimate.tokens_per_s:,.0f}",
+    }
 
 
 def _cut(text: str, width: int) -> str:

@@ -55,9 +55,10 @@ def place(fit: Fit) -> Tiers | None:
     of_layer = [held(layer) for layer in range(len(spec.layers))]
     head = held(None, embedding=spec.tied_embeddings)
     embedding = held(None) - head
-    others = sum(term.nbytes for term in rank.terms if term.name != "weights")
+    # A layer on its way takes longer than its launches: nothing is gained by capturing graphs.
+    others = sum(term.nbytes for term in rank.terms if term.name not in ("weights", "graphs"))
     slots = COPY_SLOTS * max(of_layer)
-    kv = fit.required_sequences * rank.kv.sequence_bytes(fit.required_tokens)
+    kv = fit.needed_bytes(rank)
     usable = rank.budget_bytes - others - slots - head
     if usable < 0:
         return None

@@ -83,7 +83,7 @@ def tiered(found: Fit, variants: Sequence[Variant]) -> Iterator[WayOut]:
         except ConfigurationError:
             continue
         tiers = None if short.fits else place(short)
-        if tiers is None or not tiers.resident_layers:
+        if tiers is None or not tiers.resident_layers or not tiers.moved_bytes:
             continue
         what = "" if variant is None else f" of {variant.label}"
         speed = "" if tiers.one is None else f", about {tiers.one.tokens_per_s:.1f} tokens/s for one stream"

@@ -1,0 +1,80 @@
+"""Questions to plan: catalogue models with their real numbers, on catalogue GPUs or a CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+
+from holdfast.hardware import gpus
+from holdfast.models import ModelSpec, catalogue
+from holdfast.models.registry import describe_config
+from holdfast.planner.fit import Question
+from holdfast.planner.question import Device, Machine, PlannedModel, Settings, Traffic
+from holdfast.planner.ways_hardware import device_of
+from holdfast.units import GIB
+
+Ask = Callable[..., Question]
+
+
+@cache
+def spec_of(name: str) -> ModelSpec:
+    return describe_config(catalogue.find(name).config)
+
+
+def gpu_device(name: str, index: int = 0, **changes: Any) -> Device:
+    gpu = gpus.find(name)
+    given = {"index": index, "name": gpu.name, "kind": "gpu", "total_bytes": gpu.usable_bytes, "gpu": gpu}
+    return Device(**{**given, "free_bytes": gpu.usable_bytes, **changes})
+
+
+def cpu_device(free_gib: float, total_gib: float | None = None) -> Device:
+    total = int((free_gib if total_gib is None else total_gib) * GIB)
+    return Device(index=0, name="CPU", kind="cpu", total_bytes=total, free_bytes=int(free_gib * GIB), measured=True)
+
+
+def make_question(
+    model: str,
+    gpu: str | None = None,
+    *,
+    count: int = 1,
+    device: Device | None = None,
+    traffic: tuple[int, int, int] | None = None,
+    ram_bytes: int | None = None,
+    **settings: Any,
+) -> Question:
+    """`traffic`: concurrency, prompt tokens, output tokens."""
+    if device is None:
+        assert gpu is not None
+        device = device_of(gpus.find(gpu))
+    devices = tuple(Device(**{**_fields(device), "index": index}) for index in range(count))
+    entry = catalogue.find(model)
+    return Question(
+        model=PlannedModel(name=entry.hub_id, spec=spec_of(model), origin="catalogue"),
+        machine=Machine(devices=devices, ram_bytes=ram_bytes),
+        settings=Settings(**settings),
+        traffic=None
+        if traffic is None
+        else Traffic(concurrency=traffic[0], prompt_tokens=traffic[1], output_tokens=traffic[2]),
+    )
+
+
+def _fields(device: Device) -> dict[str, Any]:
+    return {name: getattr(device, name) for name in Device.__dataclass_fields__}
+
+
+@pytest.fixture(scope="session")
+def ask() -> Ask:
+    return make_question
+
+
+@pytest.fixture(scope="session")
+def gpu() -> Callable[..., Device]:
+    return gpu_device
+
+
+@pytest.fixture(scope="session")
+def cpu() -> Callable[..., Device]:
+    return cpu_device

@@ -1,0 +1,242 @@
+"""Whole answers: the configurations of published guides, the JSON document, and what more memory may never do."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from holdfast.models import catalogue, describe_config
+from holdfast.planner.answer import VERSION, Answer, answer
+from holdfast.planner.fit import Question, fit
+from holdfast.planner.question import Device, Machine, PlannedModel, Settings, Traffic
+from holdfast.units import GIB
+
+Ask = Callable[..., Question]
+TOP = {
+    "version", "fits", "short_bytes", "weights_bytes", "kv_bytes_per_token", "kv_bytes_fixed_per_sequence", "kv_tokens",
+    "max_model_len", "concurrency", "devices", "decisions", "ways_out", "commands", "throughput", "safe", "max",
+    "warnings", "interval",
+}  # fmt: skip
+
+
+def codes(found: Answer) -> set[str]:
+    return {warning.code for warning in found.warnings}
+
+
+# Configurations that guides print
+
+
+def test_24_gb_and_llama_3_8b(ask: Ask) -> None:
+    found = answer(ask("llama-3-8b", "rtx4090", utilization=0.85, max_model_len=8192, max_num_seqs=32))
+    assert found.fits
+    assert found.max_model_len == 8192
+    assert 2.5 < found.concurrency < 4
+    assert codes(found) == {"HFW25"}, "32 sequences of 8,192 tokens are not held at once"
+
+
+def test_40_gb_and_llama_3_70b_awq_is_refused_with_what_would_do(ask: Ask) -> None:
+    question = ask("llama-3-70b-awq", "a100-40", utilization=0.88, max_model_len=8192, max_num_seqs=16)
+    found = answer(question)
+    assert not found.fits
+    assert found.fit.weights_bytes > found.fit.ranks[0].budget_bytes
+    assert found.fit.short_bytes > 4 * GIB
+    assert next(way.kind for way in found.ways_out if way.available) == "more_gpus"
+
+
+def test_24_gb_and_llama_3_70b_does_not_fit_in_any_precision(ask: Ask) -> None:
+    found = answer(ask("llama-3-70b", "rtx4090"))
+    assert not found.fits
+    assert "quantization" not in {way.kind for way in found.ways_out}
+    assert "tiers" in {way.kind for way in found.ways_out}
+
+
+@pytest.mark.parametrize(("count", "fits"), [(1, False), (2, True), (4, True)])
+def test_70b_over_gpus(ask: Ask, count: int, fits: bool) -> None:
+    found = answer(ask("llama-3-70b", "h100-80", count=count, utilization=0.95))
+    assert found.fits == fits
+    if fits:
+        assert found.fit.tensor_parallel == (2 if count == 2 else found.fit.tensor_parallel)
+
+
+def test_405b_over_eight_times_four(ask: Ask) -> None:
+    found = answer(ask("llama-3.1-405b", "h100-80", count=32, tensor_parallel=8, pipeline_parallel=4))
+    assert found.fits
+    assert len(found.fit.ranks) == 32
+    assert {rank.stage for rank in found.fit.ranks} == {0, 1, 2, 3}
+    assert "--tensor-parallel-size 8 --pipeline-parallel-size 4" in found.commands["vllm"].text
+
+
+def test_two_models_side_by_side(ask: Ask) -> None:
+    """CUDA_VISIBLE_DEVICES=0,1 and 2,3: each plan sees two GPUs."""
+    for model in ("llama-3-70b", "qwen2.5-72b"):
+        found = answer(ask(model, "h100-80", count=2, utilization=0.95))
+        assert found.fits
+        assert found.fit.tensor_parallel == 2
+
+
+# Configurations to start from
+
+
+def test_safe_leaves_room_for_every_error(ask: Ask) -> None:
+    found = answer(ask("llama-3.1-8b", "rtx4090"))
+    assert found.safe is not None
+    assert found.max is not None
+    safe = found.safe.fit
+    assert safe.utilization == 0.85
+    rank = safe.ranks[0]
+    assert found.safe.max_num_seqs * rank.kv.sequence_bytes(safe.limits.max_model_len) <= (
+        rank.room_bytes - rank.uncertain_bytes
+    )
+    assert found.max.fit.utilization == 0.95
+    assert found.max.fit.limits.max_model_len > found.max_model_len > safe.limits.max_model_len
+    for one in (found.safe, found.max):
+        assert fit(one.fit.question).fits
+
+
+def test_safe_serves_the_traffic(ask: Ask) -> None:
+    found = answer(ask("llama-3.1-8b", "h100-80", traffic=(16, 1800, 200)))
+    assert found.safe is not None
+    assert found.safe.max_num_seqs == 16
+    assert found.safe.fit.limits.max_model_len == 2048
+
+
+def test_safe_lets_some_wait_where_it_is_tight(ask: Ask) -> None:
+    found = answer(ask("llama-3.1-8b", "rtx4090", traffic=(11, 2000, 500)))
+    assert found.fits
+    assert found.safe is not None
+    assert found.safe.max_num_seqs < 11
+    assert "waits" in found.safe.reason
+
+
+# The document
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"model": "llama-3-8b", "gpu": "rtx4090"},
+        {"model": "llama-3-70b", "gpu": "rtx4090", "ram_bytes": 64 * GIB},
+        {"model": "gemma-3-12b", "gpu": "l40s", "count": 2, "traffic": (8, 2000, 500)},
+        {"model": "qwen3-next-80b-a3b", "gpu": "h200"},
+    ],
+)
+def test_the_document_has_its_keys_and_is_json(ask: Ask, asked: dict[str, Any]) -> None:
+    found = answer(ask(asked.pop("model"), asked.pop("gpu"), **asked))
+    document = json.loads(json.dumps(found.to_json()))
+    assert set(document) >= TOP
+    assert document["version"] == VERSION
+    assert document["fits"] == found.fits
+    for device in document["devices"]:
+        assert set(device) >= {"total_bytes", "budget_bytes", "terms"}
+        assert device["budget_bytes"] <= device["total_bytes"]
+        if document["fits"] and device["used"]:
+            assert sum(device["terms"].values()) == device["budget_bytes"]
+    if document["fits"]:
+        assert set(document["commands"]) == {"holdfast", "vllm", "sglang", "llama.cpp"}
+        assert document["ways_out"] == []
+        assert document["interval"]["kv_tokens"][0] <= document["kv_tokens"] <= document["interval"]["kv_tokens"][1]
+    else:
+        assert document["short_bytes"] > 0
+        assert document["ways_out"]
+        for way in document["ways_out"]:
+            assert {"kind", "change", "settings", "available", "commands"} <= set(way)
+
+
+def test_windows_cost_nothing_once_they_are_full(ask: Ask) -> None:
+    """Gemma 3: five of six layers see 1,024 tokens. What grows is one sixth, what stays is the windows."""
+    document = answer(ask("gemma-3-12b", "h100-80")).to_json()
+    assert document["kv_bytes_per_token"] == 8 * 2 * 8 * 256 * 2
+    assert document["kv_bytes_fixed_per_sequence"] == 40 * 2 * 8 * 256 * 2 * 1024
+
+
+def test_every_decision_has_a_reason(ask: Ask) -> None:
+    document = answer(ask("llama-3.1-70b", "h100-80", count=8)).to_json()
+    assert {"max_model_len", "max_num_seqs", "tensor_parallel_size", "budget"} <= {
+        decision["field"] for decision in document["decisions"]
+    }
+    assert all(decision["reason"] for decision in document["decisions"])
+
+
+def test_idle_devices_are_in_the_document(ask: Ask) -> None:
+    document = answer(ask("qwen2.5-7b", "h100-80", count=2)).to_json()
+    assert [device["used"] for device in document["devices"]] == [True, False]
+
+
+# What must hold of any plan
+
+MODELS = ("smollm2-135m", "llama-3-8b", "llama-3.1-70b", "gemma-3-12b", "qwen3-30b-a3b", "deepseek-v2-lite")
+
+
+@cache
+def model_of(name: str) -> PlannedModel:
+    return PlannedModel(name=name, spec=describe_config(catalogue.find(name).config), origin="catalogue")
+
+
+@st.composite
+def questions(draw: st.DrawFn) -> Question:
+    total = draw(st.integers(2, 200)) * GIB
+    kind = draw(st.sampled_from(["gpu", "cpu"]))
+    count = draw(st.sampled_from([1, 2, 4])) if kind == "gpu" else 1
+    device = Device(index=0, name="a device", kind=kind, total_bytes=total, free_bytes=total)
+    traffic = st.builds(
+        Traffic, concurrency=st.integers(1, 200), prompt_tokens=st.integers(1, 2000), output_tokens=st.integers(1, 500)
+    )
+    return Question(
+        model=model_of(draw(st.sampled_from(MODELS))),
+        machine=Machine(devices=tuple(replace(device, index=index) for index in range(count))),
+        settings=Settings(
+            max_model_len=draw(st.sampled_from([None, 1024, 4096])),
+            max_num_seqs=draw(st.sampled_from([None, 4, 256])),
+            utilization=draw(st.sampled_from([None, 0.5, 0.95])),
+        ),
+        traffic=draw(st.one_of(st.none(), traffic)),
+    )
+
+
+def grown(question: Question, more_bytes: int) -> Question:
+    devices = tuple(
+        replace(device, total_bytes=device.total_bytes + more_bytes, free_bytes=device.free_bytes + more_bytes)
+        for device in question.machine.devices
+    )
+    return replace(question, machine=replace(question.machine, devices=devices))
+
+
+@given(questions(), st.integers(1, 64 * GIB))
+@settings(max_examples=60, deadline=None)
+def test_more_memory_never_fits_less(question: Question, more_bytes: int) -> None:
+    before, after = fit(question), fit(grown(question, more_bytes))
+    assert after.fits or not before.fits
+    assert after.longest_tokens >= before.longest_tokens
+    assert after.limits.max_model_len >= before.limits.max_model_len
+    if before.tensor_parallel == after.tensor_parallel:
+        assert after.kv_tokens >= before.kv_tokens
+        assert after.short_bytes <= before.short_bytes
+
+
+@given(questions())
+@settings(max_examples=40, deadline=None)
+def test_terms_and_room_are_the_budget(question: Question) -> None:
+    found = fit(question)
+    for rank in found.ranks:
+        assert sum(term.nbytes for term in rank.terms) + rank.room_bytes == rank.budget_bytes
+        assert rank.budget_bytes <= rank.device.free_bytes
+    assert found.fits == (found.short_bytes == 0)
+    if found.fits:
+        assert found.concurrency(found.required_tokens) >= found.required_sequences
+
+
+@given(questions())
+@settings(max_examples=15, deadline=None)
+def test_any_answer_is_json_and_its_configurations_fit(question: Question) -> None:
+    found = answer(question)
+    json.dumps(found.to_json())
+    for one in (found.safe, found.max):
+        if one is not None:
+            assert fit(one.fit.question).fits

@@ -1,0 +1,109 @@
+"""The report: what a person must find in it, within its width, with and without colour."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import pytest
+
+from holdfast.planner.answer import Answer, answer
+from holdfast.planner.fit import Question
+from holdfast.planner.question import Device
+from holdfast.planner.report import LEAST_WIDTH, compare_lines, lines, sizes
+from holdfast.units import GIB
+
+Ask = Callable[..., Question]
+ESCAPES = re.compile(r"\x1b\[[\d;]*m")
+
+
+@pytest.fixture(scope="module")
+def answers(ask: Ask) -> list[Answer]:
+    return [
+        answer(ask("llama-3-8b", "rtx4090")),
+        answer(ask("llama-3-70b", "rtx4090", ram_bytes=64 * GIB)),
+        answer(ask("llama-3.1-70b", "h100-80", count=4, traffic=(32, 2000, 500)), engine="vllm==0.11"),
+        answer(ask("llama-3.1-405b", "h100-80", count=32, tensor_parallel=8, pipeline_parallel=4)),
+    ]
+
+
+@pytest.mark.parametrize("width", [20, 60, 80, 132])
+def test_no_line_is_wider_than_asked(answers: list[Answer], width: int) -> None:
+    for found in answers:
+        for line in lines(found, width=width):
+            # A single long word, such as an address, cannot be broken within a command.
+            assert len(line) <= max(width, LEAST_WIDTH), line
+
+
+def test_colour_changes_nothing_but_colour(answers: list[Answer]) -> None:
+    for found in answers:
+        plain, coloured = lines(found, width=100), lines(found, width=100, colour=True)
+        assert [ESCAPES.sub("", line) for line in coloured] == plain
+        assert not any("\x1b" in line for line in plain)
+        assert any("\x1b" in line for line in coloured)
+
+
+def test_the_first_line_is_the_answer(answers: list[Answer]) -> None:
+    assert lines(answers[0])[0].endswith(": fits")
+    assert re.search(r"does not fit: 11\d\.\d\d GiB short", " ".join(lines(answers[1])[:2]))
+
+
+def test_bars_show_what_lies_where(answers: list[Answer]) -> None:
+    text = lines(answers[0], width=80)
+    rows = {line.split()[0]: line for line in text if re.match(r"  (weights|activations|KV|free|reserve) ", line)}
+    assert set(rows) == {"weights", "activations", "KV", "free", "reserve"}
+    assert "14.96 GiB" in rows["weights"]
+    assert rows["weights"].count("█") > rows["reserve"].count("·") > 0
+    found = answers[0]
+    rank = found.fit.ranks[0]
+    parts = sizes(found, rank)
+    whole = sum(parts[name] for name in ("weights", "activations", "KV", "free", "reserve"))
+    assert whole == rank.device.total_bytes
+
+
+def test_what_is_short_is_drawn(answers: list[Answer]) -> None:
+    text = lines(answers[1], width=80)
+    assert any(line.startswith("  short") and "!" in line for line in text)
+
+
+def test_alike_gpus_are_drawn_once(answers: list[Answer]) -> None:
+    text = "\n".join(lines(answers[2], width=100))
+    assert "GPU 0-3" in text
+    assert text.count("  weights ") == 1
+    stages = "\n".join(lines(answers[3], width=100))
+    assert "GPU 0-7" in stages
+    assert "GPU 24-31" in stages
+
+
+def test_the_sections_are_there(answers: list[Answer]) -> None:
+    fits, short = ("\n".join(lines(found, width=100)) for found in answers[:2])
+    for title in ("Decisions", "Warnings", "Configurations", "Commands", "Rules of thumb"):
+        assert title in fits
+    assert "Ways out" not in fits
+    assert "Ways out" in short
+    assert "HFW28" in short
+    assert "tiers yet" in short.replace("\n      ", " ")
+
+
+def test_only_the_engine_that_was_asked_for(answers: list[Answer]) -> None:
+    text = "\n".join(lines(answers[2], width=120))
+    assert "vllm serve" in text
+    assert "sglang" not in text
+    assert "llama-server" not in text
+
+
+def test_a_cpu_is_drawn_too(ask: Ask, cpu: Callable[..., Device]) -> None:
+    text = "\n".join(lines(answer(ask("smollm2-135m", device=cpu(8)))))
+    assert "CPU 0" in text
+    assert "no throughput is estimated" in text
+
+
+def test_side_by_side(ask: Ask) -> None:
+    machines = [answer(ask("llama-3.1-8b", gpu)) for gpu in ("rtx3060", "rtx4090", "h100-80")]
+    text = compare_lines(machines, width=100)
+    assert text[1].startswith("NVIDIA GeForce RTX 3060")
+    assert [("yes" in line) for line in text[1:4]] == [False, True, True]
+    assert text[4].startswith("NVIDIA GeForce RTX 3060: ")
+    models = [answer(ask(model, "rtx4090")) for model in ("llama-3.1-8b", "qwen3-8b")]
+    assert compare_lines(models, width=100)[1].startswith("meta-llama/Llama-3.1-8B-Instruct")
+    assert all(len(line) <= 80 for line in compare_lines([*machines, *models], width=80))
