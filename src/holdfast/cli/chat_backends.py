@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from holdfast.engine.interface import Engine
     from holdfast.engine.startup import FoundModel
+    from holdfast.planner import Plan
     from holdfast.text.tokenizer import Tokenizer
 
 Messages = Sequence[Mapping[str, str]]
@@ -225,19 +226,23 @@ class LocalBackend:
 
 def find_local(config: EngineConfig) -> Coroutine[Any, Any, LocalBackend]:
     """Finds the model, fetching it if need be; what is returned loads and starts it."""
-    from holdfast.engine.startup import find_model, open_tokenizer
+    from holdfast.engine.startup import find_model, open_tokenizer, plan_model
+    from holdfast.planner.footprint import FRONT_BYTES
 
     model = find_model(config)
-    return _start_local(config, model, open_tokenizer(config, model))
+    plan = plan_model(config, model, front_bytes=FRONT_BYTES)
+    return _start_local(config, model, plan, open_tokenizer(config, model))
 
 
-async def _start_local(config: EngineConfig, model: FoundModel, tokenizer: Tokenizer | None) -> LocalBackend:
+async def _start_local(
+    config: EngineConfig, model: FoundModel, plan: Plan, tokenizer: Tokenizer | None
+) -> LocalBackend:
     """In an engine process of its own."""
     from holdfast.engine.client import ProcessEngine
     from holdfast.engine.progress import LoadProgress
     from holdfast.engine.startup import sampling_defaults
 
-    engine = ProcessEngine(config, model, tokenizer, on_progress=LoadProgress())
+    engine = ProcessEngine(config, model, tokenizer, plan=plan, on_progress=LoadProgress())
     try:
         await engine.start()
         return LocalBackend(engine, sampling_defaults(model.files.generation_config))

@@ -62,8 +62,9 @@ def run(arguments: argparse.Namespace) -> int:
     import holdfast
     from holdfast.engine.client import ProcessEngine
     from holdfast.engine.progress import LoadProgress
-    from holdfast.engine.startup import find_model, open_tokenizer, sampling_defaults
+    from holdfast.engine.startup import find_model, open_tokenizer, plan_lines, plan_model, sampling_defaults
     from holdfast.observability.logs import ThroughputLog, json_lines, ready_lines, set_up_logging
+    from holdfast.planner.footprint import FRONT_BYTES
     from holdfast.server.app import create_app
     from holdfast.server.run import bind
     from holdfast.server.run import run as run_server
@@ -75,8 +76,10 @@ def run(arguments: argparse.Namespace) -> int:
     listener = bind(server_config.host, server_config.port)  # A port in use is said before a model is fetched.
     model = find_model(engine_config)
     log.info("model %s: %s, %s parameters", model.files.name, model.spec.architecture, f"{model.spec.parameters:,}")
+    plan = plan_model(engine_config, model, front_bytes=FRONT_BYTES)
+    print("\n".join(plan_lines(model, plan)), file=sys.stderr, flush=True)
     tokenizer = open_tokenizer(engine_config, model)
-    engine = ProcessEngine(engine_config, model, tokenizer, on_progress=LoadProgress())
+    engine = ProcessEngine(engine_config, model, tokenizer, plan=plan, on_progress=LoadProgress())
     defaults = sampling_defaults(model.files.generation_config) if server_config.generation_config == "auto" else {}
     if defaults:
         log.info("sampling where a request says nothing: %s, as the model's makers advise", defaults)

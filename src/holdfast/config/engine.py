@@ -82,6 +82,14 @@ class EngineConfig:
     gpu_memory_utilization: float = setting(
         0.9, "share of the device's memory to use; on a CPU, of the RAM that is free at start", number(0.01, 1.0)
     )
+    ram: int | None = setting(
+        None, "most RAM the server may hold, such as 6GiB; left out: gpu_memory_utilization of what is free",
+        optional(size), metavar="SIZE",
+    )  # fmt: skip
+    vram: int | None = setting(
+        None, "most GPU memory the server may hold; refused on a CPU, where ram is what counts", optional(size),
+        metavar="SIZE",
+    )  # fmt: skip
     kv_cache_memory_bytes: int | None = setting(
         None,
         "size of the KV pool, such as 4GiB; left out: 4 GiB, or what is free",
@@ -121,6 +129,11 @@ class EngineConfig:
                 fix="raise max_num_batched_tokens to the longest prompt: it then goes in one chunk",
                 field="enable_chunked_prefill",
             )
+        if self.vram is not None:
+            raise ConfigurationError(
+                "vram is a budget of GPU memory, and this server computes on the CPU", code="HF120", needed="ram",
+                found="vram", fix="--ram SIZE", field="vram",
+            )  # fmt: skip
         if self.device == "cuda":
             raise ConfigurationError(
                 "CUDA devices are not supported yet", code="HF120", needed="device cpu", found="cuda",

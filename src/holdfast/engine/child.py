@@ -16,6 +16,7 @@ import zmq.asyncio
 from holdfast.config import EngineConfig
 from holdfast.engine import messages
 from holdfast.errors import EngineDiedError
+from holdfast.planner import Plan
 
 STOP_TIMEOUT_S = 3.0
 
@@ -27,7 +28,9 @@ class Child:
         self._exit = asyncio.create_task(process.wait(), name="engine-exit")
 
     @classmethod
-    async def spawn(cls, context: zmq.asyncio.Context, path: Path, config: EngineConfig) -> Child:
+    async def spawn(
+        cls, context: zmq.asyncio.Context, path: Path, config: EngineConfig, plan: Plan | None = None
+    ) -> Child:
         """Raises EngineDiedError when the machine has no process, file or memory left for it."""
         socket = context.socket(zmq.PAIR)
         socket.linger = 0
@@ -46,7 +49,7 @@ class Child:
             socket.close(linger=0)
             raise EngineDiedError(f"the engine process could not be started: {error}") from error
         child = cls(process, socket)
-        child.send(messages.Begin(dataclasses.asdict(config)))
+        child.send(messages.Begin(dataclasses.asdict(config), plan))
         return child
 
     @property

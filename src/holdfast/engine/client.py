@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import random
 import shutil
 import tempfile
@@ -28,6 +29,9 @@ from holdfast.engine.passengers import Passengers
 from holdfast.engine.startup import FoundModel, Progress, with_located_model
 from holdfast.engine.stream import Stream
 from holdfast.errors import DrainingError, EngineDiedError, EngineError, HoldfastError
+from holdfast.hardware import resident
+from holdfast.observability.ledger import Ledger, ProcessMemory, make_ledger
+from holdfast.planner import Plan
 from holdfast.records import AnswerDelta, EngineInfo, EngineOutput, EngineStats, Failure, SamplingParams
 from holdfast.text import Tokenizer
 
@@ -50,11 +54,13 @@ class ProcessEngine:
         model: FoundModel,
         tokenizer: Tokenizer | None,
         *,
+        plan: Plan | None = None,
         on_progress: Progress = lambda stage, done, total: None,
     ) -> None:
         self._config = with_located_model(config, model)
         self._model = model
         self._tokenizer = tokenizer
+        self._plan = plan
         self._on_progress = on_progress
         self._seeds = random.Random(config.seed) if config.seed is not None else random.SystemRandom()
         self._door: Door | None = None
@@ -114,6 +120,17 @@ class ProcessEngine:
 
     def stats(self) -> EngineStats:
         return self._stats
+
+    def memory(self) -> Ledger | None:
+        if self._info is None or self._child is None:
+            return None
+        found = [("engine", self._child.pid, resident(self._child.pid)), ("front", os.getpid(), resident())]
+        processes = [
+            ProcessMemory(name=name, pid=pid, resident_bytes=held.now_bytes, peak_bytes=held.peak_bytes)
+            for name, pid, held in found
+            if held is not None
+        ]
+        return make_ledger(self._info, self._stats, processes)
 
     def on_step(self, listener: Callable[[EngineStats], None]) -> None:
         self._listeners.append(listener)
@@ -199,7 +216,9 @@ class ProcessEngine:
 
     async def _launch(self) -> None:
         """Returns with a ready engine, or raises what kept it from becoming one."""
-        self._child = child = await Child.spawn(self._context, self._folder / f"{self._restarts}.sock", self._config)
+        self._child = child = await Child.spawn(
+            self._context, self._folder / f"{self._restarts}.sock", self._config, self._plan
+        )
         self._handed_over = False
         while True:
             message = await child.receive()
@@ -215,7 +234,8 @@ class ProcessEngine:
                 raise EngineDiedError(f"the engine process ended while starting ({child.ending()})")
         self._info = msgspec.structs.replace(message.info, model=self._model.files.name)
         self._door = Door(self._model.spec, message.info.max_model_len, self._seeds)
-        self._stats_before = self._stats
+        # A new process has touched nothing of its pool yet.
+        self._stats = self._stats_before = msgspec.structs.replace(self._stats, blocks_touched=0)
         self._ready = True
         self._on_progress("ready", 0, 0)
 

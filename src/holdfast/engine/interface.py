@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 from holdfast.records import AnswerDelta, EngineInfo, EngineStats, Failure, SamplingParams
 
 if TYPE_CHECKING:
+    from holdfast.observability.ledger import Ledger
     from holdfast.text.tokenizer import Tokenizer
 
 
@@ -45,6 +46,9 @@ class Engine(Protocol):
 
     def stats(self) -> EngineStats:
         """The newest snapshot; counters go on over restarts."""
+
+    def memory(self) -> Ledger | None:
+        """Planned and measured bytes as they are now; None before it was ready, and where no books are kept."""
 
     def on_step(self, listener: Callable[[EngineStats], None]) -> None:
         """From now on `listener` is called on the loop with the snapshot of every step, none left out:

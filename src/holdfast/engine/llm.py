@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import itertools
 import random
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ from holdfast.engine.core import EngineCore
 from holdfast.engine.door import Door
 from holdfast.engine.messages import unpack_failure
 from holdfast.engine.progress import RequestProgress
-from holdfast.engine.startup import build_core, find_model, open_tokenizer
+from holdfast.engine.startup import build_core, find_model, open_tokenizer, plan_lines, plan_model
 from holdfast.errors import EngineError, HoldfastError, RequestError
 from holdfast.records import (
     AnswerDelta,
@@ -42,8 +43,10 @@ class LLM:
         self._core: EngineCore | None = None
         config = EngineConfig.from_arguments(model=model, **settings)
         found = find_model(config)
+        plan = plan_model(config, found)
+        print("\n".join(plan_lines(found, plan)), file=sys.stderr, flush=True)
         self._tokenizer = open_tokenizer(config, found)
-        self._core, self.info = build_core(config, found, lambda stage, done, total: None)
+        self._core, self.info = build_core(config, found, lambda stage, done, total: None, plan)
         seeds = random.Random(config.seed) if config.seed is not None else random.SystemRandom()
         self._door = Door(found.spec, self.info.max_model_len, seeds, clamp_output=True)
         self._names = itertools.count()

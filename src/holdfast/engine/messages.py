@@ -7,13 +7,15 @@ from collections.abc import Callable
 import msgspec
 
 from holdfast import errors
+from holdfast.planner import Plan
 from holdfast.records import EngineInfo, EngineOutput, EngineStats, Failure, Request
 
 
 class Begin(msgspec.Struct, frozen=True, tag=True):
-    """The first message to a new process: its settings, as `EngineConfig` fields."""
+    """The first message to a new process: its settings, as `EngineConfig` fields, and what the front planned."""
 
     config: dict[str, object]
+    plan: Plan | None = None
 
 
 class Add(msgspec.Struct, frozen=True, tag=True):

@@ -20,6 +20,7 @@ from holdfast.engine import messages
 from holdfast.engine.core import EngineCore
 from holdfast.engine.faults import fail_loading, with_faults
 from holdfast.errors import HoldfastError
+from holdfast.planner import Plan
 
 IDLE_POLL_MS = 1000
 
@@ -34,7 +35,7 @@ def main(address: str) -> int:
         if not isinstance(begin, messages.Begin):
             raise SystemExit("the first message must be Begin")
         try:
-            core = _build(EngineConfig(**begin.config), socket)  # type: ignore[arg-type]
+            core = _build(EngineConfig(**begin.config), begin.plan, socket)  # type: ignore[arg-type]
         except Exception as error:
             if not isinstance(error, HoldfastError):
                 traceback.print_exc()
@@ -47,14 +48,14 @@ def main(address: str) -> int:
     return 0
 
 
-def _build(config: EngineConfig, socket: zmq.Socket[bytes]) -> EngineCore:
+def _build(config: EngineConfig, plan: Plan | None, socket: zmq.Socket[bytes]) -> EngineCore:
     from holdfast.engine.startup import build_core, find_model
 
     def progress(stage: str, done: int, total: int) -> None:
         socket.send(messages.encode(messages.Loading(stage, done, total)))
 
     fail_loading()
-    core, info = build_core(config, find_model(config), progress)
+    core, info = build_core(config, find_model(config), progress, plan)
     core.runner = with_faults(core.runner)
     socket.send(messages.encode(messages.Ready(info)))
     return core

@@ -1,6 +1,7 @@
-"""From a config to an engine that can step: resolve, load, rehearse, back the KV pool.
+"""From a config to an engine that can step: resolve, plan, load, rehearse, back the KV pool.
 
-`find_model` needs no torch (the front uses it too); `build_core` imports execution when it is called.
+`find_model` and `plan_model` need no torch (the front uses them, and refuses before anything is loaded); `build_core`
+imports execution when it is called.
 """
 
 from __future__ import annotations
@@ -10,21 +11,32 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from holdfast.checkpoints import DEFAULT_MODEL, ModelFiles, extra_tensors, locate, match, open_checkpoint, spec_of
+from holdfast.checkpoints import (
+    DEFAULT_MODEL,
+    ModelFiles,
+    extra_tensors,
+    locate,
+    locate_headers,
+    match,
+    open_checkpoint,
+    spec_of,
+)
 from holdfast.checkpoints.builtin import refuse_revision
 from holdfast.config import EngineConfig
-from holdfast.errors import ConfigurationError, RequestError
-from holdfast.hardware import memory, processor
+from holdfast.errors import ConfigurationError, DoesNotFitError, ModelAccessError, ModelNotFoundError, RequestError
+from holdfast.hardware import Resident, compiled_kernels, memory, memory_holders, processor, resident
 from holdfast.kvcache import KVCache
 from holdfast.models import ModelSpec
+from holdfast.observability.ledger import term_lines
 from holdfast.planner import Plan, make_plan, settle_pool
-from holdfast.records import EngineInfo, SamplingParams
+from holdfast.records import EngineInfo, MemoryReport, MemoryTerm, SamplingParams
 from holdfast.scheduler import Scheduler, SchedulerLimits
 from holdfast.text import Tokenizer, check_text, load_template
+from holdfast.units import format_bytes
 
 if TYPE_CHECKING:
     from holdfast.engine.core import EngineCore
-    from holdfast.execution.runner import Runner
+    from holdfast.execution.runner import Rehearsal, Runner
 
 log = logging.getLogger("holdfast")
 
@@ -39,8 +51,20 @@ class FoundModel:
 
 
 def find_model(config: EngineConfig, *, progress: bool = True) -> FoundModel:
+    """Its files, fetched where they are not here. What a hub's headers show not to fit is not fetched."""
     refuse_revision(config.model or DEFAULT_MODEL, config.revision)
-    files = locate(config.model, revision=config.revision, progress=progress)
+    try:
+        headers = locate_headers(config.model, revision=config.revision, progress=progress)
+    except (ModelAccessError, ModelNotFoundError):
+        headers = None  # Fetching says best what is wrong.
+    if headers is not None and headers.remote:
+        plan_model(config, _checked(config, headers))
+    if headers is None or headers.remote:
+        headers = locate(config.model, revision=config.revision, progress=progress)
+    return _checked(config, headers)
+
+
+def _checked(config: EngineConfig, files: ModelFiles) -> FoundModel:
     spec = spec_of(files)  # First, because for a model that cannot be run no other advice helps.
     wanted = config.load_format
     if wanted in ("safetensors", "gguf") and files.format != wanted:
@@ -57,6 +81,46 @@ def find_model(config: EngineConfig, *, progress: bool = True) -> FoundModel:
             field="load_format",
         )
     return FoundModel(files, spec)
+
+
+def plan_model(config: EngineConfig, model: FoundModel, *, front_bytes: int = 0, kernels: bool | None = None) -> Plan:
+    """From headers and what is free now, or a DoesNotFitError that says who holds memory. No torch.
+
+    `front_bytes`: of a process beside the engine's, out of the same budget. `kernels`: whether there are compiled
+    ones, where that is known better than it can be without torch.
+    """
+    stored = None
+    if config.load_format != "dummy":
+        stored = match(model.spec, open_checkpoint(model.files))
+    known = compiled_kernels() if kernels is None else kernels
+    try:
+        return make_plan(
+            model.spec, stored, config, memory(), processor(), compiled_kernels=known, front_bytes=front_bytes
+        )
+    except DoesNotFitError as error:
+        holders = memory_holders()
+        if not holders:
+            raise
+        found = f"{error.found}; others hold: {', '.join(holders)}"
+        raise DoesNotFitError(
+            error.message, code=error.code, needed=error.needed, found=found, fix=error.fix, field=error.field
+        ) from None
+
+
+def plan_lines(model: FoundModel, plan: Plan) -> list[str]:
+    """What people see before anything is loaded: the budget, where it goes, and the limits."""
+    budget = next(decision for decision in plan.decisions if decision.field == "budget")
+    limits = plan.limits
+    lines = [
+        f"Memory plan of {model.files.name} ({plan.dtype}, KV {plan.kv_dtype}): "
+        f"{format_bytes(sum(plan.terms.values()))} of a budget of {budget.value} ({budget.reason})",
+        *term_lines(_planned(plan), plan.budget_bytes),
+        f"  limits: context {limits.max_model_len:,} tokens, {limits.max_num_seqs} sequences, "
+        f"{limits.max_num_batched_tokens:,} tokens a step; KV holds {_concurrency(plan):.1f} sequences of full length",
+    ]
+    if plan.short and (holders := memory_holders()):
+        lines.append(f"  memory is short; others hold: {', '.join(holders)}")
+    return lines
 
 
 def open_tokenizer(config: EngineConfig, model: FoundModel) -> Tokenizer | None:
@@ -89,23 +153,26 @@ def sampling_defaults(generation_config: Mapping[str, Any] | None) -> dict[str, 
     return found
 
 
-def build_core(config: EngineConfig, model: FoundModel, progress: Progress) -> tuple[EngineCore, EngineInfo]:
+def build_core(
+    config: EngineConfig, model: FoundModel, progress: Progress, plan: Plan | None = None
+) -> tuple[EngineCore, EngineInfo]:
+    """`plan`: as another process made it; None: it is made here."""
     from holdfast.engine.core import EngineCore
     from holdfast.execution import native
-    from holdfast.execution.device import DTYPES, choose_device, set_threads
+    from holdfast.execution.device import DTYPES, choose_device, set_threads, warm_up
     from holdfast.execution.runner import Runner, RunnerLimits
     from holdfast.execution.weights import load_weights
 
-    if config.load_format == "dummy":
-        checkpoint, stored = None, None
-    else:
-        checkpoint = open_checkpoint(model.files)
-        stored = match(model.spec, checkpoint)
-        if unused := extra_tensors(model.spec, checkpoint):
-            log.warning("%d tensors of the checkpoint are not used: %s ...", len(unused), ", ".join(unused[:3]))
-    plan = make_plan(model.spec, stored, config, memory(), processor(), compiled_kernels=native.available())
+    if plan is None or (plan.compiled and not native.available()):
+        plan = plan_model(config, model, kernels=native.available())
+    checkpoint = None if config.load_format == "dummy" else open_checkpoint(model.files)
+    if checkpoint is not None and (unused := extra_tensors(model.spec, checkpoint)):
+        log.warning("%d tensors of the checkpoint are not used: %s ...", len(unused), ", ".join(unused[:3]))
+    plan = _still_fits(plan)
     device = choose_device(config.device)
     set_threads(config.threads or processor().cores)
+    warm_up()
+    before = _held()
     progress("load", 0, 0)
     weights = load_weights(
         model.spec,
@@ -118,39 +185,89 @@ def build_core(config: EngineConfig, model: FoundModel, progress: Progress) -> t
     )
     if checkpoint is not None:
         checkpoint.close()
+    limits = RunnerLimits(
+        max_num_seqs=plan.limits.max_num_seqs,
+        max_num_batched_tokens=plan.limits.max_num_batched_tokens,
+        max_model_len=plan.limits.max_model_len,
+    )
     runner = Runner(
         model.spec,
         weights,
         plan.layout,
-        RunnerLimits(
-            max_num_seqs=plan.limits.max_num_seqs,
-            max_num_batched_tokens=plan.limits.max_num_batched_tokens,
-            max_model_len=plan.limits.max_model_len,
-        ),
+        limits,
         device,
         kv_dtype=DTYPES[plan.kv_dtype],
         compiled=plan.compiled_attention,
     )
+    loaded = _held()
     progress("rehearse", 0, 0)
     runner.back_kv(2)
-    runner.rehearse()
-    plan = settle_pool(plan, memory().available_bytes)
+    rehearsal = runner.rehearse()
+    plan, report = _settled(plan, runner, rehearsal, before, loaded)
     runner.back_kv(plan.blocks)
-    steps_ahead = 0
-    scheduler = Scheduler(
-        SchedulerLimits(
-            max_num_seqs=plan.limits.max_num_seqs,
-            max_num_batched_tokens=plan.limits.max_num_batched_tokens,
-            max_model_len=plan.limits.max_model_len,
-            policy="priority" if config.scheduling_policy == "priority" else "fcfs",
-            max_steps_in_flight=steps_ahead + 1,
-        ),
-        KVCache(plan.layout, plan.blocks, config.enable_prefix_caching),
+    core = EngineCore(_scheduler(config, plan), runner)
+    return core, _info(config, model, plan, runner, report)
+
+
+def _held() -> Resident:
+    return resident() or Resident(0, 0)
+
+
+def _still_fits(plan: Plan) -> Plan:
+    """Held against what is free now: the plan may be minutes old, and a download may lie between."""
+    coming = sum(size for name, size in plan.terms.items() if name not in ("front", "framework", "kv_pool"))
+    return settle_pool(plan, memory().available_bytes - coming)
+
+
+def _settled(
+    plan: Plan, runner: Runner, rehearsal: Rehearsal, before: Resident, loaded: Resident
+) -> tuple[Plan, MemoryReport]:
+    """The pool by what is measured, and the books of it."""
+    measured = {
+        "weights": runner.weights_bytes,
+        "scratch": rehearsal.scratch_bytes,
+        "activations": rehearsal.activations_bytes,
+        "logits": rehearsal.logits_bytes,
+    }
+    settled = settle_pool(plan, memory().available_bytes - rehearsal.given_back_bytes, measured)
+    measured |= {"framework": before.now_bytes, "buffers": runner.buffers_bytes}
+    report = MemoryReport(
+        total_bytes=plan.memory.total_bytes,
+        free_bytes=plan.memory.available_bytes,
+        limited_by=plan.memory.limited_by,
+        budget_bytes=plan.budget_bytes,
+        terms=[
+            MemoryTerm(
+                tier=term.tier,
+                term=term.term,
+                planned_bytes=plan.terms.get(term.term, 0),
+                measured_bytes=measured.get(term.term),
+            )
+            for term in _planned(settled)
+        ],
+        page_bytes=plan.layout.page_bytes,
+        loading_bytes=plan.loading_bytes,
+        loading_peak_bytes=loaded.peak_bytes,
     )
-    return EngineCore(scheduler, runner, steps_ahead=steps_ahead), _info(config, model, plan, runner)
+    return settled, report
 
 
-def _info(config: EngineConfig, model: FoundModel, plan: Plan, runner: Runner) -> EngineInfo:
+def _planned(plan: Plan) -> list[MemoryTerm]:
+    return [MemoryTerm(tier="ram", term=name, planned_bytes=size) for name, size in plan.terms.items()]
+
+
+def _scheduler(config: EngineConfig, plan: Plan) -> Scheduler:
+    limits = SchedulerLimits(
+        max_num_seqs=plan.limits.max_num_seqs,
+        max_num_batched_tokens=plan.limits.max_num_batched_tokens,
+        max_model_len=plan.limits.max_model_len,
+        policy="priority" if config.scheduling_policy == "priority" else "fcfs",
+        max_steps_in_flight=1,
+    )
+    return Scheduler(limits, KVCache(plan.layout, plan.blocks, config.enable_prefix_caching))
+
+
+def _info(config: EngineConfig, model: FoundModel, plan: Plan, runner: Runner, report: MemoryReport) -> EngineInfo:
     return EngineInfo(
         model=model.files.name,
         device="cpu",
@@ -166,14 +283,16 @@ def _info(config: EngineConfig, model: FoundModel, plan: Plan, runner: Runner) -
         weights_bytes=runner.weights_bytes,
         kv_pool_bytes=plan.terms["kv_pool"],
         attention_backend=f"{runner.attention_backend} ({_why(plan)})",
-        max_concurrency=(plan.blocks - 1) / plan.layout.peak_blocks(*_longest(plan)),
+        max_concurrency=_concurrency(plan),
         kv_groups=len(plan.layout.groups),
         decisions=[decision.line() for decision in plan.decisions],
+        memory=report,
     )
 
 
-def _longest(plan: Plan) -> tuple[int, int]:
-    return plan.limits.max_model_len, plan.limits.max_num_batched_tokens
+def _concurrency(plan: Plan) -> float:
+    """Sequences of full length that the pool holds."""
+    return (plan.blocks - 1) / plan.layout.peak_blocks(plan.limits.max_model_len, plan.limits.max_num_batched_tokens)
 
 
 def _why(plan: Plan) -> str:

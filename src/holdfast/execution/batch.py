@@ -62,6 +62,10 @@ class SlotBuffers:
         blocks = layout.blocks_for(limits.max_model_len)
         self.tables = [numpy.zeros((slots, blocks), dtype=numpy.int32) for _ in layout.groups]
 
+    @property
+    def nbytes(self) -> int:
+        return self.tokens.nbytes + self.known.nbytes + sum(table.nbytes for table in self.tables)
+
     def apply(self, plan: StepPlan, blocks: int) -> None:
         """Takes over starts and table writes; raises before changing anything when any part of the plan is wrong."""
         self._check(plan, blocks)

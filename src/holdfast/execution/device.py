@@ -47,3 +47,8 @@ def set_threads(count: int | None) -> int:
             )
         torch.set_num_threads(count)
     return torch.get_num_threads()
+
+
+def warm_up() -> None:
+    """One small product, so that what torch's libraries set up once is there before anything is measured."""
+    torch.mm(torch.ones((16, 64)), torch.ones((64, 64)))

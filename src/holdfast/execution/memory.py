@@ -5,13 +5,16 @@ from __future__ import annotations
 import ctypes
 from types import TracebackType
 
+from holdfast.hardware import resident
+
 
 class PeakMemory:
-    """Around a piece of work: `grown_bytes` is its peak resident memory beyond what was resident before."""
+    """Around pieces of work, one after the other: `grown_bytes` is the peak of resident memory in all of them so far,
+    beyond what was resident before the first."""
 
     def __init__(self) -> None:
         self.grown_bytes = 0
-        self._before_bytes = 0
+        self._before_bytes: int | None = None
 
     def __enter__(self) -> PeakMemory:
         try:
@@ -19,29 +22,27 @@ class PeakMemory:
                 reset.write("5")  # 5: the peak starts again from what is resident now
         except OSError:
             pass
-        self._before_bytes = _status_bytes("VmRSS")
+        if self._before_bytes is None:
+            self._before_bytes = self.resident_bytes()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.grown_bytes = max(0, _status_bytes("VmHWM") - self._before_bytes)
+        held = resident()
+        if held is not None and self._before_bytes is not None:
+            self.grown_bytes = max(self.grown_bytes, held.peak_bytes - self._before_bytes)
+
+    @property
+    def given_back_bytes(self) -> int:
+        """Of what it grew by, what is not resident now."""
+        return max(0, self.grown_bytes - (self.resident_bytes() - (self._before_bytes or 0)))
 
     @staticmethod
     def resident_bytes() -> int:
         """What the process holds now."""
-        return _status_bytes("VmRSS")
-
-
-def _status_bytes(name: str) -> int:
-    try:
-        with open("/proc/self/status") as status:
-            for line in status:
-                if line.startswith(name + ":"):
-                    return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    return 0
+        held = resident()
+        return 0 if held is None else held.now_bytes
 
 
 def trim_memory() -> None:

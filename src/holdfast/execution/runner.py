@@ -6,6 +6,7 @@ It decides nothing: which row runs, in which page, was settled by the scheduler.
 from __future__ import annotations
 
 import gc
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -20,15 +21,26 @@ from holdfast.execution.transformer import Transformer
 from holdfast.execution.weights import Weights
 from holdfast.kvcache.groups import KVLayout
 from holdfast.models import ModelSpec
+from holdfast.planner.footprint import logits_rows
 from holdfast.records import Row, SamplingParams, SequenceStart, StepPlan, StepResult, TableWrite, TokenLogprobs
 
-__all__ = ["Runner", "RunnerLimits", "StepHandle"]
-
-LOGITS_BYTES = 8 << 20
-"""Of the logits buffer: rows beyond it are sampled in turns, so that many streams need no more memory."""
+__all__ = ["Rehearsal", "Runner", "RunnerLimits", "StepHandle"]
 
 REHEARSED_PAST = 1024
 """Tokens before the rehearsed chunk: enough that its attention joins a past and itself."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rehearsal:
+    """Bytes that the heaviest step needed beyond what was held before. Their sum is its peak; each part is what the
+    peak gained while that part was done."""
+
+    scratch_bytes: int
+    """torch's copy of a dense matrix."""
+    activations_bytes: int
+    logits_bytes: int
+    given_back_bytes: int
+    """Of the sum, what is not held between steps."""
 
 
 class StepHandle(Protocol):
@@ -71,9 +83,14 @@ class Runner:
         )
         self._buffers = SlotBuffers(limits, layout, spec.vocab_size)
         self._sampler = Sampler(self._buffers, spec.vocab_size)
-        rows = max(1, min(limits.max_num_seqs, LOGITS_BYTES // (4 * spec.vocab_size)))
+        rows = logits_rows(spec.vocab_size, limits.max_num_seqs)
         self._logits = torch.empty((rows, spec.vocab_size), dtype=weights.dtype, device=device)
         self._kv: KVStore | None = None
+
+    @property
+    def buffers_bytes(self) -> int:
+        """Of token ids and block tables."""
+        return self._buffers.nbytes
 
     @property
     def attention_backend(self) -> str:
@@ -133,8 +150,8 @@ class Runner:
             token_ids += sampled.tolist()
         return token_ids, logprobs
 
-    def rehearse(self) -> int:
-        """Runs the heaviest step the limits allow and returns the bytes it needed beyond what was held before.
+    def rehearse(self) -> Rehearsal:
+        """Runs the heaviest step the limits allow and says what it needed.
 
         One prompt chunk as large as the token budget behind some past, one single token at the end of the context,
         every other slot a single token; all sample with every option on. One layer of each KV group is run, and the
@@ -143,16 +160,31 @@ class Runner:
         """
         decoder, kv = self._decoder, self.kv
         plan = self._heaviest_plan()
-        with PeakMemory() as peak, torch.inference_mode():
-            self._buffers.apply(plan, kv.blocks)
-            for start in plan.starts:
-                self._sampler.start(start)
-            kv.pages[1].zero_()
-            batch = self._buffers.form(plan, decoder.attention)
-            layers = 1 + max(min(group.layers) for group in self.layout.groups)
-            self._sample(decoder.forward(batch, kv, layers=layers), batch)
+        layers = 1 + max(min(group.layers) for group in self.layout.groups)
+        trim_memory()
+        peak = PeakMemory()
+        with torch.inference_mode():
+            with peak:
+                decoder.multiply_largest(self.limits.max_num_batched_tokens, len(self._logits))
+            scratch = peak.grown_bytes
+            with peak:
+                self._buffers.apply(plan, kv.blocks)
+                for start in plan.starts:
+                    self._sampler.start(start)
+                kv.pages[1].zero_()
+                batch = self._buffers.form(plan, decoder.attention)
+                hidden = decoder.forward(batch, kv, layers=layers)
+            activations = peak.grown_bytes - scratch
+            with peak:
+                self._sample(hidden, batch)
         self._buffers.known[:] = 0
-        return peak.grown_bytes
+        trim_memory()
+        return Rehearsal(
+            scratch_bytes=scratch,
+            activations_bytes=activations,
+            logits_bytes=peak.grown_bytes - scratch - activations,
+            given_back_bytes=peak.given_back_bytes,
+        )
 
     def _heaviest_plan(self) -> StepPlan:
         limits, layout = self.limits, self.layout

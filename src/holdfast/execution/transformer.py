@@ -9,14 +9,16 @@ import torch
 
 from holdfast.execution.batch import StepBatch
 from holdfast.execution.kv_store import KVStore
+from holdfast.execution.linear import DenseLinear
 from holdfast.execution.ops import AttentionBackend, AttentionShape, Heads, Ops, StepBuffers
 from holdfast.execution.rope import Rotary
 from holdfast.execution.weights import LayerWeights, Weights
 from holdfast.kvcache.groups import KVLayout
 from holdfast.models import ModelSpec
+from holdfast.planner.footprint import MLP_TILE
 
-MLP_TILE = 512
-"""Tokens the MLP takes at a time: bounds its buffers, and keeps them in cache."""
+REHEARSED_ROWS = 16
+"""More of them copy no more of a matrix."""
 
 
 class Transformer:
@@ -77,6 +79,18 @@ class Transformer:
         normed = torch.empty_like(sampling)
         self.ops.rms_norm(sampling, self.weights.final_norm, self.spec.norm_eps, normed)
         return normed
+
+    def multiply_largest(self, tokens: int, sampling_rows: int) -> None:
+        """One product with the head and one with the largest dense matrix of a layer, over as many rows as they will
+        see: torch may copy such a matrix whole, and holds on to the copy."""
+        layer = self.weights.layers[0]
+        dense = [part for part in (layer.qkv, layer.o, layer.gate_up, layer.down) if isinstance(part, DenseLinear)]
+        largest = [(max(dense, key=lambda part: part.nbytes), tokens)] if dense else []
+        if isinstance(self.weights.head, DenseLinear):
+            largest.append((self.weights.head, sampling_rows))
+        for linear, rows in largest:
+            ones = torch.ones((min(rows, REHEARSED_ROWS), linear.columns), dtype=linear.weight.dtype)
+            linear.write(ones, ones.new_empty((len(ones), linear.rows)))
 
     def logits(self, hidden: torch.Tensor, out: torch.Tensor) -> None:
         self.weights.head.write(hidden, out)

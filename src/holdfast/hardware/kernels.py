@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import sys
 from functools import cache
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
@@ -46,9 +47,10 @@ def _built_for() -> str:
     folder = Path(__file__).parents[1] / "execution" / "native"
     for suffix in EXTENSION_SUFFIXES:
         path = folder / f"_kernels{suffix}"
-        spec = importlib.util.spec_from_file_location(MODULE, path) if path.is_file() else None
+        spec = importlib.util.spec_from_file_location("_kernels", path) if path.is_file() else None
         if spec is not None and spec.loader is not None:
             module = importlib.util.module_from_spec(spec)
             spec.loader.exec_module(module)
+            sys.modules.pop("_kernels", None)
             return str(module.BUILT_FOR)
     raise ImportError(f"there is no _kernels in {folder}")

@@ -101,6 +101,11 @@ class KVCache:
         return self._pool.total - self._pool.available
 
     @property
+    def blocks_touched(self) -> int:
+        """Pages ever handed out, by these books or by those they follow."""
+        return self._pool.touched
+
+    @property
     def blocks_indexed(self) -> int:
         return len(self._index)
 
@@ -227,6 +232,11 @@ class KVCache:
         book.released = [0] * len(book.tables)
         book.entries = book.length = book.indexed = book.window_moves_at = 0
         book.stale = False
+
+    def follow(self, before: KVCache) -> None:
+        """Goes on counting over the same pages where other books ended."""
+        self.queries_total, self.hits_total = before.queries_total, before.hits_total
+        self._pool.touched = before.blocks_touched
 
     def reset_prefix_cache(self) -> None:
         """Forgets all cached content. Running sequences keep their pages, but nothing of theirs is indexed again

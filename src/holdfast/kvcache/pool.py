@@ -61,6 +61,8 @@ class BlockPool:
         self._evicted = evicted
         self._free = list(range(blocks - 1, NULL_PAGE, -1))
         self._idle: OrderedDict[int, None] = OrderedDict()
+        self.touched = 0
+        """Pages ever handed out. New ones go out in the order of their ids, so the highest id counts them."""
 
     @property
     def total(self) -> int:
@@ -81,6 +83,7 @@ class BlockPool:
         """A page with one reference and no known content. The caller has looked at `available` first."""
         if self._free:
             block = self.blocks[self._free.pop()]
+            self.touched = max(self.touched, block.id)
         else:
             assert self._idle, "allocate was called on an empty pool"
             block = self.blocks[self._idle.popitem(last=False)[0]]

@@ -1,13 +1,17 @@
 """What a model costs on one device, term by term. Counts bytes; decides nothing.
 
-The terms of a process that serves on a CPU:
+The terms of a process that serves on a CPU, in the order in which it takes them:
 
+    front        the process in front of the engine's: HTTP, tokenizer, streams
     framework    interpreter, torch and its libraries, before the first tensor
     weights      as they lie in memory: expanded, or in the blocks of their file
-    activations  the widest live set of the largest step, attention's workspace included
-    logits       rows that sample x vocabulary, in the copies that sampling holds at once
-    buffers      token ids and block tables of every slot
+    scratch      torch's copy of the matrix it multiplies with, where it makes one
+    activations  the buffers of the largest step, attention's workspace included
+    logits       what sampling holds at once: copies of the rows x vocabulary, or what penalties look through
+    buffers      token ids and block tables of every slot, the books of blocks and of running requests
     kv_pool      pages
+
+The sizes of the buffers that execution allocates are declared here, and nowhere else.
 """
 
 from __future__ import annotations
@@ -25,16 +29,43 @@ from holdfast.units import MIB, format_bytes
 ELEMENT_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 FRAMEWORK_BYTES = 320 * MIB
-"""Resident after importing torch's CPU build and making one product; 240-300 MiB seen."""
+"""Resident before the first tensor: 236 MiB after importing torch 2.13 (CPU build, Arm), 258 when the model's header is
+read; the rest is for what the interpreter's heap gains while it serves."""
 
-LOGITS_COPIES = 4
-"""Raw, adjusted, probabilities and one sort or mask of them, all float32."""
+FRONT_BYTES = 160 * MIB
+"""93 MiB with SmolLM2's tokenizer and nobody there; the rest is for bodies, streams and larger vocabularies."""
+
+LOGITS_BYTES = 8 * MIB
+"""Of the logits buffer: rows beyond it are sampled in turns, so that many streams need no more memory."""
+
+LOGITS_COPIES = 12
+"""Of one turn, at the peak of a full sort: logits, the raw ones, chances, the sorted ones and them turned round, their
+masked copy and its sums in double precision make 7.3; with what the allocator keeps of the turn before, 8.8 to 11.8
+were measured."""
+
+PENALTY_BYTES, SEEN_BYTES = 13, 61
+"""For each place of a turn's longest row, and for each token that penalties see: ids, marks, sorted pairs, scores."""
+
+MLP_TILE = 512
+"""Tokens the MLP takes at a time: bounds its buffers, and keeps them in cache."""
+
+STEP_TOKEN_BYTES = 128
+"""Ids, positions and page rows of one token of a step, with numpy's copies of them."""
+
+BOOK_BYTES = 512
+"""Of one block in the books: 163 measured while it is free; a hash, its place in the index and in line for eviction."""
+
+REQUEST_TOKEN_BYTES = 56
+"""Of one token of a running request outside the slots: Python's number, two lists, a share of a hash."""
+
+STAGING_BYTES = 16 * MIB
+"""While loading, beside the raw bytes of one tensor: the float tile of its expansion, and what the allocator keeps."""
 
 EXPAND_SHARE = 0.25
 """Room to spare: expanded weights within this share of the budget."""
 
-ATTENTION_WORKSPACE_BYTES = 64 * MIB
-"""Scores and gathered pages are tiled to stay within this."""
+TORCH_ATTENTION_BYTES = 32 * MIB
+"""Pages are gathered in pieces of 8 MiB, and two are held; scores are as large again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,16 +122,75 @@ def kv_layout(spec: ModelSpec, *, block_tokens: int, kv_dtype: str) -> KVLayout:
     )
 
 
-def activations_bytes(spec: ModelSpec, limits: Limits, *, dtype: str) -> int:
-    attention_width = (spec.heads + 2 * spec.kv_heads) * spec.head_dim
-    width = 4 * spec.hidden_size + attention_width + spec.heads * spec.head_dim + 3 * spec.intermediate_size
-    return limits.max_num_batched_tokens * width * ELEMENT_BYTES[dtype] + ATTENTION_WORKSPACE_BYTES
+def activations_bytes(spec: ModelSpec, limits: Limits, *, dtype: str, compiled_attention: bool = False) -> int:
+    """`compiled_attention` reads pages where they lie; torch's gathers them, and queries are copied for it."""
+    tokens, size = limits.max_num_batched_tokens, ELEMENT_BYTES[dtype]
+    query, key_value = spec.heads * spec.head_dim, 2 * spec.kv_heads * spec.head_dim
+    buffers = tokens * (2 * spec.hidden_size + 2 * query + key_value) * size
+    inner = min(tokens, MLP_TILE) * 3 * spec.intermediate_size * size
+    turned = tokens * 12 * spec.head_dim
+    sampling = 3 * min(tokens, limits.max_num_seqs) * spec.hidden_size * size
+    attention = 0 if compiled_attention else TORCH_ATTENTION_BYTES + 4 * tokens * query * size
+    return buffers + inner + turned + sampling + attention + tokens * STEP_TOKEN_BYTES
 
 
-def logits_bytes(spec: ModelSpec, limits: Limits) -> int:
-    return LOGITS_COPIES * limits.max_num_seqs * spec.vocab_size * 4
+def logits_rows(vocab_size: int, max_num_seqs: int) -> int:
+    """Sampled in one turn."""
+    return max(1, min(max_num_seqs, LOGITS_BYTES // (4 * vocab_size)))
 
 
-def buffers_bytes(layout: KVLayout, limits: Limits) -> int:
-    tables = len(layout.groups) * limits.max_num_seqs * layout.blocks_for(limits.max_model_len) * 4
-    return tables + limits.max_num_seqs * limits.max_model_len * 4
+def logits_bytes(spec: ModelSpec, limits: Limits, pool_tokens: int | None = None) -> int:
+    """`pool_tokens`: no more can be seen by penalties than the KV pool holds; None: it is not known yet."""
+    rows = logits_rows(spec.vocab_size, limits.max_num_seqs)
+    turn, places = rows * spec.vocab_size * 4, rows * limits.max_model_len
+    seen = places if pool_tokens is None else min(places, pool_tokens)
+    return max(LOGITS_COPIES * turn, 2 * turn + PENALTY_BYTES * places + SEEN_BYTES * seen)
+
+
+def buffers_bytes(layout: KVLayout, limits: Limits, *, pool_tokens: int = 0) -> int:
+    """Without the books of the blocks, which grow with the pool: BOOK_BYTES each."""
+    slots = limits.max_num_seqs
+    # A table's rows are copied twice for a step, once at twice the width.
+    tables = len(layout.groups) * slots * layout.blocks_for(limits.max_model_len) * (4 + 8 + 4)
+    known = min(pool_tokens, slots * limits.max_model_len)
+    return tables + slots * (limits.max_model_len + 1) * 4 + known * REQUEST_TOKEN_BYTES
+
+
+FUSED: tuple[tuple[str, ...], ...] = (("q", "k", "v"), ("gate", "up"))
+"""Matrices of a layer that are multiplied as one."""
+
+
+COPIED_FROM_ROWS = 9
+"""Products of fewer rows read a matrix where it lies: none was copied for 8 rows, all were for 12."""
+
+
+def scratch_bytes(
+    spec: ModelSpec,
+    stored: Mapping[str, StoredTensor] | None,
+    limits: Limits,
+    *,
+    dtype: str,
+    expand: bool,
+    compiled: bool = False,
+) -> int:
+    """The largest matrix that torch multiplies with, fused as execution fuses them; for machines where it copies."""
+    sizes: dict[str, int] = {}
+    for tensor in spec.tensors:
+        kept = None if stored is None else stored.get(tensor.name)
+        as_stored = None if kept is None else kept.layout
+        missing = kept is None and (tensor.optional or stored is not None)
+        if missing or len(tensor.shape) != 2:
+            continue
+        where, _, part = tensor.name.rpartition(".")
+        sampled = part in ("head", "embed")
+        rows = logits_rows(spec.vocab_size, limits.max_num_seqs) if sampled else limits.max_num_batched_tokens
+        layout = memory_layout(tensor, as_stored, dtype=dtype, expand=expand, compiled=compiled)
+        if rows >= COPIED_FROM_ROWS and layout == dtype and (part != "embed" or spec.tied_embeddings):
+            joined = next(("+".join(names) for names in FUSED if part in names), part)
+            sizes[f"{where}.{joined}"] = sizes.get(f"{where}.{joined}", 0) + prod(tensor.shape) * ELEMENT_BYTES[dtype]
+    return max(sizes.values(), default=0)
+
+
+def staging_bytes(stored: Mapping[str, StoredTensor] | None) -> int:
+    """The most that loading holds beside the weights in place: one tensor as stored. Dummies are made in place."""
+    return STAGING_BYTES + max((tensor.nbytes for tensor in (stored or {}).values()), default=0)

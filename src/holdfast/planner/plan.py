@@ -1,8 +1,7 @@
 """What fits, decided once and with the reason: from a model, a machine and a config to limits that hold.
 
-free memory x utilization = budget
-budget - framework - weights - activations - logits - buffers = room for the KV pool
-KV pool / page = blocks >= what one sequence of max_model_len needs, or it is refused here, before loading
+Needs headers only, and no torch: it is made before anything is loaded, and what cannot be is refused here. What was
+measured after loading is held against it by `settle`.
 """
 
 from __future__ import annotations
@@ -17,13 +16,11 @@ from holdfast.hardware import Memory, Processor
 from holdfast.kvcache.groups import KVLayout
 from holdfast.models import ModelSpec
 from holdfast.observability.decisions import Decision
-from holdfast.planner import footprint
-from holdfast.planner.footprint import Limits, expands, weight_sizes
+from holdfast.planner import refusals
+from holdfast.planner.footprint import BOOK_BYTES, Limits, expands, weight_sizes
 from holdfast.planner.layouts import is_quantized
-from holdfast.units import GIB, format_bytes
-
-DEFAULT_KV_BYTES = 4 * GIB
-"""RAM is shared with everything else on the machine, so the pool does not take all of it unasked."""
+from holdfast.planner.room import Choices, Pool, Room
+from holdfast.units import format_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,12 +35,21 @@ class Plan:
     limits: Limits
     blocks: int
     """Pages of the pool, the null page included."""
+    memory: Memory
+    """As it was measured."""
     budget_bytes: int
-    reserve_bytes: int
-    """Free at start and not to be used."""
     terms: Mapping[str, int]
     """Planned bytes by name."""
+    loading_bytes: int
+    """At the peak of loading; the terms of a step and the pool come after it."""
     decisions: tuple[Decision, ...]
+    short: bool = False
+    """Less was given than the model allows or than is usual, for want of memory."""
+
+    @property
+    def reserve_bytes(self) -> int:
+        """Free at start and not to be used."""
+        return max(0, self.memory.available_bytes - self.budget_bytes)
 
 
 def make_plan(
@@ -54,57 +60,102 @@ def make_plan(
     processor: Processor,
     *,
     compiled_kernels: bool = False,
+    front_bytes: int = 0,
 ) -> Plan:
-    """`compiled_kernels`: this installation has them, and this CPU can run them."""
-    decisions: list[Decision] = []
-    dtype = _dtype(config.dtype, spec, processor, decisions)
-    kv_dtype = dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
+    """`stored`: the checkpoint's tensors by canonical name; None: dummies. `compiled_kernels`: this installation has
+    them, and this CPU can run them. `front_bytes`: of another process that comes out of the same budget."""
+
+    def attempt(tried: EngineConfig) -> Plan:
+        decisions: list[Decision] = []
+        budget = _budget(tried, machine, decisions)
+        choices = _choices(spec, stored, tried, processor, compiled_kernels, budget, decisions)
+        room = Room.measure(spec, stored, tried, choices, budget_bytes=budget, front_bytes=front_bytes)
+        return _fill(room, machine, decisions)
+
+    try:
+        return attempt(config)
+    except DoesNotFitError as refusal:
+        raise refusals.with_ways_out(refusal, config, spec, attempt) from None
+
+
+def _fill(room: Room, machine: Memory, decisions: list[Decision]) -> Plan:
+    """The longest context that is wanted and fits, and the pool beside it."""
+    wanted = _wanted_length(room.spec, room.config)
+    asked = room.config.kv_cache_memory_bytes
+    if room.loading_bytes > room.budget_bytes:
+        raise refusals.loading_does_not_fit(room)
+    if asked is not None and asked > room.left(1):
+        raise refusals.pool_does_not_fit(room)
+    if asked is not None and room.pool(1).blocks < 2:
+        raise refusals.pool_holds_no_block(room)
+    length = room.longest(wanted)
+    if length == 0:
+        raise refusals.nothing_fits(room)
+    if length < wanted and room.config.max_model_len is not None:
+        raise refusals.length_does_not_fit(room, wanted, length)
+    pool, page = room.pool(length), room.layout.page_bytes
+    decisions.append(_pool_decision(pool, page))
+    if length < wanted:
+        reason = f"the model allows {wanted:,}; memory holds {length:,}"
+        decisions.append(Decision("max_model_len", f"{length:,}", reason, "planner"))
+    terms = room.terms(length)
+    choices = room.choices
+    return Plan(
+        dtype=choices.dtype,
+        kv_dtype=choices.kv_dtype,
+        expand_weights=choices.expand_weights,
+        compiled=choices.compiled,
+        compiled_attention=choices.compiled_attention,
+        layout=room.layout,
+        limits=room.limits(length),
+        blocks=pool.blocks,
+        memory=machine,
+        budget_bytes=room.budget_bytes,
+        terms={**terms, "buffers": terms["buffers"] + pool.blocks * BOOK_BYTES, "kv_pool": pool.blocks * page},
+        loading_bytes=room.loading_bytes,
+        decisions=tuple(decisions),
+        short=length < wanted or pool.cut,
+    )
+
+
+def _pool_decision(pool: Pool, page: int) -> Decision:
+    value = f"{format_bytes(pool.blocks * page)} ({pool.blocks - 1:,} blocks and the null page)"
+    return Decision("kv_pool", value, pool.reason, pool.source)
+
+
+def _budget(config: EngineConfig, machine: Memory, decisions: list[Decision]) -> int:
+    free = f"{format_bytes(machine.available_bytes)} free ({machine.limited_by})"
+    if config.ram is not None:
+        if config.ram > machine.available_bytes:
+            raise refusals.budget_is_not_there(config.ram, machine)
+        decisions.append(Decision("budget", format_bytes(config.ram), f"asked for with ram; {free}", "set"))
+        return config.ram
     budget = int(machine.available_bytes * config.gpu_memory_utilization)
     decisions.append(
-        Decision(
-            "budget",
-            format_bytes(budget),
-            f"{config.gpu_memory_utilization:g} of {format_bytes(machine.available_bytes)} free ({machine.limited_by})",
-            "measured",
-        )
+        Decision("budget", format_bytes(budget), f"{config.gpu_memory_utilization:g} of {free}", "measured")
     )
+    return budget
+
+
+def _choices(
+    spec: ModelSpec,
+    stored: Mapping[str, StoredTensor] | None,
+    config: EngineConfig,
+    processor: Processor,
+    compiled_kernels: bool,
+    budget: int,
+    decisions: list[Decision],
+) -> Choices:
+    dtype = _dtype(config.dtype, spec, processor, decisions)
     compiled = compiled_kernels and dtype == "float32"
     fast_blocks = compiled and processor.fast_block_products
-    expand = _expand(spec, stored, dtype, fast_blocks, config, budget, decisions)
-    layout = footprint.kv_layout(spec, block_tokens=config.block_size, kv_dtype=kv_dtype)
-    wanted_length = _wanted_length(spec, config)
-    limits = Limits(
-        max_model_len=wanted_length,
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-    )
-    terms = {
-        "framework": footprint.FRAMEWORK_BYTES,
-        "weights": footprint.weights_bytes(spec, stored, dtype=dtype, expand=expand, compiled=compiled),
-        "activations": footprint.activations_bytes(spec, limits, dtype=dtype),
-        "logits": footprint.logits_bytes(spec, limits),
-        "buffers": footprint.buffers_bytes(layout, limits),
-    }
-    room = budget - sum(terms.values())
-    blocks = _blocks(layout, limits, config, room, terms, decisions)
-    length = _settle_length(layout, limits, config, blocks, room, decisions)
-    return Plan(
+    return Choices(
         dtype=dtype,
-        kv_dtype=kv_dtype,
-        expand_weights=expand,
+        kv_dtype=dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype,
+        expand_weights=_expand(spec, stored, dtype, fast_blocks, config, budget, decisions),
         compiled=compiled,
         compiled_attention=_compiled_attention(config, compiled, decisions),
-        layout=layout,
-        limits=Limits(
-            max_model_len=length,
-            max_num_seqs=limits.max_num_seqs,
-            max_num_batched_tokens=limits.max_num_batched_tokens,
-        ),
-        blocks=blocks,
-        budget_bytes=budget,
-        reserve_bytes=machine.available_bytes - budget,
-        terms={**terms, "kv_pool": blocks * layout.page_bytes},
-        decisions=tuple(decisions),
+        copies_matrices=processor.copies_matrices,
     )
 
 
@@ -173,107 +224,30 @@ def _wanted_length(spec: ModelSpec, config: EngineConfig) -> int:
     return config.max_model_len
 
 
-def _blocks(
-    layout: KVLayout,
-    limits: Limits,
-    config: EngineConfig,
-    room: int,
-    terms: Mapping[str, int],
-    decisions: list[Decision],
-) -> int:
-    page = layout.page_bytes
-    most_useful = 1 + limits.max_num_seqs * layout.peak_blocks(limits.max_model_len, limits.max_num_batched_tokens)
-    if config.kv_cache_memory_bytes is not None:
-        if config.kv_cache_memory_bytes > room:
-            raise DoesNotFitError(
-                f"a KV pool of {format_bytes(config.kv_cache_memory_bytes)} does not fit",
-                needed=f"{format_bytes(config.kv_cache_memory_bytes)} beside {_spell(terms)}",
-                found=f"{format_bytes(max(0, room))} left of the budget",
-                fix=f"--kv-cache-memory-bytes {max(0, room) // page * page}",
-                field="kv_cache_memory_bytes",
-            )
-        pool, reason, source = config.kv_cache_memory_bytes, "asked for", "set"
-    else:
-        one_sequence = 1 + layout.peak_blocks(limits.max_model_len, limits.max_num_batched_tokens)
-        pool = min(room, max(DEFAULT_KV_BYTES, one_sequence * page))
-        reason = "all that is left of the budget" if pool == room else "the default; --kv-cache-memory-bytes changes it"
-        source = "planner"
-        if most_useful * page < pool:
-            pool, reason = most_useful * page, f"{limits.max_num_seqs} sequences of full length need no more"
-    if pool < 2 * page and config.kv_cache_memory_bytes is not None:
-        raise DoesNotFitError(
-            f"a KV pool of {format_bytes(pool)} holds no block",
-            needed=f"at least {format_bytes(2 * page)}: a block of {layout.block_tokens} tokens and the null page",
-            found=format_bytes(pool),
-            fix=f"--kv-cache-memory-bytes {64 * page}",
-            field="kv_cache_memory_bytes",
-        )
-    if pool < 2 * page:
-        raise DoesNotFitError(
-            "the model does not fit in memory",
-            needed=f"{_spell(terms)}, and at least {format_bytes(2 * page)} for KV",
-            found=f"{format_bytes(sum(terms.values()) + room)} of budget: {format_bytes(2 * page - room)} short",
-            fix="free memory, raise --gpu-memory-utilization, lower --max-num-seqs, or --expand-weights never",
-        )
-    blocks = pool // page
-    decisions.append(
-        Decision("kv_pool", f"{format_bytes(blocks * page)} ({blocks - 1:,} blocks and the null page)", reason, source)
-    )
-    return blocks
+def settle_pool(plan: Plan, available_bytes: int, measured: Mapping[str, int] | None = None) -> Plan:
+    """The plan with the pool that memory really holds, `available_bytes` being free for it and for what stays free.
 
-
-def _settle_length(
-    layout: KVLayout, limits: Limits, config: EngineConfig, blocks: int, room: int, decisions: list[Decision]
-) -> int:
-    wanted = limits.max_model_len
-    if layout.peak_blocks(wanted, limits.max_num_batched_tokens) <= blocks - 1:
-        return wanted
-    low, high = 0, wanted
-    while low < high:
-        middle = (low + high + 1) // 2
-        if layout.peak_blocks(middle, limits.max_num_batched_tokens) <= blocks - 1:
-            low = middle
-        else:
-            high = middle - 1
-    needed = (1 + layout.peak_blocks(wanted, limits.max_num_batched_tokens)) * layout.page_bytes
-    held = blocks * layout.page_bytes
-    if config.max_model_len is not None or low == 0:
-        raise DoesNotFitError(
-            f"one sequence of {wanted:,} tokens does not fit in the KV pool",
-            needed=f"{format_bytes(needed)} for max_model_len {wanted:,}",
-            found=f"{format_bytes(held)}: {format_bytes(needed - held)} short",
-            fix=f"--max-model-len {low}" + (f", or --kv-cache-memory-bytes {needed}" if needed <= room else ""),
-            field="max_model_len",
-        )
-    decisions.append(
-        Decision("max_model_len", f"{low:,}", f"the model allows {wanted:,}; the KV pool holds {low:,}", "planner")
-    )
-    return low
-
-
-def settle_pool(plan: Plan, available_bytes: int) -> Plan:
-    """The plan with the pool that memory really holds, `available_bytes` being free after loading and rehearsal.
-
-    What was free at start and not in the budget stays free. A pool that has become smaller than one sequence of full
-    length needs is refused: a neighbour has taken the memory meanwhile.
+    What was free at start and not in the budget stays free. `measured`: bytes by term; what these took beyond their
+    plan, all in all, is taken from the pool unless the budget has it to spare. A pool that has become smaller than one
+    sequence of full length needs is refused.
     """
-    page = plan.layout.page_bytes
-    blocks = min(plan.blocks, max(0, available_bytes - plan.reserve_bytes) // page)
+    page, found = plan.layout.page_bytes, measured or {}
+    over = max(0, sum(found.values()) - sum(plan.terms.get(name, 0) for name in found))
+    within_budget = max(0, plan.terms["kv_pool"] - max(0, over - _unused(plan))) // page
+    blocks = min(plan.blocks, within_budget, max(0, available_bytes - plan.reserve_bytes) // page)
     if blocks == plan.blocks:
         return plan
     needed = 1 + plan.layout.peak_blocks(plan.limits.max_model_len, plan.limits.max_num_batched_tokens)
     if blocks < needed:
-        raise DoesNotFitError(
-            "memory has become short while loading",
-            needed=f"{format_bytes(needed * page)} for KV, and {format_bytes(plan.reserve_bytes)} left free",
-            found=f"{format_bytes(available_bytes)} free",
-            fix="stop what else takes memory, or set a smaller --max-model-len",
-        )
+        raise refusals.became_short(plan.reserve_bytes, needed * page, blocks * page, available_bytes, over)
     reason = f"{format_bytes(available_bytes)} are free after loading; planned were {plan.blocks:,} blocks"
+    if within_budget == blocks:
+        reason = f"loading and a step took {format_bytes(over)} more than planned; planned were {plan.blocks:,} blocks"
     decision = Decision("kv_pool", f"{format_bytes(blocks * page)} ({blocks:,} blocks)", reason, "measured")
     terms = {**plan.terms, "kv_pool": blocks * page}
     return replace(plan, blocks=blocks, terms=terms, decisions=(*plan.decisions, decision))
 
 
-def _spell(terms: Mapping[str, int]) -> str:
-    return ", ".join(f"{name} {format_bytes(size)}" for name, size in terms.items())
+def _unused(plan: Plan) -> int:
+    """Of the budget."""
+    return max(0, plan.budget_bytes - sum(plan.terms.values()))

@@ -1,5 +1,6 @@
 """The frozen records that cross rooms and processes. No behaviour beyond checking themselves, no torch."""
 
+from holdfast.records.memory import MemoryReport, MemoryTerm
 from holdfast.records.outputs import (
     AnswerDelta,
     CompletionOutput,
@@ -27,6 +28,8 @@ __all__ = [
     "Failure",
     "FinishReason",
     "Logprob",
+    "MemoryReport",
+    "MemoryTerm",
     "Request",
     "RequestOutput",
     "RequestTiming",

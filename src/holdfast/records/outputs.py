@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from holdfast.errors import HoldfastError
+from holdfast.records.memory import MemoryReport
 
 
 class FinishReason(enum.StrEnum):
@@ -83,6 +84,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     waiting: int = 0
     blocks_total: int = 0
     blocks_used: int = 0
+    blocks_touched: int = 0
+    """Ever handed out: the system backs the memory of these, and of no others."""
     step_tokens: int = 0
     """Tokens of the step this snapshot follows; 0 when there was none."""
     steps_total: int = 0
@@ -138,6 +141,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Each keeps a page of its own for the same tokens."""
     decisions: list[str] = []
     """Each automatic choice with its reason, one line each."""
+    memory: MemoryReport | None = None
 
     @property
     def kv_tokens(self) -> int:

@@ -84,6 +84,7 @@ class Scheduler:
             waiting=len(self._waiting),
             blocks_total=self.kv.blocks_total,
             blocks_used=self.kv.blocks_used,
+            blocks_touched=self.kv.blocks_touched,
             step_tokens=self._step_tokens,
             steps_total=self._steps_total,
             preemptions_total=self._preemptions_total,
@@ -380,7 +381,7 @@ class Scheduler:
         """A new one with these limits and counters, and nothing else of this one: no request, no step in flight, and no
         cached block, because those of a step that was planned and never ran hold garbage. Needs no consistent state."""
         kv = KVCache(self.kv.layout, self.kv.blocks_total + 1, self.kv.prefix_caching)
-        kv.queries_total, kv.hits_total = self.kv.queries_total, self.kv.hits_total
+        kv.follow(self.kv)
         fresh = Scheduler(self.limits, kv)
         fresh._steps_total, fresh._preemptions_total = self._steps_total, self._preemptions_total
         return fresh

@@ -100,7 +100,7 @@ def test_rehearsal_leaves_no_trace(
     oracle = oracles("Mistral", sliding_window=window)
     driver = driver_for(oracle, slots=slots, budget=budget)
     driver.runner.back_kv(2)
-    assert driver.runner.rehearse() >= 0
+    assert driver.runner.rehearse().given_back_bytes >= 0
     driver.runner.back_kv(400)
     driver.runner.kv.pages[1:].fill_(float("nan"))
     driver.start(0, [5])
@@ -115,7 +115,7 @@ def test_many_sampling_rows_are_sampled_in_turns(
 ) -> None:
     """Logprobs of some rows, none of others, over several turns: each result stands at its row."""
     oracle = oracles("Llama")
-    monkeypatch.setattr("holdfast.execution.runner.LOGITS_BYTES", 4 * 300 * 2)
+    monkeypatch.setattr("holdfast.planner.footprint.LOGITS_BYTES", 4 * 300 * 2)
     driver = driver_for(oracle, slots=7)
     for slot in range(7):
         params = GREEDY.replace(logprobs=2) if slot in (2, 6) else GREEDY

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from holdfast.execution import native
-from holdfast.execution.native.loading import missing_features
+from holdfast.hardware.kernels import missing_features
 
 
 def run_python(code: str, **environment: str) -> str:

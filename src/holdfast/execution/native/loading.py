@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import importlib
-import os
 from functools import cache
 from pathlib import Path
 from typing import cast
@@ -12,10 +11,7 @@ from typing import cast
 import torch
 
 from holdfast.execution.native.interface import Kernels
-from holdfast.hardware import processor
-
-OFF_SWITCH = "HOLDFAST_NATIVE"
-"""Set to 0: the compiled kernels are not used."""
+from holdfast.hardware.kernels import MODULE, why_no_kernels
 
 
 def available() -> bool:
@@ -38,25 +34,18 @@ def kernels() -> Kernels:
 
 @cache
 def _find() -> Kernels | str:
-    if os.environ.get(OFF_SWITCH) == "0":
-        return f"{OFF_SWITCH}=0 is set"
+    reason = why_no_kernels()
+    if reason is not None:
+        return reason
     try:
-        module = cast(Kernels, importlib.import_module("holdfast.execution.native._kernels"))
+        module = cast(Kernels, importlib.import_module(MODULE))
     except ImportError as error:
         return f"they were not built when Holdfast was installed, or do not load ({error})"
-    missing = missing_features(module.BUILT_FOR, processor().features)
-    if missing:
-        return f"they were built for another CPU: this one has no {missing}; install again with HOLDFAST_NATIVE_ARCH="
     parallel = _torch_parallel()
     if parallel is None:
         return "this build of torch has no OpenMP runtime to share threads with"
     module.bind(parallel)
     return module
-
-
-def missing_features(built_for: str, flags: frozenset[str]) -> str:
-    """Those of the features built for that the CPU lacks; none when the system does not tell what it has."""
-    return " ".join(name for name in built_for.split() if flags and name not in flags)
 
 
 def _torch_parallel() -> int | None:

@@ -1,0 +1,146 @@
+"""The memory ledger: what was planned beside what is measured, term by term, and what nobody has accounted for.
+
+Owns the sums, the JSON of /memory and the table for people. It is told what processes hold; it reads nothing itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from holdfast.records import EngineInfo, EngineStats, MemoryReport, MemoryTerm
+from holdfast.units import format_bytes
+
+VERSION = 1
+"""Of the JSON. Names are added under the same version; one that changes its meaning or goes makes a new one."""
+
+UNACCOUNTED = "unaccounted"
+BAR_WIDTH = 24
+
+
+class ProcessMemory(msgspec.Struct, frozen=True, kw_only=True):
+    name: str
+    pid: int
+    resident_bytes: int
+    peak_bytes: int
+
+
+class TierMemory(msgspec.Struct, frozen=True, kw_only=True):
+    tier: str
+    total_bytes: int
+    free_bytes: int
+    """Before anything was loaded."""
+    limited_by: str
+    budget_bytes: int
+    planned_bytes: int
+    measured_bytes: int
+    """What the processes hold now."""
+
+
+class KVMemory(msgspec.Struct, frozen=True, kw_only=True):
+    page_bytes: int
+    blocks: int
+    blocks_touched: int
+    blocks_used: int
+
+
+class LoadingMemory(msgspec.Struct, frozen=True, kw_only=True):
+    planned_bytes: int
+    peak_bytes: int
+
+
+class Ledger(msgspec.Struct, frozen=True, kw_only=True):
+    """Its fields are the JSON of /memory, in this order."""
+
+    version: int = VERSION
+    model: str
+    tiers: list[TierMemory]
+    terms: list[MemoryTerm]
+    processes: list[ProcessMemory]
+    kv: KVMemory
+    loading: LoadingMemory
+    decisions: list[str]
+
+
+def make_ledger(info: EngineInfo, stats: EngineStats, processes: Sequence[ProcessMemory]) -> Ledger | None:
+    """As it stands now; None for an engine that keeps no books of memory."""
+    report = info.memory
+    if report is None:
+        return None
+    # The engine's own peak begins anew when it rehearses; what loading took is in its report.
+    processes = [
+        msgspec.structs.replace(process, peak_bytes=max(process.peak_bytes, report.loading_peak_bytes))
+        if process.name == "engine"
+        else process
+        for process in processes
+    ]
+    held = {process.name: process.resident_bytes for process in processes}
+    touched = (stats.blocks_touched + 1) * report.page_bytes  # The null page is written at the start.
+    now = {"kv_pool": touched, **({"front": held["front"]} if "front" in held else {})}
+    terms = [
+        msgspec.structs.replace(term, measured_bytes=now.get(term.term, term.measured_bytes)) for term in report.terms
+    ]
+    resident = sum(process.resident_bytes for process in processes)
+    known = sum(term.measured_bytes or 0 for term in terms)
+    rest = MemoryTerm(tier=report.tier, term=UNACCOUNTED, planned_bytes=0, measured_bytes=resident - known)
+    return Ledger(
+        model=info.model,
+        tiers=[_tier(report, resident)],
+        terms=[*terms, rest],
+        processes=processes,
+        kv=KVMemory(
+            page_bytes=report.page_bytes,
+            blocks=info.blocks,
+            blocks_touched=stats.blocks_touched,
+            blocks_used=stats.blocks_used,
+        ),
+        loading=LoadingMemory(planned_bytes=report.loading_bytes, peak_bytes=report.loading_peak_bytes),
+        decisions=info.decisions,
+    )
+
+
+def _tier(report: MemoryReport, resident: int) -> TierMemory:
+    return TierMemory(
+        tier=report.tier,
+        total_bytes=report.total_bytes,
+        free_bytes=report.free_bytes,
+        limited_by=report.limited_by,
+        budget_bytes=report.budget_bytes,
+        planned_bytes=sum(term.planned_bytes for term in report.terms),
+        measured_bytes=resident,
+    )
+
+
+def term_lines(terms: Sequence[MemoryTerm], budget_bytes: int) -> list[str]:
+    """A line for each term, a bar of its share of the budget, and both sums. Measured only where something is."""
+    measured = any(term.measured_bytes is not None for term in terms)
+    lines = [f"  {'':<12} {'planned':>11}" + (f" {'measured':>11}" if measured else "")]
+    for term in terms:
+        lines.append(_line(term.term, term.planned_bytes, term.measured_bytes, measured, budget_bytes))
+    sums = sum(term.planned_bytes for term in terms), sum(term.measured_bytes or 0 for term in terms)
+    return [*lines, _line("sum", sums[0], sums[1], measured, budget_bytes)]
+
+
+def _line(name: str, planned: int, found: int | None, with_measured: bool, budget_bytes: int) -> str:
+    text = f"  {name:<12} {format_bytes(planned):>11}"
+    if with_measured:
+        text += f" {'-' if found is None else format_bytes(found):>11}"
+    return f"{text}  {'#' * round(BAR_WIDTH * min(1.0, planned / max(1, budget_bytes)))}".rstrip()
+
+
+def ledger_lines(ledger: Ledger) -> list[str]:
+    """For people: each tier with its terms, then who holds it."""
+    lines: list[str] = []
+    for tier in ledger.tiers:
+        lines.append(
+            f"{tier.tier}: {format_bytes(tier.measured_bytes)} held of a budget of {format_bytes(tier.budget_bytes)}; "
+            f"{format_bytes(tier.free_bytes)} of {format_bytes(tier.total_bytes)} were free ({tier.limited_by})"
+        )
+        lines += term_lines([term for term in ledger.terms if term.tier == tier.tier], tier.budget_bytes)
+    for process in ledger.processes:
+        lines.append(
+            f"  {process.name} (pid {process.pid}): {format_bytes(process.resident_bytes)} now, "
+            f"{format_bytes(process.peak_bytes)} at its peak"
+        )
+    return lines

@@ -1,0 +1,154 @@
+"""What is said when a model does not fit: the bytes short, and changes that help, each planned before it is named.
+
+Owns the words and the search for ways out; whether something fits is for `room` to say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from holdfast.config import EngineConfig
+from holdfast.errors import DoesNotFitError, HoldfastError
+from holdfast.hardware import Memory
+from holdfast.models import ModelSpec
+from holdfast.planner.footprint import BOOK_BYTES
+from holdfast.planner.room import Room
+from holdfast.units import MIB, format_bytes
+
+if TYPE_CHECKING:
+    from holdfast.planner.plan import Plan
+
+MOST_WAYS_OUT = 3
+USABLE_LENGTH = 512
+"""A shorter context than this is no way out for anybody."""
+
+
+def spell(terms: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} {format_bytes(size)}" for name, size in terms.items())
+
+
+def budget_is_not_there(asked: int, machine: Memory) -> DoesNotFitError:
+    return DoesNotFitError(
+        f"a budget of {format_bytes(asked)} is asked for, but less is free",
+        needed=format_bytes(asked),
+        found=f"{format_bytes(machine.available_bytes)} free ({machine.limited_by}): "
+        f"{format_bytes(asked - machine.available_bytes)} short",
+        fix=f"--ram {machine.available_bytes // MIB}MiB, or leave it out",
+        field="ram",
+    )
+
+
+def loading_does_not_fit(room: Room) -> DoesNotFitError:
+    short = room.loading_bytes - room.budget_bytes
+    return DoesNotFitError(
+        "the model does not fit in memory",
+        needed=f"{format_bytes(room.loading_bytes)} while it is loaded, of which weights "
+        f"{format_bytes(room.weights_bytes)}",
+        found=f"{format_bytes(room.budget_bytes)} of budget: {format_bytes(short)} short",
+        fix="free memory, or take a smaller or a quantized model",
+    )
+
+
+def nothing_fits(room: Room) -> DoesNotFitError:
+    least = room.one_sequence(1) * (room.layout.page_bytes + BOOK_BYTES)
+    return DoesNotFitError(
+        "the model does not fit in memory",
+        needed=f"{spell(room.terms(1))}, and at least {format_bytes(least)} for KV",
+        found=f"{format_bytes(room.budget_bytes)} of budget: {format_bytes(room.short_bytes(1))} short",
+        fix="free memory, or take a smaller or a quantized model",
+    )
+
+
+def pool_does_not_fit(room: Room) -> DoesNotFitError:
+    asked, left, page = room.config.kv_cache_memory_bytes or 0, max(0, room.left(1)), room.layout.page_bytes
+    return DoesNotFitError(
+        f"a KV pool of {format_bytes(asked)} does not fit",
+        needed=f"{format_bytes(asked)} beside {spell(room.terms(1))}",
+        found=f"{format_bytes(left)} left of the budget: {format_bytes(asked - left)} short",
+        fix=f"--kv-cache-memory-bytes {left // (page + BOOK_BYTES) * page}",
+        field="kv_cache_memory_bytes",
+    )
+
+
+def pool_holds_no_block(room: Room) -> DoesNotFitError:
+    page = room.layout.page_bytes
+    return DoesNotFitError(
+        f"a KV pool of {format_bytes(room.config.kv_cache_memory_bytes or 0)} holds no block",
+        needed=f"at least {format_bytes(2 * page)}: a block of {room.layout.block_tokens} tokens and the null page",
+        found=format_bytes(room.config.kv_cache_memory_bytes or 0),
+        fix=f"--kv-cache-memory-bytes {64 * page}",
+        field="kv_cache_memory_bytes",
+    )
+
+
+def length_does_not_fit(room: Room, wanted: int, longest: int) -> DoesNotFitError:
+    page = room.layout.page_bytes
+    needed = room.one_sequence(wanted) * page
+    held = room.pool(wanted).blocks * page
+    return DoesNotFitError(
+        f"one sequence of {wanted:,} tokens does not fit in the KV pool",
+        needed=f"{format_bytes(needed)} for max_model_len {wanted:,}",
+        found=f"{format_bytes(held)}: {format_bytes(needed - held)} short",
+        fix=f"--max-model-len {longest}",
+        field="max_model_len",
+    )
+
+
+def became_short(reserve: int, needed: int, held: int, available: int, over: int) -> DoesNotFitError:
+    found = f"{format_bytes(available)} free"
+    if over > 0:
+        found += f", and {format_bytes(over)} more than planned were taken by loading and by a step"
+    return DoesNotFitError(
+        "memory has become short while loading",
+        needed=f"{format_bytes(needed)} for KV, and {format_bytes(reserve)} left free",
+        found=f"{found}: {format_bytes(needed - held)} short",
+        fix="stop what else takes memory, or set a smaller --max-model-len",
+    )
+
+
+def with_ways_out(
+    refusal: DoesNotFitError, config: EngineConfig, spec: ModelSpec, attempt: Callable[[EngineConfig], Plan]
+) -> DoesNotFitError:
+    """The refusal with the changes of one setting that make it fit; its own fix first."""
+    found: list[str] = []
+    for flag, changed in _candidates(config, spec):
+        try:
+            plan = attempt(changed)
+        except HoldfastError:
+            continue
+        if plan.limits.max_model_len >= min(USABLE_LENGTH, spec.max_position):
+            found.append(flag)
+        if len(found) == MOST_WAYS_OUT:
+            break
+    own = refusal.fix if refusal.field is not None else None
+    texts = ([own] if own else []) + [flag for flag in found if not (own or "").startswith(flag.split()[0])]
+    return DoesNotFitError(
+        refusal.message,
+        code=refusal.code,
+        needed=refusal.needed,
+        found=refusal.found,
+        fix=", or ".join(texts) or refusal.fix,
+        field=refusal.field,
+    )
+
+
+def _candidates(config: EngineConfig, spec: ModelSpec) -> Iterator[tuple[str, EngineConfig]]:
+    """Cheapest first: settings that cost nothing, then speed, then precision."""
+    if config.kv_cache_memory_bytes is not None:
+        yield "leave --kv-cache-memory-bytes out", replace(config, kv_cache_memory_bytes=None)
+    for count in (16, 4, 1):
+        if count < config.max_num_seqs:
+            yield f"--max-num-seqs {count}", replace(config, max_num_seqs=count)
+            break
+    if config.max_num_batched_tokens > 128:
+        yield "--max-num-batched-tokens 128", replace(config, max_num_batched_tokens=128)
+    if config.ram is None and config.gpu_memory_utilization < 0.95:
+        yield "--gpu-memory-utilization 0.95", replace(config, gpu_memory_utilization=0.95)
+    if config.expand_weights == "always":
+        yield "--expand-weights never", replace(config, expand_weights="never")
+    if config.kv_cache_dtype in ("auto", "float32"):
+        yield "--kv-cache-dtype bfloat16", replace(config, kv_cache_dtype="bfloat16")
+    if config.max_model_len is not None:
+        yield "leave --max-model-len out", replace(config, max_model_len=None)

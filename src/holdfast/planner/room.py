@@ -1,0 +1,174 @@
+"""What the budget leaves for KV at a given context length. Counts and compares; refuses nothing and chooses nothing.
+
+    budget ─ front ─ framework ─ weights ─ scratch ─ activations ─ logits ─ buffers = left for pages and their books
+
+The longer the context, the larger the buffers and the less is left, so the longest one that fits is found by halving.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from holdfast.checkpoints import StoredTensor
+from holdfast.config import EngineConfig
+from holdfast.kvcache.groups import KVLayout
+from holdfast.models import ModelSpec
+from holdfast.planner import footprint
+from holdfast.planner.footprint import BOOK_BYTES, Limits
+from holdfast.units import GIB
+
+DEFAULT_KV_BYTES = 4 * GIB
+"""RAM is shared with everything else on the machine, so the pool does not take all of it unasked."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choices:
+    """What is settled before anything is counted."""
+
+    dtype: str
+    kv_dtype: str
+    expand_weights: bool
+    compiled: bool
+    """Products with what is kept as stored are computed by compiled kernels, in float32."""
+    compiled_attention: bool
+    copies_matrices: bool
+    """torch's dense products copy their matrix first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    blocks: int
+    """The null page included."""
+    reason: str
+    source: str
+    cut: bool = False
+    """It would be larger if more of the budget were left."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Room:
+    spec: ModelSpec
+    stored: Mapping[str, StoredTensor] | None = field(repr=False)
+    config: EngineConfig
+    choices: Choices
+    budget_bytes: int
+    front_bytes: int
+    layout: KVLayout
+    weights_bytes: int
+    scratch_bytes: int
+
+    @staticmethod
+    def measure(
+        spec: ModelSpec,
+        stored: Mapping[str, StoredTensor] | None,
+        config: EngineConfig,
+        choices: Choices,
+        *,
+        budget_bytes: int,
+        front_bytes: int,
+    ) -> Room:
+        dtype, expand, compiled = choices.dtype, choices.expand_weights, choices.compiled
+        weights = footprint.weights_bytes(spec, stored, dtype=dtype, expand=expand, compiled=compiled)
+        scratch = footprint.scratch_bytes(
+            spec, stored, _limits(config, 1), dtype=dtype, expand=expand, compiled=compiled
+        )
+        return Room(
+            spec=spec,
+            stored=stored,
+            config=config,
+            choices=choices,
+            budget_bytes=budget_bytes,
+            front_bytes=front_bytes,
+            layout=footprint.kv_layout(spec, block_tokens=config.block_size, kv_dtype=choices.kv_dtype),
+            weights_bytes=weights,
+            scratch_bytes=scratch if choices.copies_matrices else 0,
+        )
+
+    @property
+    def loading_bytes(self) -> int:
+        """At the peak of loading, before any of the terms of a step."""
+        held = self.front_bytes + footprint.FRAMEWORK_BYTES + self.weights_bytes
+        return held + footprint.staging_bytes(self.stored)
+
+    def limits(self, length: int) -> Limits:
+        return _limits(self.config, length)
+
+    def one_sequence(self, length: int) -> int:
+        """Pages that a sequence of full length needs, and the null page."""
+        return 1 + self.layout.peak_blocks(length, self.config.max_num_batched_tokens)
+
+    def terms(self, length: int) -> dict[str, int]:
+        """All but the pool and its books."""
+        limits, choices = self.limits(length), self.choices
+        tokens = self._most_pool_tokens()
+        terms = {
+            "front": self.front_bytes,
+            "framework": footprint.FRAMEWORK_BYTES,
+            "weights": self.weights_bytes,
+            "scratch": self.scratch_bytes,
+            "activations": footprint.activations_bytes(
+                self.spec, limits, dtype=choices.dtype, compiled_attention=choices.compiled_attention
+            ),
+            "logits": footprint.logits_bytes(self.spec, limits, tokens),
+            "buffers": footprint.buffers_bytes(self.layout, limits, pool_tokens=tokens),
+        }
+        return {name: size for name, size in terms.items() if size}
+
+    def left(self, length: int) -> int:
+        """Of the budget, for pages with their books; less than nothing when the model itself does not fit."""
+        return self.budget_bytes - sum(self.terms(length).values())
+
+    def pool(self, length: int) -> Pool:
+        """As many pages as are asked for, or as are left and useful; possibly too few, or too many to fit."""
+        page, config = self.layout.page_bytes, self.config
+        if config.kv_cache_memory_bytes is not None:
+            return Pool(config.kv_cache_memory_bytes // page, "asked for", "set")
+        room = max(0, self.left(length)) // (page + BOOK_BYTES)
+        wanted, reason, cut = room, "all that is left of the budget", True
+        default = max(DEFAULT_KV_BYTES // page, self.one_sequence(length))
+        if config.ram is None and default < room:
+            wanted, reason, cut = default, "the default; --kv-cache-memory-bytes changes it", False
+        most_useful = 1 + config.max_num_seqs * (self.one_sequence(length) - 1)
+        if most_useful < wanted:
+            wanted, reason, cut = most_useful, f"{config.max_num_seqs} sequences of full length need no more", False
+        return Pool(wanted, reason, "planner", cut)
+
+    def fits(self, length: int) -> bool:
+        blocks = self.pool(length).blocks
+        enough = blocks >= self.one_sequence(length)
+        return enough and blocks * (self.layout.page_bytes + BOOK_BYTES) <= self.left(length)
+
+    def longest(self, most: int) -> int:
+        """The longest context up to `most` that fits; 0: none does."""
+        if self.fits(most):
+            return most
+        low, high = 0, most - 1
+        while low < high:
+            middle = (low + high + 1) // 2
+            if self.fits(middle):
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
+    def short_bytes(self, length: int) -> int:
+        """What the budget lacks for one sequence of this length."""
+        return self.one_sequence(length) * (self.layout.page_bytes + BOOK_BYTES) - self.left(length)
+
+    def _most_pool_tokens(self) -> int:
+        """No pool will hold more: a bound that does not depend on the length."""
+        most = self.budget_bytes
+        if self.config.kv_cache_memory_bytes is not None:
+            most = min(most, self.config.kv_cache_memory_bytes)
+        elif self.config.ram is None:
+            most = min(most, max(DEFAULT_KV_BYTES, self.one_sequence(self.spec.max_position) * self.layout.page_bytes))
+        return most // self.layout.page_bytes * self.layout.block_tokens // len(self.layout.groups)
+
+
+def _limits(config: EngineConfig, length: int) -> Limits:
+    return Limits(
+        max_model_len=length,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+    )

@@ -1,0 +1,34 @@
+"""What memory was planned and what was measured, as an engine that is ready says it. Plain numbers; nothing is read."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class MemoryTerm(msgspec.Struct, frozen=True, kw_only=True):
+    """One named part of the bytes a server holds."""
+
+    tier: str
+    """ram on a CPU."""
+    term: str
+    planned_bytes: int
+    measured_bytes: int | None = None
+    """None: not measured yet."""
+
+
+class MemoryReport(msgspec.Struct, frozen=True, kw_only=True):
+    """Of one tier, at the moment the engine became ready."""
+
+    tier: str = "ram"
+    total_bytes: int
+    free_bytes: int
+    """Before anything was loaded."""
+    limited_by: str
+    budget_bytes: int
+    terms: list[MemoryTerm]
+    page_bytes: int
+    """Of the KV pool: what one block takes."""
+    loading_bytes: int
+    """Planned for the peak of loading, before there is a KV pool."""
+    loading_peak_bytes: int
+    """Measured: the most the process held until its weights were in place."""
