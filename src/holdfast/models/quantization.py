@@ -17,6 +17,7 @@ Method = Literal["awq", "gptq", "fp8", "int8", "int4", "bitsandbytes", "mxfp4"]
 Granularity = Literal["tensor", "channel", "group", "block"]
 _METHODS = ("awq", "gptq", "fp8", "fbgemm_fp8", "compressed-tensors", "bitsandbytes", "mxfp4")
 _MAX_PATTERNS = 65536
+_MAX_WILD = 512
 _MAX_REPEATS = 4
 
 
@@ -58,11 +59,11 @@ class QuantSpec:
 @lru_cache(maxsize=64)
 def _exceptions(not_converted: tuple[str, ...]) -> tuple[frozenset[str], tuple[re.Pattern[str], ...]]:
     """Plain ones name a module or a run of its dotted parts; the rest are patterns."""
-    plain = (name.strip(".") for name in not_converted if not name.startswith("re:") and "*" not in name)
+    plain = (name.strip(".") for name in not_converted if not _is_pattern(name))
     return frozenset(plain), tuple(
         re.compile(f"^(?:{name[3:]})" if name.startswith("re:") else ".*".join(map(re.escape, name.split("*"))))
         for name in not_converted
-        if name.startswith("re:") or "*" in name
+        if _is_pattern(name)
     )
 
 
@@ -202,12 +203,18 @@ def _modules(table: Fields, name: str) -> tuple[str, ...]:
         return ()
     if isinstance(value, Mapping | str) or not isinstance(value, list) or len(value) > _MAX_PATTERNS:
         raise table.wrong(name, "a list of module names", value)
+    if sum(1 for pattern in value if isinstance(pattern, str) and _is_pattern(pattern)) > _MAX_WILD:
+        raise table.wrong(name, f"at most {_MAX_WILD} patterns", f"{len(value)} entries")
     for pattern in value:
         if not isinstance(pattern, str) or len(pattern) > 1024:
             raise table.wrong(name, "a list of module names", value)
         if not _tame(pattern):
             raise table.wrong(name, "patterns that can be read, with at most 4 repeats, none within another", pattern)
     return tuple(value)
+
+
+def _is_pattern(name: str) -> bool:
+    return name.startswith("re:") or "*" in name
 
 
 def _tame(pattern: str) -> bool:

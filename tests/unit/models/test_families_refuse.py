@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from random import Random
 from typing import Any
 
 import pytest
 
-from holdfast.errors import CheckpointError, UnknownArchitectureError
+from holdfast.errors import CheckpointError, ModelError, UnknownArchitectureError
 from holdfast.models import describe_config, from_config, known_architectures, runnable_architectures
 
 CONFIG: dict[str, Any] = {
@@ -176,6 +177,7 @@ def test_absurd_fields_are_named(architecture: str) -> None:
         ("NemotronHForCausalLM", {"hybrid_override_pattern": "M*-Q"}, "hybrid_override_pattern"),
         ("NemotronHForCausalLM", {"num_hidden_layers": 5}, "num_hidden_layers"),
         ("GraniteMoeHybridForCausalLM", {"mamba_n_heads": 7}, "mamba_n_heads"),
+        ("StableLmForCausalLM", {"num_attention_heads": 1024, "qk_layernorm": True}, "num_attention_heads"),
         ("DeepseekV32ForCausalLM", {"indexer_types": ["full", "shared", "full", "full"]}, "indexer_types"),
         ("MiniCPMForCausalLM", {"hidden_size": 63, "head_dim": None}, "hidden_size"),
     ],
@@ -184,6 +186,34 @@ def test_contradictions_name_the_field(architecture: str, changes: dict[str, Any
     with pytest.raises(CheckpointError) as caught:
         describe_config(config(architecture, **changes))
     assert field in str(caught.value)
+
+
+JUNK: list[Any] = [
+    None, 0, 1, -1, 3, 10**9, 1 << 62, 1.5, float("nan"), float("inf"), "", "x", "auto", True, False,
+    [], [1], [0] * 5, ["full_attention"] * 4, {}, {"a": 1}, {"1": {"head_dim": 3}}, [[[]]],
+]  # fmt: skip
+RARE = (
+    "rope_scaling", "rope_parameters", "rope_theta", "layer_types", "sliding_window", "sliding_window_pattern",
+    "quantization_config", "text_config", "vision_config", "ffn_config", "attn_config", "no_rope_layers", "moe_layers",
+    "mlp_only_layers", "decoder_sparse_step", "per_layer_config", "num_kv_shared_layers", "partial_rotary_factor",
+    "q_lora_rank", "first_k_dense_replace", "moe_layer_freq", "num_nextn_predict_layers", "torch_dtype", "eos_token_id",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("architecture", known_architectures())
+def test_junk_is_read_or_refused_and_nothing_else(architecture: str) -> None:
+    random = Random(architecture)
+    for _ in range(120):
+        changed = config(architecture)
+        target = changed.get("text_config", changed) if random.random() < 0.8 else changed
+        for _ in range(random.choice((1, 1, 2, 4))):
+            target[random.choice((*target, *RARE))] = random.choice(JUNK)
+        try:
+            spec = describe_config(changed)
+        except ModelError:
+            continue
+        assert spec.parameters > 0
+        assert spec.kv_elements_fixed >= 0
 
 
 @pytest.mark.parametrize("architecture", WRAPPED)

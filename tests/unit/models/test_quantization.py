@@ -133,6 +133,8 @@ def test_plain_weights_have_none() -> None:
         ({"quant_method": "bitsandbytes"}, "load_in_4bit"),
         ({"quant_method": "awq", "bits": 4, "modules_to_not_convert": "lm_head"}, "modules_to_not_convert"),
         ({"quant_method": "awq", "bits": 4, "modules_to_not_convert": ["re:(("]}, "modules_to_not_convert"),
+        ({"quant_method": "awq", "bits": 4, "modules_to_not_convert": ["a*"] * 1000}, "modules_to_not_convert"),
+        ({"quant_method": "awq", "bits": 4, "modules_to_not_convert": ["a"] * 100_000}, "modules_to_not_convert"),
         ({"quant_method": "awq", "bits": 4, "modules_to_not_convert": ["re:(a+)+$"]}, "modules_to_not_convert"),
     ],
 )

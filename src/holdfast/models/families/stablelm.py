@@ -10,6 +10,9 @@ FAMILY = "stablelm"
 ARCHITECTURES = ("StableLmForCausalLM", "StableLMEpochForCausalLM")
 GGUF_ARCHITECTURES = ("stablelm",)
 
+_MAX_NORMED_HEADS = 512
+"""Every one of them is a tensor."""
+
 
 def describe(source: Source) -> ModelSpec:
     source = source.called(
@@ -26,6 +29,10 @@ def describe(source: Source) -> ModelSpec:
     else:
         bias, normed = fields.boolean("use_qkv_bias", default=False), fields.boolean("qk_layernorm", default=False)
         parallel = fields.boolean("use_parallel_residual", default=False)
+    if normed and shape.heads > _MAX_NORMED_HEADS:
+        raise fields.wrong(
+            "num_attention_heads", f"at most {_MAX_NORMED_HEADS} heads with norms of their own", shape.heads
+        )
     tensors = TensorList()
     tensors.embed(shape)
     for index in range(shape.layer_count):
