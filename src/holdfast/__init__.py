@@ -1,6 +1,6 @@
 """Holdfast serves large language models on the memory a machine really has.
 
-    from holdfast import LLM, SamplingParams
+    from holdfast import LLM, SamplingParams, plan
 
 Names are imported when they are first used, so that `import holdfast` stays cheap and needs no torch.
 """
@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from holdfast.engine.llm import LLM
+    from holdfast.planner.ask import plan
     from holdfast.records import CompletionOutput, RequestOutput, SamplingParams
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams", "__version__"]
+__all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams", "__version__", "plan"]
 
 
 def __getattr__(name: str) -> Any:
@@ -26,4 +27,8 @@ def __getattr__(name: str) -> Any:
         from holdfast import records
 
         return getattr(records, name)
+    if name == "plan":
+        from holdfast.planner.ask import plan
+
+        return plan
     raise AttributeError(f"module 'holdfast' has no attribute {name!r}")

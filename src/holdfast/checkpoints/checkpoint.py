@@ -9,16 +9,16 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Literal
-
-import numpy
-import numpy.typing
+from typing import TYPE_CHECKING, Literal
 
 from holdfast.checkpoints import gguf, safetensors
 from holdfast.checkpoints.files import ModelFiles, StoredTensor
 from holdfast.checkpoints.layouts import ENGINE_LAYOUTS
 from holdfast.errors import CheckpointError
 from holdfast.models import ModelSpec, TensorSpec
+
+if TYPE_CHECKING:
+    import numpy.typing
 
 _READ_BYTES = 1 << 30
 """Linux reads at most 2 GiB a call."""
@@ -44,6 +44,8 @@ class Checkpoint:
         tensor = self.tensors.get(name)
         if tensor is None:
             raise CheckpointError(f"the checkpoint has no tensor {name!r}", needed=name)
+        import numpy  # Only here: those who count bytes do without.
+
         target = numpy.empty(tensor.nbytes, dtype=numpy.uint8)
         view = target.data
         done = 0

@@ -18,8 +18,6 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-import numpy
-
 from holdfast.checkpoints.files import GGUFHeader, StoredTensor
 from holdfast.checkpoints.layouts import GGUF_LAYOUTS, RETIRED_GGUF_TYPES
 from holdfast.checkpoints.reading import open_file, spell
@@ -154,9 +152,8 @@ class _Cursor:
             return [self._array(key, depth + 1) for _ in range(count)]
         letter, size = _SCALARS[kind]
         self.need(count * size)
-        raw = numpy.frombuffer(bytes(self.data[self.position : self.position + count * size]), dtype=f"<{letter}")
+        numbers: list[Any] = list(struct.unpack_from(f"<{count}{letter}", self.data, self.position))
         self.position += count * size
-        numbers: list[Any] = raw.tolist()
         return numbers
 
     def _strings(self, key: str, count: int) -> list[str]:

@@ -17,7 +17,7 @@ _KINDS = {
     "class": "an error, and the root of particular cases",
     "case": "an error",
     "warning": "a warning: the server starts all the same",
-    "plan": "said by a plan",
+    "plan": "a warning of a plan: its answer stands",
 }
 
 

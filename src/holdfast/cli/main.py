@@ -16,13 +16,17 @@ COMMANDS = {
     "chat": "talk to a model in the terminal",
     "pull": "fetch a model ahead of time",
     "models": "list the models that are built in, cached and known",
+    "plan": "say what fits before anything is loaded",
+    "ps": "list running servers and the memory they hold",
+    "explain": "say what an error's code means",
 }
 
 OVERVIEW = """examples:
-  holdfast serve                          the built-in model on http://127.0.0.1:8000
-  holdfast serve ./my-model --port 9000   a folder, a .gguf file or a hub id
-  holdfast chat                           talk to the built-in model, no server needed
-  holdfast COMMAND --help                 the settings of one command
+  holdfast serve                             the built-in model on http://127.0.0.1:8000
+  holdfast serve ./my-model --port 9000      a folder, a .gguf file or a hub id
+  holdfast chat                              talk to the built-in model, no server needed
+  holdfast plan llama-3.1-8b --gpu rtx4090   what fits, and with which settings
+  holdfast COMMAND --help                    the settings of one command
 """
 
 

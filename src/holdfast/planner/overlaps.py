@@ -2,7 +2,7 @@
 
 Spans come nearly in the order of their ends, as logs have them. The newest are kept and counted exactly; what is older
 is folded into slots of time, each with the most it saw. A span that began before what is kept adds one to the slots it
-reaches back over, so that a request of many hours is not lost.
+reaches back over, so that a request of many hours is not lost. In doubt one too many is counted, never one too few.
 
     slots, folded ──────────────┤ kept moments, sorted
     [7][9][8][12][11][10] ...   ^ folded_until_s       + - + + - -
@@ -11,6 +11,7 @@ reaches back over, so that a request of many hours is not lost.
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from dataclasses import dataclass, field
 
 KEPT_MOMENTS = 1 << 17
@@ -20,59 +21,71 @@ MAX_SLOTS = 1 << 16
 @dataclass(slots=True)
 class Overlaps:
     kept_limit: int = KEPT_MOMENTS
+    slot_limit: int = MAX_SLOTS
     moments: list[tuple[float, int]] = field(default_factory=list)
     """A heap of (when, +1 or -1): at the same moment an end comes before a start."""
     running: int = 0
     """At folded_until_s."""
     folded_until_s: float = float("-inf")
     slot_s: float = 1.0
-    most: dict[int, int] = field(default_factory=dict)
-    late: dict[int, int] = field(default_factory=dict)
-    """Changes from slot to slot by those that came after their time."""
+    seen: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """(most, last) running in each slot in which something began or ended; the last lasts until the next such slot."""
+    late_first: Counter[int] = field(default_factory=Counter)
+    late_last: Counter[int] = field(default_factory=Counter)
+    """The slots of those that came after their time."""
 
     def add(self, start_s: float, end_s: float) -> None:
         if start_s >= self.folded_until_s:
             heapq.heappush(self.moments, (start_s, 1))
             heapq.heappush(self.moments, (end_s, -1))
         else:
-            self._change(start_s, 1)
-            # The slot in which the folded part ends may count it twice: one too many there rather than one too few.
-            self._change(min(end_s, self.folded_until_s) + self.slot_s, -1)
+            self.late_first[self._slot(start_s)] += 1
+            self.late_last[self._slot(min(end_s, self.folded_until_s))] += 1
             if end_s > self.folded_until_s:
                 self.running += 1
                 heapq.heappush(self.moments, (end_s, -1))
+            self._coarsen()
         if len(self.moments) > self.kept_limit:
             self._fold(self.kept_limit // 2)
 
     def peak(self) -> int:
         """Of everything so far. Ends the counting: what is kept is folded too."""
         self._fold(0)
-        highest = extra = 0
-        for slot in sorted(self.most.keys() | self.late.keys()):
-            extra += self.late.get(slot, 0)
-            highest = max(highest, self.most.get(slot, 0) + extra)
+        highest = late = last = 0
+        for slot in sorted(self.seen.keys() | self.late_first.keys() | self.late_last.keys()):
+            late += self.late_first[slot]
+            most, last = self.seen.get(slot, (last, last))
+            highest = max(highest, most + late)
+            late -= self.late_last[slot]
         return highest
 
-    def _change(self, when_s: float, by: int) -> None:
-        slot = int(when_s // self.slot_s)
-        self.late[slot] = self.late.get(slot, 0) + by
-        self._coarsen()
+    def _slot(self, when_s: float) -> int:
+        return int(when_s // self.slot_s)
 
     def _fold(self, keep: int) -> None:
         while len(self.moments) > keep:
             when_s, change = heapq.heappop(self.moments)
             self.running += change
             self.folded_until_s = when_s
-            slot = int(when_s // self.slot_s)
-            self.most[slot] = max(self.most.get(slot, 0), self.running)
+            slot = self._slot(when_s)
+            # What ran when the slot began ran in it too.
+            before = self.seen[slot][0] if slot in self.seen else self.running - change
+            self.seen[slot] = (max(before, self.running), self.running)
         self._coarsen()
 
     def _coarsen(self) -> None:
-        while len(self.most) > MAX_SLOTS or len(self.late) > MAX_SLOTS:
+        while max(len(self.seen), len(self.late_first), len(self.late_last)) > self.slot_limit:
             self.slot_s *= 2
-            most, late = self.most, self.late
-            self.most, self.late = {}, {}
-            for slot, count in most.items():
-                self.most[slot // 2] = max(self.most.get(slot // 2, 0), count)
-            for slot, change in late.items():
-                self.late[slot // 2] = self.late.get(slot // 2, 0) + change
+            seen: dict[int, tuple[int, int]] = {}
+            for slot in sorted(self.seen):
+                most, last = self.seen[slot]
+                seen[slot // 2] = (max(seen.get(slot // 2, (0, 0))[0], most), last)
+            self.seen = seen
+            self.late_first, self.late_last = _halved(self.late_first), _halved(self.late_last)
+
+
+def _halved(slots: Counter[int]) -> Counter[int]:
+    found: Counter[int] = Counter()
+    for slot, count in slots.items():
+        found[slot // 2] += count
+    return found

@@ -1,0 +1,152 @@
+"""`holdfast plan`: what fits, before anything is downloaded or loaded. Words in, a table or JSON out; no torch.
+
+Exit codes: 0 it fits, 1 it does not, 2 the question cannot be answered (a setting, a model that is not there).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import sys
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from holdfast.config.plan import PlanConfig
+from holdfast.config.setting import build
+from holdfast.config.sources import FLAG, add_flags
+from holdfast.errors import ConfigurationError, HoldfastError
+
+if TYPE_CHECKING:
+    from holdfast.planner.answer import Answer
+
+HELP = """Say what a model needs and whether it fits, in a second: no torch, no GPU, no download.
+
+Of a hub id only headers are read; a name of the catalogue needs no network at all."""
+
+USAGE = "holdfast plan [MODEL] [--gpu NAME] [settings]"
+
+EXAMPLES = """examples:
+  holdfast plan llama-3.1-8b --gpu rtx4090                        a model and a GPU of the catalogues
+  holdfast plan owner/name --gpu h100-80x2 -tp 2                  a hub id: its headers are read
+  holdfast plan ./my-model --vram 22GiB --max-model-len 32K       a folder, on a GPU with 22 GiB to use
+  holdfast plan model.gguf                                        a GGUF file, on this machine
+  holdfast plan llama-3.1-70b --quantization awq --gpu a100-40    as if quantized
+  holdfast plan qwen3-8b --gpu l4 --concurrency 16 --prompt 2000 --output 500
+  holdfast plan qwen3-8b --gpu l4 --traffic access.log            for the P99 and the peak of real requests
+  holdfast plan qwen3-8b --compare rtx4090 l40s h100-80           GPUs beside each other; models likewise
+
+exit codes: 0 fits, 1 does not fit, 2 usage
+"""
+WIDTH_WITHOUT_TERMINAL = 100
+NARROWEST = 60
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model_positional", nargs="?", metavar="MODEL", help="same as --model")
+    parser.add_argument("--json", action="store_true", help="the answer for programs (docs/plan-json.md)")
+    parser.add_argument(
+        "--for",
+        dest="engine",
+        metavar="ENGINE",
+        help="whose command to print: holdfast, vllm, sglang or llama.cpp; vLLM also by version and runner: "
+        "vllm==0.26, vllm==0.26:v1",
+    )
+    parser.add_argument(
+        "--compare", nargs="+", metavar="NAME", help="plan each of these beside each other: all GPUs, or all models"
+    )
+    add_flags(parser, PlanConfig, title="what to plan")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    try:
+        answers = _answers(arguments)
+    except HoldfastError as error:
+        _say_error(error, as_json=arguments.json)
+        return 2
+    _print(answers, arguments)
+    return 0 if all(answer.fits for answer in answers) else 1
+
+
+def read_settings(arguments: argparse.Namespace) -> PlanConfig:
+    given = vars(arguments).copy()
+    for name in ("json", "engine", "compare"):
+        given.pop(name, None)
+    positional = given.pop("model_positional", None)
+    if positional is not None:
+        if given.get("model") not in (None, positional):
+            raise ConfigurationError(f"two models are named: {positional} and {given['model']}", field="model")
+        given["model"] = positional
+    return build(PlanConfig, given, refused={}, origin=lambda name: FLAG)
+
+
+def _answers(arguments: argparse.Namespace) -> list[Answer]:
+    from holdfast.planner.answer import answer
+    from holdfast.planner.ask import question_of, traffic_of
+
+    config = read_settings(arguments)
+    configs = [config] if arguments.compare is None else compared(config, arguments.compare)
+    traffic = traffic_of(config)
+    return [answer(question_of(one, traffic=traffic), engine=arguments.engine) for one in configs]
+
+
+def compared(config: PlanConfig, names: list[str]) -> list[PlanConfig]:
+    """GPUs when every name is one, else models; a MODEL or --gpu beside them is the first of the row."""
+    from holdfast.hardware import gpus
+
+    def is_gpu(name: str) -> bool:
+        try:
+            gpus.find_group(name)
+        except ConfigurationError:
+            return False
+        return True
+
+    if all(map(is_gpu, names)):
+        if config.gpu is not None:
+            names = [config.gpu, *names]
+        configs = [replace(config, gpu=name) for name in names]
+    else:
+        if config.model is not None:
+            names = [config.model, *names]
+        configs = [replace(config, model=name) for name in names]
+    if len(configs) < 2:
+        raise ConfigurationError(
+            "--compare needs two to compare", needed="two GPUs, or two models", found=names[0], field="compare",
+            fix="holdfast plan MODEL --compare rtx4090 h100-80",
+        )  # fmt: skip
+    return configs
+
+
+# What is said
+
+
+def _print(answers: list[Answer], arguments: argparse.Namespace) -> None:
+    if arguments.json:
+        documents = [answer.to_json() for answer in answers]
+        whole: dict[str, Any] = {"compare": documents} if arguments.compare is not None else documents[0]
+        print(json.dumps(whole, indent=2, ensure_ascii=False))
+        return
+    from holdfast.planner.report import compare_lines, lines
+
+    width, colour = _terminal()
+    if arguments.compare is not None:
+        said = compare_lines(answers, width=width, colour=colour)
+    else:
+        said = lines(answers[0], width=width, colour=colour)
+    print("\n".join(said))
+
+
+def _terminal() -> tuple[int, bool]:
+    if not sys.stdout.isatty():
+        return WIDTH_WITHOUT_TERMINAL, False
+    colour = not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    return max(NARROWEST, shutil.get_terminal_size().columns), colour
+
+
+def _say_error(error: HoldfastError, *, as_json: bool) -> None:
+    if not as_json:
+        print(f"holdfast: {error}", file=sys.stderr)
+        return
+    told = {name: getattr(error, name) for name in ("code", "message", "field", "needed", "found", "fix")}
+    print(json.dumps({"error": told}, indent=2, ensure_ascii=False))

@@ -1,0 +1,97 @@
+"""From settings to an answered question: the way of `holdfast plan` and of `from holdfast import plan`.
+
+Puts together what resolve, machine and traffic find; counts and judges nothing itself. Never imports torch.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from holdfast.config.plan import PlanConfig
+from holdfast.errors import ConfigurationError
+from holdfast.observability.decisions import Decision
+from holdfast.planner.answer import Answer, answer
+from holdfast.planner.fit import Question
+from holdfast.planner.machine import Asked, machine_of
+from holdfast.planner.question import Settings, Traffic
+from holdfast.planner.resolve import resolve_model
+from holdfast.planner.traffic import read_traffic
+
+ABSURD_TOKENS = 1 << 40
+"""Of all requests at once; beyond it something was mistyped."""
+
+
+def plan(model: str | None = None, *, engine: str | None = None, **settings: Any) -> Answer:
+    """What fits: `plan("meta-llama/Llama-3.1-8B", gpu="rtx4090", max_model_len=8192)`.
+
+    `settings` are those of `holdfast plan --help` with underscores. `engine` is whose commands are wanted: holdfast,
+    vllm (also vllm==0.26), sglang or llama.cpp. Raises a ConfigurationError or a ModelError with a code; that the
+    model does not fit is no error, but `fits` of the answer.
+    """
+    return answer(question_of(PlanConfig.from_arguments(model=model, **settings)), engine=engine)
+
+
+Stated = tuple[Traffic | None, tuple[Decision, ...]]
+
+
+def question_of(config: PlanConfig, *, traffic: Stated | None = None) -> Question:
+    """`traffic`: what `traffic_of` gave for these settings before, so that a log is read once for several questions.
+
+    The machine is looked at first: a mistake in its name is cheaper to find than a model.
+    """
+    asked = Asked(
+        gpu=config.gpu,
+        vram=config.vram,
+        ram=config.ram,
+        nvme=config.nvme,
+        device=config.device,
+        ranks=(config.tensor_parallel_size or 1) * config.pipeline_parallel_size,
+    )
+    found = machine_of(asked)
+    wanted, said = traffic_of(config) if traffic is None else traffic
+    resolved = resolve_model(config.model, revision=config.revision, quantization=config.quantization)
+    return Question(
+        model=resolved.model,
+        machine=found.machine,
+        settings=_settings(config),
+        traffic=wanted,
+        decisions=(*resolved.decisions, *found.decisions, *said),
+    )
+
+
+def _settings(config: PlanConfig) -> Settings:
+    loras = config.max_loras if config.max_loras is not None else int(config.enable_lora)
+    return Settings(
+        dtype=config.dtype,
+        kv_cache_dtype=config.kv_cache_dtype,
+        max_model_len=config.max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        utilization=config.gpu_memory_utilization,
+        tensor_parallel=config.tensor_parallel_size,
+        pipeline_parallel=config.pipeline_parallel_size,
+        block_tokens=config.block_size,
+        max_loras=loras,
+        max_lora_rank=config.max_lora_rank,
+    )
+
+
+def traffic_of(config: PlanConfig) -> Stated:
+    if config.traffic is not None:
+        return read_traffic(config.traffic, concurrency=config.concurrency)
+    if config.prompt is None or config.output is None:
+        if config.concurrency is None or config.max_model_len is None:
+            return None, ()
+        stated = Traffic(concurrency=config.concurrency, prompt_tokens=config.max_model_len, output_tokens=0)
+        reason = "no lengths are stated: every request is as long as max_model_len"
+    else:
+        stated = Traffic(concurrency=config.concurrency or 1, prompt_tokens=config.prompt, output_tokens=config.output)
+        reason = "as stated"
+    if stated.length * stated.concurrency > ABSURD_TOKENS:
+        raise ConfigurationError(
+            f"{stated.concurrency:,} requests of {stated.length:,} tokens are beyond any machine",
+            needed=f"at most {ABSURD_TOKENS:,} tokens at once",
+            field="concurrency",
+        )
+    lengths = f"{stated.concurrency:,} x {stated.length:,} tokens"
+    return stated, (Decision("traffic", lengths, reason, "set"),)

@@ -1,0 +1,64 @@
+"""`holdfast explain`, and that no code is without an explanation."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from holdfast import errors
+from holdfast.cli.main import main
+from holdfast.observability.codes import codes, explain, fill_tables
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def test_every_code_in_the_source_is_explained() -> None:
+    used = {
+        f"{code} ({path.relative_to(ROOT)})"
+        for path in (ROOT / "src").rglob("*.py")
+        for code in re.findall(r'"(HFW?\d{2,3})"', path.read_text(encoding="utf-8"))
+        if code not in codes()
+    }
+    assert not used, f"describe them in codes.toml: {sorted(used)}"
+
+
+def test_every_class_of_the_tree_is_explained_under_its_own_name() -> None:
+    for name, kind in vars(errors).items():
+        if isinstance(kind, type) and issubclass(kind, errors.HoldfastError):
+            assert (codes()[kind.code].kind, codes()[kind.code].name) == ("class", name)
+
+
+def test_every_explanation_is_of_a_code_that_is_used() -> None:
+    source = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "src").rglob("*.py"))
+    assert [code for code in codes() if f'"{code}"' not in source] == []
+
+
+def test_the_page_says_the_same() -> None:
+    page = (ROOT / "docs" / "errors.md").read_text(encoding="utf-8")
+    assert fill_tables(page) == page, "run .venv/bin/python scripts/write_errors_page.py"
+    assert all(f"| {code} |" in page for code in codes())
+
+
+@pytest.mark.parametrize("written", ["HF110", "hf110", "[HF110]", " HF110 "])
+def test_one_code(written: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", written]) == 0
+    said = capsys.readouterr().out
+    assert "DoesNotFitError, also a ValueError" in said
+    assert "max-model-len" in said
+
+
+def test_all_codes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == len(codes())
+    assert main(["explain", "HFW20", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["kind"] == "plan"
+
+
+def test_an_unknown_code_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "HF11O"]) == 2
+    assert "HF110" in capsys.readouterr().err
+    with pytest.raises(errors.ConfigurationError):
+        explain("x" * 10_000)
