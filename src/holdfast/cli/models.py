@@ -147,15 +147,15 @@ def _check_snapshot(snapshot: Path, name: str) -> tuple[State, tuple[Check, ...]
 
 def _document(listed: list[Listed]) -> dict[str, object]:
     from holdfast.checkpoints import DEFAULT_MODEL, ENGINE_LAYOUTS
-    from holdfast.models import FAMILIES, known_architectures, known_gguf_architectures
+    from holdfast.models import known_architectures, runnable_architectures, runnable_gguf_architectures
 
     return {
         "default": DEFAULT_MODEL,
         "models": [asdict(entry) for entry in listed],
-        "families": sorted(FAMILIES),
-        "architectures": list(known_architectures()),
-        "gguf_architectures": list(known_gguf_architectures()),
+        "architectures": list(runnable_architectures()),
+        "gguf_architectures": list(runnable_gguf_architectures()),
         "layouts": sorted(ENGINE_LAYOUTS),
+        "plannable_architectures": list(known_architectures()),
     }
 
 
@@ -164,7 +164,7 @@ def _print_table(listed: list[Listed]) -> None:
     from rich.table import Table
 
     from holdfast.checkpoints import ENGINE_LAYOUTS
-    from holdfast.models import known_architectures, known_gguf_architectures
+    from holdfast.models import known_architectures, runnable_architectures, runnable_gguf_architectures
     from holdfast.units import format_bytes
 
     table = Table("name", "kind", "state", "size", "where", box=None, header_style="bold")
@@ -175,6 +175,8 @@ def _print_table(listed: list[Listed]) -> None:
     console = Console(highlight=False, soft_wrap=not sys.stdout.isatty(), width=None if sys.stdout.isatty() else 200)
     console.print(table)
     console.print()
-    console.print("Known architectures: " + ", ".join(known_architectures()))
-    console.print("Known in GGUF:       " + ", ".join(known_gguf_architectures()))
-    console.print("Stored as:           " + ", ".join(sorted(ENGINE_LAYOUTS)))
+    console.print("Architectures that run: " + ", ".join(runnable_architectures()))
+    console.print("In GGUF files:          " + ", ".join(runnable_gguf_architectures()))
+    console.print("Stored as:              " + ", ".join(sorted(ENGINE_LAYOUTS)))
+    planned = len(known_architectures())
+    console.print(f"`holdfast plan` knows {planned} architectures; --json lists them.")
