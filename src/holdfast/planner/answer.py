@@ -131,8 +131,8 @@ def _document(answer: Answer) -> dict[str, Any]:
         "traffic": _traffic(found),
         "devices": _devices(found),
         "interval": _interval(found),
-        "safe": _configuration(answer.safe),
-        "max": _configuration(answer.max),
+        "safe": _configuration(answer.safe, answer.vllm),
+        "max": _configuration(answer.max, answer.vllm),
         "warnings": [
             {"code": one.code, "message": one.message, "field": one.field, "fix": one.fix} for one in answer.warnings
         ],
@@ -264,7 +264,7 @@ def _interval(found: Fit) -> dict[str, list[int]]:
     return {"kv_tokens": [low[0], high[0]], "longest_model_len": [low[1], high[1]]}
 
 
-def _configuration(one: Configuration | None) -> dict[str, Any] | None:
+def _configuration(one: Configuration | None, vllm: Vllm) -> dict[str, Any] | None:
     if one is None:
         return None
     return {
@@ -272,7 +272,9 @@ def _configuration(one: Configuration | None) -> dict[str, Any] | None:
         "reason": one.reason,
         "kv_tokens": one.fit.kv_tokens,
         "concurrency": _rounded(one.fit.concurrency(max(1, one.fit.limits.max_model_len))),
-        "command": commands(one.fit, sequences=one.max_num_seqs)["holdfast"].text,
+        "commands": {
+            name: command.text for name, command in commands(one.fit, sequences=one.max_num_seqs, vllm=vllm).items()
+        },
     }
 
 

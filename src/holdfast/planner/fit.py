@@ -125,8 +125,8 @@ class Fit:
 
 
 def fit(question: Question) -> Fit:
-    """With no tensor-parallel size given: the smallest that does what is asked. Where the context is left to us, that
-    is the model's whole context, or else the longest there is; a larger memory can then never give a shorter one."""
+    """With no tensor-parallel size given: the smallest that does what is asked. Where neither traffic nor context is
+    stated, that is the model's whole context, or else the longest there is: more memory never gives a shorter one."""
     settings, spec = question.settings, question.model.spec
     if settings.tensor_parallel is not None:
         return _fit(question, settings.tensor_parallel, "set")
@@ -134,9 +134,15 @@ def fit(question: Question) -> Fit:
     found: list[Fit] = []
     for size in parallel_sizes(spec, most):
         found.append(_fit(question, size, "planner"))
-        if found[-1].fits and (settings.max_model_len is not None or found[-1].longest_tokens == spec.max_position):
+        enough = _is_stated(question) or found[-1].longest_tokens == spec.max_position
+        if found[-1].fits and enough:
             return found[-1]
     return max(found, key=lambda one: (one.fits, one.longest_tokens, -one.short_bytes, -one.tensor_parallel))
+
+
+def _is_stated(question: Question) -> bool:
+    """What must fit was said, and is not left to us."""
+    return question.settings.max_model_len is not None or question.traffic is not None
 
 
 def _fit(question: Question, tensor_parallel: int, source: str) -> Fit:
@@ -291,11 +297,13 @@ def _limits(question: Question, decisions: list[Decision]) -> Limits:
 def _parallel_decision(question: Question, tensor_parallel: int, source: str) -> Decision:
     devices, used = len(question.machine.devices), tensor_parallel * question.settings.pipeline_parallel
     if used == devices:
-        reason = "all GPUs" if source == "set" else "fewer GPUs do not hold it"
+        what = "it" if _is_stated(question) else "it with as long a context"
+        reason = "all GPUs" if source == "set" else f"fewer GPUs do not hold {what}"
     elif source == "set":
         reason = f"as asked: {devices - used} of {devices} GPUs stay empty"
     else:
-        reason = f"the fewest GPUs that hold it, of {devices}"
+        what = "it" if _is_stated(question) else "it with as long a context"
+        reason = f"the fewest GPUs that hold {what}, of {devices}"
     return Decision("tensor_parallel_size", str(tensor_parallel), reason, source)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import shlex
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
 
 from holdfast.planner.answer import Answer
 from holdfast.planner.commands import Command
@@ -139,7 +140,7 @@ def _rank(answer: Answer, group: list[Rank], width: int, paint: _Paint) -> Itera
     numbers = str(device.index) if len(group) == 1 else f"{device.index}-{group[-1].device.index}"
     of = f"{format_bytes(device.total_bytes)}, budget {format_bytes(rank.budget_bytes)}"
     yield from _wrapped(f"{kind} {numbers}  {device.name}  {of}", width, "", "  ")
-    whole = max(device.total_bytes, rank.budget_bytes + parts["short"], 1)
+    whole = max(1, rank.budget_bytes + parts["short"] if parts["short"] else device.total_bytes)
     yield "  " + _stacked(parts, whole, width - 4, paint)
     bar = max(8, min(30, width - LABEL_WIDTH - 34))
     for name, mark, code in SEGMENTS:
@@ -183,20 +184,21 @@ def _bar(size: int, whole: int, width: int, mark: str) -> str:
 
 
 def _stacked(parts: dict[str, int], whole: int, width: int, paint: _Paint) -> str:
-    """What lies side by side; what is too much is drawn over the reserve's place."""
-    drawn, at, done = "", 0, 0
-    short = parts["short"]
+    """What lies side by side. Where it does not fit, what lies beyond the budget is marked instead, and the reserve,
+    which must stay free, is not drawn."""
+    cells: list[tuple[str, str]] = []
+    at = 0
     for name, mark, code in SEGMENTS:
-        size = parts[name]
-        if name == "KV":
-            size -= min(size, short)
-        if name == "reserve" and short:
-            mark, code, size = SHORT_MARK, SHORT_COLOUR, whole - at
-        at += size
-        until = min(width, round(width * at / whole))
-        drawn += paint(mark * max(0, until - done), code)
-        done = max(done, until)
-    return f"[{drawn}{' ' * (width - done)}]"
+        if name == "reserve" and parts["short"]:
+            continue
+        at += parts[name]
+        cells += [(mark, code)] * (min(width, round(width * at / whole)) - len(cells))
+    beyond = width - max(1, round(width * parts["short"] / whole)) if parts["short"] else width
+    cells[beyond:] = [(SHORT_MARK, SHORT_COLOUR)] * len(cells[beyond:])
+    drawn = "".join(
+        paint("".join(mark for mark, _ in run), code) for code, run in groupby(cells, key=lambda one: one[1])
+    )
+    return f"[{drawn}{' ' * (width - len(cells))}]"
 
 
 # Words
@@ -261,6 +263,8 @@ def _ways(answer: Answer, width: int) -> Iterator[str]:
             held = f"{found.limits.max_model_len:,} tokens of context, "
             held += f"{found.concurrency(found.usual_tokens):.1f} sequences of {found.usual_tokens:,} at once"
             yield from _wrapped(held, width, "      ", "      ")
+        if way.flags:
+            yield from _wrapped(way.flags, width, "      ", "      ")
         if way.note:
             yield from _wrapped(way.note, width, "      ", "      ")
 

@@ -171,7 +171,7 @@ def _stages(fit: Fit) -> list[Stage] | None:
         )
         stages.append(
             Stage(
-                reads=_reads(fit, weights, index),
+                reads=stage_reads(fit, weights, index),
                 kv=slowest.kv,
                 parameters=active / ranks,
                 layers=len(own),
@@ -194,7 +194,7 @@ def _is_head(fit: Fit, name: str) -> bool:
     return name == ("embed" if fit.question.model.spec.tied_embeddings else "head")
 
 
-def _reads(fit: Fit, weights: list[Weight], stage: int) -> Reads:
+def stage_reads(fit: Fit, weights: list[Weight], stage: int = 0) -> Reads:
     """An embedding that is not also the head gives one row a token, and an image encoder nothing while decoding."""
     spec = fit.question.model.spec
     dense: list[Weight] = []

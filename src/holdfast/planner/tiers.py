@@ -11,7 +11,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from holdfast.planner.fit import Fit
-from holdfast.planner.roofline import EXPECTED, GB, HIGH, LOW, Efficiency, Estimate, step_seconds, usual_context
+from holdfast.planner.roofline import (
+    EXPECTED,
+    GB,
+    HIGH,
+    LOW,
+    Efficiency,
+    Estimate,
+    stage_reads,
+    step_seconds,
+    usual_context,
+)
 from holdfast.planner.weights import rank_bytes, weights_of
 
 COPY_SLOTS = 3
@@ -29,7 +39,7 @@ class Tiers:
     ram_bytes: int
     """Held in RAM, by all ranks together."""
     moved_bytes: int
-    """Over the link of one GPU, every step."""
+    """Over the link of one GPU, every step of `batch` sequences."""
     batch: int
     one: Estimate | None
     """Tokens/s of one stream; None: the link is not known."""
@@ -62,22 +72,32 @@ def place(fit: Fit) -> Tiers | None:
     usable = rank.budget_bytes - others - slots - head
     if usable < 0:
         return None
-    moved = max(0, sum(of_layer) + kv - usable)
-    ram = (moved + embedding) * fit.tensor_parallel
+    excess = max(0, sum(of_layer) + kv - usable)
+    ram = (excess + embedding) * fit.tensor_parallel
     known = fit.question.machine.ram_bytes
     if known is not None and ram > known * RAM_SHARE:
         return None
     average = sum(of_layer) / len(of_layer)
-    resident = max(0, min(len(of_layer), int((usable - kv) / average))) if moved else len(of_layer)
+    resident = max(0, min(len(of_layer), int((usable - kv) / average))) if excess else len(of_layer)
+    met = stage_reads(
+        fit, [weight for weight in weights if weight.tensor is not None and weight.tensor.layer is not None]
+    )
+
+    def moved(batch: int) -> int:
+        """Of experts only those that the step's tokens are sent to."""
+        return int(excess * met.bytes_for(batch) / sum(of_layer))
+
     return Tiers(
         layers=len(of_layer),
         resident_layers=resident,
         gpu_bytes=others + slots + head + min(usable, sum(of_layer) + kv),
         ram_bytes=ram,
-        moved_bytes=moved,
+        moved_bytes=moved(fit.required_sequences),
         batch=fit.required_sequences,
-        one=_rate(fit, moved, 1),
-        at_batch=_rate(fit, moved, fit.required_sequences) if fit.required_sequences > 1 else None,
+        one=_rate(fit, moved(1), 1),
+        at_batch=_rate(fit, moved(fit.required_sequences), fit.required_sequences)
+        if fit.required_sequences > 1
+        else None,
     )
 
 

@@ -5,6 +5,7 @@ Knows no order and no reasons; those are in ways_out.py.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -15,6 +16,7 @@ from holdfast.planner.commands import Command, commands
 from holdfast.planner.fit import Fit, Question, fit
 from holdfast.planner.tiers import Tiers
 from holdfast.planner.vllm_sizing import Vllm
+from holdfast.units import GIB
 
 Kind = Literal[
     "utilization", "context", "sequences", "configuration", "idle_gpus", "kv_cache_dtype", "quantization", "more_gpus",
@@ -45,6 +47,18 @@ class WayOut:
     @property
     def fits(self) -> bool:
         return self.fit.fits or self.tiers is not None
+
+    @property
+    def flags(self) -> str:
+        """The change as flags of `holdfast plan`, whose names `holdfast serve` and vLLM share where they have them."""
+        words = []
+        for name, value in self.settings.items():
+            if name == "ram_bytes":
+                assert isinstance(value, int)
+                words += ["--ram", f"{-(-value // GIB)}GiB"]
+            elif name != "gpus":
+                words += ["--" + name.replace("_", "-"), shlex.quote(str(value))]
+        return " ".join(words)
 
     def commands(self, vllm: Vllm | None = None) -> dict[str, Command]:
         return commands(self.fit, sequences=self.fit.useful_sequences, vllm=vllm)

@@ -180,10 +180,17 @@ def why_not_parallel(spec: ModelSpec, size: int) -> str | None:
         for width in _split_widths(spec, layer.index):
             if width % size:
                 return f"an MLP of {width} columns does not split into {size}"
-            group = 0 if spec.quantization is None else spec.quantization.group_size
+            group = _whole_columns(spec.quantization)
             if group > 1 and width // size % group:
                 return f"groups of {group} quantized columns do not split an MLP of {width} into {size}"
     return None
+
+
+def _whole_columns(quantization: QuantSpec | None) -> int:
+    """Columns that must stay together; 0: any number may. Engines that run experts in MXFP4 pad them."""
+    if quantization is None or quantization.method == "mxfp4":
+        return 0
+    return quantization.block[0] if quantization.granularity == "block" else quantization.group_size
 
 
 def _split_widths(spec: ModelSpec, layer: int) -> list[int]:

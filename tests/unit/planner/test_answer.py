@@ -16,6 +16,7 @@ from holdfast.models import catalogue, describe_config
 from holdfast.planner.answer import VERSION, Answer, answer
 from holdfast.planner.fit import Question, fit
 from holdfast.planner.question import Device, Machine, PlannedModel, Settings, Traffic
+from holdfast.planner.weights import parallel_sizes
 from holdfast.units import GIB
 
 Ask = Callable[..., Question]
@@ -79,6 +80,30 @@ def test_two_models_side_by_side(ask: Ask) -> None:
         found = answer(ask(model, "h100-80", count=2, utilization=0.95))
         assert found.fits
         assert found.fit.tensor_parallel == 2
+
+
+def test_traffic_takes_the_fewest_gpus_that_serve_it(ask: Ask) -> None:
+    """The theoretical context is not what is planned for."""
+    light = answer(ask("llama-3.1-8b", "rtx4090", count=4, traffic=(4, 1000, 200)))
+    assert light.fit.tensor_parallel == 1
+    assert answer(ask("llama-3.1-8b", "rtx4090", count=4)).fit.tensor_parallel == 2
+
+
+@pytest.mark.parametrize(
+    ("model", "works", "does_not"),
+    [
+        ("gpt-oss-120b", (2, 4, 8), (3,)),
+        ("qwen3-235b-a22b-fp8", (2, 4), (8,)),
+        ("llama-3-70b-awq", (2, 4, 16), (6, 64)),
+    ],
+)
+def test_sizes_that_engines_can_split_into(
+    ask: Ask, model: str, works: tuple[int, ...], does_not: tuple[int, ...]
+) -> None:
+    """vLLM pads gpt-oss's experts, and refuses FP8 blocks of 128 in experts of 1536 / 8 columns."""
+    sizes = parallel_sizes(ask(model, "h200").model.spec)
+    assert set(works) <= set(sizes)
+    assert not set(does_not) & set(sizes)
 
 
 # Configurations to start from
@@ -213,8 +238,10 @@ def grown(question: Question, more_bytes: int) -> Question:
 def test_more_memory_never_fits_less(question: Question, more_bytes: int) -> None:
     before, after = fit(question), fit(grown(question, more_bytes))
     assert after.fits or not before.fits
-    assert after.longest_tokens >= before.longest_tokens
-    assert after.limits.max_model_len >= before.limits.max_model_len
+    if question.traffic is None or before.tensor_parallel == after.tensor_parallel:
+        # Traffic that fewer GPUs can serve is served by fewer.
+        assert after.longest_tokens >= before.longest_tokens
+        assert after.limits.max_model_len >= before.limits.max_model_len
     if before.tensor_parallel == after.tensor_parallel:
         assert after.kv_tokens >= before.kv_tokens
         assert after.short_bytes <= before.short_bytes

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 
-from holdfast.cli import serve
+from holdfast.cli import plan, serve
 from holdfast.errors import ConfigurationError
 from holdfast.planner.commands import Command, commands, parse_engine, sglang_fraction, vllm_utilization
 from holdfast.planner.fit import Question, fit
@@ -105,6 +105,20 @@ def test_every_command_parses(ask: Ask, model: str, gpu: str, settings: dict[str
     for one in plans:
         for command in commands(one, sequences=one.useful_sequences, vllm=version).values():
             check(command)
+
+
+def test_the_flags_of_ways_out_are_those_of_plan(ask: Ask) -> None:
+    parser = argparse.ArgumentParser(allow_abbrev=False, exit_on_error=False)
+    plan.add_arguments(parser)
+    asked = [ask(model, gpu, **settings) for model, gpu, settings in QUESTIONS]
+    asked.append(ask("llama-3.1-8b", "rtx4090", max_model_len=40000))
+    asked.append(ask("llama-3.1-70b", "h100-80", count=4, tensor_parallel=1))
+    ways = [way for question in asked for way in ways_out(fit(question))]
+    assert len({way.kind for way in ways}) >= 6
+    for way in ways:
+        parsed, unknown = parser.parse_known_args(shlex.split(way.flags))
+        assert not unknown, way.flags
+        plan.read_settings(parsed)
 
 
 def test_commands_on_a_cpu(ask: Ask, cpu: Callable[..., Device]) -> None:

@@ -220,7 +220,8 @@ def test_the_verdict_follows_from_the_terms(question: Question) -> None:
 def test_the_longest_context_fits_when_asked_for_and_one_more_block_does_not(question: Question) -> None:
     question = replace(question, traffic=None)
     found = fit(with_settings(question, max_model_len=None, tensor_parallel=1))
-    assume(found.longest_tokens > 0)
+    if not found.longest_tokens:
+        return
     assert fit(with_settings(question, max_model_len=found.longest_tokens, tensor_parallel=1)).fits
     beyond = found.longest_tokens + question.settings.block_tokens
     if beyond <= question.model.spec.max_position:

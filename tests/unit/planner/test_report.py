@@ -64,6 +64,9 @@ def test_bars_show_what_lies_where(answers: list[Answer]) -> None:
 def test_what_is_short_is_drawn(answers: list[Answer]) -> None:
     text = lines(answers[1], width=80)
     assert any(line.startswith("  short") and "!" in line for line in text)
+    bar = next(line for line in text if line.startswith("  ["))
+    # 115.7 of 137.3 GiB are too much.
+    assert bar.count("!") / (len(bar) - 4) == pytest.approx(0.84, abs=0.02)
 
 
 def test_alike_gpus_are_drawn_once(answers: list[Answer]) -> None:
