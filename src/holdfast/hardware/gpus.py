@@ -105,7 +105,8 @@ def find_group(text: str) -> Gpus:
         found = lookup(name) if name else None
         if found is not None:
             return Gpus(found, _checked_count(int(count), text))
-    raise _unknown(last[1] if last else text)
+    # The x of rtx stands before a number too.
+    raise _unknown(last[1] if last is not None and any(map(str.isdigit, last[1])) else text)
 
 
 def _checked_count(count: int, text: str) -> int:

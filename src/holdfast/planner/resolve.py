@@ -26,7 +26,7 @@ from holdfast.checkpoints import (
     open_checkpoint,
 )
 from holdfast.checkpoints.choice import quantization_of
-from holdfast.errors import CheckpointError, ConfigurationError, ModelAccessError, ModelNotFoundError
+from holdfast.errors import CheckpointError, ConfigurationError, ModelAccessError, ModelError, ModelNotFoundError
 from holdfast.models import ModelSpec, TensorSpec, catalogue, describe_config
 from holdfast.models.catalogue import CatalogueEntry
 from holdfast.observability.decisions import Decision
@@ -51,7 +51,11 @@ def resolve_model(name: str | None = None, *, revision: str | None = None, quant
     wanted = DEFAULT_MODEL if name is None else name
     _require_name(wanted)
     builtin.refuse_revision(wanted, revision)
-    found = _find(wanted, revision)
+    try:
+        found = _find(wanted, revision)
+    except ModelError as error:
+        error.field = error.field or "model"
+        raise
     if quantization is None:
         return found
     model = quantized_as(found.model, quantization)
