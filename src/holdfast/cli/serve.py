@@ -63,6 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
     from holdfast.engine.client import ProcessEngine
     from holdfast.engine.progress import LoadProgress
     from holdfast.engine.startup import find_model, open_tokenizer, plan_lines, plan_model, sampling_defaults
+    from holdfast.observability.ledger import ledger_lines
     from holdfast.observability.logs import ThroughputLog, json_lines, ready_lines, set_up_logging
     from holdfast.planner.footprint import FRONT_BYTES
     from holdfast.server.app import create_app
@@ -99,6 +100,9 @@ def run(arguments: argparse.Namespace) -> int:
 
     def say_ready() -> None:
         url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        ledger = engine.memory()
+        if ledger is not None:
+            print("\n".join(ledger_lines(ledger)), file=sys.stderr, flush=True)
         for line in (*ready_lines(engine.info), f"Ready: {url}/v1 (try: curl {url}/v1/models)"):
             log.info("%s", line)
 

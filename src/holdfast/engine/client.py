@@ -122,13 +122,15 @@ class ProcessEngine:
         return self._stats
 
     def memory(self) -> Ledger | None:
-        if self._info is None or self._child is None:
+        """None also while there is no engine process."""
+        if self._info is None or self._child is None or not self._ready:
             return None
-        found = [("engine", self._child.pid, resident(self._child.pid)), ("front", os.getpid(), resident())]
+        engine, front = resident(self._child.pid), resident()
+        if engine is None or front is None:
+            return None
         processes = [
             ProcessMemory(name=name, pid=pid, resident_bytes=held.now_bytes, peak_bytes=held.peak_bytes)
-            for name, pid, held in found
-            if held is not None
+            for name, pid, held in (("engine", self._child.pid, engine), ("front", os.getpid(), front))
         ]
         return make_ledger(self._info, self._stats, processes)
 

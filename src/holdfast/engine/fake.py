@@ -8,6 +8,7 @@ nothing of HTTP and of real tokenizers.
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import AsyncIterator, Callable
 from typing import TYPE_CHECKING, Any, cast
@@ -24,15 +25,20 @@ from holdfast.errors import (
     HoldfastError,
     RequestError,
 )
+from holdfast.hardware import Resident, resident
+from holdfast.observability.ledger import Ledger, ProcessMemory, make_ledger
 from holdfast.records import (
     AnswerDelta,
     EngineInfo,
     EngineStats,
     Failure,
+    MemoryReport,
+    MemoryTerm,
     Request,
     RequestTiming,
     SamplingParams,
 )
+from holdfast.units import GIB
 
 if TYPE_CHECKING:
     from holdfast.text.tokenizer import Tokenizer
@@ -41,6 +47,7 @@ __all__ = ["FakeEngine", "Script", "echo", "say"]
 
 BLOCK_SIZE = 16
 BLOCKS = 1024
+PAGE_BYTES = 1024
 
 
 class FakeEngine:
@@ -107,6 +114,16 @@ class FakeEngine:
             weights_bytes=0,
             kv_pool_bytes=0,
             attention_backend="none",
+            memory=MemoryReport(
+                total_bytes=GIB,
+                free_bytes=GIB,
+                limited_by="machine",
+                budget_bytes=GIB,
+                terms=[MemoryTerm(tier="ram", term=name, planned_bytes=PAGE_BYTES) for name in ("front", "kv_pool")],
+                page_bytes=PAGE_BYTES,
+                loading_bytes=0,
+                loading_peak_bytes=0,
+            ),
         )
 
     @property
@@ -128,6 +145,11 @@ class FakeEngine:
     @property
     def unfinished(self) -> int:
         return self._running + self._waiting
+
+    def memory(self) -> Ledger | None:
+        held = resident() or Resident(0, 0)
+        front = ProcessMemory(name="front", pid=os.getpid(), resident_bytes=held.now_bytes, peak_bytes=held.peak_bytes)
+        return make_ledger(self.info, self.stats(), [front]) if self._started else None
 
     def stats(self) -> EngineStats:
         return EngineStats(

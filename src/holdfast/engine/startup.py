@@ -92,14 +92,14 @@ def plan_model(config: EngineConfig, model: FoundModel, *, front_bytes: int = 0,
     stored = None
     if config.load_format != "dummy":
         stored = match(model.spec, open_checkpoint(model.files))
-    known = compiled_kernels() if kernels is None else kernels
+    known, machine = compiled_kernels() if kernels is None else kernels, memory()
     try:
         return make_plan(
-            model.spec, stored, config, memory(), processor(), compiled_kernels=known, front_bytes=front_bytes
+            model.spec, stored, config, machine, processor(), compiled_kernels=known, front_bytes=front_bytes
         )
     except DoesNotFitError as error:
         holders = memory_holders()
-        if not holders:
+        if not holders or (config.ram is not None and config.ram <= machine.available_bytes):
             raise
         found = f"{error.found}; others hold: {', '.join(holders)}"
         raise DoesNotFitError(
@@ -246,6 +246,7 @@ def _settled(
             for term in _planned(settled)
         ],
         page_bytes=plan.layout.page_bytes,
+        given_back_bytes=rehearsal.given_back_bytes,
         loading_bytes=plan.loading_bytes,
         loading_peak_bytes=loaded.peak_bytes,
     )

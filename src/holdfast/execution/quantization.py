@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from holdfast.errors import CheckpointError
+from holdfast.execution.memory import exact_tensor
 
 BLOCK_ELEMENTS = 32
 
@@ -48,9 +49,10 @@ class QuantizedMatrix:
         self._kind = _LAYOUTS[layout]
         blocks = columns // BLOCK_ELEMENTS
         quant_type = torch.uint8 if self._kind.packed else torch.int8
-        self._quants = torch.empty((rows, blocks, self._kind.quant_bytes), dtype=quant_type, device=device)
-        self._scales = torch.empty((rows, blocks, 1), dtype=torch.float16, device=device)
-        self._minimums = torch.empty_like(self._scales) if self._kind.scale_bytes == 4 else None
+        self._quants = exact_tensor((rows, blocks, self._kind.quant_bytes), quant_type, device)
+        scales = (rows, blocks, 1)
+        self._scales = exact_tensor(scales, torch.float16, device)
+        self._minimums = exact_tensor(scales, torch.float16, device) if self._kind.scale_bytes == 4 else None
 
     @property
     def nbytes(self) -> int:

@@ -17,7 +17,7 @@ from holdfast.errors import CheckpointError
 from holdfast.execution.device import packs_weights
 from holdfast.execution.dummy import fill_dummy
 from holdfast.execution.linear import DenseLinear, Linear, PackedLinear, QuantizedLinear, StackedLinear
-from holdfast.execution.memory import trim_memory
+from holdfast.execution.memory import exact_tensor, trim_memory
 from holdfast.execution.native import BlockMatrix
 from holdfast.execution.quantization import QUANTIZED_LAYOUTS, QuantizedMatrix, dequantize_stored
 from holdfast.models import ModelSpec, TensorSpec
@@ -157,7 +157,7 @@ class _Loader:
         bias = self.bias(names, rows)
         self.layouts.add(layout or str(self.dtype).removeprefix("torch."))
         if layout is None:
-            weight = torch.empty((sum(rows), columns), dtype=self.dtype, device=self.device)
+            weight = exact_tensor((sum(rows), columns), self.dtype, self.device)
             for name, part in zip(names, torch.split(weight, rows), strict=True):
                 self.fill(part, self.tensors[name])
             # The embedding is also looked up by rows, which a packed matrix cannot give.
@@ -175,7 +175,7 @@ class _Loader:
     def blocks(self, names: tuple[str, ...], rows: list[int], layout: str, bias: torch.Tensor | None) -> BlockMatrix:
         """The stored bytes themselves, rows one below the other."""
         row_bytes = self.stored[names[0]].nbytes // rows[0]
-        target = torch.empty((sum(rows), row_bytes), dtype=torch.uint8)
+        target = exact_tensor((sum(rows), row_bytes), torch.uint8, self.device)
         for name, part in zip(names, torch.split(target, rows), strict=True):
             stored, order = self.read(name).view(-1, row_bytes), self.row_order(self.tensors[name])
             part.copy_(stored if order is None else stored.index_select(0, order))

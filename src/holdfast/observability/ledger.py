@@ -15,7 +15,9 @@ from holdfast.units import format_bytes
 VERSION = 1
 """Of the JSON. Names are added under the same version; one that changes its meaning or goes makes a new one."""
 
-UNACCOUNTED = "unaccounted"
+GIVEN_BACK, UNACCOUNTED = "given_back", "unaccounted"
+"""Terms that are not planned. Activations, logits and scratch are told as the rehearsal saw them at their peak: what
+is not held between steps is taken off again, so that the sum of all is what the processes hold."""
 BAR_WIDTH = 24
 
 
@@ -82,12 +84,15 @@ def make_ledger(info: EngineInfo, stats: EngineStats, processes: Sequence[Proces
         msgspec.structs.replace(term, measured_bytes=now.get(term.term, term.measured_bytes)) for term in report.terms
     ]
     resident = sum(process.resident_bytes for process in processes)
-    known = sum(term.measured_bytes or 0 for term in terms)
-    rest = MemoryTerm(tier=report.tier, term=UNACCOUNTED, planned_bytes=0, measured_bytes=resident - known)
+    known = sum(term.measured_bytes or 0 for term in terms) - report.given_back_bytes
+    terms += [
+        MemoryTerm(tier=report.tier, term=GIVEN_BACK, planned_bytes=0, measured_bytes=-report.given_back_bytes),
+        MemoryTerm(tier=report.tier, term=UNACCOUNTED, planned_bytes=0, measured_bytes=resident - known),
+    ]
     return Ledger(
         model=info.model,
         tiers=[_tier(report, resident)],
-        terms=[*terms, rest],
+        terms=terms,
         processes=processes,
         kv=KVMemory(
             page_bytes=report.page_bytes,

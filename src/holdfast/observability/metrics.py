@@ -24,6 +24,7 @@ from holdfast.observability.buckets import (
     TTFT_BUCKETS_S,
     token_buckets,
 )
+from holdfast.observability.ledger import Ledger
 from holdfast.records import AnswerDelta, EngineInfo, EngineStats, FinishReason
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -38,6 +39,7 @@ class ServingMetrics:
         *,
         stats: Callable[[], EngineStats],
         info: Callable[[], EngineInfo | None],
+        memory: Callable[[], Ledger | None] = lambda: None,
         max_model_len: int = 131_072,
     ) -> None:
         self.registry = CollectorRegistry()
@@ -80,6 +82,7 @@ class ServingMetrics:
         )
         self.params_n = self._histogram("request_params_n", "n a request asked for.", N_BUCKETS)
         self.registry.register(_EngineCollector(model_name, stats, info))
+        self.registry.register(_MemoryCollector(model_name, memory))
         self.registry.register(
             _OlderName(self._parents["inter_token_latency_seconds"], "vllm:time_per_output_token_seconds")
         )
@@ -220,6 +223,27 @@ class _EngineCollector(Collector):
             },
         )
         return family
+
+
+class _MemoryCollector(Collector):
+    """The memory ledger, read at scrape time."""
+
+    def __init__(self, model_name: str, memory: Callable[[], Ledger | None]) -> None:
+        self._model_name = model_name
+        self._memory = memory
+
+    def collect(self) -> Iterator[Metric]:
+        family = GaugeMetricFamily(
+            "holdfast:memory_bytes",
+            "Bytes by term, planned and measured; unaccounted is what processes hold beyond the terms.",
+            labels=["model_name", "tier", "term", "kind"],
+        )
+        ledger = self._memory()
+        for term in ledger.terms if ledger is not None else ():
+            family.add_metric([self._model_name, term.tier, term.term, "planned"], term.planned_bytes)
+            if term.measured_bytes is not None:
+                family.add_metric([self._model_name, term.tier, term.term, "measured"], term.measured_bytes)
+        yield family
 
 
 class _OlderName(Collector):

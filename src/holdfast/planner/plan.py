@@ -75,7 +75,7 @@ def make_plan(
     try:
         return attempt(config)
     except DoesNotFitError as refusal:
-        raise refusals.with_ways_out(refusal, config, spec, attempt) from None
+        raise refusals.with_ways_out(refusal, config, spec, machine, attempt) from None
 
 
 def _fill(room: Room, machine: Memory, decisions: list[Decision]) -> Plan:

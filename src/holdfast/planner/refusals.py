@@ -20,7 +20,11 @@ from holdfast.units import MIB, format_bytes
 if TYPE_CHECKING:
     from holdfast.planner.plan import Plan
 
+Attempt = Callable[[EngineConfig], "Plan"]
+"""Plans with other settings, or raises."""
+
 MOST_WAYS_OUT = 3
+RAM_STEP_BYTES = 64 * MIB
 USABLE_LENGTH = 512
 """A shorter context than this is no way out for anybody."""
 
@@ -109,11 +113,11 @@ def became_short(reserve: int, needed: int, held: int, available: int, over: int
 
 
 def with_ways_out(
-    refusal: DoesNotFitError, config: EngineConfig, spec: ModelSpec, attempt: Callable[[EngineConfig], Plan]
+    refusal: DoesNotFitError, config: EngineConfig, spec: ModelSpec, machine: Memory, attempt: Attempt
 ) -> DoesNotFitError:
     """The refusal with the changes of one setting that make it fit; its own fix first."""
     found: list[str] = []
-    for flag, changed in _candidates(config, spec):
+    for flag, changed in _candidates(config, machine, attempt):
         try:
             plan = attempt(changed)
         except HoldfastError:
@@ -134,8 +138,10 @@ def with_ways_out(
     )
 
 
-def _candidates(config: EngineConfig, spec: ModelSpec) -> Iterator[tuple[str, EngineConfig]]:
+def _candidates(config: EngineConfig, machine: Memory, attempt: Attempt) -> Iterator[tuple[str, EngineConfig]]:
     """Cheapest first: settings that cost nothing, then speed, then precision."""
+    if config.ram is not None and (enough := _enough_ram(config, config.ram, machine, attempt)) is not None:
+        yield f"--ram {enough // MIB}MiB", replace(config, ram=enough)
     if config.kv_cache_memory_bytes is not None:
         yield "leave --kv-cache-memory-bytes out", replace(config, kv_cache_memory_bytes=None)
     for count in (16, 4, 1):
@@ -152,3 +158,25 @@ def _candidates(config: EngineConfig, spec: ModelSpec) -> Iterator[tuple[str, En
         yield "--kv-cache-dtype bfloat16", replace(config, kv_cache_dtype="bfloat16")
     if config.max_model_len is not None:
         yield "leave --max-model-len out", replace(config, max_model_len=None)
+
+
+def _enough_ram(config: EngineConfig, given: int, machine: Memory, attempt: Attempt) -> int | None:
+    """The smallest budget that would do, in whole steps; None: more than is free."""
+    low, high = given // RAM_STEP_BYTES, machine.available_bytes // RAM_STEP_BYTES
+    if high <= low or not _fits(replace(config, ram=high * RAM_STEP_BYTES), attempt):
+        return None
+    while high - low > 1:
+        middle = (low + high) // 2
+        if _fits(replace(config, ram=middle * RAM_STEP_BYTES), attempt):
+            high = middle
+        else:
+            low = middle
+    return high * RAM_STEP_BYTES
+
+
+def _fits(config: EngineConfig, attempt: Attempt) -> bool:
+    try:
+        attempt(config)
+    except HoldfastError:
+        return False
+    return True

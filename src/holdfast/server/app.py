@@ -30,6 +30,7 @@ from holdfast.server.failures import (
     json_response,
 )
 from holdfast.server.generation import Generation
+from holdfast.server.memory import memory_endpoint
 from holdfast.server.settings import ServerSettings
 
 
@@ -39,7 +40,7 @@ def create_app(engine: Engine, settings: ServerSettings) -> Starlette:
     def info() -> EngineInfo | None:
         return engine.info if engine.ready else None
 
-    metrics = ServingMetrics(settings.served_model_names[0], stats=engine.stats, info=info)
+    metrics = ServingMetrics(settings.served_model_names[0], stats=engine.stats, info=info, memory=engine.memory)
     engine.on_step(metrics.observe_step)
     chat = Generation(read_chat, ChatShape, engine, settings, metrics)
     completion = Generation(read_completion, CompletionShape, engine, settings, metrics)
@@ -53,6 +54,7 @@ def create_app(engine: Engine, settings: ServerSettings) -> Starlette:
         Route("/ping", plain.health, methods=["GET", "POST"]),
         Route("/version", plain.version, methods=["GET"]),
         Route("/metrics", plain.metrics, methods=["GET"]),
+        Route("/memory", memory_endpoint(engine, settings.retry_after_s), methods=["GET"]),
     ]
 
     async def refuse(request: Request, error: Exception) -> Response:

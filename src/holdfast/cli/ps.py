@@ -1,0 +1,96 @@
+"""`holdfast ps`: which servers are ready, and what memory they hold. Asks their /health and /memory; starts nothing."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import httpx
+
+HELP = """Say of one or more running servers whether they are ready and what memory they hold, planned and measured."""
+
+USAGE = "holdfast ps [URL ...] [--json]"
+
+EXAMPLES = """examples:
+  holdfast ps                                       the server on http://127.0.0.1:8000
+  holdfast ps localhost:8000 localhost:9000         two of them
+  holdfast ps --json | jq '.[0].memory.terms'       for programs
+
+exit codes: 0 all are ready, 1 one is not, 2 an address cannot be understood
+"""
+
+DEFAULT_URL = "http://127.0.0.1:8000"
+TIMEOUT_S = 5.0
+READY, NOT_READY = 0, 1
+OK = 200
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("urls", nargs="*", metavar="URL", help=f"addresses of servers; left out: {DEFAULT_URL}")
+    parser.add_argument("--json", action="store_true", help="one list of objects, with what each /memory says")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    import httpx
+
+    from holdfast.cli.chat_backends import api_of
+
+    # Addresses are all read before the first is asked.
+    addresses = [api_of(url).removesuffix("/v1/") for url in arguments.urls or [DEFAULT_URL]]
+    key = os.environ.get("HOLDFAST_API_KEY")
+    with httpx.Client(timeout=TIMEOUT_S, headers={"Authorization": f"Bearer {key}"} if key else {}) as client:
+        found = [ask(client, address) for address in addresses]
+    if arguments.json:
+        print(json.dumps(found, indent=2))
+    else:
+        print("\n".join(line for answer in found for line in lines(answer)))
+    return READY if all(answer["status"] == "ready" for answer in found) else NOT_READY
+
+
+def ask(client: httpx.Client, address: str) -> dict[str, Any]:
+    """`status` as /health says it, or unreachable; `memory` as /memory says it, where it does."""
+    import httpx
+
+    answer: dict[str, Any] = {"url": address, "status": "unreachable", "reason": None, "memory": None}
+    try:
+        health = client.get(f"{address}/health")
+        said = _object(health)
+        ready = "ready" if health.status_code == OK else f"HTTP {health.status_code}"
+        answer |= {"status": str(said.get("status", ready)), "reason": said.get("reason")}
+        memory = client.get(f"{address}/memory")
+        if memory.status_code == OK:
+            answer["memory"] = _object(memory) or None
+    except httpx.HTTPError as error:
+        answer |= {"reason": str(error) or type(error).__name__}
+    return answer
+
+
+def _object(response: httpx.Response) -> dict[str, Any]:
+    """Its JSON, when it is an object: other servers answer /health with nothing."""
+    try:
+        found = response.json()
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def lines(answer: dict[str, Any]) -> list[str]:
+    """For people. A ledger of another version is named, not read."""
+    import msgspec
+
+    from holdfast.observability.ledger import VERSION, Ledger, ledger_lines
+
+    reason = f": {answer['reason']}" if answer["reason"] else ""
+    said, memory = f"{answer['url']}  {answer['status']}{reason}", answer["memory"]
+    if memory is None:
+        return [said, "  it says nothing of its memory"] if answer["status"] == "ready" else [said]
+    try:
+        ledger = msgspec.convert(memory, Ledger)
+    except msgspec.ValidationError as error:
+        return [said, f"  its memory cannot be read: {error}"]
+    if ledger.version != VERSION:
+        return [said, f"  its memory is told in version {ledger.version}, and this program reads {VERSION}: try --json"]
+    return [f"{said}  {ledger.model}", *(f"  {line}" for line in ledger_lines(ledger))]
