@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from holdfast.execution import native
+from holdfast.hardware import processor
 
 LAYOUTS = ("Q4_1", "Q4_0", "Q8_0", "F16", "BF16", "F32")
 GUARD = 1234.5
@@ -150,6 +151,7 @@ def test_a_row_does_not_depend_on_its_company(layout: str) -> None:
             assert torch.equal(apart, together[first:last])
 
 
+@pytest.mark.skipif("asimddp" not in processor().features, reason="integer products need Arm's dot products")
 @pytest.mark.parametrize("layout", ["Q4_1", "Q4_0", "Q8_0"])
 def test_quantized_rows_keep_no_company_up_to_sixty_four(layout: str) -> None:
     """Weights are read in fours and rows of x in panels of 8, 4, 2 and 1: none of that may show."""
