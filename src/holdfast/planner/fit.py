@@ -322,18 +322,32 @@ def _cpu_rank(question: Question, limits: Limits, dtype: str, counted: int, cost
     blocks of their file: more memory must not hold less."""
     model, machine, settings = question.model, question.machine, question.settings
 
-    def rank(weights_bytes: int) -> Rank:
+    fast_blocks = dtype == "float32" and "asimddp" in machine.cpu_features
+
+    def rank(weights_bytes: int, *, expand: bool) -> Rank:
+        scratch = 0
+        if "asimd" in machine.cpu_features and model.spec.quantization is None:
+            scratch = footprint.scratch_bytes(
+                model.spec, model.canonical, limits, dtype=dtype, expand=expand, compiled=fast_blocks
+            )
         terms = byte_terms.cpu_terms(
-            model.spec, limits, dtype=dtype, weights_bytes=weights_bytes, block_tokens=settings.block_tokens
+            model.spec,
+            limits,
+            dtype=dtype,
+            weights_bytes=weights_bytes,
+            scratch_bytes=scratch,
+            block_tokens=settings.block_tokens,
         )
         return Rank(device=machine.devices[0], stage=0, budget_bytes=budget, terms=tuple(terms), kv=cost)
 
     if model.canonical is None or not any(is_quantized(tensor.layout) for tensor in model.canonical.values()):
-        return rank(counted)
-    fast_blocks = dtype == "float32" and "asimddp" in machine.cpu_features
+        return rank(counted, expand=False)
     expand, _ = expands(model.spec, model.canonical, dtype=dtype, fast_blocks=fast_blocks, budget_bytes=budget)
     kept, expanded = (
-        rank(footprint.weights_bytes(model.spec, model.canonical, dtype=dtype, expand=large, compiled=fast_blocks))
+        rank(
+            footprint.weights_bytes(model.spec, model.canonical, dtype=dtype, expand=large, compiled=fast_blocks),
+            expand=large,
+        )
         for large in (False, True)
     )
     longest = cost.sequence_bytes(cost.longest(kept.room_bytes, model.spec.max_position))

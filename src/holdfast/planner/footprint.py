@@ -49,6 +49,9 @@ PENALTY_BYTES, SEEN_BYTES = 13, 61
 MLP_TILE = 512
 """Tokens the MLP takes at a time: bounds its buffers, and keeps them in cache."""
 
+STEP_BYTES, SAMPLING_BYTES = 4 * MIB, 8 * MIB
+"""Of any step, and of any sampling, however small: code of libraries read for the first time, and what they set up."""
+
 STEP_TOKEN_BYTES = 128
 """Ids, positions and page rows of one token of a step, with numpy's copies of them."""
 
@@ -131,7 +134,7 @@ def activations_bytes(spec: ModelSpec, limits: Limits, *, dtype: str, compiled_a
     turned = tokens * 12 * spec.head_dim
     sampling = 3 * min(tokens, limits.max_num_seqs) * spec.hidden_size * size
     attention = 0 if compiled_attention else TORCH_ATTENTION_BYTES + 4 * tokens * query * size
-    return buffers + inner + turned + sampling + attention + tokens * STEP_TOKEN_BYTES
+    return buffers + inner + turned + sampling + attention + tokens * STEP_TOKEN_BYTES + STEP_BYTES
 
 
 def logits_rows(vocab_size: int, max_num_seqs: int) -> int:
@@ -144,7 +147,7 @@ def logits_bytes(spec: ModelSpec, limits: Limits, pool_tokens: int | None = None
     rows = logits_rows(spec.vocab_size, limits.max_num_seqs)
     turn, places = rows * spec.vocab_size * 4, rows * limits.max_model_len
     seen = places if pool_tokens is None else min(places, pool_tokens)
-    return max(LOGITS_COPIES * turn, 2 * turn + PENALTY_BYTES * places + SEEN_BYTES * seen)
+    return SAMPLING_BYTES + max(LOGITS_COPIES * turn, 2 * turn + PENALTY_BYTES * places + SEEN_BYTES * seen)
 
 
 def buffers_bytes(layout: KVLayout, limits: Limits, *, pool_tokens: int = 0) -> int:

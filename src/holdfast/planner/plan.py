@@ -43,6 +43,8 @@ class Plan:
     loading_bytes: int
     """At the peak of loading; the terms of a step and the pool come after it."""
     decisions: tuple[Decision, ...]
+    length_is_set: bool = False
+    """By the user: it may not be shortened."""
     short: bool = False
     """Less was given than the model allows or than is usual, for want of memory."""
 
@@ -114,6 +116,7 @@ def _fill(room: Room, machine: Memory, decisions: list[Decision]) -> Plan:
         terms={**terms, "buffers": terms["buffers"] + pool.blocks * BOOK_BYTES, "kv_pool": pool.blocks * page},
         loading_bytes=room.loading_bytes,
         decisions=tuple(decisions),
+        length_is_set=room.config.max_model_len is not None,
         short=length < wanted or pool.cut,
     )
 
@@ -228,8 +231,8 @@ def settle_pool(plan: Plan, available_bytes: int, measured: Mapping[str, int] | 
     """The plan with the pool that memory really holds, `available_bytes` being free for it and for what stays free.
 
     What was free at start and not in the budget stays free. `measured`: bytes by term; what these took beyond their
-    plan, all in all, is taken from the pool unless the budget has it to spare. A pool that has become smaller than one
-    sequence of full length needs is refused.
+    plan, all in all, is taken from the pool unless the budget has it to spare. Where one sequence of full length no
+    longer fits, the context becomes shorter, or it is refused when its length was set.
     """
     page, found = plan.layout.page_bytes, measured or {}
     over = max(0, sum(found.values()) - sum(plan.terms.get(name, 0) for name in found))
@@ -237,15 +240,36 @@ def settle_pool(plan: Plan, available_bytes: int, measured: Mapping[str, int] | 
     blocks = min(plan.blocks, within_budget, max(0, available_bytes - plan.reserve_bytes) // page)
     if blocks == plan.blocks:
         return plan
-    needed = 1 + plan.layout.peak_blocks(plan.limits.max_model_len, plan.limits.max_num_batched_tokens)
-    if blocks < needed:
-        raise refusals.became_short(plan.reserve_bytes, needed * page, blocks * page, available_bytes, over)
+    length = _longest(plan, blocks)
+    if length == 0 or (length < plan.limits.max_model_len and plan.length_is_set):
+        needed = (1 + plan.layout.peak_blocks(plan.limits.max_model_len, plan.limits.max_num_batched_tokens)) * page
+        raise refusals.became_short(plan.reserve_bytes, needed, blocks * page, available_bytes, over)
     reason = f"{format_bytes(available_bytes)} are free after loading; planned were {plan.blocks:,} blocks"
     if within_budget == blocks:
         reason = f"loading and a step took {format_bytes(over)} more than planned; planned were {plan.blocks:,} blocks"
-    decision = Decision("kv_pool", f"{format_bytes(blocks * page)} ({blocks:,} blocks)", reason, "measured")
-    terms = {**plan.terms, "kv_pool": blocks * page}
-    return replace(plan, blocks=blocks, terms=terms, decisions=(*plan.decisions, decision))
+    decisions = [Decision("kv_pool", f"{format_bytes(blocks * page)} ({blocks:,} blocks)", reason, "measured")]
+    if length < plan.limits.max_model_len:
+        decisions.append(Decision("max_model_len", f"{length:,}", "the KV pool holds no longer sequence", "measured"))
+    return replace(
+        plan,
+        blocks=blocks,
+        limits=replace(plan.limits, max_model_len=length),
+        terms={**plan.terms, "kv_pool": blocks * page},
+        decisions=(*plan.decisions, *decisions),
+        short=True,
+    )
+
+
+def _longest(plan: Plan, blocks: int) -> int:
+    """The longest context up to the plan's that these pages hold; 0: none."""
+    low, high = 0, plan.limits.max_model_len
+    while low < high:
+        middle = (low + high + 1) // 2
+        if plan.layout.peak_blocks(middle, plan.limits.max_num_batched_tokens) < blocks:
+            low = middle
+        else:
+            high = middle - 1
+    return low
 
 
 def _unused(plan: Plan) -> int:

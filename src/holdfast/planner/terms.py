@@ -1,6 +1,7 @@
 """The byte terms of one rank beside its KV pool, by name, for a GPU or a CPU. Estimates carry how far off they may be.
 
     context      driver, CUDA context and libraries      framework    interpreter, torch and its libraries (CPU)
+    front        the process in front of it (CPU)        scratch      torch's copy of a matrix (CPU, Arm)
     weights      as they lie in memory                   activations  the widest live set of the largest step
     logits       rows that sample x vocabulary           buffers      token ids, block tables
     graphs       captured CUDA graphs                    adapters     LoRA slots
@@ -108,12 +109,18 @@ def adapters_bytes(
     return max_loras * total * DTYPE_BYTES[dtype]
 
 
-def cpu_terms(spec: ModelSpec, limits: Limits, *, dtype: str, weights_bytes: int, block_tokens: int) -> list[Term]:
+def cpu_terms(
+    spec: ModelSpec, limits: Limits, *, dtype: str, weights_bytes: int, scratch_bytes: int, block_tokens: int
+) -> list[Term]:
+    """Of a server: both its processes."""
     layout = footprint.kv_layout(spec, block_tokens=block_tokens, kv_dtype=dtype)
-    return [
+    terms = [
+        Term("front", footprint.FRONT_BYTES, 0.25),
         Term("framework", footprint.FRAMEWORK_BYTES, 0.25),
         Term("weights", weights_bytes),
+        Term("scratch", scratch_bytes),
         Term("activations", footprint.activations_bytes(spec, limits, dtype=dtype), 0.25),
         Term("logits", footprint.logits_bytes(spec, limits)),
         Term("buffers", footprint.buffers_bytes(layout, limits)),
     ]
+    return [term for term in terms if term.nbytes]

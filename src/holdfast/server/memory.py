@@ -21,6 +21,7 @@ def memory_endpoint(engine: Engine, retry_after_s: int) -> Callable[[Request], A
             "there is nothing to account for yet: the engine is not ready",
             kind="server_error",
             code="loading",
+            retry=True,
         )
         return failure_response(failure, retry_after_s)
 

@@ -151,8 +151,81 @@ def test_the_pool_is_settled_by_what_is_measured_after_loading(spec: ModelSpec) 
     less = settle_pool(planned, 4 * GIB + 2 * GIB)  # 4 GiB were to stay free
     assert less.blocks * less.layout.page_bytes == less.terms["kv_pool"] <= 2 * GIB
     assert less.decisions[-1].source == "measured"
+    shorter = settle_pool(planned, 4 * GIB + GIB // 2)
+    assert shorter.limits.max_model_len == 4096 - 16  # one page of the half GiB is the null page
+    assert [decision.field for decision in shorter.decisions[-2:]] == ["kv_pool", "max_model_len"]
     with pytest.raises(DoesNotFitError, match="short while loading"):
-        settle_pool(planned, 4 * GIB + GIB // 2)
+        settle_pool(planned, 4 * GIB + 1)
+    with pytest.raises(DoesNotFitError, match="short while loading"):
+        settle_pool(plan(spec, 40, max_model_len=8192), 4 * GIB + GIB // 2)
+
+
+def test_terms_that_took_more_than_planned_take_it_from_the_pool(spec: ModelSpec) -> None:
+    tight = plan(spec, 24, ram="22GiB")  # An absolute budget: all that is left of it is the pool.
+    assert settle_pool(tight, 30 * GIB, {"weights": tight.terms["weights"]}) is tight
+    fewer = settle_pool(tight, 30 * GIB, {"weights": tight.terms["weights"] + 100 * 1024**2})
+    assert 100 * 1024**2 <= tight.terms["kv_pool"] - fewer.terms["kv_pool"] < 103 * 1024**2
+    assert "more than planned" in fewer.decisions[-1].reason
+    # What one term left over pays for another.
+    both = {"weights": tight.terms["weights"] + 1024**2, "activations": tight.terms["activations"] - 1024**2}
+    assert settle_pool(tight, 30 * GIB, both) is tight
+    with_room = plan(spec, 60)
+    assert settle_pool(with_room, 60 * GIB, {"weights": with_room.terms["weights"] + 1024**2}) is with_room
+
+
+def test_an_absolute_budget(spec: ModelSpec) -> None:
+    found = plan(spec, 40, ram="24GiB")
+    assert found.budget_bytes == 24 * GIB
+    assert found.reserve_bytes == 16 * GIB
+    assert 0 <= 24 * GIB - sum(found.terms.values()) < 3 * 1024**2  # less than a page and its book
+    with pytest.raises(DoesNotFitError, match="less is free") as caught:
+        plan(spec, 40, ram="41GiB")
+    assert "1.00 GiB short" in str(caught.value.found)
+    with pytest.raises(ConfigurationError, match="computes on the CPU"):
+        plan(spec, 40, vram="24GiB")
+
+
+def test_what_a_refusal_advises_fits_when_it_is_planned(spec: ModelSpec) -> None:
+    for free_gib, settings in (
+        (18, {"ram": "16GiB", "max_model_len": 8192}),
+        (17.2, {}),
+        (40, {"max_model_len": 8192, "kv_cache_memory_bytes": "100MiB"}),
+        (19, {"max_num_seqs": 4096, "max_num_batched_tokens": 1 << 16}),
+    ):
+        with pytest.raises(DoesNotFitError, match="short") as caught:
+            plan(spec, free_gib, **settings)
+        advice = [text.split() for text in str(caught.value.fix).split(", or ")]
+        assert advice
+        for words in advice:
+            if words[0] == "leave":
+                changed = {name: value for name, value in settings.items() if name != field_of(words[1])}
+            else:
+                changed = {**settings, field_of(words[0]): words[1]}
+            plan(spec, free_gib, **changed)
+
+
+def field_of(flag: str) -> str:
+    return flag.removeprefix("--").replace("-", "_")
+
+
+def test_a_shorter_context_leaves_more_for_the_pool(spec: ModelSpec) -> None:
+    """What is auto is settled with the terms of the length it gets, not of the length that did not fit."""
+    long = from_config({**LLAMA_3_8B, "max_position_embeddings": 1 << 20})
+    found = plan(long, 24)
+    assert found.short
+    assert found.limits.max_model_len > 8192
+    assert sum(found.terms.values()) <= found.budget_bytes
+    with pytest.raises(DoesNotFitError):
+        plan(long, 24, max_model_len=found.limits.max_model_len + 16)
+    assert plan(long, 24, max_model_len=found.limits.max_model_len).blocks == found.blocks
+
+
+def test_dense_products_are_planned_with_their_copy_where_torch_makes_one(spec: ModelSpec) -> None:
+    arm = Processor(model="arm", cores=2, features=frozenset({"asimd"}))
+    head = 128256 * 4096 * 4
+    assert plan(spec, 60, arm).terms["scratch"] == head
+    assert plan(spec, 60, arm, max_num_seqs=8).terms["scratch"] == 2 * 14336 * 4096 * 4  # gate and up, as one
+    assert "scratch" not in plan(spec, 60, FAST).terms
 
 
 def test_a_pool_too_small_for_a_block_says_so(spec: ModelSpec) -> None:

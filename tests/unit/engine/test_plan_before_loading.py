@@ -1,0 +1,114 @@
+"""The plan that serve makes before anything is loaded: without torch, in a container's limits, handed to the engine."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from holdfast import hardware
+from holdfast.config import EngineConfig
+from holdfast.engine import messages, startup
+from holdfast.errors import DoesNotFitError
+from holdfast.hardware import Memory
+
+MIB = 1 << 20
+
+WITHOUT_TORCH = """
+import sys
+
+class NoTorch:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "torch":
+            raise ImportError("blocked by the test: " + name)
+        return None
+
+sys.meta_path.insert(0, NoTorch())
+from holdfast.cli.main import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def serve(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", WITHOUT_TORCH, "serve", *arguments, "--port", "0"],
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def config(tiny_model: Path) -> EngineConfig:
+    return EngineConfig(model=str(tiny_model), load_format="dummy", skip_tokenizer_init=True, threads=1)
+
+
+def test_the_front_refuses_without_torch(tiny_arguments: list[str]) -> None:
+    done = serve(*tiny_arguments, "--max-model-len", "2048", "--kv-cache-memory-bytes", "256KiB")
+    assert done.returncode == 2
+    assert "[HF110]" in done.stderr
+    assert "776.00 KiB short" in done.stderr
+    assert "--max-model-len 496" in done.stderr  # 32 pages of 8 KiB, one of them the null page
+    assert "leave --kv-cache-memory-bytes out" in done.stderr
+
+
+def test_a_budget_of_another_device_is_refused_by_name(tiny_arguments: list[str]) -> None:
+    done = serve(*tiny_arguments, "--vram", "22GiB")
+    assert done.returncode == 2
+    assert "--ram" in done.stderr
+    assert "vram" in done.stderr
+
+
+def test_a_containers_limit_is_the_budget(
+    config: EngineConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the kernel would kill is refused, with the numbers of the control group."""
+    folder = tmp_path / "sys/fs/cgroup/box"
+    folder.mkdir(parents=True)
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text("0::/box\n")
+    (folder / "memory.current").write_text(str(100 * MIB))
+    monkeypatch.setattr(startup, "memory", lambda: hardware.memory(tmp_path))
+    model = startup.find_model(config)
+
+    (folder / "memory.max").write_text(str(300 * MIB))
+    with pytest.raises(DoesNotFitError) as caught:
+        startup.plan_model(config, model)
+    assert "180.00 MiB of budget" in str(caught.value.found)  # 0.9 of what the group has left
+
+    (folder / "memory.max").write_text(str(1000 * MIB))
+    plan = startup.plan_model(config, model)
+    assert plan.memory.limited_by == "control group"
+    assert sum(plan.terms.values()) <= plan.budget_bytes == int(0.9 * 900 * MIB)
+    assert "control group" in "\n".join(startup.plan_lines(model, plan))
+
+
+def test_who_holds_memory_is_said_when_it_is_short(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    free = Memory(total_bytes=16 << 30, available_bytes=200 * MIB, limited_by="machine")
+    monkeypatch.setattr(startup, "memory", lambda: free)
+    monkeypatch.setattr(startup, "memory_holders", lambda: ("postgres (pid 7) 15.00 GiB",))
+    model = startup.find_model(config)
+    with pytest.raises(DoesNotFitError, match="postgres"):
+        startup.plan_model(config, model)
+    with pytest.raises(DoesNotFitError) as caught:
+        startup.plan_model(dataclasses.replace(config, ram=150 * MIB), model)
+    assert "postgres" not in str(caught.value)  # the budget is the user's own
+
+
+def test_the_plan_travels_to_the_engine_process_whole(config: EngineConfig) -> None:
+    plan = startup.plan_model(config, startup.find_model(config), front_bytes=5)
+    sent = messages.encode(messages.Begin(dataclasses.asdict(config), plan))
+    heard = messages.decode_to_engine(sent)
+    assert isinstance(heard, messages.Begin)
+    assert heard.plan == plan
+    assert heard.plan.terms["front"] == 5
+
+
+def test_the_table_names_every_term_and_the_limits(config: EngineConfig) -> None:
+    model = startup.find_model(config)
+    plan = startup.plan_model(config, model, front_bytes=7 * MIB)
+    said = "\n".join(startup.plan_lines(model, plan))
+    for name in (*plan.terms, "sum", "budget", "context 2,048 tokens", "64 sequences", "512 tokens a step"):
+        assert name in said
+    assert "measured" not in said

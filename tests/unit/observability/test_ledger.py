@@ -1,0 +1,98 @@
+"""The memory ledger: sums that add up to what processes hold, in JSON, in metrics and in a table."""
+
+from __future__ import annotations
+
+import json
+
+import msgspec
+
+from holdfast.observability.ledger import Ledger, ProcessMemory, ledger_lines, make_ledger, term_lines
+from holdfast.observability.metrics import ServingMetrics
+from holdfast.records import EngineInfo, EngineStats, MemoryReport, MemoryTerm
+
+MIB = 1 << 20
+
+REPORT = MemoryReport(
+    total_bytes=1000 * MIB, free_bytes=900 * MIB, limited_by="control group", budget_bytes=800 * MIB, page_bytes=2 * MIB,
+    given_back_bytes=10 * MIB, loading_bytes=400 * MIB, loading_peak_bytes=390 * MIB,
+    terms=[
+        MemoryTerm(tier="ram", term="front", planned_bytes=160 * MIB),
+        MemoryTerm(tier="ram", term="weights", planned_bytes=100 * MIB, measured_bytes=100 * MIB),
+        MemoryTerm(tier="ram", term="logits", planned_bytes=30 * MIB, measured_bytes=25 * MIB),
+        MemoryTerm(tier="ram", term="kv_pool", planned_bytes=200 * MIB),
+    ],
+)  # fmt: skip
+INFO = EngineInfo(
+    model="m", device="cpu", dtype="float32", kv_dtype="float32", block_size=16, blocks=99, max_model_len=64,
+    max_num_seqs=4, max_num_batched_tokens=64, prefix_caching=True, parameters=1, weights_bytes=1, kv_pool_bytes=1,
+    attention_backend="none", decisions=["budget = 800 MiB (set): asked for"], memory=REPORT,
+)  # fmt: skip
+PROCESSES = [
+    ProcessMemory(name="engine", pid=7, resident_bytes=300 * MIB, peak_bytes=310 * MIB),
+    ProcessMemory(name="front", pid=6, resident_bytes=90 * MIB, peak_bytes=95 * MIB),
+]
+
+
+def ledger() -> Ledger:
+    made = make_ledger(INFO, EngineStats(blocks_touched=9, blocks_used=3), PROCESSES)
+    assert made is not None
+    return made
+
+
+def test_the_terms_add_up_to_what_the_processes_hold() -> None:
+    found = {term.term: term.measured_bytes for term in ledger().terms}
+    assert found["front"] == 90 * MIB
+    assert found["kv_pool"] == 20 * MIB  # nine blocks ever touched, and the null page
+    assert found["given_back"] == -10 * MIB
+    assert found["unaccounted"] == (300 + 90 - (90 + 100 + 25 + 20 - 10)) * MIB
+    assert sum(value or 0 for value in found.values()) == 390 * MIB == ledger().tiers[0].measured_bytes
+
+
+def test_a_peak_of_loading_is_a_peak() -> None:
+    engine, front = ledger().processes
+    assert engine.peak_bytes == 390 * MIB
+    assert front.peak_bytes == 95 * MIB
+
+
+def test_an_engine_without_books_has_no_ledger() -> None:
+    assert make_ledger(msgspec.structs.replace(INFO, memory=None), EngineStats(), PROCESSES) is None
+
+
+def test_the_json_is_versioned_and_reads_back() -> None:
+    written = msgspec.json.encode(ledger())
+    assert list(json.loads(written)) == [
+        "version", "model", "tiers", "terms", "processes", "kv", "loading", "decisions",
+    ]  # fmt: skip
+    assert json.loads(written)["version"] == 1
+    assert json.loads(written)["kv"] == {
+        "page_bytes": 2 * MIB, "blocks": 99, "blocks_touched": 9, "blocks_used": 3,
+    }  # fmt: skip
+    assert msgspec.json.decode(written, type=Ledger) == ledger()
+
+
+def test_the_metrics_tell_the_same() -> None:
+    metrics = ServingMetrics("m", stats=EngineStats, info=lambda: None, memory=ledger)
+    text = metrics.render().decode()
+    line = 'holdfast:memory_bytes{kind="measured",model_name="m",term="kv_pool",tier="ram"}'
+    assert f"{line} {float(20 * MIB)}" in text.splitlines() or f"{line} 2.097152e+07" in text.splitlines()
+    assert 'kind="planned",model_name="m",term="weights"' in text
+    assert 'kind="measured",model_name="m",term="unaccounted"' in text
+    before = ServingMetrics("m", stats=EngineStats, info=lambda: None).render().decode()
+    assert "holdfast:memory_bytes{" not in before
+
+
+def test_the_table_shows_what_is_not_accounted_for() -> None:
+    lines = ledger_lines(ledger())
+    assert "control group" in lines[0]
+    (row,) = [line for line in lines if "unaccounted" in line]
+    assert row.split()[-2:] == ["165.00", "MiB"]
+    (total,) = [line for line in lines if line.split()[0] == "sum"]
+    assert "390.00 MiB" in total
+    assert "engine (pid 7): 300.00 MiB now, 390.00 MiB at its peak" in lines[-2]
+
+
+def test_a_plan_alone_has_no_measured_column() -> None:
+    planned = [MemoryTerm(tier="ram", term="weights", planned_bytes=400 * MIB)]
+    lines = term_lines(planned, 800 * MIB)
+    assert "measured" not in lines[0]
+    assert lines[1].split() == ["weights", "400.00", "MiB", "#" * 12]
