@@ -73,8 +73,9 @@ def check(found: dict[str, Any]) -> None:
     assert found["peak"] - pool <= found["planned"] - terms["kv_pool"], found
     assert sum(measured.values()) == found["resident"]
     assert measured["kv_pool"] == pool + found["page"]
-    # Nothing large without a name: what a step gave back in the rehearsal may be held just now, and a little more.
-    assert -16 * MIB < measured["unaccounted"] < 48 * MIB - measured["given_back"], found
+    # Nothing large without a name. What a step gave back in the rehearsal may be held just now, and torch may drop its
+    # copy of a matrix at another moment than it did then.
+    assert -16 * MIB < measured["unaccounted"] < 96 * MIB - measured["given_back"], found
 
 
 def test_the_built_in_model_stays_within_its_plan() -> None:

@@ -13,7 +13,8 @@ from holdfast.records import EngineInfo, EngineStats, MemoryReport, MemoryTerm
 MIB = 1 << 20
 
 REPORT = MemoryReport(
-    total_bytes=1000 * MIB, free_bytes=900 * MIB, limited_by="control group", budget_bytes=800 * MIB, page_bytes=2 * MIB,
+    total_bytes=1000 * MIB, free_bytes=900 * MIB, limited_by="control group", budget_bytes=800 * MIB,
+    page_bytes=2 * MIB,
     given_back_bytes=10 * MIB, loading_bytes=400 * MIB, loading_peak_bytes=390 * MIB,
     terms=[
         MemoryTerm(tier="ram", term="front", planned_bytes=160 * MIB),
