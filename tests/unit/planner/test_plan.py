@@ -188,7 +188,7 @@ def test_an_absolute_budget(spec: ModelSpec) -> None:
 def test_what_a_refusal_advises_fits_when_it_is_planned(spec: ModelSpec) -> None:
     for free_gib, settings in (
         (18, {"ram": "16GiB", "max_model_len": 8192}),
-        (17.2, {}),
+        (17.15, {}),
         (40, {"max_model_len": 8192, "kv_cache_memory_bytes": "100MiB"}),
         (19, {"max_num_seqs": 4096, "max_num_batched_tokens": 1 << 16}),
     ):
