@@ -8,8 +8,9 @@
  *   sum(x q) = scale_x * (256 * (256 * sum(high q) + sum(middle q)) + sum(low q))
  *
  * Weights lie in fours (fours.h): one dot product adds four columns of one row of x to the sums of four outputs, which
- * fill one vector. Rows of x are taken in panels of 8, 4, 2 and 1, and every row is computed alike in all of them: an
- * answer does not change with its company. Needs Arm's dot product instructions. */
+ * fill one vector. Rows of x are taken in panels of 8, 4, 2 and 1, and every row is computed alike in all of them: up
+ * to DIGIT_ROWS rows a result does not change with its company, bit for bit. Beyond that, panels.c computes in floats,
+ * which differs in the last places. Needs Arm's dot product instructions. */
 #include "matmul.h"
 
 #include "fours.h"
