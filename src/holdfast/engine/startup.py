@@ -118,7 +118,7 @@ def plan_lines(model: FoundModel, plan: Plan) -> list[str]:
         f"  limits: context {limits.max_model_len:,} tokens, {limits.max_num_seqs} sequences, "
         f"{limits.max_num_batched_tokens:,} tokens a step; KV holds {_concurrency(plan):.1f} sequences of full length",
     ]
-    if plan.short and (holders := memory_holders()):
+    if plan.short and budget.source == "measured" and (holders := memory_holders()):
         lines.append(f"  memory is short; others hold: {', '.join(holders)}")
     return lines
 
