@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from holdfast.planner.fit import Question, fit
 from holdfast.planner.question import Device
-from holdfast.planner.roofline import LIMITS, Estimate, Reads, no_throughput_reason, throughput
+from holdfast.planner.requantize import quantized_as
+from holdfast.planner.roofline import (
+    EVIDENCE,
+    LIMITS,
+    Attention,
+    Estimate,
+    Reads,
+    Throughput,
+    no_throughput_reason,
+    throughput,
+)
 from holdfast.units import GIB
 
 Ask = Callable[..., Question]
@@ -111,3 +122,57 @@ def test_estimates_lie_within_their_interval(ask: Ask, settings: dict[str, Any])
     assert found.at_traffic is not None
     for estimate in (found.one.estimate, found.at_traffic.estimate, found.largest.estimate, found.prefill):
         assert 0 < estimate.low < estimate.tokens_per_s < estimate.high
+
+
+def rates(question: Question) -> Throughput:
+    found = throughput(fit(question))
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize(("gpu", "gain"), [("h100-80", (1.5, 2.0)), ("a100-80", (0.99, 1.01))])
+def test_fp8_is_multiplied_twice_as_fast_where_the_gpu_does_it(ask: Ask, gpu: str, gain: tuple[float, float]) -> None:
+    """An A100 unpacks FP8 and multiplies in 16 bits."""
+    plain = ask("llama-3.1-8b", gpu, traffic=(8, 1000, 100))
+    made = replace(plain, model=quantized_as(plain.model, "fp8"))
+    assert gain[0] < rates(made).prefill.tokens_per_s / rates(plain).prefill.tokens_per_s < gain[1]
+
+
+def test_integer_formats_are_counted_at_the_rate_of_16_bits(ask: Ask) -> None:
+    plain = ask("llama-3.1-8b", "h100-80", traffic=(8, 1000, 100))
+    made = replace(plain, model=quantized_as(plain.model, "int8"))
+    assert rates(made).prefill.tokens_per_s == pytest.approx(rates(plain).prefill.tokens_per_s, rel=0.01)
+
+
+def test_a_window_bounds_what_a_token_sees() -> None:
+    windowed, whole = (Attention(((window, 10.0),), ((window, 10.0),)) for window in (100, None))
+    assert windowed.of_token(50) == whole.of_token(50)
+    assert windowed.of_token(5000) == 4 * 10 * 100
+    assert windowed.of_prompt(100) == whole.of_prompt(100) == 4 * 10 * 50
+    assert windowed.of_prompt(10_000) == pytest.approx(4 * 10 * 100, rel=0.01)
+    assert Attention((), ()).of_token(5000) == 0, "recurrent layers only"
+
+
+def test_evidence_is_said_and_what_it_lacks_widens_the_interval(ask: Ask) -> None:
+    measured = rates(ask("llama-3.1-8b", "h200"))
+    assert measured.evidence == EVIDENCE
+    other = rates(ask("llama-3.1-8b", "h100-80"))
+    assert "h100-80" in other.evidence
+
+    def width(one: Throughput) -> float:
+        return one.one.estimate.high / one.one.estimate.low
+
+    assert width(other) > width(measured)
+    strange = rates(ask("qwen3-30b-a3b", "h100-80", count=2, tensor_parallel=2))
+    assert "experts" in strange.evidence
+    assert "several GPUs" in strange.evidence
+    assert width(strange) > width(other)
+
+
+def test_latents_are_read_by_every_head(ask: Ask) -> None:
+    """Decoding over a long context: 16 heads x (512 + 64/2) columns instead of 16 x 192, or whatever heads are wide."""
+    one = ask("deepseek-v2-lite", "h200", traffic=(64, 8000, 100))
+    spec = one.model.spec
+    latent = next(layer.latent for layer in spec.layers if layer.latent is not None)
+    assert latent.rank + latent.rope_dim / 2 > spec.head_dim
+    assert rates(one).at_traffic is not None
