@@ -17,8 +17,8 @@ from holdfast.planner.kv import KVCost
 from holdfast.units import GIB
 
 Runner = Literal["v1", "v2"]
-NEWEST = (0, 29)
-"""Taken where no version is named."""
+OLDEST, NEWEST = (0, 4), (0, 29)
+"""Whose sizing is known; the newest is taken where no version is named."""
 UNKNOWN_VERSION = "HF147"
 _SPELLING = re.compile(r"(?:[@=:v-]*(\d+)\.(\d+)(?:\.[\w.+-]*)?)?(?:[@,:+ ]*(v[12]))?")
 
@@ -44,6 +44,17 @@ class Vllm:
         return "v2" if self.version >= (0, 26) else "v1"
 
     @property
+    def unknown(self) -> str | None:
+        """What to say of a version whose sizing is not known; None: it is."""
+        if OLDEST <= self.version <= NEWEST:
+            return None
+        asked, used = self.version, OLDEST if self.version < OLDEST else NEWEST
+        return (
+            f"how vLLM {asked[0]}.{asked[1]} sizes memory is not known here: it was taken to do so as"
+            f" {used[0]}.{used[1]} does"
+        )
+
+    @property
     def name(self) -> str:
         return f"vLLM {self.version[0]}.{self.version[1]} ({self.runner.upper()} runner)"
 
@@ -57,6 +68,7 @@ def parse_vllm(text: str) -> Vllm:
             code=UNKNOWN_VERSION,
             needed="vllm, or with a version and a runner: vllm==0.26, vllm==0.26:v1",
             found=f"vllm{text}",
+            fix=f"--for vllm=={NEWEST[0]}.{NEWEST[1]}, or --for vllm for the newest that is known",
             field="for",
         )
     version = NEWEST if found[1] is None else (int(found[1]), int(found[2]))

@@ -125,9 +125,18 @@ def test_versions_as_people_write_them(text: str, version: tuple[int, int], runn
     assert (found.version, found.runner, found.default_utilization) == (version, runner, utilization)
 
 
+def test_a_version_that_is_not_known_says_which_was_taken() -> None:
+    assert parse_vllm("==0.26").unknown is None
+    assert parse_vllm("==0.4").unknown is None
+    assert "vLLM 9.9" in (parse_vllm("==9.9").unknown or "")
+    assert "as 0.29 does" in (parse_vllm("==9.9").unknown or "")
+    assert "as 0.4 does" in (parse_vllm("==0.2").unknown or "")
+
+
 @pytest.mark.parametrize("text", ["==latest", "0", "==0.26:v3", "; rm -rf"])
 def test_what_is_no_version_is_refused(text: str) -> None:
     with pytest.raises(ConfigurationError) as refused:
         parse_vllm(text)
     assert refused.value.code == "HF147"
     assert refused.value.field == "for"
+    assert refused.value.fix
