@@ -75,7 +75,7 @@ def check(found: dict[str, Any]) -> None:
     assert measured["kv_pool"] == pool + found["page"]
     # Nothing large without a name. What a step gave back in the rehearsal may be held just now, and torch may drop its
     # copy of a matrix at another moment than it did then.
-    assert -16 * MIB < measured["unaccounted"] < 96 * MIB - measured["given_back"], found
+    assert -16 * MIB - measured.get("scratch", 0) < measured["unaccounted"] < 96 * MIB - measured["given_back"], found
 
 
 def test_the_built_in_model_stays_within_its_plan() -> None:
