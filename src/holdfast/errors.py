@@ -22,6 +22,13 @@ HoldfastError                     has a stable code, what was needed, what was t
 from __future__ import annotations
 
 
+def printable(text: str, *, keep: str = "") -> str:
+    """`text` with every character that shows nothing, or steers a terminal, spelled out; `keep`: but for these."""
+    if text.isprintable():
+        return text
+    return "".join(one if one.isprintable() or one in keep else repr(one)[1:-1] for one in text)
+
+
 class HoldfastError(Exception):
     """`code` is stable and documented; `fix` is a command or a change that helps, where one is known."""
 
@@ -55,7 +62,8 @@ class HoldfastError(Exception):
             lines.append(f"  found:  {self.found}")
         if self.fix is not None:
             lines.append(f"  fix:    {self.fix}")
-        return "\n".join(lines)
+        # Files and servers of strangers are quoted in here.
+        return printable("\n".join(lines), keep="\n")
 
 
 class ConfigurationError(HoldfastError, ValueError):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import reprlib
 
-from holdfast.errors import ConfigurationError
+from holdfast.errors import ConfigurationError, printable
 
 KIB, MIB, GIB, TIB = 1 << 10, 1 << 20, 1 << 30, 1 << 40
 
@@ -26,8 +26,9 @@ def parse_bytes(text: str | int, *, field: str = "size") -> int:
     found = _NUMBER.fullmatch(text)
     if found is None or found[2].lower() not in _BYTE_UNITS:
         raise ConfigurationError(
-            f"{field}: {text!r} is not a size",
+            f"{field}: {shorten(text)!r} is not a size",
             needed="a number with an optional unit: 512MiB, 22GiB, 22GB",
+            fix="write it as 22GiB, or in bytes",
             field=field,
         )
     return int(float(found[1]) * _BYTE_UNITS[found[2].lower()])
@@ -41,16 +42,19 @@ def parse_tokens(text: str | int, *, field: str = "tokens") -> int:
     found = _NUMBER.fullmatch(text)
     if found is None or found[2] not in units:
         raise ConfigurationError(
-            f"{field}: {text!r} is not a number of tokens",
+            f"{field}: {shorten(text)!r} is not a number of tokens",
             needed="a number: 8192, 32k (32,000) or 32K (32,768)",
+            fix="write it as 8192 or 32K",
             field=field,
         )
     return int(float(found[1]) * units[found[2]])
 
 
 def shorten(value: object, limit_chars: int = 80) -> str:
-    """What a message may repeat of what it was given: a hostile value must not come back whole, nor be spelled out."""
+    """What a message may repeat of what it was given: a hostile value must not come back whole, nor be spelled out,
+    nor steer a terminal."""
     shown = value if isinstance(value, str) else reprlib.repr(value)
+    shown = printable(shown[: limit_chars + 1])
     return shown if len(shown) <= limit_chars else shown[:limit_chars] + "..."
 
 

