@@ -6,109 +6,94 @@ from_config, from_gguf            the same for the engine: what it cannot run is
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Collection, Mapping
 from dataclasses import replace
-from typing import Any, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 from holdfast.errors import CheckpointError, UnknownArchitectureError
-from holdfast.models.families import (
-    baichuan,
-    bloom,
-    chatglm,
-    cohere,
-    dbrx,
-    deepseek,
-    exaone,
-    falcon,
-    gemma,
-    gemma3n,
-    gemma4,
-    glm,
-    gpt2,
-    gpt_neox,
-    gpt_oss,
-    granite,
-    granite_hybrid,
-    internlm2,
-    jamba,
-    llama,
-    llama4,
-    minicpm,
-    minimax,
-    mistral,
-    mixtral,
-    nemotron,
-    nemotron_h,
-    olmo,
-    opt,
-    phi,
-    phi3,
-    qwen,
-    qwen3_next,
-    qwen_moe,
-    smollm3,
-    stablelm,
-    starcoder2,
-)
-from holdfast.models.fields import Fields, shorten
+from holdfast.models.fields import Fields
 from holdfast.models.runnable import RUNNABLE_FAMILIES, lacking, require_runnable
 from holdfast.models.source import Source, source_of_config, source_of_gguf
 from holdfast.models.spec import ModelSpec
+from holdfast.units import shorten
 
 
 class Family(Protocol):
     """What a family's module offers."""
 
-    FAMILY: str
-    ARCHITECTURES: tuple[str, ...]
-    GGUF_ARCHITECTURES: tuple[str, ...]
-
     def describe(self, source: Source) -> ModelSpec: ...
 
 
-_MODULES = (
-    baichuan,
-    bloom,
-    chatglm,
-    cohere,
-    dbrx,
-    deepseek,
-    exaone,
-    falcon,
-    gemma,
-    gemma3n,
-    gemma4,
-    glm,
-    gpt2,
-    gpt_neox,
-    gpt_oss,
-    granite,
-    granite_hybrid,
-    internlm2,
-    jamba,
-    llama,
-    llama4,
-    minicpm,
-    minimax,
-    mistral,
-    mixtral,
-    nemotron,
-    nemotron_h,
-    olmo,
-    opt,
-    phi,
-    phi3,
-    qwen,
-    qwen3_next,
-    qwen_moe,
-    smollm3,
-    stablelm,
-    starcoder2,
-)
-FAMILIES: dict[str, Family] = {module.FAMILY: cast(Family, module) for module in _MODULES}
+class Names(NamedTuple):
+    architectures: tuple[str, ...]
+    """As config.json names them."""
+    gguf_architectures: tuple[str, ...] = ()
+    """As GGUF headers do; empty: it is not known there."""
 
-_BY_ARCHITECTURE = {name: family for family in FAMILIES.values() for name in family.ARCHITECTURES}
-_BY_GGUF = {name: family for family in FAMILIES.values() for name in family.GGUF_ARCHITECTURES}
+
+FAMILIES: Mapping[str, Names] = {
+    "baichuan": Names(("BaichuanForCausalLM", "BaiChuanForCausalLM"), ("baichuan",)),
+    "bloom": Names(("BloomForCausalLM",), ("bloom",)),
+    "chatglm": Names(("ChatGLMModel", "ChatGLMForConditionalGeneration"), ("chatglm",)),
+    "cohere": Names(("CohereForCausalLM", "Cohere2ForCausalLM"), ("command-r", "cohere2")),
+    "dbrx": Names(("DbrxForCausalLM",), ("dbrx",)),
+    "deepseek": Names(
+        ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM"),
+        ("deepseek2",),
+    ),
+    "exaone": Names(("ExaoneForCausalLM", "Exaone4ForCausalLM"), ("exaone", "exaone4")),
+    "falcon": Names(("FalconForCausalLM", "RWForCausalLM"), ("falcon",)),
+    "gemma": Names(
+        ("GemmaForCausalLM", "Gemma2ForCausalLM", "Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"),
+        ("gemma", "gemma2", "gemma3"),
+    ),
+    "gemma3n": Names(("Gemma3nForCausalLM", "Gemma3nForConditionalGeneration"), ()),
+    "gemma4": Names(("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration"), ()),
+    "glm": Names(("GlmForCausalLM", "Glm4ForCausalLM", "Glm4MoeForCausalLM"), ("glm4", "glm4moe")),
+    "gpt2": Names(("GPT2LMHeadModel",), ("gpt2",)),
+    "gpt_neox": Names(("GPTNeoXForCausalLM",), ("gptneox",)),
+    "gpt_oss": Names(("GptOssForCausalLM",), ("gpt-oss",)),
+    "granite": Names(("GraniteForCausalLM", "GraniteMoeForCausalLM"), ("granite", "granitemoe")),
+    "granite_hybrid": Names(("GraniteMoeHybridForCausalLM",), ()),
+    "internlm2": Names(("InternLM2ForCausalLM",), ("internlm2",)),
+    "jamba": Names(("JambaForCausalLM",), ()),
+    "llama": Names(("LlamaForCausalLM", "MistralForCausalLM"), ("llama",)),
+    "llama4": Names(("Llama4ForCausalLM", "Llama4ForConditionalGeneration"), ("llama4",)),
+    "minicpm": Names(("MiniCPMForCausalLM",), ("minicpm",)),
+    "minimax": Names(("MiniMaxM2ForCausalLM",), ("minimax-m2",)),
+    "mistral": Names(
+        ("MinistralForCausalLM", "Ministral3ForCausalLM", "Mistral3ForConditionalGeneration"), ("mistral3",)
+    ),
+    "mixtral": Names(("MixtralForCausalLM", "PhiMoEForCausalLM", "PhimoeForCausalLM"), ("phimoe",)),
+    "nemotron": Names(("NemotronForCausalLM",), ("nemotron",)),
+    "nemotron_h": Names(("NemotronHForCausalLM",), ()),
+    "olmo": Names(
+        ("OlmoForCausalLM", "Olmo2ForCausalLM", "Olmo3ForCausalLM", "OlmoeForCausalLM"), ("olmo", "olmo2", "olmoe")
+    ),
+    "opt": Names(("OPTForCausalLM",), ()),
+    "phi": Names(("PhiForCausalLM",), ("phi2",)),
+    "phi3": Names(("Phi3ForCausalLM",), ("phi3",)),
+    "qwen": Names(("Qwen2ForCausalLM", "Qwen3ForCausalLM", "SeedOssForCausalLM"), ("qwen2", "qwen3", "seed_oss")),
+    "qwen3_next": Names(
+        (
+            "Qwen3NextForCausalLM",
+            "Qwen3_5ForCausalLM",
+            "Qwen3_5ForConditionalGeneration",
+            "Qwen3_5MoeForCausalLM",
+            "Qwen3_5MoeForConditionalGeneration",
+        ),
+        (),
+    ),
+    "qwen_moe": Names(("Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM"), ("qwen2moe", "qwen3moe")),
+    "smollm3": Names(("SmolLM3ForCausalLM",), ("smollm3",)),
+    "stablelm": Names(("StableLmForCausalLM", "StableLMEpochForCausalLM"), ("stablelm",)),
+    "starcoder2": Names(("Starcoder2ForCausalLM",), ("starcoder2",)),
+}
+"""By the name of its module, which is imported when a model of it is read: the other three dozen are not needed."""
+
+_BY_ARCHITECTURE = {name: family for family, names in FAMILIES.items() for name in names.architectures}
+_BY_GGUF = {name: family for family, names in FAMILIES.items() for name in names.gguf_architectures}
 # Configs saved from a bare model name no architecture that can generate; their model_type still tells.
 _BY_MODEL_TYPE = {
     **{name.removesuffix("ForCausalLM").lower(): name for name in _BY_ARCHITECTURE if name.endswith("ForCausalLM")},
@@ -131,11 +116,11 @@ def known_gguf_architectures() -> tuple[str, ...]:
 
 def runnable_architectures() -> tuple[str, ...]:
     """What this engine can run, unless a model of it asks for something that is not there."""
-    return tuple(sorted(name for family in RUNNABLE_FAMILIES for name in FAMILIES[family].ARCHITECTURES))
+    return tuple(sorted(name for family in RUNNABLE_FAMILIES for name in FAMILIES[family].architectures))
 
 
 def runnable_gguf_architectures() -> tuple[str, ...]:
-    return tuple(sorted(name for family in RUNNABLE_FAMILIES for name in FAMILIES[family].GGUF_ARCHITECTURES))
+    return tuple(sorted(name for family in RUNNABLE_FAMILIES for name in FAMILIES[family].gguf_architectures))
 
 
 def from_config(config: Mapping[str, Any], generation_config: Mapping[str, Any] | None = None) -> ModelSpec:
@@ -179,8 +164,9 @@ def _of_model_type(model_type: str) -> str:
     return _BY_MODEL_TYPE.get(model_type.replace("_", ""), model_type)
 
 
-def _described(family: Family, source: Source) -> ModelSpec:
-    spec = family.describe(source)
+def _described(family: str, source: Source) -> ModelSpec:
+    module = cast(Family, importlib.import_module(f"holdfast.models.families.{family}"))
+    spec = module.describe(source)
     return replace(spec, unsupported=lacking(spec, source.fields))
 
 

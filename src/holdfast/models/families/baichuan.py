@@ -7,8 +7,6 @@ from holdfast.models.spec import ModelSpec
 from holdfast.models.tensors import TensorList
 
 FAMILY = "baichuan"
-ARCHITECTURES = ("BaichuanForCausalLM", "BaiChuanForCausalLM")
-GGUF_ARCHITECTURES = ("baichuan",)
 
 _ALIBI_FROM_HIDDEN = 5120
 """Its config does not say; the 13B is told by its width, as loaders do."""

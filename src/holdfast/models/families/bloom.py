@@ -8,8 +8,6 @@ from holdfast.models.spec import ModelSpec
 from holdfast.models.tensors import TensorList
 
 FAMILY = "bloom"
-ARCHITECTURES = ("BloomForCausalLM",)
-GGUF_ARCHITECTURES = ("bloom",)
 
 _NAMES: dict[str, str | tuple[str, ...]] = {
     "hidden_size": ("hidden_size", "n_embed"),

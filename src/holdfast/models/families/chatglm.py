@@ -8,8 +8,6 @@ from holdfast.models.spec import ModelSpec
 from holdfast.models.tensors import TensorList
 
 FAMILY = "chatglm"
-ARCHITECTURES = ("ChatGLMModel", "ChatGLMForConditionalGeneration")
-GGUF_ARCHITECTURES = ("chatglm",)
 
 _NAMES: dict[str, str | tuple[str, ...]] = {
     "vocab_size": "padded_vocab_size",

@@ -8,8 +8,6 @@ from holdfast.models.spec import LayerSpec, ModelSpec
 from holdfast.models.tensors import TensorList
 
 FAMILY = "cohere"
-ARCHITECTURES = ("CohereForCausalLM", "Cohere2ForCausalLM")
-GGUF_ARCHITECTURES = ("command-r", "cohere2")
 
 
 def describe(source: Source) -> ModelSpec:

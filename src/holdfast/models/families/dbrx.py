@@ -8,8 +8,6 @@ from holdfast.models.spec import ExpertsSpec, LayerSpec, ModelSpec
 from holdfast.models.tensors import TensorList
 
 FAMILY = "dbrx"
-ARCHITECTURES = ("DbrxForCausalLM",)
-GGUF_ARCHITECTURES = ("dbrx",)
 
 _NAMES: dict[str, str | tuple[str, ...]] = {
     "hidden_size": "d_model",

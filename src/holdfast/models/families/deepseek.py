@@ -15,13 +15,6 @@ from holdfast.models.spec import ExpertsSpec, LatentSpec, LayerSpec, ModelSpec, 
 from holdfast.models.tensors import Block, TensorList
 
 FAMILY = "deepseek"
-ARCHITECTURES = (
-    "DeepseekV2ForCausalLM",
-    "DeepseekV3ForCausalLM",
-    "DeepseekV32ForCausalLM",
-    "GlmMoeDsaForCausalLM",
-)
-GGUF_ARCHITECTURES = ("deepseek2",)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,8 +7,6 @@ from holdfast.models.spec import LayerSpec, ModelSpec
 from holdfast.models.tensors import TensorList
 
 FAMILY = "exaone"
-ARCHITECTURES = ("ExaoneForCausalLM", "Exaone4ForCausalLM")
-GGUF_ARCHITECTURES = ("exaone", "exaone4")
 
 _NAMES: dict[str, str | tuple[str, ...]] = {
     "num_hidden_layers": ("num_layers", "num_hidden_layers"),

@@ -13,8 +13,6 @@ from holdfast.models.spec import ModelSpec
 from holdfast.models.tensors import TensorList
 
 FAMILY = "falcon"
-ARCHITECTURES = ("FalconForCausalLM", "RWForCausalLM")
-GGUF_ARCHITECTURES = ("falcon",)
 
 _NAMES: dict[str, str | tuple[str, ...]] = {
     "num_attention_heads": ("num_attention_heads", "n_head"),

@@ -11,13 +11,6 @@ from holdfast.models.spec import LayerSpec, ModelSpec, TensorSpec
 from holdfast.models.tensors import TensorList
 
 FAMILY = "gemma"
-ARCHITECTURES = (
-    "GemmaForCausalLM",
-    "Gemma2ForCausalLM",
-    "Gemma3ForCausalLM",
-    "Gemma3ForConditionalGeneration",
-)
-GGUF_ARCHITECTURES = ("gemma", "gemma2", "gemma3")
 
 
 def describe(source: Source) -> ModelSpec:

@@ -14,8 +14,6 @@ from holdfast.models.spec import LayerSpec, ModelSpec
 from holdfast.models.tensors import Block, TensorList
 
 FAMILY = "gemma3n"
-ARCHITECTURES = ("Gemma3nForCausalLM", "Gemma3nForConditionalGeneration")
-GGUF_ARCHITECTURES: tuple[str, ...] = ()
 
 
 def describe(source: Source) -> ModelSpec:

@@ -15,8 +15,6 @@ from holdfast.models.spec import ExpertsSpec, LayerSpec, ModelSpec, TensorSpec
 from holdfast.models.tensors import Block, TensorList
 
 FAMILY = "gemma4"
-ARCHITECTURES = ("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration")
-GGUF_ARCHITECTURES: tuple[str, ...] = ()
 
 
 def describe(source: Source) -> ModelSpec:

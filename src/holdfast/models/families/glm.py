@@ -11,8 +11,6 @@ from holdfast.models.spec import ExpertsSpec, LayerSpec, ModelSpec
 from holdfast.models.tensors import Block, TensorList
 
 FAMILY = "glm"
-ARCHITECTURES = ("GlmForCausalLM", "Glm4ForCausalLM", "Glm4MoeForCausalLM")
-GGUF_ARCHITECTURES = ("glm4", "glm4moe")
 
 
 def describe(source: Source) -> ModelSpec:

@@ -8,8 +8,6 @@ from holdfast.models.spec import ModelSpec
 from holdfast.models.tensors import TensorList
 
 FAMILY = "gpt2"
-ARCHITECTURES = ("GPT2LMHeadModel",)
-GGUF_ARCHITECTURES = ("gpt2",)
 
 _NAMES: dict[str, str | tuple[str, ...]] = {
     "hidden_size": ("n_embd", "hidden_size"),

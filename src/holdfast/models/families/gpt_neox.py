@@ -7,8 +7,6 @@ from holdfast.models.spec import ModelSpec
 from holdfast.models.tensors import TensorList
 
 FAMILY = "gpt_neox"
-ARCHITECTURES = ("GPTNeoXForCausalLM",)
-GGUF_ARCHITECTURES = ("gptneox",)
 
 _NAMES: dict[str, str | tuple[str, ...]] = {
     "num_key_value_heads": "num_attention_heads",

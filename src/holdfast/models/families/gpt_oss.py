@@ -8,8 +8,6 @@ from holdfast.models.spec import ExpertsSpec, LayerSpec, ModelSpec
 from holdfast.models.tensors import Block, TensorList
 
 FAMILY = "gpt_oss"
-ARCHITECTURES = ("GptOssForCausalLM",)
-GGUF_ARCHITECTURES = ("gpt-oss",)
 
 
 def describe(source: Source) -> ModelSpec:

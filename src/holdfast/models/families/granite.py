@@ -9,8 +9,6 @@ from holdfast.models.spec import ExpertsSpec, LayerSpec, ModelSpec
 from holdfast.models.tensors import TensorList
 
 FAMILY = "granite"
-ARCHITECTURES = ("GraniteForCausalLM", "GraniteMoeForCausalLM")
-GGUF_ARCHITECTURES = ("granite", "granitemoe")
 _FEATURES = ("scaled embeddings, residuals and logits",)
 
 

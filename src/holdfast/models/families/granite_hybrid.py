@@ -9,8 +9,6 @@ from holdfast.models.spec import ExpertsSpec, LayerSpec, ModelSpec
 from holdfast.models.tensors import TensorList
 
 FAMILY = "granite_hybrid"
-ARCHITECTURES = ("GraniteMoeHybridForCausalLM",)
-GGUF_ARCHITECTURES: tuple[str, ...] = ()
 
 _KINDS = ("mamba", "attention", "linear_attention", "full_attention")
 

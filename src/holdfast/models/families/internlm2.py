@@ -7,8 +7,6 @@ from holdfast.models.spec import ModelSpec
 from holdfast.models.tensors import TensorList
 
 FAMILY = "internlm2"
-ARCHITECTURES = ("InternLM2ForCausalLM",)
-GGUF_ARCHITECTURES = ("internlm2",)
 
 
 def describe(source: Source) -> ModelSpec:

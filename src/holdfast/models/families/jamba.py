@@ -10,8 +10,6 @@ from holdfast.models.spec import ExpertsSpec, LayerSpec, ModelSpec, StateSpec
 from holdfast.models.tensors import Block, TensorList
 
 FAMILY = "jamba"
-ARCHITECTURES = ("JambaForCausalLM",)
-GGUF_ARCHITECTURES: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,8 +12,6 @@ from holdfast.models.spec import LayerSpec, ModelSpec
 from holdfast.models.tensors import TensorList
 
 FAMILY = "llama"
-ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM")
-GGUF_ARCHITECTURES = ("llama",)
 
 
 def describe(source: Source) -> ModelSpec:

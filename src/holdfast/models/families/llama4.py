@@ -8,8 +8,6 @@ from holdfast.models.spec import ExpertsSpec, LayerSpec, ModelSpec, TensorSpec
 from holdfast.models.tensors import Block, TensorList
 
 FAMILY = "llama4"
-ARCHITECTURES = ("Llama4ForCausalLM", "Llama4ForConditionalGeneration")
-GGUF_ARCHITECTURES = ("llama4",)
 
 
 def describe(source: Source) -> ModelSpec:

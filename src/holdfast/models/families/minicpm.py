@@ -8,8 +8,6 @@ from holdfast.models.source import Source, build_spec, read_shape
 from holdfast.models.spec import ModelSpec
 
 FAMILY = "minicpm"
-ARCHITECTURES = ("MiniCPMForCausalLM",)
-GGUF_ARCHITECTURES = ("minicpm",)
 
 
 def describe(source: Source) -> ModelSpec:

@@ -8,8 +8,6 @@ from holdfast.models.spec import ExpertsSpec, LayerSpec, ModelSpec
 from holdfast.models.tensors import TensorList
 
 FAMILY = "minimax"
-ARCHITECTURES = ("MiniMaxM2ForCausalLM",)
-GGUF_ARCHITECTURES = ("minimax-m2",)
 
 
 def describe(source: Source) -> ModelSpec:

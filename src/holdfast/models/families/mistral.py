@@ -12,8 +12,6 @@ from holdfast.models.spec import LayerSpec, ModelSpec, TensorSpec
 from holdfast.models.tensors import TensorList
 
 FAMILY = "mistral"
-ARCHITECTURES = ("MinistralForCausalLM", "Ministral3ForCausalLM", "Mistral3ForConditionalGeneration")
-GGUF_ARCHITECTURES = ("mistral3",)
 
 
 def describe(source: Source) -> ModelSpec:

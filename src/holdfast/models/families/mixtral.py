@@ -8,8 +8,6 @@ from holdfast.models.spec import ExpertsSpec, LayerSpec, ModelSpec
 from holdfast.models.tensors import TensorList
 
 FAMILY = "mixtral"
-ARCHITECTURES = ("MixtralForCausalLM", "PhiMoEForCausalLM", "PhimoeForCausalLM")
-GGUF_ARCHITECTURES = ("phimoe",)
 
 
 def describe(source: Source) -> ModelSpec:

@@ -7,8 +7,6 @@ from holdfast.models.spec import ModelSpec
 from holdfast.models.tensors import TensorList
 
 FAMILY = "nemotron"
-ARCHITECTURES = ("NemotronForCausalLM",)
-GGUF_ARCHITECTURES = ("nemotron",)
 
 
 def describe(source: Source) -> ModelSpec:

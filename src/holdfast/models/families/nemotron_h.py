@@ -10,8 +10,6 @@ from holdfast.models.spec import ExpertsSpec, LayerSpec, ModelSpec
 from holdfast.models.tensors import Block, TensorList
 
 FAMILY = "nemotron_h"
-ARCHITECTURES = ("NemotronHForCausalLM",)
-GGUF_ARCHITECTURES: tuple[str, ...] = ()
 
 _LETTERS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
 _NAMES: dict[str, str | tuple[str, ...]] = {

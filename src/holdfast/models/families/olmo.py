@@ -8,8 +8,6 @@ from holdfast.models.spec import ExpertsSpec, LayerSpec, ModelSpec
 from holdfast.models.tensors import TensorList
 
 FAMILY = "olmo"
-ARCHITECTURES = ("OlmoForCausalLM", "Olmo2ForCausalLM", "Olmo3ForCausalLM", "OlmoeForCausalLM")
-GGUF_ARCHITECTURES = ("olmo", "olmo2", "olmoe")
 
 
 def describe(source: Source) -> ModelSpec:

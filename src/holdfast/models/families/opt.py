@@ -8,8 +8,6 @@ from holdfast.models.spec import ModelSpec
 from holdfast.models.tensors import TensorList
 
 FAMILY = "opt"
-ARCHITECTURES = ("OPTForCausalLM",)
-GGUF_ARCHITECTURES: tuple[str, ...] = ()
 
 _POSITION_OFFSET = 2
 """The table of positions begins with two rows that are never looked up."""

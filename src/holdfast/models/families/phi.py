@@ -7,8 +7,6 @@ from holdfast.models.spec import ModelSpec
 from holdfast.models.tensors import TensorList
 
 FAMILY = "phi"
-ARCHITECTURES = ("PhiForCausalLM",)
-GGUF_ARCHITECTURES = ("phi2",)
 
 
 def describe(source: Source) -> ModelSpec:

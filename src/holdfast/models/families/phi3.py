@@ -8,8 +8,6 @@ from holdfast.models.spec import LayerSpec, ModelSpec
 from holdfast.models.tensors import TensorList
 
 FAMILY = "phi3"
-ARCHITECTURES = ("Phi3ForCausalLM",)
-GGUF_ARCHITECTURES = ("phi3",)
 
 
 def describe(source: Source) -> ModelSpec:

@@ -8,8 +8,6 @@ from holdfast.models.spec import LayerSpec, ModelSpec
 from holdfast.models.tensors import TensorList
 
 FAMILY = "qwen"
-ARCHITECTURES = ("Qwen2ForCausalLM", "Qwen3ForCausalLM", "SeedOssForCausalLM")
-GGUF_ARCHITECTURES = ("qwen2", "qwen3", "seed_oss")
 
 
 def describe(source: Source) -> ModelSpec:

@@ -14,14 +14,6 @@ from holdfast.models.spec import LayerSpec, ModelSpec, StateSpec, TensorSpec
 from holdfast.models.tensors import Block, TensorList
 
 FAMILY = "qwen3_next"
-ARCHITECTURES = (
-    "Qwen3NextForCausalLM",
-    "Qwen3_5ForCausalLM",
-    "Qwen3_5ForConditionalGeneration",
-    "Qwen3_5MoeForCausalLM",
-    "Qwen3_5MoeForConditionalGeneration",
-)
-GGUF_ARCHITECTURES: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

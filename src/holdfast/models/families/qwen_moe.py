@@ -9,8 +9,6 @@ from holdfast.models.spec import ExpertsSpec, LayerSpec, ModelSpec
 from holdfast.models.tensors import Block, TensorList
 
 FAMILY = "qwen_moe"
-ARCHITECTURES = ("Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM")
-GGUF_ARCHITECTURES = ("qwen2moe", "qwen3moe")
 
 
 def describe(source: Source) -> ModelSpec:

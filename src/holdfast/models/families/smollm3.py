@@ -8,8 +8,6 @@ from holdfast.models.source import Source, build_spec, read_shape, read_windows
 from holdfast.models.spec import LayerSpec, ModelSpec
 
 FAMILY = "smollm3"
-ARCHITECTURES = ("SmolLM3ForCausalLM",)
-GGUF_ARCHITECTURES = ("smollm3",)
 
 
 def describe(source: Source) -> ModelSpec:

@@ -7,8 +7,6 @@ from holdfast.models.spec import ModelSpec
 from holdfast.models.tensors import TensorList
 
 FAMILY = "stablelm"
-ARCHITECTURES = ("StableLmForCausalLM", "StableLMEpochForCausalLM")
-GGUF_ARCHITECTURES = ("stablelm",)
 
 _MAX_NORMED_HEADS = 512
 """Every one of them is a tensor."""

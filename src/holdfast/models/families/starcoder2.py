@@ -8,8 +8,6 @@ from holdfast.models.spec import LayerSpec, ModelSpec
 from holdfast.models.tensors import TensorList
 
 FAMILY = "starcoder2"
-ARCHITECTURES = ("Starcoder2ForCausalLM",)
-GGUF_ARCHITECTURES = ("starcoder2",)
 
 
 def describe(source: Source) -> ModelSpec:
