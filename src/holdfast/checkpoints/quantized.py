@@ -6,8 +6,8 @@ matrices of a model a quantizer took: norms, embeddings and heads mostly stay as
     awq             qweight I32 [in, out/8]      qzeros [in/g, out/8]     scales [in/g, out]
     gptq            qweight I32 [in/8, out]      qzeros [in/g, out/8]     scales [in/g, out]    g_idx I32 [in]
     pack-quantized  weight_packed I32 [out, in/8]                weight_scale [out, in/g]       weight_shape I64 [2]
-    int8            weight I8 [out, in]                          weight_scale [out, 1]
-    fp8             weight F8_E4M3 [out, in]                     weight_scale: one, one a row, or one a 128x128 block
+    int8            weight I8 [out, in]                          weight_scale: likewise
+    fp8             weight F8_E4M3 [out, in]                     weight_scale: one, [out, 1], [out, in/g] or one a block
     nf4, fp4        weight U8 [out*in/2, 1]                      absmax of every 64 elements, quantized again
     bnb-int8        weight I8 [out, in]                          SCB F32 [out]
     mxfp4           blocks U8 [out, in/32, 16]                   scales U8 (e8m0) [out, in/32]
@@ -24,7 +24,7 @@ from typing import Literal
 
 from holdfast.checkpoints.layouts import LAYOUTS
 from holdfast.errors import CheckpointError
-from holdfast.models.fields import shorten
+from holdfast.units import shorten
 
 WORD_BITS = 32
 """Packed integers lie in 32-bit words."""
@@ -42,15 +42,15 @@ class Packing:
     bits: int = 4
     """awq, gptq, pack-quantized."""
     group_size: int = 128
-    """Columns that share a scale; -1: all of a row (awq, gptq, pack-quantized)."""
+    """Columns that share a scale; -1: all of a row (awq, gptq, pack-quantized; fp8 and int8 in groups)."""
     symmetric: bool = True
-    """pack-quantized: without zero points. awq and gptq store them in any case."""
+    """pack-quantized, int8: without zero points. awq and gptq store them in any case."""
     act_order: bool = False
-    """pack-quantized: with g_idx. gptq stores it in any case."""
-    granularity: Literal["tensor", "channel", "block"] = "tensor"
-    """fp8: how many weights share a scale."""
+    """pack-quantized, int8: with g_idx. gptq stores it in any case."""
+    granularity: Literal["tensor", "channel", "group", "block"] | None = None
+    """fp8, int8: how many weights share a scale; None: all of a matrix in fp8, a row in int8."""
     block: tuple[int, int] = (128, 128)
-    """fp8 in blocks: rows and columns."""
+    """fp8, int8 in blocks: rows and columns."""
     scales: str | None = None
     """Layout of the scales; None: what the method's own tools write."""
     static_inputs: bool = False
@@ -131,24 +131,34 @@ def _pack_quantized(packing: Packing, rows: int, columns: int) -> tuple[Part, ..
 
 
 def _int8(packing: Packing, rows: int, columns: int) -> tuple[Part, ...]:
-    scales = packing.scales or "BF16"
-    weight = (Part("weight", (rows, columns), "I8"), Part("weight_scale", (rows, 1), scales))
-    return (*weight, *_input_scale(packing, "input_scale", scales))
+    shape = _scales_shape(packing, packing.granularity or "channel", rows, columns)
+    scale = Part("weight_scale", shape, packing.scales or "BF16")
+    parts = [Part("weight", (rows, columns), "I8"), scale, *_input_scale(packing, "input_scale", scale.layout)]
+    if not packing.symmetric:
+        parts.append(Part("weight_zero_point", shape, "I8"))
+    if packing.act_order:
+        parts.append(Part("weight_g_idx", (columns,), "I32"))
+    return tuple(parts)
 
 
 def _fp8(packing: Packing, rows: int, columns: int) -> tuple[Part, ...]:
-    weight = Part("weight", (rows, columns), "F8_E4M3")
-    if packing.granularity == "block":
+    granularity = packing.granularity or "tensor"
+    # In blocks: DeepSeek's own name and type; compressed-tensors calls it weight_scale.
+    name = "weight_scale_inv" if granularity == "block" else "weight_scale"
+    layout = packing.scales or ("BF16" if granularity in ("channel", "group") else "F32")
+    scale = Part(name, _scales_shape(packing, granularity, rows, columns), layout)
+    return (Part("weight", (rows, columns), "F8_E4M3"), scale, *_input_scale(packing, "input_scale", layout))
+
+
+def _scales_shape(packing: Packing, granularity: str, rows: int, columns: int) -> tuple[int, ...]:
+    if granularity == "block":
         high, wide = packing.block
         if high < 1 or wide < 1:
             raise _unfit(packing, "a block with rows and columns", str(packing.block))
-        # DeepSeek's own name and type; compressed-tensors calls it weight_scale.
-        scale = Part("weight_scale_inv", (-(-rows // high), -(-columns // wide)), packing.scales or "F32")
-    elif packing.granularity == "channel":
-        scale = Part("weight_scale", (rows, 1), packing.scales or "BF16")
-    else:
-        scale = Part("weight_scale", (1,), packing.scales or "F32")
-    return (weight, scale, *_input_scale(packing, "input_scale", scale.layout))
+        return (-(-rows // high), -(-columns // wide))
+    if granularity == "group":
+        return (rows, _groups(packing, columns, whole=False))
+    return (rows, 1) if granularity == "channel" else (1,)
 
 
 def _bitsandbytes_4bit(packing: Packing, rows: int, columns: int) -> tuple[Part, ...]:

@@ -5,20 +5,17 @@ Knows methods, bits and exceptions; not how bytes lie on disk or in memory.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from holdfast.models.exceptions import Exceptions, UntamedPattern
 from holdfast.models.fields import MAX_WIDTH, Fields
 
 Method = Literal["awq", "gptq", "fp8", "int8", "int4", "bitsandbytes", "mxfp4"]
 Granularity = Literal["tensor", "channel", "group", "block"]
 _METHODS = ("awq", "gptq", "fp8", "fbgemm_fp8", "compressed-tensors", "bitsandbytes", "mxfp4")
 _MAX_PATTERNS = 65536
-_MAX_WILD = 512
-_MAX_REPEATS = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,29 +39,17 @@ class QuantSpec:
     not_converted: tuple[str, ...] = ()
     """Modules that stay as they are: names, parts of names, or patterns that begin with re: or hold a *."""
     head_converted: bool = False
+    _exceptions: Exceptions = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_exceptions", Exceptions.read(self.not_converted))
 
     def converts(self, hf_name: str) -> bool:
         """Whether the linear layer of this tensor's name is quantized."""
         module = hf_name.rpartition(".")[0] if hf_name.endswith((".weight", ".bias")) else hf_name
         if hf_name.startswith(("lm_head.", "output.")) and not self.head_converted:
             return False
-        names, patterns = _exceptions(self.not_converted)
-        if any(pattern.search(module) for pattern in patterns):
-            return False
-        parts = module.split(".")
-        ends = range(1, len(parts) + 1)
-        return not any(".".join(parts[first:last]) in names for last in ends for first in range(last))
-
-
-@lru_cache(maxsize=64)
-def _exceptions(not_converted: tuple[str, ...]) -> tuple[frozenset[str], tuple[re.Pattern[str], ...]]:
-    """Plain ones name a module or a run of its dotted parts; the rest are patterns."""
-    plain = (name.strip(".") for name in not_converted if not _is_pattern(name))
-    return frozenset(plain), tuple(
-        re.compile(f"^(?:{name[3:]})" if name.startswith("re:") else ".*".join(map(re.escape, name.split("*"))))
-        for name in not_converted
-        if _is_pattern(name)
-    )
+        return not self._exceptions.hold(module)
 
 
 def quantization_from_config(config: Fields) -> QuantSpec | None:
@@ -147,6 +132,8 @@ def _compressed(table: Fields) -> QuantSpec:
     strategy = weights.text("strategy", default="group" if weights.has("group_size") else "tensor")
     if strategy not in ("tensor", "channel", "group", "block"):
         raise weights.wrong("strategy", "tensor, channel, group or block", strategy)
+    if bits == 4 and strategy not in ("channel", "group"):
+        raise weights.wrong("strategy", "channel or group with 4 bits", strategy)
     inputs = group.table("input_activations")
     return QuantSpec(
         method="fp8" if kind == "float" else "int8" if bits == 8 else "int4",
@@ -203,28 +190,11 @@ def _modules(table: Fields, name: str) -> tuple[str, ...]:
         return ()
     if isinstance(value, Mapping | str) or not isinstance(value, list) or len(value) > _MAX_PATTERNS:
         raise table.wrong(name, "a list of module names", value)
-    if sum(1 for pattern in value if isinstance(pattern, str) and _is_pattern(pattern)) > _MAX_WILD:
-        raise table.wrong(name, f"at most {_MAX_WILD} patterns", f"{len(value)} entries")
-    for pattern in value:
-        if not isinstance(pattern, str) or len(pattern) > 1024:
-            raise table.wrong(name, "a list of module names", value)
-        if not _tame(pattern):
-            raise table.wrong(name, "patterns that can be read, with at most 4 repeats, none within another", pattern)
-    return tuple(value)
-
-
-def _is_pattern(name: str) -> bool:
-    return name.startswith("re:") or "*" in name
-
-
-def _tame(pattern: str) -> bool:
-    """A stranger's pattern must not be able to search for ever: few repeats, and none of a group."""
-    if not pattern.startswith("re:"):
-        return pattern.count("*") <= _MAX_REPEATS
-    if re.search(r"\)[*+{?]", pattern) or len(re.findall(r"[*+{]", pattern)) > _MAX_REPEATS:
-        return False
+    if any(not isinstance(pattern, str) or len(pattern) > 1024 for pattern in value):
+        raise table.wrong(name, "a list of module names", value)
     try:
-        re.compile(f"^(?:{pattern[3:]})")
-    except (re.error, OverflowError, RecursionError):
-        return False
-    return True
+        Exceptions.read(value)
+    except UntamedPattern as error:
+        needed = "patterns that can be read, few of them with repeats, and no repeat of a group"
+        raise table.wrong(name, needed, f"{error} among {len(value)} entries") from error
+    return tuple(value)

@@ -90,13 +90,11 @@ def packing_of(quantization: QuantSpec, tensor: TensorSpec, dtype: str) -> Packi
             "pack-quantized", bits=4, group_size=quantization.group_size or -1, symmetric=quantization.symmetric,
             act_order=quantization.activation_order,
         )  # fmt: skip
-    if method == "int8":
-        return Packing("int8", static_inputs=quantization.static_activations)
-    if method == "fp8":
-        granularity = quantization.granularity if quantization.granularity != "group" else "tensor"
+    if method in ("int8", "fp8"):
         return Packing(
-            "fp8", granularity=granularity, block=quantization.block if granularity == "block" else (128, 128),
-            static_inputs=quantization.static_activations,
+            method, granularity=quantization.granularity, group_size=quantization.group_size or -1,
+            block=quantization.block, symmetric=quantization.symmetric or method == "fp8",
+            act_order=quantization.activation_order, static_inputs=quantization.static_activations,
         )  # fmt: skip
     return Packing(method, bits=quantization.bits, group_size=quantization.group_size or -1)
 

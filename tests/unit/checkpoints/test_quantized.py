@@ -63,6 +63,12 @@ def test_no_safetensors_type_is_missing() -> None:
 WORKED: list[tuple[Packing, tuple[int, int], list[int]]] = [
     # 4096 x 512 words, 32 x 512 words of zeros, 32 x 4096 halves.
     (Packing("awq"), (4096, 4096), [8_388_608, 65_536, 262_144]),
+    (Packing("fp8", granularity="group", group_size=128), (4096, 14336), [58_720_256, 917_504]),
+    (Packing("int8", granularity="group", group_size=128), (4096, 14336), [58_720_256, 917_504]),
+    (Packing("int8", granularity="group", group_size=100), (8, 256), [2_048, 48]),
+    (Packing("int8", granularity="tensor"), (8, 256), [2_048, 2]),
+    (Packing("int8", granularity="block", block=(4, 128)), (8, 256), [2_048, 8]),
+    (Packing("int8", symmetric=False, act_order=True), (8, 256), [2_048, 16, 8, 1_024]),
     (Packing("awq", group_size=-1), (1024, 4096), [2_097_152, 512, 2_048]),
     (Packing("gptq"), (1024, 4096), [2_097_152, 16_384, 65_536, 16_384]),
     # 8 bits: 4 a word; the last group of 100 columns is a short one.

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import re
+import time
 from typing import Any
 
 import pytest
@@ -105,6 +108,9 @@ CASES: list[tuple[dict[str, Any], QuantSpec]] = [
 ]
 
 
+WILD = [f"re:a.*{number}.*b" for number in range(1000)]
+
+
 @pytest.mark.parametrize(("config", "expected"), CASES)
 def test_methods(config: dict[str, Any], expected: QuantSpec) -> None:
     assert quantized(**config) == expected
@@ -130,10 +136,11 @@ def test_plain_weights_have_none() -> None:
         ({"quant_method": "compressed-tensors", "config_groups": {"a": {}, "b": {}}}, "config_groups"),
         (compressed(num_bits=4, type="float"), "type"),
         (compressed(num_bits=4, strategy="spiral"), "strategy"),
+        (compressed(num_bits=4, strategy="tensor"), "strategy"),
         ({"quant_method": "bitsandbytes"}, "load_in_4bit"),
         ({"quant_method": "awq", "bits": 4, "modules_to_not_convert": "lm_head"}, "modules_to_not_convert"),
         ({"quant_method": "awq", "bits": 4, "modules_to_not_convert": ["re:(("]}, "modules_to_not_convert"),
-        ({"quant_method": "awq", "bits": 4, "modules_to_not_convert": ["a*"] * 1000}, "modules_to_not_convert"),
+        ({"quant_method": "awq", "bits": 4, "modules_to_not_convert": WILD}, "modules_to_not_convert"),
         ({"quant_method": "awq", "bits": 4, "modules_to_not_convert": ["a"] * 100_000}, "modules_to_not_convert"),
         ({"quant_method": "awq", "bits": 4, "modules_to_not_convert": ["re:(a+)+$"]}, "modules_to_not_convert"),
     ],
@@ -173,3 +180,57 @@ def test_the_head_is_converted_only_where_the_method_says_so() -> None:
     assert quantized(quant_method="gptq", bits=4, lm_head=True).converts("lm_head.weight")
     assert not quantized(quant_method="gptq", bits=4).converts("lm_head.weight")
     assert not quantized(**compressed(num_bits=8, strategy="channel")).converts("lm_head.weight")
+
+
+HOSTILE = {
+    "anything, again and again": [f"re:.*.*.*.*Zn{number}" for number in range(512)],
+    "repeats with a letter between": [f"re:.*[a-z].*[a-z].*[a-z].*Z{number}" for number in range(512)],
+    "optional ones": ["re:" + ".?" * 40 + "Z"],
+    "choices": ["re:" + "(?:.|.)" * 30 + "Z"],
+    "a repeat of a group": ["re:(?:a|a)*Z"],
+    "counted ones": ["re:" + ".{0,40}" * 8 + "Z"],
+    "stars": ["*".join("abcdefgh") + str(number) for number in range(512)],
+    "one letter each": [f"re:{letter}" for letter in "abcdefgh"] * 5000,
+}
+LIMIT_CPU_S = 10.0
+"""For milliseconds of work; without bounds each of them takes minutes or years."""
+
+
+@pytest.mark.parametrize("patterns", HOSTILE.values(), ids=HOSTILE.keys())
+def test_patterns_of_a_stranger_take_a_bounded_time(patterns: list[str]) -> None:
+    began = time.process_time()
+    with contextlib.suppress(CheckpointError):
+        spec = quantized(quant_method="awq", bits=4, modules_to_not_convert=patterns)
+        for layer in range(100):
+            for module in ("self_attn.q_proj", "mlp.experts.17.down_proj", "mlp.gate_proj"):
+                spec.converts(f"model.layers.{layer}.{module}.weight")
+    assert time.process_time() - began < LIMIT_CPU_S
+
+
+@pytest.mark.parametrize(
+    ("pattern", "left_alone"),
+    [
+        ("re:.*gate$", ["model.layers.0.mlp.gate"]),
+        ("re:.*mlp.*", ["model.layers.0.mlp.gate", "model.layers.0.mlp.gate_proj"]),
+        (r"re:model\.layers\.\d+\.self_attn\..*", ["model.layers.0.self_attn.q_proj"]),
+        ("re:.*(q|k|v)_proj", ["model.layers.0.self_attn.q_proj"]),
+        ("re:.*.*.*visual.*.*", ["visual.blocks.0.qkv"]),
+        ("re:visual", ["visual.blocks.0.qkv"]),
+        ("re:layers", []),
+        ("re:^.*?gate_proj$", ["model.layers.0.mlp.gate_proj"]),
+        ("re:(?!model).*", ["visual.blocks.0.qkv"]),
+        ("*.mlp.*", ["model.layers.0.mlp.gate", "model.layers.0.mlp.gate_proj"]),
+        ("**gate**proj*", ["model.layers.0.mlp.gate_proj"]),
+        ("re:.*", ["model.layers.0.mlp.gate", "model.layers.0.mlp.gate_proj", "model.layers.0.self_attn.q_proj",
+                   "visual.blocks.0.qkv"]),
+        (r"re:.*\.*gate_proj", ["model.layers.0.mlp.gate_proj"]),
+        (r"re:.*\.\*", []),
+    ],
+)  # fmt: skip
+def test_a_pattern_made_plainer_means_the_same(pattern: str, left_alone: list[str]) -> None:
+    modules = ["model.layers.0.mlp.gate", "model.layers.0.mlp.gate_proj", "model.layers.0.self_attn.q_proj",
+               "visual.blocks.0.qkv"]  # fmt: skip
+    spec = QuantSpec(method="awq", bits=4, not_converted=(pattern,))
+    assert [module for module in modules if not spec.converts(module + ".weight")] == left_alone
+    if pattern.startswith("re:"):
+        assert left_alone == [module for module in modules if re.match(pattern[3:], module)]
