@@ -32,18 +32,12 @@ _Answer = TypeVar("_Answer")
 _Item = TypeVar("_Item")
 
 
-def remote_headers(repo: str, *, revision: str | None = None, wanted: str | None = None) -> ModelFiles:
+def ask_headers(repo: str, *, revision: str | None, wanted: str | None) -> ModelFiles:
     """What the hub holds under that id; `wanted` is a GGUF's quantization or name. Downloads no weights, keeps nothing.
 
-    Honours HF_TOKEN, HF_ENDPOINT and HF_HUB_OFFLINE. Raises ModelNotFoundError, ModelAccessError (gated, refused,
-    offline, out of reach) or CheckpointError (torn, hostile, only pickles, several to choose from).
+    Honours HF_TOKEN, HF_ENDPOINT and HF_HUB_OFFLINE. Raises CheckpointError (torn, hostile, only pickles, several to
+    choose from), and what the hub's library raises: see `hub.our_errors`.
     """
-    with hub.our_errors(repo, revision):
-        return ask_headers(repo, revision=revision, wanted=wanted)
-
-
-def ask_headers(repo: str, *, revision: str | None, wanted: str | None) -> ModelFiles:
-    """The same, with the errors of whoever raised them."""
     import huggingface_hub
     from huggingface_hub import constants
     from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]

@@ -189,10 +189,6 @@ class ModelSpec:
         return sum(tensor.elements for tensor in self.tensors if tensor.part != "draft")
 
     @property
-    def draft_parameters(self) -> int:
-        return sum(tensor.elements for tensor in self.tensors if tensor.part == "draft")
-
-    @property
     def active_parameters(self) -> int:
         """What one token of text meets: of routed experts only those it is sent to."""
         return sum(self._active(tensor) for tensor in self.tensors if tensor.part == "text")
@@ -218,14 +214,3 @@ class ModelSpec:
     def kv_elements_per_token(self) -> int:
         """What one more token costs once all windows are full."""
         return sum(self.kv_elements(layer) for layer in self.layers if layer.window is None)
-
-    @property
-    def kv_elements_fixed(self) -> int:
-        """What a sequence holds at most in windows, and always in recurrent states."""
-        total = 0
-        for layer in self.layers:
-            if layer.window is not None:
-                total += layer.window * self.kv_elements(layer)
-            if layer.state is not None:
-                total += layer.state.recurrent_elements + layer.state.convolution_elements
-        return total
