@@ -8,7 +8,6 @@ was chosen comes back with its reason. Knows no budget and no machine.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +29,7 @@ from holdfast.errors import CheckpointError, ConfigurationError, ModelAccessErro
 from holdfast.models import ModelSpec, TensorSpec, catalogue, describe_config
 from holdfast.models.catalogue import CatalogueEntry
 from holdfast.observability.decisions import Decision
+from holdfast.planner.patience import within
 from holdfast.planner.question import PlannedModel
 from holdfast.planner.requantize import quantized_as
 from holdfast.planner.weights import require_known_layouts
@@ -84,7 +84,7 @@ def _from_afar(wanted: str, entry: CatalogueEntry | None, revision: str | None) 
         # A bare name is no hub id: the catalogue says which ones come near. A missing file is said as such.
         looks_like_a_file = wanted.lower().endswith((".gguf", ".safetensors", ".json"))
         if entry is not None and revision is None:
-            return _from_catalogue(entry, f"shapes of {entry.hub_id}: {entry.source}")
+            return _from_catalogue(entry, f"shapes of {entry.hub_id}, {entry.provenance}")
         if not looks_like_a_file:
             _no_revision(catalogue.find(wanted), revision)
     if entry is None:
@@ -94,7 +94,7 @@ def _from_afar(wanted: str, entry: CatalogueEntry | None, revision: str | None) 
     except ModelAccessError as error:
         if revision is not None:
             raise  # The catalogue does not know one revision from another.
-        reason = f"the hub cannot be read ({shorten(error.message, 100)}); shapes from the catalogue: {entry.source}"
+        reason = f"the hub cannot be read ({shorten(error.message, 100)}); shapes of the catalogue, {entry.provenance}"
         return _from_catalogue(entry, reason, name=wanted)
 
 
@@ -136,23 +136,10 @@ def _is_here(name: str) -> bool:
 
 
 def _within(seconds: float, name: str, ask: Callable[[], ModelFiles]) -> ModelFiles:
-    """What `ask` gives, unless it takes too long: then it is left to itself."""
-    answers: list[ModelFiles | Exception] = []
-
-    def work() -> None:
-        try:
-            answers.append(ask())
-        except Exception as error:
-            answers.append(error)
-
-    thread = threading.Thread(target=work, name="hub-headers", daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if not answers:
-        raise ModelAccessError(f"{name}: the hub has not answered in {seconds:g} s", code="HF222")
-    if isinstance(answers[0], Exception):
-        raise answers[0]
-    return answers[0]
+    try:
+        return within(seconds, ask)
+    except TimeoutError as error:
+        raise ModelAccessError(f"{shorten(name)}: the hub has not answered in {seconds:g} s", code="HF222") from error
 
 
 # The catalogue
@@ -170,7 +157,8 @@ def _from_catalogue(entry: CatalogueEntry, reason: str, *, name: str | None = No
 
 def _not_fetched_yet(entry: builtin.BuiltinModel, known: CatalogueEntry) -> Resolved:
     """To count a built-in model is no reason to download it."""
-    found = _from_catalogue(known, f"built in, and not fetched yet ({entry.source})", name=entry.name)
+    reason = f"built in, and not fetched yet ({entry.source}); shapes {known.provenance}"
+    found = _from_catalogue(known, reason, name=entry.name)
     layout = quantization_of(entry.filename)
     return Resolved(quantized_as(found.model, layout) if layout is not None else found.model, found.decisions)
 

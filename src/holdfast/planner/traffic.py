@@ -11,28 +11,29 @@ from __future__ import annotations
 
 import contextlib
 import json
-import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from itertools import chain
-from typing import IO, Any
+from typing import Any
 
 from holdfast.errors import ConfigurationError
 from holdfast.observability.decisions import Decision
 from holdfast.planner.overlaps import Overlaps
 from holdfast.planner.question import Traffic
+from holdfast.planner.traffic_source import lines_of, unreadable
 from holdfast.units import MIB, shorten
 
-UNREADABLE, NO_REQUESTS = "HF160", "HF161"
+NO_REQUESTS = "HF161"
 SHARE = 0.99
 MAX_TOKENS = 1 << 27
-MAX_LINE_BYTES = 4 * MIB
 MAX_METRICS_BYTES = 32 * MIB
-CONNECT_TIMEOUT_S, READ_TIMEOUT_S = 5.0, 30.0
+MAX_COUNT = 2.0**53
+"""Beyond it a metric counts nothing that anybody can have."""
 EXACT_BELOW = 4096
 """Shorter lengths are counted one by one, longer ones in steps of 0.1%, so that counting takes a bounded room."""
 
+_BUCKETS = ("request_prompt_tokens_bucket", "request_generation_tokens_bucket")
 _START = ("start_time", "start", "arrival_time", "started_at")
 _END = ("end_time", "end", "finished_at", "time", "timestamp", "ts")
 _DURATION = (("duration_s", 1.0), ("duration", 1.0), ("latency_s", 1.0), ("e2e_latency", 1.0), ("duration_ms", 1e-3))
@@ -40,84 +41,12 @@ _DURATION = (("duration_s", 1.0), ("duration", 1.0), ("latency_s", 1.0), ("e2e_l
 
 def read_traffic(source: str, *, concurrency: int | None = None) -> tuple[Traffic, tuple[Decision, ...]]:
     """`source`: a file, an http(s) address, or - for standard input. `concurrency` outranks what is found there."""
-    with _lines(source) as lines:
+    with lines_of(source) as lines:
         first = next(lines, b"")
         rest = chain((first,) if first else (), lines)
         if first.startswith((b"# HELP", b"# TYPE")):
             return _from_metrics(rest, source, concurrency)
         return _from_json_lines(rest, source, concurrency)
-
-
-# Where it lies
-
-
-@contextlib.contextmanager
-def _lines(source: str) -> Iterator[Iterator[bytes]]:
-    """Lines without their ends; one that is too long comes cut, and does not parse."""
-    if source.startswith(("http://", "https://")):
-        with _fetched(source) as lines:
-            yield lines
-        return
-    with contextlib.ExitStack() as stack:
-        try:
-            file = sys.stdin.buffer if source == "-" else stack.enter_context(open(source, "rb"))
-        except (OSError, ValueError) as error:
-            raise _unreadable(source, getattr(error, "strerror", None) or str(error)) from error
-        try:
-            yield _split(file)
-        except OSError as error:
-            raise _unreadable(source, error.strerror or str(error)) from error
-
-
-def _split(file: IO[bytes]) -> Iterator[bytes]:
-    whole = True
-    while line := file.readline(MAX_LINE_BYTES):
-        began, whole = whole, line.endswith(b"\n")
-        if began:
-            yield line.strip()
-
-
-@contextlib.contextmanager
-def _fetched(url: str) -> Iterator[Iterator[bytes]]:
-    import httpx
-
-    try:
-        address = httpx.URL(url)
-        if address.path in ("", "/"):
-            address = address.copy_with(path="/metrics")
-        timeout = httpx.Timeout(READ_TIMEOUT_S, connect=CONNECT_TIMEOUT_S)
-        with httpx.stream("GET", address, timeout=timeout, follow_redirects=True) as response:
-            if response.status_code != 200:
-                raise _unreadable(url, f"{response.status_code} {response.reason_phrase}")
-            yield _joined(response.iter_bytes())
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
-        raise _unreadable(url, f"{type(error).__name__}: {error}") from error
-
-
-def _joined(pieces: Iterable[bytes]) -> Iterator[bytes]:
-    left, too_long = b"", False
-    for piece in pieces:
-        *whole, tail = piece.split(b"\n")
-        if whole:
-            yield (b"{" if too_long else left + whole[0]).strip()
-            yield from (line.strip() for line in whole[1:])
-            left, too_long = tail, False
-        elif len(left) > MAX_LINE_BYTES:
-            left, too_long = b"", True
-        else:
-            left += tail
-    if left or too_long:
-        yield (b"{" if too_long else left).strip()
-
-
-def _unreadable(source: str, said: str) -> ConfigurationError:
-    return ConfigurationError(
-        f"traffic: {shorten(source)} cannot be read",
-        code=UNREADABLE,
-        needed="a file of JSON lines, or the address of a server's /metrics",
-        found=shorten(said, 200),
-        field="traffic",
-    )
 
 
 def _empty(source: str, said: str) -> ConfigurationError:
@@ -243,7 +172,7 @@ def _moment(row: Mapping[str, Any], names: tuple[str, ...]) -> float | None:
         if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1e15:
             return float(value) if value < 1e11 else value / 1000  # milliseconds since 1970
         if isinstance(value, str):
-            with contextlib.suppress(ValueError, OverflowError):
+            with contextlib.suppress(ValueError, OverflowError, OSError):
                 return datetime.fromisoformat(value).timestamp()
     return None
 
@@ -319,7 +248,7 @@ class _Metrics:
     buckets: Mapping[str, Mapping[float, float]]
 
     def value(self, name: str) -> float:
-        return max(0.0, self.values.get(name, 0.0))
+        return self.values.get(name, 0.0)
 
     def histogram(self, name: str) -> Mapping[float, float]:
         """Requests up to each edge."""
@@ -341,15 +270,19 @@ def _parse_metrics(lines: Iterable[bytes], source: str) -> _Metrics:
     try:
         for family in text_string_to_metric_families(text):
             for sample in family.samples:
-                name = sample.name.removeprefix("vllm:")
-                if name.endswith("_bucket"):
-                    edges = buckets.setdefault(name.removesuffix("_bucket"), {})
+                name, value = sample.name.removeprefix("vllm:"), float(sample.value)
+                sound = 0 <= value <= MAX_COUNT
+                if name in _BUCKETS:
                     edge = float(sample.labels["le"])
-                    edges[edge] = edges.get(edge, 0.0) + sample.value
-                else:
-                    values[name] = values.get(name, 0.0) + sample.value
-    except (ValueError, KeyError, IndexError) as error:
-        raise _unreadable(source, f"not Prometheus text: {error}") from error
+                    if not (sound and edge >= 0):
+                        # Without one bucket the next lower edge would pass for P99.
+                        raise ValueError(f"{name} of {value:g} up to {edge:g}")
+                    edges = buckets.setdefault(name.removesuffix("_bucket"), {})
+                    edges[edge] = edges.get(edge, 0.0) + value
+                elif sound:  # A gauge may say NaN for having no value.
+                    values[name] = values.get(name, 0.0) + value
+    except (ValueError, LookupError, ArithmeticError, TypeError, AttributeError, RecursionError) as error:
+        raise unreadable(source, f"not Prometheus text: {error}") from error
     return _Metrics(values, buckets)
 
 
@@ -359,7 +292,7 @@ def _bounded(lines: Iterable[bytes], source: str) -> str:
     for line in lines:
         size += len(line) + 1
         if size > MAX_METRICS_BYTES:
-            raise _unreadable(source, f"more than {MAX_METRICS_BYTES >> 20} MiB of metrics")
+            raise unreadable(source, f"more than {MAX_METRICS_BYTES >> 20} MiB of metrics")
         kept.append(line)
     return (b"\n".join(kept) + b"\n").decode("utf-8", errors="replace")
 

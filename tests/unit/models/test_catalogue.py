@@ -6,6 +6,7 @@ makers publish them, and a single wrong digit in a shape makes them differ.
 
 from __future__ import annotations
 
+import importlib
 import json
 import subprocess
 import sys
@@ -44,7 +45,7 @@ def test_there_are_enough_of_them() -> None:
     assert len({entry.hub_id for entry in ENTRIES}) == len(ENTRIES)
     assert sum(not entry.quantized for entry in ENTRIES) >= 140
     assert sum(entry.parameters is not None for entry in ENTRIES) >= 140
-    assert sum(entry.verified for entry in ENTRIES) >= 135
+    assert sum(entry.checked is not None for entry in ENTRIES) >= 135
 
 
 @pytest.mark.parametrize("name", FAMILIES_ASKED_FOR.values(), ids=FAMILIES_ASKED_FOR.keys())
@@ -70,6 +71,13 @@ def test_an_entry_is_whole(entry: catalogue.CatalogueEntry) -> None:
     for field in ("layer_types", "no_rope_layers"):
         values = _text(entry.config).get(field)
         assert values is None or len(values) == _first(entry.config, "num_hidden_layers")
+
+
+def test_an_entry_claims_no_more_than_was_compared() -> None:
+    for entry in ENTRIES:
+        compared = entry.checked is not None
+        assert ("not compared with a public copy yet; see https://" in entry.provenance) is not compared
+        assert (entry.checked or entry.source) in entry.provenance
 
 
 def _text(config: Any) -> dict[str, Any]:
@@ -160,3 +168,25 @@ def test_the_files_hold_no_field_that_is_not_read() -> None:
 def test_nothing_is_read_before_it_is_asked_for() -> None:
     code = "import sys, holdfast.models.catalogue as c; sys.exit(c._catalogue.cache_info().currsize)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+def test_families_are_imported_when_a_model_of_theirs_is_read() -> None:
+    code = (
+        "import sys, holdfast.models as m; m.known_architectures(); print([n for n in sys.modules if 'families.' in n])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], timeout=60, capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
+
+
+@pytest.mark.parametrize("family", registry.FAMILIES)
+def test_every_family_has_its_module(family: str) -> None:
+    module = importlib.import_module(f"holdfast.models.families.{family}")
+    assert family == module.FAMILY
+    assert callable(module.describe)
+
+
+def test_every_architecture_is_of_one_family() -> None:
+    for names in zip(*registry.FAMILIES.values(), strict=True):
+        flat = [name for family in names for name in family]
+        assert len(flat) == len(set(flat))
+    assert len(registry.known_architectures()) >= 60

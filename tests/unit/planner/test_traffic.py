@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
+import os
 import random
 import sys
 import threading
@@ -19,6 +21,7 @@ from hypothesis import strategies as st
 
 from holdfast.errors import ConfigurationError
 from holdfast.observability.metrics import ServingMetrics
+from holdfast.planner import traffic_source
 from holdfast.planner.overlaps import Overlaps
 from holdfast.planner.traffic import Lengths, read_traffic
 from holdfast.records import EngineStats
@@ -111,12 +114,28 @@ def test_a_log_that_tells_of_no_request(tmp_path: Path, content: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "source", ["no/such/file", "", "/", "a\0b", "http://127.0.0.1:9/metrics", "http://[bad", "http://"]
-)
+    "source",
+    ["no/such/file", "", "/", "a\0b", "http://127.0.0.1:9/metrics", "http://[bad", "http://",
+     "/dev/zero", "/dev/null"],
+)  # fmt: skip
 def test_what_cannot_be_read(source: str) -> None:
     with pytest.raises(ConfigurationError) as caught:
         read_traffic(source)
     assert (caught.value.code, caught.value.field) == ("HF160", "traffic")
+
+
+def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ConfigurationError, match="not a regular file"):
+        read_traffic(str(tmp_path / "pipe"))
+
+
+def test_a_line_without_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    with open("/dev/zero") as zeros:
+        monkeypatch.setattr(sys, "stdin", zeros)
+        with pytest.raises(ConfigurationError, match="without an end") as caught:
+            read_traffic("-")
+    assert caught.value.code == "HF160"
 
 
 def test_a_long_log_with_absurd_lines_is_read_in_little_memory(tmp_path: Path) -> None:
@@ -198,11 +217,33 @@ def scraped(prompts: list[int], outputs: list[int], running: int = 0) -> bytes:
 
 class Served(BaseHTTPRequestHandler):
     content = b""
+    gone = threading.Event()
 
     def log_message(self, format: str, *values: Any) -> None:
         pass
 
     def do_GET(self) -> None:
+        ways = {
+            "/on": "/metrics",
+            "/away": f"http://localhost:{self.server.server_address[1]}/metrics",
+            "/round": "/round",
+        }
+        if self.path in ways:
+            self.send_response(302)
+            self.send_header("Location", ways[self.path])
+            self.end_headers()
+            return
+        if self.path in ("/endless", "/packed"):
+            self.send_response(200)
+            if self.path == "/packed":
+                self.send_header("Content-Encoding", "gzip")
+            self.end_headers()
+            with contextlib.suppress(OSError):
+                while True:
+                    self.wfile.write(bytes(1 << 16))
+        if self.path == "/silent":
+            self.gone.wait()
+            return
         found = {"/metrics": self.content, "/log": b'{"prompt_tokens": 8, "completion_tokens": 1}'}.get(self.path)
         self.send_response(200 if found is not None else 404)
         self.end_headers()
@@ -212,10 +253,12 @@ class Served(BaseHTTPRequestHandler):
 @pytest.fixture
 def address() -> Iterator[str]:
     Served.content = scraped([120] * 980 + [3000] * 15 + [90_000] * 5, [40] * 1000, running=11)
+    Served.gone.clear()
     with ThreadingHTTPServer(("127.0.0.1", 0), Served) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         yield f"http://127.0.0.1:{server.server_address[1]}"
+        Served.gone.set()
         server.shutdown()
         thread.join()
 
@@ -238,6 +281,64 @@ def test_an_address_that_says_no(address: str) -> None:
     with pytest.raises(ConfigurationError, match="cannot be read") as caught:
         read_traffic(address + "/nothing")
     assert "404" in str(caught.value)
+
+
+def test_redirects_stay_with_the_server_that_was_named(address: str) -> None:
+    assert read_traffic(address + "/on")[0].requests == 1000
+
+
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [("/away", "another server"), ("/round", "sent on more"), ("/endless", "64 MiB"), ("/packed", "packed")],
+)
+def test_an_address_that_leads_astray(address: str, path: str, said: str) -> None:
+    with pytest.raises(ConfigurationError, match=said) as caught:
+        read_traffic(address + path)
+    assert caught.value.code == "HF160"
+
+
+def test_a_server_that_never_answers_is_left(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(traffic_source, "DEADLINE_S", 0.2)
+    with pytest.raises(ConfigurationError, match=r"0\.2 s|Timeout") as caught:
+        read_traffic(address + "/silent")
+    assert caught.value.code == "HF160"
+
+
+BUCKETS = """# HELP vllm:request_prompt_tokens x
+# TYPE vllm:request_prompt_tokens histogram
+vllm:request_prompt_tokens_bucket{{le="100"}} {low}
+vllm:request_prompt_tokens_bucket{{le="200"}} {high}
+vllm:request_prompt_tokens_bucket{{le="{edge}"}} {last}
+vllm:num_requests_running {gauge}
+process_start_time_seconds {gauge}
+vllm:e2e_request_latency_seconds_sum {gauge}
+"""
+STRANGE = ("NaN", "+Inf", "-Inf", "-1", "1e308")
+NUMBERS = {"low": "4", "high": "10", "edge": "+Inf", "last": "10", "gauge": "2"}
+
+
+@pytest.mark.parametrize("strange", STRANGE)
+def test_gauges_that_are_no_numbers_are_left_out(tmp_path: Path, strange: str) -> None:
+    (tmp_path / "m").write_text(BUCKETS.format(**NUMBERS | {"gauge": strange}))
+    traffic, _ = read_traffic(str(tmp_path / "m"))
+    assert (traffic.prompt_tokens, traffic.requests, traffic.concurrency) == (200, 10, 1)
+
+
+@pytest.mark.parametrize("strange", STRANGE)
+@pytest.mark.parametrize("place", ["low", "high", "last"])
+def test_histograms_that_are_no_numbers_are_refused(tmp_path: Path, strange: str, place: str) -> None:
+    (tmp_path / "m").write_text(BUCKETS.format(**NUMBERS | {place: strange}))
+    with pytest.raises(ConfigurationError) as caught:
+        read_traffic(str(tmp_path / "m"))
+    assert (caught.value.code, caught.value.fix is not None) == ("HF160", True)
+
+
+@pytest.mark.parametrize("strange", ["NaN", "-Inf", "-1", "x"])
+def test_edges_that_are_no_lengths_are_refused(tmp_path: Path, strange: str) -> None:
+    (tmp_path / "m").write_text(BUCKETS.format(**NUMBERS | {"edge": strange}))
+    with pytest.raises(ConfigurationError) as caught:
+        read_traffic(str(tmp_path / "m"))
+    assert caught.value.code == "HF160"
 
 
 def test_metrics_in_a_file_and_lengths_beyond_the_last_edge(tmp_path: Path) -> None:

@@ -39,13 +39,16 @@ class CatalogueEntry:
     parameters: int | None
     """As published; None: no exact figure is known."""
     source: str
-    """Where the maker publishes the config."""
+    """Where the maker publishes the config; it decides, and nobody asked it for this entry."""
     checked: str | None
     """A public text that gives the same figures; None: nobody compared them yet."""
 
     @property
-    def verified(self) -> bool:
-        return self.checked is not None
+    def provenance(self) -> str:
+        """What the shapes rest on, in words; no more than was done."""
+        if self.checked is None:
+            return f"not compared with a public copy yet; see {self.source}"
+        return f"compared with {self.checked}"
 
     @property
     def quantized(self) -> bool:
