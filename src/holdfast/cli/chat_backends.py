@@ -96,8 +96,11 @@ class UrlBackend:
         await self._client.aclose()
 
 
-def api_of(url: str) -> str:
-    """Where the API begins: `localhost:8000`, `http://localhost:8000/` and `http://localhost:8000/v1` are the same."""
+def api_of(url: str, *, written: str = "--url") -> str:
+    """Where the API begins: `localhost:8000`, `http://localhost:8000/` and `http://localhost:8000/v1` are the same.
+
+    `written`: as what the user gave it.
+    """
     import httpx
 
     found, reason = url.strip(), "it names no host"
@@ -114,9 +117,10 @@ def api_of(url: str) -> str:
     except (httpx.InvalidURL, ValueError) as problem:
         reason = str(problem)
     raise ConfigurationError(
-        f"--url: {shorten(url)!r} is not the address of a server",
+        f"{written}: {shorten(url)!r} is not the address of a server",
         needed="such as http://127.0.0.1:8000 or http://127.0.0.1:8000/v1",
         found=reason,
+        fix=f"{written} http://127.0.0.1:8000" if written.startswith("-") else "http://127.0.0.1:8000",
         field="url",
     )
 

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import json
 import textwrap
+from collections.abc import Iterator
 from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from holdfast.cli.output import say, say_json
+
+if TYPE_CHECKING:
+    from holdfast.observability.codes import Code
 
 HELP = "say what a code such as HF110 means, and what helps; without a code: list them all"
 EXAMPLES = """examples:
@@ -31,17 +37,18 @@ def run(arguments: argparse.Namespace) -> int:
 
     found = list(codes().values()) if arguments.code is None else [explain(arguments.code)]
     if arguments.json:
-        print(json.dumps([asdict(code) for code in found], indent=2, ensure_ascii=False))
+        say_json([asdict(code) for code in found])
     elif arguments.code is None:
-        for code in found:
-            print(f"{code.code:<6} {textwrap.shorten(code.means, _WIDTH - 7, placeholder=' ...')}")
+        say(f"{code.code:<6} {textwrap.shorten(code.means, _WIDTH - 7, placeholder=' ...')}" for code in found)
     else:
-        code = found[0]
-        print(f"{code.code}: {_KINDS[code.kind]}")
-        if code.name:
-            also = f", also a {' and a '.join(code.caught_as)}" if code.caught_as else ""
-            print(f"  class:  {code.name}{also}")
-        print(textwrap.fill(code.means, _WIDTH, initial_indent="  means:  ", subsequent_indent="          "))
-        if code.helps:
-            print(textwrap.fill(code.helps, _WIDTH, initial_indent="  helps:  ", subsequent_indent="          "))
+        say(_lines(found[0]))
     return 0
+
+
+def _lines(code: Code) -> Iterator[str]:
+    yield f"{code.code}: {_KINDS[code.kind]}"
+    if code.name:
+        also = f", also a {' and a '.join(code.caught_as)}" if code.caught_as else ""
+        yield f"  class:  {code.name}{also}"
+    yield from textwrap.wrap(code.means, _WIDTH, initial_indent="  means:  ", subsequent_indent="          ")
+    yield from textwrap.wrap(code.helps, _WIDTH, initial_indent="  helps:  ", subsequent_indent="          ")

@@ -9,7 +9,9 @@ import sys
 from collections.abc import Sequence
 
 import holdfast
+from holdfast.cli.output import UNFORESEEN_EXIT, flush, say_error, unforeseen
 from holdfast.errors import ConfigurationError, HoldfastError, RequestError
+from holdfast.units import shorten
 
 COMMANDS = {
     "serve": "serve a model over the OpenAI API",
@@ -21,6 +23,9 @@ COMMANDS = {
     "explain": "say what an error's code means",
 }
 
+READER_LEFT_EXIT = 128 + 13
+"""As a shell says of a program that was still writing when its reader left."""
+
 OVERVIEW = """examples:
   holdfast serve                             the built-in model on http://127.0.0.1:8000
   holdfast serve ./my-model --port 9000      a folder, a .gguf file or a hub id
@@ -31,7 +36,26 @@ OVERVIEW = """examples:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    given = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        return _dispatched(list(sys.argv[1:] if arguments is None else arguments))
+    except (ConfigurationError, RequestError) as error:
+        say_error(error)
+        return 2
+    except HoldfastError as error:
+        say_error(error)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        return READER_LEFT_EXIT
+    except Exception as error:
+        say_error(unforeseen(error))
+        return UNFORESEEN_EXIT
+    finally:
+        flush()
+
+
+def _dispatched(given: list[str]) -> int:
     if not given or given[0] in ("-h", "--help"):
         return _overview(sys.stdout if given else sys.stderr, 0 if given else 2)
     if given[0] in ("-V", "--version"):
@@ -49,19 +73,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         allow_abbrev=False,
     )
     module.add_arguments(parser)
-    try:
-        parsed, unknown = parser.parse_known_args(given[1:])
-        if unknown:
-            raise _unknown_argument(unknown[0], parser)
-        return int(module.run(parsed))
-    except (ConfigurationError, RequestError) as error:
-        print(f"holdfast: {error}", file=sys.stderr)
-        return 2
-    except HoldfastError as error:
-        print(f"holdfast: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return 130
+    parsed, unknown = parser.parse_known_args(given[1:])
+    if unknown:
+        raise _unknown_argument(unknown[0], parser)
+    return int(module.run(parsed))
 
 
 def _overview(stream: object, code: int) -> int:
@@ -75,7 +90,7 @@ def _unknown_argument(argument: str, parser: argparse.ArgumentParser) -> Configu
     known = [name for action in parser._actions for name in action.option_strings if "=" not in name]
     near = difflib.get_close_matches(argument.split("=")[0], known, n=1)
     return ConfigurationError(
-        f"{argument} is not understood",
+        f"{shorten(argument)} is not understood",
         fix=f"did you mean {near[0]}?" if near else f"see {parser.prog} --help",
     )
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
+
+from holdfast.cli.output import say, say_json
+from holdfast.errors import printable
 
 if TYPE_CHECKING:
     from holdfast.checkpoints.builtin import BuiltinModel
@@ -53,14 +55,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     listed = _builtins(verify=arguments.verify) + _hub(verify=arguments.verify)
     if arguments.json:
-        print(json.dumps(_document(listed), indent=2))
+        say_json(_document(listed))
     else:
-        _print_table(listed)
-        for check in (check for entry in listed for check in entry.checks):
-            print(f"{'right' if check.right else 'WRONG'}: {check.file}: {check.said}")
+        say(_table(listed), colour=True)
+        checks = (check for entry in listed for check in entry.checks)
+        say(f"{'right' if check.right else 'WRONG'}: {check.file}: {check.said}" for check in checks)
     wrong = [entry for entry in listed if entry.state == "wrong"]
     for entry in wrong:
-        print(f"{entry.name} is wrong or torn; fetch it again: holdfast pull {entry.name}", file=sys.stderr)
+        name = printable(entry.name)
+        print(f"{name} is wrong or torn; fetch it again: holdfast pull {name}", file=sys.stderr)
     return 1 if wrong else 0
 
 
@@ -159,7 +162,7 @@ def _document(listed: list[Listed]) -> dict[str, object]:
     }
 
 
-def _print_table(listed: list[Listed]) -> None:
+def _table(listed: list[Listed]) -> list[str]:
     from rich.console import Console
     from rich.table import Table
 
@@ -170,13 +173,16 @@ def _print_table(listed: list[Listed]) -> None:
     table = Table("name", "kind", "state", "size", "where", box=None, header_style="bold")
     for entry in listed:
         # A path must stay whole, so that it can be copied: rich may fold it but not cut it.
-        table.add_row(entry.name, entry.kind, entry.state, format_bytes(entry.size_bytes), entry.path)
+        name, path = printable(entry.name), printable(entry.path)
+        table.add_row(name, entry.kind, entry.state, format_bytes(entry.size_bytes), path)
     table.columns[-1].overflow = "fold"
     console = Console(highlight=False, soft_wrap=not sys.stdout.isatty(), width=None if sys.stdout.isatty() else 200)
-    console.print(table)
-    console.print()
-    console.print("Architectures that run: " + ", ".join(runnable_architectures()))
-    console.print("In GGUF files:          " + ", ".join(runnable_gguf_architectures()))
-    console.print("Stored as:              " + ", ".join(sorted(ENGINE_LAYOUTS)))
-    planned = len(known_architectures())
-    console.print(f"`holdfast plan` knows {planned} architectures; --json lists them.")
+    with console.capture() as captured:
+        console.print(table)
+        console.print()
+        console.print("Architectures that run: " + ", ".join(runnable_architectures()))
+        console.print("In GGUF files:          " + ", ".join(runnable_gguf_architectures()))
+        console.print("Stored as:              " + ", ".join(sorted(ENGINE_LAYOUTS)))
+        planned = len(known_architectures())
+        console.print(f"`holdfast plan` knows {planned} architectures; --json lists them.")
+    return captured.get().splitlines()

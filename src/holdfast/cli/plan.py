@@ -1,22 +1,24 @@
 """`holdfast plan`: what fits, before anything is downloaded or loaded. Words in, a table or JSON out; no torch.
 
-Exit codes: 0 it fits, 1 it does not, 2 the question cannot be answered (a setting, a model that is not there).
+Exit codes: 0 it fits, 1 it does not, 2 the question cannot be answered (a setting, a model that is not
+there), 70 a fault of our own.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shutil
 import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from holdfast.cli.output import UNFORESEEN_EXIT, say, say_error, say_json, unforeseen
 from holdfast.config.plan import PlanConfig
 from holdfast.config.setting import build
 from holdfast.config.sources import FLAG, add_flags
 from holdfast.errors import ConfigurationError, HoldfastError
+from holdfast.units import shorten
 
 if TYPE_CHECKING:
     from holdfast.planner.answer import Answer
@@ -37,10 +39,11 @@ EXAMPLES = """examples:
   holdfast plan qwen3-8b --gpu l4 --traffic access.log            for the P99 and the peak of real requests
   holdfast plan qwen3-8b --compare rtx4090 l40s h100-80           GPUs beside each other; models likewise
 
-exit codes: 0 fits, 1 does not fit, 2 usage
+exit codes: 0 fits, 1 does not fit, 2 usage, 70 a fault of Holdfast's own
 """
 WIDTH_WITHOUT_TERMINAL = 100
 NARROWEST = 60
+CONTRADICTION = "HF143"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -62,10 +65,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     try:
         answers = _answers(arguments)
+        _print(answers, arguments)
     except HoldfastError as error:
         _say_error(error, as_json=arguments.json)
         return 2
-    _print(answers, arguments)
+    except Exception as error:  # Python's own exit code for it would say that the model does not fit.
+        _say_error(unforeseen(error), as_json=arguments.json)
+        return UNFORESEEN_EXIT
     return 0 if all(answer.fits for answer in answers) else 1
 
 
@@ -76,7 +82,10 @@ def read_settings(arguments: argparse.Namespace) -> PlanConfig:
     positional = given.pop("model_positional", None)
     if positional is not None:
         if given.get("model") not in (None, positional):
-            raise ConfigurationError(f"two models are named: {positional} and {given['model']}", field="model")
+            raise ConfigurationError(
+                f"two models are named: {shorten(positional)} and {shorten(given['model'])}", code=CONTRADICTION,
+                fix="leave one out, or compare them: --compare", field="model",
+            )  # fmt: skip
         given["model"] = positional
     return build(PlanConfig, given, refused={}, origin=lambda name: FLAG)
 
@@ -102,7 +111,15 @@ def compared(config: PlanConfig, names: list[str]) -> list[PlanConfig]:
             return False
         return True
 
-    if all(map(is_gpu, names)):
+    known = [name for name in names if is_gpu(name)]
+    if known and len(known) < len(names):
+        other = next(name for name in names if name not in known)
+        raise ConfigurationError(
+            "--compare takes GPUs or models, not both", code=CONTRADICTION, needed="all GPUs, or all models",
+            found=f"{shorten(known[0])} is a GPU, {shorten(other)} is none", field="compare",
+            fix="holdfast plan MODEL --compare GPU GPU, or holdfast plan --gpu GPU --compare MODEL MODEL",
+        )  # fmt: skip
+    if known:
         if config.gpu is not None:
             names = [config.gpu, *names]
         configs = [replace(config, gpu=name) for name in names]
@@ -125,7 +142,7 @@ def _print(answers: list[Answer], arguments: argparse.Namespace) -> None:
     if arguments.json:
         documents = [answer.to_json() for answer in answers]
         whole: dict[str, Any] = {"compare": documents} if arguments.compare is not None else documents[0]
-        print(json.dumps(whole, indent=2, ensure_ascii=False))
+        say_json(whole)
         return
     from holdfast.planner.report import compare_lines, lines
 
@@ -134,7 +151,7 @@ def _print(answers: list[Answer], arguments: argparse.Namespace) -> None:
         said = compare_lines(answers, width=width, colour=colour)
     else:
         said = lines(answers[0], width=width, colour=colour)
-    print("\n".join(said))
+    say(said, colour=colour)
 
 
 def _terminal() -> tuple[int, bool]:
@@ -146,7 +163,7 @@ def _terminal() -> tuple[int, bool]:
 
 def _say_error(error: HoldfastError, *, as_json: bool) -> None:
     if not as_json:
-        print(f"holdfast: {error}", file=sys.stderr)
+        say_error(error)
         return
     told = {name: getattr(error, name) for name in ("code", "message", "field", "needed", "found", "fix")}
-    print(json.dumps({"error": told}, indent=2, ensure_ascii=False))
+    say_json({"error": told})

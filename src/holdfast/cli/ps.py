@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 from typing import TYPE_CHECKING, Any
+
+from holdfast.cli.output import say, say_json
 
 if TYPE_CHECKING:
     import httpx
@@ -39,14 +40,14 @@ def run(arguments: argparse.Namespace) -> int:
     from holdfast.cli.chat_backends import api_of
 
     # Addresses are all read before the first is asked.
-    addresses = [api_of(url).removesuffix("/v1/") for url in arguments.urls or [DEFAULT_URL]]
+    addresses = [api_of(url, written="URL").removesuffix("/v1/") for url in arguments.urls or [DEFAULT_URL]]
     key = os.environ.get("HOLDFAST_API_KEY")
     with httpx.Client(timeout=TIMEOUT_S, headers={"Authorization": f"Bearer {key}"} if key else {}) as client:
         found = [ask(client, address) for address in addresses]
     if arguments.json:
-        print(json.dumps(found, indent=2))
+        say_json(found)
     else:
-        print("\n".join(line for answer in found for line in lines(answer)))
+        say(line for answer in found for line in lines(answer))
     return READY if all(answer["status"] == "ready" for answer in found) else NOT_READY
 
 
@@ -89,7 +90,7 @@ def lines(answer: dict[str, Any]) -> list[str]:
         return [said, "  it says nothing of its memory"] if answer["status"] == "ready" else [said]
     try:
         ledger = msgspec.convert(memory, Ledger)
-    except msgspec.ValidationError as error:
+    except (msgspec.ValidationError, ValueError) as error:
         return [said, f"  its memory cannot be read: {error}"]
     if ledger.version != VERSION:
         return [said, f"  its memory is told in version {ledger.version}, and this program reads {VERSION}: try --json"]

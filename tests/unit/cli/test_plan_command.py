@@ -157,6 +157,7 @@ def test_models_beside_each_other(capsys: pytest.CaptureFixture[str]) -> None:
         (["--quantization", "wishful"], "HF144", "quantization"),
         (["--gpu", "voodoo2"], "HF140", "gpu"),
         (["--compare", "rtx4090"], "HF100", "compare"),
+        (["--compare", "rtx4090", "qwen3-8b"], "HF143", "compare"),
         (["--max-lora-rank", "0"], "HF100", "--max-lora-rank"),
     ],
 )
