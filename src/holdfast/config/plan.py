@@ -21,7 +21,7 @@ from holdfast.config.setting import (
     whole,
 )
 from holdfast.errors import ConfigurationError
-from holdfast.units import parse_tokens
+from holdfast.units import parse_tokens, shorten
 
 _KV_DTYPES = ("auto", "float32", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2")
 _CONTRADICTION = "HF143"
@@ -31,7 +31,10 @@ MAX_REQUESTS = 1 << 20
 def _amount(field: str, value: Any) -> str | int:
     """As it was written: who reads it knows what is too much."""
     if isinstance(value, bool) or not isinstance(value, int | str):
-        raise ConfigurationError(f"{field}: {value!r} will not do", needed="a size, such as 22GiB", field=field)
+        raise ConfigurationError(
+            f"{field}: {shorten(value)!r} will not do", needed="a size, such as 22GiB",
+            fix="write it as 22GiB, or in bytes", field=field,
+        )  # fmt: skip
     return value
 
 
@@ -108,7 +111,9 @@ class PlanConfig:
     max_loras: int | None = setting(
         None, "adapters held at the same time; implies --enable-lora", optional(whole(1, 4096))
     )
-    max_lora_rank: int = setting(16, "the largest rank of an adapter", whole(1, 4096))
+    max_lora_rank: int | None = setting(
+        None, "the largest rank of an adapter; left out: 16; needs --enable-lora", optional(whole(1, 4096))
+    )
     concurrency: int | None = setting(
         None, "requests at the same time that must fit; outranks the peak found in --traffic",
         optional(whole(1, MAX_REQUESTS)),
@@ -122,6 +127,14 @@ class PlanConfig:
     )  # fmt: skip
 
     def __post_init__(self) -> None:
+        self._check_requests()
+        if self.max_lora_rank is not None and not self.enable_lora and self.max_loras is None:
+            raise ConfigurationError(
+                "--max-lora-rank is of adapters, and there is room for none", code=_CONTRADICTION,
+                needed="--enable-lora or --max-loras beside it", fix="--enable-lora", field="max_lora_rank",
+            )  # fmt: skip
+
+    def _check_requests(self) -> None:
         if self.traffic is not None and (self.prompt is not None or self.output is not None):
             raise ConfigurationError(
                 "--traffic tells the lengths of requests, and so do --prompt and --output",
@@ -133,7 +146,7 @@ class PlanConfig:
             missing = "output" if self.output is None else "prompt"
             raise ConfigurationError(
                 "--prompt and --output go together: KV holds both", code=_CONTRADICTION, needed=f"--{missing} TOKENS",
-                field=missing,
+                fix=f"--{missing} 300", field=missing,
             )  # fmt: skip
         if self.concurrency is not None and self.traffic is None and self.prompt is None and self.max_model_len is None:
             raise ConfigurationError(
@@ -143,8 +156,9 @@ class PlanConfig:
             )  # fmt: skip
         if self.prompt == 0 and self.output == 0:
             raise ConfigurationError(
-                "--prompt and --output are both 0", needed="at least one token", field="prompt", code=_CONTRADICTION
-            )
+                "--prompt and --output are both 0", needed="at least one token", fix="--prompt 1000", field="prompt",
+                code=_CONTRADICTION,
+            )  # fmt: skip
 
     @staticmethod
     def from_arguments(**arguments: Any) -> PlanConfig:

@@ -116,6 +116,7 @@ def _checked_count(count: int, text: str) -> int:
             code=WRONG_COUNT,
             needed=f"1 to {COUNT_LIMIT:,}",
             found=str(count),
+            fix="--gpu h100-80x2",
             field="gpu",
         )
     return count

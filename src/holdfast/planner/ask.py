@@ -17,6 +17,8 @@ from holdfast.planner.question import Settings, Traffic
 from holdfast.planner.resolve import resolve_model
 from holdfast.planner.traffic import read_traffic
 
+DEFAULT_LORA_RANK = 16
+"""vLLM's."""
 ABSURD_TOKENS = 1 << 40
 """Of all requests at once; beyond it something was mistyped."""
 
@@ -72,7 +74,7 @@ def _settings(config: PlanConfig) -> Settings:
         pipeline_parallel=config.pipeline_parallel_size,
         block_tokens=config.block_size,
         max_loras=loras,
-        max_lora_rank=config.max_lora_rank,
+        max_lora_rank=config.max_lora_rank or DEFAULT_LORA_RANK,
     )
 
 
@@ -91,6 +93,7 @@ def traffic_of(config: PlanConfig) -> Stated:
         raise ConfigurationError(
             f"{stated.concurrency:,} requests of {stated.length:,} tokens are beyond any machine",
             needed=f"at most {ABSURD_TOKENS:,} tokens at once",
+            fix="fewer requests (--concurrency), or shorter ones (--prompt, --output)",
             field="concurrency",
         )
     lengths = f"{stated.concurrency:,} x {stated.length:,} tokens"

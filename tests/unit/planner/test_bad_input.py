@@ -260,6 +260,7 @@ def test_a_setting_that_does_not_exist_brings_the_nearest() -> None:
     ("settings", "code", "field"),
     [
         ({"prompt": 10}, "HF143", "output"),
+        ({"max_lora_rank": 64}, "HF143", "max_lora_rank"),
         ({"concurrency": 5}, "HF143", "concurrency"),
         ({"prompt": 0, "output": 0}, "HF143", "prompt"),
         ({"concurrency": 10**6, "prompt": 10**8, "output": 1}, "HF100", "concurrency"),
@@ -273,6 +274,49 @@ def test_a_setting_that_does_not_exist_brings_the_nearest() -> None:
 def test_settings_that_contradict_each_other(settings: dict[str, Any], code: str, field: str) -> None:
     error = refused("llama-3-8b", **settings)
     assert (error.code, error.field) == (code, field)
+    assert error.fix
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"vram": "much"}, {"ram": "-1"}, {"nvme": "0"}, {"vram": "22GiBx0"}, {"gpu": "h100-80x0"}, {"ram": 1.5}],
+)
+def test_a_wrong_size_or_number_brings_a_right_one(settings: dict[str, Any]) -> None:
+    assert refused("llama-3-8b", **settings).fix
+
+
+@pytest.mark.parametrize("settings", [{"enable_lora": True}, {"max_loras": 1}])
+def test_the_rank_of_adapters_is_counted(settings: dict[str, Any]) -> None:
+    def adapters(**more: Any) -> int:
+        found = plan("llama-3-8b", gpu="h100-80", **settings, **more).to_json()
+        held: int = found["devices"][0]["terms"]["adapters"]
+        return held
+
+    assert adapters() == adapters(max_lora_rank=16) > 0
+    assert adapters(max_lora_rank=64) == 4 * adapters()
+
+
+@pytest.mark.parametrize("kind", ["float", "int"])
+def test_scales_of_groups_are_counted_from_a_config_alone(folder: Folder, kind: str) -> None:
+    def weights(**more: Any) -> int:
+        group = {"weights": {"num_bits": 8, "type": kind, "symmetric": True, **more}}
+        quantization = {
+            "quant_method": "compressed-tensors",
+            "config_groups": {"group_0": group},
+            "ignore": ["lm_head"],
+        }
+        found: int = plan(folder(LLAMA | {"quantization_config": quantization}), gpu="rtx4090").to_json()[
+            "weights_bytes"
+        ]
+        return found
+
+    # Of each layer: q, o; k, v; gate, up; down, as [out, in].
+    matrices = 2 * [(64, 64), (64, 64), (32, 64), (32, 64), (128, 64), (128, 64), (64, 128)]
+    rows, groups = sum(out for out, _ in matrices), sum(out * -(-columns // 32) for out, columns in matrices)
+    by_channel = weights(strategy="channel")
+    assert weights(strategy="group", group_size=32) - by_channel == 2 * (groups - rows)
+    one = 4 if kind == "float" else 2
+    assert by_channel - weights(strategy="tensor") == 2 * rows - one * len(matrices)
 
 
 def test_a_quantized_model_is_not_quantized_again() -> None:
