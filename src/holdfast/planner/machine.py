@@ -65,8 +65,9 @@ def machine_of(asked: Asked, *, here: nvidia.NvidiaMachine | None = None, ram: h
 def _check(asked: Asked) -> None:
     if asked.device not in ("auto", "cpu", "cuda"):
         raise ConfigurationError(
-            f"device: {shorten(asked.device)!r} will not do", needed="auto, cpu or cuda", field="device"
-        )
+            f"device: {shorten(asked.device)!r} will not do", needed="auto, cpu or cuda", fix="--device auto",
+            field="device",
+        )  # fmt: skip
     given = "gpu" if asked.gpu is not None else "vram" if asked.vram is not None else None
     if asked.device == "cpu" and given is not None:
         raise _contradicts("--device cpu has no GPU", f"--{given}", "leave one of the two out", given)
@@ -88,6 +89,7 @@ def _size(written: str | int | None, field: str, limit_bytes: int) -> int | None
             f"{field}: {shorten(written)!r} will not do",
             needed=f"more than nothing, and at most {format_bytes(limit_bytes)}",
             found=shorten(written),
+            fix=f"--{field} 22GiB",
             field=field,
         )
     return found
@@ -102,7 +104,7 @@ def _vram(written: str | int | None) -> tuple[int | None, int | None]:
     if not 1 <= count <= gpus.COUNT_LIMIT:
         raise ConfigurationError(
             f"vram: {count} is not a number of GPUs", code=gpus.WRONG_COUNT, needed=f"1 to {gpus.COUNT_LIMIT:,}",
-            field="vram",
+            fix=f"--vram {shorten(each[1])}x2", field="vram",
         )  # fmt: skip
     return _size(each[1], "vram", VRAM_LIMIT_BYTES), count
 
@@ -125,7 +127,7 @@ def _of_catalogue(
     if sum(group.count for group in groups) > gpus.COUNT_LIMIT:
         raise ConfigurationError(
             f"gpu: {sum(group.count for group in groups):,} GPUs are too many", code=gpus.WRONG_COUNT,
-            needed=f"at most {gpus.COUNT_LIMIT:,}", field="gpu",
+            needed=f"at most {gpus.COUNT_LIMIT:,}", fix=f"--gpu {groups[0].gpu.key}x2", field="gpu",
         )  # fmt: skip
     devices = [
         _catalogue_device(index, gpu, budget)
@@ -218,15 +220,16 @@ def _cpu(ram_bytes: int | None, memory: hardware.Memory, why: str) -> tuple[Devi
 
 def _measured(index: int, gpu: nvidia.NvidiaGpu) -> Device:
     return Device(
-        index=index, name=gpu.known.key if gpu.known is not None else gpu.name, kind="gpu", total_bytes=gpu.total_bytes,
-        free_bytes=gpu.free_bytes, gpu=gpu.known, measured=True, held_by=holders(gpu), unified=gpu.unified,
+        index=index, name=gpu.known.key if gpu.known is not None else shorten(gpu.name), kind="gpu",
+        total_bytes=gpu.total_bytes, free_bytes=gpu.free_bytes, gpu=gpu.known, measured=True, held_by=holders(gpu),
+        unified=gpu.unified,
     )  # fmt: skip
 
 
 def holders(gpu: nvidia.NvidiaGpu) -> tuple[str, ...]:
     """Who holds its memory, most first."""
     shown = [
-        f"{process.name} (pid {process.pid})"
+        f"{shorten(process.name)} (pid {process.pid})"
         + (f": {format_bytes(process.nbytes)}" if process.nbytes is not None else "")
         for process in gpu.processes[:_SHOWN_PROCESSES]
     ]
@@ -239,7 +242,7 @@ def _measured_decisions(found: nvidia.NvidiaMachine) -> tuple[Decision, ...]:
     for gpu in found.gpus:
         where = "of the machine's RAM " if gpu.unified else ""
         reason = f"{format_bytes(gpu.free_bytes)} of {format_bytes(gpu.total_bytes)} {where}are free"
-        decisions.append(Decision("gpu", gpu.name, f"{reason}; driver {found.driver}", "measured"))
+        decisions.append(Decision("gpu", shorten(gpu.name), f"{reason}; driver {shorten(found.driver)}", "measured"))
     if found.reason:
         decisions.append(Decision("gpus", len(found.gpus), f"{found.reason}; {found.hidden} not seen", "environment"))
     return tuple(decisions)
