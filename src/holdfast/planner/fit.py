@@ -3,23 +3,35 @@
     budget = what the device may use          room = budget - every term but KV
     needed = KV of the sequences asked for    fits = room >= needed on every rank
 
-It tries nothing else: ways out are in ways_out.py, what to make of it in answer.py.
+A model that this engine runs on a CPU is counted by host.py, as `serve` counts it. It tries nothing else: ways out
+are in ways_out.py, what to make of it in answer.py.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 
 from holdfast.errors import ConfigurationError
+from holdfast.models import ModelSpec
 from holdfast.observability.decisions import Decision
-from holdfast.planner import footprint
 from holdfast.planner import terms as byte_terms
-from holdfast.planner.footprint import Limits, expands
+from holdfast.planner.footprint import Limits
+from holdfast.planner.host import Hosted, host, least_tokens, runs_here
 from holdfast.planner.kv import KVCost, kv_cost
-from holdfast.planner.layouts import is_quantized
 from holdfast.planner.question import KV_ELEMENT_BYTES, Device, Machine, PlannedModel, Settings, Traffic
+from holdfast.planner.same import Same
 from holdfast.planner.terms import Term
-from holdfast.planner.weights import check_parallel, parallel_sizes, rank_bytes, stage_layers, total_bytes, weights_of
+from holdfast.planner.weights import (
+    Weight,
+    check_parallel,
+    parallel_sizes,
+    rank_bytes,
+    stage_layers,
+    total_bytes,
+    weights_of,
+)
 from holdfast.units import format_bytes
 
 GPU_STEP_TOKENS, CPU_STEP_TOKENS = 8192, 512
@@ -49,11 +61,26 @@ class Rank:
     budget_bytes: int
     terms: tuple[Term, ...]
     kv: KVCost
+    null_bytes: int = 0
+    """Of the pool, and of no sequence: the page that stands for none."""
+    most_kv_bytes: int | None = None
+    """Sequences get no more of the pool, where the engine would not take all that is left; None: all of it."""
 
     @property
     def room_bytes(self) -> int:
-        """Left for the KV pool; negative when not even the rest fits."""
-        return self.budget_bytes - sum(term.nbytes for term in self.terms)
+        """For sequences in the KV pool; negative when not even the rest fits."""
+        left = self.budget_bytes - sum(term.nbytes for term in self.terms) - self.null_bytes
+        return left if self.most_kv_bytes is None else min(left, self.most_kv_bytes)
+
+    @property
+    def pool_bytes(self) -> int:
+        """Of the KV pool as it would be allocated."""
+        return max(0, self.room_bytes) + self.null_bytes
+
+    @property
+    def unused_bytes(self) -> int:
+        """Of the budget, beside terms and pool."""
+        return max(0, self.budget_bytes - sum(term.nbytes for term in self.terms) - self.pool_bytes)
 
     @property
     def uncertain_bytes(self) -> int:
@@ -83,6 +110,8 @@ class Fit:
     longest_tokens: int
     """The longest sequence that memory holds, within the model's own context."""
     decisions: tuple[Decision, ...]
+    serve_settings: Mapping[str, object] = field(default_factory=dict)
+    """What `holdfast serve` must be told beside what was asked for, so as to do this."""
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -132,12 +161,31 @@ def fit(question: Question) -> Fit:
         return _fit(question, settings.tensor_parallel, "set")
     most = max(1, len(question.machine.devices) // settings.pipeline_parallel)
     found: list[Fit] = []
-    for size in parallel_sizes(spec, most):
+    for size in _sizes(Same(spec), most):
         found.append(_fit(question, size, "planner"))
         enough = _is_stated(question) or found[-1].longest_tokens == spec.max_position
         if found[-1].fits and enough:
             return found[-1]
     return max(found, key=lambda one: (one.fits, one.longest_tokens, -one.short_bytes, -one.tensor_parallel))
+
+
+# Ways out plan the same models dozens of times: what does not depend on memory is counted once.
+
+
+@lru_cache(maxsize=64)
+def _sizes(key: Same[ModelSpec], most: int) -> tuple[int, ...]:
+    return parallel_sizes(key.held, most)
+
+
+@lru_cache(maxsize=64)
+def _weights(key: Same[PlannedModel], dtype: str) -> tuple[Weight, ...]:
+    return tuple(weights_of(key.held, dtype=dtype))
+
+
+@lru_cache(maxsize=1024)
+def _held_bytes(key: Same[PlannedModel], dtype: str, tensor_parallel: int, stage: int, stages: int) -> int:
+    weights = _weights(key, dtype)
+    return rank_bytes(weights, key.held.spec, tensor_parallel=tensor_parallel, stage=stage, stages=stages)
 
 
 def _is_stated(question: Question) -> bool:
@@ -156,11 +204,12 @@ def _fit(question: Question, tensor_parallel: int, source: str) -> Fit:
     if len(machine.devices) > 1 or tensor_parallel > 1:
         decisions.append(_parallel_decision(question, tensor_parallel, source))
     utilization = DEFAULT_UTILIZATION if settings.utilization is None else settings.utilization
-    weights = weights_of(model, dtype=dtype)
+    if machine.kind == "cpu" and runs_here(model, settings):
+        return _hosted(question, kv_dtype, utilization, limits, decisions)
     stages = settings.pipeline_parallel
     ranks = []
     for stage, layers in enumerate(stage_layers(len(spec.layers), stages)):
-        held = rank_bytes(weights, spec, tensor_parallel=tensor_parallel, stage=stage, stages=stages)
+        held = _held_bytes(Same(model), dtype, tensor_parallel, stage, stages)
         cost = kv_cost(
             spec,
             element_bytes=KV_ELEMENT_BYTES[kv_dtype],
@@ -174,16 +223,85 @@ def _fit(question: Question, tensor_parallel: int, source: str) -> Fit:
             device = machine.devices[stage * tensor_parallel + index]
             budget = device_budget(device, utilization)
             if device.kind == "cpu":
-                ranks.append(_cpu_rank(question, limits, dtype, held, cost, budget))
-                continue
-            found = byte_terms.gpu_terms(
-                spec, limits, dtype=dtype, weights_bytes=held, tensor_parallel=tensor_parallel, layers=layers,
-                last_stage=stage == stages - 1, max_loras=settings.max_loras, max_lora_rank=settings.max_lora_rank,
-            )  # fmt: skip
+                found = byte_terms.cpu_terms(
+                    spec, limits, dtype=dtype, weights_bytes=held, block_tokens=settings.block_tokens,
+                    max_loras=settings.max_loras, max_lora_rank=settings.max_lora_rank,
+                )  # fmt: skip
+            else:
+                found = byte_terms.gpu_terms(
+                    spec, limits, dtype=dtype, weights_bytes=held, tensor_parallel=tensor_parallel, layers=layers,
+                    last_stage=stage == stages - 1, max_loras=settings.max_loras, max_lora_rank=settings.max_lora_rank,
+                )  # fmt: skip
             ranks.append(Rank(device=device, stage=stage, budget_bytes=budget, terms=tuple(found), kv=cost))
     return _judge(
-        question, dtype, kv_dtype, tensor_parallel, utilization, limits, tuple(ranks), total_bytes(weights), decisions
+        question,
+        dtype,
+        kv_dtype,
+        tensor_parallel,
+        utilization,
+        limits,
+        tuple(ranks),
+        total_bytes(_weights(Same(model), dtype)),
+        decisions,
     )
+
+
+def _hosted(question: Question, kv_dtype: str, utilization: float, limits: Limits, decisions: list[Decision]) -> Fit:
+    """On a CPU, by this engine."""
+    model, settings, device = question.model, question.settings, question.machine.devices[0]
+    budget = device_budget(device, utilization)
+    found = host(model, question.machine, settings, limits, budget_bytes=budget, traffic=question.traffic)
+    sequences, tokens = _required(question, least_tokens(model, settings))
+    needed = max(sequences * found.kv.sequence_bytes(tokens), found.kv.sequence_bytes(settings.max_model_len or 0))
+    page = found.room.layout.page_bytes
+    rank = Rank(
+        device=device,
+        stage=0,
+        budget_bytes=budget,
+        terms=found.terms,
+        kv=found.kv,
+        null_bytes=page,
+        # Where it does not fit, loading may lack more than the pool does.
+        most_kv_bytes=(found.pages - 1) * page if found.fits else needed - found.short_bytes,
+    )
+    served = settings.max_model_len or (found.length if found.fits else found.longest_tokens)
+    return Fit(
+        question=question,
+        dtype=found.room.choices.dtype,
+        kv_dtype=kv_dtype,
+        tensor_parallel=1,
+        pipeline_parallel=1,
+        utilization=utilization,
+        limits=replace(limits, max_model_len=served),
+        ranks=(rank,),
+        weights_bytes=found.room.weights_bytes,
+        required_tokens=tokens,
+        required_sequences=sequences,
+        fits=found.fits,
+        short_bytes=found.short_bytes,
+        longest_tokens=found.longest_tokens,
+        decisions=(*decisions, *found.decisions, *_length_decisions(question, served, found)),
+        serve_settings=found.flags,
+    )
+
+
+def _length_decisions(question: Question, served: int, found: Hosted) -> tuple[Decision, ...]:
+    if question.settings.max_model_len is not None:
+        return ()
+    if question.traffic is not None and served < found.longest_tokens:
+        reason = f"memory holds {found.longest_tokens:,}; a shorter one leaves room for the traffic"
+        return (Decision("max_model_len", f"{served:,}", reason, "planner"),)
+    return (_length_decision(served, question.model.spec.max_position),)
+
+
+def _length_decision(served: int, allowed: int) -> Decision:
+    held = served >= allowed
+    reason = (
+        "what the model allows, and memory holds it"
+        if held
+        else f"the model allows {allowed:,}; memory holds {served:,}"
+    )
+    return Decision("max_model_len", f"{served:,}", reason, "planner")
 
 
 def _judge(
@@ -199,16 +317,12 @@ def _judge(
 ) -> Fit:
     spec, settings = question.model.spec, question.settings
     longest = min(rank.kv.longest(rank.room_bytes, spec.max_position) for rank in ranks)
-    sequences, tokens = _required(question)
+    sequences, tokens = _required(question, min(spec.max_position, USEFUL_TOKENS))
     short = max(_needed(rank, sequences, tokens, settings.max_model_len) - rank.room_bytes for rank in ranks)
     served = settings.max_model_len
     if served is None:
         served = longest
-        if longest < spec.max_position:
-            reason = f"the model allows {spec.max_position:,}; memory holds {longest:,}"
-        else:
-            reason = "what the model allows, and memory holds it"
-        decisions.append(Decision("max_model_len", f"{served:,}", reason, "planner"))
+        decisions.append(_length_decision(served, spec.max_position))
     return Fit(
         question=question,
         dtype=dtype,
@@ -228,11 +342,11 @@ def _judge(
     )
 
 
-def _required(question: Question) -> tuple[int, int]:
+def _required(question: Question, useful_tokens: int) -> tuple[int, int]:
     """Sequences that must fit side by side, and the tokens of each."""
     if question.traffic is not None:
         return question.traffic.concurrency, question.traffic.length
-    return 1, question.settings.max_model_len or min(question.model.spec.max_position, USEFUL_TOKENS)
+    return 1, question.settings.max_model_len or useful_tokens
 
 
 def _needed(rank: Rank, sequences: int, tokens: int, one_of: int | None) -> int:
@@ -315,44 +429,6 @@ def device_budget(device: Device, utilization: float) -> int:
     if device.kind == "cpu":
         return int(device.free_bytes * utilization)
     return min(int(device.total_bytes * utilization), device.free_bytes)
-
-
-def _cpu_rank(question: Question, limits: Limits, dtype: str, counted: int, cost: KVCost, budget: int) -> Rank:
-    """With weights as this engine would keep them. They are not expanded at the cost of a sequence that fits beside the
-    blocks of their file: more memory must not hold less."""
-    model, machine, settings = question.model, question.machine, question.settings
-
-    fast_blocks = dtype == "float32" and "asimddp" in machine.cpu_features
-
-    def rank(weights_bytes: int, *, expand: bool) -> Rank:
-        scratch = 0
-        if "asimd" in machine.cpu_features and model.spec.quantization is None:
-            scratch = footprint.scratch_bytes(
-                model.spec, model.canonical, limits, dtype=dtype, expand=expand, compiled=fast_blocks
-            )
-        terms = byte_terms.cpu_terms(
-            model.spec,
-            limits,
-            dtype=dtype,
-            weights_bytes=weights_bytes,
-            scratch_bytes=scratch,
-            block_tokens=settings.block_tokens,
-        )
-        return Rank(device=machine.devices[0], stage=0, budget_bytes=budget, terms=tuple(terms), kv=cost)
-
-    if model.canonical is None or not any(is_quantized(tensor.layout) for tensor in model.canonical.values()):
-        return rank(counted, expand=False)
-    expand, _ = expands(model.spec, model.canonical, dtype=dtype, fast_blocks=fast_blocks, budget_bytes=budget)
-    kept, expanded = (
-        rank(
-            footprint.weights_bytes(model.spec, model.canonical, dtype=dtype, expand=large, compiled=fast_blocks),
-            expand=large,
-        )
-        for large in (False, True)
-    )
-    longest = cost.sequence_bytes(cost.longest(kept.room_bytes, model.spec.max_position))
-    needed = max(longest, _needed(kept, *_required(question), settings.max_model_len))
-    return expanded if expand and expanded.room_bytes >= needed else kept
 
 
 def describe_budget(rank: Rank, utilization: float) -> str:

@@ -18,12 +18,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 
 from holdfast.checkpoints import StoredTensor
 from holdfast.kvcache.groups import KVLayout, form_groups
 from holdfast.models import ModelSpec
 from holdfast.planner.layouts import memory_layout
+from holdfast.planner.same import Same
 from holdfast.units import MIB, format_bytes
 
 ELEMENT_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -82,8 +84,16 @@ def weights_bytes(
     spec: ModelSpec, stored: Mapping[str, StoredTensor] | None, *, dtype: str, expand: bool, compiled: bool = False
 ) -> int:
     """`stored` by canonical name; None for dummy weights. `compiled`: products come from compiled kernels."""
-    total = 0
-    for tensor in spec.tensors:
+    return _weights_bytes(Same(spec), Same(stored), dtype, expand, compiled)
+
+
+Stored = Mapping[str, StoredTensor] | None
+
+
+@lru_cache(maxsize=64)
+def _weights_bytes(model: Same[ModelSpec], files: Same[Stored], dtype: str, expand: bool, compiled: bool) -> int:
+    total, stored = 0, files.held
+    for tensor in model.held.tensors:
         kept = None if stored is None else stored.get(tensor.name)
         if kept is None and (tensor.optional or stored is not None):
             continue
@@ -177,7 +187,23 @@ def scratch_bytes(
     compiled: bool = False,
 ) -> int:
     """The largest matrix that torch multiplies with, fused as execution fuses them; for machines where it copies."""
-    sizes: dict[str, int] = {}
+    sampled = logits_rows(spec.vocab_size, limits.max_num_seqs) >= COPIED_FROM_ROWS
+    computed = limits.max_num_batched_tokens >= COPIED_FROM_ROWS
+    return _scratch_bytes(Same(spec), Same(stored), sampled, computed, dtype, expand, compiled)
+
+
+@lru_cache(maxsize=64)
+def _scratch_bytes(
+    model: Same[ModelSpec],
+    files: Same[Stored],
+    sampled: bool,
+    computed: bool,
+    dtype: str,
+    expand: bool,
+    compiled: bool,
+) -> int:
+    """`sampled`, `computed`: whether rows that sample, and rows of a step, are enough for a copy."""
+    spec, stored, sizes = model.held, files.held, dict[str, int]()
     for tensor in spec.tensors:
         kept = None if stored is None else stored.get(tensor.name)
         as_stored = None if kept is None else kept.layout
@@ -185,10 +211,9 @@ def scratch_bytes(
         if missing or len(tensor.shape) != 2:
             continue
         where, _, part = tensor.name.rpartition(".")
-        sampled = part in ("head", "embed")
-        rows = logits_rows(spec.vocab_size, limits.max_num_seqs) if sampled else limits.max_num_batched_tokens
+        copied = sampled if part in ("head", "embed") else computed
         layout = memory_layout(tensor, as_stored, dtype=dtype, expand=expand, compiled=compiled)
-        if rows >= COPIED_FROM_ROWS and layout == dtype and (part != "embed" or spec.tied_embeddings):
+        if copied and layout == dtype and (part != "embed" or spec.tied_embeddings):
             joined = next(("+".join(names) for names in FUSED if part in names), part)
             sizes[f"{where}.{joined}"] = sizes.get(f"{where}.{joined}", 0) + prod(tensor.shape) * ELEMENT_BYTES[dtype]
     return max(sizes.values(), default=0)
@@ -196,4 +221,9 @@ def scratch_bytes(
 
 def staging_bytes(stored: Mapping[str, StoredTensor] | None) -> int:
     """The most that loading holds beside the weights in place: one tensor as stored. Dummies are made in place."""
-    return STAGING_BYTES + max((tensor.nbytes for tensor in (stored or {}).values()), default=0)
+    return STAGING_BYTES + _largest_stored(Same(stored))
+
+
+@lru_cache(maxsize=64)
+def _largest_stored(files: Same[Stored]) -> int:
+    return max((tensor.nbytes for tensor in (files.held or {}).values()), default=0)

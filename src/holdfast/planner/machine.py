@@ -201,7 +201,9 @@ def _this_machine(
     else:
         why = "as asked"
     device, decision = _cpu(ram_bytes, hardware.memory() if ram is None else ram, why)
-    return Found(Machine(devices=(device,), nvme_bytes=nvme_bytes, cpu_features=features), (decision,))
+    kernels = hardware.compiled_kernels()
+    machine = Machine(devices=(device,), nvme_bytes=nvme_bytes, cpu_features=features, compiled_kernels=kernels)
+    return Found(machine, (decision,))
 
 
 def _cpu(ram_bytes: int | None, memory: hardware.Memory, why: str) -> tuple[Device, Decision]:

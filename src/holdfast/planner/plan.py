@@ -70,9 +70,11 @@ def make_plan(
     def attempt(tried: EngineConfig) -> Plan:
         decisions: list[Decision] = []
         budget = _budget(tried, machine, decisions)
-        choices = _choices(spec, stored, tried, processor, compiled_kernels, budget, decisions)
-        room = Room.measure(spec, stored, tried, choices, budget_bytes=budget, front_bytes=front_bytes)
-        return _fill(room, machine, decisions)
+        room, chosen = measure_room(
+            spec, stored, tried, processor, compiled_kernels=compiled_kernels, budget_bytes=budget,
+            front_bytes=front_bytes,
+        )  # fmt: skip
+        return _fill(room, machine, [*decisions, *chosen])
 
     try:
         return attempt(config)
@@ -80,23 +82,52 @@ def make_plan(
         raise refusals.with_ways_out(refusal, config, spec, machine, attempt) from None
 
 
+def measure_room(
+    spec: ModelSpec,
+    stored: Mapping[str, StoredTensor] | None,
+    config: EngineConfig,
+    processor: Processor,
+    *,
+    compiled_kernels: bool,
+    budget_bytes: int,
+    front_bytes: int,
+) -> tuple[Room, list[Decision]]:
+    """What this engine would have here, and what it would choose: the one count of `serve` and of `holdfast plan`.
+
+    Weights are not expanded at the cost of context: more memory must not hold less.
+    """
+    decisions: list[Decision] = []
+    choices = _choices(spec, stored, config, processor, compiled_kernels, budget_bytes, decisions)
+    room = Room.measure(spec, stored, config, choices, budget_bytes=budget_bytes, front_bytes=front_bytes)
+    if stored is None or not choices.expand_weights or config.expand_weights != "auto":
+        return room, decisions
+    in_blocks = replace(choices, expand_weights=False)
+    kept = Room.measure(spec, stored, config, in_blocks, budget_bytes=budget_bytes, front_bytes=front_bytes)
+    if room.longest(room.most) >= kept.longest(room.most):
+        return room, decisions
+    reason = f"expanded they would leave less context: {weight_sizes(spec, stored, choices.dtype)}"
+    said = Decision("weights", "quantized", reason, "planner")
+    return kept, [said if decision.field == "weights" else decision for decision in decisions]
+
+
 def _fill(room: Room, machine: Memory, decisions: list[Decision]) -> Plan:
     """The longest context that is wanted and fits, and the pool beside it."""
-    wanted = _wanted_length(room.spec, room.config)
+    _check_length(room.spec, room.config)
+    wanted = room.most
     asked = room.config.kv_cache_memory_bytes
-    if room.loading_bytes > room.budget_bytes:
+    if 0 < room.loading_bytes - room.budget_bytes == room.short_bytes(room.least):
         raise refusals.loading_does_not_fit(room)
     if asked is not None and asked > room.left(1):
         raise refusals.pool_does_not_fit(room)
     if asked is not None and room.pool(1).blocks < 2:
         raise refusals.pool_holds_no_block(room)
     length = room.longest(wanted)
-    if length == 0:
+    if length == 0 or (length < room.least and room.config.max_model_len is None):
         raise refusals.nothing_fits(room)
-    if length < wanted and room.config.max_model_len is not None:
+    if length < room.least:
         raise refusals.length_does_not_fit(room, wanted, length)
     pool, page = room.pool(length), room.layout.page_bytes
-    decisions.append(_pool_decision(pool, page))
+    decisions.append(pool_decision(pool, page))
     if length < wanted:
         reason = f"the model allows {wanted:,}; memory holds {length:,}"
         decisions.append(Decision("max_model_len", f"{length:,}", reason, "planner"))
@@ -121,7 +152,7 @@ def _fill(room: Room, machine: Memory, decisions: list[Decision]) -> Plan:
     )
 
 
-def _pool_decision(pool: Pool, page: int) -> Decision:
+def pool_decision(pool: Pool, page: int) -> Decision:
     value = f"{format_bytes(pool.blocks * page)} ({pool.blocks - 1:,} blocks and the null page)"
     return Decision("kv_pool", value, pool.reason, pool.source)
 
@@ -212,10 +243,8 @@ def _compiled_attention(config: EngineConfig, compiled: bool, decisions: list[De
     return config.attention_backend == "compiled"
 
 
-def _wanted_length(spec: ModelSpec, config: EngineConfig) -> int:
-    if config.max_model_len is None:
-        return spec.max_position
-    if config.max_model_len > spec.max_position:
+def _check_length(spec: ModelSpec, config: EngineConfig) -> None:
+    if config.max_model_len is not None and config.max_model_len > spec.max_position:
         raise ConfigurationError(
             f"max_model_len is {config.max_model_len:,}, but the model was made for {spec.max_position:,} tokens",
             code="HF111",
@@ -224,7 +253,6 @@ def _wanted_length(spec: ModelSpec, config: EngineConfig) -> int:
             fix=f"--max-model-len {spec.max_position}, or leave it out",
             field="max_model_len",
         )
-    return config.max_model_len
 
 
 def settle_pool(plan: Plan, available_bytes: int, measured: Mapping[str, int] | None = None) -> Plan:

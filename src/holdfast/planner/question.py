@@ -27,6 +27,8 @@ class PlannedModel:
     published_parameters: int | None = None
     derived: bool = False
     """`stored` was worked out from shapes, as a quantizer would write it; no file was read."""
+    made_as: str | None = None
+    """Planned as if it were quantized so (awq, nf4, Q4_K_M), and not known to be stored so anywhere."""
 
     @property
     def exact(self) -> bool:
@@ -61,6 +63,8 @@ class Machine:
     """Free RAM beside the devices; None: not known."""
     nvme_bytes: int | None = None
     cpu_features: frozenset[str] = frozenset()
+    compiled_kernels: bool = False
+    """This installation has them, and the CPU can run them."""
 
     @property
     def kind(self) -> DeviceKind:

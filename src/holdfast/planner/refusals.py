@@ -14,7 +14,7 @@ from holdfast.errors import DoesNotFitError, HoldfastError
 from holdfast.hardware import Memory
 from holdfast.models import ModelSpec
 from holdfast.planner.footprint import BOOK_BYTES
-from holdfast.planner.room import Room
+from holdfast.planner.room import LEAST_TOKENS, RAM_STEP_BYTES, Room
 from holdfast.units import MIB, format_bytes
 
 if TYPE_CHECKING:
@@ -24,9 +24,6 @@ Attempt = Callable[[EngineConfig], "Plan"]
 """Plans with other settings, or raises."""
 
 MOST_WAYS_OUT = 3
-RAM_STEP_BYTES = 64 * MIB
-USABLE_LENGTH = 512
-"""A shorter context than this is no way out for anybody."""
 
 
 def spell(terms: Mapping[str, int]) -> str:
@@ -56,11 +53,11 @@ def loading_does_not_fit(room: Room) -> DoesNotFitError:
 
 
 def nothing_fits(room: Room) -> DoesNotFitError:
-    least = room.one_sequence(1) * (room.layout.page_bytes + BOOK_BYTES)
+    least = room.one_sequence(room.least) * (room.layout.page_bytes + BOOK_BYTES)
     return DoesNotFitError(
         "the model does not fit in memory",
-        needed=f"{spell(room.terms(1))}, and at least {format_bytes(least)} for KV",
-        found=f"{format_bytes(room.budget_bytes)} of budget: {format_bytes(room.short_bytes(1))} short",
+        needed=f"{spell(room.terms(room.least))}, and {format_bytes(least)} for the KV of {room.least:,} tokens",
+        found=f"{format_bytes(room.budget_bytes)} of budget: {format_bytes(room.short_bytes(room.least))} short",
         fix="free memory, or take a smaller or a quantized model",
     )
 
@@ -88,14 +85,13 @@ def pool_holds_no_block(room: Room) -> DoesNotFitError:
 
 
 def length_does_not_fit(room: Room, wanted: int, longest: int) -> DoesNotFitError:
-    page = room.layout.page_bytes
-    needed = room.one_sequence(wanted) * page
-    held = room.pool(wanted).blocks * page
+    needed, short = room.one_sequence(wanted) * room.layout.page_bytes, room.short_bytes(wanted)
+    shorter = f"--max-model-len {longest}" if longest >= LEAST_TOKENS else None
     return DoesNotFitError(
         f"one sequence of {wanted:,} tokens does not fit in the KV pool",
         needed=f"{format_bytes(needed)} for max_model_len {wanted:,}",
-        found=f"{format_bytes(held)}: {format_bytes(needed - held)} short",
-        fix=f"--max-model-len {longest}",
+        found=f"{format_bytes(max(0, needed - short))}: {format_bytes(short)} short",
+        fix=shorter or f"free {format_bytes(short)} of memory: it holds {longest:,} tokens, which is of little use",
         field="max_model_len",
     )
 
@@ -122,11 +118,11 @@ def with_ways_out(
             plan = attempt(changed)
         except HoldfastError:
             continue
-        if plan.limits.max_model_len >= min(USABLE_LENGTH, spec.max_position):
+        if plan.limits.max_model_len >= min(LEAST_TOKENS, config.max_model_len or spec.max_position):
             found.append(flag)
         if len(found) == MOST_WAYS_OUT:
             break
-    own = refusal.fix if refusal.field is not None else None
+    own = refusal.fix if refusal.field is not None and str(refusal.fix).startswith("--") else None
     texts = ([own] if own else []) + [flag for flag in found if not (own or "").startswith(flag.split()[0])]
     return DoesNotFitError(
         refusal.message,

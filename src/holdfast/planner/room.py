@@ -16,7 +16,13 @@ from holdfast.kvcache.groups import KVLayout
 from holdfast.models import ModelSpec
 from holdfast.planner import footprint
 from holdfast.planner.footprint import BOOK_BYTES, Limits
-from holdfast.units import GIB
+from holdfast.units import GIB, MIB
+
+LEAST_TOKENS = 512
+"""A shorter context is of use to nobody: it is neither served unasked nor advised."""
+
+RAM_STEP_BYTES = 64 * MIB
+"""Budgets are advised in whole steps of this."""
 
 DEFAULT_KV_BYTES = 4 * GIB
 """RAM is shared with everything else on the machine, so the pool does not take all of it unasked."""
@@ -57,6 +63,8 @@ class Room:
     layout: KVLayout
     weights_bytes: int
     scratch_bytes: int
+    loading_bytes: int
+    """At the peak of loading, before any of the terms of a step."""
 
     @staticmethod
     def measure(
@@ -83,13 +91,21 @@ class Room:
             layout=footprint.kv_layout(spec, block_tokens=config.block_size, kv_dtype=choices.kv_dtype),
             weights_bytes=weights,
             scratch_bytes=scratch if choices.copies_matrices else 0,
+            loading_bytes=front_bytes + footprint.FRAMEWORK_BYTES + weights + footprint.staging_bytes(stored),
         )
 
     @property
-    def loading_bytes(self) -> int:
-        """At the peak of loading, before any of the terms of a step."""
-        held = self.front_bytes + footprint.FRAMEWORK_BYTES + self.weights_bytes
-        return held + footprint.staging_bytes(self.stored)
+    def most(self) -> int:
+        """The longest context that is wanted."""
+        asked = self.config.max_model_len
+        return self.spec.max_position if asked is None else asked
+
+    @property
+    def least(self) -> int:
+        """The shortest that is an answer: the one that was asked for, or of some use; any where the pool was set."""
+        if self.config.max_model_len is not None:
+            return self.config.max_model_len
+        return 1 if self.config.kv_cache_memory_bytes is not None else min(LEAST_TOKENS, self.spec.max_position)
 
     def limits(self, length: int) -> Limits:
         return _limits(self.config, length)
@@ -134,27 +150,39 @@ class Room:
             wanted, reason, cut = most_useful, f"{config.max_num_seqs} sequences of full length need no more", False
         return Pool(wanted, reason, "planner", cut)
 
-    def fits(self, length: int) -> bool:
-        blocks = self.pool(length).blocks
-        enough = blocks >= self.one_sequence(length)
-        return enough and blocks * (self.layout.page_bytes + BOOK_BYTES) <= self.left(length)
+    def pages(self, length: int, blocks: int = 0) -> int:
+        """That the pool must have: for one sequence of full length, and for so many blocks of sequences side by side;
+        the null page included."""
+        return max(self.one_sequence(length), 1 + blocks)
 
-    def longest(self, most: int) -> int:
-        """The longest context up to `most` that fits; 0: none does."""
-        if self.fits(most):
+    def fits(self, length: int, blocks: int = 0) -> bool:
+        if self.loading_bytes > self.budget_bytes:
+            return False
+        pages = self.pool(length).blocks
+        enough = pages >= self.pages(length, blocks)
+        return enough and pages * (self.layout.page_bytes + BOOK_BYTES) <= self.left(length)
+
+    def longest(self, most: int, *, least: int = 1, blocks: int = 0) -> int:
+        """The longest context from `least` to `most` that fits beside so many blocks; 0: none does."""
+        if self.fits(most, blocks):
             return most
-        low, high = 0, most - 1
+        if least > most or not self.fits(least, blocks):
+            return 0
+        low, high = least, most - 1
         while low < high:
             middle = (low + high + 1) // 2
-            if self.fits(middle):
+            if self.fits(middle, blocks):
                 low = middle
             else:
                 high = middle - 1
         return low
 
-    def short_bytes(self, length: int) -> int:
-        """What the budget lacks for one sequence of this length."""
-        return self.one_sequence(length) * (self.layout.page_bytes + BOOK_BYTES) - self.left(length)
+    def short_bytes(self, length: int, blocks: int = 0) -> int:
+        """What is lacking for loading, and for one sequence of this length beside so many blocks: of the budget, or of
+        the pool where its size was set. Nothing or less: it fits."""
+        page, pages, asked = self.layout.page_bytes, self.pages(length, blocks), self.config.kv_cache_memory_bytes
+        short = max(self.loading_bytes - self.budget_bytes, pages * (page + BOOK_BYTES) - self.left(length))
+        return short if asked is None else max(short, pages * page - asked // page * page)
 
     def _most_pool_tokens(self) -> int:
         """No pool will hold more: a bound that does not depend on the length."""

@@ -1,22 +1,24 @@
 """The byte terms of one rank beside its KV pool, by name, for a GPU or a CPU. Estimates carry how far off they may be.
 
     context      driver, CUDA context and libraries      framework    interpreter, torch and its libraries (CPU)
-    front        the process in front of it (CPU)        scratch      torch's copy of a matrix (CPU, Arm)
-    weights      as they lie in memory                   activations  the widest live set of the largest step
-    logits       rows that sample x vocabulary           buffers      token ids, block tables
-    graphs       captured CUDA graphs                    adapters     LoRA slots
+    front        the process in front of it (CPU)        weights      as they lie in memory
+    activations  the widest live set of the largest step logits       rows that sample x vocabulary
+    buffers      token ids, block tables                 graphs       captured CUDA graphs
+    adapters     LoRA slots
 
-Decides nothing, and knows no budget.
+What this engine itself would run on a CPU is counted in room.py. Decides nothing, and knows no budget.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from holdfast.models import LayerSpec, ModelSpec
 from holdfast.planner import footprint
 from holdfast.planner.footprint import Limits
+from holdfast.planner.same import Same
 from holdfast.planner.weights import DTYPE_BYTES
 from holdfast.units import GIB, MIB
 
@@ -72,8 +74,13 @@ def gpu_terms(
 
 
 def activations_bytes(spec: ModelSpec, limits: Limits, dtype: str, ranks: int, layers: Sequence[int]) -> int:
-    widest = max(_live_columns(spec, spec.layers[layer], ranks) for layer in layers)
+    widest = _widest(Same(spec), ranks, tuple(layers))
     return limits.max_num_batched_tokens * widest * DTYPE_BYTES[dtype] + GPU_WORKSPACE_BYTES
+
+
+@lru_cache(maxsize=256)
+def _widest(key: Same[ModelSpec], ranks: int, layers: tuple[int, ...]) -> int:
+    return max(_live_columns(key.held, key.held.layers[layer], ranks) for layer in layers)
 
 
 def _live_columns(spec: ModelSpec, layer: LayerSpec, ranks: int) -> int:
@@ -110,17 +117,26 @@ def adapters_bytes(
 
 
 def cpu_terms(
-    spec: ModelSpec, limits: Limits, *, dtype: str, weights_bytes: int, scratch_bytes: int, block_tokens: int
+    spec: ModelSpec,
+    limits: Limits,
+    *,
+    dtype: str,
+    weights_bytes: int,
+    block_tokens: int,
+    max_loras: int = 0,
+    max_lora_rank: int = 16,
 ) -> list[Term]:
-    """Of a server: both its processes."""
+    """Of a server of a model that this engine does not run: both its processes, with torch's own attention."""
     layout = footprint.kv_layout(spec, block_tokens=block_tokens, kv_dtype=dtype)
     terms = [
         Term("front", footprint.FRONT_BYTES, 0.25),
         Term("framework", footprint.FRAMEWORK_BYTES, 0.25),
         Term("weights", weights_bytes),
-        Term("scratch", scratch_bytes),
         Term("activations", footprint.activations_bytes(spec, limits, dtype=dtype), 0.25),
         Term("logits", footprint.logits_bytes(spec, limits)),
         Term("buffers", footprint.buffers_bytes(layout, limits)),
     ]
+    if max_loras:
+        every = range(len(spec.layers))
+        terms.append(Term("adapters", adapters_bytes(spec, dtype, every, max_loras, max_lora_rank, 1)))
     return [term for term in terms if term.nbytes]

@@ -1,0 +1,178 @@
+"""What a model costs this engine on a CPU: the very count that `serve` makes, asked for a machine that may be another.
+
+    settings ─► the config that serve would have ─► measure_room ─► terms, pool and context
+
+Only for models that this engine runs; `fit` counts the others in general terms. Refuses nothing: says what is short.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+
+from holdfast.checkpoints import LAYOUTS, StoredTensor
+from holdfast.config import EngineConfig
+from holdfast.hardware import Processor
+from holdfast.models import ModelSpec
+from holdfast.observability.decisions import Decision
+from holdfast.planner.footprint import BOOK_BYTES, ELEMENT_BYTES, FRONT_BYTES, Limits
+from holdfast.planner.kv import KVCost
+from holdfast.planner.plan import measure_room, pool_decision
+from holdfast.planner.question import Machine, PlannedModel, Settings, Traffic
+from holdfast.planner.room import DEFAULT_KV_BYTES, LEAST_TOKENS, Room
+from holdfast.planner.same import Same
+from holdfast.planner.terms import Term
+
+_STORED_AS: Mapping[str, str] = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+_UNCERTAINTY: Mapping[str, float] = {"front": 0.25, "framework": 0.25, "activations": 0.25}
+"""Of what is measured or estimated; the rest is counted."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hosted:
+    room: Room
+    length: int
+    """The context that would be served; where nothing fits, the shortest that would do."""
+    blocks: int
+    """Of the traffic's sequences side by side; 0: there is none."""
+    longest_tokens: int
+    """The longest context that memory holds, whatever was asked for."""
+    short_bytes: int
+    """0: it fits."""
+    flags: Mapping[str, object]
+    """Settings that serve needs so as to do this, beside those that were asked for."""
+    decisions: tuple[Decision, ...]
+
+    @property
+    def fits(self) -> bool:
+        return self.short_bytes == 0
+
+    @property
+    def pages(self) -> int:
+        """Of the pool that would be there, or of the least that would do."""
+        return self.room.pool(self.length).blocks if self.fits else self.room.pages(self.length, self.blocks)
+
+    @property
+    def terms(self) -> tuple[Term, ...]:
+        """All but the pool; the books of its blocks are among the buffers."""
+        counted = self.room.terms(self.length)
+        counted["buffers"] += self.pages * BOOK_BYTES
+        return tuple(Term(name, size, _UNCERTAINTY.get(name, 0.0)) for name, size in counted.items())
+
+    @property
+    def kv(self) -> KVCost:
+        """In whole pages, as the pool gives them out: a group may leave places of its pages empty."""
+        layout, windows = self.room.layout, dict[int, int]()
+        each = layout.page_bytes // layout.block_tokens
+        for group in layout.groups:
+            if group.window is not None:
+                windows[group.window] = windows.get(group.window, 0) + each
+        return KVCost(
+            growing_bytes=each * sum(group.window is None for group in layout.groups),
+            windows=tuple(sorted(windows.items())),
+            fixed_bytes=0,
+            block_tokens=layout.block_tokens,
+            step_tokens=self.room.config.max_num_batched_tokens,
+        )
+
+
+def runs_here(model: PlannedModel, settings: Settings) -> bool:
+    """Whether `serve` would take it: what it cannot read or keep has no count of its own."""
+    spec = model.spec
+    known = model.canonical is not None or model.stored is None or model.derived
+    kept = settings.kv_cache_dtype == "auto" or settings.kv_cache_dtype in ELEMENT_BYTES
+    return spec.runnable and spec.quantization is None and known and kept and not settings.max_loras
+
+
+def least_tokens(model: PlannedModel, settings: Settings) -> int:
+    """The shortest context that is an answer."""
+    return settings.max_model_len or min(LEAST_TOKENS, model.spec.max_position)
+
+
+def host(
+    model: PlannedModel,
+    machine: Machine,
+    settings: Settings,
+    limits: Limits,
+    *,
+    budget_bytes: int,
+    traffic: Traffic | None = None,
+) -> Hosted:
+    """`limits`: of sequences and steps. Traffic has the pool that it needs, and a context that leaves room for it."""
+    config = EngineConfig(
+        dtype=settings.dtype,
+        kv_cache_dtype=settings.kv_cache_dtype,
+        max_model_len=settings.max_model_len,
+        max_num_seqs=limits.max_num_seqs,
+        max_num_batched_tokens=limits.max_num_batched_tokens,
+        ram=None if machine.devices[0].budget_bytes is None else budget_bytes,
+        block_size=settings.block_tokens,
+    )
+    found = _attempt(model, machine, config, budget_bytes, traffic)
+    if traffic is None or found.fits or not found.room.choices.expand_weights:
+        return found
+    in_blocks = _attempt(model, machine, replace(config, expand_weights="never"), budget_bytes, traffic)
+    return replace(in_blocks, flags={**in_blocks.flags, "expand_weights": "never"})
+
+
+def _attempt(
+    model: PlannedModel, machine: Machine, config: EngineConfig, budget_bytes: int, traffic: Traffic | None
+) -> Hosted:
+    spec = model.spec
+    processor = Processor(model="", cores=1, features=machine.cpu_features)
+    room, decisions = measure_room(
+        spec, _stored(model), config, processor, compiled_kernels=machine.compiled_kernels, budget_bytes=budget_bytes,
+        front_bytes=FRONT_BYTES,
+    )  # fmt: skip
+    longest, least, most = room.longest(spec.max_position), room.least, room.most
+    blocks, flags = 0, dict[str, object]()
+    if traffic is not None:
+        blocks = traffic.concurrency * room.layout.peak_blocks(traffic.length, config.max_num_batched_tokens)
+        least = config.max_model_len or min(spec.max_position, traffic.length)
+        room, flags = _with_pool(room, traffic, blocks)
+    length = room.longest(most, least=least, blocks=blocks)
+    if length:
+        decisions.append(pool_decision(room.pool(length), room.layout.page_bytes))
+    return Hosted(
+        room=room,
+        length=length or least,
+        blocks=blocks,
+        longest_tokens=longest,
+        short_bytes=0 if length else max(1, room.short_bytes(least, blocks)),
+        flags=flags,
+        decisions=tuple(decisions),
+    )
+
+
+def _with_pool(room: Room, traffic: Traffic, blocks: int) -> tuple[Room, dict[str, object]]:
+    """With the pool's size set where serve would otherwise take a smaller one than this traffic needs."""
+    page, config = room.layout.page_bytes, room.config
+    by_default = config.ram is None and (1 + blocks) * page > DEFAULT_KV_BYTES
+    if not by_default and traffic.concurrency <= config.max_num_seqs:
+        return room, {}
+    needed = (1 + blocks) * page
+    return replace(room, config=replace(config, kv_cache_memory_bytes=needed)), {"kv_cache_memory_bytes": needed}
+
+
+def _stored(model: PlannedModel) -> Mapping[str, StoredTensor] | None:
+    """As the file is, or will be when it is fetched. None: a config without weights, which only dummies fill."""
+    if model.canonical is not None:
+        return model.canonical
+    if model.stored is not None:
+        return model.stored
+    return _published(Same(model.spec)) if model.origin in ("catalogue", "builtin") else None
+
+
+@lru_cache(maxsize=16)
+def _published(key: Same[ModelSpec]) -> Mapping[str, StoredTensor]:
+    """Plain weights in the dtype that the model is published in."""
+    layout = _STORED_AS[key.held.stored_dtype]
+    return {
+        tensor.name: StoredTensor(
+            tensor.name, tensor.shape, layout, Path(), 0, LAYOUTS[layout].bytes_for(tensor.shape) or 0
+        )
+        for tensor in key.held.tensors
+        if not tensor.optional
+    }

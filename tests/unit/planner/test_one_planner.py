@@ -1,0 +1,156 @@
+"""`holdfast plan` and `holdfast serve` are one planner on a CPU: the same terms, pool, context and refusals."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from holdfast.checkpoints import LAYOUTS, StoredTensor
+from holdfast.config import EngineConfig
+from holdfast.errors import DoesNotFitError
+from holdfast.hardware import Memory, Processor
+from holdfast.models import ModelSpec, from_config
+from holdfast.planner import Plan, make_plan
+from holdfast.planner.fit import Fit, Question, fit
+from holdfast.planner.footprint import FRONT_BYTES
+from holdfast.planner.question import Device, Machine, PlannedModel, Settings, Traffic
+from holdfast.units import GIB, MIB, format_bytes
+
+FREE_BYTES = 21 * GIB
+ARM = frozenset({"asimd", "asimddp"})
+PROCESSORS = [(ARM, True), (ARM, False), (frozenset({"avx2"}), True), (frozenset({"amx_bf16"}), True)]
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 49152, "hidden_size": 576,
+    "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3,
+    "max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "rope_theta": 100000.0, "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16", "bos_token_id": 1, "eos_token_id": 2, "hidden_act": "silu",
+}  # fmt: skip
+"""SmolLM2-135M's."""
+
+
+def stored_as(spec: ModelSpec, layout: str, tmp_path: Any) -> dict[str, StoredTensor]:
+    """Matrices so, vectors in float32, as GGUF files and folders of safetensors have them."""
+    found = {}
+    for tensor in spec.tensors:
+        kind = layout if len(tensor.shape) == 2 else "F32" if LAYOUTS[layout].block_elements > 1 else layout
+        size = LAYOUTS[kind].bytes_for(tensor.shape) or 0
+        found[tensor.name] = StoredTensor(tensor.name, tensor.shape, kind, tmp_path, 0, size)
+    return found
+
+
+@pytest.fixture(scope="module", params=["Q4_1", "BF16"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> PlannedModel:
+    """The built-in model's GGUF, and a folder of safetensors."""
+    spec = from_config(CONFIG)
+    stored = stored_as(spec, request.param, tmp_path_factory.mktemp("model"))
+    kind = "gguf" if request.param == "Q4_1" else "safetensors"
+    return PlannedModel(name="m", spec=spec, origin="folder", stored=stored, canonical=stored, format=kind)
+
+
+def planned(
+    model: PlannedModel, features: frozenset[str], kernels: bool, traffic: Traffic | None = None, **settings: Any
+) -> Fit:
+    ram = settings.pop("ram", None)
+    device = Device(
+        index=0, name="cpu", kind="cpu", total_bytes=ram or FREE_BYTES, free_bytes=ram or FREE_BYTES, budget_bytes=ram
+    )
+    machine = Machine(devices=(device,), cpu_features=features, compiled_kernels=kernels)
+    return fit(Question(model=model, machine=machine, settings=Settings(**settings), traffic=traffic))
+
+
+def served(model: PlannedModel, features: frozenset[str], kernels: bool, **settings: Any) -> Plan:
+    memory = Memory(total_bytes=FREE_BYTES, available_bytes=FREE_BYTES, limited_by="machine")
+    processor = Processor(model="", cores=2, features=features)
+    config = EngineConfig.from_arguments(**settings)
+    return make_plan(
+        model.spec, model.canonical, config, memory, processor, compiled_kernels=kernels, front_bytes=FRONT_BYTES
+    )
+
+
+def assert_same(found: Fit, plan: Plan) -> None:
+    (rank,) = found.ranks
+    assert found.fits
+    assert rank.budget_bytes == plan.budget_bytes
+    assert {**{term.name: term.nbytes for term in rank.terms}, "kv_pool": rank.pool_bytes} == dict(plan.terms)
+    assert found.limits == plan.limits
+    assert found.kv_tokens == (plan.blocks - 1) * plan.layout.block_tokens
+    assert (found.dtype, found.kv_dtype) == (plan.dtype, plan.kv_dtype)
+    assert found.weights_bytes == plan.terms["weights"]
+    assert rank.unused_bytes == plan.budget_bytes - sum(plan.terms.values())
+
+
+SETTINGS: list[dict[str, Any]] = [
+    {},
+    {"max_model_len": 2048},
+    {"max_model_len": 300, "max_num_seqs": 1},
+    {"max_num_seqs": 4, "max_num_batched_tokens": 64},
+    {"dtype": "bfloat16"},
+    {"dtype": "float32", "kv_cache_dtype": "float16"},
+]
+
+
+@pytest.mark.parametrize(("features", "kernels"), PROCESSORS)
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_plan_and_serve_give_the_same_numbers(
+    model: PlannedModel, features: frozenset[str], kernels: bool, settings: dict[str, Any]
+) -> None:
+    for ram in (None, 300 * MIB, 640 * MIB, 700 * MIB, GIB, 2 * GIB, 6 * GIB):
+        asked = settings if ram is None else {**settings, "ram": ram}
+        found = planned(model, features, kernels, **asked)
+        if found.fits:
+            assert_same(found, served(model, features, kernels, **asked))
+            continue
+        with pytest.raises(DoesNotFitError, match="fit") as refused:
+            served(model, features, kernels, **asked)
+        assert f": {format_bytes(found.short_bytes)} short" in str(refused.value.found)
+        advised = re.search(r"--max-model-len (\d+)", str(refused.value.fix))
+        assert advised is None or int(advised[1]) == found.longest_tokens
+
+
+def test_the_cases_that_differed(model: PlannedModel) -> None:
+    """Of the built-in model on Arm: contexts, pools and shortages of plan and serve were two sets of numbers."""
+    if model.format != "gguf":
+        return
+    assert planned(model, ARM, True, ram=GIB).limits.max_model_len == 8192
+    assert planned(model, ARM, True).ranks[0].pool_bytes <= 4 * GIB
+    assert planned(model, ARM, True, ram=720 * MIB).fits
+
+
+def test_a_context_that_is_of_use_to_nobody_is_neither_served_nor_advised(model: PlannedModel) -> None:
+    least = planned(model, ARM, True, ram=300 * MIB)
+    enough = 300 * MIB + least.short_bytes + 2 * MIB
+    assert planned(model, ARM, True, ram=enough).limits.max_model_len >= 512
+    tight = enough - 8 * MIB
+    with pytest.raises(DoesNotFitError, match="short") as unset:
+        served(model, ARM, True, ram=tight)
+    assert "--ram" in str(unset.value.fix)
+    with pytest.raises(DoesNotFitError, match="short") as asked:
+        served(model, ARM, True, ram=tight, max_model_len=4096)
+    assert not re.search(r"--max-model-len \d", str(asked.value.fix))
+    assert "--ram" in str(asked.value.fix)
+    assert served(model, ARM, True, ram=tight, max_model_len=64).limits.max_model_len == 64
+
+
+@pytest.mark.parametrize("ram", [None, 3 * GIB])
+def test_traffic_is_served_with_the_settings_that_the_plan_names(model: PlannedModel, ram: int | None) -> None:
+    """The default pool is 4 GiB: more must be said."""
+    asked = {} if ram is None else {"ram": ram}
+    for concurrency, length in ((4, 2000), (64, 3000), (64, 500)):
+        traffic = Traffic(concurrency=concurrency, prompt_tokens=length, output_tokens=0)
+        found = planned(model, ARM, True, traffic, **asked)
+        assert found.fits == (ram is None or concurrency * length < 40_000)
+        if found.fits:
+            limits = {"max_model_len": found.limits.max_model_len, "max_num_seqs": found.limits.max_num_seqs}
+            assert_same(found, served(model, ARM, True, **asked, **limits, **found.serve_settings))
+            assert found.concurrency(length) >= concurrency
+
+
+def test_weights_are_not_expanded_at_the_cost_of_context(model: PlannedModel) -> None:
+    """Around the budget from which there is room to spare, in serve as in plan."""
+    long = replace(model, spec=replace(model.spec, max_position=1 << 20))
+    features = frozenset({"avx2"})
+    lengths = [served(long, features, False, ram=size * MIB).limits.max_model_len for size in range(1900, 2500, 40)]
+    assert lengths == sorted(lengths)
