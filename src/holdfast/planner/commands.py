@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from holdfast.config.engine import REFUSED, EngineConfig
 from holdfast.config.setting import Origin, build
 from holdfast.errors import ConfigurationError
-from holdfast.models import catalogue
 from holdfast.planner import vllm_sizing
 from holdfast.planner.fit import DEFAULT_UTILIZATION, Fit
-from holdfast.planner.question import PlannedModel
+from holdfast.planner.question import Device
+from holdfast.planner.sources import Source, holdfast_source, llama_source, torch_source
 from holdfast.planner.vllm_sizing import Terms, Vllm, parse_vllm
-from holdfast.units import GIB, format_bytes
+from holdfast.units import GIB, MIB, format_bytes
 
 ENGINES = ("holdfast", "vllm", "sglang", "llama.cpp")
 UNKNOWN_ENGINE = "HF146"
@@ -29,8 +29,8 @@ LLAMA_MOST_SLOTS = 64
 SGLANG_LEAST_FRACTION, SGLANG_MOST_FRACTION = 0.05, 0.95
 ROUNDING = 1e-4
 """Of a hundredth: a budget in whole bytes is a little less than its share."""
-MADE_BY_VLLM = ("fp8", "bitsandbytes")
-"""Quantizations that it makes itself while it loads an unquantized checkpoint."""
+VLLM_POOL_IN_BYTES = (0, 11)
+"""Since then the KV pool can be set in bytes."""
 NON_TORCH_BYTES = int(0.22 * GIB)
 """What vLLM 0.26 printed for it on an H200, without tensor parallelism; 0.3 GiB with it."""
 
@@ -40,7 +40,7 @@ class Command:
     engine: str
     text: str
     available: bool = True
-    """False: this version of the engine does not take it; the notes say why."""
+    """False: this version of the engine does not take it, or something has to be made first; the notes say what."""
     notes: tuple[str, ...] = ()
 
 
@@ -56,6 +56,7 @@ def parse_engine(text: str) -> tuple[str, Vllm]:
             code=UNKNOWN_ENGINE,
             needed="one of " + ", ".join(ENGINES) + "; vLLM also by version: vllm==0.26, vllm==0.26:v1",
             found=text,
+            fix="--for vllm, or leave it out for all of them",
             field="for",
         )
     return name, parse_vllm("")
@@ -72,19 +73,14 @@ def commands(fit: Fit, *, sequences: int, vllm: Vllm | None = None) -> dict[str,
     }
 
 
-def served_name(model: PlannedModel) -> str:
-    """What an engine can fetch: a short name of the catalogue's is known to nobody else."""
-    entry = catalogue.lookup(model.name) if model.origin == "catalogue" else None
-    return model.name if entry is None else entry.hub_id
+def total_is_known(device: Device) -> bool:
+    """--vram alone says what may be used, and not of how much: no share of it can be named."""
+    return device.budget_bytes is None or device.gpu is not None or device.measured or device.kind == "cpu"
 
 
-def made_while_loading(model: PlannedModel) -> str | None:
-    """The quantization of a model that is not stored so: it has to be made."""
-    quantization = model.spec.quantization
-    entry = catalogue.lookup(model.name) if model.origin == "catalogue" else None
-    if quantization is None or model.stored is not None or (entry is not None and entry.quantized):
-        return None
-    return quantization.method
+def written_size(nbytes: int) -> str:
+    """As --ram and --vram read it back, to the byte."""
+    return f"{nbytes // MIB}MiB" if nbytes % MIB == 0 else str(nbytes)
 
 
 def _line(program: str, model: str, flags: Mapping[str, object]) -> str:
@@ -99,11 +95,12 @@ def _line(program: str, model: str, flags: Mapping[str, object]) -> str:
 
 def holdfast_command(fit: Fit, sequences: int) -> Command:
     settings = _holdfast_settings(fit, sequences)
+    source = holdfast_source(fit.question.model)
     flags = {"--" + name.replace("_", "-"): value for name, value in settings.items()}
-    problems = list(_holdfast_problems(fit, settings))
+    problems = [*source.notes, *_holdfast_problems(fit, settings)]
     return Command(
         engine="holdfast",
-        text=_line("holdfast serve", served_name(fit.question.model), flags),
+        text=_line("holdfast serve", source.name, flags),
         available=not problems,
         notes=tuple(problems),
     )
@@ -114,7 +111,10 @@ def _holdfast_settings(fit: Fit, sequences: int) -> dict[str, object]:
     flags: dict[str, object] = {"max_model_len": fit.limits.max_model_len, "max_num_seqs": sequences}
     if asked.max_num_batched_tokens is not None:
         flags["max_num_batched_tokens"] = fit.limits.max_num_batched_tokens
-    if fit.utilization != DEFAULT_UTILIZATION:
+    device = fit.ranks[0].device
+    if device.budget_bytes is not None:
+        flags["ram" if device.kind == "cpu" else "vram"] = written_size(device.budget_bytes)
+    elif fit.utilization != DEFAULT_UTILIZATION:
         flags["gpu_memory_utilization"] = f"{fit.utilization:g}"
     if asked.dtype != "auto":
         flags["dtype"] = fit.dtype
@@ -125,7 +125,7 @@ def _holdfast_settings(fit: Fit, sequences: int) -> dict[str, object]:
     flags |= _parallel(fit, "tensor_parallel_size", "pipeline_parallel_size")
     if asked.max_loras:
         flags |= {"max_loras": asked.max_loras, "max_lora_rank": asked.max_lora_rank}
-    return flags
+    return flags | dict(fit.serve_settings)
 
 
 def _parallel(fit: Fit, tensor: str, pipeline: str) -> dict[str, object]:
@@ -146,9 +146,6 @@ def _holdfast_problems(fit: Fit, settings: Mapping[str, object]) -> list[str]:
             build(EngineConfig, {name: str(value) for name, value in values.items()}, refused=REFUSED, origin=_spelled)
         except ConfigurationError as error:
             problems.append(f"Holdfast refuses this yet: {error.message}")
-    made = made_while_loading(fit.question.model)
-    if made is not None:
-        problems.append(f"Holdfast quantizes nothing while loading; this is not stored as {made}")
     if not spec.runnable:
         problems.append(f"Holdfast cannot run this model yet: it lacks {', '.join(spec.unsupported)}")
     return problems
@@ -162,15 +159,16 @@ def _spelled(name: str) -> Origin:
 
 
 def vllm_utilization(fit: Fit) -> float:
-    """Its share of the total that is our budget, rounded down: it refuses to start when less than that is free."""
+    """Its share of the total that is our budget, rounded down: it refuses to start when less than that is free. Of
+    devices whose total is known."""
     shares = [rank.budget_bytes / rank.device.total_bytes for rank in fit.ranks if rank.device.total_bytes]
     return max(0.01, math.floor(min(shares) * 100 + ROUNDING) / 100)
 
 
 def _vllm_command(fit: Fit, sequences: int, vllm: Vllm) -> Command:
-    settings = fit.question.settings
+    settings, source = fit.question.settings, torch_source(fit.question.model, "vllm")
     flags: dict[str, object] = {
-        "--gpu-memory-utilization": f"{vllm_utilization(fit):g}",
+        **_vllm_memory(fit, vllm),
         "--max-model-len": fit.limits.max_model_len,
         "--max-num-seqs": sequences,
         "--max-num-batched-tokens": fit.limits.max_num_batched_tokens,
@@ -179,23 +177,36 @@ def _vllm_command(fit: Fit, sequences: int, vllm: Vllm) -> Command:
         flags["--dtype"] = fit.dtype
     if fit.kv_dtype == "fp8":
         flags["--kv-cache-dtype"] = "fp8"
-    made = made_while_loading(fit.question.model)
-    if made in MADE_BY_VLLM:
-        flags["--quantization"] = made
+    flags |= source.flags
     flags |= _parallel(fit, "--tensor-parallel-size", "--pipeline-parallel-size")
     if settings.max_loras:
         flags |= {"--enable-lora": True, "--max-loras": settings.max_loras, "--max-lora-rank": settings.max_lora_rank}
     on_gpu = fit.question.machine.kind == "gpu"
     program = "vllm serve" if vllm.version >= (0, 5) else "python -m vllm.entrypoints.openai.api_server --model"
-    text = _line(program, served_name(fit.question.model), flags)
+    text = _line(program, source.name, flags)
     if on_gpu and vllm.version >= (0, 26) and vllm.runner != vllm.default_runner:
         text = f"VLLM_USE_V2_MODEL_RUNNER={int(vllm.runner == 'v2')} {text}"
     if not on_gpu:
-        return Command(
-            engine="vllm", text=text, available=False, notes=("on a CPU vLLM needs its own build, and takes bf16",)
-        )
-    unmade = made is not None and made not in MADE_BY_VLLM
-    return Command(engine="vllm", text=text, available=not unmade, notes=tuple(_vllm_notes(fit, vllm)))
+        notes = ("on a CPU vLLM needs its own build, and takes bf16", *source.notes)
+        return Command(engine="vllm", text=text, available=False, notes=notes)
+    able = source.ready and not _lacks_fp8_kernels(fit, source)
+    return Command(engine="vllm", text=text, available=able, notes=tuple(_vllm_notes(fit, vllm, source)))
+
+
+def _vllm_memory(fit: Fit, vllm: Vllm) -> dict[str, object]:
+    if all(total_is_known(rank.device) for rank in fit.ranks):
+        return {"--gpu-memory-utilization": f"{vllm_utilization(fit):g}"}
+    if vllm.version < VLLM_POOL_IN_BYTES:
+        return {}
+    return {"--kv-cache-memory-bytes": max(0, min(rank.room_bytes for rank in fit.ranks))}
+
+
+def _lacks_fp8_kernels(fit: Fit, source: Source) -> bool:
+    """It makes FP8 on GPUs that multiply it, and on Ampere, where it unpacks it."""
+    capabilities = [rank.device.gpu.compute_capability for rank in fit.ranks if rank.device.gpu is not None]
+    return source.flags.get("--quantization") == "fp8" and any(
+        capability is not None and capability < (8, 0) for capability in capabilities
+    )
 
 
 def vllm_terms(fit: Fit) -> Terms:
@@ -212,19 +223,24 @@ def vllm_terms(fit: Fit) -> Terms:
 
 def vllm_kv_bytes(fit: Fit, vllm: Vllm) -> int:
     rank = min(fit.ranks, key=lambda one: one.room_bytes)
+    if not total_is_known(rank.device):
+        return max(0, rank.room_bytes)
     requested = vllm_sizing.requested_bytes(rank.device.total_bytes, vllm_utilization(fit))
     return vllm_sizing.kv_bytes(requested, vllm_terms(fit), vllm)
 
 
-def _vllm_notes(fit: Fit, vllm: Vllm) -> list[str]:
+def _vllm_notes(fit: Fit, vllm: Vllm, source: Source) -> list[str]:
     rank = min(fit.ranks, key=lambda one: one.room_bytes)
     available = vllm_kv_bytes(fit, vllm)
     tokens = vllm_sizing.kv_tokens(available, rank.kv, fit.limits.max_model_len)
-    notes = [f"{vllm.name} would give KV about {format_bytes(available)}: {tokens:,} tokens"]
+    notes = [f"{vllm.name} would give KV about {format_bytes(available)}: {tokens:,} tokens", *source.notes]
+    if not total_is_known(rank.device):
+        notes[0] = _unknown_total(fit, vllm)
+    if vllm.unknown is not None:
+        notes.insert(0, vllm.unknown)
     refused = vllm_sizing.refusal(available, rank.kv, fit.limits.max_model_len) if fit.limits.max_model_len else None
-    made = made_while_loading(fit.question.model)
-    if made is not None and made not in MADE_BY_VLLM:
-        notes.append(f"it needs a checkpoint in {made.upper()}; this one has to be quantized first")
+    if _lacks_fp8_kernels(fit, source):
+        notes.append("its FP8 needs compute capability 8.0")
     if fit.question.model.format == "gguf":
         notes.append("its GGUF support is experimental and slower than its own formats")
     if refused is not None:
@@ -235,12 +251,24 @@ def _vllm_notes(fit: Fit, vllm: Vllm) -> list[str]:
     return notes
 
 
+def _unknown_total(fit: Fit, vllm: Vllm) -> str:
+    budget = format_bytes(min(rank.budget_bytes for rank in fit.ranks))
+    if vllm.version < VLLM_POOL_IN_BYTES:
+        return f"set --gpu-memory-utilization to {budget} over the GPU's total, which --vram does not tell; --gpu does"
+    return (
+        f"--vram does not tell the GPU's total, so the KV pool is set in bytes instead of a share. vLLM still wants its"
+        f" default share free when it starts: on a larger GPU set --gpu-memory-utilization to {budget} over its total"
+    )
+
+
 # SGLang
 
 
 def _sglang_command(fit: Fit, sequences: int) -> Command:
+    source = torch_source(fit.question.model, "sglang")
+    known = all(total_is_known(rank.device) for rank in fit.ranks)
     flags: dict[str, object] = {
-        "--mem-fraction-static": f"{sglang_fraction(fit):g}",
+        **({"--mem-fraction-static": f"{sglang_fraction(fit):g}"} if known else {"--max-total-tokens": fit.kv_tokens}),
         "--context-length": fit.limits.max_model_len,
         "--max-running-requests": sequences,
         "--chunked-prefill-size": fit.limits.max_num_batched_tokens,
@@ -249,12 +277,20 @@ def _sglang_command(fit: Fit, sequences: int) -> Command:
         flags["--dtype"] = fit.dtype
     if fit.kv_dtype == "fp8":
         flags["--kv-cache-dtype"] = "fp8_e4m3"
+    flags |= source.flags
     flags |= _parallel(fit, "--tp-size", "--pp-size")
-    text = _line("python -m sglang.launch_server --model-path", served_name(fit.question.model), flags)
-    notes = ("mem-fraction-static is weights and KV over the whole memory; the rest is for activations and graphs",)
+    text = _line("python -m sglang.launch_server --model-path", source.name, flags)
     if fit.question.machine.kind != "gpu":
-        return Command(engine="sglang", text=text, available=False, notes=("on a CPU SGLang needs its own build",))
-    return Command(engine="sglang", text=text, notes=notes)
+        notes = ("on a CPU SGLang needs its own build", *source.notes)
+        return Command(engine="sglang", text=text, available=False, notes=notes)
+    memory = "mem-fraction-static is weights and KV over the whole memory; the rest is for activations and graphs"
+    if not known:
+        memory = "--vram does not tell the GPU's total, so the KV pool is set in tokens instead of a share"
+    notes = (memory, *source.notes)
+    able = source.ready
+    if _lacks_fp8_kernels(fit, source):
+        able, notes = False, (*notes, "its FP8 needs compute capability 8.0")
+    return Command(engine="sglang", text=text, available=able, notes=notes)
 
 
 def sglang_fraction(fit: Fit) -> float:
@@ -271,17 +307,14 @@ def sglang_fraction(fit: Fit) -> float:
 
 
 def _llama_command(fit: Fit, sequences: int) -> Command:
-    model, on_gpu = fit.question.model, fit.question.machine.kind == "gpu"
-    notes = []
+    on_gpu = fit.question.machine.kind == "gpu"
+    source = llama_source(fit.question.model, fit.dtype)
+    notes = list(source.notes)
     whole = int(fit.concurrency(fit.limits.max_model_len)) if fit.limits.max_model_len else 1
     slots = max(1, min(sequences, whole, LLAMA_MOST_SLOTS))
-    file = model.name
-    if model.format != "gguf" and not file.endswith(".gguf"):
-        file = served_name(model).rpartition("/")[2] + ".gguf"
-        notes.append("llama.cpp reads GGUF: convert the model first, or take a GGUF of it")
-    flags: dict[str, object] = {"-m": file, "-c": fit.limits.max_model_len * slots, "-np": slots}
+    flags: dict[str, object] = {**source.flags, "-c": fit.limits.max_model_len * slots, "-np": slots}
     if on_gpu:
-        flags["-ngl"] = len(model.spec.layers) + 1
+        flags["-ngl"] = len(fit.question.model.spec.layers) + 1
     kv_type = LLAMA_KV_TYPES[fit.kv_dtype]
     if kv_type != "f16":
         flags |= {"-ctk": kv_type, "-ctv": kv_type}
@@ -292,4 +325,5 @@ def _llama_command(fit: Fit, sequences: int) -> Command:
         notes.append("its GPUs take layers in turn instead of sharing each")
     if slots > 1:
         notes.append(f"-c is shared by all slots: {fit.limits.max_model_len:,} tokens each")
-    return Command(engine="llama.cpp", text=_line("llama-server", "", flags), notes=tuple(notes))
+    text = _line("llama-server", source.name, flags)
+    return Command(engine="llama.cpp", text=text, available=source.ready, notes=tuple(notes))

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from holdfast.checkpoints import LAYOUTS, StoredTensor
+from holdfast.checkpoints import ENGINE_LAYOUTS, LAYOUTS, StoredTensor
 from holdfast.errors import CheckpointError, ConfigurationError
 from holdfast.models import ModelSpec, QuantSpec, TensorSpec
 from holdfast.planner.layouts import is_quantized
@@ -78,6 +78,7 @@ def quantized_as(model: PlannedModel, asked: str) -> PlannedModel:
             code=CANNOT_QUANTIZE,
             needed="one of " + ", ".join(METHODS),
             found=shorten(name),
+            fix="--quantization fp8, awq or Q4_K_M, or leave it out",
             field="quantization",
         )
     if _already(model, name, plain):
@@ -139,7 +140,7 @@ def _packed(model: PlannedModel, method: str) -> PlannedModel:
     )
     quantization = replace(_SPECS[method], not_converted=kept)
     spec = replace(model.spec, quantization=quantization)
-    return replace(model, spec=spec, stored=None, canonical=None, format="none")
+    return replace(model, spec=spec, stored=None, canonical=None, format="none", made_as=method)
 
 
 # As llama.cpp writes it
@@ -154,7 +155,9 @@ def _as_gguf(model: PlannedModel, name: str) -> PlannedModel:
     stored = {
         tensor.name: _stored(tensor, _layout(spec, tensor, name)) for tensor in spec.tensors if not tensor.optional
     }
-    return replace(model, spec=spec, stored=stored, canonical=None, format="gguf", derived=True)
+    layouts = {tensor.layout for tensor in stored.values()}
+    canonical = stored if spec.runnable and layouts <= set(ENGINE_LAYOUTS) else None
+    return replace(model, spec=spec, stored=stored, canonical=canonical, format="gguf", derived=True, made_as=name)
 
 
 def _stored(tensor: TensorSpec, layout: str) -> StoredTensor:

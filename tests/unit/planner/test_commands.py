@@ -7,9 +7,11 @@ import re
 import shlex
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from holdfast.checkpoints import builtin
 from holdfast.cli import plan, serve
 from holdfast.errors import ConfigurationError
 from holdfast.planner.commands import Command, commands, parse_engine, sglang_fraction, vllm_utilization
@@ -17,6 +19,7 @@ from holdfast.planner.fit import Question, fit
 from holdfast.planner.question import Device
 from holdfast.planner.report import command_lines
 from holdfast.planner.requantize import quantized_as
+from holdfast.planner.resolve import resolve_model
 from holdfast.planner.vllm_sizing import Vllm
 from holdfast.planner.ways_out import ways_out
 from holdfast.units import GIB
@@ -27,13 +30,13 @@ Ask = Callable[..., Question]
 VLLM_FLAGS = {
     "--gpu-memory-utilization", "--max-model-len", "--max-num-seqs", "--max-num-batched-tokens", "--dtype",
     "--kv-cache-dtype", "--quantization", "--tensor-parallel-size", "--pipeline-parallel-size", "--enable-lora",
-    "--max-loras", "--max-lora-rank",
+    "--max-loras", "--max-lora-rank", "--kv-cache-memory-bytes",
 }  # fmt: skip
 SGLANG_FLAGS = {
     "--model-path", "--mem-fraction-static", "--context-length", "--max-running-requests", "--chunked-prefill-size",
-    "--dtype", "--kv-cache-dtype", "--tp-size", "--pp-size",
+    "--dtype", "--kv-cache-dtype", "--tp-size", "--pp-size", "--quantization", "--max-total-tokens",
 }  # fmt: skip
-LLAMA_FLAGS = {"-m", "-c", "-np", "-ngl", "-ctk", "-ctv", "-fa", "-sm"}
+LLAMA_FLAGS = {"-m", "-hf", "-hff", "-c", "-np", "-ngl", "-ctk", "-ctv", "-fa", "-sm"}
 WITHOUT_VALUE = {"--enable-lora"}
 
 
@@ -74,10 +77,10 @@ def check(command: Command) -> None:
     elif command.engine == "vllm":
         rest = words[3:] if words[:2] == ["vllm", "serve"] else words[5:]
         flags = flags_of(rest, VLLM_FLAGS)
-        assert 0 < float(flags["--gpu-memory-utilization"]) <= 1
+        assert 0 < float(flags.get("--gpu-memory-utilization", 0.9)) <= 1
     elif command.engine == "sglang":
         assert words[:3] == ["python", "-m", "sglang.launch_server"]
-        assert 0 < float(flags_of(words[3:], SGLANG_FLAGS)["--mem-fraction-static"]) < 1
+        assert 0 < float(flags_of(words[3:], SGLANG_FLAGS).get("--mem-fraction-static", 0.9)) < 1
     else:
         assert words[0] == "llama-server"
         flags = flags_of(words[1:], LLAMA_FLAGS)
@@ -137,7 +140,7 @@ def test_names_with_spaces_and_worse_are_quoted(ask: Ask) -> None:
     for engine, command in commands(fit(question), sequences=1).items():
         words = shlex.split(command.text)
         if engine == "llama.cpp":
-            assert "it's; rm -rf $HOME.gguf" in words
+            assert "./TO-BE-MADE/it's; rm -rf $HOME-BF16.gguf" in words
         else:
             assert "./my models/it's; rm -rf $HOME" in words
         check(command)
@@ -185,14 +188,135 @@ def test_sglangs_fraction_is_weights_and_kv(ask: Ask) -> None:
     assert sglang_fraction(found) <= static / rank.device.total_bytes < sglang_fraction(found) + 0.01
 
 
-def test_what_has_to_be_made_is_said(ask: Ask) -> None:
-    question = ask("llama-3-8b", "rtx4090")
-    online = commands(fit(replace(question, model=quantized_as(question.model, "nf4"))), sequences=4)
-    assert "--quantization bitsandbytes" in online["vllm"].text
-    assert online["vllm"].available
-    offline = commands(fit(replace(question, model=quantized_as(question.model, "awq"))), sequences=4)
-    assert not offline["vllm"].available
-    assert any("AWQ" in note for note in offline["vllm"].notes)
+# Held against what was counted
+
+
+def loaded(command: Command) -> str:
+    words = shlex.split(command.text)
+    if command.engine == "llama.cpp":
+        return words[words.index("-m" if "-m" in words else "-hf") + 1]
+    at = {"holdfast": "serve", "vllm": "serve", "sglang": "--model-path"}[command.engine]
+    return words[words.index(at) + 1]
+
+
+def value(command: Command, *names: str) -> str | None:
+    words = shlex.split(command.text)
+    return next((words[words.index(name) + 1] for name in names if name in words), None)
+
+
+METHODS = (None, "fp8", "nf4", "awq", "gptq", "int4", "int8", "Q4_K_M", "Q8_0", "Q4_1")
+PLANS = [
+    ("llama-3-8b", "h100-80", {}),
+    ("llama-3.1-70b", "h100-80", {"count": 4, "tensor_parallel": 4, "max_model_len": 8192}),
+    ("llama-3.1-8b-awq", "l4", {"max_model_len": 4096}),
+    ("qwen3-30b-a3b", "h200", {"traffic": (8, 1000, 200)}),
+]
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("model", "gpu", "settings"), PLANS)
+def test_a_command_runs_what_was_counted(
+    ask: Ask, model: str, gpu: str, settings: dict[str, object], method: str | None
+) -> None:
+    question = ask(model, gpu, **settings)
+    if method is not None and question.model.spec.quantization is not None:
+        return
+    if method is not None:
+        question = replace(question, model=quantized_as(question.model, method))
+    found = fit(question)
+    for engine, command in commands(found, sequences=4).items():
+        check(command)
+        hub_id, made = loaded(command) == question.model.name, "TO-BE-MADE/" in command.text
+        assert hub_id != made, command.text
+        while_loading = {"vllm": {"fp8": "fp8", "nf4": "bitsandbytes"}, "sglang": {"fp8": "fp8"}}.get(engine, {})
+        if engine == "llama.cpp":
+            assert made
+        else:
+            assert made == (method is not None and method not in while_loading)
+        if made:
+            assert not command.available
+            assert command.notes
+            kind = method or {"llama-3.1-8b-awq": "Q4_K_M"}.get(model, "BF16")
+            near = {"awq": "Q4_K_M", "gptq": "Q4_K_M", "int4": "Q4_K_M", "nf4": "Q4_K_M", "fp8": "Q8_0", "int8": "Q8_0"}
+            kind = near.get(kind, kind) if engine == "llama.cpp" else kind
+            assert kind.lower() in loaded(command).lower()
+            assert any(kind.lower() in note.lower() for note in command.notes), command.notes
+        assert value(command, "--quantization") == (while_loading.get(method) if method else None)
+        if engine != "llama.cpp":
+            ranks = value(command, "--tensor-parallel-size", "--tp-size")
+            assert int(ranks or 1) == found.tensor_parallel
+            context = value(command, "--max-model-len", "--context-length")
+            assert context == str(found.limits.max_model_len)
+
+
+def test_fp8_is_not_made_on_a_gpu_without_kernels_for_it(ask: Ask) -> None:
+    question = ask("qwen2.5-7b", "t4")
+    by_engine = commands(fit(replace(question, model=quantized_as(question.model, "fp8"))), sequences=1)
+    assert not by_engine["vllm"].available
+    assert not by_engine["sglang"].available
+
+
+def test_vram_alone_tells_no_total(ask: Ask) -> None:
+    """A share of what is not known would be all of it."""
+    vram = 22 * GIB
+    device = Device(index=0, name="gpu", kind="gpu", total_bytes=vram, free_bytes=vram, budget_bytes=vram)
+    found = fit(ask("llama-3.1-8b", device=device, max_model_len=4096))
+    by_engine = commands(found, sequences=4)
+    assert value(by_engine["vllm"], "--gpu-memory-utilization") is None
+    assert value(by_engine["vllm"], "--kv-cache-memory-bytes") == str(found.ranks[0].room_bytes)
+    assert value(by_engine["sglang"], "--mem-fraction-static") is None
+    assert value(by_engine["sglang"], "--max-total-tokens") == str(found.kv_tokens)
+    assert value(by_engine["holdfast"], "--vram") == "22528MiB"
+    for command in by_engine.values():
+        check(command)
+    for engine in ("vllm", "sglang"):
+        assert any("--vram does not tell" in note for note in by_engine[engine].notes)
+    older = commands(found, sequences=4, vllm=Vllm((0, 8), "v1"))["vllm"]
+    assert value(older, "--kv-cache-memory-bytes") is None
+    assert any("--gpu-memory-utilization to 22.00 GiB over" in note for note in older.notes)
+
+
+def test_a_budget_that_was_set_is_carried(ask: Ask, gpu: Callable[..., Device], cpu: Callable[..., Device]) -> None:
+    beside = commands(fit(ask("llama-3.1-8b", device=gpu("rtx4090", budget_bytes=20 * GIB))), sequences=4)
+    assert value(beside["holdfast"], "--vram") == "20480MiB"
+    assert value(beside["vllm"], "--gpu-memory-utilization") == "0.83"
+    ram = commands(fit(ask("smollm2-135m", device=replace(cpu(8), budget_bytes=6 * GIB + 1))), sequences=4)["holdfast"]
+    assert value(ram, "--ram") == str(6 * GIB + 1)
+    assert value(ram, "--gpu-memory-utilization") is None
+    assert ram.available
+    check(ram)
+
+
+def test_the_built_in_model_is_a_file_for_other_engines(ask: Ask, cpu: Callable[..., Device], tmp_path: Path,
+                                                        monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    monkeypatch.setenv("HOLDFAST_CACHE", str(tmp_path))
+    question = replace(ask("smollm2-135m", device=cpu(8)), model=resolve_model("smollm2").model)
+    by_engine = commands(fit(question), sequences=4)
+    assert loaded(by_engine["holdfast"]) == "smollm2"
+    assert by_engine["holdfast"].available
+    path = str(tmp_path / "models" / "smollm2-135m-instruct-q4_1.gguf")
+    for engine in ("vllm", "sglang", "llama.cpp"):
+        assert loaded(by_engine[engine]) == path
+        assert not by_engine[engine].available
+        assert any("holdfast pull smollm2" in note for note in by_engine[engine].notes)
+    monkeypatch.setattr(builtin, "is_cached", lambda entry: True)
+    cached = commands(fit(question), sequences=4)["llama.cpp"]
+    assert cached.available
+    assert not any("pull" in note for note in cached.notes)
+
+
+def test_a_gguf_at_the_hub_is_named_as_each_engine_takes_it(ask: Ask) -> None:
+    model = quantized_as(ask("llama-3-8b", "rtx4090").model, "Q4_K_M")
+    stored = {name: replace(one, path=Path("it-Q4_K_M.gguf")) for name, one in (model.stored or {}).items()}
+    there = replace(model, name="some/it-GGUF", origin="hub", stored=stored, derived=False, made_as=None)
+    by_engine = commands(fit(replace(ask("llama-3-8b", "rtx4090"), model=there)), sequences=4)
+    assert by_engine["llama.cpp"].text.startswith("llama-server -hf some/it-GGUF -hff it-Q4_K_M.gguf ")
+    assert loaded(by_engine["vllm"]) == "some/it-GGUF:Q4_K_M"
+    assert not by_engine["sglang"].available
+    assert not by_engine["holdfast"].available, "it does not compute with K types"
+    here = commands(fit(replace(ask("llama-3-8b", "rtx4090"), model=replace(there, origin="file"))), sequences=4)
+    assert loaded(here["llama.cpp"]) == loaded(here["sglang"]) == "it-Q4_K_M.gguf"
+    assert here["llama.cpp"].available
 
 
 def test_llama_cpp_shares_its_context_among_slots(ask: Ask) -> None:
