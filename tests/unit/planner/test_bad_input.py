@@ -326,9 +326,9 @@ def test_a_quantized_model_is_not_quantized_again() -> None:
 def test_traffic_of_requests_that_would_be_refused(tmp_path: Path) -> None:
     """Not refused here: a log's P99 is rounded up, and the rest of the traffic is still worth planning for."""
     log = tmp_path / "traffic.jsonl"
-    log.write_text("\n".join(json.dumps({"prompt_tokens": 9000, "completion_tokens": 500}) for _ in range(5)))
-    for settings in ({"traffic": str(log)}, {"prompt": 3000, "output": 3000, "max_model_len": 4096}):
-        found = plan("llama-3-8b", gpu="h100-80", **settings)
+    log.write_text("\n".join(json.dumps({"prompt_tokens": 5000, "completion_tokens": 500}) for _ in range(5)))
+    for settings in ({"traffic": str(log)}, {"prompt": 3000, "output": 3000}):
+        found = plan("llama-3-8b", gpu="h100-80", max_model_len=4096, **settings)
         (warning,) = [one for one in found.warnings if one.code == "HFW34"]
         assert warning.field == "max_model_len"
         assert "will be refused" in warning.message

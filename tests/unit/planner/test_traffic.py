@@ -225,7 +225,7 @@ class Served(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         ways = {
             "/on": "/metrics",
-            "/away": f"http://localhost:{self.server.server_address[1]}/metrics",
+            "/away": f"http://localhost:{self.headers['Host'].rpartition(':')[2]}/metrics",
             "/round": "/round",
         }
         if self.path in ways:
