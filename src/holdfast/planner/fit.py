@@ -182,6 +182,11 @@ def _weights(key: Same[PlannedModel], dtype: str) -> tuple[Weight, ...]:
     return tuple(weights_of(key.held, dtype=dtype))
 
 
+@lru_cache(maxsize=64)
+def _whole_bytes(key: Same[PlannedModel], dtype: str) -> int:
+    return total_bytes(_weights(key, dtype))
+
+
 @lru_cache(maxsize=1024)
 def _held_bytes(key: Same[PlannedModel], dtype: str, tensor_parallel: int, stage: int, stages: int) -> int:
     weights = _weights(key, dtype)
@@ -241,7 +246,7 @@ def _fit(question: Question, tensor_parallel: int, source: str) -> Fit:
         utilization,
         limits,
         tuple(ranks),
-        total_bytes(_weights(Same(model), dtype)),
+        _whole_bytes(Same(model), dtype),
         decisions,
     )
 

@@ -193,13 +193,16 @@ def test_a_plan_needs_neither_torch_nor_numpy_nor_the_hubs_client() -> None:
     assert "weights" in done.stdout
 
 
-def test_a_plan_takes_less_than_a_second_of_a_processor() -> None:
-    """Processor time, not the clock's: a busy machine must not decide. The best of a few runs counts."""
-    command = [sys.executable, "-m", "holdfast", "plan", "llama-3.1-8b", "--gpu", "rtx4090"]
+@pytest.mark.parametrize(("model", "gpu"), [("llama-3.1-8b", "rtx4090"), ("glm-5", "rtx4090x8")])
+def test_a_plan_takes_less_than_a_second_of_a_processor(model: str, gpu: str) -> None:
+    """Processor time, not the clock's: a busy machine must not decide. The best of a few runs counts. The second takes
+    longest of the whole catalogue: it does not fit, has many layers, and every way out is planned."""
+    command = [sys.executable, "-m", "holdfast", "plan", model, "--gpu", gpu]
     taken = []
     for _ in range(ATTEMPTS):
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        subprocess.run(command, check=True, capture_output=True, timeout=120)
+        done = subprocess.run(command, capture_output=True, timeout=120)
+        assert done.returncode in (0, 1), done.stderr
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         taken.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
         if taken[-1] < LIMIT_S:
