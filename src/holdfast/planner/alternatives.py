@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from holdfast.errors import HoldfastError
 from holdfast.models import catalogue
@@ -24,6 +24,8 @@ HOLDFAST_GGUF_TYPES = ("Q8_0", "Q4_1", "Q4_0")
 VARIANT_ENDS = ("-awq", "-gptq", "-gptq-int4", "-gptq-int8", "-fp8", "-int8", "-w4a16")
 """Names of entries that are another entry, quantized."""
 _LETTERS = re.compile("[a-z]+")
+_SIZE = re.compile(r"-(?:\d+x)?[a-z]?\d+(?:\.\d+)?[mb](?=-|$)")
+_VERSION = re.compile(r"[a-z]+-?(\d+(?:\.\d+)*)(?=-|$)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,25 +76,15 @@ def derived_variants(model: PlannedModel, methods: tuple[str, ...]) -> Iterator[
             continue
         if other is model:
             continue
-        if other.format == "gguf":
-            other = _as_file(other, method)
         label = labels.get(method, f"{method} (a GGUF of it)")
         yield Variant(model=other, label=label, method=method, published=False)
 
 
-def _as_file(model: PlannedModel, method: str) -> PlannedModel:
-    """With the name its file would have, and as this engine would read it where it can run the model."""
-    entry = entry_of(model)
-    stem = (model.name if entry is None else entry.hub_id).rstrip("/").rpartition("/")[2].removesuffix(".gguf")
-    canonical = model.stored if model.spec.runnable and method in HOLDFAST_GGUF_TYPES else None
-    return replace(model, name=f"{stem}-{method}.gguf", origin="file", canonical=canonical)
-
-
 def smaller_models(model: PlannedModel, most_bytes: int) -> Iterator[PlannedModel]:
-    """Of the same kin (llama, qwen, ...) first, then of others; the largest first. Quantized ones only where the maker
-    publishes nothing else."""
+    """Of the same series (llama-3.1) first, the largest first; then of the same kin (llama) and maker, then of others,
+    the newest first. Quantized ones only where the maker publishes nothing else."""
     base = entry_of(model)
-    kin, maker = _kin(model.spec.family if base is None else base.name), "" if base is None else _maker(base)
+    name, maker = (model.spec.family, "") if base is None else (base.name, _maker(base))
     smaller = [
         entry
         for entry in catalogue.entries()
@@ -101,16 +93,51 @@ def smaller_models(model: PlannedModel, most_bytes: int) -> Iterator[PlannedMode
         and entry.parameters * (0.5 if entry.quantized else 2) <= most_bytes
         and not entry.name.endswith(VARIANT_ENDS)
     ]
-    smaller.sort(key=lambda entry: (_kin(entry.name) != kin, _maker(entry) != maker, -(entry.parameters or 0)))
-    for entry in smaller:
+
+    def nearness(entry: CatalogueEntry) -> tuple[object, ...]:
+        near = (_series(entry.name) != _series(name), _kin(entry.name) != _kin(name), _maker(entry) != maker)
+        newest = tuple(-number for number in _version(entry.name)) if not near[1] else ()
+        return (*near, newest, -(entry.parameters or 0))
+
+    for entry in sorted(smaller, key=nearness):
         other = planned(entry)
         if other is not None:
+            yield other
+
+
+def longer_models(model: PlannedModel, tokens: int, tried: int) -> Iterator[PlannedModel]:
+    """Made for so many tokens at least: of the same kin and near its size first. Looks at `tried` of them."""
+    base = entry_of(model)
+    name = model.spec.family if base is None else base.name
+    others = [
+        entry for entry in catalogue.entries() if entry.parameters is not None and not entry.name.endswith(VARIANT_ENDS)
+    ]
+
+    def nearness(entry: CatalogueEntry) -> tuple[object, ...]:
+        times = (entry.parameters or 1) / model.spec.parameters
+        return (_kin(entry.name) != _kin(name), max(times, 1 / times))
+
+    for entry in sorted(others, key=nearness)[:tried]:
+        other = planned(entry)
+        if other is not None and other.spec.max_position >= tokens:
             yield other
 
 
 def _kin(name: str) -> str:
     found = _LETTERS.match(name.lower())
     return found[0] if found is not None else ""
+
+
+def _series(name: str) -> str:
+    """The name up to its size: llama-3.1 of llama-3.1-70b."""
+    return _SIZE.split(name.lower(), maxsplit=1)[0]
+
+
+def _version(name: str) -> tuple[int, ...]:
+    """As many numbers for every name, so that 3 is older than 3.2."""
+    found = _VERSION.match(name.lower())
+    numbers = [] if found is None else [int(part) for part in found[1].split(".")]
+    return tuple([*numbers, 0, 0, 0][:3])
 
 
 def _maker(entry: CatalogueEntry) -> str:

@@ -6,6 +6,7 @@ within a version.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,11 +15,12 @@ from holdfast.planner.commands import Command, commands, parse_engine
 from holdfast.planner.configurations import Configuration, max_configuration, safe_configuration
 from holdfast.planner.fit import Fit, Question, Rank, describe_budget, fit
 from holdfast.planner.judgements import PlanWarning, warnings
+from holdfast.planner.question import KV_ELEMENT_BYTES
 from holdfast.planner.roofline import DecodeRate, Estimate, Throughput, no_throughput_reason, throughput
 from holdfast.planner.thumb import Thumb, rules_of_thumb
 from holdfast.planner.tiers import Tiers
 from holdfast.planner.vllm_sizing import Vllm
-from holdfast.planner.way import WayOut
+from holdfast.planner.way import WayOut, too_long
 from holdfast.planner.ways_out import ways_out
 
 VERSION = 1
@@ -45,7 +47,21 @@ class Answer:
 
     @property
     def fits(self) -> bool:
-        return self.fit.fits
+        return self.fit.fits and self.problem is None
+
+    @property
+    def problem(self) -> str | None:
+        """What stands in the way where it is not memory."""
+        if not too_long(self.question):
+            return None
+        assert self.question.traffic is not None
+        most = self.question.model.spec.max_position
+        return f"requests reach {self.question.traffic.length:,} tokens, and the model was made for {most:,}"
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Of the model, once: copies on several ranks are not counted."""
+        return self.question.model.spec.kv_elements_per_token * KV_ELEMENT_BYTES[self.fit.kv_dtype]
 
     @property
     def question(self) -> Question:
@@ -64,7 +80,7 @@ class Answer:
     @property
     def concurrency_at_traffic(self) -> float | None:
         traffic = self.question.traffic
-        return None if traffic is None else self.fit.concurrency(max(1, traffic.length))
+        return None if traffic is None or too_long(self.question) else self.fit.concurrency(max(1, traffic.length))
 
     def to_json(self) -> dict[str, Any]:
         return _document(self)
@@ -75,23 +91,29 @@ def answer(question: Question, *, engine: str | None = None) -> Answer:
     name, vllm = (None, Vllm()) if engine is None else parse_engine(engine)
     found = fit(question)
     ways = ways_out(found)
-    rate = throughput(found)
-    shown, of = (found, "plan") if found.fits else _best(ways)
+    unreadable = too_long(question)
+    rate = None if unreadable else throughput(found)
+    fits = found.fits and not unreadable
+    shown, of = (found, "plan") if fits else _best(ways)
     return Answer(
         fit=found,
-        safe=safe_configuration(found) if found.fits else None,
-        max=max_configuration(found) if found.fits else None,
+        safe=safe_configuration(found) if fits else None,
+        max=max_configuration(found) if fits else None,
         warnings=warnings(found),
         ways_out=ways,
         rules_of_thumb=rules_of_thumb(found),
         throughput=rate,
-        no_throughput=no_throughput_reason(found) if rate is None else None,
+        no_throughput=None if rate is not None else _no_rate(found),
         commands={} if shown is None else commands(shown, sequences=shown.useful_sequences, vllm=vllm),
         commands_of=of,
         engine=name,
         vllm=vllm,
         decisions=(*found.decisions, *_budgets(found)),
     )
+
+
+def _no_rate(found: Fit) -> str:
+    return "requests are longer than the model reads" if too_long(found.question) else no_throughput_reason(found)
 
 
 def _best(ways: tuple[WayOut, ...]) -> tuple[Fit | None, str]:
@@ -116,11 +138,13 @@ def _document(answer: Answer) -> dict[str, Any]:
     found = answer.fit
     return {
         "version": VERSION,
-        "fits": found.fits,
+        "fits": answer.fits,
         "short_bytes": found.short_bytes,
+        "problem": answer.problem,
         "model": _model(answer),
         "weights_bytes": found.weights_bytes,
-        "kv_bytes_per_token": found.kv_bytes_per_token,
+        "kv_bytes_per_token": answer.kv_bytes_per_token,
+        "kv_bytes_per_token_all_ranks": found.kv_bytes_per_token,
         "kv_bytes_fixed_per_sequence": found.kv_bytes_fixed_per_sequence,
         "kv_tokens": found.kv_tokens,
         "max_model_len": answer.max_model_len,
@@ -152,9 +176,8 @@ def _document(answer: Answer) -> dict[str, Any]:
             }
             for one in answer.rules_of_thumb
         ],
-        "commands": {name: command.text for name, command in answer.commands.items()},
+        **_commands(answer.commands),
         "commands_of": answer.commands_of,
-        "command_notes": {name: _notes(command) for name, command in answer.commands.items()},
         "throughput": _throughput(answer.throughput),
         "no_throughput": answer.no_throughput,
     }
@@ -239,7 +262,7 @@ def _rank(rank: Rank, found: Fit) -> dict[str, Any]:
         "budget_bytes": rank.budget_bytes,
         "held_by": list(rank.device.held_by),
         "stage": rank.stage,
-        "terms": {**{term.name: term.nbytes for term in rank.terms}, "kv_pool": max(0, rank.room_bytes)},
+        "terms": {**{term.name: term.nbytes for term in rank.terms}, "kv_pool": rank.pool_bytes},
         "kv_needed_bytes": needed,
         "short_bytes": max(0, needed - rank.room_bytes),
         "uncertain_bytes": rank.uncertain_bytes,
@@ -272,9 +295,14 @@ def _configuration(one: Configuration | None, vllm: Vllm) -> dict[str, Any] | No
         "reason": one.reason,
         "kv_tokens": one.fit.kv_tokens,
         "concurrency": _rounded(one.fit.concurrency(max(1, one.fit.limits.max_model_len))),
-        "commands": {
-            name: command.text for name, command in commands(one.fit, sequences=one.max_num_seqs, vllm=vllm).items()
-        },
+        **_commands(commands(one.fit, sequences=one.max_num_seqs, vllm=vllm)),
+    }
+
+
+def _commands(by_engine: Mapping[str, Command]) -> dict[str, Any]:
+    return {
+        "commands": {name: command.text for name, command in by_engine.items()},
+        "command_notes": {name: _notes(command) for name, command in by_engine.items()},
     }
 
 
@@ -284,6 +312,7 @@ def _way(way: WayOut, vllm: Vllm) -> dict[str, Any]:
         "kind": way.kind,
         "change": way.change,
         "settings": dict(way.settings),
+        "flags": way.flags,
         "available": way.available,
         "note": way.note,
         "weights_bytes": found.weights_bytes,
@@ -291,7 +320,7 @@ def _way(way: WayOut, vllm: Vllm) -> dict[str, Any]:
         "tiers": None,
     }
     if way.tiers is not None:
-        return {**document, "tiers": _tiers(way.tiers), "tokens_per_s": _estimate(way.tiers.one), "commands": {}}
+        return {**document, "tiers": _tiers(way.tiers), "tokens_per_s": _estimate(way.tiers.one), **_commands({})}
     rate = throughput(found)
     return {
         **document,
@@ -299,7 +328,7 @@ def _way(way: WayOut, vllm: Vllm) -> dict[str, Any]:
         "kv_tokens": found.kv_tokens,
         "concurrency": _rounded(found.concurrency(max(1, found.limits.max_model_len))),
         "tokens_per_s": None if rate is None else _estimate(rate.one.estimate),
-        "commands": {name: command.text for name, command in way.commands(vllm).items()},
+        **_commands(way.commands(vllm)),
     }
 
 
@@ -309,6 +338,7 @@ def _tiers(tiers: Tiers) -> dict[str, Any]:
         "layers": tiers.layers,
         "gpu_bytes": tiers.gpu_bytes,
         "ram_bytes": tiers.ram_bytes,
+        "nvme_bytes": tiers.nvme_bytes,
         "moved_bytes_per_step": tiers.moved_bytes,
         "batch": tiers.batch,
         "at_batch": _estimate(tiers.at_batch),
@@ -345,4 +375,5 @@ def _throughput(one: Throughput | None) -> dict[str, Any] | None:
         "largest": _decode(one.largest),
         "prefill": {**prefill, "limited_by": one.prefill_limited_by},
         "limited_by": one.largest.limited_by,
+        "evidence": one.evidence,
     }

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from holdfast.planner.fit import Fit
 from holdfast.planner.question import Device
-from holdfast.planner.way import MOST_UTILIZATION, USUAL_UTILIZATION, planned, with_settings
+from holdfast.planner.way import MOST_UTILIZATION, USUAL_UTILIZATION, planned, too_long, with_settings
 from holdfast.units import GIB, format_bytes
 
 ALL_MEMORY = "HFW20"
@@ -51,8 +51,8 @@ class PlanWarning:
 
 def warnings(fit: Fit) -> tuple[PlanWarning, ...]:
     return (
-        *_utilization(fit), *_starved(fit), *_desktop(fit), *_neighbours(fit), *_no_kv(fit), *_sequences(fit),
-        *_context(fit), *_longer_traffic(fit), *_idle(fit), *_margin(fit), *_model(fit), *_number_types(fit),
+        *_longer_traffic(fit), *_utilization(fit), *_starved(fit), *_desktop(fit), *_neighbours(fit), *_no_kv(fit),
+        *_sequences(fit), *_context(fit), *_idle(fit), *_margin(fit), *_model(fit), *_number_types(fit),
     )  # fmt: skip
 
 
@@ -120,10 +120,11 @@ def _desktop(fit: Fit) -> Iterator[PlanWarning]:
     free = device.total_bytes - DESKTOP_BYTES
     smaller = planned(with_settings(fit.question, utilization=DESKTOP_UTILIZATION))
     held = "" if smaller is not None else "; at that share this plan does not fit"
+    without = f". Without a monitor {fit.utilization:g} is fine" if fit.utilization <= MOST_UTILIZATION else ""
     yield PlanWarning(
         code=DESKTOP_CARD,
         message=f"a desktop on {device.name} holds 1 to 2 GB of it: about {format_bytes(free)} stay free, and"
-        f" {DESKTOP_UTILIZATION:g} is the share to start with{held}. Without a monitor {fit.utilization:g} is fine",
+        f" {DESKTOP_UTILIZATION:g} is the share to start with{held}{without}",
         field="gpu_memory_utilization",
         fix=f"--gpu-memory-utilization {DESKTOP_UTILIZATION:g}" if smaller is not None else None,
     )
@@ -158,18 +159,18 @@ def _no_kv(fit: Fit) -> Iterator[PlanWarning]:
     rank = min(fit.ranks, key=lambda one: one.room_bytes)
     if fit.kv_tokens > 0:
         return
-    held = next((term.nbytes for term in rank.terms if term.name == "weights"), 0)
+    first, second, *_ = sorted(rank.terms, key=lambda term: -term.nbytes)
     yield PlanWarning(
         code=NO_KV,
-        message=f"the KV pool is 0 tokens: the weights take {format_bytes(held)} of {format_bytes(rank.budget_bytes)},"
-        " and nothing is left beside them",
+        message=f"the KV pool is 0 tokens: most is taken by {first.name}, {format_bytes(first.nbytes)} of"
+        f" {format_bytes(rank.budget_bytes)}, then by {second.name}, {format_bytes(second.nbytes)}; nothing is left",
     )
 
 
 def _sequences(fit: Fit) -> Iterator[PlanWarning]:
     """Only what somebody set: a default is a ceiling that nobody expects to reach."""
     asked = fit.question.settings.max_num_seqs
-    if asked is None or not fit.fits:
+    if asked is None or not fit.fits or too_long(fit.question):
         return
     tokens = fit.question.traffic.length if fit.question.traffic is not None else fit.limits.max_model_len
     held = int(fit.concurrency(tokens)) if tokens else 0
@@ -200,6 +201,9 @@ def _context(fit: Fit) -> Iterator[PlanWarning]:
 
 def _longer_traffic(fit: Fit) -> Iterator[PlanWarning]:
     traffic, served = fit.question.traffic, fit.limits.max_model_len
+    if too_long(fit.question):
+        yield _longer_than_the_model(fit)
+        return
     if traffic is None or traffic.length <= served or not fit.fits:
         return
     model = fit.question.model.spec.max_position
@@ -207,9 +211,20 @@ def _longer_traffic(fit: Fit) -> Iterator[PlanWarning]:
     yield PlanWarning(
         code=TRAFFIC_BEYOND_CONTEXT,
         message=f"requests of this traffic reach {traffic.length:,} tokens, and the context is {served:,}:"
-        " longer ones will be refused" + ("" if traffic.length <= model else f"; the model was made for {model:,}"),
+        " longer ones will be refused",
         field="max_model_len",
         fix=f"--max-model-len {traffic.length}" if able else None,
+    )
+
+
+def _longer_than_the_model(fit: Fit) -> PlanWarning:
+    assert fit.question.traffic is not None
+    return PlanWarning(
+        code=TRAFFIC_BEYOND_CONTEXT,
+        message=f"requests of this traffic reach {fit.question.traffic.length:,} tokens, and the model was made for"
+        f" {fit.question.model.spec.max_position:,}: no memory helps",
+        field="prompt",
+        fix="shorter requests, or another model: see the ways out",
     )
 
 

@@ -85,6 +85,8 @@ def _headline(answer: Answer, width: int, paint: _Paint) -> Iterator[str]:
     where = device if len(found.ranks) == 1 else f"{len(found.ranks)} x {device}"
     if answer.fits:
         verdict, code = "fits", "1;32"
+    elif answer.problem is not None:
+        verdict, code = f"does not fit: {answer.problem}", "1;31"
     else:
         verdict, code = f"does not fit: {format_bytes(found.short_bytes)} short", "1;31"
     text = f"{model.name} on {where}: "
@@ -127,7 +129,7 @@ def sizes(answer: Answer, rank: Rank) -> dict[str, int]:
         "weights": weights,
         "activations": others,
         "KV": needed,
-        "free": max(0, rank.room_bytes - needed),
+        "free": max(0, rank.room_bytes - needed) + rank.null_bytes + rank.unused_bytes,
         "reserve": max(0, rank.device.total_bytes - rank.budget_bytes),
         "short": max(0, needed - rank.room_bytes),
     }
@@ -207,7 +209,9 @@ def _stacked(parts: dict[str, int], whole: int, width: int, paint: _Paint) -> st
 def _capacity(answer: Answer, width: int) -> Iterator[str]:
     found, traffic = answer.fit, answer.question.traffic
     fixed = found.kv_bytes_fixed_per_sequence
-    each = f"KV {format_bytes(found.kv_bytes_per_token)} a token ({found.kv_dtype})"
+    each = f"KV {format_bytes(answer.kv_bytes_per_token)} a token ({found.kv_dtype})"
+    if found.kv_bytes_per_token > answer.kv_bytes_per_token:
+        each += f", {format_bytes(found.kv_bytes_per_token)} with the copies on all ranks,"
     each += f" and {format_bytes(fixed)} a sequence" if fixed else ""
     yield from _wrapped(f"{each}; the pool holds {found.kv_tokens:,} tokens", width, "")
     if answer.max_model_len:
@@ -232,6 +236,7 @@ def _capacity(answer: Answer, width: int) -> Iterator[str]:
                 break
     prefill = f"prompts: about {_tokens(rate.prefill)} tokens/s, limited by {rate.prefill_limited_by}"
     yield from _wrapped(prefill, width, "")
+    yield from _wrapped(f"rates: {rate.evidence}", width, "")
 
 
 def _tokens(estimate: Estimate) -> str:
@@ -372,9 +377,9 @@ def _too_many(figures: Sequence[Mapping[str, str]], width: int) -> tuple[str, ..
 def _figures(answer: Answer) -> dict[str, str]:
     found, rate = answer.fit, answer.throughput
     return {
-        "fits": "yes" if answer.fits else f"-{format_bytes(found.short_bytes)}",
+        "fits": "yes" if answer.fits else f"-{format_bytes(found.short_bytes)}" if found.short_bytes else "too long",
         "weights": format_bytes(found.weights_bytes),
-        "KV/token": format_bytes(found.kv_bytes_per_token),
+        "KV/token": format_bytes(answer.kv_bytes_per_token),
         "context": f"{answer.max_model_len:,}",
         "at once": f"{max(0.0, found.concurrency(found.usual_tokens)):.1f}",
         "tok/s": "?" if rate is None else f"{rate.one.estimate.tokens_per_s:,.0f}",

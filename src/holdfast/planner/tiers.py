@@ -1,7 +1,9 @@
 """A model larger than its GPU: what stays, what waits in RAM and is moved every step, and how fast that can be.
 
     GPU  [ terms but weights | copy slots | head | layers that stay | KV ]      RAM  [ embedding | layers that stream ]
-    moved a step = weights read + KV in use - what the GPU has left for them    step = max(moved / link, compute)
+    NVMe [ layers that RAM does not hold either ]
+    moved a step = weights read + KV in use - what the GPU has left for them
+    step = max(moved / link, what of it comes from NVMe / its rate, compute)
 
 Physics only: whether an engine can do it is said where it is offered.
 """
@@ -28,6 +30,8 @@ COPY_SLOTS = 3
 """Layers on their way to the GPU while others compute."""
 RAM_SHARE = 0.9
 """Of the free RAM; the rest stays with the system."""
+NVME_GB_S = 3.0
+"""Assumed of a disk that was not measured: large reads of an ordinary NVMe drive on PCIe 3 or 4; good ones do twice."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +42,8 @@ class Tiers:
     """Held on the fullest GPU."""
     ram_bytes: int
     """Held in RAM, by all ranks together."""
+    nvme_bytes: int
+    """Held on disk, and read every step."""
     moved_bytes: int
     """Over the link of one GPU, every step of `batch` sequences."""
     batch: int
@@ -47,7 +53,8 @@ class Tiers:
 
 
 def place(fit: Fit) -> Tiers | None:
-    """None: not even the parts that must stay fit, or RAM does not hold the rest, or there is no GPU beside it."""
+    """None: not even the parts that must stay fit, or RAM and disk do not hold the rest, or there is no GPU beside
+    it."""
     if fit.question.machine.kind != "gpu" or fit.pipeline_parallel > 1 or fit.question.machine.devices[0].unified:
         return None
     spec, rank = fit.question.model.spec, min(fit.ranks, key=lambda one: one.budget_bytes)
@@ -75,8 +82,10 @@ def place(fit: Fit) -> Tiers | None:
     excess = max(0, sum(of_layer) + kv - usable)
     ram = (excess + embedding) * fit.tensor_parallel
     known = fit.question.machine.ram_bytes
-    if known is not None and ram > known * RAM_SHARE:
+    disk = 0 if known is None else max(0, ram - int(known * RAM_SHARE))
+    if disk > min(fit.question.machine.nvme_bytes or 0, excess * fit.tensor_parallel):
         return None
+    ram -= disk
     average = sum(of_layer) / len(of_layer)
     resident = max(0, min(len(of_layer), int((usable - kv) / average))) if excess else len(of_layer)
     met = stage_reads(
@@ -87,21 +96,24 @@ def place(fit: Fit) -> Tiers | None:
         """Of experts only those that the step's tokens are sent to."""
         return int(excess * met.bytes_for(batch) / sum(of_layer))
 
+    def rate(batch: int) -> Estimate | None:
+        # One disk serves all ranks; what lies on it is read as often as what lies in RAM.
+        return _rate(fit, moved(batch), moved(batch) * disk // max(1, excess), batch)
+
     return Tiers(
         layers=len(of_layer),
         resident_layers=resident,
         gpu_bytes=others + slots + head + min(usable, sum(of_layer) + kv),
         ram_bytes=ram,
+        nvme_bytes=disk,
         moved_bytes=moved(fit.required_sequences),
         batch=fit.required_sequences,
-        one=_rate(fit, moved(1), 1),
-        at_batch=_rate(fit, moved(fit.required_sequences), fit.required_sequences)
-        if fit.required_sequences > 1
-        else None,
+        one=rate(1),
+        at_batch=rate(fit.required_sequences) if fit.required_sequences > 1 else None,
     )
 
 
-def _rate(fit: Fit, moved: int, batch: int) -> Estimate | None:
+def _rate(fit: Fit, moved: int, from_disk: int, batch: int) -> Estimate | None:
     gpu = fit.ranks[0].device.gpu
     if gpu is None or gpu.host_link.gb_s <= 0:
         return None
@@ -109,6 +121,7 @@ def _rate(fit: Fit, moved: int, batch: int) -> Estimate | None:
 
     def rate(efficiency: Efficiency) -> float:
         computing = step_seconds(fit, batch, usual_context(fit), efficiency) or 0.0
-        return batch / max(moved / (link * efficiency.link), computing)
+        reading = from_disk / (NVME_GB_S * GB * efficiency.link)
+        return batch / max(moved / (link * efficiency.link), reading, computing)
 
     return Estimate(rate(EXPECTED), rate(LOW), rate(HIGH))

@@ -14,15 +14,16 @@ from holdfast.errors import ConfigurationError
 from holdfast.planner.alternatives import Variant
 from holdfast.planner.commands import Command, commands
 from holdfast.planner.fit import Fit, Question, fit
+from holdfast.planner.room import LEAST_TOKENS
 from holdfast.planner.tiers import Tiers
 from holdfast.planner.vllm_sizing import Vllm
-from holdfast.units import GIB
+from holdfast.units import GIB, MIB
 
 Kind = Literal[
     "utilization", "context", "sequences", "configuration", "idle_gpus", "kv_cache_dtype", "quantization", "more_gpus",
-    "tiers", "bigger_gpu", "more_ram", "smaller_model",
+    "tiers", "bigger_gpu", "more_ram", "smaller_model", "shorter_requests", "longer_model",
 ]  # fmt: skip
-LEAST_CONTEXT = 1024
+LEAST_CONTEXT = LEAST_TOKENS
 """A shorter one is no way out."""
 USUAL_UTILIZATION, MOST_UTILIZATION = 0.90, 0.95
 """Never past the second: the rest is for what cannot be counted."""
@@ -36,7 +37,8 @@ class WayOut:
     change: str
     """For people."""
     settings: Mapping[str, object]
-    """What is set differently, by the names of the settings."""
+    """What is set differently, by the names of the settings; as `flags` behind the plan's own command line they give
+    `fit`."""
     fit: Fit
     """Planned with the change; of tiers, planned without them."""
     tiers: Tiers | None = None
@@ -55,8 +57,8 @@ class WayOut:
         for name, value in self.settings.items():
             if name == "ram_bytes":
                 assert isinstance(value, int)
-                words += ["--ram", f"{-(-value // GIB)}GiB"]
-            elif name != "gpus":
+                words += ["--ram", f"{-(-value // MIB)}MiB" if value % GIB else f"{value // GIB}GiB"]
+            elif name != "gpus":  # `gpu` says the same with the kind
                 words += ["--" + name.replace("_", "-"), shlex.quote(str(value))]
         return " ".join(words)
 
@@ -64,8 +66,15 @@ class WayOut:
         return commands(self.fit, sequences=self.fit.useful_sequences, vllm=vllm)
 
 
+def too_long(question: Question) -> bool:
+    """Requests longer than the model can read: no memory helps."""
+    return question.traffic is not None and question.traffic.length > question.model.spec.max_position
+
+
 def planned(question: Question) -> Fit | None:
     """None: it cannot be planned so, or does not fit."""
+    if too_long(question):
+        return None
     try:
         found = fit(question)
     except ConfigurationError:

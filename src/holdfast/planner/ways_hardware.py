@@ -5,23 +5,37 @@ Each is planned before it is offered. Tiers are physics until the engine has the
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from holdfast.errors import ConfigurationError
+from holdfast.errors import ConfigurationError, HoldfastError
 from holdfast.hardware import gpus
 from holdfast.hardware.gpus import Gpu
-from holdfast.planner.alternatives import GGUF_TYPES, Variant, smaller_models
+from holdfast.planner.alternatives import GGUF_TYPES, Variant, longer_models, smaller_models
+from holdfast.planner.commands import written_size
 from holdfast.planner.fit import Fit, Question, fit
-from holdfast.planner.question import Device, Machine
-from holdfast.planner.tiers import place
-from holdfast.planner.way import WayOut, first_that_fits, model_setting, planned, said, with_settings
+from holdfast.planner.machine import Asked, machine_of
+from holdfast.planner.question import Device, Machine, PlannedModel
+from holdfast.planner.requantize import quantized_as
+from holdfast.planner.room import RAM_STEP_BYTES
+from holdfast.planner.tiers import NVME_GB_S, RAM_SHARE, place
+from holdfast.planner.way import (
+    USUAL_UTILIZATION,
+    WayOut,
+    first_that_fits,
+    model_setting,
+    planned,
+    said,
+    with_settings,
+)
 from holdfast.planner.weights import parallel_sizes
-from holdfast.units import GIB, format_bytes
+from holdfast.units import GIB, MIB, format_bytes
 
 LARGEST_TENSOR_PARALLEL, STAGES = 8, (2, 3, 4, 6, 8, 12, 16)
+RAM_STEPS_TRIED = 8
+"""What a larger budget holds takes a little more itself."""
 RAM_SIZES_GIB = (4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
-SMALLER_MODELS_TRIED = 6
+SMALLER_MODELS_TRIED, LONGER_MODELS_TRIED = 6, 12
 TIERS_NOTE = (
     "Holdfast has no tiers yet: this is what the link allows. llama.cpp computes such layers on the CPU instead; "
     "vLLM 0.26 took its offload flags and did not apply them unless VLLM_USE_V2_MODEL_RUNNER=0"
@@ -55,22 +69,45 @@ def _fewest_gpus(found: Fit, question: Question, variant: Variant | None, below:
         if count <= len(devices) or (below is not None and count >= below):
             continue
         changed = with_settings(question, tensor_parallel=tensor, pipeline_parallel=stages)
-        more = first_that_fits(replace(changed, machine=_machine(question.machine, smallest, count)))
+        machine, named = _as_many(question.machine, smallest, count)
+        more = first_that_fits(replace(changed, machine=machine))
         if more is None:
             continue
-        parallel = {"tensor_parallel_size": tensor, **({"pipeline_parallel_size": stages} if stages > 1 else {})}
+        parallel = {"tensor_parallel_size": tensor}
+        if stages != question.settings.pipeline_parallel:
+            parallel["pipeline_parallel_size"] = stages
         what = "" if variant is None else f", {variant.label}"
         return WayOut(
             kind="more_gpus",
             change=f"{count} x {smallest.name} instead of {len(devices)}{what}{said(more[1])}",
-            settings={"gpus": count, **parallel, **model_setting(variant), **more[1]},
+            settings={"gpus": count, **named, **parallel, **model_setting(variant), **more[1]},
             fit=more[0],
         )
     return None
 
 
-def _machine(machine: Machine, device: Device, count: int) -> Machine:
-    return replace(machine, devices=tuple(replace(device, index=index) for index in range(count)))
+def _as_many(machine: Machine, device: Device, count: int) -> tuple[Machine, dict[str, object]]:
+    """So many of that device, as the flags that come with them name them: whole ones of the catalogue's where it knows
+    the GPU, within a budget that was set."""
+    named: dict[str, object] = {}
+    size = device.budget_bytes
+    if device.gpu is not None:
+        named["gpu"] = f"{device.gpu.key}x{count}"
+    elif size is None:
+        size = device.free_bytes
+    if size is not None:
+        named["vram"] = f"{written_size(size)}x{count}"
+    return _named(machine, named), named
+
+
+def _named(machine: Machine, named: Mapping[str, object]) -> Machine:
+    """The machine that `holdfast plan` would make of --gpu and --vram; RAM beside it stays."""
+    made = machine_of(Asked(gpu=_text(named.get("gpu")), vram=_text(named.get("vram")))).machine
+    return replace(made, ram_bytes=machine.ram_bytes, nvme_bytes=machine.nvme_bytes)
+
+
+def _text(value: object) -> str | None:
+    return None if value is None else str(value)
 
 
 def tiered(found: Fit, variants: Sequence[Variant]) -> Iterator[WayOut]:
@@ -87,13 +124,16 @@ def tiered(found: Fit, variants: Sequence[Variant]) -> Iterator[WayOut]:
             continue
         what = "" if variant is None else f" of {variant.label}"
         speed = "" if tiers.one is None else f", about {tiers.one.tokens_per_s:.1f} tokens/s for one stream"
-        ram = "" if question.machine.ram_bytes is not None else "; --ram was not stated"
+        stated = question.machine.ram_bytes is not None
+        ram = "" if stated else "; --ram was not stated"
+        settings: dict[str, object] = {} if stated else {"ram_bytes": -int(-tiers.ram_bytes / RAM_SHARE // 1)}
+        disk = f", {format_bytes(tiers.nvme_bytes)} on NVMe at {NVME_GB_S:g} GB/s (assumed)" if tiers.nvme_bytes else ""
         change = f"{tiers.resident_layers} of {tiers.layers} layers{what} on the GPU, "
         ways.append(
             WayOut(
                 kind="tiers",
-                change=change + f"{format_bytes(tiers.ram_bytes)} in RAM{speed}{ram}",
-                settings={"ram_bytes": tiers.ram_bytes, **model_setting(variant)},
+                change=change + f"{format_bytes(tiers.ram_bytes)} in RAM{disk}{speed}{ram}",
+                settings=settings | model_setting(variant),
                 fit=short,
                 tiers=tiers,
                 available=False,
@@ -125,17 +165,31 @@ def _smallest_gpu(question: Question, variant: Variant | None, below_bytes: int 
             continue
         if below_bytes is not None and gpu.usable_bytes >= below_bytes:
             return None
-        better = planned(replace(question, machine=_machine(question.machine, device_of(gpu), len(devices))))
+        absolute = any(device.budget_bytes is not None for device in devices)
+        named = _bigger(gpu, len(devices), absolute=absolute)
+        better = planned(replace(question, machine=_named(question.machine, named)))
+        if better is not None and len(better.ranks) < len(devices):
+            named = _bigger(gpu, len(better.ranks), absolute=absolute)
+            better = planned(replace(question, machine=_named(question.machine, named)))
         if better is not None:
             count = len(better.ranks)
             what = "" if variant is None else f" with {variant.label}"
             return WayOut(
                 kind="bigger_gpu",
                 change=f"{f'{count} x ' if count > 1 else ''}{gpu.name}{what}",
-                settings={"gpu": gpu.key if count == 1 else f"{gpu.key}x{count}", **model_setting(variant)},
+                settings={**named, **model_setting(variant)},
                 fit=better,
             )
     return None
+
+
+def _bigger(gpu: Gpu, count: int, *, absolute: bool) -> dict[str, object]:
+    """A budget in bytes was meant for the smaller GPU: it becomes the usual share of this one."""
+    number = f"x{count}" if count > 1 else ""
+    named: dict[str, object] = {"gpu": f"{gpu.key}{number}"}
+    if absolute:
+        named["vram"] = f"{int(gpu.usable_bytes * USUAL_UTILIZATION) // MIB}MiB{number}"
+    return named
 
 
 def _old(gpu: Gpu) -> bool:
@@ -151,37 +205,68 @@ def device_of(gpu: Gpu, index: int = 0) -> Device:
 
 
 def more_ram(found: Fit) -> Iterator[WayOut]:
+    """Of a budget that was set, the least that does, as serve advises it; else the next size that machines have."""
     device = found.question.machine.devices[0]
     if device.kind != "cpu":
         return
-    for size in RAM_SIZES_GIB:
-        if size * GIB <= device.total_bytes:
-            continue
-        other = replace(device, total_bytes=size * GIB, free_bytes=size * GIB, budget_bytes=None)
+    sizes = [size * GIB for size in RAM_SIZES_GIB if size * GIB > device.total_bytes]
+    if device.budget_bytes is not None:
+        least = -(-(device.budget_bytes + found.short_bytes) // RAM_STEP_BYTES)
+        sizes = [(least + more) * RAM_STEP_BYTES for more in range(RAM_STEPS_TRIED)]
+    for ram in sizes:
+        other = Device(
+            index=0, name=device.name, kind="cpu", total_bytes=ram, free_bytes=ram, budget_bytes=ram
+        )  # As --ram makes it: all of it is ours.
         better = planned(replace(found.question, machine=replace(found.question.machine, devices=(other,))))
         if better is not None:
             yield WayOut(
                 kind="more_ram",
-                change=f"{size} GiB of free RAM instead of {format_bytes(device.free_bytes)}",
-                settings={"ram_bytes": size * GIB},
+                change=f"{format_bytes(ram)} of RAM to use instead of {format_bytes(found.ranks[0].budget_bytes)}",
+                settings={"ram_bytes": ram},
                 fit=better,
             )
             return
 
 
 def smaller_model(found: Fit) -> Iterator[WayOut]:
-    """The largest that fits, of the same kin where there is one."""
+    """The next of its own series that fits, else of its kin. Quantized as this one was to be."""
     question = found.question
     budget = sum(device.free_bytes for device in question.machine.devices)
     for tried, model in enumerate(smaller_models(question.model, budget)):
         if tried == SMALLER_MODELS_TRIED:
             return
-        better = planned(replace(question, model=model))
+        better = _instead(question, model)
         if better is not None:
             mine, its = question.model.spec.parameters / 1e9, model.spec.parameters / 1e9
             yield WayOut(
                 kind="smaller_model",
                 change=f"{model.name}: {its:.1f} billion parameters instead of {mine:.1f}",
+                settings={"model": model.name},
+                fit=better,
+            )
+            return
+
+
+def _instead(question: Question, model: PlannedModel) -> Fit | None:
+    """Planned with that model, quantized as this one was to be."""
+    made_as = question.model.made_as
+    try:
+        return planned(replace(question, model=model if made_as is None else quantized_as(model, made_as)))
+    except HoldfastError:
+        return None
+
+
+def longer_model(found: Fit) -> Iterator[WayOut]:
+    """For requests that this model cannot read: one of its kin that can, near its size."""
+    question = found.question
+    assert question.traffic is not None
+    for model in longer_models(question.model, question.traffic.length, LONGER_MODELS_TRIED):
+        better = _instead(question, model)
+        if better is not None:
+            context = model.spec.max_position
+            yield WayOut(
+                kind="longer_model",
+                change=f"{model.name}: made for {context:,} tokens instead of {question.model.spec.max_position:,}",
                 settings={"model": model.name},
                 fit=better,
             )

@@ -3,6 +3,8 @@
     configuration (utilization, context, sequences, GPUs that stand idle) - FP8 KV - a quantized variant - more GPUs -
     tiers - a bigger GPU or more RAM - a smaller model, last
 
+    requests longer than the model can read: shorter ones - a model of the same kin that reads them
+
 What does not fit when planned is not here. Here are the order and the ways that only change settings.
 """
 
@@ -19,7 +21,9 @@ from holdfast.planner.alternatives import (
     is_plain,
     published_variants,
 )
-from holdfast.planner.fit import Fit
+from holdfast.planner.fit import Fit, fit
+from holdfast.planner.question import KV_ELEMENT_BYTES
+from holdfast.planner.sources import MADE_WHILE_LOADING
 from holdfast.planner.way import (
     MOST_UTILIZATION,
     USUAL_UTILIZATION,
@@ -30,9 +34,10 @@ from holdfast.planner.way import (
     model_setting,
     planned,
     said,
+    too_long,
     with_settings,
 )
-from holdfast.planner.ways_hardware import bigger_gpu, more_gpus, more_ram, smaller_model, tiered
+from holdfast.planner.ways_hardware import bigger_gpu, longer_model, more_gpus, more_ram, smaller_model, tiered
 from holdfast.units import format_bytes
 
 UTILIZATIONS = (0.85, USUAL_UTILIZATION, 0.92, MOST_UTILIZATION)
@@ -42,6 +47,8 @@ VARIANTS_SHOWN = 3
 
 def ways_out(found: Fit) -> tuple[WayOut, ...]:
     """Nothing where it fits."""
+    if too_long(found.question):
+        return (*_shorter_requests(found), *longer_model(found))
     if found.fits:
         return ()
     ways = [*_utilization(found), *_context(found), *_sequences(found), *_idle_gpus(found)]
@@ -96,7 +103,7 @@ def _sequences(found: Fit) -> Iterator[WayOut]:
                 yield WayOut(
                     kind="sequences",
                     change=f"{count} sequences at once instead of {traffic.concurrency}; the rest waits its turn",
-                    settings={"max_num_seqs": count},
+                    settings={"max_num_seqs": count, "concurrency": count},
                     fit=fewer,
                 )
                 return
@@ -133,15 +140,19 @@ def _together(found: Fit) -> Iterator[WayOut]:
         if better is None:
             continue
         limits = better.limits
+        settings: dict[str, object] = {} if absolute else {"gpu_memory_utilization": share}
+        settings |= {
+            "max_model_len": limits.max_model_len,
+            "max_num_seqs": count,
+            "max_num_batched_tokens": limits.max_num_batched_tokens,
+        }
+        if traffic is not None:
+            settings["concurrency"] = count
+        memory = "" if absolute else f"utilization {share:g}, "
         yield WayOut(
             kind="configuration",
-            change=f"utilization {share:g}, {limits.max_model_len:,} tokens, {count} sequences, together",
-            settings={
-                "gpu_memory_utilization": share,
-                "max_model_len": limits.max_model_len,
-                "max_num_seqs": count,
-                "max_num_batched_tokens": limits.max_num_batched_tokens,
-            },
+            change=f"{memory}{limits.max_model_len:,} tokens, {count} sequences, together",
+            settings=settings,
             fit=better,
         )
         return
@@ -162,6 +173,37 @@ def _idle_gpus(found: Fit) -> Iterator[WayOut]:
         )
 
 
+def _shorter_requests(found: Fit) -> Iterator[WayOut]:
+    """Prompts cut to what the answers leave of the model's context, and fewer at once where memory wants that too."""
+    traffic, most = found.question.traffic, found.question.model.spec.max_position
+    assert traffic is not None
+    output = traffic.output_tokens if traffic.output_tokens < most else most // 2
+    shorter = replace(traffic, prompt_tokens=most - output, output_tokens=output, length_tokens=None)
+    held = int(fit(replace(found.question, traffic=shorter)).concurrency(most))
+    for count in (traffic.concurrency, held, held - 1):
+        if not 1 <= count <= traffic.concurrency:
+            continue
+        question = replace(found.question, traffic=replace(shorter, concurrency=count))
+        fewer = count < traffic.concurrency
+        better = planned(with_settings(question, max_num_seqs=count) if fewer else question)
+        if better is None:
+            continue
+        settings: dict[str, object] = {"prompt": most - output, "output": output}
+        if fewer or traffic.source != "stated":
+            settings["concurrency"] = count
+        if fewer:
+            settings["max_num_seqs"] = count
+        yield WayOut(
+            kind="shorter_requests",
+            change=f"prompts of at most {most - output:,} tokens beside answers of {output:,}: the model was made for"
+            f" {most:,}" + (f", {count} at once" if fewer else ""),
+            settings=settings,
+            fit=better,
+            note=None if traffic.source == "stated" else "in place of --traffic",
+        )
+        return
+
+
 # KV and weights in fewer bits
 
 
@@ -175,8 +217,8 @@ def _kv_dtype(found: Fit) -> Iterator[WayOut]:
     if better is not None:
         yield WayOut(
             kind="kv_cache_dtype",
-            change=f"KV in {smaller}: {format_bytes(better.kv_bytes_per_token)} a token instead of "
-            f"{format_bytes(found.kv_bytes_per_token)}",
+            change=f"KV in {smaller}: {KV_ELEMENT_BYTES[smaller]} bytes an element instead of"
+            f" {KV_ELEMENT_BYTES[found.kv_dtype]}",
             settings={"kv_cache_dtype": smaller},
             fit=better,
         )
@@ -227,7 +269,8 @@ def _quantized(found: Fit, others: Sequence[Variant]) -> Iterator[WayOut]:
 
 def _variant_way(found: Fit, variant: Variant, better: Fit, changes: dict[str, object]) -> WayOut:
     sizes = f"{format_bytes(better.weights_bytes)} of weights instead of {format_bytes(found.weights_bytes)}"
-    to_be_made = better.question.model.format == "gguf"
+    made_as = better.question.model.made_as
+    to_be_made = made_as is not None and made_as not in MADE_WHILE_LOADING["vllm"]
     return WayOut(
         kind="quantization",
         change=f"{variant.label}: {sizes}{said(changes)}",

@@ -16,6 +16,7 @@ from holdfast.models import catalogue, describe_config
 from holdfast.planner.answer import VERSION, Answer, answer
 from holdfast.planner.fit import Question, fit
 from holdfast.planner.question import Device, Machine, PlannedModel, Settings, Traffic
+from holdfast.planner.report import compare_lines, lines
 from holdfast.planner.weights import parallel_sizes
 from holdfast.units import GIB
 
@@ -252,7 +253,9 @@ def test_more_memory_never_fits_less(question: Question, more_bytes: int) -> Non
 def test_terms_and_room_are_the_budget(question: Question) -> None:
     found = fit(question)
     for rank in found.ranks:
-        assert sum(term.nbytes for term in rank.terms) + rank.room_bytes == rank.budget_bytes
+        taken = sum(term.nbytes for term in rank.terms)
+        assert not found.fits or taken + rank.pool_bytes + rank.unused_bytes == rank.budget_bytes
+        assert rank.room_bytes <= rank.budget_bytes - taken
         assert rank.budget_bytes <= rank.device.free_bytes
     assert found.fits == (found.short_bytes == 0)
     if found.fits:
@@ -267,3 +270,39 @@ def test_any_answer_is_json_and_its_configurations_fit(question: Question) -> No
     for one in (found.safe, found.max):
         if one is not None:
             assert fit(one.fit.question).fits
+
+
+# Requests longer than the model reads
+
+
+def test_requests_longer_than_the_model_reads_do_not_fit(ask: Ask) -> None:
+    found = answer(ask("llama-3-8b", "h100-80", traffic=(4, 9505, 500)))
+    assert not found.fits
+    document = found.to_json()
+    assert document["fits"] is False
+    assert document["problem"] == "requests reach 10,005 tokens, and the model was made for 8,192"
+    assert document["safe"] is document["max"] is document["throughput"] is None
+    assert document["commands_of"] == "shorter_requests"
+    shown = lines(found, width=120)
+    assert "does not fit: requests reach 10,005 tokens" in shown[0]
+    of_this_model = shown[: shown.index("Ways out, first things first")]
+    assert not any("sequences of 10,005" in line for line in of_this_model)
+    assert "too long" in "\n".join(compare_lines([found, found], width=120))
+
+
+def test_kv_a_token_is_the_models_once_and_with_its_copies(ask: Ask) -> None:
+    """8 KV heads on 16 ranks lie there twice; a latent lies whole on each."""
+    for model, count, copies in (("llama-3.1-70b", 8, 1), ("llama-3.1-70b", 16, 2), ("deepseek-v2-lite", 4, 4)):
+        document = answer(ask(model, "h200", count=count, tensor_parallel=count)).to_json()
+        once, whole = document["kv_bytes_per_token"], document["kv_bytes_per_token_all_ranks"]
+        assert whole == copies * once
+        alone = answer(ask(model, "h200")).to_json()
+        assert alone["kv_bytes_per_token"] == once == alone["kv_bytes_per_token_all_ranks"]
+
+
+def test_commands_carry_their_notes_everywhere(ask: Ask) -> None:
+    found = answer(ask("llama-3-70b", "rtx4090"), engine="vllm==9.9")
+    for part in (found.to_json(), *found.to_json()["ways_out"]):
+        assert set(part["command_notes"]) == set(part["commands"])
+    notes = found.to_json()["command_notes"]["vllm"]["notes"]
+    assert "vLLM 9.9" in notes[0]

@@ -60,6 +60,10 @@ def test_a_24_gb_card_may_have_a_desktop(ask: Ask, gpu: Gpu) -> None:
     assert "22.0 GiB" in warning.message or "21.99 GiB" in warning.message
     assert warning.fix == "--gpu-memory-utilization 0.85"
     assert not of(ask("llama-3-8b", "rtx4090", utilization=0.85), "HFW23")
+    assert "Without a monitor 0.9 is fine" in warning.message
+    for utilization in (0.97, 1.0):
+        (warning,) = of(ask("llama-3-8b", "rtx4090", utilization=utilization), "HFW23")
+        assert "is fine" not in warning.message, "HFW20 and HFW21 say that it is not"
     assert not of(ask("llama-3-8b", "l4"), "HFW23"), "no monitor goes on that one"
     measured = gpu("rtx4090", measured=True)
     assert not of(ask("llama-3-8b", device=measured), "HFW23"), "what is free was measured"
@@ -101,9 +105,11 @@ def test_a_context_far_beyond_the_traffic(ask: Ask) -> None:
 def test_traffic_longer_than_the_context(ask: Ask) -> None:
     (warning,) = of(ask("llama-3.1-8b", "h100-80", traffic=(2, 6000, 500), max_model_len=4096), "HFW34")
     assert warning.fix == "--max-model-len 6500"
-    (warning,) = of(ask("llama-3-8b", "h100-80", traffic=(2, 9000, 500)), "HFW34")
-    assert "made for 8,192" in warning.message
-    assert warning.fix is None
+    first, *_ = warnings(fit(ask("llama-3-8b", "h100-80", traffic=(2, 9000, 500), max_num_seqs=500)))
+    assert first.code == "HFW34"
+    assert "made for 8,192" in first.message
+    assert "another model" in (first.fix or "")
+    assert not of(ask("llama-3-8b", "h100-80", traffic=(2, 9000, 500), max_num_seqs=500), "HFW25")
 
 
 def test_tensor_parallel_1_on_a_box_with_two(ask: Ask) -> None:
@@ -116,7 +122,12 @@ def test_tensor_parallel_1_on_a_box_with_two(ask: Ask) -> None:
 def test_kv_of_zero_tokens(ask: Ask) -> None:
     (warning,) = of(ask("llama-3-70b", "h100-80"), "HFW28")
     assert "0 tokens" in warning.message
-    assert "131.42 GiB" in warning.message
+    assert "by weights, 131.42 GiB of" in warning.message
+
+
+def test_on_a_cpu_the_framework_may_take_it_all(ask: Ask, cpu: Gpu) -> None:
+    (warning,) = of(ask("smollm2-135m", device=cpu(0.3)), "HFW28")
+    assert "framework" in warning.message
 
 
 def test_fitting_by_less_than_the_error(ask: Ask, gpu: Gpu) -> None:

@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import argparse
+import shlex
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 
-from holdfast.hardware import gpus
-from holdfast.models import catalogue, describe_config
+from holdfast.cli import plan
+from holdfast.errors import ConfigurationError
+from holdfast.models import catalogue
+from holdfast.planner.ask import question_of
 from holdfast.planner.fit import Fit, Question, fit
-from holdfast.planner.question import Device, Machine, PlannedModel, Settings, Traffic
+from holdfast.planner.question import Device
 from holdfast.planner.tiers import RAM_SHARE, place
-from holdfast.planner.way import WayOut
-from holdfast.planner.ways_hardware import device_of
+from holdfast.planner.way import WayOut, too_long
 from holdfast.planner.ways_out import ways_out
 from holdfast.units import GIB
 
 Ask = Callable[..., Question]
 ORDER = (
     "utilization", "context", "sequences", "idle_gpus", "configuration", "kv_cache_dtype", "quantization", "more_gpus",
-    "tiers", "bigger_gpu", "more_ram", "smaller_model",
+    "tiers", "bigger_gpu", "more_ram", "smaller_model", "shorter_requests", "longer_model",
 )  # fmt: skip
 
 
@@ -34,20 +37,38 @@ def only(found: Fit, kind: str) -> list[WayOut]:
     return [way for way in ways_out(found) if way.kind == kind]
 
 
-def check(way: WayOut, question: Question) -> None:
-    """Planned anew, from the question that the way says it is."""
+def asked(*words: str) -> Question:
+    """As `holdfast plan` reads its command line."""
+    parser = argparse.ArgumentParser(allow_abbrev=False, exit_on_error=False)
+    plan.add_arguments(parser)
+    return question_of(plan.read_settings(parser.parse_args(words)))
+
+
+def check(way: WayOut, *words: str) -> None:
+    """Its flags behind the command line it is a way out of, read and planned anew."""
+    again = fit(asked(*words, *shlex.split(way.flags)))
+    said = (words, way.kind, way.flags)
+    assert not too_long(again.question), said
     if way.tiers is None:
-        again = fit(way.fit.question)
-        assert again.fits, (way.kind, way.change)
-        assert again.short_bytes == 0
+        assert again.fits, said
         return
     assert not way.available
     assert not way.fit.fits
     rank = min(way.fit.ranks, key=lambda one: one.budget_bytes)
     assert way.tiers.gpu_bytes <= rank.budget_bytes
-    if question.machine.ram_bytes is not None:
-        assert way.tiers.ram_bytes <= question.machine.ram_bytes * RAM_SHARE
+    ram_bytes = again.question.machine.ram_bytes
+    assert ram_bytes is not None
+    assert way.tiers.ram_bytes <= ram_bytes * RAM_SHARE + 1
     assert way.tiers.moved_bytes > 0
+    assert "tiers" in kinds(again), said
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _no_hub() -> Iterator[None]:
+    """Ids of published variants are looked up in the catalogue."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_HUB_OFFLINE", "1")
+        yield
 
 
 def test_nothing_is_offered_where_it_fits(ask: Ask) -> None:
@@ -152,7 +173,7 @@ def test_on_a_cpu_ggufs_more_ram_and_no_gpus(ask: Ask, cpu: Callable[..., Device
     found = fit(ask("llama-3.1-8b", device=cpu(12, 16)))
     assert kinds(found) == ["quantization", "more_ram", "smaller_model"]
     first = only(found, "quantization")[0]
-    assert first.fit.question.model.name.endswith("-Q8_0.gguf")
+    assert first.fit.question.model.made_as == "Q8_0"
     assert not first.available
     assert "made" in (first.note or "")
 
@@ -172,45 +193,142 @@ MODELS = (
     "deepseek-v2-lite",
     "gpt-oss-20b",
 )
-SPECS = {name: describe_config(catalogue.find(name).config) for name in MODELS}
+MACHINES = (
+    ("--gpu", "rtx3060"), ("--gpu", "rtx4090"), ("--gpu", "t4x2"), ("--gpu", "h100-80x2"), ("--gpu", "rtx4090,rtx3090"),
+    ("--gpu", "rtx4090", "--vram", "10GiB"), ("--gpu", "l4x2", "--vram", "9GiBx2"), ("--vram", "12GiB"),
+    ("--vram", "12GiBx2"), ("--device", "cpu", "--ram", "5GiB"), ("--gpu", "rtx4090", "--ram", "256GiB"),
+    ("--gpu", "rtx4090", "--ram", "8GiB", "--nvme", "1TB"),
+)  # fmt: skip
 
 
 @st.composite
-def questions(draw: st.DrawFn) -> Question:
-    name = draw(st.sampled_from(MODELS))
-    gpu = draw(st.sampled_from(["rtx3060", "rtx4090", "a100-40", "l4", "h100-80", "t4"]))
-    limits = Settings(
-        max_model_len=draw(st.sampled_from([None, 2048, 8192])),
-        max_num_seqs=draw(st.sampled_from([None, 8, 256])),
-        utilization=draw(st.sampled_from([None, 0.3, 0.85, 0.95])),
-    )
-    traffic = draw(
-        st.one_of(
-            st.none(),
-            st.builds(Traffic, concurrency=st.integers(1, 300), prompt_tokens=st.integers(1, 1500),
-                      output_tokens=st.integers(1, 500)),
-        )
+def command_lines(draw: st.DrawFn) -> tuple[str, ...]:
+    def one_of(*choices: tuple[str, ...]) -> tuple[str, ...]:
+        return draw(st.sampled_from(((), *choices)))
+
+    length = draw(st.integers(1, 5000))
+    return (
+        "--model", draw(st.sampled_from(MODELS)), *draw(st.sampled_from(MACHINES)),
+        *one_of(("-tp", "1"), ("-tp", "2")), *one_of(("-pp", "2")), *one_of(("-q", "awq"), ("-q", "Q8_0")),
+        *one_of(("--max-num-seqs", "8"), ("--max-num-seqs", "256")),
+        *one_of(("--gpu-memory-utilization", "0.3"), ("--gpu-memory-utilization", "0.95")),
+        *one_of(
+            ("--max-model-len", "8192"),
+            ("--max-model-len", "2048", "--concurrency", "100"),
+            ("--concurrency", str(draw(st.integers(1, 300))), "--prompt", str(length), "--output", "500"),
+            ("--concurrency", "2", "--prompt", "9000", "--output", "500"),
+        ),
     )  # fmt: skip
-    device = device_of(gpus.find(gpu))
-    free = draw(st.sampled_from([1.0, 0.7, 0.4]))
-    device = replace(device, free_bytes=int(device.total_bytes * free))
-    if draw(st.booleans()):
-        device = replace(device, budget_bytes=int(device.total_bytes * 0.6))
-    return Question(
-        model=PlannedModel(name=name, spec=SPECS[name], origin="catalogue"),
-        machine=Machine(devices=(device,), ram_bytes=draw(st.sampled_from([None, 16 * GIB, 256 * GIB]))),
-        settings=limits,
-        traffic=traffic,
-    )
 
 
-@given(questions())
-@settings(max_examples=25, deadline=None)
-def test_every_way_out_fits_when_it_is_planned(question: Question) -> None:
-    found = fit(question)
+@given(command_lines())
+@settings(max_examples=30, deadline=None)
+def test_every_way_out_fits_when_its_flags_are_planned(words: tuple[str, ...]) -> None:
+    try:
+        found = fit(asked(*words))
+    except ConfigurationError:
+        reject()
     ways = ways_out(found)
-    assert not (found.fits and ways)
+    assert not (found.fits and ways) or too_long(found.question)
     for way in ways:
-        check(way, question)
+        check(way, *words)
     order = [way.kind for way in ways]
     assert order == sorted(order, key=ORDER.index)
+
+
+def ways_of(*words: str) -> dict[str, list[WayOut]]:
+    found: dict[str, list[WayOut]] = {}
+    for way in ways_out(fit(asked(*words))):
+        check(way, *words)
+        found.setdefault(way.kind, []).append(way)
+    return found
+
+
+def test_more_gpus_are_named_with_their_number() -> None:
+    first = ways_of("--model", "llama-3-70b", "--gpu", "rtx4090")["more_gpus"][0]
+    assert first.settings["gpu"] == f"rtx4090x{first.settings['gpus']}"
+    bare = ways_of("--model", "llama-3-70b", "--vram", "22GiB")["more_gpus"][0]
+    assert bare.settings["vram"] == f"22528MiBx{bare.settings['gpus']}"
+
+
+def test_stages_that_are_given_up_are_said() -> None:
+    ways = ways_of("--model", "llama-3.1-70b", "--gpu", "rtx4090x2", "-pp", "2")["more_gpus"]
+    assert any(way.settings.get("pipeline_parallel_size") == 1 for way in ways)
+
+
+def test_fewer_at_once_outrank_the_traffic() -> None:
+    words = (
+        "--model",
+        "llama-3.1-8b",
+        "--gpu",
+        "rtx4090",
+        "--concurrency",
+        "64",
+        "--prompt",
+        "2000",
+        "--output",
+        "500",
+    )
+    (way,) = ways_of(*words)["sequences"]
+    assert way.settings["concurrency"] == way.settings["max_num_seqs"]
+
+
+def test_a_budget_meant_for_a_smaller_gpu_grows_with_it() -> None:
+    (way, *_) = ways_of("--model", "llama-3.1-8b", "--gpu", "rtx4090", "--vram", "10GiB")["bigger_gpu"]
+    assert "--vram" in way.flags
+    device = way.fit.ranks[0].device
+    assert device.budget_bytes == pytest.approx(0.9 * device.total_bytes, rel=0.001)
+
+
+def test_a_model_planned_as_quantized_becomes_a_smaller_one_planned_so() -> None:
+    (way,) = ways_of("--model", "llama-3.1-70b", "-q", "awq", "--gpu", "rtx3060")["smaller_model"]
+    assert way.fit.question.model.made_as == "awq"
+
+
+@pytest.mark.parametrize(
+    ("model", "gpu", "smaller"),
+    [
+        ("llama-3.1-70b", "rtx4090", "meta-llama/Llama-3.1-8B-Instruct"),
+        ("qwen2.5-72b", "rtx4090", "Qwen/Qwen2.5-7B-Instruct"),
+        ("gemma-3-27b", "rtx4090", "google/gemma-3-4b-it"),
+        ("llama-3.3-70b", "rtx4090", "meta-llama/Llama-3.2-3B-Instruct"),
+    ],
+)
+def test_the_next_smaller_of_the_same_series_then_the_newest(ask: Ask, model: str, gpu: str, smaller: str) -> None:
+    (way,) = only(fit(ask(model, gpu)), "smaller_model")
+    assert way.settings["model"] == smaller
+
+
+# Requests longer than the model reads
+
+
+def test_requests_that_the_model_cannot_read_have_other_ways_out() -> None:
+    words = ("--model", "llama-3-8b", "--gpu", "h100-80", "--concurrency", "2", "--prompt", "9505", "--output", "500")
+    ways = ways_of(*words)
+    assert list(ways) == ["shorter_requests", "longer_model"]
+    assert ways["shorter_requests"][0].settings == {"prompt": 8192 - 500, "output": 500}
+    assert ways["longer_model"][0].settings == {"model": "meta-llama/Llama-3.1-8B-Instruct"}
+
+
+def test_shorter_requests_may_also_have_to_wait() -> None:
+    words = ("--model", "llama-3-8b", "--gpu", "rtx4090", "--concurrency", "64", "--prompt", "9505", "--output", "500")
+    (way,) = ways_of(*words)["shorter_requests"]
+    assert 1 <= int(str(way.settings["concurrency"])) < 64
+
+
+# Disk
+
+
+def test_what_ram_does_not_hold_may_lie_on_disk(ask: Ask) -> None:
+    question = ask("llama-3-70b", "rtx4090", ram_bytes=16 * GIB)
+    assert only(fit(question), "tiers") == []
+    (way,) = only(fit(replace(question, machine=replace(question.machine, nvme_bytes=1000 * GIB))), "tiers")
+    assert way.tiers is not None
+    assert way.tiers.one is not None
+    assert not way.available
+    assert way.tiers.ram_bytes == pytest.approx(16 * GIB * RAM_SHARE, abs=1)
+    assert way.tiers.nvme_bytes > 0
+    assert "on NVMe at 3 GB/s (assumed)" in way.change
+    assert way.tiers.one.high < 3e9 / way.tiers.nvme_bytes
+    small = replace(question, machine=replace(question.machine, nvme_bytes=GIB))
+    assert only(fit(small), "tiers") == []
