@@ -129,7 +129,13 @@ class ProcessEngine:
         if engine is None or front is None:
             return None
         processes = [
-            ProcessMemory(name=name, pid=pid, resident_bytes=held.now_bytes, peak_bytes=held.peak_bytes)
+            ProcessMemory(
+                name=name,
+                pid=pid,
+                resident_bytes=held.now_bytes,
+                peak_bytes=held.peak_bytes,
+                files_bytes=held.files_bytes,
+            )
             for name, pid, held in (("engine", self._child.pid, engine), ("front", os.getpid(), front))
         ]
         return make_ledger(self._info, self._stats, processes)

@@ -171,7 +171,7 @@ def build_core(
     plan = _still_fits(plan)
     device = choose_device(config.device)
     set_threads(config.threads or processor().cores)
-    warm_up()
+    warm_up(DTYPES[plan.dtype], device)
     before = _held()
     progress("load", 0, 0)
     weights = load_weights(
@@ -215,7 +215,9 @@ def _held() -> Resident:
 
 def _still_fits(plan: Plan) -> Plan:
     """Held against what is free now: the plan may be minutes old, and a download may lie between."""
-    coming = sum(size for name, size in plan.terms.items() if name not in ("front", "framework", "kv_pool"))
+    coming = sum(
+        size for name, size in plan.terms.items() if name not in ("front", "framework", "libraries", "kv_pool")
+    )
     return settle_pool(plan, memory().available_bytes - coming)
 
 
@@ -229,8 +231,11 @@ def _settled(
         "activations": rehearsal.activations_bytes,
         "logits": rehearsal.logits_bytes,
     }
-    settled = settle_pool(plan, memory().available_bytes - rehearsal.given_back_bytes, measured)
-    measured |= {"framework": before.now_bytes, "buffers": runner.buffers_bytes}
+    base = {"framework": before.now_bytes - before.files_bytes, "libraries": before.files_bytes}
+    # In a process of somebody else's, what was there before is not ours to answer for.
+    own = measured | (base if "front" in plan.terms else {})
+    settled = settle_pool(plan, memory().available_bytes - rehearsal.given_back_bytes, own)
+    measured |= base | {"buffers": runner.buffers_bytes}
     report = MemoryReport(
         total_bytes=plan.memory.total_bytes,
         free_bytes=plan.memory.available_bytes,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import platform
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -38,6 +40,25 @@ def packs_weights(dtype: torch.dtype, device: torch.device, features: Collection
     return bool(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]
 
 
+@contextmanager
+def lean_products(dtype: torch.dtype, device: torch.device) -> Iterator[None]:
+    """Products within multiply from where a matrix lies.
+
+    On Arm torch hands float32 products to oneDNN, which copies the whole matrix first and holds on to one or two such
+    copies; its BLAS copies nothing and was 5 to 25% faster from 16 rows on (Neoverse-N1, torch 2.13).
+    """
+    backend = torch.backends.mkldnn
+    before = bool(backend.enabled)
+    if device.type != "cpu" or dtype != torch.float32 or not before or platform.machine() not in ("aarch64", "arm64"):
+        yield
+        return
+    backend.enabled = False  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        backend.enabled = before  # type: ignore[assignment]
+
+
 def set_threads(count: int | None) -> int:
     """Sets how many threads torch computes with, where a number is given; returns the number in force."""
     if count is not None:
@@ -49,6 +70,8 @@ def set_threads(count: int | None) -> int:
     return torch.get_num_threads()
 
 
-def warm_up() -> None:
+def warm_up(dtype: torch.dtype, device: torch.device) -> None:
     """One small product, so that what torch's libraries set up once is there before anything is measured."""
-    torch.mm(torch.ones((16, 64)), torch.ones((64, 64)))
+    with lean_products(dtype, device):
+        one = torch.ones((64, 64), dtype=dtype, device=device)
+        torch.mm(one, one)

@@ -13,6 +13,7 @@ import torch
 
 from holdfast.errors import EngineError
 from holdfast.execution.batch import RunnerLimits, SlotBuffers, StepBatch
+from holdfast.execution.device import lean_products
 from holdfast.execution.kv_store import KVStore
 from holdfast.execution.memory import PeakMemory, trim_memory
 from holdfast.execution.ops import ops_for
@@ -76,7 +77,7 @@ class Runner:
     ) -> None:
         self.spec, self.layout, self.limits, self.device = spec, layout, limits, device
         self.kv_dtype = kv_dtype or weights.dtype
-        self.weights_bytes = weights.nbytes
+        self.dtype, self.weights_bytes = weights.dtype, weights.nbytes
         ops = ops_for(device, reference=reference, compiled=compiled)
         self._transformer: Transformer | None = Transformer(
             spec, weights, layout, ops, limits.max_num_batched_tokens, device
@@ -119,7 +120,7 @@ class Runner:
 
     def execute(self, plan: StepPlan) -> StepResult:
         decoder, kv = self._decoder, self.kv
-        with torch.inference_mode():
+        with torch.inference_mode(), lean_products(self.dtype, self.device):
             self._buffers.apply(plan, kv.blocks)
             for start in plan.starts:
                 self._sampler.start(start)
@@ -163,7 +164,7 @@ class Runner:
         layers = 1 + max(min(group.layers) for group in self.layout.groups)
         trim_memory()
         peak = PeakMemory()
-        with torch.inference_mode():
+        with torch.inference_mode(), lean_products(self.dtype, self.device):
             with peak:
                 decoder.multiply_largest(self.limits.max_num_batched_tokens, len(self._logits))
             scratch = peak.grown_bytes

@@ -41,11 +41,10 @@ class Processor:
         their portable form, which x86 runs, does not."""
         return "asimddp" in self.features
 
-    @property
-    def copies_matrices(self) -> bool:
-        """Whether torch's dense products copy the whole matrix into the order they read: on Arm they do from about
-        ten rows on, and hold that one copy until the next product of another shape (measured, torch 2.13)."""
-        return "asimd" in self.features
+    def copies_matrices(self, dtype: str) -> bool:
+        """Whether torch's dense products copy the whole matrix first: those of oneDNN on Arm do, from about ten rows
+        on (measured, torch 2.13). Execution leaves float32 to the BLAS, which does not."""
+        return "asimd" in self.features and dtype != "float32"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +53,8 @@ class Resident:
 
     now_bytes: int
     peak_bytes: int
+    files_bytes: int = 0
+    """Of what it holds now, pages of files, above all of libraries: the kernel can drop them."""
 
 
 def memory(root: Path = Path("/")) -> Memory:
@@ -76,13 +77,13 @@ def resident(pid: int | None = None) -> Resident | None:
         with open(f"/proc/{'self' if pid is None else pid}/status") as status:
             for line in status:
                 name, _, value = line.partition(":")
-                if name in ("VmRSS", "VmHWM"):
+                if name in ("VmRSS", "VmHWM", "RssFile"):
                     found[name] = int(value.split()[0]) * 1024
     except (OSError, ValueError):
         return None
     if "VmRSS" not in found:  # A process that has ended and was not waited for has no memory.
         return None
-    return Resident(found["VmRSS"], max(found["VmRSS"], found.get("VmHWM", 0)))
+    return Resident(found["VmRSS"], max(found["VmRSS"], found.get("VmHWM", 0)), found.get("RssFile", 0))
 
 
 def memory_holders(most: int = 3) -> tuple[str, ...]:

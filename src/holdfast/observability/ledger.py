@@ -26,6 +26,8 @@ class ProcessMemory(msgspec.Struct, frozen=True, kw_only=True):
     pid: int
     resident_bytes: int
     peak_bytes: int
+    files_bytes: int = 0
+    """Of what is resident, pages of files."""
 
 
 class TierMemory(msgspec.Struct, frozen=True, kw_only=True):
@@ -78,8 +80,11 @@ def make_ledger(info: EngineInfo, stats: EngineStats, processes: Sequence[Proces
         for process in processes
     ]
     held = {process.name: process.resident_bytes for process in processes}
+    files = {process.name: process.files_bytes for process in processes}
     touched = (stats.blocks_touched + 1) * report.page_bytes  # The null page is written at the start.
-    now = {"kv_pool": touched, **({"front": held["front"]} if "front" in held else {})}
+    now = {"kv_pool": touched}
+    now |= {"front": held["front"]} if "front" in held else {}
+    now |= {"libraries": files["engine"]} if files.get("engine") else {}
     terms = [
         msgspec.structs.replace(term, measured_bytes=now.get(term.term, term.measured_bytes)) for term in report.terms
     ]

@@ -26,7 +26,7 @@ from holdfast.planner.same import Same
 from holdfast.planner.terms import Term
 
 _STORED_AS: Mapping[str, str] = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
-_UNCERTAINTY: Mapping[str, float] = {"front": 0.25, "framework": 0.25, "activations": 0.25}
+_UNCERTAINTY: Mapping[str, float] = {"front": 0.25, "framework": 0.25, "libraries": 0.4, "activations": 0.25}
 """Of what is measured or estimated; the rest is counted."""
 
 

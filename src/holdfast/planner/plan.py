@@ -189,7 +189,7 @@ def _choices(
         expand_weights=_expand(spec, stored, dtype, fast_blocks, config, budget, decisions),
         compiled=compiled,
         compiled_attention=_compiled_attention(config, compiled, decisions),
-        copies_matrices=processor.copies_matrices,
+        copies_matrices=processor.copies_matrices(dtype),
     )
 
 

@@ -1,6 +1,7 @@
 """What the budget leaves for KV at a given context length. Counts and compares; refuses nothing and chooses nothing.
 
-    budget ─ front ─ framework ─ weights ─ scratch ─ activations ─ logits ─ buffers = left for pages and their books
+    budget ─ front ─ framework ─ libraries ─ weights ─ scratch ─ activations ─ logits ─ buffers
+           = left for pages and their books
 
 The longer the context, the larger the buffers and the less is left, so the longest one that fits is found by halving.
 """
@@ -91,7 +92,13 @@ class Room:
             layout=footprint.kv_layout(spec, block_tokens=config.block_size, kv_dtype=choices.kv_dtype),
             weights_bytes=weights,
             scratch_bytes=scratch if choices.copies_matrices else 0,
-            loading_bytes=front_bytes + footprint.FRAMEWORK_BYTES + weights + footprint.staging_bytes(stored),
+            loading_bytes=(
+                front_bytes
+                + footprint.FRAMEWORK_BYTES
+                + footprint.LIBRARIES_BYTES
+                + weights
+                + footprint.staging_bytes(stored)
+            ),
         )
 
     @property
@@ -121,6 +128,7 @@ class Room:
         terms = {
             "front": self.front_bytes,
             "framework": footprint.FRAMEWORK_BYTES,
+            "libraries": footprint.LIBRARIES_BYTES,
             "weights": self.weights_bytes,
             "scratch": self.scratch_bytes,
             "activations": footprint.activations_bytes(

@@ -1,6 +1,6 @@
 """The byte terms of one rank beside its KV pool, by name, for a GPU or a CPU. Estimates carry how far off they may be.
 
-    context      driver, CUDA context and libraries      framework    interpreter, torch and its libraries (CPU)
+    context      driver, CUDA context and libraries      framework    interpreter, torch (CPU)
     front        the process in front of it (CPU)        weights      as they lie in memory
     activations  the widest live set of the largest step logits       rows that sample x vocabulary
     buffers      token ids, block tables                 graphs       captured CUDA graphs
@@ -131,6 +131,7 @@ def cpu_terms(
     terms = [
         Term("front", footprint.FRONT_BYTES, 0.25),
         Term("framework", footprint.FRAMEWORK_BYTES, 0.25),
+        Term("libraries", footprint.LIBRARIES_BYTES, 0.4),
         Term("weights", weights_bytes),
         Term("activations", footprint.activations_bytes(spec, limits, dtype=dtype), 0.25),
         Term("logits", footprint.logits_bytes(spec, limits)),

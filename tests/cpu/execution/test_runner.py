@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from holdfast.errors import ConfigurationError, EngineError
-from holdfast.execution.device import choose_device, packs_weights, set_threads
+from holdfast.execution.device import choose_device, lean_products, packs_weights, set_threads
 from holdfast.execution.kv_store import KVStore
 from holdfast.execution.memory import PeakMemory
 from holdfast.execution.runner import Runner, RunnerLimits
@@ -205,3 +206,13 @@ def test_threads() -> None:
             set_threads(0)
     finally:
         torch.set_num_threads(before)
+
+
+def test_products_leave_torch_as_they_found_it() -> None:
+    before = bool(torch.backends.mkldnn.enabled)
+    with pytest.raises(ZeroDivisionError), lean_products(torch.float32, CPU):
+        assert bool(torch.backends.mkldnn.enabled) == (before and platform.machine() not in ("aarch64", "arm64"))
+        _ = 1 // 0
+    assert bool(torch.backends.mkldnn.enabled) == before
+    with lean_products(torch.bfloat16, CPU):
+        assert bool(torch.backends.mkldnn.enabled) == before

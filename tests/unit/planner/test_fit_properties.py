@@ -111,7 +111,26 @@ def test_more_memory_never_fits_less(question: Question, more: int) -> None:
     after = fit(replace(question, machine=larger))
     assert after.fits >= before.fits
     assert after.short_bytes <= before.short_bytes
-    assert after.longest_tokens >= before.longest_tokens
+    # What was asked for may now be done by fewer GPUs, and then those decide what they hold beyond it.
+    assert after.tensor_parallel < before.tensor_parallel or after.longest_tokens >= before.longest_tokens
+    same = with_settings(replace(question, machine=larger), tensor_parallel=before.tensor_parallel)
+    assert fit(same).longest_tokens >= before.longest_tokens
+
+
+def test_fewer_gpus_are_enough_for_the_traffic_with_more_memory() -> None:
+    """Two GPUs hold a longer context, but nobody asked for it: what was asked for fits on one now, and that is said."""
+    traffic = Traffic(concurrency=31, prompt_tokens=96, output_tokens=477)
+    settings = Settings(block_tokens=1, max_loras=3)
+
+    def found(free: int) -> Fit:
+        model = model_of("fp8/llama-3.1-70b")
+        return fit(Question(model=model, machine=gpu_machine(free, 2), settings=settings, traffic=traffic))
+
+    before, after = found(93_824_215_936), found(93_824_215_936 + 64 * MIB)
+    assert (before.fits, before.tensor_parallel) == (True, 2)
+    assert (after.fits, after.tensor_parallel) == (True, 1)
+    assert after.longest_tokens >= traffic.length
+    assert "the fewest GPUs that hold it, of 2" in [decision.reason for decision in after.decisions]
 
 
 @settings(max_examples=100, deadline=None)

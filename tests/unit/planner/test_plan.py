@@ -222,10 +222,11 @@ def test_a_shorter_context_leaves_more_for_the_pool(spec: ModelSpec) -> None:
 
 def test_dense_products_are_planned_with_their_copy_where_torch_makes_one(spec: ModelSpec) -> None:
     arm = Processor(model="arm", cores=2, features=frozenset({"asimd"}))
-    head = 128256 * 4096 * 4
-    assert plan(spec, 60, arm).terms["scratch"] == head
-    assert plan(spec, 60, arm, max_num_seqs=8).terms["scratch"] == 2 * 14336 * 4096 * 4  # gate and up, as one
-    assert "scratch" not in plan(spec, 60, FAST).terms
+    half = {"dtype": "bfloat16"}
+    assert plan(spec, 60, arm, **half).terms["scratch"] == 128256 * 4096 * 2
+    assert plan(spec, 60, arm, max_num_seqs=8, **half).terms["scratch"] == 2 * 14336 * 4096 * 2  # gate and up, as one
+    assert "scratch" not in plan(spec, 60, arm).terms
+    assert "scratch" not in plan(spec, 60, FAST, **half).terms
 
 
 def test_a_pool_too_small_for_a_block_says_so(spec: ModelSpec) -> None:
