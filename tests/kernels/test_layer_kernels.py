@@ -1,0 +1,246 @@
+"""Norms, rotary with the write of keys and values, gates and embedding rows against float64 and the plain forms."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+pytest.importorskip("triton")
+
+from holdfast.execution.ops import reference
+from holdfast.execution.rope import inverse_frequencies
+from holdfast.execution.triton_kernels import layer
+from holdfast.models import RopeSpec
+
+ON_GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if ON_GPU else "cpu")
+NAN = float("nan")
+# Triton's interpreter cuts bfloat16 off where the GPU rounds it.
+TYPES = [torch.float32, torch.float16, *([torch.bfloat16] if ON_GPU else [])]
+UNIT = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+"""Half the distance between neighbours at 1."""
+COUNTS = [1, 5, 517] if ON_GPU else [1, 5]
+
+
+def seeded(*parts: object) -> torch.Generator:
+    """Fresh numbers a run; the id that is printed brings them back."""
+    seed = int(os.environ.get("KERNEL_SEED", int.from_bytes(os.urandom(4), "little")))
+    print(f"KERNEL_SEED={seed} for {parts}")
+    return torch.Generator().manual_seed(seed)
+
+
+def normal(generator: torch.Generator, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(*shape, generator=generator).to(dtype).to(DEVICE)
+
+
+def poisoned(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.full(shape, NAN, dtype=dtype, device=DEVICE)
+
+
+def close(found: torch.Tensor, wanted: torch.Tensor, dtype: torch.dtype, roundings: float) -> None:
+    """wanted is float64; so many roundings of the type, relative to the largest number beside each."""
+    tolerance = roundings * UNIT[dtype] * wanted.abs().clamp(min=1e-3)
+    error = (found.double() - wanted).abs()
+    assert torch.isfinite(error).all()
+    assert (error <= tolerance).all(), f"off by {(error / tolerance).max().item():.2f} of the tolerance"
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("columns", [64, 576, 4096] if ON_GPU else [64, 576])
+@pytest.mark.parametrize("with_delta", [False, True])
+def test_the_stream_takes_its_sum_and_is_normed(dtype: torch.dtype, columns: int, with_delta: bool) -> None:
+    for rows in COUNTS:
+        source = seeded(dtype, columns, rows)
+        wide = normal(source, rows, columns + 8, dtype=dtype)
+        stream, weight = wide[:, :columns], normal(source, columns, dtype=dtype)
+        delta = normal(source, rows, 2 * columns, dtype=dtype)[:, columns:] if with_delta else None
+        before, beyond = stream.clone(), wide[:, columns:].clone()
+        out = poisoned(rows, columns, dtype=dtype)
+        layer.add_rms_norm(stream, weight, 1e-5, out, delta)
+        summed = before if delta is None else before + delta
+        assert torch.equal(stream, summed), "the sum is float32, rounded once"
+        assert torch.equal(wide[:, columns:], beyond)
+        exact = summed.double()
+        exact *= torch.rsqrt(exact.square().mean(-1, keepdim=True) + 1e-5)
+        close(out, exact * weight.double(), dtype, 4 if dtype == torch.float32 else 2.2)
+        plain = torch.empty_like(out)
+        reference.rms_norm(summed, weight, 1e-5, plain)
+        # A last bit of the scale may turn a rounding to the other side, and seldom does.
+        assert (out != plain).float().mean() < (0.6 if dtype == torch.float32 else 0.01)
+
+
+def angles_of(positions: torch.Tensor, dim: int, theta: float = 10000.0) -> torch.Tensor:
+    frequencies = inverse_frequencies(RopeSpec(theta=theta, dim=dim)).to(DEVICE)
+    out = poisoned(len(positions), dim)
+    layer.fill_cos_sin(positions, frequencies, 1.0, out)
+    return out
+
+
+def test_angles_are_those_of_the_plain_form_up_to_long_contexts() -> None:
+    positions = torch.tensor([0, 1, 2, 100, 4095, 8191, 65535, 99999, 131071, 131072], dtype=torch.int32, device=DEVICE)
+    frequencies = inverse_frequencies(RopeSpec(theta=500000.0, dim=128))
+    found = poisoned(len(positions), 128)
+    layer.fill_cos_sin(positions, frequencies.to(DEVICE), 1.25, found)
+    angles = (positions.cpu().float()[:, None] * frequencies).double()  # the product is float32, as in the plain form
+    wanted = torch.cat((angles.cos(), angles.sin()), -1) * 1.25
+    assert (found.cpu().double() - wanted).abs().max() < 1e-6
+
+
+class Pool:
+    """Pages full of NaN, tables with pages shuffled, and rows that name them."""
+
+    def __init__(self, source: torch.Generator, tokens: int, kv_heads: int, dim: int, dtype: torch.dtype) -> None:
+        self.block, self.places, self.place = 4, 3, 1
+        slots, blocks = 5, 8
+        self.pages = poisoned(slots * blocks + 1, self.places, 2, self.block, kv_heads, dim, dtype=dtype)
+        order = torch.randperm(slots * blocks, generator=source) + 1
+        # Rows of the table lie apart.
+        self.tables = torch.full((slots, blocks + 3), -7, dtype=torch.int32)[:, :blocks]
+        self.tables.copy_(order.view(slots, blocks))
+        chosen = torch.randperm(slots * blocks * self.block, generator=source)[:tokens]
+        self.slots = (chosen // (blocks * self.block)).int()
+        self.positions = (chosen % (blocks * self.block)).int()
+        if tokens > 3:
+            self.slots[1], self.positions[2] = -1, -1
+
+    def rows(self) -> list[tuple[int, int, int]]:
+        """(token of the batch, page, place in the page) of those that are kept."""
+        found = []
+        for token, (slot, position) in enumerate(zip(self.slots.tolist(), self.positions.tolist(), strict=True)):
+            if slot >= 0 and position >= 0:
+                found.append((token, int(self.tables[slot, position // self.block]), position % self.block))
+        return found
+
+
+def turned(heads: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
+    half = angles.shape[-1] // 2
+    cos, sin = angles[:, None, :half].double(), angles[:, None, half:].double()
+    first, second = heads[..., :half], heads[..., half : 2 * half]
+    return torch.cat((first * cos - second * sin, second * cos + first * sin, heads[..., 2 * half :]), -1)
+
+
+SHAPES = [(3, 1, 16, 16), (6, 2, 80, 80), (5, 5, 64, 32)]
+if ON_GPU:
+    SHAPES += [(32, 8, 128, 128), (16, 8, 128, 128), (16, 1, 256, 64), (9, 3, 64, 64), (40, 8, 96, 96)]
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize(("heads", "kv_heads", "dim", "rotary"), SHAPES)
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("by_position", [False, True])
+def test_heads_are_turned_and_kept(
+    dtype: torch.dtype, heads: int, kv_heads: int, dim: int, rotary: int, normed: bool, by_position: bool
+) -> None:
+    tokens = 40 if ON_GPU else 6
+    source = seeded(dtype, heads, kv_heads, dim, rotary, normed)
+    pool = Pool(source, tokens, kv_heads, dim, dtype)
+    width = (heads + 2 * kv_heads) * dim
+    qkv = normal(source, tokens, width + 16, dtype=dtype)[:, :width]
+    before = qkv.clone()
+    positions, slots, tables = (part.to(DEVICE) for part in (pool.positions, pool.slots, pool.tables))
+    weights = [normal(source, dim, dtype=dtype) for _ in range(2)] if normed else [None, None]
+    lines = torch.arange(64, device=DEVICE) if by_position else positions
+    layer.rotate_and_store(
+        qkv, angles_of(lines, rotary), positions, slots, pool.pages, tables, place=pool.place,
+        by_position=by_position, query_norm=weights[0], key_norm=weights[1], epsilon=1e-6,
+    )  # fmt: skip
+    split = before.view(tokens, -1, dim).double()
+    query, key, value = split.split((heads, kv_heads, kv_heads), 1)
+    if normed:
+        query, key = (
+            (part * torch.rsqrt(part.square().mean(-1, keepdim=True) + 1e-6)).to(dtype).double() * weight.double()
+            for part, weight in ((query, weights[0]), (key, weights[1]))
+        )
+    live = positions >= 0
+    wanted = turned(torch.cat((query, key), 1), angles_of(positions, rotary))
+    found = qkv.view(tokens, -1, dim)
+    # Relative to the pair that was turned, not to what was left of it.
+    tolerance = (6 if normed else 3) * UNIT[dtype] * (1 + torch.cat((query, key), 1).abs().amax(-1, keepdim=True))
+    error = (found[:, : heads + kv_heads].double() - wanted).abs()
+    assert (error <= tolerance)[live].all(), error.max().item()
+    assert torch.equal(found[:, heads + kv_heads :].double(), value)
+    check_pages(pool, found[:, heads : heads + kv_heads], found[:, heads + kv_heads :])
+
+
+def check_pages(pool: Pool, keys: torch.Tensor, values: torch.Tensor) -> None:
+    """Pages hold the keys and values of every kept token, and NaN everywhere else."""
+    wanted = torch.full_like(pool.pages, NAN)
+    for token, page, place in pool.rows():
+        wanted[page, pool.place, 0, place], wanted[page, pool.place, 1, place] = keys[token], values[token]
+    torch.testing.assert_close(pool.pages, wanted, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("normed", [False, True])
+def test_without_positions_nothing_is_turned(normed: bool) -> None:
+    source = seeded(normed)
+    pool = Pool(source, 6, 2, 16, torch.float32)
+    qkv = normal(source, 6, 8 * 16)
+    before, weight = qkv.clone(), normal(source, 16)
+    layer.rotate_and_store(
+        qkv, None, pool.positions.to(DEVICE), pool.slots.to(DEVICE), pool.pages, pool.tables.to(DEVICE),
+        place=pool.place, query_norm=weight if normed else None, key_norm=weight if normed else None, epsilon=1e-6,
+    )  # fmt: skip
+    found = qkv.view(6, 8, 16)
+    if normed:
+        part = before.view(6, 8, 16)[:, :6].double()
+        part = part * torch.rsqrt(part.square().mean(-1, keepdim=True) + 1e-6) * weight.double()
+        close(found[:, :6], part, torch.float32, 8)
+    else:
+        assert torch.equal(qkv, before)
+    check_pages(pool, found[:, 4:6], found[:, 6:])
+
+
+def test_far_pages_are_reached() -> None:
+    """Offsets beyond 2^31 elements; the pool is virtual memory that only the touched page backs."""
+    if not ON_GPU:
+        pytest.skip("needs 5 GB of GPU memory")
+    pages = torch.empty(80_000, 1, 2, 16, 8, 128, dtype=torch.bfloat16, device=DEVICE)
+    pages[79_999] = NAN
+    qkv = torch.randn(1, 24 * 128, device=DEVICE).bfloat16()
+    one = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    tables = torch.tensor([[79_999]], dtype=torch.int32, device=DEVICE)
+    layer.rotate_and_store(qkv, angles_of(one, 128), one, one, pages, tables, place=0)
+    assert torch.equal(pages[79_999, 0, :, 0].flatten(), qkv[0, 8 * 128 :])
+    assert torch.isnan(pages[79_999, 0, :, 1:]).all()
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
+def test_gates(dtype: torch.dtype, activation: str) -> None:
+    for rows, columns in ((1, 24), (3, 1100), *(((300, 14336),) if ON_GPU else ())):
+        source = seeded(dtype, activation, rows, columns)
+        gate_up = (3 * normal(source, rows, 2 * columns + 8)).to(dtype)[:, : 2 * columns]
+        gate_up[0, 0], gate_up[0, 1] = 90.0, -90.0
+        out = poisoned(rows, columns + 3, dtype=dtype)
+        layer.gate(gate_up, activation, out[:, :columns])
+        gated, up = gate_up.double().chunk(2, -1)
+        exact = reference.activate(gated, activation) * up
+        # Against float64 relative to the inputs: far in the negative tail the exact result all but vanishes.
+        error = (out[:, :columns].double() - exact).abs()
+        assert (error <= (8 if dtype == torch.float32 else 2.2) * UNIT[dtype] * (up * gated).abs().clamp(min=0.01)).all()
+        assert torch.isnan(out[:, columns:]).all()
+
+
+@pytest.mark.parametrize(("stored", "wanted"), [(torch.float32, torch.float32), (torch.float32, torch.float16)])
+def test_embedding_rows(stored: torch.dtype, wanted: torch.dtype) -> None:
+    source = seeded(stored, wanted)
+    columns = 1100
+    embedding = normal(source, 50, columns, dtype=stored)
+    tokens_of_slots = torch.randint(0, 50, (4, 9), generator=source, dtype=torch.int32).to(DEVICE)[:, :7]
+    tokens_of_slots[3, 6] = 50
+    slots = torch.tensor([2, 0, -1, 1, 3], dtype=torch.int32, device=DEVICE)
+    positions = torch.tensor([6, 0, 3, -1, 6], dtype=torch.int32, device=DEVICE)
+    out = poisoned(5, columns, dtype=wanted)
+    layer.embed(tokens_of_slots, slots, positions, embedding, out)
+    ids = torch.stack((tokens_of_slots[2, 6], tokens_of_slots[0, 0]))
+    assert torch.equal(out[:2], embedding[ids.long()].to(wanted))
+    assert not out[2:].any(), "no token, no row"
+    again = poisoned(3, columns, dtype=wanted)
+    layer.embed_ids(torch.tensor([49, -1, 7], dtype=torch.int64, device=DEVICE), embedding, again)
+    assert torch.equal(again[[0, 2]], embedding[[49, 7]].to(wanted))
+    assert not again[1].any()
