@@ -230,9 +230,11 @@ class LocalBackend:
 
 def find_local(config: EngineConfig) -> Coroutine[Any, Any, LocalBackend]:
     """Finds the model, fetching it if need be; what is returned loads and starts it."""
+    from holdfast.engine.devices import settle_device
     from holdfast.engine.startup import find_model, open_tokenizer, plan_model
     from holdfast.planner.footprint import FRONT_BYTES
 
+    config = settle_device(config)
     model = find_model(config)
     plan = plan_model(config, model, front_bytes=FRONT_BYTES)
     return _start_local(config, model, plan, open_tokenizer(config, model))

@@ -61,6 +61,7 @@ def read_settings(arguments: argparse.Namespace) -> tuple[EngineConfig, ServerCo
 def run(arguments: argparse.Namespace) -> int:
     import holdfast
     from holdfast.engine.client import ProcessEngine
+    from holdfast.engine.devices import settle_device
     from holdfast.engine.progress import LoadProgress
     from holdfast.engine.startup import find_model, open_tokenizer, plan_lines, plan_model, sampling_defaults
     from holdfast.observability.ledger import ledger_lines
@@ -75,6 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
     set_up_logging(server_config.log_level)
     log.info("holdfast %s", holdfast.__version__)
     listener = bind(server_config.host, server_config.port)  # A port in use is said before a model is fetched.
+    engine_config = settle_device(engine_config)
     model = find_model(engine_config)
     log.info("model %s: %s, %s parameters", model.files.name, model.spec.architecture, f"{model.spec.parameters:,}")
     plan = plan_model(engine_config, model, front_bytes=FRONT_BYTES)

@@ -21,6 +21,9 @@ from holdfast.config.setting import (
 )
 from holdfast.errors import ConfigurationError
 
+GPU_SEQUENCES, CPU_SEQUENCES = 256, 64
+GPU_STEP_TOKENS, CPU_STEP_TOKENS = 8192, 512
+
 REFUSED: Mapping[str, str] = {
     "quantization": "the layout is read from the checkpoint (GGUF); AWQ, GPTQ and FP8 checkpoints cannot be run yet",
     "swap_space": "KV pages are not swapped to RAM yet; a preempted request is recomputed",
@@ -58,7 +61,7 @@ class EngineConfig:
         "auto", "auto, safetensors, gguf, or dummy (random weights in the model's real shapes)",
         choice("auto", "safetensors", "gguf", "dummy"),
     )  # fmt: skip
-    device: str = setting("auto", "auto or cpu", choice("auto", "cpu", "cuda"))
+    device: str = setting("auto", "auto (a GPU where there is one), cuda or cpu", choice("auto", "cpu", "cuda"))
     dtype: str = setting(
         "auto", "what to compute in: auto (the fastest sound one on this device), float32, bfloat16 or float16",
         choice("auto", "float32", "bfloat16", "float16", "half", "float"),
@@ -75,9 +78,13 @@ class EngineConfig:
         None, "longest context in tokens: 8192, 32k (32,000), 32K (32,768), or auto: what the model and memory allow",
         optional(tokens_or_auto), metavar="TOKENS",
     )  # fmt: skip
-    max_num_seqs: int = setting(64, "most requests computed at the same time", whole(1, 4096))
-    max_num_batched_tokens: int = setting(
-        512, "most tokens computed in one step; longer prompts go in chunks of this", whole(1, 1 << 20)
+    max_num_seqs: int | None = setting(
+        None, "most requests computed at the same time; left out: 256 on a GPU, 64 on a CPU", optional(whole(1, 4096))
+    )
+    max_num_batched_tokens: int | None = setting(
+        None,
+        "most tokens computed in one step, longer prompts go in chunks of this; left out: 8192 on a GPU, 512 on a CPU",
+        optional(whole(1, 1 << 20)),
     )
     gpu_memory_utilization: float = setting(
         0.9, "share of the device's memory to use; on a CPU, of the RAM that is free at start", number(0.01, 1.0)
@@ -87,12 +94,13 @@ class EngineConfig:
         optional(size), metavar="SIZE",
     )  # fmt: skip
     vram: int | None = setting(
-        None, "most GPU memory the server may hold; refused on a CPU, where ram is what counts", optional(size),
+        None, "most GPU memory the server may hold, such as 22GiB; left out: gpu_memory_utilization of it",
+        optional(size),
         metavar="SIZE",
     )  # fmt: skip
     kv_cache_memory_bytes: int | None = setting(
         None,
-        "size of the KV pool, such as 4GiB; left out: 4 GiB, or what is free",
+        "size of the KV pool, such as 4GiB; left out: all that is left of a GPU's budget; on a CPU 4 GiB at most",
         optional(size),
         metavar="SIZE",
     )
@@ -104,9 +112,9 @@ class EngineConfig:
         1024, "most requests waiting beyond those running; more get 429 with Retry-After", whole(0, 1 << 20)
     )
     attention_backend: str = setting(
-        "auto", "auto, compiled (kernels built at install) or torch", choice("auto", "compiled", "torch")
+        "auto", "on a CPU: auto, compiled (kernels built at install) or torch", choice("auto", "compiled", "torch")
     )
-    enforce_eager: bool = setting(False, "no captured graphs; there are none on a CPU", flag)
+    enforce_eager: bool = setting(False, "no captured graphs on a GPU; there are none on a CPU", flag)
     seed: int | None = setting(
         None, "draw the seeds of requests that bring none from this one, so that runs repeat",
         optional(whole(0, 2**62)),
@@ -129,16 +137,20 @@ class EngineConfig:
                 fix="raise max_num_batched_tokens to the longest prompt: it then goes in one chunk",
                 field="enable_chunked_prefill",
             )
-        if self.vram is not None:
+        if self.vram is not None and self.device == "cpu":
             raise ConfigurationError(
                 "vram is a budget of GPU memory, and this server computes on the CPU", code="HF120", needed="ram",
                 found="vram", fix="--ram SIZE", field="vram",
             )  # fmt: skip
-        if self.device == "cuda":
-            raise ConfigurationError(
-                "CUDA devices are not supported yet", code="HF120", needed="device cpu", found="cuda",
-                fix="--device cpu", field="device",
-            )  # fmt: skip
+
+    @property
+    def sequences(self) -> int:
+        """At the same time. `auto` has become a device by the time that this is asked."""
+        return self.max_num_seqs or (GPU_SEQUENCES if self.device == "cuda" else CPU_SEQUENCES)
+
+    @property
+    def step_tokens(self) -> int:
+        return self.max_num_batched_tokens or (GPU_STEP_TOKENS if self.device == "cuda" else CPU_STEP_TOKENS)
 
     @staticmethod
     def from_arguments(**arguments: Any) -> EngineConfig:

@@ -174,7 +174,7 @@ class ProcessEngine:
         return stream
 
     def check_room(self, answers: int) -> None:
-        check_room(answers, len(self._open), self._config.max_num_seqs, self._config.max_queued_requests)
+        check_room(answers, len(self._open), self._config.sequences, self._config.max_queued_requests)
 
     async def drain(self, timeout_s: float) -> None:
         self._draining = True

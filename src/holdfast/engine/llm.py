@@ -15,6 +15,7 @@ from typing import Any
 from holdfast.config import EngineConfig
 from holdfast.engine.answers import Answer
 from holdfast.engine.core import EngineCore
+from holdfast.engine.devices import settle_device
 from holdfast.engine.door import Door
 from holdfast.engine.messages import unpack_failure
 from holdfast.engine.progress import RequestProgress
@@ -42,6 +43,7 @@ class LLM:
     def __init__(self, model: str | None = None, **settings: Any) -> None:
         self._core: EngineCore | None = None
         config = EngineConfig.from_arguments(model=model, **settings)
+        config = settle_device(config)
         found = find_model(config)
         plan = plan_model(config, found)
         print("\n".join(plan_lines(found, plan)), file=sys.stderr, flush=True)

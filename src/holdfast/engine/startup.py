@@ -25,10 +25,12 @@ from holdfast.checkpoints.builtin import refuse_revision
 from holdfast.config import EngineConfig
 from holdfast.errors import ConfigurationError, DoesNotFitError, ModelAccessError, ModelNotFoundError, RequestError
 from holdfast.hardware import Resident, compiled_kernels, memory, memory_holders, processor, resident
+from holdfast.hardware.nvidia import probe
 from holdfast.kvcache import KVCache
 from holdfast.models import ModelSpec
 from holdfast.observability.ledger import term_lines
 from holdfast.planner import Plan, make_plan, settle_pool
+from holdfast.planner.gpu_plan import make_gpu_plan
 from holdfast.records import EngineInfo, MemoryReport, MemoryTerm, SamplingParams
 from holdfast.scheduler import Scheduler, SchedulerLimits
 from holdfast.text import Tokenizer, check_text, load_template
@@ -36,6 +38,7 @@ from holdfast.units import format_bytes
 
 if TYPE_CHECKING:
     from holdfast.engine.core import EngineCore
+    from holdfast.execution.gpu.runner import GpuRunner
     from holdfast.execution.runner import Rehearsal, Runner
 
 log = logging.getLogger("holdfast")
@@ -92,6 +95,8 @@ def plan_model(config: EngineConfig, model: FoundModel, *, front_bytes: int = 0,
     stored = None
     if config.load_format != "dummy":
         stored = match(model.spec, open_checkpoint(model.files))
+    if config.device == "cuda":
+        return make_gpu_plan(model.spec, stored, config, probe().gpus, name=model.files.name)
     known, machine = compiled_kernels() if kernels is None else kernels, memory()
     try:
         return make_plan(
@@ -163,6 +168,8 @@ def build_core(
     from holdfast.execution.runner import Runner, RunnerLimits
     from holdfast.execution.weights import load_weights
 
+    if plan is not None and plan.gpu is not None:
+        return _build_on_gpu(config, model, progress, plan)
     if plan is None or (plan.compiled and not native.available()):
         plan = plan_model(config, model, kernels=native.available())
     checkpoint = None if config.load_format == "dummy" else open_checkpoint(model.files)
@@ -206,6 +213,17 @@ def build_core(
     plan, report = _settled(plan, runner, rehearsal, before, loaded)
     runner.back_kv(plan.blocks)
     core = EngineCore(_scheduler(config, plan), runner)
+    return core, _info(config, model, plan, runner, report)
+
+
+def _build_on_gpu(
+    config: EngineConfig, model: FoundModel, progress: Progress, plan: Plan
+) -> tuple[EngineCore, EngineInfo]:
+    from holdfast.engine.core import EngineCore
+    from holdfast.engine.gpu_startup import build_gpu_runner
+
+    runner, plan, report = build_gpu_runner(config, model.files, model.spec, plan, progress)
+    core = EngineCore(_scheduler(config, plan, steps_ahead=1), runner, steps_ahead=1)
     return core, _info(config, model, plan, runner, report)
 
 
@@ -259,24 +277,27 @@ def _settled(
 
 
 def _planned(plan: Plan) -> list[MemoryTerm]:
-    return [MemoryTerm(tier="ram", term=name, planned_bytes=size) for name, size in plan.terms.items()]
+    tier = "ram" if plan.gpu is None else "vram"
+    return [MemoryTerm(tier=tier, term=name, planned_bytes=size) for name, size in plan.terms.items()]
 
 
-def _scheduler(config: EngineConfig, plan: Plan) -> Scheduler:
+def _scheduler(config: EngineConfig, plan: Plan, steps_ahead: int = 0) -> Scheduler:
     limits = SchedulerLimits(
         max_num_seqs=plan.limits.max_num_seqs,
         max_num_batched_tokens=plan.limits.max_num_batched_tokens,
         max_model_len=plan.limits.max_model_len,
         policy="priority" if config.scheduling_policy == "priority" else "fcfs",
-        max_steps_in_flight=1,
+        max_steps_in_flight=1 + steps_ahead,
     )
     return Scheduler(limits, KVCache(plan.layout, plan.blocks, config.enable_prefix_caching))
 
 
-def _info(config: EngineConfig, model: FoundModel, plan: Plan, runner: Runner, report: MemoryReport) -> EngineInfo:
+def _info(
+    config: EngineConfig, model: FoundModel, plan: Plan, runner: Runner | GpuRunner, report: MemoryReport
+) -> EngineInfo:
     return EngineInfo(
         model=model.files.name,
-        device="cpu",
+        device="cpu" if plan.gpu is None else f"cuda ({plan.gpu.name})",
         dtype=plan.dtype,
         kv_dtype=plan.kv_dtype,
         block_size=plan.layout.block_tokens,
@@ -304,6 +325,8 @@ def _concurrency(plan: Plan) -> float:
 def _why(plan: Plan) -> str:
     from holdfast.execution import native
 
+    if plan.gpu is not None:
+        return "kernels for the GPU, compiled when first used"
     if plan.compiled_attention:
         return "kernels compiled at install, float32"
     if plan.dtype != "float32":

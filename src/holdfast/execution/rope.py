@@ -59,14 +59,14 @@ def _yarn(rope: RopeSpec, frequencies: torch.Tensor) -> torch.Tensor:
 
 class Rotary:
     def __init__(self, rope: RopeSpec, device: torch.device, factors: torch.Tensor | None = None) -> None:
-        self._frequencies = inverse_frequencies(rope, factors).to(device)
-        self._magnitude = rope.attention_factor
+        self.frequencies = inverse_frequencies(rope, factors).to(device)
+        self.magnitude = rope.attention_factor
 
     def angles(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """cos and sin, each [tokens, 1, dim / 2] in float32."""
-        angles = (positions.to(torch.float32)[:, None] * self._frequencies)[:, None]
+        angles = (positions.to(torch.float32)[:, None] * self.frequencies)[:, None]
         cos, sin = angles.cos(), angles.sin()
-        if self._magnitude != 1.0:
-            cos *= self._magnitude
-            sin *= self._magnitude
+        if self.magnitude != 1.0:
+            cos *= self.magnitude
+            sin *= self.magnitude
         return cos, sin

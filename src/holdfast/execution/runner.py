@@ -17,18 +17,16 @@ from holdfast.execution.device import lean_products
 from holdfast.execution.kv_store import KVStore
 from holdfast.execution.memory import PeakMemory, trim_memory
 from holdfast.execution.ops import ops_for
+from holdfast.execution.rehearsal import heaviest_plan
 from holdfast.execution.sampler import Sampler
 from holdfast.execution.transformer import Transformer
 from holdfast.execution.weights import Weights
 from holdfast.kvcache.groups import KVLayout
 from holdfast.models import ModelSpec
 from holdfast.planner.footprint import logits_rows
-from holdfast.records import Row, SamplingParams, SequenceStart, StepPlan, StepResult, TableWrite, TokenLogprobs
+from holdfast.records import StepPlan, StepResult, TokenLogprobs
 
 __all__ = ["Rehearsal", "Runner", "RunnerLimits", "StepHandle"]
-
-REHEARSED_PAST = 1024
-"""Tokens before the rehearsed chunk: enough that its attention joins a past and itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,13 +152,11 @@ class Runner:
     def rehearse(self) -> Rehearsal:
         """Runs the heaviest step the limits allow and says what it needed.
 
-        One prompt chunk as large as the token budget behind some past, one single token at the end of the context,
-        every other slot a single token; all sample with every option on. One layer of each KV group is run, and the
-        past is short: layers reuse the same buffers and a past is read in pieces, so more of either would take
-        time and no more memory. All rows share one page of the pool; what is computed means nothing.
+        One layer of each KV group is run, and the past is short: layers reuse the same buffers and a past is read in
+        pieces, so more of either would take time and no more memory. What is computed means nothing.
         """
         decoder, kv = self._decoder, self.kv
-        plan = self._heaviest_plan()
+        plan = heaviest_plan(self.limits, self.layout)
         layers = 1 + max(min(group.layers) for group in self.layout.groups)
         trim_memory()
         peak = PeakMemory()
@@ -186,26 +182,6 @@ class Runner:
             logits_bytes=peak.grown_bytes - scratch - activations,
             given_back_bytes=peak.given_back_bytes,
         )
-
-    def _heaviest_plan(self) -> StepPlan:
-        limits, layout = self.limits, self.layout
-        everything = SamplingParams(
-            temperature=1.0, top_k=1000, top_p=0.999, min_p=1e-9, repetition_penalty=1.1, seed=0, logprobs=20
-        )
-        slots = min(limits.max_num_seqs, limits.max_num_batched_tokens)
-        left = limits.max_num_batched_tokens - slots
-        starts, writes, rows = [], [], []
-        for slot in range(slots):
-            count = min(limits.max_model_len, 1 + left)
-            length = min(limits.max_model_len, count + REHEARSED_PAST) if left else 1
-            if slot == slots - 1:
-                length = limits.max_model_len
-            left -= count - 1
-            starts.append(SequenceStart(slot, "rehearsal", [0] * length, length, everything))
-            blocks = [1] * layout.blocks_for(length)
-            writes += [TableWrite(slot, group.index, 0, blocks) for group in layout.groups]
-            rows.append(Row(slot, length - count, count, True))
-        return StepPlan(step_id=0, starts=starts, table_writes=writes, rows=rows)
 
     def close(self) -> None:
         """Gives everything back to the system; the runner cannot be used afterwards."""

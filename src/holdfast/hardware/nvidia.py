@@ -40,6 +40,7 @@ class Nvml(Protocol):
     def nvmlDeviceGetMemoryInfo(self, handle: Any, version: int | None = None) -> Any: ...
     def nvmlDeviceGetComputeRunningProcesses(self, handle: Any) -> Sequence[Any]: ...
     def nvmlDeviceGetGraphicsRunningProcesses(self, handle: Any) -> Sequence[Any]: ...
+    def nvmlDeviceGetCudaComputeCapability(self, handle: Any) -> Sequence[int]: ...
     def nvmlDeviceGetMigMode(self, handle: Any) -> Sequence[int]: ...
     def nvmlDeviceGetMaxMigDeviceCount(self, handle: Any) -> int: ...
     def nvmlDeviceGetMigDeviceHandleByIndex(self, handle: Any, index: int) -> Any: ...
@@ -70,6 +71,8 @@ class NvidiaGpu:
     """Rates and links, where the catalogue has a GPU of that name; of a MIG slice, its share of them."""
     unified: bool = False
     mig: bool = False
+    capability: tuple[int, int] | None = None
+    """Compute capability; None: the driver does not say."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,6 +110,27 @@ def probe(
         return NvidiaMachine(gpus=tuple(_first_slices(found)), driver=driver)
     seen, reason = _visible(found, listed)
     return NvidiaMachine(gpus=seen, hidden=len(found) - len(seen), driver=driver, reason=reason)
+
+
+def process_bytes(uuid: str, pid: int, nvml: Nvml | None = None) -> int | None:
+    """What one process holds on a GPU; None: the driver does not tell, as inside most containers."""
+    try:
+        library = _library() if nvml is None else nvml
+        library.nvmlInit()
+    except Exception:
+        return None
+    try:
+        for index in range(library.nvmlDeviceGetCount()):
+            handle = library.nvmlDeviceGetHandleByIndex(index)
+            if library.nvmlDeviceGetUUID(handle) == uuid:
+                held = [process.nbytes for process in _processes(library, handle) if process.pid == pid]
+                return held[0] if held else None
+    except Exception:
+        return None
+    finally:
+        with contextlib.suppress(Exception):
+            library.nvmlShutdown()
+    return None
 
 
 def _library() -> Nvml:
@@ -151,8 +175,15 @@ def _gpu(nvml: Nvml, handle: Any, index: int, ram: Memory | None) -> NvidiaGpu:
         unified = False
     return NvidiaGpu(
         index=index, uuid=nvml.nvmlDeviceGetUUID(handle), name=name, total_bytes=sizes[0], free_bytes=sizes[1],
-        processes=_processes(nvml, handle), known=known, unified=unified,
+        processes=_processes(nvml, handle), known=known, unified=unified, capability=_capability(nvml, handle),
     )  # fmt: skip
+
+
+def _capability(nvml: Nvml, handle: Any) -> tuple[int, int] | None:
+    with contextlib.suppress(Exception):
+        major, minor = nvml.nvmlDeviceGetCudaComputeCapability(handle)
+        return int(major), int(minor)
+    return None
 
 
 def _memory(nvml: Nvml, handle: Any) -> tuple[int, int] | None:

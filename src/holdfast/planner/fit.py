@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
+from holdfast.config.engine import CPU_SEQUENCES, CPU_STEP_TOKENS, GPU_SEQUENCES, GPU_STEP_TOKENS
 from holdfast.errors import ConfigurationError
 from holdfast.models import ModelSpec
 from holdfast.observability.decisions import Decision
@@ -34,8 +35,6 @@ from holdfast.planner.weights import (
 )
 from holdfast.units import format_bytes
 
-GPU_STEP_TOKENS, CPU_STEP_TOKENS = 8192, 512
-GPU_SEQUENCES, CPU_SEQUENCES = 256, 64
 DEFAULT_UTILIZATION = 0.9
 USEFUL_TOKENS = 4096
 """A model that cannot hold one sequence of this length (or of its own shorter context) is not said to fit."""

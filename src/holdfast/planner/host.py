@@ -74,7 +74,7 @@ class Hosted:
             windows=tuple(sorted(windows.items())),
             fixed_bytes=0,
             block_tokens=layout.block_tokens,
-            step_tokens=self.room.config.max_num_batched_tokens,
+            step_tokens=self.room.config.step_tokens,
         )
 
 
@@ -129,7 +129,7 @@ def _attempt(
     longest, least, most = room.longest(spec.max_position), room.least, room.most
     blocks, flags = 0, dict[str, object]()
     if traffic is not None:
-        blocks = traffic.concurrency * room.layout.peak_blocks(traffic.length, config.max_num_batched_tokens)
+        blocks = traffic.concurrency * room.layout.peak_blocks(traffic.length, config.step_tokens)
         least = config.max_model_len or min(spec.max_position, traffic.length)
         room, flags = _with_pool(room, traffic, blocks)
     length = room.longest(most, least=least, blocks=blocks)
@@ -150,7 +150,7 @@ def _with_pool(room: Room, traffic: Traffic, blocks: int) -> tuple[Room, dict[st
     """With the pool's size set where serve would otherwise take a smaller one than this traffic needs."""
     page, config = room.layout.page_bytes, room.config
     by_default = config.ram is None and (1 + blocks) * page > DEFAULT_KV_BYTES
-    if not by_default and traffic.concurrency <= config.max_num_seqs:
+    if not by_default and traffic.concurrency <= config.sequences:
         return room, {}
     needed = (1 + blocks) * page
     return replace(room, config=replace(config, kv_cache_memory_bytes=needed)), {"kv_cache_memory_bytes": needed}

@@ -185,7 +185,7 @@ def _this_machine(
         found = nvidia.probe() if here is None else here
         if found.gpus:
             memory = hardware.memory() if ram is None else ram
-            devices = tuple(_measured(index, gpu) for index, gpu in enumerate(found.gpus))
+            devices = tuple(measured_device(index, gpu) for index, gpu in enumerate(found.gpus))
             available = memory.available_bytes if ram_bytes is None else ram_bytes
             machine = Machine(devices=devices, ram_bytes=available, nvme_bytes=nvme_bytes, cpu_features=features)
             return Found(machine, _measured_decisions(found))
@@ -220,7 +220,7 @@ def _cpu(ram_bytes: int | None, memory: hardware.Memory, why: str) -> tuple[Devi
     return device, Decision("device", "cpu", reason, "measured")
 
 
-def _measured(index: int, gpu: nvidia.NvidiaGpu) -> Device:
+def measured_device(index: int, gpu: nvidia.NvidiaGpu) -> Device:
     return Device(
         index=index, name=gpu.known.key if gpu.known is not None else shorten(gpu.name), kind="gpu",
         total_bytes=gpu.total_bytes, free_bytes=gpu.free_bytes, gpu=gpu.known, measured=True, held_by=holders(gpu),

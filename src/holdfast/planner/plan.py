@@ -24,6 +24,14 @@ from holdfast.units import format_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GpuChoice:
+    index: int
+    """In the driver's order."""
+    uuid: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     dtype: str
     kv_dtype: str
@@ -47,6 +55,8 @@ class Plan:
     """By the user: it may not be shortened."""
     short: bool = False
     """Less was given than the model allows or than is usual, for want of memory."""
+    gpu: GpuChoice | None = None
+    """None: it runs on the CPU."""
 
     @property
     def reserve_bytes(self) -> int:

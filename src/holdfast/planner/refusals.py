@@ -141,10 +141,10 @@ def _candidates(config: EngineConfig, machine: Memory, attempt: Attempt) -> Iter
     if config.kv_cache_memory_bytes is not None:
         yield "leave --kv-cache-memory-bytes out", replace(config, kv_cache_memory_bytes=None)
     for count in (16, 4, 1):
-        if count < config.max_num_seqs:
+        if count < config.sequences:
             yield f"--max-num-seqs {count}", replace(config, max_num_seqs=count)
             break
-    if config.max_num_batched_tokens > 128:
+    if config.step_tokens > 128:
         yield "--max-num-batched-tokens 128", replace(config, max_num_batched_tokens=128)
     if config.ram is None and config.gpu_memory_utilization < 0.95:
         yield "--gpu-memory-utilization 0.95", replace(config, gpu_memory_utilization=0.95)

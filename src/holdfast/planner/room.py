@@ -119,7 +119,7 @@ class Room:
 
     def one_sequence(self, length: int) -> int:
         """Pages that a sequence of full length needs, and the null page."""
-        return 1 + self.layout.peak_blocks(length, self.config.max_num_batched_tokens)
+        return 1 + self.layout.peak_blocks(length, self.config.step_tokens)
 
     def terms(self, length: int) -> dict[str, int]:
         """All but the pool and its books."""
@@ -153,9 +153,9 @@ class Room:
         default = max(DEFAULT_KV_BYTES // page, self.one_sequence(length))
         if config.ram is None and default < room:
             wanted, reason, cut = default, "the default; --kv-cache-memory-bytes changes it", False
-        most_useful = 1 + config.max_num_seqs * (self.one_sequence(length) - 1)
+        most_useful = 1 + config.sequences * (self.one_sequence(length) - 1)
         if most_useful < wanted:
-            wanted, reason, cut = most_useful, f"{config.max_num_seqs} sequences of full length need no more", False
+            wanted, reason, cut = most_useful, f"{config.sequences} sequences of full length need no more", False
         return Pool(wanted, reason, "planner", cut)
 
     def pages(self, length: int, blocks: int = 0) -> int:
@@ -205,6 +205,6 @@ class Room:
 def _limits(config: EngineConfig, length: int) -> Limits:
     return Limits(
         max_model_len=length,
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_num_seqs=config.sequences,
+        max_num_batched_tokens=config.step_tokens,
     )

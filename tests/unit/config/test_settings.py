@@ -33,7 +33,7 @@ def test_flag_over_environment_over_file_over_default(tmp_path) -> None:
     file.write_text('max-num-seqs = 3\nblock_size = 32\nport = 1234\nserved-model-name = ["a", "b"]\n')
     environment = {"HOLDFAST_MAX_NUM_SEQS": "5", "HOLDFAST_HOST": "::1"}
     engine, server = parse("--max-num-seqs", "7", environment=environment, file=file)
-    assert (engine.max_num_seqs, engine.block_size, engine.max_num_batched_tokens) == (7, 32, 512)
+    assert (engine.max_num_seqs, engine.block_size, engine.step_tokens) == (7, 32, 512)
     assert (server.port, server.host, server.served_model_name) == (1234, "::1", ("a", "b"))
     engine, _ = parse(environment=environment, file=file)
     assert engine.max_num_seqs == 5

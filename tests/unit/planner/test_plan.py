@@ -182,7 +182,7 @@ def test_an_absolute_budget(spec: ModelSpec) -> None:
         plan(spec, 40, ram="41GiB")
     assert "1.00 GiB short" in str(caught.value.found)
     with pytest.raises(ConfigurationError, match="computes on the CPU"):
-        plan(spec, 40, vram="24GiB")
+        plan(spec, 40, vram="24GiB", device="cpu")
 
 
 def test_what_a_refusal_advises_fits_when_it_is_planned(spec: ModelSpec) -> None:

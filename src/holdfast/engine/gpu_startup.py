@@ -1,0 +1,106 @@
+"""From a plan to an engine that can step on a GPU: load, rehearse, capture, then back the KV pool with what is left.
+
+The pool comes last and by what is measured, so that nothing after it asks for memory that may not be there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from holdfast.checkpoints import ModelFiles, open_checkpoint
+from holdfast.config import EngineConfig
+from holdfast.execution.batch import RunnerLimits
+from holdfast.execution.device import DTYPES
+from holdfast.execution.gpu.memory import GpuHeld, GpuMemory, open_device
+from holdfast.execution.gpu.runner import GpuRunner
+from holdfast.execution.gpu.virtual import RangeError
+from holdfast.execution.weights import load_weights
+from holdfast.models import ModelSpec
+from holdfast.planner import Plan, settle_pool
+from holdfast.records import MemoryReport, MemoryTerm
+
+if TYPE_CHECKING:
+    Progress = Callable[[str, int, int], None]
+
+BACK_TRIES = 4
+"""A neighbour may take memory between the look at what is free and the taking of it."""
+
+
+def build_gpu_runner(
+    config: EngineConfig, files: ModelFiles, spec: ModelSpec, plan: Plan, progress: Progress
+) -> tuple[GpuRunner, Plan, MemoryReport]:
+    assert plan.gpu is not None
+    device = open_device(plan.gpu.uuid)
+    memory = GpuMemory(device, plan.gpu.uuid, plan.memory.available_bytes)
+    context = memory.held()
+    coming = sum(size for name, size in plan.terms.items() if name not in ("context", "kv_pool"))
+    plan = settle_pool(plan, context.free_bytes - coming)
+    progress("load", 0, 0)
+    checkpoint = None if config.load_format == "dummy" else open_checkpoint(files)
+    weights = load_weights(
+        spec, checkpoint, dtype=DTYPES[plan.dtype], device=device, expand=plan.expand_weights,
+        progress=lambda done, total: progress("load", done, total),
+    )  # fmt: skip
+    if checkpoint is not None:
+        checkpoint.close()
+    limits = RunnerLimits(
+        max_num_seqs=plan.limits.max_num_seqs,
+        max_num_batched_tokens=plan.limits.max_num_batched_tokens,
+        max_model_len=plan.limits.max_model_len,
+    )
+    runner = GpuRunner(
+        spec, weights, plan.layout, limits, device, kv_dtype=DTYPES[plan.kv_dtype], graphs=not config.enforce_eager
+    )
+    loaded = memory.held()
+    progress("rehearse", 0, 0)
+    runner.reserve_kv(plan.blocks)
+    runner.back_kv(2)
+    runner.rehearse()
+    rehearsed = memory.held()
+    progress("capture", 0, 0)
+    runner.capture()
+    captured = memory.held()
+    measured = {
+        "context": context.own_bytes,
+        "weights": runner.weights_bytes,
+        "buffers": runner.buffers_bytes,
+        "activations": max(0, rehearsed.own_bytes - context.own_bytes - runner.weights_bytes - runner.buffers_bytes
+                           - runner.kv.nbytes - runner.logits_bytes),
+        "logits": runner.logits_bytes,
+        "graphs": captured.own_bytes - rehearsed.own_bytes,
+    }  # fmt: skip
+    plan = _back(plan, runner, memory, captured, measured)
+    return runner, plan, _report(plan, measured, loaded)
+
+
+def _back(plan: Plan, runner: GpuRunner, memory: GpuMemory, held: GpuHeld, measured: dict[str, int]) -> Plan:
+    """As many pages as the budget and the GPU hold, and no more than were planned for the limits."""
+    for attempt in range(BACK_TRIES):
+        settled = settle_pool(plan, held.free_bytes + runner.kv.nbytes, measured)
+        try:
+            runner.back_kv(settled.blocks)
+            return settled
+        except RangeError as error:
+            if not error.out_of_memory or attempt == BACK_TRIES - 1:
+                raise
+            memory.give_back_cached()
+            held = memory.held()
+    raise AssertionError("the last attempt returns or raises")
+
+
+def _report(plan: Plan, measured: dict[str, int], loaded: GpuHeld) -> MemoryReport:
+    return MemoryReport(
+        tier="vram",
+        total_bytes=plan.memory.total_bytes,
+        free_bytes=plan.memory.available_bytes,
+        limited_by=plan.memory.limited_by,
+        budget_bytes=plan.budget_bytes,
+        terms=[
+            MemoryTerm(tier="vram", term=name, planned_bytes=size, measured_bytes=measured.get(name))
+            for name, size in plan.terms.items()
+        ],
+        page_bytes=plan.layout.page_bytes,
+        loading_bytes=plan.loading_bytes,
+        loading_peak_bytes=loaded.own_bytes,
+    )

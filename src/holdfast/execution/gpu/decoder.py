@@ -1,0 +1,120 @@
+"""The decoder on a GPU: the same layers as `transformer`, in fused kernels, over buffers that never move.
+
+Few rows read each matrix once at full bandwidth (kernels of our own); many rows go to cuBLAS. Takes where its rows
+lie as an argument, and may be captured in a graph when all rows are single tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from holdfast.execution.batch import RunnerLimits
+from holdfast.execution.gpu.attention import DecodeRows, GpuAttention, PrefillRows
+from holdfast.execution.gpu.linear import GpuLinear, gpu_linear
+from holdfast.execution.gpu.slots import DeviceSlots
+from holdfast.execution.rope import Rotary
+from holdfast.execution.triton_kernels import layer as kernels
+from holdfast.execution.weights import LayerWeights, Weights
+from holdfast.kvcache.groups import KVLayout
+from holdfast.models import ModelSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceRows:
+    """One step's tokens on the device. Single tokens come first, in the order of their rows."""
+
+    slots: torch.Tensor
+    """Of each token; -1: padding."""
+    positions: torch.Tensor
+    decode: DecodeRows | None
+    """The rows of one token."""
+    prefill: PrefillRows | None
+    """The others."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    attn_norm: torch.Tensor
+    qkv: GpuLinear
+    o: GpuLinear
+    mlp_norm: torch.Tensor
+    gate_up: GpuLinear
+    down: GpuLinear
+
+
+class GpuDecoder:
+    def __init__(
+        self, spec: ModelSpec, weights: Weights, layout: KVLayout, limits: RunnerLimits, slots: DeviceSlots,
+        device: torch.device,
+    ) -> None:  # fmt: skip
+        self.spec, self._slots = spec, slots
+        self._places = {
+            layer: (group.index, place) for group in layout.groups for place, layer in enumerate(group.layers)
+        }
+        self._windows = [group.window for group in layout.groups]
+        rotary = Rotary(spec.rope, device, weights.rope_freqs)
+        self._frequencies, self._magnitude = rotary.frequencies, rotary.magnitude
+        tokens = limits.max_num_batched_tokens
+        self._query, self._kv = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
+
+        def buffer(rows: int, columns: int) -> torch.Tensor:
+            return torch.empty((rows, columns), dtype=weights.dtype, device=device)
+
+        self._stream = buffer(tokens, spec.hidden_size)
+        self._normed = buffer(tokens, spec.hidden_size)
+        self._qkv = buffer(tokens, self._query + 2 * self._kv)
+        self._attended = buffer(tokens, self._query)
+        self._gate_up = buffer(tokens, 2 * spec.intermediate_size)
+        self._inner = buffer(tokens, spec.intermediate_size)
+        self._angles = torch.empty((tokens, spec.rope.dim), dtype=torch.float32, device=device)
+        self._sampling = buffer(limits.max_num_seqs, spec.hidden_size)
+        self._sampling_normed = buffer(limits.max_num_seqs, spec.hidden_size)
+        self.attention = GpuAttention(spec, layout, limits, slots, device)
+        self._embed, self._head = gpu_linear(weights.embed), gpu_linear(weights.head)
+        self._final_norm = weights.final_norm
+        self._layers = [self._of(layer) for layer in weights.layers]
+
+    @staticmethod
+    def _of(layer: LayerWeights) -> _Layer:
+        return _Layer(
+            layer.attn_norm, gpu_linear(layer.qkv), gpu_linear(layer.o), layer.mlp_norm,
+            gpu_linear(layer.gate_up), gpu_linear(layer.down),
+        )  # fmt: skip
+
+    def forward(self, rows: DeviceRows, pages: torch.Tensor, layers: int | None = None) -> torch.Tensor:
+        """The residual stream [tokens, hidden] after all layers; writes KV pages."""
+        count = len(rows.slots)
+        stream = self._stream[:count]
+        kernels.fill_cos_sin(rows.positions, self._frequencies, self._magnitude, self._angles[:count])
+        self._embed.embed(self._slots.tokens, rows.slots, rows.positions, stream)
+        for index, layer in enumerate(self._layers[:layers]):
+            self._run_layer(index, layer, rows, stream, pages)
+        return stream
+
+    def _run_layer(
+        self, index: int, layer: _Layer, rows: DeviceRows, stream: torch.Tensor, pages: torch.Tensor
+    ) -> None:
+        spec, count = self.spec, len(stream)
+        normed, qkv, attended = self._normed[:count], self._qkv[:count], self._attended[:count]
+        group, place = self._places[index]
+        layer.qkv.write_normed(stream, layer.attn_norm, spec.norm_eps, normed, qkv)
+        kernels.rotate_and_store(
+            qkv, self._angles[:count], rows.positions, rows.slots, pages, self._slots.tables[group], place=place,
+            by_position=False,
+        )  # fmt: skip
+        self.attention.run(qkv, pages, group, place, rows.decode, rows.prefill, attended)
+        layer.o.add(attended, stream)
+        gate_up, inner = self._gate_up[:count], self._inner[:count]
+        layer.gate_up.gated(stream, layer.mlp_norm, spec.norm_eps, spec.activation, normed, gate_up, inner)
+        layer.down.add(inner, stream)
+
+    def logits(self, stream: torch.Tensor, sampling: torch.Tensor | None, out: torch.Tensor) -> None:
+        """Of these tokens of the stream, or of its first len(out) where `sampling` is None."""
+        chosen = stream[: len(out)]
+        if sampling is not None:
+            chosen = self._sampling[: len(sampling)]
+            torch.index_select(stream, 0, sampling, out=chosen)
+        normed = self._sampling_normed[: len(chosen)]
+        self._head.write_normed(chosen, self._final_norm, self.spec.norm_eps, normed, out)

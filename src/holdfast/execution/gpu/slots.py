@@ -1,0 +1,66 @@
+"""What the GPU knows of each slot: its token ids and its block tables, written where a plan says, read by kernels.
+
+Sampled tokens are put here by the GPU itself, so that the next step can be launched before the host has seen them.
+Plans are checked against the host's books (`batch.SlotBuffers`) first.
+"""
+
+from __future__ import annotations
+
+import numpy
+import numpy.typing
+import torch
+
+from holdfast.execution.batch import RunnerLimits
+from holdfast.execution.gpu.packets import PacketRing, Words
+from holdfast.execution.triton_kernels.scatter import scatter_words
+from holdfast.kvcache.groups import KVLayout
+from holdfast.records import StepPlan
+
+UPDATE_WORDS = 1 << 19
+"""Places and values that travel in one packet."""
+
+
+def slot_words(layout: KVLayout, limits: RunnerLimits) -> int:
+    """int32 numbers of ids and tables. One place beyond the context: the last token sampled is kept too."""
+    tables = len(layout.groups) * layout.blocks_for(limits.max_model_len)
+    return limits.max_num_seqs * (limits.max_model_len + 1 + tables)
+
+
+class DeviceSlots:
+    def __init__(self, layout: KVLayout, limits: RunnerLimits, device: torch.device) -> None:
+        slots, self._width = limits.max_num_seqs, limits.max_model_len + 1
+        self._blocks = layout.blocks_for(limits.max_model_len)
+        self._words = torch.zeros(slot_words(layout, limits), dtype=torch.int32, device=device)
+        self._table_offset = slots * self._width
+        self._table_words = slots * self._blocks
+        self.tokens = self._words[: self._table_offset].view(slots, self._width)
+        self.tables = [
+            self._words[first : first + self._table_words].view(slots, self._blocks)
+            for first in range(self._table_offset, len(self._words), self._table_words)
+        ]
+        self._updates = PacketRing(2 * UPDATE_WORDS, device)
+
+    @property
+    def nbytes(self) -> int:
+        return self._words.nbytes + self._updates.nbytes
+
+    def apply(self, plan: StepPlan) -> None:
+        """Ids of sequences that start, and new entries of tables. What is not overwritten is never read again."""
+        places, values = list[Words](), list[Words]()
+
+        def write(first: int, numbers: list[int]) -> None:
+            places.append(numpy.arange(first, first + len(numbers), dtype=numpy.int32))
+            values.append(numpy.array(numbers, dtype=numpy.int32))
+
+        for start in plan.starts:
+            write(start.slot * self._width, start.token_ids)
+        for entry in plan.table_writes:
+            table = self._table_offset + entry.group * self._table_words
+            write(table + entry.slot * self._blocks + entry.first, entry.blocks)
+        if not places:
+            return
+        all_places, all_values = numpy.concatenate(places), numpy.concatenate(values)
+        for first in range(0, len(all_places), UPDATE_WORDS):
+            part = slice(first, first + UPDATE_WORDS)
+            at, what = self._updates.send([all_places[part], all_values[part]])
+            scatter_words(self._words, at, what)

@@ -1,0 +1,117 @@
+"""From a plan's rows to arrays on the device: single tokens first, then chunks, with the tiles attention walks them in.
+
+Knows the order of things and nothing of arithmetic. A step of single tokens alone has the same addresses every time,
+so that a graph can be replayed on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy
+import numpy.typing
+import torch
+
+from holdfast.execution.batch import RunnerLimits
+from holdfast.execution.gpu.attention import DecodeRows, PrefillRows
+from holdfast.execution.gpu.decoder import DeviceRows
+from holdfast.execution.gpu.packets import PacketRing
+from holdfast.execution.triton_kernels.tiles import prefill_tiles
+from holdfast.records import Row
+
+Integers = numpy.typing.NDArray[numpy.int32]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceStep:
+    rows: DeviceRows
+    sampling: torch.Tensor | None
+    """Index into the tokens of each row that samples; None: the first tokens, one for each of them."""
+    sampling_slots: torch.Tensor
+    sampling_lengths: torch.Tensor
+    """Tokens known to each: where the sampled one goes."""
+    order: Integers
+    """Of the rows that sample, the place in the plan of each in the batch."""
+
+
+def is_decode(rows: Sequence[Row]) -> bool:
+    """Whether all are single tokens that sample."""
+    return all(row.count == 1 and row.samples for row in rows)
+
+
+class StepForms:
+    """`tile_tokens`: of a prompt that one tile of attention takes."""
+
+    def __init__(self, limits: RunnerLimits, device: torch.device, tile_tokens: int) -> None:
+        rows, tokens = limits.max_num_seqs, limits.max_num_batched_tokens
+        self._tile_tokens = tile_tokens
+        # Slots, lengths and positions of single tokens; the second ring: a token's slot and position, a row's four
+        # numbers and three of its sampling, and two of each tile, of which there are no more than tokens.
+        self._decode = PacketRing(3 * rows, device)
+        self._mixed = PacketRing(2 * tokens + 9 * rows + 2 * tokens, device)
+
+    @property
+    def nbytes(self) -> int:
+        return self._decode.nbytes + self._mixed.nbytes
+
+    def decode(self, rows: Sequence[Row], size: int) -> DeviceStep:
+        """Padded to `size` rows. The same size gives the same addresses."""
+        slots = numpy.full(size, -1, dtype=numpy.int32)
+        positions, lengths = numpy.zeros(size, dtype=numpy.int32), numpy.zeros(size, dtype=numpy.int32)
+        count = len(rows)
+        slots[:count] = [row.slot for row in rows]
+        positions[:count] = [row.start for row in rows]
+        lengths[:count] = positions[:count] + 1
+        at_slots, at_positions, at_lengths = self._decode.send([slots, positions, lengths])
+        return self._decode_step(at_slots, at_positions, at_lengths, count)
+
+    def decode_places(self, size: int) -> DeviceStep:
+        """Where the rows of a padded step will lie, whatever lies there now."""
+        places = self._decode.arrived
+        return self._decode_step(places[:size], places[size : 2 * size], places[2 * size : 3 * size], size)
+
+    @staticmethod
+    def _decode_step(slots: torch.Tensor, positions: torch.Tensor, lengths: torch.Tensor, count: int) -> DeviceStep:
+        rows = DeviceRows(slots=slots, positions=positions, decode=DecodeRows(slots, lengths), prefill=None)
+        return DeviceStep(
+            rows=rows,
+            sampling=None,
+            sampling_slots=slots,
+            sampling_lengths=lengths,
+            order=numpy.arange(count, dtype=numpy.int32),
+        )
+
+    def mixed(self, rows: Sequence[Row]) -> DeviceStep:
+        slots, starts, counts = (
+            numpy.array(numbers, dtype=numpy.int32)
+            for numbers in zip(*((row.slot, row.start, row.count) for row in rows), strict=True)
+        )
+        samples = numpy.array([row.samples for row in rows], dtype=bool)
+        order = numpy.argsort(counts > 1, kind="stable")
+        slots, starts, counts, samples = slots[order], starts[order], counts[order], samples[order]
+        firsts = (numpy.cumsum(counts) - counts).astype(numpy.int32)
+        single = int((counts == 1).sum())
+        total = int(counts.sum())
+        token_slots = numpy.repeat(slots, counts)
+        positions = (numpy.arange(total, dtype=numpy.int32) + numpy.repeat(starts - firsts, counts)).astype(numpy.int32)
+        lasts = firsts + counts - 1
+        tile_rows, tile_starts = prefill_tiles(counts[single:], starts[single:], self._tile_tokens)
+        arrays = [
+            token_slots, positions, starts[:single] + 1, slots[single:], starts[single:], counts[single:],
+            firsts[single:], tile_rows, tile_starts, lasts[samples], slots[samples], (starts + counts)[samples],
+        ]  # fmt: skip
+        sent = self._mixed.send(arrays)
+        places = numpy.cumsum([row.samples for row in rows]) - 1
+        return DeviceStep(
+            rows=DeviceRows(
+                slots=sent[0],
+                positions=sent[1],
+                decode=DecodeRows(sent[0][:single], sent[2]) if single else None,
+                prefill=PrefillRows(*sent[3:9]) if single < len(rows) else None,
+            ),
+            sampling=sent[9],
+            sampling_slots=sent[10],
+            sampling_lengths=sent[11],
+            order=places[order[samples]].astype(numpy.int32),
+        )

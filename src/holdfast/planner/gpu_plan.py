@@ -1,0 +1,174 @@
+"""The plan of a server on one GPU: which one, what fits on it, and limits that hold. By the count of `holdfast plan`.
+
+No torch, and nothing of CUDA is touched: the driver's library says what is free. What is measured after loading is
+held against it by `settle_pool`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from holdfast.checkpoints import StoredTensor
+from holdfast.config import EngineConfig
+from holdfast.errors import ConfigurationError, DoesNotFitError
+from holdfast.hardware import Memory
+from holdfast.hardware.nvidia import NvidiaGpu
+from holdfast.models import ModelSpec
+from holdfast.observability.decisions import Decision
+from holdfast.planner.fit import Fit, Question, describe_budget, fit
+from holdfast.planner.footprint import expands, kv_layout, weights_bytes
+from holdfast.planner.layouts import is_quantized
+from holdfast.planner.machine import measured_device
+from holdfast.planner.plan import GpuChoice, Plan
+from holdfast.planner.question import Machine, PlannedModel, Settings
+from holdfast.planner.ways_out import ways_out
+from holdfast.units import format_bytes
+
+LEAST_CAPABILITY = (8, 0)
+"""bfloat16 and asynchronous copies: Ampere and later."""
+TOO_OLD, NOT_THERE = "HF122", "HF121"
+MOST_WAYS_OUT = 3
+
+
+def choose_gpu(gpus: Sequence[NvidiaGpu]) -> tuple[NvidiaGpu, Decision]:
+    """The one with most memory free, the first of equals; why, for people to read."""
+    able = [gpu for gpu in gpus if gpu.capability is None or gpu.capability >= LEAST_CAPABILITY]
+    if not able:
+        newest = max(gpus, key=lambda gpu: gpu.capability or (0, 0))
+        major, minor = newest.capability or (0, 0)
+        raise ConfigurationError(
+            f"{newest.name} is too old for the GPU kernels",
+            code=TOO_OLD,
+            needed=f"compute capability {LEAST_CAPABILITY[0]}.{LEAST_CAPABILITY[1]} (RTX 30, A100 or later)",
+            found=f"{major}.{minor}",
+            fix="--device cpu",
+            field="device",
+        )
+    chosen = max(able, key=lambda gpu: gpu.free_bytes)
+    reason = f"{format_bytes(chosen.free_bytes)} of {format_bytes(chosen.total_bytes)} free"
+    if len(gpus) > 1:
+        reason += f", the most of {len(gpus)} GPUs; CUDA_VISIBLE_DEVICES={chosen.index} chooses it by hand"
+    return chosen, Decision("device", f"GPU {chosen.index}, {chosen.name}", reason, "measured")
+
+
+def make_gpu_plan(
+    spec: ModelSpec,
+    stored: Mapping[str, StoredTensor] | None,
+    config: EngineConfig,
+    gpus: Sequence[NvidiaGpu],
+    *,
+    name: str = "the model",
+) -> Plan:
+    chosen, decision = choose_gpu(gpus)
+    device = replace(measured_device(0, chosen), budget_bytes=config.vram)
+    if config.vram is not None and config.vram > chosen.free_bytes:
+        raise DoesNotFitError(
+            f"a budget of {format_bytes(config.vram)} is asked for, but less is free on {chosen.name}",
+            needed=format_bytes(config.vram),
+            found=f"{format_bytes(chosen.free_bytes)}"
+            + (f"; others hold: {', '.join(device.held_by)}" if device.held_by else ""),
+            fix=f"--vram {chosen.free_bytes >> 20}MiB, or leave it out",
+            field="vram",
+        )
+    question = Question(
+        model=PlannedModel(
+            name=name, spec=spec, origin="folder", stored=stored, canonical=stored,
+            format="none" if stored is None else "safetensors",
+        ),
+        machine=Machine(devices=(device,)),
+        settings=Settings(
+            dtype=config.dtype,
+            kv_cache_dtype=config.kv_cache_dtype,
+            max_model_len=config.max_model_len,
+            max_num_seqs=config.sequences,
+            max_num_batched_tokens=config.step_tokens,
+            utilization=config.gpu_memory_utilization,
+            tensor_parallel=1,
+            block_tokens=config.block_size,
+        ),
+    )  # fmt: skip
+    found = fit(question)
+    if not found.fits:
+        raise _refusal(found)
+    return _plan(found, config, chosen, decision)
+
+
+def _plan(found: Fit, config: EngineConfig, chosen: NvidiaGpu, decision: Decision) -> Plan:
+    rank, spec, stored = found.ranks[0], found.question.model.spec, found.question.model.canonical
+    layout = kv_layout(spec, block_tokens=config.block_size, kv_dtype=found.kv_dtype)
+    page = layout.page_bytes
+    blocks = rank.pool_bytes // page
+    decisions = [
+        Decision("budget", format_bytes(rank.budget_bytes), describe_budget(rank, found.utilization), "measured"),
+        decision,
+        *found.decisions,
+    ]
+    if config.kv_cache_memory_bytes is not None:
+        blocks = _pool_as_asked(config.kv_cache_memory_bytes // page, blocks, page)
+    most_useful = 1 + config.sequences * layout.peak_blocks(found.limits.max_model_len, config.step_tokens)
+    blocks = min(blocks, most_useful)
+    decisions.append(
+        Decision("kv_pool", f"{format_bytes(blocks * page)} ({blocks - 1:,} blocks and the null page)",
+                 "what is left of the budget", "planner")
+    )  # fmt: skip
+    terms = {term.name: term.nbytes for term in rank.terms} | {"kv_pool": blocks * page}
+    expand = False
+    if stored is not None and any(is_quantized(tensor.layout) for tensor in stored.values()):
+        expand, reason = expands(
+            spec, stored, dtype=found.dtype, fast_blocks=True, budget_bytes=rank.budget_bytes
+        )  # fmt: skip
+        decisions.append(Decision("weights", "expanded" if expand else "quantized", reason, "planner"))
+    terms["weights"] = weights_bytes(spec, stored, dtype=found.dtype, expand=expand)
+    return Plan(
+        dtype=found.dtype,
+        kv_dtype=found.kv_dtype,
+        expand_weights=expand,
+        compiled=False,
+        compiled_attention=False,
+        layout=layout,
+        limits=found.limits,
+        blocks=blocks,
+        memory=Memory(
+            total_bytes=chosen.total_bytes, available_bytes=chosen.free_bytes, limited_by=f"GPU {chosen.index}"
+        ),
+        budget_bytes=rank.budget_bytes,
+        terms=terms,
+        loading_bytes=terms.get("context", 0) + terms["weights"],
+        decisions=tuple(decisions),
+        length_is_set=config.max_model_len is not None,
+        short=found.limits.max_model_len < spec.max_position and config.max_model_len is None,
+        gpu=GpuChoice(index=chosen.index, uuid=chosen.uuid, name=chosen.name),
+    )
+
+
+def _pool_as_asked(asked: int, held: int, page: int) -> int:
+    if asked > held:
+        raise DoesNotFitError(
+            "the KV pool that was asked for does not fit",
+            needed=format_bytes(asked * page),
+            found=f"{format_bytes(held * page)} left of the budget",
+            fix=f"--kv-cache-memory-bytes {held * page >> 20}MiB, or leave it out",
+            field="kv_cache_memory_bytes",
+        )
+    return asked
+
+
+def _refusal(found: Fit) -> DoesNotFitError:
+    rank = found.ranks[0]
+    needed = ", ".join(f"{term.name} {format_bytes(term.nbytes)}" for term in rank.terms)
+    kv = found.needed_bytes(rank)
+    others = f"; others hold: {', '.join(rank.device.held_by)}" if rank.device.held_by else ""
+    ways = [way for way in ways_out(found) if way.kind in ("utilization", "context", "sequences", "kv_dtype")]
+    return DoesNotFitError(
+        f"{found.question.model.name} does not fit on {rank.device.name}",
+        needed=f"{needed}, and {format_bytes(kv)} for the KV of {found.required_tokens:,} tokens",
+        found=f"{format_bytes(rank.budget_bytes)} of budget ({describe_budget(rank, found.utilization)}): "
+        f"{format_bytes(found.short_bytes)} short{others}",
+        fix=", or ".join(
+            " ".join(f"--{name.replace('_', '-')} {value}" for name, value in way.settings.items())
+            for way in ways[:MOST_WAYS_OUT]
+        )
+        or f"holdfast plan {found.question.model.name} shows other ways",
+        field="max_model_len",
+    )
