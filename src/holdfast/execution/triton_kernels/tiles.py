@@ -1,0 +1,110 @@
+"""How attention is cut: tile sizes by head width and number type, splits, workspace, tile lists. No torch, no triton.
+
+The constants are for Hopper (228 KiB of shared memory and 64 Ki registers a multiprocessor) and are all here, so that
+one benchmark can tune them; nothing is searched at run time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy
+import numpy.typing
+
+Words = numpy.typing.NDArray[numpy.int32]
+Integers = numpy.typing.NDArray[numpy.integer[Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    rows: int
+    """Query rows of a program: (token, head of the group) pairs in prefill, heads of the group in decode. At least."""
+    keys: int
+    """Keys it takes at a time."""
+    warps: int
+    stages: int
+    """Key tiles in flight, the one being worked on included."""
+
+
+_PREFILL = {
+    # (padded head width, bytes an element)
+    (64, 2): Tile(128, 128, 8, 3),
+    (128, 2): Tile(128, 128, 8, 2),
+    (256, 2): Tile(128, 64, 8, 2),
+    (64, 4): Tile(64, 32, 4, 2),
+    (128, 4): Tile(32, 32, 4, 2),
+    (256, 4): Tile(16, 32, 4, 2),
+}
+_DECODE = {
+    (64, 2): Tile(16, 128, 4, 3),
+    (128, 2): Tile(16, 64, 4, 3),
+    (256, 2): Tile(16, 32, 4, 3),
+    (64, 4): Tile(16, 32, 4, 2),
+    (128, 4): Tile(16, 32, 4, 2),
+    (256, 4): Tile(16, 16, 4, 2),
+}
+
+PROCESSORS = 132
+"""Multiprocessors that decode is cut for; another number costs speed, not correctness."""
+_PROGRAMS_PER_PROCESSOR = 8
+"""Enough that the last wave is a small share of all."""
+_MOST_SPLITS = 64
+_FULL_SHARE_TOKENS = 512
+"""Where rows alone fill the device, a split of fewer tokens costs more to join than it wins."""
+
+
+def padded_width(head_dim: int) -> int:
+    return max(64, _power_of_two(head_dim))
+
+
+def prefill_tile(ratio: int, head_dim: int, element_bytes: int) -> Tile:
+    """`ratio`: query heads for each KV head."""
+    return _for_ratio(_PREFILL[padded_width(head_dim), element_bytes], ratio)
+
+
+def decode_tile(ratio: int, head_dim: int, element_bytes: int) -> Tile:
+    return _for_ratio(_DECODE[padded_width(head_dim), element_bytes], ratio)
+
+
+def prefill_tile_tokens(heads: int, kv_heads: int, head_dim: int, element_bytes: int) -> int:
+    """Tokens of one row that a prefill program takes, all heads of one group at once."""
+    ratio = heads // kv_heads
+    return prefill_tile(ratio, head_dim, element_bytes).rows // ratio
+
+
+def prefill_tiles(counts: Integers, starts: Integers, tile_tokens: int, window: int = 0) -> tuple[Words, Words]:
+    """(row, first token within the row) of every tile, those that see most keys first, so that none runs alone last."""
+    tiles = -(-counts // tile_tokens)
+    rows = numpy.repeat(numpy.arange(len(counts)), tiles)
+    firsts = (numpy.arange(len(rows)) - numpy.repeat(numpy.cumsum(tiles) - tiles, tiles)) * tile_tokens
+    seen = starts[rows] + numpy.minimum(firsts + tile_tokens, counts[rows])
+    if window:
+        seen = numpy.minimum(seen, window + tile_tokens - 1)
+    order = numpy.argsort(-seen, kind="stable")
+    return rows[order].astype(numpy.int32), firsts[order].astype(numpy.int32)
+
+
+def decode_splits(rows: int, kv_heads: int) -> int:
+    """Into how many parts each row's keys are cut at most, by the padded number of rows alone."""
+    wanted = PROCESSORS * _PROGRAMS_PER_PROCESSOR
+    return min(_MOST_SPLITS, -(-wanted // (rows * kv_heads)))
+
+
+def decode_share_tokens(rows: int, kv_heads: int) -> int:
+    """Fewest tokens worth a split of their own (one tile of keys, if that is more)."""
+    return _FULL_SHARE_TOKENS if rows * kv_heads >= PROCESSORS else 0
+
+
+def decode_workspace_bytes(most_rows: int, heads: int, kv_heads: int, head_dim: int) -> int:
+    """For any number of rows up to `most_rows`: each split leaves an output and a logarithm for every head, float32."""
+    parts = max(rows * decode_splits(rows, kv_heads) for rows in range(1, most_rows + 1))
+    return parts * heads * (head_dim + 1) * 4
+
+
+def _for_ratio(tile: Tile, ratio: int) -> Tile:
+    return tile if ratio <= tile.rows else Tile(_power_of_two(ratio), tile.keys, tile.warps, tile.stages)
+
+
+def _power_of_two(least: int) -> int:
+    return 1 << (least - 1).bit_length()

@@ -1,0 +1,47 @@
+"""Kernels run on the GPU where there is one, else in Triton's interpreter, which is asked for before its import."""
+
+from __future__ import annotations
+
+import os
+from types import MethodType
+from typing import Any
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+
+    from triton.runtime import interpreter
+
+    _patch_tensor, _patch_language = interpreter._patch_lang_tensor, interpreter._patch_lang
+    _patched = set[frozenset[str]]()
+
+    def _patch_with_index(tensor: Any, scope: Any) -> None:
+        """Triton 3.6 makes loop bounds of arrays with one element by int(), which numpy has refused since 2.4."""
+        _patch_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    def _patch_once(function: Any) -> Any:
+        """Triton 3.6 patches its language again at every call of a device function, which takes most of the time."""
+        languages = frozenset(name for name in ("tl", "core") if name in function.__globals__)
+        if languages in _patched:
+            return interpreter._LangPatchScope()
+        scope = _patch_language(function)
+        if not _patched:
+            scope.restore = MethodType(_restore, scope)
+        _patched.add(languages)
+        return scope
+
+    def _restore(scope: Any) -> None:
+        """At the end of the launch, which patched first."""
+        _patched.clear()
+        type(scope).restore(scope)
+
+    interpreter._patch_lang_tensor = _patch_with_index
+    interpreter._patch_lang = _patch_once
+
+
+@pytest.fixture(scope="session")
+def device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -1,0 +1,272 @@
+"""Paged attention in Triton against float64, over shuffled pages among garbage."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy
+import pytest
+import torch
+
+from holdfast.execution.triton_kernels import tiles
+from holdfast.execution.triton_kernels.decode_attention import decode_attention
+from holdfast.execution.triton_kernels.prefill_attention import prefill_attention
+
+ON_GPU = torch.cuda.is_available()
+DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if ON_GPU else [])]
+# Of the norm of the whole output; the weights are rounded to the values' type before they meet them.
+TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 6e-3}
+SMALL = tiles.Tile(16, 16, 4, 2)
+"""Small tiles give short rows an inside, a diagonal and a window's edge, and keep the interpreter quick."""
+
+
+@dataclass
+class Case:
+    """Rows (start, count) of one batch; each has the pages it can see, everything else is NaN."""
+
+    device: torch.device
+    rows: list[tuple[int, int]]
+    heads: int
+    kv_heads: int
+    width: int
+    dtype: torch.dtype = torch.float32
+    window: int = 0
+    softcap: float = 0.0
+    block_tokens: int = 16
+    places: int = 3
+    place: int = 1
+    seed: int = field(default_factory=lambda: random.SystemRandom().randrange(1 << 30))
+
+    def __post_init__(self) -> None:
+        print(f"seed {self.seed}")
+        self.generator = torch.Generator().manual_seed(self.seed)
+        self.scale = 1.7 / self.width**0.5
+        blocks = -(-max(start + count for start, count in self.rows) // self.block_tokens)
+        slots = torch.randperm(len(self.rows) + 2, generator=self.generator)[: len(self.rows)]
+        free = (torch.randperm((len(self.rows) * blocks) + 3, generator=self.generator) + 1).tolist()
+        self.keys = [self._random(start + count, self.kv_heads) for start, count in self.rows]
+        self.values = [self._random(start + count, self.kv_heads) for start, count in self.rows]
+        pages = torch.full(
+            (len(free) + 1, self.places, 2, self.block_tokens, self.kv_heads, self.width), torch.nan, dtype=self.dtype
+        )
+        # Entries nobody may follow point at page 0, which is NaN here.
+        tables = torch.zeros((len(self.rows) + 2, blocks), dtype=torch.int32)
+        for row, (start, count) in enumerate(self.rows):
+            first_seen = max(0, start - self.window + 1) if self.window else 0
+            for position in range(first_seen, start + count):
+                block, token = divmod(position, self.block_tokens)
+                if tables[slots[row], block] == 0:
+                    tables[slots[row], block] = free.pop()
+                page = int(tables[slots[row], block])
+                pages[page, self.place, 0, token] = self.keys[row][position]
+                pages[page, self.place, 1, token] = self.values[row][position]
+        self.pages, self.tables = pages.to(self.device), tables.to(self.device)
+        self.slots = slots.to(self.device, torch.int32)
+        self.tokens = sum(count for _, count in self.rows)
+        # A view of a fused product, as the decoder has it.
+        fused = self._random(self.tokens, self.heads + 2 * self.kv_heads).to(self.device)
+        self.query = fused[:, : self.heads]
+        shape = (self.tokens, self.heads, self.width + 16)
+        self.out = torch.full(shape, torch.nan, dtype=self.dtype, device=self.device)
+
+    def _random(self, tokens: int, heads: int) -> torch.Tensor:
+        return torch.randn((tokens, heads, self.width), generator=self.generator).to(self.dtype)
+
+    def ints(self, numbers: Any) -> torch.Tensor:
+        return torch.tensor(numpy.asarray(numbers), dtype=torch.int32, device=self.device)
+
+    def expected(self) -> torch.Tensor:
+        outputs, first = [], 0
+        for (start, count), keys, values in zip(self.rows, self.keys, self.values, strict=True):
+            query = self.query[first : first + count].cpu().double()
+            first += count
+            ratio = self.heads // self.kv_heads
+            keys, values = (x.double().repeat_interleave(ratio, dim=1) for x in (keys, values))
+            scores = torch.einsum("qhd,khd->hqk", query, keys) * self.scale
+            if self.softcap:
+                scores = self.softcap * torch.tanh(scores / self.softcap)
+            behind = start + torch.arange(count)[:, None] - torch.arange(start + count)[None, :]
+            seen = (behind >= 0) & ((behind < self.window) if self.window else torch.tensor(True))
+            weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+            outputs.append(torch.einsum("hqk,khd->qhd", weights, values))
+        return torch.cat(outputs)
+
+    def check(self) -> None:
+        found, expected = self.out[..., : self.width].cpu().double(), self.expected()
+        assert (found - expected).norm() / expected.norm() < TOLERANCE[self.dtype]
+        assert bool(self.out[..., self.width :].isnan().all()), "written beside the output"
+
+    def prefill(self, tile: tiles.Tile | None = SMALL) -> None:
+        starts, counts = numpy.array(self.rows).T
+        chosen = tile or tiles.prefill_tile(self.heads // self.kv_heads, self.width, self.query.element_size())
+        tile_rows, tile_starts = tiles.prefill_tiles(
+            counts, starts, chosen.rows // (self.heads // self.kv_heads), self.window
+        )
+        firsts = numpy.cumsum(counts) - counts
+        prefill_attention(
+            self.query, self.pages, self.tables, self.ints(tile_rows), self.ints(tile_starts), self.slots,
+            self.ints(starts), self.ints(counts), self.ints(firsts), place=self.place, scale=self.scale,
+            window=self.window, softcap=self.softcap, out=self.out[..., : self.width], tile=tile,
+        )  # fmt: skip
+
+    def decode(self, tile: tiles.Tile | None = SMALL, splits: int | None = None) -> None:
+        """Rows must be of one token."""
+        size = tiles.decode_workspace_bytes(len(self.rows), self.heads, self.kv_heads, self.width) // 4
+        workspace = torch.full((size,), float("nan"), device=self.device)
+        decode_attention(
+            self.query, self.pages, self.tables, self.slots, self.ints([start + 1 for start, _ in self.rows]),
+            place=self.place, scale=self.scale, window=self.window, softcap=self.softcap,
+            out=self.out[..., : self.width], workspace=workspace, tile=tile, splits=splits,
+        )  # fmt: skip
+
+
+RAGGED = [(0, 37), (21, 1), (5, 18), (0, 1), (70, 3), (16, 16)]
+SINGLE = [(0, 1), (15, 1), (16, 1), (130, 1), (47, 1)]
+SHAPES = [(4, 4, 64), (6, 2, 64), (8, 2, 80), (5, 1, 96), (16, 2, 128), (16, 1, 64), (4, 1, 256)]
+KINDS = [(*shape, dtype) for shape in SHAPES for dtype in DTYPES if ON_GPU or dtype is torch.float32 or shape[2] == 80]
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "width", "dtype"), KINDS, ids=str)
+def test_prefill_over_shapes(device: torch.device, heads: int, kv_heads: int, width: int, dtype: torch.dtype) -> None:
+    rows = [(start * 9, count * 9) for start, count in RAGGED] if ON_GPU else RAGGED[:4]
+    case = Case(device, rows, heads, kv_heads, width, dtype)
+    case.prefill(tile=None if ON_GPU else SMALL)
+    case.check()
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "width", "dtype"), KINDS, ids=str)
+def test_decode_over_shapes(device: torch.device, heads: int, kv_heads: int, width: int, dtype: torch.dtype) -> None:
+    rows = [(start * 17, 1) for start, _ in SINGLE] if ON_GPU else SINGLE
+    case = Case(device, rows, heads, kv_heads, width, dtype)
+    case.decode(None, None) if ON_GPU else case.decode(SMALL, 3)
+    case.check()
+
+
+@pytest.mark.parametrize(("window", "softcap"), [(0, 2.5), (1, 0.0), (5, 2.5), (16, 0.0), (33, 2.5), (64, 0), (999, 0)])
+def test_prefill_in_windows(device: torch.device, window: int, softcap: float) -> None:
+    case = Case(device, RAGGED, 6, 2, 64, window=window, softcap=softcap)
+    case.prefill()
+    case.check()
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize(("window", "softcap"), [(0, 2.5), (1, 0.0), (5, 2.5), (16, 0.0), (33, 2.5), (64, 0), (999, 0)])
+def test_decode_in_windows(device: torch.device, window: int, softcap: float, splits: int) -> None:
+    case = Case(device, SINGLE, 6, 2, 64, window=window, softcap=softcap)
+    case.decode(splits=splits)
+    case.check()
+
+
+@pytest.mark.parametrize("block_tokens", [4, 8, 32])
+def test_pages_of_other_sizes(device: torch.device, block_tokens: int) -> None:
+    for rows, window in ((RAGGED, 0), (RAGGED, 20)):
+        case = Case(device, rows, 4, 2, 64, window=window, block_tokens=block_tokens, places=1, place=0)
+        case.prefill()
+        case.check()
+    case = Case(device, SINGLE, 4, 2, 64, window=20, block_tokens=block_tokens, places=5, place=4)
+    case.decode(splits=4)
+    case.check()
+
+
+@pytest.mark.parametrize("kernel", ["prefill", "decode"])
+def test_the_tiles_of_the_table(device: torch.device, kernel: str) -> None:
+    """The sizes that are really used, here where the others are taken for speed."""
+    case = Case(device, [(300, 1), (3, 1)], 8, 2, 128, torch.float16, window=200)
+    getattr(case, kernel)(tile=None)
+    case.check()
+
+
+@pytest.mark.parametrize("splits", [1, 2, 7, 20])
+def test_any_number_of_splits_gives_the_same(device: torch.device, splits: int) -> None:
+    case = Case(device, SINGLE, 4, 2, 64)
+    case.decode(splits=splits)
+    case.check()
+
+
+def test_padded_rows_are_left_alone(device: torch.device) -> None:
+    """Length 0, and a slot that is not there."""
+    case = Case(device, SINGLE, 4, 2, 64)
+    lengths = case.ints([start + 1 for start, _ in SINGLE])
+    padded = [1, 3]
+    lengths[padded], case.slots[padded] = 0, -1
+    size = tiles.decode_workspace_bytes(len(SINGLE), 4, 2, 64) // 4
+    workspace = torch.full((size,), float("nan"), device=device)
+    decode_attention(
+        case.query, case.pages, case.tables, case.slots, lengths, place=case.place, scale=case.scale, window=0,
+        softcap=0.0, out=case.out[..., :64], workspace=workspace, tile=SMALL, splits=3,
+    )  # fmt: skip
+    assert bool(case.out[padded].isnan().all())
+    case.out[padded, :, :64] = case.expected()[padded].to(case.out)
+    case.check()
+
+
+def test_prefill_writes_only_rows_that_have_tiles(device: torch.device) -> None:
+    case = Case(device, [(0, 4), (9, 20)], 4, 2, 64)
+    arguments = [case.ints(x) for x in ([1, 1, 1], [16, 8, 0])]
+    prefill_attention(
+        case.query, case.pages, case.tables, *arguments, case.slots, case.ints([0, 9]), case.ints([4, 20]),
+        case.ints([0, 4]), place=case.place, scale=case.scale, window=0, softcap=0.0, out=case.out[..., :64],
+        tile=SMALL,
+    )  # fmt: skip
+    assert bool(case.out[:4].isnan().all())
+    case.out[:4, :, :64] = case.expected()[:4].to(case.out)
+    case.check()
+
+
+@pytest.mark.skipif(not ON_GPU, reason="needs a CUDA device")
+def test_decode_in_a_graph_follows_lengths(device: torch.device) -> None:
+    case = Case(device, SINGLE, 8, 2, 128, torch.bfloat16)
+    lengths = case.ints([1] * len(SINGLE))
+    size = tiles.decode_workspace_bytes(len(SINGLE), 8, 2, 128) // 4
+    workspace = torch.empty(size, device=device)
+
+    def step() -> None:
+        decode_attention(
+            case.query, case.pages, case.tables, case.slots, lengths, place=case.place, scale=case.scale, window=0,
+            softcap=0.0, out=case.out[..., :128], workspace=workspace,
+        )  # fmt: skip
+
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    case.out.fill_(float("nan"))
+    lengths.copy_(case.ints([start + 1 for start, _ in SINGLE]))
+    graph.replay()
+    case.check()
+
+
+@pytest.mark.skipif(not ON_GPU, reason="needs a CUDA device")
+@pytest.mark.parametrize("window", [0, 1000])
+def test_long_contexts(device: torch.device, window: int) -> None:
+    case = Case(device, [(9000, 1), (4095, 1), (1, 1)], 32, 8, 128, torch.bfloat16, window=window)
+    case.decode(tile=None)
+    case.check()
+    case = Case(device, [(2000, 700), (0, 1030)], 32, 8, 128, torch.bfloat16, window=window)
+    case.prefill(tile=None)
+    case.check()
+
+
+def test_tiles_cover_every_token_once_heaviest_first() -> None:
+    counts, starts = numpy.array([5, 0, 1, 12]), numpy.array([0, 3, 100, 7])
+    rows, firsts = tiles.prefill_tiles(counts, starts, 4)
+    covered = sorted((int(row), first + i) for row, first in zip(rows, firsts, strict=True) for i in range(4))
+    assert [pair for pair in covered if pair[1] < counts[pair[0]]] == [
+        (row, token) for row, count in enumerate(counts) for token in range(count)
+    ]
+    seen = [starts[row] + min(first + 4, counts[row]) for row, first in zip(rows, firsts, strict=True)]
+    assert seen == sorted(seen, reverse=True)
+    assert rows.dtype == firsts.dtype == numpy.int32
+    assert len(tiles.prefill_tiles(numpy.array([0]), numpy.array([5]), 4)[0]) == 0
+
+
+def test_the_workspace_is_enough_for_every_number_of_rows() -> None:
+    for heads, kv_heads, width in ((32, 8, 128), (9, 3, 64), (16, 1, 256)):
+        largest = tiles.decode_workspace_bytes(300, heads, kv_heads, width)
+        for rows in range(1, 301):
+            assert rows * heads * tiles.decode_splits(rows, kv_heads) * (width + 1) * 4 <= largest
+    assert tiles.decode_splits(1, 8) > 16
+    assert tiles.decode_splits(4096, 8) == 1
