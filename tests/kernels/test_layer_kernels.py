@@ -222,7 +222,9 @@ def test_gates(dtype: torch.dtype, activation: str) -> None:
         exact = reference.activate(gated, activation) * up
         # Against float64 relative to the inputs: far in the negative tail the exact result all but vanishes.
         error = (out[:, :columns].double() - exact).abs()
-        assert (error <= (8 if dtype == torch.float32 else 2.2) * UNIT[dtype] * (up * gated).abs().clamp(min=0.01)).all()
+        assert (
+            error <= (8 if dtype == torch.float32 else 2.2) * UNIT[dtype] * (up * gated).abs().clamp(min=0.01)
+        ).all()
         assert torch.isnan(out[:, columns:]).all()
 
 
