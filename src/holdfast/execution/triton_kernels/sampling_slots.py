@@ -1,0 +1,134 @@
+"""The sampling parameters of every slot, on the host and on the device. Knows no logits.
+
+A slot is one line of int32 words on the device (floats by their bits), so that one small copy brings all that changed.
+A slot with penalties, biases or bans takes a lane as well: a line of (id, what is added) pairs, and room for logits
+of its own in `Lanes`. There are few lanes; a request that gets none is sampled some other way.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy
+import numpy.typing
+import torch
+
+from holdfast.execution.triton_kernels.sampling_sizes import LANE_ENTRIES, SLOT_WORDS
+from holdfast.records import SamplingParams
+
+ACTIVE, DRAWN, FILTERED, PENALIZED = 1, 2, 4, 8
+"""Flags: the slot is in use; not greedy; has top_k or top_p; has penalties."""
+
+FLAGS, TOP_K, TEMPERATURE, TOP_P, REACH, PRESENCE, FREQUENCY, REPETITION = range(8)
+SEED, PROMPT_LENGTH, LANE, BANS, ENTRIES, MIN_TOKENS = 8, 10, 11, 12, 13, 14
+"""Words of a slot. SEED takes two. REACH is how far under the best score min_p lets a score be."""
+
+_STAGES = 4
+_LANE_STAGES = 8
+
+Words = numpy.typing.NDArray[numpy.int32]
+
+
+class _Staging:
+    """Pinned buffers, each written again only when its last copy to the device is done."""
+
+    def __init__(self, depth: int, words: int, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._buffers = torch.zeros((depth, words), dtype=torch.int32, pin_memory=self._cuda)
+        self._done: list[torch.cuda.Event | None] = [None] * depth
+        self._next = 0
+
+    def copy(self, words: Words, target: torch.Tensor) -> None:
+        """`words` to the contiguous `target`, in the order of the current stream; `words` may change afterwards."""
+        index, self._next = self._next, (self._next + 1) % len(self._done)
+        done = self._done[index]
+        if done is not None:
+            done.synchronize()
+        buffer = self._buffers[index, : words.size]
+        buffer.numpy()[:] = words.reshape(-1)
+        target.view(-1).copy_(buffer, non_blocking=True)
+        if self._cuda:
+            if done is None:
+                done = self._done[index] = torch.cuda.Event()
+            done.record()
+
+
+class SlotParams:
+    """`write` and `release` change the host's side; `upload` brings it to the device, before a step is launched."""
+
+    def __init__(self, slots: int, vocab_size: int, device: torch.device, lanes: int) -> None:
+        self._vocab_size = vocab_size
+        self.host: Words = numpy.zeros((slots, SLOT_WORDS), dtype=numpy.int32)
+        self.host[:, LANE] = -1
+        self._floats = self.host.view(numpy.float32)
+        self._seeds = self.host.view(numpy.int64)
+        self.table = torch.from_numpy(self.host.copy()).to(device)
+        self.entries = torch.zeros((max(lanes, 1), 2, LANE_ENTRIES), dtype=torch.int32, device=device)
+        """[lane, ids | bits of what is added, entry]: bans first, then biases."""
+        self._free = list(range(lanes))[::-1]
+        self._changed: set[int] = set()
+        self._pending: dict[int, Words] = {}
+        self._staging = _Staging(_STAGES, self.host.size, device)
+        self._lane_staging = _Staging(_LANE_STAGES, 2 * LANE_ENTRIES, device)
+
+    @property
+    def adjusting(self) -> bool:
+        """Some slot has penalties, biases or bans: the step has to adjust logits."""
+        return bool((self.host[:, LANE] >= 0).any())
+
+    @property
+    def drawing(self) -> bool:
+        """Some slot is not greedy."""
+        return bool((self.host[:, FLAGS] & DRAWN).any())
+
+    def write(self, slot: int, params: SamplingParams, prompt_length: int, banned: Sequence[int] = ()) -> bool:
+        """A sequence takes the slot. False: no lane is free or too much is banned; its rows then sample nothing."""
+        self.release(slot)
+        bans = [token for token in banned if 0 <= token < self._vocab_size] if params.min_tokens else []
+        biases = {token: bias for token, bias in (params.logit_bias or {}).items() if 0 <= token < self._vocab_size}
+        penalized = bool(params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1.0)
+        entries = len(bans) + len(biases)
+        lane = -1
+        if entries or penalized:
+            if not self._free or entries > LANE_ENTRIES:
+                return False
+            lane = self._free.pop()
+        if entries:
+            added = numpy.array([-math.inf] * len(bans) + list(biases.values()), dtype=numpy.float32)
+            ids = numpy.array([*bans, *biases], dtype=numpy.int32)
+            self._pending[lane] = numpy.stack([ids, added.view(numpy.int32)])
+        line, floats = self.host[slot], self._floats[slot]
+        filtered = 0 < params.top_k < self._vocab_size or params.top_p < 1
+        flags = ACTIVE | (0 if params.greedy else DRAWN | (FILTERED if filtered else 0))
+        line[FLAGS] = flags | (PENALIZED if penalized else 0)
+        line[TOP_K] = params.top_k if params.top_k < self._vocab_size else 0
+        floats[TEMPERATURE], floats[TOP_P] = params.temperature, params.top_p
+        floats[REACH] = max(0.0, -math.log(params.min_p)) if params.min_p else math.inf
+        floats[PRESENCE], floats[FREQUENCY] = params.presence_penalty, params.frequency_penalty
+        floats[REPETITION] = params.repetition_penalty
+        self._seeds[slot, SEED // 2] = params.seed or 0
+        line[PROMPT_LENGTH], line[LANE], line[BANS], line[ENTRIES] = prompt_length, lane, len(bans), entries
+        line[MIN_TOKENS] = min(params.min_tokens, 2**31 - 1)
+        return True
+
+    def release(self, slot: int) -> None:
+        """Nothing is sampled for the slot any more; a lane it had is free for others."""
+        lane = int(self.host[slot, LANE])
+        if lane >= 0:
+            self._pending.pop(lane, None)
+            self._free.append(lane)
+        self.host[slot] = 0
+        self.host[slot, LANE] = -1
+        self._changed.add(slot)
+
+    def upload(self) -> None:
+        """What was written since the last time, in the order of the current stream and without waiting for it."""
+        if self._changed:
+            first, end = min(self._changed), max(self._changed) + 1
+            self._staging.copy(self.host[first:end], self.table[first:end])
+            self._changed.clear()
+        for lane, words in self._pending.items():
+            for part in range(2):
+                self._lane_staging.copy(words[part], self.entries[lane, part, : words.shape[1]])
+        self._pending.clear()

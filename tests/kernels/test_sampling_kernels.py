@@ -1,0 +1,302 @@
+"""Sampling on the device against the CPU's sampler: the same tokens for every option, cut and neighbour."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import numpy
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+pytest.importorskip("triton")
+
+import triton
+import triton.language as tl
+
+from holdfast.execution.sampler import Sampler, uniforms
+from holdfast.execution.triton_kernels import sampling, sampling_kernels, sampling_sizes
+from holdfast.execution.triton_kernels.sampling_slots import FLAGS, TEMPERATURE, SlotParams
+from holdfast.records import SamplingParams, SequenceStart
+
+ON_GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if ON_GPU else "cpu")
+TYPES = [torch.float32, torch.float16, torch.bfloat16]
+VOCAB = 50_021 if ON_GPU else 2_501
+PROMPT = 3
+PLACES = 40
+NEAR = 2e-6
+"""How far a comparison may be off where another order of rounding turns it over."""
+
+OPTIONS: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {},
+    {"temperature": 0.7},
+    {"temperature": 0.01, "top_p": 0.9},
+    {"temperature": 1.8, "top_p": 0.95},
+    {"top_k": 1},
+    {"top_k": 50},
+    {"top_k": VOCAB - 1},
+    {"top_k": VOCAB + 7},
+    {"top_p": 0.1},
+    {"top_p": 0.999},
+    {"top_p": 1e-6},
+    {"min_p": 0.05},
+    {"min_p": 1.0},
+    {"min_p": 1e-20, "top_k": 7},
+    {"top_k": 20, "top_p": 0.8},
+    {"top_k": 900, "top_p": 0.6, "min_p": 0.001, "temperature": 1.3},
+    {"top_p": 0.7, "min_p": 0.2},
+]
+
+
+def fresh(*parts: object) -> torch.Generator:
+    """Fresh numbers a run; the id that is printed brings them back."""
+    seed = int(os.environ.get("KERNEL_SEED", int.from_bytes(os.urandom(4), "little")))
+    print(f"KERNEL_SEED={seed} for {parts}")
+    return torch.Generator().manual_seed(seed)
+
+
+def poison(tensor: torch.Tensor) -> torch.Tensor:
+    tensor.view(torch.uint8).fill_(0x7F)
+    return tensor
+
+
+@dataclass
+class Bench:
+    """Both samplers with the same sequences; slots are not the rows, and one is spare."""
+
+    options: list[dict[str, Any]]
+    vocab: int
+    lanes: int = 0
+    banned: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        count = len(self.options)
+        self.slot_of = torch.randperm(count, generator=torch.Generator().manual_seed(count)).tolist()
+        self.known = torch.zeros((count + 1, PLACES), dtype=torch.int32, device=DEVICE)
+        self.params = SlotParams(count + 1, self.vocab, DEVICE, self.lanes)
+        self.buffers = SimpleNamespace(tokens=numpy.zeros((count + 1, PLACES), dtype=numpy.int32))
+        self.sampler = Sampler(self.buffers, self.vocab)  # type: ignore[arg-type]
+        self.all = [SamplingParams(seed=index * 977 - 5, **option) for index, option in enumerate(self.options)]
+        for slot, params in zip(self.slot_of, self.all, strict=True):
+            assert self.params.write(slot, params, PROMPT, self.banned)
+            self.sampler.start(SequenceStart(slot, "", [1] * PROMPT, PROMPT, params, self.banned))
+        self.params.upload()
+        self.workspace = sampling.Workspace.allocate(count, self.vocab, DEVICE)
+
+    def sample(self, logits: torch.Tensor, lengths: list[int], **more: Any) -> list[int]:
+        for name in self.workspace.__slots__:
+            poison(getattr(self.workspace, name))
+        out = poison(torch.empty(len(lengths), dtype=torch.int32, device=DEVICE))
+        slots = torch.tensor(self.slot_of[: len(lengths)], dtype=torch.int32, device=DEVICE)
+        at = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
+        before = logits.clone()
+        sampling.sample_rows(logits, slots, at, self.params, self.known, out, self.workspace, **more)
+        assert torch.equal(logits, before)
+        assert torch.equal(self.known[slots.long(), at.long()], out)
+        return [int(token) for token in out.tolist()]
+
+    def expected(self, logits: torch.Tensor, lengths: list[int]) -> list[int]:
+        slots = numpy.array(self.slot_of[: len(lengths)], dtype=numpy.int64)
+        tokens, _ = self.sampler.sample(logits.float().cpu().clone(), slots, numpy.array(lengths, dtype=numpy.int64))
+        return [int(token) for token in tokens]
+
+    def check(self, logits: torch.Tensor, lengths: list[int], **more: Any) -> list[int]:
+        found, wanted = self.sample(logits, lengths, **more), self.expected(logits, lengths)
+        for row, (token, other) in enumerate(zip(found, wanted, strict=True)):
+            if token != other:
+                near = near_misses(logits[row].double().cpu(), self.all[row], lengths[row] - PROMPT)
+                assert {token, other} <= near, f"row {row} {self.options[row]}: {token}, not {other}; near: {near}"
+        return found
+
+
+def near_misses(logits: torch.Tensor, params: SamplingParams, position: int) -> set[int]:
+    """In float64: the tokens that are drawn when shares and the number are off by a rounding, plainly by sorting."""
+    number = float(uniforms(numpy.array([params.seed]), numpy.array([position]))[0])
+    found = set()
+    for share_off in (-NEAR, 0.0, NEAR):
+        for floor_off in (-NEAR, 0.0, NEAR):
+            chances = (logits / params.temperature).softmax(-1)
+            ordered = chances.sort(descending=True).values
+            floor = ordered[0] * params.min_p * (1 + floor_off)
+            if params.top_k:
+                floor = torch.maximum(floor, ordered[min(params.top_k, len(ordered)) - 1] * (1 + floor_off))
+            masses = ordered.where(ordered >= floor, 0).cumsum(-1)
+            if params.top_p < 1:
+                last = int((masses < params.top_p * masses[-1] * (1 + share_off)).sum())
+                floor = torch.maximum(floor, ordered[min(last, len(ordered) - 1)])
+            cumulated = chances.where(chances >= floor, 0).cumsum(-1)
+            for number_off in (-NEAR, 0.0, NEAR):
+                target = (number + number_off) * cumulated[-1]
+                found.add(int((cumulated <= target).sum().clamp(max=len(chances) - 1)))
+    return found
+
+
+@triton.jit
+def _numbers(seeds, positions, out, COUNT: tl.constexpr):  # type: ignore[no-untyped-def]
+    index = tl.arange(0, COUNT)
+    tl.store(out + index, sampling_kernels.uniform(tl.load(seeds + index), tl.load(positions + index)))
+
+
+def test_the_numbers_are_the_hosts_bit_for_bit() -> None:
+    edges = [0, 1, -1, 2**63 - 1, -(2**63), 0x61C8864680B583EB]
+    seeds = torch.randint(-(2**63), 2**63 - 1, (256,), generator=fresh("numbers"))
+    seeds[: len(edges)] = torch.tensor(edges)
+    positions = torch.arange(256, dtype=torch.int32) ** 4 % (2**31 - 1)
+    out = torch.full((256,), float("nan"), dtype=torch.float64, device=DEVICE)
+    _numbers[(1,)](seeds.to(DEVICE), positions.to(torch.int32).to(DEVICE), out, COUNT=256)
+    assert out.cpu().numpy().tobytes() == uniforms(seeds.numpy(), positions.long().numpy()).tobytes()
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("spread", [0.2, 4.0])
+def test_every_option_samples_what_the_cpu_samples(dtype: torch.dtype, spread: float) -> None:
+    source = fresh(dtype, spread)
+    bench = Bench(OPTIONS, VOCAB)
+    for step in range(8 if ON_GPU else 1):
+        wide = poison(torch.empty((len(OPTIONS), VOCAB + 11), dtype=dtype, device=DEVICE))
+        logits = wide[:, :VOCAB]
+        logits.copy_(torch.randn(logits.shape, generator=source) * spread)
+        bench.check(logits, [PROMPT + step + row for row in range(len(OPTIONS))])
+
+
+def adversaries(vocab: int, source: torch.Generator) -> dict[str, torch.Tensor]:
+    ties = torch.randint(-3, 3, (vocab,), generator=source).float()
+    sparse = torch.full((vocab,), float("-inf"))
+    sparse[torch.randint(0, vocab, (9,), generator=source)] = torch.randn(9, generator=source)
+    one = torch.full((vocab,), -1e4)
+    one[vocab - 1] = 1e4
+    few = torch.randn(vocab, generator=source) - 40.0
+    few[torch.tensor([0, 1023, 1024, vocab - 1])] = torch.tensor([5.0, 5.0, 4.0, 4.5])
+    return {"ties": ties, "equal": torch.full((vocab,), 7.25), "sparse": sparse, "one": one, "few": few}
+
+
+@pytest.mark.parametrize("name", ["ties", "equal", "sparse", "one", "few"])
+def test_adversaries(name: str) -> None:
+    options = [option for option in OPTIONS if option != {"top_k": VOCAB - 1}]
+    options = options if ON_GPU else options[::2]
+    logits = adversaries(VOCAB, fresh(name))[name].to(DEVICE).expand(len(options), VOCAB)
+    Bench(options, VOCAB).check(logits.contiguous(), [PROMPT + row for row in range(len(options))])
+
+
+def test_more_tokens_in_doubt_than_are_listed() -> None:
+    vocab = sampling_sizes.LISTED + 1_111
+    logits = (torch.rand((1, vocab), generator=fresh("flat")) * 0.06).to(DEVICE)
+    Bench([{"top_k": 15_000, "top_p": 0.83}], vocab).check(logits, [PROMPT])
+
+
+def test_the_cut_and_the_neighbours_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = [{"top_p": 0.9}, {"temperature": 0.9}, {"top_k": 30, "top_p": 0.7}, {"temperature": 0.0}]
+    logits = (torch.randn((4, VOCAB), generator=fresh("cut")) * 2).to(DEVICE)
+    lengths, bench = [PROMPT, PROMPT + 4, PROMPT + 5, PROMPT], Bench(options, VOCAB)
+    found = bench.check(logits, lengths)
+    monkeypatch.setattr(sampling, "split_tokens", lambda rows, vocabulary: 4096)
+    assert bench.sample(logits, lengths) == found
+    assert bench.sample(logits[:1], lengths[:1]) == found[:1]
+
+
+def test_padding_writes_nothing() -> None:
+    bench = Bench([{"top_p": 0.5}], 300)
+    spare = len(bench.known) - 1
+    logits = poison(torch.empty((4, 300), device=DEVICE))
+    logits[0] = torch.randn(300, generator=fresh("padding")).to(DEVICE)
+    workspace = sampling.Workspace.allocate(4, 300, DEVICE)
+    known = torch.full((2, PLACES), -9, dtype=torch.int32, device=DEVICE)
+    slots = torch.tensor([bench.slot_of[0], -1, spare, bench.slot_of[0]], dtype=torch.int32, device=DEVICE)
+    out = torch.full((4,), -9, dtype=torch.int32, device=DEVICE)
+    lengths = torch.tensor([PROMPT, 1, 0, PLACES], dtype=torch.int32, device=DEVICE)
+    sampling.sample_rows(logits, slots, lengths, bench.params, known, out, workspace)
+    token = bench.expected(logits[:1], [PROMPT])[0]
+    # The last row has no finite logit and no place left: its token is some id, and goes nowhere.
+    assert out.tolist()[:3] == [token, 0, 0]
+    assert 0 <= int(out[3]) < 300
+    wanted = torch.full((2, PLACES), -9, dtype=torch.int32)
+    wanted[bench.slot_of[0], PROMPT] = token
+    assert torch.equal(known.cpu(), wanted)
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+def test_greedy_takes_the_first_of_equals(dtype: torch.dtype) -> None:
+    vocab = 5_003
+    logits = torch.zeros((4, vocab), dtype=dtype, device=DEVICE)
+    logits[0, [4_999, 2_047, 2_048]] = 3.0
+    logits[1] = float("-inf")
+    logits[2, vocab - 1] = 1.0
+    bench = Bench([{"temperature": 0.0}] * 4, vocab)
+    assert (
+        bench.sample(logits, [PROMPT] * 4, greedy=True) == bench.expected(logits, [PROMPT] * 4) == [2_047, 0, 5_002, 0]
+    )
+
+
+def test_an_upload_brings_what_was_written_before_it() -> None:
+    params = SlotParams(6, 100, DEVICE, 1)
+    seen, wanted = [], []
+    for step in range(20):
+        slot = step % 6
+        assert params.write(slot, SamplingParams(temperature=1 + step, seed=-step), 4)
+        params.upload()
+        seen.append(params.table.clone())
+        wanted.append(params.host.copy())
+    for found, host in zip(seen, wanted, strict=True):
+        assert numpy.array_equal(found.cpu().numpy(), host)
+    assert params.host.view(numpy.float32)[1, TEMPERATURE] == 20.0
+    params.release(1)
+    params.upload()
+    assert int(params.table[1, FLAGS]) == 0
+    assert params.drawing
+    assert not params.adjusting
+
+
+def test_lanes_run_out_and_come_back() -> None:
+    params = SlotParams(3, 100, DEVICE, 1)
+    assert params.write(0, SamplingParams(frequency_penalty=0.5), 4)
+    assert not params.write(1, SamplingParams(logit_bias={3: 1.0}), 4)
+    assert int(params.host[1, FLAGS]) == 0
+    assert params.write(1, SamplingParams(), 4)
+    assert params.write(0, SamplingParams(presence_penalty=0.5), 4)
+    params.release(0)
+    assert params.write(2, SamplingParams(logit_bias={3: 1.0}), 4)
+    assert params.adjusting
+
+
+def test_the_sizes_are_what_is_allocated() -> None:
+    for rows, vocab in ((3, 1_000), (2, 151_936)):
+        workspace = sampling.Workspace.allocate(rows, vocab, DEVICE)
+        assert workspace.nbytes == sampling_sizes.workspace_bytes(rows, vocab)
+        params = SlotParams(rows, vocab, DEVICE, 2)
+        assert params.table.nbytes + params.entries.nbytes == sampling_sizes.parameter_bytes(rows, 2)
+    for rows in (1, 8, 64, 256, 1024):
+        splits = -(-128_256 // sampling_sizes.split_tokens(rows, 128_256))
+        assert splits <= sampling_sizes.most_splits(128_256)
+
+
+@pytest.mark.skipif(not ON_GPU, reason="a CUDA graph needs a GPU")
+def test_a_graph_follows_what_changes_between_replays() -> None:
+    bench = Bench(OPTIONS, VOCAB)
+    rows, source = len(OPTIONS), fresh("graph")
+    logits = torch.zeros((rows, VOCAB), dtype=torch.bfloat16, device=DEVICE)
+    slots = torch.tensor(bench.slot_of, dtype=torch.int32, device=DEVICE)
+    lengths = torch.full((rows,), PROMPT, dtype=torch.int32, device=DEVICE)
+    out = torch.zeros(rows, dtype=torch.int32, device=DEVICE)
+
+    def step() -> None:
+        sampling.sample_rows(logits, slots, lengths, bench.params, bench.known, out, bench.workspace)
+
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    for turn in range(4):
+        logits.copy_(torch.randn((rows, VOCAB), generator=source) * 3)
+        at = [PROMPT + turn + row for row in range(rows)]
+        lengths.copy_(torch.tensor(at, dtype=torch.int32))
+        graph.replay()
+        for row, (token, other) in enumerate(zip(out.tolist(), bench.expected(logits, at), strict=True)):
+            if token != other:
+                assert {token, other} <= near_misses(logits[row].double().cpu(), bench.all[row], at[row] - PROMPT)
