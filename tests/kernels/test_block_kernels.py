@@ -51,7 +51,7 @@ class Case:
         matrix.fill_rows(0, stored.view(outputs, -1))
         self.exact = torch.empty(outputs, inputs)
         matrix.dequantize(0, outputs, self.exact)
-        planes = (matrix._quants, matrix._scales, matrix._minimums)
+        planes = (matrix.quants, matrix.scales, matrix.minimums)
         self.planes = blocks.BlockPlanes(layout, *(None if part is None else part.to(DEVICE) for part in planes))
 
     def normal(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:

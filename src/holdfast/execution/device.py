@@ -37,7 +37,7 @@ def packs_weights(dtype: torch.dtype, device: torch.device, features: Collection
     hardware = not {"amx_bf16", "avx512_bf16"}.isdisjoint(processor().features if features is None else features)
     if device.type != "cpu" or dtype != torch.bfloat16 or not hardware:
         return False
-    return bool(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]
+    return bool(torch.backends.mkldnn.is_available())
 
 
 @contextmanager

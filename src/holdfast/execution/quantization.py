@@ -49,14 +49,14 @@ class QuantizedMatrix:
         self._kind = _LAYOUTS[layout]
         blocks = columns // BLOCK_ELEMENTS
         quant_type = torch.uint8 if self._kind.packed else torch.int8
-        self._quants = exact_tensor((rows, blocks, self._kind.quant_bytes), quant_type, device)
+        self.quants = exact_tensor((rows, blocks, self._kind.quant_bytes), quant_type, device)
         scales = (rows, blocks, 1)
-        self._scales = exact_tensor(scales, torch.float16, device)
-        self._minimums = exact_tensor(scales, torch.float16, device) if self._kind.scale_bytes == 4 else None
+        self.scales = exact_tensor(scales, torch.float16, device)
+        self.minimums = exact_tensor(scales, torch.float16, device) if self._kind.scale_bytes == 4 else None
 
     @property
     def nbytes(self) -> int:
-        parts = (self._quants, self._scales, self._minimums)
+        parts = (self.quants, self.scales, self.minimums)
         return sum(part.nbytes for part in parts if part is not None)
 
     def fill_rows(self, first: int, stored: torch.Tensor, order: torch.Tensor | None = None) -> None:
@@ -66,21 +66,21 @@ class QuantizedMatrix:
             blocks = blocks.index_select(0, order)
         target = slice(first, first + blocks.shape[0])
         scale_bytes = self._kind.scale_bytes
-        self._quants[target] = blocks[..., scale_bytes:].view(self._quants.dtype)
-        self._scales[target] = blocks[..., :2].contiguous().view(torch.float16)
-        if self._minimums is not None:
-            self._minimums[target] = blocks[..., 2:4].contiguous().view(torch.float16)
+        self.quants[target] = blocks[..., scale_bytes:].view(self.quants.dtype)
+        self.scales[target] = blocks[..., :2].contiguous().view(torch.float16)
+        if self.minimums is not None:
+            self.minimums[target] = blocks[..., 2:4].contiguous().view(torch.float16)
 
     def dequantize(self, first: int, last: int, out: torch.Tensor) -> None:
         """Rows first..last-1 into `out` [last-first, columns]."""
         part = slice(first, last)
-        minimums = None if self._minimums is None else self._minimums[part]
-        _dequantize(self._kind, self._quants[part], self._scales[part], minimums, out)
+        minimums = None if self.minimums is None else self.minimums[part]
+        _dequantize(self._kind, self.quants[part], self.scales[part], minimums, out)
 
     def dequantize_some(self, rows: torch.Tensor, out: torch.Tensor) -> None:
         """The rows of these indices into `out` [len(rows), columns]."""
-        minimums = None if self._minimums is None else self._minimums.index_select(0, rows)
-        _dequantize(self._kind, self._quants.index_select(0, rows), self._scales.index_select(0, rows), minimums, out)
+        minimums = None if self.minimums is None else self.minimums.index_select(0, rows)
+        _dequantize(self._kind, self.quants.index_select(0, rows), self.scales.index_select(0, rows), minimums, out)
 
 
 def dequantize_stored(layout: str, stored: torch.Tensor, out: torch.Tensor) -> None:

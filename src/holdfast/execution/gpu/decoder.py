@@ -12,7 +12,7 @@ import torch
 
 from holdfast.execution.batch import RunnerLimits
 from holdfast.execution.gpu.attention import DecodeRows, GpuAttention, PrefillRows
-from holdfast.execution.gpu.linear import GpuLinear, gpu_linear
+from holdfast.execution.gpu.linear import GpuLinear, Scratch, gpu_linear
 from holdfast.execution.gpu.slots import DeviceSlots
 from holdfast.execution.rope import Rotary
 from holdfast.execution.triton_kernels import layer as kernels
@@ -44,6 +44,13 @@ class _Layer:
     down: GpuLinear
 
 
+def _layer_of(layer: LayerWeights, scratch: Scratch) -> _Layer:
+    return _Layer(
+        layer.attn_norm, gpu_linear(layer.qkv, scratch), gpu_linear(layer.o, scratch), layer.mlp_norm,
+        gpu_linear(layer.gate_up, scratch), gpu_linear(layer.down, scratch),
+    )  # fmt: skip
+
+
 class GpuDecoder:
     def __init__(
         self, spec: ModelSpec, weights: Weights, layout: KVLayout, limits: RunnerLimits, slots: DeviceSlots,
@@ -72,16 +79,10 @@ class GpuDecoder:
         self._sampling = buffer(limits.max_num_seqs, spec.hidden_size)
         self._sampling_normed = buffer(limits.max_num_seqs, spec.hidden_size)
         self.attention = GpuAttention(spec, layout, limits, slots, device)
-        self._embed, self._head = gpu_linear(weights.embed), gpu_linear(weights.head)
+        scratch = Scratch(weights.dtype, device)
+        self._embed, self._head = gpu_linear(weights.embed, scratch), gpu_linear(weights.head, scratch)
         self._final_norm = weights.final_norm
-        self._layers = [self._of(layer) for layer in weights.layers]
-
-    @staticmethod
-    def _of(layer: LayerWeights) -> _Layer:
-        return _Layer(
-            layer.attn_norm, gpu_linear(layer.qkv), gpu_linear(layer.o), layer.mlp_norm,
-            gpu_linear(layer.gate_up), gpu_linear(layer.down),
-        )  # fmt: skip
+        self._layers = [_layer_of(layer, scratch) for layer in weights.layers]
 
     def forward(self, rows: DeviceRows, pages: torch.Tensor, layers: int | None = None) -> torch.Tensor:
         """The residual stream [tokens, hidden] after all layers; writes KV pages."""

@@ -1,4 +1,4 @@
-"""Decode steps as captured graphs, one for each padded number of rows: captured when first needed, or ahead of time.
+"""Decode steps as captured graphs, one for each padded number of rows and kind of work: captured when first needed.
 
 A graph bakes in addresses, so everything it touches must be allocated before and stay. Knows no plans.
 """
@@ -9,6 +9,8 @@ from collections.abc import Callable
 
 import torch
 
+from holdfast.execution.gpu.sampling import Work
+
 
 def padded_sizes(most: int) -> tuple[int, ...]:
     """Numbers of rows that graphs are made for: every step up to `most` is padded to the next of them."""
@@ -18,38 +20,39 @@ def padded_sizes(most: int) -> tuple[int, ...]:
 
 
 class DecodeGraphs:
-    """`run(rows)`: launches the step of so many padded rows on static buffers."""
+    """`run(rows, work)`: launches the step of so many padded rows on static buffers."""
 
-    def __init__(self, most: int, run: Callable[[int], None], device: torch.device) -> None:
+    def __init__(self, most: int, run: Callable[[int, Work], None], device: torch.device) -> None:
         self.sizes = padded_sizes(most)
         self._run, self._device = run, device
-        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self._graphs: dict[tuple[int, Work], torch.cuda.CUDAGraph] = {}
         self._pool: tuple[int, int] | None = None
 
     @property
-    def captured(self) -> tuple[int, ...]:
+    def captured(self) -> tuple[tuple[int, Work], ...]:
         return tuple(sorted(self._graphs))
 
     def padded(self, rows: int) -> int:
         return next(size for size in self.sizes if size >= rows)
 
-    def replay(self, size: int) -> None:
+    def replay(self, size: int, work: Work) -> None:
         """The step of so many rows. The first of its size is run as it is, which loads what a capture may not load, and
         is captured for the next."""
-        if size in self._graphs:
-            self._graphs[size].replay()
+        graph = self._graphs.get((size, work))
+        if graph is not None:
+            graph.replay()
             return
-        self._run(size)
-        self._graphs[size] = self._capture(size)
+        self._run(size, work)
+        self._graphs[size, work] = self._capture(size, work)
 
-    def _capture(self, size: int) -> torch.cuda.CUDAGraph:
+    def _capture(self, size: int, work: Work) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize(self._device)
         side = torch.cuda.Stream(self._device)
         with torch.cuda.stream(side):
             graph.capture_begin(*(() if self._pool is None else (self._pool,)))
             try:
-                self._run(size)
+                self._run(size, work)
             finally:
                 graph.capture_end()
         torch.cuda.synchronize(self._device)

@@ -1,24 +1,44 @@
 """Products with a weight matrix on a GPU. Few rows: one pass over the matrix, norm and gate in the same kernel; many
-rows: cuBLAS. Knows nothing of what the matrix is for.
+rows: cuBLAS, from quantized blocks through a tile that they are expanded to. Knows nothing of what a matrix is for.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Protocol
 
 import torch
 
 from holdfast.errors import EngineError
-from holdfast.execution.linear import DenseLinear, Linear, QuantizedLinear
+from holdfast.execution.linear import DenseLinear, Linear, QuantizedLinear, StackedLinear
 from holdfast.execution.ops.interface import Activation
 from holdfast.execution.triton_kernels import layer as kernels
 from holdfast.execution.triton_kernels import products
+from holdfast.execution.triton_kernels.blocks import BlockPlanes, block_product, dequantize_tile, embed_blocks
+from holdfast.execution.triton_kernels.products import SplitWorkspace, make_workspace
+from holdfast.planner.gpu_footprint import EXPANDED_BYTES, SKINNY_BLOCK_ROWS, SKINNY_ROWS
 
-SKINNY_ROWS = 8
-"""Up to so many rows our own kernels are the faster ones (H200, bfloat16)."""
+
+class Scratch:
+    """What all products share, one after the other on one stream."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self.split: SplitWorkspace = make_workspace(device)
+        self._dtype, self._device = dtype, device
+        self._expanded: torch.Tensor | None = None
+
+    def expanded(self, columns: int) -> torch.Tensor:
+        """Rows of a quantized matrix as numbers; allocated with the first quantized matrix, before any step."""
+        if self._expanded is None:
+            words = EXPANDED_BYTES // self._dtype.itemsize
+            self._expanded = torch.empty(words, dtype=self._dtype, device=self._device)
+        return self._expanded[: len(self._expanded) // columns * columns].view(-1, columns)
 
 
 class GpuLinear(Protocol):
+    def write(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        """out = x·Wᵀ (+ bias)."""
+
     def write_normed(
         self, x: torch.Tensor, norm: torch.Tensor, epsilon: float, normed: torch.Tensor, out: torch.Tensor
     ) -> None:
@@ -37,39 +57,65 @@ class GpuLinear(Protocol):
         """Rows of the matrix by the token ids at (slot, position)."""
 
 
-def gpu_linear(linear: Linear) -> GpuLinear:
+def gpu_linear(linear: Linear, scratch: Scratch) -> GpuLinear:
     if isinstance(linear, DenseLinear):
-        return DenseGpuLinear(linear)
+        return DenseGpuLinear(linear, scratch)
     if isinstance(linear, QuantizedLinear):
-        from holdfast.execution.gpu.block_linear import BlockGpuLinear
-
-        return BlockGpuLinear(linear)
+        return BlockGpuLinear(linear, scratch)
+    if isinstance(linear, StackedLinear):
+        return StackedGpuLinear(linear, scratch)
     raise EngineError(f"a {type(linear).__name__} has no products on a GPU")
 
 
-class DenseGpuLinear:
-    def __init__(self, linear: DenseLinear) -> None:
-        self.weight, self.bias = linear.weight, linear.bias
-        self._turned = linear.weight.t()
+class _Plain:
+    """The forms in several kernels, which any way of storing a matrix has."""
+
+    def write(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        raise NotImplementedError
 
     def write_normed(
         self, x: torch.Tensor, norm: torch.Tensor, epsilon: float, normed: torch.Tensor, out: torch.Tensor
     ) -> None:
-        if len(x) <= SKINNY_ROWS:
-            products.skinny_product(x, self.weight, out, norm_weight=norm, epsilon=epsilon, bias=self.bias)
-            return
         kernels.add_rms_norm(x, norm, epsilon, normed)
-        self._write(normed, out)
+        self.write(normed, out)
 
-    def _write(self, x: torch.Tensor, out: torch.Tensor) -> None:
-        if self.bias is None:
+    def gated(
+        self, x: torch.Tensor, norm: torch.Tensor, epsilon: float, activation: Activation, normed: torch.Tensor,
+        gate_up: torch.Tensor, out: torch.Tensor,
+    ) -> None:  # fmt: skip
+        self.write_normed(x, norm, epsilon, normed, gate_up)
+        kernels.gate(gate_up, activation, out)
+
+    def embed(self, tokens: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, out: torch.Tensor) -> None:
+        raise EngineError("matrices stored in several ways cannot be looked up by rows")
+
+
+class DenseGpuLinear(_Plain):
+    def __init__(self, linear: DenseLinear, scratch: Scratch) -> None:
+        self.weight, self.bias = linear.weight, linear.bias
+        self._turned, self._split = linear.weight.t(), scratch.split
+
+    def write(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        if len(x) <= SKINNY_ROWS:
+            products.skinny_product(x, self.weight, out, bias=self.bias, workspace=self._split)
+        elif self.bias is None:
             torch.mm(x, self._turned, out=out)
         else:
             torch.addmm(self.bias, x, self._turned, out=out)
 
+    def write_normed(
+        self, x: torch.Tensor, norm: torch.Tensor, epsilon: float, normed: torch.Tensor, out: torch.Tensor
+    ) -> None:
+        if len(x) > SKINNY_ROWS:
+            super().write_normed(x, norm, epsilon, normed, out)
+            return
+        products.skinny_product(
+            x, self.weight, out, norm_weight=norm, epsilon=epsilon, bias=self.bias, workspace=self._split
+        )
+
     def add(self, x: torch.Tensor, out: torch.Tensor) -> None:
         if len(x) <= SKINNY_ROWS:
-            products.skinny_product(x, self.weight, out, accumulate=True, bias=self.bias)
+            products.skinny_product(x, self.weight, out, accumulate=True, bias=self.bias, workspace=self._split)
             return
         out.addmm_(x, self._turned)
         if self.bias is not None:
@@ -79,11 +125,70 @@ class DenseGpuLinear:
         self, x: torch.Tensor, norm: torch.Tensor, epsilon: float, activation: Activation, normed: torch.Tensor,
         gate_up: torch.Tensor, out: torch.Tensor,
     ) -> None:  # fmt: skip
-        if len(x) <= SKINNY_ROWS and self.bias is None:
-            products.skinny_gate_up(x, self.weight, out, norm_weight=norm, epsilon=epsilon, activation=activation)
+        if len(x) > SKINNY_ROWS:
+            super().gated(x, norm, epsilon, activation, normed, gate_up, out)
             return
-        self.write_normed(x, norm, epsilon, normed, gate_up)
-        kernels.gate(gate_up, activation, out)
+        products.skinny_gate_up(
+            x, self.weight, out, norm_weight=norm, epsilon=epsilon, activation=activation, bias=self.bias
+        )
 
     def embed(self, tokens: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, out: torch.Tensor) -> None:
         kernels.embed(tokens, slots, positions, self.weight, out)
+
+
+class BlockGpuLinear(_Plain):
+    """Stays quantized: few rows are multiplied from the blocks, many through tiles of numbers."""
+
+    def __init__(self, linear: QuantizedLinear, scratch: Scratch) -> None:
+        matrix = linear.matrix
+        self._planes = BlockPlanes(matrix.layout, matrix.quants, matrix.scales, matrix.minimums)
+        self.bias, self._split = linear.bias, scratch.split
+        self._tile = scratch.expanded(matrix.columns)
+
+    def write(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        if len(x) <= SKINNY_BLOCK_ROWS:
+            block_product(x, self._planes, out, bias=self.bias, workspace=self._split)
+            return
+        for first, last, tile in self._tiles():
+            torch.mm(x, tile.t(), out=out[:, first:last])
+        if self.bias is not None:
+            out += self.bias
+
+    def add(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        if len(x) <= SKINNY_BLOCK_ROWS:
+            block_product(x, self._planes, out, accumulate=True, bias=self.bias, workspace=self._split)
+            return
+        for first, last, tile in self._tiles():
+            out[:, first:last].addmm_(x, tile.t())
+        if self.bias is not None:
+            out += self.bias
+
+    def _tiles(self) -> Iterator[tuple[int, int, torch.Tensor]]:
+        rows = len(self._planes.quants)
+        for first in range(0, rows, len(self._tile)):
+            last = min(first + len(self._tile), rows)
+            tile = self._tile[: last - first]
+            dequantize_tile(self._planes, first, last, tile)
+            yield first, last, tile
+
+    def embed(self, tokens: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, out: torch.Tensor) -> None:
+        embed_blocks(tokens, slots, positions, self._planes, out)
+
+
+class StackedGpuLinear(_Plain):
+    """Matrices over the same input whose outputs stand side by side, each stored in its own way."""
+
+    def __init__(self, linear: StackedLinear, scratch: Scratch) -> None:
+        self._parts = [(part.rows, gpu_linear(part, scratch)) for part in linear.parts]
+
+    def write(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        first = 0
+        for rows, part in self._parts:
+            part.write(x, out[:, first : first + rows])
+            first += rows
+
+    def add(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        first = 0
+        for rows, part in self._parts:
+            part.add(x, out[:, first : first + rows])
+            first += rows

@@ -9,9 +9,8 @@ Steps of single tokens are graphs; others are launched kernel by kernel. Decides
 from __future__ import annotations
 
 import gc
-from collections import deque
+from dataclasses import dataclass
 
-import numpy
 import torch
 
 from holdfast.errors import EngineError
@@ -19,7 +18,7 @@ from holdfast.execution.batch import RunnerLimits, SlotBuffers
 from holdfast.execution.gpu.decoder import GpuDecoder
 from holdfast.execution.gpu.graphs import DecodeGraphs
 from holdfast.execution.gpu.kv_range import KVRange
-from holdfast.execution.gpu.sampling import DeviceSampler
+from holdfast.execution.gpu.sampling import DeviceSampler, FoundLogprobs, Work
 from holdfast.execution.gpu.slots import DeviceSlots
 from holdfast.execution.gpu.step import DeviceStep, StepForms, is_decode
 from holdfast.execution.rehearsal import heaviest_plan
@@ -27,22 +26,35 @@ from holdfast.execution.triton_kernels.tiles import prefill_tile_tokens
 from holdfast.execution.weights import Weights
 from holdfast.kvcache.groups import KVLayout
 from holdfast.models import ModelSpec
-from holdfast.records import StepPlan, StepResult
+from holdfast.records import StepPlan, StepResult, TokenLogprobs
 
 STEPS_AHEAD = 1
+
+
+def sampling_lanes(rows: int) -> int:
+    """Rows of a step that may have penalties, biases or bans: all of them."""
+    return rows
 
 
 class GpuStep:
     """A step that was launched. Its tokens arrive in pinned memory."""
 
-    def __init__(self, runner: GpuRunner, plan: StepPlan, step: DeviceStep | None, place: int) -> None:
-        self._runner, self._plan, self._step, self._place = runner, plan, step, place
+    def __init__(self, runner: GpuRunner, plan: StepPlan, launched: _Launched | None) -> None:
+        self._runner, self._plan, self._launched = runner, plan, launched
         self._result: StepResult | None = None
 
     def result(self) -> StepResult:
         if self._result is None:
-            self._result = self._runner.finish(self._plan, self._step, self._place)
+            self._result = self._runner.finish(self._plan, self._launched)
         return self._result
+
+
+@dataclass(frozen=True, slots=True)
+class _Launched:
+    step: DeviceStep
+    place: int
+    """Of its tokens in pinned memory."""
+    logprobs: FoundLogprobs | None
 
 
 class GpuRunner:
@@ -67,12 +79,11 @@ class GpuRunner:
         self._decoder: GpuDecoder | None = GpuDecoder(spec, weights, layout, limits, self._slots, device)
         rows = limits.max_num_seqs
         self._logits = torch.empty((rows, spec.vocab_size), dtype=weights.dtype, device=device)
-        self._sampler = DeviceSampler(self._books, self._slots, rows, spec.vocab_size, device)
+        self._sampler = DeviceSampler(self._slots, rows, sampling_lanes(rows), spec.vocab_size, device)
         pin = device.type == "cuda"
         self._sampled = [torch.empty(rows, dtype=torch.int32, pin_memory=pin) for _ in range(STEPS_AHEAD + 2)]
         self._arrived = [torch.cuda.Event() if pin else None for _ in self._sampled]
         self._next = 0
-        self._unread: deque[GpuStep] = deque()
         self._kv: KVRange | None = None
         self._graphs = DecodeGraphs(rows, self._run_decode, device) if graphs and pin else None
 
@@ -115,9 +126,7 @@ class GpuRunner:
             self._slots.apply(plan)
             for start in plan.starts:
                 self._sampler.start(start)
-            place = self._next
-            launched = GpuStep(self, plan, self._launch(plan, place) if plan.rows else None, place)
-        self._next = (place + 1) % len(self._sampled)
+            launched = GpuStep(self, plan, self._launch(plan) if plan.rows else None)
         for row in plan.rows:
             if row.samples:
                 self._books.known[row.slot] += 1
@@ -126,44 +135,58 @@ class GpuRunner:
     def execute(self, plan: StepPlan) -> StepResult:
         return self.submit(plan).result()
 
-    def _launch(self, plan: StepPlan, place: int) -> DeviceStep:
+    def _launch(self, plan: StepPlan) -> _Launched:
         rows = plan.rows
+        place, self._next = self._next, (self._next + 1) % len(self._sampled)
         if self._graphs is not None and is_decode(rows):
             size = self._graphs.padded(len(rows))
-            step = self._forms.decode(rows, size)
-            self._graphs.replay(size)
+            slots = [row.slot for row in rows]
+            step, work = self._forms.decode(rows, size), self._sampler.prepare(slots)
+            self._graphs.replay(size, work)
         else:
             step = self._forms.mixed(rows)
-            self._run(step, len(step.order))
-        count = len(step.order)
-        if count:
-            self._sampled[place][:count].copy_(self._sampler.sampled[:count], non_blocking=True)
+            sampling = [row.slot for row in rows if row.samples]
+            slots = [sampling[index] for index in step.order]
+            self._run(step, len(slots), self._sampler.prepare(slots) if slots else Work.GREEDY)
+        found = None
+        if slots:
+            found = self._sampler.logprobs(self._logits, slots)
+            self._sampled[place][: len(slots)].copy_(self._sampler.sampled[: len(slots)], non_blocking=True)
             arrived = self._arrived[place]
             if arrived is not None:
                 arrived.record()
-        return step
+        return _Launched(step, place, found)
 
-    def _run_decode(self, size: int) -> None:
+    def _run_decode(self, size: int, work: Work) -> None:
         with torch.inference_mode():
-            self._run(self._forms.decode_places(size), size)
+            self._run(self._forms.decode_places(size), size, work)
 
-    def _run(self, step: DeviceStep, sampling: int) -> None:
+    def _run(self, step: DeviceStep, sampling: int, work: Work) -> None:
         stream = self.decoder.forward(step.rows, self.kv.pages)
         if sampling:
             logits = self._logits[:sampling]
             self.decoder.logits(stream, step.sampling, logits)
-            self._sampler.sample(logits, step.sampling_slots[:sampling], step.sampling_lengths[:sampling])
+            slots, lengths = step.sampling_slots[:sampling], step.sampling_lengths[:sampling]
+            self._sampler.sample(logits, slots, lengths, work)
 
-    def finish(self, plan: StepPlan, step: DeviceStep | None, place: int) -> StepResult:
-        if step is None or not len(step.order):
+    def finish(self, plan: StepPlan, launched: _Launched | None) -> StepResult:
+        """Waits until the tokens of a step are here, and puts them in the order of its plan."""
+        if launched is None or not len(launched.step.order):
             return StepResult(step_id=plan.step_id, token_ids=[])
-        arrived = self._arrived[place]
+        arrived, order = self._arrived[launched.place], launched.step.order.tolist()
         if arrived is not None:
             arrived.synchronize()
-        count = len(step.order)
-        tokens = numpy.empty(count, dtype=numpy.int32)
-        tokens[step.order] = self._sampled[place][:count].numpy()
-        return StepResult(step_id=plan.step_id, token_ids=tokens.tolist())
+        sampled = self._sampled[launched.place][: len(order)].tolist()
+        tokens = [0] * len(order)
+        for token, place in zip(sampled, order, strict=True):
+            tokens[place] = token
+        if launched.logprobs is None:
+            return StepResult(step_id=plan.step_id, token_ids=tokens)
+        found = launched.logprobs.of(sampled)
+        logprobs: list[TokenLogprobs | None] = [None] * len(order)
+        for one, place in zip(found, order, strict=True):
+            logprobs[place] = one
+        return StepResult(step_id=plan.step_id, token_ids=tokens, logprobs=logprobs)
 
     def rehearse(self) -> None:
         """The heaviest step the limits allow, for real."""
@@ -178,7 +201,7 @@ class GpuRunner:
             size = self._graphs.padded(rows)
             with torch.inference_mode():
                 self._forms.decode([], size)
-                self._graphs.replay(size)
+                self._graphs.replay(size, Work.DRAW)
 
     def close(self) -> None:
         """Gives everything back; the runner cannot be used afterwards."""

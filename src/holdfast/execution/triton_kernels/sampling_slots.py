@@ -73,6 +73,15 @@ class SlotParams:
         self._lane_staging = _Staging(_LANE_STAGES, 2 * LANE_ENTRIES, device)
 
     @property
+    def free_lanes(self) -> int:
+        return len(self._free)
+
+    @property
+    def nbytes(self) -> int:
+        """On the device."""
+        return self.table.nbytes + self.entries.nbytes
+
+    @property
     def adjusting(self) -> bool:
         """Some slot has penalties, biases or bans: the step has to adjust logits."""
         return bool((self.host[:, LANE] >= 0).any())

@@ -10,7 +10,7 @@ _BLOCK = 1024
 
 
 @triton.jit
-def _scatter(target, places, values, count, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _scatter(target, places, values, count, BLOCK: tl.constexpr):
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = index < count
     place = tl.load(places + index, mask=inside, other=0)

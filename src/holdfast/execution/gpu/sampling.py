@@ -1,0 +1,154 @@
+"""Sampling on the GPU: parameters of every slot on the device, tokens chosen and kept there, log-probabilities after.
+
+The order of work is `sampler`'s. Rows with penalties, biases or bans need a lane (a row of logits of their own); there
+are few, and they go to whoever is in the step. Knows logits and parameters, not the model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+import numpy
+import torch
+
+from holdfast.errors import EngineError
+from holdfast.execution.gpu.slots import DeviceSlots
+from holdfast.execution.triton_kernels.sampling import Workspace, sample_rows
+from holdfast.execution.triton_kernels.sampling_adjust import Lanes, adjust_rows
+from holdfast.execution.triton_kernels.sampling_slots import DRAWN, FLAGS, LANE, SlotParams
+from holdfast.records import SamplingParams, SequenceStart, TokenLogprobs
+
+MOST_LOGPROBS = 20
+
+
+class Work(IntEnum):
+    """What a step has to do for its rows: each is a graph of its own."""
+
+    GREEDY = 0
+    DRAW = 1
+    ADJUST = 2
+
+
+@dataclass(frozen=True, slots=True)
+class _Slot:
+    params: SamplingParams
+    prompt_length: int
+    banned: tuple[int, ...]
+
+    @property
+    def needs_lane(self) -> bool:
+        params = self.params
+        penalized = params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1.0
+        return bool(penalized or params.logit_bias or (self.banned and params.min_tokens))
+
+
+@dataclass(frozen=True, slots=True)
+class FoundLogprobs:
+    """On their way to the host; complete when the step's event is."""
+
+    rows: list[int]
+    counts: list[int]
+    own: torch.Tensor
+    ranks: torch.Tensor
+    best: torch.Tensor
+    best_ids: torch.Tensor
+
+    def of(self, tokens: list[int]) -> list[TokenLogprobs | None]:
+        """One for each token of the step, None for those who did not ask."""
+        found: list[TokenLogprobs | None] = [None] * len(tokens)
+        for index, (row, count) in enumerate(zip(self.rows, self.counts, strict=True)):
+            found[row] = TokenLogprobs(
+                [tokens[row], *self.best_ids[index, :count].tolist()],
+                [float(self.own[index]), *self.best[index, :count].tolist()],
+                int(self.ranks[index]),
+            )
+        return found
+
+
+class DeviceSampler:
+    """`rows`: most that sample in a step; `lanes`: most of them that adjust their logits."""
+
+    def __init__(self, slots: DeviceSlots, rows: int, lanes: int, vocab_size: int, device: torch.device) -> None:
+        self.lanes = lanes
+        self.sampled = torch.zeros(rows, dtype=torch.int32, device=device)
+        self._known = slots.tokens
+        self._device = device
+        self._params = SlotParams(rows, vocab_size, device, lanes)
+        self._workspace = Workspace.allocate(rows, vocab_size, device)
+        self._lanes = Lanes.allocate(lanes, vocab_size, device)
+        self._slots: dict[int, _Slot] = {}
+
+    @property
+    def nbytes(self) -> int:
+        return self._workspace.nbytes + self._lanes.nbytes + self.sampled.nbytes + self._params.nbytes
+
+    def start(self, start: SequenceStart) -> None:
+        slot = _Slot(start.params, start.prompt_length, start.banned_until_min_tokens)
+        self._slots[start.slot] = slot
+        self._params.release(start.slot)
+        if not slot.needs_lane:
+            self._params.write(start.slot, slot.params, slot.prompt_length)
+
+    def prepare(self, slots: list[int]) -> Work:
+        """Before a step of these slots is launched: puts their parameters on the device, and gives lanes."""
+        in_need = [slot for slot in slots if self._slots[slot].needs_lane]
+        if in_need:
+            self._give_lanes(in_need, set(slots))
+        self._params.upload()
+        if in_need:
+            return Work.ADJUST
+        drawn = bool((self._params.host[numpy.array(slots, dtype=numpy.int64), FLAGS] & DRAWN).any())
+        return Work.DRAW if drawn else Work.GREEDY
+
+    def _give_lanes(self, in_need: list[int], present: set[int]) -> None:
+        if len(in_need) > self.lanes:
+            raise EngineError(
+                "more rows of a step adjust their logits than there are lanes",
+                needed=f"at most {self.lanes}",
+                found=str(len(in_need)),
+            )
+        without = [slot for slot in in_need if self._params.host[slot, LANE] < 0]
+        free = self._params.free_lanes
+        for slot, line in enumerate(self._params.host):
+            if free >= len(without):
+                break
+            if line[LANE] >= 0 and slot not in present:
+                self._params.release(slot)  # Written again when its sequence is computed next.
+                free += 1
+        for index in without:
+            wanted = self._slots[index]
+            if not self._params.write(index, wanted.params, wanted.prompt_length, wanted.banned):
+                raise EngineError("a request bans or biases more tokens than a lane holds")
+
+    def sample(self, logits: torch.Tensor, slots: torch.Tensor, lengths: torch.Tensor, work: Work) -> None:
+        """One token a row into `sampled` and behind the slot's tokens. Leaves `logits` as they are."""
+        adjusted = None
+        if work is Work.ADJUST:
+            adjusted = self._lanes.adjusted
+            adjust_rows(logits, slots, lengths, self._params, self._known, self._lanes)
+        sample_rows(
+            logits, slots, lengths, self._params, self._known, self.sampled[: len(logits)], self._workspace,
+            adjusted=adjusted, greedy=work is Work.GREEDY,
+        )  # fmt: skip
+
+    def logprobs(self, logits: torch.Tensor, slots: list[int]) -> FoundLogprobs | None:
+        """Of the raw logits of a step that was launched, for the rows that ask; None: nobody does."""
+        asked = [self._slots[slot].params.logprobs for slot in slots]
+        rows = [row for row, count in enumerate(asked) if count is not None]
+        if not rows:
+            return None
+        counts = [asked[row] or 0 for row in rows]
+        at = torch.tensor(rows, device=self._device)
+        scores = logits.index_select(0, at).float().log_softmax(-1)
+        own = scores.gather(1, self.sampled.index_select(0, at).long()[:, None])
+        best = scores.topk(max(1, *counts))
+        return FoundLogprobs(
+            rows, counts, self._to_host(own[:, 0]), self._to_host((scores >= own).sum(-1)),
+            self._to_host(best.values), self._to_host(best.indices),
+        )  # fmt: skip
+
+    def _to_host(self, found: torch.Tensor) -> torch.Tensor:
+        if self._device.type != "cuda":
+            return found
+        return torch.empty(found.shape, dtype=found.dtype, pin_memory=True).copy_(found, non_blocking=True)
