@@ -21,6 +21,7 @@ from holdfast.errors import ConfigurationError, HoldfastError
 from holdfast.units import shorten
 
 if TYPE_CHECKING:
+    from holdfast.observability.decisions import Decision
     from holdfast.planner.answer import Answer
 
 HELP = """Say what a model needs and whether it fits, in a second: no torch, no GPU, no download.
@@ -80,12 +81,7 @@ def read_settings(arguments: argparse.Namespace) -> PlanConfig:
     for name in ("json", "engine", "compare"):
         given.pop(name, None)
     positional = given.pop("model_positional", None)
-    if positional is not None:
-        if given.get("model") not in (None, positional):
-            raise ConfigurationError(
-                f"two models are named: {shorten(positional)} and {shorten(given['model'])}", code=CONTRADICTION,
-                fix="leave one out, or compare them: --compare", field="model",
-            )  # fmt: skip
+    if given.get("model") is None:
         given["model"] = positional
     return build(PlanConfig, given, refused={}, origin=lambda name: FLAG)
 
@@ -97,7 +93,22 @@ def _answers(arguments: argparse.Namespace) -> list[Answer]:
     config = read_settings(arguments)
     configs = [config] if arguments.compare is None else compared(config, arguments.compare)
     traffic = traffic_of(config)
-    return [answer(question_of(one, traffic=traffic), engine=arguments.engine) for one in configs]
+    questions = [question_of(one, traffic=traffic) for one in configs]
+    said = _outranked(arguments)
+    return [
+        answer(replace(question, decisions=(*said, *question.decisions)), engine=arguments.engine)
+        for question in questions
+    ]
+
+
+def _outranked(arguments: argparse.Namespace) -> tuple[Decision, ...]:
+    """The flags of a way out go behind the command line that they answer, where they win."""
+    from holdfast.observability.decisions import Decision
+
+    positional, named = arguments.model_positional, getattr(arguments, "model", None)
+    if positional in (None, named) or named is None:
+        return ()
+    return (Decision("model", shorten(named), f"--model outranks {shorten(positional)} before it", "set"),)
 
 
 def compared(config: PlanConfig, names: list[str]) -> list[PlanConfig]:

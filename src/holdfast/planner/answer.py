@@ -11,10 +11,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from holdfast.observability.decisions import Decision
-from holdfast.planner.commands import Command, commands, parse_engine
+from holdfast.planner.command import Command
+from holdfast.planner.commands import commands, parse_engine
 from holdfast.planner.configurations import Configuration, max_configuration, safe_configuration
 from holdfast.planner.fit import Fit, Question, Rank, describe_budget, fit
 from holdfast.planner.judgements import PlanWarning, warnings
+from holdfast.planner.margin import with_fixes
 from holdfast.planner.question import KV_ELEMENT_BYTES
 from holdfast.planner.roofline import DecodeRate, Estimate, Throughput, no_throughput_reason, throughput
 from holdfast.planner.thumb import Thumb, rules_of_thumb
@@ -95,11 +97,12 @@ def answer(question: Question, *, engine: str | None = None) -> Answer:
     rate = None if unreadable else throughput(found)
     fits = found.fits and not unreadable
     shown, of = (found, "plan") if fits else _best(ways)
+    safe = safe_configuration(found) if fits else None
     return Answer(
         fit=found,
-        safe=safe_configuration(found) if fits else None,
+        safe=safe,
         max=max_configuration(found) if fits else None,
-        warnings=warnings(found),
+        warnings=with_fixes(warnings(found), found, safe),
         ways_out=ways,
         rules_of_thumb=rules_of_thumb(found),
         throughput=rate,

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 
 from holdfast.planner.answer import Answer
-from holdfast.planner.commands import Command
+from holdfast.planner.command import Command
 from holdfast.planner.configurations import Configuration
 from holdfast.planner.fit import Rank
 from holdfast.planner.roofline import Estimate
@@ -280,7 +280,7 @@ def _configurations(answer: Answer, width: int) -> Iterator[str]:
             yield from _wrapped(f"{name:<5}{_flags(configuration)}", width, "  ", "       ")
             yield from _wrapped(configuration.reason, width, "       ", "       ")
     if answer.fits and answer.safe is None:
-        yield from _wrapped("safe: none; no configuration leaves room for every estimate being off", width)
+        yield from _wrapped("safe: none; what was asked leaves no room for every estimate being off", width)
 
 
 def _flags(configuration: Configuration) -> str:

@@ -9,18 +9,24 @@ Only what vLLM does is here; what we make of it is in commands.py. Knows no devi
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, cast
 
 from holdfast.errors import ConfigurationError
 from holdfast.planner.kv import KVCost
 from holdfast.units import GIB
 
-Runner = Literal["v1", "v2"]
+Runner = Literal["v0", "v1", "v2"]
+"""V0 and V1 are engines; V2 is the second model runner of the V1 engine."""
 OLDEST, NEWEST = (0, 4), (0, 29)
 """Whose sizing is known; the newest is taken where no version is named."""
 UNKNOWN_VERSION = "HF147"
-_SPELLING = re.compile(r"(?:[@=:v-]*(\d+)\.(\d+)(?:\.[\w.+-]*)?)?(?:[@,:+ ]*(v[12]))?")
+_SPELLING = re.compile(r"(?:[@=:v-]*(\d+)\.(\d+)(?:\.[\w.+-]*)?)?(?:[@,:+ ]*(v[012]))?")
+_RUNS: Mapping[Runner, tuple[tuple[int, int], tuple[int, int]]] = {
+    "v0": ((0, 0), (0, 10)), "v1": ((0, 8), (99, 0)), "v2": ((0, 26), (99, 0))
+}  # fmt: skip
+"""First and last version that has it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,12 +42,13 @@ class Vllm:
     @property
     def subtracts_graphs(self) -> bool:
         """Its first runner guesses their size since 0.21; its second took nothing off before 0.29 and gave the KV pool
-        what the graphs then needed."""
-        return self.version >= (0, 21) if self.runner == "v1" else self.version >= (0, 29)
+        what the graphs then needed, as its V0 engine always did."""
+        first = {"v1": (0, 21), "v2": (0, 29)}.get(self.runner)
+        return first is not None and self.version >= first
 
     @property
     def default_runner(self) -> Runner:
-        return "v2" if self.version >= (0, 26) else "v1"
+        return "v2" if self.version >= (0, 26) else "v1" if self.version >= (0, 8) else "v0"
 
     @property
     def unknown(self) -> str | None:
@@ -56,7 +63,8 @@ class Vllm:
 
     @property
     def name(self) -> str:
-        return f"vLLM {self.version[0]}.{self.version[1]} ({self.runner.upper()} runner)"
+        part = "runner" if self.version >= (0, 26) else "engine"
+        return f"vLLM {self.version[0]}.{self.version[1]} ({self.runner.upper()} {part})"
 
 
 def parse_vllm(text: str) -> Vllm:
@@ -72,8 +80,18 @@ def parse_vllm(text: str) -> Vllm:
             field="for",
         )
     version = NEWEST if found[1] is None else (int(found[1]), int(found[2]))
-    runner = found[3] if found[3] is not None else Vllm(version).default_runner
-    return Vllm(version, "v1" if runner == "v1" else "v2")
+    runner = cast(Runner, found[3] or Vllm(version).default_runner)
+    first, last = _RUNS[runner]
+    if not first <= version <= last:
+        raise ConfigurationError(
+            f"vLLM {version[0]}.{version[1]} has no {runner.upper()}",
+            code=UNKNOWN_VERSION,
+            needed="the V0 engine to 0.10, the V1 engine since 0.8, the V2 runner since 0.26",
+            found=f"vllm{text}",
+            fix=f"--for vllm=={version[0]}.{version[1]}",
+            field="for",
+        )
+    return Vllm(version, runner)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,8 @@ from typing import Literal
 
 from holdfast.errors import ConfigurationError
 from holdfast.planner.alternatives import Variant
-from holdfast.planner.commands import Command, commands
+from holdfast.planner.command import Command
+from holdfast.planner.commands import commands
 from holdfast.planner.fit import Fit, Question, fit
 from holdfast.planner.room import LEAST_TOKENS
 from holdfast.planner.tiers import Tiers
@@ -38,7 +39,7 @@ class WayOut:
     """For people."""
     settings: Mapping[str, object]
     """What is set differently, by the names of the settings; as `flags` behind the plan's own command line they give
-    `fit`."""
+    `fit`. Of tiers, what they would need."""
     fit: Fit
     """Planned with the change; of tiers, planned without them."""
     tiers: Tiers | None = None
@@ -52,7 +53,10 @@ class WayOut:
 
     @property
     def flags(self) -> str:
-        """The change as flags of `holdfast plan`, whose names `holdfast serve` and vLLM share where they have them."""
+        """The change as flags of `holdfast plan`, whose names `holdfast serve` and vLLM share where they have them.
+        None for tiers: nothing that a plan can be told makes it fit."""
+        if self.tiers is not None:
+            return ""
         words = []
         for name, value in self.settings.items():
             if name == "ram_bytes":

@@ -12,7 +12,7 @@ from holdfast.errors import ConfigurationError, HoldfastError
 from holdfast.hardware import gpus
 from holdfast.hardware.gpus import Gpu
 from holdfast.planner.alternatives import GGUF_TYPES, Variant, longer_models, smaller_models
-from holdfast.planner.commands import written_size
+from holdfast.planner.command import written_size
 from holdfast.planner.fit import Fit, Question, fit
 from holdfast.planner.machine import Asked, machine_of
 from holdfast.planner.question import Device, Machine, PlannedModel
@@ -37,7 +37,8 @@ RAM_STEPS_TRIED = 8
 RAM_SIZES_GIB = (4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
 SMALLER_MODELS_TRIED, LONGER_MODELS_TRIED = 6, 12
 TIERS_NOTE = (
-    "Holdfast has no tiers yet: this is what the link allows. llama.cpp computes such layers on the CPU instead; "
+    "an estimate of what a server with tiers would need and reach, not something to run: Holdfast has no tiers yet, and"
+    " planned again this does not fit. llama.cpp computes such layers on the CPU instead; "
     "vLLM 0.26 took its offload flags and did not apply them unless VLLM_USE_V2_MODEL_RUNNER=0"
 )
 
@@ -125,7 +126,7 @@ def tiered(found: Fit, variants: Sequence[Variant]) -> Iterator[WayOut]:
         what = "" if variant is None else f" of {variant.label}"
         speed = "" if tiers.one is None else f", about {tiers.one.tokens_per_s:.1f} tokens/s for one stream"
         stated = question.machine.ram_bytes is not None
-        ram = "" if stated else "; --ram was not stated"
+        ram = "" if stated else f"; it takes {format_bytes(-int(-tiers.ram_bytes / RAM_SHARE // 1))} of free RAM"
         settings: dict[str, object] = {} if stated else {"ram_bytes": -int(-tiers.ram_bytes / RAM_SHARE // 1)}
         disk = f", {format_bytes(tiers.nvme_bytes)} on NVMe at {NVME_GB_S:g} GB/s (assumed)" if tiers.nvme_bytes else ""
         change = f"{tiers.resident_layers} of {tiers.layers} layers{what} on the GPU, "

@@ -22,6 +22,7 @@ from holdfast.planner.alternatives import (
     published_variants,
 )
 from holdfast.planner.fit import Fit, fit
+from holdfast.planner.kernels import lacks_engine, lacks_method
 from holdfast.planner.question import KV_ELEMENT_BYTES
 from holdfast.planner.sources import MADE_WHILE_LOADING
 from holdfast.planner.way import (
@@ -225,23 +226,21 @@ def _kv_dtype(found: Fit) -> Iterator[WayOut]:
 
 
 def variants(found: Fit) -> list[Variant]:
-    """Published ones first, most bits first. Making FP8 while loading wants a GPU that multiplies it, or Ampere's
-    kernels that unpack it."""
+    """Published ones first, most bits first; only what engines have kernels for on these GPUs."""
     model, devices = found.question.model, found.question.machine.devices
     if not is_plain(model):
         return []
     if found.question.machine.kind == "cpu":
         return list(derived_variants(model, HOLDFAST_GGUF_TYPES if model.spec.runnable else GGUF_TYPES))
-    capabilities = [device.gpu.compute_capability if device.gpu is not None else None for device in devices]
-    modern = all(capability is None or capability >= (8, 0) for capability in capabilities)
-    published = list(published_variants(model))
+    gpus = [device.gpu for device in devices]
+    published = [one for one in published_variants(model) if lacks_method(one.model, gpus) is None]
     known = {variant.model.spec.quantization.bits for variant in published if variant.model.spec.quantization}
-    made = tuple(
-        method for method, bits in (("fp8", 8), ("nf4", 4)) if bits not in known and (modern or method != "fp8")
-    )
-    every = [*published, *derived_variants(model, made)]
+    made = tuple(method for method, bits in (("fp8", 8), ("nf4", 4)) if bits not in known)
+    every = [*published, *(one for one in derived_variants(model, made) if lacks_method(one.model, gpus) is None)]
+    if lacks_engine("vllm", gpus) is not None:
+        every = []
     every.sort(key=lambda variant: -(variant.model.spec.quantization.bits if variant.model.spec.quantization else 0))
-    return [*every, *derived_variants(model, ("Q4_K_M",))]
+    return [*every, *derived_variants(model, GGUF_TYPES if not every else ("Q4_K_M",))]
 
 
 def _quantized(found: Fit, others: Sequence[Variant]) -> Iterator[WayOut]:

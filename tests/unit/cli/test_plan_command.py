@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import resource
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -103,6 +104,27 @@ def test_for_one_engine(capsys: pytest.CaptureFixture[str]) -> None:
     assert "vllm serve" in capsys.readouterr().out
     assert main(["plan", "llama-3.1-8b", "--gpu", "rtx4090", "--for", "abacus"]) == 2
     assert "HF146" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [("llama-3.1-70b", "--gpu", "rtx4090x2"), ("llama-3.1-8b", "--gpu", "t4")])
+def test_the_flags_of_ways_out_go_behind_the_line_they_answer(
+    capsys: pytest.CaptureFixture[str], words: tuple[str, ...]
+) -> None:
+    """Also where they name another model than the line does."""
+    code, found = planned(capsys, *words)
+    assert code == 1
+    named = 0
+    for way in found["ways_out"]:
+        flags = shlex.split(way["flags"])
+        assert bool(flags) == (way["kind"] != "tiers")
+        if not flags:
+            continue
+        code, again = planned(capsys, *words, *flags)
+        assert code == 0, way
+        if "--model" in flags:
+            named += 1
+            assert any("--model outranks" in decision["reason"] for decision in again["decisions"])
+    assert named
 
 
 # Comparing

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -307,3 +308,32 @@ def test_commands_carry_their_notes_everywhere(ask: Ask) -> None:
         assert set(part["command_notes"]) == set(part["commands"])
     notes = found.to_json()["command_notes"]["vllm"]["notes"]
     assert "vLLM 9.9" in notes[0]
+
+
+@pytest.mark.parametrize(
+    ("model", "gpu", "settings"),
+    [
+        ("qwen3-8b", "l4", {"max_model_len": 16400}),
+        ("qwen3-8b", "l4", {"max_model_len": 16000, "max_num_seqs": 4, "max_num_batched_tokens": 8192}),
+    ],
+)
+def test_a_warning_never_points_at_a_safe_configuration_that_is_not_there(
+    ask: Ask, model: str, gpu: str, settings: dict[str, Any]
+) -> None:
+    found = answer(ask(model, gpu, **settings))
+    (close,) = [warning for warning in found.warnings if warning.code == "HFW30"]
+    assert found.safe is None
+    assert "safe configuration" not in (close.fix or "")
+    words = shlex.split((close.fix or "").removesuffix(" leaves room for that"))
+    assert words, close
+    changed = {name[2:].replace("-", "_"): value for name, value in zip(words[::2], words[1::2], strict=True)}
+    numbers = {name: int(value) if value.isdigit() else value for name, value in changed.items()}
+    assert answer(ask(model, gpu, **{**settings, **numbers})).safe is not None
+
+
+def test_a_warning_points_at_the_safe_configuration_that_is_there(ask: Ask) -> None:
+    found = answer(ask("qwen3-8b", "l4", traffic=(8, 1500, 532)))
+    for warning in found.warnings:
+        if warning.code == "HFW30":
+            assert found.safe is not None
+            assert "safe configuration" in (warning.fix or "")

@@ -14,13 +14,15 @@ import pytest
 from holdfast.checkpoints import builtin
 from holdfast.cli import plan, serve
 from holdfast.errors import ConfigurationError
-from holdfast.planner.commands import Command, commands, parse_engine, sglang_fraction, vllm_utilization
+from holdfast.planner.command import Command
+from holdfast.planner.commands import commands, parse_engine, sglang_fraction
 from holdfast.planner.fit import Question, fit
 from holdfast.planner.question import Device
 from holdfast.planner.report import command_lines
 from holdfast.planner.requantize import quantized_as
 from holdfast.planner.resolve import resolve_model
-from holdfast.planner.vllm_sizing import Vllm
+from holdfast.planner.vllm_command import vllm_kv_bytes, vllm_utilization
+from holdfast.planner.vllm_sizing import Vllm, parse_vllm
 from holdfast.planner.ways_out import ways_out
 from holdfast.units import GIB
 
@@ -30,14 +32,15 @@ Ask = Callable[..., Question]
 VLLM_FLAGS = {
     "--gpu-memory-utilization", "--max-model-len", "--max-num-seqs", "--max-num-batched-tokens", "--dtype",
     "--kv-cache-dtype", "--quantization", "--tensor-parallel-size", "--pipeline-parallel-size", "--enable-lora",
-    "--max-loras", "--max-lora-rank", "--kv-cache-memory-bytes",
+    "--max-loras", "--max-lora-rank", "--kv-cache-memory-bytes", "--enable-chunked-prefill", "--load-format",
 }  # fmt: skip
 SGLANG_FLAGS = {
     "--model-path", "--mem-fraction-static", "--context-length", "--max-running-requests", "--chunked-prefill-size",
     "--dtype", "--kv-cache-dtype", "--tp-size", "--pp-size", "--quantization", "--max-total-tokens",
+    "--device",
 }  # fmt: skip
 LLAMA_FLAGS = {"-m", "-hf", "-hff", "-c", "-np", "-ngl", "-ctk", "-ctv", "-fa", "-sm"}
-WITHOUT_VALUE = {"--enable-lora"}
+WITHOUT_VALUE = {"--enable-lora", "--enable-chunked-prefill"}
 
 
 def serve_parser() -> argparse.ArgumentParser:
@@ -100,7 +103,9 @@ QUESTIONS = [
 
 
 @pytest.mark.parametrize(("model", "gpu", "settings"), QUESTIONS)
-@pytest.mark.parametrize("version", [Vllm((0, 4), "v1"), Vllm((0, 11), "v1"), Vllm((0, 26), "v1"), Vllm()])
+@pytest.mark.parametrize(
+    "version", [Vllm((0, 4), "v0"), Vllm((0, 6), "v0"), Vllm((0, 11), "v1"), Vllm((0, 26), "v1"), Vllm()]
+)
 def test_every_command_parses(ask: Ask, model: str, gpu: str, settings: dict[str, object], version: Vllm) -> None:
     found = fit(ask(model, gpu, **settings))
     plans = [found] if found.fits else [way.fit for way in ways_out(found) if way.fit.fits]
@@ -346,3 +351,124 @@ def test_an_unknown_engine_is_refused() -> None:
         parse_engine("tgi")
     assert refused.value.code == "HF146"
     assert "sglang" in (refused.value.needed or "")
+
+
+# Only what a version and a GPU have
+
+
+@pytest.mark.parametrize("version", ["==0.5.4", "==0.6.6", "==0.7.3"])
+def test_the_v0_engine_is_told_to_chunk(ask: Ask, version: str) -> None:
+    """It refuses steps that are shorter than the context unless it chunks prompts."""
+    found = fit(ask("qwen3-8b", "l4"))
+    assert found.limits.max_model_len > found.limits.max_num_batched_tokens
+    command = commands(found, sequences=4, vllm=parse_vllm(version))["vllm"]
+    assert "--enable-chunked-prefill" in shlex.split(command.text)
+    assert any("(V0 engine)" in note for note in command.notes)
+    check(command)
+    newer = commands(found, sequences=4, vllm=parse_vllm("==0.8.5"))["vllm"]
+    assert "--enable-chunked-prefill" not in newer.text
+    assert any("(V1 engine)" in note for note in newer.notes)
+
+
+@pytest.mark.parametrize(("version", "settings"), [("==0.4", {}), ("==0.6", {"max_loras": 2})])
+def test_where_it_cannot_chunk_a_step_holds_the_whole_context(
+    ask: Ask, version: str, settings: dict[str, object]
+) -> None:
+    """0.4.0 has no flag for it, and adapters did not go with it: the larger steps are planned too."""
+    found = fit(ask("qwen3-8b", "l4", **settings))
+    command = commands(found, sequences=4, vllm=parse_vllm(version))["vllm"]
+    assert "--enable-chunked-prefill" not in command.text
+    length = int(value(command, "--max-model-len") or 0)
+    assert 0 < length <= int(value(command, "--max-num-batched-tokens") or 0)
+    assert length < found.limits.max_model_len, "larger steps leave less room"
+    assert command.available
+
+
+def test_a_length_that_was_left_to_us_is_one_that_the_version_holds(ask: Ask, gpu: Callable[..., Device]) -> None:
+    """Its share is a whole hundredth, so it may have less than we do."""
+    device = gpu("l4", free_bytes=int(0.8299 * gpu("l4").total_bytes))
+    found = fit(ask("qwen3-8b", device=device))
+    vllm = parse_vllm("==0.29")
+    command = commands(found, sequences=4, vllm=vllm)["vllm"]
+    held = found.ranks[0].kv.longest(vllm_kv_bytes(found, vllm), found.limits.max_model_len)
+    assert int(value(command, "--max-model-len") or 0) == held < found.limits.max_model_len
+    assert command.available
+    asked = fit(ask("qwen3-8b", device=device, max_model_len=found.limits.max_model_len))
+    kept = commands(asked, sequences=4, vllm=vllm)["vllm"]
+    assert value(kept, "--max-model-len") == str(found.limits.max_model_len)
+    assert any("it would refuse" in note for note in kept.notes)
+    assert not kept.available
+
+
+@pytest.mark.parametrize(("text", "code"), [("==0.7:v1", "HF147"), ("==0.11:v0", "HF147"), ("==0.20:v2", "HF147")])
+def test_an_engine_that_the_version_does_not_have(text: str, code: str) -> None:
+    with pytest.raises(ConfigurationError) as refused:
+        parse_vllm(text)
+    assert refused.value.code == code
+    assert "since 0.8" in (refused.value.needed or "")
+
+
+def test_older_versions_are_started_as_they_can_be(ask: Ask) -> None:
+    found = fit(ask("llama-3-8b", "h100-80"))
+    module = "python -m vllm.entrypoints.openai.api_server --model "
+    assert commands(found, sequences=1, vllm=parse_vllm("==0.5.0"))["vllm"].text.startswith(module)
+    assert commands(found, sequences=1, vllm=parse_vllm("==0.8:v0"))["vllm"].text.startswith("VLLM_USE_V1=0 vllm serve")
+    question = ask("llama-3-8b", "l4", max_model_len=4096)
+    made = fit(replace(question, model=quantized_as(question.model, "nf4")))
+    assert value(commands(made, sequences=1, vllm=parse_vllm("==0.6"))["vllm"], "--load-format") == "bitsandbytes"
+    assert value(commands(made, sequences=1, vllm=parse_vllm("==0.29"))["vllm"], "--load-format") is None
+
+
+def test_a_gpu_without_bfloat16_is_told_so(ask: Ask) -> None:
+    by_engine = commands(fit(ask("llama-3.1-8b", "t4", count=2)), sequences=4)
+    assert value(by_engine["vllm"], "--dtype") == "half"
+    assert value(by_engine["sglang"], "--dtype") == "half"
+    assert value(commands(fit(ask("llama-3.1-8b", "l4")), sequences=4)["vllm"], "--dtype") is None
+
+
+@pytest.mark.parametrize("model", ["llama-3.1-8b", "llama-3.1-70b", "qwen3-8b"])
+def test_no_way_out_needs_kernels_that_the_gpu_lacks(ask: Ask, model: str) -> None:
+    ways = ways_out(fit(ask(model, "t4")))
+    assert ways
+    for way in ways:
+        quantization = way.fit.question.model.spec.quantization
+        if way.fit.ranks[0].device.gpu and way.fit.ranks[0].device.gpu.key == "t4" and quantization is not None:
+            assert quantization.method not in ("fp8", "int4"), way.change
+
+
+def test_a_quantized_model_on_a_gpu_without_kernels_for_it(ask: Ask) -> None:
+    by_engine = commands(fit(ask("llama-3.1-8b-fp8", "t4", count=2, max_model_len=2048)), sequences=1)
+    for engine in ("vllm", "sglang"):
+        assert not by_engine[engine].available
+        assert any("FP8 needs compute capability 8.0; t4 has 7.5" in note for note in by_engine[engine].notes)
+
+
+def test_on_a_cpu_a_share_would_be_of_the_whole_machine(ask: Ask, cpu: Callable[..., Device]) -> None:
+    device = replace(cpu(6), budget_bytes=6 * GIB)
+    by_engine = commands(fit(ask("smollm2-135m", device=device)), sequences=4)
+    assert "--gpu-memory-utilization" not in by_engine["vllm"].text
+    space = re.match(r"VLLM_CPU_KVCACHE_SPACE=(\d+) vllm serve ", by_engine["vllm"].text)
+    assert space is not None
+    assert 1 <= int(space[1]) < 6
+    assert "--mem-fraction-static" not in by_engine["sglang"].text
+    assert value(by_engine["sglang"], "--device") == "cpu"
+
+
+def test_apples_gpus_run_neither_vllm_nor_sglang(ask: Ask) -> None:
+    found = fit(ask("llama-3.1-8b", "m3-max-64"))
+    by_engine = commands(found, sequences=4)
+    for engine in ("vllm", "sglang"):
+        assert not by_engine[engine].available
+        assert any("Apple" in note for note in by_engine[engine].notes)
+    assert not any("Apple" in note for note in by_engine["llama.cpp"].notes)
+    for way in ways_out(fit(ask("llama-3.1-70b", "m3-max-64"))):
+        assert way.fit.question.model.spec.quantization is None, way.change
+
+
+def test_llama_cpp_has_a_slot_for_every_request_of_the_traffic(ask: Ask) -> None:
+    found = fit(ask("qwen3-8b", "l4", traffic=(6, 1500, 500)))
+    command = commands(found, sequences=found.useful_sequences)["llama.cpp"]
+    assert value(command, "-np") == "6"
+    each = int(value(command, "-c") or 0) // 6
+    assert each >= 2000
+    assert each * 6 <= found.kv_tokens

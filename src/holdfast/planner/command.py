@@ -1,0 +1,59 @@
+"""One engine's command and what all of them are written with. Knows no engine and decides nothing."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from holdfast.planner.fit import Fit
+from holdfast.planner.question import Device
+from holdfast.units import MIB
+
+ROUNDING = 1e-4
+"""Of a hundredth: a budget in whole bytes is a little less than its share."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Command:
+    engine: str
+    text: str
+    available: bool = True
+    """False: this version of the engine does not take it, or something has to be made first; the notes say what."""
+    notes: tuple[str, ...] = ()
+
+
+def line(program: str, model: str, flags: Mapping[str, object]) -> str:
+    parts = [*shlex.split(program), *([model] if model else [])]
+    for name, value in flags.items():
+        parts += [name] if value is True else [name, str(value)]
+    return shlex.join(parts)
+
+
+def parallel(fit: Fit, tensor: str, pipeline: str) -> dict[str, object]:
+    """How the model is split, under an engine's names for it."""
+    found: dict[str, object] = {}
+    if fit.tensor_parallel > 1:
+        found[tensor] = fit.tensor_parallel
+    if fit.pipeline_parallel > 1:
+        found[pipeline] = fit.pipeline_parallel
+    return found
+
+
+def named_dtype(fit: Fit) -> str | None:
+    """What an engine must be told: what was asked for, or what the GPU computes in where the checkpoint says another.
+    None: it finds out by itself."""
+    if fit.question.settings.dtype != "auto":
+        return fit.dtype
+    differs = fit.question.machine.kind == "gpu" and fit.question.model.spec.stored_dtype != fit.dtype
+    return "half" if differs and fit.dtype == "float16" else None
+
+
+def total_is_known(device: Device) -> bool:
+    """--vram alone says what may be used, and not of how much: no share of it can be named."""
+    return device.budget_bytes is None or device.gpu is not None or device.measured
+
+
+def written_size(nbytes: int) -> str:
+    """As --ram and --vram read it back, to the byte."""
+    return f"{nbytes // MIB}MiB" if nbytes % MIB == 0 else str(nbytes)

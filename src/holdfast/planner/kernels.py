@@ -1,0 +1,60 @@
+"""Which GPUs vLLM and SGLang have kernels for, by vendor, compute capability and quantization. Knows no plan.
+
+Least capabilities as vLLM's own table of quantizations has them: Volta is 7.0, Turing 7.5, Ampere 8.0, Ada 8.9. FP8
+weights are unpacked by Marlin from 8.0 on, and multiplied as they are from 8.9 on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from holdfast.hardware.gpus import Gpu
+from holdfast.planner.question import PlannedModel
+
+Capability = tuple[int, int]
+LEAST_OF_ENGINE: Mapping[str, Capability] = {"vllm": (7, 0), "sglang": (7, 5)}
+LEAST_OF_METHOD: Mapping[str, Capability] = {
+    "fp8": (8, 0), "int4": (8, 0), "mxfp4": (8, 0), "awq": (7, 5), "int8": (7, 5), "gptq": (6, 0),
+    "bitsandbytes": (7, 0),
+}  # fmt: skip
+ENGINE_NAMES = {"vllm": "vLLM", "sglang": "SGLang"}
+
+
+def lacks_method(model: PlannedModel, gpus: Iterable[Gpu | None]) -> str | None:
+    """Why these GPUs cannot run what the model is quantized with; None: they can, or nothing is known against it."""
+    quantization = model.spec.quantization
+    least = LEAST_OF_METHOD.get(quantization.method) if quantization is not None else None
+    if quantization is None or least is None:
+        return None
+    for gpu in gpus:
+        if gpu is not None and gpu.compute_capability is not None and gpu.compute_capability < least:
+            return f"{quantization.method.upper()} needs compute capability {_spelled(least)}; {_has(gpu)}"
+    return None
+
+
+def lacks_engine(engine: str, gpus: Iterable[Gpu | None]) -> str | None:
+    """Why the engine does not run on these GPUs at all."""
+    least = LEAST_OF_ENGINE[engine]
+    for gpu in gpus:
+        if gpu is not None and gpu.vendor == "apple":
+            return f"{ENGINE_NAMES[engine]} has no kernels for Apple's GPUs; llama.cpp has"
+        if gpu is not None and gpu.compute_capability is not None and gpu.compute_capability < least:
+            return f"{ENGINE_NAMES[engine]} needs compute capability {_spelled(least)}; {_has(gpu)}"
+    return None
+
+
+def build_note(engine: str, gpus: Iterable[Gpu | None]) -> str | None:
+    """What has to be installed where it is not the usual package."""
+    vendor = next((gpu.vendor for gpu in gpus if gpu is not None), "nvidia")
+    if vendor not in ("amd", "intel"):
+        return None
+    return f"on {'AMD' if vendor == 'amd' else 'Intel'} GPUs {ENGINE_NAMES[engine]} needs its build for them"
+
+
+def _has(gpu: Gpu) -> str:
+    assert gpu.compute_capability is not None
+    return f"{gpu.key} has {_spelled(gpu.compute_capability)}"
+
+
+def _spelled(capability: Capability) -> str:
+    return f"{capability[0]}.{capability[1]}"

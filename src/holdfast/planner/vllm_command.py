@@ -1,0 +1,240 @@
+"""A plan as vLLM's command: the flags that its version has, and lengths that its version's own sizing holds.
+
+    V0 engine, to 0.7     a step must hold a whole prompt unless prompts are chunked; says so or is told to chunk
+    V1 engine, since 0.8  chunks by itself; V2 model runner since 0.26
+
+How it cuts memory is in vllm_sizing.py.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from holdfast.errors import ConfigurationError
+from holdfast.planner import vllm_sizing
+from holdfast.planner.command import ROUNDING, Command, line, named_dtype, parallel, total_is_known
+from holdfast.planner.fit import Fit, Rank, fit
+from holdfast.planner.kernels import build_note, lacks_engine, lacks_method
+from holdfast.planner.sources import Source, torch_source
+from holdfast.planner.vllm_sizing import Terms, Vllm
+from holdfast.units import GIB, format_bytes
+
+POOL_IN_BYTES = (0, 11)
+"""Since then the KV pool can be set in bytes."""
+SERVE = (0, 6)
+"""All of them have `vllm serve`; some before it have not."""
+CHUNKS = (0, 5)
+"""All of them have --enable-chunked-prefill; 0.4.0 has not."""
+CHUNKS_WITH_ADAPTERS = (0, 7)
+FINDS_BITSANDBYTES = (0, 9)
+"""Before it, weights quantized by bitsandbytes had to be named as a format to load too."""
+STAGES = (0, 5)
+NON_TORCH_BYTES = int(0.22 * GIB)
+"""What vLLM 0.26 printed for it on an H200, without tensor parallelism; 0.3 GiB with it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sized:
+    """What this version is told, and what it would then have."""
+
+    fit: Fit
+    length: int
+    sequences: int
+    kv_bytes: int
+    chunked: bool
+    """It must be told to chunk prompts."""
+    planned_length: int
+    """Before this version was asked."""
+
+    @property
+    def rank(self) -> Rank:
+        return tightest(self.fit)
+
+
+def tightest(found: Fit) -> Rank:
+    return min(found.ranks, key=lambda one: one.room_bytes)
+
+
+def vllm_command(found: Fit, sequences: int, vllm: Vllm) -> Command:
+    if found.question.machine.kind != "gpu":
+        return _on_a_cpu(found, sequences, vllm)
+    source = torch_source(found.question.model, "vllm")
+    sized = _sized(found, sequences, vllm)
+    flags = {**_memory(sized.fit, vllm), **_limits(sized), **_others(sized.fit, source, vllm)}
+    text = line(_program(vllm), source.name, flags)
+    if vllm.version >= (0, 26) and vllm.runner != vllm.default_runner:
+        text = f"VLLM_USE_V2_MODEL_RUNNER={int(vllm.runner == 'v2')} {text}"
+    elif vllm.runner == "v0" != vllm.default_runner:
+        text = f"VLLM_USE_V1=0 {text}"
+    problems = _problems(sized, vllm)
+    notes = [*_notes(sized, vllm, source), *problems]
+    return Command(engine="vllm", text=text, available=source.ready and not problems, notes=tuple(notes))
+
+
+def _program(vllm: Vllm) -> str:
+    return "vllm serve" if vllm.version >= SERVE else "python -m vllm.entrypoints.openai.api_server --model"
+
+
+def _on_a_cpu(found: Fit, sequences: int, vllm: Vllm) -> Command:
+    """There its share of memory would be of the whole machine: the KV pool is set instead, in whole GiB."""
+    source = torch_source(found.question.model, "vllm")
+    room = max(0, found.ranks[0].room_bytes)
+    whole = found.limits.max_model_len if vllm.runner == "v0" else 0
+    flags = {
+        "--max-model-len": found.limits.max_model_len,
+        "--max-num-seqs": sequences,
+        "--max-num-batched-tokens": max(found.limits.max_num_batched_tokens, sequences, whole),
+        **_others(found, source, vllm),
+    }
+    text = f"VLLM_CPU_KVCACHE_SPACE={max(1, room // GIB)} {line(_program(vllm), source.name, flags)}"
+    notes = ["on a CPU vLLM needs its own build, and takes bf16"]
+    if room < GIB:
+        notes.append(f"it sets KV in whole GiB, and this plan has {format_bytes(room)} for it")
+    return Command(engine="vllm", text=text, available=False, notes=(*notes, *source.notes))
+
+
+# What it is told
+
+
+def _sized(found: Fit, sequences: int, vllm: Vllm) -> Sized:
+    """A length that was asked for stays, and is said to be refused where it would be; one that was left to us becomes
+    what this version holds."""
+    planned = found.limits.max_model_len
+    chunks = vllm.runner == "v0" and found.limits.max_model_len > found.limits.max_num_batched_tokens
+    adapters = found.question.settings.max_loras > 0
+    if chunks and (vllm.version < CHUNKS or (adapters and vllm.version < CHUNKS_WITH_ADAPTERS)):
+        found, chunks = _in_one_step(found), False
+    available = vllm_kv_bytes(found, vllm)
+    length, kv = found.limits.max_model_len, tightest(found).kv
+    if found.question.settings.max_model_len is None:
+        length = min(length, kv.longest(max(0, available), length))
+    if found.question.settings.max_num_seqs is None:
+        sequences = max(1, min(sequences, int(kv.concurrency(max(0, available), found.usual_tokens))))
+    return Sized(found, length, sequences, available, chunks, planned)
+
+
+def _in_one_step(found: Fit) -> Fit:
+    """Planned again with steps that hold a whole prompt, whose activations take more."""
+    question, length = found.question, found.limits.max_model_len
+    for _ in range(2):
+        settings = replace(question.settings, max_num_batched_tokens=length)
+        try:
+            again = fit(replace(question, settings=replace(settings, tensor_parallel=found.tensor_parallel)))
+        except ConfigurationError:
+            return found
+        if question.settings.max_model_len is not None or again.longest_tokens >= length:
+            break
+        length = again.longest_tokens
+        if length < 1:
+            return found
+    return replace(again, limits=replace(again.limits, max_model_len=min(length, again.limits.max_model_len)))
+
+
+def _limits(sized: Sized) -> dict[str, object]:
+    flags: dict[str, object] = {
+        "--max-model-len": sized.length,
+        "--max-num-seqs": sized.sequences,
+        "--max-num-batched-tokens": max(sized.fit.limits.max_num_batched_tokens, sized.sequences),
+    }
+    if sized.chunked and sized.length > sized.fit.limits.max_num_batched_tokens:
+        flags["--enable-chunked-prefill"] = True
+    return flags
+
+
+def vllm_utilization(found: Fit) -> float:
+    """Its share of the total that is our budget, rounded down: it refuses to start when less than that is free. Of
+    devices whose total is known."""
+    shares = [rank.budget_bytes / rank.device.total_bytes for rank in found.ranks if rank.device.total_bytes]
+    return max(0.01, math.floor(min(shares) * 100 + ROUNDING) / 100)
+
+
+def _memory(found: Fit, vllm: Vllm) -> dict[str, object]:
+    if all(total_is_known(rank.device) for rank in found.ranks):
+        return {"--gpu-memory-utilization": f"{vllm_utilization(found):g}"}
+    if vllm.version < POOL_IN_BYTES:
+        return {}
+    return {"--kv-cache-memory-bytes": max(0, min(rank.room_bytes for rank in found.ranks))}
+
+
+def _others(found: Fit, source: Source, vllm: Vllm) -> dict[str, object]:
+    settings, dtype = found.question.settings, named_dtype(found)
+    flags: dict[str, object] = {}
+    if dtype is not None:
+        flags["--dtype"] = dtype
+    if found.kv_dtype == "fp8":
+        flags["--kv-cache-dtype"] = "fp8"
+    flags |= source.flags
+    if source.flags.get("--quantization") == "bitsandbytes" and vllm.version < FINDS_BITSANDBYTES:
+        flags["--load-format"] = "bitsandbytes"
+    flags |= parallel(found, "--tensor-parallel-size", "--pipeline-parallel-size")
+    if settings.max_loras:
+        flags |= {"--enable-lora": True, "--max-loras": settings.max_loras, "--max-lora-rank": settings.max_lora_rank}
+    return flags
+
+
+# What it makes of it
+
+
+def vllm_terms(found: Fit) -> Terms:
+    """Of the tightest rank, in vLLM's categories: our logits and buffers are part of its peak."""
+    ours = {term.name: term.nbytes for term in tightest(found).terms}
+    return Terms(
+        weights=ours.get("weights", 0) + ours.get("adapters", 0),
+        peak_activation=ours.get("activations", 0) + ours.get("logits", 0) + ours.get("buffers", 0),
+        non_torch=NON_TORCH_BYTES if found.tensor_parallel == 1 else int(0.3 * GIB),
+        graphs=ours.get("graphs", 0),
+    )
+
+
+def vllm_kv_bytes(found: Fit, vllm: Vllm) -> int:
+    rank = tightest(found)
+    if not total_is_known(rank.device):
+        return max(0, rank.room_bytes)
+    requested = vllm_sizing.requested_bytes(rank.device.total_bytes, vllm_utilization(found))
+    return vllm_sizing.kv_bytes(requested, vllm_terms(found), vllm)
+
+
+def _problems(sized: Sized, vllm: Vllm) -> list[str]:
+    """Why it would not run."""
+    found = sized.fit
+    gpus = [rank.device.gpu for rank in found.ranks]
+    problems = [lacks_engine("vllm", gpus), lacks_method(found.question.model, gpus)]
+    if found.pipeline_parallel > 1 and vllm.version < STAGES:
+        problems.append("pipeline stages need vLLM 0.5.1")
+    refused = vllm_sizing.refusal(sized.kv_bytes, sized.rank.kv, sized.length) if sized.length else None
+    if refused is not None:
+        problems.append(f"it would refuse: {refused.message}")
+    return [problem for problem in problems if problem is not None]
+
+
+def _notes(sized: Sized, vllm: Vllm, source: Source) -> list[str]:
+    found = sized.fit
+    tokens = vllm_sizing.kv_tokens(sized.kv_bytes, sized.rank.kv, max(1, sized.length))
+    notes = [f"{vllm.name} would give KV about {format_bytes(sized.kv_bytes)}: {tokens:,} tokens", *source.notes]
+    if not total_is_known(sized.rank.device):
+        notes[0] = _unknown_total(found, vllm)
+    if vllm.unknown is not None:
+        notes.insert(0, vllm.unknown)
+    if sized.length < sized.planned_length:
+        why = "" if found.limits.max_model_len == sized.planned_length else ": a step must hold a whole prompt there"
+        notes.append(f"this version holds {sized.length:,} tokens of the plan's {sized.planned_length:,}{why}")
+    build = build_note("vllm", [rank.device.gpu for rank in found.ranks])
+    if build is not None:
+        notes.append(build)
+    if found.question.model.format == "gguf":
+        notes.append("its GGUF support is experimental and slower than its own formats")
+    if not vllm.subtracts_graphs:
+        graphs = format_bytes(vllm_terms(found).graphs)
+        notes.append(f"it takes nothing off for graphs: about {graphs} more are used than it was allowed")
+    return notes
+
+
+def _unknown_total(found: Fit, vllm: Vllm) -> str:
+    budget = format_bytes(min(rank.budget_bytes for rank in found.ranks))
+    if vllm.version < POOL_IN_BYTES:
+        return f"set --gpu-memory-utilization to {budget} over the GPU's total, which --vram does not tell; --gpu does"
+    return (
+        f"--vram does not tell the GPU's total, so the KV pool is set in bytes instead of a share. vLLM still wants its"
+        f" default share free when it starts: on a larger GPU set --gpu-memory-utilization to {budget} over its total"
+    )
