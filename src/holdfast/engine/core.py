@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import Protocol
+
+import msgspec
 
 from holdfast.records import EngineOutput, EngineStats, Request, StepPlan, StepResult
 from holdfast.scheduler import Scheduler
@@ -24,12 +27,21 @@ class StepRunner(Protocol):
 
 
 class EngineCore:
-    """`steps_ahead`: how many steps may be planned before the oldest is applied (0: none, 1: overlap)."""
+    """`steps_ahead`: how many steps may be planned before the oldest is applied (0: none, 1: overlap).
+    `device_bytes`: what this process holds on a GPU now."""
 
-    def __init__(self, scheduler: Scheduler, runner: StepRunner, *, steps_ahead: int = 0) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: StepRunner,
+        *,
+        steps_ahead: int = 0,
+        device_bytes: Callable[[], int] | None = None,
+    ) -> None:
         self.scheduler = scheduler
         self.runner = runner
         self._steps_ahead = steps_ahead
+        self._device_bytes = device_bytes
         self._in_flight: deque[StepHandle] = deque()
         self._ended_at_once: list[EngineOutput] = []
 
@@ -71,7 +83,10 @@ class EngineCore:
         return outputs
 
     def stats(self) -> EngineStats:
-        return self.scheduler.stats()
+        stats = self.scheduler.stats()
+        if self._device_bytes is None:
+            return stats
+        return msgspec.structs.replace(stats, device_bytes=self._device_bytes())
 
     def close(self) -> None:
         self._in_flight.clear()

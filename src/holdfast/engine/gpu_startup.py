@@ -29,7 +29,7 @@ BACK_TRIES = 4
 
 def build_gpu_runner(
     config: EngineConfig, files: ModelFiles, spec: ModelSpec, plan: Plan, progress: Progress
-) -> tuple[GpuRunner, Plan, MemoryReport]:
+) -> tuple[GpuRunner, Plan, MemoryReport, GpuMemory]:
     assert plan.gpu is not None
     device = open_device(plan.gpu.uuid)
     memory = GpuMemory(device, plan.gpu.uuid, plan.memory.available_bytes)
@@ -71,7 +71,8 @@ def build_gpu_runner(
         "graphs": captured.own_bytes - rehearsed.own_bytes,
     }  # fmt: skip
     plan = _back(plan, runner, memory, captured, measured)
-    return runner, plan, _report(plan, measured, loaded)
+    measured["kv_pool"] = runner.kv.nbytes
+    return runner, plan, _report(plan, measured, loaded), memory
 
 
 def _back(plan: Plan, runner: GpuRunner, memory: GpuMemory, held: GpuHeld, measured: dict[str, int]) -> Plan:

@@ -222,8 +222,8 @@ def _build_on_gpu(
     from holdfast.engine.core import EngineCore
     from holdfast.engine.gpu_startup import build_gpu_runner
 
-    runner, plan, report = build_gpu_runner(config, model.files, model.spec, plan, progress)
-    core = EngineCore(_scheduler(config, plan, steps_ahead=1), runner, steps_ahead=1)
+    runner, plan, report, memory = build_gpu_runner(config, model.files, model.spec, plan, progress)
+    core = EngineCore(_scheduler(config, plan, steps_ahead=1), runner, steps_ahead=1, device_bytes=memory.own_bytes)
     return core, _info(config, model, plan, runner, report)
 
 

@@ -72,6 +72,8 @@ def make_ledger(info: EngineInfo, stats: EngineStats, processes: Sequence[Proces
     report = info.memory
     if report is None:
         return None
+    if report.tier == "vram":
+        return _ledger(info, stats, list(processes), _device_terms(report, stats), stats.device_bytes)
     # The engine's own peak begins anew when it rehearses; what loading took is in its report.
     processes = [
         msgspec.structs.replace(process, peak_bytes=max(process.peak_bytes, report.loading_peak_bytes))
@@ -94,9 +96,24 @@ def make_ledger(info: EngineInfo, stats: EngineStats, processes: Sequence[Proces
         MemoryTerm(tier=report.tier, term=GIVEN_BACK, planned_bytes=0, measured_bytes=-report.given_back_bytes),
         MemoryTerm(tier=report.tier, term=UNACCOUNTED, planned_bytes=0, measured_bytes=resident - known),
     ]
+    return _ledger(info, stats, processes, terms, resident)
+
+
+def _device_terms(report: MemoryReport, stats: EngineStats) -> list[MemoryTerm]:
+    """On a GPU everything is taken at the start, the KV pool whole."""
+    known = sum(term.measured_bytes or 0 for term in report.terms)
+    rest = MemoryTerm(tier=report.tier, term=UNACCOUNTED, planned_bytes=0, measured_bytes=stats.device_bytes - known)
+    return [*report.terms, rest]
+
+
+def _ledger(
+    info: EngineInfo, stats: EngineStats, processes: list[ProcessMemory], terms: list[MemoryTerm], held: int
+) -> Ledger:
+    report = info.memory
+    assert report is not None
     return Ledger(
         model=info.model,
-        tiers=[_tier(report, resident)],
+        tiers=[_tier(report, held)],
         terms=terms,
         processes=processes,
         kv=KVMemory(

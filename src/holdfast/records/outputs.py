@@ -94,6 +94,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens looked up."""
     prefix_hits_total: int = 0
     """Tokens found."""
+    device_bytes: int = 0
+    """What the engine process holds on its GPU, as the driver counts it; 0: it has none."""
 
 
 class Logprob(msgspec.Struct, frozen=True):

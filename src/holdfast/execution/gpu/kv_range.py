@@ -21,6 +21,7 @@ class KVRange:
         shape = (most_blocks, *layout.page_shape)
         if device.type == "cuda":
             self._range = ReservedRange(most_blocks * layout.page_bytes, device)
+            self._range.back(1)  # torch takes no address that nothing lies behind.
             whole = self._range.bytes_view()[: most_blocks * layout.page_bytes]
             self.pages = whole.view(dtype).view(shape)
         else:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import time
 from dataclasses import dataclass
 
 import torch
 
 from holdfast.errors import ConfigurationError
 from holdfast.hardware.nvidia import process_bytes
+
+LOOK_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +26,7 @@ class GpuMemory:
 
     def __init__(self, device: torch.device, uuid: str, free_before_bytes: int) -> None:
         self.device, self._uuid, self._free_before = device, uuid, free_before_bytes
+        self._own, self._next_look_s = 0, 0.0
 
     def held(self) -> GpuHeld:
         torch.cuda.synchronize(self.device)
@@ -30,6 +34,15 @@ class GpuMemory:
         own = process_bytes(self._uuid, os.getpid())
         # In a container the driver counts processes by other numbers: what has become less is then ours.
         return GpuHeld(max(0, self._free_before - free) if own is None else own, free, total)
+
+    def own_bytes(self) -> int:
+        """Asked for after every step; looked up no more than once in LOOK_S."""
+        now_s = time.monotonic()
+        if now_s >= self._next_look_s:
+            self._next_look_s = now_s + LOOK_S
+            own = process_bytes(self._uuid, os.getpid())
+            self._own = max(0, self._free_before - torch.cuda.mem_get_info(self.device)[0]) if own is None else own
+        return self._own
 
     def give_back_cached(self) -> None:
         """What torch has freed and keeps for itself."""

@@ -6,6 +6,7 @@ reserved first, a few pages are backed for the rehearsal, and the rest when it i
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -103,7 +104,7 @@ class ReservedRange:
         self._address, self._handles, self.mapped_bytes = None, [], 0
 
     def __del__(self) -> None:
-        if getattr(self, "_address", None) is not None:
+        if getattr(self, "_address", None) is not None and not sys.is_finalizing():
             self.close()
 
 

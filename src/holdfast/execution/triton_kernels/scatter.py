@@ -9,7 +9,7 @@ import triton.language as tl
 _BLOCK = 1024
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _scatter(target, places, values, count, BLOCK: tl.constexpr):
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = index < count
