@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -19,9 +20,10 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
+from holdfast.execution import sampler
 from holdfast.execution.sampler import Sampler, uniforms
-from holdfast.execution.triton_kernels import sampling, sampling_kernels, sampling_sizes
-from holdfast.execution.triton_kernels.sampling_slots import FLAGS, TEMPERATURE, SlotParams
+from holdfast.execution.triton_kernels import sampling, sampling_adjust, sampling_kernels, sampling_sizes
+from holdfast.execution.triton_kernels.sampling_slots import FLAGS, LANE, TEMPERATURE, SlotParams
 from holdfast.records import SamplingParams, SequenceStart
 
 ON_GPU = torch.cuda.is_available()
@@ -31,7 +33,9 @@ VOCAB = 50_021 if ON_GPU else 2_501
 PROMPT = 3
 PLACES = 40
 NEAR = 2e-6
-"""How far a comparison may be off where another order of rounding turns it over."""
+"""How far a comparison of sums may be off where another order of rounding turns it over."""
+TIE = 2.5e-7
+"""Chances that are nearer to each other than this may be the same in float32."""
 
 OPTIONS: list[dict[str, Any]] = [
     {"temperature": 0.0},
@@ -109,33 +113,48 @@ class Bench:
 
     def check(self, logits: torch.Tensor, lengths: list[int], **more: Any) -> list[int]:
         found, wanted = self.sample(logits, lengths, **more), self.expected(logits, lengths)
+        splits = -(-self.vocab // sampling.split_tokens(len(lengths), self.vocab))
         for row, (token, other) in enumerate(zip(found, wanted, strict=True)):
-            if token != other:
-                near = near_misses(logits[row].double().cpu(), self.all[row], lengths[row] - PROMPT)
-                assert {token, other} <= near, f"row {row} {self.options[row]}: {token}, not {other}; near: {near}"
+            params = self.all[row]
+            if params.greedy:
+                assert token == other
+                continue
+            tokens, kept = nearly(logits[row].double().cpu(), params, lengths[row] - PROMPT)
+            assert token == other or {token, other} <= tokens, f"row {row} {params}: {token}, not {other}"
+            filtered = 0 < params.top_k < self.vocab or params.top_p < 1
+            parts = self.workspace.kept if filtered else self.workspace.masses
+            mass = int(parts[row * splits : (row + 1) * splits].sum()) * 2.0**-40
+            # Scores are rounded before they are weighed, as on the CPU: the larger, the coarser.
+            coarse = 2.0**-22 * float(logits[row][logits[row].isfinite()].abs().max()) / params.temperature
+            off = min(abs(mass / other_mass - 1) for other_mass in kept)
+            assert off < 1e-5 + coarse, f"row {row} {params}: keeps {mass}, not {kept}"
         return found
 
 
-def near_misses(logits: torch.Tensor, params: SamplingParams, position: int) -> set[int]:
-    """In float64: the tokens that are drawn when shares and the number are off by a rounding, plainly by sorting."""
+def nearly(logits: torch.Tensor, params: SamplingParams, position: int) -> tuple[set[int], list[float]]:
+    """In float64, plainly by sorting, with shares and the number off by a rounding: tokens drawn, and weights kept.
+
+    A weight is counted in that of the likeliest token.
+    """
     number = float(uniforms(numpy.array([params.seed]), numpy.array([position]))[0])
-    found = set()
-    for share_off in (-NEAR, 0.0, NEAR):
-        for floor_off in (-NEAR, 0.0, NEAR):
-            chances = (logits / params.temperature).softmax(-1)
-            ordered = chances.sort(descending=True).values
-            floor = ordered[0] * params.min_p * (1 + floor_off)
-            if params.top_k:
-                floor = torch.maximum(floor, ordered[min(params.top_k, len(ordered)) - 1] * (1 + floor_off))
-            masses = ordered.where(ordered >= floor, 0).cumsum(-1)
-            if params.top_p < 1:
-                last = int((masses < params.top_p * masses[-1] * (1 + share_off)).sum())
-                floor = torch.maximum(floor, ordered[min(last, len(ordered) - 1)])
-            cumulated = chances.where(chances >= floor, 0).cumsum(-1)
-            for number_off in (-NEAR, 0.0, NEAR):
-                target = (number + number_off) * cumulated[-1]
-                found.add(int((cumulated <= target).sum().clamp(max=len(chances) - 1)))
-    return found
+    tokens, kept = set[int](), list[float]()
+    chances = (logits / params.temperature).softmax(-1)
+    ordered = chances.sort(descending=True).values
+    for share_off, floor_off, tie_off in itertools.product((-NEAR, 0.0, NEAR), (-NEAR, 0.0, NEAR), (0.0, TIE)):
+        floor = ordered[0] * params.min_p * (1 + floor_off)
+        if params.top_k:
+            floor = torch.maximum(floor, ordered[min(params.top_k, len(ordered)) - 1] * (1 - tie_off))
+        floor = torch.minimum(floor, ordered[0])
+        masses = ordered.where(ordered >= floor, 0).cumsum(-1)
+        if params.top_p < 1:
+            last = int((masses < params.top_p * masses[-1] * (1 + share_off)).sum())
+            floor = torch.maximum(floor, ordered[min(last, len(ordered) - 1)] * (1 - tie_off))
+        cumulated = chances.where(chances >= floor, 0).cumsum(-1)
+        kept.append(float(cumulated[-1] / ordered[0]))
+        for number_off in (-NEAR, 0.0, NEAR):
+            target = (number + number_off) * cumulated[-1]
+            tokens.add(int((cumulated <= target).sum().clamp(max=len(chances) - 1)))
+    return tokens, kept
 
 
 @triton.jit
@@ -276,27 +295,115 @@ def test_the_sizes_are_what_is_allocated() -> None:
         assert splits <= sampling_sizes.most_splits(128_256)
 
 
+ADJUSTED: list[dict[str, Any]] = [
+    {"repetition_penalty": 1.3, "temperature": 0.0},
+    {"presence_penalty": 1.1, "frequency_penalty": 0.7, "temperature": 0.0},
+    {"presence_penalty": -2.0, "frequency_penalty": -0.3, "repetition_penalty": 0.6, "temperature": 1.0},
+    {"temperature": 0.0},
+    {"logit_bias": {7: 100.0, 11: -100.0, 10**6: 5.0}, "temperature": 0.0},
+    {"min_tokens": 4, "temperature": 0.0},
+    {"min_tokens": 4, "logit_bias": {3: 50.0, 20: 9.0}, "frequency_penalty": 2.0, "temperature": 0.0},
+    {"logit_bias": {token: (token % 7) - 3.0 for token in range(1_024)}, "top_p": 0.9, "repetition_penalty": 2.0},
+    {"top_k": 5},
+]
+BANNED = (3, 0, 299)
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("vocab", [1_537, VOCAB] if ON_GPU else [1_537])
+def test_bans_biases_and_penalties(dtype: torch.dtype, vocab: int) -> None:
+    source, count = fresh(dtype, vocab), len(ADJUSTED)
+    bench = Bench(ADJUSTED, vocab, lanes=7, banned=BANNED)
+    lanes = sampling_adjust.Lanes.allocate(7, vocab, DEVICE)
+    assert lanes.nbytes == sampling_sizes.lane_bytes(7, vocab)
+    # Few different tokens, so that they come again, and the favourites are among them.
+    tokens = torch.randint(0, 24, (count + 1, PLACES), generator=source, dtype=torch.int32)
+    slots = torch.tensor(bench.slot_of, dtype=torch.int32, device=DEVICE)
+    for lengths in ([PROMPT + row for row in range(count)], [PROMPT + 3 + 4 * (row % 2) for row in range(count)]):
+        poison(lanes.adjusted)
+        poison(lanes.counts)
+        bench.known.copy_(tokens)
+        bench.buffers.tokens[:] = tokens.numpy()
+        logits = torch.randn((count, vocab), generator=source)
+        logits[:, :24] += 3.0
+        logits[:, 3] += 4.0
+        logits = logits.to(dtype).to(DEVICE)
+        at = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
+        adjusted = sampling_adjust.adjust_rows(logits, slots, at, bench.params, bench.known, lanes)
+        wanted = logits.float().cpu().clone()
+        rows = [bench.sampler._slots[slot] for slot in bench.slot_of]
+        lengths_before = numpy.array(lengths, dtype=numpy.int64)
+        bench.sampler._adjust(wanted, rows, numpy.array(bench.slot_of), lengths_before, lengths_before - PROMPT)
+        for row, slot in enumerate(bench.slot_of):
+            lane = int(bench.params.host[slot, LANE])
+            if lane >= 0:
+                assert torch.equal(adjusted[lane].cpu(), wanted[row]), ADJUSTED[row]
+        found = bench.sample(logits, lengths, adjusted=adjusted)
+        assert found == bench.expected(logits, lengths)
+
+
+def test_adjusting_leaves_padding_alone() -> None:
+    bench = Bench([{"frequency_penalty": 1.0}], 100, lanes=2)
+    lanes = sampling_adjust.Lanes.allocate(2, 100, DEVICE)
+    poison(lanes.adjusted)
+    poison(lanes.counts)
+    before = lanes.adjusted.clone()
+    slots = torch.tensor([-1, len(bench.known) - 1], dtype=torch.int32, device=DEVICE)
+    lengths = torch.tensor([5, 0], dtype=torch.int32, device=DEVICE)
+    logits = torch.zeros((2, 100), device=DEVICE)
+    sampling_adjust.adjust_rows(logits, slots, lengths, bench.params, bench.known, lanes)
+    assert torch.equal(lanes.adjusted.view(torch.int32), before.view(torch.int32))
+
+
+@pytest.mark.parametrize("most", [0, 1, 20])
+def test_logprobs_are_the_cpus(most: int) -> None:
+    logits = torch.randn((40, 777), generator=fresh("logprobs", most))
+    rows = torch.arange(0, 40, 2)
+    chosen = torch.randint(0, 777, (20,), generator=torch.Generator().manual_seed(5))
+    counts = [min(row, most) for row in range(20)]
+    counts[0] = most
+    wanted = sampler.logprobs(logits[rows], chosen, counts)
+    parts = sampling.logprobs_rows(logits.to(DEVICE), rows.to(DEVICE), chosen.to(torch.int32).to(DEVICE), most)
+    for found, other in zip(parts.records(counts), wanted, strict=True):
+        assert (found.token_ids, found.rank) == (other.token_ids, other.rank)
+        assert found.logprobs == pytest.approx(other.logprobs, abs=1e-5)
+
+
 @pytest.mark.skipif(not ON_GPU, reason="a CUDA graph needs a GPU")
 def test_a_graph_follows_what_changes_between_replays() -> None:
-    bench = Bench(OPTIONS, VOCAB)
-    rows, source = len(OPTIONS), fresh("graph")
+    options = [*OPTIONS, *ADJUSTED]
+    bench, rows, source = Bench(options, VOCAB, lanes=7, banned=BANNED), len(options), fresh("graph")
+    lanes = sampling_adjust.Lanes.allocate(7, VOCAB, DEVICE)
     logits = torch.zeros((rows, VOCAB), dtype=torch.bfloat16, device=DEVICE)
     slots = torch.tensor(bench.slot_of, dtype=torch.int32, device=DEVICE)
     lengths = torch.full((rows,), PROMPT, dtype=torch.int32, device=DEVICE)
     out = torch.zeros(rows, dtype=torch.int32, device=DEVICE)
 
     def step() -> None:
-        sampling.sample_rows(logits, slots, lengths, bench.params, bench.known, out, bench.workspace)
+        adjusted = sampling_adjust.adjust_rows(logits, slots, lengths, bench.params, bench.known, lanes)
+        sampling.sample_rows(logits, slots, lengths, bench.params, bench.known, out, bench.workspace, adjusted=adjusted)
 
     step()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         step()
     for turn in range(4):
+        # The options move on by a row each turn, lanes included: everything is released before it is written.
+        for slot in bench.slot_of:
+            bench.params.release(slot)
+        for row, slot in enumerate(bench.slot_of):
+            params = bench.all[(row + turn) % rows]
+            assert bench.params.write(slot, params, PROMPT, BANNED)
+            bench.sampler.start(SequenceStart(slot, "", [1] * PROMPT, PROMPT, params, BANNED))
+        bench.params.upload()
         logits.copy_(torch.randn((rows, VOCAB), generator=source) * 3)
         at = [PROMPT + turn + row for row in range(rows)]
         lengths.copy_(torch.tensor(at, dtype=torch.int32))
+        bench.buffers.tokens[:] = bench.known.cpu().numpy()
         graph.replay()
-        for row, (token, other) in enumerate(zip(out.tolist(), bench.expected(logits, at), strict=True)):
-            if token != other:
-                assert {token, other} <= near_misses(logits[row].double().cpu(), bench.all[row], at[row] - PROMPT)
+        found, wanted = out.tolist(), bench.expected(logits, at)
+        differing = [row for row in range(rows) if found[row] != wanted[row]]
+        for row in differing:
+            params = bench.all[(row + turn) % rows]
+            tokens, _ = nearly(logits[row].double().cpu(), params, at[row] - PROMPT)
+            assert {found[row], wanted[row]} <= tokens, f"turn {turn} row {row} {params}"

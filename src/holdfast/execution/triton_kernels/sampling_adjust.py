@@ -1,0 +1,170 @@
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, import-untyped"
+"""Bans, biases and penalties on the device, for the rows whose slots have a lane. Fit for a CUDA graph.
+
+The logits stay as they are, because log-probabilities are of the raw ones: a lane has float32 logits of its own, which
+`sampling` reads in their place. What was seen is counted anew each step from the tokens of the slot.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from holdfast.execution.triton_kernels.sampling_kernels import slot_flags, slot_float, slot_word
+from holdfast.execution.triton_kernels.sampling_sizes import LANE_ENTRIES, split_tokens
+from holdfast.execution.triton_kernels.sampling_slots import (
+    BANS,
+    ENTRIES,
+    FREQUENCY,
+    LANE,
+    MIN_TOKENS,
+    PENALIZED,
+    PRESENCE,
+    PROMPT_LENGTH,
+    REPETITION,
+    SlotParams,
+)
+
+BLOCK = 1024
+WARPS = 4
+PIECES = 8
+"""Programs that share the tokens of one row."""
+
+_LANE = tl.constexpr(LANE)
+_BANS = tl.constexpr(BANS)
+_ENTRIES = tl.constexpr(ENTRIES)
+_MIN_TOKENS = tl.constexpr(MIN_TOKENS)
+_PROMPT_LENGTH = tl.constexpr(PROMPT_LENGTH)
+_PRESENCE = tl.constexpr(PRESENCE)
+_FREQUENCY = tl.constexpr(FREQUENCY)
+_REPETITION = tl.constexpr(REPETITION)
+_PENALIZED = tl.constexpr(PENALIZED)
+_LANE_ENTRIES = tl.constexpr(LANE_ENTRIES)
+_IN_PROMPT = tl.constexpr(1 << 30)
+"""Beside the count of a token in the output: it is in the prompt as well."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lanes:
+    """Nothing in it lives longer than a step, and nothing has to be cleared."""
+
+    adjusted: torch.Tensor
+    """[lane, vocabulary] float32."""
+    counts: torch.Tensor
+    """[lane, vocabulary] int32."""
+
+    @staticmethod
+    def allocate(lanes: int, vocabulary: int, device: torch.device) -> Lanes:
+        return Lanes(
+            torch.empty((lanes, vocabulary), dtype=torch.float32, device=device),
+            torch.empty((lanes, vocabulary), dtype=torch.int32, device=device),
+        )
+
+    @property
+    def nbytes(self) -> int:
+        return self.adjusted.nbytes + self.counts.nbytes
+
+
+@triton.jit
+def _lane_of(table, slot):
+    """-1 for a padded row too."""
+    lane = slot_word(table, tl.maximum(slot, 0), _LANE)
+    return tl.where(slot >= 0, lane, -1).to(tl.int64)
+
+
+@triton.jit
+def stage(logits, stride, vocab, slots, table, adjusted, counts, tokens, BLOCK: tl.constexpr):
+    split, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    slot = tl.load(slots + row)
+    lane = _lane_of(table, slot)
+    if lane < 0:
+        return
+    for start in range(0, tokens, BLOCK):
+        offsets = split * tokens + start + tl.arange(0, BLOCK)
+        inside = offsets < vocab
+        scores = tl.load(logits + row * stride + offsets, mask=inside, other=0.0).to(tl.float32)
+        tl.store(adjusted + lane * vocab + offsets, scores, mask=inside)
+        tl.store(counts + lane * vocab + offsets, tl.zeros((BLOCK,), tl.int32), mask=inside)
+
+
+@triton.jit
+def mark(
+    vocab, slots, table, entries, adjusted, counts, lengths, known, known_stride, known_length,
+    BLOCK: tl.constexpr, PIECES: tl.constexpr,
+):  # fmt: skip
+    """Counts what was seen, and adds what bans (-inf) and biases add: neither depends on an order."""
+    piece, row = tl.program_id(0), tl.program_id(1)
+    slot = tl.load(slots + row)
+    lane = _lane_of(table, slot)
+    if lane < 0:
+        return
+    length = tl.minimum(tl.load(lengths + row), known_length)
+    prompt_length = slot_word(table, slot, _PROMPT_LENGTH)
+    if (slot_flags(table, slot) & _PENALIZED) != 0:
+        for start in range(piece * BLOCK, length, PIECES * BLOCK):
+            index = start + tl.arange(0, BLOCK)
+            token = tl.load(known + slot.to(tl.int64) * known_stride + index, mask=index < length, other=-1)
+            valid = (token >= 0) & (token < vocab)
+            place = counts + lane * vocab + token
+            in_prompt = index < prompt_length
+            tl.atomic_or(place, tl.full((BLOCK,), _IN_PROMPT, tl.int32), mask=valid & in_prompt, sem="relaxed")
+            tl.atomic_add(place, tl.full((BLOCK,), 1, tl.int32), mask=valid & (index >= prompt_length), sem="relaxed")
+    first = tl.where(length - prompt_length < slot_word(table, slot, _MIN_TOKENS), 0, slot_word(table, slot, _BANS))
+    for start in range(piece * BLOCK, slot_word(table, slot, _ENTRIES), PIECES * BLOCK):
+        index = start + tl.arange(0, BLOCK)
+        used = (index >= first) & (index < slot_word(table, slot, _ENTRIES))
+        token = tl.load(entries + lane * 2 * _LANE_ENTRIES + index, mask=used, other=0)
+        added = tl.load(entries + (lane * 2 + 1) * _LANE_ENTRIES + index, mask=used, other=0)
+        tl.atomic_add(adjusted + lane * vocab + token, added.to(tl.float32, bitcast=True), mask=used, sem="relaxed")
+
+
+@triton.jit
+def penalize(vocab, slots, table, adjusted, counts, tokens, BLOCK: tl.constexpr):
+    split, row = tl.program_id(0), tl.program_id(1)
+    slot = tl.load(slots + row)
+    lane = _lane_of(table, slot)
+    if (lane < 0) | ((slot_flags(table, slot) & _PENALIZED) == 0):
+        return
+    repetition, presence = slot_float(table, slot, _REPETITION), slot_float(table, slot, _PRESENCE)
+    frequency = slot_float(table, slot, _FREQUENCY)
+    for start in range(0, tokens, BLOCK):
+        offsets = split * tokens + start + tl.arange(0, BLOCK)
+        seen = tl.load(counts + lane * vocab + offsets, mask=offsets < vocab, other=0)
+        scores = tl.load(adjusted + lane * vocab + offsets, mask=seen != 0, other=0.0)
+        scores = tl.where(scores > 0, tl.div_rn(scores, repetition), scores * repetition)
+        often = seen & (_IN_PROMPT - 1)
+        scores = tl.where(often > 0, scores - (frequency * often.to(tl.float32) + presence), scores)
+        tl.store(adjusted + lane * vocab + offsets, scores, mask=seen != 0)
+
+
+def adjust_rows(
+    logits: torch.Tensor,
+    slots: torch.Tensor,
+    lengths: torch.Tensor,
+    params: SlotParams,
+    known: torch.Tensor,
+    lanes: Lanes,
+) -> torch.Tensor:
+    """Fills the lanes of the rows that have one, and returns what sample_rows takes as `adjusted`.
+
+    The arguments are sample_rows'; known[slot] holds the prompt and the output so far, `lengths` of them.
+    """
+    rows, vocab = logits.shape
+    tokens = split_tokens(rows, vocab)
+    grid = (triton.cdiv(vocab, tokens), rows)
+    adjusted, counts = lanes.adjusted, lanes.counts
+    stage[grid](
+        logits, logits.stride(0), vocab, slots, params.table, adjusted, counts, tokens, BLOCK=BLOCK, num_warps=WARPS
+    )
+    mark[(PIECES, rows)](
+        vocab, slots, params.table, params.entries, adjusted, counts, lengths, known, known.stride(0), known.shape[1],
+        BLOCK=BLOCK, PIECES=PIECES, num_warps=WARPS,
+    )  # fmt: skip
+    # Fused, frequency and presence would be rounded once, where the CPU's sampler rounds twice.
+    penalize[grid](
+        vocab, slots, params.table, adjusted, counts, tokens, BLOCK=BLOCK, num_warps=WARPS, enable_fp_fusion=False
+    )
+    return adjusted
