@@ -54,6 +54,9 @@ def softmax_step(
         # The factor after the maximum, so that scaling and subtracting are one instruction.
         higher = tl.maximum(best, tl.max(scores, 1) * inner)
         weights = tl.exp2(scores * inner - higher[:, None])
+    if MASKED:
+        # Where a tile is all unseen, the fused difference of two huge numbers is anything, infinity included.
+        weights = tl.where(seen, weights, 0.0)
     faded = tl.exp2(best - higher)
     total = total * faded + tl.sum(weights, 1)
     gathered = tl.dot(weights.to(values.dtype), values, gathered * faded[:, None], input_precision="ieee")

@@ -92,7 +92,8 @@ def _attend(
         )
         tokens += KEYS
 
-    gathered = gathered / total[:, None]
+    # A share may hold keys that left the window only: it adds nothing, with the weight 0 of its logarithm.
+    gathered = gathered / tl.where(total > 0, total, 1.0)[:, None]
     if used == 1:
         out_at = (row.to(tl.int64) * out_token_stride + head * out_head_stride)[:, None] + dims[None, :]
         tl.store(out + out_at, gathered.to(out.dtype.element_ty), mask=real)
