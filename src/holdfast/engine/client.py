@@ -174,7 +174,9 @@ class ProcessEngine:
         return stream
 
     def check_room(self, answers: int) -> None:
-        check_room(answers, len(self._open), self._config.sequences, self._config.max_queued_requests)
+        # The plan may have lowered what was not set.
+        places = self._config.sequences if self._info is None else self._info.max_num_seqs
+        check_room(answers, len(self._open), places, self._config.max_queued_requests)
 
     async def drain(self, timeout_s: float) -> None:
         self._draining = True

@@ -85,11 +85,12 @@ def smaller_models(model: PlannedModel, most_bytes: int) -> Iterator[PlannedMode
     the newest first. Quantized ones only where the maker publishes nothing else."""
     base = entry_of(model)
     name, maker = (model.spec.family, "") if base is None else (base.name, _maker(base))
+    most = model.spec.parameters
     smaller = [
         entry
         for entry in catalogue.entries()
         if entry.parameters is not None
-        and entry.parameters < model.spec.parameters
+        and entry.parameters < most
         and entry.parameters * (0.5 if entry.quantized else 2) <= most_bytes
         and not entry.name.endswith(VARIANT_ENDS)
     ]
@@ -113,8 +114,10 @@ def longer_models(model: PlannedModel, tokens: int, tried: int) -> Iterator[Plan
         entry for entry in catalogue.entries() if entry.parameters is not None and not entry.name.endswith(VARIANT_ENDS)
     ]
 
+    own = model.spec.parameters
+
     def nearness(entry: CatalogueEntry) -> tuple[object, ...]:
-        times = (entry.parameters or 1) / model.spec.parameters
+        times = (entry.parameters or 1) / own
         return (_kin(entry.name) != _kin(name), max(times, 1 / times))
 
     for entry in sorted(others, key=nearness)[:tried]:

@@ -107,7 +107,7 @@ def answer(question: Question, *, engine: str | None = None) -> Answer:
         rules_of_thumb=rules_of_thumb(found),
         throughput=rate,
         no_throughput=None if rate is not None else _no_rate(found),
-        commands={} if shown is None else commands(shown, sequences=shown.useful_sequences, vllm=vllm),
+        commands={} if shown is None else commands(shown, sequences=shown.limits.max_num_seqs, vllm=vllm),
         commands_of=of,
         engine=name,
         vllm=vllm,

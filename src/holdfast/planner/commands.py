@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from holdfast.config.engine import REFUSED, EngineConfig
+from holdfast.config.engine import CPU_STEP_TOKENS, GPU_STEP_TOKENS, REFUSED, EngineConfig
 from holdfast.config.setting import Origin, build
 from holdfast.errors import ConfigurationError
 from holdfast.planner.command import ROUNDING, Command, line, named_dtype, parallel, total_is_known, written_size
@@ -75,7 +75,8 @@ def holdfast_command(fit: Fit, sequences: int) -> Command:
 def _holdfast_settings(fit: Fit, sequences: int) -> dict[str, object]:
     asked = fit.question.settings
     flags: dict[str, object] = {"max_model_len": fit.limits.max_model_len, "max_num_seqs": sequences}
-    if asked.max_num_batched_tokens is not None:
+    usual = GPU_STEP_TOKENS if fit.question.machine.kind == "gpu" else CPU_STEP_TOKENS
+    if fit.limits.max_num_batched_tokens != usual:
         flags["max_num_batched_tokens"] = fit.limits.max_num_batched_tokens
     device = fit.ranks[0].device
     if device.budget_bytes is not None:

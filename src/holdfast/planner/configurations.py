@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from holdfast.planner.fit import USEFUL_TOKENS, Fit, Question, fit
 from holdfast.planner.judgements import safe_utilization
-from holdfast.planner.way import LEAST_CONTEXT, MOST_UTILIZATION, longest, planned, with_settings
+from holdfast.planner.way import LEAST_CONTEXT, MOST_UTILIZATION, planned, with_settings
 
 SAFE_SEQUENCES = 4
 """Where the context is left to us, so many of full length go side by side, as far as the model's context allows."""
@@ -92,12 +92,18 @@ def _safely_held(base: Fit, length: int) -> int:
 
 
 def max_configuration(asked: Fit) -> Configuration | None:
-    question = _with_share(asked, max(asked.utilization, MOST_UTILIZATION))
-    found = planned(with_settings(question, max_model_len=None)) if question.traffic else longest(question)
+    question = with_settings(_with_share(asked, max(asked.utilization, MOST_UTILIZATION)), max_model_len=None)
+    most = planned(question)
+    if most is None:
+        return None
+    # Never more than the pool holds, whatever was set: what is said here must be so.
+    sequences = max(1, min(most.limits.max_num_seqs, int(most.concurrency(most.usual_tokens))))
+    limits = {"max_model_len": most.limits.max_model_len, "max_num_seqs": sequences}
+    found = planned(with_settings(question, **limits, max_num_batched_tokens=most.limits.max_num_batched_tokens))
     if found is None:
         return None
     return Configuration(
         fit=found,
-        max_num_seqs=found.useful_sequences,
-        reason=f"the longest context, and {found.useful_sequences} sequences of {found.usual_tokens:,} tokens at once",
+        max_num_seqs=sequences,
+        reason=f"the longest context, and {sequences} sequences of {found.usual_tokens:,} tokens at once",
     )

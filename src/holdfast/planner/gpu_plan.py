@@ -81,8 +81,8 @@ def make_gpu_plan(
             dtype=config.dtype,
             kv_cache_dtype=config.kv_cache_dtype,
             max_model_len=config.max_model_len,
-            max_num_seqs=config.sequences,
-            max_num_batched_tokens=config.step_tokens,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
             utilization=config.gpu_memory_utilization,
             tensor_parallel=1,
             block_tokens=config.block_size,
@@ -106,7 +106,8 @@ def _plan(found: Fit, config: EngineConfig, chosen: NvidiaGpu, decision: Decisio
     ]
     if config.kv_cache_memory_bytes is not None:
         blocks = _pool_as_asked(config.kv_cache_memory_bytes // page, blocks, page)
-    most_useful = 1 + config.sequences * layout.peak_blocks(found.limits.max_model_len, config.step_tokens)
+    limits = found.limits
+    most_useful = 1 + limits.max_num_seqs * layout.peak_blocks(limits.max_model_len, limits.max_num_batched_tokens)
     blocks = min(blocks, most_useful)
     decisions.append(
         Decision("kv_pool", f"{format_bytes(blocks * page)} ({blocks - 1:,} blocks and the null page)",

@@ -1,13 +1,13 @@
 """What a model costs this engine on a CPU: the very count that `serve` makes, asked for a machine that may be another.
 
-    settings ─► the config that serve would have ─► measure_room ─► terms, pool and context
+    settings ─► the config that serve would have ─► Measure ─► terms, pool and context
 
 Only for models that this engine runs; `fit` counts the others in general terms. Refuses nothing: says what is short.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -17,9 +17,11 @@ from holdfast.config import EngineConfig
 from holdfast.hardware import Processor
 from holdfast.models import ModelSpec
 from holdfast.observability.decisions import Decision
-from holdfast.planner.footprint import BOOK_BYTES, ELEMENT_BYTES, FRONT_BYTES, Limits
+from holdfast.planner import limits
+from holdfast.planner.footprint import BOOK_BYTES, ELEMENT_BYTES, FRONT_BYTES
 from holdfast.planner.kv import KVCost
-from holdfast.planner.plan import measure_room, pool_decision
+from holdfast.planner.measure import Measure
+from holdfast.planner.plan import pool_decision
 from holdfast.planner.question import Machine, PlannedModel, Settings, Traffic
 from holdfast.planner.room import DEFAULT_KV_BYTES, LEAST_TOKENS, Room
 from holdfast.planner.same import Same
@@ -32,13 +34,15 @@ _UNCERTAINTY: Mapping[str, float] = {"front": 0.25, "framework": 0.25, "librarie
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hosted:
+    rung: int
+    """Of the limits that were not set: 0 has the defaults."""
     room: Room
     length: int
     """The context that would be served; where nothing fits, the shortest that would do."""
     blocks: int
     """Of the traffic's sequences side by side; 0: there is none."""
     longest_tokens: int
-    """The longest context that memory holds, whatever was asked for."""
+    """The longest context that memory holds, whatever was asked for, with the lowest limits that are not set."""
     short_bytes: int
     """0: it fits."""
     flags: Mapping[str, object]
@@ -53,6 +57,11 @@ class Hosted:
     def pages(self) -> int:
         """Of the pool that would be there, or of the least that would do."""
         return self.room.pool(self.length).blocks if self.fits else self.room.pages(self.length, self.blocks)
+
+    @property
+    def held_pages(self) -> int:
+        """Without the null page, of the pool beside the longest context that fits; 0: none does."""
+        return max(0, self.room.pool(self.longest_tokens).blocks - 1) if self.longest_tokens else 0
 
     @property
     def terms(self) -> tuple[Term, ...]:
@@ -95,54 +104,83 @@ def host(
     model: PlannedModel,
     machine: Machine,
     settings: Settings,
-    limits: Limits,
     *,
     budget_bytes: int,
     traffic: Traffic | None = None,
 ) -> Hosted:
-    """`limits`: of sequences and steps. Traffic has the pool that it needs, and a context that leaves room for it."""
+    """Traffic has the pool that it needs, and a context that leaves room for it."""
     config = EngineConfig(
         dtype=settings.dtype,
         kv_cache_dtype=settings.kv_cache_dtype,
         max_model_len=settings.max_model_len,
-        max_num_seqs=limits.max_num_seqs,
-        max_num_batched_tokens=limits.max_num_batched_tokens,
+        max_num_seqs=settings.max_num_seqs or (traffic.concurrency if traffic is not None else None),
+        max_num_batched_tokens=settings.max_num_batched_tokens,
         ram=None if machine.devices[0].budget_bytes is None else budget_bytes,
         block_size=settings.block_tokens,
     )
-    found = _attempt(model, machine, config, budget_bytes, traffic)
-    if traffic is None or found.fits or not found.room.choices.expand_weights:
-        return found
-    in_blocks = _attempt(model, machine, replace(config, expand_weights="never"), budget_bytes, traffic)
-    return replace(in_blocks, flags={**in_blocks.flags, "expand_weights": "never"})
-
-
-def _attempt(
-    model: PlannedModel, machine: Machine, config: EngineConfig, budget_bytes: int, traffic: Traffic | None
-) -> Hosted:
-    spec = model.spec
-    processor = Processor(model="", cores=1, features=machine.cpu_features)
-    room, decisions = measure_room(
-        spec, _stored(model), config, processor, compiled_kernels=machine.compiled_kernels, budget_bytes=budget_bytes,
-        front_bytes=FRONT_BYTES,
+    measure = Measure(
+        spec=model.spec, stored=_stored(model), config=config,
+        processor=Processor(model="", cores=1, features=machine.cpu_features),
+        compiled_kernels=machine.compiled_kernels, budget_bytes=budget_bytes, front_bytes=FRONT_BYTES,
     )  # fmt: skip
-    longest, least, most = room.longest(spec.max_position), room.least, room.most
-    blocks, flags = 0, dict[str, object]()
-    if traffic is not None:
-        blocks = traffic.concurrency * room.layout.peak_blocks(traffic.length, config.step_tokens)
-        least = config.max_model_len or min(spec.max_position, traffic.length)
-        room, flags = _with_pool(room, traffic, blocks)
-    length = room.longest(most, least=least, blocks=blocks)
-    if length:
-        decisions.append(pool_decision(room.pool(length), room.layout.page_bytes))
+    found = _alone(measure) if traffic is None else _beside(measure, traffic)
+    default = ("the default", "default") if traffic is None else ("the traffic's peak", "traffic")
+    said = limits.decisions(
+        measure.rungs, found.rung, sequences=default if settings.max_num_seqs is None else None,
+        step_is_set=settings.max_num_batched_tokens is not None, fits=found.fits,
+        beside=f"a context of {found.length:,} tokens" if traffic is None else "the traffic",
+    )  # fmt: skip
+    return replace(found, decisions=(*said, *found.decisions))
+
+
+def _alone(measure: Measure) -> Hosted:
+    """As serve does it."""
+    rung, room, chosen = measure.chosen()
+    length = room.longest(room.most, least=room.least)
+    return _hosted(rung, room, chosen, length=length, least=room.least, longest=measure.longest_tokens())
+
+
+def _beside(measure: Measure, traffic: Traffic) -> Hosted:
+    """With the first limits that leave room for the traffic; weights stay in blocks before limits are lowered."""
+    longest = measure.longest_tokens()
+    for rung in range(len(measure.rungs)):
+        found = _with_traffic(measure, rung, traffic, longest)
+        if not found.fits and found.room.choices.expand_weights:
+            in_blocks = replace(measure, config=replace(measure.config, expand_weights="never"))
+            found = _with_traffic(in_blocks, rung, traffic, longest)
+            found = replace(found, flags={**found.flags, "expand_weights": "never"})
+        if found.fits:
+            break
+    return found
+
+
+def _with_traffic(measure: Measure, rung: int, traffic: Traffic, longest: int) -> Hosted:
+    """Where limits were lowered for it, the context is no longer than the traffic's: with the next higher ones, which
+    take more memory, it may be no longer either."""
+    room, chosen = measure.room(measure.rungs[rung])
+    config = room.config
+    blocks = traffic.concurrency * room.layout.peak_blocks(traffic.length, config.step_tokens)
+    least = config.max_model_len or min(room.spec.max_position, traffic.length)
+    room, flags = _with_pool(room, traffic, blocks)
+    length = room.longest(least if rung else room.most, least=least, blocks=blocks)
+    found = _hosted(rung, room, chosen, length=length, least=least, longest=longest, blocks=blocks)
+    return replace(found, flags=flags)
+
+
+def _hosted(
+    rung: int, room: Room, chosen: Sequence[Decision], *, length: int, least: int, longest: int, blocks: int = 0
+) -> Hosted:
+    """`length` 0: nothing fits."""
+    pool = [pool_decision(room.pool(length), room.layout.page_bytes)] if length else []
     return Hosted(
+        rung=rung,
         room=room,
         length=length or least,
         blocks=blocks,
         longest_tokens=longest,
         short_bytes=0 if length else max(1, room.short_bytes(least, blocks)),
-        flags=flags,
-        decisions=tuple(decisions),
+        flags={},
+        decisions=(*chosen, *pool),
     )
 
 

@@ -16,10 +16,11 @@ from holdfast.hardware import Memory, Processor
 from holdfast.kvcache.groups import KVLayout
 from holdfast.models import ModelSpec
 from holdfast.observability.decisions import Decision
-from holdfast.planner import refusals
-from holdfast.planner.footprint import BOOK_BYTES, Limits, expands, weight_sizes
-from holdfast.planner.layouts import is_quantized
-from holdfast.planner.room import Choices, Pool, Room
+from holdfast.planner import limits, refusals
+from holdfast.planner.footprint import BOOK_BYTES, Limits
+from holdfast.planner.limits import length_decision
+from holdfast.planner.measure import Measure
+from holdfast.planner.room import Pool
 from holdfast.units import format_bytes
 
 
@@ -80,11 +81,11 @@ def make_plan(
     def attempt(tried: EngineConfig) -> Plan:
         decisions: list[Decision] = []
         budget = _budget(tried, machine, decisions)
-        room, chosen = measure_room(
-            spec, stored, tried, processor, compiled_kernels=compiled_kernels, budget_bytes=budget,
-            front_bytes=front_bytes,
+        measure = Measure(
+            spec=spec, stored=stored, config=tried, processor=processor, compiled_kernels=compiled_kernels,
+            budget_bytes=budget, front_bytes=front_bytes,
         )  # fmt: skip
-        return _fill(room, machine, [*decisions, *chosen])
+        return _fill(measure, machine, decisions)
 
     try:
         return attempt(config)
@@ -92,37 +93,10 @@ def make_plan(
         raise refusals.with_ways_out(refusal, config, spec, machine, attempt) from None
 
 
-def measure_room(
-    spec: ModelSpec,
-    stored: Mapping[str, StoredTensor] | None,
-    config: EngineConfig,
-    processor: Processor,
-    *,
-    compiled_kernels: bool,
-    budget_bytes: int,
-    front_bytes: int,
-) -> tuple[Room, list[Decision]]:
-    """What this engine would have here, and what it would choose: the one count of `serve` and of `holdfast plan`.
-
-    Weights are not expanded at the cost of context: more memory must not hold less.
-    """
-    decisions: list[Decision] = []
-    choices = _choices(spec, stored, config, processor, compiled_kernels, budget_bytes, decisions)
-    room = Room.measure(spec, stored, config, choices, budget_bytes=budget_bytes, front_bytes=front_bytes)
-    if stored is None or not choices.expand_weights or config.expand_weights != "auto":
-        return room, decisions
-    in_blocks = replace(choices, expand_weights=False)
-    kept = Room.measure(spec, stored, config, in_blocks, budget_bytes=budget_bytes, front_bytes=front_bytes)
-    if room.longest(room.most) >= kept.longest(room.most):
-        return room, decisions
-    reason = f"expanded they would leave less context: {weight_sizes(spec, stored, choices.dtype)}"
-    said = Decision("weights", "quantized", reason, "planner")
-    return kept, [said if decision.field == "weights" else decision for decision in decisions]
-
-
-def _fill(room: Room, machine: Memory, decisions: list[Decision]) -> Plan:
+def _fill(measure: Measure, machine: Memory, decisions: list[Decision]) -> Plan:
     """The longest context that is wanted and fits, and the pool beside it."""
-    _check_length(room.spec, room.config)
+    _check_length(measure.spec, measure.config)
+    rung, room, chosen = measure.chosen()
     wanted = room.most
     asked = room.config.kv_cache_memory_bytes
     if 0 < room.loading_bytes - room.budget_bytes == room.short_bytes(room.least):
@@ -137,10 +111,10 @@ def _fill(room: Room, machine: Memory, decisions: list[Decision]) -> Plan:
     if length < room.least:
         raise refusals.length_does_not_fit(room, wanted, length)
     pool, page = room.pool(length), room.layout.page_bytes
-    decisions.append(pool_decision(pool, page))
-    if length < wanted:
-        reason = f"the model allows {wanted:,}; memory holds {length:,}"
-        decisions.append(Decision("max_model_len", f"{length:,}", reason, "planner"))
+    decisions += [*chosen, *_limits_said(measure, rung, length), pool_decision(pool, page)]
+    allowed = measure.config.max_model_len or room.spec.max_position
+    if length < allowed:
+        decisions.append(length_decision(length, allowed, measure.longest_tokens()))
     terms = room.terms(length)
     choices = room.choices
     return Plan(
@@ -158,8 +132,19 @@ def _fill(room: Room, machine: Memory, decisions: list[Decision]) -> Plan:
         loading_bytes=room.loading_bytes,
         decisions=tuple(decisions),
         length_is_set=room.config.max_model_len is not None,
-        short=length < wanted or pool.cut,
+        short=length < allowed or rung > 0 or pool.cut,
     )
+
+
+def _limits_said(measure: Measure, rung: int, length: int) -> list[Decision]:
+    """Only where the defaults were not taken."""
+    config = measure.config
+    if not rung:
+        return []
+    return limits.decisions(
+        measure.rungs, rung, sequences=None if config.max_num_seqs is not None else ("the default", "default"),
+        step_is_set=config.max_num_batched_tokens is not None, fits=True, beside=f"a context of {length:,} tokens",
+    )  # fmt: skip
 
 
 def pool_decision(pool: Pool, page: int) -> Decision:
@@ -179,78 +164,6 @@ def _budget(config: EngineConfig, machine: Memory, decisions: list[Decision]) ->
         Decision("budget", format_bytes(budget), f"{config.gpu_memory_utilization:g} of {free}", "measured")
     )
     return budget
-
-
-def _choices(
-    spec: ModelSpec,
-    stored: Mapping[str, StoredTensor] | None,
-    config: EngineConfig,
-    processor: Processor,
-    compiled_kernels: bool,
-    budget: int,
-    decisions: list[Decision],
-) -> Choices:
-    dtype = _dtype(config.dtype, spec, processor, decisions)
-    compiled = compiled_kernels and dtype == "float32"
-    fast_blocks = compiled and processor.fast_block_products
-    return Choices(
-        dtype=dtype,
-        kv_dtype=dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype,
-        expand_weights=_expand(spec, stored, dtype, fast_blocks, config, budget, decisions),
-        compiled=compiled,
-        compiled_attention=_compiled_attention(config, compiled, decisions),
-        copies_matrices=processor.copies_matrices(dtype),
-    )
-
-
-def _dtype(asked: str, spec: ModelSpec, processor: Processor, decisions: list[Decision]) -> str:
-    asked = {"half": "float16", "float": "float32"}.get(asked, asked)
-    if asked != "auto":
-        return asked
-    if spec.stored_dtype == "float32":
-        value, reason = "float32", "the model is stored in float32"
-    elif processor.fast_bfloat16:
-        value, reason = "bfloat16", "this CPU multiplies bfloat16 in hardware"
-    else:
-        value, reason = "float32", "this CPU has no bfloat16 products; emulated ones are many times slower"
-    decisions.append(Decision("dtype", value, reason, "hardware"))
-    return value
-
-
-def _expand(
-    spec: ModelSpec,
-    stored: Mapping[str, StoredTensor] | None,
-    dtype: str,
-    fast_blocks: bool,
-    config: EngineConfig,
-    budget: int,
-    decisions: list[Decision],
-) -> bool:
-    if stored is None or not any(is_quantized(tensor.layout) for tensor in stored.values()):
-        return config.expand_weights == "always"
-    if config.expand_weights != "auto":
-        expand = config.expand_weights == "always"
-        reason = weight_sizes(spec, stored, dtype)
-        decisions.append(Decision("weights", "expanded" if expand else "quantized", reason, "set"))
-        return expand
-    expand, reason = expands(spec, stored, dtype=dtype, fast_blocks=fast_blocks, budget_bytes=budget)
-    decisions.append(Decision("weights", "expanded" if expand else "quantized", reason, "planner"))
-    return expand
-
-
-def _compiled_attention(config: EngineConfig, compiled: bool, decisions: list[Decision]) -> bool:
-    if config.attention_backend == "auto":
-        return compiled
-    if config.attention_backend == "compiled" and not compiled:
-        raise ConfigurationError(
-            "attention_backend is compiled, but there are no compiled kernels for this dtype here",
-            code="HF112",
-            needed="dtype float32 and kernels built at install (a C compiler)",
-            fix="--attention-backend auto, or install again with a C compiler",
-            field="attention_backend",
-        )
-    decisions.append(Decision("attention_backend", config.attention_backend, "asked for", "set"))
-    return config.attention_backend == "compiled"
 
 
 def _check_length(spec: ModelSpec, config: EngineConfig) -> None:

@@ -151,7 +151,7 @@ def _candidates(config: EngineConfig, machine: Memory, attempt: Attempt) -> Iter
     if config.expand_weights == "always":
         yield "--expand-weights never", replace(config, expand_weights="never")
     if config.kv_cache_dtype in ("auto", "float32"):
-        yield "--kv-cache-dtype bfloat16", replace(config, kv_cache_dtype="bfloat16")
+        yield "--kv-cache-dtype float16", replace(config, kv_cache_dtype="float16")
     if config.max_model_len is not None:
         yield "leave --max-model-len out", replace(config, max_model_len=None)
 

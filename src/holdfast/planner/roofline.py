@@ -142,7 +142,7 @@ def throughput(fit: Fit) -> Throughput | None:
         return None
     traffic = fit.question.traffic
     context, new = usual_context(fit), unproven(fit)
-    most = max(1, min(fit.useful_sequences, int(fit.concurrency(fit.usual_tokens))))
+    most = max(1, min(fit.limits.max_num_seqs, int(fit.concurrency(fit.usual_tokens))))
 
     def decode(batch: int) -> DecodeRate:
         def rate(efficiency: Efficiency) -> float:

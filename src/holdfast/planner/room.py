@@ -17,6 +17,7 @@ from holdfast.kvcache.groups import KVLayout
 from holdfast.models import ModelSpec
 from holdfast.planner import footprint
 from holdfast.planner.footprint import BOOK_BYTES, Limits
+from holdfast.planner.limits import ANY_LENGTH
 from holdfast.units import GIB, MIB
 
 LEAST_TOKENS = 512
@@ -66,6 +67,8 @@ class Room:
     scratch_bytes: int
     loading_bytes: int
     """At the peak of loading, before any of the terms of a step."""
+    worth_tokens: int = ANY_LENGTH
+    """A longer context is not worth limits as low as these, unless it is asked for."""
 
     @staticmethod
     def measure(
@@ -76,6 +79,7 @@ class Room:
         *,
         budget_bytes: int,
         front_bytes: int,
+        worth_tokens: int = ANY_LENGTH,
     ) -> Room:
         dtype, expand, compiled = choices.dtype, choices.expand_weights, choices.compiled
         weights = footprint.weights_bytes(spec, stored, dtype=dtype, expand=expand, compiled=compiled)
@@ -99,13 +103,14 @@ class Room:
                 + weights
                 + footprint.staging_bytes(stored)
             ),
+            worth_tokens=worth_tokens,
         )
 
     @property
     def most(self) -> int:
         """The longest context that is wanted."""
         asked = self.config.max_model_len
-        return self.spec.max_position if asked is None else asked
+        return min(self.spec.max_position, self.worth_tokens) if asked is None else asked
 
     @property
     def least(self) -> int:

@@ -109,8 +109,6 @@ def _sized(found: Fit, sequences: int, vllm: Vllm) -> Sized:
     length, kv = found.limits.max_model_len, tightest(found).kv
     if found.question.settings.max_model_len is None:
         length = min(length, kv.longest(max(0, available), length))
-    if found.question.settings.max_num_seqs is None:
-        sequences = max(1, min(sequences, int(kv.concurrency(max(0, available), found.usual_tokens))))
     return Sized(found, length, sequences, available, chunks, planned)
 
 
@@ -123,9 +121,9 @@ def _in_one_step(found: Fit) -> Fit:
             again = fit(replace(question, settings=replace(settings, tensor_parallel=found.tensor_parallel)))
         except ConfigurationError:
             return found
-        if question.settings.max_model_len is not None or again.longest_tokens >= length:
+        if question.settings.max_model_len is not None or again.limits.max_model_len >= length:
             break
-        length = again.longest_tokens
+        length = again.limits.max_model_len
         if length < 1:
             return found
     return replace(again, limits=replace(again.limits, max_model_len=min(length, again.limits.max_model_len)))

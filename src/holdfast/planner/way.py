@@ -67,7 +67,7 @@ class WayOut:
         return " ".join(words)
 
     def commands(self, vllm: Vllm | None = None) -> dict[str, Command]:
-        return commands(self.fit, sequences=self.fit.useful_sequences, vllm=vllm)
+        return commands(self.fit, sequences=self.fit.limits.max_num_seqs, vllm=vllm)
 
 
 def too_long(question: Question) -> bool:

@@ -111,7 +111,7 @@ def test_every_command_parses(ask: Ask, model: str, gpu: str, settings: dict[str
     plans = [found] if found.fits else [way.fit for way in ways_out(found) if way.fit.fits]
     assert plans
     for one in plans:
-        for command in commands(one, sequences=one.useful_sequences, vllm=version).values():
+        for command in commands(one, sequences=one.limits.max_num_seqs, vllm=version).values():
             check(command)
 
 
@@ -387,7 +387,7 @@ def test_where_it_cannot_chunk_a_step_holds_the_whole_context(
 def test_a_length_that_was_left_to_us_is_one_that_the_version_holds(ask: Ask, gpu: Callable[..., Device]) -> None:
     """Its share is a whole hundredth, so it may have less than we do."""
     device = gpu("l4", free_bytes=int(0.8299 * gpu("l4").total_bytes))
-    found = fit(ask("qwen3-8b", device=device))
+    found = fit(ask("qwen3-8b", device=device, max_num_seqs=256, max_num_batched_tokens=8192))
     vllm = parse_vllm("==0.29")
     command = commands(found, sequences=4, vllm=vllm)["vllm"]
     held = found.ranks[0].kv.longest(vllm_kv_bytes(found, vllm), found.limits.max_model_len)
@@ -467,7 +467,7 @@ def test_apples_gpus_run_neither_vllm_nor_sglang(ask: Ask) -> None:
 
 def test_llama_cpp_has_a_slot_for_every_request_of_the_traffic(ask: Ask) -> None:
     found = fit(ask("qwen3-8b", "l4", traffic=(6, 1500, 500)))
-    command = commands(found, sequences=found.useful_sequences)["llama.cpp"]
+    command = commands(found, sequences=found.limits.max_num_seqs)["llama.cpp"]
     assert value(command, "-np") == "6"
     each = int(value(command, "-c") or 0) // 6
     assert each >= 2000

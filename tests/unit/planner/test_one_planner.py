@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +15,7 @@ from holdfast.errors import DoesNotFitError
 from holdfast.hardware import Memory, Processor
 from holdfast.models import ModelSpec, from_config
 from holdfast.planner import Plan, make_plan
+from holdfast.planner.answer import answer
 from holdfast.planner.fit import Fit, Question, fit
 from holdfast.planner.footprint import FRONT_BYTES
 from holdfast.planner.question import Device, Machine, PlannedModel, Settings, Traffic
@@ -110,6 +112,18 @@ def test_plan_and_serve_give_the_same_numbers(
         assert advised is None or int(advised[1]) == found.longest_tokens
 
 
+@pytest.mark.parametrize("ram", [None, 700 * MIB, 800 * MIB, 900 * MIB, 2 * GIB])
+def test_the_command_of_a_plan_serves_its_numbers(model: PlannedModel, ram: int | None) -> None:
+    """Its settings are those that were planned with: other limits would leave another pool."""
+    found = planned(model, ARM, True, ram=ram)
+    command = shlex.split(answer(found.question).commands["holdfast"].text)[3:]
+    flags = dict(zip(command[::2], command[1::2], strict=True))
+    asked = {name.removeprefix("--").replace("-", "_"): value for name, value in flags.items()}
+    assert found.fits
+    assert int(asked["max_num_seqs"]) == found.limits.max_num_seqs
+    assert_same(found, served(model, ARM, True, **asked))
+
+
 def test_the_cases_that_differed(model: PlannedModel) -> None:
     """Of the built-in model on Arm: contexts, pools and shortages of plan and serve were two sets of numbers."""
     if model.format != "gguf":
@@ -120,18 +134,20 @@ def test_the_cases_that_differed(model: PlannedModel) -> None:
 
 
 def test_a_context_that_is_of_use_to_nobody_is_neither_served_nor_advised(model: PlannedModel) -> None:
-    least = planned(model, ARM, True, ram=300 * MIB)
+    """Limits are set, so that nothing but the context can give way."""
+    limits = {"max_num_seqs": 64, "max_num_batched_tokens": 512}
+    least = planned(model, ARM, True, ram=300 * MIB, **limits)
     enough = 300 * MIB + least.short_bytes + 2 * MIB
-    assert planned(model, ARM, True, ram=enough).limits.max_model_len >= 512
+    assert planned(model, ARM, True, ram=enough, **limits).limits.max_model_len >= 512
     tight = enough - 8 * MIB
     with pytest.raises(DoesNotFitError, match="short") as unset:
-        served(model, ARM, True, ram=tight)
+        served(model, ARM, True, ram=tight, **limits)
     assert "--ram" in str(unset.value.fix)
     with pytest.raises(DoesNotFitError, match="short") as asked:
-        served(model, ARM, True, ram=tight, max_model_len=4096)
+        served(model, ARM, True, ram=tight, max_model_len=4096, **limits)
     assert not re.search(r"--max-model-len \d", str(asked.value.fix))
     assert "--ram" in str(asked.value.fix)
-    assert served(model, ARM, True, ram=tight, max_model_len=64).limits.max_model_len == 64
+    assert served(model, ARM, True, ram=tight, max_model_len=64, **limits).limits.max_model_len == 64
 
 
 @pytest.mark.parametrize("ram", [None, 3 * GIB])

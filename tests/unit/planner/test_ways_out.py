@@ -78,7 +78,7 @@ def test_nothing_is_offered_where_it_fits(ask: Ask) -> None:
 
 
 def test_configuration_first_a_smaller_model_last(ask: Ask) -> None:
-    found = fit(ask("llama-3.1-8b", "rtx4090", max_model_len=40000))
+    found = fit(ask("llama-3.1-8b", "rtx4090", max_model_len=45000))
     order = kinds(found)
     assert order == sorted(order, key=ORDER.index)
     assert order[0] == "utilization"

@@ -1,0 +1,170 @@
+"""One configuration, counted on every rank: each limit and each size of a split is given. Chooses nothing.
+
+A model that this engine runs on a CPU is counted by host.py, as `serve` counts it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+
+from holdfast.errors import ConfigurationError
+from holdfast.models import ModelSpec
+from holdfast.planner import terms as byte_terms
+from holdfast.planner.fitted import (
+    DEFAULT_UTILIZATION,
+    USEFUL_TOKENS,
+    Fit,
+    Question,
+    Rank,
+    device_budget,
+    needed_bytes,
+    required,
+)
+from holdfast.planner.footprint import Limits
+from holdfast.planner.kv import kv_cost
+from holdfast.planner.question import KV_ELEMENT_BYTES, PlannedModel
+from holdfast.planner.same import Same
+from holdfast.planner.weights import (
+    Weight,
+    check_parallel,
+    parallel_sizes,
+    rank_bytes,
+    stage_layers,
+    total_bytes,
+    weights_of,
+)
+
+TOO_FEW_DEVICES, CONTEXT_TOO_LONG = "HF133", "HF111"
+
+
+def counted(question: Question, tensor_parallel: int, limits: Limits) -> Fit:
+    """`limits`: those that were asked for or chosen; a context that is not set is the longest that these leave."""
+    spec, settings = question.model.spec, question.settings
+    ranks = _ranks(question, tensor_parallel, limits)
+    longest = min(rank.kv.longest(rank.room_bytes, spec.max_position) for rank in ranks)
+    sequences, tokens = required(question, min(spec.max_position, USEFUL_TOKENS))
+    short = max(needed_bytes(rank, sequences, tokens, settings.max_model_len) - rank.room_bytes for rank in ranks)
+    dtype = compute_dtype(question)
+    return Fit(
+        question=question,
+        dtype=dtype,
+        kv_dtype=kv_dtype(question),
+        tensor_parallel=tensor_parallel,
+        pipeline_parallel=settings.pipeline_parallel,
+        utilization=utilization_of(question),
+        limits=replace(limits, max_model_len=longest if settings.max_model_len is None else settings.max_model_len),
+        ranks=ranks,
+        weights_bytes=_whole_bytes(Same(question.model), dtype),
+        required_tokens=tokens,
+        required_sequences=sequences,
+        fits=short <= 0,
+        short_bytes=max(0, short),
+        longest_tokens=longest,
+        decisions=question.decisions,
+    )
+
+
+def _ranks(question: Question, tensor_parallel: int, limits: Limits) -> tuple[Rank, ...]:
+    model, machine, settings = question.model, question.machine, question.settings
+    spec, stages = model.spec, settings.pipeline_parallel
+    dtype, utilization = compute_dtype(question), utilization_of(question)
+    ranks = []
+    for stage, layers in enumerate(stage_layers(len(spec.layers), stages)):
+        held = _held_bytes(Same(model), dtype, tensor_parallel, stage, stages)
+        cost = kv_cost(
+            spec,
+            element_bytes=KV_ELEMENT_BYTES[kv_dtype(question)],
+            state_bytes=KV_ELEMENT_BYTES[dtype],
+            tensor_parallel=tensor_parallel,
+            layers=layers,
+            block_tokens=settings.block_tokens,
+            step_tokens=limits.max_num_batched_tokens,
+        )
+        for index in range(tensor_parallel):
+            device = machine.devices[stage * tensor_parallel + index]
+            budget = device_budget(device, utilization)
+            if device.kind == "cpu":
+                found = byte_terms.cpu_terms(
+                    spec, limits, dtype=dtype, weights_bytes=held, block_tokens=settings.block_tokens,
+                    max_loras=settings.max_loras, max_lora_rank=settings.max_lora_rank,
+                )  # fmt: skip
+            else:
+                found = byte_terms.gpu_terms(
+                    spec, limits, dtype=dtype, weights_bytes=held, tensor_parallel=tensor_parallel, layers=layers,
+                    last_stage=stage == stages - 1, max_loras=settings.max_loras, max_lora_rank=settings.max_lora_rank,
+                )  # fmt: skip
+            ranks.append(Rank(device=device, stage=stage, budget_bytes=budget, terms=tuple(found), kv=cost))
+    return tuple(ranks)
+
+
+# Ways out plan the same models dozens of times: what does not depend on memory is counted once.
+
+
+@lru_cache(maxsize=64)
+def sizes(key: Same[ModelSpec], most: int) -> tuple[int, ...]:
+    return parallel_sizes(key.held, most)
+
+
+@lru_cache(maxsize=64)
+def _weights(key: Same[PlannedModel], dtype: str) -> tuple[Weight, ...]:
+    return tuple(weights_of(key.held, dtype=dtype))
+
+
+@lru_cache(maxsize=64)
+def _whole_bytes(key: Same[PlannedModel], dtype: str) -> int:
+    return total_bytes(_weights(key, dtype))
+
+
+@lru_cache(maxsize=1024)
+def _held_bytes(key: Same[PlannedModel], dtype: str, tensor_parallel: int, stage: int, stages: int) -> int:
+    weights = _weights(key, dtype)
+    return rank_bytes(weights, key.held.spec, tensor_parallel=tensor_parallel, stage=stage, stages=stages)
+
+
+def check(question: Question, tensor_parallel: int) -> None:
+    spec, settings, devices = question.model.spec, question.settings, question.machine.devices
+    check_parallel(spec, tensor_parallel, settings.pipeline_parallel)
+    wanted = tensor_parallel * settings.pipeline_parallel
+    if wanted > len(devices):
+        raise ConfigurationError(
+            f"{tensor_parallel} x {settings.pipeline_parallel} ranks need {wanted} devices",
+            code=TOO_FEW_DEVICES,
+            needed=f"{wanted} devices",
+            found=f"{len(devices)}: {', '.join(device.name for device in devices)}",
+            fix=f"--gpu with x{wanted}, or a smaller -tp or -pp",
+            field="tensor_parallel_size",
+        )
+    if settings.max_model_len is not None and settings.max_model_len > spec.max_position:
+        raise ConfigurationError(
+            f"max_model_len is {settings.max_model_len:,}, but the model was made for {spec.max_position:,} tokens",
+            code=CONTEXT_TOO_LONG,
+            needed=f"at most {spec.max_position:,}",
+            found=f"{settings.max_model_len:,}",
+            fix=f"--max-model-len {spec.max_position}, or leave it out",
+            field="max_model_len",
+        )
+
+
+def compute_dtype(question: Question) -> str:
+    """What the engine would compute in, and keep plain weights in."""
+    asked = {"half": "float16", "float": "float32"}.get(question.settings.dtype, question.settings.dtype)
+    if asked != "auto":
+        return asked
+    stored, device = question.model.spec.stored_dtype, question.machine.devices[0]
+    if device.kind == "cpu":
+        fast = question.machine.cpu_features & {"amx_bf16", "avx512_bf16", "bf16"}
+        return "bfloat16" if fast and stored != "float32" else "float32"
+    if stored == "float16" or (device.gpu is not None and not device.gpu.bf16):
+        return "float16"
+    return "bfloat16"
+
+
+def kv_dtype(question: Question) -> str:
+    asked = question.settings.kv_cache_dtype
+    return compute_dtype(question) if asked == "auto" else asked
+
+
+def utilization_of(question: Question) -> float:
+    asked = question.settings.utilization
+    return DEFAULT_UTILIZATION if asked is None else asked
