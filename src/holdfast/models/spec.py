@@ -19,6 +19,9 @@ Activation = Literal["silu", "gelu", "gelu_tanh"]
 Part = Literal["text", "vision", "draft"]
 """draft: layers that guess further tokens, which a server loads only for speculation."""
 
+SCALED_ELEMENTS, SCALE_BYTES = 128, 4
+"""A latent cache in FP8 has a float32 scale for so many elements."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeSpec:
@@ -57,6 +60,24 @@ class LatentSpec:
     rope_dim: int
     index_dim: int = 0
     """A further key a token, by which few tokens are chosen to attend to; 0: attends to all."""
+
+    @property
+    def elements(self) -> int:
+        """Of a token, in the cache's own type; the index has a type of its own."""
+        return self.rank + self.rope_dim
+
+    def token_bytes(self, element_bytes: int) -> int:
+        """Of a token in one layer, with its key in the index: bytes of FP8 with a float32 scale for every block of
+        them, whatever the rest is kept in. An engine that chooses tokens keeps a latent of one byte an element so
+        too, and its rotated part in two: 512 + 4 x 4 + 2 x 64 = 656 bytes of DeepSeek V3.2."""
+        if not self.index_dim:
+            return self.elements * element_bytes
+        latent = _scaled_bytes(self.rank) + 2 * self.rope_dim if element_bytes == 1 else self.elements * element_bytes
+        return latent + _scaled_bytes(self.index_dim)
+
+
+def _scaled_bytes(elements: int) -> int:
+    return elements + SCALE_BYTES * -(-elements // SCALED_ELEMENTS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -201,11 +222,11 @@ class ModelSpec:
         return tensor.elements // tensor.experts * used
 
     def kv_elements(self, layer: LayerSpec) -> int:
-        """Keys and values of one token in this layer."""
+        """Keys and values of one token in this layer, in the cache's own type."""
         if not layer.attends or layer.shares_kv_of is not None:
             return 0
         if layer.latent is not None:
-            return layer.latent.rank + layer.latent.rope_dim + layer.latent.index_dim
+            return layer.latent.elements
         kv_heads = self.kv_heads if layer.kv_heads is None else layer.kv_heads
         head_dim = self.head_dim if layer.head_dim is None else layer.head_dim
         return 2 * kv_heads * head_dim
@@ -214,3 +235,13 @@ class ModelSpec:
     def kv_elements_per_token(self) -> int:
         """What one more token costs once all windows are full."""
         return sum(self.kv_elements(layer) for layer in self.layers if layer.window is None)
+
+    def kv_bytes(self, layer: LayerSpec, element_bytes: int) -> int:
+        """Of one token in this layer: its elements, and what is kept beside them in a type of its own."""
+        if layer.latent is not None and self.kv_elements(layer):
+            return layer.latent.token_bytes(element_bytes)
+        return self.kv_elements(layer) * element_bytes
+
+    def kv_bytes_per_token(self, element_bytes: int) -> int:
+        """What one more token costs once all windows are full."""
+        return sum(self.kv_bytes(layer, element_bytes) for layer in self.layers if layer.window is None)

@@ -63,7 +63,7 @@ class Answer:
     @property
     def kv_bytes_per_token(self) -> int:
         """Of the model, once: copies on several ranks are not counted."""
-        return self.question.model.spec.kv_elements_per_token * KV_ELEMENT_BYTES[self.fit.kv_dtype]
+        return self.question.model.spec.kv_bytes_per_token(KV_ELEMENT_BYTES[self.fit.kv_dtype])
 
     @property
     def question(self) -> Question:

@@ -83,7 +83,7 @@ def kv_cost(
     windows: dict[int, int] = {}
     for index in range(len(spec.layers)) if layers is None else layers:
         layer = spec.layers[index]
-        size = rank_elements(spec, layer, tensor_parallel) * element_bytes
+        size = rank_bytes(spec, layer, tensor_parallel, element_bytes)
         if layer.window is None:
             growing += size
         elif size:
@@ -100,9 +100,9 @@ def kv_cost(
     )
 
 
-def rank_elements(spec: ModelSpec, layer: LayerSpec, ranks: int) -> int:
+def rank_bytes(spec: ModelSpec, layer: LayerSpec, ranks: int, element_bytes: int) -> int:
     """Keys and values of a token in one layer on one rank. A latent is whole on every rank."""
-    whole = spec.kv_elements(layer)
+    whole = spec.kv_bytes(layer, element_bytes)
     if layer.latent is not None or ranks == 1 or whole == 0:
         return whole
     kv_heads = spec.kv_heads if layer.kv_heads is None else layer.kv_heads

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.models import ModelSpec, describe_config
+from holdfast.models import ModelSpec, catalogue, describe_config
 
 
 def build(architecture: str, numbers: str, **more: Any) -> ModelSpec:
@@ -228,6 +228,19 @@ def fixed_elements(spec: ModelSpec) -> int:
 def test_kv_elements(name: str, per_token: int, fixed: int) -> None:
     spec = named(name)
     assert (spec.kv_elements_per_token, fixed_elements(spec)) == (per_token, fixed)
+
+
+@pytest.mark.parametrize(
+    ("name", "element_bytes", "per_token"),
+    [
+        ("deepseek-v3", 2, 61 * 1152), ("deepseek-v3", 1, 61 * 576),
+        # Public engines keep 132 bytes a token of the index (128 of FP8 and a scale), and in FP8 656 of the latent.
+        ("deepseek-v3.2", 2, 61 * (1152 + 132)), ("deepseek-v3.2", 1, 61 * (656 + 132)),
+        ("glm-5", 2, 78 * (1152 + 132)), ("glm-5", 1, 78 * (656 + 132)),
+    ],
+)  # fmt: skip
+def test_kv_bytes_of_latents_and_their_index(name: str, element_bytes: int, per_token: int) -> None:
+    assert describe_config(catalogue.find(name).config).kv_bytes_per_token(element_bytes) == per_token
 
 
 def test_draft_layers_are_counted_apart() -> None:
