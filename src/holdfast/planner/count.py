@@ -124,7 +124,7 @@ def _held_bytes(key: Same[PlannedModel], dtype: str, tensor_parallel: int, stage
 
 def check(question: Question, tensor_parallel: int) -> None:
     spec, settings, devices = question.model.spec, question.settings, question.machine.devices
-    check_parallel(spec, tensor_parallel, settings.pipeline_parallel)
+    check_parallel(spec, tensor_parallel, settings.pipeline_parallel, unchecked=question.model.unchecked)
     wanted = tensor_parallel * settings.pipeline_parallel
     if wanted > len(devices):
         raise ConfigurationError(

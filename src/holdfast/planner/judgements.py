@@ -29,6 +29,8 @@ NOT_COUNTED = "HFW31"
 NO_FP8 = "HFW32"
 NO_BF16 = "HFW33"
 TRAFFIC_BEYOND_CONTEXT = "HFW34"
+PEAK_UNKNOWN = "HFW35"
+UNCHECKED_SPLIT = "HFW40"
 
 DESKTOP_UTILIZATION, SHARED_UTILIZATION = 0.85, 0.80
 DESKTOP_CARD_BYTES = 25 * GIB
@@ -51,7 +53,7 @@ class PlanWarning:
 
 def warnings(fit: Fit) -> tuple[PlanWarning, ...]:
     return (
-        *_longer_traffic(fit), *_utilization(fit), *_starved(fit), *_desktop(fit), *_neighbours(fit), *_no_kv(fit),
+        *_unknown_peak(fit), *_longer_traffic(fit), *_utilization(fit), *_starved(fit), *_desktop(fit), *_neighbours(fit), *_no_kv(fit),
         *_sequences(fit), *_context(fit), *_idle(fit), *_margin(fit), *_model(fit), *_number_types(fit),
     )  # fmt: skip
 
@@ -199,6 +201,20 @@ def _context(fit: Fit) -> Iterator[PlanWarning]:
     )
 
 
+def _unknown_peak(fit: Fit) -> Iterator[PlanWarning]:
+    traffic = fit.question.traffic
+    if traffic is None or traffic.peak_known:
+        return
+    held = "" if too_long(fit.question) else f"; memory holds {int(fit.concurrency(max(1, traffic.length)))}"
+    yield PlanWarning(
+        code=PEAK_UNKNOWN,
+        message=f"{traffic.source} does not tell how many requests ran at once at its peak: this plan is for"
+        f" {traffic.concurrency}{held}",
+        field="concurrency",
+        fix="--concurrency with the peak of this traffic",
+    )
+
+
 def _longer_traffic(fit: Fit) -> Iterator[PlanWarning]:
     traffic, served = fit.question.traffic, fit.limits.max_model_len
     if too_long(fit.question):
@@ -263,6 +279,14 @@ def _model(fit: Fit) -> Iterator[PlanWarning]:
     spec = fit.question.model.spec
     if spec.not_counted:
         yield PlanWarning(code=NOT_COUNTED, message=f"not counted: {', '.join(spec.not_counted)}")
+    if fit.question.model.unchecked and fit.tensor_parallel > 1:
+        yield PlanWarning(
+            code=UNCHECKED_SPLIT,
+            message=f"that it splits over {fit.tensor_parallel} GPUs follows from shapes of the catalogue that were not"
+            " compared with a public copy; quantized models are sometimes padded for it",
+            field="tensor_parallel_size",
+            fix=f"plan what is published: holdfast plan {fit.question.model.name}, where the hub can be reached",
+        )
 
 
 def _number_types(fit: Fit) -> Iterator[PlanWarning]:

@@ -27,6 +27,8 @@ class PlannedModel:
     published_parameters: int | None = None
     derived: bool = False
     """`stored` was worked out from shapes, as a quantizer would write it; no file was read."""
+    unchecked: bool = False
+    """Shapes of the catalogue that nobody compared with a public copy yet."""
     made_as: str | None = None
     """Planned as if it were quantized so (awq, nf4, Q4_K_M), and not known to be stored so anywhere."""
 
@@ -100,6 +102,8 @@ class Traffic:
     """Those it was read from; 0: it was stated."""
     length_tokens: int | None = None
     """P99 of prompt and output together, where it is known; it is less than the sum of the two P99s."""
+    peak_known: bool = True
+    """False: the source tells no peak, and `concurrency` is the least that it may be."""
 
     @property
     def length(self) -> int:

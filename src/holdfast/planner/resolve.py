@@ -94,7 +94,8 @@ def _from_afar(wanted: str, entry: CatalogueEntry | None, revision: str | None) 
     except ModelAccessError as error:
         if revision is not None:
             raise  # The catalogue does not know one revision from another.
-        reason = f"the hub cannot be read ({shorten(error.message, 100)}); shapes of the catalogue, {entry.provenance}"
+        of = "the catalogue" if wanted == entry.hub_id else f"{entry.hub_id}, which the catalogue takes for the same"
+        reason = f"the hub cannot be read ({shorten(error.message, 100)}); shapes of {of}, {entry.provenance}"
         return _from_catalogue(entry, reason, name=wanted)
 
 
@@ -151,6 +152,7 @@ def _from_catalogue(entry: CatalogueEntry, reason: str, *, name: str | None = No
         spec=describe_config(entry.config),
         origin="catalogue",
         published_parameters=entry.parameters,
+        unchecked=entry.checked is None,
     )
     return Resolved(model, (Decision("model", entry.name, reason, "catalogue"),))
 

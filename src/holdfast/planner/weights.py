@@ -8,16 +8,18 @@ Knows nothing of budgets.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from math import prod
+from math import gcd, lcm, prod
 
 from holdfast.checkpoints import LAYOUTS, Packing, StoredTensor, stored_bytes
+from holdfast.checkpoints.quantized import WORD_BITS
 from holdfast.errors import CheckpointError, ConfigurationError
 from holdfast.models import ModelSpec, TensorSpec
 from holdfast.models.quantization import QuantSpec
 from holdfast.planner.question import PlannedModel
+from holdfast.planner.same import Same
 
 DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 VOCABULARY_PAD = 64
@@ -37,29 +39,13 @@ class Weight:
 def weights_of(model: PlannedModel, *, dtype: str) -> list[Weight]:
     """Draft layers are left out: a server loads them only for speculation. Plain tensors become `dtype`."""
     if model.stored is None:
-        return list(_from_shapes(_Same(model.spec), dtype))
+        return list(_from_shapes(Same(model.spec), dtype))
     return _from_headers(model, dtype)
 
 
-class _Same:
-    """A spec as a key: the same object, not an equal one, because comparing thousands of tensors takes longer than
-    counting them. A plan asks for the same model dozens of times."""
-
-    __slots__ = ("spec",)
-
-    def __init__(self, spec: ModelSpec) -> None:
-        self.spec = spec
-
-    def __hash__(self) -> int:
-        return id(self.spec)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and other.spec is self.spec
-
-
 @lru_cache(maxsize=32)
-def _from_shapes(key: _Same, dtype: str) -> tuple[Weight, ...]:
-    spec, element = key.spec, DTYPE_BYTES[dtype]
+def _from_shapes(key: Same[ModelSpec], dtype: str) -> tuple[Weight, ...]:
+    spec, element = key.held, DTYPE_BYTES[dtype]
     found = []
     for tensor in spec.tensors:
         if tensor.part == "draft" or tensor.optional:
@@ -164,31 +150,86 @@ def total_bytes(weights: Sequence[Weight]) -> int:
 # Ranks
 
 
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """What ranks share, and how much of it must stay together."""
+
+    what: str
+    width: int
+    whole: int = 1
+    """A quantizer's group, block or packed word; 1: any number may."""
+    most: int = 0
+    """Ranks beyond so many repeat it; 0: none do."""
+
+    def problem(self, size: int) -> str | None:
+        parts = min(size, self.most) if self.most else size
+        if self.width % (parts * self.whole) == 0:
+            return None
+        if self.whole == 1:
+            return f"{self.what} does not split into {parts}"
+        return f"{self.what} does not split into {parts}: quantized in groups of {self.whole}, which stay whole"
+
+
 def parallel_sizes(spec: ModelSpec, most: int = 64) -> tuple[int, ...]:
     """Tensor-parallel sizes that divide the model."""
     return tuple(size for size in range(1, most + 1) if why_not_parallel(spec, size) is None)
 
 
 def why_not_parallel(spec: ModelSpec, size: int) -> str | None:
+    if size == 1:
+        return None
     if spec.heads % size:
         return f"{spec.heads} attention heads do not split into {size}"
     if spec.kv_heads % size and size % spec.kv_heads:
         return f"{spec.kv_heads} KV heads neither split into {size} nor repeat over it"
-    for layer in spec.layers:
-        for width in _split_widths(spec, layer.index):
-            if width % size:
-                return f"an MLP of {width} columns does not split into {size}"
-            group = _whole_columns(spec.quantization)
-            if group > 1 and width // size % group:
-                return f"groups of {group} quantized columns do not split an MLP of {width} into {size}"
-    return None
+    return next((problem for cut in _cuts(Same(spec)) if (problem := cut.problem(size)) is not None), None)
 
 
-def _whole_columns(quantization: QuantSpec | None) -> int:
-    """Columns that must stay together; 0: any number may. Engines that run experts in MXFP4 pad them."""
-    if quantization is None or quantization.method == "mxfp4":
-        return 0
-    return quantization.block[0] if quantization.granularity == "block" else quantization.group_size
+@lru_cache(maxsize=32)
+def _cuts(key: Same[ModelSpec]) -> tuple[_Cut, ...]:
+    """Each of a kind once, however many layers have it."""
+    spec = key.held
+    found = [
+        _Cut(f"an MLP of {width} columns", width)
+        for width in dict.fromkeys(width for layer in spec.layers for width in _split_widths(spec, layer.index))
+    ]
+    if spec.quantization is not None:
+        for tensor in spec.tensors:
+            if tensor.part == "text" and tensor.shard_axis is not None:
+                found += _quantized_cut(spec, spec.quantization, tensor, tensor.shard_axis)
+    return tuple(dict.fromkeys(found))
+
+
+def _quantized_cut(spec: ModelSpec, quantization: QuantSpec, tensor: TensorSpec, axis: int) -> Iterator[_Cut]:
+    if packing_of(quantization, tensor, spec.stored_dtype) is None:
+        return
+    rows, columns = _whole(quantization)
+    inner = axis == len(tensor.shape) - 1
+    whole, width = columns if inner else rows, tensor.shape[axis]
+    if whole > 1:
+        module = tensor.hf_name.removesuffix(".weight").rpartition(".")[2]
+        repeated = spec.kv_heads if _of_kv_heads(tensor) else 0
+        yield _Cut(f"{module} of {width} {'columns' if inner else 'rows'}", width, whole, repeated)
+
+
+def _whole(quantization: QuantSpec) -> tuple[int, int]:
+    """Rows and columns of a matrix that must stay together. Engines that run experts in MXFP4 pad them."""
+    if quantization.method == "mxfp4":
+        return 1, 1
+    if quantization.granularity == "block":
+        return quantization.block
+    # Packed integers lie in whole words: AWQ packs outputs, GPTQ inputs, and both the zero points of outputs.
+    word = WORD_BITS // gcd(WORD_BITS, quantization.bits)
+    packs_rows = quantization.method in ("awq", "gptq") or (
+        quantization.method == "int4" and not quantization.symmetric
+    )
+    packs_columns = quantization.method in ("gptq", "int4")
+    columns = lcm(quantization.group_size or 1, word if packs_columns else 1)
+    return (word if packs_rows else 1), columns
+
+
+def _of_kv_heads(tensor: TensorSpec) -> bool:
+    return tensor.name.rpartition(".")[2] in ("k", "v", "k_bias", "v_bias")
 
 
 def _split_widths(spec: ModelSpec, layer: int) -> list[int]:
@@ -199,7 +240,8 @@ def _split_widths(spec: ModelSpec, layer: int) -> list[int]:
     return [described.experts.intermediate_size, *([shared] if shared else [])]
 
 
-def check_parallel(spec: ModelSpec, tensor_parallel: int, pipeline_parallel: int) -> None:
+def check_parallel(spec: ModelSpec, tensor_parallel: int, pipeline_parallel: int, *, unchecked: bool = False) -> None:
+    """`unchecked`: the shapes may be wrong, and with them the refusal."""
     reason = why_not_parallel(spec, tensor_parallel)
     if reason is not None:
         sizes = ", ".join(map(str, parallel_sizes(spec)))
@@ -209,7 +251,7 @@ def check_parallel(spec: ModelSpec, tensor_parallel: int, pipeline_parallel: int
             code=TP_NOT_POSSIBLE,
             needed=f"a tensor-parallel size of {sizes}",
             found=str(tensor_parallel),
-            fix=f"-tp {nearest}",
+            fix=f"-tp {nearest}" + ("; or the hub id: the catalogue's shapes were not compared" if unchecked else ""),
             field="tensor_parallel_size",
         )
     if pipeline_parallel > len(spec.layers):
@@ -264,7 +306,7 @@ def _share(weight: Weight, spec: ModelSpec, ranks: int) -> int:
     tensor = weight.tensor
     if ranks == 1 or tensor is None or tensor.shard_axis is None:
         return weight.nbytes
-    if tensor.name.rpartition(".")[2] in ("k", "v", "k_bias", "v_bias") and spec.kv_heads < ranks:
+    if _of_kv_heads(tensor) and spec.kv_heads < ranks:
         return weight.nbytes // spec.kv_heads
     extent = tensor.shape[tensor.shard_axis]
     if tensor.name in ("embed", "head"):

@@ -17,6 +17,8 @@ import pytest
 
 from holdfast.errors import ConfigurationError
 from holdfast.models import catalogue, registry
+from holdfast.planner.question import PlannedModel
+from holdfast.planner.weights import total_bytes, weights_of
 
 ENTRIES = catalogue.entries()
 DESCRIBED = [entry for entry in ENTRIES if entry.config["architectures"][0] in registry.known_architectures()]
@@ -190,3 +192,20 @@ def test_every_architecture_is_of_one_family() -> None:
         flat = [name for family in names for name in family]
         assert len(flat) == len(set(flat))
     assert len(registry.known_architectures()) >= 60
+
+
+@pytest.mark.parametrize(
+    ("name", "gigabytes"),
+    [
+        # Sums of the eleven files that the maker lists, each rounded to 10 MB. With 29,568 columns they would be
+        # 130 MB less.
+        ("qwen2.5-72b-awq", 3.94 + 3 * 3.91 + 5 * 3.99 + 3.46 + 2.49),
+        ("qwen2.5-72b-gptq-int4", 3.94 + 3 * 3.92 + 5 * 4.00 + 3.46 + 2.49),
+    ],
+)
+def test_quantized_models_are_as_large_as_their_files(name: str, gigabytes: float) -> None:
+    """Their MLPs are padded by 128, so that groups split over 8 GPUs."""
+    entry = catalogue.find(name)
+    assert entry.config["intermediate_size"] == 29_696
+    model = PlannedModel(name=name, spec=registry.describe_config(entry.config), origin="catalogue")
+    assert total_bytes(weights_of(model, dtype="float16")) / 1e9 == pytest.approx(gigabytes, abs=11 * 0.005)

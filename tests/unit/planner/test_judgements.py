@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
+from holdfast.errors import ConfigurationError
 from holdfast.models import catalogue, describe_config
 from holdfast.observability.codes import explain
 from holdfast.planner import judgements
@@ -32,7 +34,7 @@ def thumb(question: Question, name: str) -> Thumb:
 
 def test_every_code_is_explained() -> None:
     codes = {value for name, value in vars(judgements).items() if isinstance(value, str) and value.startswith("HFW")}
-    assert len(codes) == 15
+    assert len(codes) == 16
     for code in codes:
         assert explain(code).helps
 
@@ -239,3 +241,21 @@ def test_4_bit_8b_gives_the_cache_three_times_the_room(ask: Ask) -> None:
     gain = fit(small).ranks[0].room_bytes / fit(plain).ranks[0].room_bytes
     assert gain == pytest.approx(3.4, abs=0.4)
     assert describe_config(catalogue.find("llama-3.1-8b-awq").config).quantization is not None
+
+
+# Shapes that nobody compared
+
+
+def test_a_split_of_shapes_that_nobody_compared_is_warned_of(ask: Ask) -> None:
+    question = ask("qwen2.5-32b-awq", "l4", count=4, tensor_parallel=4)
+    unchecked = replace(question, model=replace(question.model, unchecked=True))
+    (warning,) = of(unchecked, "HFW40")
+    assert warning.field == "tensor_parallel_size"
+    assert "Qwen/Qwen2.5-32B-Instruct-AWQ" in (warning.fix or "")
+    assert not of(question, "HFW40")
+    alone = replace(unchecked, settings=replace(unchecked.settings, tensor_parallel=1))
+    assert not of(alone, "HFW40")
+    three = replace(unchecked, settings=replace(unchecked.settings, tensor_parallel=3))
+    with pytest.raises(ConfigurationError, match="cannot be split") as caught:
+        fit(three)
+    assert "not compared" in (caught.value.fix or "")

@@ -98,6 +98,13 @@ def test_a_name_of_the_catalogue_needs_no_network() -> None:
     assert found.model.published_parameters == 8_030_261_248
 
 
+def test_shapes_that_nobody_compared_are_marked() -> None:
+    assert not resolve_model("llama-3.1-8b").model.unchecked
+    for entry in catalogue.entries()[::20]:
+        assert resolve_model(entry.name).model.unchecked is (entry.checked is None)
+    assert resolve_model("phi-4-fp8").model.unchecked
+
+
 def test_a_path_comes_before_a_name(tmp_path: Path, model_folder: Callable[..., Path], monkeypatch: Any) -> None:
     folder = model_folder()
     monkeypatch.chdir(tmp_path)
