@@ -16,6 +16,13 @@ PACKETS = 4
 """One is being filled, two may be on their way or wait for their steps; one to spare."""
 
 
+LINE_WORDS = 32
+
+
+def whole_lines(words: int) -> int:
+    return -(-words // LINE_WORDS) * LINE_WORDS
+
+
 class PacketRing:
     """`words`: int32 numbers of one packet. All packets arrive in the same device memory, in stream order."""
 
@@ -32,18 +39,20 @@ class PacketRing:
         """On the device."""
         return self.arrived.nbytes
 
-    def send(self, arrays: Sequence[Words], first: int = 0) -> list[torch.Tensor]:
-        """Puts the arrays one behind the other from word `first` on; returns where each lies on the device."""
+    def send(self, arrays: Sequence[Words], apart: int = 0) -> list[torch.Tensor]:
+        """Puts the arrays one behind the other, or each so many words behind the one before; returns where each lies
+        on the device. All begin at whole lines: kernels are compiled anew for pointers that are aligned otherwise."""
         place, self._next = self._next, (self._next + 1) % PACKETS
         copied = self._copied[place]
         if copied is not None:
             copied.synchronize()
-        filled, end, views = self._filled[place], first, list[torch.Tensor]()
+        filled, first, end, views = self._filled[place], 0, 0, list[torch.Tensor]()
         for array in arrays:
-            filled[end : end + len(array)] = array
-            views.append(self.arrived[end : end + len(array)])
-            end += len(array)
-        self.arrived[first:end].copy_(self._pinned[place][first:end], non_blocking=True)
+            end = first + len(array)
+            filled[first:end] = array
+            views.append(self.arrived[first:end])
+            first += whole_lines(apart or len(array))
+        self.arrived[:end].copy_(self._pinned[place][:end], non_blocking=True)
         if copied is not None:
             copied.record()
         return views

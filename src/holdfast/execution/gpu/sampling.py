@@ -19,7 +19,7 @@ from holdfast.execution.triton_kernels.sampling_adjust import Lanes, adjust_rows
 from holdfast.execution.triton_kernels.sampling_slots import DRAWN, FLAGS, LANE, SlotParams
 from holdfast.records import SamplingParams, SequenceStart, TokenLogprobs
 
-MOST_LOGPROBS = 20
+LOGPROB_ROWS = 16
 
 
 class Work(IntEnum):
@@ -139,14 +139,20 @@ class DeviceSampler:
         if not rows:
             return None
         counts = [asked[row] or 0 for row in rows]
-        at = torch.tensor(rows, device=self._device)
+        likeliest = max(1, *counts)
+        # In turns, so that many rows need no more memory than some.
+        found = [
+            self._score(logits, torch.tensor(rows[first : first + LOGPROB_ROWS], device=self._device), likeliest)
+            for first in range(0, len(rows), LOGPROB_ROWS)
+        ]
+        own, ranks, best, best_ids = (self._to_host(torch.cat(parts)) for parts in zip(*found, strict=True))
+        return FoundLogprobs(rows, counts, own, ranks, best, best_ids)
+
+    def _score(self, logits: torch.Tensor, at: torch.Tensor, likeliest: int) -> tuple[torch.Tensor, ...]:
         scores = logits.index_select(0, at).float().log_softmax(-1)
         own = scores.gather(1, self.sampled.index_select(0, at).long()[:, None])
-        best = scores.topk(max(1, *counts))
-        return FoundLogprobs(
-            rows, counts, self._to_host(own[:, 0]), self._to_host((scores >= own).sum(-1)),
-            self._to_host(best.values), self._to_host(best.indices),
-        )  # fmt: skip
+        best = scores.topk(likeliest)
+        return own[:, 0], (scores >= own).sum(-1), best.values, best.indices
 
     def _to_host(self, found: torch.Tensor) -> torch.Tensor:
         if self._device.type != "cuda":

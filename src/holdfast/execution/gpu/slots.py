@@ -11,7 +11,7 @@ import numpy.typing
 import torch
 
 from holdfast.execution.batch import RunnerLimits
-from holdfast.execution.gpu.packets import PacketRing, Words
+from holdfast.execution.gpu.packets import PacketRing, Words, whole_lines
 from holdfast.execution.triton_kernels.scatter import scatter_words
 from holdfast.kvcache.groups import KVLayout
 from holdfast.records import StepPlan
@@ -38,7 +38,7 @@ class DeviceSlots:
             self._words[first : first + self._table_words].view(slots, self._blocks)
             for first in range(self._table_offset, len(self._words), self._table_words)
         ]
-        self._updates = PacketRing(2 * UPDATE_WORDS, device)
+        self._updates = PacketRing(2 * whole_lines(UPDATE_WORDS), device)
 
     @property
     def nbytes(self) -> int:

@@ -16,7 +16,7 @@ import torch
 from holdfast.execution.batch import RunnerLimits
 from holdfast.execution.gpu.attention import DecodeRows, PrefillRows
 from holdfast.execution.gpu.decoder import DeviceRows
-from holdfast.execution.gpu.packets import PacketRing
+from holdfast.execution.gpu.packets import PacketRing, whole_lines
 from holdfast.execution.triton_kernels.tiles import prefill_tiles
 from holdfast.records import Row
 
@@ -48,8 +48,9 @@ class StepForms:
         self._tile_tokens = tile_tokens
         # Slots, lengths and positions of single tokens; the second ring: a token's slot and position, a row's four
         # numbers and three of its sampling, and two of each tile, of which there are no more than tokens.
-        self._decode = PacketRing(3 * rows, device)
-        self._mixed = PacketRing(2 * tokens + 9 * rows + 2 * tokens, device)
+        self._apart = whole_lines(rows)
+        self._decode = PacketRing(3 * self._apart, device)
+        self._mixed = PacketRing(4 * whole_lines(tokens) + 9 * whole_lines(rows), device)
 
     @property
     def nbytes(self) -> int:
@@ -63,13 +64,13 @@ class StepForms:
         slots[:count] = [row.slot for row in rows]
         positions[:count] = [row.start for row in rows]
         lengths[:count] = positions[:count] + 1
-        at_slots, at_positions, at_lengths = self._decode.send([slots, positions, lengths])
+        at_slots, at_positions, at_lengths = self._decode.send([slots, positions, lengths], self._apart)
         return self._decode_step(at_slots, at_positions, at_lengths, count)
 
     def decode_places(self, size: int) -> DeviceStep:
         """Where the rows of a padded step will lie, whatever lies there now."""
-        places = self._decode.arrived
-        return self._decode_step(places[:size], places[size : 2 * size], places[2 * size : 3 * size], size)
+        slots, positions, lengths = (self._decode.arrived[first:][:size] for first in (0, self._apart, 2 * self._apart))
+        return self._decode_step(slots, positions, lengths, size)
 
     @staticmethod
     def _decode_step(slots: torch.Tensor, positions: torch.Tensor, lengths: torch.Tensor, count: int) -> DeviceStep:

@@ -42,7 +42,7 @@ class ReservedRange:
     """`nbytes`: of addresses. Nothing is backed at first."""
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
-        driver = _driver()
+        self._driver = driver = _driver()
         torch.cuda.init()
         torch.zeros(1, device=device)  # The driver's calls need torch's context to be current.
         self._properties = driver.CUmemAllocationProp()
@@ -71,7 +71,7 @@ class ReservedRange:
             return
         if self._address is None or self.mapped_bytes + wanted > self.reserved_bytes:
             raise EngineError("the KV range is closed, or shorter than that", needed=f"{nbytes:,} bytes")
-        driver = _driver()
+        driver = self._driver
         handle = _check(driver.cuMemCreate(wanted, self._properties, 0), f"{wanted:,} bytes of memory")
         at = self._address + self.mapped_bytes
         try:
@@ -94,7 +94,7 @@ class ReservedRange:
     def close(self) -> None:
         if self._address is None:
             return
-        driver, address, offset = _driver(), self._address, 0
+        driver, address, offset = self._driver, self._address, 0
         torch.cuda.synchronize(self.device)
         for handle, size in self._handles:
             driver.cuMemUnmap(address + offset, size)
