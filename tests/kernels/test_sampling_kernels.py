@@ -272,6 +272,20 @@ def test_an_upload_brings_what_was_written_before_it() -> None:
     assert not params.adjusting
 
 
+def test_more_lanes_than_copies_under_way() -> None:
+    """Each lane has its own biases after one upload, though staging is written over many times."""
+    lanes = 40
+    params = SlotParams(lanes, 5_000, DEVICE, lanes)
+    for slot in range(lanes):
+        biases = {slot + index: float(slot) for index in range(1_000 - slot)}
+        assert params.write(slot, SamplingParams(logit_bias=biases), 4)
+    params.upload()
+    for slot in range(lanes):
+        pairs = params.entries[int(params.host[slot, LANE]), : 1_000 - slot].cpu()
+        assert pairs[:, 0].tolist() == list(range(slot, 1_000))
+        assert set(pairs[:, 1].contiguous().view(torch.float32).tolist()) == {float(slot)}
+
+
 def test_lanes_run_out_and_come_back() -> None:
     params = SlotParams(3, 100, DEVICE, 1)
     assert params.write(0, SamplingParams(frequency_penalty=0.5), 4)

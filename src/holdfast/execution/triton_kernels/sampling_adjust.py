@@ -116,8 +116,8 @@ def mark(
     for start in range(piece * BLOCK, slot_word(table, slot, _ENTRIES), PIECES * BLOCK):
         index = start + tl.arange(0, BLOCK)
         used = (index >= first) & (index < slot_word(table, slot, _ENTRIES))
-        token = tl.load(entries + lane * 2 * _LANE_ENTRIES + index, mask=used, other=0)
-        added = tl.load(entries + (lane * 2 + 1) * _LANE_ENTRIES + index, mask=used, other=0)
+        pair = entries + (lane * _LANE_ENTRIES + index) * 2
+        token, added = tl.load(pair, mask=used, other=0), tl.load(pair + 1, mask=used, other=0)
         tl.atomic_add(adjusted + lane * vocab + token, added.to(tl.float32, bitcast=True), mask=used, sem="relaxed")
 
 

@@ -25,7 +25,8 @@ SEED, PROMPT_LENGTH, LANE, BANS, ENTRIES, MIN_TOKENS = 8, 10, 11, 12, 13, 14
 """Words of a slot. SEED takes two. REACH is how far under the best score min_p lets a score be."""
 
 _STAGES = 4
-_LANE_STAGES = 8
+_LANE_STAGES = 16
+"""Copies under way at once; one more waits for the first."""
 
 Words = numpy.typing.NDArray[numpy.int32]
 
@@ -64,8 +65,8 @@ class SlotParams:
         self._floats = self.host.view(numpy.float32)
         self._seeds = self.host.view(numpy.int64)
         self.table = torch.from_numpy(self.host.copy()).to(device)
-        self.entries = torch.zeros((max(lanes, 1), 2, LANE_ENTRIES), dtype=torch.int32, device=device)
-        """[lane, ids | bits of what is added, entry]: bans first, then biases."""
+        self.entries = torch.zeros((max(lanes, 1), LANE_ENTRIES, 2), dtype=torch.int32, device=device)
+        """[lane, entry, id | bits of what is added]: bans first, then biases."""
         self._free = list(range(lanes))[::-1]
         self._changed: set[int] = set()
         self._pending: dict[int, Words] = {}
@@ -106,7 +107,7 @@ class SlotParams:
         if entries:
             added = numpy.array([-math.inf] * len(bans) + list(biases.values()), dtype=numpy.float32)
             ids = numpy.array([*bans, *biases], dtype=numpy.int32)
-            self._pending[lane] = numpy.stack([ids, added.view(numpy.int32)])
+            self._pending[lane] = numpy.stack([ids, added.view(numpy.int32)], axis=-1)
         line, floats = self.host[slot], self._floats[slot]
         filtered = 0 < params.top_k < self._vocab_size or params.top_p < 1
         flags = ACTIVE | (0 if params.greedy else DRAWN | (FILTERED if filtered else 0))
@@ -138,6 +139,5 @@ class SlotParams:
             self._staging.copy(self.host[first:end], self.table[first:end])
             self._changed.clear()
         for lane, words in self._pending.items():
-            for part in range(2):
-                self._lane_staging.copy(words[part], self.entries[lane, part, : words.shape[1]])
+            self._lane_staging.copy(words, self.entries[lane, : len(words)])
         self._pending.clear()
