@@ -18,11 +18,11 @@ from holdfast.execution.ops.reference import activate
 from holdfast.execution.triton_kernels import products
 from holdfast.execution.triton_kernels.product_tiles import (
     MOST_ROWS,
-    MOST_SPLIT_OUTPUTS,
-    PROGRAMS,
     ProductTile,
     few_rows_tile,
+    fits_workspace,
     more_rows_tile,
+    split_partials,
     split_workspace_bytes,
 )
 
@@ -182,6 +182,11 @@ def test_limits() -> None:
     case = Case(MOST_ROWS + 1, 8, 32, torch.float32)
     with pytest.raises(EngineError, match="16"):
         products.skinny_product(case.x, case.weight, case.out[:, :8])
+    small, tile = Case(3, 8, 32, torch.float32), ProductTile(16, 32, 1, splits=500)
+    with pytest.raises(EngineError, match="workspace"):
+        products.skinny_product(
+            small.x, small.weight, small.out[:, :8], workspace=products.make_workspace(DEVICE), tile=tile
+        )
     empty = torch.empty(0, 32, device=DEVICE)
     products.skinny_product(empty, case.weight, torch.empty(0, 8, device=DEVICE))
     workspace = products.make_workspace(DEVICE)
@@ -195,10 +200,10 @@ def test_every_tile_of_the_table_stays_within_the_workspace(element_bytes: int) 
             few = few_rows_tile(outputs, inputs, element_bytes)
             assert few.warps * 512 == few.inputs * element_bytes
             tile = more_rows_tile(outputs, inputs, element_bytes)
-            tiles = -(-outputs // tile.outputs)
+            assert fits_workspace(tile, outputs)
             if tile.splits > 1:
-                assert tiles * tile.splits <= PROGRAMS
-                assert tile.outputs <= MOST_SPLIT_OUTPUTS
+                partials = -(-outputs // tile.outputs) * tile.splits * MOST_ROWS * tile.outputs
+                assert partials <= split_partials()
 
 
 def test_captured_once_and_replayed() -> None:

@@ -24,7 +24,7 @@ from holdfast.execution.triton_kernels.product_tiles import (
     few_rows_block_tile,
     more_rows_block_tile,
 )
-from holdfast.execution.triton_kernels.products import SplitWorkspace, add_parts, put
+from holdfast.execution.triton_kernels.products import SplitWorkspace, add_parts, put, splits_of
 
 OFFSETS = {"Q8_0": 0, "Q4_0": 8, "Q4_1": 0}
 EXPANDED_BLOCKS = 32
@@ -46,11 +46,15 @@ class BlockPlanes(NamedTuple):
 
 @triton.jit
 def _load_blocks(
-    quants, scales, minimums, row, block, lane, blocks, inside, LANES: tl.constexpr, MINIMUM: tl.constexpr
+    quants, scales, minimums, row, block, lane, blocks, inside,
+    LANES: tl.constexpr, MINIMUM: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
-    """(quant bytes [rows, blocks, lanes], scales and minimums [rows, blocks, 1] as float16)."""
+    """(quant bytes of row, block and lane, scales and minimums of row and block as float16).
+
+    A thread takes TOGETHER neighbouring quants at once."""
     place = row * blocks + block
-    found = tl.load(quants + place * LANES + lane, mask=inside, other=0, eviction_policy="evict_first")
+    byte = tl.max_contiguous(place * LANES + lane, (1, 1, TOGETHER))
+    found = tl.load(quants + byte, mask=inside, other=0, eviction_policy="evict_first")
     scale = tl.load(scales + place, mask=inside, other=0.0)
     minimum = scale
     if MINIMUM:
@@ -93,21 +97,25 @@ def _multiply_few(
 ):  # fmt: skip
     """One or two rows of x. The next tile of the matrix is on its way while this one is multiplied."""
     LANES: tl.constexpr = 16 if PACKED else 32
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None, None]
-    block, lane = tl.arange(0, TILE)[None, :, None], tl.arange(0, LANES)[None, None, :]
+    # As many as of the inputs: quants and inputs then lie alike over the threads and meet without a detour.
+    TOGETHER: tl.constexpr = 128 // x.dtype.element_ty.primitive_bitwidth
+    # Blocks come before rows: of two dimensions alike to it, the compiler lays threads along the first.
+    block, lane = tl.arange(0, TILE)[:, None, None], tl.arange(0, LANES)[None, None, :]
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[None, :, None]
     present = row < outputs
     found, scale, minimum = _load_blocks(
-        quants, scales, minimums, row, block, lane, BLOCKS, present & (block < BLOCKS), LANES, MINIMUM
+        quants, scales, minimums, row, block, lane, BLOCKS, present & (block < BLOCKS), LANES, MINIMUM, TOGETHER
     )  # fmt: skip
     after_the_one_before(OVERLAP)
-    sums = tl.zeros((ROWS, TILE, LANES), tl.float32)
+    sums = tl.zeros((TILE, ROWS, LANES), tl.float32)
     second_sums = sums
     for start in tl.range(0, BLOCKS, TILE):
         next_found, next_scale, next_minimum = found, scale, minimum
         if BLOCKS > TILE:
             following = start + TILE + block
             next_found, next_scale, next_minimum = _load_blocks(
-                quants, scales, minimums, row, following, lane, BLOCKS, present & (following < BLOCKS), LANES, MINIMUM
+                quants, scales, minimums, row, following, lane, BLOCKS, present & (following < BLOCKS),
+                LANES, MINIMUM, TOGETHER,
             )  # fmt: skip
         at = start + block
         low, high = _block_inputs(x, at, lane, at < BLOCKS, PACKED)
@@ -118,9 +126,9 @@ def _multiply_few(
         found, scale, minimum = next_found, next_scale, next_minimum
     output = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = output < outputs
-    put(out, output, tl.sum(tl.sum(sums, 2), 1), bias, output, inside, BIAS, ADD)
+    put(out, output, tl.sum(tl.sum(sums, 2), 0), bias, output, inside, BIAS, ADD)
     if TWO:
-        put(out, out_stride + output, tl.sum(tl.sum(second_sums, 2), 1), bias, output, inside, BIAS, ADD)
+        put(out, out_stride + output, tl.sum(tl.sum(second_sums, 2), 0), bias, output, inside, BIAS, ADD)
 
 
 @triton.jit
@@ -156,7 +164,7 @@ def _multiply_more(
     for start in tl.range(first, tl.minimum(first + share, BLOCKS), TILE):
         at = start + block
         found, scale, minimum = _load_blocks(
-            quants, scales, minimums, row, at, lane, BLOCKS, (row < outputs) & (at < BLOCKS), LANES, MINIMUM
+            quants, scales, minimums, row, at, lane, BLOCKS, (row < outputs) & (at < BLOCKS), LANES, MINIMUM, 16
         )  # fmt: skip
         inside = live & (start + column // LANES < BLOCKS)
         low = found
@@ -202,7 +210,7 @@ def block_product(
     planes = (x, matrix.quants, matrix.scales, matrix.minimums if minimum else matrix.scales, out)
     added = matrix.scales if bias is None else bias
     if rows <= FEW_ROWS:
-        tile = tile or few_rows_block_tile(outputs, blocks)
+        tile = tile or few_rows_block_tile(rows, outputs, blocks, 16 if packed else 32, x.element_size())
         _multiply_few[(triton.cdiv(outputs, tile.outputs),)](
             *planes, added, outputs, x.stride(0), out.stride(0), BLOCKS=blocks, TWO=rows == FEW_ROWS,
             BIAS=bias is not None, ADD=accumulate, PACKED=packed, OFFSET=offset, MINIMUM=minimum, ROWS=tile.outputs,
@@ -211,7 +219,7 @@ def block_product(
         return
     tile = tile or more_rows_block_tile(outputs, blocks, x.element_size())
     partials, counters = workspace if workspace is not None else (out, out)
-    splits = tile.splits if workspace is not None else 1
+    splits = splits_of(tile, outputs, workspace)
     _multiply_more[(triton.cdiv(outputs, tile.outputs), splits)](
         *planes, added, partials, counters, rows, outputs, x.stride(0), out.stride(0), BLOCKS=blocks,
         BIAS=bias is not None, ADD=accumulate, PACKED=packed, OFFSET=offset, MINIMUM=minimum, ROWS=tile.outputs,
@@ -237,13 +245,13 @@ def _expand_rows(
     row = target
     if CHOSEN:
         row = token_of(ids, slots, positions, ids_stride, target, BY_SLOT)
-    block = tl.program_id(1) * TILE + tl.arange(0, TILE)[:, None]
-    lane = tl.arange(0, LANES)[None, :]
+    block = tl.program_id(1) * TILE + tl.arange(0, TILE)[None, :, None]
+    lane = tl.arange(0, LANES)[None, None, :]
     inside = block < BLOCKS
     known = inside & (row >= 0) & (row < known_rows)
     # Rows beyond the mask read nothing: quants, scales and minimums of 0. Q4_0's offset times 0 is 0 as well.
     found, scale, minimum = _load_blocks(
-        quants, scales, minimums, row, block, lane, BLOCKS, known, LANES, MINIMUM
+        quants, scales, minimums, row, block, lane, BLOCKS, known, LANES, MINIMUM, 8
     )  # fmt: skip
     place = out + target * out_stride + block * 32 + lane
     low = found

@@ -2,8 +2,9 @@
 """The small kernels of a decoder layer: norms, rotary with the write of keys and values, gates, embedding rows.
 
 Every one fills tensors it is given, reads nothing back to the host and rounds where the plain forms round. Knows no
-products and no attention. `overlap` lets a kernel start while the one before it still runs (it waits before it touches
-anything that one could have written); all it needs is a GPU of compute capability 9.0.
+products and no attention. `overlap` lets a kernel start while the one before it still runs: it reads weights at once
+and waits before it touches anything else. So the kernel before must not write weights, and the GPU must be of compute
+capability 9.0 or later.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
 
 def norm_warps(columns: int) -> int:
     """A row is one program: about 16 elements a thread."""
-    return min(16, max(1, triton.next_power_of_2(columns) // 512))
+    return min(16, 1 << max(0, (columns // 512).bit_length() - 1))
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""How products with few rows are cut: tile sizes by shape and number type, and the split workspace. No torch, no triton.
+"""How products of few rows are cut: tiles by shape and number type, and the split workspace. No torch, no triton.
 
 The constants are for Hopper (132 multiprocessors, 228 KiB of shared memory each) and are all here, so that one
 benchmark can tune them; nothing is searched at run time.
@@ -56,13 +56,24 @@ def more_rows_tile(outputs: int, inputs: int, element_bytes: int, *, gated: bool
     return ProductTile(rows, width, 4, stages=4, splits=splits)
 
 
-def few_rows_block_tile(outputs: int, blocks: int) -> ProductTile:
-    return ProductTile(4 if outputs >= 2048 else 2, min(32, 1 << (blocks - 1).bit_length()), 4)
+def few_rows_block_tile(rows: int, outputs: int, blocks: int, lanes: int, element_bytes: int) -> ProductTile:
+    """One tile row is one load of all threads, as many quants a thread as 16 bytes hold inputs."""
+    warps = 4
+    while warps > 1 and warps * WARP_BYTES // 2 >= blocks * lanes * element_bytes:
+        warps //= 2
+    taken = 4 // rows if outputs >= 2048 else 2 // rows if outputs >= 512 else 1
+    return ProductTile(taken, max(1, warps * WARP_BYTES // element_bytes // lanes), warps)
 
 
 def more_rows_block_tile(outputs: int, blocks: int, element_bytes: int) -> ProductTile:
     del outputs
     return ProductTile(32, min(8 if element_bytes == 2 else 4, 1 << (blocks - 1).bit_length()), 4, stages=3)
+
+
+def fits_workspace(tile: ProductTile, outputs: int) -> bool:
+    """Whether the programs that share output tiles find room for their partial sums and counters."""
+    programs = -(-outputs // tile.outputs) * tile.splits
+    return tile.splits == 1 or (programs <= PROGRAMS and tile.outputs <= MOST_SPLIT_OUTPUTS)
 
 
 def split_partials() -> int:

@@ -26,6 +26,7 @@ from holdfast.execution.triton_kernels.product_tiles import (
     PROGRAMS,
     ProductTile,
     few_rows_tile,
+    fits_workspace,
     more_rows_tile,
     split_partials,
 )
@@ -44,6 +45,17 @@ def make_workspace(device: torch.device) -> SplitWorkspace:
         torch.empty(split_partials(), dtype=torch.float32, device=device),
         torch.zeros(PROGRAMS, dtype=torch.int32, device=device),
     )
+
+
+def splits_of(tile: ProductTile, outputs: int, workspace: SplitWorkspace | None) -> int:
+    """How many programs share an output tile: one without a workspace."""
+    if workspace is None:
+        return 1
+    if not fits_workspace(tile, outputs):
+        raise EngineError(
+            "a split product would leave its workspace", needed=f"at most {PROGRAMS} programs", found=f"{tile}"
+        )
+    return tile.splits
 
 
 @triton.jit
@@ -310,7 +322,7 @@ def _launch(
         return
     wide = torch.float32 in (x.dtype, weight.dtype)
     tile = tile or more_rows_tile(outputs, inputs, 4 if wide else 2, gated=gated)
-    splits = tile.splits if workspace is not None and not gated else 1
+    splits = splits_of(tile, outputs, None if gated else workspace)
     partials, counters = workspace if workspace is not None else (weight, weight)
     # float16 could overflow before the norm's scale is applied, and a part of the columns does not know it.
     scale_first = splits > 1 or weight.dtype == torch.float16

@@ -1,0 +1,338 @@
+"""The layer kernels on a GPU: microseconds, GB/s and the share of what memory gives, beside torch's own products.
+
+Launches run in a CUDA graph, as decoding runs them, over enough copies of a matrix that none is still in cache.
+`--sweep` tries other tiles than the table's and prints the best of each shape. Owns no model: a whole step is measured
+elsewhere.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+from torch.nn import functional
+
+from holdfast.execution.triton_kernels import blocks, layer, products
+from holdfast.execution.triton_kernels.product_tiles import (
+    WARP_BYTES,
+    ProductTile,
+    few_rows_block_tile,
+    few_rows_tile,
+    fits_workspace,
+    more_rows_block_tile,
+    more_rows_tile,
+)
+
+MEMORY_BYTES_S = 4.3e12
+"""What a copy moves on an H200, bytes read and written."""
+CACHE_BYTES = 240e6
+"""Several times the second level cache."""
+LAUNCHES = 24
+"""Of a graph; more where one is short."""
+KIND = torch.bfloat16
+
+SHAPES = {
+    "8B qkv": (6144, 4096),
+    "8B o": (4096, 4096),
+    "8B down": (4096, 14336),
+    "8B head": (128256, 4096),
+    "0.6B qkv": (4096, 1024),
+    "0.6B o": (1024, 2048),
+    "0.6B down": (1024, 3072),
+    "0.6B head": (151936, 1024),
+}
+"""(outputs, inputs)"""
+GATED = {"8B gate+up": (14336, 4096), "0.6B gate+up": (3072, 1024)}
+"""(inner, inputs)"""
+
+Launch = Callable[[int], None]
+"""Runs one kernel on the copy of this index."""
+
+
+class Clock:
+    """What is left of the time given, and how long things take."""
+
+    def __init__(self, seconds: float) -> None:
+        self._end = time.monotonic() + seconds
+        self.left_out = 0
+
+    def over(self) -> bool:
+        """Whether time is up; counts what is left out because of it."""
+        late = time.monotonic() > self._end
+        self.left_out += late
+        return late
+
+    def microseconds(self, launch: Launch, copies: int) -> float:
+        """Mean of one launch in a graph, over the best of some replays."""
+        count = -(-LAUNCHES // copies) * copies
+        launch(0)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for index in range(count):
+                launch(index % copies)
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        best = float("inf")
+        for _ in range(6):
+            begin.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            best = min(best, begin.elapsed_time(end) * 1e3 / count)
+        return best
+
+
+def rates(microseconds: float, moved_bytes: float) -> str:
+    speed = moved_bytes / microseconds * 1e6
+    return f"{microseconds:>9.2f}{speed / 1e9:>8.0f}{speed / MEMORY_BYTES_S:>6.0%}"
+
+
+HEADER = f"{'us':>9}{'GB/s':>8}{'share':>6}"
+
+
+def alone(work: Callable[[], None]) -> Launch:
+    """A launch that has no copies to choose from."""
+
+    def launch(index: int) -> None:
+        del index
+        work()
+
+    return launch
+
+
+def random(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, device="cuda", dtype=KIND)
+
+
+class Product:
+    """Copies of one matrix, and the ways to multiply with it."""
+
+    def __init__(self, rows: int, outputs: int, inputs: int, *, gated: bool = False) -> None:
+        self.gated, self.stored = gated, outputs * (2 if gated else 1)
+        self.bytes = self.stored * inputs * 2
+        self.copies = max(1, -(-int(CACHE_BYTES) // self.bytes))
+        self.matrices = [random(self.stored, inputs) for _ in range(self.copies)]
+        self.x, self.norm = random(rows, inputs), random(inputs)
+        self.out, self.wide_out = random(rows, outputs), random(rows, self.stored)
+        self.workspace = products.make_workspace(torch.device("cuda"))
+
+    def torch(self, index: int) -> None:
+        torch.mm(self.x, self.matrices[index].t(), out=self.wide_out)
+
+    def ours(self, index: int, *, tile: ProductTile | None = None, normed: bool = True, overlap: bool = False) -> None:
+        norm = self.norm if normed else None
+        matrix = self.matrices[index]
+        if self.gated:
+            products.skinny_gate_up(
+                self.x, matrix, self.out, norm_weight=norm, epsilon=1e-5, tile=tile, overlap=overlap
+            )
+        else:
+            products.skinny_product(
+                self.x, matrix, self.out, norm_weight=norm, epsilon=1e-5, tile=tile, overlap=overlap,
+                workspace=self.workspace,
+            )  # fmt: skip
+
+
+def dense(clock: Clock) -> None:
+    print(f"\n{'dense product, bf16':<26}{'rows':>5} |torch{HEADER[5:]} |ours{HEADER[4:]} |normed{HEADER[6:]} |overlap")
+    for rows in (1, 2, 8, 16):
+        for name, (outputs, inputs) in (SHAPES | GATED).items():
+            if clock.over():
+                continue
+            product = Product(rows, outputs, inputs, gated=name in GATED)
+            sides: list[Launch] = [
+                product.torch,
+                partial(product.ours, normed=False),
+                product.ours,
+                partial(product.ours, overlap=True),
+            ]
+            measured = [clock.microseconds(side, product.copies) for side in sides]
+            print(f"{name:<26}{rows:>5} |" + " |".join(rates(taken, product.bytes) for taken in measured))
+
+
+def planes(layout: str, outputs: int, inputs: int) -> blocks.BlockPlanes:
+    packed, count = layout != "Q8_0", inputs // 32
+    quants = torch.randint(0, 127, (outputs, count, 16 if packed else 32), device="cuda", dtype=torch.uint8)
+    scales = torch.randn(outputs, count, 1, device="cuda", dtype=torch.float16)
+    return blocks.BlockPlanes(
+        layout, quants if packed else quants.view(torch.int8), scales, scales.clone() if layout == "Q4_1" else None
+    )
+
+
+def plane_bytes(matrix: blocks.BlockPlanes) -> int:
+    return sum(part.nbytes for part in matrix[1:] if isinstance(part, torch.Tensor))
+
+
+def multiply_blocks(
+    matrices: list[blocks.BlockPlanes], x: torch.Tensor, out: torch.Tensor, index: int, tile: ProductTile | None = None
+) -> None:
+    blocks.block_product(x, matrices[index], out, tile=tile)
+
+
+def block_matrices(layout: str, outputs: int, inputs: int) -> tuple[list[blocks.BlockPlanes], int]:
+    one = planes(layout, outputs, inputs)
+    size = plane_bytes(one)
+    return [one] + [planes(layout, outputs, inputs) for _ in range(int(CACHE_BYTES) // size)], size
+
+
+def quantized(clock: Clock) -> None:
+    print(f"\n{'product with blocks':<26}{'rows':>5} |{HEADER}")
+    for layout in ("Q8_0", "Q4_0", "Q4_1"):
+        for rows, (outputs, inputs) in itertools.product((1, 8), ((6144, 4096), (1024, 3072))):
+            if clock.over():
+                continue
+            matrices, size = block_matrices(layout, outputs, inputs)
+            launch = partial(multiply_blocks, matrices, random(rows, inputs), random(rows, outputs))
+            taken = clock.microseconds(launch, len(matrices))
+            print(f"{f'{layout} {outputs}x{inputs}':<26}{rows:>5} |{rates(taken, size)}")
+        if clock.over():
+            continue
+        matrix, out = planes(layout, 28672, 4096), random(28672, 4096)
+        taken = clock.microseconds(alone(partial(blocks.dequantize_tile, matrix, 0, 28672, out)), 1)
+        print(
+            f"{f'{layout} 28672x4096':<26}{'all':>5} |{rates(taken, plane_bytes(matrix) + out.nbytes)} expanded to bf16"
+        )
+
+
+def small(clock: Clock) -> None:
+    """Norm, rotary with the write, gate, embedding: of an 8B's shape, for one token, a batch, and a prompt's chunk."""
+    print(f"\n{'small kernels, 8B':<26}{'rows':>5} |{HEADER}")
+    hidden, inner, heads, kv_heads, dim = 4096, 14336, 32, 8, 128
+    pages = torch.zeros(1024, 2, 2, 16, kv_heads, dim, device="cuda", dtype=KIND)
+    tables = torch.randperm(1024, device="cuda").int()[None]
+    angles, embedding = torch.randn(16384, dim, device="cuda"), random(32000, hidden)
+    ids = torch.randint(0, 32000, (1, 16384), device="cuda", dtype=torch.int32)
+    for rows in (1, 64, 8192):
+        if clock.over():
+            continue
+        stream, delta, out, norm = random(rows, hidden), random(rows, hidden), random(rows, hidden), random(hidden)
+        qkv, gate_up, gated = random(rows, (heads + 2 * kv_heads) * dim), random(rows, 2 * inner), random(rows, inner)
+        positions = torch.arange(rows, device="cuda", dtype=torch.int32)
+        slots = torch.zeros_like(positions)
+        parts: dict[str, tuple[Callable[[], None], int]] = {
+            "add and norm": (partial(layer.add_rms_norm, stream, norm, 1e-5, out, delta), 4 * stream.nbytes),
+            "rotate and store": (
+                partial(layer.rotate_and_store, qkv, angles, positions, slots, pages, tables, place=1),
+                2 * qkv.nbytes + rows * dim * 4,
+            ),
+            "gate": (partial(layer.gate, gate_up, "silu", gated), gate_up.nbytes + gated.nbytes),
+            "embed": (partial(layer.embed, ids, slots, positions, embedding, out), 2 * out.nbytes),
+        }
+        for name, (work, moved) in parts.items():
+            taken = clock.microseconds(alone(work), 1)
+            print(f"{name:<26}{rows:>5} |{rates(taken, moved)}")
+
+
+def few_rows_choices(element_bytes: int) -> Iterator[ProductTile]:
+    for outputs, warps, loads in itertools.product((1, 2, 4, 8), (1, 2, 4, 8), (1, 2)):
+        yield ProductTile(outputs, loads * warps * WARP_BYTES // element_bytes, warps)
+
+
+def more_rows_choices(outputs: int) -> Iterator[ProductTile]:
+    for taken, inputs, stages, splits in itertools.product((16, 32, 64), (128, 256), (3, 5), (1, 2, 4)):
+        tile = ProductTile(taken, inputs, 4, stages=stages, splits=splits)
+        if fits_workspace(tile, outputs):
+            yield tile
+
+
+def best_of(
+    clock: Clock,
+    name: str,
+    tiles: Iterator[ProductTile],
+    launch: Callable[..., None],
+    copies: int,
+    moved_bytes: int,
+) -> None:
+    """Times every tile, the table's first; prints that one and the best three."""
+    found: list[tuple[float, ProductTile]] = []
+    for tile in tiles:
+        if clock.over():
+            break
+        try:
+            found.append((clock.microseconds(partial(launch, tile=tile), copies), tile))
+        except Exception as refused:  # a tile that does not compile or does not fit is no candidate
+            print(f"{name}: {tile} refused: {str(refused).splitlines()[0][:80]}")
+    for taken, tile in found[:1] + sorted(found, key=lambda pair: pair[0])[:3]:
+        print(f"{name:<30}{rates(taken, moved_bytes)}  {tile}")
+
+
+def sweep(clock: Clock, part: str | None) -> None:
+    for rows, (name, (outputs, inputs)) in itertools.product((1, 8), (SHAPES | GATED).items()):
+        if part not in (None, "few" if rows == 1 else "more") or clock.over():
+            continue
+        gated = name in GATED
+        product = Product(rows, outputs, inputs, gated=gated)
+        now = (few_rows_tile if rows == 1 else more_rows_tile)(outputs, inputs, 2, gated=gated)
+        choices = few_rows_choices(2) if rows == 1 else more_rows_choices(outputs)
+
+        launch = partial(product.ours, normed=False)
+        tiles = itertools.chain((now,), choices)
+        best_of(clock, f"{name}, {rows} rows", tiles, launch, product.copies, product.bytes)
+    if part in (None, "blocks"):
+        sweep_blocks(clock)
+
+
+def sweep_blocks(clock: Clock) -> None:
+    outputs, inputs = 6144, 4096
+    for layout, rows in itertools.product(("Q4_1", "Q8_0"), (1, 8)):
+        if clock.over():
+            continue
+        matrices, size = block_matrices(layout, outputs, inputs)
+        x, out = random(rows, inputs), random(rows, outputs)
+        lanes = 32 if layout == "Q8_0" else 16
+        if rows == 1:
+            now = few_rows_block_tile(rows, outputs, inputs // 32, lanes, 2)
+            few = itertools.product((1, 2, 4, 8), (1, 2, 4, 8))
+            choices = (ProductTile(taken, warps * 256 // lanes, warps) for taken, warps in few)
+        else:
+            now = more_rows_block_tile(outputs, inputs // 32, 2)
+            more = itertools.product((16, 32, 64), (4, 8, 16), (2, 4))
+            choices = (ProductTile(taken, count, 4, stages=stages) for taken, count, stages in more)
+
+        launch = partial(multiply_blocks, matrices, x, out)
+        tiles = itertools.chain((now,), choices)
+        best_of(clock, f"{layout} {outputs}x{inputs}, {rows} rows", tiles, launch, len(matrices), size)
+
+
+def check(clock: Clock) -> None:
+    """A wrong product can be fast: one of each kind against torch before anything is timed."""
+    del clock
+    for rows, gated in itertools.product((1, 2, 8), (False, True)):
+        product = Product(rows, 1024, 1024, gated=gated)
+        product.ours(0, overlap=True)
+        normed = functional.rms_norm(product.x.float(), (1024,), product.norm.float(), 1e-5)
+        wanted = normed @ product.matrices[0].float().t()
+        if gated:
+            wanted = functional.silu(wanted[:, :1024]) * wanted[:, 1024:]
+        error = (product.out.float() - wanted).norm() / wanted.norm()
+        if not error < 0.02:
+            raise SystemExit(f"{rows} rows, gated {gated}: off by {float(error):.3f} of the result")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sweep", action="store_true", help="try other tiles than the table's")
+    parser.add_argument("--only", choices=("few", "more", "blocks"), help="with --sweep: one kind of product")
+    parser.add_argument("--seconds", type=float, default=50, help="no new measurement is begun after this")
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("needs a CUDA device")
+    torch.manual_seed(0)
+    clock = Clock(options.seconds)
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}; share of {MEMORY_BYTES_S / 1e12} TB/s")
+    check(clock)
+    if options.sweep:
+        sweep(clock, options.only)
+    else:
+        for part in (dense, small, quantized):
+            part(clock)
+    if clock.left_out:
+        print(f"{clock.left_out} measurements left out: --seconds {options.seconds:g} are over")
+
+
+if __name__ == "__main__":
+    main()
