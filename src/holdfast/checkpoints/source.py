@@ -10,6 +10,7 @@ locate_headers("…") is the same for those who only count: of a hub's model it 
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections import Counter
 from dataclasses import replace
@@ -23,7 +24,7 @@ from holdfast.checkpoints.choice import INDEX_NAME, choose_weights, part_names, 
 from holdfast.checkpoints.files import GGUFHeader, ModelFiles
 from holdfast.checkpoints.reading import read_json, read_small
 from holdfast.errors import CheckpointError, ModelNotFoundError
-from holdfast.models import ModelSpec, describe_config, describe_gguf, from_config, from_gguf
+from holdfast.models import ModelSpec, catalogue, describe_config, describe_gguf, from_config, from_gguf
 from holdfast.units import shorten
 
 Kind = Literal["builtin", "file", "folder", "hub"]
@@ -85,8 +86,20 @@ def _hub_id(name: str) -> tuple[str, str | None]:
         f"no model at {shorten(name)!r}",
         needed="an existing folder or .gguf file, a built-in name, or a hub id such as owner/name or owner/name:Q4_K_M",
         found="no such path; built in: " + ", ".join(entry.name for entry in builtin.BUILTINS),
-        fix="holdfast models",
+        fix=_meant(name) or "holdfast models",
     )
+
+
+def _meant(name: str) -> str | None:
+    """What a name that is nothing here most likely stands for."""
+    known = {alias: entry.name for entry in builtin.BUILTINS for alias in (entry.name, *entry.aliases)}
+    near = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.8)
+    if near:
+        return f"did you mean {known[near[0]]}?"
+    entry = catalogue.lookup(name)
+    if entry is None:
+        return None
+    return f"{shorten(name)} is a name of the catalogue, for plans; to run it, name what is fetched: {entry.hub_id}"
 
 
 def from_path(path: Path, *, name: str, kind: Kind | None = None, wanted: str | None = None) -> ModelFiles:
@@ -160,6 +173,7 @@ def _from_folder(folder: Path, name: str, kind: Kind, wanted: str | None) -> Mod
             f"{folder}: not a model folder: config.json is missing",
             needed="config.json with *.safetensors, or one .gguf file",
             found=shorten(", ".join(names) or "an empty folder"),
+            fix="name the folder that has config.json in it, a .gguf file or a hub id; see holdfast models",
         )
     weights = tuple(folder / file for file in choice.weights)
     if INDEX_NAME in names:

@@ -7,6 +7,7 @@ import difflib
 import importlib
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 import holdfast
 from holdfast.cli.output import UNFORESEEN_EXIT, flush, say_error, unforeseen
@@ -35,11 +36,19 @@ OVERVIEW = """examples:
 """
 
 
+class _Parser(argparse.ArgumentParser):
+    """Says a mistake as every other one is said."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigurationError(message, fix=f"see {self.prog} --help")
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
+    given = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        return _dispatched(list(sys.argv[1:] if arguments is None else arguments))
+        return _dispatched(given)
     except (ConfigurationError, RequestError) as error:
-        say_error(error)
+        say_error(error, as_json=_wants_json(given))
         return 2
     except HoldfastError as error:
         say_error(error)
@@ -64,7 +73,7 @@ def _dispatched(given: list[str]) -> int:
     if given[0] not in COMMANDS:
         return _unknown_command(given[0])
     module = importlib.import_module(f"holdfast.cli.{given[0]}")
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog=f"holdfast {given[0]}",
         usage=getattr(module, "USAGE", None),
         description=module.HELP,
@@ -79,6 +88,11 @@ def _dispatched(given: list[str]) -> int:
     return int(module.run(parsed))
 
 
+def _wants_json(given: list[str]) -> bool:
+    """A mistake in the words is told to a program as its answer would have been."""
+    return given[:1] in (["plan"], ["models"], ["ps"], ["explain"]) and "--json" in given
+
+
 def _overview(stream: object, code: int) -> int:
     lines = ["usage: holdfast COMMAND ...", "", "Serves large language models on the memory a machine really has.", ""]
     lines += [f"  {name:<8} {help}" for name, help in COMMANDS.items()]
@@ -87,11 +101,13 @@ def _overview(stream: object, code: int) -> int:
 
 
 def _unknown_argument(argument: str, parser: argparse.ArgumentParser) -> ConfigurationError:
-    known = [name for action in parser._actions for name in action.option_strings if "=" not in name]
-    near = difflib.get_close_matches(argument.split("=")[0], known, n=1)
+    # Compared without their dashes, which make short names look alike.
+    flags = (name for action in parser._actions for name in action.option_strings if "=" not in name)
+    known = {name.lstrip("-"): name for name in flags}
+    near = difflib.get_close_matches(argument.split("=")[0].lstrip("-"), known, n=1)
     return ConfigurationError(
         f"{shorten(argument)} is not understood",
-        fix=f"did you mean {near[0]}?" if near else f"see {parser.prog} --help",
+        fix=f"did you mean {known[near[0]]}?" if near else f"see {parser.prog} --help",
     )
 
 

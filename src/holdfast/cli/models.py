@@ -19,6 +19,7 @@ HELP = "list the models that are built in, cached and known"
 EXAMPLES = """\
   holdfast models                  a table
   holdfast models --json           the same for programs
+  holdfast models --known          names and shapes that `holdfast plan` knows without a network
   holdfast models --verify         check what is cached and say the result of each file; ends with 1 if one is wrong
 """
 
@@ -49,10 +50,13 @@ class Listed:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--known", action="store_true", help="list the shapes of the catalogue that plans know instead")
     parser.add_argument("--verify", action="store_true", help="hash cached built-in models, read the others' headers")
 
 
 def run(arguments: argparse.Namespace) -> int:
+    if arguments.known:
+        return _known(as_json=arguments.json)
     listed = _builtins(verify=arguments.verify) + _hub(verify=arguments.verify)
     if arguments.json:
         say_json(_document(listed))
@@ -65,6 +69,30 @@ def run(arguments: argparse.Namespace) -> int:
         name = printable(entry.name)
         print(f"{name} is wrong or torn; fetch it again: holdfast pull {name}", file=sys.stderr)
     return 1 if wrong else 0
+
+
+def _known(*, as_json: bool) -> int:
+    from holdfast.models import catalogue
+
+    listed = [
+        {
+            "name": entry.name,
+            "hub_id": entry.hub_id,
+            "parameters": entry.parameters,
+            "quantization": (entry.config.get("quantization_config") or {}).get("quant_method"),
+            "aliases": list(entry.aliases),
+        }
+        for entry in sorted(catalogue.entries(), key=lambda entry: entry.name)
+    ]
+    if as_json:
+        say_json(listed)
+        return 0
+    width = max(len(str(row["name"])) for row in listed)
+    say([f"{'name':<{width}}  {'billions':>8}  {'stored as':<18}  hub id"])
+    for row in listed:
+        billions = "?" if row["parameters"] is None else f"{int(str(row['parameters'])) / 1e9:,.1f}"
+        say([f"{row['name']:<{width}}  {billions:>8}  {row['quantization'] or '-':<18}  {row['hub_id']}"])
+    return 0
 
 
 def _builtins(*, verify: bool) -> list[Listed]:

@@ -20,6 +20,10 @@ from holdfast.errors import HoldfastError, printable
 UNFORESEEN = "HF001"
 UNFORESEEN_EXIT = 70
 """EX_SOFTWARE of sysexits.h: neither "no" nor a mistake of the user's."""
+_ASCII = str.maketrans(
+    {"█": "#", "▓": "=", "▒": "+", "░": "-", "·": ".", "±": "+-", "×": "x", "…": "...", "─": "-", "►": ">"}
+)
+"""For terminals and pipes that take nothing else."""
 _COLOUR = re.compile(r"(\x1b\[[0-9;]*m)")
 
 
@@ -36,8 +40,13 @@ def say_json(document: object) -> None:
     _write(json.dumps(document, indent=2) + "\n")
 
 
-def say_error(error: HoldfastError) -> None:
-    print(f"holdfast: {error}", file=sys.stderr)
+def say_error(error: HoldfastError, *, as_json: bool = False) -> None:
+    """For people on standard error; for programs on standard output, where they look for the answer."""
+    if not as_json:
+        print(f"holdfast: {error}", file=sys.stderr)
+        return
+    told = {name: getattr(error, name) for name in ("code", "message", "field", "needed", "found", "fix")}
+    say_json({"error": told})
 
 
 def flush() -> None:
@@ -75,10 +84,19 @@ def unforeseen(error: Exception) -> HoldfastError:
 
 def _write(text: str) -> None:
     try:
-        sys.stdout.write(text)
+        sys.stdout.write(_encodable(text, getattr(sys.stdout, "encoding", None) or "utf-8"))
         sys.stdout.flush()
     except BrokenPipeError:
         _leave(sys.stdout)
+
+
+def _encodable(text: str, encoding: str) -> str:
+    """What the reader's encoding lacks is drawn with what it has, or spelled out."""
+    try:
+        text.encode(encoding)
+    except UnicodeEncodeError:
+        return text.translate(_ASCII).encode(encoding, "backslashreplace").decode(encoding)
+    return text
 
 
 def _leave(stream: TextIO) -> None:

@@ -10,7 +10,7 @@ import argparse
 import os
 import shutil
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from holdfast.cli.output import UNFORESEEN_EXIT, say, say_error, say_json, unforeseen
@@ -39,6 +39,7 @@ EXAMPLES = """examples:
   holdfast plan qwen3-8b --gpu l4 --concurrency 16 --prompt 2000 --output 500
   holdfast plan qwen3-8b --gpu l4 --traffic access.log            for the P99 and the peak of real requests
   holdfast plan qwen3-8b --compare rtx4090 l40s h100-80           GPUs beside each other; models likewise
+  holdfast plan --list-gpus                                       what --gpu knows; holdfast models --known: shapes
 
 exit codes: 0 fits, 1 does not fit, 2 usage, 70 a fault of Holdfast's own
 """
@@ -60,25 +61,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--compare", nargs="+", metavar="NAME", help="plan each of these beside each other: all GPUs, or all models"
     )
+    parser.add_argument("--list-gpus", action="store_true", help="list the GPUs that --gpu knows, and plan nothing")
     add_flags(parser, PlanConfig, title="what to plan")
 
 
 def run(arguments: argparse.Namespace) -> int:
+    if arguments.list_gpus:
+        return _list_gpus(as_json=arguments.json)
     try:
         answers = _answers(arguments)
         _print(answers, arguments)
     except HoldfastError as error:
-        _say_error(error, as_json=arguments.json)
+        say_error(error, as_json=arguments.json)
         return 2
     except Exception as error:  # Python's own exit code for it would say that the model does not fit.
-        _say_error(unforeseen(error), as_json=arguments.json)
+        say_error(unforeseen(error), as_json=arguments.json)
         return UNFORESEEN_EXIT
     return 0 if all(answer.fits for answer in answers) else 1
 
 
 def read_settings(arguments: argparse.Namespace) -> PlanConfig:
     given = vars(arguments).copy()
-    for name in ("json", "engine", "compare"):
+    for name in ("json", "engine", "compare", "list_gpus"):
         given.pop(name, None)
     positional = given.pop("model_positional", None)
     if given.get("model") is None:
@@ -91,6 +95,11 @@ def _answers(arguments: argparse.Namespace) -> list[Answer]:
     from holdfast.planner.ask import question_of, traffic_of
 
     config = read_settings(arguments)
+    if arguments.compare is not None and arguments.engine is not None:
+        raise ConfigurationError(
+            "--compare prints a table and no commands, so there is nothing for --for to choose", code=CONTRADICTION,
+            fix="leave one of the two out; --json has the commands of each", field="for",
+        )  # fmt: skip
     configs = [config] if arguments.compare is None else compared(config, arguments.compare)
     traffic = traffic_of(config)
     questions = [question_of(one, traffic=traffic) for one in configs]
@@ -123,13 +132,17 @@ def compared(config: PlanConfig, names: list[str]) -> list[PlanConfig]:
         return True
 
     known = [name for name in names if is_gpu(name)]
-    if known and len(known) < len(names):
-        other = next(name for name in names if name not in known)
+    foreign = [name for name in names if name not in known]
+    if not known and config.model is not None and config.gpu is None and not any(map(_may_be_model, names)):
+        gpus.find_group(names[0])  # Neither: with a model beside them they were meant as GPUs, and are refused as such.
+    if known and foreign and _may_be_model(foreign[0]):
         raise ConfigurationError(
             "--compare takes GPUs or models, not both", code=CONTRADICTION, needed="all GPUs, or all models",
-            found=f"{shorten(known[0])} is a GPU, {shorten(other)} is none", field="compare",
+            found=f"{shorten(known[0])} is a GPU, {shorten(foreign[0])} is none", field="compare",
             fix="holdfast plan MODEL --compare GPU GPU, or holdfast plan --gpu GPU --compare MODEL MODEL",
         )  # fmt: skip
+    if known and foreign:
+        gpus.find_group(foreign[0])
     if known:
         if config.gpu is not None:
             names = [config.gpu, *names]
@@ -144,6 +157,13 @@ def compared(config: PlanConfig, names: list[str]) -> list[PlanConfig]:
             fix="holdfast plan MODEL --compare rtx4090 h100-80",
         )  # fmt: skip
     return configs
+
+
+def _may_be_model(name: str) -> bool:
+    from holdfast.checkpoints import builtin
+    from holdfast.models import catalogue
+
+    return "/" in name or name.endswith(".gguf") or builtin.find(name) is not None or catalogue.lookup(name) is not None
 
 
 # What is said
@@ -172,9 +192,16 @@ def _terminal() -> tuple[int, bool]:
     return max(NARROWEST, shutil.get_terminal_size().columns), colour
 
 
-def _say_error(error: HoldfastError, *, as_json: bool) -> None:
-    if not as_json:
-        say_error(error)
-        return
-    told = {name: getattr(error, name) for name in ("code", "message", "field", "needed", "found", "fix")}
-    say_json({"error": told})
+def _list_gpus(*, as_json: bool) -> int:
+    from holdfast.hardware import gpus
+    from holdfast.units import format_bytes
+
+    if as_json:
+        say_json([asdict(gpu) for gpu in gpus.entries()])
+        return 0
+    say([f"{'--gpu':<18}{'usable':>12}{'GB/s':>8}{'fp16 TFLOP/s':>14}{'capability':>12}  name"])
+    for gpu in gpus.entries():
+        capability = "-" if gpu.compute_capability is None else ".".join(map(str, gpu.compute_capability))
+        figures = f"{format_bytes(gpu.usable_bytes):>12}{gpu.bandwidth_gb_s:>8,.0f}{gpu.half_tflops:>14,.1f}"
+        say([f"{gpu.key:<18}{figures}{capability:>12}  {gpu.name}"])
+    return 0

@@ -48,6 +48,8 @@ def run(arguments: argparse.Namespace) -> int:
         say_json(found)
     else:
         say(line for answer in found for line in lines(answer))
+        if not arguments.urls and found[0]["status"] == "unreachable":
+            say(["  a server elsewhere: holdfast ps localhost:8123"])
     return READY if all(answer["status"] == "ready" for answer in found) else NOT_READY
 
 
@@ -66,6 +68,8 @@ def ask(client: httpx.Client, address: str) -> dict[str, Any]:
             answer["memory"] = _object(memory) or None
     except httpx.HTTPError as error:
         answer |= {"reason": str(error) or type(error).__name__}
+        if isinstance(error, httpx.ConnectError):
+            answer["reason"] = f"nothing answers there ({answer['reason']})"
     return answer
 
 

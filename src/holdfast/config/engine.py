@@ -11,10 +11,10 @@ from holdfast.config.setting import (
     build,
     choice,
     flag,
+    memory,
     number,
     optional,
     setting,
-    size,
     text,
     tokens_or_auto,
     whole,
@@ -91,17 +91,17 @@ class EngineConfig:
     )
     ram: int | None = setting(
         None, "most RAM the server may hold, such as 6GiB; left out: gpu_memory_utilization of what is free",
-        optional(size), metavar="SIZE",
+        optional(memory), metavar="SIZE",
     )  # fmt: skip
     vram: int | None = setting(
         None, "most GPU memory the server may hold, such as 22GiB; left out: gpu_memory_utilization of it",
-        optional(size),
+        optional(memory),
         metavar="SIZE",
     )  # fmt: skip
     kv_cache_memory_bytes: int | None = setting(
         None,
         "size of the KV pool, such as 4GiB; left out: all that is left of a GPU's budget; on a CPU 4 GiB at most",
-        optional(size),
+        optional(memory),
         metavar="SIZE",
     )
     block_size: int = setting(16, "tokens in one KV block", whole(1, 256))

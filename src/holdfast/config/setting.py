@@ -12,12 +12,17 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 from holdfast.errors import ConfigurationError
-from holdfast.units import parse_bytes, parse_tokens
+from holdfast.units import MIB, parse_bytes, parse_tokens, shorten
 
 Parser = Callable[[str, Any], Any]
 """(field, what was written) -> value, or ConfigurationError. Takes text and already typed values alike."""
 
 T = TypeVar("T")
+
+LEAST_MEMORY_BYTES = MIB
+"""Whoever asks for less forgot the unit."""
+_NUMBER_TYPES = {"fp16": "float16", "f16": "float16", "bf16": "bfloat16", "fp32": "float32", "f32": "float32"}
+"""As other programs spell them."""
 
 
 def setting(default: Any, help: str, parse: Parser, *, flags: tuple[str, ...] = (), metavar: str | None = None) -> Any:
@@ -67,7 +72,8 @@ def whole(low: int, high: int = 2**31) -> Parser:
         except (TypeError, ValueError, OverflowError):
             number = None
         if number is None or not low <= number <= high:
-            raise _wrong(field, value, f"a whole number from {low:,} to {high:,}")
+            least = "leave it out" if number is None else f"{field} {low if number < low else high}, or leave it out"
+            raise _wrong(field, value, f"a whole number from {low:,} to {high:,}", least)
         return number
 
     return parse
@@ -80,7 +86,9 @@ def number(low: float, high: float) -> Parser:
         except (TypeError, ValueError):
             found = None
         if found is None or not low <= found <= high:
-            raise _wrong(field, value, f"a number from {low:g} to {high:g}")
+            percent = found is not None and low <= found / 100 <= high
+            fix = f"{field} {found / 100:g}" if found is not None and percent else "leave it out"
+            raise _wrong(field, value, f"a number from {low:g} to {high:g}", fix)
         return found
 
     return parse
@@ -89,10 +97,37 @@ def number(low: float, high: float) -> Parser:
 def choice(*options: str) -> Parser:
     def parse(field: str, value: Any) -> str:
         if value not in options:
-            raise _wrong(field, value, "one of " + ", ".join(options))
+            raise _wrong(field, value, "one of " + ", ".join(options), _nearest(field, value, options))
         return str(value)
 
     return parse
+
+
+def _nearest(field: str, value: Any, options: tuple[str, ...]) -> str:
+    written = str(value).lower()
+    known = _NUMBER_TYPES.get(written, written)
+    near = [known] if known in options else difflib.get_close_matches(known, options, n=1)
+    return f"did you mean {field} {near[0]}?" if near else f"leave it out, or {field} {options[0]}"
+
+
+def memory(field: str, value: Any) -> int:
+    """A size that something is kept in."""
+    return require_memory(field, value, size(field, value))
+
+
+def require_memory(field: str, written: Any, nbytes: int) -> int:
+    """`nbytes`, unless it is a number whose unit was forgotten."""
+    if nbytes >= LEAST_MEMORY_BYTES:
+        return nbytes
+    bare = str(written).strip()
+    meant = f"{bare}GiB" if bare.isdigit() and 0 < int(bare) < 10_000 else "22GiB"
+    raise ConfigurationError(
+        f"{field}: {shorten(written)!r} will not do: {nbytes:,} bytes?",
+        needed="at least 1 MiB, as a number with its unit",
+        found=shorten(written),
+        fix=f"write {meant}",
+        field=field,
+    )
 
 
 def size(field: str, value: Any) -> int:
@@ -108,7 +143,8 @@ def tokens_or_auto(field: str, value: Any) -> int | None:
         raise _wrong(field, value, "a number of tokens, such as 8192 or 32K, or auto")
     count = parse_tokens(value, field=field)
     if not 1 <= count <= 1 << 27:
-        raise _wrong(field, value, "from 1 to 134,217,728 tokens")
+        fix = f"leave it out, or {field} auto: what the model and memory allow"
+        raise _wrong(field, value, "from 1 to 134,217,728 tokens", fix)
     return count
 
 
@@ -162,5 +198,5 @@ def unknown_name(name: str, known: Iterable[str], source: Origin) -> Configurati
     )
 
 
-def _wrong(field: str, value: Any, needed: str) -> ConfigurationError:
-    return ConfigurationError(f"{field}: {value!r} will not do", needed=needed, found=repr(value), field=field)
+def _wrong(field: str, value: Any, needed: str, fix: str | None = None) -> ConfigurationError:
+    return ConfigurationError(f"{field}: {value!r} will not do", needed=needed, found=repr(value), fix=fix, field=field)

@@ -28,6 +28,12 @@ _NOISE |= {"graphics", "gpu", "generation", "gb", "gib"}
 _WORD = re.compile(r"[a-z0-9]+")
 _SIZE = re.compile(r"(\d+)gi?b")
 _COUNT_LAST = re.compile(r"(.+?)[\s_-]*[x×*]\s*(\d{1,9})")
+_SIZED = re.compile(r"(.+)-(\d+)")
+_MIG = re.compile(r"\b\d+g\.(\d+)gb", re.IGNORECASE)
+_MIG_SHARE = 0.95
+"""Of what a slice's name says, so much is there at most."""
+_USUAL_SIZES = {"a100": "a100-80"}
+"""What is meant by a name without a size, where it is not the smallest that is sold."""
 _COUNT_FIRST = re.compile(r"(\d{1,9})\s*[x×*][\s_-]*(.+)")
 
 
@@ -133,19 +139,42 @@ def _normal(name: str) -> str:
     return _SIZE.sub(r"\1", "".join(word for word in words if word not in _NOISE))
 
 
+def other_sizes(text: str) -> tuple[str, ...]:
+    """Keys that a name without a size could have meant too: none where it names one product."""
+    stripped = text.strip()
+    last, first = _COUNT_LAST.fullmatch(stripped), _COUNT_FIRST.fullmatch(stripped)
+    names = (stripped, last[1] if last else "", first[2] if first else "")
+    family = next((_families(entries())[_normal(name)] for name in names if _normal(name) in _families(entries())), ())
+    return tuple(gpu.key for gpu in family[1:])
+
+
 def _unknown(name: str) -> ConfigurationError:
     gpus, by_name = _catalogue()
-    close = difflib.get_close_matches(_normal(name), by_name, n=3 * _NAMES_SHOWN, cutoff=0.5)
-    nearest = list(dict.fromkeys(by_name[match].key for match in close))[:_NAMES_SHOWN]
-    shown = shorten(name)
+    nearest, shown = _nearest(_normal(name), by_name), shorten(name)
+    slice_ = _MIG.search(name)
+    fix = f"--gpu {nearest[0]}, or its memory: --vram 24GiB" if nearest else "give its memory instead: --vram 24GiB"
+    if slice_ is not None:
+        fix = f"a MIG slice is planned by its memory: --vram {_MIG_SHARE * int(slice_[1]):g}GiB"
     return ConfigurationError(
         f"no GPU named {shown} is known",
         code=UNKNOWN_GPU,
         needed=("a known GPU, the nearest: " + ", ".join(nearest)) if nearest else f"one of {len(gpus)} known GPUs",
         found=shown,
-        fix="give its memory instead: --vram 24GiB",
+        fix=f"{fix}; holdfast plan --list-gpus lists them",
         field="gpu",
     )
+
+
+def _nearest(wanted: str, by_name: Mapping[str, Gpu]) -> list[str]:
+    """Keys: of names that end or begin with what was written first, then of those that look alike."""
+    close = difflib.get_close_matches(wanted, by_name, n=3 * _NAMES_SHOWN, cutoff=0.5)
+    if len(wanted) > 2:
+        close = [
+            *sorted((name for name in by_name if name.endswith(wanted)), key=len),
+            *sorted((name for name in by_name if name.startswith(wanted)), key=len),
+            *close,
+        ]
+    return list(dict.fromkeys(by_name[match].key for match in close))[:_NAMES_SHOWN]
 
 
 @cache
@@ -168,7 +197,21 @@ def _names(gpus: tuple[Gpu, ...]) -> dict[str, Gpu]:
             other = names.setdefault(_normal(name), gpu)
             if other is not gpu:
                 raise ValueError(f"gpus.toml: {name!r} names both {other.key} and {gpu.key}")
-    return names
+    return {**{name: family[0] for name, family in _families(gpus).items()}, **names}
+
+
+@cache
+def _families(gpus: tuple[Gpu, ...]) -> dict[str, tuple[Gpu, ...]]:
+    """Products that are sold with several sizes, by their name without one: the usual size first, then the others."""
+    found: dict[str, list[Gpu]] = {}
+    for gpu in gpus:
+        sized = _SIZED.fullmatch(gpu.key)
+        if sized is not None and int(sized[2]) * GIB == gpu.memory_bytes:
+            found.setdefault(sized[1], []).append(gpu)
+    return {
+        _normal(stem): tuple(sorted(sizes, key=lambda gpu: (gpu.key != _USUAL_SIZES.get(stem), gpu.memory_bytes)))
+        for stem, sizes in found.items()
+    }
 
 
 def _entries_of(key: str, row: Mapping[str, Any], links: Mapping[str, Link]) -> Iterator[Gpu]:

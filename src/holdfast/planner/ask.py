@@ -5,6 +5,8 @@ Puts together what resolve, machine and traffic find; counts and judges nothing 
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 from holdfast.config.plan import PlanConfig
@@ -19,6 +21,7 @@ from holdfast.planner.traffic import read_traffic
 
 DEFAULT_LORA_RANK = 16
 """vLLM's."""
+_ADDRESS = re.compile(r"(?:[\w.-]+|\[[0-9a-fA-F:]+\]):\d{1,5}(?:/\S*)?")
 ABSURD_TOKENS = 1 << 40
 """Of all requests at once; beyond it something was mistyped."""
 
@@ -80,7 +83,7 @@ def _settings(config: PlanConfig) -> Settings:
 
 def traffic_of(config: PlanConfig) -> Stated:
     if config.traffic is not None:
-        return read_traffic(config.traffic, concurrency=config.concurrency)
+        return read_traffic(_source(config.traffic), concurrency=config.concurrency)
     if config.prompt is None or config.output is None:
         if config.concurrency is None or config.max_model_len is None:
             return None, ()
@@ -98,3 +101,12 @@ def traffic_of(config: PlanConfig) -> Stated:
         )
     lengths = f"{stated.concurrency:,} x {stated.length:,} tokens"
     return stated, (Decision("traffic", lengths, reason, "set"),)
+
+
+def _source(written: str) -> str:
+    """A bare address, as `holdfast ps` takes it, is one of a server unless a file is called so."""
+    try:
+        address = _ADDRESS.fullmatch(written) is not None and not Path(written).exists()
+    except OSError:
+        address = False
+    return f"http://{written}" if address else written

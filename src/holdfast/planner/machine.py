@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from holdfast import hardware
+from holdfast.config.setting import require_memory
 from holdfast.errors import ConfigurationError
 from holdfast.hardware import gpus, nvidia
 from holdfast.observability.decisions import Decision
@@ -92,7 +93,7 @@ def _size(written: str | int | None, field: str, limit_bytes: int) -> int | None
             fix=f"--{field} 22GiB",
             field=field,
         )
-    return found
+    return require_memory(field, written, found)
 
 
 def _vram(written: str | int | None) -> tuple[int | None, int | None]:
@@ -133,7 +134,8 @@ def _of_catalogue(
         _catalogue_device(index, gpu, budget)
         for index, gpu in enumerate(group.gpu for group in groups for _ in range(group.count))
     ]
-    return tuple(devices), tuple(_catalogue_decision(group, asked) for group in groups)
+    decisions = (_catalogue_decision(group, name) for group, name in zip(groups, names, strict=True))
+    return tuple(devices), tuple(decisions)
 
 
 def _catalogue_device(index: int, gpu: gpus.Gpu, budget: int | None) -> Device:
@@ -150,12 +152,15 @@ def _catalogue_device(index: int, gpu: gpus.Gpu, budget: int | None) -> Device:
     )  # fmt: skip
 
 
-def _catalogue_decision(group: gpus.Gpus, asked: Asked) -> Decision:
+def _catalogue_decision(group: gpus.Gpus, written: str) -> Decision:
     gpu = group.gpu
     name = gpu.key if group.count == 1 else f"{group.count} x {gpu.key}"
     reason = f"{gpu.name}, {format_bytes(gpu.usable_bytes)} usable"
     if gpu.usable_estimated:
         reason += " (estimated from cards like it)"
+    others = gpus.other_sizes(written)
+    if others:
+        reason += f"; no size was named: also sold as {', '.join(others)}"
     reason += f"; all of it counts as free: {gpu.source}"
     return Decision("gpu", name, reason, "catalogue")
 

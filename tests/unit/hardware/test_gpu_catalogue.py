@@ -29,7 +29,7 @@ def test_an_entry_is_whole_and_plausible(gpu: gpus.Gpu) -> None:
     assert gpu.source.startswith("https://")
     assert 0.6 * gpu.memory_bytes < gpu.usable_bytes <= gpu.memory_bytes + GIB
     if not gpu.unified:
-        assert gpu.usable_bytes > 0.93 * gpu.memory_bytes
+        assert gpu.usable_bytes > 0.9 * gpu.memory_bytes
     assert 50 <= gpu.bandwidth_gb_s <= 10_000
     assert 1 <= gpu.half_tflops <= 3_000
     # An H20 has 148 TFLOP/s beside 4 TB/s and a Jetson Thor 258 beside 0.27: beyond these a digit is wrong.
@@ -57,24 +57,24 @@ def test_every_name_of_an_entry_finds_it(gpu: gpus.Gpu) -> None:
 @pytest.mark.parametrize(
     ("name", "usable_mib"),
     [
-        ("rtx4090", 24564),
-        ("RTX 4090", 24564),
-        ("NVIDIA GeForce RTX 4090", 24564),
-        ("RTX-3090", 24576),
-        ("rtx 5090", 32607),
-        ("a100-40", 40960),
-        ("A100 80GB PCIe", 81920),
-        ("NVIDIA A100-SXM4-80GB", 81920),
-        ("h100-80", 81559),
-        ("H100 80GB", 81559),
-        ("NVIDIA H100 NVL", 95830),
-        ("h200", 143771),
-        ("NVIDIA H200", 143771),
-        ("b200", 183359),
-        ("l4", 23034),
-        ("NVIDIA L40S", 46068),
-        ("Tesla T4", 15360),
-        ("Tesla V100-SXM2-32GB", 32768),
+        ("rtx4090", 24207),
+        ("RTX 4090", 24207),
+        ("NVIDIA GeForce RTX 4090", 24207),
+        ("RTX-3090", 24258),
+        ("rtx 5090", 32122),
+        ("a100-40", 40448),
+        ("A100 80GB PCIe", int(0.99 * 81920)),
+        ("NVIDIA A100-SXM4-80GB", 81152),
+        ("h100-80", 81008),
+        ("H100 80GB", 81008),
+        ("NVIDIA H100 NVL", 95232),
+        ("h200", 143155),
+        ("NVIDIA H200", 143155),
+        ("b200", int(0.99 * 183359)),
+        ("l4", int(0.985 * 23034)),
+        ("NVIDIA L40S", 45598),
+        ("Tesla T4", 14909),
+        ("Tesla V100-SXM2-32GB", int(0.99 * 32768)),
         ("mi300x", 196592),
         ("AMD Instinct MI300X", 196592),
         ("7900xtx", None),
@@ -89,6 +89,15 @@ def test_what_people_and_drivers_write(name: str, usable_mib: int | None) -> Non
             gpus.find(name)
     else:
         assert gpus.find(name).usable_bytes == usable_mib * MIB
+
+
+def test_usable_is_what_cuda_shows_and_not_what_nvidia_smi_does() -> None:
+    """torch's total of a 4090 is 23.64 GiB, where nvidia-smi says 24,564 MiB; ECC on the server cards takes more."""
+    assert gpus.find("rtx4090").usable_bytes / GIB == pytest.approx(23.64, abs=0.01)
+    assert gpus.find("rtx3090").usable_bytes / GIB == pytest.approx(23.69, abs=0.01)
+    for gpu in gpus.entries():
+        if gpu.vendor == "nvidia" and not gpu.unified:
+            assert gpu.usable_bytes < 0.996 * gpu.memory_bytes, gpu.key
 
 
 @pytest.mark.parametrize("name", ["gb10", "dgx-spark", "jetson-orin-64", "m4-max-128", "strix-halo", "mi300a"])
@@ -128,7 +137,7 @@ def test_an_absurd_number_of_gpus_is_refused(text: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "nearest"),
-    [("rtx4091", "rtx4090"), ("h100-81", "h100-80"), ("m2-ultra", "m2-ultra-192"), ("a100", "a100-80")],
+    [("rtx4091", "rtx4090"), ("h100-81", "h100-80"), ("m2-ultr", "m2-ultra-64"), ("a100-8", "a100-80")],
 )
 def test_an_unknown_name_is_refused_with_the_nearest(name: str, nearest: str) -> None:
     with pytest.raises(ConfigurationError) as refused:
