@@ -12,7 +12,8 @@ from typing import Any, overload
 from holdfast.errors import CheckpointError
 from holdfast.units import shorten
 
-MAX_LAYERS = 4096
+MAX_LAYERS = 1024
+"""Eight times what the deepest of the models that are served has; a plan takes seconds for so many."""
 MAX_HEADS = 1 << 16
 MAX_HEAD_DIM = 1 << 13
 MAX_WIDTH = 1 << 22

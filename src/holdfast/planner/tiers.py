@@ -24,7 +24,7 @@ from holdfast.planner.roofline import (
     step_seconds,
     usual_context,
 )
-from holdfast.planner.weights import rank_bytes, weights_of
+from holdfast.planner.weights import layer_bytes, rank_bytes, weights_of
 
 COPY_SLOTS = 3
 """Layers on their way to the GPU while others compute."""
@@ -59,19 +59,12 @@ def place(fit: Fit) -> Tiers | None:
         return None
     spec, rank = fit.question.model.spec, min(fit.ranks, key=lambda one: one.budget_bytes)
     weights = weights_of(fit.question.model, dtype=fit.dtype)
-
-    def held(layer: int | None, *, embedding: bool = True) -> int:
-        chosen = [
-            weight
-            for weight in weights
-            if (None if weight.tensor is None else weight.tensor.layer) == layer
-            and (embedding or weight.tensor is None or weight.tensor.name != "embed")
-        ]
-        return rank_bytes(chosen, spec, tensor_parallel=fit.tensor_parallel)
-
-    of_layer = [held(layer) for layer in range(len(spec.layers))]
-    head = held(None, embedding=spec.tied_embeddings)
-    embedding = held(None) - head
+    held = layer_bytes(weights, spec, tensor_parallel=fit.tensor_parallel)
+    of_layer = [held.get(layer, 0) for layer in range(len(spec.layers))]
+    looked_up = [weight for weight in weights if weight.tensor is not None and weight.tensor.name == "embed"]
+    # Tied, it is the head as well and stays on the GPU.
+    embedding = 0 if spec.tied_embeddings else rank_bytes(looked_up, spec, tensor_parallel=fit.tensor_parallel)
+    head = held.get(None, 0) - embedding
     # A layer on its way takes longer than its launches: nothing is gained by capturing graphs.
     others = sum(term.nbytes for term in rank.terms if term.name not in ("weights", "graphs"))
     slots = COPY_SLOTS * max(of_layer)

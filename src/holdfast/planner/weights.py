@@ -292,6 +292,15 @@ def rank_bytes(
     return total
 
 
+def layer_bytes(weights: Sequence[Weight], spec: ModelSpec, *, tensor_parallel: int) -> dict[int | None, int]:
+    """Of one rank, by layer; None: what belongs to none."""
+    held: dict[int | None, int] = {}
+    for weight in weights:
+        layer = None if weight.tensor is None else weight.tensor.layer
+        held[layer] = held.get(layer, 0) + _share(weight, spec, tensor_parallel)
+    return held
+
+
 def _on_stage(tensor: TensorSpec | None, layers: range, stage: int, stages: int, spec: ModelSpec) -> bool:
     if tensor is None or tensor.part == "vision":
         return stage == 0
