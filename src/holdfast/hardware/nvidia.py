@@ -2,6 +2,9 @@
 
 Asks the driver through NVML, which allocates nothing on a GPU and needs no torch. A GPU that has no memory of its own
 (Jetson, GB10) is given what the machine has free.
+
+CUDA counts GPUs of different kinds with the fastest first, by a rule of its own that NVML does not tell: which one that
+is, is guessed here from published rates, and said. Of MIG slices it shows a process one, and no whole GPU beside it.
 """
 
 from __future__ import annotations
@@ -80,7 +83,7 @@ class NvidiaMachine:
     gpus: tuple[NvidiaGpu, ...] = ()
     """In the order in which CUDA counts them."""
     hidden: int = 0
-    """GPUs that CUDA_VISIBLE_DEVICES leaves out."""
+    """GPUs and slices that a program would not see."""
     driver: str | None = None
     reason: str = ""
     """Why there are none, or what was left out, for people to read."""
@@ -105,11 +108,17 @@ def probe(
             library.nvmlShutdown()
     if not found:
         return NvidiaMachine(driver=driver, reason="the NVIDIA driver knows no GPU")
-    listed = (os.environ if environment is None else environment).get(VISIBLE)
-    if listed is None:
-        return NvidiaMachine(gpus=tuple(_first_slices(found)), driver=driver)
-    seen, reason = _visible(found, listed)
-    return NvidiaMachine(gpus=seen, hidden=len(found) - len(seen), driver=driver, reason=reason)
+    surroundings = os.environ if environment is None else environment
+    ordered, guess = _in_cuda_order(found, surroundings)
+    listed = surroundings.get(VISIBLE)
+    seen, why = (_whole(ordered), "") if listed is None else _visible(ordered, listed)
+    shown, alone = _one_slice(seen)
+    return NvidiaMachine(
+        gpus=shown,
+        hidden=sum(len(one.slices) or 1 for one in found) - len(shown),
+        driver=driver,
+        reason="; ".join(part for part in (why, alone, guess) if part),
+    )
 
 
 def process_bytes(uuid: str, pid: int, nvml: Nvml | None = None) -> int | None:
@@ -153,13 +162,22 @@ class _Found:
     """By which CUDA_VISIBLE_DEVICES may call it, beside its index."""
     slices: tuple[_Found, ...] = ()
     """MIG devices; a GPU that is divided can only be used through them."""
+    divided: bool = False
+
+    @property
+    def usable(self) -> NvidiaGpu | None:
+        """A divided GPU shows a program its first slice; None: it has none yet."""
+        if self.slices:
+            return self.slices[0].gpu
+        return None if self.divided else self.gpu
 
 
 def _all(nvml: Nvml, ram: Memory | None) -> Iterator[_Found]:
     for index in range(nvml.nvmlDeviceGetCount()):
         handle = nvml.nvmlDeviceGetHandleByIndex(index)
         whole = _gpu(nvml, handle, index, ram)
-        yield _Found(whole, (whole.uuid,), tuple(_slices(nvml, handle, whole, ram)))
+        most = _most_slices(nvml, handle)
+        yield _Found(whole, (whole.uuid,), tuple(_slices(nvml, handle, whole, ram, most)), divided=most > 0)
 
 
 def _gpu(nvml: Nvml, handle: Any, index: int, ram: Memory | None) -> NvidiaGpu:
@@ -211,12 +229,15 @@ def _processes(nvml: Nvml, handle: Any) -> tuple[GpuProcess, ...]:
     return tuple(sorted(found.values(), key=lambda process: (-(process.nbytes or 0), process.pid)))
 
 
-def _slices(nvml: Nvml, handle: Any, whole: NvidiaGpu, ram: Memory | None) -> Iterator[_Found]:
+def _most_slices(nvml: Nvml, handle: Any) -> int:
+    """0: not divided."""
     try:
-        divided = bool(nvml.nvmlDeviceGetMigMode(handle)[0])
-        most = nvml.nvmlDeviceGetMaxMigDeviceCount(handle) if divided else 0
+        return nvml.nvmlDeviceGetMaxMigDeviceCount(handle) if nvml.nvmlDeviceGetMigMode(handle)[0] else 0
     except Exception:
-        return  # Most GPUs cannot be divided, and their driver says so with an error.
+        return 0  # Most GPUs cannot be divided, and their driver says so with an error.
+
+
+def _slices(nvml: Nvml, handle: Any, whole: NvidiaGpu, ram: Memory | None, most: int) -> Iterator[_Found]:
     for number in range(most):
         try:
             part = nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, number)
@@ -247,7 +268,35 @@ def _share(part: NvidiaGpu, whole: NvidiaGpu) -> gpus.Gpu | None:
     )
 
 
-# What CUDA_VISIBLE_DEVICES leaves of it
+# What CUDA shows of it
+
+
+def _in_cuda_order(found: Sequence[_Found], environment: Mapping[str, str]) -> tuple[list[_Found], str]:
+    """By the bus where CUDA is told to, or all are alike; else the fastest first, and a word that this is a guess."""
+    by_bus = list(found)
+    if len({one.gpu.name for one in found}) == 1 or environment.get(ORDER, "").upper() == "PCI_BUS_ID":
+        return by_bus, ""
+    advice = f"set {ORDER}=PCI_BUS_ID to have them counted by bus"
+    if any(one.gpu.known is None for one in found):
+        return by_bus, f"GPUs of different kinds, one of them unknown: CUDA may count them otherwise; {advice}"
+    fastest = max(by_bus, key=_speed)
+    others = [one for one in by_bus if one is not fastest]
+    return [fastest, *others], f"GPUs of different kinds: CUDA counts the fastest first, most likely this; {advice}"
+
+
+def _speed(found: _Found) -> float:
+    return found.gpu.known.half_tflops if found.gpu.known is not None else 0.0
+
+
+def _one_slice(seen: Sequence[NvidiaGpu]) -> tuple[tuple[NvidiaGpu, ...], str]:
+    slices = [gpu for gpu in seen if gpu.mig]
+    if not slices or len(seen) == 1:
+        return tuple(seen), ""
+    return (slices[0],), "CUDA shows a process one MIG slice, and no other GPU beside it"
+
+
+def _whole(found: Sequence[_Found]) -> tuple[NvidiaGpu, ...]:
+    return tuple(gpu for one in found if (gpu := one.usable) is not None)
 
 
 def _visible(found: Sequence[_Found], listed: str) -> tuple[tuple[NvidiaGpu, ...], str]:
@@ -263,19 +312,12 @@ def _visible(found: Sequence[_Found], listed: str) -> tuple[tuple[NvidiaGpu, ...
         if named in seen:
             return (), f"{VISIBLE} is {shorten(listed)!r}: a GPU that is named twice hides all"
         seen.append(named)
-    return tuple(seen), f"{VISIBLE} is {shorten(listed)!r}{_other_order(found)}"
-
-
-def _other_order(found: Sequence[_Found]) -> str:
-    """CUDA counts the fastest GPU first unless it is told otherwise; NVML always goes by the bus."""
-    if len({candidate.gpu.name for candidate in found}) == 1 or os.environ.get(ORDER) == "PCI_BUS_ID":
-        return ""
-    return f"; GPUs of different kinds are counted by bus here: set {ORDER}=PCI_BUS_ID so that CUDA does too"
+    return tuple(seen), f"{VISIBLE} is {shorten(listed)!r}"
 
 
 def _named(found: Sequence[_Found], entry: str) -> NvidiaGpu | None:
     if entry.isdecimal():
-        return _usable(found[int(entry)]) if len(entry) < 9 and int(entry) < len(found) else None
+        return found[int(entry)].usable if len(entry) < 9 and int(entry) < len(found) else None
     if entry.upper().startswith("MIG-"):
         return _one([part for whole in found for part in whole.slices], entry)
     return _one(found, entry) if entry.upper().startswith("GPU-") else None
@@ -293,14 +335,4 @@ def _one(found: Sequence[_Found], entry: str) -> NvidiaGpu | None:
             name.casefold() == wanted or (not whole and name.casefold().startswith(wanted)) for name in candidate.names
         )
     ]
-    return _usable(fitting[0]) if len(fitting) == 1 else None
-
-
-def _usable(found: _Found) -> NvidiaGpu:
-    """A divided GPU shows a program its first slice."""
-    return found.slices[0].gpu if found.slices else found.gpu
-
-
-def _first_slices(found: Sequence[_Found]) -> Iterator[NvidiaGpu]:
-    for candidate in found:
-        yield _usable(candidate)
+    return fitting[0].usable if len(fitting) == 1 else None

@@ -113,6 +113,9 @@ DIVIDED = FakeDevice(
     ],
 )
 
+WHOLE = FakeDevice("NVIDIA H100 80GB HBM3", "GPU-eeee", total=80 * GIB, reserved=0)
+NOT_YET = FakeDevice("NVIDIA H100 80GB HBM3", "GPU-dddd", total=80 * GIB, slices=[None])
+
 
 def look(*devices: FakeDevice, visible: str | None = None, **more: Any) -> NvidiaMachine:
     environment = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
@@ -169,12 +172,32 @@ def test_an_entry_that_names_nothing_is_said() -> None:
     assert "twice" in look(*FOUR, visible="0,0").reason
 
 
-def test_gpus_of_different_kinds_may_be_counted_otherwise_by_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    mixed = (*FOUR, FakeDevice("NVIDIA L4", "GPU-e"))
-    monkeypatch.delenv("CUDA_DEVICE_ORDER", raising=False)
-    assert "PCI_BUS_ID" in look(*mixed, visible="4").reason
-    monkeypatch.setenv("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
-    assert "PCI_BUS_ID" not in look(*mixed, visible="4").reason
+MIXED = (
+    FakeDevice("Tesla T4", "GPU-t"),
+    FakeDevice("NVIDIA H100 80GB HBM3", "GPU-h"),
+    FakeDevice("NVIDIA L4", "GPU-l"),
+)
+
+
+@pytest.mark.parametrize(
+    ("visible", "order", "seen"),
+    [
+        (None, None, "htl"), ("0", None, "h"), ("1,0", None, "th"), ("GPU-l", None, "l"), ("0", "FASTEST_FIRST", "h"),
+        (None, "PCI_BUS_ID", "thl"), ("0", "PCI_BUS_ID", "t"),
+    ],
+)  # fmt: skip
+def test_cuda_counts_the_fastest_of_different_kinds_first(visible: str | None, order: str | None, seen: str) -> None:
+    given = {"CUDA_VISIBLE_DEVICES": visible, "CUDA_DEVICE_ORDER": order}
+    found = probe({name: value for name, value in given.items() if value is not None}, FakeNvml(*MIXED), RAM)
+    assert "".join(uuids(found)) == seen
+    assert found.hidden == 3 - len(seen)
+    assert ("PCI_BUS_ID" in found.reason) is (order != "PCI_BUS_ID"), "a guess is said to be one"
+
+
+def test_the_order_of_unknown_gpus_is_not_guessed() -> None:
+    found = look(FakeDevice("NVIDIA L4", "GPU-l"), FakeDevice("NVIDIA Nonesuch 9", "GPU-n"))
+    assert uuids(found) == ["l", "n"]
+    assert "may count them otherwise" in found.reason
 
 
 @pytest.mark.parametrize(
@@ -187,6 +210,29 @@ def test_gpus_of_different_kinds_may_be_counted_otherwise_by_cuda(monkeypatch: p
 def test_slices(visible: str | None, name: str | None) -> None:
     found = look(DIVIDED, visible=visible)
     assert [gpu.name.partition("HBM3 ")[2] for gpu in found.gpus] == ([] if name is None else [name])
+
+
+@pytest.mark.parametrize(
+    ("devices", "visible", "seen", "hidden"),
+    [
+        ([DIVIDED], "MIG-aaaa-1,MIG-aaab-2", ["MIG-aaaa-1"], 1),
+        ([DIVIDED], "MIG-aaab-2,MIG-aaaa-1", ["MIG-aaab-2"], 1),
+        ([DIVIDED], None, ["MIG-aaaa-1"], 1),
+        ([DIVIDED, WHOLE], None, ["MIG-aaaa-1"], 2),
+        ([DIVIDED, WHOLE], "1,0", ["MIG-aaaa-1"], 2),
+        ([DIVIDED, WHOLE], "1", ["GPU-eeee"], 2),
+        ([NOT_YET, WHOLE], None, ["GPU-eeee"], 1),
+        ([NOT_YET], "0", [], 1),
+    ],
+)
+def test_a_process_sees_one_slice_and_nothing_beside_it(
+    devices: list[FakeDevice], visible: str | None, seen: list[str], hidden: int
+) -> None:
+    found = look(*devices, visible=visible)
+    assert [gpu.uuid for gpu in found.gpus] == seen
+    assert found.hidden == hidden
+    asked = len(devices) if visible is None else len(visible.split(","))
+    assert ("one MIG slice" in found.reason) is (asked > 1 and any(gpu.mig for gpu in found.gpus))
 
 
 def test_a_slice_has_its_share_of_the_rates() -> None:
