@@ -48,7 +48,7 @@ def choose_gpu(gpus: Sequence[NvidiaGpu]) -> tuple[NvidiaGpu, Decision]:
     chosen = max(able, key=lambda gpu: gpu.free_bytes)
     reason = f"{format_bytes(chosen.free_bytes)} of {format_bytes(chosen.total_bytes)} free"
     if len(gpus) > 1:
-        reason += f", the most of {len(gpus)} GPUs; CUDA_VISIBLE_DEVICES={chosen.index} chooses it by hand"
+        reason += f", the most of {len(gpus)} GPUs; CUDA_VISIBLE_DEVICES={chosen.uuid} chooses it by hand"
     return chosen, Decision("device", f"GPU {chosen.index}, {chosen.name}", reason, "measured")
 
 
