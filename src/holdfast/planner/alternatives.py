@@ -66,6 +66,21 @@ def published_variants(model: PlannedModel) -> Iterator[Variant]:
         yield Variant(model=other, label=f"{method.upper()} ({entry.hub_id})", method=method, published=True)
 
 
+def published_as(model: PlannedModel) -> PlannedModel | None:
+    """Of a model that is planned as if it were quantized: a checkpoint that the catalogue knows to be stored so."""
+    base, wanted = entry_of(model), model.spec.quantization
+    if base is None or wanted is None or model.made_as is None:
+        return None
+    for entry in catalogue.entries():
+        other = planned(entry) if entry.quantized and entry.name.startswith(base.name + "-") else None
+        stored = None if other is None else other.spec.quantization
+        if other is None or stored is None or not _same_shape(model, other):
+            continue
+        if (stored.method, stored.bits, stored.group_size) == (wanted.method, wanted.bits, wanted.group_size):
+            return other
+    return None
+
+
 def derived_variants(model: PlannedModel, methods: tuple[str, ...]) -> Iterator[Variant]:
     """The same shapes, quantized."""
     labels = {"fp8": "FP8, made by vLLM while loading", "nf4": "NF4 (4 bits), made by vLLM while loading"}

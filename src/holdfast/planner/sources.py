@@ -6,12 +6,14 @@ of the plan.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from holdfast.checkpoints import ENGINE_LAYOUTS, builtin
 from holdfast.checkpoints.choice import quantization_of
 from holdfast.models import catalogue
+from holdfast.planner.alternatives import published_as
 from holdfast.planner.question import PlannedModel
 
 MADE_WHILE_LOADING: Mapping[str, Mapping[str, str]] = {
@@ -21,6 +23,8 @@ MADE_WHILE_LOADING: Mapping[str, Mapping[str, str]] = {
 """What an engine makes itself of an unquantized checkpoint, as its --quantization spells it."""
 TO_BE_MADE = "./TO-BE-MADE/"
 """Before the name of what nobody has yet: it can be taken for nothing else."""
+_QUANTIZED = re.compile(r"(?:[-_.](?:awq|gptq|fp8|int[48]|w\d+a\d+|quantized|dynamic|bnb|[48]bit))+$", re.IGNORECASE)
+"""What makers put behind the names of their quantized checkpoints."""
 _PLAIN_GGUF = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
 
@@ -41,8 +45,9 @@ def served_name(model: PlannedModel) -> str:
 
 
 def to_be_made(model: PlannedModel, ending: str) -> str:
+    """Named after the model itself: what another quantizer made of it is not in there."""
     stem = served_name(model).rstrip("/").rpartition("/")[2].partition(":")[0].removesuffix(".gguf")
-    return f"{TO_BE_MADE}{stem}-{ending}"
+    return f"{TO_BE_MADE}{_QUANTIZED.sub('', stem)}-{ending}"
 
 
 def holdfast_source(model: PlannedModel) -> Source:
@@ -52,11 +57,15 @@ def holdfast_source(model: PlannedModel) -> Source:
     layouts = {tensor.layout for tensor in (model.stored or {}).values()}
     unknown = ", ".join(sorted(layouts - set(ENGINE_LAYOUTS)))
     if model.made_as is None:
-        said = (f"Holdfast does not compute with {unknown} yet",) if unknown and model.spec.runnable else ()
+        said = _without_weights(model)
+        if unknown and model.spec.runnable:
+            said = (f"Holdfast does not compute with {unknown} yet", *said)
         return Source(name=served_name(model), ready=not said, notes=said)
     name, note = _made(model)
     notes = [f"Holdfast quantizes nothing while loading: {note}"]
+    published = published_as(model)
     if model.format != "gguf":
+        name = name if published is None else served_name(published)
         notes = [f"Holdfast neither makes nor runs {model.made_as.upper()} yet"]
     elif unknown:
         notes.append(f"it does not compute with {unknown} yet")
@@ -72,6 +81,9 @@ def torch_source(model: PlannedModel, engine: str) -> Source:
         return _stored(model, engine)
     flag = MADE_WHILE_LOADING[engine].get(model.made_as)
     if flag is None:
+        published = published_as(model)
+        if published is not None:
+            return Source(name=served_name(published), notes=(f"published in {model.made_as.upper()}",))
         name, note = _made(model)
         return Source(name=name, ready=False, notes=(note,))
     notes = ("older versions load the unquantized weights whole before they make FP8 of them",)
@@ -80,7 +92,7 @@ def torch_source(model: PlannedModel, engine: str) -> Source:
 
 def _stored(model: PlannedModel, engine: str) -> Source:
     if model.format != "gguf":
-        return Source(name=served_name(model))
+        return Source(name=served_name(model), ready=not _without_weights(model), notes=_without_weights(model))
     file = _file(model)
     if model.origin != "hub":
         return Source(name=file)
@@ -89,6 +101,11 @@ def _stored(model: PlannedModel, engine: str) -> Source:
         layout = quantization_of(file)
         return Source(name=model.name if layout is None or ":" in model.name else f"{repository}:{layout}")
     return Source(name=to_be_made(model, file), ready=False, notes=(f"it takes a GGUF as a file: fetch {file} first",))
+
+
+def _without_weights(model: PlannedModel) -> tuple[str, ...]:
+    bare = model.origin == "folder" and model.format == "none"
+    return (f"{model.name} has a config and no weights: put them there first",) if bare else ()
 
 
 def llama_source(model: PlannedModel, dtype: str) -> Source:

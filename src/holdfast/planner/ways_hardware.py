@@ -241,7 +241,7 @@ def smaller_model(found: Fit) -> Iterator[WayOut]:
             mine, its = question.model.spec.parameters / 1e9, model.spec.parameters / 1e9
             yield WayOut(
                 kind="smaller_model",
-                change=f"{model.name}: {its:.1f} billion parameters instead of {mine:.1f}",
+                change=f"{model.name}{_kept(question)}: {its:.1f} billion parameters instead of {mine:.1f}",
                 settings={"model": model.name},
                 fit=better,
             )
@@ -257,6 +257,11 @@ def _instead(question: Question, model: PlannedModel) -> Fit | None:
         return None
 
 
+def _kept(question: Question) -> str:
+    made_as = question.model.made_as
+    return "" if made_as is None else f", in {made_as.upper()} too"
+
+
 def longer_model(found: Fit) -> Iterator[WayOut]:
     """For requests that this model cannot read: one of its kin that can, near its size."""
     question = found.question
@@ -267,7 +272,8 @@ def longer_model(found: Fit) -> Iterator[WayOut]:
             context = model.spec.max_position
             yield WayOut(
                 kind="longer_model",
-                change=f"{model.name}: made for {context:,} tokens instead of {question.model.spec.max_position:,}",
+                change=f"{model.name}{_kept(question)}: made for {context:,} tokens instead of"
+                f" {question.model.spec.max_position:,}",
                 settings={"model": model.name},
                 fit=better,
             )
