@@ -127,11 +127,17 @@ def _best(ways: tuple[WayOut, ...]) -> tuple[Fit | None, str]:
 
 
 def _budgets(found: Fit) -> list[Decision]:
-    first = found.ranks[0]
-    source = "measured" if first.device.measured else "catalogue" if first.device.gpu is not None else "set"
-    value = describe_budget(first, found.utilization)
-    every = "" if len(found.ranks) == 1 else f" on each of {len(found.ranks)}"
-    return [Decision("budget", value, f"what may be used of {first.device.name}{every}", source)]
+    """One for each kind of device, where they are not alike."""
+    groups: dict[tuple[str, str], list[Rank]] = {}
+    for rank in found.ranks:
+        groups.setdefault((rank.device.name, describe_budget(rank, found.utilization)), []).append(rank)
+    decisions = []
+    for (name, value), ranks in groups.items():
+        device = ranks[0].device
+        source = "measured" if device.measured else "catalogue" if device.gpu is not None else "set"
+        every = "" if len(ranks) == 1 else f" on each of {len(ranks)}"
+        decisions.append(Decision("budget", value, f"what may be used of {name}{every}", source))
+    return decisions
 
 
 # JSON
@@ -266,6 +272,7 @@ def _rank(rank: Rank, found: Fit) -> dict[str, Any]:
         "held_by": list(rank.device.held_by),
         "stage": rank.stage,
         "terms": {**{term.name: term.nbytes for term in rank.terms}, "kv_pool": rank.pool_bytes},
+        "unused_bytes": rank.unused_bytes,
         "kv_needed_bytes": needed,
         "short_bytes": max(0, needed - rank.room_bytes),
         "uncertain_bytes": rank.uncertain_bytes,

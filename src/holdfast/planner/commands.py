@@ -164,7 +164,7 @@ def sglang_fraction(fit: Fit) -> float:
 
 def _llama_command(fit: Fit, sequences: int) -> Command:
     on_gpu = fit.question.machine.kind == "gpu"
-    source = llama_source(fit.question.model, fit.dtype)
+    source = llama_source(fit.question.model, fit.weights_dtype)
     notes = list(source.notes)
     slots, each = _llama_slots(fit, sequences)
     flags: dict[str, object] = {**source.flags, "-c": each * slots, "-np": slots}

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from holdfast.planner.fit import USEFUL_TOKENS, Fit, Question, fit
 from holdfast.planner.judgements import safe_utilization
+from holdfast.planner.limits import CPU_RUNGS, GPU_RUNGS
 from holdfast.planner.way import LEAST_CONTEXT, MOST_UTILIZATION, planned, with_settings
 
 SAFE_SEQUENCES = 4
@@ -40,25 +41,49 @@ class Configuration:
 
 
 def safe_configuration(asked: Fit) -> Configuration | None:
-    """None: nothing that serves what was asked is safe here."""
+    """With the largest step that leaves room for errors; a size that was set stays. None: nothing that serves what was
+    asked is safe here."""
     question = _with_share(asked, safe_utilization(asked))
+    step = fit(question).limits.max_num_batched_tokens
+    steps = [step]
+    if question.settings.max_num_batched_tokens is None:
+        rungs = GPU_RUNGS if question.machine.kind == "gpu" else CPU_RUNGS
+        steps += [rung.step_tokens for rung in rungs if rung.step_tokens < step]
+    for size in steps:
+        found = _safe(with_settings(question, max_num_batched_tokens=size))
+        if found is not None:
+            return found
+    return None
+
+
+def _safe(question: Question) -> Configuration | None:
     base = fit(question)
     length = _safe_length(base)
-    sequences = min(base.limits.max_num_seqs, _safely_held(base, length))
-    if length < min(LEAST_CONTEXT, base.question.model.spec.max_position) or sequences < 1:
+    if length < min(LEAST_CONTEXT, base.question.model.spec.max_position):
         return None
-    traffic, waits = question.traffic, ""
+    sequences = min(base.limits.max_num_seqs, _safely_held(base, length))
+    while sequences >= 1:
+        found = _with_sequences(question, length, sequences)
+        # The pool of a shorter context may be smaller: on a CPU it has a usual size, and holds one of full length.
+        held = sequences // 2 if found is None else _safely_held(found, length)
+        if found is not None and held >= sequences:
+            return Configuration(fit=found, max_num_seqs=sequences, reason=_safe_reason(question, length, sequences))
+        sequences = min(sequences - 1, held)
+    return None
+
+
+def _with_sequences(question: Question, length: int, sequences: int) -> Fit | None:
+    traffic = question.traffic
     if traffic is not None and sequences < traffic.concurrency:
         question = replace(question, traffic=replace(traffic, concurrency=sequences))
-        waits = f"; the rest of {traffic.concurrency} waits its turn"
-    found = planned(with_settings(question, max_model_len=length, max_num_seqs=sequences))
-    if found is None:
-        return None
-    return Configuration(
-        fit=found,
-        max_num_seqs=sequences,
-        reason=f"{sequences} sequences of {length:,} tokens fit side by side even if every estimate is off{waits}",
-    )
+    return planned(with_settings(question, max_model_len=length, max_num_seqs=sequences))
+
+
+def _safe_reason(question: Question, length: int, sequences: int) -> str:
+    traffic = question.traffic
+    waits = f"; the rest of {traffic.concurrency} waits its turn" if traffic and sequences < traffic.concurrency else ""
+    of = f"{sequences} sequence{'s' if sequences > 1 else ''} of {length:,} tokens"
+    return f"{of} fit{'s' if sequences == 1 else ''} side by side even if every estimate is off{waits}"
 
 
 def _with_share(asked: Fit, share: float) -> Question:
@@ -74,7 +99,7 @@ def _safe_length(base: Fit) -> int:
         return question.settings.max_model_len
     if question.traffic is not None:
         return min(most, -(-question.traffic.length // ROUND_TOKENS) * ROUND_TOKENS)
-    room = min(rank.room_bytes - rank.uncertain_bytes for rank in base.ranks)
+    room = min(rank.safe_bytes for rank in base.ranks)
     length = 0
     for share in range(SAFE_SEQUENCES, 0, -1):
         length = min(rank.kv.longest(max(0, room) // share, most) for rank in base.ranks)
@@ -86,9 +111,7 @@ def _safe_length(base: Fit) -> int:
 def _safely_held(base: Fit, length: int) -> int:
     if length < 1:
         return 0
-    return min(
-        (rank.room_bytes - rank.uncertain_bytes) // max(1, rank.kv.sequence_bytes(length)) for rank in base.ranks
-    )
+    return min(rank.safe_bytes // max(1, rank.kv.sequence_bytes(length)) for rank in base.ranks)
 
 
 def max_configuration(asked: Fit) -> Configuration | None:

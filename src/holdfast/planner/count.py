@@ -56,6 +56,7 @@ def counted(question: Question, tensor_parallel: int, limits: Limits) -> Fit:
         limits=replace(limits, max_model_len=longest if settings.max_model_len is None else settings.max_model_len),
         ranks=ranks,
         weights_bytes=_whole_bytes(Same(question.model), dtype),
+        weights_dtype=dtype,
         required_tokens=tokens,
         required_sequences=sequences,
         fits=short <= 0,

@@ -23,6 +23,7 @@ from holdfast.planner.fitted import (
     Question,
     Rank,
     describe_budget,
+    describe_devices,
     device_budget,
     is_stated,
     required,
@@ -38,6 +39,7 @@ __all__ = [
     "Question",
     "Rank",
     "describe_budget",
+    "describe_devices",
     "device_budget",
     "fit",
 ]
@@ -179,6 +181,7 @@ def _hosted(question: Question) -> Fit:
         limits=found.room.limits(served),
         ranks=(rank,),
         weights_bytes=found.room.weights_bytes,
+        weights_dtype=found.room.weights_dtype,
         required_tokens=tokens,
         required_sequences=sequences,
         fits=found.fits,

@@ -7,7 +7,8 @@ arithmetic that is theirs; counts no terms and chooses nothing.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from holdfast.observability.decisions import Decision
@@ -75,6 +76,11 @@ class Rank:
         """How far the estimated terms may be off together, either way."""
         return int(sum(term.nbytes * term.uncertainty for term in self.terms))
 
+    @property
+    def safe_bytes(self) -> int:
+        """For sequences even if every estimate is too low: what is not used pays for it first, then the pool."""
+        return self.room_bytes - max(0, self.uncertain_bytes - self.unused_bytes)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fit:
@@ -89,6 +95,8 @@ class Fit:
     ranks: tuple[Rank, ...]
     weights_bytes: int
     """Of the whole model, over all ranks once."""
+    weights_dtype: str
+    """What plain matrices are kept in: often what is computed in."""
     required_tokens: int
     """Of each sequence that must fit beside the others: the traffic's, else one of the context that was asked for."""
     required_sequences: int
@@ -160,6 +168,12 @@ def device_budget(device: Device, utilization: float) -> int:
     if device.kind == "cpu":
         return int(device.free_bytes * utilization)
     return min(int(device.total_bytes * utilization), device.free_bytes)
+
+
+def describe_devices(devices: Sequence[Device]) -> str:
+    """By kind: 2 x rtx4090 and rtx3090."""
+    counts = Counter(device.name for device in devices)
+    return " and ".join(name if count == 1 else f"{count} x {name}" for name, count in counts.items())
 
 
 def describe_budget(rank: Rank, utilization: float) -> str:

@@ -30,6 +30,7 @@ from holdfast.planner.same import Same
 from holdfast.units import MIB, format_bytes
 
 ELEMENT_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
+_PLAIN: Mapping[str, str] = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 FRAMEWORK_BYTES = 176 * MIB
 """155 to 167 MiB before the first tensor with torch 2.13 (CPU build, Arm), the model's header read; the rest is what
@@ -106,6 +107,19 @@ def _weights_bytes(model: Same[ModelSpec], files: Same[Stored], dtype: str, expa
         layout = memory_layout(tensor, as_stored, dtype=dtype, expand=expand, compiled=compiled)
         total += prod(tensor.shape) * ELEMENT_BYTES[dtype] if kept is None or layout == dtype else kept.nbytes
     return total
+
+
+def kept_dtype(
+    spec: ModelSpec, stored: Mapping[str, StoredTensor] | None, *, dtype: str, expand: bool, compiled: bool
+) -> str:
+    """What plain matrices lie in memory as: `dtype`, or the half precision of their file."""
+    for tensor in spec.tensors:
+        kept = None if stored is None else stored.get(tensor.name)
+        if kept is not None and kept.layout in _PLAIN:
+            layout = memory_layout(tensor, kept.layout, dtype=dtype, expand=expand, compiled=compiled)
+            if layout != dtype:
+                return _PLAIN[layout]
+    return dtype
 
 
 def weight_sizes(spec: ModelSpec, stored: Mapping[str, StoredTensor], dtype: str) -> str:

@@ -195,7 +195,8 @@ def _with_pool(room: Room, traffic: Traffic, blocks: int) -> tuple[Room, dict[st
 
 
 def _stored(model: PlannedModel) -> Mapping[str, StoredTensor] | None:
-    """As the file is, or will be when it is fetched. None: a config without weights, which only dummies fill."""
+    """As the file is, or will be when it is fetched. None: a config without weights, which only dummies fill, and those
+    are made in the dtype that is computed in."""
     if model.canonical is not None:
         return model.canonical
     if model.stored is not None:

@@ -53,8 +53,9 @@ class PlanWarning:
 
 def warnings(fit: Fit) -> tuple[PlanWarning, ...]:
     return (
-        *_unknown_peak(fit), *_longer_traffic(fit), *_utilization(fit), *_starved(fit), *_desktop(fit), *_neighbours(fit), *_no_kv(fit),
-        *_sequences(fit), *_context(fit), *_idle(fit), *_margin(fit), *_model(fit), *_number_types(fit),
+        *_unknown_peak(fit), *_longer_traffic(fit), *_utilization(fit), *_starved(fit), *_desktop(fit),
+        *_neighbours(fit), *_no_kv(fit), *_sequences(fit), *_context(fit), *_idle(fit), *_margin(fit), *_model(fit),
+        *_number_types(fit),
     )  # fmt: skip
 
 
@@ -264,7 +265,7 @@ def _margin(fit: Fit) -> Iterator[PlanWarning]:
     """It fits by less than our estimates may be off."""
     if not fit.fits:
         return
-    spare = min(rank.room_bytes - fit.needed_bytes(rank) for rank in fit.ranks)
+    spare = min(rank.room_bytes + rank.unused_bytes - fit.needed_bytes(rank) for rank in fit.ranks)
     if not 0 <= spare < fit.uncertain_bytes:
         return
     yield PlanWarning(

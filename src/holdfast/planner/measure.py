@@ -70,6 +70,12 @@ class Measure:
             self.spec, self.stored, config, self.processor, self.compiled_kernels, self.budget_bytes, decisions
         )
         room = self._room(config, choices, rung)
+        quantized = any(decision.field == "weights" for decision in decisions)
+        if room.weights_dtype != choices.dtype and not quantized:
+            reason = (
+                f"kept as they are stored, which takes less: compiled products compute in {choices.dtype} from them"
+            )
+            decisions.append(Decision("weights", room.weights_dtype, reason, "hardware"))
         if self.stored is None or not choices.expand_weights or config.expand_weights != "auto":
             return room, decisions
         kept = self._room(config, replace(choices, expand_weights=False), rung)

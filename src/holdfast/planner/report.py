@@ -14,7 +14,7 @@ from itertools import groupby
 from holdfast.planner.answer import Answer
 from holdfast.planner.command import Command
 from holdfast.planner.configurations import Configuration
-from holdfast.planner.fit import Rank
+from holdfast.planner.fit import Rank, describe_devices
 from holdfast.planner.roofline import Estimate
 from holdfast.units import format_bytes
 
@@ -81,8 +81,7 @@ def _wrapped(text: str, width: int, first: str = "  ", then: str = "    ") -> li
 
 def _headline(answer: Answer, width: int, paint: _Paint) -> Iterator[str]:
     found, model = answer.fit, answer.question.model
-    device = found.ranks[0].device.name
-    where = device if len(found.ranks) == 1 else f"{len(found.ranks)} x {device}"
+    where = describe_devices([rank.device for rank in found.ranks])
     if answer.fits:
         verdict, code = "fits", "1;32"
     elif answer.problem is not None:
@@ -172,7 +171,8 @@ def _row_note(answer: Answer, rank: Rank, name: str) -> str:
     if name == "KV":
         return f"{answer.fit.required_sequences} x {answer.fit.required_tokens:,} tokens"
     if name == "free":
-        return "also for KV"
+        more = max(0, rank.room_bytes - answer.fit.needed_bytes(rank)) + rank.null_bytes
+        return f"{format_bytes(more)} of it for KV" if rank.unused_bytes else "also for KV"
     if name == "weights" and answer.question.model.exact:
         return "as stored"
     return ""
@@ -344,7 +344,9 @@ def compare_lines(answers: Sequence[Answer], width: int = 80, colour: bool = Fal
     for name, answer in zip(names, answers, strict=True):
         if not answer.fits and answer.ways_out:
             found += _wrapped(f"{name}: {answer.ways_out[0].change}", width, "", "  ")
-    return found
+    lengths = {answer.fit.usual_tokens for answer in answers}
+    each = f"{lengths.pop():,} tokens" if len(lengths) == 1 else "4,096 tokens, or as long as the context or traffic is"
+    return found + _wrapped(f"at once: sequences of {each}, side by side in KV", width, "", "  ")
 
 
 def _names(answers: Sequence[Answer]) -> list[str]:
@@ -360,8 +362,7 @@ def _names(answers: Sequence[Answer]) -> list[str]:
 
 def _machine(answer: Answer) -> str:
     """All of it, so that two of the same kind can be told apart even where a plan uses one."""
-    devices = answer.question.machine.devices
-    return devices[0].name if len(devices) == 1 else f"{len(devices)} x {devices[0].name}"
+    return describe_devices(answer.question.machine.devices)
 
 
 def _too_many(figures: Sequence[Mapping[str, str]], width: int) -> tuple[str, ...]:

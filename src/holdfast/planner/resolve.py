@@ -171,7 +171,7 @@ def _not_fetched_yet(entry: builtin.BuiltinModel, known: CatalogueEntry) -> Reso
 def _from_files(files: ModelFiles) -> Resolved:
     spec = describe(files)
     if files.format == "none":
-        reason = "there are none here: counted from the config's shapes"
+        reason = "there are none here: counted from the config's shapes, as dummies are made; stored ones may take less"
         decisions = [_where(files, "config.json"), Decision("weights", "derived", reason, "model")]
         return Resolved(PlannedModel(name=files.name, spec=spec, origin=files.kind), tuple(decisions))
     checkpoint = open_checkpoint(files)

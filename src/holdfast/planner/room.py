@@ -107,6 +107,14 @@ class Room:
         )
 
     @property
+    def weights_dtype(self) -> str:
+        """Of plain matrices as they lie in memory."""
+        choices = self.choices
+        return footprint.kept_dtype(
+            self.spec, self.stored, dtype=choices.dtype, expand=choices.expand_weights, compiled=choices.compiled
+        )
+
+    @property
     def most(self) -> int:
         """The longest context that is wanted."""
         asked = self.config.max_model_len

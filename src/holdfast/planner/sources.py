@@ -39,8 +39,9 @@ class Source:
 
 
 def served_name(model: PlannedModel) -> str:
-    """What an engine can fetch: a short name of the catalogue's is known to nobody else."""
-    entry = catalogue.lookup(model.name) if model.origin == "catalogue" else None
+    """What an engine can fetch: a short name of the catalogue's is known to nobody else. A hub id is what was asked
+    for, even where the catalogue knows its shapes by another one's."""
+    entry = catalogue.lookup(model.name) if model.origin == "catalogue" and "/" not in model.name else None
     return model.name if entry is None else entry.hub_id
 
 

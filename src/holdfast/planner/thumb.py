@@ -41,7 +41,7 @@ def bytes_a_parameter(fit: Fit) -> float:
     quantization = fit.question.model.spec.quantization
     if quantization is not None:
         return quantization.bits / 8
-    return {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0}[fit.dtype]
+    return {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0}[fit.weights_dtype]
 
 
 def _weights(fit: Fit) -> Iterator[Thumb]:
@@ -49,10 +49,12 @@ def _weights(fit: Fit) -> Iterator[Thumb]:
     rule, exact = int(parameters * each), fit.weights_bytes
     if not exact or fit.question.model.format == "gguf":
         return
-    if each < 2 and exact > rule * (1 + CLOSE):
+    if abs(rule - exact) <= CLOSE * exact:
+        why = "right"
+    elif each < 2 and exact > rule:
         why = "quantized matrices carry scales and zeros, and embeddings and head stay whole"
     else:
-        why = "right"
+        why = "what is stored is counted, and not all of it is of that width"
     yield Thumb(
         name="weights", rule=f"{parameters / 1e9:.1f} billion parameters x {each:g} bytes", rule_bytes=rule,
         exact_bytes=exact, verdict=why,

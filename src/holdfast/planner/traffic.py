@@ -36,6 +36,9 @@ EXACT_BELOW = 4096
 _BUCKETS = ("request_prompt_tokens_bucket", "request_generation_tokens_bucket")
 _START = ("start_time", "start", "arrival_time", "started_at")
 _END = ("end_time", "end", "finished_at", "time", "timestamp", "ts")
+_STATUS = ("status", "status_code")
+CLIENT_GONE = 499
+"""Its client left; until then it took its place like any other."""
 _DURATION = (("duration_s", 1.0), ("duration", 1.0), ("latency_s", 1.0), ("e2e_latency", 1.0), ("duration_ms", 1e-3))
 
 
@@ -98,7 +101,9 @@ class _Reading:
     wrong: int = 0
     """With numbers of tokens that nobody can have."""
     others: int = 0
-    """Of something else: a server's other words, requests that were refused."""
+    """Of something else: a server's other words."""
+    refused: int = 0
+    """Requests that were answered with an error: they took no KV."""
 
     def line(self, line: bytes) -> None:
         if not line.startswith(b"{"):
@@ -112,6 +117,9 @@ class _Reading:
         tokens = _tokens(row)
         if tokens is None:
             self.others += 1
+            return
+        if _is_refused(row):
+            self.refused += 1
             return
         prompt, output = tokens
         if not (_is_count(prompt) and _is_count(output) and prompt + output > 0):
@@ -129,7 +137,8 @@ class _Reading:
         said = [
             f"{count:,} {what}"
             for count, what in (
-                (self.torn, "torn lines"), (self.wrong, "lines with impossible numbers"), (self.others, "other lines")
+                (self.torn, "torn lines"), (self.wrong, "lines with impossible numbers"),
+                (self.refused, "refused requests"), (self.others, "other lines"),
             )
             if count
         ]  # fmt: skip
@@ -144,6 +153,11 @@ def _tokens(row: object) -> tuple[Any, Any] | None:
     holder = usage if isinstance(usage, dict) and row.get("prompt_tokens") is None else row
     prompt, output = holder.get("prompt_tokens"), holder.get("completion_tokens")
     return None if prompt is None else (prompt, 0 if output is None else output)
+
+
+def _is_refused(row: Mapping[str, Any]) -> bool:
+    found = next((row[name] for name in _STATUS if isinstance(row.get(name), int)), 200)
+    return int(found) >= 400 and found != CLIENT_GONE
 
 
 def _is_count(value: object) -> bool:
@@ -193,6 +207,7 @@ def _from_json_lines(
         length_tokens=reading.both.percentile(SHARE),
         source=shorten(source),
         requests=count,
+        peak_known=concurrency is not None or reading.timed > 0,
     )
     reason = f"P99 of {count:,} requests in {shorten(source)}"
     if left_out:
@@ -229,6 +244,7 @@ def _from_metrics(lines: Iterable[bytes], source: str, concurrency: int | None) 
         output_tokens=_edge(outputs) if outputs else 0,
         source=shorten(source),
         requests=requests,
+        peak_known=concurrency is not None,
     )
     said = f"{int(now)} run or wait now, {average:.1f} ran on average; a peak is not in these metrics: --concurrency"
     lengths = f"P99 of {requests:,} requests, as the upper edges of histograms tell"

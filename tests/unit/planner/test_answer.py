@@ -127,6 +127,35 @@ def test_safe_leaves_room_for_every_error(ask: Ask) -> None:
         assert fit(one.fit.question).fits
 
 
+@pytest.mark.parametrize(("model", "free_gib"), [("llama-3.1-8b", 64), ("smollm2-135m", 2), ("llama-3.2-1b", 8)])
+def test_safe_is_safe_on_a_cpu(ask: Ask, cpu: Callable[..., Device], model: str, free_gib: int) -> None:
+    """The pool has a usual size there, and is smaller for a shorter context."""
+    found = answer(ask(model, device=cpu(free_gib)))
+    assert found.safe is not None
+    held = found.safe.fit
+    assert found.safe.max_num_seqs * held.limits.max_model_len <= held.kv_tokens
+    assert found.safe.max_num_seqs == held.limits.max_num_seqs
+    assert found.safe.reason.startswith(f"{found.safe.max_num_seqs} sequence")
+
+
+@pytest.mark.parametrize(
+    ("model", "gpu", "settings"),
+    [
+        ("qwen3-8b", "l4", {"max_num_seqs": 256, "max_model_len": 8192}),
+        ("llama-3.1-8b", "rtx4090", {"max_num_seqs": 32}),
+        ("qwen3-32b-awq", "rtx4090", {"max_num_seqs": 8, "max_num_batched_tokens": 512, "utilization": 0.95}),
+        ("llama-3.1-8b", "rtx4090", {"traffic": (4, 1000, 200)}),
+    ],
+)
+def test_max_claims_no_more_than_its_pool_holds(ask: Ask, model: str, gpu: str, settings: dict[str, Any]) -> None:
+    found = answer(ask(model, gpu, **settings))
+    assert found.max is not None
+    of, each = found.max.fit, found.max.fit.usual_tokens
+    assert found.max.max_num_seqs <= of.concurrency(each)
+    assert f"{found.max.max_num_seqs} sequences of {each:,} tokens" in found.max.reason
+    assert of.limits.max_num_seqs == found.max.max_num_seqs
+
+
 def test_safe_serves_the_traffic(ask: Ask) -> None:
     found = answer(ask("llama-3.1-8b", "h100-80", traffic=(16, 1800, 200)))
     assert found.safe is not None

@@ -14,15 +14,18 @@ import pytest
 from holdfast.checkpoints import builtin
 from holdfast.cli import plan, serve
 from holdfast.errors import ConfigurationError
+from holdfast.hardware import gpus
+from holdfast.planner.alternatives import published_as
 from holdfast.planner.command import Command
 from holdfast.planner.commands import commands, parse_engine, sglang_fraction
 from holdfast.planner.fit import Question, fit
-from holdfast.planner.question import Device
+from holdfast.planner.question import Device, Machine
 from holdfast.planner.report import command_lines
 from holdfast.planner.requantize import quantized_as
 from holdfast.planner.resolve import resolve_model
 from holdfast.planner.vllm_command import vllm_kv_bytes, vllm_utilization
 from holdfast.planner.vllm_sizing import Vllm, parse_vllm
+from holdfast.planner.ways_hardware import device_of
 from holdfast.planner.ways_out import ways_out
 from holdfast.units import GIB
 
@@ -231,6 +234,11 @@ def test_a_command_runs_what_was_counted(
     found = fit(question)
     for engine, command in commands(found, sequences=4).items():
         check(command)
+        published = published_as(question.model)
+        makes_it = engine in ("vllm", "sglang") and method == "fp8"
+        if published is not None and engine != "llama.cpp" and not makes_it:
+            assert loaded(command) == published.name
+            continue
         hub_id, made = loaded(command) == question.model.name, "TO-BE-MADE/" in command.text
         assert hub_id != made, command.text
         while_loading = {"vllm": {"fp8": "fp8", "nf4": "bitsandbytes"}, "sglang": {"fp8": "fp8"}}.get(engine, {})
@@ -284,7 +292,7 @@ def test_vram_alone_tells_no_total(ask: Ask) -> None:
 def test_a_budget_that_was_set_is_carried(ask: Ask, gpu: Callable[..., Device], cpu: Callable[..., Device]) -> None:
     beside = commands(fit(ask("llama-3.1-8b", device=gpu("rtx4090", budget_bytes=20 * GIB))), sequences=4)
     assert value(beside["holdfast"], "--vram") == "20480MiB"
-    assert value(beside["vllm"], "--gpu-memory-utilization") == "0.83"
+    assert value(beside["vllm"], "--gpu-memory-utilization") == "0.84"
     ram = commands(fit(ask("smollm2-135m", device=replace(cpu(8), budget_bytes=6 * GIB + 1))), sequences=4)["holdfast"]
     assert value(ram, "--ram") == str(6 * GIB + 1)
     assert value(ram, "--gpu-memory-utilization") is None
@@ -386,7 +394,7 @@ def test_where_it_cannot_chunk_a_step_holds_the_whole_context(
 
 def test_a_length_that_was_left_to_us_is_one_that_the_version_holds(ask: Ask, gpu: Callable[..., Device]) -> None:
     """Its share is a whole hundredth, so it may have less than we do."""
-    device = gpu("l4", free_bytes=int(0.8299 * gpu("l4").total_bytes))
+    device = gpu("l4", total_bytes=23034 << 20, free_bytes=int(0.8299 * (23034 << 20)))
     found = fit(ask("qwen3-8b", device=device, max_num_seqs=256, max_num_batched_tokens=8192))
     vllm = parse_vllm("==0.29")
     command = commands(found, sequences=4, vllm=vllm)["vllm"]
@@ -472,3 +480,21 @@ def test_llama_cpp_has_a_slot_for_every_request_of_the_traffic(ask: Ask) -> None
     each = int(value(command, "-c") or 0) // 6
     assert each >= 2000
     assert each * 6 <= found.kv_tokens
+
+
+def test_commands_serve_what_was_asked_for_and_not_what_lent_its_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hub cannot be asked: the catalogue takes the base model for the instructed one, which has the same shapes."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    resolved = resolve_model("meta-llama/Llama-3.1-8B")
+    assert resolved.model.name == "meta-llama/Llama-3.1-8B"
+    assert "shapes of meta-llama/Llama-3.1-8B-Instruct, which the catalogue takes" in resolved.decisions[0].reason
+    found = fit(replace(_on_4090(), model=resolved.model))
+    for engine in ("holdfast", "vllm", "sglang"):
+        assert "meta-llama/Llama-3.1-8B " in commands(found, sequences=4)[engine].text + " "
+    short = fit(replace(_on_4090(), model=resolve_model("llama-3.1-8b").model))
+    assert "meta-llama/Llama-3.1-8B-Instruct " in commands(short, sequences=4)["vllm"].text
+
+
+def _on_4090() -> Question:
+    model = resolve_model("smollm2-135m").model
+    return Question(model=model, machine=Machine(devices=(device_of(gpus.find("rtx4090")),)))

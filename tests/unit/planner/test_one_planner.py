@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from holdfast.planner.answer import answer
 from holdfast.planner.fit import Fit, Question, fit
 from holdfast.planner.footprint import FRONT_BYTES
 from holdfast.planner.question import Device, Machine, PlannedModel, Settings, Traffic
+from holdfast.planner.ways_out import ways_out
 from holdfast.units import GIB, MIB, format_bytes
 
 FREE_BYTES = 21 * GIB
@@ -112,10 +114,11 @@ def test_plan_and_serve_give_the_same_numbers(
         assert advised is None or int(advised[1]) == found.longest_tokens
 
 
-@pytest.mark.parametrize("ram", [None, 700 * MIB, 800 * MIB, 900 * MIB, 2 * GIB])
-def test_the_command_of_a_plan_serves_its_numbers(model: PlannedModel, ram: int | None) -> None:
+@pytest.mark.parametrize("more", [None, 2 * MIB, 40 * MIB, 100 * MIB, 200 * MIB, 2 * GIB])
+def test_the_command_of_a_plan_serves_its_numbers(model: PlannedModel, more: int | None) -> None:
     """Its settings are those that were planned with: other limits would leave another pool."""
-    found = planned(model, ARM, True, ram=ram)
+    least = 300 * MIB + planned(model, ARM, True, ram=300 * MIB).short_bytes
+    found = planned(model, ARM, True, ram=None if more is None else least + more)
     command = shlex.split(answer(found.question).commands["holdfast"].text)[3:]
     flags = dict(zip(command[::2], command[1::2], strict=True))
     asked = {name.removeprefix("--").replace("-", "_"): value for name, value in flags.items()}
@@ -170,3 +173,42 @@ def test_weights_are_not_expanded_at_the_cost_of_context(model: PlannedModel) ->
     features = frozenset({"avx2"})
     lengths = [served(long, features, False, ram=size * MIB).limits.max_model_len for size in range(1900, 2500, 40)]
     assert lengths == sorted(lengths)
+
+
+def test_half_precision_is_kept_where_products_are_compiled_and_that_is_said(tmp_path: Path) -> None:
+    """A name of the catalogue is counted as its published file would be, and that as serve would load it."""
+    spec = from_config(CONFIG)
+    stored = stored_as(spec, "BF16", tmp_path)
+    file = PlannedModel(name="m", spec=spec, origin="folder", stored=stored, canonical=stored, format="safetensors")
+    named = PlannedModel(name="m", spec=spec, origin="catalogue")
+    for kernels, dtype in ((True, "bfloat16"), (False, "float32")):
+        plan = served(file, ARM, kernels, ram=2 * GIB)
+        for model in (file, named):
+            found = planned(model, ARM, kernels, ram=2 * GIB)
+            assert found.weights_bytes == plan.terms["weights"]
+            assert (found.dtype, found.weights_dtype) == ("float32", dtype)
+        said = {decision.field: decision.value for decision in plan.decisions}
+        assert said.get("weights") == (dtype if kernels else None)
+
+
+def test_the_pool_holds_the_longest_context_that_is_said(model: PlannedModel) -> None:
+    """Where a longer one was asked for: its own tables would leave less, but nobody will have those."""
+    whole = planned(model, ARM, True, ram=2 * GIB)
+    tight = sum(term.nbytes for term in whole.ranks[0].terms) + 120 * MIB
+    found = planned(model, ARM, True, ram=tight, max_model_len=8192)
+    assert not found.fits
+    assert 0 < found.longest_tokens < 8192
+    assert found.kv_tokens >= found.longest_tokens
+    assert found.concurrency(found.longest_tokens) >= 1
+    assert planned(model, ARM, True, ram=tight, max_model_len=found.longest_tokens).fits
+
+
+def test_both_advise_the_same_smaller_kv(model: PlannedModel) -> None:
+    whole = planned(model, ARM, True, ram=2 * GIB)
+    tight = sum(term.nbytes for term in whole.ranks[0].terms) + 220 * MIB
+    found = planned(model, ARM, True, ram=tight, max_model_len=8192)
+    (way,) = [way for way in ways_out(found) if way.kind == "kv_cache_dtype"]
+    with pytest.raises(DoesNotFitError) as refused:
+        served(model, ARM, True, ram=tight, max_model_len=8192)
+    assert way.flags == "--kv-cache-dtype float16"
+    assert way.flags in str(refused.value.fix)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -108,5 +109,33 @@ def test_side_by_side(ask: Ask) -> None:
     assert [("yes" in line) for line in text[1:4]] == [False, True, True]
     assert text[4].startswith("NVIDIA GeForce RTX 3060: ")
     models = [answer(ask(model, "rtx4090")) for model in ("llama-3.1-8b", "qwen3-8b")]
+    assert compare_lines(models, width=100)[-1] == "at once: sequences of 4,096 tokens, side by side in KV"
     assert compare_lines(models, width=100)[1].startswith("meta-llama/Llama-3.1-8B-Instruct")
     assert all(len(line) <= 80 for line in compare_lines([*machines, *models], width=80))
+
+
+def test_gpus_of_two_kinds_are_both_named(ask: Ask, gpu: Callable[..., Device]) -> None:
+    question = ask("llama-3.1-8b", "rtx4090", count=2, tensor_parallel=2)
+    mixed = replace(question.machine, devices=(gpu("rtx4090"), gpu("rtx3090", 1)))
+    found = answer(replace(question, machine=mixed))
+    assert "on NVIDIA GeForce RTX 4090 and NVIDIA GeForce RTX 3090: " in lines(found, width=200)[0]
+    budgets = [decision for decision in found.decisions if decision.field == "budget"]
+    assert [one.reason for one in budgets] == [
+        "what may be used of NVIDIA GeForce RTX 4090", "what may be used of NVIDIA GeForce RTX 3090",
+    ]  # fmt: skip
+    assert (
+        "on 2 x NVIDIA GeForce RTX 4090: "
+        in lines(answer(ask("llama-3.1-8b", "rtx4090", count=2, tensor_parallel=2)), width=200)[0]
+    )
+
+
+def test_what_the_pool_does_not_take_is_not_said_to_be_for_kv(ask: Ask, cpu: Callable[..., Device]) -> None:
+    """A pool on a CPU has a usual size; the rest of the budget is for nobody. With it terms are the budget."""
+    found = answer(ask("smollm2-135m", device=cpu(21)))
+    (device,) = found.to_json()["devices"]
+    assert device["unused_bytes"] > 10 * GIB
+    assert sum(device["terms"].values()) + device["unused_bytes"] == device["budget_bytes"]
+    (free,) = [line for line in lines(found, width=200) if line.startswith("  free ")]
+    assert free.endswith("GiB of it for KV")
+    whole = lines(answer(ask("smollm2-135m", "rtx4090")), width=200)
+    assert next(line for line in whole if line.startswith("  free ")).endswith("also for KV")

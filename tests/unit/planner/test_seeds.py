@@ -136,7 +136,8 @@ def test_8b_in_4_bits_is_neither_4_nor_5_gb_and_triples_the_space_for_kv() -> No
     whole, small = (planned("llama-3-8b", gpu="rtx4090", quantization=method) for method in (None, "awq"))
     assert thumb(small, "weights").rule_bytes == pytest.approx(4 * GB, rel=0.01)
     assert small.fit.weights_bytes == pytest.approx(5.73 * GB, rel=0.002)
-    assert small.fit.kv_tokens / whole.fit.kv_tokens == pytest.approx(3, rel=0.2)
+    # Of the 23.64 GiB that CUDA shows of such a card; of a whole 24 it is 3.4 times.
+    assert small.fit.kv_tokens / whole.fit.kv_tokens == pytest.approx(3.7, rel=0.02)
 
 
 def test_30_percent_on_top_is_replaced_by_named_terms() -> None:
@@ -221,7 +222,7 @@ def measured(free_gib: float, *processes: str, total_gib: float = 23.99, gpu: st
 
 
 def test_a_desktop_card_has_about_22_of_24_gb_and_that_is_measured_not_assumed() -> None:
-    assert "about 21.99 GiB stay free" in warned(planned("llama-3-8b", gpu="rtx4090"))["HFW23"]
+    assert "about 21.64 GiB stay free" in warned(planned("llama-3-8b", gpu="rtx4090"))["HFW23"]
     crowded = measured(20, "Xorg", "firefox")
     assert crowded.fit.ranks[0].budget_bytes == 20 * GIB
     assert "Xorg (pid 100)" in warned(crowded)["HFW29"]
@@ -296,14 +297,14 @@ def test_70b_awq_on_40_gb_is_refused_with_what_would_do() -> None:
     )  # fmt: skip
     assert not found.fits
     rank = found.fit.ranks[0]
-    assert rank.budget_bytes == pytest.approx(35.2 * GIB, rel=0.001)
+    assert rank.budget_bytes == pytest.approx(0.88 * 39.5 * GIB, rel=0.001)  # CUDA shows 39.50 GiB of such a card.
     assert term(found, "weights") == pytest.approx(37.04 * GIB, rel=0.001)
     assert found.fit.short_bytes > term(found, "weights") - rank.budget_bytes
     ways = {way.kind: way for way in found.ways_out}
     assert ways["more_gpus"].fit.fits
     assert len(ways["more_gpus"].fit.ranks) == 2
     assert list(ways)[-1] == "smaller_model"
-    assert "37.04 GiB of 35.20 GiB" in printed(found)
+    assert "37.04 GiB of 34.76 GiB" in printed(found)
 
 
 def test_70b_on_24_gb_stays_within_the_card_with_tiers() -> None:

@@ -46,6 +46,29 @@ def test_p99_and_not_the_maximum(tmp_path: Path) -> None:
     assert "--concurrency" in decisions[1].reason
 
 
+def test_a_refused_request_is_no_traffic(tmp_path: Path) -> None:
+    """Ours are logged with the prompt that was too long. One whose client left had its place like any other."""
+    lines = [
+        row(100, 50, status=200),
+        row(90_000, 0, status=400),
+        row(80_000, 0, status_code=429),
+        row(7, 2, status=499),
+    ]
+    traffic, decisions = read_traffic(write(tmp_path / "log", *lines))
+    assert (traffic.requests, traffic.length) == (2, 150)
+    assert "left out: 2 refused requests" in decisions[0].reason
+    with pytest.raises(ConfigurationError, match="no request") as refused:
+        read_traffic(write(tmp_path / "log", row(90_000, 0, status=400)))
+    assert refused.value.found == "1 refused requests"
+
+
+def test_whether_a_peak_is_known(tmp_path: Path) -> None:
+    timed = row(10, 5, time="2026-11-15T05:00:10.000+00:00", duration_s=4.0)
+    assert read_traffic(write(tmp_path / "log", timed))[0].peak_known
+    assert not read_traffic(write(tmp_path / "log", row(10, 5)))[0].peak_known
+    assert read_traffic(write(tmp_path / "log", row(10, 5)), concurrency=3)[0].peak_known
+
+
 def test_the_p99_of_sums_is_less_than_the_sum_of_p99s(tmp_path: Path) -> None:
     rows = [row(1000, 10)] * 50 + [row(10, 1000)] * 50
     traffic, _ = read_traffic(write(tmp_path / "log", *rows))
@@ -352,6 +375,14 @@ def test_average_running_from_the_times_of_a_process(tmp_path: Path) -> None:
     (tmp_path / "m").write_text(text)
     traffic, _ = read_traffic(str(tmp_path / "m"))
     assert 3 <= traffic.concurrency <= 6
+
+
+def test_metrics_tell_no_peak(tmp_path: Path) -> None:
+    text = "# HELP x\n" + 'vllm:request_prompt_tokens_bucket{le="100.0"} 5.0\nvllm:num_requests_running 0.0\n'
+    path = tmp_path / "metrics"
+    path.write_text(text)
+    assert not read_traffic(str(path))[0].peak_known
+    assert read_traffic(str(path), concurrency=9)[0].peak_known
 
 
 def test_metrics_of_a_server_that_answered_nothing(tmp_path: Path) -> None:
