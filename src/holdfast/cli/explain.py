@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import textwrap
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -16,9 +17,11 @@ if TYPE_CHECKING:
 HELP = "say what a code such as HF110 means, and what helps; without a code: list them all"
 EXAMPLES = """examples:
   holdfast explain HF110
+  holdfast explain HF110 HFW21
   holdfast explain             every code in one line
 """
 _WIDTH = 100
+_LINK = re.compile(r"\[([^\]]+)\]\(([^)]+)\)")
 _KINDS = {
     "class": "an error, and the root of particular cases",
     "case": "an error",
@@ -28,21 +31,26 @@ _KINDS = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("code", nargs="?", default=None, help="as messages have it; left out: all of them")
+    parser.add_argument("codes", nargs="*", metavar="CODE", help="as messages have it; left out: all of them")
     parser.add_argument("--json", action="store_true", help="the same for programs")
 
 
 def run(arguments: argparse.Namespace) -> int:
     from holdfast.observability.codes import codes, explain
 
-    found = list(codes().values()) if arguments.code is None else [explain(arguments.code)]
+    found = [explain(code) for code in arguments.codes] or list(codes().values())
     if arguments.json:
         say_json([asdict(code) for code in found])
-    elif arguments.code is None:
-        say(f"{code.code:<6} {textwrap.shorten(code.means, _WIDTH - 7, placeholder=' ...')}" for code in found)
+    elif not arguments.codes:
+        say(f"{code.code:<6} {textwrap.shorten(_plain(code.means), _WIDTH - 7, placeholder=' ...')}" for code in found)
     else:
-        say(_lines(found[0]))
+        say(line for code in found for line in _lines(code))
     return 0
+
+
+def _plain(text: str) -> str:
+    """Without the marks of a page: the words of a link, and where it leads if that says more."""
+    return _LINK.sub(lambda link: link[1] if link[1] == link[2] else f"{link[1]} ({link[2]})", text)
 
 
 def _lines(code: Code) -> Iterator[str]:
@@ -50,5 +58,5 @@ def _lines(code: Code) -> Iterator[str]:
     if code.name:
         also = f", also a {' and a '.join(code.caught_as)}" if code.caught_as else ""
         yield f"  class:  {code.name}{also}"
-    yield from textwrap.wrap(code.means, _WIDTH, initial_indent="  means:  ", subsequent_indent="          ")
-    yield from textwrap.wrap(code.helps, _WIDTH, initial_indent="  helps:  ", subsequent_indent="          ")
+    yield from textwrap.wrap(_plain(code.means), _WIDTH, initial_indent="  means:  ", subsequent_indent="          ")
+    yield from textwrap.wrap(_plain(code.helps), _WIDTH, initial_indent="  helps:  ", subsequent_indent="          ")

@@ -6,6 +6,7 @@ from_config, from_gguf            the same for the engine: what it cannot run is
 
 from __future__ import annotations
 
+import difflib
 import importlib
 from collections.abc import Collection, Mapping
 from dataclasses import replace
@@ -172,6 +173,11 @@ def _described(family: str, source: Source) -> ModelSpec:
 
 def _unknown(name: str, known: tuple[str, ...], *, field: str) -> UnknownArchitectureError:
     shown = shorten(name)
+    near = difflib.get_close_matches(shown, known, n=3)
     return UnknownArchitectureError(
-        f"model architecture {shown} is not supported", needed="one of " + ", ".join(known), found=shown, field=field
+        f"model architecture {shown} is not supported",
+        needed=f"one of {len(known)} known ones" + (f", the nearest: {', '.join(near)}" if near else ""),
+        found=shown,
+        fix="holdfast models lists those that run, and with --json all that can be planned; else another server",
+        field=field,
     )

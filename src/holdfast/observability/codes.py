@@ -16,6 +16,7 @@ from holdfast.units import shorten
 
 Kind = Literal["class", "case", "warning", "plan"]
 UNKNOWN_CODE = "HF145"
+_NEAREST_SHOWN = 5
 _CAUGHT_AS = (ValueError, FileNotFoundError, TypeError)
 _TABLE = re.compile(r"(<!-- codes: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -51,11 +52,12 @@ def explain(code: str) -> Code:
     found = codes().get(wanted)
     if found is not None:
         return found
-    near = difflib.get_close_matches(wanted[:20], codes(), n=3)
+    begun = [known for known in codes() if len(wanted) > 2 and known.startswith(wanted)]
+    near = [*begun, *difflib.get_close_matches(wanted[:20], (known for known in codes() if known not in begun), n=3)]
     raise ConfigurationError(
         f"there is no code {shorten(code)}",
         code=UNKNOWN_CODE,
-        needed="a code such as HF110" + (f"; the nearest: {', '.join(near)}" if near else ""),
+        needed="a code such as HF110" + (f"; the nearest: {', '.join(near[:_NEAREST_SHOWN])}" if near else ""),
         fix="holdfast explain, which lists them all",
         field="code",
     )

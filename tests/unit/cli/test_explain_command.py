@@ -10,6 +10,7 @@ import pytest
 
 from holdfast import errors
 from holdfast.cli.main import main
+from holdfast.models import describe_config
 from holdfast.observability.codes import codes, explain, fill_tables
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -62,3 +63,37 @@ def test_an_unknown_code_names_the_nearest(capsys: pytest.CaptureFixture[str]) -
     assert "HF110" in capsys.readouterr().err
     with pytest.raises(errors.ConfigurationError):
         explain("x" * 10_000)
+
+
+def test_several_codes_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "HF110", "HF111"]) == 0
+    said = capsys.readouterr().out
+    assert "HF110: " in said
+    assert "HF111: " in said
+
+
+def test_codes_that_begin_so_are_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "HF11"]) == 2
+    assert "the nearest: HF110, HF111, HF112" in capsys.readouterr().err
+
+
+def test_a_terminal_is_shown_no_marks_of_a_page(capsys: pytest.CaptureFixture[str]) -> None:
+    for code in codes():
+        assert main(["explain", code]) == 0
+        assert "](" not in capsys.readouterr().out
+
+
+def test_warnings_are_filed_under_who_says_them() -> None:
+    """Those of plans are raised in the planner, the others at load."""
+    planner = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "src/holdfast/planner").glob("*.py"))
+    for code in codes().values():
+        if code.kind in ("plan", "warning"):
+            assert (code.kind == "plan") == (f'"{code.code}"' in planner), code.code
+
+
+def test_an_unknown_architecture_is_said_shortly() -> None:
+    with pytest.raises(errors.UnknownArchitectureError) as refused:
+        describe_config({"architectures": ["LlamaForCausalLM2"]})
+    assert "LlamaForCausalLM" in (refused.value.needed or "")
+    assert max(map(len, str(refused.value).splitlines())) < 200
+    assert "holdfast models" in (refused.value.fix or "")
