@@ -198,7 +198,7 @@ def test_every_tile_of_the_table_stays_within_the_workspace(element_bytes: int) 
     for outputs in (1, 30, 512, 576, 1024, 2048, 4096, 6144, 28672, 128256):
         for inputs in (16, 64, 576, 1024, 3072, 4096, 14336):
             few = few_rows_tile(outputs, inputs, element_bytes)
-            assert few.warps * 512 == few.inputs * element_bytes
+            assert few.inputs * element_bytes in (few.warps * 512, 2 * few.warps * 512)
             tile = more_rows_tile(outputs, inputs, element_bytes)
             assert fits_workspace(tile, outputs)
             if tile.splits > 1:

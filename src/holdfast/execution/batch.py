@@ -15,6 +15,7 @@ import torch
 from holdfast.errors import EngineError
 from holdfast.execution.ops import AttentionBackend, StepRows
 from holdfast.kvcache.groups import KVLayout
+from holdfast.planner.footprint import Limits
 from holdfast.records import Row, SequenceStart, StepPlan, TableWrite
 
 
@@ -23,6 +24,15 @@ class RunnerLimits:
     max_num_seqs: int
     max_num_batched_tokens: int
     max_model_len: int
+
+
+def as_planned(limits: RunnerLimits) -> Limits:
+    """The same under the planner's name, for its arithmetic."""
+    return Limits(
+        max_num_seqs=limits.max_num_seqs,
+        max_num_batched_tokens=limits.max_num_batched_tokens,
+        max_model_len=limits.max_model_len,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

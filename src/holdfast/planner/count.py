@@ -22,8 +22,10 @@ from holdfast.planner.fitted import (
     required,
 )
 from holdfast.planner.footprint import Limits
+from holdfast.planner.gpu_footprint import LEAST_CAPABILITY
 from holdfast.planner.kv import kv_cost
-from holdfast.planner.question import KV_ELEMENT_BYTES, PlannedModel
+from holdfast.planner.layouts import is_quantized
+from holdfast.planner.question import KV_ELEMENT_BYTES, Device, PlannedModel
 from holdfast.planner.same import Same
 from holdfast.planner.weights import (
     Weight,
@@ -90,6 +92,11 @@ def _ranks(question: Question, tensor_parallel: int, limits: Limits) -> tuple[Ra
                     spec, limits, dtype=dtype, weights_bytes=held, block_tokens=settings.block_tokens,
                     max_loras=settings.max_loras, max_lora_rank=settings.max_lora_rank,
                 )  # fmt: skip
+            elif tensor_parallel * stages == 1 and _runs_on(device, spec):
+                found = byte_terms.engine_gpu_terms(
+                    spec, limits, dtype=dtype, weights_bytes=held, block_tokens=settings.block_tokens,
+                    quantized=_is_quantized(model), max_loras=settings.max_loras, max_lora_rank=settings.max_lora_rank,
+                )  # fmt: skip
             else:
                 found = byte_terms.gpu_terms(
                     spec, limits, dtype=dtype, weights_bytes=held, tensor_parallel=tensor_parallel, layers=layers,
@@ -97,6 +104,18 @@ def _ranks(question: Question, tensor_parallel: int, limits: Limits) -> tuple[Ra
                 )  # fmt: skip
             ranks.append(Rank(device=device, stage=stage, budget_bytes=budget, terms=tuple(found), kv=cost))
     return tuple(ranks)
+
+
+def _runs_on(device: Device, spec: ModelSpec) -> bool:
+    """Whether this engine runs such a model there, so that its own allocations are known. A way of storing weights or
+    KV that it does not read yet changes nothing of them."""
+    gpu = device.gpu
+    able = gpu is None or (gpu.vendor == "nvidia" and (gpu.compute_capability or (0, 0)) >= LEAST_CAPABILITY)
+    return able and spec.runnable
+
+
+def _is_quantized(model: PlannedModel) -> bool:
+    return any(is_quantized(tensor.layout) for tensor in (model.canonical or {}).values())
 
 
 # Ways out plan the same models dozens of times: what does not depend on memory is counted once.

@@ -18,6 +18,7 @@ from holdfast.models import ModelSpec
 from holdfast.observability.decisions import Decision
 from holdfast.planner.fit import Fit, Question, describe_budget, fit
 from holdfast.planner.footprint import expands, kv_layout, weights_bytes
+from holdfast.planner.gpu_footprint import LEAST_CAPABILITY
 from holdfast.planner.layouts import is_quantized
 from holdfast.planner.machine import measured_device
 from holdfast.planner.plan import GpuChoice, Plan
@@ -25,8 +26,6 @@ from holdfast.planner.question import Machine, PlannedModel, Settings
 from holdfast.planner.ways_out import ways_out
 from holdfast.units import format_bytes
 
-LEAST_CAPABILITY = (8, 0)
-"""bfloat16 and asynchronous copies: Ampere and later."""
 TOO_OLD, NOT_THERE = "HF122", "HF121"
 MOST_WAYS_OUT = 3
 

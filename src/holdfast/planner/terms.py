@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from holdfast.models import LayerSpec, ModelSpec
-from holdfast.planner import footprint
+from holdfast.planner import footprint, gpu_footprint
 from holdfast.planner.footprint import Limits
 from holdfast.planner.same import Same
 from holdfast.planner.weights import DTYPE_BYTES
@@ -24,6 +24,8 @@ from holdfast.units import GIB, MIB
 
 CONTEXT_BYTES = 450 * MIB
 """0.3 to 0.5 GiB on recent cards, measured before the first tensor."""
+ENGINE_CONTEXT_BYTES = 620 * MIB
+"""Of this engine's process: 612 MiB on an H200 (driver 580, torch 2.11) with a first tensor of one number."""
 GRAPHS_BASE_BYTES = 370 * MIB
 GRAPHS_BYTES_A_COLUMN = 5 * 1024
 """Times hidden size times layers. Two points of vLLM 0.26 on an H200 lie on this line: 0.99 GiB for 4096 x 32 and
@@ -71,6 +73,26 @@ def gpu_terms(
     if max_loras:
         terms.append(Term("adapters", adapters_bytes(spec, dtype, layers, max_loras, max_lora_rank, tensor_parallel)))
     return [term for term in terms if term.nbytes]
+
+
+def engine_gpu_terms(
+    spec: ModelSpec, limits: Limits, *, dtype: str, weights_bytes: int, block_tokens: int, quantized: bool,
+    max_loras: int = 0, max_lora_rank: int = 16,
+) -> list[Term]:  # fmt: skip
+    """Of a model that this engine runs on one GPU: what it allocates, by the declarations it allocates from."""
+    layout = footprint.kv_layout(spec, block_tokens=block_tokens, kv_dtype=dtype)
+    every = range(len(spec.layers))
+    terms = [
+        Term("context", ENGINE_CONTEXT_BYTES, 0.25),
+        Term("weights", weights_bytes),
+        Term("activations", gpu_footprint.activations_bytes(spec, limits, dtype=dtype, quantized=quantized)),
+        Term("logits", gpu_footprint.logits_bytes(spec, limits, dtype=dtype)),
+        Term("buffers", gpu_footprint.buffers_bytes(layout, limits)),
+        Term("graphs", gpu_footprint.graphs_bytes(len(spec.layers)), 0.5),
+    ]
+    if max_loras:
+        terms.append(Term("adapters", adapters_bytes(spec, dtype, every, max_loras, max_lora_rank, 1)))
+    return terms
 
 
 def activations_bytes(spec: ModelSpec, limits: Limits, dtype: str, ranks: int, layers: Sequence[int]) -> int:

@@ -14,10 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.models import catalogue, describe_config
-from holdfast.planner.answer import VERSION, Answer, answer
+from holdfast.planner.answer import Answer, answer
+from holdfast.planner.answer_json import VERSION
 from holdfast.planner.fit import Question, fit
 from holdfast.planner.question import Device, Machine, PlannedModel, Settings, Traffic
-from holdfast.planner.report import compare_lines, lines
+from holdfast.planner.report import lines
+from holdfast.planner.report_compare import compare_lines
 from holdfast.planner.weights import parallel_sizes
 from holdfast.units import GIB
 
@@ -164,10 +166,10 @@ def test_safe_serves_the_traffic(ask: Ask) -> None:
 
 
 def test_safe_lets_some_wait_where_it_is_tight(ask: Ask) -> None:
-    found = answer(ask("llama-3.1-8b", "rtx4090", traffic=(11, 2000, 500)))
+    found = answer(ask("llama-3.1-8b", "rtx4090", traffic=(13, 2000, 500)))
     assert found.fits
     assert found.safe is not None
-    assert found.safe.max_num_seqs < 11
+    assert found.safe.max_num_seqs < 13
     assert "waits" in found.safe.reason
 
 
@@ -369,3 +371,19 @@ def test_a_warning_points_at_the_safe_configuration_that_is_there(ask: Ask) -> N
         if warning.code == "HFW30":
             assert found.safe is not None
             assert "safe configuration" in (warning.fix or "")
+
+
+def test_printed_it_is_the_table_and_its_repr_is_a_line(ask: Ask) -> None:
+    found = answer(ask("llama-3.1-8b", "rtx4090"))
+    assert str(found) == "\n".join(lines(found))
+    assert repr(found) == f"<Answer meta-llama/Llama-3.1-8B-Instruct on {found.fit.ranks[0].device.name}: fits>"
+    short = answer(ask("llama-3.1-70b", "rtx4090"))
+    assert repr(short).endswith("GiB short>")
+
+
+def test_replicas_are_counted(ask: Ask) -> None:
+    eight = answer(ask("llama-3.1-8b", "mi300x", count=8))
+    assert eight.to_json()["replicas"] == 8
+    assert "8 servers like this" in "\n".join(lines(eight))
+    assert answer(ask("llama-3.1-8b", "mi300x")).to_json()["replicas"] == 1
+    assert answer(ask("llama-3.1-405b", "rtx4090", count=2)).to_json()["replicas"] == 0

@@ -89,6 +89,14 @@ def with_settings(question: Question, **changes: object) -> Question:
     return replace(question, settings=replace(question.settings, **changes))  # type: ignore[arg-type]
 
 
+def with_limits(question: Question) -> Question:
+    """Every limit set: as it is, or to a default."""
+    asked = question.settings
+    return with_settings(
+        question, max_num_seqs=asked.max_num_seqs or 256, max_num_batched_tokens=asked.max_num_batched_tokens or 8192
+    )
+
+
 def needed_bytes(found: Fit) -> int:
     """Of the rank that takes most: terms and KV."""
     return max(sum(term.nbytes for term in rank.terms) + found.needed_bytes(rank) for rank in found.ranks)
@@ -126,7 +134,7 @@ def test_fewer_gpus_are_enough_for_the_traffic_with_more_memory() -> None:
         model = model_of("fp8/llama-3.1-70b")
         return fit(Question(model=model, machine=gpu_machine(free, 2), settings=settings, traffic=traffic))
 
-    before, after = found(93_824_215_936), found(93_824_215_936 + 64 * MIB)
+    before, after = found(90_000_000_000 + 1750 * MIB), found(90_000_000_000 + 2000 * MIB)
     assert (before.fits, before.tensor_parallel) == (True, 2)
     assert (after.fits, after.tensor_parallel) == (True, 1)
     assert after.longest_tokens >= traffic.length
@@ -192,20 +200,30 @@ def test_no_more_than_is_free_is_budgeted(question: Question, free: int) -> None
 @settings(max_examples=150, deadline=None)
 @given(questions, st.integers(1, 2048), st.integers(0, 2048))
 def test_a_longer_context_never_needs_less(question: Question, length: int, more: int) -> None:
-    shorter, longer = (
-        fit(with_settings(question, max_model_len=size, tensor_parallel=1)) for size in (length, length + more)
-    )
-    assert needed_bytes(longer) >= needed_bytes(shorter)
-    assert longer.short_bytes >= shorter.short_bytes
-    assert longer.fits <= shorter.fits
+    """Limits that nobody set give way before it does not fit, and then less is needed: they are held for the count."""
+    for asked in (question, with_limits(question)):
+        shorter, longer = (
+            fit(with_settings(asked, max_model_len=size, tensor_parallel=1)) for size in (length, length + more)
+        )
+        assert longer.short_bytes >= shorter.short_bytes
+        assert longer.fits <= shorter.fits
+        assert asked is question or needed_bytes(longer) >= needed_bytes(shorter)
 
 
 @settings(max_examples=100, deadline=None)
 @given(questions, st.integers(1, 512), st.integers(0, 512))
 def test_more_sequences_never_need_less(question: Question, count: int, more: int) -> None:
-    fewer, many = (fit(with_settings(question, max_num_seqs=size, tensor_parallel=1)) for size in (count, count + more))
-    assert needed_bytes(many) >= needed_bytes(fewer)
-    assert many.kv_tokens <= fewer.kv_tokens
+    """Tokens a step that nobody set give way before it does not fit: they are held for the count."""
+    for asked in (question, with_limits(question)):
+        fewer, many = (
+            fit(with_settings(asked, max_num_seqs=size, tensor_parallel=1)) for size in (count, count + more)
+        )
+        assert many.short_bytes >= fewer.short_bytes
+        assert many.fits <= fewer.fits
+        assert many.longest_tokens <= fewer.longest_tokens
+        if asked is not question:
+            assert needed_bytes(many) >= needed_bytes(fewer)
+            assert many.kv_tokens <= fewer.kv_tokens
 
 
 @settings(max_examples=100, deadline=None)

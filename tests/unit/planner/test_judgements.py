@@ -133,10 +133,11 @@ def test_on_a_cpu_the_framework_may_take_it_all(ask: Ask, cpu: Gpu) -> None:
 
 
 def test_fitting_by_less_than_the_error(ask: Ask, gpu: Gpu) -> None:
-    found = fit(ask("llama-3-8b", "h100-80"))
+    limits = {"max_num_seqs": 256, "max_num_batched_tokens": 8192}
+    found = fit(ask("llama-3-8b", "h100-80", **limits))
     needed = sum(term.nbytes for term in found.ranks[0].terms) + 512 * (1 << 20)
     tight = gpu("h100-80", budget_bytes=needed + (10 << 20))
-    assert of(ask("llama-3-8b", device=tight), "HFW30")
+    assert of(ask("llama-3-8b", device=tight, **limits), "HFW30")
     assert not of(ask("llama-3-8b", device=gpu("h100-80", budget_bytes=needed + 2 * GIB)), "HFW30")
 
 

@@ -136,8 +136,8 @@ def test_8b_in_4_bits_is_neither_4_nor_5_gb_and_triples_the_space_for_kv() -> No
     whole, small = (planned("llama-3-8b", gpu="rtx4090", quantization=method) for method in (None, "awq"))
     assert thumb(small, "weights").rule_bytes == pytest.approx(4 * GB, rel=0.01)
     assert small.fit.weights_bytes == pytest.approx(5.73 * GB, rel=0.002)
-    # Of the 23.64 GiB that CUDA shows of such a card; of a whole 24 it is 3.4 times.
-    assert small.fit.kv_tokens / whole.fit.kv_tokens == pytest.approx(3.7, rel=0.02)
+    # Of the 23.64 GiB that CUDA shows of such a card, with what this engine holds beside weights and KV.
+    assert small.fit.kv_tokens / whole.fit.kv_tokens == pytest.approx(3.3, rel=0.02)
 
 
 def test_30_percent_on_top_is_replaced_by_named_terms() -> None:

@@ -13,9 +13,9 @@ from holdfast.execution.batch import RunnerLimits
 from holdfast.execution.gpu.slots import DeviceSlots
 from holdfast.execution.triton_kernels.decode_attention import decode_attention
 from holdfast.execution.triton_kernels.prefill_attention import prefill_attention
-from holdfast.execution.triton_kernels.tiles import decode_workspace_bytes
 from holdfast.kvcache.groups import KVLayout
 from holdfast.models import ModelSpec
+from holdfast.planner.gpu_footprint import decode_workspace_bytes
 
 
 @dataclass(frozen=True, slots=True)

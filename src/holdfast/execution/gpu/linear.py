@@ -16,7 +16,7 @@ from holdfast.execution.triton_kernels import layer as kernels
 from holdfast.execution.triton_kernels import products
 from holdfast.execution.triton_kernels.blocks import BlockPlanes, block_product, dequantize_tile, embed_blocks
 from holdfast.execution.triton_kernels.products import SplitWorkspace, make_workspace
-from holdfast.planner.gpu_footprint import EXPANDED_BYTES, SKINNY_BLOCK_ROWS, SKINNY_ROWS
+from holdfast.planner.gpu_footprint import EXPANDED_BYTES, LARGE_BYTES, SKINNY_BLOCK_ROWS, SKINNY_ROWS
 
 
 class Scratch:
@@ -94,9 +94,10 @@ class DenseGpuLinear(_Plain):
     def __init__(self, linear: DenseLinear, scratch: Scratch) -> None:
         self.weight, self.bias = linear.weight, linear.bias
         self._turned, self._split = linear.weight.t(), scratch.split
+        self._skinny = SKINNY_ROWS if linear.weight.nbytes < LARGE_BYTES else 1
 
     def write(self, x: torch.Tensor, out: torch.Tensor) -> None:
-        if len(x) <= SKINNY_ROWS:
+        if len(x) <= self._skinny:
             products.skinny_product(x, self.weight, out, bias=self.bias, workspace=self._split)
         elif self.bias is None:
             torch.mm(x, self._turned, out=out)
@@ -106,7 +107,7 @@ class DenseGpuLinear(_Plain):
     def write_normed(
         self, x: torch.Tensor, norm: torch.Tensor, epsilon: float, normed: torch.Tensor, out: torch.Tensor
     ) -> None:
-        if len(x) > SKINNY_ROWS:
+        if len(x) > self._skinny:
             super().write_normed(x, norm, epsilon, normed, out)
             return
         products.skinny_product(
@@ -114,7 +115,7 @@ class DenseGpuLinear(_Plain):
         )
 
     def add(self, x: torch.Tensor, out: torch.Tensor) -> None:
-        if len(x) <= SKINNY_ROWS:
+        if len(x) <= self._skinny:
             products.skinny_product(x, self.weight, out, accumulate=True, bias=self.bias, workspace=self._split)
             return
         out.addmm_(x, self._turned)
@@ -125,7 +126,7 @@ class DenseGpuLinear(_Plain):
         self, x: torch.Tensor, norm: torch.Tensor, epsilon: float, activation: Activation, normed: torch.Tensor,
         gate_up: torch.Tensor, out: torch.Tensor,
     ) -> None:  # fmt: skip
-        if len(x) > SKINNY_ROWS:
+        if len(x) > self._skinny:
             super().gated(x, norm, epsilon, activation, normed, gate_up, out)
             return
         products.skinny_gate_up(

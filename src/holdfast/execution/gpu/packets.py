@@ -11,16 +11,11 @@ import numpy
 import numpy.typing
 import torch
 
+from holdfast.planner.gpu_footprint import whole_lines
+
 Words = numpy.typing.NDArray[numpy.int32]
 PACKETS = 4
 """One is being filled, two may be on their way or wait for their steps; one to spare."""
-
-
-LINE_WORDS = 32
-
-
-def whole_lines(words: int) -> int:
-    return -(-words // LINE_WORDS) * LINE_WORDS
 
 
 class PacketRing:

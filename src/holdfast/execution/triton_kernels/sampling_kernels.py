@@ -12,7 +12,6 @@ import math
 import triton
 import triton.language as tl
 
-from holdfast.execution.triton_kernels.sampling_sizes import BINS, BINS_PER_UNIT, LISTED, SLOT_WORDS, STATE_WORDS
 from holdfast.execution.triton_kernels.sampling_slots import (
     DRAWN,
     FILTERED,
@@ -24,6 +23,7 @@ from holdfast.execution.triton_kernels.sampling_slots import (
     TOP_K,
     TOP_P,
 )
+from holdfast.planner.sampling_sizes import BINS, BINS_PER_UNIT, LISTED, SLOT_WORDS, STATE_WORDS
 
 _WORDS = tl.constexpr(SLOT_WORDS)
 _STATE = tl.constexpr(STATE_WORDS)

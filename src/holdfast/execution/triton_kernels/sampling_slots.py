@@ -14,7 +14,7 @@ import numpy
 import numpy.typing
 import torch
 
-from holdfast.execution.triton_kernels.sampling_sizes import LANE_ENTRIES, SLOT_WORDS
+from holdfast.planner.sampling_sizes import LANE_ENTRIES, SLOT_WORDS
 from holdfast.records import SamplingParams
 
 ACTIVE, DRAWN, FILTERED, PENALIZED = 1, 2, 4, 8

@@ -12,6 +12,8 @@ from typing import Any
 import numpy
 import numpy.typing
 
+from holdfast.planner.gpu_footprint import PROCESSORS
+
 Words = numpy.typing.NDArray[numpy.int32]
 Integers = numpy.typing.NDArray[numpy.integer[Any]]
 
@@ -30,7 +32,7 @@ class Tile:
 _PREFILL = {
     # (padded head width, bytes an element)
     (64, 2): Tile(128, 128, 8, 3),
-    (128, 2): Tile(128, 128, 8, 2),
+    (128, 2): Tile(128, 128, 8, 3),
     (256, 2): Tile(128, 64, 8, 2),
     # Exact float32 has no tensor cores: larger tiles than these spill registers.
     (64, 4): Tile(64, 32, 8, 2),
@@ -46,11 +48,6 @@ _DECODE = {
     (256, 4): Tile(16, 16, 4, 2),
 }
 
-PROCESSORS = 132
-"""Multiprocessors that decode is cut for; another number costs speed, not correctness."""
-_PROGRAMS_PER_PROCESSOR = 8
-"""Enough that the last wave is a small share of all."""
-_MOST_SPLITS = 64
 _FULL_SHARE_TOKENS = 512
 """Where rows alone fill the device, a split of fewer tokens costs more to join than it wins."""
 
@@ -86,21 +83,9 @@ def prefill_tiles(counts: Integers, starts: Integers, tile_tokens: int, window: 
     return rows[order].astype(numpy.int32), firsts[order].astype(numpy.int32)
 
 
-def decode_splits(rows: int, kv_heads: int) -> int:
-    """Into how many parts each row's keys are cut at most, by the padded number of rows alone."""
-    wanted = PROCESSORS * _PROGRAMS_PER_PROCESSOR
-    return min(_MOST_SPLITS, -(-wanted // (rows * kv_heads)))
-
-
 def decode_share_tokens(rows: int, kv_heads: int) -> int:
     """Fewest tokens worth a split of their own (one tile of keys, if that is more)."""
     return _FULL_SHARE_TOKENS if rows * kv_heads >= PROCESSORS else 0
-
-
-def decode_workspace_bytes(most_rows: int, heads: int, kv_heads: int, head_dim: int) -> int:
-    """For any number of rows up to `most_rows`: each split leaves an output and a logarithm for every head, float32."""
-    parts = max(rows * decode_splits(rows, kv_heads) for rows in range(1, most_rows + 1))
-    return parts * heads * (head_dim + 1) * 4
 
 
 def _for_ratio(tile: Tile, ratio: int) -> Tile:
