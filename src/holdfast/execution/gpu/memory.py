@@ -44,6 +44,10 @@ class GpuMemory:
             self._own = max(0, self._free_before - torch.cuda.mem_get_info(self.device)[0]) if own is None else own
         return self._own
 
+    def most_allocated(self) -> int:
+        """Bytes of tensors that torch had at once since the process began."""
+        return int(torch.cuda.max_memory_allocated(self.device))
+
     def give_back_cached(self) -> None:
         """What torch has freed and keeps for itself."""
         torch.cuda.empty_cache()

@@ -89,7 +89,8 @@ class GpuRunner:
 
     @property
     def logits_bytes(self) -> int:
-        return self._logits.nbytes
+        """With what sampling holds beside them."""
+        return self._logits.nbytes + self._sampler.nbytes
 
     @property
     def attention_backend(self) -> str:
