@@ -139,7 +139,7 @@ and after a flood whose batches shrink from the most sequences to one, with ever
 
 Measured on {machine}.
 
-| model | limits | budget, GiB | at start | at end | plan off by | planned without pool, MiB | held | off | unaccounted |
+| model | limits | budget, GiB | at start | at end | plan off | planned without pool, MiB | held | off | unaccounted |
 |---|---|---:|---:|---:|---:|---:|---:|---:|---:|
 {table}
 

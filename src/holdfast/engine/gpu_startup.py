@@ -5,7 +5,7 @@ The pool comes last and by what is measured, so that nothing after it asks for m
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from holdfast.checkpoints import ModelFiles, open_checkpoint
@@ -71,9 +71,19 @@ def build_gpu_runner(
         "logits": runner.logits_bytes,
         "graphs": captured.own_bytes - rehearsed.own_bytes,
     }  # fmt: skip
-    plan = _back(plan, runner, memory, captured, measured)
+    plan = _back(plan, runner, memory, captured, _taken(plan, measured, captured.own_bytes - runner.kv.nbytes))
     measured["kv_pool"] = runner.kv.nbytes
     return runner, plan, _report(plan, measured, loaded), memory
+
+
+def _taken(plan: Plan, measured: Mapping[str, int], held: int) -> dict[str, int]:
+    """By term, as the pool has to be sized by: with what no term accounts for, and the graphs that are still to come."""
+    unaccounted = max(0, held - sum(measured.values()))
+    return {
+        **measured,
+        "activations": measured["activations"] + unaccounted,
+        "graphs": max(measured["graphs"], plan.terms.get("graphs", 0)),
+    }
 
 
 def _back(plan: Plan, runner: GpuRunner, memory: GpuMemory, held: GpuHeld, measured: dict[str, int]) -> Plan:
