@@ -58,6 +58,12 @@ def shorten(value: object, limit_chars: int = 80) -> str:
     return shown if len(shown) <= limit_chars else shown[:limit_chars] + "..."
 
 
+def counted(number: int | float, noun: str) -> str:
+    """`1 sequence`, `2.5 sequences`: to one place, and without one that says nothing."""
+    shown = f"{number:,.1f}".removesuffix(".0")
+    return f"{shown} {noun}" if shown == "1" else f"{shown} {noun}s"
+
+
 def format_bytes(count: int | float) -> str:
     sign, size = ("-" if count < 0 else ""), abs(float(count))
     for unit, name in ((TIB, "TiB"), (GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):

@@ -61,6 +61,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--compare", nargs="+", metavar="NAME", help="plan each of these beside each other: all GPUs, or all models"
     )
+    length = parser.add_mutually_exclusive_group()
+    length.add_argument(
+        "--brief", action="store_true", help="what fits and the best way out; a command only with --for"
+    )
+    length.add_argument("--verbose", action="store_true", help="rules of thumb beside exact figures too")
     parser.add_argument("--list-gpus", action="store_true", help="list the GPUs that --gpu knows, and plan nothing")
     add_flags(parser, PlanConfig, title="what to plan")
 
@@ -82,7 +87,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def read_settings(arguments: argparse.Namespace) -> PlanConfig:
     given = vars(arguments).copy()
-    for name in ("json", "engine", "compare", "list_gpus"):
+    for name in ("json", "engine", "compare", "list_gpus", "brief", "verbose"):
         given.pop(name, None)
     positional = given.pop("model_positional", None)
     if given.get("model") is None:
@@ -175,13 +180,14 @@ def _print(answers: list[Answer], arguments: argparse.Namespace) -> None:
         whole: dict[str, Any] = {"compare": documents} if arguments.compare is not None else documents[0]
         say_json(whole)
         return
-    from holdfast.planner.report import compare_lines, lines
+    from holdfast.planner.report import lines
+    from holdfast.planner.report_compare import compare_lines
 
     width, colour = _terminal()
     if arguments.compare is not None:
         said = compare_lines(answers, width=width, colour=colour)
     else:
-        said = lines(answers[0], width=width, colour=colour)
+        said = lines(answers[0], width=width, colour=colour, brief=arguments.brief, verbose=arguments.verbose)
     say(said, colour=colour)
 
 

@@ -8,55 +8,45 @@ from __future__ import annotations
 
 import shlex
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from itertools import groupby
 
 from holdfast.planner.answer import Answer
 from holdfast.planner.command import Command
 from holdfast.planner.configurations import Configuration
 from holdfast.planner.fit import Rank, describe_devices
+from holdfast.planner.report_text import LEAST_WIDTH, Paint, wrapped
 from holdfast.planner.roofline import Estimate
-from holdfast.units import format_bytes
+from holdfast.units import counted, format_bytes
 
-LEAST_WIDTH = 60
 SEGMENTS = (
     ("weights", "█", "34"),
-    ("activations", "▓", "35"),
+    ("overhead", "▓", "35"),
     ("KV", "▒", "32"),
     ("free", "░", "36"),
     ("reserve", "·", "90"),
 )
-"""What a bar is made of, its mark and its colour. Activations are everything that is neither weights nor KV."""
+"""What a bar is made of, its mark and its colour. Overhead is everything that is neither weights nor KV."""
 SHORT_MARK, SHORT_COLOUR = "!", "31"
 LABEL_WIDTH = 13
-COLUMNS = ("fits", "weights", "KV/token", "context", "at once", "tok/s", "tok/s max")
-SPARED = ("KV/token", "tok/s max", "weights")
-NAME_WIDTH = 20
 
 
-class _Paint:
-    def __init__(self, colour: bool) -> None:
-        self.colour = colour
-
-    def __call__(self, text: str, code: str) -> str:
-        return f"\x1b[{code}m{text}\x1b[0m" if self.colour and text else text
-
-    def title(self, text: str) -> str:
-        return self(text, "1")
-
-
-def lines(answer: Answer, width: int = 80, colour: bool = False) -> list[str]:
-    width, paint = max(LEAST_WIDTH, width), _Paint(colour)
+def lines(
+    answer: Answer, width: int = 80, colour: bool = False, *, brief: bool = False, verbose: bool = False
+) -> list[str]:
+    """`brief`: what fits, the best way out, and the command of an engine that was asked for. `verbose`: rules of thumb
+    too."""
+    width, paint = max(LEAST_WIDTH, width), Paint(colour)
     parts = [
         list(_headline(answer, width, paint)),
         list(_devices(answer, width, paint)),
-        list(_capacity(answer, width)),
-        _titled("Decisions", _decisions(answer, width), paint),
-        _titled("Warnings", _warnings(answer, width, paint), paint),
-        _titled("Ways out, first things first", _ways(answer, width), paint),
-        _titled("Configurations", _configurations(answer, width), paint),
-        _titled(_commands_title(answer), _commands(answer, width), paint),
-        _titled("Rules of thumb beside exact figures", _thumbs(answer, width), paint),
+        list(_capacity(answer, width, brief)),
+        _titled("Decisions", () if brief else _decisions(answer, width), paint),
+        _titled("Warnings", () if brief else _warnings(answer, width, paint), paint),
+        _titled("Best way out" if brief else "Ways out, first things first", _ways(answer, width, brief), paint),
+        _titled("Configurations", () if brief else _configurations(answer, width), paint),
+        _titled(_commands_title(answer), () if brief and answer.engine is None else _commands(answer, width), paint),
+        _titled("Rules of thumb beside exact figures", _thumbs(answer, width) if verbose else (), paint),
     ]
     found: list[str] = []
     for part in parts:
@@ -65,21 +55,15 @@ def lines(answer: Answer, width: int = 80, colour: bool = False) -> list[str]:
     return found
 
 
-def _titled(title: str, body: Iterator[str], paint: _Paint) -> list[str]:
+def _titled(title: str, body: Iterable[str], paint: Paint) -> list[str]:
     found = list(body)
     return [paint.title(title), *found] if found else []
-
-
-def _wrapped(text: str, width: int, first: str = "  ", then: str = "    ") -> list[str]:
-    return textwrap.wrap(
-        text, width, initial_indent=first, subsequent_indent=then, break_on_hyphens=False, break_long_words=True
-    )
 
 
 # Bars
 
 
-def _headline(answer: Answer, width: int, paint: _Paint) -> Iterator[str]:
+def _headline(answer: Answer, width: int, paint: Paint) -> Iterator[str]:
     found, model = answer.fit, answer.question.model
     where = describe_devices([rank.device for rank in found.ranks])
     if answer.fits:
@@ -94,7 +78,7 @@ def _headline(answer: Answer, width: int, paint: _Paint) -> Iterator[str]:
     yield head[-1].replace(verdict, paint(verdict, code))
 
 
-def _devices(answer: Answer, width: int, paint: _Paint) -> Iterator[str]:
+def _devices(answer: Answer, width: int, paint: Paint) -> Iterator[str]:
     """Ranks that look alike are drawn once."""
     groups: list[list[Rank]] = []
     for rank in answer.fit.ranks:
@@ -108,7 +92,8 @@ def _devices(answer: Answer, width: int, paint: _Paint) -> Iterator[str]:
         yield from _rank(answer, group, width, paint)
     idle = len(answer.question.machine.devices) - len(answer.fit.ranks)
     if idle > 0:
-        yield f"{idle} more device{'s' if idle > 1 else ''} not used"
+        more = f"; {answer.replicas} servers like this go side by side here, as replicas" if answer.replicas > 1 else ""
+        yield from wrapped(f"{counted(idle, 'more device')} not used{more}", width, "", "  ")
     if answer.question.machine.ram_bytes is not None and answer.question.machine.kind == "gpu":
         yield f"RAM beside it: {format_bytes(answer.question.machine.ram_bytes)} free, not used by this plan"
 
@@ -126,7 +111,7 @@ def sizes(answer: Answer, rank: Rank) -> dict[str, int]:
     needed = answer.fit.needed_bytes(rank)
     return {
         "weights": weights,
-        "activations": others,
+        "overhead": others,
         "KV": needed,
         "free": max(0, rank.room_bytes - needed) + rank.null_bytes + rank.unused_bytes,
         "reserve": max(0, rank.device.total_bytes - rank.budget_bytes),
@@ -134,15 +119,17 @@ def sizes(answer: Answer, rank: Rank) -> dict[str, int]:
     }
 
 
-def _rank(answer: Answer, group: list[Rank], width: int, paint: _Paint) -> Iterator[str]:
+def _rank(answer: Answer, group: list[Rank], width: int, paint: Paint) -> Iterator[str]:
     rank = group[0]
     device, parts = rank.device, sizes(answer, rank)
     kind = "GPU" if device.kind == "gpu" else "CPU"
     numbers = str(device.index) if len(group) == 1 else f"{device.index}-{group[-1].device.index}"
     of = f"{format_bytes(device.total_bytes)}, budget {format_bytes(rank.budget_bytes)}"
-    yield from _wrapped(f"{kind} {numbers}  {device.name}  {of}", width, "", "  ")
-    whole = max(1, rank.budget_bytes + parts["short"] if parts["short"] else device.total_bytes)
-    yield "  " + _stacked(parts, whole, width - 4, paint)
+    each = "" if len(group) == 1 else ", each: the figures below are of one"
+    yield from wrapped(f"{kind} {numbers}  {device.name}  {of}{each}", width, "", "  ")
+    needed = max(1, rank.budget_bytes + parts["short"] if parts["short"] else device.total_bytes)
+    yield "  " + _stacked(parts, needed, width - 4, paint)
+    whole = max(1, sum(parts[name] for name, _, _ in SEGMENTS))
     bar = max(8, min(30, width - LABEL_WIDTH - 34))
     for name, mark, code in SEGMENTS:
         drawn = paint(_bar(parts[name], whole, bar, mark), code)
@@ -152,11 +139,11 @@ def _rank(answer: Answer, group: list[Rank], width: int, paint: _Paint) -> Itera
         yield row + (f"  {note}" if note and len(f"  {note}") + LABEL_WIDTH + bar + 23 <= width else "")
     if parts["short"]:
         drawn = paint(_bar(parts["short"], whole, bar, SHORT_MARK), SHORT_COLOUR)
-        share = f"{100 * parts['short'] / whole:5.1f}%"
-        yield f"  {'short':<{LABEL_WIDTH}}{drawn}  {format_bytes(parts['short']):>10}  {share}"
-    yield from _wrapped("activations: " + _spelled(rank), width, "  ", "    ")
+        yield f"  {'short':<{LABEL_WIDTH}}{drawn}  {format_bytes(parts['short']):>10}"
+        yield from wrapped(f"shares are of {format_bytes(whole)}, what it would take with the reserve", width)
+    yield from wrapped("overhead: " + _spelled(rank), width, "  ", "    ")
     if device.held_by:
-        yield from _wrapped(f"held by others: {', '.join(device.held_by)}", width)
+        yield from wrapped(f"held by others: {', '.join(device.held_by)}", width)
 
 
 def _spelled(rank: Rank) -> str:
@@ -185,7 +172,7 @@ def _bar(size: int, whole: int, width: int, mark: str) -> str:
     return (mark * min(width, cells)).ljust(width)
 
 
-def _stacked(parts: dict[str, int], whole: int, width: int, paint: _Paint) -> str:
+def _stacked(parts: dict[str, int], whole: int, width: int, paint: Paint) -> str:
     """What lies side by side. Where it does not fit, what lies beyond the budget is marked instead, and the reserve,
     which must stay free, is not drawn."""
     cells: list[tuple[str, str]] = []
@@ -206,37 +193,39 @@ def _stacked(parts: dict[str, int], whole: int, width: int, paint: _Paint) -> st
 # Words
 
 
-def _capacity(answer: Answer, width: int) -> Iterator[str]:
+def _capacity(answer: Answer, width: int, brief: bool) -> Iterator[str]:
     found, traffic = answer.fit, answer.question.traffic
     fixed = found.kv_bytes_fixed_per_sequence
     each = f"KV {format_bytes(answer.kv_bytes_per_token)} a token ({found.kv_dtype})"
     if found.kv_bytes_per_token > answer.kv_bytes_per_token:
         each += f", {format_bytes(found.kv_bytes_per_token)} with the copies on all ranks,"
     each += f" and {format_bytes(fixed)} a sequence" if fixed else ""
-    yield from _wrapped(f"{each}; the pool holds {found.kv_tokens:,} tokens", width, "")
+    yield from wrapped(f"{each}; the pool holds {found.kv_tokens:,} tokens", width, "")
     if answer.max_model_len:
         held = f"largest context {found.longest_tokens:,} of {answer.question.model.spec.max_position:,} tokens"
-        at = f"{answer.concurrency:.1f} sequences of {answer.max_model_len:,} at once"
-        yield from _wrapped(f"{held}; {at}", width, "")
+        at = f"{counted(answer.concurrency, 'sequence')} of {answer.max_model_len:,} at once"
+        yield from wrapped(f"{held}; {at}", width, "")
     if traffic is not None and answer.concurrency_at_traffic is not None:
-        yield from _wrapped(
+        yield from wrapped(
             f"traffic ({traffic.source}): {traffic.concurrency} at once of {traffic.length:,} tokens; "
-            f"memory holds {max(0.0, answer.concurrency_at_traffic):.1f}",
+            f"memory holds {counted(max(0.0, answer.concurrency_at_traffic), 'sequence').partition(' ')[0]}",
             width, "",
         )  # fmt: skip
     rate = answer.throughput
     if rate is None:
-        yield from _wrapped(f"no throughput is estimated: {answer.no_throughput}", width, "")
+        yield from wrapped(f"no throughput is estimated: {answer.no_throughput}", width, "")
         return
     for decode in (rate.one, rate.at_traffic, rate.largest):
         if decode is not None and (decode is rate.one or decode.batch > 1):
-            text = f"{decode.batch} at once: about {_tokens(decode.estimate)} tokens/s, limited by {decode.limited_by}"
-            yield from _wrapped(text, width, "")
+            at = f"{decode.batch:,} at once, {rate.context_tokens:,} tokens in each"
+            text = f"{at}: about {_tokens(decode.estimate)} tokens/s, limited by {decode.limited_by}"
+            yield from wrapped(text, width, "")
             if decode is rate.at_traffic and decode.batch == rate.largest.batch:
                 break
-    prefill = f"prompts: about {_tokens(rate.prefill)} tokens/s, limited by {rate.prefill_limited_by}"
-    yield from _wrapped(prefill, width, "")
-    yield from _wrapped(f"rates: {rate.evidence}", width, "")
+    prompts = f"prompts of {rate.prompt_tokens:,}: about {_tokens(rate.prefill)} tokens/s"
+    yield from wrapped(f"{prompts}, limited by {rate.prefill_limited_by}", width, "")
+    if not brief:
+        yield from wrapped(f"rates: {rate.evidence}", width, "")
 
 
 def _tokens(estimate: Estimate) -> str:
@@ -246,41 +235,41 @@ def _tokens(estimate: Estimate) -> str:
 
 def _decisions(answer: Answer, width: int) -> Iterator[str]:
     for decision in answer.decisions:
-        yield from _wrapped(decision.line(), width)
+        yield from wrapped(decision.line(), width)
 
 
-def _warnings(answer: Answer, width: int, paint: _Paint) -> Iterator[str]:
+def _warnings(answer: Answer, width: int, paint: Paint) -> Iterator[str]:
     for warning in answer.warnings:
-        first, *rest = _wrapped(f"{warning.code} {warning.message}", width)
+        first, *rest = wrapped(f"{warning.code} {warning.message}", width)
         yield first.replace(warning.code, paint(warning.code, "33"), 1)
         yield from rest
         if warning.fix:
-            yield from _wrapped(f"fix: {warning.fix}", width, "    ")
+            yield from wrapped(f"fix: {warning.fix}", width, "    ")
 
 
-def _ways(answer: Answer, width: int) -> Iterator[str]:
+def _ways(answer: Answer, width: int, brief: bool) -> Iterator[str]:
     if not answer.fits and not answer.ways_out:
         yield "  none is known: every configuration that was tried falls short"
-    for number, way in enumerate(answer.ways_out, 1):
-        yield from _wrapped(f"{number:>2}. {way.change}", width, "  ", "      ")
+    for number, way in enumerate(answer.ways_out[:1] if brief else answer.ways_out, 1):
+        yield from wrapped(f"{number:>2}. {way.change}", width, "  ", "      ")
         if way.tiers is None:
             found = way.fit
             held = f"{found.limits.max_model_len:,} tokens of context, "
-            held += f"{found.concurrency(found.usual_tokens):.1f} sequences of {found.usual_tokens:,} at once"
-            yield from _wrapped(held, width, "      ", "      ")
+            held += f"{counted(found.concurrency(found.usual_tokens), 'sequence')} of {found.usual_tokens:,} at once"
+            yield from wrapped(held, width, "      ", "      ")
         if way.flags:
-            yield from _wrapped(way.flags, width, "      ", "      ")
+            yield from wrapped(way.flags, width, "      ", "      ")
         if way.note:
-            yield from _wrapped(way.note, width, "      ", "      ")
+            yield from wrapped(way.note, width, "      ", "      ")
 
 
 def _configurations(answer: Answer, width: int) -> Iterator[str]:
     for name, configuration in (("safe", answer.safe), ("max", answer.max)):
         if configuration is not None:
-            yield from _wrapped(f"{name:<5}{_flags(configuration)}", width, "  ", "       ")
-            yield from _wrapped(configuration.reason, width, "       ", "       ")
+            yield from wrapped(f"{name:<5}{_flags(configuration)}", width, "  ", "       ")
+            yield from wrapped(configuration.reason, width, "       ", "       ")
     if answer.fits and answer.safe is None:
-        yield from _wrapped("safe: none; what was asked leaves no room for every estimate being off", width)
+        yield from wrapped("safe: none; what was asked leaves no room for every estimate being off", width)
 
 
 def _flags(configuration: Configuration) -> str:
@@ -311,7 +300,7 @@ def command_lines(command: Command, width: int) -> list[str]:
         line += f" {word}"
     found.append(line)
     for note in command.notes:
-        found += _wrapped(note, width, "    # ", "    # ")
+        found += wrapped(note, width, "    # ", "    # ")
     return found
 
 
@@ -323,70 +312,4 @@ def _words(text: str) -> list[str]:
 def _thumbs(answer: Answer, width: int) -> Iterator[str]:
     for one in answer.rules_of_thumb:
         text = f"{one.name}: {one.rule} = {format_bytes(one.rule_bytes)}, exactly {format_bytes(one.exact_bytes)}"
-        yield from _wrapped(text if one.right else f"{text}; {one.verdict}", width)
-
-
-# Side by side
-
-
-def compare_lines(answers: Sequence[Answer], width: int = 80, colour: bool = False) -> list[str]:
-    """One row a plan, the columns that people choose by."""
-    width, paint = max(LEAST_WIDTH, width), _Paint(colour)
-    names, figures = _names(answers), [_figures(answer) for answer in answers]
-    columns = [column for column in COLUMNS if column not in _too_many(figures, width)]
-    widths = {column: max(len(column), *(len(row[column]) for row in figures)) for column in columns}
-    first = min(max(map(len, names)), width - sum(widths.values()) - 2 * len(columns))
-    head = "  ".join([" " * first, *(column.rjust(widths[column]) for column in columns)])
-    found = [paint.title(head)]
-    for name, row in zip(names, figures, strict=True):
-        cells = [_cut(name, first).ljust(first), *(row[column].rjust(widths[column]) for column in columns)]
-        found.append("  ".join(cells))
-    for name, answer in zip(names, answers, strict=True):
-        if not answer.fits and answer.ways_out:
-            found += _wrapped(f"{name}: {answer.ways_out[0].change}", width, "", "  ")
-    lengths = {answer.fit.usual_tokens for answer in answers}
-    each = f"{lengths.pop():,} tokens" if len(lengths) == 1 else "4,096 tokens, or as long as the context or traffic is"
-    return found + _wrapped(f"at once: sequences of {each}, side by side in KV", width, "", "  ")
-
-
-def _names(answers: Sequence[Answer]) -> list[str]:
-    """By what differs: the model, the machine, or both."""
-    models = [answer.question.model.name for answer in answers]
-    machines = [_machine(answer) for answer in answers]
-    if len(set(machines)) == 1:
-        return models
-    if len(set(models)) == 1:
-        return machines
-    return [f"{model} on {machine}" for model, machine in zip(models, machines, strict=True)]
-
-
-def _machine(answer: Answer) -> str:
-    """All of it, so that two of the same kind can be told apart even where a plan uses one."""
-    return describe_devices(answer.question.machine.devices)
-
-
-def _too_many(figures: Sequence[Mapping[str, str]], width: int) -> tuple[str, ...]:
-    """Columns to leave out so that names keep some room, the least telling first."""
-    for count in range(len(SPARED) + 1):
-        left = [column for column in COLUMNS if column not in SPARED[:count]]
-        taken = sum(2 + max(len(column), *(len(row[column]) for row in figures)) for column in left)
-        if width - taken >= NAME_WIDTH:
-            return SPARED[:count]
-    return SPARED
-
-
-def _figures(answer: Answer) -> dict[str, str]:
-    found, rate = answer.fit, answer.throughput
-    return {
-        "fits": "yes" if answer.fits else f"-{format_bytes(found.short_bytes)}" if found.short_bytes else "too long",
-        "weights": format_bytes(found.weights_bytes),
-        "KV/token": format_bytes(answer.kv_bytes_per_token),
-        "context": f"{answer.max_model_len:,}",
-        "at once": f"{max(0.0, found.concurrency(found.usual_tokens)):.1f}",
-        "tok/s": "?" if rate is None else f"{rate.one.estimate.tokens_per_s:,.0f}",
-        "tok/s max": "?" if rate is None else f"{rate.largest.estimate.tokens_per_s:,.0f}",
-    }
-
-
-def _cut(text: str, width: int) -> str:
-    return text if len(text) <= width else text[: width - 1] + "…"
+        yield from wrapped(text if one.right else f"{text}; {one.verdict}", width)

@@ -81,6 +81,8 @@ class Throughput:
     """With as many sequences as memory and max_num_seqs allow."""
     prefill: Estimate
     prefill_limited_by: str
+    prompt_tokens: int
+    """Of the prompts that `prefill` is for."""
     evidence: str
     """What the estimates were held against, and what of this plan was not among it."""
 
@@ -161,6 +163,7 @@ def throughput(fit: Fit) -> Throughput | None:
         largest=decode(most),
         prefill=_estimate(lambda efficiency: step / _prefill_s(fit, stages, step, prompt, efficiency), len(new)),
         prefill_limited_by=_prefill_limit(fit, stages, step, prompt),
+        prompt_tokens=prompt,
         evidence=EVIDENCE + (f"; not among them, so the interval is wider: {', '.join(new)}" if new else ""),
     )
 

@@ -78,5 +78,5 @@ def test_an_architecture_that_is_not_there_is_said_before_anything_else(tmp_path
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["NobodysForCausalLM"], "vocab_size": 8}))
     with pytest.raises(UnknownArchitectureError, match="NobodysForCausalLM is not supported") as caught:
         find_model(EngineConfig(model=str(tmp_path), load_format=load_format))
-    assert "LlamaForCausalLM" in (caught.value.needed or "")
+    assert "holdfast models" in (caught.value.fix or "")
     assert "dummy" not in str(caught.value)

@@ -11,8 +11,10 @@ import pytest
 from holdfast.planner.answer import Answer, answer
 from holdfast.planner.fit import Question
 from holdfast.planner.question import Device
-from holdfast.planner.report import LEAST_WIDTH, compare_lines, lines, sizes
-from holdfast.units import GIB
+from holdfast.planner.report import lines, sizes
+from holdfast.planner.report_compare import compare_lines
+from holdfast.planner.report_text import LEAST_WIDTH, wrapped
+from holdfast.units import GIB, counted
 
 Ask = Callable[..., Question]
 ESCAPES = re.compile(r"\x1b\[[\d;]*m")
@@ -33,7 +35,7 @@ def test_no_line_is_wider_than_asked(answers: list[Answer], width: int) -> None:
     for found in answers:
         for line in lines(found, width=width):
             # A single long word, such as an address, cannot be broken within a command.
-            assert len(line) <= max(width, LEAST_WIDTH), line
+            assert len(line) <= max(width, LEAST_WIDTH) or "://" in line, line
 
 
 def test_colour_changes_nothing_but_colour(answers: list[Answer]) -> None:
@@ -51,14 +53,14 @@ def test_the_first_line_is_the_answer(answers: list[Answer]) -> None:
 
 def test_bars_show_what_lies_where(answers: list[Answer]) -> None:
     text = lines(answers[0], width=80)
-    rows = {line.split()[0]: line for line in text if re.match(r"  (weights|activations|KV|free|reserve) ", line)}
-    assert set(rows) == {"weights", "activations", "KV", "free", "reserve"}
+    rows = {line.split()[0]: line for line in text if re.match(r"  (weights|overhead|KV|free|reserve) ", line)}
+    assert set(rows) == {"weights", "overhead", "KV", "free", "reserve"}
     assert "14.96 GiB" in rows["weights"]
     assert rows["weights"].count("█") > rows["reserve"].count("·") > 0
     found = answers[0]
     rank = found.fit.ranks[0]
     parts = sizes(found, rank)
-    whole = sum(parts[name] for name in ("weights", "activations", "KV", "free", "reserve"))
+    whole = sum(parts[name] for name in ("weights", "overhead", "KV", "free", "reserve"))
     assert whole == rank.device.total_bytes
 
 
@@ -80,7 +82,7 @@ def test_alike_gpus_are_drawn_once(answers: list[Answer]) -> None:
 
 
 def test_the_sections_are_there(answers: list[Answer]) -> None:
-    fits, short = ("\n".join(lines(found, width=100)) for found in answers[:2])
+    fits, short = ("\n".join(lines(found, width=100, verbose=True)) for found in answers[:2])
     for title in ("Decisions", "Warnings", "Configurations", "Commands", "Rules of thumb"):
         assert title in fits
     assert "Ways out" not in fits
@@ -139,3 +141,54 @@ def test_what_the_pool_does_not_take_is_not_said_to_be_for_kv(ask: Ask, cpu: Cal
     assert free.endswith("GiB of it for KV")
     whole = lines(answer(ask("smollm2-135m", "rtx4090")), width=200)
     assert next(line for line in whole if line.startswith("  free ")).endswith("also for KV")
+
+
+def test_shares_add_up_also_where_it_is_short(answers: list[Answer]) -> None:
+    for found in answers[:2]:
+        rows = [line for line in lines(found, width=100) if re.match(r"  (weights|overhead|KV|free|reserve) ", line)]
+        shares = [float(share) for row in rows for share in re.findall(r"([\d.]+)%", row)]
+        assert sum(shares) == pytest.approx(100, abs=0.3)
+    assert any("shares are of" in line for line in lines(answers[1]))
+
+
+def test_figures_of_several_gpus_are_said_to_be_of_one(answers: list[Answer]) -> None:
+    assert any("each: the figures below are of one" in line for line in lines(answers[2], width=120))
+    assert not any("figures below" in line for line in lines(answers[0], width=120))
+
+
+def test_rates_say_at_which_length(answers: list[Answer]) -> None:
+    rate = answers[2].throughput
+    assert rate is not None
+    text = "\n".join(lines(answers[2], width=200))
+    assert f"32 at once, {rate.context_tokens:,} tokens in each: about" in text
+    assert "prompts of 2,000: about" in text
+
+
+@pytest.mark.parametrize(("number", "said"), [(1, "1 sequence"), (1.04, "1 sequence"), (2.5, "2.5 sequences"),
+                                              (0.0, "0 sequences"), (1234, "1,234 sequences")])  # fmt: skip
+def test_one_is_not_many(number: float, said: str) -> None:
+    assert counted(number, "sequence") == said
+
+
+def test_brief_is_the_answer_and_the_best_way_out(answers: list[Answer]) -> None:
+    short, asked = lines(answers[1], brief=True), "\n".join(lines(answers[2], brief=True, width=120))
+    assert len(short) < 30 < len(lines(answers[1]))
+    assert "does not fit" in " ".join(short[:2])
+    assert any(line.startswith("   1. ") for line in short)
+    assert not any(line.startswith("   2. ") for line in short)
+    assert "Decisions" not in short
+    assert not any("vllm serve" in line for line in short)
+    assert "vllm serve" in asked, "the command of the engine that was asked for"
+
+
+def test_rules_of_thumb_are_for_those_who_ask(answers: list[Answer]) -> None:
+    assert not any("Rules of thumb" in line for line in lines(answers[0]))
+    assert any("Rules of thumb" in line for line in lines(answers[0], verbose=True))
+    assert answers[0].to_json()["rules_of_thumb"]
+
+
+def test_an_address_is_never_cut() -> None:
+    address = "https://example.com/" + "a-long-path/" * 12
+    said = wrapped(f"as it says at {address}, which is long", 60)
+    assert any(address in line for line in said)
+    assert all(len(line) <= 60 for line in wrapped("word" * 60 + " and more", 60))

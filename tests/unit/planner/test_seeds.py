@@ -39,7 +39,7 @@ def planned(model: str, **settings: Any) -> Answer:
 
 def printed(found: Answer) -> str:
     """All that a person is shown, as one line."""
-    return " ".join(" ".join(lines(found, width=400)).split())
+    return " ".join(" ".join(lines(found, width=400, verbose=True)).split())
 
 
 def thumb(found: Answer, name: str) -> Thumb:
