@@ -13,6 +13,7 @@ from holdfast.planner.fit import USEFUL_TOKENS, Fit, Question, fit
 from holdfast.planner.judgements import safe_utilization
 from holdfast.planner.limits import CPU_RUNGS, GPU_RUNGS
 from holdfast.planner.way import LEAST_CONTEXT, MOST_UTILIZATION, planned, with_settings
+from holdfast.units import counted
 
 SAFE_SEQUENCES = 4
 """Where the context is left to us, so many of full length go side by side, as far as the model's context allows."""
@@ -82,8 +83,8 @@ def _with_sequences(question: Question, length: int, sequences: int) -> Fit | No
 def _safe_reason(question: Question, length: int, sequences: int) -> str:
     traffic = question.traffic
     waits = f"; the rest of {traffic.concurrency} waits its turn" if traffic and sequences < traffic.concurrency else ""
-    of = f"{sequences} sequence{'s' if sequences > 1 else ''} of {length:,} tokens"
-    return f"{of} fit{'s' if sequences == 1 else ''} side by side even if every estimate is off{waits}"
+    fit = "fits" if sequences == 1 else "fit side by side"
+    return f"{counted(sequences, 'sequence')} of {length:,} tokens {fit} even if every estimate is off{waits}"
 
 
 def _with_share(asked: Fit, share: float) -> Question:
@@ -128,5 +129,5 @@ def max_configuration(asked: Fit) -> Configuration | None:
     return Configuration(
         fit=found,
         max_num_seqs=sequences,
-        reason=f"the longest context, and {sequences} sequences of {found.usual_tokens:,} tokens at once",
+        reason=f"the longest context, and {counted(sequences, 'sequence')} of {found.usual_tokens:,} tokens at once",
     )

@@ -27,9 +27,13 @@ class Thumb:
     rule_bytes: int
     exact_bytes: int
     verdict: str
+    at_least: bool = False
+    """It says how much to buy: too little is wrong, however near."""
 
     @property
     def right(self) -> bool:
+        if self.at_least and self.rule_bytes < self.exact_bytes:
+            return False
         return abs(self.rule_bytes - self.exact_bytes) <= CLOSE * self.exact_bytes
 
 
@@ -128,5 +132,5 @@ def _guide(fit: Fit) -> Iterator[Thumb]:
     )
     yield Thumb(
         name="sizing guide", rule=f"{size} GB for this size, FP16, {GUIDE_TOKENS:,} tokens", rule_bytes=size * 10**9,
-        exact_bytes=exact, verdict=verdict,
+        exact_bytes=exact, verdict=verdict, at_least=True,
     )  # fmt: skip

@@ -26,6 +26,8 @@ from holdfast.planner.kernels import lacks_engine, lacks_method
 from holdfast.planner.question import KV_ELEMENT_BYTES
 from holdfast.planner.sources import MADE_WHILE_LOADING
 from holdfast.planner.way import (
+    MODEST_SEQUENCES,
+    MODEST_STEP_TOKENS,
     MOST_UTILIZATION,
     USUAL_UTILIZATION,
     WayOut,
@@ -39,11 +41,13 @@ from holdfast.planner.way import (
     with_settings,
 )
 from holdfast.planner.ways_hardware import bigger_gpu, longer_model, more_gpus, more_ram, smaller_model, tiered
-from holdfast.units import format_bytes
+from holdfast.units import counted, format_bytes
 
 UTILIZATIONS = (0.85, USUAL_UTILIZATION, 0.92, MOST_UTILIZATION)
 SEQUENCES, STEP_TOKENS = (128, 64, 32, 16, 8, 4, 2, 1), (8192, 4096, 2048, 1024, 512, 256, 256, 256)
 VARIANTS_SHOWN = 3
+MUCH_LONGER = 1.25
+"""Times the context of any change alone: for less nobody changes several settings."""
 
 
 def ways_out(found: Fit) -> tuple[WayOut, ...]:
@@ -53,8 +57,7 @@ def ways_out(found: Fit) -> tuple[WayOut, ...]:
     if found.fits:
         return ()
     ways = [*_utilization(found), *_context(found), *_sequences(found), *_idle_gpus(found)]
-    if not ways:
-        ways += _together(found)
+    ways += _longer_together(found, ways) if ways else _together(found)
     others = variants(found)
     ways += [*_kv_dtype(found), *_quantized(found, others)]
     ways += [*more_gpus(found, others), *tiered(found, others), *bigger_gpu(found, others), *more_ram(found)]
@@ -103,7 +106,8 @@ def _sequences(found: Fit) -> Iterator[WayOut]:
             if fewer is not None:
                 yield WayOut(
                     kind="sequences",
-                    change=f"{count} sequences at once instead of {traffic.concurrency}; the rest waits its turn",
+                    change=f"{counted(count, 'sequence')} at once instead of {traffic.concurrency};"
+                    " the rest waits its turn",
                     settings={"max_num_seqs": count, "concurrency": count},
                     fit=fewer,
                 )
@@ -116,7 +120,7 @@ def _sequences(found: Fit) -> Iterator[WayOut]:
         if fewer is not None:
             yield WayOut(
                 kind="sequences",
-                change=f"{count} sequences and {steps:,} tokens a step: smaller activations and logits",
+                change=f"{counted(count, 'sequence')} and {steps:,} tokens a step: smaller activations and logits",
                 settings={"max_num_seqs": count, "max_num_batched_tokens": steps},
                 fit=fewer,
             )
@@ -152,11 +156,41 @@ def _together(found: Fit) -> Iterator[WayOut]:
         memory = "" if absolute else f"utilization {share:g}, "
         yield WayOut(
             kind="configuration",
-            change=f"{memory}{limits.max_model_len:,} tokens, {count} sequences, together",
+            change=f"{memory}{limits.max_model_len:,} tokens, {counted(count, 'sequence')}, together",
             settings=settings,
             fit=better,
         )
         return
+
+
+def _longer_together(found: Fit, alone: Sequence[WayOut]) -> Iterator[WayOut]:
+    """Several changes at once, where the context is left to us and together they give much more of it."""
+    question = found.question
+    if question.traffic is not None or question.settings.max_model_len is not None or question.machine.kind != "gpu":
+        return
+    changes: dict[str, object] = {}
+    if all(rank.device.budget_bytes is None for rank in found.ranks) and found.utilization < MOST_UTILIZATION:
+        changes["gpu_memory_utilization"] = MOST_UTILIZATION
+        question = with_settings(question, utilization=MOST_UTILIZATION)
+    if question.settings.max_num_seqs is None and question.settings.max_num_batched_tokens is None:
+        modest = {"max_num_seqs": MODEST_SEQUENCES, "max_num_batched_tokens": MODEST_STEP_TOKENS}
+        changes |= modest
+        question = with_settings(question, **modest)
+    most = max(way.fit.limits.max_model_len for way in alone)
+    for kv in dict.fromkeys((question.settings.kv_cache_dtype, _smaller_kv(found) or question.settings.kv_cache_dtype)):
+        better = longest(with_settings(question, kv_cache_dtype=kv))
+        if better is None or better.limits.max_model_len < MUCH_LONGER * most:
+            continue
+        most = better.limits.max_model_len
+        also = {} if kv == question.settings.kv_cache_dtype else {"kv_cache_dtype": kv}
+        memory = f"utilization {MOST_UTILIZATION:g}, " if "gpu_memory_utilization" in changes else ""
+        sequences = f", {better.limits.max_num_seqs} sequences" if "max_num_seqs" in changes else ""
+        yield WayOut(
+            kind="configuration",
+            change=f"{memory}{f'KV in {kv}, ' if also else ''}{most:,} tokens{sequences}, together",
+            settings={**changes, **also, "max_model_len": most},
+            fit=better,
+        )
 
 
 def _idle_gpus(found: Fit) -> Iterator[WayOut]:
@@ -208,11 +242,17 @@ def _shorter_requests(found: Fit) -> Iterator[WayOut]:
 # KV and weights in fewer bits
 
 
-def _kv_dtype(found: Fit) -> Iterator[WayOut]:
+def _smaller_kv(found: Fit) -> str | None:
+    """What KV could be kept in instead; None: it is that already, or the GPU has no such units."""
     on_gpu = found.question.machine.kind == "gpu"
     able = on_gpu and all(rank.device.gpu is not None and rank.device.gpu.fp8 for rank in found.ranks)
     smaller = "fp8" if able else "float16" if not on_gpu and found.kv_dtype == "float32" else None
-    if smaller is None or found.kv_dtype == smaller:
+    return None if smaller == found.kv_dtype else smaller
+
+
+def _kv_dtype(found: Fit) -> Iterator[WayOut]:
+    smaller = _smaller_kv(found)
+    if smaller is None:
         return
     better = planned(with_settings(found.question, kv_cache_dtype=smaller))
     if better is not None:

@@ -334,3 +334,18 @@ def test_what_ram_does_not_hold_may_lie_on_disk(ask: Ask) -> None:
     assert way.tiers.one.high < 3e9 / way.tiers.nvme_bytes
     small = replace(question, machine=replace(question.machine, nvme_bytes=GIB))
     assert only(fit(small), "tiers") == []
+
+
+# Several changes at once
+
+
+def test_several_changes_together_are_offered_where_they_give_much_more_context() -> None:
+    ways = ways_of("--model", "qwen3-32b-awq", "--gpu", "rtx4090")
+    alone = max(ways[kind][0].fit.limits.max_model_len for kind in ("utilization", "context", "kv_cache_dtype"))
+    plain, small = ways["configuration"]
+    assert plain.settings["gpu_memory_utilization"] == small.settings["gpu_memory_utilization"] == 0.95
+    assert "kv_cache_dtype" not in plain.settings
+    assert small.settings["kv_cache_dtype"] == "fp8"
+    assert plain.fit.limits.max_model_len > 1.25 * alone
+    assert small.fit.limits.max_model_len > 1.9 * plain.fit.limits.max_model_len
+    assert "configuration" not in ways_of("--model", "qwen3-32b-awq", "--gpu", "rtx4090", "--max-model-len", "4500")
