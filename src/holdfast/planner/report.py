@@ -312,4 +312,6 @@ def _words(text: str) -> list[str]:
 def _thumbs(answer: Answer, width: int) -> Iterator[str]:
     for one in answer.rules_of_thumb:
         text = f"{one.name}: {one.rule} = {format_bytes(one.rule_bytes)}, exactly {format_bytes(one.exact_bytes)}"
-        yield from wrapped(text if one.right else f"{text}; {one.verdict}", width)
+        # One that comes close from below is still too little.
+        enough = one.verdict == "right" or (one.right and one.rule_bytes >= one.exact_bytes)
+        yield from wrapped(text if enough else f"{text}; {one.verdict}", width)

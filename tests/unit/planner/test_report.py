@@ -192,3 +192,15 @@ def test_an_address_is_never_cut() -> None:
     said = wrapped(f"as it says at {address}, which is long", 60)
     assert any(address in line for line in said)
     assert all(len(line) <= 60 for line in wrapped("word" * 60 + " and more", 60))
+
+
+def test_no_line_speaks_of_one_as_many(ask: Ask) -> None:
+    tight = [
+        answer(ask("llama-3.1-8b", "rtx4090", traffic=(2, 30000, 2000))),
+        answer(ask("qwen3-32b-awq", "l4")),
+        answer(ask("llama-3.1-8b", "l4", max_model_len=8192)),
+        answer(ask("qwen3-8b", "l4", max_model_len=16000)),
+    ]
+    for found in tight:
+        for line in lines(found, width=200):
+            assert not re.search(r"(?<![\d.,])1(\.0)? sequences", line), line
