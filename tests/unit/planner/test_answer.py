@@ -21,7 +21,7 @@ from holdfast.planner.question import Device, Machine, PlannedModel, Settings, T
 from holdfast.planner.report import lines
 from holdfast.planner.report_compare import compare_lines
 from holdfast.planner.weights import parallel_sizes
-from holdfast.units import GIB
+from holdfast.units import GIB, counted
 
 Ask = Callable[..., Question]
 TOP = {
@@ -154,7 +154,7 @@ def test_max_claims_no_more_than_its_pool_holds(ask: Ask, model: str, gpu: str, 
     assert found.max is not None
     of, each = found.max.fit, found.max.fit.usual_tokens
     assert found.max.max_num_seqs <= of.concurrency(each)
-    assert f"{found.max.max_num_seqs} sequences of {each:,} tokens" in found.max.reason
+    assert f"{counted(found.max.max_num_seqs, 'sequence')} of {each:,} tokens" in found.max.reason
     assert of.limits.max_num_seqs == found.max.max_num_seqs
 
 
