@@ -266,7 +266,11 @@ def sweep(clock: Clock, part: str | None) -> None:
             continue
         gated = name in GATED
         product = Product(rows, outputs, inputs, gated=gated)
-        now = few_rows_tile(outputs, inputs, 2) if rows == 1 else more_rows_tile(outputs, inputs, 2, gated=gated)
+        now = (
+            few_rows_tile(outputs, inputs, 2, gated=gated)
+            if rows == 1
+            else more_rows_tile(outputs, inputs, 2, gated=gated)
+        )
         choices = few_rows_choices(2) if rows == 1 else more_rows_choices(outputs)
 
         launch = partial(product.ours, normed=False)

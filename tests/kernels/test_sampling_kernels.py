@@ -22,8 +22,9 @@ import triton.language as tl
 
 from holdfast.execution import sampler
 from holdfast.execution.sampler import Sampler, uniforms
-from holdfast.execution.triton_kernels import sampling, sampling_adjust, sampling_kernels, sampling_sizes
+from holdfast.execution.triton_kernels import sampling, sampling_adjust, sampling_kernels
 from holdfast.execution.triton_kernels.sampling_slots import FLAGS, LANE, TEMPERATURE, SlotParams
+from holdfast.planner import sampling_sizes
 from holdfast.records import SamplingParams, SequenceStart
 
 ON_GPU = torch.cuda.is_available()

@@ -28,6 +28,8 @@ class MemoryReport(msgspec.Struct, frozen=True, kw_only=True):
     terms: list[MemoryTerm]
     page_bytes: int
     """Of the KV pool: what one block takes."""
+    held_bytes: int = 0
+    """On a GPU: what the process held when it was ready, as the driver counts it."""
     given_back_bytes: int = 0
     """Of what the rehearsed step needed, what is not held between steps."""
     loading_bytes: int

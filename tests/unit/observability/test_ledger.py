@@ -97,3 +97,19 @@ def test_a_plan_alone_has_no_measured_column() -> None:
     lines = term_lines(planned, 800 * MIB)
     assert "measured" not in lines[0]
     assert lines[1].split() == ["weights", "400.00", "MiB", "#" * 12]
+
+
+def test_on_a_gpu_the_driver_says_what_is_held() -> None:
+    terms = [
+        MemoryTerm(tier="vram", term="weights", planned_bytes=100 * MIB, measured_bytes=101 * MIB),
+        MemoryTerm(tier="vram", term="kv_pool", planned_bytes=600 * MIB, measured_bytes=600 * MIB),
+    ]
+    report = msgspec.structs.replace(REPORT, tier="vram", terms=terms, held_bytes=720 * MIB)
+    info = msgspec.structs.replace(INFO, memory=report)
+    for stats, held in ((EngineStats(), 720), (EngineStats(device_bytes=730 * MIB, blocks_touched=3), 730)):
+        made = make_ledger(info, stats, PROCESSES)
+        assert made is not None
+        assert made.tiers[0].measured_bytes == held * MIB
+        assert {term.term: term.measured_bytes for term in made.terms} == {
+            "weights": 101 * MIB, "kv_pool": 600 * MIB, "unaccounted": (held - 701) * MIB,
+        }  # fmt: skip

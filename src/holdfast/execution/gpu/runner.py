@@ -144,7 +144,7 @@ class GpuRunner:
             step = self._forms.mixed(rows)
             sampling = [row.slot for row in rows if row.samples]
             slots = [sampling[index] for index in step.order]
-            self._run(step, len(slots), self._sampler.prepare(slots) if slots else Work.GREEDY)
+            self._run(step, len(slots), self._sampler.prepare(slots) if slots else Work.DRAW)
         found = None
         if slots:
             found = self._sampler.logprobs(self._logits, slots)

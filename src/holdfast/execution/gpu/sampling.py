@@ -9,14 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import IntEnum
 
-import numpy
 import torch
 
 from holdfast.errors import EngineError
 from holdfast.execution.gpu.slots import DeviceSlots
 from holdfast.execution.triton_kernels.sampling import Workspace, sample_rows
 from holdfast.execution.triton_kernels.sampling_adjust import Lanes, adjust_rows
-from holdfast.execution.triton_kernels.sampling_slots import DRAWN, FLAGS, LANE, SlotParams
+from holdfast.execution.triton_kernels.sampling_slots import LANE, SlotParams
 from holdfast.planner.gpu_footprint import LOGPROB_ROWS
 from holdfast.records import SamplingParams, SequenceStart, TokenLogprobs
 
@@ -24,9 +23,9 @@ from holdfast.records import SamplingParams, SequenceStart, TokenLogprobs
 class Work(IntEnum):
     """What a step has to do for its rows: each is a graph of its own."""
 
-    GREEDY = 0
-    DRAW = 1
-    ADJUST = 2
+    DRAW = 0
+    """Greedy rows too: their kernels have little to do."""
+    ADJUST = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,10 +94,7 @@ class DeviceSampler:
         if in_need:
             self._give_lanes(in_need, set(slots))
         self._params.upload()
-        if in_need:
-            return Work.ADJUST
-        drawn = bool((self._params.host[numpy.array(slots, dtype=numpy.int64), FLAGS] & DRAWN).any())
-        return Work.DRAW if drawn else Work.GREEDY
+        return Work.ADJUST if in_need else Work.DRAW
 
     def _give_lanes(self, in_need: list[int], present: set[int]) -> None:
         if len(in_need) > self.lanes:
@@ -128,7 +124,7 @@ class DeviceSampler:
             adjust_rows(logits, slots, lengths, self._params, self._known, self._lanes)
         sample_rows(
             logits, slots, lengths, self._params, self._known, self.sampled[: len(logits)], self._workspace,
-            adjusted=adjusted, greedy=work is Work.GREEDY,
+            adjusted=adjusted,
         )  # fmt: skip
 
     def logprobs(self, logits: torch.Tensor, slots: list[int]) -> FoundLogprobs | None:

@@ -36,16 +36,22 @@ class ProductTile:
     """Programs that share one output tile, each a part of the columns."""
 
 
-def few_rows_tile(outputs: int, inputs: int, element_bytes: int) -> ProductTile:
-    """One tile row is one load of all threads, or two, so that inputs and matrix lie alike over them."""
-    if inputs * element_bytes >= WIDE_BYTES:
+def few_rows_tile(
+    outputs: int, inputs: int, element_bytes: int, *, gated: bool = False, normed: bool = False
+) -> ProductTile:
+    """One tile row is one load of all threads, or two, so that inputs and matrix lie alike over them.
+
+    Where a norm or a gate rides along, larger tiles are slower, as whole steps have shown.
+    """
+    if not gated and not normed and inputs * element_bytes >= WIDE_BYTES:
         # Measured on an H200 in bfloat16: 83 to 94% of what memory gives, against 65 to 77% with the form below.
         warps = 8 if inputs * element_bytes <= WIDE_BYTES and outputs < 65536 else 4
         return ProductTile(2, 4096 // element_bytes, warps)
     warps = 4
     while warps > 1 and warps * WARP_BYTES // 2 >= inputs * element_bytes:
         warps //= 2
-    return ProductTile(2 if outputs >= 2048 else 1, warps * WARP_BYTES // element_bytes, warps)
+    rows = 4 if outputs >= 4096 and not gated else 2 if outputs >= 2048 else 1
+    return ProductTile(rows, warps * WARP_BYTES // element_bytes, warps)
 
 
 def more_rows_tile(outputs: int, inputs: int, element_bytes: int, *, gated: bool = False) -> ProductTile:

@@ -313,7 +313,7 @@ def _launch(
     norm, added = (norm_weight if normed else weight), (bias if biased else weight)
     strides = (x.stride(0), weight.stride(0), out.stride(0))
     if rows <= FEW_ROWS:
-        tile = tile or few_rows_tile(outputs, inputs, weight.element_size())
+        tile = tile or few_rows_tile(outputs, inputs, weight.element_size(), gated=gated, normed=normed)
         _multiply_few[(triton.cdiv(outputs, tile.outputs),)](
             x, weight, out, norm, added, outputs, *strides, epsilon, INPUTS=inputs, TWO=rows == FEW_ROWS, NORM=normed,
             BIAS=biased, ADD=accumulate, ACTIVATION=activation, ROWS=tile.outputs, COLUMNS=tile.inputs,
