@@ -159,7 +159,7 @@ def _row_note(answer: Answer, rank: Rank, name: str) -> str:
         return f"{answer.fit.required_sequences} x {answer.fit.required_tokens:,} tokens"
     if name == "free":
         more = max(0, rank.room_bytes - answer.fit.needed_bytes(rank)) + rank.null_bytes
-        return f"{format_bytes(more)} of it for KV" if rank.unused_bytes else "also for KV"
+        return f"{format_bytes(more)} of it for KV" if rank.unused_bytes > rank.null_bytes else "also for KV"
     if name == "weights" and answer.question.model.exact:
         return "as stored"
     return ""
