@@ -73,11 +73,11 @@ def build_gpu_runner(
     }  # fmt: skip
     plan = _back(plan, runner, memory, captured, _taken(plan, measured, captured.own_bytes - runner.kv.nbytes))
     measured["kv_pool"] = runner.kv.nbytes
-    return runner, plan, _report(plan, measured, loaded), memory
+    return runner, plan, _report(plan, measured, loaded, memory.held()), memory
 
 
 def _taken(plan: Plan, measured: Mapping[str, int], held: int) -> dict[str, int]:
-    """By term, as the pool has to be sized by: with what no term accounts for, and the graphs that are still to come."""
+    """By term, as the pool is sized by: with what no term accounts for, and the graphs that are still to come."""
     unaccounted = max(0, held - sum(measured.values()))
     return {
         **measured,
@@ -101,7 +101,7 @@ def _back(plan: Plan, runner: GpuRunner, memory: GpuMemory, held: GpuHeld, measu
     raise AssertionError("the last attempt returns or raises")
 
 
-def _report(plan: Plan, measured: dict[str, int], loaded: GpuHeld) -> MemoryReport:
+def _report(plan: Plan, measured: dict[str, int], loaded: GpuHeld, ready: GpuHeld) -> MemoryReport:
     return MemoryReport(
         tier="vram",
         total_bytes=plan.memory.total_bytes,
@@ -113,6 +113,7 @@ def _report(plan: Plan, measured: dict[str, int], loaded: GpuHeld) -> MemoryRepo
             for name, size in plan.terms.items()
         ],
         page_bytes=plan.layout.page_bytes,
+        held_bytes=ready.own_bytes,
         loading_bytes=plan.loading_bytes,
         loading_peak_bytes=loaded.own_bytes,
     )

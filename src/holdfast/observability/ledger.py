@@ -73,7 +73,8 @@ def make_ledger(info: EngineInfo, stats: EngineStats, processes: Sequence[Proces
     if report is None:
         return None
     if report.tier == "vram":
-        return _ledger(info, stats, list(processes), _device_terms(report, stats), stats.device_bytes)
+        held = stats.device_bytes or report.held_bytes
+        return _ledger(info, stats, list(processes), _device_terms(report, held), held)
     # The engine's own peak begins anew when it rehearses; what loading took is in its report.
     processes = [
         msgspec.structs.replace(process, peak_bytes=max(process.peak_bytes, report.loading_peak_bytes))
@@ -81,11 +82,11 @@ def make_ledger(info: EngineInfo, stats: EngineStats, processes: Sequence[Proces
         else process
         for process in processes
     ]
-    held = {process.name: process.resident_bytes for process in processes}
+    by_name = {process.name: process.resident_bytes for process in processes}
     files = {process.name: process.files_bytes for process in processes}
     touched = (stats.blocks_touched + 1) * report.page_bytes  # The null page is written at the start.
     now = {"kv_pool": touched}
-    now |= {"front": held["front"]} if "front" in held else {}
+    now |= {"front": by_name["front"]} if "front" in by_name else {}
     now |= {"libraries": files["engine"]} if files.get("engine") else {}
     terms = [
         msgspec.structs.replace(term, measured_bytes=now.get(term.term, term.measured_bytes)) for term in report.terms
@@ -99,10 +100,10 @@ def make_ledger(info: EngineInfo, stats: EngineStats, processes: Sequence[Proces
     return _ledger(info, stats, processes, terms, resident)
 
 
-def _device_terms(report: MemoryReport, stats: EngineStats) -> list[MemoryTerm]:
+def _device_terms(report: MemoryReport, held: int) -> list[MemoryTerm]:
     """On a GPU everything is taken at the start, the KV pool whole."""
     known = sum(term.measured_bytes or 0 for term in report.terms)
-    rest = MemoryTerm(tier=report.tier, term=UNACCOUNTED, planned_bytes=0, measured_bytes=stats.device_bytes - known)
+    rest = MemoryTerm(tier=report.tier, term=UNACCOUNTED, planned_bytes=0, measured_bytes=held - known)
     return [*report.terms, rest]
 
 
