@@ -79,7 +79,9 @@ class EngineConfig:
         optional(tokens_or_auto), metavar="TOKENS",
     )  # fmt: skip
     max_num_seqs: int | None = setting(
-        None, "most requests computed at the same time; left out: 256 on a GPU, 64 on a CPU", optional(whole(1, 4096))
+        None,
+        "most requests computed at the same time; left out: 256 on a GPU, 64 on a CPU, fewer where memory is short",
+        optional(whole(1, 4096)),
     )
     max_num_batched_tokens: int | None = setting(
         None,
