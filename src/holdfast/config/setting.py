@@ -117,9 +117,9 @@ def memory(field: str, value: Any) -> int:
 
 def require_memory(field: str, written: Any, nbytes: int) -> int:
     """`nbytes`, unless it is a number whose unit was forgotten."""
-    if nbytes >= LEAST_MEMORY_BYTES:
-        return nbytes
     bare = str(written).strip()
+    if nbytes >= LEAST_MEMORY_BYTES or (nbytes > 0 and not bare.isdigit()):
+        return nbytes
     meant = f"{bare}GiB" if bare.isdigit() and 0 < int(bare) < 10_000 else "22GiB"
     raise ConfigurationError(
         f"{field}: {shorten(written)!r} will not do: {nbytes:,} bytes?",
