@@ -16,6 +16,7 @@ import transformers
 from holdfast.checkpoints import safetensors
 from holdfast.checkpoints.checkpoint import Checkpoint
 from holdfast.engine.core import EngineCore
+from holdfast.execution.gpu.decoder import GpuDecoder
 from holdfast.execution.gpu.runner import GpuRunner
 from holdfast.execution.runner import Runner, RunnerLimits
 from holdfast.execution.weights import load_weights
@@ -57,11 +58,13 @@ class Tiny:
             head_dim=self.spec.head_dim, element_bytes=4,
         )  # fmt: skip
 
-    def core(self, device: torch.device, *, gpu: bool, blocks: int = 64, slots: int = 4, step: int = 16) -> EngineCore:
+    def core(
+        self, device: torch.device, *, gpu: bool, blocks: int = 64, slots: int = 4, step: int = 16, **more: bool
+    ) -> EngineCore:
         limits = RunnerLimits(max_num_seqs=slots, max_num_batched_tokens=step, max_model_len=96)
         checkpoint = Checkpoint(safetensors.read_headers(sorted(self.folder.glob("*.safetensors"))), "safetensors")
         weights = load_weights(self.spec, checkpoint, dtype=torch.float32, device=device, expand=True)
-        runner: Any = (GpuRunner if gpu else Runner)(self.spec, weights, self.layout(), limits, device)
+        runner: Any = (GpuRunner if gpu else Runner)(self.spec, weights, self.layout(), limits, device, **more)
         runner.back_kv(blocks)
         ahead = 1 if gpu else 0
         scheduler = Scheduler(
@@ -152,3 +155,28 @@ def test_every_option_chooses_what_it_chooses_on_a_cpu(tiny: Tiny, device: torch
                 assert mine.token_ids == theirs.token_ids
                 assert mine.rank == theirs.rank
                 assert mine.logprobs == pytest.approx(theirs.logprobs, abs=1e-4)
+
+
+def test_a_step_without_memory_is_done_in_parts(
+    tiny: Tiny, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every step of more than three tokens fails once it has written its keys; answers are the same all the same."""
+    if tiny.spec.layers[0].window is not None and device.type == "cpu":
+        return  # As above.
+    forward, sizes = GpuDecoder.forward, list[int]()
+
+    def fails(self: GpuDecoder, rows: Any, pages: torch.Tensor, layers: int | None = None) -> torch.Tensor:
+        stream = forward(self, rows, pages, layers)
+        sizes.append(len(rows.slots))
+        if len(rows.slots) > 3:
+            raise torch.OutOfMemoryError("as if there were none left")
+        return stream
+
+    monkeypatch.setattr(GpuDecoder, "forward", fails)
+    prompts = [prompt(number, length) for number, length in enumerate((7, 1))]
+    params = [SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True, logprobs=1)] * 2
+    core = tiny.core(device, gpu=True, graphs=False)
+    for asked, outputs in zip(prompts, run(core, prompts, params), strict=True):
+        tiny.assert_greedy(asked, tokens_of(outputs))
+    assert max(sizes) == 8
+    assert 0 < sizes.count(1) + sizes.count(2) + sizes.count(3) < len(sizes)

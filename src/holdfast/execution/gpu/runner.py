@@ -9,6 +9,9 @@ Steps of single tokens are graphs; others are launched kernel by kernel. Decides
 from __future__ import annotations
 
 import gc
+import logging
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,29 +23,22 @@ from holdfast.execution.gpu.graphs import DecodeGraphs
 from holdfast.execution.gpu.kv_range import KVRange
 from holdfast.execution.gpu.sampling import DeviceSampler, FoundLogprobs, Work
 from holdfast.execution.gpu.slots import DeviceSlots
-from holdfast.execution.gpu.step import DeviceStep, StepForms, is_decode
+from holdfast.execution.gpu.step import DeviceStep, StepForms, halves, is_decode
 from holdfast.execution.rehearsal import heaviest_plan
 from holdfast.execution.triton_kernels.tiles import prefill_tile_tokens
 from holdfast.execution.weights import Weights
 from holdfast.kvcache.groups import KVLayout
 from holdfast.models import ModelSpec
 from holdfast.planner.gpu_footprint import sampling_lanes
-from holdfast.records import StepPlan, StepResult, TokenLogprobs
+from holdfast.records import Row, StepPlan, StepResult, TokenLogprobs
+
+log = logging.getLogger("holdfast")
 
 STEPS_AHEAD = 1
 
 
-class GpuStep:
-    """A step that was launched. Its tokens arrive in pinned memory."""
-
-    def __init__(self, runner: GpuRunner, plan: StepPlan, launched: _Launched | None) -> None:
-        self._runner, self._plan, self._launched = runner, plan, launched
-        self._result: StepResult | None = None
-
-    def result(self) -> StepResult:
-        if self._result is None:
-            self._result = self._runner.finish(self._plan, self._launched)
-        return self._result
+Sampled = list[tuple[int, TokenLogprobs | None]]
+"""A token for each row that samples, in the order of the rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +47,23 @@ class _Launched:
     place: int
     """Of its tokens in pinned memory."""
     logprobs: FoundLogprobs | None
+
+
+class GpuStep:
+    """A step that was launched: its tokens arrive in pinned memory. Or one that was done in parts, and is here."""
+
+    def __init__(self, runner: GpuRunner, step_id: int, launched: _Launched | None, sampled: Sampled) -> None:
+        self._runner, self._step_id, self._launched, self._sampled = runner, step_id, launched, sampled
+
+    def result(self) -> StepResult:
+        if self._launched is not None:
+            self._sampled, self._launched = self._runner.read(self._launched), None
+        told = any(logprobs is not None for _, logprobs in self._sampled)
+        return StepResult(
+            step_id=self._step_id,
+            token_ids=[token for token, _ in self._sampled],
+            logprobs=[logprobs for _, logprobs in self._sampled] if told else [],
+        )
 
 
 class GpuRunner:
@@ -123,18 +136,54 @@ class GpuRunner:
             self._slots.apply(plan)
             for start in plan.starts:
                 self._sampler.start(start)
-            launched = GpuStep(self, plan, self._launch(plan) if plan.rows else None)
+            step = self._start(plan)
         for row in plan.rows:
             if row.samples:
                 self._books.known[row.slot] += 1
-        return launched
+        return step
 
     def execute(self, plan: StepPlan) -> StepResult:
         return self.submit(plan).result()
 
-    def _launch(self, plan: StepPlan) -> _Launched:
-        rows = plan.rows
+    def _start(self, plan: StepPlan) -> GpuStep:
         place, self._next = self._next, (self._next + 1) % len(self._sampled)
+        if not plan.rows:
+            return GpuStep(self, plan.step_id, None, [])
+        try:
+            return GpuStep(self, plan.step_id, self._launch(plan.rows, place), [])
+        except torch.OutOfMemoryError as error:
+            return GpuStep(self, plan.step_id, None, self._run_in_parts(plan.rows, place, error))
+
+    def _run_in_parts(self, rows: Sequence[Row], place: int, error: torch.OutOfMemoryError) -> Sampled:
+        """A step that did not find the memory it needed, in smaller ones. What it may have written already is written
+        again: the same keys and values, and the same tokens."""
+        log.warning("out of GPU memory in a step of %d tokens: it is done in parts", sum(row.count for row in rows))
+        parts, found = deque(halves(rows)), dict[int, tuple[int, TokenLogprobs | None]]()
+        while parts:
+            part = parts.popleft()
+            self._give_back_cached()
+            try:
+                sampled = self.read(self._launch(part, place))
+            except torch.OutOfMemoryError as again:
+                error = again
+                smaller = halves(part)
+                if not smaller:
+                    raise EngineError(
+                        "there is no GPU memory for a step of one token",
+                        code="HF441",
+                        found=str(error).splitlines()[0],
+                        fix="stop what else uses the GPU, or a smaller --gpu-memory-utilization",
+                    ) from error
+                parts.extendleft(reversed(smaller))
+                continue
+            found.update(zip([row.slot for row in part if row.samples], sampled, strict=True))
+        return [found[row.slot] for row in rows if row.samples]
+
+    def _give_back_cached(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _launch(self, rows: Sequence[Row], place: int) -> _Launched:
         if self._graphs is not None and is_decode(rows):
             size = self._graphs.padded(len(rows))
             slots = [row.slot for row in rows]
@@ -166,24 +215,15 @@ class GpuRunner:
             slots, lengths = step.sampling_slots[:sampling], step.sampling_lengths[:sampling]
             self._sampler.sample(logits, slots, lengths, work)
 
-    def finish(self, plan: StepPlan, launched: _Launched | None) -> StepResult:
-        """Waits until the tokens of a step are here, and puts them in the order of its plan."""
-        if launched is None or not len(launched.step.order):
-            return StepResult(step_id=plan.step_id, token_ids=[])
+    def read(self, launched: _Launched) -> Sampled:
+        """Waits until the tokens of a step are here, and puts them in the order of its rows."""
         arrived, order = self._arrived[launched.place], launched.step.order.tolist()
-        if arrived is not None:
+        if arrived is not None and order:
             arrived.synchronize()
-        sampled = self._sampled[launched.place][: len(order)].tolist()
-        tokens = [0] * len(order)
-        for token, place in zip(sampled, order, strict=True):
-            tokens[place] = token
-        if launched.logprobs is None:
-            return StepResult(step_id=plan.step_id, token_ids=tokens)
-        found = launched.logprobs.of(sampled)
-        logprobs: list[TokenLogprobs | None] = [None] * len(order)
-        for one, place in zip(found, order, strict=True):
-            logprobs[place] = one
-        return StepResult(step_id=plan.step_id, token_ids=tokens, logprobs=logprobs)
+        tokens = self._sampled[launched.place][: len(order)].tolist()
+        told = [None] * len(order) if launched.logprobs is None else launched.logprobs.of(tokens)
+        placed = sorted(zip(order, tokens, told, strict=True), key=lambda one: one[0])
+        return [(token, logprobs) for _, token, logprobs in placed]
 
     def rehearse(self) -> None:
         """The heaviest step the limits allow, for real."""
@@ -210,5 +250,4 @@ class GpuRunner:
             self._kv = None
         self._logits = torch.empty(0)
         gc.collect()
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
+        self._give_back_cached()

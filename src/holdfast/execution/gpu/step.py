@@ -41,6 +41,21 @@ def is_decode(rows: Sequence[Row]) -> bool:
     return all(row.count == 1 and row.samples for row in rows)
 
 
+def halves(rows: Sequence[Row]) -> list[list[Row]]:
+    """The same work in two steps: half of the rows each, or half of one row's tokens; none where there is one token."""
+    if len(rows) > 1:
+        middle = len(rows) // 2
+        return [list(rows[:middle]), list(rows[middle:])]
+    row = rows[0]
+    if row.count == 1:
+        return []
+    first = row.count // 2
+    return [
+        [Row(row.slot, row.start, first, False)],
+        [Row(row.slot, row.start + first, row.count - first, row.samples)],
+    ]
+
+
 class StepForms:
     """`tile_tokens`: of a prompt that one tile of attention takes."""
 
