@@ -31,6 +31,7 @@ from holdfast.models import ModelSpec
 from holdfast.observability.ledger import term_lines
 from holdfast.planner import Plan, make_plan, settle_pool
 from holdfast.planner.gpu_plan import make_gpu_plan
+from holdfast.planner.kv import layout_cost
 from holdfast.records import EngineInfo, MemoryReport, MemoryTerm, SamplingParams
 from holdfast.scheduler import Scheduler, SchedulerLimits
 from holdfast.text import Tokenizer, check_text, load_template
@@ -319,7 +320,9 @@ def _info(
 
 def _concurrency(plan: Plan) -> float:
     """Sequences of full length that the pool holds."""
-    return (plan.blocks - 1) / plan.layout.peak_blocks(plan.limits.max_model_len, plan.limits.max_num_batched_tokens)
+    layout, limits = plan.layout, plan.limits
+    cost = layout_cost(layout, limits.max_num_batched_tokens)
+    return cost.concurrency((plan.blocks - 1) * layout.page_bytes, limits.max_model_len)
 
 
 def _why(plan: Plan) -> str:

@@ -54,14 +54,28 @@ class KVLayout:
 
     def peak_blocks(self, context_tokens: int, step_tokens: int) -> int:
         """Pages one sequence of `context_tokens` holds at most, computed in chunks of at most `step_tokens`."""
-        total = 0
+        return self.blocks_side_by_side(1, context_tokens, step_tokens)
+
+    def blocks_side_by_side(self, sequences: int, context_tokens: int, step_tokens: int) -> int:
+        """Pages that so many of them need so as to run at once, in steps of at most `step_tokens` for all together."""
+        total, whole = 0, sequences * self.blocks_for(context_tokens)
         for group in self.groups:
-            held = self.blocks_for(context_tokens)
+            held = whole
             if group.window is not None:
-                # Window before the chunk, the chunk itself, and a block cut at each end.
-                held = min(held, self.blocks_for(group.window - 1 + step_tokens) + 1)
+                held = min(whole, window_blocks(sequences, group.window, step_tokens, self.block_tokens))
             total += held
         return total
+
+
+def window_blocks(sequences: int, window: int, step_tokens: int, block_tokens: int) -> int:
+    """Of one group that forgets, however long the sequences are.
+
+    The tokens of a step are there once, whoever they belong to. Each sequence has the window before its own, with a
+    block cut at each end, and beside others a block to grow into, without which nobody is admitted.
+    """
+    before = window - 1 + block_tokens - 1
+    beside = sequences if sequences > 1 else 0
+    return (sequences * before + step_tokens) // block_tokens + sequences + beside
 
 
 def form_groups(windows: Sequence[int | None]) -> tuple[tuple[KVGroup, ...], int]:

@@ -13,7 +13,7 @@ from holdfast.planner.answer_json import document
 from holdfast.planner.command import Command
 from holdfast.planner.commands import commands, parse_engine
 from holdfast.planner.configurations import Configuration, max_configuration, safe_configuration
-from holdfast.planner.fit import Fit, Question, Rank, describe_budget, describe_devices, fit
+from holdfast.planner.fit import Fit, Question, Rank, describe_budget, describe_devices, device_budget, fit
 from holdfast.planner.judgements import PlanWarning, warnings
 from holdfast.planner.margin import with_fixes
 from holdfast.planner.question import KV_ELEMENT_BYTES
@@ -86,7 +86,12 @@ class Answer:
     @property
     def replicas(self) -> int:
         """Servers like this one that the machine holds side by side; 0: not one."""
-        return len(self.question.machine.devices) // len(self.fit.ranks) if self.fits else 0
+        if not self.fits:
+            return 0
+        least = min(rank.budget_bytes for rank in self.fit.ranks)
+        devices = self.question.machine.devices
+        large = sum(device_budget(device, self.fit.utilization) >= least for device in devices)
+        return large // len(self.fit.ranks)
 
     def to_json(self) -> dict[str, Any]:
         return document(self)

@@ -168,7 +168,7 @@ def _interval(found: Fit) -> dict[str, list[int]]:
     def at(sign: int) -> tuple[int, int]:
         rooms = [(rank, rank.room_bytes + sign * rank.uncertain_bytes) for rank in found.ranks]
         most = found.question.model.spec.max_position
-        tokens = min(rank.kv.tokens(room, max(1, found.limits.max_model_len)) for rank, room in rooms)
+        tokens = min(rank.kv.held_tokens(room, max(1, found.limits.max_model_len)) for rank, room in rooms)
         return tokens, min(rank.kv.longest(max(0, room), most) for rank, room in rooms)
 
     low, high = at(-1), at(1)

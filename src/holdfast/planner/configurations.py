@@ -103,7 +103,7 @@ def _safe_length(base: Fit) -> int:
     room = min(rank.safe_bytes for rank in base.ranks)
     length = 0
     for share in range(SAFE_SEQUENCES, 0, -1):
-        length = min(rank.kv.longest(max(0, room) // share, most) for rank in base.ranks)
+        length = min(rank.kv.longest(room, most, sequences=share) for rank in base.ranks)
         if length >= min(USEFUL_TOKENS, most):
             break
     return length if length == most else length // ROUND_TOKENS * ROUND_TOKENS
@@ -112,7 +112,7 @@ def _safe_length(base: Fit) -> int:
 def _safely_held(base: Fit, length: int) -> int:
     if length < 1:
         return 0
-    return min(rank.safe_bytes // max(1, rank.kv.sequence_bytes(length)) for rank in base.ranks)
+    return min(int(rank.kv.concurrency(rank.safe_bytes, length)) for rank in base.ranks)
 
 
 def max_configuration(asked: Fit) -> Configuration | None:

@@ -5,11 +5,13 @@ A model that this engine runs on a CPU is counted by host.py, as `serve` counts 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 
 from holdfast.errors import ConfigurationError
 from holdfast.models import ModelSpec
+from holdfast.planner import footprint
 from holdfast.planner import terms as byte_terms
 from holdfast.planner.fitted import (
     DEFAULT_UTILIZATION,
@@ -23,7 +25,7 @@ from holdfast.planner.fitted import (
 )
 from holdfast.planner.footprint import Limits
 from holdfast.planner.gpu_footprint import LEAST_CAPABILITY
-from holdfast.planner.kv import kv_cost
+from holdfast.planner.kv import kv_cost, layout_cost
 from holdfast.planner.layouts import is_quantized
 from holdfast.planner.question import KV_ELEMENT_BYTES, Device, PlannedModel
 from holdfast.planner.same import Same
@@ -47,11 +49,11 @@ def counted(question: Question, tensor_parallel: int, limits: Limits) -> Fit:
     longest = min(rank.kv.longest(rank.room_bytes, spec.max_position) for rank in ranks)
     sequences, tokens = required(question, min(spec.max_position, USEFUL_TOKENS))
     short = max(needed_bytes(rank, sequences, tokens, settings.max_model_len) - rank.room_bytes for rank in ranks)
-    dtype = compute_dtype(question)
+    dtype = compute_dtype(question, len(ranks))
     return Fit(
         question=question,
         dtype=dtype,
-        kv_dtype=kv_dtype(question),
+        kv_dtype=kv_dtype(question, len(ranks)),
         tensor_parallel=tensor_parallel,
         pipeline_parallel=settings.pipeline_parallel,
         utilization=utilization_of(question),
@@ -71,13 +73,14 @@ def counted(question: Question, tensor_parallel: int, limits: Limits) -> Fit:
 def _ranks(question: Question, tensor_parallel: int, limits: Limits) -> tuple[Rank, ...]:
     model, machine, settings = question.model, question.machine, question.settings
     spec, stages = model.spec, settings.pipeline_parallel
-    dtype, utilization = compute_dtype(question), utilization_of(question)
+    every = tensor_parallel * stages
+    dtype, stored_kv, utilization = compute_dtype(question, every), kv_dtype(question, every), utilization_of(question)
     ranks = []
     for stage, layers in enumerate(stage_layers(len(spec.layers), stages)):
         held = _held_bytes(Same(model), dtype, tensor_parallel, stage, stages)
         cost = kv_cost(
             spec,
-            element_bytes=KV_ELEMENT_BYTES[kv_dtype(question)],
+            element_bytes=KV_ELEMENT_BYTES[stored_kv],
             state_bytes=KV_ELEMENT_BYTES[dtype],
             tensor_parallel=tensor_parallel,
             layers=layers,
@@ -92,7 +95,10 @@ def _ranks(question: Question, tensor_parallel: int, limits: Limits) -> tuple[Ra
                     spec, limits, dtype=dtype, weights_bytes=held, block_tokens=settings.block_tokens,
                     max_loras=settings.max_loras, max_lora_rank=settings.max_lora_rank,
                 )  # fmt: skip
-            elif tensor_parallel * stages == 1 and _runs_on(device, spec):
+            elif every == 1 and _runs_on(device, spec):
+                if stored_kv in footprint.ELEMENT_BYTES:
+                    layout = footprint.kv_layout(spec, block_tokens=settings.block_tokens, kv_dtype=stored_kv)
+                    cost = layout_cost(layout, limits.max_num_batched_tokens)
                 found = byte_terms.engine_gpu_terms(
                     spec, limits, dtype=dtype, weights_bytes=held, block_tokens=settings.block_tokens,
                     quantized=_is_quantized(model), max_loras=settings.max_loras, max_lora_rank=settings.max_lora_rank,
@@ -166,23 +172,26 @@ def check(question: Question, tensor_parallel: int) -> None:
         )
 
 
-def compute_dtype(question: Question) -> str:
-    """What the engine would compute in, and keep plain weights in."""
+def compute_dtype(question: Question, ranks: int = 1) -> str:
+    """What the engine would compute in, and keep plain weights in: the same on all of the first `ranks` devices."""
     asked = {"half": "float16", "float": "float32"}.get(question.settings.dtype, question.settings.dtype)
     if asked != "auto":
         return asked
-    stored, device = question.model.spec.stored_dtype, question.machine.devices[0]
-    if device.kind == "cpu":
+    stored, devices = question.model.spec.stored_dtype, question.machine.devices[:ranks]
+    if devices[0].kind == "cpu":
         fast = question.machine.cpu_features & {"amx_bf16", "avx512_bf16", "bf16"}
         return "bfloat16" if fast and stored != "float32" else "float32"
-    if stored == "float16" or (device.gpu is not None and not device.gpu.bf16):
-        return "float16"
-    return "bfloat16"
+    return "float16" if stored == "float16" or without_bf16(devices) else "bfloat16"
 
 
-def kv_dtype(question: Question) -> str:
+def without_bf16(devices: Sequence[Device]) -> Device | None:
+    """One that does not compute in bfloat16."""
+    return next((device for device in devices if device.gpu is not None and not device.gpu.bf16), None)
+
+
+def kv_dtype(question: Question, ranks: int = 1) -> str:
     asked = question.settings.kv_cache_dtype
-    return compute_dtype(question) if asked == "auto" else asked
+    return compute_dtype(question, ranks) if asked == "auto" else asked
 
 
 def utilization_of(question: Question) -> float:

@@ -3,8 +3,8 @@
     stated (a context, traffic)   the highest limits that fit, on the fewest GPUs that have them
     left open                     the GPUs and limits that give the longest context, as limits.py weighs it
 
-More memory never fits less, is never shorter, and lacks no more. It tries nothing else: ways out are in ways_out.py,
-what to make of it in answer.py.
+Of GPUs that differ, the largest are taken first. More memory never fits less, is never shorter, and lacks no more.
+Ways out are in ways_out.py, what to make of it in answer.py.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ from dataclasses import replace
 from functools import cache, partial
 
 from holdfast.observability.decisions import Decision
+from holdfast.planner import choices
 from holdfast.planner import limits as limits_left_open
+from holdfast.planner.choices import largest_first
 from holdfast.planner.count import check, counted, kv_dtype, sizes, utilization_of
 from holdfast.planner.fitted import (
     DEFAULT_UTILIZATION,
@@ -61,12 +63,14 @@ def fit(question: Question) -> Fit:
         check(question, size)
     rungs = _rungs(question)
     length = settings.max_model_len or question.model.spec.max_position
-    at = cache(lambda size, rung: counted(question, size, rungs[rung].limits(length)))
+    lowest = rungs[-1].limits(length)
+    arranged = cache(lambda size: largest_first(question, size, lowest))
+    at = cache(lambda size, rung: counted(arranged(size), size, rungs[rung].limits(length)))
     if is_stated(question):
         size, rung = _highest_that_fits(able, len(rungs), at)
     else:
         size, rung = _longest(question, able, rungs, at)
-    return _said(question, rungs, rung, at(size, rung), at(size, len(rungs) - 1).longest_tokens)
+    return _said(arranged(size), rungs, rung, at(size, rung), at(size, len(rungs) - 1).longest_tokens)
 
 
 def _rungs(question: Question) -> tuple[Rung, ...]:
@@ -127,8 +131,8 @@ def _said(question: Question, rungs: tuple[Rung, ...], rung: int, found: Fit, lo
         ),
     ]  # fmt: skip
     if len(question.machine.devices) > 1 or found.tensor_parallel > 1:
-        source = "planner" if settings.tensor_parallel is None else "set"
-        decisions.append(_parallel_decision(question, found.tensor_parallel, source))
+        decisions.append(choices.parallel_size(found))
+    decisions += [*choices.left_out(found), *choices.number_types(found)]
     if settings.max_model_len is None:
         decisions.append(length_decision(served, question.model.spec.max_position, longest))
     limits = replace(found.limits, max_model_len=served)
@@ -157,7 +161,7 @@ def _hosted(question: Question) -> Fit:
     budget = device_budget(device, utilization)
     found = host(model, question.machine, settings, budget_bytes=budget, traffic=question.traffic)
     sequences, tokens = required(question, least_tokens(model, settings))
-    needed = max(sequences * found.kv.sequence_bytes(tokens), found.kv.sequence_bytes(settings.max_model_len or 0))
+    needed = max(found.kv.needed_bytes(sequences, tokens), found.kv.sequence_bytes(settings.max_model_len or 0))
     page = found.room.layout.page_bytes
     rank = Rank(
         device=device,
@@ -199,16 +203,3 @@ def _length_decisions(question: Question, served: int, found: Hosted) -> tuple[D
         reason = f"memory holds {found.longest_tokens:,}; a shorter one leaves room for the traffic"
         return (Decision("max_model_len", f"{served:,}", reason, "planner"),)
     return (length_decision(served, question.model.spec.max_position, found.longest_tokens),)
-
-
-def _parallel_decision(question: Question, tensor_parallel: int, source: str) -> Decision:
-    devices, used = len(question.machine.devices), tensor_parallel * question.settings.pipeline_parallel
-    if used == devices:
-        what = "it" if is_stated(question) else "it with as long a context"
-        reason = "all GPUs" if source == "set" else f"fewer GPUs do not hold {what}"
-    elif source == "set":
-        reason = f"as asked: {devices - used} of {devices} GPUs stay empty"
-    else:
-        what = "it" if is_stated(question) else "it with as long a context"
-        reason = f"the fewest GPUs that hold {what}, of {devices}"
-    return Decision("tensor_parallel_size", str(tensor_parallel), reason, source)

@@ -121,7 +121,7 @@ class Fit:
 
     @property
     def kv_tokens(self) -> int:
-        return min(rank.kv.tokens(rank.kv_bytes, max(1, self.limits.max_model_len)) for rank in self.ranks)
+        return min(rank.kv.held_tokens(rank.kv_bytes, max(1, self.limits.max_model_len)) for rank in self.ranks)
 
     def concurrency(self, tokens: int) -> float:
         """Sequences of that length that the tightest rank holds."""
@@ -157,7 +157,7 @@ def required(question: Question, useful_tokens: int) -> tuple[int, int]:
 
 def needed_bytes(rank: Rank, sequences: int, tokens: int, one_of: int | None) -> int:
     """KV of the sequences asked for, and of one that is as long as the context that was asked for."""
-    return max(sequences * rank.kv.sequence_bytes(tokens), 0 if one_of is None else rank.kv.sequence_bytes(one_of))
+    return max(rank.kv.needed_bytes(sequences, tokens), 0 if one_of is None else rank.kv.sequence_bytes(one_of))
 
 
 def device_budget(device: Device, utilization: float) -> int:

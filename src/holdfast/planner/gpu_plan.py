@@ -106,7 +106,9 @@ def _plan(found: Fit, config: EngineConfig, chosen: NvidiaGpu, decision: Decisio
     if config.kv_cache_memory_bytes is not None:
         blocks = _pool_as_asked(config.kv_cache_memory_bytes // page, blocks, page)
     limits = found.limits
-    most_useful = 1 + limits.max_num_seqs * layout.peak_blocks(limits.max_model_len, limits.max_num_batched_tokens)
+    most_useful = 1 + layout.blocks_side_by_side(
+        limits.max_num_seqs, limits.max_model_len, limits.max_num_batched_tokens
+    )
     blocks = min(blocks, most_useful)
     decisions.append(
         Decision("kv_pool", f"{format_bytes(blocks * page)} ({blocks - 1:,} blocks and the null page)",

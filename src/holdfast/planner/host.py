@@ -19,7 +19,7 @@ from holdfast.models import ModelSpec
 from holdfast.observability.decisions import Decision
 from holdfast.planner import limits
 from holdfast.planner.footprint import BOOK_BYTES, ELEMENT_BYTES, FRONT_BYTES
-from holdfast.planner.kv import KVCost
+from holdfast.planner.kv import KVCost, layout_cost
 from holdfast.planner.measure import Measure
 from holdfast.planner.plan import pool_decision
 from holdfast.planner.question import Machine, PlannedModel, Settings, Traffic
@@ -72,19 +72,7 @@ class Hosted:
 
     @property
     def kv(self) -> KVCost:
-        """In whole pages, as the pool gives them out: a group may leave places of its pages empty."""
-        layout, windows = self.room.layout, dict[int, int]()
-        each = layout.page_bytes // layout.block_tokens
-        for group in layout.groups:
-            if group.window is not None:
-                windows[group.window] = windows.get(group.window, 0) + each
-        return KVCost(
-            growing_bytes=each * sum(group.window is None for group in layout.groups),
-            windows=tuple(sorted(windows.items())),
-            fixed_bytes=0,
-            block_tokens=layout.block_tokens,
-            step_tokens=self.room.config.step_tokens,
-        )
+        return layout_cost(self.room.layout, self.room.config.step_tokens)
 
 
 def runs_here(model: PlannedModel, settings: Settings) -> bool:
@@ -159,7 +147,7 @@ def _with_traffic(measure: Measure, rung: int, traffic: Traffic, longest: int) -
     take more memory, it may be no longer either."""
     room, chosen = measure.room(measure.rungs[rung])
     config = room.config
-    blocks = traffic.concurrency * room.layout.peak_blocks(traffic.length, config.step_tokens)
+    blocks = room.layout.blocks_side_by_side(traffic.concurrency, traffic.length, config.step_tokens)
     least = config.max_model_len or min(room.spec.max_position, traffic.length)
     room, flags = _with_pool(room, traffic, blocks)
     length = room.longest(least if rung else room.most, least=least, blocks=blocks)

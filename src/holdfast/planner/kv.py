@@ -1,7 +1,7 @@
 """What sequences cost in KV: a byte count for any length, and the lengths and numbers that some bytes hold.
 
     full and latent layers     grow with every token
-    windowed layers            grow to the window and the step in flight, and stop
+    windowed layers            grow to the window and stop; the step in flight comes once, whoever it belongs to
     recurrent layers           hold a constant
     layers that share          cost nothing
 
@@ -13,10 +13,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from holdfast.kvcache.groups import KVLayout, window_blocks
 from holdfast.models import LayerSpec, ModelSpec
 
 RECURRENT_BYTES = 4
 """An element of a recurrent state: engines keep it in float32."""
+MOST_SHARE = 0.999
+"""Of a sequence that does not fit whole."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +34,7 @@ class KVCost:
     """A sequence, in recurrent states."""
     block_tokens: int
     step_tokens: int
-    """Most tokens of one sequence computed at once: windowed layers hold them beside the window."""
+    """Most tokens computed at once, of all sequences together: windowed layers hold them beside the windows."""
 
     @property
     def window_bytes(self) -> int:
@@ -40,32 +43,68 @@ class KVCost:
 
     def sequence_bytes(self, tokens: int) -> int:
         """At most, of one sequence of that length, in whole blocks."""
-        blocks = -(-tokens // self.block_tokens)
-        total = blocks * self.block_tokens * self.growing_bytes + self.fixed_bytes
+        return self.needed_bytes(1, tokens)
+
+    def needed_bytes(self, sequences: int, tokens: int) -> int:
+        """Of so many sequences of that length side by side, in whole blocks."""
+        blocks = sequences * -(-tokens // self.block_tokens)
+        total = blocks * self.block_tokens * self.growing_bytes + sequences * self.fixed_bytes
         for window, size in self.windows:
-            held = -(-(window - 1 + self.step_tokens) // self.block_tokens) + 1
+            held = window_blocks(sequences, window, self.step_tokens, self.block_tokens)
             total += min(blocks, held) * self.block_tokens * size
         return total
 
-    def longest(self, pool_bytes: int, most_tokens: int) -> int:
-        """The longest sequence that fits alone; 0: none."""
+    def longest(self, pool_bytes: int, most_tokens: int, *, sequences: int = 1) -> int:
+        """The longest sequences of which so many fit; 0: none."""
         low, high = 0, most_tokens
         while low < high:
             middle = (low + high + 1) // 2
-            low, high = (middle, high) if self.sequence_bytes(middle) <= pool_bytes else (low, middle - 1)
+            low, high = (middle, high) if self.needed_bytes(sequences, middle) <= pool_bytes else (low, middle - 1)
         return low
 
     def concurrency(self, pool_bytes: int, tokens: int) -> float:
-        """Sequences of that length that fit side by side."""
-        one = self.sequence_bytes(tokens)
-        return pool_bytes / one if one else float("inf")
+        """Sequences of that length that fit side by side, with the share that is there of one more."""
+        if not self.sequence_bytes(tokens):
+            return float("inf")
+        high = 1
+        while self.needed_bytes(high, tokens) <= pool_bytes:
+            high *= 2
+        low = high // 2
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if self.needed_bytes(middle, tokens) <= pool_bytes else (low, middle)
+        held = self.needed_bytes(low, tokens) if low else 0
+        share = (pool_bytes - held) / (self.needed_bytes(low + 1, tokens) - held)
+        return low + max(0.0, min(share, MOST_SHARE))
 
-    def tokens(self, pool_bytes: int, sequence_tokens: int) -> int:
+    def held_tokens(self, pool_bytes: int, sequence_tokens: int) -> int:
         """Tokens the pool holds: where every layer grows, whatever the sequences; else in sequences of that length."""
         if not self.windows and not self.fixed_bytes:
             block = self.growing_bytes * self.block_tokens
             return max(0, pool_bytes) // block * self.block_tokens if block else 0
         return int(self.concurrency(max(0, pool_bytes), sequence_tokens) * sequence_tokens)
+
+    def tokens(self, pool_bytes: int, sequence_tokens: int) -> int:
+        """As vLLM counts and prints it: a step's tokens in the windows of every sequence."""
+        one = self.sequence_bytes(sequence_tokens)
+        if not one or (not self.windows and not self.fixed_bytes):
+            return self.held_tokens(pool_bytes, sequence_tokens)
+        return int(max(0, pool_bytes) / one * sequence_tokens)
+
+
+def layout_cost(layout: KVLayout, step_tokens: int) -> KVCost:
+    """Of this engine's pool, in whole pages: a group may leave places of its pages empty."""
+    windows, each = dict[int, int](), layout.page_bytes // layout.block_tokens
+    for group in layout.groups:
+        if group.window is not None:
+            windows[group.window] = windows.get(group.window, 0) + each
+    return KVCost(
+        growing_bytes=each * sum(group.window is None for group in layout.groups),
+        windows=tuple(sorted(windows.items())),
+        fixed_bytes=0,
+        block_tokens=layout.block_tokens,
+        step_tokens=step_tokens,
+    )
 
 
 def kv_cost(

@@ -72,9 +72,11 @@ def decisions(
         if rung.sequences != first.sequences:
             reason, source = _lowered(first.sequences, rung.sequences, fits, beside), "planner"
         found.append(Decision("max_num_seqs", str(rung.sequences), reason, source))
-    if not step_is_set and rung.step_tokens != first.step_tokens:
-        reason = _lowered(first.step_tokens, rung.step_tokens, fits, beside)
-        found.append(Decision("max_num_batched_tokens", f"{rung.step_tokens:,}", reason, "planner"))
+    if not step_is_set:
+        reason, source = "the default", "default"
+        if rung.step_tokens != first.step_tokens:
+            reason, source = _lowered(first.step_tokens, rung.step_tokens, fits, beside), "planner"
+        found.append(Decision("max_num_batched_tokens", f"{rung.step_tokens:,}", reason, source))
     return found
 
 

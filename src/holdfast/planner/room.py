@@ -166,7 +166,7 @@ class Room:
         default = max(DEFAULT_KV_BYTES // page, self.one_sequence(length))
         if config.ram is None and default < room:
             wanted, reason, cut = default, "the default; --kv-cache-memory-bytes changes it", False
-        most_useful = 1 + config.sequences * (self.one_sequence(length) - 1)
+        most_useful = 1 + self.layout.blocks_side_by_side(config.sequences, length, config.step_tokens)
         if most_useful < wanted:
             wanted, reason, cut = most_useful, f"{config.sequences} sequences of full length need no more", False
         return Pool(wanted, reason, "planner", cut)

@@ -5,6 +5,7 @@ Numbers are held against published and measured ones in the files beside this on
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 
@@ -20,9 +21,11 @@ from holdfast.planner.fit import Fit, Question, fit
 from holdfast.planner.kv import kv_cost
 from holdfast.planner.question import Device, Machine, PlannedModel, Settings, Traffic
 from holdfast.planner.requantize import quantized_as
+from holdfast.planner.ways_hardware import device_of
 from holdfast.planner.weights import check_parallel, parallel_sizes, rank_bytes, total_bytes, weights_of
 
 GIB, MIB = 1 << 30, 1 << 20
+Ask = Callable[..., Question]
 NAMES = (
     "smollm2-135m", "llama-3-8b", "llama-3.1-70b", "qwen2.5-7b", "qwen3-30b-a3b", "gemma-3-12b", "gpt-oss-20b",
     "deepseek-v2-lite", "mixtral-8x7b", "phi-3-mini-128k",
@@ -165,13 +168,65 @@ def test_more_ram_never_fits_less(free: int, more: int, features: frozenset[str]
     assert after.longest_tokens >= before.longest_tokens
 
 
-@settings(max_examples=100, deadline=None)
-@given(questions)
-def test_another_gpu_never_fits_less(question: Question) -> None:
+def gpu_of(name: str, total_bytes: int) -> Device:
+    return Device(
+        index=9, name=name, kind="gpu", total_bytes=total_bytes, free_bytes=total_bytes, gpu=gpus.find(name)
+    )  # fmt: skip
+
+
+others = st.none() | st.builds(gpu_of, st.sampled_from(["t4", "rtx3090", "h100-80", "mi300x"]), memories)
+
+
+@settings(max_examples=150, deadline=None)
+@given(questions, others, others, st.integers(0, 4), st.sampled_from([None, 1]))
+def test_another_gpu_never_fits_less(
+    question: Question, there: Device | None, other: Device | None, place: int, split: int | None
+) -> None:
+    """A like one, or one of another kind and size, wherever it stands among the others."""
+    devices = (*question.machine.devices, *(() if there is None else (there,)))
+    question = with_settings(
+        replace(question, machine=replace(question.machine, devices=devices)), tensor_parallel=split
+    )
     before = fit(question)
-    devices = question.machine.devices
-    more = replace(question.machine, devices=(*devices, replace(devices[0], index=len(devices))))
+    added = replace(devices[0], index=len(devices)) if other is None else other
+    more = replace(question.machine, devices=(*devices[:place], added, *devices[place:]))
     after = fit(replace(question, machine=more))
+    assert after.fits >= before.fits
+    assert after.short_bytes <= before.short_bytes
+    # What was asked for may now be done by fewer GPUs, and then those decide what they hold beyond it.
+    assert after.tensor_parallel < before.tensor_parallel or after.longest_tokens >= before.longest_tokens
+
+
+def test_a_small_gpu_beside_a_large_one_takes_nothing_away(ask: Ask) -> None:
+    def found(name: str, *names: str, **settings: object) -> Fit:
+        alone = ask(name, "h100-80", **settings)
+        devices = tuple(replace(device_of(gpus.find(gpu)), index=index) for index, gpu in enumerate(names))
+        return fit(replace(alone, machine=Machine(devices=devices)))
+
+    for name in ("qwen2.5-14b", "llama-3.1-8b"):
+        alone, beside = found(name, "h100-80"), found(name, "t4", "h100-80")
+        assert beside.fits
+        assert (beside.kv_tokens, beside.dtype) == (alone.kv_tokens, "bfloat16")
+        assert [rank.device.index for rank in beside.ranks] == [1]
+        said = {decision.field: decision for decision in beside.decisions}
+        assert "H100" in str(said["gpus"].value)
+        assert "(14.56 GiB); CUDA_VISIBLE_DEVICES=1" in said["gpus"].reason
+    asked = found("llama-3.1-8b", "t4", "h100-80", tensor_parallel=1)
+    assert "H100" in asked.ranks[0].device.name
+    # Together only where both are needed: then in what both compute in.
+    both = found("llama-3.1-8b", "t4", "h100-80", tensor_parallel=2)
+    assert (both.dtype, len(both.ranks)) == ("float16", 2)
+
+
+@settings(max_examples=60, deadline=None)
+@given(models, st.lists(memories, min_size=2, max_size=3), memories, st.integers(0, 3))
+def test_another_stage_can_be_any_gpu(model: PlannedModel, sizes: list[int], more: int, place: int) -> None:
+    devices = [gpu_of("rtx4090", size) for size in sizes]
+    asked = Settings(tensor_parallel=1, pipeline_parallel=2)
+    before, after = (
+        fit(Question(model=model, machine=Machine(devices=tuple(given)), settings=asked))
+        for given in (devices, [*devices[:place], gpu_of("rtx4090", more), *devices[place:]])
+    )
     assert after.fits >= before.fits
     assert after.longest_tokens >= before.longest_tokens
 
@@ -246,7 +301,8 @@ def test_the_verdict_follows_from_the_terms(question: Question) -> None:
     assert found.short_bytes == max(0, short)
     assert found.fits == (found.short_bytes == 0)
     for rank in found.ranks:
-        assert found.needed_bytes(rank) >= found.required_sequences * rank.kv.sequence_bytes(found.required_tokens)
+        side_by_side = rank.kv.needed_bytes(found.required_sequences, found.required_tokens)
+        assert found.needed_bytes(rank) >= side_by_side >= rank.kv.sequence_bytes(found.required_tokens)
         assert found.needed_bytes(rank) >= rank.kv.sequence_bytes(question.settings.max_model_len or 0)
     assert all(term.nbytes > 0 for rank in found.ranks for term in rank.terms)
     assert found.limits.max_model_len <= question.model.spec.max_position

@@ -1,0 +1,98 @@
+"""Which GPUs of a machine are taken, and what is said of choices on them: the split, what stays empty, number types.
+
+Of GPUs that differ, the largest come first: a share is no larger than the smallest GPU's, so a small one beside a
+large one can take away more than it brings. Decides no limits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from holdfast.observability.decisions import Decision
+from holdfast.planner.count import counted, utilization_of, without_bf16
+from holdfast.planner.fitted import Fit, Question, describe_devices, device_budget, is_stated
+from holdfast.planner.footprint import Limits
+from holdfast.planner.question import Device
+from holdfast.units import format_bytes
+
+
+def largest_first(question: Question, tensor_parallel: int, lowest: Limits) -> Question:
+    """With the devices in the order in which so many ranks take them. One rank has the device that holds most: what it
+    keeps beside the weights is not the same on every GPU."""
+    machine, utilization = question.machine, utilization_of(question)
+    ranks = tensor_parallel * question.settings.pipeline_parallel
+    if not _differ(machine.devices) or tensor_parallel == len(machine.devices):
+        return question
+    devices = sorted(machine.devices, key=lambda device: -device_budget(device, utilization))
+    if ranks > 1:
+        return _with_order(question, devices)
+
+    def alone(device: Device) -> tuple[int, int]:
+        found = counted(_with_order(question, [device]), 1, lowest)
+        return found.longest_tokens, -found.short_bytes
+
+    first = max(devices, key=alone)
+    return _with_order(question, [first, *(device for device in devices if device is not first)])
+
+
+def _differ(devices: Sequence[Device]) -> bool:
+    return any(replace(device, index=devices[0].index) != devices[0] for device in devices)
+
+
+def _with_order(question: Question, devices: list[Device]) -> Question:
+    return replace(question, machine=replace(question.machine, devices=tuple(devices)))
+
+
+def parallel_size(found: Fit) -> Decision:
+    question = found.question
+    devices, used = len(question.machine.devices), len(found.ranks)
+    what = "it" if is_stated(question) else "it with as long a context"
+    if question.settings.tensor_parallel is not None:
+        left = devices - used
+        reason = f"as asked: {left} of {devices} GPUs stay{'s' if left == 1 else ''} empty" if left else "all GPUs"
+        return Decision("tensor_parallel_size", str(found.tensor_parallel), reason, "set")
+    if not found.fits:
+        reason = f"it does not fit; of {devices} GPUs so many hold most"
+    elif used == devices:
+        reason = f"fewer GPUs do not hold {what}"
+    else:
+        reason = f"the fewest GPUs that hold {what}, of {devices}"
+    return Decision("tensor_parallel_size", str(found.tensor_parallel), reason, "planner")
+
+
+def left_out(found: Fit) -> Iterator[Decision]:
+    """Of GPUs that differ."""
+    question, used = found.question, [rank.device for rank in found.ranks]
+    rest = question.machine.devices[len(used) :]
+    if not rest or not _differ(question.machine.devices):
+        return
+    if question.settings.tensor_parallel is not None:
+        why = "as many as were asked for"
+    elif not found.fits:
+        why = "with the others it would not fit either"
+    elif is_stated(question):
+        why = "they are enough"
+    else:
+        why = "with the others the context would be no longer"
+    sizes = " and ".join(dict.fromkeys(f"{device.name} ({format_bytes(device.total_bytes)})" for device in rest))
+    by_hand = f"; CUDA_VISIBLE_DEVICES={','.join(str(device.index) for device in used)} chooses them"
+    yield Decision(
+        "gpus", describe_devices(used), f"the largest: {why}; left out: {sizes}{by_hand}", "planner"
+    )  # fmt: skip
+
+
+def number_types(found: Fit) -> Iterator[Decision]:
+    """Of a GPU, where they were left to us."""
+    asked, stored = found.question.settings, found.question.model.spec.stored_dtype
+    if asked.dtype == "auto":
+        lacking = without_bf16([rank.device for rank in found.ranks])
+        if lacking is not None and stored != "float16":
+            reason, source = f"{lacking.name} does not compute in bfloat16", "hardware"
+        elif found.dtype == stored:
+            reason, source = "as the model is stored", "model"
+        else:
+            reason, source = f"half of the {stored} that the model is stored in, and GPUs are made for it", "planner"
+        yield Decision("dtype", found.dtype, reason, source)
+    if asked.kv_cache_dtype == "auto":
+        yield Decision("kv_cache_dtype", found.kv_dtype, "what is computed in", "default")
