@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Literal
 
 from holdfast.checkpoints import gguf, safetensors
+from holdfast.checkpoints.agreement import require_no_more
 from holdfast.checkpoints.files import ModelFiles, StoredTensor
 from holdfast.checkpoints.layouts import ENGINE_LAYOUTS
 from holdfast.errors import CheckpointError
@@ -104,8 +105,10 @@ def open_checkpoint(files: ModelFiles) -> Checkpoint:
 def match(spec: ModelSpec, checkpoint: Checkpoint) -> dict[str, StoredTensor]:
     """The stored tensor of every canonical name; optional ones may be missing from the result.
 
-    Raises CheckpointError when a tensor is missing, of another shape, or stored as the engine cannot read.
+    Raises CheckpointError when a tensor is missing, of another shape, or stored as the engine cannot read, and when
+    there are more layers than the spec has.
     """
+    require_no_more(spec, checkpoint)
     found: dict[str, StoredTensor] = {}
     missing: list[str] = []
     for tensor in spec.tensors:

@@ -148,6 +148,7 @@ def describe_config(config: Mapping[str, Any], generation_config: Mapping[str, A
         names = [_of_model_type(model_type) if isinstance(model_type, str) else "(none named)"]
     for name in names:
         if name in _BY_ARCHITECTURE:
+            _require_one_family(config, name)
             return _described(_BY_ARCHITECTURE[name], source_of_config(config, generation_config, name))
     raise _unknown(", ".join(names), known_architectures(), field="architectures")
 
@@ -163,6 +164,21 @@ def describe_gguf(metadata: Mapping[str, Any], tensor_names: Collection[str]) ->
 
 def _of_model_type(model_type: str) -> str:
     return _BY_MODEL_TYPE.get(model_type.replace("_", ""), model_type)
+
+
+def _require_one_family(config: Mapping[str, Any], architecture: str) -> None:
+    """Servers go by the one or by the other: a config must not name two families. Unknown types are makers' own."""
+    model_type = config.get("model_type")
+    other = _of_model_type(model_type) if isinstance(model_type, str) else architecture
+    family = _BY_ARCHITECTURE[architecture]
+    if _BY_ARCHITECTURE.get(other, family) != family:
+        raise CheckpointError(
+            f"config.json names two families: architectures says {architecture}, model_type {shorten(model_type)}",
+            needed=f"a model_type of the {family} family beside {architecture}",
+            found=shorten(model_type),
+            fix="take the config.json that belongs to these weights",
+            field="model_type",
+        )
 
 
 def _described(family: str, source: Source) -> ModelSpec:

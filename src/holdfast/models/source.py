@@ -26,7 +26,7 @@ _DTYPES = ("float32", "float16", "bfloat16")
 _NO_TOKEN = 0xFFFF_FFFF
 """How GGUF writers spell "none" in an unsigned token id."""
 
-_GGUF_NAMES: dict[str, str | tuple[str, ...]] = {
+GGUF_NAMES: dict[str, str | tuple[str, ...]] = {
     "vocab_size": "vocab_size",
     "max_position_embeddings": "context_length",
     "hidden_size": "embedding_length",
@@ -73,6 +73,7 @@ _GGUF_NAMES: dict[str, str | tuple[str, ...]] = {
     "time_step_rank": "ssm.time_step_rank",
     "group_count": "ssm.group_count",
 }
+"""How GGUF headers spell the fields of config.json, behind the architecture."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,7 +150,7 @@ def source_of_config(config: Mapping[str, Any], generation: Mapping[str, Any] | 
 
 def source_of_gguf(metadata: Mapping[str, Any], tensor_names: Collection[str], architecture: str) -> Source:
     prefix = f"{architecture}."
-    fields = Fields(metadata, where="GGUF header", prefix=prefix, names=_GGUF_NAMES, only_named=True)
+    fields = Fields(metadata, where="GGUF header", prefix=prefix, names=GGUF_NAMES, only_named=True)
     return Source(
         fields=fields,
         architecture=architecture,

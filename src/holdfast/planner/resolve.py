@@ -23,10 +23,11 @@ from holdfast.checkpoints import (
     locate_headers,
     match,
     open_checkpoint,
+    require_agreement,
 )
 from holdfast.checkpoints.choice import quantization_of
-from holdfast.errors import CheckpointError, ConfigurationError, ModelAccessError, ModelError, ModelNotFoundError
-from holdfast.models import ModelSpec, TensorSpec, catalogue, describe_config
+from holdfast.errors import ConfigurationError, ModelAccessError, ModelError, ModelNotFoundError
+from holdfast.models import ModelSpec, catalogue, describe_config
 from holdfast.models.catalogue import CatalogueEntry
 from holdfast.observability.decisions import Decision
 from holdfast.planner.patience import within
@@ -37,7 +38,6 @@ from holdfast.units import format_bytes, shorten
 
 HUB_PATIENCE_S = 10.0
 """For a model that the catalogue knows too: a network that swallows packets must not hold up the answer."""
-_PLAIN = ("F32", "F16", "BF16")
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +176,8 @@ def _from_files(files: ModelFiles) -> Resolved:
         return Resolved(PlannedModel(name=files.name, spec=spec, origin=files.kind), tuple(decisions))
     checkpoint = open_checkpoint(files)
     total = sum(tensor.nbytes for tensor in checkpoint.tensors.values())
-    decisions = [_where(files, f"headers of {format_bytes(total)} of {files.format}"), *_against(spec, checkpoint)]
+    decisions = [_where(files, f"headers of {format_bytes(total)} of {files.format}")]
+    decisions += [Decision("weights", "as stored", note, "model") for note in require_agreement(spec, checkpoint)]
     model = PlannedModel(
         name=files.name,
         spec=spec,
@@ -201,53 +202,3 @@ def _canonical(spec: ModelSpec, checkpoint: Checkpoint) -> Mapping[str, StoredTe
     if not spec.runnable or any(tensor.layout not in ENGINE_LAYOUTS for tensor in checkpoint.tensors.values()):
         return None
     return match(spec, checkpoint)
-
-
-def _against(spec: ModelSpec, checkpoint: Checkpoint) -> list[Decision]:
-    """Whether config and weights are of one model. A matrix of another size is refused, and so are weights of which
-    the config knows less than half; some that are missing or foreign are said."""
-    seen = missing = 0
-    for tensor in spec.tensors:
-        if tensor.optional or tensor.part != "text":
-            continue
-        found = _stored_as(tensor, checkpoint)
-        if found is None:
-            missing += 1
-            continue
-        seen += 1
-        name, shape = found
-        stored = checkpoint.tensors.get(name)
-        if stored is not None and stored.layout in _PLAIN and tensor.linear and stored.shape != shape:
-            raise CheckpointError(
-                f"tensor {shorten(name)!r} has another shape than the config of {spec.architecture} says",
-                needed=str(list(shape)),
-                found=f"{list(stored.shape)} in {stored.path.name}",
-                fix="config.json belongs to another model: fetch both again",
-                field=tensor.name,
-            )
-    if missing <= seen:
-        return [_missing(missing, seen)] if missing else []
-    raise CheckpointError(
-        f"the weights are not those of the {spec.architecture} that the config describes",
-        needed=f"{seen + missing} tensors",
-        found=f"{seen} of them, among {len(checkpoint.tensors)} others such as "
-        + shorten(", ".join(list(checkpoint.tensors)[:3]), 160),
-        fix="config.json belongs to another model: fetch both again",
-        field="architectures",
-    )
-
-
-def _missing(missing: int, seen: int) -> Decision:
-    reason = f"{missing} of {seen + missing} tensors that the config promises were not found under their names"
-    return Decision("weights", "as stored", reason + "; what is stored is counted", "model")
-
-
-def _stored_as(tensor: TensorSpec, checkpoint: Checkpoint) -> tuple[str, tuple[int, ...]] | None:
-    """One of the names it lies under, and the shape it should have there; None: it is not there, in any packing."""
-    if checkpoint.format == "gguf":
-        return (tensor.gguf_name, tensor.shape) if tensor.gguf_name in checkpoint.tensors else None
-    name, shape = next(tensor.in_safetensors())
-    module = name.removesuffix(".weight")
-    endings = (".qweight", ".weight_packed", "_blocks", ".blocks")
-    there = name in checkpoint.tensors or any(module + ending in checkpoint.tensors for ending in endings)
-    return (name, shape) if there else None

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import gcd, lcm, prod
 
-from holdfast.checkpoints import LAYOUTS, Packing, StoredTensor, stored_bytes
+from holdfast.checkpoints import LAYOUTS, Packing, StoredTensor, packing_of, stored_bytes, unused_head
 from holdfast.checkpoints.quantized import WORD_BITS
 from holdfast.errors import CheckpointError, ConfigurationError
 from holdfast.models import ModelSpec, TensorSpec
@@ -56,35 +56,6 @@ def _from_shapes(key: Same[ModelSpec], dtype: str) -> tuple[Weight, ...]:
     return tuple(found)
 
 
-def packing_of(quantization: QuantSpec, tensor: TensorSpec, dtype: str) -> Packing | None:
-    """How the quantizer stored this tensor; None: it left it alone."""
-    if not tensor.linear and not tensor.experts:
-        return None
-    if not quantization.converts(tensor.hf_name):
-        return None
-    if len(tensor.shape) < 2:
-        return None
-    method = quantization.method
-    if method == "mxfp4":
-        # gpt-oss: only its experts.
-        return Packing("mxfp4") if tensor.experts else None
-    if method == "bitsandbytes":
-        method_name = "nf4" if quantization.bits == 4 else "bnb-int8"
-        return Packing(method_name, nested=quantization.double_quantization, dtype=dtype)
-    if method == "int4":
-        return Packing(
-            "pack-quantized", bits=4, group_size=quantization.group_size or -1, symmetric=quantization.symmetric,
-            act_order=quantization.activation_order,
-        )  # fmt: skip
-    if method in ("int8", "fp8"):
-        return Packing(
-            method, granularity=quantization.granularity, group_size=quantization.group_size or -1,
-            block=quantization.block, symmetric=quantization.symmetric or method == "fp8",
-            act_order=quantization.activation_order, static_inputs=quantization.static_activations,
-        )  # fmt: skip
-    return Packing(method, bits=quantization.bits, group_size=quantization.group_size or -1)
-
-
 def _packed_bytes(packing: Packing, tensor: TensorSpec) -> int:
     *stacked, rows, columns = tensor.shape
     return prod(stacked) * stored_bytes(packing, rows, columns)
@@ -93,10 +64,12 @@ def _packed_bytes(packing: Packing, tensor: TensorSpec) -> int:
 def _from_headers(model: PlannedModel, dtype: str) -> list[Weight]:
     """Every stored tensor goes to the spec's tensor whose module it belongs to; the rest is counted as it is."""
     assert model.stored is not None
-    by_module = _modules(model.spec, model.format)
+    by_module, unused = _modules(model.spec, model.format), unused_head(model.spec, model.stored)
     held: dict[str, int] = {}
     rest = 0
     for name, stored in model.stored.items():
+        if name in unused:
+            continue
         tensor = _owner(name, by_module)
         nbytes = _loaded_bytes(stored, dtype, model.spec)
         if tensor is None:
