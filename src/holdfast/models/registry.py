@@ -64,7 +64,13 @@ FAMILIES: Mapping[str, Names] = {
     "minicpm": Names(("MiniCPMForCausalLM",), ("minicpm",)),
     "minimax": Names(("MiniMaxM2ForCausalLM",), ("minimax-m2",)),
     "mistral": Names(
-        ("MinistralForCausalLM", "Ministral3ForCausalLM", "Mistral3ForConditionalGeneration"), ("mistral3",)
+        (
+            "MinistralForCausalLM",
+            "Ministral3ForCausalLM",
+            "Mistral3ForConditionalGeneration",
+            "LlavaForConditionalGeneration",
+        ),
+        ("mistral3",),
     ),
     "mixtral": Names(("MixtralForCausalLM", "PhiMoEForCausalLM", "PhimoeForCausalLM"), ("phimoe",)),
     "nemotron": Names(("NemotronForCausalLM",), ("nemotron",)),

@@ -1,4 +1,4 @@
-"""Mistral's later builds: Ministral (windows by layer), Ministral 3, and Mistral 3 with its Pixtral vision tower.
+"""Mistral's later builds: Ministral (windows by layer), Ministral 3, and Mistral 3 and Pixtral with a vision tower.
 
 Their text model has llama's tensors. The plain MistralForCausalLM is in the llama family, which the engine runs.
 """
@@ -12,10 +12,14 @@ from holdfast.models.spec import LayerSpec, ModelSpec, TensorSpec
 from holdfast.models.tensors import TensorList
 
 FAMILY = "mistral"
+PIXTRAL = "LlavaForConditionalGeneration"
+"""Under this name Pixtral is published, beside models with other towers."""
 
 
 def describe(source: Source) -> ModelSpec:
-    whole = source.architecture == "Mistral3ForConditionalGeneration"
+    whole = source.architecture in ("Mistral3ForConditionalGeneration", PIXTRAL)
+    if source.architecture == PIXTRAL:
+        _require_pixtral(source)
     text = source.within("text_config") if whole else source
     shape = read_shape(
         text,
@@ -39,6 +43,13 @@ def describe(source: Source) -> ModelSpec:
         layers=[LayerSpec(index=index, window=window) for index, window in enumerate(windows)],
         tensors=found,
     )
+
+
+def _require_pixtral(source: Source) -> None:
+    for part, wanted in (("text_config", "mistral"), ("vision_config", "pixtral")):
+        found = (source.fields.table(part) or Fields({}, where="config.json")).text("model_type", default=wanted)
+        if found != wanted:
+            raise source.fields.wrong(part, f"model_type {wanted}: of this architecture only Pixtral is known", found)
 
 
 def _vision(source: Source, shape: Shape) -> list[TensorSpec]:
@@ -68,11 +79,13 @@ def _vision(source: Source, shape: Shape) -> list[TensorSpec]:
         ):
             tensors.add(f"{here}.{name}", size, f"{hf}.feed_forward.{name}.weight", linear=True)
     merge = source.fields.integer("spatial_merge_size", high=64, default=2)
-    bias = source.fields.boolean("multimodal_projector_bias", default=False)
+    merges = source.architecture != PIXTRAL
+    bias = source.fields.boolean("multimodal_projector_bias", default=not merges)
     stem = "multi_modal_projector"
-    tensors.add("vision.projector.norm", (hidden,), f"{stem}.norm.weight")
+    if merges:
+        tensors.add("vision.projector.norm", (hidden,), f"{stem}.norm.weight")
     for name, rows, columns, biased in (
-        ("patch_merger.merging_layer", hidden, merge * merge * hidden, False),
+        *((("patch_merger.merging_layer", hidden, merge * merge * hidden, False),) if merges else ()),
         ("linear_1", shape.hidden, hidden, bias),
         ("linear_2", shape.hidden, shape.hidden, bias),
     ):
