@@ -13,8 +13,9 @@ from holdfast.config.engine import CPU_STEP_TOKENS, GPU_STEP_TOKENS, REFUSED, En
 from holdfast.config.setting import Origin, build
 from holdfast.errors import ConfigurationError
 from holdfast.planner.command import ROUNDING, Command, line, named_dtype, parallel, total_is_known, written_size
+from holdfast.planner.engine_models import sglang_since
 from holdfast.planner.fit import DEFAULT_UTILIZATION, Fit
-from holdfast.planner.kernels import build_note, lacks_engine, lacks_method
+from holdfast.planner.kernels import build_note, lacks_engine, lacks_fp8_kv, lacks_method
 from holdfast.planner.sources import holdfast_source, llama_source, torch_source
 from holdfast.planner.vllm_command import vllm_command
 from holdfast.planner.vllm_sizing import Vllm, parse_vllm
@@ -24,6 +25,7 @@ UNKNOWN_ENGINE = "HF146"
 LLAMA_KV_TYPES: Mapping[str, str] = {"float32": "f32", "bfloat16": "f16", "float16": "f16", "fp8": "q8_0"}
 """Of the same size, or the nearest it has."""
 LLAMA_MOST_SLOTS, LLAMA_ROUND_TOKENS = 64, 256
+HELD_BEFORE_KV = ("weights", "rotary", "padding", "adapters")
 SGLANG_LEAST_FRACTION, SGLANG_MOST_FRACTION = 0.05, 0.95
 
 
@@ -133,6 +135,10 @@ def _sglang_command(fit: Fit, sequences: int) -> Command:
         flags["--kv-cache-dtype"] = "fp8_e4m3"
     flags |= source.flags
     flags |= parallel(fit, "--tp-size", "--pp-size")
+    asked = fit.question.settings
+    if asked.max_loras:
+        flags |= {"--enable-lora": True, "--lora-target-modules": "all", "--max-lora-rank": asked.max_lora_rank}
+        flags["--max-loras-per-batch"] = asked.max_loras
     if not on_gpu:
         flags["--device"] = "cpu"
     text = line("python -m sglang.launch_server --model-path", source.name, flags)
@@ -143,9 +149,14 @@ def _sglang_command(fit: Fit, sequences: int) -> Command:
     if not known:
         memory = "--vram does not tell the GPU's total, so the KV pool is set in tokens instead of a share"
     gpus = [rank.device.gpu for rank in fit.ranks]
-    lacking = [one for one in (lacks_engine("sglang", gpus), lacks_method(fit.question.model, gpus)) if one is not None]
-    build = build_note("sglang", gpus)
-    notes = (memory, *source.notes, *([] if build is None else [build]), *lacking)
+    checks = (
+        lacks_engine("sglang", gpus), lacks_method(fit.question.model, gpus), lacks_fp8_kv(fit.kv_dtype, gpus),
+        f"it keeps KV in what it computes in, {fit.dtype}, or in fp8: not in {fit.kv_dtype}"
+        if fit.kv_dtype not in (fit.dtype, "fp8") else None,
+    )  # fmt: skip
+    lacking = [one for one in checks if one is not None]
+    known_of_it = (sglang_since(fit.question.model.spec.architecture), build_note("sglang", gpus))
+    notes = (memory, *source.notes, *(one for one in known_of_it if one is not None), *lacking)
     return Command(engine="sglang", text=text, available=source.ready and not lacking, notes=notes)
 
 
@@ -153,7 +164,7 @@ def sglang_fraction(fit: Fit) -> float:
     """Weights and KV pool of the tightest rank over its total, rounded down."""
     found = []
     for rank in fit.ranks:
-        held = sum(term.nbytes for term in rank.terms if term.name in ("weights", "adapters"))
+        held = sum(term.nbytes for term in rank.terms if term.name in HELD_BEFORE_KV)
         found.append((held + max(0, rank.room_bytes)) / rank.device.total_bytes if rank.device.total_bytes else 0.0)
     fraction = math.floor(min(found) * 100 + ROUNDING) / 100
     return min(SGLANG_MOST_FRACTION, max(SGLANG_LEAST_FRACTION, fraction))

@@ -29,6 +29,7 @@ from holdfast.planner.kv import kv_cost, layout_cost
 from holdfast.planner.layouts import is_quantized
 from holdfast.planner.question import KV_ELEMENT_BYTES, Device, PlannedModel
 from holdfast.planner.same import Same
+from holdfast.planner.vllm_weights import beside_weights, expert_kernel
 from holdfast.planner.weights import (
     Weight,
     check_parallel,
@@ -104,9 +105,16 @@ def _ranks(question: Question, tensor_parallel: int, limits: Limits) -> tuple[Ra
                     quantized=_is_quantized(model), max_loras=settings.max_loras, max_lora_rank=settings.max_lora_rank,
                 )  # fmt: skip
             else:
+                # Of a model that this engine does not run, what the engine keeps that would.
+                kernel = expert_kernel(device.gpu, adapters=settings.max_loras > 0)
+                beside = beside_weights(
+                    model, kernel, dtype=dtype, tensor_parallel=tensor_parallel, stage=stage, stages=stages
+                )
                 found = byte_terms.gpu_terms(
                     spec, limits, dtype=dtype, weights_bytes=held, tensor_parallel=tensor_parallel, layers=layers,
                     last_stage=stage == stages - 1, max_loras=settings.max_loras, max_lora_rank=settings.max_lora_rank,
+                    vendor="nvidia" if device.gpu is None else device.gpu.vendor,
+                    rotary_bytes=beside.rotary, padding_bytes=beside.padding,
                 )  # fmt: skip
             ranks.append(Rank(device=device, stage=stage, budget_bytes=budget, terms=tuple(found), kv=cost))
     return tuple(ranks)

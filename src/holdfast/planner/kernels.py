@@ -12,11 +12,16 @@ from holdfast.hardware.gpus import Gpu
 from holdfast.planner.question import PlannedModel
 
 Capability = tuple[int, int]
-LEAST_OF_ENGINE: Mapping[str, Capability] = {"vllm": (7, 0), "sglang": (7, 5)}
+LEAST_OF_ENGINE: Mapping[str, Capability] = {"vllm": (7, 5), "sglang": (7, 5)}
+VOLTA = (7, 0)
+VOLTA_LEFT = (0, 20)
+"""vLLM is built with CUDA 13 since, which has no Volta any more; for 7.2 (Xavier) it was never built."""
 LEAST_OF_METHOD: Mapping[str, Capability] = {
     "fp8": (8, 0), "int4": (8, 0), "mxfp4": (8, 0), "awq": (7, 5), "int8": (7, 5), "gptq": (6, 0),
     "bitsandbytes": (7, 0),
 }  # fmt: skip
+LEAST_OF_FP8_KV = (8, 0)
+"""FlashInfer reads it there; other attention needs units for it. vLLM's V0 engine unpacked it anywhere."""
 ENGINE_NAMES = {"vllm": "vLLM", "sglang": "SGLang"}
 
 
@@ -32,12 +37,25 @@ def lacks_method(model: PlannedModel, gpus: Iterable[Gpu | None]) -> str | None:
     return None
 
 
-def lacks_engine(engine: str, gpus: Iterable[Gpu | None]) -> str | None:
-    """Why the engine does not run on these GPUs at all."""
+def lacks_fp8_kv(kv_dtype: str, gpus: Iterable[Gpu | None]) -> str | None:
+    """Why KV in FP8 cannot be attended to on these GPUs."""
+    for gpu in gpus if kv_dtype == "fp8" else ():
+        if gpu is not None and gpu.compute_capability is not None and gpu.compute_capability < LEAST_OF_FP8_KV:
+            return f"KV in FP8 needs compute capability {_spelled(LEAST_OF_FP8_KV)}; {_has(gpu)}"
+    return None
+
+
+def lacks_engine(engine: str, gpus: Iterable[Gpu | None], version: tuple[int, int] | None = None) -> str | None:
+    """Why the engine does not run on these GPUs at all; of vLLM by version, None being the newest."""
     least = LEAST_OF_ENGINE[engine]
+    had_volta = engine == "vllm" and version is not None and version < VOLTA_LEFT
     for gpu in gpus:
+        if gpu is not None and had_volta and gpu.compute_capability == VOLTA:
+            continue
         if gpu is not None and gpu.vendor == "apple":
             return f"{ENGINE_NAMES[engine]} has no kernels for Apple's GPUs; llama.cpp has"
+        if gpu is not None and gpu.vendor == "intel":
+            return f"{ENGINE_NAMES[engine]} for Intel's GPUs has to be built first; llama.cpp has kernels for them"
         if gpu is not None and gpu.compute_capability is not None and gpu.compute_capability < least:
             return f"{ENGINE_NAMES[engine]} needs compute capability {_spelled(least)}; {_has(gpu)}"
     return None
@@ -46,9 +64,7 @@ def lacks_engine(engine: str, gpus: Iterable[Gpu | None]) -> str | None:
 def build_note(engine: str, gpus: Iterable[Gpu | None]) -> str | None:
     """What has to be installed where it is not the usual package."""
     vendor = next((gpu.vendor for gpu in gpus if gpu is not None), "nvidia")
-    if vendor not in ("amd", "intel"):
-        return None
-    return f"on {'AMD' if vendor == 'amd' else 'Intel'} GPUs {ENGINE_NAMES[engine]} needs its build for them"
+    return f"on AMD GPUs {ENGINE_NAMES[engine]} needs its build for them" if vendor == "amd" else None
 
 
 def _has(gpu: Gpu) -> str:

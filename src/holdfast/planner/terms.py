@@ -5,7 +5,10 @@
     activations  the widest live set of the largest step logits       rows that sample x vocabulary
     buffers      token ids, block tables                 graphs       captured CUDA graphs
     adapters     LoRA slots
+    rotary       tables of every position               padding      of experts, to their kernel's tiles
 
+The last two are of engines that keep them (vllm_weights.py). Of GPUs that are not NVIDIA's, `driver` stands for the
+context, and no graphs are counted on those whose engines capture none.
 What this engine itself would run on a CPU is counted in room.py. Decides nothing, and knows no budget.
 """
 
@@ -35,6 +38,8 @@ GRAPHS_MOST_BYTES = 2 * GIB
 LIVE_HIDDEN, LIVE_INNER = 4, 3
 """Buffers of hidden width (stream, norm, attention's input and output) and of the MLP's (gate, up, product) that live
 at once. It gives 1.81 GiB for an 8B model at 16,384 tokens; vLLM measured 1.78."""
+GRAPHS_NAMES = {"nvidia": "graphs", "amd": "hip_graphs"}
+"""By vendor; what is not here captures none: Metal, and vLLM on Intel's GPUs unless it is told to."""
 GPU_WORKSPACE_BYTES = 128 * MIB
 """Of attention's split sums and of cuBLAS."""
 LOGITS_COPIES = 2
@@ -61,14 +66,20 @@ def gpu_terms(
     max_loras: int = 0,
     max_lora_rank: int = 16,
     graphs: bool = True,
+    vendor: str = "nvidia",
+    rotary_bytes: int = 0,
+    padding_bytes: int = 0,
 ) -> list[Term]:
+    captured = GRAPHS_NAMES.get(vendor)
     terms = [
-        Term("context", CONTEXT_BYTES, 0.25),
+        Term("context", CONTEXT_BYTES, 0.25) if vendor == "nvidia" else Term("driver", CONTEXT_BYTES, 0.5),
         Term("weights", weights_bytes),
+        Term("rotary", rotary_bytes),
+        Term("padding", padding_bytes),
         Term("activations", activations_bytes(spec, limits, dtype, tensor_parallel, layers), 0.25),
         Term("logits", logits_bytes(spec, limits, tensor_parallel) if last_stage else 0),
         Term("buffers", limits.max_num_seqs * limits.max_model_len // 16 * 4 + limits.max_num_batched_tokens * 64),
-        Term("graphs", graphs_bytes(spec, layers) if graphs else 0, 0.5),
+        Term(captured or "graphs", graphs_bytes(spec, layers) if graphs and captured else 0, 0.5),
     ]
     if max_loras:
         terms.append(Term("adapters", adapters_bytes(spec, dtype, layers, max_loras, max_lora_rank, tensor_parallel)))

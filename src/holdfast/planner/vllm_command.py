@@ -9,15 +9,18 @@ How it cuts memory is in vllm_sizing.py.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from holdfast.errors import ConfigurationError
 from holdfast.planner import vllm_sizing
 from holdfast.planner.command import ROUNDING, Command, line, named_dtype, parallel, total_is_known
+from holdfast.planner.engine_models import lacks_model, vllm_since
 from holdfast.planner.fit import Fit, Rank, fit
-from holdfast.planner.kernels import build_note, lacks_engine, lacks_method
+from holdfast.planner.kernels import build_note, lacks_engine, lacks_fp8_kv, lacks_method
 from holdfast.planner.sources import Source, torch_source
 from holdfast.planner.vllm_sizing import Terms, Vllm
+from holdfast.planner.vllm_weights import beside_weights, expert_kernel
 from holdfast.units import GIB, format_bytes
 
 POOL_IN_BYTES = (0, 11)
@@ -30,6 +33,12 @@ CHUNKS_WITH_ADAPTERS = (0, 7)
 FINDS_BITSANDBYTES = (0, 9)
 """Before it, weights quantized by bitsandbytes had to be named as a format to load too."""
 STAGES = (0, 5)
+LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+"""Ranks of adapters that it takes; another is served in slots of the next larger one."""
+MORE_LORA_RANKS, LORA_RANKS_BEFORE = (0, 8), 256
+"""Older ones stop at the second."""
+BLOCK_TOKENS = (8, 16, 32, 64, 128, 256)
+USUAL_BLOCK_TOKENS = 16
 NON_TORCH_BYTES = int(0.22 * GIB)
 """What vLLM 0.26 printed for it on an H200, without tensor parallelism; 0.3 GiB with it."""
 
@@ -152,7 +161,7 @@ def _memory(found: Fit, vllm: Vllm) -> dict[str, object]:
         return {"--gpu-memory-utilization": f"{vllm_utilization(found):g}"}
     if vllm.version < POOL_IN_BYTES:
         return {}
-    return {"--kv-cache-memory-bytes": max(0, min(rank.room_bytes for rank in found.ranks))}
+    return {"--kv-cache-memory-bytes": _room_bytes(found, vllm)}
 
 
 def _others(found: Fit, source: Source, vllm: Vllm) -> dict[str, object]:
@@ -162,48 +171,101 @@ def _others(found: Fit, source: Source, vllm: Vllm) -> dict[str, object]:
         flags["--dtype"] = dtype
     if found.kv_dtype == "fp8":
         flags["--kv-cache-dtype"] = "fp8"
+    if settings.block_tokens != USUAL_BLOCK_TOKENS:
+        flags["--block-size"] = settings.block_tokens
     flags |= source.flags
     if source.flags.get("--quantization") == "bitsandbytes" and vllm.version < FINDS_BITSANDBYTES:
         flags["--load-format"] = "bitsandbytes"
     flags |= parallel(found, "--tensor-parallel-size", "--pipeline-parallel-size")
     if settings.max_loras:
-        flags |= {"--enable-lora": True, "--max-loras": settings.max_loras, "--max-lora-rank": settings.max_lora_rank}
+        rank = lora_rank(settings.max_lora_rank, vllm) or settings.max_lora_rank
+        flags |= {"--enable-lora": True, "--max-loras": settings.max_loras, "--max-lora-rank": rank}
     return flags
+
+
+def lora_rank(rank: int, vllm: Vllm) -> int | None:
+    """The smallest that it takes and that holds this one; None: there is none."""
+    most = LORA_RANKS[-1] if vllm.version >= MORE_LORA_RANKS else LORA_RANKS_BEFORE
+    return next((size for size in LORA_RANKS if rank <= size <= most), None)
 
 
 # What it makes of it
 
 
-def vllm_terms(found: Fit) -> Terms:
-    """Of the tightest rank, in vLLM's categories: our logits and buffers are part of its peak."""
-    ours = {term.name: term.nbytes for term in tightest(found).terms}
+def vllm_terms(found: Fit, vllm: Vllm) -> Terms:
+    """Of the tightest rank, in vLLM's categories: rotary tables and padding are part of its weights, our logits and
+    buffers of its peak."""
+    rank = tightest(found)
+    ours = {term.name: term.nbytes for term in rank.terms}
     return Terms(
-        weights=ours.get("weights", 0) + ours.get("adapters", 0),
+        weights=ours.get("weights", 0) + _beside_bytes(found, rank, vllm) + _adapters_bytes(found, ours, vllm),
         peak_activation=ours.get("activations", 0) + ours.get("logits", 0) + ours.get("buffers", 0),
         non_torch=NON_TORCH_BYTES if found.tensor_parallel == 1 else int(0.3 * GIB),
-        graphs=ours.get("graphs", 0),
+        graphs=ours.get("graphs", 0) + ours.get("hip_graphs", 0),
     )
+
+
+def _beside_bytes(found: Fit, rank: Rank, vllm: Vllm) -> int:
+    kernel = expert_kernel(rank.device.gpu, vllm, adapters=found.question.settings.max_loras > 0)
+    return beside_weights(
+        found.question.model, kernel, dtype=found.dtype, tensor_parallel=found.tensor_parallel, stage=rank.stage,
+        stages=found.pipeline_parallel,
+    ).total  # fmt: skip
+
+
+def _adapters_bytes(found: Fit, ours: Mapping[str, int], vllm: Vllm) -> int:
+    """In slots of the rank that it takes."""
+    asked = found.question.settings.max_lora_rank
+    return ours.get("adapters", 0) * (lora_rank(asked, vllm) or asked) // asked
+
+
+def _room_bytes(found: Fit, vllm: Vllm) -> int:
+    """What our budget leaves for KV beside what vLLM keeps and the plan did not count."""
+    left = []
+    for rank in found.ranks:
+        ours = {term.name: term.nbytes for term in rank.terms}
+        more = _beside_bytes(found, rank, vllm) - ours.get("rotary", 0) - ours.get("padding", 0)
+        more += _adapters_bytes(found, ours, vllm) - ours.get("adapters", 0)
+        left.append(rank.room_bytes - more)
+    return max(0, min(left))
 
 
 def vllm_kv_bytes(found: Fit, vllm: Vllm) -> int:
     rank = tightest(found)
     if not total_is_known(rank.device):
-        return max(0, rank.room_bytes)
+        return _room_bytes(found, vllm)
     requested = vllm_sizing.requested_bytes(rank.device.total_bytes, vllm_utilization(found))
-    return vllm_sizing.kv_bytes(requested, vllm_terms(found), vllm)
+    return vllm_sizing.kv_bytes(requested, vllm_terms(found, vllm), vllm)
 
 
 def _problems(sized: Sized, vllm: Vllm) -> list[str]:
     """Why it would not run."""
     found = sized.fit
     gpus = [rank.device.gpu for rank in found.ranks]
-    problems = [lacks_engine("vllm", gpus), lacks_method(found.question.model, gpus)]
+    problems = [
+        lacks_model(found.question.model.spec.architecture, vllm),
+        lacks_engine("vllm", gpus, vllm.version),
+        lacks_method(found.question.model, gpus),
+        lacks_fp8_kv(found.kv_dtype, gpus) if vllm.runner != "v0" else None,
+        *_lacks_settings(found, vllm),
+    ]
     if found.pipeline_parallel > 1 and vllm.version < STAGES:
         problems.append("pipeline stages need vLLM 0.5.1")
     refused = vllm_sizing.refusal(sized.kv_bytes, sized.rank.kv, sized.length) if sized.length else None
     if refused is not None:
         problems.append(f"it would refuse: {refused.message}")
     return [problem for problem in problems if problem is not None]
+
+
+def _lacks_settings(found: Fit, vllm: Vllm) -> Iterator[str]:
+    """What was planned with and it cannot be told."""
+    settings = found.question.settings
+    if found.kv_dtype not in (found.dtype, "fp8"):
+        yield f"it keeps KV in what it computes in, {found.dtype}, or in fp8: not in {found.kv_dtype}"
+    if settings.block_tokens not in BLOCK_TOKENS:
+        yield f"its KV blocks hold {', '.join(map(str, BLOCK_TOKENS))} tokens: not {settings.block_tokens}"
+    if settings.max_loras and lora_rank(settings.max_lora_rank, vllm) is None:
+        yield f"it takes no adapters of rank {settings.max_lora_rank}"
 
 
 def _notes(sized: Sized, vllm: Vllm, source: Source) -> list[str]:
@@ -217,13 +279,19 @@ def _notes(sized: Sized, vllm: Vllm, source: Source) -> list[str]:
     if sized.length < sized.planned_length:
         why = "" if found.limits.max_model_len == sized.planned_length else ": a step must hold a whole prompt there"
         notes.append(f"this version holds {sized.length:,} tokens of the plan's {sized.planned_length:,}{why}")
+    since = vllm_since(found.question.model.spec.architecture, vllm)
+    if since is not None:
+        notes.append(since)
+    asked = found.question.settings.max_lora_rank
+    if found.question.settings.max_loras and lora_rank(asked, vllm) not in (asked, None):
+        notes.append(f"it has no slots of rank {asked}: the next larger ones are used and counted")
     build = build_note("vllm", [rank.device.gpu for rank in found.ranks])
     if build is not None:
         notes.append(build)
     if found.question.model.format == "gguf":
         notes.append("its GGUF support is experimental and slower than its own formats")
     if not vllm.subtracts_graphs:
-        graphs = format_bytes(vllm_terms(found).graphs)
+        graphs = format_bytes(vllm_terms(found, vllm).graphs)
         notes.append(f"it takes nothing off for graphs: about {graphs} more are used than it was allowed")
     return notes
 

@@ -22,7 +22,7 @@ Runner = Literal["v0", "v1", "v2"]
 OLDEST, NEWEST = (0, 4), (0, 29)
 """Whose sizing is known; the newest is taken where no version is named."""
 UNKNOWN_VERSION = "HF147"
-_SPELLING = re.compile(r"(?:[@=:v-]*(\d+)\.(\d+)(?:\.[\w.+-]*)?)?(?:[@,:+ ]*(v[012]))?")
+_SPELLING = re.compile(r"(?:[@=:v-]*(\d+)\.(\d+)(?:\.(\d+)?[\w.+-]*)?)?(?:[@,:+ ]*(v[012]))?")
 _RUNS: Mapping[Runner, tuple[tuple[int, int], tuple[int, int]]] = {
     "v0": ((0, 0), (0, 10)), "v1": ((0, 8), (99, 0)), "v2": ((0, 26), (99, 0))
 }  # fmt: skip
@@ -33,6 +33,12 @@ _RUNS: Mapping[Runner, tuple[tuple[int, int], tuple[int, int]]] = {
 class Vllm:
     version: tuple[int, int] = NEWEST
     runner: Runner = "v2"
+    patch: int | None = None
+    """None: whichever is the newest of that version."""
+
+    @property
+    def release(self) -> str:
+        return ".".join(map(str, self.version if self.patch is None else (*self.version, self.patch)))
 
     @property
     def default_utilization(self) -> float:
@@ -80,7 +86,7 @@ def parse_vllm(text: str) -> Vllm:
             field="for",
         )
     version = NEWEST if found[1] is None else (int(found[1]), int(found[2]))
-    runner = cast(Runner, found[3] or Vllm(version).default_runner)
+    runner = cast(Runner, found[4] or Vllm(version).default_runner)
     first, last = _RUNS[runner]
     if not first <= version <= last:
         raise ConfigurationError(
@@ -91,7 +97,7 @@ def parse_vllm(text: str) -> Vllm:
             fix=f"--for vllm=={version[0]}.{version[1]}",
             field="for",
         )
-    return Vllm(version, runner)
+    return Vllm(version, runner, None if found[3] is None else int(found[3]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,15 +15,17 @@ from holdfast.checkpoints import builtin
 from holdfast.cli import plan, serve
 from holdfast.errors import ConfigurationError
 from holdfast.hardware import gpus
+from holdfast.models.registry import known_architectures
 from holdfast.planner.alternatives import published_as
 from holdfast.planner.command import Command
 from holdfast.planner.commands import commands, parse_engine, sglang_fraction
+from holdfast.planner.engine_models import FIRST_IN_SGLANG, FIRST_IN_VLLM
 from holdfast.planner.fit import Question, fit
 from holdfast.planner.question import Device, Machine
 from holdfast.planner.report import command_lines
 from holdfast.planner.requantize import quantized_as
 from holdfast.planner.resolve import resolve_model
-from holdfast.planner.vllm_command import vllm_kv_bytes, vllm_utilization
+from holdfast.planner.vllm_command import vllm_kv_bytes, vllm_terms, vllm_utilization
 from holdfast.planner.vllm_sizing import Vllm, parse_vllm
 from holdfast.planner.ways_hardware import device_of
 from holdfast.planner.ways_out import ways_out
@@ -36,11 +38,12 @@ VLLM_FLAGS = {
     "--gpu-memory-utilization", "--max-model-len", "--max-num-seqs", "--max-num-batched-tokens", "--dtype",
     "--kv-cache-dtype", "--quantization", "--tensor-parallel-size", "--pipeline-parallel-size", "--enable-lora",
     "--max-loras", "--max-lora-rank", "--kv-cache-memory-bytes", "--enable-chunked-prefill", "--load-format",
+    "--block-size",
 }  # fmt: skip
 SGLANG_FLAGS = {
     "--model-path", "--mem-fraction-static", "--context-length", "--max-running-requests", "--chunked-prefill-size",
     "--dtype", "--kv-cache-dtype", "--tp-size", "--pp-size", "--quantization", "--max-total-tokens",
-    "--device",
+    "--device", "--enable-lora", "--lora-target-modules", "--max-lora-rank", "--max-loras-per-batch",
 }  # fmt: skip
 LLAMA_FLAGS = {"-m", "-hf", "-hff", "-c", "-np", "-ngl", "-ctk", "-ctv", "-fa", "-sm"}
 WITHOUT_VALUE = {"--enable-lora", "--enable-chunked-prefill"}
@@ -276,7 +279,9 @@ def test_vram_alone_tells_no_total(ask: Ask) -> None:
     found = fit(ask("llama-3.1-8b", device=device, max_model_len=4096))
     by_engine = commands(found, sequences=4)
     assert value(by_engine["vllm"], "--gpu-memory-utilization") is None
-    assert value(by_engine["vllm"], "--kv-cache-memory-bytes") == str(found.ranks[0].room_bytes)
+    pool = int(value(by_engine["vllm"], "--kv-cache-memory-bytes") or 0)
+    rotary_bytes = 131_072 * 128 * 2
+    assert pool == found.ranks[0].room_bytes - rotary_bytes == vllm_kv_bytes(found, parse_vllm(""))
     assert value(by_engine["sglang"], "--mem-fraction-static") is None
     assert value(by_engine["sglang"], "--max-total-tokens") == str(found.kv_tokens)
     assert value(by_engine["holdfast"], "--vram") == "22528MiB"
@@ -383,7 +388,7 @@ def test_where_it_cannot_chunk_a_step_holds_the_whole_context(
     ask: Ask, version: str, settings: dict[str, object]
 ) -> None:
     """0.4.0 has no flag for it, and adapters did not go with it: the larger steps are planned too."""
-    found = fit(ask("qwen3-8b", "l4", **settings))
+    found = fit(ask("llama-3.1-8b", "l4", **settings))
     command = commands(found, sequences=4, vllm=parse_vllm(version))["vllm"]
     assert "--enable-chunked-prefill" not in command.text
     length = int(value(command, "--max-model-len") or 0)
@@ -394,14 +399,20 @@ def test_where_it_cannot_chunk_a_step_holds_the_whole_context(
 
 def test_a_length_that_was_left_to_us_is_one_that_the_version_holds(ask: Ask, gpu: Callable[..., Device]) -> None:
     """Its share is a whole hundredth, so it may have less than we do."""
-    device = gpu("l4", total_bytes=23034 << 20, free_bytes=int(0.8299 * (23034 << 20)))
-    found = fit(ask("qwen3-8b", device=device, max_num_seqs=256, max_num_batched_tokens=8192))
+    total = gpus.find("h100-80").usable_bytes
+    device = gpu("h100-80", total_bytes=total, free_bytes=int(0.8899 * total))
+    found = fit(ask("qwen3-32b", device=device, max_num_seqs=256, max_num_batched_tokens=8192))
     vllm = parse_vllm("==0.29")
     command = commands(found, sequences=4, vllm=vllm)["vllm"]
     held = found.ranks[0].kv.longest(vllm_kv_bytes(found, vllm), found.limits.max_model_len)
     assert int(value(command, "--max-model-len") or 0) == held < found.limits.max_model_len
     assert command.available
-    asked = fit(ask("qwen3-8b", device=device, max_model_len=found.limits.max_model_len))
+    asked = fit(
+        ask(
+            "qwen3-32b", device=device, max_num_seqs=256, max_num_batched_tokens=8192,
+            max_model_len=found.limits.max_model_len,
+        )
+    )  # fmt: skip
     kept = commands(asked, sequences=4, vllm=vllm)["vllm"]
     assert value(kept, "--max-model-len") == str(found.limits.max_model_len)
     assert any("it would refuse" in note for note in kept.notes)
@@ -471,6 +482,113 @@ def test_apples_gpus_run_neither_vllm_nor_sglang(ask: Ask) -> None:
     assert not any("Apple" in note for note in by_engine["llama.cpp"].notes)
     for way in ways_out(fit(ask("llama-3.1-70b", "m3-max-64"))):
         assert way.fit.question.model.spec.quantization is None, way.change
+
+
+@pytest.mark.parametrize(("gpu", "reason"), [
+    ("gtx1080", "7.5; gtx1080 has 6.1"), ("p40", "7.5; p40 has 6.1"), ("jetson-xavier-32", "7.5; jetson-xavier-32 has"),
+    ("v100-32", "7.5; v100-32 has 7.0"), ("arc-b580", "Intel"),
+])  # fmt: skip
+def test_gpus_that_vllm_has_no_build_for(ask: Ask, gpu: str, reason: str) -> None:
+    by_engine = commands(fit(ask("qwen2.5-0.5b", gpu)), sequences=4)
+    for engine in ("vllm", "sglang"):
+        assert not by_engine[engine].available
+        assert any(reason in note for note in by_engine[engine].notes), by_engine[engine].notes
+
+
+def test_volta_was_left_when_cuda_left_it(ask: Ask) -> None:
+    found = fit(ask("qwen2.5-0.5b", "v100-32"))
+    assert commands(found, sequences=4, vllm=parse_vllm("==0.19"))["vllm"].available
+    assert not commands(found, sequences=4, vllm=parse_vllm("==0.20"))["vllm"].available
+
+
+@pytest.mark.parametrize(("model", "gpu", "lacking", "since", "has"), [
+    ("qwen3-8b", "h100-80", "==0.7.3", "0.8.4", "==0.8.5"),
+    ("qwen3-8b", "h100-80", "==0.8.2", "0.8.4", "==0.8.4"),
+    ("gpt-oss-20b", "h100-80", "==0.6", "0.10.1", "==0.10.2"),
+    ("gemma-3-4b", "h100-80", "==0.7", "0.8.0", "==0.8"),
+    ("llama-4-scout", "b300", "==0.8.1", "0.8.3", "==0.9"),
+    ("glm-4.5-air", "b300", "==0.9", "0.10.0", "==0.10"),
+    ("deepseek-v2-lite", "h100-80", "==0.4", "0.5.1", "==0.6"),
+])  # fmt: skip
+def test_a_version_that_is_older_than_the_model(
+    ask: Ask, model: str, gpu: str, lacking: str, since: str, has: str
+) -> None:
+    found = fit(ask(model, gpu, max_model_len=4096, max_num_seqs=4))
+    older = commands(found, sequences=4, vllm=parse_vllm(lacking))["vllm"]
+    assert not older.available
+    assert any(f"is in vLLM since {since}, and not in" in note for note in older.notes), older.notes
+    assert commands(found, sequences=4, vllm=parse_vllm(has))["vllm"].available
+
+
+def test_where_only_some_releases_of_a_version_have_the_model(ask: Ask) -> None:
+    found = fit(ask("qwen3-8b", "h100-80"))
+    command = commands(found, sequences=4, vllm=parse_vllm("==0.8"))["vllm"]
+    assert command.available
+    assert "Qwen3ForCausalLM is in vLLM since 0.8.4" in command.notes
+    assert any("in SGLang since 0.4.5" in note for note in commands(found, sequences=4)["sglang"].notes)
+
+
+def test_every_architecture_with_a_first_release_is_one_that_is_known() -> None:
+    assert {*FIRST_IN_VLLM, *FIRST_IN_SGLANG} <= set(known_architectures())
+
+
+@pytest.mark.parametrize(("rank", "version", "taken"), [
+    (17, "", 32), (16, "", 16), (1, "", 8), (300, "", 320), (300, "==0.6", None), (600, "", None),
+])  # fmt: skip
+def test_adapters_have_slots_of_a_rank_that_vllm_takes(ask: Ask, rank: int, version: str, taken: int | None) -> None:
+    found = fit(ask("llama-3.1-8b", "h100-80", max_model_len=4096, max_loras=2, max_lora_rank=rank))
+    vllm = parse_vllm(version)
+    command = commands(found, sequences=4, vllm=vllm)["vllm"]
+    assert command.available == (taken is not None)
+    if taken is None:
+        assert f"it takes no adapters of rank {rank}" in command.notes
+        return
+    assert value(command, "--max-lora-rank") == str(taken)
+    exact = fit(ask("llama-3.1-8b", "h100-80", max_model_len=4096, max_loras=2, max_lora_rank=taken))
+    assert vllm_terms(found, vllm).weights == pytest.approx(vllm_terms(exact, vllm).weights, abs=taken)
+
+
+def test_kv_that_vllm_does_not_keep(ask: Ask) -> None:
+    on_ampere = commands(fit(ask("llama-3.1-8b", "a100-80", kv_cache_dtype="float32")), sequences=4)
+    on_turing = commands(fit(ask("qwen2.5-0.5b", "t4", kv_cache_dtype="fp8")), sequences=4)
+    for engine in ("vllm", "sglang"):
+        assert not on_ampere[engine].available
+        assert any("not in float32" in note for note in on_ampere[engine].notes)
+        assert not on_turing[engine].available
+        assert any("KV in FP8 needs compute capability 8.0" in note for note in on_turing[engine].notes)
+
+
+def test_blocks_that_were_asked_for_are_asked_of_vllm(ask: Ask) -> None:
+    command = commands(fit(ask("llama-3.1-8b", "a100-80", block_tokens=32)), sequences=4)["vllm"]
+    assert value(command, "--block-size") == "32"
+    assert command.available
+    odd = commands(fit(ask("llama-3.1-8b", "a100-80", block_tokens=24)), sequences=4)["vllm"]
+    assert not odd.available
+
+
+@pytest.mark.parametrize(("gpu", "terms", "without"), [
+    ("m3-max-64", {"driver"}, {"context", "graphs", "hip_graphs"}),
+    ("mi300x", {"driver", "hip_graphs"}, {"context", "graphs"}),
+    ("arc-b580", {"driver"}, {"context", "graphs", "hip_graphs"}),
+    ("rtx2080ti", {"context", "graphs"}, {"driver", "hip_graphs"}),
+])  # fmt: skip
+def test_cuda_is_charged_to_nvidias_gpus_only(ask: Ask, gpu: str, terms: set[str], without: set[str]) -> None:
+    names = {term.name for term in fit(ask("qwen2.5-0.5b", gpu)).ranks[0].terms}
+    assert terms <= names
+    assert not without & names
+
+
+def test_experts_are_padded_as_the_gpus_kernel_wants_them(ask: Ask) -> None:
+    """2,880 x 2,880: Marlin makes it 3,072 x 2,944, two ranks 2 x 1,536; the newest Blackwell kernel 3,072 x 3,072."""
+    padding = {}
+    for gpu, count in (("a100-80", 1), ("a100-80", 2), ("h100-80", 1), ("b200", 1)):
+        found = fit(ask("gpt-oss-20b", gpu, count=count, tensor_parallel=count))
+        terms = {term.name: term.nbytes for term in found.ranks[0].terms}
+        padding[gpu, count] = count * terms["padding"] / (24 * 32 * 3 * 2880 * 2880 * 17 / 32)
+    assert padding["a100-80", 1] == pytest.approx(3072 * 2944 / 2880**2 - 1, abs=0.002)
+    assert padding["a100-80", 2] == pytest.approx(3072 * 3072 / 2880**2 - 1, abs=0.002)
+    assert padding["h100-80", 1] == pytest.approx(3072 / 2880 - 1, abs=0.002)
+    assert padding["b200", 1] == pytest.approx(3072 * 3072 / 2880**2 - 1, abs=0.002)
 
 
 def test_llama_cpp_has_a_slot_for_every_request_of_the_traffic(ask: Ask) -> None:

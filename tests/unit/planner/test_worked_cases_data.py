@@ -29,7 +29,7 @@ COMMON_KEYS = {"id", "shape", "source", "note", "inferred", "tensor_parallel"}
 KEYS = {
     "weights": {
         "engine", "dtype", "quantization", "printed_gib", "printed_gb", "parameters_billions", "rotary_table", "bytes",
-        "expert_padded", "copied_parameters", "tolerance", "reconciles",
+        "expert_padded", "copied_parameters", "tolerance", "reconciles", "version", "gpu",
     },
     "kv_per_token": {
         "engine", "kv_dtype", "layers", "cells", "sequences", "printed_mib", "printed_step_mib",

@@ -1,0 +1,123 @@
+"""What vLLM keeps beside a checkpoint's own bytes and prints as part of its weights, on each rank.
+
+    rotary   cosines and sines of every position that the model was made for, whole on every rank
+    padding  experts in MXFP4 laid out in the tiles of the kernel that multiplies them: which one that is depends on
+             the GPU and on the version
+
+Counts nothing that the checkpoint has; that is in weights.py. Knows no budget.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from holdfast.hardware.gpus import Gpu
+from holdfast.models import ModelSpec
+from holdfast.planner.question import PlannedModel
+from holdfast.planner.same import Same
+from holdfast.planner.vllm_sizing import Vllm
+from holdfast.planner.weights import DTYPE_BYTES, Weight, rank_bytes, weights_of
+
+MULTIMODAL_TIMES = 4
+"""Rotary tables for positions in three dimensions are that many times as long."""
+TWO_BASES = ("Gemma3", "Gemma4", "Olmo3")
+"""Architectures whose windows turn by another base than the rest: a table for each."""
+TRITON_ON_HOPPER = (0, 11)
+"""The first whose torch is new enough for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertKernel:
+    """Sides of an expert are rounded up to multiples of these, the inner one on each rank by itself."""
+
+    name: str
+    hidden: int
+    inner: int
+
+
+MARLIN = ExpertKernel("Marlin", 256, 128)
+TRITON = ExpertKernel("Triton", 256, 64)
+FLASHINFER = ExpertKernel("FlashInfer", 256, 256)
+ROCM = ExpertKernel("ROCm's Triton", 256, 256)
+
+
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """Bytes of one rank."""
+
+    rotary: int = 0
+    padding: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.rotary + self.padding
+
+
+def expert_kernel(gpu: Gpu | None, vllm: Vllm | None = None, *, adapters: bool = False) -> ExpertKernel:
+    """For experts in MXFP4. Of a GPU that is not known the one that most have; of no version the newest."""
+    version = (Vllm() if vllm is None else vllm).version
+    if gpu is not None and gpu.vendor == "amd":
+        return ROCM
+    major = 0 if gpu is None or gpu.compute_capability is None else gpu.compute_capability[0]
+    if major == 10 and not adapters:
+        return FLASHINFER
+    if major == 9 and version >= TRITON_ON_HOPPER and not adapters:
+        return TRITON
+    return MARLIN
+
+
+def beside_weights(
+    model: PlannedModel, kernel: ExpertKernel, *, dtype: str, tensor_parallel: int, stage: int = 0, stages: int = 1
+) -> Beside:
+    return _beside(Same(model), kernel, dtype, tensor_parallel, stage, stages)
+
+
+@lru_cache(maxsize=512)
+def _beside(
+    key: Same[PlannedModel], kernel: ExpertKernel, dtype: str, tensor_parallel: int, stage: int, stages: int
+) -> Beside:
+    model = key.held
+    rotary = rotary_positions(model.spec) * model.spec.rope.dim * DTYPE_BYTES[dtype]
+    grown = [
+        Weight(tensor=weight.tensor, nbytes=round(weight.nbytes * more))
+        for weight in _padded_experts(model, dtype)
+        if (more := _growth(model.spec, weight, kernel, tensor_parallel)) > 0
+    ]
+    padding = rank_bytes(grown, model.spec, tensor_parallel=tensor_parallel, stage=stage, stages=stages)
+    return Beside(rotary, padding)
+
+
+def rotary_positions(spec: ModelSpec) -> int:
+    """Rows of all tables together."""
+    rows = spec.max_position
+    if spec.rope.scaling == "longrope":
+        rows += spec.rope.original_max_position
+    if spec.rope.scaling == "mrope":
+        rows *= MULTIMODAL_TIMES
+    return rows * (2 if spec.architecture.startswith(TWO_BASES) else 1)
+
+
+def _padded_experts(model: PlannedModel, dtype: str) -> list[Weight]:
+    if model.spec.quantization is None or model.spec.quantization.method != "mxfp4" or model.format == "gguf":
+        return []
+    return [
+        weight
+        for weight in weights_of(model, dtype=dtype)
+        if weight.tensor is not None and weight.tensor.experts and len(weight.tensor.shape) == 3
+    ]
+
+
+def _growth(spec: ModelSpec, weight: Weight, kernel: ExpertKernel, ranks: int) -> float:
+    """By what share of itself the tensor grows."""
+    tensor = weight.tensor
+    experts = None if tensor is None or tensor.layer is None else spec.layers[tensor.layer].experts
+    if experts is None:
+        return 0.0
+    inner = -(-experts.intermediate_size // ranks)
+    padded = _whole(spec.hidden_size, kernel.hidden) * _whole(inner, kernel.inner) * ranks
+    return padded / (spec.hidden_size * experts.intermediate_size) - 1
+
+
+def _whole(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
