@@ -134,6 +134,29 @@ def first_that_fits(question: Question) -> tuple[Fit, dict[str, object]] | None:
     return None
 
 
+STAGES = (2, 3, 4, 6, 8)
+
+
+def other_splits(question: Question) -> Iterator[tuple[Question, dict[str, object]]]:
+    """The same over the GPUs that are there, split in another way: by heads as the plan would choose where that was
+    set, then with layers in stages, the fewest first. Each with what it sets."""
+    settings, devices = question.settings, len(question.machine.devices)
+    for stages in (1, *STAGES):
+        if stages == settings.pipeline_parallel and settings.tensor_parallel is None:
+            continue
+        if stages > min(devices, len(question.model.spec.layers)) or devices == 1:
+            continue
+        changed = with_settings(question, tensor_parallel=None, pipeline_parallel=stages)
+        try:
+            size = fit(changed).tensor_parallel
+        except ConfigurationError:
+            continue
+        parallel: dict[str, object] = {"tensor_parallel_size": size}
+        if stages != settings.pipeline_parallel:
+            parallel["pipeline_parallel_size"] = stages
+        yield with_settings(changed, tensor_parallel=size), parallel
+
+
 def said(changes: Mapping[str, object]) -> str:
     """Of the changes that a way needs beside its own."""
     words = []
@@ -143,7 +166,17 @@ def said(changes: Mapping[str, object]) -> str:
         words.append(f"{changes['max_model_len']:,} tokens")
     if "max_num_seqs" in changes:
         words.append(f"{changes['max_num_seqs']} sequences")
+    if "tensor_parallel_size" in changes:
+        words.append(split_said(changes))
     return f", with {' and '.join(words)}" if words else ""
+
+
+def split_said(changes: Mapping[str, object]) -> str:
+    """Of what `other_splits` sets."""
+    stages, size = changes.get("pipeline_parallel_size", 1), changes["tensor_parallel_size"]
+    if stages == 1:
+        return f"each layer over {size} GPUs" if size != 1 else "one GPU"
+    return f"its layers in {stages} stages" + (f" of {size} GPUs" if size != 1 else ", one a GPU")
 
 
 def model_setting(variant: Variant | None) -> dict[str, object]:

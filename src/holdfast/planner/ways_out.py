@@ -21,7 +21,7 @@ from holdfast.planner.alternatives import (
     is_plain,
     published_variants,
 )
-from holdfast.planner.fit import Fit, fit
+from holdfast.planner.fit import Fit, Question, fit
 from holdfast.planner.kernels import lacks_engine, lacks_method
 from holdfast.planner.question import KV_ELEMENT_BYTES
 from holdfast.planner.sources import MADE_WHILE_LOADING
@@ -35,8 +35,10 @@ from holdfast.planner.way import (
     first_that_fits,
     longest,
     model_setting,
+    other_splits,
     planned,
     said,
+    split_said,
     too_long,
     with_settings,
 )
@@ -194,18 +196,20 @@ def _longer_together(found: Fit, alone: Sequence[WayOut]) -> Iterator[WayOut]:
 
 
 def _idle_gpus(found: Fit) -> Iterator[WayOut]:
-    """GPUs that are there and not used."""
-    devices = found.question.machine.devices
-    if found.question.settings.tensor_parallel is None or len(found.ranks) >= len(devices):
-        return
-    more = planned(with_settings(found.question, tensor_parallel=None))
-    if more is not None:
-        yield WayOut(
-            kind="idle_gpus",
-            change=f"use {len(more.ranks)} of the {len(devices)} GPUs that are there",
-            settings={"tensor_parallel_size": more.tensor_parallel},
-            fit=more,
-        )
+    """GPUs that are there and not used, or used in another way: a split that was not asked for."""
+    devices = len(found.question.machine.devices)
+    for question, split in other_splits(found.question):
+        better = first_that_fits(question)
+        if better is not None:
+            more, changes = better
+            yield WayOut(
+                kind="idle_gpus",
+                change=f"use {len(more.ranks)} of the {devices} GPUs that are there,"
+                f" {split_said(split)}{said(changes)}",
+                settings={**split, **changes},
+                fit=more,
+            )
+            return
 
 
 def _shorter_requests(found: Fit) -> Iterator[WayOut]:
@@ -292,18 +296,32 @@ def _quantized(found: Fit, others: Sequence[Variant]) -> Iterator[WayOut]:
         if variant.method in GGUF_TYPES and whole and found.question.machine.kind == "gpu":
             continue
         question = replace(found.question, model=variant.model)
-        better = first_that_fits(question)
-        if better is not None:
-            whole.append(_variant_way(found, variant, *better))
-            continue
-        for changed, changes in attempts(question):
-            cut = longest(changed)
-            if cut is not None:
-                shorter.append(
-                    _variant_way(found, variant, cut, {"max_model_len": cut.limits.max_model_len, **changes})
-                )
-                break
+        way = _variant_whole(found, variant, question)
+        if way is not None:
+            whole.append(way)
+        elif not whole:
+            shorter += _variant_shorter(found, variant, question)
     yield from (whole or shorter)[:VARIANTS_SHOWN]
+
+
+def _variant_whole(found: Fit, variant: Variant, question: Question) -> WayOut | None:
+    """With what was asked for; over other GPUs of those that are there where it takes them."""
+    better = first_that_fits(question)
+    if better is not None:
+        return _variant_way(found, variant, *better)
+    for changed, split in other_splits(question):
+        better = first_that_fits(changed)
+        if better is not None:
+            return _variant_way(found, variant, better[0], {**split, **better[1]})
+    return None
+
+
+def _variant_shorter(found: Fit, variant: Variant, question: Question) -> Iterator[WayOut]:
+    for changed, changes in attempts(question):
+        cut = longest(changed)
+        if cut is not None:
+            yield _variant_way(found, variant, cut, {"max_model_len": cut.limits.max_model_len, **changes})
+            return
 
 
 def _variant_way(found: Fit, variant: Variant, better: Fit, changes: dict[str, object]) -> WayOut:

@@ -349,3 +349,29 @@ def test_several_changes_together_are_offered_where_they_give_much_more_context(
     assert plain.fit.limits.max_model_len > 1.25 * alone
     assert small.fit.limits.max_model_len > 1.9 * plain.fit.limits.max_model_len
     assert "configuration" not in ways_of("--model", "qwen3-32b-awq", "--gpu", "rtx4090", "--max-model-len", "4500")
+
+
+@pytest.mark.parametrize(("words", "kind", "parallel"), [
+    (("qwen2.5-14b", "--gpu", "t4x3"), "idle_gpus", (1, 3)),
+    (("llama-3.1-70b", "--gpu", "rtx4090x2", "-tp", "1"), "quantization", (2, 1)),
+    (("llama-3.1-8b", "--gpu", "rtx4060x4", "-tp", "1"), "idle_gpus", (4, 1)),
+    (("qwen2.5-32b", "--gpu", "rtx3090x3", "-tp", "1", "--max-model-len", "8192"), "quantization", None),
+])  # fmt: skip
+def test_gpus_that_are_there_come_before_more_of_them(
+    words: tuple[str, ...], kind: str, parallel: tuple[int, int] | None
+) -> None:
+    """Layers in stages where heads do not split, and fewer bits over GPUs that stood idle."""
+    found = fit(asked(*words))
+    assert not found.fits
+    ways = ways_out(found)
+    way = next(way for way in ways if way.kind == kind)
+    check(way, *words)
+    assert len(way.fit.question.machine.devices) == len(found.question.machine.devices)
+    if parallel is not None:
+        assert (way.fit.tensor_parallel, way.fit.pipeline_parallel) == parallel
+    bought = [index for index, other in enumerate(ways) if other.kind == "more_gpus"]
+    assert all(ways.index(way) < index for index in bought)
+
+
+def test_one_gpu_is_not_split() -> None:
+    assert not [way for way in ways_out(fit(asked("llama-3.1-70b", "--gpu", "rtx4090"))) if way.kind == "idle_gpus"]
