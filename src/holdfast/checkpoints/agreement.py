@@ -13,6 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from math import prod
 from typing import TYPE_CHECKING
 
 from holdfast.checkpoints.files import StoredTensor
@@ -55,6 +56,13 @@ class _Place:
     shape: tuple[int, ...] | None
     """None: packed in a way that is not known from the config."""
     axes: tuple[str, str]
+    packed: bool = False
+    """Quantizers turn and tile what they pack: only its size is compared."""
+
+    def holds(self, shape: tuple[int, ...]) -> bool:
+        if self.shape is None:
+            return True
+        return prod(shape) == prod(self.shape) if self.packed else shape == self.shape
 
 
 def require_agreement(spec: ModelSpec, checkpoint: Checkpoint) -> tuple[str, ...]:
@@ -149,7 +157,7 @@ def _check_tensor(tensor: TensorSpec, spec: ModelSpec, checkpoint: Checkpoint) -
         if place is None:
             return False
         stored = checkpoint.tensors[place.name]
-        if place.shape is not None and stored.shape != place.shape:
+        if place.shape is not None and not place.holds(stored.shape):
             raise _misshapen(stored, place.shape, place.axes, spec, checkpoint)
     return True
 
@@ -171,12 +179,12 @@ def _places(tensor: TensorSpec, spec: ModelSpec, stored: Mapping[str, StoredTens
         found = stored.get(name)
         module = name.removesuffix(".weight")
         if found is not None:
-            as_packed = packing is not None and found.layout not in PLAIN
-            yield _Place(name, packed_shape if as_packed else shape, packed_axes if as_packed else axes)
+            plain = found.layout in PLAIN
+            yield _Place(name, shape, axes) if plain else _Place(name, packed_shape, packed_axes, packed=True)
             continue
         other = next((module + ending for ending in _PACKED_ENDINGS if module + ending in stored), None)
         known = other is not None and packed_name and other.endswith(packed_name)
-        yield None if other is None else _Place(other, packed_shape if known else None, packed_axes)
+        yield None if other is None else _Place(other, packed_shape if known else None, packed_axes, packed=True)
 
 
 def _packed(tensor: TensorSpec, packing: Packing | None) -> tuple[str, tuple[int, ...] | None]:

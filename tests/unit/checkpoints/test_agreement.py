@@ -183,6 +183,12 @@ def test_packed_matrices_are_measured() -> None:
     assert "qweight" in caught.value.message
 
 
+def test_packed_matrices_may_be_turned() -> None:
+    """Some quantizers write [out, in / 8] where most write [in, out / 8]."""
+    spec = describe_config({**QWEN, "quantization_config": AWQ})
+    assert require_agreement(spec, checkpoint(spec, reshaped("0.mlp.up_proj.qweight", (512, 32)))) == ()
+
+
 def test_the_engine_refuses_more_layers_too() -> None:
     spec = describe_config(LLAMA)
     assert match(spec, checkpoint(spec))
