@@ -20,6 +20,8 @@ LEAST_OF_METHOD: Mapping[str, Capability] = {
     "fp8": (8, 0), "int4": (8, 0), "mxfp4": (8, 0), "awq": (7, 5), "int8": (7, 5), "gptq": (6, 0),
     "bitsandbytes": (7, 0),
 }  # fmt: skip
+LEAST_OF_INDEX = (9, 0)
+"""Attention to few tokens that an index chooses (DeepSeek V3.2, GLM-5): vLLM 0.28 has it from Hopper on."""
 LEAST_OF_FP8_KV = (8, 0)
 """FlashInfer reads it there; other attention needs units for it. vLLM's V0 engine unpacked it anywhere."""
 ENGINE_NAMES = {"vllm": "vLLM", "sglang": "SGLang"}
@@ -34,6 +36,16 @@ def lacks_method(model: PlannedModel, gpus: Iterable[Gpu | None]) -> str | None:
     for gpu in gpus:
         if gpu is not None and gpu.compute_capability is not None and gpu.compute_capability < least:
             return f"{quantization.method.upper()} needs compute capability {_spelled(least)}; {_has(gpu)}"
+    return None
+
+
+def lacks_index(model: PlannedModel, gpus: Iterable[Gpu | None]) -> str | None:
+    """Why these GPUs cannot attend as the model does."""
+    if not any(layer.latent is not None and layer.latent.index_dim for layer in model.spec.layers):
+        return None
+    for gpu in gpus:
+        if gpu is not None and gpu.compute_capability is not None and gpu.compute_capability < LEAST_OF_INDEX:
+            return f"attention by an index needs compute capability {_spelled(LEAST_OF_INDEX)}; {_has(gpu)}"
     return None
 
 

@@ -17,7 +17,7 @@ from holdfast.planner import vllm_sizing
 from holdfast.planner.command import ROUNDING, Command, line, named_dtype, parallel, total_is_known
 from holdfast.planner.engine_models import lacks_model, vllm_since
 from holdfast.planner.fit import Fit, Rank, fit
-from holdfast.planner.kernels import build_note, lacks_engine, lacks_fp8_kv, lacks_method
+from holdfast.planner.kernels import build_note, lacks_engine, lacks_fp8_kv, lacks_index, lacks_method
 from holdfast.planner.sources import Source, torch_source
 from holdfast.planner.vllm_sizing import Terms, Vllm
 from holdfast.planner.vllm_weights import beside_weights, expert_kernel
@@ -246,6 +246,7 @@ def _problems(sized: Sized, vllm: Vllm) -> list[str]:
         lacks_model(found.question.model.spec.architecture, vllm),
         lacks_engine("vllm", gpus, vllm.version),
         lacks_method(found.question.model, gpus),
+        lacks_index(found.question.model, gpus),
         lacks_fp8_kv(found.kv_dtype, gpus) if vllm.runner != "v0" else None,
         *_lacks_settings(found, vllm),
     ]

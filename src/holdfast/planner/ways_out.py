@@ -96,6 +96,7 @@ def _context(found: Fit) -> Iterator[WayOut]:
 def _sequences(found: Fit) -> Iterator[WayOut]:
     """Fewer at once: of the traffic, so that others wait; without any, for smaller logits and activations."""
     traffic = found.question.traffic
+    yield from _no_more_than_the_traffic(found)
     if traffic is not None:
         held = int(found.concurrency(traffic.length))
         for count in (held, held - 1, held - 2, *(size for size in SEQUENCES if size < held)):
@@ -127,6 +128,21 @@ def _sequences(found: Fit) -> Iterator[WayOut]:
                 fit=fewer,
             )
             return
+
+
+def _no_more_than_the_traffic(found: Fit) -> Iterator[WayOut]:
+    """Where more sequences were set than the traffic has at once: their logits and tables are for nobody."""
+    traffic, asked = found.question.traffic, found.question.settings.max_num_seqs
+    if traffic is None or asked is None or asked <= traffic.concurrency:
+        return
+    fewer = planned(with_settings(found.question, max_num_seqs=traffic.concurrency))
+    if fewer is not None:
+        yield WayOut(
+            kind="sequences",
+            change=f"{counted(traffic.concurrency, 'sequence')} as the traffic has instead of {asked:,}",
+            settings={"max_num_seqs": traffic.concurrency},
+            fit=fewer,
+        )
 
 
 def _together(found: Fit) -> Iterator[WayOut]:

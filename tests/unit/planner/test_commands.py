@@ -558,6 +558,13 @@ def test_kv_that_vllm_does_not_keep(ask: Ask) -> None:
         assert any("KV in FP8 needs compute capability 8.0" in note for note in on_turing[engine].notes)
 
 
+def test_attention_by_an_index_needs_newer_gpus(ask: Ask) -> None:
+    older = commands(fit(ask("deepseek-v3.2", "a100-80", count=16, pipeline_parallel=2)), sequences=4)["vllm"]
+    assert not older.available
+    assert any("attention by an index needs compute capability 9.0" in note for note in older.notes)
+    assert commands(fit(ask("deepseek-v3.2", "h200", count=8)), sequences=4)["vllm"].available
+
+
 def test_blocks_that_were_asked_for_are_asked_of_vllm(ask: Ask) -> None:
     command = commands(fit(ask("llama-3.1-8b", "a100-80", block_tokens=32)), sequences=4)["vllm"]
     assert value(command, "--block-size") == "32"

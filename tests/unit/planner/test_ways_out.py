@@ -375,3 +375,15 @@ def test_gpus_that_are_there_come_before_more_of_them(
 
 def test_one_gpu_is_not_split() -> None:
     assert not [way for way in ways_out(fit(asked("llama-3.1-70b", "--gpu", "rtx4090"))) if way.kind == "idle_gpus"]
+
+
+def test_more_sequences_than_the_traffic_has_are_not_needed() -> None:
+    words = (
+        "llama-3.1-8b", "--gpu", "rtx4090", "--max-num-seqs", "100000", "--concurrency", "2", "--prompt", "100",
+        "--output", "500",
+    )  # fmt: skip
+    found = fit(asked(*words))
+    assert not found.fits
+    way = ways_out(found)[0]
+    assert (way.kind, way.settings) == ("sequences", {"max_num_seqs": 2})
+    check(way, *words)
