@@ -21,7 +21,7 @@ LEAST_OF_METHOD: Mapping[str, Capability] = {
     "bitsandbytes": (7, 0),
 }  # fmt: skip
 LEAST_OF_INDEX = (9, 0)
-"""Attention to few tokens that an index chooses (DeepSeek V3.2, GLM-5): vLLM 0.28 has it from Hopper on."""
+"""Attention to few tokens that an index chooses (DeepSeek V3.2, GLM-5): vLLM 0.27 has it from Hopper on."""
 LEAST_OF_FP8_KV = (8, 0)
 """FlashInfer reads it there; other attention needs units for it. vLLM's V0 engine unpacked it anywhere."""
 ENGINE_NAMES = {"vllm": "vLLM", "sglang": "SGLang"}
