@@ -9,7 +9,7 @@ Knows nothing of budgets.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from math import gcd, lcm, prod
 
@@ -257,12 +257,40 @@ def rank_bytes(
     weights: Sequence[Weight], spec: ModelSpec, *, tensor_parallel: int, stage: int = 0, stages: int = 1
 ) -> int:
     """Of one rank of a stage."""
-    layers = stage_layers(len(spec.layers), stages)[stage]
-    total = 0
-    for weight in weights:
-        if _on_stage(weight.tensor, layers, stage, stages, spec):
-            total += _share(weight, spec, tensor_parallel)
-    return total
+    held = _held(Same(weights), Same(spec), tensor_parallel)
+    total = sum(held.layers.get(layer, 0) for layer in stage_layers(len(spec.layers), stages)[stage])
+    if stage == 0:
+        total += held.first
+    if stage == 0 or (spec.tied_embeddings and stage == stages - 1):
+        total += held.embedding
+    return total + held.last if stage == stages - 1 else total
+
+
+@dataclass(slots=True)
+class _Held:
+    """What one tensor-parallel rank would hold of all stages, by where it goes."""
+
+    layers: dict[int, int] = field(default_factory=dict)
+    first: int = 0
+    embedding: int = 0
+    last: int = 0
+
+
+@lru_cache(maxsize=64)
+def _held(weights: Same[Sequence[Weight]], spec: Same[ModelSpec], tensor_parallel: int) -> _Held:
+    """Once for all stages: ways out ask for many divisions of the same weights."""
+    held = _Held()
+    for weight in weights.held:
+        tensor, share = weight.tensor, _share(weight, spec.held, tensor_parallel)
+        if tensor is None or tensor.part == "vision":
+            held.first += share
+        elif tensor.layer is not None:
+            held.layers[tensor.layer] = held.layers.get(tensor.layer, 0) + share
+        elif tensor.name.startswith("embed"):
+            held.embedding += share
+        else:
+            held.last += share
+    return held
 
 
 def layer_bytes(weights: Sequence[Weight], spec: ModelSpec, *, tensor_parallel: int) -> dict[int | None, int]:
@@ -272,16 +300,6 @@ def layer_bytes(weights: Sequence[Weight], spec: ModelSpec, *, tensor_parallel: 
         layer = None if weight.tensor is None else weight.tensor.layer
         held[layer] = held.get(layer, 0) + _share(weight, spec, tensor_parallel)
     return held
-
-
-def _on_stage(tensor: TensorSpec | None, layers: range, stage: int, stages: int, spec: ModelSpec) -> bool:
-    if tensor is None or tensor.part == "vision":
-        return stage == 0
-    if tensor.layer is not None:
-        return tensor.layer in layers
-    if tensor.name.startswith("embed"):
-        return stage == 0 or (spec.tied_embeddings and stage == stages - 1)
-    return stage == stages - 1
 
 
 def _share(weight: Weight, spec: ModelSpec, ranks: int) -> int:
