@@ -54,7 +54,7 @@ def build_gpu_runner(
     )
     loaded = memory.held()
     progress("rehearse", 0, 0)
-    runner.reserve_kv(plan.blocks)
+    runner.reserve_kv(plan.most_blocks)
     runner.back_kv(2)
     runner.rehearse()
     rehearsed = memory.held()
@@ -77,17 +77,19 @@ def build_gpu_runner(
 
 
 def _taken(plan: Plan, measured: Mapping[str, int], held: int) -> dict[str, int]:
-    """By term, as the pool is sized by: with what no term accounts for, and the graphs that are still to come."""
+    """By term, as the pool is sized by: with what no term accounts for, and what is still to come of kernels that the
+    driver loads when they are first used, and of graphs."""
     unaccounted = max(0, held - sum(measured.values()))
     return {
         **measured,
+        "context": max(measured["context"], plan.terms.get("context", 0)),
         "activations": measured["activations"] + unaccounted,
         "graphs": max(measured["graphs"], plan.terms.get("graphs", 0)),
     }
 
 
 def _back(plan: Plan, runner: GpuRunner, memory: GpuMemory, held: GpuHeld, measured: dict[str, int]) -> Plan:
-    """As many pages as the budget and the GPU hold, and no more than were planned for the limits."""
+    """As many pages as the budget and the GPU hold, and no more than are of use with the limits."""
     for attempt in range(BACK_TRIES):
         settled = settle_pool(plan, held.free_bytes + runner.kv.nbytes, measured)
         try:

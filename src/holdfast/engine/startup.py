@@ -253,6 +253,9 @@ def _settled(
     base = {"framework": before.now_bytes - before.files_bytes, "libraries": before.files_bytes}
     # In a process of somebody else's, what was there before is not ours to answer for.
     own = measured | (base if "front" in plan.terms else {})
+    gained = _held().now_bytes - before.now_bytes
+    nameless = gained - sum(measured.values()) - runner.buffers_bytes + rehearsal.given_back_bytes
+    own["activations"] += _not_spare(plan, own, nameless)
     settled = settle_pool(plan, memory().available_bytes - rehearsal.given_back_bytes, own)
     measured |= base | {"buffers": runner.buffers_bytes}
     report = MemoryReport(
@@ -275,6 +278,14 @@ def _settled(
         loading_peak_bytes=loaded.peak_bytes,
     )
     return settled, report
+
+
+def _not_spare(plan: Plan, measured: Mapping[str, int], nameless_bytes: int) -> int:
+    """Of what terms left of their plan, what the pool may not have: it is held and no term accounts for it, or it may
+    still come of libraries, which are read when they are first used."""
+    left = {name: plan.terms.get(name, 0) - size for name, size in measured.items()}
+    coming = sum(max(0, left.get(name, 0)) for name in ("framework", "libraries"))
+    return max(0, min(sum(left.values()), coming + max(0, nameless_bytes)))
 
 
 def _planned(plan: Plan) -> list[MemoryTerm]:

@@ -110,6 +110,8 @@ def _plan(found: Fit, config: EngineConfig, chosen: NvidiaGpu, decision: Decisio
         limits.max_num_seqs, limits.max_model_len, limits.max_num_batched_tokens
     )
     blocks = min(blocks, most_useful)
+    # What is set stays; what is left of the budget may turn out to be more.
+    most = blocks if config.kv_cache_memory_bytes is not None else min(most_useful, rank.budget_bytes // page)
     decisions.append(
         Decision("kv_pool", f"{format_bytes(blocks * page)} ({blocks - 1:,} blocks and the null page)",
                  "what is left of the budget", "planner")
@@ -131,6 +133,7 @@ def _plan(found: Fit, config: EngineConfig, chosen: NvidiaGpu, decision: Decisio
         layout=layout,
         limits=found.limits,
         blocks=blocks,
+        most_blocks=max(blocks, most),
         memory=Memory(
             total_bytes=chosen.total_bytes, available_bytes=chosen.free_bytes, limited_by=f"GPU {chosen.index}"
         ),

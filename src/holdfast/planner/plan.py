@@ -44,6 +44,9 @@ class Plan:
     limits: Limits
     blocks: int
     """Pages of the pool, the null page included."""
+    most_blocks: int
+    """The pool may grow to so many where terms took less than was planned: more would be of no use, or were not asked
+    for. As many as `blocks` where the pool is not simply what is left of the budget."""
     memory: Memory
     """As it was measured."""
     budget_bytes: int
@@ -126,6 +129,7 @@ def _fill(measure: Measure, machine: Memory, decisions: list[Decision]) -> Plan:
         layout=room.layout,
         limits=room.limits(length),
         blocks=pool.blocks,
+        most_blocks=max(pool.blocks, room.most_blocks(length)) if pool.cut else pool.blocks,
         memory=machine,
         budget_bytes=room.budget_bytes,
         terms={**terms, "buffers": terms["buffers"] + pool.blocks * BOOK_BYTES, "kv_pool": pool.blocks * page},
@@ -181,20 +185,26 @@ def _check_length(spec: ModelSpec, config: EngineConfig) -> None:
 def settle_pool(plan: Plan, available_bytes: int, measured: Mapping[str, int] | None = None) -> Plan:
     """The plan with the pool that memory really holds, `available_bytes` being free for it and for what stays free.
 
-    What was free at start and not in the budget stays free. `measured`: bytes by term; what these took beyond their
-    plan, all in all, is taken from the pool unless the budget has it to spare. Where one sequence of full length no
-    longer fits, the context becomes shorter, or it is refused when its length was set.
+    What was free at start and not in the budget stays free. `measured`: bytes by term. What these took beyond their
+    plan, all in all, is taken from the pool unless the budget has it to spare; what they did not take goes to the
+    pool, up to `most_blocks`. Where one sequence of full length no longer fits, the context becomes shorter, or it is
+    refused when its length was set.
     """
     page, found = plan.layout.page_bytes, measured or {}
-    over = max(0, sum(found.values()) - sum(plan.terms.get(name, 0) for name in found))
-    within_budget = max(0, plan.terms["kv_pool"] - max(0, over - _unused(plan))) // page
-    blocks = min(plan.blocks, within_budget, max(0, available_bytes - plan.reserve_bytes) // page)
+    over = sum(found.values()) - sum(plan.terms.get(name, 0) for name in found)
+    if over < 0:
+        within_budget = plan.blocks + min(plan.most_blocks - plan.blocks, (_unused(plan) - over) // _block_bytes(plan))
+    else:
+        within_budget = min(plan.blocks, max(0, plan.terms["kv_pool"] - max(0, over - _unused(plan))) // page)
+    blocks = min(within_budget, max(0, available_bytes - plan.reserve_bytes) // page)
     if blocks == plan.blocks:
         return plan
+    if blocks > plan.blocks:
+        return _grown(plan, blocks, -over)
     length = _longest(plan, blocks)
     if length == 0 or (length < plan.limits.max_model_len and plan.length_is_set):
         needed = (1 + plan.layout.peak_blocks(plan.limits.max_model_len, plan.limits.max_num_batched_tokens)) * page
-        raise refusals.became_short(plan.reserve_bytes, needed, blocks * page, available_bytes, over)
+        raise refusals.became_short(plan.reserve_bytes, needed, blocks * page, available_bytes, max(0, over))
     reason = f"{format_bytes(available_bytes)} are free after loading; planned were {plan.blocks:,} blocks"
     if within_budget == blocks:
         reason = f"loading and a step took {format_bytes(over)} more than planned; planned were {plan.blocks:,} blocks"
@@ -209,6 +219,20 @@ def settle_pool(plan: Plan, available_bytes: int, measured: Mapping[str, int] | 
         decisions=(*plan.decisions, *decisions),
         short=True,
     )
+
+
+def _block_bytes(plan: Plan) -> int:
+    """Of the budget, for one more block: its books are in RAM, and no part of a GPU's budget."""
+    return plan.layout.page_bytes + (BOOK_BYTES if plan.gpu is None else 0)
+
+
+def _grown(plan: Plan, blocks: int, under: int) -> Plan:
+    page, more = plan.layout.page_bytes, blocks - plan.blocks
+    reason = f"loading and a step took {format_bytes(under)} less than planned; planned were {plan.blocks:,} blocks"
+    said = Decision("kv_pool", f"{format_bytes(blocks * page)} ({blocks:,} blocks)", reason, "measured")
+    books = more * (_block_bytes(plan) - page)
+    terms = {**plan.terms, "kv_pool": blocks * page, "buffers": plan.terms.get("buffers", 0) + books}
+    return replace(plan, blocks=blocks, terms=terms, decisions=(*plan.decisions, said))
 
 
 def _longest(plan: Plan, blocks: int) -> int:

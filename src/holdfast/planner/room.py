@@ -166,10 +166,20 @@ class Room:
         default = max(DEFAULT_KV_BYTES // page, self.one_sequence(length))
         if config.ram is None and default < room:
             wanted, reason, cut = default, "the default; --kv-cache-memory-bytes changes it", False
-        most_useful = 1 + self.layout.blocks_side_by_side(config.sequences, length, config.step_tokens)
-        if most_useful < wanted:
+        if (most_useful := self._most_useful(length)) < wanted:
             wanted, reason, cut = most_useful, f"{config.sequences} sequences of full length need no more", False
         return Pool(wanted, reason, "planner", cut)
+
+    def most_blocks(self, length: int) -> int:
+        """More would not be taken of any budget, or be of use; nor can this one ever hold more."""
+        page = self.layout.page_bytes
+        most = min(self._most_useful(length), self.budget_bytes // page)
+        if self.config.ram is None:
+            most = min(most, max(DEFAULT_KV_BYTES // page, self.one_sequence(length)))
+        return most
+
+    def _most_useful(self, length: int) -> int:
+        return 1 + self.layout.blocks_side_by_side(self.config.sequences, length, self.config.step_tokens)
 
     def pages(self, length: int, blocks: int = 0) -> int:
         """That the pool must have: for one sequence of full length, and for so many blocks of sequences side by side;

@@ -173,6 +173,27 @@ def test_terms_that_took_more_than_planned_take_it_from_the_pool(spec: ModelSpec
     assert settle_pool(with_room, 60 * GIB, {"weights": with_room.terms["weights"] + 1024**2}) is with_room
 
 
+def test_terms_that_took_less_than_planned_give_it_to_the_pool(spec: ModelSpec) -> None:
+    tight = plan(spec, 24, ram="22GiB")
+    under = {"weights": tight.terms["weights"] - 100 * 1024**2}
+    more = settle_pool(tight, 30 * GIB, under)
+    gained = sum(more.terms.values()) - sum(tight.terms.values())
+    assert 98 * 1024**2 < gained <= 100 * 1024**2 + tight.budget_bytes - sum(tight.terms.values())
+    assert more.blocks * more.layout.page_bytes == more.terms["kv_pool"]
+    assert more.terms["buffers"] > tight.terms["buffers"]  # with the books of the blocks
+    assert "less than planned" in more.decisions[-1].reason
+    assert more.limits == tight.limits
+    # Never more than is free, and nothing where the pool is not what is left of the budget.
+    assert settle_pool(tight, tight.reserve_bytes + tight.terms["kv_pool"], under) is tight
+    for settings in ({"kv_cache_memory_bytes": "1GiB", "ram": "22GiB"}, {"ram": "23GiB", "max_num_seqs": 2}, {}):
+        found = plan(spec, 40, **settings)
+        assert settle_pool(found, 40 * GIB, {"weights": found.terms["weights"] - GIB}) is found
+    # Nor more than all sequences of full length can use.
+    few = plan(spec, 24, ram="20GiB", max_num_seqs=8)
+    grown = settle_pool(few, 40 * GIB, {"weights": few.terms["weights"] - 8 * GIB})
+    assert few.blocks < grown.blocks == few.most_blocks == 1 + 8 * 8192 // 16
+
+
 def test_an_absolute_budget(spec: ModelSpec) -> None:
     found = plan(spec, 40, ram="24GiB")
     assert found.budget_bytes == 24 * GIB
