@@ -6,6 +6,7 @@ Puts together what resolve, machine and traffic find; counts and judges nothing 
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -59,9 +60,16 @@ def question_of(config: PlanConfig, *, traffic: Stated | None = None) -> Questio
         model=resolved.model,
         machine=found.machine,
         settings=_settings(config),
-        traffic=wanted,
+        traffic=_with_length(wanted, config.max_model_len or resolved.model.spec.max_position),
         decisions=(*resolved.decisions, *found.decisions, *said),
     )
+
+
+def _with_length(traffic: Traffic | None, context: int) -> Traffic | None:
+    """Where the source tells only the least of its lengths, requests may be as long as the context."""
+    if traffic is None or not traffic.at_least:
+        return traffic
+    return replace(traffic, length_tokens=max(traffic.length, context))
 
 
 def _settings(config: PlanConfig) -> Settings:

@@ -30,6 +30,10 @@ NO_FP8 = "HFW32"
 NO_BF16 = "HFW33"
 TRAFFIC_BEYOND_CONTEXT = "HFW34"
 PEAK_UNKNOWN = "HFW35"
+LENGTHS_UNKNOWN = "HFW36"
+ANSWERS_UNKNOWN = "HFW37"
+INPUTS_NOT_COUNTED = "HFW38"
+ADAPTERS_IN_PART = "HFW39"
 UNCHECKED_SPLIT = "HFW40"
 
 DESKTOP_UTILIZATION, SHARED_UTILIZATION = 0.85, 0.80
@@ -53,9 +57,9 @@ class PlanWarning:
 
 def warnings(fit: Fit) -> tuple[PlanWarning, ...]:
     return (
-        *_unknown_peak(fit), *_longer_traffic(fit), *_utilization(fit), *_starved(fit), *_desktop(fit),
-        *_neighbours(fit), *_no_kv(fit), *_sequences(fit), *_context(fit), *_idle(fit), *_margin(fit), *_model(fit),
-        *_number_types(fit),
+        *_unknown_peak(fit), *_unknown_lengths(fit), *_longer_traffic(fit), *_utilization(fit), *_starved(fit),
+        *_desktop(fit), *_neighbours(fit), *_no_kv(fit), *_sequences(fit), *_context(fit), *_idle(fit), *_margin(fit),
+        *_model(fit), *_number_types(fit),
     )  # fmt: skip
 
 
@@ -216,6 +220,30 @@ def _unknown_peak(fit: Fit) -> Iterator[PlanWarning]:
     )
 
 
+def _unknown_lengths(fit: Fit) -> Iterator[PlanWarning]:
+    traffic = fit.question.traffic
+    if traffic is None:
+        return
+    if traffic.at_least:
+        told = traffic.prompt_tokens + traffic.output_tokens
+        yield PlanWarning(
+            code=LENGTHS_UNKNOWN,
+            message=f"more than 1 of 100 requests of {traffic.source} are longer than its histograms tell: {told:,}"
+            f" tokens is the least that P99 may be, and this plan is for the whole context of {traffic.length:,}",
+            field="traffic",
+            fix="a log with the lengths of requests, or --concurrency, --prompt and --output as they are known",
+        )
+    if traffic.without_output:
+        some = "none" if traffic.without_output == traffic.requests else "not all"
+        yield PlanWarning(
+            code=ANSWERS_UNKNOWN,
+            message=f"{some} of the {traffic.requests:,} requests of {traffic.source} tell how long the answer was:"
+            f" {traffic.without_output:,} are counted without one",
+            field="traffic",
+            fix="lines with completion_tokens, or --concurrency, --prompt and --output as they are known",
+        )
+
+
 def _longer_traffic(fit: Fit) -> Iterator[PlanWarning]:
     traffic, served = fit.question.traffic, fit.limits.max_model_len
     if too_long(fit.question):
@@ -280,6 +308,20 @@ def _model(fit: Fit) -> Iterator[PlanWarning]:
     spec = fit.question.model.spec
     if spec.not_counted:
         yield PlanWarning(code=NOT_COUNTED, message=f"not counted: {', '.join(spec.not_counted)}")
+    if any(tensor.part == "vision" for tensor in spec.tensors) or any("tower" in name for name in spec.not_counted):
+        yield PlanWarning(
+            code=INPUTS_NOT_COUNTED,
+            message="of images and sound only the weights of their encoders are counted, where they are: what an"
+            " encoder computes with, and the memory that engines set aside for inputs, is not",
+            fix="text alone needs none of it; for other inputs leave 1 to 5 GB free: --gpu-memory-utilization",
+        )
+    if fit.question.settings.max_loras and any(layer.experts is not None for layer in spec.layers):
+        yield PlanWarning(
+            code=ADAPTERS_IN_PART,
+            message="adapters are counted for attention and dense layers; slots for those of experts, which some"
+            " engines keep as well, are not",
+            field="max_loras",
+        )
     if fit.question.model.unchecked and fit.tensor_parallel > 1:
         yield PlanWarning(
             code=UNCHECKED_SPLIT,

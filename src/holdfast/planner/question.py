@@ -104,6 +104,10 @@ class Traffic:
     """P99 of prompt and output together, where it is known; it is less than the sum of the two P99s."""
     peak_known: bool = True
     """False: the source tells no peak, and `concurrency` is the least that it may be."""
+    at_least: bool = False
+    """The source tells only that P99 is no less."""
+    without_output: int = 0
+    """Requests of which the source does not tell how long the answers were: counted as none."""
 
     @property
     def length(self) -> int:

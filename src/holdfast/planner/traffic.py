@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -33,6 +34,8 @@ MAX_COUNT = 2.0**53
 EXACT_BELOW = 4096
 """Shorter lengths are counted one by one, longer ones in steps of 0.1%, so that counting takes a bounded room."""
 
+_METRIC = re.compile(rb"#|[a-zA-Z_:][a-zA-Z0-9_:]*(\{.*\})?\s+[-+0-9.]")
+"""A comment, or a sample: what a page of metrics begins with, and no JSON."""
 _BUCKETS = ("request_prompt_tokens_bucket", "request_generation_tokens_bucket")
 _START = ("start_time", "start", "arrival_time", "started_at")
 _END = ("end_time", "end", "finished_at", "time", "timestamp", "ts")
@@ -45,11 +48,16 @@ _DURATION = (("duration_s", 1.0), ("duration", 1.0), ("latency_s", 1.0), ("e2e_l
 def read_traffic(source: str, *, concurrency: int | None = None) -> tuple[Traffic, tuple[Decision, ...]]:
     """`source`: a file, an http(s) address, or - for standard input. `concurrency` outranks what is found there."""
     with lines_of(source) as lines:
-        first = next(lines, b"")
+        first = next((line for line in map(_without_mark, lines) if line), b"")
         rest = chain((first,) if first else (), lines)
-        if first.startswith((b"# HELP", b"# TYPE")):
+        if _METRIC.match(first):
             return _from_metrics(rest, source, concurrency)
         return _from_json_lines(rest, source, concurrency)
+
+
+def _without_mark(line: bytes) -> bytes:
+    """Some editors begin a file with the mark of its encoding."""
+    return line.removeprefix(b"\xef\xbb\xbf").strip()
 
 
 def _empty(source: str, said: str) -> ConfigurationError:
@@ -104,6 +112,8 @@ class _Reading:
     """Of something else: a server's other words."""
     refused: int = 0
     """Requests that were answered with an error: they took no KV."""
+    without_output: int = 0
+    """Lines that do not say how long the answer was: counted as none."""
 
     def line(self, line: bytes) -> None:
         if not line.startswith(b"{"):
@@ -122,9 +132,11 @@ class _Reading:
             self.refused += 1
             return
         prompt, output = tokens
+        unsaid, output = output is None, 0 if output is None else output
         if not (_is_count(prompt) and _is_count(output) and prompt + output > 0):
             self.wrong += 1
             return
+        self.without_output += unsaid
         self.prompts.add(prompt)
         self.outputs.add(output)
         self.both.add(prompt + output)
@@ -152,7 +164,7 @@ def _tokens(row: object) -> tuple[Any, Any] | None:
     usage = row.get("usage")
     holder = usage if isinstance(usage, dict) and row.get("prompt_tokens") is None else row
     prompt, output = holder.get("prompt_tokens"), holder.get("completion_tokens")
-    return None if prompt is None else (prompt, 0 if output is None else output)
+    return None if prompt is None else (prompt, output)
 
 
 def _is_refused(row: Mapping[str, Any]) -> bool:
@@ -208,6 +220,7 @@ def _from_json_lines(
         source=shorten(source),
         requests=count,
         peak_known=concurrency is not None or reading.timed > 0,
+        without_output=reading.without_output,
     )
     reason = f"P99 of {count:,} requests in {shorten(source)}"
     if left_out:
@@ -238,18 +251,27 @@ def _from_metrics(lines: Iterable[bytes], source: str, concurrency: int | None) 
     now = found.value("num_requests_running") + found.value("num_requests_waiting")
     average = found.average_running()
     peak = concurrency or max(1, int(now), -int(-average // 1))
+    (prompt, prompt_open), (output, output_open) = _edge(prompts), _edge(outputs) if outputs else (0, False)
+    beyond = prompt_open or output_open
     traffic = Traffic(
         concurrency=min(peak, 1 << 20),
-        prompt_tokens=_edge(prompts),
-        output_tokens=_edge(outputs) if outputs else 0,
+        prompt_tokens=prompt,
+        output_tokens=output,
+        at_least=beyond,
+        without_output=0 if outputs else requests,
         source=shorten(source),
         requests=requests,
         peak_known=concurrency is not None,
     )
     said = f"{int(now)} run or wait now, {average:.1f} ran on average; a peak is not in these metrics: --concurrency"
     lengths = f"P99 of {requests:,} requests, as the upper edges of histograms tell"
+    if beyond:
+        lengths = (
+            f"P99 of {requests:,} requests is beyond the last edge of their histograms, which is all that is known"
+        )
+    least = f"{'>= ' if beyond else ''}{traffic.length:,} tokens"
     return traffic, (
-        Decision("traffic", f"{traffic.length:,} tokens", f"{lengths}, at {shorten(source)}", "traffic"),
+        Decision("traffic", least, f"{lengths}, at {shorten(source)}", "traffic"),
         Decision(
             "concurrency", str(traffic.concurrency), "as stated" if concurrency else said,
             "set" if concurrency else "traffic",
@@ -313,11 +335,11 @@ def _bounded(lines: Iterable[bytes], source: str) -> str:
     return (b"\n".join(kept) + b"\n").decode("utf-8", errors="replace")
 
 
-def _edge(buckets: Mapping[float, float]) -> int:
-    """The upper edge of the bucket that P99 is in; of the last one its lower edge, which is all that is known."""
+def _edge(buckets: Mapping[float, float]) -> tuple[int, bool]:
+    """The upper edge of the bucket that P99 is in; of the last one its lower edge, and that it may be any more."""
     total = max(buckets.values())
     finite = sorted(edge for edge in buckets if edge < MAX_TOKENS)
     for edge in finite:
         if buckets[edge] >= SHARE * total:
-            return max(1, int(edge))
-    return max(1, int(finite[-1])) if finite else 1
+            return max(1, int(edge)), False
+    return max(1, int(finite[-1])) if finite else 1, True

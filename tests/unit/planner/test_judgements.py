@@ -34,7 +34,7 @@ def thumb(question: Question, name: str) -> Thumb:
 
 def test_every_code_is_explained() -> None:
     codes = {value for name, value in vars(judgements).items() if isinstance(value, str) and value.startswith("HFW")}
-    assert len(codes) == 17
+    assert len(codes) == 21
     for code in codes:
         assert explain(code).helps
 
@@ -284,3 +284,13 @@ def test_a_rule_that_is_wrong_is_not_called_right(ask: Ask, cpu: Callable[..., D
     wrong = next(one for one in rules_of_thumb(off) if one.name == "weights")
     assert not wrong.right
     assert wrong.verdict != "right"
+
+
+def test_what_images_and_adapters_of_experts_take_is_said_not_to_be_counted(ask: Ask) -> None:
+    def codes(question: Question) -> set[str]:
+        return {warning.code for warning in warnings(fit(question))}
+
+    assert "HFW38" in codes(ask("gemma-3-27b", "h100-80"))
+    assert "HFW38" not in codes(ask("llama-3.1-8b", "h100-80"))
+    assert "HFW39" in codes(ask("mixtral-8x7b", "h200", max_loras=2))
+    assert "HFW39" not in codes(ask("mixtral-8x7b", "h200")) | codes(ask("llama-3.1-8b", "h100-80", max_loras=2))

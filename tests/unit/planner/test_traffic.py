@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from holdfast.errors import ConfigurationError
 from holdfast.observability.metrics import ServingMetrics
 from holdfast.planner import traffic_source
+from holdfast.planner.ask import plan
 from holdfast.planner.overlaps import Overlaps
 from holdfast.planner.traffic import Lengths, read_traffic
 from holdfast.records import EngineStats
@@ -396,3 +397,53 @@ def test_torn_metrics(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError) as caught:
         read_traffic(str(tmp_path / "m"))
     assert caught.value.code in ("HF160", "HF161")
+
+
+def histograms(finite: dict[int, int], total: int, *, name: str = "request_prompt_tokens") -> str:
+    rows = [f'vllm:{name}_bucket{{le="{edge}"}} {count}' for edge, count in finite.items()]
+    return "\n".join([*rows, f'vllm:{name}_bucket{{le="+Inf"}} {total}', f"vllm:{name}_count {total}", ""])
+
+
+def test_a_p99_beyond_the_last_edge_is_no_number(tmp_path: Path) -> None:
+    """Half of the prompts are longer than any edge: they may be as long as the context, and it is said."""
+    text = histograms({1000: 50}, 100) + histograms({10: 100}, 100, name="request_generation_tokens")
+    found, decisions = read_traffic(saved(tmp_path, text))
+    assert (found.prompt_tokens, found.output_tokens, found.at_least) == (1000, 10, True)
+    assert decisions[0].value == ">= 1,010 tokens"
+    assert "beyond the last edge" in decisions[0].reason
+    answer = plan("qwen2.5-7b", gpu="h100-80", traffic=saved(tmp_path, text))
+    assert answer.question.traffic is not None
+    assert answer.question.traffic.length == 32_768
+    assert "HFW36" in [warning.code for warning in answer.warnings]
+    within, _ = read_traffic(saved(tmp_path, histograms({1000: 99, 2000: 100}, 100)))
+    assert (within.prompt_tokens, within.at_least) == (1000, False)
+
+
+def test_answers_of_unknown_length_are_warned_of(tmp_path: Path) -> None:
+    lines = "\n".join(['{"prompt_tokens": 100}'] * 3 + ['{"prompt_tokens": 100, "completion_tokens": 7}'])
+    answer = plan("qwen2.5-7b", gpu="h100-80", traffic=saved(tmp_path, lines))
+    [said] = [warning for warning in answer.warnings if warning.code == "HFW37"]
+    assert "3 are counted without one" in said.message
+    no_outputs = plan("qwen2.5-7b", gpu="h100-80", traffic=saved(tmp_path, histograms({1000: 100}, 100)))
+    assert "HFW37" in [warning.code for warning in no_outputs.warnings]
+    told = plan("qwen2.5-7b", gpu="h100-80", traffic=saved(tmp_path, '{"prompt_tokens": 9, "completion_tokens": 7}'))
+    assert "HFW37" not in [warning.code for warning in told.warnings]
+
+
+@pytest.mark.parametrize(
+    "before", ["", "\n\n", "# a comment of somebody's\n", "\ufeff", "\ufeff# HELP x y\n", "up 1\n"]
+)
+def test_metrics_are_known_by_what_they_are(tmp_path: Path, before: str) -> None:
+    found, _ = read_traffic(saved(tmp_path, before + histograms({1000: 100}, 100)))
+    assert (found.prompt_tokens, found.requests) == (1000, 100)
+
+
+def test_a_log_with_a_mark_before_it_is_read(tmp_path: Path) -> None:
+    found, _ = read_traffic(saved(tmp_path, '\ufeff\n{"prompt_tokens": 5, "completion_tokens": 6}\n'))
+    assert found.length == 11
+
+
+def saved(folder: Path, text: str) -> str:
+    path = folder / f"traffic-{len(list(folder.iterdir()))}"
+    path.write_text(text, encoding="utf-8")
+    return str(path)
