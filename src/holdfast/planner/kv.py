@@ -12,9 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from holdfast.kvcache.groups import KVLayout, window_blocks
 from holdfast.models import LayerSpec, ModelSpec
+from holdfast.planner.same import Same
 
 RECURRENT_BYTES = 4
 """An element of a recurrent state: engines keep it in float32."""
@@ -118,9 +120,29 @@ def kv_cost(
     step_tokens: int = 0,
 ) -> KVCost:
     """`state_bytes`: of an element of a short convolution's inputs."""
-    growing, fixed = 0, 0
+    chosen = range(len(spec.layers)) if layers is None else layers if isinstance(layers, range) else tuple(layers)
+    growing, windows, fixed = _sums(Same(spec), element_bytes, state_bytes, tensor_parallel, chosen)
+    return KVCost(
+        growing_bytes=growing,
+        windows=windows,
+        fixed_bytes=fixed,
+        block_tokens=block_tokens,
+        step_tokens=step_tokens,
+    )
+
+
+@lru_cache(maxsize=1024)
+def _sums(
+    model: Same[ModelSpec],
+    element_bytes: int,
+    state_bytes: int,
+    tensor_parallel: int,
+    layers: range | tuple[int, ...],
+) -> tuple[int, tuple[tuple[int, int], ...], int]:
+    """Bytes that grow with every token, those of each window, and those of a sequence."""
+    spec, growing, fixed = model.held, 0, 0
     windows: dict[int, int] = {}
-    for index in range(len(spec.layers)) if layers is None else layers:
+    for index in layers:
         layer = spec.layers[index]
         size = rank_bytes(spec, layer, tensor_parallel, element_bytes)
         if layer.window is None:
@@ -130,13 +152,7 @@ def kv_cost(
         if layer.state is not None:
             recurrent = layer.state.recurrent_elements * RECURRENT_BYTES
             fixed += -(-(recurrent + layer.state.convolution_elements * state_bytes) // tensor_parallel)
-    return KVCost(
-        growing_bytes=growing,
-        windows=tuple(sorted(windows.items())),
-        fixed_bytes=fixed,
-        block_tokens=block_tokens,
-        step_tokens=step_tokens,
-    )
+    return growing, tuple(sorted(windows.items())), fixed
 
 
 def rank_bytes(spec: ModelSpec, layer: LayerSpec, ranks: int, element_bytes: int) -> int:
