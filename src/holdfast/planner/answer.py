@@ -15,6 +15,7 @@ from holdfast.planner.commands import commands, parse_engine
 from holdfast.planner.configurations import Configuration, max_configuration, safe_configuration
 from holdfast.planner.fit import Fit, Question, Rank, describe_budget, describe_devices, device_budget, fit
 from holdfast.planner.judgements import PlanWarning, warnings
+from holdfast.planner.kv import kv_cost
 from holdfast.planner.margin import with_fixes
 from holdfast.planner.question import KV_ELEMENT_BYTES
 from holdfast.planner.roofline import Throughput, no_throughput_reason, throughput
@@ -63,6 +64,13 @@ class Answer:
     def kv_bytes_per_token(self) -> int:
         """Of the model, once: copies on several ranks are not counted."""
         return self.question.model.spec.kv_bytes_per_token(KV_ELEMENT_BYTES[self.fit.kv_dtype])
+
+    @property
+    def kv_bytes_fixed_per_sequence(self) -> int:
+        """What full windows and recurrent states hold of a sequence; of the model, once."""
+        element, state = KV_ELEMENT_BYTES[self.fit.kv_dtype], KV_ELEMENT_BYTES[self.fit.dtype]
+        whole = kv_cost(self.question.model.spec, element_bytes=element, state_bytes=state)
+        return whole.window_bytes + whole.fixed_bytes
 
     @property
     def question(self) -> Question:

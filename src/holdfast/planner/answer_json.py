@@ -31,7 +31,8 @@ def document(answer: Answer) -> dict[str, Any]:
         "weights_bytes": found.weights_bytes,
         "kv_bytes_per_token": answer.kv_bytes_per_token,
         "kv_bytes_per_token_all_ranks": found.kv_bytes_per_token,
-        "kv_bytes_fixed_per_sequence": found.kv_bytes_fixed_per_sequence,
+        "kv_bytes_fixed_per_sequence": answer.kv_bytes_fixed_per_sequence,
+        "kv_bytes_fixed_per_sequence_all_ranks": found.kv_bytes_fixed_per_sequence,
         "kv_tokens": found.kv_tokens,
         "max_model_len": answer.max_model_len,
         "longest_model_len": found.longest_tokens,
@@ -116,6 +117,8 @@ def _traffic(found: Fit) -> dict[str, Any] | None:
         "length_tokens": traffic.length,
         "source": traffic.source,
         "requests": traffic.requests,
+        "at_least": traffic.at_least,
+        "without_output": traffic.without_output,
     }
 
 
@@ -131,7 +134,14 @@ def _devices(found: Fit) -> list[dict[str, Any]]:
                 "total_bytes": device.total_bytes,
                 "free_bytes": device.free_bytes,
                 "budget_bytes": 0,
+                "held_by": list(device.held_by),
+                "stage": None,
                 "terms": {},
+                "unused_bytes": 0,
+                "kv_needed_bytes": 0,
+                "short_bytes": 0,
+                "uncertain_bytes": 0,
+                "interval": {},
             }
         )
     return rows
@@ -204,6 +214,10 @@ def _way(way: WayOut, vllm: Vllm) -> dict[str, Any]:
         "available": way.available,
         "note": way.note,
         "weights_bytes": found.weights_bytes,
+        # Of tiers no pool is planned: what they would hold is in `tiers`.
+        "max_model_len": None,
+        "kv_tokens": None,
+        "concurrency": None,
         "tokens_per_s": None,
         "tiers": None,
     }

@@ -195,7 +195,7 @@ def _stacked(parts: dict[str, int], whole: int, width: int, paint: Paint) -> str
 
 def _capacity(answer: Answer, width: int, brief: bool) -> Iterator[str]:
     found, traffic = answer.fit, answer.question.traffic
-    fixed = found.kv_bytes_fixed_per_sequence
+    fixed = answer.kv_bytes_fixed_per_sequence
     each = f"KV {format_bytes(answer.kv_bytes_per_token)} a token ({found.kv_dtype})"
     if found.kv_bytes_per_token > answer.kv_bytes_per_token:
         each += f", {format_bytes(found.kv_bytes_per_token)} with the copies on all ranks,"

@@ -214,6 +214,40 @@ def test_windows_cost_nothing_once_they_are_full(ask: Ask) -> None:
     assert document["kv_bytes_fixed_per_sequence"] == 40 * 2 * 8 * 256 * 2 * 1024
 
 
+def test_copies_on_ranks_are_no_cost_of_the_model(ask: Ask) -> None:
+    """Gemma 3 1B has one KV head: every rank keeps it whole."""
+    one, four = (answer(ask("gemma-3-1b", "h100-80", count=size, tensor_parallel=size)).to_json() for size in (1, 4))
+    for key in ("kv_bytes_per_token", "kv_bytes_fixed_per_sequence"):
+        assert one[key] == four[key] == one[f"{key}_all_ranks"]
+        assert four[f"{key}_all_ranks"] == 4 * one[key]
+
+
+def test_every_device_and_every_way_out_has_the_same_keys(ask: Ask) -> None:
+    document = answer(ask("llama-3.1-8b", "h100-80", count=3, tensor_parallel=2)).to_json()
+    assert [device["used"] for device in document["devices"]] == [True, True, False]
+    assert len({tuple(sorted(device)) for device in document["devices"]}) == 1
+    ways = answer(ask("llama-3.1-70b", "rtx4090", ram_bytes=256 << 30)).to_json()["ways_out"]
+    assert {"tiers", "more_gpus"} <= {way["kind"] for way in ways}
+    assert len({tuple(sorted(way)) for way in ways}) == 1
+    assert all((way["kv_tokens"] is None) == (way["tiers"] is not None) for way in ways)
+
+
+def test_what_a_gpu_plan_chose_is_said(ask: Ask) -> None:
+    def said(*arguments: str, **settings: object) -> dict[str, str]:
+        document = answer(ask(*arguments, **settings)).to_json()
+        return {decision["field"]: f"{decision['value']}: {decision['reason']}" for decision in document["decisions"]}
+
+    on_t4 = said("qwen2.5-0.5b", "t4")
+    assert on_t4["dtype"].startswith("float16: ")
+    assert "does not compute in bfloat16" in on_t4["dtype"]
+    assert on_t4["kv_cache_dtype"] == "float16: what is computed in"
+    assert on_t4["max_num_batched_tokens"] == "8,192: the default"
+    assert not {"dtype", "kv_cache_dtype"} & set(said("qwen2.5-0.5b", "l4", dtype="half", kv_cache_dtype="fp8"))
+    too_large = said("llama-3.1-405b", "rtx4090", count=2)
+    assert "that hold it" not in too_large["tensor_parallel_size"]
+    assert "does not fit" in too_large["tensor_parallel_size"]
+
+
 def test_every_decision_has_a_reason(ask: Ask) -> None:
     document = answer(ask("llama-3.1-70b", "h100-80", count=8)).to_json()
     assert {"max_model_len", "max_num_seqs", "tensor_parallel_size", "budget"} <= {

@@ -6,8 +6,10 @@ from holdfast.checkpoints import StoredTensor
 from holdfast.config import EngineConfig
 from holdfast.errors import ConfigurationError, DoesNotFitError
 from holdfast.hardware import Memory, Processor
+from holdfast.hardware.nvidia import NvidiaGpu
 from holdfast.models import ModelSpec, from_config
 from holdfast.planner import Plan, footprint, make_plan, settle_pool
+from holdfast.planner.gpu_plan import make_gpu_plan
 
 GIB = 1 << 30
 PLAIN = Processor(model="plain", cores=2, features=frozenset({"asimd"}))
@@ -192,6 +194,25 @@ def test_terms_that_took_less_than_planned_give_it_to_the_pool(spec: ModelSpec) 
     few = plan(spec, 24, ram="20GiB", max_num_seqs=8)
     grown = settle_pool(few, 40 * GIB, {"weights": few.terms["weights"] - 8 * GIB})
     assert few.blocks < grown.blocks == few.most_blocks == 1 + 8 * 8192 // 16
+
+
+def test_the_pool_of_a_gpu_grows_within_its_budget(spec: ModelSpec) -> None:
+    total = 40 * GIB
+    gpu = NvidiaGpu(index=0, uuid="GPU-1", name="one", total_bytes=total, free_bytes=total, capability=(9, 0))
+
+    def made(**settings: object) -> Plan:
+        return make_gpu_plan(spec, None, EngineConfig.from_arguments(device="cuda", **settings), [gpu])
+
+    found = made()
+    page = found.layout.page_bytes
+    under = {"weights": found.terms["weights"], "activations": found.terms["activations"] - 64 * 1024**2}
+    grown = settle_pool(found, total, under)
+    assert found.blocks < grown.blocks <= found.most_blocks <= found.budget_bytes // page
+    assert found.terms["buffers"] == grown.terms["buffers"]  # the books are in RAM
+    assert sum(grown.terms.values()) - 64 * 1024**2 <= found.budget_bytes
+    few, as_set = made(max_num_seqs=2), made(kv_cache_memory_bytes="2GiB")
+    assert few.most_blocks == few.blocks == 1 + 2 * 8192 // 16
+    assert as_set.most_blocks == as_set.blocks == 2 * GIB // page
 
 
 def test_an_absolute_budget(spec: ModelSpec) -> None:
