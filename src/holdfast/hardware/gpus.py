@@ -139,12 +139,18 @@ def _normal(name: str) -> str:
     return _SIZE.sub(r"\1", "".join(word for word in words if word not in _NOISE))
 
 
+@cache
+def _known_families() -> dict[str, tuple[Gpu, ...]]:
+    return _families(entries())
+
+
 def other_sizes(text: str) -> tuple[str, ...]:
     """Keys that a name without a size could have meant too: none where it names one product."""
     stripped = text.strip()
     last, first = _COUNT_LAST.fullmatch(stripped), _COUNT_FIRST.fullmatch(stripped)
     names = (stripped, last[1] if last else "", first[2] if first else "")
-    family = next((_families(entries())[_normal(name)] for name in names if _normal(name) in _families(entries())), ())
+    families = _known_families()
+    family = next((families[_normal(name)] for name in names if _normal(name) in families), ())
     return tuple(gpu.key for gpu in family[1:])
 
 
