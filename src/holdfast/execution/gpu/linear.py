@@ -4,6 +4,7 @@ rows: cuBLAS, from quantized blocks through a tile that they are expanded to. Kn
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import Protocol
 
@@ -67,11 +68,11 @@ def gpu_linear(linear: Linear, scratch: Scratch) -> GpuLinear:
     raise EngineError(f"a {type(linear).__name__} has no products on a GPU")
 
 
-class _Plain:
+class _Plain(ABC):
     """The forms in several kernels, which any way of storing a matrix has."""
 
-    def write(self, x: torch.Tensor, out: torch.Tensor) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def write(self, x: torch.Tensor, out: torch.Tensor) -> None: ...
 
     def write_normed(
         self, x: torch.Tensor, norm: torch.Tensor, epsilon: float, normed: torch.Tensor, out: torch.Tensor
