@@ -44,11 +44,7 @@ def build_gpu_runner(
     )  # fmt: skip
     if checkpoint is not None:
         checkpoint.close()
-    limits = RunnerLimits(
-        max_num_seqs=plan.limits.max_num_seqs,
-        max_num_batched_tokens=plan.limits.max_num_batched_tokens,
-        max_model_len=plan.limits.max_model_len,
-    )
+    limits = RunnerLimits.of(plan.limits)
     runner = GpuRunner(
         spec, weights, plan.layout, limits, device, kv_dtype=DTYPES[plan.kv_dtype], graphs=not config.enforce_eager
     )

@@ -193,11 +193,7 @@ def build_core(
     )
     if checkpoint is not None:
         checkpoint.close()
-    limits = RunnerLimits(
-        max_num_seqs=plan.limits.max_num_seqs,
-        max_num_batched_tokens=plan.limits.max_num_batched_tokens,
-        max_model_len=plan.limits.max_model_len,
-    )
+    limits = RunnerLimits.of(plan.limits)
     runner = Runner(
         model.spec,
         weights,

@@ -25,6 +25,14 @@ class RunnerLimits:
     max_num_batched_tokens: int
     max_model_len: int
 
+    @staticmethod
+    def of(planned: Limits) -> RunnerLimits:
+        return RunnerLimits(
+            max_num_seqs=planned.max_num_seqs,
+            max_num_batched_tokens=planned.max_num_batched_tokens,
+            max_model_len=planned.max_model_len,
+        )
+
 
 def as_planned(limits: RunnerLimits) -> Limits:
     """The same under the planner's name, for its arithmetic."""
