@@ -229,7 +229,7 @@ def measured_device(index: int, gpu: nvidia.NvidiaGpu) -> Device:
     return Device(
         index=index, name=gpu.known.key if gpu.known is not None else shorten(gpu.name), kind="gpu",
         total_bytes=gpu.total_bytes, free_bytes=gpu.free_bytes, gpu=gpu.known, measured=True, held_by=holders(gpu),
-        unified=gpu.unified,
+        unified=gpu.unified, selector=gpu.uuid if gpu.mig else str(gpu.index),
     )  # fmt: skip
 
 

@@ -56,6 +56,8 @@ class Device:
     held_by: tuple[str, ...] = ()
     """Who holds the rest, for people to read."""
     unified: bool = False
+    selector: str | None = field(default=None, compare=False)
+    """What CUDA_VISIBLE_DEVICES calls it on this machine, in the order of its buses; None: `index`, as it was named."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
