@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING
 
+from holdfast.checkpoints.claims import PLAIN, packed_part, require_quantization
 from holdfast.checkpoints.files import StoredTensor
 from holdfast.checkpoints.packing import packing_of
-from holdfast.checkpoints.quantized import Packing, stored_parts
+from holdfast.checkpoints.quantized import Packing, Part, stored_parts
 from holdfast.errors import CheckpointError
 from holdfast.models import ModelSpec, TensorSpec
 from holdfast.models.source import GGUF_NAMES
@@ -27,8 +28,6 @@ from holdfast.units import shorten
 if TYPE_CHECKING:
     from holdfast.checkpoints.checkpoint import Checkpoint
 
-PLAIN = ("F32", "F16", "BF16")
-_PACKED_ENDINGS = (".qweight", ".weight_packed", "_blocks", ".blocks")
 _HEADS = ("lm_head", "embed_out")
 """What safetensors call the head, after any prefix."""
 _LAYER = re.compile(r"(.*?)\b(\d+)\.")
@@ -67,6 +66,7 @@ class _Place:
 
 def require_agreement(spec: ModelSpec, checkpoint: Checkpoint) -> tuple[str, ...]:
     """What is odd but harmless, in words. Raises CheckpointError."""
+    odd = require_quantization(spec, checkpoint.tensors) if checkpoint.format == "safetensors" else ()
     missing: list[TensorSpec] = []
     folded = seen = 0
     for tensor in spec.tensors:
@@ -83,7 +83,7 @@ def require_agreement(spec: ModelSpec, checkpoint: Checkpoint) -> tuple[str, ...
     if missing:
         raise _lacking(missing, seen, spec, checkpoint)
     require_no_more(spec, checkpoint)
-    notes = []
+    notes = list(odd)
     if folded:
         notes.append(f"{folded} norms and biases that the header promises are not there under their names")
     if unused := unused_head(spec, checkpoint.tensors):
@@ -170,34 +170,33 @@ def _places(tensor: TensorSpec, spec: ModelSpec, stored: Mapping[str, StoredTens
     """None: one of them is not there, in any packing."""
     packing = None if spec.quantization is None else packing_of(spec.quantization, tensor, spec.stored_dtype)
     axes = _axes(tensor)
-    packed_name, packed_shape = _packed(tensor, packing)
-    if packing is not None and packing.method in ("awq", "gptq"):
-        packed_axes = (axes[1], axes[0])
-    else:
-        packed_axes = axes
+    packed_axes = (axes[1], axes[0]) if packing is not None and packing.method in ("awq", "gptq") else axes
+    expected: Part | None = None
     for name, shape in tensor.in_safetensors():
         found = stored.get(name)
-        module = name.removesuffix(".weight")
-        if found is not None:
-            plain = found.layout in PLAIN
-            yield _Place(name, shape, axes) if plain else _Place(name, packed_shape, packed_axes, packed=True)
+        if found is not None and found.layout in PLAIN:
+            yield _Place(name, shape, axes)
             continue
-        other = next((module + ending for ending in _PACKED_ENDINGS if module + ending in stored), None)
-        known = other is not None and packed_name and other.endswith(packed_name)
-        yield None if other is None else _Place(other, packed_shape if known else None, packed_axes, packed=True)
+        packed = packed_part(name, stored)
+        if packed is None:
+            yield None
+            continue
+        if packing is not None and expected is None:
+            expected = _packed(tensor, packing, packed)
+        known = expected is not None and (found is not None or packed.name.endswith(expected.name))
+        yield _Place(packed.name, expected.shape if expected and known else None, packed_axes, packed=True)
 
 
-def _packed(tensor: TensorSpec, packing: Packing | None) -> tuple[str, tuple[int, ...] | None]:
-    """The ending and the shape of the part that holds the quants, of the whole tensor or of one expert."""
-    if packing is None:
-        return "", None
+def _packed(tensor: TensorSpec, packing: Packing, stored: StoredTensor) -> Part:
+    """The part that holds the quants, of the whole tensor or of one expert. Raises CheckpointError."""
     *stacked, rows, columns = tensor.shape
     try:
         part = stored_parts(packing, rows, columns)[0]
-    except CheckpointError:
-        return "", None  # Said where its bytes are counted.
-    apart = "{expert}" in tensor.hf_name
-    return part.name, part.shape if apart else (*stacked, *part.shape)
+    except CheckpointError as error:
+        error.found = f"{error.found}, of {shorten(stored.name, 120)}"
+        error.fix = error.fix or _FIX["safetensors"]
+        raise
+    return part if "{expert}" in tensor.hf_name else replace(part, shape=(*stacked, *part.shape))
 
 
 # Refusals
@@ -265,5 +264,7 @@ def _why_missing(missing: list[TensorSpec], spec: ModelSpec) -> str:
 
 def _field(name: str, spec: ModelSpec, checkpoint: Checkpoint) -> str:
     """As this file spells it."""
-    spelled = GGUF_NAMES.get(name) if checkpoint.format == "gguf" else None
+    if checkpoint.format != "gguf":
+        return spec.spellings.get(name, name)
+    spelled = GGUF_NAMES.get(name)
     return name if spelled is None else f"{spec.architecture}.{spelled if isinstance(spelled, str) else spelled[0]}"

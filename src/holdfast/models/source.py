@@ -314,6 +314,7 @@ def build_spec(
         quantization=None if source.gguf else _quantization(source),
         features=tuple(features),
         not_counted=tuple(not_counted),
+        spellings={} if source.gguf else {name: fields.key(name) for name in fields.names},
     )
 
 

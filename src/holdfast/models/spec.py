@@ -6,7 +6,7 @@ A tensor has one canonical name here, beside the names that checkpoints keep it 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from math import prod
 from typing import Literal
@@ -199,6 +199,8 @@ class ModelSpec:
     """What of it this engine lacks, in words; planning needs none of that."""
     not_counted: tuple[str, ...] = ()
     """Parts of the checkpoint whose tensors are not in `tensors`, in words."""
+    spellings: Mapping[str, str] = field(repr=False, default_factory=dict)
+    """How its config.json spells the fields that most call otherwise: num_experts is n_routed_experts there."""
 
     @property
     def runnable(self) -> bool:

@@ -239,13 +239,10 @@ def check_parallel(spec: ModelSpec, tensor_parallel: int, pipeline_parallel: int
 
 
 def stage_layers(layers: int, stages: int) -> tuple[range, ...]:
-    """Layers of each stage: as even as they go, the first and the last stage not the longer ones where that is
-    possible, because they carry the embedding and the head."""
+    """Layers of each stage, as vLLM deals them out: evenly, and one more to the stage before the last and to those
+    before it, as far as they go. The last stage, which has the head, is never a longer one."""
     least, more = divmod(layers, stages)
-    sizes = [least] * stages
-    order = [*range(1, stages - 1), stages - 1, 0] if stages > 1 else [0]
-    for index in order[:more]:
-        sizes[index] += 1
+    sizes = [least + (stages - 1 - more <= index < stages - 1) for index in range(stages)]
     found, first = [], 0
     for size in sizes:
         found.append(range(first, first + size))

@@ -164,9 +164,9 @@ def test_contradictions_name_the_field(
 @pytest.mark.parametrize(
     ("change", "field"),
     [
-        (repeated(".experts.3.", ".experts.4."), "num_experts"),
-        (without("layers.1.block_sparse_moe.experts.3."), "num_experts"),
-        (reshaped("experts.2.w1", (256, 256)), "moe_intermediate_size"),
+        (repeated(".experts.3.", ".experts.4."), "num_local_experts"),
+        (without("layers.1.block_sparse_moe.experts.3."), "num_local_experts"),
+        (reshaped("experts.2.w1", (256, 256)), "intermediate_size"),
     ],
 )
 def test_experts_are_counted(change: Callable[[dict[str, StoredTensor]], Any], field: str) -> None:

@@ -16,6 +16,7 @@ _NAMES: dict[str, str | tuple[str, ...]] = {
     "max_position_embeddings": "max_seq_len",
     "num_key_value_heads": "attn_config.kv_n_heads",
     "intermediate_size": "ffn_config.ffn_hidden_size",
+    "num_experts": "ffn_config.moe_num_experts",
 }
 
 

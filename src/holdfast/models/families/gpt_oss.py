@@ -11,7 +11,9 @@ FAMILY = "gpt_oss"
 
 
 def describe(source: Source) -> ModelSpec:
-    source = source.called({"num_experts": ("num_local_experts", "num_experts")})
+    source = source.called(
+        {"num_experts": ("num_local_experts", "num_experts"), "moe_intermediate_size": "intermediate_size"}
+    )
     fields = source.fields
     shape = read_shape(
         source,

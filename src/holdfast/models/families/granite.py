@@ -13,7 +13,7 @@ _FEATURES = ("scaled embeddings, residuals and logits",)
 
 
 def describe(source: Source) -> ModelSpec:
-    source = source.called({"num_experts": "num_local_experts"})
+    source = source.called({"num_experts": "num_local_experts", "moe_intermediate_size": "intermediate_size"})
     fields = source.fields
     shape = read_shape(source, max_position=None if source.gguf else 2048)
     bias = "qkvo" if fields.boolean("attention_bias", default=False) else ""

@@ -14,6 +14,7 @@ _KINDS = ("mamba", "attention", "linear_attention", "full_attention")
 
 
 def describe(source: Source) -> ModelSpec:
+    source = source.called({"num_experts": "num_local_experts", "moe_intermediate_size": "intermediate_size"})
     fields = source.fields
     rotates = fields.text("position_embedding_type", default="nope") == "rope"
     shape = read_shape(source, max_position=2048, rotary=1.0 if rotates else 0.0)
@@ -57,7 +58,7 @@ def describe(source: Source) -> ModelSpec:
 
 
 def _experts(source: Source, inner: int) -> ExpertsSpec | None:
-    count = source.fields.integer("num_local_experts", low=0, high=MAX_EXPERTS, default=8)
+    count = source.fields.integer("num_experts", low=0, high=MAX_EXPERTS, default=8)
     if not count:
         return None
     used = source.fields.integer("num_experts_per_tok", high=count, default=min(2, count))

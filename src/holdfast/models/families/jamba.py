@@ -31,6 +31,7 @@ class Recurrence:
 
 
 def describe(source: Source) -> ModelSpec:
+    source = source.called({"moe_intermediate_size": "intermediate_size"})
     fields = source.fields
     shape = read_shape(source, kv_heads=8, max_position=262_144, rotary=0.0)
     recurrence = _recurrence(source, shape.hidden)

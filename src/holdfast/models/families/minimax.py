@@ -11,7 +11,7 @@ FAMILY = "minimax"
 
 
 def describe(source: Source) -> ModelSpec:
-    source = source.called({"num_experts": "num_local_experts"})
+    source = source.called({"num_experts": "num_local_experts", "moe_intermediate_size": "intermediate_size"})
     fields = source.fields
     shape = read_shape(
         source,

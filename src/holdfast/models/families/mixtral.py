@@ -12,7 +12,7 @@ FAMILY = "mixtral"
 
 def describe(source: Source) -> ModelSpec:
     """A GGUF of architecture llama comes here too, by way of the llama family, when it has experts."""
-    source = source.called({"num_experts": "num_local_experts"})
+    source = source.called({"num_experts": "num_local_experts", "moe_intermediate_size": "intermediate_size"})
     fields = source.fields
     phi = source.architecture.lower().startswith("phimoe")
     shape = read_shape(source, kv_heads=None if source.gguf else 8, max_position=None if source.gguf else 131_072)

@@ -11,6 +11,7 @@ FAMILY = "olmo"
 
 
 def describe(source: Source) -> ModelSpec:
+    source = source.called({"moe_intermediate_size": "intermediate_size"})
     kind = source.architecture.removesuffix("ForCausalLM").lower()
     fields = source.fields
     eps = "layer_norm_eps" if kind == "olmo" and source.gguf else "rms_norm_eps"

@@ -1,0 +1,74 @@
+"""Pipeline stages that are not even: how many layers each has, where embedding and head lie, and which one decides."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from holdfast.models import catalogue, describe_config
+from holdfast.planner.fit import Question, fit
+from holdfast.planner.question import PlannedModel
+from holdfast.planner.weights import rank_bytes, stage_layers, weights_of
+
+Ask = Callable[..., Question]
+
+
+@pytest.mark.parametrize(
+    ("layers", "stages", "sizes"),
+    [
+        (32, 4, [8, 8, 8, 8]),
+        (22, 4, [5, 6, 6, 5]),
+        (126, 4, [31, 32, 32, 31]),
+        (7, 3, [2, 3, 2]),
+        (5, 3, [2, 2, 1]),
+        (3, 2, [2, 1]),
+        (61, 2, [31, 30]),
+        (23, 4, [6, 6, 6, 5]),
+        (43, 10, [4, 4, 4, 4, 4, 4, 5, 5, 5, 4]),
+        (5, 1, [5]),
+        (4, 4, [1, 1, 1, 1]),
+    ],
+)
+def test_layers_are_dealt_out_as_vllm_does(layers: int, stages: int, sizes: list[int]) -> None:
+    """What is over goes to the stage before the last first, then to those before it (get_pp_indices)."""
+    found = stage_layers(layers, stages)
+    assert [len(stage) for stage in found] == sizes
+    assert [layer for stage in found for layer in stage] == list(range(layers))
+
+
+@pytest.mark.parametrize(("name", "tied"), [("llama-3.1-8b", False), ("llama-3.2-1b", True)])
+def test_embedding_and_head_lie_at_the_ends(name: str, tied: bool) -> None:
+    spec = describe_config(catalogue.find(name).config)
+    assert spec.tied_embeddings is tied
+    weights = weights_of(PlannedModel(name=name, spec=spec, origin="catalogue"), dtype="bfloat16")
+    held = [rank_bytes(weights, spec, tensor_parallel=1, stage=stage, stages=3) for stage in range(3)]
+
+    def of(*names: str) -> int:
+        return sum(2 * tensor.elements for tensor in spec.tensors if tensor.name in names)
+
+    layers = [
+        sum(2 * tensor.elements for tensor in spec.tensors if tensor.layer in stage)
+        for stage in stage_layers(len(spec.layers), 3)
+    ]
+    last = of("final_norm", "embed" if tied else "head")
+    assert held == [layers[0] + of("embed"), layers[1], layers[2] + last]
+
+
+def test_the_fullest_stage_decides(ask: Ask) -> None:
+    """Llama 3.1 8B in three stages: 11, 11 and 10 layers, the first with the embedding, the last with the head."""
+    found = fit(ask("llama-3.1-8b", "rtx3060-12", count=3, pipeline_parallel=3, tensor_parallel=1))
+    assert [len(stage) for stage in stage_layers(32, 3)] == [11, 11, 10]
+    assert [rank.kv.growing_bytes for rank in found.ranks] == [layers * 4096 for layers in (11, 11, 10)]
+    terms = [{term.name: term.nbytes for term in rank.terms} for rank in found.ranks]
+    assert terms[0]["weights"] > terms[2]["weights"] > terms[1]["weights"]
+    assert ["logits" in one for one in terms] == [False, False, True]
+    longest = [rank.kv.longest(rank.room_bytes, 131_072) for rank in found.ranks]
+    assert found.kv_tokens == min(rank.room_bytes // (16 * rank.kv.growing_bytes) * 16 for rank in found.ranks)
+    assert found.limits.max_model_len == min(longest)
+    assert len(set(longest)) == 3
+
+    asked = {"count": 3, "pipeline_parallel": 3, "tensor_parallel": 1, "max_model_len": 131_072}
+    short = fit(ask("llama-3.1-8b", "rtx3060-12", **asked))
+    lacking = [short.needed_bytes(rank) - rank.room_bytes for rank in short.ranks]
+    assert short.short_bytes == max(lacking) > min(lacking)
