@@ -2,6 +2,7 @@
 
 from holdfast.checkpoints.agreement import require_agreement, unused_head
 from holdfast.checkpoints.checkpoint import Checkpoint, extra_tensors, match, open_checkpoint, stored_name
+from holdfast.checkpoints.claims import as_stored
 from holdfast.checkpoints.files import GGUFHeader, ModelFiles, StoredTensor
 from holdfast.checkpoints.layouts import ENGINE_LAYOUTS, LAYOUTS, Layout
 from holdfast.checkpoints.packing import packing_of
@@ -19,6 +20,7 @@ __all__ = [
     "Packing",
     "Part",
     "StoredTensor",
+    "as_stored",
     "describe",
     "extra_tensors",
     "from_path",

@@ -106,7 +106,8 @@ def _awq(packing: Packing, rows: int, columns: int) -> tuple[Part, ...]:
 
 
 def _gptq(packing: Packing, rows: int, columns: int) -> tuple[Part, ...]:
-    groups = _groups(packing, columns, whole=False)
+    # Its format could end in a shorter group; no engine that reads it can.
+    groups = _groups(packing, columns, whole=True)
     return (
         Part("qweight", (_words(packing, columns, "input features"), rows), "I32"),
         Part("qzeros", (groups, _words(packing, rows, "output features")), "I32"),
@@ -239,7 +240,8 @@ def _groups(packing: Packing, columns: int, *, whole: bool) -> int:
     if size < 1:
         raise _unfit(packing, "a group_size of at least 1, or -1 for whole rows", str(packing.group_size))
     if whole and columns % size:
-        raise _unfit(packing, f"input features in multiples of the group_size {size}", str(columns))
+        needed = f"input features in multiples of the group_size {size}"
+        raise _unfit(packing, needed, str(columns), field="group_size")
     return -(-columns // size)
 
 
@@ -248,7 +250,7 @@ def _check_bits(packing: Packing, known: tuple[int, ...]) -> None:
         raise _unfit(packing, "bits of " + ", ".join(map(str, known)), str(packing.bits))
 
 
-def _unfit(packing: Packing, needed: str, found: str) -> CheckpointError:
+def _unfit(packing: Packing, needed: str, found: str, *, field: str = "quantization_config") -> CheckpointError:
     return CheckpointError(
-        f"no matrix can be stored so under {packing.method}", needed=needed, found=found, field="quantization_config"
+        f"no matrix can be stored so under {packing.method} ({field})", needed=needed, found=found, field=field
     )

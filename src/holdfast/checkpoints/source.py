@@ -21,6 +21,7 @@ from typing import Any, Literal
 from holdfast.checkpoints import builtin, gguf, hub, safetensors
 from holdfast.checkpoints.checkpoint import open_checkpoint
 from holdfast.checkpoints.choice import INDEX_NAME, choose_weights, part_names, pickles_in, pickles_refused
+from holdfast.checkpoints.claims import as_stored
 from holdfast.checkpoints.files import GGUFHeader, ModelFiles
 from holdfast.checkpoints.reading import read_json, read_small
 from holdfast.errors import CheckpointError, ModelNotFoundError
@@ -119,12 +120,13 @@ def from_path(path: Path, *, name: str, kind: Kind | None = None, wanted: str | 
 def spec_of(files: ModelFiles) -> ModelSpec:
     """What the files say the model is; one that this engine cannot run is refused."""
     if files.header is not None:
-        return from_gguf(files.header.metadata, files.header.tensors.keys())
-    return from_config(_config_of(files), files.generation_config)
+        return as_stored(from_gguf(files.header.metadata, files.header.tensors.keys()), files.header.tensors)[0]
+    spec = from_config(_config_of(files), files.generation_config)
+    return spec if files.format == "none" else as_stored(spec, open_checkpoint(files).tensors)[0]
 
 
 def describe(files: ModelFiles) -> ModelSpec:
-    """The same for those who only count: any known model."""
+    """The same for those who only count: any known model, of the type that its config says."""
     if files.header is not None:
         return describe_gguf(files.header.metadata, files.header.tensors.keys())
     return describe_config(_config_of(files), files.generation_config)

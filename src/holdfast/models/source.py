@@ -331,13 +331,20 @@ def _quantization(source: Source) -> QuantSpec | None:
 
 def _config_dtype(source: Source) -> str:
     for holder in (source.fields, source.outer):
-        for name in ("dtype", "torch_dtype"):
-            if holder.has(name):
-                dtype = holder.text(name).removeprefix("torch.")
-                if dtype not in _DTYPES:
-                    raise holder.wrong(name, "one of " + ", ".join(_DTYPES), dtype)
-                return dtype
+        given = [name for name in ("dtype", "torch_dtype") if holder.has(name)]
+        dtypes = [_dtype(holder, name) for name in given]
+        if len(set(dtypes)) > 1:
+            raise holder.wrong("torch_dtype", f"{dtypes[0]}, as {given[0]} says", dtypes[1])
+        if dtypes:
+            return dtypes[0]
     return "bfloat16"
+
+
+def _dtype(holder: Fields, name: str) -> str:
+    dtype = holder.text(name).removeprefix("torch.")
+    if dtype not in _DTYPES:
+        raise holder.wrong(name, "one of " + ", ".join(_DTYPES), dtype)
+    return dtype
 
 
 def _gguf_dtype(fields: Fields) -> str:

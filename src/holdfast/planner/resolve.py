@@ -18,6 +18,7 @@ from holdfast.checkpoints import (
     Checkpoint,
     ModelFiles,
     StoredTensor,
+    as_stored,
     builtin,
     describe,
     locate_headers,
@@ -177,7 +178,9 @@ def _from_files(files: ModelFiles) -> Resolved:
     checkpoint = open_checkpoint(files)
     total = sum(tensor.nbytes for tensor in checkpoint.tensors.values())
     decisions = [_where(files, f"headers of {format_bytes(total)} of {files.format}")]
-    decisions += [Decision("weights", "as stored", note, "model") for note in require_agreement(spec, checkpoint)]
+    odd = require_agreement(spec, checkpoint)
+    spec, otherwise = as_stored(spec, checkpoint.tensors)
+    decisions += [Decision("weights", "as stored", note, "model") for note in (*odd, *otherwise)]
     model = PlannedModel(
         name=files.name,
         spec=spec,

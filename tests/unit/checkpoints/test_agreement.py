@@ -13,7 +13,15 @@ from typing import Any
 
 import pytest
 
-from holdfast.checkpoints import Checkpoint, StoredTensor, match, packing_of, require_agreement, stored_parts
+from holdfast.checkpoints import (
+    Checkpoint,
+    StoredTensor,
+    as_stored,
+    match,
+    packing_of,
+    require_agreement,
+    stored_parts,
+)
 from holdfast.errors import CheckpointError
 from holdfast.models import ModelSpec, TensorSpec, catalogue, describe_config
 from holdfast.planner.question import PlannedModel
@@ -187,6 +195,79 @@ def test_packed_matrices_may_be_turned() -> None:
     """Some quantizers write [out, in / 8] where most write [in, out / 8]."""
     spec = describe_config({**QWEN, "quantization_config": AWQ})
     assert require_agreement(spec, checkpoint(spec, reshaped("0.mlp.up_proj.qweight", (512, 32)))) == ()
+
+
+# What the config says of how numbers are stored
+
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128}
+FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic"}
+INT4 = {
+    "quant_method": "compressed-tensors",
+    "config_groups": {"group_0": {"weights": {"num_bits": 4, "strategy": "group", "group_size": 128}}},
+}
+BITSANDBYTES = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+
+
+@pytest.mark.parametrize("config", [QWEN, LLAMA, MIXTRAL], ids=["qwen", "llama", "mixtral"])
+@pytest.mark.parametrize("quantization", [AWQ, GPTQ, FP8, INT4, BITSANDBYTES], ids=lambda table: table["quant_method"])
+def test_plain_weights_under_a_quantization_are_refused(config: dict[str, Any], quantization: dict[str, Any]) -> None:
+    spec = describe_config({**config, "quantization_config": quantization})
+    with pytest.raises(CheckpointError, match="they are plain") as caught:
+        require_agreement(spec, checkpoint(describe_config(config)))
+    assert caught.value.field == "quantization_config"
+    assert "BF16" in str(caught.value.found)
+    assert caught.value.fix
+
+
+@pytest.mark.parametrize(("said", "there"), [(AWQ, INT4), (FP8, AWQ), (INT4, GPTQ), (GPTQ, FP8), (BITSANDBYTES, FP8)])
+def test_weights_of_another_quantizer_are_refused(said: dict[str, Any], there: dict[str, Any]) -> None:
+    spec = describe_config({**LLAMA, "quantization_config": said})
+    with pytest.raises(CheckpointError, match="in another way") as caught:
+        require_agreement(spec, checkpoint(describe_config({**LLAMA, "quantization_config": there})))
+    assert caught.value.field == "quant_method"
+
+
+def test_packed_weights_that_the_config_does_not_tell_of_are_said() -> None:
+    packed = checkpoint(describe_config({**LLAMA, "quantization_config": GPTQ}))
+    (note,) = require_agreement(describe_config(LLAMA), packed)
+    assert "quantization_config" in note
+
+
+@pytest.mark.parametrize("quantization", [AWQ, GPTQ], ids=["awq", "gptq"])
+def test_groups_that_do_not_divide_a_row_are_refused(quantization: dict[str, Any]) -> None:
+    """A width of 512 in groups of 96: with the headers, and from the config alone."""
+    good = describe_config({**LLAMA, "quantization_config": quantization})
+    bad = describe_config({**LLAMA, "quantization_config": {**quantization, "group_size": 96}})
+    with pytest.raises(CheckpointError) as caught:
+        require_agreement(bad, checkpoint(good))
+    assert (caught.value.field, "96" in str(caught.value.needed)) == ("group_size", True)
+    assert "qweight" in str(caught.value.found)
+    with pytest.raises(CheckpointError) as caught:
+        weights_of(PlannedModel(name="x", spec=bad, origin="folder"), dtype="bfloat16")
+    assert caught.value.field == "group_size"
+
+
+def test_two_types_that_differ_are_refused() -> None:
+    with pytest.raises(CheckpointError) as caught:
+        describe_config({**LLAMA, "dtype": "float32", "torch_dtype": "bfloat16"})
+    assert caught.value.field == "torch_dtype"
+    assert "float32" in str(caught.value.needed)
+    assert describe_config({**LLAMA, "dtype": "float16", "torch_dtype": "torch.float16"}).stored_dtype == "float16"
+
+
+@pytest.mark.parametrize(
+    ("said", "layout", "dtype"),
+    [("bfloat16", "F32", "float32"), ("float32", "BF16", "bfloat16"), ("bfloat16", "F16", "bfloat16")],
+)
+def test_weights_of_another_type_are_believed_and_said(said: str, layout: str, dtype: str) -> None:
+    spec = describe_config({**LLAMA, "dtype": said})
+    held = {name: stored(name, tensor.shape, layout) for name, tensor in on_disk(spec).items()}
+    found, (note,) = as_stored(spec, held)
+    assert found.stored_dtype == dtype
+    assert said in note
+    assert as_stored(spec, {}) == (spec, ())
+    quantized = describe_config({**LLAMA, "dtype": said, "quantization_config": AWQ})
+    assert as_stored(quantized, held) == (quantized, ()), "what is left of a quantized model proves nothing"
 
 
 def test_the_engine_refuses_more_layers_too() -> None:

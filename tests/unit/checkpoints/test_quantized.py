@@ -72,7 +72,7 @@ WORKED: list[tuple[Packing, tuple[int, int], list[int]]] = [
     (Packing("awq", group_size=-1), (1024, 4096), [2_097_152, 512, 2_048]),
     (Packing("gptq"), (1024, 4096), [2_097_152, 16_384, 65_536, 16_384]),
     # 8 bits: 4 a word; the last group of 100 columns is a short one.
-    (Packing("gptq", bits=8, group_size=128), (64, 100), [6_400, 64, 128, 400]),
+    (Packing("gptq", bits=8, group_size=-1), (64, 100), [6_400, 64, 128, 400]),
     # 3 bits: 32 of them in 3 words.
     (Packing("gptq", bits=3), (64, 128), [3_072, 24, 128, 512]),
     (Packing("pack-quantized"), (4096, 14336), [29_360_128, 917_504, 16]),
