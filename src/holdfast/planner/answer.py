@@ -106,7 +106,7 @@ class Answer:
 
     def __repr__(self) -> str:
         said = "fits" if self.fits else self.problem or f"{format_bytes(self.fit.short_bytes)} short"
-        return f"<Answer {self.question.model.name} on {describe_devices(self.question.machine.devices)}: {said}>"
+        return f"<Answer {self.question.model.name} on {describe_devices(self.question.machine.all_devices)}: {said}>"
 
     def __str__(self) -> str:
         from holdfast.planner.report import lines

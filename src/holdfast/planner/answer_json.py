@@ -124,7 +124,7 @@ def _traffic(found: Fit) -> dict[str, Any] | None:
 
 def _devices(found: Fit) -> list[dict[str, Any]]:
     rows = [_rank(rank, found) for rank in found.ranks]
-    for device in found.question.machine.devices[len(found.ranks) :]:
+    for device in found.question.machine.all_devices[len(found.ranks) :]:
         rows.append(
             {
                 "index": device.index,

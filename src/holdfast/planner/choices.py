@@ -76,10 +76,8 @@ def left_out(found: Fit) -> Iterator[Decision]:
     else:
         why = "with the others the context would be no longer"
     sizes = " and ".join(dict.fromkeys(f"{device.name} ({format_bytes(device.total_bytes)})" for device in rest))
-    by_hand = f"; CUDA_VISIBLE_DEVICES={','.join(str(device.index) for device in used)} chooses them"
-    yield Decision(
-        "gpus", describe_devices(used), f"the largest: {why}; left out: {sizes}{by_hand}", "planner"
-    )  # fmt: skip
+    reason = f"the largest: {why}; left out: {sizes}; commands show an engine those that are taken alone"
+    yield Decision("gpus", describe_devices(used), reason, "planner")
 
 
 def number_types(found: Fit) -> Iterator[Decision]:

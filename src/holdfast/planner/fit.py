@@ -3,8 +3,9 @@
     stated (a context, traffic)   the highest limits that fit, on the fewest GPUs that have them
     left open                     the GPUs and limits that give the longest context, as limits.py weighs it
 
-Of GPUs that differ, the largest are taken first. More memory never fits less, is never shorter, and lacks no more.
-Ways out are in ways_out.py, what to make of it in answer.py.
+Of GPUs that differ, the largest are taken first; those that cannot hold a model together are planned apart (kin.py).
+More memory never fits less, is never shorter, and lacks no more. Ways out are in ways_out.py, what to make
+of it in answer.py.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from holdfast.planner.fitted import (
     required,
 )
 from holdfast.planner.host import Hosted, host, least_tokens, runs_here
+from holdfast.planner.kin import apart, best
 from holdfast.planner.limits import Rung, choose, ladder, length_decision
 from holdfast.planner.same import Same
 
@@ -51,6 +53,12 @@ Counted = Callable[[int, int], Fit]
 
 
 def fit(question: Question) -> Fit:
+    """On GPUs that can hold a model together; where there are several kinds, on those that hold most."""
+    kinds = apart(question)
+    return _fit(question) if kinds[0] is question else best([_fit(one) for one in kinds])
+
+
+def _fit(question: Question) -> Fit:
     settings, machine = question.settings, question.machine
     if machine.kind == "cpu" and runs_here(question.model, settings):
         check(question, settings.tensor_parallel or 1)

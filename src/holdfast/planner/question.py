@@ -63,6 +63,9 @@ class Device:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
     devices: tuple[Device, ...]
+    """Those that may hold one model together, once a plan is made."""
+    aside: tuple[Device, ...] = ()
+    """GPUs of other kinds, which share no model with these."""
     ram_bytes: int | None = None
     """Free RAM beside the devices; None: not known."""
     nvme_bytes: int | None = None
@@ -73,6 +76,10 @@ class Machine:
     @property
     def kind(self) -> DeviceKind:
         return self.devices[0].kind
+
+    @property
+    def all_devices(self) -> tuple[Device, ...]:
+        return (*self.devices, *self.aside)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

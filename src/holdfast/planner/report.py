@@ -90,7 +90,7 @@ def _devices(answer: Answer, width: int, paint: Paint) -> Iterator[str]:
         if number:
             yield ""
         yield from _rank(answer, group, width, paint)
-    idle = len(answer.question.machine.devices) - len(answer.fit.ranks)
+    idle = len(answer.question.machine.all_devices) - len(answer.fit.ranks)
     if idle > 0:
         more = f"; {answer.replicas} servers like this go side by side here, as replicas" if answer.replicas > 1 else ""
         yield from wrapped(f"{counted(idle, 'more device')} not used{more}", width, "", "  ")

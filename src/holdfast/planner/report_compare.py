@@ -47,7 +47,7 @@ def _names(answers: Sequence[Answer]) -> list[str]:
 
 def _machine(answer: Answer) -> str:
     """All of it, so that two of the same kind can be told apart even where a plan uses one."""
-    return describe_devices(answer.question.machine.devices)
+    return describe_devices(answer.question.machine.all_devices)
 
 
 def _too_many(figures: Sequence[Mapping[str, str]], width: int) -> tuple[str, ...]:

@@ -210,7 +210,7 @@ def test_a_small_gpu_beside_a_large_one_takes_nothing_away(ask: Ask) -> None:
         assert [rank.device.index for rank in beside.ranks] == [1]
         said = {decision.field: decision for decision in beside.decisions}
         assert "H100" in str(said["gpus"].value)
-        assert "(14.56 GiB); CUDA_VISIBLE_DEVICES=1" in said["gpus"].reason
+        assert "left out: Tesla T4 (14.56 GiB)" in said["gpus"].reason
     asked = found("llama-3.1-8b", "t4", "h100-80", tensor_parallel=1)
     assert "H100" in asked.ranks[0].device.name
     # Together only where both are needed: then in what both compute in.
