@@ -12,6 +12,12 @@ from holdfast.units import MIB
 
 ROUNDING = 1e-4
 """Of a hundredth: a budget in whole bytes is a little less than its share."""
+SHOWS_GPUS: Mapping[str, str] = {
+    "nvidia": "CUDA_VISIBLE_DEVICES", "amd": "HIP_VISIBLE_DEVICES", "intel": "ZE_AFFINITY_MASK",
+}  # fmt: skip
+"""The variable that shows a program some GPUs of a vendor and hides the rest; Apple has none, and one GPU."""
+IN_ORDER_OF_BUSES = "CUDA_DEVICE_ORDER=PCI_BUS_ID"
+"""As nvidia-smi counts them; CUDA itself counts the fastest first where they differ."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +53,22 @@ def named_dtype(fit: Fit) -> str | None:
         return fit.dtype
     differs = fit.question.machine.kind == "gpu" and fit.question.model.spec.stored_dtype != fit.dtype
     return "half" if differs and fit.dtype == "float16" else None
+
+
+def shown_gpus(fit: Fit) -> str:
+    """Variables before a command that show the plan's GPUs to the engine, in the order of its ranks, and no other:
+    engines take the first ones that they see, or all. Empty where those are all there are, in their own order."""
+    used, there = [rank.device for rank in fit.ranks], fit.question.machine.devices
+    if fit.question.machine.kind != "gpu" or [device.index for device in used] == list(range(len(there))):
+        return ""
+    gpu = used[0].gpu
+    variable = SHOWS_GPUS.get("nvidia" if gpu is None else gpu.vendor)
+    if variable is None:
+        return ""
+    names = [str(device.index) if device.selector is None else device.selector for device in used]
+    by_number = variable == SHOWS_GPUS["nvidia"] and all(name.isdecimal() for name in names)
+    ordered = f"{IN_ORDER_OF_BUSES} " if by_number and len({device.name for device in there}) > 1 else ""
+    return f"{variable}={','.join(names)} {ordered}"
 
 
 def total_is_known(device: Device) -> bool:

@@ -8,11 +8,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 
 from holdfast.config.engine import CPU_STEP_TOKENS, GPU_STEP_TOKENS, REFUSED, EngineConfig
 from holdfast.config.setting import Origin, build
 from holdfast.errors import ConfigurationError
-from holdfast.planner.command import ROUNDING, Command, line, named_dtype, parallel, total_is_known, written_size
+from holdfast.planner.command import (
+    ROUNDING,
+    Command,
+    line,
+    named_dtype,
+    parallel,
+    shown_gpus,
+    total_is_known,
+    written_size,
+)
 from holdfast.planner.engine_models import sglang_since
 from holdfast.planner.fit import DEFAULT_UTILIZATION, Fit
 from holdfast.planner.kernels import build_note, lacks_engine, lacks_fp8_kv, lacks_method
@@ -50,12 +60,13 @@ def parse_engine(text: str) -> tuple[str, Vllm]:
 def commands(fit: Fit, *, sequences: int, vllm: Vllm | None = None) -> dict[str, Command]:
     """`sequences`: how many may run at once, which is seldom what the engine's own default is."""
     version = parse_vllm("") if vllm is None else vllm
-    return {
-        "holdfast": holdfast_command(fit, sequences),
-        "vllm": vllm_command(fit, sequences, version),
-        "sglang": _sglang_command(fit, sequences),
-        "llama.cpp": _llama_command(fit, sequences),
-    }
+    found = (
+        holdfast_command(fit, sequences),
+        vllm_command(fit, sequences, version),
+        _sglang_command(fit, sequences),
+        _llama_command(fit, sequences),
+    )
+    return {one.engine: replace(one, text=shown_gpus(fit) + one.text) for one in found}
 
 
 # Holdfast

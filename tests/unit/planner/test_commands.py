@@ -72,7 +72,7 @@ def flags_of(words: list[str], known: set[str]) -> dict[str, str]:
 
 
 def check(command: Command) -> None:
-    words = [word for word in shlex.split(command.text) if not re.fullmatch(r"[A-Z0-9_]+=\w+", word)]
+    words = [word for word in shlex.split(command.text) if not re.fullmatch(r"[A-Z0-9_]+=[\w,-]+", word)]
     assert words, command
     if command.engine == "holdfast":
         assert words[:2] == ["holdfast", "serve"]
