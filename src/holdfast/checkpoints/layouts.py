@@ -83,6 +83,7 @@ _TABLE: dict[str, tuple[int, int, int | None]] = {
     "MXFP4": (32, 17, 39),
     "NVFP4": (64, 36, 40),
     "Q1_0": (128, 18, 41),
+    "Q2_0": (64, 18, 42),
 }
 
 # Floats smaller than a byte, packed without gaps: name: (elements, bytes) of the least whole number of bytes.

@@ -31,6 +31,7 @@ from holdfast.errors import ConfigurationError, ModelAccessError, ModelError, Mo
 from holdfast.models import ModelSpec, catalogue, describe_config
 from holdfast.models.catalogue import CatalogueEntry
 from holdfast.observability.decisions import Decision
+from holdfast.planner.gguf_kinds import description
 from holdfast.planner.patience import within
 from holdfast.planner.question import PlannedModel
 from holdfast.planner.requantize import quantized_as
@@ -63,7 +64,9 @@ def resolve_model(name: str | None = None, *, revision: str | None = None, quant
     if model is found.model:
         decision = Decision("quantization", quantization, "the model is stored so", "model")
     else:
+        mixed = description(model.made_as) if model.format == "gguf" and model.made_as else ""
         reason = "planned as if the model had been quantized so; bytes follow from its shapes"
+        reason += f": {mixed}" if mixed else ""
         decision = Decision("quantization", quantization, reason, "set")
     return Resolved(model, (*found.decisions, decision))
 

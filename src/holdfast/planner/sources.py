@@ -14,6 +14,7 @@ from holdfast.checkpoints import ENGINE_LAYOUTS, builtin
 from holdfast.checkpoints.choice import quantization_of
 from holdfast.models import catalogue
 from holdfast.planner.alternatives import published_as
+from holdfast.planner.gguf_kinds import MADE_BY_PATTERN, NEEDS_IMPORTANCES
 from holdfast.planner.question import PlannedModel
 
 MADE_WHILE_LOADING: Mapping[str, Mapping[str, str]] = {
@@ -121,10 +122,14 @@ def llama_source(model: PlannedModel, dtype: str) -> Source:
             return Source(name="", flags={"-hf": model.name.partition(":")[0], "-hff": file})
         return Source(name="", flags={"-m": file})
     if model.made_as is not None and model.format == "gguf":
-        kind, note = model.made_as, f"make or take a GGUF {model.made_as} first"
+        kind, note = model.made_as, _made(model)[1]
     elif model.spec.quantization is None:
         kind = _PLAIN_GGUF[dtype]
         note = f"llama.cpp reads GGUF: make or take a GGUF {kind} first"
+    elif model.spec.quantization.method == "mxfp4":
+        kind = "MXFP4"
+        note = "llama.cpp reads GGUF: make one first with its convert_hf_to_gguf.py, which keeps MXFP4 as it is;"
+        note += " published ones have the rest in Q8_0, and are smaller"
     else:
         method, kind = model.spec.quantization.method.upper(), "Q8_0" if model.spec.quantization.bits == 8 else "Q4_K_M"
         note = f"llama.cpp does not read {method}; near it is a GGUF {kind}, whose bytes are other ones: plan with"
@@ -135,7 +140,12 @@ def llama_source(model: PlannedModel, dtype: str) -> Source:
 def _made(model: PlannedModel) -> tuple[str, str]:
     assert model.made_as is not None
     if model.format == "gguf":
-        return to_be_made(model, f"{model.made_as}.gguf"), f"make or take a GGUF {model.made_as} first"
+        note = f"make or take a GGUF {model.made_as} first"
+        if model.made_as in NEEDS_IMPORTANCES:
+            note += "; llama-quantize makes it with an importance matrix only"
+        elif model.made_as in MADE_BY_PATTERN:
+            note += f": llama-quantize --tensor-type 'blk={model.made_as.lower()}' with Q8_0 makes it"
+        return to_be_made(model, f"{model.made_as}.gguf"), note
     kind = model.made_as.upper()
     return to_be_made(model, kind), f"it needs a checkpoint in {kind}: quantize this one first, or take one that is"
 

@@ -16,17 +16,19 @@ from holdfast.checkpoints.quantized import METHODS
 from holdfast.errors import CheckpointError
 
 GB = 10**9
+NEWER = {42: ("Q2_0", 64, 18)}
+"""In the reference library's repository, and not yet in every version that is published."""
 
 
 def test_every_gguf_type_of_the_reference_library_is_counted_alike() -> None:
     kinds = {int(kind): (kind.name, *sizes) for kind, sizes in gguf_library.GGML_QUANT_SIZES.items()}
     ours = {number: (found.name, found.block_elements, found.block_bytes) for number, found in GGUF_LAYOUTS.items()}
-    assert ours == kinds
+    assert {**NEWER, **kinds} == ours
     assert {int(kind) for kind in gguf_library.GGMLQuantizationType} == set(kinds)
     assert not set(RETIRED_GGUF_TYPES) & set(kinds)
 
 
-@pytest.mark.parametrize("number", sorted(GGUF_LAYOUTS))
+@pytest.mark.parametrize("number", sorted(map(int, gguf_library.GGMLQuantizationType)))
 def test_bytes_of_a_gguf_matrix(number: int) -> None:
     layout = GGUF_LAYOUTS[number]
     kind = gguf_library.GGMLQuantizationType(number)
