@@ -23,7 +23,7 @@ from holdfast.planner.thumb import Thumb, rules_of_thumb
 from holdfast.planner.vllm_sizing import Vllm
 from holdfast.planner.way import WayOut, too_long
 from holdfast.planner.ways_out import ways_out
-from holdfast.units import format_bytes
+from holdfast.units import counted, format_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -58,7 +58,7 @@ class Answer:
             return None
         assert self.question.traffic is not None
         most = self.question.model.spec.max_position
-        return f"requests reach {self.question.traffic.length:,} tokens, and the model was made for {most:,}"
+        return f"requests reach {counted(self.question.traffic.length, 'token')}, and the model was made for {most:,}"
 
     @property
     def kv_bytes_per_token(self) -> int:

@@ -19,6 +19,7 @@ from holdfast.planner.machine import Asked, machine_of
 from holdfast.planner.question import Settings, Traffic
 from holdfast.planner.resolve import resolve_model
 from holdfast.planner.traffic import read_traffic
+from holdfast.units import counted
 
 DEFAULT_LORA_RANK = 16
 """vLLM's."""
@@ -107,7 +108,7 @@ def traffic_of(config: PlanConfig) -> Stated:
             fix="fewer requests (--concurrency), or shorter ones (--prompt, --output)",
             field="concurrency",
         )
-    lengths = f"{stated.concurrency:,} x {stated.length:,} tokens"
+    lengths = f"{stated.concurrency:,} x {counted(stated.length, 'token')}"
     return stated, (Decision("traffic", lengths, reason, "set"),)
 
 

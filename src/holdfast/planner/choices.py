@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from holdfast.observability.decisions import Decision
-from holdfast.planner.count import counted, utilization_of, without_bf16
+from holdfast.planner.count import chosen_dtype, counted, utilization_of
 from holdfast.planner.fitted import Fit, Question, describe_devices, device_budget, is_stated
 from holdfast.planner.footprint import Limits
 from holdfast.planner.question import Device
@@ -81,16 +81,10 @@ def left_out(found: Fit) -> Iterator[Decision]:
 
 
 def number_types(found: Fit) -> Iterator[Decision]:
-    """Of a GPU, where they were left to us."""
-    asked, stored = found.question.settings, found.question.model.spec.stored_dtype
+    """Where they were left to us."""
+    asked = found.question.settings
     if asked.dtype == "auto":
-        lacking = without_bf16([rank.device for rank in found.ranks])
-        if lacking is not None and stored != "float16":
-            reason, source = f"{lacking.name} does not compute in bfloat16", "hardware"
-        elif found.dtype == stored:
-            reason, source = "as the model is stored", "model"
-        else:
-            reason, source = f"half of the {stored} that the model is stored in, and GPUs are made for it", "planner"
-        yield Decision("dtype", found.dtype, reason, source)
+        chosen = chosen_dtype(found.question, len(found.ranks))
+        yield Decision("dtype", chosen.value, chosen.reason, chosen.source)
     if asked.kv_cache_dtype == "auto":
         yield Decision("kv_cache_dtype", found.kv_dtype, "what is computed in", "default")

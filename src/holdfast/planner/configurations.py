@@ -84,7 +84,7 @@ def _safe_reason(question: Question, length: int, sequences: int) -> str:
     traffic = question.traffic
     waits = f"; the rest of {traffic.concurrency} waits its turn" if traffic and sequences < traffic.concurrency else ""
     fit = "fits" if sequences == 1 else "fit side by side"
-    return f"{counted(sequences, 'sequence')} of {length:,} tokens {fit} even if every estimate is off{waits}"
+    return f"{counted(sequences, 'sequence')} of {counted(length, 'token')} {fit} even if every estimate is off{waits}"
 
 
 def _with_share(asked: Fit, share: float) -> Question:
@@ -129,5 +129,6 @@ def max_configuration(asked: Fit) -> Configuration | None:
     return Configuration(
         fit=found,
         max_num_seqs=sequences,
-        reason=f"the longest context, and {counted(sequences, 'sequence')} of {found.usual_tokens:,} tokens at once",
+        reason=f"the longest context, and {counted(sequences, 'sequence')} of"
+        f" {counted(found.usual_tokens, 'token')} at once",
     )

@@ -5,11 +5,11 @@ A model that this engine runs on a CPU is counted by host.py, as `serve` counts 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 
 from holdfast.errors import ConfigurationError
+from holdfast.hardware import Processor
 from holdfast.models import ModelSpec
 from holdfast.planner import footprint
 from holdfast.planner import terms as byte_terms
@@ -27,6 +27,7 @@ from holdfast.planner.footprint import Limits
 from holdfast.planner.gpu_footprint import LEAST_CAPABILITY
 from holdfast.planner.kv import kv_cost, layout_cost
 from holdfast.planner.layouts import is_quantized
+from holdfast.planner.number_types import NumberType, asked_type, cpu_type, gpu_type
 from holdfast.planner.question import KV_ELEMENT_BYTES, Device, PlannedModel
 from holdfast.planner.same import Same
 from holdfast.planner.vllm_weights import beside_weights, expert_kernel
@@ -182,19 +183,16 @@ def check(question: Question, tensor_parallel: int) -> None:
 
 def compute_dtype(question: Question, ranks: int = 1) -> str:
     """What the engine would compute in, and keep plain weights in: the same on all of the first `ranks` devices."""
-    asked = {"half": "float16", "float": "float32"}.get(question.settings.dtype, question.settings.dtype)
-    if asked != "auto":
-        return asked
+    return asked_type(question.settings.dtype) or chosen_dtype(question, ranks).value
+
+
+def chosen_dtype(question: Question, ranks: int = 1) -> NumberType:
+    """Where it is left to us."""
     stored, devices = question.model.spec.stored_dtype, question.machine.devices[:ranks]
-    if devices[0].kind == "cpu":
-        fast = question.machine.cpu_features & {"amx_bf16", "avx512_bf16", "bf16"}
-        return "bfloat16" if fast and stored != "float32" else "float32"
-    return "float16" if stored == "float16" or without_bf16(devices) else "bfloat16"
-
-
-def without_bf16(devices: Sequence[Device]) -> Device | None:
-    """One that does not compute in bfloat16."""
-    return next((device for device in devices if device.gpu is not None and not device.gpu.bf16), None)
+    if devices[0].kind == "gpu":
+        return gpu_type(stored, devices)
+    processor = Processor(model="", cores=1, features=question.machine.cpu_features)
+    return cpu_type(stored, fast_bfloat16=processor.fast_bfloat16)
 
 
 def kv_dtype(question: Question, ranks: int = 1) -> str:

@@ -127,7 +127,7 @@ def _said(question: Question, rungs: tuple[Rung, ...], rung: int, found: Fit, lo
     """With the context that these limits are worth, and every choice with its reason."""
     settings, traffic = question.settings, question.traffic
     served = _served(question, rungs[rung], rung, found)
-    beside = f"a context of {served if found.fits else found.required_tokens:,} tokens"
+    beside = limits_left_open.context_said(served if found.fits else found.required_tokens)
     if traffic is not None:
         beside = "the traffic"
     default = ("the default", "default") if traffic is None else ("the traffic's peak", "traffic")

@@ -24,7 +24,7 @@ from holdfast.planner.machine import measured_device
 from holdfast.planner.plan import GpuChoice, Plan
 from holdfast.planner.question import Machine, PlannedModel, Settings
 from holdfast.planner.ways_out import ways_out
-from holdfast.units import format_bytes
+from holdfast.units import counted, format_bytes
 
 TOO_OLD, NOT_THERE = "HF122", "HF121"
 MOST_WAYS_OUT = 3
@@ -113,7 +113,7 @@ def _plan(found: Fit, config: EngineConfig, chosen: NvidiaGpu, decision: Decisio
     # What is set stays; what is left of the budget may turn out to be more.
     most = blocks if config.kv_cache_memory_bytes is not None else min(most_useful, rank.budget_bytes // page)
     decisions.append(
-        Decision("kv_pool", f"{format_bytes(blocks * page)} ({blocks - 1:,} blocks and the null page)",
+        Decision("kv_pool", f"{format_bytes(blocks * page)} ({counted(blocks - 1, 'block')} and the null page)",
                  "what is left of the budget", "planner")
     )  # fmt: skip
     terms = {term.name: term.nbytes for term in rank.terms} | {"kv_pool": blocks * page}
@@ -167,7 +167,7 @@ def _refusal(found: Fit) -> DoesNotFitError:
     ways = [way for way in ways_out(found) if way.kind in ("utilization", "context", "sequences", "kv_dtype")]
     return DoesNotFitError(
         f"{found.question.model.name} does not fit on {rank.device.name}",
-        needed=f"{needed}, and {format_bytes(kv)} for the KV of {found.required_tokens:,} tokens",
+        needed=f"{needed}, and {format_bytes(kv)} for the KV of {counted(found.required_tokens, 'token')}",
         found=f"{format_bytes(rank.budget_bytes)} of budget ({describe_budget(rank, found.utilization)}): "
         f"{format_bytes(found.short_bytes)} short{others}",
         fix=", or ".join(

@@ -116,7 +116,7 @@ def host(
     said = limits.decisions(
         measure.rungs, found.rung, sequences=default if settings.max_num_seqs is None else None,
         step_is_set=settings.max_num_batched_tokens is not None, fits=found.fits,
-        beside=f"a context of {found.length:,} tokens" if traffic is None else "the traffic",
+        beside=limits.context_said(found.length) if traffic is None else "the traffic",
     )  # fmt: skip
     return replace(found, decisions=(*said, *found.decisions))
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from holdfast.planner.fit import Fit
 from holdfast.planner.question import Device
 from holdfast.planner.way import MOST_UTILIZATION, USUAL_UTILIZATION, planned, too_long, with_settings
-from holdfast.units import GIB, format_bytes
+from holdfast.units import GIB, counted, format_bytes
 
 ALL_MEMORY = "HFW20"
 ABOVE_SAFE = "HFW21"
@@ -185,8 +185,8 @@ def _sequences(fit: Fit) -> Iterator[PlanWarning]:
         return
     yield PlanWarning(
         code=TOO_MANY_SEQUENCES,
-        message=f"max_num_seqs is {asked}, but KV holds {held} sequences of {tokens:,} tokens: a burst of long ones"
-        " will be preempted and computed again",
+        message=f"max_num_seqs is {asked}, but KV holds {counted(held, 'sequence')} of {counted(tokens, 'token')}: a"
+        " burst of long ones will be preempted and computed again",
         field="max_num_seqs",
         fix=f"--max-num-seqs {max(1, held)}",
     )
@@ -200,7 +200,7 @@ def _context(fit: Fit) -> Iterator[PlanWarning]:
     shorter = planned(with_settings(fit.question, max_model_len=enough))
     yield PlanWarning(
         code=CONTEXT_BEYOND_TRAFFIC,
-        message=f"max_model_len is {asked:,}, and 99 of 100 requests end within {traffic.length:,} tokens",
+        message=f"max_model_len is {asked:,}, and 99 of 100 requests end within {counted(traffic.length, 'token')}",
         field="max_model_len",
         fix=f"--max-model-len {enough}" if shorter is not None else None,
     )
@@ -228,8 +228,9 @@ def _unknown_lengths(fit: Fit) -> Iterator[PlanWarning]:
         told = traffic.prompt_tokens + traffic.output_tokens
         yield PlanWarning(
             code=LENGTHS_UNKNOWN,
-            message=f"more than 1 of 100 requests of {traffic.source} are longer than its histograms tell: {told:,}"
-            f" tokens is the least that P99 may be, and this plan is for the whole context of {traffic.length:,}",
+            message=f"more than 1 of 100 requests of {traffic.source} are longer than its histograms tell:"
+            f" {counted(told, 'token')} is the least that P99 may be, and this plan is for the whole context of"
+            f" {traffic.length:,}",
             field="traffic",
             fix="a log with the lengths of requests, or --concurrency, --prompt and --output as they are known",
         )
@@ -237,8 +238,8 @@ def _unknown_lengths(fit: Fit) -> Iterator[PlanWarning]:
         some = "none" if traffic.without_output == traffic.requests else "not all"
         yield PlanWarning(
             code=ANSWERS_UNKNOWN,
-            message=f"{some} of the {traffic.requests:,} requests of {traffic.source} tell how long the answer was:"
-            f" {traffic.without_output:,} are counted without one",
+            message=f"{some} of {counted(traffic.requests, 'request')} of {traffic.source} tell how long the answer"
+            f" was: {traffic.without_output:,} of them counted without one",
             field="traffic",
             fix="lines with completion_tokens, or --concurrency, --prompt and --output as they are known",
         )
@@ -255,7 +256,7 @@ def _longer_traffic(fit: Fit) -> Iterator[PlanWarning]:
     able = served < traffic.length <= model and fit.longest_tokens >= traffic.length
     yield PlanWarning(
         code=TRAFFIC_BEYOND_CONTEXT,
-        message=f"requests of this traffic reach {traffic.length:,} tokens, and the context is {served:,}:"
+        message=f"requests of this traffic reach {counted(traffic.length, 'token')}, and the context is {served:,}:"
         " longer ones will be refused",
         field="max_model_len",
         fix=f"--max-model-len {traffic.length}" if able else None,
@@ -266,8 +267,8 @@ def _longer_than_the_model(fit: Fit) -> PlanWarning:
     assert fit.question.traffic is not None
     return PlanWarning(
         code=TRAFFIC_BEYOND_CONTEXT,
-        message=f"requests of this traffic reach {fit.question.traffic.length:,} tokens, and the model was made for"
-        f" {fit.question.model.spec.max_position:,}: no memory helps",
+        message=f"requests of this traffic reach {counted(fit.question.traffic.length, 'token')}, and the model was"
+        f" made for {fit.question.model.spec.max_position:,}: no memory helps",
         field="prompt",
         fix="shorter requests, or another model: see the ways out",
     )

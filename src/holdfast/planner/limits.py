@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from holdfast.config.engine import CPU_SEQUENCES, CPU_STEP_TOKENS, GPU_SEQUENCES, GPU_STEP_TOKENS
 from holdfast.observability.decisions import Decision
 from holdfast.planner.footprint import Limits
+from holdfast.units import counted
 
 ANY_LENGTH = 1 << 62
 
@@ -80,9 +81,13 @@ def decisions(
     return found
 
 
+def context_said(tokens: int) -> str:
+    return f"a context of {counted(tokens, 'token')}"
+
+
 def _lowered(default: int, chosen: int, fits: bool, beside: str) -> str:
     if fits:
-        return f"{default:,} do not fit beside {beside}; {chosen:,} do"
+        return f"{default:,} do not fit beside {beside}; {chosen:,} {'does' if chosen == 1 else 'do'}"
     return f"not even {chosen:,} would fit beside {beside}"
 
 

@@ -20,6 +20,7 @@ from holdfast.observability.decisions import Decision
 from holdfast.planner.footprint import expands, weight_sizes
 from holdfast.planner.layouts import is_quantized
 from holdfast.planner.limits import Rung, choose, ladder
+from holdfast.planner.number_types import asked_type, cpu_type
 from holdfast.planner.room import LEAST_TOKENS, Choices, Room
 
 
@@ -115,17 +116,12 @@ def _choices(
 
 
 def _dtype(asked: str, spec: ModelSpec, processor: Processor, decisions: list[Decision]) -> str:
-    asked = {"half": "float16", "float": "float32"}.get(asked, asked)
-    if asked != "auto":
-        return asked
-    if spec.stored_dtype == "float32":
-        value, reason = "float32", "the model is stored in float32"
-    elif processor.fast_bfloat16:
-        value, reason = "bfloat16", "this CPU multiplies bfloat16 in hardware"
-    else:
-        value, reason = "float32", "this CPU has no bfloat16 products; emulated ones are many times slower"
-    decisions.append(Decision("dtype", value, reason, "hardware"))
-    return value
+    given = asked_type(asked)
+    if given is not None:
+        return given
+    chosen = cpu_type(spec.stored_dtype, fast_bfloat16=processor.fast_bfloat16)
+    decisions.append(Decision("dtype", chosen.value, chosen.reason, chosen.source))
+    return chosen.value
 
 
 def _expand(

@@ -21,7 +21,7 @@ from holdfast.planner.footprint import BOOK_BYTES, Limits
 from holdfast.planner.limits import length_decision
 from holdfast.planner.measure import Measure
 from holdfast.planner.room import Pool
-from holdfast.units import format_bytes
+from holdfast.units import counted, format_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,12 +147,12 @@ def _limits_said(measure: Measure, rung: int, length: int) -> list[Decision]:
         return []
     return limits.decisions(
         measure.rungs, rung, sequences=None if config.max_num_seqs is not None else ("the default", "default"),
-        step_is_set=config.max_num_batched_tokens is not None, fits=True, beside=f"a context of {length:,} tokens",
+        step_is_set=config.max_num_batched_tokens is not None, fits=True, beside=limits.context_said(length),
     )  # fmt: skip
 
 
 def pool_decision(pool: Pool, page: int) -> Decision:
-    value = f"{format_bytes(pool.blocks * page)} ({pool.blocks - 1:,} blocks and the null page)"
+    value = f"{format_bytes(pool.blocks * page)} ({counted(pool.blocks - 1, 'block')} and the null page)"
     return Decision("kv_pool", value, pool.reason, pool.source)
 
 
@@ -205,10 +205,11 @@ def settle_pool(plan: Plan, available_bytes: int, measured: Mapping[str, int] | 
     if length == 0 or (length < plan.limits.max_model_len and plan.length_is_set):
         needed = (1 + plan.layout.peak_blocks(plan.limits.max_model_len, plan.limits.max_num_batched_tokens)) * page
         raise refusals.became_short(plan.reserve_bytes, needed, blocks * page, available_bytes, max(0, over))
-    reason = f"{format_bytes(available_bytes)} are free after loading; planned were {plan.blocks:,} blocks"
+    planned = counted(plan.blocks, "block")
+    reason = f"{format_bytes(available_bytes)} are free after loading; planned were {planned}"
     if within_budget == blocks:
-        reason = f"loading and a step took {format_bytes(over)} more than planned; planned were {plan.blocks:,} blocks"
-    decisions = [Decision("kv_pool", f"{format_bytes(blocks * page)} ({blocks:,} blocks)", reason, "measured")]
+        reason = f"loading and a step took {format_bytes(over)} more than planned; planned were {planned}"
+    decisions = [Decision("kv_pool", f"{format_bytes(blocks * page)} ({counted(blocks, 'block')})", reason, "measured")]
     if length < plan.limits.max_model_len:
         decisions.append(Decision("max_model_len", f"{length:,}", "the KV pool holds no longer sequence", "measured"))
     return replace(
@@ -228,8 +229,9 @@ def _block_bytes(plan: Plan) -> int:
 
 def _grown(plan: Plan, blocks: int, under: int) -> Plan:
     page, more = plan.layout.page_bytes, blocks - plan.blocks
-    reason = f"loading and a step took {format_bytes(under)} less than planned; planned were {plan.blocks:,} blocks"
-    said = Decision("kv_pool", f"{format_bytes(blocks * page)} ({blocks:,} blocks)", reason, "measured")
+    planned = counted(plan.blocks, "block")
+    reason = f"loading and a step took {format_bytes(under)} less than planned; planned were {planned}"
+    said = Decision("kv_pool", f"{format_bytes(blocks * page)} ({counted(blocks, 'block')})", reason, "measured")
     books = more * (_block_bytes(plan) - page)
     terms = {**plan.terms, "kv_pool": blocks * page, "buffers": plan.terms.get("buffers", 0) + books}
     return replace(plan, blocks=blocks, terms=terms, decisions=(*plan.decisions, said))

@@ -15,7 +15,7 @@ from holdfast.hardware import Memory
 from holdfast.models import ModelSpec
 from holdfast.planner.footprint import BOOK_BYTES
 from holdfast.planner.room import LEAST_TOKENS, RAM_STEP_BYTES, Room
-from holdfast.units import MIB, format_bytes
+from holdfast.units import MIB, counted, format_bytes
 
 if TYPE_CHECKING:
     from holdfast.planner.plan import Plan
@@ -56,7 +56,8 @@ def nothing_fits(room: Room) -> DoesNotFitError:
     least = room.one_sequence(room.least) * (room.layout.page_bytes + BOOK_BYTES)
     return DoesNotFitError(
         "the model does not fit in memory",
-        needed=f"{spell(room.terms(room.least))}, and {format_bytes(least)} for the KV of {room.least:,} tokens",
+        needed=f"{spell(room.terms(room.least))}, and {format_bytes(least)} for the KV of"
+        f" {counted(room.least, 'token')}",
         found=f"{format_bytes(room.budget_bytes)} of budget: {format_bytes(room.short_bytes(room.least))} short",
         fix="free memory, or take a smaller or a quantized model",
     )
@@ -77,7 +78,8 @@ def pool_holds_no_block(room: Room) -> DoesNotFitError:
     page = room.layout.page_bytes
     return DoesNotFitError(
         f"a KV pool of {format_bytes(room.config.kv_cache_memory_bytes or 0)} holds no block",
-        needed=f"at least {format_bytes(2 * page)}: a block of {room.layout.block_tokens} tokens and the null page",
+        needed=f"at least {format_bytes(2 * page)}: a block of {counted(room.layout.block_tokens, 'token')} and the"
+        " null page",
         found=format_bytes(room.config.kv_cache_memory_bytes or 0),
         fix=f"--kv-cache-memory-bytes {64 * page}",
         field="kv_cache_memory_bytes",
@@ -88,10 +90,11 @@ def length_does_not_fit(room: Room, wanted: int, longest: int) -> DoesNotFitErro
     needed, short = room.one_sequence(wanted) * room.layout.page_bytes, room.short_bytes(wanted)
     shorter = f"--max-model-len {longest}" if longest >= LEAST_TOKENS else None
     return DoesNotFitError(
-        f"one sequence of {wanted:,} tokens does not fit in the KV pool",
+        f"one sequence of {counted(wanted, 'token')} does not fit in the KV pool",
         needed=f"{format_bytes(needed)} for max_model_len {wanted:,}",
         found=f"{format_bytes(max(0, needed - short))}: {format_bytes(short)} short",
-        fix=shorter or f"free {format_bytes(short)} of memory: it holds {longest:,} tokens, which is of little use",
+        fix=shorter
+        or f"free {format_bytes(short)} of memory: it holds {counted(longest, 'token')}, which is of little use",
         field="max_model_len",
     )
 

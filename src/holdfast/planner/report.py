@@ -156,7 +156,7 @@ def _spelled(rank: Rank) -> str:
 
 def _row_note(answer: Answer, rank: Rank, name: str) -> str:
     if name == "KV":
-        return f"{answer.fit.required_sequences} x {answer.fit.required_tokens:,} tokens"
+        return f"{answer.fit.required_sequences} x {counted(answer.fit.required_tokens, 'token')}"
     if name == "free":
         more = max(0, rank.room_bytes - answer.fit.needed_bytes(rank)) + rank.null_bytes
         return f"{format_bytes(more)} of it for KV" if rank.unused_bytes > rank.null_bytes else "also for KV"
@@ -200,14 +200,15 @@ def _capacity(answer: Answer, width: int, brief: bool) -> Iterator[str]:
     if found.kv_bytes_per_token > answer.kv_bytes_per_token:
         each += f", {format_bytes(found.kv_bytes_per_token)} with the copies on all ranks,"
     each += f" and {format_bytes(fixed)} a sequence" if fixed else ""
-    yield from wrapped(f"{each}; the pool holds {found.kv_tokens:,} tokens", width, "")
+    yield from wrapped(f"{each}; the pool holds {counted(found.kv_tokens, 'token')}", width, "")
     if answer.max_model_len:
-        held = f"largest context {found.longest_tokens:,} of {answer.question.model.spec.max_position:,} tokens"
+        most = counted(answer.question.model.spec.max_position, "token")
+        held = f"largest context {found.longest_tokens:,} of {most}"
         at = f"{counted(answer.concurrency, 'sequence')} of {answer.max_model_len:,} at once"
         yield from wrapped(f"{held}; {at}", width, "")
     if traffic is not None and answer.concurrency_at_traffic is not None:
         yield from wrapped(
-            f"traffic ({traffic.source}): {traffic.concurrency} at once of {traffic.length:,} tokens; "
+            f"traffic ({traffic.source}): {traffic.concurrency} at once of {counted(traffic.length, 'token')}; "
             f"memory holds {counted(max(0.0, answer.concurrency_at_traffic), 'sequence').partition(' ')[0]}",
             width, "",
         )  # fmt: skip
@@ -217,7 +218,7 @@ def _capacity(answer: Answer, width: int, brief: bool) -> Iterator[str]:
         return
     for decode in (rate.one, rate.at_traffic, rate.largest):
         if decode is not None and (decode is rate.one or decode.batch > 1):
-            at = f"{decode.batch:,} at once, {rate.context_tokens:,} tokens in each"
+            at = f"{decode.batch:,} at once, {counted(rate.context_tokens, 'token')} in each"
             text = f"{at}: about {_tokens(decode.estimate)} tokens/s, limited by {decode.limited_by}"
             yield from wrapped(text, width, "")
             if decode is rate.at_traffic and decode.batch == rate.largest.batch:
@@ -254,7 +255,7 @@ def _ways(answer: Answer, width: int, brief: bool) -> Iterator[str]:
         yield from wrapped(f"{number:>2}. {way.change}", width, "  ", "      ")
         if way.tiers is None:
             found = way.fit
-            held = f"{found.limits.max_model_len:,} tokens of context, "
+            held = f"{counted(found.limits.max_model_len, 'token')} of context, "
             held += f"{counted(found.concurrency(found.usual_tokens), 'sequence')} of {found.usual_tokens:,} at once"
             yield from wrapped(held, width, "      ", "      ")
         if way.flags:

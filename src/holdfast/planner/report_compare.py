@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from holdfast.planner.answer import Answer
 from holdfast.planner.fit import describe_devices
 from holdfast.planner.report_text import LEAST_WIDTH, Paint, wrapped
-from holdfast.units import format_bytes
+from holdfast.units import counted, format_bytes
 
 COLUMNS = ("fits", "weights", "KV/token", "context", "at once", "tok/s", "tok/s max")
 SPARED = ("KV/token", "tok/s max", "weights")
@@ -30,7 +30,11 @@ def compare_lines(answers: Sequence[Answer], width: int = 80, colour: bool = Fal
         if not answer.fits and answer.ways_out:
             found += wrapped(f"{name}: {answer.ways_out[0].change}", width, "", "  ")
     lengths = {answer.fit.usual_tokens for answer in answers}
-    each = f"{lengths.pop():,} tokens" if len(lengths) == 1 else "4,096 tokens, or as long as the context or traffic is"
+    each = (
+        counted(lengths.pop(), "token")
+        if len(lengths) == 1
+        else "4,096 tokens, or as long as the context or traffic is"
+    )
     return found + wrapped(f"at once: sequences of {each}, side by side in KV", width, "", "  ")
 
 

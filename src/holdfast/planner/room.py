@@ -18,7 +18,7 @@ from holdfast.models import ModelSpec
 from holdfast.planner import footprint
 from holdfast.planner.footprint import BOOK_BYTES, Limits
 from holdfast.planner.limits import ANY_LENGTH
-from holdfast.units import GIB, MIB
+from holdfast.units import GIB, MIB, counted
 
 LEAST_TOKENS = 512
 """A shorter context is of use to nobody: it is neither served unasked nor advised."""
@@ -167,7 +167,7 @@ class Room:
         if config.ram is None and default < room:
             wanted, reason, cut = default, "the default; --kv-cache-memory-bytes changes it", False
         if (most_useful := self._most_useful(length)) < wanted:
-            wanted, reason, cut = most_useful, f"{config.sequences} sequences of full length need no more", False
+            wanted, reason, cut = most_useful, _no_more(config.sequences), False
         return Pool(wanted, reason, "planner", cut)
 
     def most_blocks(self, length: int) -> int:
@@ -223,6 +223,10 @@ class Room:
         elif self.config.ram is None:
             most = min(most, max(DEFAULT_KV_BYTES, self.one_sequence(self.spec.max_position) * self.layout.page_bytes))
         return most // self.layout.page_bytes * self.layout.block_tokens // len(self.layout.groups)
+
+
+def _no_more(sequences: int) -> str:
+    return f"{counted(sequences, 'sequence')} of full length {'needs' if sequences == 1 else 'need'} no more"
 
 
 def _limits(config: EngineConfig, length: int) -> Limits:

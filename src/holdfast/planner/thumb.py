@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from holdfast.planner.fit import Fit
-from holdfast.units import format_bytes
+from holdfast.units import counted, format_bytes
 
 OVERHEAD_RULE = 1.3
 """Add 30% to the weights for activations and KV."""
@@ -78,8 +78,8 @@ def _kv(fit: Fit) -> Iterator[Thumb]:
         why = f"{times:.1f} times too large: " if times > 1 else f"{1 / times:.1f} times too small: "
         why += _why_not_hidden(fit)
     yield Thumb(
-        name="KV of one sequence", rule=f"{tokens:,} tokens x layers x hidden size x 2 x 2 bytes", rule_bytes=rule,
-        exact_bytes=exact, verdict=why,
+        name="KV of one sequence", rule=f"{counted(tokens, 'token')} x layers x hidden size x 2 x 2 bytes",
+        rule_bytes=rule, exact_bytes=exact, verdict=why,
     )  # fmt: skip
 
 
@@ -106,7 +106,7 @@ def _overhead(fit: Fit) -> Iterator[Thumb]:
     rule = int(fit.weights_bytes * OVERHEAD_RULE)
     exact = sum(sum(term.nbytes for term in rank.terms) for rank in fit.ranks)
     exact += sum(fit.needed_bytes(rank) for rank in fit.ranks)
-    each = f"{fit.required_sequences} x {fit.required_tokens:,} tokens"
+    each = f"{fit.required_sequences} x {counted(fit.required_tokens, 'token')}"
     yield Thumb(
         name="everything", rule="weights + 30%", rule_bytes=rule, exact_bytes=exact,
         verdict=f"what is added depends on sequences and context, not on the weights: for {each} it is"
@@ -126,7 +126,7 @@ def _guide(fit: Fit) -> Iterator[Thumb]:
     exact = sum(sum(term.nbytes for term in rank.terms) + rank.kv.sequence_bytes(tokens) for rank in fit.ranks)
     left = size * 10**9 - exact
     verdict = (
-        f"too small: {format_bytes(-left)} are missing for one sequence of {tokens:,} tokens"
+        f"too small: {format_bytes(-left)} are missing for one sequence of {counted(tokens, 'token')}"
         if left < 0
         else f"leaves {format_bytes(left)} for more sequences"
     )

@@ -23,7 +23,7 @@ from holdfast.observability.decisions import Decision
 from holdfast.planner.overlaps import Overlaps
 from holdfast.planner.question import Traffic
 from holdfast.planner.traffic_source import lines_of, unreadable
-from holdfast.units import MIB, shorten
+from holdfast.units import MIB, counted, shorten
 
 NO_REQUESTS = "HF161"
 SHARE = 0.99
@@ -222,7 +222,7 @@ def _from_json_lines(
         peak_known=concurrency is not None or reading.timed > 0,
         without_output=reading.without_output,
     )
-    reason = f"P99 of {count:,} requests in {shorten(source)}"
+    reason = f"P99 of {counted(count, 'request')} in {shorten(source)}"
     if left_out:
         reason += f"; left out: {left_out}"
     if concurrency is not None:
@@ -234,7 +234,7 @@ def _from_json_lines(
     else:
         peak, origin = "the lines tell no times: give --concurrency for the peak", "default"
     return traffic, (
-        Decision("traffic", f"{traffic.length:,} tokens", reason, "traffic"),
+        Decision("traffic", f"{counted(traffic.length, 'token')}", reason, "traffic"),
         Decision("concurrency", str(traffic.concurrency), peak, origin),
     )
 
@@ -264,12 +264,11 @@ def _from_metrics(lines: Iterable[bytes], source: str, concurrency: int | None) 
         peak_known=concurrency is not None,
     )
     said = f"{int(now)} run or wait now, {average:.1f} ran on average; a peak is not in these metrics: --concurrency"
-    lengths = f"P99 of {requests:,} requests, as the upper edges of histograms tell"
+    lengths = f"P99 of {counted(requests, 'request')}, as the upper edges of histograms tell"
     if beyond:
-        lengths = (
-            f"P99 of {requests:,} requests is beyond the last edge of their histograms, which is all that is known"
-        )
-    least = f"{'>= ' if beyond else ''}{traffic.length:,} tokens"
+        past = "is beyond the last edge of their histograms, which is all that is known"
+        lengths = f"P99 of {counted(requests, 'request')} {past}"
+    least = f"{'>= ' if beyond else ''}{counted(traffic.length, 'token')}"
     return traffic, (
         Decision("traffic", least, f"{lengths}, at {shorten(source)}", "traffic"),
         Decision(

@@ -303,5 +303,6 @@ def _unknown_total(found: Fit, vllm: Vllm) -> str:
         return f"set --gpu-memory-utilization to {budget} over the GPU's total, which --vram does not tell; --gpu does"
     return (
         f"--vram does not tell the GPU's total, so the KV pool is set in bytes instead of a share. vLLM still wants its"
-        f" default share free when it starts: on a larger GPU set --gpu-memory-utilization to {budget} over its total"
+        f" default share, {vllm.default_utilization:g}, free when it starts: on a larger GPU set"
+        f" --gpu-memory-utilization to {budget} over its total"
     )

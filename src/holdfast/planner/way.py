@@ -18,7 +18,7 @@ from holdfast.planner.fit import Fit, Question, fit
 from holdfast.planner.room import LEAST_TOKENS
 from holdfast.planner.tiers import Tiers
 from holdfast.planner.vllm_sizing import Vllm
-from holdfast.units import GIB, MIB
+from holdfast.units import GIB, MIB, counted
 
 Kind = Literal[
     "utilization", "context", "sequences", "configuration", "idle_gpus", "kv_cache_dtype", "quantization", "more_gpus",
@@ -163,12 +163,17 @@ def said(changes: Mapping[str, object]) -> str:
     if "gpu_memory_utilization" in changes:
         words.append(f"{changes['gpu_memory_utilization']:g} of the memory")
     if "max_model_len" in changes:
-        words.append(f"{changes['max_model_len']:,} tokens")
+        words.append(_counted(changes["max_model_len"], "token"))
     if "max_num_seqs" in changes:
-        words.append(f"{changes['max_num_seqs']} sequences")
+        words.append(_counted(changes["max_num_seqs"], "sequence"))
     if "tensor_parallel_size" in changes:
         words.append(split_said(changes))
     return f", with {' and '.join(words)}" if words else ""
+
+
+def _counted(value: object, noun: str) -> str:
+    assert isinstance(value, int)
+    return counted(value, noun)
 
 
 def split_said(changes: Mapping[str, object]) -> str:

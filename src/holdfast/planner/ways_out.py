@@ -87,7 +87,7 @@ def _context(found: Fit) -> Iterator[WayOut]:
     if shorter is not None:
         yield WayOut(
             kind="context",
-            change=f"a context of {shorter.limits.max_model_len:,} tokens, the longest that fits",
+            change=f"a context of {counted(shorter.limits.max_model_len, 'token')}, the longest that fits",
             settings={"max_model_len": shorter.limits.max_model_len},
             fit=shorter,
         )
@@ -174,7 +174,7 @@ def _together(found: Fit) -> Iterator[WayOut]:
         memory = "" if absolute else f"utilization {share:g}, "
         yield WayOut(
             kind="configuration",
-            change=f"{memory}{limits.max_model_len:,} tokens, {counted(count, 'sequence')}, together",
+            change=f"{memory}{counted(limits.max_model_len, 'token')}, {counted(count, 'sequence')}, together",
             settings=settings,
             fit=better,
         )
@@ -202,10 +202,10 @@ def _longer_together(found: Fit, alone: Sequence[WayOut]) -> Iterator[WayOut]:
         most = better.limits.max_model_len
         also = {} if kv == question.settings.kv_cache_dtype else {"kv_cache_dtype": kv}
         memory = f"utilization {MOST_UTILIZATION:g}, " if "gpu_memory_utilization" in changes else ""
-        sequences = f", {better.limits.max_num_seqs} sequences" if "max_num_seqs" in changes else ""
+        sequences = f", {counted(better.limits.max_num_seqs, 'sequence')}" if "max_num_seqs" in changes else ""
         yield WayOut(
             kind="configuration",
-            change=f"{memory}{f'KV in {kv}, ' if also else ''}{most:,} tokens{sequences}, together",
+            change=f"{memory}{f'KV in {kv}, ' if also else ''}{counted(most, 'token')}{sequences}, together",
             settings={**changes, **also, "max_model_len": most},
             fit=better,
         )
@@ -250,8 +250,8 @@ def _shorter_requests(found: Fit) -> Iterator[WayOut]:
             settings["max_num_seqs"] = count
         yield WayOut(
             kind="shorter_requests",
-            change=f"prompts of at most {most - output:,} tokens beside answers of {output:,}: the model was made for"
-            f" {most:,}" + (f", {count} at once" if fewer else ""),
+            change=f"prompts of at most {counted(most - output, 'token')} beside answers of {output:,}: the model was"
+            f" made for {most:,}" + (f", {count} at once" if fewer else ""),
             settings=settings,
             fit=better,
             note=None if traffic.source == "stated" else "in place of --traffic",

@@ -20,6 +20,7 @@ from holdfast.models import ModelSpec, TensorSpec
 from holdfast.models.quantization import QuantSpec
 from holdfast.planner.question import PlannedModel
 from holdfast.planner.same import Same
+from holdfast.units import counted
 
 DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 VOCABULARY_PAD = 64
@@ -152,7 +153,7 @@ def why_not_parallel(spec: ModelSpec, size: int) -> str | None:
     if size == 1:
         return None
     if spec.heads % size:
-        return f"{spec.heads} attention heads do not split into {size}"
+        return f"{spec.heads} attention {'heads do' if spec.heads > 1 else 'head does'} not split into {size}"
     if spec.kv_heads % size and size % spec.kv_heads:
         return f"{spec.kv_heads} KV heads neither split into {size} nor repeat over it"
     return next((problem for cut in _cuts(Same(spec)) if (problem := cut.problem(size)) is not None), None)
@@ -229,7 +230,7 @@ def check_parallel(spec: ModelSpec, tensor_parallel: int, pipeline_parallel: int
         )
     if pipeline_parallel > len(spec.layers):
         raise ConfigurationError(
-            f"{len(spec.layers)} layers cannot fill {pipeline_parallel} stages",
+            f"{counted(len(spec.layers), 'layer')} cannot fill {pipeline_parallel} stages",
             code=PP_NOT_POSSIBLE,
             needed=f"at most {len(spec.layers)}",
             found=str(pipeline_parallel),

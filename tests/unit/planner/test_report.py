@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -194,13 +195,40 @@ def test_an_address_is_never_cut() -> None:
     assert all(len(line) <= 60 for line in wrapped("word" * 60 + " and more", 60))
 
 
-def test_no_line_speaks_of_one_as_many(ask: Ask) -> None:
+MANY_OF_ONE = re.compile(
+    r"(?<![\d.,])1(\.0)? (sequences|tokens(?!/s)|requests|blocks|layers|stages|heads|GPUs|devices|ranks|servers)\b"
+    r"|(?<![\d.,])1 (do|need|fit|stay|wait)\b"
+)
+
+
+def test_no_line_speaks_of_one_as_many(ask: Ask, cpu: Callable[..., Device]) -> None:
+    tiny = {"max_model_len": 1, "max_num_seqs": 1}
     tight = [
-        answer(ask("llama-3.1-8b", "rtx4090", traffic=(2, 30000, 2000))),
-        answer(ask("qwen3-32b-awq", "l4")),
-        answer(ask("llama-3.1-8b", "l4", max_model_len=8192)),
-        answer(ask("qwen3-8b", "l4", max_model_len=16000)),
+        ask("llama-3.1-8b", "rtx4090", traffic=(2, 30000, 2000)),
+        ask("qwen3-32b-awq", "l4"),
+        ask("llama-3.1-8b", "l4", max_model_len=8192),
+        ask("qwen3-8b", "l4", max_model_len=16000),
+        ask("llama-3.1-8b", "l4", max_num_seqs=64, max_model_len=32000),
+        ask("llama-3.1-8b", "l4", traffic=(1, 1, 0)),
+        ask("llama-3.1-8b", "l4", traffic=(1, 1, 0), max_model_len=8192),
+        ask("gemma-3-27b", "l4"),
+        ask("llama-3.1-8b", "l4", **tiny),
+        ask("llama-3.1-8b", "t4", count=2, pipeline_parallel=2),
+        ask("llama-3.1-8b", "t4", count=2, tensor_parallel=1),
+        ask("smollm2-135m", device=cpu(0.9)),
+        ask("smollm2-135m", device=cpu(1.2), **tiny),
+        ask("smollm2-135m", device=cpu(2), max_num_seqs=1),
+        ask("smollm2-135m", device=cpu(2), traffic=(1, 1, 0)),
     ]
-    for found in tight:
-        for line in lines(found, width=200):
-            assert not re.search(r"(?<![\d.,])1(\.0)? sequences", line), line
+    for question in tight:
+        found = answer(question)
+        for line in (*lines(found, width=1000, verbose=True), json.dumps(found.to_json())):
+            said = MANY_OF_ONE.search(line)
+            assert said is None, line[max(0, said.start() - 80) : said.end() + 40]
+
+
+def test_warnings_count_too(ask: Ask) -> None:
+    """It said that KV holds 1 sequences."""
+    found = answer(ask("llama-3.1-8b", "l4", max_num_seqs=64, max_model_len=32000))
+    (said,) = [warning.message for warning in found.warnings if warning.code == "HFW25"]
+    assert "KV holds 1 sequence of 32,000 tokens" in said

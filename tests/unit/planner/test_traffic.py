@@ -423,7 +423,7 @@ def test_answers_of_unknown_length_are_warned_of(tmp_path: Path) -> None:
     lines = "\n".join(['{"prompt_tokens": 100}'] * 3 + ['{"prompt_tokens": 100, "completion_tokens": 7}'])
     answer = plan("qwen2.5-7b", gpu="h100-80", traffic=saved(tmp_path, lines))
     [said] = [warning for warning in answer.warnings if warning.code == "HFW37"]
-    assert "3 are counted without one" in said.message
+    assert "3 of them counted without one" in said.message
     no_outputs = plan("qwen2.5-7b", gpu="h100-80", traffic=saved(tmp_path, histograms({1000: 100}, 100)))
     assert "HFW37" in [warning.code for warning in no_outputs.warnings]
     told = plan("qwen2.5-7b", gpu="h100-80", traffic=saved(tmp_path, '{"prompt_tokens": 9, "completion_tokens": 7}'))

@@ -1,0 +1,47 @@
+"""What a model is computed in where nobody says, with the reason: one rule for a CPU and one for GPUs.
+
+Counts nothing, and knows no settings but the one that is asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from holdfast.planner.question import Device
+
+_SHORT_NAMES = {"half": "float16", "float": "float32"}
+
+
+@dataclass(frozen=True, slots=True)
+class NumberType:
+    value: str
+    reason: str
+    source: str
+
+
+def asked_type(asked: str) -> str | None:
+    """By its whole name; None: it is left to us."""
+    return None if asked == "auto" else _SHORT_NAMES.get(asked, asked)
+
+
+def cpu_type(stored: str, *, fast_bfloat16: bool) -> NumberType:
+    if stored == "float32":
+        return NumberType("float32", "the model is stored in float32", "hardware")
+    if fast_bfloat16:
+        return NumberType("bfloat16", "this CPU multiplies bfloat16 in hardware", "hardware")
+    reason = "this CPU has no bfloat16 products; emulated ones are many times slower"
+    return NumberType("float32", reason, "hardware")
+
+
+def gpu_type(stored: str, devices: Sequence[Device]) -> NumberType:
+    """The same on all of these."""
+    lacking = next((device for device in devices if device.gpu is not None and not device.gpu.bf16), None)
+    if stored == "float16":
+        return NumberType("float16", "as the model is stored", "model")
+    if lacking is not None:
+        return NumberType("float16", f"{lacking.name} does not compute in bfloat16", "hardware")
+    if stored == "bfloat16":
+        return NumberType("bfloat16", "as the model is stored", "model")
+    reason = f"half of the {stored} that the model is stored in, and GPUs are made for it"
+    return NumberType("bfloat16", reason, "planner")
