@@ -16,6 +16,7 @@ HoldfastError                     has a stable code, what was needed, what was t
 │   └── OverloadedError           the waiting queue is full; try again later
 └── EngineError                   the engine itself
     ├── EngineDiedError           its process ended while it held the request
+    ├── StepMemoryError           no memory for the smallest step of this one request; others go on
     └── DrainingError             the server is shutting down and takes nothing new
 """
 
@@ -128,6 +129,10 @@ class EngineError(HoldfastError):
 
 class EngineDiedError(EngineError):
     code = "HF410"
+
+
+class StepMemoryError(EngineError):
+    code = "HF441"
 
 
 class DrainingError(EngineError):

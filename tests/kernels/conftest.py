@@ -45,3 +45,19 @@ if not torch.cuda.is_available():
 @pytest.fixture(scope="session")
 def device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.fixture(scope="session", params=["llama", "window"])
+def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    from tiny_gpu import LLAMA, MISTRAL, Tiny
+
+    return Tiny(tmp_path_factory.mktemp("tiny"), **(LLAMA if request.param == "llama" else MISTRAL))
+
+
+@pytest.fixture
+def no_kernel_for_few_rows(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
+    """In the interpreter it takes most of the time; it has tests of its own."""
+    from holdfast.execution.gpu import linear
+
+    if device.type == "cpu":
+        monkeypatch.setattr(linear, "SKINNY_ROWS", 0)

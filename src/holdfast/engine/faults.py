@@ -1,6 +1,7 @@
 """Faults on purpose, for tests of what happens then: read from the environment by the engine process alone.
 
     HOLDFAST_FAULT_DIE_ON_TOKEN=ID      the process ends at once when a prompt with this token id is to be computed
+    HOLDFAST_FAULT_NO_MEMORY=ID         there is no memory for a sequence whose prompt has this token id
     HOLDFAST_FAULT_FAIL_LOADING=FILE    a start fails, with an error, while this file exists
 
 Without these variables nothing here does anything.
@@ -13,10 +14,11 @@ import os
 from pathlib import Path
 
 from holdfast.engine.core import StepHandle, StepRunner
-from holdfast.errors import EngineError
-from holdfast.records import StepPlan
+from holdfast.errors import EngineError, StepMemoryError
+from holdfast.records import Failure, StepFailure, StepPlan, StepResult
 
 DIE_ON_TOKEN = "HOLDFAST_FAULT_DIE_ON_TOKEN"
+NO_MEMORY = "HOLDFAST_FAULT_NO_MEMORY"
 FAIL_LOADING = "HOLDFAST_FAULT_FAIL_LOADING"
 EXIT_CODE = 139
 
@@ -24,11 +26,13 @@ log = logging.getLogger("holdfast")
 
 
 def with_faults(runner: StepRunner) -> StepRunner:
-    token = os.environ.get(DIE_ON_TOKEN)
-    if token is None:
-        return runner
-    log.warning("%s is set: this engine dies on purpose when it meets token %s", DIE_ON_TOKEN, token)
-    return _DiesOnToken(runner, int(token))
+    if (token := os.environ.get(DIE_ON_TOKEN)) is not None:
+        log.warning("%s is set: this engine dies on purpose when it meets token %s", DIE_ON_TOKEN, token)
+        runner = _DiesOnToken(runner, int(token))
+    if (token := os.environ.get(NO_MEMORY)) is not None:
+        log.warning("%s is set: this engine has no memory for sequences with token %s", NO_MEMORY, token)
+        runner = _HasNoMemory(runner, int(token))
+    return runner
 
 
 def fail_loading() -> None:
@@ -49,3 +53,38 @@ class _DiesOnToken:
 
     def close(self) -> None:
         self._runner.close()
+
+
+class _HasNoMemory:
+    """Fails the second step of such a sequence, when its answer has begun; nothing else of that step is done."""
+
+    def __init__(self, runner: StepRunner, token: int) -> None:
+        self._runner, self._token = runner, token
+        self._slots: dict[int, int] = {}
+        """Slots of such sequences, and their steps so far."""
+
+    def submit(self, plan: StepPlan) -> StepHandle:
+        for start in plan.starts:
+            self._slots.pop(start.slot, None)
+            if self._token in start.token_ids[: start.prompt_length]:
+                self._slots[start.slot] = 0
+        for row in plan.rows:
+            if row.slot in self._slots:
+                self._slots[row.slot] += row.samples
+                if self._slots[row.slot] > 1:
+                    failure = Failure.of(StepMemoryError("there is no memory for it, on purpose"))
+                    return _Failed(
+                        StepResult(step_id=plan.step_id, failure=StepFailure(slot=row.slot, failure=failure))
+                    )
+        return self._runner.submit(plan)
+
+    def close(self) -> None:
+        self._runner.close()
+
+
+class _Failed:
+    def __init__(self, result: StepResult) -> None:
+        self._result = result
+
+    def result(self) -> StepResult:
+        return self._result

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import logging
 import random
 import sys
 from collections.abc import Mapping, Sequence
@@ -20,16 +21,19 @@ from holdfast.engine.door import Door
 from holdfast.engine.messages import unpack_failure
 from holdfast.engine.progress import RequestProgress
 from holdfast.engine.startup import build_core, find_model, open_tokenizer, plan_lines, plan_model
-from holdfast.errors import EngineError, HoldfastError, RequestError
+from holdfast.errors import EngineError, HoldfastError, RequestError, StepMemoryError
 from holdfast.records import (
     AnswerDelta,
     CompletionOutput,
     EngineInfo,
     EngineStats,
+    FinishReason,
     RequestOutput,
     SamplingParams,
 )
 from holdfast.text import Tokenizer
+
+log = logging.getLogger("holdfast")
 
 Prompt = str | Mapping[str, Any] | Sequence[int]
 """Text, {"prompt": text}, {"prompt_token_ids": [...]}, or token ids."""
@@ -175,9 +179,10 @@ class LLM:
                     for output in core.step():
                         run, answer = open_answers[output.request_id]
                         if output.failure is not None:
-                            raise unpack_failure(output.failure, output.request_id)
-                        run.take(answer.take(output))
-                        if answer.finished:
+                            run.fail(answer.index, unpack_failure(output.failure, output.request_id))
+                        else:
+                            run.take(answer.take(output))
+                        if answer.finished or output.failure is not None:
                             del open_answers[output.request_id]
                             if output.finish_reason is None:
                                 core.abort(output.request_id)
@@ -211,9 +216,19 @@ class _Run:
             answer.cumulative_logprob = (answer.cumulative_logprob or 0.0) + chosen
         self.output.num_cached_tokens = max(self.output.num_cached_tokens, delta.cached_tokens)
         if delta.finish_reason is not None:
-            answer.finish_reason, answer.stop_reason = delta.finish_reason.value, delta.stop_reason
-            self._left -= 1
-            self.output.finished = self._left == 0
+            self._end(answer, delta.finish_reason, delta.stop_reason)
+
+    def fail(self, index: int, error: HoldfastError) -> None:
+        """What is wrong with the request is raised; when the machine had no memory for it, the others are not lost."""
+        if not isinstance(error, StepMemoryError):
+            raise error
+        log.warning("prompt %s ends with finish_reason 'error': %s", self.output.request_id, error)
+        self._end(self.output.outputs[index], FinishReason.ERROR, error.code)
+
+    def _end(self, answer: CompletionOutput, reason: FinishReason, stop_reason: int | str | None) -> None:
+        answer.finish_reason, answer.stop_reason = reason.value, stop_reason
+        self._left -= 1
+        self.output.finished = self._left == 0
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt] | None) -> list[Prompt]:

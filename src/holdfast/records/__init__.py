@@ -16,7 +16,7 @@ from holdfast.records.outputs import (
 )
 from holdfast.records.requests import Request
 from holdfast.records.sampling import SamplingParams
-from holdfast.records.steps import BlockCopy, Row, SequenceStart, StepPlan, StepResult, TableWrite
+from holdfast.records.steps import BlockCopy, Row, SequenceStart, StepFailure, StepPlan, StepResult, TableWrite
 
 __all__ = [
     "AnswerDelta",
@@ -36,6 +36,7 @@ __all__ = [
     "Row",
     "SamplingParams",
     "SequenceStart",
+    "StepFailure",
     "StepPlan",
     "StepResult",
     "TableWrite",

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import msgspec
 
-from holdfast.records.outputs import TokenLogprobs
+from holdfast.records.outputs import Failure, TokenLogprobs
 from holdfast.records.sampling import SamplingParams
 
 
@@ -73,11 +73,22 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return sum(row.count for row in self.rows)
 
 
+class StepFailure(msgspec.Struct, frozen=True, kw_only=True):
+    """A step that could not be done, because one of its rows could not be done even alone."""
+
+    slot: int
+    """Of that row."""
+    failure: Failure
+
+
 class StepResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Entry i belongs to the i-th row of the plan that samples."""
 
     step_id: int
-    token_ids: list[int]
+    token_ids: list[int] = []
     logprobs: list[TokenLogprobs | None] = []
     """Empty when no row asked for them, else as long as token_ids."""
     finished_copies: list[int] = []
+    failure: StepFailure | None = None
+    """Then there are no tokens, and nobody knows what the pages of the step's rows hold; nor of the steps after it that
+    were planned by then."""

@@ -51,6 +51,7 @@ def news(
     reason: FinishReason | None,
     stop_id: int | None,
     now_s: float | None,
+    failure: Failure | None = None,
 ) -> EngineOutput:
     """What a sequence gained, and whether that ended it; with its times where `now_s` is given."""
     timing = None
@@ -69,4 +70,5 @@ def news(
         stop_token_id=stop_id,
         cached_tokens=sequence.cached_tokens,
         timing=timing,
+        failure=failure,
     )

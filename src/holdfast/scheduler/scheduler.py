@@ -29,9 +29,11 @@ from holdfast.kvcache import KVCache, Prefix
 from holdfast.records import (
     EngineOutput,
     EngineStats,
+    FinishReason,
     Request,
     Row,
     SequenceStart,
+    StepFailure,
     StepPlan,
     StepResult,
     TableWrite,
@@ -45,10 +47,12 @@ from holdfast.scheduler.line import enter, leave
 from holdfast.scheduler.sequence import Sequence, Status
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _StepInFlight:
     step_id: int
     rows: list[PlannedRow]
+    void: bool = False
+    """Planned on a step that failed: whatever comes of it counts for nothing."""
 
 
 class Scheduler:
@@ -224,6 +228,10 @@ class Scheduler:
 
     def _preempt(self, draft: Draft, sequence: Sequence) -> None:
         draft.remove(sequence)
+        self._send_back(sequence)
+
+    def _send_back(self, sequence: Sequence) -> None:
+        """In line again, to be computed anew."""
         self._stop_running(sequence)
         sequence.status = Status.PREEMPTED
         sequence.computed = sequence.in_flight = 0
@@ -319,6 +327,8 @@ class Scheduler:
         step = self._in_flight.popleft() if self._in_flight else None
         if step is None or step.step_id != result.step_id:
             raise EngineError(f"step {result.step_id} is not the one due", needed=f"step {step and step.step_id}")
+        if step.void or result.failure is not None:
+            return self._undo(step, None if step.void else result.failure, now_s)
         sampling = sum(planned.row.samples for planned in step.rows)
         if len(result.token_ids) != sampling or len(result.logprobs) not in (0, sampling):
             raise EngineError(
@@ -341,6 +351,28 @@ class Scheduler:
                     outputs.append(self._take(sequence, result.token_ids[sampled], logprobs, now_s))
                 sampled += 1
         return outputs
+
+    def _undo(self, step: _StepInFlight, failed: StepFailure | None, now_s: float) -> list[EngineOutput]:
+        """A step of which nothing counts. `failed`: ends that one request. Everybody else is computed anew, because any
+        of them may have taken pages that the step did not fill over from the prefix cache."""
+        ending = None
+        for planned in step.rows:
+            sequence, row = planned.sequence, planned.row
+            sequence.rows_in_flight -= 1
+            sequence.sampling_in_flight -= row.samples
+            if failed is not None and row.slot == failed.slot and sequence.status is not Status.FINISHED:
+                ending = sequence
+        if failed is None:
+            return []
+        for later in self._in_flight:
+            later.void = True
+        self.kv.reset_prefix_cache()
+        for sequence in tuple(self._running):
+            self._send_back(sequence)
+        if ending is None:
+            return []
+        self._leave(ending)
+        return [news(ending, [], None, FinishReason.ERROR, None, now_s, failed.failure)]
 
     def _take(self, sequence: Sequence, token: int, logprobs: TokenLogprobs | None, now_s: float) -> EngineOutput:
         """A token for a sequence that runs, or was preempted while it was sampled: it is valid all the same."""

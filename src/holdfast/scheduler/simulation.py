@@ -12,7 +12,17 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from holdfast.kvcache import NULL_PAGE, KVGroup, KVLayout
-from holdfast.records import EngineOutput, FinishReason, Request, Row, SequenceStart, StepPlan, StepResult
+from holdfast.records import (
+    EngineOutput,
+    Failure,
+    FinishReason,
+    Request,
+    Row,
+    SequenceStart,
+    StepFailure,
+    StepPlan,
+    StepResult,
+)
 from holdfast.scheduler.scheduler import Scheduler
 
 _MASK = (1 << 64) - 1
@@ -162,6 +172,8 @@ class SimulatedEngine:
         self.unfinished: dict[str, Request] = {}
         self.outputs: dict[str, list[EngineOutput]] = {}
         self._plans: deque[tuple[StepPlan, list[int]]] = deque()
+        self._void = 0
+        """Plans that were made before it was known that the step before them failed."""
 
     @property
     def plans_in_flight(self) -> int:
@@ -191,11 +203,21 @@ class SimulatedEngine:
             self._plans.append((plan, self.scheduler.kv.free_pages))
         return plan
 
-    def execute(self, now_s: float = 0.0) -> list[EngineOutput]:
-        """Executes and applies the oldest plan."""
+    def execute(self, now_s: float = 0.0, *, failing_row: int | None = None) -> list[EngineOutput]:
+        """Executes and applies the oldest plan. `failing_row`: it fails there instead, and nothing of it is done."""
         plan, free_pages = self._plans.popleft()
         self.runner.poison(free_pages)
-        outputs = self.scheduler.apply(self.runner.execute(plan), now_s)
+        if self._void:
+            self._void -= 1
+            result = StepResult(step_id=plan.step_id)
+        elif failing_row is None:
+            result = self.runner.execute(plan)
+        else:
+            self._void = len(self._plans)
+            failure = Failure(kind="EngineError", message="as if there were no memory", code="HF441")
+            failed = StepFailure(slot=plan.rows[failing_row % len(plan.rows)].slot, failure=failure)
+            result = StepResult(step_id=plan.step_id, failure=failed)
+        outputs = self.scheduler.apply(result, now_s)
         for output in outputs:
             self._hear(output)
         return outputs

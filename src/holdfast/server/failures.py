@@ -16,6 +16,7 @@ from holdfast.errors import (
     HoldfastError,
     OverloadedError,
     RequestError,
+    StepMemoryError,
     UnknownModelError,
     UnsupportedOptionError,
 )
@@ -37,6 +38,7 @@ _SHAPES: tuple[tuple[type[HoldfastError], int, str, str], ...] = (
     (RequestError, BAD_REQUEST, "invalid_request_error", "invalid_value"),
     (DrainingError, UNAVAILABLE, "service_unavailable_error", "draining"),
     (EngineDiedError, UNAVAILABLE, "service_unavailable_error", "engine_dead"),
+    (StepMemoryError, UNAVAILABLE, "service_unavailable_error", "out_of_memory"),
     (EngineError, INTERNAL, "server_error", "engine_error"),
 )
 

@@ -102,6 +102,15 @@ class SchedulerMachine(RuleBasedStateMachine):
     def execute(self):
         self.engine.execute()
 
+    @precondition(lambda self: self.engine.plans_in_flight)
+    @rule(row=st.integers(0, 5))
+    def fail(self, row):
+        """One request ends, and everybody else's answer is what it would have been."""
+        unfinished = len(self.engine.unfinished)
+        outputs = self.engine.execute(failing_row=row)
+        assert all(output.failure is not None for output in outputs)
+        assert len(outputs) == unfinished - len(self.engine.unfinished) <= 1
+
     @rule(steps=st.integers(1, 12))
     def run(self, steps):
         """A stretch as the engine's loop would do it."""

@@ -5,11 +5,19 @@ A graph bakes in addresses, so everything it touches must be allocated before an
 
 from __future__ import annotations
 
+import contextlib
+import logging
 from collections.abc import Callable
 
 import torch
 
 from holdfast.execution.gpu.sampling import Work
+from holdfast.execution.gpu.shortage import is_shortage
+
+log = logging.getLogger("holdfast")
+
+STEPS_BETWEEN_TRIES = 256
+"""A capture that found no memory is tried again after so many steps."""
 
 
 def padded_sizes(most: int) -> tuple[int, ...]:
@@ -27,6 +35,7 @@ class DecodeGraphs:
         self._run, self._device = run, device
         self._graphs: dict[tuple[int, Work], torch.cuda.CUDAGraph] = {}
         self._pool: tuple[int, int] | None = None
+        self._steps_to_wait = 0
         # One for all captures: torch gives cuBLAS 32 MiB of its own for every stream that multiplies.
         self._side = torch.cuda.Stream(device)
 
@@ -45,7 +54,17 @@ class DecodeGraphs:
             graph.replay()
             return
         self._run(size, work)
-        self._graphs[size, work] = self._capture(size, work)
+        if self._steps_to_wait:
+            self._steps_to_wait -= 1
+            return
+        try:
+            self._graphs[size, work] = self._capture(size, work)
+        except RuntimeError as error:
+            if not is_shortage(error):
+                raise
+            # The step itself is done. Without its graph the next is slower, and right.
+            self._steps_to_wait = STEPS_BETWEEN_TRIES
+            log.warning("no GPU memory to capture steps of %d rows: they run kernel by kernel for now", size)
 
     def _capture(self, size: int, work: Work) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
@@ -54,8 +73,11 @@ class DecodeGraphs:
             graph.capture_begin(*(() if self._pool is None else (self._pool,)))
             try:
                 self._run(size, work)
-            finally:
-                graph.capture_end()
+            except BaseException:
+                with contextlib.suppress(RuntimeError):  # What went wrong first is what is said.
+                    graph.capture_end()
+                raise
+            graph.capture_end()
         torch.cuda.synchronize(self._device)
         self._pool = self._pool or graph.pool()
         return graph

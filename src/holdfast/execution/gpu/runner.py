@@ -16,12 +16,13 @@ from dataclasses import dataclass
 
 import torch
 
-from holdfast.errors import EngineError
+from holdfast.errors import EngineError, StepMemoryError
 from holdfast.execution.batch import RunnerLimits, SlotBuffers
 from holdfast.execution.gpu.decoder import GpuDecoder
 from holdfast.execution.gpu.graphs import DecodeGraphs
 from holdfast.execution.gpu.kv_range import KVRange
 from holdfast.execution.gpu.sampling import DeviceSampler, FoundLogprobs, Work
+from holdfast.execution.gpu.shortage import is_shortage
 from holdfast.execution.gpu.slots import DeviceSlots
 from holdfast.execution.gpu.step import DeviceStep, StepForms, halves, is_decode
 from holdfast.execution.rehearsal import heaviest_plan
@@ -30,7 +31,7 @@ from holdfast.execution.weights import Weights
 from holdfast.kvcache.groups import KVLayout
 from holdfast.models import ModelSpec
 from holdfast.planner.gpu_footprint import sampling_lanes
-from holdfast.records import Row, StepPlan, StepResult, TokenLogprobs
+from holdfast.records import Failure, Row, StepFailure, StepPlan, StepResult, TokenLogprobs
 
 log = logging.getLogger("holdfast")
 
@@ -50,12 +51,25 @@ class _Launched:
 
 
 class GpuStep:
-    """A step that was launched: its tokens arrive in pinned memory. Or one that was done in parts, and is here."""
+    """A step that was launched: its tokens arrive in pinned memory. Or one that was done in parts, and is here; or that
+    could not be done."""
 
-    def __init__(self, runner: GpuRunner, step_id: int, launched: _Launched | None, sampled: Sampled) -> None:
-        self._runner, self._step_id, self._launched, self._sampled = runner, step_id, launched, sampled
+    def __init__(
+        self,
+        runner: GpuRunner,
+        step_id: int,
+        *,
+        launched: _Launched | None = None,
+        sampled: Sampled | None = None,
+        failure: StepFailure | None = None,
+    ) -> None:
+        self._runner, self._step_id, self._launched = runner, step_id, launched
+        self._sampled: Sampled = sampled or []
+        self._failure = failure
 
     def result(self) -> StepResult:
+        if self._failure is not None:
+            return StepResult(step_id=self._step_id, failure=self._failure)
         if self._launched is not None:
             self._sampled, self._launched = self._runner.read(self._launched), None
         told = any(logprobs is not None for _, logprobs in self._sampled)
@@ -64,6 +78,15 @@ class GpuStep:
             token_ids=[token for token, _ in self._sampled],
             logprobs=[logprobs for _, logprobs in self._sampled] if told else [],
         )
+
+
+def _no_memory(row: Row, said: str) -> StepFailure:
+    error = StepMemoryError(
+        "there is no GPU memory for a step of one token",
+        found=said,
+        fix="send it again; stop what else uses the GPU, or a smaller --gpu-memory-utilization",
+    )
+    return StepFailure(slot=row.slot, failure=Failure.of(error))
 
 
 class GpuRunner:
@@ -133,7 +156,6 @@ class GpuRunner:
     def submit(self, plan: StepPlan) -> GpuStep:
         with torch.inference_mode():
             self._books.apply(plan, self.kv.blocks)
-            self._slots.apply(plan)
             for start in plan.starts:
                 self._sampler.start(start)
             step = self._start(plan)
@@ -147,37 +169,40 @@ class GpuRunner:
 
     def _start(self, plan: StepPlan) -> GpuStep:
         place, self._next = self._next, (self._next + 1) % len(self._sampled)
-        if not plan.rows:
-            return GpuStep(self, plan.step_id, None, [])
         try:
-            return GpuStep(self, plan.step_id, self._launch(plan.rows, place), [])
-        except torch.OutOfMemoryError as error:
-            return GpuStep(self, plan.step_id, None, self._run_in_parts(plan.rows, place, error))
+            self._slots.apply(plan)
+            return GpuStep(self, plan.step_id, launched=self._launch(plan.rows, place) if plan.rows else None)
+        except RuntimeError as error:
+            if not is_shortage(error):
+                raise
+        return self._run_in_parts(plan, place)
 
-    def _run_in_parts(self, rows: Sequence[Row], place: int, error: torch.OutOfMemoryError) -> Sampled:
-        """A step that did not find the memory it needed, in smaller ones. What it may have written already is written
-        again: the same keys and values, and the same tokens."""
-        log.warning("out of GPU memory in a step of %d tokens: it is done in parts", sum(row.count for row in rows))
-        parts, found = deque(halves(rows)), dict[int, tuple[int, TokenLogprobs | None]]()
+    def _run_in_parts(self, plan: StepPlan, place: int) -> GpuStep:
+        """A step that did not find the memory it needed, once more and then in smaller ones. What it may have written
+        already is written again: the same keys and values, and the same tokens. In the order of the rows, because one
+        may read from the prefix cache what another before it writes."""
+        log.warning("out of GPU memory in a step of %d tokens: it is done in parts", plan.token_count)
+        told = False
+        parts, found = deque([list(plan.rows)]), dict[int, tuple[int, TokenLogprobs | None]]()
         while parts:
             part = parts.popleft()
             self._give_back_cached()
             try:
+                if not told:
+                    self._slots.apply(plan)
+                    told = True
                 sampled = self.read(self._launch(part, place))
-            except torch.OutOfMemoryError as again:
-                error = again
-                smaller = halves(part)
-                if not smaller:
-                    raise EngineError(
-                        "there is no GPU memory for a step of one token",
-                        code="HF441",
-                        found=str(error).splitlines()[0],
-                        fix="stop what else uses the GPU, or a smaller --gpu-memory-utilization",
-                    ) from error
-                parts.extendleft(reversed(smaller))
+            except RuntimeError as error:
+                if not is_shortage(error):
+                    raise
+                smaller, said = halves(part), str(error).splitlines()[0]
+            else:
+                found.update(zip([row.slot for row in part if row.samples], sampled, strict=True))
                 continue
-            found.update(zip([row.slot for row in part if row.samples], sampled, strict=True))
-        return [found[row.slot] for row in rows if row.samples]
+            if not smaller:
+                return GpuStep(self, plan.step_id, failure=_no_memory(part[0], said))
+            parts.extendleft(reversed(smaller))
+        return GpuStep(self, plan.step_id, sampled=[found[row.slot] for row in plan.rows if row.samples])
 
     def _give_back_cached(self) -> None:
         if self.device.type == "cuda":

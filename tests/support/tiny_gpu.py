@@ -1,0 +1,97 @@
+"""A tiny random model of transformers on the GPU runner or the CPU runner, under the real scheduler."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from holdfast.checkpoints import safetensors
+from holdfast.checkpoints.checkpoint import Checkpoint
+from holdfast.engine.core import EngineCore
+from holdfast.execution.gpu.runner import GpuRunner
+from holdfast.execution.runner import Runner, RunnerLimits
+from holdfast.execution.weights import load_weights
+from holdfast.kvcache import KVCache
+from holdfast.kvcache.groups import KVLayout, form_groups
+from holdfast.models import ModelSpec, from_config
+from holdfast.records import EngineOutput, Request, SamplingParams
+from holdfast.scheduler import Scheduler, SchedulerLimits
+
+BLOCK_TOKENS = 4
+LAYERS = 2 if torch.cuda.is_available() else 1
+"""The interpreter takes a second for a step of a layer or two."""
+LLAMA = {"architecture": "Llama"}
+MISTRAL = {"architecture": "Mistral", "sliding_window": 9}
+
+
+class Tiny:
+    """A random model of transformers, saved and opened by the project's own readers."""
+
+    def __init__(self, folder: Path, architecture: str, **settings: Any) -> None:
+        config = getattr(transformers, f"{architecture}Config")(
+            **{
+                "vocab_size": 211, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": LAYERS,
+                "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128,
+                "initializer_range": 0.2, "attn_implementation": "eager", **settings,
+            }
+        )  # fmt: skip
+        torch.manual_seed(0)
+        self.model = getattr(transformers, f"{architecture}ForCausalLM")(config).float().eval()
+        self.model.save_pretrained(folder)
+        self.folder = folder
+        self.spec: ModelSpec = from_config(json.loads((folder / "config.json").read_text()))
+
+    def layout(self) -> KVLayout:
+        groups, places = form_groups([layer.window for layer in self.spec.layers])
+        return KVLayout(
+            groups=groups, block_tokens=BLOCK_TOKENS, layers_per_page=places, kv_heads=self.spec.kv_heads,
+            head_dim=self.spec.head_dim, element_bytes=4,
+        )  # fmt: skip
+
+    def core(
+        self, device: torch.device, *, gpu: bool, blocks: int = 64, slots: int = 4, step: int = 16, **more: bool
+    ) -> EngineCore:
+        limits = RunnerLimits(max_num_seqs=slots, max_num_batched_tokens=step, max_model_len=96)
+        checkpoint = Checkpoint(safetensors.read_headers(sorted(self.folder.glob("*.safetensors"))), "safetensors")
+        weights = load_weights(self.spec, checkpoint, dtype=torch.float32, device=device, expand=True)
+        runner: Any = (GpuRunner if gpu else Runner)(self.spec, weights, self.layout(), limits, device, **more)
+        runner.back_kv(blocks)
+        ahead = 1 if gpu else 0
+        scheduler = Scheduler(
+            SchedulerLimits(
+                max_num_seqs=slots, max_num_batched_tokens=step, max_model_len=96, policy="fcfs",
+                max_steps_in_flight=1 + ahead,
+            ),
+            KVCache(self.layout(), blocks, True),
+        )  # fmt: skip
+        return EngineCore(scheduler, runner, steps_ahead=ahead)
+
+    def assert_greedy(self, prompt: list[int], tokens: list[int]) -> None:
+        with torch.inference_mode():
+            logits = self.model(torch.tensor([prompt + tokens])).logits[0]
+        assert tokens == logits[len(prompt) - 1 : -1].argmax(-1).tolist()
+
+
+def run(core: EngineCore, prompts: list[list[int]], params: list[SamplingParams]) -> list[list[EngineOutput]]:
+    found: dict[str, list[EngineOutput]] = {}
+    for number, (prompt, one) in enumerate(zip(prompts, params, strict=True)):
+        found[str(number)] = []
+        core.add(Request(request_id=str(number), prompt_token_ids=prompt, params=one))
+    while core.has_work:
+        for output in core.step():
+            found[output.request_id].append(output)
+        core.scheduler.check_invariants()
+    core.close()
+    return list(found.values())
+
+
+def prompt(number: int, length: int) -> list[int]:
+    return [(7919 * number + 31 * place * place + place) % 200 + 3 for place in range(length)]
+
+
+def tokens_of(outputs: list[EngineOutput]) -> list[int]:
+    return [token for output in outputs for token in output.token_ids]
