@@ -1,39 +1,110 @@
 """From a plan to an engine that can step on a GPU: load, rehearse, capture, then back the KV pool with what is left.
 
-The pool comes last and by what is measured, so that nothing after it asks for memory that may not be there.
+The pool comes last and by what is measured, so that nothing after it asks for memory that may not be there. When
+somebody else takes memory meanwhile, the plan is made again with what is free then.
 """
 
 from __future__ import annotations
 
+import gc
+import logging
+import os
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
+import torch
+
 from holdfast.checkpoints import ModelFiles, open_checkpoint
 from holdfast.config import EngineConfig
+from holdfast.errors import DoesNotFitError, EngineError
 from holdfast.execution.batch import RunnerLimits
 from holdfast.execution.device import DTYPES
 from holdfast.execution.gpu.memory import GpuHeld, GpuMemory, open_device
 from holdfast.execution.gpu.runner import GpuRunner
+from holdfast.execution.gpu.shortage import is_shortage
 from holdfast.execution.gpu.virtual import RangeError
 from holdfast.execution.weights import load_weights
+from holdfast.hardware.nvidia import process_bytes
 from holdfast.models import ModelSpec
 from holdfast.planner import Plan, settle_pool
 from holdfast.records import MemoryReport, MemoryTerm
+from holdfast.units import format_bytes
 
 if TYPE_CHECKING:
     Progress = Callable[[str, int, int], None]
 
+log = logging.getLogger("holdfast")
+
 BACK_TRIES = 4
 """A neighbour may take memory between the look at what is free and the taking of it."""
 
+START_TRIES = 4
+
+Built = tuple[GpuRunner, Plan, MemoryReport, GpuMemory]
+
 
 def build_gpu_runner(
-    config: EngineConfig, files: ModelFiles, spec: ModelSpec, plan: Plan, progress: Progress
-) -> tuple[GpuRunner, Plan, MemoryReport, GpuMemory]:
+    config: EngineConfig,
+    files: ModelFiles,
+    spec: ModelSpec,
+    plan: Plan,
+    progress: Progress,
+    replan: Callable[[int], Plan],
+) -> Built:
+    """`replan`: a new plan for the same GPU, this process holding so many bytes on it that are to be used again."""
     assert plan.gpu is not None
-    device = open_device(plan.gpu.uuid)
-    memory = GpuMemory(device, plan.gpu.uuid, plan.memory.available_bytes)
-    context = memory.held()
+    uuid = plan.gpu.uuid
+    device = open_device(uuid)
+
+    def build(tried: Plan) -> Built:
+        memory = GpuMemory(device, uuid, tried.memory.available_bytes)
+        return _build(config, files, spec, tried, memory, progress)
+
+    def again(failed: Plan) -> Plan:
+        """With all that was taken given back; the context stays."""
+        gc.collect()
+        torch.cuda.empty_cache()
+        return replan(process_bytes(uuid, os.getpid()) or failed.terms["context"])
+
+    return start_with_room(plan, build, again)
+
+
+def start_with_room(plan: Plan, build: Callable[[Plan], Built], again: Callable[[Plan], Plan]) -> Built:
+    """`again` gives back what the failed start took, and makes a plan with what is free now; it refuses, with numbers,
+    what has become impossible."""
+    for _ in range(START_TRIES - 1):
+        try:
+            return build(plan)
+        except (RuntimeError, EngineError, DoesNotFitError) as error:
+            if not isinstance(error, DoesNotFitError) and not is_shortage(error):
+                raise
+            said = str(error).splitlines()[0]
+        log.warning("memory became short while the engine started (%s): the plan is made again", said)
+        plan = again(plan)
+        log.warning(
+            "now %s of budget: context %s tokens, %d sequences, KV pool %s",
+            format_bytes(plan.budget_bytes), f"{plan.limits.max_model_len:,}", plan.limits.max_num_seqs,
+            format_bytes(plan.terms["kv_pool"]),
+        )  # fmt: skip
+    try:
+        return build(plan)
+    except (RuntimeError, EngineError) as error:
+        if not is_shortage(error):
+            raise
+        raise DoesNotFitError(
+            f"the GPU's memory ran out in each of {START_TRIES} starts, though it was planned for what was free",
+            code="HF125",
+            needed=", ".join(f"{name} {format_bytes(size)}" for name, size in plan.terms.items()),
+            found=str(error).splitlines()[0],
+            fix="stop what else takes memory on this GPU (nvidia-smi shows it), or a smaller --gpu-memory-utilization",
+            field="gpu_memory_utilization",
+        ) from error
+
+
+def _build(
+    config: EngineConfig, files: ModelFiles, spec: ModelSpec, plan: Plan, memory: GpuMemory, progress: Progress
+) -> Built:
+    device, context = memory.device, memory.held()
     coming = sum(size for name, size in plan.terms.items() if name not in ("context", "kv_pool"))
     plan = settle_pool(plan, context.free_bytes - coming)
     progress("load", 0, 0)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from holdfast.checkpoints import (
     DEFAULT_MODEL,
     ModelFiles,
+    StoredTensor,
     extra_tensors,
     locate,
     locate_headers,
@@ -23,7 +24,14 @@ from holdfast.checkpoints import (
 )
 from holdfast.checkpoints.builtin import refuse_revision
 from holdfast.config import EngineConfig
-from holdfast.errors import ConfigurationError, DoesNotFitError, ModelAccessError, ModelNotFoundError, RequestError
+from holdfast.errors import (
+    ConfigurationError,
+    DoesNotFitError,
+    EngineError,
+    ModelAccessError,
+    ModelNotFoundError,
+    RequestError,
+)
 from holdfast.hardware import Resident, compiled_kernels, memory, memory_holders, processor, resident
 from holdfast.hardware.nvidia import probe
 from holdfast.kvcache import KVCache
@@ -93,9 +101,7 @@ def plan_model(config: EngineConfig, model: FoundModel, *, front_bytes: int = 0,
     `front_bytes`: of a process beside the engine's, out of the same budget. `kernels`: whether there are compiled
     ones, where that is known better than it can be without torch.
     """
-    stored = None
-    if config.load_format != "dummy":
-        stored = match(model.spec, open_checkpoint(model.files))
+    stored = _stored(config, model)
     if config.device == "cuda":
         return make_gpu_plan(model.spec, stored, config, probe().gpus, name=model.files.name)
     known, machine = compiled_kernels() if kernels is None else kernels, memory()
@@ -111,6 +117,19 @@ def plan_model(config: EngineConfig, model: FoundModel, *, front_bytes: int = 0,
         raise DoesNotFitError(
             error.message, code=error.code, needed=error.needed, found=found, fix=error.fix, field=error.field
         ) from None
+
+
+def _stored(config: EngineConfig, model: FoundModel) -> Mapping[str, StoredTensor] | None:
+    return None if config.load_format == "dummy" else match(model.spec, open_checkpoint(model.files))
+
+
+def plan_again(config: EngineConfig, model: FoundModel, plan: Plan, own_bytes: int) -> Plan:
+    """For the same GPU with what is free on it now, of which this process holds `own_bytes` and will use them again."""
+    assert plan.gpu is not None
+    gpus = [replace(gpu, free_bytes=gpu.free_bytes + own_bytes) for gpu in probe().gpus if gpu.uuid == plan.gpu.uuid]
+    if not gpus:
+        raise EngineError(f"{plan.gpu.name} is gone: the driver does not show it any more", found=plan.gpu.uuid)
+    return make_gpu_plan(model.spec, _stored(config, model), config, gpus, name=model.files.name)
 
 
 def plan_lines(model: FoundModel, plan: Plan) -> list[str]:
@@ -219,7 +238,10 @@ def _build_on_gpu(
     from holdfast.engine.core import EngineCore
     from holdfast.engine.gpu_startup import build_gpu_runner
 
-    runner, plan, report, memory = build_gpu_runner(config, model.files, model.spec, plan, progress)
+    first = plan
+    runner, plan, report, memory = build_gpu_runner(
+        config, model.files, model.spec, first, progress, lambda own_bytes: plan_again(config, model, first, own_bytes)
+    )
     core = EngineCore(_scheduler(config, plan, steps_ahead=1), runner, steps_ahead=1, device_bytes=memory.own_bytes)
     return core, _info(config, model, plan, runner, report)
 

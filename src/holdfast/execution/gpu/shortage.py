@@ -1,4 +1,4 @@
-"""Which errors mean that a GPU, or the pinned memory beside it, had too little left. Knows nothing of what to do then."""
+"""Which errors mean that a GPU, or the pinned memory beside it, had too little left. Not what to do then."""
 
 from __future__ import annotations
 
