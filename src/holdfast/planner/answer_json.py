@@ -137,6 +137,7 @@ def _devices(found: Fit) -> list[dict[str, Any]]:
                 "held_by": list(device.held_by),
                 "stage": None,
                 "terms": {},
+                "loading": None,
                 "unused_bytes": 0,
                 "kv_needed_bytes": 0,
                 "short_bytes": 0,
@@ -160,6 +161,7 @@ def _rank(rank: Rank, found: Fit) -> dict[str, Any]:
         "held_by": list(rank.device.held_by),
         "stage": rank.stage,
         "terms": {**{term.name: term.nbytes for term in rank.terms}, "kv_pool": rank.pool_bytes},
+        "loading": _loading(rank),
         "unused_bytes": rank.unused_bytes,
         "kv_needed_bytes": needed,
         "short_bytes": max(0, needed - rank.room_bytes),
@@ -169,6 +171,17 @@ def _rank(rank: Rank, found: Fit) -> dict[str, Any]:
             for term in rank.terms
             if term.uncertainty
         },
+    }
+
+
+def _loading(rank: Rank) -> dict[str, Any] | None:
+    """Before activations and KV are there."""
+    if not rank.loading:
+        return None
+    return {
+        "terms": {term.name: term.nbytes for term in rank.loading},
+        "peak_bytes": rank.loading_bytes,
+        "short_bytes": rank.loading_short_bytes,
     }
 
 

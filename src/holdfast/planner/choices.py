@@ -80,6 +80,17 @@ def left_out(found: Fit) -> Iterator[Decision]:
     yield Decision("gpus", describe_devices(used), reason, "planner")
 
 
+def loading(found: Fit) -> Iterator[Decision]:
+    """Where it takes more than the budget has, before anything is served."""
+    for rank in found.ranks:
+        if rank.loading_short_bytes:
+            sums = " + ".join(f"{term.name} {format_bytes(term.nbytes)}" for term in rank.loading)
+            short, budget = format_bytes(rank.loading_short_bytes), format_bytes(rank.budget_bytes)
+            held = "staging is its largest tensor as stored, gone once it is loaded"
+            reason = f"{sums}: {short} more than the budget of {budget}; {held}"
+            yield Decision("loading", format_bytes(rank.loading_bytes), reason, "planner")
+
+
 def number_types(found: Fit) -> Iterator[Decision]:
     """Where they were left to us."""
     asked = found.question.settings

@@ -5,7 +5,7 @@ A model that this engine runs on a CPU is counted by host.py, as `serve` counts 
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from holdfast.errors import ConfigurationError
@@ -25,11 +25,12 @@ from holdfast.planner.fitted import (
 )
 from holdfast.planner.footprint import Limits
 from holdfast.planner.gpu_footprint import LEAST_CAPABILITY
-from holdfast.planner.kv import kv_cost, layout_cost
+from holdfast.planner.kv import KVCost, kv_cost, layout_cost
 from holdfast.planner.layouts import is_quantized
 from holdfast.planner.number_types import NumberType, asked_type, cpu_type, gpu_type
 from holdfast.planner.question import KV_ELEMENT_BYTES, Device, PlannedModel
 from holdfast.planner.same import Same
+from holdfast.planner.terms import Term
 from holdfast.planner.vllm_weights import beside_weights, expert_kernel
 from holdfast.planner.weights import (
     Weight,
@@ -47,9 +48,12 @@ TOO_FEW_DEVICES, CONTEXT_TOO_LONG = "HF133", "HF111"
 def counted(question: Question, tensor_parallel: int, limits: Limits) -> Fit:
     """`limits`: those that were asked for or chosen; a context that is not set is the longest that these leave."""
     spec, settings = question.model.spec, question.settings
-    ranks = _ranks(question, tensor_parallel, limits)
-    longest = min(rank.kv.longest(rank.room_bytes, spec.max_position) for rank in ranks)
     sequences, tokens = required(question, min(spec.max_position, USEFUL_TOKENS))
+    ranks = tuple(
+        _as_loaded(rank, needed_bytes(rank, sequences, tokens, settings.max_model_len))
+        for rank in _ranks(question, tensor_parallel, limits)
+    )
+    longest = min(rank.kv.longest(rank.kv_bytes, spec.max_position) for rank in ranks)
     short = max(needed_bytes(rank, sequences, tokens, settings.max_model_len) - rank.room_bytes for rank in ranks)
     dtype = compute_dtype(question, len(ranks))
     return Fit(
@@ -72,53 +76,78 @@ def counted(question: Question, tensor_parallel: int, limits: Limits) -> Fit:
     )
 
 
+def _as_loaded(rank: Rank, needed: int) -> Rank:
+    """One that cannot even be loaded holds nothing, and has room for sequences less by what loading lacks."""
+    short = rank.loading_short_bytes
+    return replace(rank, most_kv_bytes=needed - short, held_bytes=0) if short else rank
+
+
 def _ranks(question: Question, tensor_parallel: int, limits: Limits) -> tuple[Rank, ...]:
-    model, machine, settings = question.model, question.machine, question.settings
-    spec, stages = model.spec, settings.pipeline_parallel
-    every = tensor_parallel * stages
-    dtype, stored_kv, utilization = compute_dtype(question, every), kv_dtype(question, every), utilization_of(question)
-    ranks = []
-    for stage, layers in enumerate(stage_layers(len(spec.layers), stages)):
-        held = _held_bytes(Same(model), dtype, tensor_parallel, stage, stages)
-        cost = kv_cost(
-            spec,
-            element_bytes=KV_ELEMENT_BYTES[stored_kv],
-            state_bytes=KV_ELEMENT_BYTES[dtype],
-            tensor_parallel=tensor_parallel,
-            layers=layers,
-            block_tokens=settings.block_tokens,
-            step_tokens=limits.max_num_batched_tokens,
-        )
-        for index in range(tensor_parallel):
-            device = machine.devices[stage * tensor_parallel + index]
-            budget = device_budget(device, utilization)
-            if device.kind == "cpu":
-                found = byte_terms.cpu_terms(
-                    spec, limits, dtype=dtype, weights_bytes=held, block_tokens=settings.block_tokens,
-                    max_loras=settings.max_loras, max_lora_rank=settings.max_lora_rank,
-                )  # fmt: skip
-            elif every == 1 and _runs_on(device, spec):
-                if stored_kv in footprint.ELEMENT_BYTES:
-                    layout = footprint.kv_layout(spec, block_tokens=settings.block_tokens, kv_dtype=stored_kv)
-                    cost = layout_cost(layout, limits.max_num_batched_tokens)
-                found = byte_terms.engine_gpu_terms(
-                    spec, limits, dtype=dtype, weights_bytes=held, block_tokens=settings.block_tokens,
-                    quantized=_is_quantized(model), max_loras=settings.max_loras, max_lora_rank=settings.max_lora_rank,
-                )  # fmt: skip
-            else:
-                # Of a model that this engine does not run, what the engine keeps that would.
-                kernel = expert_kernel(device.gpu, adapters=settings.max_loras > 0)
-                beside = beside_weights(
-                    model, kernel, dtype=dtype, tensor_parallel=tensor_parallel, stage=stage, stages=stages
-                )
-                found = byte_terms.gpu_terms(
-                    spec, limits, dtype=dtype, weights_bytes=held, tensor_parallel=tensor_parallel, layers=layers,
-                    last_stage=stage == stages - 1, max_loras=settings.max_loras, max_lora_rank=settings.max_lora_rank,
-                    vendor="nvidia" if device.gpu is None else device.gpu.vendor,
-                    rotary_bytes=beside.rotary, padding_bytes=beside.padding,
-                )  # fmt: skip
-            ranks.append(Rank(device=device, stage=stage, budget_bytes=budget, terms=tuple(found), kv=cost))
+    devices, stages = question.machine.devices, question.settings.pipeline_parallel
+    utilization, ranks = utilization_of(question), []
+    for stage, layers in enumerate(stage_layers(len(question.model.spec.layers), stages)):
+        shares: dict[str | None, _Share] = {}
+        for device in devices[stage * tensor_parallel : (stage + 1) * tensor_parallel]:
+            kind = None if device.gpu is None else device.gpu.key
+            if kind not in shares:
+                shares[kind] = _share(question, device, stage, layers, tensor_parallel, limits)
+            share = shares[kind]
+            rank = Rank(
+                device=device, stage=stage, budget_bytes=device_budget(device, utilization), terms=share.terms,
+                kv=share.kv, loading=share.loading,
+            )  # fmt: skip
+            ranks.append(rank)
     return tuple(ranks)
+
+
+@dataclass(frozen=True, slots=True)
+class _Share:
+    """What a rank of a stage holds, on devices of one kind."""
+
+    terms: tuple[Term, ...]
+    kv: KVCost
+    loading: tuple[Term, ...] = ()
+
+
+def _share(
+    question: Question, device: Device, stage: int, layers: range, tensor_parallel: int, limits: Limits
+) -> _Share:
+    model, settings, spec = question.model, question.settings, question.model.spec
+    stages = settings.pipeline_parallel
+    every = tensor_parallel * stages
+    dtype, stored_kv = compute_dtype(question, every), kv_dtype(question, every)
+    held = _held_bytes(Same(model), dtype, tensor_parallel, stage, stages)
+    cost = kv_cost(
+        spec, element_bytes=KV_ELEMENT_BYTES[stored_kv], state_bytes=KV_ELEMENT_BYTES[dtype],
+        tensor_parallel=tensor_parallel, layers=layers, block_tokens=settings.block_tokens,
+        step_tokens=limits.max_num_batched_tokens,
+    )  # fmt: skip
+    if device.kind == "cpu":
+        found = byte_terms.cpu_terms(
+            spec, limits, dtype=dtype, weights_bytes=held, block_tokens=settings.block_tokens,
+            max_loras=settings.max_loras, max_lora_rank=settings.max_lora_rank,
+        )  # fmt: skip
+        return _Share(tuple(found), cost)
+    if every == 1 and _runs_on(device, spec):
+        if stored_kv in footprint.ELEMENT_BYTES:
+            layout = footprint.kv_layout(spec, block_tokens=settings.block_tokens, kv_dtype=stored_kv)
+            cost = layout_cost(layout, limits.max_num_batched_tokens)
+        largest = _largest_quantized(Same(model))
+        found = byte_terms.engine_gpu_terms(
+            spec, limits, dtype=dtype, weights_bytes=held, block_tokens=settings.block_tokens,
+            quantized=largest > 0, max_loras=settings.max_loras, max_lora_rank=settings.max_lora_rank,
+        )  # fmt: skip
+        return _Share(tuple(found), cost, byte_terms.engine_gpu_loading(held, largest))
+    # Of a model that this engine does not run, what the engine keeps that would.
+    kernel = expert_kernel(device.gpu, adapters=settings.max_loras > 0)
+    beside = beside_weights(model, kernel, dtype=dtype, tensor_parallel=tensor_parallel, stage=stage, stages=stages)
+    found = byte_terms.gpu_terms(
+        spec, limits, dtype=dtype, weights_bytes=held, tensor_parallel=tensor_parallel, layers=layers,
+        last_stage=stage == stages - 1, max_loras=settings.max_loras, max_lora_rank=settings.max_lora_rank,
+        vendor="nvidia" if device.gpu is None else device.gpu.vendor, rotary_bytes=beside.rotary,
+        padding_bytes=beside.padding,
+    )  # fmt: skip
+    return _Share(tuple(found), cost)
 
 
 def _runs_on(device: Device, spec: ModelSpec) -> bool:
@@ -129,16 +158,19 @@ def _runs_on(device: Device, spec: ModelSpec) -> bool:
     return able and spec.runnable
 
 
-def _is_quantized(model: PlannedModel) -> bool:
-    return any(is_quantized(tensor.layout) for tensor in (model.canonical or {}).values())
-
-
 # Ways out plan the same models dozens of times: what does not depend on memory is counted once.
 
 
 @lru_cache(maxsize=64)
 def sizes(key: Same[ModelSpec], most: int) -> tuple[int, ...]:
     return parallel_sizes(key.held, most)
+
+
+@lru_cache(maxsize=64)
+def _largest_quantized(key: Same[PlannedModel]) -> int:
+    """As stored, of those that are kept in the blocks of their file; 0: none are."""
+    stored = (key.held.canonical or {}).values()
+    return max((tensor.nbytes for tensor in stored if is_quantized(tensor.layout)), default=0)
 
 
 @lru_cache(maxsize=64)

@@ -140,7 +140,7 @@ def _said(question: Question, rungs: tuple[Rung, ...], rung: int, found: Fit, lo
     ]  # fmt: skip
     if len(question.machine.devices) > 1 or found.tensor_parallel > 1:
         decisions.append(choices.parallel_size(found))
-    decisions += [*choices.left_out(found), *choices.number_types(found)]
+    decisions += [*choices.left_out(found), *choices.loading(found), *choices.number_types(found)]
     if settings.max_model_len is None:
         decisions.append(length_decision(served, question.model.spec.max_position, longest))
     limits = replace(found.limits, max_model_len=served)
@@ -177,13 +177,14 @@ def _hosted(question: Question) -> Fit:
         budget_bytes=budget,
         terms=found.terms,
         kv=found.kv,
+        loading=found.loading,
         null_bytes=page,
         # Where it does not fit, loading may lack more than the pool does.
         most_kv_bytes=(found.pages - 1) * page if found.fits else needed - found.short_bytes,
         held_bytes=found.held_pages * page if not found.fits and question.traffic is None else None,
     )
     served = settings.max_model_len or (found.length if found.fits else found.longest_tokens)
-    return Fit(
+    hosted = Fit(
         question=question,
         dtype=found.room.choices.dtype,
         kv_dtype=kv_dtype(question),
@@ -202,6 +203,7 @@ def _hosted(question: Question) -> Fit:
         decisions=(*question.decisions, *found.decisions, *_length_decisions(question, served, found)),
         serve_settings=found.flags,
     )
+    return replace(hosted, decisions=(*hosted.decisions, *choices.loading(hosted)))
 
 
 def _length_decisions(question: Question, served: int, found: Hosted) -> tuple[Decision, ...]:

@@ -2,7 +2,7 @@
 arithmetic that is theirs; counts no terms and chooses nothing.
 
     budget = what the device may use          room = budget - every term but KV
-    needed = KV of the sequences asked for    fits = room >= needed on every rank
+    needed = KV of the sequences asked for    fits = room >= needed on every rank, and budget >= what loading takes
 """
 
 from __future__ import annotations
@@ -42,6 +42,8 @@ class Rank:
     budget_bytes: int
     terms: tuple[Term, ...]
     kv: KVCost
+    loading: tuple[Term, ...] = ()
+    """What is held at the peak of loading, which comes before activations and KV; empty: not known, or less."""
     null_bytes: int = 0
     """Of the pool, and of no sequence: the page that stands for none."""
     most_kv_bytes: int | None = None
@@ -51,6 +53,20 @@ class Rank:
     are smaller. None: as much as there is room."""
 
     @property
+    def loading_bytes(self) -> int:
+        return sum(term.nbytes for term in self.loading)
+
+    @property
+    def loading_short_bytes(self) -> int:
+        """Lacking of the budget while it is loaded; 0: none."""
+        return max(0, self.loading_bytes - self.budget_bytes)
+
+    @property
+    def left_bytes(self) -> int:
+        """Of the budget once it is loaded, for sequences; negative when not even the rest fits."""
+        return self.budget_bytes - sum(term.nbytes for term in self.terms) - self.null_bytes
+
+    @property
     def kv_bytes(self) -> int:
         """What sequences would have."""
         return self.room_bytes if self.held_bytes is None else self.held_bytes
@@ -58,7 +74,7 @@ class Rank:
     @property
     def room_bytes(self) -> int:
         """For sequences in the KV pool; negative when not even the rest fits."""
-        left = self.budget_bytes - sum(term.nbytes for term in self.terms) - self.null_bytes
+        left = self.left_bytes
         return left if self.most_kv_bytes is None else min(left, self.most_kv_bytes)
 
     @property
@@ -131,6 +147,11 @@ class Fit:
         """KV that must fit on this rank."""
         asked = self.question.settings.max_model_len
         return needed_bytes(rank, self.required_sequences, self.required_tokens, asked)
+
+    def lacks_for_loading(self, rank: Rank) -> bool:
+        """Whether this rank lacks more while the model is loaded than it would for terms and KV afterwards."""
+        short = rank.loading_short_bytes
+        return short > 0 and short >= self.needed_bytes(rank) - rank.left_bytes
 
     @property
     def uncertain_bytes(self) -> int:

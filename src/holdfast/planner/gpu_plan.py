@@ -139,7 +139,7 @@ def _plan(found: Fit, config: EngineConfig, chosen: NvidiaGpu, decision: Decisio
         ),
         budget_bytes=rank.budget_bytes,
         terms=terms,
-        loading_bytes=terms.get("context", 0) + terms["weights"],
+        loading_bytes=sum(terms["weights"] if term.name == "weights" else term.nbytes for term in rank.loading),
         decisions=tuple(decisions),
         length_is_set=config.max_model_len is not None,
         short=found.limits.max_model_len < spec.max_position and config.max_model_len is None,

@@ -71,6 +71,10 @@ class Hosted:
         return tuple(Term(name, size, _UNCERTAINTY.get(name, 0.0)) for name, size in counted.items())
 
     @property
+    def loading(self) -> tuple[Term, ...]:
+        return tuple(Term(name, size, _UNCERTAINTY.get(name, 0.0)) for name, size in self.room.loading_terms.items())
+
+    @property
     def kv(self) -> KVCost:
         return layout_cost(self.room.layout, self.room.config.step_tokens)
 

@@ -166,10 +166,12 @@ def _no_kv(fit: Fit) -> Iterator[PlanWarning]:
     rank = min(fit.ranks, key=lambda one: one.room_bytes)
     if fit.kv_tokens > 0:
         return
-    first, second, *_ = sorted(rank.terms, key=lambda term: -term.nbytes)
+    loading = fit.lacks_for_loading(rank)
+    first, second, *_ = sorted(rank.loading if loading else rank.terms, key=lambda term: -term.nbytes)
+    what = "it cannot even be loaded, so the KV pool is 0 tokens" if loading else "the KV pool is 0 tokens"
     yield PlanWarning(
         code=NO_KV,
-        message=f"the KV pool is 0 tokens: most is taken by {first.name}, {format_bytes(first.nbytes)} of"
+        message=f"{what}: most is taken by {first.name}, {format_bytes(first.nbytes)} of"
         f" {format_bytes(rank.budget_bytes)}, then by {second.name}, {format_bytes(second.nbytes)}; nothing is left",
     )
 

@@ -45,8 +45,7 @@ def loading_does_not_fit(room: Room) -> DoesNotFitError:
     short = room.loading_bytes - room.budget_bytes
     return DoesNotFitError(
         "the model does not fit in memory",
-        needed=f"{format_bytes(room.loading_bytes)} while it is loaded, of which weights "
-        f"{format_bytes(room.weights_bytes)}",
+        needed=f"{format_bytes(room.loading_bytes)} while it is loaded: {spell(room.loading_terms)}",
         found=f"{format_bytes(room.budget_bytes)} of budget: {format_bytes(short)} short",
         fix="free memory, or take a smaller or a quantized model",
     )

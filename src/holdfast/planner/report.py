@@ -17,6 +17,7 @@ from holdfast.planner.configurations import Configuration
 from holdfast.planner.fit import Rank, describe_devices
 from holdfast.planner.report_text import LEAST_WIDTH, Paint, wrapped
 from holdfast.planner.roofline import Estimate
+from holdfast.planner.terms import Term
 from holdfast.units import counted, format_bytes
 
 SEGMENTS = (
@@ -71,7 +72,9 @@ def _headline(answer: Answer, width: int, paint: Paint) -> Iterator[str]:
     elif answer.problem is not None:
         verdict, code = f"does not fit: {answer.problem}", "1;31"
     else:
-        verdict, code = f"does not fit: {format_bytes(found.short_bytes)} short", "1;31"
+        loading = any(found.lacks_for_loading(rank) for rank in found.ranks)
+        when = " while it is loaded" if loading else ""
+        verdict, code = f"does not fit: {format_bytes(found.short_bytes)} short{when}", "1;31"
     text = f"{model.name} on {where}: "
     head = textwrap.wrap(text + verdict, width, break_on_hyphens=False)
     yield from head[:-1]
@@ -105,17 +108,19 @@ def _alike(one: Rank, other: Rank) -> bool:
 
 
 def sizes(answer: Answer, rank: Rank) -> dict[str, int]:
-    """Bytes of a bar's parts; they sum to the device's total where everything fits."""
-    weights = sum(term.nbytes for term in rank.terms if term.name == "weights")
-    others = sum(term.nbytes for term in rank.terms if term.name != "weights")
-    needed = answer.fit.needed_bytes(rank)
+    """Bytes of a bar's parts; they sum to the device's total where everything fits. Of a rank that lacks most while the
+    model is loaded, what it holds then: KV comes afterwards."""
+    loading = answer.fit.lacks_for_loading(rank)
+    terms = rank.loading if loading else rank.terms
+    needed = 0 if loading else answer.fit.needed_bytes(rank)
+    room = rank.room_bytes - needed
     return {
-        "weights": weights,
-        "overhead": others,
+        "weights": sum(term.nbytes for term in terms if term.name == "weights"),
+        "overhead": sum(term.nbytes for term in terms if term.name != "weights"),
         "KV": needed,
-        "free": max(0, rank.room_bytes - needed) + rank.null_bytes + rank.unused_bytes,
+        "free": 0 if loading else max(0, room) + rank.null_bytes + rank.unused_bytes,
         "reserve": max(0, rank.device.total_bytes - rank.budget_bytes),
-        "short": max(0, needed - rank.room_bytes),
+        "short": rank.loading_short_bytes if loading else max(0, -room),
     }
 
 
@@ -141,13 +146,25 @@ def _rank(answer: Answer, group: list[Rank], width: int, paint: Paint) -> Iterat
         drawn = paint(_bar(parts["short"], whole, bar, SHORT_MARK), SHORT_COLOUR)
         yield f"  {'short':<{LABEL_WIDTH}}{drawn}  {format_bytes(parts['short']):>10}"
         yield from wrapped(f"shares are of {format_bytes(whole)}, what it would take with the reserve", width)
-    yield from wrapped("overhead: " + _spelled(rank), width, "  ", "    ")
+    yield from _overhead(answer, rank, width)
     if device.held_by:
         yield from wrapped(f"held by others: {', '.join(device.held_by)}", width)
 
 
-def _spelled(rank: Rank) -> str:
-    terms = (term for term in rank.terms if term.name != "weights")
+def _overhead(answer: Answer, rank: Rank, width: int) -> Iterator[str]:
+    if answer.fit.lacks_for_loading(rank):
+        sums = f"{format_bytes(rank.loading_bytes)} with the weights, of {format_bytes(rank.budget_bytes)}"
+        yield from wrapped(f"overhead while it is loaded: {_spelled(rank.loading)}; {sums}", width)
+        return
+    yield from wrapped("overhead: " + _spelled(rank.terms), width)
+    if rank.loading:
+        staging = sum(term.nbytes for term in rank.loading if term.name == "staging")
+        peak = f"{format_bytes(rank.loading_bytes)} at its peak"
+        yield from wrapped(f"loading: {peak}, {format_bytes(staging)} of it staging, before KV is there", width)
+
+
+def _spelled(held: Iterable[Term]) -> str:
+    terms = (term for term in held if term.name != "weights")
     return ", ".join(
         f"{term.name} {format_bytes(term.nbytes)}" + (f" ±{term.uncertainty:.0%}" if term.uncertainty else "")
         for term in terms
@@ -155,8 +172,12 @@ def _spelled(rank: Rank) -> str:
 
 
 def _row_note(answer: Answer, rank: Rank, name: str) -> str:
+    if name == "KV" and answer.fit.lacks_for_loading(rank):
+        return "comes after loading"
     if name == "KV":
         return f"{answer.fit.required_sequences} x {counted(answer.fit.required_tokens, 'token')}"
+    if name == "free" and answer.fit.lacks_for_loading(rank):
+        return ""
     if name == "free":
         more = max(0, rank.room_bytes - answer.fit.needed_bytes(rank)) + rank.null_bytes
         return f"{format_bytes(more)} of it for KV" if rank.unused_bytes > rank.null_bytes else "also for KV"

@@ -65,8 +65,8 @@ class Room:
     layout: KVLayout
     weights_bytes: int
     scratch_bytes: int
-    loading_bytes: int
-    """At the peak of loading, before any of the terms of a step."""
+    staging_bytes: int
+    """While loading, beside the weights: the largest tensor as it is stored, and a tile."""
     worth_tokens: int = ANY_LENGTH
     """A longer context is not worth limits as low as these, unless it is asked for."""
 
@@ -96,15 +96,25 @@ class Room:
             layout=footprint.kv_layout(spec, block_tokens=config.block_size, kv_dtype=choices.kv_dtype),
             weights_bytes=weights,
             scratch_bytes=scratch if choices.copies_matrices else 0,
-            loading_bytes=(
-                front_bytes
-                + footprint.FRAMEWORK_BYTES
-                + footprint.LIBRARIES_BYTES
-                + weights
-                + footprint.staging_bytes(stored)
-            ),
+            staging_bytes=footprint.staging_bytes(stored),
             worth_tokens=worth_tokens,
         )
+
+    @property
+    def loading_terms(self) -> dict[str, int]:
+        """At the peak of loading, before any of the terms of a step."""
+        terms = {
+            "front": self.front_bytes,
+            "framework": footprint.FRAMEWORK_BYTES,
+            "libraries": footprint.LIBRARIES_BYTES,
+            "weights": self.weights_bytes,
+            "staging": self.staging_bytes,
+        }
+        return {name: size for name, size in terms.items() if size}
+
+    @property
+    def loading_bytes(self) -> int:
+        return sum(self.loading_terms.values())
 
     @property
     def weights_dtype(self) -> str:

@@ -4,7 +4,7 @@
     front        the process in front of it (CPU)        weights      as they lie in memory
     activations  the widest live set of the largest step logits       rows that sample x vocabulary
     buffers      token ids, block tables                 graphs       captured CUDA graphs
-    adapters     LoRA slots
+    adapters     LoRA slots                              staging      of loading alone: a tensor as it is stored
     rotary       tables of every position               padding      of experts, to their kernel's tiles
 
 The last two are of engines that keep them (vllm_weights.py). Of GPUs that are not NVIDIA's, `driver` stands for the
@@ -105,6 +105,16 @@ def engine_gpu_terms(
     if max_loras:
         terms.append(Term("adapters", adapters_bytes(spec, dtype, every, max_loras, max_lora_rank, 1)))
     return terms
+
+
+def engine_gpu_loading(weights_bytes: int, largest_quantized_bytes: int) -> tuple[Term, ...]:
+    """At the peak of loading there: a tensor that stays in the blocks of its file is on the GPU twice while its rows
+    are put in their order; others are filled in tile by tile."""
+    return (
+        Term("context", ENGINE_CONTEXT_BYTES, 0.25),
+        Term("weights", weights_bytes),
+        Term("staging", footprint.STAGING_BYTES + largest_quantized_bytes),
+    )
 
 
 def activations_bytes(spec: ModelSpec, limits: Limits, dtype: str, ranks: int, layers: Sequence[int]) -> int:
