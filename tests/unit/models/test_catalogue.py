@@ -47,7 +47,7 @@ def test_there_are_enough_of_them() -> None:
     assert len({entry.hub_id for entry in ENTRIES}) == len(ENTRIES)
     assert sum(not entry.quantized for entry in ENTRIES) >= 140
     assert sum(entry.parameters is not None for entry in ENTRIES) >= 140
-    assert sum(entry.checked is not None for entry in ENTRIES) >= 135
+    assert sum(entry.checked is not None for entry in ENTRIES) >= 165
 
 
 @pytest.mark.parametrize("name", FAMILIES_ASKED_FOR.values(), ids=FAMILIES_ASKED_FOR.keys())
@@ -73,6 +73,12 @@ def test_an_entry_is_whole(entry: catalogue.CatalogueEntry) -> None:
     for field in ("layer_types", "no_rope_layers"):
         values = _text(entry.config).get(field)
         assert values is None or len(values) == _first(entry.config, "num_hidden_layers")
+
+
+@pytest.mark.parametrize(("name", "tokens"), [("command-r-plus", 131072), ("command-r", 131072), ("command-a", 262144)])
+def test_contexts_as_servers_take_them(name: str, tokens: int) -> None:
+    """The first two give a shorter one too, which was that of their first training."""
+    assert registry.describe_config(catalogue.find(name).config).max_position == tokens
 
 
 def test_an_entry_claims_no_more_than_was_compared() -> None:

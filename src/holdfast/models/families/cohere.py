@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from holdfast.models.fields import MAX_LAYERS
+from dataclasses import replace
+
+from holdfast.models.fields import MAX_CONTEXT, MAX_LAYERS
 from holdfast.models.source import Source, build_spec, read_shape, read_windows
 from holdfast.models.spec import LayerSpec, ModelSpec
 from holdfast.models.tensors import TensorList
@@ -14,6 +16,9 @@ def describe(source: Source) -> ModelSpec:
     fields = source.fields
     second = source.architecture in ("Cohere2ForCausalLM", "cohere2")
     shape = read_shape(source, tied=True, eps="layer_norm_eps", max_position=None if source.gguf else 8192)
+    # Their max_position_embeddings are those of the first training; servers go by the longer one where it is given.
+    context = fields.integer("model_max_length", high=MAX_CONTEXT, default=shape.max_position)
+    shape = replace(shape, max_position=context)
     bias = not source.gguf and fields.boolean("attention_bias", default=False)
     normed = not second and (
         source.has_tensor("blk.0.attn_q_norm.weight") or fields.boolean("use_qk_norm", default=False)
