@@ -5,6 +5,7 @@ Puts together what the files beside it find out; as JSON it is in answer_json.py
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -124,6 +125,7 @@ def answer(question: Question, *, engine: str | None = None) -> Answer:
     fits = found.fits and not unreadable
     shown, of = (found, "plan") if fits else _best(ways)
     safe = safe_configuration(found) if fits else None
+    printed = {} if shown is None else commands(shown, sequences=shown.limits.max_num_seqs, vllm=vllm)
     return Answer(
         fit=found,
         safe=safe,
@@ -133,12 +135,21 @@ def answer(question: Question, *, engine: str | None = None) -> Answer:
         rules_of_thumb=rules_of_thumb(found),
         throughput=rate,
         no_throughput=None if rate is not None else _no_rate(found),
-        commands={} if shown is None else commands(shown, sequences=shown.limits.max_num_seqs, vllm=vllm),
+        commands=printed,
         commands_of=of,
         engine=name,
         vllm=vllm,
-        decisions=(*found.decisions, *_budgets(found)),
+        decisions=(*found.decisions, *_budgets(found), *_as_the_engine(printed.get(name or ""), vllm)),
     )
+
+
+def _as_the_engine(command: Command | None, vllm: Vllm) -> Iterator[Decision]:
+    """How the engine that was asked for would size it, where that is known of its version."""
+    if command is None or command.kv_tokens is None:
+        return
+    value = f"{command.kv_tokens:,} KV tokens, a context of {command.max_model_len:,}"
+    why = "; ".join(command.reasons) or "it keeps KV as the plan does"
+    yield Decision("vllm", value, f"as {vllm.name} sizes it: {why}", "version")
 
 
 def _no_rate(found: Fit) -> str:

@@ -261,7 +261,12 @@ def _tiers(tiers: Tiers) -> dict[str, Any]:
 
 
 def _notes(command: Command) -> dict[str, Any]:
-    return {"available": command.available, "notes": list(command.notes)}
+    return {
+        "available": command.available,
+        "notes": list(command.notes),
+        "kv_tokens": command.kv_tokens,
+        "max_model_len": command.max_model_len,
+    }
 
 
 def _estimate(one: Estimate | None) -> dict[str, Any] | None:

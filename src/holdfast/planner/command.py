@@ -27,6 +27,12 @@ class Command:
     available: bool = True
     """False: this version of the engine does not take it, or something has to be made first; the notes say what."""
     notes: tuple[str, ...] = ()
+    kv_tokens: int | None = None
+    """What the engine's own sizing gives the pool, as it prints it; None: not known beside the plan's."""
+    max_model_len: int | None = None
+    """What it is told, where its own sizing has a say in that."""
+    reasons: tuple[str, ...] = ()
+    """What it keeps otherwise than the plan does; among the notes too."""
 
 
 def line(program: str, model: str, flags: Mapping[str, object]) -> str:
@@ -58,17 +64,23 @@ def named_dtype(fit: Fit) -> str | None:
 def shown_gpus(fit: Fit) -> str:
     """Variables before a command that show the plan's GPUs to the engine, in the order of its ranks, and no other:
     engines take the first ones that they see, or all. Empty where those are all there are, in their own order."""
-    used, there = [rank.device for rank in fit.ranks], fit.question.machine.devices
-    if fit.question.machine.kind != "gpu" or [device.index for device in used] == list(range(len(there))):
+    used = [rank.device for rank in fit.ranks]
+    variable = SHOWS_GPUS.get(_vendor(used[0]))
+    if fit.question.machine.kind != "gpu" or variable is None:
         return ""
-    gpu = used[0].gpu
-    variable = SHOWS_GPUS.get("nvidia" if gpu is None else gpu.vendor)
-    if variable is None:
+    # A vendor's driver counts its own.
+    there = [device for device in fit.question.machine.all_devices if _vendor(device) == _vendor(used[0])]
+    counted = {device.index: str(at) for at, device in enumerate(sorted(there, key=lambda device: device.index))}
+    if [device.index for device in used] == list(counted):
         return ""
-    names = [str(device.index) if device.selector is None else device.selector for device in used]
+    names = [counted[device.index] if device.selector is None else device.selector for device in used]
     by_number = variable == SHOWS_GPUS["nvidia"] and all(name.isdecimal() for name in names)
     ordered = f"{IN_ORDER_OF_BUSES} " if by_number and len({device.name for device in there}) > 1 else ""
     return f"{variable}={','.join(names)} {ordered}"
+
+
+def _vendor(device: Device) -> str:
+    return "nvidia" if device.gpu is None else device.gpu.vendor
 
 
 def total_is_known(device: Device) -> bool:

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from holdfast.planner.vllm_sizing import Vllm
+from holdfast.models import ModelSpec
+from holdfast.planner.vllm_sizing import Release, Vllm, spelled
 
-Release = tuple[int, int, int]
 FIRST_IN_VLLM: Mapping[str, Release] = {
     "Cohere2ForCausalLM": (0, 6, 5), "DeepseekV2ForCausalLM": (0, 5, 1), "DeepseekV32ForCausalLM": (0, 11, 0),
     "DeepseekV3ForCausalLM": (0, 6, 6), "Exaone4ForCausalLM": (0, 10, 0), "ExaoneForCausalLM": (0, 6, 0),
@@ -29,6 +29,10 @@ FIRST_IN_VLLM: Mapping[str, Release] = {
     "Qwen3_5MoeForConditionalGeneration": (0, 17, 0), "SeedOssForCausalLM": (0, 10, 2),
     "SmolLM3ForCausalLM": (0, 10, 1),
 }  # fmt: skip
+ROTARY_IN_VLLM: Mapping[str, tuple[Release, str]] = {
+    "llama3": ((0, 5, 3), "0.5.3.post1"), "longrope": ((0, 5, 1), "0.5.1"), "mrope": ((0, 6, 1), "0.6.1"),
+}  # fmt: skip
+"""How positions are stretched, and the first release that reads it; it stopped at others that it did not know."""
 FIRST_IN_SGLANG: Mapping[str, str] = {
     "Cohere2ForCausalLM": "0.4.2", "DeepseekV32ForCausalLM": "0.5.3", "DeepseekV3ForCausalLM": "0.4.1",
     "Exaone4ForCausalLM": "0.5.9", "Gemma3ForCausalLM": "0.4.4.post2",
@@ -49,12 +53,17 @@ FIRST_IN_SGLANG: Mapping[str, str] = {
 def lacks_model(architecture: str, vllm: Vllm) -> str | None:
     """Why this version of vLLM does not run the architecture; None: it does, or nothing is known against it."""
     first = FIRST_IN_VLLM.get(architecture)
-    if first is None:
-        return None
-    patch = first[2] if vllm.patch is None else vllm.patch
-    if (*vllm.version, patch) >= first:
+    if first is None or vllm.at >= first:
         return None
     return f"{architecture} is in vLLM since {spelled(first)}, and not in {vllm.release}"
+
+
+def lacks_rotary(spec: ModelSpec, vllm: Vllm) -> str | None:
+    """Why this version does not read how the model's positions are stretched."""
+    first = ROTARY_IN_VLLM.get(spec.rope.scaling)
+    if first is None or vllm.at >= first[0]:
+        return None
+    return f"rotary positions scaled as {spec.rope.scaling} are in vLLM since {first[1]}, and not in {vllm.release}"
 
 
 def vllm_since(architecture: str, vllm: Vllm) -> str | None:
@@ -68,7 +77,3 @@ def vllm_since(architecture: str, vllm: Vllm) -> str | None:
 def sglang_since(architecture: str) -> str | None:
     first = FIRST_IN_SGLANG.get(architecture)
     return None if first is None else f"{architecture} is in SGLang since {first}"
-
-
-def spelled(release: Release) -> str:
-    return ".".join(map(str, release))

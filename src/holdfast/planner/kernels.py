@@ -16,6 +16,11 @@ LEAST_OF_ENGINE: Mapping[str, Capability] = {"vllm": (7, 5), "sglang": (7, 5)}
 VOLTA = (7, 0)
 VOLTA_LEFT = (0, 20)
 """vLLM is built with CUDA 13 since, which has no Volta any more; for 7.2 (Xavier) it was never built."""
+BUILT_SINCE: tuple[tuple[Capability, tuple[int, int, int]], ...] = (
+    ((12, 1), (0, 10, 2)), ((12, 0), (0, 9, 2)), ((11, 0), (0, 20, 0)), ((10, 0), (0, 9, 0)),
+)  # fmt: skip
+"""The first release of vLLM whose packages have kernels for a GPU of that capability or a little more: those before are
+built, as is the torch they need, for 9.0 at most. 12.1 is GB10's, on Arm; 11.0 came with CUDA 13."""
 LEAST_OF_METHOD: Mapping[str, Capability] = {
     "fp8": (8, 0), "int4": (8, 0), "mxfp4": (8, 0), "awq": (7, 5), "int8": (7, 5), "gptq": (6, 0),
     "bitsandbytes": (7, 0),
@@ -57,8 +62,13 @@ def lacks_fp8_kv(kv_dtype: str, gpus: Iterable[Gpu | None]) -> str | None:
     return None
 
 
-def lacks_engine(engine: str, gpus: Iterable[Gpu | None], version: tuple[int, int] | None = None) -> str | None:
-    """Why the engine does not run on these GPUs at all; of vLLM by version, None being the newest."""
+def lacks_engine(engine: str, gpus: Iterable[Gpu | None], version: tuple[int, ...] | None = None) -> str | None:
+    """Why the engine does not run on these GPUs at all; of vLLM by release, None being the newest."""
+    gpus = list(gpus)
+    if engine == "vllm" and version is not None:
+        newer = next((found for gpu in gpus if gpu is not None and (found := _newer_than(version, gpu))), None)
+        if newer is not None:
+            return newer
     least = LEAST_OF_ENGINE[engine]
     had_volta = engine == "vllm" and version is not None and version < VOLTA_LEFT
     for gpu in gpus:
@@ -71,6 +81,16 @@ def lacks_engine(engine: str, gpus: Iterable[Gpu | None], version: tuple[int, in
         if gpu is not None and gpu.compute_capability is not None and gpu.compute_capability < least:
             return f"{ENGINE_NAMES[engine]} needs compute capability {_spelled(least)}; {_has(gpu)}"
     return None
+
+
+def _newer_than(version: tuple[int, ...], gpu: Gpu) -> str | None:
+    capability = gpu.compute_capability
+    since = next((first for least, first in BUILT_SINCE if capability is not None and capability >= least), None)
+    if since is None or version >= since:
+        return None
+    most = next((least for least, first in reversed(BUILT_SINCE) if version >= first), (9, 0))
+    release = ".".join(map(str, since))
+    return f"this vLLM is built for compute capability {_spelled(most)} at most, {release} for more; {_has(gpu)}"
 
 
 def build_note(engine: str, gpus: Iterable[Gpu | None]) -> str | None:

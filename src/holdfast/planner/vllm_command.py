@@ -15,10 +15,11 @@ from dataclasses import dataclass, replace
 from holdfast.errors import ConfigurationError
 from holdfast.planner import vllm_sizing
 from holdfast.planner.command import ROUNDING, Command, line, named_dtype, parallel, total_is_known
-from holdfast.planner.engine_models import lacks_model, vllm_since
+from holdfast.planner.engine_models import lacks_model, lacks_rotary, vllm_since
 from holdfast.planner.fit import Fit, Rank, fit
 from holdfast.planner.kernels import build_note, lacks_engine, lacks_fp8_kv, lacks_index, lacks_method
 from holdfast.planner.sources import Source, torch_source
+from holdfast.planner.vllm_kv import KeptKV, expands_latents, fp8_by_default, kept_kv, most_tokens
 from holdfast.planner.vllm_sizing import Terms, Vllm
 from holdfast.planner.vllm_weights import beside_weights, expert_kernel
 from holdfast.units import GIB, format_bytes
@@ -30,6 +31,7 @@ SERVE = (0, 6)
 CHUNKS = (0, 5)
 """All of them have --enable-chunked-prefill; 0.4.0 has not."""
 CHUNKS_WITH_ADAPTERS = (0, 7)
+CHUNKS_WITH_LATENTS = (0, 8)
 FINDS_BITSANDBYTES = (0, 9)
 """Before it, weights quantized by bitsandbytes had to be named as a format to load too."""
 STAGES = (0, 5)
@@ -48,6 +50,7 @@ class Sized:
     """What this version is told, and what it would then have."""
 
     fit: Fit
+    kept: KeptKV
     length: int
     sequences: int
     kv_bytes: int
@@ -55,10 +58,17 @@ class Sized:
     """It must be told to chunk prompts."""
     planned_length: int
     """Before this version was asked."""
+    in_one_step: bool = False
+    """It cannot chunk prompts: the steps that it needs were planned too."""
 
     @property
     def rank(self) -> Rank:
         return tightest(self.fit)
+
+    @property
+    def tokens(self) -> int:
+        """As it prints them."""
+        return self.kept.printed_tokens(self.kv_bytes, max(1, self.length))
 
 
 def tightest(found: Fit) -> Rank:
@@ -78,7 +88,15 @@ def vllm_command(found: Fit, sequences: int, vllm: Vllm) -> Command:
         text = f"VLLM_USE_V1=0 {text}"
     problems = _problems(sized, vllm)
     notes = [*_notes(sized, vllm, source), *problems]
-    return Command(engine="vllm", text=text, available=source.ready and not problems, notes=tuple(notes))
+    return Command(
+        engine="vllm",
+        text=text,
+        available=source.ready and not problems,
+        notes=tuple(notes),
+        kv_tokens=sized.tokens,
+        max_model_len=sized.length,
+        reasons=sized.kept.reasons,
+    )
 
 
 def _program(vllm: Vllm) -> str:
@@ -109,16 +127,29 @@ def _on_a_cpu(found: Fit, sequences: int, vllm: Vllm) -> Command:
 def _sized(found: Fit, sequences: int, vllm: Vllm) -> Sized:
     """A length that was asked for stays, and is said to be refused where it would be; one that was left to us becomes
     what this version holds."""
-    planned = found.limits.max_model_len
+    planned, asked = found.limits.max_model_len, found.question.settings.max_model_len is not None
+    cap = most_tokens(found.question.model.spec, vllm)
+    if cap is not None and not asked:
+        found = replace(found, limits=replace(found.limits, max_model_len=min(planned, cap)))
     chunks = vllm.runner == "v0" and found.limits.max_model_len > found.limits.max_num_batched_tokens
-    adapters = found.question.settings.max_loras > 0
-    if chunks and (vllm.version < CHUNKS or (adapters and vllm.version < CHUNKS_WITH_ADAPTERS)):
+    whole = chunks and not _can_chunk(found, vllm)
+    if whole:
         found, chunks = _in_one_step(found), False
     available = vllm_kv_bytes(found, vllm)
-    length, kv = found.limits.max_model_len, tightest(found).kv
-    if found.question.settings.max_model_len is None:
-        length = min(length, kv.longest(max(0, available), length))
-    return Sized(found, length, sequences, available, chunks, planned)
+    kept, length = kept_kv(found, tightest(found), vllm), found.limits.max_model_len
+    if not asked:
+        length = min(length, kept.cost.longest(max(0, available), length))
+    return Sized(found, kept, length, sequences, available, chunks, planned, whole)
+
+
+def _can_chunk(found: Fit, vllm: Vllm) -> bool:
+    """Of the V0 engine."""
+    spec = found.question.model.spec
+    latents = any(layer.latent is not None for layer in spec.layers) and not expands_latents(spec, vllm)
+    adapters = found.question.settings.max_loras > 0
+    return vllm.version >= max(
+        CHUNKS, CHUNKS_WITH_ADAPTERS if adapters else CHUNKS, CHUNKS_WITH_LATENTS if latents else CHUNKS
+    )
 
 
 def _in_one_step(found: Fit) -> Fit:
@@ -171,6 +202,8 @@ def _others(found: Fit, source: Source, vllm: Vllm) -> dict[str, object]:
         flags["--dtype"] = dtype
     if found.kv_dtype == "fp8":
         flags["--kv-cache-dtype"] = "fp8"
+    elif settings.kv_cache_dtype != "auto" and fp8_by_default(found, vllm):
+        flags["--kv-cache-dtype"] = found.kv_dtype
     if settings.block_tokens != USUAL_BLOCK_TOKENS:
         flags["--block-size"] = settings.block_tokens
     flags |= source.flags
@@ -244,18 +277,30 @@ def _problems(sized: Sized, vllm: Vllm) -> list[str]:
     gpus = [rank.device.gpu for rank in found.ranks]
     problems = [
         lacks_model(found.question.model.spec.architecture, vllm),
-        lacks_engine("vllm", gpus, vllm.version),
+        lacks_rotary(found.question.model.spec, vllm),
+        lacks_engine("vllm", gpus, vllm.at),
         lacks_method(found.question.model, gpus),
         lacks_index(found.question.model, gpus),
-        lacks_fp8_kv(found.kv_dtype, gpus) if vllm.runner != "v0" else None,
+        lacks_fp8_kv(sized.kept.kv_dtype, gpus) if vllm.runner != "v0" else None,
         *_lacks_settings(found, vllm),
+        *_lacks_length(sized, vllm),
     ]
     if found.pipeline_parallel > 1 and vllm.version < STAGES:
         problems.append("pipeline stages need vLLM 0.5.1")
-    refused = vllm_sizing.refusal(sized.kv_bytes, sized.rank.kv, sized.length) if sized.length else None
-    if refused is not None:
-        problems.append(f"it would refuse: {refused.message}")
     return [problem for problem in problems if problem is not None]
+
+
+def _lacks_length(sized: Sized, vllm: Vllm) -> Iterator[str]:
+    """Of a context that was asked for: what it says, or that it says nothing and cannot."""
+    kept, length = sized.kept, sized.length
+    if kept.most_tokens is not None and length > kept.most_tokens:
+        yield f"it would refuse: User-specified max_model_len ({length}) is greater than {kept.most_tokens}"
+    refused = vllm_sizing.refusal(sized.kv_bytes, kept.checked, length, vllm) if length else None
+    if refused is not None:
+        yield f"it would refuse: {refused.message}"
+    elif length and kept.cost.sequence_bytes(length) > sized.kv_bytes:
+        held = kept.cost.longest(max(0, sized.kv_bytes), length)
+        yield f"it would start, but its pool holds no sequence of {length:,} tokens: {held:,} at most"
 
 
 def _lacks_settings(found: Fit, vllm: Vllm) -> Iterator[str]:
@@ -271,14 +316,14 @@ def _lacks_settings(found: Fit, vllm: Vllm) -> Iterator[str]:
 
 def _notes(sized: Sized, vllm: Vllm, source: Source) -> list[str]:
     found = sized.fit
-    tokens = vllm_sizing.kv_tokens(sized.kv_bytes, sized.rank.kv, max(1, sized.length))
-    notes = [f"{vllm.name} would give KV about {format_bytes(sized.kv_bytes)}: {tokens:,} tokens", *source.notes]
+    notes = [f"{vllm.name} would give KV about {format_bytes(sized.kv_bytes)}: {_tokens_said(sized)}"]
+    notes += [*source.notes, *sized.kept.reasons]
     if not total_is_known(sized.rank.device):
         notes[0] = _unknown_total(found, vllm)
     if vllm.unknown is not None:
         notes.insert(0, vllm.unknown)
     if sized.length < sized.planned_length:
-        why = "" if found.limits.max_model_len == sized.planned_length else ": a step must hold a whole prompt there"
+        why = ": a step must hold a whole prompt there" if sized.in_one_step else ""
         notes.append(f"this version holds {sized.length:,} tokens of the plan's {sized.planned_length:,}{why}")
     since = vllm_since(found.question.model.spec.architecture, vllm)
     if since is not None:
@@ -295,6 +340,16 @@ def _notes(sized: Sized, vllm: Vllm, source: Source) -> list[str]:
         graphs = format_bytes(vllm_terms(found, vllm).graphs)
         notes.append(f"it takes nothing off for graphs: about {graphs} more are used than it was allowed")
     return notes
+
+
+def _tokens_said(sized: Sized) -> str:
+    kept, length = sized.kept, max(1, sized.length)
+    if not kept.cost.windows or kept.counts_sequences:
+        return f"{sized.tokens:,} tokens"
+    side_by_side = kept.cost.concurrency(max(0, sized.kv_bytes), length)
+    return (
+        f"{sized.tokens:,} tokens, it prints, as if no layer forgot: {side_by_side:.1f} sequences of {length:,} tokens"
+    )
 
 
 def _unknown_total(found: Fit, vllm: Vllm) -> str:

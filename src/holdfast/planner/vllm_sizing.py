@@ -22,6 +22,8 @@ Runner = Literal["v0", "v1", "v2"]
 OLDEST, NEWEST = (0, 4), (0, 29)
 """Whose sizing is known; the newest is taken where no version is named."""
 UNKNOWN_VERSION = "HF147"
+Release = tuple[int, int, int]
+ANY_PATCH = 99
 _SPELLING = re.compile(r"(?:[@=:v-]*(\d+)\.(\d+)(?:\.(\d+)?[\w.+-]*)?)?(?:[@,:+ ]*(v[012]))?")
 _RUNS: Mapping[Runner, tuple[tuple[int, int], tuple[int, int]]] = {
     "v0": ((0, 0), (0, 10)), "v1": ((0, 8), (99, 0)), "v2": ((0, 26), (99, 0))
@@ -39,6 +41,11 @@ class Vllm:
     @property
     def release(self) -> str:
         return ".".join(map(str, self.version if self.patch is None else (*self.version, self.patch)))
+
+    @property
+    def at(self) -> Release:
+        """To compare with the first release that does something; of no patch its newest."""
+        return (*self.version, ANY_PATCH if self.patch is None else self.patch)
 
     @property
     def default_utilization(self) -> float:
@@ -70,7 +77,11 @@ class Vllm:
     @property
     def name(self) -> str:
         part = "runner" if self.version >= (0, 26) else "engine"
-        return f"vLLM {self.version[0]}.{self.version[1]} ({self.runner.upper()} {part})"
+        return f"vLLM {self.release} ({self.runner.upper()} {part})"
+
+
+def spelled(release: Release) -> str:
+    return ".".join(map(str, release))
 
 
 def parse_vllm(text: str) -> Vllm:
@@ -132,10 +143,17 @@ class Refusal:
     needed_bytes: int
     available_bytes: int
     estimated_max_model_len: int
+    held_tokens: int | None = None
+    """Of its V0 engine, which names tokens instead of bytes."""
 
     @property
     def message(self) -> str:
         """In vLLM's own words, so that people find it again in their log."""
+        if self.held_tokens is not None:
+            return (
+                f"The model's max seq len ({self.max_model_len}) is larger than the maximum number of tokens that can"
+                f" be stored in KV cache ({self.held_tokens})."
+            )
         estimate = ""
         if self.estimated_max_model_len > 0:
             estimate = (
@@ -148,8 +166,8 @@ class Refusal:
         )
 
 
-def refusal(available: int, kv: KVCost, max_model_len: int) -> Refusal | None:
-    """None: it would start. The estimate is the longest whole-block length that fits."""
+def refusal(available: int, kv: KVCost, max_model_len: int, vllm: Vllm | None = None) -> Refusal | None:
+    """None: it would start. The estimate is the longest whole-block length that fits. Of no version the newest."""
     needed = kv.sequence_bytes(max_model_len)
     if needed <= available:
         return None
@@ -159,4 +177,5 @@ def refusal(available: int, kv: KVCost, max_model_len: int) -> Refusal | None:
         needed_bytes=needed,
         available_bytes=available,
         estimated_max_model_len=longest,
+        held_tokens=kv_tokens(available, kv, max_model_len) if vllm is not None and vllm.runner == "v0" else None,
     )

@@ -45,6 +45,8 @@ def measured(index: int, physical: int, name: str = "h100-80", uuid: str = "GPU-
 @pytest.mark.parametrize(("written", "shown"), [
     ("t4,h100-80", f"CUDA_VISIBLE_DEVICES=1 {BY_BUS} "), ("h100-80,t4", f"CUDA_VISIBLE_DEVICES=0 {BY_BUS} "),
     ("h100-80x4", "CUDA_VISIBLE_DEVICES=0 "), ("mi300xx2", "HIP_VISIBLE_DEVICES=0 "), ("h100-80", ""),
+    ("mi300x,t4,h100-80", ""), ("m3-max-36,t4,h100-80", f"CUDA_VISIBLE_DEVICES=1 {BY_BUS} "),
+    ("m3-max-36,h100-80", ""),
 ])  # fmt: skip
 def test_an_index_is_of_the_order_in_which_they_were_named(ask: Ask, written: str, shown: str) -> None:
     found = fit(named(ask("llama-3.1-8b", "h100-80", max_model_len=8192), written))

@@ -383,12 +383,14 @@ def test_the_v0_engine_is_told_to_chunk(ask: Ask, version: str) -> None:
     assert any("(V1 engine)" in note for note in newer.notes)
 
 
-@pytest.mark.parametrize(("version", "settings"), [("==0.4", {}), ("==0.6", {"max_loras": 2})])
+@pytest.mark.parametrize(("model", "version", "settings"), [
+    ("mistral-7b-v0.2", "==0.4", {}), ("llama-3.1-8b", "==0.6", {"max_loras": 2}),
+])  # fmt: skip
 def test_where_it_cannot_chunk_a_step_holds_the_whole_context(
-    ask: Ask, version: str, settings: dict[str, object]
+    ask: Ask, model: str, version: str, settings: dict[str, object]
 ) -> None:
     """0.4.0 has no flag for it, and adapters did not go with it: the larger steps are planned too."""
-    found = fit(ask("llama-3.1-8b", "l4", **settings))
+    found = fit(ask(model, "l4", **settings))
     command = commands(found, sequences=4, vllm=parse_vllm(version))["vllm"]
     assert "--enable-chunked-prefill" not in command.text
     length = int(value(command, "--max-model-len") or 0)

@@ -1,0 +1,277 @@
+"""What a release of vLLM keeps of KV, held against what its source at that tag does: windows, latents, groups of
+layers, the context it cuts, the type it keeps KV in, and the GPUs and rotary positions it knows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from holdfast.planner.answer import answer
+from holdfast.planner.command import Command
+from holdfast.planner.commands import commands
+from holdfast.planner.engine_models import lacks_rotary
+from holdfast.planner.fit import Fit, Question, fit
+from holdfast.planner.requantize import quantized_as
+from holdfast.planner.vllm_command import tightest, vllm_kv_bytes
+from holdfast.planner.vllm_kv import KeptKV, kept_kv
+from holdfast.planner.vllm_sizing import parse_vllm
+from holdfast.units import GIB
+
+Ask = Callable[..., Question]
+GEMMA_3_LAYER = 2 * 16 * 128 * 2
+"""Bytes of a token in a layer of the 27B, in bfloat16: 52 of 62 layers have a window of 1,024."""
+
+
+def kept(found: Fit, version: str) -> KeptKV:
+    return kept_kv(found, tightest(found), parse_vllm(version))
+
+
+def vllm(found: Fit, version: str) -> Command:
+    return commands(found, sequences=4, vllm=parse_vllm(version))["vllm"]
+
+
+def said(command: Command, text: str) -> bool:
+    return any(text in note for note in command.notes)
+
+
+def length(command: Command) -> int:
+    words = command.text.split()
+    return int(words[words.index("--max-model-len") + 1])
+
+
+# Windows
+
+
+@pytest.mark.parametrize(
+    "version", ["==0.8.0", "==0.8.2", "==0.8.3", "==0.8.5", "==0.9.0", "==0.9.2:v0", "==0.10.0:v0"]
+)
+def test_beside_layers_that_forget_nothing_no_layer_forgot_before_0_9_1(ask: Ask, version: str) -> None:
+    found = fit(ask("gemma-3-27b", "h100-80"))
+    cost = kept(found, version).cost
+    assert (cost.growing_bytes, cost.windows) == (62 * GEMMA_3_LAYER, ())
+    command = vllm(found, version)
+    held = vllm_kv_bytes(found, parse_vllm(version)) // (16 * 62 * GEMMA_3_LAYER) * 16
+    assert length(command) == command.max_model_len == command.kv_tokens == held < found.limits.max_model_len
+    assert command.available
+    assert said(command, "keeps every token in all layers")
+    assert said(command, "gives it back since 0.9.1")
+
+
+@pytest.mark.parametrize("version", ["==0.9.1", "==0.9", "==0.11", "==0.17", "==0.23", "==0.24", ""])
+def test_since_then_each_kind_of_layers_has_groups_of_its_own(ask: Ask, version: str) -> None:
+    """10 layers that forget nothing, and 52 that do, in groups of 10: the last group is filled up."""
+    cost = kept(fit(ask("gemma-3-27b", "h100-80")), version).cost
+    assert cost.growing_bytes == 10 * GEMMA_3_LAYER
+    assert cost.windows == ((1024, 60 * GEMMA_3_LAYER),)
+
+
+@pytest.mark.parametrize(("version", "groups"), [("==0.11.0", (17, 34)), ("==0.13", (18, 18)), ("", (18, 18))])
+def test_groups_are_of_the_larger_kind_where_both_are_about_as_many(
+    ask: Ask, version: str, groups: tuple[int, int]
+) -> None:
+    """17 layers that forget nothing and 18 that do: since 0.12 one more than needed, before 16 more."""
+    found = fit(ask("gpt-oss-20b", "h100-80"))
+    spec = found.question.model.spec
+    layers = [replace(spec.layers[index % 2], index=index) for index in range(35)]
+    odd = replace(found.question.model, spec=replace(spec, layers=tuple(layers)))
+    cost = kept(replace(found, question=replace(found.question, model=odd)), version).cost
+    each = 2 * spec.kv_heads * spec.head_dim * 2
+    assert [cost.growing_bytes // each, cost.windows[0][1] // each] == list(groups)
+
+
+@pytest.mark.parametrize(("version", "forgets"), [
+    ("==0.7.3", False), ("==0.8.2", False), ("==0.8.3", True), ("==0.8.5:v0", False), ("", True),
+])  # fmt: skip
+def test_windows_in_every_layer_forget_since_0_8_3(ask: Ask, version: str, forgets: bool) -> None:
+    cost = kept(fit(ask("mistral-7b-v0.1", "l4")), version).cost
+    each = 32 * 2 * 8 * 128 * 2
+    assert (cost.growing_bytes, cost.windows) == ((0, ((4096, each),)) if forgets else (each, ()))
+
+
+@pytest.mark.parametrize(("version", "forgets"), [
+    ("==0.8.5", False), ("==0.9.2", False), ("==0.10.0", True), ("==0.10.1", False), ("==0.13", False),
+    ("==0.14", True),
+])  # fmt: skip
+def test_chunks_forgot_were_kept_and_forget_again(ask: Ask, version: str, forgets: bool) -> None:
+    found = fit(ask("llama-4-scout", "h200", count=8))
+    assert bool(kept(found, version).cost.windows) == forgets
+    assert said(vllm(found, version), "keeps every token in all layers") != forgets
+
+
+def test_windows_hold_the_tokens_of_every_step_under_way(ask: Ask) -> None:
+    found = fit(ask("gemma-3-27b", "h100-80", max_num_batched_tokens=8192))
+    assert kept(found, "==0.25").cost.step_tokens == 8192
+    assert kept(found, "==0.26").cost.step_tokens == kept(found, "==0.26:v1").cost.step_tokens == 2 * 8192
+    staged = fit(ask("gemma-3-27b", "h100-80", count=2, pipeline_parallel=2, max_num_batched_tokens=8192))
+    assert kept(staged, "==0.26").cost.step_tokens == 3 * 8192
+    assert kept(staged, "==0.26:v1").cost.step_tokens == 2 * 8192
+
+
+def test_tokens_are_printed_as_each_release_counts_them(ask: Ask) -> None:
+    """Blocks over groups to 0.20; what sequences of full length hold since 0.21."""
+    found = fit(ask("gemma-3-27b", "h100-80", max_num_batched_tokens=2048))
+    pool = 20 * GIB
+    blocks = pool // (10 * GEMMA_3_LAYER * 16)
+    assert kept(found, "==0.11").printed_tokens(pool, 32768) == blocks // 7 * 16
+    one = 32768 // 16 + 6 * (-(-(1023 + 2048) // 16) + 1)
+    assert kept(found, "==0.21").printed_tokens(pool, 32768) == pytest.approx(blocks / one * 32768, rel=1e-3)
+    assert kept(found, "==0.9.0").printed_tokens(pool, 32768) == pool // (62 * GEMMA_3_LAYER * 16) * 16
+
+
+def test_a_length_that_it_takes_at_the_start_and_never_holds(ask: Ask) -> None:
+    """To 0.9.0 it asked for windows at the start, and then kept everything."""
+    found = fit(ask("gemma-3-27b", "h100-80", max_model_len=65536))
+    assert said(vllm(found, "==0.8.5"), "it would start, but its pool holds no sequence of 65,536 tokens")
+    assert said(vllm(found, "==0.8.2"), "it would refuse: To serve at least one request")
+    for version in ("==0.8.2", "==0.8.5"):
+        assert not vllm(found, version).available
+    assert vllm(found, "==0.9.1").available
+
+
+@pytest.mark.parametrize(("version", "most"), [("==0.5.1", 4096), ("==0.5.4", 4096), ("==0.6.4", 4096),
+                                               ("==0.6.5", 8192), ("==0.7", 8192)])  # fmt: skip
+def test_gemma_2_was_cut_to_its_window(ask: Ask, version: str, most: int) -> None:
+    found = fit(ask("gemma-2-9b", "h100-80"))
+    command = vllm(found, version)
+    assert length(command) == most
+    assert said(command, "cuts the context to the window, 4,096 tokens") == (most == 4096)
+    assert not said(command, "a step must hold")
+    longer = vllm(fit(ask("gemma-2-9b", "h100-80", max_model_len=8192)), version)
+    assert longer.available == (most == 8192)
+    assert said(longer, "User-specified max_model_len (8192) is greater than 4096") == (most == 4096)
+
+
+# Latents
+
+
+@pytest.mark.parametrize(("version", "layer_elements"), [
+    ("==0.5.1", 2 * 16 * 256), ("==0.6.6", 2 * 16 * 256), ("==0.7.0", 2 * 16 * 192), ("==0.7.1", 576),
+    ("==0.7.2", 640), ("==0.7.3", 640), ("==0.8.0", 576), ("==0.8:v0", 576), ("", 576),
+])  # fmt: skip
+def test_latents_since_0_7_1(ask: Ask, version: str, layer_elements: int) -> None:
+    found = fit(ask("deepseek-v2-lite", "h100-80"))
+    assert kept(found, version).cost.growing_bytes == 27 * layer_elements * 2
+    assert said(vllm(found, version), "keeps no latents") == (layer_elements > 640)
+
+
+def test_heads_are_split_over_ranks_and_latents_are_not(ask: Ask) -> None:
+    found = fit(ask("deepseek-v3", "h200", count=8, tensor_parallel=8))
+    assert kept(found, "==0.6.6").cost.growing_bytes == 61 * 2 * 128 // 8 * 256 * 2
+    assert kept(found, "==0.7.1").cost.growing_bytes == 61 * 576 * 2
+    older, newer = vllm(found, "==0.6.6"), vllm(found, "==0.8")
+    assert (older.kv_tokens or 0) < (newer.kv_tokens or 0) / 10
+
+
+@pytest.mark.parametrize(("version", "expanded"), [("==0.7.1", True), ("==0.7.2", True), ("==0.7.3", False)])
+def test_other_quantizations_than_fp8_had_their_latents_expanded(ask: Ask, version: str, expanded: bool) -> None:
+    question = ask("deepseek-v2-lite", "h100-80")
+    found = fit(replace(question, model=quantized_as(question.model, "nf4")))
+    assert said(vllm(found, version), "keeps no latents") == expanded
+
+
+@pytest.mark.parametrize(
+    ("version", "chunks"), [("==0.7.0", True), ("==0.7.1", False), ("==0.7.3", False), ("==0.8:v0", True)]
+)
+def test_prompts_with_latents_were_not_chunked_at_first(ask: Ask, version: str, chunks: bool) -> None:
+    found = fit(ask("deepseek-v2-lite", "h100-80"))
+    command = vllm(found, version)
+    assert ("--enable-chunked-prefill" in command.text) == chunks
+    if not chunks:
+        words = command.text.split()
+        assert int(words[words.index("--max-num-batched-tokens") + 1]) >= length(command)
+
+
+def test_blocks_are_as_large_in_every_group(ask: Ask) -> None:
+    """Of Gemma 4 layers that forget nothing keep half as much of a token: their blocks hold twice as many, and are
+    counted as if they did not. 0.20 printed about 50 GiB as about 55,000 tokens, 0.21 as ten times that:
+    https://github.com/vllm-project/vllm/issues/43308"""
+    found = fit(ask("gemma-4-31b", "a100-80", max_num_batched_tokens=2048))
+    assert kept(found, "==0.20").printed_tokens(50 * GIB, 262_144) == pytest.approx(55_000, rel=0.02)
+    assert kept(found, "==0.21").printed_tokens(50 * GIB, 262_144) > 500_000
+
+
+# The type of KV
+
+
+@pytest.mark.parametrize(("version", "gpu", "fp8"), [
+    ("==0.11.0", "h200", True), ("==0.11.1", "h200", False), ("==0.11", "h200", False), ("", "h200", False),
+    ("==0.23", "rtx-pro-6000-blackwell", False), ("==0.24", "rtx-pro-6000-blackwell", True),
+])  # fmt: skip
+def test_what_attends_by_an_index_was_kept_in_fp8_by_default(ask: Ask, version: str, gpu: str, fp8: bool) -> None:
+    found = fit(ask("deepseek-v3.2", gpu, count=8))
+    cost = kept(found, version).cost
+    assert cost.growing_bytes == 61 * ((656 if fp8 else 576 * 2) + 132)
+    assert said(vllm(found, version), "keeps KV of this model in FP8 unless told") == fp8
+
+
+def test_a_type_that_was_asked_for_is_asked_of_it(ask: Ask) -> None:
+    found = fit(ask("deepseek-v3.2", "h200", count=8, kv_cache_dtype="bfloat16"))
+    assert "--kv-cache-dtype bfloat16" in vllm(found, "==0.11.0").text
+    assert "--kv-cache-dtype" not in vllm(found, "==0.11.1").text
+    assert kept(found, "==0.11.0").cost.growing_bytes == 61 * (576 * 2 + 132)
+
+
+# What it knows
+
+
+@pytest.mark.parametrize(("model", "version", "since"), [
+    ("llama-3.1-8b", "==0.4", "0.5.3.post1"), ("llama-3.1-8b", "==0.5.0", "0.5.3.post1"),
+    ("llama-3.1-8b", "==0.5.4", None),
+    ("llama-3-8b", "==0.5.0", None),
+])  # fmt: skip
+def test_rotary_positions_that_it_did_not_read(ask: Ask, model: str, version: str, since: str | None) -> None:
+    command = vllm(fit(ask(model, "h100-80", max_model_len=8192)), version)
+    assert command.available == (since is None), command.notes
+    assert since is None or said(command, f"are in vLLM since {since}, and not in")
+
+
+@pytest.mark.parametrize(
+    ("scaling", "first", "last_without"),
+    [("longrope", "==0.5.1", "==0.5.0"), ("mrope", "==0.6.1", "==0.6.0"), ("yarn", "==0.4", None)],
+)
+def test_other_ways_to_stretch_positions(ask: Ask, scaling: Any, first: str, last_without: str | None) -> None:
+    spec = ask("llama-3-8b", "h100-80").model.spec
+    stretched = replace(spec, rope=replace(spec.rope, scaling=scaling))
+    assert lacks_rotary(stretched, parse_vllm(first)) is None
+    assert last_without is None or lacks_rotary(stretched, parse_vllm(last_without)) is not None
+
+
+@pytest.mark.parametrize(("gpu", "version", "reason"), [
+    ("rtx5090", "==0.6.6", "9.0 at most, 0.9.2 for more; rtx5090 has 12.0"),
+    ("rtx5090", "==0.9.1", "10.0 at most, 0.9.2 for more; rtx5090 has 12.0"), ("rtx5090", "==0.9.2", None),
+    ("b200", "==0.7.3", "9.0 at most, 0.9.0 for more; b200 has 10.0"), ("b200", "==0.8.5", "9.0 at most"),
+    ("b200", "==0.9.0", None), ("b300", "==0.9.0", None), ("h200", "==0.6.6", None), ("mi300x", "==0.6.6", None),
+    ("b200", "", None), ("rtx5090", "", None),
+])  # fmt: skip
+def test_gpus_that_are_newer_than_its_builds(ask: Ask, gpu: str, version: str, reason: str | None) -> None:
+    command = vllm(fit(ask("qwen2.5-7b", gpu, max_model_len=8192)), version)
+    assert command.available == (reason is None), command.notes
+    assert reason is None or said(command, reason)
+
+
+# In the answer
+
+
+def test_the_answer_says_how_that_version_sizes_it(ask: Ask) -> None:
+    question = ask("gemma-3-27b", "h100-80")
+    found = answer(question, engine="vllm==0.8.2")
+    (decision,) = [one for one in found.decisions if one.field == "vllm"]
+    notes: dict[str, Any] = found.to_json()["command_notes"]
+    assert (
+        decision.value == f"{notes['vllm']['kv_tokens']:,} KV tokens, a context of {notes['vllm']['max_model_len']:,}"
+    )
+    assert decision.reason.startswith("as vLLM 0.8.2 (V1 engine) sizes it: vLLM 0.8.2 keeps every token in all layers")
+    assert notes["holdfast"]["kv_tokens"] is None
+    assert not [one for one in answer(question).decisions if one.field == "vllm"]
+    assert not [one for one in answer(question, engine="sglang").decisions if one.field == "vllm"]
+
+
+def test_the_v0_engine_refuses_in_its_own_words(ask: Ask) -> None:
+    command = vllm(fit(ask("deepseek-v2-lite", "h100-80", max_model_len=131072)), "==0.6.6")
+    assert not command.available
+    assert said(
+        command, "The model's max seq len (131072) is larger than the maximum number of tokens that can be stored"
+    )
