@@ -38,10 +38,10 @@ def gpu_type(stored: str, devices: Sequence[Device]) -> NumberType:
     """The same on all of these."""
     lacking = next((device for device in devices if device.gpu is not None and not device.gpu.bf16), None)
     if stored == "float16":
-        return NumberType("float16", "as the model is stored", "model")
+        return NumberType("float16", "as the model says", "model")
     if lacking is not None:
         return NumberType("float16", f"{lacking.name} does not compute in bfloat16", "hardware")
     if stored == "bfloat16":
-        return NumberType("bfloat16", "as the model is stored", "model")
+        return NumberType("bfloat16", "as the model says", "model")
     reason = f"half of the {stored} that the model is stored in, and GPUs are made for it"
     return NumberType("bfloat16", reason, "planner")

@@ -43,10 +43,10 @@ def test_on_a_cpu(
 @pytest.mark.parametrize(
     ("model", "gpu", "dtype", "reason"),
     [
-        ("llama-3.1-8b", "l4", "bfloat16", "as the model is stored"),
+        ("llama-3.1-8b", "l4", "bfloat16", "as the model says"),
         ("llama-3.1-8b", "t4", "float16", "does not compute in bfloat16"),
-        ("llama-2-7b", "l4", "float16", "as the model is stored"),
-        ("llama-2-7b", "t4", "float16", "as the model is stored"),
+        ("llama-2-7b", "l4", "float16", "as the model says"),
+        ("llama-2-7b", "t4", "float16", "as the model says"),
     ],
 )
 def test_on_a_gpu(ask: Ask, model: str, gpu: str, dtype: str, reason: str) -> None:
