@@ -21,7 +21,7 @@ from holdfast.planner.kernels import build_note, lacks_engine, lacks_fp8_kv, lac
 from holdfast.planner.sources import Source, torch_source
 from holdfast.planner.vllm_kv import KeptKV, expands_latents, fp8_by_default, kept_kv, most_tokens
 from holdfast.planner.vllm_sizing import Terms, Vllm
-from holdfast.planner.vllm_weights import beside_weights, expert_kernel
+from holdfast.planner.vllm_weights import beside_weights, expert_kernel, rounding_bytes
 from holdfast.units import GIB, format_bytes
 
 POOL_IN_BYTES = (0, 11)
@@ -226,8 +226,8 @@ def lora_rank(rank: int, vllm: Vllm) -> int | None:
 
 
 def vllm_terms(found: Fit, vllm: Vllm) -> Terms:
-    """Of the tightest rank, in vLLM's categories: rotary tables and padding are part of its weights, our logits and
-    buffers of its peak."""
+    """Of the tightest rank, in vLLM's categories: rotary tables, padding and rounding are part of its weights, our
+    logits and buffers of its peak."""
     rank = tightest(found)
     ours = {term.name: term.nbytes for term in rank.terms}
     return Terms(
@@ -239,11 +239,12 @@ def vllm_terms(found: Fit, vllm: Vllm) -> Terms:
 
 
 def _beside_bytes(found: Fit, rank: Rank, vllm: Vllm) -> int:
-    kernel = expert_kernel(rank.device.gpu, vllm, adapters=found.question.settings.max_loras > 0)
-    return beside_weights(
-        found.question.model, kernel, dtype=found.dtype, tensor_parallel=found.tensor_parallel, stage=rank.stage,
-        stages=found.pipeline_parallel,
-    ).total  # fmt: skip
+    model, adapters = found.question.model, found.question.settings.max_loras > 0
+    kernel = expert_kernel(rank.device.gpu, vllm, adapters=adapters)
+    dtype, ranks, stages = found.dtype, found.tensor_parallel, found.pipeline_parallel
+    beside = beside_weights(model, kernel, dtype=dtype, tensor_parallel=ranks, stage=rank.stage, stages=stages)
+    rounding = rounding_bytes(model, dtype=dtype, tensor_parallel=ranks, stage=rank.stage, stages=stages)
+    return beside.total + rounding
 
 
 def _adapters_bytes(found: Fit, ours: Mapping[str, int], vllm: Vllm) -> int:

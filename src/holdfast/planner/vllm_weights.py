@@ -1,8 +1,9 @@
 """What vLLM keeps beside a checkpoint's own bytes and prints as part of its weights, on each rank.
 
-    rotary   cosines and sines of every position that the model was made for, whole on every rank
-    padding  experts in MXFP4 laid out in the tiles of the kernel that multiplies them: which one that is depends on
-             the GPU and on the version
+    rotary    cosines and sines of every position that the model was made for, whole on every rank
+    padding   experts in MXFP4 laid out in the tiles of the kernel that multiplies them: which one that is depends on
+              the GPU and on the version
+    rounding  what torch's allocator adds to a large tensor and counts as its own
 
 Counts nothing that the checkpoint has; that is in weights.py. Knows no budget.
 """
@@ -13,16 +14,21 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from holdfast.hardware.gpus import Gpu
-from holdfast.models import ModelSpec
+from holdfast.models import ModelSpec, TensorSpec
+from holdfast.planner.footprint import FUSED
 from holdfast.planner.question import PlannedModel
 from holdfast.planner.same import Same
 from holdfast.planner.vllm_sizing import Vllm
-from holdfast.planner.weights import DTYPE_BYTES, Weight, rank_bytes, weights_of
+from holdfast.planner.weights import DTYPE_BYTES, Weight, rank_bytes, stage_layers, weights_of
+from holdfast.units import MIB
 
 MULTIMODAL_TIMES = 4
 """Rotary tables for positions in three dimensions are that many times as long."""
 TWO_BASES = ("Gemma3", "Gemma4", "Olmo3")
 """Architectures whose windows turn by another base than the rest: a table for each."""
+ROUNDED_FROM_BYTES, ROUNDED_TO_BYTES, SPLIT_BYTES = 10 * MIB, 2 * MIB, 1 * MIB
+"""torch takes memory for tensors from the first size on in multiples of the second, and gives back of that what is more
+than the third: 35 MiB count as 36, 52.5 MiB as 52.5."""
 TRITON_ON_HOPPER = (0, 11)
 """The first whose torch is new enough for it."""
 
@@ -84,8 +90,49 @@ def _beside(
         for weight in _padded_experts(model, dtype)
         if (more := _growth(model.spec, weight, kernel, tensor_parallel)) > 0
     ]
-    padding = rank_bytes(grown, model.spec, tensor_parallel=tensor_parallel, stage=stage, stages=stages)
-    return Beside(rotary, padding)
+    if not grown:
+        return Beside(rotary, 0)
+    return Beside(rotary, rank_bytes(grown, model.spec, tensor_parallel=tensor_parallel, stage=stage, stages=stages))
+
+
+def rounding_bytes(model: PlannedModel, *, dtype: str, tensor_parallel: int, stage: int = 0, stages: int = 1) -> int:
+    """Of plain weights: how quantized ones lie in memory is their kernels' own."""
+    if model.spec.quantization is not None or model.format == "gguf":
+        return 0
+    return _rounding(Same(model), dtype, tensor_parallel, stage, stages)
+
+
+@lru_cache(maxsize=128)
+def _rounding(key: Same[PlannedModel], dtype: str, tensor_parallel: int, stage: int, stages: int) -> int:
+    """Matrices that are multiplied as one are one tensor. Those of a shape are counted once."""
+    spec, together = key.held.spec, dict[str, list[Weight]]()
+    layers = stage_layers(len(spec.layers), stages)[stage]
+    for weight in weights_of(key.held, dtype=dtype):
+        if weight.tensor is not None and _is_held(weight.tensor, layers, stage, stages):
+            together.setdefault(_joined(weight.tensor.name), []).append(weight)
+    alike: dict[tuple[tuple[int, ...], ...], list[list[Weight]]] = {}
+    for one in together.values():
+        alike.setdefault(tuple(weight.tensor.shape for weight in one if weight.tensor is not None), []).append(one)
+    sizes = [(rank_bytes(same[0], spec, tensor_parallel=tensor_parallel), len(same)) for same in alike.values()]
+    return sum(count * added for size, count in sizes if (added := _added(size)) <= SPLIT_BYTES)
+
+
+def _added(nbytes: int) -> int:
+    return -nbytes % ROUNDED_TO_BYTES if nbytes >= ROUNDED_FROM_BYTES else 0
+
+
+def _is_held(tensor: TensorSpec, layers: range, stage: int, stages: int) -> bool:
+    """Of the text model; vision towers are of small matrices."""
+    if tensor.part != "text":
+        return False
+    if tensor.layer is not None:
+        return tensor.layer in layers
+    return stage == 0 if tensor.name == "embed" else tensor.name == "head" and stage == stages - 1
+
+
+def _joined(name: str) -> str:
+    where, _, part = name.rpartition(".")
+    return f"{where}." + next(("+".join(names) for names in FUSED if part in names), part)
 
 
 def rotary_positions(spec: ModelSpec) -> int:

@@ -57,7 +57,7 @@ def test_published_token_counts_within_three_percent(case: dict[str, Any]) -> No
         assert available == pytest.approx(gib(case, "kv_gib"), abs=0.03 * GIB)
     printed = case.get("tokens", case.get("blocks", 0) * case["block_tokens"])
     found = kv_tokens(available, cost_of(case), case.get("max_model_len", 4096))
-    assert (found == pytest.approx(printed, rel=0.03)) == case.get("reconciles", True)
+    assert found == pytest.approx(printed, rel=0.03)
 
 
 @pytest.mark.parametrize("case", each("refusals"))
