@@ -292,8 +292,13 @@ def _problems(sized: Sized, vllm: Vllm) -> list[str]:
 
 
 def _lacks_length(sized: Sized, vllm: Vllm) -> Iterator[str]:
-    """Of a context that was asked for: what it says, or that it says nothing and cannot."""
-    kept, length = sized.kept, sized.length
+    """Of a context that was asked for: what it says, or that it says nothing and cannot. Of one that was left to us:
+    that it is too short for what must fit."""
+    kept, length, traffic = sized.kept, sized.length, sized.fit.question.traffic
+    if not length:
+        yield "its KV pool holds no sequence at all"
+    elif traffic is not None and length < traffic.length:
+        yield f"requests reach {traffic.length:,} tokens, and it holds {length:,}"
     if kept.most_tokens is not None and length > kept.most_tokens:
         yield f"it would refuse: User-specified max_model_len ({length}) is greater than {kept.most_tokens}"
     refused = vllm_sizing.refusal(sized.kv_bytes, kept.checked, length, vllm) if length else None
@@ -327,8 +332,7 @@ def _notes(sized: Sized, vllm: Vllm, source: Source) -> list[str]:
         why = ": a step must hold a whole prompt there" if sized.in_one_step else ""
         notes.append(f"this version holds {sized.length:,} tokens of the plan's {sized.planned_length:,}{why}")
     since = vllm_since(found.question.model.spec.architecture, vllm)
-    if since is not None:
-        notes.append(since)
+    notes += [one for one in (_few_at_once(sized), since) if one is not None]
     asked = found.question.settings.max_lora_rank
     if found.question.settings.max_loras and lora_rank(asked, vllm) not in (asked, None):
         notes.append(f"it has no slots of rank {asked}: the next larger ones are used and counted")
@@ -341,6 +345,17 @@ def _notes(sized: Sized, vllm: Vllm, source: Source) -> list[str]:
         graphs = format_bytes(vllm_terms(found, vllm).graphs)
         notes.append(f"it takes nothing off for graphs: about {graphs} more are used than it was allowed")
     return notes
+
+
+def _few_at_once(sized: Sized) -> str | None:
+    """Of the traffic that the plan holds at once."""
+    traffic = sized.fit.question.traffic
+    if traffic is None or not 0 < traffic.length <= sized.length:
+        return None
+    held = int(max(0, sized.kv_bytes) / sized.kept.cost.sequence_bytes(traffic.length))
+    if held >= traffic.concurrency:
+        return None
+    return f"of the traffic's {traffic.concurrency:,} requests it holds {held:,} at once: the others wait"
 
 
 def _tokens_said(sized: Sized) -> str:

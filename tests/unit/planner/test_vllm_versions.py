@@ -252,6 +252,36 @@ def test_gpus_that_are_newer_than_its_builds(ask: Ask, gpu: str, version: str, r
     assert reason is None or said(command, reason)
 
 
+# Traffic that the plan holds
+
+
+def test_requests_that_are_too_long_for_that_version(ask: Ask) -> None:
+    found = fit(ask("gemma-3-27b", "h100-80", traffic=(1, 60_000, 4_000)))
+    assert found.fits
+    command = vllm(found, "==0.8.5")
+    assert not command.available
+    assert said(command, "requests reach 64,000 tokens, and it holds ")
+    assert vllm(found, "==0.11").available
+
+
+def test_requests_that_it_does_not_hold_at_once(ask: Ask) -> None:
+    found = fit(ask("deepseek-v2-lite", "h100-80", traffic=(40, 7_000, 1_000)))
+    assert found.fits
+    command = vllm(found, "==0.6.6")
+    assert command.available
+    assert said(command, "of the traffic's 40 requests it holds ")
+    assert not said(vllm(found, "==0.11"), "of the traffic's")
+
+
+def test_a_pool_that_holds_nothing(ask: Ask) -> None:
+    found = fit(ask("deepseek-v2-lite", "l40s", utilization=0.7))
+    rank = found.ranks[0]
+    less = replace(found, ranks=(replace(rank, budget_bytes=rank.budget_bytes - rank.room_bytes - 2 * GIB),))
+    command = vllm(less, "==0.6.6")
+    assert not command.available
+    assert said(command, "its KV pool holds no sequence at all")
+
+
 # In the answer
 
 
