@@ -227,6 +227,11 @@ def _capacity(answer: Answer, width: int, brief: bool) -> Iterator[str]:
         held = f"largest context {found.longest_tokens:,} of {most}"
         at = f"{counted(answer.concurrency, 'sequence')} of {answer.max_model_len:,} at once"
         yield from wrapped(f"{held}; {at}", width, "")
+    theirs = answer.commands.get(answer.engine or "")
+    if theirs is not None and theirs.kv_tokens is not None and theirs.max_model_len is not None:
+        tokens = f"a context of {theirs.max_model_len:,} and {counted(theirs.kv_tokens, 'KV token')}"
+        of = "" if answer.commands_of == "plan" else " on the first way out"
+        yield from wrapped(f"as {answer.vllm.name} sizes it{of}: {tokens}", width, "")
     if traffic is not None and answer.concurrency_at_traffic is not None:
         yield from wrapped(
             f"traffic ({traffic.source}): {traffic.concurrency} at once of {counted(traffic.length, 'token')}; "

@@ -362,10 +362,8 @@ def _tokens_said(sized: Sized) -> str:
     kept, length = sized.kept, max(1, sized.length)
     if not kept.cost.windows or kept.counts_sequences:
         return f"{sized.tokens:,} tokens"
-    side_by_side = kept.cost.concurrency(max(0, sized.kv_bytes), length)
-    return (
-        f"{sized.tokens:,} tokens, it prints, as if no layer forgot: {side_by_side:.1f} sequences of {length:,} tokens"
-    )
+    held = max(0, sized.kv_bytes) / kept.cost.sequence_bytes(length)
+    return f"{sized.tokens:,} tokens, it prints, as if no layer forgot; {held:.1f} sequences of {length:,} tokens"
 
 
 def _unknown_total(found: Fit, vllm: Vllm) -> str:

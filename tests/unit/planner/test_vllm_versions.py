@@ -295,6 +295,9 @@ def test_the_answer_says_how_that_version_sizes_it(ask: Ask) -> None:
     )
     assert decision.reason.startswith("as vLLM 0.8.2 (V1 engine) sizes it: vLLM 0.8.2 keeps every token in all layers")
     assert notes["holdfast"]["kv_tokens"] is None
+    shown = f"as vLLM 0.8.2 (V1 engine) sizes it: a context of {notes['vllm']['max_model_len']:,} and"
+    assert shown in " ".join(str(found).split())
+    assert "sizes it: a context" not in " ".join(str(answer(question)).split())
     assert not [one for one in answer(question).decisions if one.field == "vllm"]
     assert not [one for one in answer(question, engine="sglang").decisions if one.field == "vllm"]
 
