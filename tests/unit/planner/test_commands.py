@@ -102,6 +102,7 @@ QUESTIONS = [
     ("llama-3.1-405b", "h100-80", {"count": 32, "tensor_parallel": 8, "pipeline_parallel": 4}),
     ("qwen3-30b-a3b", "l40s", {"count": 2, "kv_cache_dtype": "fp8", "traffic": (20, 2000, 500)}),
     ("llama-3-70b", "rtx4090", {}),
+    ("llama-3.1-8b", "h100-80", {"count": 8, "max_model_len": 8192}),
     ("gemma-3-12b", "rtx3060", {}),
     ("deepseek-v3", "h200", {"count": 8, "block_tokens": 32}),
     ("llama-3.1-8b-awq", "t4", {}),
