@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-import psutil
-
 from holdfast.units import MIB, format_bytes
 
 HOLDER_BYTES = 256 * MIB
@@ -58,6 +56,8 @@ class Resident:
 
 
 def memory(root: Path = Path("/")) -> Memory:
+    import psutil  # Where GPUs are named, a plan measures nothing: it need not wait for this.
+
     machine = psutil.virtual_memory()
     total, available, limited_by = machine.total, machine.available, "machine"
     group = _control_group_limit(root)
@@ -88,6 +88,8 @@ def resident(pid: int | None = None) -> Resident | None:
 
 def memory_holders(most: int = 3) -> tuple[str, ...]:
     """The other processes that hold most memory, for people to read. A container sees only its own."""
+    import psutil
+
     found: list[tuple[int, str]] = []
     for process in psutil.process_iter(["pid", "name", "memory_info"]):
         held = process.info["memory_info"]

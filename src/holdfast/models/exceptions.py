@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import lru_cache
 from math import factorial
 
 MAX_STEPS = 1 << 17
@@ -36,25 +37,14 @@ class Exceptions:
 
     names: frozenset[str]
     patterns: tuple[re.Pattern[str], ...]
+    lengths: tuple[int, ...]
+    """Dotted parts that names have: other runs of a module's parts need not be looked up."""
     known: dict[str, bool] = field(default_factory=dict)
 
     @staticmethod
     def read(written: Iterable[str]) -> Exceptions:
         """Plain ones name a module or a run of its dotted parts; those with `re:` or a * are patterns."""
-        names: set[str] = set()
-        patterns: dict[tuple[str, bool], re.Pattern[str]] = {}
-        steps = 0
-        for name in dict.fromkeys(written):
-            if not is_pattern(name):
-                names.add(name.strip("."))
-                continue
-            plainer = body, anchored = _plainer(name)
-            if plainer not in patterns:
-                steps += _steps(body, anchored=anchored)
-                if steps > MAX_STEPS:
-                    raise UntamedPattern(name)
-                patterns[plainer] = _compiled(body, name, anchored=anchored)
-        return Exceptions(frozenset(names), tuple(patterns.values()))
+        return _read(tuple(dict.fromkeys(written)))
 
     def hold(self, module: str) -> bool:
         found = self.known.get(module)
@@ -66,8 +56,31 @@ class Exceptions:
         if any(pattern.search(module) for pattern in self.patterns):
             return True
         parts = module.split(".")
-        ends = range(1, len(parts) + 1)
-        return any(".".join(parts[first:last]) in self.names for last in ends for first in range(last))
+        return any(
+            ".".join(parts[first : first + length]) in self.names
+            for length in self.lengths
+            for first in range(len(parts) - length + 1)
+        )
+
+
+@lru_cache(maxsize=16)
+def _read(written: tuple[str, ...]) -> Exceptions:
+    """Once for the several ways in which one model may be quantized."""
+    names: set[str] = set()
+    patterns: dict[tuple[str, bool], re.Pattern[str]] = {}
+    steps = 0
+    for name in written:
+        if not is_pattern(name):
+            names.add(name.strip("."))
+            continue
+        plainer = body, anchored = _plainer(name)
+        if plainer not in patterns:
+            steps += _steps(body, anchored=anchored)
+            if steps > MAX_STEPS:
+                raise UntamedPattern(name)
+            patterns[plainer] = _compiled(body, name, anchored=anchored)
+    lengths = sorted({name.count(".") + 1 for name in names})
+    return Exceptions(frozenset(names), tuple(patterns.values()), tuple(lengths))
 
 
 def is_pattern(name: str) -> bool:

@@ -37,7 +37,16 @@ def largest_first(question: Question, tensor_parallel: int, lowest: Limits) -> Q
 
 
 def _differ(devices: Sequence[Device]) -> bool:
-    return any(replace(device, index=devices[0].index) != devices[0] for device in devices)
+    """In anything but their places. A plan asks this of the same few devices hundreds of times."""
+    return len(devices) > 1 and any(_traits(device) != _traits(devices[0]) for device in devices[1:])
+
+
+def _traits(device: Device) -> tuple[object, ...]:
+    kind = None if device.gpu is None else device.gpu.key
+    return (
+        device.name, kind, device.total_bytes, device.free_bytes, device.budget_bytes, device.measured, device.held_by,
+        device.unified,
+    )  # fmt: skip
 
 
 def _with_order(question: Question, devices: list[Device]) -> Question:

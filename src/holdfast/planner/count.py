@@ -49,12 +49,14 @@ def counted(question: Question, tensor_parallel: int, limits: Limits) -> Fit:
     """`limits`: those that were asked for or chosen; a context that is not set is the longest that these leave."""
     spec, settings = question.model.spec, question.settings
     sequences, tokens = required(question, min(spec.max_position, USEFUL_TOKENS))
-    ranks = tuple(
-        _as_loaded(rank, needed_bytes(rank, sequences, tokens, settings.max_model_len))
-        for rank in _ranks(question, tensor_parallel, limits)
-    )
-    longest = min(rank.kv.longest(rank.kv_bytes, spec.max_position) for rank in ranks)
-    short = max(needed_bytes(rank, sequences, tokens, settings.max_model_len) - rank.room_bytes for rank in ranks)
+    ranks = _ranks(question, tensor_parallel, limits)
+    if any(rank.loading_short_bytes for rank in ranks):
+        needed = (needed_bytes(rank, sequences, tokens, settings.max_model_len) for rank in ranks)
+        ranks = tuple(_not_loaded(rank, size) for rank, size in zip(ranks, needed, strict=True))
+    # Of a hundred GPUs most are alike.
+    unlike = {(id(rank.terms), rank.budget_bytes): rank for rank in ranks}.values()
+    longest = min(rank.kv.longest(rank.kv_bytes, spec.max_position) for rank in unlike)
+    short = max(needed_bytes(rank, sequences, tokens, settings.max_model_len) - rank.room_bytes for rank in unlike)
     dtype = compute_dtype(question, len(ranks))
     return Fit(
         question=question,
@@ -76,7 +78,7 @@ def counted(question: Question, tensor_parallel: int, limits: Limits) -> Fit:
     )
 
 
-def _as_loaded(rank: Rank, needed: int) -> Rank:
+def _not_loaded(rank: Rank, needed: int) -> Rank:
     """One that cannot even be loaded holds nothing, and has room for sequences less by what loading lacks."""
     short = rank.loading_short_bytes
     return replace(rank, most_kv_bytes=needed - short, held_bytes=0) if short else rank
@@ -187,6 +189,15 @@ def _whole_bytes(key: Same[PlannedModel], dtype: str) -> int:
 def _held_bytes(key: Same[PlannedModel], dtype: str, tensor_parallel: int, stage: int, stages: int) -> int:
     weights = _weights(key, dtype)
     return rank_bytes(weights, key.held.spec, tensor_parallel=tensor_parallel, stage=stage, stages=stages)
+
+
+def cannot_hold_weights(question: Question) -> bool:
+    """All GPUs together have less than the weights take, whatever the split: nothing else needs to be counted."""
+    devices, utilization = question.machine.devices, utilization_of(question)
+    if question.machine.kind != "gpu":
+        return False
+    budget = sum(device_budget(device, utilization) for device in devices)
+    return budget < _whole_bytes(Same(question.model), compute_dtype(question))
 
 
 def check(question: Question, tensor_parallel: int) -> None:

@@ -58,6 +58,9 @@ class KVCost:
 
     def longest(self, pool_bytes: int, most_tokens: int, *, sequences: int = 1) -> int:
         """The longest sequences of which so many fit; 0: none."""
+        if not self.windows and self.growing_bytes:
+            blocks = (pool_bytes // sequences - self.fixed_bytes) // (self.block_tokens * self.growing_bytes)
+            return max(0, min(most_tokens, blocks * self.block_tokens))
         low, high = 0, most_tokens
         while low < high:
             middle = (low + high + 1) // 2

@@ -12,11 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 
 from holdfast.hardware.gpus import Gpu
 from holdfast.models import ModelSpec, TensorSpec
 from holdfast.planner.fit import Fit
 from holdfast.planner.kv import KVCost
+from holdfast.planner.same import Same
 from holdfast.planner.weights import DTYPE_BYTES, Weight, rank_bytes, stage_layers, weights_of
 
 GB = 10**9
@@ -209,6 +211,13 @@ def _estimate(rate: Callable[[Efficiency], float], unproven_things: int) -> Esti
 
 
 def _stages(fit: Fit) -> list[Stage] | None:
+    return _stages_of(Same(fit))
+
+
+@lru_cache(maxsize=8)
+def _stages_of(key: Same[Fit]) -> list[Stage] | None:
+    """Once for all batches and efficiencies that are asked of a plan."""
+    fit = key.held
     if any(rank.device.gpu is None or rank.device.gpu.bandwidth_gb_s <= 0 for rank in fit.ranks):
         return None
     spec, ranks = fit.question.model.spec, fit.tensor_parallel

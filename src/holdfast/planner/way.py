@@ -14,6 +14,7 @@ from holdfast.errors import ConfigurationError
 from holdfast.planner.alternatives import Variant
 from holdfast.planner.command import Command
 from holdfast.planner.commands import commands
+from holdfast.planner.count import cannot_hold_weights
 from holdfast.planner.fit import Fit, Question, fit
 from holdfast.planner.room import LEAST_TOKENS
 from holdfast.planner.tiers import Tiers
@@ -77,7 +78,7 @@ def too_long(question: Question) -> bool:
 
 def planned(question: Question) -> Fit | None:
     """None: it cannot be planned so, or does not fit."""
-    if too_long(question):
+    if too_long(question) or cannot_hold_weights(question):
         return None
     try:
         found = fit(question)
@@ -92,7 +93,7 @@ def with_settings(question: Question, **changes: object) -> Question:
 
 def longest(question: Question) -> Fit | None:
     """The same with the longest context that fits; traffic that is stated cannot be shortened."""
-    if question.traffic is not None:
+    if question.traffic is not None or cannot_hold_weights(question):
         return None
     length = question.model.spec.max_position
     try:
@@ -141,10 +142,12 @@ def other_splits(question: Question) -> Iterator[tuple[Question, dict[str, objec
     """The same over the GPUs that are there, split in another way: by heads as the plan would choose where that was
     set, then with layers in stages, the fewest first. Each with what it sets."""
     settings, devices = question.settings, len(question.machine.devices)
+    if devices == 1 or cannot_hold_weights(question):
+        return
     for stages in (1, *STAGES):
         if stages == settings.pipeline_parallel and settings.tensor_parallel is None:
             continue
-        if stages > min(devices, len(question.model.spec.layers)) or devices == 1:
+        if stages > min(devices, len(question.model.spec.layers)):
             continue
         changed = with_settings(question, tensor_parallel=None, pipeline_parallel=stages)
         try:

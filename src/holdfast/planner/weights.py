@@ -47,12 +47,18 @@ def weights_of(model: PlannedModel, *, dtype: str) -> list[Weight]:
 @lru_cache(maxsize=32)
 def _from_shapes(key: Same[ModelSpec], dtype: str) -> tuple[Weight, ...]:
     spec, element = key.held, DTYPE_BYTES[dtype]
+    sizes: dict[tuple[Packing, tuple[int, ...]], int] = {}
     found = []
     for tensor in spec.tensors:
         if tensor.part == "draft" or tensor.optional:
             continue
         packing = packing_of(spec.quantization, tensor, dtype) if spec.quantization is not None else None
-        nbytes = tensor.elements * element if packing is None else _packed_bytes(packing, tensor)
+        if packing is None:
+            nbytes = tensor.elements * element
+        elif (known := sizes.get((packing, tensor.shape))) is not None:
+            nbytes = known
+        else:
+            nbytes = sizes[packing, tensor.shape] = _packed_bytes(packing, tensor)
         found.append(Weight(tensor=tensor, nbytes=nbytes))
     return tuple(found)
 
@@ -274,12 +280,14 @@ class _Held:
     last: int = 0
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=256)
 def _held(weights: Same[Sequence[Weight]], spec: Same[ModelSpec], tensor_parallel: int) -> _Held:
     """Once for all stages: ways out ask for many divisions of the same weights."""
     held = _Held()
     for weight in weights.held:
-        tensor, share = weight.tensor, _share(weight, spec.held, tensor_parallel)
+        tensor = weight.tensor
+        whole = tensor_parallel == 1 or tensor is None or tensor.shard_axis is None
+        share = weight.nbytes if whole else _share(weight, spec.held, tensor_parallel)
         if tensor is None or tensor.part == "vision":
             held.first += share
         elif tensor.layer is not None:

@@ -17,6 +17,7 @@ from holdfast.checkpoints import StoredTensor
 from holdfast.errors import ConfigurationError
 from holdfast.hardware import gpus
 from holdfast.models import catalogue, describe_config
+from holdfast.planner.count import cannot_hold_weights
 from holdfast.planner.fit import Fit, Question, fit
 from holdfast.planner.kv import kv_cost
 from holdfast.planner.question import Device, Machine, PlannedModel, Settings, Traffic
@@ -289,6 +290,13 @@ def test_fp8_kv_costs_half_and_never_fits_less(question: Question) -> None:
     )
     assert plain.kv_bytes_per_token == 2 * small.kv_bytes_per_token
     assert small.fits >= plain.fits
+
+
+@settings(max_examples=150, deadline=None)
+@given(questions)
+def test_what_is_not_even_counted_does_not_fit(question: Question) -> None:
+    if cannot_hold_weights(question):
+        assert not fit(question).fits
 
 
 @settings(max_examples=150, deadline=None)

@@ -387,3 +387,17 @@ def test_more_sequences_than_the_traffic_has_are_not_needed() -> None:
     way = ways_out(found)[0]
     assert (way.kind, way.settings) == ("sequences", {"max_num_seqs": 2})
     check(way, *words)
+
+
+def test_what_cannot_hold_the_weights_is_not_planned(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model that took longest of the whole catalogue: it was planned 186 times."""
+    planned: list[Question] = []
+
+    def counting(question: Question) -> Fit:
+        planned.append(question)
+        return fit(question)
+
+    for module in ("way", "ways_out", "ways_hardware"):
+        monkeypatch.setattr(f"holdfast.planner.{module}.fit", counting)
+    assert ways_out(fit(ask("glm-5", "rtx4090", count=8)))
+    assert len(planned) < 40
