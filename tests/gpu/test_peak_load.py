@@ -69,7 +69,14 @@ async def test_memory_stays_within_the_budget_under_load(shape: Callable[[str], 
             held.append(_held(uuid, engine))
             await asyncio.sleep(1)
 
-    await asyncio.gather(watch(), *map(client, range(CLIENTS)))
+    clients = [asyncio.create_task(client(number)) for number in range(CLIENTS)]
+    await watch()
+    broken = [one.exception() for one in clients if one.done()]
+    assert not any(broken), broken
+    for one in clients:  # All at once, in the middle of what they asked for.
+        one.cancel()
+    await asyncio.gather(*clients, return_exceptions=True)
+    server.wait_metric("vllm:num_requests_running", lambda running: running == 0)
     held.append(_held(uuid, engine))
     memory = httpx.get(f"{server.url}/memory").json()
     figures = {

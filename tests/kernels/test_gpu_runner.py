@@ -5,9 +5,11 @@ On a GPU as it is used, graphs included; elsewhere its kernels run in the interp
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
-from tiny_gpu import Tiny, prompt, run, tokens_of
+from tiny_gpu import Tiny, TinyGguf, prompt, run, tokens_of
 
 from holdfast.records import SamplingParams
 
@@ -63,3 +65,20 @@ def test_every_option_chooses_what_it_chooses_on_a_cpu(tiny: Tiny, device: torch
                 assert mine.token_ids == theirs.token_ids
                 assert mine.rank == theirs.rank
                 assert mine.logprobs == pytest.approx(theirs.logprobs, abs=1e-4)
+
+
+@pytest.mark.usefixtures("no_kernel_for_few_rows")
+@pytest.mark.parametrize("expand", [False, True], ids=["quantized", "expanded"])
+def test_a_quantized_file_says_what_it_says_on_a_cpu(expand: bool, tmp_path: Path, device: torch.device) -> None:
+    """Blocks of every kind the engine keeps, some of them side by side; few rows and many."""
+    model = TinyGguf(tmp_path / "tiny.gguf", expand=expand)
+    prompts = [prompt(number, length) for number, length in enumerate((24, 2))]
+    params = [SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True, logprobs=1)] * 2
+    here = run(model.core(device, gpu=True, step=26), prompts, params)
+    there = run(model.core(CPU, gpu=False, step=26), prompts, params)
+    for found, expected in zip(here, there, strict=True):
+        assert tokens_of(found) == tokens_of(expected)
+        for one, other in zip(found, expected, strict=True):
+            assert one.logprobs is not None
+            assert other.logprobs is not None
+            assert one.logprobs[0].logprobs == pytest.approx(other.logprobs[0].logprobs, abs=1e-3)

@@ -114,7 +114,7 @@ def test_programs_that_share_an_output_tile(dtype: torch.dtype, rows: int, accum
     """Twice through the same workspace: the counters are back at zero, and the order of the sum is the same."""
     workspace = products.make_workspace(DEVICE)
     workspace.partials.fill_(NAN)
-    for outputs, inputs, splits in ((20, 144, 3), *(((1024, 3072, 6), (1000, 2048, 4)) if ON_GPU else ())):
+    for outputs, inputs, splits in ((20, 144, 3), *(((640, 3072, 6), (1000, 2048, 4)) if ON_GPU else ())):
         case = Case(rows, outputs, inputs, dtype)
         before = case.normal(rows, outputs)
         results = []

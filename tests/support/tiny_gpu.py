@@ -8,13 +8,14 @@ from typing import Any
 
 import torch
 import transformers
+from tiny_gguf import write_tiny_gguf
 
-from holdfast.checkpoints import safetensors
+from holdfast.checkpoints import locate, open_checkpoint, safetensors, spec_of
 from holdfast.checkpoints.checkpoint import Checkpoint
 from holdfast.engine.core import EngineCore
 from holdfast.execution.gpu.runner import GpuRunner
 from holdfast.execution.runner import Runner, RunnerLimits
-from holdfast.execution.weights import load_weights
+from holdfast.execution.weights import Weights, load_weights
 from holdfast.kvcache import KVCache
 from holdfast.kvcache.groups import KVLayout, form_groups
 from holdfast.models import ModelSpec, from_config
@@ -56,8 +57,7 @@ class Tiny:
         self, device: torch.device, *, gpu: bool, blocks: int = 64, slots: int = 4, step: int = 16, **more: bool
     ) -> EngineCore:
         limits = RunnerLimits(max_num_seqs=slots, max_num_batched_tokens=step, max_model_len=96)
-        checkpoint = Checkpoint(safetensors.read_headers(sorted(self.folder.glob("*.safetensors"))), "safetensors")
-        weights = load_weights(self.spec, checkpoint, dtype=torch.float32, device=device, expand=True)
+        weights = self.weights(device)
         runner: Any = (GpuRunner if gpu else Runner)(self.spec, weights, self.layout(), limits, device, **more)
         runner.back_kv(blocks)
         ahead = 1 if gpu else 0
@@ -70,10 +70,27 @@ class Tiny:
         )  # fmt: skip
         return EngineCore(scheduler, runner, steps_ahead=ahead)
 
+    def weights(self, device: torch.device) -> Weights:
+        checkpoint = Checkpoint(safetensors.read_headers(sorted(self.folder.glob("*.safetensors"))), "safetensors")
+        return load_weights(self.spec, checkpoint, dtype=torch.float32, device=device, expand=True)
+
     def assert_greedy(self, prompt: list[int], tokens: list[int]) -> None:
         with torch.inference_mode():
             logits = self.model(torch.tensor([prompt + tokens])).logits[0]
         assert tokens == logits[len(prompt) - 1 : -1].argmax(-1).tolist()
+
+
+class TinyGguf(Tiny):
+    """Its matrices stay quantized where `expand` does not say otherwise."""
+
+    def __init__(self, path: Path, *, expand: bool = False) -> None:
+        write_tiny_gguf(path)
+        self._files, self._expand = locate(str(path), revision=None), expand
+        self.spec = spec_of(self._files)
+
+    def weights(self, device: torch.device) -> Weights:
+        checkpoint = open_checkpoint(self._files)
+        return load_weights(self.spec, checkpoint, dtype=torch.float32, device=device, expand=self._expand)
 
 
 def run(core: EngineCore, prompts: list[list[int]], params: list[SamplingParams]) -> list[list[EngineOutput]]:
@@ -85,7 +102,6 @@ def run(core: EngineCore, prompts: list[list[int]], params: list[SamplingParams]
         for output in core.step():
             found[output.request_id].append(output)
         core.scheduler.check_invariants()
-    core.close()
     return list(found.values())
 
 

@@ -63,7 +63,7 @@ class QuantizedMatrix:
         """Stored bytes of whole rows go to rows first, first+1, ...; `order` picks the stored row for each."""
         blocks = stored.view(-1, self.columns // BLOCK_ELEMENTS, self._kind.scale_bytes + self._kind.quant_bytes)
         if order is not None:
-            blocks = blocks.index_select(0, order)
+            blocks = blocks.index_select(0, order.to(blocks.device))
         target = slice(first, first + blocks.shape[0])
         scale_bytes = self._kind.scale_bytes
         self.quants[target] = blocks[..., scale_bytes:].view(self.quants.dtype)
@@ -98,7 +98,9 @@ def _dequantize(
 ) -> None:
     # The arithmetic is float32, one rounding an operation, as the reference does it; a narrower target
     # is rounded once, at the end.
-    wide = out if out.dtype == torch.float32 and out.is_contiguous() else torch.empty(out.shape, dtype=torch.float32)
+    wide = out
+    if out.dtype != torch.float32 or not out.is_contiguous() or out.device != quants.device:
+        wide = torch.empty(out.shape, dtype=torch.float32, device=quants.device)
     blocks = wide.view(out.shape[0], -1, BLOCK_ELEMENTS)
     if kind.packed:
         half = BLOCK_ELEMENTS // 2

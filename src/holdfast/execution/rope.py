@@ -17,7 +17,7 @@ def inverse_frequencies(rope: RopeSpec, factors: torch.Tensor | None = None) -> 
     exponents = torch.arange(0, rope.dim, 2, dtype=torch.int64).to(torch.float32) / rope.dim
     frequencies = 1.0 / (rope.theta**exponents)
     if factors is not None:
-        return frequencies / factors.to(torch.float32)
+        return frequencies / factors.to("cpu", torch.float32)
     if rope.scaling == "linear":
         return frequencies / rope.factor
     if rope.scaling == "llama3":

@@ -1,7 +1,8 @@
 """The decoder on a GPU: the same layers as `transformer`, in fused kernels, over buffers that never move.
 
-Few rows read each matrix once at full bandwidth (kernels of our own); many rows go to cuBLAS. Takes where its rows
-lie as an argument, and may be captured in a graph when all rows are single tokens.
+Few rows read each matrix once at full bandwidth (kernels of our own); many rows go to cuBLAS, padded with rows that
+nobody reads (see `ladder`). Takes where its rows lie as an argument, and may be captured in a graph when all rows are
+single tokens.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import torch
 
 from holdfast.execution.batch import RunnerLimits
 from holdfast.execution.gpu.attention import DecodeRows, GpuAttention, PrefillRows
+from holdfast.execution.gpu.ladder import padded, padded_sizes
 from holdfast.execution.gpu.linear import GpuLinear, Scratch, gpu_linear
 from holdfast.execution.gpu.slots import DeviceSlots
 from holdfast.execution.rope import Rotary
@@ -43,6 +45,10 @@ class _Layer:
     gate_up: GpuLinear
     down: GpuLinear
 
+    @property
+    def linears(self) -> tuple[GpuLinear, ...]:
+        return self.qkv, self.o, self.gate_up, self.down
+
 
 def _layer_of(layer: LayerWeights, scratch: Scratch) -> _Layer:
     return _Layer(
@@ -64,6 +70,7 @@ class GpuDecoder:
         rotary = Rotary(spec.rope, device, weights.rope_freqs)
         self._frequencies, self._magnitude = rotary.frequencies, rotary.magnitude
         tokens = limits.max_num_batched_tokens
+        self._most_tokens, self._most_sampling = tokens, limits.max_num_seqs
         self._query, self._kv = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
 
         def buffer(rows: int, columns: int) -> torch.Tensor:
@@ -85,37 +92,59 @@ class GpuDecoder:
         self._layers = [_layer_of(layer, scratch) for layer in weights.layers]
 
     def forward(self, rows: DeviceRows, pages: torch.Tensor, layers: int | None = None) -> torch.Tensor:
-        """The residual stream [tokens, hidden] after all layers; writes KV pages."""
+        """The residual stream after all layers, [tokens, hidden] and rows of no meaning; writes KV pages."""
         count = len(rows.slots)
-        stream = self._stream[:count]
+        stream = self._stream[: padded(count, self._most_tokens)]
         kernels.fill_cos_sin(rows.positions, self._frequencies, self._magnitude, self._angles[:count])
-        self._embed.embed(self._slots.tokens, rows.slots, rows.positions, stream)
+        self._embed.embed(self._slots.tokens, rows.slots, rows.positions, stream[:count])
         for index, layer in enumerate(self._layers[:layers]):
-            self._run_layer(index, layer, rows, stream, pages)
+            qkv, attended = self._project(layer, stream)
+            group, place = self._places[index]
+            kernels.rotate_and_store(
+                qkv[:count], self._angles[:count], rows.positions, rows.slots, pages, self._slots.tables[group],
+                place=place, by_position=False,
+            )  # fmt: skip
+            self.attention.run(qkv[:count], pages, group, place, rows.decode, rows.prefill, attended[:count])
+            self._feed(layer, attended, stream)
         return stream
 
-    def _run_layer(
-        self, index: int, layer: _Layer, rows: DeviceRows, stream: torch.Tensor, pages: torch.Tensor
-    ) -> None:
+    def _project(self, layer: _Layer, stream: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Queries, keys and values, and where attention shall put what it gathers."""
+        count = len(stream)
+        normed, qkv = self._normed[:count], self._qkv[:count]
+        layer.qkv.write_normed(stream, layer.attn_norm, self.spec.norm_eps, normed, qkv)
+        return qkv, self._attended[:count]
+
+    def _feed(self, layer: _Layer, attended: torch.Tensor, stream: torch.Tensor) -> None:
+        """From attention to the end of the layer."""
         spec, count = self.spec, len(stream)
-        normed, qkv, attended = self._normed[:count], self._qkv[:count], self._attended[:count]
-        group, place = self._places[index]
-        layer.qkv.write_normed(stream, layer.attn_norm, spec.norm_eps, normed, qkv)
-        kernels.rotate_and_store(
-            qkv, self._angles[:count], rows.positions, rows.slots, pages, self._slots.tables[group], place=place,
-            by_position=False,
-        )  # fmt: skip
-        self.attention.run(qkv, pages, group, place, rows.decode, rows.prefill, attended)
         layer.o.add(attended, stream)
-        gate_up, inner = self._gate_up[:count], self._inner[:count]
+        normed, gate_up, inner = self._normed[:count], self._gate_up[:count], self._inner[:count]
         layer.gate_up.gated(stream, layer.mlp_norm, spec.norm_eps, spec.activation, normed, gate_up, inner)
         layer.down.add(inner, stream)
 
     def logits(self, stream: torch.Tensor, sampling: torch.Tensor | None, out: torch.Tensor) -> None:
-        """Of these tokens of the stream, or of its first len(out) where `sampling` is None."""
-        chosen = stream[: len(out)]
-        if sampling is not None:
-            chosen = self._sampling[: len(sampling)]
-            torch.index_select(stream, 0, sampling, out=chosen)
+        """Of these tokens of the stream into the first rows of `out`, which has room for all that may sample; or of its
+        first tokens where `sampling` is None."""
+        if sampling is None:
+            self._score(stream[: len(out)], out)
+            return
+        chosen = self._sampling[: padded(len(sampling), self._most_sampling)]
+        torch.index_select(stream, 0, sampling, out=chosen[: len(sampling)])
+        self._score(chosen, out[: len(chosen)])
+
+    def _score(self, chosen: torch.Tensor, out: torch.Tensor) -> None:
         normed = self._sampling_normed[: len(chosen)]
         self._head.write_normed(chosen, self._final_norm, self.spec.norm_eps, normed, out)
+
+    def load_products(self, logits: torch.Tensor) -> None:
+        """Multiplies once in every size that a step may be padded to, so that the code of all products is loaded.
+        Layers whose matrices are kept alike have the same products."""
+        alike = {tuple(linear.kind for linear in layer.linears): layer for layer in self._layers}
+        for size in padded_sizes(self._most_tokens):
+            stream = self._stream[:size]
+            for layer in alike.values():
+                _, attended = self._project(layer, stream)
+                self._feed(layer, attended, stream)
+        for size in padded_sizes(self._most_sampling):
+            self._score(self._sampling[:size], logits[:size])

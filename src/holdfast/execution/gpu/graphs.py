@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import torch
 
+from holdfast.execution.gpu.ladder import padded
 from holdfast.execution.gpu.sampling import Work
 from holdfast.execution.gpu.shortage import is_shortage
 
@@ -20,19 +21,11 @@ STEPS_BETWEEN_TRIES = 256
 """A capture that found no memory is tried again after so many steps."""
 
 
-def padded_sizes(most: int) -> tuple[int, ...]:
-    """Numbers of rows that graphs are made for: every step up to `most` is padded to the next of them."""
-    steps = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, 1024, 32), *range(1024, most + 64, 64)]
-    sizes = [size for size in steps if size < most]
-    return (*sizes, most)
-
-
 class DecodeGraphs:
     """`run(rows, work)`: launches the step of so many padded rows on static buffers."""
 
     def __init__(self, most: int, run: Callable[[int, Work], None], device: torch.device) -> None:
-        self.sizes = padded_sizes(most)
-        self._run, self._device = run, device
+        self._most, self._run, self._device = most, run, device
         self._graphs: dict[tuple[int, Work], torch.cuda.CUDAGraph] = {}
         self._pool: tuple[int, int] | None = None
         self._steps_to_wait = 0
@@ -44,7 +37,7 @@ class DecodeGraphs:
         return tuple(sorted(self._graphs))
 
     def padded(self, rows: int) -> int:
-        return next(size for size in self.sizes if size >= rows)
+        return padded(rows, self._most)
 
     def replay(self, size: int, work: Work) -> None:
         """The step of so many rows. The first of its size is run as it is, which loads what a capture may not load, and

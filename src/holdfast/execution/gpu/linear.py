@@ -37,6 +37,10 @@ class Scratch:
 
 
 class GpuLinear(Protocol):
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """How it is kept: those of a kind are multiplied by the same kernels."""
+
     def write(self, x: torch.Tensor, out: torch.Tensor) -> None:
         """out = x·Wᵀ (+ bias)."""
 
@@ -97,6 +101,10 @@ class DenseGpuLinear(_Plain):
         self._turned, self._split = linear.weight.t(), scratch.split
         self._skinny = SKINNY_ROWS if linear.weight.nbytes < LARGE_BYTES else 1
 
+    @property
+    def kind(self) -> tuple[object, ...]:
+        return self.weight.dtype, self.weight.shape, self.bias is None
+
     def write(self, x: torch.Tensor, out: torch.Tensor) -> None:
         if len(x) <= self._skinny:
             products.skinny_product(x, self.weight, out, bias=self.bias, workspace=self._split)
@@ -147,6 +155,10 @@ class BlockGpuLinear(_Plain):
         self.bias, self._split = linear.bias, scratch.split
         self._tile = scratch.expanded(matrix.columns)
 
+    @property
+    def kind(self) -> tuple[object, ...]:
+        return self._planes.layout, self._planes.quants.shape, self.bias is None
+
     def write(self, x: torch.Tensor, out: torch.Tensor) -> None:
         if len(x) <= SKINNY_BLOCK_ROWS:
             block_product(x, self._planes, out, bias=self.bias, workspace=self._split)
@@ -182,6 +194,10 @@ class StackedGpuLinear(_Plain):
 
     def __init__(self, linear: StackedLinear, scratch: Scratch) -> None:
         self._parts = [(part.rows, gpu_linear(part, scratch)) for part in linear.parts]
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        return tuple(part.kind for _, part in self._parts)
 
     def write(self, x: torch.Tensor, out: torch.Tensor) -> None:
         first = 0

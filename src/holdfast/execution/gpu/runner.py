@@ -236,7 +236,7 @@ class GpuRunner:
         stream = self.decoder.forward(step.rows, self.kv.pages)
         if sampling:
             logits = self._logits[:sampling]
-            self.decoder.logits(stream, step.sampling, logits)
+            self.decoder.logits(stream, step.sampling, logits if step.sampling is None else self._logits)
             slots, lengths = step.sampling_slots[:sampling], step.sampling_lengths[:sampling]
             self._sampler.sample(logits, slots, lengths, work)
 
@@ -251,9 +251,13 @@ class GpuRunner:
         return [(token, logprobs) for _, token, logprobs in placed]
 
     def rehearse(self) -> None:
-        """The heaviest step the limits allow, for real."""
+        """The heaviest step the limits allow, for real; then products of every size, so that what the driver loads when
+        it is first used is there."""
         self.execute(heaviest_plan(self.limits, self.layout))
         self._books.known[:] = 0
+        if self.device.type == "cuda":
+            with torch.inference_mode():
+                self.decoder.load_products(self._logits)
 
     def capture(self) -> None:
         """The graphs that are needed first: of one row, and of as many as there may be. Others when they are needed."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from holdfast.execution.gpu.virtual import RangeError
+from holdfast.units import MIB
 
 _PHRASES = (
     "out of memory",  # CUDA's own, as Triton, graphs and pinned memory raise it.
@@ -13,10 +14,19 @@ _PHRASES = (
     "cudaErrorMemoryAllocation",
 )
 
+_VAGUE_PHRASES = ("CUBLAS_STATUS_EXECUTION_FAILED", "CUBLAS_STATUS_INTERNAL_ERROR")
+"""What cuBLAS says when the code of a kernel finds no memory; and otherwise."""
+LITTLE_BYTES = 64 * MIB
+
 
 def is_shortage(error: BaseException) -> bool:
     if isinstance(error, RangeError):
         return error.out_of_memory
     if isinstance(error, torch.OutOfMemoryError):
         return True
-    return isinstance(error, RuntimeError) and any(phrase in str(error) for phrase in _PHRASES)
+    if not isinstance(error, RuntimeError):
+        return False
+    said = str(error)
+    if any(phrase in said for phrase in _PHRASES):
+        return True
+    return any(phrase in said for phrase in _VAGUE_PHRASES) and torch.cuda.mem_get_info()[0] < LITTLE_BYTES

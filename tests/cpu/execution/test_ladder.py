@@ -1,0 +1,21 @@
+"""Sizes that steps are padded to."""
+
+from __future__ import annotations
+
+import pytest
+
+from holdfast.execution.gpu.ladder import padded, padded_sizes
+
+
+@pytest.mark.parametrize("most", [1, 2, 3, 7, 64, 100, 256, 2048, 8192, 10_000])
+def test_every_number_of_rows_has_a_size(most: int) -> None:
+    sizes = padded_sizes(most)
+    assert list(sizes) == sorted(set(sizes))
+    assert sizes[-1] == most
+    for rows in range(1, most + 1):
+        size = padded(rows, most)
+        assert rows <= size <= most
+        assert size in sizes
+        if rows >= 64:
+            assert size - rows <= rows / 8
+    assert len(sizes) < 130

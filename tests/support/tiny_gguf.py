@@ -1,0 +1,54 @@
+"""A tiny llama of random numbers in a GGUF file whose matrices are quantized in several ways."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import gguf
+import numpy
+
+VOCABULARY, HIDDEN, INNER, LAYERS, HEADS, KV_HEADS = 224, 64, 96, 2, 4, 2
+KINDS = ("Q8_0", "Q4_1", "Q4_0", "F16")
+
+
+def write_tiny_gguf(path: Path) -> None:
+    """All kinds of matrices; in the second layer q, k and v are of three kinds."""
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_context_length(128)
+    writer.add_embedding_length(HIDDEN)
+    writer.add_block_count(LAYERS)
+    writer.add_feed_forward_length(INNER)
+    writer.add_head_count(HEADS)
+    writer.add_head_count_kv(KV_HEADS)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_vocab_size(VOCABULARY)
+    rng = numpy.random.default_rng(3)
+    kv = HIDDEN // HEADS * KV_HEADS
+
+    def matrix(name: str, rows: int, columns: int, kind: str) -> None:
+        numbers = (0.2 * rng.standard_normal((rows, columns))).astype(numpy.float32)
+        layout = gguf.GGMLQuantizationType[kind]
+        writer.add_tensor(f"{name}.weight", gguf.quants.quantize(numbers, layout), raw_dtype=layout)
+
+    def norm(name: str) -> None:
+        writer.add_tensor(f"{name}.weight", (1 + 0.1 * rng.standard_normal(HIDDEN)).astype(numpy.float32))
+
+    matrix("token_embd", VOCABULARY, HIDDEN, "Q8_0")
+    matrix("output", VOCABULARY, HIDDEN, "Q4_1")
+    norm("output_norm")
+    for layer in range(LAYERS):
+        place, kinds = f"blk.{layer}", KINDS if layer else ("Q4_1",) * 4
+        norm(f"{place}.attn_norm")
+        norm(f"{place}.ffn_norm")
+        matrix(f"{place}.attn_q", HIDDEN, HIDDEN, kinds[0])
+        matrix(f"{place}.attn_k", kv, HIDDEN, kinds[1])
+        matrix(f"{place}.attn_v", kv, HIDDEN, kinds[2])
+        matrix(f"{place}.attn_output", HIDDEN, HIDDEN, kinds[3])
+        matrix(f"{place}.ffn_gate", INNER, HIDDEN, "Q8_0")
+        matrix(f"{place}.ffn_up", INNER, HIDDEN, "Q8_0")
+        matrix(f"{place}.ffn_down", HIDDEN, INNER, "Q4_0")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
