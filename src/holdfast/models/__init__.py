@@ -12,10 +12,20 @@ from holdfast.models.registry import (
     runnable_architectures,
     runnable_gguf_architectures,
 )
-from holdfast.models.spec import ExpertsSpec, LatentSpec, LayerSpec, ModelSpec, RopeSpec, StateSpec, TensorSpec
+from holdfast.models.spec import (
+    EncoderSpec,
+    ExpertsSpec,
+    LatentSpec,
+    LayerSpec,
+    ModelSpec,
+    RopeSpec,
+    StateSpec,
+    TensorSpec,
+)
 
 __all__ = [
     "FAMILIES",
+    "EncoderSpec",
     "ExpertsSpec",
     "LatentSpec",
     "LayerSpec",

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from holdfast.models.fields import MAX_CONTEXT, MAX_HEAD_DIM, MAX_HEADS, MAX_LAYERS, MAX_VOCABULARY, MAX_WIDTH, Fields
 from holdfast.models.quantization import QuantSpec, quantization_from_config
 from holdfast.models.rope import longest_context, no_rope, rope_from_config, rope_from_gguf
-from holdfast.models.spec import Activation, LayerSpec, ModelSpec, RopeSpec, TensorSpec
+from holdfast.models.spec import Activation, EncoderSpec, LayerSpec, ModelSpec, RopeSpec, TensorSpec
 
 _ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
@@ -287,6 +287,7 @@ def build_spec(
     features: Sequence[str] = (),
     attention_scale: float | None = None,
     not_counted: Sequence[str] = (),
+    encoder: EncoderSpec | None = None,
 ) -> ModelSpec:
     fields = source.fields
     bos, eos = _gguf_ends(fields, shape.vocab) if source.gguf else _config_ends(source, shape.vocab)
@@ -314,6 +315,7 @@ def build_spec(
         quantization=None if source.gguf else _quantization(source),
         features=tuple(features),
         not_counted=tuple(not_counted),
+        encoder=encoder,
         spellings={} if source.gguf else {name: fields.key(name) for name in fields.names},
     )
 

@@ -89,6 +89,27 @@ class StateSpec:
     """The last inputs of the short convolution before it."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EncoderSpec:
+    """What turns images into tokens, as far as the config tells how large they may be."""
+
+    hidden_size: int
+    intermediate_size: int
+    gated: bool
+    """Its MLP has a gate beside the projection up."""
+    patches: int
+    """Of the largest image, all at once."""
+    tokens: int
+    """That the text model gets for them."""
+
+    @property
+    def live_columns(self) -> int:
+        """Of one patch, at the widest: the stream, a norm, what goes into attention or the MLP and comes out of it;
+        and queries, keys and values, or what lies between the projections of the MLP."""
+        between = (3 if self.gated else 2) * self.intermediate_size
+        return 4 * self.hidden_size + max(3 * self.hidden_size, between)
+
+
 LayerKind = Literal["full", "window", "latent", "state", "shared", "none"]
 """none: remembers nothing, such as a layer that is only an MLP."""
 
@@ -199,6 +220,8 @@ class ModelSpec:
     """What of it this engine lacks, in words; planning needs none of that."""
     not_counted: tuple[str, ...] = ()
     """Parts of the checkpoint whose tensors are not in `tensors`, in words."""
+    encoder: EncoderSpec | None = None
+    """None: it reads text alone, or its config does not tell how large images may be."""
     spellings: Mapping[str, str] = field(repr=False, default_factory=dict)
     """How its config.json spells the fields that most call otherwise: num_experts is n_routed_experts there."""
 

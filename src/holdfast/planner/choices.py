@@ -10,11 +10,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from holdfast.observability.decisions import Decision
-from holdfast.planner.count import chosen_dtype, counted, utilization_of
+from holdfast.planner.count import chosen_dtype, utilization_of
+from holdfast.planner.count import counted as counted_fit
 from holdfast.planner.fitted import Fit, Question, describe_devices, device_budget, is_stated
 from holdfast.planner.footprint import Limits
 from holdfast.planner.question import Device
-from holdfast.units import format_bytes
+from holdfast.planner.terms import encoder_images
+from holdfast.units import counted, format_bytes
 
 
 def largest_first(question: Question, tensor_parallel: int, lowest: Limits) -> Question:
@@ -29,7 +31,7 @@ def largest_first(question: Question, tensor_parallel: int, lowest: Limits) -> Q
         return _with_order(question, devices)
 
     def alone(device: Device) -> tuple[int, int]:
-        found = counted(_with_order(question, [device]), 1, lowest)
+        found = counted_fit(_with_order(question, [device]), 1, lowest)
         return found.longest_tokens, -found.short_bytes
 
     first = max(devices, key=alone)
@@ -98,6 +100,21 @@ def loading(found: Fit) -> Iterator[Decision]:
             held = "staging is its largest tensor as stored, gone once it is loaded"
             reason = f"{sums}: {short} more than the budget of {budget}; {held}"
             yield Decision("loading", format_bytes(rank.loading_bytes), reason, "planner")
+
+
+def encoder(found: Fit) -> Iterator[Decision]:
+    """What is kept for images, where the config tells how large they are."""
+    spec, step = found.question.model.spec, found.limits.max_num_batched_tokens
+    kept = sum(term.nbytes for term in found.ranks[0].terms if term.name == "encoder")
+    if spec.encoder is None or not kept:
+        return
+    images = counted(encoder_images(spec, found.limits), "image")
+    reason = (
+        f"{images} of {spec.encoder.patches:,} patches at once, beyond what activations have, and the"
+        f" {spec.encoder.tokens:,} tokens that each becomes: as many as engines reserve for a step of {step:,} tokens;"
+        " text alone needs none of it"
+    )
+    yield Decision("encoder", format_bytes(kept), reason, "model")
 
 
 def number_types(found: Fit) -> Iterator[Decision]:

@@ -140,7 +140,8 @@ def _said(question: Question, rungs: tuple[Rung, ...], rung: int, found: Fit, lo
     ]  # fmt: skip
     if len(question.machine.devices) > 1 or found.tensor_parallel > 1:
         decisions.append(choices.parallel_size(found))
-    decisions += [*choices.left_out(found), *choices.loading(found), *choices.number_types(found)]
+    decisions += [*choices.left_out(found), *choices.loading(found), *choices.encoder(found)]
+    decisions += choices.number_types(found)
     if settings.max_model_len is None:
         decisions.append(length_decision(served, question.model.spec.max_position, longest))
     limits = replace(found.limits, max_model_len=served)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from holdfast.models import ModelSpec
 from holdfast.planner.fit import Fit
 from holdfast.planner.question import Device
 from holdfast.planner.way import MOST_UTILIZATION, USUAL_UTILIZATION, planned, too_long, with_settings
@@ -311,11 +312,12 @@ def _model(fit: Fit) -> Iterator[PlanWarning]:
     spec = fit.question.model.spec
     if spec.not_counted:
         yield PlanWarning(code=NOT_COUNTED, message=f"not counted: {', '.join(spec.not_counted)}")
-    if any(tensor.part == "vision" for tensor in spec.tensors) or any("tower" in name for name in spec.not_counted):
+    inputs = _not_counted_inputs(spec)
+    if inputs:
         yield PlanWarning(
             code=INPUTS_NOT_COUNTED,
-            message="of images and sound only the weights of their encoders are counted, where they are: what an"
-            " encoder computes with, and the memory that engines set aside for inputs, is not",
+            message=f"of {inputs} only the weights of their encoders are counted, where they are: the config does not"
+            " tell how large they may be, so what encoders compute with, and what engines set aside for it, is not",
             fix="text alone needs none of it; for other inputs leave 1 to 5 GB free: --gpu-memory-utilization",
         )
     if fit.question.settings.max_loras and any(layer.experts is not None for layer in spec.layers):
@@ -333,6 +335,14 @@ def _model(fit: Fit) -> Iterator[PlanWarning]:
             field="tensor_parallel_size",
             fix=f"plan what is published: holdfast plan {fit.question.model.name}, where the hub can be reached",
         )
+
+
+def _not_counted_inputs(spec: ModelSpec) -> str:
+    """Of which it is not known how large they are; empty: of none."""
+    towers = " ".join(spec.not_counted)
+    seen = any(tensor.part == "vision" for tensor in spec.tensors) or "vision tower" in towers
+    found = [*(["images"] if seen and spec.encoder is None else []), *(["sound"] if "audio tower" in towers else [])]
+    return " and ".join(found)
 
 
 def _number_types(fit: Fit) -> Iterator[PlanWarning]:

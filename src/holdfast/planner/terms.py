@@ -4,6 +4,7 @@
     front        the process in front of it (CPU)        weights      as they lie in memory
     activations  the widest live set of the largest step logits       rows that sample x vocabulary
     buffers      token ids, block tables                 graphs       captured CUDA graphs
+    encoder      of images: its largest step beyond what activations have, and what it hands to the text model
     adapters     LoRA slots                              staging      of loading alone: a tensor as it is stored
     rotary       tables of every position               padding      of experts, to their kernel's tiles
 
@@ -43,6 +44,8 @@ GRAPHS_NAMES = {"nvidia": "graphs", "amd": "hip_graphs"}
 """By vendor; what is not here captures none: Metal, and vLLM on Intel's GPUs unless it is told to."""
 GPU_WORKSPACE_BYTES = 128 * MIB
 """Of attention's split sums and of cuBLAS."""
+ENCODER_UNCERTAINTY = 0.5
+"""Engines cut batches of images differently, split towers over ranks or do not, and attend in their own ways."""
 LOGITS_COPIES = 2
 """In float32 on a GPU: as computed, and as probabilities."""
 
@@ -72,12 +75,14 @@ def gpu_terms(
     padding_bytes: int = 0,
 ) -> list[Term]:
     captured = GRAPHS_NAMES.get(vendor)
+    activations = activations_bytes(spec, limits, dtype, tensor_parallel, layers)
     terms = [
         Term("context", CONTEXT_BYTES, 0.25) if vendor == "nvidia" else Term("driver", CONTEXT_BYTES, 0.5),
         Term("weights", weights_bytes),
         Term("rotary", rotary_bytes),
         Term("padding", padding_bytes),
-        Term("activations", activations_bytes(spec, limits, dtype, tensor_parallel, layers), 0.25),
+        Term("activations", activations, 0.25),
+        Term("encoder", encoder_bytes(spec, limits, dtype, activations) if 0 in layers else 0, ENCODER_UNCERTAINTY),
         Term("logits", logits_bytes(spec, limits, tensor_parallel) if last_stage else 0),
         Term("buffers", limits.max_num_seqs * limits.max_model_len // 16 * 4 + limits.max_num_batched_tokens * 64),
         Term(captured or "graphs", graphs_bytes(spec, layers) if graphs and captured else 0, 0.5),
@@ -138,6 +143,22 @@ def _live_columns(spec: ModelSpec, layer: LayerSpec, ranks: int) -> int:
     return LIVE_HIDDEN * spec.hidden_size + max(attention, mlp)
 
 
+def encoder_images(spec: ModelSpec, limits: Limits) -> int:
+    """That go through the encoder at once: as many as a step has tokens for, and one at least; vLLM sets its budget so,
+    and tries it when it starts. 0: there are none, or it is not known how large they are."""
+    return 0 if spec.encoder is None else max(1, limits.max_num_batched_tokens // spec.encoder.tokens)
+
+
+def encoder_bytes(spec: ModelSpec, limits: Limits, dtype: str, activations: int) -> int:
+    """It computes before the text model does, in the same memory: only what it takes beyond that is its own. What comes
+    out of it is kept until the text model has read it. Whole on every rank, as its weights are."""
+    if spec.encoder is None:
+        return 0
+    images, element = encoder_images(spec, limits), DTYPE_BYTES[dtype]
+    live = images * spec.encoder.patches * spec.encoder.live_columns * element
+    return max(0, live - activations) + images * spec.encoder.tokens * spec.hidden_size * element
+
+
 def logits_bytes(spec: ModelSpec, limits: Limits, ranks: int) -> int:
     """Each rank computes its share of the vocabulary, and the first gathers all of it."""
     return (LOGITS_COPIES + (1 if ranks > 1 else 0)) * limits.max_num_seqs * spec.vocab_size * 4
@@ -172,12 +193,14 @@ def cpu_terms(
 ) -> list[Term]:
     """Of a server of a model that this engine does not run: both its processes, with torch's own attention."""
     layout = footprint.kv_layout(spec, block_tokens=block_tokens, kv_dtype=dtype)
+    activations = footprint.activations_bytes(spec, limits, dtype=dtype)
     terms = [
         Term("front", footprint.FRONT_BYTES, 0.25),
         Term("framework", footprint.FRAMEWORK_BYTES, 0.25),
         Term("libraries", footprint.LIBRARIES_BYTES, 0.4),
         Term("weights", weights_bytes),
-        Term("activations", footprint.activations_bytes(spec, limits, dtype=dtype), 0.25),
+        Term("activations", activations, 0.25),
+        Term("encoder", encoder_bytes(spec, limits, dtype, activations), ENCODER_UNCERTAINTY),
         Term("logits", footprint.logits_bytes(spec, limits)),
         Term("buffers", footprint.buffers_bytes(layout, limits)),
     ]

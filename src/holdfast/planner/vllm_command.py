@@ -232,7 +232,7 @@ def vllm_terms(found: Fit, vllm: Vllm) -> Terms:
     ours = {term.name: term.nbytes for term in rank.terms}
     return Terms(
         weights=ours.get("weights", 0) + _beside_bytes(found, rank, vllm) + _adapters_bytes(found, ours, vllm),
-        peak_activation=ours.get("activations", 0) + ours.get("logits", 0) + ours.get("buffers", 0),
+        peak_activation=sum(ours.get(name, 0) for name in ("activations", "encoder", "logits", "buffers")),
         non_torch=NON_TORCH_BYTES if found.tensor_parallel == 1 else int(0.3 * GIB),
         graphs=ours.get("graphs", 0) + ours.get("hip_graphs", 0),
     )

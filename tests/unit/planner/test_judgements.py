@@ -290,7 +290,9 @@ def test_what_images_and_adapters_of_experts_take_is_said_not_to_be_counted(ask:
     def codes(question: Question) -> set[str]:
         return {warning.code for warning in warnings(fit(question))}
 
-    assert "HFW38" in codes(ask("gemma-3-27b", "h100-80"))
+    assert "HFW38" in codes(ask("qwen3.5-27b", "h100-80")), "its config does not tell how large images are"
+    assert "HFW38" in codes(ask("gemma-4-e4b", "h100-80")), "nor how long sounds are"
+    assert "HFW38" not in codes(ask("gemma-3-27b", "h100-80"))
     assert "HFW38" not in codes(ask("llama-3.1-8b", "h100-80"))
     assert "HFW39" in codes(ask("mixtral-8x7b", "h200", max_loras=2))
     assert "HFW39" not in codes(ask("mixtral-8x7b", "h200")) | codes(ask("llama-3.1-8b", "h100-80", max_loras=2))

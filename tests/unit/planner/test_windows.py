@@ -30,7 +30,7 @@ def layout_of(kinds: list[int | None], block_tokens: int) -> KVLayout:
 
 def test_a_step_is_there_once_for_all_sequences(ask: Ask) -> None:
     """Gemma 3 27B: 10 layers of 8,192 bytes a token that grow, 52 with a window of 1,024, steps of 8,192 tokens."""
-    found = fit(ask("gemma-3-27b", "h100-80", traffic=(16, 3500, 596)))
+    found = fit(ask("gemma-3-27b", "h200", traffic=(16, 3500, 596)))
     by_hand = 16 * (4096 * 81_920 + 1024 * 425_984) + 8192 * 425_984
     assert found.fits
     assert found.limits.max_num_batched_tokens == 8192

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 
-from holdfast.models.families.siglip import siglip_tensors
-from holdfast.models.fields import MAX_LAYERS, MAX_WIDTH
+from holdfast.models.families.siglip import siglip_encoder, siglip_tensors
+from holdfast.models.fields import MAX_CONTEXT, MAX_LAYERS, MAX_WIDTH, Fields
 from holdfast.models.source import Shape, Source, build_spec, read_shape, read_windows
-from holdfast.models.spec import LayerSpec, ModelSpec, TensorSpec
+from holdfast.models.spec import EncoderSpec, LayerSpec, ModelSpec, TensorSpec
 from holdfast.models.tensors import TensorList
 
 FAMILY = "gemma"
@@ -46,6 +46,7 @@ def describe(source: Source) -> ModelSpec:
         tensors=found,
         features=_features(version),
         attention_scale=_scale(text, shape.head_dim, version),
+        encoder=_encoder(source) if whole else None,
     )
 
 
@@ -98,10 +99,20 @@ def _features(version: int) -> tuple[str, ...]:
     return (*features, "norms on queries and keys", "two rotary bases") if version == 3 else features
 
 
-def _vision(source: Source, hidden: int) -> list[TensorSpec]:
+def _tower(source: Source) -> Fields:
     tower = source.fields.table("vision_config")
     if tower is None:
         raise source.fields.wrong("vision_config", "a table: the vision tower", "nothing")
+    return tower
+
+
+def _encoder(source: Source) -> EncoderSpec:
+    tokens = source.fields.integer("mm_tokens_per_image", high=MAX_CONTEXT, default=256)
+    return siglip_encoder(_tower(source), tokens=tokens)
+
+
+def _vision(source: Source, hidden: int) -> list[TensorSpec]:
+    tower = _tower(source)
     tensors = TensorList("multi_modal_projector.", part="vision")
     width = tower.integer("hidden_size", high=MAX_WIDTH, default=768)
     tensors.add("vision.projector", (width, hidden), "multi_modal_projector.mm_input_projection_weight")

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from holdfast.models.families.gemma3n import per_layer_inputs, per_layer_tensors, shared_from
-from holdfast.models.fields import MAX_EXPERTS, MAX_HEAD_DIM, MAX_HEADS, MAX_LAYERS, MAX_WIDTH, Fields
+from holdfast.models.fields import MAX_CONTEXT, MAX_EXPERTS, MAX_HEAD_DIM, MAX_HEADS, MAX_LAYERS, MAX_WIDTH, Fields
 from holdfast.models.source import Shape, Source, build_spec, read_shape, read_windows
-from holdfast.models.spec import ExpertsSpec, LayerSpec, ModelSpec, TensorSpec
+from holdfast.models.spec import EncoderSpec, ExpertsSpec, LayerSpec, ModelSpec, TensorSpec
 from holdfast.models.tensors import Block, TensorList
 
 FAMILY = "gemma4"
@@ -76,6 +76,7 @@ def describe(source: Source) -> ModelSpec:
         features=("norms on queries and keys", "norms after attention and MLP", "scaled layers", "logit soft caps"),
         attention_scale=1.0,
         not_counted=("audio tower",) if audio else (),
+        encoder=_encoder(source) if whole else None,
     )
 
 
@@ -149,6 +150,22 @@ def _layer(block: Block, shape: Shape, inner: int, experts: ExpertsSpec | None, 
     block.stacked("experts.down", (count, hidden, size), "experts.down_proj", axis=2)
     for name in ("post_feedforward_layernorm_1", "post_feedforward_layernorm_2", "pre_feedforward_layernorm_2"):
         block.norm(name, hidden, name)
+
+
+def _encoder(source: Source) -> EncoderSpec | None:
+    """At the usual size of images; None: the config does not tell it."""
+    config = source.fields.table("vision_config") or Fields({}, where="config.json")
+    tokens = config.integer("default_output_length", high=MAX_CONTEXT, default=None)
+    pooled = config.integer("pooling_kernel_size", high=64, default=None)
+    if tokens is None or pooled is None:
+        return None
+    return EncoderSpec(
+        hidden_size=config.integer("hidden_size", high=MAX_WIDTH, default=768),
+        intermediate_size=config.integer("intermediate_size", high=MAX_WIDTH, default=3072),
+        gated=True,
+        patches=tokens * pooled**2,
+        tokens=tokens,
+    )
 
 
 def _vision(source: Source, shape: Shape) -> list[TensorSpec]:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from holdfast.models.fields import MAX_CONTEXT, MAX_EXPERTS, MAX_LAYERS, MAX_WIDTH, Fields
 from holdfast.models.source import Shape, Source, build_spec, read_shape
-from holdfast.models.spec import ExpertsSpec, LayerSpec, ModelSpec, TensorSpec
+from holdfast.models.spec import EncoderSpec, ExpertsSpec, LayerSpec, ModelSpec, TensorSpec
 from holdfast.models.tensors import Block, TensorList
 
 FAMILY = "llama4"
+TILES = 16 + 1
+"""Of the largest image, by its processor's default, and one of the whole in small; each has a class token."""
 
 
 def describe(source: Source) -> ModelSpec:
@@ -59,6 +61,7 @@ def describe(source: Source) -> ModelSpec:
         ],
         tensors=found,
         features=("norms on queries and keys", "layers without rotary positions"),
+        encoder=_encoder(source) if whole else None,
     )
 
 
@@ -101,6 +104,20 @@ def _layer(block: Block, source: Source, shape: Shape, experts: ExpertsSpec | No
         block.stacked("experts.gate_up", both, f"{stem}.gate_up_proj", axis=1, hf_shape=(count, hidden, 2 * inner))
         block.stacked("experts.down", down, f"{stem}.down_proj", axis=2, hf_shape=(count, inner, hidden))
     block.shared_expert(hidden, experts.shared_intermediate_size, "feed_forward.shared_expert")
+
+
+def _encoder(source: Source) -> EncoderSpec:
+    config = source.fields.table("vision_config") or Fields({}, where="config.json")
+    image = config.integer("image_size", high=1 << 16, default=448)
+    patches = (image // config.integer("patch_size", high=image, default=min(14, image))) ** 2
+    ratio = config.number("pixel_shuffle_ratio", low=0.01, high=1.0, default=0.5)
+    return EncoderSpec(
+        hidden_size=config.integer("hidden_size", high=MAX_WIDTH, default=768),
+        intermediate_size=config.integer("intermediate_size", high=MAX_WIDTH, default=5632),
+        gated=False,
+        patches=TILES * (patches + 1),
+        tokens=max(1, int(TILES * patches * ratio**2)),
+    )
 
 
 def _vision(source: Source, shape: Shape) -> list[TensorSpec]:

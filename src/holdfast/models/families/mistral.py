@@ -8,7 +8,7 @@ from __future__ import annotations
 from holdfast.models.families.llama import plain_tensors
 from holdfast.models.fields import MAX_HEAD_DIM, MAX_HEADS, MAX_LAYERS, MAX_WIDTH, Fields
 from holdfast.models.source import Shape, Source, build_spec, read_shape, read_windows
-from holdfast.models.spec import LayerSpec, ModelSpec, TensorSpec
+from holdfast.models.spec import EncoderSpec, LayerSpec, ModelSpec, TensorSpec
 from holdfast.models.tensors import TensorList
 
 FAMILY = "mistral"
@@ -42,6 +42,7 @@ def describe(source: Source) -> ModelSpec:
         family=FAMILY,
         layers=[LayerSpec(index=index, window=window) for index, window in enumerate(windows)],
         tensors=found,
+        encoder=_encoder(source) if whole else None,
     )
 
 
@@ -50,6 +51,21 @@ def _require_pixtral(source: Source) -> None:
         found = (source.fields.table(part) or Fields({}, where="config.json")).text("model_type", default=wanted)
         if found != wanted:
             raise source.fields.wrong(part, f"model_type {wanted}: of this architecture only Pixtral is known", found)
+
+
+def _encoder(source: Source) -> EncoderSpec:
+    """Images keep their shape, up to a square of the largest size. Mistral 3 merges neighbours into one token."""
+    config = source.fields.table("vision_config") or Fields({}, where="config.json")
+    image = config.integer("image_size", high=1 << 16, default=1024)
+    patches = (image // config.integer("patch_size", high=image, default=min(16, image))) ** 2
+    merge = source.fields.integer("spatial_merge_size", high=64, default=2) if source.architecture != PIXTRAL else 1
+    return EncoderSpec(
+        hidden_size=config.integer("hidden_size", high=MAX_WIDTH, default=1024),
+        intermediate_size=config.integer("intermediate_size", high=MAX_WIDTH, default=4096),
+        gated=True,
+        patches=patches,
+        tokens=max(1, patches // merge**2),
+    )
 
 
 def _vision(source: Source, shape: Shape) -> list[TensorSpec]:

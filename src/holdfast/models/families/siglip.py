@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from holdfast.models.fields import MAX_LAYERS, MAX_WIDTH, Fields
-from holdfast.models.spec import TensorSpec
+from holdfast.models.spec import EncoderSpec, TensorSpec
 from holdfast.models.tensors import TensorList
 
 
@@ -30,6 +30,18 @@ def siglip_tensors(config: Fields, stem: str) -> list[TensorSpec]:
     if config.boolean("vision_use_head", default=True):
         _pooling_head(tensors, hidden, inner)
     return tensors.found
+
+
+def siglip_encoder(config: Fields, *, tokens: int) -> EncoderSpec:
+    """`tokens`: what an image, always of one size, becomes."""
+    image = config.integer("image_size", high=1 << 16, default=224)
+    return EncoderSpec(
+        hidden_size=config.integer("hidden_size", high=MAX_WIDTH, default=768),
+        intermediate_size=config.integer("intermediate_size", high=MAX_WIDTH, default=3072),
+        gated=False,
+        patches=(image // config.integer("patch_size", high=image, default=min(16, image))) ** 2,
+        tokens=tokens,
+    )
 
 
 def _pooling_head(tensors: TensorList, hidden: int, inner: int) -> None:

@@ -1,0 +1,99 @@
+"""Memory for images: how large they are by the config, what a step of them takes, and where it is not known."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from holdfast.models import EncoderSpec, catalogue, describe_config
+from holdfast.planner.answer import answer
+from holdfast.planner.fit import Fit, Question, fit
+from holdfast.planner.footprint import Limits
+from holdfast.planner.terms import activations_bytes, encoder_bytes, encoder_images
+from holdfast.planner.vllm_command import vllm_terms
+from holdfast.planner.vllm_sizing import parse_vllm
+
+Ask = Callable[..., Question]
+
+
+def terms(found: Fit, rank: int = 0) -> dict[str, int]:
+    return {term.name: term.nbytes for term in found.ranks[rank].terms}
+
+
+@pytest.mark.parametrize(
+    ("name", "encoder"),
+    [
+        # 896 / 14 squared, pooled to 256.
+        ("gemma-3-27b", EncoderSpec(hidden_size=1152, intermediate_size=4304, gated=False, patches=4096, tokens=256)),
+        # 1024 / 16 squared, none merged.
+        ("pixtral-12b", EncoderSpec(hidden_size=1024, intermediate_size=4096, gated=True, patches=4096, tokens=4096)),
+        # 16 tiles and the whole, each 336 / 14 squared and a class token; four become one.
+        (
+            "llama-4-scout",
+            EncoderSpec(hidden_size=1408, intermediate_size=5632, gated=False, patches=9809, tokens=2448),
+        ),
+        # 280 tokens, each of 3 x 3 patches.
+        ("gemma-4-31b", EncoderSpec(hidden_size=1152, intermediate_size=4304, gated=True, patches=2520, tokens=280)),
+        ("qwen3.5-27b", None),
+        ("llama-3.1-8b", None),
+    ],
+)
+def test_what_configs_tell(name: str, encoder: EncoderSpec | None) -> None:
+    assert describe_config(catalogue.find(name).config).encoder == encoder
+
+
+def test_mistral_3_merges_neighbours() -> None:
+    config = {
+        "architectures": ["Mistral3ForConditionalGeneration"],
+        "text_config": {"hidden_size": 5120, "num_hidden_layers": 2},
+        "vision_config": {"hidden_size": 1024, "image_size": 1540, "patch_size": 14},
+        "spatial_merge_size": 2,
+    }
+    encoder = describe_config(config).encoder
+    assert encoder is not None
+    assert (encoder.patches, encoder.tokens) == (12_100, 3025)
+
+
+def test_as_many_images_as_a_step_has_tokens_for() -> None:
+    spec = describe_config(catalogue.find("gemma-3-27b").config)
+    for step, images in ((8192, 32), (2048, 8), (256, 1), (64, 1)):
+        assert encoder_images(spec, Limits(max_model_len=4096, max_num_seqs=4, max_num_batched_tokens=step)) == images
+
+
+def test_it_takes_what_activations_do_not_have_and_what_it_hands_on() -> None:
+    """32 images of 4,096 patches, each 4 x 1152 + 2 x 4304 numbers of 2 bytes."""
+    spec = describe_config(catalogue.find("gemma-3-27b").config)
+    limits = Limits(max_model_len=4096, max_num_seqs=4, max_num_batched_tokens=8192)
+    live, handed = 32 * 4096 * (4 * 1152 + 2 * 4304) * 2, 32 * 256 * 5376 * 2
+    activations = activations_bytes(spec, limits, "bfloat16", 1, range(len(spec.layers)))
+    assert encoder_bytes(spec, limits, "bfloat16", activations) == live - activations + handed
+    assert encoder_bytes(spec, limits, "bfloat16", 2 * live) == handed
+
+
+def test_it_is_a_term_with_an_interval_and_a_reason(ask: Ask) -> None:
+    found = answer(ask("gemma-3-27b", "h100-80"))
+    (device,) = found.to_json()["devices"]
+    size = device["terms"]["encoder"]
+    assert device["interval"]["encoder"] == [size // 2, size * 3 // 2]
+    (decision,) = [decision for decision in found.decisions if decision.field == "encoder"]
+    assert "32 images of 4,096 patches" in decision.reason
+    assert "HFW38" not in {warning.code for warning in found.warnings}
+    assert "encoder" not in terms(fit(ask("llama-3.1-8b", "h100-80")))
+
+
+def test_smaller_steps_take_fewer_images(ask: Ask) -> None:
+    small = terms(fit(ask("gemma-3-27b", "h100-80", max_num_batched_tokens=1024)))
+    assert small["encoder"] < terms(fit(ask("gemma-3-27b", "h100-80")))["encoder"] / 4
+
+
+def test_of_stages_the_first_has_it(ask: Ask) -> None:
+    found = fit(ask("gemma-3-27b", "h100-80", count=2, pipeline_parallel=2, tensor_parallel=1))
+    assert ["encoder" in terms(found, rank) for rank in (0, 1)] == [True, False]
+
+
+def test_vllm_tries_it_when_it_starts(ask: Ask) -> None:
+    found = fit(ask("gemma-3-27b", "h100-80"))
+    ours = terms(found)
+    peak = vllm_terms(found, parse_vllm("==0.11")).peak_activation
+    assert peak == ours["activations"] + ours["encoder"] + ours["logits"] + ours["buffers"]
