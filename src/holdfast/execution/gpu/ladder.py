@@ -13,7 +13,7 @@ from functools import cache
 
 @cache
 def padded_sizes(most: int) -> tuple[int, ...]:
-    """Ascending, `most` the last: padding costs an eighth at worst beyond 64 rows, and little where it is much work."""
+    """Ascending, `most` the last: padding costs a quarter at worst beyond 64 rows, an eighth beyond 256."""
     steps = (1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, 1024, 32), *range(1024, most, 128))
     return (*(size for size in steps if size < most), most)
 
