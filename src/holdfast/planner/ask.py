@@ -18,7 +18,6 @@ from holdfast.planner.fit import Question
 from holdfast.planner.machine import Asked, machine_of
 from holdfast.planner.question import Settings, Traffic
 from holdfast.planner.resolve import resolve_model
-from holdfast.planner.traffic import read_traffic
 from holdfast.units import counted
 
 DEFAULT_LORA_RANK = 16
@@ -92,6 +91,8 @@ def _settings(config: PlanConfig) -> Settings:
 
 def traffic_of(config: PlanConfig) -> Stated:
     if config.traffic is not None:
+        from holdfast.planner.traffic import read_traffic  # Most plans are made without any.
+
         return read_traffic(_source(config.traffic), concurrency=config.concurrency)
     if config.prompt is None or config.output is None:
         if config.concurrency is None or config.max_model_len is None:

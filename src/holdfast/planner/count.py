@@ -196,8 +196,12 @@ def cannot_hold_weights(question: Question) -> bool:
     devices, utilization = question.machine.devices, utilization_of(question)
     if question.machine.kind != "gpu":
         return False
-    budget = sum(device_budget(device, utilization) for device in devices)
-    return budget < _whole_bytes(Same(question.model), compute_dtype(question))
+    return sum(device_budget(device, utilization) for device in devices) < least_bytes(question)
+
+
+def least_bytes(question: Question) -> int:
+    """Of the weights, over all GPUs: a split repeats some and saves none."""
+    return _whole_bytes(Same(question.model), compute_dtype(question))
 
 
 def check(question: Question, tensor_parallel: int) -> None:

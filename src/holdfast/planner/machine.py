@@ -13,14 +13,18 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from holdfast import hardware
 from holdfast.config.setting import require_memory
 from holdfast.errors import ConfigurationError
-from holdfast.hardware import gpus, nvidia
+from holdfast.hardware import gpus
 from holdfast.observability.decisions import Decision
 from holdfast.planner.question import Device, Machine
 from holdfast.units import TIB, format_bytes, parse_bytes, shorten
+
+if TYPE_CHECKING:
+    from holdfast.hardware import nvidia
 
 CONTRADICTION = "HF143"
 VRAM_LIMIT_BYTES, RAM_LIMIT_BYTES, NVME_LIMIT_BYTES = 16 * TIB, 1024 * TIB, 1024 * 1024 * TIB
@@ -187,6 +191,8 @@ def _this_machine(
 ) -> Found:
     features = hardware.processor().features
     if asked.device != "cpu":
+        from holdfast.hardware import nvidia  # Where GPUs are named, nothing is asked of the driver.
+
         found = nvidia.probe() if here is None else here
         if found.gpus:
             memory = hardware.memory() if ram is None else ram

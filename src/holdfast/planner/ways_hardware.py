@@ -13,6 +13,7 @@ from holdfast.hardware import gpus
 from holdfast.hardware.gpus import Gpu
 from holdfast.planner.alternatives import GGUF_TYPES, Variant, longer_models, smaller_models
 from holdfast.planner.command import written_size
+from holdfast.planner.count import least_bytes
 from holdfast.planner.fit import Fit, Question, fit
 from holdfast.planner.machine import Asked, machine_of
 from holdfast.planner.question import Device, Machine, PlannedModel
@@ -161,8 +162,9 @@ def _smallest_gpu(question: Question, variant: Variant | None, below_bytes: int 
     devices = question.machine.devices
     here = max(device.total_bytes for device in devices)
     vendor = devices[0].gpu.vendor if devices[0].gpu is not None else "nvidia"
+    least = least_bytes(question) // len(devices)
     for gpu in sorted(gpus.entries(), key=lambda one: (one.usable_bytes, -one.bandwidth_gb_s)):
-        if gpu.vendor != vendor or gpu.unified or gpu.usable_bytes <= here or _old(gpu):
+        if gpu.vendor != vendor or gpu.unified or gpu.usable_bytes <= max(here, least) or _old(gpu):
             continue
         if below_bytes is not None and gpu.usable_bytes >= below_bytes:
             return None
