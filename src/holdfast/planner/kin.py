@@ -13,8 +13,10 @@ from dataclasses import replace
 
 from holdfast.errors import ConfigurationError
 from holdfast.observability.decisions import Decision
+from holdfast.planner.count import sizes
 from holdfast.planner.fitted import Fit, Question, describe_devices
 from holdfast.planner.question import Device
+from holdfast.planner.same import Same
 from holdfast.units import counted, format_bytes
 
 NOT_TOGETHER = "HF134"
@@ -49,7 +51,7 @@ def apart(question: Question) -> tuple[Question, ...]:
             code=NOT_TOGETHER,
             needed=f"{wanted} GPUs of one maker, with memory of their own or all with the machine's",
             found=" | ".join(_described(group) for group in groups),
-            fix=f"-tp {len(most)}, on {describe_devices(most)}" + _more_of(most[0], wanted),
+            fix=f"{_smaller(question, len(most))}, on {describe_devices(most)}" + _more_of(most[0], wanted),
             field="tensor_parallel_size",
         )
     return tuple(
@@ -65,6 +67,11 @@ def _numbered(devices: Sequence[Device]) -> list[Device]:
         place = sum(_kin(other)[:2] == _kin(device)[:2] for other in found)
         found.append(device if device.selector is not None else replace(device, selector=str(place)))
     return found
+
+
+def _smaller(question: Question, most: int) -> str:
+    size = sizes(Same(question.model.spec), most)[-1]
+    return f"-tp {size}" if question.settings.pipeline_parallel == 1 else f"-tp {size} -pp 1"
 
 
 def _more_of(device: Device, count: int) -> str:

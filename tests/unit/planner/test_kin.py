@@ -56,19 +56,21 @@ def test_the_rest_is_there_and_not_used(ask: Ask) -> None:
 
 
 @pytest.mark.parametrize(
-    ("gpus", "split"),
+    ("gpus", "split", "fix"),
     [
-        ("mi300x,h100-80", {"tensor_parallel": 2}),
-        ("mi300x,h100-80", {"pipeline_parallel": 2}),
-        ("mi300x,h100-80x2,m3-max-36", {"tensor_parallel": 2, "pipeline_parallel": 2}),
+        ("mi300x,h100-80", {"tensor_parallel": 2}, "-tp 1, on mi300x; or --gpu mi300xx2"),
+        ("mi300x,h100-80", {"pipeline_parallel": 2}, "-tp 1 -pp 1, on mi300x; or --gpu mi300xx2"),
+        ("mi300x,h100-80x3,m3-max-36", {"tensor_parallel": 4}, "-tp 2, on 3 x h100-80; or --gpu h100-80x4"),
     ],
 )
-def test_more_ranks_than_there_are_of_one_kind_are_refused(ask: Ask, gpus: str, split: dict[str, int]) -> None:
+def test_more_ranks_than_there_are_of_one_kind_are_refused(
+    ask: Ask, gpus: str, split: dict[str, int], fix: str
+) -> None:
     with pytest.raises(ConfigurationError) as caught:
         fit(on(ask, "llama-3.1-70b", gpus, **split))
     assert caught.value.code == "HF134"
     assert "mi300x (AMD)" in str(caught.value.found)
-    assert "-tp " in str(caught.value.fix)
+    assert caught.value.fix == fix
     assert explain("HF134").helps
 
 
