@@ -105,6 +105,7 @@ def _build(
     config: EngineConfig, files: ModelFiles, spec: ModelSpec, plan: Plan, memory: GpuMemory, progress: Progress
 ) -> Built:
     device, context = memory.device, memory.held()
+    torch.cuda.reset_peak_memory_stats(device)
     coming = sum(size for name, size in plan.terms.items() if name not in ("context", "kv_pool"))
     plan = settle_pool(plan, context.free_bytes - coming)
     progress("load", 0, 0)
@@ -156,9 +157,11 @@ def _taken(plan: Plan, measured: Mapping[str, int], held: int) -> dict[str, int]
 
 
 def _back(plan: Plan, runner: GpuRunner, memory: GpuMemory, held: GpuHeld, measured: dict[str, int]) -> Plan:
-    """As many pages as the budget and the GPU hold, and no more than are of use with the limits."""
+    """As many pages as the budget and the GPU hold, and no more than are of use with the limits. What the other terms
+    may still take stays free."""
     for attempt in range(BACK_TRIES):
-        settled = settle_pool(plan, held.free_bytes + runner.kv.nbytes, measured)
+        coming = max(0, sum(measured.values()) + runner.kv.nbytes - held.own_bytes)
+        settled = settle_pool(plan, held.free_bytes + runner.kv.nbytes - coming, measured)
         try:
             runner.back_kv(settled.blocks)
             return settled

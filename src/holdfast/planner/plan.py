@@ -64,8 +64,9 @@ class Plan:
 
     @property
     def reserve_bytes(self) -> int:
-        """Free at start and not to be used."""
-        return max(0, self.memory.available_bytes - self.budget_bytes)
+        """Free at start and not to be used. Of a GPU nothing: the budget is ours while it is free, whatever becomes of
+        the rest."""
+        return 0 if self.gpu is not None else max(0, self.memory.available_bytes - self.budget_bytes)
 
 
 def make_plan(

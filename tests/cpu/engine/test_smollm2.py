@@ -27,7 +27,7 @@ TOLERANCE = 2e-3
 
 @pytest.fixture(scope="module")
 def llm():
-    with LLM(kv_cache_memory_bytes="128MiB", max_model_len=1024, max_num_seqs=16) as made:
+    with LLM(dtype="float32", kv_cache_memory_bytes="128MiB", max_model_len=1024, max_num_seqs=16) as made:
         yield made
 
 
