@@ -180,13 +180,13 @@ class GpuRunner:
     def _run_in_parts(self, plan: StepPlan, place: int) -> GpuStep:
         """A step that did not find the memory it needed, once more and then in smaller ones. What it may have written
         already is written again: the same keys and values, and the same tokens. In the order of the rows, because one
-        may read from the prefix cache what another before it writes."""
+        may read from the prefix cache what another before it writes. What torch keeps for itself is given back only
+        when the smallest part fails: somebody else may be faster to take it."""
         log.warning("out of GPU memory in a step of %d tokens: it is done in parts", plan.token_count)
-        told = False
+        told, given_back = False, False
         parts, found = deque([list(plan.rows)]), dict[int, tuple[int, TokenLogprobs | None]]()
         while parts:
             part = parts.popleft()
-            self._give_back_cached()
             try:
                 if not told:
                     self._slots.apply(plan)
@@ -199,9 +199,12 @@ class GpuRunner:
             else:
                 found.update(zip([row.slot for row in part if row.samples], sampled, strict=True))
                 continue
-            if not smaller:
+            if not smaller and given_back:
                 return GpuStep(self, plan.step_id, failure=_no_memory(part[0], said))
-            parts.extendleft(reversed(smaller))
+            if not smaller:
+                self._give_back_cached()
+                given_back = True
+            parts.extendleft(reversed(smaller or [part]))
         return GpuStep(self, plan.step_id, sampled=[found[row.slot] for row in plan.rows if row.samples])
 
     def _give_back_cached(self) -> None:
