@@ -35,6 +35,7 @@ class Nvml(Protocol):
     def nvmlInit(self) -> None: ...
     def nvmlShutdown(self) -> None: ...
     def nvmlSystemGetDriverVersion(self) -> str: ...
+    def nvmlSystemGetCudaDriverVersion_v2(self) -> int: ...
     def nvmlSystemGetProcessName(self, pid: int) -> str: ...
     def nvmlDeviceGetCount(self) -> int: ...
     def nvmlDeviceGetHandleByIndex(self, index: int) -> Any: ...
@@ -85,6 +86,8 @@ class NvidiaMachine:
     hidden: int = 0
     """GPUs and slices that a program would not see."""
     driver: str | None = None
+    cuda: tuple[int, int] | None = None
+    """The newest version of CUDA whose programs the driver runs; None: it does not say."""
     reason: str = ""
     """Why there are none, or what was left out, for people to read."""
 
@@ -101,6 +104,7 @@ def probe(
     try:
         found = list(_all(library, ram))
         driver = library.nvmlSystemGetDriverVersion()
+        cuda = _cuda_version(library)
     except Exception as error:
         return NvidiaMachine(reason=f"the NVIDIA driver answers with an error ({_said(error)})")
     finally:
@@ -117,8 +121,17 @@ def probe(
         gpus=shown,
         hidden=sum(len(one.slices) or 1 for one in found) - len(shown),
         driver=driver,
+        cuda=cuda,
         reason="; ".join(part for part in (why, alone, guess) if part),
     )
+
+
+def _cuda_version(library: Nvml) -> tuple[int, int] | None:
+    try:
+        number = library.nvmlSystemGetCudaDriverVersion_v2()
+    except Exception:
+        return None
+    return number // 1000, number % 1000 // 10
 
 
 def process_bytes(uuid: str, pid: int, nvml: Nvml | None = None) -> int | None:

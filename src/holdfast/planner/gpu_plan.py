@@ -30,20 +30,24 @@ TOO_OLD, NOT_THERE = "HF122", "HF121"
 MOST_WAYS_OUT = 3
 
 
+def too_old(gpus: Sequence[NvidiaGpu]) -> ConfigurationError:
+    newest = max(gpus, key=lambda gpu: gpu.capability or (0, 0))
+    major, minor = newest.capability or (0, 0)
+    return ConfigurationError(
+        f"{newest.name} is too old for the GPU kernels",
+        code=TOO_OLD,
+        needed=f"compute capability {LEAST_CAPABILITY[0]}.{LEAST_CAPABILITY[1]} (RTX 30, A100 or later)",
+        found=f"{major}.{minor}",
+        fix="--device cpu",
+        field="device",
+    )
+
+
 def choose_gpu(gpus: Sequence[NvidiaGpu]) -> tuple[NvidiaGpu, Decision]:
     """The one with most memory free, the first of equals; why, for people to read."""
     able = [gpu for gpu in gpus if gpu.capability is None or gpu.capability >= LEAST_CAPABILITY]
     if not able:
-        newest = max(gpus, key=lambda gpu: gpu.capability or (0, 0))
-        major, minor = newest.capability or (0, 0)
-        raise ConfigurationError(
-            f"{newest.name} is too old for the GPU kernels",
-            code=TOO_OLD,
-            needed=f"compute capability {LEAST_CAPABILITY[0]}.{LEAST_CAPABILITY[1]} (RTX 30, A100 or later)",
-            found=f"{major}.{minor}",
-            fix="--device cpu",
-            field="device",
-        )
+        raise too_old(gpus)
     chosen = max(able, key=lambda gpu: gpu.free_bytes)
     reason = f"{format_bytes(chosen.free_bytes)} of {format_bytes(chosen.total_bytes)} free"
     if len(gpus) > 1:

@@ -50,6 +50,9 @@ class FakeNvml:
     def nvmlSystemGetDriverVersion(self) -> str:
         return "580.12"
 
+    def nvmlSystemGetCudaDriverVersion_v2(self) -> int:
+        return 12080
+
     def nvmlSystemGetProcessName(self, pid: int) -> str:
         if pid == 404:
             raise FakeError("not found")

@@ -1,0 +1,86 @@
+"""Which device a server runs on, and the messages before anything is loaded. Machines and builds are made up: what is
+really here has tests of its own."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+
+from holdfast.config import EngineConfig
+from holdfast.engine.devices import settle_device
+from holdfast.errors import ConfigurationError
+from holdfast.hardware.nvidia import NvidiaGpu, NvidiaMachine
+from holdfast.hardware.torch_build import TorchBuild
+from holdfast.planner.gpu_plan import choose_gpu
+from holdfast.units import GIB
+
+CUDA_BUILD, CPU_BUILD = TorchBuild("2.12.0+cu130", "13.0"), TorchBuild("2.12.0+cpu", None)
+
+
+def gpu(index: int = 0, *, free: int = 40, capability: tuple[int, int] | None = (9, 0)) -> NvidiaGpu:
+    return NvidiaGpu(
+        index=index, uuid=f"GPU-{index}", name=f"GPU {index}", total_bytes=48 * GIB, free_bytes=free * GIB,
+        capability=capability,
+    )  # fmt: skip
+
+
+def machine(*gpus: NvidiaGpu, cuda: tuple[int, int] | None = (13, 0)) -> NvidiaMachine:
+    return NvidiaMachine(gpus=gpus, driver="580.1", cuda=cuda, reason="" if gpus else "CUDA_VISIBLE_DEVICES hides all")
+
+
+def settled(here: NvidiaMachine, build: TorchBuild = CUDA_BUILD, **settings: Any) -> str:
+    return settle_device(EngineConfig.from_arguments(**settings), here=here, build=build).device
+
+
+def test_a_gpu_is_used_where_there_is_one() -> None:
+    assert settled(machine(gpu())) == "cuda"
+    assert settled(machine(gpu()), vram="4GiB") == "cuda"
+    assert settled(machine(gpu(), cuda=None)) == "cuda"
+    assert settled(machine(gpu(capability=None))) == "cuda"
+    assert settled(machine(gpu()), device="cpu") == "cpu"
+    assert settled(machine(gpu()), ram="4GiB") == "cpu"
+    assert settled(machine()) == "cpu"
+
+
+PROBLEMS = {
+    "HF121": (machine(), CUDA_BUILD, "hides all"),
+    "HF122": (machine(gpu(capability=(7, 5)), gpu(1, capability=(6, 1))), CUDA_BUILD, "7.5"),
+    "HF123": (machine(gpu()), CPU_BUILD, "2.12.0+cpu"),
+    "HF124": (machine(gpu(), cuda=(12, 8)), CUDA_BUILD, "CUDA 12.8"),
+}
+
+
+@pytest.mark.parametrize("code", PROBLEMS)
+def test_one_that_is_asked_for_and_cannot_be_had_is_refused(code: str) -> None:
+    here, build, found = PROBLEMS[code]
+    with pytest.raises(ConfigurationError) as refusal:
+        settled(here, build, device="cuda")
+    assert refusal.value.code == code
+    assert found in str(refusal.value.found)
+    assert "--device cpu" in str(refusal.value.fix)
+
+
+@pytest.mark.parametrize("code", ["HF122", "HF123", "HF124"])
+def test_one_that_is_left_aside_is_spoken_of(code: str, caplog: pytest.LogCaptureFixture) -> None:
+    here, build, found = PROBLEMS[code]
+    with caplog.at_level(logging.WARNING):
+        assert settled(here, build) == "cpu"
+    assert code in caplog.text
+    assert found in caplog.text
+    with pytest.raises(ConfigurationError, match=code):
+        settled(here, build, vram="4GiB")
+
+
+def test_an_older_program_runs_on_a_newer_driver() -> None:
+    assert settled(machine(gpu(), cuda=(13, 0)), TorchBuild("2.11.0+cu126", "12.6")) == "cuda"
+    assert settled(machine(gpu(), cuda=(13, 0)), TorchBuild("2.13.0+cu132", "13.2")) == "cuda"
+
+
+def test_of_several_the_one_with_most_memory_free_is_chosen() -> None:
+    chosen, decision = choose_gpu([gpu(0, free=10), gpu(1, free=40), gpu(2, free=44, capability=(7, 5)), gpu(3)])
+    assert chosen.index == 1
+    assert "GPU 1" in decision.line()
+    assert "40.00 GiB of 48.00 GiB free" in decision.line()
+    assert "CUDA_VISIBLE_DEVICES=GPU-1" in decision.line()
