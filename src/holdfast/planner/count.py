@@ -130,7 +130,7 @@ def _share(
             max_loras=settings.max_loras, max_lora_rank=settings.max_lora_rank,
         )  # fmt: skip
         return _Share(tuple(found), cost)
-    if every == 1 and _runs_on(device, spec):
+    if every == 1 and engine_runs_on(device, spec):
         if stored_kv in footprint.ELEMENT_BYTES:
             layout = footprint.kv_layout(spec, block_tokens=settings.block_tokens, kv_dtype=stored_kv)
             cost = layout_cost(layout, limits.max_num_batched_tokens)
@@ -152,7 +152,7 @@ def _share(
     return _Share(tuple(found), cost)
 
 
-def _runs_on(device: Device, spec: ModelSpec) -> bool:
+def engine_runs_on(device: Device, spec: ModelSpec) -> bool:
     """Whether this engine runs such a model there, so that its own allocations are known. A way of storing weights or
     KV that it does not read yet changes nothing of them."""
     gpu = device.gpu

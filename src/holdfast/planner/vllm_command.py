@@ -15,10 +15,12 @@ from dataclasses import dataclass, replace
 from holdfast.errors import ConfigurationError
 from holdfast.planner import vllm_sizing
 from holdfast.planner.command import ROUNDING, Command, line, named_dtype, parallel, total_is_known
+from holdfast.planner.count import engine_runs_on
 from holdfast.planner.engine_models import lacks_model, lacks_rotary, vllm_since
 from holdfast.planner.fit import Fit, Rank, fit
 from holdfast.planner.kernels import build_note, lacks_engine, lacks_fp8_kv, lacks_index, lacks_method
 from holdfast.planner.sources import Source, torch_source
+from holdfast.planner.terms import gpu_terms
 from holdfast.planner.vllm_kv import KeptKV, expands_latents, fp8_by_default, kept_kv, most_tokens
 from holdfast.planner.vllm_sizing import Terms, Vllm
 from holdfast.planner.vllm_weights import beside_weights, expert_kernel, rounding_bytes
@@ -230,12 +232,26 @@ def vllm_terms(found: Fit, vllm: Vllm) -> Terms:
     logits and buffers of its peak."""
     rank = tightest(found)
     ours = {term.name: term.nbytes for term in rank.terms}
+    step = _step_terms(found, rank)
     return Terms(
         weights=ours.get("weights", 0) + _beside_bytes(found, rank, vllm) + _adapters_bytes(found, ours, vllm),
-        peak_activation=sum(ours.get(name, 0) for name in ("activations", "encoder", "logits", "buffers")),
+        peak_activation=sum(step.get(name, 0) for name in ("activations", "encoder", "logits", "buffers")),
         non_torch=NON_TORCH_BYTES if found.tensor_parallel == 1 else int(0.3 * GIB),
-        graphs=ours.get("graphs", 0) + ours.get("hip_graphs", 0),
+        graphs=step.get("graphs", 0) + step.get("hip_graphs", 0),
     )
+
+
+def _step_terms(found: Fit, rank: Rank) -> dict[str, int]:
+    """What a step takes there; where the plan has counted what this engine would take, it is counted anew."""
+    spec, terms = found.question.model.spec, rank.terms
+    if found.tensor_parallel == found.pipeline_parallel == 1 and engine_runs_on(rank.device, spec):
+        terms = tuple(
+            gpu_terms(
+                spec, found.limits, dtype=found.dtype, weights_bytes=0, tensor_parallel=1,
+                layers=range(len(spec.layers)), last_stage=True,
+            )
+        )  # fmt: skip
+    return {term.name: term.nbytes for term in terms}
 
 
 def _beside_bytes(found: Fit, rank: Rank, vllm: Vllm) -> int:

@@ -15,7 +15,7 @@ from holdfast.planner.commands import commands
 from holdfast.planner.engine_models import lacks_rotary
 from holdfast.planner.fit import Fit, Question, fit
 from holdfast.planner.requantize import quantized_as
-from holdfast.planner.vllm_command import tightest, vllm_kv_bytes
+from holdfast.planner.vllm_command import tightest, vllm_kv_bytes, vllm_terms
 from holdfast.planner.vllm_kv import KeptKV, kept_kv
 from holdfast.planner.vllm_sizing import parse_vllm
 from holdfast.units import GIB
@@ -308,3 +308,15 @@ def test_the_v0_engine_refuses_in_its_own_words(ask: Ask) -> None:
     assert said(
         command, "The model's max seq len (131072) is larger than the maximum number of tokens that can be stored"
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "length", "kv_gib", "graphs_gib"),
+    [("llama-3.1-8b", 8192, 0.9 * 139.8 - 15.0 - 1.78 - 0.22, 0.99), ("qwen3-0.6b", 4096, 0.9 * 139.8 - 1.84, 0.5)],
+)
+def test_what_it_printed_on_an_h200(ask: Ask, name: str, length: int, kv_gib: float, graphs_gib: float) -> None:
+    """Measured with vLLM 0.26; its own terms, not those that this engine takes for the same shape."""
+    found = fit(ask(name, "h200", max_model_len=length))
+    version = parse_vllm("==0.26")
+    assert vllm_kv_bytes(found, version) / GIB == pytest.approx(kv_gib, rel=0.01)
+    assert vllm_terms(found, version).graphs / GIB == pytest.approx(graphs_gib, rel=0.15)
