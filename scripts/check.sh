@@ -5,15 +5,16 @@ set -uo pipefail
 cd "$(dirname "$0")/.."
 
 case ${1:?quick or all} in
-  quick) selection="not long and not gpu" ;;
-  all) selection="" ;;
+  # Two at a time, whole files each: most of it waits for one core. The long runs measure, and so run alone.
+  quick) selection=(-m "not long and not gpu" -n 2 --dist loadfile) ;;
+  all) selection=() ;;
   *) echo "scripts/check.sh quick|all" >&2; exit 2 ;;
 esac
 shift
 
 scripts/lint.sh
 lint_status=$?
-.venv/bin/python -m pytest -m "$selection" "$@"
+.venv/bin/python -m pytest "${selection[@]}" "$@"
 tests_status=$?
 ((lint_status == 0)) || exit "$lint_status"
 exit "$tests_status"

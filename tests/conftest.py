@@ -16,6 +16,12 @@ import httpx
 import psutil
 import pytest
 
+from holdfast.hardware.nvidia import probe
+
+if not probe().gpus:
+    # Before anything imports Triton: kernels are tested in its interpreter where there is no GPU.
+    os.environ["TRITON_INTERPRET"] = "1"
+
 TINY_CONFIG = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 49152, "hidden_size": 64,
     "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,

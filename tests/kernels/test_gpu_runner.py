@@ -68,12 +68,12 @@ def test_every_option_chooses_what_it_chooses_on_a_cpu(tiny: Tiny, device: torch
 
 
 @pytest.mark.usefixtures("no_kernel_for_few_rows")
-@pytest.mark.parametrize("expand", [False, True], ids=["quantized", "expanded"])
+@pytest.mark.parametrize("expand", [False, pytest.param(True, marks=pytest.mark.long)], ids=["quantized", "expanded"])
 def test_a_quantized_file_says_what_it_says_on_a_cpu(expand: bool, tmp_path: Path, device: torch.device) -> None:
     """Blocks of every kind the engine keeps, some of them side by side; few rows and many."""
     model = TinyGguf(tmp_path / "tiny.gguf", expand=expand)
     prompts = [prompt(number, length) for number, length in enumerate((24, 2))]
-    params = [SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True, logprobs=1)] * 2
+    params = [SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True, logprobs=1)] * 2
     here = run(model.core(device, gpu=True, step=26), prompts, params)
     there = run(model.core(CPU, gpu=False, step=26), prompts, params)
     for found, expected in zip(here, there, strict=True):

@@ -8,9 +8,6 @@ from typing import Literal
 import pytest
 import torch
 
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
-
 pytest.importorskip("triton")
 
 from holdfast.errors import EngineError
