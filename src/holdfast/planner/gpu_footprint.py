@@ -14,6 +14,7 @@ from holdfast.kvcache.groups import KVLayout
 from holdfast.models import ModelSpec
 from holdfast.planner import sampling_sizes
 from holdfast.planner.footprint import ELEMENT_BYTES, Limits
+from holdfast.planner.padding import padded_sizes
 from holdfast.units import MIB
 
 LEAST_CAPABILITY = (8, 0)
@@ -44,12 +45,17 @@ PROGRAMS_PER_PROCESSOR = 8
 MOST_SPLITS = 64
 
 
-GRAPHS_BYTES, GRAPHS_LAYER_BYTES = 96 * MIB, 2 * MIB
-"""Captured steps of all sizes and the code of kernels, and what each layer adds to that."""
+GRAPHS_BYTES = 160 * MIB
+"""Code of kernels and libraries, and what the first capture sets up (H200: 144 to 217 MiB)."""
+GRAPH_LAYER_BYTES = 34 << 10
+"""What each further graph was seen to take for each layer (H200: 20 MiB for 24 graphs of 28 layers, 50 of 64)."""
+KINDS_OF_WORK = 2
+"""Steps that only draw, and steps with rows whose logits are adjusted first: a graph of each for every size."""
 
 
-def graphs_bytes(layers: int) -> int:
-    return GRAPHS_BYTES + layers * GRAPHS_LAYER_BYTES
+def graphs_bytes(layers: int, sequences: int) -> int:
+    """With all graphs captured that there can be."""
+    return GRAPHS_BYTES + KINDS_OF_WORK * len(padded_sizes(sequences)) * layers * GRAPH_LAYER_BYTES
 
 
 def whole_lines(words: int) -> int:

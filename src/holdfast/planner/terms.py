@@ -105,7 +105,7 @@ def engine_gpu_terms(
         Term("activations", gpu_footprint.activations_bytes(spec, limits, dtype=dtype, quantized=quantized)),
         Term("logits", gpu_footprint.logits_bytes(spec, limits, dtype=dtype)),
         Term("buffers", gpu_footprint.buffers_bytes(layout, limits)),
-        Term("graphs", gpu_footprint.graphs_bytes(len(spec.layers)), 0.5),
+        Term("graphs", gpu_footprint.graphs_bytes(len(spec.layers), limits.max_num_seqs), 0.5),
     ]
     if max_loras:
         terms.append(Term("adapters", adapters_bytes(spec, dtype, every, max_loras, max_lora_rank, 1)))

@@ -2,20 +2,16 @@
 
 cuBLAS chooses a kernel by the number of rows, and the driver loads its code when it is first used, which takes memory:
 with a few sizes everything is loaded at the start, and nothing can fail for want of memory later. Also the sizes of
-captured graphs.
+captured graphs, whose memory the planner counts: the sizes are its own.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from functools import cache
 
+from holdfast.planner.padding import padded_sizes
 
-@cache
-def padded_sizes(most: int) -> tuple[int, ...]:
-    """Ascending, `most` the last: padding costs a quarter at worst beyond 64 rows, an eighth beyond 256."""
-    steps = (1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, 1024, 32), *range(1024, most, 128))
-    return (*(size for size in steps if size < most), most)
+__all__ = ["padded", "padded_sizes"]
 
 
 def padded(rows: int, most: int) -> int:
