@@ -27,6 +27,7 @@ from holdfast.planner.engine_models import sglang_since
 from holdfast.planner.fit import DEFAULT_UTILIZATION, Fit
 from holdfast.planner.kernels import build_note, lacks_engine, lacks_fp8_kv, lacks_method
 from holdfast.planner.sources import holdfast_source, llama_source, torch_source
+from holdfast.planner.unquantized import Whole, loaded_whole
 from holdfast.planner.vllm_command import vllm_command
 from holdfast.planner.vllm_sizing import Vllm, parse_vllm
 
@@ -117,6 +118,9 @@ def _holdfast_problems(fit: Fit, settings: Mapping[str, object]) -> list[str]:
             build(EngineConfig, {name: str(value) for name, value in values.items()}, refused=REFUSED, origin=_spelled)
         except ConfigurationError as error:
             problems.append(f"Holdfast refuses this yet: {error.message}")
+    lacking = lacks_engine("holdfast", [rank.device.gpu for rank in fit.ranks])
+    if lacking is not None:
+        problems.append(lacking)
     if not spec.runnable:
         problems.append(f"Holdfast cannot run this model yet: it lacks {', '.join(spec.unsupported)}")
     return problems
@@ -160,13 +164,15 @@ def _sglang_command(fit: Fit, sequences: int) -> Command:
     if not known:
         memory = "--vram does not tell the GPU's total, so the KV pool is set in tokens instead of a share"
     gpus = [rank.device.gpu for rank in fit.ranks]
+    whole = loaded_whole(fit, "SGLang") if source.makes_fp8 else Whole()
     checks = (
         lacks_engine("sglang", gpus), lacks_method(fit.question.model, gpus), lacks_fp8_kv(fit.kv_dtype, gpus),
         f"it keeps KV in what it computes in, {fit.dtype}, or in fp8: not in {fit.kv_dtype}"
         if fit.kv_dtype not in (fit.dtype, "fp8") else None,
+        whole.lacking,
     )  # fmt: skip
     lacking = [one for one in checks if one is not None]
-    known_of_it = (sglang_since(fit.question.model.spec.architecture), build_note("sglang", gpus))
+    known_of_it = (sglang_since(fit.question.model.spec.architecture), build_note("sglang", gpus), whole.note)
     notes = (memory, *source.notes, *(one for one in known_of_it if one is not None), *lacking)
     return Command(engine="sglang", text=text, available=source.ready and not lacking, notes=notes)
 

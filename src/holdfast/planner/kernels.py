@@ -1,4 +1,4 @@
-"""Which GPUs vLLM and SGLang have kernels for, by vendor, compute capability and quantization. Knows no plan.
+"""Which GPUs Holdfast, vLLM and SGLang have kernels for, by vendor, compute capability and quantization. Knows no plan.
 
 Least capabilities as vLLM's own table of quantizations has them: Volta is 7.0, Turing 7.5, Ampere 8.0, Ada 8.9. FP8
 weights are unpacked by Marlin from 8.0 on, and multiplied as they are from 8.9 on.
@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from holdfast.hardware.gpus import Gpu
+from holdfast.planner.gpu_footprint import LEAST_CAPABILITY
 from holdfast.planner.question import PlannedModel
 
 Capability = tuple[int, int]
-LEAST_OF_ENGINE: Mapping[str, Capability] = {"vllm": (7, 5), "sglang": (7, 5)}
+LEAST_OF_ENGINE: Mapping[str, Capability] = {"holdfast": LEAST_CAPABILITY, "vllm": (7, 5), "sglang": (7, 5)}
 VOLTA = (7, 0)
 VOLTA_LEFT = (0, 20)
 """vLLM is built with CUDA 13 since, which has no Volta any more; for 7.2 (Xavier) it was never built."""
@@ -29,7 +30,8 @@ LEAST_OF_INDEX = (9, 0)
 """Attention to few tokens that an index chooses (DeepSeek V3.2, GLM-5): vLLM 0.27 has it from Hopper on."""
 LEAST_OF_FP8_KV = (8, 0)
 """FlashInfer reads it there; other attention needs units for it. vLLM's V0 engine unpacked it anywhere."""
-ENGINE_NAMES = {"vllm": "vLLM", "sglang": "SGLang"}
+ENGINE_NAMES = {"holdfast": "Holdfast", "vllm": "vLLM", "sglang": "SGLang"}
+MAKERS = {"nvidia": "NVIDIA", "amd": "AMD", "intel": "Intel", "apple": "Apple"}
 
 
 def lacks_method(model: PlannedModel, gpus: Iterable[Gpu | None]) -> str | None:
@@ -74,6 +76,8 @@ def lacks_engine(engine: str, gpus: Iterable[Gpu | None], version: tuple[int, ..
     for gpu in gpus:
         if gpu is not None and had_volta and gpu.compute_capability == VOLTA:
             continue
+        if gpu is not None and engine == "holdfast" and gpu.vendor != "nvidia":
+            return f"Holdfast has kernels for NVIDIA's GPUs only, and {gpu.key} is {MAKERS[gpu.vendor]}'s"
         if gpu is not None and gpu.vendor == "apple":
             return f"{ENGINE_NAMES[engine]} has no kernels for Apple's GPUs; llama.cpp has"
         if gpu is not None and gpu.vendor == "intel":

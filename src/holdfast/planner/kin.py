@@ -15,12 +15,12 @@ from holdfast.errors import ConfigurationError
 from holdfast.observability.decisions import Decision
 from holdfast.planner.count import sizes
 from holdfast.planner.fitted import Fit, Question, describe_devices
+from holdfast.planner.kernels import MAKERS
 from holdfast.planner.question import Device
 from holdfast.planner.same import Same
 from holdfast.units import counted, format_bytes
 
 NOT_TOGETHER = "HF134"
-_MAKERS = {"nvidia": "NVIDIA", "amd": "AMD", "intel": "Intel", "apple": "Apple"}
 
 
 def _kin(device: Device) -> tuple[str, str, bool]:
@@ -84,7 +84,7 @@ def _others(group: tuple[Device, ...], groups: Sequence[tuple[Device, ...]]) -> 
 
 def _described(group: Sequence[Device]) -> str:
     _, maker, unified = _kin(group[0])
-    return f"{describe_devices(group)} ({_MAKERS[maker]}{', unified memory' if unified else ''})"
+    return f"{describe_devices(group)} ({MAKERS[maker]}{', unified memory' if unified else ''})"
 
 
 def best(found: Sequence[Fit]) -> Fit:

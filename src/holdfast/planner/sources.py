@@ -38,6 +38,11 @@ class Source:
     """False: something has to be made or fetched before the command can run; the notes say what."""
     notes: tuple[str, ...] = ()
 
+    @property
+    def makes_fp8(self) -> bool:
+        """Of an unquantized checkpoint, while it loads it."""
+        return self.flags.get("--quantization") == "fp8"
+
 
 def served_name(model: PlannedModel) -> str:
     """What an engine can fetch: a short name of the catalogue's is known to nobody else. A hub id is what was asked
@@ -81,15 +86,14 @@ def torch_source(model: PlannedModel, engine: str) -> Source:
         return _of_builtin(entry)
     if model.made_as is None:
         return _stored(model, engine)
+    published = published_as(model)
+    if published is not None:
+        return Source(name=served_name(published), notes=(f"published in {model.made_as.upper()}",))
     flag = MADE_WHILE_LOADING[engine].get(model.made_as)
     if flag is None:
-        published = published_as(model)
-        if published is not None:
-            return Source(name=served_name(published), notes=(f"published in {model.made_as.upper()}",))
         name, note = _made(model)
         return Source(name=name, ready=False, notes=(note,))
-    notes = ("older versions load the unquantized weights whole before they make FP8 of them",)
-    return Source(name=served_name(model), flags={"--quantization": flag}, notes=notes if flag == "fp8" else ())
+    return Source(name=served_name(model), flags={"--quantization": flag})
 
 
 def _stored(model: PlannedModel, engine: str) -> Source:

@@ -21,6 +21,7 @@ from holdfast.planner.fit import Fit, Rank, fit
 from holdfast.planner.kernels import build_note, lacks_engine, lacks_fp8_kv, lacks_index, lacks_method
 from holdfast.planner.sources import Source, torch_source
 from holdfast.planner.terms import gpu_terms
+from holdfast.planner.unquantized import QUANTIZES_AS_IT_READS, Whole, loaded_whole
 from holdfast.planner.vllm_kv import KeptKV, expands_latents, fp8_by_default, kept_kv, most_tokens
 from holdfast.planner.vllm_sizing import Terms, Vllm
 from holdfast.planner.vllm_weights import beside_weights, expert_kernel, rounding_bytes
@@ -88,7 +89,7 @@ def vllm_command(found: Fit, sequences: int, vllm: Vllm) -> Command:
         text = f"VLLM_USE_V2_MODEL_RUNNER={int(vllm.runner == 'v2')} {text}"
     elif vllm.runner == "v0" != vllm.default_runner:
         text = f"VLLM_USE_V1=0 {text}"
-    problems = _problems(sized, vllm)
+    problems = _problems(sized, vllm, source)
     notes = [*_notes(sized, vllm, source), *problems]
     return Command(
         engine="vllm",
@@ -288,7 +289,7 @@ def vllm_kv_bytes(found: Fit, vllm: Vllm) -> int:
     return vllm_sizing.kv_bytes(requested, vllm_terms(found, vllm), vllm)
 
 
-def _problems(sized: Sized, vllm: Vllm) -> list[str]:
+def _problems(sized: Sized, vllm: Vllm, source: Source) -> list[str]:
     """Why it would not run."""
     found = sized.fit
     gpus = [rank.device.gpu for rank in found.ranks]
@@ -299,12 +300,18 @@ def _problems(sized: Sized, vllm: Vllm) -> list[str]:
         lacks_method(found.question.model, gpus),
         lacks_index(found.question.model, gpus),
         lacks_fp8_kv(sized.kept.kv_dtype, gpus) if vllm.runner != "v0" else None,
+        _whole(found, vllm, source).lacking,
         *_lacks_settings(found, vllm),
         *_lacks_length(sized, vllm),
     ]
     if found.pipeline_parallel > 1 and vllm.version < STAGES:
         problems.append("pipeline stages need vLLM 0.5.1")
     return [problem for problem in problems if problem is not None]
+
+
+def _whole(found: Fit, vllm: Vllm, source: Source) -> Whole:
+    whole = source.makes_fp8 and vllm.version < QUANTIZES_AS_IT_READS
+    return loaded_whole(found, "vLLM before 0.16") if whole else Whole()
 
 
 def _lacks_length(sized: Sized, vllm: Vllm) -> Iterator[str]:
@@ -348,7 +355,7 @@ def _notes(sized: Sized, vllm: Vllm, source: Source) -> list[str]:
         why = ": a step must hold a whole prompt there" if sized.in_one_step else ""
         notes.append(f"this version holds {sized.length:,} tokens of the plan's {sized.planned_length:,}{why}")
     since = vllm_since(found.question.model.spec.architecture, vllm)
-    notes += [one for one in (_few_at_once(sized), since) if one is not None]
+    notes += [one for one in (_whole(found, vllm, source).note, _few_at_once(sized), since) if one is not None]
     asked = found.question.settings.max_lora_rank
     if found.question.settings.max_loras and lora_rank(asked, vllm) not in (asked, None):
         notes.append(f"it has no slots of rank {asked}: the next larger ones are used and counted")

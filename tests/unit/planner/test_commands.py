@@ -146,6 +146,27 @@ def test_commands_on_a_cpu(ask: Ask, cpu: Callable[..., Device]) -> None:
     assert "-ngl" not in by_engine["llama.cpp"].text
 
 
+@pytest.mark.parametrize(
+    ("gpu", "why"),
+    [
+        ("mi300x", "AMD's"), ("m4-max-128", "Apple's"), ("arc-b580", "Intel's"), ("v100-32", "v100-32 has 7.0"),
+        ("t4", "t4 has 7.5"), ("gtx1080", "gtx1080 has 6.1"),
+    ],
+)  # fmt: skip
+def test_holdfast_is_not_offered_where_it_has_no_kernels(ask: Ask, gpu: str, why: str) -> None:
+    command = commands(fit(ask("llama-3.2-1b", gpu)), sequences=4)["holdfast"]
+    assert not command.available
+    assert why in " ".join(command.notes)
+    assert commands(fit(ask("llama-3.2-1b", "rtx3090")), sequences=4)["holdfast"].available
+
+
+@pytest.mark.parametrize("settings", [{"tensor_parallel": 2}, {"pipeline_parallel": 2}])
+def test_holdfast_is_not_offered_on_several_gpus(ask: Ask, settings: dict[str, object]) -> None:
+    command = commands(fit(ask("llama-3.2-1b", "h100-80", count=2, **settings)), sequences=4)["holdfast"]
+    assert not command.available
+    assert "one device is used yet" in " ".join(command.notes)
+
+
 def test_names_with_spaces_and_worse_are_quoted(ask: Ask) -> None:
     question = ask("llama-3-8b", "h100-80")
     question = replace(question, model=replace(question.model, name="./my models/it's; rm -rf $HOME", origin="folder"))
@@ -239,8 +260,7 @@ def test_a_command_runs_what_was_counted(
     for engine, command in commands(found, sequences=4).items():
         check(command)
         published = published_as(question.model)
-        makes_it = engine in ("vllm", "sglang") and method == "fp8"
-        if published is not None and engine != "llama.cpp" and not makes_it:
+        if published is not None and engine != "llama.cpp":
             assert loaded(command) == published.name
             continue
         hub_id, made = loaded(command) == question.model.name, "TO-BE-MADE/" in command.text

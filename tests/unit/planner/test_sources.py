@@ -14,6 +14,7 @@ from holdfast.planner.fit import Question, fit
 from holdfast.planner.requantize import quantized_as
 from holdfast.planner.resolve import resolve_model
 from holdfast.planner.sources import llama_source
+from holdfast.planner.vllm_sizing import parse_vllm
 from holdfast.planner.ways_out import ways_out
 
 Ask = Callable[..., Question]
@@ -33,6 +34,42 @@ def test_a_checkpoint_that_is_published_is_named(ask: Ask) -> None:
     unknown = commands(fit(in_awq(ask("qwen3-4b", "l40s"))), sequences=4)["vllm"]
     assert "./TO-BE-MADE/Qwen3-4B-AWQ" in unknown.text
     assert not unknown.available
+
+
+def in_fp8(question: Question) -> Question:
+    return replace(question, model=quantized_as(question.model, "fp8"))
+
+
+@pytest.mark.parametrize("version", ["==0.10", "==0.27"])
+def test_fp8_that_is_published_is_not_made_again(ask: Ask, version: str) -> None:
+    by_engine = commands(fit(in_fp8(ask("qwen3-30b-a3b", "l40s"))), sequences=4, vllm=parse_vllm(version))
+    for engine in ("vllm", "sglang"):
+        assert "Qwen/Qwen3-30B-A3B-FP8" in by_engine[engine].text
+        assert "--quantization" not in by_engine[engine].text
+        assert by_engine[engine].available
+
+
+@pytest.mark.parametrize(
+    ("gpu", "version", "available", "said"),
+    [
+        ("l4", "==0.15", False, "22.70 GiB a GPU"),
+        ("l4", "==0.16", True, None),
+        ("a100-40", "==0.15", True, "before 0.16 loads the unquantized weights whole"),
+    ],
+)
+def test_weights_must_fit_before_fp8_is_made_of_them(
+    ask: Ask, gpu: str, version: str, available: bool, said: str | None
+) -> None:
+    """vLLM allocates each matrix when it is read since 0.16; SGLang allocates all of them in every release."""
+    found = fit(in_fp8(ask("gemma-3-12b", gpu, max_model_len=4096)))
+    by_engine = commands(found, sequences=4, vllm=parse_vllm(version))
+    command = by_engine["vllm"]
+    notes = " ".join(command.notes)
+    assert command.available == available, notes
+    assert ("unquantized weights whole" in notes) == (said is not None)
+    assert said is None or said in notes
+    assert by_engine["sglang"].available == (gpu != "l4")
+    assert "SGLang loads the unquantized weights whole" in " ".join(by_engine["sglang"].notes)
 
 
 def test_a_smaller_model_says_that_it_is_quantized_too(ask: Ask) -> None:
