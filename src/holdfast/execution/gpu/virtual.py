@@ -14,9 +14,11 @@ import torch
 from holdfast.errors import EngineError
 
 
-def _driver() -> Any:
+def _driver(device: torch.device) -> Any:
     from cuda.bindings import driver
 
+    torch.cuda.init()
+    torch.zeros(1, device=device)  # The driver's calls need torch's context to be current.
     return driver
 
 
@@ -39,12 +41,10 @@ class RangeError(EngineError):
 
 
 class ReservedRange:
-    """`nbytes`: of addresses. Nothing is backed at first."""
+    """`nbytes`: of addresses. Nothing is backed at first. `driver`: CUDA's; a fake with the calls used here will do."""
 
-    def __init__(self, nbytes: int, device: torch.device) -> None:
-        self._driver = driver = _driver()
-        torch.cuda.init()
-        torch.zeros(1, device=device)  # The driver's calls need torch's context to be current.
+    def __init__(self, nbytes: int, device: torch.device, driver: Any = None) -> None:
+        self._driver = driver = _driver(device) if driver is None else driver
         self._properties = driver.CUmemAllocationProp()
         self._properties.type = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
         self._properties.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
@@ -73,14 +73,17 @@ class ReservedRange:
             raise EngineError("the KV range is closed, or shorter than that", needed=f"{nbytes:,} bytes")
         driver = self._driver
         handle = _check(driver.cuMemCreate(wanted, self._properties, 0), f"{wanted:,} bytes of memory")
-        at = self._address + self.mapped_bytes
+        at, mapped = self._address + self.mapped_bytes, False
         try:
             _check(driver.cuMemMap(at, wanted, 0, handle, 0), "to map memory")
+            mapped = True
             access = driver.CUmemAccessDesc()
             access.location = self._properties.location
             access.flags = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
             _check(driver.cuMemSetAccess(at, wanted, [access], 1), "access to its memory")
         except BaseException:
+            if mapped:  # Else its memory stays taken, and nothing can be mapped there again.
+                driver.cuMemUnmap(at, wanted)
             driver.cuMemRelease(handle)
             raise
         self._handles.append((handle, wanted))
@@ -95,7 +98,8 @@ class ReservedRange:
         if self._address is None:
             return
         driver, address, offset = self._driver, self._address, 0
-        torch.cuda.synchronize(self.device)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
         for handle, size in self._handles:
             driver.cuMemUnmap(address + offset, size)
             driver.cuMemRelease(handle)
