@@ -6,9 +6,9 @@ somebody else takes memory meanwhile, the plan is made again with what is free t
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
-import os
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
@@ -19,12 +19,11 @@ from holdfast.config import EngineConfig
 from holdfast.errors import DoesNotFitError, EngineError
 from holdfast.execution.batch import RunnerLimits
 from holdfast.execution.device import DTYPES
-from holdfast.execution.gpu.memory import GpuHeld, GpuMemory, open_device
+from holdfast.execution.gpu.memory import GpuHeld, GpuMemory, held_before, open_device
 from holdfast.execution.gpu.runner import GpuRunner
 from holdfast.execution.gpu.shortage import is_shortage
 from holdfast.execution.gpu.virtual import RangeError
-from holdfast.execution.weights import load_weights
-from holdfast.hardware.nvidia import process_bytes
+from holdfast.execution.weights import Weights, load_weights
 from holdfast.models import ModelSpec
 from holdfast.planner import Plan, settle_pool
 from holdfast.records import MemoryReport, MemoryTerm
@@ -51,20 +50,25 @@ def build_gpu_runner(
     progress: Progress,
     replan: Callable[[int], Plan],
 ) -> Built:
-    """`replan`: a new plan for the same GPU, this process holding so many bytes on it that are to be used again."""
+    """`replan`: a new plan for the same GPU, this engine holding so many bytes on it that are to be used again."""
     assert plan.gpu is not None
     uuid = plan.gpu.uuid
+    not_ours, had_context = held_before(uuid), torch.cuda.is_initialized()
     device = open_device(uuid)
 
+    def memory_of(tried: Plan) -> GpuMemory:
+        return GpuMemory(device, uuid, tried.memory.available_bytes, not_ours)
+
     def build(tried: Plan) -> Built:
-        memory = GpuMemory(device, uuid, tried.memory.available_bytes)
-        return _build(config, files, spec, tried, memory, progress)
+        return _build(config, files, spec, tried, memory_of(tried), progress)
 
     def again(failed: Plan) -> Plan:
-        """With all that was taken given back; the context stays."""
+        """With all that was taken given back; the context stays. It is the caller's where there was one before."""
+        memory = memory_of(failed)
         gc.collect()
-        torch.cuda.empty_cache()
-        return replan(process_bytes(uuid, os.getpid()) or failed.terms["context"])
+        memory.give_back_cached()
+        told = memory.told_bytes()
+        return replan((0 if had_context else failed.terms["context"]) if told is None else told)
 
     return start_with_room(plan, build, again)
 
@@ -104,22 +108,17 @@ def start_with_room(plan: Plan, build: Callable[[Plan], Built], again: Callable[
 def _build(
     config: EngineConfig, files: ModelFiles, spec: ModelSpec, plan: Plan, memory: GpuMemory, progress: Progress
 ) -> Built:
-    device, context = memory.device, memory.held()
-    torch.cuda.reset_peak_memory_stats(device)
+    context = memory.held()
+    memory.watch_tensors()
     coming = sum(size for name, size in plan.terms.items() if name not in ("context", "kv_pool"))
     plan = settle_pool(plan, context.free_bytes - coming)
     progress("load", 0, 0)
-    checkpoint = None if config.load_format == "dummy" else open_checkpoint(files)
-    weights = load_weights(
-        spec, checkpoint, dtype=DTYPES[plan.dtype], device=device, expand=plan.expand_weights,
-        progress=lambda done, total: progress("load", done, total),
-    )  # fmt: skip
-    if checkpoint is not None:
-        checkpoint.close()
+    weights = _load(config, files, spec, plan, memory.device, progress)
     limits = RunnerLimits.of(plan.limits)
     runner = GpuRunner(
-        spec, weights, plan.layout, limits, device, kv_dtype=DTYPES[plan.kv_dtype], graphs=not config.enforce_eager
-    )
+        spec, weights, plan.layout, limits, memory.device, kv_dtype=DTYPES[plan.kv_dtype],
+        graphs=not config.enforce_eager,
+    )  # fmt: skip
     loaded = memory.held()
     progress("rehearse", 0, 0)
     runner.reserve_kv(plan.most_blocks)
@@ -142,6 +141,16 @@ def _build(
     plan = _back(plan, runner, memory, captured, _taken(plan, measured, captured.own_bytes - runner.kv.nbytes))
     measured["kv_pool"] = runner.kv.nbytes
     return runner, plan, _report(plan, measured, loaded, memory.held()), memory
+
+
+def _load(
+    config: EngineConfig, files: ModelFiles, spec: ModelSpec, plan: Plan, device: torch.device, progress: Progress
+) -> Weights:
+    with contextlib.nullcontext() if config.load_format == "dummy" else open_checkpoint(files) as checkpoint:
+        return load_weights(
+            spec, checkpoint, dtype=DTYPES[plan.dtype], device=device, expand=plan.expand_weights,
+            progress=lambda done, total: progress("load", done, total),
+        )  # fmt: skip
 
 
 def _taken(plan: Plan, measured: Mapping[str, int], held: int) -> dict[str, int]:

@@ -1,4 +1,5 @@
-"""What this process holds on its GPU, as the driver counts it, and what is free there."""
+"""What the engine holds on its GPU, as the driver counts it, and what is free there. What the process held before the
+engine came is not its own."""
 
 from __future__ import annotations
 
@@ -21,32 +22,51 @@ class GpuHeld:
     total_bytes: int
 
 
-class GpuMemory:
-    """`free_before_bytes`: on the GPU before this process touched it, for drivers that do not tell processes apart."""
+def held_before(uuid: str) -> int:
+    """What this process holds on a GPU that the engine did not take: a caller's tensors and context. To be asked before
+    `open_device`. 0 where the driver does not tell: what is free is then all that is looked at."""
+    torch.cuda.empty_cache()  # What torch only keeps would become the engine's, and be counted as the caller's.
+    return process_bytes(uuid, os.getpid()) or 0
 
-    def __init__(self, device: torch.device, uuid: str, free_before_bytes: int) -> None:
+
+class GpuMemory:
+    """`free_before_bytes`: on the GPU before the engine touched it, for drivers that do not tell processes apart.
+    `not_ours_bytes`: what this process held before the engine came."""
+
+    def __init__(self, device: torch.device, uuid: str, free_before_bytes: int, not_ours_bytes: int = 0) -> None:
         self.device, self._uuid, self._free_before = device, uuid, free_before_bytes
+        self._not_ours, self._tensors_before = not_ours_bytes, 0
         self._own, self._next_look_s = 0, 0.0
 
     def held(self) -> GpuHeld:
         torch.cuda.synchronize(self.device)
         free, total = torch.cuda.mem_get_info(self.device)
-        own = process_bytes(self._uuid, os.getpid())
+        own = self.told_bytes()
         # In a container the driver counts processes by other numbers: what has become less is then ours.
         return GpuHeld(max(0, self._free_before - free) if own is None else own, free, total)
+
+    def told_bytes(self) -> int | None:
+        """What the engine holds by the driver's count; None: the driver does not tell."""
+        told = process_bytes(self._uuid, os.getpid())
+        return None if told is None else max(0, told - self._not_ours)
 
     def own_bytes(self) -> int:
         """Asked for after every step; looked up no more than once in LOOK_S."""
         now_s = time.monotonic()
         if now_s >= self._next_look_s:
             self._next_look_s = now_s + LOOK_S
-            own = process_bytes(self._uuid, os.getpid())
+            own = self.told_bytes()
             self._own = max(0, self._free_before - torch.cuda.mem_get_info(self.device)[0]) if own is None else own
         return self._own
 
+    def watch_tensors(self) -> None:
+        """From here on `most_allocated` counts; tensors that are there already are not the engine's."""
+        torch.cuda.reset_peak_memory_stats(self.device)
+        self._tensors_before = int(torch.cuda.memory_allocated(self.device))
+
     def most_allocated(self) -> int:
-        """Bytes of tensors that torch had at once since the process began."""
-        return int(torch.cuda.max_memory_allocated(self.device))
+        """Bytes of tensors that the engine had at once since `watch_tensors`."""
+        return int(torch.cuda.max_memory_allocated(self.device)) - self._tensors_before
 
     def give_back_cached(self) -> None:
         """What torch has freed and keeps for itself."""

@@ -1,0 +1,316 @@
+"""From a plan to a backed pool without a GPU: the GPU, its driver and the runner are fakes that keep books of bytes."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from holdfast.config import EngineConfig
+from holdfast.engine import gpu_startup
+from holdfast.engine.gpu_startup import BACK_TRIES, build_gpu_runner
+from holdfast.errors import DoesNotFitError
+from holdfast.execution.gpu import memory as gpu_memory
+from holdfast.execution.gpu.virtual import OUT_OF_MEMORY, RangeError
+from holdfast.hardware.nvidia import NvidiaGpu
+from holdfast.models import ModelSpec, from_config
+from holdfast.planner import Plan
+from holdfast.planner.gpu_plan import make_gpu_plan
+from holdfast.records import MemoryReport
+from holdfast.units import GIB, MIB
+
+UUID = "GPU-1"
+CPU = torch.device("cpu")
+CONTEXT = 600 * MIB
+LLAMA_1B = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "rms_norm_eps": 1e-5, "rope_theta": 5e5,
+    "hidden_act": "silu", "max_position_embeddings": 131072, "torch_dtype": "bfloat16", "bos_token_id": 1,
+    "eos_token_id": 2, "num_key_value_heads": 8, "vocab_size": 128256, "hidden_size": 2048,
+    "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32, "head_dim": 64,
+    "tie_word_embeddings": True,
+}  # fmt: skip
+
+
+class FakeGpu:
+    """Bytes by holder. `caller`: tensors of the process before the engine came, beside a context of its own."""
+
+    def __init__(self, *, total: int = 80 * GIB, caller: int = 0, tells: bool = True) -> None:
+        self.total, self.tells = total, tells
+        self.context, self.caller, self.cached = CONTEXT if caller else 0, caller, 0
+        self.others, self.tensors, self.code, self.pool = 0, 0, 0, 0
+        self.peak = 0
+
+    @property
+    def process(self) -> int:
+        return self.context + self.caller + self.cached + self.tensors + self.code + self.pool
+
+    @property
+    def free(self) -> int:
+        return self.total - self.others - self.process
+
+    def take_tensors(self, nbytes: int) -> None:
+        if nbytes > self.free:
+            raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {nbytes} bytes")
+        self.tensors += nbytes
+        self.peak = max(self.peak, self.caller + self.tensors)
+
+    def probed(self) -> NvidiaGpu:
+        return NvidiaGpu(
+            index=0, uuid=UUID, name="fake", total_bytes=self.total, free_bytes=self.free, capability=(9, 0)
+        )
+
+    def install(self, patch: pytest.MonkeyPatch) -> None:
+        def reset(device: torch.device) -> None:
+            self.peak = self.caller + self.tensors
+
+        def empty() -> None:
+            self.cached = 0
+
+        def open_device(uuid: str) -> torch.device:
+            self.context = CONTEXT
+            return CPU
+
+        patch.setattr(gpu_memory, "process_bytes", lambda uuid, pid: (self.process or None) if self.tells else None)
+        patch.setattr(torch.cuda, "is_initialized", lambda: self.context > 0)
+        patch.setattr(torch.cuda, "synchronize", lambda device: None)
+        patch.setattr(torch.cuda, "mem_get_info", lambda device: (self.free, self.total))
+        patch.setattr(torch.cuda, "memory_allocated", lambda device: self.caller + self.tensors)
+        patch.setattr(torch.cuda, "max_memory_allocated", lambda device: self.peak)
+        patch.setattr(torch.cuda, "reset_peak_memory_stats", reset)
+        patch.setattr(torch.cuda, "empty_cache", empty)
+        patch.setattr(gpu_startup, "open_device", open_device)
+
+
+class FakeRunner:
+    """Takes what the plan says of each term, a little more while it rehearses, and code that no term accounts for."""
+
+    attention_backend = "fake"
+
+    def __init__(self, gpu: FakeGpu, plan: Plan, page: int) -> None:
+        self.gpu, self.plan, self.page = gpu, plan, page
+        self.weights_bytes, self.buffers_bytes = plan.terms["weights"], plan.terms["buffers"]
+        self.logits_bytes = plan.terms["logits"]
+        gpu.take_tensors(self.buffers_bytes + self.logits_bytes)
+        self.kv = SimpleNamespace(nbytes=0)
+
+    def reserve_kv(self, most_blocks: int) -> None:
+        self.most_blocks = most_blocks
+
+    def back_kv(self, blocks: int) -> None:
+        assert blocks <= self.most_blocks
+        more = blocks * self.page - self.kv.nbytes
+        if more > self.gpu.free:
+            raise RangeError(f"{more} bytes of memory", OUT_OF_MEMORY)
+        self.kv.nbytes += more
+        self.gpu.pool += more
+
+    def rehearse(self) -> None:
+        self.gpu.take_tensors(self.plan.terms["activations"])
+
+    def capture(self) -> None:
+        self.gpu.code += 100 * MIB
+
+
+class Start:
+    """One start on a fake GPU: `during` runs where loading would."""
+
+    def __init__(self, gpu: FakeGpu, patch: pytest.MonkeyPatch, spec: ModelSpec, **settings: Any) -> None:
+        self.gpu, self.spec = gpu, spec
+        self.config = EngineConfig.from_arguments(
+            device="cuda", load_format="dummy", **{"max_model_len": 8192, **settings}
+        )
+        self.plan = make_gpu_plan(spec, None, self.config, [gpu.probed()])
+        self.during: list[Any] = []
+        self.reusable: list[int] = []
+        gpu.install(patch)
+        patch.setattr(gpu_startup, "load_weights", self._load)
+        patch.setattr(gpu_startup, "GpuRunner", self._runner)
+        self._tried = self.plan
+
+    def _load(self, *_: Any, **__: Any) -> object:
+        if self.during:
+            self.during.pop(0)()
+        self.gpu.take_tensors(self._tried.terms["weights"])
+        return object()
+
+    def _runner(self, spec: Any, weights: Any, layout: Any, *_: Any, **__: Any) -> FakeRunner:
+        return FakeRunner(self.gpu, self._tried, layout.page_bytes)
+
+    def _replan(self, own_bytes: int) -> Plan:
+        """As the engine would: what its failed start took is given back by then."""
+        self.reusable.append(own_bytes)
+        free = self.gpu.free + own_bytes
+        gpu = NvidiaGpu(index=0, uuid=UUID, name="fake", total_bytes=self.gpu.total, free_bytes=free, capability=(9, 0))
+        self._tried = make_gpu_plan(self.spec, None, self.config, [gpu])
+        return self._tried
+
+    def run(self) -> tuple[Plan, MemoryReport, Any]:
+        _, plan, report, memory = build_gpu_runner(
+            self.config,
+            SimpleNamespace(),
+            self.spec,
+            self.plan,
+            lambda *_: None,
+            self._replan,  # type: ignore[arg-type]
+        )
+        return plan, report, memory
+
+
+@pytest.fixture(scope="module")
+def spec() -> ModelSpec:
+    return from_config(LLAMA_1B)
+
+
+@pytest.mark.parametrize("tells", [True, False], ids=["the driver tells", "it does not"])
+@pytest.mark.parametrize("caller_gib", [0, 20, 40, 70])
+def test_what_the_caller_held_before_is_not_the_engines(
+    caller_gib: int, tells: bool, spec: ModelSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu = FakeGpu(caller=caller_gib * GIB, tells=tells)
+    start = Start(gpu, monkeypatch, spec)
+    plan, report, memory = start.run()
+    # The plan was made with what the caller left free: the pool is what was planned, but for code without a term.
+    assert plan.terms["kv_pool"] >= start.plan.terms["kv_pool"] - 200 * MIB
+    ours = gpu.process - gpu.caller - (CONTEXT if caller_gib else 0)
+    assert report.held_bytes == memory.own_bytes() == ours
+    assert ours <= plan.budget_bytes
+    measured = {term.term: term.measured_bytes for term in report.terms}
+    assert measured["context"] == (0 if caller_gib else CONTEXT)
+    assert measured["activations"] == start.plan.terms["activations"]
+    assert sum(size or 0 for size in measured.values()) == ours
+
+
+@pytest.mark.parametrize(("caller_gib", "own"), [(0, CONTEXT), (20, 0)])
+def test_only_what_the_engine_took_is_used_again(
+    caller_gib: int, own: int, spec: ModelSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu = FakeGpu(caller=caller_gib * GIB)
+    start = Start(gpu, monkeypatch, spec)
+
+    def neighbour() -> None:
+        gpu.others = gpu.free - GIB  # Less than the weights.
+
+    start.during.append(neighbour)
+    gave_back = gpu_memory.GpuMemory.give_back_cached
+
+    def neighbour_leaves(memory: gpu_memory.GpuMemory) -> None:
+        gpu.others, gpu.tensors = 10 * GIB, 0
+        gave_back(memory)
+
+    monkeypatch.setattr(gpu_memory.GpuMemory, "give_back_cached", neighbour_leaves)
+    plan, report, _ = start.run()
+    assert start.reusable == [own]
+    assert plan.budget_bytes < start.plan.budget_bytes
+    assert report.held_bytes <= plan.budget_bytes
+
+
+def test_what_torch_only_kept_for_the_caller_is_given_back_first(
+    spec: ModelSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu = FakeGpu(caller=4 * GIB)
+    gpu.cached = 8 * GIB
+    start = Start(gpu, monkeypatch, spec)
+    _, report, _ = start.run()
+    assert gpu.cached == 0
+    assert report.held_bytes == gpu.process - gpu.caller - CONTEXT
+
+
+def test_terms_that_took_less_pay_for_what_no_term_accounts_for(spec: ModelSpec) -> None:
+    gpu = FakeGpu()
+    plan = make_gpu_plan(spec, None, EngineConfig.from_arguments(device="cuda"), [gpu.probed()])
+    measured = {name: size for name, size in plan.terms.items() if name != "kv_pool"} | {"graphs": 30 * MIB}
+    held = sum(measured.values()) + 70 * MIB
+    taken = gpu_startup._taken(plan, measured, held)
+    assert taken["activations"] == measured["activations"] + 70 * MIB
+    assert taken["graphs"] == plan.terms["graphs"]  # Others are captured when they are needed.
+    assert gpu_startup._taken(plan, measured | {"graphs": 9 * GIB}, held)["graphs"] == 9 * GIB
+    assert gpu_startup._taken(plan, measured, 0)["activations"] == measured["activations"]
+
+
+class FakeMemory:
+    def __init__(self, gpu: FakeGpu) -> None:
+        self.gpu, self.given_back = gpu, 0
+
+    def held(self) -> gpu_memory.GpuHeld:
+        return gpu_memory.GpuHeld(self.gpu.process, self.gpu.free, self.gpu.total)
+
+    def give_back_cached(self) -> None:
+        self.given_back += 1
+
+
+def backing(spec: ModelSpec, refusals: int, status: int = OUT_OF_MEMORY) -> tuple[Any, FakeMemory, FakeGpu, Plan]:
+    """`_back` of a runner that has everything but its pool, the driver refusing so many times while a neighbour takes a
+    GiB each time."""
+    gpu = FakeGpu()
+    plan = make_gpu_plan(spec, None, EngineConfig.from_arguments(device="cuda", vram="60GiB"), [gpu.probed()])
+    measured = {name: size for name, size in plan.terms.items() if name != "kv_pool"}
+    gpu.context, gpu.others = measured["context"], 19 * GIB
+    gpu.tensors = sum(measured.values()) - measured["context"]
+    runner, memory = FakeRunner.__new__(FakeRunner), FakeMemory(gpu)
+    runner.gpu, runner.page, runner.most_blocks = gpu, plan.layout.page_bytes, plan.most_blocks
+    runner.kv = SimpleNamespace(nbytes=0)
+    back = runner.back_kv
+
+    def refusing(blocks: int) -> None:
+        nonlocal refusals
+        if refusals:
+            refusals -= 1
+            gpu.others += GIB
+            raise RangeError("memory", status)
+        back(blocks)
+
+    runner.back_kv = refusing  # type: ignore[method-assign]
+    return lambda: gpu_startup._back(plan, runner, memory, memory.held(), measured), memory, gpu, plan  # type: ignore[arg-type]
+
+
+def test_the_pool_becomes_what_a_neighbour_leaves(spec: ModelSpec) -> None:
+    back, memory, gpu, plan = backing(spec, BACK_TRIES - 1)
+    settled = back()
+    assert memory.given_back == BACK_TRIES - 1
+    assert settled.terms["kv_pool"] == gpu.pool < plan.terms["kv_pool"]
+    assert 0 <= gpu.free < plan.layout.page_bytes
+
+
+@pytest.mark.parametrize(("refusals", "status"), [(BACK_TRIES, OUT_OF_MEMORY), (1, 999)])
+def test_what_is_refused_each_time_or_for_another_reason_is_said(refusals: int, status: int, spec: ModelSpec) -> None:
+    back, _, gpu, _ = backing(spec, refusals, status)
+    with pytest.raises(RangeError):
+        back()
+    assert gpu.pool == 0
+
+
+def test_files_are_closed_when_loading_fails(spec: ModelSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = FakeGpu()
+    start = Start(gpu, monkeypatch, spec)
+    start.config = EngineConfig.from_arguments(device="cuda", max_model_len=8192)
+    closed: list[bool] = []
+
+    class FakeCheckpoint:
+        def __enter__(self) -> FakeCheckpoint:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            closed.append(True)
+
+    def unreadable(*_: Any, **__: Any) -> object:
+        raise OSError("input/output error")
+
+    monkeypatch.setattr(gpu_startup, "open_checkpoint", lambda files: FakeCheckpoint())
+    monkeypatch.setattr(gpu_startup, "load_weights", unreadable)
+    with pytest.raises(OSError, match="input/output"):
+        start.run()
+    assert closed == [True]
+
+
+def test_a_gpu_that_stays_full_is_refused_with_numbers(spec: ModelSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = FakeGpu()
+    start = Start(gpu, monkeypatch, spec)
+
+    def neighbour() -> None:
+        gpu.others = gpu.free - GIB
+
+    start.during.append(neighbour)
+    with pytest.raises(DoesNotFitError, match="does not fit on fake"):
+        start.run()
