@@ -84,13 +84,37 @@ def test_running_out_of_memory_at_any_place_changes_no_answer(tiny: Tiny, device
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="only a GPU has graphs")
+@pytest.mark.parametrize("moment", ["capture_begin", "capture_end"])
 def test_graphs_that_find_no_memory_are_done_without(
-    tiny: Tiny, device: torch.device, monkeypatch: pytest.MonkeyPatch
+    tiny: Tiny, device: torch.device, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
-    def fails(self: torch.cuda.CUDAGraph, *args: Any) -> None:
+    real = getattr(torch.cuda.CUDAGraph, moment)
+
+    def fails(self: torch.cuda.CUDAGraph, *args: Any, **more: Any) -> None:
+        if moment == "capture_end":
+            real(self)
         raise RuntimeError("CUDA error: out of memory")
 
-    monkeypatch.setattr(torch.cuda.CUDAGraph, "capture_begin", fails)
+    monkeypatch.setattr(torch.cuda.CUDAGraph, moment, fails)
+    prompts = [prompt(number, 4) for number in range(3)]
+    params = [SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)] * 3
+    for asked, outputs in zip(prompts, run(tiny.core(device, gpu=True), prompts, params), strict=True):
+        tiny.assert_greedy(asked, tokens_of(outputs))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="only a GPU has graphs")
+def test_a_capture_that_breaks_off_in_the_middle_is_done_without(
+    tiny: Tiny, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forward = GpuDecoder.forward
+
+    def fails(self: GpuDecoder, rows: Any, pages: torch.Tensor, layers: int | None = None) -> torch.Tensor:
+        stream = forward(self, rows, pages, layers)
+        if torch.cuda.is_current_stream_capturing():
+            raise torch.OutOfMemoryError("as if there were none left")
+        return stream
+
+    monkeypatch.setattr(GpuDecoder, "forward", fails)
     prompts = [prompt(number, 4) for number in range(3)]
     params = [SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)] * 3
     for asked, outputs in zip(prompts, run(tiny.core(device, gpu=True), prompts, params), strict=True):

@@ -13,6 +13,8 @@ import logging
 import os
 from pathlib import Path
 
+import msgspec
+
 from holdfast.engine.core import StepHandle, StepRunner
 from holdfast.errors import EngineError, StepMemoryError
 from holdfast.records import Failure, StepFailure, StepPlan, StepResult
@@ -56,7 +58,7 @@ class _DiesOnToken:
 
 
 class _HasNoMemory:
-    """Fails the second step of such a sequence, when its answer has begun; nothing else of that step is done."""
+    """Fails the second step of such a sequence, when its answer has begun. The step is done all the same."""
 
     def __init__(self, runner: StepRunner, token: int) -> None:
         self._runner, self._token = runner, token
@@ -68,23 +70,22 @@ class _HasNoMemory:
             self._slots.pop(start.slot, None)
             if self._token in start.token_ids[: start.prompt_length]:
                 self._slots[start.slot] = 0
+        failures = list[StepFailure]()
         for row in plan.rows:
             if row.slot in self._slots:
                 self._slots[row.slot] += row.samples
                 if self._slots[row.slot] > 1:
                     failure = Failure.of(StepMemoryError("there is no memory for it, on purpose"))
-                    return _Failed(
-                        StepResult(step_id=plan.step_id, failure=StepFailure(slot=row.slot, failure=failure))
-                    )
-        return self._runner.submit(plan)
+                    failures.append(StepFailure(slot=row.slot, failure=failure))
+        return _Failing(self._runner.submit(plan), failures)
 
     def close(self) -> None:
         self._runner.close()
 
 
-class _Failed:
-    def __init__(self, result: StepResult) -> None:
-        self._result = result
+class _Failing:
+    def __init__(self, step: StepHandle, failures: list[StepFailure]) -> None:
+        self._step, self._failures = step, failures
 
     def result(self) -> StepResult:
-        return self._result
+        return msgspec.structs.replace(self._step.result(), failures=self._failures)

@@ -14,7 +14,7 @@ What is promised to a caller who plans steps ahead of the runner, because plans 
 every layer writes its KV before attention reads it:
   - a page given back may be handed out at once: who read it before is executed before;
   - a block is indexed when the row that fills it is *scheduled*: who hits it is executed in that step or later.
-Nothing may be scheduled and then taken back after `note_scheduled`.
+Nothing may be scheduled and then taken back after `note_scheduled`; of what could not be executed `forget` is told.
 """
 
 from __future__ import annotations
@@ -237,6 +237,21 @@ class KVCache:
         """Goes on counting over the same pages where other books ended."""
         self.queries_total, self.hits_total = before.queries_total, before.hits_total
         self._pool.touched = before.blocks_touched
+
+    def begin_alike(self, book: Book, other: Book, entry: int) -> bool:
+        """Whether both have the same tokens up to the end of this block, as far as blocks of theirs have been known."""
+        return len(book.hashes) > entry < len(other.hashes) and book.hashes[entry] == other.hashes[entry]
+
+    def forget(self, book: Book, first: int) -> None:
+        """Its blocks from this entry on are no longer cached, whoever's pages hold them; nor will they be, from this
+        book, before it starts anew."""
+        for key in book.hashes[first:]:
+            for group in range(len(self.layout.groups)):
+                page = self._index.pages(group).get(key)
+                if page is not None:
+                    self._index.remove(group, key)
+                    self._pool.forget(self._pool.blocks[page])
+        book.stale = book.entries > 0
 
     def reset_prefix_cache(self) -> None:
         """Forgets all cached content. Running sequences keep their pages, but nothing of theirs is indexed again

@@ -19,6 +19,8 @@ MAX_LOGPROBS = 20
 MAX_STOPS = 64
 MAX_STOP_CHARS = 1024
 MAX_BIASES = 1024
+MAX_STOP_IDS = 1000
+"""With the model's own ends no more than biases: a GPU keeps room for as many of both."""
 
 NOT_YET = (
     "prompt_logprobs",
@@ -142,6 +144,7 @@ class SamplingParams(msgspec.Struct, metaclass=_Spelling, frozen=True, kw_only=T
             f"strings of 1 to {MAX_STOP_CHARS} characters",
         )
         need(self.detokenize or not self.stop_strings, "stop", "empty when detokenize is off: stop strings need text")
+        need(len(self.stop_ids) <= MAX_STOP_IDS, "stop_token_ids", f"at most {MAX_STOP_IDS} ids")
         need(len(self.logit_bias or {}) <= MAX_BIASES, "logit_bias", f"at most {MAX_BIASES} entries")
         need(
             all(-100 <= bias <= 100 for bias in (self.logit_bias or {}).values()),

@@ -74,7 +74,7 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class StepFailure(msgspec.Struct, frozen=True, kw_only=True):
-    """A step that could not be done, because one of its rows could not be done even alone."""
+    """A row that could not be done even alone: nobody knows what the pages it should have filled hold."""
 
     slot: int
     """Of that row."""
@@ -82,13 +82,11 @@ class StepFailure(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Entry i belongs to the i-th row of the plan that samples."""
+    """Entry i belongs to the i-th row of the plan that samples; it means nothing where that row failed."""
 
     step_id: int
     token_ids: list[int] = []
     logprobs: list[TokenLogprobs | None] = []
     """Empty when no row asked for them, else as long as token_ids."""
     finished_copies: list[int] = []
-    failure: StepFailure | None = None
-    """Then there are no tokens, and nobody knows what the pages of the step's rows hold; nor of the steps after it that
-    were planned by then."""
+    failures: list[StepFailure] = []

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from holdfast.errors import EngineError, RequestError
 from holdfast.kvcache import KVCache, Prefix
@@ -51,8 +51,8 @@ from holdfast.scheduler.sequence import Sequence, Status
 class _StepInFlight:
     step_id: int
     rows: list[PlannedRow]
-    void: bool = False
-    """Planned on a step that failed: whatever comes of it counts for nothing."""
+    void: set[Sequence] = field(default_factory=set)
+    """Whose rows count for nothing: they may have read what a failed row did not write."""
 
 
 class Scheduler:
@@ -327,8 +327,6 @@ class Scheduler:
         step = self._in_flight.popleft() if self._in_flight else None
         if step is None or step.step_id != result.step_id:
             raise EngineError(f"step {result.step_id} is not the one due", needed=f"step {step and step.step_id}")
-        if step.void or result.failure is not None:
-            return self._undo(step, None if step.void else result.failure, now_s)
         sampling = sum(planned.row.samples for planned in step.rows)
         if len(result.token_ids) != sampling or len(result.logprobs) not in (0, sampling):
             raise EngineError(
@@ -336,7 +334,7 @@ class Scheduler:
                 needed=f"{sampling} tokens",
                 found=f"{len(result.token_ids)} tokens and {len(result.logprobs)} logprobs",
             )
-        outputs: list[EngineOutput] = []
+        outputs = [output for failed in result.failures for output in self._fail(step, failed, now_s)]
         sampled = 0
         for planned in step.rows:
             sequence, row = planned.sequence, planned.row
@@ -346,33 +344,31 @@ class Scheduler:
                 sequence.in_flight -= row.count
             if row.samples:
                 sequence.sampling_in_flight -= 1
-                if sequence.status is not Status.FINISHED:
+                if sequence.status is not Status.FINISHED and sequence not in step.void:
                     logprobs = result.logprobs[sampled] if result.logprobs else None
                     outputs.append(self._take(sequence, result.token_ids[sampled], logprobs, now_s))
                 sampled += 1
         return outputs
 
-    def _undo(self, step: _StepInFlight, failed: StepFailure | None, now_s: float) -> list[EngineOutput]:
-        """A step of which nothing counts. `failed`: ends that one request. Everybody else is computed anew, because any
-        of them may have taken pages that the step did not fill over from the prefix cache."""
-        ending = None
-        for planned in step.rows:
-            sequence, row = planned.sequence, planned.row
-            sequence.rows_in_flight -= 1
-            sequence.sampling_in_flight -= row.samples
-            if failed is not None and row.slot == failed.slot and sequence.status is not Status.FINISHED:
-                ending = sequence
-        if failed is None:
+    def _fail(self, step: _StepInFlight, failed: StepFailure, now_s: float) -> list[EngineOutput]:
+        """Ends the one request. Whoever has the same beginning may have found the pages it did not fill in the prefix
+        cache, in this step or in one planned since: these start anew, and nothing of the rest is cached."""
+        row = next(planned for planned in step.rows if planned.row.slot == failed.slot)
+        ended, first = row.sequence, row.row.start // self.kv.layout.block_tokens
+        in_flight = (step, *self._in_flight)
+        for other in {planned.sequence for one in in_flight for planned in one.rows}:
+            if other is not ended and not self.kv.begin_alike(other.book, ended.book, first):
+                continue
+            self.kv.forget(other.book, first)
+            if other is not ended:
+                for one in in_flight:
+                    one.void.add(other)
+                if other.status is Status.RUNNING:
+                    self._send_back(other)
+        if ended.status is Status.FINISHED:
             return []
-        for later in self._in_flight:
-            later.void = True
-        self.kv.reset_prefix_cache()
-        for sequence in tuple(self._running):
-            self._send_back(sequence)
-        if ending is None:
-            return []
-        self._leave(ending)
-        return [news(ending, [], None, FinishReason.ERROR, None, now_s, failed.failure)]
+        self._leave(ended)
+        return [news(ended, [], None, FinishReason.ERROR, None, now_s, failed.failure)]
 
     def _take(self, sequence: Sequence, token: int, logprobs: TokenLogprobs | None, now_s: float) -> EngineOutput:
         """A token for a sequence that runs, or was preempted while it was sampled: it is valid all the same."""

@@ -84,13 +84,17 @@ class SimulatedRunner:
         self.tokens_computed = 0
         self._slots: list[_Slot | None] = [None] * slots
         self._written: set[tuple[int, int]] = set()
+        self._spoiled: set[tuple[int, int]] = set()
+        """Places (page, offset) of rows that failed, or of rows that read such places."""
 
     def poison(self, pages: Iterable[int]) -> None:
         """Makes the content of pages that nobody holds unusable."""
         for page in pages:
             self.pages[page] = [POISON] * self.layout.block_tokens
+            self._spoiled.difference_update((page, offset) for offset in range(self.layout.block_tokens))
 
-    def execute(self, plan: StepPlan) -> StepResult:
+    def execute(self, plan: StepPlan, failing: int | None = None) -> StepResult:
+        """`failing`: the row of this slot is not done, and who reads what it should have written gets nonsense."""
         for start in plan.starts:
             self._begin(start)
         for write in plan.table_writes:
@@ -102,11 +106,37 @@ class SimulatedRunner:
         self._written.clear()
         for row in plan.rows:
             self._write(row)
+        nonsense = {failing}
+        for row in plan.rows:
+            if row.slot == failing or any(self._reads_nonsense(row, group) for group in self.layout.groups):
+                nonsense.add(row.slot)
+                self._spoil(row)
         for row in plan.rows:
             for group in self.layout.groups:
-                self._read(row, group)
+                if row.slot not in nonsense:
+                    self._read(row, group)
         self.tokens_computed += plan.token_count
-        return StepResult(step_id=plan.step_id, token_ids=[self._sample(row) for row in plan.rows if row.samples])
+        failure = Failure(kind="StepMemoryError", message="as if there were no memory", code="HF441")
+        return StepResult(
+            step_id=plan.step_id,
+            token_ids=[self._sample(row, row.slot in nonsense) for row in plan.rows if row.samples],
+            failures=[] if failing is None else [StepFailure(slot=failing, failure=failure)],
+        )
+
+    def _places(self, slot: _Slot, group: int, first: int, end: int) -> list[tuple[int, int]]:
+        size = self.layout.block_tokens
+        return [(slot.tables[group][position // size], position % size) for position in range(first, end)]
+
+    def _reads_nonsense(self, row: Row, group: KVGroup) -> bool:
+        places = self._places(self._slot(row.slot), group.index, group.first_needed(row.start), row.start + row.count)
+        return not self._spoiled.isdisjoint(places)
+
+    def _spoil(self, row: Row) -> None:
+        slot = self._slot(row.slot)
+        for group in range(len(slot.tables)):
+            for page, offset in self._places(slot, group, row.start, row.start + row.count):
+                self.pages[page][offset] = POISON
+                self._spoiled.add((page, offset))
 
     def _slot(self, index: int) -> _Slot:
         slot = self._slots[index]
@@ -130,6 +160,7 @@ class SimulatedRunner:
                 assert place[0] != NULL_PAGE, f"slot {row.slot}: position {position} goes to the null page"
                 assert place not in self._written, f"slot {row.slot}: position {position} is written twice in a step"
                 self._written.add(place)
+                self._spoiled.discard(place)
                 self.pages[place[0]][place[1]] = slot.histories[position]
 
     def _read(self, row: Row, group: KVGroup) -> None:
@@ -145,13 +176,13 @@ class SimulatedRunner:
                 f"positions {begin}..{stop - 1}"
             )
 
-    def _sample(self, row: Row) -> int:
+    def _sample(self, row: Row, nonsense: bool) -> int:
         slot = self._slot(row.slot)
         end = row.start + row.count
         assert end == len(slot.histories), f"slot {row.slot}: samples at {end}, but knows {len(slot.histories)} tokens"
         free_to_end = end - slot.start.prompt_length >= slot.start.params.min_tokens
         banned = () if free_to_end else slot.start.banned_until_min_tokens
-        token = next_token(slot.histories[-1], self.vocabulary, banned)
+        token = 0 if nonsense else next_token(slot.histories[-1], self.vocabulary, banned)
         slot.learn(token)
         return token
 
@@ -172,8 +203,6 @@ class SimulatedEngine:
         self.unfinished: dict[str, Request] = {}
         self.outputs: dict[str, list[EngineOutput]] = {}
         self._plans: deque[tuple[StepPlan, list[int]]] = deque()
-        self._void = 0
-        """Plans that were made before it was known that the step before them failed."""
 
     @property
     def plans_in_flight(self) -> int:
@@ -204,20 +233,11 @@ class SimulatedEngine:
         return plan
 
     def execute(self, now_s: float = 0.0, *, failing_row: int | None = None) -> list[EngineOutput]:
-        """Executes and applies the oldest plan. `failing_row`: it fails there instead, and nothing of it is done."""
+        """Executes and applies the oldest plan; `failing_row` of it cannot be done."""
         plan, free_pages = self._plans.popleft()
         self.runner.poison(free_pages)
-        if self._void:
-            self._void -= 1
-            result = StepResult(step_id=plan.step_id)
-        elif failing_row is None:
-            result = self.runner.execute(plan)
-        else:
-            self._void = len(self._plans)
-            failure = Failure(kind="EngineError", message="as if there were no memory", code="HF441")
-            failed = StepFailure(slot=plan.rows[failing_row % len(plan.rows)].slot, failure=failure)
-            result = StepResult(step_id=plan.step_id, failure=failed)
-        outputs = self.scheduler.apply(result, now_s)
+        failing = None if failing_row is None else plan.rows[failing_row % len(plan.rows)].slot
+        outputs = self.scheduler.apply(self.runner.execute(plan, failing), now_s)
         for output in outputs:
             self._hear(output)
         return outputs

@@ -27,7 +27,7 @@ def test_as_the_founding_code_writes_it() -> None:
         ("temperature", -1.0), ("temperature", float("nan")), ("temperature", float("inf")), ("top_p", 0.0),
         ("top_p", 1.1), ("top_k", -2), ("min_p", -0.1), ("max_tokens", 0), ("min_tokens", -1), ("min_tokens", 17),
         ("logprobs", 21), ("stop", [""]), ("stop", ["x"] * 65), ("seed", 2**63), ("logit_bias", {1: 101.0}),
-        ("logit_bias", dict.fromkeys(range(1025), 1.0)),
+        ("logit_bias", dict.fromkeys(range(1025), 1.0)), ("stop_token_ids", list(range(1001))),
     ],
 )  # fmt: skip
 def test_out_of_range_names_the_field(field: str, value: object) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -18,7 +19,7 @@ from holdfast.execution.gpu.shortage import is_shortage
 log = logging.getLogger("holdfast")
 
 STEPS_BETWEEN_TRIES = 256
-"""A capture that found no memory is tried again after so many steps."""
+"""A capture that failed is tried again after so many steps."""
 
 
 class DecodeGraphs:
@@ -27,7 +28,7 @@ class DecodeGraphs:
     def __init__(self, most: int, run: Callable[[int, Work], None], device: torch.device) -> None:
         self._most, self._run, self._device = most, run, device
         self._graphs: dict[tuple[int, Work], torch.cuda.CUDAGraph] = {}
-        self._pool: tuple[int, int] | None = None
+        self._pool: Any = None  # torch has no public name for it.
         self._steps_to_wait = 0
         # One for all captures: torch gives cuBLAS 32 MiB of its own for every stream that multiplies.
         self._side = torch.cuda.Stream(device)
@@ -53,17 +54,17 @@ class DecodeGraphs:
         try:
             self._graphs[size, work] = self._capture(size, work)
         except RuntimeError as error:
-            if not is_shortage(error):
-                raise
             # The step itself is done. Without its graph the next is slower, and right.
             self._steps_to_wait = STEPS_BETWEEN_TRIES
-            log.warning("no GPU memory to capture steps of %d rows: they run kernel by kernel for now", size)
+            said = "no GPU memory" if is_shortage(error) else str(error).splitlines()[0]
+            log.warning("steps of %d rows run kernel by kernel for now, they could not be captured: %s", size, said)
 
     def _capture(self, size: int, work: Work) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize(self._device)
         with torch.cuda.stream(self._side):
-            graph.capture_begin(*(() if self._pool is None else (self._pool,)))
+            # What other threads of the process do with the GPU meanwhile is no business of this graph.
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 self._run(size, work)
             except BaseException:

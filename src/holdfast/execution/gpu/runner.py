@@ -11,7 +11,8 @@ from __future__ import annotations
 import gc
 import logging
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -51,8 +52,7 @@ class _Launched:
 
 
 class GpuStep:
-    """A step that was launched: its tokens arrive in pinned memory. Or one that was done in parts, and is here; or that
-    could not be done."""
+    """A step that was launched: its tokens arrive in pinned memory. Or one that was done in parts, and is here."""
 
     def __init__(
         self,
@@ -61,15 +61,13 @@ class GpuStep:
         *,
         launched: _Launched | None = None,
         sampled: Sampled | None = None,
-        failure: StepFailure | None = None,
+        failures: Sequence[StepFailure] = (),
     ) -> None:
         self._runner, self._step_id, self._launched = runner, step_id, launched
         self._sampled: Sampled = sampled or []
-        self._failure = failure
+        self._failures = list(failures)
 
     def result(self) -> StepResult:
-        if self._failure is not None:
-            return StepResult(step_id=self._step_id, failure=self._failure)
         if self._launched is not None:
             self._sampled, self._launched = self._runner.read(self._launched), None
         told = any(logprobs is not None for _, logprobs in self._sampled)
@@ -77,6 +75,7 @@ class GpuStep:
             step_id=self._step_id,
             token_ids=[token for token, _ in self._sampled],
             logprobs=[logprobs for _, logprobs in self._sampled] if told else [],
+            failures=self._failures,
         )
 
 
@@ -154,10 +153,8 @@ class GpuRunner:
         self.kv.back(blocks)
 
     def submit(self, plan: StepPlan) -> GpuStep:
-        with torch.inference_mode():
-            self._books.apply(plan, self.kv.blocks)
-            for start in plan.starts:
-                self._sampler.start(start)
+        with self._here():
+            self._enter(plan)
             step = self._start(plan)
         for row in plan.rows:
             if row.samples:
@@ -166,6 +163,17 @@ class GpuRunner:
 
     def execute(self, plan: StepPlan) -> StepResult:
         return self.submit(plan).result()
+
+    @contextmanager
+    def _here(self) -> Iterator[None]:
+        """On this runner's device, whatever the thread that calls has chosen."""
+        with torch.inference_mode(), torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
+            yield
+
+    def _enter(self, plan: StepPlan) -> None:
+        self._books.apply(plan, self.kv.blocks)
+        for start in plan.starts:
+            self._sampler.start(start)
 
     def _start(self, plan: StepPlan) -> GpuStep:
         place, self._next = self._next, (self._next + 1) % len(self._sampled)
@@ -181,12 +189,14 @@ class GpuRunner:
         """A step that did not find the memory it needed, once more and then in smaller ones. What it may have written
         already is written again: the same keys and values, and the same tokens. In the order of the rows, because one
         may read from the prefix cache what another before it writes. What torch keeps for itself is given back only
-        when the smallest part fails: somebody else may be faster to take it."""
+        when the smallest part fails: somebody else may be faster to take it. A row that fails even then is left out."""
         log.warning("out of GPU memory in a step of %d tokens: it is done in parts", plan.token_count)
-        told, given_back = False, False
+        told, given_back, failures = False, False, dict[int, StepFailure]()
         parts, found = deque([list(plan.rows)]), dict[int, tuple[int, TokenLogprobs | None]]()
         while parts:
-            part = parts.popleft()
+            part = [row for row in parts.popleft() if row.slot not in failures]
+            if not part:
+                continue
             try:
                 if not told:
                     self._slots.apply(plan)
@@ -200,12 +210,14 @@ class GpuRunner:
                 found.update(zip([row.slot for row in part if row.samples], sampled, strict=True))
                 continue
             if not smaller and given_back:
-                return GpuStep(self, plan.step_id, failure=_no_memory(part[0], said))
+                failures[part[0].slot] = _no_memory(part[0], said)
+                continue
             if not smaller:
                 self._give_back_cached()
                 given_back = True
             parts.extendleft(reversed(smaller or [part]))
-        return GpuStep(self, plan.step_id, sampled=[found[row.slot] for row in plan.rows if row.samples])
+        sampled = [found.get(row.slot, (0, None)) for row in plan.rows if row.samples]
+        return GpuStep(self, plan.step_id, sampled=sampled, failures=list(failures.values()))
 
     def _give_back_cached(self) -> None:
         if self.device.type == "cuda":
@@ -254,13 +266,16 @@ class GpuRunner:
         return [(token, logprobs) for _, token, logprobs in placed]
 
     def rehearse(self) -> None:
-        """The heaviest step the limits allow, for real; then products of every size, so that what the driver loads when
-        it is first used is there."""
-        self.execute(heaviest_plan(self.limits, self.layout))
-        self._books.known[:] = 0
-        if self.device.type == "cuda":
-            with torch.inference_mode():
+        """The heaviest step the limits allow, for real and whole; then products of every size, so that what the driver
+        loads when it is first used is there."""
+        plan = heaviest_plan(self.limits, self.layout)
+        with self._here():
+            self._enter(plan)
+            self._slots.apply(plan)
+            self.read(self._launch(plan.rows, 0))
+            if self.device.type == "cuda":
                 self.decoder.load_products(self._logits)
+        self._books.known[:] = 0
 
     def capture(self) -> None:
         """The graphs that are needed first: of one row, and of as many as there may be. Others when they are needed."""
@@ -268,18 +283,23 @@ class GpuRunner:
             return
         for rows in (self.limits.max_num_seqs, 1):
             size = self._graphs.padded(rows)
-            with torch.inference_mode():
+            with self._here():
                 self._forms.decode([], size)
                 self._graphs.replay(size, Work.DRAW)
 
     def close(self) -> None:
         """Gives everything back; the runner cannot be used afterwards."""
-        if self._graphs is not None:
-            self._graphs.close()
-        self._decoder = None
-        if self._kv is not None:
-            self._kv.close()
-            self._kv = None
-        self._logits = torch.empty(0)
-        gc.collect()
-        self._give_back_cached()
+        if self._decoder is None:
+            return
+        with self._here():
+            if self._graphs is not None:
+                self._graphs.close()
+            self._graphs = None
+            if self._kv is not None:
+                self._kv.close()
+            self._decoder = self._kv = None
+            del self._sampler, self._slots, self._forms, self._logits, self._sampled
+            gc.collect()
+            if self.device.type == "cuda":
+                torch._C._cuda_clearCublasWorkspaces()
+            self._give_back_cached()

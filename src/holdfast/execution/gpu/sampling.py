@@ -1,7 +1,7 @@
 """Sampling on the GPU: parameters of every slot on the device, tokens chosen and kept there, log-probabilities after.
 
-The order of work is `sampler`'s. Rows with penalties, biases or bans need a lane (a row of logits of their own); there
-are few, and they go to whoever is in the step. Knows logits and parameters, not the model.
+The order of work is `sampler`'s. Rows with penalties, biases or bans need a lane (a row of logits of their own), which
+go to whoever is in the step. Knows logits and parameters, not the model.
 """
 
 from __future__ import annotations
@@ -9,9 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import IntEnum
 
+import numpy
 import torch
 
 from holdfast.errors import EngineError
+from holdfast.execution.gpu.packets import PacketRing
 from holdfast.execution.gpu.slots import DeviceSlots
 from holdfast.execution.triton_kernels.sampling import Workspace, sample_rows
 from holdfast.execution.triton_kernels.sampling_adjust import Lanes, adjust_rows
@@ -75,11 +77,13 @@ class DeviceSampler:
         self._params = SlotParams(rows, vocab_size, device, lanes)
         self._workspace = Workspace.allocate(rows, vocab_size, device)
         self._lanes = Lanes.allocate(lanes, vocab_size, device)
+        self._scored = PacketRing(rows, device)
         self._slots: dict[int, _Slot] = {}
 
     @property
     def nbytes(self) -> int:
-        return self._workspace.nbytes + self._lanes.nbytes + self.sampled.nbytes + self._params.nbytes
+        own = self.sampled.nbytes + self._scored.nbytes
+        return self._workspace.nbytes + self._lanes.nbytes + self._params.nbytes + own
 
     def start(self, start: SequenceStart) -> None:
         slot = _Slot(start.params, start.prompt_length, start.banned_until_min_tokens)
@@ -135,9 +139,10 @@ class DeviceSampler:
             return None
         counts = [asked[row] or 0 for row in rows]
         likeliest = max(1, *counts)
+        (at,) = self._scored.send([numpy.array(rows, dtype=numpy.int32)])
         # In turns, so that many rows need no more memory than some.
         found = [
-            self._score(logits, torch.tensor(rows[first : first + LOGPROB_ROWS], device=self._device), likeliest)
+            self._score(logits, at[first : first + LOGPROB_ROWS], likeliest)
             for first in range(0, len(rows), LOGPROB_ROWS)
         ]
         own, ranks, best, best_ids = (self._to_host(torch.cat(parts)) for parts in zip(*found, strict=True))
