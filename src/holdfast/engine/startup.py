@@ -6,6 +6,7 @@ imports execution when it is called.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -184,43 +185,29 @@ def build_core(
     """`plan`: as another process made it; None: it is made here."""
     from holdfast.engine.core import EngineCore
     from holdfast.execution import native
-    from holdfast.execution.device import DTYPES, choose_device, set_threads, warm_up
+    from holdfast.execution.device import CPU, DTYPES, set_threads, warm_up
     from holdfast.execution.runner import Runner, RunnerLimits
     from holdfast.execution.weights import load_weights
 
-    if plan is not None and plan.gpu is not None:
-        return _build_on_gpu(config, model, progress, plan)
     if plan is None or (plan.compiled and not native.available()):
         plan = plan_model(config, model, kernels=native.available())
-    checkpoint = None if config.load_format == "dummy" else open_checkpoint(model.files)
-    if checkpoint is not None and (unused := extra_tensors(model.spec, checkpoint)):
-        log.warning("%d tensors of the checkpoint are not used: %s ...", len(unused), ", ".join(unused[:3]))
-    plan = _still_fits(plan)
-    device = choose_device(config.device)
-    set_threads(config.threads or processor().cores)
-    warm_up(DTYPES[plan.dtype], device)
-    before = _held()
-    progress("load", 0, 0)
-    weights = load_weights(
-        model.spec,
-        checkpoint,
-        dtype=DTYPES[plan.dtype],
-        device=device,
-        expand=plan.expand_weights,
-        compiled=plan.compiled,
-        progress=lambda done, total: progress("load", done, total),
-    )
-    if checkpoint is not None:
-        checkpoint.close()
+    if plan.gpu is not None:
+        return _build_on_gpu(config, model, progress, plan)
+    with contextlib.nullcontext() if config.load_format == "dummy" else open_checkpoint(model.files) as checkpoint:
+        if checkpoint is not None and (unused := extra_tensors(model.spec, checkpoint)):
+            log.warning("%d tensors of the checkpoint are not used: %s ...", len(unused), ", ".join(unused[:3]))
+        plan = _still_fits(plan)
+        set_threads(config.threads or processor().cores)
+        warm_up(DTYPES[plan.dtype], CPU)
+        before = _held()
+        progress("load", 0, 0)
+        weights = load_weights(
+            model.spec, checkpoint, dtype=DTYPES[plan.dtype], device=CPU, expand=plan.expand_weights,
+            compiled=plan.compiled, progress=lambda done, total: progress("load", done, total),
+        )  # fmt: skip
     limits = RunnerLimits.of(plan.limits)
     runner = Runner(
-        model.spec,
-        weights,
-        plan.layout,
-        limits,
-        device,
-        kv_dtype=DTYPES[plan.kv_dtype],
-        compiled=plan.compiled_attention,
+        model.spec, weights, plan.layout, limits, CPU, kv_dtype=DTYPES[plan.kv_dtype], compiled=plan.compiled_attention
     )
     loaded = _held()
     progress("rehearse", 0, 0)

@@ -11,25 +11,8 @@ import torch
 from holdfast.errors import ConfigurationError
 from holdfast.hardware import processor
 
+CPU = torch.device("cpu")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-def choose_device(requested: str = "auto") -> torch.device:
-    """`auto` and `cpu` give the CPU; anything else is refused by name."""
-    if requested in ("auto", "cpu"):
-        return torch.device("cpu")
-    if requested.split(":")[0] == "cuda":
-        raise ConfigurationError(
-            "CUDA execution is not part of this build yet",
-            code="HF120",
-            needed="device cpu",
-            found=requested,
-            fix="--device cpu",
-            field="device",
-        )
-    raise ConfigurationError(
-        f"device {requested!r} is not known", needed="auto or cpu", found=requested, fix="--device cpu", field="device"
-    )
 
 
 def packs_weights(dtype: torch.dtype, device: torch.device, features: Collection[str] | None = None) -> bool:

@@ -121,6 +121,8 @@ def _holdfast_problems(fit: Fit, settings: Mapping[str, object]) -> list[str]:
     lacking = lacks_engine("holdfast", [rank.device.gpu for rank in fit.ranks])
     if lacking is not None:
         problems.append(lacking)
+    if fit.question.machine.kind == "gpu" and fit.kv_dtype not in (fit.dtype, "fp8"):  # That one is refused above.
+        problems.append(f"on a GPU Holdfast keeps KV in what it computes in, {fit.dtype}: not in {fit.kv_dtype}")
     if not spec.runnable:
         problems.append(f"Holdfast cannot run this model yet: it lacks {', '.join(spec.unsupported)}")
     return problems

@@ -26,7 +26,7 @@ from holdfast.planner.question import Machine, PlannedModel, Settings
 from holdfast.planner.ways_out import ways_out
 from holdfast.units import counted, format_bytes
 
-TOO_OLD, NOT_THERE = "HF122", "HF121"
+TOO_OLD, NOT_THERE, MIXED_KV = "HF122", "HF121", "HF126"
 MOST_WAYS_OUT = 3
 
 
@@ -45,6 +45,11 @@ def too_old(gpus: Sequence[NvidiaGpu]) -> ConfigurationError:
 
 def choose_gpu(gpus: Sequence[NvidiaGpu]) -> tuple[NvidiaGpu, Decision]:
     """The one with most memory free, the first of equals; why, for people to read."""
+    if not gpus:
+        raise ConfigurationError(
+            "a GPU is planned for, and the driver shows none", code=NOT_THERE, needed="an NVIDIA GPU", found="none",
+            fix="--device cpu; nvidia-smi and CUDA_VISIBLE_DEVICES show what there is", field="device",
+        )  # fmt: skip
     able = [gpu for gpu in gpus if gpu.capability is None or gpu.capability >= LEAST_CAPABILITY]
     if not able:
         raise too_old(gpus)
@@ -92,9 +97,22 @@ def make_gpu_plan(
         ),
     )  # fmt: skip
     found = fit(question)
+    if found.kv_dtype != found.dtype:
+        raise _mixed(found)
     if not found.fits:
         raise _refusal(found)
     return _plan(found, config, chosen, decision)
+
+
+def _mixed(found: Fit) -> ConfigurationError:
+    return ConfigurationError(
+        "on a GPU the KV cache is kept in what is computed in",
+        code=MIXED_KV,
+        needed=f"kv_cache_dtype {found.dtype}, as dtype",
+        found=f"kv_cache_dtype {found.kv_dtype}",
+        fix=f"leave --kv-cache-dtype out, or --dtype {found.kv_dtype}",
+        field="kv_cache_dtype",
+    )
 
 
 def _plan(found: Fit, config: EngineConfig, chosen: NvidiaGpu, decision: Decision) -> Plan:
@@ -168,7 +186,7 @@ def _refusal(found: Fit) -> DoesNotFitError:
     needed = ", ".join(f"{term.name} {format_bytes(term.nbytes)}" for term in rank.terms)
     kv = found.needed_bytes(rank)
     others = f"; others hold: {', '.join(rank.device.held_by)}" if rank.device.held_by else ""
-    ways = [way for way in ways_out(found) if way.kind in ("utilization", "context", "sequences", "kv_dtype")]
+    ways = [way for way in ways_out(found) if way.kind in ("utilization", "context", "sequences")]
     return DoesNotFitError(
         f"{found.question.model.name} does not fit on {rank.device.name}",
         needed=f"{needed}, and {format_bytes(kv)} for the KV of {counted(found.required_tokens, 'token')}",

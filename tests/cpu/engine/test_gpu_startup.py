@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,12 +11,12 @@ import pytest
 import torch
 
 from holdfast.config import EngineConfig
-from holdfast.engine import gpu_startup
+from holdfast.engine import gpu_startup, startup
 from holdfast.engine.gpu_startup import BACK_TRIES, build_gpu_runner
 from holdfast.errors import DoesNotFitError
 from holdfast.execution.gpu import memory as gpu_memory
 from holdfast.execution.gpu.virtual import OUT_OF_MEMORY, RangeError
-from holdfast.hardware.nvidia import NvidiaGpu
+from holdfast.hardware.nvidia import NvidiaGpu, NvidiaMachine
 from holdfast.models import ModelSpec, from_config
 from holdfast.planner import Plan
 from holdfast.planner.gpu_plan import make_gpu_plan
@@ -147,13 +149,9 @@ class Start:
         return self._tried
 
     def run(self) -> tuple[Plan, MemoryReport, Any]:
+        files: Any = SimpleNamespace()
         _, plan, report, memory = build_gpu_runner(
-            self.config,
-            SimpleNamespace(),
-            self.spec,
-            self.plan,
-            lambda *_: None,
-            self._replan,  # type: ignore[arg-type]
+            self.config, files, self.spec, self.plan, lambda *_: None, self._replan
         )
         return plan, report, memory
 
@@ -314,3 +312,24 @@ def test_a_gpu_that_stays_full_is_refused_with_numbers(spec: ModelSpec, monkeypa
     start.during.append(neighbour)
     with pytest.raises(DoesNotFitError, match="does not fit on fake"):
         start.run()
+
+
+def test_an_engine_that_plans_for_itself_goes_to_the_gpu_that_it_planned_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_1B))
+    config = EngineConfig.from_arguments(
+        model=str(tmp_path), device="cuda", load_format="dummy", max_model_len=8192, skip_tokenizer_init=True
+    )
+    went: list[Plan] = []
+
+    def fake_build(config: Any, model: Any, progress: Any, plan: Plan) -> str:
+        went.append(plan)
+        return "built"
+
+    monkeypatch.setattr(startup, "probe", lambda: NvidiaMachine(gpus=(FakeGpu().probed(),)))
+    monkeypatch.setattr(startup, "_build_on_gpu", fake_build)
+    found: Any = startup.build_core(config, startup.find_model(config), lambda *_: None)
+    assert found == "built"
+    assert went[0].gpu is not None
+    assert went[0].gpu.uuid == UUID

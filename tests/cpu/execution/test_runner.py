@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from holdfast.errors import ConfigurationError, EngineError
-from holdfast.execution.device import choose_device, lean_products, packs_weights, set_threads
+from holdfast.execution.device import lean_products, packs_weights, set_threads
 from holdfast.execution.kv_store import KVStore
 from holdfast.execution.memory import PeakMemory
 from holdfast.execution.runner import Runner, RunnerLimits
@@ -181,15 +181,6 @@ def test_kv_store_refuses_what_does_not_belong_together(oracles: Callable[..., A
         KVStore(layout, 4, CPU, torch.bfloat16)
     with pytest.raises(EngineError, match="null page"):
         KVStore(layout, 1, CPU, torch.float32)
-
-
-def test_devices() -> None:
-    assert choose_device("auto") == choose_device("cpu") == CPU
-    for name in ("cuda", "cuda:1"):
-        with pytest.raises(ConfigurationError, match="CUDA execution is not part of this build yet"):
-            choose_device(name)
-    with pytest.raises(ConfigurationError, match="not known"):
-        choose_device("abacus")
 
 
 def test_packing_needs_products_in_hardware() -> None:

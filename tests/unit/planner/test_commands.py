@@ -571,12 +571,13 @@ def test_adapters_have_slots_of_a_rank_that_vllm_takes(ask: Ask, rank: int, vers
     assert vllm_terms(found, vllm).weights == pytest.approx(vllm_terms(exact, vllm).weights, abs=taken)
 
 
-def test_kv_that_vllm_does_not_keep(ask: Ask) -> None:
+def test_kv_that_engines_do_not_keep(ask: Ask) -> None:
     on_ampere = commands(fit(ask("llama-3.1-8b", "a100-80", kv_cache_dtype="float32")), sequences=4)
     on_turing = commands(fit(ask("qwen2.5-0.5b", "t4", kv_cache_dtype="fp8")), sequences=4)
-    for engine in ("vllm", "sglang"):
+    for engine in ("holdfast", "vllm", "sglang"):
         assert not on_ampere[engine].available
         assert any("not in float32" in note for note in on_ampere[engine].notes)
+    for engine in ("vllm", "sglang"):
         assert not on_turing[engine].available
         assert any("KV in FP8 needs compute capability 8.0" in note for note in on_turing[engine].notes)
 

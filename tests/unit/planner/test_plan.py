@@ -1,5 +1,8 @@
 """The plan: named terms that add up, limits that hold, refusals with numbers before anything is loaded."""
 
+from collections.abc import Callable
+from functools import partial
+
 import pytest
 
 from holdfast.checkpoints import StoredTensor
@@ -213,6 +216,32 @@ def test_the_pool_of_a_gpu_grows_within_its_budget(spec: ModelSpec) -> None:
     few, as_set = made(max_num_seqs=2), made(kv_cache_memory_bytes="2GiB")
     assert few.most_blocks == few.blocks == 1 + 2 * 8192 // 16
     assert as_set.most_blocks == as_set.blocks == 2 * GIB // page
+
+
+def test_a_gpu_keeps_kv_in_what_it_computes_in(spec: ModelSpec) -> None:
+    gpu = NvidiaGpu(index=0, uuid="GPU-1", name="one", total_bytes=40 * GIB, free_bytes=40 * GIB, capability=(9, 0))
+
+    def made(**settings: object) -> Plan:
+        return make_gpu_plan(spec, None, EngineConfig.from_arguments(device="cuda", **settings), [gpu])
+
+    assert made(kv_cache_dtype="bfloat16").kv_dtype == made().kv_dtype == "bfloat16"
+    for settings in ({"kv_cache_dtype": "float16"}, {"kv_cache_dtype": "bfloat16", "dtype": "float16"}):
+        refusal = _refused(partial(made, **settings))
+        assert (refusal.code, refusal.field) == ("HF126", "kv_cache_dtype")
+        # What is advised is taken.
+        assert f"--dtype {settings['kv_cache_dtype']}" in str(refusal.fix)
+    assert made(kv_cache_dtype="float16", dtype="float16").kv_dtype == "float16"
+
+
+def _refused(make: Callable[[], object]) -> ConfigurationError:
+    with pytest.raises(ConfigurationError) as caught:
+        make()
+    return caught.value
+
+
+def test_a_gpu_that_is_not_there_is_refused_by_name(spec: ModelSpec) -> None:
+    config = EngineConfig.from_arguments(device="cuda")
+    assert _refused(lambda: make_gpu_plan(spec, None, config, [])).code == "HF121"
 
 
 def test_an_absolute_budget(spec: ModelSpec) -> None:
