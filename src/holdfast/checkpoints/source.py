@@ -83,6 +83,7 @@ def _hub_id(name: str) -> tuple[str, str | None]:
     repo, colon, wanted = name.partition(":")
     if _HUB_ID.fullmatch(repo) and not repo.endswith(".gguf") and bool(colon) == bool(wanted):
         return repo, wanted or None
+    refuse_known(name)
     raise ModelNotFoundError(
         f"no model at {shorten(name)!r}",
         needed="an existing folder or .gguf file, a built-in name, or a hub id such as owner/name or owner/name:Q4_K_M",
@@ -101,6 +102,13 @@ def _meant(name: str) -> str | None:
     if entry is None:
         return None
     return f"{shorten(name)} is a name of the catalogue, for plans; to run it, name what is fetched: {entry.hub_id}"
+
+
+def refuse_known(name: str) -> None:
+    """A model that the catalogue knows and this engine cannot run: no advice on how to fetch it helps."""
+    entry = catalogue.lookup(name)
+    if entry is not None:
+        from_config(entry.config)
 
 
 def from_path(path: Path, *, name: str, kind: Kind | None = None, wanted: str | None = None) -> ModelFiles:

@@ -97,13 +97,16 @@ class UrlBackend:
 
 
 def api_of(url: str, *, written: str = "--url") -> str:
-    """Where the API begins: `localhost:8000`, `http://localhost:8000/` and `http://localhost:8000/v1` are the same.
+    """Where the API begins: `8000`, `localhost:8000`, `http://localhost:8000/` and `http://localhost:8000/v1` are the
+    same.
 
     `written`: as what the user gave it.
     """
     import httpx
 
     found, reason = url.strip(), "it names no host"
+    if found.isdecimal():
+        found = "localhost:" + found
     if "://" not in found:
         found = "http://" + found
     base = found.rstrip("/").removesuffix("/v1").rstrip("/") + "/v1/"

@@ -17,7 +17,7 @@ USAGE = "holdfast ps [URL ...] [--json]"
 
 EXAMPLES = """examples:
   holdfast ps                                       the server on http://127.0.0.1:8000
-  holdfast ps localhost:8000 localhost:9000         two of them
+  holdfast ps 8000 localhost:9000                   two of them, the first by its port here
   holdfast ps --json | jq '.[0].memory.terms'       for programs
 
 exit codes: 0 all are ready, 1 one is not, 2 an address cannot be understood

@@ -24,6 +24,7 @@ from holdfast.checkpoints import (
     spec_of,
 )
 from holdfast.checkpoints.builtin import refuse_revision
+from holdfast.checkpoints.source import refuse_known
 from holdfast.config import EngineConfig
 from holdfast.errors import (
     ConfigurationError,
@@ -33,7 +34,7 @@ from holdfast.errors import (
     ModelNotFoundError,
     RequestError,
 )
-from holdfast.hardware import Resident, compiled_kernels, memory, memory_holders, processor, resident
+from holdfast.hardware import Memory, Resident, compiled_kernels, memory, memory_holders, processor, resident
 from holdfast.hardware.nvidia import probe
 from holdfast.kvcache import KVCache
 from holdfast.models import ModelSpec
@@ -69,6 +70,7 @@ def find_model(config: EngineConfig, *, progress: bool = True) -> FoundModel:
     try:
         headers = locate_headers(config.model, revision=config.revision, progress=progress)
     except (ModelAccessError, ModelNotFoundError):
+        refuse_known(config.model or DEFAULT_MODEL)
         headers = None  # Fetching says best what is wrong.
     if headers is not None and headers.remote:
         plan_model(config, _checked(config, headers))
@@ -106,18 +108,30 @@ def plan_model(config: EngineConfig, model: FoundModel, *, front_bytes: int = 0,
     if config.device == "cuda":
         return make_gpu_plan(model.spec, stored, config, probe().gpus, name=model.files.name)
     known, machine = compiled_kernels() if kernels is None else kernels, memory()
-    try:
+
+    def planned(with_memory: Memory) -> Plan:
         return make_plan(
-            model.spec, stored, config, machine, processor(), compiled_kernels=known, front_bytes=front_bytes
+            model.spec, stored, config, with_memory, processor(), compiled_kernels=known, front_bytes=front_bytes
         )
+
+    try:
+        return planned(machine)
     except DoesNotFitError as error:
         holders = memory_holders()
-        if not holders or (config.ram is not None and config.ram <= machine.available_bytes):
-            raise
+        if not holders or not _fits(planned, replace(machine, available_bytes=machine.total_bytes)):
+            raise  # Theirs would not help.
         found = f"{error.found}; others hold: {', '.join(holders)}"
         raise DoesNotFitError(
             error.message, code=error.code, needed=error.needed, found=found, fix=error.fix, field=error.field
         ) from None
+
+
+def _fits(planned: Callable[[Memory], Plan], machine: Memory) -> bool:
+    try:
+        planned(machine)
+    except DoesNotFitError:
+        return False
+    return True
 
 
 def _stored(config: EngineConfig, model: FoundModel) -> Mapping[str, StoredTensor] | None:
@@ -144,7 +158,8 @@ def plan_lines(model: FoundModel, plan: Plan) -> list[str]:
         f"  limits: context {limits.max_model_len:,} tokens, {limits.max_num_seqs} sequences, "
         f"{limits.max_num_batched_tokens:,} tokens a step; KV holds {_concurrency(plan):.1f} sequences of full length",
     ]
-    if plan.short and budget.source == "measured" and (holders := memory_holders()):
+    pool_is_set = any(decision.field == "kv_pool" and decision.source == "set" for decision in plan.decisions)
+    if plan.short and budget.source == "measured" and not pool_is_set and (holders := memory_holders()):
         lines.append(f"  memory is short; others hold: {', '.join(holders)}")
     return lines
 

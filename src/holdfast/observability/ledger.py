@@ -165,7 +165,10 @@ def ledger_lines(ledger: Ledger) -> list[str]:
             f"{tier.tier}: {format_bytes(tier.measured_bytes)} held of a budget of {format_bytes(tier.budget_bytes)}; "
             f"{format_bytes(tier.free_bytes)} of {format_bytes(tier.total_bytes)} were free ({tier.limited_by})"
         )
-        lines += term_lines([term for term in ledger.terms if term.tier == tier.tier], tier.budget_bytes)
+        terms = [term for term in ledger.terms if term.tier == tier.tier]
+        lines += term_lines(terms, tier.budget_bytes)
+        if any(term.term == UNACCOUNTED and (term.measured_bytes or 0) < 0 for term in terms):
+            lines.append("  unaccounted is below nothing: some terms hold less now than when they were measured")
     for process in ledger.processes:
         lines.append(
             f"  {process.name} (pid {process.pid}): {format_bytes(process.resident_bytes)} now, "

@@ -27,7 +27,7 @@ from holdfast.planner.footprint import Limits
 from holdfast.planner.gpu_footprint import LEAST_CAPABILITY
 from holdfast.planner.kv import KVCost, kv_cost, layout_cost
 from holdfast.planner.layouts import is_quantized
-from holdfast.planner.number_types import NumberType, asked_type, cpu_type, gpu_type
+from holdfast.planner.number_types import NumberType, asked_type, cpu_type, gpu_type, other_engines_type
 from holdfast.planner.question import KV_ELEMENT_BYTES, Device, PlannedModel
 from holdfast.planner.same import Same
 from holdfast.planner.terms import Term
@@ -238,7 +238,10 @@ def chosen_dtype(question: Question, ranks: int = 1) -> NumberType:
     stored, devices = question.model.spec.stored_dtype, question.machine.devices[:ranks]
     if devices[0].kind == "gpu":
         return gpu_type(stored, devices)
-    processor = Processor(model="", cores=1, features=question.machine.cpu_features)
+    processor, spec = Processor(model="", cores=1, features=question.machine.cpu_features), question.model.spec
+    if not spec.runnable or spec.quantization is not None:
+        engine = "llama.cpp" if question.model.format == "gguf" else "vLLM"
+        return other_engines_type(stored, engine, fast_bfloat16=processor.fast_bfloat16)
     return cpu_type(stored, fast_bfloat16=processor.fast_bfloat16)
 
 

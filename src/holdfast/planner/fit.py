@@ -54,7 +54,7 @@ Counted = Callable[[int, int], Fit]
 
 def fit(question: Question) -> Fit:
     """On GPUs that can hold a model together; where there are several kinds, on those that hold most."""
-    kinds = apart(question)
+    kinds = apart(question, fit)
     return _fit(question) if kinds[0] is question else best([_fit(one) for one in kinds])
 
 

@@ -8,7 +8,7 @@ Divides and compares; counts nothing.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from holdfast.errors import ConfigurationError
@@ -21,6 +21,7 @@ from holdfast.planner.same import Same
 from holdfast.units import counted, format_bytes
 
 NOT_TOGETHER = "HF134"
+Planned = Callable[[Question], Fit]
 
 
 def _kin(device: Device) -> tuple[str, str, bool]:
@@ -35,9 +36,9 @@ def _groups(devices: Sequence[Device]) -> list[tuple[Device, ...]]:
     return [tuple(group) for group in found.values()]
 
 
-def apart(question: Question) -> tuple[Question, ...]:
+def apart(question: Question, plan: Planned) -> tuple[Question, ...]:
     """The question once for each kind of GPU that has as many as were asked for, the others set aside; as it is where
-    all are of one kind."""
+    all are of one kind. `plan`: answers another question, so that nothing is advised that does not fit."""
     machine, settings = question.machine, question.settings
     wanted = (settings.tensor_parallel or 1) * settings.pipeline_parallel
     if len({_kin(device) for device in machine.devices}) == 1 or wanted > len(machine.devices):
@@ -45,13 +46,13 @@ def apart(question: Question) -> tuple[Question, ...]:
     groups = _groups(_numbered(machine.devices))
     able = [group for group in groups if len(group) >= wanted]
     if not able:
-        most = max(groups, key=len)
         raise ConfigurationError(
             f"{wanted} GPUs are to hold one model, and of no kind are there so many",
             code=NOT_TOGETHER,
             needed=f"{wanted} GPUs of one maker, with memory of their own or all with the machine's",
             found=" | ".join(_described(group) for group in groups),
-            fix=f"{_smaller(question, len(most))}, on {describe_devices(most)}" + _more_of(most[0], wanted),
+            fix="; or ".join(_fixes(question, groups, wanted, plan))
+            or "leave -tp and -pp out: the plan then says what is lacking, and what would do",
             field="tensor_parallel_size",
         )
     return tuple(
@@ -69,13 +70,31 @@ def _numbered(devices: Sequence[Device]) -> list[Device]:
     return found
 
 
-def _smaller(question: Question, most: int) -> str:
-    size = sizes(Same(question.model.spec), most)[-1]
-    return f"-tp {size}" if question.settings.pipeline_parallel == 1 else f"-tp {size} -pp 1"
+def _fixes(question: Question, groups: Sequence[tuple[Device, ...]], wanted: int, plan: Planned) -> Iterator[str]:
+    """What fits, of two kinds: the largest split that one kind here can have, and as many GPUs of one kind as were
+    asked for."""
+    kinds = sorted(groups, key=len, reverse=True)
+    for size in reversed(sizes(Same(question.model.spec), len(kinds[0]))):
+        settings = replace(question.settings, tensor_parallel=size, pipeline_parallel=1)
+        found = _fitting(replace(question, settings=settings), plan)
+        if found is not None:
+            flags = f"-tp {size}" if question.settings.pipeline_parallel == 1 else f"-tp {size} -pp 1"
+            yield f"{flags}, on {describe_devices([rank.device for rank in found.ranks])}"
+            break
+    for kind in kinds:
+        devices = tuple(replace(kind[0], index=index, selector=None) for index in range(wanted))
+        more = replace(question, machine=replace(question.machine, devices=devices))
+        if kind[0].gpu is not None and _fitting(more, plan) is not None:
+            yield f"--gpu {kind[0].gpu.key}x{wanted}"
+            break
 
 
-def _more_of(device: Device, count: int) -> str:
-    return "" if device.gpu is None else f"; or --gpu {device.gpu.key}x{count}"
+def _fitting(question: Question, plan: Planned) -> Fit | None:
+    try:
+        found = plan(question)
+    except ConfigurationError:
+        return None
+    return found if found.fits else None
 
 
 def _others(group: tuple[Device, ...], groups: Sequence[tuple[Device, ...]]) -> list[Device]:

@@ -21,7 +21,7 @@ from holdfast.errors import ConfigurationError
 from holdfast.hardware import gpus
 from holdfast.observability.decisions import Decision
 from holdfast.planner.question import Device, Machine
-from holdfast.units import TIB, format_bytes, parse_bytes, shorten
+from holdfast.units import MIB, TIB, format_bytes, parse_bytes, shorten
 
 if TYPE_CHECKING:
     from holdfast.hardware import nvidia
@@ -147,7 +147,7 @@ def _catalogue_device(index: int, gpu: gpus.Gpu, budget: int | None) -> Device:
         raise _contradicts(
             f"--vram is more than {gpu.key} has",
             f"{format_bytes(budget)} of {format_bytes(gpu.usable_bytes)}",
-            f"--vram {gpu.usable_bytes}, or leave it out",
+            f"--vram {gpu.usable_bytes // MIB}MiB, or leave it out",
             "vram",
         )
     return Device(

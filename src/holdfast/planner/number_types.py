@@ -1,4 +1,5 @@
-"""What a model is computed in where nobody says, with the reason: one rule for a CPU and one for GPUs.
+"""What a model is computed in where nobody says, with the reason: one rule for a CPU, one for GPUs and
+one for models that only others run.
 
 Counts nothing, and knows no settings but the one that is asked for.
 """
@@ -32,6 +33,18 @@ def cpu_type(stored: str, *, fast_bfloat16: bool) -> NumberType:
         return NumberType("bfloat16", "this CPU multiplies bfloat16 in hardware", "hardware")
     reason = "this CPU has no bfloat16 products; emulated ones are many times slower"
     return NumberType("float32", reason, "hardware")
+
+
+def other_engines_type(stored: str, engine: str, *, fast_bfloat16: bool) -> NumberType:
+    """On a CPU, of a model that this engine does not run: what the one takes that does."""
+    value = "float16" if stored == "float16" else "bfloat16"
+    how = "takes what the model says" if value == stored else f"takes half of the {stored} that the model is stored in"
+    if engine == "llama.cpp":
+        how = "keeps KV in 16 bits"
+    reason = f"Holdfast does not run this model: {engine}, which does, {how}"
+    if value == "bfloat16" and engine != "llama.cpp" and not fast_bfloat16:
+        reason += "; this CPU has no bfloat16 products, and emulated ones are many times slower"
+    return NumberType(value, reason, "model")
 
 
 def gpu_type(stored: str, devices: Sequence[Device]) -> NumberType:

@@ -87,15 +87,27 @@ def pool_holds_no_block(room: Room) -> DoesNotFitError:
 
 def length_does_not_fit(room: Room, wanted: int, longest: int) -> DoesNotFitError:
     needed, short = room.one_sequence(wanted) * room.layout.page_bytes, room.short_bytes(wanted)
-    shorter = f"--max-model-len {longest}" if longest >= LEAST_TOKENS else None
+    pool = _enough_pool(room, wanted, needed)
+    fixes = [f"--max-model-len {longest}"] if longest >= LEAST_TOKENS else []
+    fixes += [f"--kv-cache-memory-bytes {pool // MIB}MiB"] if pool is not None else []
     return DoesNotFitError(
         f"one sequence of {counted(wanted, 'token')} does not fit in the KV pool",
         needed=f"{format_bytes(needed)} for max_model_len {wanted:,}",
-        found=f"{format_bytes(max(0, needed - short))}: {format_bytes(short)} short",
-        fix=shorter
+        found=f"{format_bytes(max(0, needed - short))}{', as it was set' if pool is not None else ''}:"
+        f" {format_bytes(short)} short",
+        fix=", or ".join(fixes)
         or f"free {format_bytes(short)} of memory: it holds {counted(longest, 'token')}, which is of little use",
         field="max_model_len",
     )
+
+
+def _enough_pool(room: Room, length: int, needed: int) -> int | None:
+    """Where the pool was set too small and the budget has more: what would do, in whole MiB."""
+    if room.config.kv_cache_memory_bytes is None:
+        return None
+    enough = -(-needed // MIB) * MIB
+    larger = replace(room, config=replace(room.config, kv_cache_memory_bytes=enough))
+    return enough if larger.fits(length) else None
 
 
 def became_short(reserve: int, needed: int, held: int, available: int, over: int) -> DoesNotFitError:

@@ -91,20 +91,24 @@ def _already(model: PlannedModel, name: str, plain: str, kind: str | None) -> bo
 
 def _most(tensors: Iterable[StoredTensor]) -> str:
     """What most of the bytes are stored as."""
+    return _by_size(tensors)[0]
+
+
+def _by_size(tensors: Iterable[StoredTensor]) -> list[str]:
+    """Layouts, those of most bytes first."""
     sizes = Counter[str]()
     for tensor in tensors:
         sizes[tensor.layout] += tensor.nbytes
-    return sizes.most_common(1)[0][0]
+    return [layout for layout, _ in sizes.most_common()]
 
 
 def _require_plain(model: PlannedModel, name: str) -> None:
     quantization = model.spec.quantization
-    layouts = (tensor.layout for tensor in (model.stored or {}).values())
-    quantized = next((layout for layout in layouts if is_quantized(layout)), None)
-    found = quantized if quantization is None else quantization.method
-    if found is not None:
+    layouts = [layout for layout in _by_size((model.stored or {}).values()) if is_quantized(layout)]
+    found = ", ".join(layouts) if quantization is None else quantization.method
+    if found:
         raise ConfigurationError(
-            f"quantization: {model.name} is stored as {found}, and cannot be planned as {shorten(name)}",
+            f"quantization: {model.name} is quantized already ({found}), and cannot be planned as {shorten(name)}",
             code=CANNOT_QUANTIZE,
             needed="a model that is not quantized yet",
             found=found,

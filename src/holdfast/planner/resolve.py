@@ -8,8 +8,8 @@ was chosen comes back with its reason. Knows no budget and no machine.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from holdfast.checkpoints import (
@@ -59,7 +59,7 @@ def resolve_model(name: str | None = None, *, revision: str | None = None, quant
         error.field = error.field or "model"
         raise
     if quantization is None:
-        return found
+        return replace(found, decisions=(*found.decisions, *_as_a_tag(wanted, found.model)))
     model = quantized_as(found.model, quantization)
     if model is found.model:
         decision = Decision("quantization", quantization, "the model is stored so", "model")
@@ -69,6 +69,15 @@ def resolve_model(name: str | None = None, *, revision: str | None = None, quant
         reason += f": {mixed}" if mixed else ""
         decision = Decision("quantization", quantization, reason, "set")
     return Resolved(model, (*found.decisions, decision))
+
+
+def _as_a_tag(wanted: str, model: PlannedModel) -> Iterator[Decision]:
+    """`llama3.1:8b`, for those who know the name from Ollama."""
+    plain = model.origin == "catalogue" and model.format == "none" and model.spec.quantization is None
+    if plain and ":" in wanted and "/" not in wanted:
+        reason = f"{wanted} is taken as the unquantized {model.name}; what Ollama fetches under such a tag is quantized,"
+        reason += " mostly as Q4_K_M: -q Q4_K_M plans that"
+        yield Decision("weights", "unquantized", reason, "catalogue")
 
 
 def _find(wanted: str, revision: str | None) -> Resolved:

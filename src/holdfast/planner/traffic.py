@@ -147,10 +147,10 @@ class _Reading:
 
     def left_out(self) -> str:
         said = [
-            f"{count:,} {what}"
-            for count, what in (
-                (self.torn, "torn lines"), (self.wrong, "lines with impossible numbers"),
-                (self.refused, "refused requests"), (self.others, "other lines"),
+            f"{counted(count, what)}{more}"
+            for count, what, more in (
+                (self.torn, "torn line", ""), (self.wrong, "line", " with impossible numbers"),
+                (self.refused, "refused request", ""), (self.others, "other line", ""),
             )
             if count
         ]  # fmt: skip
@@ -230,7 +230,7 @@ def _from_json_lines(
     elif reading.timed == count:
         peak, origin = "the most that overlapped", "traffic"
     elif reading.timed:
-        peak, origin = f"the most that overlapped of the {reading.timed:,} lines with times", "traffic"
+        peak, origin = f"the most that overlapped of {counted(reading.timed, 'line')} with times", "traffic"
     else:
         peak, origin = "the lines tell no times: give --concurrency for the peak", "default"
     return traffic, (

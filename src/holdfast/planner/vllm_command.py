@@ -109,15 +109,18 @@ def _program(vllm: Vllm) -> str:
 def _on_a_cpu(found: Fit, sequences: int, vllm: Vllm) -> Command:
     """There its share of memory would be of the whole machine: the KV pool is set instead, in whole GiB."""
     source = torch_source(found.question.model, "vllm")
-    room = max(0, found.ranks[0].room_bytes)
-    whole = found.limits.max_model_len if vllm.runner == "v0" else 0
+    room, length = max(0, found.ranks[0].room_bytes), found.limits.max_model_len
+    space = max(1, room // GIB)
+    if found.question.settings.max_model_len is None:
+        length = min(length, found.ranks[0].kv.longest(space * GIB, length))
+    whole = length if vllm.runner == "v0" else 0
     flags = {
-        "--max-model-len": found.limits.max_model_len,
+        "--max-model-len": length,
         "--max-num-seqs": sequences,
         "--max-num-batched-tokens": max(found.limits.max_num_batched_tokens, sequences, whole),
         **_others(found, source, vllm),
     }
-    text = f"VLLM_CPU_KVCACHE_SPACE={max(1, room // GIB)} {line(_program(vllm), source.name, flags)}"
+    text = f"VLLM_CPU_KVCACHE_SPACE={space} {line(_program(vllm), source.name, flags)}"
     notes = ["on a CPU vLLM needs its own build, and takes bf16"]
     if room < GIB:
         notes.append(f"it sets KV in whole GiB, and this plan has {format_bytes(room)} for it")

@@ -10,7 +10,7 @@ import numpy
 import pytest
 
 from holdfast.checkpoints import extra_tensors, from_path, locate, match, open_checkpoint, spec_of
-from holdfast.errors import CheckpointError, ModelNotFoundError
+from holdfast.errors import CheckpointError, ModelNotFoundError, UnknownArchitectureError
 
 Folder = Callable[..., Path]
 
@@ -150,3 +150,15 @@ def test_a_file_cut_after_its_header_was_read(model_folder: Folder) -> None:
             checkpoint.read("model.norm.weight")
         with pytest.raises(CheckpointError, match="no tensor"):
             checkpoint.read("nothing")
+
+
+def test_a_name_of_the_catalogue_is_not_advised_where_it_cannot_run() -> None:
+    """To fetch it would not help."""
+    with pytest.raises(UnknownArchitectureError) as caught:
+        locate("qwen3-8b")
+    assert "cannot run it yet" in caught.value.message
+    with pytest.raises(CheckpointError, match="awq"):
+        locate("llama-3.1-8b-awq")
+    with pytest.raises(ModelNotFoundError) as runs:
+        locate("llama-3.1-8b")
+    assert "name what is fetched: meta-llama/Llama-3.1-8B-Instruct" in str(runs.value.fix)

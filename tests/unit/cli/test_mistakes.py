@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.checkpoints import locate
+from holdfast.cli.chat_backends import api_of
 from holdfast.cli.main import main
 from holdfast.config import EngineConfig
 from holdfast.config.plan import PlanConfig
@@ -168,6 +169,13 @@ def test_ps_without_a_server_says_how_to_ask_another(
     told = capsys.readouterr().out
     assert "nothing answers there" in told
     assert "holdfast ps localhost:8123" in told
+
+
+@pytest.mark.parametrize(("written", "asked"), [("18731", "localhost:18731"), ("localhost:18731", "localhost:18731")])
+def test_a_bare_number_is_a_port_of_this_machine(written: str, asked: str) -> None:
+    assert api_of(written, written="URL") == f"http://{asked}/v1/"
+    with pytest.raises(ConfigurationError):
+        api_of("187310", written="URL")
 
 
 def test_traffic_takes_a_bare_address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

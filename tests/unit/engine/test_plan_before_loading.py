@@ -12,7 +12,7 @@ import pytest
 from holdfast import hardware
 from holdfast.config import EngineConfig
 from holdfast.engine import messages, startup
-from holdfast.errors import DoesNotFitError
+from holdfast.errors import DoesNotFitError, UnknownArchitectureError
 from holdfast.hardware import Memory
 
 MIB = 1 << 20
@@ -51,6 +51,8 @@ def test_the_front_refuses_without_torch(tiny_arguments: list[str]) -> None:
     assert "520.00 KiB short" in done.stderr
     assert "--max-model-len 1008" in done.stderr  # 64 pages of 8 KiB, one of them the null page
     assert "leave --kv-cache-memory-bytes out" in done.stderr
+    assert "--kv-cache-memory-bytes 2MiB" in done.stderr  # 129 pages and more
+    assert "others hold" not in done.stderr  # The user's own pool is too small, whoever holds memory.
 
 
 def test_a_budget_of_another_device_is_refused_by_name(tiny_arguments: list[str]) -> None:
@@ -94,6 +96,32 @@ def test_who_holds_memory_is_said_when_it_is_short(config: EngineConfig, monkeyp
     with pytest.raises(DoesNotFitError) as caught:
         startup.plan_model(dataclasses.replace(config, ram=150 * MIB), model)
     assert "postgres" not in str(caught.value)  # the budget is the user's own
+
+
+def test_nobody_is_blamed_for_a_pool_that_was_set_too_small(
+    config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free = Memory(total_bytes=16 << 30, available_bytes=8 << 30, limited_by="machine")
+    monkeypatch.setattr(startup, "memory", lambda: free)
+    monkeypatch.setattr(startup, "memory_holders", lambda: ("postgres (pid 7) 8.00 GiB",))
+    model = startup.find_model(config)
+    small = dataclasses.replace(config, max_model_len=2048, kv_cache_memory_bytes=512 << 10)
+    with pytest.raises(DoesNotFitError) as caught:
+        startup.plan_model(small, model)
+    assert "postgres" not in str(caught.value)
+    assert "--kv-cache-memory-bytes 2MiB" in str(caught.value.fix)
+    enough = startup.plan_model(dataclasses.replace(small, kv_cache_memory_bytes=2 * MIB), model)
+    assert enough.limits.max_model_len == 2048
+    shorter = startup.plan_model(dataclasses.replace(small, max_model_len=None), model)
+    assert shorter.short
+    assert "postgres" not in "\n".join(startup.plan_lines(model, shorter))
+
+
+def test_a_family_that_does_not_run_is_said_before_how_to_fetch_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    for name in ("qwen3-8b", "Qwen/Qwen3-8B"):
+        with pytest.raises(UnknownArchitectureError, match="cannot run it yet"):
+            startup.find_model(EngineConfig(model=name))
 
 
 def test_the_plan_travels_to_the_engine_process_whole(config: EngineConfig) -> None:

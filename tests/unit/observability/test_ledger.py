@@ -92,6 +92,18 @@ def test_the_table_shows_what_is_not_accounted_for() -> None:
     assert "engine (pid 7): 300.00 MiB now, 390.00 MiB at its peak" in lines[-2]
 
 
+def test_less_than_was_measured_is_explained() -> None:
+    few = [msgspec.structs.replace(process, resident_bytes=process.resident_bytes // 2) for process in PROCESSES]
+    made = make_ledger(INFO, EngineStats(blocks_touched=9, blocks_used=3), few)
+    assert made is not None
+    assert [term.measured_bytes for term in made.terms if term.term == "unaccounted"] == [(195 - 180) * MIB]
+    none = [msgspec.structs.replace(process, resident_bytes=process.resident_bytes // 4) for process in PROCESSES]
+    fewer = make_ledger(INFO, EngineStats(blocks_touched=9, blocks_used=3), none)
+    assert fewer is not None
+    assert any("below nothing: some terms hold less now" in line for line in ledger_lines(fewer))
+    assert not any("below nothing" in line for line in ledger_lines(made))
+
+
 def test_a_plan_alone_has_no_measured_column() -> None:
     planned = [MemoryTerm(tier="ram", term="weights", planned_bytes=400 * MIB)]
     lines = term_lines(planned, 800 * MIB)

@@ -10,7 +10,7 @@ import pytest
 from holdfast.errors import ConfigurationError
 from holdfast.observability.codes import explain
 from holdfast.planner.answer import answer
-from holdfast.planner.fit import Fit, Question, fit
+from holdfast.planner.fit import Fit, Question, describe_devices, fit
 from holdfast.planner.machine import Asked, machine_of
 from holdfast.planner.report import lines
 from holdfast.planner.report_compare import compare_lines
@@ -60,7 +60,10 @@ def test_the_rest_is_there_and_not_used(ask: Ask) -> None:
     [
         ("mi300x,h100-80", {"tensor_parallel": 2}, "-tp 1, on mi300x; or --gpu mi300xx2"),
         ("mi300x,h100-80", {"pipeline_parallel": 2}, "-tp 1 -pp 1, on mi300x; or --gpu mi300xx2"),
-        ("mi300x,h100-80x3,m3-max-36", {"tensor_parallel": 4}, "-tp 2, on 3 x h100-80; or --gpu h100-80x4"),
+        ("mi300x,h100-80x3,m3-max-36", {"tensor_parallel": 4}, "-tp 2, on 2 x h100-80; or --gpu h100-80x4"),
+        # Of the first card one is too small; of the second one is enough.
+        ("h100-80,mi300x", {"tensor_parallel": 2}, "-tp 1, on mi300x; or --gpu h100-80x2"),
+        ("rtx4090,m3-max-36", {"tensor_parallel": 2}, "leave -tp and -pp out: the plan then says what is lacking"),
     ],
 )
 def test_more_ranks_than_there_are_of_one_kind_are_refused(
@@ -69,8 +72,14 @@ def test_more_ranks_than_there_are_of_one_kind_are_refused(
     with pytest.raises(ConfigurationError) as caught:
         fit(on(ask, "llama-3.1-70b", gpus, **split))
     assert caught.value.code == "HF134"
-    assert "mi300x (AMD)" in str(caught.value.found)
-    assert caught.value.fix == fix
+    assert all(name.partition("x3")[0] in str(caught.value.found) for name in gpus.split(","))
+    assert str(caught.value.fix).startswith(fix)
+    if fix.startswith("-tp"):
+        flags, _, more = fix.partition("; or --gpu ")
+        smaller = fit(on(ask, "llama-3.1-70b", gpus, tensor_parallel=int(flags.split()[1].rstrip(","))))
+        assert smaller.fits
+        assert describe_devices([rank.device for rank in smaller.ranks]) == flags.partition("on ")[2]
+        assert fit(on(ask, "llama-3.1-70b", more, **split)).fits
     assert explain("HF134").helps
 
 

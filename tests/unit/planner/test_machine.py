@@ -55,6 +55,15 @@ def test_vram_beside_a_gpu_is_its_budget() -> None:
         assert device.total_bytes > 20 * GIB
 
 
+def test_more_than_a_gpu_has_is_answered_with_a_size_that_it_has() -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        made(gpu="l4", vram="24GiB")
+    size = str(caught.value.fix).split()[1].rstrip(",")
+    assert size.endswith("MiB")
+    (device,) = made(gpu="l4", vram=size).machine.devices
+    assert 0 <= device.total_bytes - (device.budget_bytes or 0) < 1 << 20
+
+
 def test_vram_alone_is_a_gpu_of_no_kind_even_where_there_is_one() -> None:
     (device,) = made(TWO_GPUS, vram="22GB", ram="100GiB", nvme="1TB").machine.devices
     assert device.total_bytes == device.budget_bytes == 22 * 10**9

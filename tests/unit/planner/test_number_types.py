@@ -8,9 +8,12 @@ from dataclasses import replace
 import pytest
 
 from holdfast.planner.answer import answer
+from holdfast.planner.commands import commands
 from holdfast.planner.fit import Fit, Question, fit
 from holdfast.planner.machine import Asked, machine_of
 from holdfast.planner.question import Device
+from holdfast.planner.requantize import quantized_as
+from holdfast.units import GIB
 
 Ask = Callable[..., Question]
 BF16_CPU, PLAIN_CPU = frozenset({"avx512_bf16"}), frozenset({"avx2"})
@@ -22,7 +25,6 @@ def said(found: Fit) -> str:
     return decision.reason
 
 
-@pytest.mark.parametrize("model", ["smollm2-135m", "deepseek-v2-lite"], ids=["runs here", "does not"])
 @pytest.mark.parametrize(
     ("features", "dtype", "reason"),
     [
@@ -30,14 +32,40 @@ def said(found: Fit) -> str:
         (PLAIN_CPU, "float32", "this CPU has no bfloat16 products; emulated ones are many times slower"),
     ],
 )
-def test_on_a_cpu(
-    ask: Ask, cpu: Callable[..., Device], model: str, features: frozenset[str], dtype: str, reason: str
-) -> None:
-    """A model that this engine runs and one that it does not are counted in two ways, and computed in one."""
-    question = ask(model, device=cpu(256))
+def test_on_a_cpu(ask: Ask, cpu: Callable[..., Device], features: frozenset[str], dtype: str, reason: str) -> None:
+    question = ask("smollm2-135m", device=cpu(256))
     found = fit(replace(question, machine=replace(question.machine, cpu_features=features)))
     assert found.dtype == dtype
     assert said(found) == reason
+
+
+@pytest.mark.parametrize(
+    ("features", "kind", "reasons"),
+    [
+        (BF16_CPU, None, ["Holdfast does not run this model: vLLM, which does, takes what the model says"]),
+        (PLAIN_CPU, None, ["takes what the model says", "emulated ones are many times slower"]),
+        (PLAIN_CPU, "Q4_K_M", ["llama.cpp, which does, keeps KV in 16 bits"]),
+    ],
+)
+def test_on_a_cpu_a_model_that_others_run(
+    ask: Ask, cpu: Callable[..., Device], features: frozenset[str], kind: str | None, reasons: list[str]
+) -> None:
+    """In what they take, not in what this engine would: it would be twice as large."""
+    question = ask("qwen3-8b", device=cpu(22))
+    if kind is not None:
+        question = replace(question, model=quantized_as(question.model, kind))
+    found = fit(replace(question, machine=replace(question.machine, cpu_features=features)))
+    assert found.dtype == found.kv_dtype == "bfloat16"
+    assert found.fits
+    assert all(reason in said(found) for reason in reasons)
+
+
+def test_the_context_that_vllm_is_told_on_a_cpu_is_in_its_whole_gib(ask: Ask, cpu: Callable[..., Device]) -> None:
+    found = fit(ask("qwen3-8b", device=cpu(22.5)))
+    words = commands(found, sequences=4)["vllm"].text.split()
+    space, length = int(words[0].partition("=")[2]) * GIB, int(words[words.index("--max-model-len") + 1])
+    assert found.ranks[0].kv.sequence_bytes(length) <= space < found.ranks[0].room_bytes
+    assert length < found.limits.max_model_len
 
 
 @pytest.mark.parametrize(

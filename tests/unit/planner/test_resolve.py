@@ -264,9 +264,29 @@ def test_what_is_stored_so_stays_as_it_is() -> None:
     model = shaped("llama-3.1-8b-awq")
     assert quantized_as(model, "awq") is model
     assert quantized_as(model, "awq_marlin") is model
-    with pytest.raises(ConfigurationError, match="stored as awq") as caught:
+    with pytest.raises(ConfigurationError, match=r"quantized already \(awq\)") as caught:
         quantized_as(model, "fp8")
     assert caught.value.field == "quantization"
+
+
+def test_a_gguf_says_all_that_it_holds() -> None:
+    """Its name may be of one kind alone, and not of the one that most of it has."""
+    mixed = quantized_as(shaped("gemma-3-270m"), "Q4_K_M")
+    with pytest.raises(ConfigurationError) as caught:
+        quantized_as(mixed, "awq")
+    kinds = str(caught.value.found).split(", ")
+    assert len(kinds) == len(set(kinds)) > 1
+    assert {"Q4_K", "Q6_K"} <= set(kinds)
+    assert f"quantized already ({caught.value.found})" in caught.value.message
+
+
+def test_a_tag_as_ollama_writes_it_is_said_to_be_planned_unquantized() -> None:
+    said = [one.reason for one in resolve_model("llama3.1:70b").decisions if one.value == "unquantized"]
+    assert len(said) == 1
+    assert "-q Q4_K_M plans that" in said[0]
+    for name, quantization in (("llama3.1:70b", "Q4_K_M"), ("llama-3.1-70b", None), ("gpt-oss:20b", None)):
+        found = resolve_model(name, quantization=quantization)
+        assert not any("Ollama" in one.reason for one in found.decisions)
 
 
 def test_a_quantization_comes_with_a_decision() -> None:

@@ -60,7 +60,7 @@ def test_a_refused_request_is_no_traffic(tmp_path: Path) -> None:
     assert "left out: 2 refused requests" in decisions[0].reason
     with pytest.raises(ConfigurationError, match="no request") as refused:
         read_traffic(write(tmp_path / "log", row(90_000, 0, status=400)))
-    assert refused.value.found == "1 refused requests"
+    assert refused.value.found == "1 refused request"
 
 
 def test_whether_a_peak_is_known(tmp_path: Path) -> None:
@@ -92,7 +92,7 @@ def test_our_access_log_among_a_servers_other_words(tmp_path: Path) -> None:
     assert traffic.concurrency == 2
     assert traffic.prompt_tokens == 40
     said = decisions[0].reason
-    assert "1 torn lines" in said
+    assert "1 torn line," in said
     assert "5 lines with impossible numbers" in said
     assert "2 other lines" in said
 
