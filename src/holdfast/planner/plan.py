@@ -61,12 +61,16 @@ class Plan:
     """Less was given than the model allows or than is usual, for want of memory."""
     gpu: GpuChoice | None = None
     """None: it runs on the CPU."""
+    budget_is_set: bool = False
+    """By the user, in bytes, and no share of what is free."""
 
     @property
     def reserve_bytes(self) -> int:
-        """Free at start and not to be used. Of a GPU nothing: the budget is ours while it is free, whatever becomes of
-        the rest."""
-        return 0 if self.gpu is not None else max(0, self.memory.available_bytes - self.budget_bytes)
+        """Free at start and not to be used: what a share of it leaves. Nothing of a GPU, and nothing beside a budget in
+        bytes: that is ours while it is free, whatever becomes of the rest."""
+        if self.gpu is not None or self.budget_is_set:
+            return 0
+        return max(0, self.memory.available_bytes - self.budget_bytes)
 
 
 def make_plan(
@@ -137,6 +141,7 @@ def _fill(measure: Measure, machine: Memory, decisions: list[Decision]) -> Plan:
         loading_bytes=room.loading_bytes,
         decisions=tuple(decisions),
         length_is_set=room.config.max_model_len is not None,
+        budget_is_set=room.config.ram is not None,
         short=length < allowed or rung > 0 or pool.cut,
     )
 
@@ -186,10 +191,10 @@ def _check_length(spec: ModelSpec, config: EngineConfig) -> None:
 def settle_pool(plan: Plan, available_bytes: int, measured: Mapping[str, int] | None = None) -> Plan:
     """The plan with the pool that memory really holds, `available_bytes` being free for it and for what stays free.
 
-    What was free at start and not in the budget stays free. `measured`: bytes by term. What these took beyond their
-    plan, all in all, is taken from the pool unless the budget has it to spare; what they did not take goes to the
-    pool, up to `most_blocks`. Where one sequence of full length no longer fits, the context becomes shorter, or it is
-    refused when its length was set.
+    Beside a budget that is a share of what was free at start, the rest stays free. `measured`: bytes by term. What
+    these took beyond their plan, all in all, is taken from the pool unless the budget has it to spare; what they did
+    not take goes to the pool, up to `most_blocks`. Where one sequence of full length no longer fits, the context
+    becomes shorter, or it is refused when its length was set.
     """
     page, found = plan.layout.page_bytes, measured or {}
     over = sum(found.values()) - sum(plan.terms.get(name, 0) for name in found)
@@ -205,7 +210,8 @@ def settle_pool(plan: Plan, available_bytes: int, measured: Mapping[str, int] | 
     length = _longest(plan, blocks)
     if length == 0 or (length < plan.limits.max_model_len and plan.length_is_set):
         needed = (1 + plan.layout.peak_blocks(plan.limits.max_model_len, plan.limits.max_num_batched_tokens)) * page
-        raise refusals.became_short(plan.reserve_bytes, needed, blocks * page, available_bytes, max(0, over))
+        held = min(available_bytes - plan.reserve_bytes, plan.terms["kv_pool"] - max(0, over - _unused(plan)))
+        raise refusals.became_short(plan.reserve_bytes, needed, needed - held, available_bytes, max(0, over))
     planned = counted(plan.blocks, "block")
     reason = f"{format_bytes(available_bytes)} are free after loading; planned were {planned}"
     if within_budget == blocks:

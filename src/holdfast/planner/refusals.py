@@ -110,14 +110,15 @@ def _enough_pool(room: Room, length: int, needed: int) -> int | None:
     return enough if larger.fits(length) else None
 
 
-def became_short(reserve: int, needed: int, held: int, available: int, over: int) -> DoesNotFitError:
-    found = f"{format_bytes(available)} free"
+def became_short(reserve: int, needed: int, short: int, available: int, over: int) -> DoesNotFitError:
+    """`available`: below nothing where what is still to be loaded is more than is free."""
+    found = f"{format_bytes(max(0, available))} free"
     if over > 0:
         found += f", and {format_bytes(over)} more than planned were taken by loading and by a step"
     return DoesNotFitError(
         "memory has become short while loading",
-        needed=f"{format_bytes(needed)} for KV, and {format_bytes(reserve)} left free",
-        found=f"{found}: {format_bytes(needed - held)} short",
+        needed=f"{format_bytes(needed)} for KV" + (f", and {format_bytes(reserve)} left free" if reserve else ""),
+        found=f"{found}: {format_bytes(short)} short",
         fix="stop what else takes memory, or set a smaller --max-model-len",
     )
 

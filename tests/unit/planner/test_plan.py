@@ -161,8 +161,28 @@ def test_the_pool_is_settled_by_what_is_measured_after_loading(spec: ModelSpec) 
     assert [decision.field for decision in shorter.decisions[-2:]] == ["kv_pool", "max_model_len"]
     with pytest.raises(DoesNotFitError, match="short while loading"):
         settle_pool(planned, 4 * GIB + 1)
-    with pytest.raises(DoesNotFitError, match="short while loading"):
+    with pytest.raises(DoesNotFitError, match="short while loading") as caught:
         settle_pool(plan(spec, 40, max_model_len=8192), 4 * GIB + GIB // 2)
+    assert str(caught.value.found).endswith("free: 514.00 MiB short")  # 1 GiB, the null page of 2 MiB, half of it there
+
+
+@pytest.mark.parametrize("settings", [{}, {"ram": "36GiB"}], ids=["a share", "a budget"])
+def test_the_shortage_is_what_would_have_to_be_free_besides(settings: dict[str, str], spec: ModelSpec) -> None:
+    planned = plan(spec, 40, max_model_len=8192, **settings)
+    for free, measured in ((GIB // 2, {}), (-GIB, {}), (30 * GIB, {"weights": planned.terms["weights"] + 25 * GIB})):
+        with pytest.raises(DoesNotFitError, match="short while loading") as caught:
+            settle_pool(planned, free, measured)
+        number, unit = str(caught.value.found).split(": ")[-1].split()[:2]
+        short = int(float(number) * {"GiB": GIB, "MiB": 1 << 20}[unit])
+        roughly = 16 * (1 << 20)  # It is said in hundredths of a GiB.
+
+        def with_more(nbytes: int, free: int = free, measured: dict[str, int] = measured) -> Plan:
+            return settle_pool(planned, free + nbytes, {name: size - nbytes for name, size in measured.items()})
+
+        assert with_more(short + roughly).limits.max_model_len == 8192
+        with pytest.raises(DoesNotFitError):
+            with_more(short - roughly)
+        assert ("left free" in str(caught.value.needed)) == (not settings)
 
 
 def test_terms_that_took_more_than_planned_take_it_from_the_pool(spec: ModelSpec) -> None:
@@ -247,7 +267,10 @@ def test_a_gpu_that_is_not_there_is_refused_by_name(spec: ModelSpec) -> None:
 def test_an_absolute_budget(spec: ModelSpec) -> None:
     found = plan(spec, 40, ram="24GiB")
     assert found.budget_bytes == 24 * GIB
-    assert found.reserve_bytes == 16 * GIB
+    # It is ours while it is free: others may use what lies beyond it. Only beside a share the rest stays free.
+    assert found.reserve_bytes == 0
+    assert plan(spec, 40).reserve_bytes == 4 * GIB
+    assert settle_pool(found, found.terms["kv_pool"]) is found
     assert 0 <= 24 * GIB - sum(found.terms.values()) < 3 * 1024**2  # less than a page and its book
     with pytest.raises(DoesNotFitError, match="less is free") as caught:
         plan(spec, 40, ram="41GiB")
