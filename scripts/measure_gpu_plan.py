@@ -1,8 +1,8 @@
 """Holds the plan of a GPU against the GPU: what was predicted before loading, and what the driver counts afterwards.
 
-Dummy weights in real shapes, each case in a process of its own: start, then a flood whose batches shrink from the
-largest size to one, so that every graph is captured. Writes docs/predicted-and-measured-gpu.md; `--case NAME` measures
-one and prints it as JSON.
+Dummy weights in real shapes, each case in a process of its own: start, then two floods whose batches shrink from the
+largest size to one, the first without and the second with adjusted logits, so that every graph is captured. Writes
+docs/predicted-and-measured-gpu.md; `--case NAME` measures one and prints it as JSON.
 """
 
 from __future__ import annotations
@@ -17,10 +17,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from holdfast.planner.gpu_footprint import KINDS_OF_WORK
+from holdfast.planner.padding import padded_sizes
+from holdfast.records import SamplingParams
 from holdfast.units import GIB, MIB
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "predicted-and-measured-gpu.md"
 TOLERANCE = 0.03
+LONGER_THAN_PROMPTS = 64
+"""Tokens of the shortest answer: more than the steps in which prompts are computed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +55,7 @@ CASES = (
 
 
 def measure(case: Case) -> dict[str, Any]:
-    from holdfast import LLM, SamplingParams
+    from holdfast import LLM
 
     vocabulary, hidden, inner, layers, heads, kv_heads, width = case.shape
     config = {
@@ -69,17 +74,9 @@ def measure(case: Case) -> dict[str, Any]:
             memory = llm.info.memory
             assert memory is not None
             start = llm.get_stats().device_bytes
-            rng = random.Random(0)
-            rows = llm.info.max_num_seqs
-            prompts = [[rng.randrange(3, 8000) for _ in range(rng.randrange(20, 400))] for _ in range(rows)]
-            params = [
-                SamplingParams(
-                    temperature=0.8 if number % 3 else 0.0, top_p=0.9, repetition_penalty=1.1 if number % 7 == 0 else 1,
-                    logprobs=5 if number % 50 == 0 else None, max_tokens=4 + number // 2, ignore_eos=True, seed=number,
-                )
-                for number in range(rows)
-            ]  # fmt: skip
-            llm.generate(prompt_token_ids=prompts, sampling_params=params, use_tqdm=False)
+            for adjusting in (False, True):
+                prompts, params = flood(llm.info.max_num_seqs, adjusting=adjusting)
+                llm.generate(prompt_token_ids=prompts, sampling_params=params, use_tqdm=False)
             return {
                 "name": case.name,
                 "settings": case.settings,
@@ -88,9 +85,31 @@ def measure(case: Case) -> dict[str, Any]:
                 "measured": {term.term: term.measured_bytes for term in memory.terms},
                 "held_at_start": start,
                 "held_at_end": settled(llm),
+                "graphs": captured(llm),
                 "limits": [llm.info.max_model_len, llm.info.max_num_seqs, llm.info.max_num_batched_tokens],
                 "kv_tokens": llm.info.blocks * llm.info.block_size,
             }
+
+
+def flood(rows: int, *, adjusting: bool) -> tuple[list[list[int]], list[SamplingParams]]:
+    """Each answer is one token longer than the one before, and all outlast the prompts: steps of `rows` tokens, then of
+    one less each time. `adjusting`: in every one of them a row has a penalty; else in none."""
+    rng = random.Random(0)
+    prompts = [[rng.randrange(3, 8000) for _ in range(rng.randrange(20, 200))] for _ in range(rows)]
+    params = [
+        SamplingParams(
+            temperature=0.8 if number % 3 else 0.0, top_p=0.9, logprobs=5 if number % 50 == 0 else None, seed=number,
+            repetition_penalty=1.1 if adjusting and (rows - 1 - number) % 7 == 0 else 1,
+            max_tokens=LONGER_THAN_PROMPTS + number, ignore_eos=True,
+        )
+        for number in range(rows)
+    ]  # fmt: skip
+    return prompts, params
+
+
+def captured(llm: Any) -> str:
+    """Graphs there are, of all that there can be."""
+    return f"{len(llm._engine().runner._graphs.captured)} of {KINDS_OF_WORK * len(padded_sizes(llm.info.max_num_seqs))}"
 
 
 def settled(llm: Any) -> int:
@@ -111,7 +130,7 @@ def rows_of(one: dict[str, Any]) -> str:
     length, sequences, step = one["limits"]
     return (
         f"| {one['name']} | {sequences} x {length:,}, {step:,} a step | {one['budget'] / GIB:.2f} "
-        f"| {one['held_at_start'] / GIB:.2f} | {one['held_at_end'] / GIB:.2f} | {total:+.1%} "
+        f"| {one['held_at_start'] / GIB:.2f} | {one['held_at_end'] / GIB:.2f} | {one['graphs']} | {total:+.1%} "
         f"| {planned / MIB:,.0f} | {held / MIB:,.0f} | {planned / held - 1:+.1%} "
         f"| {unaccounted / MIB:,.0f} ({unaccounted / one['held_at_end']:.2%}) |"
     )
@@ -135,12 +154,14 @@ TEXT = """# Predicted and measured on a GPU
 
 Written by `scripts/measure_gpu_plan.py`: dummy weights in real shapes, each in a process of its own. The prediction is
 the plan made before loading; the measurement is what the driver (NVML) counts for the process, right after the start
-and after a flood whose batches shrink from the most sequences to one, with every sampling option.
+and after floods whose batches shrink from the most sequences to one, without and with adjusted logits: every graph that
+there can be is captured by then.
 
 Measured on {machine}.
 
-| model | limits | budget, GiB | at start | at end | plan off | planned without pool, MiB | held | off | unaccounted |
-|---|---|---:|---:|---:|---:|---:|---:|---:|---:|
+| model | limits | budget, GiB | at start | at end | graphs | plan off \
+| planned without pool, MiB | held | off | unaccounted |
+|---|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|
 {table}
 
 Held is to stay within the budget, the plan within {tolerance} of what is held, and what no term accounts for under 2%.
