@@ -177,6 +177,17 @@ def test_the_tiles_of_the_table(device: torch.device, kernel: str) -> None:
     case.check()
 
 
+@pytest.mark.parametrize("width", [128, 256])
+def test_tiles_for_little_shared_memory(device: torch.device, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    large = tiles.prefill_tile_tokens(8, 2, width, 2)
+    monkeypatch.setattr(tiles, "shared_memory_bytes", lambda: 99 * 1024)
+    assert tiles.prefill_tile(4, width, 2).keys < 128
+    assert tiles.prefill_tile_tokens(8, 2, width, 2) <= large
+    case = Case(device, [(100, 40), (3, 1)], 8, 2, width, torch.float16)
+    case.prefill(tile=None)
+    case.check()
+
+
 @pytest.mark.parametrize("splits", [1, 2, 7, 20])
 def test_any_number_of_splits_gives_the_same(device: torch.device, splits: int) -> None:
     case = Case(device, SINGLE, 4, 2, 64)

@@ -1,7 +1,7 @@
-"""How attention is cut: tile sizes by head width and number type, splits, workspace, tile lists. No torch, no triton.
+"""How attention is cut: tile sizes by head width, number type and shared memory; shares of decode; tile lists.
 
-The constants are for Hopper (228 KiB of shared memory and 64 Ki registers a multiprocessor) and are all here, so that
-one benchmark can tune them; nothing is searched at run time.
+The constants were measured on Hopper; GPUs with less shared memory have smaller ones where those would not fit. All are
+here, so that one benchmark can tune them; nothing is searched at run time.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 import numpy
 import numpy.typing
 
+from holdfast.execution.triton_kernels.shared_memory import shared_memory_bytes
 from holdfast.planner.gpu_footprint import PROCESSORS
 
 Words = numpy.typing.NDArray[numpy.int32]
@@ -39,7 +40,15 @@ _PREFILL = {
     (128, 4): Tile(32, 16, 8, 2),
     (256, 4): Tile(16, 32, 8, 2),
 }
+_LARGE_SHARED_BYTES = 163 * 1024
+"""What the tiles above need: A100, Orin, Hopper and later in data centres. The others have 99 KiB."""
+_PREFILL_IN_LITTLE = _PREFILL | {
+    (128, 2): Tile(128, 64, 8, 2),
+    (256, 2): Tile(64, 32, 8, 2),
+    (256, 4): Tile(16, 16, 8, 2),
+}
 _DECODE = {
+    # These fit everywhere.
     (64, 2): Tile(16, 128, 4, 3),
     (128, 2): Tile(16, 64, 4, 3),
     (256, 2): Tile(16, 32, 4, 3),
@@ -57,8 +66,9 @@ def padded_width(head_dim: int) -> int:
 
 
 def prefill_tile(ratio: int, head_dim: int, element_bytes: int) -> Tile:
-    """`ratio`: query heads for each KV head."""
-    return _for_ratio(_PREFILL[padded_width(head_dim), element_bytes], ratio)
+    """On the current device. `ratio`: query heads for each KV head."""
+    table = _PREFILL if shared_memory_bytes() >= _LARGE_SHARED_BYTES else _PREFILL_IN_LITTLE
+    return _for_ratio(table[padded_width(head_dim), element_bytes], ratio)
 
 
 def decode_tile(ratio: int, head_dim: int, element_bytes: int) -> Tile:
@@ -66,7 +76,7 @@ def decode_tile(ratio: int, head_dim: int, element_bytes: int) -> Tile:
 
 
 def prefill_tile_tokens(heads: int, kv_heads: int, head_dim: int, element_bytes: int) -> int:
-    """Tokens of one row that a prefill program takes, all heads of one group at once."""
+    """Tokens of one row that a prefill program takes on the current device, all heads of one group at once."""
     ratio = heads // kv_heads
     return prefill_tile(ratio, head_dim, element_bytes).rows // ratio
 

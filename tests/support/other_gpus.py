@@ -1,0 +1,179 @@
+"""Compiles this project's kernels for GPUs that are not here, as far as their shared memory is known, and prints that.
+
+    python other_gpus.py worst|all      lines of: capability, case, kernel, bytes, limit
+
+A process of its own, without Triton's interpreter: the wrappers run as they are, over tensors without memory, on a
+driver that names another GPU and launches nothing.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import triton.compiler
+from triton._C.libtriton import ir
+from triton.backends.compiler import GPUTarget
+from triton.compiler.compiler import make_backend
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from holdfast.execution.triton_kernels import blocks, layer, products, sampling, sampling_adjust, scatter
+from holdfast.execution.triton_kernels.decode_attention import decode_attention
+from holdfast.execution.triton_kernels.prefill_attention import prefill_attention
+
+LIMITS = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024, 120: 99 * 1024}
+"""Bytes that one program may have, by compute capability."""
+SHAPES = ((32, 8, 64), (71, 1, 64), (32, 8, 128), (48, 1, 128), (8, 8, 96), (16, 8, 256), (32, 1, 256))
+"""(heads, KV heads, head width) of attention."""
+META = torch.device("meta")
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+
+class OtherGpu:
+    """What Triton asks its driver when it compiles. Devices are numbered by capability: each has its own kernels."""
+
+    capability = 0
+
+    def get_current_device(self) -> int:
+        return self.capability
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.capability, 32)
+
+
+def compile_in_part(source: Any, target: GPUTarget, options: dict[str, Any]) -> int:
+    """Bytes of shared memory; what turns the rest into machine code is left out."""
+    backend, stages, context = make_backend(target), dict[str, Any](), ir.context()
+    parsed = backend.parse_options({**options, **source.parse_options()})
+    backend.add_stages(stages, parsed, source.language)
+    ir.load_dialects(context)
+    backend.load_dialects(context)
+    metadata: dict[str, Any] = {"target": target, **parsed.__dict__}
+    code = source.make_ir(
+        target, parsed, backend.get_codegen_implementation(parsed), backend.get_module_map(), context
+    )  # fmt: skip
+    for stage in ("ttir", "ttgir", "llir"):
+        code = stages[stage](code, metadata)
+    return int(metadata["shared"])
+
+
+def empty(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device=META)
+
+
+def attention(kind: str, heads: int, kv_heads: int, dim: int, dtype: torch.dtype, window: int = 0) -> None:
+    ints, pages = empty(64), empty(8, 2, 2, 16, kv_heads, dim, dtype=dtype)
+    query, out = empty(64, heads + 2 * kv_heads, dim, dtype=dtype)[:, :heads], empty(64, heads, dim, dtype=dtype)
+    shared: dict[str, Any] = {"place": 1, "scale": 0.1, "window": window, "softcap": 0.0, "out": out}
+    if kind == "prefill":
+        prefill_attention(query, pages, empty(4, 128), *[ints] * 6, **shared)
+    else:
+        workspace = empty(9999, dtype=FP32)
+        decode_attention(query, pages, empty(4, 128), ints, ints, workspace=workspace, splits=4, **shared)
+
+
+def dense_products(rows: int, dtype: torch.dtype) -> None:
+    for outputs, inputs in ((6144, 4096), (4096, 14336), (128256, 2048), (576, 576)):
+        norm, weight = empty(inputs, dtype=dtype), empty(2 * outputs, inputs, dtype=dtype)
+        x, out = empty(rows, inputs, dtype=dtype), empty(rows, outputs, dtype=dtype)
+        products.skinny_product(x, weight[:outputs], out)
+        products.skinny_product(x, weight[:outputs], out, norm_weight=norm, accumulate=True)
+        products.skinny_gate_up(x, weight, out, norm_weight=norm)
+
+
+def block_products(rows: int, layout: str, dtype: torch.dtype) -> None:
+    outputs, count = 6144, 128
+    quants = empty(outputs, count, 32, dtype=torch.int8)
+    if layout != "Q8_0":
+        quants = empty(outputs, count, 16, dtype=torch.uint8)
+    scales = empty(outputs, count, 1, dtype=FP16)
+    planes = blocks.BlockPlanes(layout, quants, scales, scales if layout == "Q4_1" else None)
+    blocks.block_product(empty(rows, 32 * count, dtype=dtype), planes, empty(rows, outputs, dtype=dtype))
+    blocks.dequantize_tile(planes, 0, outputs, empty(outputs, 32 * count, dtype=dtype))
+    blocks.embed_blocks(empty(4, 64), empty(8), empty(8), planes, empty(8, 32 * count, dtype=dtype))
+
+
+def layer_kernels(hidden: int, dim: int, dtype: torch.dtype) -> None:
+    ints, stream = empty(8), empty(8, hidden, dtype=dtype)
+    layer.add_rms_norm(stream, empty(hidden, dtype=dtype), 1e-5, stream)
+    pages, angles = empty(8, 2, 2, 16, 8, dim, dtype=dtype), empty(8, dim, dtype=FP32)
+    qkv = empty(8, 48 * dim, dtype=dtype)
+    layer.rotate_and_store(qkv, angles, ints, ints, pages, empty(4, 64), place=0, by_position=False)
+    layer.gate(empty(8, 28672, dtype=dtype), "silu", empty(8, 14336, dtype=dtype))
+    layer.embed(empty(4, 64), ints, ints, empty(99, hidden, dtype=dtype), stream)
+    layer.fill_cos_sin(ints, angles[0, : dim // 2], 1.0, angles)
+    scatter.scatter_words(ints, ints, ints)
+
+
+def sampling_kernels(vocabulary: int, dtype: torch.dtype) -> None:
+    ints, known, logits = empty(8), empty(8, 4096), empty(8, vocabulary, dtype=dtype)
+    params: Any = SimpleNamespace(table=empty(8, 16), entries=empty(8, 2048, 2))
+    workspace = sampling.Workspace.allocate(8, vocabulary, META)
+    lanes = sampling_adjust.Lanes.allocate(8, vocabulary, META)
+    adjusted = sampling_adjust.adjust_rows(logits, ints, ints, params, known, lanes)
+    for some in (adjusted, None):
+        sampling.sample_rows(logits, ints, ints, params, known, ints, workspace, adjusted=some)
+
+
+Cases = Iterator[tuple[str, Callable[[], None]]]
+
+
+def worst() -> Cases:
+    """Those that need most, of the kernels that need more than a few KiB."""
+    for dim in (128, 256):
+        yield f"prefill, head {dim}", lambda dim=dim: attention("prefill", 32, 8, dim, BF16)
+    yield "prefill in float32", lambda: attention("prefill", 32, 1, 256, FP32)
+    yield "decode", lambda: attention("decode", 48, 1, 128, BF16)
+    yield "blocks, float32", lambda: block_products(16, "Q4_0", FP32)
+
+
+def everything() -> Cases:
+    for dtype in (BF16, FP16, FP32):
+        for kind in ("prefill", "decode"):
+            for heads, kv_heads, dim in SHAPES:
+                for window in (0, 1000):
+                    yield (
+                        f"{kind} {heads}/{kv_heads} of {dim}, window {window}, {dtype}",
+                        lambda some=(kind, heads, kv_heads, dim, dtype, window): attention(*some),
+                    )
+        for rows in (1, 2):
+            yield f"dense, {rows} rows, {dtype}", lambda some=(rows, dtype): dense_products(*some)
+        for layout in ("Q8_0", "Q4_0", "Q4_1"):
+            for rows in (1, 2, 16):
+                yield f"{layout}, {rows} rows, {dtype}", lambda some=(rows, layout, dtype): block_products(*some)
+        for hidden, dim in ((2048, 64), (4096, 128), (16384, 256)):
+            yield f"layer of {hidden}, {dtype}", lambda some=(hidden, dim, dtype): layer_kernels(*some)
+        for vocabulary in (49152, 262144):
+            yield f"sampling of {vocabulary}, {dtype}", lambda some=(vocabulary, dtype): sampling_kernels(*some)
+
+
+def main(cases: Callable[[], Cases]) -> None:
+    gpu, found, run = OtherGpu(), list[tuple[str, int]](), JITFunction.run
+
+    def compile_only(kernel: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        shared: Any = run(kernel, *arguments, grid=grid, warmup=True, **options)
+        found.append((kernel.__name__, shared))
+
+    driver.set_active(gpu)
+    triton.compiler.compile = compile_in_part
+    JITFunction.run = compile_only
+    torch.cuda.is_available = lambda: True
+    torch.cuda.current_device = gpu.get_current_device
+    torch.cuda.get_device_properties = lambda index: SimpleNamespace(shared_memory_per_block_optin=LIMITS[index])
+    for OtherGpu.capability, limit in LIMITS.items():
+        for name, launch in cases():
+            found.clear()
+            launch()
+            for kernel, shared in sorted(set(found)):
+                print(OtherGpu.capability, name, kernel, shared, limit, sep="\t", flush=True)
+
+
+if __name__ == "__main__":
+    main(worst if sys.argv[1] == "worst" else everything)
