@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 
 from holdfast.execution.gpu.ladder import padded, padded_sizes
+from holdfast.execution.gpu.sampling import Work
+from holdfast.planner.gpu_footprint import KINDS_OF_WORK
 
 
 @pytest.mark.parametrize("most", [1, 2, 3, 7, 64, 100, 256, 2048, 8192, 10_000])
@@ -19,3 +21,8 @@ def test_every_number_of_rows_has_a_size(most: int) -> None:
         if rows >= 64:
             assert size - rows <= rows / (8 if rows >= 256 else 4)
     assert len(sizes) < 130
+
+
+def test_graphs_are_planned_for_every_kind_of_work() -> None:
+    assert len(Work) == KINDS_OF_WORK
+    assert [KINDS_OF_WORK * len(padded_sizes(most)) for most in (256, 1024)] == [46, 94]
