@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from holdfast.cli.output import say, say_json
-from holdfast.errors import printable
+from holdfast.errors import HoldfastError, printable
 
 if TYPE_CHECKING:
     from holdfast.checkpoints.builtin import BuiltinModel
@@ -78,7 +79,7 @@ def _known(*, as_json: bool) -> int:
         {
             "name": entry.name,
             "hub_id": entry.hub_id,
-            "parameters": entry.parameters,
+            "parameters": entry.parameters or _counted_parameters(entry.config),
             "quantization": (entry.config.get("quantization_config") or {}).get("quant_method"),
             "aliases": list(entry.aliases),
         }
@@ -93,6 +94,16 @@ def _known(*, as_json: bool) -> int:
         billions = "?" if row["parameters"] is None else f"{int(str(row['parameters'])) / 1e9:,.1f}"
         say([f"{row['name']:<{width}}  {billions:>8}  {row['quantization'] or '-':<18}  {row['hub_id']}"])
     return 0
+
+
+def _counted_parameters(config: Mapping[str, Any]) -> int | None:
+    """Of a shape without a published figure: a variant that was padded when it was quantized has one of its own."""
+    from holdfast.models.registry import describe_config
+
+    try:
+        return describe_config(config).parameters
+    except HoldfastError:
+        return None
 
 
 def _builtins(*, verify: bool) -> list[Listed]:

@@ -6,7 +6,7 @@ Puts together what the files beside it find out; as JSON it is in answer_json.py
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from holdfast.observability.decisions import Decision
@@ -118,7 +118,7 @@ class Answer:
 def answer(question: Question, *, engine: str | None = None) -> Answer:
     """`engine`: whose commands are wanted, as `holdfast plan --for` takes it. An impossible question is refused."""
     name, vllm = (None, Vllm()) if engine is None else parse_engine(engine)
-    found = fit(question)
+    found = fit(replace(question, engine=name) if name == "llama.cpp" else question)
     ways = ways_out(found)
     unreadable = too_long(question)
     rate = None if unreadable else throughput(found)

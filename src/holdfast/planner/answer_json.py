@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from holdfast.planner.command import Command
-from holdfast.planner.commands import commands
 from holdfast.planner.configurations import Configuration
 from holdfast.planner.fit import Fit, Rank
+from holdfast.planner.report_text import rounded_down
 from holdfast.planner.roofline import DecodeRate, Estimate, Throughput, throughput
 from holdfast.planner.tiers import Tiers
 from holdfast.planner.vllm_sizing import Vllm
@@ -72,7 +72,7 @@ def document(answer: Answer) -> dict[str, Any]:
 
 
 def _rounded(value: float | None) -> float | None:
-    return None if value is None else round(value, 2)
+    return None if value is None else rounded_down(value, 2)
 
 
 def _model(answer: Answer) -> dict[str, Any]:
@@ -206,7 +206,7 @@ def _configuration(one: Configuration | None, vllm: Vllm) -> dict[str, Any] | No
         "reason": one.reason,
         "kv_tokens": one.fit.kv_tokens,
         "concurrency": _rounded(one.fit.concurrency(max(1, one.fit.limits.max_model_len))),
-        **_commands(commands(one.fit, sequences=one.max_num_seqs, vllm=vllm)),
+        **_commands(one.commands(vllm)),
     }
 
 
@@ -225,6 +225,7 @@ def _way(way: WayOut, vllm: Vllm) -> dict[str, Any]:
         "settings": dict(way.settings),
         "flags": way.flags,
         "available": way.available,
+        "meets_request": way.meets_request,
         "note": way.note,
         "weights_bytes": found.weights_bytes,
         # Of tiers no pool is planned: what they would hold is in `tiers`.

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from holdfast.observability.decisions import Decision
-from holdfast.planner.count import chosen_dtype, utilization_of
+from holdfast.planner.count import chosen_dtype, counted_for, utilization_of
 from holdfast.planner.count import counted as counted_fit
 from holdfast.planner.fitted import Fit, Question, describe_devices, device_budget, is_stated
 from holdfast.planner.footprint import Limits
@@ -100,6 +100,16 @@ def loading(found: Fit) -> Iterator[Decision]:
             held = "staging is its largest tensor as stored, gone once it is loaded"
             reason = f"{sums}: {short} more than the budget of {budget}; {held}"
             yield Decision("loading", format_bytes(rank.loading_bytes), reason, "planner")
+
+
+def engine(found: Fit) -> Iterator[Decision]:
+    """Where memory is counted as llama.cpp takes it."""
+    question, rank = found.question, found.ranks[0]
+    if rank.device.kind != "gpu" or counted_for(question, rank.device, len(found.ranks)) != "llama.cpp":
+        return
+    said = "a buffer for steps of 512 tokens with their logits, and no graphs; other engines take more or less"
+    why, source = ("as asked", "set") if question.engine == "llama.cpp" else ("a GGUF is what it reads", "model")
+    yield Decision("engine", "llama.cpp", f"{why}: memory is counted as it takes it, {said}", source)
 
 
 def encoder(found: Fit) -> Iterator[Decision]:

@@ -1,17 +1,21 @@
 """Two configurations to start from: a safe one, which cannot run short, and the most that can be had. Both planned.
 
 safe  room for every estimate being wrong, and for every admitted sequence at full length: nothing is preempted
-max   as much memory as may be used, the longest context, as many sequences of the usual length as are held
+max   as much memory as may be used, the longest context that its steps leave, and as many sequences of the usual
+      length as are held
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
+from holdfast.planner.command import Command
+from holdfast.planner.commands import commands
 from holdfast.planner.fit import USEFUL_TOKENS, Fit, Question, fit
 from holdfast.planner.judgements import safe_utilization
 from holdfast.planner.limits import CPU_RUNGS, GPU_RUNGS
+from holdfast.planner.vllm_sizing import Vllm
 from holdfast.planner.way import LEAST_CONTEXT, MOST_UTILIZATION, planned, with_settings
 from holdfast.units import counted
 
@@ -25,6 +29,8 @@ class Configuration:
     fit: Fit
     max_num_seqs: int
     reason: str
+    asked_model_len: int | None = None
+    """By the user; None: the context was left to us, and an engine that holds less of it is told so."""
 
     @property
     def settings(self) -> Mapping[str, object]:
@@ -39,6 +45,16 @@ class Configuration:
             "tensor_parallel_size": self.fit.tensor_parallel,
             "pipeline_parallel_size": self.fit.pipeline_parallel,
         }
+
+    def commands(self, vllm: Vllm | None = None) -> dict[str, Command]:
+        question = with_settings(self.fit.question, max_model_len=self.asked_model_len)
+        return commands(replace(self.fit, question=question), sequences=self.max_num_seqs, vllm=vllm)
+
+    def sized_otherwise(self, vllm: Vllm) -> Iterator[str]:
+        """Where vLLM's own sizing holds less than this."""
+        told = self.commands(vllm)["vllm"].max_model_len
+        if told is not None and told < self.fit.limits.max_model_len:
+            yield f"as {vllm.name} sizes it: --max-model-len {told}"
 
 
 def safe_configuration(asked: Fit) -> Configuration | None:
@@ -62,13 +78,19 @@ def _safe(question: Question) -> Configuration | None:
     length = _safe_length(base)
     if length < min(LEAST_CONTEXT, base.question.model.spec.max_position):
         return None
-    sequences = min(base.limits.max_num_seqs, _safely_held(base, length))
+    # What is set aside beside KV grows with the sequences: one alone leaves room for more than many do.
+    alone = _with_sequences(question, length, 1)
+    held = max(_safely_held(base, length), 0 if alone is None else _safely_held(alone, length))
+    sequences = min(base.limits.max_num_seqs, held)
     while sequences >= 1:
         found = _with_sequences(question, length, sequences)
         # The pool of a shorter context may be smaller: on a CPU it has a usual size, and holds one of full length.
         held = sequences // 2 if found is None else _safely_held(found, length)
         if found is not None and held >= sequences:
-            return Configuration(fit=found, max_num_seqs=sequences, reason=_safe_reason(question, length, sequences))
+            return Configuration(
+                fit=found, max_num_seqs=sequences, reason=_safe_reason(question, length, sequences),
+                asked_model_len=question.settings.max_model_len,
+            )  # fmt: skip
         sequences = min(sequences - 1, held)
     return None
 
@@ -120,15 +142,21 @@ def max_configuration(asked: Fit) -> Configuration | None:
     most = planned(question)
     if most is None:
         return None
-    # Never more than the pool holds, whatever was set: what is said here must be so.
+    # Never more than the pool holds, whatever was set: what is said here must be so. Fewer leave room for a longer
+    # context, of which there are no more.
     sequences = max(1, min(most.limits.max_num_seqs, int(most.concurrency(most.usual_tokens))))
-    limits = {"max_model_len": most.limits.max_model_len, "max_num_seqs": sequences}
-    found = planned(with_settings(question, **limits, max_num_batched_tokens=most.limits.max_num_batched_tokens))
+    limits = {"max_num_seqs": sequences, "max_num_batched_tokens": most.limits.max_num_batched_tokens}
+    fewer = planned(with_settings(question, **limits)) or most
+    length = max(most.limits.max_model_len, fewer.limits.max_model_len)
+    found = planned(with_settings(question, **limits, max_model_len=length))
     if found is None:
         return None
-    return Configuration(
-        fit=found,
-        max_num_seqs=sequences,
-        reason=f"the longest context, and {counted(sequences, 'sequence')} of"
-        f" {counted(found.usual_tokens, 'token')} at once",
-    )
+    return Configuration(fit=found, max_num_seqs=sequences, reason=_max_reason(found, most.longest_tokens, sequences))
+
+
+def _max_reason(found: Fit, longest: int, sequences: int) -> str:
+    """`longest`: what memory holds with the lowest limits."""
+    context, step = "the longest context", found.limits.max_num_batched_tokens
+    if found.limits.max_model_len < longest:
+        context += f" with steps of {counted(step, 'token')} ({longest:,} with the smallest steps, for one sequence)"
+    return f"{context}, and {counted(sequences, 'sequence')} of {counted(found.usual_tokens, 'token')} at once"

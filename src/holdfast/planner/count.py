@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Literal
 
 from holdfast.errors import ConfigurationError
 from holdfast.hardware import Processor
@@ -130,7 +131,15 @@ def _share(
             max_loras=settings.max_loras, max_lora_rank=settings.max_lora_rank,
         )  # fmt: skip
         return _Share(tuple(found), cost)
-    if every == 1 and engine_runs_on(device, spec):
+    whose = counted_for(question, device, every)
+    if whose == "llama.cpp":
+        loras = settings.max_loras, settings.max_lora_rank
+        found = byte_terms.llama_gpu_terms(
+            spec, limits, weights_bytes=held, vendor="nvidia" if device.gpu is None else device.gpu.vendor,
+            adapters=byte_terms.adapters_bytes(spec, dtype, layers, *loras, tensor_parallel),
+        )  # fmt: skip
+        return _Share(tuple(found), cost)
+    if whose == "holdfast":
         if stored_kv in footprint.ELEMENT_BYTES:
             layout = footprint.kv_layout(spec, block_tokens=settings.block_tokens, kv_dtype=stored_kv)
             cost = layout_cost(layout, limits.max_num_batched_tokens)
@@ -150,6 +159,16 @@ def _share(
         padding_bytes=beside.padding,
     )  # fmt: skip
     return _Share(tuple(found), cost)
+
+
+def counted_for(question: Question, device: Device, ranks: int) -> Literal["holdfast", "vllm", "llama.cpp"]:
+    """Whose terms a GPU has: where llama.cpp was asked for its own; of what this engine runs this engine's; of a GGUF
+    that it does not run llama.cpp's; of the rest vLLM's."""
+    if question.engine == "llama.cpp":
+        return "llama.cpp"
+    if ranks == 1 and engine_runs_on(device, question.model.spec):
+        return "holdfast"
+    return "llama.cpp" if question.model.format == "gguf" else "vllm"
 
 
 def engine_runs_on(device: Device, spec: ModelSpec) -> bool:

@@ -141,9 +141,10 @@ def _said(question: Question, rungs: tuple[Rung, ...], rung: int, found: Fit, lo
     if len(question.machine.devices) > 1 or found.tensor_parallel > 1:
         decisions.append(choices.parallel_size(found))
     decisions += [*choices.left_out(found), *choices.loading(found), *choices.encoder(found)]
-    decisions += choices.number_types(found)
+    decisions += [*choices.engine(found), *choices.number_types(found)]
     if settings.max_model_len is None:
-        decisions.append(length_decision(served, question.model.spec.max_position, longest))
+        allowed = question.model.spec.max_position
+        decisions.append(length_decision(served, allowed, longest, fits=found.fits))
     limits = replace(found.limits, max_model_len=served)
     return replace(found, limits=limits, longest_tokens=longest, decisions=tuple(decisions))
 
@@ -213,4 +214,5 @@ def _length_decisions(question: Question, served: int, found: Hosted) -> tuple[D
     if question.traffic is not None and served < found.longest_tokens:
         reason = f"memory holds {found.longest_tokens:,}; a shorter one leaves room for the traffic"
         return (Decision("max_model_len", f"{served:,}", reason, "planner"),)
-    return (length_decision(served, question.model.spec.max_position, found.longest_tokens),)
+    allowed = question.model.spec.max_position
+    return (length_decision(served, allowed, found.longest_tokens, fits=found.fits),)

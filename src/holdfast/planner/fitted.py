@@ -31,6 +31,8 @@ class Question:
     traffic: Traffic | None = None
     decisions: tuple[Decision, ...] = ()
     """Made on the way to this question: which files, which GPUs, which traffic."""
+    engine: str | None = None
+    """Whose memory is counted on GPUs where it was asked for and is counted otherwise than vLLM's: llama.cpp."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -91,10 +91,13 @@ def _lowered(default: int, chosen: int, fits: bool, beside: str) -> str:
     return f"not even {chosen:,} would fit beside {beside}"
 
 
-def length_decision(served: int, allowed: int, longest: int) -> Decision:
+def length_decision(served: int, allowed: int, longest: int, *, fits: bool = True) -> Decision:
     """Of a context that nobody set. `longest`: what memory holds with the lowest limits."""
     reason = "what the model allows, and memory holds it"
-    if served < allowed:
+    if not fits:
+        alone = f"one sequence alone could have {longest:,}" if longest else "nothing is left for KV"
+        reason = f"of the model's {allowed:,}; what was asked for does not fit: {alone}"
+    elif served < allowed:
         more = f", and {longest:,} with lower limits: --max-model-len" if longest > served else ""
         reason = f"the model allows {allowed:,}; memory holds {served:,}{more}"
     return Decision("max_model_len", f"{served:,}", reason, "planner")

@@ -15,7 +15,7 @@ from holdfast.planner.answer import Answer
 from holdfast.planner.command import Command
 from holdfast.planner.configurations import Configuration
 from holdfast.planner.fit import Rank, describe_devices
-from holdfast.planner.report_text import LEAST_WIDTH, Paint, wrapped
+from holdfast.planner.report_text import LEAST_WIDTH, Paint, rounded_down, wrapped
 from holdfast.planner.roofline import Estimate
 from holdfast.planner.terms import Term
 from holdfast.units import counted, format_bytes
@@ -225,7 +225,7 @@ def _capacity(answer: Answer, width: int, brief: bool) -> Iterator[str]:
     if answer.max_model_len:
         most = counted(answer.question.model.spec.max_position, "token")
         held = f"largest context {found.longest_tokens:,} of {most}"
-        at = f"{counted(answer.concurrency, 'sequence')} of {answer.max_model_len:,} at once"
+        at = f"{counted(rounded_down(answer.concurrency), 'sequence')} of {answer.max_model_len:,} at once"
         yield from wrapped(f"{held}; {at}", width, "")
     theirs = answer.commands.get(answer.engine or "")
     if theirs is not None and theirs.kv_tokens is not None and theirs.max_model_len is not None:
@@ -235,7 +235,7 @@ def _capacity(answer: Answer, width: int, brief: bool) -> Iterator[str]:
     if traffic is not None and answer.concurrency_at_traffic is not None:
         yield from wrapped(
             f"traffic ({traffic.source}): {traffic.concurrency} at once of {counted(traffic.length, 'token')}; "
-            f"memory holds {counted(max(0.0, answer.concurrency_at_traffic), 'sequence').partition(' ')[0]}",
+            f"memory holds {counted(rounded_down(answer.concurrency_at_traffic), 'sequence').partition(' ')[0]}",
             width, "",
         )  # fmt: skip
     rate = answer.throughput
@@ -278,11 +278,13 @@ def _ways(answer: Answer, width: int, brief: bool) -> Iterator[str]:
     if not answer.fits and not answer.ways_out:
         yield "  none is known: every configuration that was tried falls short"
     for number, way in enumerate(answer.ways_out[:1] if brief else answer.ways_out, 1):
-        yield from wrapped(f"{number:>2}. {way.change}", width, "  ", "      ")
+        part = "" if way.meets_request else " (only part of what was asked)"
+        yield from wrapped(f"{number:>2}. {way.change}{part}", width, "  ", "      ")
         if way.tiers is None:
             found = way.fit
+            at_once = counted(rounded_down(found.concurrency(found.usual_tokens)), "sequence")
             held = f"{counted(found.limits.max_model_len, 'token')} of context, "
-            held += f"{counted(found.concurrency(found.usual_tokens), 'sequence')} of {found.usual_tokens:,} at once"
+            held += f"{at_once} of {found.usual_tokens:,} at once"
             yield from wrapped(held, width, "      ", "      ")
         if way.flags:
             yield from wrapped(way.flags, width, "      ", "      ")
@@ -295,6 +297,8 @@ def _configurations(answer: Answer, width: int) -> Iterator[str]:
         if configuration is not None:
             yield from wrapped(f"{name:<5}{_flags(configuration)}", width, "  ", "       ")
             yield from wrapped(configuration.reason, width, "       ", "       ")
+            for said in configuration.sized_otherwise(answer.vllm):
+                yield from wrapped(said, width, "       ", "       ")
     if answer.fits and answer.safe is None:
         yield from wrapped("safe: none; what was asked leaves no room for every estimate being off", width)
 

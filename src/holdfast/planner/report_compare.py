@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from holdfast.planner.answer import Answer
 from holdfast.planner.fit import describe_devices
-from holdfast.planner.report_text import LEAST_WIDTH, Paint, wrapped
+from holdfast.planner.report_text import LEAST_WIDTH, Paint, rounded_down, wrapped
 from holdfast.units import counted, format_bytes
 
 COLUMNS = ("fits", "weights", "KV/token", "context", "at once", "tok/s", "tok/s max")
@@ -29,7 +29,11 @@ def compare_lines(answers: Sequence[Answer], width: int = 80, colour: bool = Fal
     for name, answer in zip(names, answers, strict=True):
         if not answer.fits and answer.ways_out:
             found += wrapped(f"{name}: {answer.ways_out[0].change}", width, "", "  ")
-    lengths = {answer.fit.usual_tokens for answer in answers}
+    found += [line for said in _beside(answers, names) for line in wrapped(said, width, "", "  ")]
+    # Of a plan that holds no token there is no length.
+    lengths = {answer.fit.usual_tokens for answer in answers if answer.fit.limits.max_model_len}
+    if not lengths:
+        return found
     each = (
         counted(lengths.pop(), "token")
         if len(lengths) == 1
@@ -38,13 +42,29 @@ def compare_lines(answers: Sequence[Answer], width: int = 80, colour: bool = Fal
     return found + wrapped(f"at once: sequences of {each}, side by side in KV", width, "", "  ")
 
 
+def _beside(answers: Sequence[Answer], names: Sequence[str]) -> Iterator[str]:
+    """What no column tells: the machine where all have the same, and number types where they differ."""
+    machines = {_machine(answer) for answer in answers}
+    if len(machines) == 1:
+        each = " of each" if len(answers[0].question.machine.all_devices) > 1 else ""
+        yield f"all on {machines.pop()}: {format_bytes(min(map(_budget, answers)))} to use{each}"
+    if len({answer.fit.dtype for answer in answers}) > 1:
+        for name, answer in zip(names, answers, strict=True):
+            reason = next((one.reason for one in answer.fit.decisions if one.field == "dtype"), "as asked")
+            yield f"{name}: computed in {answer.fit.dtype}: {reason}"
+
+
+def _budget(answer: Answer) -> int:
+    return min(rank.budget_bytes for rank in answer.fit.ranks)
+
+
 def _names(answers: Sequence[Answer]) -> list[str]:
-    """By what differs: the model, the machine, or both."""
+    """By what differs: the model, the machine, or both; where nothing does, by both."""
     models = [answer.question.model.name for answer in answers]
     machines = [_machine(answer) for answer in answers]
-    if len(set(machines)) == 1:
+    if len(set(machines)) == 1 < len(set(models)):
         return models
-    if len(set(models)) == 1:
+    if len(set(models)) == 1 < len(set(machines)):
         return machines
     return [f"{model} on {machine}" for model, machine in zip(models, machines, strict=True)]
 
@@ -71,7 +91,7 @@ def _figures(answer: Answer) -> dict[str, str]:
         "weights": format_bytes(found.weights_bytes),
         "KV/token": format_bytes(answer.kv_bytes_per_token),
         "context": f"{answer.max_model_len:,}",
-        "at once": f"{max(0.0, found.concurrency(found.usual_tokens)):.1f}",
+        "at once": f"{rounded_down(found.concurrency(found.usual_tokens)):.1f}",
         "tok/s": "?" if rate is None else f"{rate.one.estimate.tokens_per_s:,.0f}",
         "tok/s max": "?" if rate is None else f"{rate.largest.estimate.tokens_per_s:,.0f}",
     }

@@ -7,9 +7,10 @@
     encoder      of images: its largest step beyond what activations have, and what it hands to the text model
     adapters     LoRA slots                              staging      of loading alone: a tensor as it is stored
     rotary       tables of every position               padding      of experts, to their kernel's tiles
+    compute      llama.cpp's one buffer for a step, logits and all; it captures no graphs that count
 
-The last two are of engines that keep them (vllm_weights.py). Of GPUs that are not NVIDIA's, `driver` stands for the
-context, and no graphs are counted on those whose engines capture none.
+Rotary and padding are of engines that keep them (vllm_weights.py). Of GPUs that are not NVIDIA's, `driver` stands for
+the context, and no graphs are counted on those whose engines capture none.
 
 What this engine itself would run on a CPU is counted in room.py. Decides nothing, and knows no budget.
 """
@@ -37,6 +38,15 @@ GRAPHS_BYTES_A_COLUMN = 5 * 1024
 0.5 GiB for 1024 x 28."""
 GRAPHS_MOST_BYTES = 2 * GIB
 """The line is not followed beyond what has been seen of large models."""
+GRAPHS_FIRST_BYTES = 96 * MIB
+"""Of these, what the first capture takes whatever its size; the rest is shared alike by the sizes that are captured, as
+vLLM's own log of them shows (pull request 22897: 24 to 28 MiB for each of most)."""
+GRAPHS_MOST_ROWS = 512
+"""The largest size that is captured, and twice the sequences at most: 51 sizes where nothing is set."""
+LLAMA_STEP_TOKENS = 512
+"""llama.cpp's own (-ub), whatever a plan's steps are."""
+LLAMA_MASK_BYTES = 2
+"""For each token of a step and of the context: attention's mask."""
 LIVE_HIDDEN, LIVE_INNER = 4, 3
 """Buffers of hidden width (stream, norm, attention's input and output) and of the MLP's (gate, up, product) that live
 at once. It gives 1.81 GiB for an 8B model at 16,384 tokens; vLLM measured 1.78."""
@@ -85,10 +95,25 @@ def gpu_terms(
         Term("encoder", encoder_bytes(spec, limits, dtype, activations) if 0 in layers else 0, ENCODER_UNCERTAINTY),
         Term("logits", logits_bytes(spec, limits, tensor_parallel) if last_stage else 0),
         Term("buffers", limits.max_num_seqs * limits.max_model_len // 16 * 4 + limits.max_num_batched_tokens * 64),
-        Term(captured or "graphs", graphs_bytes(spec, layers) if graphs and captured else 0, 0.5),
+        Term(captured or "graphs", graphs_bytes(spec, layers, limits) if graphs and captured else 0, 0.5),
     ]
     if max_loras:
         terms.append(Term("adapters", adapters_bytes(spec, dtype, layers, max_loras, max_lora_rank, tensor_parallel)))
+    return [term for term in terms if term.nbytes]
+
+
+def llama_gpu_terms(
+    spec: ModelSpec, limits: Limits, *, weights_bytes: int, vendor: str = "nvidia", adapters: int = 0
+) -> list[Term]:
+    """Of llama.cpp with flash attention: a step's buffer holds the logits of all its tokens and the stream in float32,
+    which is the 258.5 MiB that it prints for an 8B model of Llama 3, and attention's mask."""
+    rows = spec.vocab_size * 4 + spec.hidden_size * 4 + limits.max_model_len * LLAMA_MASK_BYTES
+    terms = [
+        Term("context", CONTEXT_BYTES, 0.25) if vendor == "nvidia" else Term("driver", CONTEXT_BYTES, 0.5),
+        Term("weights", weights_bytes),
+        Term("compute", LLAMA_STEP_TOKENS * rows, 0.25),
+        Term("adapters", adapters),
+    ]
     return [term for term in terms if term.nbytes]
 
 
@@ -164,8 +189,18 @@ def logits_bytes(spec: ModelSpec, limits: Limits, ranks: int) -> int:
     return (LOGITS_COPIES + (1 if ranks > 1 else 0)) * limits.max_num_seqs * spec.vocab_size * 4
 
 
-def graphs_bytes(spec: ModelSpec, layers: Sequence[int]) -> int:
-    return min(GRAPHS_MOST_BYTES, GRAPHS_BASE_BYTES + GRAPHS_BYTES_A_COLUMN * spec.hidden_size * len(layers))
+def graphs_bytes(spec: ModelSpec, layers: Sequence[int], limits: Limits) -> int:
+    """For so many sequences; where none are set, what was measured."""
+    whole = min(GRAPHS_MOST_BYTES, GRAPHS_BASE_BYTES + GRAPHS_BYTES_A_COLUMN * spec.hidden_size * len(layers))
+    sizes = captured_sizes(limits.max_num_seqs, limits.max_num_batched_tokens)
+    return GRAPHS_FIRST_BYTES + (whole - GRAPHS_FIRST_BYTES) * sizes // captured_sizes(GRAPHS_MOST_ROWS)
+
+
+def captured_sizes(sequences: int, step_tokens: int = GRAPHS_MOST_ROWS) -> int:
+    """How many vLLM captures: 1, 2, 4, then every eighth and from 256 on every sixteenth, up to twice the sequences and
+    no more than a step has tokens."""
+    most = min(2 * sequences, step_tokens, GRAPHS_MOST_ROWS)
+    return sum(size <= most for size in (1, 2, 4, *range(8, 256, 8), *range(256, GRAPHS_MOST_ROWS + 1, 16)))
 
 
 def adapters_bytes(

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from holdfast.errors import ConfigurationError
 from holdfast.planner import vllm_sizing
 from holdfast.planner.command import ROUNDING, Command, line, named_dtype, parallel, total_is_known
-from holdfast.planner.count import engine_runs_on
+from holdfast.planner.count import counted_for
 from holdfast.planner.engine_models import lacks_model, lacks_rotary, vllm_since
 from holdfast.planner.fit import Fit, Rank, fit
 from holdfast.planner.kernels import build_note, lacks_engine, lacks_fp8_kv, lacks_index, lacks_method
@@ -25,6 +25,7 @@ from holdfast.planner.unquantized import QUANTIZES_AS_IT_READS, Whole, loaded_wh
 from holdfast.planner.vllm_kv import KeptKV, expands_latents, fp8_by_default, kept_kv, most_tokens
 from holdfast.planner.vllm_sizing import Terms, Vllm
 from holdfast.planner.vllm_weights import beside_weights, expert_kernel, rounding_bytes
+from holdfast.planner.weights import stage_layers
 from holdfast.units import GIB, format_bytes
 
 POOL_IN_BYTES = (0, 11)
@@ -246,13 +247,14 @@ def vllm_terms(found: Fit, vllm: Vllm) -> Terms:
 
 
 def _step_terms(found: Fit, rank: Rank) -> dict[str, int]:
-    """What a step takes there; where the plan has counted what this engine would take, it is counted anew."""
-    spec, terms = found.question.model.spec, rank.terms
-    if found.tensor_parallel == found.pipeline_parallel == 1 and engine_runs_on(rank.device, spec):
+    """What a step takes there; where the plan has counted what another engine would take, it is counted anew."""
+    spec, terms, stages = found.question.model.spec, rank.terms, found.pipeline_parallel
+    if counted_for(found.question, rank.device, len(found.ranks)) != "vllm":
         terms = tuple(
             gpu_terms(
-                spec, found.limits, dtype=found.dtype, weights_bytes=0, tensor_parallel=1,
-                layers=range(len(spec.layers)), last_stage=True,
+                spec, found.limits, dtype=found.dtype, weights_bytes=0, tensor_parallel=found.tensor_parallel,
+                layers=stage_layers(len(spec.layers), stages)[rank.stage], last_stage=rank.stage == stages - 1,
+                vendor="nvidia" if rank.device.gpu is None else rank.device.gpu.vendor,
             )
         )  # fmt: skip
     return {term.name: term.nbytes for term in terms}

@@ -44,6 +44,8 @@ class WayOut:
     fit: Fit
     """Planned with the change; of tiers, planned without them."""
     tiers: Tiers | None = None
+    meets_request: bool = True
+    """False: fewer sequences at once than the traffic has, or a shorter context than was asked for."""
     available: bool = True
     """False: no engine here can do it yet, or something has to be made first."""
     note: str | None = None
@@ -69,6 +71,16 @@ class WayOut:
 
     def commands(self, vllm: Vllm | None = None) -> dict[str, Command]:
         return commands(self.fit, sequences=self.fit.limits.max_num_seqs, vllm=vllm)
+
+
+def meets(asked: Question, found: Fit) -> bool:
+    """Whether what was planned serves all that was asked for."""
+    length, traffic, served = asked.settings.max_model_len, asked.traffic, found.question.traffic
+    if length is not None and found.limits.max_model_len < length:
+        return False
+    if traffic is None or served is None:
+        return True
+    return served.concurrency >= traffic.concurrency and served.length >= traffic.length
 
 
 def too_long(question: Question) -> bool:
@@ -163,6 +175,8 @@ def other_splits(question: Question) -> Iterator[tuple[Question, dict[str, objec
 def said(changes: Mapping[str, object]) -> str:
     """Of the changes that a way needs beside its own."""
     words = []
+    if "kv_cache_dtype" in changes:
+        words.append(f"KV in {changes['kv_cache_dtype']}")
     if "gpu_memory_utilization" in changes:
         words.append(f"{changes['gpu_memory_utilization']:g} of the memory")
     if "max_model_len" in changes:

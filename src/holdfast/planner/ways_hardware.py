@@ -49,7 +49,7 @@ def more_gpus(found: Fit, variants: Sequence[Variant]) -> Iterator[WayOut]:
     if found.question.machine.kind != "gpu":
         return
     fewest = None
-    for variant in (None, *_of_safetensors(variants)):
+    for variant in (None, *_offered(found, variants)):
         question = found.question if variant is None else replace(found.question, model=variant.model)
         way = _fewest_gpus(found, question, variant, fewest)
         if way is not None:
@@ -57,8 +57,9 @@ def more_gpus(found: Fit, variants: Sequence[Variant]) -> Iterator[WayOut]:
             fewest = len(way.fit.ranks)
 
 
-def _of_safetensors(variants: Sequence[Variant]) -> list[Variant]:
-    return [variant for variant in variants if variant.method not in GGUF_TYPES]
+def _offered(found: Fit, variants: Sequence[Variant]) -> list[Variant]:
+    """A GGUF only to those who ask for llama.cpp: others would have to make one."""
+    return [one for one in variants if one.method not in GGUF_TYPES or found.question.engine == "llama.cpp"]
 
 
 def _fewest_gpus(found: Fit, question: Question, variant: Variant | None, below: int | None) -> WayOut | None:
@@ -115,7 +116,7 @@ def _text(value: object) -> str | None:
 def tiered(found: Fit, variants: Sequence[Variant]) -> Iterator[WayOut]:
     """The variant that moves least, of those that do not fit without tiers."""
     ways = []
-    for variant in (None, *_of_safetensors(variants)):
+    for variant in (None, *_offered(found, variants)):
         question = found.question if variant is None else replace(found.question, model=variant.model)
         try:
             short = fit(question)
@@ -146,11 +147,12 @@ def tiered(found: Fit, variants: Sequence[Variant]) -> Iterator[WayOut]:
 
 
 def bigger_gpu(found: Fit, variants: Sequence[Variant]) -> Iterator[WayOut]:
-    """The smallest that holds it as it is, and the smallest for the fewest bits where that is smaller."""
+    """The smallest that holds it as it is, and the smallest for the fewest bits where that is smaller; of those that
+    are commonly rented where one of them does."""
     if found.question.machine.kind != "gpu":
         return
     most = None
-    for variant in (None, *_of_safetensors(variants)[-1:]):
+    for variant in (None, *_offered(found, variants)[-1:]):
         question = found.question if variant is None else replace(found.question, model=variant.model)
         way = _smallest_gpu(question, variant, most)
         if way is not None:
@@ -163,11 +165,11 @@ def _smallest_gpu(question: Question, variant: Variant | None, below_bytes: int 
     here = max(device.total_bytes for device in devices)
     vendor = devices[0].gpu.vendor if devices[0].gpu is not None else "nvidia"
     least = least_bytes(question) // len(devices)
-    for gpu in sorted(gpus.entries(), key=lambda one: (one.usable_bytes, -one.bandwidth_gb_s)):
+    for gpu in sorted(gpus.entries(), key=lambda one: (not one.rented, one.usable_bytes, -one.bandwidth_gb_s)):
         if gpu.vendor != vendor or gpu.unified or gpu.usable_bytes <= max(here, least) or _old(gpu):
             continue
         if below_bytes is not None and gpu.usable_bytes >= below_bytes:
-            return None
+            continue
         absolute = any(device.budget_bytes is not None for device in devices)
         named = _bigger(gpu, len(devices), absolute=absolute)
         better = planned(replace(question, machine=_named(question.machine, named)))

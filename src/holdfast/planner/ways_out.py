@@ -1,7 +1,8 @@
 """What to do when it does not fit: the ways out in their order, each planned before it is offered.
 
-    configuration (utilization, context, sequences, GPUs that stand idle) - FP8 KV - a quantized variant - more GPUs -
-    tiers - a bigger GPU or more RAM - a smaller model, last
+    configuration (utilization, context, sequences, GPUs that stand idle) - FP8 KV - a quantized variant, with FP8 KV
+    where neither is enough - more GPUs - tiers - a bigger GPU or more RAM - what serves only part of the traffic - a
+    smaller model, last
 
     requests longer than the model can read: shorter ones - a model of the same kin that reads them
 
@@ -34,6 +35,7 @@ from holdfast.planner.way import (
     attempts,
     first_that_fits,
     longest,
+    meets,
     model_setting,
     other_splits,
     planned,
@@ -55,7 +57,7 @@ MUCH_LONGER = 1.25
 def ways_out(found: Fit) -> tuple[WayOut, ...]:
     """Nothing where it fits."""
     if too_long(found.question):
-        return (*_shorter_requests(found), *longer_model(found))
+        return _marked(found, [*_shorter_requests(found), *longer_model(found)])
     if found.fits:
         return ()
     ways = [*_utilization(found), *_context(found), *_sequences(found), *_idle_gpus(found)]
@@ -63,7 +65,14 @@ def ways_out(found: Fit) -> tuple[WayOut, ...]:
     others = variants(found)
     ways += [*_kv_dtype(found), *_quantized(found, others)]
     ways += [*more_gpus(found, others), *tiered(found, others), *bigger_gpu(found, others), *more_ram(found)]
-    return (*ways, *smaller_model(found))
+    if found.question.traffic is not None:
+        # Traffic that is stated is to be served: what lets some of it wait comes after what does not.
+        ways.sort(key=lambda way: not meets(found.question, way.fit))
+    return _marked(found, [*ways, *smaller_model(found)])
+
+
+def _marked(found: Fit, ways: Sequence[WayOut]) -> tuple[WayOut, ...]:
+    return tuple(replace(way, meets_request=meets(found.question, way.fit)) for way in ways)
 
 
 def _utilization(found: Fit) -> Iterator[WayOut]:
@@ -290,6 +299,8 @@ def variants(found: Fit) -> list[Variant]:
     model, devices = found.question.model, found.question.machine.devices
     if not is_plain(model):
         return []
+    if found.question.engine == "llama.cpp":
+        return list(derived_variants(model, GGUF_TYPES))
     if found.question.machine.kind == "cpu":
         return list(derived_variants(model, HOLDFAST_GGUF_TYPES if model.spec.runnable else GGUF_TYPES))
     gpus = [device.gpu for device in devices]
@@ -304,15 +315,19 @@ def variants(found: Fit) -> list[Variant]:
 
 
 def _quantized(found: Fit, others: Sequence[Variant]) -> Iterator[WayOut]:
-    """The most bits that fit first. A GGUF that nobody has made yet only where nothing else fits on a GPU; a shorter
-    context only where no variant holds the one that was asked for."""
+    """Published ones first, of these the most bits that fit. A GGUF that nobody has made yet only where nothing else
+    fits on a GPU; a shorter context only where no variant holds the one that was asked for."""
     whole: list[WayOut] = []
     shorter: list[WayOut] = []
-    for variant in others:
-        if variant.method in GGUF_TYPES and whole and found.question.machine.kind == "gpu":
+    both = _kv_beside_a_variant(found)
+    to_be_made = found.question.machine.kind == "gpu" and found.question.engine != "llama.cpp"
+    for variant in sorted(others, key=lambda one: not one.published):
+        if variant.method in GGUF_TYPES and whole and to_be_made:
             continue
         question = replace(found.question, model=variant.model)
-        way = _variant_whole(found, variant, question)
+        way = _variant_whole(found, variant, question, {})
+        if way is None and both:
+            way = _variant_whole(found, variant, with_settings(question, kv_cache_dtype=both), {"kv_cache_dtype": both})
         if way is not None:
             whole.append(way)
         elif not whole:
@@ -320,15 +335,24 @@ def _quantized(found: Fit, others: Sequence[Variant]) -> Iterator[WayOut]:
     yield from (whole or shorter)[:VARIANTS_SHOWN]
 
 
-def _variant_whole(found: Fit, variant: Variant, question: Question) -> WayOut | None:
-    """With what was asked for; over other GPUs of those that are there where it takes them."""
+def _kv_beside_a_variant(found: Fit) -> str | None:
+    """What KV would be kept in where a variant alone is not enough; None: that alone does, or cannot be."""
+    smaller = _smaller_kv(found) if found.question.machine.kind == "gpu" else None
+    if smaller is None or planned(with_settings(found.question, kv_cache_dtype=smaller)) is not None:
+        return None
+    return smaller
+
+
+def _variant_whole(found: Fit, variant: Variant, question: Question, also: dict[str, object]) -> WayOut | None:
+    """With what was asked for, and with what `also` sets; over other GPUs of those that are there where it takes
+    them."""
     better = first_that_fits(question)
     if better is not None:
-        return _variant_way(found, variant, *better)
+        return _variant_way(found, variant, better[0], {**also, **better[1]})
     for changed, split in other_splits(question):
         better = first_that_fits(changed)
         if better is not None:
-            return _variant_way(found, variant, better[0], {**split, **better[1]})
+            return _variant_way(found, variant, better[0], {**also, **split, **better[1]})
     return None
 
 
@@ -344,11 +368,13 @@ def _variant_way(found: Fit, variant: Variant, better: Fit, changes: dict[str, o
     sizes = f"{format_bytes(better.weights_bytes)} of weights instead of {format_bytes(found.weights_bytes)}"
     made_as = better.question.model.made_as
     to_be_made = made_as is not None and made_as not in MADE_WHILE_LOADING["vllm"]
+    # Who asks for llama.cpp has a GGUF made or found in any case.
+    available = not to_be_made or found.question.engine == "llama.cpp"
     return WayOut(
         kind="quantization",
         change=f"{variant.label}: {sizes}{said(changes)}",
         settings={**model_setting(variant), **changes},
         fit=better,
-        available=not to_be_made,
+        available=available,
         note="the file has to be made or found first" if to_be_made else None,
     )

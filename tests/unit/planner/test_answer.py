@@ -381,8 +381,8 @@ def test_commands_carry_their_notes_everywhere(ask: Ask) -> None:
 @pytest.mark.parametrize(
     ("model", "gpu", "settings"),
     [
-        ("qwen3-8b", "l4", {"max_model_len": 16400}),
-        ("qwen3-8b", "l4", {"max_model_len": 16000, "max_num_seqs": 4, "max_num_batched_tokens": 8192}),
+        ("qwen3-8b", "l4", {"max_model_len": 28000}),
+        ("qwen3-8b", "l4", {"max_model_len": 22400, "max_num_seqs": 4, "max_num_batched_tokens": 8192}),
     ],
 )
 def test_a_warning_never_points_at_a_safe_configuration_that_is_not_there(

@@ -391,10 +391,13 @@ def test_ways_out_come_in_the_order_of_the_checklist() -> None:
         {"model": "llama-3-70b", "gpu": "rtx4090", "ram": "128GiB"},
         {"model": "llama-3-70b", "gpu": "a100-80x4", "tensor_parallel_size": 1},
     ):
-        kinds = [order.index(way.kind) for way in planned(**settings).ways_out]
+        # What lets some of the traffic wait stands behind what serves it all.
+        ways = planned(**settings).ways_out
+        whole = [way for way in ways if way.meets_request or "concurrency" not in settings]
+        kinds = [order.index(way.kind) for way in whole]
         assert kinds == sorted(kinds)
         assert kinds
-        seen |= {order[kind] for kind in kinds}
+        seen |= {way.kind for way in ways}
     assert seen >= {"utilization", "context", "sequences", "kv_cache_dtype", "quantization", "more_gpus", "tiers"}
 
 
