@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING
 
-from holdfast.checkpoints.claims import PLAIN, packed_part, require_quantization
+from holdfast.checkpoints.claims import PLAIN, packed_part, require_packed_so, require_quantization
 from holdfast.checkpoints.files import StoredTensor
 from holdfast.checkpoints.packing import packing_of
 from holdfast.checkpoints.quantized import Packing, Part, stored_parts
@@ -182,21 +182,26 @@ def _places(tensor: TensorSpec, spec: ModelSpec, stored: Mapping[str, StoredTens
             yield None
             continue
         if packing is not None and expected is None:
-            expected = _packed(tensor, packing, packed)
+            expected = _packed(tensor, packing, packed, spec, stored)
         known = expected is not None and (found is not None or packed.name.endswith(expected.name))
         yield _Place(packed.name, expected.shape if expected and known else None, packed_axes, packed=True)
 
 
-def _packed(tensor: TensorSpec, packing: Packing, stored: StoredTensor) -> Part:
+def _packed(
+    tensor: TensorSpec, packing: Packing, found: StoredTensor, spec: ModelSpec, stored: Mapping[str, StoredTensor]
+) -> Part:
     """The part that holds the quants, of the whole tensor or of one expert. Raises CheckpointError."""
     *stacked, rows, columns = tensor.shape
     try:
-        part = stored_parts(packing, rows, columns)[0]
+        parts = stored_parts(packing, rows, columns)
     except CheckpointError as error:
-        error.found = f"{error.found}, of {shorten(stored.name, 120)}"
+        error.found = f"{error.found}, of {shorten(found.name, 120)}"
         error.fix = error.fix or _FIX["safetensors"]
         raise
-    return part if "{expert}" in tensor.hf_name else replace(part, shape=(*stacked, *part.shape))
+    alone = "{expert}" in tensor.hf_name
+    if spec.quantization is not None and (alone or not stacked):
+        require_packed_so(spec.quantization, packing, parts, found, stored)
+    return parts[0] if alone else replace(parts[0], shape=(*stacked, *parts[0].shape))
 
 
 # Refusals

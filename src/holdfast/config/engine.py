@@ -89,7 +89,9 @@ class EngineConfig:
         optional(whole(1, 1 << 20)),
     )
     gpu_memory_utilization: float = setting(
-        0.9, "share of the device's memory to use; on a CPU, of the RAM that is free at start", number(0.01, 1.0)
+        0.9,
+        "share of the device's memory to use; on a CPU, of the RAM that is free at start",
+        number(0.01, 1.0, usual=0.9),
     )
     ram: int | None = setting(
         None, "most RAM the server may hold, such as 6GiB; left out: gpu_memory_utilization of what is free",

@@ -99,7 +99,7 @@ class PlanConfig:
     )
     gpu_memory_utilization: float | None = setting(
         None, "share of a GPU's memory to use; on a CPU, of the RAM that is free; left out: 0.9",
-        optional(number(0.01, 1.0)),
+        optional(number(0.01, 1.0, usual=0.9)),
     )  # fmt: skip
     tensor_parallel_size: int | None = setting(
         None, "GPUs to split each layer over; left out: the fewest that hold the model", optional(whole(1, 1024)),

@@ -79,15 +79,19 @@ def whole(low: int, high: int = 2**31) -> Parser:
     return parse
 
 
-def number(low: float, high: float) -> Parser:
+def number(low: float, high: float, *, usual: float | None = None) -> Parser:
+    """`usual`: of a share, what to advise instead of a number that will not do."""
+
     def parse(field: str, value: Any) -> float:
         try:
             found = float(value) if not isinstance(value, bool) else None
         except (TypeError, ValueError):
             found = None
         if found is None or not low <= found <= high:
-            percent = found is not None and low <= found / 100 <= high
-            fix = f"{field} {found / 100:g}" if found is not None and percent else "leave it out"
+            # Written in percent; as such, less than ten is of no use and was mistyped otherwise.
+            percent = found is not None and usual is not None and 10 <= found <= 100 * high
+            meant = found / 100 if found is not None and percent else usual
+            fix = "leave it out" if meant is None else f"{field} {meant:g}"
             raise _wrong(field, value, f"a number from {low:g} to {high:g}", fix)
         return found
 

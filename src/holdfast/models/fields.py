@@ -66,6 +66,10 @@ class Fields:
             f"{self.where}: {full} cannot be used", needed=f"{full}: {needed}", found=shorten(found, 120), field=full
         )
 
+    def mistyped(self, name: str, needed: str, found: object) -> CheckpointError:
+        """Where no text will do: one is quoted, for "4" is not 4."""
+        return self.wrong(name, needed, f'"{shorten(found)}", a text' if isinstance(found, str) else found)
+
     def get(self, name: str, needed: str, default: Any) -> Any:
         value = self.raw(name)
         if value is not None:
@@ -84,7 +88,7 @@ class Fields:
         if value is None:
             return None
         if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-            raise self.wrong(name, needed, value)
+            raise self.mistyped(name, needed, value)
         return value
 
     @overload
@@ -98,13 +102,13 @@ class Fields:
             return None
         good = not isinstance(value, bool) and isinstance(value, int | float)
         if not good or not math.isfinite(value) or not low <= value <= high:
-            raise self.wrong(name, needed, value)
+            raise self.mistyped(name, needed, value)
         return float(value)
 
     def boolean(self, name: str, *, default: bool) -> bool:
         value = self.get(name, "true or false", default)
         if not isinstance(value, bool):
-            raise self.wrong(name, "true or false", value)
+            raise self.mistyped(name, "true or false", value)
         return value
 
     def text(self, name: str, *, default: str = ...) -> str:  # type: ignore[assignment]
@@ -119,7 +123,7 @@ class Fields:
         if value is None or value == {}:
             return None
         if not isinstance(value, Mapping):
-            raise self.wrong(name, "a table", value)
+            raise self.mistyped(name, "a table", value)
         return Fields(value, where=f"{self.where}, {self.key(name)}")
 
     def texts(self, name: str, *, count: int, allowed: Collection[str]) -> tuple[str, ...] | None:
@@ -142,10 +146,10 @@ class Fields:
             return None
         needed = f"a list of at most {most} whole numbers from {low} to {high}"
         if not isinstance(value, list) or len(value) > most:
-            raise self.wrong(name, needed, value)
+            raise self.mistyped(name, needed, value)
         for entry in value:
             if isinstance(entry, bool) or not isinstance(entry, int) or not low <= entry <= high:
-                raise self.wrong(name, needed, entry)
+                raise self.mistyped(name, needed, entry)
         return tuple(value)
 
     def token_ids(self, name: str, *, vocab_size: int) -> tuple[int, ...]:
@@ -157,5 +161,5 @@ class Fields:
         ids = value if isinstance(value, list) else [value]
         for token_id in ids:
             if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < vocab_size:
-                raise self.wrong(name, needed, value)
+                raise self.mistyped(name, needed, value)
         return tuple(dict.fromkeys(ids))

@@ -39,6 +39,8 @@ class QuantSpec:
     not_converted: tuple[str, ...] = ()
     """Modules that stay as they are: names, parts of names, or patterns that begin with re: or hold a *."""
     head_converted: bool = False
+    reach_field: str = field(default="group_size", compare=False)
+    """What the config calls that which says how far a scale reaches."""
     _exceptions: Exceptions = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -83,6 +85,7 @@ def _awq(table: Fields) -> QuantSpec:
         group_size=table.integer(group_name, low=1, high=MAX_WIDTH, default=128),
         symmetric=not table.boolean("zero_point", default=True),
         not_converted=_modules(table, "modules_to_not_convert"),
+        reach_field=group_name,
     )
 
 
@@ -104,7 +107,7 @@ def _gptq(table: Fields) -> QuantSpec:
 def _fp8(table: Fields, method: str) -> QuantSpec:
     skipped = _modules(table, "modules_to_not_convert") + _modules(table, "ignored_layers")
     if method == "fbgemm_fp8":
-        return QuantSpec(method="fp8", bits=8, granularity="channel", not_converted=skipped)
+        return QuantSpec(method="fp8", bits=8, granularity="channel", not_converted=skipped, reach_field="quant_method")
     block = _block(table, "weight_block_size")
     return QuantSpec(
         method="fp8",
@@ -113,6 +116,7 @@ def _fp8(table: Fields, method: str) -> QuantSpec:
         block=block,
         static_activations=table.text("activation_scheme", default="dynamic") == "static",
         not_converted=skipped,
+        reach_field="weight_block_size",
     )
 
 
@@ -146,6 +150,7 @@ def _compressed(table: Fields) -> QuantSpec:
         static_activations=inputs is not None and not inputs.boolean("dynamic", default=False),
         not_converted=_modules(table, "ignore"),
         head_converted=True,
+        reach_field={"group": "group_size", "block": "block_structure"}.get(strategy, "strategy"),
     )
 
 

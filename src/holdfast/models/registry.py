@@ -145,16 +145,16 @@ def describe_config(config: Mapping[str, Any], generation_config: Mapping[str, A
     if not isinstance(config, Mapping):
         raise CheckpointError("config.json is not a table", found=type(config).__name__)
     named = config.get("architectures")
+    model_type = Fields(config, where="config.json").text("model_type", default="") or None
     if named:
         if not isinstance(named, list) or not all(isinstance(name, str) for name in named):
             raise Fields(config, where="config.json").wrong("architectures", "a list of names", named)
         names = list(named)
     else:
-        model_type = config.get("model_type")
-        names = [_of_model_type(model_type) if isinstance(model_type, str) else "(none named)"]
+        names = ["(none named)" if model_type is None else _of_model_type(model_type)]
     for name in names:
         if name in _BY_ARCHITECTURE:
-            _require_one_family(config, name)
+            _require_one_family(model_type, name)
             return _described(_BY_ARCHITECTURE[name], source_of_config(config, generation_config, name))
     raise _unknown(", ".join(names), known_architectures(), field="architectures")
 
@@ -172,10 +172,9 @@ def _of_model_type(model_type: str) -> str:
     return _BY_MODEL_TYPE.get(model_type.replace("_", ""), model_type)
 
 
-def _require_one_family(config: Mapping[str, Any], architecture: str) -> None:
+def _require_one_family(model_type: str | None, architecture: str) -> None:
     """Servers go by the one or by the other: a config must not name two families. Unknown types are makers' own."""
-    model_type = config.get("model_type")
-    other = _of_model_type(model_type) if isinstance(model_type, str) else architecture
+    other = architecture if model_type is None else _of_model_type(model_type)
     family = _BY_ARCHITECTURE[architecture]
     if _BY_ARCHITECTURE.get(other, family) != family:
         raise CheckpointError(

@@ -190,6 +190,9 @@ def read_shape(
         raise fields.wrong(
             "per_layer_config", "nothing (this family's layers are all alike)", fields.raw("per_layer_config")
         )
+    if not source.gguf:
+        # Of families without windows too: what it says must be a length, whoever goes by it.
+        fields.integer("sliding_window", low=0, high=MAX_CONTEXT, default=None)
     hidden = fields.integer("hidden_size", high=MAX_WIDTH)
     head_count = fields.integer("num_attention_heads", high=MAX_HEADS, default=_or_missing(heads))
     kv_count = fields.integer("num_key_value_heads", high=MAX_HEADS, default=kv_heads or head_count)

@@ -122,6 +122,12 @@ def _of_catalogue(
 ) -> tuple[tuple[Device, ...], tuple[Decision, ...]]:
     assert asked.gpu is not None
     names = asked.gpu.split(",") if isinstance(asked.gpu, str) else list(asked.gpu)
+    if not all(name.strip() for name in names):
+        raise ConfigurationError(
+            f"gpu: in {shorten(','.join(names))!r} a name is empty", code=gpus.UNKNOWN_GPU,
+            needed="the name of a GPU on either side of a comma", found=shorten(",".join(names)),
+            fix=f"--gpu {','.join(name for name in names if name.strip()) or 'rtx4090'}", field="gpu",
+        )  # fmt: skip
     groups = [gpus.find_group(name) for name in names]
     total = sum(group.count for group in groups)
     if count is not None and count != total:

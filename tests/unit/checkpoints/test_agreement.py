@@ -227,6 +227,52 @@ def test_weights_of_another_quantizer_are_refused(said: dict[str, Any], there: d
     assert caught.value.field == "quant_method"
 
 
+@pytest.mark.parametrize(("said", "there"), [(GPTQ, AWQ), (AWQ, GPTQ)], ids=["awq under gptq", "gptq under awq"])
+def test_awq_and_gptq_are_told_apart_by_what_they_pack(said: dict[str, Any], there: dict[str, Any]) -> None:
+    spec = describe_config({**LLAMA, "quantization_config": said})
+    with pytest.raises(CheckpointError) as caught:
+        require_agreement(spec, checkpoint(describe_config({**LLAMA, "quantization_config": there})))
+    assert (caught.value.code, caught.value.field) == ("HF230", "quant_method")
+
+
+FP8_BLOCKS = {**FP8, "weight_block_size": [128, 128]}
+INT4_64 = {
+    "quant_method": "compressed-tensors",
+    "config_groups": {"group_0": {"weights": {"num_bits": 4, "strategy": "group", "group_size": 64}}},
+}
+
+
+@pytest.mark.parametrize(
+    ("said", "there", "field"),
+    [
+        ({**GPTQ, "group_size": 64}, GPTQ, "group_size"),
+        ({**GPTQ, "group_size": -1}, GPTQ, "group_size"),
+        ({**GPTQ, "bits": 8}, GPTQ, "bits"),
+        ({**AWQ, "group_size": 64}, AWQ, "group_size"),
+        ({"quant_method": "awq", "w_bit": 4, "q_group_size": 64}, AWQ, "q_group_size"),
+        (INT4_64, INT4, "group_size"),
+        (FP8_BLOCKS, FP8, "weight_block_size"),
+        (FP8, FP8_BLOCKS, "weight_block_size"),
+        ({**FP8, "weight_block_size": [64, 64]}, FP8_BLOCKS, "weight_block_size"),
+        ({"quant_method": "fbgemm_fp8"}, FP8, "quant_method"),
+    ],
+)
+def test_scales_of_other_groups_than_the_config_says_are_refused(
+    said: dict[str, Any], there: dict[str, Any], field: str
+) -> None:
+    spec = describe_config({**LLAMA, "quantization_config": said})
+    with pytest.raises(CheckpointError) as caught:
+        require_agreement(spec, checkpoint(describe_config({**LLAMA, "quantization_config": there})))
+    assert (caught.value.code, caught.value.field) == ("HF230", field)
+    assert "_proj" in str(caught.value.found)
+    assert caught.value.fix
+
+
+def test_one_scale_of_a_matrix_may_be_written_without_a_dimension() -> None:
+    spec = describe_config({**LLAMA, "quantization_config": FP8})
+    assert require_agreement(spec, checkpoint(spec, reshaped("q_proj.weight_scale", ()))) == ()
+
+
 def test_packed_weights_that_the_config_does_not_tell_of_are_said() -> None:
     packed = checkpoint(describe_config({**LLAMA, "quantization_config": GPTQ}))
     (note,) = require_agreement(describe_config(LLAMA), packed)
@@ -284,7 +330,7 @@ def test_a_config_of_two_families_is_refused(model_type: str) -> None:
     assert caught.value.field == "model_type"
 
 
-@pytest.mark.parametrize("model_type", ["llama", "mistral", "makers_own", None, 7])
+@pytest.mark.parametrize("model_type", ["llama", "mistral", "makers_own", None])
 def test_a_type_of_the_same_family_or_of_none_is_taken(model_type: Any) -> None:
     assert describe_config({**LLAMA, "model_type": model_type}).family == "llama"
 

@@ -154,6 +154,10 @@ def test_a_gguf_without_its_architecture(tmp_path: Path) -> None:
         ({"rope_theta": 0}, "HF230", "rope_theta"),
         ({"torch_dtype": "int3"}, "HF230", "torch_dtype"),
         ({"rope_scaling": {"rope_type": "weird"}}, "HF230", "rope_scaling"),
+        ({"model_type": 1.5}, "HF230", "model_type"),
+        ({"model_type": {"llama": 1}}, "HF230", "model_type"),
+        ({"sliding_window": "x"}, "HF230", "sliding_window"),
+        ({"sliding_window": -5}, "HF230", "sliding_window"),
         ({"quantization_config": {"quant_method": "magic"}}, "HF230", "quantization_config"),
         ({"quantization_config": {"quant_method": "awq", "bits": 99}}, "HF230", "bits"),
         ({"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": -7}}, "HF230", "group_size"),
@@ -163,6 +167,22 @@ def test_a_config_that_cannot_be(folder: Folder, changes: dict[str, Any], code: 
     error = refused(folder({**LLAMA, **changes}))
     assert (error.code, error.field) == (code, field)
     assert error.needed
+
+
+@pytest.mark.parametrize(
+    ("changes", "shown"),
+    [
+        ({"vocab_size": "32000"}, '"32000", a text'),
+        ({"rope_theta": "1e4"}, '"1e4", a text'),
+        ({"tie_word_embeddings": "true"}, '"true", a text'),
+        ({"eos_token_id": "2"}, '"2", a text'),
+        ({"quantization_config": "awq"}, '"awq", a text'),
+        ({"quantization_config": {"quant_method": "awq", "bits": "4"}}, '"4", a text'),
+        ({"vocab_size": -4}, "-4"),
+    ],
+)
+def test_a_text_in_the_place_of_a_number_is_shown_as_one(folder: Folder, changes: dict[str, Any], shown: str) -> None:
+    assert refused(folder({**LLAMA, **changes})).found == shown
 
 
 def test_weights_of_another_model(folder: Folder) -> None:
@@ -245,6 +265,23 @@ def test_a_number_that_will_not_do(setting: str, value: object, code: str) -> No
 def test_the_name_of_a_gpu_is_said_as_it_was_written() -> None:
     assert "rtx9999" in str(refused("llama-3-8b", gpu="rtx9999"))
     assert "rtx9998 " in str(refused("llama-3-8b", gpu="rtx9998x2"))
+
+
+@pytest.mark.parametrize(
+    ("gpu", "fix"), [("rtx4090,", "--gpu rtx4090"), (",", "--gpu rtx4090"), ("l4, ,a100-80x2", "--gpu l4,a100-80x2")]
+)
+def test_an_empty_name_among_gpus_is_said_to_be_empty(gpu: str, fix: str) -> None:
+    error = refused("llama-3-8b", gpu=gpu)
+    assert "is empty" in error.message
+    assert (error.code, error.fix) == ("HF140", fix)
+
+
+@pytest.mark.parametrize(
+    ("share", "meant"), [(1.5, "0.9"), (0, "0.9"), (-1, "0.9"), (5, "0.9"), (85, "0.85"), (100, "1"), (1e9, "0.9")]
+)
+def test_a_share_that_will_not_do_brings_one_that_is_of_use(share: float, meant: str) -> None:
+    error = refused("llama-3-8b", gpu_memory_utilization=share)
+    assert error.fix == f"gpu_memory_utilization {meant}"
 
 
 def test_a_setting_that_does_not_exist_brings_the_nearest() -> None:
