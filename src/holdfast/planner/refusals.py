@@ -93,12 +93,19 @@ def length_does_not_fit(room: Room, wanted: int, longest: int) -> DoesNotFitErro
     return DoesNotFitError(
         f"one sequence of {counted(wanted, 'token')} does not fit in the KV pool",
         needed=f"{format_bytes(needed)} for max_model_len {wanted:,}",
-        found=f"{format_bytes(max(0, needed - short))}{', as it was set' if pool is not None else ''}:"
+        found=f"{_left_for_kv(room, wanted, needed - short)}{', as it was set' if pool is not None else ''}:"
         f" {format_bytes(short)} short",
         fix=", or ".join(fixes)
         or f"free {format_bytes(short)} of memory: it holds {counted(longest, 'token')}, which is of little use",
         field="max_model_len",
     )
+
+
+def _left_for_kv(room: Room, length: int, left: int) -> str:
+    if left >= 0:
+        return format_bytes(left)
+    before = spell(room.terms(length))
+    return f"none of {format_bytes(room.budget_bytes)}: {before} take {format_bytes(-left)} more than that"
 
 
 def _enough_pool(room: Room, length: int, needed: int) -> int | None:
@@ -138,7 +145,10 @@ def with_ways_out(
         if len(found) == MOST_WAYS_OUT:
             break
     own = refusal.fix if refusal.field is not None and str(refusal.fix).startswith("--") else None
-    texts = ([own] if own else []) + [flag for flag in found if not (own or "").startswith(flag.split()[0])]
+    texts = list[str]()
+    for text in [*([own] if own else []), *found]:
+        if not any(_flags(text) == _flags(other) for other in texts):
+            texts.append(text)
     return DoesNotFitError(
         refusal.message,
         code=refusal.code,
@@ -149,12 +159,18 @@ def with_ways_out(
     )
 
 
+def _flags(advice: str) -> set[str]:
+    return {word for word in advice.split() if word.startswith("--")}
+
+
 def _candidates(config: EngineConfig, machine: Memory, attempt: Attempt) -> Iterator[tuple[str, EngineConfig]]:
     """Cheapest first: settings that cost nothing, then speed, then precision."""
     if config.ram is not None and (enough := _enough_ram(config, config.ram, machine, attempt)) is not None:
         yield f"--ram {enough // MIB}MiB", replace(config, ram=enough)
     if config.kv_cache_memory_bytes is not None:
         yield "leave --kv-cache-memory-bytes out", replace(config, kv_cache_memory_bytes=None)
+    if (lower := _lower_limits(config, attempt)) is not None:
+        yield lower
     for count in (16, 4, 1):
         if count < config.sequences:
             yield f"--max-num-seqs {count}", replace(config, max_num_seqs=count)
@@ -169,6 +185,28 @@ def _candidates(config: EngineConfig, machine: Memory, attempt: Attempt) -> Iter
         yield "--kv-cache-dtype float16", replace(config, kv_cache_dtype="float16")
     if config.max_model_len is not None:
         yield "leave --max-model-len out", replace(config, max_model_len=None)
+
+
+def _lower_limits(config: EngineConfig, attempt: Attempt) -> tuple[str, EngineConfig] | None:
+    """The largest limits that fit where several of those that were set are too large; None: none do."""
+    given = {
+        "max_model_len": config.max_model_len,
+        "max_num_seqs": config.max_num_seqs,
+        "max_num_batched_tokens": config.max_num_batched_tokens,
+    }
+    if sum(size is not None for size in given.values()) < 2:
+        return None
+    try:
+        found = attempt(replace(config, max_model_len=None, max_num_seqs=None, max_num_batched_tokens=None)).limits
+    except HoldfastError:
+        return None
+    lower = {name: size and min(size, getattr(found, name)) for name, size in given.items()}
+    flags = [f"--{name.replace('_', '-')} {size}" for name, size in lower.items() if size != given[name]]
+    changed = replace(
+        config, max_model_len=lower["max_model_len"], max_num_seqs=lower["max_num_seqs"],
+        max_num_batched_tokens=lower["max_num_batched_tokens"],
+    )  # fmt: skip
+    return " ".join(flags), changed
 
 
 def _enough_ram(config: EngineConfig, given: int, machine: Memory, attempt: Attempt) -> int | None:

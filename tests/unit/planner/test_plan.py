@@ -313,7 +313,7 @@ def test_what_a_refusal_advises_fits_when_it_is_planned(spec: ModelSpec) -> None
             if words[0] == "leave":
                 changed = {name: value for name, value in settings.items() if name != field_of(words[1])}
             else:
-                changed = {**settings, field_of(words[0]): words[1]}
+                changed = {**settings, **dict(zip(map(field_of, words[::2]), words[1::2], strict=True))}
             plan(spec, free_gib, **changed)
 
 
@@ -346,3 +346,13 @@ def test_dense_products_are_planned_with_their_copy_where_torch_makes_one(spec: 
 def test_a_pool_too_small_for_a_block_says_so(spec: ModelSpec) -> None:
     with pytest.raises(DoesNotFitError, match="holds no block"):
         plan(spec, 40, kv_cache_memory_bytes=2 << 20)
+
+
+def test_limits_that_are_too_large_together_are_refused_with_some_that_fit(spec: ModelSpec) -> None:
+    """The numbers add up also where what comes before KV is more than the budget."""
+    asked = {"max_model_len": 8192, "max_num_batched_tokens": 1 << 16}
+    with pytest.raises(DoesNotFitError) as caught:
+        plan(spec, 40, ram="17GiB", **asked)
+    assert "more than that" in str(caught.value.found)
+    assert "activations 4." in str(caught.value.found)
+    assert re.search(r", or --max-num-batched-tokens (\d+)$", str(caught.value.fix))
