@@ -1,5 +1,6 @@
 """The plan: named terms that add up, limits that hold, refusals with numbers before anything is loaded."""
 
+import re
 from collections.abc import Callable
 from functools import partial
 
@@ -350,9 +351,12 @@ def test_a_pool_too_small_for_a_block_says_so(spec: ModelSpec) -> None:
 
 def test_limits_that_are_too_large_together_are_refused_with_some_that_fit(spec: ModelSpec) -> None:
     """The numbers add up also where what comes before KV is more than the budget."""
-    asked = {"max_model_len": 8192, "max_num_batched_tokens": 1 << 16}
+    asked = {"max_model_len": 8192, "max_num_seqs": 4096}
     with pytest.raises(DoesNotFitError) as caught:
-        plan(spec, 40, ram="17GiB", **asked)
-    assert "more than that" in str(caught.value.found)
-    assert "activations 4." in str(caught.value.found)
-    assert re.search(r", or --max-num-batched-tokens (\d+)$", str(caught.value.fix))
+        plan(spec, 40, ram="15860MiB", **asked)
+    assert "buffers 166.79 MiB take 92.59 MiB more than that: 1.09 GiB short" in str(caught.value.found)
+    lower = re.search(r", or --max-model-len (\d+) --max-num-seqs (\d+)$", str(caught.value.fix))
+    assert lower is not None
+    length, sequences = map(int, lower.groups())
+    limits = plan(spec, 40, ram="15860MiB", max_model_len=length, max_num_seqs=sequences).limits
+    assert (limits.max_model_len, limits.max_num_seqs) == (length, sequences)
