@@ -256,11 +256,6 @@ class ModelSpec:
         head_dim = self.head_dim if layer.head_dim is None else layer.head_dim
         return 2 * kv_heads * head_dim
 
-    @property
-    def kv_elements_per_token(self) -> int:
-        """What one more token costs once all windows are full."""
-        return sum(self.kv_elements(layer) for layer in self.layers if layer.window is None)
-
     def kv_bytes(self, layer: LayerSpec, element_bytes: int) -> int:
         """Of one token in this layer: its elements, and what is kept beside them in a type of its own."""
         if layer.latent is not None and self.kv_elements(layer):

@@ -16,7 +16,7 @@ from holdfast.observability.decisions import Decision
 from holdfast.planner.answer import Answer, answer
 from holdfast.planner.fit import Question
 from holdfast.planner.machine import Asked, machine_of
-from holdfast.planner.question import Settings, Traffic
+from holdfast.planner.question import Settings, Traffic, settings_of
 from holdfast.planner.resolve import resolve_model
 from holdfast.units import counted
 
@@ -73,18 +73,11 @@ def _with_length(traffic: Traffic | None, context: int) -> Traffic | None:
 
 
 def _settings(config: PlanConfig) -> Settings:
-    loras = config.max_loras if config.max_loras is not None else int(config.enable_lora)
-    return Settings(
-        dtype=config.dtype,
-        kv_cache_dtype=config.kv_cache_dtype,
-        max_model_len=config.max_model_len,
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        utilization=config.gpu_memory_utilization,
+    return settings_of(
+        config,
         tensor_parallel=config.tensor_parallel_size,
         pipeline_parallel=config.pipeline_parallel_size,
-        block_tokens=config.block_size,
-        max_loras=loras,
+        max_loras=config.max_loras if config.max_loras is not None else int(config.enable_lora),
         max_lora_rank=config.max_lora_rank or DEFAULT_LORA_RANK,
     )
 

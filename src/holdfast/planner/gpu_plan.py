@@ -22,7 +22,7 @@ from holdfast.planner.gpu_footprint import LEAST_CAPABILITY
 from holdfast.planner.layouts import is_quantized
 from holdfast.planner.machine import measured_device
 from holdfast.planner.plan import GpuChoice, Plan
-from holdfast.planner.question import Machine, PlannedModel, Settings
+from holdfast.planner.question import Machine, PlannedModel, settings_of
 from holdfast.planner.ways_out import ways_out
 from holdfast.units import counted, format_bytes
 
@@ -85,16 +85,7 @@ def make_gpu_plan(
             format="none" if stored is None else "safetensors",
         ),
         machine=Machine(devices=(device,)),
-        settings=Settings(
-            dtype=config.dtype,
-            kv_cache_dtype=config.kv_cache_dtype,
-            max_model_len=config.max_model_len,
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            utilization=config.gpu_memory_utilization,
-            tensor_parallel=1,
-            block_tokens=config.block_size,
-        ),
+        settings=settings_of(config, tensor_parallel=1),
     )  # fmt: skip
     found = fit(question)
     if found.kv_dtype != found.dtype:

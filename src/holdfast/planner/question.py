@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, Protocol
 
 from holdfast.checkpoints import StoredTensor
 from holdfast.hardware.gpus import Gpu
@@ -97,6 +97,44 @@ class Settings:
     block_tokens: int = 16
     max_loras: int = 0
     max_lora_rank: int = 16
+
+
+class Configured(Protocol):
+    """What the settings of a plan and those of an engine have in common."""
+
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def kv_cache_dtype(self) -> str: ...
+    @property
+    def max_model_len(self) -> int | None: ...
+    @property
+    def max_num_seqs(self) -> int | None: ...
+    @property
+    def max_num_batched_tokens(self) -> int | None: ...
+    @property
+    def gpu_memory_utilization(self) -> float | None: ...
+    @property
+    def block_size(self) -> int: ...
+
+
+def settings_of(
+    config: Configured, *, tensor_parallel: int | None, pipeline_parallel: int = 1, max_loras: int = 0,
+    max_lora_rank: int = 16,
+) -> Settings:  # fmt: skip
+    return Settings(
+        dtype=config.dtype,
+        kv_cache_dtype=config.kv_cache_dtype,
+        max_model_len=config.max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        utilization=config.gpu_memory_utilization,
+        block_tokens=config.block_size,
+        tensor_parallel=tensor_parallel,
+        pipeline_parallel=pipeline_parallel,
+        max_loras=max_loras,
+        max_lora_rank=max_lora_rank,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

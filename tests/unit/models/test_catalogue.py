@@ -75,7 +75,10 @@ def test_an_entry_is_whole(entry: catalogue.CatalogueEntry) -> None:
         assert values is None or len(values) == _first(entry.config, "num_hidden_layers")
 
 
-@pytest.mark.parametrize(("name", "tokens"), [("command-r-plus", 131072), ("command-r", 131072), ("command-a", 262144)])
+@pytest.mark.parametrize(
+    ("name", "tokens"),
+    [("command-r-plus", 131072), ("command-r", 131072), ("command-a", 262144), ("command-r7b", 132096)],
+)
 def test_contexts_as_servers_take_them(name: str, tokens: int) -> None:
     """The first two give a shorter one too, which was that of their first training."""
     assert registry.describe_config(catalogue.find(name).config).max_position == tokens
@@ -86,6 +89,7 @@ def test_an_entry_claims_no_more_than_was_compared() -> None:
         compared = entry.checked is not None
         assert ("not compared with a public copy yet; see https://" in entry.provenance) is not compared
         assert (entry.checked or entry.source) in entry.provenance
+        assert (entry.context_checked or "") in entry.provenance
 
 
 def _text(config: Any) -> dict[str, Any]:
@@ -167,7 +171,7 @@ def test_what_is_not_a_name_is_refused_shortly(name: str) -> None:
 
 
 def test_the_files_hold_no_field_that_is_not_read() -> None:
-    fields = {"name", "hub_id", "aliases", "parameters", "like", "checked", "config"}
+    fields = {"name", "hub_id", "aliases", "parameters", "like", "checked", "context_checked", "config"}
     for path in Path(catalogue.__file__).parent.glob("*.json"):
         for row in json.loads(path.read_bytes()):
             assert set(row) <= fields, (path.name, row["name"])

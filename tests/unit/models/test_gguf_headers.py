@@ -141,7 +141,7 @@ def test_latent_attention_old_and_new(split: bool) -> None:
     }
     names = (*NAMES, "blk.0.attn_k_b.weight") if split else NAMES
     spec = describe_gguf(header("deepseek2", **(new if split else {})), names)
-    assert spec.kv_elements_per_token == 4 * (16 + 8)
+    assert sum(map(spec.kv_elements, spec.layers)) == 4 * (16 + 8)
     assert spec.head_dim == 20
     found = shapes(spec)
     assert ("blk.0.attn_kv_b.weight" in found) is not split

@@ -7,13 +7,13 @@ from functools import cache
 from typing import Any
 
 import pytest
+from named_gpus import device_of
 
 from holdfast.hardware import gpus
 from holdfast.models import ModelSpec, catalogue
 from holdfast.models.registry import describe_config
 from holdfast.planner.fit import Question
 from holdfast.planner.question import Device, Machine, PlannedModel, Settings, Traffic
-from holdfast.planner.ways_hardware import device_of
 from holdfast.units import GIB
 
 Ask = Callable[..., Question]
@@ -48,7 +48,7 @@ def make_question(
     """`traffic`: concurrency, prompt tokens, output tokens."""
     if device is None:
         assert gpu is not None
-        device = device_of(gpus.find(gpu))
+        device = device_of(gpu)
     devices = tuple(Device(**{**_fields(device), "index": index}) for index in range(count))
     entry = catalogue.find(model)
     return Question(

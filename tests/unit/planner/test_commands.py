@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from named_gpus import device_of
 
 from holdfast.checkpoints import builtin
 from holdfast.cli import plan, serve
@@ -27,7 +28,6 @@ from holdfast.planner.requantize import quantized_as
 from holdfast.planner.resolve import resolve_model
 from holdfast.planner.vllm_command import vllm_kv_bytes, vllm_terms, vllm_utilization
 from holdfast.planner.vllm_sizing import Vllm, parse_vllm
-from holdfast.planner.ways_hardware import device_of
 from holdfast.planner.ways_out import ways_out
 from holdfast.units import GIB
 
@@ -532,6 +532,7 @@ def test_volta_was_left_when_cuda_left_it(ask: Ask) -> None:
     ("llama-4-scout", "b300", "==0.8.1", "0.8.3", "==0.9"),
     ("glm-4.5-air", "b300", "==0.9", "0.10.0", "==0.10"),
     ("deepseek-v2-lite", "h100-80", "==0.4", "0.5.1", "==0.6"),
+    ("gemma-2-9b", "h100-80", "==0.5.0", "0.5.1", "==0.5.3"),
 ])  # fmt: skip
 def test_a_version_that_is_older_than_the_model(
     ask: Ask, model: str, gpu: str, lacking: str, since: str, has: str
@@ -646,4 +647,4 @@ def test_commands_serve_what_was_asked_for_and_not_what_lent_its_shapes(monkeypa
 
 def _on_4090() -> Question:
     model = resolve_model("smollm2-135m").model
-    return Question(model=model, machine=Machine(devices=(device_of(gpus.find("rtx4090")),)))
+    return Question(model=model, machine=Machine(devices=(device_of("rtx4090"),)))

@@ -12,6 +12,7 @@ from functools import cache
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from named_gpus import device_of
 
 from holdfast.checkpoints import StoredTensor
 from holdfast.errors import ConfigurationError
@@ -22,7 +23,6 @@ from holdfast.planner.fit import Fit, Question, fit
 from holdfast.planner.kv import kv_cost
 from holdfast.planner.question import Device, Machine, PlannedModel, Settings, Traffic
 from holdfast.planner.requantize import quantized_as
-from holdfast.planner.ways_hardware import device_of
 from holdfast.planner.weights import check_parallel, parallel_sizes, rank_bytes, total_bytes, weights_of
 
 GIB, MIB = 1 << 30, 1 << 20
@@ -201,7 +201,7 @@ def test_another_gpu_never_fits_less(
 def test_a_small_gpu_beside_a_large_one_takes_nothing_away(ask: Ask) -> None:
     def found(name: str, *names: str, **settings: object) -> Fit:
         alone = ask(name, "h100-80", **settings)
-        devices = tuple(replace(device_of(gpus.find(gpu)), index=index) for index, gpu in enumerate(names))
+        devices = tuple(device_of(gpu, index) for index, gpu in enumerate(names))
         return fit(replace(alone, machine=Machine(devices=devices)))
 
     for name in ("qwen2.5-14b", "llama-3.1-8b"):

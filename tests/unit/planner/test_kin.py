@@ -45,6 +45,14 @@ def test_the_best_of_one_kind_is_taken(ask: Ask, model: str, gpus: str, taken: l
     assert (found.kv_tokens, found.limits) == (alone.kv_tokens, alone.limits)
 
 
+@pytest.mark.parametrize("gpus", ["h100-80,mi300x", "mi300x,h100-80"])
+def test_where_none_hold_it_those_that_lack_least_are_taken(ask: Ask, gpus: str) -> None:
+    found = fit(on(ask, "llama-3.1-405b", gpus))
+    assert not found.fits
+    assert [rank.device.name for rank in found.ranks] == ["mi300x"]
+    assert found.short_bytes < fit(on(ask, "llama-3.1-405b", "h100-80")).short_bytes
+
+
 def test_the_rest_is_there_and_not_used(ask: Ask) -> None:
     found = answer(on(ask, "llama-3.1-70b", "h100-80,mi300x"))
     rows = found.to_json()["devices"]

@@ -82,6 +82,21 @@ def test_groups_are_of_the_larger_kind_where_both_are_about_as_many(
     assert [cost.growing_bytes // each, cost.windows[0][1] // each] == list(groups)
 
 
+@pytest.mark.parametrize(("version", "groups"), [("==0.17", (10, 20)), ("==0.18", (14, 14)), ("", (14, 14))])
+def test_kinds_that_differ_by_less_than_half_are_alike_since_0_18(
+    ask: Ask, version: str, groups: tuple[int, int]
+) -> None:
+    """10 layers that forget nothing and 14 that do."""
+    found = fit(ask("gpt-oss-20b", "h100-80"))
+    spec = found.question.model.spec
+    full, sliding = sorted(spec.layers[:2], key=lambda layer: layer.window is not None)
+    layers = [replace(full if index < 10 else sliding, index=index) for index in range(24)]
+    other = replace(found.question.model, spec=replace(spec, layers=tuple(layers)))
+    cost = kept(replace(found, question=replace(found.question, model=other)), version).cost
+    each = 2 * spec.kv_heads * spec.head_dim * 2
+    assert [cost.growing_bytes // each, cost.windows[0][1] // each] == list(groups)
+
+
 @pytest.mark.parametrize(("version", "forgets"), [
     ("==0.7.3", False), ("==0.8.2", False), ("==0.8.3", True), ("==0.8.5:v0", False), ("", True),
 ])  # fmt: skip

@@ -5,7 +5,8 @@ families' business (`models.registry`), and what is stored on disk or on the hub
 
 A file is a list of entries: `name`, `hub_id`, `aliases`, `parameters` (as published, tied tensors once, without
 draft layers; left out where no exact figure is known), `checked` (a public text whose figures were compared with
-ours; left out where none was found), `config`, and for a quantized variant `like`: the entry whose config it changes.
+ours; left out where none was found), `context_checked` (another, of the context alone, where the first one is older
+than what the maker says now), `config`, and for a quantized variant `like`: the entry whose config it changes.
 """
 
 from __future__ import annotations
@@ -42,13 +43,16 @@ class CatalogueEntry:
     """Where the maker publishes the config; it decides, and nobody asked it for this entry."""
     checked: str | None
     """A public text that gives the same figures; None: nobody compared them yet."""
+    context_checked: str | None = None
+    """Where the context was compared with another text than the rest."""
 
     @property
     def provenance(self) -> str:
         """What the shapes rest on, in words; no more than was done."""
         if self.checked is None:
             return f"not compared with a public copy yet; see {self.source}"
-        return f"compared with {self.checked}"
+        context = "" if self.context_checked is None else f"; the context with {self.context_checked}"
+        return f"compared with {self.checked}{context}"
 
     @property
     def quantized(self) -> bool:
@@ -113,6 +117,7 @@ def _entry(row: Mapping[str, Any], by_name: Mapping[str, Mapping[str, Any]]) -> 
         parameters=row.get("parameters"),
         source=f"https://huggingface.co/{row['hub_id']}/blob/main/config.json",
         checked=row.get("checked"),
+        context_checked=row.get("context_checked"),
     )
 
 

@@ -66,7 +66,6 @@ def describe(source: Source) -> ModelSpec:
     if extra:
         per_layer_inputs(tensors, text, shape, extra)
     tensors.end(shape)
-    audio = source.fields.table("audio_config") if whole else None
     return build_spec(
         text,
         shape,
@@ -75,7 +74,7 @@ def describe(source: Source) -> ModelSpec:
         tensors=[*tensors.found, *(_vision(source, shape) if whole else ())],
         features=("norms on queries and keys", "norms after attention and MLP", "scaled layers", "logit soft caps"),
         attention_scale=1.0,
-        not_counted=("audio tower",) if audio else (),
+        not_counted=("audio tower",) if whole and source.fields.table("audio_config") else (),
         encoder=_encoder(source) if whole else None,
     )
 
