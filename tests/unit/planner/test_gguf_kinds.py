@@ -106,7 +106,7 @@ def test_a_file_is_known_by_what_most_of_it_is() -> None:
 
     for kind in ("Q4_K_M", "IQ3_XS", "MXFP4", "Q6_K"):
         assert quantized_as(file(kind), kind).made_as is None
-    with pytest.raises(ConfigurationError, match="is stored as"):
+    with pytest.raises(ConfigurationError, match="is quantized already"):
         quantized_as(file("Q4_K_M"), "Q6_K")  # Which it has too, in a few places.
 
 

@@ -117,6 +117,18 @@ def test_side_by_side(ask: Ask) -> None:
     assert all(len(line) <= 80 for line in compare_lines([*machines, *models], width=80))
 
 
+def test_side_by_side_the_machine_is_named_and_so_are_number_types_that_differ(
+    ask: Ask, cpu: Callable[..., Device]
+) -> None:
+    text = "\n".join(compare_lines([answer(ask(name, device=cpu(64))) for name in ("qwen3-8b", "llama-3.1-8b")], 300))
+    assert "all on CPU: 57.60 GiB to use" in text
+    assert "Qwen/Qwen3-8B: computed in bfloat16: Holdfast does not run this model" in text
+    assert "meta-llama/Llama-3.1-8B-Instruct: computed in float32: this CPU" in text
+    alike = "\n".join(compare_lines([answer(ask(name, "l4", count=2)) for name in ("qwen3-8b", "llama-3.1-8b")], 300))
+    assert "all on 2 x NVIDIA L4: 19.94 GiB to use of each" in alike
+    assert "computed in" not in alike
+
+
 def test_gpus_of_two_kinds_are_both_named(ask: Ask, gpu: Callable[..., Device]) -> None:
     question = ask("llama-3.1-8b", "rtx4090", count=2, tensor_parallel=2)
     mixed = replace(question.machine, devices=(gpu("rtx4090"), gpu("rtx3090", 1)))
