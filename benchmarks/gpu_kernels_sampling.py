@@ -87,7 +87,7 @@ class Step:
         self.workspace = sampling.Workspace.allocate(rows, VOCAB, DEVICE)
         self.lanes = sampling_adjust.Lanes.allocate(rows, VOCAB, DEVICE) if self.penalized else None
 
-    def __call__(self, *, greedy: bool = False) -> None:
+    def __call__(self) -> None:
         adjusted = None
         if self.lanes is not None:
             adjusted = sampling_adjust.adjust_rows(
@@ -95,7 +95,7 @@ class Step:
             )
         sampling.sample_rows(
             self.logits, self.slots, self.lengths, self.params, self.known, self.out, self.workspace,
-            adjusted=adjusted, greedy=greedy,
+            adjusted=adjusted,
         )  # fmt: skip
 
 
@@ -111,8 +111,6 @@ def table() -> None:
     for rows in ROWS:
         likely = peaked(rows)
         line("torch argmax", rows, lambda likely=likely: likely.argmax(-1))  # type: ignore[misc]
-        greedy = Step(likely, OPTIONS["greedy"])
-        line("greedy, known so", rows, lambda greedy=greedy: greedy(greedy=True))  # type: ignore[misc]
         for name, options in OPTIONS.items():
             line(name, rows, Step(likely, options))
         unlikely = flat(rows)

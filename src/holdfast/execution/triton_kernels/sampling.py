@@ -24,12 +24,10 @@ import triton
 from holdfast.execution.triton_kernels import sampling_kernels as kernels
 from holdfast.execution.triton_kernels.sampling_slots import SlotParams
 from holdfast.planner.sampling_sizes import BINS, LISTED, STATE_WORDS, most_splits, split_tokens
-from holdfast.records import TokenLogprobs
 
 BLOCK = 1024
 """Tokens a program takes at a time; with 8 warps, 4 a thread, which leaves registers for several programs at once."""
 WARPS = 8
-LOGPROB_ROWS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,13 +77,12 @@ def sample_rows(
     workspace: Workspace,
     *,
     adjusted: torch.Tensor | None = None,
-    greedy: bool = False,
 ) -> None:
     """One token for each row into `out`, and to known[slot, length]: what the next step reads.
 
     logits [rows, vocabulary] (any float, rows at any stride), not changed; slots, lengths [rows] int32: -1 or a slot
     that nothing was written for is padding, and gets a 0 that goes nowhere. known [slots, places] int32.
-    adjusted: what adjust_rows filled in the same step. greedy: the host knows that every row is.
+    adjusted: what adjust_rows filled in the same step.
     """
     rows, vocab = logits.shape
     tokens = split_tokens(rows, vocab)
@@ -98,75 +95,20 @@ def sample_rows(
         *front, work.best, work.best_at, work.bins, work.state, tokens, splits,
         BLOCK=BLOCK, LANES=lanes, num_warps=WARPS,
     )  # fmt: skip
-    if not greedy:
-        kernels.weigh[(splits, rows)](
-            *front, work.best, work.masses, work.bins, tokens, splits,
-            BLOCK=BLOCK, SPLITS=padded, LANES=lanes, num_warps=WARPS,
-        )  # fmt: skip
-        kernels.gather[(splits, rows)](
-            *front, work.best, work.masses, work.kept, work.bins, work.state, work.listed, tokens, splits,
-            BLOCK=BLOCK, SPLITS=padded, LANES=lanes, num_warps=WARPS,
-        )  # fmt: skip
-        kernels.settle[(rows,)](
-            *front, work.best, work.masses, work.kept, work.state, work.listed, tokens, splits,
-            BLOCK=BLOCK, SPLITS=padded, LANES=lanes, num_warps=WARPS,
-        )  # fmt: skip
+    kernels.weigh[(splits, rows)](
+        *front, work.best, work.masses, work.bins, tokens, splits,
+        BLOCK=BLOCK, SPLITS=padded, LANES=lanes, num_warps=WARPS,
+    )  # fmt: skip
+    kernels.gather[(splits, rows)](
+        *front, work.best, work.masses, work.kept, work.bins, work.state, work.listed, tokens, splits,
+        BLOCK=BLOCK, SPLITS=padded, LANES=lanes, num_warps=WARPS,
+    )  # fmt: skip
+    kernels.settle[(rows,)](
+        *front, work.best, work.masses, work.kept, work.state, work.listed, tokens, splits,
+        BLOCK=BLOCK, SPLITS=padded, LANES=lanes, num_warps=WARPS,
+    )  # fmt: skip
     kernels.pick[(rows,)](
         *front, work.best, work.best_at, work.masses, work.kept, work.state, lengths, out, known, known.stride(0),
         known.shape[1], tokens, splits,
-        BLOCK=BLOCK, SPLITS=padded, LANES=lanes, GREEDY=greedy, num_warps=WARPS,
+        BLOCK=BLOCK, SPLITS=padded, LANES=lanes, num_warps=WARPS,
     )  # fmt: skip
-
-
-def argmax_rows(
-    logits: torch.Tensor,
-    slots: torch.Tensor,
-    lengths: torch.Tensor,
-    params: SlotParams,
-    known: torch.Tensor,
-    out: torch.Tensor,
-    workspace: Workspace,
-) -> None:
-    """sample_rows for a batch that the host knows to be greedy and without penalties: two kernels."""
-    sample_rows(logits, slots, lengths, params, known, out, workspace, greedy=True)
-
-
-@dataclass(frozen=True, slots=True)
-class RowLogprobs:
-    """Log-probabilities on the device, until `records` waits for them."""
-
-    chosen: torch.Tensor
-    own: torch.Tensor
-    ranks: torch.Tensor
-    ids: torch.Tensor
-    values: torch.Tensor
-    """ids and values [rows, most asked for], likeliest first."""
-
-    def records(self, counts: list[int]) -> list[TokenLogprobs]:
-        """One for each row, with `counts` of the likeliest tokens."""
-        chosen, own, ranks = self.chosen.tolist(), self.own.tolist(), self.ranks.tolist()
-        ids, values = self.ids.tolist(), self.values.tolist()
-        return [
-            TokenLogprobs([chosen[row], *ids[row][:count]], [own[row], *values[row][:count]], ranks[row])
-            for row, count in enumerate(counts)
-        ]
-
-
-def logprobs_rows(logits: torch.Tensor, rows: torch.Tensor, chosen: torch.Tensor, most: int) -> RowLogprobs:
-    """Of the raw logits of these rows: the chosen token, its rank, the `most` likeliest (0 is none). Nothing waits.
-
-    Plain torch that allocates, at most LOGPROB_ROWS rows of float32 at a time: not for a graph, but after one.
-    rows [count] int64; chosen [count]: the token of each.
-    """
-    parts = [
-        _logprobs(logits[some].float().log_softmax(-1), tokens.long(), most)
-        for some, tokens in zip(rows.split(LOGPROB_ROWS), chosen.split(LOGPROB_ROWS), strict=True)
-    ]
-    own, ranks, ids, values = (torch.cat(part) for part in zip(*parts, strict=True))
-    return RowLogprobs(chosen, own, ranks, ids, values)
-
-
-def _logprobs(scores: torch.Tensor, chosen: torch.Tensor, most: int) -> tuple[torch.Tensor, ...]:
-    own = scores.gather(1, chosen[:, None])
-    best = scores.topk(most)
-    return own[:, 0], (scores >= own).sum(-1), best.indices, best.values

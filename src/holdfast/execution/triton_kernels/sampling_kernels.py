@@ -378,7 +378,7 @@ def _drawn(
 def pick(
     logits, stride, vocab, slots, table, adjusted, best, best_at, masses, kept, state, lengths, out, known,
     known_stride, known_length, tokens, splits,
-    BLOCK: tl.constexpr, SPLITS: tl.constexpr, LANES: tl.constexpr, GREEDY: tl.constexpr,
+    BLOCK: tl.constexpr, SPLITS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row)
@@ -392,7 +392,7 @@ def pick(
     most = tl.max(bests, 0)
     token = tl.min(tl.where(bests == most, places, _NONE), 0)
     length = tl.load(lengths + row)
-    if not GREEDY and (flags & _DRAWN) != 0:
+    if (flags & _DRAWN) != 0:
         drawn = _drawn(
             logits, stride, vocab, slot, table, adjusted, masses, kept, state, row, length, most, flags, tokens, splits,
             BLOCK, SPLITS, LANES,

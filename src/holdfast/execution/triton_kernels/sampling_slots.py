@@ -2,7 +2,7 @@
 
 A slot is one line of int32 words on the device (floats by their bits), so that one small copy brings all that changed.
 A slot with penalties, biases or bans takes a lane as well: a line of (id, what is added) pairs, and room for logits
-of its own in `Lanes`. There are few lanes; a request that gets none is sampled some other way.
+of its own in `Lanes`. Who is given one is said by the caller.
 """
 
 from __future__ import annotations
@@ -81,16 +81,6 @@ class SlotParams:
     def nbytes(self) -> int:
         """On the device."""
         return self.table.nbytes + self.entries.nbytes
-
-    @property
-    def adjusting(self) -> bool:
-        """Some slot has penalties, biases or bans: the step has to adjust logits."""
-        return bool((self.host[:, LANE] >= 0).any())
-
-    @property
-    def drawing(self) -> bool:
-        """Some slot is not greedy."""
-        return bool((self.host[:, FLAGS] & DRAWN).any())
 
     def write(self, slot: int, params: SamplingParams, prompt_length: int, banned: Sequence[int] = ()) -> bool:
         """A sequence takes the slot. False: no lane is free or too much is banned; its rows then sample nothing."""
