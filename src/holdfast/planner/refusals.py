@@ -64,11 +64,12 @@ def nothing_fits(room: Room) -> DoesNotFitError:
 
 def pool_does_not_fit(room: Room) -> DoesNotFitError:
     asked, left, page = room.config.kv_cache_memory_bytes or 0, max(0, room.left(1)), room.layout.page_bytes
+    held = left // (page + BOOK_BYTES) * page
     return DoesNotFitError(
         f"a KV pool of {format_bytes(asked)} does not fit",
         needed=f"{format_bytes(asked)} beside {spell(room.terms(1))}",
         found=f"{format_bytes(left)} left of the budget: {format_bytes(asked - left)} short",
-        fix=f"--kv-cache-memory-bytes {left // (page + BOOK_BYTES) * page}",
+        fix=f"--kv-cache-memory-bytes {f'{held // MIB}MiB' if held >= MIB else held}",
         field="kv_cache_memory_bytes",
     )
 
@@ -80,7 +81,7 @@ def pool_holds_no_block(room: Room) -> DoesNotFitError:
         needed=f"at least {format_bytes(2 * page)}: a block of {counted(room.layout.block_tokens, 'token')} and the"
         " null page",
         found=format_bytes(room.config.kv_cache_memory_bytes or 0),
-        fix=f"--kv-cache-memory-bytes {64 * page}",
+        fix=f"--kv-cache-memory-bytes {-(-max(64, room.one_sequence(room.least)) * page // MIB)}MiB",
         field="kv_cache_memory_bytes",
     )
 

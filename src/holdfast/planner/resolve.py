@@ -75,8 +75,8 @@ def _as_a_tag(wanted: str, model: PlannedModel) -> Iterator[Decision]:
     """`llama3.1:8b`, for those who know the name from Ollama."""
     plain = model.origin == "catalogue" and model.format == "none" and model.spec.quantization is None
     if plain and ":" in wanted and "/" not in wanted:
-        reason = f"{wanted} is taken as the unquantized {model.name}; what Ollama fetches under such a tag is quantized,"
-        reason += " mostly as Q4_K_M: -q Q4_K_M plans that"
+        reason = f"{wanted} is taken as the unquantized {model.name}; what Ollama fetches under such a tag is"
+        reason += " quantized, mostly as Q4_K_M: -q Q4_K_M plans that"
         yield Decision("weights", "unquantized", reason, "catalogue")
 
 

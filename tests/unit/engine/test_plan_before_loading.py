@@ -110,6 +110,9 @@ def test_nobody_is_blamed_for_a_pool_that_was_set_too_small(
         startup.plan_model(small, model)
     assert "postgres" not in str(caught.value)
     assert "--kv-cache-memory-bytes 2MiB" in str(caught.value.fix)
+    with pytest.raises(DoesNotFitError, match="holds no block") as none:
+        startup.plan_model(dataclasses.replace(small, kv_cache_memory_bytes=1 << 10), model)
+    assert str(none.value.fix).startswith("--kv-cache-memory-bytes 2MiB")
     enough = startup.plan_model(dataclasses.replace(small, kv_cache_memory_bytes=2 * MIB), model)
     assert enough.limits.max_model_len == 2048
     shorter = startup.plan_model(dataclasses.replace(small, max_model_len=None), model)
