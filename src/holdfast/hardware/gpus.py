@@ -74,8 +74,8 @@ class Gpu:
     unified: bool
     """Allocates from the machine's RAM: the budget is what the whole system has free."""
     source: str
-    rented: bool = False
-    """Commonly had by the hour, and so suggested first."""
+    common: bool = False
+    """Easily rented or bought, and so suggested first."""
 
     @property
     def fp8(self) -> bool:
@@ -195,11 +195,11 @@ def _catalogue() -> tuple[tuple[Gpu, ...], dict[str, Gpu]]:
         for key, row in family["gpus"].items()
         for gpu in _entries_of(key, {**family, **row}, links)
     )
-    rented = {key for keys in data["rented"].values() for key in keys}
-    unknown = rented - {gpu.key for gpu in gpus}
+    common = {key for keys in data["common"].values() for key in keys}
+    unknown = common - {gpu.key for gpu in gpus}
     if unknown:
-        raise ValueError(f"gpus.toml: rented, and not known: {', '.join(sorted(unknown))}")
-    gpus = tuple(replace(gpu, rented=gpu.key in rented) for gpu in gpus)
+        raise ValueError(f"gpus.toml: common, and not known: {', '.join(sorted(unknown))}")
+    gpus = tuple(replace(gpu, common=gpu.key in common) for gpu in gpus)
     return gpus, _names(gpus)
 
 

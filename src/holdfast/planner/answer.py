@@ -118,7 +118,7 @@ class Answer:
 def answer(question: Question, *, engine: str | None = None) -> Answer:
     """`engine`: whose commands are wanted, as `holdfast plan --for` takes it. An impossible question is refused."""
     name, vllm = (None, Vllm()) if engine is None else parse_engine(engine)
-    found = fit(replace(question, engine=name) if name == "llama.cpp" else question)
+    found = fit(replace(question, engine=name))
     ways = ways_out(found)
     unreadable = too_long(question)
     rate = None if unreadable else throughput(found)

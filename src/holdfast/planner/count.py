@@ -163,12 +163,12 @@ def _share(
 
 def counted_for(question: Question, device: Device, ranks: int) -> Literal["holdfast", "vllm", "llama.cpp"]:
     """Whose terms a GPU has: where llama.cpp was asked for its own; of what this engine runs this engine's; of a GGUF
-    that it does not run llama.cpp's; of the rest vLLM's."""
+    that it does not run llama.cpp's, unless another engine was asked for; of the rest vLLM's."""
     if question.engine == "llama.cpp":
         return "llama.cpp"
     if ranks == 1 and engine_runs_on(device, question.model.spec):
         return "holdfast"
-    return "llama.cpp" if question.model.format == "gguf" else "vllm"
+    return "llama.cpp" if question.model.format == "gguf" and question.engine is None else "vllm"
 
 
 def engine_runs_on(device: Device, spec: ModelSpec) -> bool:

@@ -32,7 +32,7 @@ class Question:
     decisions: tuple[Decision, ...] = ()
     """Made on the way to this question: which files, which GPUs, which traffic."""
     engine: str | None = None
-    """Whose memory is counted on GPUs where it was asked for and is counted otherwise than vLLM's: llama.cpp."""
+    """Whose commands are wanted, where that was said: on GPUs memory is counted as llama.cpp takes it for llama.cpp."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -148,7 +148,7 @@ def tiered(found: Fit, variants: Sequence[Variant]) -> Iterator[WayOut]:
 
 def bigger_gpu(found: Fit, variants: Sequence[Variant]) -> Iterator[WayOut]:
     """The smallest that holds it as it is, and the smallest for the fewest bits where that is smaller; of those that
-    are commonly rented where one of them does."""
+    are easily had where one of them does."""
     if found.question.machine.kind != "gpu":
         return
     most = None
@@ -165,7 +165,7 @@ def _smallest_gpu(question: Question, variant: Variant | None, below_bytes: int 
     here = max(device.total_bytes for device in devices)
     vendor = devices[0].gpu.vendor if devices[0].gpu is not None else "nvidia"
     least = least_bytes(question) // len(devices)
-    for gpu in sorted(gpus.entries(), key=lambda one: (not one.rented, one.usable_bytes, -one.bandwidth_gb_s)):
+    for gpu in sorted(gpus.entries(), key=lambda one: (not one.common, one.usable_bytes, -one.bandwidth_gb_s)):
         if gpu.vendor != vendor or gpu.unified or gpu.usable_bytes <= max(here, least) or _old(gpu):
             continue
         if below_bytes is not None and gpu.usable_bytes >= below_bytes:
@@ -199,14 +199,6 @@ def _bigger(gpu: Gpu, count: int, *, absolute: bool) -> dict[str, object]:
 
 def _old(gpu: Gpu) -> bool:
     return gpu.compute_capability is not None and gpu.compute_capability < (8, 0)
-
-
-def device_of(gpu: Gpu, index: int = 0) -> Device:
-    """A catalogue GPU with all its memory free."""
-    return Device(
-        index=index, name=gpu.name, kind="gpu", total_bytes=gpu.usable_bytes, free_bytes=gpu.usable_bytes, gpu=gpu,
-        unified=gpu.unified,
-    )  # fmt: skip
 
 
 def more_ram(found: Fit) -> Iterator[WayOut]:

@@ -1,4 +1,4 @@
-"""Ways out of traffic that is too much: what serves all of it first, published variants, GPUs that can be rented."""
+"""Ways out of traffic that is too much: what serves all of it first, published variants, GPUs that people find."""
 
 from __future__ import annotations
 
@@ -85,17 +85,17 @@ def test_a_shorter_context_than_was_asked_for_is_a_part_too(ask: Ask) -> None:
         ("qwen3-8b", "l40s", 1, None),
     ],
 )
-def test_a_bigger_gpu_is_one_that_can_be_rented(ask: Ask, model: str, gpu: str, count: int, bigger: str | None) -> None:
+def test_a_bigger_gpu_is_one_that_people_find(ask: Ask, model: str, gpu: str, count: int, bigger: str | None) -> None:
     traffic = (80, 6000, 500) if bigger is None else None
     found = [way for way in ways(ask(model, gpu, count=count, traffic=traffic)) if way.kind == "bigger_gpu"]
     assert found
     for way in found:
         device = way.fit.ranks[0].device
         assert device.gpu is not None
-        assert device.gpu.rented, device.name
+        assert device.gpu.common, device.name
     assert bigger is None or found[0].settings["gpu"] == bigger
 
 
-def test_gpus_of_one_market_are_not_among_those_that_are_rented() -> None:
-    assert {"h100-80", "h200", "a100-80"} <= {gpu.key for gpu in gpus.entries() if gpu.rented}
-    assert not any(gpus.find(name).rented for name in ("h800", "a800-80", "h20"))
+def test_gpus_of_one_market_are_not_among_the_common_ones() -> None:
+    assert {"h100-80", "h200", "a100-80"} <= {gpu.key for gpu in gpus.entries() if gpu.common}
+    assert not any(gpus.find(name).common for name in ("h800", "a800-80", "h20"))

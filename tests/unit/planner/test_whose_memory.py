@@ -86,6 +86,9 @@ def test_vllm_is_still_sized_by_its_own_terms(ask: Ask) -> None:
     found = answer(quantized_70b(ask))
     assert found.commands["llama.cpp"].text.startswith("llama-server")
     assert not found.commands["vllm"].available
+    asked_for = answer(quantized_70b(ask), engine="vllm").fit
+    assert "graphs" in terms(asked_for.ranks[0])
+    assert asked_for.limits.max_num_seqs < 256, "planned with limits that vLLM holds"
 
 
 def in_order(found: Answer) -> list[str]:
