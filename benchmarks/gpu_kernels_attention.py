@@ -151,7 +151,7 @@ class Decode:
         def launch(place: int) -> Callable[[], None]:
             return lambda: decode_attention(
                 self.query, self.pool.pages, self.pool.tables, self.slots, self.device_lengths, place=place,
-                scale=shape.width**-0.5, window=self.window, softcap=0.0, out=self.out, workspace=workspace,
+                scale=shape.width**-0.5, window=self.window, out=self.out, workspace=workspace,
                 tile=tile, splits=splits,
             )  # fmt: skip
 
@@ -178,13 +178,13 @@ class Prefill:
     def seconds(self, tile: tiles.Tile | None = None) -> float:
         ratio = self.shape.heads // self.shape.kv_heads
         chosen = tile or tiles.prefill_tile(ratio, self.shape.width, DTYPE.itemsize)
-        tile_lists = tiles.prefill_tiles(self.counts, self.starts, chosen.rows // ratio, self.window)
+        tile_lists = tiles.prefill_tiles(self.counts, self.starts, chosen.rows // ratio)
         tile_rows, tile_starts = (ints(x) for x in tile_lists)
 
         def launch(place: int) -> Callable[[], None]:
             return lambda: prefill_attention(
                 self.query, self.pool.pages, self.pool.tables, tile_rows, tile_starts, *self.row_arguments,
-                place=place, scale=self.shape.width**-0.5, window=self.window, softcap=0.0, out=self.out, tile=tile,
+                place=place, scale=self.shape.width**-0.5, window=self.window, out=self.out, tile=tile,
             )  # fmt: skip
 
         return seconds([launch(place) for place in range(min(4, self.pool.places))])

@@ -22,9 +22,7 @@ from holdfast.execution.triton_kernels.product_tiles import (
     ProductTile,
     few_rows_block_tile,
     few_rows_tile,
-    fits_workspace,
     more_rows_block_tile,
-    more_rows_tile,
 )
 
 MEMORY_BYTES_S = 4.3e12
@@ -118,38 +116,27 @@ class Product:
         self.matrices = [random(self.stored, inputs) for _ in range(self.copies)]
         self.x, self.norm = random(rows, inputs), random(inputs)
         self.out, self.wide_out = random(rows, outputs), random(rows, self.stored)
-        self.workspace = products.make_workspace(torch.device("cuda"))
 
     def torch(self, index: int) -> None:
         torch.mm(self.x, self.matrices[index].t(), out=self.wide_out)
 
-    def ours(self, index: int, *, tile: ProductTile | None = None, normed: bool = True, overlap: bool = False) -> None:
+    def ours(self, index: int, *, tile: ProductTile | None = None, normed: bool = True) -> None:
         norm = self.norm if normed else None
         matrix = self.matrices[index]
         if self.gated:
-            products.skinny_gate_up(
-                self.x, matrix, self.out, norm_weight=norm, epsilon=1e-5, tile=tile, overlap=overlap
-            )
+            products.skinny_gate_up(self.x, matrix, self.out, norm_weight=norm, epsilon=1e-5, tile=tile)
         else:
-            products.skinny_product(
-                self.x, matrix, self.out, norm_weight=norm, epsilon=1e-5, tile=tile, overlap=overlap,
-                workspace=self.workspace,
-            )  # fmt: skip
+            products.skinny_product(self.x, matrix, self.out, norm_weight=norm, epsilon=1e-5, tile=tile)
 
 
 def dense(clock: Clock) -> None:
-    print(f"\n{'dense product, bf16':<26}{'rows':>5} |torch{HEADER[5:]} |ours{HEADER[4:]} |normed{HEADER[6:]} |overlap")
-    for rows in (1, 2, 8, 16):
+    print(f"\n{'dense product, bf16':<26}{'rows':>5} |torch{HEADER[5:]} |ours{HEADER[4:]} |normed{HEADER[6:]}")
+    for rows in (1, 2):
         for name, (outputs, inputs) in (SHAPES | GATED).items():
             if clock.over():
                 continue
             product = Product(rows, outputs, inputs, gated=name in GATED)
-            sides: list[Launch] = [
-                product.torch,
-                partial(product.ours, normed=False),
-                product.ours,
-                partial(product.ours, overlap=True),
-            ]
+            sides: list[Launch] = [product.torch, partial(product.ours, normed=False), product.ours]
             measured = [clock.microseconds(side, product.copies) for side in sides]
             print(f"{name:<26}{rows:>5} |" + " |".join(rates(taken, product.bytes) for taken in measured))
 
@@ -209,12 +196,12 @@ def small(clock: Clock) -> None:
     for rows in (1, 64, 8192):
         if clock.over():
             continue
-        stream, delta, out, norm = random(rows, hidden), random(rows, hidden), random(rows, hidden), random(hidden)
+        stream, out, norm = random(rows, hidden), random(rows, hidden), random(hidden)
         qkv, gate_up, gated = random(rows, (heads + 2 * kv_heads) * dim), random(rows, 2 * inner), random(rows, inner)
         positions = torch.arange(rows, device="cuda", dtype=torch.int32)
         slots = torch.zeros_like(positions)
         parts: dict[str, tuple[Callable[[], None], int]] = {
-            "add and norm": (partial(layer.add_rms_norm, stream, norm, 1e-5, out, delta), 4 * stream.nbytes),
+            "norm": (partial(layer.rms_norm, stream, norm, 1e-5, out), 2 * stream.nbytes),
             "rotate and store": (
                 partial(layer.rotate_and_store, qkv, angles, positions, slots, pages, tables, place=1),
                 2 * qkv.nbytes + rows * dim * 4,
@@ -230,13 +217,6 @@ def small(clock: Clock) -> None:
 def few_rows_choices(element_bytes: int) -> Iterator[ProductTile]:
     for outputs, warps, loads in itertools.product((1, 2, 4, 8), (1, 2, 4, 8), (1, 2)):
         yield ProductTile(outputs, loads * warps * WARP_BYTES // element_bytes, warps)
-
-
-def more_rows_choices(outputs: int) -> Iterator[ProductTile]:
-    for taken, inputs, stages, splits in itertools.product((16, 32, 64), (128, 256), (3, 5), (1, 2, 4)):
-        tile = ProductTile(taken, inputs, 4, stages=stages, splits=splits)
-        if fits_workspace(tile, outputs):
-            yield tile
 
 
 def best_of(
@@ -261,21 +241,14 @@ def best_of(
 
 
 def sweep(clock: Clock, part: str | None) -> None:
-    for rows, (name, (outputs, inputs)) in itertools.product((1, 8), (SHAPES | GATED).items()):
-        if part not in (None, "few" if rows == 1 else "more") or clock.over():
+    for name, (outputs, inputs) in (SHAPES | GATED).items():
+        if part not in (None, "dense") or clock.over():
             continue
         gated = name in GATED
-        product = Product(rows, outputs, inputs, gated=gated)
-        now = (
-            few_rows_tile(outputs, inputs, 2, gated=gated)
-            if rows == 1
-            else more_rows_tile(outputs, inputs, 2, gated=gated)
-        )
-        choices = few_rows_choices(2) if rows == 1 else more_rows_choices(outputs)
-
+        product = Product(1, outputs, inputs, gated=gated)
         launch = partial(product.ours, normed=False)
-        tiles = itertools.chain((now,), choices)
-        best_of(clock, f"{name}, {rows} rows", tiles, launch, product.copies, product.bytes)
+        tiles = itertools.chain((few_rows_tile(outputs, inputs, 2, gated=gated),), few_rows_choices(2))
+        best_of(clock, f"{name}, 1 row", tiles, launch, product.copies, product.bytes)
     if part in (None, "blocks"):
         sweep_blocks(clock)
 
@@ -293,7 +266,7 @@ def sweep_blocks(clock: Clock) -> None:
             few = itertools.product((1, 2, 4, 8), (1, 2, 4, 8))
             choices = (ProductTile(taken, warps * 256 // lanes, warps) for taken, warps in few)
         else:
-            now = more_rows_block_tile(outputs, inputs // 32, 2)
+            now = more_rows_block_tile(inputs // 32, 2)
             more = itertools.product((16, 32, 64), (4, 8, 16), (2, 4))
             choices = (ProductTile(taken, count, 4, stages=stages) for taken, count, stages in more)
 
@@ -305,9 +278,9 @@ def sweep_blocks(clock: Clock) -> None:
 def check(clock: Clock) -> None:
     """A wrong product can be fast: one of each kind against torch before anything is timed."""
     del clock
-    for rows, gated in itertools.product((1, 2, 8), (False, True)):
+    for rows, gated in itertools.product((1, 2), (False, True)):
         product = Product(rows, 1024, 1024, gated=gated)
-        product.ours(0, overlap=True)
+        product.ours(0)
         normed = functional.rms_norm(product.x.float(), (1024,), product.norm.float(), 1e-5)
         wanted = normed @ product.matrices[0].float().t()
         if gated:
@@ -320,7 +293,7 @@ def check(clock: Clock) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sweep", action="store_true", help="try other tiles than the table's")
-    parser.add_argument("--only", choices=("few", "more", "blocks"), help="with --sweep: one kind of product")
+    parser.add_argument("--only", choices=("dense", "blocks"), help="with --sweep: one kind of product")
     parser.add_argument("--seconds", type=float, default=50, help="no new measurement is begun after this")
     options = parser.parse_args()
     if not torch.cuda.is_available():

@@ -71,7 +71,7 @@ def empty(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
 def attention(kind: str, heads: int, kv_heads: int, dim: int, dtype: torch.dtype, window: int = 0) -> None:
     ints, pages = empty(64), empty(8, 2, 2, 16, kv_heads, dim, dtype=dtype)
     query, out = empty(64, heads + 2 * kv_heads, dim, dtype=dtype)[:, :heads], empty(64, heads, dim, dtype=dtype)
-    shared: dict[str, Any] = {"place": 1, "scale": 0.1, "window": window, "softcap": 0.0, "out": out}
+    shared: dict[str, Any] = {"place": 1, "scale": 0.1, "window": window, "out": out}
     if kind == "prefill":
         prefill_attention(query, pages, empty(4, 128), *[ints] * 6, **shared)
     else:
@@ -102,10 +102,10 @@ def block_products(rows: int, layout: str, dtype: torch.dtype) -> None:
 
 def layer_kernels(hidden: int, dim: int, dtype: torch.dtype) -> None:
     ints, stream = empty(8), empty(8, hidden, dtype=dtype)
-    layer.add_rms_norm(stream, empty(hidden, dtype=dtype), 1e-5, stream)
+    layer.rms_norm(stream, empty(hidden, dtype=dtype), 1e-5, stream)
     pages, angles = empty(8, 2, 2, 16, 8, dim, dtype=dtype), empty(8, dim, dtype=FP32)
     qkv = empty(8, 48 * dim, dtype=dtype)
-    layer.rotate_and_store(qkv, angles, ints, ints, pages, empty(4, 64), place=0, by_position=False)
+    layer.rotate_and_store(qkv, angles, ints, ints, pages, empty(4, 64), place=0)
     layer.gate(empty(8, 28672, dtype=dtype), "silu", empty(8, 14336, dtype=dtype))
     layer.embed(empty(4, 64), ints, ints, empty(99, hidden, dtype=dtype), stream)
     layer.fill_cos_sin(ints, angles[0, : dim // 2], 1.0, angles)

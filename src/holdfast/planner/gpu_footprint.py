@@ -1,6 +1,6 @@
 """What this engine allocates on a GPU beside weights and KV pages, for limits: execution takes its sizes from here.
 
-    activations  the decoder's buffers for the largest step, attention's and products' workspaces, cuBLAS's own
+    activations  the decoder's buffers for the largest step, the workspaces of attention and of cuBLAS
     logits       rows that sample x vocabulary, and what sampling and log-probabilities hold beside them
     buffers      token ids, block tables, packets from the host
     graphs       captured steps, and kernels as they are loaded
@@ -27,8 +27,6 @@ SKINNY_BLOCK_ROWS = 16
 """Up to so many, products with quantized blocks: for cuBLAS they would have to be expanded first."""
 EXPANDED_BYTES = 64 * MIB
 """Of the tile that quantized matrices are expanded to, for products with many rows."""
-PRODUCT_WORKSPACE_BYTES = (264 * 16 * 64 + 264) * 4
-"""Partial sums of products of few rows."""
 CUBLAS_BYTES = 64 * MIB
 """torch gives cuBLAS 32 MiB on Hopper for each stream that multiplies: the engine's, and that of captures."""
 LOGPROB_ROWS = 16
@@ -84,7 +82,7 @@ def activations_bytes(spec: ModelSpec, limits: Limits, *, dtype: str, quantized:
     columns = 2 * spec.hidden_size + 2 * query + key_value + 3 * spec.intermediate_size
     buffers = tokens * (columns * size + spec.rope.dim * 4) + 2 * rows * spec.hidden_size * size
     attention = decode_workspace_bytes(rows, spec.heads, spec.kv_heads, spec.head_dim)
-    return buffers + attention + PRODUCT_WORKSPACE_BYTES + CUBLAS_BYTES + (EXPANDED_BYTES if quantized else 0)
+    return buffers + attention + CUBLAS_BYTES + (EXPANDED_BYTES if quantized else 0)
 
 
 def logits_bytes(spec: ModelSpec, limits: Limits, *, dtype: str) -> int:

@@ -102,7 +102,7 @@ class GpuDecoder:
             group, place = self._places[index]
             kernels.rotate_and_store(
                 qkv[:count], self._angles[:count], rows.positions, rows.slots, pages, self._slots.tables[group],
-                place=place, by_position=False,
+                place=place,
             )  # fmt: skip
             self.attention.run(qkv[:count], pages, group, place, rows.decode, rows.prefill, attended[:count])
             self._feed(layer, attended, stream)

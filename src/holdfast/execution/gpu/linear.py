@@ -16,7 +16,6 @@ from holdfast.execution.ops.interface import Activation
 from holdfast.execution.triton_kernels import layer as kernels
 from holdfast.execution.triton_kernels import products
 from holdfast.execution.triton_kernels.blocks import BlockPlanes, block_product, dequantize_tile, embed_blocks
-from holdfast.execution.triton_kernels.products import SplitWorkspace, make_workspace
 from holdfast.planner.gpu_footprint import EXPANDED_BYTES, LARGE_BYTES, SKINNY_BLOCK_ROWS, SKINNY_ROWS
 
 
@@ -24,7 +23,6 @@ class Scratch:
     """What all products share, one after the other on one stream."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
-        self.split: SplitWorkspace = make_workspace(device)
         self._dtype, self._device = dtype, device
         self._expanded: torch.Tensor | None = None
 
@@ -64,7 +62,7 @@ class GpuLinear(Protocol):
 
 def gpu_linear(linear: Linear, scratch: Scratch) -> GpuLinear:
     if isinstance(linear, DenseLinear):
-        return DenseGpuLinear(linear, scratch)
+        return DenseGpuLinear(linear)
     if isinstance(linear, QuantizedLinear):
         return BlockGpuLinear(linear, scratch)
     if isinstance(linear, StackedLinear):
@@ -81,7 +79,7 @@ class _Plain(ABC):
     def write_normed(
         self, x: torch.Tensor, norm: torch.Tensor, epsilon: float, normed: torch.Tensor, out: torch.Tensor
     ) -> None:
-        kernels.add_rms_norm(x, norm, epsilon, normed)
+        kernels.rms_norm(x, norm, epsilon, normed)
         self.write(normed, out)
 
     def gated(
@@ -96,9 +94,9 @@ class _Plain(ABC):
 
 
 class DenseGpuLinear(_Plain):
-    def __init__(self, linear: DenseLinear, scratch: Scratch) -> None:
+    def __init__(self, linear: DenseLinear) -> None:
         self.weight, self.bias = linear.weight, linear.bias
-        self._turned, self._split = linear.weight.t(), scratch.split
+        self._turned = linear.weight.t()
         self._skinny = SKINNY_ROWS if linear.weight.nbytes < LARGE_BYTES else 1
 
     @property
@@ -107,7 +105,7 @@ class DenseGpuLinear(_Plain):
 
     def write(self, x: torch.Tensor, out: torch.Tensor) -> None:
         if len(x) <= self._skinny:
-            products.skinny_product(x, self.weight, out, bias=self.bias, workspace=self._split)
+            products.skinny_product(x, self.weight, out, bias=self.bias)
         elif self.bias is None:
             torch.mm(x, self._turned, out=out)
         else:
@@ -119,13 +117,11 @@ class DenseGpuLinear(_Plain):
         if len(x) > self._skinny:
             super().write_normed(x, norm, epsilon, normed, out)
             return
-        products.skinny_product(
-            x, self.weight, out, norm_weight=norm, epsilon=epsilon, bias=self.bias, workspace=self._split
-        )
+        products.skinny_product(x, self.weight, out, norm_weight=norm, epsilon=epsilon, bias=self.bias)
 
     def add(self, x: torch.Tensor, out: torch.Tensor) -> None:
         if len(x) <= self._skinny:
-            products.skinny_product(x, self.weight, out, accumulate=True, bias=self.bias, workspace=self._split)
+            products.skinny_product(x, self.weight, out, accumulate=True, bias=self.bias)
             return
         out.addmm_(x, self._turned)
         if self.bias is not None:
@@ -152,7 +148,7 @@ class BlockGpuLinear(_Plain):
     def __init__(self, linear: QuantizedLinear, scratch: Scratch) -> None:
         matrix = linear.matrix
         self._planes = BlockPlanes(matrix.layout, matrix.quants, matrix.scales, matrix.minimums)
-        self.bias, self._split = linear.bias, scratch.split
+        self.bias = linear.bias
         self._tile = scratch.expanded(matrix.columns)
 
     @property
@@ -161,7 +157,7 @@ class BlockGpuLinear(_Plain):
 
     def write(self, x: torch.Tensor, out: torch.Tensor) -> None:
         if len(x) <= SKINNY_BLOCK_ROWS:
-            block_product(x, self._planes, out, bias=self.bias, workspace=self._split)
+            block_product(x, self._planes, out, bias=self.bias)
             return
         for first, last, tile in self._tiles():
             torch.mm(x, tile.t(), out=out[:, first:last])
@@ -170,7 +166,7 @@ class BlockGpuLinear(_Plain):
 
     def add(self, x: torch.Tensor, out: torch.Tensor) -> None:
         if len(x) <= SKINNY_BLOCK_ROWS:
-            block_product(x, self._planes, out, accumulate=True, bias=self.bias, workspace=self._split)
+            block_product(x, self._planes, out, accumulate=True, bias=self.bias)
             return
         for first, last, tile in self._tiles():
             out[:, first:last].addmm_(x, tile.t())

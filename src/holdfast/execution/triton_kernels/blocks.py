@@ -16,15 +16,15 @@ import triton
 import triton.language as tl
 
 from holdfast.errors import EngineError
-from holdfast.execution.triton_kernels.layer import after_the_one_before, token_of
+from holdfast.execution.triton_kernels.layer import token_of
 from holdfast.execution.triton_kernels.product_tiles import (
     FEW_ROWS,
-    MOST_ROWS,
+    MOST_BLOCK_ROWS,
     ProductTile,
     few_rows_block_tile,
     more_rows_block_tile,
 )
-from holdfast.execution.triton_kernels.products import SplitWorkspace, add_parts, put, splits_of
+from holdfast.execution.triton_kernels.products import put
 
 OFFSETS = {"Q8_0": 0, "Q4_0": 8, "Q4_1": 0}
 EXPANDED_BLOCKS = 32
@@ -93,7 +93,7 @@ def _block_terms(
 def _multiply_few(
     x, quants, scales, minimums, out, bias, outputs, x_stride, out_stride,
     BLOCKS: tl.constexpr, TWO: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr, PACKED: tl.constexpr,
-    OFFSET: tl.constexpr, MINIMUM: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, OVERLAP: tl.constexpr,
+    OFFSET: tl.constexpr, MINIMUM: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """One or two rows of x. The next tile of the matrix is on its way while this one is multiplied."""
     LANES: tl.constexpr = 16 if PACKED else 32
@@ -106,7 +106,6 @@ def _multiply_few(
     found, scale, minimum = _load_blocks(
         quants, scales, minimums, row, block, lane, BLOCKS, present & (block < BLOCKS), LANES, MINIMUM, TOGETHER
     )  # fmt: skip
-    after_the_one_before(OVERLAP)
     sums = tl.zeros((TILE, ROWS, LANES), tl.float32)
     second_sums = sums
     for start in tl.range(0, BLOCKS, TILE):
@@ -145,13 +144,12 @@ def _expand(half, scale, minimum, OFFSET: tl.constexpr, MINIMUM: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rows"])
 def _multiply_more(
-    x, quants, scales, minimums, out, bias, partials, counters, rows, outputs, x_stride, out_stride,
+    x, quants, scales, minimums, out, bias, rows, outputs, x_stride, out_stride,
     BLOCKS: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr, PACKED: tl.constexpr, OFFSET: tl.constexpr,
-    MINIMUM: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr, OVERLAP: tl.constexpr,
+    MINIMUM: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Up to 16 rows of x; elements are rounded to its type, as an expanded matrix would be."""
     LANES: tl.constexpr = 16 if PACKED else 32
-    after_the_one_before(OVERLAP)
     kind = x.dtype.element_ty
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None, None]
     block, lane = tl.arange(0, TILE)[None, :, None], tl.arange(0, LANES)[None, None, :]
@@ -159,9 +157,7 @@ def _multiply_more(
     live = x_row < rows
     inputs = x + x_row * x_stride + column // LANES * 32 + column % LANES
     sums = tl.zeros((16, ROWS), tl.float32)
-    share: tl.constexpr = (BLOCKS + TILE * SPLITS - 1) // (TILE * SPLITS) * TILE
-    first = tl.program_id(1) * share
-    for start in tl.range(first, tl.minimum(first + share, BLOCKS), TILE):
+    for start in tl.range(0, BLOCKS, TILE):
         at = start + block
         found, scale, minimum = _load_blocks(
             quants, scales, minimums, row, at, lane, BLOCKS, (row < outputs) & (at < BLOCKS), LANES, MINIMUM, 16
@@ -179,9 +175,6 @@ def _multiply_more(
             sums = tl.dot(part, tile.T, sums, input_precision="ieee")
     written = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[None, :]
     inside = live & (written < outputs)
-    if SPLITS > 1:
-        sums, last = add_parts(partials, counters, sums, SPLITS, ROWS)
-        inside = inside & last
     put(out, x_row.to(tl.int64) * out_stride + written, sums, bias, written, inside, BIAS, ADD)
 
 
@@ -192,18 +185,18 @@ def block_product(
     *,
     accumulate: bool = False,
     bias: torch.Tensor | None = None,
-    workspace: SplitWorkspace | None = None,
     tile: ProductTile | None = None,
-    overlap: bool = False,
 ) -> None:
     """out [rows, outputs] = (or +=) x [rows, inputs] · matrixᵀ + bias, for at most 16 rows.
 
-    Columns of x and out lie side by side; rows may be apart. Without a workspace nothing is split. `tile` replaces the
-    table's, its `inputs` counted in blocks.
+    Columns of x and out lie side by side; rows may be apart. `tile` replaces the table's, its `inputs` counted in
+    blocks.
     """
     rows, (outputs, blocks, _) = len(x), matrix.quants.shape
-    if rows > MOST_ROWS:
-        raise EngineError("too many rows for a product with blocks", needed=f"at most {MOST_ROWS}", found=str(rows))
+    if rows > MOST_BLOCK_ROWS:
+        raise EngineError(
+            "too many rows for a product with blocks", needed=f"at most {MOST_BLOCK_ROWS}", found=str(rows)
+        )
     if rows == 0:
         return
     packed, offset, minimum = _kind(matrix)
@@ -214,17 +207,14 @@ def block_product(
         _multiply_few[(triton.cdiv(outputs, tile.outputs),)](
             *planes, added, outputs, x.stride(0), out.stride(0), BLOCKS=blocks, TWO=rows == FEW_ROWS,
             BIAS=bias is not None, ADD=accumulate, PACKED=packed, OFFSET=offset, MINIMUM=minimum, ROWS=tile.outputs,
-            TILE=tile.inputs, OVERLAP=overlap, num_warps=tile.warps, launch_pdl=overlap,
+            TILE=tile.inputs, num_warps=tile.warps,
         )  # fmt: skip
         return
-    tile = tile or more_rows_block_tile(outputs, blocks, x.element_size())
-    partials, counters = workspace if workspace is not None else (out, out)
-    splits = splits_of(tile, outputs, workspace)
-    _multiply_more[(triton.cdiv(outputs, tile.outputs), splits)](
-        *planes, added, partials, counters, rows, outputs, x.stride(0), out.stride(0), BLOCKS=blocks,
-        BIAS=bias is not None, ADD=accumulate, PACKED=packed, OFFSET=offset, MINIMUM=minimum, ROWS=tile.outputs,
-        TILE=tile.inputs, SPLITS=splits, OVERLAP=overlap, num_warps=tile.warps, num_stages=tile.stages,
-        launch_pdl=overlap,
+    tile = tile or more_rows_block_tile(blocks, x.element_size())
+    _multiply_more[(triton.cdiv(outputs, tile.outputs),)](
+        *planes, added, rows, outputs, x.stride(0), out.stride(0), BLOCKS=blocks, BIAS=bias is not None,
+        ADD=accumulate, PACKED=packed, OFFSET=offset, MINIMUM=minimum, ROWS=tile.outputs, TILE=tile.inputs,
+        num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
 
 
@@ -236,15 +226,15 @@ def _kind(matrix: BlockPlanes) -> tuple[bool, int, bool]:
 @triton.jit
 def _expand_rows(
     ids, slots, positions, quants, scales, minimums, out, ids_stride, out_stride, known_rows,
-    BLOCKS: tl.constexpr, CHOSEN: tl.constexpr, BY_SLOT: tl.constexpr, PACKED: tl.constexpr, OFFSET: tl.constexpr,
-    MINIMUM: tl.constexpr, TILE: tl.constexpr,
+    BLOCKS: tl.constexpr, CHOSEN: tl.constexpr, PACKED: tl.constexpr, OFFSET: tl.constexpr, MINIMUM: tl.constexpr,
+    TILE: tl.constexpr,
 ):  # fmt: skip
-    """One row of out is row i of the matrix, or the one that ids choose."""
+    """One row of out is row i of the matrix, or the one of a slot's token."""
     LANES: tl.constexpr = 16 if PACKED else 32
     target = tl.program_id(0).to(tl.int64)
     row = target
     if CHOSEN:
-        row = token_of(ids, slots, positions, ids_stride, target, BY_SLOT)
+        row = token_of(ids, slots, positions, ids_stride, target)
     block = tl.program_id(1) * TILE + tl.arange(0, TILE)[None, :, None]
     lane = tl.arange(0, LANES)[None, None, :]
     inside = block < BLOCKS
@@ -266,19 +256,14 @@ def dequantize_tile(matrix: BlockPlanes, first: int, last: int, out: torch.Tenso
     """Rows first..last-1 into out [last - first, inputs], as out's type: what a cuBLAS product is then made with."""
     if last > first:
         part = matrix.rows(first, last)
-        _launch_expand(part, out, (part.scales, part.scales, part.scales), chosen=False, by_slot=False)
+        _launch_expand(part, out, (part.scales, part.scales, part.scales), chosen=False)
 
 
 def embed_blocks(
     tokens_of_slots: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, matrix: BlockPlanes, out: torch.Tensor
 ) -> None:
     """`layer.embed` for a quantized embedding."""
-    _launch_expand(matrix, out, (tokens_of_slots, slots, positions), chosen=True, by_slot=True)
-
-
-def embed_block_ids(ids: torch.Tensor, matrix: BlockPlanes, out: torch.Tensor) -> None:
-    """`layer.embed_ids` for a quantized embedding."""
-    _launch_expand(matrix, out, (ids, ids, ids), chosen=True, by_slot=False)
+    _launch_expand(matrix, out, (tokens_of_slots, slots, positions), chosen=True)
 
 
 def _launch_expand(
@@ -287,7 +272,6 @@ def _launch_expand(
     choice: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     *,
     chosen: bool,
-    by_slot: bool,
 ) -> None:
     if len(out) == 0:
         return
@@ -295,6 +279,6 @@ def _launch_expand(
     packed, offset, minimum = _kind(matrix)
     _expand_rows[(len(out), triton.cdiv(blocks, EXPANDED_BLOCKS))](
         *choice, matrix.quants, matrix.scales, matrix.minimums if minimum else matrix.scales, out,
-        choice[0].stride(0), out.stride(0), len(matrix.quants), BLOCKS=blocks, CHOSEN=chosen, BY_SLOT=by_slot,
-        PACKED=packed, OFFSET=offset, MINIMUM=minimum, TILE=EXPANDED_BLOCKS, num_warps=4,
+        choice[0].stride(0), out.stride(0), len(matrix.quants), BLOCKS=blocks, CHOSEN=chosen, PACKED=packed,
+        OFFSET=offset, MINIMUM=minimum, TILE=EXPANDED_BLOCKS, num_warps=4,
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""How products of few rows are cut: tiles by shape and number type, and the split workspace. No torch, no triton.
+"""How products of few rows are cut: tiles by shape and number type. No torch, no triton.
 
 The constants are for Hopper (132 multiprocessors, 228 KiB of shared memory each) and are all here, so that one
 benchmark can tune them; nothing is searched at run time.
@@ -9,14 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 FEW_ROWS = 2
-"""So many are multiplied and summed by plain arithmetic; more go through the tensor cores."""
-MOST_ROWS = 16
-"""Of a skinny product: the least a tensor core takes."""
-PROGRAMS = 264
-"""Two a multiprocessor: what tensor core programs are split to reach."""
-MOST_SPLITS = 8
-MOST_SPLIT_OUTPUTS = 64
-"""Of a tile that is split."""
+"""So many are multiplied and summed by plain arithmetic; more go through tensor cores: cuBLAS's products with dense
+matrices, our own with quantized blocks."""
+MOST_BLOCK_ROWS = 16
+"""Of a product with quantized blocks: the least a tensor core takes."""
 WIDE_BYTES = 8192
 """Of a matrix row: wider ones are read in pieces of half of this."""
 VOCABULARY = 65536
@@ -34,8 +30,6 @@ class ProductTile:
     warps: int
     stages: int = 1
     """Tiles in flight, where the compiler pipelines (tensor cores)."""
-    splits: int = 1
-    """Programs that share one output tile, each a part of the columns."""
 
 
 def few_rows_tile(
@@ -61,16 +55,6 @@ def _wide_tile(row_bytes: int, element_bytes: int, gated: bool) -> ProductTile:
     return ProductTile(2, 4096 // element_bytes, 8)
 
 
-def more_rows_tile(outputs: int, inputs: int, element_bytes: int, *, gated: bool = False) -> ProductTile:
-    if element_bytes == 4:
-        return ProductTile(32, 64, 4, stages=2)
-    width = min(256 if not gated else 128, max(16, 1 << (inputs - 1).bit_length()))
-    rows = 64 if outputs >= 65536 else 32
-    tiles = -(-outputs // rows)
-    splits = 1 if gated else max(1, min(MOST_SPLITS, PROGRAMS // tiles, inputs // (2 * width)))
-    return ProductTile(rows, width, 4, stages=4, splits=splits)
-
-
 def few_rows_block_tile(rows: int, outputs: int, blocks: int, lanes: int, element_bytes: int) -> ProductTile:
     """One tile row is one load of all threads, as many quants a thread as 16 bytes hold inputs."""
     warps = 4
@@ -80,22 +64,5 @@ def few_rows_block_tile(rows: int, outputs: int, blocks: int, lanes: int, elemen
     return ProductTile(taken, max(1, warps * WARP_BYTES // element_bytes // lanes), warps)
 
 
-def more_rows_block_tile(outputs: int, blocks: int, element_bytes: int) -> ProductTile:
-    del outputs
+def more_rows_block_tile(blocks: int, element_bytes: int) -> ProductTile:
     return ProductTile(32, min(8 if element_bytes == 2 else 4, 1 << (blocks - 1).bit_length()), 4, stages=3)
-
-
-def fits_workspace(tile: ProductTile, outputs: int) -> bool:
-    """Whether the programs that share output tiles find room for their partial sums and counters."""
-    programs = -(-outputs // tile.outputs) * tile.splits
-    return tile.splits == 1 or (programs <= PROGRAMS and tile.outputs <= MOST_SPLIT_OUTPUTS)
-
-
-def split_partials() -> int:
-    """float32 numbers that programs of split products leave for the last of them: enough for any product."""
-    return PROGRAMS * MOST_ROWS * MOST_SPLIT_OUTPUTS
-
-
-def split_workspace_bytes() -> int:
-    """Of `products.SplitWorkspace`: partial sums and one counter an output tile."""
-    return (split_partials() + PROGRAMS) * 4

@@ -81,14 +81,12 @@ def prefill_tile_tokens(heads: int, kv_heads: int, head_dim: int, element_bytes:
     return prefill_tile(ratio, head_dim, element_bytes).rows // ratio
 
 
-def prefill_tiles(counts: Integers, starts: Integers, tile_tokens: int, window: int = 0) -> tuple[Words, Words]:
+def prefill_tiles(counts: Integers, starts: Integers, tile_tokens: int) -> tuple[Words, Words]:
     """(row, first token within the row) of every tile, those that see most keys first, so that none runs alone last."""
     tiles = -(-counts // tile_tokens)
     rows = numpy.repeat(numpy.arange(len(counts)), tiles)
     firsts = (numpy.arange(len(rows)) - numpy.repeat(numpy.cumsum(tiles) - tiles, tiles)) * tile_tokens
     seen = starts[rows] + numpy.minimum(firsts + tile_tokens, counts[rows])
-    if window:
-        seen = numpy.minimum(seen, window + tile_tokens - 1)
     order = numpy.argsort(-seen, kind="stable")
     return rows[order].astype(numpy.int32), firsts[order].astype(numpy.int32)
 
