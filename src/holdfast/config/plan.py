@@ -105,7 +105,10 @@ class PlanConfig:
         None, "GPUs to split each layer over; left out: the fewest that hold the model", optional(whole(1, 1024)),
         flags=("-tp",),
     )  # fmt: skip
-    pipeline_parallel_size: int = setting(1, "GPUs to split the layers over", whole(1, 1024), flags=("-pp",))
+    pipeline_parallel_size: int | None = setting(
+        None, "stages to deal the layers out to; left out: 1, or with -tp left out too as many as it takes to fit",
+        optional(whole(1, 1024)), flags=("-pp",),
+    )  # fmt: skip
     block_size: int = setting(16, "tokens in one KV block", whole(1, 4096))
     enable_lora: bool = setting(False, "keep room for LoRA adapters", flag)
     max_loras: int | None = setting(

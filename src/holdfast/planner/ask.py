@@ -51,7 +51,7 @@ def question_of(config: PlanConfig, *, traffic: Stated | None = None) -> Questio
         ram=config.ram,
         nvme=config.nvme,
         device=config.device,
-        ranks=(config.tensor_parallel_size or 1) * config.pipeline_parallel_size,
+        ranks=(config.tensor_parallel_size or 1) * (config.pipeline_parallel_size or 1),
     )
     found = machine_of(asked)
     wanted, said = traffic_of(config) if traffic is None else traffic

@@ -10,12 +10,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from holdfast.observability.decisions import Decision
-from holdfast.planner.count import chosen_dtype, counted_for, utilization_of
+from holdfast.planner.count import chosen_dtype, counted_for, plain_type, utilization_of
 from holdfast.planner.count import counted as counted_fit
 from holdfast.planner.fitted import Fit, Question, describe_devices, device_budget, is_stated
 from holdfast.planner.footprint import Limits
 from holdfast.planner.question import Device
+from holdfast.planner.same import Same
 from holdfast.planner.terms import encoder_images
+from holdfast.planner.weights import AS_STORED
 from holdfast.units import counted, format_bytes
 
 
@@ -65,11 +67,21 @@ def parallel_size(found: Fit) -> Decision:
         return Decision("tensor_parallel_size", str(found.tensor_parallel), reason, "set")
     if not found.fits:
         reason = f"it does not fit; of {devices} GPUs so many hold most"
+    elif found.pipeline_parallel > 1:
+        reason = f"the fewest GPUs in each of {found.pipeline_parallel} stages that hold {what}, of {devices}"
     elif used == devices:
         reason = f"fewer GPUs do not hold {what}"
     else:
         reason = f"the fewest GPUs that hold {what}, of {devices}"
     return Decision("tensor_parallel_size", str(found.tensor_parallel), reason, "planner")
+
+
+def stages(found: Fit) -> Decision:
+    """Where they were left to us, and one does not do."""
+    devices, size = len(found.question.machine.devices), found.tensor_parallel
+    reason = f"no number of the {devices} GPUs holds it by sharing each layer: the fewest stages that do, of"
+    reason += f" {counted(size, 'GPU')} each"
+    return Decision("pipeline_parallel_size", str(found.pipeline_parallel), reason, "planner")
 
 
 def left_out(found: Fit) -> Iterator[Decision]:
@@ -110,6 +122,17 @@ def engine(found: Fit) -> Iterator[Decision]:
     said = "a buffer for steps of 512 tokens with their logits, and no graphs; other engines take more or less"
     why, source = ("as asked", "set") if question.engine == "llama.cpp" else ("a GGUF is what it reads", "model")
     yield Decision("engine", "llama.cpp", f"{why}: memory is counted as it takes it, {said}", source)
+
+
+def weights(found: Fit) -> Iterator[Decision]:
+    """Where a file has plain numbers of another type than they are kept in."""
+    model, kept = found.question.model, found.weights_as
+    stored = plain_type(Same(model)) if model.format == "gguf" else None
+    if stored is None or kept in (stored, AS_STORED) or model.stored is None:
+        return
+    size = format_bytes(sum(tensor.nbytes for tensor in model.stored.values()))
+    reason = f"the file's {stored} becomes what is computed in, as Holdfast and vLLM load it; llama.cpp keeps"
+    yield Decision("weights", f"{format_bytes(found.weights_bytes)} in {kept}", f"{reason} {stored}: {size}", "model")
 
 
 def encoder(found: Fit) -> Iterator[Decision]:

@@ -25,7 +25,7 @@ from holdfast.planner.command import (
 )
 from holdfast.planner.engine_models import sglang_since
 from holdfast.planner.fit import DEFAULT_UTILIZATION, Fit
-from holdfast.planner.kernels import build_note, lacks_engine, lacks_fp8_kv, lacks_method
+from holdfast.planner.kernels import build_note, lacks_engine, lacks_fp8_kv, lacks_gguf_types, lacks_method
 from holdfast.planner.sources import holdfast_source, llama_source, torch_source
 from holdfast.planner.unquantized import Whole, loaded_whole
 from holdfast.planner.vllm_command import vllm_command
@@ -168,7 +168,8 @@ def _sglang_command(fit: Fit, sequences: int) -> Command:
     gpus = [rank.device.gpu for rank in fit.ranks]
     whole = loaded_whole(fit, "SGLang") if source.makes_fp8 else Whole()
     checks = (
-        lacks_engine("sglang", gpus), lacks_method(fit.question.model, gpus), lacks_fp8_kv(fit.kv_dtype, gpus),
+        lacks_engine("sglang", gpus), lacks_method(fit.question.model, gpus), lacks_gguf_types(fit.question.model),
+        lacks_fp8_kv(fit.kv_dtype, gpus),
         f"it keeps KV in what it computes in, {fit.dtype}, or in fp8: not in {fit.kv_dtype}"
         if fit.kv_dtype not in (fit.dtype, "fp8") else None,
         whole.lacking,

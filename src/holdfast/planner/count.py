@@ -5,10 +5,12 @@ A model that this engine runs on a CPU is counted by host.py, as `serve` counts 
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
 
+from holdfast.checkpoints.claims import PLAIN
 from holdfast.errors import ConfigurationError
 from holdfast.hardware import Processor
 from holdfast.models import ModelSpec
@@ -34,6 +36,7 @@ from holdfast.planner.same import Same
 from holdfast.planner.terms import Term
 from holdfast.planner.vllm_weights import beside_weights, expert_kernel
 from holdfast.planner.weights import (
+    AS_STORED,
     Weight,
     check_parallel,
     parallel_sizes,
@@ -58,7 +61,7 @@ def counted(question: Question, tensor_parallel: int, limits: Limits) -> Fit:
     unlike = {(id(rank.terms), rank.budget_bytes): rank for rank in ranks}.values()
     longest = min(rank.kv.longest(rank.kv_bytes, spec.max_position) for rank in unlike)
     short = max(needed_bytes(rank, sequences, tokens, settings.max_model_len) - rank.room_bytes for rank in unlike)
-    dtype = compute_dtype(question, len(ranks))
+    dtype, kept = compute_dtype(question, len(ranks)), weights_as(question, len(ranks))
     return Fit(
         question=question,
         dtype=dtype,
@@ -68,8 +71,9 @@ def counted(question: Question, tensor_parallel: int, limits: Limits) -> Fit:
         utilization=utilization_of(question),
         limits=replace(limits, max_model_len=longest if settings.max_model_len is None else settings.max_model_len),
         ranks=ranks,
-        weights_bytes=_whole_bytes(Same(question.model), dtype),
-        weights_dtype=dtype,
+        weights_bytes=_whole_bytes(Same(question.model), kept),
+        weights_dtype=dtype if kept != AS_STORED else plain_type(Same(question.model)) or dtype,
+        weights_as=kept,
         required_tokens=tokens,
         required_sequences=sequences,
         fits=short <= 0,
@@ -119,7 +123,7 @@ def _share(
     stages = settings.pipeline_parallel
     every = tensor_parallel * stages
     dtype, stored_kv = compute_dtype(question, every), kv_dtype(question, every)
-    held = _held_bytes(Same(model), dtype, tensor_parallel, stage, stages)
+    held = _held_bytes(Same(model), weights_as(question, every), tensor_parallel, stage, stages)
     cost = kv_cost(
         spec, element_bytes=KV_ELEMENT_BYTES[stored_kv], state_bytes=KV_ELEMENT_BYTES[dtype],
         tensor_parallel=tensor_parallel, layers=layers, block_tokens=settings.block_tokens,
@@ -171,6 +175,15 @@ def counted_for(question: Question, device: Device, ranks: int) -> Literal["hold
     return "llama.cpp" if question.model.format == "gguf" and question.engine is None else "vllm"
 
 
+def weights_as(question: Question, ranks: int) -> str:
+    """What plain weights are counted in: llama.cpp keeps those of a GGUF as they are, others compute in one type."""
+    device = question.machine.devices[0]
+    if question.model.format != "gguf" or question.model.stored is None:
+        return compute_dtype(question, ranks)
+    theirs = device.kind == "cpu" or counted_for(question, device, ranks) == "llama.cpp"
+    return AS_STORED if theirs else compute_dtype(question, ranks)
+
+
 def engine_runs_on(device: Device, spec: ModelSpec) -> bool:
     """Whether this engine runs such a model there, so that its own allocations are known. A way of storing weights or
     KV that it does not read yet changes nothing of them."""
@@ -192,6 +205,15 @@ def _largest_quantized(key: Same[PlannedModel]) -> int:
     """As stored, of those that are kept in the blocks of their file; 0: none are."""
     stored = (key.held.canonical or {}).values()
     return max((tensor.nbytes for tensor in stored if is_quantized(tensor.layout)), default=0)
+
+
+@lru_cache(maxsize=64)
+def plain_type(key: Same[PlannedModel]) -> str | None:
+    """Of a file most of which is plain numbers; None: most of it is quantized."""
+    sizes = Counter[str]()
+    for tensor in (key.held.stored or {}).values():
+        sizes[tensor.layout] += tensor.nbytes
+    return PLAIN.get(max(sizes, key=lambda layout: sizes[layout], default=""))
 
 
 @lru_cache(maxsize=64)
@@ -220,7 +242,7 @@ def cannot_hold_weights(question: Question) -> bool:
 
 def least_bytes(question: Question) -> int:
     """Of the weights, over all GPUs: a split repeats some and saves none."""
-    return _whole_bytes(Same(question.model), compute_dtype(question))
+    return _whole_bytes(Same(question.model), weights_as(question, 1))
 
 
 def check(question: Question, tensor_parallel: int) -> None:

@@ -2,6 +2,7 @@
 
     stated (a context, traffic)   the highest limits that fit, on the fewest GPUs that have them
     left open                     the GPUs and limits that give the longest context, as limits.py weighs it
+    stages left open              one, and more only where GPUs are there that hold the model so and not otherwise
 
 Of GPUs that differ, the largest are taken first; those that cannot hold a model together are planned apart (kin.py).
 More memory never fits less, is never shorter, and lacks no more. Ways out are in ways_out.py, what to make
@@ -10,7 +11,7 @@ of it in answer.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache, partial
 
@@ -18,7 +19,7 @@ from holdfast.observability.decisions import Decision
 from holdfast.planner import choices
 from holdfast.planner import limits as limits_left_open
 from holdfast.planner.choices import largest_first
-from holdfast.planner.count import check, counted, kv_dtype, sizes, utilization_of
+from holdfast.planner.count import cannot_hold_weights, check, counted, kv_dtype, sizes, utilization_of
 from holdfast.planner.fitted import (
     DEFAULT_UTILIZATION,
     USEFUL_TOKENS,
@@ -50,21 +51,51 @@ __all__ = [
 
 Counted = Callable[[int, int], Fit]
 """By tensor-parallel size and rung."""
+MOST_OF_A_STAGE = 8
+"""GPUs that share each layer of a stage: as many as most machines have, with links that are fast enough for it."""
+FEW_STAGES = 8
+"""So many are tried whatever the number of GPUs, and beyond it those that take all of them."""
 
 
 def fit(question: Question) -> Fit:
     """On GPUs that can hold a model together; where there are several kinds, on those that hold most."""
     kinds = apart(question, fit)
-    return _fit(question) if kinds[0] is question else best([_fit(one) for one in kinds])
+    return _staged(question) if kinds[0] is question else best([_staged(one) for one in kinds])
 
 
-def _fit(question: Question) -> Fit:
+def _staged(question: Question) -> Fit:
+    if not question.settings.stages_open:
+        return _fit(question)
+    plain = _in_stages(question, 1)
+    found = _fit(plain)
+    if not found.fits and not cannot_hold_weights(question):
+        for stages in _more_stages(question):
+            better = _fit(_in_stages(question, stages), most=MOST_OF_A_STAGE)
+            if better.fits:
+                return replace(better, decisions=(*better.decisions, choices.stages(better)))
+    return found
+
+
+def _in_stages(question: Question, stages: int) -> Question:
+    return replace(question, settings=replace(question.settings, pipeline_parallel=stages, stages_open=False))
+
+
+def _more_stages(question: Question) -> Iterator[int]:
+    devices = len(question.machine.devices)
+    for stages in range(2, min(devices, len(question.model.spec.layers)) + 1):
+        if stages <= FEW_STAGES or devices % stages == 0:
+            yield stages
+
+
+def _fit(question: Question, most: int | None = None) -> Fit:
+    """`most`: GPUs that share a layer; None: as many as there are."""
     settings, machine = question.settings, question.machine
     if machine.kind == "cpu" and runs_here(question.model, settings):
         check(question, settings.tensor_parallel or 1)
         return _hosted(question)
     if settings.tensor_parallel is None:
-        able = sizes(Same(question.model.spec), max(1, len(machine.devices) // settings.pipeline_parallel))
+        there = max(1, len(machine.devices) // settings.pipeline_parallel)
+        able = sizes(Same(question.model.spec), there if most is None else min(there, most))
     else:
         able = (settings.tensor_parallel,)
     for size in able:
@@ -141,7 +172,7 @@ def _said(question: Question, rungs: tuple[Rung, ...], rung: int, found: Fit, lo
     if len(question.machine.devices) > 1 or found.tensor_parallel > 1:
         decisions.append(choices.parallel_size(found))
     decisions += [*choices.left_out(found), *choices.loading(found), *choices.encoder(found)]
-    decisions += [*choices.engine(found), *choices.number_types(found)]
+    decisions += [*choices.engine(found), *choices.number_types(found), *choices.weights(found)]
     if settings.max_model_len is None:
         allowed = question.model.spec.max_position
         decisions.append(length_decision(served, allowed, longest, fits=found.fits))
@@ -197,6 +228,7 @@ def _hosted(question: Question) -> Fit:
         ranks=(rank,),
         weights_bytes=found.room.weights_bytes,
         weights_dtype=found.room.weights_dtype,
+        weights_as=found.room.choices.dtype,
         required_tokens=tokens,
         required_sequences=sequences,
         fits=found.fits,

@@ -30,8 +30,28 @@ LEAST_OF_INDEX = (9, 0)
 """Attention to few tokens that an index chooses (DeepSeek V3.2, GLM-5): vLLM 0.27 has it from Hopper on."""
 LEAST_OF_FP8_KV = (8, 0)
 """FlashInfer reads it there; other attention needs units for it. vLLM's V0 engine unpacked it anywhere."""
+GGUF_TYPES_READ = frozenset({
+    "F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q8_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K",
+    "IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ4_XS", "IQ4_NL",
+})  # fmt: skip
+"""As vLLM's list (quantization/gguf.py, to 0.23) and SGLang's have them: no ternary types, Q1_0, Q2_0, MXFP4, NVFP4."""
+GGUF_IN_A_PLUGIN = (0, 24, 0)
+"""vLLM reads GGUF with a package beside it since then."""
 ENGINE_NAMES = {"holdfast": "Holdfast", "vllm": "vLLM", "sglang": "SGLang"}
 MAKERS = {"nvidia": "NVIDIA", "amd": "AMD", "intel": "Intel", "apple": "Apple"}
+
+
+def lacks_gguf_types(model: PlannedModel) -> str | None:
+    """Why vLLM and SGLang cannot compute with what is in a GGUF: what they unpack of it is the same list in both."""
+    layouts = {tensor.layout for tensor in (model.stored or {}).values()} if model.format == "gguf" else set()
+    unread = sorted(layouts - GGUF_TYPES_READ)
+    return f"it does not unpack {' and '.join(unread)} of a GGUF; llama.cpp does" if unread else None
+
+
+def gguf_note(version: tuple[int, ...]) -> str:
+    """Of vLLM."""
+    needed = "; it needs the package vllm-gguf-plugin" if version >= GGUF_IN_A_PLUGIN else ""
+    return f"its GGUF support is experimental and slower than its own formats{needed}"
 
 
 def lacks_method(model: PlannedModel, gpus: Iterable[Gpu | None]) -> str | None:

@@ -11,7 +11,7 @@ Measures through `hardware`; knows no model.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -144,8 +144,17 @@ def _of_catalogue(
         _catalogue_device(index, gpu, budget)
         for index, gpu in enumerate(group.gpu for group in groups for _ in range(group.count))
     ]
-    decisions = (_catalogue_decision(group, name) for group, name in zip(groups, names, strict=True))
-    return tuple(devices), tuple(decisions)
+    decisions = [_catalogue_decision(group, name) for group, name in zip(groups, names, strict=True)]
+    return tuple(devices), (*decisions, *_added(total, len(devices), groups[0].gpu.key))
+
+
+def _added(named: int, planned: int, name: str) -> Iterator[Decision]:
+    """Where no number was written, and the split that was asked for takes more than one."""
+    if planned > named:
+        reason = (
+            f"one {name} was named, and -tp x -pp takes {planned}: so many are planned for, as {name}x{planned} says"
+        )
+        yield Decision("gpus", planned, reason, "set")
 
 
 def _catalogue_device(index: int, gpu: gpus.Gpu, budget: int | None) -> Device:
@@ -182,7 +191,8 @@ def _of_size(asked: Asked, vram: int, count: int | None) -> tuple[tuple[Device, 
         for index in range(number)
     )
     reason = "so much to use, on no particular GPU: rates are not known"
-    return devices, (Decision("gpu", f"{number} x {format_bytes(vram)}", reason, "set"),)
+    chosen = Decision("gpu", f"{number} x {format_bytes(vram)}", reason, "set")
+    return devices, (chosen, *_added(count or 1, number, str(asked.vram)))
 
 
 # This machine

@@ -94,6 +94,8 @@ class Settings:
     utilization: float | None = None
     tensor_parallel: int | None = None
     pipeline_parallel: int = 1
+    stages_open: bool = False
+    """More stages may be chosen where no split of each layer holds the model."""
     block_tokens: int = 16
     max_loras: int = 0
     max_lora_rank: int = 16
@@ -119,9 +121,10 @@ class Configured(Protocol):
 
 
 def settings_of(
-    config: Configured, *, tensor_parallel: int | None, pipeline_parallel: int = 1, max_loras: int = 0,
+    config: Configured, *, tensor_parallel: int | None, pipeline_parallel: int | None = 1, max_loras: int = 0,
     max_lora_rank: int = 16,
 ) -> Settings:  # fmt: skip
+    """`pipeline_parallel` None: it is left to the plan, unless the other half of a split is set."""
     return Settings(
         dtype=config.dtype,
         kv_cache_dtype=config.kv_cache_dtype,
@@ -131,7 +134,8 @@ def settings_of(
         utilization=config.gpu_memory_utilization,
         block_tokens=config.block_size,
         tensor_parallel=tensor_parallel,
-        pipeline_parallel=pipeline_parallel,
+        pipeline_parallel=pipeline_parallel or 1,
+        stages_open=pipeline_parallel is None and tensor_parallel is None,
         max_loras=max_loras,
         max_lora_rank=max_lora_rank,
     )

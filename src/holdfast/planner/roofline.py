@@ -221,7 +221,7 @@ def _stages_of(key: Same[Fit]) -> list[Stage] | None:
     if any(rank.device.gpu is None or rank.device.gpu.bandwidth_gb_s <= 0 for rank in fit.ranks):
         return None
     spec, ranks = fit.question.model.spec, fit.tensor_parallel
-    weights = weights_of(fit.question.model, dtype=fit.dtype)
+    weights = weights_of(fit.question.model, dtype=fit.weights_as)
     layers = stage_layers(len(spec.layers), fit.pipeline_parallel)
     stages = []
     for index in range(fit.pipeline_parallel):

@@ -58,7 +58,7 @@ def place(fit: Fit) -> Tiers | None:
     if fit.question.machine.kind != "gpu" or fit.pipeline_parallel > 1 or fit.question.machine.devices[0].unified:
         return None
     spec, rank = fit.question.model.spec, min(fit.ranks, key=lambda one: one.budget_bytes)
-    weights = weights_of(fit.question.model, dtype=fit.dtype)
+    weights = weights_of(fit.question.model, dtype=fit.weights_as)
     held = layer_bytes(weights, spec, tensor_parallel=fit.tensor_parallel)
     of_layer = [held.get(layer, 0) for layer in range(len(spec.layers))]
     looked_up = [weight for weight in weights if weight.tensor is not None and weight.tensor.name == "embed"]

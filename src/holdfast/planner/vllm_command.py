@@ -18,7 +18,15 @@ from holdfast.planner.command import ROUNDING, Command, line, named_dtype, paral
 from holdfast.planner.count import counted_for
 from holdfast.planner.engine_models import lacks_model, lacks_rotary, vllm_since
 from holdfast.planner.fit import Fit, Rank, fit
-from holdfast.planner.kernels import build_note, lacks_engine, lacks_fp8_kv, lacks_index, lacks_method
+from holdfast.planner.kernels import (
+    build_note,
+    gguf_note,
+    lacks_engine,
+    lacks_fp8_kv,
+    lacks_gguf_types,
+    lacks_index,
+    lacks_method,
+)
 from holdfast.planner.sources import Source, torch_source
 from holdfast.planner.terms import gpu_terms
 from holdfast.planner.unquantized import QUANTIZES_AS_IT_READS, Whole, loaded_whole
@@ -303,6 +311,7 @@ def _problems(sized: Sized, vllm: Vllm, source: Source) -> list[str]:
         lacks_rotary(found.question.model.spec, vllm),
         lacks_engine("vllm", gpus, vllm.at),
         lacks_method(found.question.model, gpus),
+        lacks_gguf_types(found.question.model),
         lacks_index(found.question.model, gpus),
         lacks_fp8_kv(sized.kept.kv_dtype, gpus) if vllm.runner != "v0" else None,
         _whole(found, vllm, source).lacking,
@@ -368,7 +377,7 @@ def _notes(sized: Sized, vllm: Vllm, source: Source) -> list[str]:
     if build is not None:
         notes.append(build)
     if found.question.model.format == "gguf":
-        notes.append("its GGUF support is experimental and slower than its own formats")
+        notes.append(gguf_note(vllm.at))
     if not vllm.subtracts_graphs:
         graphs = format_bytes(vllm_terms(found, vllm).graphs)
         notes.append(f"it takes nothing off for graphs: about {graphs} more are used than it was allowed")

@@ -23,6 +23,8 @@ from holdfast.planner.same import Same
 from holdfast.units import counted
 
 DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
+AS_STORED = "stored"
+"""In the place of a type: plain tensors of a file stay what they are, as llama.cpp keeps them."""
 VOCABULARY_PAD = 64
 """Engines pad the vocabulary to a multiple of this on every rank."""
 TP_NOT_POSSIBLE, PP_NOT_POSSIBLE = "HF131", "HF132"
@@ -38,7 +40,8 @@ class Weight:
 
 
 def weights_of(model: PlannedModel, *, dtype: str) -> list[Weight]:
-    """Draft layers are left out: a server loads them only for speculation. Plain tensors become `dtype`."""
+    """Draft layers are left out: a server loads them only for speculation. Plain tensors become `dtype`, or stay what
+    they are (AS_STORED, of models that have files)."""
     if model.stored is None:
         return list(_from_shapes(Same(model.spec), dtype))
     return _from_headers(model, dtype)
@@ -118,7 +121,7 @@ def _owner(name: str, by_module: Mapping[str, TensorSpec]) -> TensorSpec | None:
 
 def _loaded_bytes(stored: StoredTensor, dtype: str, spec: ModelSpec) -> int:
     """As it lies in memory: plain numbers of an unquantized model become `dtype`."""
-    if spec.quantization is None and stored.layout in ("F32", "F16", "BF16"):
+    if dtype != AS_STORED and spec.quantization is None and stored.layout in ("F32", "F16", "BF16"):
         return prod(stored.shape) * DTYPE_BYTES[dtype]
     return stored.nbytes
 

@@ -49,6 +49,23 @@ def test_how_many(asked: dict[str, Any], names: list[str]) -> None:
     assert [device.name for device in made(**asked).machine.devices] == names
 
 
+@pytest.mark.parametrize(
+    ("asked", "number"),
+    [
+        ({"gpu": "rtx4090", "ranks": 5}, 5),
+        ({"vram": "22GiB", "ranks": 2}, 2),
+        ({"gpu": "rtx4090", "ranks": 1}, None),
+        ({"gpu": "rtx4090x5", "ranks": 5}, None),
+        ({"gpu": "rtx4090,rtx4090", "ranks": 2}, None),
+        ({"vram": "22GiBx2", "ranks": 2}, None),
+    ],
+)
+def test_gpus_that_a_split_adds_to_the_one_that_was_named_are_said(asked: dict[str, Any], number: int | None) -> None:
+    said = [decision for decision in made(**asked).decisions if decision.field == "gpus"]
+    assert [decision.value for decision in said] == ([] if number is None else [number])
+    assert all(f"takes {number}" in decision.reason for decision in said)
+
+
 def test_vram_beside_a_gpu_is_its_budget() -> None:
     for device in made(gpu="rtx4090x2", vram="20GiB").machine.devices:
         assert device.budget_bytes == 20 * GIB

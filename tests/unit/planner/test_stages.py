@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
+from holdfast import plan
 from holdfast.models import catalogue, describe_config
 from holdfast.planner.fit import Question, fit
 from holdfast.planner.question import PlannedModel
@@ -72,3 +73,51 @@ def test_the_fullest_stage_decides(ask: Ask) -> None:
     short = fit(ask("llama-3.1-8b", "rtx3060-12", **asked))
     lacking = [short.needed_bytes(rank) - rank.room_bytes for rank in short.ranks]
     assert short.short_bytes == max(lacking) > min(lacking)
+
+
+# Left to the plan
+
+
+def said(found: object, field: str) -> str:
+    return next(decision.reason for decision in found.decisions if decision.field == field)  # type: ignore[attr-defined]
+
+
+def test_stages_are_taken_where_no_split_of_each_layer_holds_the_model() -> None:
+    found = plan("deepseek-v3", gpu="l4x64")
+    assert found.fits
+    assert found.fit.pipeline_parallel > 1
+    assert len(found.fit.ranks) == found.fit.tensor_parallel * found.fit.pipeline_parallel <= 64
+    assert "no number of the 64 GPUs holds it" in said(found, "pipeline_parallel_size")
+    assert "fewer GPUs" not in said(found, "tensor_parallel_size")
+    fewer = plan(
+        "deepseek-v3", gpu="l4x64", tensor_parallel_size=8, pipeline_parallel_size=found.fit.pipeline_parallel - 1
+    )
+    assert not fewer.fits
+
+
+@pytest.mark.parametrize(
+    ("model", "gpu", "settings"),
+    [
+        ("deepseek-v3", "l4x64", {"pipeline_parallel_size": 1}),
+        ("llama-3.1-70b", "rtx4090x8", {"tensor_parallel_size": 2}),
+        ("llama-3.1-405b", "l4x2", {}),
+        ("llama-3.1-70b", "l4", {}),
+    ],
+)
+def test_no_stages_where_a_split_was_asked_for_or_none_would_do(model: str, gpu: str, settings: dict[str, int]) -> None:
+    found = plan(model, gpu=gpu, **settings)
+    assert not found.fits
+    assert found.fit.pipeline_parallel == 1
+
+
+@pytest.mark.parametrize("gpu", ["h100-80x8", "rtx4090"])
+def test_one_stage_where_it_holds_the_model(gpu: str) -> None:
+    found = plan("llama-3.1-8b", gpu=gpu)
+    assert (found.fits, found.fit.pipeline_parallel) == (True, 1)
+    assert not any(decision.field == "pipeline_parallel_size" for decision in found.decisions)
+
+
+def test_what_is_said_of_the_split_within_stages_that_were_asked_for() -> None:
+    found = plan("llama-3.1-8b", gpu="rtx4090", pipeline_parallel_size=5)
+    assert "in each of 5 stages" in said(found, "tensor_parallel_size")
+    assert "takes 5" in said(found, "gpus")

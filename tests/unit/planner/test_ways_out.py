@@ -360,7 +360,7 @@ def test_several_changes_together_are_offered_where_they_give_much_more_context(
 
 
 @pytest.mark.parametrize(("words", "kind", "parallel"), [
-    (("qwen2.5-14b", "--gpu", "t4x3"), "idle_gpus", (1, 3)),
+    (("qwen2.5-14b", "--gpu", "t4x3", "-pp", "1"), "idle_gpus", (1, 3)),
     (("llama-3.1-70b", "--gpu", "rtx4090x2", "-tp", "1"), "quantization", (2, 1)),
     (("llama-3.1-8b", "--gpu", "rtx4060x4", "-tp", "1"), "idle_gpus", (4, 1)),
     (("qwen2.5-32b", "--gpu", "rtx3090x3", "-tp", "1", "--max-model-len", "8192"), "quantization", None),
