@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from holdfast.planner.fit import Fit, Rank
+from holdfast.planner.fit import Fit
 from holdfast.planner.weights import rank_bytes, weights_of
 from holdfast.units import format_bytes
 
@@ -28,8 +28,9 @@ class Whole:
 
 def loaded_whole(found: Fit, engine: str) -> Whole:
     """`engine`: as people call it, with the releases that do so."""
-    rank = max(found.ranks, key=lambda one: _whole_bytes(found, one) - one.device.free_bytes)
-    needed, free = _whole_bytes(found, rank), rank.device.free_bytes
+    whole = _whole_bytes(found)
+    rank = max(found.ranks, key=lambda one: whole[one.stage] - one.device.free_bytes)
+    needed, free = whole[rank.stage], rank.device.free_bytes
     said = f"{engine} loads the unquantized weights whole, {format_bytes(needed)} a GPU, before it makes FP8 of them"
     if needed <= free:
         return Whole(note=said)
@@ -37,10 +38,12 @@ def loaded_whole(found: Fit, engine: str) -> Whole:
     return Whole(lacking=f"{said}, and {has}: take a checkpoint that is stored in FP8")
 
 
-def _whole_bytes(found: Fit, rank: Rank) -> int:
-    model = found.question.model
+def _whole_bytes(found: Fit) -> list[int]:
+    """Of a rank, by stage."""
+    model, stages = found.question.model, found.pipeline_parallel
     plain = replace(model, spec=replace(model.spec, quantization=None), made_as=None)
     weights = weights_of(plain, dtype=found.dtype)
-    return rank_bytes(
-        weights, plain.spec, tensor_parallel=found.tensor_parallel, stage=rank.stage, stages=found.pipeline_parallel
-    )
+    return [
+        rank_bytes(weights, plain.spec, tensor_parallel=found.tensor_parallel, stage=stage, stages=stages)
+        for stage in range(stages)
+    ]
