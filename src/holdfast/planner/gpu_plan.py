@@ -21,10 +21,11 @@ from holdfast.planner.footprint import expands, kv_layout, weights_bytes
 from holdfast.planner.gpu_footprint import LEAST_CAPABILITY
 from holdfast.planner.layouts import is_quantized
 from holdfast.planner.machine import measured_device
-from holdfast.planner.plan import GpuChoice, Plan
+from holdfast.planner.plan import GpuChoice, Plan, longest_context
 from holdfast.planner.question import Machine, PlannedModel, settings_of
+from holdfast.planner.room import LEAST_TOKENS
 from holdfast.planner.ways_out import ways_out
-from holdfast.units import counted, format_bytes
+from holdfast.units import MIB, counted, format_bytes
 
 TOO_OLD, NOT_THERE, MIXED_KV = "HF122", "HF121", "HF126"
 MOST_WAYS_OUT = 3
@@ -137,7 +138,7 @@ def _plan(found: Fit, config: EngineConfig, chosen: NvidiaGpu, decision: Decisio
         )  # fmt: skip
         decisions.append(Decision("weights", "expanded" if expand else "quantized", reason, "planner"))
     terms["weights"] = weights_bytes(spec, stored, dtype=found.dtype, expand=expand)
-    return Plan(
+    plan = Plan(
         dtype=found.dtype,
         kv_dtype=found.kv_dtype,
         expand_weights=expand,
@@ -157,6 +158,29 @@ def _plan(found: Fit, config: EngineConfig, chosen: NvidiaGpu, decision: Decisio
         length_is_set=config.max_model_len is not None,
         short=found.limits.max_model_len < spec.max_position and config.max_model_len is None,
         gpu=GpuChoice(index=chosen.index, uuid=chosen.uuid, name=chosen.name),
+    )
+    return plan if config.kv_cache_memory_bytes is None else _within_pool(plan)
+
+
+def _within_pool(plan: Plan) -> Plan:
+    """Of a pool that was set: with the longest context that it holds, or refused where the context was set as well."""
+    wanted, held = plan.limits.max_model_len, longest_context(plan, plan.blocks)
+    if held == wanted:
+        return plan
+    page = plan.layout.page_bytes
+    enough = (1 + plan.layout.peak_blocks(wanted, plan.limits.max_num_batched_tokens)) * page
+    if plan.length_is_set or held < min(LEAST_TOKENS, wanted):
+        raise DoesNotFitError(
+            f"one sequence of {counted(wanted, 'token')} does not fit in the KV pool",
+            needed=f"{format_bytes(enough)} for max_model_len {wanted:,}",
+            found=f"{format_bytes(plan.blocks * page)}, as it was set: {format_bytes(enough - plan.blocks * page)} short",
+            fix=(f"--max-model-len {held}, or " if held >= LEAST_TOKENS else "")
+            + f"--kv-cache-memory-bytes {-(-enough // MIB)}MiB, or leave it out",
+            field="max_model_len",
+        )
+    decision = Decision("max_model_len", f"{held:,}", "the KV pool that was set holds no longer sequence", "planner")
+    return replace(
+        plan, limits=replace(plan.limits, max_model_len=held), decisions=(*plan.decisions, decision), short=True
     )
 
 

@@ -207,7 +207,7 @@ def settle_pool(plan: Plan, available_bytes: int, measured: Mapping[str, int] | 
         return plan
     if blocks > plan.blocks:
         return _grown(plan, blocks, -over)
-    length = _longest(plan, blocks)
+    length = longest_context(plan, blocks)
     if length == 0 or (length < plan.limits.max_model_len and plan.length_is_set):
         needed = (1 + plan.layout.peak_blocks(plan.limits.max_model_len, plan.limits.max_num_batched_tokens)) * page
         held = min(available_bytes - plan.reserve_bytes, plan.terms["kv_pool"] - max(0, over - _unused(plan)))
@@ -244,7 +244,7 @@ def _grown(plan: Plan, blocks: int, under: int) -> Plan:
     return replace(plan, blocks=blocks, terms=terms, decisions=(*plan.decisions, said))
 
 
-def _longest(plan: Plan, blocks: int) -> int:
+def longest_context(plan: Plan, blocks: int) -> int:
     """The longest context up to the plan's that these pages hold; 0: none."""
     low, high = 0, plan.limits.max_model_len
     while low < high:

@@ -284,6 +284,25 @@ def test_a_gpu_that_is_not_there_is_refused_by_name(spec: ModelSpec) -> None:
     assert _refused(lambda: make_gpu_plan(spec, None, config, [])).code == "HF121"
 
 
+def test_a_pool_that_was_set_on_a_gpu_holds_a_sequence_or_is_refused(spec: ModelSpec) -> None:
+    total = 40 * GIB
+    gpu = NvidiaGpu(index=0, uuid="GPU-1", name="one", total_bytes=total, free_bytes=total, capability=(9, 0))
+
+    def made(**settings: object) -> Plan:
+        return make_gpu_plan(spec, None, EngineConfig.from_arguments(device="cuda", **settings), [gpu])
+
+    shorter = made(kv_cache_memory_bytes="100MiB")
+    assert 512 <= shorter.limits.max_model_len < 8192
+    assert made(kv_cache_memory_bytes="100MiB", max_model_len=512).limits.max_model_len == 512
+    with pytest.raises(DoesNotFitError, match="short") as caught:
+        made(kv_cache_memory_bytes="100MiB", max_model_len=8192)
+    length, pool = re.findall(r"(?:--max-model-len|--kv-cache-memory-bytes) (\w+)", str(caught.value.fix))
+    assert made(kv_cache_memory_bytes="100MiB", max_model_len=int(length)).limits.max_model_len == int(length)
+    assert made(kv_cache_memory_bytes=pool, max_model_len=8192).limits.max_model_len == 8192
+    with pytest.raises(DoesNotFitError, match="short"):
+        made(kv_cache_memory_bytes="10MiB")
+
+
 def test_an_absolute_budget(spec: ModelSpec) -> None:
     found = plan(spec, 40, ram="24GiB")
     assert found.budget_bytes == 24 * GIB
