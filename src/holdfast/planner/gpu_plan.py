@@ -168,12 +168,12 @@ def _within_pool(plan: Plan) -> Plan:
     if held == wanted:
         return plan
     page = plan.layout.page_bytes
-    enough = (1 + plan.layout.peak_blocks(wanted, plan.limits.max_num_batched_tokens)) * page
+    pool, enough = plan.blocks * page, (1 + plan.layout.peak_blocks(wanted, plan.limits.max_num_batched_tokens)) * page
     if plan.length_is_set or held < min(LEAST_TOKENS, wanted):
         raise DoesNotFitError(
             f"one sequence of {counted(wanted, 'token')} does not fit in the KV pool",
             needed=f"{format_bytes(enough)} for max_model_len {wanted:,}",
-            found=f"{format_bytes(plan.blocks * page)}, as it was set: {format_bytes(enough - plan.blocks * page)} short",
+            found=f"{format_bytes(pool)}, as it was set: {format_bytes(enough - pool)} short",
             fix=(f"--max-model-len {held}, or " if held >= LEAST_TOKENS else "")
             + f"--kv-cache-memory-bytes {-(-enough // MIB)}MiB, or leave it out",
             field="max_model_len",
