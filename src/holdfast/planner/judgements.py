@@ -172,8 +172,8 @@ def _no_kv(fit: Fit) -> Iterator[PlanWarning]:
     what = "it cannot even be loaded, so the KV pool is 0 tokens" if loading else "the KV pool is 0 tokens"
     yield PlanWarning(
         code=NO_KV,
-        message=f"{what}: most is taken by {first.name}, {format_bytes(first.nbytes)} of"
-        f" {format_bytes(rank.budget_bytes)}, then by {second.name}, {format_bytes(second.nbytes)}; nothing is left",
+        message=f"{what}: of {format_bytes(rank.budget_bytes)} to use nothing is left; {first.name} would take"
+        f" {format_bytes(first.nbytes)}, {second.name} {format_bytes(second.nbytes)}",
     )
 
 
@@ -273,7 +273,7 @@ def _longer_than_the_model(fit: Fit) -> PlanWarning:
         message=f"requests of this traffic reach {counted(fit.question.traffic.length, 'token')}, and the model was"
         f" made for {fit.question.model.spec.max_position:,}: no memory helps",
         field="prompt",
-        fix="shorter requests, or another model: see the ways out",
+        fix="shorter requests, or another model that reads them",
     )
 
 

@@ -114,11 +114,13 @@ def sizes(answer: Answer, rank: Rank) -> dict[str, int]:
     terms = rank.loading if loading else rank.terms
     needed = 0 if loading else answer.fit.needed_bytes(rank)
     room = rank.room_bytes - needed
+    # Of a pool that is too small the page that stands for none is no free memory.
+    null = rank.null_bytes if room < 0 and not loading else 0
     return {
         "weights": sum(term.nbytes for term in terms if term.name == "weights"),
         "overhead": sum(term.nbytes for term in terms if term.name != "weights"),
-        "KV": needed,
-        "free": 0 if loading else max(0, room) + rank.null_bytes + rank.unused_bytes,
+        "KV": needed + null,
+        "free": 0 if loading else max(0, room) + rank.null_bytes - null + rank.unused_bytes,
         "reserve": max(0, rank.device.total_bytes - rank.budget_bytes),
         "short": rank.loading_short_bytes if loading else max(0, -room),
     }
@@ -137,6 +139,8 @@ def _rank(answer: Answer, group: list[Rank], width: int, paint: Paint) -> Iterat
     whole = max(1, sum(parts[name] for name, _, _ in SEGMENTS))
     bar = max(8, min(30, width - LABEL_WIDTH - 34))
     for name, mark, code in SEGMENTS:
+        if name == "free" and parts["short"] and not parts["free"]:
+            continue
         drawn = paint(_bar(parts[name], whole, bar, mark), code)
         note = _row_note(answer, rank, name)
         share = f"{100 * parts[name] / whole:5.1f}%"
@@ -176,8 +180,6 @@ def _row_note(answer: Answer, rank: Rank, name: str) -> str:
         return "comes after loading"
     if name == "KV":
         return f"{answer.fit.required_sequences} x {counted(answer.fit.required_tokens, 'token')}"
-    if name == "free" and answer.fit.lacks_for_loading(rank):
-        return ""
     if name == "free":
         more = max(0, rank.room_bytes - answer.fit.needed_bytes(rank)) + rank.null_bytes
         return f"{format_bytes(more)} of it for KV" if rank.unused_bytes > rank.null_bytes else "also for KV"
@@ -219,8 +221,8 @@ def _capacity(answer: Answer, width: int, brief: bool) -> Iterator[str]:
     fixed = answer.kv_bytes_fixed_per_sequence
     each = f"KV {format_bytes(answer.kv_bytes_per_token)} a token ({found.kv_dtype})"
     if found.kv_bytes_per_token > answer.kv_bytes_per_token:
-        each += f", {format_bytes(found.kv_bytes_per_token)} with the copies on all ranks,"
-    each += f" and {format_bytes(fixed)} a sequence" if fixed else ""
+        each += f", {format_bytes(found.kv_bytes_per_token)} with the copies on all ranks"
+    each += f", and {format_bytes(fixed)} a sequence" if fixed else ""
     yield from wrapped(f"{each}; the pool holds {counted(found.kv_tokens, 'token')}", width, "")
     if answer.max_model_len:
         most = counted(answer.question.model.spec.max_position, "token")

@@ -287,7 +287,7 @@ def _kv_dtype(found: Fit) -> Iterator[WayOut]:
     if better is not None:
         yield WayOut(
             kind="kv_cache_dtype",
-            change=f"KV in {smaller}: {KV_ELEMENT_BYTES[smaller]} bytes an element instead of"
+            change=f"KV in {smaller}: {counted(KV_ELEMENT_BYTES[smaller], 'byte')} an element instead of"
             f" {KV_ELEMENT_BYTES[found.kv_dtype]}",
             settings={"kv_cache_dtype": smaller},
             fit=better,

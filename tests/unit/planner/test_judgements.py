@@ -124,7 +124,7 @@ def test_tensor_parallel_1_on_a_box_with_two(ask: Ask) -> None:
 def test_kv_of_zero_tokens(ask: Ask) -> None:
     (warning,) = of(ask("llama-3-70b", "h100-80"), "HFW28")
     assert "0 tokens" in warning.message
-    assert "by weights, 131.42 GiB of" in warning.message
+    assert "nothing is left; weights would take 131.42 GiB" in warning.message
 
 
 def test_on_a_cpu_the_framework_may_take_it_all(ask: Ask, cpu: Gpu) -> None:

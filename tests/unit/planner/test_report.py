@@ -244,3 +244,29 @@ def test_warnings_count_too(ask: Ask) -> None:
     found = answer(ask("llama-3.1-8b", "l4", max_num_seqs=64, max_model_len=32000))
     (said,) = [warning.message for warning in found.warnings if warning.code == "HFW25"]
     assert "KV holds 1 sequence of 32,000 tokens" in said
+
+
+def test_what_is_said_of_copies_ends_where_it_should(ask: Ask) -> None:
+    text = " ".join(" ".join(lines(answer(ask("llama-3.1-70b", "h100-80", count=16, tensor_parallel=16)))).split())
+    assert "with the copies on all ranks; the pool holds" in text
+
+
+def test_nothing_is_free_where_it_is_short(ask: Ask, cpu: Callable[..., Device]) -> None:
+    """The page that stands for none is of the pool, also of one that is too small."""
+    found = answer(ask("smollm2-135m", device=cpu(2), max_model_len=8192, traffic=(64, 4000, 96)))
+    (rank,) = found.fit.ranks
+    assert not found.fits
+    assert rank.null_bytes
+    text = lines(found, width=100)
+    assert not [line for line in text if line.startswith("  free ")]
+    parts = sizes(found, rank)
+    assert parts["KV"] == found.fit.needed_bytes(rank) + rank.null_bytes
+    used = sum(parts[name] for name in ("weights", "overhead", "KV", "free"))
+    assert used == rank.budget_bytes + parts["short"]
+
+
+def test_numbers_are_not_said_to_be_of_what_is_less(ask: Ask) -> None:
+    text = " ".join(" ".join(lines(answer(ask("llama-3.1-70b", "l4")), width=100)).split())
+    assert "HFW28 the KV pool is 0 tokens: of 19.94 GiB to use nothing is left; weights would take" in text
+    changed = [way.change for way in answer(ask("llama-3.1-8b", "rtx4090", max_model_len=60000)).ways_out]
+    assert "KV in fp8: 1 byte an element instead of 2" in changed

@@ -304,7 +304,7 @@ def test_70b_awq_on_40_gb_is_refused_with_what_would_do() -> None:
     assert ways["more_gpus"].fit.fits
     assert len(ways["more_gpus"].fit.ranks) == 2
     assert list(ways)[-1] == "smaller_model"
-    assert "37.04 GiB of 34.76 GiB" in printed(found)
+    assert "of 34.76 GiB to use nothing is left; weights would take 37.04 GiB" in printed(found)
 
 
 def test_70b_on_24_gb_stays_within_the_card_with_tiers() -> None:
