@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 
 from holdfast.errors import HoldfastError
 from holdfast.models import catalogue
@@ -16,6 +17,7 @@ from holdfast.models.registry import describe_config
 from holdfast.planner.layouts import is_quantized
 from holdfast.planner.question import PlannedModel
 from holdfast.planner.requantize import quantized_as
+from holdfast.planner.same import Same
 
 GGUF_TYPES = ("Q8_0", "Q6_K", "Q5_K_M", "Q4_K_M")
 HOLDFAST_GGUF_TYPES = ("Q8_0", "Q4_1", "Q4_0")
@@ -163,6 +165,12 @@ def _maker(entry: CatalogueEntry) -> str:
 
 
 def planned(entry: CatalogueEntry) -> PlannedModel | None:
+    return _planned(Same(entry))
+
+
+@lru_cache(maxsize=64)
+def _planned(key: Same[CatalogueEntry]) -> PlannedModel | None:
+    entry = key.held
     try:
         spec = describe_config(entry.config)
     except HoldfastError:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 
 from holdfast.checkpoints import ENGINE_LAYOUTS, LAYOUTS, StoredTensor
@@ -19,6 +20,7 @@ from holdfast.models import QuantSpec, TensorSpec
 from holdfast.planner.gguf_kinds import KINDS, kind_of, layouts_of
 from holdfast.planner.layouts import is_quantized
 from holdfast.planner.question import PlannedModel
+from holdfast.planner.same import Same
 from holdfast.planner.weights import weights_of
 from holdfast.units import shorten
 
@@ -46,7 +48,13 @@ METHODS = (*_SPECS, *KINDS)
 
 def quantized_as(model: PlannedModel, asked: str) -> PlannedModel:
     """The model as `asked` says; the same model when it is stored so already. Raises ConfigurationError."""
-    name = asked.strip()
+    return _quantized_as(Same(model), asked)
+
+
+@lru_cache(maxsize=32)
+def _quantized_as(key: Same[PlannedModel], asked: str) -> PlannedModel:
+    """Once for all the GPUs that a model is compared on."""
+    model, name = key.held, asked.strip()
     plain = _OTHER_SPELLINGS.get(name.lower(), name.lower())
     kind = kind_of(name)
     if plain not in _SPECS and kind is None:

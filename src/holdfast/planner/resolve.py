@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 
 from holdfast.checkpoints import (
@@ -35,6 +36,7 @@ from holdfast.planner.gguf_kinds import description
 from holdfast.planner.patience import within
 from holdfast.planner.question import PlannedModel
 from holdfast.planner.requantize import quantized_as
+from holdfast.planner.same import Same
 from holdfast.planner.weights import require_known_layouts
 from holdfast.units import format_bytes, shorten
 
@@ -160,14 +162,21 @@ def _within(seconds: float, name: str, ask: Callable[[], ModelFiles]) -> ModelFi
 
 
 def _from_catalogue(entry: CatalogueEntry, reason: str, *, name: str | None = None) -> Resolved:
-    model = PlannedModel(
-        name=name or entry.hub_id,
+    model = _of_entry(Same(entry), name or entry.hub_id)
+    return Resolved(model, (Decision("model", entry.name, reason, "catalogue"),))
+
+
+@lru_cache(maxsize=16)
+def _of_entry(key: Same[CatalogueEntry], name: str) -> PlannedModel:
+    """The same for every GPU that it is compared on: what is counted of it is counted once."""
+    entry = key.held
+    return PlannedModel(
+        name=name,
         spec=describe_config(entry.config),
         origin="catalogue",
         published_parameters=entry.parameters,
         unchecked=entry.checked is None,
     )
-    return Resolved(model, (Decision("model", entry.name, reason, "catalogue"),))
 
 
 def _not_fetched_yet(entry: builtin.BuiltinModel, known: CatalogueEntry) -> Resolved:
