@@ -29,6 +29,6 @@ def test_weights_that_are_loaded_whole_are_counted_once_for_all_gpus(monkeypatch
         return weights_of(*of, **more)
 
     monkeypatch.setattr(unquantized, "weights_of", counting)
-    found = plan("llama-3.1-70b", quantization="fp8", gpu="l4x8")
+    found = plan("qwen2.5-32b", quantization="fp8", gpu="l4x8")
     assert any("unquantized weights whole" in note for note in found.commands["sglang"].notes)
     assert len(asked) <= 2, "once for each engine that does so"
