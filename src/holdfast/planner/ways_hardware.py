@@ -15,6 +15,7 @@ from holdfast.planner.alternatives import GGUF_TYPES, Variant, longer_models, sm
 from holdfast.planner.command import written_size
 from holdfast.planner.count import least_bytes
 from holdfast.planner.fit import Fit, Question, fit
+from holdfast.planner.kernels import lacks_engine
 from holdfast.planner.machine import Asked, machine_of
 from holdfast.planner.question import Device, Machine, PlannedModel
 from holdfast.planner.requantize import quantized_as
@@ -45,8 +46,9 @@ TIERS_NOTE = (
 
 
 def more_gpus(found: Fit, variants: Sequence[Variant]) -> Iterator[WayOut]:
-    """The fewest that hold it as it is, and quantized where that takes fewer."""
-    if found.question.machine.kind != "gpu":
+    """The fewest that hold it as it is, and quantized where that takes fewer. No second chip goes into a Mac."""
+    devices = found.question.machine.devices
+    if found.question.machine.kind != "gpu" or any(_alone(device.unified, device.gpu) for device in devices):
         return
     fewest = None
     for variant in (None, *_offered(found, variants)):
@@ -57,9 +59,17 @@ def more_gpus(found: Fit, variants: Sequence[Variant]) -> Iterator[WayOut]:
             fewest = len(way.fit.ranks)
 
 
+def _alone(unified: bool, gpu: Gpu | None) -> bool:
+    """The only one of its machine: it has the machine's RAM, and no link to others of its kind."""
+    return unified and (gpu is None or gpu.peer_link is None)
+
+
 def _offered(found: Fit, variants: Sequence[Variant]) -> list[Variant]:
-    """A GGUF only to those who ask for llama.cpp: others would have to make one."""
-    return [one for one in variants if one.method not in GGUF_TYPES or found.question.engine == "llama.cpp"]
+    """A GGUF only to those who ask for llama.cpp, or have GPUs for nothing else: others would have to make one."""
+    gpus = [device.gpu for device in found.question.machine.devices]
+    if found.question.engine == "llama.cpp" or lacks_engine("vllm", gpus) is not None:
+        return list(variants)
+    return [one for one in variants if one.method not in GGUF_TYPES]
 
 
 def _fewest_gpus(found: Fit, question: Question, variant: Variant | None, below: int | None) -> WayOut | None:
@@ -148,7 +158,7 @@ def tiered(found: Fit, variants: Sequence[Variant]) -> Iterator[WayOut]:
 
 def bigger_gpu(found: Fit, variants: Sequence[Variant]) -> Iterator[WayOut]:
     """The smallest that holds it as it is, and the smallest for the fewest bits where that is smaller; of those that
-    are easily had where one of them does."""
+    are easily had where one of them does. Of a chip with the machine's RAM, the same with more, then others such."""
     if found.question.machine.kind != "gpu":
         return
     most = None
@@ -164,16 +174,25 @@ def _smallest_gpu(question: Question, variant: Variant | None, below_bytes: int 
     devices = question.machine.devices
     here = max(device.total_bytes for device in devices)
     vendor = devices[0].gpu.vendor if devices[0].gpu is not None else "nvidia"
-    least = least_bytes(question) // len(devices)
-    for gpu in sorted(gpus.entries(), key=lambda one: (not one.common, one.usable_bytes, -one.bandwidth_gb_s)):
-        if gpu.vendor != vendor or gpu.unified or gpu.usable_bytes <= max(here, least) or _old(gpu):
+    alone = _alone(devices[0].unified, devices[0].gpu)
+    chip = _chip(devices[0].gpu) if alone else None
+    many = 1 if alone else len(devices)
+    least = least_bytes(question) // many
+
+    def nearness(gpu: Gpu) -> tuple[object, ...]:
+        return chip is not None and _chip(gpu) != chip, not gpu.common, gpu.usable_bytes, -gpu.bandwidth_gb_s
+
+    for gpu in sorted(gpus.entries(), key=nearness):
+        if gpu.vendor != vendor or gpu.usable_bytes <= max(here, least) or _old(gpu):
+            continue
+        if gpu.unified != alone or (alone and not _alone(gpu.unified, gpu)):
             continue
         if below_bytes is not None and gpu.usable_bytes >= below_bytes:
             continue
         absolute = any(device.budget_bytes is not None for device in devices)
-        named = _bigger(gpu, len(devices), absolute=absolute)
+        named = _bigger(gpu, many, absolute=absolute)
         better = planned(replace(question, machine=_named(question.machine, named)))
-        if better is not None and len(better.ranks) < len(devices):
+        if better is not None and len(better.ranks) < many:
             named = _bigger(gpu, len(better.ranks), absolute=absolute)
             better = planned(replace(question, machine=_named(question.machine, named)))
         if better is not None:
@@ -195,6 +214,11 @@ def _bigger(gpu: Gpu, count: int, *, absolute: bool) -> dict[str, object]:
     if absolute:
         named["vram"] = f"{int(gpu.usable_bytes * USUAL_UTILIZATION) // MIB}MiB{number}"
     return named
+
+
+def _chip(gpu: Gpu | None) -> str | None:
+    """Without its size: m3-max of m3-max-36."""
+    return None if gpu is None else gpu.key.rstrip("0123456789").removesuffix("-")
 
 
 def _old(gpu: Gpu) -> bool:

@@ -1,0 +1,67 @@
+"""Ways out name machines that exist: a chip that has its machine's RAM is alone there, and is had with more of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from holdfast.hardware import gpus
+from holdfast.planner.fit import Question, fit
+from holdfast.planner.requantize import quantized_as
+from holdfast.planner.way import WayOut
+from holdfast.planner.ways_out import ways_out
+
+Ask = Callable[..., Question]
+
+
+def ways(question: Question, kind: str) -> list[WayOut]:
+    return [way for way in ways_out(fit(question)) if way.kind == kind]
+
+
+def gguf(question: Question, kind: str) -> Question:
+    return replace(question, model=quantized_as(question.model, kind))
+
+
+@pytest.mark.parametrize(
+    ("here", "bigger"),
+    [
+        ("m3-max-36", "m3-max-64"),
+        ("m4-pro-24", "m4-pro-64"),
+        ("m2-24", "m1-ultra-64"),
+        ("jetson-orin-32", "jetson-orin-64"),
+    ],
+)
+def test_a_chip_with_the_machines_ram_is_had_with_more_of_it(ask: Ask, here: str, bigger: str) -> None:
+    question = gguf(ask("llama-3.1-70b", here), "Q4_K_M")
+    assert ways(question, "more_gpus") == []
+    (way,) = ways(question, "bigger_gpu")
+    assert way.settings["gpu"] == bigger
+    assert way.fit.fits
+
+
+def test_two_macs_that_were_asked_for_become_one(ask: Ask) -> None:
+    (way,) = ways(gguf(ask("llama-3.1-70b", "m3-max-36", count=2, utilization=0.5), "Q8_0"), "bigger_gpu")
+    found = gpus.find_group(str(way.settings["gpu"]))
+    assert (found.count, found.gpu.vendor, found.gpu.unified) == (1, "apple", True)
+
+
+def test_where_only_llama_runs_a_bigger_one_is_offered_for_its_files_too(ask: Ask) -> None:
+    plain, quantized = ways(ask("llama-3.1-70b", "m3-max-36"), "bigger_gpu")
+    assert plain.settings == {"gpu": "m3-ultra-256"}
+    assert quantized.settings == {"gpu": "m3-max-64", "quantization": "Q4_K_M"}
+
+
+def test_chips_with_a_link_stand_side_by_side(ask: Ask) -> None:
+    """MI300A has the machine's RAM too, and four of them are in one."""
+    question = ask("llama-3.1-70b", "mi300a")
+    assert ways(question, "more_gpus")[0].settings["gpu"] == "mi300ax2"
+    (way,) = ways(question, "bigger_gpu")
+    assert way.settings["gpu"] == "mi300x"
+
+
+def test_cards_do_not_become_chips(ask: Ask) -> None:
+    for here in ("rtx4090", "mi210"):
+        for way in ways(ask("llama-3.1-70b", here), "bigger_gpu"):
+            assert not gpus.find_group(str(way.settings["gpu"])).gpu.unified
