@@ -105,9 +105,9 @@ def require_packed_so(
     module = found.name.removesuffix(".weight").removesuffix(".qweight").removesuffix(".weight_packed")
     expected = next((part.shape for part in parts if f".{part.name}" in _SCALES), None)
     scales = next((stored[module + end] for end in _SCALES if module + end in stored), None)
-    if expected is None or scales is None or _squeezed(scales.shape) == _squeezed(expected):
-        return
     field = quantization.reach_field
+    if not field or expected is None or scales is None or _squeezed(scales.shape) == _squeezed(expected):
+        return
     raise CheckpointError(
         f"the scales of the weights are not of the {_reach(quantization)} that config.json says ({field})",
         needed=f"{list(expected)} scales",

@@ -40,7 +40,7 @@ class QuantSpec:
     """Modules that stay as they are: names, parts of names, or patterns that begin with re: or hold a *."""
     head_converted: bool = False
     reach_field: str = field(default="group_size", compare=False)
-    """What the config calls that which says how far a scale reaches."""
+    """What the config calls that which says how far a scale reaches; empty: it is not the same for all matrices."""
     _exceptions: Exceptions = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -101,6 +101,8 @@ def _gptq(table: Fields) -> QuantSpec:
         activation_order=table.boolean("desc_act", default=False),
         head_converted=table.boolean("lm_head", default=False),
         not_converted=_modules(table, "modules_to_not_convert"),
+        # Modules may have groups of their own.
+        reach_field="" if table.has("dynamic") else "group_size",
     )
 
 

@@ -79,8 +79,8 @@ def parallel_size(found: Fit) -> Decision:
 def stages(found: Fit) -> Decision:
     """Where they were left to us, and one does not do."""
     devices, size = len(found.question.machine.devices), found.tensor_parallel
-    reason = f"no number of the {devices} GPUs holds it by sharing each layer: the fewest stages that do, of"
-    reason += f" {counted(size, 'GPU')} each"
+    which = "the fewest stages that do" if is_stated(found.question) else "stages that leave the longest context"
+    reason = f"no number of the {devices} GPUs holds it by sharing each layer: {which}, of {counted(size, 'GPU')} each"
     return Decision("pipeline_parallel_size", str(found.pipeline_parallel), reason, "planner")
 
 

@@ -66,14 +66,19 @@ def fit(question: Question) -> Fit:
 def _staged(question: Question) -> Fit:
     if not question.settings.stages_open:
         return _fit(question)
-    plain = _in_stages(question, 1)
-    found = _fit(plain)
-    if not found.fits and not cannot_hold_weights(question):
-        for stages in _more_stages(question):
-            better = _fit(_in_stages(question, stages), most=MOST_OF_A_STAGE)
-            if better.fits:
-                return replace(better, decisions=(*better.decisions, choices.stages(better)))
-    return found
+    found = _fit(_in_stages(question, 1))
+    if found.fits or cannot_hold_weights(question):
+        return found
+    tried = (_fit(_in_stages(question, stages), most=MOST_OF_A_STAGE) for stages in _more_stages(question))
+    able = (one for one in tried if one.fits)
+    better = next(able, None) if is_stated(question) else max(able, key=_worth, default=None)
+    return found if better is None else replace(better, decisions=(*better.decisions, choices.stages(better)))
+
+
+def _worth(found: Fit) -> tuple[int, ...]:
+    """Of stages, where nothing is stated: the longest context, then the highest limits, on the fewest GPUs."""
+    limits = found.limits
+    return limits.max_model_len, limits.max_num_seqs, limits.max_num_batched_tokens, -len(found.ranks)
 
 
 def _in_stages(question: Question, stages: int) -> Question:

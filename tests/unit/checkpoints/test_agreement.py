@@ -268,6 +268,13 @@ def test_scales_of_other_groups_than_the_config_says_are_refused(
     assert caught.value.fix
 
 
+def test_groups_may_differ_where_modules_have_settings_of_their_own() -> None:
+    own = {**GPTQ, "dynamic": {"+:.*down_proj.*": {"group_size": 64}}}
+    spec = describe_config({**LLAMA, "quantization_config": own})
+    there = checkpoint(describe_config({**LLAMA, "quantization_config": {**GPTQ, "group_size": 64}}))
+    assert require_agreement(spec, there) == ()
+
+
 def test_one_scale_of_a_matrix_may_be_written_without_a_dimension() -> None:
     spec = describe_config({**LLAMA, "quantization_config": FP8})
     assert require_agreement(spec, checkpoint(spec, reshaped("q_proj.weight_scale", ()))) == ()

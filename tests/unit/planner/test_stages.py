@@ -89,10 +89,17 @@ def test_stages_are_taken_where_no_split_of_each_layer_holds_the_model() -> None
     assert len(found.fit.ranks) == found.fit.tensor_parallel * found.fit.pipeline_parallel <= 64
     assert "no number of the 64 GPUs holds it" in said(found, "pipeline_parallel_size")
     assert "fewer GPUs" not in said(found, "tensor_parallel_size")
-    fewer = plan(
-        "deepseek-v3", gpu="l4x64", tensor_parallel_size=8, pipeline_parallel_size=found.fit.pipeline_parallel - 1
-    )
-    assert not fewer.fits
+    for stages in (5, 6, 7):
+        other = plan("deepseek-v3", gpu="l4x64", tensor_parallel_size=8, pipeline_parallel_size=stages)
+        assert other.fit.limits.max_model_len <= found.fit.limits.max_model_len
+
+
+def test_the_fewest_stages_that_hold_what_was_asked_for() -> None:
+    found = plan("deepseek-v3", gpu="l4x64", max_model_len=8192)
+    assert found.fits
+    assert "the fewest stages that do" in said(found, "pipeline_parallel_size")
+    fewer = {"tensor_parallel_size": 8, "pipeline_parallel_size": found.fit.pipeline_parallel - 1}
+    assert not plan("deepseek-v3", gpu="l4x64", max_model_len=8192, **fewer).fits
 
 
 @pytest.mark.parametrize(
