@@ -33,6 +33,7 @@ class Case:
     width: int
     dtype: torch.dtype = torch.float32
     window: int = 0
+    softcap: float = 0.0
     block_tokens: int = 16
     places: int = 3
     place: int = 1
@@ -84,6 +85,8 @@ class Case:
             ratio = self.heads // self.kv_heads
             keys, values = (x.double().repeat_interleave(ratio, dim=1) for x in (keys, values))
             scores = torch.einsum("qhd,khd->hqk", query, keys) * self.scale
+            if self.softcap:
+                scores = self.softcap * torch.tanh(scores / self.softcap)
             behind = start + torch.arange(count)[:, None] - torch.arange(start + count)[None, :]
             seen = (behind >= 0) & ((behind < self.window) if self.window else torch.tensor(True))
             weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
@@ -103,7 +106,7 @@ class Case:
         prefill_attention(
             self.query, self.pages, self.tables, self.ints(tile_rows), self.ints(tile_starts), self.slots,
             self.ints(starts), self.ints(counts), self.ints(firsts), place=self.place, scale=self.scale,
-            window=self.window, out=self.out[..., : self.width], tile=tile,
+            window=self.window, softcap=self.softcap, out=self.out[..., : self.width], tile=tile,
         )  # fmt: skip
 
     def decode(self, tile: tiles.Tile | None = SMALL, splits: int | None = None) -> None:
@@ -112,7 +115,7 @@ class Case:
         workspace = torch.full((size,), float("nan"), device=self.device)
         decode_attention(
             self.query, self.pages, self.tables, self.slots, self.ints([start + 1 for start, _ in self.rows]),
-            place=self.place, scale=self.scale, window=self.window,
+            place=self.place, scale=self.scale, window=self.window, softcap=self.softcap,
             out=self.out[..., : self.width], workspace=workspace, tile=tile, splits=splits,
         )  # fmt: skip
 
@@ -140,16 +143,16 @@ def test_decode_over_shapes(device: torch.device, heads: int, kv_heads: int, wid
     case.check()
 
 
-@pytest.mark.parametrize("window", [0, 1, 5, 16, 33, 64, 999])
-def test_prefill_in_windows(device: torch.device, window: int) -> None:
-    case = Case(device, RAGGED, 6, 2, 64, window=window)
+@pytest.mark.parametrize(("window", "softcap"), [(0, 2.5), (1, 0.0), (5, 2.5), (16, 0.0), (33, 2.5), (64, 0), (999, 0)])
+def test_prefill_in_windows(device: torch.device, window: int, softcap: float) -> None:
+    case = Case(device, RAGGED, 6, 2, 64, window=window, softcap=softcap)
     case.prefill()
     case.check()
 
 
-@pytest.mark.parametrize("window", [0, 1, 5, 16, 33, 64, 999])
-def test_decode_in_windows(device: torch.device, window: int) -> None:
-    case = Case(device, SINGLE, 6, 2, 64, window=window)
+@pytest.mark.parametrize(("window", "softcap"), [(0, 2.5), (1, 0.0), (5, 2.5), (16, 0.0), (33, 2.5), (64, 0), (999, 0)])
+def test_decode_in_windows(device: torch.device, window: int, softcap: float) -> None:
+    case = Case(device, SINGLE, 6, 2, 64, window=window, softcap=softcap)
     case.decode(splits=3)
     case.check()
 
@@ -200,7 +203,7 @@ def test_padded_rows_are_left_alone(device: torch.device) -> None:
     workspace = torch.full((size,), float("nan"), device=device)
     decode_attention(
         case.query, case.pages, case.tables, case.slots, lengths, place=case.place, scale=case.scale, window=0,
-        out=case.out[..., :64], workspace=workspace, tile=SMALL, splits=3,
+        softcap=0.0, out=case.out[..., :64], workspace=workspace, tile=SMALL, splits=3,
     )  # fmt: skip
     assert bool(case.out[padded].isnan().all())
     case.out[padded, :, :64] = case.expected()[padded].to(case.out)
@@ -212,7 +215,7 @@ def test_prefill_writes_only_rows_that_have_tiles(device: torch.device) -> None:
     arguments = [case.ints(x) for x in ([1, 1, 1], [16, 8, 0])]
     prefill_attention(
         case.query, case.pages, case.tables, *arguments, case.slots, case.ints([0, 9]), case.ints([4, 20]),
-        case.ints([0, 4]), place=case.place, scale=case.scale, window=0, out=case.out[..., :64],
+        case.ints([0, 4]), place=case.place, scale=case.scale, window=0, softcap=0.0, out=case.out[..., :64],
         tile=SMALL,
     )  # fmt: skip
     assert bool(case.out[:4].isnan().all())
@@ -230,7 +233,7 @@ def test_decode_in_a_graph_follows_lengths(device: torch.device) -> None:
     def step() -> None:
         decode_attention(
             case.query, case.pages, case.tables, case.slots, lengths, place=case.place, scale=case.scale, window=0,
-            out=case.out[..., :128], workspace=workspace,
+            softcap=0.0, out=case.out[..., :128], workspace=workspace,
         )  # fmt: skip
 
     step()

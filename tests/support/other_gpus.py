@@ -71,7 +71,7 @@ def empty(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
 def attention(kind: str, heads: int, kv_heads: int, dim: int, dtype: torch.dtype, window: int = 0) -> None:
     ints, pages = empty(64), empty(8, 2, 2, 16, kv_heads, dim, dtype=dtype)
     query, out = empty(64, heads + 2 * kv_heads, dim, dtype=dtype)[:, :heads], empty(64, heads, dim, dtype=dtype)
-    shared: dict[str, Any] = {"place": 1, "scale": 0.1, "window": window, "out": out}
+    shared: dict[str, Any] = {"place": 1, "scale": 0.1, "window": window, "softcap": 30.0, "out": out}
     if kind == "prefill":
         prefill_attention(query, pages, empty(4, 128), *[ints] * 6, **shared)
     else:

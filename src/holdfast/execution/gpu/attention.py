@@ -71,10 +71,11 @@ class GpuAttention:
             rows = len(decode.slots)
             decode_attention(
                 query[:rows], pages, table, decode.slots, decode.lengths, place=place, scale=self._scale,
-                window=window, out=attended[:rows], workspace=self._workspace,
+                window=window, softcap=0.0, out=attended[:rows], workspace=self._workspace,
             )  # fmt: skip
         if prefill is not None:
             prefill_attention(
                 query, pages, table, prefill.tile_rows, prefill.tile_starts, prefill.slots, prefill.starts,
-                prefill.counts, prefill.firsts, place=place, scale=self._scale, window=window, out=attended,
+                prefill.counts, prefill.firsts, place=place, scale=self._scale, window=window, softcap=0.0,
+                out=attended,
             )  # fmt: skip

@@ -17,6 +17,13 @@ multiplied by exp2(UNSEEN - ...) = 0 when the first key that is seen comes."""
 LOG2_E = math.log2(math.e)
 
 
+def score_factors(scale: float, softcap: float | None) -> tuple[float, float]:
+    """(inner, outer): scores in log2 are inner · qk; where they are capped, outer · tanh(inner · qk · ln 2 / 2)."""
+    if not softcap:
+        return scale * LOG2_E, 0.0
+    return 2.0 * LOG2_E * scale / softcap, softcap * LOG2_E
+
+
 @triton.jit
 def page_of(table, tokens, limit, BLOCK_TOKENS: tl.constexpr):
     """Page of each token; those from `limit` on have none (0, and are never read)."""
@@ -30,14 +37,23 @@ def key_offsets(page, tokens, page_stride, head_offset, BLOCK_TOKENS: tl.constex
 
 
 @triton.jit
-def softmax_step(query, keys, values, seen, best, total, gathered, factor, MASKED: tl.constexpr):
-    """Adds one tile of keys and values to (best, total, gathered). `factor`: of products to scores."""
+def softmax_step(
+    query, keys, values, seen, best, total, gathered, inner, outer, CAPPED: tl.constexpr, MASKED: tl.constexpr
+):  # fmt: skip
+    """Adds one tile of keys and values to (best, total, gathered)."""
     scores = tl.dot(query, tl.trans(keys), input_precision="ieee")
-    if MASKED:
-        scores = tl.where(seen, scores, UNSEEN)
-    # The factor after the maximum, so that scaling and subtracting are one instruction.
-    higher = tl.maximum(best, tl.max(scores, 1) * factor)
-    weights = tl.exp2(scores * factor - higher[:, None])
+    if CAPPED:
+        scores = outer * (1.0 - 2.0 / (tl.exp2(scores * inner) + 1.0))
+        if MASKED:
+            scores = tl.where(seen, scores, UNSEEN)
+        higher = tl.maximum(best, tl.max(scores, 1))
+        weights = tl.exp2(scores - higher[:, None])
+    else:
+        if MASKED:
+            scores = tl.where(seen, scores, UNSEEN)
+        # The factor after the maximum, so that scaling and subtracting are one instruction.
+        higher = tl.maximum(best, tl.max(scores, 1) * inner)
+        weights = tl.exp2(scores * inner - higher[:, None])
     if MASKED:
         # Where a tile is all unseen, the fused difference of two huge numbers is anything, infinity included.
         weights = tl.where(seen, weights, 0.0)

@@ -16,10 +16,10 @@ import triton
 import triton.language as tl
 
 from holdfast.execution.triton_kernels.attention import (
-    LOG2_E,
     UNSEEN,
     key_offsets,
     page_of,
+    score_factors,
     softmax_step,
 )
 from holdfast.execution.triton_kernels.tiles import (
@@ -47,10 +47,10 @@ def _shares(
 
 @triton.jit(do_not_specialize=["place", "places", "window", "least", "table_stride"])
 def _attend(
-    query, pages, tables, slots, lengths, out, workspace, factor, place, places, window, least, table_stride,
+    query, pages, tables, slots, lengths, out, workspace, inner, outer, place, places, window, least, table_stride,
     query_token_stride, query_head_stride, out_token_stride, out_head_stride,
     KV_HEADS: tl.constexpr, RATIO: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, DIM_PADDED: tl.constexpr,
-    BLOCK_TOKENS: tl.constexpr, KEYS: tl.constexpr, WINDOWED: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr, KEYS: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
     WIDTH: tl.constexpr = KV_HEADS * DIM
     # Heads first: programs that run together read neighbouring memory.
@@ -87,7 +87,9 @@ def _attend(
         there = seen[:, None] & (dims < DIM)[None, :]
         keys = tl.load(places_at, mask=there, other=0.0)
         values = tl.load(places_at + BLOCK_TOKENS * WIDTH, mask=there, other=0.0)
-        best, total, gathered = softmax_step(queries, keys, values, seen[None, :], best, total, gathered, factor, True)
+        best, total, gathered = softmax_step(
+            queries, keys, values, seen[None, :], best, total, gathered, inner, outer, CAPPED, True
+        )
         tokens += KEYS
 
     # A share may hold keys that left the window only: it adds nothing, with the weight 0 of its logarithm.
@@ -134,6 +136,7 @@ def decode_attention(
     place: int,
     scale: float,
     window: int,
+    softcap: float,
     out: torch.Tensor,
     workspace: torch.Tensor,
     tile: Tile | None = None,
@@ -142,8 +145,9 @@ def decode_attention(
     """query and out [rows, heads, head_dim], the last dimension contiguous; pages [blocks, places, 2, block_tokens,
     kv_heads, head_dim] contiguous, of the queries' type, this step's keys and values already written.
 
-    slots, lengths: int32 [rows]; a length counts the row's own token, and rows of length 0 are not written. window:
-    0 for none. workspace: float32, `decode_workspace_bytes` or more. `tile`, `splits`: other sizes than the table's.
+    slots, lengths: int32 [rows]; a length counts the row's own token, and rows of length 0 are not written. window and
+    softcap: 0 for none. workspace: float32, `decode_workspace_bytes` or more. `tile`, `splits`: other sizes than the
+    table's.
     """
     rows, heads, width = query.shape
     _, places, _, block_tokens, kv_heads, _ = pages.shape
@@ -151,11 +155,12 @@ def decode_attention(
     tile = tile or decode_tile(ratio, width, query.element_size())
     splits = splits or decode_splits(rows, kv_heads)
     least = max(1, decode_share_tokens(rows, kv_heads) // tile.keys)
+    inner, outer = score_factors(scale, softcap)
     _attend[(kv_heads, rows, splits)](
-        query, pages, tables, slots, lengths, out, workspace, scale * LOG2_E, place, places, window, least,
+        query, pages, tables, slots, lengths, out, workspace, inner, outer, place, places, window, least,
         tables.stride(0), query.stride(0), query.stride(1), out.stride(0), out.stride(1),
         KV_HEADS=kv_heads, RATIO=ratio, ROWS=tile.rows, DIM=width, DIM_PADDED=padded, BLOCK_TOKENS=block_tokens,
-        KEYS=tile.keys, WINDOWED=window > 0, num_warps=tile.warps, num_stages=tile.stages,
+        KEYS=tile.keys, WINDOWED=window > 0, CAPPED=softcap > 0, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     if splits > 1:
         _join[(heads, rows)](

@@ -12,10 +12,10 @@ import triton
 import triton.language as tl
 
 from holdfast.execution.triton_kernels.attention import (
-    LOG2_E,
     UNSEEN,
     key_offsets,
     page_of,
+    score_factors,
     softmax_step,
 )
 from holdfast.execution.triton_kernels.tiles import Tile, padded_width, prefill_tile
@@ -23,9 +23,9 @@ from holdfast.execution.triton_kernels.tiles import Tile, padded_width, prefill_
 
 @triton.jit
 def _sweep(
-    query, best, total, gathered, positions, pages, table, begin, end, limit, page_stride, head_offset, window, factor,
-    BLOCK_TOKENS: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.constexpr, DIM_PADDED: tl.constexpr,
-    KEYS: tl.constexpr, WINDOWED: tl.constexpr, MASKED: tl.constexpr,
+    query, best, total, gathered, positions, pages, table, begin, end, limit, page_stride, head_offset, window, inner,
+    outer, BLOCK_TOKENS: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.constexpr, DIM_PADDED: tl.constexpr,
+    KEYS: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Keys begin..end-1 in whole tiles. `limit`: the keys there are; the last tile may reach beyond it if MASKED."""
     tokens = begin + tl.arange(0, KEYS)
@@ -49,17 +49,19 @@ def _sweep(
         seen = tokens[None, :] <= positions[:, None]
         if WINDOWED:
             seen = seen & (tokens[None, :] > positions[:, None] - window)
-        best, total, gathered = softmax_step(query, keys, values, seen, best, total, gathered, factor, MASKED)
+        best, total, gathered = softmax_step(
+            query, keys, values, seen, best, total, gathered, inner, outer, CAPPED, MASKED
+        )
         tokens += KEYS
     return best, total, gathered
 
 
 @triton.jit(do_not_specialize=["place", "places", "window", "table_stride"])
 def _prefill(
-    query, pages, tables, tile_rows, tile_starts, slots, starts, counts, firsts, out, factor, place, places,
+    query, pages, tables, tile_rows, tile_starts, slots, starts, counts, firsts, out, inner, outer, place, places,
     window, table_stride, query_token_stride, query_head_stride, out_token_stride, out_head_stride,
     KV_HEADS: tl.constexpr, RATIO: tl.constexpr, DIM: tl.constexpr, DIM_PADDED: tl.constexpr,
-    BLOCK_TOKENS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, WINDOWED: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
     WIDTH: tl.constexpr = KV_HEADS * DIM
     tile, kv_head = tl.program_id(0) // KV_HEADS, tl.program_id(0) % KV_HEADS
@@ -95,16 +97,16 @@ def _prefill(
     if WINDOWED:
         best, total, gathered = _sweep(
             queries, best, total, gathered, positions, pages, table, lowest, tl.minimum(full_from, limit), limit,
-            page_stride, head_offset, window, factor, BLOCK_TOKENS, WIDTH, DIM, DIM_PADDED, KEYS, WINDOWED,
-            True,
+            page_stride, head_offset, window, inner, outer, BLOCK_TOKENS, WIDTH, DIM, DIM_PADDED, KEYS, WINDOWED,
+            CAPPED, True,
         )  # fmt: skip
     best, total, gathered = _sweep(
         queries, best, total, gathered, positions, pages, table, full_from, full_to, limit, page_stride, head_offset,
-        window, factor, BLOCK_TOKENS, WIDTH, DIM, DIM_PADDED, KEYS, WINDOWED, False,
+        window, inner, outer, BLOCK_TOKENS, WIDTH, DIM, DIM_PADDED, KEYS, WINDOWED, CAPPED, False,
     )  # fmt: skip
     best, total, gathered = _sweep(
         queries, best, total, gathered, positions, pages, table, full_to, limit, limit, page_stride, head_offset,
-        window, factor, BLOCK_TOKENS, WIDTH, DIM, DIM_PADDED, KEYS, WINDOWED, True,
+        window, inner, outer, BLOCK_TOKENS, WIDTH, DIM, DIM_PADDED, KEYS, WINDOWED, CAPPED, True,
     )  # fmt: skip
     out_at = (index * out_token_stride + head * out_head_stride)[:, None] + dims[None, :]
     tl.store(out + out_at, (gathered / total[:, None]).to(out.dtype.element_ty), mask=real)
@@ -124,15 +126,16 @@ def prefill_attention(
     place: int,
     scale: float,
     window: int,
+    softcap: float,
     out: torch.Tensor,
     tile: Tile | None = None,
 ) -> None:
     """query and out [tokens, heads, head_dim], the last dimension contiguous; pages [blocks, places, 2, block_tokens,
     kv_heads, head_dim] contiguous, of the queries' type, this step's keys and values already written.
 
-    slots, starts, counts, firsts: int32 [rows]. tile_rows, tile_starts: int32, from `tiles.prefill_tiles`. window: 0
-    for none. Tokens of rows without tiles are left as they are. `tile`: other sizes than the table's; the tile list
-    must have been made for them.
+    slots, starts, counts, firsts: int32 [rows]. tile_rows, tile_starts: int32, from `tiles.prefill_tiles`. window and
+    softcap: 0 for none. Tokens of rows without tiles are left as they are. `tile`: other sizes than the table's; the
+    tile list must have been made for them.
     """
     if not len(tile_rows):
         return
@@ -140,10 +143,11 @@ def prefill_attention(
     _, places, _, block_tokens, kv_heads, _ = pages.shape
     ratio = heads // kv_heads
     tile = tile or prefill_tile(ratio, width, query.element_size())
+    inner, outer = score_factors(scale, softcap)
     _prefill[(len(tile_rows) * kv_heads,)](
-        query, pages, tables, tile_rows, tile_starts, slots, starts, counts, firsts, out, scale * LOG2_E, place, places,
+        query, pages, tables, tile_rows, tile_starts, slots, starts, counts, firsts, out, inner, outer, place, places,
         window, tables.stride(0), query.stride(0), query.stride(1), out.stride(0), out.stride(1),
         KV_HEADS=kv_heads, RATIO=ratio, DIM=width, DIM_PADDED=padded_width(width), BLOCK_TOKENS=block_tokens,
-        ROWS=tile.rows, KEYS=tile.keys, WINDOWED=window > 0, num_warps=tile.warps,
+        ROWS=tile.rows, KEYS=tile.keys, WINDOWED=window > 0, CAPPED=softcap > 0, num_warps=tile.warps,
         num_stages=tile.stages,
     )  # fmt: skip
