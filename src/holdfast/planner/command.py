@@ -24,6 +24,7 @@ IN_ORDER_OF_BUSES = "CUDA_DEVICE_ORDER=PCI_BUS_ID"
 class Command:
     engine: str
     text: str
+    """Empty: there is none that could be run; the notes say why."""
     available: bool = True
     """False: this version of the engine does not take it, or something has to be made first; the notes say what."""
     notes: tuple[str, ...] = ()

@@ -67,7 +67,8 @@ def commands(fit: Fit, *, sequences: int, vllm: Vllm | None = None) -> dict[str,
         _sglang_command(fit, sequences),
         _llama_command(fit, sequences),
     )
-    return {one.engine: replace(one, text=shown_gpus(fit) + one.text) for one in found}
+    shown = shown_gpus(fit)
+    return {one.engine: replace(one, text=shown + one.text) if one.text else one for one in found}
 
 
 # Holdfast

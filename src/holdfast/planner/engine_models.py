@@ -1,6 +1,6 @@
 """Since which release vLLM and SGLang have a model's architecture, as their registries at each release say.
 
-What vLLM 0.4.0 had already is not listed. Knows no GPU and no plan.
+What vLLM 0.4.0 had already, the oldest that is known, is not listed. Knows no GPU and no plan.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ FIRST_IN_VLLM: Mapping[str, Release] = {
     "Qwen3_5MoeForConditionalGeneration": (0, 17, 0), "SeedOssForCausalLM": (0, 10, 2),
     "SmolLM3ForCausalLM": (0, 10, 1),
 }  # fmt: skip
-ROTARY_IN_VLLM: Mapping[str, tuple[Release, str]] = {
-    "llama3": ((0, 5, 3), "0.5.3.post1"), "longrope": ((0, 5, 1), "0.5.1"), "mrope": ((0, 6, 1), "0.6.1"),
+ROTARY_IN_VLLM: Mapping[str, Release] = {
+    "llama3": (0, 5, 3, 1), "longrope": (0, 5, 1), "mrope": (0, 6, 1),
 }  # fmt: skip
 """How positions are stretched, and the first release that reads it; it stopped at others that it did not know."""
 FIRST_IN_SGLANG: Mapping[str, str] = {
@@ -61,17 +61,22 @@ def lacks_model(architecture: str, vllm: Vllm) -> str | None:
 def lacks_rotary(spec: ModelSpec, vllm: Vllm) -> str | None:
     """Why this version does not read how the model's positions are stretched."""
     first = ROTARY_IN_VLLM.get(spec.rope.scaling)
-    if first is None or vllm.at >= first[0]:
+    if first is None or vllm.at >= first:
         return None
-    return f"rotary positions scaled as {spec.rope.scaling} are in vLLM since {first[1]}, and not in {vllm.release}"
+    return (
+        f"rotary positions scaled as {spec.rope.scaling} are in vLLM since {spelled(first)}, and not in {vllm.release}"
+    )
+
+
+def since(first: Release, vllm: Vllm) -> bool:
+    """Whether only some releases of the version have what came with that one, and none was named."""
+    return vllm.patch is None and vllm.version == first[:2] and any(first[2:])
 
 
 def vllm_since(architecture: str, vllm: Vllm) -> str | None:
     """What to say where only some releases of the version have it, and none was named."""
     first = FIRST_IN_VLLM.get(architecture)
-    if first is None or vllm.patch is not None or vllm.version != first[:2] or not first[2]:
-        return None
-    return f"{architecture} is in vLLM since {spelled(first)}"
+    return f"{architecture} is in vLLM since {spelled(first)}" if first is not None and since(first, vllm) else None
 
 
 def sglang_since(architecture: str) -> str | None:

@@ -30,7 +30,18 @@ from holdfast.planner.kernels import (
 from holdfast.planner.sources import Source, torch_source
 from holdfast.planner.terms import gpu_terms
 from holdfast.planner.unquantized import QUANTIZES_AS_IT_READS, Whole, loaded_whole
-from holdfast.planner.vllm_kv import KeptKV, expands_latents, fp8_by_default, kept_kv, most_tokens
+from holdfast.planner.vllm_features import (
+    bitsandbytes_flags,
+    block_sizes,
+    can_chunk,
+    features_since,
+    fp8_kv_name,
+    lacks_features,
+    lacks_fp8_units,
+    leaves_v1,
+    lora_rank,
+)
+from holdfast.planner.vllm_kv import KeptKV, fp8_by_default, kept_kv, most_tokens
 from holdfast.planner.vllm_sizing import Terms, Vllm
 from holdfast.planner.vllm_weights import beside_weights, expert_kernel, rounding_bytes
 from holdfast.planner.weights import stage_layers
@@ -40,18 +51,6 @@ POOL_IN_BYTES = (0, 11)
 """Since then the KV pool can be set in bytes."""
 SERVE = (0, 6)
 """All of them have `vllm serve`; some before it have not."""
-CHUNKS = (0, 5)
-"""All of them have --enable-chunked-prefill; 0.4.0 has not."""
-CHUNKS_WITH_ADAPTERS = (0, 7)
-CHUNKS_WITH_LATENTS = (0, 8)
-FINDS_BITSANDBYTES = (0, 9)
-"""Before it, weights quantized by bitsandbytes had to be named as a format to load too."""
-STAGES = (0, 5)
-LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-"""Ranks of adapters that it takes; another is served in slots of the next larger one."""
-MORE_LORA_RANKS, LORA_RANKS_BEFORE = (0, 8), 256
-"""Older ones stop at the second."""
-BLOCK_TOKENS = (8, 16, 32, 64, 128, 256)
 USUAL_BLOCK_TOKENS = 16
 NON_TORCH_BYTES = int(0.22 * GIB)
 """What vLLM 0.26 printed for it on an H200, without tensor parallelism; 0.3 GiB with it."""
@@ -99,10 +98,11 @@ def vllm_command(found: Fit, sequences: int, vllm: Vllm) -> Command:
     elif vllm.runner == "v0" != vllm.default_runner:
         text = f"VLLM_USE_V1=0 {text}"
     problems = _problems(sized, vllm, source)
-    notes = [*_notes(sized, vllm, source), *problems]
+    # A context of no tokens at all can be asked of nobody: only why is said.
+    notes = [*(_notes(sized, vllm, source) if sized.length else [_kv_said(sized, vllm)]), *problems]
     return Command(
         engine="vllm",
-        text=text,
+        text=text if sized.length else "",
         available=source.ready and not problems,
         notes=tuple(notes),
         kv_tokens=sized.tokens,
@@ -147,7 +147,7 @@ def _sized(found: Fit, sequences: int, vllm: Vllm) -> Sized:
     if cap is not None and not asked:
         found = replace(found, limits=replace(found.limits, max_model_len=min(planned, cap)))
     chunks = vllm.runner == "v0" and found.limits.max_model_len > found.limits.max_num_batched_tokens
-    whole = chunks and not _can_chunk(found, vllm)
+    whole = chunks and not can_chunk(found, vllm)
     if whole:
         found, chunks = _in_one_step(found), False
     available = vllm_kv_bytes(found, vllm)
@@ -155,16 +155,6 @@ def _sized(found: Fit, sequences: int, vllm: Vllm) -> Sized:
     if not asked:
         length = min(length, kept.cost.longest(max(0, available), length))
     return Sized(found, kept, length, sequences, available, chunks, planned, whole)
-
-
-def _can_chunk(found: Fit, vllm: Vllm) -> bool:
-    """Of the V0 engine."""
-    spec = found.question.model.spec
-    latents = any(layer.latent is not None for layer in spec.layers) and not expands_latents(spec, vllm)
-    adapters = found.question.settings.max_loras > 0
-    return vllm.version >= max(
-        CHUNKS, CHUNKS_WITH_ADAPTERS if adapters else CHUNKS, CHUNKS_WITH_LATENTS if latents else CHUNKS
-    )
 
 
 def _in_one_step(found: Fit) -> Fit:
@@ -216,25 +206,17 @@ def _others(found: Fit, source: Source, vllm: Vllm) -> dict[str, object]:
     if dtype is not None:
         flags["--dtype"] = dtype
     if found.kv_dtype == "fp8":
-        flags["--kv-cache-dtype"] = "fp8"
+        flags["--kv-cache-dtype"] = fp8_kv_name(vllm)
     elif settings.kv_cache_dtype != "auto" and fp8_by_default(found, vllm):
         flags["--kv-cache-dtype"] = found.kv_dtype
     if settings.block_tokens != USUAL_BLOCK_TOKENS:
         flags["--block-size"] = settings.block_tokens
-    flags |= source.flags
-    if source.flags.get("--quantization") == "bitsandbytes" and vllm.version < FINDS_BITSANDBYTES:
-        flags["--load-format"] = "bitsandbytes"
+    flags |= {**source.flags, **bitsandbytes_flags(source, vllm)}
     flags |= parallel(found, "--tensor-parallel-size", "--pipeline-parallel-size")
     if settings.max_loras:
         rank = lora_rank(settings.max_lora_rank, vllm) or settings.max_lora_rank
         flags |= {"--enable-lora": True, "--max-loras": settings.max_loras, "--max-lora-rank": rank}
     return flags
-
-
-def lora_rank(rank: int, vllm: Vllm) -> int | None:
-    """The smallest that it takes and that holds this one; None: there is none."""
-    most = LORA_RANKS[-1] if vllm.version >= MORE_LORA_RANKS else LORA_RANKS_BEFORE
-    return next((size for size in LORA_RANKS if rank <= size <= most), None)
 
 
 # What it makes of it
@@ -309,7 +291,9 @@ def _problems(sized: Sized, vllm: Vllm, source: Source) -> list[str]:
     problems = [
         lacks_model(found.question.model.spec.architecture, vllm),
         lacks_rotary(found.question.model.spec, vllm),
+        *lacks_features(found, source, vllm),
         lacks_engine("vllm", gpus, vllm.at),
+        lacks_fp8_units(found, vllm),
         lacks_method(found.question.model, gpus),
         lacks_gguf_types(found.question.model),
         lacks_index(found.question.model, gpus),
@@ -318,8 +302,6 @@ def _problems(sized: Sized, vllm: Vllm, source: Source) -> list[str]:
         *_lacks_settings(found, vllm),
         *_lacks_length(sized, vllm),
     ]
-    if found.pipeline_parallel > 1 and vllm.version < STAGES:
-        problems.append("pipeline stages need vLLM 0.5.1")
     return [problem for problem in problems if problem is not None]
 
 
@@ -351,25 +333,24 @@ def _lacks_settings(found: Fit, vllm: Vllm) -> Iterator[str]:
     settings = found.question.settings
     if found.kv_dtype not in (found.dtype, "fp8"):
         yield f"it keeps KV in what it computes in, {found.dtype}, or in fp8: not in {found.kv_dtype}"
-    if settings.block_tokens not in BLOCK_TOKENS:
-        yield f"its KV blocks hold {', '.join(map(str, BLOCK_TOKENS))} tokens: not {settings.block_tokens}"
+    if settings.block_tokens not in block_sizes(vllm):
+        yield f"its KV blocks hold {', '.join(map(str, block_sizes(vllm)))} tokens: not {settings.block_tokens}"
     if settings.max_loras and lora_rank(settings.max_lora_rank, vllm) is None:
         yield f"it takes no adapters of rank {settings.max_lora_rank}"
 
 
 def _notes(sized: Sized, vllm: Vllm, source: Source) -> list[str]:
     found = sized.fit
-    notes = [f"{vllm.name} would give KV about {format_bytes(sized.kv_bytes)}: {_tokens_said(sized)}"]
-    notes += [*source.notes, *sized.kept.reasons]
-    if not total_is_known(sized.rank.device):
-        notes[0] = _unknown_total(found, vllm)
+    known = total_is_known(sized.rank.device)
+    notes = [_kv_said(sized, vllm) if known else _unknown_total(found, vllm), *source.notes, *sized.kept.reasons]
     if vllm.unknown is not None:
         notes.insert(0, vllm.unknown)
     if sized.length < sized.planned_length:
         why = ": a step must hold a whole prompt there" if sized.in_one_step else ""
         notes.append(f"this version holds {sized.length:,} tokens of the plan's {sized.planned_length:,}{why}")
-    since = vllm_since(found.question.model.spec.architecture, vllm)
-    notes += [one for one in (_whole(found, vllm, source).note, _few_at_once(sized), since) if one is not None]
+    since = vllm_since(found.question.model.spec.architecture, vllm), leaves_v1(found, sized.kept.kv_dtype, vllm)
+    notes += [one for one in (_whole(found, vllm, source).note, _few_at_once(sized), *since) if one is not None]
+    notes += features_since(found, source, vllm)
     asked = found.question.settings.max_lora_rank
     if found.question.settings.max_loras and lora_rank(asked, vllm) not in (asked, None):
         notes.append(f"it has no slots of rank {asked}: the next larger ones are used and counted")
@@ -382,6 +363,14 @@ def _notes(sized: Sized, vllm: Vllm, source: Source) -> list[str]:
         graphs = format_bytes(vllm_terms(found, vllm).graphs)
         notes.append(f"it takes nothing off for graphs: about {graphs} more are used than it was allowed")
     return notes
+
+
+def _kv_said(sized: Sized, vllm: Vllm) -> str:
+    if sized.kv_bytes < 0:
+        return (
+            f"{vllm.name} is {format_bytes(-sized.kv_bytes)} short before any KV: what it keeps is more than its share"
+        )
+    return f"{vllm.name} would give KV about {format_bytes(sized.kv_bytes)}: {_tokens_said(sized)}"
 
 
 def _few_at_once(sized: Sized) -> str | None:

@@ -20,13 +20,14 @@ from holdfast.units import GIB
 Runner = Literal["v0", "v1", "v2"]
 """V0 and V1 are engines; V2 is the second model runner of the V1 engine."""
 OLDEST, NEWEST = (0, 4), (0, 29)
-"""Whose sizing is known; the newest is taken where no version is named."""
+"""Whose sizing and features are known; the newest is taken where no version is named."""
 UNKNOWN_VERSION = "HF147"
-Release = tuple[int, int, int]
+Release = tuple[int, ...]
+"""Version, patch, and what came after it: 0.5.3.post1 is 0, 5, 3, 1."""
 ANY_PATCH = 99
-_SPELLING = re.compile(r"(?:[@=:v-]*(\d+)\.(\d+)(?:\.(\d+)?[\w.+-]*)?)?(?:[@,:+ ]*(v[012]))?")
+_SPELLING = re.compile(r"(?:[@=:v-]*(\d+)\.(\d+)(?:\.(\d+)?(\.(?:post)?\d+)?[\w.+-]*)?)?(?:[@,:+ ]*(v[012]))?")
 _RUNS: Mapping[Runner, tuple[tuple[int, int], tuple[int, int]]] = {
-    "v0": ((0, 0), (0, 10)), "v1": ((0, 8), (99, 0)), "v2": ((0, 26), (99, 0))
+    "v0": (OLDEST, (0, 10)), "v1": ((0, 8), (99, 0)), "v2": ((0, 26), (99, 0))
 }  # fmt: skip
 """First and last version that has it."""
 
@@ -37,15 +38,18 @@ class Vllm:
     runner: Runner = "v2"
     patch: int | None = None
     """None: whichever is the newest of that version."""
+    after: str = ""
+    """What is released after a patch is called: .post1, or .1."""
 
     @property
     def release(self) -> str:
-        return ".".join(map(str, self.version if self.patch is None else (*self.version, self.patch)))
+        return ".".join(map(str, self.version if self.patch is None else (*self.version, self.patch))) + self.after
 
     @property
     def at(self) -> Release:
         """To compare with the first release that does something; of no patch its newest."""
-        return (*self.version, ANY_PATCH if self.patch is None else self.patch)
+        after = int(self.after.removeprefix(".").removeprefix("post") or 0)
+        return (*self.version, ANY_PATCH if self.patch is None else self.patch, after)
 
     @property
     def default_utilization(self) -> float:
@@ -65,13 +69,13 @@ class Vllm:
 
     @property
     def unknown(self) -> str | None:
-        """What to say of a version whose sizing is not known; None: it is."""
-        if OLDEST <= self.version <= NEWEST:
+        """What to say of a version that is newer than those whose sizing is known; None: it is not."""
+        if self.version <= NEWEST:
             return None
-        asked, used = self.version, OLDEST if self.version < OLDEST else NEWEST
+        asked = self.version
         return (
             f"how vLLM {asked[0]}.{asked[1]} sizes memory is not known here: it was taken to do so as"
-            f" {used[0]}.{used[1]} does"
+            f" {NEWEST[0]}.{NEWEST[1]} does"
         )
 
     @property
@@ -81,7 +85,8 @@ class Vllm:
 
 
 def spelled(release: Release) -> str:
-    return ".".join(map(str, release))
+    patch, after = ".".join(map(str, release[:3])), release[3:]
+    return f"{patch}.post{after[0]}" if after else patch
 
 
 def parse_vllm(text: str) -> Vllm:
@@ -97,7 +102,16 @@ def parse_vllm(text: str) -> Vllm:
             field="for",
         )
     version = NEWEST if found[1] is None else (int(found[1]), int(found[2]))
-    runner = cast(Runner, found[4] or Vllm(version).default_runner)
+    if version < OLDEST:
+        raise ConfigurationError(
+            f"vLLM {version[0]}.{version[1]} is older than what is known here",
+            code=UNKNOWN_VERSION,
+            needed=f"vLLM {OLDEST[0]}.{OLDEST[1]} or later",
+            found=f"vllm{text}",
+            fix=f"--for vllm=={OLDEST[0]}.{OLDEST[1]}, the oldest whose models, features and sizing are known",
+            field="for",
+        )
+    runner = cast(Runner, found[5] or Vllm(version).default_runner)
     first, last = _RUNS[runner]
     if not first <= version <= last:
         raise ConfigurationError(
@@ -108,7 +122,7 @@ def parse_vllm(text: str) -> Vllm:
             fix=f"--for vllm=={version[0]}.{version[1]}",
             field="for",
         )
-    return Vllm(version, runner, None if found[3] is None else int(found[3]))
+    return Vllm(version, runner, None if found[3] is None else int(found[3]), found[4] or "")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

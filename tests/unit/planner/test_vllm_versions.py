@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from holdfast.errors import ConfigurationError
+from holdfast.models import QuantSpec
 from holdfast.planner.answer import answer
 from holdfast.planner.command import Command
 from holdfast.planner.commands import commands
@@ -234,8 +236,8 @@ def test_a_type_that_was_asked_for_is_asked_of_it(ask: Ask) -> None:
 
 @pytest.mark.parametrize(("model", "version", "since"), [
     ("llama-3.1-8b", "==0.4", "0.5.3.post1"), ("llama-3.1-8b", "==0.5.0", "0.5.3.post1"),
-    ("llama-3.1-8b", "==0.5.4", None),
-    ("llama-3-8b", "==0.5.0", None),
+    ("llama-3.1-8b", "==0.5.3", "0.5.3.post1"), ("llama-3.1-8b", "==0.5.3.post1", None),
+    ("llama-3.1-8b", "==0.5.4", None), ("llama-3-8b", "==0.5.0", None),
 ])  # fmt: skip
 def test_rotary_positions_that_it_did_not_read(ask: Ask, model: str, version: str, since: str | None) -> None:
     command = vllm(fit(ask(model, "h100-80", max_model_len=8192)), version)
@@ -267,6 +269,132 @@ def test_gpus_that_are_newer_than_its_builds(ask: Ask, gpu: str, version: str, r
     assert reason is None or said(command, reason)
 
 
+@pytest.mark.parametrize("version", ["==0.1.0", "==0.2.4", "==0.3.3", "==0.3"])
+def test_versions_that_are_older_than_what_is_known_are_refused(version: str) -> None:
+    with pytest.raises(ConfigurationError) as refused:
+        parse_vllm(version)
+    assert refused.value.code == "HF147"
+    assert refused.value.needed == "vLLM 0.4 or later"
+
+
+@pytest.mark.parametrize(("text", "release", "at"), [
+    ("==0.5.3.post1", "0.5.3.post1", (0, 5, 3, 1)), ("==0.10.1.1", "0.10.1.1", (0, 10, 1, 1)),
+    ("==0.5.3", "0.5.3", (0, 5, 3, 0)), ("==0.8.5.post1:v0", "0.8.5.post1", (0, 8, 5, 1)),
+    ("==0.11.0rc2", "0.11.0", (0, 11, 0, 0)), ("==0.11", "0.11", (0, 11, 99, 0)),
+])  # fmt: skip
+def test_what_is_released_after_a_patch_is_another_release(text: str, release: str, at: tuple[int, ...]) -> None:
+    found = parse_vllm(text)
+    assert (found.release, found.at) == (release, at)
+    assert f"vLLM {release} (" in found.name
+
+
+# What the command asks for
+
+
+@pytest.mark.parametrize(("quantization", "without", "first"), [
+    ("fp8", "0.4.0", "0.4.1"), ("nf4", "0.4.3", "0.5.0"), ("int8", "0.5.0", "0.5.1"), ("int4", "0.5.0", "0.5.1"),
+    ("Q4_K_M", "0.5.4", "0.5.5"),
+])  # fmt: skip
+def test_quantizations_by_release(ask: Ask, quantization: str, without: str, first: str) -> None:
+    question = ask("llama-3-8b", "h100-80", max_model_len=4096)
+    found = fit(replace(question, model=quantized_as(question.model, quantization), engine="vllm"))
+    older, newer = vllm(found, f"=={without}"), vllm(found, f"=={first}")
+    assert not older.available
+    assert said(older, f"in vLLM since {first}, and not in {without}"), older.notes
+    assert not said(newer, "in vLLM since")
+    whole = vllm(found, f"=={first.rpartition('.')[0]}")
+    assert said(whole, f": in vLLM since {first}") == (not first.endswith(".0"))
+
+
+@pytest.mark.parametrize("quantization", ["awq", "gptq"])
+def test_quantizations_that_the_oldest_has(ask: Ask, quantization: str) -> None:
+    question = ask("llama-3-8b", "h100-80", max_model_len=4096)
+    found = fit(replace(question, model=quantized_as(question.model, quantization)))
+    assert not said(vllm(found, "==0.4.0"), "in vLLM since")
+
+
+@pytest.mark.parametrize(("granularity", "head", "first"), [
+    ("tensor", False, "0.4.2"), ("tensor", True, "0.5.2"), ("channel", True, "0.5.2"), ("channel", False, "0.5.3"),
+    ("block", False, "0.6.6"),
+])  # fmt: skip
+def test_fp8_that_is_stored_came_by_who_made_it(ask: Ask, granularity: Any, head: bool, first: str) -> None:
+    question = ask("llama-3-8b", "h100-80", max_model_len=4096)
+    block = (128, 128) if granularity == "block" else (0, 0)
+    stored = QuantSpec(method="fp8", bits=8, granularity=granularity, head_converted=head, block=block)
+    model = replace(question.model, spec=replace(question.model.spec, quantization=stored), name="somebody/model")
+    found = fit(replace(question, model=model))
+    assert said(vllm(found, "==0.4.0"), f"FP8 weights: in vLLM since {first}, and not in 0.4.0")
+    assert vllm(found, f"=={first}").available
+
+
+@pytest.mark.parametrize(("gpu", "version", "since"), [
+    ("a100-80", "==0.5.0", "0.5.1"), ("a100-80", "==0.5.1", None), ("l40s", "==0.4.1", "0.4.2"),
+    ("l40s", "==0.4.2", None), ("h100-80", "==0.4.1", None),
+])  # fmt: skip
+def test_fp8_needed_newer_gpus_at_first(ask: Ask, gpu: str, version: str, since: str | None) -> None:
+    question = ask("llama-3-8b", gpu, max_model_len=4096)
+    command = vllm(fit(replace(question, model=quantized_as(question.model, "fp8"))), version)
+    assert command.available == (since is None), command.notes
+    assert since is None or said(command, f": since {since}")
+
+
+def test_bitsandbytes_over_several_gpus_and_without_graphs(ask: Ask) -> None:
+    question = ask("llama-3-8b", "l4", count=2, tensor_parallel=2, max_model_len=4096)
+    found = fit(replace(question, model=quantized_as(question.model, "nf4")))
+    assert said(vllm(found, "==0.6.1"), "bitsandbytes over several GPUs: in vLLM since 0.6.2, and not in 0.6.1")
+    assert vllm(found, "==0.6.2").available
+    assert "--enforce-eager" in vllm(found, "==0.5.4").text
+    assert "--enforce-eager" not in vllm(found, "==0.5.5").text
+
+
+def test_a_gguf_is_named_at_the_hub_since_0_12(ask: Ask) -> None:
+    question = ask("llama-3-8b", "h100-80", max_model_len=4096)
+    made = quantized_as(question.model, "Q8_0")
+    model = replace(made, origin="hub", made_as=None, name="somebody/llama-GGUF:Q8_0")
+    found = fit(replace(question, model=model, engine="vllm"))
+    assert said(vllm(found, "==0.11.2"), "a GGUF by its name at the hub: in vLLM since 0.12.0")
+    assert vllm(found, "==0.12.0").available
+
+
+def test_kv_in_fp8_by_release(ask: Ask) -> None:
+    found = fit(ask("llama-3-8b", "l40s", kv_cache_dtype="fp8"))
+    assert "--kv-cache-dtype fp8_e5m2" in vllm(found, "==0.4.0").text
+    assert "--kv-cache-dtype fp8 " in vllm(found, "==0.4.1").text + " "
+    hopper = fit(ask("llama-3-8b", "h100-80", kv_cache_dtype="fp8"))
+    for version, here, there in (("==0.8.2", True, True), ("==0.8.3", True, False), ("==0.10.0", True, False),
+                                 ("==0.11", False, False), ("==0.8.2:v0", False, False)):  # fmt: skip
+        assert said(vllm(found, version), "it goes over to V0") == here, version
+        assert said(vllm(hopper, version), "it goes over to V0") == there, version
+
+
+@pytest.mark.parametrize(("model", "without", "first"), [
+    ("llama-3-8b", "0.5.0", "0.5.1"), ("mixtral-8x7b", "0.5.2", "0.5.3"), ("qwen2.5-7b", "0.5.3", "0.5.4"),
+    ("gemma-2-9b", "0.6.2", "0.6.3"),
+])  # fmt: skip
+def test_stages_by_release_and_architecture(ask: Ask, model: str, without: str, first: str) -> None:
+    found = fit(ask(model, "h100-80", count=2, pipeline_parallel=2, tensor_parallel=1, max_model_len=2048))
+    assert said(vllm(found, f"=={without}"), f"in vLLM since {first}, and not in {without}")
+    assert not said(vllm(found, f"=={first}"), "pipeline stages of")
+
+
+@pytest.mark.parametrize(("version", "rank", "taken"), [
+    ("==0.5.4", 128, None), ("==0.5.5", 128, 128), ("==0.7.3", 320, None), ("==0.8.0", 320, 320), ("==0.4.0", 64, 64),
+])  # fmt: skip
+def test_ranks_of_adapters_by_release(ask: Ask, version: str, rank: int, taken: int | None) -> None:
+    found = fit(ask("llama-3-8b", "h100-80", max_loras=4, max_lora_rank=rank, max_model_len=4096))
+    assert said(vllm(found, version), f"it takes no adapters of rank {rank}") == (taken is None)
+    assert taken is None or f"--max-lora-rank {taken}" in vllm(found, version).text
+
+
+@pytest.mark.parametrize(("version", "tokens", "able"), [
+    ("==0.6.3", 64, False), ("==0.7.0", 64, True), ("==0.11.0", 256, False), ("==0.11.1", 256, True),
+    ("==0.4.0", 128, True), ("==0.4.1", 128, False),
+])  # fmt: skip
+def test_sizes_of_kv_blocks_by_release(ask: Ask, version: str, tokens: int, able: bool) -> None:
+    found = fit(ask("llama-3-8b", "h100-80", block_tokens=tokens, max_model_len=4096))
+    assert said(vllm(found, version), "its KV blocks hold") != able
+
+
 # Traffic that the plan holds
 
 
@@ -295,6 +423,8 @@ def test_a_pool_that_holds_nothing(ask: Ask) -> None:
     command = vllm(less, "==0.6.6")
     assert not command.available
     assert said(command, "its KV pool holds no sequence at all")
+    assert command.text == "", "a context of no tokens can be asked of nobody"
+    assert not said(command, "GiB: 0 tokens")
 
 
 # In the answer
