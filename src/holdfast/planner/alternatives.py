@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from holdfast.errors import HoldfastError
@@ -16,10 +16,13 @@ from holdfast.models.catalogue import CatalogueEntry
 from holdfast.models.registry import describe_config
 from holdfast.planner.layouts import is_quantized
 from holdfast.planner.question import PlannedModel
-from holdfast.planner.requantize import quantized_as
+from holdfast.planner.requantize import as_plain, quantized_as
 from holdfast.planner.same import Same
 
 GGUF_TYPES = ("Q8_0", "Q6_K", "Q5_K_M", "Q4_K_M")
+LOW_GGUF_TYPES = ("Q3_K_M", "IQ3_XXS", "IQ2_XXS")
+"""Below four bits, most first: for where nothing else fits."""
+TWO_BIT_GGUF_TYPES = ("IQ2_XXS",)
 HOLDFAST_GGUF_TYPES = ("Q8_0", "Q4_1", "Q4_0")
 """What the engine computes with as it is stored."""
 
@@ -38,6 +41,8 @@ class Variant:
     method: str
     published: bool
     """A checkpoint that can be fetched; else one that has to be made, or is made while loading."""
+    made_of: str | None = None
+    """The model that it is made of, where that is another than was planned."""
 
 
 def entry_of(model: PlannedModel) -> CatalogueEntry | None:
@@ -95,6 +100,37 @@ def derived_variants(model: PlannedModel, methods: tuple[str, ...]) -> Iterator[
             continue
         label = labels.get(method, f"{method} (a GGUF of it)")
         yield Variant(model=other, label=label, method=method, published=False)
+
+
+def lower_variants(model: PlannedModel) -> Iterator[Variant]:
+    """A GGUF of fewer bits than engines are usually given, most bits first; of a quantized model, made of what it was
+    made of."""
+    if is_plain(model):
+        yield from derived_variants(model, LOW_GGUF_TYPES)
+        return
+    plain = unquantized(model)
+    if plain is None:
+        return
+    for variant in derived_variants(plain, ("Q4_K_M", *LOW_GGUF_TYPES)):
+        if plain.name == model.name:
+            yield variant
+        else:
+            label = f"{variant.method} (a GGUF of {plain.name})"
+            yield replace(variant, label=label, made_of=plain.name)
+
+
+def unquantized(model: PlannedModel) -> PlannedModel | None:
+    """What a GGUF could be made of instead of this quantized model; None: not known. FP8 is unpacked first."""
+    quantization = model.spec.quantization
+    if model.made_as is not None or (quantization is not None and quantization.method == "fp8"):
+        return as_plain(model)
+    entry = entry_of(model)
+    if entry is None or model.origin == "file":
+        return None
+    ending = next((end for end in VARIANT_ENDS if entry.name.endswith(end)), None)
+    base = None if ending is None else catalogue.lookup(entry.name.removesuffix(ending))
+    other = None if base is None else planned(base)
+    return other if other is not None and is_plain(other) and _same_shape(model, other) else None
 
 
 def smaller_models(model: PlannedModel, most_bytes: int) -> Iterator[PlannedModel]:

@@ -3,7 +3,8 @@
     awq, gptq, int4, int8, fp8, nf4    linear layers of the decoder; head, embedding, router and vision stay
     Q4_K_M, Q8_0, IQ4_XS, MXFP4, ...   GGUF: every matrix, some in more bits than the name says (gguf_kinds.py)
 
-Looks nothing up and fits nothing. A model that is already quantized is not quantized again.
+Looks nothing up and fits nothing. A model that is already quantized is not quantized again, but for FP8, which
+those who make a GGUF of it unpack first.
 """
 
 from __future__ import annotations
@@ -68,6 +69,8 @@ def _quantized_as(key: Same[PlannedModel], asked: str) -> PlannedModel:
         )
     if _already(model, name, plain, kind):
         return model
+    if kind is not None and model.spec.quantization is not None and model.spec.quantization.method == "fp8":
+        model = as_plain(model)
     _require_plain(model, name)
     if kind is not None:
         return _as_gguf(model, kind)
@@ -108,6 +111,12 @@ def _by_size(tensors: Iterable[StoredTensor]) -> list[str]:
     for tensor in tensors:
         sizes[tensor.layout] += tensor.nbytes
     return [layout for layout, _ in sizes.most_common()]
+
+
+def as_plain(model: PlannedModel) -> PlannedModel:
+    """The same shapes, not quantized."""
+    spec = replace(model.spec, quantization=None)
+    return replace(model, spec=spec, stored=None, canonical=None, format="none", derived=False, made_as=None)
 
 
 def _require_plain(model: PlannedModel, name: str) -> None:

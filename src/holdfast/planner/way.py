@@ -204,4 +204,7 @@ def split_said(changes: Mapping[str, object]) -> str:
 def model_setting(variant: Variant | None) -> dict[str, object]:
     if variant is None:
         return {}
-    return {"model": variant.model.name} if variant.published else {"quantization": variant.method}
+    if variant.published:
+        return {"model": variant.model.name}
+    made_of: dict[str, object] = {} if variant.made_of is None else {"model": variant.made_of}
+    return {**made_of, "quantization": variant.method}

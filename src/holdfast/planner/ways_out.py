@@ -17,11 +17,14 @@ from dataclasses import replace
 from holdfast.planner.alternatives import (
     GGUF_TYPES,
     HOLDFAST_GGUF_TYPES,
+    TWO_BIT_GGUF_TYPES,
     Variant,
     derived_variants,
     is_plain,
+    lower_variants,
     published_variants,
 )
+from holdfast.planner.count import least_bytes
 from holdfast.planner.fit import Fit, Question, fit
 from holdfast.planner.kernels import lacks_engine, lacks_method
 from holdfast.planner.question import KV_ELEMENT_BYTES
@@ -63,7 +66,9 @@ def ways_out(found: Fit) -> tuple[WayOut, ...]:
     ways = [*_utilization(found), *_context(found), *_sequences(found), *_idle_gpus(found)]
     ways += _longer_together(found, ways) if ways else _together(found)
     others = variants(found)
-    ways += [*_kv_dtype(found), *_quantized(found, others)]
+    ways += _kv_dtype(found)
+    enough = any(meets(found.question, way.fit) for way in ways)
+    ways += _quantized(found, others, lower=not enough)
     ways += [*more_gpus(found, others), *tiered(found, others), *bigger_gpu(found, others), *more_ram(found)]
     if found.question.traffic is not None:
         # Traffic that is stated is to be served: what lets some of it wait comes after what does not.
@@ -314,9 +319,10 @@ def variants(found: Fit) -> list[Variant]:
     return [*every, *derived_variants(model, GGUF_TYPES if not every else ("Q4_K_M",))]
 
 
-def _quantized(found: Fit, others: Sequence[Variant]) -> Iterator[WayOut]:
+def _quantized(found: Fit, others: Sequence[Variant], *, lower: bool) -> Iterator[WayOut]:
     """Published ones first, of these the most bits that fit. A GGUF that nobody has made yet only where nothing else
-    fits on a GPU; a shorter context only where no variant holds the one that was asked for."""
+    fits on a GPU; a shorter context only where no variant holds the one that was asked for; fewer bits than four, with
+    `lower`, only then too."""
     whole: list[WayOut] = []
     shorter: list[WayOut] = []
     both = _kv_beside_a_variant(found)
@@ -332,7 +338,29 @@ def _quantized(found: Fit, others: Sequence[Variant]) -> Iterator[WayOut]:
             whole.append(way)
         elif not whole:
             shorter += _variant_shorter(found, variant, question)
+    if not whole:
+        shorter += _fewer_bits(found, cut=not shorter) if lower else ()
+        shorter.sort(key=lambda way: not meets(found.question, way.fit))
     yield from (whole or shorter)[:VARIANTS_SHOWN]
+
+
+def _fewer_bits(found: Fit, *, cut: bool) -> Iterator[WayOut]:
+    """The most bits of those below four that hold what was asked for; with `cut`, else a part of it."""
+    question = found.question
+    if question.machine.kind == "cpu" and question.engine != "llama.cpp" and question.model.spec.runnable:
+        return  # Holdfast computes with none of them.
+    least = least_bytes(question)
+    tried = [(one, replace(question, model=one.model)) for one in lower_variants(question.model)]
+    tried = [(one, changed) for one, changed in tried if least_bytes(changed) < least]
+    for variant, changed in tried:
+        way = _variant_whole(found, variant, changed, {})
+        if way is not None:
+            yield way
+            return
+    for variant, changed in tried if cut else ():
+        for way in _variant_shorter(found, variant, changed):
+            yield way
+            return
 
 
 def _kv_beside_a_variant(found: Fit) -> str | None:
@@ -364,6 +392,11 @@ def _variant_shorter(found: Fit, variant: Variant, question: Question) -> Iterat
             return
 
 
+def _made_first(made_as: str | None) -> str:
+    coarse = "; two bits cost quality that shows: compare its answers with a smaller model's"
+    return "the file has to be made or found first" + (coarse if made_as in TWO_BIT_GGUF_TYPES else "")
+
+
 def _variant_way(found: Fit, variant: Variant, better: Fit, changes: dict[str, object]) -> WayOut:
     sizes = f"{format_bytes(better.weights_bytes)} of weights instead of {format_bytes(found.weights_bytes)}"
     made_as = better.question.model.made_as
@@ -376,5 +409,5 @@ def _variant_way(found: Fit, variant: Variant, better: Fit, changes: dict[str, o
         settings={**model_setting(variant), **changes},
         fit=better,
         available=available,
-        note="the file has to be made or found first" if to_be_made else None,
+        note=_made_first(made_as) if to_be_made else None,
     )

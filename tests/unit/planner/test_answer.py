@@ -55,10 +55,11 @@ def test_40_gb_and_llama_3_70b_awq_is_refused_with_what_would_do(ask: Ask) -> No
     assert next(way.kind for way in found.ways_out if way.available) == "more_gpus"
 
 
-def test_24_gb_and_llama_3_70b_does_not_fit_in_any_precision(ask: Ask) -> None:
+def test_24_gb_and_llama_3_70b_does_not_fit_in_four_bits_or_more(ask: Ask) -> None:
     found = answer(ask("llama-3-70b", "rtx4090"))
     assert not found.fits
-    assert "quantization" not in {way.kind for way in found.ways_out}
+    variants = [way.settings for way in found.ways_out if way.kind == "quantization"]
+    assert variants == [{"quantization": "IQ2_XXS"}]
     assert "tiers" in {way.kind for way in found.ways_out}
 
 
