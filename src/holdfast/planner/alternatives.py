@@ -159,12 +159,17 @@ def smaller_models(model: PlannedModel, most_bytes: int) -> Iterator[PlannedMode
             yield other
 
 
-def longer_models(model: PlannedModel, tokens: int, tried: int) -> Iterator[PlannedModel]:
-    """Made for so many tokens at least: of the same kin and near its size first. Looks at `tried` of them."""
+def longer_models(model: PlannedModel, tokens: int, most_bytes: int) -> Iterator[PlannedModel]:
+    """Made for so many tokens at least, and small enough for `most_bytes`: of the same kin and near its size first."""
     base = entry_of(model)
     name = model.spec.family if base is None else base.name
+    stored_bytes = 2 if model.made_as is None else 0.25  # They are quantized as this one; two bits are the least.
     others = [
-        entry for entry in catalogue.entries() if entry.parameters is not None and not entry.name.endswith(VARIANT_ENDS)
+        entry
+        for entry in catalogue.entries()
+        if entry.parameters is not None
+        and entry.parameters * (0.5 if entry.quantized else stored_bytes) <= most_bytes
+        and not entry.name.endswith(VARIANT_ENDS)
     ]
 
     own = model.spec.parameters
@@ -173,7 +178,7 @@ def longer_models(model: PlannedModel, tokens: int, tried: int) -> Iterator[Plan
         times = (entry.parameters or 1) / own
         return (_kin(entry.name) != _kin(name), max(times, 1 / times))
 
-    for entry in sorted(others, key=nearness)[:tried]:
+    for entry in sorted(others, key=nearness):
         other = planned(entry)
         if other is not None and other.spec.max_position >= tokens:
             yield other

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import islice
 
 from holdfast.errors import ConfigurationError, HoldfastError
 from holdfast.hardware import gpus
@@ -37,7 +38,7 @@ LARGEST_TENSOR_PARALLEL, STAGES = 8, (2, 3, 4, 6, 8, 12, 16)
 RAM_STEPS_TRIED = 8
 """What a larger budget holds takes a little more itself."""
 RAM_SIZES_GIB = (4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
-SMALLER_MODELS_TRIED, LONGER_MODELS_TRIED = 6, 12
+SMALLER_MODELS_TRIED, LONGER_MODELS_TRIED = 6, 24
 TIERS_NOTE = (
     "an estimate of what a server with tiers would need and reach, not something to run: Holdfast has no tiers yet, and"
     " planned again this does not fit. llama.cpp computes such layers on the CPU instead; "
@@ -283,10 +284,11 @@ def _kept(question: Question) -> str:
 
 
 def longer_model(found: Fit) -> Iterator[WayOut]:
-    """For requests that this model cannot read: one of its kin that can, near its size."""
+    """For requests that this model cannot read: one that can, of its kin and near its size where that fits."""
     question = found.question
     assert question.traffic is not None
-    for model in longer_models(question.model, question.traffic.length, LONGER_MODELS_TRIED):
+    budget = sum(device.free_bytes for device in question.machine.devices)
+    for model in islice(longer_models(question.model, question.traffic.length, budget), LONGER_MODELS_TRIED):
         better = _instead(question, model)
         if better is not None:
             context = model.spec.max_position

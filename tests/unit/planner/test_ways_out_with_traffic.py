@@ -99,3 +99,29 @@ def test_a_bigger_gpu_is_one_that_people_find(ask: Ask, model: str, gpu: str, co
 def test_gpus_of_one_market_are_not_among_the_common_ones() -> None:
     assert {"h100-80", "h200", "a100-80"} <= {gpu.key for gpu in gpus.entries() if gpu.common}
     assert not any(gpus.find(name).common for name in ("h800", "a800-80", "h20"))
+
+
+@pytest.mark.parametrize(
+    ("model", "gpu", "settings", "traffic"),
+    [
+        ("mixtral-8x7b", "rx7900gre", {"count": 2, "tensor_parallel": 2}, (1, 60000, 500)),
+        ("solar-10.7b", "rtx3060", {}, (64, 8000, 500)),
+    ],
+)
+def test_a_model_that_reads_them_is_looked_for_among_those_that_fit(
+    ask: Ask, model: str, gpu: str, settings: dict[str, int], traffic: tuple[int, int, int]
+) -> None:
+    question = ask(model, gpu, traffic=traffic, **settings)
+    way = ways(question)[-1]
+    assert way.kind == "longer_model"
+    assert way.meets_request
+    other = way.fit.question.model.spec
+    assert other.max_position >= traffic[1] + traffic[2]
+    assert way.fit.required_sequences == traffic[0]
+
+
+def test_no_ways_out_are_promised_where_there_are_none(ask: Ask) -> None:
+    found = answer(ask("mixtral-8x7b", "rtx3060", traffic=(5000, 60000, 500)))
+    assert found.ways_out == ()
+    assert any(warning.code == "HFW34" for warning in found.warnings)
+    assert "see the ways out" not in " ".join(" ".join(lines(found, 200)).split())
