@@ -25,11 +25,15 @@ from holdfast.planner.command import (
 )
 from holdfast.planner.engine_models import sglang_since
 from holdfast.planner.fit import DEFAULT_UTILIZATION, Fit
+from holdfast.planner.fit import fit as fit_again
 from holdfast.planner.kernels import build_note, lacks_engine, lacks_fp8_kv, lacks_gguf_types, lacks_method
-from holdfast.planner.sources import holdfast_source, llama_source, torch_source
+from holdfast.planner.question import PlannedModel
+from holdfast.planner.requantize import quantized_as
+from holdfast.planner.sources import holdfast_source, llama_source, near_gguf, torch_source
 from holdfast.planner.unquantized import Whole, loaded_whole
 from holdfast.planner.vllm_command import vllm_command
 from holdfast.planner.vllm_sizing import Vllm, parse_vllm
+from holdfast.units import format_bytes
 
 ENGINES = ("holdfast", "vllm", "sglang", "llama.cpp")
 UNKNOWN_ENGINE = "HF146"
@@ -194,10 +198,14 @@ def sglang_fraction(fit: Fit) -> float:
 # llama.cpp
 
 
-def _llama_command(fit: Fit, sequences: int) -> Command:
-    on_gpu = fit.question.machine.kind == "gpu"
-    source = llama_source(fit.question.model, fit.weights_dtype)
+def _llama_command(planned: Fit, sequences: int) -> Command:
+    on_gpu = planned.question.machine.kind == "gpu"
+    source = llama_source(planned.question.model, planned.weights_dtype)
     notes = list(source.notes)
+    fit = _as_llama_takes_it(planned)
+    if planned.fits and not fit.fits:
+        notes.append(f"as llama.cpp takes memory it is {format_bytes(fit.short_bytes)} short")
+        return Command(engine="llama.cpp", text="", available=False, notes=tuple(notes))
     slots, each = _llama_slots(fit, sequences)
     flags: dict[str, object] = {**source.flags, "-c": each * slots, "-np": slots}
     if on_gpu:
@@ -214,6 +222,33 @@ def _llama_command(fit: Fit, sequences: int) -> Command:
         notes.append(f"-c is shared by all slots: {each:,} tokens each")
     text = line("llama-server", source.name, flags)
     return Command(engine="llama.cpp", text=text, available=source.ready, notes=tuple(notes))
+
+
+def _as_llama_takes_it(planned: Fit) -> Fit:
+    """The plan, split alike, with llama.cpp's own terms and the GGUF that it would be given."""
+    question = planned.question
+    if question.machine.kind != "gpu" or question.engine == "llama.cpp":
+        return planned
+    settings = replace(
+        question.settings, tensor_parallel=planned.tensor_parallel, pipeline_parallel=planned.pipeline_parallel,
+        stages_open=False,
+    )  # fmt: skip
+    try:
+        model = _as_gguf(question.model)
+        return fit_again(replace(question, engine="llama.cpp", settings=settings, model=model))
+    except ConfigurationError:
+        return planned
+
+
+def _as_gguf(model: PlannedModel) -> PlannedModel:
+    """Of what llama.cpp does not read the type that is named instead."""
+    quantization = model.spec.quantization
+    if model.format == "gguf" or quantization is None or quantization.method == "mxfp4":
+        return model
+    plain = replace(
+        model, spec=replace(model.spec, quantization=None), stored=None, canonical=None, format="none", made_as=None
+    )
+    return quantized_as(plain, near_gguf(quantization))
 
 
 def _llama_slots(fit: Fit, sequences: int) -> tuple[int, int]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from holdfast.checkpoints import ENGINE_LAYOUTS, builtin
 from holdfast.checkpoints.choice import quantization_of
-from holdfast.models import catalogue
+from holdfast.models import QuantSpec, catalogue
 from holdfast.planner.alternatives import published_as
 from holdfast.planner.gguf_kinds import MADE_BY_PATTERN, NEEDS_IMPORTANCES
 from holdfast.planner.question import PlannedModel
@@ -135,10 +135,15 @@ def llama_source(model: PlannedModel, dtype: str) -> Source:
         note = "llama.cpp reads GGUF: make one first with its convert_hf_to_gguf.py, which keeps MXFP4 as it is;"
         note += " published ones have the rest in Q8_0, and are smaller"
     else:
-        method, kind = model.spec.quantization.method.upper(), "Q8_0" if model.spec.quantization.bits == 8 else "Q4_K_M"
+        method, kind = model.spec.quantization.method.upper(), near_gguf(model.spec.quantization)
         note = f"llama.cpp does not read {method}; near it is a GGUF {kind}, whose bytes are other ones: plan with"
         note += f" --quantization {kind} of the unquantized model"
     return Source(name="", flags={"-m": to_be_made(model, f"{kind}.gguf")}, ready=False, notes=(note,))
+
+
+def near_gguf(quantization: QuantSpec) -> str:
+    """The GGUF type that is nearest to what llama.cpp does not read."""
+    return "Q8_0" if quantization.bits == 8 else "Q4_K_M"
 
 
 def _made(model: PlannedModel) -> tuple[str, str]:

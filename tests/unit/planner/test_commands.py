@@ -72,6 +72,10 @@ def flags_of(words: list[str], known: set[str]) -> dict[str, str]:
 
 
 def check(command: Command) -> None:
+    if not command.text:
+        assert command.notes
+        assert not command.available
+        return
     words = [word for word in shlex.split(command.text) if not re.fullmatch(r"[A-Z0-9_]+=[\w,-]+", word)]
     assert words, command
     if command.engine == "holdfast":
@@ -363,7 +367,7 @@ def test_llama_cpp_shares_its_context_among_slots(ask: Ask) -> None:
     words = shlex.split(commands(found, sequences=256)["llama.cpp"].text)
     slots, context = int(words[words.index("-np") + 1]), int(words[words.index("-c") + 1])
     assert context == slots * 8192
-    assert context <= found.kv_tokens
+    assert context <= fit(replace(found.question, engine="llama.cpp")).kv_tokens
 
 
 def test_fp8_kv_is_spelled_as_each_engine_does(ask: Ask) -> None:
@@ -629,7 +633,28 @@ def test_llama_cpp_has_a_slot_for_every_request_of_the_traffic(ask: Ask) -> None
     assert value(command, "-np") == "6"
     each = int(value(command, "-c") or 0) // 6
     assert each >= 2000
-    assert each * 6 <= found.kv_tokens
+    assert each * 6 <= fit(replace(found.question, engine="llama.cpp")).kv_tokens
+
+
+@pytest.mark.parametrize("quantization", ["awq", "Q4_K_M"])
+def test_llama_cpp_is_given_what_its_own_terms_hold(ask: Ask, quantization: str) -> None:
+    """Of an AWQ plan it is named a GGUF Q4_K_M: as much context as the plan of that has."""
+    question = ask("llama-3.1-70b", "rtx4090", count=2)
+    planned = fit(replace(question, model=quantized_as(question.model, quantization)))
+    own = fit(replace(question, model=quantized_as(question.model, "Q4_K_M"), engine="llama.cpp"))
+    command = commands(planned, sequences=1)["llama.cpp"]
+    assert "Q4_K_M.gguf" in command.text
+    assert value(command, "-c") == str(own.limits.max_model_len)
+
+
+def test_no_command_where_llama_cpp_holds_none(ask: Ask) -> None:
+    """INT4 fits where a Q4_K_M, which is larger, does not."""
+    question = ask("llama-3.1-70b", "rtx4090", count=2, utilization=0.87)
+    planned = fit(replace(question, model=quantized_as(question.model, "int4")))
+    assert planned.fits
+    command = commands(planned, sequences=1)["llama.cpp"]
+    assert (command.text, command.available) == ("", False)
+    assert any("as llama.cpp takes memory it is" in note for note in command.notes)
 
 
 def test_commands_serve_what_was_asked_for_and_not_what_lent_its_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
