@@ -1,8 +1,8 @@
 """What to do when it does not fit: the ways out in their order, each planned before it is offered.
 
     configuration (utilization, context, sequences, GPUs that stand idle) - FP8 KV - a quantized variant, with FP8 KV
-    where neither is enough - more GPUs - tiers - a bigger GPU or more RAM - what serves only part of the traffic - a
-    smaller model, last
+    where neither is enough, below four bits where nothing yet is - more GPUs - tiers - a bigger GPU or more RAM - what
+    serves only part of the traffic - a smaller model, last
 
     requests longer than the model can read: shorter ones - a model of the same kin that reads them
 
