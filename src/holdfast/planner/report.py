@@ -331,7 +331,7 @@ def command_lines(command: Command, width: int) -> list[str]:
             found.append(f"{line} \\")
             line = "    "
         line += f" {word}"
-    found.append(line)
+    found.append(line if line.strip() else "  no command:")
     for note in command.notes:
         found += wrapped(note, width, "    # ", "    # ")
     return found
