@@ -149,12 +149,14 @@ class EngineConfig:
 
     @property
     def sequences(self) -> int:
-        """At the same time. `auto` has become a device by the time that this is asked."""
-        return self.max_num_seqs or (GPU_SEQUENCES if self.device == "cuda" else CPU_SEQUENCES)
+        """At the same time, no more than a step has tokens. `auto` has become a device by the time this is asked."""
+        usual = GPU_SEQUENCES if self.device == "cuda" else CPU_SEQUENCES
+        return self.max_num_seqs or min(usual, self.max_num_batched_tokens or usual)
 
     @property
     def step_tokens(self) -> int:
-        return self.max_num_batched_tokens or (GPU_STEP_TOKENS if self.device == "cuda" else CPU_STEP_TOKENS)
+        usual = GPU_STEP_TOKENS if self.device == "cuda" else CPU_STEP_TOKENS
+        return self.max_num_batched_tokens or max(usual, self.max_num_seqs or 0)
 
     @staticmethod
     def from_arguments(**arguments: Any) -> EngineConfig:

@@ -20,6 +20,7 @@ from holdfast.planner.fit import Fit, Question, describe_budget, fit
 from holdfast.planner.footprint import expands, kv_layout, weights_bytes
 from holdfast.planner.gpu_footprint import LEAST_CAPABILITY
 from holdfast.planner.layouts import is_quantized
+from holdfast.planner.limits import check_step
 from holdfast.planner.machine import measured_device
 from holdfast.planner.plan import GpuChoice, Plan, longest_context
 from holdfast.planner.question import Machine, PlannedModel, settings_of
@@ -69,6 +70,7 @@ def make_gpu_plan(
     *,
     name: str = "the model",
 ) -> Plan:
+    check_step(config.max_num_seqs, config.max_num_batched_tokens)
     chosen, decision = choose_gpu(gpus)
     device = replace(measured_device(0, chosen), budget_bytes=config.vram)
     if config.vram is not None and config.vram > chosen.free_bytes:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from holdfast.config.engine import CPU_SEQUENCES, CPU_STEP_TOKENS, GPU_SEQUENCES, GPU_STEP_TOKENS
+from holdfast.errors import ConfigurationError
 from holdfast.observability.decisions import Decision
 from holdfast.planner.footprint import Limits
 from holdfast.units import counted
@@ -40,11 +41,28 @@ GPU_RUNGS = (
 CPU_RUNGS = (Rung(CPU_SEQUENCES, CPU_STEP_TOKENS), Rung(16, 256, 4096), Rung(4, 128, 2048), Rung(1, 64, 1024))
 
 
+def check_step(sequences: int | None, step_tokens: int | None) -> None:
+    """The scheduler would refuse it too, when everything is loaded."""
+    if sequences and step_tokens and sequences > step_tokens:
+        raise ConfigurationError(
+            f"max_num_seqs is {sequences:,} and max_num_batched_tokens {step_tokens:,}: a step has a token for every"
+            " running sequence",
+            needed=f"max_num_batched_tokens of at least {sequences:,}",
+            found=f"{step_tokens:,}",
+            fix=f"--max-num-batched-tokens {sequences}, or --max-num-seqs {step_tokens}, or leave one of them out",
+            field="max_num_batched_tokens",
+        )
+
+
 def ladder(kind: str, *, sequences: int | None, step_tokens: int | None, least_tokens: int) -> tuple[Rung, ...]:
-    """What is set stays as it is. `least_tokens`: the shortest context that is an answer, worth every rung."""
+    """What is set stays as it is; what is not leaves a token for every sequence in a step. `least_tokens`: the shortest
+    context that is an answer, worth every rung."""
     found: dict[tuple[int, int], Rung] = {}
     for rung in GPU_RUNGS if kind == "gpu" else CPU_RUNGS:
-        limits = (sequences or rung.sequences, step_tokens or rung.step_tokens)
+        limits = (
+            sequences or min(rung.sequences, step_tokens or rung.sequences),
+            step_tokens or max(rung.step_tokens, sequences or 0),
+        )
         found.setdefault(limits, Rung(*limits, max(rung.worth_tokens, least_tokens)))
     return tuple(found.values())
 

@@ -87,6 +87,7 @@ def make_plan(
     them, and this CPU can run them. `front_bytes`: of another process that comes out of the same budget."""
 
     def attempt(tried: EngineConfig) -> Plan:
+        limits.check_step(tried.max_num_seqs, tried.max_num_batched_tokens)
         decisions: list[Decision] = []
         budget = _budget(tried, machine, decisions)
         measure = Measure(

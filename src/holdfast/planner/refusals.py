@@ -87,14 +87,17 @@ def pool_holds_no_block(room: Room) -> DoesNotFitError:
 
 
 def length_does_not_fit(room: Room, wanted: int, longest: int) -> DoesNotFitError:
-    needed, short = room.one_sequence(wanted) * room.layout.page_bytes, room.short_bytes(wanted)
+    blocks, short = room.one_sequence(wanted), room.short_bytes(wanted)
+    needed, books = blocks * room.layout.page_bytes, 0
     pool = _enough_pool(room, wanted, needed)
+    if room.config.kv_cache_memory_bytes is None:
+        books = blocks * BOOK_BYTES
     fixes = [f"--max-model-len {longest}"] if longest >= LEAST_TOKENS else []
     fixes += [f"--kv-cache-memory-bytes {pool // MIB}MiB"] if pool is not None else []
     return DoesNotFitError(
         f"one sequence of {counted(wanted, 'token')} does not fit in the KV pool",
-        needed=f"{format_bytes(needed)} for max_model_len {wanted:,}",
-        found=f"{_left_for_kv(room, wanted, needed - short)}{', as it was set' if pool is not None else ''}:"
+        needed=f"{format_bytes(needed + books)} for max_model_len {wanted:,}",
+        found=f"{_left_for_kv(room, wanted, needed + books - short)}{', as it was set' if pool is not None else ''}:"
         f" {format_bytes(short)} short",
         fix=", or ".join(fixes)
         or f"free {format_bytes(short)} of memory: it holds {counted(longest, 'token')}, which is of little use",

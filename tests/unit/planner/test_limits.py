@@ -12,12 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.config.engine import CPU_SEQUENCES, CPU_STEP_TOKENS, GPU_SEQUENCES, GPU_STEP_TOKENS, EngineConfig
+from holdfast.errors import ConfigurationError
 from holdfast.hardware import Memory, Processor
 from holdfast.models import catalogue, describe_config
 from holdfast.planner import make_plan
 from holdfast.planner.answer import answer
 from holdfast.planner.fit import Fit, Question, fit
-from holdfast.planner.limits import CPU_RUNGS, GPU_RUNGS, choose, ladder
+from holdfast.planner.limits import CPU_RUNGS, GPU_RUNGS, check_step, choose, ladder
 from holdfast.planner.question import Device, Machine, PlannedModel, Settings, Traffic
 from holdfast.units import GIB, MIB
 
@@ -184,3 +185,17 @@ def test_serve_lowers_what_is_not_set_and_says_so() -> None:
     assert shorter < length
     lengths = [served(ram=f"{size}MiB")[1] for size in range(960, 1300, 10)]
     assert lengths == sorted(lengths)
+
+
+def test_a_step_has_a_token_for_every_sequence() -> None:
+    """Else the scheduler would refuse, after everything was loaded."""
+    for kind in ("cpu", "gpu"):
+        many = ladder(kind, sequences=10_000, step_tokens=None, least_tokens=512)
+        assert {(rung.sequences, rung.step_tokens) for rung in many} == {(10_000, 10_000)}
+        short = ladder(kind, sequences=None, step_tokens=8, least_tokens=512)
+        assert all(rung.sequences <= 8 == rung.step_tokens for rung in short)
+    check_step(8, 8)
+    with pytest.raises(ConfigurationError, match="a token for every running sequence"):
+        check_step(9, 8)
+    assert EngineConfig(device="cpu", max_num_seqs=4096).step_tokens == 4096
+    assert EngineConfig(device="cpu", max_num_batched_tokens=8).sequences == 8

@@ -368,14 +368,22 @@ def test_a_pool_too_small_for_a_block_says_so(spec: ModelSpec) -> None:
         plan(spec, 40, kv_cache_memory_bytes=2 << 20)
 
 
+UNITS = {"MiB": 1, "GiB": 1024}
+
+
 def test_limits_that_are_too_large_together_are_refused_with_some_that_fit(spec: ModelSpec) -> None:
     """The numbers add up also where what comes before KV is more than the budget."""
     asked = {"max_model_len": 8192, "max_num_seqs": 4096}
     with pytest.raises(DoesNotFitError) as caught:
-        plan(spec, 40, ram="15860MiB", **asked)
-    assert "buffers 166.79 MiB take 92.59 MiB more than that: 1.09 GiB short" in str(caught.value.found)
+        plan(spec, 40, ram="16260MiB", **asked)
+    amounts = [float(size) * UNITS[unit] for size, unit in re.findall(r"([\d.]+) ([MG]iB)", str(caught.value.found))]
+    budget, *terms, beyond, short = amounts
+    needed = re.search(r"([\d.]+) ([MG]iB)", str(caught.value.needed))
+    assert needed is not None
+    assert sum(terms) - budget == pytest.approx(beyond, abs=8)  # What is said in GiB is rounded to 5 MiB.
+    assert float(needed[1]) * UNITS[needed[2]] + beyond == pytest.approx(short, abs=8)
     lower = re.search(r", or --max-model-len (\d+) --max-num-seqs (\d+)$", str(caught.value.fix))
     assert lower is not None
     length, sequences = map(int, lower.groups())
-    limits = plan(spec, 40, ram="15860MiB", max_model_len=length, max_num_seqs=sequences).limits
+    limits = plan(spec, 40, ram="16260MiB", max_model_len=length, max_num_seqs=sequences).limits
     assert (limits.max_model_len, limits.max_num_seqs) == (length, sequences)
