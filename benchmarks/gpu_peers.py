@@ -30,7 +30,6 @@ ROWS = {
     "one_stream": ("one stream, 32 in, 256 out, tok/s", "out_tok_per_s"),
     "prefill": ("prefill 32 x 4,000, prompt tok/s", "in_tok_per_s"),
     "streams_64": ("64 streams, 128 in, 256 out, output tok/s", "out_tok_per_s"),
-    "burst": ("512 requests, 512 in, 128 out, output tok/s", "out_tok_per_s"),
 }
 
 SAID = {

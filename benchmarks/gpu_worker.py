@@ -87,7 +87,6 @@ def main(engine: str, model: str) -> None:
             "one_stream_again": work.run(1, work.between(32, 32), work.between(256, 256)),
             "prefill": work.run(32, work.between(4000, 4000), work.between(1, 1)),
             "streams_64": work.run(64, work.between(128, 128), work.between(256, 256)),
-            "burst": work.run(512, work.between(512, 512), work.between(128, 128)),
         }  # fmt: skip
     print(json.dumps(figures), flush=True)
 

@@ -1,5 +1,5 @@
 """Eight minutes of more work than fits at once: what the driver counts for the engine stays within its budget, and the
-books add up to it. HOLDFAST_PEAK_S makes it shorter."""
+books add up to it. PEAK_LOAD_S makes it shorter."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from holdfast.hardware.nvidia import probe, process_bytes
 from holdfast.observability.ledger import UNACCOUNTED
 from holdfast.units import GIB, MIB
 
-SECONDS = float(os.environ.get("HOLDFAST_PEAK_S", "480"))
+SECONDS = float(os.environ.get("PEAK_LOAD_S", "480"))
 CLIENTS = 400
 BUDGET_GIB = 34
 

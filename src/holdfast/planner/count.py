@@ -151,6 +151,7 @@ def _share(
         found = byte_terms.engine_gpu_terms(
             spec, limits, dtype=dtype, weights_bytes=held, block_tokens=settings.block_tokens,
             quantized=largest > 0, max_loras=settings.max_loras, max_lora_rank=settings.max_lora_rank,
+            graphs=settings.graphs,
         )  # fmt: skip
         return _Share(tuple(found), cost, byte_terms.engine_gpu_loading(held, largest))
     # Of a model that this engine does not run, what the engine keeps that would.

@@ -51,9 +51,9 @@ KINDS_OF_WORK = 2
 """Steps that only draw, and steps with rows whose logits are adjusted first: a graph of each for every size."""
 
 
-def graphs_bytes(layers: int, sequences: int) -> int:
-    """With all graphs captured that there can be."""
-    return GRAPHS_BYTES + KINDS_OF_WORK * len(padded_sizes(sequences)) * layers * GRAPH_LAYER_BYTES
+def graphs_bytes(layers: int, sequences: int, *, captured: bool = True) -> int:
+    """With all graphs captured that there can be; or with none, for kernels are loaded all the same."""
+    return GRAPHS_BYTES + captured * KINDS_OF_WORK * len(padded_sizes(sequences)) * layers * GRAPH_LAYER_BYTES
 
 
 def whole_lines(words: int) -> int:

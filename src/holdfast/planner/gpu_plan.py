@@ -88,7 +88,7 @@ def make_gpu_plan(
             format="none" if stored is None else "safetensors",
         ),
         machine=Machine(devices=(device,)),
-        settings=settings_of(config, tensor_parallel=1),
+        settings=settings_of(config, tensor_parallel=1, graphs=not config.enforce_eager),
     )  # fmt: skip
     found = fit(question)
     if found.kv_dtype != found.dtype:

@@ -99,6 +99,8 @@ class Settings:
     block_tokens: int = 16
     max_loras: int = 0
     max_lora_rank: int = 16
+    graphs: bool = True
+    """Steps are captured, by engines that do that."""
 
 
 class Configured(Protocol):
@@ -122,7 +124,7 @@ class Configured(Protocol):
 
 def settings_of(
     config: Configured, *, tensor_parallel: int | None, pipeline_parallel: int | None = 1, max_loras: int = 0,
-    max_lora_rank: int = 16,
+    max_lora_rank: int = 16, graphs: bool = True,
 ) -> Settings:  # fmt: skip
     """`pipeline_parallel` None: it is left to the plan, unless the other half of a split is set."""
     return Settings(
@@ -138,6 +140,7 @@ def settings_of(
         stages_open=pipeline_parallel is None and tensor_parallel is None,
         max_loras=max_loras,
         max_lora_rank=max_lora_rank,
+        graphs=graphs,
     )
 
 

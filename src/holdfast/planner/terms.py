@@ -119,7 +119,7 @@ def llama_gpu_terms(
 
 def engine_gpu_terms(
     spec: ModelSpec, limits: Limits, *, dtype: str, weights_bytes: int, block_tokens: int, quantized: bool,
-    max_loras: int = 0, max_lora_rank: int = 16,
+    max_loras: int = 0, max_lora_rank: int = 16, graphs: bool = True,
 ) -> list[Term]:  # fmt: skip
     """Of a model that this engine runs on one GPU: what it allocates, by the declarations it allocates from."""
     layout = footprint.kv_layout(spec, block_tokens=block_tokens, kv_dtype=dtype)
@@ -130,7 +130,7 @@ def engine_gpu_terms(
         Term("activations", gpu_footprint.activations_bytes(spec, limits, dtype=dtype, quantized=quantized)),
         Term("logits", gpu_footprint.logits_bytes(spec, limits, dtype=dtype)),
         Term("buffers", gpu_footprint.buffers_bytes(layout, limits)),
-        Term("graphs", gpu_footprint.graphs_bytes(len(spec.layers), limits.max_num_seqs), 0.5),
+        Term("graphs", gpu_footprint.graphs_bytes(len(spec.layers), limits.max_num_seqs, captured=graphs), 0.5),
     ]
     if max_loras:
         terms.append(Term("adapters", adapters_bytes(spec, dtype, every, max_loras, max_lora_rank, 1)))

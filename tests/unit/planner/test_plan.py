@@ -258,6 +258,15 @@ def test_graphs_are_planned_by_their_number() -> None:
     assert more == (94 - 46) * 32 * gpu_footprint.GRAPH_LAYER_BYTES
 
 
+def test_graphs_that_are_not_captured_are_not_planned(spec: ModelSpec) -> None:
+    gpu = NvidiaGpu(index=0, uuid="GPU-1", name="one", total_bytes=40 * GIB, free_bytes=40 * GIB, capability=(9, 0))
+    with_graphs, without = (
+        make_gpu_plan(spec, None, EngineConfig(model="m", device="cuda", enforce_eager=eager), [gpu])
+        for eager in (False, True)
+    )
+    assert without.terms["graphs"] == gpu_footprint.GRAPHS_BYTES < with_graphs.terms["graphs"]
+
+
 def test_a_gpu_keeps_kv_in_what_it_computes_in(spec: ModelSpec) -> None:
     gpu = NvidiaGpu(index=0, uuid="GPU-1", name="one", total_bytes=40 * GIB, free_bytes=40 * GIB, capability=(9, 0))
 
