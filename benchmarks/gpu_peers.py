@@ -1,8 +1,7 @@
 """Holdfast beside vLLM on one GPU, in turns, the same work: `python -m benchmarks.gpu_peers --vllm SITE --rounds 2`.
 
 `--vllm`: a folder with vLLM and what it needs, for PYTHONPATH; left out: the one that is installed. Each turn is a
-process of its own. Prints a table of medians and ratios, and what vLLM says of its memory beside what `holdfast plan`
-predicts for it; `--out` keeps every figure as JSON.
+process of its own. Prints a table of medians and ratios; `--out` keeps every figure as JSON.
 """
 
 from __future__ import annotations
@@ -10,18 +9,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import statistics
 import subprocess
 import sys
-import tempfile
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu_worker import LONGEST, SHAPES
 from benchmarks.machine import commit
-from holdfast.units import GIB
 
 WORKER = Path(__file__).with_name("gpu_worker.py")
 ROWS = {
@@ -31,14 +26,6 @@ ROWS = {
     "prefill": ("prefill 32 x 4,000, prompt tok/s", "in_tok_per_s"),
     "streams_64": ("64 streams, 128 in, 256 out, output tok/s", "out_tok_per_s"),
 }
-
-SAID = {
-    "weights_gib": re.compile(r"[Mm]odel loading took ([\d.]+) GiB"),
-    "kv_gib": re.compile(r"[Aa]vailable KV cache memory: ([\d.]+) GiB"),
-    "kv_tokens": re.compile(r"KV cache size: ([\d,]+) tokens"),
-    "graphs_gib": re.compile(r"[Gg]raph captur\w+ finished.*took ([\d.]+) GiB"),
-}
-"""What vLLM prints of its memory when it starts."""
 
 
 def turn(engine: str, model: str, site: Path | None) -> dict[str, Any]:
@@ -53,22 +40,7 @@ def turn(engine: str, model: str, site: Path | None) -> dict[str, Any]:
         print(done.stdout[-3000:], done.stderr[-3000:], file=sys.stderr)
         raise SystemExit(f"{engine} did not finish")
     figures: dict[str, Any] = json.loads(lines[-1])
-    if engine == "vllm":
-        found = {name: pattern.search(done.stdout + done.stderr) for name, pattern in SAID.items()}
-        figures["said"] = {name: float(one[1].replace(",", "")) for name, one in found.items() if one is not None}
     return figures
-
-
-def predicted(model: str, version: str) -> dict[str, float]:
-    """What the planner says that this vLLM would say, from the shape and this GPU alone."""
-    from holdfast import plan
-
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(SHAPES[model]))
-        release = ".".join(version.split(".")[:2])
-        answer = plan(folder, engine=f"vllm=={release}", max_model_len=LONGEST[model]).to_json()
-    note, terms = answer["command_notes"]["vllm"], answer["devices"][0]["terms"]
-    return {"weights_gib": terms["weights"] / GIB, "kv_tokens": note["kv_tokens"]}
 
 
 def values(turns: list[dict[str, Any]], row: str, unit: str | None) -> list[float]:
@@ -110,9 +82,6 @@ def main() -> None:
                 if asked.out is not None:
                     asked.out.write_text(json.dumps(record(turns), indent=1) + "\n")
         print(f"{model}\n{table(here, asked.engines)}", flush=True)
-        for one in here:
-            if "said" in one:
-                print(f"vLLM says {one['said']}; predicted: {predicted(model, one['version'])}", flush=True)
 
 
 def record(turns: list[dict[str, Any]]) -> dict[str, Any]:

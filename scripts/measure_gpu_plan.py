@@ -54,19 +54,22 @@ CASES = (
 )  # fmt: skip
 
 
-def measure(case: Case) -> dict[str, Any]:
-    from holdfast import LLM
-
+def config_of(case: Case) -> dict[str, Any]:
     vocabulary, hidden, inner, layers, heads, kv_heads, width = case.shape
-    config = {
+    return {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": vocabulary, "hidden_size": hidden,
         "intermediate_size": inner, "num_hidden_layers": layers, "num_attention_heads": heads,
         "num_key_value_heads": kv_heads, "head_dim": width, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5,
         "rope_theta": 5e5, "tie_word_embeddings": hidden <= 2048, "torch_dtype": "bfloat16", "bos_token_id": 1,
         "eos_token_id": 2, "hidden_act": "silu",
     }  # fmt: skip
+
+
+def measure(case: Case) -> dict[str, Any]:
+    from holdfast import LLM
+
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(config))
+        (Path(folder) / "config.json").write_text(json.dumps(config_of(case)))
         with LLM(
             model=folder, load_format="dummy", skip_tokenizer_init=True, device="cuda", enable_prefix_caching=False,
             **case.settings,
