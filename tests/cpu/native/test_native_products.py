@@ -211,7 +211,7 @@ def test_misuse_is_refused() -> None:
     with pytest.raises(ValueError, match="as many rows"):
         matrix.write(good[0], torch.zeros(3, 8))
     with pytest.raises(ValueError, match="no compiled product"):
-        native.BlockMatrix(blocks, "Q2_K")
+        native.BlockMatrix(blocks, "IQ1_S")
     with pytest.raises(ValueError, match="whole number"):
         native.BlockMatrix(blocks, "Q8_0")
     with pytest.raises(ValueError, match="contiguous uint8"):

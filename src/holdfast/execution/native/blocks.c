@@ -2,6 +2,7 @@
  * and a fused multiply-add rounds as a multiplication and an addition would. */
 #include "blocks.h"
 
+#include "kquants.h"
 #include "vector.h"
 
 #if !defined(__aarch64__)
@@ -18,7 +19,9 @@ static const int BYTES_OF_32[LAYOUTS] = {
     [Q4_1] = 20,       [Q8_0_FOURS] = 34, [Q4_0_FOURS] = 18, [Q4_1_FOURS] = 20,
 };
 
-int block_bytes(enum layout layout) { return BYTES_OF_32[layout]; }
+int block_bytes(enum layout layout) { return is_kquant(layout) ? kquant_of(layout)->bytes : BYTES_OF_32[layout]; }
+
+int block_elements(enum layout layout) { return is_kquant(layout) ? kquant_of(layout)->elements : BLOCK_ELEMENTS; }
 
 ALWAYS_INLINE void store16(float *out, float16 value) { memcpy(out, &value, sizeof value); }
 
@@ -116,6 +119,7 @@ void expand_blocks(enum layout layout, const uint8_t *stored, long blocks, float
     case Q8_0: expand_q8(stored, blocks, out); break;
     case F16: expand_f16(stored, blocks, out); break;
     case BF16: expand_bf16(stored, blocks, out); break;
-    default: memcpy(out, stored, (size_t)blocks * 128);
+    case F32: memcpy(out, stored, (size_t)blocks * 128); break;
+    default: expand_kquants(layout, stored, blocks, out);
     }
 }

@@ -7,10 +7,29 @@
 
 #define BLOCK_ELEMENTS 32
 
-enum layout { F32, F16, BF16, Q8_0, Q4_0, Q4_1, Q8_0_FOURS, Q4_0_FOURS, Q4_1_FOURS, LAYOUTS };
+enum layout {
+    F32, F16, BF16, Q8_0, Q4_0, Q4_1, Q8_0_FOURS, Q4_0_FOURS, Q4_1_FOURS,
+    /* The denser kinds (kquants.h), and the same woven together (kquant_weave.h). */
+    Q5_0, Q5_1, IQ4_NL, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_XS,
+    Q5_0_WOVEN, Q5_1_WOVEN, IQ4_NL_WOVEN, Q2_K_WOVEN, Q3_K_WOVEN, Q4_K_WOVEN, Q5_K_WOVEN, Q6_K_WOVEN, IQ4_XS_WOVEN,
+    LAYOUTS
+};
 
-/* Bytes of 32 elements of one row. */
+static inline int is_kquant(enum layout layout) { return layout >= Q5_0; }
+
+/* What one row was before it was woven together with others. */
+static inline enum layout plain_layout(enum layout layout) {
+    if (layout >= Q5_0_WOVEN) return (enum layout)(layout - Q5_0_WOVEN + Q5_0);
+    return layout >= Q8_0_FOURS && layout <= Q4_1_FOURS ? (enum layout)(layout - Q8_0_FOURS + Q8_0) : layout;
+}
+
+/* Bytes of one block, and its elements: BLOCK_ELEMENTS, or 256 of a K-quant. Numbers count as blocks of 32. */
 int block_bytes(enum layout layout);
+int block_elements(enum layout layout);
+
+static inline long row_bytes(enum layout layout, long columns) {
+    return columns / block_elements(layout) * block_bytes(layout);
+}
 
 /* `blocks` blocks as floats: bit for bit what scale * quant + minimum gives in float arithmetic. Not for fours. */
 void expand_blocks(enum layout layout, const uint8_t *stored, long blocks, float *out);

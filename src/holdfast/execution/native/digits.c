@@ -256,7 +256,7 @@ static const panel_function FUNCTIONS[LAYOUTS][MOST_ROWS + 1] = {
 static void run_digits(void *pointer) {
     digit_work *work = pointer;
     const long outputs = work->wanted->outputs, strip = work->count > 1 ? STRIP : work->chunk;
-    const panel_function *functions = FUNCTIONS[plain_of(work->wanted->layout)];
+    const panel_function *functions = FUNCTIONS[plain_layout(work->wanted->layout)];
     for (long unit; (unit = claim(&work->queue)) >= 0;) {
         long end = (unit + 1) * work->chunk < outputs ? (unit + 1) * work->chunk : outputs;
         for (long output = unit * work->chunk; output < end; output += strip) {

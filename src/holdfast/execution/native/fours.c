@@ -7,6 +7,7 @@
 #include <arm_neon.h>
 #endif
 
+#include "kquant_weave.h"
 #include "parallel.h"
 
 /* Halves before the quants of a block: its scale, and its minimum where it has one. */
@@ -35,6 +36,7 @@ static void weave_block(const uint8_t *rows, long stride, enum layout plain, uin
 }
 
 int weave_fours(uint8_t *weights, long rows, long columns, enum layout layout) {
+    if (is_kquant(layout)) return weave_kquants(weights, rows, columns, layout);
     if (layout != Q8_0 && layout != Q4_0 && layout != Q4_1) return (int)layout;
     const long bytes = block_bytes(layout), blocks = columns / BLOCK_ELEMENTS, stride = blocks * bytes;
     uint8_t *woven = scratch(SCRATCH_OWN, (size_t)(FOUR * stride));
@@ -58,7 +60,7 @@ int weave_fours(uint8_t *weights, long rows, long columns, enum layout layout) {
 #endif
 
 void unweave_four(const uint8_t *four, enum layout layout, long first, long count, uint8_t *out, long stride) {
-    const enum layout plain = plain_of(layout);
+    const enum layout plain = plain_layout(layout);
     const int heads = heads_of(plain), bytes = block_bytes(plain), words = (bytes - 2 * heads) / 4;
     four += first * FOUR * bytes;
     for (long block = 0; block < count; block++, four += FOUR * bytes, out += bytes) {

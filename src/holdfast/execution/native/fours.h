@@ -11,12 +11,8 @@
 
 #define FOUR 4
 
-/* What one row of fours was before. */
-static inline enum layout plain_of(enum layout layout) {
-    return layout < Q8_0_FOURS ? layout : (enum layout)(layout - Q8_0_FOURS + Q8_0);
-}
-
-static inline int in_fours(enum layout layout) { return layout >= Q8_0_FOURS; }
+/* Four rows lie together, here or as kquant_weave.h has them. */
+static inline int in_fours(enum layout layout) { return layout != plain_layout(layout); }
 
 /* Weaves a matrix where it lies and returns its layout from now on: the same when this machine has no use for fours, or
  * the layout is not quantized; -1 when there is no memory for scratch. */

@@ -4,22 +4,29 @@
 #include <string.h>
 
 #include "fours.h"
+#include "kquant_dots.h"
+#include "kquant_weave.h"
 
 long tile_depth(const product *wanted) {
-    long blocks = wanted->columns / BLOCK_ELEMENTS, pieces = (wanted->columns + DEEP - 1) / DEEP;
-    return (blocks + pieces - 1) / pieces * BLOCK_ELEMENTS;
+    const long unit = block_elements(wanted->layout), most = DEEP / unit * unit;
+    long blocks = wanted->columns / unit, pieces = (wanted->columns + most - 1) / most;
+    return (blocks + pieces - 1) / pieces * unit;
 }
 
 /* Up to four rows, from `row` on, `depth` columns of each; rows that lie in fours begin at a four. */
 static void expand_part(const uint8_t *weights, enum layout layout, long columns, long row, long rows, long column,
                         long depth, float *out, long stride) {
-    const enum layout plain = plain_of(layout);
-    const long bytes = block_bytes(layout), row_bytes = columns / BLOCK_ELEMENTS * bytes;
-    const long first = column / BLOCK_ELEMENTS, count = depth / BLOCK_ELEMENTS;
-    const uint8_t *stored = weights + row * row_bytes;
+    const enum layout plain = plain_layout(layout);
+    const long bytes = block_bytes(layout), unit = block_elements(layout), stored_bytes = row_bytes(layout, columns);
+    const long first = column / unit, count = depth / unit;
+    const uint8_t *stored = weights + row * stored_bytes;
     if (!in_fours(layout)) {
         for (long i = 0; i < rows; i++)
-            expand_blocks(plain, stored + i * row_bytes + first * bytes, count, out + i * stride);
+            expand_blocks(plain, stored + i * stored_bytes + first * bytes, count, out + i * stride);
+        return;
+    }
+    if (is_kquant(layout)) {
+        expand_woven(stored, layout, first, count, out, stride);
         return;
     }
     uint8_t apart[FOUR][DEEP / BLOCK_ELEMENTS * 34]; /* of Q8_0, the largest that lies in fours */
@@ -31,7 +38,7 @@ void expand_tile(const product *wanted, float *tile, long output, long column, l
     const long fours = in_fours(wanted->layout) ? wanted->outputs / FOUR * FOUR : 0;
     for (long i = 0; i < WIDE; i += FOUR) {
         long left = wanted->outputs - output - i, rows = left < 0 ? 0 : (left < FOUR ? left : FOUR);
-        enum layout layout = output + i < fours ? wanted->layout : plain_of(wanted->layout);
+        enum layout layout = output + i < fours ? wanted->layout : plain_layout(wanted->layout);
         if (rows > 0)
             expand_part(wanted->weights, layout, wanted->columns, output + i, rows, column, depth, tile + i * depth,
                         depth);
@@ -42,24 +49,25 @@ void expand_tile(const product *wanted, float *tile, long output, long column, l
 
 /* The rows beyond the last four, which are stored apart. */
 static int multiply_rest(const product *wanted, long whole) {
-    const enum layout plain = plain_of(wanted->layout);
+    const enum layout plain = plain_layout(wanted->layout);
     product rest = *wanted;
     rest.layout = plain;
-    rest.weights += whole * (wanted->columns / BLOCK_ELEMENTS) * block_bytes(plain);
+    rest.weights += whole * row_bytes(plain, wanted->columns);
     rest.out += whole;
     rest.outputs -= whole;
     if (rest.bias != NULL) rest.bias += whole;
-    return multiply_by_dots(&rest);
+    return rest.rows <= DOT_ROWS || !is_kquant(plain) ? multiply_by_dots(&rest) : multiply_by_panels(&rest);
 }
 
 int multiply(const product *wanted) {
     if (wanted->rows == 0 || wanted->outputs == 0) return 0;
     if (!in_fours(wanted->layout))
         return wanted->rows <= DOT_ROWS ? multiply_by_dots(wanted) : multiply_by_panels(wanted);
-    if (wanted->rows > DIGIT_ROWS) return multiply_by_panels(wanted);
+    const int denser = is_kquant(wanted->layout);
+    if (!denser && wanted->rows > DIGIT_ROWS) return multiply_by_panels(wanted);
     product fours = *wanted;
     fours.outputs = wanted->outputs / FOUR * FOUR;
-    if (fours.outputs > 0 && multiply_by_digits(&fours)) return -1;
+    if (fours.outputs > 0 && (denser ? multiply_kquants(&fours) : multiply_by_digits(&fours))) return -1;
     return fours.outputs < wanted->outputs ? multiply_rest(wanted, fours.outputs) : 0;
 }
 
@@ -71,17 +79,17 @@ typedef struct {
 #define EXPAND_ROWS 16
 
 static void expand_row(const expansion *wanted, long row, float *out) {
-    float four[FOUR * BLOCK_ELEMENTS];
+    float four[FOUR * KQUANT_ELEMENTS];
+    const long unit = block_elements(wanted->layout);
     const int alone = !in_fours(wanted->layout) || row >= wanted->stored_rows / FOUR * FOUR;
-    const enum layout layout = alone ? plain_of(wanted->layout) : wanted->layout;
+    const enum layout layout = alone ? plain_layout(wanted->layout) : wanted->layout;
     if (alone) {
         expand_part(wanted->weights, layout, wanted->columns, row, 1, 0, wanted->columns, out, 0);
         return;
     }
-    for (long column = 0; column < wanted->columns; column += BLOCK_ELEMENTS) {
-        expand_part(wanted->weights, layout, wanted->columns, row / FOUR * FOUR, FOUR, column, BLOCK_ELEMENTS, four,
-                    BLOCK_ELEMENTS);
-        memcpy(out + column, four + row % FOUR * BLOCK_ELEMENTS, BLOCK_ELEMENTS * sizeof(float));
+    for (long column = 0; column < wanted->columns; column += unit) {
+        expand_part(wanted->weights, layout, wanted->columns, row / FOUR * FOUR, FOUR, column, unit, four, unit);
+        memcpy(out + column, four + row % FOUR * unit, (size_t)unit * sizeof(float));
     }
 }
 

@@ -6,12 +6,20 @@ import torch
 
 from holdfast.execution.native.loading import kernels
 
-BLOCK_ELEMENTS = 32
+LAYOUT_NUMBERS = {"F32": 0, "F16": 1, "BF16": 2, "Q8_0": 3, "Q4_0": 4, "Q4_1": 5} | {
+    "Q5_0": 9, "Q5_1": 10, "IQ4_NL": 11, "Q2_K": 12, "Q3_K": 13, "Q4_K": 14, "Q5_K": 15, "Q6_K": 16, "IQ4_XS": 17,
+}  # fmt: skip
+"""As blocks.h numbers them; the numbers between and beyond are its own, of blocks that were woven together."""
+LAYOUT_BYTES = {"F32": 128, "F16": 64, "BF16": 64, "Q8_0": 34, "Q4_0": 18, "Q4_1": 20} | {
+    "Q5_0": 22, "Q5_1": 24, "IQ4_NL": 18, "Q2_K": 84, "Q3_K": 110, "Q4_K": 144, "Q5_K": 176, "Q6_K": 210, "IQ4_XS": 136,
+}  # fmt: skip
+"""Of a block."""
 
-LAYOUT_NUMBERS = {"F32": 0, "F16": 1, "BF16": 2, "Q8_0": 3, "Q4_0": 4, "Q4_1": 5}
-"""As blocks.h numbers them; the numbers beyond are its own, of blocks that were woven together."""
-LAYOUT_BYTES = {"F32": 128, "F16": 64, "BF16": 64, "Q8_0": 34, "Q4_0": 18, "Q4_1": 20}
-"""Of 32 elements."""
+
+def block_elements(layout: str) -> int:
+    """Plain numbers count as blocks of 32: compiled products read rows in such pieces."""
+    return 256 if layout.endswith("_K") or layout == "IQ4_XS" else 32
+
 
 
 class BlockMatrix:
@@ -27,7 +35,7 @@ class BlockMatrix:
         if blocks.shape[1] == 0 or blocks.shape[1] % LAYOUT_BYTES[layout]:
             raise ValueError(f"{blocks.shape[1]} bytes a row are no whole number of {layout} blocks")
         self.layout, self.blocks, self.bias = layout, blocks, bias
-        self.rows, self.columns = blocks.shape[0], blocks.shape[1] // LAYOUT_BYTES[layout] * BLOCK_ELEMENTS
+        self.rows, self.columns = blocks.shape[0], blocks.shape[1] // LAYOUT_BYTES[layout] * block_elements(layout)
         if bias is not None and (bias.dtype != torch.float32 or bias.shape != (self.rows,) or bias.stride(0) != 1):
             raise ValueError(f"the bias must be contiguous float32 [{self.rows}], not {_describe(bias)}")
         self._kernels = kernels()
