@@ -35,16 +35,12 @@ static void expand_part(const uint8_t *weights, enum layout layout, long columns
 }
 
 void expand_tile(const product *wanted, float *tile, long output, long column, long depth) {
-    const long fours = in_fours(wanted->layout) ? wanted->outputs / FOUR * FOUR : 0;
-    for (long i = 0; i < WIDE; i += FOUR) {
-        long left = wanted->outputs - output - i, rows = left < 0 ? 0 : (left < FOUR ? left : FOUR);
-        enum layout layout = output + i < fours ? wanted->layout : plain_layout(wanted->layout);
-        if (rows > 0)
-            expand_part(wanted->weights, layout, wanted->columns, output + i, rows, column, depth, tile + i * depth,
-                        depth);
-        /* Read by the last register tile, its sums dropped: any number will do but those that trap or crawl. */
-        memset(tile + (i + rows) * depth, 0, (size_t)((FOUR - rows) * depth) * sizeof(float));
-    }
+    const long left = wanted->outputs - output, rows = left < WIDE ? left : WIDE;
+    for (long row = 0; row < rows; row++)
+        expand_part(wanted->weights, wanted->layout, wanted->columns, output + row, 1, column, depth, tile + row * depth,
+                    depth);
+    /* Read by the last register tile, its sums dropped: any number will do but those that trap or crawl. */
+    memset(tile + rows * depth, 0, (size_t)((WIDE - rows) * depth) * sizeof(float));
 }
 
 /* The rows beyond the last four, which are stored apart. */
@@ -56,18 +52,17 @@ static int multiply_rest(const product *wanted, long whole) {
     rest.out += whole;
     rest.outputs -= whole;
     if (rest.bias != NULL) rest.bias += whole;
-    return rest.rows <= DOT_ROWS || !is_kquant(plain) ? multiply_by_dots(&rest) : multiply_by_panels(&rest);
+    return multiply_by_dots(&rest);
 }
 
 int multiply(const product *wanted) {
     if (wanted->rows == 0 || wanted->outputs == 0) return 0;
     if (!in_fours(wanted->layout))
         return wanted->rows <= DOT_ROWS ? multiply_by_dots(wanted) : multiply_by_panels(wanted);
-    const int denser = is_kquant(wanted->layout);
-    if (!denser && wanted->rows > DIGIT_ROWS) return multiply_by_panels(wanted);
     product fours = *wanted;
     fours.outputs = wanted->outputs / FOUR * FOUR;
-    if (fours.outputs > 0 && (denser ? multiply_kquants(&fours) : multiply_by_digits(&fours))) return -1;
+    int (*multiply_fours)(const product *) = is_kquant(wanted->layout) ? multiply_kquants : multiply_by_digits;
+    if (fours.outputs > 0 && multiply_fours(&fours)) return -1;
     return fours.outputs < wanted->outputs ? multiply_rest(wanted, fours.outputs) : 0;
 }
 
