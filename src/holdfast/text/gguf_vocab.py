@@ -6,79 +6,30 @@ chat templates or of how the ids are used.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers, processors
+from tokenizers import AddedToken, Tokenizer, decoders, normalizers, processors
 from tokenizers.models import BPE
 
 from holdfast.errors import CheckpointError
+from holdfast.text.splits import BYTE_LEVEL_SCHEMES, ByteLevelScheme
 
 VOCABULARY_ABSURD = "HF233"
+KIND_UNKNOWN = "HF234"
 MAX_TOKENS = 1 << 21
 """Eight times the largest vocabulary known."""
 MAX_TOKEN_CHARS = 1024
 MAX_CUT_CHARS = 1 << 30
 """Characters compared to find merges by score, which grow with the square of a token's length: seconds."""
 
-UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6
 """Values of tokenizer.ggml.token_type that change how a token is matched."""
 
-_LLAMA3_SPLIT = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_DEFAULT_SPLITS = (
-    r"[\p{P}\$\+<=>\^~\|]+",
-    r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)",
-    r"\p{N}+",
-    r"[0-9][0-9][0-9]",
-)
-"""What the format's own tools cut by, one after the other, where a header says "default" or nothing."""
-_QWEN2_SPLIT = _LLAMA3_SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ByteLevelScheme:
-    """How one family of byte-level vocabularies cuts text before merging."""
-
-    split: Callable[[], Any]
-    whole_pieces: bool = False
-    """A piece that is itself a token is taken whole, whatever its merges say."""
-    nfc: bool = False
-    add_bos: bool = False
-    """Where the header does not say."""
-
-
-def _gpt2_split() -> Any:
-    return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-
-
-def _smollm_split() -> Any:
-    return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), _gpt2_split()])
-
-
-def _regex_split(*patterns: str) -> Any:
-    return pre_tokenizers.Sequence(
-        [
-            *(pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in patterns),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-
-
-_GPT2 = ByteLevelScheme(split=_gpt2_split)
-_LLAMA3 = ByteLevelScheme(split=lambda: _regex_split(_LLAMA3_SPLIT), whole_pieces=True, add_bos=True)
-BYTE_LEVEL_SCHEMES: dict[str, ByteLevelScheme] = {
-    "default": ByteLevelScheme(split=lambda: _regex_split(*_DEFAULT_SPLITS)),
-    "gpt-2": _GPT2,
-    "smollm": ByteLevelScheme(split=_smollm_split),
-    "llama-bpe": _LLAMA3,
-    "llama3": _LLAMA3,
-    "llama-v3": _LLAMA3,
-    "qwen2": ByteLevelScheme(split=lambda: _regex_split(_QWEN2_SPLIT), nfc=True),
-}
+_PHI3_KEEPS_SPACE = ("<unk>", "<s>", "<|endoftext|>")
+"""Phi-3's other marks swallow the white space behind them, which a GGUF header has no word for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,6 +61,7 @@ def build(metadata: Mapping[str, Any]) -> GGUFVocabulary:
         else:
             raise CheckpointError(
                 f"the GGUF header names tokenizer {model!r}, which is not supported",
+                code=KIND_UNKNOWN,
                 needed="tokenizer.ggml.model gpt2 or llama",
                 found=repr(model),
                 fix="use a folder with tokenizer.json instead",
@@ -152,12 +104,23 @@ def set_ends(backend: Tokenizer, bos: str | None, eos: str | None) -> None:
     backend.post_processor = processors.TemplateProcessing(single=single, pair=None, special_tokens=around)
 
 
+def keeps_length(normalizer: normalizers.Normalizer | None) -> bool:
+    """Whether a text is never shorter for it: there is none, or it spells spaces as SentencePiece does."""
+    if normalizer is None:
+        return True
+    spelled = json.loads(normalizer.__getstate__())
+    steps = spelled["normalizers"] if spelled["type"] == "Sequence" else [spelled]
+    plain = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
+    return all(step["type"] == "Prepend" or step == plain for step in steps)
+
+
 def _byte_level_scheme(metadata: Mapping[str, Any]) -> ByteLevelScheme:
     name = metadata.get("tokenizer.ggml.pre", "default")
     scheme = BYTE_LEVEL_SCHEMES.get(name) if isinstance(name, str) else None
     if scheme is None:
         raise CheckpointError(
             f"the GGUF header names pre-tokenizer {name!r}, which is not supported",
+            code=KIND_UNKNOWN,
             needed="tokenizer.ggml.pre one of " + ", ".join(BYTE_LEVEL_SCHEMES),
             found=repr(name),
             fix="use a folder with tokenizer.json instead",
@@ -193,12 +156,12 @@ def _sentencepiece(metadata: Mapping[str, Any], tokens: Sequence[str], unk_token
         merges = [_pair(merge) for merge in _list_of(metadata, "tokenizer.ggml.merges", str)]
     else:
         scores = _list_of(metadata, "tokenizer.ggml.scores", (int, float), length=len(tokens))
-        merges = _merges_by_score(vocabulary, tokens, scores)
+        merges = _merges_by_score(tokens, scores, _kinds(metadata, tokens), vocabulary)
     backend = Tokenizer(BPE(vocab=vocabulary, merges=merges, unk_token=unk_token, fuse_unk=True, byte_fallback=True))
     add_space = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
-    backend.pre_tokenizer = pre_tokenizers.Metaspace(
-        replacement="▁", prepend_scheme="first" if add_space else "never", split=False
-    )
+    # Before every stretch of text between marks, and before a text that begins with a space too, as SentencePiece does.
+    spell_space = normalizers.Replace(" ", "▁")
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), spell_space]) if add_space else spell_space
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     if add_space:
         steps.append(decoders.Strip(content=" ", left=1))
@@ -207,46 +170,47 @@ def _sentencepiece(metadata: Mapping[str, Any], tokens: Sequence[str], unk_token
 
 
 def _merges_by_score(
-    vocabulary: Mapping[str, int], tokens: Sequence[str], scores: Sequence[float]
+    tokens: Sequence[str], scores: Sequence[float], kinds: Sequence[int], vocabulary: Mapping[str, int]
 ) -> list[tuple[str, str]]:
-    """SentencePiece merges the pair whose product scores best, so every way to make a token is a merge of its rank."""
+    """SentencePiece merges the pair whose product scores best, so every way to make a token is a merge of its rank.
+
+    Marks and bytes are made by no merge: text that reads like one stays text.
+    """
     if sum(len(token) ** 2 for token in tokens) > MAX_CUT_CHARS:
         raise CheckpointError(
             "the tokens of the GGUF header's vocabulary are absurdly long",
             code=VOCABULARY_ABSURD,
             fix="fetch the file again",
         )
-    ranked: list[tuple[float, int, int, str, str]] = []
-    for token, score in zip(tokens, scores, strict=True):
-        ways = []
-        for cut in range(1, len(token)):
-            left, right = token[:cut], token[cut:]
-            if left in vocabulary and right in vocabulary:
-                ways.append((left, right))
-        ways.sort(key=lambda way: (vocabulary[way[0]], vocabulary[way[1]]))
-        ranked.extend((score, len(left), len(right), left, right) for left, right in ways)
-    ranked.sort(key=lambda merge: merge[:3], reverse=True)
-    return [(left, right) for _, _, _, left, right in ranked]
+    made = [index for index, kind in enumerate(kinds) if kind not in (UNKNOWN, CONTROL, BYTE)]
+    made.sort(key=scores.__getitem__, reverse=True)
+    merges = []
+    for token in map(tokens.__getitem__, made):
+        for cut in range(len(token) - 1, 0, -1):
+            left = token[:cut]
+            if left in vocabulary and (right := token[cut:]) in vocabulary:
+                merges.append((left, right))
+    return merges
+
+
+def _kinds(metadata: Mapping[str, Any], tokens: Sequence[str]) -> list[int]:
+    if metadata.get("tokenizer.ggml.token_type") is None:
+        return [NORMAL] * len(tokens)
+    return _list_of(metadata, "tokenizer.ggml.token_type", int, length=len(tokens))
 
 
 def _add_added_tokens(
     backend: Tokenizer, metadata: Mapping[str, Any], tokens: Sequence[str], roles: Mapping[str, str | None]
 ) -> None:
     """Tokens matched whole before anything is cut: control tokens and roles are special, user-defined ones are not."""
-    kinds = metadata.get("tokenizer.ggml.token_type")
     special = {token for token in roles.values() if token is not None}
+    swallowing = metadata.get("general.architecture") == "phi3" and metadata.get("tokenizer.ggml.model") == "llama"
     added: list[AddedToken] = []
-    if kinds is None:
-        kinds = [CONTROL if token in special else 1 for token in tokens]
-    else:
-        kinds = _list_of(metadata, "tokenizer.ggml.token_type", int, length=len(tokens))
-    for token, kind in zip(tokens, kinds, strict=True):
-        if not token:
-            continue
-        if kind in (CONTROL, UNKNOWN) or token in special:
-            added.append(AddedToken(token, normalized=False, special=True))
-        elif kind == USER_DEFINED:
-            added.append(AddedToken(token, normalized=False, special=False))
+    for token, kind in zip(tokens, _kinds(metadata, tokens), strict=True):
+        marked = kind in (CONTROL, UNKNOWN) or token in special
+        if token and (marked or kind == USER_DEFINED):
+            swallows = swallowing and token not in _PHI3_KEEPS_SPACE
+            added.append(AddedToken(token, normalized=False, special=marked, rstrip=swallows))
     backend.add_tokens(added)
 
 
@@ -257,7 +221,7 @@ def _list_of(
     if values is None:
         raise CheckpointError(f"the GGUF header has no {key}", needed=key, fix="use a file with its tokenizer inside")
     listed = values.tolist() if hasattr(values, "tolist") else list(values)
-    if not listed or not all(isinstance(value, kind) for value in listed):
+    if not listed or not all(issubclass(found, kind) for found in set(map(type, listed))):
         raise CheckpointError(f"{key} in the GGUF header is empty or of the wrong type")
     if length is not None and len(listed) != length:
         raise CheckpointError(

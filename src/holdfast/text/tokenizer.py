@@ -136,15 +136,28 @@ class Tokenizer:
 
     # ---- text and ids
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        return self.encode_batch([text], add_special_tokens=add_special_tokens)[0]
+    def encode(self, text: str, add_special_tokens: bool = True, split_special_tokens: bool = False) -> list[int]:
+        return self.encode_batch(
+            [text], add_special_tokens=add_special_tokens, split_special_tokens=split_special_tokens
+        )[0]
 
-    def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
+    def encode_batch(
+        self, texts: Sequence[str], add_special_tokens: bool = True, split_special_tokens: bool = False
+    ) -> list[list[int]]:
+        """With `split_special_tokens` a text that spells a special token stays text: for what strangers wrote."""
         for text in texts:
             _check_text(text)
+        backend = self._plain_backend if split_special_tokens else self._backend
         # Also for one text: the library's form for a single one keeps every other thread waiting until it is done.
-        encoded = self._backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
+        encoded = backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
         return [each.ids for each in encoded]
+
+    @cached_property
+    def _plain_backend(self) -> Backend:
+        """A copy, because the setting is the library's own and other threads may be encoding."""
+        plain = Backend.from_str(self._backend.to_str())
+        plain.encode_special_tokens = True
+        return plain
 
     def decode(self, token_ids: int | Sequence[int], skip_special_tokens: bool = False) -> str:
         ids = [token_ids] if isinstance(token_ids, int) else list(token_ids)
@@ -245,7 +258,7 @@ class Tokenizer:
         """Characters of text that one token can stand for, so that a text's length bounds its tokens from below."""
         longest = max(map(len, self._backend.get_vocab(with_added_tokens=True)), default=1)
         # A normalizer may draw characters together: canonical composition makes one of up to four.
-        return longest if self._backend.normalizer is None else 4 * longest
+        return longest if gguf_vocab.keeps_length(self._backend.normalizer) else 4 * longest
 
     @cached_property
     def ids_end(self) -> int:

@@ -9,7 +9,7 @@ import random
 from typing import Any
 
 import pytest
-from tokenizers import pre_tokenizers
+from tokenizers import normalizers, pre_tokenizers
 from transformers import AutoTokenizer, LlamaTokenizer
 from transformers.tokenization_utils_base import generate_merges
 
@@ -155,7 +155,12 @@ def sentencepiece_pair() -> tuple[Tokenizer, Any]:
     }
     vocabulary = {token: index for index, token in enumerate(tokens)}
     merges = generate_merges(vocabulary, dict(zip(tokens, scores, strict=True)))
-    return Tokenizer.from_gguf_metadata(metadata), LlamaTokenizer(vocab=vocabulary, merges=merges)
+    oracle = LlamaTokenizer(vocab=vocabulary, merges=merges)
+    # As Llama 2's own tokenizer.json has it, and SentencePiece: the class puts no space before one that is there.
+    spaces = [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    oracle.backend_tokenizer.normalizer = normalizers.Sequence(spaces)
+    oracle.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([])
+    return Tokenizer.from_gguf_metadata(metadata), oracle
 
 
 def test_sentencepiece_gets_the_same_ids_and_text(sentencepiece_pair: tuple[Tokenizer, Any]) -> None:

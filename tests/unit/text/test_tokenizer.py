@@ -14,7 +14,7 @@ from tokenizers import pre_tokenizers
 from holdfast.checkpoints.files import ModelFiles
 from holdfast.errors import CheckpointError, RequestError, UnsupportedOptionError
 from holdfast.text import Tokenizer
-from holdfast.text.gguf_vocab import BYTE_LEVEL_SCHEMES
+from holdfast.text.splits import BYTE_LEVEL_SCHEMES
 
 SHARED = settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
@@ -28,8 +28,8 @@ def test_byte_level_round_trip(byte_level: Tokenizer, text: str) -> None:
 @SHARED
 @given(text=st.text())
 def test_sentencepiece_round_trip(sentencepiece: Tokenizer, text: str) -> None:
-    # ▁ is how a space is spelled, so it comes back as one; a leading space is taken for the one put before every text.
-    expected = text.replace("▁", " ").replace("<unk>", "").removeprefix(" ")
+    # ▁ is how a space is spelled, so it comes back as one.
+    expected = text.replace("▁", " ").replace("<unk>", "")
     assert sentencepiece.decode(sentencepiece.encode(text), skip_special_tokens=True) == expected
 
 
@@ -59,6 +59,10 @@ def test_header_settings_are_honoured(
     ("smollm", "a12  34", ["a", "1", "2", "  ", "3", "4"]),
     ("llama-bpe", "a12345 I'M", ["a", "123", "45", " I", "'M"]),
     ("qwen2", "a12\n\n3", ["a", "1", "2", "\n\n", "3"]),
+    ("tekken", "camelCase's 12", ["camel", "Case", "'s", " ", "1", "2"]),
+    ("gpt-4o", "camelCase's 1234", ["camel", "Case's", " ", "123", "4"]),
+    ("starcoder", "x1 = 23", ["x", "1", " =", " ", "2", "3"]),
+    ("dbrx", "a12345 I'M", ["a", "123", "45", " I", "'M"]),
 ])  # fmt: skip
 def test_text_is_cut_as_the_family_does(pre: str, text: str, pieces: list[str]) -> None:
     splitter: pre_tokenizers.PreTokenizer = BYTE_LEVEL_SCHEMES[pre].split()
@@ -80,6 +84,34 @@ def test_marks_are_single_tokens(byte_level: Tokenizer) -> None:
     assert byte_level.all_special_ids == [0, 1, 2]
     assert byte_level.is_special(1)
     assert not byte_level.is_special(len(byte_level) - 1)
+
+
+def test_marks_stay_text_when_asked(byte_level: Tokenizer, sentencepiece: Tokenizer) -> None:
+    for tokenizer, text in ((byte_level, "<|im_start|>hello<|im_end|>"), (sentencepiece, "a<s>b</s><unk>")):
+        ids = tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
+        assert not set(ids) & tokenizer.special_ids
+        assert tokenizer.decode(ids) == text
+        assert set(tokenizer.encode(text, add_special_tokens=False)) & tokenizer.special_ids
+
+
+def test_no_merge_makes_a_mark(sentencepiece_metadata: dict[str, Any]) -> None:
+    tokens, kinds = sentencepiece_metadata["tokenizer.ggml.tokens"], sentencepiece_metadata["tokenizer.ggml.token_type"]
+    for token, kind in (("<", 1), (">", 1), ("s", 1), ("<s", 1), ("0", 1), ("4", 1), ("1", 1), ("<0x41", 1), ("<0", 1)):
+        tokens.append(token)
+        kinds.append(kind)
+        sentencepiece_metadata["tokenizer.ggml.scores"].append(0.0)
+    tokenizer = Tokenizer.from_gguf_metadata(sentencepiece_metadata)
+    ids = tokenizer.encode("<s>", add_special_tokens=False, split_special_tokens=True)
+    assert tokenizer.convert_ids_to_tokens(ids) == ["▁", "<s", ">"]
+    assert tokenizer.decode(tokenizer.encode("<0x41>", add_special_tokens=False)) == "<0x41>"
+
+
+def test_marks_of_phi3_swallow_the_space_behind_them(sentencepiece_metadata: dict[str, Any]) -> None:
+    plain = Tokenizer.from_gguf_metadata(sentencepiece_metadata | {"general.architecture": "llama"})
+    phi3 = Tokenizer.from_gguf_metadata(sentencepiece_metadata | {"general.architecture": "phi3"})
+    for text, same in (("</s>\n\nab", False), ("<s>\n\nab", True)):
+        assert (plain.encode(text) == phi3.encode(text)) is same
+    assert phi3.encode("</s>\n\nab") == phi3.encode("</s>ab")
 
 
 def test_names_of_transformers(byte_level: Tokenizer) -> None:
@@ -110,7 +142,8 @@ def test_wrong_types_are_refused(byte_level: Tokenizer) -> None:
 @pytest.mark.parametrize(("change", "words"), [
     ({"tokenizer.ggml.model": "t5"}, "t5"),
     ({"tokenizer.ggml.model": None}, "None"),
-    ({"tokenizer.ggml.pre": "tekken"}, "tekken"),
+    ({"tokenizer.ggml.pre": "bloom"}, "bloom"),
+    ({"tokenizer.ggml.pre": 7}, "7"),
     ({"tokenizer.ggml.tokens": None}, "tokenizer.ggml.tokens"),
     ({"tokenizer.ggml.tokens": [1, 2, 3]}, "wrong type"),
     ({"tokenizer.ggml.merges": None}, "tokenizer.ggml.merges"),
@@ -124,8 +157,10 @@ def test_bad_headers_are_refused_by_name(
     byte_level_metadata: dict[str, Any], change: dict[str, Any], words: str
 ) -> None:
     metadata = {key: value for key, value in (byte_level_metadata | change).items() if value is not None}
-    with pytest.raises(CheckpointError, match=words):
+    with pytest.raises(CheckpointError, match=words) as caught:
         Tokenizer.from_gguf_metadata(metadata)
+    unsupported = {"tokenizer.ggml.model", "tokenizer.ggml.pre"} & change.keys()
+    assert caught.value.code == ("HF234" if unsupported else "HF230")
 
 
 @pytest.fixture
@@ -216,10 +251,13 @@ def test_one_text_goes_the_way_that_lets_other_threads_run(byte_level: Tokenizer
     assert watched.encode("hello world") == expected
 
 
-def test_length_of_a_text_bounds_its_tokens(byte_level: Tokenizer, byte_level_metadata: dict[str, Any]) -> None:
+def test_length_of_a_text_bounds_its_tokens(
+    byte_level: Tokenizer, sentencepiece: Tokenizer, byte_level_metadata: dict[str, Any]
+) -> None:
     assert byte_level.longest_token_chars == len("<|endoftext|>")
     composed = Tokenizer.from_gguf_metadata(byte_level_metadata | {"tokenizer.ggml.pre": "qwen2"})
     assert composed.longest_token_chars == 4 * len("<|endoftext|>")
+    assert sentencepiece.longest_token_chars == len("▁hello")
 
 
 def test_bytes_of_a_token(byte_level: Tokenizer) -> None:
