@@ -24,7 +24,8 @@ from holdfast.hardware import resident
 from holdfast.observability.ledger import ProcessMemory, make_ledger
 from holdfast.records import Request, SamplingParams
 
-settings, requests, prompt, output = json.loads(sys.argv[1]), *map(int, sys.argv[2:])
+settings, requests, prompt, output = json.loads(sys.argv[1]), *map(int, sys.argv[2:5])
+more = json.loads(sys.argv[5])
 config = EngineConfig.from_arguments(skip_tokenizer_init=True, **settings)
 model = find_model(config)
 plan = plan_model(config, model)
@@ -33,7 +34,7 @@ core, info = build_core(config, model, lambda stage, done, total: None, plan)
 loaded = resident().now_bytes
 params = SamplingParams(
     max_tokens=output, ignore_eos=True, temperature=1.0, top_k=1000, top_p=0.9, repetition_penalty=1.1,
-    frequency_penalty=0.1, logprobs=20, seed=1,
+    frequency_penalty=0.1, logprobs=20, seed=1, **more,
 )
 for number in range(requests):
     ids = [(7919 * number + 31 * place) % (model.spec.vocab_size - 200) + 100 for place in range(prompt)]
@@ -55,9 +56,12 @@ print(json.dumps({
 """
 
 
-def weigh(settings: dict[str, Any], requests: int, prompt: int, output: int) -> dict[str, Any]:
+def weigh(settings: dict[str, Any], requests: int, prompt: int, output: int, **more: int) -> dict[str, Any]:
     done = subprocess.run(
-        [sys.executable, "-c", WEIGHER, json.dumps(settings), str(requests), str(prompt), str(output)],
+        [
+            sys.executable, "-c", WEIGHER, json.dumps(settings), str(requests), str(prompt), str(output),
+            json.dumps(more),
+        ],
         capture_output=True, text=True, timeout=900, check=False, env={**os.environ, "OMP_NUM_THREADS": "2"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -115,6 +119,19 @@ def test_dummy_shapes_stay_within_their_plan(shape: str, backend: str, tmp_path:
         "kv_cache_memory_bytes": 256 * MIB,
     }  # fmt: skip
     check(weigh(settings, 32, 100 if shape == "narrow" else 40, 3))
+
+
+def test_prompts_that_are_told_of_stay_within_the_plan(tmp_path: Path) -> None:
+    """4,000 tokens, each with the 20 likeliest of a large vocabulary: all logits at once would be 2 GB."""
+    config = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "tie_word_embeddings": True, "torch_dtype": "float32",
+        "bos_token_id": 1, "eos_token_id": 2, "hidden_act": "silu", "hidden_size": 64, "intermediate_size": 128,
+        "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 128256,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    settings = {"model": str(tmp_path), "load_format": "dummy", "max_num_seqs": 8, "kv_cache_memory_bytes": 64 * MIB}
+    check(weigh(settings, 2, 4000, 2, prompt_logprobs=20))
 
 
 def test_an_absolute_budget_is_kept_whole() -> None:

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_gpu import Tiny, TinyGguf, prompt, run, tokens_of
+from prompt_scores import assert_scores
+from tiny_gpu import Tiny, TinyGguf, prompt, run, tokens_of, told_of
 
 from holdfast.records import SamplingParams
 
@@ -86,3 +87,25 @@ def test_a_quantized_file_says_what_it_says_on_a_cpu(expand: bool, tmp_path: Pat
             assert one.logprobs is not None
             assert other.logprobs is not None
             assert one.logprobs[0].logprobs == pytest.approx(other.logprobs[0].logprobs, abs=1e-3)
+
+
+@pytest.mark.usefixtures("no_kernel_for_few_rows")
+def test_prompts_are_told_of_as_transformers_would(tiny: Tiny, device: torch.device) -> None:
+    """In chunks, beside rows that only sample, in more turns than one."""
+    if tiny.spec.layers[0].window is not None and device.type == "cpu":
+        return
+    asked: list[int | None] = [3, None, 0, 20]
+    prompts = [prompt(number, length) for number, length in enumerate((21, 5, 9, 2))]
+    params = [
+        SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True, prompt_logprobs=count, logprobs=1)
+        for count in asked
+    ]
+    found = run(tiny.core(device, gpu=True), prompts, params)
+    for ids, count, outputs in zip(prompts, asked, found, strict=True):
+        tiny.assert_greedy(ids, tokens_of(outputs))
+        told = told_of(outputs)
+        if count is None:
+            assert told == []
+        else:
+            with torch.inference_mode():
+                assert_scores(tiny.model(torch.tensor([ids])).logits[0], ids, told, count)

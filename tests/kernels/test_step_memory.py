@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 from memory_faults import MemoryFaults, Site, memory_faults
-from tiny_gpu import Tiny, prompt, run, tokens_of
+from prompt_scores import assert_scores
+from tiny_gpu import Tiny, prompt, run, tokens_of, told_of
 
 from holdfast.execution.gpu.decoder import GpuDecoder
 from holdfast.records import SamplingParams
@@ -30,10 +31,12 @@ def test_a_step_without_memory_is_done_in_parts(
 
     monkeypatch.setattr(GpuDecoder, "forward", fails)
     prompts = [prompt(number, length) for number, length in enumerate((7, 1))]
-    params = [SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True, logprobs=1)] * 2
+    params = [SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True, logprobs=1, prompt_logprobs=2)] * 2
     core = tiny.core(device, gpu=True, graphs=False)
     for asked, outputs in zip(prompts, run(core, prompts, params), strict=True):
         tiny.assert_greedy(asked, tokens_of(outputs))
+        with torch.inference_mode():
+            assert_scores(tiny.model(torch.tensor([asked])).logits[0], asked, told_of(outputs), 2)
     assert max(sizes) == 8
     assert 0 < sizes.count(1) + sizes.count(2) + sizes.count(3) < len(sizes)
 
@@ -51,20 +54,21 @@ def test_only_the_request_without_memory_ends(
 
     monkeypatch.setattr(GpuDecoder, "forward", fails)
     prompts = [prompt(0, 3), [poor, 5, 6], prompt(2, 4)]
-    params = [SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)] * 3
+    params = [SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True, prompt_logprobs=0)] * 3
     first, ended, last = run(tiny.core(device, gpu=True, graphs=False), prompts, params)
     assert [output.failure and output.failure.code for output in ended] == ["HF441"]
     tiny.assert_greedy(prompts[0], tokens_of(first))
     tiny.assert_greedy(prompts[2], tokens_of(last))
+    assert [len(told_of(outputs)) for outputs in (first, ended, last)] == [2, 0, 3]
 
 
 def test_running_out_of_memory_at_any_place_changes_no_answer(tiny: Tiny, device: torch.device) -> None:
     """At each place where torch allocates or a kernel is loaded in a step, in turn; here at some of them, on a GPU at
     all. Graphs would hide the places from the second step on."""
-    asked = [prompt(0, 5), prompt(1, 1)]
+    asked = [prompt(0, 5), prompt(1, 3)]
     params = [
         SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True, logprobs=2, repetition_penalty=1.2),
-        SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True),
+        SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True, prompt_logprobs=2),
     ]
 
     def answers(site: Site | None, times: int) -> tuple[list[list[int]], MemoryFaults]:
@@ -72,7 +76,8 @@ def test_running_out_of_memory_at_any_place_changes_no_answer(tiny: Tiny, device
         with memory_faults(site, times) as faults:
             found = run(core, asked, params)
         assert not any(output.failure for outputs in found for output in outputs)
-        return [tokens_of(outputs) for outputs in found], faults
+        told = [entry.token_ids for outputs in found for entry in told_of(outputs)]
+        return [*(tokens_of(outputs) for outputs in found), *told], faults
 
     expected, seen = answers(None, 0)
     assert len(seen.seen) > 12

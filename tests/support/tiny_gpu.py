@@ -19,7 +19,7 @@ from holdfast.execution.weights import Weights, load_weights
 from holdfast.kvcache import KVCache
 from holdfast.kvcache.groups import KVLayout, form_groups
 from holdfast.models import ModelSpec, from_config
-from holdfast.records import EngineOutput, Request, SamplingParams
+from holdfast.records import EngineOutput, Request, SamplingParams, TokenLogprobs
 from holdfast.scheduler import Scheduler, SchedulerLimits
 
 BLOCK_TOKENS = 4
@@ -111,3 +111,8 @@ def prompt(number: int, length: int) -> list[int]:
 
 def tokens_of(outputs: list[EngineOutput]) -> list[int]:
     return [token for output in outputs for token in output.token_ids]
+
+
+def told_of(outputs: list[EngineOutput]) -> list[TokenLogprobs]:
+    """Of the prompt."""
+    return [entry for output in outputs for entry in output.prompt_logprobs or []]

@@ -20,6 +20,8 @@ class Answer:
         self.index = index
         self.token_ids: list[int] = []
         self.finished = False
+        self._prompt_entries = 0
+        """That have gone out of its log-probabilities, None for the first token included."""
         self._timing: RequestTiming | None = None
         """As the first engine to give a token told it."""
         self._tokenizer = tokenizer
@@ -36,7 +38,8 @@ class Answer:
 
     def resumed(self) -> Request:
         """The same request, with the tokens that have already gone out."""
-        return msgspec.structs.replace(self.request, output_token_ids=list(self.token_ids))
+        told = max(0, self._prompt_entries - 1)
+        return msgspec.structs.replace(self.request, output_token_ids=list(self.token_ids), prompt_logprobs_told=told)
 
     def take(self, output: EngineOutput) -> AnswerDelta:
         """Mutates the answer. When the delta is finished but the engine's output was not, the caller aborts the
@@ -63,11 +66,21 @@ class Answer:
             logprobs=None
             if output.logprobs is None
             else [self._readable(entry) for entry in output.logprobs[: len(tokens)]],
+            prompt_logprobs=self._of_prompt(output.prompt_logprobs or []),
             finish_reason=reason,
             stop_reason=stop_reason,
             cached_tokens=output.cached_tokens,
             timing=self._times(output),
         )
+
+    def _of_prompt(self, entries: list[TokenLogprobs]) -> list[dict[int, Logprob] | None] | None:
+        """What was told of the prompt, with a None before all of it."""
+        if self.request.params.prompt_logprobs is None or (self._prompt_entries and not entries):
+            return None
+        told: list[dict[int, Logprob] | None] = [] if self._prompt_entries else [None]
+        told += [self._readable(entry) for entry in entries]
+        self._prompt_entries += len(told)
+        return told
 
     def _times(self, output: EngineOutput) -> RequestTiming | None:
         """With the last delta only. What began in an engine that died has begun when it began; an answer that is ended

@@ -45,8 +45,11 @@ class Door:
             Request(
                 request_id=request_id if params.n == 1 else f"{request_id}#{index}",
                 prompt_token_ids=prompt,
-                # Each answer has random numbers of its own, and they repeat when the seed does.
-                params=params.replace(n=1, seed=_nth_seed(seed, index)),
+                # Each answer has random numbers of its own, and they repeat when the seed does. One of them tells of
+                # the prompt; the others may find it in the cache.
+                params=params.replace(
+                    n=1, seed=_nth_seed(seed, index), prompt_logprobs=None if index else params.prompt_logprobs
+                ),
                 arrival_s=arrival_s,
                 priority=priority,
                 cache_salt=cache_salt,

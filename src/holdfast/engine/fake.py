@@ -13,6 +13,8 @@ import time
 from collections.abc import AsyncIterator, Callable
 from typing import TYPE_CHECKING, Any, cast
 
+import msgspec
+
 from holdfast.engine.answers import Answer
 from holdfast.engine.door import check_room
 from holdfast.engine.fake_script import Script, Speaker, echo, say
@@ -326,10 +328,11 @@ class _Stream:
         blocks = -(-len(prompt) // BLOCK_SIZE)
         self._begun = True
         request = Request(request_id=self._request_id, prompt_token_ids=prompt, params=params, arrival_s=arrival_s)
+        others = msgspec.structs.replace(request, params=params.replace(prompt_logprobs=None))
         script = engine.script(prompt)
         speaking = [
-            (Answer(request, index, engine.tokenizer), Speaker(request, script, engine.max_model_len))
-            for index in range(params.n)
+            (Answer(one, index, engine.tokenizer), Speaker(one, script, engine.max_model_len))
+            for index, one in enumerate([request, *[others] * (params.n - 1)])
         ]
         await engine._enter()
         engine._blocks_used += blocks

@@ -61,11 +61,18 @@ class Speaker:
             request_id=self._request.request_id,
             token_ids=[token_id],
             logprobs=None if params.logprobs is None else [_logprobs(token_id, params.logprobs)],
+            prompt_logprobs=self._of_prompt() if self.count == 1 else None,
             finish_reason=finish,
             stop_token_id=stop_id,
             cached_tokens=cached_tokens,
             timing=timing,
         )
+
+    def _of_prompt(self) -> list[TokenLogprobs] | None:
+        count = self._request.params.prompt_logprobs
+        if count is None:
+            return None
+        return [_logprobs(token_id, count) for token_id in self._request.prompt_token_ids[1:]]
 
 
 def _logprobs(token_id: int, count: int) -> TokenLogprobs:

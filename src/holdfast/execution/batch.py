@@ -5,6 +5,7 @@ Checks a plan whole before anything of it is applied: a wrong plan changes nothi
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,6 +53,11 @@ class StepBatch:
     sampling_slots: numpy.typing.NDArray[numpy.int64]
     sampling_lengths: numpy.typing.NDArray[numpy.int64]
     """Tokens known to each sampling row: where the sampled one goes."""
+    scored_tokens: torch.Tensor
+    """Index into `tokens` of each that is scored, row by row in the plan's order."""
+    scored_targets: torch.Tensor
+    """The known token behind each."""
+    scored_slots: list[int]
     token_rows: tuple[torch.Tensor, ...]
     """A group: the row of KVStore.token_rows (place 0, keys) each token's key goes to."""
     fresh_pages: torch.Tensor
@@ -62,6 +68,9 @@ class StepBatch:
     @property
     def token_count(self) -> int:
         return len(self.tokens)
+
+
+Places = numpy.typing.NDArray[numpy.int64]
 
 
 def _wrong(message: str, *, needed: str | None = None, found: str | None = None) -> EngineError:
@@ -111,6 +120,7 @@ class SlotBuffers:
         lasts = numpy.empty(len(slots), dtype=numpy.int64)
         lasts[rows.order] = rows.firsts + rows.counts - 1
         sampling_rows = [plan.rows[index] for index in sampling]
+        scored_tokens, scored_positions, scored_slots = scored_places(plan.rows, lasts)
         step = StepRows(starts=rows.starts, counts=rows.counts, firsts=rows.firsts, single=rows.single)
         reach = self._layout.blocks_for(int((rows.starts + rows.counts).max()))
         token_rows, fresh, plans = [], [], []
@@ -132,6 +142,9 @@ class SlotBuffers:
             sampling_tokens=torch.from_numpy(lasts[sampling]),
             sampling_slots=numpy.array([row.slot for row in sampling_rows], dtype=numpy.int64),
             sampling_lengths=numpy.array([row.start + row.count for row in sampling_rows], dtype=numpy.int64),
+            scored_tokens=torch.from_numpy(scored_tokens),
+            scored_targets=torch.from_numpy(self.tokens[scored_slots, scored_positions + 1].astype(numpy.int64)),
+            scored_slots=scored_slots.tolist(),
             token_rows=tuple(token_rows),
             fresh_pages=torch.from_numpy(numpy.concatenate(fresh).astype(numpy.int64)),
             attention_plans=tuple(plans),
@@ -211,6 +224,12 @@ class SlotBuffers:
                 needed=f"positions 0 to {min(known[row.slot], self._limits.max_model_len) - 1}",
                 found=f"{row.start} to {end - 1}",
             )
+        if row.scored and not row.start <= row.score_from < row.score_to <= min(end, known[row.slot] - 1):
+            raise _wrong(
+                f"the row of slot {row.slot} scores positions that it does not compute or that nothing known follows",
+                needed=f"positions from {row.start} to {min(end, known[row.slot] - 1) - 1}",
+                found=f"{row.score_from} to {row.score_to - 1}",
+            )
         if row.samples and end != known[row.slot]:
             raise _wrong(
                 f"the row of slot {row.slot} samples before the end of what is known",
@@ -235,6 +254,19 @@ class SlotBuffers:
                     held = [0] * len(held)
                 if not all(entries.get(first + index, page) for index, page in enumerate(held)):
                     raise _wrong(f"the row of slot {row.slot} has no page to write to", found=f"group {group}")
+
+
+def scored_places(rows: Sequence[Row], lasts: numpy.typing.NDArray[numpy.int64]) -> tuple[Places, Places, Places]:
+    """Of every position that is scored, row by row: its token of the batch, itself, its slot. `lasts`: each row's last
+    token."""
+    scoring = [(row, int(last)) for row, last in zip(rows, lasts, strict=True) if row.scored]
+    counts = [row.scored for row, _ in scoring]
+    positions = [numpy.arange(row.score_from, row.score_to, dtype=numpy.int64) for row, _ in scoring]
+    joined = numpy.concatenate(positions) if positions else numpy.empty(0, dtype=numpy.int64)
+    # From a position to its token: the last position of a row is its last token.
+    shifts = numpy.array([last - (row.start + row.count - 1) for row, last in scoring], dtype=numpy.int64)
+    slots = numpy.array([row.slot for row, _ in scoring], dtype=numpy.int64)
+    return joined + numpy.repeat(shifts, counts), joined, numpy.repeat(slots, counts)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,10 @@ It decides nothing: which row runs, in which page, was settled by the scheduler.
 from __future__ import annotations
 
 import gc
+from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from typing import Protocol
 
 import torch
@@ -129,7 +132,13 @@ class Runner:
                 kv.clear(batch.fresh_pages)
             hidden = decoder.forward(batch, kv)
             token_ids, logprobs = self._sample(hidden, batch)
-            return StepResult(step_id=plan.step_id, token_ids=token_ids, logprobs=logprobs)
+            told = self._score(batch)
+            return StepResult(
+                step_id=plan.step_id,
+                token_ids=token_ids,
+                logprobs=logprobs,
+                prompt_logprobs=[list(islice(told, row.scored)) for row in plan.rows if row.scored],
+            )
 
     def _sample(self, hidden: torch.Tensor, batch: StepBatch) -> tuple[list[int], list[TokenLogprobs | None]]:
         token_ids: list[int] = []
@@ -149,6 +158,16 @@ class Runner:
             token_ids += sampled.tolist()
         return token_ids, logprobs
 
+    def _score(self, batch: StepBatch) -> Iterator[TokenLogprobs]:
+        """Of the batch's scored tokens, in turns of the same few rows of logits."""
+        rows = len(self._logits)
+        for first in range(0, len(batch.scored_tokens), rows):
+            part = slice(first, first + rows)
+            hidden = self._decoder.states(batch.scored_tokens[part])
+            logits = self._logits[: len(hidden)]
+            self._decoder.logits(hidden, logits)
+            yield from self._sampler.score(logits.float(), batch.scored_slots[part], batch.scored_targets[part])
+
     def rehearse(self) -> Rehearsal:
         """Runs the heaviest step the limits allow and says what it needed.
 
@@ -156,7 +175,7 @@ class Runner:
         pieces, so more of either would take time and no more memory. What is computed means nothing.
         """
         decoder, kv = self._decoder, self.kv
-        plan = heaviest_plan(self.limits, self.layout)
+        plan = heaviest_plan(self.limits, self.layout, scored=len(self._logits))
         layers = 1 + max(min(group.layers) for group in self.layout.groups)
         trim_memory()
         peak = PeakMemory()
@@ -174,6 +193,7 @@ class Runner:
             activations = peak.grown_bytes - scratch
             with peak:
                 self._sample(hidden, batch)
+                deque(self._score(batch), maxlen=0)
         self._buffers.known[:] = 0
         trim_memory()
         return Rehearsal(

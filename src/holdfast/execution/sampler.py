@@ -99,6 +99,10 @@ class Sampler:
         found = iter(logprobs(raw, chosen[wanted], counts))
         return tokens, [next(found) if row.params.logprobs is not None else None for row in rows]
 
+    def score(self, logits: torch.Tensor, slots: list[int], targets: torch.Tensor) -> list[TokenLogprobs]:
+        """Of tokens of prompts: how likely each was after what stands before it."""
+        return logprobs(logits, targets, [self._slots[slot].params.prompt_logprobs or 0 for slot in slots])
+
     def _adjust(
         self, logits: torch.Tensor, rows: list[_Slot], slots: Integers, lengths: Integers, positions: Integers
     ) -> None:

@@ -64,7 +64,7 @@ class Transformer:
         if self._fused is not None:
             self._fused.begin(step, kv)
         # A prompt's chunk: of the last layer, only sampling rows need more than their keys and values.
-        cut = layers is None and len(batch.sampling_tokens) < batch.token_count
+        cut = layers is None and not len(batch.scored_tokens) and len(batch.sampling_tokens) < batch.token_count
         for index, layer in enumerate(self.weights.layers[:-1] if cut else self.weights.layers[:layers]):
             group, place = self._places[index]
             if self._fused is not None:
@@ -76,8 +76,15 @@ class Transformer:
         sampling = step.stream.index_select(0, batch.sampling_tokens)
         if cut:
             self._finish(self.weights.layers[-1], sampling, step, batch, kv)
-        normed = torch.empty_like(sampling)
-        self.ops.rms_norm(sampling, self.weights.final_norm, self.spec.norm_eps, normed)
+        return self._final(sampling)
+
+    def states(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Normed hidden states of these tokens of the last step, one that scores and was therefore computed whole."""
+        return self._final(self._stream.index_select(0, tokens))
+
+    def _final(self, stream: torch.Tensor) -> torch.Tensor:
+        normed = torch.empty_like(stream)
+        self.ops.rms_norm(stream, self.weights.final_norm, self.spec.norm_eps, normed)
         return normed
 
     def multiply_largest(self, tokens: int, sampling_rows: int) -> None:
@@ -128,7 +135,7 @@ class Transformer:
         layer.qkv.write(step.normed, step.qkv)
         heads = step.heads
         self.ops.rotate_and_store(heads, step.cos, step.sin, kv, place, batch.token_rows[group])
-        if len(batch.sampling_tokens) or layer is not self.weights.layers[-1]:
+        if len(batch.sampling_tokens) or len(batch.scored_tokens) or layer is not self.weights.layers[-1]:
             plan = batch.attention_plans[group]
             self.attention.run(heads.query, heads.key, heads.value, kv, place, plan, step.attended_heads)
 

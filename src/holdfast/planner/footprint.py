@@ -51,6 +51,9 @@ LOGITS_COPIES = 12
 masked copy and its sums in double precision make 7.3; with what the allocator keeps of the turn before, 8.8 to 11.8
 were measured."""
 
+SCORED_BYTES = 2048
+"""Of one token of a prompt that is scored: 21 ids and numbers of Python's, their lists, and what travels of them."""
+
 PENALTY_BYTES, SEEN_BYTES = 13, 61
 """For each place of a turn's longest row, and for each token that penalties see: ids, marks, sorted pairs, scores."""
 
@@ -176,7 +179,8 @@ def logits_bytes(spec: ModelSpec, limits: Limits, pool_tokens: int | None = None
     rows = logits_rows(spec.vocab_size, limits.max_num_seqs)
     turn, places = rows * spec.vocab_size * 4, rows * limits.max_model_len
     seen = places if pool_tokens is None else min(places, pool_tokens)
-    return SAMPLING_BYTES + max(LOGITS_COPIES * turn, 2 * turn + PENALTY_BYTES * places + SEEN_BYTES * seen)
+    scored = limits.max_num_batched_tokens * SCORED_BYTES
+    return SAMPLING_BYTES + scored + max(LOGITS_COPIES * turn, 2 * turn + PENALTY_BYTES * places + SEEN_BYTES * seen)
 
 
 def buffers_bytes(layout: KVLayout, limits: Limits, *, pool_tokens: int = 0) -> int:

@@ -15,6 +15,7 @@ from holdfast.models import ModelSpec
 from holdfast.planner import sampling_sizes
 from holdfast.planner.footprint import ELEMENT_BYTES, Limits
 from holdfast.planner.padding import padded_sizes
+from holdfast.records.sampling import MAX_LOGPROBS
 from holdfast.units import MIB
 
 LEAST_CAPABILITY = (8, 0)
@@ -31,6 +32,8 @@ CUBLAS_BYTES = 64 * MIB
 """torch gives cuBLAS 32 MiB on Hopper for each stream that multiplies: the engine's, and that of captures."""
 LOGPROB_ROWS = 16
 """Log-probabilities are worked out for so many rows at a time."""
+TOLD_BYTES = (1 + MAX_LOGPROBS) * (4 + 4)
+"""Of one token of a prompt: log-probabilities of itself and of the likeliest, its rank and their ids."""
 UPDATE_WORDS = 1 << 19
 """Places and values of ids and tables that travel in one packet."""
 LINE_WORDS = 32
@@ -95,7 +98,8 @@ def logits_bytes(spec: ModelSpec, limits: Limits, *, dtype: str) -> int:
     )
     # Chosen rows as they are, in float32, their log-probabilities, and a comparison with each.
     scored = min(rows, LOGPROB_ROWS) * vocabulary * (ELEMENT_BYTES[dtype] + 4 + 4 + 1)
-    return rows * vocabulary * ELEMENT_BYTES[dtype] + sampling + scored
+    told = limits.max_num_batched_tokens * TOLD_BYTES
+    return rows * vocabulary * ELEMENT_BYTES[dtype] + sampling + scored + told
 
 
 def slot_words(layout: KVLayout, limits: Limits) -> int:
@@ -110,8 +114,9 @@ def decode_packet_words(rows: int) -> int:
 
 
 def mixed_packet_words(rows: int, tokens: int) -> int:
-    """A token's slot and position and two of each tile, of which there are no more than tokens; nine of each row."""
-    return 4 * whole_lines(tokens) + 9 * whole_lines(rows)
+    """A token's slot and position, its place if it is scored, and two of each tile, of which there are no more than
+    tokens; nine of each row."""
+    return 5 * whole_lines(tokens) + 9 * whole_lines(rows)
 
 
 def buffers_bytes(layout: KVLayout, limits: Limits) -> int:

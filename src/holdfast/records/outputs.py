@@ -67,6 +67,8 @@ class EngineOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     request_id: str
     token_ids: list[int] = []
     logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    """Of further tokens of the prompt, each told once; the first token of a prompt has none."""
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None
     """The stop id that ended it, when it was not the model's own end."""
@@ -112,6 +114,9 @@ class AnswerDelta(msgspec.Struct, frozen=True, kw_only=True):
     token_ids: list[int] = []
     logprobs: list[dict[int, Logprob]] | None = None
     """One entry a token: the chosen token first, then the likeliest."""
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    """Of further tokens of the prompt; None stands for the first, behind which nothing was known. Of a request with
+    several answers they come with the first."""
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     """The stop string or id that ended it."""
@@ -173,3 +178,5 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool = False
     num_cached_tokens: int = 0
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    """One entry a token of the prompt, None for the first."""

@@ -23,7 +23,6 @@ MAX_STOP_IDS = 1000
 """With the model's own ends no more than biases: a GPU keeps room for as many of both."""
 
 NOT_YET = (
-    "prompt_logprobs",
     "allowed_token_ids",
     "bad_words",
     "structured_outputs",
@@ -62,13 +61,14 @@ class SamplingParams(msgspec.Struct, metaclass=_Spelling, frozen=True, kw_only=T
     min_tokens: int = 0
     logprobs: int | None = None
     """How many of the likeliest tokens to report beside the chosen one."""
+    prompt_logprobs: int | None = None
+    """The same for every token of the prompt but the first. What is wanted of a prompt is not taken from the cache."""
     detokenize: bool = True
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     logit_bias: dict[int, float] | None = None
 
     # Known names whose work is not there yet: set to anything but their default, they are refused by name.
-    prompt_logprobs: int | None = None
     spaces_between_special_tokens: bool = True
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
@@ -137,6 +137,11 @@ class SamplingParams(msgspec.Struct, metaclass=_Spelling, frozen=True, kw_only=T
             f"at most max_tokens ({self.max_tokens})",
         )
         need(self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS, "logprobs", f"from 0 to {MAX_LOGPROBS}")
+        need(
+            self.prompt_logprobs is None or 0 <= self.prompt_logprobs <= MAX_LOGPROBS,
+            "prompt_logprobs",
+            f"from 0 to {MAX_LOGPROBS}",
+        )
         need(len(self.stop_strings) <= MAX_STOPS, "stop", f"at most {MAX_STOPS} strings")
         need(
             all(0 < len(s) <= MAX_STOP_CHARS for s in self.stop_strings),

@@ -48,6 +48,14 @@ class Row(msgspec.Struct, frozen=True, array_like=True):
     start: int
     count: int
     samples: bool
+    score_from: int = 0
+    score_to: int = 0
+    """Of positions score_from .. score_to-1, all of them computed by this row: how likely the known token behind each
+    was. Equal: of none."""
+
+    @property
+    def scored(self) -> int:
+        return self.score_to - self.score_from
 
 
 class BlockCopy(msgspec.Struct, frozen=True, array_like=True):
@@ -88,5 +96,7 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     token_ids: list[int] = []
     logprobs: list[TokenLogprobs | None] = []
     """Empty when no row asked for them, else as long as token_ids."""
+    prompt_logprobs: list[list[TokenLogprobs]] = []
+    """Entry i belongs to the i-th row of the plan that scores: one for each of its positions, none where it failed."""
     finished_copies: list[int] = []
     failures: list[StepFailure] = []

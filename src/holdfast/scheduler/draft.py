@@ -1,10 +1,12 @@
-"""A step while it is being planned: rows that can still be taken back, and the token budget. Decides nothing."""
+"""A step while it is being planned (rows that can still be taken back, and the token budget) and while its result is
+awaited. Decides nothing."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from holdfast.records import Row, SequenceStart, StepPlan, TableWrite
+from holdfast.errors import EngineError
+from holdfast.records import Row, SequenceStart, StepPlan, StepResult, TableWrite
 from holdfast.scheduler.sequence import Sequence
 
 
@@ -46,3 +48,25 @@ class Draft:
             table_writes=[write for entry in planned for write in entry.table_writes],
             rows=[entry.row for entry in planned],
         )
+
+
+@dataclass(slots=True)
+class StepInFlight:
+    step_id: int
+    rows: list[PlannedRow]
+    void: set[Sequence] = field(default_factory=set)
+    """Whose rows count for nothing: they may have read what a failed row did not write."""
+
+    def check(self, result: StepResult) -> None:
+        """Whether it is a result of this plan. A row that failed has told nothing."""
+        failed = {failure.slot for failure in result.failures}
+        rows = [planned.row for planned in self.rows]
+        sampling = sum(row.samples for row in rows)
+        scored = [0 if row.slot in failed else row.scored for row in rows if row.scored]
+        told = [len(entry) for entry in result.prompt_logprobs]
+        if len(result.token_ids) != sampling or len(result.logprobs) not in (0, sampling) or told != scored:
+            raise EngineError(
+                f"the result of step {self.step_id} does not belong to its plan",
+                needed=f"{sampling} tokens and {sum(scored)} scores of prompts",
+                found=f"{len(result.token_ids)} tokens, {len(result.logprobs)} logprobs and {sum(told)} scores",
+            )

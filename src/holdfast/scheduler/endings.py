@@ -52,6 +52,7 @@ def news(
     stop_id: int | None,
     now_s: float | None,
     failure: Failure | None = None,
+    prompt_logprobs: list[TokenLogprobs] | None = None,
 ) -> EngineOutput:
     """What a sequence gained, and whether that ended it; with its times where `now_s` is given."""
     timing = None
@@ -66,6 +67,7 @@ def news(
         request_id=sequence.request.request_id,
         token_ids=token_ids,
         logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
         finish_reason=reason,
         stop_token_id=stop_id,
         cached_tokens=sequence.cached_tokens,

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from dataclasses import dataclass, field
 
 from holdfast.errors import EngineError, RequestError
 from holdfast.kvcache import KVCache, Prefix
@@ -31,7 +30,6 @@ from holdfast.records import (
     EngineStats,
     FinishReason,
     Request,
-    Row,
     SequenceStart,
     StepFailure,
     StepPlan,
@@ -40,19 +38,11 @@ from holdfast.records import (
     TokenLogprobs,
 )
 from holdfast.scheduler.audit import check_in_flight, check_lines
-from holdfast.scheduler.draft import Draft, PlannedRow
+from holdfast.scheduler.draft import Draft, PlannedRow, StepInFlight
 from holdfast.scheduler.endings import news, refused, why_refused
 from holdfast.scheduler.limits import SchedulerLimits
 from holdfast.scheduler.line import enter, leave
 from holdfast.scheduler.sequence import Sequence, Status
-
-
-@dataclass(slots=True)
-class _StepInFlight:
-    step_id: int
-    rows: list[PlannedRow]
-    void: set[Sequence] = field(default_factory=set)
-    """Whose rows count for nothing: they may have read what a failed row did not write."""
 
 
 class Scheduler:
@@ -65,7 +55,7 @@ class Scheduler:
         self._running: list[Sequence] = []
         self._waiting: list[Sequence] = []
         self._free_slots = list(range(limits.max_num_seqs))
-        self._in_flight: deque[_StepInFlight] = deque()
+        self._in_flight: deque[StepInFlight] = deque()
         self._added_total = 0
         self._steps_total = 0
         self._step_tokens = 0
@@ -152,7 +142,7 @@ class Scheduler:
             return None
         self._steps_total += 1
         self._step_tokens = self.limits.max_num_batched_tokens - draft.budget
-        self._in_flight.append(_StepInFlight(self._steps_total, list(draft.rows.values())))
+        self._in_flight.append(StepInFlight(self._steps_total, list(draft.rows.values())))
         return draft.plan(self._steps_total)
 
     def _plan_running(self, draft: Draft) -> list[Sequence]:
@@ -182,7 +172,7 @@ class Scheduler:
         first = self._waiting[0]
         if not self._free_slots or not self._worth_admitting or first.rows_in_flight:
             return False
-        return self._has_room(first, self.kv.find_prefix(first.book, first.tokens), budget)
+        return self._has_room(first, self.kv.find_prefix(first.book, first.cacheable), budget)
 
     def _plan_row(self, draft: Draft, sequence: Sequence, pending: int, *, may_preempt: bool = True) -> None:
         """As many of its pending tokens as budget and pages allow; maybe none."""
@@ -200,7 +190,7 @@ class Scheduler:
             first = book.entries
             kv.grow(book, start + count)
             writes = [TableWrite(sequence.slot, group, first, table[first:]) for group, table in enumerate(book.tables)]
-        draft.add(PlannedRow(sequence, Row(sequence.slot, start, count, count == pending), writes))
+        draft.add(PlannedRow(sequence, sequence.row(start, count, count == pending), writes))
 
     def _find_pages(self, draft: Draft, sequence: Sequence, may_preempt: bool) -> int:
         """The position up to which its pages can reach. Takes pages from the youngest while it could not even compute
@@ -221,6 +211,7 @@ class Scheduler:
             sequence.in_flight += row.count
             sequence.rows_in_flight += 1
             sequence.sampling_in_flight += row.samples
+            sequence.scored = max(sequence.scored, row.score_to)
             note_scheduled(sequence.book, row.start + row.count, sequence.tokens)
             if row.count > 1:
                 self._worth_admitting = True
@@ -245,7 +236,7 @@ class Scheduler:
             sequence = self._waiting[0]
             if sequence.rows_in_flight:
                 return
-            prefix = self.kv.find_prefix(sequence.book, sequence.tokens)
+            prefix = self.kv.find_prefix(sequence.book, sequence.cacheable)
             if not self._has_room(sequence, prefix, draft.budget):
                 # While there is somebody to preempt for it, every step is worth a try.
                 self._worth_admitting = self._outranks_running(sequence)
@@ -274,8 +265,9 @@ class Scheduler:
         if sequence.scheduled_s is None:
             sequence.scheduled_s = now_s
             sequence.cached_tokens = min(prefix.tokens, sequence.prompt_length)
-        kv.adopt(book, prefix, len(sequence.tokens))
+        kv.adopt(book, prefix, len(sequence.cacheable))
         sequence.status = Status.RUNNING
+        sequence.scored = sequence.told  # Nothing of it is in flight; what was void is scored again.
         sequence.slot = heapq.heappop(self._free_slots)
         sequence.computed = prefix.tokens
         enter(self._running, sequence)
@@ -292,7 +284,7 @@ class Scheduler:
             tuple(sorted(sequence.ends)) if request.params.min_tokens else (),
         )
         writes = [TableWrite(sequence.slot, group, 0, list(table)) for group, table in enumerate(book.tables)]
-        row = Row(sequence.slot, prefix.tokens, count, count == sequence.pending)
+        row = sequence.row(prefix.tokens, count, count == sequence.pending)
         draft.add(PlannedRow(sequence, row, writes, start))
         self._commit(draft)
 
@@ -315,7 +307,7 @@ class Scheduler:
             if wanted + self._set_aside(others) > available:
                 return
         while self._outranks_running(urgent):
-            prefix = self.kv.find_prefix(urgent.book, urgent.tokens)
+            prefix = self.kv.find_prefix(urgent.book, urgent.cacheable)
             if self._free_slots and self._has_room(urgent, prefix, self.limits.max_num_batched_tokens):
                 return
             self._preempt(draft, self._running[-1])
@@ -327,30 +319,30 @@ class Scheduler:
         step = self._in_flight.popleft() if self._in_flight else None
         if step is None or step.step_id != result.step_id:
             raise EngineError(f"step {result.step_id} is not the one due", needed=f"step {step and step.step_id}")
-        sampling = sum(planned.row.samples for planned in step.rows)
-        if len(result.token_ids) != sampling or len(result.logprobs) not in (0, sampling):
-            raise EngineError(
-                f"the result of step {step.step_id} does not belong to its plan",
-                needed=f"{sampling} tokens",
-                found=f"{len(result.token_ids)} tokens and {len(result.logprobs)} logprobs",
-            )
+        step.check(result)
         outputs = [output for failed in result.failures for output in self._fail(step, failed, now_s)]
-        sampled = 0
+        sampled, scores = 0, iter(result.prompt_logprobs)
         for planned in step.rows:
             sequence, row = planned.sequence, planned.row
             sequence.rows_in_flight -= 1
             if sequence.status is Status.RUNNING:
                 sequence.computed += row.count
                 sequence.in_flight -= row.count
+            counts = sequence.status is not Status.FINISHED and sequence not in step.void
+            told = next(scores) if row.scored else None
+            if told is not None and counts:
+                sequence.told += len(told)
+                if not row.samples:
+                    outputs.append(news(sequence, [], None, None, None, None, prompt_logprobs=told))
             if row.samples:
                 sequence.sampling_in_flight -= 1
-                if sequence.status is not Status.FINISHED and sequence not in step.void:
+                if counts:
                     logprobs = result.logprobs[sampled] if result.logprobs else None
-                    outputs.append(self._take(sequence, result.token_ids[sampled], logprobs, now_s))
+                    outputs.append(self._take(sequence, result.token_ids[sampled], logprobs, told, now_s))
                 sampled += 1
         return outputs
 
-    def _fail(self, step: _StepInFlight, failed: StepFailure, now_s: float) -> list[EngineOutput]:
+    def _fail(self, step: StepInFlight, failed: StepFailure, now_s: float) -> list[EngineOutput]:
         """Ends the one request. Whoever has the same beginning may have found the pages it did not fill in the prefix
         cache, in this step or in one planned since: these start anew, and nothing of the rest is cached."""
         row = next(planned for planned in step.rows if planned.row.slot == failed.slot)
@@ -370,7 +362,14 @@ class Scheduler:
         self._leave(ended)
         return [news(ended, [], None, FinishReason.ERROR, None, now_s, failed.failure)]
 
-    def _take(self, sequence: Sequence, token: int, logprobs: TokenLogprobs | None, now_s: float) -> EngineOutput:
+    def _take(
+        self,
+        sequence: Sequence,
+        token: int,
+        logprobs: TokenLogprobs | None,
+        prompt_logprobs: list[TokenLogprobs] | None,
+        now_s: float,
+    ) -> EngineOutput:
         """A token for a sequence that runs, or was preempted while it was sampled: it is valid all the same."""
         first = sequence.first_token_s is None
         if first:
@@ -382,7 +381,8 @@ class Scheduler:
         if reason is not None:
             self._leave(sequence)
         # The first times go out at once: a stop string ends an answer in the front, and so may a death of this process.
-        return news(sequence, [token], told, reason, stop_id, now_s if first or reason is not None else None)
+        times_s = now_s if first or reason is not None else None
+        return news(sequence, [token], told, reason, stop_id, times_s, prompt_logprobs=prompt_logprobs)
 
     def _leave(self, sequence: Sequence) -> None:
         """Ended or aborted. Rows of it in flight are executed and their tokens dropped."""

@@ -14,7 +14,7 @@ import enum
 from dataclasses import dataclass, field
 
 from holdfast.kvcache import Book
-from holdfast.records import FinishReason, Request
+from holdfast.records import FinishReason, Request, Row
 
 
 class Status(enum.Enum):
@@ -51,6 +51,12 @@ class Sequence:
     """Rows of plans not applied yet; goes on counting through a preemption."""
     sampling_in_flight: int = 0
     """Of these rows, those that sample."""
+    told: int = field(init=False)
+    """Positions of the prompt whose log-probabilities have gone out, of those that shall: always the first."""
+    scored: int = field(init=False)
+    """With those that rows in flight will tell."""
+    to_score: int = field(init=False)
+    """How many there are in all: one less than the prompt has tokens, or none."""
     cached_tokens: int = 0
     """Found in the prefix cache when it was first admitted."""
     scheduled_s: float | None = None
@@ -59,6 +65,8 @@ class Sequence:
     def __post_init__(self) -> None:
         self.tokens = [*self.request.prompt_token_ids, *self.request.output_token_ids]
         self.prompt_length = len(self.request.prompt_token_ids)
+        self.told = self.scored = self.request.prompt_logprobs_told
+        self.to_score = 0 if self.request.params.prompt_logprobs is None else self.prompt_length - 1
         self.ends = frozenset(self.request.eos_token_ids) | frozenset(self.request.params.stop_ids)
 
     @property
@@ -71,6 +79,17 @@ class Sequence:
         """Tokens that could be computed now; 0 when the last token it may have is already in flight."""
         length = len(self.tokens) + self.sampling_in_flight
         return 0 if length >= self.longest else length - self.computed - self.in_flight
+
+    @property
+    def cacheable(self) -> list[int]:
+        """The tokens among which a cached prefix may be looked for: positions that are still to be scored must be
+        computed."""
+        return self.tokens if self.told >= self.to_score else self.tokens[: self.told + 1]
+
+    def row(self, start: int, count: int, samples: bool) -> Row:
+        first, end = max(start, self.scored), min(start + count, self.to_score)
+        scores = (first, end) if first < end else (0, 0)
+        return Row(self.slot, start, count, samples, *scores)
 
     def take(self, token: int) -> tuple[FinishReason | None, int | None]:
         """Adds a sampled token. Says whether it ends the sequence, and the stop id that did so."""

@@ -22,6 +22,7 @@ from holdfast.records import (
     StepFailure,
     StepPlan,
     StepResult,
+    TokenLogprobs,
 )
 from holdfast.scheduler.scheduler import Scheduler
 
@@ -119,6 +120,7 @@ class SimulatedRunner:
         failure = Failure(kind="StepMemoryError", message="as if there were no memory", code="HF441")
         return StepResult(
             step_id=plan.step_id,
+            prompt_logprobs=[self._score(row, row.slot == failing) for row in plan.rows if row.scored],
             token_ids=[self._sample(row, row.slot in nonsense) for row in plan.rows if row.samples],
             failures=[] if failing is None else [StepFailure(slot=failing, failure=failure)],
         )
@@ -175,6 +177,14 @@ class SimulatedRunner:
                 f"{slot.start.request_id} (slot {row.slot}, group {group.index}): page {page} does not hold its "
                 f"positions {begin}..{stop - 1}"
             )
+
+    def _score(self, row: Row, failing: bool) -> list[TokenLogprobs]:
+        """The token behind each position that is scored, and as its rank which position that was."""
+        slot = self._slot(row.slot)
+        last = min(row.start + row.count, slot.start.prompt_length - 1)
+        assert row.start <= row.score_from < row.score_to <= last, f"slot {row.slot}: scores what it does not compute"
+        positions = range(0 if failing else row.score_from, 0 if failing else row.score_to)
+        return [TokenLogprobs([slot.start.token_ids[place + 1]], [0.0], place) for place in positions]
 
     def _sample(self, row: Row, nonsense: bool) -> int:
         slot = self._slot(row.slot)
@@ -255,10 +265,25 @@ class SimulatedEngine:
         if output.finish_reason is None:
             return
         del self.unfinished[output.request_id]
+        self._check_scores(request)
         if output.failure is None and len(self.answer(output.request_id)) > 0:
             expected = expected_answer(request, self.runner.vocabulary, self.scheduler.limits.max_model_len)
             found = (self.answer(output.request_id), output.finish_reason)
             assert found == expected, f"{output.request_id}: {found}, alone it is {expected}"
+
+    def _check_scores(self, request: Request) -> None:
+        """Every token of the prompt but the first is told of, once and in order, before the first token of the answer;
+        of a request that failed, some of them."""
+        told, due = list[TokenLogprobs](), request.prompt_token_ids[1 + request.prompt_logprobs_told :]
+        for output in self.outputs[request.request_id]:
+            told += output.prompt_logprobs or []
+            if output.token_ids and request.params.prompt_logprobs is not None:
+                assert len(told) == len(due), f"{request.request_id}: the answer begins after {len(told)} scores"
+        if request.params.prompt_logprobs is None:
+            due = []
+        places = [entry.rank for entry in told]
+        assert places == list(range(request.prompt_logprobs_told, request.prompt_logprobs_told + len(told)))
+        assert [entry.token_ids[0] for entry in told] == due[: len(told)]
 
     def answer(self, request_id: str) -> list[int]:
         return [token for output in self.outputs[request_id] for token in output.token_ids]

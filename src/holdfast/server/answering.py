@@ -21,6 +21,7 @@ from holdfast.server.protocol import (
     CompletionAnswer,
     CompletionChoice,
     CompletionLogprobs,
+    PromptLogprobs,
     TokenLogprob,
     TopLogprob,
     Usage,
@@ -43,6 +44,8 @@ class Answer:
     shown_chars: int = 0
     """Length of the text of the tokens whose logprobs were reported: where the next one starts."""
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
+    prompt_logprobs: PromptLogprobs = field(default_factory=list)
+    """Shared by all answers to a prompt."""
     finish_reason: str | None = None
     stop_reason: int | str | None = None
 
@@ -115,7 +118,11 @@ class ChatShape(_Stream):
             for answer in answers
         ]
         ask = self._ask
-        return encode(ChatAnswer(id=ask.answer_id, created=ask.created, model=ask.model, choices=choices, usage=usage))
+        told = None if ask.params.prompt_logprobs is None else _writable(answers[0].prompt_logprobs)
+        answer = ChatAnswer(
+            id=ask.answer_id, created=ask.created, model=ask.model, choices=choices, usage=usage, prompt_logprobs=told
+        )
+        return encode(answer)
 
 
 class CompletionShape(_Stream):
@@ -126,15 +133,26 @@ class CompletionShape(_Stream):
         echo = self._echo(answer)
         if not echo:
             return b""
-        choice = b'{"index":%d,"text":%b,"logprobs":null,"finish_reason":null}' % (answer.index, encode(echo))
+        logprobs = b"null" if self._ask.first_tokens is None else encode(self._logprobs([], answer))
+        choice = b'{"index":%d,"text":%b,"logprobs":%b,"finish_reason":null}' % (answer.index, encode(echo), logprobs)
         return self._head + choice + self.close(None)
 
     def event(self, answer: Answer, delta: AnswerDelta, usage: Usage | None) -> bytes:
         logprobs = b"null"
         if delta.logprobs is not None:
-            logprobs = encode(_completion_logprobs(delta.logprobs, answer))
+            logprobs = encode(_completion_logprobs(delta.logprobs, answer, CompletionLogprobs([], [], [], [])))
         choice = b'{"index":%d,"text":%b,"logprobs":%b,' % (answer.index, encode(delta.text), logprobs)
         return self._head + choice + _ending(delta) + self.close(usage)
+
+    def _logprobs(self, entries: list[dict[int, Logprob]], answer: Answer) -> CompletionLogprobs:
+        """Of the prompt, where it is echoed, and of these."""
+        shaped = CompletionLogprobs([], [], [], [])
+        if self._ask.first_tokens is not None:
+            first = self._ask.first_tokens[answer.index // self._ask.params.n]
+            shaped = CompletionLogprobs([first], [None], [None], [0])
+            answer.shown_chars += len(first)
+            entries = [*(entry for entry in answer.prompt_logprobs if entry is not None), *entries]
+        return _completion_logprobs(entries, answer, shaped)
 
     def _echo(self, answer: Answer) -> str:
         return self._ask.echoes[answer.index // self._ask.params.n] if self._ask.echoes else ""
@@ -144,9 +162,10 @@ class CompletionShape(_Stream):
             CompletionChoice(
                 answer.index,
                 self._echo(answer) + answer.text,
-                None if self._ask.logprobs is None else _completion_logprobs(answer.logprobs, answer),
+                None if self._ask.logprobs is None else self._logprobs(answer.logprobs, answer),
                 answer.finish_reason or "stop",
                 answer.stop_reason,
+                None if self._ask.params.prompt_logprobs is None else _writable(answer.prompt_logprobs),
             )
             for answer in answers
         ]
@@ -180,8 +199,19 @@ def _chat_logprob(entry: dict[int, Logprob], count: int, bytes_of: BytesOf | Non
     return TokenLogprob(*shown(*chosen), [TopLogprob(*shown(*top)) for top in likeliest[:count]])
 
 
-def _completion_logprobs(entries: list[dict[int, Logprob]], answer: Answer) -> CompletionLogprobs:
-    shaped = CompletionLogprobs([], [], [], [])
+def _writable(told: PromptLogprobs) -> PromptLogprobs:
+    def finite(candidate: Logprob) -> Logprob:
+        if candidate.logprob >= LOWEST_LOGPROB:
+            return candidate
+        return msgspec.structs.replace(candidate, logprob=LOWEST_LOGPROB)
+
+    return [entry and {token: finite(candidate) for token, candidate in entry.items()} for entry in told]
+
+
+def _completion_logprobs(
+    entries: list[dict[int, Logprob]], answer: Answer, shaped: CompletionLogprobs
+) -> CompletionLogprobs:
+    """Behind what stands in `shaped`."""
     for entry in entries:
         chosen, likeliest = _split(entry)
         token = chosen.decoded_token or ""

@@ -46,7 +46,7 @@ _TEMPLATE_OWN = frozenset(
 _SAMPLING_NAMES = (
     "n", "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "presence_penalty",
     "frequency_penalty", "repetition_penalty", "seed", "stop", "stop_token_ids", "ignore_eos",
-    "skip_special_tokens", "include_stop_str_in_output",
+    "skip_special_tokens", "include_stop_str_in_output", "prompt_logprobs",
 )  # fmt: skip
 
 
@@ -62,6 +62,10 @@ class Ask:
     prompts: list[list[int]]
     echoes: list[str] | None
     """Texts to put before the answers, one a prompt."""
+    echoes_alone: bool
+    """max_tokens: 0: the prompt is all that is wanted."""
+    first_tokens: list[str] | None
+    """The text of the first token of each prompt, where logprobs are echoed: it has none, and is shown all the same."""
     params: SamplingParams
     default_max_tokens: bool
     """Whether max_tokens is a default, which gives way where the context has less left."""
@@ -101,6 +105,7 @@ async def read_chat(raw: bytes, engine: Engine, settings: ServerSettings) -> Ask
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     _check_logprobs(logprobs, "top_logprobs")
     params = _sampling(body, settings, logprobs=logprobs, max_tokens=None)
+    _check_prompt_logprobs(body)
     _check_places(params.n, engine, settings, "n")
     render = _renderer(tokenizer, body, read_messages(body.messages), engine.info.max_model_len)
     # A client's own template may be slow, however short it is.
@@ -145,8 +150,14 @@ async def read_completion(raw: bytes, engine: Engine, settings: ServerSettings) 
     body: CompletionBody = convert(check_fields(decode_object(raw), _COMPLETION_FIELDS), CompletionBody)
     model = _served(body.model, settings)
     _check_logprobs(body.logprobs, "logprobs")
-    if body.echo and body.logprobs is not None:
-        raise unsupported("echo", "together with logprobs it asks for logprobs of the prompt")
+    _check_prompt_logprobs(body)
+    if body.echo and body.logprobs is not None and body.stream and (body.n or 1) > 1:
+        raise unsupported("echo", "together with logprobs and n it is not part of a stream; leave stream out")
+    alone = body.echo and body.max_tokens == 0
+    if alone:
+        body.max_tokens = 1
+    if body.echo and body.prompt_logprobs is None:
+        body.prompt_logprobs = body.logprobs
     params = _sampling(body, settings, logprobs=body.logprobs, max_tokens=COMPLETION_MAX_TOKENS)
     context = engine.info.max_model_len
     texts, prompts = _split_prompts(body.prompt, context)
@@ -165,7 +176,13 @@ async def read_completion(raw: bytes, engine: Engine, settings: ServerSettings) 
         texts = [_tokenizer_of(engine, "echo").decode(prompt) for prompt in prompts]
     if not all(prompts):
         raise RequestError("prompt: a prompt has no tokens", field="prompt")
-    return _ask(body, "cmpl", model, prompts, params, settings, body.logprobs, echoes=texts if body.echo else None)
+    firsts = None
+    if body.echo and body.logprobs is not None:
+        firsts = [_tokenizer_of(engine, "echo").decode([prompt[0]]) for prompt in prompts]
+    echoes = texts if body.echo else None
+    return _ask(
+        body, "cmpl", model, prompts, params, settings, body.logprobs, echoes=echoes, alone=alone, first_tokens=firsts
+    )
 
 
 def _check_places(answers: int, engine: Engine, settings: ServerSettings, field: str) -> None:
@@ -238,6 +255,11 @@ def _check_logprobs(count: int | None, field: str) -> None:
         raise RequestError(f"{field} is {count}; it must be from 0 to {MAX_LOGPROBS}", field=field)
 
 
+def _check_prompt_logprobs(body: Common) -> None:
+    if body.prompt_logprobs is not None and body.stream:
+        raise unsupported("prompt_logprobs", "it is not part of a stream; leave stream out")
+
+
 def _sampling(
     body: Common, settings: ServerSettings, *, logprobs: int | None, max_tokens: int | None
 ) -> SamplingParams:
@@ -267,6 +289,8 @@ def _ask(
     logprobs: int | None,
     *,
     echoes: list[str] | None = None,
+    alone: bool = False,
+    first_tokens: list[str] | None = None,
     bytes_of: BytesOf | None = None,
 ) -> Ask:
     if body.priority and settings.scheduling_policy != "priority":
@@ -285,6 +309,8 @@ def _ask(
         model=model,
         prompts=prompts,
         echoes=echoes,
+        echoes_alone=alone,
+        first_tokens=first_tokens,
         params=params,
         default_max_tokens=body.max_tokens is None,
         bytes_of=bytes_of,

@@ -9,12 +9,14 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import cast
 
+import msgspec
+
 from holdfast.engine.interface import Engine
 from holdfast.observability.metrics import RequestMeter, ServingMetrics
 from holdfast.records import AnswerDelta, FinishReason
 from holdfast.server.answering import Answer
 from holdfast.server.asking import Ask
-from holdfast.server.protocol import PromptTokensDetails, Usage
+from holdfast.server.protocol import PromptLogprobs, PromptTokensDetails, Usage
 
 Consumer = Callable[[Answer, AnswerDelta], Awaitable[None]]
 
@@ -34,7 +36,11 @@ class Conversation:
         self._meters: list[RequestMeter] = []
         self._cached = [0] * len(ask.prompts)
         self._ending = FinishReason.ABORT
-        self.answers = [Answer(index) for index in range(len(ask.prompts) * ask.params.n)]
+        told: list[PromptLogprobs] = [[] for _ in ask.prompts]
+        self.answers = [
+            Answer(index, prompt_logprobs=told[index // ask.params.n])
+            for index in range(len(ask.prompts) * ask.params.n)
+        ]
         self.prompt_tokens = sum(len(prompt) for prompt in ask.prompts)
         self.completion_tokens = 0
 
@@ -102,7 +108,13 @@ class Conversation:
     async def _follow_one(self, position: int, consume: Consumer) -> None:
         meter, first = self._meters[position], position * self._ask.params.n
         async for delta in self._streams[position]:
+            if delta.prompt_logprobs is not None:
+                self.answers[first].prompt_logprobs.extend(delta.prompt_logprobs)
+                if not delta.token_ids and delta.finish_reason is None:
+                    continue
             meter.delta(delta)
+            if self._ask.echoes_alone:
+                delta = msgspec.structs.replace(delta, text="", token_ids=[], logprobs=None)
             self.completion_tokens += len(delta.token_ids)
             if delta.index == 0:
                 self._cached[position] = max(self._cached[position], delta.cached_tokens)

@@ -53,7 +53,7 @@ UNSUPPORTED = frozenset(
     {
         "allowed_token_ids", "audio", "bootstrap_host", "bootstrap_port", "documents", "guided_choice",
         "guided_decoding_backend", "guided_grammar", "guided_json", "guided_regex", "guided_whitespace_pattern",
-        "kv_transfer_params", "mm_processor_kwargs", "prediction", "prompt_embeds", "prompt_logprobs",
+        "kv_transfer_params", "mm_processor_kwargs", "prediction", "prompt_embeds",
         "reasoning_effort", "repetition_detection", "structural_tag", "structured_outputs", "thinking_token_budget",
         "truncate_prompt_tokens", "verbosity", "vllm_xargs", "web_search_options",
     }

@@ -9,6 +9,8 @@ from typing import Annotated, Any
 
 import msgspec
 
+from holdfast.records import Logprob
+
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 Small = Annotated[int, msgspec.Meta(ge=-(2**31), lt=2**31)]
 """Fits the engine's integers; whether the value makes sense is SamplingParams' to say."""
@@ -44,6 +46,7 @@ class Common(msgspec.Struct, kw_only=True):
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     logit_bias: dict[str, float] | None = None
+    prompt_logprobs: Small | None = None
     priority: Small = 0
     cache_salt: Annotated[str, msgspec.Meta(max_length=256)] = ""
     add_special_tokens: bool | None = None
@@ -111,8 +114,9 @@ class ChatLogprobs(msgspec.Struct):
 
 class CompletionLogprobs(msgspec.Struct):
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
+    token_logprobs: list[float | None]
+    """None: the first token of a prompt."""
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
 
 
@@ -120,6 +124,9 @@ class AssistantMessage(msgspec.Struct, kw_only=True):
     role: str = "assistant"
     content: str
     refusal: None = None
+
+
+PromptLogprobs = list[dict[int, Logprob] | None]
 
 
 class ChatChoice(msgspec.Struct):
@@ -137,6 +144,7 @@ class ChatAnswer(msgspec.Struct, kw_only=True):
     model: str
     choices: list[ChatChoice]
     usage: Usage
+    prompt_logprobs: PromptLogprobs | None = None
     service_tier: None = None
     system_fingerprint: None = None
 
@@ -147,6 +155,7 @@ class CompletionChoice(msgspec.Struct):
     logprobs: CompletionLogprobs | None
     finish_reason: str
     stop_reason: int | str | None
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 class CompletionAnswer(msgspec.Struct, kw_only=True):

@@ -44,6 +44,35 @@ def test_the_founding_code_runs_unchanged(llm) -> None:
     )
 
 
+def test_prompts_are_told_of_token_by_token(llm) -> None:
+    """None first; the token itself and the likeliest; several answers, cached or not, change nothing of it."""
+    prompt = llm.get_tokenizer().encode("The quick brown fox jumps over the lazy dog, again and again and again.")
+    plain = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
+    llm.generate({"prompt_token_ids": prompt}, plain)
+    (told,) = llm.generate({"prompt_token_ids": prompt}, plain.replace(prompt_logprobs=2, n=3))
+    assert told.prompt_logprobs is not None
+    assert told.prompt_logprobs[0] is None
+    assert len(told.prompt_logprobs) == len(prompt)
+    for token, entry in zip(prompt[1:], told.prompt_logprobs[1:], strict=True):
+        assert 2 <= len(entry) <= 3
+        assert entry[token].rank >= 1
+        assert entry[token].decoded_token == llm.get_tokenizer().decode([token])
+        assert sorted(one.rank for one in entry.values())[:2] == [1, 2]
+    # What a token of an answer is told of is what it is told of as part of a prompt.
+    (answer,) = llm.generate({"prompt_token_ids": prompt}, plain.replace(max_tokens=3, logprobs=3))
+    spoken = answer.outputs[0]
+    longer = {"prompt_token_ids": prompt + spoken.token_ids}
+    (again,) = llm.generate(longer, plain.replace(prompt_logprobs=3))
+    for one, other in zip(spoken.logprobs, again.prompt_logprobs[-3:], strict=True):
+        assert one.keys() == other.keys()
+        for token, entry in one.items():
+            assert other[token].logprob == pytest.approx(entry.logprob, abs=1e-3)
+    assert answer.prompt_logprobs is None
+    assert llm.generate([[5]], plain.replace(prompt_logprobs=0))[0].prompt_logprobs == [None]
+    (own,) = llm.generate({"prompt_token_ids": prompt}, plain.replace(prompt_logprobs=0))
+    assert [list(entry) for entry in own.prompt_logprobs[1:]] == [[token] for token in prompt[1:]]
+
+
 def test_prompts_in_every_form_give_the_same(llm) -> None:
     params = SamplingParams(temperature=0, max_tokens=8)
     ids = llm.get_tokenizer().encode("Once upon a time")

@@ -86,6 +86,52 @@ def test_completion_prompts_of_every_kind(client):
     assert texts("x" * 40) == ["x" * 16]
 
 
+def test_prompt_logprobs(client):
+    """vLLM's shape: a field of every choice of a completion, of the answer of a chat; None for the first token."""
+    extra = {"prompt_logprobs": 1}
+    answer = client.completions.create(model="fake", prompt=["abc", "x"], n=2, max_tokens=1, extra_body=extra)
+    first, second, third, fourth = (choice.model_extra["prompt_logprobs"] for choice in answer.choices)
+    assert (
+        first
+        == second
+        == [
+            None,
+            {"98": {"logprob": -0.25, "rank": 1, "decoded_token": "b"}},
+            {"99": {"logprob": -0.25, "rank": 1, "decoded_token": "c"}},
+        ]
+    )
+    assert third == fourth == [None]
+    assert answer.choices[0].logprobs is None
+    chat = client.chat.completions.create(model="fake", messages=HELLO, max_tokens=1, extra_body={"prompt_logprobs": 0})
+    told = chat.model_extra["prompt_logprobs"]
+    assert told[0] is None
+    assert len(told) == chat.usage.prompt_tokens
+    assert all(len(entry) == 1 for entry in told[1:])
+    plain = client.completions.create(model="fake", prompt="abc", max_tokens=1)
+    assert plain.choices[0].model_extra["prompt_logprobs"] is None
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("max_tokens", [0, 1])
+def test_echo_tells_of_the_prompt(client, stream, max_tokens):
+    """As lm-eval asks: token ids, echo, logprobs, and at most one token of an answer."""
+    asked = {"model": "fake", "prompt": [97, 98, 99], "echo": True, "logprobs": 2, "max_tokens": max_tokens}
+    got = client.completions.create(
+        **asked, stream=stream, **({"stream_options": {"include_usage": True}} if stream else {})
+    )
+    chunks = list(got) if stream else [got]
+    choices = [choice for chunk in chunks for choice in chunk.choices]
+    parts = [choice.logprobs for choice in choices if choice.logprobs is not None]
+    assert "".join(choice.text for choice in choices) == "abc" + "a" * max_tokens
+    assert [token for part in parts for token in part.tokens] == ["a", "b", "c", *"a" * max_tokens]
+    assert [number for part in parts for number in part.token_logprobs] == [None, -0.25, -0.25, *[-0.25] * max_tokens]
+    tops = [top for part in parts for top in part.top_logprobs]
+    assert tops[:3] == [None, {"b": -0.25, "c": -0.5}, {"c": -0.25, "d": -0.5}]
+    assert [offset for part in parts for offset in part.text_offset] == list(range(3 + max_tokens))
+    assert choices[-1].finish_reason == "length"
+    assert chunks[-1].usage.completion_tokens == max_tokens
+
+
 def test_completion_stream_of_several_prompts_and_answers(client):
     stream = client.completions.create(model="fake", prompt=["abc", "defg"], n=2, stream=True, echo=True)
     texts = dict.fromkeys(range(4), "")

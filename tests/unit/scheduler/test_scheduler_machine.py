@@ -75,10 +75,22 @@ class SchedulerMachine(RuleBasedStateMachine):
         salt=st.sampled_from(["", "", "other"]),
         arrival_s=st.sampled_from([0.0, 1.0, 2.0]),
         resumed=st.lists(st.integers(0, VOCABULARY - 1), max_size=3),
+        scored=st.sampled_from([None, None, 0]),
+        told=st.sampled_from([0, 0, 1, 5]),
     )
-    def add(self, prefix, prefix_length, own, max_tokens, min_tokens, stops, eos, priority, salt, arrival_s, resumed):
+    def add(
+        self, prefix, prefix_length, own, max_tokens, min_tokens, stops, eos, priority, salt, arrival_s, resumed,
+        scored, told,
+    ):  # fmt: skip
         self.requests += 1
-        params = SamplingParams(max_tokens=max_tokens, min_tokens=min(min_tokens, max_tokens), stop_token_ids=stops)
+        params = SamplingParams(
+            max_tokens=max_tokens,
+            min_tokens=min(min_tokens, max_tokens),
+            stop_token_ids=stops,
+            prompt_logprobs=scored,
+        )
+        length = len(prefix[:prefix_length] + own)
+        again = self.requests % 4 == 0
         self.engine.add(
             Request(
                 request_id=str(self.requests),
@@ -88,7 +100,8 @@ class SchedulerMachine(RuleBasedStateMachine):
                 priority=priority,
                 cache_salt=salt,
                 arrival_s=arrival_s,
-                output_token_ids=resumed if self.requests % 4 == 0 else [],
+                output_token_ids=resumed if again else [],
+                prompt_logprobs_told=max(0, length - 1 if resumed else min(told, length - 1)) if again else 0,
             )
         )
 

@@ -22,7 +22,7 @@ from holdfast.execution.batch import RunnerLimits, SlotBuffers
 from holdfast.execution.gpu.decoder import GpuDecoder
 from holdfast.execution.gpu.graphs import DecodeGraphs
 from holdfast.execution.gpu.kv_range import KVRange
-from holdfast.execution.gpu.sampling import DeviceSampler, FoundLogprobs, Work
+from holdfast.execution.gpu.sampling import DeviceSampler, FoundLogprobs, FoundScores, Work
 from holdfast.execution.gpu.shortage import is_shortage
 from holdfast.execution.gpu.slots import DeviceSlots
 from holdfast.execution.gpu.step import DeviceStep, StepForms, halves, is_decode
@@ -41,6 +41,8 @@ STEPS_AHEAD = 1
 
 Sampled = list[tuple[int, TokenLogprobs | None]]
 """A token for each row that samples, in the order of the rows."""
+Told = list[list[TokenLogprobs]]
+"""Of each row that scores, in the order of the rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +51,7 @@ class _Launched:
     place: int
     """Of its tokens in pinned memory."""
     logprobs: FoundLogprobs | None
+    scores: FoundScores | None = None
 
 
 class GpuStep:
@@ -61,20 +64,23 @@ class GpuStep:
         *,
         launched: _Launched | None = None,
         sampled: Sampled | None = None,
+        told: Told | None = None,
         failures: Sequence[StepFailure] = (),
     ) -> None:
         self._runner, self._step_id, self._launched = runner, step_id, launched
         self._sampled: Sampled = sampled or []
+        self._told: Told = told or []
         self._failures = list(failures)
 
     def result(self) -> StepResult:
         if self._launched is not None:
-            self._sampled, self._launched = self._runner.read(self._launched), None
+            (self._sampled, self._told), self._launched = self._runner.read(self._launched), None
         told = any(logprobs is not None for _, logprobs in self._sampled)
         return StepResult(
             step_id=self._step_id,
             token_ids=[token for token, _ in self._sampled],
             logprobs=[logprobs for _, logprobs in self._sampled] if told else [],
+            prompt_logprobs=self._told,
             failures=self._failures,
         )
 
@@ -110,7 +116,9 @@ class GpuRunner:
         self._decoder: GpuDecoder | None = GpuDecoder(spec, weights, layout, limits, self._slots, device)
         rows = limits.max_num_seqs
         self._logits = torch.empty((rows, spec.vocab_size), dtype=weights.dtype, device=device)
-        self._sampler = DeviceSampler(self._slots, rows, sampling_lanes(rows), spec.vocab_size, device)
+        self._sampler = DeviceSampler(
+            self._slots, rows, sampling_lanes(rows), limits.max_num_batched_tokens, spec.vocab_size, device
+        )
         pin = device.type == "cuda"
         self._sampled = [torch.empty(rows, dtype=torch.int32, pin_memory=pin) for _ in range(STEPS_AHEAD + 2)]
         self._arrived = [torch.cuda.Event() if pin else None for _ in self._sampled]
@@ -191,23 +199,26 @@ class GpuRunner:
         may read from the prefix cache what another before it writes. What torch keeps for itself is given back only
         when the smallest part fails: somebody else may be faster to take it. A row that fails even then is left out."""
         log.warning("out of GPU memory in a step of %d tokens: it is done in parts", plan.token_count)
-        told, given_back, failures = False, False, dict[int, StepFailure]()
+        entered, given_back, failures = False, False, dict[int, StepFailure]()
         parts, found = deque([list(plan.rows)]), dict[int, tuple[int, TokenLogprobs | None]]()
+        scores: dict[int, list[TokenLogprobs]] = {row.slot: [] for row in plan.rows if row.scored}
         while parts:
             part = [row for row in parts.popleft() if row.slot not in failures]
             if not part:
                 continue
             try:
-                if not told:
+                if not entered:
                     self._slots.apply(plan)
-                    told = True
-                sampled = self.read(self._launch(part, place))
+                    entered = True
+                sampled, told = self.read(self._launch(part, place))
             except RuntimeError as error:
                 if not is_shortage(error):
                     raise
                 smaller, said = halves(part), str(error).splitlines()[0]
             else:
                 found.update(zip([row.slot for row in part if row.samples], sampled, strict=True))
+                for row, entries in zip([row for row in part if row.scored], told, strict=True):
+                    scores[row.slot] += entries
                 continue
             if not smaller and given_back:
                 failures[part[0].slot] = _no_memory(part[0], said)
@@ -217,13 +228,15 @@ class GpuRunner:
                 given_back = True
             parts.extendleft(reversed(smaller or [part]))
         sampled = [found.get(row.slot, (0, None)) for row in plan.rows if row.samples]
-        return GpuStep(self, plan.step_id, sampled=sampled, failures=list(failures.values()))
+        told = [[] if slot in failures else entries for slot, entries in scores.items()]
+        return GpuStep(self, plan.step_id, sampled=sampled, told=told, failures=list(failures.values()))
 
     def _give_back_cached(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
     def _launch(self, rows: Sequence[Row], place: int) -> _Launched:
+        stream = None
         if self._graphs is not None and is_decode(rows):
             size = self._graphs.padded(len(rows))
             slots = [row.slot for row in rows]
@@ -233,37 +246,53 @@ class GpuRunner:
             step = self._forms.mixed(rows)
             sampling = [row.slot for row in rows if row.samples]
             slots = [sampling[index] for index in step.order]
-            self._run(step, len(slots), self._sampler.prepare(slots) if slots else Work.DRAW)
-        found = None
+            stream = self._run(step, len(slots), self._sampler.prepare(slots) if slots else Work.DRAW)
+        found = scores = None
         if slots:
             found = self._sampler.logprobs(self._logits, slots)
             self._sampled[place][: len(slots)].copy_(self._sampler.sampled[: len(slots)], non_blocking=True)
-            arrived = self._arrived[place]
-            if arrived is not None:
-                arrived.record()
-        return _Launched(step, place, found)
+        if stream is not None and step.scored is not None:
+            scores = self._score(step, step.scored, stream, [row for row in rows if row.scored])
+        arrived = self._arrived[place]
+        if arrived is not None and (slots or scores is not None):
+            arrived.record()
+        return _Launched(step, place, found, scores)
+
+    def _score(self, step: DeviceStep, at: torch.Tensor, stream: torch.Tensor, rows: Sequence[Row]) -> FoundScores:
+        """Of tokens of prompts, in turns of as many as may sample. Overwrites the logits of the step."""
+        slots, most = [row.slot for row in rows], len(self._logits)
+        width = self._slots.tokens.shape[1]
+        behind = step.rows.slots.index_select(0, at).long() * width + step.rows.positions.index_select(0, at) + 1
+        targets = self._slots.tokens.take(behind)
+        for first in range(0, len(at), most):
+            part = at[first : first + most]
+            self.decoder.logits(stream, part, self._logits)
+            self._sampler.score(self._logits[: len(part)], targets[first : first + most], first, slots)
+        return self._sampler.scores(slots, [row.scored for row in rows], targets)
 
     def _run_decode(self, size: int, work: Work) -> None:
         with torch.inference_mode():
             self._run(self._forms.decode_places(size), size, work)
 
-    def _run(self, step: DeviceStep, sampling: int, work: Work) -> None:
+    def _run(self, step: DeviceStep, sampling: int, work: Work) -> torch.Tensor:
         stream = self.decoder.forward(step.rows, self.kv.pages)
         if sampling:
             logits = self._logits[:sampling]
             self.decoder.logits(stream, step.sampling, logits if step.sampling is None else self._logits)
             slots, lengths = step.sampling_slots[:sampling], step.sampling_lengths[:sampling]
             self._sampler.sample(logits, slots, lengths, work)
+        return stream
 
-    def read(self, launched: _Launched) -> Sampled:
+    def read(self, launched: _Launched) -> tuple[Sampled, Told]:
         """Waits until the tokens of a step are here, and puts them in the order of its rows."""
         arrived, order = self._arrived[launched.place], launched.step.order.tolist()
-        if arrived is not None and order:
+        if arrived is not None and (order or launched.scores is not None):
             arrived.synchronize()
         tokens = self._sampled[launched.place][: len(order)].tolist()
         told = [None] * len(order) if launched.logprobs is None else launched.logprobs.of(tokens)
         placed = sorted(zip(order, tokens, told, strict=True), key=lambda one: one[0])
-        return [(token, logprobs) for _, token, logprobs in placed]
+        scores = [] if launched.scores is None else launched.scores.told()
+        return [(token, logprobs) for _, token, logprobs in placed], scores
 
     def rehearse(self) -> None:
         """The heaviest step the limits allow, for real and whole; then products of every size, so that what the driver

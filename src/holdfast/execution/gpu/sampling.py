@@ -20,6 +20,7 @@ from holdfast.execution.triton_kernels.sampling_adjust import Lanes, adjust_rows
 from holdfast.execution.triton_kernels.sampling_slots import LANE, SlotParams
 from holdfast.planner.gpu_footprint import LOGPROB_ROWS
 from holdfast.records import SamplingParams, SequenceStart, TokenLogprobs
+from holdfast.records.sampling import MAX_LOGPROBS
 
 
 class Work(IntEnum):
@@ -66,11 +67,43 @@ class FoundLogprobs:
         return found
 
 
-class DeviceSampler:
-    """`rows`: most that sample in a step; `lanes`: most of them that adjust their logits."""
+@dataclass(frozen=True, slots=True)
+class FoundScores:
+    """What was found of tokens of prompts, row by row in the plan's order; complete when the step's event is."""
 
-    def __init__(self, slots: DeviceSlots, rows: int, lanes: int, vocab_size: int, device: torch.device) -> None:
+    counts: list[int]
+    """Of each row: the likeliest that it asked for, and the tokens it scored."""
+    lengths: list[int]
+    numbers: torch.Tensor
+    """[tokens, itself and the likeliest]: log-probabilities."""
+    ids: torch.Tensor
+    """[tokens, rank and the likeliest]"""
+    targets: torch.Tensor
+
+    def told(self) -> list[list[TokenLogprobs]]:
+        numbers, ids, targets = self.numbers.tolist(), self.ids.tolist(), self.targets.tolist()
+        found, first = [], 0
+        for count, length in zip(self.counts, self.lengths, strict=True):
+            found.append(
+                [
+                    TokenLogprobs([targets[at], *ids[at][1 : 1 + count]], numbers[at][: 1 + count], ids[at][0])
+                    for at in range(first, first + length)
+                ]
+            )
+            first += length
+        return found
+
+
+class DeviceSampler:
+    """`rows`: most that sample in a step; `lanes`: most of them that adjust their logits; `tokens`: most of a step,
+    all of which may be scored."""
+
+    def __init__(
+        self, slots: DeviceSlots, rows: int, lanes: int, tokens: int, vocab_size: int, device: torch.device
+    ) -> None:
         self.lanes = lanes
+        self._told_numbers = torch.zeros((tokens, 1 + MAX_LOGPROBS), dtype=torch.float32, device=device)
+        self._told_ids = torch.zeros((tokens, 1 + MAX_LOGPROBS), dtype=torch.int32, device=device)
         self.sampled = torch.zeros(rows, dtype=torch.int32, device=device)
         self._known = slots.tokens
         self._device = device
@@ -82,7 +115,7 @@ class DeviceSampler:
 
     @property
     def nbytes(self) -> int:
-        own = self.sampled.nbytes + self._scored.nbytes
+        own = self.sampled.nbytes + self._scored.nbytes + self._told_numbers.nbytes + self._told_ids.nbytes
         return self._workspace.nbytes + self._lanes.nbytes + self._params.nbytes + own
 
     def start(self, start: SequenceStart) -> None:
@@ -149,12 +182,43 @@ class DeviceSampler:
         return FoundLogprobs(rows, counts, own, ranks, best, best_ids)
 
     def _score(self, logits: torch.Tensor, at: torch.Tensor, likeliest: int) -> tuple[torch.Tensor, ...]:
-        scores = logits.index_select(0, at).float().log_softmax(-1)
-        own = scores.gather(1, self.sampled.index_select(0, at).long()[:, None])
-        best = scores.topk(likeliest)
-        return own[:, 0], (scores >= own).sum(-1), best.values, best.indices
+        return _scores(logits.index_select(0, at), self.sampled.index_select(0, at), likeliest)
+
+    def score(self, logits: torch.Tensor, targets: torch.Tensor, first: int, slots: list[int]) -> None:
+        """Puts what is told of these tokens of prompts behind what is kept of the `first` ones. `slots`: of all rows
+        that score."""
+        likeliest = max(1, *self._scores_asked(slots))
+        for turn in range(0, len(targets), LOGPROB_ROWS):
+            part = slice(turn, min(turn + LOGPROB_ROWS, len(targets)))
+            own, ranks, best, best_ids = _scores(logits[part], targets[part], likeliest)
+            numbers = self._told_numbers[first + part.start : first + part.stop]
+            ids = self._told_ids[first + part.start : first + part.stop]
+            numbers[:, 0], numbers[:, 1 : 1 + likeliest] = own, best
+            ids[:, 0], ids[:, 1 : 1 + likeliest] = ranks, best_ids
+
+    def scores(self, slots: list[int], lengths: list[int], targets: torch.Tensor) -> FoundScores:
+        """What `score` has kept, on its way to the host."""
+        count = len(targets)
+        return FoundScores(
+            self._scores_asked(slots),
+            lengths,
+            self._to_host(self._told_numbers[:count]),
+            self._to_host(self._told_ids[:count]),
+            self._to_host(targets),
+        )
+
+    def _scores_asked(self, slots: list[int]) -> list[int]:
+        return [self._slots[slot].params.prompt_logprobs or 0 for slot in slots]
 
     def _to_host(self, found: torch.Tensor) -> torch.Tensor:
         if self._device.type != "cuda":
-            return found
+            return found.clone()
         return torch.empty(found.shape, dtype=found.dtype, pin_memory=True).copy_(found, non_blocking=True)
+
+
+def _scores(logits: torch.Tensor, tokens: torch.Tensor, likeliest: int) -> tuple[torch.Tensor, ...]:
+    """Log-probability and rank of one token of each row, and those of the likeliest with their ids."""
+    scores = logits.float().log_softmax(-1)
+    own = scores.gather(1, tokens.long()[:, None])
+    best = scores.topk(likeliest)
+    return own[:, 0], (scores >= own).sum(-1), best.values, best.indices

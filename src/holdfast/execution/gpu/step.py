@@ -13,7 +13,7 @@ import numpy
 import numpy.typing
 import torch
 
-from holdfast.execution.batch import RunnerLimits
+from holdfast.execution.batch import RunnerLimits, scored_places
 from holdfast.execution.gpu.attention import DecodeRows, PrefillRows
 from holdfast.execution.gpu.decoder import DeviceRows
 from holdfast.execution.gpu.packets import PacketRing
@@ -34,6 +34,8 @@ class DeviceStep:
     """Tokens known to each: where the sampled one goes."""
     order: Integers
     """Of the rows that sample, the place in the plan of each in the batch."""
+    scored: torch.Tensor | None = None
+    """Index into the tokens of each that is scored, row by row in the plan's order."""
 
 
 def is_decode(rows: Sequence[Row]) -> bool:
@@ -51,9 +53,14 @@ def halves(rows: Sequence[Row]) -> list[list[Row]]:
         return []
     first = row.count // 2
     return [
-        [Row(row.slot, row.start, first, False)],
-        [Row(row.slot, row.start + first, row.count - first, row.samples)],
+        [_part(row, row.start, first, samples=False)],
+        [_part(row, row.start + first, row.count - first, samples=row.samples)],
     ]
+
+
+def _part(row: Row, start: int, count: int, *, samples: bool) -> Row:
+    first, end = max(row.score_from, start), min(row.score_to, start + count)
+    return Row(row.slot, start, count, samples, *((first, end) if first < end else ()))
 
 
 class StepForms:
@@ -111,10 +118,12 @@ class StepForms:
         token_slots = numpy.repeat(slots, counts)
         positions = (numpy.arange(total, dtype=numpy.int32) + numpy.repeat(starts - firsts, counts)).astype(numpy.int32)
         lasts = firsts + counts - 1
+        scored, _, _ = scored_places(rows, lasts[numpy.argsort(order)].astype(numpy.int64))
         tile_rows, tile_starts = prefill_tiles(counts[single:], starts[single:], self._tile_tokens)
         arrays = [
             token_slots, positions, starts[:single] + 1, slots[single:], starts[single:], counts[single:],
             firsts[single:], tile_rows, tile_starts, lasts[samples], slots[samples], (starts + counts)[samples],
+            scored.astype(numpy.int32),
         ]  # fmt: skip
         sent = self._mixed.send(arrays)
         places = numpy.cumsum([row.samples for row in rows]) - 1
@@ -129,4 +138,5 @@ class StepForms:
             sampling_slots=sent[10],
             sampling_lengths=sent[11],
             order=places[order[samples]].astype(numpy.int32),
+            scored=sent[12] if len(scored) else None,
         )
