@@ -21,7 +21,7 @@ from triton.compiler.compiler import make_backend
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from holdfast.execution.triton_kernels import blocks, layer, products, sampling, sampling_adjust, scatter
+from holdfast.execution.triton_kernels import blocks, experts, layer, products, sampling, sampling_adjust, scatter
 from holdfast.execution.triton_kernels.decode_attention import decode_attention
 from holdfast.execution.triton_kernels.prefill_attention import prefill_attention
 
@@ -100,6 +100,17 @@ def block_products(rows: int, layout: str, dtype: torch.dtype) -> None:
     blocks.embed_blocks(empty(4, 64), empty(8), empty(8), planes, empty(8, 32 * count, dtype=dtype))
 
 
+def expert_kernels(tokens: int, shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
+    count, chosen, hidden, inner = shape
+    x, rows = empty(tokens, hidden, dtype=dtype), empty(tokens * chosen, hidden, dtype=dtype)
+    middle = empty(tokens * chosen, inner, dtype=dtype)
+    lines = experts.Lines.allocate(tokens, count, chosen, META)
+    experts.route(empty(tokens, count, dtype=dtype), lines, normalized=True)
+    experts.gate_up(x, empty(count, 2 * inner, hidden, dtype=dtype), lines, middle, "silu")
+    experts.down(middle, empty(count, hidden, inner, dtype=dtype), lines, rows)
+    experts.add_pairs(rows, lines, x, add=True)
+
+
 def layer_kernels(hidden: int, dim: int, dtype: torch.dtype) -> None:
     ints, stream = empty(8), empty(8, hidden, dtype=dtype)
     layer.rms_norm(stream, empty(hidden, dtype=dtype), 1e-5, stream)
@@ -147,6 +158,10 @@ def everything() -> Cases:
         for layout in ("Q8_0", "Q4_0", "Q4_1"):
             for rows in (1, 2, 16):
                 yield f"{layout}, {rows} rows, {dtype}", lambda some=(rows, layout, dtype): block_products(*some)
+        for tokens in (1, 500, 4000):
+            for shape in ((128, 8, 2048, 768), (8, 2, 4096, 14336)):
+                name = f"{tokens} tokens, {shape[1]} of {shape[0]} experts, {dtype}"
+                yield name, lambda some=(tokens, shape, dtype): expert_kernels(*some)
         for hidden, dim in ((2048, 64), (4096, 128), (16384, 256)):
             yield f"layer of {hidden}, {dtype}", lambda some=(hidden, dim, dtype): layer_kernels(*some)
         for vocabulary in (49152, 262144):

@@ -25,7 +25,7 @@ def fill_dummy(target: torch.Tensor, tensor: TensorSpec, *, tied: bool) -> None:
         return
     # Norms feed unit-size vectors to every product; 1/sqrt(inputs) keeps its outputs of that size too, and the
     # embedding so small that what the layers add decides the logits.
-    deviation = tensor.shape[1] ** -0.5
+    deviation = tensor.shape[-1] ** -0.5
     if kind == "head" or (kind == "embed" and tied):
         deviation *= _LOGIT_SPREAD
     reach = deviation * 3**0.5

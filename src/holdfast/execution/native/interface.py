@@ -127,3 +127,6 @@ class Kernels(Protocol):
 
     def layer(self, *numbers: float) -> None:
         """A whole decoder layer: what decoder.py puts together, in its order."""
+
+    def experts(self, *numbers: int) -> None:
+        """The MLP of a layer with experts: what experts.py puts together, in its order."""

@@ -4,6 +4,7 @@
 #include <Python.h>
 
 #include "decoder.h"
+#include "experts.h"
 #include "fours.h"
 
 /* Reads arguments one after another; after the first that is wrong it yields zeros and the error stays set. */
@@ -270,6 +271,41 @@ static PyObject *py_layer(PyObject *module, PyObject *const *values, Py_ssize_t 
     return finish(failed);
 }
 
+/* The matrices of a layer's experts, then what one step has: in experts.py's order. */
+static PyObject *py_experts(PyObject *module, PyObject *const *values, Py_ssize_t count) {
+    (void)module;
+    arguments args = {values, count};
+    expert_layer layer;
+    layer.gate_up = address(&args);
+    layer.down = address(&args);
+    layer.experts = whole(&args);
+    layer.gate_up_parts = whole(&args);
+    layer.per_token = whole(&args);
+    layer.normalized = (int)whole(&args);
+    layer.activation = (enum activation)whole(&args);
+    layer.hidden = whole(&args);
+    layer.inner_columns = whole(&args);
+    layer.logits = address(&args);
+    layer.x = address(&args);
+    layer.out = address(&args);
+    layer.out_stride = whole(&args);
+    layer.tokens = whole(&args);
+    layer.sorted = address(&args);
+    layer.gate_up_out = address(&args);
+    layer.inner = address(&args);
+    layer.weights = address(&args);
+    layer.chosen = address(&args);
+    layer.places = address(&args);
+    layer.firsts = address(&args);
+    layer.threads = (int)whole(&args);
+    if (!complete(&args)) return NULL;
+    int failed;
+    Py_BEGIN_ALLOW_THREADS
+    failed = run_experts(&layer);
+    Py_END_ALLOW_THREADS
+    return finish(failed);
+}
+
 #define FUNCTION(name, function, text) {name, (PyCFunction)(void (*)(void))function, METH_FASTCALL, text}
 
 static PyMethodDef METHODS[] = {
@@ -288,6 +324,7 @@ static PyMethodDef METHODS[] = {
              "(query, query_stride, key, key_stride, value, value_stride, cosines, sines, positions, places, keys, "
              "values, stored, tokens, heads, kv_heads, dim, half, threads)"),
     FUNCTION("layer", py_layer, "Weights, buffers, pool and rows of a decoder layer, as read_layer reads them."),
+    FUNCTION("experts", py_experts, "Matrices and buffers of a layer's experts, as py_experts reads them."),
     {NULL, NULL, 0, NULL},
 };
 

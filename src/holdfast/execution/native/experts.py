@@ -1,0 +1,138 @@
+"""The experts of a layer in one compiled call: routing, products of the experts that were chosen, and their sums.
+
+Only what was chosen is read. Knows nothing of requests or models: matrices, logits and buffers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy
+import torch
+
+from holdfast.execution.native.elementwise import ACTIVATION_NUMBERS
+from holdfast.execution.native.loading import kernels
+from holdfast.execution.native.products import BlockMatrix
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertBuffers:
+    """For as many tokens as are given at a time; a line for every pair of a token and an expert it chose."""
+
+    lines: torch.Tensor
+    """float32 [pairs, hidden]"""
+    gate_up: torch.Tensor
+    """float32 [pairs, 2·inner]"""
+    inner: torch.Tensor
+    """float32 [pairs, inner]"""
+    weights: torch.Tensor
+    """float32 [pairs]"""
+    chosen: torch.Tensor
+    """int32 [pairs]: experts, those of a token side by side."""
+    places: torch.Tensor
+    """int32 [pairs]"""
+    firsts: torch.Tensor
+    """int32 [experts + 1]"""
+
+    @classmethod
+    def allocate(cls, tokens: int, per_token: int, experts: int, hidden: int, inner: int) -> ExpertBuffers:
+        pairs = tokens * per_token
+        return cls(
+            lines=torch.empty((pairs, hidden)),
+            gate_up=torch.empty((pairs, 2 * inner)),
+            inner=torch.empty((pairs, inner)),
+            weights=torch.empty(pairs),
+            chosen=torch.empty(pairs, dtype=torch.int32),
+            places=torch.empty(pairs, dtype=torch.int32),
+            firsts=torch.empty(experts + 1, dtype=torch.int32),
+        )
+
+
+class ExpertLayer:
+    """gate_up: for every expert its matrices, whose outputs stand side by side; down: one for every expert. All experts
+    are alike. Each token gets its `per_token` likeliest; `normalized`: their weights add up to one."""
+
+    def __init__(
+        self,
+        *,
+        gate_up: Sequence[Sequence[BlockMatrix]],
+        down: Sequence[BlockMatrix],
+        per_token: int,
+        normalized: bool,
+        activation: str,
+    ) -> None:
+        self.experts, self.per_token = len(down), per_token
+        self.hidden, self.inner = down[0].rows, down[0].columns
+        if not 1 <= per_token <= self.experts or len(gate_up) != self.experts:
+            raise ValueError(f"{per_token} experts a token, {len(gate_up)} and {self.experts} matrices")
+        if activation not in ACTIVATION_NUMBERS:
+            raise ValueError(f"no compiled {activation}; there are {', '.join(ACTIVATION_NUMBERS)}")
+        for matrix in down:
+            self._check(matrix, self.hidden, self.inner)
+        parts = [part.rows for part in gate_up[0]]
+        if sum(parts) != 2 * self.inner:
+            raise ValueError(f"gate and up must have {2 * self.inner} outputs, not {sum(parts)}")
+        for expert in gate_up:
+            for part, rows in zip(expert, parts, strict=True):
+                self._check(part, rows, self.hidden)
+        described = [
+            numpy.array([matrix.description for matrix in matrices], dtype=numpy.int64)
+            for matrices in ([part for expert in gate_up for part in expert], down)
+        ]
+        self._kept = (gate_up, down, described)
+        self._kernels = kernels()
+        self._numbers = (
+            *(numbers.ctypes.data for numbers in described),
+            self.experts,
+            len(parts),
+            per_token,
+            int(normalized),
+            ACTIVATION_NUMBERS[activation],
+            self.hidden,
+            self.inner,
+        )
+
+    @staticmethod
+    def _check(matrix: BlockMatrix, rows: int, columns: int) -> None:
+        if (matrix.rows, matrix.columns) != (rows, columns) or matrix.bias is not None:
+            raise ValueError(f"experts must be alike, [{rows}, {columns}] without bias")
+
+    def add(self, x: torch.Tensor, logits: torch.Tensor, out: torch.Tensor, buffers: ExpertBuffers) -> None:
+        """out [tokens, hidden] += what the chosen experts make of x, like it; logits [tokens, experts] choose."""
+        tokens, pairs = len(x), len(x) * self.per_token
+        self._require(x, (tokens, self.hidden), "x")
+        self._require(logits, (tokens, self.experts), "logits")
+        if out.dtype is not torch.float32 or out.shape != (tokens, self.hidden) or out.stride(1) != 1:
+            raise ValueError(f"out must be float32 [{tokens}, {self.hidden}] with contiguous rows")
+        wanted = ((buffers.lines, self.hidden), (buffers.gate_up, 2 * self.inner), (buffers.inner, self.inner))
+        for buffer, columns in wanted:
+            self._require(buffer, (len(buffer), columns), "a buffer")
+        ints = (buffers.chosen, buffers.places, buffers.firsts)
+        if any(not one.is_contiguous() or one.dtype is not torch.int32 for one in ints):
+            raise ValueError("chosen, places and firsts must be contiguous int32")
+        self._require(buffers.weights, buffers.weights.shape, "weights")
+        shortest = min(map(len, (*(buffer for buffer, _ in wanted), buffers.weights, *ints[:2])))
+        if shortest < pairs or len(buffers.firsts) != self.experts + 1:
+            raise ValueError(f"the buffers are for {shortest} pairs, not {pairs}, or for other experts")
+        self._kernels.experts(
+            *self._numbers,
+            logits.data_ptr(),
+            x.data_ptr(),
+            out.data_ptr(),
+            out.stride(0),
+            tokens,
+            buffers.lines.data_ptr(),
+            buffers.gate_up.data_ptr(),
+            buffers.inner.data_ptr(),
+            buffers.weights.data_ptr(),
+            buffers.chosen.data_ptr(),
+            buffers.places.data_ptr(),
+            buffers.firsts.data_ptr(),
+            torch.get_num_threads(),
+        )
+
+    @staticmethod
+    def _require(tensor: torch.Tensor, shape: tuple[int, ...], name: str) -> None:
+        if tensor.dtype is not torch.float32 or tensor.shape != shape or not tensor.is_contiguous():
+            raise ValueError(f"{name} must be contiguous float32 {list(shape)}, not {tensor.dtype} {tensor.shape}")

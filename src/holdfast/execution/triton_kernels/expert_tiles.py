@@ -1,0 +1,48 @@
+"""How products with experts are cut: tiles by lines' length and number type, and how many there can be. No torch.
+
+All fit the shared memory of every GPU from Ampere on (99 KiB for one program); nothing is searched at run time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertTile:
+    rows: int
+    """Pairs of one expert's line a program takes."""
+    outputs: int
+    """Rows of its matrix; gated products take as many of gate and of up."""
+    inputs: int
+    """Columns it takes at a time: elements, or for quantized matrices blocks of 32."""
+    warps: int
+    stages: int
+
+
+FEW, SOME = 16, 48
+"""Pairs an expert has on the average, up to which a tile has 16 rows, and 64; more have 128."""
+
+_TILES = {
+    # (bytes of an element, gated): few pairs, some, many
+    (2, True): (ExpertTile(16, 32, 128, 4, 4), ExpertTile(64, 64, 64, 4, 3), ExpertTile(128, 64, 64, 8, 3)),
+    (2, False): (ExpertTile(16, 64, 128, 4, 4), ExpertTile(64, 128, 64, 4, 3), ExpertTile(128, 128, 64, 8, 3)),
+    # Exact float32 has no tensor cores: larger tiles than these spill registers.
+    (4, True): (ExpertTile(16, 16, 64, 4, 2), ExpertTile(32, 32, 32, 4, 2), ExpertTile(32, 32, 32, 4, 2)),
+    (4, False): (ExpertTile(16, 32, 64, 4, 2), ExpertTile(32, 32, 32, 4, 2), ExpertTile(32, 32, 32, 4, 2)),
+}
+
+
+def expert_tile(pairs: int, experts: int, element_bytes: int, *, gated: bool) -> ExpertTile:
+    """By the pairs that an expert has on the average."""
+    few, some, many = _TILES[element_bytes, gated]
+    average = pairs / experts
+    return few if average <= FEW else some if average <= SOME else many
+
+
+def most_tiles(tokens: int, per_token: int, experts: int, rows: int) -> int:
+    """No pairs can be spread over more: every line has a last tile that need not be full, and no more lines than pairs
+    or experts are not empty."""
+    pairs = tokens * per_token
+    lines = min(pairs, experts)
+    return lines + (pairs - lines) // rows
