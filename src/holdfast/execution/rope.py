@@ -9,11 +9,15 @@ import math
 
 import torch
 
-from holdfast.models import RopeSpec
+from holdfast.execution.weights import Weights
+from holdfast.models import ModelSpec, RopeSpec
 
 
-def inverse_frequencies(rope: RopeSpec, factors: torch.Tensor | None = None) -> torch.Tensor:
-    """[dim / 2] in float32. `factors`, where a checkpoint brings them, divide the frequencies."""
+def inverse_frequencies(
+    rope: RopeSpec, factors: torch.Tensor | None = None, context: int | None = None
+) -> torch.Tensor:
+    """[dim / 2] in float32. `factors`, where a checkpoint brings them, divide the frequencies. `context`: the longest
+    that a sequence may get, where the rotation goes by it."""
     exponents = torch.arange(0, rope.dim, 2, dtype=torch.int64).to(torch.float32) / rope.dim
     frequencies = 1.0 / (rope.theta**exponents)
     if factors is not None:
@@ -24,7 +28,14 @@ def inverse_frequencies(rope: RopeSpec, factors: torch.Tensor | None = None) -> 
         return _llama3(rope, frequencies)
     if rope.scaling == "yarn":
         return _yarn(rope, frequencies)
+    if rope.scaling == "longrope":
+        return frequencies / torch.tensor(rope.long_factors if _is_long(rope, context) else rope.short_factors)
     return frequencies
+
+
+def _is_long(rope: RopeSpec, context: int | None) -> bool:
+    """By the longest that a sequence may get, not by what it is: keys that were rotated stay as they are."""
+    return context is None or context > rope.original_max_position
 
 
 def _llama3(rope: RopeSpec, frequencies: torch.Tensor) -> torch.Tensor:
@@ -50,17 +61,28 @@ def _yarn(rope: RopeSpec, frequencies: torch.Tensor) -> torch.Tensor:
             2 * math.log(rope.theta)
         )
 
-    low = max(math.floor(dimension(rope.beta_fast)), 0)
-    high = min(math.ceil(dimension(rope.beta_slow)), rope.dim - 1)
+    low, high = dimension(rope.beta_fast), dimension(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, rope.dim - 1)
     width = max(float(high - low), 0.001)
     ramp = ((torch.arange(rope.dim // 2, dtype=torch.float32) - low) / width).clamp(0, 1)
     return frequencies / rope.factor * ramp + frequencies * (1 - ramp)
 
 
 class Rotary:
-    def __init__(self, rope: RopeSpec, device: torch.device, factors: torch.Tensor | None = None) -> None:
-        self.frequencies = inverse_frequencies(rope, factors).to(device)
-        self.magnitude = rope.attention_factor
+    """`rope` None: nothing is turned, and there are no angles."""
+
+    def __init__(
+        self,
+        rope: RopeSpec | None,
+        device: torch.device,
+        factors: torch.Tensor | None = None,
+        context: int | None = None,
+    ) -> None:
+        none = torch.empty(0, dtype=torch.float32)
+        self.frequencies = (none if rope is None else inverse_frequencies(rope, factors, context)).to(device)
+        self.magnitude = 1.0 if rope is None else rope.attention_factor
 
     def angles(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """cos and sin, each [tokens, 1, dim / 2] in float32."""
@@ -70,3 +92,13 @@ class Rotary:
             cos *= self.magnitude
             sin *= self.magnitude
         return cos, sin
+
+
+def rotaries(
+    spec: ModelSpec, device: torch.device, weights: Weights, context: int
+) -> tuple[tuple[Rotary, ...], tuple[int, ...]]:
+    """Every rotation that layers have, once, and which of them each layer has."""
+    kinds = list(dict.fromkeys(spec.rope_of(layer) for layer in spec.layers))
+    factors = weights.rope_factors(context, spec.rope.original_max_position)
+    made = tuple(Rotary(rope, device, factors if rope == spec.rope else None, context) for rope in kinds)
+    return made, tuple(kinds.index(spec.rope_of(layer)) for layer in spec.layers)

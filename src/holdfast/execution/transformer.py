@@ -1,35 +1,49 @@
-"""One decoder, built from any ModelSpec: pre-norm attention and a gated MLP on a residual stream.
+"""One decoder, built from any ModelSpec: attention and an MLP on a residual stream, with norms where the spec has them.
 
 Takes a batch as an argument and keeps no state of requests; its buffers are allocated once, for the limits.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from holdfast.execution.batch import StepBatch
 from holdfast.execution.kv_store import KVStore
 from holdfast.execution.linear import DenseLinear
+from holdfast.execution.mlp import Mlp, make_mlps
 from holdfast.execution.ops import AttentionBackend, AttentionShape, Heads, Ops, StepBuffers
-from holdfast.execution.rope import Rotary
-from holdfast.execution.weights import LayerWeights, Weights
+from holdfast.execution.rope import rotaries
+from holdfast.execution.weights import LayerWeights, Norm, Weights
 from holdfast.kvcache.groups import KVLayout
-from holdfast.models import ModelSpec
-from holdfast.planner.footprint import MLP_TILE
+from holdfast.models import DecoderSpec, ModelSpec
+from holdfast.planner.footprint import MLP_TILE, sums_apart
 
 REHEARSED_ROWS = 16
 """More of them copy no more of a matrix."""
 
 
 class Transformer:
+    """`context`: the longest that any sequence may get, by default what the model was made for; some rotations go by
+    it."""
+
     def __init__(
-        self, spec: ModelSpec, weights: Weights, layout: KVLayout, ops: Ops, max_tokens: int, device: torch.device
+        self,
+        spec: ModelSpec,
+        weights: Weights,
+        layout: KVLayout,
+        ops: Ops,
+        max_tokens: int,
+        device: torch.device,
+        *,
+        context: int | None = None,
     ) -> None:
         self.spec, self.weights, self.ops = spec, weights, ops
         self._places = {
             layer: (group.index, place) for group in layout.groups for place, layer in enumerate(group.layers)
         }
-        self._rotary = Rotary(spec.rope, device, weights.rope_freqs)
+        self._rotaries, self._rotary_of = rotaries(spec, device, weights, context or spec.max_position)
         shape = AttentionShape(
             heads=spec.heads,
             kv_heads=spec.kv_heads,
@@ -38,10 +52,16 @@ class Transformer:
             block_tokens=layout.block_tokens,
             places=layout.layers_per_page,
             dtype=weights.dtype,
+            softcap=spec.decoder.attention_softcap,
         )
         self.attention: AttentionBackend = ops.make_attention(shape, device)
-        self._fused = None if ops.fuse is None else ops.fuse(weights.layers, shape, spec.norm_eps, spec.activation)
+        # Outside the layers a decoder may do as it likes: what is fused is a layer.
+        fusible = _layers_alone(spec.decoder) == DecoderSpec() and len(self._rotaries) == 1
+        fuse = ops.fuse if fusible else None
+        self._fused = None if fuse is None else fuse(weights.layers, shape, spec.norm_eps, spec.activation)
         self._query_width, self._kv_width = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
+        # As the weights' own type has it: models were trained with the rounded number.
+        self._embedding_scale = float(torch.tensor(spec.decoder.embedding_scale, dtype=weights.dtype))
 
         def buffer(rows: int, columns: int) -> torch.Tensor:
             return torch.empty((rows, columns), dtype=weights.dtype, device=device)
@@ -53,6 +73,8 @@ class Transformer:
         tile = min(max_tokens, MLP_TILE)
         self._gate_up = buffer(tile, 2 * spec.intermediate_size)
         self._inner = buffer(tile, spec.intermediate_size)
+        self._branch = buffer(tile, spec.hidden_size) if sums_apart(spec) else None
+        self._mlps = make_mlps(spec, weights, ops, self._gate_up, self._inner)
 
     def forward(self, batch: StepBatch, kv: KVStore, layers: int | None = None) -> torch.Tensor:
         """Normed hidden states [sampling rows, hidden] of the batch's sampling rows; writes KV pages.
@@ -61,37 +83,35 @@ class Transformer:
         """
         step = self._step(batch)
         self.weights.embed.select(batch.tokens, step.stream)
+        if self._embedding_scale != 1.0:
+            step.stream.mul_(self._embedding_scale)
         if self._fused is not None:
             self._fused.begin(step, kv)
         # A prompt's chunk: of the last layer, only sampling rows need more than their keys and values.
-        cut = layers is None and not len(batch.scored_tokens) and len(batch.sampling_tokens) < batch.token_count
+        cut = layers is None and len(batch.sampling_tokens) < batch.token_count
         for index, layer in enumerate(self.weights.layers[:-1] if cut else self.weights.layers[:layers]):
-            group, place = self._places[index]
             if self._fused is not None:
+                group, place = self._places[index]
                 self._fused.run(index, place, batch.token_rows[group], batch.attention_plans[group])
             else:
-                self._attend(layer, step, batch, kv, group, place)
-                layer.o.add(step.attended, step.stream)
-                self._feed_forward(layer, step.stream, step)
+                self._attend(index, step, batch, kv)
+                self._add_attended(layer, step.attended, step.stream, step)
+                self._feed_forward(layer, self._mlps[index], step.stream, step)
         sampling = step.stream.index_select(0, batch.sampling_tokens)
         if cut:
-            self._finish(self.weights.layers[-1], sampling, step, batch, kv)
-        return self._final(sampling)
+            self._finish(sampling, step, batch, kv)
+        return self._norm(self.weights.final_norm, sampling, torch.empty_like(sampling))
 
     def states(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Normed hidden states of these tokens of the last step, one that scores and was therefore computed whole."""
-        return self._final(self._stream.index_select(0, tokens))
-
-    def _final(self, stream: torch.Tensor) -> torch.Tensor:
-        normed = torch.empty_like(stream)
-        self.ops.rms_norm(stream, self.weights.final_norm, self.spec.norm_eps, normed)
-        return normed
+        """Normed hidden states of these tokens of the step that ran last, by their place in its batch."""
+        chosen = self._stream.index_select(0, tokens)
+        return self._norm(self.weights.final_norm, chosen, torch.empty_like(chosen))
 
     def multiply_largest(self, tokens: int, sampling_rows: int) -> None:
         """One product with the head and one with the largest dense matrix of a layer, over as many rows as they will
         see: torch may copy such a matrix whole, and holds on to the copy."""
         layer = self.weights.layers[0]
-        dense = [part for part in (layer.qkv, layer.o, layer.gate_up, layer.down) if isinstance(part, DenseLinear)]
+        dense = [part for part in (layer.qkv, layer.o, *layer.mlp.linears) if isinstance(part, DenseLinear)]
         largest = [(max(dense, key=lambda part: part.nbytes), tokens)] if dense else []
         if isinstance(self.weights.head, DenseLinear):
             largest.append((self.weights.head, sampling_rows))
@@ -100,14 +120,18 @@ class Transformer:
             linear.write(ones, ones.new_empty((len(ones), linear.rows)))
 
     def logits(self, hidden: torch.Tensor, out: torch.Tensor) -> None:
+        decoder = self.spec.decoder
         self.weights.head.write(hidden, out)
+        if decoder.logits_scale != 1.0:
+            out.mul_(decoder.logits_scale)
+        if decoder.logits_softcap:
+            out.div_(decoder.logits_softcap).tanh_().mul_(decoder.logits_softcap)
 
     def _step(self, batch: StepBatch) -> StepBuffers:
         spec, count = self.spec, batch.token_count
         qkv, attended = self._qkv[:count], self._attended[:count]
         heads = qkv.view(count, -1, spec.head_dim)
         rotated = spec.heads + spec.kv_heads
-        cos, sin = self._rotary.angles(batch.positions)
         return StepBuffers(
             stream=self._stream[:count],
             normed=self._normed[:count],
@@ -117,6 +141,7 @@ class Transformer:
                 query=heads[:, : spec.heads],
                 key=heads[:, spec.heads : rotated],
                 value=heads[:, rotated:],
+                query_rows=qkv[:, : self._query_width],
                 key_rows=qkv[:, self._query_width : self._query_width + self._kv_width],
                 value_rows=qkv[:, self._query_width + self._kv_width :],
             ),
@@ -124,34 +149,67 @@ class Transformer:
             attended_heads=attended.view(count, spec.heads, spec.head_dim),
             gate_up=self._gate_up[:count],
             inner=self._inner[:count],
-            cos=cos,
-            sin=sin,
+            angles=tuple(rotary.angles(batch.positions) for rotary in self._rotaries),
         )
 
-    def _attend(
-        self, layer: LayerWeights, step: StepBuffers, batch: StepBatch, kv: KVStore, group: int, place: int
-    ) -> None:
-        self.ops.rms_norm(step.stream, layer.attn_norm, self.spec.norm_eps, step.normed)
-        layer.qkv.write(step.normed, step.qkv)
+    def _norm(self, norm: Norm | None, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        """`out`, or x itself where the decoder has no norm here."""
+        if norm is None:
+            return x
+        if self.spec.decoder.norm == "layer":
+            self.ops.layer_norm(x, norm.weight, norm.bias, self.spec.norm_eps, out)
+        else:
+            self.ops.rms_norm(x, norm.weight, self.spec.norm_eps, out)
+        return out
+
+    def _attend(self, index: int, step: StepBuffers, batch: StepBatch, kv: KVStore) -> None:
+        layer, (group, place) = self.weights.layers[index], self._places[index]
+        layer.qkv.write(self._norm(layer.attn_norm, step.stream, step.normed), step.qkv)
         heads = step.heads
-        self.ops.rotate_and_store(heads, step.cos, step.sin, kv, place, batch.token_rows[group])
-        if len(batch.sampling_tokens) or len(batch.scored_tokens) or layer is not self.weights.layers[-1]:
+        if layer.query_norm is not None and layer.key_norm is not None:
+            apart = self.spec.decoder.query_key_norm == "head"
+            epsilon = self.spec.norm_eps
+            self.ops.norm_in_place(heads.query if apart else heads.query_rows, layer.query_norm, epsilon)
+            self.ops.norm_in_place(heads.key if apart else heads.key_rows, layer.key_norm, epsilon)
+        cos, sin = step.angles[self._rotary_of[index]]
+        self.ops.rotate_and_store(heads, cos, sin, kv, place, batch.token_rows[group])
+        if len(batch.sampling_tokens) or layer is not self.weights.layers[-1]:
             plan = batch.attention_plans[group]
             self.attention.run(heads.query, heads.key, heads.value, kv, place, plan, step.attended_heads)
 
-    def _finish(
-        self, layer: LayerWeights, sampling: torch.Tensor, step: StepBuffers, batch: StepBatch, kv: KVStore
-    ) -> None:
+    def _finish(self, sampling: torch.Tensor, step: StepBuffers, batch: StepBatch, kv: KVStore) -> None:
         """The last layer: all tokens leave their keys and values, the rest is added to the sampling rows alone."""
-        self._attend(layer, step, batch, kv, *self._places[len(self.weights.layers) - 1])
+        layer = self.weights.layers[-1]
+        self._attend(len(self.weights.layers) - 1, step, batch, kv)
         if len(sampling):
-            layer.o.add(step.attended.index_select(0, batch.sampling_tokens), sampling)
-            self._feed_forward(layer, sampling, step)
+            self._add_attended(layer, step.attended.index_select(0, batch.sampling_tokens), sampling, step)
+            self._feed_forward(layer, self._mlps[-1], sampling, step)
 
-    def _feed_forward(self, layer: LayerWeights, stream: torch.Tensor, step: StepBuffers) -> None:
+    def _add_attended(
+        self, layer: LayerWeights, attended: torch.Tensor, stream: torch.Tensor, step: StepBuffers
+    ) -> None:
+        if self._branch is None:
+            layer.o.add(attended, stream)
+            return
+        for x, part in zip(torch.split(attended, MLP_TILE), torch.split(stream, MLP_TILE), strict=True):
+            branch = self._branch[: len(part)]
+            layer.o.write(x, branch)
+            self._add_branch(layer.post_attn_norm, branch, part, step)
+
+    def _feed_forward(self, layer: LayerWeights, mlp: Mlp, stream: torch.Tensor, step: StepBuffers) -> None:
         for part in torch.split(stream, MLP_TILE):
-            normed, gate_up, inner = (buffer[: len(part)] for buffer in (step.normed, step.gate_up, step.inner))
-            self.ops.rms_norm(part, layer.mlp_norm, self.spec.norm_eps, normed)
-            layer.gate_up.write(normed, gate_up)
-            self.ops.gate(gate_up, self.spec.activation, inner)
-            layer.down.add(inner, part)
+            x = self._norm(layer.mlp_norm, part, step.normed[: len(part)])
+            if self._branch is None:
+                mlp.run(x, part, add=True)
+                continue
+            branch = self._branch[: len(part)]
+            mlp.run(x, branch, add=False)
+            self._add_branch(layer.post_mlp_norm, branch, part, step)
+
+    def _add_branch(self, norm: Norm | None, branch: torch.Tensor, stream: torch.Tensor, step: StepBuffers) -> None:
+        added = self._norm(norm, branch, step.normed[: len(branch)])
+        stream.add_(added, alpha=self.spec.decoder.residual_scale)
+
+
+def _layers_alone(decoder: DecoderSpec) -> DecoderSpec:
+    return replace(decoder, embedding_scale=1.0, logits_scale=1.0, logits_softcap=0.0)

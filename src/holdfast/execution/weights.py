@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -16,11 +17,12 @@ from holdfast.checkpoints.files import StoredTensor
 from holdfast.errors import CheckpointError
 from holdfast.execution.device import packs_weights
 from holdfast.execution.dummy import fill_dummy
+from holdfast.execution.expert_weights import load_experts
 from holdfast.execution.linear import DenseLinear, Linear, PackedLinear, QuantizedLinear, StackedLinear
 from holdfast.execution.memory import exact_tensor, trim_memory
 from holdfast.execution.native import BlockMatrix
 from holdfast.execution.quantization import QUANTIZED_LAYOUTS, QuantizedMatrix, dequantize_stored
-from holdfast.models import ModelSpec, TensorSpec
+from holdfast.models import LayerSpec, ModelSpec, TensorSpec
 from holdfast.planner.layouts import memory_layout
 
 EXPAND_BYTES = 8 << 20
@@ -32,14 +34,74 @@ Progress = Callable[[int, int], None]
 """Called with (tensors done, tensors in all)."""
 
 
+@dataclass(frozen=True, slots=True)
+class Norm:
+    weight: torch.Tensor
+    bias: torch.Tensor | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
+
+
+class MlpWeights(Protocol):
+    """What `mlp.make_mlps` builds the MLP of a layer from, by its type."""
+
+    @property
+    def linears(self) -> tuple[Linear, ...]: ...
+
+    @property
+    def nbytes(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class GatedWeights:
+    gate_up: Linear
+    """Gate beside up."""
+    down: Linear
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        return self.gate_up, self.down
+
+    @property
+    def nbytes(self) -> int:
+        return self.gate_up.nbytes + self.down.nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class PlainWeights:
+    up: Linear
+    down: Linear
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        return self.up, self.down
+
+    @property
+    def nbytes(self) -> int:
+        return self.up.nbytes + self.down.nbytes
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerWeights:
-    attn_norm: torch.Tensor
+    """Norms that a model's decoder has not got are None."""
+
+    attn_norm: Norm | None
     qkv: Linear
+    query_norm: torch.Tensor | None
+    key_norm: torch.Tensor | None
+    """[head dim], or [heads · head dim] where a token's heads are normed together."""
     o: Linear
-    mlp_norm: torch.Tensor
-    gate_up: Linear
-    down: Linear
+    post_attn_norm: Norm | None
+    mlp_norm: Norm | None
+    mlp: MlpWeights
+    post_mlp_norm: Norm | None
+
+    @property
+    def nbytes(self) -> int:
+        norms = (self.attn_norm, self.post_attn_norm, self.mlp_norm, self.post_mlp_norm, self.query_norm, self.key_norm)
+        return sum(part.nbytes for part in (*norms, self.qkv, self.o, self.mlp) if part is not None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,22 +110,26 @@ class Weights:
     """Of activations, and of every matrix that is not quantized."""
     embed: DenseLinear | QuantizedLinear | BlockMatrix
     layers: tuple[LayerWeights, ...]
-    final_norm: torch.Tensor
+    final_norm: Norm
     head: Linear
     """The embedding itself where they are tied."""
     rope_freqs: torch.Tensor | None
+    """What a checkpoint divides rotary frequencies by."""
+    rope_freqs_long: torch.Tensor | None
+    """The same for contexts beyond those the model was first made for, where it has two."""
     layouts: tuple[str, ...]
     """How the matrices lie in memory: number types, and quantized layouts that were kept."""
+
+    def rope_factors(self, context: int, original: int) -> torch.Tensor | None:
+        """`context`: the longest that a sequence may get; `original`: what the model was first made for."""
+        return self.rope_freqs_long if self.rope_freqs_long is not None and context > original else self.rope_freqs
 
     @property
     def nbytes(self) -> int:
         total = self.embed.nbytes + self.final_norm.nbytes
         if self.head is not self.embed:
             total += self.head.nbytes
-        for layer in self.layers:
-            total += layer.attn_norm.nbytes + layer.mlp_norm.nbytes
-            total += sum(linear.nbytes for linear in (layer.qkv, layer.o, layer.gate_up, layer.down))
-        return total
+        return total + sum(layer.nbytes for layer in self.layers)
 
 
 def load_weights(
@@ -86,12 +152,14 @@ def load_weights(
     """
     packed = packs_weights(dtype, device) if pack is None else pack
     with torch.inference_mode():
-        weights = _Loader(spec, checkpoint, dtype, device, expand, compiled, packed, progress).load()
+        weights = Loader(spec, checkpoint, dtype, device, expand, compiled, packed, progress).load()
     trim_memory()
     return weights
 
 
-class _Loader:
+class Loader:
+    """Knows the spec, the checkpoint and how matrices shall lie; every tensor is asked of it by its canonical name."""
+
     def __init__(
         self,
         spec: ModelSpec,
@@ -114,26 +182,51 @@ class _Loader:
     def load(self) -> Weights:
         embed = self.linear("embed")
         assert isinstance(embed, DenseLinear | QuantizedLinear | BlockMatrix), "it has one name, so it is never stacked"
-        layers = tuple(self.layer(f"layers.{layer.index}") for layer in self.spec.layers)
+        layers = tuple(self.layer(layer) for layer in self.spec.layers)
         return Weights(
             dtype=self.dtype,
             embed=embed,
             layers=layers,
-            final_norm=self.vector("final_norm"),
+            final_norm=self.norm("final_norm"),
             head=embed if self.spec.tied_embeddings else self.linear("head"),
             rope_freqs=self.vector("rope_freqs", torch.float32) if self.has("rope_freqs") else None,
+            rope_freqs_long=self.vector("rope_freqs_long", torch.float32) if self.has("rope_freqs_long") else None,
             layouts=tuple(sorted(self.layouts)),
         )
 
-    def layer(self, name: str) -> LayerWeights:
+    def layer(self, layer: LayerSpec) -> LayerWeights:
+        name, decoder = f"layers.{layer.index}", self.spec.decoder
+        before, after = decoder.norms != "after", decoder.norms != "before"
+        heads_normed = decoder.query_key_norm != "none"
         return LayerWeights(
-            attn_norm=self.vector(f"{name}.attn_norm"),
-            qkv=self.linear(f"{name}.q", f"{name}.k", f"{name}.v"),
+            attn_norm=self.norm(f"{name}.attn_norm") if before else None,
+            qkv=self.joined(name, "qkv", ("q", "k", "v")),
+            query_norm=self.vector(f"{name}.q_norm") if heads_normed else None,
+            key_norm=self.vector(f"{name}.k_norm") if heads_normed else None,
             o=self.linear(f"{name}.o"),
-            mlp_norm=self.vector(f"{name}.mlp_norm"),
-            gate_up=self.linear(f"{name}.gate", f"{name}.up"),
-            down=self.linear(f"{name}.down"),
+            post_attn_norm=self.norm(f"{name}.post_attn_norm") if after else None,
+            mlp_norm=self.norm(f"{name}.mlp_norm") if before else None,
+            mlp=self.mlp(layer),
+            post_mlp_norm=self.norm(f"{name}.post_mlp_norm") if after else None,
         )
+
+    def mlp(self, layer: LayerSpec) -> MlpWeights:
+        name = f"layers.{layer.index}"
+        if layer.experts is not None:
+            return load_experts(self, layer)
+        if self.spec.decoder.mlp == "plain":
+            return PlainWeights(self.linear(f"{name}.up"), self.linear(f"{name}.down"))
+        return GatedWeights(self.joined(name, "gate_up", ("gate", "up")), self.linear(f"{name}.down"))
+
+    def joined(self, layer: str, whole: str, parts: tuple[str, ...]) -> Linear:
+        """Matrices that are multiplied as one, whether the checkpoint keeps them so or apart."""
+        if f"{layer}.{whole}" in self.tensors:
+            return self.linear(f"{layer}.{whole}")
+        return self.linear(*(f"{layer}.{part}" for part in parts))
+
+    def norm(self, name: str) -> Norm:
+        bias = f"{name}_bias"
+        return Norm(self.vector(name), self.vector(bias) if self.has(bias) else None)
 
     def has(self, name: str) -> bool:
         """Dummies have every tensor of the spec but those a checkpoint may lack."""
@@ -142,8 +235,10 @@ class _Loader:
         return name in self.stored
 
     def vector(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
-        target = torch.empty(self.tensors[name].shape, dtype=dtype or self.dtype, device=self.device)
-        self.fill(target, self.tensors[name])
+        tensor = self.tensors[name]
+        kept = torch.float32 if tensor.plus_one else dtype or self.dtype
+        target = torch.empty(tensor.shape, dtype=kept, device=self.device)
+        self.fill(target, tensor)
         return target
 
     def linear(self, *names: str) -> Linear:
@@ -203,6 +298,14 @@ class _Loader:
         assert self.checkpoint is not None
         return torch.from_numpy(self.checkpoint.read(self.stored[name].name))
 
+    def read_expert(self, name: str, expert: int) -> torch.Tensor:
+        """One expert's matrix of a stack, which GGUF keeps whole and safetensors one by one."""
+        assert self.checkpoint is not None
+        stored, experts = self.stored[name].name, self.tensors[name].experts
+        if "{expert}" in stored:
+            return torch.from_numpy(self.checkpoint.read(stored.replace("{expert}", str(expert))))
+        return torch.from_numpy(self.checkpoint.read(stored, part=expert, parts=experts))
+
     def row_order(self, tensor: TensorSpec) -> torch.Tensor | None:
         """Which stored row becomes each row; None: they are in order."""
         if self.checkpoint is None or self.checkpoint.format != "gguf" or tensor.gguf_turn == "none":
@@ -214,6 +317,17 @@ class _Loader:
             fill_dummy(target, tensor, tied=self.spec.tied_embeddings)
         else:
             expand_into(target, self.read(tensor.name), self.stored[tensor.name].layout, self.row_order(tensor))
+            if tensor.plus_one and self.checkpoint.format == "safetensors":
+                target += 1
+        self.step()
+
+    def fill_experts(self, target: torch.Tensor, tensor: TensorSpec) -> None:
+        """`target` [experts, rows, columns]; its experts may lie apart."""
+        if self.checkpoint is None:
+            fill_dummy(target, tensor, tied=self.spec.tied_embeddings)
+        else:
+            for expert, matrix in enumerate(target):
+                expand_into(matrix, self.read_expert(tensor.name, expert), self.stored[tensor.name].layout)
         self.step()
 
     def step(self) -> None:

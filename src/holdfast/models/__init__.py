@@ -13,6 +13,7 @@ from holdfast.models.registry import (
     runnable_gguf_architectures,
 )
 from holdfast.models.spec import (
+    DecoderSpec,
     EncoderSpec,
     ExpertsSpec,
     LatentSpec,
@@ -25,6 +26,7 @@ from holdfast.models.spec import (
 
 __all__ = [
     "FAMILIES",
+    "DecoderSpec",
     "EncoderSpec",
     "ExpertsSpec",
     "LatentSpec",

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol, cast
 
 from holdfast.errors import CheckpointError, UnknownArchitectureError
 from holdfast.models.fields import Fields
-from holdfast.models.runnable import RUNNABLE_FAMILIES, lacking, require_runnable
+from holdfast.models.runnable import RUNNABLE_ARCHITECTURES, lacking, require_runnable
 from holdfast.models.source import Source, source_of_config, source_of_gguf
 from holdfast.models.spec import ModelSpec
 from holdfast.units import shorten
@@ -123,11 +123,11 @@ def known_gguf_architectures() -> tuple[str, ...]:
 
 def runnable_architectures() -> tuple[str, ...]:
     """What this engine can run, unless a model of it asks for something that is not there."""
-    return tuple(sorted(name for family in RUNNABLE_FAMILIES for name in FAMILIES[family].architectures))
+    return tuple(sorted(RUNNABLE_ARCHITECTURES & _BY_ARCHITECTURE.keys()))
 
 
 def runnable_gguf_architectures() -> tuple[str, ...]:
-    return tuple(sorted(name for family in RUNNABLE_FAMILIES for name in FAMILIES[family].gguf_architectures))
+    return tuple(sorted(RUNNABLE_ARCHITECTURES & _BY_GGUF.keys()))
 
 
 def from_config(config: Mapping[str, Any], generation_config: Mapping[str, Any] | None = None) -> ModelSpec:

@@ -8,8 +8,17 @@ from holdfast.errors import CheckpointError, ModelError, UnknownArchitectureErro
 from holdfast.models.fields import Fields
 from holdfast.models.spec import ModelSpec
 
-RUNNABLE_FAMILIES = ("llama",)
+RUNNABLE_ARCHITECTURES = frozenset(
+    (
+        *("LlamaForCausalLM", "MistralForCausalLM", "llama"),
+        *("Qwen2ForCausalLM", "Qwen3ForCausalLM", "qwen2", "qwen3"),
+    )
+)
+"""Of config.json and of GGUF headers: those whose every difference from llama a spec can say, and tests have seen run.
+"""
 _SCALINGS = ("none", "linear", "llama3", "yarn")
+_LONG_ROPE_FAMILIES = ("phi3",)
+_PARTLY_ROTATING_FAMILIES = ("phi3",)
 
 
 def lacking(spec: ModelSpec, fields: Fields) -> tuple[str, ...]:
@@ -18,8 +27,8 @@ def lacking(spec: ModelSpec, fields: Fields) -> tuple[str, ...]:
 
 
 def _family(spec: ModelSpec) -> Iterator[str]:
-    if spec.family not in RUNNABLE_FAMILIES:
-        yield f"the {spec.family} family"
+    if spec.architecture not in RUNNABLE_ARCHITECTURES:
+        yield f"a decoder of the {spec.family} family"
 
 
 def _memory(spec: ModelSpec) -> Iterator[str]:
@@ -39,11 +48,10 @@ def _memory(spec: ModelSpec) -> Iterator[str]:
 
 
 def _settings(spec: ModelSpec, fields: Fields) -> Iterator[str]:
-    if spec.rope.scaling not in _SCALINGS:
+    long = spec.rope.scaling == "longrope" and spec.family in _LONG_ROPE_FAMILIES
+    if spec.rope.scaling not in _SCALINGS and not long:
         yield f"{fields.key('rope_scaling')}: {spec.rope.scaling}"
-    if not spec.rope.truncate:
-        yield "rope_scaling: yarn without truncate"
-    if spec.rope.dim != spec.head_dim:
+    if spec.rope.dim != spec.head_dim and spec.family not in _PARTLY_ROTATING_FAMILIES:
         yield f"{fields.key('partial_rotary_factor')}: only {spec.rope.dim} of {spec.head_dim} dimensions rotate"
     if spec.quantization is not None:
         yield f"quantization_config: {spec.quantization.method} weights"
@@ -56,7 +64,7 @@ def require_runnable(spec: ModelSpec, known: tuple[str, ...]) -> ModelSpec:
     if spec.runnable:
         return spec
     found = "; ".join(spec.unsupported)
-    if spec.family not in RUNNABLE_FAMILIES:
+    if spec.architecture not in RUNNABLE_ARCHITECTURES:
         raise UnknownArchitectureError(
             f"model architecture {spec.architecture} is known, but this engine cannot run it yet",
             needed="one of " + ", ".join(known),

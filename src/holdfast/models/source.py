@@ -12,7 +12,7 @@ from typing import Any, Literal
 from holdfast.models.fields import MAX_CONTEXT, MAX_HEAD_DIM, MAX_HEADS, MAX_LAYERS, MAX_VOCABULARY, MAX_WIDTH, Fields
 from holdfast.models.quantization import QuantSpec, quantization_from_config
 from holdfast.models.rope import longest_context, no_rope, rope_from_config, rope_from_gguf
-from holdfast.models.spec import Activation, EncoderSpec, LayerSpec, ModelSpec, RopeSpec, TensorSpec
+from holdfast.models.spec import Activation, DecoderSpec, EncoderSpec, LayerSpec, ModelSpec, RopeSpec, TensorSpec
 
 _ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
@@ -289,6 +289,7 @@ def build_spec(
     layers: Sequence[LayerSpec] | None = None,
     features: Sequence[str] = (),
     attention_scale: float | None = None,
+    decoder: DecoderSpec | None = None,
     not_counted: Sequence[str] = (),
     encoder: EncoderSpec | None = None,
 ) -> ModelSpec:
@@ -314,6 +315,7 @@ def build_spec(
         stored_dtype=_gguf_dtype(fields) if source.gguf else _config_dtype(source),
         bos_token_id=bos,
         eos_token_ids=eos,
+        decoder=decoder or DecoderSpec(),
         tensors=tuple(tensors),
         quantization=None if source.gguf else _quantization(source),
         features=tuple(features),

@@ -36,9 +36,35 @@ class RopeSpec:
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     attention_factor: float = 1.0
-    """Multiplies cos and sin (yarn)."""
+    """Multiplies cos and sin (yarn, longrope)."""
     truncate: bool = True
     """yarn: the ramp's ends are rounded to whole dimensions."""
+    short_factors: tuple[float, ...] = field(repr=False, default=())
+    long_factors: tuple[float, ...] = field(repr=False, default=())
+    """longrope: what each frequency is divided by, in contexts up to original_max_position and in longer ones. Empty:
+    the checkpoint has them as tensors."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecoderSpec:
+    """What the decoder does; as it stands here, what llama's does: a norm before attention, one before a gated MLP."""
+
+    norm: Literal["rms", "layer"] = "rms"
+    """Of all norms on the stream; layer: the mean is taken out first."""
+    norms: Literal["before", "after", "both"] = "before"
+    """On which side of attention and of the MLP; after: on what they add to the stream."""
+    query_key_norm: Literal["none", "head", "whole"] = "none"
+    """Queries and keys before they are rotated: every head by itself, or all heads of a token together."""
+    mlp: Literal["gated", "plain"] = "gated"
+    """plain: up, activation, down. A layer with experts has those instead."""
+    attention_softcap: float = 0.0
+    """Scores s become cap · tanh(s / cap); 0: they do not."""
+    logits_softcap: float = 0.0
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    """Of what attention and MLP add to the stream."""
+    logits_scale: float = 1.0
+    """What the head's products are multiplied by, before a cap."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +76,8 @@ class ExpertsSpec:
     intermediate_size: int
     shared_intermediate_size: int = 0
     """Of all shared experts together; 0: there are none."""
+    normalized: bool = True
+    """The weights of a token's experts add up to one; else they are their shares of a softmax over all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,6 +161,9 @@ class LayerSpec:
     """Reads the keys and values of that layer and keeps none."""
     intermediate_size: int | None = None
     experts: ExpertsSpec | None = None
+    rotates: bool = True
+    """False: its queries and keys know no positions."""
+    rope: RopeSpec | None = None
 
     @property
     def kind(self) -> LayerKind:
@@ -153,7 +184,8 @@ Turn = Literal["none", "unpermute_rope"]
 class TensorSpec:
     name: str
     """Canonical: embed, layers.N.attn_norm, layers.N.q, .k, .v, .o, .q_bias, .k_bias, .v_bias, .o_bias,
-    layers.N.mlp_norm, .gate, .up, .down, .router, .experts.gate, .experts.up, .experts.down, final_norm, head."""
+    layers.N.mlp_norm, .gate, .up, .down, .router, .experts.gate, .experts.up, .experts.down, final_norm, head; .qkv
+    and .gate_up where a checkpoint keeps those as one matrix; .q_norm, .k_norm, .post_attn_norm, .post_mlp_norm."""
     shape: tuple[int, ...]
     hf_name: str
     """With {expert} in it: every expert lies under a name of its own. Empty: not in that format."""
@@ -173,6 +205,9 @@ class TensorSpec:
     hf_shape: tuple[int, ...] | None = None
     """As safetensors keep it, where that is not `shape` (stored transposed)."""
     part: Part = "text"
+    plus_one: bool = False
+    """A norm's weight that safetensors keep less one, and GGUF as it is. In memory it is float32, whatever the rest:
+    near one, half precision would lose what it says."""
 
     @property
     def elements(self) -> int:
@@ -212,10 +247,11 @@ class ModelSpec:
     """float32, float16 or bfloat16: what the config says the weights were made in."""
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
+    decoder: DecoderSpec = DecoderSpec()
     tensors: tuple[TensorSpec, ...] = field(repr=False, default=())
     quantization: QuantSpec | None = None
     features: tuple[str, ...] = ()
-    """What the family needs beyond pre-norm attention and a gated MLP, in words."""
+    """What the family needs beyond what `decoder` and `layers` can say, in words."""
     unsupported: tuple[str, ...] = ()
     """What of it this engine lacks, in words; planning needs none of that."""
     not_counted: tuple[str, ...] = ()
@@ -228,6 +264,10 @@ class ModelSpec:
     @property
     def runnable(self) -> bool:
         return not self.unsupported
+
+    def rope_of(self, layer: LayerSpec) -> RopeSpec | None:
+        """None: it does not rotate."""
+        return (layer.rope or self.rope) if layer.rotates else None
 
     @property
     def parameters(self) -> int:

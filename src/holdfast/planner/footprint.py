@@ -108,7 +108,10 @@ def _weights_bytes(model: Same[ModelSpec], files: Same[Stored], dtype: str, expa
             continue
         as_stored = None if kept is None else kept.layout
         layout = memory_layout(tensor, as_stored, dtype=dtype, expand=expand, compiled=compiled)
-        total += prod(tensor.shape) * ELEMENT_BYTES[dtype] if kept is None or layout == dtype else kept.nbytes
+        if layout in ELEMENT_BYTES or kept is None:
+            total += prod(tensor.shape) * ELEMENT_BYTES.get(layout, ELEMENT_BYTES[dtype])
+        else:
+            total += kept.nbytes
     return total
 
 
@@ -157,16 +160,36 @@ def kv_layout(spec: ModelSpec, *, block_tokens: int, kv_dtype: str) -> KVLayout:
     )
 
 
+def sums_apart(spec: ModelSpec) -> bool:
+    """Whether what attention and MLP add to the stream is worked on before: they then have a buffer of their own."""
+    return spec.decoder.norms != "before" or spec.decoder.residual_scale != 1.0
+
+
+def rotations(spec: ModelSpec) -> int:
+    """Kinds of rotary angles that layers have."""
+    return len({spec.rope_of(layer) for layer in spec.layers} - {None})
+
+
+NORMED_COPIES = 4
+"""Of what torch norms at a time: in float32, squared, scaled, and rounded."""
+
+
 def activations_bytes(spec: ModelSpec, limits: Limits, *, dtype: str, compiled_attention: bool = False) -> int:
     """`compiled_attention` reads pages where they lie; torch's gathers them, and queries are copied for it."""
     tokens, size = limits.max_num_batched_tokens, ELEMENT_BYTES[dtype]
     query, key_value = spec.heads * spec.head_dim, 2 * spec.kv_heads * spec.head_dim
     buffers = tokens * (2 * spec.hidden_size + 2 * query + key_value) * size
-    inner = min(tokens, MLP_TILE) * 3 * spec.intermediate_size * size
-    turned = tokens * 12 * spec.head_dim
+    tile, decoder = min(tokens, MLP_TILE), spec.decoder
+    inner = tile * 3 * spec.intermediate_size * size
+    branch = tile * spec.hidden_size * size if sums_apart(spec) else 0
+    normed = 0 if decoder.query_key_norm == "none" else NORMED_COPIES * tile * query * 4
+    centered = NORMED_COPIES * tokens * spec.hidden_size * 4 if decoder.norm == "layer" else 0
+    activated = tile * spec.intermediate_size * size if decoder.mlp == "plain" else 0
+    turned = tokens * (4 + 8 * rotations(spec)) * spec.head_dim
     sampling = 3 * min(tokens, limits.max_num_seqs) * spec.hidden_size * size
     attention = 0 if compiled_attention else TORCH_ATTENTION_BYTES + 4 * tokens * query * size
-    return buffers + inner + turned + sampling + attention + tokens * STEP_TOKEN_BYTES + STEP_BYTES
+    apart = branch + normed + centered + activated
+    return buffers + inner + apart + turned + sampling + attention + tokens * STEP_TOKEN_BYTES + STEP_BYTES
 
 
 def logits_rows(vocab_size: int, max_num_seqs: int) -> int:

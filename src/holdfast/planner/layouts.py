@@ -19,10 +19,14 @@ def memory_layout(tensor: TensorSpec, stored: str | None, *, dtype: str, expand:
     Quantized matrices are kept unless they are to be expanded. With compiled products half-precision ones are kept
     too: those compute in float32 from either, and half the bytes are read. Vectors are small and always expanded.
     """
-    if stored is None or expand or len(tensor.shape) != 2:
+    if tensor.plus_one:
+        return "float32"
+    matrix = len(tensor.shape) == 2 or tensor.experts > 0
+    if stored is None or expand or not matrix:
         return dtype
     if is_quantized(stored):
         return stored
-    if compiled and stored in ("F16", "BF16") and tensor.shape[1] % BLOCK_COLUMNS == 0:
+    # An expert's rows are another of its matrices' columns: a layer's experts are all read in pieces, or none is.
+    if compiled and stored in ("F16", "BF16") and all(extent % BLOCK_COLUMNS == 0 for extent in tensor.shape[1:]):
         return stored
     return dtype

@@ -32,6 +32,7 @@ def heads_of(product: torch.Tensor) -> Heads:
         query=heads[:, :3],
         key=heads[:, 3:5],
         value=heads[:, 5:],
+        query_rows=product[:, :48],
         key_rows=product[:, 48:80],
         value_rows=product[:, 80:],
     )

@@ -212,7 +212,6 @@ def test_other_scalings_are_refused_by_name(kind: str, named: str) -> None:
         ("rms_norm_eps", "small"),
         ("hidden_act", "swish9000"),
         ("tie_word_embeddings", "yes"),
-        ("mlp_bias", True),
         ("eos_token_id", 100),
         ("eos_token_id", ["2"]),
         ("bos_token_id", -1),

@@ -48,6 +48,7 @@ class GpuAttention:
     ) -> None:
         self._shape = (spec.heads, spec.kv_heads, spec.head_dim)
         self._scale = spec.attention_scale or spec.head_dim**-0.5
+        self._softcap = spec.decoder.attention_softcap
         self._tables = slots.tables
         self._windows = [group.window or 0 for group in layout.groups]
         size = decode_workspace_bytes(limits.max_num_seqs, *self._shape)
@@ -71,11 +72,11 @@ class GpuAttention:
             rows = len(decode.slots)
             decode_attention(
                 query[:rows], pages, table, decode.slots, decode.lengths, place=place, scale=self._scale,
-                window=window, softcap=0.0, out=attended[:rows], workspace=self._workspace,
+                window=window, softcap=self._softcap, out=attended[:rows], workspace=self._workspace,
             )  # fmt: skip
         if prefill is not None:
             prefill_attention(
                 query, pages, table, prefill.tile_rows, prefill.tile_starts, prefill.slots, prefill.starts,
-                prefill.counts, prefill.firsts, place=place, scale=self._scale, window=window, softcap=0.0,
+                prefill.counts, prefill.firsts, place=place, scale=self._scale, window=window, softcap=self._softcap,
                 out=attended,
             )  # fmt: skip

@@ -15,12 +15,14 @@ from holdfast.execution.batch import RunnerLimits
 from holdfast.execution.gpu.attention import DecodeRows, GpuAttention, PrefillRows
 from holdfast.execution.gpu.ladder import padded, padded_sizes
 from holdfast.execution.gpu.linear import GpuLinear, Scratch, gpu_linear
+from holdfast.execution.gpu.mlp import GpuMlp, MlpBuffers, make_mlps
 from holdfast.execution.gpu.slots import DeviceSlots
-from holdfast.execution.rope import Rotary
+from holdfast.execution.rope import rotaries
 from holdfast.execution.triton_kernels import layer as kernels
-from holdfast.execution.weights import LayerWeights, Weights
+from holdfast.execution.weights import LayerWeights, Norm, Weights
 from holdfast.kvcache.groups import KVLayout
 from holdfast.models import ModelSpec
+from holdfast.planner.footprint import sums_apart
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,23 +40,14 @@ class DeviceRows:
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    attn_norm: torch.Tensor
+    weights: LayerWeights
     qkv: GpuLinear
     o: GpuLinear
-    mlp_norm: torch.Tensor
-    gate_up: GpuLinear
-    down: GpuLinear
+    mlp: GpuMlp
 
     @property
-    def linears(self) -> tuple[GpuLinear, ...]:
-        return self.qkv, self.o, self.gate_up, self.down
-
-
-def _layer_of(layer: LayerWeights, scratch: Scratch) -> _Layer:
-    return _Layer(
-        layer.attn_norm, gpu_linear(layer.qkv, scratch), gpu_linear(layer.o, scratch), layer.mlp_norm,
-        gpu_linear(layer.gate_up, scratch), gpu_linear(layer.down, scratch),
-    )  # fmt: skip
+    def kind(self) -> tuple[object, ...]:
+        return self.qkv.kind, self.o.kind, self.mlp.kind
 
 
 class GpuDecoder:
@@ -66,12 +59,12 @@ class GpuDecoder:
         self._places = {
             layer: (group.index, place) for group in layout.groups for place, layer in enumerate(group.layers)
         }
-        self._windows = [group.window for group in layout.groups]
-        rotary = Rotary(spec.rope, device, weights.rope_freqs)
-        self._frequencies, self._magnitude = rotary.frequencies, rotary.magnitude
         tokens = limits.max_num_batched_tokens
+        self._rotaries, self._rotary_of = rotaries(spec, device, weights, limits.max_model_len)
         self._most_tokens, self._most_sampling = tokens, limits.max_num_seqs
         self._query, self._kv = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
+        # As the weights' own type has it: models were trained with the rounded number.
+        self._embedding_scale = float(torch.tensor(spec.decoder.embedding_scale, dtype=weights.dtype))
 
         def buffer(rows: int, columns: int) -> torch.Tensor:
             return torch.empty((rows, columns), dtype=weights.dtype, device=device)
@@ -80,48 +73,108 @@ class GpuDecoder:
         self._normed = buffer(tokens, spec.hidden_size)
         self._qkv = buffer(tokens, self._query + 2 * self._kv)
         self._attended = buffer(tokens, self._query)
-        self._gate_up = buffer(tokens, 2 * spec.intermediate_size)
-        self._inner = buffer(tokens, spec.intermediate_size)
-        self._angles = torch.empty((tokens, spec.rope.dim), dtype=torch.float32, device=device)
+        inner = MlpBuffers(buffer(tokens, 2 * spec.intermediate_size), buffer(tokens, spec.intermediate_size))
+        self._branch = buffer(tokens, spec.hidden_size) if sums_apart(spec) else None
+        self._angles = [
+            torch.empty((tokens, 2 * len(rotary.frequencies)), dtype=torch.float32, device=device)
+            for rotary in self._rotaries
+        ]
         self._sampling = buffer(limits.max_num_seqs, spec.hidden_size)
         self._sampling_normed = buffer(limits.max_num_seqs, spec.hidden_size)
         self.attention = GpuAttention(spec, layout, limits, slots, device)
         scratch = Scratch(weights.dtype, device)
         self._embed, self._head = gpu_linear(weights.embed, scratch), gpu_linear(weights.head, scratch)
         self._final_norm = weights.final_norm
-        self._layers = [_layer_of(layer, scratch) for layer in weights.layers]
+        self._layers = [
+            _Layer(layer, gpu_linear(layer.qkv, scratch), gpu_linear(layer.o, scratch), mlp)
+            for layer, mlp in zip(weights.layers, make_mlps(spec, weights, inner, scratch), strict=True)
+        ]
 
     def forward(self, rows: DeviceRows, pages: torch.Tensor, layers: int | None = None) -> torch.Tensor:
         """The residual stream after all layers, [tokens, hidden] and rows of no meaning; writes KV pages."""
         count = len(rows.slots)
         stream = self._stream[: padded(count, self._most_tokens)]
-        kernels.fill_cos_sin(rows.positions, self._frequencies, self._magnitude, self._angles[:count])
+        for rotary, angles in zip(self._rotaries, self._angles, strict=True):
+            if len(rotary.frequencies):
+                kernels.fill_cos_sin(rows.positions, rotary.frequencies, rotary.magnitude, angles[:count])
         self._embed.embed(self._slots.tokens, rows.slots, rows.positions, stream[:count])
+        if self._embedding_scale != 1.0:
+            stream[:count].mul_(self._embedding_scale)
+        heads_apart = self.spec.decoder.query_key_norm == "head"
         for index, layer in enumerate(self._layers[:layers]):
             qkv, attended = self._project(layer, stream)
             group, place = self._places[index]
             kernels.rotate_and_store(
-                qkv[:count], self._angles[:count], rows.positions, rows.slots, pages, self._slots.tables[group],
-                place=place,
+                qkv[:count], self._angles[self._rotary_of[index]][:count], rows.positions, rows.slots, pages,
+                self._slots.tables[group], place=place,
+                query_norm=layer.weights.query_norm if heads_apart else None,
+                key_norm=layer.weights.key_norm if heads_apart else None, epsilon=self.spec.norm_eps,
             )  # fmt: skip
             self.attention.run(qkv[:count], pages, group, place, rows.decode, rows.prefill, attended[:count])
-            self._feed(layer, attended, stream)
+            self._add_attended(layer, attended, stream)
+            self._feed(layer, stream)
         return stream
+
+    def _norm(self, norm: Norm | None, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        """`out`, or x itself where the decoder has no norm here."""
+        if norm is None:
+            return x
+        if self.spec.decoder.norm == "layer":
+            kernels.layer_norm(x, norm.weight, norm.bias, self.spec.norm_eps, out)
+        else:
+            kernels.rms_norm(x, norm.weight, self.spec.norm_eps, out)
+        return out
+
+    def _write_normed(
+        self, linear: GpuLinear, norm: Norm | None, x: torch.Tensor, normed: torch.Tensor, out: torch.Tensor
+    ) -> None:
+        """out = norm(x)·Wᵀ, in one kernel where there is one."""
+        if norm is None or self.spec.decoder.norm == "layer":
+            linear.write(self._norm(norm, x, normed), out)
+        else:
+            linear.write_normed(x, norm.weight, self.spec.norm_eps, normed, out)
 
     def _project(self, layer: _Layer, stream: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Queries, keys and values, and where attention shall put what it gathers."""
-        count = len(stream)
-        normed, qkv = self._normed[:count], self._qkv[:count]
-        layer.qkv.write_normed(stream, layer.attn_norm, self.spec.norm_eps, normed, qkv)
+        count, weights = len(stream), layer.weights
+        qkv = self._qkv[:count]
+        self._write_normed(layer.qkv, weights.attn_norm, stream, self._normed[:count], qkv)
+        whole = self.spec.decoder.query_key_norm == "whole"
+        if whole and weights.query_norm is not None and weights.key_norm is not None:
+            query, key = qkv[:, : self._query], qkv[:, self._query : self._query + self._kv]
+            # Each row is read whole before it is written.
+            kernels.rms_norm(query, weights.query_norm, self.spec.norm_eps, query)
+            kernels.rms_norm(key, weights.key_norm, self.spec.norm_eps, key)
         return qkv, self._attended[:count]
 
-    def _feed(self, layer: _Layer, attended: torch.Tensor, stream: torch.Tensor) -> None:
-        """From attention to the end of the layer."""
-        spec, count = self.spec, len(stream)
-        layer.o.add(attended, stream)
-        normed, gate_up, inner = self._normed[:count], self._gate_up[:count], self._inner[:count]
-        layer.gate_up.gated(stream, layer.mlp_norm, spec.norm_eps, spec.activation, normed, gate_up, inner)
-        layer.down.add(inner, stream)
+    def _add_attended(self, layer: _Layer, attended: torch.Tensor, stream: torch.Tensor) -> None:
+        if self._branch is None:
+            layer.o.add(attended, stream)
+            return
+        branch = self._branch[: len(stream)]
+        layer.o.write(attended, branch)
+        self._add_branch(layer.weights.post_attn_norm, branch, stream)
+
+    def _feed(self, layer: _Layer, stream: torch.Tensor) -> None:
+        """The second half of a layer."""
+        norm, normed = layer.weights.mlp_norm, self._normed[: len(stream)]
+        if self._branch is None and norm is not None and self.spec.decoder.norm == "rms":
+            layer.mlp.add_normed(stream, norm.weight, self.spec.norm_eps, normed)
+            return
+        x = self._norm(norm, stream, normed)
+        if self._branch is None:
+            layer.mlp.run(x, stream, add=True)
+            return
+        branch = self._branch[: len(stream)]
+        layer.mlp.run(x, branch, add=False)
+        self._add_branch(layer.weights.post_mlp_norm, branch, stream)
+
+    def _add_branch(self, norm: Norm | None, branch: torch.Tensor, stream: torch.Tensor) -> None:
+        decoder = self.spec.decoder
+        if norm is not None and decoder.norm == "layer":
+            branch, norm = self._norm(norm, branch, self._normed[: len(branch)]), None
+        weight = None if norm is None else norm.weight
+        kernels.add_branch(branch, weight, self.spec.norm_eps, decoder.residual_scale, stream)
 
     def logits(self, stream: torch.Tensor, sampling: torch.Tensor | None, out: torch.Tensor) -> None:
         """Of these tokens of the stream into the first rows of `out`, which has room for all that may sample; or of its
@@ -134,17 +187,20 @@ class GpuDecoder:
         self._score(chosen, out[: len(chosen)])
 
     def _score(self, chosen: torch.Tensor, out: torch.Tensor) -> None:
-        normed = self._sampling_normed[: len(chosen)]
-        self._head.write_normed(chosen, self._final_norm, self.spec.norm_eps, normed, out)
+        normed, decoder = self._sampling_normed[: len(chosen)], self.spec.decoder
+        self._write_normed(self._head, self._final_norm, chosen, normed, out)
+        if decoder.logits_scale != 1.0 or decoder.logits_softcap:
+            kernels.scale_and_cap(out, decoder.logits_scale, decoder.logits_softcap)
 
     def load_products(self, logits: torch.Tensor) -> None:
         """Multiplies once in every size that a step may be padded to, so that the code of all products is loaded.
         Layers whose matrices are kept alike have the same products."""
-        alike = {tuple(linear.kind for linear in layer.linears): layer for layer in self._layers}
+        alike = {layer.kind: layer for layer in self._layers}
         for size in padded_sizes(self._most_tokens):
             stream = self._stream[:size]
             for layer in alike.values():
                 _, attended = self._project(layer, stream)
-                self._feed(layer, attended, stream)
+                self._add_attended(layer, attended, stream)
+                self._feed(layer, stream)
         for size in padded_sizes(self._most_sampling):
             self._score(self._sampling[:size], logits[:size])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy
 import torch
@@ -11,7 +10,7 @@ import torch
 from holdfast.execution import native
 from holdfast.execution.kv_store import KVStore
 from holdfast.execution.linear import Linear, StackedLinear
-from holdfast.execution.ops import cpu
+from holdfast.execution.ops import cpu, reference
 from holdfast.execution.ops.interface import (
     Activation,
     AttentionShape,
@@ -21,10 +20,8 @@ from holdfast.execution.ops.interface import (
     StepBuffers,
     StepRows,
 )
+from holdfast.execution.weights import GatedWeights, LayerWeights
 from holdfast.kvcache.groups import KVGroup
-
-if TYPE_CHECKING:
-    from holdfast.execution.weights import LayerWeights
 
 
 class CompiledAttention:
@@ -90,8 +87,8 @@ class CompiledLayers:
             attended=step.attended,
             gate_up=step.gate_up,
             inner=step.inner,
-            cos=step.cos,
-            sin=step.sin,
+            cos=step.angles[0][0],
+            sin=step.angles[0][1],
         )
 
     def run(self, layer: int, place: int, token_rows: torch.Tensor, plan: native.AttentionRows) -> None:
@@ -105,29 +102,34 @@ def fuse(
     """None when some matrix does not lie in blocks, or the activation is not compiled."""
     if activation == "gelu":
         return None
-    fused: list[native.DecoderLayer] = []
-    for layer in layers:
-        parts = [_block_matrices(linear) for linear in (layer.qkv, layer.o, layer.gate_up, layer.down)]
-        if any(part is None for part in parts):
-            return None
-        qkv, o, gate_up, down = (part for part in parts if part is not None)
-        fused.append(
-            native.DecoderLayer(
-                attention_norm=layer.attn_norm,
-                qkv=qkv,
-                o=o[0],
-                mlp_norm=layer.mlp_norm,
-                gate_up=gate_up,
-                down=down[0],
-                heads=shape.heads,
-                kv_heads=shape.kv_heads,
-                dim=shape.head_dim,
-                epsilon=epsilon,
-                scale=shape.scale,
-                activation=activation,
-            )
-        )
-    return CompiledLayers(fused)
+    fused = [_fused(layer, shape, epsilon, activation) for layer in layers]
+    found = [layer for layer in fused if layer is not None]
+    return CompiledLayers(found) if len(found) == len(fused) else None
+
+
+def _fused(
+    layer: LayerWeights, shape: AttentionShape, epsilon: float, activation: Activation
+) -> native.DecoderLayer | None:
+    if layer.attn_norm is None or layer.mlp_norm is None or not isinstance(layer.mlp, GatedWeights):
+        return None
+    parts = [_block_matrices(linear) for linear in (layer.qkv, layer.o, *layer.mlp.linears)]
+    if any(part is None for part in parts):
+        return None
+    qkv, o, gate_up, down = (part for part in parts if part is not None)
+    return native.DecoderLayer(
+        attention_norm=layer.attn_norm.weight,
+        qkv=qkv,
+        o=o[0],
+        mlp_norm=layer.mlp_norm.weight,
+        gate_up=gate_up,
+        down=down[0],
+        heads=shape.heads,
+        kv_heads=shape.kv_heads,
+        dim=shape.head_dim,
+        epsilon=epsilon,
+        scale=shape.scale,
+        activation=activation,
+    )
 
 
 def _block_matrices(linear: Linear) -> list[native.BlockMatrix] | None:
@@ -139,8 +141,11 @@ def _block_matrices(linear: Linear) -> list[native.BlockMatrix] | None:
 OPS = Ops(
     name="compiled",
     rms_norm=native.rms_norm,
+    layer_norm=reference.layer_norm,
+    norm_in_place=reference.norm_in_place,
     rotate_and_store=rotate_and_store,
     gate=gate,
+    activate=reference.activate_in_place,
     make_attention=CompiledAttention,
     fuse=fuse,
 )

@@ -58,7 +58,10 @@ def gate(gate_up: torch.Tensor, activation: Activation, out: torch.Tensor) -> No
 OPS = Ops(
     name="cpu",
     rms_norm=rms_norm,
+    layer_norm=reference.layer_norm,
+    norm_in_place=reference.norm_in_place,
     rotate_and_store=rotate_and_store,
     gate=gate,
+    activate=reference.activate_in_place,
     make_attention=CpuAttention,
 )

@@ -31,6 +31,8 @@ class AttentionShape:
     """Layer places of a page."""
     dtype: torch.dtype
     """Of queries and outputs; pages may be kept in another."""
+    softcap: float = 0.0
+    """Scores s become cap · tanh(s / cap); 0: they do not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +43,8 @@ class Heads:
     key: torch.Tensor
     value: torch.Tensor
     """[tokens, heads, dim] each."""
+    query_rows: torch.Tensor
+    """[tokens, heads · dim]"""
     rotated: torch.Tensor
     """Queries, then keys: what positions turn."""
     key_rows: torch.Tensor
@@ -95,8 +99,8 @@ class StepBuffers:
     gate_up: torch.Tensor
     inner: torch.Tensor
     """Both for as many tokens as the MLP takes at a time."""
-    cos: torch.Tensor
-    sin: torch.Tensor
+    angles: tuple[tuple[torch.Tensor, torch.Tensor], ...]
+    """cos and sin, each [tokens, 1, dim / 2], of every rotation that layers have."""
 
 
 class FusedLayers(Protocol):
@@ -112,11 +116,17 @@ class Ops:
     name: str
     rms_norm: Callable[[torch.Tensor, torch.Tensor, float, torch.Tensor], None]
     """(x, weight, epsilon, out); out must not be x."""
+    layer_norm: Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, float, torch.Tensor], None]
+    """(x, weight, bias, epsilon, out)"""
+    norm_in_place: Callable[[torch.Tensor, torch.Tensor, float], None]
+    """(x [tokens, ..., width], weight [width], epsilon): rms_norm of slices of a wider buffer."""
     rotate_and_store: Callable[[Heads, torch.Tensor, torch.Tensor, KVStore, int, torch.Tensor], None]
     """(heads, cos, sin [tokens, 1, dim / 2], store, place, token rows): turns queries and keys in place and writes
     keys and values to the store."""
     gate: Callable[[torch.Tensor, Activation, torch.Tensor], None]
     """(gate beside up [tokens, 2·inner], activation, out [tokens, inner]); may use its input as scratch."""
+    activate: Callable[[torch.Tensor, Activation], None]
+    """In place."""
     make_attention: Callable[[AttentionShape, torch.device], AttentionBackend]
     fuse: Callable[[Sequence[LayerWeights], AttentionShape, float, Activation], FusedLayers | None] | None = None
     """(layers, shape, epsilon, activation): all operations of a layer as one, where the device has that for these

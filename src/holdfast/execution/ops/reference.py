@@ -11,11 +11,25 @@ from holdfast.execution.kv_store import KVStore
 from holdfast.execution.ops.interface import Activation, AttentionShape, Heads, Integers, Ops, StepRows
 from holdfast.kvcache.groups import KVGroup
 
+NORMED_TOKENS = 512
+"""What `norm_in_place` takes at a time: bounds its copies."""
+
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float, out: torch.Tensor) -> None:
     wide = x.float()
     scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon)
     out.copy_((wide * scale).to(x.dtype) * weight)
+
+
+def layer_norm(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, epsilon: float, out: torch.Tensor
+) -> None:
+    out.copy_(functional.layer_norm(x, weight.shape, weight, bias, epsilon))
+
+
+def norm_in_place(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> None:
+    for part in torch.split(x, NORMED_TOKENS):
+        rms_norm(part, weight, epsilon, part)
 
 
 def rotate(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
@@ -30,6 +44,10 @@ def activate(x: torch.Tensor, activation: Activation) -> torch.Tensor:
     if activation == "silu":
         return functional.silu(x)
     return functional.gelu(x, approximate="tanh" if activation == "gelu_tanh" else "none")
+
+
+def activate_in_place(x: torch.Tensor, activation: Activation) -> None:
+    x.copy_(activate(x, activation))
 
 
 def gate(gate_up: torch.Tensor, activation: Activation, out: torch.Tensor) -> None:
@@ -99,6 +117,8 @@ class ReferenceAttention:
         keys, values = keys.masked_fill(~used, 0), values.masked_fill(~used, 0)
         grouped = query.view(-1, shape.kv_heads, shape.heads // shape.kv_heads, shape.head_dim)
         scores = torch.einsum("qkgd,skd->kgqs", grouped, keys) * shape.scale
+        if shape.softcap:
+            scores = (scores / shape.softcap).tanh() * shape.softcap
         weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
         return torch.einsum("kgqs,skd->qkgd", weights, values).flatten(1, 2)
 
@@ -106,7 +126,10 @@ class ReferenceAttention:
 OPS = Ops(
     name="reference",
     rms_norm=rms_norm,
+    layer_norm=layer_norm,
+    norm_in_place=norm_in_place,
     rotate_and_store=rotate_and_store,
     gate=gate,
+    activate=activate_in_place,
     make_attention=ReferenceAttention,
 )

@@ -1,5 +1,6 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, import-untyped"
-"""The small kernels of a decoder layer: norms, rotary with the write of keys and values, gates, embedding rows.
+"""The small kernels of a decoder: norms, rotary with the write of keys and values, gates, embedding
+rows, caps of logits.
 
 Every one fills tensors it is given, reads nothing back to the host and rounds where the plain forms round. Knows no
 products and no attention.
@@ -53,6 +54,68 @@ def rms_norm(stream: torch.Tensor, weight: torch.Tensor, epsilon: float, out: to
 
 
 @triton.jit
+def _layer_norm(
+    stream, weight, bias, out, stream_stride, out_stride, epsilon, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
+    BIAS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < COLUMNS
+    wide = tl.load(stream + row * stream_stride + column, mask=inside, other=0.0).to(tl.float32)
+    centered = tl.where(inside, wide - tl.sum(wide, 0) / COLUMNS, 0.0)
+    scale = tl.rsqrt(tl.sum(centered * centered, 0) / COLUMNS + epsilon)
+    normed = centered * scale * tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    if BIAS:
+        normed += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row * out_stride + column, normed.to(out.dtype.element_ty), mask=inside)
+
+
+def layer_norm(
+    stream: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, epsilon: float, out: torch.Tensor
+) -> None:
+    """out = stream without its mean, over its deviation, times weight, plus bias; rows as of `rms_norm`."""
+    rows, columns = stream.shape
+    if rows:
+        _layer_norm[(rows,)](
+            stream, weight, weight if bias is None else bias, out, stream.stride(0), out.stride(0), epsilon,
+            COLUMNS=columns, BLOCK=triton.next_power_of_2(columns), BIAS=bias is not None,
+            num_warps=norm_warps(columns),
+        )  # fmt: skip
+
+
+@triton.jit
+def _add_branch(
+    branch, weight, stream, branch_stride, stream_stride, epsilon, factor, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
+    NORM: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < COLUMNS
+    x = tl.load(branch + row * branch_stride + column, mask=inside, other=0.0)
+    added = x.to(tl.float32)
+    if NORM:
+        scale = tl.rsqrt(tl.sum(added * added, 0) / COLUMNS + epsilon)
+        by = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+        added = ((added * scale).to(x.dtype).to(tl.float32) * by).to(x.dtype).to(tl.float32)
+    line = stream + row * stream_stride + column
+    before = tl.load(line, mask=inside, other=0.0)
+    tl.store(line, (before.to(tl.float32) + factor * added).to(before.dtype), mask=inside)
+
+
+def add_branch(
+    branch: torch.Tensor, weight: torch.Tensor | None, epsilon: float, factor: float, stream: torch.Tensor
+) -> None:
+    """stream += factor · rms_norm(branch), or branch as it is without a weight; rows as of `rms_norm`."""
+    rows, columns = stream.shape
+    if rows:
+        _add_branch[(rows,)](
+            branch, branch if weight is None else weight, stream, branch.stride(0), stream.stride(0), epsilon, factor,
+            COLUMNS=columns, BLOCK=triton.next_power_of_2(columns), NORM=weight is not None,
+            num_warps=norm_warps(columns),
+        )  # fmt: skip
+
+
+@triton.jit
 def _fill_cos_sin(positions, frequencies, out, magnitude, HALF: tl.constexpr, BLOCK: tl.constexpr):
     token = tl.program_id(0).to(tl.int64)
     index = tl.arange(0, BLOCK)
@@ -73,13 +136,23 @@ def fill_cos_sin(positions: torch.Tensor, frequencies: torch.Tensor, magnitude: 
 
 
 @triton.jit
+def _normed_part(part, scale, query_norm, key_norm, index, real, is_key, is_value, kind: tl.constexpr):
+    """Some dimensions of all heads of a program, times what their norm gives them; values stay as they are."""
+    by_query = tl.load(query_norm + index, mask=real, other=0.0).to(tl.float32)
+    by_key = tl.load(key_norm + index, mask=real, other=0.0).to(tl.float32)
+    normed = (part * scale).to(kind).to(tl.float32) * tl.where(is_key, by_key, by_query)
+    return tl.where(is_value, part, normed.to(kind).to(tl.float32))
+
+
+@triton.jit
 def _rotate_and_store(
-    qkv, angles, positions, slots, pages, tables, qkv_stride, table_stride, place,
+    qkv, angles, positions, slots, pages, tables, query_norm, key_norm, qkv_stride, table_stride, place, epsilon,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, TOKENS: tl.constexpr,
     PLACES: tl.constexpr, BLOCK_HEADS: tl.constexpr, BLOCK_HALF: tl.constexpr, REST: tl.constexpr,
-    BLOCK_REST: tl.constexpr,
+    BLOCK_REST: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
-    """REST: what of a head is beyond the turned part, 0 where all of it is turned."""
+    """REST: what of a head is beyond the turned part, 0 where all of it is turned. NORM: queries and keys are normed
+    first, every head by itself."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)[:, None]
     inside = head < HEADS + 2 * KV_HEADS
@@ -97,6 +170,15 @@ def _rotate_and_store(
     rest = tl.zeros((BLOCK_HEADS, BLOCK_REST), tl.float32)
     if REST:
         rest = tl.load(source + beyond, mask=inside & real_rest, other=0.0).to(tl.float32)
+    kind = qkv.dtype.element_ty
+    if NORM:
+        squares = tl.sum(first * first, 1) + tl.sum(second * second, 1) + tl.sum(rest * rest, 1)
+        scale = tl.where(is_value, 1.0, tl.rsqrt(squares / DIM + epsilon)[:, None])
+        is_key = head >= HEADS
+        first = _normed_part(first, scale, query_norm, key_norm, index, real, is_key, is_value, kind)
+        second = _normed_part(second, scale, query_norm, key_norm, HALF + index, real, is_key, is_value, kind)
+        if REST:
+            rest = _normed_part(rest, scale, query_norm, key_norm, beyond, real_rest, is_key, is_value, kind)
 
     line = angles + 2 * HALF * token + index
     cos, sin = tl.load(line, mask=real, other=0.0), tl.load(line + HALF, mask=real, other=0.0)
@@ -104,10 +186,11 @@ def _rotate_and_store(
     first = tl.where(is_value, first, turned_first)
     second = tl.where(is_value, second, turned_second)
 
-    kind = qkv.dtype.element_ty
     changed = inside & (head < HEADS + KV_HEADS)
     tl.store(source + index, first.to(kind), mask=changed & real)
     tl.store(source + HALF + index, second.to(kind), mask=changed & real)
+    if NORM and REST:
+        tl.store(source + beyond, rest.to(kind), mask=changed & real_rest)
 
     page = tl.load(tables + slot * table_stride + position // TOKENS, mask=used, other=-1).to(tl.int64)
     row = ((page * PLACES + place) * 2 + tl.where(is_value, 1, 0)) * TOKENS + position % TOKENS
@@ -131,12 +214,16 @@ def rotate_and_store(
     tables: torch.Tensor,
     *,
     place: int,
+    query_norm: torch.Tensor | None = None,
+    key_norm: torch.Tensor | None = None,
+    epsilon: float = 0.0,
 ) -> None:
     """Queries and keys of qkv [tokens, (heads + 2·kv heads)·dim] are turned in place; keys and values go to pages
     [blocks, places, 2, tokens, kv heads, dim] at `place`.
 
     angles: float32 [tokens, turned dims] of `fill_cos_sin`. A token with slot < 0, position < 0 or a page < 0 in tables
     [slots, blocks] leaves no keys. Heads are turned as two halves of the turned part; what is beyond it stays as it is.
+    query_norm and key_norm [dim]: heads are divided by their root mean square and multiplied with these before.
     """
     if len(qkv) == 0:
         return
@@ -145,10 +232,11 @@ def rotate_and_store(
     half = angles.shape[-1] // 2
     rest = dim - 2 * half
     _rotate_and_store[(len(qkv), triton.cdiv(total, ROTATED_HEADS))](
-        qkv, angles, positions, slots, pages, tables, qkv.stride(0), tables.stride(0), place,
+        qkv, angles, positions, slots, pages, tables, qkv if query_norm is None else query_norm,
+        qkv if key_norm is None else key_norm, qkv.stride(0), tables.stride(0), place, epsilon,
         HEADS=total - 2 * kv_heads, KV_HEADS=kv_heads, DIM=dim, HALF=half, TOKENS=tokens, PLACES=places,
-        BLOCK_HEADS=ROTATED_HEADS, BLOCK_HALF=triton.next_power_of_2(half), REST=rest,
-        BLOCK_REST=triton.next_power_of_2(max(1, rest)), num_warps=WARPS,
+        BLOCK_HEADS=ROTATED_HEADS, BLOCK_HALF=triton.next_power_of_2(max(1, half)), REST=rest,
+        BLOCK_REST=triton.next_power_of_2(max(1, rest)), NORM=query_norm is not None, num_warps=WARPS,
     )  # fmt: skip
 
 
@@ -190,6 +278,48 @@ def gate(gate_up: torch.Tensor, activation: Literal["silu", "gelu", "gelu_tanh"]
             gate_up, out, columns, gate_up.stride(0), out.stride(0), ACTIVATION=_ACTIVATIONS[activation],
             BLOCK=GATE_COLUMNS, num_warps=WARPS,
         )  # fmt: skip
+
+
+@triton.jit
+def _activate_rows(x, columns, stride, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < columns
+    line = x + row * stride + column
+    before = tl.load(line, mask=inside, other=0.0)
+    tl.store(line, activate(before.to(tl.float32), ACTIVATION).to(before.dtype), mask=inside)
+
+
+def activate_rows(x: torch.Tensor, activation: Literal["silu", "gelu", "gelu_tanh"]) -> None:
+    """x [tokens, columns] in place; columns side by side, rows apart."""
+    rows, columns = x.shape
+    if rows:
+        _activate_rows[(rows, triton.cdiv(columns, GATE_COLUMNS))](
+            x, columns, x.stride(0), ACTIVATION=_ACTIVATIONS[activation], BLOCK=GATE_COLUMNS, num_warps=WARPS
+        )
+
+
+@triton.jit
+def _cap(x, columns, stride, scale, cap, CAPPED: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < columns
+    line = x + row * stride + column
+    before = tl.load(line, mask=inside, other=0.0)
+    scaled = before.to(tl.float32) * scale
+    if CAPPED:
+        # tanh(y) is 2·sigmoid(2·y) - 1.
+        scaled = cap * (2.0 * tl.sigmoid(2.0 * scaled / cap) - 1.0)
+    tl.store(line, scaled.to(before.dtype), mask=inside)
+
+
+def scale_and_cap(x: torch.Tensor, scale: float, cap: float) -> None:
+    """x [rows, columns] becomes cap · tanh(scale · x / cap) in place, or scale · x where cap is 0."""
+    rows, columns = x.shape
+    if rows:
+        _cap[(rows, triton.cdiv(columns, EMBED_COLUMNS))](
+            x, columns, x.stride(0), scale, cap, CAPPED=cap > 0, BLOCK=EMBED_COLUMNS, num_warps=WARPS
+        )
 
 
 @triton.jit

@@ -30,7 +30,6 @@ def describe(source: Source) -> ModelSpec:
         family=FAMILY,
         layers=[LayerSpec(index=index, window=window) for index in range(shape.layer_count)],
         tensors=plain_tensors(source, shape, biases=_biases(source, mistral), mlp_bias=mlp_bias).found,
-        features=("mlp_bias: biases in the MLP",) if mlp_bias else (),
     )
 
 

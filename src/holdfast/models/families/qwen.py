@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from holdfast.models.fields import MAX_LAYERS
 from holdfast.models.source import Shape, Source, build_spec, read_shape, read_windows
-from holdfast.models.spec import LayerSpec, ModelSpec
+from holdfast.models.spec import DecoderSpec, LayerSpec, ModelSpec
 from holdfast.models.tensors import TensorList
 
 FAMILY = "qwen"
@@ -39,7 +39,7 @@ def describe(source: Source) -> ModelSpec:
         family=FAMILY,
         layers=[LayerSpec(index=index, window=window) for index, window in enumerate(windows)],
         tensors=tensors.found,
-        features=("norms on queries and keys",) if third else (),
+        decoder=DecoderSpec(query_key_norm="head" if third else "none"),
     )
 
 
