@@ -40,24 +40,27 @@ class Checkpoint:
     def nbytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
-    def read(self, name: str) -> numpy.typing.NDArray[numpy.uint8]:
-        """The stored bytes, flat, in fresh memory that the caller may write to and owns."""
+    def read(self, name: str, *, part: int = 0, parts: int = 1) -> numpy.typing.NDArray[numpy.uint8]:
+        """The stored bytes, flat, in fresh memory that the caller may write to and owns: all of them, or one of several
+        equal parts (an expert of a stack)."""
         tensor = self.tensors.get(name)
         if tensor is None:
             raise CheckpointError(f"the checkpoint has no tensor {name!r}", needed=name)
         import numpy  # Only here: those who count bytes do without.
 
-        target = numpy.empty(tensor.nbytes, dtype=numpy.uint8)
+        wanted = tensor.nbytes // parts
+        offset = tensor.offset + part * wanted
+        target = numpy.empty(wanted, dtype=numpy.uint8)
         view = target.data
         done = 0
         try:
             descriptor = self._descriptor(tensor.path)
-            while done < tensor.nbytes:
-                count = os.preadv(descriptor, [view[done : done + _READ_BYTES]], tensor.offset + done)
+            while done < wanted:
+                count = os.preadv(descriptor, [view[done : done + _READ_BYTES]], offset + done)
                 if count == 0:
                     raise CheckpointError(
                         f"{tensor.path}: the file is torn: it ends within tensor {name!r}",
-                        needed=f"{tensor.nbytes} bytes at {tensor.offset}",
+                        needed=f"{wanted} bytes at {offset}",
                         found=f"{done} bytes",
                         fix="download the file again",
                     )
@@ -112,14 +115,11 @@ def match(spec: ModelSpec, checkpoint: Checkpoint) -> dict[str, StoredTensor]:
     found: dict[str, StoredTensor] = {}
     missing: list[str] = []
     for tensor in spec.tensors:
-        name = stored_name(tensor, checkpoint)
-        stored = checkpoint.tensors.get(name)
-        if stored is None:
-            if not tensor.optional:
-                missing.append(name)
-            continue
-        _check(tensor, stored, spec)
-        found[tensor.name] = stored
+        stored, lacking = _find(tensor, spec, checkpoint)
+        if stored is not None:
+            found[tensor.name] = stored
+        elif not tensor.optional:
+            missing.append(lacking)
     if missing:
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
         raise CheckpointError(
@@ -134,18 +134,49 @@ def match(spec: ModelSpec, checkpoint: Checkpoint) -> dict[str, StoredTensor]:
 def extra_tensors(spec: ModelSpec, checkpoint: Checkpoint) -> tuple[str, ...]:
     """What the checkpoint holds beyond the spec, by its own names."""
     known = {stored_name(tensor, checkpoint) for tensor in spec.tensors}
+    if checkpoint.format == "safetensors":
+        known |= {name for tensor in spec.tensors if tensor.experts for name, _ in tensor.in_safetensors()}
     return tuple(name for name in checkpoint.tensors if name not in known)
+
+
+def _find(tensor: TensorSpec, spec: ModelSpec, checkpoint: Checkpoint) -> tuple[StoredTensor | None, str]:
+    """The stored tensor, or the name under which there is none. Experts that lie one by one are told as one stack,
+    under the name they have in common."""
+    name = stored_name(tensor, checkpoint)
+    if "{expert}" not in name:
+        stored = checkpoint.tensors.get(name)
+        if stored is not None:
+            _check(tensor.shape, tensor, stored, spec)
+        return stored, name
+    parts: list[StoredTensor] = []
+    for one, shape in tensor.in_safetensors():
+        stored = checkpoint.tensors.get(one)
+        if stored is None:
+            return None, one
+        _check(shape, tensor, stored, spec)
+        parts.append(stored)
+    first = parts[0]
+    other = next((part for part in parts if part.layout != first.layout), None)
+    if other is not None:
+        raise CheckpointError(
+            f"the experts of {tensor.name} are stored in different ways",
+            needed=f"{first.layout}, as {first.name}",
+            found=f"{other.layout}: {other.name}",
+        )
+    total = sum(part.nbytes for part in parts)
+    return StoredTensor(name, tensor.shape, first.layout, first.path, first.offset, total), name
 
 
 def stored_name(tensor: TensorSpec, checkpoint: Checkpoint) -> str:
     return tensor.gguf_name if checkpoint.format == "gguf" else tensor.hf_name
 
 
-def _check(tensor: TensorSpec, stored: StoredTensor, spec: ModelSpec) -> None:
-    if stored.shape != tensor.shape:
+def _check(shape: tuple[int, ...], tensor: TensorSpec, stored: StoredTensor, spec: ModelSpec) -> None:
+    # GGUF keeps a matrix of one row as a vector.
+    if stored.shape != shape and (len(shape) == 1 or stored.shape != tuple(size for size in shape if size != 1)):
         raise CheckpointError(
             f"tensor {stored.name!r} ({tensor.name}) has another shape than the config of {spec.architecture} says",
-            needed=str(list(tensor.shape)),
+            needed=str(list(shape)),
             found=f"{list(stored.shape)} in {stored.path.name}",
         )
     if stored.layout not in ENGINE_LAYOUTS:

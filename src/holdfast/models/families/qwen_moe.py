@@ -5,7 +5,7 @@ from __future__ import annotations
 from holdfast.models.families.qwen import qwen_windows
 from holdfast.models.fields import MAX_EXPERTS, MAX_LAYERS, MAX_WIDTH
 from holdfast.models.source import Source, build_spec, read_shape
-from holdfast.models.spec import ExpertsSpec, LayerSpec, ModelSpec
+from holdfast.models.spec import DecoderSpec, ExpertsSpec, LayerSpec, ModelSpec
 from holdfast.models.tensors import Block, TensorList
 
 FAMILY = "qwen_moe"
@@ -15,7 +15,9 @@ def describe(source: Source) -> ModelSpec:
     source = source.called({"num_experts": ("num_experts", "num_local_experts")})
     third = source.architecture in ("Qwen3MoeForCausalLM", "qwen3moe")
     shape = read_shape(source, max_position=None if source.gguf else 32_768, inner=1 if source.gguf else None)
-    experts = read_experts(source, shared=not third)
+    # llama.cpp's header does not say: it norms the third generation's weights and not those of the second.
+    normalized = third if source.gguf else source.fields.boolean("norm_topk_prob", default=False)
+    experts = read_experts(source, shared=not third, normalized=normalized)
     sparse = sparse_layers(source, shape.layer_count)
     bias = not third or source.fields.boolean("attention_bias", default=False)
     if source.gguf:
@@ -41,11 +43,11 @@ def describe(source: Source) -> ModelSpec:
         LayerSpec(index=index, window=window, experts=experts if sparse[index] else None)
         for index, window in enumerate(qwen_windows(source, shape))
     ]
-    features = ("norms on queries and keys",) if third else ()
-    return build_spec(source, shape, family=FAMILY, layers=layers, tensors=tensors.found, features=features)
+    decoder = DecoderSpec(query_key_norm="head" if third else "none")
+    return build_spec(source, shape, family=FAMILY, layers=layers, tensors=tensors.found, decoder=decoder)
 
 
-def read_experts(source: Source, *, shared: bool) -> ExpertsSpec:
+def read_experts(source: Source, *, shared: bool, normalized: bool = True) -> ExpertsSpec:
     fields = source.fields
     count = fields.integer("num_experts", high=MAX_EXPERTS)
     return ExpertsSpec(
@@ -53,6 +55,7 @@ def read_experts(source: Source, *, shared: bool) -> ExpertsSpec:
         per_token=fields.integer("num_experts_per_tok", high=count),
         intermediate_size=fields.integer("moe_intermediate_size", high=MAX_WIDTH),
         shared_intermediate_size=fields.integer("shared_expert_intermediate_size", high=MAX_WIDTH) if shared else 0,
+        normalized=normalized,
     )
 
 

@@ -1,0 +1,39 @@
+"""What a step holds for experts beside their weights, on a CPU and on a GPU: execution takes its sizes from here.
+
+A token goes to `per_token` experts, so that there is a line for each of these pairs. Pure arithmetic: no torch.
+"""
+
+from __future__ import annotations
+
+from holdfast.models import ExpertsSpec, ModelSpec
+from holdfast.units import MIB
+
+TILE_BYTES = 8 * MIB
+"""Of the tile that quantized experts are expanded to where there are no compiled products."""
+TILE_COPIES = 4
+"""Quants as they lie, their expansion, it in another number type, and the product of a tile."""
+
+
+def kinds(spec: ModelSpec) -> tuple[ExpertsSpec, ...]:
+    """Layers whose experts are alike use the same buffers."""
+    return tuple(dict.fromkeys(layer.experts for layer in spec.layers if layer.experts is not None))
+
+
+def cpu_bytes(spec: ModelSpec, tokens: int, element_bytes: int, *, compiled: bool) -> int:
+    """`tokens`: that the MLP takes at a time. Compiled experts of one kind keep their buffers beside another's."""
+    held = [_cpu_bytes(spec, experts, tokens, element_bytes, compiled) for experts in kinds(spec)]
+    return sum(held) if compiled else max(held, default=0)
+
+
+def _cpu_bytes(spec: ModelSpec, experts: ExpertsSpec, tokens: int, element_bytes: int, compiled: bool) -> int:
+    pairs, inner = tokens * experts.per_token, experts.intermediate_size
+    shared = tokens * (3 * experts.shared_intermediate_size + spec.hidden_size + 1) * element_bytes
+    if not experts.shared_intermediate_size:
+        shared = 0
+    routing = tokens * experts.count * element_bytes + pairs * 12 + (experts.count + 1) * 4
+    if compiled:
+        return pairs * (spec.hidden_size + 3 * inner) * element_bytes + routing + shared
+    # Lines and gate and up beside their parts, or what comes of them, its weights and a product: the larger counts.
+    lines = pairs * (2 * spec.hidden_size + 4 * inner) * element_bytes
+    sorting = tokens * experts.count * 8 + pairs * 40
+    return lines + routing + sorting + shared + TILE_COPIES * TILE_BYTES

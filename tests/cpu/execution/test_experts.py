@@ -1,0 +1,236 @@
+"""Models with experts: from safetensors one by one and from GGUF in stacks, kept quantized or expanded, all the same.
+
+Whole models against transformers; the parts alone against float64.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy
+import pytest
+import torch
+import transformers
+from safetensors.numpy import save_file
+
+from holdfast.checkpoints import gguf as gguf_files
+from holdfast.checkpoints.checkpoint import Checkpoint, match
+from holdfast.errors import CheckpointError
+from holdfast.execution import native
+from holdfast.execution.experts import BlockStack, DenseStack, ExpertWeights, QuantizedStack
+from holdfast.execution.runner import Runner, RunnerLimits
+from holdfast.execution.weights import Weights, load_weights
+from holdfast.kvcache.groups import KVLayout, form_groups
+from holdfast.models import ModelSpec, from_config, from_gguf
+from holdfast.planner.footprint import weights_bytes
+from holdfast.records import Row, SamplingParams, SequenceStart, StepPlan, TableWrite
+
+CPU = torch.device("cpu")
+PROMPT = [(index * 37) % 300 for index in range(33)]
+MIXTRAL = ("Mixtral", {"num_local_experts": 4})
+QWEN3 = (
+    "Qwen3Moe",
+    {
+        "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "head_dim": 16, "norm_topk_prob": True,
+        "mlp_only_layers": [1],
+    },
+)  # fmt: skip
+QWEN2 = (
+    "Qwen2Moe",
+    {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 64},
+)
+FILES = {"mixtral": ("llama", *MIXTRAL), "qwen3moe": ("qwen3moe", *QWEN3), "qwen2moe": ("qwen2moe", *QWEN2)}
+KINDS: dict[str, Callable[[str], str]] = {
+    "F16": lambda name: "F16",
+    "Q8_0": lambda name: "Q8_0",
+    "mixed": lambda name: (
+        "Q4_0" if name.endswith("experts.gate") else "F32" if name.endswith("experts.down") else "Q8_0"
+    ),
+}
+
+
+def numbers_of(oracle: Any) -> dict[str, numpy.ndarray]:
+    """By canonical name, experts in stacks."""
+    found = {}
+    with oracle.checkpoint() as checkpoint:
+        for tensor in oracle.spec.tensors:
+            parts = [
+                checkpoint.read(name).view(numpy.float32).reshape(shape) for name, shape in tensor.in_safetensors()
+            ]
+            found[tensor.name] = numpy.stack(parts) if "{expert}" in tensor.hf_name else parts[0]
+    return found
+
+
+def interleave(weight: numpy.ndarray, heads: int) -> numpy.ndarray:
+    """Rows as GGUF keeps llama's q and k: the halves of a head taken in turns."""
+    return weight.reshape(heads, 2, -1, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
+
+
+def write_header(writer: gguf.GGUFWriter, oracle: Any) -> None:
+    spec: ModelSpec = oracle.spec
+    experts = spec.layers[-1].experts
+    assert experts is not None
+    writer.add_block_count(len(spec.layers))
+    writer.add_context_length(512)
+    writer.add_embedding_length(spec.hidden_size)
+    writer.add_feed_forward_length(oracle.model.config.intermediate_size)
+    writer.add_head_count(spec.heads)
+    writer.add_head_count_kv(spec.kv_heads)
+    writer.add_key_length(spec.head_dim)
+    writer.add_value_length(spec.head_dim)
+    writer.add_layer_norm_rms_eps(spec.norm_eps)
+    writer.add_rope_freq_base(spec.rope.theta)
+    writer.add_vocab_size(spec.vocab_size)
+    writer.add_expert_count(experts.count)
+    writer.add_expert_used_count(experts.per_token)
+    if spec.family != "mixtral":
+        writer.add_expert_feed_forward_length(experts.intermediate_size)
+    if experts.shared_intermediate_size:
+        writer.add_expert_shared_feed_forward_length(experts.shared_intermediate_size)
+
+
+def write_gguf(oracle: Any, path: Path, architecture: str, kinds: Callable[[str], str]) -> dict[str, numpy.ndarray]:
+    """Returns the numbers that the file holds, by the names and in the shapes that safetensors have."""
+    writer = gguf.GGUFWriter(path, architecture)
+    write_header(writer, oracle)
+    numbers, kept = numbers_of(oracle), dict[str, numpy.ndarray]()
+    for tensor in oracle.spec.tensors:
+        values = numbers[tensor.name]
+        plain = values.ndim == 1 or tensor.name.endswith("router")
+        kind = gguf.GGMLQuantizationType["F32" if plain else kinds(tensor.name)]
+        rounded = gguf.quants.dequantize(gguf.quants.quantize(values, kind), kind)
+        for number, (name, shape) in enumerate(tensor.in_safetensors()):
+            kept[name] = (rounded[number] if "{expert}" in tensor.hf_name else rounded).reshape(shape)
+        turned = interleave(values, tensor.heads) if tensor.gguf_turn != "none" else values
+        written = turned[0] if len(turned) == 1 else turned
+        writer.add_tensor(tensor.gguf_name, gguf.quants.quantize(written, kind), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return kept
+
+
+@torch.inference_mode()
+def transformers_logits(oracle: Any, numbers: dict[str, numpy.ndarray], folder: Path) -> torch.Tensor:
+    shutil.copy(oracle.folder / "config.json", folder)
+    save_file(numbers, folder / "model.safetensors", {"format": "pt"})
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    return model(torch.tensor([PROMPT])).logits[0, -1].log_softmax(-1)
+
+
+def logits_after(spec: ModelSpec, weights: Weights, compiled: bool) -> torch.Tensor:
+    """Log-probabilities after the prompt: [vocabulary] in the order of ids."""
+    groups, places = form_groups([layer.window for layer in spec.layers])
+    layout = KVLayout(
+        groups=groups, block_tokens=16, layers_per_page=places, kv_heads=spec.kv_heads, head_dim=spec.head_dim,
+        element_bytes=4,
+    )  # fmt: skip
+    limits = RunnerLimits(max_num_seqs=1, max_num_batched_tokens=64, max_model_len=64)
+    runner = Runner(spec, weights, layout, limits, CPU, compiled=compiled)
+    runner.back_kv(5)
+    params = SamplingParams(temperature=0.0, logprobs=20)
+    result = runner.execute(
+        StepPlan(
+            step_id=0,
+            starts=[SequenceStart(0, "r", PROMPT, len(PROMPT), params)],
+            table_writes=[TableWrite(0, 0, 0, [1, 2, 3])],
+            rows=[Row(0, 0, len(PROMPT), True)],
+        )
+    )
+    found = result.logprobs[0]
+    assert found is not None
+    known = torch.full((spec.vocab_size,), float("nan"))
+    known[list(found.token_ids)] = torch.tensor(found.logprobs)
+    return known
+
+
+@pytest.mark.parametrize("kinds", KINDS)
+@pytest.mark.parametrize("file", FILES)
+def test_gguf_models_equal_transformers_with_the_same_numbers(
+    file: str, kinds: str, oracles: Callable[..., Any], tmp_path: Path
+) -> None:
+    architecture, model, settings = FILES[file]
+    oracle = oracles(model, **settings)
+    numbers = write_gguf(oracle, tmp_path / "model.gguf", architecture, KINDS[kinds])
+    expected = transformers_logits(oracle, numbers, tmp_path)
+    header = gguf_files.read_header(tmp_path / "model.gguf")
+    spec = from_gguf(header.metadata, header.tensors)
+    for expand, compiled in ((True, False), (False, False), *([(False, True)] if native.available() else [])):
+        with Checkpoint(header.tensors, "gguf") as checkpoint:
+            weights = load_weights(spec, checkpoint, dtype=torch.float32, device=CPU, expand=expand, compiled=compiled)
+        found = logits_after(spec, weights, compiled)
+        known = ~found.isnan()
+        assert known.sum() >= 20
+        # Compiled products round activations as finely as the blocks they meet.
+        tolerance = 2e-2 if compiled and kinds != "F16" else 2e-4
+        torch.testing.assert_close(found[known], expected[known], atol=tolerance, rtol=0)
+
+
+def experts_of(weights: Weights) -> ExpertWeights:
+    part = weights.layers[-1].mlp
+    assert isinstance(part, ExpertWeights)
+    return part
+
+
+def test_how_experts_are_kept(oracles: Callable[..., Any], tmp_path: Path) -> None:
+    """Whatever the planner counts is what is there."""
+    oracle = oracles(MIXTRAL[0], **MIXTRAL[1])
+    write_gguf(oracle, tmp_path / "model.gguf", "llama", KINDS["mixed"])
+    header = gguf_files.read_header(tmp_path / "model.gguf")
+    spec = from_gguf(header.metadata, header.tensors)
+    ways: list[tuple[bool, bool, tuple[type, ...]]] = [
+        (True, False, (DenseStack, DenseStack)),
+        (False, False, (QuantizedStack, QuantizedStack, DenseStack)),
+    ]
+    if native.available():
+        ways.append((False, True, (BlockStack, BlockStack, BlockStack)))
+    for expand, compiled, kept in ways:
+        with Checkpoint(header.tensors, "gguf") as checkpoint:
+            weights = load_weights(spec, checkpoint, dtype=torch.float32, device=CPU, expand=expand, compiled=compiled)
+            counted = weights_bytes(spec, match(spec, checkpoint), dtype="float32", expand=expand, compiled=compiled)
+        experts = experts_of(weights)
+        assert tuple(type(stack) for stack in (*experts.gate_up, experts.down)) == kept
+        assert weights.nbytes == counted
+
+
+def test_a_missing_expert_is_named(oracles: Callable[..., Any]) -> None:
+    oracle = oracles(MIXTRAL[0], **MIXTRAL[1])
+    tensors = dict(oracle.checkpoint().tensors)
+    lost = "model.layers.1.block_sparse_moe.experts.2.w3.weight"
+    del tensors[lost]
+    with pytest.raises(CheckpointError) as raised:
+        load_weights(oracle.spec, Checkpoint(tensors, "safetensors"), dtype=torch.float32, device=CPU, expand=True)
+    assert raised.value.needed == lost
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_dummy_experts_differ(compiled: bool, oracles: Callable[..., Any]) -> None:
+    """From layer to layer, from expert to expert, and gate from up."""
+    if compiled and not native.available():
+        pytest.skip(str(native.why_not()))
+    spec = oracles(MIXTRAL[0], **MIXTRAL[1]).spec
+    weights = load_weights(spec, None, dtype=torch.float32, device=CPU, expand=True, compiled=compiled)
+    assert weights.nbytes == 4 * spec.parameters
+    if compiled:
+        return
+    stacks = [layer.mlp.gate_up[0].weight for layer in weights.layers if isinstance(layer.mlp, ExpertWeights)]
+    matrices = [half for stack in stacks for expert in stack for half in expert.chunk(2)]
+    assert len({float(matrix[0, 0]) for matrix in matrices}) == len(matrices)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"hidden_act": "gelu"}, "exact gelu"),
+        ({"intermediate_size": 100}, "100 columns"),
+    ],
+)
+def test_experts_that_cannot_be_computed_are_refused(changes: dict[str, Any], said: str) -> None:
+    config = transformers.MixtralConfig(**{"intermediate_size": 96, **changes}).to_dict()
+    with pytest.raises(CheckpointError, match=said):
+        from_config({**config, "architectures": ["MixtralForCausalLM"]})
