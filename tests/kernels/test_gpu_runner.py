@@ -57,7 +57,7 @@ OPTIONS = {
 def test_every_option_chooses_what_it_chooses_on_a_cpu(tiny: Tiny, device: torch.device) -> None:
     """All of them beside each other; there are fewer slots than requests, so that some take the slots of others."""
     if tiny.spec.layers[0].window is not None and device.type == "cpu":
-        return  # Sampling knows nothing of windows, and the interpreter takes half a minute for it.
+        pytest.skip("sampling knows nothing of windows, and the interpreter takes half a minute for it")
     params = [SamplingParams(max_tokens=6, ignore_eos=True, **given) for given in OPTIONS.values()]
     prompts = [prompt(number, 3 + number) for number in range(len(params))]
     here = run(tiny.core(device, gpu=True), prompts, params)

@@ -108,6 +108,28 @@ def test_graphs_that_find_no_memory_are_done_without(
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="only a GPU has graphs")
+@pytest.mark.parametrize("launches", [0, 3], ids=["the first", "a later one"])
+def test_graphs_that_find_no_memory_when_they_are_launched_are_done_without(
+    tiny: Tiny, device: torch.device, monkeypatch: pytest.MonkeyPatch, launches: int
+) -> None:
+    real, left = torch.cuda.CUDAGraph.replay, [launches]
+
+    def fails(self: torch.cuda.CUDAGraph) -> None:
+        if not left[0]:
+            raise RuntimeError("CUDA error: out of memory")
+        left[0] -= 1
+        real(self)
+
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", fails)
+    prompts = [prompt(number, 4) for number in range(3)]
+    params = [SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True, repetition_penalty=1.1)] * 3
+    expected = run(tiny.core(device, gpu=True, graphs=False), prompts, params)
+    found = run(tiny.core(device, gpu=True), prompts, params)
+    assert [tokens_of(outputs) for outputs in found] == [tokens_of(outputs) for outputs in expected]
+    assert left == [0]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="only a GPU has graphs")
 def test_a_capture_that_breaks_off_in_the_middle_is_done_without(
     tiny: Tiny, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -76,15 +76,19 @@ def build_gpu_runner(
 def start_with_room(plan: Plan, build: Callable[[Plan], Built], again: Callable[[Plan], Plan]) -> Built:
     """`again` gives back what the failed start took, and makes a plan with what is free now; it refuses, with numbers,
     what has become impossible."""
+    unchanged = False
     for _ in range(START_TRIES - 1):
         try:
             return build(plan)
         except (RuntimeError, EngineError, DoesNotFitError) as error:
-            if not isinstance(error, DoesNotFitError) and not is_shortage(error):
+            refused = isinstance(error, DoesNotFitError)
+            # Somebody may have taken memory and given it back. If it does not fit a second time, it is not that.
+            if (refused and unchanged) or not (refused or is_shortage(error)):
                 raise
             said = str(error).splitlines()[0]
         log.warning("memory became short while the engine started (%s): the plan is made again", said)
-        plan = again(plan)
+        failed, plan = plan, again(plan)
+        unchanged = plan.budget_bytes >= failed.budget_bytes
         log.warning(
             "now %s of budget: context %s tokens, %d sequences, KV pool %s",
             format_bytes(plan.budget_bytes), f"{plan.limits.max_model_len:,}", plan.limits.max_num_seqs,
@@ -95,14 +99,16 @@ def start_with_room(plan: Plan, build: Callable[[Plan], Built], again: Callable[
     except (RuntimeError, EngineError) as error:
         if not is_shortage(error):
             raise
-        raise DoesNotFitError(
-            f"the GPU's memory ran out in each of {START_TRIES} starts, though it was planned for what was free",
-            code="HF125",
-            needed=", ".join(f"{name} {format_bytes(size)}" for name, size in plan.terms.items()),
-            found=str(error).splitlines()[0],
-            fix="stop what else takes memory on this GPU (nvidia-smi shows it), or a smaller --gpu-memory-utilization",
-            field="gpu_memory_utilization",
-        ) from error
+        said = str(error).splitlines()[0]
+    # Outside of it: whoever keeps this error shall not keep the frames of the failed start, and what they hold.
+    raise DoesNotFitError(
+        f"the GPU's memory ran out in each of {START_TRIES} starts, though it was planned for what was free",
+        code="HF125",
+        needed=", ".join(f"{name} {format_bytes(size)}" for name, size in plan.terms.items()),
+        found=said,
+        fix="stop what else takes memory on this GPU (nvidia-smi shows it), or a smaller --gpu-memory-utilization",
+        field="gpu_memory_utilization",
+    )
 
 
 def _build(
@@ -113,13 +119,22 @@ def _build(
     coming = sum(size for name, size in plan.terms.items() if name not in ("context", "kv_pool"))
     plan = settle_pool(plan, context.free_bytes - coming)
     progress("load", 0, 0)
-    weights = _load(config, files, spec, plan, memory.device, progress)
-    limits = RunnerLimits.of(plan.limits)
+    # No name here for the weights: an error that is kept would keep them through it.
     runner = GpuRunner(
-        spec, weights, plan.layout, limits, memory.device, kv_dtype=DTYPES[plan.kv_dtype],
-        graphs=not config.enforce_eager,
+        spec, _load(config, files, spec, plan, memory.device, progress), plan.layout, RunnerLimits.of(plan.limits),
+        memory.device, kv_dtype=DTYPES[plan.kv_dtype], graphs=not config.enforce_eager,
     )  # fmt: skip
+    try:
+        return _settle(runner, plan, memory, context, progress)
+    except BaseException:
+        runner.close()
+        raise
+
+
+def _settle(runner: GpuRunner, plan: Plan, memory: GpuMemory, context: GpuHeld, progress: Progress) -> Built:
+    """From a loaded model to a backed pool; `context`: what was held before the load."""
     loaded = memory.held()
+    memory.forget_loading()
     progress("rehearse", 0, 0)
     runner.reserve_kv(plan.most_blocks)
     runner.back_kv(2)

@@ -28,7 +28,8 @@ from holdfast.planner.room import LEAST_TOKENS
 from holdfast.planner.ways_out import ways_out
 from holdfast.units import MIB, counted, format_bytes
 
-TOO_OLD, NOT_THERE, MIXED_KV = "HF122", "HF121", "HF126"
+TOO_OLD, NOT_THERE, MIXED_KV, OF_A_CPU, TOO_WIDE = "HF122", "HF121", "HF126", "HF127", "HF128"
+WIDEST_HEAD = 256
 MOST_WAYS_OUT = 3
 
 
@@ -71,6 +72,7 @@ def make_gpu_plan(
     name: str = "the model",
 ) -> Plan:
     check_step(config.max_num_seqs, config.max_num_batched_tokens)
+    _check_kernels(spec, config)
     chosen, decision = choose_gpu(gpus)
     device = replace(measured_device(0, chosen), budget_bytes=config.vram)
     if config.vram is not None and config.vram > chosen.free_bytes:
@@ -96,6 +98,32 @@ def make_gpu_plan(
     if not found.fits:
         raise _refusal(found)
     return _plan(found, config, chosen, decision)
+
+
+def _check_kernels(spec: ModelSpec, config: EngineConfig) -> None:
+    for name, asked, others in (
+        ("attention_backend", config.attention_backend, ("auto",)),
+        ("expand_weights", config.expand_weights, ("auto", "never")),
+    ):
+        if asked not in others:
+            raise ConfigurationError(
+                f"{name} {asked} is a setting for CPUs; on a GPU there is one way",
+                code=OF_A_CPU,
+                needed=" or ".join(others),
+                found=asked,
+                fix=f"leave --{name.replace('_', '-')} out, or --device cpu",
+                field=name,
+            )
+    widest = max(layer.head_dim or spec.head_dim for layer in spec.layers)
+    if widest > WIDEST_HEAD:
+        raise ConfigurationError(
+            f"the GPU kernels have no attention for heads of {widest} dimensions",
+            code=TOO_WIDE,
+            needed=f"head_dim up to {WIDEST_HEAD}",
+            found=str(widest),
+            fix="--device cpu",
+            field="device",
+        )
 
 
 def _mixed(found: Fit) -> ConfigurationError:

@@ -126,11 +126,12 @@ def became_short(reserve: int, needed: int, short: int, available: int, over: in
     found = f"{format_bytes(max(0, available))} free"
     if over > 0:
         found += f", and {format_bytes(over)} more than planned were taken by loading and by a step"
+    ours = over > 0 and available - reserve >= needed
     return DoesNotFitError(
-        "memory has become short while loading",
+        "loading and a step took more memory than planned" if ours else "memory has become short while loading",
         needed=f"{format_bytes(needed)} for KV" + (f", and {format_bytes(reserve)} left free" if reserve else ""),
         found=f"{found}: {format_bytes(short)} short",
-        fix="stop what else takes memory, or set a smaller --max-model-len",
+        fix=("a larger budget" if ours else "stop what else takes memory") + ", or set a smaller --max-model-len",
     )
 
 

@@ -12,7 +12,7 @@ import torch
 
 from holdfast.config import EngineConfig
 from holdfast.engine import gpu_startup, startup
-from holdfast.engine.gpu_startup import BACK_TRIES, build_gpu_runner
+from holdfast.engine.gpu_startup import BACK_TRIES, START_TRIES, build_gpu_runner
 from holdfast.errors import DoesNotFitError
 from holdfast.execution.gpu import memory as gpu_memory
 from holdfast.execution.gpu.virtual import OUT_OF_MEMORY, RangeError
@@ -113,6 +113,10 @@ class FakeRunner:
 
     def capture(self) -> None:
         self.gpu.code += 100 * MIB
+
+    def close(self) -> None:
+        self.gpu.tensors = self.gpu.pool = 0
+        self.closed = True
 
 
 class Start:
@@ -312,6 +316,43 @@ def test_a_gpu_that_stays_full_is_refused_with_numbers(spec: ModelSpec, monkeypa
     start.during.append(neighbour)
     with pytest.raises(DoesNotFitError, match="does not fit on fake"):
         start.run()
+
+
+def test_a_start_that_takes_more_than_planned_is_not_tried_again_and_again(
+    spec: ModelSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody else takes anything: once more for a neighbour that came and went, and then it is said what took more."""
+    start = Start(FakeGpu(), monkeypatch, spec, vram="6GiB", max_model_len=8192)
+    loads: list[str] = []
+    rehearse = FakeRunner.rehearse
+
+    def more(runner: FakeRunner) -> None:
+        loads.append("once")
+        rehearse(runner)
+        runner.gpu.take_tensors(4 * GIB)
+
+    monkeypatch.setattr(FakeRunner, "rehearse", more)
+    with pytest.raises(DoesNotFitError, match="took more memory than planned") as refused:
+        start.run()
+    assert len(loads) == 2
+    assert "more than planned were taken" in str(refused.value.found)
+
+
+def test_a_failed_start_keeps_nothing(spec: ModelSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever holds on to the error holds on to no weights."""
+    start = Start(FakeGpu(), monkeypatch, spec)
+    runners: list[FakeRunner] = []
+
+    def fails(runner: FakeRunner) -> None:
+        runners.append(runner)
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(FakeRunner, "rehearse", fails)
+    with pytest.raises(DoesNotFitError, match="in each of") as refused:
+        start.run()
+    assert [runner.closed for runner in runners] == [True] * START_TRIES
+    assert refused.value.__cause__ is None
+    assert refused.value.__context__ is None
 
 
 def test_an_engine_that_plans_for_itself_goes_to_the_gpu_that_it_planned_for(

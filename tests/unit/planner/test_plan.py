@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -173,7 +174,8 @@ def test_the_pool_is_settled_by_what_is_measured_after_loading(spec: ModelSpec) 
 def test_the_shortage_is_what_would_have_to_be_free_besides(settings: dict[str, str], spec: ModelSpec) -> None:
     planned = plan(spec, 40, max_model_len=8192, **settings)
     for free, measured in ((GIB // 2, {}), (-GIB, {}), (30 * GIB, {"weights": planned.terms["weights"] + 25 * GIB})):
-        with pytest.raises(DoesNotFitError, match="short while loading") as caught:
+        cause = "more memory than planned" if measured else "short while loading"
+        with pytest.raises(DoesNotFitError, match=cause) as caught:
             settle_pool(planned, free, measured)
         number, unit = str(caught.value.found).split(": ")[-1].split()[:2]
         short = int(float(number) * {"GiB": GIB, "MiB": 1 << 20}[unit])
@@ -265,6 +267,19 @@ def test_graphs_that_are_not_captured_are_not_planned(spec: ModelSpec) -> None:
         for eager in (False, True)
     )
     assert without.terms["graphs"] == gpu_footprint.GRAPHS_BYTES < with_graphs.terms["graphs"]
+
+
+def test_what_the_gpu_kernels_have_not_got_is_refused_before_anything_is_loaded(spec: ModelSpec) -> None:
+    gpu = NvidiaGpu(index=0, uuid="GPU-1", name="one", total_bytes=40 * GIB, free_bytes=40 * GIB, capability=(9, 0))
+
+    def made(of: ModelSpec = spec, **settings: object) -> Plan:
+        return make_gpu_plan(of, None, EngineConfig.from_arguments(device="cuda", **settings), [gpu])
+
+    for name, value in (("expand_weights", "always"), ("attention_backend", "torch")):
+        refusal = _refused(partial(made, **{name: value}))
+        assert (refusal.code, refusal.field) == ("HF127", name)
+    assert made(expand_weights="never").terms == made().terms
+    assert _refused(partial(made, replace(spec, head_dim=512))).code == "HF128"
 
 
 def test_a_gpu_keeps_kv_in_what_it_computes_in(spec: ModelSpec) -> None:

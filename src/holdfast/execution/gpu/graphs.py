@@ -45,8 +45,15 @@ class DecodeGraphs:
         is captured for the next."""
         graph = self._graphs.get((size, work))
         if graph is not None:
-            graph.replay()
-            return
+            try:
+                graph.replay()
+                return
+            except RuntimeError as error:
+                if not is_shortage(error):
+                    raise
+                del self._graphs[size, work]
+                self._steps_to_wait = STEPS_BETWEEN_TRIES
+                log.warning("the graph of %d rows found no GPU memory: such steps run kernel by kernel for now", size)
         self._run(size, work)
         if self._steps_to_wait:
             self._steps_to_wait -= 1
@@ -72,6 +79,8 @@ class DecodeGraphs:
                     graph.capture_end()
                 raise
             graph.capture_end()
+        # The first launch may need memory too: it is made where the step is done already, and does the same again.
+        graph.replay()
         torch.cuda.synchronize(self._device)
         self._pool = self._pool or graph.pool()
         return graph

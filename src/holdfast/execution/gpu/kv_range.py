@@ -40,6 +40,6 @@ class KVRange:
         self.blocks = max(self.blocks, blocks)
 
     def close(self) -> None:
-        self.pages = torch.empty(0)
+        self.pages = torch.empty(0, device="cpu")
         if self._range is not None:
             self._range.close()

@@ -64,8 +64,14 @@ class GpuMemory:
         torch.cuda.reset_peak_memory_stats(self.device)
         self._tensors_before = int(torch.cuda.memory_allocated(self.device))
 
+    def forget_loading(self) -> None:
+        """Weights may have lain there twice for a moment: that is no part of a step. What torch keeps of it is given
+        back."""
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(self.device)
+
     def most_allocated(self) -> int:
-        """Bytes of tensors that the engine had at once since `watch_tensors`."""
+        """Bytes of tensors that the engine had at once since `watch_tensors`, or since the load where that is over."""
         return int(torch.cuda.max_memory_allocated(self.device)) - self._tensors_before
 
     def give_back_cached(self) -> None:

@@ -24,7 +24,8 @@ class PacketRing:
     def __init__(self, words: int, device: torch.device) -> None:
         self.words = words
         self.arrived = torch.zeros(words, dtype=torch.int32, device=device)
-        self._pinned = [torch.empty(words, dtype=torch.int32, pin_memory=device.type == "cuda") for _ in range(PACKETS)]
+        pin = device.type == "cuda"
+        self._pinned = [torch.empty(words, dtype=torch.int32, device="cpu", pin_memory=pin) for _ in range(PACKETS)]
         self._filled = [pinned.numpy() for pinned in self._pinned]
         self._copied = [torch.cuda.Event() if device.type == "cuda" else None for _ in range(PACKETS)]
         self._next = 0

@@ -13,7 +13,7 @@ import logging
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -22,6 +22,7 @@ from holdfast.execution.batch import RunnerLimits, SlotBuffers
 from holdfast.execution.gpu.decoder import GpuDecoder
 from holdfast.execution.gpu.graphs import DecodeGraphs
 from holdfast.execution.gpu.kv_range import KVRange
+from holdfast.execution.gpu.ladder import padded_sizes
 from holdfast.execution.gpu.sampling import DeviceSampler, FoundLogprobs, FoundScores, Work
 from holdfast.execution.gpu.shortage import is_shortage
 from holdfast.execution.gpu.slots import DeviceSlots
@@ -120,7 +121,9 @@ class GpuRunner:
             self._slots, rows, sampling_lanes(rows), limits.max_num_batched_tokens, spec.vocab_size, device
         )
         pin = device.type == "cuda"
-        self._sampled = [torch.empty(rows, dtype=torch.int32, pin_memory=pin) for _ in range(STEPS_AHEAD + 2)]
+        self._sampled = [
+            torch.empty(rows, dtype=torch.int32, device="cpu", pin_memory=pin) for _ in range(STEPS_AHEAD + 2)
+        ]
         self._arrived = [torch.cuda.Event() if pin else None for _ in self._sampled]
         self._next = 0
         self._kv: KVRange | None = None
@@ -295,15 +298,22 @@ class GpuRunner:
         return [(token, logprobs) for _, token, logprobs in placed], scores
 
     def rehearse(self) -> None:
-        """The heaviest step the limits allow, for real and whole; then products of every size, so that what the driver
-        loads when it is first used is there."""
-        plan = heaviest_plan(self.limits, self.layout)
+        """The heaviest step the limits allow, for real and whole; then products and single tokens of every size: what
+        the driver loads when it is first used is there then."""
+        plans = [heaviest_plan(self.limits, self.layout)]
+        if is_decode(plans[0].rows):  # A sequence for every token of a step; but one may also have them all.
+            plans.append(heaviest_plan(replace(self.limits, max_num_seqs=1), self.layout))
         with self._here():
-            self._enter(plan)
-            self._slots.apply(plan)
-            self.read(self._launch(plan.rows, 0))
+            for plan in plans:
+                self._enter(plan)
+                self._slots.apply(plan)
+                self.read(self._launch(plan.rows, 0))
             if self.device.type == "cuda":
                 self.decoder.load_products(self._logits)
+                for size in padded_sizes(self.limits.max_num_seqs):
+                    self._forms.decode([], size)
+                    for work in Work:
+                        self._run_decode(size, work)
         self._books.known[:] = 0
 
     def capture(self) -> None:

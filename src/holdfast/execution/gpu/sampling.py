@@ -213,7 +213,9 @@ class DeviceSampler:
     def _to_host(self, found: torch.Tensor) -> torch.Tensor:
         if self._device.type != "cuda":
             return found.clone()
-        return torch.empty(found.shape, dtype=found.dtype, pin_memory=True).copy_(found, non_blocking=True)
+        return torch.empty(found.shape, dtype=found.dtype, device="cpu", pin_memory=True).copy_(
+            found, non_blocking=True
+        )
 
 
 def _scores(logits: torch.Tensor, tokens: torch.Tensor, likeliest: int) -> tuple[torch.Tensor, ...]:

@@ -36,7 +36,7 @@ class _Staging:
 
     def __init__(self, depth: int, words: int, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
-        self._buffers = torch.zeros((depth, words), dtype=torch.int32, pin_memory=self._cuda)
+        self._buffers = torch.zeros((depth, words), dtype=torch.int32, device="cpu", pin_memory=self._cuda)
         self._done: list[torch.cuda.Event | None] = [None] * depth
         self._next = 0
 
