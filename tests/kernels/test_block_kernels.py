@@ -6,6 +6,7 @@ import os
 
 import pytest
 import torch
+from quantized_blocks import NEW_KINDS, OLD_KINDS, block_shape, drawn
 
 pytest.importorskip("triton")
 
@@ -18,13 +19,12 @@ ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 CPU = torch.device("cpu")
 NAN = float("nan")
-LAYOUTS = ["Q8_0", "Q4_0", "Q4_1"]
-BLOCK_BYTES = {"Q8_0": 34, "Q4_0": 18, "Q4_1": 20}
+LAYOUTS = [*OLD_KINDS, *NEW_KINDS]
 # Triton's interpreter cuts bfloat16 off where the GPU rounds it.
 TYPES = [torch.float32, torch.float16, *([torch.bfloat16] if ON_GPU else [])]
 UNIT = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
-SHAPES = [(10, 160), *([(1024, 3072), (6144, 4096), (49152, 576)] if ON_GPU else [])]
-"""(outputs, inputs)"""
+SHAPES = [(10, 5), *([(1024, 96), (6144, 128), (49152, 18)] if ON_GPU else [])]
+"""(outputs, inputs in 32; of blocks with 256 elements their next multiple)"""
 
 
 def seeded(*parts: object) -> torch.Generator:
@@ -35,19 +35,16 @@ def seeded(*parts: object) -> torch.Generator:
 
 
 class Case:
-    def __init__(self, layout: str, outputs: int, inputs: int) -> None:
-        self.source = seeded(layout, outputs, inputs)
+    def __init__(self, layout: str, outputs: int, pieces: int) -> None:
+        self.source = seeded(layout, outputs, pieces)
+        elements, _ = block_shape(layout)
+        inputs = -(-32 * pieces // elements) * elements
         self.outputs, self.inputs = outputs, inputs
-        count = inputs // 32
-        stored = torch.randint(0, 256, (outputs, count, BLOCK_BYTES[layout]), dtype=torch.uint8, generator=self.source)
-        for place in (0, 2) if layout == "Q4_1" else (0,):
-            numbers = torch.randn(outputs, count, 1, generator=self.source).mul_(0.1).half()
-            stored[..., place : place + 2] = numbers.view(torch.uint8)
+        stored, exact = drawn(layout, outputs, inputs, int(torch.randint(1 << 30, (), generator=self.source)))
+        self.exact = torch.from_numpy(exact)
         matrix = QuantizedMatrix(layout, outputs, inputs, CPU)
-        matrix.fill_rows(0, stored.view(outputs, -1))
-        self.exact = torch.empty(outputs, inputs)
-        matrix.dequantize(0, outputs, self.exact)
-        planes = (matrix.quants, matrix.scales, matrix.minimums)
+        matrix.fill_rows(0, torch.from_numpy(stored))
+        planes = (matrix.quants, matrix.scales, matrix.minimums, matrix.high, matrix.small)
         self.planes = blocks.BlockPlanes(layout, *(None if part is None else part.to(DEVICE) for part in planes))
 
     def normal(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
@@ -57,10 +54,10 @@ class Case:
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("rows", [1, 2, 3, 16])
-@pytest.mark.parametrize(("outputs", "inputs"), SHAPES)
-def test_products(dtype: torch.dtype, layout: str, rows: int, outputs: int, inputs: int) -> None:
-    case = Case(layout, outputs, inputs)
-    tile = None
+@pytest.mark.parametrize(("outputs", "pieces"), SHAPES)
+def test_products(dtype: torch.dtype, layout: str, rows: int, outputs: int, pieces: int) -> None:
+    case = Case(layout, outputs, pieces)
+    inputs, tile = case.inputs, None
     if not ON_GPU:
         tile = ProductTile(4, 4, 1) if rows <= 2 else ProductTile(16, 4, 1)
     x = case.normal(rows, inputs + 32, dtype=dtype)[:, :inputs]
@@ -87,24 +84,25 @@ def test_products(dtype: torch.dtype, layout: str, rows: int, outputs: int, inpu
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_rows_are_expanded_bit_for_bit(dtype: torch.dtype, layout: str) -> None:
-    case = Case(layout, 9, 1120)
-    out = torch.full((6, 1130), NAN, dtype=dtype, device=DEVICE)
-    blocks.dequantize_tile(case.planes, 2, 7, out[:5, :1120])
-    assert torch.equal(out[:5, :1120].cpu(), case.exact[2:7].to(dtype))
+    case = Case(layout, 9, 35)
+    width = case.inputs
+    out = torch.full((6, width + 10), NAN, dtype=dtype, device=DEVICE)
+    blocks.dequantize_tile(case.planes, 2, 7, out[:5, :width])
+    assert torch.equal(out[:5, :width].cpu(), case.exact[2:7].to(dtype))
     assert torch.isnan(out[5:]).all()
-    assert torch.isnan(out[:, 1120:]).all()
+    assert torch.isnan(out[:, width:]).all()
 
     tokens_of_slots = torch.tensor([[1, 9, -1], [4, 5, 8]], dtype=torch.int32, device=DEVICE)
     slots = torch.tensor([1, -1, 0, 0, 0], dtype=torch.int32, device=DEVICE)
     positions = torch.tensor([2, 0, 1, 2, 0], dtype=torch.int32, device=DEVICE)
-    rows = torch.full((5, 1120), NAN, dtype=dtype, device=DEVICE)
+    rows = torch.full((5, width), NAN, dtype=dtype, device=DEVICE)
     blocks.embed_blocks(tokens_of_slots, slots, positions, case.planes, rows)
     assert torch.equal(rows[[0, 4]].cpu(), case.exact[[8, 1]].to(dtype))
     assert not rows[1:4].any(), "no such row"
 
 
 def test_limits() -> None:
-    case = Case("Q8_0", 4, 32)
+    case = Case("Q8_0", 4, 1)
     with pytest.raises(EngineError, match="16"):
         blocks.block_product(torch.zeros(17, 32, device=DEVICE), case.planes, torch.zeros(17, 4, device=DEVICE))
     blocks.block_product(torch.zeros(0, 32, device=DEVICE), case.planes, torch.zeros(0, 4, device=DEVICE))

@@ -109,7 +109,10 @@ GGUF_LAYOUTS: dict[int, Layout] = {
     number: LAYOUTS[name] for name, (_, _, number) in _TABLE.items() if number is not None
 }
 SAFETENSORS_LAYOUTS = frozenset(name for name, layout in LAYOUTS.items() if not layout.quantized)
-ENGINE_LAYOUTS = frozenset({"F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1"})
+ENGINE_LAYOUTS = frozenset({
+    "F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL",
+    "IQ4_XS",
+})  # fmt: skip
 
 
 def layout(name: str) -> Layout:

@@ -147,7 +147,9 @@ class BlockGpuLinear(_Plain):
 
     def __init__(self, linear: QuantizedLinear, scratch: Scratch) -> None:
         matrix = linear.matrix
-        self._planes = BlockPlanes(matrix.layout, matrix.quants, matrix.scales, matrix.minimums)
+        self._planes = BlockPlanes(
+            matrix.layout, matrix.quants, matrix.scales, matrix.minimums, matrix.high, matrix.small
+        )
         self.bias = linear.bias
         self._tile = scratch.expanded(matrix.columns)
 

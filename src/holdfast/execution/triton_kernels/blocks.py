@@ -1,5 +1,7 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, import-untyped"
-"""Products of at most 16 rows with GGUF's 32-element blocks, and blocks expanded to rows for larger products.
+"""Products of at most 16 rows with GGUF's quantized blocks, and blocks expanded to rows for larger products.
+
+The kernels here are for blocks of 32 elements in 4 or 8 bits; those of the denser kinds are in kquant_blocks.py.
 
 Planes lie as `execution.quantization` keeps them: quants [rows, blocks, bytes], scales and minimums [rows, blocks, 1].
 A packed byte holds two quants: element i of a block in the low half, element i + 16 in the high one, so that each half
@@ -16,6 +18,7 @@ import triton
 import triton.language as tl
 
 from holdfast.errors import EngineError
+from holdfast.execution.triton_kernels.kquant_blocks import KQUANTS, Planes, expand, multiply_few, multiply_more
 from holdfast.execution.triton_kernels.layer import token_of
 from holdfast.execution.triton_kernels.product_tiles import (
     FEW_ROWS,
@@ -38,10 +41,19 @@ class BlockPlanes(NamedTuple):
     quants: torch.Tensor
     scales: torch.Tensor
     minimums: torch.Tensor | None = None
+    high: torch.Tensor | None = None
+    small: torch.Tensor | None = None
 
     def rows(self, first: int, last: int) -> BlockPlanes:
-        minimums = None if self.minimums is None else self.minimums[first:last]
-        return BlockPlanes(self.layout, self.quants[first:last], self.scales[first:last], minimums)
+        minimums, high, small = (
+            None if plane is None else plane[first:last] for plane in (self.minimums, self.high, self.small)
+        )
+        return BlockPlanes(self.layout, self.quants[first:last], self.scales[first:last], minimums, high, small)
+
+    @property
+    def denser(self) -> Planes:
+        """As kquant_blocks.py takes them."""
+        return self.quants, self.high, self.scales, self.minimums, self.small
 
 
 @triton.jit
@@ -199,6 +211,9 @@ def block_product(
         )
     if rows == 0:
         return
+    if matrix.layout in KQUANTS:
+        _denser_product(x, matrix, out, accumulate, bias, tile)
+        return
     packed, offset, minimum = _kind(matrix)
     planes = (x, matrix.quants, matrix.scales, matrix.minimums if minimum else matrix.scales, out)
     added = matrix.scales if bias is None else bias
@@ -216,6 +231,19 @@ def block_product(
         ADD=accumulate, PACKED=packed, OFFSET=offset, MINIMUM=minimum, ROWS=tile.outputs, TILE=tile.inputs,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
+
+
+def _denser_product(
+    x: torch.Tensor, matrix: BlockPlanes, out: torch.Tensor, add: bool, bias: torch.Tensor | None,
+    tile: ProductTile | None,
+) -> None:  # fmt: skip
+    rows, (outputs, blocks, _) = len(x), matrix.quants.shape
+    if rows <= FEW_ROWS:
+        tile = tile or few_rows_block_tile(rows, outputs, blocks, 16, x.element_size())
+        multiply_few(x, matrix.layout, matrix.denser, out, bias, add, tile)
+        return
+    tile = tile or more_rows_block_tile(blocks, x.element_size())
+    multiply_more(x, matrix.layout, matrix.denser, out, bias, add, tile)
 
 
 def _kind(matrix: BlockPlanes) -> tuple[bool, int, bool]:
@@ -274,6 +302,9 @@ def _launch_expand(
     chosen: bool,
 ) -> None:
     if len(out) == 0:
+        return
+    if matrix.layout in KQUANTS:
+        expand(matrix.layout, matrix.denser, out, choice, chosen=chosen)
         return
     blocks = matrix.quants.shape[1]
     packed, offset, minimum = _kind(matrix)
