@@ -81,7 +81,7 @@ class Runner:
         self.dtype, self.weights_bytes = weights.dtype, weights.nbytes
         ops = ops_for(device, reference=reference, compiled=compiled)
         self._transformer: Transformer | None = Transformer(
-            spec, weights, layout, ops, limits.max_num_batched_tokens, device
+            spec, weights, layout, ops, limits.max_num_batched_tokens, device, context=limits.max_model_len
         )
         self._buffers = SlotBuffers(limits, layout, spec.vocab_size)
         self._sampler = Sampler(self._buffers, spec.vocab_size)

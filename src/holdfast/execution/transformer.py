@@ -88,7 +88,7 @@ class Transformer:
         if self._fused is not None:
             self._fused.begin(step, kv)
         # A prompt's chunk: of the last layer, only sampling rows need more than their keys and values.
-        cut = layers is None and len(batch.sampling_tokens) < batch.token_count
+        cut = layers is None and not len(batch.scored_tokens) and len(batch.sampling_tokens) < batch.token_count
         for index, layer in enumerate(self.weights.layers[:-1] if cut else self.weights.layers[:layers]):
             if self._fused is not None:
                 group, place = self._places[index]
@@ -173,7 +173,7 @@ class Transformer:
             self.ops.norm_in_place(heads.key if apart else heads.key_rows, layer.key_norm, epsilon)
         cos, sin = step.angles[self._rotary_of[index]]
         self.ops.rotate_and_store(heads, cos, sin, kv, place, batch.token_rows[group])
-        if len(batch.sampling_tokens) or layer is not self.weights.layers[-1]:
+        if len(batch.sampling_tokens) or len(batch.scored_tokens) or layer is not self.weights.layers[-1]:
             plan = batch.attention_plans[group]
             self.attention.run(heads.query, heads.key, heads.value, kv, place, plan, step.attended_heads)
 

@@ -152,6 +152,18 @@ class Fields:
                 raise self.mistyped(name, needed, entry)
         return tuple(value)
 
+    def numbers(self, name: str, *, low: float, high: float, most: int) -> tuple[float, ...]:
+        """At most `most` of them; empty when missing."""
+        needed = f"a list of at most {most} numbers from {low:g} to {high:g}"
+        value = self.get(name, needed, [])
+        if not isinstance(value, list) or len(value) > most:
+            raise self.mistyped(name, needed, value)
+        for entry in value:
+            good = not isinstance(entry, bool) and isinstance(entry, int | float)
+            if not good or not math.isfinite(entry) or not low <= entry <= high:
+                raise self.mistyped(name, needed, entry)
+        return tuple(float(entry) for entry in value)
+
     def token_ids(self, name: str, *, vocab_size: int) -> tuple[int, ...]:
         """One id or a list of them; empty when missing."""
         value = self.raw(name)

@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from holdfast.errors import CheckpointError
-from holdfast.models.fields import MAX_CONTEXT, Fields
+from holdfast.models.fields import MAX_CONTEXT, MAX_HEAD_DIM, Fields
 from holdfast.models.spec import RopeSpec
 
 MAX_THETA = 1e12
@@ -20,20 +20,56 @@ def no_rope() -> RopeSpec:
     return RopeSpec(theta=1.0, dim=0)
 
 
-def rope_from_config(config: Fields, *, head_dim: int, max_position: int, partial: float = 1.0) -> RopeSpec:
+def rope_from_config(
+    config: Fields, *, head_dim: int, max_position: int, partial: float = 1.0, theta: float = 10_000.0
+) -> RopeSpec:
     """`rope_theta` with `rope_scaling`, or the newer `rope_parameters` that holds both.
 
-    `partial`: the share of a head that the family rotates where its config does not say.
+    `partial`: the share of a head that the family rotates where its config does not say; `theta`: its base likewise.
     """
     newer, older = _of_full_layers(config.table("rope_parameters")), config.table("rope_scaling")
     if newer and older and _kind(newer) != _kind(older):
         raise config.wrong("rope_scaling", f"what rope_parameters says ({_kind(newer)})", _kind(older))
     table = newer or older or Fields({}, where=config.where)
     where_theta = table if table.has("rope_theta") else config
-    theta = where_theta.number("rope_theta", low=1.0, high=MAX_THETA, default=10_000.0)
+    base = where_theta.number("rope_theta", low=1.0, high=MAX_THETA, default=theta)
     where_partial = table if table.has("partial_rotary_factor") else config
     share = where_partial.number("partial_rotary_factor", low=0.0, high=1.0, default=partial)
-    return _build(table, _kind(table), theta=theta, dim=int(head_dim * share), max_position=max_position)
+    dim = int(head_dim * share)
+    if _kind(table) == "longrope":
+        return _long(table, config, theta=base, dim=dim, max_position=max_position)
+    return _build(table, _kind(table), theta=base, dim=dim, max_position=max_position)
+
+
+def rope_of_windows(config: Fields, *, dim: int, max_position: int, theta: float) -> RopeSpec:
+    """Of layers with a window, in models that rotate those otherwise: a table of their own, or a base."""
+    tables = config.table("rope_parameters")
+    table = None if tables is None else tables.table("sliding_attention")
+    if table is None:
+        base = config.number("rope_local_base_freq", low=1.0, high=MAX_THETA, default=theta)
+        return RopeSpec(theta=base, dim=dim)
+    base = table.number("rope_theta", low=1.0, high=MAX_THETA, default=theta)
+    return _build(table, _kind(table), theta=base, dim=dim, max_position=max_position)
+
+
+def _long(table: Fields, config: Fields, *, theta: float, dim: int, max_position: int) -> RopeSpec:
+    name = "original_max_position_embeddings"
+    original = (table if table.has(name) else config).integer(name, low=2, high=MAX_CONTEXT, default=max_position)
+    factor = table.number("factor", low=1e-3, high=MAX_FACTOR, default=max_position / original)
+    return RopeSpec(
+        theta=theta,
+        dim=dim,
+        scaling="longrope",
+        factor=factor,
+        original_max_position=original,
+        attention_factor=table.number("attention_factor", low=1e-3, high=1e3, default=long_magnitude(factor, original)),
+        short_factors=table.numbers("short_factor", low=1e-3, high=MAX_FACTOR, most=MAX_HEAD_DIM),
+        long_factors=table.numbers("long_factor", low=1e-3, high=MAX_FACTOR, most=MAX_HEAD_DIM),
+    )
+
+
+def long_magnitude(factor: float, original: int) -> float:
+    return 1.0 if factor <= 1.0 else math.sqrt(1.0 + math.log(factor) / math.log(original))
 
 
 def _of_full_layers(table: Fields | None) -> Fields | None:
@@ -99,9 +135,9 @@ def yarn_magnitude(factor: float, scale: float = 1.0) -> float:
     return 1.0 if factor <= 1.0 else 0.1 * scale * math.log(factor) + 1.0
 
 
-def rope_from_gguf(header: Fields, *, head_dim: int, max_position: int) -> RopeSpec:
+def rope_from_gguf(header: Fields, *, head_dim: int, max_position: int, theta: float = 10_000.0) -> RopeSpec:
     """llama3's scaling is not here: GGUF carries it as the tensor rope_freqs.weight."""
-    theta = header.number("rope.freq_base", low=1.0, high=MAX_THETA, default=10_000.0)
+    theta = header.number("rope.freq_base", low=1.0, high=MAX_THETA, default=theta)
     dim = header.integer("rope.dimension_count", low=0, high=head_dim, default=head_dim)
     kind = header.text("rope.scaling.type", default="none")
     factor_name = "rope.scaling.factor"

@@ -6,17 +6,27 @@ from collections.abc import Iterator
 
 from holdfast.errors import CheckpointError, ModelError, UnknownArchitectureError
 from holdfast.models.fields import Fields
-from holdfast.models.spec import ModelSpec
+from holdfast.models.spec import ExpertsSpec, ModelSpec
 
 RUNNABLE_ARCHITECTURES = frozenset(
     (
         *("LlamaForCausalLM", "MistralForCausalLM", "llama"),
-        *("Qwen2ForCausalLM", "Qwen3ForCausalLM", "qwen2", "qwen3"),
+        *("Qwen2ForCausalLM", "Qwen3ForCausalLM", "SeedOssForCausalLM", "qwen2", "qwen3", "seed_oss"),
+        *("GemmaForCausalLM", "Gemma2ForCausalLM", "Gemma3ForCausalLM", "gemma", "gemma2", "gemma3"),
+        *("Phi3ForCausalLM", "phi3"),
+        *("Olmo2ForCausalLM", "olmo2"),
+        *("GraniteForCausalLM", "granite"),
+        *("SmolLM3ForCausalLM", "smollm3"),
+        *("Starcoder2ForCausalLM", "starcoder2"),
+        *("MixtralForCausalLM", "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM", "qwen2moe", "qwen3moe"),
     )
 )
 """Of config.json and of GGUF headers: those whose every difference from llama a spec can say, and tests have seen run.
 """
 _SCALINGS = ("none", "linear", "llama3", "yarn")
+_FAMILIES_WITH_EXPERTS = ("mixtral", "qwen_moe")
+_EXPERT_COLUMNS = 8
+"""Grouped products read rows in pieces of so many elements."""
 _LONG_ROPE_FAMILIES = ("phi3",)
 _PARTLY_ROTATING_FAMILIES = ("phi3",)
 
@@ -34,7 +44,7 @@ def _family(spec: ModelSpec) -> Iterator[str]:
 def _memory(spec: ModelSpec) -> Iterator[str]:
     for layer in spec.layers:
         if layer.experts is not None:
-            yield "mixtures of experts"
+            yield from _experts(spec, layer.experts)
         if layer.latent is not None:
             yield "latent attention"
         if layer.state is not None:
@@ -47,16 +57,36 @@ def _memory(spec: ModelSpec) -> Iterator[str]:
             yield "layers of different sizes"
 
 
+def _experts(spec: ModelSpec, experts: ExpertsSpec) -> Iterator[str]:
+    if spec.family not in _FAMILIES_WITH_EXPERTS:
+        yield "mixtures of experts"
+    if spec.activation == "gelu":
+        yield "experts with an exact gelu"
+    for width in (spec.hidden_size, experts.intermediate_size):
+        if width % _EXPERT_COLUMNS:
+            yield f"experts of {width} columns, which is no multiple of {_EXPERT_COLUMNS}"
+
+
 def _settings(spec: ModelSpec, fields: Fields) -> Iterator[str]:
-    long = spec.rope.scaling == "longrope" and spec.family in _LONG_ROPE_FAMILIES
-    if spec.rope.scaling not in _SCALINGS and not long:
-        yield f"{fields.key('rope_scaling')}: {spec.rope.scaling}"
+    for scaling in (rope.scaling for rope in (spec.rope, *(layer.rope for layer in spec.layers)) if rope is not None):
+        if scaling not in _SCALINGS and not (scaling == "longrope" and spec.family in _LONG_ROPE_FAMILIES):
+            yield f"{fields.key('rope_scaling')}: {scaling}"
+    yield from _long_rope(spec, fields)
     if spec.rope.dim != spec.head_dim and spec.family not in _PARTLY_ROTATING_FAMILIES:
         yield f"{fields.key('partial_rotary_factor')}: only {spec.rope.dim} of {spec.head_dim} dimensions rotate"
     if spec.quantization is not None:
         yield f"quantization_config: {spec.quantization.method} weights"
     if any(tensor.part == "vision" for tensor in spec.tensors):
         yield "images"
+
+
+def _long_rope(spec: ModelSpec, fields: Fields) -> Iterator[str]:
+    if spec.rope.scaling != "longrope" or any(tensor.name == "rope_freqs_long" for tensor in spec.tensors):
+        return
+    for name, factors in (("short_factor", spec.rope.short_factors), ("long_factor", spec.rope.long_factors)):
+        if len(factors) != spec.rope.dim // 2:
+            needed = f"{spec.rope.dim // 2} of {name}"
+            yield f"{fields.key('rope_scaling')}: longrope with {len(factors)} instead of {needed}"
 
 
 def require_runnable(spec: ModelSpec, known: tuple[str, ...]) -> ModelSpec:

@@ -58,6 +58,13 @@ GGUF_NAMES: dict[str, str | tuple[str, ...]] = {
     "use_parallel_residual": "use_parallel_residual",
     "rope.freq_base": "rope.freq_base",
     "rope.dimension_count": "rope.dimension_count",
+    "rope.freq_base_swa": "rope.freq_base_swa",
+    "attn_logit_softcapping": "attn_logit_softcapping",
+    "final_logit_softcapping": "final_logit_softcapping",
+    "attention_multiplier": "attention.scale",
+    "embedding_multiplier": "embedding_scale",
+    "residual_multiplier": "residual_scale",
+    "logits_scaling": "logit_scale",
     "rope.scaling.type": "rope.scaling.type",
     "rope.scaling.factor": "rope.scaling.factor",
     "rope.scale_linear": "rope.scale_linear",
@@ -175,6 +182,8 @@ def read_shape(
     act_default: str = "silu",
     max_position: int | None = None,
     rotary: float = 1.0,
+    theta: float = 10_000.0,
+    eps_default: float = 1e-6,
     stretch: bool = True,
     values_alike: bool = True,
     layers_alike: bool = True,
@@ -202,7 +211,7 @@ def read_shape(
     if values_alike and source.gguf and fields.integer("value_dim", high=MAX_HEAD_DIM, default=dim) != dim:
         raise fields.wrong("value_dim", f"the key's {dim}", "another")
     context = fields.integer("max_position_embeddings", high=MAX_CONTEXT, default=_or_missing(max_position))
-    rope = _rope(source, dim, context, rotary)
+    rope = _rope(source, dim, context, rotary, theta)
     return Shape(
         vocab=_vocabulary(source, vocab),
         hidden=hidden,
@@ -212,7 +221,7 @@ def read_shape(
         head_dim=dim,
         layer_count=fields.integer("num_hidden_layers", high=MAX_LAYERS),
         max_position=longest_context(rope, context) if stretch else context,
-        norm_eps=fields.number(eps, low=0.0, high=1.0, default=1e-6 if not source.gguf else ...),  # type: ignore[arg-type]
+        norm_eps=fields.number(eps, low=0.0, high=1.0, default=eps_default if not source.gguf else ...),  # type: ignore[arg-type]
         tied=_tied(source, tied),
         activation=_activation(fields, act, act_default),
         rope=rope,
@@ -235,12 +244,12 @@ def _head_dim(fields: Fields, hidden: int, heads: int, default: int | None, *, e
     return head_dim
 
 
-def _rope(source: Source, head_dim: int, context: int, rotary: float) -> RopeSpec:
+def _rope(source: Source, head_dim: int, context: int, rotary: float, theta: float) -> RopeSpec:
     if not rotary:
         return no_rope()
     if source.gguf:
-        return rope_from_gguf(source.fields, head_dim=head_dim, max_position=context)
-    return rope_from_config(source.fields, head_dim=head_dim, max_position=context, partial=rotary)
+        return rope_from_gguf(source.fields, head_dim=head_dim, max_position=context, theta=theta)
+    return rope_from_config(source.fields, head_dim=head_dim, max_position=context, partial=rotary, theta=theta)
 
 
 def _vocabulary(source: Source, default: int | None) -> int:

@@ -24,6 +24,8 @@ from holdfast.records import Row, SamplingParams, SequenceStart, StepPlan, StepR
 
 CPU = torch.device("cpu")
 GREEDY = SamplingParams(temperature=0.0)
+CONFIGS = {"Gemma3": "Gemma3TextConfig"}
+"""Of text models whose config has another name than the model."""
 
 
 def layout_of(spec: ModelSpec, block_tokens: int = 4, element_bytes: int = 4) -> KVLayout:
@@ -42,7 +44,7 @@ class Oracle:
     """A tiny transformers model with its checkpoint, opened by the project's own readers."""
 
     def __init__(self, folder: Path, architecture: str, seed: int = 0, **settings: Any) -> None:
-        config_type = getattr(transformers, f"{architecture}Config")
+        config_type = getattr(transformers, CONFIGS.get(architecture, f"{architecture}Config"))
         config = config_type(
             **{
                 "vocab_size": 300,
@@ -54,6 +56,10 @@ class Oracle:
                 "max_position_embeddings": 512,
                 "initializer_range": 0.2,
                 "attn_implementation": "eager",
+                # Some families' own lie outside so small a vocabulary.
+                "bos_token_id": 1,
+                "eos_token_id": 2,
+                "pad_token_id": 0,
                 **settings,
             }
         )
@@ -62,6 +68,8 @@ class Oracle:
         for name, parameter in self.model.named_parameters():
             if name.endswith("bias"):
                 torch.nn.init.normal_(parameter, std=0.2)
+            elif "norm" in name:  # made as ones or zeros, which say nothing of where they belong
+                torch.nn.init.normal_(parameter, mean=parameter.mean().item(), std=0.2)
         self.model.save_pretrained(folder)
         self.folder = folder
         self.spec = from_config(json.loads((folder / "config.json").read_text()))

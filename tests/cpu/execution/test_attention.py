@@ -25,23 +25,25 @@ def random_rows(source: numpy.random.Generator, rows: int) -> StepRows:
     return StepRows(starts=starts, counts=counts, firsts=numpy.cumsum(counts) - counts, single=single)
 
 
-@pytest.mark.parametrize("window", [None, 1, 7, 40])
+@pytest.mark.parametrize(("window", "softcap"), [(None, 0.0), (1, 0.0), (7, 0.0), (40, 0.0), (None, 1.5), (40, 1.5)])
 @pytest.mark.parametrize("gather_bytes", [8 << 20, 4096], ids=["whole", "pieces"])
 @pytest.mark.parametrize(("kv_dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 3e-2)])
 def test_equals_the_plain_form(
     window: int | None,
+    softcap: float,
     gather_bytes: int,
     kv_dtype: torch.dtype,
     tolerance: float,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(cpu_attention, "GATHER_BYTES", gather_bytes)
-    monkeypatch.setattr(cpu_attention, "WINDOW_TILE", 16)
+    monkeypatch.setattr(cpu_attention, "MASKED_QUERIES", 16)
     source = numpy.random.default_rng(window or 0)
     torch.manual_seed(0)
     shape = AttentionShape(
-        heads=6, kv_heads=2, head_dim=16, scale=0.25, block_tokens=TOKENS, places=PLACES, dtype=torch.float32
-    )
+        heads=6, kv_heads=2, head_dim=16, scale=0.25, block_tokens=TOKENS, places=PLACES, dtype=torch.float32,
+        softcap=softcap,
+    )  # fmt: skip
     group = KVGroup(0, (0, 1), window)
     layout = KVLayout(
         groups=(group,),

@@ -12,6 +12,37 @@ import torch
 
 from holdfast.records import SamplingParams
 
+GEMMA: dict[str, Any] = {"head_dim": 24, "sliding_window": 9, "num_hidden_layers": 4, "query_pre_attn_scalar": 30}
+GEMMA3: dict[str, Any] = {
+    "head_dim": 24,
+    "sliding_window": 9,
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+}
+TWO_ROPES: dict[str, Any] = {
+    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+}
+GRANITE: dict[str, Any] = {
+    "embedding_multiplier": 3.0,
+    "attention_multiplier": 0.11,
+    "residual_multiplier": 0.4,
+    "logits_scaling": 1.7,
+}
+PHI: dict[str, Any] = {"partial_rotary_factor": 0.75, "tie_word_embeddings": True}
+
+
+def long_rope(dim: int, original: int) -> dict[str, Any]:
+    return {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "short_factor": [1.0 + 0.1 * place for place in range(dim // 2)],
+        "long_factor": [1.5 + 0.7 * place for place in range(dim // 2)],
+        "original_max_position_embeddings": original,
+    }
+
+
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-mlp-bias": ("Llama", {"mlp_bias": True, "attention_bias": True}),
     "qwen2": ("Qwen2", {}),
@@ -19,6 +50,40 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2-window": ("Qwen2", {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}),
     "qwen3": ("Qwen3", {"head_dim": 24}),
     "qwen3-bias": ("Qwen3", {"head_dim": 16, "attention_bias": True, "tie_word_embeddings": True}),
+    "seed-oss": ("SeedOss", {"head_dim": 16, "attention_bias": True, "attention_out_bias": True}),
+    "gemma": ("Gemma", {"head_dim": 24}),
+    "gemma2": ("Gemma2", {**GEMMA, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}),
+    "gemma2-no-caps": ("Gemma2", {**GEMMA, "attn_logit_softcapping": None, "final_logit_softcapping": None}),
+    "gemma3": ("Gemma3", GEMMA3),
+    "gemma3-untied": (
+        "Gemma3",
+        {**GEMMA3, "rope_parameters": TWO_ROPES, "tie_word_embeddings": False, "query_pre_attn_scalar": 40},
+    ),
+    "phi3": ("Phi3", {}),
+    "phi3-short": ("Phi3", {**PHI, "rope_parameters": long_rope(12, 8192), "max_position_embeddings": 16384}),
+    "phi3-long": (
+        "Phi3",
+        {**PHI, "rope_parameters": long_rope(16, 24), "partial_rotary_factor": 1.0, "sliding_window": 21},
+    ),
+    "olmo2": ("Olmo2", {}),
+    "olmo2-bias": ("Olmo2", {"attention_bias": True, "num_key_value_heads": 4, "tie_word_embeddings": True}),
+    "granite": ("Granite", GRANITE),
+    "granite-bias": ("Granite", {**GRANITE, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
+    "smollm3": ("SmolLM3", {"num_hidden_layers": 4, "no_rope_layers": [1, 0, 1, 0]}),
+    "smollm3-window": (
+        "SmolLM3",
+        {"num_hidden_layers": 4, "use_sliding_window": True, "sliding_window": 10, "tie_word_embeddings": False},
+    ),
+    "starcoder2": ("Starcoder2", {"norm_epsilon": 1e-4}),
+    "starcoder2-plain": (
+        "Starcoder2",
+        {"use_bias": False, "sliding_window": 11, "hidden_act": "gelu", "tie_word_embeddings": False},
+    ),
+    "mixtral": ("Mixtral", {"num_local_experts": 4}),
+    "mixtral-window": ("Mixtral", {"num_local_experts": 3, "num_experts_per_tok": 1, "sliding_window": 9}),
+    "qwen3-moe": ("Qwen3Moe", {**EXPERTS, "head_dim": 24, "norm_topk_prob": True}),
+    "qwen3-moe-shares": ("Qwen3Moe", {**EXPERTS, "norm_topk_prob": False, "mlp_only_layers": [0]}),
+    "qwen2-moe": ("Qwen2Moe", {**EXPERTS, "shared_expert_intermediate_size": 40, "decoder_sparse_step": 2}),
 }
 
 

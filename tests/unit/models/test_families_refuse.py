@@ -97,7 +97,7 @@ def test_the_engine_says_what_it_lacks_for_others(architecture: str) -> None:
 
 
 WORDS = [
-    ("MixtralForCausalLM", "mixtures of experts"),
+    ("DbrxForCausalLM", "clipped q, k and v"),
     ("DeepseekV3ForCausalLM", "latent attention"),
     ("Qwen3NextForCausalLM", "recurrent layers"),
     ("Llama4ForCausalLM", "layers without rotary positions"),
@@ -105,7 +105,7 @@ WORDS = [
     ("Gemma3ForConditionalGeneration", "images"),
     ("CohereForCausalLM", "attention and MLP side by side"),
     ("BloomForCausalLM", "ALiBi positions"),
-    ("Phi3ForCausalLM", "q, k and v in one matrix"),
+    ("BaichuanForCausalLM", "q, k and v in one matrix"),
 ]
 
 

@@ -148,6 +148,16 @@ static void hide_unseen(const attention_work *work, bench *here, const piece *pa
     }
 }
 
+/* Caps `count` scores, which are in powers of two; there is room for whole vectors. */
+static void cap_scores(const attention *wanted, float *scores, long count) {
+    if (wanted->softcap == 0) return;
+    const float cap = wanted->softcap * 1.44269504f, steep = 2.0f / cap;
+    for (long i = 0; i < count; i += LANES) {
+        vec grown = exponential(load(scores + i) * steep);
+        store(scores + i, cap - 2.0f * cap / (grown + 1.0f));
+    }
+}
+
 /* A row of many tokens: queries in lanes. */
 static void attend_many(const attention_work *work, bench *here, const piece *part) {
     const long queries = part->queries * work->group;
@@ -160,6 +170,7 @@ static void attend_many(const attention_work *work, bench *here, const piece *pa
         vectors read = float_vectors(work, here, here->key + at, round_up(keys, 4), 0, in_place);
         vectors next = stored_vectors(work, here->value + at, 0);
         score_queries(here->query, here->columns, read, next, keys, work->wanted->dim, here->scores);
+        cap_scores(work->wanted, here->scores, keys * here->columns);
         hide_unseen(work, here, part, first, last);
         weigh_queries(&here->state, here->scores, here->columns, keys);
         read = float_vectors(work, here, here->value + at, keys, 0, in_place);
@@ -185,8 +196,10 @@ static void attend_one(const attention_work *work, bench *here, const piece *par
                 score_group(here->query + head * group * padded, group, padded, read, next, scores);
             }
         }
-        for (long i = 0; i < part->heads * group; i++)
+        for (long i = 0; i < part->heads * group; i++) {
+            cap_scores(work->wanted, here->scores + i * TILE_KEYS, last - first);
             weigh_keys(&here->state, i, here->scores + i * TILE_KEYS, last - first);
+        }
         for (long i = first; i < last; i += STEP_KEYS) {
             const long keys = shorter(STEP_KEYS, last - i);
             for (long head = 0; head < part->heads; head++) {

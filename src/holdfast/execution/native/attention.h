@@ -22,6 +22,7 @@ typedef struct {
     long rows;
     long window; /* a token sees itself and window-1 before; 0: all before */
     float scale;
+    float softcap; /* scores s become softcap * tanh(s / softcap); 0: they do not */
     int threads;
 } attention;
 

@@ -112,9 +112,18 @@ def _check_reach(tables: Int32s, ends: Int32s, slots: Int32s | None, block_token
         raise ValueError(f"a row's slot lies outside tables of {len(tables)} lines")
 
 
-def paged_attention(query: torch.Tensor, pool: PoolPlace, rows: AttentionRows, scale: float, out: torch.Tensor) -> None:
+def paged_attention(
+    query: torch.Tensor,
+    pool: PoolPlace,
+    rows: AttentionRows,
+    scale: float,
+    out: torch.Tensor,
+    *,
+    softcap: float = 0.0,
+) -> None:
     """query [tokens, heads, dim] over the keys and values of one layer into out, which is like query. A token sees its
-    own position and those before it; keys of the batch's own tokens must be in the pages already."""
+    own position and those before it; keys of the batch's own tokens must be in the pages already.
+    `softcap`: scores s become softcap · tanh(s / softcap), where it is not 0."""
     tokens, heads, dim = query.shape
     if pool.block_tokens != rows.block_tokens or pool.dim != dim or heads % pool.kv_heads:
         raise ValueError(f"pages {list(pool.pages.shape)} do not fit queries {list(query.shape)} or the rows' blocks")
@@ -132,6 +141,7 @@ def paged_attention(query: torch.Tensor, pool: PoolPlace, rows: AttentionRows, s
         dim,
         *rows.addresses,
         scale,
+        softcap,
         torch.get_num_threads(),
     )
 

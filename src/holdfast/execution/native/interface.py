@@ -68,6 +68,7 @@ class Kernels(Protocol):
         rows: int,
         window: int,
         scale: float,
+        softcap: float,
         threads: int,
         /,
     ) -> None: ...

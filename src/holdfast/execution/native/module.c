@@ -130,6 +130,7 @@ static PyObject *py_attend(PyObject *module, PyObject *const *values, Py_ssize_t
     wanted.rows = whole(&args);
     wanted.window = whole(&args);
     wanted.scale = real(&args);
+    wanted.softcap = real(&args);
     wanted.threads = (int)whole(&args);
     if (!complete(&args)) return NULL;
     int failed;
@@ -316,7 +317,7 @@ static PyMethodDef METHODS[] = {
     FUNCTION("weave", py_weave, "(weights, rows, columns, layout): the layout they have from now on."),
     FUNCTION("attend", py_attend,
              "(query, query_stride, out, out_stride, keys, values, page_bytes, stored, block_tokens, heads, kv_heads, "
-             "dim, tables, table_stride, slots, ends, counts, firsts, rows, window, scale, threads)"),
+             "dim, tables, table_stride, slots, ends, counts, firsts, rows, window, scale, softcap, threads)"),
     FUNCTION("normalize", py_normalize,
              "(x, x_stride, residual, residual_stride, weight, out, out_stride, rows, columns, epsilon, threads)"),
     FUNCTION("gate", py_gate, "(gate_up, gate_stride, out, out_stride, rows, columns, activation, threads)"),

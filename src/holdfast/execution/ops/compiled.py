@@ -50,7 +50,8 @@ class CompiledAttention:
         plan: native.AttentionRows,
         out: torch.Tensor,
     ) -> None:
-        native.paged_attention(query, native.PoolPlace(kv.pages, place), plan, self._shape.scale, out)
+        pool, shape = native.PoolPlace(kv.pages, place), self._shape
+        native.paged_attention(query, pool, plan, shape.scale, out, softcap=shape.softcap)
 
 
 def rotate_and_store(

@@ -12,6 +12,7 @@ is attended to in pieces and joined. Pages must hold no NaN beyond a row's end (
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy
@@ -23,8 +24,8 @@ from holdfast.kvcache.groups import KVGroup
 
 GATHER_BYTES = 8 << 20
 """Of keys and values gathered at a time: stays in the last-level cache between gather and product."""
-WINDOW_TILE = 128
-"""Queries attended to at a time under a window."""
+MASKED_QUERIES = 128
+"""Attended to at a time under a window, or with capped scores."""
 SIMILAR = 0.75
 """A bucket's shortest row has at least this share of the blocks of its longest."""
 
@@ -80,8 +81,9 @@ class CpuAttention:
         tiles: list[_Tile] = []
         for row in range(rows.single, len(rows.counts)):
             first, start, count = int(rows.firsts[row]), int(rows.starts[row]), int(rows.counts[row])
-            if group.window is not None and start + count > group.window:
-                tiles += self._windowed_tiles(first, start, count, group.window, tables[row])
+            # Capped scores are worked out by hand, in tiles of few queries.
+            if self._shape.softcap or (group.window is not None and start + count > group.window):
+                tiles += self._masked_tiles(first, start, count, group.window, tables[row])
             else:
                 pieces = self._past_pieces(start, tables[row])
                 tiles.append(_Tile(first, first + count, True, pieces))
@@ -110,17 +112,7 @@ class CpuAttention:
         sums = _Sums()
         for piece in bucket.pieces:
             keys, values = self._gather(half_pages, piece, rows)
-            sums.add(
-                *_flash(
-                    grouped,
-                    keys.transpose(1, 2),
-                    values.transpose(1, 2),
-                    0.0,
-                    False,
-                    attn_mask=piece.mask,
-                    scale=self._shape.scale,
-                )
-            )
+            sums.add(*self._attend(grouped, keys.transpose(1, 2), values.transpose(1, 2), piece.mask))
         self._grouped(out).copy_(sums.total())
 
     def _run_tile(
@@ -137,20 +129,26 @@ class CpuAttention:
         sums = _Sums()
         for piece in tile.pieces:
             keys, values = self._gather(half_pages, piece, 1)
-            sums.add(
-                *_flash(
-                    grouped,
-                    self._as_heads(keys[0]),
-                    self._as_heads(values[0]),
-                    0.0,
-                    False,
-                    attn_mask=piece.mask,
-                    scale=shape.scale,
-                )
-            )
+            sums.add(*self._attend(grouped, self._as_heads(keys[0]), self._as_heads(values[0]), piece.mask))
         if tile.causal:
             sums.add(*_flash(grouped, self._as_heads(key), self._as_heads(value), 0.0, True, scale=shape.scale))
         self._grouped(out).copy_(sums.total().permute(2, 0, 1, 3))
+
+    def _attend(
+        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What is gathered, and the logarithm of its weights' sum. -infinity where a mask hides all keys."""
+        shape = self._shape
+        if not shape.softcap:
+            found, log_sum = _flash(query, keys, values, 0.0, False, attn_mask=mask, scale=shape.scale)
+            return found, log_sum
+        scores = torch.matmul(query.float(), keys.float().transpose(-1, -2)).mul_(shape.scale / shape.softcap)
+        scores.tanh_().mul_(shape.softcap)
+        if mask is not None:
+            scores += mask
+        log_sum = scores.logsumexp(-1)
+        weights = scores.sub_(log_sum.clamp(min=torch.finfo(torch.float32).min)[..., None]).exp_()
+        return torch.matmul(weights, values.float()).to(query.dtype), log_sum
 
     def _grouped(self, heads: torch.Tensor) -> torch.Tensor:
         """[tokens, heads, dim] seen as [tokens, kv heads, queries a head, dim]."""
@@ -184,19 +182,32 @@ class CpuAttention:
             pieces.append(_Piece(_half_pages(blocks, self._shape), keys, None))
         return tuple(pieces)
 
-    def _windowed_tiles(self, first: int, start: int, count: int, window: int, table: Integers) -> list[_Tile]:
-        tokens = self._shape.block_tokens
+    def _masked_tiles(self, first: int, start: int, count: int, window: int | None, table: Integers) -> list[_Tile]:
         tiles = []
-        for begin in range(start, start + count, WINDOW_TILE):
-            end = min(begin + WINDOW_TILE, start + count)
-            first_block, last_block = max(0, begin - window + 1) // tokens, -(-end // tokens)
-            distance = torch.arange(begin, end)[:, None] - torch.arange(first_block * tokens, end)
-            mask = _penalty((distance >= 0) & (distance < window), self._shape.dtype)
-            piece = _Piece(
-                _half_pages(table[first_block:last_block], self._shape), end - first_block * tokens, mask[None, None]
-            )
-            tiles.append(_Tile(first + begin - start, first + end - start, False, (piece,)))
+        for begin in range(start, start + count, MASKED_QUERIES):
+            end = min(begin + MASKED_QUERIES, start + count)
+            pieces = tuple(self._masked_pieces(begin, end, window, table))
+            tiles.append(_Tile(first + begin - start, first + end - start, False, pieces))
         return tiles
+
+    def _masked_pieces(self, begin: int, end: int, window: int | None, table: Integers) -> Iterator[_Piece]:
+        """The keys that positions begin..end-1 see. torch's kernel gives NaN for a query that sees none of a piece: all
+        come at once for it, as few as a window has. Capped scores are large, and come in pieces; of those only the
+        first may hide all of its keys from a query, and only the last."""
+        tokens = self._shape.block_tokens
+        first_block = 0 if window is None else max(0, begin - window + 1) // tokens
+        last_block = -(-end // tokens)
+        step = last_block - first_block
+        if self._shape.softcap:
+            step = max(self._gather_blocks, -(-MASKED_QUERIES // tokens))
+        for block in range(first_block, last_block, step):
+            last = min(block + step, last_block)
+            keys = min(end, last * tokens) - block * tokens
+            distance = torch.arange(begin, end)[:, None] - torch.arange(block * tokens, block * tokens + keys)
+            seen = (distance >= 0) & (distance < (window or end))
+            yield _Piece(
+                _half_pages(table[block:last], self._shape), keys, _penalty(seen, self._shape.dtype)[None, None]
+            )
 
 
 class _Buckets:

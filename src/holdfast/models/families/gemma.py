@@ -1,4 +1,7 @@
-"""Gemma 1, 2 and 3: wide heads, tied embeddings, windows in most layers from 2 on; 3 also with its vision tower."""
+"""Gemma 1, 2 and 3: wide heads, tied embeddings, windows in most layers from 2 on; 3 also with its vision tower.
+
+Norms' weights are kept less one, but in GGUF. 3 rotates layers with a window by a base of their own.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,9 @@ import math
 
 from holdfast.models.families.siglip import siglip_encoder, siglip_tensors
 from holdfast.models.fields import MAX_CONTEXT, MAX_LAYERS, MAX_WIDTH, Fields
+from holdfast.models.rope import MAX_THETA, rope_of_windows
 from holdfast.models.source import Shape, Source, build_spec, read_shape, read_windows
-from holdfast.models.spec import EncoderSpec, LayerSpec, ModelSpec, TensorSpec
+from holdfast.models.spec import DecoderSpec, EncoderSpec, LayerSpec, ModelSpec, TensorSpec
 from holdfast.models.tensors import TensorList
 
 FAMILY = "gemma"
@@ -29,6 +33,7 @@ def describe(source: Source) -> ModelSpec:
         act="hidden_activation" if version > 1 or text.fields.has("hidden_activation") else "hidden_act",
         act_default="gelu_pytorch_tanh",
         max_position=None if source.gguf else (8192, 8192, 131_072)[version - 1],
+        theta=1e6 if version == 3 else 10_000.0,
         stretch=version < 3,
     )
     # Published checkpoints of the whole model keep the text model under this name.
@@ -37,22 +42,22 @@ def describe(source: Source) -> ModelSpec:
     found = tensors.found
     if whole:
         found = [*found, *_vision(source, shape.hidden)]
-    windows = _windows(text, shape.layer_count, version)
     return build_spec(
         text,
         shape,
         family=FAMILY,
-        layers=[LayerSpec(index=index, window=window) for index, window in enumerate(windows)],
+        layers=_layers(text, shape, version),
         tensors=found,
-        features=_features(version),
-        attention_scale=_scale(text, shape.head_dim, version),
+        features=("attention to later tokens",) if _looks_ahead(text) else (),
+        attention_scale=_scale(text, shape, version),
+        decoder=_decoder(text, shape, version),
         encoder=_encoder(source) if whole else None,
     )
 
 
 def _text_tensors(source: Source, shape: Shape, version: int, *, stem: str) -> TensorList:
     bias = source.fields.boolean("attention_bias", default=False)
-    tensors = TensorList(stem)
+    tensors = TensorList(stem, plus_one=True)
     tensors.embed(shape)
     for index in range(shape.layer_count):
         block = tensors.block(index)
@@ -83,20 +88,50 @@ def _windows(source: Source, count: int, version: int) -> tuple[int | None, ...]
     return read_windows(source, count, lambda index: (index + 1) % pattern != 0, window=4096)
 
 
-def _scale(source: Source, head_dim: int, version: int) -> float:
-    if version == 1 or source.gguf:
-        return 1.0 / math.sqrt(head_dim)
+def _layers(source: Source, shape: Shape, version: int) -> list[LayerSpec]:
+    windows, local = _windows(source, shape.layer_count, version), None
+    if version == 3:
+        base, fields = 10_000.0, source.fields
+        if source.gguf:
+            base = fields.number("rope.freq_base_swa", low=1.0, high=MAX_THETA, default=base)
+        local = rope_of_windows(fields, dim=shape.rope.dim, max_position=shape.max_position, theta=base)
+    return [
+        LayerSpec(index=index, window=window, rope=None if window is None else local)
+        for index, window in enumerate(windows)
+    ]
+
+
+def _scale(source: Source, shape: Shape, version: int) -> float:
+    if source.gguf:
+        # llama.cpp tells the two 27B by their depth: they are scaled by the width of a head that fills the stream.
+        filled = shape.layer_count == {2: 46, 3: 62}.get(version)
+        return 1.0 / math.sqrt(shape.hidden / shape.heads if filled else shape.head_dim)
+    if version == 1:
+        return 1.0 / math.sqrt(shape.head_dim)
     scalar = source.fields.number("query_pre_attn_scalar", low=1e-6, high=1e6, default=256.0)
     return 1.0 / math.sqrt(scalar)
 
 
-def _features(version: int) -> tuple[str, ...]:
-    features: tuple[str, ...] = ("norms that add one to their weight", "scaled embeddings")
-    if version > 1:
-        features += ("norms after attention and MLP",)
-    if version == 2:
-        features += ("logit soft caps",)
-    return (*features, "norms on queries and keys", "two rotary bases") if version == 3 else features
+def _decoder(source: Source, shape: Shape, version: int) -> DecoderSpec:
+    return DecoderSpec(
+        norms="both" if version > 1 else "before",
+        query_key_norm="head" if version == 3 else "none",
+        attention_softcap=_cap(source, "attn_logit_softcapping", 50.0 if version == 2 else 0.0, version),
+        logits_softcap=_cap(source, "final_logit_softcapping", 30.0 if version == 2 else 0.0, version),
+        embedding_scale=math.sqrt(shape.hidden),
+    )
+
+
+def _cap(source: Source, name: str, default: float, version: int) -> float:
+    """A null says that there is none, where nothing says that it is as ever."""
+    fields = source.fields
+    if version == 1 or (not source.gguf and name in fields.values and not fields.has(name)):
+        return 0.0
+    return fields.number(name, low=0.0, high=1e6, default=default)
+
+
+def _looks_ahead(source: Source) -> bool:
+    return not source.gguf and source.fields.boolean("use_bidirectional_attention", default=False)
 
 
 def _tower(source: Source) -> Fields:

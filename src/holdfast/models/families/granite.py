@@ -5,22 +5,26 @@ from __future__ import annotations
 from holdfast.models.families.llama import plain_tensors
 from holdfast.models.fields import MAX_EXPERTS
 from holdfast.models.source import Source, build_spec, read_shape
-from holdfast.models.spec import ExpertsSpec, LayerSpec, ModelSpec
+from holdfast.models.spec import DecoderSpec, ExpertsSpec, LayerSpec, ModelSpec
 from holdfast.models.tensors import TensorList
 
 FAMILY = "granite"
-_FEATURES = ("scaled embeddings, residuals and logits",)
 
 
 def describe(source: Source) -> ModelSpec:
     source = source.called({"num_experts": "num_local_experts", "moe_intermediate_size": "intermediate_size"})
     fields = source.fields
     shape = read_shape(source, max_position=None if source.gguf else 2048)
-    bias = "qkvo" if fields.boolean("attention_bias", default=False) else ""
+    biased = source.has_tensor("blk.0.attn_q.bias") or fields.boolean("attention_bias", default=False)
+    bias = "qkvo" if biased else ""
+    # GGUF leaves out what is as ever; config.json says one.
+    usual = shape.head_dim**-0.5 if source.gguf else 1.0
+    scale = fields.number("attention_multiplier", low=1e-6, high=1e6, default=usual)
+    decoder = _decoder(source)
     if source.architecture in ("GraniteForCausalLM", "granite"):
-        mlp_bias = fields.boolean("mlp_bias", default=False)
-        tensors = plain_tensors(source, shape, biases=bias, mlp_bias=mlp_bias)
-        return build_spec(source, shape, family=FAMILY, tensors=tensors.found, features=_FEATURES)
+        mlp_bias = source.has_tensor("blk.0.ffn_up.bias") or fields.boolean("mlp_bias", default=False)
+        found = plain_tensors(source, shape, biases=bias, mlp_bias=mlp_bias).found
+        return build_spec(source, shape, family=FAMILY, tensors=found, attention_scale=scale, decoder=decoder)
     count = fields.integer("num_experts", high=MAX_EXPERTS, default=... if source.gguf else 8)  # type: ignore[arg-type]
     used = fields.integer("num_experts_per_tok", high=count, default=min(2, count))
     tensors = TensorList()
@@ -41,4 +45,17 @@ def describe(source: Source) -> ModelSpec:
     tensors.end(shape)
     experts = ExpertsSpec(count=count, per_token=used, intermediate_size=shape.inner)
     layers = [LayerSpec(index=index, experts=experts) for index in range(shape.layer_count)]
-    return build_spec(source, shape, family=FAMILY, layers=layers, tensors=tensors.found, features=_FEATURES)
+    return build_spec(
+        source, shape, family=FAMILY, layers=layers, tensors=tensors.found, attention_scale=scale, decoder=decoder
+    )
+
+
+def _decoder(source: Source) -> DecoderSpec:
+    def factor(name: str) -> float:
+        return source.fields.number(name, low=1e-6, high=1e6, default=1.0)
+
+    return DecoderSpec(
+        embedding_scale=factor("embedding_multiplier"),
+        residual_scale=factor("residual_multiplier"),
+        logits_scale=1.0 / factor("logits_scaling"),
+    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from holdfast.models.fields import MAX_EXPERTS
 from holdfast.models.source import Source, build_spec, read_shape, read_windows
-from holdfast.models.spec import ExpertsSpec, LayerSpec, ModelSpec
+from holdfast.models.spec import DecoderSpec, ExpertsSpec, LayerSpec, ModelSpec
 from holdfast.models.tensors import TensorList
 
 FAMILY = "olmo"
@@ -15,7 +15,7 @@ def describe(source: Source) -> ModelSpec:
     kind = source.architecture.removesuffix("ForCausalLM").lower()
     fields = source.fields
     eps = "layer_norm_eps" if kind == "olmo" and source.gguf else "rms_norm_eps"
-    shape = read_shape(source, eps=eps, max_position=None if source.gguf else 2048)
+    shape = read_shape(source, eps=eps, max_position=None if source.gguf else 2048, eps_default=1e-5)
     experts = None
     if kind == "olmoe":
         count = fields.integer("num_experts", high=MAX_EXPERTS)
@@ -50,8 +50,14 @@ def describe(source: Source) -> ModelSpec:
     if kind == "olmo3" or (source.gguf and fields.has("sliding_window")):
         windows = read_windows(source, shape.layer_count, lambda index: (index + 1) % 4 != 0, window=4096)
     layers = [LayerSpec(index=index, window=window, experts=experts) for index, window in enumerate(windows)]
-    features = {
-        "olmo": ("norms without weights",),
-        "olmoe": ("norms on queries and keys",),
-    }.get(kind, ("norms on queries and keys", "norms after attention and MLP"))
-    return build_spec(source, shape, family=FAMILY, layers=layers, tensors=tensors.found, features=features)
+    # OLMo 3, which GGUF files call olmo2 too, rotates layers with a window in another way.
+    third = kind == "olmo3" or any(window is not None for window in windows)
+    return build_spec(
+        source,
+        shape,
+        family=FAMILY,
+        layers=layers,
+        tensors=tensors.found,
+        features=("norms without weights",) if kind == "olmo" else ("OLMo 3's rotations",) if third else (),
+        decoder=DecoderSpec(norms="after" if after else "before", query_key_norm="none" if kind == "olmo" else "whole"),
+    )

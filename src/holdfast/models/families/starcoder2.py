@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from holdfast.models.fields import MAX_CONTEXT
 from holdfast.models.source import Source, build_spec, read_shape
-from holdfast.models.spec import LayerSpec, ModelSpec
+from holdfast.models.spec import DecoderSpec, LayerSpec, ModelSpec
 from holdfast.models.tensors import TensorList
 
 FAMILY = "starcoder2"
@@ -18,8 +18,9 @@ def describe(source: Source) -> ModelSpec:
         eps="layer_norm_eps",
         act_default="gelu_pytorch_tanh",
         max_position=None if source.gguf else 4096,
+        eps_default=1e-5,
     )
-    bias = source.fields.boolean("use_bias", default=True)
+    bias = source.has_tensor("blk.0.attn_q.bias") if source.gguf else source.fields.boolean("use_bias", default=True)
     window = source.fields.integer("sliding_window", low=0, high=MAX_CONTEXT, default=0) or None
     tensors = TensorList()
     tensors.embed(shape)
@@ -36,5 +37,5 @@ def describe(source: Source) -> ModelSpec:
         family=FAMILY,
         layers=[LayerSpec(index=index, window=window) for index in range(shape.layer_count)],
         tensors=tensors.found,
-        features=("norms with biases", "an MLP without a gate"),
+        decoder=DecoderSpec(norm="layer", mlp="plain"),
     )
