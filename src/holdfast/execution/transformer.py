@@ -18,6 +18,7 @@ from holdfast.execution.rope import rotaries
 from holdfast.execution.weights import LayerWeights, Norm, Weights
 from holdfast.kvcache.groups import KVLayout
 from holdfast.models import DecoderSpec, ModelSpec
+from holdfast.planner.expert_sizes import mlp_width
 from holdfast.planner.footprint import MLP_TILE, sums_apart
 
 REHEARSED_ROWS = 16
@@ -71,8 +72,8 @@ class Transformer:
         self._qkv = buffer(max_tokens, self._query_width + 2 * self._kv_width)
         self._attended = buffer(max_tokens, self._query_width)
         tile = min(max_tokens, MLP_TILE)
-        self._gate_up = buffer(tile, 2 * spec.intermediate_size)
-        self._inner = buffer(tile, spec.intermediate_size)
+        self._gate_up = buffer(tile, 2 * mlp_width(spec))
+        self._inner = buffer(tile, mlp_width(spec))
         self._branch = buffer(tile, spec.hidden_size) if sums_apart(spec) else None
         self._mlps = make_mlps(spec, weights, ops, self._gate_up, self._inner)
 

@@ -13,6 +13,14 @@ TILE_BYTES = 8 * MIB
 TILE_COPIES = 4
 """Quants as they lie, their expansion, it in another number type, and the product of a tile."""
 
+GPU_TOKENS = 4096
+"""That a GPU's experts take at a time: enough that reading every expert is not what takes longest."""
+
+
+def mlp_width(spec: ModelSpec) -> int:
+    """Of the MLPs without experts; 0: there are none, nor buffers for them."""
+    return spec.intermediate_size if any(layer.experts is None for layer in spec.layers) else 0
+
 
 def kinds(spec: ModelSpec) -> tuple[ExpertsSpec, ...]:
     """Layers whose experts are alike use the same buffers."""
@@ -37,3 +45,16 @@ def _cpu_bytes(spec: ModelSpec, experts: ExpertsSpec, tokens: int, element_bytes
     lines = pairs * (2 * spec.hidden_size + 4 * inner) * element_bytes
     sorting = tokens * experts.count * 8 + pairs * 40
     return lines + routing + sorting + shared + TILE_COPIES * TILE_BYTES
+
+
+def gpu_bytes(spec: ModelSpec, tokens: int, element_bytes: int, *, quantized: bool) -> int:
+    """`quantized`: gate and up are multiplied apart from their gate. All kinds keep their buffers."""
+    tokens = min(tokens, GPU_TOKENS)
+    total = 0
+    for experts in kinds(spec):
+        pairs, inner = tokens * experts.per_token, experts.intermediate_size
+        lines = (tokens + 1) * experts.count * 4 + pairs * 4
+        columns = spec.hidden_size + (3 if quantized else 1) * inner
+        beside = experts.count + 3 * experts.shared_intermediate_size + 1
+        total += lines + (pairs * columns + tokens * beside) * element_bytes
+    return total

@@ -25,7 +25,9 @@ from math import prod
 from holdfast.checkpoints import StoredTensor
 from holdfast.kvcache.groups import KVLayout, form_groups
 from holdfast.models import ModelSpec
-from holdfast.planner.layouts import memory_layout
+from holdfast.planner import expert_sizes
+from holdfast.planner.expert_sizes import mlp_width
+from holdfast.planner.layouts import BLOCK_COLUMNS, memory_layout
 from holdfast.planner.same import Same
 from holdfast.units import MIB, format_bytes
 
@@ -174,17 +176,20 @@ NORMED_COPIES = 4
 """Of what torch norms at a time: in float32, squared, scaled, and rounded."""
 
 
-def activations_bytes(spec: ModelSpec, limits: Limits, *, dtype: str, compiled_attention: bool = False) -> int:
-    """`compiled_attention` reads pages where they lie; torch's gathers them, and queries are copied for it."""
+def activations_bytes(
+    spec: ModelSpec, limits: Limits, *, dtype: str, compiled_attention: bool = False, compiled: bool = False
+) -> int:
+    """`compiled_attention` reads pages where they lie; torch's gathers them, and queries are copied for it. `compiled`:
+    products come from compiled kernels."""
     tokens, size = limits.max_num_batched_tokens, ELEMENT_BYTES[dtype]
     query, key_value = spec.heads * spec.head_dim, 2 * spec.kv_heads * spec.head_dim
     buffers = tokens * (2 * spec.hidden_size + 2 * query + key_value) * size
     tile, decoder = min(tokens, MLP_TILE), spec.decoder
-    inner = tile * 3 * spec.intermediate_size * size
+    inner = tile * 3 * mlp_width(spec) * size + expert_sizes.cpu_bytes(spec, tile, size, compiled=compiled)
     branch = tile * spec.hidden_size * size if sums_apart(spec) else 0
     normed = 0 if decoder.query_key_norm == "none" else NORMED_COPIES * tile * query * 4
     centered = NORMED_COPIES * tokens * spec.hidden_size * 4 if decoder.norm == "layer" else 0
-    activated = tile * spec.intermediate_size * size if decoder.mlp == "plain" else 0
+    activated = tile * mlp_width(spec) * size if decoder.mlp == "plain" else 0
     turned = tokens * (4 + 8 * rotations(spec)) * spec.head_dim
     sampling = 3 * min(tokens, limits.max_num_seqs) * spec.hidden_size * size
     attention = 0 if compiled_attention else TORCH_ATTENTION_BYTES + 4 * tokens * query * size
@@ -254,22 +259,27 @@ def _scratch_bytes(
         kept = None if stored is None else stored.get(tensor.name)
         as_stored = None if kept is None else kept.layout
         missing = kept is None and (tensor.optional or stored is not None)
-        if missing or len(tensor.shape) != 2:
+        in_blocks = compiled and all(extent % BLOCK_COLUMNS == 0 for extent in tensor.shape[1:])
+        if missing or (tensor.experts > 0 and in_blocks) or (not tensor.experts and len(tensor.shape) != 2):
             continue
         where, _, part = tensor.name.rpartition(".")
         copied = sampled if part in ("head", "embed") else computed
         layout = memory_layout(tensor, as_stored, dtype=dtype, expand=expand, compiled=compiled)
         if copied and layout == dtype and (part != "embed" or spec.tied_embeddings):
             joined = next(("+".join(names) for names in FUSED if part in names), part)
-            sizes[f"{where}.{joined}"] = sizes.get(f"{where}.{joined}", 0) + prod(tensor.shape) * ELEMENT_BYTES[dtype]
+            # Of experts one is multiplied at a time.
+            size = tensor.elements // (tensor.experts or 1) * ELEMENT_BYTES[dtype]
+            sizes[f"{where}.{joined}"] = sizes.get(f"{where}.{joined}", 0) + size
     return max(sizes.values(), default=0)
 
 
 def staging_bytes(stored: Mapping[str, StoredTensor] | None) -> int:
-    """The most that loading holds beside the weights in place: one tensor as stored. Dummies are made in place."""
+    """The most that loading holds beside the weights in place: one tensor as stored, or one expert of a stack. Dummies
+    are made in place."""
     return STAGING_BYTES + _largest_stored(Same(stored))
 
 
 @lru_cache(maxsize=64)
 def _largest_stored(files: Same[Stored]) -> int:
-    return max((tensor.nbytes for tensor in (files.held or {}).values()), default=0)
+    stored = (files.held or {}).values()
+    return max((tensor.nbytes // (tensor.shape[0] if len(tensor.shape) == 3 else 1) for tensor in stored), default=0)

@@ -13,6 +13,7 @@ from __future__ import annotations
 from holdfast.kvcache.groups import KVLayout
 from holdfast.models import ModelSpec
 from holdfast.planner import sampling_sizes
+from holdfast.planner.expert_sizes import gpu_bytes, mlp_width
 from holdfast.planner.footprint import ELEMENT_BYTES, Limits, sums_apart
 from holdfast.planner.padding import padded_sizes
 from holdfast.records.sampling import MAX_LOGPROBS
@@ -83,11 +84,12 @@ def activations_bytes(spec: ModelSpec, limits: Limits, *, dtype: str, quantized:
     tokens, rows, size = limits.max_num_batched_tokens, limits.max_num_seqs, ELEMENT_BYTES[dtype]
     query, key_value = spec.heads * spec.head_dim, 2 * spec.kv_heads * spec.head_dim
     streams = 3 if sums_apart(spec) else 2
-    columns = streams * spec.hidden_size + 2 * query + key_value + 3 * spec.intermediate_size
+    columns = streams * spec.hidden_size + 2 * query + key_value + 3 * mlp_width(spec)
     angles = sum(rope.dim for rope in {spec.rope_of(layer) for layer in spec.layers} if rope is not None)
     buffers = tokens * (columns * size + angles * 4) + 2 * rows * spec.hidden_size * size
     attention = decode_workspace_bytes(rows, spec.heads, spec.kv_heads, spec.head_dim)
-    return buffers + attention + CUBLAS_BYTES + (EXPANDED_BYTES if quantized else 0)
+    experts = gpu_bytes(spec, tokens, size, quantized=quantized)
+    return buffers + attention + experts + CUBLAS_BYTES + (EXPANDED_BYTES if quantized else 0)
 
 
 def logits_bytes(spec: ModelSpec, limits: Limits, *, dtype: str) -> int:

@@ -155,7 +155,11 @@ class Room:
             "weights": self.weights_bytes,
             "scratch": self.scratch_bytes,
             "activations": footprint.activations_bytes(
-                self.spec, limits, dtype=choices.dtype, compiled_attention=choices.compiled_attention
+                self.spec,
+                limits,
+                dtype=choices.dtype,
+                compiled_attention=choices.compiled_attention,
+                compiled=choices.compiled,
             ),
             "logits": footprint.logits_bytes(self.spec, limits, tokens),
             "buffers": footprint.buffers_bytes(self.layout, limits, pool_tokens=tokens),

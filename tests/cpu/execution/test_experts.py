@@ -36,7 +36,6 @@ QWEN3 = (
     "Qwen3Moe",
     {
         "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "head_dim": 16, "norm_topk_prob": True,
-        "mlp_only_layers": [1],
     },
 )  # fmt: skip
 QWEN2 = (

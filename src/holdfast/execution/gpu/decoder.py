@@ -22,6 +22,7 @@ from holdfast.execution.triton_kernels import layer as kernels
 from holdfast.execution.weights import LayerWeights, Norm, Weights
 from holdfast.kvcache.groups import KVLayout
 from holdfast.models import ModelSpec
+from holdfast.planner.expert_sizes import mlp_width
 from holdfast.planner.footprint import sums_apart
 
 
@@ -73,7 +74,7 @@ class GpuDecoder:
         self._normed = buffer(tokens, spec.hidden_size)
         self._qkv = buffer(tokens, self._query + 2 * self._kv)
         self._attended = buffer(tokens, self._query)
-        inner = MlpBuffers(buffer(tokens, 2 * spec.intermediate_size), buffer(tokens, spec.intermediate_size))
+        inner = MlpBuffers(buffer(tokens, 2 * mlp_width(spec)), buffer(tokens, mlp_width(spec)))
         self._branch = buffer(tokens, spec.hidden_size) if sums_apart(spec) else None
         self._angles = [
             torch.empty((tokens, 2 * len(rotary.frequencies)), dtype=torch.float32, device=device)
