@@ -54,7 +54,8 @@ def rope_of_windows(config: Fields, *, dim: int, max_position: int, theta: float
 
 def _long(table: Fields, config: Fields, *, theta: float, dim: int, max_position: int) -> RopeSpec:
     name = "original_max_position_embeddings"
-    original = (table if table.has(name) else config).integer(name, low=2, high=MAX_CONTEXT, default=max_position)
+    # Where both say it, transformers goes by what stands outside.
+    original = (config if config.has(name) else table).integer(name, low=2, high=MAX_CONTEXT, default=max_position)
     factor = table.number("factor", low=1e-3, high=MAX_FACTOR, default=max_position / original)
     return RopeSpec(
         theta=theta,

@@ -32,17 +32,23 @@ GRANITE: dict[str, Any] = {
 PHI: dict[str, Any] = {"partial_rotary_factor": 0.75, "tie_word_embeddings": True}
 
 
-def long_rope(dim: int, original: int) -> dict[str, Any]:
+def long_rope(dim: int) -> dict[str, Any]:
     return {
         "rope_type": "longrope",
         "rope_theta": 10000.0,
         "short_factor": [1.0 + 0.1 * place for place in range(dim // 2)],
         "long_factor": [1.5 + 0.7 * place for place in range(dim // 2)],
-        "original_max_position_embeddings": original,
     }
 
 
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
+
+
+def within(original: int) -> dict[str, Any]:
+    """transformers takes the long factors for any longer sequence."""
+    return {"original_max_position_embeddings": original}
+
+
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-mlp-bias": ("Llama", {"mlp_bias": True, "attention_bias": True}),
     "qwen2": ("Qwen2", {}),
@@ -60,10 +66,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {**GEMMA3, "rope_parameters": TWO_ROPES, "tie_word_embeddings": False, "query_pre_attn_scalar": 40},
     ),
     "phi3": ("Phi3", {}),
-    "phi3-short": ("Phi3", {**PHI, "rope_parameters": long_rope(12, 8192), "max_position_embeddings": 16384}),
+    "phi3-short": ("Phi3", {**PHI, "rope_parameters": long_rope(12), "max_position_embeddings": 16384, **within(8192)}),
     "phi3-long": (
         "Phi3",
-        {**PHI, "rope_parameters": long_rope(16, 24), "partial_rotary_factor": 1.0, "sliding_window": 21},
+        {**PHI, "rope_parameters": long_rope(16), "partial_rotary_factor": 1.0, "sliding_window": 21, **within(5)},
     ),
     "olmo2": ("Olmo2", {}),
     "olmo2-bias": ("Olmo2", {"attention_bias": True, "num_key_value_heads": 4, "tie_word_embeddings": True}),

@@ -1,0 +1,81 @@
+"""The same families from GGUF files, as llama.cpp's converter writes them: tokens equal those of transformers."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from family_gguf import KINDS, write_family_gguf
+
+from holdfast.checkpoints import locate, open_checkpoint, spec_of
+from holdfast.checkpoints.checkpoint import Checkpoint
+
+LONG: dict[str, Any] = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0, 1.1, 1.3, 1.4, 1.6, 1.8],
+    "long_factor": [1.5, 2.2, 2.9, 3.1, 4.0, 4.5],
+}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "Qwen2": {},
+    "Qwen3": {"head_dim": 24, "tie_word_embeddings": True},
+    "Gemma": {"head_dim": 16},
+    "Gemma2": {
+        "head_dim": 24,
+        "query_pre_attn_scalar": 24,  # GGUF keeps none: it goes by the width of a head
+        "sliding_window": 9,
+        "attn_logit_softcapping": 2.0,
+        "final_logit_softcapping": 3.0,
+    },
+    "Gemma3": {"head_dim": 24, "query_pre_attn_scalar": 24, "sliding_window": 9, "num_hidden_layers": 7},
+    "Phi3": {"partial_rotary_factor": 0.75, "rope_parameters": LONG, "original_max_position_embeddings": 24},
+    "Olmo2": {"num_key_value_heads": 4},
+    "Granite": {
+        "embedding_multiplier": 3.0,
+        "attention_multiplier": 0.11,
+        "residual_multiplier": 0.4,
+        "logits_scaling": 1.7,
+    },
+    "SmolLM3": {"num_hidden_layers": 5},
+    "Starcoder2": {"norm_epsilon": 1e-4},
+}
+
+
+class FromGguf:
+    """What `driver_for` needs of a model, from a GGUF file of it."""
+
+    def __init__(self, path: Path) -> None:
+        self._files = locate(str(path), revision=None)
+        self.spec = spec_of(self._files)
+
+    def checkpoint(self) -> Checkpoint:
+        return open_checkpoint(self._files)
+
+
+@functools.cache
+def written(folder: Path, family: str, oracle: Any) -> Path:
+    path = folder / f"{family}.gguf"
+    write_family_gguf(path, family, oracle.model)
+    return path
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("gguf")
+
+
+@pytest.mark.parametrize("family", KINDS)
+def test_a_gguf_gives_the_tokens_of_transformers(
+    family: str, folder: Path, oracles: Callable[..., Any], driver_for: Callable[..., Any]
+) -> None:
+    oracle = oracles(family, **SETTINGS[family])
+    driver = driver_for(FromGguf(written(folder, family, oracle)))
+    prompt = torch.randint(0, 300, (40,), generator=torch.Generator().manual_seed(5)).tolist()
+    driver.start(0, prompt)
+    driver.step({0: 11})
+    driver.generate(0, 8)
+    oracle.assert_greedy(driver.tokens[0], 40)
