@@ -49,6 +49,8 @@ OPTIONS = {
     "penalized": {"temperature": 0.0, "repetition_penalty": 1.4, "frequency_penalty": 0.5, "presence_penalty": 0.3},
     "biased": {"temperature": 0.0, "logit_bias": {17: 30.0, 23: -100.0}},
     "logprobs": {"temperature": 0.0, "logprobs": 3},
+    "allowed": {"temperature": 1.0, "allowed_token_ids": list(range(3, 60, 2)), "seed": 6},
+    "bad words": {"temperature": 0.0},
     "late end": {"temperature": 0.0, "min_tokens": 5, "stop_token_ids": list(range(3, 100))},
 }
 
@@ -60,8 +62,14 @@ def test_every_option_chooses_what_it_chooses_on_a_cpu(tiny: Tiny, device: torch
         pytest.skip("sampling knows nothing of windows, and the interpreter takes half a minute for it")
     params = [SamplingParams(max_tokens=6, ignore_eos=True, **given) for given in OPTIONS.values()]
     prompts = [prompt(number, 3 + number) for number in range(len(params))]
-    here = run(tiny.core(device, gpu=True), prompts, params)
-    there = run(tiny.core(CPU, gpu=False), prompts, params)
+    plain = run(tiny.core(CPU, gpu=False), prompts, params)
+    # What it would have said becomes bad: its first token anywhere, and its third behind its second.
+    said = tokens_of(plain[list(OPTIONS).index("bad words")])
+    words = [[[said[0]], said[1:3], [1, 2]] if name == "bad words" else [] for name in OPTIONS]
+    here = run(tiny.core(device, gpu=True), prompts, params, words)
+    there = run(tiny.core(CPU, gpu=False), prompts, params, words)
+    assert said[0] not in tokens_of(there[list(OPTIONS).index("bad words")])
+    assert set(tokens_of(there[list(OPTIONS).index("allowed")])) <= set(range(3, 60, 2))
     for name, found, expected in zip(OPTIONS, here, there, strict=True):
         assert tokens_of(found) == tokens_of(expected), name
         for one, other in zip(found, expected, strict=True):

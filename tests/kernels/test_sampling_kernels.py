@@ -84,10 +84,14 @@ class Bench:
         self.params = SlotParams(count + 1, self.vocab, DEVICE, self.lanes)
         self.buffers = SimpleNamespace(tokens=numpy.zeros((count + 1, PLACES), dtype=numpy.int32))
         self.sampler = Sampler(self.buffers, self.vocab)  # type: ignore[arg-type]
-        self.all = [SamplingParams(seed=index * 977 - 5, **option) for index, option in enumerate(self.options)]
-        for slot, params in zip(self.slot_of, self.all, strict=True):
-            assert self.params.write(slot, params, PROMPT, self.banned)
-            self.sampler.start(SequenceStart(slot, "", [1] * PROMPT, PROMPT, params, self.banned))
+        self.words: list[list[list[int]]] = [option.get("spelled", []) for option in self.options]
+        self.all = [
+            SamplingParams(seed=index * 977 - 5, **{name: value for name, value in option.items() if name != "spelled"})
+            for index, option in enumerate(self.options)
+        ]
+        for slot, params, words in zip(self.slot_of, self.all, self.words, strict=True):
+            assert self.params.write(slot, params, PROMPT, self.banned, words)
+            self.sampler.start(SequenceStart(slot, "", [1] * PROMPT, PROMPT, params, self.banned, words))
         self.params.upload()
         self.workspace = sampling.Workspace.allocate(count, self.vocab, DEVICE)
 
@@ -295,7 +299,7 @@ def test_the_sizes_are_what_is_allocated() -> None:
         workspace = sampling.Workspace.allocate(rows, vocab, DEVICE)
         assert workspace.nbytes == sampling_sizes.workspace_bytes(rows, vocab)
         params = SlotParams(rows, vocab, DEVICE, 2)
-        assert params.table.nbytes + params.entries.nbytes == sampling_sizes.parameter_bytes(rows, 2)
+        assert params.nbytes == sampling_sizes.parameter_bytes(rows, 2, vocab)
     for rows in (1, 8, 64, 256, 1024):
         splits = -(-128_256 // sampling_sizes.split_tokens(rows, 128_256))
         assert splits <= sampling_sizes.most_splits(128_256)
@@ -311,7 +315,13 @@ ADJUSTED: list[dict[str, Any]] = [
     {"min_tokens": 4, "logit_bias": {3: 50.0, 20: 9.0}, "frequency_penalty": 2.0, "temperature": 0.0},
     {"logit_bias": {token: (token % 7) - 3.0 for token in range(1_024)}, "top_p": 0.9, "repetition_penalty": 2.0},
     {"top_k": 5},
+    {"allowed_token_ids": [0, 3, 11, 31, 32, 63, 64, 1_500, 1_536], "temperature": 0.0},
+    {"allowed_token_ids": list(range(5, 1_400, 3)), "logit_bias": {8: 3.0, 9: 50.0}, "repetition_penalty": 1.2},
+    {"spelled": [[3], *([token, token * 5 % 24] for token in range(24))], "temperature": 0.0},
+    {"spelled": [[4] * 15, [4] * 14 + [5], [4] * 13 + [3, 6], [4], [9, 4, 7]] * 51, "temperature": 0.0},
+    {"spelled": [[3, 4], [4, 3, 7], [8]], "allowed_token_ids": list(range(20)), "frequency_penalty": 0.5},
 ]
+LANES = 12
 BANNED = (3, 0, 299)
 
 
@@ -319,13 +329,17 @@ BANNED = (3, 0, 299)
 @pytest.mark.parametrize("vocab", [1_537, VOCAB] if ON_GPU else [1_537])
 def test_bans_biases_and_penalties(dtype: torch.dtype, vocab: int) -> None:
     source, count = fresh(dtype, vocab), len(ADJUSTED)
-    bench = Bench(ADJUSTED, vocab, lanes=7, banned=BANNED)
-    lanes = sampling_adjust.Lanes.allocate(7, vocab, DEVICE)
-    assert lanes.nbytes == sampling_sizes.lane_bytes(7, vocab)
+    bench = Bench(ADJUSTED, vocab, lanes=LANES, banned=BANNED)
+    lanes = sampling_adjust.Lanes.allocate(LANES, vocab, DEVICE)
+    assert lanes.nbytes == sampling_sizes.lane_bytes(LANES, vocab)
     # Few different tokens, so that they come again, and the favourites are among them.
     tokens = torch.randint(0, 24, (count + 1, PLACES), generator=source, dtype=torch.int32)
+    tokens[bench.slot_of[12]] = 4  # The longest bad words come true here, where the answer is long enough.
     slots = torch.tensor(bench.slot_of, dtype=torch.int32, device=DEVICE)
-    for lengths in ([PROMPT + row for row in range(count)], [PROMPT + 3 + 4 * (row % 2) for row in range(count)]):
+    for lengths in (
+        [PROMPT + row + row // 10 * 4 for row in range(count)],
+        [PROMPT + 3 + 4 * (row % 2) for row in range(count)],
+    ):
         poison(lanes.adjusted)
         poison(lanes.counts)
         bench.known.copy_(tokens)
@@ -364,8 +378,8 @@ def test_adjusting_leaves_padding_alone() -> None:
 @pytest.mark.skipif(not ON_GPU, reason="a CUDA graph needs a GPU")
 def test_a_graph_follows_what_changes_between_replays() -> None:
     options = [*OPTIONS, *ADJUSTED]
-    bench, rows, source = Bench(options, VOCAB, lanes=7, banned=BANNED), len(options), fresh("graph")
-    lanes = sampling_adjust.Lanes.allocate(7, VOCAB, DEVICE)
+    bench, rows, source = Bench(options, VOCAB, lanes=LANES, banned=BANNED), len(options), fresh("graph")
+    lanes = sampling_adjust.Lanes.allocate(LANES, VOCAB, DEVICE)
     logits = torch.zeros((rows, VOCAB), dtype=torch.bfloat16, device=DEVICE)
     slots = torch.tensor(bench.slot_of, dtype=torch.int32, device=DEVICE)
     lengths = torch.full((rows,), PROMPT, dtype=torch.int32, device=DEVICE)
@@ -384,9 +398,9 @@ def test_a_graph_follows_what_changes_between_replays() -> None:
         for slot in bench.slot_of:
             bench.params.release(slot)
         for row, slot in enumerate(bench.slot_of):
-            params = bench.all[(row + turn) % rows]
-            assert bench.params.write(slot, params, PROMPT, BANNED)
-            bench.sampler.start(SequenceStart(slot, "", [1] * PROMPT, PROMPT, params, BANNED))
+            params, words = bench.all[(row + turn) % rows], bench.words[(row + turn) % rows]
+            assert bench.params.write(slot, params, PROMPT, BANNED, words)
+            bench.sampler.start(SequenceStart(slot, "", [1] * PROMPT, PROMPT, params, BANNED, words))
         bench.params.upload()
         logits.copy_(torch.randn((rows, VOCAB), generator=source) * 3)
         at = [PROMPT + turn + row for row in range(rows)]

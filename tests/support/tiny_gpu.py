@@ -93,11 +93,17 @@ class TinyGguf(Tiny):
         return load_weights(self.spec, checkpoint, dtype=torch.float32, device=device, expand=self._expand)
 
 
-def run(core: EngineCore, prompts: list[list[int]], params: list[SamplingParams]) -> list[list[EngineOutput]]:
+def run(
+    core: EngineCore,
+    prompts: list[list[int]],
+    params: list[SamplingParams],
+    bad_words: list[list[list[int]]] | None = None,
+) -> list[list[EngineOutput]]:
     found: dict[str, list[EngineOutput]] = {}
     for number, (prompt, one) in enumerate(zip(prompts, params, strict=True)):
         found[str(number)] = []
-        core.add(Request(request_id=str(number), prompt_token_ids=prompt, params=one))
+        words = [] if bad_words is None else bad_words[number]
+        core.add(Request(request_id=str(number), prompt_token_ids=prompt, params=one, bad_word_ids=words))
     while core.has_work:
         for output in core.step():
             found[output.request_id].append(output)

@@ -248,13 +248,13 @@ async def _start_local(
 ) -> LocalBackend:
     """In an engine process of its own."""
     from holdfast.engine.client import ProcessEngine
+    from holdfast.engine.defaults import default_sampling
     from holdfast.engine.progress import LoadProgress
-    from holdfast.engine.startup import sampling_defaults
 
     engine = ProcessEngine(config, model, tokenizer, plan=plan, on_progress=LoadProgress())
     try:
         await engine.start()
-        return LocalBackend(engine, sampling_defaults(model.files.generation_config))
+        return LocalBackend(engine, default_sampling(config, model.files.generation_config))
     except BaseException:
         # Also when Ctrl-C ends the waiting: the process must not stay behind.
         await engine.stop()

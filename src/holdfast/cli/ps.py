@@ -86,6 +86,7 @@ def lines(answer: dict[str, Any]) -> list[str]:
     """For people. A ledger of another version is named, not read."""
     import msgspec
 
+    from holdfast.observability.decisions import SAMPLING
     from holdfast.observability.ledger import VERSION, Ledger, ledger_lines
 
     reason = f": {answer['reason']}" if answer["reason"] else ""
@@ -98,4 +99,5 @@ def lines(answer: dict[str, Any]) -> list[str]:
         return [said, f"  its memory cannot be read: {error}"]
     if ledger.version != VERSION:
         return [said, f"  its memory is told in version {ledger.version}, and this program reads {VERSION}: try --json"]
-    return [f"{said}  {ledger.model}", *(f"  {line}" for line in ledger_lines(ledger))]
+    defaults = [line for line in ledger.decisions if line.startswith(SAMPLING)]
+    return [f"{said}  {ledger.model}", *(f"  {line}" for line in (*ledger_lines(ledger), *defaults))]

@@ -61,9 +61,10 @@ def read_settings(arguments: argparse.Namespace) -> tuple[EngineConfig, ServerCo
 def run(arguments: argparse.Namespace) -> int:
     import holdfast
     from holdfast.engine.client import ProcessEngine
+    from holdfast.engine.defaults import default_sampling
     from holdfast.engine.devices import settle_device
     from holdfast.engine.progress import LoadProgress
-    from holdfast.engine.startup import find_model, open_tokenizer, plan_lines, plan_model, sampling_defaults
+    from holdfast.engine.startup import find_model, open_tokenizer, plan_lines, plan_model
     from holdfast.observability.ledger import ledger_lines
     from holdfast.observability.logs import ThroughputLog, json_lines, ready_lines, set_up_logging
     from holdfast.planner.footprint import FRONT_BYTES
@@ -83,9 +84,7 @@ def run(arguments: argparse.Namespace) -> int:
     print("\n".join(plan_lines(model, plan)), file=sys.stderr, flush=True)
     tokenizer = open_tokenizer(engine_config, model)
     engine = ProcessEngine(engine_config, model, tokenizer, plan=plan, on_progress=LoadProgress())
-    defaults = sampling_defaults(model.files.generation_config) if server_config.generation_config == "auto" else {}
-    if defaults:
-        log.info("sampling where a request says nothing: %s, as the model's makers advise", defaults)
+    defaults = default_sampling(engine_config, model.files.generation_config)
     settings = ServerSettings(
         served_model_names=server_config.served_model_name or (model.files.name,),
         api_key=server_config.api_key,

@@ -15,6 +15,7 @@ from holdfast.config.setting import (
     number,
     optional,
     setting,
+    table,
     text,
     tokens_or_auto,
     whole,
@@ -56,6 +57,19 @@ class EngineConfig:
     skip_tokenizer_init: bool = setting(False, "load no tokenizer: token ids in, token ids out", flag)
     chat_template: str | None = setting(
         None, "a chat template: a file, or the Jinja text itself; over the model's own", optional(text)
+    )
+    generation_config: str = setting(
+        "auto",
+        "sampling where a request says nothing: auto (the model's generation_config.json), vllm (the API's own "
+        "defaults), or a folder with such a file",
+        text,
+        metavar="SOURCE",
+    )
+    override_generation_config: Mapping[str, Any] | None = setting(
+        None,
+        'the same, value by value and over the file: JSON such as {"temperature": 0.5}',
+        optional(table),
+        metavar="JSON",
     )
     load_format: str = setting(
         "auto", "auto, safetensors, gguf, or dummy (random weights in the model's real shapes)",

@@ -24,11 +24,6 @@ class ServerConfig:
     served_model_name: tuple[str, ...] = setting(
         (), "name or names that requests call the model by; left out: as it was named to us", texts, metavar="NAME"
     )
-    generation_config: str = setting(
-        "auto",
-        "sampling defaults where a request says nothing: auto (the model's generation_config.json) or vllm (the API's)",
-        choice("auto", "vllm"),
-    )
     trust_request_chat_template: bool = setting(
         False, "let a request bring its own chat_template; a template is a program, run in a sandbox", flag
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import json
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
@@ -63,6 +64,19 @@ def texts(field: str, value: Any) -> tuple[str, ...]:
     if isinstance(value, list | tuple) and all(isinstance(entry, str) for entry in value):
         return tuple(value)
     raise _wrong(field, value, "one text or a list of texts")
+
+
+def table(field: str, value: Any) -> dict[str, Any]:
+    """From JSON, or as it is in Python and TOML."""
+    found = value
+    if isinstance(value, str):
+        try:
+            found = json.loads(value)
+        except ValueError:
+            found = None
+    if not isinstance(found, dict) or not all(isinstance(name, str) for name in found):
+        raise _wrong(field, value, 'a JSON object, such as {"temperature": 0.5}')
+    return found
 
 
 def whole(low: int, high: int = 2**31) -> Parser:

@@ -30,6 +30,7 @@ class Answer:
             self._detokenizer = Detokenizer(
                 tokenizer,
                 skip_special_tokens=request.params.skip_special_tokens,
+                spaces_between_special_tokens=request.params.spaces_between_special_tokens,
                 stop=request.params.stop_strings,
                 include_stop=request.params.include_stop_str_in_output,
                 min_tokens=request.params.min_tokens,

@@ -24,6 +24,7 @@ from holdfast.config import EngineConfig
 from holdfast.engine import messages
 from holdfast.engine.answers import Answer
 from holdfast.engine.child import Child
+from holdfast.engine.defaults import decided, default_sampling
 from holdfast.engine.door import Door, check_room
 from holdfast.engine.passengers import Passengers
 from holdfast.engine.startup import FoundModel, Progress, with_located_model
@@ -242,8 +243,9 @@ class ProcessEngine:
             elif message is None:
                 await child.stop()
                 raise EngineDiedError(f"the engine process ended while starting ({child.ending()})")
-        self._info = msgspec.structs.replace(message.info, model=self._model.files.name)
-        self._door = Door(self._model.spec, message.info.max_model_len, self._seeds)
+        info = msgspec.structs.replace(message.info, model=self._model.files.name)
+        self._info = decided(info, self._config, default_sampling(self._config, self._model.files.generation_config))
+        self._door = Door(self._model.spec, message.info.max_model_len, self._seeds, self._tokenizer)
         # A new process has touched nothing of its pool yet.
         self._stats = self._stats_before = msgspec.structs.replace(self._stats, blocks_touched=0)
         self._ready = True

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from holdfast.errors import ContextLengthError, OverloadedError, RequestError
 from holdfast.models import ModelSpec
 from holdfast.records import Request, SamplingParams
+from holdfast.text import Tokenizer
+from holdfast.text.bad_words import spell_bad_words
 
 
 @dataclass(slots=True)
@@ -22,6 +24,8 @@ class Door:
     max_model_len: int
     seeds: random.Random
     """Draws for requests that bring no seed."""
+    tokenizer: Tokenizer | None = None
+    """Spells bad words; without one, requests that bring them are refused."""
     clamp_output: bool = False
     """More max_tokens than the context has left: give what is left (as vLLM's LLM does), or refuse (as servers do)."""
 
@@ -39,6 +43,10 @@ class Door:
         prompt = self._whole_ids("prompt", prompt_token_ids)
         self._whole_ids("logit_bias", params.logit_bias or ())
         self._whole_ids("stop_token_ids", params.stop_ids)
+        self._whole_ids("allowed_token_ids", params.allowed_token_ids or ())
+        bad_words = self._spelled(params)
+        eos = () if params.ignore_eos else self.spec.eos_token_ids
+        self._check_choice(params, bad_words, eos)
         seed = self.seeds.getrandbits(62) if params.seed is None else params.seed
         arrival_s = time.monotonic()
         return [
@@ -53,10 +61,34 @@ class Door:
                 arrival_s=arrival_s,
                 priority=priority,
                 cache_salt=cache_salt,
-                eos_token_ids=() if params.ignore_eos else self.spec.eos_token_ids,
+                eos_token_ids=eos,
+                bad_word_ids=bad_words,
             )
             for index in range(params.n)
         ]
+
+    def _spelled(self, params: SamplingParams) -> list[list[int]]:
+        if not params.bad_words:
+            return []
+        if self.tokenizer is None:
+            raise RequestError("bad_words need a tokenizer", fix="leave skip_tokenizer_init out", field="bad_words")
+        return spell_bad_words(params.bad_words, self.tokenizer)
+
+    def _check_choice(self, params: SamplingParams, bad_words: list[list[int]], eos: Sequence[int]) -> None:
+        """There must be a token left to sample wherever bad words forbid theirs and ends have to wait."""
+        forbidden = {word[-1] for word in bad_words}
+        if params.min_tokens:
+            forbidden |= {*eos, *params.stop_ids}
+        allowed = params.allowed_token_ids
+        left = self.spec.vocab_size - len(forbidden) if allowed is None else len(set(allowed) - forbidden)
+        if left < 1:
+            field = "allowed_token_ids" if allowed is not None else "bad_words"
+            raise RequestError(
+                "bad_words, min_tokens and allowed_token_ids leave no token to sample",
+                needed="an allowed token that ends no bad word, and the answer only if min_tokens is 0",
+                found="none",
+                field=field,
+            )
 
     def _whole_ids(self, field: str, given: Iterable[object]) -> list[int]:
         """Whole numbers of any library become int; True and 1.0 are mistakes."""

@@ -16,12 +16,13 @@ from typing import Any
 from holdfast.config import EngineConfig
 from holdfast.engine.answers import Answer
 from holdfast.engine.core import EngineCore
+from holdfast.engine.defaults import decided, default_sampling
 from holdfast.engine.devices import settle_device
 from holdfast.engine.door import Door
 from holdfast.engine.messages import unpack_failure
 from holdfast.engine.progress import RequestProgress
 from holdfast.engine.startup import build_core, find_model, open_tokenizer, plan_lines, plan_model
-from holdfast.errors import EngineError, HoldfastError, RequestError, StepMemoryError
+from holdfast.errors import EngineError, HoldfastError, RequestError, StepMemoryError, UnsupportedOptionError
 from holdfast.records import (
     AnswerDelta,
     CompletionOutput,
@@ -31,6 +32,7 @@ from holdfast.records import (
     RequestOutput,
     SamplingParams,
 )
+from holdfast.records.sampling import NO_BEAMS
 from holdfast.text import Tokenizer
 
 log = logging.getLogger("holdfast")
@@ -52,9 +54,12 @@ class LLM:
         plan = plan_model(config, found)
         print("\n".join(plan_lines(found, plan)), file=sys.stderr, flush=True)
         self._tokenizer = open_tokenizer(config, found)
-        self._core, self.info = build_core(config, found, lambda stage, done, total: None, plan)
+        self._defaults = SamplingParams(**default_sampling(config, found.files.generation_config))
+        self._core, info = build_core(config, found, lambda stage, done, total: None, plan)
+        self.info = decided(info, config, default_sampling(config, found.files.generation_config))
+        self._policy = config.scheduling_policy
         seeds = random.Random(config.seed) if config.seed is not None else random.SystemRandom()
-        self._door = Door(found.spec, self.info.max_model_len, seeds, clamp_output=True)
+        self._door = Door(found.spec, self.info.max_model_len, seeds, self._tokenizer, clamp_output=True)
         self._names = itertools.count()
 
     info: EngineInfo
@@ -72,7 +77,8 @@ class LLM:
         if prompt_token_ids is not None:
             prompts = [{"prompt_token_ids": ids} for ids in prompt_token_ids]
         listed = _as_list(prompts)
-        chosen = _one_each(sampling_params, len(listed))
+        chosen = _one_each(self._defaults if sampling_params is None else sampling_params, len(listed))
+        self._check_priority(priority, len(listed))
         runs = [
             self._prepare(prompt, params, 0 if priority is None else priority[place])
             for place, (prompt, params) in enumerate(zip(listed, chosen, strict=True))
@@ -110,6 +116,18 @@ class LLM:
         ]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
+    def beam_search(self, *_: object, **__: object) -> list[RequestOutput]:
+        """vLLM's name, for what this engine does not do."""
+        raise UnsupportedOptionError(
+            f"beam search is not there: {NO_BEAMS}",
+            fix="generate with n answers and logprobs=0, and keep the one with the largest cumulative_logprob",
+            field="beam_search",
+        )
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What `generate` uses where it is given none: as the model's makers advise."""
+        return self._defaults
+
     def get_tokenizer(self) -> Tokenizer:
         if self._tokenizer is None:
             raise EngineError("there is no tokenizer", fix="leave skip_tokenizer_init out")
@@ -143,6 +161,20 @@ class LLM:
         if self._core is None:
             raise EngineError("this LLM was closed", fix="make a new one")
         return self._core
+
+    def _check_priority(self, priority: Sequence[int] | None, prompts: int) -> None:
+        if priority is None:
+            return
+        if self._policy != "priority" and any(priority):
+            raise UnsupportedOptionError(
+                "priority is given, but requests are served in the order in which they come",
+                fix='LLM(scheduling_policy="priority")',
+                field="priority",
+            )
+        if len(priority) != prompts:
+            raise RequestError(
+                f"{prompts} prompts came with {len(priority)} priorities", needed="one each", field="priority"
+            )
 
     def _prepare(self, prompt: Prompt, params: SamplingParams, priority: int) -> _Run:
         text, ids = self._read_prompt(prompt)
@@ -246,9 +278,7 @@ def _as_list(prompts: Prompt | Sequence[Prompt] | None) -> list[Prompt]:
     return [entry for entry in prompts if not isinstance(entry, int)]
 
 
-def _one_each(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
-    if params is None:
-        return [SamplingParams()] * count
+def _one_each(params: SamplingParams | Sequence[SamplingParams], count: int) -> list[SamplingParams]:
     if isinstance(params, SamplingParams):
         return [params] * count
     if len(params) != count:

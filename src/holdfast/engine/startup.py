@@ -10,7 +10,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from holdfast.checkpoints import (
     DEFAULT_MODEL,
@@ -32,7 +32,6 @@ from holdfast.errors import (
     EngineError,
     ModelAccessError,
     ModelNotFoundError,
-    RequestError,
 )
 from holdfast.hardware import Memory, Resident, compiled_kernels, memory, memory_holders, processor, resident
 from holdfast.hardware.nvidia import probe
@@ -42,7 +41,7 @@ from holdfast.observability.ledger import term_lines
 from holdfast.planner import Plan, make_plan, settle_pool
 from holdfast.planner.gpu_plan import make_gpu_plan
 from holdfast.planner.kv import layout_cost
-from holdfast.records import EngineInfo, MemoryReport, MemoryTerm, SamplingParams
+from holdfast.records import EngineInfo, MemoryReport, MemoryTerm
 from holdfast.scheduler import Scheduler, SchedulerLimits
 from holdfast.text import Tokenizer, check_text, load_template
 from holdfast.units import format_bytes
@@ -174,24 +173,6 @@ def open_tokenizer(config: EngineConfig, model: FoundModel) -> Tokenizer | None:
     for warning in check_text(model.spec, tokenizer, model.files):
         log.warning("%s", warning)
     return tokenizer
-
-
-def sampling_defaults(generation_config: Mapping[str, Any] | None) -> dict[str, Any]:
-    """What a model's own generation_config.json says of sampling, under our names."""
-    config = generation_config or {}
-    if config.get("do_sample") is False:
-        return {"temperature": 0.0}
-    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-    found = {name: config[name] for name in names if config.get(name) is not None}
-    try:
-        SamplingParams(**found)
-    except (RequestError, TypeError) as error:
-        raise ConfigurationError(
-            f"the model's generation_config.json cannot be used: {error}",
-            fix="--generation-config vllm leaves it out",
-            field="generation_config",
-        ) from error
-    return found
 
 
 def build_core(

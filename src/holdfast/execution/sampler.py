@@ -1,12 +1,13 @@
 """Chooses the next token of every sampling row, all rows at once. Knows logits and parameters, not the model.
 
-The order of work is vLLM's: log-probabilities of the raw logits; then bans, biases and penalties; then greedy,
-or temperature, min_p, top_k, top_p and one draw. A row's draw takes one number that depends on (seed, position
+The order of work is vLLM's: log-probabilities of the raw logits; then what is allowed, bans, biases, penalties; then
+greedy, or temperature, min_p, top_k, top_p and one draw. A row's draw takes one number that depends on (seed, position
 in the output) alone, and walks the kept tokens in the order of their ids: neighbours cannot change it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy
@@ -15,6 +16,7 @@ import torch
 
 from holdfast.execution.batch import SlotBuffers
 from holdfast.records import SamplingParams, SequenceStart, TokenLogprobs
+from holdfast.records.sampling import MAX_BAD_WORD_TOKENS
 
 FIRST_LOOK = 64
 """Likeliest tokens looked at to find where top_k and top_p end; where they do not tell, the whole row is sorted."""
@@ -31,6 +33,10 @@ class _Slot:
     """Ends that may not be sampled before params.min_tokens."""
     biased: tuple[torch.Tensor, torch.Tensor] | None
     """Ids and what is added to their logits. Made once: a row may bring a thousand."""
+    allowed: torch.Tensor | None = None
+    """The only ids that may be sampled."""
+    bad_words: tuple[tuple[list[int], int], ...] = ()
+    """Tokens, and the one that may not follow them."""
 
     @property
     def seed(self) -> int:
@@ -73,6 +79,8 @@ class Sampler:
             start.prompt_length,
             torch.tensor(banned) if banned else None,
             (torch.tensor(list(biases)), torch.tensor(list(biases.values()))) if biases else None,
+            torch.tensor(sorted(set(start.params.allowed_token_ids))) if start.params.allowed_token_ids else None,
+            tuple((word[:-1], word[-1]) for word in start.bad_word_ids),
         )
 
     def sample(
@@ -108,6 +116,15 @@ class Sampler:
     ) -> None:
         """Bans, biases and penalties, on the rows that have any."""
         for index, row in enumerate(rows):
+            if row.allowed is not None:
+                allowed = row.allowed.to(logits.device)
+                kept = logits[index].index_select(0, allowed)
+                logits[index].fill_(float("-inf"))
+                logits[index].index_copy_(0, allowed, kept)
+            if row.bad_words:
+                output = self._buffers.tokens[slots[index], row.prompt_length : lengths[index]]
+                forbidden = forbidden_after(output[-MAX_BAD_WORD_TOKENS:].tolist(), row.bad_words)
+                logits[index, forbidden] = float("-inf")
             if row.banned is not None and positions[index] < row.params.min_tokens:
                 logits[index].index_fill_(0, row.banned.to(logits.device), float("-inf"))
             if row.biased is not None:
@@ -119,6 +136,11 @@ class Sampler:
             prompts = numpy.array([rows[index].prompt_length for index in penalized], dtype=numpy.int64)
             params = [rows[index].params for index in penalized]
             penalize(logits, numpy.array(penalized), known, lengths[penalized], prompts, params)
+
+
+def forbidden_after(output: list[int], bad_words: Sequence[tuple[list[int], int]]) -> list[int]:
+    """The last tokens of bad words whose other tokens end the output."""
+    return [last for before, last in bad_words if not before or output[-len(before) :] == before]
 
 
 def penalize(

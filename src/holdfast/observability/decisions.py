@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+SAMPLING = "sampling defaults"
+"""The field of the one that tells how is sampled where a request says nothing."""
+
 
 @dataclass(frozen=True, slots=True)
 class Decision:

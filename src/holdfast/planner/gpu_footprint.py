@@ -97,7 +97,7 @@ def logits_bytes(spec: ModelSpec, limits: Limits, *, dtype: str) -> int:
     lanes = sampling_lanes(rows)
     sampling = (
         sampling_sizes.workspace_bytes(rows, vocabulary)
-        + sampling_sizes.parameter_bytes(rows, lanes)
+        + sampling_sizes.parameter_bytes(rows, lanes, vocabulary)
         + sampling_sizes.lane_bytes(lanes, vocabulary)
     )
     # Chosen rows as they are, in float32, their log-probabilities, and a comparison with each.

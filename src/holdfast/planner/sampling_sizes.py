@@ -6,6 +6,10 @@ SLOT_WORDS = 16
 """int32 words a slot has in the table of parameters."""
 LANE_ENTRIES = 2048
 """Bans and biases that one lane holds: the biases a request may bring, and as many bans."""
+BAD_SPELLINGS = 256
+"""Of bad words, that one lane holds: two of each."""
+BAD_SPELLING_WORDS = 16
+"""int32 words of each: how many tokens, and the tokens."""
 BINS = 512
 BINS_PER_UNIT = 16
 """Bins of scores by their distance from the best one. The last, 31.9 units and more away, has no weight."""
@@ -38,9 +42,15 @@ def workspace_bytes(most_rows: int, vocabulary: int) -> int:
     return most_rows * (splits + BINS * 4 + STATE_WORDS * 4 + LISTED * (4 + 4))
 
 
-def parameter_bytes(slots: int, lanes: int) -> int:
-    """What SlotParams holds on the device."""
-    return slots * SLOT_WORDS * 4 + max(lanes, 1) * LANE_ENTRIES * 2 * 4
+def mask_words(vocabulary: int) -> int:
+    """int32 words with a bit for every token."""
+    return -(-vocabulary // 32)
+
+
+def parameter_bytes(slots: int, lanes: int, vocabulary: int) -> int:
+    """What SlotParams holds on the device: words of slots; of lanes their entries, a mask, and spellings."""
+    lane_words = LANE_ENTRIES * 2 + mask_words(vocabulary) + BAD_SPELLINGS * BAD_SPELLING_WORDS
+    return slots * SLOT_WORDS * 4 + max(lanes, 1) * lane_words * 4
 
 
 def lane_bytes(lanes: int, vocabulary: int) -> int:

@@ -24,6 +24,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The model's own ends; empty when the request ignores them."""
     output_token_ids: list[int] = []
     """Already generated, by an engine that died: they count as output for limits, penalties and seeds."""
+    bad_word_ids: list[list[int]] = []
+    """The spellings of params.bad_words, as token ids."""
     prompt_logprobs_told: int = 0
     """Entries that have gone out already, from an engine that died."""
 

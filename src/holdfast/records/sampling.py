@@ -19,22 +19,33 @@ MAX_LOGPROBS = 20
 MAX_STOPS = 64
 MAX_STOP_CHARS = 1024
 MAX_BIASES = 1024
+MAX_ALLOWED_IDS = 4096
+MAX_BAD_WORDS = 128
+MAX_BAD_WORD_TOKENS = 15
+"""Of one spelling of a bad word; each word may have two."""
 MAX_STOP_IDS = 1000
 """With the model's own ends no more than biases: a GPU keeps room for as many of both."""
 
 NOT_YET = (
-    "allowed_token_ids",
-    "bad_words",
     "structured_outputs",
     "guided_decoding",
     "logits_processors",
 )
 
 
+NO_BEAMS = "beams would copy and drop KV pages at every token, and samples of n answers are better for open text"
+REFUSED = {"use_beam_search": NO_BEAMS, "best_of": "n answers are all given back; the best is the caller's to choose"}
+"""Names of older vLLM; what asks for nothing (False, None, 1) is passed over."""
+
+
 class _Spelling(type(msgspec.Struct)):  # type: ignore[misc]
     """A misspelt name never reaches the Struct, whose own TypeError could not say which name was meant."""
 
     def __call__(cls, *positional: Any, **named: Any) -> Any:
+        for name, reason in REFUSED.items():
+            asked = named.pop(name, None)
+            if asked is not None and asked is not False and (asked is True or asked != 1):
+                raise UnsupportedOptionError(f"{name} is not supported: {reason}", fix=f"leave {name} out", field=name)
         _refuse_unknown(named)
         return super().__call__(*positional, **named)
 
@@ -66,12 +77,16 @@ class SamplingParams(msgspec.Struct, metaclass=_Spelling, frozen=True, kw_only=T
     detokenize: bool = True
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
+    spaces_between_special_tokens: bool = True
+    """Where special tokens are shown: False writes those that follow each other without a space between."""
     logit_bias: dict[int, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    """Nothing else is ever sampled."""
+    bad_words: list[str] | None = None
+    """Never written in the answer, neither at its start nor after a space: the last token of one is not sampled where
+    those before it stand."""
 
     # Known names whose work is not there yet: set to anything but their default, they are refused by name.
-    spaces_between_special_tokens: bool = True
-    allowed_token_ids: list[int] | None = None
-    bad_words: list[str] | None = None
     structured_outputs: Any = None
     guided_decoding: Any = None
     logits_processors: Any = None
@@ -107,12 +122,6 @@ class SamplingParams(msgspec.Struct, metaclass=_Spelling, frozen=True, kw_only=T
         for name in NOT_YET:
             if getattr(self, name) not in (None, [], {}):
                 raise UnsupportedOptionError(f"{name} is not supported", fix=f"leave {name} out", field=name)
-        if not self.spaces_between_special_tokens:
-            raise UnsupportedOptionError(
-                "spaces_between_special_tokens=False is not supported",
-                fix="leave spaces_between_special_tokens out",
-                field="spaces_between_special_tokens",
-            )
 
     def _check(self) -> None:
         def need(good: bool, field: str, needed: str) -> None:
@@ -151,6 +160,18 @@ class SamplingParams(msgspec.Struct, metaclass=_Spelling, frozen=True, kw_only=T
         need(self.detokenize or not self.stop_strings, "stop", "empty when detokenize is off: stop strings need text")
         need(len(self.stop_ids) <= MAX_STOP_IDS, "stop_token_ids", f"at most {MAX_STOP_IDS} ids")
         need(len(self.logit_bias or {}) <= MAX_BIASES, "logit_bias", f"at most {MAX_BIASES} entries")
+        allowed, words = self.allowed_token_ids, self.bad_words or []
+        need(
+            allowed is None or 1 <= len(allowed) <= MAX_ALLOWED_IDS,
+            "allowed_token_ids",
+            f"from 1 to {MAX_ALLOWED_IDS} ids, or left out",
+        )
+        need(len(words) <= MAX_BAD_WORDS, "bad_words", f"at most {MAX_BAD_WORDS} words")
+        need(
+            all(word.strip() and len(word) <= MAX_STOP_CHARS for word in words),
+            "bad_words",
+            f"words of 1 to {MAX_STOP_CHARS} characters",
+        )
         need(
             all(-100 <= bias <= 100 for bias in (self.logit_bias or {}).values()),
             "logit_bias",

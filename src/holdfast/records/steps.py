@@ -30,6 +30,8 @@ class SequenceStart(msgspec.Struct, frozen=True, array_like=True):
     params: SamplingParams
     banned_until_min_tokens: tuple[int, ...] = ()
     """Ends (eos and stop ids) that may not be sampled while the output is shorter than params.min_tokens."""
+    bad_word_ids: list[list[int]] = []
+    """Spellings whose last token may not be sampled where those before it end the output."""
 
 
 class TableWrite(msgspec.Struct, frozen=True, array_like=True):

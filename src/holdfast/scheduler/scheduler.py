@@ -282,6 +282,7 @@ class Scheduler:
             sequence.prompt_length,
             request.params,
             tuple(sorted(sequence.ends)) if request.params.min_tokens else (),
+            request.bad_word_ids,
         )
         writes = [TableWrite(sequence.slot, group, 0, list(table)) for group, table in enumerate(book.tables)]
         row = sequence.row(prefix.tokens, count, count == sequence.pending)

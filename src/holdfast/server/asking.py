@@ -46,7 +46,8 @@ _TEMPLATE_OWN = frozenset(
 _SAMPLING_NAMES = (
     "n", "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "presence_penalty",
     "frequency_penalty", "repetition_penalty", "seed", "stop", "stop_token_ids", "ignore_eos",
-    "skip_special_tokens", "include_stop_str_in_output", "prompt_logprobs",
+    "skip_special_tokens", "include_stop_str_in_output", "prompt_logprobs", "allowed_token_ids",
+    "bad_words", "spaces_between_special_tokens",
 )  # fmt: skip
 
 

@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 
 from holdfast.errors import RequestError, UnsupportedOptionError
+from holdfast.records.sampling import REFUSED
 
 HARMLESS = frozenset({"user", "metadata", "safety_identifier", "prompt_cache_key"})
 
@@ -36,12 +37,10 @@ QUIET: dict[str, tuple[Any, ...]] = {
     "response_format": ({"type": "text"},),
     "modalities": (["text"], []),
     "logits_processors": ([],),
-    "bad_words": ([],),
     "best_of": (1,),
     "suffix": ("",),
     "use_beam_search": (False,),
     "length_penalty": (1.0,),
-    "spaces_between_special_tokens": (True,),
     "return_tokens_as_token_ids": (False,),
     "return_token_ids": (False,),
     "include_reasoning": (True,),
@@ -51,7 +50,7 @@ QUIET: dict[str, tuple[Any, ...]] = {
 # Known to OpenAI or vLLM, with no value that asks for nothing.
 UNSUPPORTED = frozenset(
     {
-        "allowed_token_ids", "audio", "bootstrap_host", "bootstrap_port", "documents", "guided_choice",
+        "audio", "bootstrap_host", "bootstrap_port", "documents", "guided_choice",
         "guided_decoding_backend", "guided_grammar", "guided_json", "guided_regex", "guided_whitespace_pattern",
         "kv_transfer_params", "mm_processor_kwargs", "prediction", "prompt_embeds",
         "reasoning_effort", "repetition_detection", "structural_tag", "structured_outputs", "thinking_token_budget",
@@ -86,7 +85,7 @@ def check_fields(body: dict[str, Any], honoured: frozenset[str]) -> dict[str, An
 def _check_quiet(name: str, value: Any) -> None:
     # Compared with type, because in Python True == 1.
     if not any(type(value) is type(quiet) and value == quiet for quiet in QUIET[name]):
-        raise unsupported(name)
+        raise unsupported(name, REFUSED.get(name, ""))
 
 
 def unsupported(name: str, why: str = "") -> UnsupportedOptionError:

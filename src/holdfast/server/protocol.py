@@ -46,6 +46,9 @@ class Common(msgspec.Struct, kw_only=True):
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     logit_bias: dict[str, float] | None = None
+    allowed_token_ids: list[TokenId] | None = None
+    bad_words: list[str] | None = None
+    spaces_between_special_tokens: bool | None = None
     prompt_logprobs: Small | None = None
     priority: Small = 0
     cache_salt: Annotated[str, msgspec.Meta(max_length=256)] = ""

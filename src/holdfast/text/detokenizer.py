@@ -44,12 +44,17 @@ class Detokenizer:
         tokenizer: Tokenizer,
         *,
         skip_special_tokens: bool = True,
+        spaces_between_special_tokens: bool = True,
         stop: Sequence[str] = (),
         include_stop: bool = False,
         min_tokens: int = 0,
         prompt_tail: Sequence[int] = (),
     ) -> None:
         self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset[int]()
+        spaced = skip_special_tokens or spaces_between_special_tokens
+        self._unspaced = frozenset[int]() if spaced else tokenizer.special_ids
+        """Special tokens, which are written as they are behind another one."""
+        self._tokenizer, self._after_special = tokenizer, False
         self._decoder: _Decoder
         if tokenizer.pieces is not None:
             self._decoder = _PieceDecoder(tokenizer.pieces, self._shown_of(prompt_tail))
@@ -74,6 +79,11 @@ class Detokenizer:
             if token_id in self._skipped:
                 continue
             text = self._decoder.text_of(token_id)
+            if self._unspaced:
+                special = token_id in self._unspaced
+                if special and self._after_special:
+                    text = self._tokenizer.convert_ids_to_tokens(token_id) or ""
+                self._after_special = special
             if text:
                 shown.append(self._release(text))
         return "".join(shown)

@@ -93,6 +93,79 @@ def test_one_params_each_and_several_answers(llm) -> None:
     assert len({tuple(answer.token_ids) for answer in output.outputs}) == 3
 
 
+def test_only_what_is_allowed_and_never_a_bad_word(llm) -> None:
+    prompt = {"prompt_token_ids": [7, 8, 9]}
+    free = SamplingParams(max_tokens=48, ignore_eos=True, seed=3, temperature=100)
+    allowed = [300, 301, 302, 5000]
+    (output,) = llm.generate(prompt, free.replace(allowed_token_ids=allowed, n=2))
+    for answer in output.outputs:
+        assert set(answer.token_ids) <= set(allowed)
+        assert len(set(answer.token_ids)) > 1
+    spell = llm.get_tokenizer().encode
+    cat, dog = spell(" cat", add_special_tokens=False), spell(" hot dog", add_special_tokens=False)
+    assert [len(cat), len(dog)] == [1, 2]
+    (output,) = llm.generate(prompt, free.replace(allowed_token_ids=[*cat, *dog]))
+    assert "cat" in output.outputs[0].text
+    assert "hot dog" in output.outputs[0].text
+    (output,) = llm.generate(prompt, free.replace(allowed_token_ids=[*cat, *dog, 300], bad_words=["cat", "hot dog"]))
+    assert cat[0] not in output.outputs[0].token_ids
+    assert "hot dog" not in output.outputs[0].text
+    assert "hot" in output.outputs[0].text
+    assert "dog" in output.outputs[0].text
+
+
+def test_how_an_answer_is_written(llm) -> None:
+    tokenizer = llm.get_tokenizer()
+    end, word = tokenizer.convert_tokens_to_ids("<|im_end|>"), tokenizer.encode(" tea", add_special_tokens=False)[0]
+    prompt = {"prompt_token_ids": [7, 8, 9]}
+    base = SamplingParams(max_tokens=12, ignore_eos=True, seed=5, allowed_token_ids=[end, word])
+    (hidden,), (shown,), (ids,) = (
+        llm.generate(prompt, base.replace(**change))
+        for change in (
+            {},
+            {"skip_special_tokens": False, "spaces_between_special_tokens": False},
+            {"detokenize": False},
+        )
+    )
+    tokens = hidden.outputs[0].token_ids
+    assert tokens == shown.outputs[0].token_ids == ids.outputs[0].token_ids
+    assert 0 < tokens.count(end) < 12
+    assert hidden.outputs[0].text.count("tea") == shown.outputs[0].text.count("tea") == tokens.count(word)
+    assert "<|im_end|>" not in hidden.outputs[0].text
+    assert shown.outputs[0].text == "".join({end: "<|im_end|>", word: " tea"}[token] for token in tokens)
+    assert ids.outputs[0].text == ""
+    for included, text in ((False, ""), (True, " tea")):
+        (stopped,) = llm.generate(
+            prompt, base.replace(stop=[" tea"], include_stop_str_in_output=included, allowed_token_ids=[word])
+        )
+        assert stopped.outputs[0].text == text
+        assert stopped.outputs[0].stop_reason == " tea"
+
+
+def test_answers_to_one_prompt_share_its_pages(llm) -> None:
+    """Pages of a prompt are there once, whatever the number of its answers: of 8 answers each has a page of its own."""
+    block = llm.info.block_size
+    prompt = [(31 * place) % 400 + 100 for place in range(12 * block + 3)]
+    llm.reset_prefix_cache()
+    used = []
+    step = llm._core.step
+
+    def watched():
+        outputs = step()
+        used.append(llm.get_stats().blocks_used)
+        return outputs
+
+    llm._core.step = watched
+    try:
+        (output,) = llm.generate(
+            {"prompt_token_ids": prompt}, SamplingParams(n=8, max_tokens=6, ignore_eos=True, seed=1)
+        )
+    finally:
+        del llm._core.step
+    assert len(output.outputs) == 8
+    assert max(used) == 12 + 8
+
+
 def test_limits_of_the_output(llm) -> None:
     (output,) = llm.generate([{"prompt_token_ids": [7] * 500}], SamplingParams(max_tokens=100, ignore_eos=True))
     assert len(output.outputs[0].token_ids) == 12  # the context ends it, as in vLLM
@@ -131,7 +204,13 @@ def test_bad_requests_lose_nothing(llm) -> None:
     with pytest.raises(RequestError):
         llm.generate([good, good], [SamplingParams()])
     with pytest.raises(UnsupportedOptionError):
-        SamplingParams(bad_words=["x"])
+        SamplingParams(structured_outputs={"regex": "x"})
+    with pytest.raises(UnsupportedOptionError, match="beam search"):
+        llm.beam_search([good], None)
+    with pytest.raises(UnsupportedOptionError, match="in the order"):
+        llm.generate([good, good], SamplingParams(max_tokens=2), priority=[0, 1])
+    with pytest.raises(RequestError, match="priorities"):
+        llm.generate([good, good], SamplingParams(max_tokens=2), priority=[0])
     assert llm.get_stats().running == 0
     assert llm.get_stats().blocks_used == 0
     assert len(llm.generate([good], SamplingParams(max_tokens=2, ignore_eos=True))[0].outputs[0].token_ids) == 2
@@ -210,6 +289,31 @@ def test_a_dropped_engine_gives_its_memory_back(tiny_model) -> None:
     after: list[int] = json.loads(done.stdout.splitlines()[-1])
     # Each engine held 12 MB of weights and pages; the first ones also pay for what torch sets up once.
     assert max(after[4:]) - min(after[2:4]) < 12 << 20, [size >> 20 for size in after]
+
+
+def test_urgent_prompts_go_first_and_the_models_advice_is_the_default(tiny_model) -> None:
+    order = []
+    with LLM(
+        str(tiny_model), load_format="dummy", skip_tokenizer_init=True, max_model_len=256, max_num_seqs=1,
+        kv_cache_memory_bytes="16MiB", scheduling_policy="priority",
+        override_generation_config={"temperature": 0.0, "max_new_tokens": 3},
+    ) as llm:  # fmt: skip
+        defaults = llm.get_default_sampling_params()
+        assert (defaults.temperature, defaults.max_tokens) == (0.0, 3)
+        assert any("temperature 0.0" in line for line in llm.info.decisions)
+        apply = llm._core.scheduler.apply
+
+        def watched(result, now_s):
+            outputs = apply(result, now_s)
+            order.extend(output.request_id for output in outputs if output.finish_reason is not None)
+            return outputs
+
+        llm._core.scheduler.apply = watched
+        outputs = llm.generate([[5, 6], [7, 8], [9, 10]], priority=[2, 1, 0])
+        assert [len(output.outputs[0].token_ids) for output in outputs] == [3, 3, 3]
+        assert order == ["2", "1", "0"]
+        explicit = llm.generate([[5, 6]], SamplingParams(max_tokens=5, ignore_eos=True))
+        assert len(explicit[0].outputs[0].token_ids) == 5
 
 
 def test_refusals_are_value_errors(tiny_model) -> None:

@@ -39,6 +39,40 @@ def test_sync_client(server) -> None:
     assert client.completions.create(**completion(n=3, temperature=1.0, seed=1)).choices == several.choices
 
 
+def test_what_is_told_of_prompts_crosses_the_processes(server) -> None:
+    """In chunks: the prompt is longer than a step."""
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="sesame")
+    prompt = [place * place % 4000 + 100 for place in range(700)]
+    echoed = client.completions.create(**completion(prompt=prompt, max_tokens=0, echo=True, logprobs=2)).choices[0]
+    extra = {"prompt_logprobs": 2}
+    asked = client.completions.create(**completion(prompt=prompt, max_tokens=1, n=2), extra_body=extra)
+    told = asked.choices[0].model_extra["prompt_logprobs"]
+    assert told == asked.choices[1].model_extra["prompt_logprobs"]
+    assert len(told) == len(echoed.logprobs.tokens) == len(prompt)
+    assert told[0] is echoed.logprobs.token_logprobs[0] is echoed.logprobs.top_logprobs[0] is None
+    numbers = [entry[str(token)]["logprob"] for token, entry in zip(prompt[1:], told[1:], strict=True)]
+    assert numbers == pytest.approx(echoed.logprobs.token_logprobs[1:], abs=1e-4)
+    assert "".join(echoed.logprobs.tokens[1:5]) == "".join(
+        told[at][str(prompt[at])]["decoded_token"] for at in range(1, 5)
+    )
+
+
+def test_words_that_shall_not_be_written(server) -> None:
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="sesame")
+    plain = client.completions.create(**completion(max_tokens=1)).choices[0].text
+    other = client.completions.create(**completion(max_tokens=1), extra_body={"bad_words": [plain]}).choices[0].text
+    assert other != plain
+    only = client.completions.create(**completion(max_tokens=4), extra_body={"allowed_token_ids": [300]})
+    assert (
+        only.choices[0].text
+        == client.completions.create(**completion(prompt=[300] * 4, max_tokens=0, echo=True)).choices[0].text
+    )
+    with pytest.raises(openai.BadRequestError, match="leave no token"):
+        client.completions.create(**completion(), extra_body={"allowed_token_ids": [2], "min_tokens": 2})
+    with pytest.raises(openai.BadRequestError, match="samples of n answers"):
+        client.completions.create(**completion(), extra_body={"use_beam_search": True})
+
+
 def test_streamed_is_what_is_not_streamed(server) -> None:
     client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="sesame")
     whole = client.completions.create(**completion(max_tokens=40)).choices[0].text

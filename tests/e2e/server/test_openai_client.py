@@ -132,6 +132,15 @@ def test_echo_tells_of_the_prompt(client, stream, max_tokens):
     assert chunks[-1].usage.completion_tokens == max_tokens
 
 
+def test_words_and_tokens_that_are_allowed_reach_the_engine(client, server):
+    extra = {"allowed_token_ids": [97, 98], "bad_words": ["no"], "spaces_between_special_tokens": False}
+    client.completions.create(model="fake", prompt="abc", max_tokens=1, extra_body=extra)
+    params = server.engine.received[-1][1]
+    assert params.allowed_token_ids == [97, 98]
+    assert params.bad_words == ["no"]
+    assert params.spaces_between_special_tokens is False
+
+
 def test_completion_stream_of_several_prompts_and_answers(client):
     stream = client.completions.create(model="fake", prompt=["abc", "defg"], n=2, stream=True, echo=True)
     texts = dict.fromkeys(range(4), "")

@@ -9,7 +9,8 @@ import pytest
 from holdfast.cli import serve
 from holdfast.cli.main import main
 from holdfast.config import EngineConfig
-from holdfast.engine.startup import find_model, sampling_defaults
+from holdfast.engine.defaults import default_sampling, sampling_defaults
+from holdfast.engine.startup import find_model
 from holdfast.errors import ConfigurationError, UnknownArchitectureError
 
 
@@ -71,6 +72,32 @@ def test_defaults_of_a_generation_config() -> None:
     assert found == {"temperature": 0.6, "top_p": 0.9}
     assert sampling_defaults({"do_sample": False, "temperature": 0.6}) == {"temperature": 0.0}
     assert sampling_defaults(None) == {}
+
+
+def test_defaults_come_from_the_model_a_folder_or_the_command(tmp_path: Path) -> None:
+    own = {"temperature": 0.6, "top_k": 20, "max_new_tokens": 64}
+    (tmp_path / "generation_config.json").write_text(json.dumps({"top_p": 0.5, "repetition_penalty": 1.1}))
+
+    def found(**settings: object) -> dict[str, object]:
+        return default_sampling(EngineConfig.from_arguments(**settings), own)
+
+    assert found() == {"temperature": 0.6, "top_k": 20, "max_tokens": 64}
+    assert found(generation_config="vllm") == {}
+    assert found(generation_config=str(tmp_path)) == {"top_p": 0.5, "repetition_penalty": 1.1}
+    assert found(override_generation_config='{"temperature": 0.1, "min_p": 0.2}') == {
+        "temperature": 0.1, "top_k": 20, "max_tokens": 64, "min_p": 0.2,
+    }  # fmt: skip
+    assert found(generation_config="vllm", override_generation_config={"max_new_tokens": 7}) == {"max_tokens": 7}
+    for wrong in (
+        {"generation_config": str(tmp_path / "nowhere")},
+        {"override_generation_config": "temperature=1"},
+        {"override_generation_config": '{"temprature": 1}'},
+        {"override_generation_config": '{"temperature": -1}'},
+        {"override_generation_config": "[1]"},
+    ):
+        with pytest.raises(ConfigurationError) as caught:
+            found(**wrong)
+        assert caught.value.field == next(iter(wrong))
 
 
 @pytest.mark.parametrize("load_format", ["auto", "safetensors", "dummy"])

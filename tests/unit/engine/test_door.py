@@ -31,7 +31,9 @@ def test_prompts_that_cannot_be_read(prompt: list[int]) -> None:
     assert caught.value.field == "prompt"
 
 
-@pytest.mark.parametrize("change", [{"logit_bias": {100: 1.0}}, {"stop_token_ids": [100]}])
+@pytest.mark.parametrize(
+    "change", [{"logit_bias": {100: 1.0}}, {"stop_token_ids": [100]}, {"allowed_token_ids": [5, 100]}]
+)
 def test_ids_in_parameters_are_checked(change: dict[str, object]) -> None:
     with pytest.raises(RequestError, match=next(iter(change))):
         door().admit([1], SamplingParams(**change), request_id="r")  # type: ignore[arg-type]
@@ -70,3 +72,47 @@ def test_answers_have_seeds_of_their_own_that_repeat() -> None:
 def test_ends_are_left_out_when_they_are_ignored() -> None:
     assert door().admit([1], SamplingParams(), request_id="r")[0].eos_token_ids == (2,)
     assert door().admit([1], SamplingParams(ignore_eos=True), request_id="r")[0].eos_token_ids == ()
+
+
+def test_bad_words_are_spelled_at_the_start_and_after_a_space() -> None:
+    """Whatever the lengths of the two spellings; one that is the same twice is there once."""
+    tokenizer = Spelling({"cat": [10], " cat": [11], "tea pot": [12, 13], " tea pot": [9, 12, 13], "an": [14, 15],
+                          " an": [14, 15], "abc" * 9: [1] * 16, " " + "abc" * 9: [2] * 16})  # fmt: skip
+    words = ["cat", "  tea pot", "an"]
+    (request,) = door(tokenizer=tokenizer).admit([5], SamplingParams(bad_words=words), request_id="r")
+    assert request.bad_word_ids == [[10], [11], [12, 13], [9, 12, 13], [14, 15]]
+    with pytest.raises(RequestError, match="spelled in 16 tokens"):
+        door(tokenizer=tokenizer).admit([5], SamplingParams(bad_words=["abc" * 9]), request_id="r")
+    with pytest.raises(RequestError, match="need a tokenizer"):
+        door().admit([5], SamplingParams(bad_words=["cat"]), request_id="r")
+
+
+def test_a_token_must_be_left_to_sample() -> None:
+    tokenizer = Spelling({"cat": [10], " cat": [11]})
+    for change in (
+        {"allowed_token_ids": [10, 11], "bad_words": ["cat"]},
+        {"allowed_token_ids": [2], "min_tokens": 1},
+        {"allowed_token_ids": [2, 7], "min_tokens": 1, "stop_token_ids": [7]},
+    ):
+        with pytest.raises(RequestError, match="leave no token"):
+            door(tokenizer=tokenizer).admit([5], SamplingParams(**change), request_id="r")
+    door(tokenizer=tokenizer).admit(
+        [5], SamplingParams(allowed_token_ids=[10, 11, 12], bad_words=["cat"]), request_id="r"
+    )
+    door().admit([5], SamplingParams(allowed_token_ids=[2]), request_id="r")
+
+
+def test_one_of_several_answers_tells_of_the_prompt() -> None:
+    requests = door().admit([5, 6], SamplingParams(n=3, prompt_logprobs=2), request_id="r")
+    assert [request.params.prompt_logprobs for request in requests] == [2, None, None]
+
+
+class Spelling:
+    """A tokenizer that knows a few texts."""
+
+    def __init__(self, known: dict[str, list[int]]) -> None:
+        self._known = known
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        assert not add_special_tokens
+        return self._known[text]

@@ -28,7 +28,8 @@ def test_as_the_founding_code_writes_it() -> None:
         ("top_p", 1.1), ("top_k", -2), ("min_p", -0.1), ("max_tokens", 0), ("min_tokens", -1), ("min_tokens", 17),
         ("logprobs", 21), ("stop", [""]), ("stop", ["x"] * 65), ("seed", 2**63), ("logit_bias", {1: 101.0}),
         ("logit_bias", dict.fromkeys(range(1025), 1.0)), ("stop_token_ids", list(range(1001))),
-        ("prompt_logprobs", 21), ("prompt_logprobs", -1),
+        ("allowed_token_ids", []), ("allowed_token_ids", list(range(4097))), ("bad_words", ["a"] * 129),
+        ("bad_words", [" "]), ("bad_words", ["a" * 1025]), ("prompt_logprobs", 21), ("prompt_logprobs", -1),
     ],
 )  # fmt: skip
 def test_out_of_range_names_the_field(field: str, value: object) -> None:
@@ -40,8 +41,8 @@ def test_out_of_range_names_the_field(field: str, value: object) -> None:
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("bad_words", ["a"]), ("allowed_token_ids", [1]), ("guided_decoding", {"json": {}}),
-     ("structured_outputs", {"regex": "a"}), ("spaces_between_special_tokens", False)],
+    [("logits_processors", [1]), ("guided_decoding", {"json": {}}),
+     ("structured_outputs", {"regex": "a"}), ("use_beam_search", True), ("best_of", 3)],
 )  # fmt: skip
 def test_what_is_not_there_is_refused_by_name(field: str, value: object) -> None:
     with pytest.raises(UnsupportedOptionError, match=field):

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, pre_tokenizers
-from tokenizers.models import BPE
+from tokenizers.models import BPE, WordLevel
 
 from holdfast.text import Detokenizer, Tokenizer
 
@@ -174,6 +174,23 @@ def test_broken_byte_runs_keep_their_good_characters(sentencepiece: Tokenizer) -
     byte = {value: sentencepiece.convert_tokens_to_ids(f"<0x{value:02X}>") for value in (0xC3, 0xA9, 0xFF)}
     detokenizer = Detokenizer(sentencepiece)
     assert detokenizer.push([byte[0xC3], byte[0xA9], byte[0xFF]]) == "é\ufffd"
+
+
+def test_special_tokens_in_a_row_are_written_without_a_space_where_none_is_wanted() -> None:
+    """Decoders that join words by spaces would put one before every token."""
+    words = ["hello", "[SEP]", "[CLS]"]
+    backend = Backend(WordLevel({word: index for index, word in enumerate(words)}, unk_token="[SEP]"))
+    backend.add_special_tokens(["[SEP]", "[CLS]"])
+    tokenizer = Tokenizer(backend)
+    ids = [0, 1, 2, 1, 0, 2]
+
+    def shown(**options: bool) -> str:
+        return "".join(push_all(Detokenizer(tokenizer, **options), ids))
+
+    assert shown(skip_special_tokens=False) == "hello [SEP] [CLS] [SEP] hello [CLS]"
+    unspaced = shown(skip_special_tokens=False, spaces_between_special_tokens=False)
+    assert unspaced == "hello [SEP][CLS][SEP] hello [CLS]"
+    assert shown(spaces_between_special_tokens=False) == shown() == "hello hello"
 
 
 def test_other_decoders_stream_too() -> None:

@@ -36,12 +36,14 @@ class _Slot:
     params: SamplingParams
     prompt_length: int
     banned: tuple[int, ...]
+    bad_words: list[list[int]]
 
     @property
     def needs_lane(self) -> bool:
         params = self.params
         penalized = params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1.0
-        return bool(penalized or params.logit_bias or (self.banned and params.min_tokens))
+        adjusted = params.logit_bias or params.allowed_token_ids or self.bad_words
+        return bool(penalized or adjusted or (self.banned and params.min_tokens))
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +121,7 @@ class DeviceSampler:
         return self._workspace.nbytes + self._lanes.nbytes + self._params.nbytes + own
 
     def start(self, start: SequenceStart) -> None:
-        slot = _Slot(start.params, start.prompt_length, start.banned_until_min_tokens)
+        slot = _Slot(start.params, start.prompt_length, start.banned_until_min_tokens, start.bad_word_ids)
         self._slots[start.slot] = slot
         self._params.release(start.slot)
         if not slot.needs_lane:
@@ -150,7 +152,7 @@ class DeviceSampler:
                 free += 1
         for index in without:
             wanted = self._slots[index]
-            if not self._params.write(index, wanted.params, wanted.prompt_length, wanted.banned):
+            if not self._params.write(index, wanted.params, wanted.prompt_length, wanted.banned, wanted.bad_words):
                 raise EngineError("a request bans or biases more tokens than a lane holds")
 
     def sample(self, logits: torch.Tensor, slots: torch.Tensor, lengths: torch.Tensor, work: Work) -> None:

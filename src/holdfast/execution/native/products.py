@@ -21,7 +21,6 @@ def block_elements(layout: str) -> int:
     return 256 if layout.endswith("_K") or layout == "IQ4_XS" else 32
 
 
-
 class BlockMatrix:
     """[rows, columns] weights in `blocks`, a contiguous uint8 [rows, bytes of a row] as a file stores them. It takes
     them over: where the machine's products read four rows at a time, it weaves them together where they lie.

@@ -1,5 +1,6 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, import-untyped"
-"""Bans, biases and penalties on the device, for the rows whose slots have a lane. Fit for a CUDA graph.
+"""What is allowed, bans, biases, penalties and bad words on the device, for rows whose slots have a lane. Fit for a
+CUDA graph.
 
 The logits stay as they are, because log-probabilities are of the raw ones: a lane has float32 logits of its own, which
 `sampling` reads in their place. What was seen is counted anew each step from the tokens of the slot.
@@ -19,14 +20,16 @@ from holdfast.execution.triton_kernels.sampling_slots import (
     ENTRIES,
     FREQUENCY,
     LANE,
+    MASKED,
     MIN_TOKENS,
     PENALIZED,
     PRESENCE,
     PROMPT_LENGTH,
     REPETITION,
+    SPELLINGS,
     SlotParams,
 )
-from holdfast.planner.sampling_sizes import LANE_ENTRIES, split_tokens
+from holdfast.planner.sampling_sizes import BAD_SPELLING_WORDS, BAD_SPELLINGS, LANE_ENTRIES, split_tokens
 
 BLOCK = 1024
 WARPS = 4
@@ -42,6 +45,8 @@ _PRESENCE = tl.constexpr(PRESENCE)
 _FREQUENCY = tl.constexpr(FREQUENCY)
 _REPETITION = tl.constexpr(REPETITION)
 _PENALIZED = tl.constexpr(PENALIZED)
+_MASKED = tl.constexpr(MASKED)
+_SPELLINGS = tl.constexpr(SPELLINGS)
 _LANE_ENTRIES = tl.constexpr(LANE_ENTRIES)
 _IN_PROMPT = tl.constexpr(1 << 30)
 """Beside the count of a token in the output: it is in the prompt as well."""
@@ -76,16 +81,19 @@ def _lane_of(table, slot):
 
 
 @triton.jit
-def stage(logits, stride, vocab, slots, table, adjusted, counts, tokens, BLOCK: tl.constexpr):
+def stage(logits, stride, vocab, slots, table, masks, mask_words, adjusted, counts, tokens, BLOCK: tl.constexpr):
     split, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     slot = tl.load(slots + row)
     lane = _lane_of(table, slot)
     if lane < 0:
         return
+    masked = (slot_flags(table, slot) & _MASKED) != 0
     for start in range(0, tokens, BLOCK):
         offsets = split * tokens + start + tl.arange(0, BLOCK)
         inside = offsets < vocab
         scores = tl.load(logits + row * stride + offsets, mask=inside, other=0.0).to(tl.float32)
+        bits = tl.load(masks + lane * mask_words + offsets // 32, mask=inside & masked, other=-1)
+        scores = tl.where(((bits >> (offsets % 32)) & 1) != 0, scores, float("-inf"))
         tl.store(adjusted + lane * vocab + offsets, scores, mask=inside)
         tl.store(counts + lane * vocab + offsets, tl.zeros((BLOCK,), tl.int32), mask=inside)
 
@@ -140,6 +148,36 @@ def penalize(vocab, slots, table, adjusted, counts, tokens, BLOCK: tl.constexpr)
         tl.store(adjusted + lane * vocab + offsets, scores, mask=seen != 0)
 
 
+@triton.jit
+def forbid(
+    vocab, slots, table, spellings, adjusted, lengths, known, known_stride, known_length,
+    SPELLINGS: tl.constexpr, WORDS: tl.constexpr,
+):  # fmt: skip
+    """The last token of every bad word whose other tokens end the output: one lane of a vector for each spelling."""
+    row = tl.program_id(0)
+    slot = tl.load(slots + row)
+    lane = _lane_of(table, slot)
+    if lane < 0:
+        return
+    count = slot_word(table, slot, _SPELLINGS)
+    if count == 0:
+        return
+    length = tl.minimum(tl.load(lengths + row), known_length)
+    output = length - slot_word(table, slot, _PROMPT_LENGTH)
+    spelling = tl.arange(0, SPELLINGS)
+    place = spellings + (lane * SPELLINGS + spelling) * WORDS
+    size = tl.load(place, mask=spelling < count, other=0)
+    stands = (size > 0) & (size - 1 <= output)
+    behind = known + slot.to(tl.int64) * known_stride + length - (size - 1)
+    for index in range(WORDS - 2):
+        looked = stands & (index < size - 1)
+        expected = tl.load(place + 1 + index, mask=looked, other=0)
+        found = tl.load(behind + index, mask=looked, other=0)
+        stands = stands & (expected == found)
+    last = tl.load(place + size, mask=stands, other=0)
+    tl.store(adjusted + lane * vocab + last, tl.full((SPELLINGS,), float("-inf"), tl.float32), mask=stands)
+
+
 def adjust_rows(
     logits: torch.Tensor,
     slots: torch.Tensor,
@@ -157,8 +195,9 @@ def adjust_rows(
     grid = (triton.cdiv(vocab, tokens), rows)
     adjusted, counts = lanes.adjusted, lanes.counts
     stage[grid](
-        logits, logits.stride(0), vocab, slots, params.table, adjusted, counts, tokens, BLOCK=BLOCK, num_warps=WARPS
-    )
+        logits, logits.stride(0), vocab, slots, params.table, params.masks, params.masks.shape[1], adjusted, counts,
+        tokens, BLOCK=BLOCK, num_warps=WARPS,
+    )  # fmt: skip
     mark[(PIECES, rows)](
         vocab, slots, params.table, params.entries, adjusted, counts, lengths, known, known.stride(0), known.shape[1],
         BLOCK=BLOCK, PIECES=PIECES, num_warps=WARPS,
@@ -167,4 +206,8 @@ def adjust_rows(
     penalize[grid](
         vocab, slots, params.table, adjusted, counts, tokens, BLOCK=BLOCK, num_warps=WARPS, enable_fp_fusion=False
     )
+    forbid[(rows,)](
+        vocab, slots, params.table, params.spellings, adjusted, lengths, known, known.stride(0), known.shape[1],
+        SPELLINGS=BAD_SPELLINGS, WORDS=BAD_SPELLING_WORDS, num_warps=WARPS,
+    )  # fmt: skip
     return adjusted

@@ -14,14 +14,14 @@ import numpy
 import numpy.typing
 import torch
 
-from holdfast.planner.sampling_sizes import LANE_ENTRIES, SLOT_WORDS
+from holdfast.planner.sampling_sizes import BAD_SPELLING_WORDS, BAD_SPELLINGS, LANE_ENTRIES, SLOT_WORDS, mask_words
 from holdfast.records import SamplingParams
 
-ACTIVE, DRAWN, FILTERED, PENALIZED = 1, 2, 4, 8
-"""Flags: the slot is in use; not greedy; has top_k or top_p; has penalties."""
+ACTIVE, DRAWN, FILTERED, PENALIZED, MASKED = 1, 2, 4, 8, 16
+"""Flags: the slot is in use; not greedy; has top_k or top_p; has penalties; may sample some tokens only."""
 
 FLAGS, TOP_K, TEMPERATURE, TOP_P, REACH, PRESENCE, FREQUENCY, REPETITION = range(8)
-SEED, PROMPT_LENGTH, LANE, BANS, ENTRIES, MIN_TOKENS = 8, 10, 11, 12, 13, 14
+SEED, PROMPT_LENGTH, LANE, BANS, ENTRIES, MIN_TOKENS, SPELLINGS = 8, 10, 11, 12, 13, 14, 15
 """Words of a slot. SEED takes two. REACH is how far under the best score min_p lets a score be."""
 
 _STAGES = 4
@@ -67,11 +67,18 @@ class SlotParams:
         self.table = torch.from_numpy(self.host.copy()).to(device)
         self.entries = torch.zeros((max(lanes, 1), LANE_ENTRIES, 2), dtype=torch.int32, device=device)
         """[lane, entry, id | bits of what is added]: bans first, then biases."""
+        self.masks = torch.zeros((max(lanes, 1), mask_words(vocab_size)), dtype=torch.int32, device=device)
+        """[lane, token // 32]: a bit for each token that may be sampled."""
+        spellings = (max(lanes, 1), BAD_SPELLINGS, BAD_SPELLING_WORDS)
+        self.spellings = torch.zeros(spellings, dtype=torch.int32, device=device)
+        """[lane, spelling, length | tokens] of bad words."""
         self._free = list(range(lanes))[::-1]
         self._changed: set[int] = set()
-        self._pending: dict[int, Words] = {}
+        self._pending: dict[int, list[tuple[Words, torch.Tensor]]] = {}
+        """By lane: what is still to be copied, and where to."""
         self._staging = _Staging(_STAGES, self.host.size, device)
-        self._lane_staging = _Staging(_LANE_STAGES, 2 * LANE_ENTRIES, device)
+        largest = max(2 * LANE_ENTRIES, self.masks.shape[1], BAD_SPELLINGS * BAD_SPELLING_WORDS)
+        self._lane_staging = _Staging(_LANE_STAGES, largest, device)
 
     @property
     def free_lanes(self) -> int:
@@ -80,28 +87,32 @@ class SlotParams:
     @property
     def nbytes(self) -> int:
         """On the device."""
-        return self.table.nbytes + self.entries.nbytes
+        return self.table.nbytes + self.entries.nbytes + self.masks.nbytes + self.spellings.nbytes
 
-    def write(self, slot: int, params: SamplingParams, prompt_length: int, banned: Sequence[int] = ()) -> bool:
+    def write(
+        self,
+        slot: int,
+        params: SamplingParams,
+        prompt_length: int,
+        banned: Sequence[int] = (),
+        bad_words: Sequence[Sequence[int]] = (),
+    ) -> bool:
         """A sequence takes the slot. False: no lane is free or too much is banned; its rows then sample nothing."""
         self.release(slot)
         bans = [token for token in banned if 0 <= token < self._vocab_size] if params.min_tokens else []
         biases = {token: bias for token, bias in (params.logit_bias or {}).items() if 0 <= token < self._vocab_size}
         penalized = bool(params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1.0)
-        entries = len(bans) + len(biases)
+        entries, masked = len(bans) + len(biases), params.allowed_token_ids is not None
         lane = -1
-        if entries or penalized:
-            if not self._free or entries > LANE_ENTRIES:
+        if entries or penalized or masked or bad_words:
+            if not self._free or entries > LANE_ENTRIES or len(bad_words) > BAD_SPELLINGS:
                 return False
             lane = self._free.pop()
-        if entries:
-            added = numpy.array([-math.inf] * len(bans) + list(biases.values()), dtype=numpy.float32)
-            ids = numpy.array([*bans, *biases], dtype=numpy.int32)
-            self._pending[lane] = numpy.stack([ids, added.view(numpy.int32)], axis=-1)
+            self._pending[lane] = self._of_lane(lane, params, bans, biases, bad_words)
         line, floats = self.host[slot], self._floats[slot]
         filtered = 0 < params.top_k < self._vocab_size or params.top_p < 1
         flags = ACTIVE | (0 if params.greedy else DRAWN | (FILTERED if filtered else 0))
-        line[FLAGS] = flags | (PENALIZED if penalized else 0)
+        line[FLAGS] = flags | (PENALIZED if penalized else 0) | (MASKED if masked else 0)
         line[TOP_K] = params.top_k if params.top_k < self._vocab_size else 0
         floats[TEMPERATURE], floats[TOP_P] = params.temperature, params.top_p
         floats[REACH] = max(0.0, -math.log(params.min_p)) if params.min_p else math.inf
@@ -109,8 +120,33 @@ class SlotParams:
         floats[REPETITION] = params.repetition_penalty
         self._seeds[slot, SEED // 2] = params.seed or 0
         line[PROMPT_LENGTH], line[LANE], line[BANS], line[ENTRIES] = prompt_length, lane, len(bans), entries
-        line[MIN_TOKENS] = min(params.min_tokens, 2**31 - 1)
+        line[MIN_TOKENS], line[SPELLINGS] = min(params.min_tokens, 2**31 - 1), len(bad_words)
         return True
+
+    def _of_lane(
+        self,
+        lane: int,
+        params: SamplingParams,
+        bans: list[int],
+        biases: dict[int, float],
+        bad_words: Sequence[Sequence[int]],
+    ) -> list[tuple[Words, torch.Tensor]]:
+        """What its tables shall hold, and where."""
+        due: list[tuple[Words, torch.Tensor]] = []
+        if bans or biases:
+            added = numpy.array([-math.inf] * len(bans) + list(biases.values()), dtype=numpy.float32)
+            ids = numpy.array([*bans, *biases], dtype=numpy.int32)
+            due.append((numpy.stack([ids, added.view(numpy.int32)], axis=-1), self.entries[lane, : len(ids)]))
+        if params.allowed_token_ids is not None:
+            bits = numpy.zeros(self.masks.shape[1] * 32, dtype=bool)
+            bits[[token for token in params.allowed_token_ids if 0 <= token < self._vocab_size]] = True
+            due.append((numpy.packbits(bits, bitorder="little").view(numpy.int32), self.masks[lane]))
+        if bad_words:
+            spelled = numpy.zeros((len(bad_words), BAD_SPELLING_WORDS), dtype=numpy.int32)
+            for line, word in zip(spelled, bad_words, strict=True):
+                line[0], line[1 : 1 + len(word)] = len(word), word
+            due.append((spelled, self.spellings[lane, : len(bad_words)]))
+        return due
 
     def release(self, slot: int) -> None:
         """Nothing is sampled for the slot any more; a lane it had is free for others."""
@@ -128,6 +164,7 @@ class SlotParams:
             first, end = min(self._changed), max(self._changed) + 1
             self._staging.copy(self.host[first:end], self.table[first:end])
             self._changed.clear()
-        for lane, words in self._pending.items():
-            self._lane_staging.copy(words, self.entries[lane, : len(words)])
+        for due in self._pending.values():
+            for words, target in due:
+                self._lane_staging.copy(words, target)
         self._pending.clear()
