@@ -6,13 +6,18 @@ import itertools
 import os
 from typing import Literal
 
+import gguf
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
+from holdfast.execution.block_kinds import KINDS
 from holdfast.execution.ops.reference import activate
+from holdfast.execution.quantization import QUANTIZED_LAYOUTS, QuantizedMatrix
 from holdfast.execution.triton_kernels import experts as kernels
+from holdfast.execution.triton_kernels.blocks import BlockPlanes
+from holdfast.execution.triton_kernels.expert_blocks import multiply_blocks
 from holdfast.execution.triton_kernels.expert_tiles import ExpertTile, expert_tile, most_tiles
 
 ON_GPU = torch.cuda.is_available()
@@ -117,7 +122,9 @@ def test_products_of_experts(
     inner = torch.full((pairs + 2, case.inner + 8), NAN, dtype=dtype, device=DEVICE)
     kernels.gate_up(case.x, case.gate_up, case.lines, inner[:pairs, : case.inner], activation, tile=tile)
     out = torch.full((pairs + 2, case.hidden + 8), NAN, dtype=dtype, device=DEVICE)
-    kernels.down(inner[:pairs, : case.inner], case.down, case.lines, out[:pairs, : case.hidden], tile=tile)
+    kernels.multiply(
+        inner[:pairs, : case.inner], case.down, case.lines, out[:pairs, : case.hidden], by_token=False, tile=tile
+    )
     tokens = torch.arange(pairs, device=DEVICE) // case.per_token
     for expert in range(case.experts):
         mine = (chosen == expert).nonzero().view(-1)
@@ -132,6 +139,38 @@ def test_products_of_experts(
     for buffer, columns in ((inner, case.inner), (out, case.hidden)):
         assert torch.isnan(buffer[pairs:]).all()
         assert torch.isnan(buffer[:, columns:]).all()
+
+
+@pytest.mark.parametrize("layout", sorted(QUANTIZED_LAYOUTS))
+def test_products_of_experts_in_blocks(layout: str) -> None:
+    """Of every kind, by tokens and by pairs; as near as the same numbers expanded."""
+    dtype = torch.bfloat16 if ON_GPU else torch.float32
+    case = Case((200, 16, 4, 512, 256) if ON_GPU else (5, 3, 2, 256, 24), dtype)
+    case.down = case.normal(case.experts, 24, 256)
+    kernels.route(case.logits, case.lines, normalized=True)
+    kind = gguf.GGMLQuantizationType[layout]
+    rows = case.experts * 24
+    # The package quantizes only some kinds; any bytes are blocks, as long as their scales are numbers.
+    stored = torch.randint(0, 256, (rows, 256 // KINDS[layout].elements, KINDS[layout].nbytes), dtype=torch.uint8)
+    for at in {KINDS[layout].scale_at, KINDS[layout].minimum_at or KINDS[layout].scale_at}:
+        stored[..., at : at + 2] = torch.full((*stored.shape[:2], 1), 0.03, dtype=torch.float16).view(torch.uint8)
+    matrix = QuantizedMatrix(layout, rows, 256, DEVICE)
+    matrix.fill_rows(0, stored.to(DEVICE).view(-1))
+    exact = torch.from_numpy(gguf.quants.dequantize(stored.view(rows, -1).numpy(), kind)).to(DEVICE)
+    exact = exact.to(dtype).double().view(case.experts, 24, 256)
+    planes = BlockPlanes(layout, matrix.quants, matrix.scales, matrix.minimums, matrix.high, matrix.small)
+    pairs, chosen = case.tokens * case.per_token, case.chosen().view(-1)
+    for by_token in (True, False):
+        x = case.normal(case.tokens if by_token else pairs, 264)[:, :256]
+        out = torch.full((pairs + 1, 28), NAN, dtype=dtype, device=DEVICE)
+        tile = None if ON_GPU else ExpertTile(16, 16, 4, 4, 2)
+        multiply_blocks(x, planes, case.lines, out[:pairs, :24], by_token=by_token, tile=tile)
+        mine = x.double().repeat_interleave(case.per_token, 0) if by_token else x.double()
+        weight = exact[chosen]
+        wanted = torch.einsum("pi,poi->po", mine, weight)
+        case.check(out[:pairs, :24], wanted, torch.einsum("pi,poi->po", mine.abs(), weight.abs()), 2.2)
+        assert torch.isnan(out[pairs:]).all()
+        assert torch.isnan(out[:, 24:]).all()
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
@@ -157,7 +196,7 @@ def test_no_tokens_at_all() -> None:
     kernels.route(case.logits[:0], case.lines, normalized=True)
     assert not case.lines.counts.any()
     kernels.gate_up(empty, case.gate_up, case.lines, torch.empty(0, 24, device=DEVICE), "silu")
-    kernels.down(torch.empty(0, 24, device=DEVICE), case.down, case.lines, empty)
+    kernels.multiply(torch.empty(0, 24, device=DEVICE), case.down, case.lines, empty, by_token=False)
     kernels.add_pairs(empty, case.lines, empty, add=True)
 
 
@@ -194,7 +233,7 @@ def test_captured_once_and_replayed() -> None:
     def work() -> None:
         kernels.route(case.logits, case.lines, normalized=True)
         kernels.gate_up(case.x, case.gate_up, case.lines, inner, "silu")
-        kernels.down(inner, case.down, case.lines, rows)
+        kernels.multiply(inner, case.down, case.lines, rows, by_token=False)
         kernels.add_pairs(rows, case.lines, out, add=False)
 
     work()

@@ -21,7 +21,17 @@ from triton.compiler.compiler import make_backend
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from holdfast.execution.triton_kernels import blocks, experts, layer, products, sampling, sampling_adjust, scatter
+from holdfast.execution.quantization import QuantizedMatrix
+from holdfast.execution.triton_kernels import (
+    blocks,
+    expert_blocks,
+    experts,
+    layer,
+    products,
+    sampling,
+    sampling_adjust,
+    scatter,
+)
 from holdfast.execution.triton_kernels.decode_attention import decode_attention
 from holdfast.execution.triton_kernels.prefill_attention import prefill_attention
 
@@ -107,8 +117,12 @@ def expert_kernels(tokens: int, shape: tuple[int, int, int, int], dtype: torch.d
     lines = experts.Lines.allocate(tokens, count, chosen, META)
     experts.route(empty(tokens, count, dtype=dtype), lines, normalized=True)
     experts.gate_up(x, empty(count, 2 * inner, hidden, dtype=dtype), lines, middle, "silu")
-    experts.down(middle, empty(count, hidden, inner, dtype=dtype), lines, rows)
+    experts.multiply(middle, empty(count, hidden, inner, dtype=dtype), lines, rows, by_token=False)
     experts.add_pairs(rows, lines, x, add=True)
+    for layout in ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "IQ4_NL", "Q2_K", "Q3_K", "Q4_K", "Q6_K", "IQ4_XS"):
+        kept = QuantizedMatrix(layout, count * inner, hidden, META)
+        planes = blocks.BlockPlanes(layout, kept.quants, kept.scales, kept.minimums, kept.high, kept.small)
+        expert_blocks.multiply_blocks(x, planes, lines, middle, by_token=True)
 
 
 def layer_kernels(hidden: int, dim: int, dtype: torch.dtype) -> None:

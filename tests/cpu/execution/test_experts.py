@@ -10,11 +10,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import gguf
 import numpy
 import pytest
 import torch
 import transformers
+from expert_gguf import write_expert_gguf
 from safetensors.numpy import save_file
 
 from holdfast.checkpoints import gguf as gguf_files
@@ -50,68 +50,6 @@ KINDS: dict[str, Callable[[str], str]] = {
         "Q4_0" if name.endswith("experts.gate") else "F32" if name.endswith("experts.down") else "Q8_0"
     ),
 }
-
-
-def numbers_of(oracle: Any) -> dict[str, numpy.ndarray]:
-    """By canonical name, experts in stacks."""
-    found = {}
-    with oracle.checkpoint() as checkpoint:
-        for tensor in oracle.spec.tensors:
-            parts = [
-                checkpoint.read(name).view(numpy.float32).reshape(shape) for name, shape in tensor.in_safetensors()
-            ]
-            found[tensor.name] = numpy.stack(parts) if "{expert}" in tensor.hf_name else parts[0]
-    return found
-
-
-def interleave(weight: numpy.ndarray, heads: int) -> numpy.ndarray:
-    """Rows as GGUF keeps llama's q and k: the halves of a head taken in turns."""
-    return weight.reshape(heads, 2, -1, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
-
-
-def write_header(writer: gguf.GGUFWriter, oracle: Any) -> None:
-    spec: ModelSpec = oracle.spec
-    experts = spec.layers[-1].experts
-    assert experts is not None
-    writer.add_block_count(len(spec.layers))
-    writer.add_context_length(512)
-    writer.add_embedding_length(spec.hidden_size)
-    writer.add_feed_forward_length(oracle.model.config.intermediate_size)
-    writer.add_head_count(spec.heads)
-    writer.add_head_count_kv(spec.kv_heads)
-    writer.add_key_length(spec.head_dim)
-    writer.add_value_length(spec.head_dim)
-    writer.add_layer_norm_rms_eps(spec.norm_eps)
-    writer.add_rope_freq_base(spec.rope.theta)
-    writer.add_vocab_size(spec.vocab_size)
-    writer.add_expert_count(experts.count)
-    writer.add_expert_used_count(experts.per_token)
-    if spec.family != "mixtral":
-        writer.add_expert_feed_forward_length(experts.intermediate_size)
-    if experts.shared_intermediate_size:
-        writer.add_expert_shared_feed_forward_length(experts.shared_intermediate_size)
-
-
-def write_gguf(oracle: Any, path: Path, architecture: str, kinds: Callable[[str], str]) -> dict[str, numpy.ndarray]:
-    """Returns the numbers that the file holds, by the names and in the shapes that safetensors have."""
-    writer = gguf.GGUFWriter(path, architecture)
-    write_header(writer, oracle)
-    numbers, kept = numbers_of(oracle), dict[str, numpy.ndarray]()
-    for tensor in oracle.spec.tensors:
-        values = numbers[tensor.name]
-        plain = values.ndim == 1 or tensor.name.endswith("router")
-        kind = gguf.GGMLQuantizationType["F32" if plain else kinds(tensor.name)]
-        rounded = gguf.quants.dequantize(gguf.quants.quantize(values, kind), kind)
-        for number, (name, shape) in enumerate(tensor.in_safetensors()):
-            kept[name] = (rounded[number] if "{expert}" in tensor.hf_name else rounded).reshape(shape)
-        turned = interleave(values, tensor.heads) if tensor.gguf_turn != "none" else values
-        written = turned[0] if len(turned) == 1 else turned
-        writer.add_tensor(tensor.gguf_name, gguf.quants.quantize(written, kind), raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return kept
 
 
 @torch.inference_mode()
@@ -155,7 +93,7 @@ def test_gguf_models_equal_transformers_with_the_same_numbers(
 ) -> None:
     architecture, model, settings = FILES[file]
     oracle = oracles(model, **settings)
-    numbers = write_gguf(oracle, tmp_path / "model.gguf", architecture, KINDS[kinds])
+    numbers = write_expert_gguf(oracle.spec, oracle.checkpoint(), tmp_path / "model.gguf", architecture, KINDS[kinds])
     expected = transformers_logits(oracle, numbers, tmp_path)
     header = gguf_files.read_header(tmp_path / "model.gguf")
     spec = from_gguf(header.metadata, header.tensors)
@@ -179,7 +117,7 @@ def experts_of(weights: Weights) -> ExpertWeights:
 def test_how_experts_are_kept(oracles: Callable[..., Any], tmp_path: Path) -> None:
     """Whatever the planner counts is what is there."""
     oracle = oracles(MIXTRAL[0], **MIXTRAL[1])
-    write_gguf(oracle, tmp_path / "model.gguf", "llama", KINDS["mixed"])
+    write_expert_gguf(oracle.spec, oracle.checkpoint(), tmp_path / "model.gguf", "llama", KINDS["mixed"])
     header = gguf_files.read_header(tmp_path / "model.gguf")
     spec = from_gguf(header.metadata, header.tensors)
     ways: list[tuple[bool, bool, tuple[type, ...]]] = [

@@ -12,6 +12,8 @@ from typing import Protocol
 import torch
 
 from holdfast.errors import EngineError
+from holdfast.execution.experts import ExpertWeights
+from holdfast.execution.gpu.experts import ExpertGpuMaker
 from holdfast.execution.gpu.linear import Scratch, gpu_linear
 from holdfast.execution.ops.interface import Activation
 from holdfast.execution.triton_kernels import layer as kernels
@@ -85,7 +87,11 @@ class PlainGpuMlp:
 def make_mlps(spec: ModelSpec, weights: Weights, buffers: MlpBuffers, scratch: Scratch) -> tuple[GpuMlp, ...]:
     """One a layer."""
 
+    experts = ExpertGpuMaker(spec.hidden_size, spec.activation, buffers.inner, scratch)
+
     def make(part: MlpWeights) -> GpuMlp:
+        if isinstance(part, ExpertWeights):
+            return experts.make(part)
         if isinstance(part, GatedWeights):
             return GatedGpuMlp(part, spec.activation, buffers, scratch)
         if isinstance(part, PlainWeights):

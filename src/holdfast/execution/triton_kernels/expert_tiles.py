@@ -46,3 +46,11 @@ def most_tiles(tokens: int, per_token: int, experts: int, rows: int) -> int:
     pairs = tokens * per_token
     lines = min(pairs, experts)
     return lines + (pairs - lines) // rows
+
+
+def expert_block_tile(pairs: int, experts: int, blocks: int, element_bytes: int) -> ExpertTile:
+    """Codes are unpacked in registers, so that tiles are smaller than those of plain numbers."""
+    inputs = min(8 if element_bytes == 2 else 4, 1 << (blocks - 1).bit_length())
+    if pairs / experts <= FEW:
+        return ExpertTile(16, 32, inputs, 4, 3)
+    return ExpertTile(64 if element_bytes == 2 else 32, 64 if element_bytes == 2 else 32, min(4, inputs), 8, 2)

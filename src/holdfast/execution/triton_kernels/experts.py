@@ -3,7 +3,7 @@
 
     route      logits -> chosen experts, their weights; each pair takes a place in its expert's line
     gate_up    x of the tokens in a line -> activation(gate) · up, a row a pair
-    down       those rows -> a row a pair
+    multiply   those rows -> a row a pair
     add_pairs  a token's rows, weighed -> its place in the stream
 
 A pair is token · per_token + choice. Lines are as long as there are tokens; which programs have work is read on the
@@ -172,10 +172,10 @@ def gate_up(
 
 
 @triton.jit
-def _down(
+def _multiply(
     x, weight, out, counts, pairs, x_stride, expert_stride, weight_stride, out_stride, pairs_stride, outputs,
-    INPUTS: tl.constexpr, EXPERTS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    INPUTS: tl.constexpr, EXPERTS: tl.constexpr, BLOCK: tl.constexpr, SHARED_BY: tl.constexpr, ROWS: tl.constexpr,
+    OUTPUTS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     expert, first, length = line_part(counts, EXPERTS, BLOCK, ROWS)
     if first >= length:
@@ -183,7 +183,7 @@ def _down(
     pair, live = line_pairs(pairs, pairs_stride, expert, first, length, ROWS)
     output, column = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS), tl.arange(0, COLUMNS)
     present = output < outputs
-    inputs = x + pair[:, None] * x_stride + column[None, :]
+    inputs = x + (pair // SHARED_BY)[:, None] * x_stride + column[None, :]
     line = weight + tl.cast(expert_stride, tl.int64) * expert + output.to(tl.int64)[:, None] * weight_stride
     line += column[None, :]
     sums = tl.zeros((ROWS, OUTPUTS), tl.float32)
@@ -196,19 +196,27 @@ def _down(
     tl.store(out + index, sums.to(out.dtype.element_ty), mask=live[:, None] & present[None, :])
 
 
-def down(
-    x: torch.Tensor, weight: torch.Tensor, lines: Lines, out: torch.Tensor, *, tile: ExpertTile | None = None
+def multiply(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    lines: Lines,
+    out: torch.Tensor,
+    *,
+    by_token: bool,
+    tile: ExpertTile | None = None,
 ) -> None:
-    """out [pairs, outputs] = x [pairs, inputs] · weight [experts, outputs, inputs]ᵀ, each pair with its own expert."""
-    (pairs, inputs), (experts, outputs, _), per_token = x.shape, weight.shape, lines.weights.shape[1]
+    """out [pairs, outputs] = x · weight [experts, outputs, inputs]ᵀ of each pair's expert. `by_token`: a row of x is a
+    token's, and all its pairs take it; else it is a pair's."""
+    pairs, (experts, outputs, inputs), per_token = len(out), weight.shape, lines.weights.shape[1]
     if pairs == 0:
         return
     tile = tile or expert_tile(pairs, experts, x.element_size(), gated=False)
     grid = (most_tiles(pairs // per_token, per_token, experts, tile.rows), triton.cdiv(outputs, tile.outputs))
-    _down[grid](
+    _multiply[grid](
         x, weight, out, lines.counts, lines.pairs, x.stride(0), weight.stride(0), weight.stride(1), out.stride(0),
         lines.pairs.stride(0), outputs, INPUTS=inputs, EXPERTS=experts, BLOCK=triton.next_power_of_2(experts),
-        ROWS=tile.rows, OUTPUTS=tile.outputs, COLUMNS=tile.inputs, num_warps=tile.warps, num_stages=tile.stages,
+        SHARED_BY=per_token if by_token else 1, ROWS=tile.rows, OUTPUTS=tile.outputs, COLUMNS=tile.inputs,
+        num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
 
 
