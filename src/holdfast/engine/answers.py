@@ -104,7 +104,15 @@ class Answer:
         readable: dict[int, Logprob] = {}
         for place, (token, logprob) in enumerate(zip(entry.token_ids, entry.logprobs, strict=True)):
             if token not in readable:
-                spelled = None if self._tokenizer is None else self._tokenizer.decode([token])
                 rank = entry.rank if place == 0 else place
-                readable[token] = Logprob(logprob=logprob, rank=rank, decoded_token=spelled)
+                readable[token] = Logprob(logprob=logprob, rank=rank, decoded_token=self._spelled(token))
         return readable
+
+    def _spelled(self, token: int) -> str | None:
+        """By itself. A prompt may ask for very many: where the bytes of tokens are known, they are looked up."""
+        if self._tokenizer is None:
+            return None
+        pieces = self._tokenizer.pieces
+        if pieces is None or not pieces.byte_level:
+            return self._tokenizer.decode([token])
+        return pieces.bytes_of(token).decode(errors="replace")

@@ -61,6 +61,7 @@ class ProcessEngine:
         self._config = with_located_model(config, model)
         self._model = model
         self._tokenizer = tokenizer
+        self._defaults = default_sampling(config, model.files.generation_config)
         self._plan = plan
         self._on_progress = on_progress
         self._seeds = random.Random(config.seed) if config.seed is not None else random.SystemRandom()
@@ -244,7 +245,7 @@ class ProcessEngine:
                 await child.stop()
                 raise EngineDiedError(f"the engine process ended while starting ({child.ending()})")
         info = msgspec.structs.replace(message.info, model=self._model.files.name)
-        self._info = decided(info, self._config, default_sampling(self._config, self._model.files.generation_config))
+        self._info = decided(info, self._config, self._defaults)
         self._door = Door(self._model.spec, message.info.max_model_len, self._seeds, self._tokenizer)
         # A new process has touched nothing of its pool yet.
         self._stats = self._stats_before = msgspec.structs.replace(self._stats, blocks_touched=0)

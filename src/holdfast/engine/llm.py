@@ -54,9 +54,10 @@ class LLM:
         plan = plan_model(config, found)
         print("\n".join(plan_lines(found, plan)), file=sys.stderr, flush=True)
         self._tokenizer = open_tokenizer(config, found)
-        self._defaults = SamplingParams(**default_sampling(config, found.files.generation_config))
+        defaults = default_sampling(config, found.files.generation_config)
+        self._defaults = SamplingParams(**defaults)
         self._core, info = build_core(config, found, lambda stage, done, total: None, plan)
-        self.info = decided(info, config, default_sampling(config, found.files.generation_config))
+        self.info = decided(info, config, defaults)
         self._policy = config.scheduling_policy
         seeds = random.Random(config.seed) if config.seed is not None else random.SystemRandom()
         self._door = Door(found.spec, self.info.max_model_len, seeds, self._tokenizer, clamp_output=True)

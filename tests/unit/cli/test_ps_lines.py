@@ -1,0 +1,35 @@
+"""`holdfast ps` for people: beside the memory, how is sampled where a request says nothing."""
+
+from __future__ import annotations
+
+import asyncio
+
+import msgspec
+
+from holdfast.cli.ps import lines
+from holdfast.config import EngineConfig
+from holdfast.engine.defaults import decided, default_sampling
+from holdfast.engine.fake import FakeEngine
+
+
+def told(own: dict[str, object] | None, **settings: object) -> list[str]:
+    engine = FakeEngine()
+    asyncio.run(engine.start())
+    config = EngineConfig.from_arguments(**settings)
+    info = decided(engine.info, config, default_sampling(config, own))
+    ledger = engine.memory()
+    assert ledger is not None
+    memory = msgspec.structs.replace(ledger, decisions=info.decisions)
+    answer = {"url": "http://here", "status": "ready", "reason": None, "memory": msgspec.to_builtins(memory)}
+    return [line for line in lines(answer) if "sampling" in line]
+
+
+def test_defaults_are_shown_with_their_source() -> None:
+    assert told({"temperature": 0.2, "max_new_tokens": 9}) == [
+        "  sampling defaults = temperature 0.2, max_tokens 9 (model): as the model's makers advise"
+    ]
+    assert told(None) == ["  sampling defaults = as the API says (model): the model brings no advice"]
+    (line,) = told({"top_p": 0.5}, generation_config="vllm")
+    assert line == "  sampling defaults = as the API says (set): the model's own advice is left out"
+    (line,) = told({"top_p": 0.5}, override_generation_config={"temperature": 0})
+    assert "top_p 0.5, temperature 0 (set)" in line
