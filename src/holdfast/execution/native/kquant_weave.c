@@ -1,9 +1,8 @@
 /* Moves codes and scales between the two orders; products read the woven one in kquant_dots.c. */
 #include "kquant_weave.h"
 
-#include <string.h>
-
 #include "parallel.h"
+#include "vector.h"
 
 #define ROWS 4
 #define SIX_BITS 64 /* numbers of six bits, in 48 bytes */
@@ -79,31 +78,46 @@ static void unweave_small(enum layout plain, const uint8_t *stored, int8_t small
     }
 }
 
-/* A code as it is stored woven, and back: the same turn both ways. */
-static uint8_t turn_code(const kquant *kind, uint8_t code) {
-    return code ^ (uint8_t)(kind->bits == 4 || kind->bits == 2 ? 0 : 1 << (kind->bits - 1));
-}
+/* What turns a code into what is stored woven, and back. */
+ALWAYS_INLINE uint8_t turn_of(int bits) { return (uint8_t)(bits == 4 || bits == 2 ? 0 : 1 << (bits - 1)); }
 
 /* 32 columns of four rows, whose codes lie KQUANT_ELEMENTS apart. */
-static void weave_part(const kquant *kind, const uint8_t *codes, uint8_t *out) {
-    uint8_t *crumbs = out + (kind->bits >= 4 ? 64 : 0), *singles = crumbs + (kind->bits == 5 ? 0 : 32);
+ALWAYS_INLINE void weave_bits(int bits, const uint8_t *codes, uint8_t *out) {
+    uint8_t *crumbs = out + (bits >= 4 ? 64 : 0), *singles = crumbs + (bits == 5 ? 0 : 32);
     uint8_t vectors[8][16];
     for (int v = 0; v < 8; v++) {
         for (int row = 0; row < ROWS; row++) memcpy(vectors[v] + 4 * row, codes + row * KQUANT_ELEMENTS + 4 * v, 4);
-        for (int lane = 0; lane < 16; lane++) vectors[v][lane] = turn_code(kind, vectors[v][lane]);
+        for (int lane = 0; lane < 16; lane++) vectors[v][lane] ^= turn_of(bits);
     }
-    memset(out, 0, (size_t)part_bytes(kind));
-    for (int v = 0; v < 8; v++) {
-        uint8_t *nibbles = out + v % 4 * 16, *pairs = crumbs + v / 4 * 16;
-        if (kind->bits >= 4)
-            for (int lane = 0; lane < 16; lane++) nibbles[lane] |= (uint8_t)((vectors[v][lane] & 15) << (v / 4 * 4));
-        if (kind->bits == 6)
-            for (int lane = 0; lane < 16; lane++) pairs[lane] |= (uint8_t)((vectors[v][lane] >> 4) << (v % 4 * 2));
-        if (kind->bits < 4)
-            for (int lane = 0; lane < 16; lane++) pairs[lane] |= (uint8_t)((vectors[v][lane] & 3) << (v % 4 * 2));
-        if (kind->bits % 2)
+    for (int i = 0; i < 4 && bits >= 4; i++) {
+        for (int lane = 0; lane < 16; lane++)
+            out[16 * i + lane] = (uint8_t)((vectors[i][lane] & 15) | vectors[i + 4][lane] << 4);
+    }
+    for (int i = 0; i < 2 && (bits == 6 || bits < 4); i++) {
+        uint8_t pairs[16] = {0};
+        UNROLL for (int j = 0; j < 4; j++) {
             for (int lane = 0; lane < 16; lane++)
-                singles[lane] |= (uint8_t)((vectors[v][lane] >> (kind->bits - 1)) << v);
+                pairs[lane] |= (uint8_t)(((vectors[4 * i + j][lane] >> (bits == 6 ? 4 : 0)) & 3) << (2 * j));
+        }
+        memcpy(crumbs + 16 * i, pairs, 16);
+    }
+    if (bits % 2) {
+        uint8_t all[16] = {0};
+        UNROLL for (int v = 0; v < 8; v++) {
+            for (int lane = 0; lane < 16; lane++) all[lane] |= (uint8_t)((vectors[v][lane] >> (bits - 1)) << v);
+        }
+        memcpy(singles, all, 16);
+    }
+}
+
+/* A copy for each number of bits, so that each is a few vectors. */
+static void weave_part(const kquant *kind, const uint8_t *codes, uint8_t *out) {
+    switch (kind->bits) {
+    case 2: weave_bits(2, codes, out); break;
+    case 3: weave_bits(3, codes, out); break;
+    case 4: weave_bits(4, codes, out); break;
+    case 5: weave_bits(5, codes, out); break;
+    default: weave_bits(6, codes, out);
     }
 }
 
@@ -121,7 +135,7 @@ static void unweave_part(const kquant *kind, const uint8_t *part, uint8_t *codes
         if (kind->bits % 2)
             for (int lane = 0; lane < 16; lane++)
                 vector[lane] |= (uint8_t)(((singles[lane] >> v) & 1) << (kind->bits - 1));
-        for (int lane = 0; lane < 16; lane++) vector[lane] = turn_code(kind, vector[lane]);
+        for (int lane = 0; lane < 16; lane++) vector[lane] ^= turn_of(kind->bits);
         for (int row = 0; row < ROWS; row++) memcpy(codes + row * KQUANT_ELEMENTS + 4 * v, vector + 4 * row, 4);
     }
 }

@@ -2,7 +2,7 @@
  * significant bits and is exact, so that a fused addition of the minimum rounds as a separate one would. */
 #include "kquants.h"
 
-#include <string.h>
+#include "vector.h"
 
 const int8_t IQ4_VALUES[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
 
@@ -21,12 +21,23 @@ static const kquant KINDS[LAYOUTS] = {
 const kquant *kquant_of(enum layout layout) { return KINDS + plain_layout(layout); }
 
 /* Codes of `bits` bits: the lowest of `width` bytes one after another, then the next of the same bytes. */
-static void spread(const uint8_t *stored, int bytes, int width, int bits, int place, uint8_t *codes) {
+ALWAYS_INLINE void spread_bits(const uint8_t *stored, int bytes, int width, int bits, int place, uint8_t *codes) {
     for (int first = 0; first < bytes; first += width) {
         for (int shift = 0; shift < 8; shift += bits, codes += width) {
             for (int i = 0; i < width; i++)
                 codes[i] = (uint8_t)(codes[i] | ((stored[first + i] >> shift) & ((1 << bits) - 1)) << place);
         }
+    }
+}
+
+/* Bit i of four bytes becomes bit 4 of code i; eight of them at a time. */
+static void spread_fifth_bits(const uint8_t *stored, uint8_t *codes) {
+    for (int byte = 0; byte < 4; byte++, codes += 8) {
+        uint64_t each, bits = (stored[byte] * 0x0101010101010101u) & 0x8040201008040201u;
+        bits = ((bits + 0x7F7F7F7F7F7F7F7Fu) >> 7) & 0x0101010101010101u;
+        memcpy(&each, codes, sizeof each);
+        each |= bits << 4;
+        memcpy(codes, &each, sizeof each);
     }
 }
 
@@ -36,24 +47,24 @@ void read_codes(enum layout plain, const uint8_t *block, uint8_t *codes) {
     case Q5_0:
     case Q5_1:
         block += plain == Q5_0 ? 2 : 4;
-        spread(block + 4, 16, 16, 4, 0, codes);
-        spread(block, 4, 1, 1, 4, codes);
+        spread_bits(block + 4, 16, 16, 4, 0, codes);
+        spread_fifth_bits(block, codes);
         break;
-    case IQ4_NL: spread(block + 2, 16, 16, 4, 0, codes); break;
-    case IQ4_XS: spread(block + 8, 128, 16, 4, 0, codes); break;
-    case Q2_K: spread(block + 16, 64, 32, 2, 0, codes); break;
+    case IQ4_NL: spread_bits(block + 2, 16, 16, 4, 0, codes); break;
+    case IQ4_XS: spread_bits(block + 8, 128, 16, 4, 0, codes); break;
+    case Q2_K: spread_bits(block + 16, 64, 32, 2, 0, codes); break;
     case Q3_K:
-        spread(block + 32, 64, 32, 2, 0, codes);
-        spread(block, 32, 32, 1, 2, codes);
+        spread_bits(block + 32, 64, 32, 2, 0, codes);
+        spread_bits(block, 32, 32, 1, 2, codes);
         break;
-    case Q4_K: spread(block + 16, 128, 32, 4, 0, codes); break;
+    case Q4_K: spread_bits(block + 16, 128, 32, 4, 0, codes); break;
     case Q5_K:
-        spread(block + 48, 128, 32, 4, 0, codes);
-        spread(block + 16, 32, 32, 1, 4, codes);
+        spread_bits(block + 48, 128, 32, 4, 0, codes);
+        spread_bits(block + 16, 32, 32, 1, 4, codes);
         break;
     default: /* Q6_K */
-        spread(block, 128, 64, 4, 0, codes);
-        spread(block + 128, 64, 32, 2, 4, codes);
+        spread_bits(block, 128, 64, 4, 0, codes);
+        spread_bits(block + 128, 64, 32, 2, 4, codes);
     }
 }
 
@@ -77,16 +88,16 @@ void read_small(enum layout plain, const uint8_t *block, int8_t *scales, int8_t 
         }
         break;
     case Q3_K:
-        spread(block + 96, 8, 8, 4, 0, six);
-        spread(block + 104, 4, 4, 2, 4, six);
+        spread_bits(block + 96, 8, 8, 4, 0, six);
+        spread_bits(block + 104, 4, 4, 2, 4, six);
         for (int i = 0; i < 16; i++) scales[i] = (int8_t)(six[i] - 32);
         break;
     case Q4_K:
     case Q5_K: read_small_q4_k(block + 4, scales, minimums); break;
     case Q6_K: memcpy(scales, block + 192, 16); break;
     case IQ4_XS:
-        spread(block + 4, 4, 1, 4, 0, six);
-        spread(block + 2, 2, 1, 2, 4, six);
+        spread_bits(block + 4, 4, 1, 4, 0, six);
+        spread_bits(block + 2, 2, 1, 2, 4, six);
         for (int i = 0; i < 8; i++) scales[i] = (int8_t)(six[i] - 32);
         break;
     default: scales[0] = 1, minimums[0] = -1; /* blocks of 32: the scale itself, and a minimum that is added */
