@@ -203,3 +203,75 @@ def test_embedding_rows(stored: torch.dtype, wanted: torch.dtype) -> None:
     ids = torch.stack((tokens_of_slots[2, 6], tokens_of_slots[0, 0]))
     assert torch.equal(out[:2], embedding[ids.long()].to(wanted))
     assert not out[2:].any(), "no token, no row"
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("biased", [False, True])
+def test_the_mean_is_taken_out(dtype: torch.dtype, biased: bool) -> None:
+    for rows in COUNTS:
+        source = seeded(dtype, biased, rows)
+        stream = (normal(source, rows, 200, dtype=dtype) + 3)[:, :176]
+        weight, bias = 1 + normal(source, 176, dtype=dtype), normal(source, 176, dtype=dtype)
+        out = poisoned(rows, 180, dtype=dtype)
+        layer.layer_norm(stream, weight, bias if biased else None, 1e-5, out[:, :176])
+        exact = torch.nn.functional.layer_norm(
+            stream.double(), (176,), weight.double(), bias.double() if biased else None, 1e-5
+        )
+        error = (out[:, :176].double() - exact).abs()
+        assert (error <= (64 if dtype == torch.float32 else 2.2) * UNIT[dtype] * (1 + exact.abs())).all()
+        assert torch.isnan(out[:, 176:]).all()
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("normed", [False, True])
+def test_what_is_added_to_the_stream_may_be_normed_and_scaled(dtype: torch.dtype, normed: bool) -> None:
+    source = seeded(dtype, normed)
+    branch, stream = (normal(source, 5, 200, dtype=dtype)[:, :176] for _ in range(2))
+    weight, before = 1 + normal(source, 176), stream.double()
+    layer.add_branch(branch, weight if normed else None, 1e-5, 0.25, stream)
+    added = branch.double()
+    if normed:
+        added = added * torch.rsqrt(added.square().mean(-1, keepdim=True) + 1e-5) * weight.double()
+    error = (stream.double() - before - 0.25 * added).abs()
+    assert (error <= 4 * UNIT[dtype] * (1 + before.abs() + added.abs())).all()
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize(("dim", "rotary"), [(16, 16), (24, 12), (16, 0)])
+def test_heads_may_be_normed_before_they_are_turned(dtype: torch.dtype, dim: int, rotary: int) -> None:
+    heads, kv_heads, tokens = 5, 2, 6
+    source = seeded(dtype, dim, rotary)
+    pool = Pool(source, tokens, kv_heads, dim, dtype)
+    qkv = normal(source, tokens, (heads + 2 * kv_heads) * dim, dtype=dtype)
+    norms = [1 + 0.3 * normal(source, dim) for _ in range(2)]
+    split = qkv.view(tokens, -1, dim).double().split((heads, kv_heads, kv_heads), 1)
+    positions, slots, tables = (part.to(DEVICE) for part in (pool.positions, pool.slots, pool.tables))
+    angles = angles_of(positions, rotary) if rotary else poisoned(tokens, 0)
+    layer.rotate_and_store(
+        qkv, angles, positions, slots, pool.pages, tables, place=pool.place, query_norm=norms[0], key_norm=norms[1],
+        epsilon=1e-5,
+    )  # fmt: skip
+    after = qkv.view(tokens, -1, dim).split((heads, kv_heads, kv_heads), 1)
+    for part, norm, found in zip(split[:2], norms, after[:2], strict=True):
+        scaled = part * torch.rsqrt(part.square().mean(-1, keepdim=True) + 1e-5) * norm.double()
+        error = (found.double() - turned(scaled, angles)).abs()[positions >= 0]
+        assert (error <= 8 * UNIT[dtype] * (1 + scaled.abs().amax())).all(), error.max().item()
+    assert torch.equal(after[2].double(), split[2])
+    check_pages(pool, *after[1:])
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+def test_activations_and_caps_in_place(dtype: torch.dtype) -> None:
+    source = seeded(dtype)
+    wide = (3 * normal(source, 3, 1104)).to(dtype)
+    x, before = wide[:, :1100], wide.double()
+    layer.activate_rows(x, "gelu_tanh")
+    exact = reference.activate(before[:, :1100], "gelu_tanh")
+    assert ((x.double() - exact).abs() <= 8 * UNIT[dtype] * before[:, :1100].abs().clamp(min=0.01)).all()
+    assert torch.equal(wide[:, 1100:].double(), before[:, 1100:])
+    for scale, cap in ((0.5, 0.0), (2.0, 3.0)):
+        x.copy_(before[:, :1100])
+        layer.scale_and_cap(x, scale, cap)
+        exact = scale * before[:, :1100]
+        exact = cap * (exact / cap).tanh() if cap else exact
+        assert ((x.double() - exact).abs() <= 8 * UNIT[dtype] * (1 + exact.abs())).all()

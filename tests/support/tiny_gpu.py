@@ -27,21 +27,53 @@ LAYERS = 2 if torch.cuda.is_available() else 1
 """The interpreter takes a second for a step of a layer or two."""
 LLAMA = {"architecture": "Llama"}
 MISTRAL = {"architecture": "Mistral", "sliding_window": 9}
+LONG_ROPE = {
+    "rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 6, "long_factor": [1.5, 2, 2.5, 3, 4, 5],
+}  # fmt: skip
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen2": {"architecture": "Qwen2"},
+    "qwen3": {"architecture": "Qwen3", "head_dim": 16},
+    "gemma2": {
+        "architecture": "Gemma2", "head_dim": 16, "sliding_window": 9, "attn_logit_softcapping": 2.0,
+        "final_logit_softcapping": 3.0, "layer_types": ["sliding_attention", "full_attention"][-LAYERS:],
+        "query_pre_attn_scalar": 24,
+    },
+    "gemma3": {
+        "architecture": "Gemma3", "head_dim": 16, "sliding_window": 9,
+        "layer_types": ["full_attention", "sliding_attention"][-LAYERS:],
+    },
+    "phi3": {
+        "architecture": "Phi3", "partial_rotary_factor": 0.75, "rope_parameters": LONG_ROPE,
+        "original_max_position_embeddings": 5,
+    },
+    "olmo2": {"architecture": "Olmo2"},
+    "granite": {
+        "architecture": "Granite", "embedding_multiplier": 3.0, "attention_multiplier": 0.11,
+        "residual_multiplier": 0.4, "logits_scaling": 1.7,
+    },
+    "smollm3": {"architecture": "SmolLM3", "no_rope_layers": [1, 0][-LAYERS:]},
+    "starcoder2": {"architecture": "Starcoder2"},
+}  # fmt: skip
+"""Every family that the engine runs; where a layer decides, the interpreter's only one is the odd one."""
 
 
 class Tiny:
     """A random model of transformers, saved and opened by the project's own readers."""
 
     def __init__(self, folder: Path, architecture: str, **settings: Any) -> None:
-        config = getattr(transformers, f"{architecture}Config")(
+        config = getattr(transformers, architecture + ("TextConfig" if architecture == "Gemma3" else "Config"))(
             **{
                 "vocab_size": 211, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": LAYERS,
                 "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128,
-                "initializer_range": 0.2, "attn_implementation": "eager", **settings,
+                "initializer_range": 0.2, "attn_implementation": "eager", "bos_token_id": 1, "eos_token_id": 2,
+                "pad_token_id": 0, **settings,
             }
         )  # fmt: skip
         torch.manual_seed(0)
         self.model = getattr(transformers, f"{architecture}ForCausalLM")(config).float().eval()
+        for name, parameter in self.model.named_parameters():
+            if name.endswith("bias") or "norm" in name:
+                torch.nn.init.normal_(parameter, mean=parameter.mean().item(), std=0.2)
         self.model.save_pretrained(folder)
         self.folder = folder
         self.spec: ModelSpec = from_config(json.loads((folder / "config.json").read_text()))

@@ -1,0 +1,39 @@
+"""Every family the engine runs, on the GPU runner under the real scheduler, against transformers in float32."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_gpu import FAMILIES, Tiny, prompt, run, tokens_of
+
+from holdfast.records import SamplingParams
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.usefixtures("no_kernel_for_few_rows")
+def test_greedy_tokens_are_those_of_transformers(name: str, tmp_path: Path, device: torch.device) -> None:
+    """Chunks, mixed steps and single tokens."""
+    tiny = Tiny(tmp_path, **FAMILIES[name])
+    lengths = (5, 40, 1, 9, 22) if device.type == "cuda" else (18, 6)
+    prompts = [prompt(number, length) for number, length in enumerate(lengths)]
+    count = 20 if device.type == "cuda" else 2
+    params = [
+        SamplingParams(temperature=0.0, max_tokens=count + number, ignore_eos=True) for number in range(len(lengths))
+    ]
+    found = run(tiny.core(device, gpu=True), prompts, params)
+    for asked, outputs in zip(prompts, found, strict=True):
+        tiny.assert_greedy(asked, tokens_of(outputs))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.usefixtures("no_kernel_for_few_rows")
+@pytest.mark.long
+def test_pages_run_out_and_prompts_share_theirs(name: str, tmp_path: Path, device: torch.device) -> None:
+    tiny = Tiny(tmp_path, **FAMILIES[name])
+    prompts = [prompt(0, 12) + prompt(number, 8) for number in range(4)]
+    params = [SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)] * 4
+    core = tiny.core(device, gpu=True, blocks=20 * len(tiny.layout().groups))
+    for asked, outputs in zip(prompts, run(core, prompts, params), strict=True):
+        tiny.assert_greedy(asked, tokens_of(outputs))
