@@ -12,6 +12,7 @@ from holdfast.config.engine import REFUSED as ENGINE_REFUSED
 from holdfast.config.server import REFUSED as SERVER_REFUSED
 from holdfast.config.setting import flag_name
 from holdfast.config.sources import add_flags, gather, split
+from holdfast.engine.early import EarlyProcess
 from holdfast.errors import ConfigurationError
 
 log = logging.getLogger("holdfast")
@@ -59,6 +60,15 @@ def read_settings(arguments: argparse.Namespace) -> tuple[EngineConfig, ServerCo
 
 
 def run(arguments: argparse.Namespace) -> int:
+    engine_config, server_config = read_settings(arguments)
+    early = EarlyProcess()
+    try:
+        return _run(engine_config, server_config, early)
+    finally:
+        early.end()  # Whatever stopped us.
+
+
+def _run(engine_config: EngineConfig, server_config: ServerConfig, early: EarlyProcess) -> int:
     import holdfast
     from holdfast.engine.client import ProcessEngine
     from holdfast.engine.defaults import default_sampling
@@ -73,17 +83,16 @@ def run(arguments: argparse.Namespace) -> int:
     from holdfast.server.run import run as run_server
     from holdfast.server.settings import ServerSettings
 
-    engine_config, server_config = read_settings(arguments)
     set_up_logging(server_config.log_level)
     log.info("holdfast %s", holdfast.__version__)
     listener = bind(server_config.host, server_config.port)  # A port in use is said before a model is fetched.
     engine_config = settle_device(engine_config)
     model = find_model(engine_config)
     log.info("model %s: %s, %s parameters", model.files.name, model.spec.architecture, f"{model.spec.parameters:,}")
-    plan = plan_model(engine_config, model, front_bytes=FRONT_BYTES)
+    plan = plan_model(engine_config, model, front_bytes=FRONT_BYTES, engine_pid=early.pid)
     print("\n".join(plan_lines(model, plan)), file=sys.stderr, flush=True)
     tokenizer = open_tokenizer(engine_config, model)
-    engine = ProcessEngine(engine_config, model, tokenizer, plan=plan, on_progress=LoadProgress())
+    engine = ProcessEngine(engine_config, model, tokenizer, plan=plan, on_progress=LoadProgress(), early=early)
     defaults = default_sampling(engine_config, model.files.generation_config)
     settings = ServerSettings(
         served_model_names=server_config.served_model_name or (model.files.name,),

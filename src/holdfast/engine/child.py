@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import sys
 from pathlib import Path
 
 import zmq
@@ -15,6 +14,7 @@ import zmq.asyncio
 
 from holdfast.config import EngineConfig
 from holdfast.engine import messages
+from holdfast.engine.early import EarlyProcess
 from holdfast.errors import EngineDiedError
 from holdfast.planner import Plan
 
@@ -22,33 +22,38 @@ STOP_TIMEOUT_S = 3.0
 
 
 class Child:
-    def __init__(self, process: asyncio.subprocess.Process, socket: zmq.asyncio.Socket) -> None:
-        self._process = process
+    def __init__(self, started: EarlyProcess, socket: zmq.asyncio.Socket) -> None:
+        self._started, self._process = started, started.process
         self._socket = socket
-        self._exit = asyncio.create_task(process.wait(), name="engine-exit")
+        self._exit = asyncio.create_task(asyncio.to_thread(self._process.wait), name="engine-exit")
 
     @classmethod
     async def spawn(
-        cls, context: zmq.asyncio.Context, path: Path, config: EngineConfig, plan: Plan | None = None
+        cls,
+        context: zmq.asyncio.Context,
+        path: Path,
+        config: EngineConfig,
+        plan: Plan | None = None,
+        early: EarlyProcess | None = None,
     ) -> Child:
-        """Raises EngineDiedError when the machine has no process, file or memory left for it."""
+        """`early`: a process that waits already; it is this one's from now on. Raises EngineDiedError when the machine
+        has no process, file or memory left."""
         socket = context.socket(zmq.PAIR)
         socket.linger = 0
         # This side connects and has no limit on what waits, so that a send never blocks, whether the process has
         # bound yet, is busy, or is already dead.
         socket.sndhwm = 0
         socket.reconnect_ivl = 10
-        address = f"ipc://{path}"
         try:
-            socket.connect(address)
-            # -u: its last words before a crash must reach the log. Its standard input stays open as long as we live.
-            process = await asyncio.create_subprocess_exec(
-                sys.executable, "-u", "-m", "holdfast.engine.process", address, stdin=asyncio.subprocess.PIPE
-            )
-        except (OSError, zmq.ZMQError) as error:
+            started = early or EarlyProcess(path)
+            socket.connect(started.address)
+        except (EngineDiedError, zmq.ZMQError) as error:
             socket.close(linger=0)
+            if isinstance(error, EngineDiedError):
+                raise
+            started.end()
             raise EngineDiedError(f"the engine process could not be started: {error}") from error
-        child = cls(process, socket)
+        child = cls(started, socket)
         child.send(messages.Begin(dataclasses.asdict(config), plan))
         return child
 
@@ -88,4 +93,5 @@ class Child:
             except TimeoutError:
                 self._process.kill()
         await self._exit
+        self._started.forget()
         self._socket.close(linger=0)

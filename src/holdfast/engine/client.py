@@ -26,6 +26,7 @@ from holdfast.engine.answers import Answer
 from holdfast.engine.child import Child
 from holdfast.engine.defaults import decided, default_sampling
 from holdfast.engine.door import Door, check_room
+from holdfast.engine.early import EarlyProcess
 from holdfast.engine.passengers import Passengers
 from holdfast.engine.startup import FoundModel, Progress, with_located_model
 from holdfast.engine.stream import Stream
@@ -57,7 +58,10 @@ class ProcessEngine:
         *,
         plan: Plan | None = None,
         on_progress: Progress = lambda stage, done, total: None,
+        early: EarlyProcess | None = None,
     ) -> None:
+        """`early`: a process that waits already, for the first start; it is taken over."""
+        self._early = early
         self._config = with_located_model(config, model)
         self._model = model
         self._tokenizer = tokenizer
@@ -197,6 +201,8 @@ class ProcessEngine:
             self._supervisor.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._supervisor
+        if self._early is not None:
+            self._early.end()
         if self._child is not None:
             await self._child.stop(at_once=not was_ready)
         self._end_all(DrainingError("the server has shut down"))
@@ -228,8 +234,9 @@ class ProcessEngine:
 
     async def _launch(self) -> None:
         """Returns with a ready engine, or raises what kept it from becoming one."""
+        early, self._early = self._early, None
         self._child = child = await Child.spawn(
-            self._context, self._folder / f"{self._restarts}.sock", self._config, self._plan
+            self._context, self._folder / f"{self._restarts}.sock", self._config, self._plan, early
         )
         self._handed_over = False
         while True:

@@ -6,6 +6,8 @@ gone (its standard input closes). Everything it hears and says is in `messages`.
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import logging
 import os
 import signal
@@ -31,6 +33,7 @@ def main(address: str) -> int:
     with zmq.Context() as context, context.socket(zmq.PAIR) as socket:
         socket.linger = 2000
         socket.bind(address)
+        _import_ahead()
         begin = messages.decode_to_engine(socket.recv())
         if not isinstance(begin, messages.Begin):
             raise SystemExit("the first message must be Begin")
@@ -46,6 +49,15 @@ def main(address: str) -> int:
         finally:
             core.close()
     return 0
+
+
+def _import_ahead() -> None:
+    """What every engine needs, while the front still finds the model and plans. What cannot be imported is said when
+    it is needed."""
+    with contextlib.suppress(ImportError):
+        importlib.import_module("holdfast.execution.runner")
+        importlib.import_module("holdfast.execution.weights")
+        importlib.import_module("holdfast.engine.startup")
 
 
 def _build(config: EngineConfig, plan: Plan | None, socket: zmq.Socket[bytes]) -> EngineCore:

@@ -39,17 +39,16 @@ from holdfast.kvcache import KVCache
 from holdfast.models import ModelSpec
 from holdfast.observability.ledger import term_lines
 from holdfast.planner import Plan, make_plan, settle_pool
-from holdfast.planner.gpu_plan import make_gpu_plan
 from holdfast.planner.kv import layout_cost
 from holdfast.records import EngineInfo, MemoryReport, MemoryTerm
 from holdfast.scheduler import Scheduler, SchedulerLimits
-from holdfast.text import Tokenizer, check_text, load_template
 from holdfast.units import format_bytes
 
 if TYPE_CHECKING:
     from holdfast.engine.core import EngineCore
     from holdfast.execution.gpu.runner import GpuRunner
     from holdfast.execution.runner import Rehearsal, Runner
+    from holdfast.text import Tokenizer
 
 log = logging.getLogger("holdfast")
 
@@ -97,16 +96,30 @@ def _checked(config: EngineConfig, files: ModelFiles) -> FoundModel:
     return FoundModel(files, spec)
 
 
-def plan_model(config: EngineConfig, model: FoundModel, *, front_bytes: int = 0, kernels: bool | None = None) -> Plan:
+def plan_model(
+    config: EngineConfig,
+    model: FoundModel,
+    *,
+    front_bytes: int = 0,
+    kernels: bool | None = None,
+    engine_pid: int | None = None,
+) -> Plan:
     """From headers and what is free now, or a DoesNotFitError that says who holds memory. No torch.
 
     `front_bytes`: of a process beside the engine's, out of the same budget. `kernels`: whether there are compiled
-    ones, where that is known better than it can be without torch.
+    ones, where that is known better than it can be without torch. `engine_pid`: of an engine process that has begun
+    already, whose memory is part of what is planned.
     """
     stored = _stored(config, model)
     if config.device == "cuda":
+        from holdfast.planner.gpu_plan import make_gpu_plan
+
         return make_gpu_plan(model.spec, stored, config, probe().gpus, name=model.files.name)
     known, machine = compiled_kernels() if kernels is None else kernels, memory()
+    begun = None if engine_pid is None else resident(engine_pid)
+    if begun is not None:
+        free = machine.available_bytes + begun.now_bytes - begun.files_bytes
+        machine = replace(machine, available_bytes=min(free, machine.total_bytes))
 
     def planned(with_memory: Memory) -> Plan:
         return make_plan(
@@ -143,6 +156,8 @@ def plan_again(config: EngineConfig, model: FoundModel, plan: Plan, own_bytes: i
     gpus = [replace(gpu, free_bytes=gpu.free_bytes + own_bytes) for gpu in probe().gpus if gpu.uuid == plan.gpu.uuid]
     if not gpus:
         raise EngineError(f"{plan.gpu.name} is gone: the driver does not show it any more", found=plan.gpu.uuid)
+    from holdfast.planner.gpu_plan import make_gpu_plan
+
     return make_gpu_plan(model.spec, _stored(config, model), config, gpus, name=model.files.name)
 
 
@@ -165,6 +180,8 @@ def plan_lines(model: FoundModel, plan: Plan) -> list[str]:
 
 def open_tokenizer(config: EngineConfig, model: FoundModel) -> Tokenizer | None:
     """With what silently breaks people checked and said: vocabulary, ends, chat template."""
+    from holdfast.text import Tokenizer, check_text, load_template  # The engine process has no use for text.
+
     if config.skip_tokenizer_init:
         return None
     files = model.files if config.tokenizer is None else locate(config.tokenizer, revision=None)

@@ -1,0 +1,47 @@
+"""An engine process that is started before it is known what it will load: it imports what every engine needs, which
+takes most of its start, while the front finds the model and plans. Imports little itself, so that it comes first."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from holdfast.errors import EngineDiedError
+
+
+class EarlyProcess:
+    """Whoever takes it over ends it. Until then `end` does; and when the front dies, so does the process."""
+
+    def __init__(self, path: Path | None = None) -> None:
+        """`path`: of its socket. Raises EngineDiedError when the machine has no process or file left for it."""
+        self._folder = None
+        try:
+            if path is None:
+                self._folder = Path(tempfile.mkdtemp(prefix="holdfast-"))
+                path = self._folder / "0.sock"
+            self.address = f"ipc://{path}"
+            # -u: its last words before a crash must reach the log. Its standard input stays open as long as we live.
+            self.process = subprocess.Popen(
+                [sys.executable, "-u", "-m", "holdfast.engine.process", self.address], stdin=subprocess.PIPE
+            )
+        except OSError as error:
+            raise EngineDiedError(f"the engine process could not be started: {error}") from error
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        self.forget()
+
+    def forget(self) -> None:
+        """Removes what stands in the file system; the process has ended."""
+        if self.process.stdin is not None:
+            self.process.stdin.close()
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
