@@ -13,6 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from expert_gguf import write_random_gguf
+
+from holdfast.models import from_config
 
 MIB = 1 << 20
 
@@ -98,6 +101,9 @@ SHAPES = {
               "num_key_value_heads": 4, "vocab_size": 32000},
     "narrow": {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 24, "num_attention_heads": 4,
                "num_key_value_heads": 2, "vocab_size": 128256},
+    "experts": {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 4, "num_attention_heads": 8,
+                "num_key_value_heads": 4, "vocab_size": 8192, "num_experts": 16, "num_experts_per_tok": 2,
+                "moe_intermediate_size": 512, "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"},
 }  # fmt: skip
 
 
@@ -119,6 +125,25 @@ def test_dummy_shapes_stay_within_their_plan(shape: str, backend: str, tmp_path:
         "kv_cache_memory_bytes": 256 * MIB,
     }  # fmt: skip
     check(weigh(settings, 32, 100 if shape == "narrow" else 40, 3))
+
+
+@pytest.mark.parametrize("stored", ["dummy", "Q4_0"])
+@pytest.mark.parametrize("native", ["1", "0"], ids=["compiled", "torch"])
+def test_experts_stay_within_their_plan(
+    stored: str, native: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their lines, and while loading no more of a stack than one expert."""
+    monkeypatch.setenv("HOLDFAST_NATIVE", native)
+    spec = from_config(SHAPES["experts"] | {"max_position_embeddings": 4096})
+    (tmp_path / "config.json").write_text(json.dumps(SHAPES["experts"] | {"torch_dtype": "float32"}))
+    settings: dict[str, Any] = {"model": str(tmp_path), "max_num_seqs": 32, "kv_cache_memory_bytes": 256 * MIB}
+    if stored == "dummy":
+        settings["load_format"] = "dummy"
+    else:
+        settings["model"] = str(tmp_path / "model.gguf")
+        settings["expand_weights"] = "never"
+        write_random_gguf(spec, tmp_path / "model.gguf", "qwen3moe", stored)
+    check(weigh(settings, 32, 40, 3))
 
 
 def test_prompts_that_are_told_of_stay_within_the_plan(tmp_path: Path) -> None:

@@ -70,3 +70,23 @@ def write_expert_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return kept
+
+
+def write_random_gguf(spec: ModelSpec, path: Path, architecture: str, layout: str) -> None:
+    """Of any size, quickly: matrices of random blocks whose scales are small numbers."""
+    writer, rng = gguf.GGUFWriter(path, architecture), numpy.random.default_rng(1)
+    write_header(writer, spec)
+    kind = gguf.GGMLQuantizationType[layout]
+    elements, nbytes = gguf.GGML_QUANT_SIZES[kind]
+    for tensor in spec.tensors:
+        if len(tensor.shape) == 1 or tensor.name.endswith("router"):
+            writer.add_tensor(tensor.gguf_name, 0.1 * rng.standard_normal(tensor.shape, dtype=numpy.float32) + 1)
+            continue
+        blocks = rng.integers(0, 256, (tensor.elements // elements, nbytes), dtype=numpy.uint8)
+        blocks[:, :2] = numpy.frombuffer(numpy.float16(0.005).tobytes(), dtype=numpy.uint8)
+        rows = blocks.reshape(*tensor.shape[:-1], -1)
+        writer.add_tensor(tensor.gguf_name, rows, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
