@@ -17,6 +17,7 @@ def llm(tiny_model):
     with LLM(
         model=str(tiny_model), load_format="dummy", tokenizer="smollm2", max_model_len=512, max_num_seqs=8,
         gpu_memory_utilization=0.5, enable_prefix_caching=True, tensor_parallel_size=1, kv_cache_memory_bytes="16MiB",
+        dtype="float32",
     ) as made:  # fmt: skip
         yield made
 

@@ -13,9 +13,10 @@ from holdfast.errors import DoesNotFitError, EngineError
 from holdfast.execution.gpu.virtual import RangeError
 
 
-def plan(number: int) -> Any:
+def plan(number: int, budget_bytes: int | None = None) -> Any:
+    """Less is free each time, unless it is said what."""
     return SimpleNamespace(
-        number=number, budget_bytes=1 << 30, terms={"kv_pool": 1 << 20},
+        number=number, budget_bytes=budget_bytes or (1 << 30) - number, terms={"kv_pool": 1 << 20},
         limits=SimpleNamespace(max_model_len=10, max_num_seqs=2),
     )  # fmt: skip
 
@@ -51,6 +52,19 @@ def test_a_shortage_is_planned_again(error: BaseException) -> None:
 def test_what_is_no_shortage_is_raised_at_once(error: Exception) -> None:
     with pytest.raises(type(error)):
         start([error])
+
+
+def test_what_does_not_fit_in_as_much_memory_as_before_is_tried_once_more() -> None:
+    """A neighbour may have come and gone; if nobody takes anything, it is the plan that is wrong."""
+    tried: list[int] = []
+
+    def build(one: Any) -> Any:
+        tried.append(one.number)
+        raise DoesNotFitError("a step took more memory than planned")
+
+    with pytest.raises(DoesNotFitError, match="more memory than planned"):
+        start_with_room(plan(0, 1 << 30), build, lambda failed: plan(failed.number + 1, 1 << 30))
+    assert tried == [0, 1]
 
 
 def test_it_is_not_tried_for_ever() -> None:
