@@ -87,8 +87,9 @@ def test_buffers_are_those_that_are_planned(model: str, tokens: int, tmp_path: P
     split = replace(experts, gate_up=(experts.gate_up[0], experts.gate_up[0]))
     for weights, quantized in ((experts, False), (split, True)):
         maker = ExpertGpuMaker(tiny.spec.hidden_size, "silu", torch.empty(tokens, 0), scratch)
-        buffers = maker.make(weights)._buffers
-        kept = [*buffers.lines, buffers.logits, buffers.gate_up, buffers.inner, buffers.rows, buffers.shared]
+        made = maker.make(weights)
+        buffers = made._buffers
+        kept = [*buffers.lines, buffers.logits, made._apart, buffers.inner, buffers.rows, buffers.shared]
         held = sum(tensor.nbytes for tensor in kept if tensor is not None)
         assert held == expert_sizes.gpu_bytes(tiny.spec, tokens, 4, quantized=quantized)
 

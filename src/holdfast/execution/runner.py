@@ -171,12 +171,14 @@ class Runner:
     def rehearse(self) -> Rehearsal:
         """Runs the heaviest step the limits allow and says what it needed.
 
-        One layer of each KV group is run, and the past is short: layers reuse the same buffers and a past is read in
-        pieces, so more of either would take time and no more memory. What is computed means nothing.
+        One layer of each KV group is run, one with experts among them, and the past is short: layers reuse the same
+        buffers and a past is read in pieces, so more of either would take time and no more memory. What is computed
+        means nothing.
         """
         decoder, kv = self._decoder, self.kv
         plan = heaviest_plan(self.limits, self.layout, scored=len(self._logits))
-        layers = 1 + max(min(group.layers) for group in self.layout.groups)
+        with_experts = [layer.index for layer in self.spec.layers if layer.experts is not None]
+        layers = 1 + max([*(min(group.layers) for group in self.layout.groups), *with_experts[:1]])
         trim_memory()
         peak = PeakMemory()
         with torch.inference_mode(), lean_products(self.dtype, self.device):

@@ -29,8 +29,6 @@ class GpuExpertBuffers:
     tokens: int
     lines: kernels.Lines
     logits: torch.Tensor
-    gate_up: torch.Tensor | None
-    """[pairs, 2·inner]: where gate and up are not one dense matrix, whose product is gated where it is made."""
     inner: torch.Tensor
     rows: torch.Tensor
     """[pairs, hidden]"""
@@ -44,38 +42,46 @@ class ExpertGpuMaker:
     def __init__(self, hidden: int, activation: Activation, like: torch.Tensor, scratch: Scratch) -> None:
         """`like`: any buffer with a row for every token that a step may have."""
         self._hidden, self._activation, self._like, self._scratch = hidden, activation, like, scratch
-        self._buffers: dict[tuple[ExpertsSpec, bool], GpuExpertBuffers] = {}
+        self._tokens = min(len(like), GPU_TOKENS)
+        self._buffers: dict[ExpertsSpec, GpuExpertBuffers] = {}
+        self._gate_up: dict[ExpertsSpec, torch.Tensor] = {}
 
     def make(self, weights: ExpertWeights) -> ExpertGpuMlp:
-        fused = _fused(weights)
-        key = (weights.spec, fused)
-        if key not in self._buffers:
-            self._buffers[key] = self._allocate(weights.spec, fused)
-        return ExpertGpuMlp(weights, self._activation, self._buffers[key], self._scratch)
+        spec = weights.spec
+        if spec not in self._buffers:
+            self._buffers[spec] = self._allocate(spec)
+        gate_up = None if _fused(weights) else self._gate_up_of(spec)
+        return ExpertGpuMlp(weights, self._activation, self._buffers[spec], gate_up, self._scratch)
 
-    def _allocate(self, spec: ExpertsSpec, fused: bool) -> GpuExpertBuffers:
-        tokens = min(len(self._like), GPU_TOKENS)
-        pairs = tokens * spec.per_token
-
-        def buffer(rows: int, columns: int) -> torch.Tensor:
-            return self._like.new_empty((rows, columns))
-
+    def _allocate(self, spec: ExpertsSpec) -> GpuExpertBuffers:
+        tokens, pairs = self._tokens, self._tokens * spec.per_token
         return GpuExpertBuffers(
             tokens=tokens,
             lines=kernels.Lines.allocate(tokens, spec.count, spec.per_token, self._like.device),
-            logits=buffer(tokens, spec.count),
-            gate_up=None if fused else buffer(pairs, 2 * spec.intermediate_size),
-            inner=buffer(pairs, spec.intermediate_size),
-            rows=buffer(pairs, self._hidden),
-            shared=buffer(tokens, 3 * spec.shared_intermediate_size + 1),
+            logits=self._like.new_empty((tokens, spec.count)),
+            inner=self._like.new_empty((pairs, spec.intermediate_size)),
+            rows=self._like.new_empty((pairs, self._hidden)),
+            shared=self._like.new_empty((tokens, 3 * spec.shared_intermediate_size + 1)),
         )
+
+    def _gate_up_of(self, spec: ExpertsSpec) -> torch.Tensor:
+        if spec not in self._gate_up:
+            self._gate_up[spec] = self._like.new_empty((self._tokens * spec.per_token, 2 * spec.intermediate_size))
+        return self._gate_up[spec]
 
 
 class ExpertGpuMlp:
+    """`gate_up` [pairs, 2·inner]: where gate and up are not one dense matrix, which is gated where it is multiplied."""
+
     def __init__(
-        self, weights: ExpertWeights, activation: Activation, buffers: GpuExpertBuffers, scratch: Scratch
+        self,
+        weights: ExpertWeights,
+        activation: Activation,
+        buffers: GpuExpertBuffers,
+        gate_up: torch.Tensor | None,
+        scratch: Scratch,
     ) -> None:
-        self._weights, self._activation, self._buffers = weights, activation, buffers
+        self._weights, self._activation, self._buffers, self._apart = weights, activation, buffers, gate_up
         self._router = gpu_linear(weights.router, scratch)
         self._shared = None if weights.shared is None else _Shared(weights.shared, activation, scratch)
 
@@ -106,12 +112,12 @@ class ExpertGpuMlp:
             self._shared.add(x, out, buffers.shared[:count], rows[:count])
 
     def _gate_up(self, x: torch.Tensor, lines: kernels.Lines, inner: torch.Tensor) -> None:
-        stacks, gate_up = self._weights.gate_up, self._buffers.gate_up
-        if gate_up is None:
+        stacks = self._weights.gate_up
+        if self._apart is None:
             assert isinstance(stacks[0], DenseStack)
             kernels.gate_up(x, stacks[0].weight, lines, inner, self._activation)
             return
-        first, gate_up = 0, gate_up[: len(inner)]
+        first, gate_up = 0, self._apart[: len(inner)]
         for stack in stacks:
             _multiply(x, stack, lines, gate_up[:, first : first + stack.rows], by_token=True)
             first += stack.rows
