@@ -249,7 +249,8 @@ def logprobs(raw: torch.Tensor, chosen: torch.Tensor, counts: list[int]) -> list
     scores = raw.log_softmax(-1)
     own = scores.gather(1, chosen[:, None])
     ranks = (scores >= own).sum(-1).tolist()
-    best = scores.topk(max(counts)) if max(counts) else None
+    most = min(max(counts), scores.shape[1])
+    best = scores.topk(most) if most else None
     results = []
     for index, count in enumerate(counts):
         ids, values = [int(chosen[index])], [float(own[index])]

@@ -220,6 +220,12 @@ def test_logprobs_are_those_of_the_raw_logits() -> None:
     assert logprobs(logits, torch.tensor([0, 0, 0]), [0, 2, 1])[1].token_ids[1:] == expected[1].topk(2).indices.tolist()
 
 
+def test_a_vocabulary_may_have_fewer_tokens_than_are_asked_for() -> None:
+    (found,) = logprobs(torch.tensor([[0.0, 2.0, 1.0]]), torch.tensor([2]), [20])
+    assert found.token_ids == [2, 1, 2, 0]
+    assert found.rank == 2
+
+
 @pytest.mark.parametrize("width", [60, 512, 1000, 49152])
 def test_likeliest_is_argmax_and_takes_the_first_of_equals(width: int) -> None:
     logits = torch.randn(5, width, generator=torch.Generator().manual_seed(9)).round(decimals=1)

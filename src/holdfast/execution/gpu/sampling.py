@@ -107,7 +107,7 @@ class DeviceSampler:
         self._told_numbers = torch.zeros((tokens, 1 + MAX_LOGPROBS), dtype=torch.float32, device=device)
         self._told_ids = torch.zeros((tokens, 1 + MAX_LOGPROBS), dtype=torch.int32, device=device)
         self.sampled = torch.zeros(rows, dtype=torch.int32, device=device)
-        self._known = slots.tokens
+        self._known, self._vocab_size = slots.tokens, vocab_size
         self._device = device
         self._params = SlotParams(rows, vocab_size, device, lanes)
         self._workspace = Workspace.allocate(rows, vocab_size, device)
@@ -172,7 +172,7 @@ class DeviceSampler:
         rows = [row for row, count in enumerate(asked) if count is not None]
         if not rows:
             return None
-        counts = [asked[row] or 0 for row in rows]
+        counts = [min(asked[row] or 0, self._vocab_size) for row in rows]
         likeliest = max(1, *counts)
         (at,) = self._scored.send([numpy.array(rows, dtype=numpy.int32)])
         # In turns, so that many rows need no more memory than some.
@@ -210,7 +210,7 @@ class DeviceSampler:
         )
 
     def _scores_asked(self, slots: list[int]) -> list[int]:
-        return [self._slots[slot].params.prompt_logprobs or 0 for slot in slots]
+        return [min(self._slots[slot].params.prompt_logprobs or 0, self._vocab_size) for slot in slots]
 
     def _to_host(self, found: torch.Tensor) -> torch.Tensor:
         if self._device.type != "cuda":
