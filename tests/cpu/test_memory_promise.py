@@ -165,3 +165,34 @@ def test_an_absolute_budget_is_kept_whole() -> None:
     check(found)
     assert found["budget"] == 700 * MIB
     assert found["peak"] <= 700 * MIB
+
+
+OTHERS: dict[str, dict[str, Any]] = {
+    "gemma2": {"architectures": ["Gemma2ForCausalLM"], "head_dim": 128, "sliding_window": 300},
+    "qwen3": {"architectures": ["Qwen3ForCausalLM"], "head_dim": 128},
+    "starcoder2": {"architectures": ["Starcoder2ForCausalLM"]},
+    "olmo2": {"architectures": ["Olmo2ForCausalLM"]},
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "backend"),
+    [
+        ("gemma2", "torch"),
+        ("starcoder2", "torch"),
+        *(pytest.param(name, "auto", marks=pytest.mark.long) for name in ("gemma2", "qwen3", "olmo2")),
+    ],
+)
+def test_decoders_unlike_llamas_stay_within_their_plan(family: str, backend: str, tmp_path: Path) -> None:
+    """Buffers that only they have, and what torch makes on the way."""
+    config = {
+        "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 4, "num_attention_heads": 8,
+        "num_key_value_heads": 2, "vocab_size": 16000, "max_position_embeddings": 4096, "torch_dtype": "float32",
+        "bos_token_id": 1, "eos_token_id": 2, **OTHERS[family],
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    settings = {
+        "model": str(tmp_path), "load_format": "dummy", "max_num_seqs": 16, "attention_backend": backend,
+        "kv_cache_memory_bytes": 256 * MIB,
+    }  # fmt: skip
+    check(weigh(settings, 16, 400, 3))
