@@ -6,6 +6,7 @@ On a GPU as it is used, graphs included; elsewhere its kernels run in the interp
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -117,3 +118,29 @@ def test_prompts_are_told_of_as_transformers_would(tiny: Tiny, device: torch.dev
         else:
             with torch.inference_mode():
                 assert_scores(tiny.model(torch.tensor([ids])).logits[0], ids, told, count)
+
+
+@pytest.mark.usefixtures("no_kernel_for_few_rows")
+def test_the_rehearsal_scores_every_token_of_its_prompts(
+    tiny: Tiny, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The heaviest step is done for real: rows of logits in as many turns as it takes, never more at a time."""
+    if tiny.spec.layers[0].window is not None and device.type == "cpu":
+        return
+    core = tiny.core(device, gpu=True, slots=3, step=16)
+    runner: Any = core.runner
+    seen: list[int] = []
+    head = runner.decoder.logits
+
+    def watch(stream: torch.Tensor, sampling: torch.Tensor | None, out: torch.Tensor) -> None:
+        seen.append(len(out) if sampling is None else len(sampling))
+        assert out.data_ptr() == runner._logits.data_ptr()
+        head(stream, sampling, out)
+
+    monkeypatch.setattr(runner.decoder, "logits", watch)
+    runner.rehearse()
+    # Of 16 tokens 3 sample, and all but those are scored, in turns of 3.
+    assert seen == [3, 3, 3, 3, 3, 1]
+    asked = prompt(0, 5)
+    (outputs,) = run(core, [asked], [SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)])
+    tiny.assert_greedy(asked, tokens_of(outputs))
