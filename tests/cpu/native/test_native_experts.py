@@ -60,6 +60,31 @@ def test_experts_are_those_of_float64(layout: str, normalized: bool, tokens: int
     torch.testing.assert_close(stream, wanted, atol=tolerance, rtol=tolerance)
 
 
+@pytest.mark.parametrize("layout", ["Q4_K", "Q5_K", "Q6_K"])
+def test_experts_in_denser_blocks(layout: str) -> None:
+    """Any bytes are blocks, as long as their scales are numbers."""
+    kind, rng = gguf.GGMLQuantizationType[layout], numpy.random.default_rng(4)
+    halves = (-2,) if layout == "Q6_K" else (0, 2)
+
+    def random_matrices(rows: int) -> tuple[list[native.BlockMatrix], numpy.ndarray]:
+        stored = rng.integers(0, 256, (3, rows, gguf.GGML_QUANT_SIZES[kind][1]), dtype=numpy.uint8)
+        for at in halves:
+            place = slice(at, at + 2 or None)
+            stored[..., place] = numpy.frombuffer(numpy.float16(2e-4).tobytes(), dtype=numpy.uint8)
+        kept = [native.BlockMatrix(torch.from_numpy(one.copy()), layout) for one in stored]
+        return kept, gguf.quants.dequantize(stored, kind).astype(numpy.float64)
+
+    gate_up, gate_up_numbers = random_matrices(512)
+    down, down_numbers = random_matrices(256)
+    layer = native.ExpertLayer(
+        gate_up=[[one] for one in gate_up], down=down, per_token=2, normalized=True, activation="silu"
+    )
+    x, logits, out = torch.randn(11, 256), torch.randn(11, 3), torch.zeros(11, 256)
+    layer.add(x, logits, out, native.ExpertBuffers.allocate(11, 2, 3, 256, 256))
+    wanted = expected(x, logits, gate_up_numbers, down_numbers, 2, True)
+    assert float((out - wanted).norm() / wanted.norm()) < 0.02
+
+
 def test_gate_and_up_in_different_ways() -> None:
     gate, gate_numbers = matrices(4, INNER, HIDDEN, "Q8_0", 1)
     up, up_numbers = matrices(4, INNER, HIDDEN, "F16", 3)
