@@ -21,7 +21,7 @@ from triton.compiler.compiler import make_backend
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from holdfast.execution.quantization import QuantizedMatrix
+from holdfast.execution.quantization import QUANTIZED_LAYOUTS, QuantizedMatrix
 from holdfast.execution.triton_kernels import (
     blocks,
     expert_blocks,
@@ -100,11 +100,10 @@ def dense_products(rows: int, dtype: torch.dtype) -> None:
 
 def block_products(rows: int, layout: str, dtype: torch.dtype) -> None:
     outputs, count = 6144, 128
-    quants = empty(outputs, count, 32, dtype=torch.int8)
-    if layout != "Q8_0":
-        quants = empty(outputs, count, 16, dtype=torch.uint8)
-    scales = empty(outputs, count, 1, dtype=FP16)
-    planes = blocks.BlockPlanes(layout, quants, scales, scales if layout == "Q4_1" else None)
+    matrix = QuantizedMatrix(layout, outputs, 32 * count, META)
+    planes = blocks.BlockPlanes(
+        layout, matrix.quants, matrix.scales, matrix.minimums, matrix.high, matrix.small
+    )  # fmt: skip
     blocks.block_product(empty(rows, 32 * count, dtype=dtype), planes, empty(rows, outputs, dtype=dtype))
     blocks.dequantize_tile(planes, 0, outputs, empty(outputs, 32 * count, dtype=dtype))
     blocks.embed_blocks(empty(4, 64), empty(8), empty(8), planes, empty(8, 32 * count, dtype=dtype))
@@ -169,7 +168,7 @@ def everything() -> Cases:
                     )
         for rows in (1, 2):
             yield f"dense, {rows} rows, {dtype}", lambda some=(rows, dtype): dense_products(*some)
-        for layout in ("Q8_0", "Q4_0", "Q4_1"):
+        for layout in sorted(QUANTIZED_LAYOUTS):
             for rows in (1, 2, 16):
                 yield f"{layout}, {rows} rows, {dtype}", lambda some=(rows, layout, dtype): block_products(*some)
         for tokens in (1, 500, 4000):
