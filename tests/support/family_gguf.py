@@ -59,6 +59,7 @@ def _phi3(writer: Writer, config: Any) -> None:
 KINDS = {
     "Qwen2": Kind("qwen2"),
     "Qwen3": Kind("qwen3"),
+    "SeedOss": Kind("seed_oss"),
     "Gemma": Kind("gemma", plus_one=True),
     "Gemma2": Kind("gemma2", plus_one=True, header=_gemma2),
     "Gemma3": Kind("gemma3", plus_one=True, header=_gemma3),
@@ -67,6 +68,7 @@ KINDS = {
     "Granite": Kind("granite", permuted=True, header=_granite),
     "SmolLM3": Kind("smollm3", permuted=True),
     "Starcoder2": Kind("starcoder2", layer_norm=True),
+    "StableLm": Kind("stablelm", layer_norm=True),
 }
 
 
@@ -83,7 +85,7 @@ def write_family_gguf(path: Path, family: str, model: Any) -> None:
     writer.add_key_length(width)
     writer.add_value_length(width)
     if kind.layer_norm:
-        writer.add_layer_norm_eps(config.norm_epsilon)
+        writer.add_layer_norm_eps(getattr(config, "norm_epsilon", None) or config.layer_norm_eps)
     else:
         writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_vocab_size(config.vocab_size)

@@ -53,6 +53,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "smollm3": {"architecture": "SmolLM3", "no_rope_layers": [1, 0][-LAYERS:]},
     "starcoder2": {"architecture": "Starcoder2"},
+    "stablelm": {"architecture": "StableLm", "use_qkv_bias": True},
 }  # fmt: skip
 """Every family that the engine runs; where a layer decides, the interpreter's only one is the odd one."""
 

@@ -18,6 +18,7 @@ RUNNABLE_ARCHITECTURES = frozenset(
         *("GraniteForCausalLM", "granite"),
         *("SmolLM3ForCausalLM", "smollm3"),
         *("Starcoder2ForCausalLM", "starcoder2"),
+        *("StableLmForCausalLM", "stablelm"),
         *("MixtralForCausalLM", "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM", "qwen2moe", "qwen3moe"),
     )
 )
@@ -28,7 +29,7 @@ _FAMILIES_WITH_EXPERTS = ("mixtral", "qwen_moe")
 _EXPERT_COLUMNS = 8
 """Grouped products read rows in pieces of so many elements."""
 _LONG_ROPE_FAMILIES = ("phi3",)
-_PARTLY_ROTATING_FAMILIES = ("phi3",)
+_PARTLY_ROTATING_FAMILIES = ("phi3", "stablelm")
 
 
 def lacking(spec: ModelSpec, fields: Fields) -> tuple[str, ...]:

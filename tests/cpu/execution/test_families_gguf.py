@@ -23,6 +23,7 @@ LONG: dict[str, Any] = {
 SETTINGS: dict[str, dict[str, Any]] = {
     "Qwen2": {},
     "Qwen3": {"head_dim": 24, "tie_word_embeddings": True},
+    "SeedOss": {"head_dim": 16, "attention_bias": True},
     "Gemma": {"head_dim": 16},
     "Gemma2": {
         "head_dim": 24,
@@ -42,6 +43,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     },
     "SmolLM3": {"num_hidden_layers": 5},
     "Starcoder2": {"norm_epsilon": 1e-4},
+    "StableLm": {"use_qkv_bias": True},
 }
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from holdfast.models.source import Source, build_spec, read_shape
-from holdfast.models.spec import ModelSpec
+from holdfast.models.spec import DecoderSpec, ModelSpec
 from holdfast.models.tensors import TensorList
 
 FAMILY = "stablelm"
@@ -20,7 +20,9 @@ def describe(source: Source) -> ModelSpec:
         }
     )
     fields = source.fields
-    shape = read_shape(source, eps="layer_norm_eps", max_position=None if source.gguf else 4096, rotary=0.25)
+    shape = read_shape(
+        source, eps="layer_norm_eps", max_position=None if source.gguf else 4096, rotary=0.25, eps_default=1e-5
+    )
     if source.gguf:
         bias, normed = source.has_tensor("blk.0.attn_q.bias"), source.has_tensor("blk.0.attn_q_norm.weight")
         parallel = not source.has_tensor("blk.0.ffn_norm.weight")
@@ -47,5 +49,12 @@ def describe(source: Source) -> ModelSpec:
             block.norm("mlp_norm", shape.hidden, "post_attention_layernorm", "ffn_norm", bias=True)
         block.gated_mlp(shape.hidden, shape.inner)
     tensors.end(shape, bias=True)
-    features = ["norms with biases", *(["norms on queries and keys"] if normed else [])]
-    return build_spec(source, shape, family=FAMILY, tensors=tensors.found, features=features)
+    lacking = {"qk_layernorm: a norm for every head": normed, "attention and MLP side by side": parallel}
+    return build_spec(
+        source,
+        shape,
+        family=FAMILY,
+        tensors=tensors.found,
+        features=[words for words, needed in lacking.items() if needed],
+        decoder=DecoderSpec(norm="layer"),
+    )
