@@ -33,6 +33,11 @@ def body(rng: random.Random) -> dict[str, Any]:
         asked |= {"logprobs": rng.randrange(6)}
     if rng.random() < 0.3:
         asked |= {"repetition_penalty": 1.1, "top_p": 0.9, "top_k": 50, "frequency_penalty": 0.2}
+    if rng.random() < 0.1:
+        first = rng.randrange(1000)
+        asked |= {"allowed_token_ids": list(range(first, first + 4000))}
+    if rng.random() < 0.1:
+        asked |= {"prompt_logprobs": rng.choice((0, 5, 20)), "stream": False}
     return asked
 
 
@@ -53,7 +58,7 @@ async def test_memory_stays_within_the_budget_under_load(shape: Callable[[str], 
             while time.monotonic() < ends_s:
                 asked = body(rng)
                 if rng.random() < 0.05:  # Goes away in the middle.
-                    asked["stream"] = True
+                    asked |= {"stream": True, "prompt_logprobs": None}
                     async with http.stream("POST", "/v1/completions", json=asked) as answer:
                         async for _ in answer.aiter_lines():
                             if rng.random() < 0.1:

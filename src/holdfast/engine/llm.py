@@ -248,7 +248,8 @@ class _Run:
             chosen = sum(entry[token].logprob for token, entry in zip(delta.token_ids, delta.logprobs, strict=True))
             answer.cumulative_logprob = (answer.cumulative_logprob or 0.0) + chosen
         if delta.prompt_logprobs is not None:
-            self.output.prompt_logprobs = (self.output.prompt_logprobs or []) + delta.prompt_logprobs
+            self.output.prompt_logprobs = self.output.prompt_logprobs or []
+            self.output.prompt_logprobs.extend(delta.prompt_logprobs)
         self.output.num_cached_tokens = max(self.output.num_cached_tokens, delta.cached_tokens)
         if delta.finish_reason is not None:
             self._end(answer, delta.finish_reason, delta.stop_reason)

@@ -248,14 +248,15 @@ def logprobs(raw: torch.Tensor, chosen: torch.Tensor, counts: list[int]) -> list
     """Of the raw logits: the chosen token, the likeliest `counts` of each row, and the chosen one's rank."""
     scores = raw.log_softmax(-1)
     own = scores.gather(1, chosen[:, None])
-    ranks = (scores >= own).sum(-1).tolist()
+    ranks, tokens, told = (scores >= own).sum(-1).tolist(), chosen.tolist(), own[:, 0].tolist()
     most = min(max(counts), scores.shape[1])
     best = scores.topk(most) if most else None
+    best_ids, best_values = ([], []) if best is None else (best.indices.tolist(), best.values.tolist())
     results = []
     for index, count in enumerate(counts):
-        ids, values = [int(chosen[index])], [float(own[index])]
+        ids, values = [tokens[index]], [told[index]]
         if best is not None:
-            ids += best.indices[index, :count].tolist()
-            values += best.values[index, :count].tolist()
-        results.append(TokenLogprobs(ids, values, int(ranks[index])))
+            ids += best_ids[index][:count]
+            values += best_values[index][:count]
+        results.append(TokenLogprobs(ids, values, ranks[index]))
     return results

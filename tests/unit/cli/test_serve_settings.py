@@ -87,6 +87,9 @@ def test_defaults_come_from_the_model_a_folder_or_the_command(tmp_path: Path) ->
     assert found(override_generation_config='{"temperature": 0.1, "min_p": 0.2}') == {
         "temperature": 0.1, "top_k": 20, "max_tokens": 64, "min_p": 0.2,
     }  # fmt: skip
+    engine, _ = read("--override-generation-config", '{"top_k": 5}', "--generation-config", str(tmp_path))
+    assert isinstance(engine, EngineConfig)
+    assert default_sampling(engine, own) == {"top_p": 0.5, "repetition_penalty": 1.1, "top_k": 5}
     assert found(generation_config="vllm", override_generation_config={"max_new_tokens": 7}) == {"max_tokens": 7}
     for wrong in (
         {"generation_config": str(tmp_path / "nowhere")},
