@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -43,16 +44,20 @@ def make_question(
     device: Device | None = None,
     traffic: tuple[int, int, int] | None = None,
     ram_bytes: int | None = None,
+    runs_here: bool = True,
     **settings: Any,
 ) -> Question:
-    """`traffic`: concurrency, prompt tokens, output tokens."""
+    """`traffic`: concurrency, prompt tokens, output tokens. `runs_here` False: this engine lacks something for it, so
+    that it is counted as others allocate."""
     if device is None:
         assert gpu is not None
         device = device_of(gpu)
     devices = tuple(Device(**{**_fields(device), "index": index}) for index in range(count))
-    entry = catalogue.find(model)
+    entry, spec = catalogue.find(model), spec_of(model)
+    if not runs_here:
+        spec = replace(spec, unsupported=("something",))
     return Question(
-        model=PlannedModel(name=entry.hub_id, spec=spec_of(model), origin="catalogue"),
+        model=PlannedModel(name=entry.hub_id, spec=spec, origin="catalogue"),
         machine=Machine(devices=devices, ram_bytes=ram_bytes),
         settings=Settings(**settings),
         traffic=None

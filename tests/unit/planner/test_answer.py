@@ -217,7 +217,8 @@ def test_windows_cost_nothing_once_they_are_full(ask: Ask) -> None:
 
 def test_copies_on_ranks_are_no_cost_of_the_model(ask: Ask) -> None:
     """Gemma 3 1B has one KV head: every rank keeps it whole."""
-    one, four = (answer(ask("gemma-3-1b", "h100-80", count=size, tensor_parallel=size)).to_json() for size in (1, 4))
+    asked = (ask("gemma-3-1b", "h100-80", count=size, tensor_parallel=size, runs_here=False) for size in (1, 4))
+    one, four = (answer(question).to_json() for question in asked)
     for key in ("kv_bytes_per_token", "kv_bytes_fixed_per_sequence"):
         assert one[key] == four[key] == one[f"{key}_all_ranks"]
         assert four[f"{key}_all_ranks"] == 4 * one[key]
@@ -389,7 +390,7 @@ def test_commands_carry_their_notes_everywhere(ask: Ask) -> None:
 def test_a_warning_never_points_at_a_safe_configuration_that_is_not_there(
     ask: Ask, model: str, gpu: str, settings: dict[str, Any]
 ) -> None:
-    found = answer(ask(model, gpu, **settings))
+    found = answer(ask(model, gpu, runs_here=False, **settings))
     (close,) = [warning for warning in found.warnings if warning.code == "HFW30"]
     assert found.safe is None
     assert "safe configuration" not in (close.fix or "")
