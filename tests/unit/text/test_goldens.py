@@ -4,26 +4,14 @@ from __future__ import annotations
 
 import json
 import unicodedata
-from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizer_goldens import FOLDER, SMALL, TEXTS, small
 
 from holdfast.checkpoints import builtin, from_path
 from holdfast.text import Detokenizer, Tokenizer
 from holdfast.text.splits import BYTE_LEVEL_SCHEMES
-
-FOLDER = Path(__file__).resolve().parents[2] / "data" / "tokenizers"
-TEXTS: list[str] = json.loads((FOLDER / "texts.json").read_text())
-VOCABULARIES: dict[str, dict[str, Any]] = json.loads((FOLDER / "vocabularies.json").read_text())
-SMALL: dict[str, dict[str, Any]] = json.loads((FOLDER / "small.json").read_text())
-
-
-def small(name: str) -> Tokenizer:
-    if not name.startswith("sentencepiece"):
-        return Tokenizer.from_gguf_metadata(VOCABULARIES["byte_level"] | {"tokenizer.ggml.pre": name})
-    prefix = {"tokenizer.ggml.add_space_prefix": name.endswith("with prefix")}
-    return Tokenizer.from_gguf_metadata(VOCABULARIES["sentencepiece"] | prefix)
 
 
 def comparable(name: str, text: str) -> bool:
