@@ -23,6 +23,9 @@ from holdfast.execution.ops.interface import (
 from holdfast.execution.weights import GatedWeights, LayerWeights
 from holdfast.kvcache.groups import KVGroup
 
+FEW_TOKENS = 8
+"""Heads of so many are normed token by token: fewer calls than torch makes."""
+
 
 class CompiledAttention:
     name = "compiled"
@@ -59,6 +62,16 @@ def rotate_and_store(
 ) -> None:
     key_rows, value_rows = kv.token_rows_at(place)
     native.rotate_and_store(heads.query, heads.key, heads.value, cos, sin, rows, key_rows, value_rows)
+
+
+def norm_in_place(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> None:
+    if x.dim() == 2:
+        native.rms_norm(x, weight, epsilon, x)
+    elif len(x) <= FEW_TOKENS:
+        for heads in x:
+            native.rms_norm(heads, weight, epsilon, heads)
+    else:
+        reference.norm_in_place(x, weight, epsilon)
 
 
 def gate(gate_up: torch.Tensor, activation: Activation, out: torch.Tensor) -> None:
@@ -143,7 +156,7 @@ OPS = Ops(
     name="compiled",
     rms_norm=native.rms_norm,
     layer_norm=reference.layer_norm,
-    norm_in_place=reference.norm_in_place,
+    norm_in_place=norm_in_place,
     rotate_and_store=rotate_and_store,
     gate=gate,
     activate=reference.activate_in_place,
