@@ -12,7 +12,7 @@ KINDS = ("Q8_0", "Q4_1", "Q4_0", "F16")
 
 
 def write_tiny_gguf(path: Path) -> None:
-    """All kinds of matrices; in the second layer q, k and v are of three kinds."""
+    """Several kinds of matrices; in the second layer q, k and v are of three kinds."""
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_context_length(128)
     writer.add_embedding_length(HIDDEN)
@@ -45,9 +45,9 @@ def write_tiny_gguf(path: Path) -> None:
         matrix(f"{place}.attn_k", kv, HIDDEN, kinds[1])
         matrix(f"{place}.attn_v", kv, HIDDEN, kinds[2])
         matrix(f"{place}.attn_output", HIDDEN, HIDDEN, kinds[3])
-        matrix(f"{place}.ffn_gate", INNER, HIDDEN, "Q8_0")
-        matrix(f"{place}.ffn_up", INNER, HIDDEN, "Q8_0")
-        matrix(f"{place}.ffn_down", HIDDEN, INNER, "Q4_0")
+        matrix(f"{place}.ffn_gate", INNER, HIDDEN, "Q5_0" if layer else "Q8_0")
+        matrix(f"{place}.ffn_up", INNER, HIDDEN, "Q5_0" if layer else "Q8_0")
+        matrix(f"{place}.ffn_down", HIDDEN, INNER, "Q5_1" if layer else "Q4_0")
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -7,8 +7,11 @@ import pytest
 import torch
 from quantized_blocks import WRITTEN, drawn, written
 
+from holdfast.checkpoints import ENGINE_LAYOUTS, LAYOUTS
 from holdfast.errors import CheckpointError
+from holdfast.execution.block_kinds import KINDS
 from holdfast.execution.linear import DenseLinear, PackedLinear, QuantizedLinear, StackedLinear
+from holdfast.execution.native.products import LAYOUT_BYTES, LAYOUT_NUMBERS, block_elements
 from holdfast.execution.quantization import QUANTIZED_LAYOUTS, QuantizedMatrix, dequantize_stored
 from holdfast.execution.weights import expand_into
 
@@ -120,3 +123,14 @@ def test_products_are_near_float64(tokens: int, biased: bool, kind: str, monkeyp
     summed = residual.double() + expected
     linear.add(x, residual)
     torch.testing.assert_close(residual.double(), summed, atol=terms, rtol=1e-6)
+
+
+def test_what_the_engine_reads_is_known_everywhere() -> None:
+    """A layout is expanded by torch and multiplied by compiled kernels and on GPUs, in blocks of the same size."""
+    quantized = {name for name in ENGINE_LAYOUTS if LAYOUTS[name].quantized}
+    assert quantized == QUANTIZED_LAYOUTS
+    assert set(LAYOUT_NUMBERS) == ENGINE_LAYOUTS
+    for name in quantized:
+        known = LAYOUTS[name]
+        assert (known.block_elements, known.block_bytes) == (KINDS[name].elements, KINDS[name].nbytes)
+        assert (known.block_elements, known.block_bytes) == (block_elements(name), LAYOUT_BYTES[name])
