@@ -11,9 +11,11 @@ import pytest
 import torch
 
 from holdfast.engine.core import EngineCore
+from holdfast.execution.runner import Runner, RunnerLimits
+from holdfast.execution.weights import load_weights
 from holdfast.kvcache import KVCache
-from holdfast.kvcache.groups import form_groups
-from holdfast.records import Request, SamplingParams
+from holdfast.kvcache.groups import KVLayout, form_groups
+from holdfast.records import Request, Row, SamplingParams, SequenceStart, StepPlan, TableWrite
 from holdfast.scheduler import Scheduler, SchedulerLimits
 
 GEMMA: dict[str, Any] = {"head_dim": 24, "sliding_window": 9, "num_hidden_layers": 4, "query_pre_attn_scalar": 30}
@@ -152,3 +154,32 @@ def test_prefixes_chunks_windows_and_preemptions_leave_tokens_as_they_are(
     assert stats.prefix_hits_total > 0
     # A window bounds what a sequence holds.
     assert stats.preemptions_total > 0 or any(layer.window is not None for layer in oracle.spec.layers)
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gemma3", "olmo2", "granite", "starcoder2"])
+def test_half_precision_stays_near(name: str, oracles: Callable[..., Any]) -> None:
+    """Norms kept in float32 among weights that are not, scales that are rounded, sums that are apart."""
+    architecture, settings = FAMILIES[name]
+    oracle = oracles(architecture, **settings)
+    weights = load_weights(
+        oracle.spec, oracle.checkpoint(), dtype=torch.bfloat16, device=torch.device("cpu"), expand=True
+    )
+    groups, places = form_groups([layer.window for layer in oracle.spec.layers])
+    layout = KVLayout(
+        groups=groups, block_tokens=4, layers_per_page=places, kv_heads=oracle.spec.kv_heads,
+        head_dim=oracle.spec.head_dim, element_bytes=2,
+    )  # fmt: skip
+    limits = RunnerLimits(max_num_seqs=2, max_num_batched_tokens=64, max_model_len=100)
+    runner = Runner(oracle.spec, weights, layout, limits, torch.device("cpu"))
+    runner.back_kv(64)
+    prompt = torch.randint(0, 300, (30,), generator=torch.Generator().manual_seed(3)).tolist()
+    blocks = [list(range(1 + 8 * group.index, 9 + 8 * group.index)) for group in groups]
+    start = SequenceStart(0, "one", prompt, 30, SamplingParams(temperature=0.0, logprobs=20))
+    writes = [TableWrite(0, group.index, 0, blocks[group.index]) for group in groups]
+    plan = StepPlan(step_id=0, starts=[start], table_writes=writes, rows=[Row(0, 0, 30, True)])
+    (found,) = runner.execute(plan).logprobs
+    assert found is not None
+    expected = oracle.logits(prompt)[-1].log_softmax(-1)
+    spread = float(expected.max() - expected.min())
+    for token, logprob in zip(found.token_ids, found.logprobs, strict=True):
+        assert abs(logprob - float(expected[token])) < 0.06 * spread
