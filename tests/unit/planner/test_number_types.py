@@ -51,7 +51,7 @@ def test_on_a_cpu_a_model_that_others_run(
     ask: Ask, cpu: Callable[..., Device], features: frozenset[str], kind: str | None, reasons: list[str]
 ) -> None:
     """In what they take, not in what this engine would: it would be twice as large."""
-    question = ask("qwen3-8b", device=cpu(22))
+    question = ask("qwen3-8b", device=cpu(22), runs_here=False)
     if kind is not None:
         question = replace(question, model=quantized_as(question.model, kind))
     found = fit(replace(question, machine=replace(question.machine, cpu_features=features)))
@@ -61,7 +61,7 @@ def test_on_a_cpu_a_model_that_others_run(
 
 
 def test_the_context_that_vllm_is_told_on_a_cpu_is_in_its_whole_gib(ask: Ask, cpu: Callable[..., Device]) -> None:
-    found = fit(ask("qwen3-8b", device=cpu(22.5)))
+    found = fit(ask("qwen3-8b", device=cpu(22.5), runs_here=False))
     words = commands(found, sequences=4)["vllm"].text.split()
     space, length = int(words[0].partition("=")[2]) * GIB, int(words[words.index("--max-model-len") + 1])
     assert found.ranks[0].kv.sequence_bytes(length) <= space < found.ranks[0].room_bytes
