@@ -21,11 +21,20 @@ from holdfast.checkpoints import gguf as gguf_files
 from holdfast.checkpoints.checkpoint import Checkpoint, match
 from holdfast.errors import CheckpointError
 from holdfast.execution import native
-from holdfast.execution.experts import BlockStack, DenseStack, ExpertWeights, QuantizedStack
+from holdfast.execution.experts import (
+    BlockStack,
+    DenseStack,
+    ExpertMaker,
+    ExpertWeights,
+    QuantizedStack,
+    SharedExpert,
+)
+from holdfast.execution.linear import DenseLinear
+from holdfast.execution.ops import reference
 from holdfast.execution.runner import Runner, RunnerLimits
 from holdfast.execution.weights import Weights, load_weights
 from holdfast.kvcache.groups import KVLayout, form_groups
-from holdfast.models import ModelSpec, from_config, from_gguf
+from holdfast.models import ExpertsSpec, ModelSpec, from_config, from_gguf
 from holdfast.planner.footprint import weights_bytes
 from holdfast.records import Row, SamplingParams, SequenceStart, StepPlan, TableWrite
 
@@ -171,3 +180,34 @@ def test_experts_that_cannot_be_computed_are_refused(changes: dict[str, Any], sa
     config = transformers.MixtralConfig(**{"intermediate_size": 96, **changes}).to_dict()
     with pytest.raises(CheckpointError, match=said):
         from_config({**config, "architectures": ["MixtralForCausalLM"]})
+
+
+@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_stays_near(dtype: torch.dtype) -> None:
+    """Routed and shared experts in torch's own products; what was in the target is overwritten."""
+    spec = ExpertsSpec(
+        count=4, per_token=2, intermediate_size=32, shared_intermediate_size=48, normalized=False
+    )  # fmt: skip
+
+    def computed(kind: torch.dtype) -> torch.Tensor:
+        source = torch.Generator().manual_seed(0)
+
+        def normal(*shape: int) -> torch.Tensor:
+            return (0.3 * torch.randn(shape, generator=source)).to(dtype).to(kind)
+
+        weights = ExpertWeights(
+            spec=spec,
+            router=DenseLinear(normal(4, 64)),
+            gate_up=(DenseStack(normal(4, 64, 64)),),
+            down=DenseStack(normal(4, 64, 32)),
+            shared=SharedExpert(
+                gate_up=DenseLinear(normal(96, 64)), down=DenseLinear(normal(64, 48)), router=DenseLinear(normal(1, 64))
+            ),
+        )
+        out = torch.full((9, 64), 7.0, dtype=kind)
+        ExpertMaker(64, "silu", reference.gate, 16).make(weights).run(normal(9, 64), out, add=False)
+        return out.double()
+
+    exact = computed(torch.float32)
+    assert float((computed(dtype) - exact).norm() / exact.norm()) < 8 * torch.finfo(dtype).eps
