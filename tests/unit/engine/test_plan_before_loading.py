@@ -122,7 +122,7 @@ def test_nobody_is_blamed_for_a_pool_that_was_set_too_small(
 
 def test_a_family_that_does_not_run_is_said_before_how_to_fetch_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    for name in ("qwen3-8b", "Qwen/Qwen3-8B"):
+    for name in ("deepseek-v3", "deepseek-ai/DeepSeek-V3"):
         with pytest.raises(UnknownArchitectureError, match="cannot run it yet"):
             startup.find_model(EngineConfig(model=name))
 
