@@ -104,7 +104,7 @@ static long strip_bytes(const digit_work *work) {
 static void run_digits(void *pointer) {
     digit_work *work = pointer;
     const product *wanted = work->wanted;
-    const long four_bytes = FOUR * work->blocks * block_bytes(plain_layout(wanted->layout));
+    const long four_bytes = FOUR * row_bytes(wanted->layout, wanted->columns);
     const long strip_four_bytes = work->blocks * work->kind->strip_block_bytes;
     uint8_t *strip = work->strip > 0 ? scratch(SCRATCH_OWN, (size_t)strip_bytes(work)) : NULL;
     if (work->strip > 0 && strip == NULL) return; /* the others take this thread's share; the caller has its own */

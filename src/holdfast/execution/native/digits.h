@@ -1,5 +1,5 @@
 /* Activations as whole numbers of two 8-bit digits, and the products that are built from them. Knows no file's blocks
- * but through the way into it: quants in fours, as they are stored (digits.c) or as strips (strips.c).
+ * but through the way into it: quants in fours, as they are stored or as strips (strips.c, kquant_dots.c).
  *
  * A block of 32 activations becomes 16-bit whole numbers times one scale: each is off by at most 1/65,000 of the block's
  * largest. A whole number is two signed 8-bit digits, and the machine's 8-bit dot product multiplies digits with quants
@@ -39,15 +39,21 @@ typedef void (*four_function)(const uint8_t *four, const uint8_t *x, long blocks
 
 /* What a layout in fours needs to be multiplied: a row of this for each. */
 typedef struct {
-    four_function few[PANEL_ROWS + 1];  /* by rows: from where the weights lie */
-    four_function many[PANEL_ROWS + 1]; /* by rows: from a strip */
+    four_function few[PANEL_ROWS + 1]; /* by rows: from where the weights lie */
+    const four_function *many;         /* by rows: from a strip */
     void (*make_strip)(const uint8_t *four, long blocks, uint8_t *strip); /* of four outputs */
     long strip_block_bytes;
     float quant_worth; /* of 1 in the kernels' quants */
 } digit_kind;
 
-/* Of a layout before it was woven. */
+/* Of a layout before it was woven; those of the denser kinds are in kquant_dots.c. */
 const digit_kind *digit_kind_of(enum layout plain);
+const digit_kind *kquant_digits_of(enum layout plain);
+
+/* Strips of blocks with one scale: 4 scales and 4 minimums as floats, then 8 vectors of quants. */
+#define STRIP_HEADS 32
+#define STRIP_BLOCK_BYTES (STRIP_HEADS + FOUR * BLOCK_ELEMENTS)
+extern const four_function STRIP_WITH_MINIMUM[PANEL_ROWS + 1], STRIP_WITHOUT[PANEL_ROWS + 1];
 
 /* The lane must be a constant where it is inlined, and so it is when every loop around is unrolled. */
 ALWAYS_INLINE int32x4_t dot_lane(int32x4_t sum, int8x16_t q, int8x16_t x, int lane) {

@@ -4,7 +4,6 @@
 #include <string.h>
 
 #include "fours.h"
-#include "kquant_dots.h"
 #include "kquant_weave.h"
 
 long tile_depth(const product *wanted) {
@@ -61,8 +60,7 @@ int multiply(const product *wanted) {
         return wanted->rows <= DOT_ROWS ? multiply_by_dots(wanted) : multiply_by_panels(wanted);
     product fours = *wanted;
     fours.outputs = wanted->outputs / FOUR * FOUR;
-    int (*multiply_fours)(const product *) = is_kquant(wanted->layout) ? multiply_kquants : multiply_by_digits;
-    if (fours.outputs > 0 && multiply_fours(&fours)) return -1;
+    if (fours.outputs > 0 && multiply_by_digits(&fours)) return -1;
     return fours.outputs < wanted->outputs ? multiply_rest(wanted, fours.outputs) : 0;
 }
 

@@ -4,9 +4,6 @@
 
 #if defined(__ARM_FEATURE_DOTPROD) && defined(__aarch64__)
 
-#define STRIP_HEADS 32 /* bytes: 4 scales and 4 minimums as floats; then 8 vectors of quants */
-#define STRIP_BLOCK_BYTES (STRIP_HEADS + FOUR * BLOCK_ELEMENTS)
-
 ALWAYS_INLINE float32x4_t four_halves(const uint8_t *stored) {
     return vcvt_f32_f16(vreinterpret_f16_u8(vld1_u8(stored)));
 }
@@ -100,12 +97,17 @@ MAKER(strip_q4_0, Q4_0)
 MAKER(strip_q8_0, Q8_0)
 
 #define BY_ROWS(name) {[1] = name##_1, [2] = name##_2, [4] = name##_4, [8] = name##_8}
+const four_function STRIP_WITH_MINIMUM[PANEL_ROWS + 1] = BY_ROWS(strip_with_minimum);
+const four_function STRIP_WITHOUT[PANEL_ROWS + 1] = BY_ROWS(strip_without);
+
 static const digit_kind KINDS[LAYOUTS] = {
-    [Q4_1] = {BY_ROWS(stored_q4_1), BY_ROWS(strip_with_minimum), strip_q4_1, STRIP_BLOCK_BYTES, 1.0f / 16},
-    [Q4_0] = {BY_ROWS(stored_q4_0), BY_ROWS(strip_without), strip_q4_0, STRIP_BLOCK_BYTES, 1.0f / 16},
-    [Q8_0] = {BY_ROWS(stored_q8_0), BY_ROWS(strip_without), strip_q8_0, STRIP_BLOCK_BYTES, 1.0f},
+    [Q4_1] = {BY_ROWS(stored_q4_1), STRIP_WITH_MINIMUM, strip_q4_1, STRIP_BLOCK_BYTES, 1.0f / 16},
+    [Q4_0] = {BY_ROWS(stored_q4_0), STRIP_WITHOUT, strip_q4_0, STRIP_BLOCK_BYTES, 1.0f / 16},
+    [Q8_0] = {BY_ROWS(stored_q8_0), STRIP_WITHOUT, strip_q8_0, STRIP_BLOCK_BYTES, 1.0f},
 };
 
-const digit_kind *digit_kind_of(enum layout plain) { return KINDS + plain; }
+const digit_kind *digit_kind_of(enum layout plain) {
+    return is_kquant(plain) ? kquant_digits_of(plain) : KINDS + plain;
+}
 
 #endif
