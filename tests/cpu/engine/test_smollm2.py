@@ -21,7 +21,7 @@ QUESTIONS = [
     "Finish the sentence: The quick brown fox",
 ]
 TOKENS = 12
-TOLERANCE = 1e-2
+TOLERANCE = 5e-3
 """Of log-probabilities of the 20 likeliest, 30 layers deep. Products in float32 in another order: 2e-4 seen; with
 16-bit activations, as compiled products have them on Arm: 3.4e-3."""
 
