@@ -23,6 +23,8 @@ NAMES = {
     "top_k": "top_k",
     "min_p": "min_p",
     "repetition_penalty": "repetition_penalty",
+    "presence_penalty": "presence_penalty",
+    "frequency_penalty": "frequency_penalty",
     "max_new_tokens": "max_tokens",
 }
 """In a generation config, and ours."""
@@ -60,11 +62,9 @@ def default_sampling(config: EngineConfig, models_own: Mapping[str, Any] | None)
 
 
 def sampling_defaults(generation_config: Mapping[str, Any] | None) -> dict[str, Any]:
-    """What a generation_config.json says of sampling, under our names."""
-    config = dict(generation_config or {})
-    if config.get("do_sample") is False:
-        config = {"temperature": 0.0, "max_new_tokens": config.get("max_new_tokens")}
-    return _ours(config, "generation_config")
+    """What a generation_config.json says of sampling, under our names. `do_sample` is passed over, as in vLLM: many
+    models carry transformers' default of it, and their users do not expect greedy answers from a server."""
+    return _ours(generation_config or {}, "generation_config")
 
 
 def _ours(config: Mapping[str, Any], field: str) -> dict[str, Any]:

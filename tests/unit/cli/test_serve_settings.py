@@ -70,7 +70,10 @@ def test_unknown_words_name_the_nearest(capsys: pytest.CaptureFixture[str]) -> N
 def test_defaults_of_a_generation_config() -> None:
     found = sampling_defaults({"temperature": 0.6, "top_p": 0.9, "do_sample": True, "eos_token_id": 2})
     assert found == {"temperature": 0.6, "top_p": 0.9}
-    assert sampling_defaults({"do_sample": False, "temperature": 0.6}) == {"temperature": 0.0}
+    # As vLLM does: whether transformers would draw is not asked, and penalties count in any case.
+    greedy = {"do_sample": False, "repetition_penalty": 1.1, "presence_penalty": 0.5, "frequency_penalty": 0.25}
+    assert sampling_defaults(greedy) == {name: value for name, value in greedy.items() if name != "do_sample"}
+    assert sampling_defaults({"do_sample": False, "temperature": 0.6}) == {"temperature": 0.6}
     assert sampling_defaults(None) == {}
 
 
