@@ -139,6 +139,17 @@ class Fields:
                 raise self.wrong(name, needed, entry)
         return tuple(value)
 
+    def flags(self, name: str, *, count: int) -> tuple[bool, ...]:
+        """Yes or no for each of `count` layers; some writers put 1 and 0."""
+        needed = f"true or false, or 1 or 0, for each of {count} layers"
+        value = self.get(name, needed, ...)
+        if not isinstance(value, list) or len(value) != count:
+            raise self.mistyped(name, needed, value)
+        for entry in value:
+            if not isinstance(entry, int) or entry not in (0, 1):
+                raise self.mistyped(name, needed, entry)
+        return tuple(bool(entry) for entry in value)
+
     def integers(self, name: str, *, low: int, high: int, most: int) -> tuple[int, ...] | None:
         """At most `most` whole numbers; None when missing."""
         value = self.raw(name)

@@ -186,3 +186,50 @@ def test_a_bad_field_is_named(architecture: str, field: str, value: Any) -> None
         describe_gguf(header(architecture, **{field: value}), NAMES)
     assert f"{architecture}.{field}" in str(caught.value)
     assert caught.value.needed
+
+
+def windows_of(architecture: str, **changes: Any) -> list[int | None]:
+    return [layer.window for layer in describe_gguf(header(architecture, **changes), NAMES).layers]
+
+
+WINDOW, PATTERN = "attention.sliding_window", "attention.sliding_window_pattern"
+
+
+@pytest.mark.parametrize("given", [{WINDOW: 0}, {WINDOW: None}, {WINDOW: None, PATTERN: 2}, {PATTERN: 1}])
+def test_a_gemma_3_without_windows_rotates_all_layers_alike(given: dict[str, Any]) -> None:
+    changes = {"rope.freq_base": 5e5, "rope.freq_base_swa": 1e4, **given}
+    spec = describe_gguf(header("gemma3", **changes), NAMES)
+    assert [layer.window for layer in spec.layers] == [None] * 4
+    assert {spec.rope_of(layer).theta for layer in spec.layers} == {5e5}
+
+
+@pytest.mark.parametrize("architecture", ["gemma2", "gemma3"])
+@pytest.mark.parametrize(
+    ("pattern", "slides"),
+    [
+        (2, [True, False, True, False]),
+        (3, [True, True, False, True]),
+        (0, [True] * 4),
+        ([True, True, False, False], [True, True, False, False]),
+        ([0, 1, 0, 1], [False, True, False, True]),
+    ],
+)
+def test_windows_follow_the_header_s_pattern(architecture: str, pattern: Any, slides: list[bool]) -> None:
+    assert windows_of(architecture, **{PATTERN: pattern}) == [512 if slide else None for slide in slides]
+
+
+@pytest.mark.parametrize("architecture", ["gemma2", "gemma3"])
+@pytest.mark.parametrize("pattern", [[True] * 3, [True, False, 2, True], [True, False, "yes", True], -1, "every", True])
+def test_a_pattern_that_says_nothing_of_a_layer_is_refused(architecture: str, pattern: Any) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        windows_of(architecture, **{PATTERN: pattern})
+    assert caught.value.field == f"{architecture}.{PATTERN}"
+
+
+def test_gemma_2_has_windows_of_4096_unless_told_and_may_rotate_them_otherwise() -> None:
+    assert windows_of("gemma2", **{WINDOW: None}) == [4096, None, 4096, None]
+    spec = describe_gguf(header("gemma2", **{"rope.freq_base": 5e5, "rope.freq_base_swa": 2e4}), NAMES)
+    assert [spec.rope_of(layer).theta for layer in spec.layers] == [2e4, 5e5, 2e4, 5e5]
+    with pytest.raises(CheckpointError) as caught:
+        windows_of("gemma2", **{WINDOW: 0})
+    assert caught.value.field == f"gemma2.{WINDOW}"

@@ -6,6 +6,7 @@ Norms' weights are kept less one, but in GGUF. 3 rotates layers with a window by
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from holdfast.models.families.siglip import siglip_encoder, siglip_tensors
 from holdfast.models.fields import MAX_CONTEXT, MAX_LAYERS, MAX_WIDTH, Fields
@@ -79,22 +80,39 @@ def _text_tensors(source: Source, shape: Shape, version: int, *, stem: str) -> T
 def _windows(source: Source, count: int, version: int) -> tuple[int | None, ...]:
     if version == 1:
         return (None,) * count
+    if source.gguf:
+        return _gguf_windows(source.fields, count, version)
     if version == 2:
         return read_windows(source, count, lambda index: index % 2 == 0, window=4096)
-    pattern = 6
-    if not source.gguf:
-        name = "sliding_window_pattern" if source.fields.has("sliding_window_pattern") else "_sliding_window_pattern"
-        pattern = source.fields.integer(name, high=MAX_LAYERS, default=6)
+    name = "sliding_window_pattern" if source.fields.has("sliding_window_pattern") else "_sliding_window_pattern"
+    pattern = source.fields.integer(name, high=MAX_LAYERS, default=6)
     return read_windows(source, count, lambda index: (index + 1) % pattern != 0, window=4096)
 
 
+def _gguf_windows(fields: Fields, count: int, version: int) -> tuple[int | None, ...]:
+    """As llama.cpp reads them: a third without a width has no windows, and a pattern of 0 has no other layers."""
+    if version == 2:
+        width = fields.integer("sliding_window", high=MAX_CONTEXT, default=4096)
+    else:
+        width = fields.integer("sliding_window", low=0, high=MAX_CONTEXT, default=0)
+    name, usual = "sliding_window_pattern", 2 if version == 2 else 6
+    if isinstance(fields.raw(name), list):
+        slides = list(fields.flags(name, count=count))
+    else:
+        pattern = fields.integer(name, low=0, high=MAX_LAYERS, default=usual)
+        slides = [pattern == 0 or (index + 1) % pattern != 0 for index in range(count)]
+    return tuple(width if width and slide else None for slide in slides)
+
+
 def _layers(source: Source, shape: Shape, version: int) -> list[LayerSpec]:
-    windows, local = _windows(source, shape.layer_count, version), None
+    windows, local, fields = _windows(source, shape.layer_count, version), None, source.fields
     if version == 3:
-        base, fields = 10_000.0, source.fields
+        base = 10_000.0
         if source.gguf:
             base = fields.number("rope.freq_base_swa", low=1.0, high=MAX_THETA, default=base)
         local = rope_of_windows(fields, dim=shape.rope.dim, max_position=shape.max_position, theta=base)
+    elif version == 2 and fields.has("rope.freq_base_swa"):
+        local = replace(shape.rope, theta=fields.number("rope.freq_base_swa", low=1.0, high=MAX_THETA))
     return [
         LayerSpec(index=index, window=window, rope=None if window is None else local)
         for index, window in enumerate(windows)
