@@ -279,7 +279,7 @@ def chosen_dtype(question: Question, ranks: int = 1) -> NumberType:
     """Where it is left to us."""
     stored, devices = question.model.spec.stored_dtype, question.machine.devices[:ranks]
     if devices[0].kind == "gpu":
-        return gpu_type(stored, devices)
+        return gpu_type(question.model.spec, devices)
     processor, spec = Processor(model="", cores=1, features=question.machine.cpu_features), question.model.spec
     if not spec.runnable or spec.quantization is not None:
         engine = "llama.cpp" if question.model.format == "gguf" else "vLLM"

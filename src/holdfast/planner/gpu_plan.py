@@ -22,6 +22,7 @@ from holdfast.planner.gpu_footprint import LEAST_CAPABILITY
 from holdfast.planner.layouts import is_quantized
 from holdfast.planner.limits import check_step
 from holdfast.planner.machine import measured_device
+from holdfast.planner.number_types import check_type
 from holdfast.planner.plan import GpuChoice, Plan, longest_context
 from holdfast.planner.question import Machine, PlannedModel, settings_of
 from holdfast.planner.room import LEAST_TOKENS
@@ -72,6 +73,7 @@ def make_gpu_plan(
     name: str = "the model",
 ) -> Plan:
     check_step(config.max_num_seqs, config.max_num_batched_tokens)
+    check_type(config.dtype, spec)
     _check_kernels(spec, config)
     chosen, decision = choose_gpu(gpus)
     device = replace(measured_device(0, chosen), budget_bytes=config.vram)

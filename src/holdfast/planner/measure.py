@@ -20,7 +20,7 @@ from holdfast.observability.decisions import Decision
 from holdfast.planner.footprint import expands, weight_sizes
 from holdfast.planner.layouts import is_quantized
 from holdfast.planner.limits import Rung, choose, ladder
-from holdfast.planner.number_types import asked_type, cpu_type
+from holdfast.planner.number_types import asked_type, check_type, cpu_type
 from holdfast.planner.room import LEAST_TOKENS, Choices, Room
 
 
@@ -116,6 +116,7 @@ def _choices(
 
 
 def _dtype(asked: str, spec: ModelSpec, processor: Processor, decisions: list[Decision]) -> str:
+    check_type(asked, spec)
     given = asked_type(asked)
     if given is not None:
         return given

@@ -9,9 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from holdfast.errors import ConfigurationError
+from holdfast.models import ModelSpec
 from holdfast.planner.question import Device
 
 _SHORT_NAMES = {"half": "float16", "float": "float32"}
+_OUTGROW_HALF = ("gemma2", "gemma3")
+"""Architectures whose activations pass 65,504, the largest number of float16."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +28,22 @@ class NumberType:
 def asked_type(asked: str) -> str | None:
     """By its whole name; None: it is left to us."""
     return None if asked == "auto" else _SHORT_NAMES.get(asked, asked)
+
+
+def outgrows_half(spec: ModelSpec) -> bool:
+    return spec.architecture.lower().startswith(_OUTGROW_HALF)
+
+
+def check_type(asked: str, spec: ModelSpec) -> None:
+    if asked_type(asked) == "float16" and outgrows_half(spec):
+        raise ConfigurationError(
+            f"{spec.architecture} cannot be computed in float16: its activations outgrow it",
+            code="HF129",
+            needed="dtype bfloat16 or float32",
+            found=asked,
+            fix="leave --dtype out",
+            field="dtype",
+        )
 
 
 def cpu_type(stored: str, *, fast_bfloat16: bool) -> NumberType:
@@ -47,9 +67,15 @@ def other_engines_type(stored: str, engine: str, *, fast_bfloat16: bool) -> Numb
     return NumberType(value, reason, "model")
 
 
-def gpu_type(stored: str, devices: Sequence[Device]) -> NumberType:
+def gpu_type(spec: ModelSpec, devices: Sequence[Device]) -> NumberType:
     """The same on all of these."""
+    stored = spec.stored_dtype
     lacking = next((device for device in devices if device.gpu is not None and not device.gpu.bf16), None)
+    if outgrows_half(spec) and (lacking is not None or stored == "float16"):
+        reason = "what the model computes outgrows float16"
+        if lacking is None:
+            return NumberType("bfloat16", reason, "model")
+        return NumberType("float32", f"{reason}, and {lacking.name} does not compute in bfloat16", "hardware")
     if stored == "float16":
         return NumberType("float16", "as the model says", "model")
     if lacking is not None:

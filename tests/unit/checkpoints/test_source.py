@@ -155,7 +155,7 @@ def test_a_file_cut_after_its_header_was_read(model_folder: Folder) -> None:
 def test_a_name_of_the_catalogue_is_not_advised_where_it_cannot_run() -> None:
     """To fetch it would not help."""
     with pytest.raises(UnknownArchitectureError) as caught:
-        locate("qwen3-8b")
+        locate("deepseek-v3")
     assert "cannot run it yet" in caught.value.message
     with pytest.raises(CheckpointError, match="awq"):
         locate("llama-3.1-8b-awq")

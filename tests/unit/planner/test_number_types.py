@@ -7,10 +7,12 @@ from dataclasses import replace
 
 import pytest
 
+from holdfast.errors import ConfigurationError
 from holdfast.planner.answer import answer
 from holdfast.planner.commands import commands
 from holdfast.planner.fit import Fit, Question, fit
 from holdfast.planner.machine import Asked, machine_of
+from holdfast.planner.number_types import check_type
 from holdfast.planner.question import Device
 from holdfast.planner.requantize import quantized_as
 from holdfast.units import GIB
@@ -81,6 +83,23 @@ def test_on_a_gpu(ask: Ask, model: str, gpu: str, dtype: str, reason: str) -> No
     found = fit(ask(model, gpu))
     assert found.dtype == dtype
     assert reason in said(found)
+
+
+@pytest.mark.parametrize("architecture", ["Gemma2ForCausalLM", "gemma3"])
+def test_what_outgrows_float16_is_not_computed_in_it(ask: Ask, architecture: str) -> None:
+    """Stored in float16 or on a GPU without bfloat16; and it is refused where it is asked for."""
+    question = ask("llama-3.1-8b", gpu="h100")
+    spec = replace(question.model.spec, architecture=architecture, stored_dtype="float16")
+    question = replace(question, model=replace(question.model, spec=spec))
+    assert fit(question).dtype == "bfloat16"
+    on_t4 = replace(question, machine=ask("llama-3.1-8b", gpu="t4").machine)
+    assert fit(on_t4).dtype == "float32"
+    for asked in ("half", "float16"):
+        with pytest.raises(ConfigurationError) as refused:
+            check_type(asked, spec)
+        assert (refused.value.code, refused.value.field) == ("HF129", "dtype")
+    check_type("bfloat16", spec)
+    check_type("half", replace(spec, architecture="LlamaForCausalLM"))
 
 
 def test_short_names_are_the_same_types(ask: Ask, cpu: Callable[..., Device]) -> None:
