@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import msgspec
@@ -22,7 +22,9 @@ MAX_BIASES = 1024
 MAX_ALLOWED_IDS = 4096
 MAX_BAD_WORDS = 128
 MAX_BAD_WORD_TOKENS = 15
-"""Of one spelling of a bad word; each word may have two."""
+"""Of one spelling of a bad word."""
+MAX_BAD_SPELLINGS = 2 * MAX_BAD_WORDS
+"""Of all words together: a GPU keeps room for as many."""
 MAX_STOP_IDS = 1000
 """With the model's own ends no more than biases: a GPU keeps room for as many of both."""
 
@@ -83,8 +85,8 @@ class SamplingParams(msgspec.Struct, metaclass=_Spelling, frozen=True, kw_only=T
     allowed_token_ids: list[int] | None = None
     """Nothing else is ever sampled."""
     bad_words: list[str] | None = None
-    """Never written in the answer, neither at its start nor after a space: the last token of one is not sampled where
-    those before it stand."""
+    """Never written in the answer, neither at its start nor after a space or a newline: the last token of one is not
+    sampled where those before it stand."""
 
     # Known names whose work is not there yet: set to anything but their default, they are refused by name.
     structured_outputs: Any = None
@@ -99,6 +101,7 @@ class SamplingParams(msgspec.Struct, metaclass=_Spelling, frozen=True, kw_only=T
         if self.top_k == -1:
             settle(self, "top_k", 0)
         self._refuse_unsupported()
+        self._check_kinds()
         self._check()
 
     @property
@@ -122,6 +125,26 @@ class SamplingParams(msgspec.Struct, metaclass=_Spelling, frozen=True, kw_only=T
         for name in NOT_YET:
             if getattr(self, name) not in (None, [], {}):
                 raise UnsupportedOptionError(f"{name} is not supported", fix=f"leave {name} out", field=name)
+
+    def _check_kinds(self) -> None:
+        """A text is a sequence too: taken for a list, its letters would be the entries."""
+
+        def listed(name: str, of: str) -> list[Any]:
+            value = getattr(self, name)
+            if value is None:
+                return []
+            if isinstance(value, str | bytes | Mapping) or not isinstance(value, Collection):
+                raise _wrong_kind(name, f"a list of {of}", value)
+            return list(value)
+
+        for name in ("stop_token_ids", "allowed_token_ids"):
+            listed(name, "token ids")
+        for name in ("stop", "bad_words"):
+            for entry in listed(name, "strings"):
+                if not isinstance(entry, str):
+                    raise _wrong_kind(name, "a list of strings", entry)
+        if self.logit_bias is not None and not isinstance(self.logit_bias, Mapping):
+            raise _wrong_kind("logit_bias", "a dict from token ids to numbers", self.logit_bias)
 
     def _check(self) -> None:
         def need(good: bool, field: str, needed: str) -> None:
@@ -177,6 +200,17 @@ class SamplingParams(msgspec.Struct, metaclass=_Spelling, frozen=True, kw_only=T
             "logit_bias",
             "biases from -100 to 100",
         )
+
+
+def _wrong_kind(field: str, needed: str, value: object) -> RequestError:
+    found = f"{shorten(repr(value))} ({type(value).__name__})"
+    return RequestError(
+        f"{field} must be {needed}; found {found}",
+        needed=needed,
+        found=found,
+        fix=f"{field}=[{shorten(repr(value))}]" if isinstance(value, str) and field in ("stop", "bad_words") else None,
+        field=field,
+    )
 
 
 def _refuse_unknown(names: Iterable[str]) -> None:

@@ -74,13 +74,18 @@ def test_ends_are_left_out_when_they_are_ignored() -> None:
     assert door().admit([1], SamplingParams(ignore_eos=True), request_id="r")[0].eos_token_ids == ()
 
 
-def test_bad_words_are_spelled_at_the_start_and_after_a_space() -> None:
-    """Whatever the lengths of the two spellings; one that is the same twice is there once."""
-    tokenizer = Spelling({"cat": [10], " cat": [11], "tea pot": [12, 13], " tea pot": [9, 12, 13], "an": [14, 15],
-                          " an": [14, 15], "abc" * 9: [1] * 16, " " + "abc" * 9: [2] * 16})  # fmt: skip
+def test_bad_words_are_spelled_at_the_start_and_after_a_space_or_a_newline() -> None:
+    """Whatever the lengths of the spellings; one that ends in another is never written either, and is left out."""
+    tokenizer = Spelling({"\n": [4, 3], "cat": [10], " cat": [11], "\ncat": [4, 3, 16], "tea pot": [12, 13],
+                          " tea pot": [9, 12, 13], "\ntea pot": [17, 8], "an": [14, 15], " an": [14, 15],
+                          "\nan": [4, 3, 14, 15], "abc" * 9: [1] * 16, " " + "abc" * 9: [2] * 16,
+                          "\n" + "abc" * 9: [4, 3] + [1] * 16})  # fmt: skip
     words = ["cat", "  tea pot", "an"]
     (request,) = door(tokenizer=tokenizer).admit([5], SamplingParams(bad_words=words), request_id="r")
-    assert request.bad_word_ids == [[10], [11], [12, 13], [9, 12, 13], [14, 15]]
+    assert request.bad_word_ids == [[10], [11], [16], [12, 13], [17, 8], [14, 15]]
+    with pytest.raises(RequestError, match="spelled in 384 ways") as caught:
+        door(tokenizer=tokenizer).admit([5], SamplingParams(bad_words=["cat"] * 128), request_id="r")
+    assert caught.value.needed == "at most 256"
     with pytest.raises(RequestError, match="spelled in 16 tokens"):
         door(tokenizer=tokenizer).admit([5], SamplingParams(bad_words=["abc" * 9]), request_id="r")
     with pytest.raises(RequestError, match="need a tokenizer"):
@@ -88,7 +93,7 @@ def test_bad_words_are_spelled_at_the_start_and_after_a_space() -> None:
 
 
 def test_a_token_must_be_left_to_sample() -> None:
-    tokenizer = Spelling({"cat": [10], " cat": [11]})
+    tokenizer = Spelling({"\n": [4], "cat": [10], " cat": [11], "\ncat": [4, 10]})
     for change in (
         {"allowed_token_ids": [10, 11], "bad_words": ["cat"]},
         {"allowed_token_ids": [2], "min_tokens": 1},

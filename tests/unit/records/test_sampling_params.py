@@ -41,6 +41,29 @@ def test_out_of_range_names_the_field(field: str, value: object) -> None:
 
 @pytest.mark.parametrize(
     ("field", "value"),
+    [
+        ("bad_words", "foo"), ("bad_words", b"foo"), ("bad_words", [5]), ("bad_words", 5), ("stop", 5), ("stop", [5]),
+        ("stop_token_ids", "123"), ("stop_token_ids", 5), ("allowed_token_ids", "123"), ("allowed_token_ids", {5: 1}),
+        ("logit_bias", [5]), ("logit_bias", "5"),
+    ],
+)  # fmt: skip
+def test_the_wrong_kind_names_the_field(field: str, value: object) -> None:
+    """A text where a list belongs would be taken letter by letter."""
+    with pytest.raises(RequestError, match=f"{field} must be a (list|dict)") as caught:
+        SamplingParams(**{field: value})
+    assert caught.value.field == field
+    with pytest.raises(RequestError):
+        SamplingParams().replace(**{field: value})
+
+
+def test_a_text_in_place_of_bad_words_is_told_how_to_write_it() -> None:
+    with pytest.raises(RequestError) as caught:
+        SamplingParams(bad_words="foo")  # type: ignore[arg-type]
+    assert caught.value.fix == "bad_words=['foo']"
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
     [("logits_processors", [1]), ("guided_decoding", {"json": {}}),
      ("structured_outputs", {"regex": "a"}), ("use_beam_search", True), ("best_of", 3)],
 )  # fmt: skip
