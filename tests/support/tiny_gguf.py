@@ -11,8 +11,8 @@ VOCABULARY, HIDDEN, INNER, LAYERS, HEADS, KV_HEADS = 224, 64, 96, 2, 4, 2
 KINDS = ("Q8_0", "Q4_1", "Q4_0", "F16")
 
 
-def write_tiny_gguf(path: Path) -> None:
-    """Several kinds of matrices; in the second layer q, k and v are of three kinds."""
+def write_tiny_gguf(path: Path, also: tuple[str, ...] = ()) -> None:
+    """Several kinds of matrices; in the second layer q, k and v are of three kinds. `also`: vectors beside them."""
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_context_length(128)
     writer.add_embedding_length(HIDDEN)
@@ -48,6 +48,8 @@ def write_tiny_gguf(path: Path) -> None:
         matrix(f"{place}.ffn_gate", INNER, HIDDEN, "Q5_0" if layer else "Q8_0")
         matrix(f"{place}.ffn_up", INNER, HIDDEN, "Q5_0" if layer else "Q8_0")
         matrix(f"{place}.ffn_down", HIDDEN, INNER, "Q5_1" if layer else "Q4_0")
+    for name in also:
+        writer.add_tensor(name, numpy.ones(HIDDEN, dtype=numpy.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -16,7 +16,6 @@ from holdfast.checkpoints import (
     DEFAULT_MODEL,
     ModelFiles,
     StoredTensor,
-    extra_tensors,
     locate,
     locate_headers,
     match,
@@ -26,6 +25,7 @@ from holdfast.checkpoints import (
 from holdfast.checkpoints.builtin import refuse_revision
 from holdfast.checkpoints.source import refuse_known
 from holdfast.config import EngineConfig
+from holdfast.engine.unclaimed import refuse_unclaimed, warn_of_unused
 from holdfast.errors import (
     ConfigurationError,
     DoesNotFitError,
@@ -93,6 +93,8 @@ def _checked(config: EngineConfig, files: ModelFiles) -> FoundModel:
             fix="--load-format dummy for random weights in the same shapes",
             field="load_format",
         )
+    if wanted != "dummy" and files.format == "gguf":
+        refuse_unclaimed(spec, files)
     return FoundModel(files, spec)
 
 
@@ -204,11 +206,11 @@ def build_core(
 
     if plan is None or (plan.compiled and not native.available()):
         plan = plan_model(config, model, kernels=native.available())
+    if config.load_format != "dummy":
+        warn_of_unused(model.spec, model.files)
     if plan.gpu is not None:
         return _build_on_gpu(config, model, progress, plan)
     with contextlib.nullcontext() if config.load_format == "dummy" else open_checkpoint(model.files) as checkpoint:
-        if checkpoint is not None and (unused := extra_tensors(model.spec, checkpoint)):
-            log.warning("%d tensors of the checkpoint are not used: %s ...", len(unused), ", ".join(unused[:3]))
         plan = _still_fits(plan)
         set_threads(config.threads or processor().cores)
         warm_up(DTYPES[plan.dtype], CPU)

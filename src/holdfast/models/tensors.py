@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from holdfast.models.source import Shape
+from holdfast.models.source import Shape, Source
 from holdfast.models.spec import Part, TensorSpec
 
 
@@ -51,12 +51,24 @@ class TensorList:
         if bias:
             self.add("head_bias", (shape.vocab,), f"{hf}.bias", "output.bias", shard_axis=0)
 
+    def rope_freqs(self, source: Source, shape: Shape) -> None:
+        """What a GGUF file divides rotary frequencies by, where it does."""
+        if source.has_tensor("rope_freqs.weight"):
+            width = shape.rope.dim // 2
+            self.add("rope_freqs", (width,), "rope_freqs.weight", "rope_freqs.weight", optional=True)
+
     def block(self, index: int) -> Block:
         return Block(self, f"layers.{index}", f"{self.stem}{self.blocks}.{index}.", f"blk.{index}.", layer=index)
 
     def draft_block(self, index: int, number: int) -> Block:
         """Layer `index` of the checkpoint, behind those of the model: the `number`th draft layer."""
         return Block(self, f"draft.{number}", f"{self.stem}{self.blocks}.{index}.", f"blk.{index}.", layer=None)
+
+
+def gguf_biases(source: Source) -> str:
+    """Which of q, k, v and o have one, by what a file holds."""
+    names = {"q": "attn_q", "k": "attn_k", "v": "attn_v", "o": "attn_output"}
+    return "".join(part for part, name in names.items() if source.has_tensor(f"blk.0.{name}.bias"))
 
 
 class Block:

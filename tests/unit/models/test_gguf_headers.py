@@ -233,3 +233,10 @@ def test_gemma_2_has_windows_of_4096_unless_told_and_may_rotate_them_otherwise()
     with pytest.raises(CheckpointError) as caught:
         windows_of("gemma2", **{WINDOW: 0})
     assert caught.value.field == f"gemma2.{WINDOW}"
+
+
+def test_a_llama_with_experts_keeps_its_biases_and_its_rotations() -> None:
+    held = ("rope_freqs.weight", *(f"blk.0.attn_{part}.bias" for part in ("q", "k", "v", "output")))
+    found = shapes(describe_gguf(header("llama", expert_count=4, expert_used_count=2), (*NAMES, *held)))
+    assert found["rope_freqs.weight"] == (8,)
+    assert [found[f"blk.3.attn_{part}.bias"] for part in ("q", "k", "v", "output")] == [(64,), (32,), (32,), (64,)]

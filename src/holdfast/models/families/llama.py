@@ -9,7 +9,7 @@ from holdfast.models.families import mixtral
 from holdfast.models.fields import MAX_CONTEXT, MAX_EXPERTS
 from holdfast.models.source import Shape, Source, build_spec, read_shape
 from holdfast.models.spec import LayerSpec, ModelSpec
-from holdfast.models.tensors import TensorList
+from holdfast.models.tensors import TensorList, gguf_biases
 
 FAMILY = "llama"
 
@@ -46,9 +46,7 @@ def plain_tensors(
         block.norm("mlp_norm", shape.hidden, "post_attention_layernorm", "ffn_norm")
         block.gated_mlp(shape.hidden, shape.inner, bias=mlp_bias)
     tensors.end(shape, head=f"{outer}lm_head")
-    if source.has_tensor("rope_freqs.weight"):
-        half = shape.rope.dim // 2
-        tensors.add("rope_freqs", (half,), "rope_freqs.weight", "rope_freqs.weight", optional=True)
+    tensors.rope_freqs(source, shape)
     return tensors
 
 
@@ -70,6 +68,5 @@ def _window(source: Source, mistral: bool) -> int | None:
 
 def _biases(source: Source, mistral: bool) -> str:
     if source.gguf:
-        names = {"q": "attn_q", "k": "attn_k", "v": "attn_v", "o": "attn_output"}
-        return "".join(part for part, name in names.items() if source.has_tensor(f"blk.0.{name}.bias"))
+        return gguf_biases(source)
     return "qkvo" if not mistral and source.fields.boolean("attention_bias", default=False) else ""

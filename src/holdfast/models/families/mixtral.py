@@ -5,7 +5,7 @@ from __future__ import annotations
 from holdfast.models.fields import MAX_CONTEXT, MAX_EXPERTS
 from holdfast.models.source import Source, build_spec, read_shape
 from holdfast.models.spec import ExpertsSpec, LayerSpec, ModelSpec
-from holdfast.models.tensors import TensorList
+from holdfast.models.tensors import TensorList, gguf_biases
 
 FAMILY = "mixtral"
 
@@ -21,7 +21,7 @@ def describe(source: Source) -> ModelSpec:
         raise fields.wrong("num_experts", f"a whole number from 1 to {MAX_EXPERTS}", "nothing: the field is missing")
     used = fields.integer("num_experts_per_tok", high=count, default=2)
     window = fields.integer("sliding_window", low=0, high=MAX_CONTEXT, default=0) or None
-    bias = phi and (source.has_tensor("blk.0.attn_q.bias") or fields.boolean("attention_bias", default=False))
+    biases = "qkvo" if phi and fields.boolean("attention_bias", default=False) else gguf_biases(source)
     head_bias = phi and (source.has_tensor("output.bias") or fields.boolean("lm_head_bias", default=False))
     experts = ExpertsSpec(count=count, per_token=used, intermediate_size=shape.inner)
     tensors = TensorList()
@@ -29,11 +29,12 @@ def describe(source: Source) -> ModelSpec:
     for index in range(shape.layer_count):
         block = tensors.block(index)
         block.norm("attn_norm", shape.hidden, "input_layernorm", "attn_norm", bias=phi)
-        block.attention(shape, bias="qkv" if bias else "", out_bias=bias, turned=not phi)
+        block.attention(shape, bias=biases, out_bias="o" in biases, turned=not phi)
         block.norm("mlp_norm", shape.hidden, "post_attention_layernorm", "ffn_norm", bias=phi)
         block.router(count, shape.hidden, "block_sparse_moe.gate")
         block.experts(count, shape.hidden, shape.inner, "block_sparse_moe.experts", "w1", "w3", "w2")
     tensors.end(shape, bias=phi, head_bias=head_bias)
+    tensors.rope_freqs(source, shape)
     return build_spec(
         source,
         shape,

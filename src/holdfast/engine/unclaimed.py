@@ -1,0 +1,44 @@
+"""Tensors that a checkpoint holds and its model's spec does not name: refused in GGUF files, said in others.
+
+safetensors hold buffers that nobody reads again, and the spec follows what config.json says of the rest; a GGUF header
+says nothing of biases, norms and rotations: that their tensors are there is all that tells of them. Loads nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from holdfast.checkpoints import ModelFiles, extra_tensors, open_checkpoint
+from holdfast.errors import CheckpointError
+from holdfast.models import ModelSpec
+from holdfast.units import counted, shorten
+
+log = logging.getLogger("holdfast")
+
+_TOWERS = ("v.", "a.", "mm.")
+"""What some GGUF files hold beside a decoder, which never reads it: encoders of images and of sound, and what leads
+from them to it."""
+
+
+def refuse_unclaimed(spec: ModelSpec, files: ModelFiles) -> None:
+    """A GGUF file holds what its model computes with and no more: what nobody here knows of would be left out."""
+    with open_checkpoint(files) as checkpoint:
+        unclaimed = [name for name in extra_tensors(spec, checkpoint) if not name.startswith(_TOWERS)]
+    if unclaimed:
+        more = f" and {len(unclaimed) - 3} more" if len(unclaimed) > 3 else ""
+        raise CheckpointError(
+            f"{files.name} holds {counted(len(unclaimed), 'tensor')} that this engine does not know in a "
+            f"{spec.architecture}, and would answer wrongly without",
+            needed=f"the {len(spec.tensors)} tensors of a {spec.architecture}, and those of encoders beside it",
+            found=", ".join(shorten(name, 80) for name in unclaimed[:3]) + more,
+            fix="take another GGUF file of this model, or its safetensors",
+            field="general.architecture",
+        )
+
+
+def warn_of_unused(spec: ModelSpec, files: ModelFiles) -> None:
+    with open_checkpoint(files) as checkpoint:
+        unused = extra_tensors(spec, checkpoint)
+    if unused:
+        names = shorten(", ".join(unused[:3]), 240)
+        log.warning("%d tensors of the checkpoint are not used: %s ...", len(unused), names)
