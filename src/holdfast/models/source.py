@@ -204,7 +204,7 @@ def read_shape(
         fields.integer("sliding_window", low=0, high=MAX_CONTEXT, default=None)
     hidden = fields.integer("hidden_size", high=MAX_WIDTH)
     head_count = fields.integer("num_attention_heads", high=MAX_HEADS, default=_or_missing(heads))
-    kv_count = fields.integer("num_key_value_heads", high=MAX_HEADS, default=kv_heads or head_count)
+    kv_count = fields.integer("num_key_value_heads", high=MAX_HEADS, default=_kv_default(fields, kv_heads, head_count))
     if head_count % kv_count:
         raise fields.wrong("num_key_value_heads", f"a divisor of the {head_count} attention heads", kv_count)
     dim = _head_dim(fields, hidden, head_count, head_dim, even=rotary > 0)
@@ -231,6 +231,11 @@ def read_shape(
 def _or_missing(value: int | None) -> int:
     """A default, or the sign that there is none."""
     return value if value is not None else ...  # type: ignore[return-value]
+
+
+def _kv_default(fields: Fields, default: int | None, heads: int) -> int:
+    """transformers reads an absent field as its class's default but a null as "as many as heads"."""
+    return heads if default is None or fields.key("num_key_value_heads") in fields.values else default
 
 
 def _head_dim(fields: Fields, hidden: int, heads: int, default: int | None, *, even: bool) -> int:

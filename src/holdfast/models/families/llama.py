@@ -19,9 +19,7 @@ def describe(source: Source) -> ModelSpec:
     if source.gguf and fields.integer("num_experts", low=0, high=MAX_EXPERTS, default=0):
         return mixtral.describe(source)  # llama.cpp keeps both under one name
     mistral = source.architecture == "MistralForCausalLM"
-    # transformers reads an absent field as its class's default but a null as "as many as heads".
-    kv_heads = 8 if mistral and "num_key_value_heads" not in fields.values else None
-    shape = read_shape(source, kv_heads=kv_heads, max_position=_context(source, mistral))
+    shape = read_shape(source, kv_heads=8 if mistral else None, max_position=_context(source, mistral))
     window = _window(source, mistral)
     mlp_bias = source.has_tensor("blk.0.ffn_up.bias") or (not mistral and fields.boolean("mlp_bias", default=False))
     return build_spec(

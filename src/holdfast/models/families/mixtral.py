@@ -15,7 +15,13 @@ def describe(source: Source) -> ModelSpec:
     source = source.called({"num_experts": "num_local_experts", "moe_intermediate_size": "intermediate_size"})
     fields = source.fields
     phi = source.architecture.lower().startswith("phimoe")
-    shape = read_shape(source, kv_heads=None if source.gguf else 8, max_position=None if source.gguf else 131_072)
+    shape = read_shape(
+        source,
+        kv_heads=None if source.gguf else 8,
+        max_position=None if source.gguf else 131_072,
+        theta=10_000.0 if source.gguf else 1e6,
+        eps_default=1e-5,
+    )
     count = fields.integer("num_experts", high=MAX_EXPERTS, default=None if source.gguf else 16 if phi else 8)
     if count is None:
         raise fields.wrong("num_experts", f"a whole number from 1 to {MAX_EXPERTS}", "nothing: the field is missing")

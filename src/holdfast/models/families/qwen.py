@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from holdfast.models.fields import MAX_LAYERS
 from holdfast.models.source import Shape, Source, build_spec, read_shape, read_windows
 from holdfast.models.spec import DecoderSpec, LayerSpec, ModelSpec
@@ -13,10 +15,12 @@ FAMILY = "qwen"
 def describe(source: Source) -> ModelSpec:
     fields = source.fields
     third = source.architecture in ("Qwen3ForCausalLM", "qwen3")
+    seed = source.architecture == "SeedOssForCausalLM"
     shape = read_shape(
         source,
+        kv_heads=8 if seed else None,
         head_dim=None if source.gguf or source.architecture == "Qwen2ForCausalLM" else 128,
-        max_position=None if source.gguf else 32_768,
+        max_position=None if source.gguf else 524_288 if seed else 32_768,
     )
     bias, out_bias = _biases(source, third)
     tensors = TensorList()
@@ -58,7 +62,15 @@ def _biases(source: Source, third: bool) -> tuple[str, bool]:
 
 def qwen_windows(source: Source, shape: Shape) -> tuple[int | None, ...]:
     """Configs name a window that is not used unless use_sliding_window says so, and then above max_window_layers."""
+    first = source.fields.integer("max_window_layers", low=0, high=MAX_LAYERS, default=28)
+    return windows_if_used(source, shape.layer_count, lambda index: index >= first)
+
+
+def windows_if_used(source: Source, count: int, slides: Callable[[int], bool]) -> tuple[int | None, ...]:
+    """`slides`: of which layers, where use_sliding_window says that there are any."""
     fields = source.fields
+    # Silence means the class's width; a null, that there is none.
+    width = None if fields.key("sliding_window") in fields.values else 4096
     used = fields.boolean("use_sliding_window", default=False)
-    first = fields.integer("max_window_layers", low=0, high=MAX_LAYERS, default=28)
-    return read_windows(source, shape.layer_count, lambda index: used and index >= first, window=4096)
+    used = used and (width is not None or fields.has("sliding_window"))
+    return read_windows(source, count, lambda index: used and slides(index), window=width)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from holdfast.models.families.qwen import qwen_windows
+from holdfast.models.families.qwen import windows_if_used
 from holdfast.models.fields import MAX_EXPERTS, MAX_LAYERS, MAX_WIDTH
 from holdfast.models.source import Source, build_spec, read_shape
 from holdfast.models.spec import DecoderSpec, ExpertsSpec, LayerSpec, ModelSpec
@@ -14,7 +14,12 @@ FAMILY = "qwen_moe"
 def describe(source: Source) -> ModelSpec:
     source = source.called({"num_experts": ("num_experts", "num_local_experts")})
     third = source.architecture in ("Qwen3MoeForCausalLM", "qwen3moe")
-    shape = read_shape(source, max_position=None if source.gguf else 32_768, inner=1 if source.gguf else None)
+    shape = read_shape(
+        source,
+        kv_heads=4 if third and not source.gguf else None,
+        max_position=None if source.gguf else 32_768,
+        inner=1 if source.gguf else None,
+    )
     # llama.cpp's header does not say: it norms the third generation's weights and not those of the second.
     normalized = third if source.gguf else source.fields.boolean("norm_topk_prob", default=False)
     experts = read_experts(source, shared=not third, normalized=normalized)
@@ -41,10 +46,17 @@ def describe(source: Source) -> ModelSpec:
     tensors.end(shape)
     layers = [
         LayerSpec(index=index, window=window, experts=experts if sparse[index] else None)
-        for index, window in enumerate(qwen_windows(source, shape))
+        for index, window in enumerate(_windows(source, shape.layer_count, third))
     ]
     decoder = DecoderSpec(query_key_norm="head" if third else "none")
     return build_spec(source, shape, family=FAMILY, layers=layers, tensors=tensors.found, decoder=decoder)
+
+
+def _windows(source: Source, count: int, third: bool) -> tuple[int | None, ...]:
+    """Where a window is used at all, all layers of the third generation have it, and of the second every other one of
+    the first max_window_layers."""
+    last = source.fields.integer("max_window_layers", low=0, high=MAX_LAYERS, default=28)
+    return windows_if_used(source, count, lambda index: third or (index % 2 == 0 and index < last))
 
 
 def read_experts(source: Source, *, shared: bool, normalized: bool = True) -> ExpertsSpec:

@@ -14,6 +14,7 @@ def describe(source: Source) -> ModelSpec:
     source = source.called({"layer_norm_eps": "norm_epsilon"})
     shape = read_shape(
         source,
+        kv_heads=None if source.gguf else 2,
         tied=True,
         eps="layer_norm_eps",
         act_default="gelu_pytorch_tanh",
