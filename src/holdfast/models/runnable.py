@@ -75,6 +75,8 @@ def _settings(spec: ModelSpec, fields: Fields) -> Iterator[str]:
     yield from _long_rope(spec, fields)
     if spec.rope.dim != spec.head_dim and spec.family not in _PARTLY_ROTATING_FAMILIES:
         yield f"{fields.key('partial_rotary_factor')}: only {spec.rope.dim} of {spec.head_dim} dimensions rotate"
+    elif spec.rope.dim == 0 or spec.rope.dim % 2:
+        yield f"{fields.key('partial_rotary_factor')}: {spec.rope.dim} dimensions rotate, where they do so in pairs"
     if spec.quantization is not None:
         yield f"quantization_config: {spec.quantization.method} weights"
     if any(tensor.part == "vision" for tensor in spec.tensors):
@@ -82,7 +84,11 @@ def _settings(spec: ModelSpec, fields: Fields) -> Iterator[str]:
 
 
 def _long_rope(spec: ModelSpec, fields: Fields) -> Iterator[str]:
-    if spec.rope.scaling != "longrope" or any(tensor.name == "rope_freqs_long" for tensor in spec.tensors):
+    held = {tensor.name for tensor in spec.tensors} & {"rope_freqs", "rope_freqs_long"}
+    if spec.family in _LONG_ROPE_FAMILIES and len(held) == 1:
+        there = "short" if "rope_freqs" in held else "long"
+        yield f"{fields.key('rope_scaling')}: longrope with rope_factors_{there}.weight and not the other"
+    if spec.rope.scaling != "longrope" or held:
         return
     for name, factors in (("short_factor", spec.rope.short_factors), ("long_factor", spec.rope.long_factors)):
         if len(factors) != spec.rope.dim // 2:

@@ -66,6 +66,7 @@ GGUF_NAMES: dict[str, str | tuple[str, ...]] = {
     "residual_multiplier": "residual_scale",
     "logits_scaling": "logit_scale",
     "rope.scaling.type": "rope.scaling.type",
+    "rope.scaling.finetuned": "rope.scaling.finetuned",
     "rope.scaling.factor": "rope.scaling.factor",
     "rope.scale_linear": "rope.scale_linear",
     "rope.scaling.original_context_length": "rope.scaling.original_context_length",
@@ -203,6 +204,7 @@ def read_shape(
         # Of families without windows too: what it says must be a length, whoever goes by it.
         fields.integer("sliding_window", low=0, high=MAX_CONTEXT, default=None)
     hidden = fields.integer("hidden_size", high=MAX_WIDTH)
+    _refuse_lists(fields, ("num_attention_heads", "num_key_value_heads", "intermediate_size"))
     head_count = fields.integer("num_attention_heads", high=MAX_HEADS, default=_or_missing(heads))
     kv_count = fields.integer("num_key_value_heads", high=MAX_HEADS, default=_kv_default(fields, kv_heads, head_count))
     if head_count % kv_count:
@@ -231,6 +233,14 @@ def read_shape(
 def _or_missing(value: int | None) -> int:
     """A default, or the sign that there is none."""
     return value if value is not None else ...  # type: ignore[return-value]
+
+
+def _refuse_lists(fields: Fields, names: Sequence[str]) -> None:
+    for name in names:
+        if isinstance(given := fields.raw(name), list):
+            raise fields.wrong(
+                name, "one whole number (this family's layers are all alike)", f"a list of {len(given)}, one a layer"
+            )
 
 
 def _kv_default(fields: Fields, default: int | None, heads: int) -> int:

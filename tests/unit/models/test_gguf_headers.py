@@ -240,3 +240,37 @@ def test_a_llama_with_experts_keeps_its_biases_and_its_rotations() -> None:
     found = shapes(describe_gguf(header("llama", expert_count=4, expert_used_count=2), (*NAMES, *held)))
     assert found["rope_freqs.weight"] == (8,)
     assert [found[f"blk.3.attn_{part}.bias"] for part in ("q", "k", "v", "output")] == [(64,), (32,), (32,), (64,)]
+
+
+def lacks(architecture: str, names: tuple[str, ...] = (), **changes: Any) -> tuple[str, ...]:
+    return describe_gguf(header(architecture, **changes), (*NAMES, *names)).unsupported
+
+
+@pytest.mark.parametrize("architecture", ["phi3", "stablelm"])
+@pytest.mark.parametrize(("rotating", "runs"), [(0, False), (7, False), (8, True), (16, True)])
+def test_dimensions_rotate_in_pairs(architecture: str, rotating: int, runs: bool) -> None:
+    found = lacks(architecture, ("blk.0.ffn_norm.weight",), **{"rope.dimension_count": rotating})
+    assert [one.partition(":")[0] for one in found] == ([] if runs else [f"{architecture}.rope.dimension_count"])
+
+
+@pytest.mark.parametrize("held", [("long",), ("short",), (), ("long", "short")])
+@pytest.mark.parametrize("said", [True, False])
+def test_two_rotations_need_both_of_their_factors(held: tuple[str, ...], said: bool) -> None:
+    changes = {"rope.scaling.type": "longrope"} if said else {}
+    found = lacks("phi3", tuple(f"rope_factors_{name}.weight" for name in held), **changes)
+    runs = len(held) == 2 or not (held or said)
+    assert {one.partition(":")[0] for one in found} == (set() if runs else {"phi3.rope.scaling.type"})
+
+
+def test_a_granite_may_not_rotate_at_all() -> None:
+    for given, rotates in ((False, False), (True, True), (None, True)):
+        spec = from_gguf(header("granite", **{"rope.scaling.finetuned": given}), NAMES)
+        assert {layer.rotates for layer in spec.layers} == {rotates}
+
+
+@pytest.mark.parametrize("field", ["attention.head_count_kv", "attention.head_count", "feed_forward_length"])
+def test_sizes_by_layer_are_refused_in_words(field: str) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        describe_gguf(header("granite", **{field: [2, 2, 0, 2]}), NAMES)
+    assert caught.value.field == f"granite.{field}"
+    assert caught.value.found == "a list of 4, one a layer"

@@ -21,10 +21,15 @@ def describe(source: Source) -> ModelSpec:
     usual = shape.head_dim**-0.5 if source.gguf else 1.0
     scale = fields.number("attention_multiplier", low=1e-6, high=1e6, default=usual)
     decoder = _decoder(source)
+    # llama.cpp takes this, which elsewhere only tells of a model's past, for whether a Granite rotates at all.
+    rotates = not source.gguf or fields.boolean("rope.scaling.finetuned", default=True)
     if source.architecture in ("GraniteForCausalLM", "granite"):
         mlp_bias = source.has_tensor("blk.0.ffn_up.bias") or fields.boolean("mlp_bias", default=False)
         found = plain_tensors(source, shape, biases=bias, mlp_bias=mlp_bias).found
-        return build_spec(source, shape, family=FAMILY, tensors=found, attention_scale=scale, decoder=decoder)
+        layers = [LayerSpec(index=index, rotates=rotates) for index in range(shape.layer_count)]
+        return build_spec(
+            source, shape, family=FAMILY, layers=layers, tensors=found, attention_scale=scale, decoder=decoder
+        )
     count = fields.integer("num_experts", high=MAX_EXPERTS, default=... if source.gguf else 8)  # type: ignore[arg-type]
     used = fields.integer("num_experts_per_tok", high=count, default=min(2, count))
     tensors = TensorList()
@@ -44,7 +49,7 @@ def describe(source: Source) -> ModelSpec:
             block.stacked("experts.down", (count, shape.hidden, shape.inner), f"{stem}.output_linear.weight", axis=2)
     tensors.end(shape)
     experts = ExpertsSpec(count=count, per_token=used, intermediate_size=shape.inner)
-    layers = [LayerSpec(index=index, experts=experts) for index in range(shape.layer_count)]
+    layers = [LayerSpec(index=index, experts=experts, rotates=rotates) for index in range(shape.layer_count)]
     return build_spec(
         source, shape, family=FAMILY, layers=layers, tensors=tensors.found, attention_scale=scale, decoder=decoder
     )
