@@ -23,9 +23,6 @@ from holdfast.execution.ops.interface import (
 from holdfast.execution.weights import GatedWeights, LayerWeights
 from holdfast.kvcache.groups import KVGroup
 
-FEW_TOKENS = 8
-"""Heads of so many are normed token by token: fewer calls than torch makes."""
-
 
 class CompiledAttention:
     name = "compiled"
@@ -65,13 +62,13 @@ def rotate_and_store(
 
 
 def norm_in_place(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> None:
+    """By the same code for any number of tokens: what a token becomes does not hang on its company."""
     if x.dim() == 2:
         native.rms_norm(x, weight, epsilon, x)
-    elif len(x) <= FEW_TOKENS:
-        for heads in x:
-            native.rms_norm(heads, weight, epsilon, heads)
-    else:
-        reference.norm_in_place(x, weight, epsilon)
+        return
+    # A matrix of rows is all heads of a token, or one head of all tokens: whichever takes fewer calls.
+    for rows in x if x.shape[0] <= x.shape[1] else x.unbind(1):
+        native.rms_norm(rows, weight, epsilon, rows)
 
 
 def gate(gate_up: torch.Tensor, activation: Activation, out: torch.Tensor) -> None:
