@@ -68,6 +68,27 @@ def test_the_stream_is_normed(dtype: torch.dtype, columns: int) -> None:
             assert (out != plain).float().mean() < 0.01
 
 
+@pytest.mark.parametrize("dtype", TYPES[1:], ids=str)
+def test_a_weight_of_float32_has_its_product_rounded_once(dtype: torch.dtype) -> None:
+    """As Gemma's norms are: on the stream, on what is added to it, and of heads."""
+    source = seeded(dtype)
+    x, weight, columns = normal(source, 40, 64, dtype=dtype), 1 + 0.3 * normal(source, 64), 64
+    exact = x.double()
+    exact = exact * torch.rsqrt(exact.square().mean(-1, keepdim=True) + 1e-6) * weight.double()
+    normed, stream = poisoned(40, columns, dtype=dtype), torch.zeros(40, columns, dtype=dtype, device=DEVICE)
+    layer.rms_norm(x, weight, 1e-6, normed)
+    layer.add_branch(x, weight, 1e-6, 1.0, stream)
+    pool = Pool(source, 40, 1, columns, dtype)
+    qkv = x.repeat(1, 3)
+    positions, slots, tables = (part.to(DEVICE) for part in (pool.positions, pool.slots, pool.tables))
+    layer.rotate_and_store(
+        qkv, poisoned(40, 0), positions, slots, pool.pages, tables, place=pool.place, query_norm=weight,
+        key_norm=weight, epsilon=1e-6,
+    )  # fmt: skip
+    for found in (normed, stream, qkv[:, :columns], qkv[:, columns : 2 * columns]):
+        close(found, exact, dtype, 1.01)
+
+
 def angles_of(positions: torch.Tensor, dim: int, theta: float = 10000.0) -> torch.Tensor:
     frequencies = inverse_frequencies(RopeSpec(theta=theta, dim=dim)).to(DEVICE)
     out = poisoned(len(positions), dim)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import random
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -73,6 +74,44 @@ def test_fast_forms_equal_the_plain_ones(dtype: torch.dtype, tolerance: float, t
             torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
     assert torch.equal(results[0][3], heads_of(product).value)
     assert int((results[0][4] != 0).any(-1).any(-1).sum()) == 2 * tokens  # keys and values of every token, no more
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", ["gemma", "gemma2", "gemma3", "llama"])
+def test_norms_round_where_those_of_transformers_do(name: str, dtype: torch.dtype) -> None:
+    """Gemma's weights, kept in float32 with the one that is added to them, are multiplied before any rounding."""
+    torch.manual_seed(5)
+    module = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
+    norm = getattr(module, f"{name.capitalize()}RMSNorm")(48, eps=1e-6)
+    norm.weight.data = (0.3 * torch.randn(48)).to(dtype)
+    weight = norm.weight.data if name == "llama" else norm.weight.data.float() + 1
+    x = torch.randn(200, 48).to(dtype)
+    for ops in (ops_for(CPU, reference=True), ops_for(CPU)):
+        out, heads = torch.empty_like(x), x.view(50, 4, 48).clone()
+        ops.rms_norm(x, weight, 1e-6, out)
+        ops.norm_in_place(heads, weight, 1e-6)
+        assert torch.equal(out, norm(x))
+        assert torch.equal(heads.view(200, 48), out)
+
+
+@pytest.mark.skipif(not native.available(), reason="no compiled kernels")
+def test_heads_are_normed_alike_in_any_company() -> None:
+    torch.manual_seed(6)
+    ops, weight = ops_for(CPU, compiled=True), torch.randn(24)
+    product = torch.randn(700, 7 * 24)
+
+    def normed(first: int, last: int) -> torch.Tensor:
+        heads = product[first:last].clone().view(-1, 7, 24)
+        ops.norm_in_place(heads[:, 1:5], weight, 1e-6)
+        return heads
+
+    together = normed(0, 700)
+    plain = product.view(-1, 7, 24)[:, 1:5].double()
+    plain = plain * torch.rsqrt(plain.square().mean(-1, keepdim=True) + 1e-6) * weight.double()
+    torch.testing.assert_close(together[:, 1:5].double(), plain, atol=1e-5, rtol=1e-5)
+    assert torch.equal(together[:, 0], product.view(-1, 7, 24)[:, 0])
+    for first, last in ((0, 1), (3, 6), (10, 14), (20, 25), (0, 9), (500, 700)):
+        assert torch.equal(normed(first, last), together[first:last])
 
 
 def test_a_rotation_keeps_lengths_and_relative_angles() -> None:

@@ -39,12 +39,15 @@ def _rms_norm(
     x = tl.load(stream + row * stream_stride + column, mask=inside, other=0.0)
     wide = x.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, 0) / COLUMNS + epsilon)
-    normed = (wide * scale).to(x.dtype).to(tl.float32) * scaled_by
+    normed = (wide * scale).to(weight.dtype.element_ty).to(tl.float32) * scaled_by
     tl.store(out + row * out_stride + column, normed.to(out.dtype.element_ty), mask=inside)
 
 
 def rms_norm(stream: torch.Tensor, weight: torch.Tensor, epsilon: float, out: torch.Tensor) -> None:
-    """out = stream over its root mean square, times weight; both [rows, columns], columns side by side, rows apart."""
+    """out = stream over its root mean square, times weight; both [rows, columns], columns side by side, rows apart.
+
+    Multiplied in the weight's type, as the plain form is: one of float32 has it rounded once, at the end.
+    """
     rows, columns = stream.shape
     if rows:
         _rms_norm[(rows,)](
@@ -96,7 +99,7 @@ def _add_branch(
     if NORM:
         scale = tl.rsqrt(tl.sum(added * added, 0) / COLUMNS + epsilon)
         by = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
-        added = ((added * scale).to(x.dtype).to(tl.float32) * by).to(x.dtype).to(tl.float32)
+        added = ((added * scale).to(weight.dtype.element_ty).to(tl.float32) * by).to(x.dtype).to(tl.float32)
     line = stream + row * stream_stride + column
     before = tl.load(line, mask=inside, other=0.0)
     tl.store(line, (before.to(tl.float32) + factor * added).to(before.dtype), mask=inside)
@@ -140,7 +143,7 @@ def _normed_part(part, scale, query_norm, key_norm, index, real, is_key, is_valu
     """Some dimensions of all heads of a program, times what their norm gives them; values stay as they are."""
     by_query = tl.load(query_norm + index, mask=real, other=0.0).to(tl.float32)
     by_key = tl.load(key_norm + index, mask=real, other=0.0).to(tl.float32)
-    normed = (part * scale).to(kind).to(tl.float32) * tl.where(is_key, by_key, by_query)
+    normed = (part * scale).to(query_norm.dtype.element_ty).to(tl.float32) * tl.where(is_key, by_key, by_query)
     return tl.where(is_value, part, normed.to(kind).to(tl.float32))
 
 
