@@ -6,6 +6,8 @@ Keeps what is needed to ask another engine to go on where one died.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Sequence
+from typing import overload
 
 import msgspec
 
@@ -74,14 +76,13 @@ class Answer:
             timing=self._times(output),
         )
 
-    def _of_prompt(self, entries: list[TokenLogprobs]) -> list[dict[int, Logprob] | None] | None:
+    def _of_prompt(self, entries: list[TokenLogprobs]) -> Sequence[dict[int, Logprob] | None] | None:
         """What was told of the prompt, with a None before all of it."""
         if self.request.params.prompt_logprobs is None or (self._prompt_entries and not entries):
             return None
-        told: list[dict[int, Logprob] | None] = [] if self._prompt_entries else [None]
-        told += [self._readable(entry) for entry in entries]
+        told: list[TokenLogprobs | None] = [*entries] if self._prompt_entries else [None, *entries]
         self._prompt_entries += len(told)
-        return told
+        return _Spelled(told, self._readable)
 
     def _times(self, output: EngineOutput) -> RequestTiming | None:
         """With the last delta only. What began in an engine that died has begun when it began; an answer that is ended
@@ -116,3 +117,29 @@ class Answer:
         if pieces is None or not pieces.byte_level:
             return self._tokenizer.decode([token])
         return pieces.bytes_of(token).decode(errors="replace")
+
+
+class _Spelled(Sequence[dict[int, Logprob] | None]):
+    """Entries that are made readable one by one, when they are looked at: all at once they would keep others waiting
+    and take several times the memory."""
+
+    def __init__(
+        self, entries: list[TokenLogprobs | None], readable: Callable[[TokenLogprobs], dict[int, Logprob]]
+    ) -> None:
+        self._entries = entries
+        self._readable = readable
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    @overload
+    def __getitem__(self, place: int) -> dict[int, Logprob] | None: ...
+    @overload
+    def __getitem__(self, place: slice) -> list[dict[int, Logprob] | None]: ...
+    def __getitem__(self, place: int | slice) -> dict[int, Logprob] | list[dict[int, Logprob] | None] | None:
+        if isinstance(place, slice):
+            return [self._look(entry) for entry in self._entries[place]]
+        return self._look(self._entries[place])
+
+    def _look(self, entry: TokenLogprobs | None) -> dict[int, Logprob] | None:
+        return None if entry is None else self._readable(entry)

@@ -42,8 +42,16 @@ LIBRARIES_BYTES = 144 * MIB
 """80 to 140 MiB with the same: how many pages are mapped around those that are used depends on the page cache, and they
 are most right after an installation."""
 
-FRONT_BYTES = 160 * MIB
-"""93 MiB with SmolLM2's tokenizer and nobody there; the rest is for bodies, streams and larger vocabularies."""
+TOLD_ENTRIES = 2**18
+"""Log-probabilities of prompts that the front holds at a time: 4,096 tokens with 20 each three times, or 131,072 with
+one. A request for more is refused, requests together wait for each other."""
+
+TOLD_ENTRY_BYTES = 160
+"""Of each of them: about 75 as JSON, more with long words, and as much again while it waits as the engine told it."""
+
+FRONT_BYTES = 120 * MIB + TOLD_ENTRIES * TOLD_ENTRY_BYTES
+"""160 MiB. 93 with SmolLM2's tokenizer and nobody there; the rest is for bodies, streams and larger vocabularies, and
+40 for what is told of prompts."""
 
 LOGITS_BYTES = 8 * MIB
 """Of the logits buffer: rows beyond it are sampled in turns, so that many streams need no more memory."""

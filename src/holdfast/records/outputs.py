@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -114,9 +115,9 @@ class AnswerDelta(msgspec.Struct, frozen=True, kw_only=True):
     token_ids: list[int] = []
     logprobs: list[dict[int, Logprob]] | None = None
     """One entry a token: the chosen token first, then the likeliest."""
-    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
-    """Of further tokens of the prompt; None stands for the first, behind which nothing was known. Of a request with
-    several answers they come with the first."""
+    prompt_logprobs: Sequence[dict[int, Logprob] | None] | None = None
+    """Of further tokens of the prompt, spelled when they are looked at; None stands for the first, behind which nothing
+    was known. Of a request with several answers they come with the first."""
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     """The stop string or id that ended it."""

@@ -6,32 +6,16 @@ small JSON string.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-import msgspec
-
 from holdfast.records import AnswerDelta, Logprob
 from holdfast.server.asking import Ask, BytesOf
-from holdfast.server.protocol import (
-    AssistantMessage,
-    ChatAnswer,
-    ChatChoice,
-    ChatLogprobs,
-    CompletionAnswer,
-    CompletionChoice,
-    CompletionLogprobs,
-    PromptLogprobs,
-    TokenLogprob,
-    TopLogprob,
-    Usage,
-)
-
-encode = msgspec.json.Encoder().encode
+from holdfast.server.protocol import AssistantMessage, ChatLogprobs, TokenLogprob, TopLogprob, Usage
+from holdfast.server.telling import LOWEST_LOGPROB, Columns, Members, Told, encode
 
 DONE = b"data: [DONE]\n\n"
-LOWEST_LOGPROB = -9999.0
-"""JSON has no minus infinity; OpenAI and vLLM write this number."""
 
 
 @dataclass(slots=True)
@@ -39,13 +23,16 @@ class Answer:
     """One choice as it grows."""
 
     index: int
+    told: Told
+    """Of the prompt; shared by all answers to it."""
     text: str = ""
     begun: bool = False
     shown_chars: int = 0
-    """Length of the text of the tokens whose logprobs were reported: where the next one starts."""
-    logprobs: list[dict[int, Logprob]] = field(default_factory=list)
-    prompt_logprobs: PromptLogprobs = field(default_factory=list)
-    """Shared by all answers to a prompt."""
+    """In a stream: length of the text of the tokens whose logprobs were reported, where the next one starts."""
+    tokens: Members = field(default_factory=Members)
+    """Log-probabilities of a chat that is not streamed."""
+    columns: Columns = field(default_factory=Columns)
+    """The same of a completion."""
     finish_reason: str | None = None
     stop_reason: int | str | None = None
 
@@ -53,14 +40,18 @@ class Answer:
 class Shape(Protocol):
     """A chat or a completion."""
 
-    def opening(self, answer: Answer) -> bytes:
+    def opening(self, answer: Answer) -> Iterable[bytes]:
         """Events before the first token of an answer; may be empty."""
 
     def event(self, answer: Answer, delta: AnswerDelta, usage: Usage | None) -> bytes: ...
 
     def usage_event(self, usage: Usage) -> bytes: ...
 
-    def body(self, answers: list[Answer], usage: Usage) -> bytes: ...
+    def keep(self, answer: Answer, entries: list[dict[int, Logprob]]) -> None:
+        """Log-probabilities of further tokens, for the body."""
+
+    def body(self, answers: list[Answer], usage: Usage) -> list[bytes]:
+        """In pieces; those that are the same in several answers are there once."""
 
 
 def error_event(error: dict[str, Any]) -> bytes:
@@ -72,8 +63,7 @@ class _Stream:
 
     def __init__(self, ask: Ask, kind: str) -> None:
         self._ask = ask
-        head = {"id": ask.answer_id, "object": kind, "created": ask.created, "model": ask.model}
-        self._head = b"data: " + encode(head)[:-1] + b',"choices":['
+        self._head = b"data: " + _head(ask, kind)
 
     def close(self, usage: Usage | None) -> bytes:
         if usage is not None:
@@ -89,13 +79,9 @@ class ChatShape(_Stream):
     def __init__(self, ask: Ask) -> None:
         super().__init__(ask, "chat.completion.chunk")
 
-    def opening(self, answer: Answer) -> bytes:
-        return b"%b%b%b" % (
-            self._head,
-            b'{"index":%d,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}'
-            % answer.index,
-            self.close(None),
-        )
+    def opening(self, answer: Answer) -> Iterable[bytes]:
+        choice = b'{"index":%d,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}'
+        return self._head, choice % answer.index, self.close(None)
 
     def event(self, answer: Answer, delta: AnswerDelta, usage: Usage | None) -> bytes:
         logprobs = b"null" if delta.logprobs is None else encode(self._logprobs(delta.logprobs))
@@ -103,88 +89,101 @@ class ChatShape(_Stream):
         return self._head + choice + _ending(delta) + self.close(usage)
 
     def _logprobs(self, entries: list[dict[int, Logprob]]) -> ChatLogprobs:
-        count, bytes_of = self._ask.logprobs or 0, self._ask.bytes_of
-        return ChatLogprobs([_chat_logprob(entry, count, bytes_of) for entry in entries])
+        return ChatLogprobs(self._shaped(entries))
 
-    def body(self, answers: list[Answer], usage: Usage) -> bytes:
-        choices = [
-            ChatChoice(
-                answer.index,
-                AssistantMessage(content=answer.text),
-                None if self._ask.logprobs is None else self._logprobs(answer.logprobs),
-                answer.finish_reason or "stop",
-                answer.stop_reason,
-            )
-            for answer in answers
-        ]
-        ask = self._ask
-        told = None if ask.params.prompt_logprobs is None else _writable(answers[0].prompt_logprobs)
-        answer = ChatAnswer(
-            id=ask.answer_id, created=ask.created, model=ask.model, choices=choices, usage=usage, prompt_logprobs=told
-        )
-        return encode(answer)
+    def _shaped(self, entries: list[dict[int, Logprob]]) -> list[TokenLogprob]:
+        count, bytes_of = self._ask.logprobs or 0, self._ask.bytes_of
+        return [_chat_logprob(entry, count, bytes_of) for entry in entries]
+
+    def keep(self, answer: Answer, entries: list[dict[int, Logprob]]) -> None:
+        answer.tokens.add([*self._shaped(entries)])
+
+    def body(self, answers: list[Answer], usage: Usage) -> list[bytes]:
+        pieces = [_head(self._ask, "chat.completion")]
+        for place, answer in enumerate(answers):
+            message = encode(AssistantMessage(content=answer.text))
+            pieces.append(b'%b{"index":%d,"message":%b,"logprobs":' % (_comma(place), answer.index, message))
+            if self._ask.logprobs is None:
+                pieces.append(b"null")
+            else:
+                pieces += [b'{"content":', *answer.tokens.behind(), b',"refusal":null}']
+            pieces.append(_ended(answer) + b"}")
+        pieces.append(b'],"usage":%b,"prompt_logprobs":' % encode(usage))
+        return [*pieces, *_listed(self._ask, answers[0]), b',"service_tier":null,"system_fingerprint":null}']
 
 
 class CompletionShape(_Stream):
     def __init__(self, ask: Ask) -> None:
         super().__init__(ask, "text_completion")
 
-    def opening(self, answer: Answer) -> bytes:
+    def opening(self, answer: Answer) -> Iterable[bytes]:
         echo = self._echo(answer)
         if not echo:
-            return b""
-        logprobs = b"null" if self._ask.first_tokens is None else encode(self._logprobs([], answer))
-        choice = b'{"index":%d,"text":%b,"logprobs":%b,"finish_reason":null}' % (answer.index, encode(echo), logprobs)
-        return self._head + choice + self.close(None)
+            return
+        yield self._head + b'{"index":%d,"text":%b,"logprobs":' % (answer.index, encode(echo))
+        told = answer.told.echoed
+        if told is None:
+            yield b"null"
+        else:
+            yield from told.behind()
+            answer.shown_chars = told.chars
+        yield b',"finish_reason":null}' + self.close(None)
 
     def event(self, answer: Answer, delta: AnswerDelta, usage: Usage | None) -> bytes:
         logprobs = b"null"
         if delta.logprobs is not None:
-            logprobs = encode(_completion_logprobs(delta.logprobs, answer, CompletionLogprobs([], [], [], [])))
+            columns = Columns()
+            columns.add(delta.logprobs)
+            logprobs = b"".join(columns.behind(start=answer.shown_chars))
+            answer.shown_chars += columns.chars
         choice = b'{"index":%d,"text":%b,"logprobs":%b,' % (answer.index, encode(delta.text), logprobs)
         return self._head + choice + _ending(delta) + self.close(usage)
 
-    def _logprobs(self, entries: list[dict[int, Logprob]], answer: Answer) -> CompletionLogprobs:
-        """Of the prompt, where it is echoed, and of these."""
-        shaped = CompletionLogprobs([], [], [], [])
-        if self._ask.first_tokens is not None:
-            first = self._ask.first_tokens[answer.index // self._ask.params.n]
-            shaped = CompletionLogprobs([first], [None], [None], [0])
-            answer.shown_chars += len(first)
-            entries = [*(entry for entry in answer.prompt_logprobs if entry is not None), *entries]
-        return _completion_logprobs(entries, answer, shaped)
+    def keep(self, answer: Answer, entries: list[dict[int, Logprob]]) -> None:
+        answer.columns.add(entries)
 
     def _echo(self, answer: Answer) -> str:
         return self._ask.echoes[answer.index // self._ask.params.n] if self._ask.echoes else ""
 
-    def body(self, answers: list[Answer], usage: Usage) -> bytes:
-        choices = [
-            CompletionChoice(
-                answer.index,
-                self._echo(answer) + answer.text,
-                None if self._ask.logprobs is None else self._logprobs(answer.logprobs, answer),
-                answer.finish_reason or "stop",
-                answer.stop_reason,
-                None if self._ask.params.prompt_logprobs is None else _writable(answer.prompt_logprobs),
-            )
-            for answer in answers
-        ]
-        ask = self._ask
-        return encode(
-            CompletionAnswer(id=ask.answer_id, created=ask.created, model=ask.model, choices=choices, usage=usage)
-        )
+    def body(self, answers: list[Answer], usage: Usage) -> list[bytes]:
+        # The closing quote is that of the answer.
+        echoes = [encode(echo)[:-1] for echo in self._ask.echoes or [""] * len(self._ask.prompts)]
+        pieces = [_head(self._ask, "text_completion")]
+        for place, answer in enumerate(answers):
+            echo = echoes[answer.index // self._ask.params.n]
+            pieces.append(b'%b{"index":%d,"text":' % (_comma(place), answer.index))
+            pieces += [echo, encode(answer.text)[1:], b',"logprobs":']
+            pieces += [b"null"] if self._ask.logprobs is None else answer.columns.behind(answer.told.echoed)
+            pieces.append(_ended(answer) + b',"prompt_logprobs":')
+            pieces += [*_listed(self._ask, answer), b"}"]
+        return [*pieces, b'],"usage":%b,"system_fingerprint":null}' % encode(usage)]
+
+
+def _head(ask: Ask, kind: str) -> bytes:
+    head = {"id": ask.answer_id, "object": kind, "created": ask.created, "model": ask.model}
+    return encode(head)[:-1] + b',"choices":['
+
+
+def _comma(place: int) -> bytes:
+    return b"," if place else b""
+
+
+def _ended(answer: Answer) -> bytes:
+    reason, stop_reason = encode(answer.finish_reason or "stop"), encode(answer.stop_reason)
+    return b',"finish_reason":%b,"stop_reason":%b' % (reason, stop_reason)
+
+
+def _listed(ask: Ask, answer: Answer) -> Iterable[bytes]:
+    """vLLM's prompt_logprobs."""
+    if ask.params.prompt_logprobs is None or answer.told.listed is None:
+        return [b"null"]
+    return answer.told.listed.behind()
 
 
 def _ending(delta: AnswerDelta) -> bytes:
     if delta.finish_reason is None:
         return b'"finish_reason":null}'
     return b'"finish_reason":"%b","stop_reason":%b}' % (delta.finish_reason.value.encode(), encode(delta.stop_reason))
-
-
-def _split(entry: dict[int, Logprob]) -> tuple[Logprob, list[Logprob]]:
-    """The chosen token, and all of them from the likeliest down."""
-    chosen = next(iter(entry.values()))
-    return chosen, sorted(entry.values(), key=lambda candidate: -candidate.logprob)
 
 
 def _chat_logprob(entry: dict[int, Logprob], count: int, bytes_of: BytesOf | None) -> TokenLogprob:
@@ -197,31 +196,3 @@ def _chat_logprob(entry: dict[int, Logprob], count: int, bytes_of: BytesOf | Non
     chosen = next(iter(entry.items()))
     likeliest = sorted(entry.items(), key=lambda item: -item[1].logprob)
     return TokenLogprob(*shown(*chosen), [TopLogprob(*shown(*top)) for top in likeliest[:count]])
-
-
-def _writable(told: PromptLogprobs) -> PromptLogprobs:
-    def finite(candidate: Logprob) -> Logprob:
-        if candidate.logprob >= LOWEST_LOGPROB:
-            return candidate
-        return msgspec.structs.replace(candidate, logprob=LOWEST_LOGPROB)
-
-    return [entry and {token: finite(candidate) for token, candidate in entry.items()} for entry in told]
-
-
-def _completion_logprobs(
-    entries: list[dict[int, Logprob]], answer: Answer, shaped: CompletionLogprobs
-) -> CompletionLogprobs:
-    """Behind what stands in `shaped`."""
-    for entry in entries:
-        chosen, likeliest = _split(entry)
-        token = chosen.decoded_token or ""
-        shaped.tokens.append(token)
-        shaped.token_logprobs.append(max(chosen.logprob, LOWEST_LOGPROB))
-        tops: dict[str, float] = {}
-        for top in likeliest:
-            # Two ids may decode to the same text: the likelier one speaks for it.
-            tops.setdefault(top.decoded_token or "", max(top.logprob, LOWEST_LOGPROB))
-        shaped.top_logprobs.append(tops)
-        shaped.text_offset.append(answer.shown_chars)
-        answer.shown_chars += len(token)
-    return shaped

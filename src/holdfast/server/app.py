@@ -31,6 +31,7 @@ from holdfast.server.failures import (
 )
 from holdfast.server.generation import Generation
 from holdfast.server.memory import memory_endpoint
+from holdfast.server.room import Room
 from holdfast.server.settings import ServerSettings
 
 
@@ -42,8 +43,9 @@ def create_app(engine: Engine, settings: ServerSettings) -> Starlette:
 
     metrics = ServingMetrics(settings.served_model_names[0], stats=engine.stats, info=info, memory=engine.memory)
     engine.on_step(metrics.observe_step)
-    chat = Generation(read_chat, ChatShape, engine, settings, metrics)
-    completion = Generation(read_completion, CompletionShape, engine, settings, metrics)
+    room = Room(most_waiting=settings.max_queued_requests)
+    chat = Generation(read_chat, ChatShape, engine, settings, metrics, room)
+    completion = Generation(read_completion, CompletionShape, engine, settings, metrics, room)
     plain = _Plain(engine, settings, metrics)
     routes = [
         Route("/v1/chat/completions", chat, methods=["POST"]),

@@ -22,6 +22,7 @@ from holdfast.records.sampling import MAX_LOGPROBS
 from holdfast.server.fields import check_fields, convert, honoured_fields, unsupported
 from holdfast.server.messages import read_messages
 from holdfast.server.protocol import ChatBody, Common, CompletionBody, TokenId
+from holdfast.server.room import check_told
 from holdfast.server.settings import ServerSettings
 from holdfast.server.tokenizing import check_ids, encode_within, off_loop
 from holdfast.units import shorten
@@ -67,6 +68,8 @@ class Ask:
     """max_tokens: 0: the prompt is all that is wanted."""
     first_tokens: list[str] | None
     """The text of the first token of each prompt, where logprobs are echoed: it has none, and is shown all the same."""
+    told_entries: int
+    """Log-probabilities of its prompts that are held for it."""
     params: SamplingParams
     default_max_tokens: bool
     """Whether max_tokens is a default, which gives way where the context has less left."""
@@ -261,6 +264,15 @@ def _check_prompt_logprobs(body: Common) -> None:
         raise unsupported("prompt_logprobs", "it is not part of a stream; leave stream out")
 
 
+def _told(body: Common, prompts: list[list[int]], params: SamplingParams, *, echoed: bool) -> int:
+    if params.prompt_logprobs is None:
+        return 0
+    # An echo shows them in OpenAI's shape; what is not a stream, in vLLM's.
+    copies = int(echoed) + int(not body.stream)
+    field = "logprobs" if echoed else "prompt_logprobs"
+    return check_told([len(prompt) for prompt in prompts], params.prompt_logprobs, copies, field)
+
+
 def _sampling(
     body: Common, settings: ServerSettings, *, logprobs: int | None, max_tokens: int | None
 ) -> SamplingParams:
@@ -312,6 +324,7 @@ def _ask(
         echoes=echoes,
         echoes_alone=alone,
         first_tokens=first_tokens,
+        told_entries=_told(body, prompts, params, echoed=first_tokens is not None),
         params=params,
         default_max_tokens=body.max_tokens is None,
         bytes_of=bytes_of,

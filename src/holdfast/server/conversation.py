@@ -16,7 +16,8 @@ from holdfast.observability.metrics import RequestMeter, ServingMetrics
 from holdfast.records import AnswerDelta, FinishReason
 from holdfast.server.answering import Answer
 from holdfast.server.asking import Ask
-from holdfast.server.protocol import PromptLogprobs, PromptTokensDetails, Usage
+from holdfast.server.protocol import PromptTokensDetails, Usage
+from holdfast.server.telling import Told
 
 Consumer = Callable[[Answer, AnswerDelta], Awaitable[None]]
 
@@ -34,13 +35,12 @@ class Conversation:
         self._metrics = metrics
         self._streams: list[AsyncIterator[AnswerDelta]] = []
         self._meters: list[RequestMeter] = []
-        self._cached = [0] * len(ask.prompts)
+        prompts = len(ask.prompts)
+        self._cached = [0] * prompts
         self._ending = FinishReason.ABORT
-        told: list[PromptLogprobs] = [[] for _ in ask.prompts]
-        self.answers = [
-            Answer(index, prompt_logprobs=told[index // ask.params.n])
-            for index in range(len(ask.prompts) * ask.params.n)
-        ]
+        firsts = ask.first_tokens if ask.first_tokens is not None else [None] * prompts
+        told = [Told(listed=not ask.stream, echoed_first=first) for first in firsts]
+        self.answers = [Answer(index, told=told[index // ask.params.n]) for index in range(prompts * ask.params.n)]
         self.prompt_tokens = sum(len(prompt) for prompt in ask.prompts)
         self.completion_tokens = 0
 
@@ -109,7 +109,7 @@ class Conversation:
         meter, first = self._meters[position], position * self._ask.params.n
         async for delta in self._streams[position]:
             if delta.prompt_logprobs is not None:
-                self.answers[first].prompt_logprobs.extend(delta.prompt_logprobs)
+                await self.answers[first].told.take(delta.prompt_logprobs)
                 if not delta.token_ids and delta.finish_reason is None:
                     continue
             meter.delta(delta)

@@ -7,7 +7,7 @@ request: whatever happens, its streams are closed, and with them its pages.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
 from typing import Any
 
 from starlette.types import Receive, Scope, Send
@@ -20,9 +20,13 @@ from holdfast.server.answering import DONE, Answer, Shape, error_event
 from holdfast.server.asking import Ask
 from holdfast.server.conversation import ClientGone, Conversation
 from holdfast.server.failures import TIMED_OUT, TOO_LARGE, HttpFailure, describe
+from holdfast.server.room import Room
 from holdfast.server.settings import ServerSettings, body_limit
 
 Reader = Callable[[bytes, Engine, ServerSettings], Awaitable[Ask]]
+
+SENT_BYTES = 64 << 10
+"""At a time: what a connection's own buffer holds before it asks us to wait."""
 
 EVENT_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -40,12 +44,14 @@ class Generation:
         engine: Engine,
         settings: ServerSettings,
         metrics: ServingMetrics,
+        room: Room,
     ) -> None:
         self._read = read
         self._shape = shape
         self._engine = engine
         self._settings = settings
         self._metrics = metrics
+        self._room = room
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         record: Record = scope["holdfast.record"]
@@ -60,13 +66,17 @@ class Generation:
     async def _serve(self, body: bytes, record: Record, send: Send) -> None:
         ask = await self._read(body, self._engine, self._settings)
         record.model, record.stream, record.answer_id = ask.model, ask.stream, ask.answer_id
+        async with self._room.hold(ask.told_entries):
+            await self._converse(ask, record, send)
+
+    async def _converse(self, ask: Ask, record: Record, send: Send) -> None:
         conversation = Conversation(ask, self._engine, self._metrics)
         try:
             await conversation.open()
             if ask.stream:
                 await _Events(self._shape(ask), ask, conversation, send).run(record)
             else:
-                await self._whole(self._shape(ask), ask, conversation, send)
+                await self._whole(self._shape(ask), conversation, send)
         finally:
             await conversation.close()
             record.prompt_tokens = conversation.prompt_tokens
@@ -75,21 +85,28 @@ class Generation:
             record.finish_reason = conversation.finish_reason
             record.ttft_s = conversation.ttft_s
 
-    async def _whole(self, shape: Shape, ask: Ask, conversation: Conversation, send: Send) -> None:
+    async def _whole(self, shape: Shape, conversation: Conversation, send: Send) -> None:
         pieces: list[list[str]] = [[] for _ in conversation.answers]
 
         async def consume(answer: Answer, delta: AnswerDelta) -> None:
             pieces[answer.index].append(delta.text)
             if delta.logprobs is not None:
-                answer.logprobs.extend(delta.logprobs)
+                shape.keep(answer, delta.logprobs)
 
         await conversation.follow(consume)
         for answer, texts in zip(conversation.answers, pieces, strict=True):
             answer.text = "".join(texts)
         body = shape.body(conversation.answers, conversation.usage())
-        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+        left_bytes = sum(map(len, body))
+        headers = [(b"content-type", b"application/json"), (b"content-length", str(left_bytes).encode())]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
-        await send({"type": "http.response.body", "body": body})
+        for piece in gathered(body):
+            left_bytes -= len(piece)
+            await send({"type": "http.response.body", "body": piece, "more_body": left_bytes > 0})
+            if left_bytes:
+                # A client that reads fast would keep the loop to itself: sending waits only for one that does not. But
+                # one that has all of it may leave at once, and has not left early.
+                await asyncio.sleep(0)
 
 
 class _Events:
@@ -121,14 +138,28 @@ class _Events:
     async def _consume(self, answer: Answer, delta: AnswerDelta) -> None:
         if not answer.begun:
             answer.begun = True
-            opening = self._shape.opening(answer)
-            if opening:
-                await self._write(opening)
+            for piece in gathered(self._shape.opening(answer)):
+                await self._write(piece)
         usage = self._conversation.usage() if self._ask.continuous_usage else None
         await self._write(self._shape.event(answer, delta, usage))
 
     async def _write(self, data: bytes, *, last: bool = False) -> None:
         await self._send({"type": "http.response.body", "body": data, "more_body": not last})
+
+
+def gathered(pieces: Iterable[bytes]) -> Iterator[bytes]:
+    """The same bytes with few calls, and never more of them in one than `SENT_BYTES` and a piece."""
+    waiting: list[bytes] = []
+    size_bytes = 0
+    for piece in pieces:
+        waiting.append(piece)
+        size_bytes += len(piece)
+        if size_bytes >= SENT_BYTES:
+            yield b"".join(waiting)
+            waiting.clear()
+            size_bytes = 0
+    if size_bytes:
+        yield b"".join(waiting)
 
 
 async def read_body(scope: Scope, receive: Receive, limit_bytes: int, timeout_s: float) -> bytes:

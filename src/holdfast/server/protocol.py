@@ -9,8 +9,6 @@ from typing import Annotated, Any
 
 import msgspec
 
-from holdfast.records import Logprob
-
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 Small = Annotated[int, msgspec.Meta(ge=-(2**31), lt=2**31)]
 """Fits the engine's integers; whether the value makes sense is SamplingParams' to say."""
@@ -115,57 +113,7 @@ class ChatLogprobs(msgspec.Struct):
     refusal: None = None
 
 
-class CompletionLogprobs(msgspec.Struct):
-    tokens: list[str]
-    token_logprobs: list[float | None]
-    """None: the first token of a prompt."""
-    top_logprobs: list[dict[str, float] | None]
-    text_offset: list[int]
-
-
 class AssistantMessage(msgspec.Struct, kw_only=True):
     role: str = "assistant"
     content: str
     refusal: None = None
-
-
-PromptLogprobs = list[dict[int, Logprob] | None]
-
-
-class ChatChoice(msgspec.Struct):
-    index: int
-    message: AssistantMessage
-    logprobs: ChatLogprobs | None
-    finish_reason: str
-    stop_reason: int | str | None
-
-
-class ChatAnswer(msgspec.Struct, kw_only=True):
-    id: str
-    object: str = "chat.completion"
-    created: int
-    model: str
-    choices: list[ChatChoice]
-    usage: Usage
-    prompt_logprobs: PromptLogprobs | None = None
-    service_tier: None = None
-    system_fingerprint: None = None
-
-
-class CompletionChoice(msgspec.Struct):
-    index: int
-    text: str
-    logprobs: CompletionLogprobs | None
-    finish_reason: str
-    stop_reason: int | str | None
-    prompt_logprobs: PromptLogprobs | None = None
-
-
-class CompletionAnswer(msgspec.Struct, kw_only=True):
-    id: str
-    object: str = "text_completion"
-    created: int
-    model: str
-    choices: list[CompletionChoice]
-    usage: Usage
-    system_fingerprint: None = None

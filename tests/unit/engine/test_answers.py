@@ -31,7 +31,8 @@ def test_a_prompt_is_told_of_in_parts_and_goes_on_where_an_engine_died() -> None
 
 def test_a_prompt_of_one_token_has_nothing_to_tell() -> None:
     growing = answer([4])
-    assert growing.take(EngineOutput(request_id="r", token_ids=[8])).prompt_logprobs == [None]
+    only = growing.take(EngineOutput(request_id="r", token_ids=[8])).prompt_logprobs or ()
+    assert list(only) == [None]
     assert growing.take(EngineOutput(request_id="r", token_ids=[8])).prompt_logprobs is None
     assert growing.resumed().prompt_logprobs_told == 0
     assert answer([4, 5], None).take(EngineOutput(request_id="r", token_ids=[8])).prompt_logprobs is None

@@ -1,0 +1,142 @@
+"""Log-probabilities as JSON, turned into bytes once and as they come. Knows no HTTP, no engine, and no whole answers.
+
+A prompt may have very much told of it: a hundred bytes for each of the likeliest tokens at each of its places. As
+Python objects that would be three times as much, and as often as there are answers. So it is spelled and encoded in
+small pieces, between which others get their turn, and all answers to a prompt show the same bytes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Iterator, Sequence
+
+import msgspec
+
+from holdfast.records import Logprob
+
+encode = msgspec.json.Encoder().encode
+
+LOWEST_LOGPROB = -9999.0
+"""JSON has no minus infinity; OpenAI and vLLM write this number."""
+PIECE_ENTRIES = 512
+"""Encoded between two turns of the others: 1 to 2 ms on an Arm core, and some 40 KB."""
+
+
+class Members:
+    """The inside of a JSON array, growing: pieces that are never joined, so that they can be shared."""
+
+    def __init__(self) -> None:
+        self.pieces: list[bytes] = []
+
+    def add(self, values: list[object]) -> None:
+        if values:
+            inside = encode(values)[1:-1]
+            self.pieces.append(b"," + inside if self.pieces else inside)
+
+    def behind(self, others: Members | None = None) -> Iterator[bytes]:
+        """These behind `others`, as one array."""
+        yield b"["
+        if others is not None:
+            yield from others.pieces
+            if others.pieces and self.pieces:
+                yield b","
+        yield from self.pieces
+        yield b"]"
+
+
+class Columns:
+    """OpenAI's log-probabilities of a completion: four lists side by side."""
+
+    def __init__(self) -> None:
+        self._tokens, self._logprobs, self._tops, self._starts = Members(), Members(), Members(), Members()
+        self._lengths: list[int] = []
+        """Of the tokens, in characters: where they start is known when all before them are there."""
+        self.chars = 0
+
+    def add_first(self, token: str) -> None:
+        """Of a prompt: nothing was known before it."""
+        self._append([token], [None], [None])
+
+    def add(self, entries: Iterable[dict[int, Logprob]]) -> None:
+        tokens: list[str] = []
+        logprobs: list[float | None] = []
+        tops: list[dict[str, float] | None] = []
+        for entry in entries:
+            chosen = next(iter(entry.values()))
+            likeliest = sorted(entry.values(), key=lambda candidate: -candidate.logprob)
+            shown: dict[str, float] = {}
+            for top in likeliest:
+                # Two ids may decode to the same text: the likelier one speaks for it.
+                shown.setdefault(top.decoded_token or "", max(top.logprob, LOWEST_LOGPROB))
+            tokens.append(chosen.decoded_token or "")
+            logprobs.append(max(chosen.logprob, LOWEST_LOGPROB))
+            tops.append(shown)
+        self._append(tokens, logprobs, tops)
+
+    def _append(self, tokens: list[str], logprobs: list[float | None], tops: list[dict[str, float] | None]) -> None:
+        for members, values in ((self._tokens, tokens), (self._logprobs, logprobs), (self._tops, tops)):
+            members.add([*values])
+        lengths = [len(token) for token in tokens]
+        self._starts.add([*_starts(lengths, self.chars)])
+        self._lengths += lengths
+        self.chars += sum(lengths)
+
+    def behind(self, others: Columns | None = None, start: int = 0) -> Iterator[bytes]:
+        """As JSON, these behind `others`, or `start` characters behind the beginning."""
+        before = Columns() if others is None else others
+        starts = Members()
+        starts.add([*_starts(self._lengths, start + before.chars)])
+        for name, mine, its in (
+            (b'{"tokens":', self._tokens, before._tokens),
+            (b',"token_logprobs":', self._logprobs, before._logprobs),
+            (b',"top_logprobs":', self._tops, before._tops),
+            (b',"text_offset":', starts, before._starts),
+        ):
+            yield name
+            yield from mine.behind(its)
+        yield b"}"
+
+
+def _starts(lengths: list[int], start: int) -> Iterator[int]:
+    for length in lengths:
+        yield start
+        start += length
+
+
+class Told:
+    """Of one prompt, for all answers to it."""
+
+    def __init__(self, *, listed: bool, echoed_first: str | None) -> None:
+        """`listed`: as vLLM's `prompt_logprobs`. `echoed_first`: the first token's text, where an echo shows them."""
+        self.listed = Members() if listed else None
+        self.echoed: Columns | None = None
+        if echoed_first is not None:
+            self.echoed = Columns()
+            self.echoed.add_first(echoed_first)
+
+    async def take(self, entries: Sequence[dict[int, Logprob] | None]) -> None:
+        """Piece by piece: others go on between two of them."""
+        start = 0
+        while start < len(entries):
+            # What stands first may be the None of the first token; the widest place tells how many make a piece.
+            width = len(entries[min(start + 1, len(entries) - 1)] or ())
+            stop = start + max(1, PIECE_ENTRIES // max(1, width))
+            self._add(entries[start:stop])
+            start = stop
+            if start < len(entries):
+                await asyncio.sleep(0)
+
+    def _add(self, piece: Sequence[dict[int, Logprob] | None]) -> None:
+        if self.listed is not None:
+            self.listed.add([entry and _writable(entry) for entry in piece])
+        if self.echoed is not None:
+            self.echoed.add(entry for entry in piece if entry is not None)
+
+
+def _writable(entry: dict[int, Logprob]) -> dict[int, Logprob]:
+    def finite(candidate: Logprob) -> Logprob:
+        if candidate.logprob >= LOWEST_LOGPROB:
+            return candidate
+        return msgspec.structs.replace(candidate, logprob=LOWEST_LOGPROB)
+
+    return {token: finite(candidate) for token, candidate in entry.items()}
