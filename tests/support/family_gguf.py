@@ -46,6 +46,11 @@ def _granite(writer: Writer, config: Any) -> None:
     writer.add_logit_scale(config.logits_scaling)
 
 
+def _still(writer: Writer, config: Any) -> None:
+    writer.add_logit_scale(1.0)
+    writer.add_rope_scaling_finetuned(False)
+
+
 def _phi3(writer: Writer, config: Any) -> None:
     rope = config.rope_parameters
     original = rope["original_max_position_embeddings"]
@@ -72,8 +77,12 @@ KINDS = {
 }
 
 
-def write_family_gguf(path: Path, family: str, model: Any) -> None:
-    kind, config = KINDS[family], model.config
+STILL_GRANITE = Kind("granite", permuted=True, header=_still)
+"""What llama.cpp makes of a model like SmolLM3 none of whose layers rotate."""
+
+
+def write_family_gguf(path: Path, family: str | Kind, model: Any) -> None:
+    kind, config = KINDS[family] if isinstance(family, str) else family, model.config
     writer = Writer(path, kind.architecture)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)

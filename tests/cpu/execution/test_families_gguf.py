@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from family_gguf import KINDS, write_family_gguf
+from family_gguf import KINDS, STILL_GRANITE, write_family_gguf
+from tiny_gguf import write_tiny_gguf
 
 from holdfast.checkpoints import locate, open_checkpoint, spec_of
 from holdfast.checkpoints.checkpoint import Checkpoint
@@ -81,3 +83,25 @@ def test_a_gguf_gives_the_tokens_of_transformers(
     driver.step({0: 11})
     driver.generate(0, 8)
     oracle.assert_greedy(driver.tokens[0], 40)
+
+
+def test_a_granite_may_not_rotate(tmp_path: Path, oracles: Callable[..., Any], driver_for: Callable[..., Any]) -> None:
+    oracle = oracles("SmolLM3", num_hidden_layers=2, no_rope_layers=[0, 0])
+    write_family_gguf(tmp_path / "still.gguf", STILL_GRANITE, oracle.model)
+    driver = driver_for(FromGguf(tmp_path / "still.gguf"))
+    driver.start(0, list(range(40, 70)))
+    driver.generate(0, 8)
+    oracle.assert_greedy(driver.tokens[0], 30)
+
+
+def test_blocks_of_layers_that_do_not_rotate_are_fused_too(tmp_path: Path, driver_for: Callable[..., Any]) -> None:
+    write_tiny_gguf(tmp_path / "tiny.gguf")
+    model = FromGguf(tmp_path / "tiny.gguf")
+    still = [replace(layer, rotates=False) for layer in model.spec.layers]
+    model.spec = replace(model.spec, layers=tuple(still))
+    answers = []
+    for reference in (True, False):
+        driver = driver_for(model, reference=reference)
+        driver.start(0, list(range(40, 70)))
+        answers.append(driver.generate(0, 8))
+    assert answers[0] == answers[1]
