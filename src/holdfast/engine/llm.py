@@ -10,7 +10,8 @@ import itertools
 import logging
 import random
 import sys
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from holdfast.config import EngineConfig
@@ -62,6 +63,7 @@ class LLM:
         seeds = random.Random(config.seed) if config.seed is not None else random.SystemRandom()
         self._door = Door(found.spec, self.info.max_model_len, seeds, self._tokenizer, clamp_output=True)
         self._names = itertools.count()
+        self._turn = threading.Lock()
 
     info: EngineInfo
 
@@ -202,6 +204,10 @@ class LLM:
         return None, prompt
 
     def _run(self, runs: list[_Run], show_progress: bool) -> list[RequestOutput]:
+        with self._turn:  # Of several threads one after the other: a step belongs to one call.
+            return self._run_alone(runs, show_progress)
+
+    def _run_alone(self, runs: list[_Run], show_progress: bool) -> list[RequestOutput]:
         core = self._engine()
         open_answers = {answer.request.request_id: (run, answer) for run in runs for answer in run.answers}
         with RequestProgress(len(runs), shown=show_progress) as progress:
@@ -272,6 +278,10 @@ def _as_list(prompts: Prompt | Sequence[Prompt] | None) -> list[Prompt]:
         raise RequestError("there are no prompts", field="prompts")
     if isinstance(prompts, str | Mapping):
         return [prompts]
+    if not isinstance(prompts, Collection):
+        raise RequestError(
+            f"prompts is a {type(prompts).__name__}", needed="a text, token ids, or a list of them", field="prompts"
+        )
     numbers = [entry for entry in prompts if isinstance(entry, int)]
     if numbers and len(numbers) == len(prompts):
         return [numbers]
@@ -283,6 +293,11 @@ def _as_list(prompts: Prompt | Sequence[Prompt] | None) -> list[Prompt]:
 def _one_each(params: SamplingParams | Sequence[SamplingParams], count: int) -> list[SamplingParams]:
     if isinstance(params, SamplingParams):
         return [params] * count
+    if isinstance(params, Mapping) or not all(isinstance(one, SamplingParams) for one in params):
+        raise RequestError(
+            "sampling_params holds something else than SamplingParams", needed="SamplingParams, or a list of them",
+            found=type(params).__name__, fix="SamplingParams(temperature=0)", field="sampling_params",
+        )  # fmt: skip
     if len(params) != count:
         raise RequestError(
             f"{count} prompts came with {len(params)} sampling_params",

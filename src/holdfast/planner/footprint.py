@@ -133,7 +133,7 @@ def kept_dtype(
         kept = None if stored is None else stored.get(tensor.name)
         if kept is not None and kept.layout in _PLAIN:
             layout = memory_layout(tensor, kept.layout, dtype=dtype, expand=expand, compiled=compiled)
-            if layout != dtype:
+            if layout in _PLAIN:
                 return _PLAIN[layout]
     return dtype
 

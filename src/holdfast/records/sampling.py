@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from numbers import Integral, Real
 from typing import Any
 
 import msgspec
@@ -38,6 +39,14 @@ NOT_YET = (
 NO_BEAMS = "beams would copy and drop KV pages at every token, and samples of n answers are better for open text"
 REFUSED = {"use_beam_search": NO_BEAMS, "best_of": "n answers are all given back; the best is the caller's to choose"}
 """Names of older vLLM; what asks for nothing (False, None, 1) is passed over."""
+
+
+_WHOLE = ("n", "top_k", "seed", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs")
+_OPTIONAL = ("seed", "max_tokens", "logprobs", "prompt_logprobs")
+_REAL = ("presence_penalty", "frequency_penalty", "repetition_penalty", "temperature", "top_p", "min_p")
+_SWITCHES = (
+    "ignore_eos", "detokenize", "skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output",
+)  # fmt: skip
 
 
 class _Spelling(type(msgspec.Struct)):  # type: ignore[misc]
@@ -98,10 +107,12 @@ class SamplingParams(msgspec.Struct, metaclass=_Spelling, frozen=True, kw_only=T
         settle = msgspec.structs.force_setattr
         if isinstance(self.stop, str):
             settle(self, "stop", [self.stop])
-        if self.top_k == -1:
-            settle(self, "top_k", 0)
         self._refuse_unsupported()
         self._check_kinds()
+        for name, value in self._numbers():
+            settle(self, name, value)
+        if self.top_k == -1:
+            settle(self, "top_k", 0)
         self._check()
 
     @property
@@ -145,6 +156,25 @@ class SamplingParams(msgspec.Struct, metaclass=_Spelling, frozen=True, kw_only=T
                     raise _wrong_kind(name, "a list of strings", entry)
         if self.logit_bias is not None and not isinstance(self.logit_bias, Mapping):
             raise _wrong_kind("logit_bias", "a dict from token ids to numbers", self.logit_bias)
+
+    def _numbers(self) -> Iterator[tuple[str, Any]]:
+        """Numbers as Python's own, whoever made them (numpy's are encoded by nobody); what is none is refused."""
+        for names, kind, needed in ((_WHOLE, Integral, "a whole number"), (_REAL, Real, "a number")):
+            for name in names:
+                value = getattr(self, name)
+                if value is None and name in _OPTIONAL:
+                    continue
+                if isinstance(value, bool) or not isinstance(value, kind):
+                    raise _wrong_kind(name, needed, value)
+                yield name, int(value) if kind is Integral else float(value)
+        for name in _SWITCHES:
+            if not isinstance(value := getattr(self, name), bool):
+                raise _wrong_kind(name, "True or False", value)
+        if self.logit_bias is not None:
+            try:
+                yield "logit_bias", {int(token): float(bias) for token, bias in self.logit_bias.items()}
+            except (TypeError, ValueError):
+                raise _wrong_kind("logit_bias", "a dict from token ids to numbers", self.logit_bias) from None
 
     def _check(self) -> None:
         def need(good: bool, field: str, needed: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -326,3 +327,19 @@ def test_refusals_are_value_errors(tiny_model) -> None:
     ):
         with pytest.raises(ValueError, match=r"\[HF"):
             LLM(str(tiny_model), load_format="dummy", skip_tokenizer_init=True, **settings)
+
+
+def test_several_threads_wait_for_each_other(llm) -> None:
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    prompts = [[5 + number, 6, 7] for number in range(6)]
+    expected = [llm.generate({"prompt_token_ids": ids}, params)[0].outputs[0].token_ids for ids in prompts]
+    with ThreadPoolExecutor(3) as pool:
+        found = list(pool.map(lambda ids: llm.generate({"prompt_token_ids": ids}, params)[0], prompts))
+    assert [one.outputs[0].token_ids for one in found] == expected
+
+
+@pytest.mark.parametrize(("prompts", "params", "field"), [(5, None, "prompts"), ("a", {"n": 1}, "sampling_params")])
+def test_what_is_no_prompt_or_no_params_is_said(llm, prompts, params, field) -> None:
+    with pytest.raises(RequestError) as refused:
+        llm.generate(prompts, params)
+    assert refused.value.field == field

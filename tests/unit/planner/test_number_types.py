@@ -111,3 +111,10 @@ def test_the_default_share_of_a_version_is_named(ask: Ask) -> None:
     question = replace(ask("llama-3.1-8b", "l4"), machine=machine_of(Asked(vram="40GiB")).machine)
     (note,) = [note for note in answer(question, engine="vllm==0.26").commands["vllm"].notes if "--vram" in note]
     assert "default share, 0.92, free" in note
+
+
+def test_gemma_in_bfloat16_on_a_cpu(ask: Ask, cpu: Callable[..., Device]) -> None:
+    """Its norms stay in float32, whatever its matrices are kept in."""
+    found = fit(ask("gemma-3-270m", device=cpu(64), dtype="bfloat16"))
+    assert found.fits
+    assert found.dtype == "bfloat16"

@@ -1,6 +1,7 @@
 """SamplingParams: vLLM's names and defaults, checked when made."""
 
 import msgspec
+import numpy
 import pytest
 
 from holdfast import SamplingParams
@@ -98,3 +99,28 @@ def test_a_misspelt_name_is_a_type_error_that_names_the_nearest() -> None:
         SamplingParams().replace(max_token=3)
     with pytest.raises(TypeError, match="known: n, "):
         SamplingParams(zzz=3)
+
+
+WRONG_KINDS = [
+    *((name, value) for name in ("n", "top_k", "seed", "max_tokens", "min_tokens") for value in (1.5, True, "5")),
+    *((name, value) for name in ("logprobs", "prompt_logprobs") for value in (1.5, True, "5")),
+    *((name, value) for name in ("temperature", "top_p", "min_p", "repetition_penalty") for value in ("hot", True)),
+    ("top_p", None), ("n", None), ("ignore_eos", "no"), ("detokenize", 0), ("skip_special_tokens", None),
+    ("logit_bias", {5: "x"}), ("logit_bias", {"a": 1.0}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "value"), WRONG_KINDS)
+def test_values_of_another_kind_are_refused_by_name(name: str, value: object) -> None:
+    with pytest.raises(RequestError) as refused:
+        SamplingParams(**{name: value})
+    assert refused.value.field == name
+
+
+def test_numbers_become_pythons_own() -> None:
+    """Encoded for another process, or used as an index, others would fail there."""
+    made = SamplingParams(
+        n=numpy.int64(2), temperature=numpy.float32(0.5), top_p=1, seed=numpy.int32(7), logit_bias={"12": 3}
+    )
+    assert [type(value) for value in (made.n, made.temperature, made.top_p, made.seed)] == [int, float, float, int]
+    assert made.logit_bias == {12: 3.0}
