@@ -159,14 +159,18 @@ class SamplingParams(msgspec.Struct, metaclass=_Spelling, frozen=True, kw_only=T
 
     def _numbers(self) -> Iterator[tuple[str, Any]]:
         """Numbers as Python's own, whoever made them (numpy's are encoded by nobody); what is none is refused."""
-        for names, kind, needed in ((_WHOLE, Integral, "a whole number"), (_REAL, Real, "a number")):
-            for name in names:
-                value = getattr(self, name)
-                if value is None and name in _OPTIONAL:
-                    continue
-                if isinstance(value, bool) or not isinstance(value, kind):
-                    raise _wrong_kind(name, needed, value)
-                yield name, int(value) if kind is Integral else float(value)
+        for name in _WHOLE:
+            value = getattr(self, name)
+            if value is None and name in _OPTIONAL:
+                continue
+            if isinstance(value, bool) or not isinstance(value, Integral):
+                raise _wrong_kind(name, "a whole number", value)
+            yield name, int(value)
+        for name in _REAL:
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, Real):
+                raise _wrong_kind(name, "a number", value)
+            yield name, float(value)
         for name in _SWITCHES:
             if not isinstance(value := getattr(self, name), bool):
                 raise _wrong_kind(name, "True or False", value)
