@@ -196,6 +196,7 @@ class Runner:
             with peak:
                 self._sample(hidden, batch)
                 deque(self._score(batch), maxlen=0)
+            del batch, hidden  # What was only needed for the step is given back like the rest of it.
         self._buffers.known[:] = 0
         trim_memory()
         return Rehearsal(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import signal
 import subprocess
@@ -41,9 +42,13 @@ def test_tokens_stream_through_nginx_as_they_come(server, proxy) -> None:
             if line.startswith("data: {"):
                 arrivals_s.append(time.monotonic())
     assert len(arrivals_s) >= 100
-    # Gathered by a proxy, all would arrive at the end; as they come, they fill the time after the prompt.
-    middle_s = arrivals_s[len(arrivals_s) // 2] - begun_s
-    assert middle_s < 0.8 * (arrivals_s[-1] - begun_s), [round(when - begun_s, 2) for when in arrivals_s[::10]]
+    # Gathered by a proxy, all would arrive at the end, or a buffer of them at a time; as they come, the first tenth is
+    # there in the first half of the time, and most at moments of their own. How even they are is for the machine to say.
+    taken_s = arrivals_s[-1] - begun_s
+    shown = [round(when - begun_s, 3) for when in arrivals_s[::10]]
+    assert arrivals_s[len(arrivals_s) // 10] - begun_s < 0.5 * taken_s, shown
+    gaps_s = [later - earlier for earlier, later in itertools.pairwise(arrivals_s)]
+    assert sum(gap > 0.1 * taken_s / len(gaps_s) for gap in gaps_s) > len(gaps_s) // 2, shown
 
 
 def test_chat_in_the_terminal(server) -> None:
