@@ -43,7 +43,7 @@ def test_tokens_stream_through_nginx_as_they_come(server, proxy) -> None:
                 arrivals_s.append(time.monotonic())
     assert len(arrivals_s) >= 100
     # Gathered by a proxy, all would arrive at the end, or a buffer of them at a time; as they come, the first tenth is
-    # there in the first half of the time, and most at moments of their own. How even they are is for the machine to say.
+    # there in the first half of the time, and most at moments of their own.
     taken_s = arrivals_s[-1] - begun_s
     shown = [round(when - begun_s, 3) for when in arrivals_s[::10]]
     assert arrivals_s[len(arrivals_s) // 10] - begun_s < 0.5 * taken_s, shown
