@@ -179,7 +179,6 @@ class Runner:
         plan = heaviest_plan(self.limits, self.layout, scored=len(self._logits))
         with_experts = [layer.index for layer in self.spec.layers if layer.experts is not None]
         layers = 1 + max([*(min(group.layers) for group in self.layout.groups), *with_experts[:1]])
-        trim_memory()
         peak = PeakMemory()
         with torch.inference_mode(), lean_products(self.dtype, self.device):
             with peak:

@@ -19,7 +19,7 @@ from holdfast.execution.device import packs_weights
 from holdfast.execution.dummy import fill_dummy
 from holdfast.execution.expert_weights import load_experts
 from holdfast.execution.linear import DenseLinear, Linear, PackedLinear, QuantizedLinear, StackedLinear
-from holdfast.execution.memory import exact_tensor, trim_memory
+from holdfast.execution.memory import PeakMemory, exact_tensor, trim_memory
 from holdfast.execution.native import BlockMatrix
 from holdfast.execution.quantization import QUANTIZED_LAYOUTS, QuantizedMatrix, dequantize_stored
 from holdfast.models import LayerSpec, ModelSpec, TensorSpec
@@ -27,6 +27,8 @@ from holdfast.planner.layouts import memory_layout
 
 EXPAND_BYTES = 8 << 20
 """Of float32 rows expanded at a time."""
+WORTH_TRIMMING_BYTES = 16 << 20
+"""Held after loading and not weights: less than this is not waited for."""
 
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -151,9 +153,12 @@ def load_weights(
     at the peak.
     """
     packed = packs_weights(dtype, device) if pack is None else pack
+    before = PeakMemory.resident_bytes()
     with torch.inference_mode():
         weights = Loader(spec, checkpoint, dtype, device, expand, compiled, packed, progress).load()
-    trim_memory()
+    here = weights.nbytes if device.type == "cpu" else 0
+    if PeakMemory.resident_bytes() - before - here > WORTH_TRIMMING_BYTES:
+        trim_memory()
     return weights
 
 
