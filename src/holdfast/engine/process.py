@@ -29,7 +29,7 @@ IDLE_POLL_MS = 1000
 
 
 def main(address: str) -> int:
-    gc.disable()  # torch's import makes a million objects that stay: looking through them again takes a tenth of it.
+    gc.disable()  # Until all is there that stays (see `startup`).
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal group; the front decides.
     _end_with_parent()
     with zmq.Context() as context, context.socket(zmq.PAIR) as socket:

@@ -7,8 +7,9 @@ imports execution when it is called.
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -194,15 +195,28 @@ def open_tokenizer(config: EngineConfig, model: FoundModel) -> Tokenizer | None:
     return tokenizer
 
 
+@contextlib.contextmanager
+def _without_collector() -> Iterator[None]:
+    """torch's import makes a million objects that stay: looking through them again and again takes a tenth of it."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
 def build_core(
     config: EngineConfig, model: FoundModel, progress: Progress, plan: Plan | None = None
 ) -> tuple[EngineCore, EngineInfo]:
     """`plan`: as another process made it; None: it is made here."""
-    from holdfast.engine.core import EngineCore
-    from holdfast.execution import native
-    from holdfast.execution.device import CPU, DTYPES, set_threads, warm_up
-    from holdfast.execution.runner import Runner, RunnerLimits
-    from holdfast.execution.weights import load_weights
+    with _without_collector():
+        from holdfast.engine.core import EngineCore
+        from holdfast.execution import native
+        from holdfast.execution.device import CPU, DTYPES, set_threads, warm_up
+        from holdfast.execution.runner import Runner, RunnerLimits
+        from holdfast.execution.weights import load_weights
 
     if plan is None or (plan.compiled and not native.available()):
         plan = plan_model(config, model, kernels=native.available())
