@@ -12,10 +12,26 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from holdfast.engine.llm import LLM
     from holdfast.planner.ask import plan
-    from holdfast.records import CompletionOutput, RequestOutput, SamplingParams
+    from holdfast.records import (
+        CompletionOutput,
+        GuidedDecodingParams,
+        RequestOutput,
+        SamplingParams,
+        StructuredOutputsParams,
+    )
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams", "__version__", "plan"]
+__all__ = [
+    "LLM",
+    "CompletionOutput",
+    "GuidedDecodingParams",
+    "RequestOutput",
+    "SamplingParams",
+    "StructuredOutputsParams",
+    "__version__",
+    "plan",
+]
+_RECORDS = ("CompletionOutput", "GuidedDecodingParams", "RequestOutput", "SamplingParams", "StructuredOutputsParams")
 
 
 def __getattr__(name: str) -> Any:
@@ -23,7 +39,7 @@ def __getattr__(name: str) -> Any:
         from holdfast.engine.llm import LLM
 
         return LLM
-    if name in ("SamplingParams", "RequestOutput", "CompletionOutput"):
+    if name in _RECORDS:
         from holdfast import records
 
         return getattr(records, name)

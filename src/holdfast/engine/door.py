@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from holdfast.errors import ContextLengthError, OverloadedError, RequestError
+from holdfast.errors import ContextLengthError, OverloadedError, RequestError, UnsupportedOptionError
 from holdfast.models import ModelSpec
 from holdfast.records import Request, SamplingParams
 from holdfast.text import Tokenizer
@@ -38,6 +38,8 @@ class Door:
         priority: int = 0,
         cache_salt: str = "",
     ) -> list[Request]:
+        if params.structured_outputs is not None:
+            raise UnsupportedOptionError("structured_outputs are not there yet", field="structured_outputs")
         # The length first: it bounds what the other checks cost.
         params = params.replace(max_tokens=self._output_limit(len(prompt_token_ids), params))
         prompt = self._whole_ids("prompt", prompt_token_ids)

@@ -17,6 +17,7 @@ from holdfast.records.outputs import (
 from holdfast.records.requests import Request
 from holdfast.records.sampling import SamplingParams
 from holdfast.records.steps import BlockCopy, Row, SequenceStart, StepFailure, StepPlan, StepResult, TableWrite
+from holdfast.records.structured import GuidedDecodingParams, StructuredOutputsParams
 
 __all__ = [
     "AnswerDelta",
@@ -27,6 +28,7 @@ __all__ = [
     "EngineStats",
     "Failure",
     "FinishReason",
+    "GuidedDecodingParams",
     "Logprob",
     "MemoryReport",
     "MemoryTerm",
@@ -39,6 +41,7 @@ __all__ = [
     "StepFailure",
     "StepPlan",
     "StepResult",
+    "StructuredOutputsParams",
     "TableWrite",
     "TokenLogprobs",
 ]

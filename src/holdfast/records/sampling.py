@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from holdfast.errors import RequestError, UnknownParameterError, UnsupportedOptionError
+from holdfast.records.structured import StructuredOutputsParams
 from holdfast.units import shorten
 
 GREEDY_BELOW = 1e-5
@@ -29,11 +30,7 @@ MAX_BAD_SPELLINGS = 2 * MAX_BAD_WORDS
 MAX_STOP_IDS = 1000
 """With the model's own ends no more than biases: a GPU keeps room for as many of both."""
 
-NOT_YET = (
-    "structured_outputs",
-    "guided_decoding",
-    "logits_processors",
-)
+NOT_YET = ("logits_processors",)
 
 
 NO_BEAMS = "beams would copy and drop KV pages at every token, and samples of n answers are better for open text"
@@ -97,9 +94,12 @@ class SamplingParams(msgspec.Struct, metaclass=_Spelling, frozen=True, kw_only=T
     """Never written in the answer, neither at its start nor after a space or a newline: the last token of one is not
     sampled where those before it stand."""
 
+    structured_outputs: StructuredOutputsParams | None = None
+    """What the answer must look like; as a dict of its fields too."""
+    guided_decoding: StructuredOutputsParams | None = None
+    """Its older name; what is given under it is kept under the newer one."""
+
     # Known names whose work is not there yet: set to anything but their default, they are refused by name.
-    structured_outputs: Any = None
-    guided_decoding: Any = None
     logits_processors: Any = None
 
     def __post_init__(self) -> None:
@@ -108,6 +108,8 @@ class SamplingParams(msgspec.Struct, metaclass=_Spelling, frozen=True, kw_only=T
         if isinstance(self.stop, str):
             settle(self, "stop", [self.stop])
         self._refuse_unsupported()
+        settle(self, "structured_outputs", self._form())
+        settle(self, "guided_decoding", None)
         self._check_kinds()
         for name, value in self._numbers():
             settle(self, name, value)
@@ -136,6 +138,28 @@ class SamplingParams(msgspec.Struct, metaclass=_Spelling, frozen=True, kw_only=T
         for name in NOT_YET:
             if getattr(self, name) not in (None, [], {}):
                 raise UnsupportedOptionError(f"{name} is not supported", fix=f"leave {name} out", field=name)
+
+    def _form(self) -> StructuredOutputsParams | None:
+        given = [
+            (name, value) for name in ("structured_outputs", "guided_decoding")
+            if (value := getattr(self, name)) is not None
+        ]  # fmt: skip
+        if len(given) > 1:
+            raise RequestError(
+                "guided_decoding is the older name of structured_outputs, and both are given",
+                fix="leave guided_decoding out",
+                field="guided_decoding",
+            )
+        for name, value in given:
+            if isinstance(value, StructuredOutputsParams):
+                return value
+            if not isinstance(value, Mapping):
+                raise _wrong_kind(name, "StructuredOutputsParams, or a dict of its fields", value)
+            try:
+                return StructuredOutputsParams(**value)
+            except TypeError as error:
+                raise RequestError(f"{name}: {error}", field=name) from None
+        return None
 
     def _check_kinds(self) -> None:
         """A text is a sequence too: taken for a list, its letters would be the entries."""

@@ -1,7 +1,9 @@
-"""What an answer must look like: vLLM's names, checked when made. What a schema or grammar means is `text`'s to say."""
+"""What an answer must look like: vLLM's names, checked when made, bounded in size. What a schema or grammar means is
+`text`'s to say."""
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import msgspec
@@ -12,10 +14,24 @@ from holdfast.units import shorten
 KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 """Exactly one of them is asked for."""
 
+MAX_SCHEMA_BYTES = 256 << 10
+MAX_DEPTH = 64
+"""Of a schema's lists and objects in each other."""
+MAX_REGEX_CHARS = 16 << 10
+MAX_GRAMMAR_CHARS = 128 << 10
+MAX_CHOICES = 4096
+MAX_CHOICE_CHARS = 64 << 10
+"""Of all of them together."""
 
-class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+_BACKENDS = (None, "auto", "guidance", "llguidance")
+_SWITCHES = ("disable_any_whitespace", "disable_additional_properties", "disable_fallback")
+
+
+class StructuredOutputsParams(
+    msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True
+):
     json: dict[str, Any] | str | bool | None = None
-    """A JSON schema, or its text."""
+    """A JSON schema, its text, or a class with model_json_schema (pydantic's); kept as the schema itself."""
     regex: str | None = None
     choice: list[str] | None = None
     grammar: str | None = None
@@ -34,26 +50,128 @@ class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True, omit_de
     """Of older vLLM; "auto" and "guidance" say what is done anyway."""
 
     def __post_init__(self) -> None:
-        asked = [name for name in KINDS if getattr(self, name) not in (None, False)]
+        settle = msgspec.structs.force_setattr
+        asked = [name for name in KINDS if _is_asked(getattr(self, name))]
         if len(asked) != 1:
             raise RequestError(
                 f"structured_outputs asks for {', '.join(asked) if asked else 'nothing'}",
                 needed=f"exactly one of {', '.join(KINDS)}",
                 field="structured_outputs",
             )
-        if self.choice is not None and not (self.choice and all(isinstance(each, str) for each in self.choice)):
-            raise RequestError("choice must be a list of strings, not empty", field="choice")
-        if self.backend not in (None, "auto", "guidance", "llguidance"):
+        if self.json is not None:
+            settle(self, "json", _schema(self.json))
+        if self.structural_tag is not None:
+            settle(self, "structural_tag", _object("structural_tag", self.structural_tag))
+        if self.choice is not None:
+            settle(self, "choice", _choices(self.choice))
+        self._check_texts()
+        for name in ("json_object", *_SWITCHES):
+            if not isinstance(value := getattr(self, name), bool) and not (name == "json_object" and value is None):
+                raise _wrong(name, "True or False", value)
+        if self.backend not in _BACKENDS:
             raise UnsupportedOptionError(
-                f"structured outputs are not made with {shorten(self.backend)!r} here",
+                f"structured outputs are not made with {shorten(str(self.backend))!r} here",
                 fix="leave backend out",
                 field="backend",
             )
 
+    def _check_texts(self) -> None:
+        for name, most in (
+            ("regex", MAX_REGEX_CHARS), ("grammar", MAX_GRAMMAR_CHARS), ("whitespace_pattern", MAX_REGEX_CHARS),
+        ):  # fmt: skip
+            value = getattr(self, name)
+            if value is None:
+                continue
+            if not isinstance(value, str):
+                raise _wrong(name, "text", value)
+            if len(value) > most:
+                raise _too_large(name, f"{len(value)} characters", f"at most {most} characters")
+        if self.whitespace_pattern is None:
+            return
+        if self.kind not in ("json", "json_object"):
+            raise RequestError("whitespace_pattern goes with JSON alone", found=self.kind, field="whitespace_pattern")
+        if self.disable_any_whitespace:
+            raise RequestError(
+                "whitespace_pattern and disable_any_whitespace exclude each other", field="whitespace_pattern"
+            )
+
     @property
     def kind(self) -> str:
-        return next(name for name in KINDS if getattr(self, name) not in (None, False))
+        return next(name for name in KINDS if _is_asked(getattr(self, name)))
 
 
 GuidedDecodingParams = StructuredOutputsParams
 """vLLM's older name."""
+
+
+def _is_asked(value: object) -> bool:
+    return value is not None and value is not False
+
+
+def _schema(given: Any) -> dict[str, Any] | bool:
+    """As plain JSON, whoever made it: what travels to the engine is what was checked."""
+    if callable(made := getattr(given, "model_json_schema", None)):
+        given = made()
+    return given if isinstance(given, bool) else _object("json", given)
+
+
+def _object(field: str, given: Any) -> dict[str, Any]:
+    if isinstance(given, str):
+        _check_size(field, len(given))
+        try:
+            given = msgspec.json.decode(given)
+        except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
+            raise RequestError(f"{field} is not valid JSON: {error}", field=field) from None
+    if not isinstance(given, Mapping):
+        raise _wrong(field, "a JSON object, as a dict or as text", given)
+    try:
+        encoded = msgspec.json.encode(given)
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise RequestError(f"{field} holds something that JSON has not: {error}", field=field) from None
+    _check_size(field, len(encoded))
+    plain: dict[str, Any] = msgspec.json.decode(encoded)
+    if _deeper_than(plain, MAX_DEPTH):
+        raise _too_large(field, f"more than {MAX_DEPTH} levels", f"at most {MAX_DEPTH} levels of lists and objects")
+    return plain
+
+
+def _deeper_than(value: Any, levels: int) -> bool:
+    """Level by level: how deep it is must not decide how deep this goes."""
+    here = [value]
+    for _ in range(levels + 1):
+        here = [
+            child for one in here if isinstance(one, dict | list)
+            for child in (one.values() if isinstance(one, dict) else one)
+        ]  # fmt: skip
+        if not here:
+            return False
+    return True
+
+
+def _choices(given: Any) -> list[str]:
+    if isinstance(given, str | bytes | Mapping) or not isinstance(given, Collection):
+        raise _wrong("choice", "a list of texts, not empty", given)
+    choices = list(given)
+    for one in choices or [None]:
+        if not isinstance(one, str):
+            raise _wrong("choice", "a list of texts, not empty", given)
+        if not one:
+            raise RequestError("choice holds an empty text, which nobody could choose", field="choice")
+    if len(choices) > MAX_CHOICES or sum(map(len, choices)) > MAX_CHOICE_CHARS:
+        found = f"{len(choices)} of them, {sum(map(len, choices))} characters"
+        raise _too_large("choice", found, f"at most {MAX_CHOICES}, and {MAX_CHOICE_CHARS} characters in all")
+    return choices
+
+
+def _check_size(field: str, size: int) -> None:
+    if size > MAX_SCHEMA_BYTES:
+        raise _too_large(field, f"{size} bytes", f"at most {MAX_SCHEMA_BYTES} bytes")
+
+
+def _too_large(field: str, found: str, needed: str) -> RequestError:
+    return RequestError(f"{field} is too large: {found}", needed=needed, found=found, field=field)
+
+
+def _wrong(field: str, needed: str, value: object) -> RequestError:
+    found = f"{shorten(value)} ({type(value).__name__})"
+    return RequestError(f"{field} must be {needed}; found {found}", needed=needed, found=found, field=field)

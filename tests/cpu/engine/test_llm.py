@@ -206,7 +206,7 @@ def test_bad_requests_lose_nothing(llm) -> None:
     with pytest.raises(RequestError):
         llm.generate([good, good], [SamplingParams()])
     with pytest.raises(UnsupportedOptionError):
-        SamplingParams(structured_outputs={"regex": "x"})
+        SamplingParams(logits_processors=[print])
     with pytest.raises(UnsupportedOptionError, match="beam search"):
         llm.beam_search([good], None)
     with pytest.raises(UnsupportedOptionError, match="in the order"):

@@ -65,9 +65,8 @@ def test_a_text_in_place_of_bad_words_is_told_how_to_write_it() -> None:
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("logits_processors", [1]), ("guided_decoding", {"json": {}}),
-     ("structured_outputs", {"regex": "a"}), ("use_beam_search", True), ("best_of", 3)],
-)  # fmt: skip
+    [("logits_processors", [1]), ("use_beam_search", True), ("best_of", 3)],
+)
 def test_what_is_not_there_is_refused_by_name(field: str, value: object) -> None:
     with pytest.raises(UnsupportedOptionError, match=field):
         SamplingParams(**{field: value})
