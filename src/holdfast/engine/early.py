@@ -25,7 +25,7 @@ class EarlyProcess:
             self.address = f"ipc://{path}"
             # -u: its last words before a crash must reach the log. Its standard input stays open as long as we live.
             self.process = subprocess.Popen(
-                [sys.executable, "-u", "-m", "holdfast.engine.process", self.address], stdin=subprocess.PIPE
+                [sys.executable, "-u", "-m", "holdfast.engine.begin", self.address], stdin=subprocess.PIPE
             )
         except OSError as error:
             raise EngineDiedError(f"the engine process could not be started: {error}") from error

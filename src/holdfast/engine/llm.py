@@ -21,6 +21,7 @@ from holdfast.engine.defaults import decided, default_sampling
 from holdfast.engine.devices import settle_device
 from holdfast.engine.door import Door
 from holdfast.engine.messages import unpack_failure
+from holdfast.engine.preload import preload_torch
 from holdfast.engine.progress import RequestProgress
 from holdfast.engine.startup import build_core, find_model, open_tokenizer, plan_lines, plan_model
 from holdfast.errors import EngineError, HoldfastError, RequestError, StepMemoryError, UnsupportedOptionError
@@ -54,6 +55,7 @@ class LLM:
         found = find_model(config)
         plan = plan_model(config, found)
         print("\n".join(plan_lines(found, plan)), file=sys.stderr, flush=True)
+        preload_torch()  # After the plan, which counts what is free.
         self._tokenizer = open_tokenizer(config, found)
         defaults = default_sampling(config, found.files.generation_config)
         self._defaults = SamplingParams(**defaults)

@@ -1,6 +1,6 @@
 """The engine process: loads the model, then steps, with its ears open between steps.
 
-Started by the front as `python -m holdfast.engine.process ADDRESS`; ends when it is told to, or when the front is
+Started by the front as `python -m holdfast.engine.begin ADDRESS`; ends when it is told to, or when the front is
 gone (its standard input closes). Everything it hears and says is in `messages`.
 """
 
@@ -28,8 +28,8 @@ from holdfast.planner import Plan
 IDLE_POLL_MS = 1000
 
 
-def main(address: str) -> int:
-    gc.disable()  # Until all is there that stays (see `startup`).
+def run(address: str) -> int:
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s engine: %(message)s", stream=sys.stderr)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal group; the front decides.
     _end_with_parent()
     with zmq.Context() as context, context.socket(zmq.PAIR) as socket:
@@ -114,8 +114,3 @@ def _end_with_parent() -> None:
         os._exit(3)
 
     threading.Thread(target=watch, name="parent-watch", daemon=True).start()
-
-
-if __name__ == "__main__":
-    logging.basicConfig(level=logging.INFO, format="%(levelname)s engine: %(message)s", stream=sys.stderr)
-    sys.exit(main(sys.argv[1]))
