@@ -1,0 +1,59 @@
+"""What the doctor says, as records: the JSON of `holdfast doctor --json` is these. Knows no rule and no log."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+Phase = Literal["args", "download", "load", "profile", "capture", "warmup", "serve", "request"]
+RootCause = Literal[
+    "configuration_overshoot", "kv_blowout", "concurrency_misjudged", "does_not_fit", "not_memory"
+]  # fmt: skip
+
+
+class Evidence(msgspec.Struct, frozen=True, kw_only=True):
+    """A line as it stood there, without its colours."""
+
+    line: str
+    number: int | None = None
+    """Counted from 1 in its source."""
+    source: str | None = None
+
+
+class Fix(msgspec.Struct, frozen=True, kw_only=True):
+    command: str | None = None
+    """Complete; None where nothing is known of the command that failed."""
+    changes: dict[str, str | None] = {}
+    """Flag to its new value; None: the flag is taken away."""
+    why: str = ""
+    price: str | None = None
+    """What it costs, where it costs something."""
+
+
+class Finding(msgspec.Struct, frozen=True, kw_only=True):
+    code: str
+    root_cause: RootCause
+    cause: str
+    confidence: Literal["high", "medium", "low"]
+    what: str
+    """What happened, in one sentence."""
+    evidence: list[Evidence]
+    why: str
+    """The cause, in words."""
+    fix: Fix | None = None
+    alternatives: list[Fix] = []
+    numbers: dict[str, float] = {}
+    """What was read from the evidence: bytes, tokens, shares, named with their unit."""
+
+
+class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
+    engine: str | None
+    engine_version: str | None
+    command: str | None
+    phase: Phase | None
+    healthy: bool
+    findings: list[Finding]
+    missing: list[str] = []
+    """What would make the answer surer, as something to paste or run."""
+    version: int = 1
