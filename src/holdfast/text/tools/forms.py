@@ -1,0 +1,22 @@
+"""How a family writes calls, as a form that a grammar is made of. Reading them back is each family's own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+NAME, ARGUMENTS = "\0name", "\0arguments"
+"""Stand in a form for a tool's name as a JSON string, and for its arguments."""
+BARE_NAME = "\0bare name"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Form:
+    """before call between call ... after; a single call stands without `before` and `after` where it may."""
+
+    call: tuple[str, ...]
+    between: tuple[str, ...] = ()
+    before: tuple[str, ...] = ()
+    after: tuple[str, ...] = ()
+    bare_alone: bool = False
+    marks: tuple[str, ...] = ()
+    """Parts that are tokens of their own where the vocabulary has them."""

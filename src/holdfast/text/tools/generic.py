@@ -1,0 +1,65 @@
+"""Calls as plain JSON: an object with a name and arguments, a list of such objects, or either in a ``` fence.
+
+The form that models without one of their own are asked for. Nothing marks a call but that it is the whole answer and
+names a tool that was given: any other JSON is content.
+"""
+
+from __future__ import annotations
+
+from holdfast.text.tools.forms import ARGUMENTS, NAME, Form
+from holdfast.text.tools.reading import CallReader, NotACall, Region, Step
+
+FENCE = "```"
+
+FORM = Form(
+    call=('{"name": ', NAME, ', "arguments": ', ARGUMENTS, "}"),
+    between=(", ",),
+    before=("[",),
+    after=("]",),
+    bare_alone=True,
+)
+
+
+class GenericReader(CallReader):
+    first_characters = "{[`"
+    known_names_only = True
+
+    def _read_calls(self) -> Region:
+        character = yield from self._after_space()
+        if character == "`":
+            character = yield from self._behind_fence(character)
+        if character == "[":
+            yield from self._call_list()
+            character = yield from self._after_space()
+        else:
+            character = yield from self._objects(character)
+        yield from self._one_of((FENCE,), character)
+
+    def _behind_fence(self, character: str) -> Step:
+        """Its language is passed over."""
+        yield from self._one_of((FENCE,), character)
+        while (character := (yield)).isalnum():
+            pass
+        return character if character in "{[" else (yield from self._after_space())
+
+    def _objects(self, character: str) -> Step:
+        """One behind the other; gives back the character that is none of it."""
+        while character == "{":
+            yield from self._call_object()
+            while (character := (yield from self._after_space())) in (",", ";"):
+                pass
+        if not self._closing:
+            raise NotACall
+        return character
+
+    def _call_list(self) -> Region:
+        """Behind its bracket."""
+        while True:
+            if (yield from self._after_space()) != "{":
+                raise NotACall
+            yield from self._call_object()
+            character = yield from self._after_space()
+            if character == "]":
+                return
+            if character != ",":
+                raise NotACall

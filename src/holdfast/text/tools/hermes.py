@@ -1,0 +1,29 @@
+"""Calls as Hermes, Qwen 2.5 and 3, and many others write them: JSON between <tool_call> and </tool_call>."""
+
+from __future__ import annotations
+
+from holdfast.text.tools.forms import ARGUMENTS, NAME, Form
+from holdfast.text.tools.reading import CallReader, NotACall, Region
+
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
+
+FORM = Form(
+    marks=(OPEN, CLOSE),
+    call=(OPEN, '\n{"name": ', NAME, ', "arguments": ', ARGUMENTS, "}\n", CLOSE),
+    between=("\n",),
+)
+
+
+class HermesReader(CallReader):
+    marks = (OPEN,)
+
+    def _read_calls(self) -> Region:
+        while True:
+            if (yield from self._after_space()) != "{":
+                raise NotACall
+            yield from self._call_object()
+            # Small models close a brace too many, or begin the next call without closing this one.
+            while (character := (yield from self._after_space())) == "}":
+                pass
+            if (yield from self._one_of((OPEN, CLOSE), character)) == CLOSE:
+                return

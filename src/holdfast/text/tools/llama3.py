@@ -1,0 +1,27 @@
+"""Calls as Llama 3 and 4 write them: JSON with "parameters", as the whole answer or behind <|python_tag|>."""
+
+from __future__ import annotations
+
+from holdfast.text.tools.forms import ARGUMENTS, NAME, Form
+from holdfast.text.tools.generic import GenericReader
+from holdfast.text.tools.reading import Region
+
+PYTHON_TAG = "<|python_tag|>"
+
+FORM = Form(
+    marks=(PYTHON_TAG,),
+    call=('{"name": ', NAME, ', "parameters": ', ARGUMENTS, "}"),
+    between=("; ",),
+)
+
+
+class Llama3Reader(GenericReader):
+    marks = (PYTHON_TAG,)
+    first_characters = "{"
+
+    def _read_calls(self) -> Region:
+        character = yield from self._after_space()
+        while True:
+            character = yield from self._objects(character)
+            yield from self._one_of(self.marks, character)
+            character = yield from self._after_space()

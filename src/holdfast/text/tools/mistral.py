@@ -1,0 +1,53 @@
+"""Calls as Mistral's models write them behind [TOOL_CALLS]: a JSON list, or in newer ones name[ARGS]{...} for each."""
+
+from __future__ import annotations
+
+from holdfast.text.tools.forms import ARGUMENTS, BARE_NAME, NAME, Form
+from holdfast.text.tools.generic import GenericReader
+from holdfast.text.tools.reading import MAX_NAME_CHARS, NotACall, Region
+
+CALLS, CALL_ID, ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
+
+LISTED = Form(
+    marks=(CALLS,),
+    before=(CALLS, "["),
+    call=('{"name": ', NAME, ', "arguments": ', ARGUMENTS, "}"),
+    between=(", ",),
+    after=("]",),
+)
+NAMED = Form(marks=(CALLS, ARGS), call=(CALLS, BARE_NAME, ARGS, ARGUMENTS))
+
+
+class MistralReader(GenericReader):
+    marks = (CALLS,)
+    first_characters = ""
+    known_names_only = False
+
+    def _read_calls(self) -> Region:
+        character = yield from self._after_space()
+        if character == "[":
+            yield from self._call_list()
+        elif character == "{":
+            yield from self._call_object()
+        else:
+            yield from self._named_call(character)
+
+    def _named_call(self, character: str) -> Region:
+        read = ""
+        while character not in "{[":
+            if len(read) > MAX_NAME_CHARS or not (character.isalnum() or character in "_-. \n"):
+                raise NotACall
+            read += character
+            character = yield
+        name = self._checked(read.strip())
+        if character == "[" and (yield from self._one_of((ARGS, CALL_ID), character)) == CALL_ID:
+            while (character := (yield)) != "[":
+                pass
+            yield from self._one_of((ARGS,), character)
+        if character == "[":
+            character = yield from self._after_space()
+        if character != "{":
+            raise NotACall
+        self._begin_call(name)
+        yield from self._shown_object()
+        self._end_call()

@@ -1,0 +1,271 @@
+"""Calls and thoughts read out of answers: every family, however the text is cut, and whatever a model writes."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from holdfast.text.reasoning import FAMILIES, ReasoningReader, State, Thinking, thinking_of
+from holdfast.text.tools.answers import AnswerReader
+from holdfast.text.tools.dialects import DIALECTS, Dialect, dialect_of
+from holdfast.text.tools.events import Arguments, CallBegun, Content, Event, Reasoning
+
+NAMES = ("weather", "add")
+FAMILY_NAMES = ("hermes", "llama3_json", "mistral", "json")
+
+
+def read(dialect: str | None, pieces: Sequence[str], *, thinking: str | None = None, state: State = "open",
+         most_calls: int | None = None) -> list[Event]:  # fmt: skip
+    """The events, those of a kind that follow each other put together."""
+    thoughts = None if thinking is None else ReasoningReader(FAMILIES[thinking], state)
+    calls = None if dialect is None else DIALECTS[dialect].reader(NAMES, most_calls)
+    reader = AnswerReader(thoughts, calls)
+    joined: list[Event] = []
+    for event in [event for piece in pieces for event in reader.feed(piece)] + reader.finish():
+        last = joined[-1] if joined else None
+        same = isinstance(last, type(event)) and not isinstance(event, CallBegun)
+        if same and getattr(last, "call", 0) == getattr(event, "call", 0):
+            joined[-1] = event._replace(text=last.text + event.text)
+        else:
+            joined.append(event)
+    return joined
+
+
+def cut(text: str, places: Sequence[int]) -> list[str]:
+    edges = [0, *sorted(place % (len(text) + 1) for place in places), len(text)]
+    return [text[start:end] for start, end in pairwise(edges)]
+
+
+def called(*calls: tuple[str, str]) -> list[Event]:
+    return [
+        event
+        for index, (name, arguments) in enumerate(calls)
+        for event in (CallBegun(index, name), Arguments(index, arguments))
+    ]
+
+
+ONE, TWO = '{"city": "Oslo }"}', '{"a": [1, {"b": "\\""}]}'
+CALLS = [
+    ("hermes", '<tool_call>\n{"name": "weather", "arguments": %s}\n</tool_call>', [ONE]),
+    ("hermes", '<tool_call>{"arguments": %s, "name": "weather"}</tool_call>', [ONE]),
+    ("hermes", '\n<tool_call>\n{"name": "weather", "arguments": %s}}\n</tool_call>\n', [ONE]),
+    ("hermes", '<tool_call>{"name":"weather","arguments": %s}<tool_call>{"name":"add","arguments": %s}', [ONE, TWO]),
+    (
+        "hermes",
+        '<tool_call>\n{"name": "weather", "arguments": %s}\n</tool_call>\n<tool_call>\n{"id": 7, "name": "add", '
+        '"arguments": %s, "x": [1, "]"]}\n</tool_call>',
+        [ONE, TWO],
+    ),
+    ("llama3_json", '{"name": "weather", "parameters": %s}', [ONE]),
+    ("llama3_json", '<|python_tag|>{"type": "function", "name": "weather", "parameters": %s}', [ONE]),
+    ("llama3_json", '{"name": "weather", "parameters": %s}; {"name": "add", "parameters": %s}', [ONE, TWO]),
+    (
+        "llama3_json",
+        '<|python_tag|>{"name": "weather", "parameters": %s}<|python_tag|>{"name": "add", "parameters": %s}\n',
+        [ONE, TWO],
+    ),
+    ("mistral", '[TOOL_CALLS] [{"name": "weather", "arguments": %s, "id": "abcdefghi"}]', [ONE]),
+    ("mistral", '[TOOL_CALLS][{"name": "weather", "arguments": %s}, {"name": "add", "arguments": %s}]', [ONE, TWO]),
+    ("mistral", "[TOOL_CALLS]weather[ARGS]%s[TOOL_CALLS]add[CALL_ID]abcdefghi[ARGS]%s", [ONE, TWO]),
+    ("mistral", "[TOOL_CALLS]weather%s\n[TOOL_CALLS]add %s", [ONE, TWO]),
+    ("json", '{"name": "weather", "arguments": %s}', [ONE]),
+    ("json", ' ```json\n[{"name": "weather", "parameters": %s},\n {"name":"add","arguments":%s}]\n```\n', [ONE, TWO]),
+    ("json", '```\n{"name": "weather", "arguments": %s}\n```', [ONE]),
+    ("json", '{"name": "weather", "arguments": %s}\n{"name": "add", "arguments": %s}', [ONE, TWO]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("dialect", "form", "arguments"), CALLS)
+def test_each_familys_calls(dialect: str, form: str, arguments: list[str]) -> None:
+    text = form % tuple(arguments)
+    expected = called(*zip(NAMES, arguments, strict=False))
+    for size in (1, 2, 7, len(text)):
+        assert read(dialect, [text[place : place + size] for place in range(0, len(text), size)]) == expected
+
+
+@pytest.mark.parametrize(
+    ("dialect", "text"),
+    [
+        ("hermes", '<tool_call>{"name": "weather", "arguments": "{\\"city\\": 1}"}</tool_call>'),
+        ("mistral", '[TOOL_CALLS][{"name": "weather", "arguments": "{\\"city\\": 1}"}]'),
+    ],
+)
+def test_arguments_written_as_a_text_are_the_json_in_it(dialect: str, text: str) -> None:
+    assert read(dialect, [text]) == called(("weather", '{"city": 1}'))
+
+
+@pytest.mark.parametrize("written", ['{"name": "weather"}', '{"name": "weather", "arguments": null}'])
+def test_a_call_without_arguments_has_an_empty_object(written: str) -> None:
+    assert read("hermes", [f"<tool_call>{written}</tool_call>"]) == called(("weather", "{}"))
+    assert read("json", [written]) == called(("weather", "{}"))
+
+
+def test_content_stands_before_and_behind_calls() -> None:
+    text = 'Let me see.\n<tool_call>{"name": "add", "arguments": {}}</tool_call>\n\nDone.'
+    assert read("hermes", [text]) == [Content("Let me see.\n"), *called(("add", "{}")), Content("\n\nDone.")]
+
+
+@pytest.mark.parametrize(
+    ("dialect", "text"),
+    [
+        ("hermes", "<tool_call>weather(Oslo)</tool_call>"),
+        ("hermes", '<tool_call>{"name": "weather", "argum'),
+        ("hermes", '<tool_call>{"name": 5, "arguments": {}}</tool_call>'),
+        ("hermes", '<tool_call>{"arguments": {"a": 1}}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "weather", "arguments": [1]}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "weather", "arguments": "no"}</tool_call>'),
+        ("hermes", '<tool_call>{"name" "weather"}</tool_call>'),
+        ("hermes", "<tool_call>{}</tool_call>"),
+        ("hermes", "a < b and <tool_cal"),
+        ("llama3_json", '{"name": "Bob", "parameters": {"age": 3}}'),
+        ("llama3_json", '{"city": "Oslo"}'),
+        ("llama3_json", '<|python_tag|>print("x")'),
+        ("llama3_json", 'text {"name": "weather", "parameters": {}}'),
+        ("mistral", "[TOOL_CALLS]"),
+        ("mistral", "[TOOL_CALLS]wea ther? {}"),
+        ("mistral", "[TOOL_CALLS][1, 2]"),
+        ("mistral", "[INST] [TOOL"),
+        ("json", "[1, 2, 3]"),
+        ("json", "```python\nprint(1)\n```"),
+        ("json", '{"name": "weather", "arguments'),
+        ("json", " \n "),
+    ],
+)
+def test_what_is_no_call_is_content_to_the_letter(dialect: str, text: str) -> None:
+    assert read(dialect, [text]) == read(dialect, list(text)) == [Content(text)]
+
+
+def test_arguments_that_are_no_json_stay_arguments() -> None:
+    """A stream has shown their beginning already; the client sees that they do not parse, as with OpenAI."""
+    text = '<tool_call>{"name": "add", "arguments": {\'a\': one}}</tool_call>'
+    assert read("hermes", [text]) == called(("add", "{'a': one}"))
+    assert read("hermes", ['<tool_call>{"name": "add", "arguments": {"a": 1, "b']) == called(("add", '{"a": 1, "b'))
+
+
+def test_calls_beyond_the_most_that_are_wanted_are_dropped() -> None:
+    text = '<tool_call>{"name": "weather", "arguments": {}}</tool_call>' * 3
+    assert read("hermes", [text], most_calls=1) == called(("weather", "{}"))
+
+
+ALPHABET = st.sampled_from(
+    [
+        "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<|python_tag|>", "```", "json",
+        "<think>", "</think>", '{"name": "weather", "arguments": {"a": ', '{"name": "add", "parameters": ', '"name"',
+        '"arguments"', ": ", ", ", "{", "}", "[", "]", '"', "\\", "weather", "null", "7", " ", "\n", "é", "<", "x", ";",
+    ]
+)  # fmt: skip
+TEXTS = st.lists(ALPHABET, max_size=25).map("".join)
+CUTS = st.lists(st.integers(min_value=0, max_value=10_000), max_size=12)
+
+
+@settings(max_examples=120, deadline=None)
+@given(text=TEXTS, places=CUTS, dialect=st.sampled_from(FAMILY_NAMES), thinking=st.sampled_from([None, *FAMILIES]))
+def test_events_do_not_depend_on_how_the_text_is_cut(
+    text: str, places: list[int], dialect: str, thinking: str | None
+) -> None:
+    for state in ("open", "undecided", "assumed", "over"):
+        whole = read(dialect, [text], thinking=thinking, state=state)
+        assert read(dialect, cut(text, places), thinking=thinking, state=state) == whole
+        assert read(dialect, list(text), thinking=thinking, state=state) == whole
+
+
+@settings(max_examples=120, deadline=None)
+@given(text=TEXTS, dialect=st.sampled_from(FAMILY_NAMES))
+def test_nothing_is_lost(text: str, dialect: str) -> None:
+    """Without a call the content is the text. With some, what is shown is in the text, piece by piece and in order."""
+    events = read(dialect, [text])
+    if not any(isinstance(event, CallBegun) for event in events):
+        assert events == ([Content(text)] if text else [])
+    shown = [event.text for event in events if isinstance(event, Content)]
+    place = 0
+    for piece in shown:
+        place = text.index(piece, place) + len(piece)
+
+
+@pytest.mark.parametrize("dialect", FAMILY_NAMES)
+@pytest.mark.parametrize(
+    "unit",
+    ["<tool_call>", "[TOOL_CALLS]a", "{", '{"name": "weather", "arguments": {"a": ', '"', "<", " ", "\\", "[", "`"],
+)
+def test_hostile_texts_take_work_in_proportion(dialect: str, unit: str) -> None:
+    """Nothing is read twice: ten times the text makes about ten times the calls, not a hundred."""
+
+    def work(count: int) -> int:
+        reader, steps = DIALECTS[dialect].reader(NAMES, None), 0
+
+        def counted(*_: object) -> None:
+            nonlocal steps
+            steps += 1
+
+        sys.setprofile(counted)
+        try:
+            reader.feed(unit * count)
+            reader.finish()
+        finally:
+            sys.setprofile(None)
+        return steps
+
+    assert work(10_000 // len(unit)) < 12 * work(1_000 // len(unit)) + 200
+
+
+@pytest.mark.parametrize(
+    ("state", "text", "expected"),
+    [
+        ("open", "hm</think>\n\nYes", [Reasoning("hm"), Content("\n\nYes")]),
+        ("open", "hm, not finished </thi", [Reasoning("hm, not finished </thi")]),
+        ("undecided", "\n<think>hm</think>Yes", [Reasoning("hm"), Content("Yes")]),
+        ("undecided", "Yes, <think> is a mark", [Content("Yes, <think> is a mark")]),
+        ("undecided", "<thi", [Content("<thi")]),
+        ("assumed", "hm</think>Yes", [Reasoning("hm"), Content("Yes")]),
+        ("assumed", "<think>hm</think>Yes", [Reasoning("hm"), Content("Yes")]),
+        ("over", "Yes</think>", [Content("Yes</think>")]),
+    ],
+)
+def test_thoughts_are_told_apart(state: State, text: str, expected: list[Event]) -> None:
+    assert read(None, [text], thinking="qwen3", state=state) == expected
+    assert read(None, list(text), thinking="qwen3", state=state) == expected
+
+
+def test_calls_are_looked_for_behind_the_thoughts_only() -> None:
+    call = '<tool_call>{"name": "add", "arguments": {}}</tool_call>'
+    text = f"I could {call} here.</think>\n\n{call}"
+    assert read("hermes", [text], thinking="qwen3") == [Reasoning(f"I could {call} here."), *called(("add", "{}"))]
+
+
+def test_the_prompt_tells_whether_thoughts_are_open() -> None:
+    assert Thinking().state_behind("<|im_start|>assistant\n<think>\n") == "open"
+    assert Thinking().state_behind("<|im_start|>assistant\n<think>\n\n</think>\n\n") == "over"
+    assert Thinking().state_behind("<|im_start|>assistant\n") == "undecided"
+    assert Thinking(always=True).state_behind("<｜Assistant｜>") == "assumed"
+
+
+@pytest.mark.parametrize(
+    ("template", "dialect", "thinking"),
+    [
+        ('{{ "<tool_call>" }}', "hermes", None),
+        ('{{ "<tool_call>" }}</think>', "hermes", "qwen3"),
+        ('{{ "[TOOL_CALLS]" }}', "mistral", None),
+        ('{{ "[TOOL_CALLS]" }}[/THINK]', "mistral", "mistral"),
+        ('{{ "<|python_tag|>" }}', "llama3_json", None),
+        ('{{ "<tool_call>\\n<function=" }}', None, None),
+        ("{{ messages }}", None, None),
+        (None, None, None),
+    ],
+)
+def test_families_are_told_by_the_template(template: str | None, dialect: str | None, thinking: str | None) -> None:
+    found: Dialect | None = dialect_of(template)
+    assert (found.name if found else None) == dialect
+    assert thinking_of(template) == thinking
+
+
+def test_mistrals_ids_have_the_length_its_templates_want() -> None:
+    made = DIALECTS["mistral"].make_id()
+    assert len(made) == 9
+    assert made.isalnum()
+    assert json.dumps(DIALECTS["hermes"].make_id()).startswith('"call_')
