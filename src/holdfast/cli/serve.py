@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from holdfast.config import EngineConfig, ServerConfig
 from holdfast.config.engine import REFUSED as ENGINE_REFUSED
@@ -15,12 +18,16 @@ from holdfast.config.sources import add_flags, gather, split
 from holdfast.engine.early import EarlyProcess
 from holdfast.errors import ConfigurationError
 
+if TYPE_CHECKING:
+    from holdfast.engine.startup import FoundModel
+    from holdfast.server.settings import ServerSettings
+
 log = logging.getLogger("holdfast")
 
 HELP = """Serve a model over the OpenAI API, on the memory this machine really has.
 
-Each setting can also be an environment variable (HOLDFAST_PORT=9000) or a line of a TOML file given with --config;
-a flag wins over the environment, and the environment over the file."""
+Each setting can also be an environment variable (HOLDFAST_PORT=9000) or a line of a TOML or YAML file given with
+--config; a flag wins over the environment, and the environment over the file."""
 
 USAGE = "holdfast serve [MODEL] [settings]"
 
@@ -36,7 +43,7 @@ exit codes: 0 stopped in order, 1 failed, 2 a setting cannot be honoured, 130 or
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model_positional", nargs="?", metavar="MODEL", help="same as --model")
-    parser.add_argument("--config", type=Path, metavar="FILE", help="settings from a TOML file")
+    parser.add_argument("--config", type=Path, metavar="FILE", help="settings from a TOML or YAML file")
     add_flags(parser, EngineConfig, title="model and engine")
     add_flags(parser, ServerConfig, title="server")
     for name in (*ENGINE_REFUSED, *SERVER_REFUSED):
@@ -55,8 +62,43 @@ def read_settings(arguments: argparse.Namespace) -> tuple[EngineConfig, ServerCo
         if name in given:
             # --swap-space 0 asks for nothing; the bare flag asks for something.
             given[name] = given[name][0] if len(given[name]) == 1 else given[name] or True
+    if "api_key" not in given and "HOLDFAST_API_KEY" not in os.environ and os.environ.get("VLLM_API_KEY"):
+        # Who moves here from vLLM must not find the door open.
+        given["api_key"] = os.environ["VLLM_API_KEY"]
     gathered = gather([EngineConfig, ServerConfig], given, file=file)
     return split(gathered, (EngineConfig, ENGINE_REFUSED), (ServerConfig, SERVER_REFUSED))
+
+
+def unread_variables(environment: Mapping[str, str]) -> list[str]:
+    """vLLM's own, which somebody may rely on."""
+    return sorted(name for name in environment if name.startswith("VLLM_") and name != "VLLM_API_KEY")
+
+
+def server_settings(engine_config: EngineConfig, server_config: ServerConfig, model: FoundModel) -> ServerSettings:
+    """What the application is told, whoever runs it."""
+    import holdfast
+    from holdfast.engine.defaults import default_sampling
+    from holdfast.observability.logs import json_lines
+    from holdfast.server.settings import ServerSettings
+
+    defaults = default_sampling(engine_config, model.files.generation_config)
+    return ServerSettings(
+        served_model_names=server_config.served_model_name or (model.files.name,),
+        api_key=server_config.api_key,
+        api_key_file=None if server_config.api_key_file is None else Path(server_config.api_key_file),
+        public_metrics=server_config.public_metrics,
+        allowed_origins=server_config.allowed_origins,
+        allowed_methods=server_config.allowed_methods,
+        allowed_headers=server_config.allowed_headers,
+        allow_credentials=server_config.allow_credentials,
+        max_body_bytes=server_config.max_body_size,
+        max_queued_requests=engine_config.max_queued_requests,
+        scheduling_policy=engine_config.scheduling_policy,
+        default_sampling=defaults,
+        trust_request_chat_template=server_config.trust_request_chat_template,
+        access_log=None if server_config.disable_access_log else json_lines(sys.stderr),
+        version=holdfast.__version__,
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -71,21 +113,23 @@ def run(arguments: argparse.Namespace) -> int:
 def _run(engine_config: EngineConfig, server_config: ServerConfig, early: EarlyProcess) -> int:
     import holdfast
     from holdfast.engine.client import ProcessEngine
-    from holdfast.engine.defaults import default_sampling
     from holdfast.engine.devices import settle_device
     from holdfast.engine.progress import LoadProgress
     from holdfast.engine.startup import find_model, open_tokenizer, plan_lines, plan_model
     from holdfast.observability.ledger import ledger_lines
-    from holdfast.observability.logs import ThroughputLog, json_lines, ready_lines, set_up_logging
+    from holdfast.observability.logs import ThroughputLog, ready_lines, set_up_logging
     from holdfast.planner.footprint import FRONT_BYTES
     from holdfast.server.app import create_app
     from holdfast.server.run import bind
     from holdfast.server.run import run as run_server
-    from holdfast.server.settings import ServerSettings
+    from holdfast.server.tls import tls_of
 
     set_up_logging(server_config.log_level)
     log.info("holdfast %s", holdfast.__version__)
+    for name in unread_variables(os.environ):
+        log.warning("%s is set in the environment and is not read: settings are HOLDFAST_NAME", name)
     listener = bind(server_config.host, server_config.port)  # A port in use is said before a model is fetched.
+    tls = tls_of(server_config)
     engine_config = settle_device(engine_config)
     model = find_model(engine_config)
     log.info("model %s: %s, %s parameters", model.files.name, model.spec.architecture, f"{model.spec.parameters:,}")
@@ -93,23 +137,12 @@ def _run(engine_config: EngineConfig, server_config: ServerConfig, early: EarlyP
     print("\n".join(plan_lines(model, plan)), file=sys.stderr, flush=True)
     tokenizer = open_tokenizer(engine_config, model)
     engine = ProcessEngine(engine_config, model, tokenizer, plan=plan, on_progress=LoadProgress(), early=early)
-    defaults = default_sampling(engine_config, model.files.generation_config)
-    settings = ServerSettings(
-        served_model_names=server_config.served_model_name or (model.files.name,),
-        api_key=server_config.api_key,
-        max_body_bytes=server_config.max_body_size,
-        max_queued_requests=engine_config.max_queued_requests,
-        scheduling_policy=engine_config.scheduling_policy,
-        default_sampling=defaults,
-        trust_request_chat_template=server_config.trust_request_chat_template,
-        access_log=None if server_config.disable_access_log else json_lines(sys.stderr),
-        version=holdfast.__version__,
-    )
     host, port = listener.getsockname()[:2]
-    app = create_app(engine, settings)
+    app = create_app(engine, server_settings(engine_config, server_config, model))
 
     def say_ready() -> None:
-        url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        scheme = "http" if tls is None else "https"
+        url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
         ledger = engine.memory()
         if ledger is not None:
             print("\n".join(ledger_lines(ledger)), file=sys.stderr, flush=True)
@@ -122,6 +155,7 @@ def _run(engine_config: EngineConfig, server_config: ServerConfig, early: EarlyP
         listener=listener,
         drain_timeout_s=server_config.drain_timeout,
         write_timeout_s=server_config.write_timeout,
+        tls=tls,
         on_ready=say_ready,
         throughput=None if server_config.disable_log_stats else ThroughputLog(app.state.metrics, engine.stats),
     )

@@ -5,14 +5,47 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from holdfast.config.setting import choice, flag, number, optional, setting, size, text, texts, whole
+from holdfast.config.setting import (
+    choice,
+    flag,
+    flag_name,
+    listed,
+    number,
+    optional,
+    setting,
+    size,
+    text,
+    texts,
+    whole,
+)
+from holdfast.errors import ConfigurationError
+
+_ALWAYS_ON = (
+    "enable_prompt_tokens_details", "enable_server_load_tracking", "enable_request_id_headers", "disable_log_requests",
+)  # fmt: skip
 
 REFUSED: Mapping[str, str] = {
     "enable_auto_tool_choice": "tool calls are not there yet",
     "tool_call_parser": "tool calls are not there yet",
     "reasoning_parser": "reasoning is not split off yet",
-    "ssl_keyfile": "TLS is the business of a proxy in front",
-    "ssl_certfile": "TLS is the business of a proxy in front",
+    "enable_ssl_refresh": "certificates are read once; restart the server, or renew them in a proxy in front",
+    "uds": "it listens on an address and a port; a proxy in front may listen on a socket of the file system",
+    "root_path": "paths are as they are; let the proxy in front strip its prefix",
+    "middleware": "code out of a setting is never run",
+    "uvicorn_log_level": "there is one log: see --log-level",
+    "disable_access_log_for_endpoints": "probes (/health, /ping, /metrics) are never in the access log, all else is",
+    "enable_log_requests": "what clients write is never logged",
+    "max_log_len": "what clients write is never logged",
+    "enable_log_outputs": "what the model answers is never logged",
+    "log_error_stack": "a fault's stack is always in the log, and never in an answer",
+    "return_tokens_as_token_ids": "tokens are shown as text; return_token_ids in a request adds their ids",
+    "tool_server": "tools are the client's to run",
+    "h11_max_incomplete_event_size": "request line and headers may have 64 KiB",
+    "h11_max_header_count": "request line and headers may have 64 KiB",
+    "enable_tokenizer_info_endpoint": "/tokenize and /detokenize are there; the tokenizer's files are with the model",
+    "sse_keep_alive_interval": "a stream's headers leave at once and its events as tokens come",
+    "headless": "one machine serves one model yet",
+    "grpc": "it speaks HTTP only",
 }
 
 
@@ -20,7 +53,14 @@ REFUSED: Mapping[str, str] = {
 class ServerConfig:
     host: str = setting("127.0.0.1", "address to listen on; 0.0.0.0 for every interface", text)
     port: int = setting(8000, "port to listen on; 0: any free one", whole(0, 65535))
-    api_key: str | None = setting(None, "ask for this key (Authorization: Bearer KEY)", optional(text))
+    api_key: tuple[str, ...] = setting(
+        (), "ask for this key, or one of these (Authorization: Bearer KEY), everywhere but on /health and /ping",
+        texts, metavar="KEY",
+    )  # fmt: skip
+    api_key_file: str | None = setting(
+        None, "a file with further keys, one a line; read again when it changes", optional(text), metavar="FILE"
+    )
+    public_metrics: bool = setting(False, "answer /metrics without a key too, as vLLM does", flag)
     served_model_name: tuple[str, ...] = setting(
         (), "name or names that requests call the model by; left out: as it was named to us", texts, metavar="NAME"
     )
@@ -42,8 +82,57 @@ class ServerConfig:
         optional(size),
         metavar="SIZE",
     )
+    allowed_origins: tuple[str, ...] = setting(
+        (), 'web pages that browsers let read answers (CORS): ["https://a.example"], or ["*"]; left out: none',
+        listed, metavar="LIST",
+    )  # fmt: skip
+    allowed_methods: tuple[str, ...] = setting(("*",), "methods for such pages", listed, metavar="LIST")
+    allowed_headers: tuple[str, ...] = setting(("*",), "headers for such pages", listed, metavar="LIST")
+    allow_credentials: bool = setting(False, "let such pages send cookies and the like", flag)
+    ssl_keyfile: str | None = setting(None, "serve HTTPS with this private key (PEM)", optional(text), metavar="FILE")
+    ssl_certfile: str | None = setting(None, "and this certificate (PEM)", optional(text), metavar="FILE")
+    ssl_ca_certs: str | None = setting(
+        None, "certificates of those who sign clients' certificates (PEM)", optional(text), metavar="FILE"
+    )
+    ssl_cert_reqs: int = setting(
+        0, "ask clients for a certificate: 0 no, 1 if they have one, 2 always", whole(0, 2), metavar="NUMBER"
+    )
+    ssl_ciphers: str | None = setting(None, "ciphers of TLS 1.2, as OpenSSL writes them", optional(text))
+    disable_docs: bool = setting(False, "no /docs and no /openapi.json", flag, flags=("--disable-fastapi-docs",))
+    enable_force_include_usage: bool = setting(False, "every stream ends with its usage, asked for or not", flag)
+    enable_prompt_tokens_details: bool = setting(True, "usage tells cached tokens; always on", flag)
+    enable_server_load_tracking: bool = setting(True, "/load counts requests; always on", flag)
+    enable_request_id_headers: bool = setting(True, "answers carry X-Request-Id; always on", flag)
+    disable_log_requests: bool = setting(True, "what clients write is not logged; always on", flag)
+    response_role: str = setting("assistant", "the role of answers", choice("assistant"))
+    api_server_count: int = setting(1, "processes of the front; only 1", whole(1, 1))
     disable_log_stats: bool = setting(False, "no periodic throughput line", flag)
-    disable_access_log: bool = setting(False, "no JSON line for each request", flag)
+    disable_access_log: bool = setting(
+        False, "no JSON line for each request", flag, flags=("--disable-uvicorn-access-log",)
+    )
     log_level: str = setting(
         "info", "debug, info, warning or error", choice("debug", "info", "warning", "error"), metavar="LEVEL"
     )
+
+    def __post_init__(self) -> None:
+        for name in _ALWAYS_ON:
+            if not getattr(self, name):
+                raise ConfigurationError(
+                    f"{flag_name(name)} cannot be switched off", fix=f"leave {flag_name(name)} out", field=name
+                )
+        if not all(self.api_key):
+            raise ConfigurationError(
+                "an empty key would let everybody in", needed="a key, or no --api-key", field="api_key"
+            )
+        if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
+            lacking = "ssl_keyfile" if self.ssl_keyfile is None else "ssl_certfile"
+            raise ConfigurationError(
+                "HTTPS needs a private key and a certificate", needed=flag_name(lacking),
+                fix="--ssl-keyfile FILE --ssl-certfile FILE", field=lacking,
+            )  # fmt: skip
+        for name in ("ssl_ca_certs", "ssl_cert_reqs", "ssl_ciphers"):
+            if getattr(self, name) and self.ssl_certfile is None:
+                raise ConfigurationError(
+                    f"{flag_name(name)} is of HTTPS, and this server would speak HTTP",
+                    fix="--ssl-keyfile FILE --ssl-certfile FILE", field=name,
+                )  # fmt: skip

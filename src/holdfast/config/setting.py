@@ -66,6 +66,18 @@ def texts(field: str, value: Any) -> tuple[str, ...]:
     raise _wrong(field, value, "one text or a list of texts")
 
 
+def listed(field: str, value: Any) -> tuple[str, ...]:
+    """From a JSON list as vLLM takes it, from texts with commas, or as it is in Python and files."""
+    if not isinstance(value, str):
+        return texts(field, value)
+    if not value.lstrip().startswith("["):
+        return tuple(part.strip() for part in value.split(",") if part.strip())
+    try:
+        return texts(field, json.loads(value))
+    except ValueError:
+        raise _wrong(field, value, 'a JSON list, such as ["https://a.example"]') from None
+
+
 def table(field: str, value: Any) -> dict[str, Any]:
     """From JSON, or as it is in Python and TOML."""
     found = value

@@ -1,4 +1,4 @@
-"""Where settings come from: flag > environment (HOLDFAST_NAME) > --config file (TOML) > default.
+"""Where settings come from: flag > environment (HOLDFAST_NAME) > --config file (TOML, YAML) > default.
 
 Builds the flags of an argparse parser out of the declared settings; knows none of them by name.
 """
@@ -119,11 +119,11 @@ def split(
 def _read_file(path: Path) -> tuple[dict[str, Any], dict[str, Origin]]:
     try:
         text = path.read_bytes().decode()
-        found = tomllib.loads(text)
     except OSError as error:
         raise ConfigurationError(f"--config: {path} cannot be read: {error.strerror}", field="config") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigurationError(f"--config: {path} is not valid TOML: {error}", field="config") from error
+    except UnicodeDecodeError as error:
+        raise ConfigurationError(f"--config: {path} is not text: {error}", field="config") from error
+    found = _read_yaml(path, text) if path.suffix in (".yaml", ".yml") else _read_toml(path, text)
     values: dict[str, Any] = {}
     origins: dict[str, Origin] = {}
     for written, value in found.items():
@@ -132,9 +132,35 @@ def _read_file(path: Path) -> tuple[dict[str, Any], dict[str, Origin]]:
     return values, origins
 
 
+def _read_toml(path: Path, text: str) -> dict[str, Any]:
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigurationError(
+            f"--config: {path} is not valid TOML: {error}", fix="name it .yaml if that is what it is", field="config"
+        ) from error
+
+
+def _read_yaml(path: Path, text: str) -> dict[str, Any]:
+    import yaml  # Only who has such a file waits for it.
+
+    try:
+        found = yaml.safe_load(text)
+    except (yaml.YAMLError, RecursionError) as error:
+        said = " ".join(str(error).split())
+        raise ConfigurationError(f"--config: {path} is not valid YAML: {said}", field="config") from error
+    if found is None:
+        return {}
+    if not isinstance(found, dict) or not all(isinstance(name, str) for name in found):
+        raise ConfigurationError(
+            f"--config: {path} is not a list of settings", needed="lines such as max-model-len: 8192", field="config"
+        )
+    return found
+
+
 def _written_in(path: Path, text: str, written: str) -> Origin:
     """The parser keeps no lines: the first that begins as this name must be written is it, as far as we can tell."""
-    key = re.compile(rf"""\s*\[?\s*["']?{re.escape(written)}["']?\s*[=.\]]""")
+    key = re.compile(rf"""\s*\[?\s*["']?{re.escape(written)}["']?\s*[=.:\]]""")
     lines = (number for number, line in enumerate(text.splitlines(), 1) if key.match(line))
     line = next(lines, None)
     place = f"{path}: " if line is None else f"{path}, line {line}: "

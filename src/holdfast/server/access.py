@@ -6,7 +6,6 @@ Pure ASGI around the whole application, so that also what never reaches an endpo
 from __future__ import annotations
 
 import asyncio
-import hmac
 import re
 import time
 import uuid
@@ -19,7 +18,16 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from holdfast.engine.interface import Engine
 from holdfast.errors import DrainingError, EngineDiedError
-from holdfast.server.failures import UNAUTHORIZED, UNAVAILABLE, HttpFailure, describe, failure_response
+from holdfast.server.failures import (
+    HEAD_TOO_LARGE,
+    UNAUTHORIZED,
+    UNAVAILABLE,
+    HttpFailure,
+    describe,
+    failure_response,
+)
+from holdfast.server.head import MAX_HEAD_BYTES, head_bytes
+from holdfast.server.keys import Keys
 from holdfast.server.settings import AccessLog, ServerSettings
 
 CLIENT_GONE = 499
@@ -30,6 +38,12 @@ CUT_OFF = "draining"
 
 PROBES = frozenset({"/health", "/ping", "/metrics"})
 """Asked every few seconds by machines; lines about them would bury those about requests."""
+
+OPEN = frozenset({"/health", "/ping"})
+"""Whoever keeps a server alive has no key."""
+
+NEEDS_ENGINE = ("/v1/", "/tokenize", "/detokenize")
+"""Beginnings of paths that are of no use before the engine is there, or when it is gone."""
 
 _ID = re.compile(r"[A-Za-z0-9._:@/+=-]{1,128}")
 
@@ -88,13 +102,16 @@ class Door:
         self._engine = engine
         self._settings = settings
         self._log = log
-        self._key = None if settings.api_key is None else f"Bearer {settings.api_key}".encode()
+        given = (settings.api_key,) if isinstance(settings.api_key, str) else settings.api_key or ()
+        self._keys = Keys(given, settings.api_key_file)
+        self._open = OPEN | ({"/metrics"} if settings.public_metrics else frozenset())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         headers = dict(scope["headers"])
+        size_bytes = head_bytes(scope["headers"]) + len(scope.get("raw_path") or b"") + len(scope["query_string"])
         record = Record(_request_id(headers.get(b"x-request-id")), time.monotonic())
         scope["holdfast.record"] = record
 
@@ -105,6 +122,8 @@ class Door:
             await send(message)
 
         try:
+            if size_bytes > MAX_HEAD_BYTES:
+                raise _head_too_large(size_bytes)
             self._check(scope["path"], headers)
             await self._app(scope, receive, note)
         except asyncio.CancelledError:
@@ -122,12 +141,12 @@ class Door:
                 self._log(_line(scope, record))
 
     def _check(self, path: str, headers: dict[bytes, bytes]) -> None:
-        if not path.startswith("/v1/"):
-            return
-        if self._key is not None and not hmac.compare_digest(headers.get(b"authorization", b""), self._key):
+        if path not in self._open and self._keys.asked_for and not self._keys.fit(_key(headers.get(b"authorization"))):
             raise HttpFailure(
                 UNAUTHORIZED, "the API key is missing or wrong", kind="authentication_error", code="invalid_api_key"
             )
+        if not path.startswith(NEEDS_ENGINE):
+            return
         engine = self._engine
         if engine.failure is not None:
             raise EngineDiedError(f"the engine is dead: {engine.failure.message}")
@@ -139,6 +158,20 @@ class Door:
             raise HttpFailure(
                 UNAVAILABLE, "the model is loading", kind="service_unavailable_error", code="loading", retry=True
             )
+
+
+def _key(authorization: bytes | None) -> bytes:
+    scheme, _, key = (authorization or b"").partition(b" ")
+    return key.strip() if scheme.lower() == b"bearer" else b""
+
+
+def _head_too_large(size_bytes: int) -> HttpFailure:
+    return HttpFailure(
+        HEAD_TOO_LARGE,
+        f"the request line and headers have {size_bytes} bytes; this server takes {MAX_HEAD_BYTES}",
+        kind="invalid_request_error",
+        code="headers_too_large",
+    )
 
 
 def _request_id(given: bytes | None) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -68,13 +69,29 @@ def create_app(engine: Engine, settings: ServerSettings) -> Starlette:
     tally = Tally()
     app = Starlette(
         routes=routes,
-        middleware=[Middleware(Door, engine=engine, settings=settings, log=log, tally=tally)],
+        middleware=[*_cors(settings), Middleware(Door, engine=engine, settings=settings, log=log, tally=tally)],
         exception_handlers={HTTPException: refuse},
     )
     app.router.redirect_slashes = False
     app.state.metrics = metrics
     app.state.tally = tally
     return app
+
+
+def _cors(settings: ServerSettings) -> list[Middleware]:
+    """Before the door: a browser asks without a key whether it may ask. Nothing unless origins are named."""
+    if not settings.allowed_origins:
+        return []
+    return [
+        Middleware(
+            CORSMiddleware,
+            allow_origins=settings.allowed_origins,
+            allow_methods=settings.allowed_methods,
+            allow_headers=settings.allowed_headers,
+            allow_credentials=settings.allow_credentials,
+            expose_headers=["X-Request-Id", "Retry-After"],
+        )
+    ]
 
 
 def _as_failure(error: Exception) -> Exception:

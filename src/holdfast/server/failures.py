@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from typing import Any
 
 import msgspec
@@ -25,9 +26,15 @@ from holdfast.units import shorten
 log = logging.getLogger("holdfast.server")
 
 BAD_REQUEST, UNAUTHORIZED, NOT_FOUND, NOT_ALLOWED, TIMED_OUT, TOO_LARGE, TOO_MANY = 400, 401, 404, 405, 408, 413, 429
+HEAD_TOO_LARGE = 431
 INTERNAL, UNAVAILABLE = 500, 503
 MAX_SAID_CHARS = 2000
 """Of one sentence of an answer: the last bound, whatever a message repeats of what it was given."""
+
+# Absolute ones, of Unix and of Windows; not the paths of this API.
+_PATH = re.compile(
+    r"(?<![\w./-])(?:/(?!v1/|health\b|metrics\b)[\w.+@-]+(?:/[\w.+@ -]*[\w.+@-])*/?|[A-Za-z]:\\[^\s'\"]+)"
+)
 
 # The most particular class first: the first that fits decides.
 _SHAPES: tuple[tuple[type[HoldfastError], int, str, str], ...] = (
@@ -64,12 +71,20 @@ def describe(error: Exception) -> tuple[int, dict[str, Any]]:
             if isinstance(error, kind):
                 body = _body(error.message, openai_type, error.field, code)
                 extra = {"code": error.code, "needed": error.needed, "found": error.found, "fix": error.fix}
+                if status >= INTERNAL:
+                    body["message"] = _without_paths(body["message"])
+                    extra = {name: value and _without_paths(value) for name, value in extra.items()}
                 body["holdfast"] = {
                     name: shorten(value, MAX_SAID_CHARS) for name, value in extra.items() if value is not None
                 }
                 return status, body
     log.error("a request failed inside the server", exc_info=error)
     return INTERNAL, _body("the server failed on this request; its log says why", "server_error", None, "internal")
+
+
+def _without_paths(text: str) -> str:
+    """A fault may quote files of this machine: what clients are told has none of them."""
+    return _PATH.sub("(a file)", text)
 
 
 def _body(message: str, kind: str, param: str | None, code: str) -> dict[str, Any]:

@@ -14,6 +14,7 @@ import errno
 import logging
 import signal
 import socket
+import ssl
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -26,6 +27,7 @@ from holdfast.engine.interface import Engine
 from holdfast.errors import ConfigurationError, HoldfastError
 from holdfast.observability.logs import ThroughputLog
 from holdfast.server.access import Tally
+from holdfast.server.head import HeadLimits
 from holdfast.server.patience import Connection, Patience
 from holdfast.units import format_duration
 
@@ -98,6 +100,7 @@ async def serve(
     on_ready: Callable[[], None] | None = None,
     throughput: ThroughputLog | None = None,
     handle_signals: bool = True,
+    tls: ssl.SSLContext | None = None,
 ) -> int:
     """Serves an application of `create_app` until a signal or a failed start and returns the exit code; cancelling it
     ends it at once.
@@ -108,7 +111,7 @@ async def serve(
     listener = listener or bind(host, port)
     config = uvicorn.Config(
         app,
-        http="httptools",
+        http=HeadLimits,
         ws="none",
         lifespan="off",
         log_config=None,
@@ -117,6 +120,9 @@ async def serve(
         timeout_graceful_shutdown=int(FLUSH_TIMEOUT_S),
     )
     server = _Server(config)
+    if tls is not None:
+        config.load()
+        config.ssl = tls
     patience = Patience(lambda: cast("set[Connection]", server.server_state.connections), write_timeout_s)
     life = _Life(engine, server, drain_timeout_s, patience)
     with life.hearing_signals() if handle_signals else contextlib.nullcontext():
@@ -146,7 +152,7 @@ class _Life:
         ran = format_duration(time.monotonic() - self._began_s)
         drained = "" if self._drained_s is None else f"; drained in {format_duration(self._drained_s)}"
         return (
-            f"{tally.answered} requests answered, {tally.failed} failed, {tally.left} left by their clients, "
+            f"{tally.answered} requests answered, {tally.failed} ended by errors, {tally.left} left by their clients, "
             f"{max(tally.cut, self._abandoned)} cut off{drained}; ran {ran}"
         )
 

@@ -15,8 +15,17 @@ AccessLog = Callable[[dict[str, Any]], None]
 class ServerSettings:
     served_model_names: tuple[str, ...]
     """Names that requests may call the model by; the first is the one we answer with."""
-    api_key: str | None = None
-    """Asked for on every path below /v1."""
+    api_key: str | tuple[str, ...] | None = None
+    """One of these is asked for on every path but /health and /ping."""
+    api_key_file: Path | None = None
+    """Further ones, one a line; read again when it changes."""
+    public_metrics: bool = False
+    """Whether /metrics is answered without a key too."""
+    allowed_origins: tuple[str, ...] = ()
+    """Of web pages in browsers that may read answers (CORS); none: no page but our own."""
+    allowed_methods: tuple[str, ...] = ("*",)
+    allowed_headers: tuple[str, ...] = ("*",)
+    allow_credentials: bool = False
     max_body_bytes: int | None = None
     """None: as the context asks for, see `body_limit`."""
     body_timeout_s: float = 60.0

@@ -25,6 +25,7 @@ class RunningServer:
         self.lines: list[dict[str, Any]] = []
         self._line_written = threading.Condition()
         self._write_timeout_s = settings.pop("write_timeout_s", 60.0)
+        self._tls = settings.pop("tls", None)
         chosen = {"served_model_names": ("fake", "alias"), "access_log": self._log, "version": "9.9", **settings}
         self._app = create_app(engine, ServerSettings(**chosen))
         self._listener = bind("127.0.0.1", 0)
@@ -55,6 +56,7 @@ class RunningServer:
                     on_ready=self._ready.set,
                     handle_signals=False,
                     write_timeout_s=self._write_timeout_s,
+                    tls=self._tls,
                 )
             )
             self.exit_code = await self._task

@@ -27,7 +27,7 @@ def test_the_founding_command_line() -> None:
         "--disable-log-stats=false",
     )  # fmt: skip
     assert (engine.model, engine.gpu_memory_utilization, engine.max_model_len) == ("some/model", 0.85, 8192)
-    assert (server.port, server.api_key, server.served_model_name) == (9000, "k", ("a", "b"))
+    assert (server.port, server.api_key, server.served_model_name) == (9000, ("k",), ("a", "b"))
     assert server.disable_log_stats is False
 
 

@@ -1,0 +1,202 @@
+"""The door under attack: keys, headers, bodies, browsers, and what errors tell."""
+
+from __future__ import annotations
+
+import json
+import socket
+import ssl
+import subprocess
+from pathlib import Path
+
+import httpx
+import pytest
+
+from holdfast.config import ServerConfig
+from holdfast.engine.fake import FakeEngine
+from holdfast.errors import ConfigurationError, EngineError
+from holdfast.server import head
+from holdfast.server.tls import tls_of
+
+ENDPOINTS = [
+    ("GET", "/v1/models"), ("GET", "/v1/models/fake"), ("POST", "/v1/chat/completions"), ("POST", "/v1/completions"),
+    ("POST", "/v1/embeddings"), ("POST", "/tokenize"), ("POST", "/detokenize"), ("GET", "/metrics"),
+    ("GET", "/memory"), ("GET", "/version"), ("GET", "/load"), ("POST", "/reset_prefix_cache"), ("POST", "/sleep"),
+    ("POST", "/wake_up"), ("GET", "/is_sleeping"), ("GET", "/docs"), ("GET", "/openapi.json"), ("GET", "/nowhere"),
+    ("DELETE", "/v1/models"), ("GET", "//v1/models"), ("GET", "/health/"), ("GET", "/health/../v1/models"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("authorization", [None, "Bearer", "Bearer wrong", "secret", "Basic secret"])
+def test_no_path_but_health_without_a_key(launch, authorization):
+    with launch(api_key=("other", "secret")).client() as http:
+        headers = {} if authorization is None else {"Authorization": authorization}
+        for method, path in ENDPOINTS:
+            response = http.request(method, path, headers=headers)
+            assert response.status_code == 401, (method, path)
+            assert response.json()["error"]["code"] == "invalid_api_key"
+        for path in ("/health", "/ping"):
+            assert http.get(path, headers=headers).status_code == 200
+        for key in ("secret", "other"):
+            assert http.get("/v1/models", headers={"Authorization": f"bearer {key}"}).status_code == 200
+
+
+def test_metrics_may_be_public(launch):
+    with launch(api_key="secret", public_metrics=True).client() as http:
+        assert http.get("/metrics").status_code == 200
+        assert http.get("/memory").status_code == 401
+
+
+def test_keys_of_a_file_change_while_the_server_runs(launch, tmp_path, monkeypatch):
+    monkeypatch.setattr("holdfast.server.keys.LOOK_S", 0.0)
+    file = tmp_path / "keys"
+    file.write_text("first\n")
+    with launch(api_key_file=file).client() as http:
+
+        def status(key: str) -> int:
+            return http.get("/v1/models", headers={"Authorization": f"Bearer {key}"}).status_code
+
+        assert (status("first"), status("second")) == (200, 401)
+        file.write_text("the second one\nsecond\n")
+        assert (status("first"), status("second")) == (401, 200)
+
+
+def test_headers_beyond_the_limit(http):
+    small = http.get("/version", headers={"X-Long": "x" * 1000})
+    assert small.status_code == 200
+    refused = http.get("/version", headers={"X-Long": "x" * head.MAX_HEAD_BYTES})
+    assert refused.status_code == 431
+    many = http.get("/version", headers={f"X-{index}": "y" * 30 for index in range(2500)})
+    assert many.status_code == 431
+    assert http.get("/version", params={"q": "z" * 50_000}).status_code == 200
+    assert http.get("/version", params={"q": "z" * (head.MAX_HEAD_BYTES - 100)}).status_code == 431
+
+
+def test_headers_that_never_end_are_cut_off(server):
+    """Held neither in memory nor as a connection: the parser alone would take them for ever."""
+    with socket.create_connection(("127.0.0.1", server.port), timeout=20) as connection:
+        connection.sendall(b"GET /health HTTP/1.1\r\nX-Endless: ")
+        sent, answer = 0, b""
+        try:
+            while sent < 64 * head.MAX_HEAD_BYTES:
+                connection.sendall(b"x" * 65536)
+                sent += 65536
+            answer = connection.recv(1000)
+        except OSError:
+            pass
+        assert sent < 64 * head.MAX_HEAD_BYTES or answer.startswith(b"HTTP/1.1 431")
+    with server.client() as http:
+        assert http.get("/health").status_code == 200
+
+
+@pytest.mark.parametrize("begun", [b"", b"GET /hea", b"GET /health HTTP/1.1\r\nHost: x\r\n"])
+def test_headers_that_do_not_come_are_not_waited_for(launch, monkeypatch, begun):
+    monkeypatch.setattr(head, "HEAD_TIMEOUT_S", 0.3)
+    server = launch()
+    with socket.create_connection(("127.0.0.1", server.port), timeout=20) as connection:
+        connection.sendall(begun)
+        assert connection.recv(100).startswith(b"HTTP/1.1 408")
+
+
+def test_a_long_answer_outlives_the_patience_for_headers(launch, monkeypatch):
+    monkeypatch.setattr(head, "HEAD_TIMEOUT_S", 0.2)
+    server = launch(FakeEngine(token_delay_s=0.05))
+    body = json.dumps({"prompt": "a" * 20, "max_tokens": 20, "stream": True}).encode()
+    request = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body)
+    with socket.create_connection(("127.0.0.1", server.port), timeout=20) as connection:
+        # Some clients send a line's end behind a body.
+        connection.sendall(request + body + b"\r\n")
+        answer = b""
+        while b"[DONE]" not in answer and (more := connection.recv(65536)):
+            answer += more
+    assert answer.startswith(b"HTTP/1.1 200")
+    assert b"[DONE]" in answer
+    assert b"408" not in answer
+
+
+def test_no_page_of_another_origin_may_read(http):
+    asked = {"Origin": "https://evil.example", "Access-Control-Request-Method": "POST"}
+    preflight = http.options("/v1/chat/completions", headers=asked)
+    assert preflight.status_code == 405
+    assert not [name for name in preflight.headers if name.startswith("access-control")]
+    simple = http.get("/v1/models", headers={"Origin": "https://evil.example"})
+    assert not [name for name in simple.headers if name.startswith("access-control")]
+
+
+def test_pages_that_were_named_may_read(launch):
+    origin = "https://ours.example"
+    with launch(allowed_origins=(origin,), api_key="secret").client() as http:
+        asked = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
+        allowed = http.options("/v1/chat/completions", headers={**asked, "Origin": origin})
+        assert allowed.status_code == 200
+        assert allowed.headers["access-control-allow-origin"] == origin
+        refused = http.options("/v1/chat/completions", headers={**asked, "Origin": "https://evil.example"})
+        assert "access-control-allow-origin" not in refused.headers
+        # Without the key a page gets no further than anybody else, and may read why.
+        without = http.get("/v1/models", headers={"Origin": origin})
+        assert (without.status_code, without.headers["access-control-allow-origin"]) == (401, origin)
+
+
+@pytest.mark.parametrize(
+    "message", ["cannot open /home/somebody/models/secret.gguf: no such file", "C:\\models\\x.gguf"]
+)
+def test_a_fault_of_the_engine_tells_no_paths(launch, message):
+    def broken(prompt):
+        raise EngineError(message, found="/etc/holdfast/private/model.gguf", fix="see /var/log/holdfast.log")
+
+    with launch(FakeEngine(broken)).client() as http:
+        for stream in (False, True):
+            text = http.post("/v1/completions", json={"prompt": "x", "stream": stream}).text
+            assert "engine_error" in text
+            assert not any(part in text for part in ("somebody", "secret", "private", "/var/log", "models"))
+
+
+def certificate(folder: Path) -> tuple[str, str]:
+    key, cert = str(folder / "key.pem"), str(folder / "cert.pem")
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes",
+         "-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1", "-keyout", key,
+         "-out", cert, "-days", "2"],
+        check=True, capture_output=True, timeout=60,
+    )  # fmt: skip
+    return key, cert
+
+
+def test_https(launch, tmp_path):
+    key, cert = certificate(tmp_path)
+    server = launch(tls=tls_of(ServerConfig(ssl_keyfile=key, ssl_certfile=cert)))
+    trusted = ssl.create_default_context(cafile=cert)
+    url = f"https://127.0.0.1:{server.port}"
+    with httpx.Client(base_url=url, verify=trusted, timeout=20) as https:
+        assert https.get("/health").json() == {"status": "ready"}
+        assert "[DONE]" in https.post("/v1/completions", json={"prompt": "abc", "stream": True}).text
+    with httpx.Client(base_url=url, timeout=20) as strange, pytest.raises(httpx.ConnectError):
+        strange.get("/health")
+    with httpx.Client(base_url=server.url, timeout=20) as plain, pytest.raises(httpx.HTTPError):
+        plain.get("/health")
+
+
+def test_https_asks_for_a_certificate(launch, tmp_path):
+    key, cert = certificate(tmp_path)
+    config = ServerConfig(ssl_keyfile=key, ssl_certfile=cert, ssl_ca_certs=cert, ssl_cert_reqs=2)
+    server = launch(tls=tls_of(config))
+    url, trusted = f"https://127.0.0.1:{server.port}", ssl.create_default_context(cafile=cert)
+    with httpx.Client(base_url=url, verify=trusted, timeout=20) as nobody, pytest.raises(httpx.HTTPError):
+        nobody.get("/health")
+    trusted.load_cert_chain(cert, key)
+    with httpx.Client(base_url=url, verify=trusted, timeout=20) as known:
+        assert known.get("/health").status_code == 200
+
+
+def test_tls_that_cannot_be_is_refused_at_start(tmp_path):
+    key, cert = certificate(tmp_path)
+    (tmp_path / "torn").write_text("-----BEGIN CERTIFICATE-----\nnothing\n")
+    for wrong in (
+        {"ssl_keyfile": str(tmp_path / "nowhere"), "ssl_certfile": cert},
+        {"ssl_keyfile": key, "ssl_certfile": str(tmp_path / "torn")},
+        {"ssl_keyfile": cert, "ssl_certfile": cert},
+        {"ssl_keyfile": key, "ssl_certfile": cert, "ssl_ca_certs": str(tmp_path / "torn")},
+        {"ssl_keyfile": key, "ssl_certfile": cert, "ssl_ciphers": "NONE-SUCH"},
+    ):
+        with pytest.raises(ConfigurationError) as caught:
+            tls_of(ServerConfig(**wrong))
+        assert caught.value.code == "HF153"

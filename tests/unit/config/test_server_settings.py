@@ -1,0 +1,127 @@
+"""Settings of the front: keys, CORS, TLS, files in YAML; what is always on, and what is refused with the reason."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import pytest
+
+from holdfast.cli import serve
+from holdfast.config import ServerConfig
+from holdfast.config.engine import REFUSED as ENGINE_REFUSED
+from holdfast.config.server import REFUSED
+from holdfast.config.setting import flag_name
+from holdfast.errors import ConfigurationError
+
+
+def read(*words: str) -> tuple[object, ServerConfig]:
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    serve.add_arguments(parser)
+    return serve.read_settings(parser.parse_args(words))
+
+
+def test_several_keys_and_a_file_of_them() -> None:
+    server = read("--api-key", "a", "b", "--api-key-file", "keys.txt")[1]
+    assert (server.api_key, server.api_key_file) == (("a", "b"), "keys.txt")
+    with pytest.raises(ConfigurationError, match="empty key"):
+        read("--api-key", "")
+
+
+def test_vllms_key_keeps_the_door_shut(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", "theirs")
+    assert read()[1].api_key == ("theirs",)
+    assert read("--api-key", "ours")[1].api_key == ("ours",)
+    monkeypatch.setenv("HOLDFAST_API_KEY", "own")
+    assert read()[1].api_key == ("own",)
+
+
+def test_variables_of_vllm_that_are_not_read_are_named() -> None:
+    assert serve.unread_variables({"VLLM_USE_V1": "1", "VLLM_API_KEY": "k", "PATH": ""}) == ["VLLM_USE_V1"]
+
+
+@pytest.mark.parametrize(
+    "written", ['["https://a.example", "https://b.example"]', "https://a.example,https://b.example"]
+)
+def test_origins_as_vllm_writes_them(written: str) -> None:
+    assert read("--allowed-origins", written)[1].allowed_origins == ("https://a.example", "https://b.example")
+    assert read()[1].allowed_origins == ()
+
+
+@pytest.mark.parametrize("written", ["[1]", "[", '{"a": 1}[', "[[]]"])
+def test_origins_that_are_no_list(written: str) -> None:
+    if written.startswith("["):
+        with pytest.raises(ConfigurationError, match="allowed-origins"):
+            read("--allowed-origins", written)
+
+
+@pytest.mark.parametrize(
+    ("words", "field"),
+    [
+        (["--ssl-keyfile", "k"], "ssl_certfile"),
+        (["--ssl-certfile", "c"], "ssl_keyfile"),
+        (["--ssl-ca-certs", "c"], "ssl_ca_certs"),
+        (["--ssl-cert-reqs", "2"], "ssl_cert_reqs"),
+        (["--enable-server-load-tracking=false"], "enable_server_load_tracking"),
+        (["--no-enable-request-id-headers"], "enable_request_id_headers"),
+        (["--api-server-count", "2"], None),
+        (["--response-role", "poet"], None),
+    ],
+)
+def test_settings_that_contradict_each_other(words: list[str], field: str | None) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        read(*words)
+    assert field is None or caught.value.field == field
+
+
+@pytest.mark.parametrize("name", sorted({*REFUSED, *ENGINE_REFUSED}))
+def test_every_flag_whose_feature_is_not_there_says_why(name: str) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        read(flag_name(name), "7")
+    assert flag_name(name) in caught.value.message
+    assert {**REFUSED, **ENGINE_REFUSED}[name] in caught.value.message
+
+
+def test_vllms_spellings_of_what_is_there() -> None:
+    server = read(
+        "--disable-fastapi-docs",
+        "--disable-uvicorn-access-log",
+        "--enable-prompt-tokens-details",
+        "--disable-log-requests",
+    )[1]
+    assert (server.disable_docs, server.disable_access_log) == (True, True)
+
+
+@pytest.mark.parametrize("suffix", ["yaml", "yml"])
+def test_a_file_in_yaml_as_vllm_takes_it(tmp_path: Path, suffix: str) -> None:
+    file = tmp_path / f"settings.{suffix}"
+    file.write_text("model: some/model\nmax-model-len: 8K\nserved-model-name: [a, b]\nenable_prefix_caching: false\n")
+    engine, server = read("--config", str(file), "--port", "9000")
+    assert (engine.model, engine.max_model_len, engine.enable_prefix_caching) == ("some/model", 8192, False)  # type: ignore[attr-defined]
+    assert (server.served_model_name, server.port) == (("a", "b"), 9000)
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [
+        ("port: [", "not valid YAML"),
+        ("- port", "list of settings"),
+        ("prot: 9000", "settings.yaml, line 1: prot is not a setting"),
+        ("host: a\nport: many", "settings.yaml, line 2: port"),
+        ("1: 2", "list of settings"),
+        ("trust_remote_code: true", "never run"),
+        ("!!python/object/apply:os.system ['true']", "not valid YAML"),
+    ],
+)
+def test_a_file_in_yaml_that_will_not_do(tmp_path: Path, text: str, part: str) -> None:
+    file = tmp_path / "settings.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigurationError) as caught:
+        read("--config", str(file))
+    assert part in caught.value.message
+
+
+def test_an_empty_file_says_nothing(tmp_path: Path) -> None:
+    file = tmp_path / "settings.yaml"
+    file.write_text("# nothing\n")
+    assert read("--config", str(file))[1].port == 8000
