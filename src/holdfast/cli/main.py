@@ -16,6 +16,7 @@ from holdfast.units import shorten
 
 COMMANDS = {
     "serve": "serve a model over the OpenAI API",
+    "run-batch": "answer a file of requests, and go on where a run was cut short",
     "chat": "talk to a model in the terminal",
     "pull": "fetch a model ahead of time",
     "models": "list the models that are built in, cached and known",
@@ -72,7 +73,7 @@ def _dispatched(given: list[str]) -> int:
         return 0
     if given[0] not in COMMANDS:
         return _unknown_command(given[0])
-    module = importlib.import_module(f"holdfast.cli.{given[0]}")
+    module = importlib.import_module(f"holdfast.cli.{given[0].replace('-', '_')}")
     parser = _Parser(
         prog=f"holdfast {given[0]}",
         usage=getattr(module, "USAGE", None),
@@ -95,7 +96,7 @@ def _wants_json(given: list[str]) -> bool:
 
 def _overview(stream: object, code: int) -> int:
     lines = ["usage: holdfast COMMAND ...", "", "Serves large language models on the memory a machine really has.", ""]
-    lines += [f"  {name:<8} {help}" for name, help in COMMANDS.items()]
+    lines += [f"  {name:<9} {help}" for name, help in COMMANDS.items()]
     print("\n".join(lines), OVERVIEW, sep="\n\n", end="", file=stream)  # type: ignore[call-overload]
     return code
 
