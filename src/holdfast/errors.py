@@ -13,6 +13,7 @@ HoldfastError                     has a stable code, what was needed, what was t
 │   ├── UnsupportedOptionError    an option that is not there yet, named
 │   ├── UnknownModelError         the request names a model that is not served
 │   ├── UnknownParameterError     (TypeError) SamplingParams has no parameter of that name
+│   ├── AdapterError              a LoRA adapter that cannot be used, or not with this model
 │   └── OverloadedError           the waiting queue is full; try again later
 └── EngineError                   the engine itself
     ├── EngineDiedError           its process ended while it held the request
@@ -121,6 +122,10 @@ class OverloadedError(RequestError):
 
 class UnknownParameterError(RequestError, TypeError):
     code = "HF350"
+
+
+class AdapterError(RequestError):
+    code = "HF360"
 
 
 class EngineError(HoldfastError):

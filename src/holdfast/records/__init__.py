@@ -1,9 +1,12 @@
 """The frozen records that cross rooms and processes. No behaviour beyond checking themselves, no torch."""
 
+from holdfast.records.lora import AdapterRef, LoRARequest
 from holdfast.records.memory import MemoryReport, MemoryTerm
 from holdfast.records.outputs import (
     AnswerDelta,
     CompletionOutput,
+    EmbeddingOutput,
+    EmbeddingRequestOutput,
     EngineInfo,
     EngineOutput,
     EngineStats,
@@ -20,15 +23,19 @@ from holdfast.records.steps import BlockCopy, Row, SequenceStart, StepFailure, S
 from holdfast.records.structured import GuidedDecodingParams, StructuredOutputsParams
 
 __all__ = [
+    "AdapterRef",
     "AnswerDelta",
     "BlockCopy",
     "CompletionOutput",
+    "EmbeddingOutput",
+    "EmbeddingRequestOutput",
     "EngineInfo",
     "EngineOutput",
     "EngineStats",
     "Failure",
     "FinishReason",
     "GuidedDecodingParams",
+    "LoRARequest",
     "Logprob",
     "MemoryReport",
     "MemoryTerm",

@@ -70,6 +70,8 @@ class EngineOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None
     """Of further tokens of the prompt, each told once; the first token of a prompt has none."""
+    embedding: bytes | None = None
+    """Of the prompt, where that was asked for: float32, of length 1."""
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None
     """The stop id that ended it, when it was not the model's own end."""
@@ -99,6 +101,9 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens found."""
     device_bytes: int = 0
     """What the engine process holds on its GPU, as the driver counts it; 0: it has none."""
+    running_adapters: list[str] = []
+    waiting_adapters: list[str] = []
+    """Names of LoRA adapters that requests run and wait with."""
 
 
 class Logprob(msgspec.Struct, frozen=True):
@@ -118,6 +123,8 @@ class AnswerDelta(msgspec.Struct, frozen=True, kw_only=True):
     prompt_logprobs: Sequence[dict[int, Logprob] | None] | None = None
     """Of further tokens of the prompt, spelled when they are looked at; None stands for the first, behind which nothing
     was known. Of a request with several answers they come with the first."""
+    embedding: bytes | None = None
+    """Of the prompt, where that was asked for: float32, of length 1."""
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     """The stop string or id that ended it."""
@@ -143,6 +150,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     weights_bytes: int
     kv_pool_bytes: int
     attention_backend: str
+    hidden_size: int = 0
+    """Numbers in an embedding."""
     max_concurrency: float = 0.0
     """Requests of max_model_len tokens that the pool holds at once."""
     kv_groups: int = 1
@@ -181,3 +190,25 @@ class RequestOutput:
     num_cached_tokens: int = 0
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     """One entry a token of the prompt, None for the first."""
+
+
+@dataclass(slots=True, kw_only=True)
+class EmbeddingOutput:
+    """A prompt as a vector of length 1."""
+
+    embedding: list[float]
+
+    @property
+    def hidden_size(self) -> int:
+        return len(self.embedding)
+
+
+@dataclass(slots=True, kw_only=True)
+class EmbeddingRequestOutput:
+    """Of one prompt, named as vLLM names it."""
+
+    request_id: str
+    outputs: EmbeddingOutput
+    prompt_token_ids: list[int]
+    num_cached_tokens: int = 0
+    finished: bool = True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from holdfast.records.lora import AdapterRef, salted
 from holdfast.records.sampling import SamplingParams
 
 
@@ -26,8 +27,17 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Already generated, by an engine that died: they count as output for limits, penalties and seeds."""
     bad_word_ids: list[list[int]] = []
     """The spellings of params.bad_words, as token ids."""
+    embed: bool = False
+    """Wants its prompt as a vector, and no answer."""
     prompt_logprobs_told: int = 0
     """Entries that have gone out already, from an engine that died."""
+    adapter: AdapterRef | None = None
+    """The LoRA adapter it is computed with."""
+
+    @property
+    def prefix_salt(self) -> str:
+        """What cached prefixes are told apart by: tenants, and adapters."""
+        return salted(self.cache_salt, self.adapter)
 
     @property
     def max_tokens(self) -> int:

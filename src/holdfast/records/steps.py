@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import msgspec
 
+from holdfast.records.lora import AdapterRef
 from holdfast.records.outputs import Failure, TokenLogprobs
 from holdfast.records.sampling import SamplingParams
 
@@ -32,6 +33,11 @@ class SequenceStart(msgspec.Struct, frozen=True, array_like=True):
     """Ends (eos and stop ids) that may not be sampled while the output is shorter than params.min_tokens."""
     bad_word_ids: list[list[int]] = []
     """Spellings whose last token may not be sampled where those before it end the output."""
+    embed: bool = False
+    """Not a token is wanted of it but what its last token has become: see StepResult.embeddings."""
+    adapter: AdapterRef | None = None
+    adapter_place: int = -1
+    """Of the runner's places for LoRA adapters, the one that has it, or shall from now on; -1: none is needed."""
 
 
 class TableWrite(msgspec.Struct, frozen=True, array_like=True):
@@ -100,5 +106,7 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Empty when no row asked for them, else as long as token_ids."""
     prompt_logprobs: list[list[TokenLogprobs]] = []
     """Entry i belongs to the i-th row of the plan that scores: one for each of its positions, none where it failed."""
+    embeddings: list[bytes] = []
+    """Empty when no row asked for one, else as long as token_ids: float32, of length 1, and nothing for other rows."""
     finished_copies: list[int] = []
     failures: list[StepFailure] = []

@@ -21,6 +21,8 @@ class SchedulerLimits:
     policy: Policy = "fcfs"
     max_steps_in_flight: int = 1
     """2: the next step is planned while one is still being executed."""
+    max_loras: int = 0
+    """LoRA adapters that run at once; each has a place of the runner."""
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len"):

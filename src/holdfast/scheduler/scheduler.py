@@ -37,6 +37,7 @@ from holdfast.records import (
     TableWrite,
     TokenLogprobs,
 )
+from holdfast.scheduler.adapters import AdapterTurns
 from holdfast.scheduler.audit import check_in_flight, check_lines
 from holdfast.scheduler.draft import Draft, PlannedRow, StepInFlight
 from holdfast.scheduler.endings import news, refused, why_refused
@@ -55,6 +56,7 @@ class Scheduler:
         self._running: list[Sequence] = []
         self._waiting: list[Sequence] = []
         self._free_slots = list(range(limits.max_num_seqs))
+        self._adapters = AdapterTurns(limits.max_loras)
         self._in_flight: deque[StepInFlight] = deque()
         self._added_total = 0
         self._steps_total = 0
@@ -84,7 +86,14 @@ class Scheduler:
             preemptions_total=self._preemptions_total,
             prefix_queries_total=self.kv.queries_total,
             prefix_hits_total=self.kv.hits_total,
+            running_adapters=self._adapters.running,
+            waiting_adapters=self._waiting_adapters(),
         )
+
+    def _waiting_adapters(self) -> list[str]:
+        if not self.limits.max_loras:
+            return []
+        return sorted({one.request.adapter.name for one in self._waiting if one.request.adapter is not None})
 
     # --- requests come and go ---
 
@@ -99,7 +108,7 @@ class Scheduler:
         self._added_total += 1
         sequence = Sequence(
             request=request,
-            book=self.kv.open(request.cache_salt),
+            book=self.kv.open(request.prefix_salt),
             order=(priority, request.arrival_s, self._added_total),
             longest=min(len(request.prompt_token_ids) + request.max_tokens, self.limits.max_model_len),
         )
@@ -172,6 +181,8 @@ class Scheduler:
         first = self._waiting[0]
         if not self._free_slots or not self._worth_admitting or first.rows_in_flight:
             return False
+        if not self._adapters.has_room(first.request.adapter):
+            return False
         return self._has_room(first, self.kv.find_prefix(first.book, first.cacheable), budget)
 
     def _plan_row(self, draft: Draft, sequence: Sequence, pending: int, *, may_preempt: bool = True) -> None:
@@ -233,8 +244,9 @@ class Scheduler:
 
     def _admit(self, draft: Draft, now_s: float) -> None:
         while self._waiting and self._free_slots and draft.budget and self._worth_admitting:
-            sequence = self._waiting[0]
-            if sequence.rows_in_flight:
+            sequence = self._adapters.next_in_line(self._waiting, self._added_total)
+            if sequence is None or sequence.rows_in_flight:
+                self._worth_admitting = sequence is not None
                 return
             prefix = self.kv.find_prefix(sequence.book, sequence.cacheable)
             if not self._has_room(sequence, prefix, draft.budget):
@@ -261,7 +273,7 @@ class Scheduler:
     def _start(self, draft: Draft, sequence: Sequence, prefix: Prefix, now_s: float) -> None:
         """Gives it a slot, the cached prefix, and a first row."""
         kv, book = self.kv, sequence.book
-        self._waiting.pop(0)
+        leave(self._waiting, sequence)
         if sequence.scheduled_s is None:
             sequence.scheduled_s = now_s
             sequence.cached_tokens = min(prefix.tokens, sequence.prompt_length)
@@ -269,6 +281,7 @@ class Scheduler:
         sequence.status = Status.RUNNING
         sequence.scored = sequence.told  # Nothing of it is in flight; what was void is scored again.
         sequence.slot = heapq.heappop(self._free_slots)
+        sequence.adapter_place = self._adapters.enter(sequence.request.adapter)
         sequence.computed = prefix.tokens
         enter(self._running, sequence)
         count = min(sequence.pending, draft.budget, kv.reach(book) - prefix.tokens)
@@ -283,6 +296,8 @@ class Scheduler:
             request.params,
             tuple(sorted(sequence.ends)) if request.params.min_tokens else (),
             request.bad_word_ids,
+            request.adapter,
+            sequence.adapter_place,
         )
         writes = [TableWrite(sequence.slot, group, 0, list(table)) for group, table in enumerate(book.tables)]
         row = sequence.row(prefix.tokens, count, count == sequence.pending)
@@ -299,6 +314,8 @@ class Scheduler:
             return
         urgent = self._waiting[0]
         if urgent.rows_in_flight or not self._outranks_running(urgent):
+            return
+        if not self._adapters.has_room(urgent.request.adapter):
             return
         others = [other for other in self._running if other.order[0] <= urgent.order[0]]
         if others:
@@ -401,7 +418,8 @@ class Scheduler:
         leave(self._running, sequence)
         self.kv.free(sequence.book)
         heapq.heappush(self._free_slots, sequence.slot)
-        sequence.slot = -1
+        self._adapters.leave(sequence.request.adapter)
+        sequence.slot = sequence.adapter_place = -1
         self._worth_admitting = True
 
     # --- upkeep ---

@@ -43,6 +43,8 @@ class Sequence:
     status: Status = Status.WAITING
     slot: int = -1
     """Of the runner, while RUNNING."""
+    adapter_place: int = -1
+    """Of the runner's places for LoRA adapters, while RUNNING with one."""
     computed: int = 0
     """Tokens whose KV is computed and applied."""
     in_flight: int = 0

@@ -1,0 +1,44 @@
+"""LoRA adapters by name: as people ask for one (vLLM's LoRARequest), and as it crosses to the engine. No files."""
+
+from __future__ import annotations
+
+import msgspec
+
+from holdfast.errors import RequestError
+
+
+class LoRARequest(msgspec.Struct, frozen=True):
+    """vLLM's names. `lora_int_id` stands for one adapter as long as an engine lives."""
+
+    lora_name: str
+    lora_int_id: int
+    lora_path: str
+    base_model_name: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("lora_name", "lora_path"):
+            if not isinstance(getattr(self, name), str) or not getattr(self, name):
+                raise RequestError(f"{name} must be a text that is not empty", field=name)
+        if isinstance(self.lora_int_id, bool) or not isinstance(self.lora_int_id, int) or self.lora_int_id < 1:
+            raise RequestError(
+                f"lora_int_id is {self.lora_int_id!r}", needed="a whole number from 1", field="lora_int_id"
+            )
+
+
+class AdapterRef(msgspec.Struct, frozen=True, array_like=True):
+    """An adapter whose files were looked at. Equal refs mean equal weights: cached prefixes are salted with them."""
+
+    name: str
+    number: int
+    path: str
+    stamp: str
+    """Of its files when they were looked at: other files under the same name are another adapter."""
+
+    @property
+    def salt(self) -> str:
+        return f"{self.number}\0{self.path}\0{self.stamp}"
+
+
+def salted(cache_salt: str, adapter: AdapterRef | None) -> str:
+    """Keys and values of one adapter are no other's, nor the model's own."""
+    return cache_salt if adapter is None else f"{cache_salt}\0{adapter.salt}"
