@@ -298,6 +298,7 @@ class Scheduler:
             request.bad_word_ids,
             request.adapter,
             sequence.adapter_place,
+            request.embed,
         )
         writes = [TableWrite(sequence.slot, group, 0, list(table)) for group, table in enumerate(book.tables)]
         row = sequence.row(prefix.tokens, count, count == sequence.pending)
@@ -356,7 +357,8 @@ class Scheduler:
                 sequence.sampling_in_flight -= 1
                 if counts:
                     logprobs = result.logprobs[sampled] if result.logprobs else None
-                    outputs.append(self._take(sequence, result.token_ids[sampled], logprobs, told, now_s))
+                    embedding = result.embeddings[sampled] if sequence.request.embed else None
+                    outputs.append(self._take(sequence, result.token_ids[sampled], logprobs, told, now_s, embedding))
                 sampled += 1
         return outputs
 
@@ -387,6 +389,7 @@ class Scheduler:
         logprobs: TokenLogprobs | None,
         prompt_logprobs: list[TokenLogprobs] | None,
         now_s: float,
+        embedding: bytes | None = None,
     ) -> EngineOutput:
         """A token for a sequence that runs, or was preempted while it was sampled: it is valid all the same."""
         first = sequence.first_token_s is None
@@ -400,6 +403,8 @@ class Scheduler:
             self._leave(sequence)
         # The first times go out at once: a stop string ends an answer in the front, and so may a death of this process.
         times_s = now_s if first or reason is not None else None
+        if embedding is not None:  # The token is nobody's.
+            return news(sequence, [], None, FinishReason.STOP, None, now_s, embedding=embedding)
         return news(sequence, [token], told, reason, stop_id, times_s, prompt_logprobs=prompt_logprobs)
 
     def _leave(self, sequence: Sequence) -> None:
