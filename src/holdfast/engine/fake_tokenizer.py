@@ -14,6 +14,19 @@ _MARK = re.compile("(" + "|".join(re.escape(mark) for mark in MARKS) + ")")
 _NAMES = {token_id: mark for mark, token_id in MARKS.items()}
 
 
+class _Pieces:
+    """As `text.pieces.TokenPieces`, so that a fake answer takes the way of a real one to its text."""
+
+    byte_level = True
+    cuts_first_space = False
+
+    def __init__(self) -> None:
+        self._bytes = [*(bytes([byte]) for byte in range(END)), *(mark.encode() for mark in MARKS)]
+
+    def bytes_of(self, token_id: int) -> bytes:
+        return self._bytes[token_id] if token_id < VOCABULARY else b""
+
+
 class ByteTokenizer:
     eos_token = "<|end|>"
     eos_token_id = END
@@ -21,7 +34,7 @@ class ByteTokenizer:
     ids_end = VOCABULARY
     all_special_ids = tuple(MARKS.values())
     special_ids = frozenset(all_special_ids)
-    pieces = None
+    pieces = _Pieces()
     chat_template = "built in"
     longest_token_chars = max(map(len, MARKS))
 
@@ -54,6 +67,9 @@ class ByteTokenizer:
 
     def convert_ids_to_tokens(self, ids: Sequence[int]) -> list[str]:
         return [_NAMES.get(token_id) or f"<0x{token_id:02X}>" for token_id in ids]
+
+    def template_source(self, given: str | None = None, tools: object = None) -> str:
+        return given or self.chat_template
 
     def apply_chat_template(
         self,

@@ -1,0 +1,189 @@
+"""How fast the HTTP front is by itself: one event a token, an engine that has every token at once, wrk as the client.
+
+    python benchmarks/front.py [--connections 64] [--seconds 10] [--rounds 3] [--out FILE.json]
+
+The front has one core, wrk another. Events are counted by wrk's script, one by one; a client of our own looks into the
+chunks on the wire, that none holds two. Needs wrk (Debian: apt-get install wrk) and two cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import shutil
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.machine import commit, describe_machine, today
+
+HERE = Path(__file__).resolve().parent
+WANTED_TOKENS_PER_S, WANTED_FIRST_TOKEN_MS = 15_000, 2.0
+TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+TOKENS = 128
+
+
+def question(tokens: int = TOKENS) -> dict[str, Any]:
+    return {
+        "model": "fake", "messages": [{"role": "user", "content": "Tell me a story"}], "max_tokens": tokens,
+        "ignore_eos": True, "stream": True,
+    }  # fmt: skip
+
+
+@contextlib.contextmanager
+def running_front(core: int) -> Iterator[tuple[int, int]]:
+    """Its process and its port."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = ["taskset", "-c", str(core), sys.executable, str(HERE / "front_server.py"), str(port)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    try:
+        assert process.stdout is not None
+        if process.stdout.readline().strip() != "ready":
+            raise RuntimeError("the front did not start")
+        yield process.pid, port
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+def cpu_seconds(pid: int) -> tuple[float, float]:
+    """In the program, and in the system for it."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return int(fields[11]) / TICKS_PER_S, int(fields[12]) / TICKS_PER_S
+
+
+def drive(port: int, pid: int, core: int, connections: int, seconds: int) -> dict[str, float]:
+    url = f"http://127.0.0.1:{port}/v1/chat/completions"
+    command = ["taskset", "-c", str(core), "wrk", "-t1", f"-c{connections}", f"-d{seconds}s", "--timeout", "30s"]
+    command += ["-s", str(HERE / "front_post.lua"), url, "--", json.dumps(question())]
+    user_before, system_before = cpu_seconds(pid)
+    began = time.perf_counter()
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    took_s = time.perf_counter() - began
+    user, system = (
+        after - before for after, before in zip(cpu_seconds(pid), (user_before, system_before), strict=True)
+    )
+    counted = next(line for line in done.stdout.splitlines() if line.startswith("COUNTED"))
+    answers, refused, events, duration_us, read_bytes = map(int, counted.split()[1:])
+    if refused or events != answers * TOKENS:
+        raise RuntimeError(
+            f"{refused} of {answers} refused, {events} events for {answers * TOKENS} tokens:\n{done.stdout}"
+        )
+    # What was under way when wrk stopped was computed too, and is in the bytes alone.
+    tokens = TOKENS * read_bytes / answer_bytes(port)
+    return {
+        "tokens_per_s": events / (duration_us / 1e6), "answers": answers, "events": events,
+        "cpu_us_per_token": 1e6 * (user + system) / tokens, "system_us_per_token": 1e6 * system / tokens,
+        "core_share": (user + system) / took_s,
+    }  # fmt: skip
+
+
+class Asker:
+    """A client of one connection that sees what comes when, and in which chunk."""
+
+    def __init__(self, port: int) -> None:
+        self._socket = socket.create_connection(("127.0.0.1", port))
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._file = self._socket.makefile("rb")
+
+    def ask(self, tokens: int = TOKENS) -> tuple[list[bytes], float, int]:
+        """The chunks, the seconds to the first that has a token, and the bytes of all."""
+        body = json.dumps(question(tokens)).encode()
+        head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body)
+        began = time.perf_counter()
+        self._socket.sendall(head + body)
+        first_s, read_bytes = 0.0, 0
+        while (line := self._file.readline()) != b"\r\n":
+            read_bytes += len(line)
+        chunks: list[bytes] = []
+        while True:
+            size_line = self._file.readline()
+            chunk = self._file.read(int(size_line, 16) + 2)
+            read_bytes += len(size_line) + len(chunk)
+            if chunk == b"\r\n":
+                return chunks, first_s, read_bytes + 2
+            chunks.append(chunk[:-2])
+            if not first_s and b'"content":"I"' in chunk:
+                first_s = time.perf_counter() - began
+
+
+def answer_bytes(port: int) -> int:
+    return Asker(port).ask()[2]
+
+
+def check_chunks(port: int) -> int:
+    """How many events came; raises when two came in one chunk."""
+    chunks = Asker(port).ask()[0]
+    events = [chunk for chunk in chunks if chunk.startswith(b"data: {") and b'"role"' not in chunk]
+    for chunk in chunks:
+        if chunk.count(b"data: ") != 1 or not chunk.endswith(b"\n\n"):
+            raise RuntimeError(f"not one event: {chunk!r}")
+    return len(events)
+
+
+def first_tokens_ms(port: int, count: int = 400) -> list[float]:
+    asker = Asker(port)
+    for _ in range(20):
+        asker.ask(2)
+    return sorted(1e3 * asker.ask(2)[1] for _ in range(count))
+
+
+def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    front_core, client_core = sorted(os.sched_getaffinity(0))[:2]
+    rounds: list[dict[str, float]] = []
+    with running_front(front_core) as (pid, port):
+        os.sched_setaffinity(0, {client_core})
+        drive(port, pid, client_core, arguments.connections, 1)
+        for _ in range(arguments.rounds):
+            rounds.append(drive(port, pid, client_core, arguments.connections, arguments.seconds))
+        chunks = check_chunks(port)
+        first_ms = first_tokens_ms(port)
+    return {
+        "date": today(), "commit": commit(), "machine": describe_machine(), "connections": arguments.connections,
+        "tokens_an_answer": TOKENS, "events_in_chunks_of_their_own": chunks, "rounds": rounds,
+        "tokens_per_s": statistics.median(one["tokens_per_s"] for one in rounds),
+        "cpu_us_per_token": statistics.median(one["cpu_us_per_token"] for one in rounds),
+        "first_token_ms": {"median": statistics.median(first_ms), "p99": first_ms[len(first_ms) * 99 // 100]},
+    }  # fmt: skip
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--connections", type=int, default=64)
+    parser.add_argument("--seconds", type=int, default=10)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--out", type=Path, default=None)
+    arguments = parser.parse_args()
+    if shutil.which("wrk") is None or len(os.sched_getaffinity(0)) < 2:
+        print("benchmarks/front.py needs wrk (apt-get install wrk) and two cores", file=sys.stderr)
+        return 2
+    found = measure(arguments)
+    for one in found["rounds"]:
+        print(
+            f"{one['tokens_per_s']:9,.0f} tokens/s in {one['events']:,.0f} events of {one['answers']:,.0f} answers; "
+            f"{one['cpu_us_per_token']:.1f} us of CPU a token ({one['system_us_per_token']:.1f} in the system), "
+            f"{one['core_share']:.0%} of its core"
+        )
+    first = found["first_token_ms"]
+    print(f"{found['tokens_per_s']:9,.0f} tokens/s: the median; {WANTED_TOKENS_PER_S:,} are wanted")
+    print(f"{first['median']:9.2f} ms to the first token, alone ({first['p99']:.2f} at the 99th); "
+          f"{WANTED_FIRST_TOKEN_MS:g} are allowed")  # fmt: skip
+    print(f"{found['events_in_chunks_of_their_own']:9,d} tokens asked for came in as many chunks, one event each")
+    if arguments.out is not None:
+        arguments.out.write_text(json.dumps(found, indent=1) + "\n")
+    return 0 if found["tokens_per_s"] >= WANTED_TOKENS_PER_S and first["median"] < WANTED_FIRST_TOKEN_MS else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
