@@ -241,7 +241,7 @@ class Loader:
 
     def vector(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
         tensor = self.tensors[name]
-        kept = torch.float32 if tensor.plus_one else dtype or self.dtype
+        kept = torch.float32 if tensor.wide else dtype or self.dtype
         target = torch.empty(tensor.shape, dtype=kept, device=self.device)
         self.fill(target, tensor)
         return target

@@ -205,9 +205,11 @@ class TensorSpec:
     hf_shape: tuple[int, ...] | None = None
     """As safetensors keep it, where that is not `shape` (stored transposed)."""
     part: Part = "text"
+    wide: bool = False
+    """In memory it is float32, whatever the rest: a norm's weight whose product is rounded once, at its end."""
     plus_one: bool = False
-    """A norm's weight that safetensors keep less one, and GGUF as it is. In memory it is float32, whatever the rest:
-    near one, half precision would lose what it says."""
+    """A norm's weight that safetensors keep less one, and GGUF as it is. It is `wide` too: near one, half precision
+    would lose what it says."""
 
     @property
     def elements(self) -> int:

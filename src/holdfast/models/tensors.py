@@ -14,12 +14,14 @@ from holdfast.models.spec import Part, TensorSpec
 
 
 class TensorList:
-    """`stem` and `blocks`: how safetensors name the decoder and its layers. `plus_one`: they keep norms less one."""
+    """`stem` and `blocks`: how safetensors name the decoder and its layers. `plus_one`: they keep norms less one.
+    `wide_norms`: the weights of norms are multiplied with before anything is rounded."""
 
     def __init__(
-        self, stem: str = "model.", blocks: str = "layers", *, part: Part = "text", plus_one: bool = False
-    ) -> None:
-        self.plus_one = plus_one
+        self, stem: str = "model.", blocks: str = "layers", *, part: Part = "text", plus_one: bool = False,
+        wide_norms: bool = False,
+    ) -> None:  # fmt: skip
+        self.norms = {"plus_one": plus_one, "wide": wide_norms or plus_one}
         self.stem = stem
         self.blocks = blocks
         self.part: Part = part
@@ -34,7 +36,7 @@ class TensorList:
         self.add("embed", (shape.vocab, shape.hidden), f"{self.stem}{hf}.weight", "token_embd.weight", shard_axis=0)
 
     def norm(self, name: str, width: int, hf: str, gguf: str = "", *, bias: bool = False) -> None:
-        self.add(name, (width,), f"{self.stem}{hf}.weight", gguf and f"{gguf}.weight", plus_one=self.plus_one)
+        self.add(name, (width,), f"{self.stem}{hf}.weight", gguf and f"{gguf}.weight", **self.norms)
         if bias:
             self.add(f"{name}_bias", (width,), f"{self.stem}{hf}.bias", gguf and f"{gguf}.bias")
 
@@ -87,7 +89,7 @@ class Block:
         self.tensors.add(f"{self.name}.{name}", shape, self.hf + hf, gguf_name, **{"layer": self.layer, **more})
 
     def norm(self, name: str, width: int, hf: str, gguf: str = "", *, bias: bool = False) -> None:
-        self.add(name, (width,), f"{hf}.weight", gguf and f"{gguf}.weight", plus_one=self.tensors.plus_one)
+        self.add(name, (width,), f"{hf}.weight", gguf and f"{gguf}.weight", **self.tensors.norms)
         if bias:
             self.add(f"{name}_bias", (width,), f"{hf}.bias", gguf and f"{gguf}.bias")
 

@@ -19,7 +19,7 @@ def memory_layout(tensor: TensorSpec, stored: str | None, *, dtype: str, expand:
     Quantized matrices are kept unless they are to be expanded. With compiled products half-precision ones are kept
     too: those compute in float32 from either, and half the bytes are read. Vectors are small and always expanded.
     """
-    if tensor.plus_one:
+    if tensor.wide:
         return "float32"
     matrix = len(tensor.shape) == 2 or tensor.experts > 0
     if stored is None or expand or not matrix:

@@ -77,14 +77,15 @@ def test_fast_forms_equal_the_plain_ones(dtype: torch.dtype, tolerance: float, t
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("name", ["gemma", "gemma2", "gemma3", "llama"])
+@pytest.mark.parametrize("name", ["gemma", "gemma2", "gemma3", "olmo2", "llama"])
 def test_norms_round_where_those_of_transformers_do(name: str, dtype: torch.dtype) -> None:
-    """Gemma's weights, kept in float32 with the one that is added to them, are multiplied before any rounding."""
+    """Gemma's weights, kept in float32 with the one that is added to them, and OLMo 2's are multiplied before any
+    rounding."""
     torch.manual_seed(5)
     module = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
     norm = getattr(module, f"{name.capitalize()}RMSNorm")(48, eps=1e-6)
     norm.weight.data = (0.3 * torch.randn(48)).to(dtype)
-    weight = norm.weight.data if name == "llama" else norm.weight.data.float() + 1
+    weight = norm.weight.data if name == "llama" else norm.weight.data.float() + int(name != "olmo2")
     x = torch.randn(200, 48).to(dtype)
     for ops in (ops_for(CPU, reference=True), ops_for(CPU)):
         out, heads = torch.empty_like(x), x.view(50, 4, 48).clone()

@@ -16,7 +16,7 @@ NORMED_TOKENS = 512
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float, out: torch.Tensor) -> None:
-    """Multiplied in the weight's type: where that is wider than x's, as Gemma's is, it is rounded once, at the end."""
+    """Multiplied in the weight's type: where that is wider than x's (Gemma, OLMo 2) it is rounded once, at the end."""
     wide = x.float()
     scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon)
     out.copy_((wide * scale).to(weight.dtype) * weight)

@@ -23,7 +23,7 @@ def describe(source: Source) -> ModelSpec:
         experts = ExpertsSpec(count=count, per_token=used, intermediate_size=shape.inner)
     bias = fields.boolean("attention_bias", default=False)
     after = kind in ("olmo2", "olmo3")
-    tensors = TensorList()
+    tensors = TensorList(wide_norms=after)
     tensors.embed(shape)
     for index in range(shape.layer_count):
         block = tensors.block(index)
