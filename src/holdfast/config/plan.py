@@ -86,6 +86,10 @@ class PlanConfig:
     kv_cache_dtype: str = setting(
         "auto", "what KV is kept in: auto (as dtype), float32, bfloat16, float16 or fp8", _kv_dtype
     )
+    expand_weights: str = setting(
+        "auto", "quantized weights in RAM: auto (expand when there is room to spare and it is faster), always or never",
+        choice("auto", "always", "never"),
+    )  # fmt: skip
     max_model_len: int | None = setting(
         None, "longest context in tokens: 8192, 32k (32,000), 32K (32,768), or auto: what the model and memory allow",
         optional(tokens_or_auto), metavar="TOKENS",

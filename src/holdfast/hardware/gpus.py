@@ -81,6 +81,11 @@ class Gpu:
     def fp8(self) -> bool:
         return self.fp8_tflops is not None
 
+    @property
+    def alone(self) -> bool:
+        """The only one of its machine: it has the machine's RAM, and no link to others of its kind."""
+        return self.unified and self.peer_link is None
+
 
 @dataclass(frozen=True, slots=True)
 class Gpus:

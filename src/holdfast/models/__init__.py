@@ -12,6 +12,7 @@ from holdfast.models.registry import (
     runnable_architectures,
     runnable_gguf_architectures,
 )
+from holdfast.models.runnable import text_alone
 from holdfast.models.spec import (
     DecoderSpec,
     EncoderSpec,
@@ -44,4 +45,5 @@ __all__ = [
     "known_gguf_architectures",
     "runnable_architectures",
     "runnable_gguf_architectures",
+    "text_alone",
 ]

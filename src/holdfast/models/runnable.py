@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from holdfast.errors import CheckpointError, ModelError, UnknownArchitectureError
 from holdfast.models.fields import Fields
@@ -24,6 +25,8 @@ RUNNABLE_ARCHITECTURES = frozenset(
 )
 """Of config.json and of GGUF headers: those whose every difference from llama a spec can say, and tests have seen run.
 """
+TEXT_OF = {"Gemma3ForConditionalGeneration": "Gemma3ForCausalLM"}
+"""Models that read images, and what their text model is alone: all that a GGUF file has of them."""
 _SCALINGS = ("none", "linear", "llama3", "yarn")
 _FAMILIES_WITH_EXPERTS = ("mixtral", "qwen_moe")
 _EXPERT_COLUMNS = 8
@@ -38,7 +41,7 @@ def lacking(spec: ModelSpec, fields: Fields) -> tuple[str, ...]:
 
 
 def _family(spec: ModelSpec) -> Iterator[str]:
-    if spec.architecture not in RUNNABLE_ARCHITECTURES:
+    if TEXT_OF.get(spec.architecture, spec.architecture) not in RUNNABLE_ARCHITECTURES:
         yield f"a decoder of the {spec.family} family"
 
 
@@ -94,6 +97,16 @@ def _long_rope(spec: ModelSpec, fields: Fields) -> Iterator[str]:
         if len(factors) != spec.rope.dim // 2:
             needed = f"{spec.rope.dim // 2} of {name}"
             yield f"{fields.key('rope_scaling')}: longrope with {len(factors)} instead of {needed}"
+
+
+def text_alone(spec: ModelSpec) -> ModelSpec:
+    """The model without what reads images or sound; the same where it has none, or its text model is not told apart."""
+    alone = TEXT_OF.get(spec.architecture)
+    if alone is None:
+        return spec
+    tensors = tuple(tensor for tensor in spec.tensors if tensor.part == "text")
+    text = replace(spec, architecture=alone, tensors=tensors, encoder=None)
+    return replace(text, unsupported=lacking(text, Fields({}, where="config.json")))
 
 
 def require_runnable(spec: ModelSpec, known: tuple[str, ...]) -> ModelSpec:

@@ -62,6 +62,12 @@ class Answer:
         return f"requests reach {counted(self.question.traffic.length, 'token')}, and the model was made for {most:,}"
 
     @property
+    def lacks(self) -> tuple[str, ...]:
+        """Why the engine that was asked for, or else Holdfast, does not run what fits; empty: it does."""
+        command = self.commands.get(self.engine or "holdfast")
+        return command.lacks if command is not None and self.fits else ()
+
+    @property
     def kv_bytes_per_token(self) -> int:
         """Of the model, once: copies on several ranks are not counted."""
         return self.question.model.spec.kv_bytes_per_token(KV_ELEMENT_BYTES[self.fit.kv_dtype])

@@ -27,6 +27,7 @@ def document(answer: Answer) -> dict[str, Any]:
         "fits": answer.fits,
         "short_bytes": found.short_bytes,
         "problem": answer.problem,
+        "lacks": list(answer.lacks),
         "model": _model(answer),
         "weights_bytes": found.weights_bytes,
         "kv_bytes_per_token": answer.kv_bytes_per_token,
@@ -264,6 +265,7 @@ def _tiers(tiers: Tiers) -> dict[str, Any]:
 def _notes(command: Command) -> dict[str, Any]:
     return {
         "available": command.available,
+        "lacks": list(command.lacks),
         "notes": list(command.notes),
         "kv_tokens": command.kv_tokens,
         "max_model_len": command.max_model_len,

@@ -20,6 +20,7 @@ from holdfast.planner.question import Settings, Traffic, settings_of
 from holdfast.planner.resolve import resolve_model
 from holdfast.units import counted
 
+OF_A_CPU = "HF127"
 DEFAULT_LORA_RANK = 16
 """vLLM's."""
 _ADDRESS = re.compile(r"(?:[\w.-]+|\[[0-9a-fA-F:]+\]):\d{1,5}(?:/\S*)?")
@@ -54,6 +55,12 @@ def question_of(config: PlanConfig, *, traffic: Stated | None = None) -> Questio
         ranks=(config.tensor_parallel_size or 1) * (config.pipeline_parallel_size or 1),
     )
     found = machine_of(asked)
+    if config.expand_weights == "always" and found.machine.kind == "gpu":
+        raise ConfigurationError(
+            "expand_weights always is a setting for CPUs; on a GPU quantized weights stay in their blocks",
+            code=OF_A_CPU, needed="auto or never", found="always", fix="leave --expand-weights out, or --device cpu",
+            field="expand_weights",
+        )  # fmt: skip
     wanted, said = traffic_of(config) if traffic is None else traffic
     resolved = resolve_model(config.model, revision=config.revision, quantization=config.quantization)
     return Question(

@@ -14,6 +14,7 @@ from holdfast.planner.count import chosen_dtype, counted_for, plain_type, utiliz
 from holdfast.planner.count import counted as counted_fit
 from holdfast.planner.fitted import Fit, Question, describe_devices, device_budget, is_stated
 from holdfast.planner.footprint import Limits
+from holdfast.planner.number_types import outgrows_half
 from holdfast.planner.question import Device
 from holdfast.planner.same import Same
 from holdfast.planner.terms import encoder_images
@@ -51,6 +52,27 @@ def _traits(device: Device) -> tuple[object, ...]:
         device.name, kind, device.total_bytes, device.free_bytes, device.budget_bytes, device.measured, device.held_by,
         device.unified,
     )  # fmt: skip
+
+
+def without_wider(question: Question) -> Question | None:
+    """Without GPUs that have no bfloat16, where they would make the others compute in float32; None: there is no such
+    choice."""
+    machine, settings = question.machine, question.settings
+    if machine.kind != "gpu" or settings.dtype != "auto" or not outgrows_half(question.model.spec):
+        return None
+    able = tuple(device for device in machine.devices if device.gpu is None or device.gpu.bf16)
+    least = (settings.tensor_parallel or 1) * settings.pipeline_parallel
+    if len(able) == len(machine.devices) or len(able) < least:
+        return None
+    others = tuple(device for device in machine.devices if device not in able)
+    return replace(question, machine=replace(machine, devices=able, aside=(*machine.aside, *others)))
+
+
+def wider_left_out(found: Fit) -> Decision:
+    machine = found.question.machine
+    left = describe_devices([device for device in machine.aside if device.gpu is not None and not device.gpu.bf16])
+    reason = f"left out: {left}, where nothing computes in bfloat16: with it all would take float32, and hold less"
+    return Decision("gpus", describe_devices([rank.device for rank in found.ranks]), reason, "planner")
 
 
 def _with_order(question: Question, devices: list[Device]) -> Question:

@@ -28,6 +28,8 @@ class Command:
     available: bool = True
     """False: this version of the engine does not take it, or something has to be made first; the notes say what."""
     notes: tuple[str, ...] = ()
+    lacks: tuple[str, ...] = ()
+    """Of the notes, why this version of the engine would not run it, whatever is made or fetched first."""
     kv_tokens: int | None = None
     """What the engine's own sizing gives the pool, as it prints it; None: not known beside the plan's."""
     max_model_len: int | None = None

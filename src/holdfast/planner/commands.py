@@ -82,12 +82,13 @@ def holdfast_command(fit: Fit, sequences: int) -> Command:
     settings = _holdfast_settings(fit, sequences)
     source = holdfast_source(fit.question.model)
     flags = {"--" + name.replace("_", "-"): value for name, value in settings.items()}
-    problems = [*source.notes, *_holdfast_problems(fit, settings)]
+    lacks = (*source.lacks, *_holdfast_problems(fit, settings))
     return Command(
         engine="holdfast",
         text=line("holdfast serve", source.name, flags),
-        available=not problems,
-        notes=tuple(problems),
+        available=source.ready and not lacks,
+        notes=(*source.notes, *lacks),
+        lacks=lacks,
     )
 
 
@@ -108,6 +109,8 @@ def _holdfast_settings(fit: Fit, sequences: int) -> dict[str, object]:
         flags["kv_cache_dtype"] = fit.kv_dtype
     if asked.block_tokens != 16:
         flags["block_size"] = asked.block_tokens
+    if asked.expand_weights != "auto":
+        flags["expand_weights"] = asked.expand_weights
     flags |= parallel(fit, "tensor_parallel_size", "pipeline_parallel_size")
     if asked.max_loras:
         flags |= {"max_loras": asked.max_loras, "max_lora_rank": asked.max_lora_rank}
@@ -182,7 +185,9 @@ def _sglang_command(fit: Fit, sequences: int) -> Command:
     lacking = [one for one in checks if one is not None]
     known_of_it = (sglang_since(fit.question.model.spec.architecture), build_note("sglang", gpus), whole.note)
     notes = (memory, *source.notes, *(one for one in known_of_it if one is not None), *lacking)
-    return Command(engine="sglang", text=text, available=source.ready and not lacking, notes=notes)
+    return Command(
+        engine="sglang", text=text, available=source.ready and not lacking, notes=notes, lacks=tuple(lacking)
+    )
 
 
 def sglang_fraction(fit: Fit) -> float:
@@ -204,8 +209,8 @@ def _llama_command(planned: Fit, sequences: int) -> Command:
     notes = list(source.notes)
     fit = _as_llama_takes_it(planned)
     if planned.fits and not fit.fits:
-        notes.append(f"as llama.cpp takes memory it is {format_bytes(fit.short_bytes)} short")
-        return Command(engine="llama.cpp", text="", available=False, notes=tuple(notes))
+        short = f"as llama.cpp takes memory it is {format_bytes(fit.short_bytes)} short"
+        return Command(engine="llama.cpp", text="", available=False, notes=(*notes, short), lacks=(short,))
     slots, each = _llama_slots(fit, sequences)
     flags: dict[str, object] = {**source.flags, "-c": each * slots, "-np": slots}
     if on_gpu:

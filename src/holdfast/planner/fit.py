@@ -33,7 +33,7 @@ from holdfast.planner.fitted import (
     required,
 )
 from holdfast.planner.host import Hosted, host, least_tokens, runs_here
-from holdfast.planner.kin import apart, best
+from holdfast.planner.kin import apart, best, value
 from holdfast.planner.limits import Rung, choose, ladder, length_decision
 from holdfast.planner.same import Same
 
@@ -60,7 +60,18 @@ FEW_STAGES = 8
 def fit(question: Question) -> Fit:
     """On GPUs that can hold a model together; where there are several kinds, on those that hold most."""
     kinds = apart(question, fit)
-    return _staged(question) if kinds[0] is question else best([_staged(one) for one in kinds])
+    return _whole(question) if kinds[0] is question else best([_whole(one) for one in kinds])
+
+
+def _whole(question: Question) -> Fit:
+    """On all GPUs of a kind, or without those that would make the numbers of the others wider."""
+    found, narrow = _staged(question), choices.without_wider(question)
+    if narrow is None:
+        return found
+    other = _staged(narrow)
+    if value(found) >= value(other):
+        return found
+    return replace(other, decisions=(*other.decisions, choices.wider_left_out(other)))
 
 
 def _staged(question: Question) -> Fit:

@@ -109,6 +109,7 @@ def host(
         max_num_batched_tokens=settings.max_num_batched_tokens,
         ram=None if machine.devices[0].budget_bytes is None else budget_bytes,
         block_size=settings.block_tokens,
+        expand_weights=settings.expand_weights,
     )
     measure = Measure(
         spec=model.spec, stored=_stored(model), config=config,

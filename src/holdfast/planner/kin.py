@@ -109,7 +109,7 @@ def _described(group: Sequence[Device]) -> str:
 def best(found: Sequence[Fit]) -> Fit:
     """Of the same question on each kind of GPU: the one that fits and holds most. Says which were left out, and what
     they would have held."""
-    chosen = max(found, key=_value)
+    chosen = max(found, key=value)
     others = [one for one in found if one is not chosen]
     tried = {device for one in others for device in one.question.machine.devices}
     few = [group for group in _groups(chosen.question.machine.aside) if group[0] not in tried]
@@ -122,7 +122,8 @@ def best(found: Sequence[Fit]) -> Fit:
     return replace(chosen, decisions=(*chosen.decisions, decision))
 
 
-def _value(one: Fit) -> tuple[int, ...]:
+def value(one: Fit) -> tuple[int, ...]:
+    """Of answers to one question, the larger the better."""
     limits = one.limits
     return (
         one.fits, one.longest_tokens, limits.max_model_len, limits.max_num_seqs, -one.short_bytes, one.kv_tokens,

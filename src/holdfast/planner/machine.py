@@ -140,12 +140,30 @@ def _of_catalogue(
             f"gpu: {sum(group.count for group in groups):,} GPUs are too many", code=gpus.WRONG_COUNT,
             needed=f"at most {gpus.COUNT_LIMIT:,}", fix=f"--gpu {groups[0].gpu.key}x2", field="gpu",
         )  # fmt: skip
+    _require_one_machine(groups)
     devices = [
         _catalogue_device(index, gpu, budget)
         for index, gpu in enumerate(group.gpu for group in groups for _ in range(group.count))
     ]
     decisions = [_catalogue_decision(group, name) for group, name in zip(groups, names, strict=True)]
     return tuple(devices), (*decisions, *_added(total, len(devices), groups[0].gpu.key))
+
+
+def _require_one_machine(groups: Sequence[gpus.Gpus]) -> None:
+    """A GPU that has its machine's RAM and no link to others is the only one there: two of them are two machines."""
+    alone = [group for group in groups if group.gpu.alone]
+    count = sum(group.count for group in alone)
+    if count < 2:
+        return
+    name = alone[0].gpu.key
+    raise ConfigurationError(
+        f"gpu: {count} of {name} are {count} machines: it uses its machine's own RAM, and no second one goes in there",
+        code=gpus.WRONG_COUNT,
+        needed=f"one {name}, and -tp 1",
+        found=str(count),
+        fix=f"--gpu {name}, and a server on each machine",
+        field="gpu",
+    )
 
 
 def _added(named: int, planned: int, name: str) -> Iterator[Decision]:

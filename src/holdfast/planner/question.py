@@ -29,6 +29,8 @@ class PlannedModel:
     """`stored` was worked out from shapes, as a quantizer would write it; no file was read."""
     unchecked: bool = False
     """Shapes of the catalogue that nobody compared with a public copy yet."""
+    tokenizer: bool = True
+    """False: a folder or a hub's was looked into, and there is none that Holdfast reads."""
     made_as: str | None = None
     """Planned as if it were quantized so (awq, nf4, Q4_K_M), and not known to be stored so anywhere."""
 
@@ -101,6 +103,8 @@ class Settings:
     max_lora_rank: int = 16
     graphs: bool = True
     """Steps are captured, by engines that do that."""
+    expand_weights: str = "auto"
+    """Of this engine on a CPU: auto, always or never."""
 
 
 class Configured(Protocol):
@@ -120,6 +124,8 @@ class Configured(Protocol):
     def gpu_memory_utilization(self) -> float | None: ...
     @property
     def block_size(self) -> int: ...
+    @property
+    def expand_weights(self) -> str: ...
 
 
 def settings_of(
@@ -141,6 +147,7 @@ def settings_of(
         max_loras=max_loras,
         max_lora_rank=max_lora_rank,
         graphs=graphs,
+        expand_weights=config.expand_weights,
     )
 
 

@@ -15,6 +15,7 @@ from holdfast.planner.answer import Answer
 from holdfast.planner.command import Command
 from holdfast.planner.configurations import Configuration
 from holdfast.planner.fit import Rank, describe_devices
+from holdfast.planner.kernels import ENGINE_NAMES
 from holdfast.planner.report_text import LEAST_WIDTH, Paint, rounded_down, wrapped
 from holdfast.planner.roofline import Estimate
 from holdfast.planner.terms import Term
@@ -67,7 +68,9 @@ def _titled(title: str, body: Iterable[str], paint: Paint) -> list[str]:
 def _headline(answer: Answer, width: int, paint: Paint) -> Iterator[str]:
     found, model = answer.fit, answer.question.model
     where = describe_devices([rank.device for rank in found.ranks])
-    if answer.fits:
+    if answer.lacks:
+        verdict, code = f"fits, but {_lacking(answer)}", "1;33"
+    elif answer.fits:
         verdict, code = "fits", "1;32"
     elif answer.problem is not None:
         verdict, code = f"does not fit: {answer.problem}", "1;31"
@@ -79,6 +82,12 @@ def _headline(answer: Answer, width: int, paint: Paint) -> Iterator[str]:
     head = textwrap.wrap(text + verdict, width, break_on_hyphens=False)
     yield from head[:-1]
     yield head[-1].replace(verdict, paint(verdict, code))
+
+
+def _lacking(answer: Answer) -> str:
+    name = ENGINE_NAMES.get(answer.engine or "holdfast", "llama.cpp")
+    why = answer.lacks[0]
+    return why if why.startswith(name) else f"not for {name}: {why}"
 
 
 def _devices(answer: Answer, width: int, paint: Paint) -> Iterator[str]:

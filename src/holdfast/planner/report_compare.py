@@ -29,6 +29,8 @@ def compare_lines(answers: Sequence[Answer], width: int = 80, colour: bool = Fal
     for name, answer in zip(names, answers, strict=True):
         if not answer.fits and answer.ways_out:
             found += wrapped(f"{name}: {answer.ways_out[0].change}", width, "", "  ")
+        elif answer.lacks:
+            found += wrapped(f"{name}: fits, but {answer.lacks[0]}", width, "", "  ")
     found += [line for said in _beside(answers, names) for line in wrapped(said, width, "", "  ")]
     # Of a plan that holds no token there is no length.
     lengths = {answer.fit.usual_tokens for answer in answers if answer.fit.limits.max_model_len}

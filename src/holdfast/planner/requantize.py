@@ -17,7 +17,7 @@ from pathlib import Path
 
 from holdfast.checkpoints import ENGINE_LAYOUTS, LAYOUTS, StoredTensor
 from holdfast.errors import CheckpointError, ConfigurationError
-from holdfast.models import QuantSpec, TensorSpec
+from holdfast.models import QuantSpec, TensorSpec, text_alone
 from holdfast.planner.gguf_kinds import KINDS, kind_of, layouts_of
 from holdfast.planner.layouts import is_quantized
 from holdfast.planner.question import PlannedModel
@@ -165,9 +165,9 @@ def _as_gguf(model: PlannedModel, kind: str) -> PlannedModel:
         )
     if kind == "MXFP4" and with_experts:
         kind = "MXFP4_MOE"
+    text = text_alone(model.spec)
     spec = replace(
-        model.spec,
-        tensors=tuple(replace(tensor, gguf_name=tensor.name) for tensor in model.spec.tensors if tensor.part == "text"),
+        text, tensors=tuple(replace(tensor, gguf_name=tensor.name) for tensor in text.tensors if tensor.part == "text")
     )
     stored = {tensor.name: _stored(tensor, layout) for tensor, layout in layouts_of(spec, kind)}
     layouts = {tensor.layout for tensor in stored.values()}

@@ -195,7 +195,8 @@ def _from_files(files: ModelFiles) -> Resolved:
     if files.format == "none":
         reason = "there are none here: counted from the config's shapes, as dummies are made; stored ones may take less"
         decisions = [_where(files, "config.json"), Decision("weights", "derived", reason, "model")]
-        return Resolved(PlannedModel(name=files.name, spec=spec, origin=files.kind), tuple(decisions))
+        model = PlannedModel(name=files.name, spec=spec, origin=files.kind, tokenizer=_has_tokenizer(files))
+        return Resolved(model, tuple(decisions))
     checkpoint = open_checkpoint(files)
     total = sum(tensor.nbytes for tensor in checkpoint.tensors.values())
     decisions = [_where(files, f"headers of {format_bytes(total)} of {files.format}")]
@@ -209,9 +210,17 @@ def _from_files(files: ModelFiles) -> Resolved:
         stored=checkpoint.tensors,
         canonical=_canonical(spec, checkpoint),
         format=files.format,
+        tokenizer=_has_tokenizer(files),
     )
     require_known_layouts(model)
     return Resolved(model, tuple(decisions))
+
+
+def _has_tokenizer(files: ModelFiles) -> bool:
+    """As serve would find one; of a hub's files only those were looked at that tell sizes."""
+    if files.remote or files.tokenizer_json is not None:
+        return True
+    return files.header is not None and "tokenizer.ggml.tokens" in files.header.metadata
 
 
 def _where(files: ModelFiles, said: str) -> Decision:

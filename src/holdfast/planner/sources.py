@@ -37,6 +37,8 @@ class Source:
     ready: bool = True
     """False: something has to be made or fetched before the command can run; the notes say what."""
     notes: tuple[str, ...] = ()
+    lacks: tuple[str, ...] = ()
+    """What the engine cannot do with it, whatever is made first."""
 
     @property
     def makes_fp8(self) -> bool:
@@ -63,20 +65,17 @@ def holdfast_source(model: PlannedModel) -> Source:
         return Source(name=entry.name)
     layouts = {tensor.layout for tensor in (model.stored or {}).values()}
     unknown = ", ".join(sorted(layouts - set(ENGINE_LAYOUTS)))
+    lacks = (f"Holdfast does not compute with {unknown} yet",) if unknown and model.spec.runnable else ()
     if model.made_as is None:
-        said = _without_weights(model)
-        if unknown and model.spec.runnable:
-            said = (f"Holdfast does not compute with {unknown} yet", *said)
-        return Source(name=served_name(model), ready=not said, notes=said)
+        said = (*_without_weights(model), *_without_tokenizer(model))
+        return Source(name=served_name(model), ready=not said, notes=said, lacks=lacks)
     name, note = _made(model)
-    notes = [f"Holdfast quantizes nothing while loading: {note}"]
-    published = published_as(model)
+    notes: tuple[str, ...] = (f"Holdfast quantizes nothing while loading: {note}",)
     if model.format != "gguf":
+        published = published_as(model)
         name = name if published is None else served_name(published)
-        notes = [f"Holdfast neither makes nor runs {model.made_as.upper()} yet"]
-    elif unknown:
-        notes.append(f"it does not compute with {unknown} yet")
-    return Source(name=name, ready=False, notes=tuple(notes))
+        notes, lacks = (), (f"Holdfast neither makes nor runs {model.made_as.upper()} yet",)
+    return Source(name=name, ready=False, notes=notes, lacks=lacks)
 
 
 def torch_source(model: PlannedModel, engine: str) -> Source:
@@ -112,6 +111,14 @@ def _stored(model: PlannedModel, engine: str) -> Source:
 def _without_weights(model: PlannedModel) -> tuple[str, ...]:
     bare = model.origin == "folder" and model.format == "none"
     return (f"{model.name} has a config and no weights: put them there first",) if bare else ()
+
+
+def _without_tokenizer(model: PlannedModel) -> tuple[str, ...]:
+    """Of what Holdfast does not start without."""
+    if model.tokenizer:
+        return ()
+    said = f"{model.name} has no tokenizer, and serve does not start without one (HF230): put its tokenizer.json there,"
+    return (f"{said} name one with --tokenizer, or add --skip-tokenizer-init where only token ids go in and out",)
 
 
 def llama_source(model: PlannedModel, dtype: str) -> Source:

@@ -105,6 +105,7 @@ def vllm_command(found: Fit, sequences: int, vllm: Vllm) -> Command:
         text=text if sized.length else "",
         available=source.ready and not problems,
         notes=tuple(notes),
+        lacks=tuple(problems),
         kv_tokens=sized.tokens,
         max_model_len=sized.length,
         reasons=sized.kept.reasons,

@@ -61,8 +61,7 @@ def more_gpus(found: Fit, variants: Sequence[Variant]) -> Iterator[WayOut]:
 
 
 def _alone(unified: bool, gpu: Gpu | None) -> bool:
-    """The only one of its machine: it has the machine's RAM, and no link to others of its kind."""
-    return unified and (gpu is None or gpu.peer_link is None)
+    return unified if gpu is None else gpu.alone
 
 
 def _offered(found: Fit, variants: Sequence[Variant]) -> list[Variant]:

@@ -116,7 +116,7 @@ def test_what_is_planned_on_stays_of_one_kind(ask: Ask) -> None:
 
 
 def test_a_machine_of_one_kind_is_not_divided(ask: Ask) -> None:
-    for gpus in ("rtx4090,rtx3090", "m3-max-36x2", "t4,h100-80"):
+    for gpus in ("rtx4090,rtx3090", "mi300ax2", "t4,h100-80"):
         found = fit(on(ask, "llama-3.1-8b", gpus))
         assert not found.question.machine.aside
         assert not any("makers" in decision.reason for decision in found.decisions)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
+from named_gpus import device_of
 
 from holdfast.errors import ConfigurationError
 from holdfast.planner.answer import answer
@@ -118,3 +119,13 @@ def test_gemma_in_bfloat16_on_a_cpu(ask: Ask, cpu: Callable[..., Device]) -> Non
     found = fit(ask("gemma-3-270m", device=cpu(64), dtype="bfloat16"))
     assert found.fits
     assert found.dtype == "bfloat16"
+
+
+def test_a_gpu_without_bfloat16_is_left_out_where_it_makes_all_others_wider(ask: Ask) -> None:
+    """Of a model that outgrows float16: another GPU shall not take away what there was."""
+    alone = ask("gemma-3-12b", "rtx4090")
+    both = replace(alone, machine=replace(alone.machine, devices=(device_of("t4", 0), device_of("rtx4090", 1))))
+    found, before = fit(both), fit(alone)
+    assert (found.dtype, found.longest_tokens) == ("bfloat16", before.longest_tokens)
+    assert [rank.device.name for rank in found.ranks] == [device_of("rtx4090").name]
+    assert any("left out: Tesla T4" in decision.reason for decision in found.decisions)
