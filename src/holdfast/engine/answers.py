@@ -70,6 +70,7 @@ class Answer:
             if output.logprobs is None
             else [self._readable(entry) for entry in output.logprobs[: len(tokens)]],
             prompt_logprobs=self._of_prompt(output.prompt_logprobs or []),
+            embedding=output.embedding,
             finish_reason=reason,
             stop_reason=stop_reason,
             cached_tokens=output.cached_tokens,

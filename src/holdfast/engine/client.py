@@ -27,6 +27,7 @@ from holdfast.engine.child import Child
 from holdfast.engine.defaults import decided, default_sampling
 from holdfast.engine.door import Door, check_room
 from holdfast.engine.early import EarlyProcess
+from holdfast.engine.embedding import embedding_requests
 from holdfast.engine.passengers import Passengers
 from holdfast.engine.startup import FoundModel, Progress, with_located_model
 from holdfast.engine.stream import Stream
@@ -161,12 +162,15 @@ class ProcessEngine:
         request_id: str,
         priority: int = 0,
         cache_salt: str = "",
+        embed: bool = False,
     ) -> AsyncIterator[AnswerDelta]:
         self._refuse_if_closed(request_id)
         assert self._door is not None
         requests = self._door.admit(
             prompt_token_ids, params, request_id=request_id, priority=priority, cache_salt=cache_salt
         )
+        if embed:
+            requests = embedding_requests(requests)
         self.check_room(len(requests))
         if any(request.request_id in self._open for request in requests):
             raise EngineError(f"request id {request_id!r} is in use", request_id=request_id)

@@ -17,7 +17,7 @@ import msgspec
 
 from holdfast.engine.answers import Answer
 from holdfast.engine.door import check_room
-from holdfast.engine.fake_script import Script, Speaker, echo, say
+from holdfast.engine.fake_script import EMBEDDING_SIZE, Script, Speaker, echo, fake_vector, say
 from holdfast.engine.fake_tokenizer import VOCABULARY, ByteTokenizer
 from holdfast.errors import (
     ContextLengthError,
@@ -116,6 +116,7 @@ class FakeEngine:
             weights_bytes=0,
             kv_pool_bytes=0,
             attention_backend="none",
+            hidden_size=EMBEDDING_SIZE,
             memory=MemoryReport(
                 total_bytes=GIB,
                 free_bytes=GIB,
@@ -207,13 +208,14 @@ class FakeEngine:
         request_id: str,
         priority: int = 0,
         cache_salt: str = "",
+        embed: bool = False,
     ) -> AsyncIterator[AnswerDelta]:
         self._check(prompt_token_ids, params)
         self.received.append((prompt_token_ids, params))
         cached_tokens = self._look_up(prompt_token_ids, cache_salt)
         self._waiting += 1
         await self._tell()
-        return _Stream(self, prompt_token_ids, params, request_id, cached_tokens)
+        return _Stream(self, prompt_token_ids, params, request_id, cached_tokens, embed)
 
     def check_room(self, answers: int) -> None:
         if self.max_queued_requests is not None:
@@ -298,12 +300,19 @@ class _Stream:
     """The iterator `generate` returns. Closing it early is an abort."""
 
     def __init__(
-        self, engine: FakeEngine, prompt: list[int], params: SamplingParams, request_id: str, cached_tokens: int
+        self,
+        engine: FakeEngine,
+        prompt: list[int],
+        params: SamplingParams,
+        request_id: str,
+        cached_tokens: int,
+        embed: bool,
     ) -> None:
         self._engine = engine
         self._request_id = request_id
         self._begun = False
         self._ended = False
+        self._embed = embed
         self._deltas = self._run(prompt, params, cached_tokens)
 
     def __aiter__(self) -> _Stream:
@@ -347,7 +356,10 @@ class _Stream:
                     timing = RequestTiming(
                         arrival_s=arrival_s, scheduled_s=scheduled_s, first_token_s=first_token_s, finished_s=now_s
                     )
-                    delta = answer.take(speaker.next_output(cached_tokens, timing))
+                    output = speaker.next_output(cached_tokens, timing)
+                    if self._embed:
+                        output = msgspec.structs.replace(output, token_ids=[], embedding=fake_vector(prompt))
+                    delta = answer.take(output)
                     if answer.finished:
                         speaking.remove((answer, speaker))
                         if not speaking:

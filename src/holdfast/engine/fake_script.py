@@ -3,6 +3,8 @@ no text."""
 
 from __future__ import annotations
 
+import math
+import struct
 from collections.abc import Callable, Sequence
 
 from holdfast.engine.fake_tokenizer import END, MESSAGE, VOCABULARY
@@ -30,6 +32,16 @@ def say(text: str) -> Script:
     """A script that always answers `text`, one byte a token."""
     token_ids = list(text.encode())
     return lambda prompt_token_ids: token_ids
+
+
+EMBEDDING_SIZE = 8
+
+
+def fake_vector(prompt_token_ids: list[int]) -> bytes:
+    """Of length 1, and nearly always another one for another prompt."""
+    numbers = [float(1 + (sum(prompt_token_ids) * (place + 1)) % 97) for place in range(EMBEDDING_SIZE)]
+    length = math.hypot(*numbers)
+    return struct.pack(f"<{EMBEDDING_SIZE}f", *(number / length for number in numbers))
 
 
 class Speaker:

@@ -65,11 +65,13 @@ class Engine(Protocol):
         request_id: str,
         priority: int = 0,
         cache_salt: str = "",
+        embed: bool = False,
     ) -> AsyncIterator[AnswerDelta]:
         """Checks the request and queues it, or raises a RequestError, OverloadedError, DrainingError or EngineError.
 
         The iterator yields deltas of all `params.n` answers as they come and ends when all have ended. Closing it
         early aborts the request and frees its pages. It raises EngineError when the request cannot be finished.
+        `embed`: one delta with the prompt's embedding, and no token (`engine.embedding.PARAMS` goes with it).
         """
 
     def check_room(self, answers: int) -> None:

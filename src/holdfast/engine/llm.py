@@ -20,17 +20,22 @@ from holdfast.engine.core import EngineCore
 from holdfast.engine.defaults import decided, default_sampling
 from holdfast.engine.devices import settle_device
 from holdfast.engine.door import Door
+from holdfast.engine.embedding import PARAMS, embedding_output, embedding_requests
+from holdfast.engine.lora import Adapters
 from holdfast.engine.messages import unpack_failure
 from holdfast.engine.preload import preload_torch
 from holdfast.engine.progress import RequestProgress
 from holdfast.engine.startup import build_core, find_model, open_tokenizer, plan_lines, plan_model
 from holdfast.errors import EngineError, HoldfastError, RequestError, StepMemoryError, UnsupportedOptionError
 from holdfast.records import (
+    AdapterRef,
     AnswerDelta,
     CompletionOutput,
+    EmbeddingRequestOutput,
     EngineInfo,
     EngineStats,
     FinishReason,
+    LoRARequest,
     RequestOutput,
     SamplingParams,
 )
@@ -64,6 +69,7 @@ class LLM:
         self._policy = config.scheduling_policy
         seeds = random.Random(config.seed) if config.seed is not None else random.SystemRandom()
         self._door = Door(found.spec, self.info.max_model_len, seeds, self._tokenizer, clamp_output=True)
+        self._adapters = Adapters(found.spec, found.files.name, config)
         self._names = itertools.count()
         self._turn = threading.Lock()
 
@@ -77,6 +83,7 @@ class LLM:
         prompt_token_ids: Sequence[Sequence[int]] | None = None,
         use_tqdm: bool = True,
         priority: Sequence[int] | None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[RequestOutput]:
         """One RequestOutput a prompt, in order. A prompt that cannot be taken raises before anything is computed."""
         if prompt_token_ids is not None:
@@ -84,8 +91,9 @@ class LLM:
         listed = _as_list(prompts)
         chosen = _one_each(self._defaults if sampling_params is None else sampling_params, len(listed))
         self._check_priority(priority, len(listed))
+        adapters = self._adapters.one_each(lora_request, len(listed))
         runs = [
-            self._prepare(prompt, params, 0 if priority is None else priority[place])
+            self._prepare(prompt, params, 0 if priority is None else priority[place], adapter=adapters[place])
             for place, (prompt, params) in enumerate(zip(listed, chosen, strict=True))
         ]
         return self._run(runs, use_tqdm)
@@ -100,6 +108,7 @@ class LLM:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[RequestOutput]:
         """One conversation, or several."""
         if not messages:
@@ -119,7 +128,19 @@ class LLM:
             }
             for conversation in several
         ]
-        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request)
+
+    def embed(
+        self, prompts: Prompt | Sequence[Prompt], *, use_tqdm: bool = True, pooling_params: None = None
+    ) -> list[EmbeddingRequestOutput]:
+        """One vector a prompt, in order: the normed hidden state of its last token, scaled to length 1."""
+        if pooling_params is not None:
+            raise UnsupportedOptionError(
+                "pooling_params is not supported: prompts are pooled in one way", field="pooling_params"
+            )
+        runs = [self._prepare(prompt, PARAMS, 0, embed=True) for prompt in _as_list(prompts)]
+        self._run(runs, use_tqdm)
+        return [embedding_output(run.output, run.embedding) for run in runs]
 
     def beam_search(self, *_: object, **__: object) -> list[RequestOutput]:
         """vLLM's name, for what this engine does not do."""
@@ -181,12 +202,15 @@ class LLM:
                 f"{prompts} prompts came with {len(priority)} priorities", needed="one each", field="priority"
             )
 
-    def _prepare(self, prompt: Prompt, params: SamplingParams, priority: int) -> _Run:
+    def _prepare(self, prompt: Prompt, params: SamplingParams, priority: int, *, embed: bool = False,
+                 adapter: AdapterRef | None = None) -> _Run:  # fmt: skip
         text, ids = self._read_prompt(prompt)
         if params.stop_strings and self._tokenizer is None:
             raise RequestError("stop strings need a tokenizer", fix="leave skip_tokenizer_init out", field="stop")
         name = str(next(self._names))
-        requests = self._door.admit(ids, params, request_id=name, priority=priority)
+        requests = self._door.admit(ids, params, request_id=name, priority=priority, adapter=adapter)
+        if embed:
+            requests = embedding_requests(requests)
         answers = [Answer(request, index, self._tokenizer) for index, request in enumerate(requests)]
         return _Run(RequestOutput(request_id=name, prompt=text, prompt_token_ids=list(ids), outputs=[]), answers)
 
@@ -244,10 +268,12 @@ class _Run:
     def __init__(self, output: RequestOutput, answers: list[Answer]) -> None:
         self.output = output
         self.answers = answers
+        self.embedding: bytes | None = None
         self._left = len(answers)
         output.outputs = [CompletionOutput(index=answer.index) for answer in answers]
 
     def take(self, delta: AnswerDelta) -> None:
+        self.embedding = delta.embedding or self.embedding
         answer = self.output.outputs[delta.index]
         answer.text += delta.text
         answer.token_ids.extend(delta.token_ids)

@@ -12,12 +12,15 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Protocol
 
+import numpy
 import torch
 
 from holdfast.errors import EngineError
 from holdfast.execution.batch import RunnerLimits, SlotBuffers, StepBatch
 from holdfast.execution.device import lean_products
+from holdfast.execution.embedding import vectors
 from holdfast.execution.kv_store import KVStore
+from holdfast.execution.lora_places import AdapterPlaces, LoraLimits
 from holdfast.execution.memory import PeakMemory, trim_memory
 from holdfast.execution.ops import ops_for
 from holdfast.execution.rehearsal import heaviest_plan
@@ -27,7 +30,7 @@ from holdfast.execution.weights import Weights
 from holdfast.kvcache.groups import KVLayout
 from holdfast.models import ModelSpec
 from holdfast.planner.footprint import logits_rows
-from holdfast.records import StepPlan, StepResult, TokenLogprobs
+from holdfast.records import StepFailure, StepPlan, StepResult, TokenLogprobs
 
 __all__ = ["Rehearsal", "Runner", "RunnerLimits", "StepHandle"]
 
@@ -75,24 +78,32 @@ class Runner:
         kv_dtype: torch.dtype | None = None,
         reference: bool = False,
         compiled: bool = False,
+        lora: LoraLimits | None = None,
     ) -> None:
         self.spec, self.layout, self.limits, self.device = spec, layout, limits, device
         self.kv_dtype = kv_dtype or weights.dtype
         self.dtype, self.weights_bytes = weights.dtype, weights.nbytes
         ops = ops_for(device, reference=reference, compiled=compiled)
+        self._adapters = None if lora is None else AdapterPlaces(spec, lora, weights.dtype, device)
         self._transformer: Transformer | None = Transformer(
-            spec, weights, layout, ops, limits.max_num_batched_tokens, device, context=limits.max_model_len
-        )
+            spec, weights, layout, ops, limits.max_num_batched_tokens, device, context=limits.max_model_len,
+            adapters=self._adapters,
+        )  # fmt: skip
         self._buffers = SlotBuffers(limits, layout, spec.vocab_size)
         self._sampler = Sampler(self._buffers, spec.vocab_size)
         rows = logits_rows(spec.vocab_size, limits.max_num_seqs)
         self._logits = torch.empty((rows, spec.vocab_size), dtype=weights.dtype, device=device)
+        self._embeds = numpy.zeros(limits.max_num_seqs, dtype=bool)
         self._kv: KVStore | None = None
 
     @property
     def buffers_bytes(self) -> int:
         """Of token ids and block tables."""
         return self._buffers.nbytes
+
+    @property
+    def adapters_bytes(self) -> int:
+        return 0 if self._adapters is None else self._adapters.nbytes
 
     @property
     def attention_backend(self) -> str:
@@ -123,8 +134,10 @@ class Runner:
         decoder, kv = self._decoder, self.kv
         with torch.inference_mode(), lean_products(self.dtype, self.device):
             self._buffers.apply(plan, kv.blocks)
+            failures = self._start_adapters(plan)
             for start in plan.starts:
                 self._sampler.start(start)
+                self._embeds[start.slot] = start.embed
             if not plan.rows:
                 return StepResult(step_id=plan.step_id, token_ids=[])
             batch = self._buffers.form(plan, decoder.attention)
@@ -133,12 +146,21 @@ class Runner:
             hidden = decoder.forward(batch, kv)
             token_ids, logprobs = self._sample(hidden, batch)
             told = self._score(batch)
+            wanted = self._embeds[batch.sampling_slots]
             return StepResult(
                 step_id=plan.step_id,
                 token_ids=token_ids,
                 logprobs=logprobs,
                 prompt_logprobs=[list(islice(told, row.scored)) for row in plan.rows if row.scored],
+                embeddings=vectors(hidden, wanted) if wanted.any() else [],
+                failures=failures,
             )
+
+    def _start_adapters(self, plan: StepPlan) -> list[StepFailure]:
+        """Those that could not be loaded: the rows of their sequences mean nothing."""
+        if self._adapters is None:
+            return []
+        return [failed for start in plan.starts if (failed := self._adapters.start(start)) is not None]
 
     def _sample(self, hidden: torch.Tensor, batch: StepBatch) -> tuple[list[int], list[TokenLogprobs | None]]:
         token_ids: list[int] = []
@@ -188,6 +210,8 @@ class Runner:
                 self._buffers.apply(plan, kv.blocks)
                 for start in plan.starts:
                     self._sampler.start(start)
+                if self._adapters is not None:  # All tokens with one, all places taken.
+                    self._buffers.adapter_places[:] = numpy.arange(self.limits.max_num_seqs) % self.limits.max_loras
                 kv.pages[1].zero_()
                 batch = self._buffers.form(plan, decoder.attention)
                 hidden = decoder.forward(batch, kv, layers=layers)
@@ -197,6 +221,7 @@ class Runner:
                 deque(self._score(batch), maxlen=0)
             del batch, hidden  # What was only needed for the step is given back like the rest of it.
         self._buffers.known[:] = 0
+        self._buffers.adapter_places[:] = -1
         trim_memory()
         return Rehearsal(
             scratch_bytes=scratch,
@@ -207,7 +232,7 @@ class Runner:
 
     def close(self) -> None:
         """Gives everything back to the system; the runner cannot be used afterwards."""
-        self._transformer = None
+        self._transformer = self._adapters = None
         self._kv = None
         self._logits = torch.empty(0)
         gc.collect()

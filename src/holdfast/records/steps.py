@@ -33,11 +33,11 @@ class SequenceStart(msgspec.Struct, frozen=True, array_like=True):
     """Ends (eos and stop ids) that may not be sampled while the output is shorter than params.min_tokens."""
     bad_word_ids: list[list[int]] = []
     """Spellings whose last token may not be sampled where those before it end the output."""
-    embed: bool = False
-    """Not a token is wanted of it but what its last token has become: see StepResult.embeddings."""
     adapter: AdapterRef | None = None
     adapter_place: int = -1
     """Of the runner's places for LoRA adapters, the one that has it, or shall from now on; -1: none is needed."""
+    embed: bool = False
+    """Not a token is wanted of it but what its last token has become: see StepResult.embeddings."""
 
 
 class TableWrite(msgspec.Struct, frozen=True, array_like=True):

@@ -53,6 +53,7 @@ def news(
     now_s: float | None,
     failure: Failure | None = None,
     prompt_logprobs: list[TokenLogprobs] | None = None,
+    embedding: bytes | None = None,
 ) -> EngineOutput:
     """What a sequence gained, and whether that ended it; with its times where `now_s` is given."""
     timing = None
@@ -68,6 +69,7 @@ def news(
         token_ids=token_ids,
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
+        embedding=embedding,
         finish_reason=reason,
         stop_token_id=stop_id,
         cached_tokens=sequence.cached_tokens,

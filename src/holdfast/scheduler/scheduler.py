@@ -296,9 +296,9 @@ class Scheduler:
             request.params,
             tuple(sorted(sequence.ends)) if request.params.min_tokens else (),
             request.bad_word_ids,
-            request.adapter,
-            sequence.adapter_place,
-            request.embed,
+            embed=request.embed,
+            adapter=request.adapter,
+            adapter_place=sequence.adapter_place,
         )
         writes = [TableWrite(sequence.slot, group, 0, list(table)) for group, table in enumerate(book.tables)]
         row = sequence.row(prefix.tokens, count, count == sequence.pending)

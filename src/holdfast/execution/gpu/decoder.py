@@ -187,6 +187,15 @@ class GpuDecoder:
         torch.index_select(stream, 0, sampling, out=chosen[: len(sampling)])
         self._score(chosen, out[: len(chosen)])
 
+    def states(self, stream: torch.Tensor, sampling: torch.Tensor | None, count: int) -> torch.Tensor:
+        """Normed hidden states of the same tokens, in the buffer of the next such call."""
+        chosen = self._sampling[:count]
+        if sampling is None:
+            chosen.copy_(stream[:count])
+        else:
+            torch.index_select(stream, 0, sampling, out=chosen)
+        return self._norm(self._final_norm, chosen, self._sampling_normed[:count])
+
     def _score(self, chosen: torch.Tensor, out: torch.Tensor) -> None:
         normed, decoder = self._sampling_normed[: len(chosen)], self.spec.decoder
         self._write_normed(self._head, self._final_norm, chosen, normed, out)

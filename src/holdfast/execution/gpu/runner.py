@@ -13,12 +13,14 @@ import logging
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
+import numpy
 import torch
 
 from holdfast.errors import EngineError, StepMemoryError
 from holdfast.execution.batch import RunnerLimits, SlotBuffers
+from holdfast.execution.embedding import vectors
 from holdfast.execution.gpu.decoder import GpuDecoder
 from holdfast.execution.gpu.graphs import DecodeGraphs
 from holdfast.execution.gpu.kv_range import KVRange
@@ -53,6 +55,8 @@ class _Launched:
     """Of its tokens in pinned memory."""
     logprobs: FoundLogprobs | None
     scores: FoundScores | None = None
+    embeddings: dict[int, bytes] = field(default_factory=dict)
+    """By slot."""
 
 
 class GpuStep:
@@ -66,12 +70,13 @@ class GpuStep:
         launched: _Launched | None = None,
         sampled: Sampled | None = None,
         told: Told | None = None,
+        embeddings: Sequence[bytes] = (),
         failures: Sequence[StepFailure] = (),
     ) -> None:
         self._runner, self._step_id, self._launched = runner, step_id, launched
         self._sampled: Sampled = sampled or []
         self._told: Told = told or []
-        self._failures = list(failures)
+        self._embeddings, self._failures = list(embeddings), list(failures)
 
     def result(self) -> StepResult:
         if self._launched is not None:
@@ -82,6 +87,7 @@ class GpuStep:
             token_ids=[token for token, _ in self._sampled],
             logprobs=[logprobs for _, logprobs in self._sampled] if told else [],
             prompt_logprobs=self._told,
+            embeddings=self._embeddings,
             failures=self._failures,
         )
 
@@ -93,6 +99,11 @@ def _no_memory(row: Row, said: str) -> StepFailure:
         fix="send it again; stop what else uses the GPU, or a smaller --gpu-memory-utilization",
     )
     return StepFailure(slot=row.slot, failure=Failure.of(error))
+
+
+def _in_order(rows: Sequence[Row], found: dict[int, bytes]) -> list[bytes]:
+    """For every row that samples; none at all where nobody asked."""
+    return [found.get(row.slot, b"") for row in rows if row.samples] if found else []
 
 
 class GpuRunner:
@@ -126,6 +137,7 @@ class GpuRunner:
         ]
         self._arrived = [torch.cuda.Event() if pin else None for _ in self._sampled]
         self._next = 0
+        self._embeds = numpy.zeros(rows, dtype=bool)
         self._kv: KVRange | None = None
         self._graphs = DecodeGraphs(rows, self._run_decode, device) if graphs and pin else None
 
@@ -185,12 +197,15 @@ class GpuRunner:
         self._books.apply(plan, self.kv.blocks)
         for start in plan.starts:
             self._sampler.start(start)
+            self._embeds[start.slot] = start.embed
 
     def _start(self, plan: StepPlan) -> GpuStep:
         place, self._next = self._next, (self._next + 1) % len(self._sampled)
         try:
             self._slots.apply(plan)
-            return GpuStep(self, plan.step_id, launched=self._launch(plan.rows, place) if plan.rows else None)
+            launched = self._launch(plan.rows, place) if plan.rows else None
+            embeddings = _in_order(plan.rows, launched.embeddings) if launched is not None else []
+            return GpuStep(self, plan.step_id, launched=launched, embeddings=embeddings)
         except RuntimeError as error:
             if not is_shortage(error):
                 raise
@@ -205,6 +220,7 @@ class GpuRunner:
         entered, given_back, failures = False, False, dict[int, StepFailure]()
         parts, found = deque([list(plan.rows)]), dict[int, tuple[int, TokenLogprobs | None]]()
         scores: dict[int, list[TokenLogprobs]] = {row.slot: [] for row in plan.rows if row.scored}
+        embedded: dict[int, bytes] = {}
         while parts:
             part = [row for row in parts.popleft() if row.slot not in failures]
             if not part:
@@ -213,7 +229,9 @@ class GpuRunner:
                 if not entered:
                     self._slots.apply(plan)
                     entered = True
-                sampled, told = self.read(self._launch(part, place))
+                launched = self._launch(part, place)
+                sampled, told = self.read(launched)
+                embedded |= launched.embeddings
             except RuntimeError as error:
                 if not is_shortage(error):
                     raise
@@ -232,15 +250,18 @@ class GpuRunner:
             parts.extendleft(reversed(smaller or [part]))
         sampled = [found.get(row.slot, (0, None)) for row in plan.rows if row.samples]
         told = [[] if slot in failures else entries for slot, entries in scores.items()]
-        return GpuStep(self, plan.step_id, sampled=sampled, told=told, failures=list(failures.values()))
+        embeddings = _in_order(plan.rows, embedded)
+        return GpuStep(
+            self, plan.step_id, sampled=sampled, told=told, embeddings=embeddings, failures=list(failures.values())
+        )
 
     def _give_back_cached(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
     def _launch(self, rows: Sequence[Row], place: int) -> _Launched:
-        stream = None
-        if self._graphs is not None and is_decode(rows):
+        stream, embeds = None, any(row.samples and self._embeds[row.slot] for row in rows)
+        if self._graphs is not None and is_decode(rows) and not embeds:
             size = self._graphs.padded(len(rows))
             slots = [row.slot for row in rows]
             step, work = self._forms.decode(rows, size), self._sampler.prepare(slots)
@@ -259,7 +280,14 @@ class GpuRunner:
         arrived = self._arrived[place]
         if arrived is not None and (slots or scores is not None):
             arrived.record()
-        return _Launched(step, place, found, scores)
+        embeddings = self._embed(step, stream, slots) if stream is not None and embeds else {}
+        return _Launched(step, place, found, scores, embeddings)
+
+    def _embed(self, step: DeviceStep, stream: torch.Tensor, slots: list[int]) -> dict[int, bytes]:
+        """Waits for the step: its buffers are the next one's."""
+        wanted = self._embeds[slots]
+        found = vectors(self.decoder.states(stream, step.sampling, len(slots)), wanted)
+        return {slot: vector for slot, vector in zip(slots, found, strict=True) if vector}
 
     def _score(self, step: DeviceStep, at: torch.Tensor, stream: torch.Tensor, rows: Sequence[Row]) -> FoundScores:
         """Of tokens of prompts, in turns of as many as may sample. Overwrites the logits of the step."""

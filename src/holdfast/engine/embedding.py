@@ -1,0 +1,45 @@
+"""Prompts as vectors: which request that is to an engine, and how its bytes are read. No tensors.
+
+A decoder's vector of a text is the normed hidden state of its last token, scaled to length 1: vLLM's default for such
+models. So it is a request that ends where its first token would have been sampled.
+"""
+
+from __future__ import annotations
+
+import array
+import sys
+from collections.abc import Sequence
+
+import msgspec
+
+from holdfast.errors import StepMemoryError
+from holdfast.records import EmbeddingOutput, EmbeddingRequestOutput, Request, RequestOutput, SamplingParams
+
+PARAMS = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False, seed=0)
+"""Of a request that wants no answer."""
+
+
+def embedding_requests(requests: Sequence[Request]) -> list[Request]:
+    return [msgspec.structs.replace(request, embed=True) for request in requests]
+
+
+def numbers(embedding: bytes) -> list[float]:
+    """From float32 in little-endian order, as engines tell it."""
+    found = array.array("f", embedding)
+    if sys.byteorder == "big":
+        found.byteswap()
+    return found.tolist()
+
+
+def embedding_output(output: RequestOutput, embedding: bytes | None) -> EmbeddingRequestOutput:
+    """As `LLM.embed` gives it; raises where the machine had no memory for it."""
+    if embedding is None:
+        raise StepMemoryError(
+            f"there was no memory to embed prompt {output.request_id}", fix="embed it again, or fewer at a time"
+        )
+    return EmbeddingRequestOutput(
+        request_id=output.request_id,
+        outputs=EmbeddingOutput(embedding=numbers(embedding)),
+        prompt_token_ids=output.prompt_token_ids,
+        num_cached_tokens=output.num_cached_tokens,
+    )
