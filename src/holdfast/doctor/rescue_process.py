@@ -1,0 +1,287 @@
+"""Runs one program as an init would: its output passed through unchanged, signals passed on, nothing left behind.
+
+    our stdout, stderr a terminal    the program gets one too (a pseudo-terminal), so that it prints as it would alone
+    anything else                    pipes, one each
+
+The program is the head of a session of its own. SIGTERM goes to it alone, so that it can end in its own order; what a
+terminal sends goes to its whole group; the second request to end kills the group. Knows no engine and no log.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+from holdfast.doctor.rescue_lines import Lines
+
+READ_BYTES = 64 * 1024
+GRACE_S = 10.0
+"""Between a request to end and the end of patience, for what is left of a group."""
+POLL_S = 0.25
+LAST_WORDS_S = 2.0
+"""What a program's children still print after it has ended is waited for so long."""
+_PR_SET_CHILD_SUBREAPER = 36
+_TO_THE_HEAD = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+_TO_ALL = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+_ENDS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ended:
+    exit_code: int
+    """As a shell says it: 128 and the signal, where one ended it."""
+    signal: int | None
+    """What ended it; None: it ended by itself."""
+    asked: bool
+    """We were told to end, and passed it on."""
+    ran_s: float
+
+
+class Supervised:
+    """One program, from start to end. `run` may be called once."""
+
+    def __init__(self, argv: Sequence[str], environment: Mapping[str, str], on_line: Callable[[str], None]) -> None:
+        self.argv = list(argv)
+        self._environment = dict(environment)
+        self._on_line = on_line
+        self._process: subprocess.Popen[bytes] | None = None
+        self._terminal: int | None = None
+        self._requests = 0
+        self._status: int | None = None
+
+    def run(self, tick: Callable[[Supervised], None] = lambda supervised: None) -> Ended:
+        """Blocks until it has ended. `tick` is called now and then while it runs. OSError: it cannot be started."""
+        _adopt_orphans()
+        began = time.monotonic()
+        with self._signals(), contextlib.ExitStack() as stack:
+            readers = self._start(stack)
+            self._pump(readers, tick)
+        assert self._status is not None
+        code = os.waitstatus_to_exitcode(self._status)
+        ended_by = -code if code < 0 else None
+        if code or self._requests:
+            self._clear_group()
+        return Ended(
+            exit_code=128 - code if code < 0 else code,
+            signal=ended_by,
+            asked=self._requests > 0,
+            ran_s=time.monotonic() - began,
+        )
+
+    def end(self, *, at_once: bool = False) -> None:
+        """For who watches it: it does not count as a request from outside."""
+        self._send(signal.SIGKILL if at_once else signal.SIGTERM, whole_group=at_once)
+
+    # Starting
+
+    def _start(self, stack: contextlib.ExitStack) -> dict[int, int]:
+        """Where to read, and to which of our own descriptors it goes."""
+        on_terminal = [os.isatty(number) for number in (1, 2)]
+        slave: int | None = None
+        if any(on_terminal):
+            self._terminal, slave = _pseudo_terminal(1 if on_terminal[0] else 2)
+            stack.callback(os.close, self._terminal)
+        stdin: int | None = None
+        if os.isatty(0):
+            stdin = slave if slave is not None else subprocess.DEVNULL
+        where = [slave if terminal and slave is not None else subprocess.PIPE for terminal in on_terminal]
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        try:
+            self._process = subprocess.Popen(
+                self.argv, stdin=stdin, stdout=where[0], stderr=where[1], env=self._environment, start_new_session=True
+            )
+        finally:
+            if slave is not None:  # Held here too, the end of the program would not end the terminal.
+                os.close(slave)
+        if self._requests:  # It came in between.
+            self._send(signal.SIGTERM, whole_group=False)
+        readers: dict[int, int] = {}
+        for ours, pipe in ((1, self._process.stdout), (2, self._process.stderr)):
+            if pipe is not None:
+                readers[os.dup(pipe.fileno())] = ours
+                pipe.close()
+        if self._terminal is not None:
+            readers[os.dup(self._terminal)] = 1 if on_terminal[0] else 2
+        return readers
+
+    # Running
+
+    def _pump(self, readers: dict[int, int], tick: Callable[[Supervised], None]) -> None:
+        lines = {reader: Lines(self._on_line) for reader in readers}
+        until = time.monotonic() + LAST_WORDS_S
+        with selectors.DefaultSelector() as selector:
+            for reader in readers:
+                selector.register(reader, selectors.EVENT_READ)
+            if self._terminal is not None and os.isatty(0):
+                selector.register(0, selectors.EVENT_READ)
+            while self._status is None or any(key.fd in readers for key in selector.get_map().values()):
+                ready = selector.select(POLL_S)
+                for key, _ in ready:
+                    if key.fd == 0:
+                        self._typed(selector)
+                    elif not self._pass_on(key.fd, readers[key.fd], lines[key.fd]):
+                        selector.unregister(key.fd)
+                        os.close(key.fd)
+                self._reap()
+                if self._status is None:
+                    tick(self)
+                    until = time.monotonic() + LAST_WORDS_S
+                elif not ready or time.monotonic() > until:
+                    break  # Who still holds the pipe is no longer the program.
+            for key in list(selector.get_map().values()):
+                if key.fd in readers:
+                    os.close(key.fd)
+        for one in lines.values():
+            one.end()
+
+    def _pass_on(self, reader: int, ours: int, lines: Lines) -> bool:
+        """False: there is no more, or nobody reads it."""
+        try:
+            piece = os.read(reader, READ_BYTES)
+        except OSError as error:
+            if error.errno == errno.EIO:  # How Linux says that nobody has the other end of a terminal.
+                return False
+            raise
+        if not piece:
+            return False
+        lines.feed(piece)
+        try:
+            view = memoryview(piece)
+            while view:
+                view = view[os.write(ours, view) :]
+        except BrokenPipeError:
+            return False  # The program learns of it as it would alone.
+        return True
+
+    def _typed(self, selector: selectors.BaseSelector) -> None:
+        assert self._terminal is not None
+        typed = os.read(0, READ_BYTES)
+        if typed:
+            os.write(self._terminal, typed)
+        else:
+            selector.unregister(0)
+
+    def _reap(self) -> None:
+        """The program, and whatever it left to us."""
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if not pid:
+                return
+            if self._process is not None and pid == self._process.pid:
+                self._status = status
+                self._process.returncode = os.waitstatus_to_exitcode(status)
+
+    # Signals
+
+    @contextlib.contextmanager
+    def _signals(self) -> Iterator[None]:
+        handled = (*_TO_THE_HEAD, *_TO_ALL, signal.SIGTSTP, signal.SIGWINCH)
+        before = {number: signal.signal(number, self._signalled) for number in handled}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _signalled(self, number: int, frame: FrameType | None) -> None:
+        """In here rather than in the loop: it also works while our own reader keeps us waiting."""
+        if number == signal.SIGWINCH:
+            self._resize()
+        elif number == signal.SIGTSTP:
+            # A session without a terminal of its own ignores the polite form.
+            self._send(signal.SIGSTOP, whole_group=True)
+            os.kill(os.getpid(), signal.SIGSTOP)
+            self._send(signal.SIGCONT, whole_group=True)
+        elif number in _ENDS:
+            self._requests += 1
+            if self._requests > 1:
+                self._send(signal.SIGKILL, whole_group=True)
+            else:
+                self._send(number, whole_group=number in _TO_ALL)
+        else:
+            self._send(number, whole_group=False)
+
+    def _send(self, number: int, *, whole_group: bool) -> None:
+        if self._process is None or (self._status is not None and not whole_group):
+            return
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            (os.killpg if whole_group else os.kill)(self._process.pid, number)
+
+    def _resize(self) -> None:
+        if self._terminal is not None:
+            with contextlib.suppress(OSError):
+                _copy_size(1 if os.isatty(1) else 2, self._terminal)
+
+    # What it leaves behind
+
+    def _clear_group(self) -> None:
+        """An engine whose server died holds its memory: the next start would find none."""
+        for number, patience_s in ((signal.SIGTERM, GRACE_S), (signal.SIGKILL, GRACE_S)):
+            left = self._left()
+            if not left:
+                return
+            for pid in left:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, number)
+            until = time.monotonic() + patience_s
+            while self._left() and time.monotonic() < until:
+                time.sleep(POLL_S / 5)
+                self._reap()
+
+    def _left(self) -> list[int]:
+        """Processes of its session, and those that left it and became ours when their parents died."""
+        self._reap()
+        assert self._process is not None
+        found = []
+        for folder in Path("/proc").iterdir():
+            if not folder.name.isdecimal():
+                continue
+            try:
+                # After the name, which may hold anything: state, parent, group, session.
+                state, parent, _, session = (folder / "stat").read_text().rpartition(")")[2].split()[:4]
+            except (OSError, ValueError):
+                continue
+            ours = int(session) == self._process.pid or int(parent) == os.getpid()
+            if ours and state != "Z":
+                found.append(int(folder.name))
+        return found
+
+
+def _adopt_orphans() -> None:
+    """Linux: what its children leave behind comes to us instead of to the machine's init, and can be waited for."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def _pseudo_terminal(like: int) -> tuple[int, int]:
+    """Of the same size as ours; it changes nothing that is written to it, and repeats nothing that is typed."""
+    master, slave = os.openpty()
+    input_flags, output_flags, control_flags, local_flags, *rest = termios.tcgetattr(slave)
+    output_flags &= ~termios.OPOST
+    local_flags &= ~termios.ECHO
+    termios.tcsetattr(slave, termios.TCSANOW, [input_flags, output_flags, control_flags, local_flags, *rest])
+    with contextlib.suppress(OSError):
+        _copy_size(like, master)
+    return master, slave
+
+
+def _copy_size(source: int, target: int) -> None:
+    size = fcntl.ioctl(source, termios.TIOCGWINSZ, b"\0" * 8)
+    fcntl.ioctl(target, termios.TIOCSWINSZ, size)
