@@ -96,6 +96,9 @@ def server_settings(engine_config: EngineConfig, server_config: ServerConfig, mo
         scheduling_policy=engine_config.scheduling_policy,
         default_sampling=defaults,
         trust_request_chat_template=server_config.trust_request_chat_template,
+        enable_auto_tool_choice=server_config.enable_auto_tool_choice,
+        tool_call_parser=server_config.tool_call_parser,
+        reasoning_parser=server_config.reasoning_parser,
         access_log=None if server_config.disable_access_log else json_lines(sys.stderr),
         version=holdfast.__version__,
     )

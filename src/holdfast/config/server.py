@@ -25,9 +25,6 @@ _ALWAYS_ON = (
 )  # fmt: skip
 
 REFUSED: Mapping[str, str] = {
-    "enable_auto_tool_choice": "tool calls are not there yet",
-    "tool_call_parser": "tool calls are not there yet",
-    "reasoning_parser": "reasoning is not split off yet",
     "enable_ssl_refresh": "certificates are read once; restart the server, or renew them in a proxy in front",
     "uds": "it listens on an address and a port; a proxy in front may listen on a socket of the file system",
     "root_path": "paths are as they are; let the proxy in front strip its prefix",
@@ -48,6 +45,16 @@ REFUSED: Mapping[str, str] = {
     "grpc": "it speaks HTTP only",
 }
 
+TOOL_CALL_PARSERS = (
+    "hermes", "llama3_json", "llama4_json", "mistral", "json", "qwen", "qwen2", "qwen2_5", "qwen3", "qwen3_json",
+    "granite4", "llama3",
+)  # fmt: skip
+REASONING_PARSERS = (
+    "deepseek_r1", "qwen3", "deepseek_v3", "ernie45", "glm45", "holo2", "kimi_k2", "minimax_m2", "mistral", "olmo3",
+    "seed_oss", "step3", "none",
+)  # fmt: skip
+"""Both by vLLM's names; what they mean is `text`'s."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig:
@@ -66,6 +73,22 @@ class ServerConfig:
     )
     trust_request_chat_template: bool = setting(
         False, "let a request bring its own chat_template; a template is a program, run in a sandbox", flag
+    )
+    enable_auto_tool_choice: bool = setting(
+        True, "let the model decide whether it calls a tool; false: only what a request demands is called", flag
+    )
+    tool_call_parser: str | None = setting(
+        None,
+        "how the model writes tool calls: " + ", ".join(TOOL_CALL_PARSERS[:5]) + "; left out: as its template says",
+        optional(choice(*TOOL_CALL_PARSERS)),
+        metavar="NAME",
+    )
+    reasoning_parser: str | None = setting(
+        None,
+        "whose marks divide thoughts from the answer: deepseek_r1, qwen3, ...; none: they stay in the content; "
+        "left out: as its template says",
+        optional(choice(*REASONING_PARSERS)),
+        metavar="NAME",
     )
     drain_timeout: float = setting(
         30.0, "seconds that running requests get to finish after SIGTERM", number(0, 86400), metavar="SECONDS"

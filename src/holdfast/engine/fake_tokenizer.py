@@ -68,6 +68,9 @@ class ByteTokenizer:
     def convert_ids_to_tokens(self, ids: Sequence[int]) -> list[str]:
         return [_NAMES.get(token_id) or f"<0x{token_id:02X}>" for token_id in ids]
 
+    def convert_tokens_to_ids(self, tokens: str) -> int | None:
+        return MARKS.get(tokens)
+
     def template_source(self, given: str | None = None, tools: object = None) -> str:
         return given or self.chat_template
 

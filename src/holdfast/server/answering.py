@@ -12,8 +12,19 @@ from typing import Any, Protocol
 
 from holdfast.records import AnswerDelta, Logprob
 from holdfast.server.asking import Ask, BytesOf
-from holdfast.server.protocol import AssistantMessage, ChatLogprobs, TokenLogprob, TopLogprob, Usage
+from holdfast.server.protocol import (
+    AnsweredCall,
+    AnsweredFunction,
+    AssistantMessage,
+    ChatLogprobs,
+    TokenLogprob,
+    TopLogprob,
+    Usage,
+)
+from holdfast.server.reading import Reading
 from holdfast.server.telling import LOWEST_LOGPROB, Columns, Members, Told, encode
+from holdfast.text.tools.answers import AnswerReader
+from holdfast.text.tools.events import Arguments, CallBegun, Content, Event, Reasoning
 
 DONE = b"data: [DONE]\n\n"
 
@@ -98,10 +109,13 @@ class ChatShape(_Stream):
     def keep(self, answer: Answer, entries: list[dict[int, Logprob]]) -> None:
         answer.tokens.add([*self._shaped(entries)])
 
+    def _message(self, answer: Answer) -> AssistantMessage:
+        return AssistantMessage(content=answer.text)
+
     def body(self, answers: list[Answer], usage: Usage) -> list[bytes]:
         pieces = [_head(self._ask, "chat.completion")]
         for place, answer in enumerate(answers):
-            message = encode(AssistantMessage(content=answer.text))
+            message = encode(self._message(answer))
             pieces.append(b'%b{"index":%d,"message":%b,"logprobs":' % (_comma(place), answer.index, message))
             if self._ask.logprobs is None:
                 pieces.append(b"null")
@@ -110,6 +124,75 @@ class ChatShape(_Stream):
             pieces.append(_ended(answer) + b"}")
         pieces.append(b'],"usage":%b,"prompt_logprobs":' % encode(usage))
         return [*pieces, *_listed(self._ask, answers[0]), b',"service_tier":null,"system_fingerprint":null}']
+
+
+class ReadChatShape(ChatShape):
+    """A chat whose answers are read for calls and thoughts: an event for each piece of one of them, none for a token
+    that only adds to what is held."""
+
+    def __init__(self, ask: Ask, reading: Reading) -> None:
+        super().__init__(ask)
+        self._reading = reading
+        self._readers: dict[int, AnswerReader] = {}
+
+    def event(self, answer: Answer, delta: AnswerDelta, usage: Usage | None) -> bytes:
+        reader = self._readers.get(answer.index)
+        if reader is None:
+            reader = self._readers[answer.index] = self._reading.reader()
+        events = reader.feed(delta.text)
+        ended = delta.finish_reason is not None
+        if ended:
+            events += reader.finish()
+            answer.finish_reason = self._reading.ended(answer.finish_reason, reader.calls)
+        shown = [self._delta(event) for event in events if self._shows(event)]
+        if not shown and not ended and delta.logprobs is None:
+            return b""
+        logprobs = b"null" if delta.logprobs is None else encode(self._logprobs(delta.logprobs))
+        pieces: list[bytes] = []
+        for place, written in enumerate(shown or [b"{}"], 1):
+            last = ended and place >= len(shown)
+            ending = _ended(answer)[1:] + b"}" if last else b'"finish_reason":null}'
+            pieces += [self._head, b'{"index":%d,"delta":%b,"logprobs":%b,' % (answer.index, written, logprobs)]
+            pieces += [ending, self.close(usage)]
+            logprobs = b"null"
+        return b"".join(pieces)
+
+    def _shows(self, event: Event) -> bool:
+        return self._reading.shows_thoughts or not isinstance(event, Reasoning)
+
+    def _delta(self, event: Event) -> bytes:
+        if isinstance(event, Content):
+            return b'{"content":%b}' % encode(event.text)
+        if isinstance(event, Reasoning):
+            text = encode(event.text)
+            return b'{"reasoning_content":%b,"reasoning":%b}' % (text, text)
+        if isinstance(event, CallBegun):
+            form = b'{"tool_calls":[{"index":%d,"id":%b,"type":"function","function":{"name":%b,"arguments":""}}]}'
+            return form % (event.call, encode(self._reading.make_id()), encode(event.name))
+        return b'{"tool_calls":[{"index":%d,"function":{"arguments":%b}}]}' % (event.call, encode(event.text))
+
+    def _message(self, answer: Answer) -> AssistantMessage:
+        reader = self._reading.reader()
+        events = [*reader.feed(answer.text), *reader.finish()]
+        answer.finish_reason = self._reading.ended(answer.finish_reason, reader.calls)
+        calls: list[AnsweredCall] = []
+        for event in events:
+            if isinstance(event, CallBegun):
+                calls.append(AnsweredCall(id=self._reading.make_id(), function=AnsweredFunction(event.name, "")))
+            elif isinstance(event, Arguments):
+                calls[event.call].function.arguments += event.text
+        content = "".join(event.text for event in events if isinstance(event, Content))
+        message = AssistantMessage(content=content or (None if calls else ""))
+        if self._reading.thinking is not None and self._reading.shows_thoughts:
+            thought = "".join(event.text for event in events if isinstance(event, Reasoning)) or None
+            message.reasoning_content = message.reasoning = thought
+        if calls:
+            message.tool_calls = calls
+        return message
+
+
+def chat_shape(ask: Ask) -> ChatShape:
+    return ChatShape(ask) if ask.reading is None else ReadChatShape(ask, ask.reading)
 
 
 class CompletionShape(_Stream):

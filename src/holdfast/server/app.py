@@ -19,7 +19,7 @@ from holdfast.observability.logs import json_lines
 from holdfast.observability.metrics import CONTENT_TYPE, ServingMetrics
 from holdfast.records import EngineInfo
 from holdfast.server.access import Door, Tally
-from holdfast.server.answering import ChatShape, CompletionShape
+from holdfast.server.answering import CompletionShape, chat_shape
 from holdfast.server.asking import read_chat, read_completion
 from holdfast.server.failures import (
     NOT_ALLOWED,
@@ -45,7 +45,7 @@ def create_app(engine: Engine, settings: ServerSettings) -> Starlette:
     metrics = ServingMetrics(settings.served_model_names[0], stats=engine.stats, info=info, memory=engine.memory)
     engine.on_step(metrics.observe_step)
     room = Room(most_waiting=settings.max_queued_requests)
-    chat = Generation(read_chat, ChatShape, engine, settings, metrics, room)
+    chat = Generation(read_chat, chat_shape, engine, settings, metrics, room)
     completion = Generation(read_completion, CompletionShape, engine, settings, metrics, room)
     plain = _Plain(engine, settings, metrics)
     routes = [

@@ -22,9 +22,11 @@ from holdfast.records.sampling import MAX_LOGPROBS
 from holdfast.server.fields import check_fields, convert, honoured_fields, unsupported
 from holdfast.server.messages import read_messages
 from holdfast.server.protocol import ChatBody, Common, CompletionBody, TokenId
+from holdfast.server.reading import Reading, prepared, reading_of
 from holdfast.server.room import check_told
 from holdfast.server.settings import ServerSettings
 from holdfast.server.tokenizing import check_ids, encode_within, off_loop
+from holdfast.server.tooling import ToolUse, read_tool_use
 from holdfast.units import shorten
 
 if TYPE_CHECKING:
@@ -80,6 +82,8 @@ class Ask:
     continuous_usage: bool
     priority: int
     cache_salt: str
+    reading: Reading | None
+    """How an answer's text is to be read; None: it is content and nothing else."""
 
 
 def decode_object(raw: bytes) -> dict[str, Any]:
@@ -93,13 +97,12 @@ def decode_object(raw: bytes) -> dict[str, Any]:
 
 
 async def read_chat(raw: bytes, engine: Engine, settings: ServerSettings) -> Ask:
-    body: ChatBody = convert(check_fields(decode_object(raw), _CHAT_FIELDS), ChatBody)
-    model = _served(body.model, settings)
-    tokenizer = _tokenizer_of(engine, "messages")
+    fields = check_fields(decode_object(raw), _CHAT_FIELDS)
+    body: ChatBody = convert(fields, ChatBody)
+    model = served_model(body.model, settings)
+    tokenizer = tokenizer_of(engine, "messages")
     if body.echo:
         raise unsupported("echo", "a chat has no prompt text to repeat")
-    if body.chat_template is not None and not settings.trust_request_chat_template:
-        raise unsupported("chat_template", "this server does not run templates sent by clients")
     if body.max_completion_tokens is not None:
         if body.max_tokens not in (None, body.max_completion_tokens):
             raise RequestError("max_tokens and max_completion_tokens differ; send one", field="max_completion_tokens")
@@ -111,15 +114,35 @@ async def read_chat(raw: bytes, engine: Engine, settings: ServerSettings) -> Ask
     params = _sampling(body, settings, logprobs=logprobs, max_tokens=None)
     _check_prompt_logprobs(body)
     _check_places(params.n, engine, settings, "n")
-    render = _renderer(tokenizer, body, read_messages(body.messages), engine.info.max_model_len)
+    prompt, reading = await chat_prompt(body, fields.get("tools"), tokenizer, engine, settings, len(raw))
+    if reading is not None:
+        params = reading.adjusted(params, tokenizer)
+    return _ask(
+        body, "chatcmpl", model, [prompt], params, settings, logprobs, bytes_of=tokenizer.bytes_of, reading=reading
+    )
+
+
+async def chat_prompt(
+    body: ChatBody, tools: Any, tokenizer: Tokenizer, engine: Engine, settings: ServerSettings, size_bytes: int
+) -> tuple[list[int], Reading | None]:
+    """The prompt that messages make, and how answers to it are to be read. `tools`: as they came, for the template."""
+    if body.chat_template is not None and not settings.trust_request_chat_template:
+        raise unsupported("chat_template", "this server does not run templates sent by clients")
+    use = read_tool_use(body, tools, auto=settings.enable_auto_tool_choice)
+    render = _renderer(tokenizer, body, read_messages(body.messages), use, engine.info.max_model_len, settings)
     # A client's own template may be slow, however short it is.
-    prompt = await (off_loop(render, len(raw)) if body.chat_template is None else off_loop(render))
-    return _ask(body, "chatcmpl", model, [prompt], params, settings, logprobs, bytes_of=tokenizer.bytes_of)
+    return await (off_loop(render, size_bytes) if body.chat_template is None else off_loop(render))
 
 
 def _renderer(
-    tokenizer: Tokenizer, body: ChatBody, messages: list[dict[str, Any]], context: int
-) -> Callable[[], list[int]]:
+    tokenizer: Tokenizer,
+    body: ChatBody,
+    messages: list[dict[str, Any]],
+    use: ToolUse | None,
+    context: int,
+    settings: ServerSettings,
+) -> Callable[[], tuple[list[int], Reading | None]]:
+    """Makes the prompt, and says how its answers are to be read."""
     extra = dict(body.chat_template_kwargs or {})
     taken = sorted(_TEMPLATE_OWN & extra.keys())
     if taken:
@@ -134,25 +157,30 @@ def _renderer(
     if opening is None:
         opening = not body.continue_final_message
 
-    def render() -> list[int]:
+    def render() -> tuple[list[int], Reading | None]:
+        template = tokenizer.template_source(body.chat_template, use)
+        reading = reading_of(template, use, messages, settings, shows_thoughts=body.include_reasoning)
+        told, tools = prepared(reading, messages)
         text = tokenizer.apply_chat_template(
-            messages,
+            told,
+            tools=tools,
             tokenize=False,
             add_generation_prompt=opening,
             continue_final_message=body.continue_final_message,
             **extra,
         )
         # The template writes bos itself; a second one would change the answer.
-        return encode_within(
+        ids = encode_within(
             context, tokenizer, str(text), field="messages", add_special_tokens=bool(body.add_special_tokens)
         )
+        return ids, reading.behind(str(text), continued=body.continue_final_message) if reading else None
 
     return render
 
 
 async def read_completion(raw: bytes, engine: Engine, settings: ServerSettings) -> Ask:
     body: CompletionBody = convert(check_fields(decode_object(raw), _COMPLETION_FIELDS), CompletionBody)
-    model = _served(body.model, settings)
+    model = served_model(body.model, settings)
     _check_logprobs(body.logprobs, "logprobs")
     _check_prompt_logprobs(body)
     if body.echo and body.logprobs is not None and body.stream and (body.n or 1) > 1:
@@ -164,25 +192,25 @@ async def read_completion(raw: bytes, engine: Engine, settings: ServerSettings) 
         body.prompt_logprobs = body.logprobs
     params = _sampling(body, settings, logprobs=body.logprobs, max_tokens=COMPLETION_MAX_TOKENS)
     context = engine.info.max_model_len
-    texts, prompts = _split_prompts(body.prompt, context)
+    texts, prompts = split_prompts(body.prompt, context)
     _check_places(len(texts or prompts) * params.n, engine, settings, "prompt")
     if texts is not None:
         encode = partial(
             encode_within,
             context,
-            _tokenizer_of(engine, "prompt"),
+            tokenizer_of(engine, "prompt"),
             field="prompt",
             add_special_tokens=body.add_special_tokens is not False,
         )
         given = texts
         prompts = await off_loop(lambda: [encode(text) for text in given], len(raw))
     elif body.echo:
-        texts = [_tokenizer_of(engine, "echo").decode(prompt) for prompt in prompts]
+        texts = [tokenizer_of(engine, "echo").decode(prompt) for prompt in prompts]
     if not all(prompts):
         raise RequestError("prompt: a prompt has no tokens", field="prompt")
     firsts = None
     if body.echo and body.logprobs is not None:
-        firsts = [_tokenizer_of(engine, "echo").decode([prompt[0]]) for prompt in prompts]
+        firsts = [tokenizer_of(engine, "echo").decode([prompt[0]]) for prompt in prompts]
     echoes = texts if body.echo else None
     return _ask(
         body, "cmpl", model, prompts, params, settings, body.logprobs, echoes=echoes, alone=alone, first_tokens=firsts
@@ -205,39 +233,34 @@ def _check_places(answers: int, engine: Engine, settings: ServerSettings, field:
     engine.check_room(answers)
 
 
-def _split_prompts(prompt: Any, context: int) -> tuple[list[str] | None, list[list[int]]]:
+def split_prompts(
+    prompt: Any, context: int, *, field: str = "prompt", most: int = MAX_PROMPTS
+) -> tuple[list[str] | None, list[list[int]]]:
     """Texts, or lists of token ids: OpenAI's four ways to write a prompt. Too many ids are not even looked at."""
     if isinstance(prompt, str):
         return [prompt], []
     if not isinstance(prompt, list) or not prompt:
-        raise RequestError("prompt: expected text, a list of texts, token ids, or a list of lists of them, not empty",
-                           field="prompt")  # fmt: skip
+        raise RequestError(f"{field}: expected text, a list of texts, token ids, or a list of lists of them, not empty",
+                           field=field)  # fmt: skip
     if isinstance(prompt[0], int):
-        check_ids(len(prompt), context, "prompt")
-        return None, [convert({"prompt": prompt}, _TokenPrompt).prompt]
-    if len(prompt) > MAX_PROMPTS:
-        raise RequestError(f"prompt: {len(prompt)} prompts in one request; at most {MAX_PROMPTS}", field="prompt")
+        check_ids(len(prompt), context, field)
+        return None, [_of_kind(prompt, list[TokenId], field)]
+    if len(prompt) > most:
+        raise RequestError(f"{field}: {len(prompt)} prompts in one request; at most {most}", field=field)
     if isinstance(prompt[0], str):
-        return convert({"prompt": prompt}, _TextPrompts).prompt, []
+        return _of_kind(prompt, list[str], field), []
     for ids in prompt:
         if isinstance(ids, list):
-            check_ids(len(ids), context, "prompt")
-    return None, convert({"prompt": prompt}, _TokenPrompts).prompt
+            check_ids(len(ids), context, field)
+    return None, _of_kind(prompt, list[list[TokenId]], field)
 
 
-class _TokenPrompt(msgspec.Struct):
-    prompt: list[TokenId]
+def _of_kind(value: Any, kind: Any, field: str) -> Any:
+    """msgspec names the place within a value; the field's own name goes before it."""
+    return convert({field: value}, msgspec.defstruct("Prompts", [(field, kind)]))
 
 
-class _TextPrompts(msgspec.Struct):
-    prompt: list[str]
-
-
-class _TokenPrompts(msgspec.Struct):
-    prompt: list[list[TokenId]]
-
-
-def _served(model: str | None, settings: ServerSettings) -> str:
+def served_model(model: str | None, settings: ServerSettings) -> str:
     if model is not None and model not in settings.served_model_names:
         raise UnknownModelError(
             f"the model {shorten(model)!r} is not served here",
@@ -248,7 +271,7 @@ def _served(model: str | None, settings: ServerSettings) -> str:
     return model or settings.served_model_names[0]
 
 
-def _tokenizer_of(engine: Engine, field: str) -> Tokenizer:
+def tokenizer_of(engine: Engine, field: str) -> Tokenizer:
     if engine.tokenizer is None:
         raise RequestError(f"{field}: this server runs without a tokenizer; send token ids", field=field)
     return engine.tokenizer
@@ -305,6 +328,7 @@ def _ask(
     alone: bool = False,
     first_tokens: list[str] | None = None,
     bytes_of: BytesOf | None = None,
+    reading: Reading | None = None,
 ) -> Ask:
     if body.priority and settings.scheduling_policy != "priority":
         raise unsupported("priority", "this server was not started with --scheduling-policy priority")
@@ -334,4 +358,5 @@ def _ask(
         continuous_usage=usage and options is not None and bool(options.continuous_usage_stats),
         priority=body.priority,
         cache_salt=body.cache_salt,
+        reading=reading,
     )

@@ -58,6 +58,14 @@ UNSUPPORTED = frozenset(
     }
 )  # fmt: skip
 
+WHY = {
+    **REFUSED,
+    "functions": "they are OpenAI's older form; send tools",
+    "function_call": "it is OpenAI's older form; send tool_choice",
+    "tools": "they belong to /v1/chat/completions",
+    "tool_choice": "it belongs to /v1/chat/completions",
+}
+
 _MISSING = re.compile(r"Object missing required field `(\w+)`")
 
 CHAT_ONLY = "it belongs to /v1/chat/completions"
@@ -85,7 +93,7 @@ def check_fields(body: dict[str, Any], honoured: frozenset[str]) -> dict[str, An
 def _check_quiet(name: str, value: Any) -> None:
     # Compared with type, because in Python True == 1.
     if not any(type(value) is type(quiet) and value == quiet for quiet in QUIET[name]):
-        raise unsupported(name, REFUSED.get(name, ""))
+        raise unsupported(name, WHY.get(name, ""))
 
 
 def unsupported(name: str, why: str = "") -> UnsupportedOptionError:

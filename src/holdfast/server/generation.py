@@ -141,7 +141,9 @@ class _Events:
             for piece in gathered(self._shape.opening(answer)):
                 await self._write(piece)
         usage = self._conversation.usage() if self._ask.continuous_usage else None
-        await self._write(self._shape.event(answer, delta, usage))
+        event = self._shape.event(answer, delta, usage)
+        if event:
+            await self._write(event)
 
     async def _write(self, data: bytes, *, last: bool = False) -> None:
         await self._send({"type": "http.response.body", "body": data, "more_body": not last})

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
+
 from holdfast.errors import RequestError, UnsupportedOptionError
 from holdfast.server.fields import convert, honoured_fields
 from holdfast.server.protocol import ContentPart, Message
 
 # "developer" is OpenAI's newer name of "system"; no template knows it.
-ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 
 _MESSAGE_FIELDS = honoured_fields(Message)
 _PART_FIELDS = honoured_fields(ContentPart)
 # What clients send back when they append an answer as they got it.
-_QUIET = frozenset({"refusal", "tool_calls", "function_call", "audio", "annotations", "reasoning", "reasoning_content"})
+_QUIET = frozenset({"refusal", "function_call", "audio", "annotations"})
+_INSTEAD = {"function_call": ": it is OpenAI's older form; send tool_calls"}
+MAX_CALLS = 128
+"""Of one message in the history."""
 
 
 def read_messages(raw: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -31,7 +36,9 @@ def _read_message(raw: dict[str, Any], where: str) -> dict[str, Any]:
             kept[name] = value
         elif name in _QUIET:
             if value not in (None, [], ""):
-                raise UnsupportedOptionError(f"{where}.{name} is not supported", field=f"{where}.{name}")
+                raise UnsupportedOptionError(
+                    f"{where}.{name} is not supported{_INSTEAD.get(name, '')}", field=f"{where}.{name}"
+                )
         elif value is not None:
             raise RequestError(f"unknown field {where}.{name[:100]}", field=f"{where}.{name[:100]}")
     try:
@@ -55,7 +62,51 @@ def _read_message(raw: dict[str, Any], where: str) -> dict[str, Any]:
     checked = {"role": role, "content": rendered}
     if message.name is not None:
         checked["name"] = message.name
+    _read_calls(message, checked, where)
     return checked
+
+
+def _read_calls(message: Message, checked: dict[str, Any], where: str) -> None:
+    """What belongs to an assistant's message, or to that of a tool, alone."""
+    reasoning = message.reasoning_content if message.reasoning_content is not None else message.reasoning
+    calls = message.tool_calls or []
+    for name, given, role in (
+        ("tool_calls", calls, "assistant"),
+        ("reasoning_content", reasoning, "assistant"),
+        ("tool_call_id", message.tool_call_id, "tool"),
+    ):
+        if given and message.role != role:
+            raise RequestError(f"{where}.{name} belongs to a message of role {role}", field=f"{where}.{name}")
+    if len(calls) > MAX_CALLS:
+        raise RequestError(
+            f"{where}.tool_calls has {len(calls)} calls; at most {MAX_CALLS}", field=f"{where}.tool_calls"
+        )
+    if reasoning:
+        checked["reasoning_content"] = reasoning
+    if message.tool_call_id is not None:
+        checked["tool_call_id"] = message.tool_call_id
+    if calls:
+        checked["tool_calls"] = [
+            {
+                "id": call.id or f"call_{place}",
+                "type": "function",
+                "function": {"name": call.function.name, "arguments": _arguments(call.function.arguments)},
+            }
+            for place, call in enumerate(calls)
+        ]
+
+
+def _arguments(given: str | dict[str, Any]) -> Any:
+    """An object, as templates want it. What a model wrote may be no JSON: then it is shown as it was."""
+    if isinstance(given, dict):
+        return given
+    if not given.strip():
+        return {}
+    try:
+        read = msgspec.json.decode(given)
+    except (msgspec.DecodeError, RecursionError):
+        return given
+    return read if isinstance(read, dict) else given
 
 
 def _read_parts(parts: list[ContentPart], raw: list[dict[str, Any]], where: str) -> list[dict[str, str]]:

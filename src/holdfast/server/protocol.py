@@ -5,7 +5,7 @@ Everything a client may leave out is None, because a model's own generation conf
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -60,10 +60,54 @@ class ContentPart(msgspec.Struct, kw_only=True):
     text: str | None = None
 
 
+class CalledFunction(msgspec.Struct, kw_only=True):
+    name: str
+    arguments: str | dict[str, Any] = "{}"
+    """JSON as text, which is how OpenAI's clients send it, or the object itself."""
+
+
+class ToolCall(msgspec.Struct, kw_only=True):
+    """Of an assistant's message, as it was answered."""
+
+    function: CalledFunction
+    id: str | None = None
+    type: Literal["function"] = "function"
+    index: int | None = None
+    """Of a stream; some clients send it back."""
+
+
 class Message(msgspec.Struct, kw_only=True):
     role: str
     content: str | list[ContentPart] | None = None
     name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    """vLLM's newer name for the same."""
+
+
+class FunctionDefinition(msgspec.Struct, kw_only=True):
+    name: Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9_.-]{1,128}\Z")]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    """A JSON schema of an object; left out: there are none."""
+    strict: bool | None = None
+    """Whether arguments must match the schema also where the model is free to call or not."""
+
+
+class ToolDefinition(msgspec.Struct, kw_only=True):
+    type: Literal["function"]
+    function: FunctionDefinition
+
+
+class NamedFunction(msgspec.Struct, kw_only=True):
+    name: str
+
+
+class NamedTool(msgspec.Struct, kw_only=True):
+    type: Literal["function"]
+    function: NamedFunction
 
 
 class ChatBody(Common, kw_only=True):
@@ -76,6 +120,10 @@ class ChatBody(Common, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
+    tools: list[ToolDefinition] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    include_reasoning: bool = True
 
 
 class CompletionBody(Common, kw_only=True):
@@ -113,7 +161,22 @@ class ChatLogprobs(msgspec.Struct):
     refusal: None = None
 
 
+class AnsweredFunction(msgspec.Struct):
+    name: str
+    arguments: str
+
+
+class AnsweredCall(msgspec.Struct, kw_only=True):
+    id: str
+    type: str = "function"
+    function: AnsweredFunction
+
+
 class AssistantMessage(msgspec.Struct, kw_only=True):
     role: str = "assistant"
-    content: str
+    content: str | None
     refusal: None = None
+    reasoning_content: str | msgspec.UnsetType | None = msgspec.UNSET
+    reasoning: str | msgspec.UnsetType | None = msgspec.UNSET
+    """vLLM's newer name for the same."""
+    tool_calls: list[AnsweredCall] | msgspec.UnsetType = msgspec.UNSET

@@ -43,6 +43,12 @@ class ServerSettings:
     """SamplingParams of the model's own generation config, for what a request leaves out."""
     trust_request_chat_template: bool = False
     """Whether a request may bring its own chat_template: a template is a program."""
+    enable_auto_tool_choice: bool = True
+    """Whether a model may be left to decide itself if it calls a tool."""
+    tool_call_parser: str | None = None
+    """A name in `text.tools.dialects.DIALECTS`; None: as the chat template says."""
+    reasoning_parser: str | None = None
+    """A name in `text.reasoning.FAMILIES`, or "none"; None: as the chat template says."""
 
 
 BYTES_PER_TOKEN = 128

@@ -39,6 +39,10 @@ class Thinking:
             return "over"
         return "assumed" if self.always else "undecided"
 
+    def state_within(self, prompt: str) -> State:
+        """Of a prompt that ends in the middle of an answer."""
+        return "open" if prompt.rfind(self.opening) > prompt.rfind(self.closing) else "over"
+
 
 _THINK, _THINK_ALWAYS = Thinking(), Thinking(always=True)
 FAMILIES: Mapping[str, Thinking] = MappingProxyType(

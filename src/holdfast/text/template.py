@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +60,19 @@ class ChatTemplate:
     def takes_parts(self) -> bool:
         """Whether a message's content may be a list of parts; if not, its text parts are joined to one string."""
         return self._takes_parts
+
+    @cached_property
+    def knows_tools(self) -> bool:
+        """Whether it shows a model the tools it is given."""
+        function = {"name": "probe_of_tools", "description": "", "parameters": {"type": "object", "properties": {}}}
+        tools = [{"type": "function", "function": function}]
+        return "probe_of_tools" in self._probe([{"role": "user", "content": "hi"}], tools)
+
+    @cached_property
+    def takes_system(self) -> bool:
+        """Whether a conversation may begin with a message of the system."""
+        chat = [{"role": "system", "content": "probe-of-system"}, {"role": "user", "content": "hi"}]
+        return "probe-of-system" in self._probe(chat)
 
     def render(
         self,
@@ -117,12 +130,16 @@ class ChatTemplate:
 
     def _probe_parts(self) -> bool:
         """Templates do not say whether they take parts, so one is asked: does the text come out, and only the text?"""
-        probe = [{"role": "user", "content": [{"type": "text", "text": "probe-of-parts"}]}]
-        try:
-            rendered = self._generate({"messages": probe, "add_generation_prompt": False})
-        except RequestError:
-            return False
+        rendered = self._probe([{"role": "user", "content": [{"type": "text", "text": "probe-of-parts"}]}])
         return "probe-of-parts" in rendered and "'text'" not in rendered and '"text"' not in rendered
+
+    def _probe(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None) -> str:
+        """Nothing where it refuses."""
+        context = {"messages": messages, "tools": tools, "bos_token": "", "eos_token": ""}
+        try:
+            return self._generate({**context, "add_generation_prompt": False})
+        except RequestError:
+            return ""
 
 
 @lru_cache(maxsize=32)

@@ -210,7 +210,7 @@ class Tokenizer:
         for name in _TENSOR_OPTIONS:
             if variables.pop(name, None):
                 raise UnsupportedOptionError(f"{name} is not supported", fix=f"leave {name} out", field=name)
-        template = compile_template(self._template_source(chat_template, tools))
+        template = compile_template(self.template_source(chat_template, tools))
 
         def render(messages: Sequence[Mapping[str, Any]]) -> str:
             return template.render(
@@ -230,7 +230,8 @@ class Tokenizer:
         encoded = self(prompts, add_special_tokens=False)
         return encoded if return_dict else encoded["input_ids"]
 
-    def _template_source(self, given: str | None, tools: object) -> str:
+    def template_source(self, given: str | None = None, tools: object = None) -> str:
+        """The template that a conversation is rendered with: `given` is one, or the name of one of the model's own."""
         if given is not None:
             return self._named_templates.get(given, given)
         if tools is not None and "tool_use" in self._named_templates:

@@ -15,6 +15,7 @@ from holdfast.server import fields
 from holdfast.server.protocol import ChatBody, CompletionBody
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 PATHS = ("/v1/chat/completions", "/v1/completions")
 
 
@@ -36,6 +37,9 @@ def post(http: httpx.Client, extra: dict, path: str = PATHS[0]) -> httpx.Respons
 @pytest.mark.parametrize("name", sorted(fields.UNSUPPORTED | fields.QUIET.keys()))
 def test_unsupported_options_are_refused_by_name(http, path, name):
     error = error_of(post(http, {name: {"some": "thing"}}, path), 400)
+    if path == PATHS[0] and name in ChatBody.__struct_fields__:
+        assert (error["param"].split(".")[0], error["code"]) == (name, "invalid_value")
+        return
     assert (error["param"], error["code"]) == (name, "unsupported_parameter")
     assert name in error["message"]
 
@@ -105,10 +109,37 @@ def test_values_that_ask_for_nothing_are_accepted(http, path):
         ({"messages": []}, "messages"),
         ({"messages": "hi"}, "messages"),
         ({"messages": [{"role": "user"}]}, "messages[0].content"),
-        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "tool"}]}, "messages[0].content"),
+        ({"messages": [{"role": "function", "content": "x"}]}, "messages[0].role"),
         ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
         ({"messages": [{"role": "user", "content": "x", "mood": "good"}]}, "messages[0].mood"),
-        ({"messages": [{"role": "assistant", "content": "x", "tool_calls": [{}]}]}, "messages[0].tool_calls"),
+        (
+            {"messages": [{"role": "assistant", "content": "x", "tool_calls": [{}]}]},
+            "messages[0].tool_calls[0].function",
+        ),
+        (
+            {"messages": [{"role": "assistant", "function_call": {"name": "f", "arguments": "{}"}}]},
+            "messages[0].function_call",
+        ),
+        (
+            {"messages": [{"role": "user", "content": "x", "tool_calls": [{"function": {"name": "f"}}]}]},
+            "messages[0].tool_calls",
+        ),
+        ({"messages": [{"role": "user", "content": "x", "tool_call_id": "1"}]}, "messages[0].tool_call_id"),
+        ({"messages": [{"role": "user", "content": "x", "reasoning": "hm"}]}, "messages[0].reasoning_content"),
+        ({"functions": [{"name": "f"}]}, "functions"),
+        ({"function_call": {"name": "f"}}, "function_call"),
+        ({"tools": [TOOL] * 129}, "tools"),
+        ({"tools": [TOOL, TOOL]}, "tools"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
+        (
+            {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "array"}}}]},
+            "tools[0].function.parameters",
+        ),
+        ({"tools": [TOOL], "tool_choice": "any"}, "tool_choice"),
+        ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
             "messages[0].content[0]",

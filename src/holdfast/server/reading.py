@@ -1,0 +1,122 @@
+"""How the answers of one chat are read: which family's calls are looked for, and which thoughts. Knows no HTTP.
+
+Settled before the engine is asked, because a call that is demanded is a grammar for the answer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from holdfast.errors import RequestError
+from holdfast.records import SamplingParams
+from holdfast.records.structured import StructuredOutputsParams
+from holdfast.server.settings import ServerSettings
+from holdfast.server.tooling import ToolUse
+from holdfast.text.reasoning import FAMILIES, ReasoningReader, State, Thinking, thinking_of
+from holdfast.text.tools.answers import AnswerReader
+from holdfast.text.tools.grammar import calls_grammar
+from holdfast.text.tools.prompt import Message, Speech, shown, speech_of
+
+if TYPE_CHECKING:
+    from holdfast.text.tokenizer import Tokenizer
+
+NO_PARSER = "none"
+"""Of --reasoning-parser: thoughts stay in the content."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    use: ToolUse | None
+    speech: Speech | None
+    """There where tools are, or were in the conversation."""
+    thinking: Thinking | None
+    state: State = "over"
+    shows_thoughts: bool = True
+
+    def reader(self) -> AnswerReader:
+        thoughts = ReasoningReader(self.thinking, self.state) if self.thinking is not None else None
+        if self.use is None or self.speech is None:
+            return AnswerReader(thoughts, None)
+        names = {tool.name for tool in self.use.callable}
+        return AnswerReader(thoughts, self.speech.dialect.reader(names, None if self.use.parallel else 1))
+
+    def make_id(self) -> str:
+        assert self.speech is not None
+        return self.speech.dialect.make_id()
+
+    def ended(self, reason: str | None, calls: int) -> str | None:
+        """As OpenAI has it: a call that was asked for by name is a plain stop."""
+        named = self.use is not None and self.use.choice == "named"
+        return "tool_calls" if calls and reason == "stop" and not named else reason
+
+    def behind(self, prompt: str, *, continued: bool) -> Reading | None:
+        """The same, knowing the prompt; None where nothing is left to be read."""
+        thinking = self.thinking
+        state: State = "over"
+        if thinking is not None:
+            state = thinking.state_behind(prompt) if not continued else thinking.state_within(prompt)
+        if state == "over" and self.use is None:
+            return None
+        return replace(self, state=state)
+
+    def adjusted(self, params: SamplingParams, tokenizer: Tokenizer) -> SamplingParams:
+        """Marks must be seen to be read; and what must be a call is held to one."""
+        changes: dict[str, Any] = {}
+        if params.skip_special_tokens and any(_special_id(mark, tokenizer) is not None for mark in self._marks):
+            changes["skip_special_tokens"] = False
+        grammar = self._grammar(tokenizer)
+        if grammar is not None:
+            if params.structured_outputs is not None:
+                raise RequestError(
+                    "an answer that must be a call cannot have another form too",
+                    fix='send tool_choice "auto" or "none" with response_format, or tools without it',
+                    field="tool_choice",
+                )
+            changes["structured_outputs"] = StructuredOutputsParams(grammar=grammar)
+        return params.replace(**changes) if changes else params
+
+    @property
+    def _marks(self) -> tuple[str, ...]:
+        marks = self.speech.form.marks if self.speech is not None and self.use is not None else ()
+        if self.thinking is None or self.state == "over":
+            return marks
+        return (*marks, self.thinking.opening, self.thinking.closing)
+
+    def _grammar(self, tokenizer: Tokenizer) -> str | None:
+        if self.use is None or self.speech is None or not self.use.forced:
+            return None
+        return calls_grammar(
+            self.speech.form,
+            self.use.callable,
+            lambda mark: _special_id(mark, tokenizer),
+            parallel=self.use.parallel,
+            thinking=self.thinking,
+            state=self.state,
+        )
+
+
+def reading_of(
+    template: str, use: ToolUse | None, messages: list[Message], settings: ServerSettings, *, shows_thoughts: bool
+) -> Reading | None:
+    """None for a chat of which nothing is to be read but its text."""
+    family = settings.reasoning_parser or thinking_of(template)
+    thinking = FAMILIES[family] if family not in (None, NO_PARSER) else None
+    talked = use is not None or any(message["role"] == "tool" or "tool_calls" in message for message in messages)
+    if thinking is None and not talked:
+        return None
+    speech = speech_of(template, settings.tool_call_parser) if talked else None
+    return Reading(use=use, speech=speech, thinking=thinking, shows_thoughts=shows_thoughts)
+
+
+def prepared(reading: Reading | None, messages: list[Message]) -> tuple[list[Message], list[Any] | None]:
+    """Messages and tools for the template."""
+    if reading is None or reading.speech is None:
+        return messages, None
+    return shown(messages, [tool.given for tool in reading.use.tools] if reading.use else None, reading.speech)
+
+
+def _special_id(mark: str, tokenizer: Tokenizer) -> int | None:
+    """Of a mark that is no text to the tokenizer; a token that is both is spelled as text."""
+    found = tokenizer.convert_tokens_to_ids(mark)
+    return found if isinstance(found, int) and found in tokenizer.special_ids else None

@@ -1,0 +1,141 @@
+"""What a model is shown of tools: by its chat template, or in words where the template knows none.
+
+Owns the words. Which family a template speaks is `dialects`' to say; how calls are read back is each family's own.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from holdfast.text.template import compile_template
+from holdfast.text.tools.dialects import DIALECTS, GENERIC, Dialect, dialect_of
+from holdfast.text.tools.forms import ARGUMENTS, BARE_NAME, NAME, Form
+
+PREAMBLE = """# Tools
+
+You can call functions. These are there, each as a JSON object with its name and a JSON schema of its arguments:
+{tools}
+
+To call one, answer with its name and arguments in this form and nothing else:
+{one}
+
+To call several, write:
+{several}
+
+If no function is needed, answer in words."""
+
+Message = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Speech:
+    """How tools are spoken of with one template."""
+
+    dialect: Dialect
+    form: Form
+    by_template: bool
+    """Whether the template shows tools and calls itself."""
+    takes_system: bool
+
+
+@lru_cache(maxsize=32)
+def speech_of(template: str, parser: str | None = None) -> Speech:
+    """`parser`: a name in DIALECTS. Without one a template that shows tools in a form that is not known here is not
+    given any: its calls could not be read, so the model is asked for the generic form."""
+    compiled = compile_template(template)
+    found = dialect_of(template) if parser is None else DIALECTS[parser]
+    dialect = found if found is not None and (parser is not None or compiled.knows_tools) else GENERIC
+    by_template = compiled.knows_tools and (parser is not None or dialect is not GENERIC)
+    return Speech(dialect, dialect.form_in(template), by_template, compiled.takes_system)
+
+
+def shown(
+    messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None, speech: Speech
+) -> tuple[list[Message], list[Mapping[str, Any]] | None]:
+    """Messages and tools for the template. What is given is left as it is."""
+    if speech.by_template:
+        return [dict(message) for message in messages], list(tools) if tools else None
+    return _with_tools(_history(messages, speech.form), tools, speech), None
+
+
+def _with_tools(told: list[Message], tools: Sequence[Mapping[str, Any]] | None, speech: Speech) -> list[Message]:
+    if not tools:
+        return told
+    blank = ('"..."', "{...}")
+    preamble = PREAMBLE.format(
+        tools="\n".join(json.dumps(tool.get("function", tool), ensure_ascii=False) for tool in tools),
+        one=_written(speech.form, [blank]),
+        several=_written(speech.form, [blank, blank]),
+    )
+    if told and told[0].get("role") == "system":
+        return [_with_text(told[0], preamble, behind=True), *told[1:]]
+    if speech.takes_system or not told or told[0].get("role") != "user":
+        return [{"role": "system" if speech.takes_system else "user", "content": preamble}, *told]
+    return [_with_text(told[0], preamble, behind=False), *told[1:]]
+
+
+def _written(form: Form, calls: Sequence[tuple[str, str]]) -> str:
+    """Calls as the family writes them: each a name as a JSON string, and arguments."""
+
+    def one(name: str, arguments: str) -> str:
+        spelled = {NAME: name, BARE_NAME: name.strip('"'), ARGUMENTS: arguments}
+        return "".join(spelled.get(part, part) for part in form.call)
+
+    written = "".join(form.between).join(one(*call) for call in calls)
+    if form.bare_alone and len(calls) == 1:
+        return written
+    return "".join(form.before) + written + "".join(form.after)
+
+
+def _history(messages: Sequence[Mapping[str, Any]], form: Form) -> list[Message]:
+    """Calls become text of the assistant, answers of tools that of the user; those that follow each other one message,
+    because many templates want the two to take turns."""
+    told: list[Message] = []
+    names: dict[str, str] = {}
+    answering = False
+    for message in messages:
+        role = message.get("role")
+        if role == "tool":
+            identifier = str(message.get("tool_call_id", ""))
+            name = message.get("name") or names.get(identifier) or identifier or "the function"
+            answer = {"role": "user", "content": f"{name} answered:\n{_text(message.get('content'))}"}
+            if answering:
+                told[-1] = _with_text(told[-1], answer["content"], behind=True)
+            else:
+                told.append(answer)
+        elif role == "assistant" and message.get("tool_calls"):
+            names.update({str(call.get("id")): str(call["function"]["name"]) for call in message["tool_calls"]})
+            kept = {key: value for key, value in message.items() if key != "tool_calls"}
+            told.append(_with_text(kept, _written(form, _spelled(message["tool_calls"])), behind=True))
+        else:
+            told.append(dict(message))
+        answering = role == "tool"
+    return told
+
+
+def _spelled(calls: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
+    functions = [call["function"] for call in calls]
+    return [
+        (json.dumps(function["name"]), json.dumps(function.get("arguments", {}), ensure_ascii=False))
+        for function in functions
+    ]
+
+
+def _with_text(message: Mapping[str, Any], text: str, *, behind: bool) -> Message:
+    content = message.get("content")
+    if isinstance(content, list):
+        part = {"type": "text", "text": text}
+        return {**message, "content": [*content, part] if behind else [part, *content]}
+    if not content:
+        return {**message, "content": text}
+    return {**message, "content": f"{content}\n\n{text}" if behind else f"{text}\n\n{content}"}
+
+
+def _text(content: Any) -> str:
+    if isinstance(content, list):
+        return "\n".join(str(part.get("text", "")) for part in content if isinstance(part, Mapping))
+    return "" if content is None else str(content)
