@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from holdfast.records import (
         CompletionOutput,
         GuidedDecodingParams,
+        LoRARequest,
         RequestOutput,
         SamplingParams,
         StructuredOutputsParams,
@@ -25,13 +26,17 @@ __all__ = [
     "LLM",
     "CompletionOutput",
     "GuidedDecodingParams",
+    "LoRARequest",
     "RequestOutput",
     "SamplingParams",
     "StructuredOutputsParams",
     "__version__",
     "plan",
 ]
-_RECORDS = ("CompletionOutput", "GuidedDecodingParams", "RequestOutput", "SamplingParams", "StructuredOutputsParams")
+_RECORDS = (
+    "CompletionOutput", "GuidedDecodingParams", "LoRARequest", "RequestOutput", "SamplingParams",
+    "StructuredOutputsParams",
+)  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

@@ -125,7 +125,7 @@ class UnknownParameterError(RequestError, TypeError):
 
 
 class AdapterError(RequestError):
-    code = "HF360"
+    code = "HF370"
 
 
 class EngineError(HoldfastError):

@@ -15,7 +15,7 @@ from holdfast.checkpoints.reading import parse_table, spell
 from holdfast.errors import AdapterError, CheckpointError
 from holdfast.units import shorten
 
-NOT_THERE = "HF363"
+NOT_THERE = "HF373"
 MAX_ALPHA = 1e9
 _REFUSED: Mapping[str, str] = {
     "use_dora": "DoRA scales each output by a norm of base and factors together",

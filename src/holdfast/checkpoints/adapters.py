@@ -26,7 +26,7 @@ from holdfast.units import shorten
 
 CONFIG, WEIGHTS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 NOT_ALLOWED, ANOTHER_BASE, NOT_THERE, PICKLED, TOO_WIDE, CHANGED = (
-    "HF361", "HF362", "HF363", "HF364", "HF365", "HF366",
+    "HF371", "HF372", "HF373", "HF374", "HF375", "HF376",
 )  # fmt: skip
 READABLE = ("F32", "F16", "BF16")
 _FACTOR = re.compile(r"(?:base_model\.model\.)?(?P<module>[\w.]+)\.lora_(?P<factor>[AB])\.weight")

@@ -30,10 +30,8 @@ REFUSED: Mapping[str, str] = {
     "swap_space": "KV pages are not swapped to RAM yet; a preempted request is recomputed",
     "cpu_offload_gb": "weights are not offloaded yet",
     "kv_offloading_size": "KV pages are not offloaded yet",
-    "enable_lora": "LoRA adapters are not there yet",
-    "lora_modules": "LoRA adapters are not there yet",
-    "max_loras": "LoRA adapters are not there yet",
-    "max_lora_rank": "LoRA adapters are not there yet",
+    "fully_sharded_loras": "one device is used yet",
+    "default_mm_loras": "only text goes in and out",
     "speculative_config": "speculative decoding is not there yet",
     "trust_remote_code": "code out of a model folder is never run; model families are part of Holdfast",
     "hf_overrides": "a model's config is taken as it is",
@@ -137,6 +135,23 @@ class EngineConfig:
         None, "draw the seeds of requests that bring none from this one, so that runs repeat",
         optional(whole(0, 2**62)),
     )  # fmt: skip
+    enable_lora: bool = setting(False, "serve LoRA adapters beside the model", flag)
+    max_loras: int | None = setting(
+        None, "adapters computed with at the same time; left out: 1; needs --enable-lora", optional(whole(1, 1024))
+    )
+    max_lora_rank: int | None = setting(
+        None, "the largest rank of an adapter; left out: 16; needs --enable-lora", optional(whole(1, 1024))
+    )
+    max_cpu_loras: int | None = setting(
+        None,
+        "adapters kept in RAM, those computed with included, others are read again when they are asked for; left out: "
+        "as max_loras",
+        optional(whole(1, 1 << 16)),
+    )
+    lora_dtype: str = setting(
+        "auto", "what adapters are kept in: auto, or the dtype that is computed in, which is the same",
+        choice("auto", "float32", "bfloat16", "float16"),
+    )  # fmt: skip
     threads: int | None = setting(None, "CPU threads to compute with; left out: all cores", optional(whole(1, 1024)))
     tensor_parallel_size: int = setting(1, "GPUs to split each layer over; only 1 yet", whole(1), flags=("-tp",))
     pipeline_parallel_size: int = setting(1, "GPUs to split the layers over; only 1 yet", whole(1), flags=("-pp",))
@@ -160,6 +175,36 @@ class EngineConfig:
                 "vram is a budget of GPU memory, and this server computes on the CPU", code="HF120", needed="ram",
                 found="vram", fix="--ram SIZE", field="vram",
             )  # fmt: skip
+
+        self._check_lora()
+
+    def _check_lora(self) -> None:
+        given = [name for name in ("max_loras", "max_lora_rank", "max_cpu_loras") if getattr(self, name) is not None]
+        if given and not self.enable_lora:
+            raise ConfigurationError(
+                f"{given[0]} is of LoRA adapters, and they are not enabled", needed="enable_lora beside it",
+                fix="--enable-lora", field=given[0],
+            )  # fmt: skip
+        if self.max_cpu_loras is not None and self.max_cpu_loras < self.lora_places:
+            raise ConfigurationError(
+                f"max_cpu_loras is {self.max_cpu_loras}, and max_loras {self.lora_places}",
+                needed=f"{self.lora_places} or more", fix="leave max_cpu_loras out", field="max_cpu_loras",
+            )  # fmt: skip
+
+    @property
+    def lora_places(self) -> int:
+        """Adapters in one step; 0: there are none."""
+        return (self.max_loras or 1) if self.enable_lora else 0
+
+    @property
+    def lora_rank(self) -> int:
+        return self.max_lora_rank or 16
+
+    @property
+    def lora_copies(self) -> int:
+        """Kept in RAM behind those places, which are in RAM themselves on a CPU."""
+        kept = self.max_cpu_loras or self.lora_places
+        return kept if self.device == "cuda" else kept - self.lora_places
 
     @property
     def sequences(self) -> int:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from holdfast.errors import ContextLengthError, OverloadedError, RequestError, UnsupportedOptionError
 from holdfast.models import ModelSpec
-from holdfast.records import Request, SamplingParams
+from holdfast.records import AdapterRef, Request, SamplingParams
 from holdfast.text import Tokenizer
 from holdfast.text.bad_words import spell_bad_words
 
@@ -37,6 +37,7 @@ class Door:
         request_id: str,
         priority: int = 0,
         cache_salt: str = "",
+        adapter: AdapterRef | None = None,
     ) -> list[Request]:
         if params.structured_outputs is not None:
             raise UnsupportedOptionError("structured_outputs are not there yet", field="structured_outputs")
@@ -65,6 +66,7 @@ class Door:
                 cache_salt=cache_salt,
                 eos_token_ids=eos,
                 bad_word_ids=bad_words,
+                adapter=adapter,
             )
             for index in range(params.n)
         ]

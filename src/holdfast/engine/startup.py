@@ -26,6 +26,7 @@ from holdfast.checkpoints import (
 from holdfast.checkpoints.builtin import refuse_revision
 from holdfast.checkpoints.source import refuse_known
 from holdfast.config import EngineConfig
+from holdfast.engine.lora import check_lora_dtype
 from holdfast.engine.unclaimed import refuse_unclaimed, warn_of_unused
 from holdfast.errors import (
     ConfigurationError,
@@ -215,6 +216,7 @@ def build_core(
         from holdfast.engine.core import EngineCore
         from holdfast.execution import native
         from holdfast.execution.device import CPU, DTYPES, set_threads, warm_up
+        from holdfast.execution.lora_places import LoraLimits
         from holdfast.execution.runner import Runner, RunnerLimits
         from holdfast.execution.weights import load_weights
 
@@ -222,6 +224,7 @@ def build_core(
         plan = plan_model(config, model, kernels=native.available())
     if config.load_format != "dummy":
         warn_of_unused(model.spec, model.files)
+    check_lora_dtype(config, plan.dtype)
     if plan.gpu is not None:
         return _build_on_gpu(config, model, progress, plan)
     with contextlib.nullcontext() if config.load_format == "dummy" else open_checkpoint(model.files) as checkpoint:
@@ -234,10 +237,11 @@ def build_core(
             model.spec, checkpoint, dtype=DTYPES[plan.dtype], device=CPU, expand=plan.expand_weights,
             compiled=plan.compiled, progress=lambda done, total: progress("load", done, total),
         )  # fmt: skip
-    limits = RunnerLimits.of(plan.limits)
+    limits = RunnerLimits.of(plan.limits, config.lora_places)
     runner = Runner(
-        model.spec, weights, plan.layout, limits, CPU, kv_dtype=DTYPES[plan.kv_dtype], compiled=plan.compiled_attention
-    )
+        model.spec, weights, plan.layout, limits, CPU, kv_dtype=DTYPES[plan.kv_dtype],
+        compiled=plan.compiled_attention, lora=LoraLimits.of(config),
+    )  # fmt: skip
     loaded = _held()
     progress("rehearse", 0, 0)
     runner.back_kv(2)
@@ -283,6 +287,7 @@ def _settled(
         "scratch": rehearsal.scratch_bytes,
         "activations": rehearsal.activations_bytes,
         "logits": rehearsal.logits_bytes,
+        "adapters": runner.adapters_bytes,
     }
     base = {"framework": before.now_bytes - before.files_bytes, "libraries": before.files_bytes}
     # In a process of somebody else's, what was there before is not ours to answer for.
@@ -334,6 +339,7 @@ def _scheduler(config: EngineConfig, plan: Plan, steps_ahead: int = 0) -> Schedu
         max_model_len=plan.limits.max_model_len,
         policy="priority" if config.scheduling_policy == "priority" else "fcfs",
         max_steps_in_flight=1 + steps_ahead,
+        max_loras=config.lora_places,
     )
     return Scheduler(limits, KVCache(plan.layout, plan.blocks, config.enable_prefix_caching))
 
@@ -357,6 +363,7 @@ def _info(
         kv_pool_bytes=plan.terms["kv_pool"],
         attention_backend=f"{runner.attention_backend} ({_why(plan)})",
         max_concurrency=_concurrency(plan),
+        hidden_size=model.spec.hidden_size,
         kv_groups=len(plan.layout.groups),
         decisions=[decision.line() for decision in plan.decisions],
         memory=report,

@@ -14,6 +14,7 @@ import numpy.typing
 import torch
 
 from holdfast.errors import EngineError
+from holdfast.execution.lora import PlacedRows
 from holdfast.execution.ops import AttentionBackend, StepRows
 from holdfast.kvcache.groups import KVLayout
 from holdfast.planner.footprint import Limits
@@ -25,13 +26,16 @@ class RunnerLimits:
     max_num_seqs: int
     max_num_batched_tokens: int
     max_model_len: int
+    max_loras: int = 0
+    """Places of LoRA adapters."""
 
     @staticmethod
-    def of(planned: Limits) -> RunnerLimits:
+    def of(planned: Limits, max_loras: int = 0) -> RunnerLimits:
         return RunnerLimits(
             max_num_seqs=planned.max_num_seqs,
             max_num_batched_tokens=planned.max_num_batched_tokens,
             max_model_len=planned.max_model_len,
+            max_loras=max_loras,
         )
 
 
@@ -64,6 +68,10 @@ class StepBatch:
     """Pages that get their first token in this step and are not filled by it."""
     attention_plans: tuple[Any, ...]
     """A group: what its attention backend planned."""
+    adapted: PlacedRows | None = None
+    """Which tokens have LoRA adapters; None: none has."""
+    adapted_sampling: PlacedRows | None = None
+    """The same of the sampling rows."""
 
     @property
     def token_count(self) -> int:
@@ -88,6 +96,7 @@ class SlotBuffers:
         self.known = numpy.zeros(slots, dtype=numpy.int64)
         blocks = layout.blocks_for(limits.max_model_len)
         self.tables = [numpy.zeros((slots, blocks), dtype=numpy.int32) for _ in layout.groups]
+        self.adapter_places = numpy.full(slots, -1, dtype=numpy.int32)
 
     @property
     def nbytes(self) -> int:
@@ -99,6 +108,7 @@ class SlotBuffers:
         for start in plan.starts:
             self.tokens[start.slot, : len(start.token_ids)] = start.token_ids
             self.known[start.slot] = len(start.token_ids)
+            self.adapter_places[start.slot] = start.adapter_place
             for table in self.tables:
                 table[start.slot] = 0
         for write in plan.table_writes:
@@ -136,6 +146,7 @@ class SlotBuffers:
             )
             fresh.append(table[slots[unfinished], ends[unfinished] // self._layout.block_tokens])
             plans.append(attention.plan(step, group, table[slots, :reach].astype(numpy.int64)))
+        adapted = PlacedRows.of(self.adapter_places[slot_of_token], self._limits.max_loras)
         return StepBatch(
             tokens=torch.from_numpy(self.tokens[slot_of_token, positions].astype(numpy.int64)),
             positions=torch.from_numpy(positions),
@@ -148,6 +159,8 @@ class SlotBuffers:
             token_rows=tuple(token_rows),
             fresh_pages=torch.from_numpy(numpy.concatenate(fresh).astype(numpy.int64)),
             attention_plans=tuple(plans),
+            adapted=adapted,
+            adapted_sampling=None if adapted is None else adapted.chosen(lasts[sampling]),
         )
 
     def _order(self, rows: list[Row]) -> _RowOrder:
@@ -186,6 +199,12 @@ class SlotBuffers:
 
     def _check_start(self, start: SequenceStart) -> None:
         self._check_slot(start.slot)
+        if not (-1 if start.adapter is None else 0) <= start.adapter_place < self._limits.max_loras:
+            raise _wrong(
+                f"request {start.request_id} has a LoRA adapter and no place for it",
+                needed=f"0 to {self._limits.max_loras - 1}",
+                found=str(start.adapter_place),
+            )
         if not 1 <= len(start.token_ids) <= self._limits.max_model_len:
             raise _wrong(
                 f"request {start.request_id} starts with a wrong number of tokens",

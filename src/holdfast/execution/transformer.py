@@ -12,6 +12,8 @@ import torch
 from holdfast.execution.batch import StepBatch
 from holdfast.execution.kv_store import KVStore
 from holdfast.execution.linear import DenseLinear
+from holdfast.execution.lora import Current, PlacedRows, adapt_layers
+from holdfast.execution.lora_places import AdapterPlaces
 from holdfast.execution.mlp import Mlp, make_mlps
 from holdfast.execution.ops import AttentionBackend, AttentionShape, Heads, Ops, StepBuffers
 from holdfast.execution.rope import rotaries
@@ -39,7 +41,12 @@ class Transformer:
         device: torch.device,
         *,
         context: int | None = None,
+        adapters: AdapterPlaces | None = None,
     ) -> None:
+        self._base, self._adapters = weights.layers, Current()
+        self._placed: PlacedRows | None = None
+        if adapters is not None:
+            weights = replace(weights, layers=adapt_layers(weights.layers, adapters.factors(), self._adapters))
         self.spec, self.weights, self.ops = spec, weights, ops
         self._places = {
             layer: (group.index, place) for group in layout.groups for place, layer in enumerate(group.layers)
@@ -59,7 +66,7 @@ class Transformer:
         # Outside the layers a decoder may do as it likes: what is fused is a layer.
         fusible = _layers_alone(spec.decoder) == DecoderSpec() and len(self._rotaries) == 1
         fuse = ops.fuse if fusible else None
-        self._fused = None if fuse is None else fuse(weights.layers, shape, spec.norm_eps, spec.activation)
+        self._fused = None if fuse is None else fuse(self._base, shape, spec.norm_eps, spec.activation)
         self._query_width, self._kv_width = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
         # As the weights' own type has it: models were trained with the rounded number.
         self._embedding_scale = float(torch.tensor(spec.decoder.embedding_scale, dtype=weights.dtype))
@@ -86,14 +93,17 @@ class Transformer:
         self.weights.embed.select(batch.tokens, step.stream)
         if self._embedding_scale != 1.0:
             step.stream.mul_(self._embedding_scale)
-        if self._fused is not None:
-            self._fused.begin(step, kv)
+        self._place(batch.adapted)
+        # A fused layer knows no adapters; its parts give the same, bit for bit.
+        fused = self._fused if batch.adapted is None else None
+        if fused is not None:
+            fused.begin(step, kv)
         # A prompt's chunk: of the last layer, only sampling rows need more than their keys and values.
         cut = layers is None and not len(batch.scored_tokens) and len(batch.sampling_tokens) < batch.token_count
         for index, layer in enumerate(self.weights.layers[:-1] if cut else self.weights.layers[:layers]):
-            if self._fused is not None:
+            if fused is not None:
                 group, place = self._places[index]
-                self._fused.run(index, place, batch.token_rows[group], batch.attention_plans[group])
+                fused.run(index, place, batch.token_rows[group], batch.attention_plans[group])
             else:
                 self._attend(index, step, batch, kv)
                 self._add_attended(layer, step.attended, step.stream, step)
@@ -101,6 +111,7 @@ class Transformer:
         sampling = step.stream.index_select(0, batch.sampling_tokens)
         if cut:
             self._finish(sampling, step, batch, kv)
+        self._place(None)
         return self._norm(self.weights.final_norm, sampling, torch.empty_like(sampling))
 
     def states(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -111,7 +122,7 @@ class Transformer:
     def multiply_largest(self, tokens: int, sampling_rows: int) -> None:
         """One product with the head and one with the largest dense matrix of a layer, over as many rows as they will
         see: torch may copy such a matrix whole, and holds on to the copy."""
-        layer = self.weights.layers[0]
+        layer = self._base[0]
         dense = [part for part in (layer.qkv, layer.o, *layer.mlp.linears) if isinstance(part, DenseLinear)]
         largest = [(max(dense, key=lambda part: part.nbytes), tokens)] if dense else []
         if isinstance(self.weights.head, DenseLinear):
@@ -127,6 +138,15 @@ class Transformer:
             out.mul_(decoder.logits_scale)
         if decoder.logits_softcap:
             out.div_(decoder.logits_softcap).tanh_().mul_(decoder.logits_softcap)
+
+    def _place(self, rows: PlacedRows | None) -> None:
+        """The rows of the stream that is computed from here on."""
+        self._placed, self._adapters.rows = rows, None
+
+    def _adapt(self, first: int, count: int) -> None:
+        """The products that come next have so many rows of the stream."""
+        if self._placed is not None:
+            self._adapters.rows = self._placed.part(first, count)
 
     def _step(self, batch: StepBatch) -> StepBuffers:
         spec, count = self.spec, batch.token_count
@@ -165,6 +185,7 @@ class Transformer:
 
     def _attend(self, index: int, step: StepBuffers, batch: StepBatch, kv: KVStore) -> None:
         layer, (group, place) = self.weights.layers[index], self._places[index]
+        self._adapt(0, len(step.stream))
         layer.qkv.write(self._norm(layer.attn_norm, step.stream, step.normed), step.qkv)
         heads = step.heads
         if layer.query_norm is not None and layer.key_norm is not None:
@@ -183,6 +204,7 @@ class Transformer:
         layer = self.weights.layers[-1]
         self._attend(len(self.weights.layers) - 1, step, batch, kv)
         if len(sampling):
+            self._place(batch.adapted_sampling)
             self._add_attended(layer, step.attended.index_select(0, batch.sampling_tokens), sampling, step)
             self._feed_forward(layer, self._mlps[-1], sampling, step)
 
@@ -190,15 +212,19 @@ class Transformer:
         self, layer: LayerWeights, attended: torch.Tensor, stream: torch.Tensor, step: StepBuffers
     ) -> None:
         if self._branch is None:
+            self._adapt(0, len(stream))
             layer.o.add(attended, stream)
             return
-        for x, part in zip(torch.split(attended, MLP_TILE), torch.split(stream, MLP_TILE), strict=True):
+        tiles = zip(torch.split(attended, MLP_TILE), torch.split(stream, MLP_TILE), strict=True)
+        for tile, (x, part) in enumerate(tiles):
+            self._adapt(tile * MLP_TILE, len(part))
             branch = self._branch[: len(part)]
             layer.o.write(x, branch)
             self._add_branch(layer.post_attn_norm, branch, part, step)
 
     def _feed_forward(self, layer: LayerWeights, mlp: Mlp, stream: torch.Tensor, step: StepBuffers) -> None:
-        for part in torch.split(stream, MLP_TILE):
+        for tile, part in enumerate(torch.split(stream, MLP_TILE)):
+            self._adapt(tile * MLP_TILE, len(part))
             x = self._norm(layer.mlp_norm, part, step.normed[: len(part)])
             if self._branch is None:
                 mlp.run(x, part, add=True)

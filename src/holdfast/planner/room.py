@@ -15,7 +15,7 @@ from holdfast.checkpoints import StoredTensor
 from holdfast.config import EngineConfig
 from holdfast.kvcache.groups import KVLayout
 from holdfast.models import ModelSpec
-from holdfast.planner import footprint
+from holdfast.planner import footprint, lora_sizes
 from holdfast.planner.footprint import BOOK_BYTES, Limits
 from holdfast.planner.limits import ANY_LENGTH
 from holdfast.units import GIB, MIB, counted
@@ -160,11 +160,30 @@ class Room:
                 dtype=choices.dtype,
                 compiled_attention=choices.compiled_attention,
                 compiled=choices.compiled,
-            ),
+            )
+            + self._adapting_bytes(),
+            "adapters": self._adapters_bytes(),
             "logits": footprint.logits_bytes(self.spec, limits, tokens),
             "buffers": footprint.buffers_bytes(self.layout, limits, pool_tokens=tokens),
         }
         return {name: size for name, size in terms.items() if size}
+
+    def _adapters_bytes(self) -> int:
+        """Places and copies of LoRA adapters."""
+        config, dtype = self.config, self.choices.dtype
+        if not config.lora_places:
+            return 0
+        copies = lora_sizes.copy_rows(config.lora_copies, on_cpu=True)
+        return lora_sizes.held_bytes(
+            self.spec, dtype=dtype, places=config.lora_places, max_rank=config.lora_rank, copies=copies
+        )
+
+    def _adapting_bytes(self) -> int:
+        """Of a step, beside what it takes without adapters."""
+        config = self.config
+        if not config.lora_places:
+            return 0
+        return lora_sizes.step_bytes(self.spec, config.step_tokens, dtype=self.choices.dtype, max_rank=config.lora_rank)
 
     def left(self, length: int) -> int:
         """Of the budget, for pages with their books; less than nothing when the model itself does not fit."""

@@ -20,6 +20,7 @@ class AdapterTurns:
     """`most`: places there are; 0: no request brings an adapter."""
 
     def __init__(self, most: int) -> None:
+        self._most = most
         self._free = list(range(most - 1, -1, -1))
         self._place: OrderedDict[AdapterRef, int] = OrderedDict()
         """The least recently started first."""
@@ -32,6 +33,11 @@ class AdapterTurns:
     def running(self) -> list[str]:
         """Names, in no order of meaning."""
         return sorted({adapter.name for adapter in self._running})
+
+    def asked_for(self, waiting: Line[Sequence]) -> list[str]:
+        if not self._most:
+            return []
+        return sorted({one.request.adapter.name for one in waiting if one.request.adapter is not None})
 
     def has_room(self, adapter: AdapterRef | None) -> bool:
         if adapter is None or adapter in self._running or self._free:

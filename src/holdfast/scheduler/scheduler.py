@@ -87,13 +87,8 @@ class Scheduler:
             prefix_queries_total=self.kv.queries_total,
             prefix_hits_total=self.kv.hits_total,
             running_adapters=self._adapters.running,
-            waiting_adapters=self._waiting_adapters(),
+            waiting_adapters=self._adapters.asked_for(self._waiting),
         )
-
-    def _waiting_adapters(self) -> list[str]:
-        if not self.limits.max_loras:
-            return []
-        return sorted({one.request.adapter.name for one in self._waiting if one.request.adapter is not None})
 
     # --- requests come and go ---
 

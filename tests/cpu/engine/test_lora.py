@@ -1,0 +1,154 @@
+"""LoRA adapters through `LLM`: equal to merged weights, alone and mixed; what is refused, and what it costs."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from lora_adapters import merge, write_adapter
+
+from holdfast import LLM, LoRARequest, SamplingParams
+from holdfast.errors import AdapterError, ConfigurationError, UnsupportedOptionError
+
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+PROMPTS = [[(37 * number + 11 * place * place) % 290 + 3 for place in range(21)] for number in range(4)]
+
+
+def make_llm(folder: Path, **settings: object) -> LLM:
+    return LLM(
+        str(folder), skip_tokenizer_init=True, max_model_len=128, max_num_seqs=8, kv_cache_memory_bytes="4MiB",
+        device="cpu", dtype="float32", **settings,
+    )  # fmt: skip
+
+
+def tokens(llm: LLM, prompts: list[list[int]], lora: object = None) -> list[list[int]]:
+    found = llm.generate([{"prompt_token_ids": one} for one in prompts], GREEDY, use_tqdm=False, lora_request=lora)
+    return [one.outputs[0].token_ids for one in found]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model, adapters of several ranks, forms and targets, and the model merged with each."""
+    base = tmp_path_factory.mktemp("lora")
+    config = transformers.LlamaConfig(
+        vocab_size=300, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=512, initializer_range=0.2, bos_token_id=1, eos_token_id=2,
+        pad_token_id=0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    transformers.LlamaForCausalLM(config).float().save_pretrained(base / "model")
+    write_adapter(base / "all", base / "model", seed=1)
+    write_adapter(base / "attention", base / "model", seed=2, rank=3, modules=("self_attn.q_proj", "self_attn.v_proj"))
+    write_adapter(
+        base / "patterns", base / "model", seed=3, rank=8, ranks={"k_proj": 16, "down_proj": 1}, use_rslora=True,
+        alpha_pattern={"mlp.down_proj": 3}, target_modules="all-linear",
+    )  # fmt: skip
+    for name in ("all", "attention", "patterns"):
+        merge(base / f"merged-{name}", base / "model", base / name)
+    return base
+
+
+@pytest.fixture(scope="module")
+def merged(folder: Path) -> dict[str, list[list[int]]]:
+    """What models with merged weights answer, and the model itself."""
+    answers = {}
+    for name in ("model", "merged-all", "merged-attention", "merged-patterns"):
+        with make_llm(folder / name) as llm:
+            answers[name.removeprefix("merged-")] = tokens(llm, PROMPTS)
+    assert len({str(found) for found in answers.values()}) == 4
+    return answers
+
+
+@pytest.fixture(scope="module")
+def llm(folder: Path) -> Iterator[LLM]:
+    with make_llm(folder / "model", enable_lora=True, max_loras=2, max_lora_rank=16, max_cpu_loras=3) as made:
+        yield made
+
+
+def request(folder: Path, name: str) -> LoRARequest:
+    return LoRARequest(name, ["all", "attention", "patterns"].index(name) + 1, str(folder / name))
+
+
+def test_each_alone_answers_as_the_merged_model(llm: LLM, folder: Path, merged: dict[str, list[list[int]]]) -> None:
+    """Three through two places: one of them comes back from RAM. The same prompts never share a prefix."""
+    for name in ("all", "attention", "patterns", "all"):
+        assert tokens(llm, PROMPTS, request(folder, name)) == merged[name]
+    assert tokens(llm, PROMPTS) == merged["model"]
+
+
+def test_mixed_in_one_batch(llm: LLM, folder: Path, merged: dict[str, list[list[int]]]) -> None:
+    """Also more adapters than places: those wait."""
+    for names in (("all", None, "attention", "all"), ("patterns", "all", "attention", None)):
+        asked = [None if name is None else request(folder, name) for name in names]
+        wanted = [merged[name or "model"][place] for place, name in enumerate(names)]
+        assert tokens(llm, PROMPTS, asked) == wanted
+
+
+def test_rows_without_an_adapter_are_the_same_bits(llm: LLM, folder: Path) -> None:
+    params = GREEDY.replace(logprobs=5, prompt_logprobs=3)
+    prompts = [{"prompt_token_ids": [*prompt, 7]} for prompt in PROMPTS]
+
+    def told(lora: object) -> object:
+        llm.reset_prefix_cache()
+        found = llm.generate(prompts, params, use_tqdm=False, lora_request=lora)[0]
+        return found.outputs[0].logprobs, found.prompt_logprobs
+
+    alone = told(None)
+    assert told([None, request(folder, "all"), request(folder, "all"), request(folder, "attention")]) == alone
+
+
+def test_it_is_counted_in_the_plan(llm: LLM, folder: Path) -> None:
+    with make_llm(folder / "model") as plain:
+        assert plain.info.memory is not None
+        assert "adapters" not in {term.term for term in plain.info.memory.terms}
+    assert llm.info.memory is not None
+    (term,) = [term for term in llm.info.memory.terms if term.term == "adapters"]
+    # q, k, v, o, gate, up, down of three layers, float32, padded to rank 16; two places, one copy and one to exchange.
+    numbers = 3 * 16 * ((64 + 64) + 2 * (32 + 64) + (64 + 64) + 2 * (96 + 64) + (64 + 96))
+    assert term.planned_bytes == term.measured_bytes == 4 * numbers * 4
+
+
+def test_a_name_stands_for_one_adapter(llm: LLM, folder: Path, tmp_path: Path) -> None:
+    assert tokens(llm, PROMPTS[:1], request(folder, "all"))
+    for name, number, path in (("all", 2, "all"), ("other", 1, "all"), ("all", 1, "attention")):
+        with pytest.raises(AdapterError, match="not of one adapter"):
+            tokens(llm, PROMPTS[:1], LoRARequest(name, number, str(folder / path)))
+    shutil.copytree(folder / "all", tmp_path / "mine")
+    mine = LoRARequest("mine", 77, str(tmp_path / "mine"))
+    before = tokens(llm, PROMPTS[:1], mine)
+    (tmp_path / "mine" / "adapter_config.json").write_text(
+        (folder / "all" / "adapter_config.json").read_text().replace('"lora_alpha": 8', '"lora_alpha": 80')
+    )
+    with pytest.raises(AdapterError, match="are not those that were loaded"):
+        tokens(llm, PROMPTS[:1], mine)
+    assert before == tokens(llm, PROMPTS[:1], request(folder, "all"))
+
+
+def test_one_that_is_gone_ends_its_own_requests_alone(folder: Path, tmp_path: Path, merged: dict[str, object]) -> None:
+    """Found when its place is filled: the engine goes on."""
+    shutil.copytree(folder / "all", tmp_path / "gone")
+    with make_llm(folder / "model", enable_lora=True) as llm:
+        ref = llm._adapters.resolve(LoRARequest("gone", 1, str(tmp_path / "gone")))
+        (tmp_path / "gone" / "adapter_model.safetensors").unlink()
+        llm._adapters.resolve = lambda asked: ref  # type: ignore[method-assign,assignment]
+        with pytest.raises(AdapterError, match="adapter_model"):
+            tokens(llm, PROMPTS, [None, LoRARequest("gone", 1, "/x"), None, None])
+        assert tokens(llm, PROMPTS) == merged["model"]
+
+
+def test_what_is_not_enabled_or_does_not_go_together_is_refused(llm: LLM, folder: Path) -> None:
+    with make_llm(folder / "model") as plain, pytest.raises(UnsupportedOptionError, match="not enabled"):
+        tokens(plain, PROMPTS[:1], request(folder, "all"))
+    with pytest.raises(ConfigurationError, match="not enabled"):
+        make_llm(folder / "model", max_loras=2)
+    with pytest.raises(ConfigurationError, match="max_cpu_loras"):
+        make_llm(folder / "model", enable_lora=True, max_loras=2, max_cpu_loras=1)
+    with pytest.raises(ConfigurationError, match="float32"):
+        make_llm(folder / "model", enable_lora=True, lora_dtype="bfloat16")
+    small = make_llm(folder / "model", enable_lora=True, max_lora_rank=8)
+    with small, pytest.raises(AdapterError, match="rank of 16"):
+        tokens(small, PROMPTS[:1], request(folder, "patterns"))
