@@ -221,6 +221,9 @@ class FakeEngine:
         if self.max_queued_requests is not None:
             check_room(answers, self.unfinished, self.max_num_seqs, self.max_queued_requests)
 
+    async def reset_prefix_cache(self) -> None:
+        self._prefixes.clear()
+
     async def drain(self, timeout_s: float) -> None:
         self._draining = True
         async with self._changed:

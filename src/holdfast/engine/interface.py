@@ -78,6 +78,9 @@ class Engine(Protocol):
         """For a body of several prompts, before the first is opened: raises RequestError when so many answers
         (prompts times n) can never be held at once, OverloadedError when they cannot be now."""
 
+    async def reset_prefix_cache(self) -> None:
+        """Forgets what is cached of prompts; requests that run keep what they hold."""
+
     async def drain(self, timeout_s: float) -> None:
         """Takes nothing new, lets what runs finish for at most `timeout_s`, aborts the rest."""
 

@@ -115,6 +115,13 @@ class ServingMetrics:
         if generated:
             self.generation_tokens.inc(generated)
 
+    def count_embedding(self, prompt_tokens: int, latency_s: float) -> None:
+        """A prompt that became a vector; there is no token to wait for."""
+        self.count_tokens(prompt=prompt_tokens)
+        self.request_prompt_tokens.observe(prompt_tokens)
+        self.e2e.observe(latency_s)
+        self.success[FinishReason.STOP].inc()
+
     def render(self) -> bytes:
         return generate_latest(self.registry)
 

@@ -15,12 +15,15 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from holdfast.engine.interface import Engine
+from holdfast.errors import RequestError
 from holdfast.observability.logs import json_lines
 from holdfast.observability.metrics import CONTENT_TYPE, ServingMetrics
 from holdfast.records import EngineInfo
 from holdfast.server.access import Door, Tally
 from holdfast.server.answering import CompletionShape, chat_shape
 from holdfast.server.asking import read_chat, read_completion
+from holdfast.server.embeddings import Embeddings
+from holdfast.server.exchange import Exchange
 from holdfast.server.failures import (
     NOT_ALLOWED,
     NOT_FOUND,
@@ -34,6 +37,7 @@ from holdfast.server.generation import Generation
 from holdfast.server.memory import memory_endpoint
 from holdfast.server.room import Room
 from holdfast.server.settings import ServerSettings
+from holdfast.server.tokenize import Tokenizing
 
 
 def create_app(engine: Engine, settings: ServerSettings) -> Starlette:
@@ -47,15 +51,22 @@ def create_app(engine: Engine, settings: ServerSettings) -> Starlette:
     room = Room(most_waiting=settings.max_queued_requests)
     chat = Generation(read_chat, chat_shape, engine, settings, metrics, room)
     completion = Generation(read_completion, CompletionShape, engine, settings, metrics, room)
+    embeddings = Embeddings(engine, settings, metrics, room)
+    tokenizing = Tokenizing(engine, settings)
     plain = _Plain(engine, settings, metrics)
     routes = [
         Route("/v1/chat/completions", chat, methods=["POST"]),
         Route("/v1/completions", completion, methods=["POST"]),
+        Route("/v1/embeddings", Exchange(embeddings.answer, engine, settings), methods=["POST"]),
+        Route("/tokenize", Exchange(tokenizing.tokenize, engine, settings), methods=["POST"]),
+        Route("/detokenize", Exchange(tokenizing.detokenize, engine, settings), methods=["POST"]),
         Route("/v1/models", plain.models, methods=["GET"]),
         Route("/v1/models/{name:path}", plain.model, methods=["GET"]),
         Route("/health", plain.health, methods=["GET"]),
         Route("/ping", plain.health, methods=["GET", "POST"]),
         Route("/version", plain.version, methods=["GET"]),
+        Route("/load", plain.load, methods=["GET"]),
+        Route("/reset_prefix_cache", plain.reset_prefix_cache, methods=["POST"]),
         Route("/metrics", plain.metrics, methods=["GET"]),
         Route("/memory", memory_endpoint(engine, settings.retry_after_s), methods=["GET"]),
     ]
@@ -157,6 +168,19 @@ class _Plain:
 
     async def version(self, request: Request) -> Response:
         return json_response({"version": self._settings.version})
+
+    async def load(self, request: Request) -> Response:
+        return json_response({"server_load": self._engine.unfinished})
+
+    async def reset_prefix_cache(self, request: Request) -> Response:
+        """Cached prefixes are forgotten at once, also while requests run: those keep what they hold."""
+        for name in request.query_params:
+            if name not in ("reset_running_requests", "reset_external") or request.query_params[name] == "true":
+                raise RequestError(
+                    f"{name[:100]} is not supported here", fix=f"leave {name[:100]} out", field=name[:100]
+                )
+        await self._engine.reset_prefix_cache()
+        return json_response({"success": True})
 
     async def metrics(self, request: Request) -> Response:
         return Response(self._metrics.render(), media_type=CONTENT_TYPE)

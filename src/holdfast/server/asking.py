@@ -244,20 +244,15 @@ def split_prompts(
                            field=field)  # fmt: skip
     if isinstance(prompt[0], int):
         check_ids(len(prompt), context, field)
-        return None, [_of_kind(prompt, list[TokenId], field)]
+        return None, [convert(prompt, list[TokenId], field)]
     if len(prompt) > most:
         raise RequestError(f"{field}: {len(prompt)} prompts in one request; at most {most}", field=field)
     if isinstance(prompt[0], str):
-        return _of_kind(prompt, list[str], field), []
+        return convert(prompt, list[str], field), []
     for ids in prompt:
         if isinstance(ids, list):
             check_ids(len(ids), context, field)
-    return None, _of_kind(prompt, list[list[TokenId]], field)
-
-
-def _of_kind(value: Any, kind: Any, field: str) -> Any:
-    """msgspec names the place within a value; the field's own name goes before it."""
-    return convert({field: value}, msgspec.defstruct("Prompts", [(field, kind)]))
+    return None, convert(prompt, list[list[TokenId]], field)
 
 
 def served_model(model: str | None, settings: ServerSettings) -> str:

@@ -13,7 +13,6 @@ No field is silently ignored. A body's top-level fields are of four kinds:
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -105,14 +104,14 @@ def honoured_fields(kind: type[msgspec.Struct]) -> frozenset[str]:
     return frozenset(field.encode_name for field in msgspec.structs.fields(kind))
 
 
-def convert(body: dict[str, Any], kind: Callable[..., Any], where: str = "$") -> Any:
-    """To the typed body, or an error that names the field."""
+def convert(body: Any, kind: Any, where: str = "") -> Any:
+    """To the typed body, or an error that names the field; `where`: the one that `body` itself is."""
     try:
         return msgspec.convert(body, kind)
     except msgspec.ValidationError as error:
         text = str(error)
         what, _, path = text.partition(" - at `")
-        field = path.rstrip("`").removeprefix("$").removeprefix(".") or None
+        field = where + path.rstrip("`").removeprefix("$").removeprefix("." if not where else "") or None
         missing = _MISSING.fullmatch(what)
         if missing is not None:
             # The place is where the field is not; what a client looks for is the field.

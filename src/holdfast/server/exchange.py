@@ -1,0 +1,56 @@
+"""A body in, one JSON answer out: what endpoints share that do not generate. Knows nothing of what is asked."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Any
+
+import msgspec
+from starlette.types import Receive, Scope, Send
+
+from holdfast.engine.interface import Engine
+from holdfast.server.access import CLIENT_GONE, Record
+from holdfast.server.conversation import ClientGone
+from holdfast.server.generation import gathered, read_body, unless_gone
+from holdfast.server.settings import ServerSettings, body_limit
+
+Answering = Callable[[bytes, Record], Awaitable[Any]]
+"""From a body to what is encoded as JSON, or to pieces of bytes (`Pieces`)."""
+
+
+class Pieces(list[Iterable[bytes]]):
+    """JSON that is encoded while it is sent: one iterable of bytes."""
+
+
+class Exchange:
+    """An ASGI endpoint. A client that leaves cancels what is done for it."""
+
+    def __init__(self, answer: Answering, engine: Engine, settings: ServerSettings) -> None:
+        self._answer = answer
+        self._engine = engine
+        self._settings = settings
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        record: Record = scope["holdfast.record"]
+        try:
+            limit_bytes = body_limit(self._settings, self._engine.info.max_model_len)
+            body = await read_body(scope, receive, limit_bytes, self._settings.body_timeout_s)
+            await unless_gone(receive, self._serve(body, record, send))
+        except ClientGone:
+            record.status = CLIENT_GONE
+
+    async def _serve(self, body: bytes, record: Record, send: Send) -> None:
+        answer = await self._answer(body, record)
+        headers = [(b"content-type", b"application/json")]
+        if not isinstance(answer, Pieces):
+            content = msgspec.json.encode(answer)
+            headers.append((b"content-length", str(len(content)).encode()))
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+            await send({"type": "http.response.body", "body": content})
+            return
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        for piece in gathered(answer[0]):
+            await send({"type": "http.response.body", "body": piece, "more_body": True})
+            await asyncio.sleep(0)
+        await send({"type": "http.response.body", "body": b""})

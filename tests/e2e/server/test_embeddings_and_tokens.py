@@ -1,0 +1,156 @@
+"""/v1/embeddings, /tokenize, /detokenize, /load and /reset_prefix_cache over HTTP, in vLLM's and OpenAI's shapes."""
+
+from __future__ import annotations
+
+import base64
+import struct
+
+import openai
+import pytest
+
+from holdfast.engine.fake import FakeEngine
+
+MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hi"}]
+
+
+def error_of(response) -> dict:
+    assert response.status_code == 400, response.text
+    return response.json()["error"]
+
+
+@pytest.mark.parametrize(
+    ("given", "count", "tokens"),
+    [("abc", 1, 3), (["abc", "de"], 2, 5), ([97, 98], 1, 2), ([[97], [98, 99]], 2, 3)],
+)
+def test_every_way_to_write_an_input(http, given, count, tokens):
+    answer = http.post("/v1/embeddings", json={"input": given, "model": "alias", "user": "somebody"}).json()
+    assert (answer["object"], answer["model"]) == ("list", "alias")
+    assert [entry["index"] for entry in answer["data"]] == list(range(count))
+    assert {len(entry["embedding"]) for entry in answer["data"]} == {8}
+    assert answer["usage"]["prompt_tokens"] == answer["usage"]["total_tokens"] == tokens
+    assert answer["usage"]["completion_tokens"] == 0
+
+
+def test_base64_holds_the_same_numbers(http):
+    plain = http.post("/v1/embeddings", json={"input": "abc"}).json()["data"][0]["embedding"]
+    packed = http.post("/v1/embeddings", json={"input": "abc", "encoding_format": "base64"}).json()["data"][0]
+    assert list(struct.unpack("<8f", base64.b64decode(packed["embedding"]))) == pytest.approx(plain)
+
+
+def test_the_openai_client(server):
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        answer = client.embeddings.create(model="fake", input=["first", "second"])
+    assert [len(entry.embedding) for entry in answer.data] == [8, 8]
+    assert answer.data[0].embedding != answer.data[1].embedding
+    assert answer.usage.prompt_tokens == 11
+    line = server.wait_for_lines(1)[0]
+    assert (line["prompt_tokens"], line["completion_tokens"], line["status"]) == (11, 0, 200)
+    assert line["id"].startswith("embd-")
+
+
+def test_more_inputs_than_places_are_done_in_turns(launch):
+    server = launch(FakeEngine(max_num_seqs=2, max_queued_requests=1), max_queued_requests=1)
+    with server.client() as http:
+        answer = http.post("/v1/embeddings", json={"input": [f"text {place}" for place in range(50)]})
+        assert answer.status_code == 200
+        assert len(answer.json()["data"]) == 50
+    assert server.engine.unfinished == 0
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({}, "input"), ({"input": ""}, "input"), ({"input": []}, "input"), ({"input": [""]}, "input"),
+        ({"input": ["a", 1]}, "input[1]"), ({"input": [1, "a"]}, "input[1]"), ({"input": [-1]}, "input[0]"),
+        ({"input": [[1], [-1]]}, "input[1][0]"), ({"input": {"a": 1}}, "input"), ({"input": ["a"] * 2049}, "input"),
+        ({"input": "a", "dimensions": 4}, "dimensions"), ({"input": "a", "encoding_format": "hex"}, "encoding_format"),
+        ({"input": "a", "temperature": 1}, "temperature"), ({"input": "a", "priority": 3}, "priority"),
+        ({"input": "x" * 5000}, None), ({"input": [99999]}, "prompt"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_embedded(http, body, param):
+    error = error_of(http.post("/v1/embeddings", json=body))
+    assert param is None or error["param"] == param
+
+
+def test_a_client_that_leaves_frees_its_places(launch):
+    server = launch()
+    server.call(server.engine.pause)
+    with server.client() as http, pytest.raises(Exception, match="timed out"):
+        http.post("/v1/embeddings", json={"input": ["a", "b"]}, timeout=0.5)
+    server.until(lambda: len(server.engine.aborted) == 2)
+    assert server.wait_for_lines(1)[0]["status"] == 499
+
+
+def test_vectors_have_room_of_their_own(launch, monkeypatch):
+    monkeypatch.setattr("holdfast.server.embeddings.TOLD_ENTRIES", 2)
+    with launch().client() as http:
+        assert http.post("/v1/embeddings", json={"input": ["a"] * 10}).status_code == 200
+        error = error_of(http.post("/v1/embeddings", json={"input": ["a"] * 11}))
+        assert "at most 10" in error["holdfast"]["needed"]
+
+
+def test_tokens_there_and_back(http):
+    answer = http.post("/tokenize", json={"model": "fake", "prompt": "häh"}).json()
+    assert answer == {"count": 4, "max_model_len": 4096, "tokens": list("häh".encode()), "token_strs": None}
+    assert http.post("/detokenize", json={"model": "fake", "tokens": answer["tokens"]}).json() == {"prompt": "häh"}
+    shown = http.post("/tokenize", json={"prompt": "a<|end|>", "return_token_strs": True}).json()
+    assert shown["token_strs"] == ["<0x61>", "<|end|>"]
+
+
+def test_messages_become_the_prompt_of_the_chat(server):
+    with server.client() as http:
+        answer = http.post("/tokenize", json={"messages": MESSAGES}).json()
+        http.post("/v1/chat/completions", json={"messages": MESSAGES, "max_tokens": 1})
+        assert answer["tokens"] == server.engine.received[-1][0]
+        closed = http.post("/tokenize", json={"messages": MESSAGES, "add_generation_prompt": False}).json()
+        assert answer["count"] > closed["count"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/tokenize", {}, "prompt"), ("/tokenize", {"prompt": 5}, "prompt"), ("/tokenize", {"prompt": ["a"]}, "prompt"),
+        ("/tokenize", {"prompt": "a", "max_tokens": 4}, "max_tokens"),
+        ("/tokenize", {"prompt": "a", "return_token_strs": 1}, "return_token_strs"),
+        ("/tokenize", {"messages": []}, "messages"), ("/tokenize", {"messages": MESSAGES, "prompt": "a"}, "prompt"),
+        ("/tokenize", {"messages": MESSAGES, "temperature": 1}, "temperature"),
+        ("/tokenize", {"messages": MESSAGES, "chat_template": "x"}, "chat_template"),
+        ("/tokenize", {"prompt": "x" * 100_000}, "prompt"),
+        ("/detokenize", {}, "tokens"), ("/detokenize", {"tokens": "a"}, "tokens"),
+        ("/detokenize", {"tokens": [-1]}, "tokens[0]"), ("/detokenize", {"tokens": [10_000]}, "tokens"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_tokenized(http, path, body, param):
+    assert error_of(http.post(path, json=body))["param"] == param
+
+
+def test_unknown_models(http):
+    for path, body in (
+        ("/tokenize", {"prompt": "a"}), ("/detokenize", {"tokens": [1]}), ("/v1/embeddings", {"input": "a"}),
+    ):  # fmt: skip
+        response = http.post(path, json={**body, "model": "another"})
+        assert (response.status_code, response.json()["error"]["code"]) == (404, "model_not_found")
+
+
+def test_load_counts_open_requests(launch):
+    server = launch()
+    server.call(server.engine.pause)
+    with server.client() as http:
+        assert http.get("/load").json() == {"server_load": 0}
+        with http.stream("POST", "/v1/completions", json={"prompt": "abc", "stream": True}):
+            assert http.get("/load").json() == {"server_load": 1}
+            server.call(server.engine.resume)
+
+
+def test_the_prefix_cache_is_forgotten(launch):
+    with launch().client() as http:
+
+        def cached() -> int:
+            usage = http.post("/v1/completions", json={"prompt": "x" * 40, "max_tokens": 1}).json()["usage"]
+            return usage["prompt_tokens_details"]["cached_tokens"]
+
+        assert [cached(), cached()] == [0, 32]
+        assert http.post("/reset_prefix_cache").json() == {"success": True}
+        assert cached() == 0
+        assert error_of(http.post("/reset_prefix_cache?reset_external=true"))["param"] == "reset_external"
