@@ -1,12 +1,21 @@
-"""The built-in model against transformers in float32 on the same file: first tokens, logits, and whole answers."""
+"""The built-in model against transformers in float32 on the same file: first tokens, logits, and whole answers.
+
+Compiled products round activations to 16 bits. How far that may take log-probabilities is measured here too, by running
+transformers itself with activations rounded by the same rule: nothing in the engine may round more than that.
+"""
 
 from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
 
 import pytest
 import torch
 
 from holdfast import LLM, SamplingParams
 from holdfast.checkpoints import locate
+from holdfast.execution import native
+from holdfast.hardware import processor
 
 QUESTIONS = [
     "What is the capital of France?",
@@ -20,15 +29,26 @@ QUESTIONS = [
     "What do bees make?",
     "Finish the sentence: The quick brown fox",
 ]
+FEW = 4
+"""Of them, for what is computed beside: in float32, and with rounded activations."""
 TOKENS = 12
-TOLERANCE = 5e-3
-"""Of log-probabilities of the 20 likeliest, 30 layers deep. Products in float32 in another order: 2e-4 seen; with
-16-bit activations, as compiled products have them on Arm: 3.4e-3."""
+TOLERANCE = 3e-4
+"""Of log-probabilities of the 20 likeliest, 30 layers deep: the largest difference. Float32 sums in another order:
+6e-5 seen."""
+BEYOND_ROUNDING = 1.25
+"""What the root mean square of differences may be, over that of transformers with rounded activations: the same rule
+gives other errors from the second layer on, of the same size. 7.7e-4 and 7.8e-4 seen."""
+BLOCK, LARGEST = 32, 32600
+"""As native/digits.c rounds: 32 activations to whole numbers with one scale."""
 
 
-@pytest.fixture(scope="module")
-def llm():
-    with LLM(dtype="float32", kv_cache_memory_bytes="128MiB", max_model_len=1024, max_num_seqs=16) as made:
+@pytest.fixture(scope="module", params=["as chosen", "expanded to float32"])
+def llm(request: pytest.FixtureRequest) -> Iterator[LLM]:
+    expand = "always" if request.param == "expanded to float32" else "auto"
+    settings = {"dtype": "float32", "max_model_len": 1024, "max_num_seqs": 16, "expand_weights": expand}
+    with LLM(kv_cache_memory_bytes="128MiB", **settings) as made:
+        made.asked = QUESTIONS if expand == "auto" else QUESTIONS[:FEW]
+        made.rounds = expand == "auto" and native.available() and processor().fast_block_products
         yield made
 
 
@@ -40,27 +60,62 @@ def reference():
     return AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32).eval()
 
 
+@contextlib.contextmanager
+def rounded_activations(model: torch.nn.Module) -> Iterator[None]:
+    """What every product of the model is given, rounded as the compiled ones round it."""
+
+    def round_inputs(_: torch.nn.Module, inputs: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
+        (x,) = inputs
+        blocks = x.reshape(-1, BLOCK)
+        scale = blocks.abs().amax(1, keepdim=True) / LARGEST
+        return ((blocks / scale).round().mul(scale).reshape(x.shape),)
+
+    linears = [module for module in model.modules() if isinstance(module, torch.nn.Linear)]
+    hooks = [linear.register_forward_pre_hook(round_inputs) for linear in linears]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
 def test_the_capital_of_france(llm) -> None:
     (output,) = llm.chat([{"role": "user", "content": QUESTIONS[0]}], SamplingParams(temperature=0, max_tokens=32))
     assert output.outputs[0].text == "The capital of France is Paris."
     assert output.outputs[0].finish_reason == "stop"
 
 
-def test_ten_prompts_against_transformers(llm, reference) -> None:
+def test_answers_against_transformers(llm, reference) -> None:
     tokenizer = llm.get_tokenizer()
-    chats = [[{"role": "user", "content": question}] for question in QUESTIONS]
+    chats = [[{"role": "user", "content": question}] for question in llm.asked]
     prompts = [tokenizer.apply_chat_template(chat, tokenize=True, add_generation_prompt=True) for chat in chats]
     params = SamplingParams(temperature=0, max_tokens=TOKENS, logprobs=20, ignore_eos=True)
     outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params)
-    worst = 0.0
+    found, rounding = [], []
     for prompt, output in zip(prompts, outputs, strict=True):
         answer = output.outputs[0]
-        with torch.inference_mode():
-            logits = reference(torch.tensor([prompt + answer.token_ids])).logits[0]
-        expected = logits[len(prompt) - 1 : -1].log_softmax(-1)
+        expected = scores(reference, prompt, answer.token_ids)
         assert answer.token_ids == expected.argmax(-1).tolist(), output.prompt_token_ids
-        for position, entry in enumerate(answer.logprobs):
-            for token, found in entry.items():
-                worst = max(worst, abs(found.logprob - expected[position, token].item()))
-    print(f"largest difference of a log-probability over ten prompts: {worst:.2e}")
-    assert worst < TOLERANCE
+        places = [(place, token) for place, entry in enumerate(answer.logprobs) for token in entry]
+        told = torch.tensor([answer.logprobs[place][token].logprob for place, token in places])
+        at = torch.tensor(places).unbind(1)
+        found.append(told - expected[at])
+        if llm.rounds and len(rounding) < FEW:
+            with rounded_activations(reference):
+                rounding.append(scores(reference, prompt, answer.token_ids)[at] - expected[at])
+    away = torch.cat(found)
+    print(f"log-probabilities of {len(prompts)} answers: off by {away.abs().max():.2e} at most, {away.std():.2e} usually")
+    if not llm.rounds:
+        assert away.abs().max() < TOLERANCE
+        return
+    least = torch.cat(rounding)
+    print(f"rounded activations alone: {least.abs().max():.2e} and {least.std():.2e}")
+    assert away.square().mean().sqrt() < BEYOND_ROUNDING * least.square().mean().sqrt()
+    assert away.abs().max() < 2 * least.abs().max()
+
+
+def scores(model: torch.nn.Module, prompt: list[int], answer: list[int]) -> torch.Tensor:
+    """Log-probabilities of what may follow, at each place of the answer."""
+    with torch.inference_mode():
+        logits = model(torch.tensor([prompt + answer])).logits[0]
+    return logits[len(prompt) - 1 : -1].log_softmax(-1)
