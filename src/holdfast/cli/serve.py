@@ -19,6 +19,7 @@ from holdfast.engine.early import EarlyProcess
 from holdfast.errors import ConfigurationError
 
 if TYPE_CHECKING:
+    from holdfast.engine.lora import Adapters
     from holdfast.engine.startup import FoundModel
     from holdfast.server.settings import ServerSettings
 
@@ -99,9 +100,30 @@ def server_settings(engine_config: EngineConfig, server_config: ServerConfig, mo
         enable_auto_tool_choice=server_config.enable_auto_tool_choice,
         tool_call_parser=server_config.tool_call_parser,
         reasoning_parser=server_config.reasoning_parser,
+        adapters=_adapters(engine_config, server_config, model),
         access_log=None if server_config.disable_access_log else json_lines(sys.stderr),
         version=holdfast.__version__,
     )
+
+
+def _adapters(engine_config: EngineConfig, server_config: ServerConfig, model: FoundModel) -> Adapters | None:
+    """With those loaded that are named at start; what is wrong with one is said before the server is up."""
+    from holdfast.engine.lora import Adapters, load_modules
+
+    if not engine_config.enable_lora:
+        for name in ("lora_modules", "lora_folders"):
+            if getattr(server_config, name):
+                raise ConfigurationError(
+                    f"{flag_name(name)} is of LoRA adapters, and they are not enabled", fix="--enable-lora", field=name
+                )
+        return None
+    folders = [Path(folder) for folder in server_config.lora_folders]
+    missing = next((folder for folder in folders if not folder.is_dir()), None)
+    if missing is not None:
+        raise ConfigurationError(f"--lora-folders: there is no folder {missing}", field="lora_folders")
+    adapters = Adapters(model.spec, model.files.name, engine_config, folders)
+    load_modules(adapters, server_config.lora_modules, server_config.served_model_name or (model.files.name,))
+    return adapters
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -71,6 +71,14 @@ class ServerConfig:
     served_model_name: tuple[str, ...] = setting(
         (), "name or names that requests call the model by; left out: as it was named to us", texts, metavar="NAME"
     )
+    lora_modules: tuple[str, ...] = setting(
+        (), 'LoRA adapters: NAME=FOLDER, or JSON with name, path and base_model_name; needs --enable-lora', texts,
+        metavar="NAME=FOLDER",
+    )  # fmt: skip
+    lora_folders: tuple[str, ...] = setting(
+        (), "folders below which /v1/load_lora_adapter may load adapters; left out: only those of --lora-modules",
+        texts, metavar="FOLDER",
+    )  # fmt: skip
     trust_request_chat_template: bool = setting(
         False, "let a request bring its own chat_template; a template is a program, run in a sandbox", flag
     )

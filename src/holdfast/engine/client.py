@@ -35,7 +35,7 @@ from holdfast.errors import DrainingError, EngineDiedError, EngineError, Holdfas
 from holdfast.hardware import resident
 from holdfast.observability.ledger import Ledger, ProcessMemory, make_ledger
 from holdfast.planner import Plan
-from holdfast.records import AnswerDelta, EngineInfo, EngineOutput, EngineStats, Failure, SamplingParams
+from holdfast.records import AdapterRef, AnswerDelta, EngineInfo, EngineOutput, EngineStats, Failure, SamplingParams
 from holdfast.text import Tokenizer
 
 log = logging.getLogger("holdfast")
@@ -162,12 +162,13 @@ class ProcessEngine:
         request_id: str,
         priority: int = 0,
         cache_salt: str = "",
+        adapter: AdapterRef | None = None,
         embed: bool = False,
     ) -> AsyncIterator[AnswerDelta]:
         self._refuse_if_closed(request_id)
         assert self._door is not None
         requests = self._door.admit(
-            prompt_token_ids, params, request_id=request_id, priority=priority, cache_salt=cache_salt
+            prompt_token_ids, params, request_id=request_id, priority=priority, cache_salt=cache_salt, adapter=adapter
         )
         if embed:
             requests = embedding_requests(requests)

@@ -30,6 +30,7 @@ from holdfast.errors import (
 from holdfast.hardware import Resident, resident
 from holdfast.observability.ledger import Ledger, ProcessMemory, make_ledger
 from holdfast.records import (
+    AdapterRef,
     AnswerDelta,
     EngineInfo,
     EngineStats,
@@ -208,6 +209,7 @@ class FakeEngine:
         request_id: str,
         priority: int = 0,
         cache_salt: str = "",
+        adapter: AdapterRef | None = None,
         embed: bool = False,
     ) -> AsyncIterator[AnswerDelta]:
         self._check(prompt_token_ids, params)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable
 from typing import TYPE_CHECKING, Protocol
 
-from holdfast.records import AnswerDelta, EngineInfo, EngineStats, Failure, SamplingParams
+from holdfast.records import AdapterRef, AnswerDelta, EngineInfo, EngineStats, Failure, SamplingParams
 
 if TYPE_CHECKING:
     from holdfast.observability.ledger import Ledger
@@ -65,6 +65,7 @@ class Engine(Protocol):
         request_id: str,
         priority: int = 0,
         cache_salt: str = "",
+        adapter: AdapterRef | None = None,
         embed: bool = False,
     ) -> AsyncIterator[AnswerDelta]:
         """Checks the request and queues it, or raises a RequestError, OverloadedError, DrainingError or EngineError.

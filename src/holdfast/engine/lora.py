@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import logging
 import re
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+import msgspec
 
 from holdfast.checkpoints.adapters import Adapter, changed, find_folder, read_adapter, stamp
 from holdfast.config import EngineConfig
@@ -39,6 +42,8 @@ class Loaded:
     """What it says it was trained on."""
     parent: str | None
     """The name of the model that it was loaded for, where somebody said so."""
+    loaded_s: int
+    """Since 1970."""
 
 
 class Adapters:
@@ -88,7 +93,7 @@ class Adapters:
                                field="lora_name")  # fmt: skip
         self._last_number += 1
         ref, adapter = self._look(name, path, self._last_number, None if anywhere else self._allowed)
-        self._by_name[name] = Loaded(ref, adapter.base, parent)
+        self._by_name[name] = Loaded(ref, adapter.base, parent, int(time.time()))
         return ref
 
     def unload(self, name: str) -> AdapterRef:
@@ -104,7 +109,7 @@ class Adapters:
         known = next((one.ref for one in self._by_name.values() if one.ref.number == request.lora_int_id), None)
         if known is None and request.lora_name not in self._by_name:
             ref, adapter = self._look(request.lora_name, request.lora_path, request.lora_int_id, None)
-            self._by_name[request.lora_name] = Loaded(ref, adapter.base, None)
+            self._by_name[request.lora_name] = Loaded(ref, adapter.base, None, int(time.time()))
             return ref
         if known is None or known.name != request.lora_name or Path(request.lora_path).resolve() != Path(known.path):
             raise AdapterError(
@@ -167,3 +172,58 @@ def check_lora_dtype(config: EngineConfig, dtype: str) -> None:
             f"adapters are kept in what is computed in, which is {dtype}", needed=f"lora_dtype {dtype}, or auto",
             found=config.lora_dtype, fix="leave --lora-dtype out", field="lora_dtype",
         )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class LoraModule:
+    """As --lora-modules names one."""
+
+    name: str
+    path: str
+    base_model_name: str | None = None
+
+
+def read_module(written: str) -> LoraModule:
+    """`name=path`, or vLLM's JSON with name, path and base_model_name."""
+    if not written.lstrip().startswith("{"):
+        name, equals, path = written.partition("=")
+        if not equals or not name or not path:
+            raise _wrong_module(written)
+        return LoraModule(name, path)
+    try:
+        found = msgspec.json.decode(written)
+    except msgspec.DecodeError as error:
+        raise _wrong_module(written) from error
+    fields = {"name", "path", "base_model_name"}
+    if not isinstance(found, dict) or not {"name", "path"} <= found.keys() <= fields:
+        raise _wrong_module(written)
+    if not all(isinstance(value, str) for value in found.values() if value is not None):
+        raise _wrong_module(written)
+    return LoraModule(**found)
+
+
+def _wrong_module(written: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"--lora-modules: {shorten(written)!r} will not do", needed='NAME=FOLDER, or {"name": ..., "path": ...}',
+        found=shorten(written), fix="--lora-modules sql=./adapters/sql", field="lora_modules",
+    )  # fmt: skip
+
+
+def load_modules(adapters: Adapters, written: Sequence[str], names: Sequence[str]) -> None:
+    """Those that are named at start; `names`: what the model itself is called."""
+    for module in map(read_module, written):
+        if module.name in names:
+            raise ConfigurationError(f"--lora-modules: {module.name!r} is the model itself", field="lora_modules")
+        if module.base_model_name not in (None, *names):
+            raise ConfigurationError(
+                f"--lora-modules: {module.name} is for {module.base_model_name}, which is not served",
+                needed=", ".join(names), found=module.base_model_name, field="lora_modules",
+            )  # fmt: skip
+        try:
+            adapters.load(module.name, module.path, anywhere=True, parent=module.base_model_name)
+        except AdapterError as error:
+            raise ConfigurationError(
+                f"--lora-modules: {error.message}", code=error.code, needed=error.needed, found=error.found,
+                fix=error.fix, field="lora_modules",
+            ) from error  # fmt: skip
+        adapters.allow(module.path)

@@ -364,6 +364,7 @@ def _info(
         attention_backend=f"{runner.attention_backend} ({_why(plan)})",
         max_concurrency=_concurrency(plan),
         hidden_size=model.spec.hidden_size,
+        max_loras=config.lora_places,
         kv_groups=len(plan.layout.groups),
         decisions=[decision.line() for decision in plan.decisions],
         memory=report,

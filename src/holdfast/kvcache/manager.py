@@ -144,10 +144,10 @@ class KVCache:
 
     # --- changes ---
 
-    def open(self, salt: str = "") -> Book:
-        """A book with empty tables; kept until `close`."""
+    def open(self, salt: str = "", adapter: str = "") -> Book:
+        """A book with empty tables; kept until `close`. Prefixes are shared with the same salt and LoRA adapter."""
         groups = len(self.layout.groups)
-        book = Book(root_hash(salt), [[] for _ in range(groups)], [0] * groups)
+        book = Book(root_hash(salt, adapter), [[] for _ in range(groups)], [0] * groups)
         self._books.add(book)
         return book
 

@@ -14,9 +14,14 @@ from hashlib import blake2b
 HASH_BYTES = 16
 
 
-def root_hash(salt: str) -> bytes:
-    """Parent of the first block of everyone with this salt."""
-    return blake2b(salt.encode("utf-8", "surrogatepass"), digest_size=HASH_BYTES, person=b"holdfast-kv-root").digest()
+def root_hash(salt: str, adapter: str = "") -> bytes:
+    """Parent of the first block of everyone with this salt and this LoRA adapter. Whatever a client sends as a salt, it
+    is never that of an adapter."""
+    salted = blake2b(salt.encode("utf-8", "surrogatepass"), digest_size=HASH_BYTES, person=b"holdfast-kv-root").digest()
+    if not adapter:
+        return salted
+    named = salted + adapter.encode("utf-8", "surrogatepass")
+    return blake2b(named, digest_size=HASH_BYTES, person=b"holdfast-kv-lora").digest()
 
 
 def chain_hash(parent: bytes, tokens: Sequence[int]) -> bytes:

@@ -207,6 +207,8 @@ class _EngineCollector(Collector):
         info = self._info()
         if info is not None:
             yield self._cache_config(info)
+            if info.max_loras:
+                yield _lora_info(info, stats)
 
     def _gauge(self, name: str, help_text: str, value: float) -> Metric:
         family = GaugeMetricFamily(f"vllm:{name}", help_text, labels=["model_name"])
@@ -230,6 +232,18 @@ class _EngineCollector(Collector):
             },
         )
         return family
+
+
+def _lora_info(info: EngineInfo, stats: EngineStats) -> Metric:
+    """As vLLM has it: names in labels, and the time as its value."""
+    family = GaugeMetricFamily(
+        "vllm:lora_requests_info",
+        "LoRA adapters that requests run and wait with; the value is when that was so.",
+        labels=["max_lora", "waiting_lora_adapters", "running_lora_adapters"],
+    )
+    names = [",".join(stats.waiting_adapters), ",".join(stats.running_adapters)]
+    family.add_metric([str(info.max_loras), *names], time.time())
+    return family
 
 
 class _MemoryCollector(Collector):

@@ -37,8 +37,3 @@ class AdapterRef(msgspec.Struct, frozen=True, array_like=True):
     @property
     def salt(self) -> str:
         return f"{self.number}\0{self.path}\0{self.stamp}"
-
-
-def salted(cache_salt: str, adapter: AdapterRef | None) -> str:
-    """Keys and values of one adapter are no other's, nor the model's own."""
-    return cache_salt if adapter is None else f"{cache_salt}\0{adapter.salt}"

@@ -154,6 +154,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Numbers in an embedding."""
     max_concurrency: float = 0.0
     """Requests of max_model_len tokens that the pool holds at once."""
+    max_loras: int = 0
+    """LoRA adapters in one step; 0: they are not enabled."""
     kv_groups: int = 1
     """Each keeps a page of its own for the same tokens."""
     decisions: list[str] = []

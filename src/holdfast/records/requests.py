@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from holdfast.records.lora import AdapterRef, salted
+from holdfast.records.lora import AdapterRef
 from holdfast.records.sampling import SamplingParams
 
 
@@ -35,9 +35,9 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The LoRA adapter it is computed with."""
 
     @property
-    def prefix_salt(self) -> str:
-        """What cached prefixes are told apart by: tenants, and adapters."""
-        return salted(self.cache_salt, self.adapter)
+    def adapter_salt(self) -> str:
+        """Keys and values of one adapter are no other's, nor the model's own."""
+        return "" if self.adapter is None else self.adapter.salt
 
     @property
     def max_tokens(self) -> int:

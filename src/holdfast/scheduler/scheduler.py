@@ -103,7 +103,7 @@ class Scheduler:
         self._added_total += 1
         sequence = Sequence(
             request=request,
-            book=self.kv.open(request.prefix_salt),
+            book=self.kv.open(request.cache_salt, request.adapter_salt),
             order=(priority, request.arrival_s, self._added_total),
             longest=min(len(request.prompt_token_ids) + request.max_tokens, self.limits.max_model_len),
         )

@@ -34,6 +34,7 @@ from holdfast.server.failures import (
     json_response,
 )
 from holdfast.server.generation import Generation
+from holdfast.server.lora import LoraEndpoints
 from holdfast.server.memory import memory_endpoint
 from holdfast.server.room import Room
 from holdfast.server.settings import ServerSettings
@@ -53,7 +54,8 @@ def create_app(engine: Engine, settings: ServerSettings) -> Starlette:
     completion = Generation(read_completion, CompletionShape, engine, settings, metrics, room)
     embeddings = Embeddings(engine, settings, metrics, room)
     tokenizing = Tokenizing(engine, settings)
-    plain = _Plain(engine, settings, metrics)
+    lora = None if settings.adapters is None else LoraEndpoints(settings.adapters, settings)
+    plain = _Plain(engine, settings, metrics, lora)
     routes = [
         Route("/v1/chat/completions", chat, methods=["POST"]),
         Route("/v1/completions", completion, methods=["POST"]),
@@ -70,6 +72,8 @@ def create_app(engine: Engine, settings: ServerSettings) -> Starlette:
         Route("/metrics", plain.metrics, methods=["GET"]),
         Route("/memory", memory_endpoint(engine, settings.retry_after_s), methods=["GET"]),
     ]
+
+    routes += [] if lora is None else lora.routes
 
     async def refuse(request: Request, error: Exception) -> Response:
         failure = _as_failure(error)
@@ -117,7 +121,10 @@ def _as_failure(error: Exception) -> Exception:
 class _Plain:
     """The endpoints that answer at once."""
 
-    def __init__(self, engine: Engine, settings: ServerSettings, metrics: ServingMetrics) -> None:
+    def __init__(
+        self, engine: Engine, settings: ServerSettings, metrics: ServingMetrics, lora: LoraEndpoints | None
+    ) -> None:
+        self._lora = lora
         self._engine = engine
         self._settings = settings
         self._metrics = metrics
@@ -139,13 +146,12 @@ class _Plain:
         return json_response(body, UNAVAILABLE, {"Retry-After": str(self._settings.retry_after_s)})
 
     async def models(self, request: Request) -> Response:
-        return json_response(
-            {"object": "list", "data": [self._card(name) for name in self._settings.served_model_names]}
-        )
+        return json_response({"object": "list", "data": list(self._cards().values())})
 
     async def model(self, request: Request) -> Response:
         name = request.path_params["name"]
-        if name not in self._settings.served_model_names:
+        card = self._cards().get(name)
+        if card is None:
             failure = HttpFailure(
                 NOT_FOUND,
                 f"the model {name[:200]!r} is not served here",
@@ -153,7 +159,13 @@ class _Plain:
                 code="model_not_found",
             )
             return failure_response(failure, self._settings.retry_after_s)
-        return json_response(self._card(name))
+        return json_response(card)
+
+    def _cards(self) -> dict[str, dict[str, Any]]:
+        """The model under each of its names, then adapters."""
+        found = [self._card(name) for name in self._settings.served_model_names]
+        found += [] if self._lora is None else self._lora.cards(found[0])
+        return {card["id"]: card for card in found}
 
     def _card(self, name: str) -> dict[str, Any]:
         return {

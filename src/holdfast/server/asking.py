@@ -17,7 +17,7 @@ import msgspec
 
 from holdfast.engine.interface import Engine
 from holdfast.errors import RequestError, UnknownModelError
-from holdfast.records import SamplingParams
+from holdfast.records import AdapterRef, SamplingParams
 from holdfast.records.sampling import MAX_LOGPROBS
 from holdfast.server.fields import check_fields, convert, honoured_fields, unsupported
 from holdfast.server.messages import read_messages
@@ -82,6 +82,8 @@ class Ask:
     continuous_usage: bool
     priority: int
     cache_salt: str
+    adapter: AdapterRef | None = None
+    """The LoRA adapter that the request named in the model's place."""
     reading: Reading | None
     """How an answer's text is to be read; None: it is content and nothing else."""
 
@@ -256,7 +258,7 @@ def split_prompts(
 
 
 def served_model(model: str | None, settings: ServerSettings) -> str:
-    if model is not None and model not in settings.served_model_names:
+    if model is not None and model not in settings.served_model_names and settings.adapter(model) is None:
         raise UnknownModelError(
             f"the model {shorten(model)!r} is not served here",
             found=shorten(", ".join(settings.served_model_names)),
@@ -353,5 +355,6 @@ def _ask(
         continuous_usage=usage and options is not None and bool(options.continuous_usage_stats),
         priority=body.priority,
         cache_salt=body.cache_salt,
+        adapter=settings.adapter(model),
         reading=reading,
     )

@@ -77,6 +77,7 @@ class Conversation:
                 request_id=f"{ask.engine_id}-{position}" if many else ask.engine_id,
                 priority=ask.priority,
                 cache_salt=ask.cache_salt,
+                adapter=ask.adapter,
             )
             self._streams.append(stream)
             self._meters.append(

@@ -118,8 +118,9 @@ class Embeddings:
     async def _embed(self, prompt: list[int], body: EmbeddingBody, name: str) -> _Embedded:
         began_s = time.monotonic()
         stream = await self._engine.generate(
-            prompt, PARAMS, request_id=name, priority=body.priority, cache_salt=body.cache_salt, embed=True
-        )
+            prompt, PARAMS, request_id=name, priority=body.priority, cache_salt=body.cache_salt,
+            adapter=self._settings.adapter(body.model or ""), embed=True,
+        )  # fmt: skip
         try:
             delta = cast(AnswerDelta, await anext(stream))
         finally:

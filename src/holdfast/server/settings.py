@@ -7,6 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from holdfast.engine.lora import Adapters
+from holdfast.records import AdapterRef
+
 AccessLog = Callable[[dict[str, Any]], None]
 """Called once a request, with what `server.access` says belongs in the line."""
 
@@ -41,6 +44,8 @@ class ServerSettings:
     version: str = "0"
     default_sampling: Mapping[str, Any] = field(default_factory=dict)
     """SamplingParams of the model's own generation config, for what a request leaves out."""
+    adapters: Adapters | None = None
+    """LoRA adapters that requests may name beside the model; None: there are none."""
     trust_request_chat_template: bool = False
     """Whether a request may bring its own chat_template: a template is a program."""
     enable_auto_tool_choice: bool = True
@@ -49,6 +54,10 @@ class ServerSettings:
     """A name in `text.tools.dialects.DIALECTS`; None: as the chat template says."""
     reasoning_parser: str | None = None
     """A name in `text.reasoning.FAMILIES`, or "none"; None: as the chat template says."""
+
+    def adapter(self, model: str) -> AdapterRef | None:
+        """The one of this name; None: it is the model itself, or nothing here."""
+        return None if self.adapters is None or model in self.served_model_names else self.adapters.named(model)
 
 
 BYTES_PER_TOKEN = 128

@@ -1,0 +1,97 @@
+"""LoRA adapters over HTTP: loaded and unloaded at runtime, listed beside the model, under vLLM's paths and names.
+
+Only folders that were allowed when the server started are looked into, and no answer tells where files lie.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+from starlette.routing import Route
+
+from holdfast.engine.lora import Adapters
+from holdfast.errors import AdapterError, UnknownModelError
+from holdfast.server.asking import decode_object
+from holdfast.server.fields import check_fields, convert, honoured_fields, unsupported
+from holdfast.server.generation import read_body
+from holdfast.server.settings import ServerSettings
+from holdfast.units import shorten
+
+log = logging.getLogger("holdfast.server")
+
+MAX_BODY_BYTES = 64 << 10
+"""A name and a path."""
+
+
+class LoadBody(msgspec.Struct, kw_only=True):
+    lora_name: str
+    lora_path: str
+    load_inplace: bool = False
+    is_3d_lora_weight: bool = False
+
+
+class UnloadBody(msgspec.Struct, kw_only=True):
+    lora_name: str
+    lora_int_id: int | None = None
+
+
+_LOAD_FIELDS, _UNLOAD_FIELDS = honoured_fields(LoadBody), honoured_fields(UnloadBody)
+
+
+class LoraEndpoints:
+    def __init__(self, adapters: Adapters, settings: ServerSettings) -> None:
+        self._adapters, self._settings = adapters, settings
+        self._turn = asyncio.Lock()
+
+    @property
+    def routes(self) -> list[Route]:
+        return [
+            Route("/v1/load_lora_adapter", self.load, methods=["POST"]),
+            Route("/v1/unload_lora_adapter", self.unload, methods=["POST"]),
+        ]
+
+    async def load(self, request: Request) -> Response:
+        body: LoadBody = convert(check_fields(await self._body(request), _LOAD_FIELDS), LoadBody)
+        if body.is_3d_lora_weight:
+            raise unsupported("is_3d_lora_weight", "experts have no adapters here")
+        if body.lora_name in self._settings.served_model_names:
+            raise AdapterError(f"{shorten(body.lora_name)!r} is the model itself", field="lora_name")
+        async with self._turn:  # One at a time: of two with one name the second is refused.
+            await asyncio.to_thread(self._adapters.load, body.lora_name, body.lora_path, in_place=body.load_inplace)
+        log.info("adapter %s was loaded", shorten(body.lora_name))
+        return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
+
+    async def unload(self, request: Request) -> Response:
+        body: UnloadBody = convert(check_fields(await self._body(request), _UNLOAD_FIELDS), UnloadBody)
+        async with self._turn:
+            known = self._adapters.named(body.lora_name)
+            if known is None or body.lora_int_id not in (None, known.number):
+                raise UnknownModelError(
+                    f"no adapter {shorten(body.lora_name)!r} is loaded", fix="GET /v1/models lists them",
+                    field="lora_name",
+                )  # fmt: skip
+            self._adapters.unload(body.lora_name)
+        log.info("adapter %s was unloaded", shorten(body.lora_name))
+        return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
+
+    def cards(self, base: dict[str, Any]) -> list[dict[str, Any]]:
+        """As /v1/models lists them; `base`: the model's own card."""
+        return [
+            {
+                **base,
+                "id": one.ref.name,
+                "created": one.loaded_s,
+                "root": one.ref.name,
+                "parent": one.parent or base["id"],
+            }
+            for one in self._adapters.listed
+        ]
+
+    async def _body(self, request: Request) -> dict[str, Any]:
+        raw = await read_body(request.scope, request.receive, MAX_BODY_BYTES, self._settings.body_timeout_s)
+        return decode_object(raw)

@@ -1,0 +1,263 @@
+"""What is taken for an adapter of a model and what is refused, by name: other models, other methods, other places."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+from safetensors.numpy import save_file
+
+from holdfast.config import EngineConfig
+from holdfast.engine.lora import Adapters, load_modules, read_module, trained_on_another
+from holdfast.errors import AdapterError, ConfigurationError, UnsupportedOptionError
+from holdfast.models import ModelSpec, from_config
+from holdfast.records import LoRARequest
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 300, "hidden_size": 64,
+    "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "max_position_embeddings": 512, "rms_norm_eps": 1e-5, "tie_word_embeddings": False, "hidden_act": "silu",
+}  # fmt: skip
+Q = "base_model.model.model.layers.0.self_attn.q_proj"
+PLAIN: dict[str, Any] = {
+    "peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"], "bias": "none",
+    "base_model_name_or_path": "maker/llama-tiny",
+}  # fmt: skip
+Save = Callable[..., Path]
+
+
+def factors(module: str = Q, rows: int = 64, columns: int = 64, rank: int = 4) -> dict[str, Any]:
+    return {
+        f"{module}.lora_A.weight": numpy.ones((rank, columns), numpy.float32),
+        f"{module}.lora_B.weight": numpy.ones((rows, rank), numpy.float32),
+    }
+
+
+@pytest.fixture(scope="module")
+def spec() -> ModelSpec:
+    return from_config(CONFIG)
+
+
+@pytest.fixture
+def save(tmp_path: Path) -> Save:
+    def write(name: str = "allowed/good", tensors: Mapping[str, Any] | None = None, **config: Any) -> Path:
+        folder = tmp_path / name
+        folder.mkdir(parents=True)
+        save_file(dict(factors() if tensors is None else tensors), folder / "adapter_model.safetensors")
+        (folder / "adapter_config.json").write_text(json.dumps(PLAIN | config))
+        return folder
+
+    return write
+
+
+@pytest.fixture
+def adapters(spec: ModelSpec, tmp_path: Path) -> Adapters:
+    (tmp_path / "allowed").mkdir(exist_ok=True)
+    config = EngineConfig(enable_lora=True, max_lora_rank=8)
+    return Adapters(spec, "llama-tiny", config, [tmp_path / "allowed"])
+
+
+def refused(adapters: Adapters, path: str | Path, *, code: str) -> AdapterError:
+    with pytest.raises(AdapterError) as caught:
+        adapters.load("mine", str(path))
+    assert caught.value.code == code, str(caught.value)
+    assert adapters.named("mine") is None
+    return caught.value
+
+
+def test_one_is_known_by_name_until_it_is_unloaded(adapters: Adapters, save: Save) -> None:
+    folder = save()
+    ref = adapters.load("mine", str(folder))
+    assert adapters.named("mine") == ref
+    with pytest.raises(AdapterError, match="loaded already"):
+        adapters.load("mine", str(folder))
+    again = adapters.load("mine", str(folder), in_place=True)
+    assert again.number > ref.number  # Nothing cached of the first is taken for the second's.
+    assert adapters.unload("mine") == again
+    assert adapters.named("mine") is None
+    with pytest.raises(AdapterError, match="no adapter"):
+        adapters.unload("mine")
+
+
+def test_only_folders_allowed_at_start(adapters: Adapters, save: Save, tmp_path: Path) -> None:
+    good, outside = save(), save("outside/secret")
+    adapters.load("good", str(good / ".." / "good"))  # It leads nowhere else.
+    (tmp_path / "allowed" / "link").symlink_to(outside)
+    (tmp_path / "allowed-too").mkdir()
+    shutil.copytree(outside, tmp_path / "allowed-too" / "good")
+    loop = tmp_path / "allowed" / "loop"
+    loop.symlink_to(loop)
+    for path in (
+        outside, good / ".." / ".." / "outside" / "secret", tmp_path / "allowed" / "link",
+        tmp_path / "allowed-too" / "good",
+        "/etc", "/no/such/folder", "outside/secret", "", "\0", "a" * 100_000, loop, "/proc/self/cwd", "~root",
+    ):  # fmt: skip
+        error = refused(adapters, path, code="HF371")
+        assert str(tmp_path) not in str(error)  # Nor whether there is something.
+
+
+def test_a_file_that_leads_outside_is_not_followed(adapters: Adapters, save: Save, tmp_path: Path) -> None:
+    outside = save("outside/secret")
+    for file in ("adapter_config.json", "adapter_model.safetensors"):
+        folder = save(f"allowed/{file}")
+        (folder / file).unlink()
+        (folder / file).symlink_to(outside / file)
+        refused(adapters, folder, code="HF371")
+        (folder / file).unlink()
+        (folder / file).symlink_to(tmp_path / "allowed" / "good" / file)  # As the hub's cache keeps them.
+    os.mkfifo(save("allowed/pipe") / "x")
+    shutil.rmtree(tmp_path / "allowed" / "pipe")
+    folder = save("allowed/pipe")
+    (folder / "adapter_model.safetensors").unlink()
+    os.mkfifo(folder / "adapter_model.safetensors")
+    refused(adapters, folder, code="HF373")  # It is not waited for.
+
+
+@pytest.mark.parametrize(
+    ("tensors", "said"),
+    [
+        (factors("base_model.model.transformer.h.0.attn.c_attn"), "transformer.h.0.attn.c_attn"),
+        (factors("base_model.model.model.layers.2.self_attn.q_proj"), "layers.2"),
+        (factors(columns=128), "A [4, 128]"),
+        (factors(rows=32), "B [32, 4]"),
+        ({**factors(), "base_model.model.lm_head.weight": numpy.ones((320, 64), numpy.float32)}, "320"),
+        ({**factors(), "base_model.model.model.embed_tokens.weight": numpy.ones((304, 64), numpy.float32)}, "304"),
+    ],
+)
+def test_one_for_another_model_names_both(adapters: Adapters, save: Save, tensors: Any, said: str) -> None:
+    error = refused(adapters, save(tensors=tensors), code="HF372")
+    assert "maker/llama-tiny" in error.message
+    assert "llama-tiny" in (error.needed or "")
+    assert said in error.message
+
+
+def test_a_larger_vocabulary_beside_it(adapters: Adapters, save: Save) -> None:
+    folder = save()
+    (folder / "added_tokens.json").write_text('{"<new>": 300}')
+    assert "300" in refused(adapters, folder, code="HF372").message
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"use_dora": True}, "DoRA"),
+        ({"bias": "lora_only"}, "bias"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+        ({"peft_type": "IA3"}, "peft_type"),
+        ({"peft_type": None}, "peft_type"),
+        ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights"),
+        ({"target_parameters": ["mlp.experts.gate_up_proj"]}, "target_parameters"),
+        ({"layer_replication": [[0, 1]]}, "layer_replication"),
+        ({"lora_bias": True}, "lora_bias"),
+        ({"r": 0}, "r of"),
+        ({"lora_alpha": "NaN"}, "lora_alpha"),
+        ({"lora_alpha": float("nan")}, "lora_alpha"),
+        ({"use_rslora": 1}, "use_rslora"),
+        ({"target_modules": ["k_proj"]}, "target_modules"),
+        ({"alpha_pattern": {"(a+)+$": 3}}, "alpha_pattern"),
+    ],
+)
+def test_what_is_not_there_is_refused_by_name(adapters: Adapters, save: Save, config: Any, said: str) -> None:
+    assert said in refused(adapters, save(**config), code="HF373").message
+
+
+def test_patterns_are_never_run(adapters: Adapters, save: Save) -> None:
+    """A pattern of a stranger can take for ever."""
+    adapters.load("mine", str(save(target_modules=r"(((a+)+)+)+$")))
+
+
+@pytest.mark.parametrize(
+    "tensors",
+    [
+        {},
+        {f"{Q}.lora_A.weight": numpy.ones((4, 64), numpy.float32)},
+        {**factors(), f"{Q}.lora_magnitude_vector": numpy.ones(64, numpy.float32)},
+        {**factors(), "base_model.model.lm_head.lora_A.weight": numpy.ones((4, 64), numpy.float32)},
+        {**factors(), "base_model.model.model.embed_tokens.lora_embedding_A": numpy.ones((4, 300), numpy.float32)},
+        {f"{Q}.lora_A.weight": numpy.ones((4, 64), numpy.int64), f"{Q}.lora_B.weight": numpy.ones((64, 4))},
+    ],
+)
+def test_tensors_that_cannot_be_used(adapters: Adapters, save: Save, tensors: Any) -> None:
+    refused(adapters, save(tensors=tensors), code="HF373")
+
+
+def test_torn_and_pickled_files(adapters: Adapters, save: Save) -> None:
+    folder = save()
+    whole = (folder / "adapter_model.safetensors").read_bytes()
+    for cut in (b"", whole[:7], whole[:40], whole[:-1], b"\xff" * 64):
+        (folder / "adapter_model.safetensors").write_bytes(cut)
+        refused(adapters, folder, code="HF373")
+    (folder / "adapter_model.safetensors").unlink()
+    refused(adapters, folder, code="HF373")
+    (folder / "adapter_model.bin").write_bytes(b"\x80\x04.")
+    assert "pickle" in refused(adapters, folder, code="HF374").message
+    for text in ("", "[]", "{", '{"peft_type": "LORA", "r": 1e400}'):
+        (folder / "adapter_config.json").write_text(text)
+        refused(adapters, folder, code="HF373")
+
+
+def test_rank_and_number_are_bounded(adapters: Adapters, save: Save, monkeypatch: pytest.MonkeyPatch) -> None:
+    wide = refused(adapters, save("allowed/wide", factors(rank=9)), code="HF375")
+    assert wide.fix == "--max-lora-rank 9"
+    monkeypatch.setattr("holdfast.engine.lora.MOST_ADAPTERS", 2)
+    folder = save()
+    for name in ("one", "two"):
+        adapters.load(name, str(folder))
+    refused(adapters, folder, code="HF370")
+    for name in ("", "x" * 300, "a\nb"):
+        with pytest.raises(AdapterError, match="name"):
+            adapters.load(name, str(folder))
+
+
+def test_base_and_instruct_are_told_apart() -> None:
+    for base, model, warned in (
+        ("HuggingFaceTB/SmolLM2-135M", "smollm2-135m-instruct-q4_1.gguf", True),
+        ("meta-llama/Llama-3.1-8B-Instruct", "./models/Llama-3.1-8B", True),
+        ("google/gemma-3-4b-pt", "gemma-3-4b-it", True),
+        ("HuggingFaceTB/SmolLM2-135M-Instruct", "SmolLM2-135M-Instruct", False),
+        ("HuggingFaceTB/SmolLM2-360M", "SmolLM2-135M-Instruct", False),
+        ("", "SmolLM2-135M-Instruct", False),
+    ):
+        assert (trained_on_another(base, model) is not None) == warned, (base, model)
+
+
+def test_a_warning_is_said_and_it_is_loaded(
+    adapters: Adapters, save: Save, caplog: pytest.LogCaptureFixture, spec: ModelSpec
+) -> None:
+    folder = save(base_model_name_or_path="maker/llama-tiny-instruct")
+    with caplog.at_level(logging.WARNING):
+        adapters.load("mine", str(folder))
+    assert "HFW09" in caplog.text
+    assert "maker/llama-tiny-instruct" in caplog.text
+
+
+def test_modules_named_at_start(adapters: Adapters, save: Save, tmp_path: Path) -> None:
+    folder = save("elsewhere/sql")
+    written = json.dumps({"name": "law", "path": str(folder), "base_model_name": "tiny"})
+    load_modules(adapters, [f"sql={folder}", written], ["tiny"])
+    assert [(one.ref.name, one.parent) for one in adapters.listed] == [("sql", None), ("law", "tiny")]
+    adapters.unload("sql")
+    adapters.load("sql", str(folder))  # Its folder was named at start.
+    for wrong in ("sql", "=x", "sql=", "{", "{}", '{"name": 1, "path": "x"}', '{"name": "a", "path": "b", "c": "d"}'):
+        with pytest.raises(ConfigurationError, match="will not do"):
+            read_module(wrong)
+    for wrong in (f"tiny={folder}", json.dumps({"name": "a", "path": str(folder), "base_model_name": "other"}),
+                  f"a={tmp_path}/nothing"):  # fmt: skip
+        with pytest.raises(ConfigurationError, match="--lora-modules"):
+            load_modules(adapters, [wrong], ["tiny"])
+
+
+def test_not_enabled(spec: ModelSpec, save: Save) -> None:
+    plain = Adapters(spec, "llama-tiny", EngineConfig())
+    with pytest.raises(UnsupportedOptionError, match="not enabled"):
+        plain.resolve(LoRARequest("mine", 1, str(save())))
+    for wrong in (("", 1, "x"), ("a", 0, "x"), ("a", True, "x"), ("a", 1, "")):
+        with pytest.raises(ValueError, match="lora_"):
+            LoRARequest(*wrong)
