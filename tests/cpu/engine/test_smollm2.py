@@ -104,7 +104,7 @@ def test_answers_against_transformers(llm, reference) -> None:
             with rounded_activations(reference):
                 rounding.append(scores(reference, prompt, answer.token_ids)[at] - expected[at])
     away = torch.cat(found)
-    print(f"log-probabilities of {len(prompts)} answers: off by {away.abs().max():.2e} at most, {away.std():.2e} usually")
+    print(f"{len(prompts)} answers: off by {away.abs().max():.2e} at most, {away.std():.2e} usually")
     if not llm.rounds:
         assert away.abs().max() < TOLERANCE
         return
