@@ -26,7 +26,14 @@ from holdfast.engine.messages import unpack_failure
 from holdfast.engine.preload import preload_torch
 from holdfast.engine.progress import RequestProgress
 from holdfast.engine.startup import build_core, find_model, open_tokenizer, plan_lines, plan_model
-from holdfast.errors import EngineError, HoldfastError, RequestError, StepMemoryError, UnsupportedOptionError
+from holdfast.errors import (
+    EngineError,
+    HoldfastError,
+    RequestError,
+    SleepingError,
+    StepMemoryError,
+    UnsupportedOptionError,
+)
 from holdfast.records import (
     AdapterRef,
     AnswerDelta,
@@ -41,6 +48,7 @@ from holdfast.records import (
 )
 from holdfast.records.sampling import NO_BEAMS
 from holdfast.text import Tokenizer
+from holdfast.text.tools.prompt import shown_in
 
 log = logging.getLogger("holdfast")
 
@@ -64,9 +72,11 @@ class LLM:
         self._tokenizer = open_tokenizer(config, found)
         defaults = default_sampling(config, found.files.generation_config)
         self._defaults = SamplingParams(**defaults)
+        self._config, self._found = config, found
         self._core, info = build_core(config, found, lambda stage, done, total: None, plan)
         self.info = decided(info, config, defaults)
         self._policy = config.scheduling_policy
+        self._sleeping = False
         seeds = random.Random(config.seed) if config.seed is not None else random.SystemRandom()
         self._door = Door(found.spec, self.info.max_model_len, seeds, self._tokenizer, clamp_output=True)
         self._adapters = Adapters(found.spec, found.files.name, config)
@@ -107,20 +117,22 @@ class LLM:
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[RequestOutput]:
-        """One conversation, or several."""
+        """One conversation, or several. `tools` are shown to the model; its calls are in its text, as it wrote them."""
         if not messages:
             raise RequestError("there are no messages", needed="at least one", field="messages")
         several = [messages] if isinstance(messages[0], Mapping) else messages
         tokenizer = self.get_tokenizer()
+        template = tokenizer.template_source(chat_template, tools)
         prompts = [
             {
                 "prompt_token_ids": tokenizer.apply_chat_template(
-                    list(conversation),
+                    *shown_in(template, conversation, tools),
                     tokenize=True,
-                    chat_template=chat_template,
+                    chat_template=template,
                     add_generation_prompt=add_generation_prompt and not continue_final_message,
                     continue_final_message=continue_final_message,
                     **dict(chat_template_kwargs or {}),
@@ -165,6 +177,33 @@ class LLM:
     def reset_prefix_cache(self) -> None:
         self._engine().scheduler.reset_prefix_cache()
 
+    def sleep(self, level: int = 1) -> None:
+        """Gives weights and pages back until `wake_up`, which loads them again; at both of vLLM's levels."""
+        if level not in (1, 2):
+            raise UnsupportedOptionError(f"level {level} is not supported", needed="1 or 2", field="level")
+        with self._turn:
+            if not self._sleeping:
+                self._engine()
+                self.close()
+                self._sleeping = True
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """With what memory is free now: limits that were not set may be others than before."""
+        if tags is not None and {*tags} != {"weights", "kv_cache"}:
+            raise UnsupportedOptionError(
+                "tags are not supported: weights and pages come back together", fix="leave tags out", field="tags"
+            )
+        with self._turn:
+            if not self._sleeping:
+                return
+            self._core, info = build_core(self._config, self._found, lambda stage, done, total: None)
+            self.info = decided(info, self._config, default_sampling(self._config, self._found.files.generation_config))
+            self._door.max_model_len = self.info.max_model_len
+            self._sleeping = False
+
+    def is_sleeping(self) -> bool:
+        return self._sleeping
+
     def close(self) -> None:
         """Gives weights and pages back. The object is of no use afterwards."""
         core, self._core = self._core, None
@@ -184,6 +223,8 @@ class LLM:
             core.close()
 
     def _engine(self) -> EngineCore:
+        if self._core is None and self._sleeping:
+            raise SleepingError("this LLM sleeps", fix="wake_up()")
         if self._core is None:
             raise EngineError("this LLM was closed", fix="make a new one")
         return self._core

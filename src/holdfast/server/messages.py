@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgspec
-
 from holdfast.errors import RequestError, UnsupportedOptionError
 from holdfast.server.fields import convert, honoured_fields
 from holdfast.server.protocol import ContentPart, Message
+from holdfast.text.tools.prompt import arguments_object
 
 # "developer" is OpenAI's newer name of "system"; no template knows it.
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
@@ -90,23 +89,10 @@ def _read_calls(message: Message, checked: dict[str, Any], where: str) -> None:
             {
                 "id": call.id or f"call_{place}",
                 "type": "function",
-                "function": {"name": call.function.name, "arguments": _arguments(call.function.arguments)},
+                "function": {"name": call.function.name, "arguments": arguments_object(call.function.arguments)},
             }
             for place, call in enumerate(calls)
         ]
-
-
-def _arguments(given: str | dict[str, Any]) -> Any:
-    """An object, as templates want it. What a model wrote may be no JSON: then it is shown as it was."""
-    if isinstance(given, dict):
-        return given
-    if not given.strip():
-        return {}
-    try:
-        read = msgspec.json.decode(given)
-    except (msgspec.DecodeError, RecursionError):
-        return given
-    return read if isinstance(read, dict) else given
 
 
 def _read_parts(parts: list[ContentPart], raw: list[dict[str, Any]], where: str) -> list[dict[str, str]]:

@@ -258,6 +258,21 @@ def test_chat_with_one_and_several_conversations(llm) -> None:
     assert len(both) == 2
 
 
+def test_chat_shows_tools_calls_and_their_answers(llm) -> None:
+    tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+    call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    asked = [
+        {"role": "user", "content": "1+1?"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c1", "content": "2"},
+    ]
+    (output,) = llm.chat(asked, SamplingParams(max_tokens=1), tools=[tool], use_tqdm=False)
+    prompt = llm.get_tokenizer().decode(output.prompt_token_ids)
+    assert '{"name": "add", "parameters": {"type": "object", "properties": {}}}' in prompt
+    assert '<|im_start|>assistant\n{"name": "add", "arguments": {"a": 1}}<|im_end|>' in prompt
+    assert "<|im_start|>user\nadd answered:\n2<|im_end|>" in prompt
+
+
 def test_without_a_tokenizer(tiny_model) -> None:
     with LLM(str(tiny_model), load_format="dummy", skip_tokenizer_init=True, kv_cache_memory_bytes="16MiB") as llm:
         (output,) = llm.generate([{"prompt_token_ids": [1, 2]}], SamplingParams(max_tokens=3, ignore_eos=True))

@@ -62,14 +62,47 @@ def shown(
     return _with_tools(_history(messages, speech.form), tools, speech), None
 
 
+def shown_in(
+    template: str, messages: Any, tools: Sequence[Mapping[str, Any]] | None
+) -> tuple[list[Any], list[Mapping[str, Any]] | None]:
+    """The same for whoever has a template and no server's settings. A chat without tools or calls is left as it is."""
+    chat = [_with_objects(message) for message in messages]
+    if tools or any(isinstance(one, Mapping) and (one.get("role") == "tool" or "tool_calls" in one) for one in chat):
+        return shown(chat, tools, speech_of(template))
+    return chat, None
+
+
+def arguments_object(given: Any) -> Any:
+    """Arguments as templates want them, from the JSON text that OpenAI's clients send. What a model wrote may be no
+    JSON: then it is shown as it was."""
+    if not isinstance(given, str):
+        return given
+    try:
+        read = json.loads(given or "{}")
+    except (ValueError, RecursionError):
+        return given
+    return read if isinstance(read, dict) else given
+
+
+def _with_objects(message: Any) -> Any:
+    calls = message.get("tool_calls") if isinstance(message, Mapping) else None
+    if not calls:
+        return message
+    functions = [
+        {**call["function"], "arguments": arguments_object(call["function"].get("arguments"))} for call in calls
+    ]
+    made = [{**call, "function": function} for call, function in zip(calls, functions, strict=True)]
+    return {**message, "tool_calls": made}
+
+
 def _with_tools(told: list[Message], tools: Sequence[Mapping[str, Any]] | None, speech: Speech) -> list[Message]:
     if not tools:
         return told
     blank = ('"..."', "{...}")
     preamble = PREAMBLE.format(
         tools="\n".join(json.dumps(tool.get("function", tool), ensure_ascii=False) for tool in tools),
-        one=_written(speech.form, [blank]),
-        several=_written(speech.form, [blank, blank]),
+        one=written(speech.form, [blank]),
+        several=written(speech.form, [blank, blank]),
     )
     if told and told[0].get("role") == "system":
         return [_with_text(told[0], preamble, behind=True), *told[1:]]
@@ -78,7 +111,7 @@ def _with_tools(told: list[Message], tools: Sequence[Mapping[str, Any]] | None, 
     return [_with_text(told[0], preamble, behind=False), *told[1:]]
 
 
-def _written(form: Form, calls: Sequence[tuple[str, str]]) -> str:
+def written(form: Form, calls: Sequence[tuple[str, str]]) -> str:
     """Calls as the family writes them: each a name as a JSON string, and arguments."""
 
     def one(name: str, arguments: str) -> str:
@@ -110,7 +143,7 @@ def _history(messages: Sequence[Mapping[str, Any]], form: Form) -> list[Message]
         elif role == "assistant" and message.get("tool_calls"):
             names.update({str(call.get("id")): str(call["function"]["name"]) for call in message["tool_calls"]})
             kept = {key: value for key, value in message.items() if key != "tool_calls"}
-            told.append(_with_text(kept, _written(form, _spelled(message["tool_calls"])), behind=True))
+            told.append(_with_text(kept, written(form, _spelled(message["tool_calls"])), behind=True))
         else:
             told.append(dict(message))
         answering = role == "tool"

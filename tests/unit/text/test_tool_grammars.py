@@ -1,0 +1,133 @@
+"""Calls held to a form: what the grammar lets through is a call that its family's reader reads, and nothing else is."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from llguidance import LLMatcher, LLTokenizer
+
+from holdfast.errors import RequestError
+from holdfast.text.reasoning import State, Thinking
+from holdfast.text.tools.dialects import DIALECTS
+from holdfast.text.tools.events import Arguments, CallBegun, Tool
+from holdfast.text.tools.forms import Form
+from holdfast.text.tools.grammar import MAX_SCHEMA_DEPTH, calls_grammar, closed
+from holdfast.text.tools.mistral import NAMED
+from holdfast.text.tools.prompt import written
+
+BYTES = LLTokenizer("byte")
+CITY = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}, "required": ["city"]}
+REFERENCES = {"type": "object", "properties": {"at": {"$ref": "#/$defs/place"}}, "$defs": {"place": CITY}}
+TOOLS = [
+    Tool(name="weather", given={}, parameters=CITY),
+    Tool(name="route", given={}, parameters=REFERENCES),
+    Tool(name="now", given={}, parameters={"type": "object", "properties": {}}),
+]
+FORMS: dict[str, Form] = {name: DIALECTS[name].form for name in ("hermes", "llama3_json", "mistral", "json")}
+GOOD = [
+    ("weather", '{"city": "Oslo"}'),
+    ("weather", '{"city": "Zürich", "days": 3}'),
+    ("route", '{"at": {"city": "Oslo"}}'),
+    ("now", "{}"),
+]
+BAD = [
+    ("weather", "{}"),
+    ("weather", '{"city": 7}'),
+    ("weather", '{"city": "Oslo", "mood": 1}'),
+    ("now", '{"city": "Oslo"}'),
+    ("nobody", "{}"),
+    ("route", '{"at": {}}'),
+]
+
+
+def accepts(grammar: str, text: str) -> bool:
+    matcher = LLMatcher(BYTES, grammar)
+    assert not matcher.is_error(), matcher.get_error()
+    ids = list(text.encode())
+    return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+
+
+def grammar(form: Form, *, parallel: bool = False, **more: Any) -> str:
+    return calls_grammar(form, TOOLS, lambda mark: None, parallel=parallel, **more)
+
+
+def spelled(form: Form, *calls: tuple[str, str]) -> str:
+    return written(form, [(json.dumps(name), arguments) for name, arguments in calls])
+
+
+@pytest.mark.parametrize("family", FORMS)
+def test_good_calls_pass_and_are_read_back(family: str) -> None:
+    form = FORMS[family]
+    for call in GOOD:
+        text = spelled(form, call)
+        assert accepts(grammar(form), text), text
+        reader = DIALECTS[family].reader([tool.name for tool in TOOLS], None)
+        assert [*reader.feed(text), *reader.finish()] == [CallBegun(0, call[0]), Arguments(0, call[1])]
+    assert accepts(grammar(NAMED), spelled(NAMED, GOOD[0]))
+
+
+@pytest.mark.parametrize("family", FORMS)
+def test_bad_calls_and_words_do_not_pass(family: str) -> None:
+    form = FORMS[family]
+    for call in BAD:
+        assert not accepts(grammar(form), spelled(form, call)), call
+    assert not accepts(grammar(form), "Certainly!")
+    assert not accepts(grammar(form), "")
+
+
+@pytest.mark.parametrize("family", FORMS)
+def test_several_calls_only_where_they_may_be(family: str) -> None:
+    form = FORMS[family]
+    text = spelled(form, *GOOD)
+    assert not accepts(grammar(form), text)
+    assert accepts(grammar(form, parallel=True), text)
+    assert accepts(grammar(form, parallel=True), spelled(form, GOOD[0]))
+    assert not accepts(grammar(form, parallel=True), spelled(form, *([GOOD[3]] * 33)))
+
+
+@pytest.mark.parametrize("family", FORMS)
+@pytest.mark.parametrize(
+    ("state", "before", "good"),
+    [
+        ("open", "Hm, {<tool_call>?\n</think>\n\n", True),
+        ("open", "", False),
+        ("undecided", "<think>hm</think>\n", True),
+        ("undecided", "", True),
+        ("undecided", "hm</think>", False),
+        ("assumed", "hm</think>", True),
+        ("assumed", "<think>hm</think>", True),
+        ("over", "", True),
+        ("over", "<think>hm</think>", False),
+    ],
+)
+def test_thoughts_come_first(family: str, state: State, before: str, good: bool) -> None:
+    form = FORMS[family]
+    made = grammar(form, thinking=Thinking(), state=state)
+    assert accepts(made, before + spelled(form, GOOD[0])) is good
+
+
+def test_marks_that_are_tokens_are_tokens_in_the_grammar() -> None:
+    made = calls_grammar(FORMS["hermes"], TOOLS, {"<tool_call>": 5, "</think>": 6}.get, parallel=False,
+                         thinking=Thinking(), state="open")  # fmt: skip
+    assert '<[5]> "\\n{\\"name\\": "' in made
+    assert "thought: THOUGHT <[6]>" in made
+
+
+def test_objects_are_closed_unless_they_say_otherwise() -> None:
+    made = closed({"properties": {"a": {"properties": {"b": {}}}, "c": {"type": "object"}}, "items": [1]})
+    assert made["additionalProperties"] is False
+    assert made["properties"]["a"]["additionalProperties"] is False
+    assert "additionalProperties" not in made["properties"]["c"]
+    assert closed({"properties": {}, "additionalProperties": True})["additionalProperties"] is True
+    assert "additionalProperties" not in closed({"properties": {}, "allOf": [{"properties": {}}]})
+
+
+def test_a_schema_without_a_bottom_is_refused() -> None:
+    schema: dict[str, Any] = {}
+    for _ in range(MAX_SCHEMA_DEPTH + 2):
+        schema = {"items": schema}
+    with pytest.raises(RequestError, match="deep") as caught:
+        closed(schema)
+    assert caught.value.field == "tools"
