@@ -10,10 +10,10 @@ SOURCES := src tests benchmarks
 INSTALLED_FROM := pyproject.toml $(wildcard setup.py src/holdfast/execution/native/*.[ch])
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve test test-all test-tools lint format clean bench
+.PHONY: help install serve test test-all test-clients test-tools lint format clean bench
 
 help: ## list the commands
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
 
 install: $(STAMPS)/dev ## make the environment at .venv, with what development needs
 	@echo "the environment at $(VENV) is ready"
@@ -26,6 +26,9 @@ test: $(STAMPS)/dev test-tools ## lint and the suite, about 10 minutes on 2 core
 
 test-all: $(STAMPS)/dev test-tools ## the same with the long runs: an hour or more
 	@scripts/check.sh all $(ARGS)
+
+test-clients: $(STAMPS)/dev ## the clients people use, each in an environment of its own (docs/clients.md); in test-all too
+	@$(VENV)/bin/python -m pytest tests/clients $(ARGS)
 
 test-tools: # nginx and curl, for the tests that need a real proxy and a real client
 	@scripts/install-test-tools.sh

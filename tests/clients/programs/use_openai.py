@@ -1,0 +1,91 @@
+"""The openai client in Python: what it and the libraries on top of it use."""
+
+import os
+
+from cases import main
+from openai import OpenAI
+from pydantic import BaseModel, Field
+
+client = OpenAI(base_url=os.environ["BASE_URL"], api_key="none", max_retries=0)
+MODEL = os.environ["MODEL"]
+QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "The weather in a city",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string", "maxLength": 20}, "unit": {"enum": ["celsius", "fahrenheit"]}},
+            "required": ["city", "unit"],
+            "additionalProperties": False,
+        },
+    },
+}
+
+
+class City(BaseModel):
+    name: str = Field(max_length=20)
+    people: int = Field(ge=0, le=100_000_000)
+
+
+def models():
+    return [model.id for model in client.models.list()]
+
+
+def chat():
+    answer = client.chat.completions.create(model=MODEL, messages=QUESTION, temperature=0, max_completion_tokens=20)
+    return [answer.choices[0].message.content, answer.choices[0].finish_reason, answer.usage.completion_tokens]
+
+
+def stream():
+    options = {"include_usage": True}
+    chunks = list(
+        client.chat.completions.create(
+            model=MODEL, messages=QUESTION, temperature=0, max_tokens=20, stream=True, stream_options=options
+        )
+    )
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    return [text, chunks[-1].usage.completion_tokens, len(chunks)]
+
+
+def logprobs():
+    answer = client.completions.create(
+        model=MODEL, prompt="One, two, three", max_tokens=4, temperature=0, logprobs=2, echo=True
+    )
+    told = answer.choices[0].logprobs
+    return [answer.choices[0].text, len(told.tokens), len(told.token_logprobs), told.token_logprobs[0]]
+
+
+def embeddings():
+    """In base64, which is what it asks for unless told otherwise."""
+    answer = client.embeddings.create(model=MODEL, input=["The sea is blue.", "The sea is blue.", "Two plus two"])
+    first, same, other = (entry.embedding for entry in answer.data)
+    plain = client.embeddings.create(model=MODEL, input="The sea is blue.", encoding_format="float").data[0].embedding
+    return {
+        "same": sum(a * b for a, b in zip(first, same, strict=True)),
+        "other": sum(a * b for a, b in zip(first, other, strict=True)),
+        "plain": sum(a * b for a, b in zip(first, plain, strict=True)),
+    }
+
+
+def parsed():
+    answer = client.chat.completions.parse(
+        model=MODEL,
+        messages=[{"role": "user", "content": "Tell me of Paris: its name and how many people live there."}],
+        response_format=City,
+        max_tokens=100,
+    )
+    return answer.choices[0].message.parsed.model_dump()
+
+
+def required_tool():
+    answer = client.chat.completions.create(
+        model=MODEL, messages=[{"role": "user", "content": "What is the weather in Paris in celsius?"}],
+        tools=[WEATHER], tool_choice="required", max_tokens=100,
+    )  # fmt: skip
+    (call,) = answer.choices[0].message.tool_calls
+    return [call.function.name, call.function.arguments, answer.choices[0].finish_reason]
+
+
+main(models, chat, stream, logprobs, embeddings, parsed, required_tool)
