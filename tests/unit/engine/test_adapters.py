@@ -14,7 +14,8 @@ import numpy
 import pytest
 from safetensors.numpy import save_file
 
-from holdfast.config import EngineConfig
+from holdfast.cli import serve
+from holdfast.config import EngineConfig, ServerConfig
 from holdfast.engine.lora import Adapters, load_modules, read_module, trained_on_another
 from holdfast.errors import AdapterError, ConfigurationError, UnsupportedOptionError
 from holdfast.models import ModelSpec, from_config
@@ -261,3 +262,10 @@ def test_not_enabled(spec: ModelSpec, save: Save) -> None:
     for wrong in (("", 1, "x"), ("a", 0, "x"), ("a", True, "x"), ("a", 1, "")):
         with pytest.raises(ValueError, match="lora_"):
             LoRARequest(*wrong)
+
+
+@pytest.mark.parametrize("given", [{"lora_modules": ("sql=x",)}, {"lora_folders": ("x",)}])
+def test_flags_of_adapters_need_them_enabled(spec: ModelSpec, given: Any) -> None:
+    with pytest.raises(ConfigurationError, match="not enabled") as caught:
+        serve._adapters(EngineConfig(), ServerConfig(**given), Any)  # type: ignore[arg-type]
+    assert caught.value.fix == "--enable-lora"
