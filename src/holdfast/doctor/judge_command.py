@@ -1,0 +1,324 @@
+"""`holdfast doctor --command`: a command that starts a server, judged before it is run.
+
+    flags     do they exist, are their values possible           judge_flags.py
+    plan      does it fit this machine, or the one that is named  the planner, as the engine itself would size it
+
+Every value that is offered as a fix has been planned. Runs nothing and downloads no weights.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from holdfast.doctor.commands import ServerCommand, parse_command
+from holdfast.doctor.installed import version_of
+from holdfast.doctor.judge_flags import flag_findings
+from holdfast.doctor.judge_refusals import SHORTER, no_model, refused, vllm_on_a_cpu
+from holdfast.doctor.records import Diagnosis, Evidence, Finding, Fix, RootCause
+from holdfast.doctor.said import changed, found
+from holdfast.doctor.spellings import translated
+from holdfast.errors import ConfigurationError, HoldfastError, ModelError
+from holdfast.units import MIB, format_bytes, shorten
+
+if TYPE_CHECKING:
+    from holdfast.planner.answer import Answer
+    from holdfast.planner.fit import Question
+    from holdfast.planner.judgements import PlanWarning
+    from holdfast.planner.way import WayOut
+
+_SAME_NAMES = (
+    "max-model-len", "max-num-seqs", "max-num-batched-tokens", "gpu-memory-utilization", "tensor-parallel-size",
+    "pipeline-parallel-size", "dtype", "kv-cache-dtype", "block-size", "revision", "max-loras", "max-lora-rank",
+)  # fmt: skip
+_NAMES = {
+    "vllm": {name: name for name in _SAME_NAMES},
+    "holdfast": {name: name for name in (*_SAME_NAMES, "ram", "vram", "device", "expand-weights")},
+    "sglang": {
+        "context-length": "max-model-len", "max-running-requests": "max-num-seqs", "revision": "revision",
+        "chunked-prefill-size": "max-num-batched-tokens", "tensor-parallel-size": "tensor-parallel-size",
+        "pipeline-parallel-size": "pipeline-parallel-size", "dtype": "dtype", "kv-cache-dtype": "kv-cache-dtype",
+    },
+    "llama.cpp": {"parallel": "max-num-seqs"},
+}  # fmt: skip
+"""An engine's flag to the setting of a plan."""
+_WARNED: dict[str, tuple[str, RootCause]] = {
+    "HFW20": ("utilization_too_high", "configuration_overshoot"),
+    "HFW21": ("utilization_too_high", "configuration_overshoot"),
+    "HFW22": ("utilization_too_low", "configuration_overshoot"),
+    "HFW25": ("preemption_thrash", "concurrency_misjudged"),
+    "HFW27": ("tensor_parallel_unused", "configuration_overshoot"),
+    "HFW29": ("free_memory_below_utilization", "configuration_overshoot"),
+    "HFW32": ("dtype_unsupported_gpu", "not_memory"), "HFW33": ("dtype_unsupported_gpu", "not_memory"),
+}  # fmt: skip
+"""What a plan warns of and a doctor names; the rest is advice of the plan's own."""
+_PRICES = {
+    "context": SHORTER, "sequences": "others wait in the queue",
+    "utilization": "less is left for others on that GPU", "kv_cache_dtype": "KV in fewer bits: a little precision",
+    "quantization": "weights in fewer bits: some quality", "configuration": "several limits are lower",
+    "tiers": "slower: part of it is read over the link in every step", "smaller_model": "another model's answers",
+    "more_gpus": "more hardware", "bigger_gpu": "other hardware", "more_ram": "more hardware", "idle_gpus": None,
+}  # fmt: skip
+_SETTABLE = frozenset(name.replace("-", "_") for name in _SAME_NAMES)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """Whose command it is; nothing set: this one."""
+
+    gpu: str | None = None
+    vram: str | None = None
+    ram: str | None = None
+
+    @property
+    def named(self) -> bool:
+        return self.gpu is not None or self.vram is not None
+
+
+def judge_command(text: str, *, machine: Machine | None = None, version: str | None = None) -> Diagnosis:
+    """`version`: of the engine; left out, that of the program which the command names, where it is installed here."""
+    command = parse_command(text)
+    if command is None:
+        raise ConfigurationError(
+            "there is no command in it that starts a server",
+            needed="vllm serve MODEL ..., python -m vllm.entrypoints.openai.api_server ..., llama-server ...,"
+            " python -m sglang.launch_server ... or holdfast serve ...",
+            found=shorten(text, 120), fix='holdfast doctor --command "vllm serve MODEL --max-model-len 8192"',
+            field="command",
+        )  # fmt: skip
+    return judge(command, machine=machine, version=version)
+
+
+def judge(command: ServerCommand, *, machine: Machine | None = None, version: str | None = None) -> Diagnosis:
+    engine_version = version or version_of(command.engine, command.words)
+    wrong = flag_findings(command, engine_version)
+    # What is planned is the command as it would be with its flags put right: the last fix has them all.
+    findings, missing = _planned(_put_right(command, wrong), machine or Machine(), engine_version)
+    every = [*wrong, *findings]
+    return Diagnosis(
+        engine=command.engine, engine_version=engine_version, command=command.with_changes({}),
+        phase="args" if wrong else None, healthy=not every and not missing, findings=every, missing=missing,
+    )  # fmt: skip
+
+
+def _put_right(command: ServerCommand, wrong: list[Finding]) -> ServerCommand:
+    changes = {flag: value for one in wrong if one.fix is not None for flag, value in one.fix.changes.items()}
+    return (parse_command(command.with_changes(changes)) or command) if changes else command
+
+
+# The plan
+
+
+def _planned(command: ServerCommand, machine: Machine, version: str | None) -> tuple[list[Finding], list[str]]:
+    if command.engine not in _NAMES:
+        return [], [f"a plan: commands of {command.engine} are read, and not planned"]
+    if command.model is None and command.engine != "holdfast":
+        return [], ["the model: the command names none"]
+    try:
+        question = _question(command, machine, version)
+    except ModelError as error:
+        return no_model(command, error)
+    except HoldfastError as error:
+        return refused(command, error, None)
+    if question.machine.kind == "cpu" and command.engine == "vllm":
+        return list(vllm_on_a_cpu(command, question)), []
+    if question.machine.kind == "cpu" and command.engine == "sglang":
+        return [], ["a GPU: this machine shows none, so name the one it is for: --gpu rtx4090"]
+    try:
+        return list(_answered(command, question, version)), []
+    except HoldfastError as error:
+        return refused(command, error, question)
+
+
+def _question(command: ServerCommand, machine: Machine, version: str | None) -> Question:
+    from holdfast.config.plan import PlanConfig
+    from holdfast.planner.ask import question_of
+    from holdfast.planner.vllm_sizing import parse_vllm
+
+    given: dict[str, object] = {}
+    for flag, setting in _NAMES[command.engine].items():
+        value = command.value(flag)
+        if value is not None and value.lower() not in ("auto", "-1"):
+            given[setting.replace("-", "_")] = value
+    if command.engine != "holdfast":
+        given.setdefault("tensor_parallel_size", "1")
+        given.setdefault("pipeline_parallel_size", "1")
+    if command.has("enable-lora"):
+        given["enable_lora"] = True
+    elif command.engine != "holdfast":
+        given.pop("max_lora_rank", None)
+    if command.engine == "llama.cpp":
+        given |= _llama_context(command)
+    given |= {name: value for name in ("gpu", "vram", "ram") if (value := getattr(machine, name)) is not None}
+    model = (command.model or "").partition(":")[0] if command.has("hf-repo") else command.model
+    question = question_of(PlanConfig.from_arguments(model=model or None, **given))
+    if command.engine == "vllm" and command.value("max-model-len") is None:
+        # vLLM takes the model's whole context where none is set, and refuses to start where KV does not hold it.
+        question = _with(question, max_model_len=question.model.spec.max_position)
+    on_gpu = question.machine.kind == "gpu"
+    if command.engine == "vllm" and command.value("gpu-memory-utilization") is None and on_gpu:
+        question = _with(question, utilization=parse_vllm(version or "").default_utilization)
+    return question
+
+
+def _with(question: Question, **settings: object) -> Question:
+    return replace(question, settings=replace(question.settings, **settings))  # type: ignore[arg-type]
+
+
+def _llama_context(command: ServerCommand) -> dict[str, object]:
+    """Its -c is shared by all slots."""
+    context, slots = command.value("ctx-size"), command.value("parallel")
+    if context is None or not context.isdecimal() or int(context) == 0:
+        return {}
+    number = int(slots) if slots is not None and slots.isdecimal() and int(slots) > 0 else 1
+    return {"max_model_len": max(1, int(context) // number)}
+
+
+def _answered(command: ServerCommand, question: Question, version: str | None) -> Iterator[Finding]:
+    from holdfast.planner.answer import answer
+
+    engine = command.engine
+    if engine == "vllm" and version is not None:
+        engine = f"vllm=={version}"
+    told = answer(question, engine=engine)
+    said: set[str] = set()
+    if not told.fits:
+        one = _does_not_fit(command, told)
+        said.add(one.cause)
+        yield one
+    elif told.lacks:
+        yield from _would_refuse(command, told, question, engine)
+    for warning in told.warnings:
+        if warning.code in _WARNED and _WARNED[warning.code][0] not in said:
+            yield _warned(command, warning)
+
+
+def _evidence(*lines: str) -> list[Evidence]:
+    return [Evidence(line=line, source="plan") for line in lines]
+
+
+def _does_not_fit(command: ServerCommand, told: Answer) -> Finding:
+    fit = told.fit
+    rank = min(fit.ranks, key=lambda one: one.room_bytes)
+    terms = sorted(rank.terms, key=lambda term: -term.nbytes)
+    weights = sum(term.nbytes for term in rank.terms if term.name == "weights")
+    lines = [f"budget {format_bytes(rank.budget_bytes)} on {rank.device.name}"]
+    lines += [f"{term.name} {format_bytes(term.nbytes)}" for term in terms[:3]]
+    fixes = [_way(command, way) for way in told.ways_out]
+    configured = any(way.kind in ("utilization", "context", "sequences", "configuration") for way in told.ways_out)
+    budget = format_bytes(rank.budget_bytes)
+    if weights > rank.budget_bytes:
+        cause, what = "weights_do_not_fit", f"the weights alone take {format_bytes(weights)} of {budget}"
+    elif rank.room_bytes <= 0:
+        cause, what = "no_memory_for_kv_blocks", f"what is held beside KV fills the {budget}: none is left for KV"
+    else:
+        needed = fit.needed_bytes(rank)
+        cause = "kv_cache_too_small_for_max_len"
+        what = (
+            f"one sequence of {fit.limits.max_model_len:,} tokens needs {format_bytes(needed)} of KV, and"
+            f" {format_bytes(rank.room_bytes)} are left"
+        )
+    unused = next((way for way in told.ways_out if way.kind == "idle_gpus"), None)
+    if unused is not None and command.value("tensor-parallel-size") is None:
+        idle = len(told.question.machine.devices) - 1
+        cause, what = "tensor_parallel_unused", f"{what}; and {idle} GPU{'s' if idle > 1 else ''} more stand idle"
+        fixes.sort(key=lambda fix: translated(command.engine, "tensor-parallel-size") not in fix.changes)
+    settable = any(fix.changes and "--model" not in fix.changes for fix in fixes)
+    root: RootCause = "configuration_overshoot" if settable else "does_not_fit"
+    if cause == "kv_cache_too_small_for_max_len" and configured:
+        root = "kv_blowout"
+    numbers = {"short_bytes": fit.short_bytes, "budget_bytes": rank.budget_bytes, "weights_bytes": weights}
+    return found(
+        cause, root, "high", what=f"it does not fit: {what}", fixes=fixes, evidence=_evidence(*lines),
+        why=f"{format_bytes(fit.short_bytes)} are missing, counted before anything is loaded",
+        numbers={name: float(value) for name, value in numbers.items()},
+    )  # fmt: skip
+
+
+def _way(command: ServerCommand, way: WayOut) -> Fix:
+    """A way out as a change of this command; where it is none, in words."""
+    changes: dict[str, str | None] = {}
+    beyond, model = way.tiers is not None, None
+    for name, value in way.settings.items():
+        theirs = _spelled(command, name, value)
+        if name == "model":
+            model = str(value)
+        elif (name in _SETTABLE or name == "ram_bytes") and theirs is not None:
+            changes[theirs[0]] = theirs[1]
+        else:
+            beyond = True
+    price = way.note or _PRICES.get(way.kind)
+    if beyond or not way.available or not (changes or model):
+        return Fix(changes={}, why=way.change, price=price)
+    why = f"{way.change}; planned: it fits"
+    if model is None:
+        return changed(command, changes, why, price)
+    words = [model if word == command.model else word for word in command.words]
+    other = parse_command(shlex.join(words))
+    text = None if other is None else other.with_changes(changes)
+    return Fix(command=text, changes={"--model": model, **changes}, why=why, price=price)
+
+
+def _spelled(command: ServerCommand, name: str, value: object) -> tuple[str, str] | None:
+    """A setting in the engine's words; None: it has none for it."""
+    if name == "ram_bytes":
+        own = command.engine == "holdfast" and isinstance(value, int)
+        return ("--ram", f"{-(-int(str(value)) // MIB)}MiB") if own else None
+    theirs = translated(command.engine, name.replace("_", "-"))
+    if theirs is None:
+        return None
+    if command.engine == "llama.cpp" and name == "max_model_len":
+        slots = command.value("parallel")
+        return theirs, str(int(str(value)) * (int(slots) if slots is not None and slots.isdecimal() else 1))
+    if command.engine == "sglang" and name == "gpu_memory_utilization":
+        return None  # Its share is of another thing.
+    if command.engine == "sglang" and name == "kv_cache_dtype":
+        return theirs, "fp8_e4m3"
+    return theirs, str(value)
+
+
+def _would_refuse(command: ServerCommand, told: Answer, question: Question, engine: str) -> Iterator[Finding]:
+    """It fits as Holdfast counts, and the engine's own sizing or features stand against it."""
+    from holdfast.planner.answer import answer
+
+    for reason in told.lacks:
+        if "it would refuse: " in reason or "pool holds no sequence" in reason:
+            open_length = answer(_with(question, max_model_len=None), engine=engine)
+            theirs = open_length.commands.get(command.engine)
+            fixes = []
+            if theirs is not None and theirs.max_model_len:
+                changes: dict[str, str | None] = {"--max-model-len": str(theirs.max_model_len)}
+                fixes.append(
+                    changed(command, changes, "the longest that this version holds; planned: it fits", SHORTER)
+                )
+            yield found(
+                "kv_cache_too_small_for_max_len", "kv_blowout", "medium",
+                what=reason.removeprefix("it would refuse: "), why="as this version sizes its KV pool",
+                evidence=_evidence(reason), fixes=fixes,
+            )  # fmt: skip
+        else:
+            cause = "dtype_unsupported_gpu" if "fp8" in reason.lower() or "bf16" in reason.lower() else "other"
+            yield found(
+                cause, "not_memory", "medium", what=f"{command.engine} would not run it: {reason}", why=reason,
+                evidence=_evidence(reason),
+            )  # fmt: skip
+
+
+def _warned(command: ServerCommand, warning: PlanWarning) -> Finding:
+    cause, root = _WARNED[warning.code]
+    fixes = []
+    if warning.fix is not None:
+        words = warning.fix.split()
+        flag = {"-tp": "--tensor-parallel-size"}.get(words[0], words[0])
+        value = words[1] if len(words) == 2 or (len(words) > 2 and words[2] == "or") else None
+        theirs = translated(command.engine, flag.lstrip("-")) if flag.startswith("--") else None
+        if theirs is not None and value is not None:
+            fixes.append(changed(command, {theirs: value}, "planned, or arithmetic on the plan"))
+        else:
+            fixes.append(Fix(why=warning.fix))
+    return found(
+        cause, root, "medium", what=warning.message, why=f"holdfast explain {warning.code} says more",
+        evidence=_evidence(f"{warning.code}: {warning.message}"), fixes=fixes,
+    )  # fmt: skip

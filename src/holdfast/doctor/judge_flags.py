@@ -1,0 +1,180 @@
+"""Whether a command's flags exist and its values are possible, as far as that is known without a plan.
+
+Which flags there are stands in flags.toml, and for Holdfast in its own settings. Knows no model and no machine.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import tomllib
+from collections.abc import Iterator, Mapping
+from functools import cache
+from importlib import resources
+from typing import Any
+
+from holdfast.config import EngineConfig, ServerConfig
+from holdfast.config.engine import REFUSED as ENGINE_REFUSED
+from holdfast.config.server import REFUSED as SERVER_REFUSED
+from holdfast.doctor.commands import Flag, ServerCommand
+from holdfast.doctor.records import Evidence, Finding
+from holdfast.doctor.said import changed, found
+from holdfast.doctor.spellings import canonical
+from holdfast.units import shorten
+
+NEAR = 0.75
+"""How like a known flag an unknown one must be to be taken for it."""
+HOLDFAST_ONLY = ("config", "background", "json", "help", "lora-modules")
+DTYPES = ("auto", "half", "float16", "bfloat16", "float", "float32")
+KV_DTYPES: Mapping[str, tuple[str, ...]] = {
+    "vllm": ("auto", "fp8", "fp8_", "bfloat16", "float16", "nvfp4", "turboquant", "int8_", "int4_", "ultraquant"),
+    "sglang": ("auto", "fp8_e5m2", "fp8_e4m3", "bf16", "bfloat16", "fp4_e2m1"),
+}
+"""Beginnings of what they take."""
+WHOLE = (
+    "max-model-len", "max-num-seqs", "tensor-parallel-size", "pipeline-parallel-size", "context-length", "ctx-size",
+    "parallel", "max-running-requests", "port", "n-gpu-layers",
+)  # fmt: skip
+_REFUSED = {name.replace("_", "-"): why for name, why in {**ENGINE_REFUSED, **SERVER_REFUSED}.items()}
+_SAID_AS_WORDS = {"max-model-len": ("auto",), "n-gpu-layers": ("auto", "all")}
+
+
+@cache
+def known_flags(engine: str) -> frozenset[str]:
+    """Under their one name each; empty: they are not known."""
+    if engine == "holdfast":
+        fields = (*dataclasses.fields(EngineConfig), *dataclasses.fields(ServerConfig))
+        own = {field.name.replace("_", "-") for field in fields}
+        return frozenset(own | set(HOLDFAST_ONLY) | set(_REFUSED))
+    row = _document().get(engine)
+    if row is None:
+        return frozenset()
+    return frozenset(name for flag in row["flags"].split() for name in (flag, canonical(engine, flag)))
+
+
+def list_of(engine: str) -> str:
+    return str(_document().get(engine, {}).get("of", ""))
+
+
+@cache
+def _document() -> dict[str, Any]:
+    return tomllib.loads((resources.files("holdfast.doctor") / "flags.toml").read_text(encoding="utf-8"))
+
+
+def flag_findings(command: ServerCommand, version: str | None) -> list[Finding]:
+    if command.call is not None:
+        return []
+    return [*_unknown(command, version), *_values(command)]
+
+
+def _evidence(command: ServerCommand, flag: Flag) -> list[Evidence]:
+    start, end = flag.words
+    return [Evidence(line=shorten(" ".join(command.words[start:end]), 200), source="command")]
+
+
+def _unknown(command: ServerCommand, version: str | None) -> Iterator[Finding]:
+    known, engine = known_flags(command.engine), command.engine
+    gone: Mapping[str, str] = _document().get(engine, {}).get("gone", {})
+    if not known:
+        return
+    for flag in command.flags:
+        start = flag.words[0]
+        spelled = command.words[start].partition("=")[0]
+        name = flag.name
+        if engine == "holdfast" and name in _REFUSED:
+            yield found(
+                "bad_flag", "not_memory", "high", what=f"Holdfast refuses {spelled}", why=_REFUSED[name],
+                evidence=_evidence(command, flag), fixes=[changed(command, {spelled: None}, f"without {spelled}")],
+            )  # fmt: skip
+            continue
+        if name in known or (name.startswith("no-") and name[3:] in known) or spelled.startswith("-O"):
+            continue
+        if "." in name and name.split(".")[0] in known:  # A field of a setting that is an object.
+            continue
+        if name in gone:
+            yield _once_taken(command, flag, spelled, gone[name], version)
+            continue
+        near = difflib.get_close_matches(name, sorted(known), n=1, cutoff=NEAR)
+        fixes = [changed(command, {spelled: None}, f"without {spelled}")]
+        if near:
+            value = flag.value if flag.value is not None else ""
+            fixes.insert(0, changed(command, {spelled: None, f"--{near[0]}": value}, f"--{near[0]} is what it has"))
+        read_from = "" if engine == "holdfast" else f" ({list_of(engine)})"
+        yield found(
+            "bad_flag", "not_memory", "high" if near and engine == "holdfast" else "medium" if near else "low",
+            what=f"{engine} knows no {shorten(spelled)}" + (f"; --{near[0]} is near" if near else ""),
+            why=f"it is not among the flags of {engine}{read_from}: the command ends at once with a usage error",
+            evidence=_evidence(command, flag), fixes=fixes,
+        )  # fmt: skip
+
+
+def _once_taken(command: ServerCommand, flag: Flag, spelled: str, instead: str, version: str | None) -> Finding:
+    known = list_of(command.engine)
+    why = instead if instead.startswith("leave") else f"in its place: {instead}"
+    newest = version is None or _release(version) >= _release(known)
+    return found(
+        "bad_flag", "not_memory", "medium" if newest else "low",
+        what=f"{command.engine} {known} no longer takes {spelled}",
+        why="older versions took it; " + (f"this is {version}" if version else "the version is not known here"),
+        evidence=_evidence(command, flag),
+        fixes=[changed(command, {spelled: None}, why)],
+    )  # fmt: skip
+
+
+def _release(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split(".")[:2] if part.isdecimal())
+
+
+def _values(command: ServerCommand) -> Iterator[Finding]:
+    for flag in command.flags:
+        name, value = flag.name, flag.value
+        spelled = command.words[flag.words[0]].partition("=")[0]
+        if name in WHOLE and (value is None or not _is_whole(name, value)):
+            yield _bad(command, flag, f"{spelled} wants a whole number", f"found {value or 'nothing'}", {})
+        elif name == "dtype" and command.engine != "llama.cpp" and value not in DTYPES:
+            near = difflib.get_close_matches((value or "").replace("fp", "float"), DTYPES, n=1)
+            dtype = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}.get(
+                value or "", near[0] if near else "auto"
+            )
+            yield _bad(command, flag, f"{spelled} {shorten(value or '')} is no number type that {command.engine} takes",
+                       f"it takes {', '.join(DTYPES)}", {spelled: dtype})  # fmt: skip
+        elif name == "kv-cache-dtype" and not (value or "").startswith(KV_DTYPES.get(command.engine, ("",))):
+            yield _bad(command, flag, f"{spelled} {shorten(value or '')} is not what {command.engine} keeps KV in",
+                       "auto keeps it in what is computed in", {spelled: "auto"})  # fmt: skip
+        elif name in ("gpu-memory-utilization", "mem-fraction-static") and not _is_share(value):
+            share = _as_share(value)
+            yield _bad(command, flag, f"{spelled} {shorten(value or '')} is no share of the memory",
+                       "a share is more than 0 and at most 1", {spelled: share})  # fmt: skip
+
+
+def _bad(command: ServerCommand, flag: Flag, what: str, why: str, changes: dict[str, str | None]) -> Finding:
+    fixes = [changed(command, changes, "as it takes it")] if changes else []
+    return found(
+        "bad_flag", "not_memory", "high", what=what, why=f"{why}; the command ends at once",
+        evidence=_evidence(command, flag), fixes=fixes,
+    )  # fmt: skip
+
+
+def _is_whole(name: str, value: str) -> bool:
+    if value.lower() in _SAID_AS_WORDS.get(name, ()):
+        return True
+    digits = value.lstrip("-")
+    if name == "max-model-len" and digits[-1:] in "kKmMgG":  # vLLM and Holdfast read 32k and 32K.
+        digits = digits[:-1].replace(".", "", 1)
+    return digits.isdecimal()
+
+
+def _is_share(value: str | None) -> bool:
+    try:
+        return value is not None and 0 < float(value) <= 1
+    except ValueError:
+        return False
+
+
+def _as_share(value: str | None) -> str:
+    """90 and 90% are meant as 0.9."""
+    try:
+        number = float((value or "").rstrip("%"))
+    except ValueError:
+        return "0.9"
+    return f"{number / 100:g}" if 1 < number <= 100 else "0.9"

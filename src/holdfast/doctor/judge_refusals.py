@@ -1,0 +1,128 @@
+"""Commands that no plan can be made for, and why: a model that is not there, a split that is impossible; and vLLM on a
+CPU, which cuts its memory by a variable of its own. Counts nothing that the planner counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from holdfast.doctor.commands import ServerCommand
+from holdfast.doctor.records import Evidence, Finding, Fix
+from holdfast.doctor.said import changed, found
+from holdfast.doctor.spellings import translated
+from holdfast.errors import HoldfastError, ModelAccessError, ModelError, ModelNotFoundError
+from holdfast.units import GIB, format_bytes, shorten
+
+if TYPE_CHECKING:
+    from holdfast.planner.fit import Question
+
+HEADS, STAGES, TOO_FEW, NOT_TOGETHER, BEYOND_MODEL = "HF131", "HF132", "HF133", "HF134", "HF111"
+CPU_SPACE = "VLLM_CPU_KVCACHE_SPACE"
+MOST_RANKS = 64
+SHORTER = "longer requests are refused"
+
+
+def no_model(command: ServerCommand, error: ModelError) -> tuple[list[Finding], list[str]]:
+    missing = [f"the model: {error.message}" + (f" ({error.found})" if error.found else "")]
+    if not isinstance(error, ModelNotFoundError | ModelAccessError):
+        return [], missing
+    name = shorten(command.model or "")
+    local = name.startswith(("/", "./", "~"))
+    return [
+        found(
+            "gated_or_missing_model", "not_memory", "high" if local else "low",
+            what=f"there is no model at {name}" if local else f"{name} cannot be read from here",
+            why=error.message, evidence=[Evidence(line=error.found or error.message, source="command")],
+            fixes=[Fix(why=error.fix or "check the path, the name and HF_TOKEN")],
+        )
+    ], missing  # fmt: skip
+
+
+def refused(command: ServerCommand, error: HoldfastError, question: Question | None) -> tuple[list[Finding], list[str]]:
+    """A plan that is impossible, whatever the memory."""
+    evidence = [Evidence(line=f"{error.message} [{error.code}]", source="plan")]
+    if error.code == HEADS and question is not None:
+        return [_heads(command, error, question, evidence)], []
+    if error.code in (TOO_FEW, NOT_TOGETHER, STAGES) and question is not None:
+        devices = len(question.machine.devices)
+        size = max((one for one in _sizes(question, devices) if one <= devices), default=1)
+        fixes = [changed(command, _parallel(command, size), f"as many as are there: {devices}")]
+        return [found("tensor_parallel_mismatch", "not_memory", "high", what=error.message,
+                      why=error.found or "more ranks than GPUs", evidence=evidence, fixes=fixes)], []  # fmt: skip
+    if error.code == BEYOND_MODEL and question is not None:
+        most = question.model.spec.max_position
+        flag = translated(command.engine, "max-model-len") or "--max-model-len"
+        fixes = [changed(command, {flag: str(most)}, "what the model was made for")]
+        return [found("bad_flag", "configuration_overshoot", "high", what=error.message,
+                      why="positions that the model never saw; engines refuse it unless rope scaling is configured",
+                      evidence=evidence, fixes=fixes)], []  # fmt: skip
+    return [], [f"a plan: {error.message}" + (f"; {error.fix}" if error.fix else "")]
+
+
+def _heads(command: ServerCommand, error: HoldfastError, question: Question, evidence: list[Evidence]) -> Finding:
+    sizes = _sizes(question, MOST_RANKS)
+    asked = command.value("tensor-parallel-size") or "1"
+    devices = len(question.machine.devices)
+    size = max((one for one in sizes if one <= min(devices, int(asked))), default=1)
+    shape = "head" not in error.message
+    return found(
+        "quant_shape_mismatch" if shape else "heads_not_divisible", "not_memory", "high", what=error.message,
+        why=f"each GPU takes whole heads and groups of columns: it splits over {', '.join(map(str, sizes[:8]))}",
+        evidence=evidence, fixes=[changed(command, _parallel(command, size), f"the largest for {devices} GPUs")],
+    )  # fmt: skip
+
+
+def _sizes(question: Question, most: int) -> tuple[int, ...]:
+    from holdfast.planner.count import sizes
+    from holdfast.planner.same import Same
+
+    return sizes(Same(question.model.spec), most)
+
+
+def _parallel(command: ServerCommand, size: int) -> dict[str, str | None]:
+    flag = translated(command.engine, "tensor-parallel-size") or "--tensor-parallel-size"
+    return {flag: str(size)}
+
+
+# vLLM on a CPU
+
+
+def vllm_on_a_cpu(command: ServerCommand, question: Question) -> Iterator[Finding]:
+    """Its KV pool is what a variable says in GiB; where that is not set, a share that depends on the version."""
+    from holdfast.planner.kv import kv_cost
+    from holdfast.planner.question import KV_ELEMENT_BYTES
+
+    size = command.value("tensor-parallel-size") or "1"
+    if size.isdecimal() and int(size) > 1 and int(size) not in (able := _sizes(question, MOST_RANKS)):
+        yield found(
+            "heads_not_divisible", "not_memory", "high", what=f"the model's heads cannot be split over {size} ranks",
+            why=f"it can be split over {', '.join(map(str, able[:8]))}",
+            evidence=[Evidence(line=f"--tensor-parallel-size {size}", source="command")],
+            fixes=[changed(command, _parallel(command, 1), "a CPU has no second device to split over")],
+        )  # fmt: skip
+    spec, space = question.model.spec, command.environment.get(CPU_SPACE, "")
+    length = question.settings.max_model_len
+    if not space.isdecimal() or int(space) == 0 or length is None:
+        return
+    dtype = "float32" if question.settings.dtype in ("float32", "float") else "bfloat16"
+    element = KV_ELEMENT_BYTES[dtype]
+    cost = kv_cost(spec, element_bytes=element, state_bytes=element)
+    needed, there = cost.sequence_bytes(length), int(space) * GIB
+    if needed <= there:
+        return
+    longest = cost.longest(there, length)
+    yield found(
+        "kv_cache_too_small_for_max_len", "kv_blowout", "high",
+        what=f"one sequence of {length:,} tokens needs {format_bytes(needed)} of KV, and {CPU_SPACE} is {space} GiB",
+        why="vLLM refuses to start when its pool does not hold one sequence of max_model_len",
+        evidence=[
+            Evidence(line=f"{CPU_SPACE}={space}", source="command"),
+            Evidence(line=f"max_model_len {length}", source="command"),
+        ],
+        fixes=[
+            changed(command, {CPU_SPACE: str(-(-needed // GIB))}, "room for one whole sequence", "as much RAM more"),
+            changed(command, {"--max-model-len": str(longest)}, "the longest that the pool holds", SHORTER),
+        ],
+        numbers={"needed_bytes": float(needed), "available_bytes": float(there), "longest_tokens": float(longest)},
+    )  # fmt: skip
