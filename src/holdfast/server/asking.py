@@ -118,7 +118,7 @@ async def read_chat(raw: bytes, engine: Engine, settings: ServerSettings) -> Ask
     _check_places(params.n, engine, settings, "n")
     prompt, reading = await chat_prompt(body, fields.get("tools"), tokenizer, engine, settings, len(raw))
     if reading is not None:
-        params = reading.adjusted(params, tokenizer)
+        params = await off_loop(partial(reading.adjusted, params, tokenizer), len(raw))
     return _ask(
         body, "chatcmpl", model, [prompt], params, settings, logprobs, bytes_of=tokenizer.bytes_of, reading=reading
     )

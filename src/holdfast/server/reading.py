@@ -15,7 +15,7 @@ from holdfast.server.settings import ServerSettings
 from holdfast.server.tooling import ToolUse
 from holdfast.text.reasoning import FAMILIES, ReasoningReader, State, Thinking, thinking_of
 from holdfast.text.tools.answers import AnswerReader
-from holdfast.text.tools.grammar import calls_grammar
+from holdfast.text.tools.grammar import Freedom, calls_grammar
 from holdfast.text.tools.prompt import Message, Speech, shown, speech_of
 
 if TYPE_CHECKING:
@@ -65,14 +65,8 @@ class Reading:
         changes: dict[str, Any] = {}
         if params.skip_special_tokens and any(_special_id(mark, tokenizer) is not None for mark in self._marks):
             changes["skip_special_tokens"] = False
-        grammar = self._grammar(tokenizer)
+        grammar = self._grammar(params.structured_outputs, tokenizer)
         if grammar is not None:
-            if params.structured_outputs is not None:
-                raise RequestError(
-                    "an answer that must be a call cannot have another form too",
-                    fix='send tool_choice "auto" or "none" with response_format, or tools without it',
-                    field="tool_choice",
-                )
             changes["structured_outputs"] = StructuredOutputsParams(grammar=grammar)
         return params.replace(**changes) if changes else params
 
@@ -83,8 +77,12 @@ class Reading:
             return marks
         return (*marks, self.thinking.opening, self.thinking.closing)
 
-    def _grammar(self, tokenizer: Tokenizer) -> str | None:
-        if self.use is None or self.speech is None or not self.use.forced:
+    def _grammar(self, asked: StructuredOutputsParams | None, tokenizer: Tokenizer) -> str | None:
+        """Of an answer that must call, or may where arguments or content are held to a form. None: there is none."""
+        if self.use is None or self.speech is None:
+            return None
+        freedom = None if self.use.forced and asked is None else self._freedom(asked)
+        if freedom is None and not self.use.forced:
             return None
         return calls_grammar(
             self.speech.form,
@@ -93,7 +91,24 @@ class Reading:
             parallel=self.use.parallel,
             thinking=self.thinking,
             state=self.state,
+            freedom=freedom,
         )
+
+    def _freedom(self, asked: StructuredOutputsParams | None) -> Freedom | None:
+        """What an answer that calls nothing may be; None: anything, and arguments too."""
+        assert self.use is not None
+        assert self.speech is not None
+        if asked is None:
+            return Freedom(words=True) if any(tool.strict for tool in self.use.tools) else None
+        schema = {"type": "object"} if asked.json_object else asked.json
+        if self.use.forced or not isinstance(schema, dict) or not self.speech.form.opens_with_mark:
+            raise RequestError(
+                "a form for the answer and tools that may be called exclude each other here",
+                needed='tool_choice "auto", a JSON schema, and a model that marks its calls',
+                fix='send tool_choice "none", or tools without response_format',
+                field="response_format",
+            )
+        return Freedom(schema=schema)
 
 
 def reading_of(

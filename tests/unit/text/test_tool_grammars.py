@@ -13,7 +13,7 @@ from holdfast.text.reasoning import State, Thinking
 from holdfast.text.tools.dialects import DIALECTS
 from holdfast.text.tools.events import Arguments, CallBegun, Tool
 from holdfast.text.tools.forms import Form
-from holdfast.text.tools.grammar import MAX_SCHEMA_DEPTH, calls_grammar, closed
+from holdfast.text.tools.grammar import MAX_SCHEMA_DEPTH, Freedom, calls_grammar, closed
 from holdfast.text.tools.mistral import NAMED
 from holdfast.text.tools.prompt import written
 
@@ -131,3 +131,44 @@ def test_a_schema_without_a_bottom_is_refused() -> None:
     with pytest.raises(RequestError, match="deep") as caught:
         closed(schema)
     assert caught.value.field == "tools"
+
+
+STRICT = [Tool(name="weather", given={}, parameters=CITY, strict=True), TOOLS[2]]
+
+
+def free(form: Form, tools: list[Tool], **more: Any) -> str:
+    return calls_grammar(form, tools, lambda mark: None, **{"parallel": True, "freedom": Freedom(words=True), **more})
+
+
+@pytest.mark.parametrize("family", FORMS)
+def test_a_model_that_may_call_is_held_to_strict_schemas_only(family: str) -> None:
+    form = FORMS[family]
+    made = free(form, STRICT)
+    assert accepts(made, "I need no function for that. < [TOOL")
+    assert accepts(made, "")
+    assert accepts(made, spelled(form, *GOOD[:2]))
+    assert not accepts(made, spelled(form, ("weather", '{"town": "Oslo"}')))
+    assert accepts(made, spelled(form, ("now", '{"town": "Oslo"}')))
+    assert not accepts(made, spelled(form, ("nobody", "{}")))
+    alone = free(form, STRICT, parallel=False)
+    assert accepts(alone, spelled(form, GOOD[0]))
+    assert not accepts(alone, spelled(form, *GOOD[:2]))
+
+
+@pytest.mark.parametrize("family", ["hermes", "mistral"])
+def test_words_may_stand_before_calls_that_have_a_mark(family: str) -> None:
+    form = FORMS[family]
+    made = free(form, STRICT, thinking=Thinking(), state="open")
+    assert accepts(made, "Hm.</think>\n\nLet me see.\n" + spelled(form, *GOOD[:2]))
+    assert not accepts(made, "Hm.</think>Let me see.\n" + spelled(form, ("weather", '{"town": "Oslo"}')))
+
+
+@pytest.mark.parametrize("family", ["hermes", "mistral"])
+def test_an_answer_that_calls_nothing_may_have_a_form_of_its_own(family: str) -> None:
+    form = FORMS[family]
+    schema = {"type": "object", "properties": {"rain": {"type": "boolean"}}, "required": ["rain"]}
+    made = calls_grammar(form, TOOLS, lambda mark: None, parallel=True, freedom=Freedom(schema=schema))
+    assert accepts(made, '{"rain": true}')
+    assert accepts(made, spelled(form, *GOOD))
+    assert not accepts(made, "It rains.")
+    assert not accepts(made, '{"rain": 1}')

@@ -20,3 +20,8 @@ class Form:
     bare_alone: bool = False
     marks: tuple[str, ...] = ()
     """Parts that are tokens of their own where the vocabulary has them."""
+
+    @property
+    def opens_with_mark(self) -> bool:
+        """Whether a call is told from other text by how it begins."""
+        return (*self.before, *self.call)[0] in self.marks

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from holdfast.errors import RequestError
@@ -22,6 +23,17 @@ MAX_SCHEMA_DEPTH = 64
 
 # As json.dumps writes, which models are shown. Where white space is free, small models may write nothing else.
 _SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_ANY_TEXT = r"TEXT: /(.|\n)*/"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Freedom:
+    """What an answer may be that calls nothing."""
+
+    words: bool = False
+    """Any text; also before and between calls that have a mark. Arguments are then free too, but for strict tools."""
+    schema: Mapping[str, Any] | None = None
+    """JSON of this schema. Only for forms with a mark: without one a call is not told from other JSON."""
 
 
 def calls_grammar(
@@ -32,62 +44,95 @@ def calls_grammar(
     parallel: bool,
     thinking: Thinking | None = None,
     state: State = "over",
+    freedom: Freedom | None = None,
 ) -> str:
-    """One call, or where `parallel` up to MOST_PARALLEL_CALLS; behind thoughts where the model has some."""
-    spell = _Speller(form, token_of)
-    rules = ["%llguidance {}", f"start: {_thoughts(thinking, state, token_of)}calls"]
-    one = "call"
-    several = f"call ({spell.parts(form.between)} call){{0,{MOST_PARALLEL_CALLS - 1}}}" if parallel else one
-    enclosed = " ".join(part for part in (spell.parts(form.before), several, spell.parts(form.after)) if part)
-    rules.append(f"calls: {one} | {enclosed}" if form.bare_alone else f"calls: {enclosed}")
-    rules.append("call: " + " | ".join(f"call_{place}" for place in range(len(tools))))
+    """One call, or where `parallel` up to MOST_PARALLEL_CALLS; behind thoughts where the model has some. Without
+    `freedom` the answer must call."""
+    freedom = freedom or Freedom()
+    made = _Grammar(form, token_of, MOST_PARALLEL_CALLS if parallel else 1)
+    thoughts = made.thoughts(thinking, state)
+    if freedom.words and made.opening is not None:
+        start = made.between_words()
+    else:
+        start = made.calls()
+        if freedom.schema is not None:
+            start += " | content"
+            made.rules.append(f"content: {_json(freedom.schema)}")
+        elif freedom.words:
+            start += " | WORDS?"
+            made.rules.append(r"WORDS: /[^\s\[{`](.|\n)*/")
+    made.rules.append("call: " + " | ".join(f"call_{place}" for place in range(len(tools))))
     for place, tool in enumerate(tools):
-        schema = json.dumps({"x-guidance": _SPACING, **closed(tool.parameters)})
-        rules.append(f"call_{place}: {spell.parts(form.call, tool.name, f'arguments_{place}')}")
-        rules.append(f"arguments_{place}: %json {schema}")
-    if thinking is not None and state != "over":
-        rules += _thought_rules(thinking.closing, token_of)
-    return "\n".join(rules) + "\n"
+        free = freedom.words and not tool.strict
+        made.rules.append(f"call_{place}: {made.parts(made.call, tool.name, f'arguments_{place}')}")
+        made.rules.append(f"arguments_{place}: {_json({'type': 'object'} if free else closed(tool.parameters))}")
+    return "\n".join(["%llguidance {}", f"start: {thoughts}({start})", *made.rules]) + "\n"
 
 
-class _Speller:
-    def __init__(self, form: Form, token_of: TokenOf) -> None:
-        self._marks = form.marks
-        self._token_of = token_of
+class _Grammar:
+    """The rules of one grammar as they are put together."""
+
+    def __init__(self, form: Form, token_of: TokenOf, most: int) -> None:
+        self.rules: list[str] = []
+        self.call, self._before = form.call, form.before
+        self._form, self._token_of, self._most = form, token_of, most
+        self.opening = (*form.before, *form.call)[0] if form.opens_with_mark else None
+
+    def calls(self) -> str:
+        several = f"call ({self.parts(self._form.between)} call){{0,{self._most - 1}}}" if self._most > 1 else "call"
+        enclosed = _joined(self.parts(self._before), several, self.parts(self._form.after))
+        return f"call | {enclosed}" if self._form.bare_alone else enclosed
+
+    def between_words(self) -> str:
+        """Calls that a mark opens, with any text around them."""
+        assert self.opening is not None
+        self.rules.append(_ANY_TEXT)
+        opening = self._token_of(self.opening)
+        if opening is None:
+            # Lazy: to the first mark, behind which there is a call and nothing else. It is the text's own end.
+            self.rules.append(f"opening[lazy]: TEXT {quoted(self.opening)}")
+            if self._before:
+                self._before = self._before[1:]
+            else:
+                self.call = self.call[1:]
+        one, most = (self.calls(), 1) if self._form.before else ("call", self._most)
+        if opening is None:
+            earlier = f"(opening {one}){{0,{most - 1}}} " if most > 1 else ""
+            return f"{earlier}(TEXT | opening {one})"
+        return f"TEXT ({one} TEXT){{0,{most}}}"
+
+    def thoughts(self, thinking: Thinking | None, state: State) -> str:
+        if thinking is None or state == "over":
+            return ""
+        opening, closing = self.mark(thinking.opening), self.mark(thinking.closing)
+        lazy = "[lazy]" if closing.startswith('"') else ""
+        self.rules += [f"thought{lazy}: THOUGHT {closing}", r"THOUGHT: /(.|\n)*/"]
+        thought = "thought /[ \\n]{0,4}/ "
+        if state == "open":
+            return thought
+        return f"({opening} {thought})? " if state == "undecided" else f"{opening}? {thought}"
 
     def parts(self, parts: Sequence[str], name: str = "", arguments: str = "") -> str:
         spelled = {NAME: quoted(json.dumps(name)), BARE_NAME: quoted(name), ARGUMENTS: arguments}
-        return " ".join(
-            spelled[part] if part in spelled else mark(part, self._token_of) if part in self._marks else quoted(part)
-            for part in parts
-        )
+        marks = self._form.marks
+        return _joined(*(spelled.get(part) or (self.mark(part) if part in marks else quoted(part)) for part in parts))
 
-
-def mark(text: str, token_of: TokenOf) -> str:
-    """As the token the model was trained to write, where there is one."""
-    token_id = token_of(text)
-    return quoted(text) if token_id is None else f"<[{token_id}]>"
+    def mark(self, text: str) -> str:
+        """As the token the model was trained to write, where it is no text."""
+        token_id = self._token_of(text)
+        return quoted(text) if token_id is None else f"<[{token_id}]>"
 
 
 def quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def _thoughts(thinking: Thinking | None, state: State, token_of: TokenOf) -> str:
-    if thinking is None or state == "over":
-        return ""
-    opening, thought = mark(thinking.opening, token_of), "thought /[ \\n]{0,4}/ "
-    if state == "open":
-        return thought
-    return f"({opening} {thought})? " if state == "undecided" else f"{opening}? {thought}"
+def _joined(*parts: str) -> str:
+    return " ".join(part for part in parts if part)
 
 
-def _thought_rules(closing: str, token_of: TokenOf) -> list[str]:
-    token_id = token_of(closing)
-    if token_id is not None:
-        return [f"thought: THOUGHT <[{token_id}]>", r"THOUGHT: /(.|\n)*/"]
-    # Lazy: to the first mark, which would otherwise be a part of the thought.
-    return [f"thought[lazy]: THOUGHT {quoted(closing)}", r"THOUGHT: /(.|\n)*/"]
+def _json(schema: Mapping[str, Any]) -> str:
+    return f"%json {json.dumps({'x-guidance': _SPACING, **schema})}"
 
 
 def closed(schema: Mapping[str, Any], depth: int = 0) -> dict[str, Any]:
