@@ -44,7 +44,8 @@ def known_flags(engine: str) -> frozenset[str]:
     """Under their one name each; empty: they are not known."""
     if engine == "holdfast":
         fields = (*dataclasses.fields(EngineConfig), *dataclasses.fields(ServerConfig))
-        own = {field.name.replace("_", "-") for field in fields}
+        named = [name for field in fields for name in (field.name, *field.metadata["flags"])]
+        own = {canonical(engine, name) for name in named} | {name.lstrip("-") for name in named}
         return frozenset(own | set(HOLDFAST_ONLY) | set(_REFUSED))
     row = _document().get(engine)
     if row is None:

@@ -10,6 +10,7 @@ from holdfast.doctor.records import Diagnosis
 from holdfast.errors import ConfigurationError
 
 LLAMA = "meta-llama/Llama-3.1-8B-Instruct"
+SGLANG = f"python -m sglang.launch_server --model-path {LLAMA}"
 MODULE = "python -m vllm.entrypoints.openai.api_server --model"
 
 
@@ -19,17 +20,22 @@ def _judged(command: str, gpu: str | None = "rtx4090", **machine: str) -> Diagno
 
 def test_what_fits_is_healthy() -> None:
     found = _judged(f"vllm serve {LLAMA} --max-model-len 8192")
-    assert found.healthy and not found.findings
-    assert found.engine == "vllm" and found.command == f"vllm serve {LLAMA} --max-model-len 8192"
+    assert found.healthy
+    assert not found.findings
+    assert found.engine == "vllm"
+    assert found.command == f"vllm serve {LLAMA} --max-model-len 8192"
 
 
 @pytest.mark.parametrize("program", ["vllm serve", MODULE])
 def test_a_context_that_does_not_fit_gets_the_longest_that_does(program: str) -> None:
     found = _judged(f"{program} {LLAMA} --max-model-len 131072 --port 9000")
     [finding] = found.findings
-    assert finding.cause == "kv_cache_too_small_for_max_len" and finding.confidence == "high"
-    assert finding.fix is not None and finding.fix.command is not None
-    assert finding.fix.command.startswith(f"{program} {LLAMA}") and "--port 9000" in finding.fix.command
+    assert finding.cause == "kv_cache_too_small_for_max_len"
+    assert finding.confidence == "high"
+    assert finding.fix is not None
+    assert finding.fix.command is not None
+    assert finding.fix.command.startswith(f"{program} {LLAMA}")
+    assert "--port 9000" in finding.fix.command
     # What is offered has been planned, and is judged to be well.
     assert _judged(finding.fix.command).healthy
     longer = int(finding.fix.changes["--max-model-len"] or 0) + 4096
@@ -45,7 +51,8 @@ def test_a_forgotten_tensor_parallel_size_is_named_once() -> None:
     found = _judged("vllm serve meta-llama/Llama-3.1-70B-Instruct --max-model-len 8192", "h100-80x4")
     [finding] = found.findings
     assert finding.cause == "tensor_parallel_unused"
-    assert finding.fix is not None and finding.fix.changes == {"--tensor-parallel-size": "2"}
+    assert finding.fix is not None
+    assert finding.fix.changes == {"--tensor-parallel-size": "2"}
 
 
 @pytest.mark.parametrize(
@@ -53,8 +60,9 @@ def test_a_forgotten_tensor_parallel_size_is_named_once() -> None:
     [
         (f"vllm serve {LLAMA} --max-model-len 8192 -tp 3", "rtx4090x4", "heads_not_divisible", "-tp", "2"),
         (f"vllm serve {LLAMA} --max-model-len 8192 -tp 4", "rtx4090x2", "tensor_parallel_mismatch", "-tp", "2"),
-        (f"python -m sglang.launch_server --model-path {LLAMA} --tp 3", "h100-80x4", "heads_not_divisible", "--tp", "2"),
-        (f"vllm serve {LLAMA} --max-model-len 8192 --dtype bfloat16", "v100-32", "dtype_unsupported_gpu", "--dtype", "float16"),
+        (f"{SGLANG} --tp 3", "h100-80x4", "heads_not_divisible", "--tp", "2"),
+        (f"vllm serve {LLAMA} --max-model-len 8192 --dtype bfloat16", "v100-32", "dtype_unsupported_gpu",
+         "--dtype", "float16"),
         (f"{MODULE} {LLAMA} --max-model-len 8192 --dtype fp16", "h100-80", "bad_flag", "--dtype", "float16"),
         (f"vllm serve {LLAMA} --max-model-len 8192 --gpu-memory-utilization 0.99", "h100-80", "utilization_too_high",
          "--gpu-memory-utilization", "0.95"),
@@ -70,23 +78,29 @@ def test_a_forgotten_tensor_parallel_size_is_named_once() -> None:
 def test_causes_and_what_is_offered(command: str, gpu: str | None, cause: str, flag: str, value: str) -> None:
     found = _judged(command, gpu)
     finding = next(one for one in found.findings if one.cause == cause)
-    assert finding.fix is not None and finding.fix.command is not None
-    assert f"{flag} " in finding.fix.command and value in finding.fix.command.split(f"{flag} ")[1]
+    assert finding.fix is not None
+    assert finding.fix.command is not None
+    assert f"{flag} " in finding.fix.command
+    assert value in finding.fix.command.split(f"{flag} ")[1]
     assert not any(one.cause == cause for one in _judged(finding.fix.command, gpu).findings)
 
 
 def test_a_flag_that_vllm_once_took_is_told_apart_from_a_typing_error() -> None:
     found = _judged(f"vllm serve {LLAMA} --max-model-len 8192 --num-scheduler-steps 8")
     [finding] = found.findings
-    assert finding.cause == "bad_flag" and "no longer takes" in finding.what
-    assert finding.fix is not None and "--num-scheduler-steps" not in (finding.fix.command or "")
+    assert finding.cause == "bad_flag"
+    assert "no longer takes" in finding.what
+    assert finding.fix is not None
+    assert "--num-scheduler-steps" not in (finding.fix.command or "")
 
 
 def test_the_last_fix_has_those_before_it() -> None:
     found = _judged(f"vllm serve {LLAMA} --max-model-len 8192 --dtype fp16 --gpu-memory-utilization 0.99", "h100-80")
     assert [one.cause for one in found.findings] == ["bad_flag", "utilization_too_high"]
     last = found.findings[-1].fix
-    assert last is not None and "--dtype float16" in (last.command or "") and "0.95" in (last.command or "")
+    assert last is not None
+    assert "--dtype float16" in (last.command or "")
+    assert "0.95" in (last.command or "")
 
 
 def test_a_smaller_kv_space_of_vllm_on_a_cpu_is_seen() -> None:
@@ -94,7 +108,8 @@ def test_a_smaller_kv_space_of_vllm_on_a_cpu_is_seen() -> None:
     found = judge_command(command, machine=Machine(ram="64GiB"))
     [finding] = found.findings
     assert finding.cause == "kv_cache_too_small_for_max_len"
-    assert finding.fix is not None and finding.fix.changes == {"VLLM_CPU_KVCACHE_SPACE": "4"}
+    assert finding.fix is not None
+    assert finding.fix.changes == {"VLLM_CPU_KVCACHE_SPACE": "4"}
     assert (finding.fix.command or "").startswith("VLLM_CPU_KVCACHE_SPACE=4 vllm serve")
     assert finding.alternatives[0].changes == {"--max-model-len": "8192"}
 
@@ -102,14 +117,17 @@ def test_a_smaller_kv_space_of_vllm_on_a_cpu_is_seen() -> None:
 def test_a_model_that_is_not_there_is_no_question_of_memory() -> None:
     found = _judged("llama-server -m /nowhere/model.gguf -c 8192")
     assert [(one.cause, one.root_cause) for one in found.findings] == [("gated_or_missing_model", "not_memory")]
-    assert not found.healthy and found.missing
+    assert not found.healthy
+    assert found.missing
 
 
 def test_what_holdfast_refuses_is_said_with_its_reason() -> None:
     found = _judged("holdfast serve --max-model-len 2048 --speculative-config x", None, ram="4GiB")
     [finding] = found.findings
-    assert finding.cause == "bad_flag" and "speculative decoding is not there yet" in finding.why
-    assert finding.fix is not None and finding.fix.command == "holdfast serve --max-model-len 2048"
+    assert finding.cause == "bad_flag"
+    assert "speculative decoding is not there yet" in finding.why
+    assert finding.fix is not None
+    assert finding.fix.command == "holdfast serve --max-model-len 2048"
 
 
 def test_what_starts_no_server_is_refused() -> None:
