@@ -13,11 +13,13 @@ HoldfastError                     has a stable code, what was needed, what was t
 │   ├── UnsupportedOptionError    an option that is not there yet, named
 │   ├── UnknownModelError         the request names a model that is not served
 │   ├── UnknownParameterError     (TypeError) SamplingParams has no parameter of that name
+│   ├── GrammarError              what the answer must look like cannot be read, or cannot be held
 │   ├── AdapterError              a LoRA adapter that cannot be used, or not with this model
 │   └── OverloadedError           the waiting queue is full; try again later
 └── EngineError                   the engine itself
     ├── EngineDiedError           its process ended while it held the request
     ├── StepMemoryError           no memory for the smallest step of this one request; others go on
+    ├── SleepingError             it was put to sleep and takes nothing until it is woken
     └── DrainingError             the server is shutting down and takes nothing new
 """
 
@@ -128,6 +130,10 @@ class AdapterError(RequestError):
     code = "HF370"
 
 
+class GrammarError(RequestError):
+    code = "HF360"
+
+
 class EngineError(HoldfastError):
     code = "HF400"
 
@@ -142,3 +148,7 @@ class StepMemoryError(EngineError):
 
 class DrainingError(EngineError):
     code = "HF420"
+
+
+class SleepingError(EngineError):
+    code = "HF421"

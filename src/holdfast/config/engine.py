@@ -130,6 +130,9 @@ class EngineConfig:
     attention_backend: str = setting(
         "auto", "on a CPU: auto, compiled (kernels built at install) or torch", choice("auto", "compiled", "torch")
     )
+    enable_sleep_mode: bool = setting(
+        False, "let /sleep give the engine's memory back until /wake_up; LLM.sleep needs no leave", flag
+    )
     enforce_eager: bool = setting(False, "no captured graphs on a GPU; there are none on a CPU", flag)
     seed: int | None = setting(
         None, "draw the seeds of requests that bring none from this one, so that runs repeat",

@@ -23,6 +23,7 @@ import zmq.asyncio
 from holdfast.config import EngineConfig
 from holdfast.engine import messages
 from holdfast.engine.answers import Answer
+from holdfast.engine.books import at_rest, continued, process_memory
 from holdfast.engine.child import Child
 from holdfast.engine.defaults import decided, default_sampling
 from holdfast.engine.door import Door, check_room
@@ -31,9 +32,8 @@ from holdfast.engine.embedding import embedding_requests
 from holdfast.engine.passengers import Passengers
 from holdfast.engine.startup import FoundModel, Progress, with_located_model
 from holdfast.engine.stream import Stream
-from holdfast.errors import DrainingError, EngineDiedError, EngineError, HoldfastError
-from holdfast.hardware import resident
-from holdfast.observability.ledger import Ledger, ProcessMemory, make_ledger
+from holdfast.errors import DrainingError, EngineDiedError, EngineError, HoldfastError, SleepingError
+from holdfast.observability.ledger import Ledger, asleep_ledger, make_ledger
 from holdfast.planner import Plan
 from holdfast.records import AdapterRef, AnswerDelta, EngineInfo, EngineOutput, EngineStats, Failure, SamplingParams
 from holdfast.text import Tokenizer
@@ -75,6 +75,7 @@ class ProcessEngine:
         self._folder = Path(tempfile.mkdtemp(prefix="holdfast-"))
         self._context = zmq.asyncio.Context()
         self._child: Child | None = None
+        self._taught: Child | None = None
         self._supervisor: asyncio.Task[None] | None = None
         self._open: dict[str, tuple[Answer, Stream]] = {}
         self._passengers = Passengers()
@@ -82,6 +83,10 @@ class ProcessEngine:
         self._ready = False
         self._draining = False
         self._stopping = False
+        self._sleeping = False
+        self._turning = asyncio.Lock()
+        """Of falling asleep and waking up one after the other."""
+        self._launches = 0
         self._failure: Failure | None = None
         self._restarts = 0
         self._handed_over = False
@@ -102,7 +107,7 @@ class ProcessEngine:
 
     @property
     def ready(self) -> bool:
-        return self._ready and not self._draining
+        return self._ready and not self._draining and not self._sleeping
 
     @property
     def failure(self) -> Failure | None:
@@ -129,23 +134,14 @@ class ProcessEngine:
         return self._stats
 
     def memory(self) -> Ledger | None:
-        """None also while there is no engine process."""
-        if self._info is None or self._child is None or not self._ready:
+        """None also while there is no engine process, unless it sleeps."""
+        front = process_memory("front", os.getpid())
+        if self._info is None or front is None:
             return None
-        engine, front = resident(self._child.pid), resident()
-        if engine is None or front is None:
-            return None
-        processes = [
-            ProcessMemory(
-                name=name,
-                pid=pid,
-                resident_bytes=held.now_bytes,
-                peak_bytes=held.peak_bytes,
-                files_bytes=held.files_bytes,
-            )
-            for name, pid, held in (("engine", self._child.pid, engine), ("front", os.getpid(), front))
-        ]
-        return make_ledger(self._info, self._stats, processes)
+        if self._sleeping and self._child is None:
+            return asleep_ledger(self._info, [front])
+        engine = process_memory("engine", self._child.pid) if self._child is not None and self._ready else None
+        return None if engine is None else make_ledger(self._info, self._stats, [engine, front])
 
     def on_step(self, listener: Callable[[EngineStats], None]) -> None:
         self._listeners.append(listener)
@@ -202,10 +198,7 @@ class ProcessEngine:
     async def stop(self) -> None:
         was_ready = self._ready
         self._stopping, self._ready = True, False
-        if self._supervisor is not None:
-            self._supervisor.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._supervisor
+        await self._end_supervisor()
         if self._early is not None:
             self._early.end()
         if self._child is not None:
@@ -214,14 +207,66 @@ class ProcessEngine:
         self._context.destroy(linger=0)
         shutil.rmtree(self._folder, ignore_errors=True)
 
+    @property
+    def sleeping(self) -> bool:
+        return self._sleeping
+
+    async def sleep(self, mode: str = "abort") -> None:
+        """The process itself is ended: nothing gives memory back as surely, on a CPU and on a GPU."""
+        async with self._turning:
+            if self._sleeping:
+                return
+            if not self.ready:
+                raise EngineError("the engine is not ready, and cannot be put to sleep", fix="try again later")
+            self._sleeping = True  # From here on nothing new is taken.
+            try:
+                if mode == "abort":
+                    self._end_all(SleepingError("the engine was put to sleep before the request was finished"))
+                while self._open and self._failure is None:
+                    await asyncio.sleep(0.02)
+            except asyncio.CancelledError:
+                self._sleeping = False
+                raise
+            await self._end_child()
+        log.info("the engine sleeps: its process has ended and its memory is free")
+
+    async def _end_child(self) -> None:
+        was_ready, self._ready = self._ready, False
+        await self._end_supervisor()
+        child, self._child = self._child, None
+        if child is not None:
+            await child.stop(at_once=not was_ready)
+        self._stats = at_rest(self._stats)
+
+    async def wake_up(self) -> None:
+        async with self._turning:
+            if not self._sleeping or self._stopping:
+                return
+            try:
+                await self._launch()
+            except HoldfastError:
+                self._child = None  # What was started has ended.
+                raise
+            self._sleeping = False
+            self._supervisor = asyncio.create_task(self._supervise(), name="engine-supervisor")
+        log.info("the engine is awake")
+
     async def reset_prefix_cache(self) -> None:
         self._send(messages.ResetPrefixCache())
+
+    async def _end_supervisor(self) -> None:
+        if self._supervisor is not None:
+            self._supervisor.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._supervisor
 
     def _refuse_if_closed(self, request_id: str) -> None:
         if self._failure is not None:
             raise messages.unpack_failure(self._failure, request_id)
         if self._draining or self._stopping:
             raise DrainingError("the server is shutting down", fix="send it to another server", request_id=request_id)
+        if self._sleeping:
+            raise SleepingError("the engine sleeps", fix="POST /wake_up", request_id=request_id)
         if self._door is None:
             raise EngineError(
                 "the engine is not ready yet", fix="wait for /health to answer 200", request_id=request_id
@@ -235,13 +280,26 @@ class ProcessEngine:
         """While it restarts, requests simply wait here."""
         if self._ready and (names := self._passengers.board()):
             self._handed_over = True
-            self._send(messages.Add([self._open[name][0].resumed() for name in names]))
+            requests = [self._open[name][0].resumed() for name in names]
+            if any(request.params.structured_outputs is not None for request in requests):
+                self._teach()
+            self._send(messages.Add(requests))
+
+    def _teach(self) -> None:
+        """An engine process has no tokenizer; each is told once what its tokens stand for."""
+        if self._taught is self._child or self._tokenizer is None:
+            return
+        from holdfast.text.matching import packed_vocabulary
+
+        self._taught = self._child
+        self._send(messages.Teach(packed_vocabulary(self._tokenizer)))
 
     async def _launch(self) -> None:
         """Returns with a ready engine, or raises what kept it from becoming one."""
         early, self._early = self._early, None
+        self._launches += 1
         self._child = child = await Child.spawn(
-            self._context, self._folder / f"{self._restarts}.sock", self._config, self._plan, early
+            self._context, self._folder / f"{self._launches}.sock", self._config, self._plan, early
         )
         self._handed_over = False
         while True:
@@ -324,7 +382,7 @@ class ProcessEngine:
         self._end_all(error)
 
     def _take(self, news: messages.News) -> None:
-        self._stats = _continued(self._stats_before, news.stats)
+        self._stats = continued(self._stats_before, news.stats)
         to_abort = [output.request_id for output in news.outputs if self._deliver(output)]
         for listener in self._listeners:
             try:
@@ -382,14 +440,3 @@ class ProcessEngine:
         self._passengers.leave(names)
         for name in names:
             del self._open[name]
-
-
-def _continued(before: EngineStats, now: EngineStats) -> EngineStats:
-    """Counters go on where the process before left them."""
-    return msgspec.structs.replace(
-        now,
-        steps_total=before.steps_total + now.steps_total,
-        preemptions_total=before.preemptions_total + now.preemptions_total,
-        prefix_queries_total=before.prefix_queries_total + now.prefix_queries_total,
-        prefix_hits_total=before.prefix_hits_total + now.prefix_hits_total,
-    )

@@ -26,6 +26,7 @@ from holdfast.errors import (
     EngineError,
     HoldfastError,
     RequestError,
+    SleepingError,
 )
 from holdfast.hardware import Resident, resident
 from holdfast.observability.ledger import Ledger, ProcessMemory, make_ledger
@@ -92,6 +93,7 @@ class FakeEngine:
         self._draining = False
         self._failure: Failure | None = None
         self._cut = False
+        self._sleeping = self._abandoned = False
         self._tokens_allowed: int | None = None
         self._flow = asyncio.Event()
         self._changed = asyncio.Condition()
@@ -136,7 +138,7 @@ class FakeEngine:
 
     @property
     def ready(self) -> bool:
-        return self._started and not self._draining and self._failure is None
+        return self._started and not self._draining and not self._sleeping and self._failure is None
 
     @property
     def failure(self) -> Failure | None:
@@ -223,6 +225,22 @@ class FakeEngine:
         if self.max_queued_requests is not None:
             check_room(answers, self.unfinished, self.max_num_seqs, self.max_queued_requests)
 
+    @property
+    def sleeping(self) -> bool:
+        return self._sleeping
+
+    async def sleep(self, mode: str = "abort") -> None:
+        self._sleeping = True
+        if mode == "abort":
+            self._abandoned = True
+            self.resume()
+        async with self._changed:
+            await self._changed.wait_for(lambda: self.unfinished == 0)
+        self._abandoned = False
+
+    async def wake_up(self) -> None:
+        self._sleeping = False
+
     async def reset_prefix_cache(self) -> None:
         self._prefixes.clear()
 
@@ -244,6 +262,8 @@ class FakeEngine:
             raise EngineDiedError(self._failure.message)
         if self._draining:
             raise DrainingError("the server is shutting down")
+        if self._sleeping:
+            raise SleepingError("the engine sleeps", fix="POST /wake_up")
         if not self._started:
             raise EngineError("the engine has not been started")
         if any(token_id >= VOCABULARY for token_id in prompt_token_ids):
@@ -289,6 +309,8 @@ class FakeEngine:
             self._tokens_allowed -= 1
             if self._tokens_allowed == 0:
                 self._flow.clear()
+        if self._abandoned:
+            raise SleepingError("the engine was put to sleep before the request was finished")
         if self._cut:
             raise DrainingError("the server shut down before this answer was finished")
         if self._failure is not None:

@@ -37,6 +37,10 @@ class Engine(Protocol):
     def draining(self) -> bool: ...
 
     @property
+    def sleeping(self) -> bool:
+        """Put to sleep, or about to be: it holds no memory but the front's, and takes nothing new."""
+
+    @property
     def unfinished(self) -> int:
         """Requests taken and not yet ended."""
 
@@ -81,6 +85,13 @@ class Engine(Protocol):
 
     async def reset_prefix_cache(self) -> None:
         """Forgets what is cached of prompts; requests that run keep what they hold."""
+
+    async def sleep(self, mode: str = "abort") -> None:
+        """Gives weights, KV pages and all else of the engine back to the system. `mode`: what becomes of open requests:
+        abort ends them with a SleepingError, wait lets them finish first. Raises EngineError when it is not ready."""
+
+    async def wake_up(self) -> None:
+        """Returns when it is ready again; raises what keeps it from it, and sleeps on."""
 
     async def drain(self, timeout_s: float) -> None:
         """Takes nothing new, lets what runs finish for at most `timeout_s`, aborts the rest."""

@@ -100,6 +100,16 @@ def make_ledger(info: EngineInfo, stats: EngineStats, processes: Sequence[Proces
     return _ledger(info, stats, processes, terms, resident)
 
 
+def asleep_ledger(info: EngineInfo, processes: Sequence[ProcessMemory]) -> Ledger | None:
+    """Of an engine that sleeps: `processes` are those that are left, and hold nothing of its terms but the front."""
+    report = info.memory
+    if report is None:
+        return None
+    held = sum(process.resident_bytes for process in processes) if report.tier == "ram" else 0
+    terms = [msgspec.structs.replace(term, measured_bytes=held if term.term == "front" else 0) for term in report.terms]
+    return _ledger(info, EngineStats(), list(processes), terms, held)
+
+
 def _device_terms(report: MemoryReport, held: int) -> list[MemoryTerm]:
     """On a GPU everything is taken at the start, the KV pool whole."""
     known = sum(term.measured_bytes or 0 for term in report.terms)

@@ -154,7 +154,7 @@ class Door:
             raise DrainingError("the server is shutting down and takes no new requests")
         # An engine that is being restarted keeps new requests waiting; one that was never there cannot even say
         # what its tokenizer is.
-        if not engine.ready and not engine.restarts:
+        if not engine.ready and not engine.restarts and not engine.sleeping:
             raise HttpFailure(
                 UNAVAILABLE, "the model is loading", kind="service_unavailable_error", code="loading", retry=True
             )

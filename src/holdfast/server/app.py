@@ -38,6 +38,7 @@ from holdfast.server.lora import LoraEndpoints
 from holdfast.server.memory import memory_endpoint
 from holdfast.server.room import Room
 from holdfast.server.settings import ServerSettings
+from holdfast.server.sleep import Sleeping
 from holdfast.server.tokenize import Tokenizing
 
 
@@ -71,6 +72,7 @@ def create_app(engine: Engine, settings: ServerSettings) -> Starlette:
         Route("/reset_prefix_cache", plain.reset_prefix_cache, methods=["POST"]),
         Route("/metrics", plain.metrics, methods=["GET"]),
         Route("/memory", memory_endpoint(engine, settings.retry_after_s), methods=["GET"]),
+        *Sleeping(engine, settings).routes,
     ]
 
     routes += [] if lora is None else lora.routes
@@ -134,6 +136,8 @@ class _Plain:
         engine = self._engine
         if engine.ready:
             return json_response({"status": "ready"})
+        if engine.sleeping:  # Alive, as vLLM says of it; who must know asks /is_sleeping.
+            return json_response({"status": "sleeping"})
         failure = engine.failure
         if failure is not None:
             body: dict[str, Any] = {"status": "dead", "reason": failure.message, "code": failure.code}

@@ -17,6 +17,7 @@ from holdfast.errors import (
     HoldfastError,
     OverloadedError,
     RequestError,
+    SleepingError,
     StepMemoryError,
     UnknownModelError,
     UnsupportedOptionError,
@@ -26,7 +27,7 @@ from holdfast.units import shorten
 log = logging.getLogger("holdfast.server")
 
 BAD_REQUEST, UNAUTHORIZED, NOT_FOUND, NOT_ALLOWED, TIMED_OUT, TOO_LARGE, TOO_MANY = 400, 401, 404, 405, 408, 413, 429
-HEAD_TOO_LARGE = 431
+FORBIDDEN, HEAD_TOO_LARGE = 403, 431
 INTERNAL, UNAVAILABLE = 500, 503
 MAX_SAID_CHARS = 2000
 """Of one sentence of an answer: the last bound, whatever a message repeats of what it was given."""
@@ -44,6 +45,7 @@ _SHAPES: tuple[tuple[type[HoldfastError], int, str, str], ...] = (
     (OverloadedError, TOO_MANY, "rate_limit_error", "overloaded"),
     (RequestError, BAD_REQUEST, "invalid_request_error", "invalid_value"),
     (DrainingError, UNAVAILABLE, "service_unavailable_error", "draining"),
+    (SleepingError, UNAVAILABLE, "service_unavailable_error", "sleeping"),
     (EngineDiedError, UNAVAILABLE, "service_unavailable_error", "engine_dead"),
     (StepMemoryError, UNAVAILABLE, "service_unavailable_error", "out_of_memory"),
     (EngineError, INTERNAL, "server_error", "engine_error"),

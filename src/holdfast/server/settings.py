@@ -22,6 +22,8 @@ class ServerSettings:
     """One of these is asked for on every path but /health and /ping."""
     api_key_file: Path | None = None
     """Further ones, one a line; read again when it changes."""
+    enable_sleep_mode: bool = False
+    """Whether /sleep and /wake_up may be asked."""
     public_metrics: bool = False
     """Whether /metrics is answered without a key too."""
     allowed_origins: tuple[str, ...] = ()
