@@ -26,7 +26,7 @@ def main(port: int, profile: str | None) -> int:
     listener = bind("127.0.0.1", port)
 
     def serve() -> int:
-        return run(app, engine, listener=listener, on_ready=lambda: print("ready", flush=True), drain_timeout_s=1)
+        return run(app, engine, listener=listener, drain_timeout_s=1)
 
     if profile is None:
         return serve()

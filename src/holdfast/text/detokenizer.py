@@ -128,14 +128,25 @@ class _PieceDecoder:
     """Bytes of each token into an incremental UTF-8 decoder."""
 
     def __init__(self, pieces: TokenPieces, context: Sequence[int]) -> None:
-        self._pieces = pieces
+        self._bytes_of = pieces.bytes_of
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._half = False
+        """Whether a character is half written."""
         self._cut_space = pieces.cuts_first_space
         for token_id in context:
             self.text_of(token_id)
 
     def text_of(self, token_id: int) -> str:
-        return self._without_first_space(self._utf8.decode(self._pieces.bytes_of(token_id)))
+        piece = self._bytes_of(token_id)
+        if not self._half:
+            # Most tokens are whole characters behind whole characters: no state is needed, and none is made.
+            try:
+                return self._without_first_space(piece.decode())
+            except UnicodeDecodeError:
+                pass
+        text = self._utf8.decode(piece)
+        self._half = bool(self._utf8.getstate()[0])
+        return self._without_first_space(text)
 
     def rest(self) -> str:
         return self._without_first_space(self._utf8.decode(b"", final=True))
