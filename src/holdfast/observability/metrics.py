@@ -77,6 +77,9 @@ class ServingMetrics:
         self.request_generation_tokens = self._histogram(
             "request_generation_tokens", "Tokens generated for an answer.", largest
         )
+        self.request_max_generation_tokens = self._histogram(
+            "request_max_num_generation_tokens", "Tokens of the longest answer to a prompt.", largest
+        )
         self.params_max_tokens = self._histogram(
             "request_params_max_tokens", "max_tokens a request asked for.", largest
         )
@@ -176,6 +179,7 @@ class RequestMeter:
         """Answers that have not ended count as ended for `reason`."""
         if self.ttft_s is not None:
             self._metrics.request_prompt_tokens.observe(self._prompt_tokens)
+            self._metrics.request_max_generation_tokens.observe(max(self._generated.values()))
         self._metrics.success[reason].inc(len(self._open))
         self._open.clear()
 
@@ -198,9 +202,12 @@ class _EngineCollector(Collector):
         yield self._gauge("num_requests_waiting", "Requests waiting for a place.", stats.waiting)
         yield self._gauge("kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", usage)
         yield self._gauge("gpu_cache_usage_perc", "Older name of kv_cache_usage_perc.", usage)
-        yield self._gauge(
-            "gpu_prefix_cache_hit_rate", "Share of looked-up tokens found, 0 to 1.", hits / queries if queries else 0.0
-        )
+        rate = hits / queries if queries else 0.0
+        yield self._gauge("gpu_prefix_cache_hit_rate", "Share of looked-up tokens found, 0 to 1.", rate)
+        yield self._gauge("prefix_cache_hit_rate", "The same under the name that people use.", rate)
+        # Of older boards. Pages are not swapped, and these say so.
+        yield self._gauge("num_requests_swapped", "Requests whose pages are in RAM: none.", 0)
+        yield self._gauge("cpu_cache_usage_perc", "Share of pages in RAM for swapped requests: none.", 0)
         yield self._total("num_preemptions", "Requests put back to wait for want of blocks.", stats.preemptions_total)
         yield self._total("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", queries)
         yield self._total("prefix_cache_hits", "Prompt tokens found in the prefix cache.", hits)
