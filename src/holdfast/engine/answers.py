@@ -98,7 +98,7 @@ class Answer:
 
     def _ends_with_hidden_token(self, output: EngineOutput) -> bool:
         """The token that ended the answer is not part of its text, unless asked for."""
-        if output.finish_reason is not FinishReason.STOP or not output.token_ids:
+        if output.finish_reason is not FinishReason.STOP or not output.token_ids or output.complete:
             return False
         return not self.request.params.include_stop_str_in_output
 

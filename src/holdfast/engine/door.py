@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from holdfast.errors import ContextLengthError, OverloadedError, RequestError, UnsupportedOptionError
+from holdfast.errors import ContextLengthError, OverloadedError, RequestError
 from holdfast.models import ModelSpec
 from holdfast.records import AdapterRef, Request, SamplingParams
 from holdfast.text import Tokenizer
@@ -39,8 +39,6 @@ class Door:
         cache_salt: str = "",
         adapter: AdapterRef | None = None,
     ) -> list[Request]:
-        if params.structured_outputs is not None:
-            raise UnsupportedOptionError("structured_outputs are not there yet", field="structured_outputs")
         # The length first: it bounds what the other checks cost.
         params = params.replace(max_tokens=self._output_limit(len(prompt_token_ids), params))
         prompt = self._whole_ids("prompt", prompt_token_ids)
@@ -48,6 +46,7 @@ class Door:
         self._whole_ids("stop_token_ids", params.stop_ids)
         self._whole_ids("allowed_token_ids", params.allowed_token_ids or ())
         bad_words = self._spelled(params)
+        self._check_form(params)
         eos = () if params.ignore_eos else self.spec.eos_token_ids
         self._check_choice(params, bad_words, eos)
         seed = self.seeds.getrandbits(62) if params.seed is None else params.seed
@@ -77,6 +76,19 @@ class Door:
         if self.tokenizer is None:
             raise RequestError("bad_words need a tokenizer", fix="leave skip_tokenizer_init out", field="bad_words")
         return spell_bad_words(params.bad_words, self.tokenizer)
+
+    def _check_form(self, params: SamplingParams) -> None:
+        form = params.structured_outputs
+        if form is None:
+            return
+        field = "structured_outputs"
+        if self.tokenizer is None:
+            raise RequestError(f"{field} need a tokenizer", fix="leave skip_tokenizer_init out", field=field)
+        if not self.spec.eos_token_ids:
+            raise RequestError(f"{field} need a model that can end its answer", found="no end of text", field=field)
+        from holdfast.text.matching import check_form  # Its library is large, and most doors never need it.
+
+        check_form(form, self.tokenizer)
 
     def _check_choice(self, params: SamplingParams, bad_words: list[list[int]], eos: Sequence[int]) -> None:
         """There must be a token left to sample wherever bad words forbid theirs and ends have to wait."""

@@ -17,7 +17,7 @@ import msgspec
 
 from holdfast.engine.core import StepHandle, StepRunner
 from holdfast.errors import EngineError, StepMemoryError
-from holdfast.records import Failure, StepFailure, StepPlan, StepResult
+from holdfast.records import Failure, StepFailure, StepPlan, StepResult, TokenMasks
 
 DIE_ON_TOKEN = "HOLDFAST_FAULT_DIE_ON_TOKEN"
 NO_MEMORY = "HOLDFAST_FAULT_NO_MEMORY"
@@ -48,10 +48,10 @@ class _DiesOnToken:
         self._runner = runner
         self._token = token
 
-    def submit(self, plan: StepPlan) -> StepHandle:
+    def submit(self, plan: StepPlan, masks: TokenMasks | None = None) -> StepHandle:
         if any(self._token in start.token_ids for start in plan.starts):
             os._exit(EXIT_CODE)
-        return self._runner.submit(plan)
+        return self._runner.submit(plan, masks)
 
     def close(self) -> None:
         self._runner.close()
@@ -65,7 +65,7 @@ class _HasNoMemory:
         self._slots: dict[int, int] = {}
         """Slots of such sequences, and their steps so far."""
 
-    def submit(self, plan: StepPlan) -> StepHandle:
+    def submit(self, plan: StepPlan, masks: TokenMasks | None = None) -> StepHandle:
         for start in plan.starts:
             self._slots.pop(start.slot, None)
             if self._token in start.token_ids[: start.prompt_length]:
@@ -77,7 +77,7 @@ class _HasNoMemory:
                 if self._slots[row.slot] > 1:
                     failure = Failure.of(StepMemoryError("there is no memory for it, on purpose"))
                     failures.append(StepFailure(slot=row.slot, failure=failure))
-        return _Failing(self._runner.submit(plan), failures)
+        return _Failing(self._runner.submit(plan, masks), failures)
 
     def close(self) -> None:
         self._runner.close()

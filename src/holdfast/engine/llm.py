@@ -21,6 +21,7 @@ from holdfast.engine.defaults import decided, default_sampling
 from holdfast.engine.devices import settle_device
 from holdfast.engine.door import Door
 from holdfast.engine.embedding import PARAMS, embedding_output, embedding_requests
+from holdfast.engine.forms import hold_forms
 from holdfast.engine.lora import Adapters
 from holdfast.engine.messages import unpack_failure
 from holdfast.engine.preload import preload_torch
@@ -28,6 +29,7 @@ from holdfast.engine.progress import RequestProgress
 from holdfast.engine.startup import build_core, find_model, open_tokenizer, plan_lines, plan_model
 from holdfast.errors import (
     EngineError,
+    GrammarError,
     HoldfastError,
     RequestError,
     SleepingError,
@@ -74,6 +76,7 @@ class LLM:
         self._defaults = SamplingParams(**defaults)
         self._config, self._found = config, found
         self._core, info = build_core(config, found, lambda stage, done, total: None, plan)
+        hold_forms(self._core, found.spec, self._tokenizer)
         self.info = decided(info, config, defaults)
         self._policy = config.scheduling_policy
         self._sleeping = False
@@ -197,6 +200,7 @@ class LLM:
             if not self._sleeping:
                 return
             self._core, info = build_core(self._config, self._found, lambda stage, done, total: None)
+            hold_forms(self._core, self._found.spec, self._tokenizer)
             self.info = decided(info, self._config, default_sampling(self._config, self._found.files.generation_config))
             self._door.max_model_len = self.info.max_model_len
             self._sleeping = False
@@ -331,7 +335,7 @@ class _Run:
 
     def fail(self, index: int, error: HoldfastError) -> None:
         """What is wrong with the request is raised; when the machine had no memory for it, the others are not lost."""
-        if not isinstance(error, StepMemoryError):
+        if not isinstance(error, StepMemoryError | GrammarError):
             raise error
         log.warning("prompt %s ends with finish_reason 'error': %s", self.output.request_id, error)
         self._end(self.output.outputs[index], FinishReason.ERROR, error.code)

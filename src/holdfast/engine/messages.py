@@ -26,6 +26,12 @@ class Abort(msgspec.Struct, frozen=True, tag=True):
     request_ids: list[str]
 
 
+class Teach(msgspec.Struct, frozen=True, tag=True):
+    """Before the first request for an answer that must have a form: a `Vocabulary`, packed."""
+
+    vocabulary: bytes
+
+
 class ResetPrefixCache(msgspec.Struct, frozen=True, tag=True):
     pass
 
@@ -53,7 +59,7 @@ class News(msgspec.Struct, frozen=True, tag=True):
     stats: EngineStats
 
 
-ToEngine = Begin | Add | Abort | ResetPrefixCache | Stop
+ToEngine = Begin | Add | Teach | Abort | ResetPrefixCache | Stop
 FromEngine = Loading | Ready | StartFailed | News
 
 encode = msgspec.msgpack.Encoder().encode

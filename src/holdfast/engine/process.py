@@ -16,6 +16,7 @@ import sys
 import threading
 import traceback
 
+import msgspec
 import zmq
 
 from holdfast.config import EngineConfig
@@ -24,6 +25,7 @@ from holdfast.engine.core import EngineCore
 from holdfast.engine.faults import fail_loading, with_faults
 from holdfast.errors import HoldfastError
 from holdfast.planner import Plan
+from holdfast.records.structured import Vocabulary
 
 IDLE_POLL_MS = 1000
 
@@ -65,13 +67,16 @@ def _import_ahead() -> None:
 
 
 def _build(config: EngineConfig, plan: Plan | None, socket: zmq.Socket[bytes]) -> EngineCore:
+    from holdfast.engine.forms import hold_forms
     from holdfast.engine.startup import build_core, find_model
 
     def progress(stage: str, done: int, total: int) -> None:
         socket.send(messages.encode(messages.Loading(stage, done, total)))
 
     fail_loading()
-    core, info = build_core(config, find_model(config), progress, plan)
+    model = find_model(config)
+    core, info = build_core(config, model, progress, plan)
+    hold_forms(core, model.spec)
     core.runner = with_faults(core.runner)
     socket.send(messages.encode(messages.Ready(info)))
     return core
@@ -86,6 +91,8 @@ def _serve(core: EngineCore, socket: zmq.Socket[bytes]) -> None:
             if isinstance(heard, messages.Add):
                 for request in heard.requests:
                     core.add(request)
+            elif isinstance(heard, messages.Teach):
+                _teach(core, heard.vocabulary)
             elif isinstance(heard, messages.Abort):
                 for request_id in heard.request_ids:
                     core.abort(request_id)
@@ -97,6 +104,11 @@ def _serve(core: EngineCore, socket: zmq.Socket[bytes]) -> None:
         if core.has_work or changed:  # After the last request was aborted nothing steps, but the numbers have changed.
             outputs = core.step()
             socket.send(messages.encode(messages.News(outputs, core.stats())))
+
+
+def _teach(core: EngineCore, packed: bytes) -> None:
+    assert core.forms is not None
+    core.forms.teach(lambda: msgspec.msgpack.decode(packed, type=Vocabulary))
 
 
 def _hear(socket: zmq.Socket[bytes]) -> messages.ToEngine | None:
