@@ -30,7 +30,7 @@ from holdfast.execution.weights import Weights
 from holdfast.kvcache.groups import KVLayout
 from holdfast.models import ModelSpec
 from holdfast.planner.footprint import logits_rows
-from holdfast.records import StepFailure, StepPlan, StepResult, TokenLogprobs
+from holdfast.records import StepFailure, StepPlan, StepResult, TokenLogprobs, TokenMasks
 
 __all__ = ["Rehearsal", "Runner", "RunnerLimits", "StepHandle"]
 
@@ -126,11 +126,11 @@ class Runner:
         self._kv = None
         self._kv = KVStore(self.layout, blocks, self.device, self.kv_dtype)
 
-    def submit(self, plan: StepPlan) -> StepHandle:
+    def submit(self, plan: StepPlan, masks: TokenMasks | None = None) -> StepHandle:
         """Computes the step before it returns: a CPU has nobody else to do the work meanwhile."""
-        return _Done(self.execute(plan))
+        return _Done(self.execute(plan, masks))
 
-    def execute(self, plan: StepPlan) -> StepResult:
+    def execute(self, plan: StepPlan, masks: TokenMasks | None = None) -> StepResult:
         decoder, kv = self._decoder, self.kv
         with torch.inference_mode(), lean_products(self.dtype, self.device):
             self._buffers.apply(plan, kv.blocks)
@@ -144,7 +144,7 @@ class Runner:
             if len(batch.fresh_pages):
                 kv.clear(batch.fresh_pages)
             hidden = decoder.forward(batch, kv)
-            token_ids, logprobs = self._sample(hidden, batch)
+            token_ids, logprobs = self._sample(hidden, batch, masks)
             told = self._score(batch)
             wanted = self._embeds[batch.sampling_slots]
             return StepResult(
@@ -162,7 +162,10 @@ class Runner:
             return []
         return [failed for start in plan.starts if (failed := self._adapters.start(start)) is not None]
 
-    def _sample(self, hidden: torch.Tensor, batch: StepBatch) -> tuple[list[int], list[TokenLogprobs | None]]:
+    def _sample(
+        self, hidden: torch.Tensor, batch: StepBatch, masks: TokenMasks | None = None
+    ) -> tuple[list[int], list[TokenLogprobs | None]]:
+        masked = None if masks is None else dict(zip(masks.slots, masks.words(), strict=True))
         token_ids: list[int] = []
         logprobs: list[TokenLogprobs | None] = []
         rows = len(self._logits)
@@ -171,7 +174,7 @@ class Runner:
             logits = self._logits[: part.stop - part.start]
             self._decoder.logits(hidden[part], logits)
             slots = batch.sampling_slots[part]
-            sampled, found = self._sampler.sample(logits.float(), slots, batch.sampling_lengths[part])
+            sampled, found = self._sampler.sample(logits.float(), slots, batch.sampling_lengths[part], masked)
             self._buffers.append(slots, sampled)
             if found and not logprobs:
                 logprobs = [None] * len(token_ids)

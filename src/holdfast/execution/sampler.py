@@ -1,13 +1,14 @@
 """Chooses the next token of every sampling row, all rows at once. Knows logits and parameters, not the model.
 
-The order of work is vLLM's: log-probabilities of the raw logits; then what is allowed, bans, biases, penalties; then
-greedy, or temperature, min_p, top_k, top_p and one draw. A row's draw takes one number that depends on (seed, position
-in the output) alone, and walks the kept tokens in the order of their ids: neighbours cannot change it.
+The order of work is vLLM's: log-probabilities of the raw logits; then what the answer's form and the request allow,
+bans, biases, penalties; then greedy, or temperature, min_p, top_k, top_p and one draw. A row's draw takes one number
+that depends on (seed, position in the output) alone, and walks the kept tokens in the order of their ids: neighbours
+cannot change it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy
@@ -23,6 +24,8 @@ FIRST_LOOK = 64
 ARGMAX_BLOCK = 256
 
 Integers = numpy.typing.NDArray[numpy.int64]
+Masks = Mapping[int, numpy.typing.NDArray[numpy.int32]]
+"""By slot: a bit for each token that may be sampled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,13 +87,15 @@ class Sampler:
         )
 
     def sample(
-        self, logits: torch.Tensor, slots: Integers, lengths: Integers
+        self, logits: torch.Tensor, slots: Integers, lengths: Integers, masks: Masks | None = None
     ) -> tuple[Integers, list[TokenLogprobs | None]]:
         """Changes `logits` [rows, vocabulary] (float32). `lengths`: tokens known to each row before this one."""
         rows = [self._slots[slot] for slot in slots.tolist()]
         positions = lengths - numpy.array([row.prompt_length for row in rows], dtype=numpy.int64)
         wanted = [index for index, row in enumerate(rows) if row.params.logprobs is not None]
         raw = logits[wanted] if wanted else None
+        if masks:
+            keep_allowed(logits, slots, masks)
         self._adjust(logits, rows, slots, lengths, positions)
         chosen = likeliest(logits)
         drawn = [index for index, row in enumerate(rows) if not row.params.greedy]
@@ -136,6 +141,18 @@ class Sampler:
             prompts = numpy.array([rows[index].prompt_length for index in penalized], dtype=numpy.int64)
             params = [rows[index].params for index in penalized]
             penalize(logits, numpy.array(penalized), known, lengths[penalized], prompts, params)
+
+
+def keep_allowed(logits: torch.Tensor, slots: Integers, masks: Masks) -> None:
+    """-inf for every token that the mask of a row leaves out; rows without a mask stay as they are."""
+    rows = [row for row, slot in enumerate(slots.tolist()) if slot in masks]
+    if not rows:
+        return
+    words = numpy.stack([masks[int(slots[row])] for row in rows])
+    bits = numpy.unpackbits(words.view(numpy.uint8), axis=1, bitorder="little", count=logits.shape[1])
+    left_out = torch.from_numpy(bits).to(logits.device) == 0
+    for row, out in zip(rows, left_out, strict=True):
+        logits[row].masked_fill_(out, float("-inf"))
 
 
 def forbidden_after(output: list[int], bad_words: Sequence[tuple[list[int], int]]) -> list[int]:

@@ -51,8 +51,9 @@ GRAPHS_BYTES = 160 * MIB
 """Code of kernels and libraries, and what the first capture sets up (H200: 144 to 217 MiB)."""
 GRAPH_LAYER_BYTES = 34 << 10
 """What each further graph was seen to take for each layer (H200: 20 MiB for 24 graphs of 28 layers, 50 of 64)."""
-KINDS_OF_WORK = 2
-"""Steps that only draw, and steps with rows whose logits are adjusted first: a graph of each for every size."""
+KINDS_OF_WORK = 3
+"""Steps that only draw, steps with rows whose logits are adjusted first, and steps that end with the logits because
+masks are still on their way: a graph of each for every size."""
 
 
 def graphs_bytes(layers: int, sequences: int, *, captured: bool = True) -> int:

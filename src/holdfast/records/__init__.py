@@ -19,7 +19,17 @@ from holdfast.records.outputs import (
 )
 from holdfast.records.requests import Request
 from holdfast.records.sampling import SamplingParams
-from holdfast.records.steps import BlockCopy, Row, SequenceStart, StepFailure, StepPlan, StepResult, TableWrite
+from holdfast.records.steps import (
+    BlockCopy,
+    Row,
+    SequenceStart,
+    StepFailure,
+    StepPlan,
+    StepResult,
+    TableWrite,
+    TokenMasks,
+    Verdict,
+)
 from holdfast.records.structured import GuidedDecodingParams, StructuredOutputsParams
 
 __all__ = [
@@ -51,4 +61,6 @@ __all__ = [
     "StructuredOutputsParams",
     "TableWrite",
     "TokenLogprobs",
+    "TokenMasks",
+    "Verdict",
 ]

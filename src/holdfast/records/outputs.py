@@ -75,6 +75,8 @@ class EngineOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None
     """The stop id that ended it, when it was not the model's own end."""
+    complete: bool = False
+    """The answer has the form it must have, and its last token is part of the text."""
     cached_tokens: int = 0
     """Of the prompt, how many were found in the prefix cache at first admission."""
     timing: RequestTiming | None = None

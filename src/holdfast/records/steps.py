@@ -13,11 +13,19 @@ Pages and slots that a plan frees may be handed out by the very next plan for th
 
 from __future__ import annotations
 
+import enum
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
+
 import msgspec
 
 from holdfast.records.lora import AdapterRef
 from holdfast.records.outputs import Failure, TokenLogprobs
 from holdfast.records.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    import numpy
+    import numpy.typing
 
 
 class SequenceStart(msgspec.Struct, frozen=True, array_like=True):
@@ -110,3 +118,24 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Empty when no row asked for one, else as long as token_ids: float32, of length 1, and nothing for other rows."""
     finished_copies: list[int] = []
     failures: list[StepFailure] = []
+
+
+class TokenMasks(Protocol):
+    """Beside a plan: which tokens the rows may sample whose answers must have a form. Filled while the step runs."""
+
+    @property
+    def slots(self) -> Sequence[int]:
+        """Of these rows."""
+
+    def words(self) -> numpy.typing.NDArray[numpy.int32]:
+        """[slots, vocabulary / 32]: bit t % 32 of word t // 32 is token t. Waits until they are filled."""
+
+
+class Verdict(enum.Enum):
+    """What a token means for an answer that must have a form."""
+
+    GOES_ON = "goes on"
+    COMPLETE = "complete"
+    """With this token; nothing may follow."""
+    ENDED = "ended"
+    """By this token, which is the model's own end and no part of the text."""

@@ -100,6 +100,15 @@ class StructuredOutputsParams(
         return next(name for name in KINDS if _is_asked(getattr(self, name)))
 
 
+class Vocabulary(msgspec.Struct, frozen=True, array_like=True):
+    """What an engine must know of tokens to hold answers to a form."""
+
+    tokens: list[bytes]
+    """By id; empty where there is none."""
+    special: dict[str, int]
+    """Special tokens by name: no text of an answer is ever one of them."""
+
+
 GuidedDecodingParams = StructuredOutputsParams
 """vLLM's older name."""
 

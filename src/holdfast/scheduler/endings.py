@@ -3,7 +3,7 @@ nothing."""
 
 from __future__ import annotations
 
-from holdfast.errors import ContextLengthError, RequestError
+from holdfast.errors import ContextLengthError, HoldfastError, RequestError
 from holdfast.kvcache import KVCache
 from holdfast.records import EngineOutput, Failure, FinishReason, Request, RequestTiming, TokenLogprobs
 from holdfast.scheduler.limits import SchedulerLimits
@@ -37,7 +37,7 @@ def why_refused(request: Request, limits: SchedulerLimits, kv: KVCache) -> Reque
     return None
 
 
-def refused(request: Request, error: RequestError, now_s: float) -> EngineOutput:
+def refused(request: Request, error: HoldfastError, now_s: float) -> EngineOutput:
     """The only news there will be of a request that was not taken."""
     failure = Failure.of(error)
     timing = RequestTiming(arrival_s=request.arrival_s, scheduled_s=now_s, first_token_s=now_s, finished_s=now_s)
@@ -54,6 +54,7 @@ def news(
     failure: Failure | None = None,
     prompt_logprobs: list[TokenLogprobs] | None = None,
     embedding: bytes | None = None,
+    complete: bool = False,
 ) -> EngineOutput:
     """What a sequence gained, and whether that ended it; with its times where `now_s` is given."""
     timing = None
@@ -75,4 +76,5 @@ def news(
         cached_tokens=sequence.cached_tokens,
         timing=timing,
         failure=failure,
+        complete=complete,
     )

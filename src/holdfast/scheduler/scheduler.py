@@ -22,12 +22,14 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
+from collections.abc import Callable
 
 from holdfast.errors import EngineError, RequestError
 from holdfast.kvcache import KVCache, Prefix
 from holdfast.records import (
     EngineOutput,
     EngineStats,
+    Failure,
     FinishReason,
     Request,
     SequenceStart,
@@ -36,6 +38,7 @@ from holdfast.records import (
     StepResult,
     TableWrite,
     TokenLogprobs,
+    Verdict,
 )
 from holdfast.scheduler.adapters import AdapterTurns
 from holdfast.scheduler.audit import check_in_flight, check_lines
@@ -44,6 +47,9 @@ from holdfast.scheduler.endings import news, refused, why_refused
 from holdfast.scheduler.limits import SchedulerLimits
 from holdfast.scheduler.line import enter, leave
 from holdfast.scheduler.sequence import Sequence, Status
+
+Judge = Callable[[str, int], Verdict | Failure]
+"""What a token means for the form of the answer of this request; it has the token from then on."""
 
 
 class Scheduler:
@@ -328,8 +334,9 @@ class Scheduler:
 
     # --- results ---
 
-    def apply(self, result: StepResult, now_s: float) -> list[EngineOutput]:
-        """Takes the result of the oldest step in flight: tokens become known, sequences end, pages are given back."""
+    def apply(self, result: StepResult, now_s: float, judge: Judge | None = None) -> list[EngineOutput]:
+        """Takes the result of the oldest step in flight: tokens become known, sequences end, pages are given back.
+        `judge`: asked for every token of an answer that must have a form."""
         step = self._in_flight.popleft() if self._in_flight else None
         if step is None or step.step_id != result.step_id:
             raise EngineError(f"step {result.step_id} is not the one due", needed=f"step {step and step.step_id}")
@@ -353,7 +360,9 @@ class Scheduler:
                 if counts:
                     logprobs = result.logprobs[sampled] if result.logprobs else None
                     embedding = result.embeddings[sampled] if sequence.request.embed else None
-                    outputs.append(self._take(sequence, result.token_ids[sampled], logprobs, told, now_s, embedding))
+                    token = result.token_ids[sampled]
+                    verdict = judge(sequence.request.request_id, token) if judge and sequence.constrained else None
+                    outputs.append(self._take(sequence, token, logprobs, told, now_s, embedding, verdict))
                 sampled += 1
         return outputs
 
@@ -384,13 +393,20 @@ class Scheduler:
         logprobs: TokenLogprobs | None,
         prompt_logprobs: list[TokenLogprobs] | None,
         now_s: float,
-        embedding: bytes | None = None,
+        embedding: bytes | None,
+        verdict: Verdict | Failure | None,
     ) -> EngineOutput:
         """A token for a sequence that runs, or was preempted while it was sampled: it is valid all the same."""
+        if isinstance(verdict, Failure):
+            self._leave(sequence)
+            return news(sequence, [], None, FinishReason.ERROR, None, now_s, verdict)
         first = sequence.first_token_s is None
         if first:
             sequence.first_token_s = now_s
         reason, stop_id = sequence.take(token)
+        complete = verdict is Verdict.COMPLETE and reason is not FinishReason.STOP
+        if complete or verdict is Verdict.ENDED:
+            reason = FinishReason.STOP
         if sequence.status is Status.RUNNING:
             self.kv.note_known(sequence.book, sequence.tokens)
         told = None if logprobs is None else [logprobs]
@@ -400,7 +416,9 @@ class Scheduler:
         times_s = now_s if first or reason is not None else None
         if embedding is not None:  # The token is nobody's.
             return news(sequence, [], None, FinishReason.STOP, None, now_s, embedding=embedding)
-        return news(sequence, [token], told, reason, stop_id, times_s, prompt_logprobs=prompt_logprobs)
+        return news(
+            sequence, [token], told, reason, stop_id, times_s, prompt_logprobs=prompt_logprobs, complete=complete
+        )
 
     def _leave(self, sequence: Sequence) -> None:
         """Ended or aborted. Rows of it in flight are executed and their tokens dropped."""

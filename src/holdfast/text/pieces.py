@@ -43,10 +43,13 @@ class TokenPieces:
         """Empty for ids without a token: embeddings are often padded beyond the vocabulary."""
         known = self._cache.get(token_id)
         if known is None:
-            token = self._backend.id_to_token(token_id)
-            known = b"" if token is None else self._spell(token)
-            self._cache[token_id] = known
+            known = self._cache[token_id] = self.spell(token_id)
         return known
+
+    def spell(self, token_id: int) -> bytes:
+        """The same, and not kept: for whoever goes through all of them once."""
+        token = self._backend.id_to_token(token_id)
+        return b"" if token is None else self._spell(token)
 
     def _spell(self, token: str) -> bytes:
         if self.byte_level:

@@ -25,4 +25,4 @@ def test_every_number_of_rows_has_a_size(most: int) -> None:
 
 def test_graphs_are_planned_for_every_kind_of_work() -> None:
     assert len(Work) == KINDS_OF_WORK
-    assert [KINDS_OF_WORK * len(padded_sizes(most)) for most in (256, 1024)] == [46, 94]
+    assert [KINDS_OF_WORK * len(padded_sizes(most)) for most in (256, 1024)] == [69, 141]

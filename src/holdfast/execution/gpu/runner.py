@@ -1,6 +1,7 @@
 """Executes step plans on one GPU, one step ahead of the host: a plan is launched before the last one's tokens are read.
 
-    submit: check, ids and tables to the device, launch, copy of the sampled ids begins      (host never waits)
+    submit: check, ids and tables to the device, launch, copy of the sampled ids begins      (host never waits, but
+            for the masks of answers that must have a form, while the decoder runs)
     result: waits for that copy
 
 Steps of single tokens are graphs; others are launched kernel by kernel. Decides nothing: that was the scheduler.
@@ -25,17 +26,19 @@ from holdfast.execution.gpu.decoder import GpuDecoder
 from holdfast.execution.gpu.graphs import DecodeGraphs
 from holdfast.execution.gpu.kv_range import KVRange
 from holdfast.execution.gpu.ladder import padded_sizes
+from holdfast.execution.gpu.lora import GpuAdapters
 from holdfast.execution.gpu.sampling import DeviceSampler, FoundLogprobs, FoundScores, Work
 from holdfast.execution.gpu.shortage import is_shortage
 from holdfast.execution.gpu.slots import DeviceSlots
 from holdfast.execution.gpu.step import DeviceStep, StepForms, halves, is_decode
+from holdfast.execution.lora_places import LoraLimits
 from holdfast.execution.rehearsal import heaviest_plan
 from holdfast.execution.triton_kernels.tiles import prefill_tile_tokens
 from holdfast.execution.weights import Weights
 from holdfast.kvcache.groups import KVLayout
 from holdfast.models import ModelSpec
 from holdfast.planner.gpu_footprint import sampling_lanes
-from holdfast.records import Failure, Row, StepFailure, StepPlan, StepResult, TokenLogprobs
+from holdfast.records import Failure, Row, StepFailure, StepPlan, StepResult, TokenLogprobs, TokenMasks
 
 log = logging.getLogger("holdfast")
 
@@ -78,6 +81,10 @@ class GpuStep:
         self._told: Told = told or []
         self._embeddings, self._failures = list(embeddings), list(failures)
 
+    def fail(self, failures: Sequence[StepFailure]) -> None:
+        """Rows that mean nothing, for another reason than memory."""
+        self._failures += failures
+
     def result(self) -> StepResult:
         if self._launched is not None:
             (self._sampled, self._told), self._launched = self._runner.read(self._launched), None
@@ -117,6 +124,7 @@ class GpuRunner:
         *,
         kv_dtype: torch.dtype | None = None,
         graphs: bool = True,
+        lora: LoraLimits | None = None,
     ) -> None:
         self.spec, self.layout, self.limits, self.device = spec, layout, limits, device
         self.kv_dtype = kv_dtype or weights.dtype
@@ -125,7 +133,10 @@ class GpuRunner:
         self._slots = DeviceSlots(layout, limits, device)
         tile_tokens = prefill_tile_tokens(spec.heads, spec.kv_heads, spec.head_dim, weights.dtype.itemsize)
         self._forms = StepForms(limits, device, tile_tokens)
-        self._decoder: GpuDecoder | None = GpuDecoder(spec, weights, layout, limits, self._slots, device)
+        self._adapters = None if lora is None else GpuAdapters(spec, lora, limits, weights.dtype, device)
+        self._decoder: GpuDecoder | None = GpuDecoder(
+            spec, weights, layout, limits, self._slots, device, self._adapters
+        )
         rows = limits.max_num_seqs
         self._logits = torch.empty((rows, spec.vocab_size), dtype=weights.dtype, device=device)
         self._sampler = DeviceSampler(
@@ -149,6 +160,10 @@ class GpuRunner:
     def logits_bytes(self) -> int:
         """With what sampling holds beside them."""
         return self._logits.nbytes + self._sampler.nbytes
+
+    @property
+    def adapters_bytes(self) -> int:
+        return 0 if self._adapters is None else self._adapters.nbytes
 
     @property
     def attention_backend(self) -> str:
@@ -175,10 +190,11 @@ class GpuRunner:
             self.reserve_kv(blocks)
         self.kv.back(blocks)
 
-    def submit(self, plan: StepPlan) -> GpuStep:
+    def submit(self, plan: StepPlan, masks: TokenMasks | None = None) -> GpuStep:
         with self._here():
-            self._enter(plan)
-            step = self._start(plan)
+            failures = self._enter(plan)
+            step = self._start(plan, masks)
+        step.fail(failures)
         for row in plan.rows:
             if row.samples:
                 self._books.known[row.slot] += 1
@@ -193,25 +209,28 @@ class GpuRunner:
         with torch.inference_mode(), torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
             yield
 
-    def _enter(self, plan: StepPlan) -> None:
+    def _enter(self, plan: StepPlan) -> list[StepFailure]:
+        """Sequences whose adapter could not be loaded: their rows mean nothing."""
         self._books.apply(plan, self.kv.blocks)
+        loaded = [] if self._adapters is None else [self._adapters.places.start(start) for start in plan.starts]
         for start in plan.starts:
             self._sampler.start(start)
             self._embeds[start.slot] = start.embed
+        return [failed for failed in loaded if failed is not None]
 
-    def _start(self, plan: StepPlan) -> GpuStep:
+    def _start(self, plan: StepPlan, masks: TokenMasks | None) -> GpuStep:
         place, self._next = self._next, (self._next + 1) % len(self._sampled)
         try:
             self._slots.apply(plan)
-            launched = self._launch(plan.rows, place) if plan.rows else None
+            launched = self._launch(plan.rows, place, masks) if plan.rows else None
             embeddings = _in_order(plan.rows, launched.embeddings) if launched is not None else []
             return GpuStep(self, plan.step_id, launched=launched, embeddings=embeddings)
         except RuntimeError as error:
             if not is_shortage(error):
                 raise
-        return self._run_in_parts(plan, place)
+        return self._run_in_parts(plan, place, masks)
 
-    def _run_in_parts(self, plan: StepPlan, place: int) -> GpuStep:
+    def _run_in_parts(self, plan: StepPlan, place: int, masks: TokenMasks | None) -> GpuStep:
         """A step that did not find the memory it needed, once more and then in smaller ones. What it may have written
         already is written again: the same keys and values, and the same tokens. In the order of the rows, because one
         may read from the prefix cache what another before it writes. What torch keeps for itself is given back only
@@ -229,7 +248,7 @@ class GpuRunner:
                 if not entered:
                     self._slots.apply(plan)
                     entered = True
-                launched = self._launch(part, place)
+                launched = self._launch(part, place, masks)
                 sampled, told = self.read(launched)
                 embedded |= launched.embeddings
             except RuntimeError as error:
@@ -259,18 +278,26 @@ class GpuRunner:
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def _launch(self, rows: Sequence[Row], place: int) -> _Launched:
+    def _launch(self, rows: Sequence[Row], place: int, masks: TokenMasks | None = None) -> _Launched:
         stream, embeds = None, any(row.samples and self._embeds[row.slot] for row in rows)
         if self._graphs is not None and is_decode(rows) and not embeds:
             size = self._graphs.padded(len(rows))
             slots = [row.slot for row in rows]
             step, work = self._forms.decode(rows, size), self._sampler.prepare(slots)
-            self._graphs.replay(size, work)
+            adapters, places = self._adapters, self._books.adapter_places
+            self._graphs.replay(size, work, adapters is not None and adapters.send_decode(rows, places, size))
+            if work is Work.FORWARD:
+                self._choose(self._forms.decode_places(size), size, slots, masks)
         else:
             step = self._forms.mixed(rows)
+            if self._adapters is not None:
+                self._adapters.use_mixed(rows, self._books.adapter_places)
             sampling = [row.slot for row in rows if row.samples]
             slots = [sampling[index] for index in step.order]
-            stream = self._run(step, len(slots), self._sampler.prepare(slots) if slots else Work.DRAW)
+            work = self._sampler.prepare(slots) if slots else Work.DRAW
+            stream = self._run(step, len(slots), work)
+            if work is Work.FORWARD:
+                self._choose(step, len(slots), slots, masks)
         found = scores = None
         if slots:
             found = self._sampler.logprobs(self._logits, slots)
@@ -301,7 +328,9 @@ class GpuRunner:
             self._sampler.score(self._logits[: len(part)], targets[first : first + most], first, slots)
         return self._sampler.scores(slots, [row.scored for row in rows], targets)
 
-    def _run_decode(self, size: int, work: Work) -> None:
+    def _run_decode(self, size: int, work: Work, adapted: bool = False) -> None:
+        if self._adapters is not None:
+            self._adapters.use_decode(size, adapted=adapted)
         with torch.inference_mode():
             self._run(self._forms.decode_places(size), size, work)
 
@@ -310,9 +339,16 @@ class GpuRunner:
         if sampling:
             logits = self._logits[:sampling]
             self.decoder.logits(stream, step.sampling, logits if step.sampling is None else self._logits)
-            slots, lengths = step.sampling_slots[:sampling], step.sampling_lengths[:sampling]
-            self._sampler.sample(logits, slots, lengths, work)
+            if work is not Work.FORWARD:
+                slots, lengths = step.sampling_slots[:sampling], step.sampling_lengths[:sampling]
+                self._sampler.sample(logits, slots, lengths, work)
         return stream
+
+    def _choose(self, step: DeviceStep, sampling: int, present: list[int], masks: TokenMasks | None) -> None:
+        """The tokens of a step whose decoder was launched: now is when the masks of its rows are waited for."""
+        self._sampler.mask(present, masks)
+        slots, lengths = step.sampling_slots[:sampling], step.sampling_lengths[:sampling]
+        self._sampler.sample(self._logits[:sampling], slots, lengths, Work.ADJUST)
 
     def read(self, launched: _Launched) -> tuple[Sampled, Told]:
         """Waits until the tokens of a step are here, and puts them in the order of its rows."""
@@ -334,6 +370,8 @@ class GpuRunner:
         with self._here():
             for plan in plans:
                 self._enter(plan)
+                if self._adapters is not None:  # All tokens with one, all places taken.
+                    self._books.adapter_places[:] = numpy.arange(self.limits.max_num_seqs) % self.limits.max_loras
                 self._slots.apply(plan)
                 self.read(self._launch(plan.rows, 0))
             if self.device.type == "cuda":
@@ -342,7 +380,11 @@ class GpuRunner:
                     self._forms.decode([], size)
                     for work in Work:
                         self._run_decode(size, work)
+                    if self._adapters is not None:
+                        self._adapters.rehearse_decode(size)
+                        self._run_decode(size, Work.DRAW, True)
         self._books.known[:] = 0
+        self._books.adapter_places[:] = -1
 
     def capture(self) -> None:
         """The graphs that are needed first: of one row, and of as many as there may be. Others when they are needed."""
@@ -364,7 +406,7 @@ class GpuRunner:
             self._graphs = None
             if self._kv is not None:
                 self._kv.close()
-            self._decoder = self._kv = None
+            self._decoder = self._kv = self._adapters = None
             del self._sampler, self._slots, self._forms, self._logits, self._sampled
             gc.collect()
             if self.device.type == "cuda":

@@ -19,7 +19,7 @@ from holdfast.execution.triton_kernels.sampling import Workspace, sample_rows
 from holdfast.execution.triton_kernels.sampling_adjust import Lanes, adjust_rows
 from holdfast.execution.triton_kernels.sampling_slots import LANE, SlotParams
 from holdfast.planner.gpu_footprint import LOGPROB_ROWS
-from holdfast.records import SamplingParams, SequenceStart, TokenLogprobs
+from holdfast.records import SamplingParams, SequenceStart, TokenLogprobs, TokenMasks
 from holdfast.records.sampling import MAX_LOGPROBS
 
 
@@ -29,6 +29,8 @@ class Work(IntEnum):
     DRAW = 0
     """Greedy rows too: their kernels have little to do."""
     ADJUST = 1
+    FORWARD = 2
+    """The decoder alone: answers that must have a form are among the rows, and their masks are filled meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +44,12 @@ class _Slot:
     def needs_lane(self) -> bool:
         params = self.params
         penalized = params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1.0
-        adjusted = params.logit_bias or params.allowed_token_ids or self.bad_words
+        adjusted = params.logit_bias or params.allowed_token_ids or self.bad_words or self.constrained
         return bool(penalized or adjusted or (self.banned and params.min_tokens))
+
+    @property
+    def constrained(self) -> bool:
+        return self.params.structured_outputs is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +139,17 @@ class DeviceSampler:
         if in_need:
             self._give_lanes(in_need, set(slots))
         self._params.upload()
+        if any(self._slots[slot].constrained for slot in in_need):
+            return Work.FORWARD
         return Work.ADJUST if in_need else Work.DRAW
+
+    def mask(self, slots: list[int], masks: TokenMasks | None) -> None:
+        """Of the rows of a step that need one, before it is sampled; waits until they are filled."""
+        wanted = {slot for slot in slots if self._slots[slot].constrained}
+        found = {} if masks is None else dict(zip(masks.slots, masks.words(), strict=True))
+        if not wanted <= found.keys():
+            raise EngineError("an answer must have a form, and its step came without a mask")
+        self._params.mask({slot: found[slot] for slot in wanted})
 
     def _give_lanes(self, in_need: list[int], present: set[int]) -> None:
         if len(in_need) > self.lanes:

@@ -8,7 +8,7 @@ of its own in `Lanes`. Who is given one is said by the caller.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy
 import numpy.typing
@@ -69,6 +69,8 @@ class SlotParams:
         """[lane, entry, id | bits of what is added]: bans first, then biases."""
         self.masks = torch.zeros((max(lanes, 1), mask_words(vocab_size)), dtype=torch.int32, device=device)
         """[lane, token // 32]: a bit for each token that may be sampled."""
+        self._masks: Words = numpy.zeros(self.masks.shape, dtype=numpy.int32)
+        """The same on the host."""
         spellings = (max(lanes, 1), BAD_SPELLINGS, BAD_SPELLING_WORDS)
         self.spellings = torch.zeros(spellings, dtype=torch.int32, device=device)
         """[lane, spelling, length | tokens] of bad words."""
@@ -79,6 +81,8 @@ class SlotParams:
         self._staging = _Staging(_STAGES, self.host.size, device)
         largest = max(2 * LANE_ENTRIES, self.masks.shape[1], BAD_SPELLINGS * BAD_SPELLING_WORDS)
         self._lane_staging = _Staging(_LANE_STAGES, largest, device)
+        self._mask_staging: _Staging | None = None
+        self._device = device
 
     @property
     def free_lanes(self) -> int:
@@ -102,7 +106,8 @@ class SlotParams:
         bans = [token for token in banned if 0 <= token < self._vocab_size] if params.min_tokens else []
         biases = {token: bias for token, bias in (params.logit_bias or {}).items() if 0 <= token < self._vocab_size}
         penalized = bool(params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1.0)
-        entries, masked = len(bans) + len(biases), params.allowed_token_ids is not None
+        entries, constrained = len(bans) + len(biases), params.structured_outputs is not None
+        masked = constrained or params.allowed_token_ids is not None
         lane = -1
         if entries or penalized or masked or bad_words:
             if not self._free or entries > LANE_ENTRIES or len(bad_words) > BAD_SPELLINGS:
@@ -140,13 +145,27 @@ class SlotParams:
         if params.allowed_token_ids is not None:
             bits = numpy.zeros(self.masks.shape[1] * 32, dtype=bool)
             bits[[token for token in params.allowed_token_ids if 0 <= token < self._vocab_size]] = True
-            due.append((numpy.packbits(bits, bitorder="little").view(numpy.int32), self.masks[lane]))
+            self._masks[lane] = numpy.packbits(bits, bitorder="little").view(numpy.int32)
+            due.append((self._masks[lane].copy(), self.masks[lane]))
         if bad_words:
             spelled = numpy.zeros((len(bad_words), BAD_SPELLING_WORDS), dtype=numpy.int32)
             for line, word in zip(spelled, bad_words, strict=True):
                 line[0], line[1 : 1 + len(word)] = len(word), word
             due.append((spelled, self.spellings[lane, : len(bad_words)]))
         return due
+
+    def mask(self, words: Mapping[int, Words]) -> None:
+        """What these slots may sample in the step that is launched next; each has a lane. One copy for all of them,
+        with what lies between."""
+        if not words:
+            return
+        if self._mask_staging is None:
+            self._mask_staging = _Staging(_STAGES, self._masks.size, self._device)
+        lanes = [int(self.host[slot, LANE]) for slot in words]
+        for lane, line in zip(lanes, words.values(), strict=True):
+            self._masks[lane] = line
+        first, end = min(lanes), max(lanes) + 1
+        self._mask_staging.copy(self._masks[first:end], self.masks[first:end])
 
     def release(self, slot: int) -> None:
         """Nothing is sampled for the slot any more; a lane it had is free for others."""
