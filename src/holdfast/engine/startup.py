@@ -337,6 +337,7 @@ def _scheduler(config: EngineConfig, plan: Plan, steps_ahead: int = 0) -> Schedu
         max_num_seqs=plan.limits.max_num_seqs,
         max_num_batched_tokens=plan.limits.max_num_batched_tokens,
         max_model_len=plan.limits.max_model_len,
+        prompt_tokens_beside=plan.prompt_tokens_beside,
         policy="priority" if config.scheduling_policy == "priority" else "fcfs",
         max_steps_in_flight=1 + steps_ahead,
         max_loras=config.lora_places,

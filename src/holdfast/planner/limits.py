@@ -21,6 +21,11 @@ from holdfast.planner.footprint import Limits
 from holdfast.units import counted
 
 ANY_LENGTH = 1 << 62
+BESIDE_S, CORE_FLOPS = 0.5, 40e9
+"""How long answers may wait for the prompts of a step, and what a core does a second in all of a prompt's work: so much
+was seen of SmolLM2 on a Neoverse-N1."""
+BESIDE_ROUND, BESIDE_LEAST = 16, 16
+"""Rows that products take as fast as many more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +102,17 @@ def decisions(
             reason, source = _lowered(first.step_tokens, rung.step_tokens, fits, beside), "planner"
         found.append(Decision("max_num_batched_tokens", f"{rung.step_tokens:,}", reason, source))
     return found
+
+
+def prompt_tokens_beside(active_parameters: int, cores: int, step_tokens: int) -> int:
+    """Of prompts, in a step on a CPU in which answers go on as well: what takes about BESIDE_S."""
+    tokens = int(BESIDE_S * CORE_FLOPS * cores / (2 * active_parameters))
+    return min(step_tokens, max(BESIDE_LEAST, tokens // BESIDE_ROUND * BESIDE_ROUND))
+
+
+def beside_decision(tokens: int, cores: int) -> Decision:
+    reason = f"in a step beside running answers, which wait for it: about {BESIDE_S:g} s on {counted(cores, 'core')}"
+    return Decision("prompt_tokens", f"{tokens:,}", reason, "planner")
 
 
 def context_said(tokens: int) -> str:

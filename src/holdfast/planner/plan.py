@@ -63,6 +63,8 @@ class Plan:
     """None: it runs on the CPU."""
     budget_is_set: bool = False
     """By the user, in bytes, and no share of what is free."""
+    prompt_tokens_beside: int | None = None
+    """In a step in which answers go on as well; None: as many as a step has."""
 
     @property
     def reserve_bytes(self) -> int:
@@ -125,7 +127,10 @@ def _fill(measure: Measure, machine: Memory, decisions: list[Decision]) -> Plan:
     if length < allowed:
         decisions.append(length_decision(length, allowed, measure.longest_tokens()))
     terms = room.terms(length)
-    choices = room.choices
+    choices, cores = room.choices, measure.config.threads or measure.processor.cores
+    beside = limits.prompt_tokens_beside(room.spec.active_parameters, cores, room.config.step_tokens)
+    if beside < room.config.step_tokens:
+        decisions.append(limits.beside_decision(beside, cores))
     return Plan(
         dtype=choices.dtype,
         kv_dtype=choices.kv_dtype,
@@ -144,6 +149,7 @@ def _fill(measure: Measure, machine: Memory, decisions: list[Decision]) -> Plan:
         length_is_set=room.config.max_model_len is not None,
         budget_is_set=room.config.ram is not None,
         short=length < allowed or rung > 0 or pool.cut,
+        prompt_tokens_beside=beside,
     )
 
 

@@ -22,6 +22,8 @@ class PlannedRow:
 class Draft:
     budget: int
     """Tokens this step may still compute."""
+    kept_back: int = 0
+    """Tokens of the step that are not to be used."""
     rows: dict[Sequence, PlannedRow] = field(default_factory=dict)
     uncommitted: list[PlannedRow] = field(default_factory=list)
     """Rows whose sequence may still be preempted; nobody has been told of their blocks yet."""
@@ -39,6 +41,12 @@ class Draft:
         if planned is not None:
             self.uncommitted.remove(planned)
             self.budget += planned.row.count
+
+    def leave(self, tokens: int) -> None:
+        """No more than these from here on."""
+        if self.budget > tokens:
+            self.kept_back += self.budget - tokens
+            self.budget = tokens
 
     def plan(self, step_id: int) -> StepPlan:
         planned = self.rows.values()

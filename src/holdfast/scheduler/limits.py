@@ -18,6 +18,9 @@ class SchedulerLimits:
     """Tokens computed in one step."""
     max_model_len: int
     """Prompt and answer together, in tokens."""
+    prompt_tokens_beside: int | None = None
+    """Of prompts, in a step in which answers go on as well, each of which waits for the whole step. None: as many as
+    the step has left."""
     policy: Policy = "fcfs"
     max_steps_in_flight: int = 1
     """2: the next step is planned while one is still being executed."""
@@ -28,6 +31,10 @@ class SchedulerLimits:
         for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len"):
             if getattr(self, name) < 1:
                 raise ConfigurationError(f"{name} is {getattr(self, name)}", needed="1 or more", field=name)
+        if self.prompt_tokens_beside is not None and self.prompt_tokens_beside < 1:
+            raise ConfigurationError(
+                f"prompt_tokens_beside is {self.prompt_tokens_beside}", needed="1 or more", field="prompt_tokens_beside"
+            )
         if self.policy not in ("fcfs", "priority"):
             raise ConfigurationError(f"unknown policy {self.policy!r}", needed="fcfs or priority", field="policy")
         if self.max_steps_in_flight not in (1, 2):

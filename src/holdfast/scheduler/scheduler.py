@@ -6,6 +6,8 @@ One step, in this order, under one token budget and the pages that are there:
     2. running prefills, in chunks                pages back and waits at the front of the queue
     3. whoever waits, first in line first         only if the pages of its whole prompt could be had now
 
+Beside sequences that decode, 2 and 3 share prompt_tokens_beside: who decodes waits for the whole step.
+
 What holds, and why nobody waits for ever:
   - `order` is total, and pages are only ever taken from a sequence later in order than the one that needs them. So
     the first running sequence always goes on; a request that cannot run alone is refused when it is added.
@@ -151,7 +153,7 @@ class Scheduler:
             self._step_tokens = 0
             return None
         self._steps_total += 1
-        self._step_tokens = self.limits.max_num_batched_tokens - draft.budget
+        self._step_tokens = self.limits.max_num_batched_tokens - draft.kept_back - draft.budget
         self._in_flight.append(StepInFlight(self._steps_total, list(draft.rows.values())))
         return draft.plan(self._steps_total)
 
@@ -165,6 +167,9 @@ class Scheduler:
                     self._plan_row(draft, sequence, 1)
                 elif pending > 1:
                     prefills.append(sequence)
+        beside = self.limits.prompt_tokens_beside
+        if draft.rows and beside is not None:
+            draft.leave(beside)
         less_urgent: list[Sequence] = []
         for sequence in prefills:
             if sequence.status is not Status.RUNNING:

@@ -13,7 +13,7 @@ from holdfast.errors import ConfigurationError, DoesNotFitError
 from holdfast.hardware import Memory, Processor
 from holdfast.hardware.nvidia import NvidiaGpu
 from holdfast.models import ModelSpec, from_config
-from holdfast.planner import Plan, footprint, gpu_footprint, make_plan, settle_pool
+from holdfast.planner import Plan, footprint, gpu_footprint, limits, make_plan, settle_pool
 from holdfast.planner.gpu_plan import make_gpu_plan
 from holdfast.planner.padding import padded_sizes
 from holdfast.units import MIB
@@ -411,3 +411,11 @@ def test_limits_that_are_too_large_together_are_refused_with_some_that_fit(spec:
     length, sequences = map(int, lower.groups())
     limits = plan(spec, 40, ram="16260MiB", max_model_len=length, max_num_seqs=sequences).limits
     assert (limits.max_model_len, limits.max_num_seqs) == (length, sequences)
+
+
+@pytest.mark.parametrize(("cores", "tokens"), [(1, 64), (2, 144), (64, 512)])
+def test_prompts_beside_answers_take_about_half_a_second(cores: int, tokens: int) -> None:
+    """By the model's size and the cores that compute, within what a step has."""
+    assert limits.prompt_tokens_beside(134_515_008, cores, 512) == tokens
+    assert limits.prompt_tokens_beside(70_000_000_000, cores, 512) == 16
+    assert limits.prompt_tokens_beside(134_515_008, cores, 8) == 8

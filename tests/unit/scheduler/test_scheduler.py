@@ -23,6 +23,7 @@ def make(
     max_model_len: int = 200,
     policy: str = "fcfs",
     max_steps_in_flight: int = 1,
+    prompt_tokens_beside: int | None = None,
 ) -> Scheduler:
     groups, places = form_groups(windows)
     layout = KVLayout(
@@ -34,6 +35,7 @@ def make(
         max_model_len=max_model_len,
         policy=policy,  # type: ignore[arg-type]
         max_steps_in_flight=max_steps_in_flight,
+        prompt_tokens_beside=prompt_tokens_beside,
     )
     return Scheduler(limits, KVCache(layout, blocks + 1, prefix_caching))
 
@@ -98,6 +100,27 @@ class TestSteps:
         assert rows(plan) == [(0, 4, 1, True), (1, 0, 9, False)]
         answer(scheduler, plan)
         assert rows(plan_of(scheduler)) == [(0, 5, 1, True), (1, 9, 5, True), (2, 0, 4, False)]
+
+    def test_prompts_beside_answers_are_short_in_a_step_and_alone_they_are_not(self) -> None:
+        scheduler = make(max_num_batched_tokens=32, prompt_tokens_beside=6)
+        scheduler.add(ask("a", 40, max_tokens=4), 0.0)
+        plan = plan_of(scheduler)
+        assert rows(plan) == [(0, 0, 32, False)]
+        answer(scheduler, plan)
+        step(scheduler)
+        scheduler.add(ask("b", 20), 0.0)
+        scheduler.add(ask("c", 5), 0.0)
+        seen = []
+        for _ in range(3):
+            plan = plan_of(scheduler)
+            seen.append(rows(plan))
+            assert scheduler.stats().step_tokens == sum(row.count for row in plan.rows)
+            answer(scheduler, plan)
+        assert seen[0] == [(0, 40, 1, True), (1, 0, 6, False)]
+        assert seen[1] == [(0, 41, 1, True), (1, 6, 6, False)]
+        # The last token of the answer: from the next step on prompts are alone.
+        assert seen[2] == [(0, 42, 1, True), (1, 12, 6, False)]
+        assert rows(plan_of(scheduler)) == [(1, 18, 2, True), (0, 0, 5, True)]
 
     def test_nothing_to_do_is_none(self) -> None:
         scheduler = make(max_steps_in_flight=2)

@@ -37,6 +37,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         policy=st.sampled_from(["fcfs", "priority"]),
         steps_in_flight=st.sampled_from([1, 2]),
         prefix_caching=st.sampled_from([True, True, True, False]),
+        beside=st.sampled_from([None, None, 1, 7]),
     )
     def build(
         self,
@@ -49,6 +50,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         policy,
         steps_in_flight,
         prefix_caching,
+        beside,
     ):
         groups, places = form_groups(windows)
         layout = KVLayout(
@@ -60,6 +62,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_model_len=max_model_len,
             policy=policy,
             max_steps_in_flight=steps_in_flight,
+            prompt_tokens_beside=beside,
         )
         self.engine = SimulatedEngine(Scheduler(limits, KVCache(layout, blocks, prefix_caching)), vocabulary=VOCABULARY)
 
