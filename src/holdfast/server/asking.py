@@ -19,6 +19,7 @@ from holdfast.engine.interface import Engine
 from holdfast.errors import RequestError, UnknownModelError
 from holdfast.records import AdapterRef, SamplingParams
 from holdfast.records.sampling import MAX_LOGPROBS
+from holdfast.server.constraints import check_off_loop, form_of
 from holdfast.server.fields import check_fields, convert, honoured_fields, unsupported
 from holdfast.server.messages import read_messages
 from holdfast.server.protocol import ChatBody, Common, CompletionBody, TokenId
@@ -119,6 +120,7 @@ async def read_chat(raw: bytes, engine: Engine, settings: ServerSettings) -> Ask
     prompt, reading = await chat_prompt(body, fields.get("tools"), tokenizer, engine, settings, len(raw))
     if reading is not None:
         params = await off_loop(partial(reading.adjusted, params, tokenizer), len(raw))
+    await check_off_loop(params, tokenizer)
     return _ask(
         body, "chatcmpl", model, [prompt], params, settings, logprobs, bytes_of=tokenizer.bytes_of, reading=reading
     )
@@ -193,6 +195,8 @@ async def read_completion(raw: bytes, engine: Engine, settings: ServerSettings) 
     if body.echo and body.prompt_logprobs is None:
         body.prompt_logprobs = body.logprobs
     params = _sampling(body, settings, logprobs=body.logprobs, max_tokens=COMPLETION_MAX_TOKENS)
+    if params.structured_outputs is not None:
+        await check_off_loop(params, tokenizer_of(engine, "structured_outputs"))
     context = engine.info.max_model_len
     texts, prompts = split_prompts(body.prompt, context)
     _check_places(len(texts or prompts) * params.n, engine, settings, "prompt")
@@ -303,6 +307,7 @@ def _sampling(
             values[name] = value
     if body.logit_bias:
         values["logit_bias"] = {_bias_id(key): bias for key, bias in body.logit_bias.items()}
+    values["structured_outputs"] = form_of(body)
     return SamplingParams(**values, logprobs=logprobs)
 
 

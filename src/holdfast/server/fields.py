@@ -33,7 +33,6 @@ QUIET: dict[str, tuple[Any, ...]] = {
     "tool_choice": ("none", "auto"),
     "functions": ([],),
     "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},),
     "modalities": (["text"], []),
     "logits_processors": ([],),
     "best_of": (1,),
@@ -49,10 +48,9 @@ QUIET: dict[str, tuple[Any, ...]] = {
 # Known to OpenAI or vLLM, with no value that asks for nothing.
 UNSUPPORTED = frozenset(
     {
-        "audio", "bootstrap_host", "bootstrap_port", "documents", "guided_choice",
-        "guided_decoding_backend", "guided_grammar", "guided_json", "guided_regex", "guided_whitespace_pattern",
-        "kv_transfer_params", "mm_processor_kwargs", "prediction", "prompt_embeds",
-        "reasoning_effort", "repetition_detection", "structural_tag", "structured_outputs", "thinking_token_budget",
+        "audio", "bootstrap_host", "bootstrap_port", "documents", "kv_transfer_params", "mm_processor_kwargs",
+        "prediction", "prompt_embeds", "reasoning_effort", "repetition_detection", "structural_tag",
+        "thinking_token_budget",
         "truncate_prompt_tokens", "verbosity", "vllm_xargs", "web_search_options",
     }
 )  # fmt: skip

@@ -48,6 +48,16 @@ class Common(msgspec.Struct, kw_only=True):
     bad_words: list[str] | None = None
     spaces_between_special_tokens: bool | None = None
     prompt_logprobs: Small | None = None
+    response_format: dict[str, Any] | None = None
+    """OpenAI's: text, json_object, json_schema; vLLM's structural_tag."""
+    structured_outputs: dict[str, Any] | None = None
+    """The fields of StructuredOutputsParams."""
+    guided_json: dict[str, Any] | str | bool | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    guided_whitespace_pattern: str | None = None
+    guided_decoding_backend: str | None = None
     priority: Small = 0
     cache_salt: Annotated[str, msgspec.Meta(max_length=256)] = ""
     add_special_tokens: bool | None = None

@@ -6,6 +6,7 @@ recursion, and a schema of some ten thousand bytes would otherwise end the proce
 
 from __future__ import annotations
 
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -35,6 +36,8 @@ MAX_STATES = 8000
 COMPILED_KEPT = 32
 CHECKED_KEPT = 256
 INVALID, BEYOND_LIMITS = "HF361", "HF362"
+_LISTING = re.compile(r"\n *\d+ \||\n?<non-verbose/>")
+"""Where what a library says turns to the source itself."""
 _LIMITED = ("too many", "too large", "too complex", "fuel", "limit", "too deep", "max is", "TooComplex")
 
 
@@ -152,8 +155,9 @@ class FormChecker:
         with self._lock:
             if key in self._checked:
                 self._checked.move_to_end(key)
-                if (known := self._checked[key]) is not None:
-                    raise known
+                known = self._checked[key]
+                if known is not None:
+                    raise _again(known)
                 return
         problem = self._problem(params)
         with self._lock:
@@ -235,8 +239,13 @@ def on_deep_stack(work: Callable[[], T]) -> T:
     return found[0]
 
 
+def _again(error: GrammarError) -> GrammarError:
+    """A new one: what is raised collects where it has been."""
+    return GrammarError(error.message, code=error.code, needed=error.needed, fix=error.fix, field=error.field)
+
+
 def _refusal(said: str, kind: str) -> GrammarError:
-    first = said.split("\n<non-verbose/>")[0]
+    first = " ".join(_LISTING.split(said)[0].split())
     limited = any(mark in said for mark in _LIMITED)
     return GrammarError(
         f"{kind}: {shorten(first, 300)}",

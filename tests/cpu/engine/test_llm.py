@@ -320,8 +320,8 @@ def test_urgent_prompts_go_first_and_the_models_advice_is_the_default(tiny_model
         assert any("temperature 0.0" in line for line in llm.info.decisions)
         apply = llm._core.scheduler.apply
 
-        def watched(result, now_s):
-            outputs = apply(result, now_s)
+        def watched(*result):
+            outputs = apply(*result)
             order.extend(output.request_id for output in outputs if output.finish_reason is not None)
             return outputs
 

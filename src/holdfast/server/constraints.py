@@ -1,0 +1,106 @@
+"""What an answer must look like, as clients write it: OpenAI's response_format, vLLM's structured_outputs and guided_*.
+
+Owns how these become one StructuredOutputsParams, and that they are looked at off the loop. What they mean is `text`'s.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+from holdfast.errors import RequestError
+from holdfast.records import SamplingParams
+from holdfast.records.structured import StructuredOutputsParams
+from holdfast.server.fields import unsupported
+from holdfast.server.protocol import Common
+from holdfast.units import shorten
+
+if TYPE_CHECKING:
+    from holdfast.text.tokenizer import Tokenizer
+
+GUIDED = {
+    "guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar",
+}  # fmt: skip
+"""Older names of vLLM, and the newer ones."""
+BACKENDS = ("auto", "guidance", "llguidance")
+
+# Few at once: each may take a second and some memory, and those behind wait here and not on the loop.
+_POOL = ThreadPoolExecutor(max_workers=2, thread_name_prefix="forms")
+
+
+async def check_off_loop(params: SamplingParams, tokenizer: Tokenizer) -> None:
+    """Raises for a form that is invalid, unsupported or too large."""
+    form = params.structured_outputs
+    if form is None:
+        return
+
+    def check() -> None:
+        from holdfast.text.matching import check_form  # Its library is large, and most servers never need it.
+
+        check_form(form, tokenizer)
+
+    await asyncio.get_running_loop().run_in_executor(_POOL, check)
+
+
+def form_of(body: Common) -> StructuredOutputsParams | None:
+    """None: the answer is free."""
+    asked = [name for name in ("response_format", "structured_outputs", *GUIDED) if getattr(body, name) is not None]
+    if body.response_format is not None and body.response_format.get("type") == "text":
+        asked.remove("response_format")
+    if body.guided_decoding_backend not in (None, *BACKENDS):
+        raise unsupported("guided_decoding_backend", "there is one way here; leave it out")
+    if len(asked) > 1:
+        raise RequestError(
+            f"{' and '.join(asked)} are given; an answer can have one form",
+            needed="one of them",
+            field=asked[1],
+        )
+    if not asked:
+        if body.guided_whitespace_pattern is not None:
+            raise RequestError("guided_whitespace_pattern needs guided_json", field="guided_whitespace_pattern")
+        return None
+    if asked[0] == "response_format":
+        assert body.response_format is not None
+        return _made("response_format", **_of_response_format(body.response_format))
+    if asked[0] == "structured_outputs":
+        assert body.structured_outputs is not None
+        return _made("structured_outputs", **body.structured_outputs)
+    given = {GUIDED[asked[0]]: getattr(body, asked[0])}
+    if body.guided_whitespace_pattern is not None:
+        given["whitespace_pattern"] = body.guided_whitespace_pattern
+    return _made(asked[0], **given)
+
+
+def _made(field: str, **given: Any) -> StructuredOutputsParams:
+    try:
+        return StructuredOutputsParams(**given)
+    except RequestError as error:
+        error.field = field if error.field in (None, "structured_outputs") else f"{field}.{error.field}"
+        raise
+    except TypeError as error:
+        raise RequestError(f"{field}: {shorten(str(error), 200)}", field=field) from None
+
+
+def _of_response_format(given: dict[str, Any]) -> dict[str, Any]:
+    kind = given.get("type")
+    if kind == "json_object":
+        return {"json_object": True}
+    if kind == "structural_tag":
+        return {"structural_tag": given}
+    if kind != "json_schema":
+        raise RequestError(
+            f"response_format.type is {shorten(repr(kind))}",
+            needed="text, json_object, json_schema or structural_tag",
+            field="response_format.type",
+        )
+    named = given.get("json_schema")
+    schema = named.get("schema") if isinstance(named, dict) else None
+    if schema is None:
+        raise RequestError(
+            "response_format.json_schema.schema is missing",
+            needed='{"type": "json_schema", "json_schema": {"name": ..., "schema": {...}}}',
+            field="response_format.json_schema.schema",
+        )
+    # `strict: false` lets OpenAI's models stray from the schema; here every answer has it.
+    return {"json": schema}
