@@ -22,6 +22,7 @@ from holdfast.records import EngineInfo
 from holdfast.server.access import Door, Tally
 from holdfast.server.answering import CompletionShape, chat_shape
 from holdfast.server.asking import read_chat, read_completion
+from holdfast.server.docs_page import POLICY, page
 from holdfast.server.embeddings import Embeddings
 from holdfast.server.exchange import Exchange
 from holdfast.server.failures import (
@@ -36,6 +37,7 @@ from holdfast.server.failures import (
 from holdfast.server.generation import Generation
 from holdfast.server.lora import LoraEndpoints
 from holdfast.server.memory import memory_endpoint
+from holdfast.server.openapi import document
 from holdfast.server.room import Room
 from holdfast.server.settings import ServerSettings
 from holdfast.server.sleep import Sleeping
@@ -76,11 +78,14 @@ def create_app(engine: Engine, settings: ServerSettings) -> Starlette:
     ]
 
     routes += [] if lora is None else lora.routes
+    routes += [] if settings.disable_docs else _documentation(settings, lora=lora is not None)
 
     async def refuse(request: Request, error: Exception) -> Response:
         failure = _as_failure(error)
         request.scope["holdfast.record"].error_code = describe(failure)[1]["code"]
-        return failure_response(failure, settings.retry_after_s)
+        response = failure_response(failure, settings.retry_after_s)
+        response.headers.update(getattr(error, "headers", None) or {})  # Which methods a path has.
+        return response
 
     log = json_lines(settings.access_log) if isinstance(settings.access_log, Path) else settings.access_log
     tally = Tally()
@@ -93,6 +98,19 @@ def create_app(engine: Engine, settings: ServerSettings) -> Starlette:
     app.state.metrics = metrics
     app.state.tally = tally
     return app
+
+
+def _documentation(settings: ServerSettings, *, lora: bool) -> list[Route]:
+    with_key = bool(settings.api_key or settings.api_key_file)
+    described = document(settings.version, with_key=with_key, lora=lora)
+
+    async def openapi(request: Request) -> Response:
+        return json_response(described)
+
+    async def docs(request: Request) -> Response:
+        return Response(page(described), headers={"Content-Security-Policy": POLICY}, media_type="text/html")
+
+    return [Route("/openapi.json", openapi, methods=["GET"]), Route("/docs", docs, methods=["GET"])]
 
 
 def _cors(settings: ServerSettings) -> list[Middleware]:

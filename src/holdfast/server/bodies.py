@@ -6,16 +6,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from holdfast.server.protocol import Small, TokenId, Usage
-
-_INPUT = {
-    "anyOf": [
-        {"type": "string"},
-        {"type": "array", "items": {"type": "string"}},
-        {"type": "array", "items": {"type": "integer"}},
-        {"type": "array", "items": {"type": "array", "items": {"type": "integer"}}},
-    ]
-}
+from holdfast.server.protocol import PROMPT_SCHEMA, Small, TokenId, Usage
 
 
 class TokenizeBody(msgspec.Struct, kw_only=True):
@@ -43,7 +34,7 @@ class DetokenizeResponse(msgspec.Struct, kw_only=True):
 
 
 class EmbeddingBody(msgspec.Struct, kw_only=True):
-    input: Annotated[Any, msgspec.Meta(extra_json_schema=_INPUT)]
+    input: Annotated[Any, msgspec.Meta(extra_json_schema=PROMPT_SCHEMA)]
     """A text, several, token ids, or several lists of them."""
     model: str | None = None
     encoding_format: Literal["float", "base64"] = "float"

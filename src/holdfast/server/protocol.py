@@ -14,6 +14,17 @@ Small = Annotated[int, msgspec.Meta(ge=-(2**31), lt=2**31)]
 """Fits the engine's integers; whether the value makes sense is SamplingParams' to say."""
 
 
+PROMPT_SCHEMA = {
+    "anyOf": [
+        {"type": "string"},
+        {"type": "array", "items": {"type": "string"}},
+        {"type": "array", "items": {"type": "integer"}},
+        {"type": "array", "items": {"type": "array", "items": {"type": "integer"}}},
+    ]
+}
+"""Texts or token ids, one or several: more than one kind of list is read by hand."""
+
+
 class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -137,7 +148,7 @@ class ChatBody(Common, kw_only=True):
 
 
 class CompletionBody(Common, kw_only=True):
-    prompt: Any
+    prompt: Annotated[Any, msgspec.Meta(extra_json_schema=PROMPT_SCHEMA)]
     echo: bool = False
     logprobs: Small | None = None
 

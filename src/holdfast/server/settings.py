@@ -24,6 +24,8 @@ class ServerSettings:
     """Further ones, one a line; read again when it changes."""
     enable_sleep_mode: bool = False
     """Whether /sleep and /wake_up may be asked."""
+    disable_docs: bool = False
+    """No /docs, no /openapi.json."""
     public_metrics: bool = False
     """Whether /metrics is answered without a key too."""
     allowed_origins: tuple[str, ...] = ()

@@ -1,0 +1,112 @@
+"""/openapi.json and /docs: of what is really there, and of the types that really check."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from holdfast.engine.fake import FakeEngine
+from holdfast.server import fields
+from holdfast.server.app import create_app
+from holdfast.server.bodies import EmbeddingBody
+from holdfast.server.protocol import ChatBody, CompletionBody
+from holdfast.server.settings import ServerSettings
+
+SCHEMATHESIS = shutil.which(
+    "schemathesis", path=os.pathsep.join([os.environ.get("PATH", ""), os.environ.get("HOLDFAST_SCHEMATHESIS", "")])
+)
+
+
+@pytest.fixture(scope="module")
+def described(http) -> dict:
+    response = http.get("/openapi.json")
+    assert response.status_code == 200
+    return response.json()
+
+
+@pytest.fixture(scope="module")
+def http(request):
+    from starlette.testclient import TestClient
+
+    with TestClient(create_app(FakeEngine(), ServerSettings(served_model_names=("fake",)))) as client:
+        yield client
+
+
+def test_every_route_is_described_and_nothing_else(described):
+    app = create_app(FakeEngine(), ServerSettings(served_model_names=("fake",)))
+    routes = {
+        (re.sub(r"\{(\w+):\w+\}", r"{\1}", route.path), method.lower())
+        for route in app.routes
+        for method in route.methods - {"HEAD"}
+    }
+    told = {(path, method) for path, methods in described["paths"].items() for method in methods}
+    assert told | {("/openapi.json", "get"), ("/docs", "get")} == routes
+
+
+@pytest.mark.parametrize("kind", [ChatBody, CompletionBody, EmbeddingBody])
+def test_bodies_are_those_that_are_read(described, kind):
+    schema = described["components"]["schemas"][kind.__name__]
+    own = {field.encode_name for field in msgspec.structs.fields(kind)}
+    beside = fields.HARMLESS | fields.QUIET.keys() if kind is not EmbeddingBody else set()
+    assert set(schema["properties"]) == own | beside
+    required = {field.encode_name for field in msgspec.structs.fields(kind) if field.required}
+    assert set(schema["required"]) == required
+
+
+def test_all_references_lead_somewhere(described):
+    names = re.findall(r"#/components/schemas/(\w+)", json.dumps(described))
+    assert names
+    assert set(names) <= described["components"]["schemas"].keys()
+    assert r"\Z" not in json.dumps(described)
+
+
+def test_the_page_is_whole_by_itself(http):
+    response = http.get("/docs")
+    assert response.headers["content-type"].startswith("text/html")
+    assert response.headers["content-security-policy"].startswith("default-src 'none'")
+    text = response.text
+    assert "<script" not in text
+    assert not re.search(r"(src|href)=['\"]?(https?:)?//", text)
+    assert "POST /v1/chat/completions" in text
+    assert "temperature" in text
+
+
+def test_neither_where_they_were_switched_off(launch):
+    with launch(disable_docs=True).client() as client:
+        assert [client.get(path).status_code for path in ("/docs", "/openapi.json")] == [404, 404]
+
+
+def test_a_key_is_part_of_the_description(launch):
+    with launch(api_key="secret").client() as client:
+        told = client.get("/openapi.json", headers={"Authorization": "Bearer secret"}).json()
+        assert told["components"]["securitySchemes"] == {"key": {"type": "http", "scheme": "bearer"}}
+
+
+def test_a_wrong_method_is_told_the_right_ones(launch):
+    with launch().client() as client:
+        assert client.get("/tokenize").headers["allow"] == "POST"
+
+
+@pytest.mark.long
+@pytest.mark.skipif(SCHEMATHESIS is None, reason="schemathesis is not installed (pip install schemathesis)")
+@pytest.mark.timeout(1200)
+def test_schemathesis_finds_no_fault(launch, tmp_path: Path):
+    """No 5xx, nothing that hangs, no answer that the document does not tell of."""
+    server = launch(FakeEngine(max_model_len=512))
+    command = [
+        str(SCHEMATHESIS), "run", f"{server.url}/openapi.json", "--checks",
+        "not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance",
+        "--request-timeout", "20", "--max-examples", "60", "--generation-database", "none",
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1100, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    with server.client() as client:
+        assert client.get("/health").status_code == 200
+    assert server.engine.unfinished == 0
