@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hypothesis.strategies as st
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -159,10 +160,17 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert not self.engine.scheduler.has_unfinished
 
 
-TestSchedulerMachine = SchedulerMachine.TestCase
-TestSchedulerMachine.settings = settings(
-    max_examples=600,
+class LongSchedulerMachine(SchedulerMachine):
+    pass
+
+
+QUICK = settings(
+    max_examples=250,
     stateful_step_count=60,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
 )
+TestSchedulerMachine = SchedulerMachine.TestCase
+TestSchedulerMachine.settings = QUICK
+TestSchedulerMachineForLong = pytest.mark.long(LongSchedulerMachine.TestCase)
+TestSchedulerMachineForLong.settings = settings(QUICK, max_examples=2000)
