@@ -23,6 +23,7 @@ from holdfast.execution.gpu.memory import GpuHeld, GpuMemory, held_before, open_
 from holdfast.execution.gpu.runner import GpuRunner
 from holdfast.execution.gpu.shortage import is_shortage
 from holdfast.execution.gpu.virtual import RangeError
+from holdfast.execution.lora_places import LoraLimits
 from holdfast.execution.weights import Weights, load_weights
 from holdfast.models import ModelSpec
 from holdfast.planner import Plan, settle_pool
@@ -121,8 +122,9 @@ def _build(
     progress("load", 0, 0)
     # No name here for the weights: an error that is kept would keep them through it.
     runner = GpuRunner(
-        spec, _load(config, files, spec, plan, memory.device, progress), plan.layout, RunnerLimits.of(plan.limits),
-        memory.device, kv_dtype=DTYPES[plan.kv_dtype], graphs=not config.enforce_eager,
+        spec, _load(config, files, spec, plan, memory.device, progress), plan.layout,
+        RunnerLimits.of(plan.limits, config.lora_places), memory.device, kv_dtype=DTYPES[plan.kv_dtype],
+        graphs=not config.enforce_eager, lora=LoraLimits.of(config),
     )  # fmt: skip
     try:
         return _settle(runner, plan, memory, context, progress)
@@ -149,7 +151,11 @@ def _settle(runner: GpuRunner, plan: Plan, memory: GpuMemory, context: GpuHeld, 
         "weights": runner.weights_bytes,
         "buffers": runner.buffers_bytes,
         # Whatever else torch held at the worst moment; what it keeps beyond that is nobody's, and shown as such.
-        "activations": max(0, tensors - runner.weights_bytes - runner.buffers_bytes - runner.logits_bytes),
+        "activations": max(
+            0,
+            tensors - runner.weights_bytes - runner.buffers_bytes - runner.logits_bytes - runner.adapters_bytes,
+        ),
+        "adapters": runner.adapters_bytes,
         "logits": runner.logits_bytes,
         "graphs": captured.own_bytes - rehearsed.own_bytes,
     }  # fmt: skip

@@ -92,7 +92,10 @@ def make_gpu_plan(
             format="none" if stored is None else "safetensors",
         ),
         machine=Machine(devices=(device,)),
-        settings=settings_of(config, tensor_parallel=1, graphs=not config.enforce_eager),
+        settings=settings_of(
+            config, tensor_parallel=1, graphs=not config.enforce_eager, max_loras=config.lora_places,
+            max_lora_rank=config.lora_rank,
+        ),
     )  # fmt: skip
     found = fit(question)
     if found.kv_dtype != found.dtype:

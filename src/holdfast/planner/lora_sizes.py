@@ -16,7 +16,8 @@ from functools import lru_cache
 
 from holdfast.checkpoints.adapters import adaptable
 from holdfast.models import ModelSpec
-from holdfast.planner.footprint import ELEMENT_BYTES, MLP_TILE
+from holdfast.planner.footprint import ELEMENT_BYTES, MLP_TILE, Limits
+from holdfast.planner.gpu_footprint import whole_lines
 from holdfast.planner.same import Same
 
 RANK_STEP = 16
@@ -90,3 +91,32 @@ def step_bytes(spec: ModelSpec, step_tokens: int, *, dtype: str, max_rank: int) 
         tokens = step_tokens if site.product in ("qkv", "o") else min(step_tokens, MLP_TILE)
         widest = max(widest, tokens * (site.columns + len(site.parts) * rank + max(site.rows)) * size)
     return widest + step_tokens * 16
+
+
+TILE_ROWS = 16
+"""On a GPU: rows of one adapter that a program takes together."""
+SPLITS, SPLIT_ROWS = 8, 256
+"""Up to so many rows of a step, inputs are cut into so many parts: few rows alone would not fill the GPU."""
+
+
+def most_tiles(rows: int, places: int) -> int:
+    """That so many rows of so many adapters can make."""
+    return min(rows, rows // TILE_ROWS + places)
+
+
+def inner_elements(spec: ModelSpec, step_tokens: int, max_rank: int) -> int:
+    """float32 numbers between the two factors, those of all parts of the inputs."""
+    width = max(len(site.parts) for site in sites(spec)) * places_rank(max_rank)
+    return max(step_tokens, SPLITS * min(step_tokens, SPLIT_ROWS)) * width
+
+
+def packet_words(rows: int) -> int:
+    """Which row comes where, and of each tile its place, its first row and its end."""
+    return 4 * whole_lines(rows)
+
+
+def gpu_bytes(spec: ModelSpec, limits: Limits, *, dtype: str, places: int, max_rank: int) -> int:
+    """Of places, and of what a step needs beside them."""
+    packets = packet_words(limits.max_num_seqs) + packet_words(limits.max_num_batched_tokens)
+    between = inner_elements(spec, limits.max_num_batched_tokens, max_rank) * 4
+    return held_bytes(spec, dtype=dtype, places=places, max_rank=max_rank) + between + packets * 4

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from holdfast.models import LayerSpec, ModelSpec
-from holdfast.planner import footprint, gpu_footprint
+from holdfast.planner import footprint, gpu_footprint, lora_sizes
 from holdfast.planner.footprint import Limits
 from holdfast.planner.same import Same
 from holdfast.planner.weights import DTYPE_BYTES
@@ -56,6 +56,8 @@ GPU_WORKSPACE_BYTES = 128 * MIB
 """Of attention's split sums and of cuBLAS."""
 ENCODER_UNCERTAINTY = 0.5
 """Engines cut batches of images differently, split towers over ranks or do not, and attend in their own ways."""
+GRAPHS_WITH_ADAPTERS = 3
+"""Times what graphs take without: counted by kernels, not measured yet."""
 LOGITS_COPIES = 2
 """In float32 on a GPU: as computed, and as probabilities."""
 
@@ -123,18 +125,24 @@ def engine_gpu_terms(
 ) -> list[Term]:  # fmt: skip
     """Of a model that this engine runs on one GPU: what it allocates, by the declarations it allocates from."""
     layout = footprint.kv_layout(spec, block_tokens=block_tokens, kv_dtype=dtype)
-    every = range(len(spec.layers))
     terms = [
         Term("context", ENGINE_CONTEXT_BYTES, 0.25),
         Term("weights", weights_bytes),
         Term("activations", gpu_footprint.activations_bytes(spec, limits, dtype=dtype, quantized=quantized)),
         Term("logits", gpu_footprint.logits_bytes(spec, limits, dtype=dtype)),
         Term("buffers", gpu_footprint.buffers_bytes(layout, limits)),
-        Term("graphs", gpu_footprint.graphs_bytes(len(spec.layers), limits.max_num_seqs, captured=graphs), 0.5),
+        Term("graphs", _engine_graphs(spec, limits, graphs, max_loras > 0), 0.5),
     ]
     if max_loras:
-        terms.append(Term("adapters", adapters_bytes(spec, dtype, every, max_loras, max_lora_rank, 1)))
+        held = lora_sizes.gpu_bytes(spec, limits, dtype=dtype, places=max_loras, max_rank=max_lora_rank)
+        terms.append(Term("adapters", held))
     return terms
+
+
+def _engine_graphs(spec: ModelSpec, limits: Limits, captured: bool, adapters: bool) -> int:
+    """With adapters a step is captured once more, with twice as many kernels."""
+    captures = GRAPHS_WITH_ADAPTERS if adapters else 1
+    return gpu_footprint.graphs_bytes(captures * len(spec.layers), limits.max_num_seqs, captured=captured)
 
 
 def engine_gpu_loading(weights_bytes: int, largest_quantized_bytes: int) -> tuple[Term, ...]:

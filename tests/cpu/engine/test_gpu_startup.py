@@ -93,7 +93,7 @@ class FakeRunner:
     def __init__(self, gpu: FakeGpu, plan: Plan, page: int) -> None:
         self.gpu, self.plan, self.page = gpu, plan, page
         self.weights_bytes, self.buffers_bytes = plan.terms["weights"], plan.terms["buffers"]
-        self.logits_bytes = plan.terms["logits"]
+        self.logits_bytes, self.adapters_bytes = plan.terms["logits"], 0
         gpu.take_tensors(self.buffers_bytes + self.logits_bytes)
         self.kv = SimpleNamespace(nbytes=0)
 

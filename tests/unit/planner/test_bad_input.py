@@ -330,7 +330,8 @@ def test_the_rank_of_adapters_is_counted(settings: dict[str, Any]) -> None:
         return held
 
     assert adapters() == adapters(max_lora_rank=16) > 0
-    assert adapters(max_lora_rank=64) == 4 * adapters()
+    # Beside what grows with the rank there are some numbers for each row of a step.
+    assert 3.9 * adapters() < adapters(max_lora_rank=64) <= 4 * adapters()
 
 
 @pytest.mark.parametrize("kind", ["float", "int"])

@@ -15,6 +15,7 @@ from holdfast.execution.batch import RunnerLimits
 from holdfast.execution.gpu.attention import DecodeRows, GpuAttention, PrefillRows
 from holdfast.execution.gpu.ladder import padded, padded_sizes
 from holdfast.execution.gpu.linear import GpuLinear, Scratch, gpu_linear
+from holdfast.execution.gpu.lora import GpuAdapters
 from holdfast.execution.gpu.mlp import GpuMlp, MlpBuffers, make_mlps
 from holdfast.execution.gpu.slots import DeviceSlots
 from holdfast.execution.rope import rotaries
@@ -54,7 +55,7 @@ class _Layer:
 class GpuDecoder:
     def __init__(
         self, spec: ModelSpec, weights: Weights, layout: KVLayout, limits: RunnerLimits, slots: DeviceSlots,
-        device: torch.device,
+        device: torch.device, adapters: GpuAdapters | None = None,
     ) -> None:  # fmt: skip
         self.spec, self._slots = spec, slots
         self._places = {
@@ -86,9 +87,20 @@ class GpuDecoder:
         scratch = Scratch(weights.dtype, device)
         self._embed, self._head = gpu_linear(weights.embed, scratch), gpu_linear(weights.head, scratch)
         self._final_norm = weights.final_norm
+
+        def beside(layer: int, product: str, base: GpuLinear) -> GpuLinear:
+            return base if adapters is None else adapters.beside(layer, product, base)
+
         self._layers = [
-            _Layer(layer, gpu_linear(layer.qkv, scratch), gpu_linear(layer.o, scratch), mlp)
-            for layer, mlp in zip(weights.layers, make_mlps(spec, weights, inner, scratch), strict=True)
+            _Layer(
+                layer,
+                beside(index, "qkv", gpu_linear(layer.qkv, scratch)),
+                beside(index, "o", gpu_linear(layer.o, scratch)),
+                mlp,
+            )
+            for index, (layer, mlp) in enumerate(
+                zip(weights.layers, make_mlps(spec, weights, inner, scratch, beside), strict=True)
+            )
         ]
 
     def forward(self, rows: DeviceRows, pages: torch.Tensor, layers: int | None = None) -> torch.Tensor:

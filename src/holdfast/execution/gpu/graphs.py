@@ -23,27 +23,28 @@ STEPS_BETWEEN_TRIES = 256
 
 
 class DecodeGraphs:
-    """`run(rows, work)`: launches the step of so many padded rows on static buffers."""
+    """`run(rows, work, adapted)`: launches the step of so many padded rows on static buffers; `adapted`: with what
+    LoRA adapters add to its products."""
 
-    def __init__(self, most: int, run: Callable[[int, Work], None], device: torch.device) -> None:
+    def __init__(self, most: int, run: Callable[[int, Work, bool], None], device: torch.device) -> None:
         self._most, self._run, self._device = most, run, device
-        self._graphs: dict[tuple[int, Work], torch.cuda.CUDAGraph] = {}
+        self._graphs: dict[tuple[int, Work, bool], torch.cuda.CUDAGraph] = {}
         self._pool: Any = None  # torch has no public name for it.
         self._steps_to_wait = 0
         # One for all captures: torch gives cuBLAS 32 MiB of its own for every stream that multiplies.
         self._side = torch.cuda.Stream(device)
 
     @property
-    def captured(self) -> tuple[tuple[int, Work], ...]:
+    def captured(self) -> tuple[tuple[int, Work, bool], ...]:
         return tuple(sorted(self._graphs))
 
     def padded(self, rows: int) -> int:
         return padded(rows, self._most)
 
-    def replay(self, size: int, work: Work) -> None:
+    def replay(self, size: int, work: Work, adapted: bool = False) -> None:
         """The step of so many rows. The first of its size is run as it is, which loads what a capture may not load, and
         is captured for the next."""
-        graph = self._graphs.get((size, work))
+        graph = self._graphs.get((size, work, adapted))
         if graph is not None:
             try:
                 graph.replay()
@@ -51,29 +52,29 @@ class DecodeGraphs:
             except RuntimeError as error:
                 if not is_shortage(error):
                     raise
-                del self._graphs[size, work]
+                del self._graphs[size, work, adapted]
                 self._steps_to_wait = STEPS_BETWEEN_TRIES
                 log.warning("the graph of %d rows found no GPU memory: such steps run kernel by kernel for now", size)
-        self._run(size, work)
+        self._run(size, work, adapted)
         if self._steps_to_wait:
             self._steps_to_wait -= 1
             return
         try:
-            self._graphs[size, work] = self._capture(size, work)
+            self._graphs[size, work, adapted] = self._capture(size, work, adapted)
         except RuntimeError as error:
             # The step itself is done. Without its graph the next is slower, and right.
             self._steps_to_wait = STEPS_BETWEEN_TRIES
             said = "no GPU memory" if is_shortage(error) else str(error).splitlines()[0]
             log.warning("steps of %d rows run kernel by kernel for now, they could not be captured: %s", size, said)
 
-    def _capture(self, size: int, work: Work) -> torch.cuda.CUDAGraph:
+    def _capture(self, size: int, work: Work, adapted: bool) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize(self._device)
         with torch.cuda.stream(self._side):
             # What other threads of the process do with the GPU meanwhile is no business of this graph.
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
-                self._run(size, work)
+                self._run(size, work, adapted)
             except BaseException:
                 with contextlib.suppress(RuntimeError):  # What went wrong first is what is said.
                     graph.capture_end()

@@ -6,7 +6,9 @@ may be captured in a graph.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -14,7 +16,7 @@ import torch
 from holdfast.errors import EngineError
 from holdfast.execution.experts import ExpertWeights
 from holdfast.execution.gpu.experts import ExpertGpuMaker
-from holdfast.execution.gpu.linear import Scratch, gpu_linear
+from holdfast.execution.gpu.linear import GpuLinear, Scratch, gpu_linear
 from holdfast.execution.ops.interface import Activation
 from holdfast.execution.triton_kernels import layer as kernels
 from holdfast.execution.weights import GatedWeights, MlpWeights, PlainWeights, Weights
@@ -41,9 +43,16 @@ class MlpBuffers:
     inner: torch.Tensor
 
 
+Beside = Callable[[str, GpuLinear], GpuLinear]
+"""(product, base): the base product, with what LoRA adapters add to it where there are any."""
+
+
 class GatedGpuMlp:
-    def __init__(self, weights: GatedWeights, activation: Activation, buffers: MlpBuffers, scratch: Scratch) -> None:
-        self._gate_up, self._down = gpu_linear(weights.gate_up, scratch), gpu_linear(weights.down, scratch)
+    def __init__(
+        self, weights: GatedWeights, activation: Activation, buffers: MlpBuffers, scratch: Scratch, beside: Beside
+    ) -> None:
+        self._gate_up = beside("gate_up", gpu_linear(weights.gate_up, scratch))
+        self._down = beside("down", gpu_linear(weights.down, scratch))
         self._activation, self._buffers = activation, buffers
 
     @property
@@ -63,8 +72,11 @@ class GatedGpuMlp:
 
 
 class PlainGpuMlp:
-    def __init__(self, weights: PlainWeights, activation: Activation, buffers: MlpBuffers, scratch: Scratch) -> None:
-        self._up, self._down = gpu_linear(weights.up, scratch), gpu_linear(weights.down, scratch)
+    def __init__(
+        self, weights: PlainWeights, activation: Activation, buffers: MlpBuffers, scratch: Scratch, beside: Beside
+    ) -> None:
+        self._up = beside("up", gpu_linear(weights.up, scratch))
+        self._down = beside("down", gpu_linear(weights.down, scratch))
         self._activation, self._buffers = activation, buffers
 
     @property
@@ -84,18 +96,25 @@ class PlainGpuMlp:
         (self._down.add if add else self._down.write)(inner, out)
 
 
-def make_mlps(spec: ModelSpec, weights: Weights, buffers: MlpBuffers, scratch: Scratch) -> tuple[GpuMlp, ...]:
-    """One a layer."""
+def make_mlps(
+    spec: ModelSpec,
+    weights: Weights,
+    buffers: MlpBuffers,
+    scratch: Scratch,
+    beside: Callable[[int, str, GpuLinear], GpuLinear],
+) -> tuple[GpuMlp, ...]:
+    """One a layer. `beside`: (layer, product, base)."""
 
     experts = ExpertGpuMaker(spec.hidden_size, spec.activation, buffers.inner, scratch)
 
-    def make(part: MlpWeights) -> GpuMlp:
+    def make(layer: int, part: MlpWeights) -> GpuMlp:
+        adapted = partial(beside, layer)
         if isinstance(part, ExpertWeights):
             return experts.make(part)
         if isinstance(part, GatedWeights):
-            return GatedGpuMlp(part, spec.activation, buffers, scratch)
+            return GatedGpuMlp(part, spec.activation, buffers, scratch, adapted)
         if isinstance(part, PlainWeights):
-            return PlainGpuMlp(part, spec.activation, buffers, scratch)
+            return PlainGpuMlp(part, spec.activation, buffers, scratch, adapted)
         raise EngineError(f"an MLP of {type(part).__name__} has no products on a GPU")
 
-    return tuple(make(layer.mlp) for layer in weights.layers)
+    return tuple(make(index, layer.mlp) for index, layer in enumerate(weights.layers))

@@ -1,0 +1,129 @@
+"""LoRA on the GPU runner: kernels against torch, answers against merged weights, places and bytes as planned."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+import transformers
+from lora_adapters import merge, write_adapter
+from tiny_gpu import LAYERS, LLAMA, Tiny, prompt, tokens_of
+
+from holdfast.config import EngineConfig
+from holdfast.engine.core import EngineCore
+from holdfast.engine.lora import Adapters
+from holdfast.execution.batch import RunnerLimits, as_planned
+from holdfast.execution.gpu.lora import GpuAdapters
+from holdfast.execution.gpu.runner import GpuRunner
+from holdfast.execution.lora_places import LoraLimits
+from holdfast.execution.triton_kernels import lora as kernels
+from holdfast.execution.triton_kernels.lora import add_adapters
+from holdfast.kvcache import KVCache
+from holdfast.planner.lora_sizes import gpu_bytes
+from holdfast.records import AdapterRef, FinishReason, Request, Row, SamplingParams
+from holdfast.scheduler import Scheduler, SchedulerLimits
+
+LIMITS = RunnerLimits(max_num_seqs=4, max_num_batched_tokens=40, max_model_len=96, max_loras=2)
+LORA = LoraLimits(max_loras=2, max_rank=20, cached=1)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
+    return Tiny(tmp_path_factory.mktemp("lora-gpu") / "model", **LLAMA)
+
+
+@pytest.fixture(scope="module")
+def refs(model: Tiny) -> dict[str, AdapterRef]:
+    base = model.folder.parent
+    write_adapter(base / "all", model.folder, seed=1, rank=20)
+    write_adapter(base / "some", model.folder, seed=2, rank=3, modules=("self_attn.k_proj", "mlp.up_proj"))
+    known = Adapters(model.spec, "tiny", EngineConfig(enable_lora=True, max_lora_rank=20))
+    return {name: known.load(name, str(base / name), anywhere=True) for name in ("all", "some")}
+
+
+@pytest.mark.parametrize(
+    ("parts", "rank", "split"), [((64, 32, 32), 32, True), ((80,), 16, True), ((48, 48), 48, False)]
+)
+def test_rows_of_all_adapters_at_once(
+    parts: tuple[int, ...], rank: int, split: bool, device: torch.device, model: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sent as a step of single tokens, padded with tiles that are none. Rows without an adapter keep their bits."""
+    if not split:
+        monkeypatch.setattr(kernels, "SPLIT_ROWS", 8)
+    torch.manual_seed(rank)
+    limits = replace(LIMITS, max_num_seqs=24)
+    adapters = GpuAdapters(model.spec, replace(LORA, max_rank=64), limits, torch.float32, device)
+    x, out = torch.randn(24, 72, device=device), torch.randn(24, sum(parts), device=device)
+    a, b = torch.randn(2, len(parts) * rank, 72, device=device), torch.randn(2, sum(parts), rank, device=device)
+    places = numpy.array([1, -1, 0, 1, 1, -1] + [0] * 17 + [-1], dtype=numpy.int32)
+    rows = [Row(slot, 0, 1, True) for slot in (5, *range(5), *range(6, 23))]
+    assert adapters.send_decode(rows, places, 24)
+    adapters.use_decode(24, adapted=True)
+    assert adapters.tiles is not None
+    assert len(adapters.tiles.places) == 3
+    wanted = out.clone()
+    for line, row in enumerate(rows):
+        place = int(places[row.slot])
+        if place >= 0:
+            inner = (a[place] @ x[line]).split(rank)
+            added = [part @ numbers for part, numbers in zip(b[place].split(parts), inner, strict=True)]
+            wanted[line] += torch.cat(added)
+    before = out.clone()
+    add_adapters(x, a, b, parts, adapters.tiles, adapters.inner, out)
+    torch.testing.assert_close(out, wanted, rtol=1e-4, atol=1e-3)
+    for line in (0, 2, 23):  # Slots 5 and 1, and one that is padding.
+        assert torch.equal(out[line], before[line])
+    assert not adapters.send_decode(rows[:1], places, 1)
+    adapters.use_decode(1, adapted=False)
+    assert adapters.tiles is None
+
+
+def make_core(model: Tiny, device: torch.device) -> EngineCore:
+    runner = GpuRunner(model.spec, model.weights(device), model.layout(), LIMITS, device, lora=LORA)
+    runner.back_kv(64)
+    limits = SchedulerLimits(
+        max_num_seqs=4, max_num_batched_tokens=40, max_model_len=96, max_steps_in_flight=2, max_loras=2
+    )
+    return EngineCore(Scheduler(limits, KVCache(model.layout(), 64, True)), runner, steps_ahead=1)
+
+
+@pytest.mark.usefixtures("no_kernel_for_few_rows")
+def test_answers_are_those_of_merged_weights(
+    model: Tiny, refs: dict[str, AdapterRef], device: torch.device, tmp_path: Path
+) -> None:
+    """Mixed in a batch, the same prompt with each: nothing cached of one is another's. One whose files are gone ends
+    alone."""
+    gone = AdapterRef("gone", 9, str(tmp_path), "")
+    asked = [None, refs["all"], refs["some"], gone]
+    params = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
+    core = make_core(model, device)
+    found: dict[str, list[object]] = {}
+    for number, adapter in enumerate(asked):
+        found[str(number)] = []
+        core.add(Request(request_id=str(number), prompt_token_ids=prompt(1, 9), params=params, adapter=adapter))
+    while core.has_work:
+        for output in core.step():
+            found[output.request_id].append(output)
+        core.scheduler.check_invariants()
+    *answers, failed = found.values()
+    assert failed[-1].finish_reason is FinishReason.ERROR  # type: ignore[attr-defined]
+    assert failed[-1].failure.kind == "AdapterError"  # type: ignore[attr-defined]
+    folders = [model.folder, *(merge(tmp_path / name, model.folder, model.folder.parent / name) for name in refs)]
+    for folder, outputs in zip(folders, answers, strict=True):
+        tokens = tokens_of(outputs)  # type: ignore[arg-type]
+        merged = transformers.LlamaForCausalLM.from_pretrained(folder).float().eval()
+        with torch.inference_mode():
+            logits = merged(torch.tensor([prompt(1, 9) + tokens])).logits[0]
+        assert tokens == logits[8:-1].argmax(-1).tolist()
+    assert len({str(tokens_of(outputs)) for outputs in answers}) == 3  # type: ignore[arg-type]
+
+
+def test_the_plan_counts_what_is_allocated(model: Tiny, device: torch.device) -> None:
+    adapters = GpuAdapters(model.spec, LORA, LIMITS, torch.float32, device)
+    planned = gpu_bytes(model.spec, as_planned(LIMITS), dtype="float32", places=2, max_rank=20)
+    assert adapters.nbytes == planned
+    each = 32 * LAYERS * ((64 + 64) + 2 * (32 + 64) + (64 + 64) + 2 * (96 + 64) + (64 + 96))
+    assert adapters.places.places.nbytes == 2 * 4 * each
