@@ -12,12 +12,15 @@ from typing import cast
 import msgspec
 
 from holdfast.engine.interface import Engine
+from holdfast.errors import RequestError
 from holdfast.observability.metrics import RequestMeter, ServingMetrics
 from holdfast.records import AnswerDelta, FinishReason
 from holdfast.server.answering import Answer
 from holdfast.server.asking import Ask
 from holdfast.server.protocol import PromptTokensDetails, Usage
 from holdfast.server.telling import Told
+
+_FORM_FIELDS = ("grammar", "structured_outputs")
 
 Consumer = Callable[[Answer, AnswerDelta], Awaitable[None]]
 
@@ -64,6 +67,16 @@ class Conversation:
 
     async def open(self) -> None:
         """Every prompt is taken, or the error is raised and none is left behind once `close` was called."""
+        try:
+            await self._open()
+        except RequestError as error:
+            reading = self._ask.reading
+            if reading is not None and reading.use is not None and error.field in _FORM_FIELDS:
+                # The client sent no grammar: it was made of these.
+                error.field, error.message = "tools", f"tools: {error.message.removeprefix('grammar: ')}"
+            raise
+
+    async def _open(self) -> None:
         ask, many = self._ask, len(self._ask.prompts) > 1
         for position, prompt in enumerate(ask.prompts):
             room = self._engine.info.max_model_len - len(prompt)
@@ -120,6 +133,8 @@ class Conversation:
             if delta.index == 0:
                 self._cached[position] = max(self._cached[position], delta.cached_tokens)
             answer = self.answers[first + delta.index]
+            if self._ask.with_token_ids:
+                answer.token_ids += delta.token_ids
             if delta.finish_reason is not None:
                 answer.finish_reason = delta.finish_reason.value
                 answer.stop_reason = delta.stop_reason

@@ -77,6 +77,8 @@ CALLS = [
     ("json", '{"name": "weather", "arguments": %s}', [ONE]),
     ("json", ' ```json\n[{"name": "weather", "parameters": %s},\n {"name":"add","arguments":%s}]\n```\n', [ONE, TWO]),
     ("json", '```\n{"name": "weather", "arguments": %s}\n```', [ONE]),
+    ("hermes", '```json\n{\n  "name": "weather",\n  "arguments": %s\n}\n```', [ONE]),
+    ("mistral", '{"name": "weather", "arguments": %s}', [ONE]),
     ("json", '{"name": "weather", "arguments": %s}\n{"name": "add", "arguments": %s}', [ONE, TWO]),
 ]  # fmt: skip
 
@@ -123,6 +125,7 @@ def test_content_stands_before_and_behind_calls() -> None:
         ("hermes", '<tool_call>{"name" "weather"}</tool_call>'),
         ("hermes", "<tool_call>{}</tool_call>"),
         ("hermes", "a < b and <tool_cal"),
+        ("hermes", '{"name": "Bob", "arguments": {"age": 3}}'),
         ("llama3_json", '{"name": "Bob", "parameters": {"age": 3}}'),
         ("llama3_json", '{"city": "Oslo"}'),
         ("llama3_json", '<|python_tag|>print("x")'),

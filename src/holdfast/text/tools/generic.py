@@ -21,8 +21,9 @@ FORM = Form(
 
 
 class GenericReader(CallReader):
+    """The other families' readers read this form too, where no mark of theirs opens a call: small models forget it."""
+
     first_characters = "{[`"
-    known_names_only = True
 
     def _read_calls(self) -> Region:
         character = yield from self._after_space()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from holdfast.text.tools.forms import ARGUMENTS, NAME, Form
-from holdfast.text.tools.reading import CallReader, NotACall, Region
+from holdfast.text.tools.generic import GenericReader
+from holdfast.text.tools.reading import NotACall, Region
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
@@ -14,10 +15,13 @@ FORM = Form(
 )
 
 
-class HermesReader(CallReader):
+class HermesReader(GenericReader):
     marks = (OPEN,)
 
     def _read_calls(self) -> Region:
+        if not self._mark:
+            yield from super()._read_calls()
+            return
         while True:
             if (yield from self._after_space()) != "{":
                 raise NotACall

@@ -20,10 +20,13 @@ NAMED = Form(marks=(CALLS, ARGS), call=(CALLS, BARE_NAME, ARGS, ARGUMENTS))
 
 class MistralReader(GenericReader):
     marks = (CALLS,)
-    first_characters = ""
-    known_names_only = False
+    # A bracket begins the mark.
+    first_characters = "{`"
 
     def _read_calls(self) -> Region:
+        if not self._mark:
+            yield from super()._read_calls()
+            return
         character = yield from self._after_space()
         if character == "[":
             yield from self._call_list()

@@ -39,9 +39,8 @@ class CallReader:
     marks: tuple[str, ...] = ()
     """Behind each a region begins."""
     first_characters: str = ""
-    """Of an answer: each begins a region too, and is its first character."""
-    known_names_only: bool = False
-    """Where nothing but its form tells a call from other JSON."""
+    """Of an answer: each begins a region too, and is its first character. There nothing but its form tells a call from
+    other JSON, so that only the names of known tools are taken."""
 
     def __init__(self, names: Collection[str] = (), most_calls: int | None = None) -> None:
         self._names = names
@@ -52,6 +51,8 @@ class CallReader:
         self._arguing = False
         self._region: Region | None = None
         self._held: list[str] = []
+        self._mark = ""
+        """What the region began with."""
         self._closing = False
         """Whether what is held stands behind a call that is complete."""
         self._pending = ""
@@ -141,7 +142,7 @@ class CallReader:
 
     def _begin_region(self, mark: str) -> None:
         self._first = self._closing = False
-        self._held = [mark]
+        self._mark, self._held = mark, [mark]
         self._region = self._read_calls()
         next(self._region)
 
@@ -257,7 +258,7 @@ class CallReader:
         self._end_call()
 
     def _checked(self, name: str) -> str:
-        if not 0 < len(name) <= MAX_NAME_CHARS or (self.known_names_only and name not in self._names):
+        if not 0 < len(name) <= MAX_NAME_CHARS or (not self._mark and name not in self._names):
             raise NotACall
         return name
 
