@@ -14,11 +14,11 @@ from holdfast.units import shorten
 KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 """Exactly one of them is asked for."""
 
-MAX_SCHEMA_BYTES = 256 << 10
+MAX_SCHEMA_BYTES = 128 << 10
 MAX_DEPTH = 64
 """Of a schema's lists and objects in each other."""
 MAX_REGEX_CHARS = 16 << 10
-MAX_GRAMMAR_CHARS = 128 << 10
+MAX_GRAMMAR_CHARS = 64 << 10
 MAX_CHOICES = 4096
 MAX_CHOICE_CHARS = 64 << 10
 """Of all of them together."""

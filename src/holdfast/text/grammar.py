@@ -18,7 +18,7 @@ WHITESPACE = r"[\x20\x0A\x0D\x09]{1,40}"
 """Between parts of JSON where nothing else is said: enough to indent ten levels, and no room for a model that has lost
 its way to write nothing but blanks until its tokens are spent."""
 
-_LARK = re.compile(r"(?m)^\s*(%llguidance\b|start\s*(\[[^\]]*\]\s*)?:)")
+_LARK = re.compile(r"(?m)^\s*(%llguidance\b|start\s*(\[[^\]]*\]\s*)?:(?!:))")
 
 _SCHEMAS_BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _SCHEMAS = (
@@ -53,10 +53,11 @@ def _of_schema(schema: Any, params: StructuredOutputsParams) -> str:
     if params.disable_additional_properties:
         schema = closed(schema)
     try:
-        # As text, because the library reads a bool in no other form.
-        return LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=_options(params))  # type: ignore[arg-type]
+        # True is the schema of anything, and so is an empty one, which can carry options.
+        plain = {} if schema is True else schema
+        return LLMatcher.grammar_from_json_schema(plain, overrides=_options(params))  # type: ignore[arg-type]
     except ValueError as error:
-        raise GrammarError(f"json: {error}", field="json") from None
+        raise GrammarError(f"json: {error}", code="HF361", field="json") from None
 
 
 def closed(schema: Any) -> Any:

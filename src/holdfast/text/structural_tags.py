@@ -105,4 +105,4 @@ def _list_of(given: dict[str, Any], name: str, kind: type) -> list[Any]:
 
 
 def _wrong(needed: str, found: str) -> GrammarError:
-    return GrammarError(f"structural_tag: {needed}", needed=needed, found=found, field=FIELD)
+    return GrammarError(f"structural_tag: {needed}", code="HF361", needed=needed, found=found, field=FIELD)

@@ -37,7 +37,7 @@ def post(http: httpx.Client, extra: dict, path: str = PATHS[0]) -> httpx.Respons
 @pytest.mark.parametrize("name", sorted(fields.UNSUPPORTED | fields.QUIET.keys()))
 def test_unsupported_options_are_refused_by_name(http, path, name):
     error = error_of(post(http, {name: {"some": "thing"}}, path), 400)
-    if path == PATHS[0] and name in ChatBody.__struct_fields__:
+    if name in (ChatBody if path == PATHS[0] else CompletionBody).__struct_fields__:
         assert (error["param"].split(".")[0], error["code"]) == (name, "invalid_value")
         return
     assert (error["param"], error["code"]) == (name, "unsupported_parameter")
@@ -104,7 +104,15 @@ def test_values_that_ask_for_nothing_are_accepted(http, path):
         ({"chat_template": "{{ x }}"}, "chat_template"),
         ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs"),
         ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"response_format": {"type": "yaml"}}, "response_format.type"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema.schema"),
+        ({"response_format": {"type": "json_object"}, "guided_regex": "a"}, "guided_regex"),
+        ({"structured_outputs": {}}, "structured_outputs"),
+        ({"structured_outputs": {"regx": "a"}}, "structured_outputs"),
+        ({"guided_json": "{"}, "guided_json.json"),
+        ({"guided_choice": []}, "guided_choice.choice"),
+        ({"guided_whitespace_pattern": " "}, "guided_whitespace_pattern"),
+        ({"guided_regex": "a", "guided_decoding_backend": "outlines"}, "guided_decoding_backend"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"messages": []}, "messages"),
         ({"messages": "hi"}, "messages"),

@@ -1,0 +1,331 @@
+"""Masks of tokens against a slow reference, every kind of form, and every way in which one is refused."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+import time
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from small_vocabulary import CALL, END, SIZE, VOCABULARY, accepts, allowed_by, small_grammars
+
+from holdfast.errors import GrammarError, RequestError, UnsupportedOptionError
+from holdfast.records.structured import MAX_GRAMMAR_CHARS, MAX_SCHEMA_BYTES, StructuredOutputsParams
+from holdfast.text.matching import Grammars, MaskFiller, on_deep_stack
+
+GRAMMARS = small_grammars()
+FILLER = MaskFiller(2)
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 4}, "age": {"type": "integer", "minimum": 0}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+ARITHMETIC = 'root ::= term ("+" term)*\nterm ::= "(" root ")" | [0-9]+\n'
+TAGS = {
+    "type": "structural_tag",
+    "structures": [{"begin": "<tool>", "schema": PERSON, "end": "</tool>"}],
+    "triggers": ["<tool"],
+}
+FORMS: dict[str, dict[str, Any]] = {
+    "schema": {"json": PERSON},
+    "any": {"json": {}},
+    "object": {"json_object": True, "disable_any_whitespace": True},
+    "regex": {"regex": r"(ab|abc)+[0-9]{2,3}(é|日)?"},
+    "choice": {"choice": ["yes", "no", "no way", "né", 'a"b\\c\n']},
+    "lark": {"grammar": 'start: "ab" num+\nnum: /[0-9]/ | <|call|>'},
+    "gbnf": {"grammar": ARITHMETIC},
+    "tags": {"structural_tag": TAGS},
+}
+
+
+def form(**given: Any) -> StructuredOutputsParams:
+    return StructuredOutputsParams(**given)
+
+
+@pytest.mark.parametrize("name", FORMS)
+@settings(max_examples=8, deadline=None)
+@given(data=st.data())
+def test_a_mask_is_the_tokens_that_can_be_consumed(name: str, data: st.DataObject) -> None:
+    """At every place of a random walk: a token is in the mask if and only if the matcher takes it."""
+    matcher = GRAMMARS.matcher(form(**FORMS[name]))
+    for _ in range(12):
+        allowed = allowed_by(matcher, FILLER)
+        if matcher.complete:
+            assert allowed <= {END}
+            return
+        assert allowed
+        assert matcher.error is None
+        takes = {token for token in range(SIZE) if matcher.library.deep_copy().validate_tokens([token]) == 1}
+        # What a grammar forces may be cut in one way where there are several: less than all that could be consumed.
+        assert allowed <= takes
+        if len(allowed) > 3:
+            assert allowed == takes
+        token = data.draw(st.sampled_from(sorted(allowed)))
+        assert matcher.consume(token)
+
+
+def test_masks_of_many_at_once_are_those_of_each() -> None:
+    import numpy
+
+    matchers = [GRAMMARS.matcher(form(**given)) for given in FORMS.values() for _ in range(3)]
+    words = numpy.zeros((len(matchers), -(-SIZE // 32)), dtype=numpy.int32)
+    FILLER.fill(matchers, words)
+    for matcher, row in zip(matchers, words, strict=True):
+        bits = numpy.unpackbits(row.view(numpy.uint8), bitorder="little")
+        assert set(numpy.flatnonzero(bits).tolist()) == allowed_by(matcher, FILLER)
+
+
+@pytest.mark.parametrize(
+    ("given", "good", "bad"),
+    [
+        ({"json": PERSON}, ['{"name":"ab","age":3}', '{ "name" : "" ,\n  "age": 0 }'],
+         ['{"name":"ab"}', '{"name":"abcde","age":1}', '{"name":"ab","age":-1}', "[]"]),
+        ({"json": True}, ["1", "[null]", '"x"'], ["nul", "{a}"]),
+        ({"json": PERSON, "disable_any_whitespace": True}, ['{"name":"ab","age":3}'], ['{ "name":"ab","age":3}']),
+        ({"json": PERSON, "whitespace_pattern": " ?"}, ['{ "name":"ab","age":3}'], ['{  "name":"ab","age":3}']),
+        ({"json": {"properties": {"a": {}}}}, ['{"b":1}'], []),
+        ({"json": {"properties": {"a": {}}}, "disable_additional_properties": True}, ['{"a":1}'], ['{"b":1}']),
+        ({"json": {"$defs": {"t": {"type": "array", "items": {"$ref": "#/$defs/t"}}}, "$ref": "#/$defs/t"}},
+         ["[]", "[[[]],[]]"], ["{}", "[1]"]),
+        ({"json_object": True}, ['{"a": [1, {"b": null}]}'], ["[1]", "3"]),
+        ({"regex": r"^\d{4}-\d{2}$"}, ["2024-01"], ["2024-1", "x"]),
+        ({"choice": ["a", "ab", 'q"\\', "\u2028", "日本"]}, ["a", "ab", 'q"\\', "\u2028", "日本"], ["b", "abc"]),
+        ({"grammar": 'start: "a" | "b" start'}, ["a", "bba"], ["b"]),
+        ({"structural_tag": TAGS}, ["hello", 'so <tool>{"name":"a","age":1}</tool> and', "< no"],
+         ["<tool>{}</tool>", "x <tool>"]),
+        ({"structural_tag": {"format": {"type": "triggered_tags", "triggers": ["<|call|>"], "at_least_one": True,
+          "stop_after_first": True, "tags": [{"begin": "<|call|>x", "end": "y",
+          "content": {"type": "regex", "pattern": "[0-9]/?"}}]}}}, [], ["hello"]),
+    ],
+)  # fmt: skip
+def test_texts_that_have_the_form_and_texts_that_have_not(given: dict[str, Any], good: list[str], bad: list[str]):
+    params = form(**given)
+    assert [text for text in good if not accepts(GRAMMARS, params, text)] == []
+    assert [text for text in bad if accepts(GRAMMARS, params, text)] == []
+
+
+def test_a_trigger_that_is_a_special_token_is_that_token() -> None:
+    tags = {"structures": [{"begin": "<|call|>", "schema": {"type": "integer"}, "end": "!"}], "triggers": ["<|call|>"]}
+    matcher = GRAMMARS.matcher(form(structural_tag=tags))
+    assert CALL in allowed_by(matcher, FILLER)
+    assert matcher.consume_all([*b"go ", CALL, *b"12!"])
+    assert matcher.library.is_accepting()
+
+
+def test_no_text_of_an_answer_is_a_special_token() -> None:
+    matcher = GRAMMARS.matcher(form(regex="(.|\\n)*"))
+    assert CALL not in allowed_by(matcher, FILLER)
+    assert END in allowed_by(matcher, FILLER)
+
+
+def test_blanks_are_bounded() -> None:
+    """A model that has lost its way cannot write nothing but blanks until its tokens are spent."""
+    assert accepts(GRAMMARS, form(json={}), "[" + " " * 40 + "1]")
+    assert not accepts(GRAMMARS, form(json={}), "[" + " " * 41 + "1]")
+
+
+GBNF = [
+    ('root ::= "a" [0-9]+ # comment\n  | "b"', ["a1", "a123", "b"], ["a", "c"]),
+    ('root ::= [^"\\\\\\x00-\\x1f]* "\\""', ['ab"', '"'], ['a\n"', "a"]),
+    ("root ::= [\\u00e9-\\u00eb]{2} \"\\u65e5\" 'x'", ["éê日x"], ["é日x", "aa日x"]),
+    ('root ::= word "b"\nword ::= [a-z]+', ["ab", "bb", "abab"], ["a", "b"]),
+    ('root ::= list\nlist ::= "[" (list ("," list)*)? "]"', ["[]", "[[],[[]]]"], ["[", "[,]"]),
+    ('root ::= word "b" root?\nword ::= [a-z]+', ["ab", "abcb"], ["a"]),
+    ('root ::= (\n "a" |\n "b"\n){1,2} .', ["ax", "abé"], ["a", "a\n"]),
+    ('root ::= foo Foo start\nfoo ::= "a"\nFoo ::= "b"\nstart ::= ""', ["ab"], ["a", "b"]),
+    ('root ::= [a\\-z\\]/]+ "/"', ["a-]//"], ["b/"]),
+    ('root ::= x*\nx ::= "a"? "b"+ "c"{2,}', ["", "abcc", "bbccc"], ["ac", "abc"]),
+    ("root ::= expr\n" + ARITHMETIC.replace("root", "expr"), ["1+(2+3)"], ["1+", "()"]),
+]
+
+
+@pytest.mark.parametrize(("grammar", "good", "bad"), GBNF)
+def test_gbnf_means_what_it_says(grammar: str, good: list[str], bad: list[str]) -> None:
+    params = form(grammar=grammar)
+    assert [text for text in good if not accepts(GRAMMARS, params, text)] == []
+    assert [text for text in bad if accepts(GRAMMARS, params, text)] == []
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.lists(st.text(alphabet="ab.*+?()[]{}|^$\\/-\"'\n é#&~@", min_size=1, max_size=6), min_size=1, max_size=5),
+    st.text(alphabet="ab.*é", max_size=4),
+)
+def test_choices_and_literals_of_gbnf_mean_themselves(choices: list[str], other: str) -> None:
+    spelled = " | ".join(json.dumps(choice) for choice in choices)
+    for params in (form(choice=choices), form(grammar=f"root ::= {spelled}")):
+        assert all(accepts(GRAMMARS, params, choice) for choice in choices)
+        assert accepts(GRAMMARS, params, other) == (other in choices)
+
+
+def refusal(**given: Any) -> GrammarError:
+    with pytest.raises(GrammarError) as caught:
+        GRAMMARS.matcher(form(**given))
+    assert len(str(caught.value)) < 700
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"json": {"type": "frob"}},
+        {"json": {"not": {"type": "string"}}},
+        {"json": {"type": "object", "properties": {"a": False}, "required": ["a"]}},
+        {"json": {"$ref": "file:///etc/passwd"}},
+        {"json": {"$ref": "http://127.0.0.1/x"}},
+        {"json": {"$ref": "#/$defs/none"}},
+        {"regex": "("},
+        {"regex": "(?=a)b"},
+        {"regex": r"(a)\1"},
+        {"grammar": "start: foo"},
+        {"grammar": "start: <|nosuch|>"},
+        {"grammar": 'rot ::= "a"'},
+        {"grammar": 'root ::= "a'},
+        {"grammar": 'root ::= ("a"'},
+        {"grammar": "root ::= other"},
+        {"grammar": 'root ::= "a"\nroot ::= "b"'},
+        {"grammar": "root ::= *"},
+        {"grammar": "root ::= []"},
+        {"grammar": "root ::= [\\ud800]"},
+        {"grammar": "root ::= " + "(" * 200},
+        {"grammar": "start: " + "(" * 3000 + '"a"' + ")" * 3000},
+        {"structural_tag": {}},
+        {"structural_tag": {"structures": [], "triggers": []}},
+        {"structural_tag": {"structures": [{"begin": "<a>", "end": ""}], "triggers": ["<b"]}},
+        {"structural_tag": {"structures": [{"begin": 3, "end": ""}], "triggers": ["<b"]}},
+    ],
+)
+def test_what_cannot_be_read_is_refused(given: dict[str, Any]) -> None:
+    assert refusal(**given).code in ("HF361", "HF362")
+
+
+def test_formats_of_tags_that_are_not_there_are_refused_by_name() -> None:
+    with pytest.raises(UnsupportedOptionError, match="sequence"):
+        GRAMMARS.matcher(form(structural_tag={"format": {"type": "sequence", "elements": []}}))
+
+
+def references(count: int) -> dict[str, Any]:
+    """A chain as long as a schema may be: the library descends it by recursion."""
+    return {**{f"{at}": {"items": {"$ref": f"#/{at + 1}"}} for at in range(count)}, f"{count}": {}, "$ref": "#/0"}
+
+
+def longest_chain() -> dict[str, Any]:
+    count = 100
+    while len(json.dumps(references(count + 100), separators=(",", ":"))) < MAX_SCHEMA_BYTES:
+        count += 100
+    return references(count)
+
+
+def product(parts: int, ways: int) -> dict[str, Any]:
+    return {
+        "allOf": [
+            {"anyOf": [{"properties": {f"p{part}_{way}": {}}} for way in range(ways)]} for part in range(parts)
+        ]
+    }  # fmt: skip
+
+
+def chain_of_rules() -> str:
+    count = MAX_GRAMMAR_CHARS // 22
+    return "start: r0\n" + "\n".join(f'r{at}: "a" r{at + 1}' for at in range(count)) + f'\nr{count}: "b"'
+
+
+BOMBS: dict[str, dict[str, Any]] = {
+    "references": {"json": longest_chain()},
+    "product": {"json": product(20, 3)},
+    "rules": {"grammar": chain_of_rules()},
+    "nested repetitions": {"regex": "((a{1,100}){1,100}){1,100}"},
+    "repetition": {"regex": "(.{0,300}[abc]){0,300}"},
+    "long": {"regex": "a{1,1000000}"},
+    "states": {"regex": ".*a.{60}b.*c.{60}"},
+    "ambiguous": {"grammar": 'start: (x x x)*\nx: y|z|\ny: start\nz: "a"*'},
+    "doubling": {"grammar": "\n".join(f"r{at} ::= r{at + 1} r{at + 1}" for at in range(60)) + '\nr60 ::= "a"\nroot ::= r0'},  # noqa: E501
+    "items": {"json": {"items": {"items": {"maxItems": 10**9, "minItems": 10**8}, "minItems": 10**8}}},
+    "letters": {"json": {"type": "string", "minLength": 10**9, "maxLength": 2 * 10**9}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_what_would_explode_is_refused_or_harmless(name: str) -> None:
+    """In this very process, which must not end: compiled and walked for some steps, or refused as too large."""
+    began_s = time.monotonic()
+    try:
+        matcher = GRAMMARS.matcher(form(**BOMBS[name]))
+        for _ in range(40):
+            allowed = allowed_by(matcher, FILLER)
+            error = matcher.error
+            if error is not None:
+                assert error.code == "HF362"
+                break
+            if matcher.complete:
+                break
+            matcher.consume(max(allowed - {END}))
+    except GrammarError as error:
+        assert error.code == "HF362", error  # noqa: PT017
+    assert time.monotonic() - began_s < 60  # No measure of speed: far beyond it on any machine, and bounded.
+
+
+def test_a_deep_stack_hands_on_what_was_raised_and_leaves_other_threads_alone() -> None:
+    before = threading.stack_size()
+    with pytest.raises(KeyError):
+        on_deep_stack(lambda: {}["x"])
+    assert on_deep_stack(lambda: 3) == 3
+    assert threading.stack_size() == before
+
+
+def test_compiled_grammars_are_shared_and_matchers_are_not() -> None:
+    params = form(regex="[ab]{3}")
+    first, second = GRAMMARS.matcher(params), GRAMMARS.matcher(params)
+    assert first.consume_all(list(b"aba"))
+    assert first.complete
+    assert not second.complete
+    assert allowed_by(second, FILLER) >= {ord("a"), ord("b")}
+
+
+def test_a_wrong_token_is_an_error_that_stays() -> None:
+    matcher = GRAMMARS.matcher(form(regex="a"))
+    assert not matcher.consume(ord("b"))
+    assert matcher.error is not None
+    assert not matcher.complete
+
+
+def test_more_ends_than_one() -> None:
+    grammars = Grammars(VOCABULARY, [END, CALL], SIZE)
+    assert allowed_by(grammars.matcher(form(regex="a*")), FILLER) >= {END, CALL}
+
+
+def test_a_tokenizer_without_bytes_is_refused() -> None:
+    from tokenizers import Tokenizer as Backend
+    from tokenizers import models
+
+    from holdfast.text import Tokenizer
+    from holdfast.text.matching import check_form
+
+    backend = Backend(models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
+    with pytest.raises(RequestError, match="no bytes of their own"):
+        check_form(form(regex="a"), Tokenizer(backend))
+
+
+def test_the_same_form_is_looked_at_once_and_refused_each_time() -> None:
+    from tokenizers import Tokenizer as Backend
+    from tokenizers import decoders, models
+
+    from holdfast.text import Tokenizer
+    from holdfast.text.matching import check_form, packed_vocabulary
+
+    backend = Backend(models.BPE({"a": 0, "b": 1, "</s>": 2}, []))
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(["</s>"])
+    tokenizer = Tokenizer(backend, eos_token="</s>")
+    check_form(form(regex="a+"), tokenizer)
+    check_form(form(grammar='start: "a" </s>'), tokenizer)
+    for _ in range(2):
+        with pytest.raises(GrammarError, match=re.escape("unclosed group")):
+            check_form(form(regex="("), tokenizer)
+        with pytest.raises(GrammarError):
+            check_form(form(grammar="start: x\nx: x"), tokenizer)
+    assert b"</s>" in packed_vocabulary(tokenizer)
