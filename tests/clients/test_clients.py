@@ -158,6 +158,35 @@ class TestLiteLLM:
         assert result("litellm", "embeddings") == ONE
 
 
+class TestToolsByItself:
+    """A model that was made for tools, and is asked for none in particular."""
+
+    @pytest.fixture(scope="class")
+    def of_qwen(self, module_server, run_program):
+        server = module_server("qwen2.5-coder-0.5b", "--kv-cache-memory-bytes", "256MiB", "--max-model-len", "4096")
+        server.wait_ready()
+
+        def of(client: str, case: str) -> Any:
+            found = run_program(client, server.url, "qwen2.5-coder-0.5b", case)[case]
+            assert "error" not in found, found["error"]
+            return found["result"]
+
+        return of
+
+    def test_openai_streams_a_call_and_is_told_its_result(self, of_qwen) -> None:
+        name, arguments, ending, after = of_qwen("openai", "auto_tool")
+        check_weather([name, arguments, ending])
+        assert after
+
+    def test_langchain_calls_a_named_tool(self, of_qwen) -> None:
+        assert of_qwen("langchain-openai", "tools")[:2] == ["get_weather", {"city": "Paris"}]
+
+    def test_an_agent_of_pydantic_ai_calls_our_function(self, of_qwen) -> None:
+        output, calls = of_qwen("pydantic-ai", "called_tool")
+        assert "Paris" in calls
+        assert output
+
+
 class TestLmEval:
     """The built-in model knows its capitals: one that does not name half of them was asked wrongly."""
 
@@ -168,3 +197,13 @@ class TestLmEval:
         score, samples = result("lm-eval", case)
         assert samples == 8
         assert score >= least
+
+
+class TestGuidellm:
+    def test_streamed_completions_one_by_one(self, result) -> None:
+        found = result("guidellm", "completions")
+        assert found == {"failed": 0, "output_tokens": [12] * 6, "prompt_tokens": [32] * 6}
+
+    def test_streamed_chats_side_by_side(self, result) -> None:
+        found = result("guidellm", "chat")
+        assert (found["failed"], found["output_tokens"]) == (0, [12] * 6)

@@ -5,13 +5,14 @@ import os
 import instructor
 from cases import main
 from openai import OpenAI
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field
 
 MODEL = os.environ["MODEL"]
 MESSAGES = [{"role": "user", "content": "Tell me of Paris: its name and how many people live there."}]
 
 
 class City(BaseModel):
+    model_config = ConfigDict(extra="forbid")  # Else its schema allows any further property.
     name: str = Field(max_length=20)
     people: int = Field(ge=0, le=100_000_000)
 

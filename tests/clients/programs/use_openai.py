@@ -88,4 +88,25 @@ def required_tool():
     return [call.function.name, call.function.arguments, answer.choices[0].finish_reason]
 
 
-main(models, chat, stream, logprobs, embeddings, parsed, required_tool)
+def auto_tool():
+    """A model that was made for tools decides by itself; then it is told what the tool said."""
+    asked = [{"role": "user", "content": "What is the weather in Paris in celsius? Use the tool."}]
+    chunks = client.chat.completions.create(
+        model=MODEL, messages=asked, tools=[WEATHER], temperature=0, max_tokens=100, stream=True
+    )
+    name, arguments, ending, identity = "", "", None, ""
+    for chunk in chunks:
+        for call in chunk.choices[0].delta.tool_calls or ():
+            name += call.function.name or ""
+            arguments += call.function.arguments or ""
+            identity = call.id or identity
+        ending = chunk.choices[0].finish_reason or ending
+    call = {"id": identity, "type": "function", "function": {"name": name, "arguments": arguments}}
+    said = [{"role": "assistant", "tool_calls": [call]}, {"role": "tool", "tool_call_id": identity, "content": "rain"}]
+    after = client.chat.completions.create(
+        model=MODEL, messages=[*asked, *said], tools=[WEATHER], tool_choice="none", temperature=0, max_tokens=60
+    )
+    return [name, arguments, ending, after.choices[0].message.content]
+
+
+main(models, chat, stream, logprobs, embeddings, parsed, required_tool, auto_tool)

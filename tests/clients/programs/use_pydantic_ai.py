@@ -45,4 +45,18 @@ def tool_output():
     return agent.run_sync(OF_PARIS).output.model_dump()
 
 
-main(plain, stream, native_output, tool_output)
+def called_tool():
+    """A function of ours that the model calls by itself."""
+    calls = []
+    agent = Agent(model, model_settings=SETTINGS, system_prompt="Use the tool for the weather.")
+
+    @agent.tool_plain
+    def get_weather(city: str) -> str:
+        """The weather in a city."""
+        calls.append(city)
+        return f"It rains in {city}."
+
+    return [agent.run_sync("What is the weather in Paris?").output, calls]
+
+
+main(plain, stream, native_output, tool_output, called_tool)
