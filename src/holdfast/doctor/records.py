@@ -23,7 +23,7 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
 
 class Fix(msgspec.Struct, frozen=True, kw_only=True):
     command: str | None = None
-    """Complete; None where nothing is known of the command that failed."""
+    """Complete; MODEL stands in it where the model is not known. None where no command helps, only what `why` says."""
     changes: dict[str, str | None] = {}
     """Flag to its new value; None: the flag is taken away."""
     why: str = ""

@@ -1,0 +1,185 @@
+"""From what a log shows to a diagnosis: which findings hold, in the order of cause and effect, and how sure.
+
+The phase decides, a wrapper never wins over the first error, and a fault before a server was ready did not keep it
+from starting. The words and the sums are in the rules; how a fix becomes a command is in fixes.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, cast
+
+from holdfast.doctor.fixes import fixes, known_numbers, known_words
+from holdfast.doctor.formulas import filled
+from holdfast.doctor.records import Diagnosis, Evidence, Finding, Phase, RootCause
+from holdfast.doctor.rulebook import Rule, rulebook
+from holdfast.doctor.running_out import judge as judge_memory
+from holdfast.doctor.running_out import phase_of
+from holdfast.doctor.scene import Event, Run, Scene
+
+_KINDS = {"fatal": 0, "running": 1, "request": 2, "advice": 3}
+_COMMAND = "the command that started the server, or the lines of the log that print its arguments"
+_ABOVE = "the lines above {quoted!r}: what failed first is there, and this line only passes it on"
+_REST = "the rest of the log: it ends while the server is still starting, with no error in it"
+_START = "the log from the start of the server: its phase, version and settings are told there"
+_NOTHING = "a log of an inference server: nothing in this text is known"
+UNKNOWN_EVIDENCE = 3
+
+Sureness = Literal["high", "medium", "low"]
+
+
+@dataclass(slots=True)
+class Candidate:
+    event: Event
+    rule: Rule
+    phase: str | None
+    confidence: Sureness
+
+
+def diagnosis(scene: Scene) -> Diagnosis:
+    candidates = _candidates(scene)
+    findings = [_finding(scene, candidate) for candidate in candidates]
+    phase = candidates[0].phase if candidates else scene.run.phase
+    findings += _from_statistics(scene, {finding.cause for finding in findings})
+    missing: list[str] = []
+    unknown = None
+    if not findings:
+        unknown = _unexplained(scene, missing)
+    if unknown is not None:
+        findings = [unknown]
+    ready = any(run.ready for run in scene.final_runs)
+    serious = [one for one in findings if not _is_advice(one)]
+    healthy = not serious and ready
+    if not findings and not healthy and not missing:
+        missing.append(_REST if scene.run.phase is not None or scene.engine is not None else _NOTHING)
+    if findings and scene.settings.rebuilt(scene.engine or "vllm") is None:
+        missing.append(_COMMAND)
+    if findings and candidates and candidates[0].phase is None:
+        missing.append(_START)
+    command = scene.settings.rebuilt(scene.engine or "vllm")
+    return Diagnosis(
+        engine=scene.engine,
+        engine_version=scene.version,
+        command=None if command is None else command.with_changes({}),
+        phase=cast("Phase | None", phase or ("serve" if ready else None)),
+        healthy=healthy,
+        findings=findings,
+        missing=missing,
+    )
+
+
+def _is_advice(finding: Finding) -> bool:
+    return finding.cause == "prefix_caching_unused"
+
+
+def _candidates(scene: Scene) -> list[Candidate]:
+    found: list[Candidate] = []
+    for run in scene.judged_runs():
+        for event in run.events.values():
+            if event.times < event.rule.least or _outlived(run, event):
+                continue
+            found.append(_candidate(scene, event))
+    found.sort(key=lambda one: (_KINDS[one.rule.kind], one.rule.effect, one.event.line))
+    chosen: dict[str, Candidate] = {}
+    for candidate in found:
+        first = chosen.get(candidate.rule.cause)
+        if first is None or _says_more(candidate, first):
+            chosen[candidate.rule.cause] = candidate
+    kept = sorted(chosen.values(), key=lambda one: (_KINDS[one.rule.kind], one.rule.effect, one.event.line))
+    return _without_shadows(kept)
+
+
+def _says_more(candidate: Candidate, first: Candidate) -> bool:
+    """The same cause told with numbers beats the same told without."""
+    same_kind = candidate.rule.kind == first.rule.kind
+    return same_kind and len(candidate.event.numbers) > len(first.event.numbers) and first.event.numbers == {}
+
+
+def _without_shadows(found: list[Candidate]) -> list[Candidate]:
+    """A vague finding beside a precise one is only its echo."""
+    precise = [one for one in found if one.rule.confidence == "high" and not one.rule.effect]
+    if not precise:
+        return found
+    return [one for one in found if one.rule.confidence == "high" or one.rule.kind != "fatal" or one in precise]
+
+
+def _outlived(run: Run, event: Event) -> bool:
+    """Said before the server was ready, and it became ready: it did not matter."""
+    return event.rule.kind == "fatal" and run.ready and not event.ready
+
+
+def _candidate(scene: Scene, event: Event) -> Candidate:
+    if event.rule.out_of_memory:
+        verdict = judge_memory(event, scene)
+        return Candidate(event, rulebook().rule(verdict.rule), verdict.phase, verdict.confidence)
+    rule = event.rule
+    confidence = cast("Sureness", rule.confidence)
+    if rule.phase_fixed:
+        return Candidate(event, rule, rule.phase, confidence)
+    seen, _ = phase_of(event)
+    return Candidate(event, rule, seen or rule.phase or None, confidence)
+
+
+def _finding(scene: Scene, candidate: Candidate) -> Finding:
+    rule, event = candidate.rule, candidate.event
+    cause = rulebook().causes[rule.cause]
+    numbers = known_numbers(scene, event)
+    values: dict[str, object] = {**known_words(scene, event), **numbers, "times": event.times}
+    chosen = fixes(scene, rule, numbers, known_words(scene, event))
+    return Finding(
+        code=cause.code,
+        root_cause=cast("RootCause", rule.root_cause or cause.root_cause),
+        cause=rule.cause,
+        confidence=candidate.confidence,
+        what=filled(rule.what, values) or cause.means,
+        evidence=event.evidence,
+        why=filled((rule.why, cause.means), values),
+        fix=chosen[0] if chosen else None,
+        alternatives=chosen[1:],
+        numbers={name: round(value, 4) for name, value in event.numbers.items()},
+    )
+
+
+def _unexplained(scene: Scene, missing: list[str]) -> Finding | None:
+    """Something failed that no rule knows, or only its wrapper is in the log."""
+    final = scene.final_runs
+    wrappers = [line for run in final for line in run.wrappers]
+    errors = [line for run in final if not run.ready for line in run.unexplained]
+    if wrappers and not errors:
+        errors = [line for run in final for line in run.unexplained]
+    if wrappers and not errors:
+        missing.append(_ABOVE.format(quoted=wrappers[0].line[-100:]))
+    if not wrappers and not errors:
+        return None
+    shown: list[Evidence] = (errors or wrappers)[:UNKNOWN_EVIDENCE]
+    what = (
+        f"something failed that no rule knows; the first error is: {shown[0].line[-160:].strip()}"
+        if errors
+        else "the log has only the line that passes an error on, not the error"
+    )
+    cause = rulebook().causes["other"]
+    return Finding(
+        code=cause.code, root_cause="not_memory", cause="other", confidence="low", what=what, evidence=shown,
+        why="it is not known; nothing in the log says that memory is the matter",
+    )  # fmt: skip
+
+
+def _from_statistics(scene: Scene, causes: set[str]) -> list[Finding]:
+    """What the figures of a running server show that no single line does."""
+    found = []
+    statistics = scene.statistics
+    decay = statistics.decay()
+    asked_for = scene.settings.values.get("enable-prefix-caching") == "True"
+    unused = statistics.unused_prefixes() if asked_for else None
+    shown = (
+        ("starved_kv", statistics.starved, {"samples": float(statistics.full_and_waiting)}),
+        ("decayed", decay is not None, {} if decay is None else {"before": decay[0], "after": decay[1]}),
+        ("unused_prefixes", unused is not None, {} if unused is None else {"hit_percent": unused}),
+    )
+    for name, holds, numbers in shown:
+        rule = rulebook().rule(name)
+        if holds and rule.cause not in causes:
+            event = Event(rule, scene.lines, numbers, {}, [], "serve", True, "")
+            found.append(_finding(scene, Candidate(event, rule, "serve", cast("Sureness", rule.confidence))))
+            causes.add(rule.cause)
+    return found

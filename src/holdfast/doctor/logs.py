@@ -1,0 +1,56 @@
+"""The doctor of logs, whole: sources or lines in, a diagnosis out. Puts reading, gathering and judging together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from holdfast.doctor.judging import diagnosis
+from holdfast.doctor.lines import read_line
+from holdfast.doctor.reading import Sift, blocks, worth_reading
+from holdfast.doctor.records import Diagnosis
+from holdfast.doctor.scene import Scene
+
+
+class Watch:
+    """Lines in as they come, a diagnosis of what was seen so far whenever it is wanted. Bounded in memory."""
+
+    def __init__(self, source: str = "output") -> None:
+        self._scene = Scene(source)
+        self._number = 0
+
+    def feed(self, line: str) -> None:
+        self._number += 1
+        for part in line.split("\r"):
+            if part and worth_reading(part.encode("utf-8", "replace")):
+                self._scene.feed(read_line(part, self._number))
+
+    @property
+    def ready(self) -> bool:
+        """The server that writes these lines has begun to serve."""
+        return self._scene.run.ready
+
+    def diagnosis(self) -> Diagnosis:
+        return diagnosis(self._scene)
+
+
+def diagnose_lines(lines: Iterable[str], source: str) -> Diagnosis:
+    watch = Watch(source)
+    for line in lines:
+        watch.feed(line.rstrip("\n"))
+    return watch.diagnosis()
+
+
+def diagnose(sources: Sequence[str]) -> Diagnosis:
+    """Logs, judged together: paths of files (gz too), `-` for standard input. Raises a ConfigurationError (HFD90)."""
+    scene: Scene | None = None
+    for source in sources:
+        name = "standard input" if source == "-" else source
+        if scene is None:
+            scene = Scene(name)
+        else:
+            scene.open(name)
+        sift = Sift(scene.feed)
+        for block in blocks(source):
+            sift.feed(block)
+        sift.close()
+    return diagnosis(scene or Scene(""))

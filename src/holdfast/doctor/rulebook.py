@@ -1,0 +1,180 @@
+"""The rules as they stand in rules/*.toml, read once: patterns compiled, nothing judged.
+
+In a pattern, `<<size:free>>` stands for an amount of memory (kept in GiB as free_gib), `<<int:heads>>` for a whole
+number, `<<num:utilization>>` for any, `<<word:model>>` for a word. rules/README.md has the whole form.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from dataclasses import dataclass, field
+from functools import cache
+from importlib import resources
+from typing import Any, Literal
+
+Kind = Literal["fatal", "request", "running", "advice"]
+_MACRO = re.compile(r"<<(size|int|num|word):(\w+)>>")
+_MACROS = {
+    "size": r"(?P<{0}__size>[\d.,]+) ?(?P<{0}__unit>[KMGT]i?B|[bB]ytes|[KMG]|MB|B)\b",
+    "int": r"(?P<{0}>\d[\d,_]*)",
+    "num": r"(?P<{0}>-?\d[\d,]*\.?\d*(?:e-?\d+)?)",
+    "word": r"""['"`]?(?P<{0}__word>[^\s'"`,()\[\]{{}}]+)['"`]?""",
+}
+_GIB = {"K": 2**-20, "M": 2**-10, "G": 1.0, "T": 1024.0, "B": 2**-30, "b": 2**-30}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FixRule:
+    change: dict[str, Any] = field(default_factory=dict)
+    """Our flag (vLLM's word, or a variable) to an expression, a literal in quotes, "" for a bare flag, false: gone."""
+    when: str = ""
+    why: str = ""
+    price: str = ""
+    run: str = ""
+    """Another command than the server's that helps, where no flag does."""
+    engines: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    id: str
+    cause: str
+    kind: Kind = "fatal"
+    engines: tuple[str, ...] = ()
+    """Whose words these are; empty: anybody's."""
+    phase: str = ""
+    """Where it happens, when nothing in the log shows it; with `phase_fixed`, always."""
+    phase_fixed: bool = False
+    confidence: str = "high"
+    patterns: tuple[re.Pattern[str], ...] = ()
+    unless: tuple[re.Pattern[str], ...] = ()
+    when: str = ""
+    """On the numbers of the line itself."""
+    effect: bool = False
+    """Most often follows from something else: named after it."""
+    least: int = 1
+    """Times it must be seen to be more than chance."""
+    out_of_memory: bool = False
+    """An allocation failed: what it means is judged by the phase and the numbers."""
+    what: tuple[str, ...] = ()
+    why: str = ""
+    ask: str = ""
+    root_cause: str = ""
+    fix: tuple[FixRule, ...] = ()
+    examples: tuple[str, ...] = ()
+    source: str = ""
+
+    def match(self, text: str) -> re.Match[str] | None:
+        for pattern in self.patterns:
+            found = pattern.search(text)
+            if found is not None:
+                return None if any(one.search(text) for one in self.unless) else found
+        return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mark:
+    """A line that is no fault and tells something: the engine, the phase, a number."""
+
+    pattern: re.Pattern[str]
+    engine: str = ""
+    phase: str = ""
+    ready: bool = False
+    begin: bool = False
+    """A server starts anew here."""
+    frame: bool = False
+    """A line of a traceback."""
+    tag: str = ""
+    example: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cause:
+    """What the JSON calls `cause`; its code is ours where it is our own failure too."""
+
+    name: str
+    code: str
+    root_cause: str
+    means: str
+    helps: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rulebook:
+    rules: tuple[Rule, ...]
+    marks: tuple[Mark, ...]
+    frames: tuple[Mark, ...]
+    benign: tuple[re.Pattern[str], ...]
+    wrappers: tuple[re.Pattern[str], ...]
+    causes: dict[str, Cause]
+
+    def rule(self, name: str) -> Rule:
+        return next(rule for rule in self.rules if rule.id == name)
+
+
+@cache
+def rulebook() -> Rulebook:
+    documents = [
+        tomllib.loads(entry.read_text(encoding="utf-8"))
+        for entry in sorted((resources.files("holdfast.doctor") / "rules").iterdir(), key=lambda entry: entry.name)
+        if entry.name.endswith(".toml")
+    ]
+    marks = [_mark(row) for document in documents for row in document.get("mark", ())]
+    causes = {
+        name: Cause(name=name, **row) for document in documents for name, row in document.get("cause", {}).items()
+    }
+    return Rulebook(
+        rules=tuple(_rule(row) for document in documents for row in document.get("rule", ())),
+        marks=tuple(mark for mark in marks if not mark.frame),
+        frames=tuple(mark for mark in marks if mark.frame),
+        benign=tuple(re.compile(one) for document in documents for one in document.get("benign", ())),
+        wrappers=tuple(re.compile(one) for document in documents for one in document.get("wrapper", ())),
+        causes=causes,
+    )
+
+
+def compiled(pattern: str) -> re.Pattern[str]:
+    return re.compile(_MACRO.sub(lambda macro: _MACROS[macro[1]].format(macro[2]), pattern))
+
+
+def _rule(row: dict[str, Any]) -> Rule:
+    fixes = tuple(FixRule(**{**one, "engines": tuple(one.get("engines", ()))}) for one in row.get("fix", ()))
+    what = row.get("what", ())
+    values = {
+        **row,
+        "patterns": tuple(compiled(one) for one in row.get("patterns", ())),
+        "unless": tuple(compiled(one) for one in row.get("unless", ())),
+        "what": (what,) if isinstance(what, str) else tuple(what),
+        "engines": tuple(row.get("engines", ())),
+        "examples": tuple(row.get("examples", ())),
+        "fix": fixes,
+    }
+    return Rule(**values)
+
+
+def _mark(row: dict[str, Any]) -> Mark:
+    return Mark(**{**row, "pattern": compiled(row["pattern"])})
+
+
+def captured(found: re.Match[str]) -> tuple[dict[str, float], dict[str, str]]:
+    """The numbers (memory in GiB) and the words that a pattern named."""
+    numbers: dict[str, float] = {}
+    words: dict[str, str] = {}
+    groups = found.groupdict()
+    for name, value in groups.items():
+        if value is None or name.endswith("__unit"):
+            continue
+        if name.endswith("__word"):
+            words[name.removesuffix("__word")] = value
+            continue
+        try:
+            number = float(value.replace(",", "").replace("_", "").rstrip("."))
+        except ValueError:
+            continue
+        if name.endswith("__size"):
+            plain = name.removesuffix("__size")
+            numbers[f"{plain}_gib"] = number * _GIB[(groups.get(f"{plain}__unit") or "G")[0]]
+        else:
+            numbers[name] = number
+    return numbers, words

@@ -1,0 +1,265 @@
+"""What a log shows, gathered line by line: engine, version, settings, phases, tracebacks, numbers and what rules saw.
+
+Bounded however long the log is. Judges nothing: judging.py does, once the log has ended.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+
+from holdfast.doctor.formulas import holds
+from holdfast.doctor.lines import Line
+from holdfast.doctor.records import Evidence
+from holdfast.doctor.rulebook import Mark, Rule, captured, rulebook
+from holdfast.doctor.settings import Settings
+from holdfast.doctor.statistics import Statistics
+
+_FRAME = re.compile(r'^\s*(?:File "|File /|File <|-+> \d|\(?[\w/.-]+\.py:\d+)')
+_HEADER = "Traceback (most recent call last)"
+_ERROR = re.compile(
+    r"^(?:[\w.]+\.)?(?P<name>[A-Z]\w*(?:Error|Exception|Interrupt|Exit)|Exception|AssertionError|StopIteration)(?::|$)"
+    r"|(?:Segmentation fault|core dumped|Aborted|Bus error|SIGSEGV|SIGABRT|panicked at|terminate called)"
+)
+_CHAINED = re.compile(r"(?:The above exception was the direct cause|During handling of the above exception)")
+FRAMES_HELD = 200
+EVENTS_HELD = 200
+EVIDENCE_HELD = 4
+RUNS_HELD = 8
+NEAR_LINES = 12
+"""Between a message and the traceback that belongs to it."""
+
+
+@dataclass(slots=True)
+class Trace:
+    """A traceback: what its frames say of the phase, outermost first."""
+
+    last: int
+    marks: list[Mark] = field(default_factory=list)
+
+    @property
+    def phase(self) -> str | None:
+        """The innermost frame that tells one."""
+        return next((mark.phase for mark in reversed(self.marks) if mark.phase), None)
+
+    @property
+    def tags(self) -> set[str]:
+        return {mark.tag for mark in self.marks if mark.tag}
+
+
+@dataclass(slots=True)
+class Event:
+    """What a rule saw: once, with the number of times it was said in this run."""
+
+    rule: Rule
+    line: int
+    numbers: dict[str, float]
+    words: dict[str, str]
+    evidence: list[Evidence]
+    phase: str | None
+    """The last that the log had told before."""
+    ready: bool
+    process: str
+    trace: Trace | None = None
+    times: int = 1
+    tags: frozenset[str] = frozenset()
+    """Of the run, up to here."""
+
+
+@dataclass(slots=True)
+class Run:
+    """From one start of the server to the next."""
+
+    start: int = 1
+    phase: str | None = None
+    ready: bool = False
+    events: dict[str, Event] = field(default_factory=dict)
+    tags: set[str] = field(default_factory=set)
+    unexplained: list[Evidence] = field(default_factory=list)
+    wrappers: list[Evidence] = field(default_factory=list)
+
+
+class Scene:
+    def __init__(self, source: str) -> None:
+        self.source = source
+        self.engines: dict[str, int] = {}
+        self.version: str | None = None
+        self.settings = Settings()
+        self.statistics = Statistics()
+        self.numbers: dict[str, float] = {}
+        self.words: dict[str, str] = {}
+        self.runs: list[Run] = [Run()]
+        self.lines = 0
+        self._book = rulebook()
+        self._traces: dict[str, Trace] = {}
+        self._waiting: list[Event] = []
+
+        self.final_runs: list[Run] = [self.runs[-1]]
+        """The last of each source."""
+
+    def open(self, source: str) -> None:
+        """Lines of another source follow."""
+        self.source = source
+        self.runs = [*self.runs[-RUNS_HELD:], Run()]
+        self.final_runs.append(self.run)
+        self._traces.clear()
+        self._waiting.clear()
+
+    @property
+    def run(self) -> Run:
+        return self.runs[-1]
+
+    def judged_runs(self) -> list[Run]:
+        """The last start of each source, and those before it that broke while they served."""
+        broken = [run for run in self.runs if run.ready and run.wrappers]
+        return [run for run in self.runs if run in broken or run in self.final_runs]
+
+    def _begin(self, line: Line) -> None:
+        run = Run(start=line.number)
+        self.final_runs = [run if one is self.run else one for one in self.final_runs]
+        self.runs = [*self.runs[-RUNS_HELD:], run]
+
+    @property
+    def engine(self) -> str | None:
+        """That of whom most was seen."""
+        return max(self.engines, key=lambda name: self.engines[name]) if self.engines else None
+
+    def feed(self, line: Line) -> bool:
+        """Whether the line meant anything."""
+        self.lines = max(self.lines, line.number)
+        if _HEADER in line.text:
+            self._trace(line, fresh=True)
+            self._rules(line)
+            return True
+        if _FRAME.match(line.text):
+            self._frame(line)
+            return True
+        if any(pattern.search(line.text) for pattern in self._book.benign):
+            return False
+        told = self._marks(line)
+        if self.settings.read(line.text, self.engine):
+            told = True
+            self._vote_command()
+        told = self.statistics.read(line.text) or told
+        if self._rules(line):
+            return True
+        return self._other(line) or told
+
+    def _vote_command(self) -> None:
+        command = self.settings.command
+        if command is not None:
+            self.engines[command.engine] = self.engines.get(command.engine, 0) + 2
+
+    # Tracebacks
+
+    def _trace(self, line: Line, *, fresh: bool) -> Trace:
+        trace = self._traces.get(line.process)
+        if trace is None or fresh or line.number - trace.last > NEAR_LINES:
+            trace = Trace(last=line.number)
+            if len(self._traces) > FRAMES_HELD:
+                self._traces.clear()
+            self._traces[line.process] = trace
+            for event in self._waiting:
+                if event.trace is None and line.number - event.line <= NEAR_LINES and event.process == line.process:
+                    event.trace = trace
+            self._waiting = [event for event in self._waiting if event.trace is None]
+        trace.last = line.number
+        return trace
+
+    def _frame(self, line: Line) -> None:
+        trace = self._trace(line, fresh=False)
+        for mark in self._book.frames:
+            if len(trace.marks) < FRAMES_HELD and mark.pattern.search(line.text):
+                trace.marks.append(mark)
+                if mark.engine:
+                    self.engines[mark.engine] = self.engines.get(mark.engine, 0) + 1
+        if len(self.run.events) < EVENTS_HELD:
+            self._rules(line, frames=True)
+
+    # Lines
+
+    def _marks(self, line: Line) -> bool:
+        told = False
+        for mark in self._book.marks:
+            found = mark.pattern.search(line.text) or mark.pattern.search(line.whole)
+            if found is None:
+                continue
+            told = True
+            numbers, words = captured(found)
+            if mark.begin and (self.run.ready or self.run.events or self.run.wrappers):
+                self._begin(line)
+            if mark.engine:
+                self.engines[mark.engine] = self.engines.get(mark.engine, 0) + (5 if mark.begin else 1)
+            if "version" in words and mark.engine:
+                self.version = words.pop("version").lstrip("v").rstrip(".,)")
+            if mark.phase:
+                self.run.phase = mark.phase
+            self.run.ready = self.run.ready or mark.ready
+            if mark.tag:
+                self.run.tags.add(mark.tag)
+            self.numbers.update(numbers)
+            self.words.update(words)
+        return told
+
+    def _rules(self, line: Line, *, frames: bool = False) -> bool:
+        engine = self.engine
+        matched = False
+        for rule in self._book.rules:
+            if rule.engines and engine is not None and engine not in rule.engines and self.engines.get(engine, 0) > 1:
+                continue
+            found = rule.match(line.text)
+            if found is None or (frames and rule.out_of_memory):
+                continue
+            numbers, words = captured(found)
+            if holds(rule.when, numbers):
+                self._event(rule, line, numbers, words)
+                matched = True
+        return matched
+
+    def _event(self, rule: Rule, line: Line, numbers: dict[str, float], words: dict[str, str]) -> None:
+        evidence = Evidence(line=line.whole.strip(), number=line.number, source=self.source)
+        event = self.run.events.get(rule.id)
+        for name in rule.engines if len(rule.engines) == 1 else ():
+            self.engines[name] = self.engines.get(name, 0) + 1
+        if event is not None:
+            event.times += 1
+            same = any(one.line[-200:] == evidence.line[-200:] for one in event.evidence)
+            if len(event.evidence) < EVIDENCE_HELD and not same:
+                event.evidence.append(evidence)
+            if event.trace is None:
+                self._bind(event, line)
+            return
+        event = Event(
+            rule=rule, line=line.number, numbers=numbers, words=words, evidence=[evidence], phase=self.run.phase,
+            ready=self.run.ready, process=line.process, tags=frozenset(self.run.tags),
+        )  # fmt: skip
+        self._bind(event, line)
+        if len(self.run.events) < EVENTS_HELD:
+            self.run.events[rule.id] = event
+
+    def _bind(self, event: Event, line: Line) -> None:
+        """To the traceback it ends, or else to the one that follows."""
+        trace = self._traces.get(line.process)
+        if trace is not None and trace.marks and line.number - trace.last <= NEAR_LINES:
+            event.trace = trace
+        elif len(self._waiting) < EVENTS_HELD:
+            event.line, event.process = line.number, line.process
+            self._waiting.append(event)
+
+    def _other(self, line: Line) -> bool:
+        """An error that no rule knows, or one that only wraps another."""
+        text = line.text.strip()
+        evidence = Evidence(line=line.whole.strip(), number=line.number, source=self.source)
+        if any(pattern.search(text) for pattern in self._book.wrappers):
+            if len(self.run.wrappers) < EVIDENCE_HELD:
+                self.run.wrappers.append(evidence)
+            return True
+        if _ERROR.search(text) is not None or (
+            line.level in ("ERROR", "CRITICAL", "FATAL") and not _CHAINED.search(text)
+        ):
+            plain = _ERROR.search(text) is not None
+            held = self.run.unexplained
+            if len(held) < EVENTS_HELD and (plain or len(held) < EVIDENCE_HELD):
+                held.append(evidence)
+            return plain
+        return False
