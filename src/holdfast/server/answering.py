@@ -44,6 +44,10 @@ class Answer:
     """Log-probabilities of a chat that is not streamed."""
     columns: Columns = field(default_factory=Columns)
     """The same of a completion."""
+    token_ids: list[int] = field(default_factory=list)
+    """Kept only where they are shown."""
+    ids_shown: bool = False
+    """In a stream: whether those of the prompt have gone out."""
     finish_reason: str | None = None
     stop_reason: int | str | None = None
 
@@ -225,6 +229,10 @@ class CompletionShape(_Stream):
     def keep(self, answer: Answer, entries: list[dict[int, Logprob]]) -> None:
         answer.columns.add(entries)
 
+    def _ids(self, answer: Answer) -> bytes:
+        """Of an answer and its prompt, as members of a choice, where they are shown."""
+        return b""
+
     def _echo(self, answer: Answer) -> str:
         return self._ask.echoes[answer.index // self._ask.params.n] if self._ask.echoes else ""
 
@@ -234,12 +242,32 @@ class CompletionShape(_Stream):
         pieces = [_head(self._ask, "text_completion")]
         for place, answer in enumerate(answers):
             echo = echoes[answer.index // self._ask.params.n]
-            pieces.append(b'%b{"index":%d,"text":' % (_comma(place), answer.index))
+            pieces.append(b'%b{"index":%d,%b"text":' % (_comma(place), answer.index, self._ids(answer)))
             pieces += [echo, encode(answer.text)[1:], b',"logprobs":']
             pieces += [b"null"] if self._ask.logprobs is None else answer.columns.behind(answer.told.echoed)
             pieces.append(_ended(answer) + b',"prompt_logprobs":')
             pieces += [*_listed(self._ask, answer), b"}"]
         return [*pieces, b'],"usage":%b,"system_fingerprint":null}' % encode(usage)]
+
+
+class CompletionIdsShape(CompletionShape):
+    """With the token ids too: vLLM's return_token_ids, and all there is where there is no tokenizer."""
+
+    def event(self, answer: Answer, delta: AnswerDelta, usage: Usage | None) -> bytes:
+        first = b'"prompt_token_ids":%b,' % encode(self._prompt(answer)) if not answer.ids_shown else b""
+        answer.ids_shown = True
+        plain = super().event(answer, delta, usage)[len(self._head) + 1 :]
+        return self._head + b'{%b"token_ids":%b,' % (first, encode(delta.token_ids)) + plain
+
+    def _ids(self, answer: Answer) -> bytes:
+        return b'"prompt_token_ids":%b,"token_ids":%b,' % (encode(self._prompt(answer)), encode(answer.token_ids))
+
+    def _prompt(self, answer: Answer) -> list[int]:
+        return self._ask.prompts[answer.index // self._ask.params.n]
+
+
+def completion_shape(ask: Ask) -> CompletionShape:
+    return CompletionIdsShape(ask) if ask.with_token_ids else CompletionShape(ask)
 
 
 def _head(ask: Ask, kind: str) -> bytes:

@@ -20,7 +20,7 @@ from holdfast.observability.logs import json_lines
 from holdfast.observability.metrics import CONTENT_TYPE, ServingMetrics
 from holdfast.records import EngineInfo
 from holdfast.server.access import Door, Tally
-from holdfast.server.answering import CompletionShape, chat_shape
+from holdfast.server.answering import chat_shape, completion_shape
 from holdfast.server.asking import read_chat, read_completion
 from holdfast.server.docs_page import POLICY, page
 from holdfast.server.embeddings import Embeddings
@@ -54,7 +54,7 @@ def create_app(engine: Engine, settings: ServerSettings) -> Starlette:
     engine.on_step(metrics.observe_step)
     room = Room(most_waiting=settings.max_queued_requests)
     chat = Generation(read_chat, chat_shape, engine, settings, metrics, room)
-    completion = Generation(read_completion, CompletionShape, engine, settings, metrics, room)
+    completion = Generation(read_completion, completion_shape, engine, settings, metrics, room)
     embeddings = Embeddings(engine, settings, metrics, room)
     tokenizing = Tokenizing(engine, settings)
     lora = None if settings.adapters is None else LoraEndpoints(settings.adapters, settings)

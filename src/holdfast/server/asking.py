@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from holdfast.engine.interface import Engine
-from holdfast.errors import RequestError, UnknownModelError
+from holdfast.errors import RequestError, UnknownModelError, UnsupportedOptionError
 from holdfast.records import AdapterRef, SamplingParams
 from holdfast.records.sampling import MAX_LOGPROBS
 from holdfast.server.constraints import check_off_loop, form_of
@@ -38,6 +38,8 @@ BytesOf = Callable[[int], bytes | None]
 COMPLETION_MAX_TOKENS = 16
 """OpenAI's default for /v1/completions; a chat may use the rest of the context."""
 MAX_PROMPTS = 1024
+MAX_MESSAGES = 8192
+"""Each is checked by itself, and a template walks over all of them."""
 
 _CHAT_FIELDS = honoured_fields(ChatBody)
 _COMPLETION_FIELDS = honoured_fields(CompletionBody)
@@ -85,6 +87,8 @@ class Ask:
     cache_salt: str
     adapter: AdapterRef | None = None
     """The LoRA adapter that the request named in the model's place."""
+    with_token_ids: bool
+    """Whether ids are shown beside the text."""
     reading: Reading | None
     """How an answer's text is to be read; None: it is content and nothing else."""
 
@@ -132,6 +136,10 @@ async def chat_prompt(
     """The prompt that messages make, and how answers to it are to be read. `tools`: as they came, for the template."""
     if body.chat_template is not None and not settings.trust_request_chat_template:
         raise unsupported("chat_template", "this server does not run templates sent by clients")
+    if len(body.messages) > MAX_MESSAGES:
+        raise RequestError(
+            f"messages: {len(body.messages)} of them in one request; at most {MAX_MESSAGES}", field="messages"
+        )
     use = read_tool_use(body, tools, auto=settings.enable_auto_tool_choice)
     render = _renderer(tokenizer, body, read_messages(body.messages), use, engine.info.max_model_len, settings)
     # A client's own template may be slow, however short it is.
@@ -189,6 +197,8 @@ async def read_completion(raw: bytes, engine: Engine, settings: ServerSettings) 
     _check_prompt_logprobs(body)
     if body.echo and body.logprobs is not None and body.stream and (body.n or 1) > 1:
         raise unsupported("echo", "together with logprobs and n it is not part of a stream; leave stream out")
+    if engine.tokenizer is None:
+        _refuse_text(body)
     alone = body.echo and body.max_tokens == 0
     if alone:
         body.max_tokens = 1
@@ -221,6 +231,16 @@ async def read_completion(raw: bytes, engine: Engine, settings: ServerSettings) 
     return _ask(
         body, "cmpl", model, prompts, params, settings, body.logprobs, echoes=echoes, alone=alone, first_tokens=firsts
     )
+
+
+def _refuse_text(body: CompletionBody) -> None:
+    """Without a tokenizer: what would be passed over in silence, because it needs text."""
+    for name in ("stop", "echo", "logprobs", "include_stop_str_in_output"):
+        if getattr(body, name) not in (None, False):
+            raise unsupported(name, "this server runs without a tokenizer (--skip-tokenizer-init)")
+    if body.return_token_ids is False:
+        raise unsupported("return_token_ids", "without a tokenizer there is nothing else to answer with")
+    body.return_token_ids = True
 
 
 def _check_places(answers: int, engine: Engine, settings: ServerSettings, field: str) -> None:
@@ -278,6 +298,14 @@ def tokenizer_of(engine: Engine, field: str) -> Tokenizer:
     return engine.tokenizer
 
 
+def no_priority() -> UnsupportedOptionError:
+    return UnsupportedOptionError(
+        "priority is not supported here: requests are served in the order in which they come",
+        fix="leave priority out, or serve with --scheduling-policy priority",
+        field="priority",
+    )
+
+
 def _check_logprobs(count: int | None, field: str) -> None:
     if count is not None and not 0 <= count <= MAX_LOGPROBS:
         raise RequestError(f"{field} is {count}; it must be from 0 to {MAX_LOGPROBS}", field=field)
@@ -333,7 +361,7 @@ def _ask(
     reading: Reading | None = None,
 ) -> Ask:
     if body.priority and settings.scheduling_policy != "priority":
-        raise unsupported("priority", "this server was not started with --scheduling-policy priority")
+        raise no_priority()
     options = body.stream_options
     if options is not None and not body.stream:
         raise RequestError("stream_options needs stream: true", field="stream_options")
@@ -361,5 +389,6 @@ def _ask(
         priority=body.priority,
         cache_salt=body.cache_salt,
         adapter=settings.adapter(model),
+        with_token_ids=isinstance(body, CompletionBody) and bool(body.return_token_ids),
         reading=reading,
     )

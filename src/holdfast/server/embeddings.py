@@ -22,7 +22,7 @@ from holdfast.observability.metrics import ServingMetrics
 from holdfast.planner.footprint import TOLD_ENTRIES, TOLD_ENTRY_BYTES
 from holdfast.records import AnswerDelta
 from holdfast.server.access import Record
-from holdfast.server.asking import decode_object, served_model, split_prompts, tokenizer_of
+from holdfast.server.asking import decode_object, no_priority, served_model, split_prompts, tokenizer_of
 from holdfast.server.bodies import EmbeddingBody
 from holdfast.server.exchange import Pieces
 from holdfast.server.fields import check_fields, convert, honoured_fields, unsupported
@@ -58,7 +58,7 @@ class Embeddings:
         body: EmbeddingBody = convert(check_fields(given, _FIELDS), EmbeddingBody)
         record.model = served_model(body.model, self._settings)
         if body.priority and self._settings.scheduling_policy != "priority":
-            raise unsupported("priority", "this server was not started with --scheduling-policy priority")
+            raise no_priority()
         prompts = await self._read(body, len(raw))
         record.answer_id = f"embd-{uuid.uuid4().hex}"
         record.prompt_tokens, record.completion_tokens = sum(map(len, prompts)), 0

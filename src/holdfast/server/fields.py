@@ -12,17 +12,19 @@ No field is silently ignored. A body's top-level fields are of four kinds:
 
 from __future__ import annotations
 
+import difflib
 import re
+from functools import cache
 from typing import Any
 
 import msgspec
 
 from holdfast.errors import RequestError, UnsupportedOptionError
 from holdfast.records.sampling import REFUSED
+from holdfast.server.bodies import EmbeddingBody
+from holdfast.server.protocol import ChatBody, CompletionBody
 
 HARMLESS = frozenset({"user", "metadata", "safety_identifier", "prompt_cache_key"})
-
-_EMPTY: tuple[Any, ...] = ([], {}, False, "")
 
 # name -> values beside null that ask for nothing
 QUIET: dict[str, tuple[Any, ...]] = {
@@ -63,10 +65,13 @@ WHY = {
     "tool_choice": "it belongs to /v1/chat/completions",
 }
 
-_MISSING = re.compile(r"Object missing required field `(\w+)`")
+FIXES = {
+    "use_beam_search": "send n with logprobs, and keep the answer whose log-probabilities have the largest sum",
+    "best_of": "send n with logprobs, and keep the answer whose log-probabilities have the largest sum",
+    "return_token_ids": "send the prompt to /v1/completions, which shows them",
+}
 
-CHAT_ONLY = "it belongs to /v1/chat/completions"
-COMPLETION_ONLY = "it belongs to /v1/completions"
+_MISSING = re.compile(r"Object missing required field `(\w+)`")
 
 
 def check_fields(body: dict[str, Any], honoured: frozenset[str]) -> dict[str, Any]:
@@ -82,20 +87,42 @@ def check_fields(body: dict[str, Any], honoured: frozenset[str]) -> dict[str, An
         elif name in UNSUPPORTED:
             raise unsupported(name)
         else:
-            shown = name if len(name) <= 100 else name[:100] + "..."
-            raise RequestError(f"unknown field {shown!r}", fix=f"leave {shown} out", field=shown)
+            raise _unknown(name, honoured)
     return kept
+
+
+def _unknown(name: str, honoured: frozenset[str]) -> RequestError:
+    homes = [path for path, names in _homes().items() if name in names]
+    if homes:
+        return RequestError(
+            f"{name} is not a field of this path: it belongs to {' and '.join(homes)}",
+            fix=f"leave {name} out, or send it to {homes[0]}",
+            field=name,
+        )
+    shown = name if len(name) <= 100 else name[:100] + "..."
+    near = difflib.get_close_matches(shown, honoured, n=1)
+    fix = f"did you mean {near[0]}?" if near else f"leave {shown} out"
+    return RequestError(f"unknown field {shown!r}", fix=fix, field=shown)
+
+
+@cache
+def _homes() -> dict[str, frozenset[str]]:
+    return {
+        "/v1/chat/completions": honoured_fields(ChatBody),
+        "/v1/completions": honoured_fields(CompletionBody),
+        "/v1/embeddings": honoured_fields(EmbeddingBody),
+    }
 
 
 def _check_quiet(name: str, value: Any) -> None:
     # Compared with type, because in Python True == 1.
     if not any(type(value) is type(quiet) and value == quiet for quiet in QUIET[name]):
-        raise unsupported(name, WHY.get(name, ""))
+        raise unsupported(name, WHY.get(name, ""), FIXES.get(name))
 
 
-def unsupported(name: str, why: str = "") -> UnsupportedOptionError:
+def unsupported(name: str, why: str = "", fix: str | None = None) -> UnsupportedOptionError:
     reason = f": {why}" if why else ""
-    return UnsupportedOptionError(f"{name} is not supported here{reason}", fix=f"leave {name} out", field=name)
+    return UnsupportedOptionError(f"{name} is not supported here{reason}", fix=fix or f"leave {name} out", field=name)
 
 
 def honoured_fields(kind: type[msgspec.Struct]) -> frozenset[str]:

@@ -151,6 +151,7 @@ class CompletionBody(Common, kw_only=True):
     prompt: Annotated[Any, msgspec.Meta(extra_json_schema=PROMPT_SCHEMA)]
     echo: bool = False
     logprobs: Small | None = None
+    return_token_ids: bool | None = None
 
 
 class PromptTokensDetails(msgspec.Struct):

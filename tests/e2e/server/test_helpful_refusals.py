@@ -1,0 +1,93 @@
+"""Refusals that help: the nearest field, the path where it belongs, what to do instead; and servers without text."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from holdfast.engine.fake import FakeEngine
+
+CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
+BODIES = {CHAT: {"messages": [{"role": "user", "content": "hi"}]}, COMPLETION: {"prompt": "hi"}}
+
+
+def error_of(http, path: str, **extra) -> dict:
+    response = http.post(path, json={**BODIES[path], **extra})
+    assert response.status_code == 400, response.text
+    return response.json()["error"]
+
+
+@pytest.mark.parametrize(
+    ("path", "name", "fix"),
+    [
+        (CHAT, "max_token", "did you mean max_tokens?"), (CHAT, "temprature", "did you mean temperature?"),
+        (COMPLETION, "top_kk", "did you mean top_k?"), (COMPLETION, "zzz", "leave zzz out"),
+        (CHAT, "zzz" * 100, "leave " + "zzz" * 33 + "z... out"),
+    ],
+)  # fmt: skip
+def test_the_nearest_field_is_named(http, path, name, fix):
+    assert error_of(http, path, **{name: 1})["holdfast"]["fix"] == fix
+
+
+@pytest.mark.parametrize(
+    ("path", "name", "home"),
+    [
+        (CHAT, "prompt", COMPLETION), (COMPLETION, "messages", CHAT), (COMPLETION, "top_logprobs", CHAT),
+        (CHAT, "encoding_format", "/v1/embeddings"),
+    ],
+)  # fmt: skip
+def test_a_field_of_another_path_is_sent_there(http, path, name, home):
+    error = error_of(http, path, **{name: "x"})
+    assert home in error["message"]
+    assert home in error["holdfast"]["fix"]
+    assert error["param"] == name
+
+
+def test_what_is_not_there_says_what_to_do_instead(http):
+    assert "--scheduling-policy priority" in error_of(http, CHAT, priority=1)["holdfast"]["fix"]
+    for name, value in (("use_beam_search", True), ("best_of", 3)):
+        assert "n with logprobs" in error_of(http, COMPLETION, **{name: value})["holdfast"]["fix"]
+
+
+def test_too_many_messages(http):
+    many = [{"role": "user", "content": "x"}] * 8193
+    assert error_of(http, CHAT, messages=many)["param"] == "messages"
+
+
+def test_token_ids_beside_the_text(http):
+    asked = {"prompt": ["ab", "c"], "n": 2, "return_token_ids": True}
+    for choice in http.post(COMPLETION, json=asked).json()["choices"]:
+        said = [97, 98] if choice["index"] < 2 else [99]
+        assert (choice["prompt_token_ids"], choice["token_ids"]) == (said, [*said, 256])
+        assert choice["text"] == bytes(said).decode()
+    plain = http.post(COMPLETION, json={"prompt": "ab"}).json()["choices"][0]
+    assert "token_ids" not in plain
+    assert error_of(http, CHAT, return_token_ids=True)["param"] == "return_token_ids"
+
+
+def test_token_ids_in_a_stream(http):
+    text = http.post(COMPLETION, json={"prompt": "ab", "stream": True, "return_token_ids": True}).text
+    events = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
+    choices = [event["choices"][0] for event in events]
+    assert [choice["token_ids"] for choice in choices] == [[97], [98], [256]]
+    assert choices[0]["prompt_token_ids"] == [97, 98]
+    assert all("prompt_token_ids" not in choice for choice in choices[1:])
+    assert "".join(choice["text"] for choice in choices) == "ab"
+
+
+def test_without_a_tokenizer_ids_are_the_answer(launch):
+    with launch(FakeEngine(with_tokenizer=False)).client() as http:
+        choice = http.post(COMPLETION, json={"prompt": [97, 98]}).json()["choices"][0]
+        assert (choice["text"], choice["token_ids"]) == ("", [97, 98, 256])
+        ended = http.post(COMPLETION, json={"prompt": [97, 98], "stop_token_ids": [98]}).json()["choices"][0]
+        assert (ended["token_ids"], ended["stop_reason"]) == ([97, 98], 98)
+        refused = {
+            "stop": "x", "echo": True, "logprobs": 1, "include_stop_str_in_output": True, "return_token_ids": False,
+        }  # fmt: skip
+        for name, value in refused.items():
+            response = http.post(COMPLETION, json={"prompt": [97], name: value})
+            assert (response.status_code, response.json()["error"]["param"]) == (400, name)
+        for path, body in ((CHAT, BODIES[CHAT]), (COMPLETION, BODIES[COMPLETION]), ("/tokenize", {"prompt": "a"})):
+            assert http.post(path, json=body).status_code == 400
+        assert http.post("/v1/embeddings", json={"input": [97]}).status_code == 200
