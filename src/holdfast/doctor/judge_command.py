@@ -59,7 +59,7 @@ _PRICES = {
     "utilization": "less is left for others on that GPU", "kv_cache_dtype": "KV in fewer bits: a little precision",
     "quantization": "weights in fewer bits: some quality", "configuration": "several limits are lower",
     "tiers": "slower: part of it is read over the link in every step", "smaller_model": "another model's answers",
-    "more_gpus": "more hardware", "bigger_gpu": "other hardware", "more_ram": "more hardware", "idle_gpus": None,
+    "more_gpus": "more hardware", "bigger_gpu": "other hardware", "more_ram": "more RAM is used", "idle_gpus": None,
 }  # fmt: skip
 _SETTABLE = frozenset(name.replace("-", "_") for name in _SAME_NAMES)
 

@@ -12,13 +12,16 @@ from holdfast.doctor.records import Evidence, Finding, Fix
 from holdfast.doctor.said import changed, found
 from holdfast.doctor.spellings import translated
 from holdfast.errors import HoldfastError, ModelAccessError, ModelError, ModelNotFoundError
-from holdfast.units import GIB, format_bytes, shorten
+from holdfast.units import GIB, format_bytes, parse_bytes, shorten
 
 if TYPE_CHECKING:
     from holdfast.planner.fit import Question
 
 HEADS, STAGES, TOO_FEW, NOT_TOGETHER, BEYOND_MODEL = "HF131", "HF132", "HF133", "HF134", "HF111"
-CPU_SPACE = "VLLM_CPU_KVCACHE_SPACE"
+CPU_SPACE, LONG_ALLOWED = "VLLM_CPU_KVCACHE_SPACE", "VLLM_ALLOW_LONG_MAX_MODEL_LEN"
+POOL = "kv-cache-memory-bytes"
+ROOM_SHARE = 0.7
+"""Of the free RAM that a larger pool may take: weights and steps need the rest."""
 MOST_RANKS = 64
 SHORTER = "longer requests are refused"
 
@@ -101,28 +104,55 @@ def vllm_on_a_cpu(command: ServerCommand, question: Question) -> Iterator[Findin
             evidence=[Evidence(line=f"--tensor-parallel-size {size}", source="command")],
             fixes=[changed(command, _parallel(command, 1), "a CPU has no second device to split over")],
         )  # fmt: skip
-    spec, space = question.model.spec, command.environment.get(CPU_SPACE, "")
-    length = question.settings.max_model_len
-    if not space.isdecimal() or int(space) == 0 or length is None:
+    spec, length = question.model.spec, question.settings.max_model_len
+    if length is not None and length > spec.max_position and command.environment.get(LONG_ALLOWED) != "1":
+        yield found(
+            "bad_flag", "configuration_overshoot", "high",
+            what=f"max_model_len {length:,} is beyond the {spec.max_position:,} that the model was made for",
+            why="vLLM refuses it unless rope scaling is configured", fixes=[
+                changed(command, {"--max-model-len": str(spec.max_position)}, "what the model was made for", SHORTER)
+            ],
+        )  # fmt: skip
+        return
+    there = _pool_bytes(command)
+    if there is None or length is None:
         return
     dtype = "float32" if question.settings.dtype in ("float32", "float") else "bfloat16"
     element = KV_ELEMENT_BYTES[dtype]
     cost = kv_cost(spec, element_bytes=element, state_bytes=element)
-    needed, there = cost.sequence_bytes(length), int(space) * GIB
+    needed = cost.sequence_bytes(length)
     if needed <= there:
         return
     longest = cost.longest(there, length)
+    shorter = changed(command, {"--max-model-len": str(longest)}, "the longest that the pool holds", SHORTER)
+    more = _larger_pool(command, question, needed)
     yield found(
         "kv_cache_too_small_for_max_len", "kv_blowout", "high",
-        what=f"one sequence of {length:,} tokens needs {format_bytes(needed)} of KV, and {CPU_SPACE} is {space} GiB",
+        what=f"one sequence of {length:,} tokens needs {format_bytes(needed)} of KV, and {format_bytes(there)} are set",
         why="vLLM refuses to start when its pool does not hold one sequence of max_model_len",
-        evidence=[
-            Evidence(line=f"{CPU_SPACE}={space}", source="command"),
-            Evidence(line=f"max_model_len {length}", source="command"),
-        ],
-        fixes=[
-            changed(command, {CPU_SPACE: str(-(-needed // GIB))}, "room for one whole sequence", "as much RAM more"),
-            changed(command, {"--max-model-len": str(longest)}, "the longest that the pool holds", SHORTER),
-        ],
+        evidence=[Evidence(line=f"max_model_len {length}, KV pool {format_bytes(there)}", source="command")],
+        fixes=[shorter] if more is None else [more, shorter],
         numbers={"needed_bytes": float(needed), "available_bytes": float(there), "longest_tokens": float(longest)},
     )  # fmt: skip
+
+
+def _pool_bytes(command: ServerCommand) -> int | None:
+    """Of vLLM on a CPU, where it is set; the variable outranks the flag."""
+    space = command.environment.get(CPU_SPACE, "")
+    if space.isdecimal() and int(space) > 0:
+        return int(space) * GIB
+    written = command.value(POOL)
+    try:
+        return None if written is None else parse_bytes(written)
+    except HoldfastError:
+        return None
+
+
+def _larger_pool(command: ServerCommand, question: Question, needed: int) -> Fix | None:
+    """Only where the RAM is there."""
+    if needed > ROOM_SHARE * question.machine.devices[0].free_bytes:
+        return None
+    price = "as much more RAM is used"
+    if CPU_SPACE in command.environment:
+        return changed(command, {CPU_SPACE: str(-(-needed // GIB))}, "room for one whole sequence", price)
+    return changed(command, {f"--{POOL}": str(needed)}, "room for one whole sequence", price)
