@@ -1,5 +1,5 @@
-"""guidellm: synthetic prompts on both endpoints, streamed, with usage and ignore_eos. Argument: a folder with the model's
-tokenizer, as Hugging Face stores one."""
+"""guidellm: synthetic prompts on both endpoints, streamed, with usage and ignore_eos. Argument: a folder with the
+model's tokenizer, as Hugging Face stores one."""
 
 import json
 import os
