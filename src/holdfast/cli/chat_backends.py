@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 Messages = Sequence[Mapping[str, str]]
 
 CONNECT_TIMEOUT_S = 10.0
+INTERNAL = 500
 MAX_EVENT_BYTES = 16 << 20
 """One event of a stream; a server that sends more without a line's end is not speaking SSE."""
 
@@ -170,14 +171,16 @@ def _text_of(event: bytes) -> str:
 
 def _refusal(status: int, content: bytes) -> HoldfastError:
     """The server's own words, where it has any."""
-    message, code = f"the server answered {status}", None
+    message, told = f"the server answered {status}", dict[str, str]()
     with contextlib.suppress(ValueError, AttributeError, LookupError, TypeError):
         error = json.loads(content)["error"]
         message = str(error["message"])
-        code = str(error["code"]) if error.get("code") else None
+        told = {"code": error.get("code")} | (error.get("holdfast") or {})  # Ours, where it is one of ours.
+        told = {name: str(told[name]) for name in ("code", "needed", "found", "fix") if told.get(name)}
     if status in (401, 403):
-        return RequestError(message, code=code, fix="pass --api-key, or set HOLDFAST_API_KEY")
-    return (RequestError if status < 500 else EngineError)(message, code=code)
+        told["fix"] = "pass --api-key, or set HOLDFAST_API_KEY"
+    kind = RequestError if status < INTERNAL else EngineError
+    return kind(message, **told)
 
 
 @contextlib.contextmanager

@@ -73,8 +73,13 @@ def _ours(config: Mapping[str, Any], field: str) -> dict[str, Any]:
     try:
         SamplingParams(**found)
     except (RequestError, TypeError) as error:
+        own = field == "override_generation_config"
         raise ConfigurationError(
-            f"{field} cannot be used: {error}", fix="--generation-config vllm leaves the model's own out", field=field
+            f"{field} cannot be used: {error.message if isinstance(error, RequestError) else error}",
+            needed=getattr(error, "needed", None),
+            found=getattr(error, "found", None),
+            fix="correct it, or leave it out" if own else "--generation-config vllm leaves the model's own out",
+            field=field,
         ) from error
     return found
 

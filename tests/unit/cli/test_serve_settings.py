@@ -44,7 +44,7 @@ def test_two_models_are_one_too_many() -> None:
 @pytest.mark.parametrize(
     ("words", "part"),
     [
-        (["--enable-lora"], "LoRA"), (["--lora-modules", "a=b", "c=d"], "LoRA"), (["--swap-space", "4"], "recomputed"),
+        (["--swap-space", "4"], "recomputed"), (["--speculative-config", "{}"], "speculative"),
         (["--trust-remote-code"], "never run"), (["--quantization", "awq"], "AWQ"),
         (["--tool-call-parser", "x"], "tool"),
     ],
@@ -113,3 +113,11 @@ def test_an_architecture_that_is_not_there_is_said_before_anything_else(tmp_path
         find_model(EngineConfig(model=str(tmp_path), load_format=load_format))
     assert "holdfast models" in (caught.value.fix or "")
     assert "dummy" not in str(caught.value)
+
+
+def test_a_wrong_default_is_said_once() -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        default_sampling(EngineConfig.from_arguments(override_generation_config={"temperature": -1}), None)
+    assert "\n" not in caught.value.message
+    assert str(caught.value).count("[HF") == 1
+    assert caught.value.message.startswith("override_generation_config cannot be used: temperature")
