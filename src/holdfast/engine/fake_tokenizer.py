@@ -65,7 +65,9 @@ class ByteTokenizer:
     def is_special(self, token_id: int) -> bool:
         return token_id >= END
 
-    def convert_ids_to_tokens(self, ids: Sequence[int]) -> list[str]:
+    def convert_ids_to_tokens(self, ids: int | Sequence[int]) -> str | list[str]:
+        if isinstance(ids, int):
+            return _NAMES.get(ids) or f"<0x{ids:02X}>"
         return [_NAMES.get(token_id) or f"<0x{token_id:02X}>" for token_id in ids]
 
     def convert_tokens_to_ids(self, tokens: str) -> int | None:
