@@ -113,7 +113,7 @@ def _holdfast_settings(fit: Fit, sequences: int) -> dict[str, object]:
         flags["expand_weights"] = asked.expand_weights
     flags |= parallel(fit, "tensor_parallel_size", "pipeline_parallel_size")
     if asked.max_loras:
-        flags |= {"max_loras": asked.max_loras, "max_lora_rank": asked.max_lora_rank}
+        flags |= {"enable_lora": True, "max_loras": asked.max_loras, "max_lora_rank": asked.max_lora_rank}
     return flags | dict(fit.serve_settings)
 
 

@@ -84,7 +84,7 @@ def runs_here(model: PlannedModel, settings: Settings) -> bool:
     spec = model.spec
     known = model.canonical is not None or model.stored is None or model.derived
     kept = settings.kv_cache_dtype == "auto" or settings.kv_cache_dtype in ELEMENT_BYTES
-    return spec.runnable and spec.quantization is None and known and kept and not settings.max_loras
+    return spec.runnable and spec.quantization is None and known and kept
 
 
 def least_tokens(model: PlannedModel, settings: Settings) -> int:
@@ -110,6 +110,9 @@ def host(
         ram=None if machine.devices[0].budget_bytes is None else budget_bytes,
         block_size=settings.block_tokens,
         expand_weights=settings.expand_weights,
+        enable_lora=settings.max_loras > 0,
+        max_loras=settings.max_loras or None,
+        max_lora_rank=settings.max_lora_rank if settings.max_loras else None,
     )
     measure = Measure(
         spec=model.spec, stored=_stored(model), config=config,

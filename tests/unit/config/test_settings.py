@@ -108,7 +108,7 @@ def test_unknown_name_in_a_file_is_an_error(tmp_path) -> None:
         ("[server]", 2, "server is not a setting", None),
         ("block_size = 0", 2, "block_size: 0 will not do", None),
         ("kv-cache-memory-bytes = 'four'", 2, "kv-cache-memory-bytes: 'four' is not a size", None),
-        ("enable_lora = true", 2, "enable_lora is not supported: LoRA", "leave enable_lora out"),
+        ("swap_space = 4", 2, "swap_space is not supported: KV", "leave swap_space out"),
     ],
 )
 def test_a_mistake_in_a_file_is_spelled_as_in_the_file(tmp_path, written, line, message, fix) -> None:
