@@ -27,6 +27,7 @@ _KINDS = {
     "case": "an error",
     "warning": "a warning: the server starts all the same",
     "plan": "a warning of a plan: its answer stands",
+    "doctor": "what the doctor finds in a server's log",
 }
 
 
@@ -36,9 +37,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    from holdfast.doctor.codes import codes as found_by_doctor
     from holdfast.observability.codes import codes, explain
 
-    found = [explain(code) for code in arguments.codes] or list(codes().values())
+    of_doctor = found_by_doctor()
+    found = [of_doctor.get(_bare(code)) or explain(code) for code in arguments.codes]
+    found = found or [*codes().values(), *of_doctor.values()]
     if arguments.json:
         say_json([asdict(code) for code in found])
     elif not arguments.codes:
@@ -46,6 +50,10 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         say(line for code in found for line in _lines(code))
     return 0
+
+
+def _bare(code: str) -> str:
+    return code.strip().strip("[]").upper()
 
 
 def _plain(text: str) -> str:

@@ -50,6 +50,8 @@ class Flag:
     name: str
     """As the engine's help spells it, without dashes: max-model-len, n-gpu-layers."""
     values: tuple[str, ...] = ()
+    expression: bool = False
+    """Of Python, which is kept as it is."""
     words: tuple[int, int] = (0, 0)
     """From and to, among the command's words."""
 
@@ -98,7 +100,7 @@ class ServerCommand:
 
 def parse_command(text: str) -> ServerCommand | None:
     """What starts a server in a line of text; None where nothing does."""
-    text = text[:_LONGEST]
+    text = text[:_LONGEST].replace("：", ": ")
     called = _parse_call(text)
     if called is not None:
         return called
@@ -258,7 +260,11 @@ def _parse_call(text: str) -> ServerCommand | None:
         if not isinstance(tree, ast.Call):
             continue
         flags = tuple(
-            Flag(name=canonical(engine, word.arg), values=(_literal(word.value),))
+            Flag(
+                name=canonical(engine, word.arg),
+                values=(_literal(word.value),),
+                expression=not isinstance(word.value, ast.Constant),
+            )
             for word in tree.keywords
             if word.arg is not None
         )
@@ -286,14 +292,22 @@ def _literal(value: ast.expr) -> str:
 def _called(command: ServerCommand, changes: Mapping[str, str | None]) -> str:
     """The call anew, its keywords in their order."""
     keywords = {flag.name: flag.value or "" for flag in command.flags}
+    kept = {flag.name for flag in command.flags if flag.expression} - {
+        canonical(command.engine, name) for name in changes
+    }
     environment = {name: value for name, value in changes.items() if _is_variable(name) and value is not None}
     for name, value in changes.items():
         if _is_variable(name):
             continue
         known = canonical(command.engine, name)
-        keywords.pop(known, None) if value is None else keywords.__setitem__(known, value or "True")
+        if value is None:
+            keywords.pop(known, None)
+        else:
+            keywords[known] = value or "True"
     shown = [] if command.model is None or any(name in keywords for name in MODEL_FLAGS) else [repr(command.model)]
-    shown += [f"{name.replace('-', '_')}={_python(value)}" for name, value in keywords.items()]
+    shown += [
+        f"{name.replace('-', '_')}={value if name in kept else _python(value)}" for name, value in keywords.items()
+    ]
     before = "".join(f"os.environ[{name!r}] = {value!r}; " for name, value in environment.items())
     return f"{before}{command.call}({', '.join(shown)})"
 

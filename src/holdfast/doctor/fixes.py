@@ -5,6 +5,9 @@ Only what can be worked out whole is given; a fix with an unknown in it is left 
 
 from __future__ import annotations
 
+import re
+import shlex
+
 from holdfast.doctor.commands import ServerCommand, parse_command
 from holdfast.doctor.formulas import evaluate, filled, holds, written
 from holdfast.doctor.records import Fix
@@ -30,6 +33,7 @@ _DEFAULTS: dict[str, dict[str, float]] = {
     "llama.cpp": {"port": 8080},
     "holdfast": {"utilization": 0.9, "tp": 1, "port": 8000},
 }
+_GGUF_FOLDER = re.compile(r"(?i)(?:gguf|[-_.]i?q[2-8](?:_[\dk])?(?:_[sml])?)/?$")
 _PACKAGES = {"llama.cpp": "llama-cpp-python", "tgi": "text-generation-server"}
 _PLACEHOLDER = {
     "vllm": "vllm serve MODEL",
@@ -49,6 +53,8 @@ def known_numbers(scene: Scene, event: Event) -> dict[str, float]:
         if value is not None:
             numbers[name] = value
             numbers[f"{name}_set"] = value
+    if _GGUF_FOLDER.search(scene.settings.model or ""):
+        numbers["gguf_folder"] = 1
     return {**numbers, **scene.numbers, **event.numbers}
 
 
@@ -56,11 +62,18 @@ def known_words(scene: Scene, event: Event) -> dict[str, str]:
     command = base_command(scene)
     return {
         "model": scene.settings.model or "MODEL",
+        "fetch_again": _fetch_again(scene.settings.model or "MODEL"),
         "package": _PACKAGES.get(scene.engine or "", scene.engine or "vllm"),
         "command": "" if command is None else command.with_changes({}),
         **scene.words,
         **event.words,
     }
+
+
+def _fetch_again(model: str) -> str:
+    if model.startswith(("/", "./", "~")):
+        return f"ls -l {shlex.quote(model)}; sha256sum {shlex.quote(model.rstrip('/'))}/*.safetensors"
+    return f"hf download {shlex.quote(model)} --force-download"
 
 
 def fixes(scene: Scene, rule: Rule, numbers: dict[str, float], words: dict[str, str]) -> list[Fix]:

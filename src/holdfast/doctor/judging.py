@@ -97,6 +97,8 @@ def _says_more(candidate: Candidate, first: Candidate) -> bool:
 
 def _without_shadows(found: list[Candidate]) -> list[Candidate]:
     """A vague finding beside a precise one is only its echo."""
+    if found and found[0].rule.kind == "fatal":
+        found = [one for one in found if one.rule.kind != "advice"]
     precise = [one for one in found if one.rule.confidence == "high" and not one.rule.effect]
     if not precise:
         return found

@@ -120,7 +120,7 @@ def blocks(source: str) -> Iterator[bytes]:
         except (OSError, zlib.error) as error:
             raise ConfigurationError(
                 f"the log {shorten(source)} cannot be read", code=UNREADABLE, needed="a file, or - for standard input",
-                found=str(error), field="log", fix="holdfast doctor server.log, or: kubectl logs POD | holdfast doctor -",
+                found=str(error), field="log", fix="holdfast doctor server.log; kubectl logs POD | holdfast doctor -",
             ) from error  # fmt: skip
 
 

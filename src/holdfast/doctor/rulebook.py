@@ -51,6 +51,8 @@ class Rule:
     unless: tuple[re.Pattern[str], ...] = ()
     when: str = ""
     """On the numbers of the line itself."""
+    only_in: tuple[str, ...] = ()
+    """Phases; where the log has told another, these words mean something else."""
     effect: bool = False
     """Most often follows from something else: named after it."""
     least: int = 1
@@ -147,6 +149,7 @@ def _rule(row: dict[str, Any]) -> Rule:
         "unless": tuple(compiled(one) for one in row.get("unless", ())),
         "what": (what,) if isinstance(what, str) else tuple(what),
         "engines": tuple(row.get("engines", ())),
+        "only_in": tuple(row.get("only_in", ())),
         "examples": tuple(row.get("examples", ())),
         "fix": fixes,
     }

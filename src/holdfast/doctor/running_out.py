@@ -50,7 +50,7 @@ def others_gib(text: str, numbers: dict[str, float]) -> float:
 
 def judge(event: Event, scene: Scene) -> Verdict:
     numbers = {**scene.numbers, **event.numbers}
-    text = event.evidence[0].line
+    text = next((one.line for one in event.evidence if "Tried to allocate" in one.line), event.evidence[0].line)
     phase, confidence = phase_of(event)
     total, tried = numbers.get("total_gib"), numbers.get("tried_gib", 0.0)
     if total is not None and tried > 2 * total:

@@ -198,6 +198,8 @@ class Scene:
             if mark.tag:
                 self.run.tags.add(mark.tag)
             self.numbers.update(numbers)
+            if "model_file" in words:
+                self.settings.values.setdefault("model", words.pop("model_file"))
             self.words.update(words)
         return told
 
@@ -208,7 +210,8 @@ class Scene:
             if rule.engines and engine is not None and engine not in rule.engines and self.engines.get(engine, 0) > 1:
                 continue
             found = rule.match(line.text)
-            if found is None or (frames and rule.out_of_memory):
+            elsewhere = rule.only_in and self.run.phase is not None and self.run.phase not in rule.only_in
+            if found is None or elsewhere or (frames and rule.out_of_memory):
                 continue
             numbers, words = captured(found)
             if holds(rule.when, numbers):
@@ -223,6 +226,8 @@ class Scene:
             self.engines[name] = self.engines.get(name, 0) + 1
         if event is not None:
             event.times += 1
+            event.numbers = {**numbers, **event.numbers}
+            event.words = {**words, **event.words}
             same = any(one.line[-200:] == evidence.line[-200:] for one in event.evidence)
             if len(event.evidence) < EVIDENCE_HELD and not same:
                 event.evidence.append(evidence)

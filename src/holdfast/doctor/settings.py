@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import re
+import shlex
 from collections.abc import Iterator, Mapping
 
 from holdfast.doctor.commands import ServerCommand, parse_command
@@ -76,14 +77,10 @@ _TOLD = (
     "tokenizer",
     "port",
     "limit-mm-per-prompt",
-    "served-model-name",
-    "load-format",
-    "block-size",
     "max-batch-prefill-tokens",
     "max-batch-total-tokens",
 )
 """Of a dump of everything, the few that a command is told by; the rest are defaults."""
-_SHORTEST_DUMP = 8
 
 
 class Settings:
@@ -93,19 +90,26 @@ class Settings:
         self.values: dict[str, str] = {}
         self.command: ServerCommand | None = None
         self._listing = False
+        self._exact = False
+        """What was given was told as such; a dump of everything beside it adds nothing."""
 
     def read(self, text: str, engine: str | None) -> bool:
         """Whether the line told any."""
         found = False
-        for name, value in _dumped(text, engine or "vllm"):
-            self.values[name] = value
+        exact, dumped = _dumped(text, engine or "vllm")
+        for name, value in dumped:
             found = True
+            if exact:
+                self.values[name] = value
+            elif not self._exact:
+                self.values.setdefault(name, value)
+        self._exact = self._exact or (exact and found)
         if not found:
             found = self._tgi(text)
         if not found and _COMMAND.search(text) is not None and not _FRAME.search(text):
             command = parse_command(text)
             if command is not None and (command.flags or command.model) and self._better(command):
-                self.command = command
+                self.command, self._exact = command, True
                 for flag in command.flags:
                     self.values[flag.name] = flag.value if flag.value is not None else "True"
                 found = True
@@ -157,8 +161,6 @@ class Settings:
 
 
 def _written(engine: str, model: str, values: Mapping[str, str]) -> str:
-    import shlex
-
     start = {
         "vllm": "vllm serve {}",
         "sglang": "python -m sglang.launch_server --model-path {}",
@@ -182,21 +184,21 @@ def _plain(value: str) -> str:
     return value.replace("'", '"') if value.startswith("{") else value
 
 
-def _dumped(text: str, engine: str) -> Iterator[tuple[str, str]]:
+def _dumped(text: str, engine: str) -> tuple[bool, list[tuple[str, str]]]:
+    """Whether these are what was given and no more, and what they are."""
     given = _NON_DEFAULT.search(text)
     if given is not None:
         try:
             document = ast.literal_eval(given[1])
             if isinstance(document, dict):
-                yield from ((canonical(engine, str(name)), str(value)) for name, value in document.items())
-                return
+                return True, [(canonical(engine, str(name)), str(value)) for name, value in document.items()]
         except (ValueError, SyntaxError, MemoryError, RecursionError):
             pass
-        yield from _pairs(given[1], engine, everything=True)
-        return
+        return True, list(_pairs(given[1], engine, everything=True))
     whole = _NAMESPACE.search(text) or _SERVER_ARGS.search(text) or _CONFIGURATION.search(text)
-    if whole is not None:
-        yield from _pairs(next(group for group in whole.groups() if group is not None), engine, everything=False)
+    if whole is None:
+        return False, []
+    return False, list(_pairs(next(group for group in whole.groups() if group is not None), engine, everything=False))
 
 
 def _pairs(text: str, engine: str, *, everything: bool) -> Iterator[tuple[str, str]]:

@@ -14,7 +14,7 @@ from holdfast import errors
 from holdfast.errors import ConfigurationError
 from holdfast.units import shorten
 
-Kind = Literal["class", "case", "warning", "plan"]
+Kind = Literal["class", "case", "warning", "plan", "doctor"]
 UNKNOWN_CODE = "HF145"
 _NEAREST_SHOWN = 5
 _CAUGHT_AS = (ValueError, FileNotFoundError, TypeError)
@@ -25,7 +25,8 @@ _TABLE = re.compile(r"(<!-- codes: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 class Code:
     code: str
     kind: Kind
-    """class: one of the error tree; case: a particular case of one; warning: said at load; plan: said by a plan."""
+    """class: one of the error tree; case: a particular case of one; warning: said at load; plan: said by a plan;
+    doctor: found in a log."""
     name: str = ""
     """The class that carries it."""
     means: str

@@ -1,0 +1,75 @@
+"""A diagnosis in words: what happened, the evidence, the cause, the fix, what else there is and what it costs."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator
+
+from holdfast.doctor.records import Diagnosis, Finding, Fix
+
+_INDENT = "  "
+_EVIDENCE_WIDTH = 300
+
+
+def lines(diagnosis: Diagnosis, *, width: int = 100) -> Iterator[str]:
+    yield _heading(diagnosis)
+    if diagnosis.healthy:
+        yield "Nothing is wrong: the server started and serves."
+    elif not diagnosis.findings:
+        yield "Nothing was found, and nothing says that the server is well."
+    for at, finding in enumerate(diagnosis.findings):
+        yield ""
+        yield from _finding(finding, at, len(diagnosis.findings), width)
+    if diagnosis.missing:
+        yield ""
+        for one in diagnosis.missing:
+            yield from _paragraph("wanted", f"to be surer: {one}", width)
+
+
+def _heading(diagnosis: Diagnosis) -> str:
+    engine = diagnosis.engine or "an engine that is not known"
+    version = f" {diagnosis.engine_version}" if diagnosis.engine_version else ""
+    phase = f", phase: {diagnosis.phase}" if diagnosis.phase else ""
+    return f"{engine}{version}{phase}"
+
+
+def _finding(finding: Finding, at: int, count: int, width: int) -> Iterator[str]:
+    ordinal = f" ({at + 1} of {count})" if count > 1 else ""
+    yield from _paragraph(f"what{ordinal}", finding.what, width)
+    for evidence in finding.evidence[:3]:
+        where = f"{evidence.source}:{evidence.number}: " if evidence.number is not None else ""
+        yield f"{_INDENT}{'evidence':<9} {where}{evidence.line[:_EVIDENCE_WIDTH]}"
+    sure = f"{finding.cause} [{finding.code}], {finding.root_cause}, confidence {finding.confidence}"
+    yield f"{_INDENT}{'cause':<9} {sure}"
+    yield from _paragraph("", finding.why, width)
+    if finding.fix is not None:
+        yield from _fix("fix", finding.fix, width)
+    for alternative in finding.alternatives:
+        yield from _fix("or", alternative, width)
+
+
+def _fix(label: str, fix: Fix, width: int) -> Iterator[str]:
+    price = f" (price: {fix.price})" if fix.price else ""
+    if label == "fix":
+        yield from _paragraph(label, f"{fix.why}{price}", width)
+        if fix.command is not None:
+            yield f"{_INDENT}{'':<9} {fix.command}"
+        return
+    flags = " ".join(
+        name if value == "" else f"{name} {value}" if value else f"without {name}"
+        for name, value in fix.changes.items()
+    )
+    command = f"{flags or fix.command or ''}: ".removeprefix(": ")
+    yield from _paragraph(label, f"{command}{fix.why}{price}", width)
+
+
+def _paragraph(label: str, text: str, width: int) -> Iterator[str]:
+    start = f"{_INDENT}{label:<9} "
+    yield from textwrap.wrap(
+        text,
+        width,
+        initial_indent=start,
+        subsequent_indent=" " * len(start),
+        break_long_words=False,
+        break_on_hyphens=False,
+    ) or [start]
