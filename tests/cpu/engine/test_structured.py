@@ -1,0 +1,271 @@
+"""Answers held to a form by a real engine: always of that form, beside free ones that notice nothing, and through all
+that may happen to a request on its way."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import BaseModel, ConfigDict, Field
+
+from holdfast import LLM, GuidedDecodingParams, SamplingParams, StructuredOutputsParams
+from holdfast.engine.core import EngineCore
+from holdfast.engine.forms import Forms
+from holdfast.errors import GrammarError, RequestError
+from holdfast.records import EngineOutput, Request
+
+COLOURS = ["red", "green", "blue"]
+
+
+class Address(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    street: str = Field(max_length=10)
+    number: int = Field(ge=0, le=999)
+
+
+class Person(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    name: str = Field(max_length=8)
+    age: int = Field(ge=0, le=120)
+    tags: list[str] = Field(max_length=2)
+    address: Address | None
+
+
+class Short(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    name: str = Field(max_length=6)
+    age: int = Field(ge=0, le=120)
+
+
+def held(**form: Any) -> StructuredOutputsParams:
+    return StructuredOutputsParams(**form)
+
+
+@pytest.fixture(scope="module")
+def tiny(tiny_model: Path) -> LLM:
+    """Random weights: it never writes anything sensible of its own accord."""
+    with LLM(
+        str(tiny_model), load_format="dummy", tokenizer="smollm2", max_model_len=512, max_num_seqs=6, threads=1,
+        kv_cache_memory_bytes="16MiB",
+    ) as llm:  # fmt: skip
+        yield llm
+
+
+def ask(llm: LLM, params: list[SamplingParams], prompt: str = "Tell me of somebody.") -> list[Any]:
+    return [output.outputs[0] for output in llm.generate([prompt] * len(params), params, use_tqdm=False)]
+
+
+def test_smollm2_at_temperature_one_always_has_the_form() -> None:
+    with LLM("smollm2", max_model_len=512, max_num_seqs=8, kv_cache_memory_bytes="96MiB") as llm:
+        forms = [
+            held(json=Short, disable_any_whitespace=True), held(choice=COLOURS), held(regex=r"\d{4}-\d{2}-\d{2}"),
+            held(grammar='root ::= "(" root ")" | [a-z]{1,4}'),
+        ]  # fmt: skip
+        params = [
+            SamplingParams(max_tokens=36, seed=seed, temperature=1.0, structured_outputs=form)
+            for seed in range(6) for form in forms
+        ]  # fmt: skip
+        answers = ask(llm, params, "Extract user info from: Alice is 30 years old.")
+        for asked, answer in zip(params, answers, strict=True):
+            assert asked.structured_outputs is not None
+            if asked.structured_outputs.kind == "grammar" and answer.finish_reason == "length":
+                assert re.fullmatch(r"\(+[a-z]{0,4}\)*", answer.text)
+                continue
+            assert answer.finish_reason == "stop"
+            assert_form(asked.structured_outputs, answer.text)
+
+
+def assert_form(form: StructuredOutputsParams, text: str) -> None:
+    if form.kind == "json":
+        Short.model_validate_json(text, strict=True)
+    elif form.kind == "choice":
+        assert text in COLOURS
+    elif form.kind == "regex":
+        assert re.fullmatch(r"\d{4}-\d{2}-\d{2}", text)
+    else:
+        opened = len(text) - len(text.lstrip("("))
+        assert re.fullmatch(rf"\({{{opened}}}[a-z]{{1,4}}\){{{opened}}}", text)
+
+
+def test_a_random_model_writes_valid_json_or_says_that_it_was_cut(tiny: LLM) -> None:
+    schema = Person.model_json_schema()
+    params = [
+        SamplingParams(max_tokens=140, seed=seed, temperature=1.5, structured_outputs=held(json=schema))
+        for seed in range(8)
+    ]  # fmt: skip
+    answers = ask(tiny, params)
+    for answer in answers:
+        if answer.finish_reason == "stop":
+            Person.model_validate_json(answer.text, strict=True)
+        else:
+            assert (answer.finish_reason, len(answer.token_ids)) == ("length", 140)
+    assert any(answer.finish_reason == "stop" for answer in answers)
+
+
+def test_the_end_of_the_form_is_the_end_and_no_token_is_wasted(tiny: LLM) -> None:
+    (answer,) = ask(tiny, [SamplingParams(max_tokens=20, structured_outputs=held(choice=["red"]))])
+    assert (answer.text, answer.finish_reason) == ("red", "stop")
+    assert tiny.get_tokenizer().decode(answer.token_ids) == "red"
+    # The form is complete with the very last token that may be sampled.
+    (exact,) = ask(tiny, [SamplingParams(max_tokens=len(answer.token_ids), structured_outputs=held(choice=["red"]))])
+    assert (exact.text, exact.finish_reason) == ("red", "stop")
+    (cut,) = ask(tiny, [SamplingParams(max_tokens=3, structured_outputs=held(regex="[a-z]{60}"))])
+    assert cut.finish_reason == "length"
+
+
+def test_older_names_and_a_bound_on_the_end(tiny: LLM) -> None:
+    """ignore_eos and min_tokens cannot lengthen what is complete; an end that may come is held back by min_tokens."""
+    params = [
+        SamplingParams(max_tokens=20, ignore_eos=True, guided_decoding=GuidedDecodingParams(choice=["blue"])),
+        SamplingParams(max_tokens=30, min_tokens=9, structured_outputs=held(choice=["blue"])),
+        SamplingParams(max_tokens=30, min_tokens=9, seed=1, structured_outputs=held(regex="a*")),
+        SamplingParams(max_tokens=9, ignore_eos=True, logit_bias={2: 100.0}, structured_outputs=held(regex="a*")),
+    ]
+    complete, early, late, ended = ask(tiny, params)
+    assert (complete.text, complete.finish_reason) == ("blue", "stop")
+    assert (early.text, early.finish_reason) == ("blue", "stop")
+    assert len(late.token_ids) >= 9
+    assert re.fullmatch("a*", late.text)
+    assert (ended.text, ended.finish_reason, ended.token_ids) == ("", "stop", [2])
+
+
+FREE = [
+    SamplingParams(max_tokens=12, temperature=0.0),
+    SamplingParams(max_tokens=12, seed=7, temperature=0.9, top_p=0.9, logprobs=2),
+    SamplingParams(max_tokens=12, seed=8, repetition_penalty=1.3, min_tokens=5),
+]
+
+
+def test_free_answers_are_the_same_beside_held_ones(tiny: LLM) -> None:
+    alone = [ask(tiny, [params])[0] for params in FREE]
+    forms = [held(json=Short), held(regex="[0-9]{20}"), held(choice=COLOURS)]
+    beside = [SamplingParams(max_tokens=40, seed=3, structured_outputs=form) for form in forms]
+    mixed = ask(tiny, [params for pair in zip(FREE, beside, strict=True) for params in pair])
+    for expected, found in zip(alone, mixed[::2], strict=True):
+        assert (found.token_ids, found.text, found.finish_reason) == (
+            expected.token_ids, expected.text, expected.finish_reason,
+        )  # fmt: skip
+    # Sums of a larger step are rounded elsewhere.
+    assert mixed[2].cumulative_logprob == pytest.approx(alone[1].cumulative_logprob, abs=1e-3)
+    Short.model_validate_json(mixed[1].text)
+    assert re.fullmatch("[0-9]{20}", mixed[3].text)
+    assert mixed[5].text in COLOURS
+
+
+def test_every_other_option_works_within_the_form(tiny: LLM) -> None:
+    form = held(regex="[ab]{12}")
+    vocabulary = tiny.get_tokenizer().get_vocab()
+    params = [
+        SamplingParams(max_tokens=20, temperature=0.0, structured_outputs=form),
+        SamplingParams(max_tokens=20, seed=1, top_k=3, structured_outputs=form),
+        SamplingParams(max_tokens=20, seed=2, top_p=0.3, min_p=0.1, structured_outputs=form),
+        SamplingParams(max_tokens=20, seed=3, frequency_penalty=2.0, repetition_penalty=2.0, structured_outputs=form),
+        SamplingParams(max_tokens=20, seed=4, logit_bias={vocabulary["a"]: 100.0}, structured_outputs=form),
+        SamplingParams(max_tokens=20, seed=5, allowed_token_ids=[vocabulary["b"], 2], structured_outputs=form),
+        SamplingParams(max_tokens=20, seed=6, bad_words=["bb"], structured_outputs=form),
+        SamplingParams(max_tokens=20, seed=7, stop=["aa", "bb"], structured_outputs=form),
+    ]
+    answers = ask(tiny, params)
+    for answer in answers[:7]:
+        assert re.fullmatch("[ab]{12}", answer.text), answer
+    assert answers[4].text == "a" * 12
+    assert answers[5].text == "b" * 12
+    assert answers[7].stop_reason in ("aa", "bb")
+
+
+def test_log_probabilities_are_of_the_raw_logits(tiny: LLM) -> None:
+    free = SamplingParams(max_tokens=1, temperature=0.0, logprobs=3)
+    form = free.replace(structured_outputs=held(choice=COLOURS))
+    plain, bound = ask(tiny, [free, form])
+    best = [token for token, entry in plain.logprobs[0].items() if entry.rank <= 3]
+    told = bound.logprobs[0]
+    assert {token: told[token] for token in best} == {token: plain.logprobs[0][token] for token in best}
+    assert told[bound.token_ids[0]].rank > 3
+
+
+def test_several_answers_each_have_a_matcher(tiny: LLM) -> None:
+    params = SamplingParams(n=4, max_tokens=40, seed=5, structured_outputs=held(regex="[0-9]{6,9}"))
+    (output,) = tiny.generate(["Count."], params, use_tqdm=False)
+    texts = [answer.text for answer in output.outputs]
+    assert len(set(texts)) == 4
+    assert all(re.fullmatch("[0-9]{6,9}", text) for text in texts)
+
+
+def test_pages_run_out_and_forms_hold(tiny_model: Path) -> None:
+    with LLM(
+        str(tiny_model), load_format="dummy", tokenizer="smollm2", max_model_len=128, max_num_seqs=6, threads=1,
+        kv_cache_memory_bytes="250KiB", block_size=8,
+    ) as llm:  # fmt: skip
+        params = [
+            SamplingParams(max_tokens=90, seed=seed, structured_outputs=held(regex="([0-9][a-z]){40}"))
+            for seed in range(6)
+        ]  # fmt: skip
+        together = ask(llm, params)
+        assert llm.get_stats().preemptions_total > 0
+        assert [ask(llm, [one])[0].text for one in params[:2]] == [answer.text for answer in together[:2]]
+        assert all(re.fullmatch("([0-9][a-z]){40}", answer.text) for answer in together)
+
+
+@pytest.mark.parametrize(
+    ("params", "code"),
+    [
+        ({"structured_outputs": held(regex="[0-9]{5}"), "allowed_token_ids": [5000]}, "HF363"),
+        ({"structured_outputs": held(regex=".*a.{60}b.*c.{60}")}, "HF362"),
+    ],
+)
+def test_bad_luck_ends_one_answer_and_no_other(tiny: LLM, params: dict[str, Any], code: str) -> None:
+    failed, fine = ask(tiny, [SamplingParams(max_tokens=100, seed=1, **params), FREE[0]])
+    assert (failed.finish_reason, failed.stop_reason) == ("error", code)
+    assert fine.token_ids == ask(tiny, [FREE[0]])[0].token_ids
+
+
+def test_what_cannot_be_held_is_refused_before_anything_is_computed(tiny: LLM) -> None:
+    steps = tiny.get_stats().steps_total
+    for form in (held(regex="("), held(json={"type": "frob"}), held(grammar="start: <|nosuch|>")):
+        with pytest.raises(GrammarError):
+            ask(tiny, [FREE[0], SamplingParams(structured_outputs=form)])
+    assert tiny.get_stats().steps_total == steps
+
+
+def test_without_a_tokenizer_there_are_no_forms(tiny_model: Path) -> None:
+    with LLM(
+        str(tiny_model), load_format="dummy", skip_tokenizer_init=True, max_model_len=64, max_num_seqs=1,
+        kv_cache_memory_bytes="4MiB",
+    ) as llm, pytest.raises(RequestError, match="tokenizer"):  # fmt: skip
+        llm.generate([[1, 2]], SamplingParams(structured_outputs=held(regex="a")), use_tqdm=False)
+
+
+def test_an_answer_goes_on_where_another_engine_left_it(tiny: LLM) -> None:
+    """As a request comes to a new engine process: with the tokens that have gone out."""
+    params = SamplingParams(max_tokens=40, seed=9, structured_outputs=held(json=Short, disable_any_whitespace=True))
+    (whole,) = ask(tiny, [params])
+    core, prompt = tiny._engine(), tiny.get_tokenizer().encode("Tell me of somebody.")
+    for sent in (1, len(whole.token_ids) // 2, len(whole.token_ids) - 1):
+        request = Request(
+            request_id=f"resumed-{sent}", prompt_token_ids=prompt, params=params, eos_token_ids=(2,),
+            output_token_ids=whole.token_ids[:sent],
+        )  # fmt: skip
+        found = [token for output in run(core, request) for token in output.token_ids]
+        assert whole.token_ids[:sent] + found == whole.token_ids
+    wrong = Request(request_id="wrong", prompt_token_ids=prompt, params=params, output_token_ids=[5000, 5000])
+    outputs = run(core, wrong)
+    assert outputs[-1].failure is not None
+    assert outputs[-1].failure.kind == "GrammarError"
+
+
+def run(core: EngineCore, request: Request) -> list[EngineOutput]:
+    core.add(request)
+    outputs: list[EngineOutput] = []
+    while core.has_work:
+        outputs += core.step()
+    return outputs
+
+
+def test_memory_of_forms_goes_with_their_requests(tiny: LLM) -> None:
+    ask(tiny, [SamplingParams(max_tokens=5, structured_outputs=held(regex="[0-9]+"))] * 3)
+    forms = tiny._engine().forms
+    assert isinstance(forms, Forms)
+    assert not forms._forms
+    assert not forms.compiling
