@@ -2,6 +2,8 @@
 
     python other_gpus.py worst|all      lines of: capability, case, kernel, bytes, limit
 
+`worst` runs the passes that give shared memory its places and no further; `all` the whole stage, and compares.
+
 A process of its own, without Triton's interpreter: the wrappers run as they are, over tensors without memory, on a
 driver that names another GPU and launches nothing.
 """
@@ -15,8 +17,9 @@ from typing import Any
 
 import torch
 import triton.compiler
-from triton._C.libtriton import ir
+from triton._C.libtriton import ir, nvidia, passes
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptx_version_from_options
 from triton.compiler.compiler import make_backend
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
@@ -60,6 +63,21 @@ class OtherGpu:
 
 def compile_in_part(source: Any, target: GPUTarget, options: dict[str, Any]) -> int:
     """Bytes of shared memory; what turns the rest into machine code is left out."""
+    module, parsed, _ = _lowered(source, target, options)
+    return _allocated(module, target, parsed)
+
+
+def compile_further(source: Any, target: GPUTarget, options: dict[str, Any]) -> int:
+    """The same by the whole of the stage, held against its first passes."""
+    module, _, finish = _lowered(source, target, options)
+    shared = finish(module)
+    if compile_in_part(source, target, options) != shared:
+        raise AssertionError(f"{shared} bytes by the whole stage, and not by its first passes")
+    return shared
+
+
+def _lowered(source: Any, target: GPUTarget, options: dict[str, Any]) -> tuple[Any, Any, Callable[[Any], int]]:
+    """The kernel's own module, its options, and what makes bytes of shared memory of it."""
     backend, stages, context = make_backend(target), dict[str, Any](), ir.context()
     parsed = backend.parse_options({**options, **source.parse_options()})
     backend.add_stages(stages, parsed, source.language)
@@ -69,9 +87,27 @@ def compile_in_part(source: Any, target: GPUTarget, options: dict[str, Any]) -> 
     code = source.make_ir(
         target, parsed, backend.get_codegen_implementation(parsed), backend.get_module_map(), context
     )  # fmt: skip
-    for stage in ("ttir", "ttgir", "llir"):
+    for stage in ("ttir", "ttgir"):
         code = stages[stage](code, metadata)
-    return int(metadata["shared"])
+
+    def finish(module: Any) -> int:
+        stages["llir"](module, metadata)
+        return int(metadata["shared"])
+
+    return code, parsed, finish
+
+
+def _allocated(module: Any, target: GPUTarget, options: Any) -> int:
+    """By the first passes of the backend's stage `llir`, which takes most of the time."""
+    manager = ir.pass_manager(module.context)
+    passes.ttgpuir.add_combine_tensor_select_and_if(manager)
+    passes.ttgpuir.add_allocate_warp_groups(manager)
+    passes.convert.add_scf_to_cf(manager)
+    passes.gluon.add_inliner(manager)
+    version = get_ptx_version_from_options(options, target.arch)
+    nvidia.passes.ttgpuir.add_allocate_shared_memory_nv(manager, target.arch, version)
+    manager.run(module, "allocate")
+    return int(module.get_int_attr("ttg.shared"))
 
 
 def empty(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
@@ -181,7 +217,7 @@ def everything() -> Cases:
             yield f"sampling of {vocabulary}, {dtype}", lambda some=(vocabulary, dtype): sampling_kernels(*some)
 
 
-def main(cases: Callable[[], Cases]) -> None:
+def main(cases: Callable[[], Cases], compile_one: Callable[..., int]) -> None:
     gpu, found, run = OtherGpu(), list[tuple[str, int]](), JITFunction.run
 
     def compile_only(kernel: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> None:
@@ -189,7 +225,7 @@ def main(cases: Callable[[], Cases]) -> None:
         found.append((kernel.__name__, shared))
 
     driver.set_active(gpu)
-    triton.compiler.compile = compile_in_part
+    triton.compiler.compile = compile_one
     JITFunction.run = compile_only
     torch.cuda.is_available = lambda: True
     torch.cuda.current_device = gpu.get_current_device
@@ -203,4 +239,4 @@ def main(cases: Callable[[], Cases]) -> None:
 
 
 if __name__ == "__main__":
-    main(worst if sys.argv[1] == "worst" else everything)
+    main(*((worst, compile_in_part) if sys.argv[1] == "worst" else (everything, compile_further)))
