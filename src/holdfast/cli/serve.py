@@ -89,6 +89,7 @@ def server_settings(engine_config: EngineConfig, server_config: ServerConfig, mo
         api_key_file=None if server_config.api_key_file is None else Path(server_config.api_key_file),
         public_metrics=server_config.public_metrics,
         disable_docs=server_config.disable_docs,
+        force_include_usage=server_config.enable_force_include_usage,
         enable_sleep_mode=engine_config.enable_sleep_mode,
         allowed_origins=server_config.allowed_origins,
         allowed_methods=server_config.allowed_methods,

@@ -37,6 +37,26 @@ REFUSED: Mapping[str, str] = {
     "hf_overrides": "a model's config is taken as it is",
     "rope_scaling": "a model's config is taken as it is; set it in the model's config.json",
     "limit_mm_per_prompt": "only text goes in and out",
+    "tokenizer_revision": "name the tokenizer by a folder or file, or pin the model with revision",
+    "code_revision": "code out of a model folder is never run",
+    "download_dir": "downloads go to the caches that HF_HOME and HOLDFAST_CACHE name",
+    "max_logprobs": "a request may ask for 20",
+    "distributed_executor_backend": "one device is used yet",
+    "enable_expert_parallel": "one device is used yet",
+    "nnodes": "one machine is used yet",
+    "compilation_config": "graphs are captured as they are needed; see enforce_eager",
+    "async_scheduling": "steps overlap where that helps: always on a GPU, never on a CPU",
+    "disable_sliding_window": "layers with a window keep it, as they were trained",
+    "runner": "one server generates and embeds: /v1/embeddings is always there",
+    "convert": "one server generates and embeds: /v1/embeddings is always there",
+    "task": "one server generates and embeds: /v1/embeddings is always there",
+    "pooler_config": "embeddings are the last token's state, scaled to length 1",
+    "override_pooler_config": "embeddings are the last token's state, scaled to length 1",
+    "logits_processors": "code out of a setting is never run",
+    "kv_transfer_config": "KV pages stay where they were computed",
+    "num_gpu_blocks_override": "the pool is sized by what is measured; see kv_cache_memory_bytes",
+    "preemption_mode": "a preempted request is recomputed",
+    "max_seq_len_to_capture": "steps of single tokens are captured at any length",
 }
 """vLLM's names for what is not there. Naming one is an error with this reason, never silence."""
 
@@ -52,6 +72,7 @@ class EngineConfig:
     )
     revision: str | None = setting(None, "branch, tag or commit of a hub id", optional(text))
     tokenizer: str | None = setting(None, "take the tokenizer from this folder, file or hub id", optional(text))
+    tokenizer_mode: str = setting("auto", "auto: the tokenizer that the model brings", choice("auto"))
     skip_tokenizer_init: bool = setting(False, "load no tokenizer: token ids in, token ids out", flag)
     chat_template: str | None = setting(
         None, "a chat template: a file, or the Jinja text itself; over the model's own", optional(text)

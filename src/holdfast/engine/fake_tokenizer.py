@@ -26,6 +26,9 @@ class _Pieces:
     def bytes_of(self, token_id: int) -> bytes:
         return self._bytes[token_id] if token_id < VOCABULARY else b""
 
+    def spell(self, token_id: int) -> bytes:
+        return self.bytes_of(token_id)
+
 
 class ByteTokenizer:
     eos_token = "<|end|>"

@@ -124,7 +124,13 @@ async def read_chat(raw: bytes, engine: Engine, settings: ServerSettings) -> Ask
     prompt, reading = await chat_prompt(body, fields.get("tools"), tokenizer, engine, settings, len(raw))
     if reading is not None:
         params = await off_loop(partial(reading.adjusted, params, tokenizer), len(raw))
-    await check_off_loop(params, tokenizer)
+    try:
+        await check_off_loop(params, tokenizer)
+    except RequestError as error:
+        if reading is not None and reading.use is not None and error.field == "grammar":
+            # The client sent no grammar: it was made of these.
+            error.field, error.message = "tools", f"tools: {error.message.removeprefix('grammar: ')}"
+        raise
     return _ask(
         body, "chatcmpl", model, [prompt], params, settings, logprobs, bytes_of=tokenizer.bytes_of, reading=reading
     )
@@ -367,7 +373,7 @@ def _ask(
         raise RequestError("stream_options needs stream: true", field="stream_options")
     if options is not None and options.include_obfuscation:
         raise unsupported("stream_options.include_obfuscation")
-    usage = options is not None and bool(options.include_usage)
+    usage = (options is not None and bool(options.include_usage)) or (body.stream and settings.force_include_usage)
     unique = uuid.uuid4().hex
     return Ask(
         answer_id=f"{prefix}-{unique if body.request_id is None else body.request_id}",

@@ -24,6 +24,8 @@ class ServerSettings:
     """Further ones, one a line; read again when it changes."""
     enable_sleep_mode: bool = False
     """Whether /sleep and /wake_up may be asked."""
+    force_include_usage: bool = False
+    """Whether every stream tells its usage, asked for or not."""
     disable_docs: bool = False
     """No /docs, no /openapi.json."""
     public_metrics: bool = False

@@ -110,3 +110,9 @@ def test_schemathesis_finds_no_fault(launch, tmp_path: Path):
     with server.client() as client:
         assert client.get("/health").status_code == 200
     assert server.engine.unfinished == 0
+
+
+def test_usage_may_be_forced_into_every_stream(launch):
+    with launch(force_include_usage=True).client() as client:
+        assert '"completion_tokens":4' in client.post("/v1/completions", json={"prompt": "abc", "stream": True}).text
+        assert client.post("/v1/completions", json={"prompt": "abc"}).status_code == 200

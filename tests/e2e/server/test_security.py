@@ -13,7 +13,7 @@ import pytest
 
 from holdfast.config import ServerConfig
 from holdfast.engine.fake import FakeEngine
-from holdfast.errors import ConfigurationError, EngineError
+from holdfast.errors import ConfigurationError, EngineError, RequestError
 from holdfast.server import head
 from holdfast.server.tls import tls_of
 
@@ -200,3 +200,48 @@ def test_tls_that_cannot_be_is_refused_at_start(tmp_path):
         with pytest.raises(ConfigurationError) as caught:
             tls_of(ServerConfig(**wrong))
         assert caught.value.code == "HF153"
+
+
+def test_nothing_is_fetched_for_a_client(http):
+    """Addresses in a request are never followed, whatever they hide in."""
+    with socket.create_server(("127.0.0.1", 0)) as trap:
+        trap.setblocking(False)
+        url = f"http://127.0.0.1:{trap.getsockname()[1]}/secret"
+        parts = [
+            {"type": "image_url", "image_url": {"url": url}}, {"type": "input_audio", "input_audio": {"data": url}},
+            {"type": "video_url", "video_url": {"url": url}}, {"type": "file", "file": {"file_id": url}},
+        ]  # fmt: skip
+        for part in parts:
+            body = {"messages": [{"role": "user", "content": [part]}]}
+            for path in ("/v1/chat/completions", "/tokenize"):
+                response = http.post(path, json=body)
+                assert response.status_code == 400
+                assert part["type"] in response.json()["error"]["message"]
+        for extra in ({"chat_template": url}, {"documents": [{"url": url}]}, {"model": url}):
+            body = {"messages": [{"role": "user", "content": "hi"}], **extra}
+            assert http.post("/v1/chat/completions", json=body).status_code in (400, 404)
+        reference = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"$ref": url}}}
+        body = {"messages": [{"role": "user", "content": "hi"}], "response_format": reference}
+        assert http.post("/v1/chat/completions", json=body).status_code == 400
+        with pytest.raises(BlockingIOError):
+            trap.accept()
+
+
+BOMBS = [
+    "{% for a in range(99999) %}{% for b in range(99999) %}x{% endfor %}{% endfor %}",
+    "{{ 'x' * 999999999 }}", "{{ '%999999999d' % 1 }}", "{% set x = [1] * 99999999 %}{{ x }}",
+    "{{ 9 ** 999999999 }}", "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+    "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("template", BOMBS)
+def test_a_template_of_a_client_ends(template):
+    """With the real renderer, as a server does it that was told to trust such templates."""
+    from holdfast.text.template import compile_template
+
+    with pytest.raises(RequestError):
+        compile_template(template).render(
+            [{"role": "user", "content": "hi"}], tools=None, documents=None, add_generation_prompt=True,
+            continue_final_message=False, variables={},
+        )  # fmt: skip
