@@ -12,15 +12,12 @@ from typing import cast
 import msgspec
 
 from holdfast.engine.interface import Engine
-from holdfast.errors import RequestError
 from holdfast.observability.metrics import RequestMeter, ServingMetrics
 from holdfast.records import AnswerDelta, FinishReason
 from holdfast.server.answering import Answer
 from holdfast.server.asking import Ask
 from holdfast.server.protocol import PromptTokensDetails, Usage
 from holdfast.server.telling import Told
-
-_FORM_FIELDS = ("grammar", "structured_outputs")
 
 Consumer = Callable[[Answer, AnswerDelta], Awaitable[None]]
 
@@ -67,16 +64,6 @@ class Conversation:
 
     async def open(self) -> None:
         """Every prompt is taken, or the error is raised and none is left behind once `close` was called."""
-        try:
-            await self._open()
-        except RequestError as error:
-            reading = self._ask.reading
-            if reading is not None and reading.use is not None and error.field in _FORM_FIELDS:
-                # The client sent no grammar: it was made of these.
-                error.field, error.message = "tools", f"tools: {error.message.removeprefix('grammar: ')}"
-            raise
-
-    async def _open(self) -> None:
         ask, many = self._ask, len(self._ask.prompts) > 1
         for position, prompt in enumerate(ask.prompts):
             room = self._engine.info.max_model_len - len(prompt)
