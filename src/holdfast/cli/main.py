@@ -21,6 +21,8 @@ COMMANDS = {
     "pull": "fetch a model ahead of time",
     "models": "list the models that are built in, cached and known",
     "plan": "say what fits before anything is loaded",
+    "rescue": "run a server's command, and start it again with what it died of put right",
+    "doctor": "say what happened to a server, and what helps",
     "ps": "list running servers and the memory they hold",
     "explain": "say what an error's code means",
 }
@@ -91,7 +93,7 @@ def _dispatched(given: list[str]) -> int:
 
 def _wants_json(given: list[str]) -> bool:
     """A mistake in the words is told to a program as its answer would have been."""
-    return given[:1] in (["plan"], ["models"], ["ps"], ["explain"]) and "--json" in given
+    return given[:1] in (["plan"], ["models"], ["ps"], ["explain"], ["doctor"]) and "--json" in given
 
 
 def _overview(stream: object, code: int) -> int:

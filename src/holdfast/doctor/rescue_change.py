@@ -38,6 +38,7 @@ _NEVER = frozenset(
     (*MODEL_FLAGS, "quantization", "quantize", "trust-remote-code", "revision", "tokenizer", "port", "host")
 )
 """Another model, another one's code, another address: not what was asked for."""
+_SPLITS = ("tensor-parallel-size", "pipeline-parallel-size", "data-parallel-size", "tp", "num-shard")
 _ASSIGNED = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=")
 
 
@@ -79,11 +80,17 @@ class Choice:
 
 
 def choose(
-    started: Started, findings: Iterable[Finding], *, keep: Iterable[str], tried: Iterable[Started], bold: bool = False
+    started: Started,
+    findings: Iterable[Finding],
+    *,
+    keep: Iterable[str],
+    tried: Iterable[Started],
+    bold: bool = False,
+    gpus: int = 0,
 ) -> Choice | None:
     """Of the first finding that has a fix we may take, the one that changes least. None: there is none.
 
-    `bold`: somebody confirms each, so that what is unsure may be offered too.
+    `bold`: somebody confirms each, so that what is unsure may be offered too. `gpus`: so many are there to split over.
     """
     command = started.command
     if command is None:
@@ -94,12 +101,23 @@ def choose(
         if finding.confidence == "low" and not bold:
             continue
         fixes = [fix for fix in (finding.fix, *finding.alternatives) if fix is not None and fix.changes]
-        allowed = [fix for fix in fixes if not _names(command, fix) & (kept | (frozenset() if bold else _NEVER))]
+        forbidden = kept | (frozenset() if bold else _NEVER)
+        allowed = [fix for fix in fixes if not _names(command, fix) & forbidden and _possible(command, fix, gpus)]
         for fix in sorted(allowed, key=lambda one: rank(command, one)):
             changed = apply(started, fix.changes)
             if changed is not None and changed.text not in seen:
                 return Choice(finding, fix, changed)
     return None
+
+
+def _possible(command: ServerCommand, fix: Fix, gpus: int) -> bool:
+    """More ranks need more GPUs than a command can make."""
+    for name, value in fix.changes.items():
+        if canonical(command.engine, name) in _SPLITS and value is not None and value.isdecimal():
+            now = command.value(name) or "1"
+            if int(value) > max(gpus, 1) and not (now.isdecimal() and int(value) < int(now)):
+                return False
+    return True
 
 
 def _names(command: ServerCommand, fix: Fix) -> frozenset[str]:

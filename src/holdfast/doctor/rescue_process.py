@@ -29,7 +29,9 @@ from holdfast.doctor.rescue_lines import Lines
 
 READ_BYTES = 64 * 1024
 GRACE_S = 10.0
-"""Between a request to end and the end of patience, for what is left of a group."""
+"""Between a request to end and the end of patience."""
+LEFT_GRACE_S = 4.0
+"""The same for what a program left behind when it died."""
 POLL_S = 0.25
 LAST_WORDS_S = 2.0
 """What a program's children still print after it has ended is waited for so long."""
@@ -233,7 +235,7 @@ class Supervised:
 
     def _clear_group(self) -> None:
         """An engine whose server died holds its memory: the next start would find none."""
-        for number, patience_s in ((signal.SIGTERM, GRACE_S), (signal.SIGKILL, GRACE_S)):
+        for number, patience_s in ((signal.SIGTERM, LEFT_GRACE_S), (signal.SIGKILL, GRACE_S)):
             left = self._left()
             if not left:
                 return
@@ -258,8 +260,8 @@ class Supervised:
                 state, parent, _, session = (folder / "stat").read_text().rpartition(")")[2].split()[:4]
             except (OSError, ValueError):
                 continue
-            ours = int(session) == self._process.pid or int(parent) == os.getpid()
-            if ours and state != "Z":
+            # The dead that are ours to wait for are left too, until that was done.
+            if int(parent) == os.getpid() or (int(session) == self._process.pid and state != "Z"):
                 found.append(int(folder.name))
         return found
 

@@ -58,11 +58,12 @@ def stand_in(pages: dict[str, Page | Callable[[int], Page]]) -> Iterator[str]:
         server.server_close()
 
 
-def _metrics(engine: str = "vllm", **moving: Callable[[int], float] | float) -> Callable[[int], Page]:
+def _metrics(**moving: Callable[[int], float] | float) -> Callable[[int], Page]:
     names = {
         "running": "vllm:num_requests_running", "waiting": "vllm:num_requests_waiting",
-        "kv": "vllm:kv_cache_usage_perc", "preempted": "vllm:num_preemptions_total", "tokens": "vllm:generation_tokens_total",
-        "asked": "vllm:prefix_cache_queries_total", "hits": "vllm:prefix_cache_hits_total",
+        "kv": "vllm:kv_cache_usage_perc", "preempted": "vllm:num_preemptions_total",
+        "tokens": "vllm:generation_tokens_total", "asked": "vllm:prefix_cache_queries_total",
+        "hits": "vllm:prefix_cache_hits_total",
         "seconds": "vllm:inter_token_latency_seconds_sum", "steps": "vllm:inter_token_latency_seconds_count",
     }  # fmt: skip
 

@@ -81,6 +81,14 @@ def test_another_model_its_code_or_address_is_never_taken_unasked() -> None:
     assert "--port 9001" in asked.started.text
 
 
+def test_more_ranks_only_where_there_are_gpus_for_them() -> None:
+    started, more = read(VLLM), _finding(Fix(changes={"--tensor-parallel-size": "2"}))
+    assert choose(started, [more], keep=(), tried=[started], gpus=1) is None
+    assert choose(started, [more], keep=(), tried=[started], gpus=2) is not None
+    fewer = read(["vllm", "serve", "m", "-tp", "4"])
+    assert choose(fewer, [more], keep=(), tried=[fewer]) is not None
+
+
 def test_nothing_is_tried_twice_and_nothing_unsure_is_tried() -> None:
     assert _chosen(VLLM, Fix(changes={"--max-model-len": "32768"})) is None
     assert _chosen(VLLM, Fix(changes={"--max-model-len": "8192"}), confidence="low") is None

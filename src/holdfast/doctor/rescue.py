@@ -1,0 +1,290 @@
+"""`holdfast rescue`: a server is started, watched, and started again with what it died of put right.
+
+    judge ─► run and watch ─► ended well, or told to end ─► its exit code
+                 ▲                │ died
+                 │                ▼
+                 └── back-off ── a fix that we know and may take?  no ─► why, the command to keep, its exit code
+
+What is said goes to `say`, beside the program's own output. Knows no terminal and no engine; how a program is run is
+in rescue_process.py, which fix is taken in rescue_change.py.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from holdfast.doctor import Watch
+from holdfast.doctor.judge_command import judge
+from holdfast.doctor.records import Diagnosis, Finding, Fix
+from holdfast.doctor.rescue_change import Choice, Started, choose, read
+from holdfast.doctor.rescue_health import Health, address_of
+from holdfast.doctor.rescue_process import GRACE_S, Ended, Supervised
+from holdfast.errors import HoldfastError, printable
+from holdfast.hardware import nvidia
+from holdfast.units import format_duration, shorten
+
+NOT_FOUND_EXIT, NOT_RUNNABLE_EXIT = 127, 126
+"""As a shell says it."""
+MOST_BACK_OFF_S = 60.0
+JUDGED_WITHIN_S = 20.0
+"""A model on the hub may be asked for; a start waits no longer for that."""
+SHOWN_LINES = 3
+KIN = (
+    (
+        "kv_cache_too_small_for_max_len", "no_memory_for_kv_blocks", "weights_do_not_fit", "tensor_parallel_unused",
+        "free_memory_below_utilization", "activation_oom_runtime", "cuda_graph_capture_oom", "sampler_warmup_oom",
+        "host_ram_oom",
+    ),
+    ("bad_flag", "heads_not_divisible", "tensor_parallel_mismatch", "quant_shape_mismatch"),
+)  # fmt: skip
+"""Causes of a failed start that a plan may call by another name of the same row."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Orders:
+    """What the user allows."""
+
+    keep: tuple[str, ...] = ()
+    """Flags that stay as they are."""
+    max_restarts: int = 5
+    back_off_s: float = 2.0
+    """Before the first restart; twice as long before each further one, and never more than MOST_BACK_OFF_S."""
+    hung_after_s: float = 0.0
+    """A server that was ready and has not answered for so long is ended and counts as died; 0: it is only said."""
+    confirm: Callable[[str], bool] | None = None
+    """Asked before each change; None: none is asked for."""
+
+
+@dataclass(slots=True)
+class Rescue:
+    words: Sequence[str]
+    orders: Orders
+    say: Callable[[str], None]
+    sleep: Callable[[float], None] = time.sleep
+    _tried: list[Started] = field(default_factory=list)
+    _silence_said: bool = False
+    _ended_by_us_at: float | None = None
+
+    def run(self) -> int:
+        """The exit code of the program's last run, as a shell says it."""
+        started = read(self.words)
+        judged = self._judged(started)
+        restarts = 0
+        while True:
+            self._tried.append(started)
+            try:
+                ended, diagnosis, served = self._once(started)
+            except (FileNotFoundError, NotADirectoryError):
+                self.say(f"there is no program {shorten(started.argv[0]) if started.argv else ''}")
+                return NOT_FOUND_EXIT
+            except PermissionError:
+                self.say(f"{shorten(started.argv[0])} is there and may not be run")
+                return NOT_RUNNABLE_EXIT
+            if ended.asked or ended.exit_code == 0:
+                self._command_to_keep(started, worked=served or ended.exit_code == 0)
+                return ended.exit_code
+            choice = self._after_death(started, ended, diagnosis, judged, served)
+            if choice is None or restarts >= self.orders.max_restarts:
+                if choice is not None:
+                    self.say(f"not started again: {restarts} restarts are what --max-restarts allows")
+                self._command_to_keep(started, worked=served)
+                return ended.exit_code
+            restarts += 1
+            self._wait(restarts)
+            started = choice.started
+
+    # One run
+
+    def _once(self, started: Started) -> tuple[Ended, Diagnosis, bool]:
+        """How it ended, what its output tells, and whether it had begun to serve."""
+        watch, health = _Beside(self.say), Health(address_of(started.command))
+        watch.feed(f"$ {started.text}")
+        if health.taken:
+            self.say("something answers at its address already: whether the new one is ready is told by its log alone")
+        self._silence_said, self._ended_by_us_at = False, None
+        told_ready = False
+        began = time.monotonic()
+
+        def tick(supervised: Supervised) -> None:
+            nonlocal told_ready
+            if not told_ready and (health.ready or watch.ready):
+                told_ready = True
+                self._ready(started, time.monotonic() - began)
+            self._silence(supervised, health.silent_s)
+
+        supervised = Supervised(started.argv, {**os.environ, **started.environment}, watch.feed)
+        health.start()
+        try:
+            ended = supervised.run(tick)
+        finally:
+            health.stop()
+        if ended.signal == signal.SIGKILL and not ended.asked and self._ended_by_us_at is None:
+            watch.feed("Killed (exit code 137)")
+        return ended, watch.diagnosis(), health.ready or watch.ready
+
+    def _ready(self, started: Started, after_s: float) -> None:
+        self.say(f"it serves, {format_duration(after_s)} after its start")
+        if len(self._tried) > 1:
+            self.say(f"the command to keep: {started.text}")
+
+    def _silence(self, supervised: Supervised, silent_s: float) -> None:
+        """A server that was ready and answers no more."""
+        if silent_s <= 0:
+            self._silence_said = False
+            return
+        limit_s = self.orders.hung_after_s
+        if not self._silence_said and silent_s >= (limit_s or GRACE_S):
+            self._silence_said = True
+            self.say(
+                f"it has not answered /health for {format_duration(silent_s)}" + (": it is ended" if limit_s else "")
+            )
+            if limit_s:
+                self._ended_by_us_at = time.monotonic()
+                supervised.end()
+        elif self._ended_by_us_at is not None and time.monotonic() - self._ended_by_us_at > GRACE_S:
+            supervised.end(at_once=True)
+
+    # Between runs
+
+    def _judged(self, started: Started) -> Diagnosis | None:
+        """What would be said of the command before it is run; None: nothing can be."""
+        from holdfast.planner.patience import within
+
+        command = started.command
+        if command is None:
+            self.say("this command is not one of a server that is known here: it is run and watched, and never changed")
+            return None
+        try:
+            judged = within(JUDGED_WITHIN_S, lambda: judge(command))
+        except (TimeoutError, HoldfastError) as error:
+            self.say(f"not judged before it is run: {printable(str(error).splitlines()[0])}")
+            return None
+        for finding in judged.findings:
+            self.say(f"before it is run: {finding.what}")
+            if finding.fix is not None:
+                self._fix(finding.fix)
+        return judged
+
+    def _after_death(
+        self, started: Started, ended: Ended, diagnosis: Diagnosis, judged: Diagnosis | None, served: bool
+    ) -> Choice | None:
+        """Said why; and what to do next, unless nothing is known or allowed."""
+        how = f"signal {signal.Signals(ended.signal).name}" if ended.signal else f"exit code {ended.exit_code}"
+        when = "it died while serving" if served else "it failed to start"
+        self.say(f"{when}: {how}, after {format_duration(ended.ran_s)}")
+        planned = {finding.cause for finding in judged.findings} if judged is not None and not served else set()
+        fatal = [finding for finding in diagnosis.findings if finding.cause != "none"]
+        fatal.sort(key=lambda finding: finding.cause not in planned)  # Where log and plan agree, both are believed.
+        if not fatal:
+            self.say("why is not known here: its own output above is all there is")
+            return None
+        self._why(fatal[0])
+        choice = choose(
+            started, _with_planned(fatal, judged, served), keep=self.orders.keep, tried=self._tried,
+            bold=self.orders.confirm is not None, gpus=len(nvidia.probe().gpus),
+        )  # fmt: skip
+        if choice is None:
+            self._no_way(fatal[0])
+            return None
+        changes = ", ".join(_spoken(flag, value) for flag, value in choice.fix.changes.items())
+        self.say(f"changed: {changes}" + (f" ({choice.fix.why})" if choice.fix.why else ""))
+        if choice.fix.price:
+            self.say(f"  its price: {choice.fix.price}")
+        if self.orders.confirm is not None and not self.orders.confirm(f"start again with {changes}?"):
+            self.say("not started again")
+            return None
+        return choice
+
+    def _why(self, finding: Finding) -> None:
+        self.say(f"{finding.what} [{finding.code}]")
+        for evidence in finding.evidence[:SHOWN_LINES]:
+            self.say(f"  seen: {printable(shorten(evidence.line.strip(), 200))}")
+        if finding.why:
+            self.say(f"  cause: {finding.why}")
+
+    def _no_way(self, finding: Finding) -> None:
+        """Nothing we may do ourselves; what a person can do is said."""
+        if finding.fix is not None:
+            self.say("not changed by itself" + (" (--keep)" if self.orders.keep else "") + "; what helps:")
+            self._fix(finding.fix)
+        else:
+            self.say("no fix for it is known here")
+
+    def _fix(self, fix: Fix) -> None:
+        if fix.why:
+            self.say(f"  fix: {fix.why}")
+        if fix.command:
+            self.say(f"       {fix.command}")
+
+    def _wait(self, restarts: int) -> None:
+        pause_s = min(MOST_BACK_OFF_S, self.orders.back_off_s * 2 ** (restarts - 1))
+        self.say(f"started again in {format_duration(pause_s)} ({restarts} of at most {self.orders.max_restarts})")
+        self.sleep(pause_s)
+
+    def _command_to_keep(self, started: Started, *, worked: bool) -> None:
+        if len(self._tried) < 2:
+            return
+        self.say(f"{'the command to keep' if worked else 'the last command that was tried'}: {started.text}")
+
+
+class _Beside:
+    """The doctor's eyes on the output. A fault of the doctor's own must not end a server that is well."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say = say
+        self._watch: Watch | None = None
+        self._safely(self._open)
+
+    def _open(self) -> None:
+        self._watch = Watch()
+
+    def feed(self, line: str) -> None:
+        watch = self._watch
+        if watch is not None:
+            self._safely(lambda: watch.feed(line))
+
+    @property
+    def ready(self) -> bool:
+        return self._watch is not None and self._watch.ready
+
+    def diagnosis(self) -> Diagnosis:
+        found: list[Diagnosis] = []
+        watch = self._watch
+        if watch is not None:
+            self._safely(lambda: found.append(watch.diagnosis()))
+        nothing = Diagnosis(engine=None, engine_version=None, command=None, phase=None, healthy=False, findings=[])
+        return found[0] if found else nothing
+
+    def _safely(self, look: Callable[[], None]) -> None:
+        try:
+            look()
+        except Exception as error:
+            self._watch = None
+            self._say(f"its output is no longer read: a fault of Holdfast's own ({type(error).__name__}: {error})")
+
+
+def _with_planned(fatal: Sequence[Finding], judged: Diagnosis | None, served: bool) -> list[Finding]:
+    """What a plan had offered for the same cause, or at a start for its kin, stands beside what the log offers."""
+    planned = judged.findings if judged is not None else []
+    together = []
+    for finding in fatal:
+        kin = next((kin for kin in KIN if finding.cause in kin and not served), (finding.cause,))
+        more = [
+            fix
+            for other in planned
+            if other.cause in kin
+            for fix in (other.fix, *other.alternatives)
+            if fix is not None
+        ]
+        together.append(msgspec.structs.replace(finding, alternatives=[*finding.alternatives, *more]))
+    return together
+
+
+def _spoken(flag: str, value: str | None) -> str:
+    return f"without {flag}" if value is None else f"{flag} {value}".rstrip()

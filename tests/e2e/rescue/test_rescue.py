@@ -1,0 +1,216 @@
+"""`holdfast rescue`, whole: real processes, signals, terminals. What needs a GPU is a stand-in: stand_in_vllm.py."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+STAND_IN = Path(__file__).parents[2] / "support" / "stand_in_vllm.py"
+PATIENCE_S = 60.0
+MODEL = "meta-llama/Llama-3.1-8B-Instruct"
+"""Of the catalogue: judging it asks nobody."""
+Start = Callable[..., "subprocess.Popen[bytes]"]
+
+
+@pytest.fixture
+def path_with_vllm(tmp_path: Path) -> str:
+    """A PATH on which the stand-in is called vllm."""
+    program = tmp_path / "bin" / "vllm"
+    program.parent.mkdir()
+    program.write_text(f"#!{sys.executable}\n" + STAND_IN.read_text())
+    program.chmod(0o755)
+    return f"{program.parent}:{os.environ['PATH']}"
+
+
+@pytest.fixture
+def start(path_with_vllm: str) -> Iterator[Start]:
+    running: list[subprocess.Popen[bytes]] = []
+
+    def started(*words: str, options: tuple[str, ...] = (), **variables: str) -> subprocess.Popen[bytes]:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "holdfast", "rescue", "--back-off", "0", *options, "--", *words],
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            env={**os.environ, "PATH": path_with_vllm, **variables}, start_new_session=True,
+        )  # fmt: skip
+        running.append(process)
+        return process
+
+    yield started
+    for process in running:
+        if process.poll() is None:
+            process.kill()
+        process.communicate()
+
+
+@pytest.fixture
+def port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _ended(process: subprocess.Popen[bytes]) -> tuple[int, str, str]:
+    out, err = process.communicate(timeout=PATIENCE_S)
+    return process.returncode, out.decode(), err.decode()
+
+
+def _said_until(process: subprocess.Popen[bytes], mark: str) -> str:
+    """What it says on standard error up to and with a line that has `mark`."""
+    assert process.stderr is not None
+    said, until = "", time.monotonic() + PATIENCE_S
+    while mark not in said:
+        ready, _, _ = select.select([process.stderr], [], [], max(0.0, until - time.monotonic()))
+        assert ready, said
+        piece = os.read(process.stderr.fileno(), 65536)
+        assert piece, said
+        said += piece.decode()
+    return said
+
+
+def test_a_context_that_does_not_fit_is_cut_and_the_server_started_again(start: Start, port: int) -> None:
+    command = f"vllm serve {MODEL} --max-model-len 131072 --port {port}"
+    process = start(*command.split())
+    said = _said_until(process, "the command to keep")
+    assert "it failed to start: exit code 1" in said
+    assert "changed: --max-model-len 48544" in said or re.search(r"changed: --max-model-len 48\d\d\d", said)
+    kept = said.split("the command to keep: ")[1].splitlines()[0]
+    length = int(kept.split("--max-model-len ")[1].split()[0])
+    assert kept == f"vllm serve {MODEL} --max-model-len {length} --port {port}"
+    assert length <= 48544
+    assert urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=10).status == 200
+    process.send_signal(signal.SIGTERM)
+    code, out, err = _ended(process)
+    assert code == 128 + signal.SIGTERM
+    assert out.splitlines() == [f"stand-in: {text.removeprefix('vllm ')}" for text in (command, kept)]
+    assert err.rstrip().endswith(kept)
+
+
+def test_what_must_be_kept_is_kept_and_the_exit_code_is_the_programs(start: Start) -> None:
+    options = ("--keep", "max-model-len", "--keep", "kv-cache-dtype,gpu-memory-utilization")
+    code, out, err = _ended(start("vllm", "serve", MODEL, "--max-model-len", "131072", options=options))
+    assert code == 1
+    assert out.count("stand-in:") == 1
+    assert "not changed by itself (--keep); what helps:" in err
+
+
+def test_restarts_are_bounded(start: Start) -> None:
+    """One that never learns: each time it asks for a little less than it was given."""
+    process = start("vllm", "serve", MODEL, "--max-model-len", "131072", options=("--max-restarts", "2"),
+                    STAND_IN_HOLDS="16", STAND_IN_LEARNS="0")  # fmt: skip
+    code, out, err = _ended(process)
+    assert code == 1
+    assert out.count("stand-in:") == 3
+    assert "2 restarts are what --max-restarts allows" in err
+    assert f"the last command that was tried: vllm serve {MODEL}" in err
+
+
+def test_a_crash_while_serving_is_told_apart_and_needs_the_opposite_move(start: Start, port: int) -> None:
+    process = start(*f"vllm serve {MODEL} --max-model-len 8192 --gpu-memory-utilization 0.95 --port {port}".split(),
+                    STAND_IN_CRASH="1")  # fmt: skip
+    said = _said_until(process, "the command to keep")
+    assert "it died while serving: exit code 1" in said
+    share = float(said.split("--gpu-memory-utilization ")[-1].split()[0])
+    assert share < 0.95  # Never more of the card, where it ran out while serving.
+    process.send_signal(signal.SIGINT)
+    assert _ended(process)[0] in (128 + signal.SIGINT, 1, 130)
+
+
+def test_nobody_to_ask_means_no(start: Start) -> None:
+    code, out, err = _ended(start("vllm", "serve", MODEL, "--max-model-len", "131072", options=("--ask",)))
+    assert (code, out.count("stand-in:")) == (1, 1)
+    assert "not started again" in err
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        (("sh", "-c", "exit 7"), 7),
+        (("sh", "-c", "kill -9 $$"), 137),
+        (("no-such-program",), 127),
+        (("/etc/passwd",), 126),
+    ],
+)
+def test_exit_codes_are_those_of_a_shell(start: Start, words: tuple[str, ...], code: int) -> None:
+    assert _ended(start(*words))[0] == code
+
+
+def test_output_passes_unchanged(start: Start) -> None:
+    process = start("sh", "-c", r"printf 'a\r\n\377\0b'; printf 'c\033[0m' >&2; sleep 0.3; printf 'no end'")
+    out, err = process.communicate(timeout=PATIENCE_S)
+    assert out == b"a\r\n\xff\x00bno end"
+    assert b"c\x1b[0m" in err
+    assert process.returncode == 0
+
+
+def test_the_second_request_to_end_kills(start: Start) -> None:
+    process = start("sh", "-c", "trap 'echo heard' TERM INT; echo up; while :; do sleep 0.05; done")
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"up\n"
+    process.send_signal(signal.SIGTERM)
+    assert process.stdout.readline() == b"heard\n"
+    assert process.poll() is None
+    process.send_signal(signal.SIGTERM)
+    assert _ended(process)[0] == 128 + signal.SIGKILL
+
+
+def test_nothing_that_died_leaves_anything_behind(start: Start, tmp_path: Path) -> None:
+    """A worker that left its group, as engines' do."""
+    left = tmp_path / "left"
+    worker = f"setsid sh -c 'echo $$ > {left}; while :; do sleep 0.05; done'"
+    process = start("sh", "-c", f"{worker} & while [ ! -s {left} ]; do sleep 0.02; done; exit 3")
+    assert _ended(process)[0] == 3
+    assert not Path(f"/proc/{left.read_text().strip()}").exists()
+
+
+def test_a_program_sees_a_terminal_where_we_have_one() -> None:
+    master, slave = pty.openpty()
+    program = "test -t 0 && test -t 1 && test -t 2 && echo all; read a; echo $a"
+    process = subprocess.Popen(
+        [sys.executable, "-m", "holdfast", "rescue", "--", "sh", "-c", program],
+        stdin=slave, stdout=slave, stderr=slave, start_new_session=True,
+    )  # fmt: skip
+    os.close(slave)
+    said, until = b"", time.monotonic() + PATIENCE_S
+    while b"typed\r\ntyped" not in said and time.monotonic() < until:
+        ready, _, _ = select.select([master], [], [], 1.0)
+        if ready:
+            said += os.read(master, 65536)
+        if b"all" in said and b"typed" not in said:
+            os.write(master, b"typed\n")
+    assert b"all\r\n" in said
+    assert b"typed\r\ntyped\r\n" in said
+    assert process.wait(PATIENCE_S) == 0
+    os.close(master)
+
+
+def test_holdfast_itself_with_too_little_memory_is_given_enough(start: Start, port: int) -> None:
+    command = f"-m holdfast serve smollm2 --ram 300MiB --max-model-len 512 --port {port}".split()
+    process = start(sys.executable, *command)
+    said = _said_until(process, "the command to keep")
+    assert "before it is run: it does not fit" in said
+    assert "it failed to start: exit code 2" in said
+    assert re.search(r"changed: --ram \d+MiB", said)
+    process.send_signal(signal.SIGTERM)
+    assert _ended(process)[0] == 0
+    with pytest.raises(urllib.error.URLError):
+        urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5)
+
+
+def test_usage(start: Start) -> None:
+    code, _, err = _ended(start())
+    assert code == 2
+    assert "there is no command to run" in err
+    assert _ended(start("true", options=("--max-restarts", "many")))[0] == 2
