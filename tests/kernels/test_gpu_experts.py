@@ -53,8 +53,9 @@ class TinyFile(Tiny):
 def test_greedy_tokens_are_those_of_transformers(model: str, device: torch.device, tmp_path: Path) -> None:
     """Chunks, mixed steps and single tokens; a graph of them where there is a GPU."""
     tiny = Tiny(tmp_path, **MODELS[model])
-    prompts = [prompt(number, length) for number, length in enumerate((21, 1, 5))]
-    params = [SamplingParams(temperature=0.0, max_tokens=2 + number, ignore_eos=True) for number in range(3)]
+    lengths = (21, 1, 5) if device.type == "cuda" else (18, 5)
+    prompts = [prompt(number, length) for number, length in enumerate(lengths)]
+    params = [SamplingParams(temperature=0.0, max_tokens=2 + number, ignore_eos=True) for number in range(len(lengths))]
     for asked, outputs in zip(prompts, run(tiny.core(device, gpu=True), prompts, params), strict=True):
         tiny.assert_greedy(asked, tokens_of(outputs))
 
