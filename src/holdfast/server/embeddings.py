@@ -10,6 +10,7 @@ import base64
 import time
 import uuid
 from collections.abc import Iterator
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import cast
 
@@ -62,11 +63,13 @@ class Embeddings:
         prompts = await self._read(body, len(raw))
         record.answer_id = f"embd-{uuid.uuid4().hex}"
         record.prompt_tokens, record.completion_tokens = sum(map(len, prompts)), 0
-        async with self._room.hold(self._entries(len(prompts))):
+        async with AsyncExitStack() as stack:
+            await stack.enter_async_context(self._room.hold(self._entries(len(prompts))))
             found = await self._embed_all(prompts, body, record.answer_id)
+            held = stack.pop_all()
         record.cached_tokens = sum(one.cached_tokens for one in found)
         usage = Usage(record.prompt_tokens, 0, record.prompt_tokens, PromptTokensDetails(record.cached_tokens))
-        return Pieces([_pieces(found, usage, record.answer_id, record.model, body.encoding_format)])
+        return Pieces(_pieces(found, usage, record.answer_id, record.model, body.encoding_format), held)
 
     def _entries(self, count: int) -> int:
         """Room is counted in log-probabilities, which is what the plan has set aside for."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -19,8 +21,13 @@ Answering = Callable[[bytes, Record], Awaitable[Any]]
 """From a body to what is encoded as JSON, or to pieces of bytes (`Pieces`)."""
 
 
-class Pieces(list[Iterable[bytes]]):
-    """JSON that is encoded while it is sent: one iterable of bytes."""
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    """JSON that is encoded while it is sent."""
+
+    content: Iterable[bytes]
+    held: AsyncExitStack
+    """What is let go of when all of it is sent, or nobody is left to send it to."""
 
 
 class Exchange:
@@ -49,8 +56,9 @@ class Exchange:
             await send({"type": "http.response.start", "status": 200, "headers": headers})
             await send({"type": "http.response.body", "body": content})
             return
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
-        for piece in gathered(answer[0]):
-            await send({"type": "http.response.body", "body": piece, "more_body": True})
-            await asyncio.sleep(0)
-        await send({"type": "http.response.body", "body": b""})
+        async with answer.held:
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+            for piece in gathered(answer.content):
+                await send({"type": "http.response.body", "body": piece, "more_body": True})
+                await asyncio.sleep(0)
+            await send({"type": "http.response.body", "body": b""})

@@ -9,6 +9,7 @@ import openai
 import pytest
 
 from holdfast.engine.fake import FakeEngine
+from holdfast.server.room import Room
 
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hi"}]
 
@@ -154,3 +155,13 @@ def test_the_prefix_cache_is_forgotten(launch):
         assert http.post("/reset_prefix_cache").json() == {"success": True}
         assert cached() == 0
         assert error_of(http.post("/reset_prefix_cache?reset_external=true"))["param"] == "reset_external"
+
+
+def test_room_is_given_back_when_all_is_sent(monkeypatch, launch):
+    """Also by a request that fails, and with room for one request at a time."""
+    monkeypatch.setattr("holdfast.server.embeddings.TOLD_ENTRIES", 4)
+    monkeypatch.setattr("holdfast.server.app.Room", lambda most_waiting: Room(4, most_waiting))
+    with launch().client() as http:
+        for _ in range(3):
+            assert http.post("/v1/embeddings", json={"input": ["a"] * 20}).status_code == 200
+            assert http.post("/v1/embeddings", json={"input": [[99999]] * 20}).status_code == 400

@@ -137,7 +137,7 @@ def test_pages_that_were_named_may_read(launch):
 
 
 @pytest.mark.parametrize(
-    "message", ["cannot open /home/somebody/models/secret.gguf: no such file", "C:\\models\\x.gguf"]
+    "message", ["cannot open /srv/somebody/models/secret.gguf: no such file", "C:\\models\\x.gguf"]
 )
 def test_a_fault_of_the_engine_tells_no_paths(launch, message):
     def broken(prompt):
