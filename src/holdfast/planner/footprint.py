@@ -49,9 +49,16 @@ one. A request for more is refused, requests together wait for each other."""
 TOLD_ENTRY_BYTES = 160
 """Of each of them: about 75 as JSON, more with long words, and as much again while it waits as the engine told it."""
 
-FRONT_BYTES = 120 * MIB + TOLD_ENTRIES * TOLD_ENTRY_BYTES
-"""160 MiB. 93 with SmolLM2's tokenizer and nobody there; the rest is for bodies, streams and larger vocabularies, and
-40 for what is told of prompts."""
+KEPT_ENTRIES = 2**18
+"""The same of answers that are not streamed, which are kept until they are whole: 11,397 tokens with 20 each, or 87,381
+with none but their own. Who asks for more is refused, who needs more than is left is ended."""
+
+KEPT_ENTRY_BYTES = 112
+"""Of each, as JSON; a token counts as two more, for the pieces that it comes in."""
+
+FRONT_BYTES = 120 * MIB + TOLD_ENTRIES * TOLD_ENTRY_BYTES + KEPT_ENTRIES * KEPT_ENTRY_BYTES
+"""188 MiB. 93 with SmolLM2's tokenizer and nobody there; the rest is for bodies, streams and larger vocabularies, 40
+for what is told of prompts and 28 for what is kept of answers."""
 
 LOGITS_BYTES = 8 * MIB
 """Of the logits buffer: rows beyond it are sampled in turns, so that many streams need no more memory."""

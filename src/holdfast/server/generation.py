@@ -20,7 +20,7 @@ from holdfast.server.answering import DONE, Answer, Shape, error_event
 from holdfast.server.asking import Ask
 from holdfast.server.conversation import ClientGone, Conversation
 from holdfast.server.failures import TIMED_OUT, TOO_LARGE, HttpFailure, describe
-from holdfast.server.room import Room
+from holdfast.server.room import Kept, Room, check_kept
 from holdfast.server.settings import ServerSettings, body_limit
 
 Reader = Callable[[bytes, Engine, ServerSettings], Awaitable[Ask]]
@@ -66,17 +66,21 @@ class Generation:
     async def _serve(self, body: bytes, record: Record, send: Send) -> None:
         ask = await self._read(body, self._engine, self._settings)
         record.model, record.stream, record.answer_id = ask.model, ask.stream, ask.answer_id
+        if ask.logprobs is not None and not ask.stream and not ask.default_max_tokens:
+            longest = min(ask.params.max_tokens or 0, self._engine.info.max_model_len)
+            check_kept(len(ask.prompts) * ask.params.n * longest, ask.logprobs)
         async with self._room.hold(ask.told_entries):
-            await self._converse(ask, record, send)
+            with self._room.keep() as kept:
+                await self._converse(ask, record, send, kept)
 
-    async def _converse(self, ask: Ask, record: Record, send: Send) -> None:
+    async def _converse(self, ask: Ask, record: Record, send: Send, kept: Kept) -> None:
         conversation = Conversation(ask, self._engine, self._metrics)
         try:
             await conversation.open()
             if ask.stream:
                 await _Events(self._shape(ask), ask, conversation, send).run(record)
             else:
-                await self._whole(self._shape(ask), conversation, send)
+                await self._whole(self._shape(ask), conversation, send, kept)
         finally:
             await conversation.close()
             record.prompt_tokens = conversation.prompt_tokens
@@ -85,12 +89,13 @@ class Generation:
             record.finish_reason = conversation.finish_reason
             record.ttft_s = conversation.ttft_s
 
-    async def _whole(self, shape: Shape, conversation: Conversation, send: Send) -> None:
+    async def _whole(self, shape: Shape, conversation: Conversation, send: Send, kept: Kept) -> None:
         pieces: list[list[str]] = [[] for _ in conversation.answers]
 
         async def consume(answer: Answer, delta: AnswerDelta) -> None:
             pieces[answer.index].append(delta.text)
             if delta.logprobs is not None:
+                kept.take(len(delta.logprobs), sum(map(len, delta.logprobs)))
                 shape.keep(answer, delta.logprobs)
 
         await conversation.follow(consume)

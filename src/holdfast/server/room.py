@@ -1,15 +1,21 @@
-"""Room in this process for what is told of prompts: who asks for more than there is waits, or is refused. Knows nothing
-of what is told."""
+"""Room in this process for log-probabilities. Knows nothing of what they say.
+
+Of prompts it is known beforehand how many there will be: who asks for more than is free waits, and for more than there
+is, is refused. Of answers it is not: they take room as they grow, and one that finds none is ended.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 
 from holdfast.errors import OverloadedError, RequestError
-from holdfast.planner.footprint import TOLD_ENTRIES
+from holdfast.planner.footprint import KEPT_ENTRIES, TOLD_ENTRIES
+
+OF_A_TOKEN = 2
+"""Entries that a kept token counts for beside its log-probabilities."""
 
 
 def told_entries(prompt_lengths: list[int], likeliest: int, copies: int) -> int:
@@ -35,11 +41,53 @@ def check_told(prompt_lengths: list[int], likeliest: int, copies: int, field: st
     )
 
 
+def check_kept(tokens: int, likeliest: int) -> None:
+    """Of answers that are not streamed, if they become as long as was asked for."""
+    entries = tokens * (likeliest + 1 + OF_A_TOKEN)
+    if entries <= KEPT_ENTRIES:
+        return
+    raise RequestError(
+        f"logprobs of answers of {tokens} tokens in all, {likeliest} + 1 for each, are kept until they are whole; this "
+        f"server keeps {KEPT_ENTRIES} at a time",
+        needed=f"room for {entries} log-probabilities",
+        found=f"room for {KEPT_ENTRIES}",
+        fix=f"stream: true, or max_tokens of at most {KEPT_ENTRIES // (likeliest + 1 + OF_A_TOKEN)} over all answers",
+        field="max_tokens",
+    )
+
+
+class Kept:
+    """What one request holds of the room for answers; `give_back` when they have gone out."""
+
+    def __init__(self, room: Room) -> None:
+        self._room = room
+        self.entries = 0
+
+    def take(self, tokens: int, logprobs: int) -> None:
+        """Of so many further tokens, together so many log-probabilities. Raises where there is no room."""
+        more = logprobs + OF_A_TOKEN * tokens
+        if more > self._room.kept_free:
+            raise OverloadedError(
+                "the log-probabilities of answers that are not streamed take all the room there is for them",
+                needed=f"room for {self.entries + more} log-probabilities",
+                found=f"{self._room.kept_free} more beside {self.entries}",
+                fix="stream: true, a smaller max_tokens, or try again later",
+                field="logprobs",
+            )
+        self._room.kept_free -= more
+        self.entries += more
+
+    def give_back(self) -> None:
+        self._room.kept_free += self.entries
+        self.entries = 0
+
+
 class Room:
     """First come, first served: a large request is not overtaken by small ones for ever."""
 
     def __init__(self, entries: int = TOLD_ENTRIES, most_waiting: int | None = None) -> None:
         self.free = entries
+        self.kept_free = KEPT_ENTRIES
         self._most_waiting = most_waiting
         self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
 
@@ -51,6 +99,14 @@ class Room:
             yield
         finally:
             self._leave(entries)
+
+    @contextmanager
+    def keep(self) -> Iterator[Kept]:
+        kept = Kept(self)
+        try:
+            yield kept
+        finally:
+            kept.give_back()
 
     async def _enter(self, entries: int) -> None:
         if not self._waiting and entries <= self.free:
