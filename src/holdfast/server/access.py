@@ -17,7 +17,7 @@ from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from holdfast.engine.interface import Engine
-from holdfast.errors import DrainingError, EngineDiedError
+from holdfast.errors import DrainingError, EngineDiedError, SleepingError
 from holdfast.server.failures import (
     HEAD_TOO_LARGE,
     UNAUTHORIZED,
@@ -44,6 +44,8 @@ OPEN = frozenset({"/health", "/ping"})
 
 NEEDS_ENGINE = ("/v1/", "/tokenize", "/detokenize")
 """Beginnings of paths that are of no use before the engine is there, or when it is gone."""
+
+COMPUTING = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/embeddings"})
 
 _ID = re.compile(r"[A-Za-z0-9._:@/+=-]{1,128}")
 
@@ -152,6 +154,8 @@ class Door:
             raise EngineDiedError(f"the engine is dead: {engine.failure.message}")
         if engine.draining:
             raise DrainingError("the server is shutting down and takes no new requests")
+        if engine.sleeping and path in COMPUTING:
+            raise SleepingError("the engine sleeps", fix="POST /wake_up")
         # An engine that is being restarted keeps new requests waiting; one that was never there cannot even say
         # what its tokenizer is.
         if not engine.ready and not engine.restarts and not engine.sleeping:

@@ -33,9 +33,8 @@ MAX_SAID_CHARS = 2000
 """Of one sentence of an answer: the last bound, whatever a message repeats of what it was given."""
 
 # Absolute ones, of Unix and of Windows; not the paths of this API.
-_PATH = re.compile(
-    r"(?<![\w./-])(?:/(?!v1/|health\b|metrics\b)[\w.+@-]+(?:/[\w.+@ -]*[\w.+@-])*/?|[A-Za-z]:\\[^\s'\"]+)"
-)
+_API = r"(?:v1|health|metrics|memory|sleep|wake_up|tokenize|detokenize)\b"
+_PATH = re.compile(rf"(?<![\w./-])(?:/(?!{_API})[\w.+@-]+(?:/[\w.+@ -]*[\w.+@-])*/?|[A-Za-z]:\\[^\s'\"]+)")
 
 # The most particular class first: the first that fits decides.
 _SHAPES: tuple[tuple[type[HoldfastError], int, str, str], ...] = (

@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from holdfast.checkpoints.cache import cache_folder
 from holdfast.engine.fake import FakeEngine
 from holdfast.server import fields
 from holdfast.server.app import create_app
@@ -19,9 +20,8 @@ from holdfast.server.bodies import EmbeddingBody
 from holdfast.server.protocol import ChatBody, CompletionBody
 from holdfast.server.settings import ServerSettings
 
-SCHEMATHESIS = shutil.which(
-    "schemathesis", path=os.pathsep.join([os.environ.get("PATH", ""), os.environ.get("HOLDFAST_SCHEMATHESIS", "")])
-)
+OWN_ENVIRONMENT = cache_folder() / "clients" / "schemathesis" / "bin"
+SCHEMATHESIS = shutil.which("schemathesis", path=os.pathsep.join([os.environ.get("PATH", ""), str(OWN_ENVIRONMENT)]))
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +95,9 @@ def test_a_wrong_method_is_told_the_right_ones(launch):
 
 
 @pytest.mark.long
-@pytest.mark.skipif(SCHEMATHESIS is None, reason="schemathesis is not installed (pip install schemathesis)")
+@pytest.mark.skipif(
+    SCHEMATHESIS is None, reason=f"schemathesis is not installed, neither on the path nor in {OWN_ENVIRONMENT}"
+)
 @pytest.mark.timeout(1200)
 def test_schemathesis_finds_no_fault(launch, tmp_path: Path):
     """No 5xx, nothing that hangs, no answer that the document does not tell of."""

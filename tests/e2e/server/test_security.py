@@ -13,8 +13,9 @@ import pytest
 
 from holdfast.config import ServerConfig
 from holdfast.engine.fake import FakeEngine
-from holdfast.errors import ConfigurationError, EngineError, RequestError
+from holdfast.errors import ConfigurationError, EngineError, RequestError, SleepingError
 from holdfast.server import head
+from holdfast.server.failures import describe
 from holdfast.server.tls import tls_of
 
 ENDPOINTS = [
@@ -148,6 +149,13 @@ def test_a_fault_of_the_engine_tells_no_paths(launch, message):
             text = http.post("/v1/completions", json={"prompt": "x", "stream": stream}).text
             assert "engine_error" in text
             assert not any(part in text for part in ("somebody", "secret", "private", "/var/log", "models"))
+
+
+@pytest.mark.parametrize(
+    "told", ["POST /wake_up", "GET /v1/models lists the names", "a/b, 3/4 and https://a.example/x"]
+)
+def test_paths_of_the_api_are_told(told):
+    assert describe(SleepingError("x", fix=told))[1]["holdfast"]["fix"] == told
 
 
 def certificate(folder: Path) -> tuple[str, str]:

@@ -40,5 +40,6 @@ def test_open_streams_end_with_the_reason(launch):
         assert http.get("/health").json() == {"status": "sleeping"}
         refused = http.post("/v1/completions", json={"prompt": "abc"})
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "sleeping")
+        assert refused.json()["error"]["holdfast"]["fix"] == "POST /wake_up"
         assert http.post("/wake_up?tags=weights&tags=kv_cache").json() == {"status": "awake", "tags": None}
         assert http.post("/v1/completions", json={"prompt": "abc"}).status_code == 200
