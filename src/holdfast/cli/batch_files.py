@@ -83,7 +83,8 @@ class Input:
         """One for each line, 0 for an empty one: 8 bytes a line."""
         found = array("Q")
         for line in read_lines(self.path, model):
-            found.extend(0 for _ in range(line.number - 1 - len(found)))
+            while len(found) < line.number - 1:
+                found.append(0)
             found.append(line.digest)
         return found
 
