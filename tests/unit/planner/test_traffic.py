@@ -165,18 +165,18 @@ def test_a_line_without_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_long_log_with_absurd_lines_is_read_in_little_memory(tmp_path: Path) -> None:
     path, dice = tmp_path / "log", random.Random(5)
     with path.open("w") as file:
-        for number in range(30_000):
+        for number in range(10_000):
             file.write(json.dumps(row(dice.randrange(1, 10**6), 9, time=float(number), duration_s=2.5)) + "\n")
         file.write('{"prompt_tokens": "' + "x" * (20 << 20) + '"}\n')
-        file.write(json.dumps(row(5, 5, time=30_000.0, duration_s=1)) + "\n")
+        file.write(json.dumps(row(5, 5, time=10_000.0, duration_s=1)) + "\n")
     tracemalloc.start()
     traffic, decisions = read_traffic(str(path))
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert traffic.requests == 30_001
+    assert traffic.requests == 10_001
     assert traffic.concurrency == 3
     assert "1 torn" in decisions[0].reason
-    assert traffic.prompt_tokens == pytest.approx(990_000, rel=0.005)
+    assert traffic.prompt_tokens == pytest.approx(990_000, rel=0.008)
     assert peak < 32 << 20
 
 
