@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from holdfast.doctor.live_page import OK, PAGE_TIMEOUT_S, Reply, Sample, client_for, get, read_metrics
 from holdfast.doctor.live_rules import Looked, StreamLook, findings_of
-from holdfast.doctor.records import Diagnosis, Evidence, Finding, Fix
+from holdfast.doctor.records import Diagnosis, Evidence, Fix
+from holdfast.doctor.said import found
 from holdfast.errors import ConfigurationError, printable
 from holdfast.units import shorten
 
@@ -41,16 +42,16 @@ def origin_of(url: str) -> str:
     if "://" not in text:
         text = f"http://{text}"
     try:
-        found = httpx.URL(text)
-        if found.scheme not in ("http", "https") or not found.host:
+        address = httpx.URL(text)
+        if address.scheme not in ("http", "https") or not address.host:
             raise httpx.InvalidURL("no host")
     except httpx.InvalidURL as error:
         raise ConfigurationError(
             f"{shorten(url)} is not the address of a server",
             needed="http://HOST:PORT", found=shorten(str(error)), fix="holdfast doctor http://127.0.0.1:8000",
         ) from error  # fmt: skip
-    host = f"[{found.host}]" if ":" in found.host else found.host
-    return f"{found.scheme}://{host}" + (f":{found.port}" if found.port is not None else "")
+    host = f"[{address.host}]" if ":" in address.host else address.host
+    return f"{address.scheme}://{host}" + (f":{address.port}" if address.port is not None else "")
 
 
 def examine(
@@ -76,13 +77,13 @@ def examine(
         address=address, engine=told or engine, health=health.status, said=_said(health), samples=tuple(samples),
         models=models.status, stream=streamed,
     )  # fmt: skip
-    found = findings_of(looked)
+    findings = findings_of(looked)
     missing = []
     if not samples:
         missing.append(f"metrics: {address}/metrics tells none{_how_to_tell(told or engine)}")
     return Diagnosis(
         engine=told or engine, engine_version=version, command=None, phase="serve" if health.status == OK else None,
-        healthy=not found and health.status == OK, findings=found, missing=missing,
+        healthy=not findings and health.status == OK, findings=findings, missing=missing,
     )  # fmt: skip
 
 
@@ -125,13 +126,13 @@ def _identity(client: httpx.Client, address: str, models: Reply) -> tuple[str | 
 
 def _samples(client: httpx.Client, address: str, seconds: float, sleep: Callable[[float], None]) -> list[Sample]:
     """One a second; a page that fails is left out, and two in a row end it."""
-    found: list[Sample] = []
+    samples: list[Sample] = []
     began, failed = time.monotonic(), 0
     count = max(2, int(seconds / EVERY_S) + 1)
     for number in range(count):
         reply = get(client, f"{address}/metrics")
         if reply.status == OK:
-            found.append(read_metrics(reply.body, time.monotonic() - began))
+            samples.append(read_metrics(reply.body, time.monotonic() - began))
             failed = 0
         else:
             failed += 1
@@ -139,7 +140,7 @@ def _samples(client: httpx.Client, address: str, seconds: float, sleep: Callable
             break
         if number < count - 1:
             sleep(max(0.0, began + (number + 1) * EVERY_S - time.monotonic()))
-    return found
+    return samples
 
 
 def _how_to_tell(engine: str | None) -> str:
@@ -152,20 +153,19 @@ def _silent(address: str, reply: Reply) -> Diagnosis:
     """Nothing listens, or it listens and says nothing."""
     evidence = [Evidence(line=f"GET {address}/health: {printable(shorten(reply.said, 200))}", source=address)]
     if reply.refused:
-        finding = Finding(
-            code="not_ready_yet", root_cause="not_memory", cause="not_ready_yet", confidence="medium",
-            what=f"nothing listens at {address}", evidence=evidence,
+        finding = found(
+            "not_ready_yet", "not_memory", "medium", what=f"nothing listens at {address}", evidence=evidence,
             why="the server is still loading, has ended, or listens elsewhere: most engines open their port only when"
             " the model is loaded, or on 127.0.0.1 inside a container",
-            fix=Fix(why="wait for it: until curl -sf " + f"{address}/health; do sleep 2; done; if its process is gone,"
-            " look at its log with holdfast doctor LOG"),
+            fixes=[Fix(why=f"wait for it: until curl -sf {address}/health; do sleep 2; done; if its process is gone,"
+                       " look at its log with holdfast doctor LOG")],
         )  # fmt: skip
     else:
-        finding = Finding(
-            code="timeout_or_hang", root_cause="not_memory", cause="timeout_or_hang", confidence="medium",
-            what=f"{address} takes the connection and does not answer", evidence=evidence,
+        finding = found(
+            "timeout_or_hang", "not_memory", "medium", evidence=evidence,
+            what=f"{address} takes the connection and does not answer",
             why="the server hangs, or its front is busy: /health is answered by an engine that is well in milliseconds",
-            fix=Fix(why="read the end of its log (holdfast doctor LOG); py-spy dump --pid PID shows where it is"),
+            fixes=[Fix(why="read the end of its log (holdfast doctor LOG); py-spy dump --pid PID shows where it is")],
         )  # fmt: skip
     missing = ["the server's log: holdfast doctor LOG"]
     return Diagnosis(

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Literal
 
 from holdfast.doctor.live_page import OK, Sample
 from holdfast.doctor.records import Evidence, Finding, Fix, RootCause
+from holdfast.doctor.said import Confidence, found
 from holdfast.doctor.spellings import translated
 from holdfast.units import counted
 
@@ -82,15 +82,15 @@ def findings_of(looked: Looked) -> list[Finding]:
 
 
 def _finding(
-    cause: str, root: RootCause, confidence: Literal["high", "medium", "low"], looked: Looked, *, what: str, why: str,
+    cause: str, root: RootCause, confidence: Confidence, looked: Looked, *, what: str, why: str,
     figures: tuple[str, ...] = (), fix: Fix | None = None, alternatives: tuple[Fix, ...] = (),
     evidence: list[Evidence] | None = None,
 ) -> Finding:  # fmt: skip
     numbers = {figure: value for figure in figures if (value := looked.last(figure)) is not None}
-    return Finding(
-        code=cause, root_cause=root, cause=cause, confidence=confidence, what=what, why=why,
-        evidence=looked.evidence(*figures) if evidence is None else evidence, fix=fix, alternatives=list(alternatives),
-        numbers=numbers | {"seconds": round(looked.seconds, 1)},
+    return found(
+        cause, root, confidence, what=what, why=why, numbers=numbers | {"seconds": round(looked.seconds, 1)},
+        evidence=looked.evidence(*figures) if evidence is None else evidence,
+        fixes=[*([] if fix is None else [fix]), *alternatives],
     )  # fmt: skip
 
 
@@ -250,11 +250,11 @@ def _slower(looked: Looked) -> Iterator[Finding]:
 
 
 def _prefix(looked: Looked) -> Iterator[Finding]:
-    asked, found = looked.last("prefix_asked"), looked.last("prefix_found")
+    asked, hits = looked.last("prefix_asked"), looked.last("prefix_found")
     off = any(sample.settings.get("enable_prefix_caching") == "False" for sample in looked.samples)
-    if off or asked is None or found is None or asked < PREFIX_LEAST_TOKENS:
+    if off or asked is None or hits is None or asked < PREFIX_LEAST_TOKENS:
         return
-    rate = found / asked
+    rate = hits / asked
     if rate >= PREFIX_WORTH:
         return
     yield _finding(

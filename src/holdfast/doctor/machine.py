@@ -198,3 +198,26 @@ def lines_of(facts: MachineFacts) -> list[str]:
     lines += [f"version    {name} {version}" for name, version in facts.versions.items()]
     lines += [f"set        {name}={value}" for name, value in facts.environment.items()]
     return lines
+
+
+def document(facts: MachineFacts) -> dict[str, object]:
+    """For programs: `machine` of `holdfast doctor --json`."""
+    seen = {gpu.uuid for gpu in facts.nvidia.gpus}
+    return {
+        "driver": facts.every.driver,
+        "cuda": None if facts.every.cuda is None else ".".join(map(str, facts.every.cuda)),
+        "gpus": [
+            {
+                "index": gpu.index, "name": gpu.name, "total_bytes": gpu.total_bytes, "free_bytes": gpu.free_bytes,
+                "visible": gpu.uuid in seen,
+                "processes": [{"pid": one.pid, "name": one.name, "bytes": one.nbytes} for one in gpu.processes],
+            }
+            for gpu in facts.every.gpus
+        ],
+        "links": [list(row) for row in facts.links],
+        "ram": {"total_bytes": facts.memory.total_bytes, "available_bytes": facts.memory.available_bytes},
+        "shm_bytes": facts.shm_bytes,
+        "disks": [{"path": one.path, "free_bytes": one.free_bytes} for one in facts.disks],
+        "versions": dict(facts.versions),
+        "environment": dict(facts.environment),
+    }  # fmt: skip

@@ -7,6 +7,7 @@ from typing import Literal
 
 from holdfast.doctor.commands import ServerCommand
 from holdfast.doctor.records import Evidence, Finding, Fix, RootCause
+from holdfast.doctor.rulebook import rulebook
 
 Confidence = Literal["high", "medium", "low"]
 
@@ -17,9 +18,16 @@ def found(
 ) -> Finding:  # fmt: skip
     """The first of `fixes` is the fix, the others are second choices."""
     return Finding(
-        code=cause, root_cause=root, cause=cause, confidence=confidence, what=what, why=why, evidence=list(evidence),
-        fix=fixes[0] if fixes else None, alternatives=list(fixes[1:]), numbers=dict(numbers or {}),
+        code=code_of(cause), root_cause=root, cause=cause, confidence=confidence, what=what, why=why,
+        evidence=list(evidence), fix=fixes[0] if fixes else None, alternatives=list(fixes[1:]),
+        numbers=dict(numbers or {}),
     )  # fmt: skip
+
+
+def code_of(cause: str) -> str:
+    """As `holdfast explain` takes it; the rules of logs have the same."""
+    known = rulebook().causes.get(cause)
+    return cause if known is None else known.code
 
 
 def changed(
