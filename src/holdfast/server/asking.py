@@ -122,9 +122,9 @@ async def read_chat(raw: bytes, engine: Engine, settings: ServerSettings) -> Ask
     _check_prompt_logprobs(body)
     _check_places(params.n, engine, settings, "n")
     prompt, reading = await chat_prompt(body, fields.get("tools"), tokenizer, engine, settings, len(raw))
-    if reading is not None:
-        params = await off_loop(partial(reading.adjusted, params, tokenizer), len(raw))
     try:
+        if reading is not None:
+            params, reading = await off_loop(partial(reading.adjusted, params, tokenizer), len(raw))
         await check_off_loop(params, tokenizer)
     except RequestError as error:
         if reading is not None and reading.use is not None and error.field == "grammar":

@@ -15,7 +15,7 @@ from holdfast.server.settings import ServerSettings
 from holdfast.server.tooling import ToolUse
 from holdfast.text.reasoning import FAMILIES, ReasoningReader, State, Thinking, thinking_of
 from holdfast.text.tools.answers import AnswerReader
-from holdfast.text.tools.grammar import Freedom, calls_grammar
+from holdfast.text.tools.grammar import Freedom, calls_grammar, thoughtful_json
 from holdfast.text.tools.prompt import Message, Speech, shown, speech_of
 
 if TYPE_CHECKING:
@@ -60,15 +60,19 @@ class Reading:
             return None
         return replace(self, state=state)
 
-    def adjusted(self, params: SamplingParams, tokenizer: Tokenizer) -> SamplingParams:
-        """Marks must be seen to be read; and what must be a call is held to one."""
+    def adjusted(self, params: SamplingParams, tokenizer: Tokenizer) -> tuple[SamplingParams, Reading | None]:
+        """Marks must be seen to be read; and what must be a call is held to one. A form that is asked for is that of
+        the answer behind the thoughts; where it cannot be put there it is all of the answer, and nothing is read."""
+        asked = params.structured_outputs
+        if asked is not None and self.use is None and not isinstance(_schema(asked), dict):
+            return params, None
         changes: dict[str, Any] = {}
         if params.skip_special_tokens and any(_special_id(mark, tokenizer) is not None for mark in self._marks):
             changes["skip_special_tokens"] = False
         grammar = self._grammar(params.structured_outputs, tokenizer)
         if grammar is not None:
             changes["structured_outputs"] = StructuredOutputsParams(grammar=grammar)
-        return params.replace(**changes) if changes else params
+        return params.replace(**changes) if changes else params, self
 
     @property
     def _marks(self) -> tuple[str, ...]:
@@ -80,7 +84,7 @@ class Reading:
     def _grammar(self, asked: StructuredOutputsParams | None, tokenizer: Tokenizer) -> str | None:
         """Of an answer that must call, or may where arguments or content are held to a form. None: there is none."""
         if self.use is None or self.speech is None:
-            return None
+            return self._thoughtful(asked, tokenizer)
         freedom = None if self.use.forced and asked is None else self._freedom(asked)
         if freedom is None and not self.use.forced:
             return None
@@ -94,13 +98,25 @@ class Reading:
             freedom=freedom,
         )
 
+    def _thoughtful(self, asked: StructuredOutputsParams | None, tokenizer: Tokenizer) -> str | None:
+        if asked is None or self.thinking is None or self.state == "over":
+            return None
+        from holdfast.text.grammar import WHITESPACE, closed  # Its library is large, and most servers never need it.
+
+        schema = _schema(asked)
+        assert isinstance(schema, dict)
+        schema = closed(schema) if asked.disable_additional_properties else schema
+        flexible = {"whitespace_pattern": asked.whitespace_pattern or WHITESPACE}
+        spacing = {"whitespace_flexible": False} if asked.disable_any_whitespace else flexible
+        return thoughtful_json(schema, self.thinking, self.state, lambda mark: _special_id(mark, tokenizer), spacing)
+
     def _freedom(self, asked: StructuredOutputsParams | None) -> Freedom | None:
         """What an answer that calls nothing may be; None: anything, and arguments too."""
         assert self.use is not None
         assert self.speech is not None
         if asked is None:
             return Freedom(words=True) if any(tool.strict for tool in self.use.tools) else None
-        schema = {"type": "object"} if asked.json_object else asked.json
+        schema = _schema(asked)
         if self.use.forced or not isinstance(schema, dict) or not self.speech.form.opens_with_mark:
             raise RequestError(
                 "a form for the answer and tools that may be called exclude each other here",
@@ -129,6 +145,10 @@ def prepared(reading: Reading | None, messages: list[Message]) -> tuple[list[Mes
     if reading is None or reading.speech is None:
         return messages, None
     return shown(messages, [tool.given for tool in reading.use.tools] if reading.use else None, reading.speech)
+
+
+def _schema(asked: StructuredOutputsParams) -> Any:
+    return {"type": "object"} if asked.json_object else asked.json
 
 
 def _special_id(mark: str, tokenizer: Tokenizer) -> int | None:

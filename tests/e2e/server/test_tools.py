@@ -200,3 +200,34 @@ def test_ids_are_of_the_length_mistrals_templates_want(asking):
     calls = client.chat.completions.create(**ASKED).choices[0].message.tool_calls
     assert all(len(call.id) == 9 for call in calls)
     assert json.loads(calls[1].function.arguments) == {"a": 1}
+
+
+def test_what_is_demanded_is_a_grammar_for_the_engine(asking):
+    """In the family's own form; that real models then answer so is tested with them."""
+    client, server = asking(SAID["hermes"], tool_call_parser="hermes", reasoning_parser="deepseek_r1")
+    named = {"type": "function", "function": {"name": "add"}}
+    strict = {**ADD, "function": {**ADD["function"], "strict": True}}
+    schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object", "properties": {}}}}
+    for extra in (
+        {"tool_choice": "required"},
+        {"tool_choice": named},
+        {"tools": [WEATHER, strict]},
+        {"response_format": schema},
+        {"tools": openai.NOT_GIVEN, "response_format": schema},
+    ):
+        client.chat.completions.create(**{**ASKED, **extra})
+    forms = [params.structured_outputs.grammar for _, params in server.engine.received]
+    assert all("thought" in form for form in forms)
+    assert ["weather" in form for form in forms] == [True, False, True, True, False]
+    assert ["content: %json" in form for form in forms] == [False, False, False, True, True]
+    with pytest.raises(openai.BadRequestError, match="exclude each other"):
+        client.chat.completions.create(**ASKED, tool_choice="required", response_format=schema)
+
+
+def test_a_form_that_is_no_schema_is_all_of_the_answer(asking):
+    client, server = asking("yes", reasoning_parser="deepseek_r1")
+    asked = {"model": "fake", "messages": ASKED["messages"]}
+    message = client.chat.completions.create(**asked, extra_body={"structured_outputs": {"choice": ["yes"]}}).choices[0]
+    assert message.message.content == "yes"
+    assert server.engine.received[0][1].structured_outputs.choice == ["yes"]
+    assert client.chat.completions.create(**asked).choices[0].message.model_extra["reasoning"] == "yes"

@@ -13,7 +13,7 @@ from holdfast.text.reasoning import State, Thinking
 from holdfast.text.tools.dialects import DIALECTS
 from holdfast.text.tools.events import Arguments, CallBegun, Tool
 from holdfast.text.tools.forms import Form
-from holdfast.text.tools.grammar import MAX_SCHEMA_DEPTH, Freedom, calls_grammar, closed
+from holdfast.text.tools.grammar import MAX_SCHEMA_DEPTH, Freedom, calls_grammar, closed, thoughtful_json
 from holdfast.text.tools.mistral import NAMED
 from holdfast.text.tools.prompt import written
 
@@ -122,6 +122,8 @@ def test_objects_are_closed_unless_they_say_otherwise() -> None:
     assert "additionalProperties" not in made["properties"]["c"]
     assert closed({"properties": {}, "additionalProperties": True})["additionalProperties"] is True
     assert "additionalProperties" not in closed({"properties": {}, "allOf": [{"properties": {}}]})
+    described = {"title": "A", "properties": {"title": {"description": "a property that is named so"}}}
+    assert closed(described) == {"properties": {"title": {}}, "additionalProperties": False}
 
 
 def test_a_schema_without_a_bottom_is_refused() -> None:
@@ -172,3 +174,10 @@ def test_an_answer_that_calls_nothing_may_have_a_form_of_its_own(family: str) ->
     assert accepts(made, spelled(form, *GOOD))
     assert not accepts(made, "It rains.")
     assert not accepts(made, '{"rain": 1}')
+
+
+def test_a_form_stands_behind_the_thoughts() -> None:
+    for state, before in (("open", "Hm, {} ...</think>\n\n"), ("undecided", ""), ("undecided", "<think>a</think>")):
+        made = thoughtful_json(CITY, Thinking(), state, lambda mark: None, {"whitespace_flexible": False})
+        assert accepts(made, before + '{"city":"Oslo"}')
+        assert not accepts(made, before + "Oslo")

@@ -23,6 +23,7 @@ MAX_SCHEMA_DEPTH = 64
 
 # As json.dumps writes, which models are shown. Where white space is free, small models may write nothing else.
 _SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_DESCRIPTIONS = frozenset({"title", "description", "examples", "default", "deprecated", "readOnly", "$comment"})
 _ANY_TEXT = r"TEXT: /(.|\n)*/"
 
 
@@ -67,6 +68,16 @@ def calls_grammar(
         made.rules.append(f"call_{place}: {made.parts(made.call, tool.name, f'arguments_{place}')}")
         made.rules.append(f"arguments_{place}: {_json({'type': 'object'} if free else closed(tool.parameters))}")
     return "\n".join(["%llguidance {}", f"start: {thoughts}({start})", *made.rules]) + "\n"
+
+
+def thoughtful_json(
+    schema: Mapping[str, Any], thinking: Thinking, state: State, token_of: TokenOf, spacing: Mapping[str, Any]
+) -> str:
+    """JSON of a schema, behind thoughts. `spacing`: llguidance's options for white space."""
+    made = _Grammar(Form(call=("",)), token_of, 1)
+    start = made.thoughts(thinking, state)
+    content = f"content: {_json(schema, spacing)}"
+    return "\n".join(["%llguidance {}", f"start: {start}content", *made.rules, content]) + "\n"
 
 
 class _Grammar:
@@ -131,19 +142,20 @@ def _joined(*parts: str) -> str:
     return " ".join(part for part in parts if part)
 
 
-def _json(schema: Mapping[str, Any]) -> str:
-    return f"%json {json.dumps({'x-guidance': _SPACING, **schema})}"
+def _json(schema: Mapping[str, Any], spacing: Mapping[str, Any] = _SPACING) -> str:
+    return f"%json {json.dumps({'x-guidance': spacing, **schema}, separators=(',', ':'))}"
 
 
 def closed(schema: Mapping[str, Any], depth: int = 0) -> dict[str, Any]:
-    """The schema with objects that have the properties it names and no others, unless it says so itself."""
+    """The schema with objects that have the properties it names and no others, unless it says so itself; without what
+    only describes, which is long and holds nothing to a form."""
     if depth > MAX_SCHEMA_DEPTH:
         raise RequestError(
             f"a tool's parameters are more than {MAX_SCHEMA_DEPTH} deep",
             needed=f"at most {MAX_SCHEMA_DEPTH} schemas inside one another",
             field="tools",
         )
-    made = dict(schema)
+    made = {key: value for key, value in schema.items() if key not in _DESCRIPTIONS}
     for key in ("properties", "$defs", "definitions"):
         if isinstance(made.get(key), Mapping):
             made[key] = {name: _closed_inside(each, depth) for name, each in made[key].items()}
