@@ -28,10 +28,6 @@ class BatchProgress:
         self._bar: Progress | None = None
         self._task: TaskID | None = None
 
-    @property
-    def done(self) -> int:
-        return self._done
-
     def __enter__(self) -> BatchProgress:
         if sys.stderr.isatty():
             self._open()

@@ -1,0 +1,44 @@
+"""How far a batch is: a bar at a terminal, a line now and then elsewhere, and always the end."""
+
+from __future__ import annotations
+
+import io
+import sys
+
+import pytest
+
+from holdfast.cli import batch_progress
+from holdfast.cli.batch_progress import BatchProgress
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def progress() -> BatchProgress:
+    return BatchProgress(total=5, done=2, generated=lambda: 100)
+
+
+def test_a_terminal_gets_a_bar(monkeypatch, progress) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    with progress:
+        progress.answered(True)
+    assert "3/5" in sys.stderr.getvalue()
+    assert "tok/s" in sys.stderr.getvalue()
+
+
+def test_a_log_gets_a_line_now_and_then(monkeypatch, progress, capsys) -> None:
+    with progress:
+        progress.answered(True)
+        assert capsys.readouterr().err == ""
+        monkeypatch.setattr(batch_progress, "LINE_EVERY_S", 0.0)
+        progress.answered(False)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("holdfast: 4 of 5 lines have their answer, 1 of this run's with an error; ")
+
+
+def test_the_end_says_what_is_left(progress) -> None:
+    assert progress.story().startswith("2 of 5 lines have their answer; ")
