@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 HEADS, STAGES, TOO_FEW, NOT_TOGETHER, BEYOND_MODEL = "HF131", "HF132", "HF133", "HF134", "HF111"
 CPU_SPACE, LONG_ALLOWED = "VLLM_CPU_KVCACHE_SPACE", "VLLM_ALLOW_LONG_MAX_MODEL_LEN"
 POOL = "kv-cache-memory-bytes"
+CPU_BLOCK_TOKENS = 128
+"""Of vLLM's KV on a CPU, and one block of its pool is for nobody (seen with 0.32: it refused a pool without)."""
 ROOM_SHARE = 0.7
 """Of the free RAM that a larger pool may take: weights and steps need the rest."""
 MOST_RANKS = 64
@@ -120,10 +122,11 @@ def vllm_on_a_cpu(command: ServerCommand, question: Question) -> Iterator[Findin
     dtype = "float32" if question.settings.dtype in ("float32", "float") else "bfloat16"
     element = KV_ELEMENT_BYTES[dtype]
     cost = kv_cost(spec, element_bytes=element, state_bytes=element)
-    needed = cost.sequence_bytes(length)
+    null = cost.sequence_bytes(CPU_BLOCK_TOKENS)
+    needed = cost.sequence_bytes(length) + null
     if needed <= there:
         return
-    longest = cost.longest(there, length)
+    longest = cost.longest(there - null, length) // CPU_BLOCK_TOKENS * CPU_BLOCK_TOKENS
     shorter = changed(command, {"--max-model-len": str(longest)}, "the longest that the pool holds", SHORTER)
     more = _larger_pool(command, question, needed)
     yield found(

@@ -109,9 +109,9 @@ def test_a_smaller_kv_space_of_vllm_on_a_cpu_is_seen() -> None:
     [finding] = found.findings
     assert finding.cause == "kv_cache_too_small_for_max_len"
     assert finding.fix is not None
-    assert finding.fix.changes == {"VLLM_CPU_KVCACHE_SPACE": "4"}
-    assert (finding.fix.command or "").startswith("VLLM_CPU_KVCACHE_SPACE=4 vllm serve")
-    assert finding.alternatives[0].changes == {"--max-model-len": "8192"}
+    assert finding.fix.changes == {"VLLM_CPU_KVCACHE_SPACE": "5"}
+    assert (finding.fix.command or "").startswith("VLLM_CPU_KVCACHE_SPACE=5 vllm serve")
+    assert finding.alternatives[0].changes == {"--max-model-len": "8064"}
 
 
 def test_a_model_that_is_not_there_is_no_question_of_memory() -> None:
