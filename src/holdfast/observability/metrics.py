@@ -25,6 +25,7 @@ from holdfast.observability.buckets import (
     token_buckets,
 )
 from holdfast.observability.ledger import Ledger
+from holdfast.observability.quick import QuickHistogram
 from holdfast.records import AnswerDelta, EngineInfo, EngineStats, FinishReason
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -44,7 +45,6 @@ class ServingMetrics:
     ) -> None:
         self.registry = CollectorRegistry()
         self._model_name = model_name
-        self._parents: dict[str, Histogram] = {}
         self._prompt_total = self._generated_total = 0
         largest = token_buckets(max_model_len)
 
@@ -57,9 +57,9 @@ class ServingMetrics:
             registry=self.registry,
         )
         self.success = {reason: self._success.labels(model_name, reason.value) for reason in FinishReason}
-        self.iteration_tokens = self._histogram("iteration_tokens_total", "Tokens in one step.", STEP_TOKEN_BUCKETS)
+        self.iteration_tokens = self._quick("iteration_tokens_total", "Tokens in one step.", STEP_TOKEN_BUCKETS)
         self.ttft = self._histogram("time_to_first_token_seconds", "Arrival to first token.", TTFT_BUCKETS_S)
-        self.inter_token = self._histogram(
+        self.inter_token = self._quick(
             "inter_token_latency_seconds", "From one token of an answer to its next.", INTER_TOKEN_BUCKETS_S
         )
         self.e2e = self._histogram("e2e_request_latency_seconds", "Arrival to last token.", REQUEST_BUCKETS_S)
@@ -86,17 +86,20 @@ class ServingMetrics:
         self.params_n = self._histogram("request_params_n", "n a request asked for.", N_BUCKETS)
         self.registry.register(_EngineCollector(model_name, stats, info))
         self.registry.register(_MemoryCollector(model_name, memory))
-        self.registry.register(
-            _OlderName(self._parents["inter_token_latency_seconds"], "vllm:time_per_output_token_seconds")
-        )
+        self.registry.register(_OlderName(self.inter_token, "vllm:time_per_output_token_seconds"))
 
     def _counter(self, name: str, help_text: str) -> Counter:
         return Counter(f"vllm:{name}", help_text, ["model_name"], registry=self.registry).labels(self._model_name)
 
     def _histogram(self, name: str, help_text: str, buckets: Iterable[float]) -> Histogram:
         parent = Histogram(f"vllm:{name}", help_text, ["model_name"], buckets=tuple(buckets), registry=self.registry)
-        self._parents[name] = parent
         return parent.labels(self._model_name)
+
+    def _quick(self, name: str, help_text: str, buckets: Iterable[float]) -> QuickHistogram:
+        """For what is observed at every token."""
+        made = QuickHistogram(f"vllm:{name}", help_text, buckets, {"model_name": self._model_name})
+        self.registry.register(made)
+        return made
 
     def observe_step(self, stats: EngineStats) -> None:
         """One call a step; steps that computed nothing do not count."""
@@ -277,7 +280,7 @@ class _MemoryCollector(Collector):
 class _OlderName(Collector):
     """The same histogram once more under the name it used to have."""
 
-    def __init__(self, source: Histogram, name: str) -> None:
+    def __init__(self, source: Collector, name: str) -> None:
         self._source = source
         self._name = name
 
