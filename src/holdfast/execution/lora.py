@@ -32,6 +32,8 @@ class SiteFactors:
     """[places, rows of all parts, rank]"""
     rows: tuple[int, ...]
     """Of each part."""
+    used: set[int]
+    """Places whose adapter changes this product; follows what is in them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +42,10 @@ class AdaptedRows:
     """int64: rows that have an adapter, by its place."""
     ends: torch.Tensor
     """int32 [places]: where the rows of each place end in `order`."""
+    present: tuple[int, ...]
+    """Places that have rows."""
+    every: bool
+    """All rows of the product have an adapter, and stand in order."""
 
 
 class PlacedRows:
@@ -70,7 +76,9 @@ class PlacedRows:
             return None
         order = adapted[numpy.argsort(places[adapted], kind="stable")]
         ends = numpy.cumsum(numpy.bincount(places[adapted], minlength=self._count)).astype(numpy.int32)
-        return AdaptedRows(torch.from_numpy(order), torch.from_numpy(ends))
+        present = tuple(numpy.unique(places[adapted]).tolist())
+        every = len(order) == len(places) and bool((numpy.diff(order) > 0).all())
+        return AdaptedRows(torch.from_numpy(order), torch.from_numpy(ends), present, every)
 
 
 class Current:
@@ -84,9 +92,10 @@ class AdaptedLinear:
 
     def __init__(self, base: Linear, factors: SiteFactors, current: Current) -> None:
         self.base, self.rows, self.columns = base, base.rows, base.columns
-        self._current, self._rank = current, factors.b.shape[2]
+        self._current, self._rank, self._used = current, factors.b.shape[2], factors.used
         self._a = factors.a.transpose(1, 2)
         self._b = [part.transpose(1, 2) for part in torch.split(factors.b, list(factors.rows), dim=1)]
+        self._a_at, self._b_at = self._a.unbind(0), [part.unbind(0) for part in self._b]
 
     @property
     def nbytes(self) -> int:
@@ -102,15 +111,21 @@ class AdaptedLinear:
 
     def _adapt(self, x: torch.Tensor, out: torch.Tensor) -> None:
         rows = self._current.rows
-        if rows is None:
+        if rows is None or self._used.isdisjoint(rows.present):
             return
-        inner = functional.grouped_mm(x.index_select(0, rows.order), self._a, offs=rows.ends)
+        lines = x if rows.every else x.index_select(0, rows.order)
+        alone = rows.present[0] if len(rows.present) == 1 else None  # Plain products are faster then.
+        inner = functional.grouped_mm(lines, self._a, offs=rows.ends) if alone is None else lines @ self._a_at[alone]
         first = 0
         for part, b in enumerate(self._b):
             read = inner[:, part * self._rank : (part + 1) * self._rank]
-            added = functional.grouped_mm(read, b, offs=rows.ends)
-            out[:, first : first + b.shape[2]].index_add_(0, rows.order, added)
+            target = out[:, first : first + b.shape[2]]
             first += b.shape[2]
+            if alone is not None and rows.every:
+                target.addmm_(read, self._b_at[part][alone])
+                continue
+            added = functional.grouped_mm(read, b, offs=rows.ends) if alone is None else read @ self._b_at[part][alone]
+            target.index_add_(0, rows.order, added)
 
 
 def adapt_layers(

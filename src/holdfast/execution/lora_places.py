@@ -56,6 +56,11 @@ class AdapterPlaces:
         self._held: list[AdapterRef | None] = [None] * limits.max_loras
         self._cached: OrderedDict[AdapterRef, int] = OrderedDict()
         self._free = list(range(rows))
+        self._changes: dict[AdapterRef, frozenset[tuple[int, str]]] = {}
+        """Products that each adapter here changes."""
+        self._factors = {
+            (site.layer, site.product): SiteFactors(a, b, site.rows, set()) for site, a, b in self._views(self.places)
+        }
 
     @property
     def _on_cpu(self) -> bool:
@@ -77,7 +82,7 @@ class AdapterPlaces:
 
     def factors(self) -> dict[tuple[int, str], SiteFactors]:
         """Views of the places, by layer and product."""
-        return {(site.layer, site.product): SiteFactors(a, b, site.rows) for site, a, b in self._views(self.places)}
+        return self._factors
 
     def start(self, start: SequenceStart) -> StepFailure | None:
         """Before a sequence's first row: its adapter is in its place, or the sequence fails alone. The row is computed
@@ -88,7 +93,23 @@ class AdapterPlaces:
             self._fill(start.adapter_place, start.adapter)
         except HoldfastError as error:
             return StepFailure(slot=start.slot, failure=Failure.of(error))
+        finally:
+            self._note_used(start.adapter_place)
         return None
+
+    def rehearse(self, on: bool) -> None:
+        """While it is on, products are computed as if every place changed them."""
+        for factors in self._factors.values():
+            factors.used.clear()
+            factors.used.update(range(self.limits.max_loras) if on else ())
+
+    def _note_used(self, place: int) -> None:
+        here = {*self._held, *self._cached}
+        self._changes = {ref: changes for ref, changes in self._changes.items() if ref in here}
+        held = self._held[place]
+        changed_here = frozenset[tuple[int, str]]() if held is None else self._changes[held]
+        for key, factors in self._factors.items():
+            (factors.used.add if key in changed_here else factors.used.discard)(place)
 
     def _fill(self, place: int, ref: AdapterRef) -> None:
         if self._on_cpu:
@@ -145,6 +166,9 @@ class AdapterPlaces:
             self._expand(adapter, target)
         if stamp(adapter.folder) != ref.stamp:
             raise changed(ref.name)
+        self._changes[ref] = frozenset(
+            (site.layer, site.product) for site in self._sites if not adapter.factors.keys().isdisjoint(site.parts)
+        )
 
     def _expand(self, adapter: Adapter, target: torch.Tensor) -> None:
         tensors = {one.name: one for factors in adapter.factors.values() for one in (factors.a, factors.b)}

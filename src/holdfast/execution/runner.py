@@ -214,6 +214,7 @@ class Runner:
                 for start in plan.starts:
                     self._sampler.start(start)
                 if self._adapters is not None:  # All tokens with one, all places taken.
+                    self._adapters.rehearse(True)
                     self._buffers.adapter_places[:] = numpy.arange(self.limits.max_num_seqs) % self.limits.max_loras
                 kv.pages[1].zero_()
                 batch = self._buffers.form(plan, decoder.attention)
@@ -225,6 +226,8 @@ class Runner:
             del batch, hidden  # What was only needed for the step is given back like the rest of it.
         self._buffers.known[:] = 0
         self._buffers.adapter_places[:] = -1
+        if self._adapters is not None:
+            self._adapters.rehearse(False)
         trim_memory()
         return Rehearsal(
             scratch_bytes=scratch,

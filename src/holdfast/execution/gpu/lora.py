@@ -63,10 +63,10 @@ class GpuAdapters:
     def use_decode(self, size: int, *, adapted: bool) -> None:
         """The next launch is such a step; what was sent for it lies there, or will when a graph is replayed."""
         apart, most = whole_lines(self._rows), most_tiles(size, self._count)
-        order, *tiles = (
+        order, places, starts, ends = (
             self._decode.arrived[number * apart :][:count] for number, count in enumerate((size, most, most, most))
         )
-        self.tiles = LoraTiles(order, *tiles, rows=size) if adapted else None
+        self.tiles = LoraTiles(order, places, starts, ends, size) if adapted else None
 
     def use_mixed(self, rows: Sequence[Row], places: Words) -> None:
         """The next launch is a step of any rows, as `StepForms.mixed` puts their tokens: single ones first."""
@@ -74,7 +74,11 @@ class GpuAdapters:
         order = numpy.argsort(counts > 1, kind="stable")
         slots = numpy.array([row.slot for row in rows])[order]
         found = _tiles(numpy.repeat(places[slots], counts[order]), self._count)
-        self.tiles = None if found is None else LoraTiles(*self._mixed.send(found), rows=int(counts.sum()))
+        if found is None:
+            self.tiles = None
+            return
+        tokens, whose, starts, ends = self._mixed.send(found)
+        self.tiles = LoraTiles(tokens, whose, starts, ends, int(counts.sum()))
 
     def rehearse_decode(self, size: int) -> None:
         """All tiles that there may be, each with a row."""
