@@ -9,7 +9,8 @@ The terms of a process that serves on a CPU, in the order in which it takes them
     scratch      torch's copy of the matrix it multiplies with, where it makes one
     activations  the buffers of the largest step, attention's workspace included
     logits       what sampling holds at once: copies of the rows x vocabulary, or what penalties look through
-    buffers      token ids and block tables of every slot, the books of blocks and of running requests
+    buffers      token ids and block tables of every slot, the books of blocks and of running requests, what holds
+                 answers to a form
     kv_pool      pages
 
 The sizes of the buffers that execution allocates are declared here, and nowhere else.
@@ -29,6 +30,7 @@ from holdfast.planner import expert_sizes
 from holdfast.planner.expert_sizes import mlp_width
 from holdfast.planner.layouts import BLOCK_COLUMNS, memory_layout
 from holdfast.planner.same import Same
+from holdfast.planner.sampling_sizes import mask_words
 from holdfast.units import MIB, format_bytes
 
 ELEMENT_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -88,6 +90,10 @@ BOOK_BYTES = 512
 
 REQUEST_TOKEN_BYTES = 56
 """Of one token of a running request outside the slots: Python's number, two lists, a share of a hash."""
+
+FORM_TOKEN_BYTES, FORM_BYTES = 400, 256 << 10
+"""Of each token of a vocabulary, and of each answer held to a form: 19 MiB were seen with 49,152 tokens and 108 with
+262,144; 16 MiB with 64 schemas of 12 fields each. One that explodes is ended at 4 MiB."""
 
 STAGING_BYTES = 16 * MIB
 """While loading, beside the raw bytes of one tensor: the float tile of its expansion, and what the allocator keeps."""
@@ -226,13 +232,20 @@ def logits_bytes(spec: ModelSpec, limits: Limits, pool_tokens: int | None = None
     return SAMPLING_BYTES + scored + max(LOGITS_COPIES * turn, 2 * turn + PENALTY_BYTES * places + SEEN_BYTES * seen)
 
 
-def buffers_bytes(layout: KVLayout, limits: Limits, *, pool_tokens: int = 0) -> int:
+def forms_bytes(vocab_size: int, limits: Limits) -> int:
+    """What holds answers to a form, once one is asked for: the vocabulary as a tree, and of every sequence two masks
+    and a matcher."""
+    return vocab_size * FORM_TOKEN_BYTES + limits.max_num_seqs * (FORM_BYTES + 2 * mask_words(vocab_size) * 4)
+
+
+def buffers_bytes(layout: KVLayout, limits: Limits, *, vocab_size: int, pool_tokens: int = 0) -> int:
     """Without the books of the blocks, which grow with the pool: BOOK_BYTES each."""
     slots = limits.max_num_seqs
     # A table's rows are copied twice for a step, once at twice the width.
     tables = len(layout.groups) * slots * layout.blocks_for(limits.max_model_len) * (4 + 8 + 4)
     known = min(pool_tokens, slots * limits.max_model_len)
-    return tables + slots * (limits.max_model_len + 1) * 4 + known * REQUEST_TOKEN_BYTES
+    ids = slots * (limits.max_model_len + 1) * 4
+    return tables + ids + known * REQUEST_TOKEN_BYTES + forms_bytes(vocab_size, limits)
 
 
 FUSED: tuple[tuple[str, ...], ...] = (("q", "k", "v"), ("gate", "up"))

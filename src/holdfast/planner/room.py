@@ -164,7 +164,9 @@ class Room:
             + self._adapting_bytes(),
             "adapters": self._adapters_bytes(),
             "logits": footprint.logits_bytes(self.spec, limits, tokens),
-            "buffers": footprint.buffers_bytes(self.layout, limits, pool_tokens=tokens),
+            "buffers": footprint.buffers_bytes(
+                self.layout, limits, vocab_size=self.spec.vocab_size, pool_tokens=tokens
+            ),
         }
         return {name: size for name, size in terms.items() if size}
 

@@ -245,7 +245,7 @@ def cpu_terms(
         Term("activations", activations, 0.25),
         Term("encoder", encoder_bytes(spec, limits, dtype, activations), ENCODER_UNCERTAINTY),
         Term("logits", footprint.logits_bytes(spec, limits)),
-        Term("buffers", footprint.buffers_bytes(layout, limits)),
+        Term("buffers", footprint.buffers_bytes(layout, limits, vocab_size=spec.vocab_size)),
     ]
     if max_loras:
         every = range(len(spec.layers))

@@ -3,11 +3,16 @@ nothing."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from holdfast.errors import ContextLengthError, HoldfastError, RequestError
 from holdfast.kvcache import KVCache
-from holdfast.records import EngineOutput, Failure, FinishReason, Request, RequestTiming, TokenLogprobs
+from holdfast.records import EngineOutput, Failure, FinishReason, Request, RequestTiming, TokenLogprobs, Verdict
 from holdfast.scheduler.limits import SchedulerLimits
 from holdfast.scheduler.sequence import Sequence
+
+Judge = Callable[[str, int], Verdict | Failure]
+"""What a token means for the form of the answer of this request; it has the token from then on."""
 
 
 def why_refused(request: Request, limits: SchedulerLimits, kv: KVCache) -> RequestError | None:

@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Callable
 
 from holdfast.errors import EngineError, RequestError
 from holdfast.kvcache import KVCache, Prefix
@@ -34,7 +33,6 @@ from holdfast.records import (
     Failure,
     FinishReason,
     Request,
-    SequenceStart,
     StepFailure,
     StepPlan,
     StepResult,
@@ -45,13 +43,10 @@ from holdfast.records import (
 from holdfast.scheduler.adapters import AdapterTurns
 from holdfast.scheduler.audit import check_in_flight, check_lines
 from holdfast.scheduler.draft import Draft, PlannedRow, StepInFlight
-from holdfast.scheduler.endings import news, refused, why_refused
+from holdfast.scheduler.endings import Judge, news, refused, why_refused
 from holdfast.scheduler.limits import SchedulerLimits
 from holdfast.scheduler.line import enter, leave
 from holdfast.scheduler.sequence import Sequence, Status
-
-Judge = Callable[[str, int], Verdict | Failure]
-"""What a token means for the form of the answer of this request; it has the token from then on."""
 
 
 class Scheduler:
@@ -293,22 +288,9 @@ class Scheduler:
         count = min(sequence.pending, draft.budget, kv.reach(book) - prefix.tokens)
         assert count > 0, f"{sequence.request.request_id} was admitted without a page to write to"
         kv.grow(book, prefix.tokens + count)
-        request = sequence.request
-        start = SequenceStart(
-            sequence.slot,
-            request.request_id,
-            list(sequence.tokens),
-            sequence.prompt_length,
-            request.params,
-            tuple(sorted(sequence.ends)) if request.params.min_tokens else (),
-            request.bad_word_ids,
-            embed=request.embed,
-            adapter=request.adapter,
-            adapter_place=sequence.adapter_place,
-        )
         writes = [TableWrite(sequence.slot, group, 0, list(table)) for group, table in enumerate(book.tables)]
         row = sequence.row(prefix.tokens, count, count == sequence.pending)
-        draft.add(PlannedRow(sequence, row, writes, start))
+        draft.add(PlannedRow(sequence, row, writes, sequence.start()))
         self._commit(draft)
 
     def _outranks_running(self, sequence: Sequence) -> bool:

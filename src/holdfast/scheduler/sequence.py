@@ -14,7 +14,7 @@ import enum
 from dataclasses import dataclass, field
 
 from holdfast.kvcache import Book
-from holdfast.records import FinishReason, Request, Row
+from holdfast.records import FinishReason, Request, Row, SequenceStart
 
 
 class Status(enum.Enum):
@@ -95,6 +95,22 @@ class Sequence:
         """The tokens among which a cached prefix may be looked for: positions that are still to be scored must be
         computed."""
         return self.tokens if self.told >= self.to_score else self.tokens[: self.told + 1]
+
+    def start(self) -> SequenceStart:
+        """What a runner is told when it takes its slot."""
+        request = self.request
+        return SequenceStart(
+            self.slot,
+            request.request_id,
+            list(self.tokens),
+            self.prompt_length,
+            request.params,
+            tuple(sorted(self.ends)) if request.params.min_tokens else (),
+            request.bad_word_ids,
+            embed=request.embed,
+            adapter=request.adapter,
+            adapter_place=self.adapter_place,
+        )
 
     def row(self, start: int, count: int, samples: bool) -> Row:
         first, end = max(start, self.scored), min(start + count, self.to_score)

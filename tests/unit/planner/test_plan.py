@@ -397,7 +397,7 @@ UNITS = {"MiB": 1, "GiB": 1024}
 
 def test_limits_that_are_too_large_together_are_refused_with_some_that_fit(spec: ModelSpec) -> None:
     """The numbers add up also where what comes before KV is more than the budget."""
-    asked = {"max_model_len": 8192, "max_num_seqs": 4096}
+    asked = {"max_model_len": 8192, "max_num_seqs": 1024}
     with pytest.raises(DoesNotFitError) as caught:
         plan(spec, 40, ram="16260MiB", **asked)
     amounts = [float(size) * UNITS[unit] for size, unit in re.findall(r"([\d.]+) ([MG]iB)", str(caught.value.found))]
