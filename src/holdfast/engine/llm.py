@@ -36,6 +36,7 @@ from holdfast.errors import (
     StepMemoryError,
     UnsupportedOptionError,
 )
+from holdfast.observability.snapshot import Metric, snapshot
 from holdfast.records import (
     AdapterRef,
     AnswerDelta,
@@ -176,6 +177,10 @@ class LLM:
 
     def get_stats(self) -> EngineStats:
         return self._engine().stats()
+
+    def get_metrics(self) -> list[Metric]:
+        """vLLM's names; what `get_stats` says."""
+        return snapshot(self.get_stats(), self.info.model)
 
     def reset_prefix_cache(self) -> None:
         self._engine().scheduler.reset_prefix_cache()

@@ -56,6 +56,9 @@ def test_the_last_tokens_state_of_length_one(folder: Path, backend: str) -> None
         assert all(len(answer.outputs[0].token_ids) == 4 for answer in answers)
         stats = llm.get_stats()
         assert (stats.running, stats.waiting, stats.blocks_used) == (0, 0, 0)
+        told = {metric.name: metric.value for metric in llm.get_metrics()}  # type: ignore[attr-defined]
+        assert told["vllm:prefix_cache_hits"] == stats.prefix_hits_total >= 80
+        assert told["vllm:num_requests_running"] == 0
 
 
 def test_what_cannot_be_embedded(folder: Path) -> None:
