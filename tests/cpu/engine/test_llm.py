@@ -289,7 +289,7 @@ from holdfast import LLM, SamplingParams
 process, after = psutil.Process(), []
 for _ in range(10):
     llm = LLM(sys.argv[1], load_format="dummy", skip_tokenizer_init=True, kv_cache_memory_bytes="64MiB")
-    llm.generate([{"prompt_token_ids": list(range(100, 400))}] * 4, SamplingParams(max_tokens=40, ignore_eos=True))
+    llm.generate([{"prompt_token_ids": list(range(100, 400))}] * 4, SamplingParams(max_tokens=4, ignore_eos=True))
     del llm
     gc.collect()
     after.append(process.memory_info().rss)
