@@ -272,18 +272,33 @@ class _Beside:
 def _with_planned(fatal: Sequence[Finding], judged: Diagnosis | None, served: bool) -> list[Finding]:
     """What a plan had offered for the same cause, or at a start for its kin, stands beside what the log offers."""
     planned = judged.findings if judged is not None else []
+    # llama.cpp tells no number: what its log offers is half of what was asked for, and a plan knows better.
+    plan_first = judged is not None and judged.engine == "llama.cpp"
     together = []
     for finding in fatal:
-        kin = next((kin for kin in KIN if finding.cause in kin and not served), (finding.cause,))
         more = [
             fix
             for other in planned
-            if other.cause in kin
+            if _akin(finding, other, served)
             for fix in (other.fix, *other.alternatives)
             if fix is not None
         ]
-        together.append(msgspec.structs.replace(finding, alternatives=[*finding.alternatives, *more]))
+        own = [fix for fix in (finding.fix, *finding.alternatives) if fix is not None]
+        every = [*more, *own] if plan_first else [*own, *more]
+        together.append(msgspec.structs.replace(finding, fix=every[0] if every else None, alternatives=every[1:]))
     return together
+
+
+def _akin(finding: Finding, other: Finding, served: bool) -> bool:
+    if finding.cause == other.cause:
+        return True
+    if served:
+        return False
+    # A context that is too long for the model is too long for the memory too.
+    too_long = other.root_cause == "configuration_overshoot" and other.cause == "bad_flag"
+    if finding.cause == "kv_cache_too_small_for_max_len" and too_long:
+        return True
+    return any(finding.cause in kin and other.cause in kin for kin in KIN)
 
 
 def _spoken(flag: str, value: str | None) -> str:
