@@ -99,10 +99,10 @@ def _without_shadows(found: list[Candidate]) -> list[Candidate]:
     """A vague finding beside a precise one is only its echo."""
     if found and found[0].rule.kind == "fatal":
         found = [one for one in found if one.rule.kind != "advice"]
-    precise = [one for one in found if one.rule.confidence == "high" and not one.rule.effect]
+    precise = [one for one in found if one.confidence == "high" and not one.rule.effect]
     if not precise:
         return found
-    return [one for one in found if one.rule.confidence == "high" or one.rule.kind != "fatal" or one in precise]
+    return [one for one in found if one.confidence == "high" or one.rule.kind != "fatal"]
 
 
 def _outlived(run: Run, event: Event) -> bool:
@@ -116,6 +116,8 @@ def _candidate(scene: Scene, event: Event) -> Candidate:
         return Candidate(event, rulebook().rule(verdict.rule), verdict.phase, verdict.confidence)
     rule = event.rule
     confidence = cast("Sureness", rule.confidence)
+    if rule.only_in and event.phase is None:
+        confidence = "medium"  # Elsewhere these words would mean something else.
     if rule.phase_fixed:
         return Candidate(event, rule, rule.phase, confidence)
     seen, _ = phase_of(event)

@@ -48,6 +48,8 @@ class Line(NamedTuple):
     """What was said, with the prefixes gone; indentation kept."""
     process: str
     level: str
+    style: str
+    """The engine that stamps its lines so; empty: nobody's in particular."""
 
 
 def bare(raw: str) -> str:
@@ -58,7 +60,7 @@ def bare(raw: str) -> str:
 def read_line(raw: str, number: int) -> Line:
     whole = bare(raw[:LONGEST]).rstrip()
     text = _unwrapped(whole)
-    process, level = "", ""
+    process, level, style = "", "", ""
     for _ in range(4):
         before = text
         sglang = _SGLANG.match(text)
@@ -77,14 +79,14 @@ def read_line(raw: str, number: int) -> Line:
             break
     stamped = _VLLM_LEVEL.search(text)
     if stamped is not None:
-        level, text = stamped[1], text[stamped.end() :]
+        level, text, style = stamped[1], text[stamped.end() :], "vllm"
     else:
         told = _PYTHON_LEVEL.match(text) or _LEVEL.match(text.lstrip()[:120])
         if told is not None:
             level = told[1]
             text = text[len(text) - len(text.lstrip()) :] if told.re is _PYTHON_LEVEL else text.lstrip()
             text = text[told.end() :]
-    return Line(number, whole, text, process, "WARNING" if level == "WARN" else level)
+    return Line(number, whole, text, process, "WARNING" if level == "WARN" else level, style)
 
 
 def _unwrapped(whole: str) -> str:

@@ -21,7 +21,7 @@ class Watch:
     def feed(self, line: str) -> None:
         self._number += 1
         for part in line.split("\r"):
-            if part and worth_reading(part.encode("utf-8", "replace")):
+            if part and worth_reading(part):
                 self._scene.feed(read_line(part, self._number))
 
     @property

@@ -1,10 +1,9 @@
 """Logs in, lines worth reading out: files, gz, standard input, in bounded memory and at the speed of a copy.
 
 A log of gigabytes says the same few things over and over. A line that was seen before, its digits aside, and meant
-nothing then, is passed over by one look into a set; only lines that are new or meant something are read. Knows words
-that make a line worth reading, and no rule.
+nothing then, is passed over by one look into a set; only lines that are new or meant something are read.
 
-    block ─► split ─► same, without digits ─► seen and meant nothing? ─► any word? ─► keep(Line)
+    block ─► split ─► same, without digits ─► seen and meant nothing? ─► could any rule care? ─► keep(Line)
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import IO
 
 from holdfast.doctor.lines import LONGEST, Line, read_line
+from holdfast.doctor.rulebook import rulebook
 from holdfast.errors import ConfigurationError
 from holdfast.units import shorten
 
@@ -33,16 +33,21 @@ _GZIP = 31
 
 _DIGITS = b"0123456789abcdef"
 """And letters of hex, so that ids make no line a new one."""
-_PROMPTS = (b"Received request", b"Added request", b"prompt:")
+_PROMPTS = ("Received request", "Added request", "prompt:")
 """Words of a user, which are no words of the engine."""
-WORDS: tuple[bytes, ...] = tuple(
-    (
-        b"rror|ERROR|raceback|xception|File |assert|WARN|arning|ailed|annot |illed|memory|Memory|ersion|"
-        b"rgs|serve|Serv|--|LLM(|Engine|model|Model|KV|GiB|GB|aptur|ompil|startup|Uvicorn|ggml|llama|llm_|"
-        b"reempt|throughput|hard|arm|nccl|NCCL|upport|GPU|No s|onnect|prefix|exit|backend|evice|n_ctx|"
-        b"slot|oad|LoRA|raise|etract|HF|router|nvalid|upstream|equires|exceed|divisible|MiB|token|SIG|"
-        b"Attention|usage|unknown"
-    ).split(b"|")
+_ERRORS = (
+    "rror",
+    "ERROR",
+    "xception",
+    "raceback",
+    "File ",
+    "FATAL",
+    "CRITICAL",
+    "ault",
+    "dumped",
+    "Abort",
+    "panick",
+    "--> ",
 )
 
 
@@ -82,8 +87,8 @@ class Sift:
         if key in self._nothing:  # Since the block began.
             return
         meant = False
-        if worth_reading(raw):
-            text = raw[:LONGEST].decode("utf-8", "replace")
+        text = raw[:LONGEST].decode("utf-8", "replace")
+        if worth_reading(text):
             for part in text.split("\r"):  # A progress bar draws itself over and over in one line.
                 if part:
                     meant = self._keep(read_line(part, number)) or meant
@@ -100,9 +105,10 @@ class Sift:
         self._nothing.add(key)
 
 
-def worth_reading(raw: bytes) -> bool:
-    head = raw[:LONGEST]
-    return any(word in head for word in WORDS) and not any(word in head[:400] for word in _PROMPTS)
+def worth_reading(text: str) -> bool:
+    """Whether any rule could care, or it looks like an error that none knows."""
+    known = any(word in text for word in _ERRORS) or rulebook().anything.search(text) is not None
+    return known and not any(word in text[:400] for word in _PROMPTS)
 
 
 def blocks(source: str) -> Iterator[bytes]:

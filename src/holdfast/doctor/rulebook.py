@@ -13,6 +13,8 @@ from functools import cache
 from importlib import resources
 from typing import Any, Literal
 
+from holdfast.doctor.patterns import Pattern, any_of
+
 Kind = Literal["fatal", "request", "running", "advice"]
 _MACRO = re.compile(r"<<(size|int|num|word):(\w+)>>")
 _MACROS = {
@@ -22,6 +24,12 @@ _MACROS = {
     "word": r"""['"`]?(?P<{0}__word>[^\s'"`,()\[\]{{}}]+)['"`]?""",
 }
 _GIB = {"K": 2**-20, "M": 2**-10, "G": 1.0, "T": 1024.0, "B": 2**-30, "b": 2**-30}
+
+
+_SETTINGS = ("args", "config:", "ServerArgs", " serve", "api_server", "launch_server", "-server", "LLM(", "Engine(",
+             "launcher", " run ", "Args {", "hroughput", "_server", "model_id: ", "num_shard: ", "quantize: ",
+             "dtype: ", "_tokens: ", "_fraction: ")  # fmt: skip
+"""Words of lines that tell settings and figures, which no rule knows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,8 +55,8 @@ class Rule:
     """Where it happens, when nothing in the log shows it; with `phase_fixed`, always."""
     phase_fixed: bool = False
     confidence: str = "high"
-    patterns: tuple[re.Pattern[str], ...] = ()
-    unless: tuple[re.Pattern[str], ...] = ()
+    patterns: tuple[Pattern, ...] = ()
+    unless: tuple[Pattern, ...] = ()
     when: str = ""
     """On the numbers of the line itself."""
     only_in: tuple[str, ...] = ()
@@ -79,7 +87,7 @@ class Rule:
 class Mark:
     """A line that is no fault and tells something: the engine, the phase, a number."""
 
-    pattern: re.Pattern[str]
+    pattern: Pattern
     engine: str = ""
     phase: str = ""
     ready: bool = False
@@ -107,9 +115,11 @@ class Rulebook:
     rules: tuple[Rule, ...]
     marks: tuple[Mark, ...]
     frames: tuple[Mark, ...]
-    benign: tuple[re.Pattern[str], ...]
-    wrappers: tuple[re.Pattern[str], ...]
+    benign: tuple[Pattern, ...]
+    wrappers: tuple[Pattern, ...]
     causes: dict[str, Cause]
+    anything: re.Pattern[str]
+    """Is in every line that any of the patterns could match."""
 
     def rule(self, name: str) -> Rule:
         return next(rule for rule in self.rules if rule.id == name)
@@ -123,21 +133,27 @@ def rulebook() -> Rulebook:
         if entry.name.endswith(".toml")
     ]
     marks = [_mark(row) for document in documents for row in document.get("mark", ())]
+    rules = tuple(_rule(row) for document in documents for row in document.get("rule", ()))
+    benign = tuple(Pattern(one) for document in documents for one in document.get("benign", ()))
+    wrappers = tuple(Pattern(one) for document in documents for one in document.get("wrapper", ()))
+    patterns = [pattern for rule in rules for pattern in rule.patterns]
+    patterns += [*(mark.pattern for mark in marks if not mark.frame), *benign, *wrappers]
     causes = {
         name: Cause(name=name, **row) for document in documents for name, row in document.get("cause", {}).items()
     }
     return Rulebook(
-        rules=tuple(_rule(row) for document in documents for row in document.get("rule", ())),
+        rules=rules,
         marks=tuple(mark for mark in marks if not mark.frame),
         frames=tuple(mark for mark in marks if mark.frame),
-        benign=tuple(re.compile(one) for document in documents for one in document.get("benign", ())),
-        wrappers=tuple(re.compile(one) for document in documents for one in document.get("wrapper", ())),
+        benign=benign,
+        wrappers=wrappers,
         causes=causes,
+        anything=any_of([literal for pattern in patterns for literal in pattern.literals] + list(_SETTINGS)),
     )
 
 
-def compiled(pattern: str) -> re.Pattern[str]:
-    return re.compile(_MACRO.sub(lambda macro: _MACROS[macro[1]].format(macro[2]), pattern))
+def compiled(pattern: str) -> Pattern:
+    return Pattern(_MACRO.sub(lambda macro: _MACROS[macro[1]].format(macro[2]), pattern))
 
 
 def _rule(row: dict[str, Any]) -> Rule:

@@ -52,6 +52,8 @@ def judge(event: Event, scene: Scene) -> Verdict:
     numbers = {**scene.numbers, **event.numbers}
     text = next((one.line for one in event.evidence if "Tried to allocate" in one.line), event.evidence[0].line)
     phase, confidence = phase_of(event)
+    if "total_gib" not in event.numbers and confidence == "high":
+        confidence = "medium"  # The line was cut short, or tells little.
     total, tried = numbers.get("total_gib"), numbers.get("tried_gib", 0.0)
     if total is not None and tried > 2 * total:
         return Verdict("oom_quadratic", phase, "high")
@@ -64,7 +66,9 @@ def judge(event: Event, scene: Scene) -> Verdict:
     tags = event.trace.tags if event.trace is not None else set()
     for tag, rule in _BY_TAG:
         if tag in tags and (tag != "multimodal" or phase in ("profile", "load", None)):
-            return Verdict(rule, phase, "high" if phase is not None else "medium")
+            return Verdict(rule, phase, "high" if phase is not None and confidence == "high" else "medium")
+    if phase == "serve" and _speculates(scene):
+        return Verdict("oom_speculative", phase, "medium")
     if "multimodal" in event.tags and phase == "profile":
         return Verdict("oom_multimodal", phase, "medium")
     return _by_phase(event, scene, numbers, phase, confidence)
@@ -106,7 +110,7 @@ def _by_phase(
     if phase == "warmup":
         return Verdict("oom_warmup", phase, confidence)
     if total is not None and reserved >= max(tried, FRAGMENTED_SHARE * total):
-        return Verdict("oom_fragmentation", phase, "high" if phase else "medium")
+        return Verdict("oom_fragmentation", phase, "medium")
     if phase in ("serve", "request"):
         return Verdict("oom_serving", "serve", confidence)
     return Verdict("oom_unknown_phase", None, "low")
@@ -120,6 +124,13 @@ def _in_profile(numbers: dict[str, float], total: float | None, tried: float) ->
         return ("oom_weights_profile" if weights >= WEIGHTS_SHARE * total else "oom_profile"), "profile"
     crowded = allocated is not None and allocated >= FULL_SHARE * total and tried <= SMALL_SHARE * total
     return ("oom_weights_profile" if crowded else "oom_profile"), "profile"
+
+
+def _speculates(scene: Scene) -> bool:
+    values = scene.settings.values
+    return any(
+        values.get(name, "None") != "None" for name in ("speculative-model", "speculative-config", "model-draft")
+    )
 
 
 def _unused_gpus(scene: Scene) -> bool:

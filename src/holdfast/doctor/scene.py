@@ -127,6 +127,8 @@ class Scene:
     def feed(self, line: Line) -> bool:
         """Whether the line meant anything."""
         self.lines = max(self.lines, line.number)
+        if line.style:
+            self.engines.setdefault(line.style, 1)
         if _HEADER in line.text:
             self._trace(line, fresh=True)
             self._rules(line)
@@ -134,6 +136,8 @@ class Scene:
         if _FRAME.match(line.text):
             self._frame(line)
             return True
+        if self._book.anything.search(line.whole) is None and not self.settings.listing:
+            return self._other(line, wrapped=False)
         if any(pattern.search(line.text) for pattern in self._book.benign):
             return False
         told = self._marks(line)
@@ -181,7 +185,9 @@ class Scene:
     def _marks(self, line: Line) -> bool:
         told = False
         for mark in self._book.marks:
-            found = mark.pattern.search(line.text) or mark.pattern.search(line.whole)
+            found = mark.pattern.search(line.whole) and (
+                mark.pattern.search(line.text) or mark.pattern.search(line.whole)
+            )
             if found is None:
                 continue
             told = True
@@ -251,20 +257,17 @@ class Scene:
             event.line, event.process = line.number, line.process
             self._waiting.append(event)
 
-    def _other(self, line: Line) -> bool:
+    def _other(self, line: Line, *, wrapped: bool = True) -> bool:
         """An error that no rule knows, or one that only wraps another."""
         text = line.text.strip()
         evidence = Evidence(line=line.whole.strip(), number=line.number, source=self.source)
-        if any(pattern.search(text) for pattern in self._book.wrappers):
+        if wrapped and any(pattern.search(text) for pattern in self._book.wrappers):
             if len(self.run.wrappers) < EVIDENCE_HELD:
                 self.run.wrappers.append(evidence)
             return True
-        if _ERROR.search(text) is not None or (
-            line.level in ("ERROR", "CRITICAL", "FATAL") and not _CHAINED.search(text)
-        ):
-            plain = _ERROR.search(text) is not None
-            held = self.run.unexplained
-            if len(held) < EVENTS_HELD and (plain or len(held) < EVIDENCE_HELD):
-                held.append(evidence)
-            return plain
+        severe = line.level in ("ERROR", "CRITICAL", "FATAL") and not _CHAINED.search(text)
+        if severe or _ERROR.search(text) is not None:
+            if len(self.run.unexplained) < EVIDENCE_HELD:
+                self.run.unexplained.append(evidence)
+            return True
         return False

@@ -89,7 +89,7 @@ class Settings:
     def __init__(self) -> None:
         self.values: dict[str, str] = {}
         self.command: ServerCommand | None = None
-        self._listing = False
+        self.listing = False
         self._exact = False
         """What was given was told as such; a dump of everything beside it adds nothing."""
 
@@ -121,13 +121,13 @@ class Settings:
     def _tgi(self, text: str) -> bool:
         """One field a line: Args { model_id: "...", ... }."""
         if text.rstrip().endswith("Args {"):
-            self._listing = True
+            self.listing = True
             return True
-        if not self._listing:
+        if not self.listing:
             return False
         field = _TGI_FIELD.match(text)
         if field is None:
-            self._listing = not text.startswith("}")
+            self.listing = not text.startswith("}")
             return False
         name, value = canonical("tgi", field[1]), field[2].strip('"')
         if name in _TOLD and value not in ("None", "false"):
