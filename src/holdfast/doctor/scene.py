@@ -30,6 +30,14 @@ NEAR_LINES = 12
 """Between a message and the traceback that belongs to it."""
 
 
+_PHASES = ("args", "download", "load", "profile", "capture", "warmup", "serve", "request")
+
+
+def _further(phase: str, reached: str | None) -> bool:
+    """Ranks interleave: one that still loads does not take the others back."""
+    return reached is None or _PHASES.index(phase) >= _PHASES.index(reached)
+
+
 @dataclass(slots=True)
 class Trace:
     """A traceback: what its frames say of the phase, outermost first."""
@@ -198,7 +206,7 @@ class Scene:
                 self.engines[mark.engine] = self.engines.get(mark.engine, 0) + (5 if mark.begin else 1)
             if "version" in words and mark.engine:
                 self.version = words.pop("version").lstrip("v").rstrip(".,)")
-            if mark.phase:
+            if mark.phase and (mark.begin or _further(mark.phase, self.run.phase)):
                 self.run.phase = mark.phase
             self.run.ready = self.run.ready or mark.ready
             if mark.tag:
