@@ -54,6 +54,33 @@ REASONING_PARSERS = (
     "seed_oss", "step3", "none",
 )  # fmt: skip
 """Both by vLLM's names; what they mean is `text`'s."""
+_UNREAD = (
+    "xml",
+    "coder",
+    "pythonic",
+    "deepseek",
+    "glm",
+    "kimi",
+    "minimax",
+    "gemma",
+    "openai",
+    "granite",
+    "step3",
+    "xlam",
+)
+"""In vLLM's names of parsers for calls that are not JSON, or stand in other marks."""
+
+
+def _tool_call_parser(field: str, value: object) -> str:
+    if isinstance(value, str) and value not in TOOL_CALL_PARSERS and any(part in value for part in _UNREAD):
+        raise ConfigurationError(
+            f"{field}: calls in the form {value!r} are not read here",
+            needed="one of " + ", ".join(TOOL_CALL_PARSERS),
+            found=value,
+            fix=f"leave {field} out: a model whose own form is not known is asked for calls in plain JSON",
+            field="tool_call_parser",
+        )
+    return str(choice(*TOOL_CALL_PARSERS)(field, value))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +115,7 @@ class ServerConfig:
     tool_call_parser: str | None = setting(
         None,
         "how the model writes tool calls: " + ", ".join(TOOL_CALL_PARSERS[:5]) + "; left out: as its template says",
-        optional(choice(*TOOL_CALL_PARSERS)),
+        optional(_tool_call_parser),
         metavar="NAME",
     )
     reasoning_parser: str | None = setting(

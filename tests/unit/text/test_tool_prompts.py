@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
 
-from holdfast.config.server import REASONING_PARSERS, TOOL_CALL_PARSERS
+from holdfast.config.server import REASONING_PARSERS, TOOL_CALL_PARSERS, ServerConfig
+from holdfast.errors import ConfigurationError
 from holdfast.text.reasoning import FAMILIES
 from holdfast.text.template import ChatTemplate
 from holdfast.text.tools.dialects import DIALECTS
@@ -92,3 +94,14 @@ def test_whatever_a_model_wrote_can_be_shown_again(arguments: str) -> None:
 def test_the_settings_name_what_there_is() -> None:
     assert set(TOOL_CALL_PARSERS) == set(DIALECTS)
     assert set(REASONING_PARSERS) == {*FAMILIES, "none"}
+
+
+@pytest.mark.parametrize(
+    ("given", "fix"), [("qwen3_xml", "plain JSON"), ("granite-20b-fc", "plain JSON"), ("hermess", "hermes")]
+)
+def test_a_parser_that_is_not_there_is_refused_with_what_helps(given: str, fix: str) -> None:
+    parse = {field.name: field for field in dataclasses.fields(ServerConfig)}["tool_call_parser"].metadata["parse"]
+    with pytest.raises(ConfigurationError) as caught:
+        parse("--tool-call-parser", given)
+    assert fix in (caught.value.fix or "")
+    assert parse("--tool-call-parser", "granite4") == "granite4"
