@@ -120,10 +120,14 @@ class Embeddings:
 
     async def _embed(self, prompt: list[int], body: EmbeddingBody, name: str) -> _Embedded:
         began_s = time.monotonic()
-        stream = await self._engine.generate(
-            prompt, PARAMS, request_id=name, priority=body.priority, cache_salt=body.cache_salt,
-            adapter=self._settings.adapter(body.model or ""), embed=True,
-        )  # fmt: skip
+        try:
+            stream = await self._engine.generate(
+                prompt, PARAMS, request_id=name, priority=body.priority, cache_salt=body.cache_salt,
+                adapter=self._settings.adapter(body.model or ""), embed=True,
+            )  # fmt: skip
+        except RequestError as error:
+            error.field = "input" if error.field == "prompt" else error.field  # As it is called here.
+            raise
         try:
             delta = cast(AnswerDelta, await anext(stream))
         finally:

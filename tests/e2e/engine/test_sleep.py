@@ -68,6 +68,9 @@ async def _sleeps_and_wakes(served: Served, failing: Path) -> None:
     transport = httpx.ASGITransport(app=served.app)
     async with httpx.AsyncClient(transport=transport, base_url="http://here", timeout=120) as http:
         first = (await http.post("/v1/completions", json=body())).json()["choices"][0]["text"]
+        vectors = (await http.post("/v1/embeddings", json={"input": ["a cat", "a kitten"]})).json()["data"]
+        assert [len(vector["embedding"]) for vector in vectors] == [576, 576]
+        assert sum(number**2 for number in vectors[1]["embedding"]) == pytest.approx(1, abs=1e-4)
         awake = (await http.get("/memory")).json()
         pid = engine.pid
         assert pid is not None

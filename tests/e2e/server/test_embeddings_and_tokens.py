@@ -66,7 +66,7 @@ def test_more_inputs_than_places_are_done_in_turns(launch):
         ({"input": [[1], [-1]]}, "input[1][0]"), ({"input": {"a": 1}}, "input"), ({"input": ["a"] * 2049}, "input"),
         ({"input": "a", "dimensions": 4}, "dimensions"), ({"input": "a", "encoding_format": "hex"}, "encoding_format"),
         ({"input": "a", "temperature": 1}, "temperature"), ({"input": "a", "priority": 3}, "priority"),
-        ({"input": "x" * 5000}, None), ({"input": [99999]}, "prompt"),
+        ({"input": "x" * 5000}, None), ({"input": [99999]}, "input"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_embedded(http, body, param):
