@@ -1,6 +1,7 @@
 """Stands in for vLLM where a GPU would be needed: prints what it prints, dies of what it dies of, answers /health.
 
     vllm serve MODEL --max-model-len N --port P     starts when N is at most STAND_IN_HOLDS tokens
+    STAND_IN_HANG=1                                 answers /health once, and never again
     STAND_IN_CRASH=1                                runs out of memory once it serves, unless utilization is below 0.9
 
 Installed by a test as a program called `vllm`; no engine is in it.
@@ -76,6 +77,9 @@ def main() -> None:
     if os.environ.get("STAND_IN_CRASH") and float(value("--gpu-memory-utilization", "0.9")) >= 0.9:
         Health.asked.wait(20)
         crash()
+    if os.environ.get("STAND_IN_HANG"):
+        Health.asked.wait(20)
+        server.shutdown()  # Connections are taken, and nobody answers.
     while True:
         time.sleep(1)
 

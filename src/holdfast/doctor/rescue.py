@@ -35,6 +35,11 @@ MOST_BACK_OFF_S = 60.0
 JUDGED_WITHIN_S = 20.0
 """A model on the hub may be asked for; a start waits no longer for that."""
 SHOWN_LINES = 3
+READ_EACH, READ_EVERY = 100, 100
+"""Of lines that are the same but for their digits, the first are all read, then one of so many."""
+KEYS_HELD, KEY_CHARS = 20_000, 200
+_WITHOUT_DIGITS = str.maketrans("", "", "0123456789abcdef")
+"""And letters of hex, as ids have them."""
 KIN = (
     (
         "kv_cache_too_small_for_max_len", "no_memory_for_kv_blocks", "weights_do_not_fit", "tensor_parallel_unused",
@@ -90,14 +95,16 @@ class Rescue:
                 self._command_to_keep(started, worked=served or ended.exit_code == 0)
                 return ended.exit_code
             choice = self._after_death(started, ended, diagnosis, judged, served)
-            if choice is None or restarts >= self.orders.max_restarts:
-                if choice is not None:
+            # One that was ended because it hung is started as it was.
+            following = choice.started if choice is not None else started if self._ended_by_us_at is not None else None
+            if following is None or restarts >= self.orders.max_restarts:
+                if following is not None:
                     self.say(f"not started again: {restarts} restarts are what --max-restarts allows")
                 self._command_to_keep(started, worked=served)
                 return ended.exit_code
             restarts += 1
             self._wait(restarts)
-            started = choice.started
+            started = following
 
     # One run
 
@@ -130,8 +137,7 @@ class Rescue:
 
     def _ready(self, started: Started, after_s: float) -> None:
         self.say(f"it serves, {format_duration(after_s)} after its start")
-        if len(self._tried) > 1:
-            self.say(f"the command to keep: {started.text}")
+        self._command_to_keep(started, worked=True)
 
     def _silence(self, supervised: Supervised, silent_s: float) -> None:
         """A server that was ready and answers no more."""
@@ -228,7 +234,7 @@ class Rescue:
         self.sleep(pause_s)
 
     def _command_to_keep(self, started: Started, *, worked: bool) -> None:
-        if len(self._tried) < 2:
+        if len({one.text for one in self._tried}) < 2:
             return
         self.say(f"{'the command to keep' if worked else 'the last command that was tried'}: {started.text}")
 
@@ -239,6 +245,7 @@ class _Beside:
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say
         self._watch: Watch | None = None
+        self._times: dict[str, int] = {}
         self._safely(self._open)
 
     def _open(self) -> None:
@@ -246,8 +253,18 @@ class _Beside:
 
     def feed(self, line: str) -> None:
         watch = self._watch
-        if watch is not None:
+        if watch is not None and self._is_news(line):
             self._safely(lambda: watch.feed(line))
+
+    def _is_news(self, line: str) -> bool:
+        """Reading a line takes longer than passing it on: of one that comes over and over, its digits aside, few are
+        read, so that a server which logs thousands of requests a second is not held up."""
+        key = line[:KEY_CHARS].translate(_WITHOUT_DIGITS)
+        times = self._times.get(key, 0) + 1
+        if len(self._times) >= KEYS_HELD:
+            self._times.clear()
+        self._times[key] = times
+        return times <= READ_EACH or times % READ_EVERY == 0
 
     @property
     def ready(self) -> bool:

@@ -235,6 +235,9 @@ class Supervised:
 
     def _clear_group(self) -> None:
         """An engine whose server died holds its memory: the next start would find none."""
+        if not Path("/proc/self/stat").exists():  # Not Linux: who is left cannot be asked, and its group gets no grace.
+            self._send(signal.SIGKILL, whole_group=True)
+            return
         for number, patience_s in ((signal.SIGTERM, LEFT_GRACE_S), (signal.SIGKILL, GRACE_S)):
             left = self._left()
             if not left:

@@ -128,6 +128,17 @@ def test_a_crash_while_serving_is_told_apart_and_needs_the_opposite_move(start: 
     assert _ended(process)[0] in (128 + signal.SIGINT, 1, 130)
 
 
+@pytest.mark.long
+def test_a_server_that_hangs_is_ended_and_started_again(start: Start, port: int) -> None:
+    process = start(*f"vllm serve {MODEL} --max-model-len 8192 --port {port}".split(), STAND_IN_HANG="1",
+                    options=("--hung-after", "1", "--max-restarts", "1"))  # fmt: skip
+    code, out, err = _ended(process)
+    assert code == 128 + signal.SIGTERM
+    assert out.count("stand-in:") == 2
+    assert err.count("it has not answered /health for") == 2
+    assert "it died while serving: signal SIGTERM" in err
+
+
 def test_nobody_to_ask_means_no(start: Start) -> None:
     code, out, err = _ended(start("vllm", "serve", MODEL, "--max-model-len", "131072", options=("--ask",)))
     assert (code, out.count("stand-in:")) == (1, 1)
