@@ -125,7 +125,7 @@ def stamp(folder: Path) -> str:
 def changed(name: str) -> AdapterError:
     return AdapterError(
         f"the files of {name} are not those that were loaded", code=CHANGED, needed="the same files",
-        fix="unload it and load it again", field="model",
+        fix="unload it and load it again; from Python LoRARequest(..., load_inplace=True)", field="model",
     )  # fmt: skip
 
 

@@ -88,9 +88,7 @@ class Adapters:
                 f"an adapter {shorten(name)!r} is loaded already", fix="unload it first, or load_inplace: true",
                 field="lora_name",
             )  # fmt: skip
-        if name not in self._by_name and len(self._by_name) >= MOST_ADAPTERS:
-            raise AdapterError(f"{MOST_ADAPTERS} adapters are loaded, which is the most", fix="unload some",
-                               field="lora_name")  # fmt: skip
+        self._check_room(name)
         self._last_number += 1
         ref, adapter = self._look(name, path, self._last_number, None if anywhere else self._allowed)
         self._by_name[name] = Loaded(ref, adapter.base, parent, int(time.time()))
@@ -107,18 +105,23 @@ class Adapters:
         """Of Python's LoRARequest: loaded when it is first named. Its number stands for one adapter."""
         self._require()
         known = next((one.ref for one in self._by_name.values() if one.ref.number == request.lora_int_id), None)
-        if known is None and request.lora_name not in self._by_name:
+        if known is None:  # A new number is a new adapter, also under a name that another had.
+            self._check_room(request.lora_name)
             ref, adapter = self._look(request.lora_name, request.lora_path, request.lora_int_id, None)
             self._by_name[request.lora_name] = Loaded(ref, adapter.base, None, int(time.time()))
             return ref
-        if known is None or known.name != request.lora_name or Path(request.lora_path).resolve() != Path(known.path):
+        if known.name != request.lora_name or Path(request.lora_path).resolve() != Path(known.path):
             raise AdapterError(
                 f"lora_int_id {request.lora_int_id} and {shorten(request.lora_name)!r} are not of one adapter",
                 needed="a name, number and path that are always given together", field="lora_request",
             )  # fmt: skip
-        if stamp(Path(known.path)) != known.stamp:
+        if stamp(Path(known.path)) == known.stamp:
+            return known
+        if not request.load_inplace:
             raise changed(known.name)
-        return known
+        ref, adapter = self._look(known.name, known.path, known.number, None)
+        self._by_name[known.name] = Loaded(ref, adapter.base, None, int(time.time()))
+        return ref
 
     def one_each(self, asked: LoRARequest | Sequence[LoRARequest | None] | None, count: int) -> list[AdapterRef | None]:
         """For so many prompts: one for all, or one or none for each."""
@@ -132,6 +135,12 @@ class Adapters:
                 field="lora_request",
             )  # fmt: skip
         return [None if one is None else self.resolve(one) for one in asked]
+
+    def _check_room(self, name: str) -> None:
+        if name not in self._by_name and len(self._by_name) >= MOST_ADAPTERS:
+            raise AdapterError(
+                f"{MOST_ADAPTERS} adapters are loaded, which is the most", fix="unload some", field="lora_name"
+            )
 
     def _require(self) -> None:
         if not self.enabled:

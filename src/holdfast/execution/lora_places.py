@@ -17,7 +17,7 @@ import torch
 from holdfast.checkpoints.adapters import Adapter, changed, read_adapter, stamp
 from holdfast.checkpoints.checkpoint import Checkpoint
 from holdfast.config import EngineConfig
-from holdfast.errors import HoldfastError
+from holdfast.errors import CheckpointError, HoldfastError
 from holdfast.execution.lora import SiteFactors
 from holdfast.execution.memory import exact_tensor
 from holdfast.execution.weights import expand_into
@@ -163,7 +163,10 @@ class AdapterPlaces:
             raise changed(ref.name)
         with torch.inference_mode():
             target.zero_()
-            self._expand(adapter, target)
+            try:
+                self._expand(adapter, target)
+            except CheckpointError as error:  # It says where the file lies, and may reach a client.
+                raise changed(ref.name) from error
         if stamp(adapter.folder) != ref.stamp:
             raise changed(ref.name)
         self._changes[ref] = frozenset(

@@ -14,6 +14,8 @@ class LoRARequest(msgspec.Struct, frozen=True):
     lora_int_id: int
     lora_path: str
     base_model_name: str | None = None
+    load_inplace: bool = False
+    """Its files may have changed since it was first named: they are looked at again."""
 
     def __post_init__(self) -> None:
         for name in ("lora_name", "lora_path"):

@@ -113,7 +113,8 @@ def test_it_is_counted_in_the_plan(llm: LLM, folder: Path) -> None:
 
 
 def test_a_name_stands_for_one_adapter(llm: LLM, folder: Path, tmp_path: Path) -> None:
-    assert tokens(llm, PROMPTS[:1], request(folder, "all"))
+    for name in ("all", "attention"):
+        assert tokens(llm, PROMPTS[:1], request(folder, name))
     for name, number, path in (("all", 2, "all"), ("other", 1, "all"), ("all", 1, "attention")):
         with pytest.raises(AdapterError, match="not of one adapter"):
             tokens(llm, PROMPTS[:1], LoRARequest(name, number, str(folder / path)))
@@ -125,6 +126,8 @@ def test_a_name_stands_for_one_adapter(llm: LLM, folder: Path, tmp_path: Path) -
     )
     with pytest.raises(AdapterError, match="are not those that were loaded"):
         tokens(llm, PROMPTS[:1], mine)
+    again = LoRARequest("mine", 77, str(tmp_path / "mine"), load_inplace=True)
+    assert tokens(llm, PROMPTS[:1], again) != before  # Nothing cached of the old one is used.
     assert before == tokens(llm, PROMPTS[:1], request(folder, "all"))
 
 
