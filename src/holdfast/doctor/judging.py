@@ -9,8 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, cast
 
-from holdfast.doctor.fixes import fixes, known_numbers, known_words
+from holdfast.doctor.fixes import base_command, fixes, known_numbers, known_words
 from holdfast.doctor.formulas import filled
+from holdfast.doctor.planned import Case, checked
 from holdfast.doctor.records import Diagnosis, Evidence, Finding, Phase, RootCause
 from holdfast.doctor.rulebook import Rule, rulebook
 from holdfast.doctor.running_out import judge as judge_memory
@@ -129,7 +130,7 @@ def _finding(scene: Scene, candidate: Candidate) -> Finding:
     cause = rulebook().causes[rule.cause]
     numbers = known_numbers(scene, event)
     values: dict[str, object] = {**known_words(scene, event), **numbers, "times": event.times}
-    chosen = fixes(scene, rule, numbers, known_words(scene, event))
+    chosen = checked(_case(scene, numbers), rule.cause, fixes(scene, rule, numbers, known_words(scene, event)))
     return Finding(
         code=cause.code,
         root_cause=cast("RootCause", rule.root_cause or cause.root_cause),
@@ -141,6 +142,18 @@ def _finding(scene: Scene, candidate: Candidate) -> Finding:
         fix=chosen[0] if chosen else None,
         alternatives=chosen[1:],
         numbers={name: round(value, 4) for name, value in event.numbers.items()},
+    )
+
+
+def _case(scene: Scene, numbers: dict[str, float]) -> Case:
+    length = scene.settings.number("max-model-len", "context-length")
+    return Case(
+        engine=scene.engine or "vllm",
+        model=scene.settings.model,
+        command=base_command(scene),
+        total_gib=numbers.get("total_gib"),
+        max_model_len=None if length is None else int(length),
+        utilization=numbers.get("utilization"),
     )
 
 

@@ -1,0 +1,92 @@
+"""A fix tried with the planner, where the log names a model of the catalogue and tells how large the GPU is.
+
+Asks no network: a model that is not in the catalogue is not planned. What the engine itself measured outranks a plan.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from holdfast.doctor.commands import ServerCommand
+from holdfast.doctor.records import Fix
+from holdfast.doctor.spellings import translated
+from holdfast.errors import HoldfastError
+from holdfast.units import GIB, format_bytes
+
+if TYPE_CHECKING:
+    from holdfast.planner.fit import Fit
+
+CAUSES = ("weights_do_not_fit", "no_memory_for_kv_blocks", "kv_cache_too_small_for_max_len", "tensor_parallel_unused")
+_ENGINES = ("vllm", "sglang", "holdfast")
+_MOST_GPUS = 16
+_OTHERWISE_STORED = re.compile(r"(?i)awq|gptq|fp8|fp4|int[48]|[48]-?bit|gguf|bnb|w\da\d+")
+"""In a name: the catalogue has its shapes, and not these weights."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    engine: str
+    model: str | None
+    command: ServerCommand | None
+    total_gib: float | None
+    max_model_len: int | None
+    utilization: float | None
+
+
+def checked(case: Case, cause: str, fixes: list[Fix]) -> list[Fix]:
+    """The same fixes, with what was planned of them: a parallel size is raised to the first that fits."""
+    name = _known(case)
+    if cause not in CAUSES or name is None:
+        return fixes
+    return [_checked(case, name, fix) for fix in fixes]
+
+
+def _known(case: Case) -> str | None:
+    from holdfast.models import catalogue
+
+    if case.model is None or case.total_gib is None or case.engine not in _ENGINES:
+        return None
+    entry = catalogue.lookup(case.model)
+    if entry is None or (_OTHERWISE_STORED.search(case.model) and not entry.quantized):
+        return None
+    return entry.name
+
+
+def _checked(case: Case, name: str, fix: Fix) -> Fix:
+    parallel = translated(case.engine, "tensor-parallel-size")
+    if parallel is None or case.command is None or list(fix.changes) != [parallel]:
+        return fix
+    asked = int(float(fix.changes[parallel] or 1))
+    size = asked
+    while size <= _MOST_GPUS:
+        found = _fit(case, name, size)
+        if found is None:
+            return fix
+        if found.fits:
+            changes: dict[str, str | None] = {parallel: str(size)}
+            told = f"{format_bytes(found.weights_bytes)} of weights fit {size} GPUs of {case.total_gib:.2f} GiB each"
+            return msgspec.structs.replace(
+                fix, changes=changes, command=case.command.with_changes(changes), why=f"{fix.why} (planned: {told})",
+                price=fix.price if size == asked else f"{size} GPUs",
+            )  # fmt: skip
+        size *= 2
+    return fix
+
+
+def _fit(case: Case, name: str, gpus: int) -> Fit | None:
+    from holdfast.config.plan import PlanConfig
+    from holdfast.planner.ask import question_of
+    from holdfast.planner.fit import fit
+
+    assert case.total_gib is not None
+    settings: dict[str, object] = {"vram": f"{int(case.total_gib * GIB * (case.utilization or 0.9))}x{gpus}"}
+    if case.max_model_len is not None:
+        settings["max_model_len"] = case.max_model_len
+    try:
+        return fit(question_of(PlanConfig.from_arguments(model=name, tensor_parallel_size=gpus, **settings)))
+    except HoldfastError:
+        return None
