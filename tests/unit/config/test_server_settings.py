@@ -125,3 +125,69 @@ def test_an_empty_file_says_nothing(tmp_path: Path) -> None:
     file = tmp_path / "settings.yaml"
     file.write_text("# nothing\n")
     assert read("--config", str(file))[1].port == 8000
+
+
+FLAGS = [
+    "--model",
+    "--served-model-name",
+    "--tokenizer",
+    "--dtype",
+    "--quantization",
+    "--load-format",
+    "--max-model-len",
+    "--gpu-memory-utilization",
+    "--kv-cache-memory-bytes",
+    "--kv-cache-dtype",
+    "--block-size",
+    "--max-num-seqs",
+    "--max-num-batched-tokens",
+    "--enable-prefix-caching",
+    "--no-enable-prefix-caching",
+    "--enable-chunked-prefill",
+    "--swap-space",
+    "--cpu-offload-gb",
+    "--kv-offloading-size",
+    "--tensor-parallel-size",
+    "-tp",
+    "--pipeline-parallel-size",
+    "-pp",
+    "--data-parallel-size",
+    "--enforce-eager",
+    "--seed",
+    "--host",
+    "--port",
+    "--api-key",
+    "--enable-lora",
+    "--lora-modules",
+    "--max-loras",
+    "--max-lora-rank",
+    "--enable-auto-tool-choice",
+    "--tool-call-parser",
+    "--reasoning-parser",
+    "--chat-template",
+    "--config",
+    "--scheduling-policy",
+    "--attention-backend",
+    "--speculative-config",
+    "--disable-log-stats",
+    "--trust-remote-code",
+    "--enable-sleep-mode",
+    "--allowed-origins",
+    "--allow-credentials",
+    "--ssl-keyfile",
+    "--ssl-certfile",
+    "--ssl-ca-certs",
+    "--disable-fastapi-docs",
+    "--enable-force-include-usage",
+    "--generation-config",
+    "--override-generation-config",
+    "--revision",
+]
+
+
+@pytest.mark.parametrize("name", FLAGS)
+def test_flags_that_people_use_with_vllm_are_known(name: str) -> None:
+    """Honoured, or refused with a reason of their own: never just "not understood"."""
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    serve.add_arguments(parser)
+    assert name in parser._option_string_actions
