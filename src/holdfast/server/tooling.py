@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from holdfast.errors import RequestError
 from holdfast.server.protocol import ChatBody, NamedTool, ToolDefinition
+from holdfast.text.messages import plain
 from holdfast.text.tools.events import Tool
 
 MAX_TOOLS = 128
@@ -84,9 +85,11 @@ def _tool(given: ToolDefinition, sent: Mapping[str, Any], where: str) -> Tool:
             field=f"{where}.function.parameters",
         )
     function = {key: value for key, value in sent["function"].items() if key != "strict" and value is not None}
+    # A copy that is no deeper than whoever writes or walks it can go.
+    shown = plain({"type": "function", "function": {**function, "parameters": parameters}}, "tools")
     return Tool(
         name=given.function.name,
-        given={"type": "function", "function": {**function, "parameters": parameters}},
-        parameters={"type": "object", **parameters},
+        given=shown,
+        parameters={"type": "object", **shown["function"]["parameters"]},
         strict=bool(given.function.strict),
     )

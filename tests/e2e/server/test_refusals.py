@@ -16,6 +16,9 @@ from holdfast.server.protocol import ChatBody, CompletionBody
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+DEEP: list = []
+for _ in range(500):
+    DEEP = [DEEP]
 PATHS = ("/v1/chat/completions", "/v1/completions")
 
 
@@ -139,6 +142,15 @@ def test_values_that_ask_for_nothing_are_accepted(http, path):
         ({"function_call": {"name": "f"}}, "function_call"),
         ({"tools": [TOOL] * 129}, "tools"),
         ({"tools": [TOOL, TOOL]}, "tools"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"x": DEEP}}}]}, "tools"),
+        (
+            {
+                "messages": [
+                    {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {"x": DEEP}}}]}
+                ]
+            },
+            "messages",
+        ),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
         (

@@ -84,7 +84,7 @@ def test_a_chat_without_tools_is_left_alone() -> None:
     assert (chat, tools) == (HISTORY[:1], None)
 
 
-@pytest.mark.parametrize("arguments", ["", "{", "[1]", '{"a": 1}'])
+@pytest.mark.parametrize("arguments", ["", "{", "[1]", '{"a": 1}', '{"a": ' * 500 + "1" + "}" * 500])
 def test_whatever_a_model_wrote_can_be_shown_again(arguments: str) -> None:
     call = {**CALL, "function": {"name": "add", "arguments": arguments}}
     text = rendered(PLAIN, [{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": [call]}], [ADD])

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+from holdfast.text.messages import plain
 from holdfast.text.template import compile_template
 from holdfast.text.tools.dialects import DIALECTS, GENERIC, Dialect, dialect_of
 from holdfast.text.tools.forms import ARGUMENTS, BARE_NAME, NAME, Form
@@ -76,10 +77,10 @@ def arguments_object(given: Any) -> Any:
     """Arguments as templates want them, from the JSON text that OpenAI's clients send. What a model wrote may be no
     JSON: then it is shown as it was."""
     if not isinstance(given, str):
-        return given
+        return plain(given)
     try:
-        read = json.loads(given or "{}")
-    except (ValueError, RecursionError):
+        read = plain(json.loads(given or "{}"))
+    except (ValueError, RecursionError):  # RequestError too: deeper than anybody could write it out.
         return given
     return read if isinstance(read, dict) else given
 
