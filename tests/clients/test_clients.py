@@ -158,20 +158,21 @@ class TestLiteLLM:
         assert result("litellm", "embeddings") == ONE
 
 
+@pytest.fixture(scope="module")
+def of_qwen(module_server, run_program):
+    server = module_server("qwen2.5-coder-0.5b", "--kv-cache-memory-bytes", "256MiB", "--max-model-len", "4096")
+    server.wait_ready()
+
+    def of(client: str, case: str) -> Any:
+        found = run_program(client, server.url, "qwen2.5-coder-0.5b", case)[case]
+        assert "error" not in found, found["error"]
+        return found["result"]
+
+    return of
+
+
 class TestToolsByItself:
     """A model that was made for tools, and is asked for none in particular."""
-
-    @pytest.fixture(scope="class")
-    def of_qwen(self, module_server, run_program):
-        server = module_server("qwen2.5-coder-0.5b", "--kv-cache-memory-bytes", "256MiB", "--max-model-len", "4096")
-        server.wait_ready()
-
-        def of(client: str, case: str) -> Any:
-            found = run_program(client, server.url, "qwen2.5-coder-0.5b", case)[case]
-            assert "error" not in found, found["error"]
-            return found["result"]
-
-        return of
 
     def test_openai_streams_a_call_and_is_told_its_result(self, of_qwen) -> None:
         name, arguments, ending, after = of_qwen("openai", "auto_tool")
