@@ -18,6 +18,8 @@ from pathlib import Path
 
 import pytest
 
+from holdfast.doctor.live import examine
+
 STAND_IN = Path(__file__).parents[2] / "support" / "stand_in_vllm.py"
 PATIENCE_S = 60.0
 MODEL = "meta-llama/Llama-3.1-8B-Instruct"
@@ -214,6 +216,8 @@ def test_holdfast_itself_with_too_little_memory_is_given_enough(start: Start, po
     assert "before it is run: it does not fit" in said
     assert "it failed to start: exit code 2" in said
     assert re.search(r"changed: --ram \d+MiB", said)
+    looked = examine(f"http://127.0.0.1:{port}", seconds=1)
+    assert (looked.engine, looked.healthy, looked.phase) == ("holdfast", True, "serve")
     process.send_signal(signal.SIGTERM)
     assert _ended(process)[0] == 0
     with pytest.raises(urllib.error.URLError):
