@@ -446,3 +446,33 @@ excerpt(
     "vllm",
     "ERROR 02-07 03:25:19 engine.py:389] something odd\nRuntimeError: Engine process failed to start. See stack trace for the root cause.\n",
 )
+excerpt(
+    "none",
+    "serve",
+    "holdfast",
+    "2026-01-10 10:00:00 INFO holdfast: holdfast 0.1.0\n"
+    "2026-01-10 10:00:01 INFO holdfast: model smollm2: llama, 134,515,008 parameters\n"
+    "2026-01-10 10:00:05 INFO holdfast: KV cache size: 32,768 tokens\n"
+    "2026-01-10 10:00:05 INFO holdfast: Ready: http://127.0.0.1:8000/v1 (try: curl http://127.0.0.1:8000/v1/models)\n",
+)
+excerpt(
+    "bad_flag",
+    "load",
+    "holdfast",
+    "2026-01-10 10:00:00 INFO holdfast: holdfast 0.1.0\n"
+    "2026-01-10 10:00:01 INFO holdfast: model smollm2: llama, 134,515,008 parameters\n"
+    "holdfast: max_model_len is 99,999, but the model was made for 8,192 tokens [HF111]\n"
+    "  fix:    --max-model-len 8192, or leave it out\n",
+)
+excerpt(
+    "cuda_graph_capture_oom",
+    "capture",
+    "vllm",
+    "2026-01-09 14:01:54.604 [Info] (Process) "
+    + (
+        LOADING
+        + CAPTURING
+        + trace(("worker/gpu_worker.py", "compile_or_warm_up_model"), ("worker/gpu_model_runner.py", "capture_model"))
+        + out_of_memory()
+    ).replace("\n", "\n2026-01-09 14:01:54.604 [Info] (Process) "),
+)

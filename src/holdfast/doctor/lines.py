@@ -23,6 +23,8 @@ _PREFIXES = tuple(
         r"\[pod/[\w./-]+\] ",  # kubectl logs --prefix
         r"[\w.-]{1,60} +\| ",  # docker compose
         rf"\[?{_TIME}\]?:?[ \t]+(?:- )?",
+        r"[A-Z][a-z]{2} [ \d]\d +\d\d:\d\d:\d\d(?:\.\d+)? \| ",
+        r"\[(?:Info|Warning|Error|Debug)\] \(\w+\) ",
         r"\d\d:\d\d:\d\d[-.]\d+ ",
         r"\[\d+(?:\.\d+)?s?\] ",
         r"\d+\.\d\d\.\d{3}\.\d{3} [EWID] ",  # llama-server's own clock
