@@ -74,6 +74,13 @@ class ChatTemplate:
         chat = [{"role": "system", "content": "probe-of-system"}, {"role": "user", "content": "hi"}]
         return "probe-of-system" in self._probe(chat)
 
+    @cached_property
+    def takes_systems(self) -> bool:
+        """Whether it may begin with several; if not, they are joined to one."""
+        systems = [{"role": "system", "content": f"probe-of-{place}"} for place in ("one", "two")]
+        rendered = self._probe([*systems, {"role": "user", "content": "hi"}])
+        return "probe-of-one" in rendered and "probe-of-two" in rendered
+
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -92,6 +99,8 @@ class ChatTemplate:
                 field="continue_final_message",
             )
         chat = [_alias_reasoning(message) for message in join_text_parts(messages, keep_parts=self._takes_parts)]
+        if len(chat) > 1 and chat[0]["role"] == chat[1]["role"] == "system" and not self.takes_systems:
+            chat = _one_system(chat)
         final = _mark_final(chat) if continue_final_message else None
         clash = _RESERVED.intersection(variables or ())
         if clash:
@@ -185,6 +194,18 @@ def _alias_reasoning(message: dict[str, Any]) -> dict[str, Any]:
         if reasoning is not None:
             return {"thinking": reasoning, **message, "reasoning_content": reasoning}
     return message
+
+
+def _one_system(chat: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The system's messages at the beginning as one."""
+    count = next((place for place, message in enumerate(chat) if message["role"] != "system"), len(chat))
+    contents = [message.get("content") or "" for message in chat[:count]]
+    if all(isinstance(content, str) for content in contents):
+        joined: Any = "\n\n".join(contents)
+    else:
+        parts = [content if isinstance(content, list) else [{"type": "text", "text": content}] for content in contents]
+        joined = [part for each in parts for part in each]
+    return [{**chat[0], "content": joined}, *chat[count:]]
 
 
 def _mark_final(chat: list[dict[str, Any]]) -> str:

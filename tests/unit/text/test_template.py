@@ -251,3 +251,16 @@ def test_time_is_bounded_by_the_threads_own_clock(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("holdfast.text.sandbox.MAX_CPU_S", 0.0)
     with pytest.raises(RequestError, match="0 s in one rendering"):
         render("{% for i in range(100) %}{{ i }}{% endfor %}")
+
+
+def test_several_messages_of_the_system_are_joined_where_a_template_takes_one() -> None:
+    chat = [{"role": "system", "content": "one"}, {"role": "system", "content": "two"}, *user("hi")]
+    assert render(PLAIN, chat) == "[system]one\n[system]two\n[user]hi\n"
+    first_only = (
+        "{% if messages[0].role == 'system' %}{{ messages[0].content }}|{% set messages = messages[1:] %}{% endif %}"
+        "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('one system') }}{% endif %}"
+        "{{ m.content }}{% endfor %}"
+    )
+    assert render(first_only, chat) == "one\n\ntwo|hi"
+    with pytest.raises(RequestError, match="one system"):
+        render(first_only, [*user("hi"), chat[0]])
