@@ -1,7 +1,7 @@
 """The rules as they stand in rules/*.toml, read once: patterns compiled, nothing judged.
 
 In a pattern, `<<size:free>>` stands for an amount of memory (kept in GiB as free_gib), `<<int:heads>>` for a whole
-number, `<<num:utilization>>` for any, `<<word:model>>` for a word. rules/README.md has the whole form.
+number, `<<num:utilization>>` for any, `<<word:model>>` for a word. docs/doctor.md has the whole form.
 """
 
 from __future__ import annotations

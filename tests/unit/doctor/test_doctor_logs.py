@@ -115,6 +115,18 @@ def test_the_fix_is_the_command_that_was_run_with_its_value_worked_out() -> None
     assert finding.numbers == {"max_seq_len": 65536, "kv_tokens": 20019}
 
 
+def test_a_parallel_size_is_planned_before_it_is_offered() -> None:
+    header = HEADER.format(0, "11.0", "{'model': 'Qwen/Qwen2.5-Coder-14B-Instruct', 'max_model_len': 24576}")
+    failed = (
+        header + trace(("worker/gpu_model_runner.py", "load_model")) + out_of_memory(total="15.47 GiB", this="15.3 GiB")
+    )
+    fix = diagnose_lines(failed.split("\n"), "log").findings[0].fix
+    assert fix is not None
+    # 27.51 GiB of weights are 13.76 on each of two: too much beside a KV cache of 24,576 tokens.
+    assert fix.changes == {"--tensor-parallel-size": "4"}
+    assert "planned: 27.51 GiB" in fix.why
+
+
 def test_an_error_before_a_server_was_ready_did_not_matter() -> None:
     text = LOADING + "ModuleNotFoundError: No module named 'optional_thing'\n" + READY
     assert diagnose_lines(text.split("\n"), "log").healthy
