@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -88,6 +90,20 @@ def test_named_at_start_and_loaded_while_it_runs(server: Any, folder: Path) -> N
     assert list(cards(server)) == ["tiny", "sql"]
     with pytest.raises(openai.NotFoundError):
         say(server, "law")
+
+
+def test_an_answer_goes_on_with_its_adapter_when_the_engine_dies(server: Any) -> None:
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="secret")
+    asked: dict[str, Any] = {"model": "sql", "prompt": PROMPT, "max_tokens": 200, "temperature": 0}
+    asked["extra_body"] = {"ignore_eos": True}
+    whole = client.completions.create(**asked).choices[0].text
+    pieces = []
+    for event in client.completions.create(**asked, stream=True):
+        if not pieces:
+            os.kill(server.engine_pid, signal.SIGKILL)
+        pieces.append(event.choices[0].text)
+    assert "".join(pieces) == whole
+    assert "the engine process ended" in server.log
 
 
 def test_it_is_measured_and_in_the_ledger(server: Any) -> None:
