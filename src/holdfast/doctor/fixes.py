@@ -99,7 +99,7 @@ def _fix(scene: Scene, rule: FixRule, numbers: dict[str, float], words: dict[str
     changes: dict[str, str | None] = {}
     values: dict[str, object] = {**words, **numbers}
     for ours, formula in rule.change.items():
-        flag = translated(engine, ours)
+        flag = _told(ours, words) if "{" in ours else translated(engine, ours)
         if flag is None:
             return None
         value = _changed(formula, numbers, words)
@@ -117,6 +117,14 @@ def _fix(scene: Scene, rule: FixRule, numbers: dict[str, float], words: dict[str
     if rule.why and not why:
         return None
     return Fix(command=command, changes=changes, why=why, price=filled((rule.price,), values) or None)
+
+
+def _told(ours: str, words: dict[str, str]) -> str | None:
+    """A flag that the message itself names."""
+    named = filled((ours,), words).split("/")[0].split("=")[0].rstrip(",:")
+    if not named or not re.fullmatch(r"-{0,2}[A-Za-z][\w-]*", named):
+        return None
+    return named if named.startswith("-") else f"--{named.replace('_', '-')}"
 
 
 def _changed(formula: object, numbers: dict[str, float], words: dict[str, str]) -> str | None:
