@@ -33,6 +33,8 @@ GRACE_S = 10.0
 LEFT_GRACE_S = 4.0
 """The same for what a program left behind when it died."""
 POLL_S = 0.25
+SAME_REQUEST_S = 0.5
+"""Requests to end that follow each other sooner are one."""
 LAST_WORDS_S = 2.0
 """What a program's children still print after it has ended is waited for so long."""
 _PR_SET_CHILD_SUBREAPER = 36
@@ -61,7 +63,7 @@ class Supervised:
         self._on_line = on_line
         self._process: subprocess.Popen[bytes] | None = None
         self._terminal: int | None = None
-        self._requests = 0
+        self._requests, self._requested_at = 0, 0.0
         self._status: int | None = None
 
     def run(self, tick: Callable[[Supervised], None] = lambda supervised: None) -> Ended:
@@ -212,13 +214,20 @@ class Supervised:
             os.kill(os.getpid(), signal.SIGSTOP)
             self._send(signal.SIGCONT, whole_group=True)
         elif number in _ENDS:
-            self._requests += 1
-            if self._requests > 1:
-                self._send(signal.SIGKILL, whole_group=True)
-            else:
-                self._send(number, whole_group=number in _TO_ALL)
+            self._asked_to_end(number)
         else:
             self._send(number, whole_group=False)
+
+    def _asked_to_end(self, number: int) -> None:
+        """`timeout` and some service managers send their request to a process and to its group: that is one."""
+        now = time.monotonic()
+        if self._requests and now - self._requested_at < SAME_REQUEST_S:
+            return
+        self._requests, self._requested_at = self._requests + 1, now
+        if self._requests > 1:
+            self._send(signal.SIGKILL, whole_group=True)
+        else:
+            self._send(number, whole_group=number in _TO_ALL)
 
     def _send(self, number: int, *, whole_group: bool) -> None:
         if self._process is None or (self._status is not None and not whole_group):

@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.doctor.live import examine
+from holdfast.doctor.rescue_process import SAME_REQUEST_S
 
 STAND_IN = Path(__file__).parents[2] / "support" / "stand_in_vllm.py"
 PATIENCE_S = 60.0
@@ -172,8 +173,10 @@ def test_the_second_request_to_end_kills(start: Start) -> None:
     process = start("sh", "-c", "trap 'echo heard' TERM INT; echo up; while :; do sleep 0.05; done")
     assert process.stdout is not None
     assert process.stdout.readline() == b"up\n"
-    process.send_signal(signal.SIGTERM)
+    for _ in range(2):  # As `timeout` sends it, to a process and to its group: that is one request.
+        process.send_signal(signal.SIGTERM)
     assert process.stdout.readline() == b"heard\n"
+    time.sleep(SAME_REQUEST_S)
     assert process.poll() is None
     process.send_signal(signal.SIGTERM)
     assert _ended(process)[0] == 128 + signal.SIGKILL
