@@ -33,7 +33,8 @@ STACK_BYTES = 256 << 20
 60 MiB."""
 MAX_STATES = 8000
 """Of a grammar's lexer."""
-COMPILED_KEPT = 32
+COMPILED_KEPT = 8
+"""Each may take some megabytes."""
 CHECKED_KEPT = 256
 INVALID, BEYOND_LIMITS = "HF361", "HF362"
 _LISTING = re.compile(r"\n *\d+ \||\n?<non-verbose/>")
@@ -98,9 +99,12 @@ class Matcher:
 
 
 class Grammars:
-    """Compiles for one vocabulary; safe to use from several threads. The grammars used last are kept compiled."""
+    """Compiles for one vocabulary; safe to use from several threads. The `kept` used last stay compiled."""
 
-    def __init__(self, vocabulary: Vocabulary, eos_ids: Sequence[int], vocab_size: int) -> None:
+    def __init__(
+        self, vocabulary: Vocabulary, eos_ids: Sequence[int], vocab_size: int, *, kept: int = COMPILED_KEPT
+    ) -> None:
+        self._kept = kept
         self._special = {name: token for name, token in vocabulary.special.items() if token < vocab_size}
         tokens = vocabulary.tokens[:vocab_size]
         tokens += [b""] * (vocab_size - len(tokens))  # An embedding may have more rows than there are tokens.
@@ -119,7 +123,7 @@ class Grammars:
         made = on_deep_stack(lambda: self._compile(params))
         with self._lock:
             self._compiled[key] = made
-            while len(self._compiled) > COMPILED_KEPT:
+            while len(self._compiled) > self._kept:
                 self._compiled.popitem(last=False)
         return Matcher(made.deep_copy())
 
@@ -144,7 +148,7 @@ class FormChecker:
                 free += 1
             tokens[free] = bytes([byte])
         ends = [len(tokens) - 1 if tokenizer.eos_token_id is None else tokenizer.eos_token_id]
-        self._grammars = Grammars(Vocabulary(tokens, special), ends, len(tokens))
+        self._grammars = Grammars(Vocabulary(tokens, special), ends, len(tokens), kept=0)
         self.packed = msgspec.msgpack.encode(vocabulary_of(tokenizer))
         """What an engine process is taught."""
         self._checked: OrderedDict[bytes, GrammarError | None] = OrderedDict()
