@@ -54,6 +54,8 @@ def judge(event: Event, scene: Scene) -> Verdict:
     phase, confidence = phase_of(event)
     if "total_gib" not in event.numbers and confidence == "high":
         confidence = "medium"  # The line was cut short, or tells little.
+    if event.trace is not None and event.trace.torn:
+        confidence = "medium"
     total, tried = numbers.get("total_gib"), numbers.get("tried_gib", 0.0)
     if total is not None and tried > 2 * total:
         return Verdict("oom_quadratic", phase, "high")

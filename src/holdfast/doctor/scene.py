@@ -44,6 +44,8 @@ class Trace:
 
     last: int
     marks: list[Mark] = field(default_factory=list)
+    torn: bool = False
+    """A frame of it was cut short, and might have told more."""
 
     @property
     def phase(self) -> str | None:
@@ -172,14 +174,16 @@ class Scene:
                 self._traces.clear()
             self._traces[line.process] = trace
             for event in self._waiting:
-                if event.trace is None and line.number - event.line <= NEAR_LINES and event.process == line.process:
+                bare = event.trace is None or not event.trace.marks
+                if bare and line.number - event.line <= NEAR_LINES and event.process == line.process:
                     event.trace = trace
-            self._waiting = [event for event in self._waiting if event.trace is None]
+            self._waiting = [event for event in self._waiting if line.number - event.line <= NEAR_LINES]
         trace.last = line.number
         return trace
 
     def _frame(self, line: Line) -> None:
         trace = self._trace(line, fresh=False)
+        trace.torn = trace.torn or ('File "' in line.text and ", in " not in line.text)
         for mark in self._book.frames:
             if len(trace.marks) < FRAMES_HELD and mark.pattern.search(line.text):
                 trace.marks.append(mark)
@@ -259,9 +263,9 @@ class Scene:
     def _bind(self, event: Event, line: Line) -> None:
         """To the traceback it ends, or else to the one that follows."""
         trace = self._traces.get(line.process)
-        if trace is not None and trace.marks and line.number - trace.last <= NEAR_LINES:
+        if trace is not None and line.number - trace.last <= NEAR_LINES:
             event.trace = trace
-        elif len(self._waiting) < EVENTS_HELD:
+        if (event.trace is None or not event.trace.marks) and len(self._waiting) < EVENTS_HELD:
             event.line, event.process = line.number, line.process
             self._waiting.append(event)
 

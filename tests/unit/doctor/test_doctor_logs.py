@@ -49,10 +49,11 @@ def mutants(text: str, chance: random.Random, *, cuts: int, others: int) -> Iter
     for _ in range(others):
         yield [one for line in lines for one in ([line, chance.choice(NOISE)] if chance.random() < 0.2 else [line])]
         yield [line for line in lines for _ in range(chance.choice((1, 1, 2)))]
-        yield [line[: chance.choice((40, 80, 120, 4000))] for line in lines]
+        yield [line[: chance.choice((80, 120, 4000))] for line in lines]
         swapped = lines[:]
         for at in range(len(swapped) - 1):
-            if chance.random() < 0.2:
+            ranks_differ = swapped[at].split(" ")[:2] != swapped[at + 1].split(" ")[:2]
+            if ranks_differ and chance.random() < 0.2:
                 swapped[at], swapped[at + 1] = swapped[at + 1], swapped[at]
         yield swapped
 
