@@ -64,7 +64,7 @@ def test_smollm2_at_temperature_one_always_has_the_form() -> None:
             held(grammar='root ::= "(" root ")" | [a-z]{1,4}'),
         ]  # fmt: skip
         params = [
-            SamplingParams(max_tokens=36, seed=seed, temperature=1.0, structured_outputs=form)
+            SamplingParams(max_tokens=80, seed=seed, temperature=1.0, structured_outputs=form)
             for seed in range(6) for form in forms
         ]  # fmt: skip
         answers = ask(llm, params, "Extract user info from: Alice is 30 years old.")
