@@ -77,7 +77,8 @@ def _candidates(scene: Scene) -> list[Candidate]:
     found: list[Candidate] = []
     for run in scene.judged_runs():
         for event in run.events.values():
-            if event.times < event.rule.least or _outlived(run, event):
+            said_better = any(name in run.events for name in event.rule.yields_to)
+            if said_better or event.times < event.rule.least or _outlived(run, event):
                 continue
             found.append(_candidate(scene, event))
     found.sort(key=lambda one: (_KINDS[one.rule.kind], one.rule.effect, one.event.line))

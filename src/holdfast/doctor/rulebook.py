@@ -61,6 +61,8 @@ class Rule:
     """On the numbers of the line itself."""
     only_in: tuple[str, ...] = ()
     """Phases; where the log has told another, these words mean something else."""
+    yields_to: tuple[str, ...] = ()
+    """Rules that say of the same failure what it was for."""
     effect: bool = False
     """Most often follows from something else: named after it."""
     least: int = 1
@@ -166,6 +168,7 @@ def _rule(row: dict[str, Any]) -> Rule:
         "what": (what,) if isinstance(what, str) else tuple(what),
         "engines": tuple(row.get("engines", ())),
         "only_in": tuple(row.get("only_in", ())),
+        "yields_to": tuple(row.get("yields_to", ())),
         "examples": tuple(row.get("examples", ())),
         "fix": fixes,
     }

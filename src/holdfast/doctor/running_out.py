@@ -52,7 +52,8 @@ def judge(event: Event, scene: Scene) -> Verdict:
     numbers = {**scene.numbers, **event.numbers}
     text = next((one.line for one in event.evidence if "Tried to allocate" in one.line), event.evidence[0].line)
     phase, confidence = phase_of(event)
-    if "total_gib" not in event.numbers and confidence == "high":
+    whole = "total_gib" in event.numbers and not event.numbers.keys().isdisjoint(("reserved_gib", "reserved_all_gib"))
+    if not whole and confidence == "high":
         confidence = "medium"  # The line was cut short, or tells little.
     if event.trace is not None and event.trace.torn:
         confidence = "medium"

@@ -49,7 +49,8 @@ def mutants(text: str, chance: random.Random, *, cuts: int, others: int) -> Iter
     for _ in range(others):
         yield [one for line in lines for one in ([line, chance.choice(NOISE)] if chance.random() < 0.2 else [line])]
         yield [line for line in lines for _ in range(chance.choice((1, 1, 2)))]
-        yield [line[: chance.choice((80, 120, 4000))] for line in lines]
+        width = chance.choice((80, 120, 200))
+        yield [line[:width] for line in lines]
         swapped = lines[:]
         for at in range(len(swapped) - 1):
             ranks_differ = swapped[at].split(" ")[:2] != swapped[at + 1].split(" ")[:2]
