@@ -9,7 +9,7 @@ How it cuts memory is in vllm_sizing.py.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from holdfast.errors import ConfigurationError
@@ -28,7 +28,7 @@ from holdfast.planner.kernels import (
     lacks_method,
 )
 from holdfast.planner.sources import Source, torch_source
-from holdfast.planner.terms import gpu_terms
+from holdfast.planner.terms import adapters_bytes, gpu_terms
 from holdfast.planner.unquantized import QUANTIZES_AS_IT_READS, Whole, loaded_whole
 from holdfast.planner.vllm_features import (
     bitsandbytes_flags,
@@ -230,7 +230,7 @@ def vllm_terms(found: Fit, vllm: Vllm) -> Terms:
     ours = {term.name: term.nbytes for term in rank.terms}
     step = _step_terms(found, rank)
     return Terms(
-        weights=ours.get("weights", 0) + _beside_bytes(found, rank, vllm) + _adapters_bytes(found, ours, vllm),
+        weights=ours.get("weights", 0) + _beside_bytes(found, rank, vllm) + _adapters_bytes(found, rank, vllm),
         peak_activation=sum(step.get(name, 0) for name in ("activations", "encoder", "logits", "buffers")),
         non_torch=NON_TORCH_BYTES if found.tensor_parallel == 1 else int(0.3 * GIB),
         graphs=step.get("graphs", 0) + step.get("hip_graphs", 0),
@@ -260,10 +260,12 @@ def _beside_bytes(found: Fit, rank: Rank, vllm: Vllm) -> int:
     return beside.total + rounding
 
 
-def _adapters_bytes(found: Fit, ours: Mapping[str, int], vllm: Vllm) -> int:
+def _adapters_bytes(found: Fit, rank: Rank, vllm: Vllm) -> int:
     """In slots of the rank that it takes."""
-    asked = found.question.settings.max_lora_rank
-    return ours.get("adapters", 0) * (lora_rank(asked, vllm) or asked) // asked
+    settings, spec = found.question.settings, found.question.model.spec
+    layers = stage_layers(len(spec.layers), found.pipeline_parallel)[rank.stage]
+    taken = lora_rank(settings.max_lora_rank, vllm) or settings.max_lora_rank
+    return adapters_bytes(spec, found.dtype, layers, settings.max_loras, taken, found.tensor_parallel)
 
 
 def _room_bytes(found: Fit, vllm: Vllm) -> int:
@@ -272,7 +274,7 @@ def _room_bytes(found: Fit, vllm: Vllm) -> int:
     for rank in found.ranks:
         ours = {term.name: term.nbytes for term in rank.terms}
         more = _beside_bytes(found, rank, vllm) - ours.get("rotary", 0) - ours.get("padding", 0)
-        more += _adapters_bytes(found, ours, vllm) - ours.get("adapters", 0)
+        more += _adapters_bytes(found, rank, vllm) - ours.get("adapters", 0)
         left.append(rank.room_bytes - more)
     return max(0, min(left))
 
