@@ -20,7 +20,7 @@ from pathlib import Path
 
 from holdfast import hardware
 from holdfast.doctor.installed import version_beside
-from holdfast.hardware import nvidia
+from holdfast.hardware.nvidia import VISIBLE, NvidiaMachine, probe
 from holdfast.hardware.torch_build import torch_build
 from holdfast.units import format_bytes, shorten
 
@@ -48,9 +48,9 @@ class Disk:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineFacts:
-    nvidia: nvidia.NvidiaMachine
+    nvidia: NvidiaMachine
     """As CUDA would show it to a program started here."""
-    every: nvidia.NvidiaMachine
+    every: NvidiaMachine
     """Without what the environment hides."""
     memory: hardware.Memory
     cores: int
@@ -72,11 +72,11 @@ class MachineFacts:
 def look(environment: Mapping[str, str] | None = None) -> MachineFacts:
     """Takes about a second; never raises for what a machine lacks."""
     surroundings = os.environ if environment is None else environment
-    every = nvidia.probe(environment={key: value for key, value in surroundings.items() if key != nvidia.VISIBLE})
+    every = probe(environment={key: value for key, value in surroundings.items() if key != VISIBLE})
     build = torch_build()
     shm = _filesystem(Path("/dev/shm"))
     return MachineFacts(
-        nvidia=nvidia.probe(environment=surroundings),
+        nvidia=probe(environment=surroundings),
         every=every,
         memory=hardware.memory(),
         cores=hardware.processor().cores,
