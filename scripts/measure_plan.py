@@ -117,7 +117,9 @@ def measure_engine(case: EngineCase) -> dict[str, Any]:
         plan = plan_model(config, find_model(config))
         if plan.budget_bytes < sum(plan.terms.values()):
             raise SystemExit("there is too little memory free to measure this")
-        return {"name": case.name, "settings": case.settings, **run(arguments, dict(plan.terms), plan.loading_bytes)}
+        at_once = plan.prompt_tokens_beside or plan.limits.max_num_batched_tokens
+        found = run(arguments, dict(plan.terms), plan.loading_bytes, at_once)
+        return {"name": case.name, "settings": case.settings, **found}
 
 
 def write_config(folder: Path, shape: tuple[int, int, int, int, int, int]) -> None:
@@ -132,26 +134,33 @@ def write_config(folder: Path, shape: tuple[int, int, int, int, int, int]) -> No
     (folder / "config.json").write_text(json.dumps(config))
 
 
-def run(arguments: dict[str, Any], planned: dict[str, int], loading_bytes: int) -> dict[str, Any]:
-    """As many sequences at once as are admitted, as long as the context, sampled from a full sort with logprobs."""
+def run(arguments: dict[str, Any], planned: dict[str, int], loading_bytes: int, at_once: int) -> dict[str, Any]:
+    """As many sequences at once as are admitted, as long as the context, sampled from a full sort with logprobs.
+
+    `at_once`: tokens of prompts that a step takes beside running answers.
+    """
     from holdfast import LLM, SamplingParams
 
     with LLM(**arguments) as llm:
         info = llm.info
         assert info.memory is not None
         rng = random.Random(0)
-        # The output is a block, and lasts until the last prompt is in. The scheduler wants a block left for everybody
-        # to grow into before it admits one: the last prompt is shorter by as many, where the context is long enough.
-        steps = info.max_num_seqs * info.max_model_len // info.max_num_batched_tokens + SPARE_STEPS
-        assert steps <= info.block_size
-        length = info.max_model_len - info.block_size
+        # The output is of whole blocks, and lasts until the last prompt is in. The scheduler wants a block left for
+        # everybody to grow into before it admits one: the last prompt is shorter by as many, where the context is long
+        # enough.
+        output = info.block_size
+        while info.max_num_seqs * (info.max_model_len - output) // at_once + SPARE_STEPS > output:
+            output += info.block_size
+        length = info.max_model_len - output
         last = max(1, length - info.max_num_seqs * info.block_size)
         lengths = [*[length] * (info.max_num_seqs - 1), last]
         prompts = [[rng.randrange(3, 8000) for _ in range(count)] for count in lengths]
         params = SamplingParams(
-            temperature=1.0, top_p=0.95, max_tokens=info.block_size, logprobs=LOGPROBS, ignore_eos=True, seed=1
+            temperature=1.0, top_p=0.95, max_tokens=output, logprobs=LOGPROBS, ignore_eos=True, seed=1
         )
-        llm.generate(prompt_token_ids=prompts, sampling_params=params, use_tqdm=False)
+        # Twice: a step is full only while no answer runs, and the pool only after all of them have.
+        for _ in range(2):
+            llm.generate(prompt_token_ids=prompts, sampling_params=params, use_tqdm=False)
         held = resident()
         assert held is not None, "this is measured on Linux"
         touched = llm.get_stats().blocks_touched

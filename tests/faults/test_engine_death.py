@@ -106,7 +106,7 @@ async def test_an_engine_that_cannot_live_is_given_up_and_the_server_ends(start_
     assert server.process.wait(30) == 1
     reason, end = server.log.splitlines()[-2:]
     assert "the engine was given up and the server ends" in reason
-    assert "stopped: 0 requests answered, 1 failed" in end
+    assert "stopped: 0 requests answered, 1 ended by errors" in end
 
 
 POISON = 31_337

@@ -36,8 +36,8 @@ from holdfast.units import MIB, format_bytes
 ELEMENT_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 _PLAIN: Mapping[str, str] = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
-FRAMEWORK_BYTES = 176 * MIB
-"""155 to 167 MiB before the first tensor with torch 2.13 (CPU build, Arm), the model's header read; the rest is what
+FRAMEWORK_BYTES = 172 * MIB
+"""154 to 168 MiB before the first tensor with torch 2.13 (CPU build, Arm), the model's header read; the rest is what
 the interpreter's heap gains while it serves."""
 
 LIBRARIES_BYTES = 144 * MIB
@@ -238,14 +238,17 @@ def forms_bytes(vocab_size: int, limits: Limits) -> int:
     return vocab_size * FORM_TOKEN_BYTES + limits.max_num_seqs * (FORM_BYTES + 2 * mask_words(vocab_size) * 4)
 
 
-def buffers_bytes(layout: KVLayout, limits: Limits, *, vocab_size: int, pool_tokens: int = 0) -> int:
-    """Without the books of the blocks, which grow with the pool: BOOK_BYTES each."""
+def buffers_bytes(
+    layout: KVLayout, limits: Limits, *, vocab_size: int, pool_tokens: int = 0, forms: bool = True
+) -> int:
+    """Without the books of the blocks, which grow with the pool: BOOK_BYTES each. `forms`: whether answers can be held
+    to one, which takes a tokenizer."""
     slots = limits.max_num_seqs
     # A table's rows are copied twice for a step, once at twice the width.
     tables = len(layout.groups) * slots * layout.blocks_for(limits.max_model_len) * (4 + 8 + 4)
     known = min(pool_tokens, slots * limits.max_model_len)
     ids = slots * (limits.max_model_len + 1) * 4
-    return tables + ids + known * REQUEST_TOKEN_BYTES + forms_bytes(vocab_size, limits)
+    return tables + ids + known * REQUEST_TOKEN_BYTES + (forms_bytes(vocab_size, limits) if forms else 0)
 
 
 FUSED: tuple[tuple[str, ...], ...] = (("q", "k", "v"), ("gate", "up"))

@@ -165,7 +165,11 @@ class Room:
             "adapters": self._adapters_bytes(),
             "logits": footprint.logits_bytes(self.spec, limits, tokens),
             "buffers": footprint.buffers_bytes(
-                self.layout, limits, vocab_size=self.spec.vocab_size, pool_tokens=tokens
+                self.layout,
+                limits,
+                vocab_size=self.spec.vocab_size,
+                pool_tokens=tokens,
+                forms=not self.config.skip_tokenizer_init,
             ),
         }
         return {name: size for name, size in terms.items() if size}

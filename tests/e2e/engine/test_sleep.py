@@ -72,6 +72,7 @@ async def _sleeps_and_wakes(served: Served, failing: Path) -> None:
         assert [len(vector["embedding"]) for vector in vectors] == [576, 576]
         assert sum(number**2 for number in vectors[1]["embedding"]) == pytest.approx(1, abs=1e-4)
         awake = (await http.get("/memory")).json()
+        engine_bytes = next(each["resident_bytes"] for each in awake["processes"] if each["name"] == "engine")
         pid = engine.pid
         assert pid is not None
 
@@ -90,7 +91,8 @@ async def _sleeps_and_wakes(served: Served, failing: Path) -> None:
         asleep = (await http.get("/memory")).json()
         held = {term["term"]: term["measured_bytes"] for term in asleep["terms"]}
         assert {name for name, size in held.items() if size} == {"front"}
-        assert asleep["tiers"][0]["measured_bytes"] < awake["tiers"][0]["measured_bytes"] / 2
+        freed = awake["tiers"][0]["measured_bytes"] - asleep["tiers"][0]["measured_bytes"]
+        assert freed > engine_bytes * 0.9  # The front is this test's own process, however large the tests made it.
         assert [process["name"] for process in asleep["processes"]] == ["front"]
         metrics = (await http.get("/metrics")).text
         assert 'kind="measured",model_name="smollm2",term="weights",tier="ram"} 0.0' in metrics
