@@ -39,6 +39,9 @@ class RunningServer:
             probe.bind(("127.0.0.1", 0))
             self.port: int = probe.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
+        words = [*arguments]
+        key = words[words.index("--api-key") + 1] if "--api-key" in words else None
+        self._key = {} if key is None else {"Authorization": f"Bearer {key}"}
         self._log_path = folder / f"server-{self.port}.log"
         with self._log_path.open("w") as log:
             self.process = subprocess.Popen(
@@ -76,7 +79,9 @@ class RunningServer:
     def metric(self, name: str) -> float:
         """The sum over all labels."""
         found = 0.0
-        for line in httpx.get(f"{self.url}/metrics").text.splitlines():
+        page = httpx.get(f"{self.url}/metrics", headers=self._key)
+        assert page.status_code == 200, page.text
+        for line in page.text.splitlines():
             if line.startswith((f"{name}{{", f"{name} ")):
                 found += float(line.rsplit(" ", 1)[1])
         return found
