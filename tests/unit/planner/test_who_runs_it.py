@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from holdfast import plan
-from holdfast.checkpoints import builtin
+from holdfast.checkpoints import builtin, locate
 from holdfast.cli.main import main
 from holdfast.errors import ConfigurationError
 from holdfast.models import catalogue
@@ -85,8 +85,7 @@ def test_built_in_names_are_their_own() -> None:
 
 @pytest.mark.parametrize("expand", ["always", "never"])
 def test_how_weights_are_kept_is_planned_and_told(expand: str) -> None:
-    if not builtin.is_cached(builtin.BUILTINS[0]):
-        pytest.skip("the built-in model is not here")
+    locate(None, progress=False)  # Fetched where it is not here.
     found = plan(ram="4GiB", expand_weights=expand)
     decision = next(one for one in found.decisions if one.field == "weights")
     assert decision.value == {"always": "expanded", "never": "quantized"}[expand]
