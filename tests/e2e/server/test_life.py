@@ -133,14 +133,14 @@ class Program:
             [sys.executable, "-c", PROGRAM.format(engine=engine, drain_s=drain_s)],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            text=True,
+            bufsize=0,  # a buffer would take two lines at once, and select() then waits for a third that never comes
         )
         self.url = f"http://127.0.0.1:{int(self.line())}"
 
     def line(self) -> str:
         assert self.process.stdout is not None
         assert select.select([self.process.stdout], [], [], 30)[0]
-        return self.process.stdout.readline().strip()
+        return self.process.stdout.readline().decode().strip()
 
     def kill(self) -> None:
         self.process.kill()
@@ -148,7 +148,7 @@ class Program:
 
     def end(self, timeout_s: float = 30.0) -> tuple[int, str]:
         _, errors = self.process.communicate(timeout=timeout_s)
-        return self.process.returncode, errors
+        return self.process.returncode, errors.decode()
 
 
 @pytest.fixture
