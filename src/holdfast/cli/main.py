@@ -88,7 +88,8 @@ def _dispatched(given: list[str]) -> int:
     parsed, unknown = parser.parse_known_args(given[1:])
     if unknown:
         raise _unknown_argument(unknown[0], parser)
-    return int(module.run(parsed))
+    # A server repeats in its log how it was started.
+    return int(module.run(parsed, tuple(given)) if given[0] == "serve" else module.run(parsed))
 
 
 def _wants_json(given: list[str]) -> bool:

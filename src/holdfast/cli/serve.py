@@ -10,13 +10,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from holdfast.cli.fatal import command_line, say_why
+from holdfast.cli.output import say_error
 from holdfast.config import EngineConfig, ServerConfig
 from holdfast.config.engine import REFUSED as ENGINE_REFUSED
 from holdfast.config.server import REFUSED as SERVER_REFUSED
 from holdfast.config.setting import flag_name
 from holdfast.config.sources import add_flags, gather, split
 from holdfast.engine.early import EarlyProcess
-from holdfast.errors import ConfigurationError
+from holdfast.errors import ConfigurationError, HoldfastError
 
 if TYPE_CHECKING:
     from holdfast.engine.lora import Adapters
@@ -129,16 +131,21 @@ def _adapters(engine_config: EngineConfig, server_config: ServerConfig, model: F
     return adapters
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace, words: tuple[str, ...]) -> int:
+    """`words`: as they were typed after `holdfast`."""
     engine_config, server_config = read_settings(arguments)
     early = EarlyProcess()
     try:
-        return _run(engine_config, server_config, early)
+        return _run(engine_config, server_config, early, words)
+    except HoldfastError as error:
+        say_error(error)
+        say_why(error, words)
+        return 2 if isinstance(error, ConfigurationError) else 1
     finally:
         early.end()  # Whatever stopped us.
 
 
-def _run(engine_config: EngineConfig, server_config: ServerConfig, early: EarlyProcess) -> int:
+def _run(engine_config: EngineConfig, server_config: ServerConfig, early: EarlyProcess, words: tuple[str, ...]) -> int:
     import holdfast
     from holdfast.engine.client import ProcessEngine
     from holdfast.engine.devices import settle_device
@@ -154,6 +161,7 @@ def _run(engine_config: EngineConfig, server_config: ServerConfig, early: EarlyP
 
     set_up_logging(server_config.log_level)
     log.info("holdfast %s", holdfast.__version__)
+    log.info("command: %s", command_line(words))
     for name in unread_variables(os.environ):
         log.warning("%s is set in the environment and is not read: settings are HOLDFAST_NAME", name)
     listener = bind(server_config.host, server_config.port)  # A port in use is said before a model is fetched.
@@ -185,5 +193,6 @@ def _run(engine_config: EngineConfig, server_config: ServerConfig, early: EarlyP
         write_timeout_s=server_config.write_timeout,
         tls=tls,
         on_ready=say_ready,
+        on_fatal=lambda error: say_why(error, words),
         throughput=None if server_config.disable_log_stats else ThroughputLog(app.state.metrics, engine.stats),
     )

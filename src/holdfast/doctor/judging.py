@@ -6,14 +6,15 @@ from starting. The words and the sums are in the rules; how a fix becomes a comm
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, cast
 
 from holdfast.doctor.fixes import base_command, fixes, known_numbers, known_words
 from holdfast.doctor.formulas import filled
+from holdfast.doctor.own import own_fixes, refined
 from holdfast.doctor.planned import Case, checked
-from holdfast.doctor.records import Diagnosis, Evidence, Finding, Phase, RootCause
-from holdfast.doctor.rulebook import Rule, rulebook
+from holdfast.doctor.records import Diagnosis, Evidence, Finding, Fix, Phase, RootCause
+from holdfast.doctor.rulebook import Cause, Rule, rulebook
 from holdfast.doctor.running_out import judge as judge_memory
 from holdfast.doctor.running_out import phase_of
 from holdfast.doctor.scene import Event, Run, Scene
@@ -116,8 +117,10 @@ def _candidate(scene: Scene, event: Event) -> Candidate:
     if event.rule.out_of_memory:
         verdict = judge_memory(event, scene)
         return Candidate(event, rulebook().rule(verdict.rule), verdict.phase, verdict.confidence)
-    rule = event.rule
+    rule = event.rule if not event.rule.code else replace(event.rule, cause=refined(event.rule, event.words))
     confidence = cast("Sureness", rule.confidence)
+    if rule.cause == "host_ram_oom" and rule.code:
+        confidence = "medium"  # The kernel's own word is in dmesg.
     if rule.only_in and event.phase is None:
         confidence = "medium"  # Elsewhere these words would mean something else.
     if rule.phase_fixed:
@@ -131,10 +134,13 @@ def _finding(scene: Scene, candidate: Candidate) -> Finding:
     cause = rulebook().causes[rule.cause]
     numbers = known_numbers(scene, event)
     values: dict[str, object] = {**known_words(scene, event), **numbers, "times": event.times}
-    chosen = checked(_case(scene, numbers), rule.cause, fixes(scene, rule, numbers, known_words(scene, event)))
+    if rule.code:
+        chosen = list(own_fixes(event.words, scene.settings.rebuilt("holdfast")))
+    else:
+        chosen = checked(_case(scene, numbers), rule.cause, fixes(scene, rule, numbers, known_words(scene, event)))
     return Finding(
-        code=cause.code,
-        root_cause=cast("RootCause", rule.root_cause or cause.root_cause),
+        code=rule.code or cause.code,
+        root_cause=_root(rule, cause, chosen),
         cause=rule.cause,
         confidence=candidate.confidence,
         what=filled(rule.what, values) or cause.means,
@@ -144,6 +150,12 @@ def _finding(scene: Scene, candidate: Candidate) -> Finding:
         alternatives=chosen[1:],
         numbers={name: round(value, 4) for name, value in event.numbers.items()},
     )
+
+
+def _root(rule: Rule, cause: Cause, chosen: list[Fix]) -> RootCause:
+    """Where our own planner found limits with which it fits, the limits were the matter."""
+    settled = bool(rule.code and chosen and chosen[0].changes) and cause.root_cause == "does_not_fit"
+    return cast("RootCause", "configuration_overshoot" if settled else rule.root_cause or cause.root_cause)
 
 
 def _case(scene: Scene, numbers: dict[str, float]) -> Case:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterator
 
+import msgspec
+
 from holdfast.doctor.records import Diagnosis, Finding, Fix
 
 _INDENT = "  "
@@ -24,6 +26,12 @@ def lines(diagnosis: Diagnosis, *, width: int = 100) -> Iterator[str]:
         yield ""
         for one in diagnosis.missing:
             yield from _paragraph("wanted", f"to be surer: {one}", width)
+
+
+def lines_of_findings(diagnosis: Diagnosis, *, width: int = 100) -> Iterator[str]:
+    """For who has just read the lines of the log: the findings, without the evidence."""
+    for at, finding in enumerate(diagnosis.findings):
+        yield from _finding(msgspec.structs.replace(finding, evidence=[]), at, len(diagnosis.findings), width)
 
 
 def _heading(diagnosis: Diagnosis) -> str:

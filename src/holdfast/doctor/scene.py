@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from holdfast.doctor.formulas import holds
 from holdfast.doctor.lines import Line
+from holdfast.doctor.own import BELOW_LINES, RULE, below, own_rule
 from holdfast.doctor.records import Evidence
 from holdfast.doctor.rulebook import Mark, Rule, captured, rulebook
 from holdfast.doctor.settings import Settings
@@ -103,6 +104,8 @@ class Scene:
         self._book = rulebook()
         self._traces: dict[str, Trace] = {}
         self._waiting: list[Event] = []
+        self._own: Event | None = None
+        """The last error of Holdfast's, whose other lines may follow."""
 
         self.final_runs: list[Run] = [self.runs[-1]]
         """The last of each source."""
@@ -150,6 +153,8 @@ class Scene:
             return self._other(line, wrapped=False)
         if any(pattern.search(line.text) for pattern in self._book.benign):
             return False
+        if self._own is not None and self._below(line):
+            return True
         told = self._marks(line)
         if self.settings.read(line.text, self.engine):
             told = True
@@ -232,10 +237,22 @@ class Scene:
             if found is None or elsewhere or (frames and rule.out_of_memory):
                 continue
             numbers, words = captured(found)
-            if holds(rule.when, numbers):
-                self._event(rule, line, numbers, words)
+            if not holds(rule.when, numbers):
+                continue
+            said = own_rule(rule, words["code"]) if rule.id == RULE else rule
+            if said is not None:
+                self._event(said, line, numbers, words)
                 matched = True
         return matched
+
+    def _below(self, line: Line) -> bool:
+        """What stands below an error of Holdfast's."""
+        event, told = self._own, below(line.text)
+        if event is None or told is None or line.number - event.line > BELOW_LINES:
+            return False
+        event.words.setdefault(*told)
+        event.evidence.append(Evidence(line=line.whole.strip(), number=line.number, source=self.source))
+        return True
 
     def _event(self, rule: Rule, line: Line, numbers: dict[str, float], words: dict[str, str]) -> None:
         evidence = Evidence(line=line.whole.strip(), number=line.number, source=self.source)
@@ -259,6 +276,7 @@ class Scene:
         self._bind(event, line)
         if len(self.run.events) < EVENTS_HELD:
             self.run.events[rule.id] = event
+        self._own = event if rule.code else self._own
 
     def _bind(self, event: Event, line: Line) -> None:
         """To the traceback it ends, or else to the one that follows."""

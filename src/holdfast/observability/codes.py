@@ -31,6 +31,10 @@ class Code:
     """The class that carries it."""
     means: str
     helps: str = ""
+    cause: str = ""
+    """What the doctor calls it; empty: it ends no server."""
+    phase: str = ""
+    """Of a server's life, when it is met."""
 
     @property
     def caught_as(self) -> tuple[str, ...]:

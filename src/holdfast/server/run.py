@@ -24,7 +24,7 @@ import uvicorn
 from starlette.applications import Starlette
 
 from holdfast.engine.interface import Engine
-from holdfast.errors import ConfigurationError, HoldfastError
+from holdfast.errors import ConfigurationError, EngineError, HoldfastError
 from holdfast.observability.logs import ThroughputLog
 from holdfast.server.access import Tally
 from holdfast.server.head import HeadLimits
@@ -98,6 +98,7 @@ async def serve(
     write_timeout_s: float = 60.0,
     listener: socket.socket | None = None,
     on_ready: Callable[[], None] | None = None,
+    on_fatal: Callable[[BaseException], None] | None = None,
     throughput: ThroughputLog | None = None,
     handle_signals: bool = True,
     tls: ssl.SSLContext | None = None,
@@ -105,8 +106,9 @@ async def serve(
     """Serves an application of `create_app` until a signal or a failed start and returns the exit code; cancelling it
     ends it at once.
 
-    `listener` is a socket from `bind`; without one it is bound here. Raises ConfigurationError when it cannot be.
-    Off the main thread signals cannot be handled: pass handle_signals=False there.
+    `on_fatal` is called with the error that ends the server, once that was said. `listener` is a socket from `bind`;
+    without one it is bound here. Raises ConfigurationError when it cannot be. Off the main thread signals cannot be
+    handled: pass handle_signals=False there.
     """
     listener = listener or bind(host, port)
     config = uvicorn.Config(
@@ -124,7 +126,7 @@ async def serve(
         config.load()
         config.ssl = tls
     patience = Patience(lambda: cast("set[Connection]", server.server_state.connections), write_timeout_s)
-    life = _Life(engine, server, drain_timeout_s, patience)
+    life = _Life(engine, server, drain_timeout_s, patience, on_fatal or (lambda error: None))
     with life.hearing_signals() if handle_signals else contextlib.nullcontext():
         try:
             return await life.run(listener, on_ready, throughput)
@@ -135,8 +137,16 @@ async def serve(
 class _Life:
     """One run of a server. The first thing that asks for its end decides the exit code."""
 
-    def __init__(self, engine: Engine, server: _Server, drain_timeout_s: float, patience: Patience) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        server: _Server,
+        drain_timeout_s: float,
+        patience: Patience,
+        on_fatal: Callable[[BaseException], None],
+    ) -> None:
         self._engine = engine
+        self._on_fatal = on_fatal
         self._server = server
         self._drain_timeout_s = drain_timeout_s
         self._patience = patience
@@ -202,7 +212,9 @@ class _Life:
         error = starting.exception()
         if error is not None:
             first.cancel()
-            return _report(error)
+            code = _report(error)
+            self._on_fatal(error)
+            return code
         if on_ready is not None:
             on_ready()
         failing = asyncio.create_task(self._engine_failed())
@@ -221,6 +233,7 @@ class _Life:
             await asyncio.sleep(FAILURE_POLL_S)
         await asyncio.sleep(LAST_ANSWERS_S)
         log.error("the engine was given up and the server ends: %s [%s]", failure.message, failure.code)
+        self._on_fatal(EngineError(failure.message, code=failure.code, found=failure.found, fix=failure.fix))
 
     async def _drain(self, number: signal.Signals) -> int:
         log.info(

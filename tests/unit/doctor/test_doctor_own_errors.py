@@ -1,0 +1,95 @@
+"""What Holdfast says of itself: the same codes in its errors, in the doctor's findings and in `holdfast explain`."""
+
+from __future__ import annotations
+
+import pytest
+
+from holdfast.cli.fatal import command_line, say_why
+from holdfast.doctor import diagnose_lines
+from holdfast.doctor.rulebook import rulebook
+from holdfast.errors import DoesNotFitError, EngineDiedError
+from holdfast.observability.codes import codes
+
+CAUSED = [code for code in codes().values() if code.cause]
+SERVE = "2026-11-15 20:18:41 INFO holdfast: command: holdfast serve tiny --ram 500MiB --max-num-seqs 4"
+
+
+@pytest.mark.parametrize("code", CAUSED, ids=lambda code: code.code)
+def test_a_finding_has_the_code_of_the_error(code):
+    assert code.cause in rulebook().causes
+    (found,) = diagnose_lines(["holdfast 0.1.0", f"holdfast: it is so [{code.code}]"], "log").findings
+    assert (found.code, found.cause, found.what) == (code.code, code.cause, "Holdfast: it is so")
+
+
+def test_an_error_that_ends_a_server_has_a_cause():
+    """Those of one request end nobody; settings of other commands are not a server's."""
+    without = {code.code for code in codes().values() if code.kind in ("class", "case") and not code.cause}
+    assert not [code for code in without if code.startswith(("HF11", "HF12", "HF13", "HF15", "HF2", "HF44"))]
+
+
+@pytest.mark.parametrize(
+    ("needed", "cause"),
+    [
+        ("front 188.00 MiB, weights 600.00 MiB, and 10.00 MiB for the KV of 64 tokens", "weights_do_not_fit"),
+        ("front 188.00 MiB, weights 400.00 MiB, and 10.00 MiB for the KV of 64 tokens", "no_memory_for_kv_blocks"),
+        (
+            "front 8.00 MiB, weights 400.00 MiB, and 110.00 MiB for the KV of 64 tokens",
+            "kv_cache_too_small_for_max_len",
+        ),
+    ],
+)
+@pytest.mark.parametrize("prefix", ["", "web-1  | ", "Nov 15 20:18:42 host holdfast[77]: "])
+def test_what_does_not_fit_is_read_below_the_message(needed, cause, prefix):
+    said = [
+        SERVE,
+        "holdfast: the model does not fit in memory [HF110]",
+        f"  needed: {needed}",
+        "  found:  500.00 MiB of budget: 100.00 MiB short",
+        "  fix:    --ram 1024MiB, or --max-num-seqs 2 --max-model-len 512, or leave it out",
+    ]
+    (found,) = diagnose_lines([prefix + line for line in said], "log").findings
+    assert (found.cause, found.code, found.confidence) == (cause, "HF110", "high")
+    assert found.root_cause == ("kv_blowout" if cause.startswith("kv") else "configuration_overshoot")
+    assert found.fix is not None
+    assert found.fix.command == "holdfast serve tiny --ram 1024MiB --max-num-seqs 4"
+    first, words = found.alternatives
+    assert first.command == "holdfast serve tiny --ram 500MiB --max-num-seqs 2 --max-model-len 512"
+    assert (words.command, words.why) == (None, "leave it out")
+
+
+def test_lines_of_another_error_are_not_taken_for_its_own():
+    said = ["holdfast 0.1.0", "holdfast: the port is taken [HF150]", *["x"] * 9, "  fix:    --ram 9GiB"]
+    (found,) = diagnose_lines(said, "log").findings
+    assert found.fix is None
+
+
+def test_a_process_that_was_killed_ran_out_of_memory_most_likely():
+    (found,) = diagnose_lines(
+        ["holdfast 0.1.0", "holdfast: the engine process ended while starting (signal 9) [HF410]"], "log"
+    ).findings
+    assert (found.cause, found.confidence) == ("host_ram_oom", "medium")
+
+
+def test_a_server_that_ends_says_why(capsys):
+    error = DoesNotFitError("no", needed="weights 2.00 GiB, and x", found="1.00 GiB of budget", fix="--ram 3GiB")
+    say_why(error, ("serve", "tiny", "--ram", "1GiB", "--api-key", "geheim", "--api-key=geheim"))
+    said = capsys.readouterr().err
+    assert "weights_do_not_fit [HF110], configuration_overshoot, confidence high" in said
+    assert "holdfast serve tiny --ram 3GiB --api-key '***' '--api-key=***'" in said
+    assert "geheim" not in said
+
+
+def test_a_fault_of_its_own_is_not_memory(capsys):
+    try:
+        raise KeyError("a bug")
+    except KeyError as error:
+        say_why(error, ("serve",))
+    assert "other [HFD" in capsys.readouterr().err
+    say_why(EngineDiedError("it ended"), ("serve",))
+    assert "[HF410], not_memory" in capsys.readouterr().err
+
+
+def test_several_keys_after_one_flag_are_all_hidden():
+    assert command_line(["serve", "--api-key", "one", "two", "--port", "1"]) == (
+        "holdfast serve --api-key '***' '***' --port 1"
+    )
