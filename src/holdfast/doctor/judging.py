@@ -19,7 +19,7 @@ from holdfast.doctor.running_out import judge as judge_memory
 from holdfast.doctor.running_out import phase_of
 from holdfast.doctor.scene import Event, Run, Scene
 
-_KINDS = {"fatal": 0, "running": 1, "request": 2, "advice": 3}
+_KINDS = {"fatal": 0, "running": 1, "request": 2, "advice": 3, "hint": 4}
 _COMMAND = "the command that started the server, or the lines of the log that print its arguments"
 _ABOVE = "the lines above {quoted!r}: what failed first is there, and this line only passes it on"
 _REST = "the rest of the log: it ends while the server is still starting, with no error in it"
@@ -79,7 +79,8 @@ def _candidates(scene: Scene) -> list[Candidate]:
     for run in scene.judged_runs():
         for event in run.events.values():
             said_better = any(name in run.events for name in event.rule.yields_to)
-            if said_better or event.times < event.rule.least or _outlived(run, event):
+            answered = event.rule.kind == "hint" and event.trace is not None and event.trace.ended
+            if said_better or answered or event.times < event.rule.least or _outlived(run, event):
                 continue
             found.append(_candidate(scene, event))
     found.sort(key=lambda one: (_KINDS[one.rule.kind], one.rule.effect, one.event.line))
@@ -89,7 +90,9 @@ def _candidates(scene: Scene) -> list[Candidate]:
         if first is None or _says_more(candidate, first):
             chosen[candidate.rule.cause] = candidate
     kept = sorted(chosen.values(), key=lambda one: (_KINDS[one.rule.kind], one.rule.effect, one.event.line))
-    return _without_shadows(kept)
+    known = [one for one in kept if one.rule.kind != "hint"]
+    serious = any(one.rule.kind != "advice" for one in known)
+    return _without_shadows(known if serious else kept)
 
 
 def _says_more(candidate: Candidate, first: Candidate) -> bool:
@@ -110,7 +113,7 @@ def _without_shadows(found: list[Candidate]) -> list[Candidate]:
 
 def _outlived(run: Run, event: Event) -> bool:
     """Said before the server was ready, and it became ready: it did not matter."""
-    return event.rule.kind == "fatal" and run.ready and not event.ready
+    return event.rule.kind in ("fatal", "hint") and run.ready and not event.ready
 
 
 def _candidate(scene: Scene, event: Event) -> Candidate:

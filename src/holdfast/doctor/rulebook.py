@@ -15,7 +15,8 @@ from typing import Any, Literal
 
 from holdfast.doctor.patterns import Pattern, any_of
 
-Kind = Literal["fatal", "request", "running", "advice"]
+Kind = Literal["fatal", "request", "running", "advice", "hint"]
+"""A hint is the place where something fails, and holds only where the log was cut before its error."""
 _MACRO = re.compile(r"<<(size|int|num|word):(\w+)>>")
 _MACROS = {
     "size": r"(?P<{0}__size>[\d.,]+) ?(?P<{0}__unit>[KMGT]i?B|[bB]ytes|[KMG]|MB|B)\b",
@@ -97,6 +98,10 @@ class Mark:
     ready: bool = False
     begin: bool = False
     """A server starts anew here."""
+    again: bool = False
+    """One starts here; anew, where one was ready before."""
+    forgives: tuple[str, ...] = ()
+    """Rules whose failures were got over: another way is tried."""
     frame: bool = False
     """A line of a traceback."""
     tag: str = ""
@@ -120,6 +125,8 @@ class Rulebook:
     marks: tuple[Mark, ...]
     frames: tuple[Mark, ...]
     benign: tuple[Pattern, ...]
+    quoted: tuple[Pattern, ...]
+    """Lines that carry a user's words, or a model's."""
     wrappers: tuple[Pattern, ...]
     causes: dict[str, Cause]
     anything: re.Pattern[str]
@@ -139,6 +146,7 @@ def rulebook() -> Rulebook:
     marks = [_mark(row) for document in documents for row in document.get("mark", ())]
     rules = tuple(_rule(row) for document in documents for row in document.get("rule", ()))
     benign = tuple(Pattern(one) for document in documents for one in document.get("benign", ()))
+    quoted = tuple(Pattern(one) for document in documents for one in document.get("quoted", ()))
     wrappers = tuple(Pattern(one) for document in documents for one in document.get("wrapper", ()))
     patterns = [pattern for rule in rules for pattern in rule.patterns]
     patterns += [*(mark.pattern for mark in marks if not mark.frame), *benign, *wrappers]
@@ -150,6 +158,7 @@ def rulebook() -> Rulebook:
         marks=tuple(mark for mark in marks if not mark.frame),
         frames=tuple(mark for mark in marks if mark.frame),
         benign=benign,
+        quoted=quoted,
         wrappers=wrappers,
         causes=causes,
         anything=any_of([literal for pattern in patterns for literal in pattern.literals] + list(_SETTINGS)),
@@ -178,7 +187,7 @@ def _rule(row: dict[str, Any]) -> Rule:
 
 
 def _mark(row: dict[str, Any]) -> Mark:
-    return Mark(**{**row, "pattern": compiled(row["pattern"])})
+    return Mark(**{**row, "pattern": compiled(row["pattern"]), "forgives": tuple(row.get("forgives", ()))})
 
 
 def captured(found: re.Match[str]) -> tuple[dict[str, float], dict[str, str]]:

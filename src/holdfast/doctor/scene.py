@@ -22,6 +22,7 @@ _ERROR = re.compile(
     r"^(?:[\w.]+\.)?(?P<name>[A-Z]\w*(?:Error|Exception|Interrupt|Exit)|Exception|AssertionError|StopIteration)(?::|$)"
     r"|(?:Segmentation fault|core dumped|Aborted|Bus error|SIGSEGV|SIGABRT|panicked at|terminate called)"
 )
+_MARKERS = re.compile(r"^\s*[\^~]+\s*$")
 _CHAINED = re.compile(r"(?:The above exception was the direct cause|During handling of the above exception)")
 FRAMES_HELD = 200
 EVENTS_HELD = 200
@@ -31,12 +32,15 @@ NEAR_LINES = 12
 """Between a message and the traceback that belongs to it."""
 
 
-_PHASES = ("args", "download", "load", "profile", "capture", "warmup", "serve", "request")
+PHASES = ("args", "download", "load", "profile", "capture", "warmup", "serve", "request")
+STARTING = PHASES[:6]
+STOPPED = "stopped"
+"""The tag of a server that was told to end: what it says from then on is no failure."""
 
 
-def _further(phase: str, reached: str | None) -> bool:
+def further(phase: str, reached: str | None) -> bool:
     """Ranks interleave: one that still loads does not take the others back."""
-    return reached is None or _PHASES.index(phase) >= _PHASES.index(reached)
+    return reached is None or PHASES.index(phase) >= PHASES.index(reached)
 
 
 @dataclass(slots=True)
@@ -47,6 +51,10 @@ class Trace:
     marks: list[Mark] = field(default_factory=list)
     torn: bool = False
     """A frame of it was cut short, and might have told more."""
+    ended: bool = False
+    """Its error was seen."""
+    code_next: bool = False
+    """The last line of it was a frame, so the next is the code that stood there."""
 
     @property
     def phase(self) -> str | None:
@@ -87,7 +95,17 @@ class Run:
     events: dict[str, Event] = field(default_factory=dict)
     tags: set[str] = field(default_factory=set)
     unexplained: list[Evidence] = field(default_factory=list)
+    unexplained_phase: str | None = None
+    """Of the first of them."""
     wrappers: list[Evidence] = field(default_factory=list)
+    traces: list[Trace] = field(default_factory=list)
+    second: bool = False
+    """Of an engine in a process that had one before."""
+
+    @property
+    def torn_off(self) -> Trace | None:
+        """A traceback whose error is not in the log."""
+        return next((trace for trace in reversed(self.traces) if not trace.ended), None)
 
 
 class Scene:
@@ -134,14 +152,22 @@ class Scene:
 
     @property
     def engine(self) -> str | None:
-        """That of whom most was seen."""
+        """That of whom most was seen; Ollama runs llama.cpp inside, and what that says is Ollama's."""
+        if "ollama" in self.engines and self.engine_votes("llama.cpp", "ollama"):
+            return "ollama"
         return max(self.engines, key=lambda name: self.engines[name]) if self.engines else None
+
+    def engine_votes(self, *names: str) -> bool:
+        """Whether most was seen of one of these."""
+        return max(self.engines, key=lambda name: self.engines[name]) in names
 
     def feed(self, line: Line) -> bool:
         """Whether the line meant anything."""
         self.lines = max(self.lines, line.number)
         if line.style:
             self.engines.setdefault(line.style, 1)
+        if any(pattern.search(line.text) for pattern in self._book.quoted):
+            return False
         if _HEADER in line.text:
             self._trace(line, fresh=True)
             self._rules(line)
@@ -178,13 +204,29 @@ class Scene:
             if len(self._traces) > FRAMES_HELD:
                 self._traces.clear()
             self._traces[line.process] = trace
+            self.run.traces = [*(one for one in self.run.traces if not one.ended), trace][-RUNS_HELD:]
             for event in self._waiting:
                 bare = event.trace is None or not event.trace.marks
                 if bare and line.number - event.line <= NEAR_LINES and event.process == line.process:
                     event.trace = trace
             self._waiting = [event for event in self._waiting if line.number - event.line <= NEAR_LINES]
         trace.last = line.number
+        trace.code_next = not fresh
         return trace
+
+    def _near(self, line: Line) -> Trace | None:
+        """The traceback that this line belongs to, or ends."""
+        trace = self._traces.get(line.process)
+        return trace if trace is not None and line.number - trace.last <= NEAR_LINES else None
+
+    def _is_code(self, line: Line) -> bool:
+        """Of a traceback, printed line by line with a level before each."""
+        trace = self._near(line)
+        if trace is None or trace.ended or _ERROR.match(line.text):
+            return False
+        code = trace.code_next or line.text.startswith("    ") or _MARKERS.match(line.text) is not None
+        trace.code_next = False
+        return code
 
     def _frame(self, line: Line) -> None:
         trace = self._trace(line, fresh=False)
@@ -211,11 +253,16 @@ class Scene:
             numbers, words = captured(found)
             if mark.begin and (self.run.ready or self.run.events or self.run.wrappers):
                 self._begin(line)
+            elif mark.again and self.run.ready:
+                self._begin(line)
+                self.run.second = True
+            for name in mark.forgives:
+                self.run.events.pop(name, None)
             if mark.engine:
                 self.engines[mark.engine] = self.engines.get(mark.engine, 0) + (5 if mark.begin else 1)
             if "version" in words and mark.engine:
                 self.version = words.pop("version").lstrip("v").rstrip(".,)")
-            if mark.phase and (mark.begin or _further(mark.phase, self.run.phase)):
+            if mark.phase and (mark.begin or further(mark.phase, self.run.phase)):
                 self.run.phase = mark.phase
             self.run.ready = self.run.ready or mark.ready
             if mark.tag:
@@ -233,6 +280,8 @@ class Scene:
             if rule.engines and engine is not None and engine not in rule.engines and self.engines.get(engine, 0) > 1:
                 continue
             found = rule.match(line.text)
+            if found is not None and self._past(rule):
+                continue
             elsewhere = rule.only_in and self.run.phase is not None and self.run.phase not in rule.only_in
             if found is None or elsewhere or (frames and rule.out_of_memory):
                 continue
@@ -244,6 +293,11 @@ class Scene:
                 self._event(said, line, numbers, words)
                 matched = True
         return matched
+
+    def _past(self, rule: Rule) -> bool:
+        """Words of a start, after it: a client's, or a model's. Ollama loads models while it serves."""
+        start = rule.phase_fixed and rule.kind == "fatal" and rule.phase in STARTING
+        return start and self.run.ready and "ollama" not in rule.engines and self.engine != "ollama"
 
     def _below(self, line: Line) -> bool:
         """What stands below an error of Holdfast's."""
@@ -280,9 +334,10 @@ class Scene:
 
     def _bind(self, event: Event, line: Line) -> None:
         """To the traceback it ends, or else to the one that follows."""
-        trace = self._traces.get(line.process)
-        if trace is not None and line.number - trace.last <= NEAR_LINES:
+        trace = self._near(line)
+        if trace is not None:
             event.trace = trace
+            trace.ended = trace.ended or event.rule.kind != "hint"
         if (event.trace is None or not event.trace.marks) and len(self._waiting) < EVENTS_HELD:
             event.line, event.process = line.number, line.process
             self._waiting.append(event)
@@ -290,13 +345,23 @@ class Scene:
     def _other(self, line: Line, *, wrapped: bool = True) -> bool:
         """An error that no rule knows, or one that only wraps another."""
         text = line.text.strip()
+        if (STOPPED in self.run.tags and self.run.ready) or self._is_code(line):
+            return False
         evidence = Evidence(line=line.whole.strip(), number=line.number, source=self.source)
+        trace = self._near(line)
         if wrapped and any(pattern.search(text) for pattern in self._book.wrappers):
             if len(self.run.wrappers) < EVIDENCE_HELD:
                 self.run.wrappers.append(evidence)
+            if trace is not None:
+                trace.ended = True
             return True
         severe = line.level in ("ERROR", "CRITICAL", "FATAL") and not _CHAINED.search(text)
         if severe or _ERROR.search(text) is not None:
+            if trace is not None and _ERROR.search(text) is not None:
+                trace.ended = True
+            if not self.run.unexplained:
+                told = None if trace is None else trace.phase
+                self.run.unexplained_phase = told or ("serve" if self.run.ready else self.run.phase)
             if len(self.run.unexplained) < EVIDENCE_HELD:
                 self.run.unexplained.append(evidence)
             return True
