@@ -147,7 +147,7 @@ class ReadChatShape(ChatShape):
         ended = delta.finish_reason is not None
         if ended:
             events += reader.finish()
-            answer.finish_reason = self._reading.ended(answer.finish_reason, reader.calls)
+            answer.finish_reason = self._reading.ended(answer.finish_reason, reader)
         shown = [self._delta(event) for event in events if self._shows(event)]
         if not shown and not ended and delta.logprobs is None:
             return b""
@@ -178,7 +178,7 @@ class ReadChatShape(ChatShape):
     def _message(self, answer: Answer) -> AssistantMessage:
         reader = self._reading.reader()
         events = [*reader.feed(answer.text), *reader.finish()]
-        answer.finish_reason = self._reading.ended(answer.finish_reason, reader.calls)
+        answer.finish_reason = self._reading.ended(answer.finish_reason, reader)
         calls: list[AnsweredCall] = []
         for event in events:
             if isinstance(event, CallBegun):

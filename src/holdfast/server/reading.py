@@ -39,16 +39,22 @@ class Reading:
         if self.use is None or self.speech is None:
             return AnswerReader(thoughts, None)
         names = {tool.name for tool in self.use.callable}
-        return AnswerReader(thoughts, self.speech.dialect.reader(names, None if self.use.parallel else 1))
+        calls = self.speech.dialect.reader(
+            names,
+            None if self.use.parallel else 1,
+            marked_only=any(tool.strict for tool in self.use.tools) and not self.use.forced,
+            forced=self.use.forced,
+        )
+        return AnswerReader(thoughts, calls)
 
     def make_id(self) -> str:
         assert self.speech is not None
         return self.speech.dialect.make_id()
 
-    def ended(self, reason: str | None, calls: int) -> str | None:
-        """As OpenAI has it: a call that was asked for by name is a plain stop."""
+    def ended(self, reason: str | None, reader: AnswerReader) -> str | None:
+        """As OpenAI has it: a call that was asked for by name is a plain stop; and so is one that a stop string cut."""
         named = self.use is not None and self.use.choice == "named"
-        return "tool_calls" if calls and reason == "stop" and not named else reason
+        return "tool_calls" if reader.called and reason == "stop" and not named else reason
 
     def behind(self, prompt: str, *, continued: bool) -> Reading | None:
         """The same, knowing the prompt; None where nothing is left to be read."""

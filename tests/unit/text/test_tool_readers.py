@@ -55,6 +55,9 @@ CALLS = [
     ("hermes", '<tool_call>\n{"name": "weather", "arguments": %s}\n</tool_call>', [ONE]),
     ("hermes", '<tool_call>{"arguments": %s, "name": "weather"}</tool_call>', [ONE]),
     ("hermes", '\n<tool_call>\n{"name": "weather", "arguments": %s}}\n</tool_call>\n', [ONE]),
+    ("hermes", '<tool_call>{"name": "weather", "arguments": %s</tool_call>', [ONE]),
+    ("hermes", '<tool_call>{"name":"weather","arguments": %s}, {"name":"add","arguments": %s}</tool_call>', [ONE, TWO]),
+    ("hermes", '<tool_call>[{"name":"weather","arguments":%s},{"name":"add","arguments":%s}]</tool_call>', [ONE, TWO]),
     ("hermes", '<tool_call>{"name":"weather","arguments": %s}<tool_call>{"name":"add","arguments": %s}', [ONE, TWO]),
     (
         "hermes",
@@ -272,3 +275,32 @@ def test_mistrals_ids_have_the_length_its_templates_want() -> None:
     assert len(made) == 9
     assert made.isalnum()
     assert json.dumps(DIALECTS["hermes"].make_id()).startswith('"call_')
+
+
+def test_a_call_that_was_cut_is_not_a_call_that_was_made() -> None:
+    """Its arguments are no JSON, and a client that is told "tool_calls" reads them."""
+    for text, whole in (
+        ('<tool_call>{"name": "weather", "arguments": {"city": "', False),
+        ('<tool_call>{"name": "weather", "arguments": {}', True),
+        ('<tool_call>{"name": "weather", "arguments": {}}</tool_call><tool_call>{"name": "add", "arguments": {', False),
+        ("words", False),
+    ):
+        reader = AnswerReader(None, DIALECTS["hermes"].reader(NAMES))
+        reader.feed(text)
+        reader.finish()
+        assert reader.called is whole, text
+
+
+def test_what_a_forced_call_had_begun_is_no_content() -> None:
+    for text in ("<tool_call>", '<tool_call>\n{"name": "weather", "argum', "<tool_c", '{"name": "weat'):
+        reader = DIALECTS["hermes"].reader(NAMES, forced=True)
+        assert [*reader.feed(text), *reader.finish()] == []
+
+
+def test_where_marked_calls_are_held_to_a_form_others_are_words() -> None:
+    """A model that leaves the mark out has written what no grammar held."""
+    text = '{"name": "weather", "arguments": {"city": 1}}'
+    reader = DIALECTS["hermes"].reader(NAMES, marked_only=True)
+    assert [*reader.feed(text), *reader.finish()] == [Content(text)]
+    marked = DIALECTS["hermes"].reader(NAMES, marked_only=True)
+    assert [*marked.feed(f"<tool_call>{text}</tool_call>")] == called(("weather", '{"city": 1}'))

@@ -15,9 +15,9 @@ class AnswerReader:
         self._calls = calls
 
     @property
-    def calls(self) -> int:
-        """Begun so far."""
-        return self._calls.calls if self._calls is not None else 0
+    def called(self) -> bool:
+        """Some were, and the last one whole."""
+        return self._calls is not None and self._calls.calls > 0 and self._calls.complete
 
     def feed(self, text: str) -> list[Event]:
         if self._thoughts is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import string
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -25,8 +25,7 @@ def _nine_characters() -> str:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dialect:
     name: str
-    reader: Callable[[Collection[str], int | None], CallReader]
-    """From the names of the tools and the most calls that are wanted."""
+    reader: type[CallReader]
     form: Form
     make_id: Callable[[], str] = _long_id
 

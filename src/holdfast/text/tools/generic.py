@@ -46,21 +46,21 @@ class GenericReader(CallReader):
     def _objects(self, character: str) -> Step:
         """One behind the other; gives back the character that is none of it."""
         while character == "{":
-            yield from self._call_object()
-            while (character := (yield from self._after_space())) in (",", ";"):
-                pass
+            character = (yield from self._call_object()) or (yield from self._after_space())
+            while character in (",", ";"):
+                character = yield from self._after_space()
         if not self._closing:
             raise NotACall
         return character
 
     def _call_list(self) -> Region:
         """Behind its bracket."""
+        character = yield from self._after_space()
         while True:
-            if (yield from self._after_space()) != "{":
+            if character != "{":
                 raise NotACall
-            yield from self._call_object()
-            character = yield from self._after_space()
+            character = (yield from self._call_object()) or (yield from self._after_space())
             if character == "]":
                 return
-            if character != ",":
-                raise NotACall
+            if character == ",":
+                character = yield from self._after_space()

@@ -22,12 +22,20 @@ class HermesReader(GenericReader):
         if not self._mark:
             yield from super()._read_calls()
             return
+        character = yield from self._after_space()
         while True:
-            if (yield from self._after_space()) != "{":
+            if character == "[":
+                yield from self._call_list()
+                character = yield from self._after_space()
+            elif character == "{":
+                character = (yield from self._call_object()) or (yield from self._after_space())
+            else:
                 raise NotACall
-            yield from self._call_object()
             # Small models close a brace too many, or begin the next call without closing this one.
-            while (character := (yield from self._after_space())) == "}":
-                pass
+            while character in ("}", ","):
+                character = yield from self._after_space()
+            if character == "{":
+                continue
             if (yield from self._one_of((OPEN, CLOSE), character)) == CLOSE:
                 return
+            character = yield from self._after_space()

@@ -42,9 +42,20 @@ class CallReader:
     """Of an answer: each begins a region too, and is its first character. There nothing but its form tells a call from
     other JSON, so that only the names of known tools are taken."""
 
-    def __init__(self, names: Collection[str] = (), most_calls: int | None = None) -> None:
+    def __init__(
+        self,
+        names: Collection[str] = (),
+        most_calls: int | None = None,
+        *,
+        marked_only: bool = False,
+        forced: bool = False,
+    ) -> None:
+        """`marked_only`: what no mark opens is content, whatever it looks like; for answers of which a grammar holds
+        the marked calls alone. `forced`: the answer is a call by its grammar, so that a beginning is no content."""
         self._names = names
         self._most_calls = most_calls
+        self._forced = forced
+        self._first_characters = "" if marked_only and self.marks else self.first_characters
         self._events: list[Event] = []
         self._pieces: list[str] = []
         """Of the event that is being put together: content, or arguments of the last call."""
@@ -63,6 +74,8 @@ class CallReader:
         """Nothing but white space has come since the answer or the last region began."""
         self._first = True
         self.calls = 0
+        self.complete = True
+        """Nothing is missing of the last call: its arguments were closed."""
 
     def feed(self, text: str) -> list[Event]:
         for start in range(0, len(text), _AT_A_TIME_CHARS):
@@ -73,9 +86,10 @@ class CallReader:
 
     def finish(self) -> list[Event]:
         """At the end of the answer: everything that waited."""
-        if self._region is not None and not self._closing:
+        if self._region is not None and not self._closing and not self._forced:
             self._say("".join(self._held))
-        self._say(self._pending)
+        if not self._forced:
+            self._say(self._pending)
         if not self.calls:
             self._add("".join(self._blank), arguing=False)
         self._region, self._pending = None, ""
@@ -116,7 +130,7 @@ class CallReader:
             if not stripped:
                 return ""
             text = stripped
-            if self._first and text[0] in self.first_characters:
+            if self._first and text[0] in self._first_characters:
                 self._begin_region("")
                 return text
         found = [(place, mark) for mark in self.marks if (place := text.find(mark)) >= 0]
@@ -175,6 +189,7 @@ class CallReader:
         self._close_event()
         self._held.clear()
         self.calls += 1
+        self.complete = False
         self._blank.clear()
         if not self._muted:
             self._events.append(CallBegun(self.calls - 1, name))
@@ -190,7 +205,7 @@ class CallReader:
 
     def _end_call(self) -> None:
         self._held.clear()
-        self._closing = True
+        self._closing = self.complete = True
 
     # ---- the parts a region is made of
 
@@ -209,8 +224,9 @@ class CallReader:
                 raise NotACall
             read += yield
 
-    def _call_object(self) -> Region:
-        """Behind its brace: {"name": ..., "arguments": {...}} with its members in any order."""
+    def _call_object(self) -> Step:
+        """Behind its brace: {"name": ..., "arguments": {...}} with its members in any order. Gives back nothing, or the
+        first character that is none of it, where a model has forgotten to close the brace behind the arguments."""
         name: str | None = None
         early: str | None = None
         begun = self._closing = False
@@ -247,15 +263,20 @@ class CallReader:
                 character = yield from self._passed_over(character)
             if character == "}":
                 break
+            if character != "," and begun:
+                return character
             if character != ",":
                 raise NotACall
             character = yield from self._after_space()
+            if begun and character != '"':
+                return character
         if name is None:
             raise NotACall
         if not begun:
             self._begin_call(name)
             self._argue("{}")
         self._end_call()
+        return ""
 
     def _checked(self, name: str) -> str:
         if not 0 < len(name) <= MAX_NAME_CHARS or (not self._mark and name not in self._names):
