@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -13,14 +14,39 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import httpx
+import hypothesis
 import psutil
 import pytest
+from deadlines import PATIENCE_S
+from free_ports import free_port
+from httpx._transports import default as httpx_transport
 
 from holdfast.hardware.nvidia import probe
 
 if not probe().gpus:
     # Before anything imports Triton: kernels are tested in its interpreter where there is no GPU.
     os.environ["TRITON_INTERPRET"] = "1"
+
+# Threads of torch wait asleep for each other. Awake, they hold the cores that the tests beside them need, and tests of
+# tiny models take twice the time. Processes that tests start inherit it.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+# A client reads all certificates of the world when it is made, 50 ms of computing; hundreds are made here.
+httpx_transport.create_ssl_context = functools.cache(httpx_transport.create_ssl_context)
+
+# The same examples at every run: what fails, failed by a change. Long runs draw others (pytest_configure below).
+hypothesis.settings.register_profile(
+    "same", derandomize=True, database=None, deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.register_profile(
+    "others", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow], print_blob=True
+)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Before test files are read, whose own settings build on these."""
+    hypothesis.settings.load_profile("same" if "not long" in config.getoption("markexpr") else "others")
+
 
 TINY_CONFIG = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 49152, "hidden_size": 64,
@@ -35,9 +61,7 @@ class RunningServer:
     """`holdfast serve` as a user starts it. Everything it says is in `log`."""
 
     def __init__(self, folder: Path, *arguments: str, environment: dict[str, str] | None = None) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port: int = probe.getsockname()[1]
+        self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         words = [*arguments]
         key = words[words.index("--api-key") + 1] if "--api-key" in words else None
@@ -63,13 +87,23 @@ class RunningServer:
                 return child.pid
         raise AssertionError("there is no engine process")
 
-    def wait_ready(self, timeout_s: float = 120) -> RunningServer:
+    @contextlib.contextmanager
+    def engine_held(self) -> Iterator[None]:
+        """The engine process stands still meanwhile: what it has begun does not end, however slow the test is."""
+        engine = psutil.Process(self.engine_pid)
+        engine.suspend()
+        try:
+            yield
+        finally:
+            engine.resume()
+
+    def wait_ready(self, timeout_s: float = PATIENCE_S) -> RunningServer:
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
             if self.process.poll() is not None:
                 raise AssertionError(f"the server ended with {self.process.returncode}:\n{self.log}")
             try:
-                if httpx.get(f"{self.url}/health").status_code == 200:
+                if httpx.get(f"{self.url}/health", timeout=timeout_s).status_code == 200:
                     return self
             except httpx.TransportError:
                 pass
@@ -78,21 +112,29 @@ class RunningServer:
 
     def metric(self, name: str) -> float:
         """The sum over all labels."""
-        found = 0.0
-        page = httpx.get(f"{self.url}/metrics", headers=self._key)
-        assert page.status_code == 200, page.text
-        for line in page.text.splitlines():
-            if line.startswith((f"{name}{{", f"{name} ")):
-                found += float(line.rsplit(" ", 1)[1])
-        return found
+        return self.metrics(name)[0]
 
-    def wait_metric(self, name: str, good: Callable[[float], bool], timeout_s: float = 30) -> None:
+    def metrics(self, *names: str) -> list[float]:
+        """Several of the same moment."""
+        page = httpx.get(f"{self.url}/metrics", headers=self._key, timeout=PATIENCE_S)
+        assert page.status_code == 200, page.text
+        found = dict.fromkeys(names, 0.0)
+        for line in page.text.splitlines():
+            if (name := line.partition(" ")[0].partition("{")[0]) in found:
+                found[name] += float(line.rsplit(" ", 1)[1])
+        return [found[name] for name in names]
+
+    def open_requests(self) -> int:
+        """Taken and not yet answered: known to the front, also while the engine stands still."""
+        return int(httpx.get(f"{self.url}/load", headers=self._key, timeout=PATIENCE_S).json()["server_load"])
+
+    def wait_metric(self, name: str, good: Callable[[float], bool], timeout_s: float = PATIENCE_S) -> None:
         deadline = time.monotonic() + timeout_s
         while not good(found := self.metric(name)):
             assert time.monotonic() < deadline, f"{name} stayed at {found}"
             time.sleep(0.05)
 
-    def stop(self, timeout_s: float = 60) -> int:
+    def stop(self, timeout_s: float = PATIENCE_S) -> int:
         """Ends it in order and returns the exit code."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)

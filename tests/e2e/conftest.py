@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from deadlines import PATIENCE_S
+from free_ports import free_port
 
 NGINX = shutil.which("nginx") or shutil.which("nginx", path="/usr/sbin:/usr/local/sbin")
 
@@ -41,21 +43,20 @@ def proxy(tmp_path: Path) -> Iterator[Callable[[int], str]]:
     running: list[subprocess.Popen[bytes]] = []
 
     def start(upstream: int) -> str:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = free_port()
         (tmp_path / "nginx.conf").write_text(CONFIGURATION.format(port=port, upstream=upstream))
         process = subprocess.Popen([str(NGINX), "-p", str(tmp_path), "-c", "nginx.conf", "-e", "error.log"])
         running.append(process)
-        deadline_s = time.monotonic() + 20
+        deadline_s = time.monotonic() + PATIENCE_S
         while True:
             assert process.poll() is None, (tmp_path / "error.log").read_text()
             assert time.monotonic() < deadline_s
             with socket.socket() as probe:
                 if probe.connect_ex(("127.0.0.1", port)) == 0:
                     return f"http://127.0.0.1:{port}"
+            time.sleep(0.01)
 
     yield start
     for process in running:
         process.terminate()
-        process.wait(20)
+        process.wait(PATIENCE_S)

@@ -20,14 +20,13 @@ from typing import Any
 
 import psutil
 import pytest
+from deadlines import PATIENCE_S
 
 from holdfast.cli.background import BackgroundLoop
 from holdfast.cli.chat import Conversation, Screen
 from holdfast.cli.chat_backends import LocalBackend, api_of
 from holdfast.engine.fake import FakeEngine
 from holdfast.errors import ConfigurationError, RequestError
-
-DEADLINE_S = 30.0
 
 
 class Server(ThreadingHTTPServer):
@@ -116,7 +115,7 @@ def command(server: Server, *flags: str) -> list[str]:
 
 def piped(server: Server, lines: str, *flags: str, environment: dict[str, str] | None = None) -> Any:
     return subprocess.run(
-        command(server, *flags), input=lines.encode(), capture_output=True, timeout=DEADLINE_S, check=False,
+        command(server, *flags), input=lines.encode(), capture_output=True, timeout=PATIENCE_S, check=False,
         env={**os.environ, **(environment or {})},
     )  # fmt: skip
 
@@ -152,7 +151,7 @@ def test_in_a_pipe_a_failure_ends_it(server: Server, said: str, code: int, words
 def test_no_server_is_a_plain_error() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "holdfast", "chat", "--url", "http://127.0.0.1:9"], input=b"", capture_output=True,
-        timeout=DEADLINE_S, check=False,
+        timeout=PATIENCE_S, check=False,
     )  # fmt: skip
     assert done.returncode == 1
     assert b"cannot be reached" in done.stderr
@@ -179,7 +178,7 @@ def test_a_url_needs_no_scheme(server: Server) -> None:
     address = server.url.removeprefix("http://")
     done = subprocess.run(
         [sys.executable, "-m", "holdfast", "chat", "--url", address], input=b"one\n", capture_output=True,
-        timeout=DEADLINE_S, check=False,
+        timeout=PATIENCE_S, check=False,
     )  # fmt: skip
     assert (done.returncode, done.stdout) == (0, b"1:one\n"), done.stderr
 
@@ -213,13 +212,14 @@ class Terminal:
     def wait_until_it_reads(self) -> None:
         """Until the program sleeps: a prompt is written before its keys are listened for, and a signal that comes in
         between is only heard at the next key."""
-        deadline = time.monotonic() + DEADLINE_S
+        deadline = time.monotonic() + PATIENCE_S
         while psutil.Process(self.process.pid).status() != psutil.STATUS_SLEEPING:
             assert time.monotonic() < deadline
+            time.sleep(0.005)
 
     def wait_for(self, words: str) -> str:
         """Everything up to and with the words."""
-        deadline = time.monotonic() + DEADLINE_S
+        deadline = time.monotonic() + PATIENCE_S
         while words not in self._seen:
             assert select.select([self._ours], [], [], max(0, deadline - time.monotonic()))[0], self._seen
             self._seen += os.read(self._ours, 65536).decode()
@@ -248,7 +248,7 @@ def test_ctrl_c_stops_the_answer_not_the_program(server: Server, terminal: Termi
     terminal.wait_for("word word word")
     terminal.type("\x03")
     terminal.wait_for("stopped")
-    assert server.client_left.wait(DEADLINE_S), "the request was not aborted"
+    assert server.client_left.wait(PATIENCE_S), "the request was not aborted"
     terminal.wait_for("> ")
     terminal.type("next\r")
     terminal.wait_for("3:next")
@@ -257,7 +257,7 @@ def test_ctrl_c_stops_the_answer_not_the_program(server: Server, terminal: Termi
     assert kept[1]["content"].startswith("word word word")
     terminal.wait_for("> ")
     terminal.type("\x04")
-    assert terminal.process.wait(DEADLINE_S) == 0
+    assert terminal.process.wait(PATIENCE_S) == 0
 
 
 def test_keys_typed_during_an_answer_are_not_mixed_into_it(server: Server, terminal: Terminal) -> None:
@@ -274,7 +274,7 @@ def test_keys_typed_during_an_answer_are_not_mixed_into_it(server: Server, termi
     terminal.wait_for("role set")
     terminal.wait_for("> ")
     terminal.type("\x04")
-    assert terminal.process.wait(DEADLINE_S) == 0
+    assert terminal.process.wait(PATIENCE_S) == 0
     assert terminal.shows_keys
 
 
@@ -284,7 +284,7 @@ def test_an_end_in_the_middle_of_an_answer_leaves_the_terminal_as_it_was(termina
     terminal.wait_for("word word")
     assert not terminal.shows_keys
     terminal.process.send_signal(ending)
-    assert terminal.process.wait(DEADLINE_S) == -ending
+    assert terminal.process.wait(PATIENCE_S) == -ending
     assert terminal.shows_keys
 
 
@@ -293,7 +293,7 @@ def test_a_failure_in_the_middle_of_an_answer_leaves_the_terminal_as_it_was(term
     terminal.wait_for("HF410")
     terminal.wait_for("> ")
     terminal.type("\x04")
-    assert terminal.process.wait(DEADLINE_S) == 0
+    assert terminal.process.wait(PATIENCE_S) == 0
     assert terminal.shows_keys
 
 
@@ -304,7 +304,7 @@ def test_ctrl_c_twice_at_the_prompt_leaves(terminal: Terminal) -> None:
     terminal.wait_for("> ")
     terminal.wait_until_it_reads()
     terminal.type("\x03")
-    assert terminal.process.wait(DEADLINE_S) == 130
+    assert terminal.process.wait(PATIENCE_S) == 130
 
 
 def test_commands_and_failures_at_the_prompt(server: Server, terminal: Terminal) -> None:
@@ -317,7 +317,7 @@ def test_commands_and_failures_at_the_prompt(server: Server, terminal: Terminal)
         terminal.wait_for("> ")
     assert server.bodies[-1]["messages"][0] == {"role": "system", "content": "You are a cat."}
     terminal.type("/exit\r")
-    assert terminal.process.wait(DEADLINE_S) == 0
+    assert terminal.process.wait(PATIENCE_S) == 0
 
 
 def test_a_models_text_cannot_steer_the_terminal(terminal: Terminal) -> None:
@@ -340,7 +340,7 @@ def test_an_engine_that_dies_at_the_prompt_is_noticed_there(tiny_arguments: list
         terminal.type("hi\r")
         assert "HF" not in terminal.wait_for("\r\n> ")
         terminal.type("\x04")
-        assert terminal.process.wait(DEADLINE_S) == 0
+        assert terminal.process.wait(PATIENCE_S) == 0
     finally:
         terminal.close()
 
@@ -349,12 +349,13 @@ def test_ctrl_c_while_the_model_loads_leaves_nothing_behind(tiny_arguments: list
     model = tiny_arguments[: tiny_arguments.index("--served-model-name")]
     terminal = Terminal([sys.executable, "-m", "holdfast", "chat", *model])
     try:
-        chat, deadline = psutil.Process(terminal.process.pid), time.monotonic() + DEADLINE_S
+        chat, deadline = psutil.Process(terminal.process.pid), time.monotonic() + PATIENCE_S
         while not (engines := chat.children()):
             assert time.monotonic() < deadline
+            time.sleep(0.005)
         terminal.type("\x03")
-        assert terminal.process.wait(DEADLINE_S) == 130
-        assert not psutil.wait_procs(engines, timeout=DEADLINE_S)[1]
+        assert terminal.process.wait(PATIENCE_S) == 130
+        assert not psutil.wait_procs(engines, timeout=PATIENCE_S)[1]
     finally:
         terminal.close()
 

@@ -7,7 +7,6 @@ import pty
 import re
 import select
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,12 +16,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from deadlines import PATIENCE_S
+from free_ports import free_port
 
 from holdfast.doctor.live import examine
 from holdfast.doctor.rescue_process import SAME_REQUEST_S
 
 STAND_IN = Path(__file__).parents[2] / "support" / "stand_in_vllm.py"
-PATIENCE_S = 60.0
 MODEL = "meta-llama/Llama-3.1-8B-Instruct"
 """Of the catalogue: judging it asks nobody."""
 Start = Callable[..., "subprocess.Popen[bytes]"]
@@ -60,9 +60,7 @@ def start(path_with_vllm: str) -> Iterator[Start]:
 
 @pytest.fixture
 def port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    return free_port()
 
 
 def _ended(process: subprocess.Popen[bytes]) -> tuple[int, str, str]:
@@ -93,7 +91,7 @@ def test_a_context_that_does_not_fit_is_cut_and_the_server_started_again(start: 
     length = int(kept.split("--max-model-len ")[1].split()[0])
     assert kept == f"vllm serve {MODEL} --max-model-len {length} --port {port}"
     assert length <= 48544
-    assert urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=10).status == 200
+    assert urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=PATIENCE_S).status == 200
     process.send_signal(signal.SIGTERM)
     code, out, err = _ended(process)
     assert code == 128 + signal.SIGTERM
@@ -199,15 +197,17 @@ def test_a_program_sees_a_terminal_where_we_have_one() -> None:
         stdin=slave, stdout=slave, stderr=slave, start_new_session=True,
     )  # fmt: skip
     os.close(slave)
-    said, until = b"", time.monotonic() + PATIENCE_S
-    while b"typed\r\ntyped" not in said and time.monotonic() < until:
-        ready, _, _ = select.select([master], [], [], 1.0)
-        if ready:
+    until = time.monotonic() + PATIENCE_S
+
+    def wait_for(words: bytes) -> None:
+        said = b""
+        while words not in said:
+            assert select.select([master], [], [], max(0.0, until - time.monotonic()))[0], said
             said += os.read(master, 65536)
-        if b"all" in said and b"typed" not in said:
-            os.write(master, b"typed\n")
-    assert b"all\r\n" in said
-    assert b"typed\r\ntyped\r\n" in said
+
+    wait_for(b"all\r\n")
+    os.write(master, b"typed\n")
+    wait_for(b"typed\r\ntyped\r\n")
     assert process.wait(PATIENCE_S) == 0
     os.close(master)
 
@@ -224,7 +224,7 @@ def test_holdfast_itself_with_too_little_memory_is_given_enough(start: Start, po
     process.send_signal(signal.SIGTERM)
     assert _ended(process)[0] == 0
     with pytest.raises(urllib.error.URLError):
-        urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5)
+        urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=PATIENCE_S)
 
 
 def test_usage(start: Start) -> None:

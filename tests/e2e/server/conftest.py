@@ -10,13 +10,12 @@ from typing import Any
 
 import httpx
 import pytest
+from deadlines import PATIENCE_S
 
 from holdfast.engine.fake import FakeEngine
 from holdfast.server.app import create_app
 from holdfast.server.run import bind, serve
 from holdfast.server.settings import ServerSettings
-
-TIMEOUT_S = 30.0
 
 
 class RunningServer:
@@ -42,7 +41,7 @@ class RunningServer:
 
     def wait_for_lines(self, count: int) -> list[dict[str, Any]]:
         with self._line_written:
-            assert self._line_written.wait_for(lambda: len(self.lines) >= count, TIMEOUT_S), self.lines
+            assert self._line_written.wait_for(lambda: len(self.lines) >= count, PATIENCE_S), self.lines
             return list(self.lines)
 
     def _run(self) -> None:
@@ -67,7 +66,7 @@ class RunningServer:
     def start(self, *, wait: bool = True) -> RunningServer:
         self._thread.start()
         if wait:
-            assert self._ready.wait(TIMEOUT_S)
+            assert self._ready.wait(PATIENCE_S)
         return self
 
     def call(self, work: Callable[[], Any]) -> Any:
@@ -76,19 +75,35 @@ class RunningServer:
         async def run() -> Any:
             return work()
 
-        return asyncio.run_coroutine_threadsafe(run(), self.loop).result(TIMEOUT_S)
+        return asyncio.run_coroutine_threadsafe(run(), self.loop).result(PATIENCE_S)
+
+    @contextlib.contextmanager
+    def loop_held(self) -> Iterator[None]:
+        """The server notices nothing meanwhile: what clients send now is all there when it looks again."""
+        holds, go_on = threading.Event(), threading.Event()
+
+        def hold() -> None:
+            holds.set()
+            go_on.wait(PATIENCE_S)
+
+        self.loop.call_soon_threadsafe(hold)
+        assert holds.wait(PATIENCE_S)
+        try:
+            yield
+        finally:
+            go_on.set()
 
     def until(self, happened: Callable[[], bool]) -> None:
-        asyncio.run_coroutine_threadsafe(self.engine.until(happened), self.loop).result(TIMEOUT_S)
+        asyncio.run_coroutine_threadsafe(self.engine.until(happened), self.loop).result(PATIENCE_S)
 
     def stop(self) -> None:
         if self._thread.is_alive():
             self.loop.call_soon_threadsafe(self._task.cancel)
-        self._thread.join(TIMEOUT_S)
+        self._thread.join(PATIENCE_S)
         assert not self._thread.is_alive()
 
     def client(self) -> httpx.Client:
-        return httpx.Client(base_url=self.url, timeout=TIMEOUT_S)
+        return httpx.Client(base_url=self.url, timeout=PATIENCE_S)
 
 
 Launch = Callable[..., RunningServer]

@@ -295,11 +295,11 @@ def test_a_bug_is_500_without_its_traceback(launch):
 
 
 def test_curl(server):
-    command = ["curl", "-sS", "-N", "--max-time", "20", f"{server.url}/v1/completions", "-d", '{"prompt": "abc"}']
-    done = subprocess.run(command, capture_output=True, check=True, timeout=30)
+    command = ["curl", "-sS", "-N", "--max-time", "120", f"{server.url}/v1/completions", "-d", '{"prompt": "abc"}']
+    done = subprocess.run(command, capture_output=True, check=True, timeout=150)
     assert json.loads(done.stdout)["choices"][0]["text"] == "abc"
     command[-1] = '{"prompt": "abc", "stream": true}'
-    done = subprocess.run(command, capture_output=True, check=True, timeout=30)
+    done = subprocess.run(command, capture_output=True, check=True, timeout=150)
     assert done.stdout.endswith(b"data: [DONE]\n\n")
 
 

@@ -7,6 +7,7 @@ import socket
 import threading
 
 import pytest
+from deadlines import PATIENCE_S
 
 from holdfast.engine.fake import FakeEngine, say
 from holdfast.server import patience
@@ -165,7 +166,7 @@ def test_logprobs_tell_the_bytes_of_half_characters(launch):
 
 def test_a_body_that_never_comes_is_given_up(launch):
     server = launch(body_timeout_s=0.2)
-    with socket.create_connection(("127.0.0.1", server.port), timeout=20) as client:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=PATIENCE_S) as client:
         client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
         answer = b""
         while chunk := client.recv(65536):
@@ -177,7 +178,7 @@ def test_a_body_that_never_comes_is_given_up(launch):
 def ask_and_read_nothing(server, body: dict) -> socket.socket:
     client = socket.socket()
     client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-    client.settimeout(20)
+    client.settimeout(PATIENCE_S)
     client.connect(("127.0.0.1", server.port))
     content = json.dumps(body).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(content)}\r\n\r\n"
@@ -202,7 +203,7 @@ def test_a_client_that_never_reads_is_broken_off(launch, stream, monkeypatch):
     whole = {"prompt": ["\x01" * 6_000] * 2, "max_tokens": 1, "n": 128, "echo": True}
     body = endless if stream else whole
     with ask_and_read_nothing(server, body) as client:
-        assert broken_off.wait(20)
+        assert broken_off.wait(PATIENCE_S)
         line = server.wait_for_lines(1)[0]
         # What the kernel holds may still be read, and then the connection is torn, not ended.
         with pytest.raises(ConnectionResetError):

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import socket
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
+from free_ports import free_port
 
 from holdfast.doctor.commands import parse_command
 from holdfast.doctor.rescue_health import Address, Health, address_of, answers
@@ -61,9 +61,7 @@ def test_who_answers_before_anything_was_started_is_a_stranger() -> None:
 
 
 def test_nobody_answers_and_nobody_is_silent() -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = Address("127.0.0.1", probe.getsockname()[1])
+    address = Address("127.0.0.1", free_port())
     health = Health(address)
     assert not health.taken
     assert health.silent_s == 0.0
