@@ -8,6 +8,7 @@ from typing import Any
 
 import httpx
 import pytest
+from deadlines import PATIENCE_S
 
 from holdfast import LLM, SamplingParams
 from holdfast.engine.faults import NO_MEMORY, with_faults
@@ -24,12 +25,13 @@ async def ask(client: httpx.AsyncClient, prompt: list[int]) -> httpx.Response:
 async def test_only_the_poor_one_ends(start_server, tiny_arguments) -> None:
     server = start_server(*tiny_arguments, environment={NO_MEMORY: str(POOR)}).wait_ready()
     engine = server.engine_pid
-    async with httpx.AsyncClient(base_url=server.url, timeout=120) as client:
+    async with httpx.AsyncClient(base_url=server.url, timeout=PATIENCE_S) as client:
         prompts = [[place, 5, 6] for place in range(100, 104)]
-        alone = [await ask(client, prompt) for prompt in prompts]
+        undisturbed = await asyncio.gather(*(ask(client, prompt) for prompt in prompts))
         aboard = [asyncio.create_task(ask(client, prompt)) for prompt in prompts]
-        while server.metric("vllm:num_requests_running") < len(prompts):
-            await asyncio.sleep(0.01)
+        async with asyncio.timeout(PATIENCE_S):
+            while server.metric("vllm:generation_tokens_total") < len(prompts) * (TOKENS + 1):
+                await asyncio.sleep(0.005)
         refused = await ask(client, [100, 5, POOR, 7])
         assert refused.status_code == 503
         assert refused.json()["error"]["code"] == "out_of_memory"
@@ -40,7 +42,7 @@ async def test_only_the_poor_one_ends(start_server, tiny_arguments) -> None:
         assert '"out_of_memory"' in streamed.text
         assert "[DONE]" not in streamed.text
         answers = await asyncio.gather(*aboard)
-        assert [answer.json()["choices"] for answer in answers] == [answer.json()["choices"] for answer in alone]
+        assert [answer.json()["choices"] for answer in answers] == [one.json()["choices"] for one in undisturbed]
     assert server.engine_pid == engine
     assert server.stop() == 0
 

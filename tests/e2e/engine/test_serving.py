@@ -12,6 +12,7 @@ import sys
 import httpx
 import openai
 import pytest
+from deadlines import PATIENCE_S
 
 
 @pytest.fixture(scope="module")
@@ -101,14 +102,14 @@ async def test_64_at_once_do_not_change_each_other(server) -> None:
 def test_curl(server) -> None:
     command = ["curl", "-sN", f"{server.url}/v1/completions", "-H", "Authorization: Bearer sesame"]
     command += ["-H", "Content-Type: application/json", "-d", json.dumps(completion(stream=True))]
-    said = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout
+    said = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=True).stdout
     events = re.findall(r"^data: (.*)$", said, re.MULTILINE)
     assert events[-1] == "[DONE]"
     assert all(json.loads(event)["object"] == "text_completion" for event in events[:-1])
 
 
 def test_refusals_in_openais_shape(server) -> None:
-    with httpx.Client(base_url=server.url, headers={"Authorization": "Bearer sesame"}) as client:
+    with httpx.Client(base_url=server.url, headers={"Authorization": "Bearer sesame"}, timeout=PATIENCE_S) as client:
 
         def refused(**changes: object) -> dict[str, object]:
             answer = client.post("/v1/completions", json=completion(**changes))
@@ -138,12 +139,13 @@ def test_prefix_hits_are_counted(server) -> None:
 
 
 def test_a_client_that_leaves_frees_its_pages(server) -> None:
-    asked = completion(max_tokens=900, stream=True, ignore_eos=True)
-    headers = {"Authorization": "Bearer sesame"}
-    with httpx.stream("POST", f"{server.url}/v1/completions", json=asked, headers=headers) as answer:
+    asked = completion(max_tokens=2000, stream=True, ignore_eos=True)
+    url, headers = f"{server.url}/v1/completions", {"Authorization": "Bearer sesame"}
+    with httpx.stream("POST", url, json=asked, headers=headers, timeout=PATIENCE_S) as answer:
         lines = answer.iter_lines()  # Held: httpx closes the connection when the iterator is dropped.
         next(lines)
-        server.wait_metric("vllm:num_requests_running", lambda running: running == 1)
+        with server.engine_held():
+            assert server.metric("vllm:num_requests_running") == 1
     server.wait_metric("vllm:num_requests_running", lambda running: running == 0)
     server.wait_metric("vllm:kv_cache_usage_perc", lambda share: share == 0)
 
@@ -170,31 +172,35 @@ def test_lines_people_look_for(server) -> None:
 
 
 async def test_sigterm_under_load_drains_and_refuses_newcomers(start_server, tiny_arguments) -> None:
-    server = start_server(*tiny_arguments, "--drain-timeout", "60").wait_ready()
-    async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
-        asked = completion(max_tokens=300, ignore_eos=True)
-        running = [asyncio.create_task(client.post("/v1/completions", json=asked)) for _ in range(8)]
-        while server.metric("vllm:num_requests_running") < 8:
-            await asyncio.sleep(0.01)
-        server.process.send_signal(signal.SIGTERM)
-        statuses = set()
-        while not all(task.done() for task in running):
-            try:
-                statuses.add((await client.post("/v1/completions", json=completion())).status_code)
-            except httpx.TransportError:
-                break  # The last one has finished and the door is closed.
+    server = start_server(*tiny_arguments, "--drain-timeout", str(PATIENCE_S)).wait_ready()
+    async with httpx.AsyncClient(base_url=server.url, timeout=PATIENCE_S) as client:
+        asked = completion(max_tokens=100, ignore_eos=True)
+        with server.engine_held():
+            running = [asyncio.create_task(client.post("/v1/completions", json=asked)) for _ in range(8)]
+            async with asyncio.timeout(PATIENCE_S):
+                while server.open_requests() < 8:
+                    await asyncio.sleep(0.01)
+                server.process.send_signal(signal.SIGTERM)
+                while (await client.get("/health")).json()["status"] != "draining":
+                    await asyncio.sleep(0.01)
+            refused = await client.post("/v1/completions", json=completion())
+            assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
+            assert not any(task.done() for task in running)
         answers = await asyncio.gather(*running)
-    assert [answer.json()["usage"]["completion_tokens"] for answer in answers] == [300] * 8
-    assert statuses <= {200, 503}
-    assert 503 in statuses
-    assert server.process.wait(30) == 0
+    assert [answer.json()["usage"]["completion_tokens"] for answer in answers] == [100] * 8
+    assert server.process.wait(PATIENCE_S) == 0
 
 
 async def test_the_queue_has_a_bound(start_server, tiny_arguments) -> None:
     server = start_server(*tiny_arguments, "--max-num-seqs", "2", "--max-queued-requests", "3").wait_ready()
-    async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
-        asked = completion(max_tokens=600, ignore_eos=True)
-        answers = await asyncio.gather(*(client.post("/v1/completions", json=asked) for _ in range(12)))
+    async with httpx.AsyncClient(base_url=server.url, timeout=PATIENCE_S) as client:
+        asked = completion(max_tokens=20, ignore_eos=True)
+        with server.engine_held():
+            running = [asyncio.create_task(client.post("/v1/completions", json=asked)) for _ in range(12)]
+            async with asyncio.timeout(PATIENCE_S):
+                while sum(task.done() for task in running) < 7:
+                    await asyncio.sleep(0.01)
+        answers = await asyncio.gather(*running)
     statuses = [answer.status_code for answer in answers]
     assert statuses.count(200) == 5
     assert statuses.count(429) == 7
@@ -204,7 +210,7 @@ async def test_the_queue_has_a_bound(start_server, tiny_arguments) -> None:
 def test_a_bad_start_is_said_at_once(tiny_model) -> None:
     def start(*arguments: str) -> tuple[int, str]:
         command = [sys.executable, "-m", "holdfast", "serve", "--port", "0", *arguments]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
         return done.returncode, done.stderr
 
     code, said = start("/nowhere/at/all.gguf")

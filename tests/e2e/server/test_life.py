@@ -12,9 +12,11 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import httpx
 import pytest
+from deadlines import PATIENCE_S
 
 from holdfast.engine.fake import FakeEngine, say
 from holdfast.errors import ConfigurationError
@@ -97,7 +99,7 @@ def test_port_in_use_is_refused_at_once():
 
 def test_connections_send_each_token_at_once():
     with bind("127.0.0.1", 0) as listener, socket.create_connection(listener.getsockname()):
-        assert select.select([listener], [], [], 30)[0]
+        assert select.select([listener], [], [], PATIENCE_S)[0]
         accepted, _ = listener.accept()
         with accepted:
             assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
@@ -109,7 +111,7 @@ def test_an_address_of_another_machine_is_refused():
 
 
 PROGRAM = """
-import sys
+import signal, sys
 from holdfast.engine.fake import FakeEngine
 from holdfast.errors import ConfigurationError, ModelError
 from holdfast.observability.logs import json_lines, set_up_logging
@@ -118,6 +120,10 @@ from holdfast.server.run import bind, run
 from holdfast.server.settings import ServerSettings
 set_up_logging()
 engine = {engine}
+if {paused}:
+    engine.pause()
+    engine.step()  # Of the first answer its first token.
+    signal.signal(signal.SIGUSR1, lambda *_: engine.resume())
 listener = bind("127.0.0.1", 0)
 app = create_app(engine, ServerSettings(served_model_names=("fake",), access_log=json_lines(sys.stderr)))
 print(listener.getsockname()[1], flush=True)
@@ -128,9 +134,9 @@ sys.exit(code)
 
 
 class Program:
-    def __init__(self, engine: str, drain_s: float = 30.0) -> None:
+    def __init__(self, engine: str, drain_s: float = PATIENCE_S, paused: bool = False) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-c", PROGRAM.format(engine=engine, drain_s=drain_s)],
+            [sys.executable, "-c", PROGRAM.format(engine=engine, drain_s=drain_s, paused=paused)],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             bufsize=0,  # a buffer would take two lines at once, and select() then waits for a third that never comes
@@ -139,15 +145,15 @@ class Program:
 
     def line(self) -> str:
         assert self.process.stdout is not None
-        assert select.select([self.process.stdout], [], [], 30)[0]
+        assert select.select([self.process.stdout], [], [], PATIENCE_S)[0]
         return self.process.stdout.readline().decode().strip()
 
     def kill(self) -> None:
         self.process.kill()
         self.process.communicate()
 
-    def end(self, timeout_s: float = 30.0) -> tuple[int, str]:
-        _, errors = self.process.communicate(timeout=timeout_s)
+    def end(self) -> tuple[int, str]:
+        _, errors = self.process.communicate(timeout=PATIENCE_S)
         return self.process.returncode, errors.decode()
 
 
@@ -155,8 +161,8 @@ class Program:
 def launch_program() -> Iterator[Callable[..., Program]]:
     programs: list[Program] = []
 
-    def start(engine: str, drain_s: float = 30.0) -> Program:
-        programs.append(Program(engine, drain_s))
+    def start(engine: str, **options: Any) -> Program:
+        programs.append(Program(engine, **options))
         return programs[-1]
 
     yield start
@@ -166,29 +172,32 @@ def launch_program() -> Iterator[Callable[..., Program]]:
 
 
 def wait_for_status(http: httpx.Client, status: str) -> None:
-    deadline_s = time.monotonic() + 30
+    deadline_s = time.monotonic() + PATIENCE_S
     while http.get("/health").json()["status"] != status:
         assert time.monotonic() < deadline_s
+        time.sleep(0.01)
 
 
 def test_sigterm_lets_running_requests_finish_and_exits_0(launch_program):
-    program = launch_program("FakeEngine(token_delay_s=0.02)")
+    """They stand still until all that is asked meanwhile has been answered."""
+    program = launch_program("FakeEngine()", paused=True)
     assert program.line() == "ready"
-    with httpx.Client(base_url=program.url, timeout=30) as http, ThreadPoolExecutor(9) as pool:
+    with httpx.Client(base_url=program.url, timeout=PATIENCE_S) as http, ThreadPoolExecutor(9) as pool:
         body = {**LONG, "max_tokens": 60}
         with http.stream("POST", "/v1/chat/completions", json={**body, "stream": True}) as response:
             lines = response.iter_lines()
             assert next(lines).startswith("data:")
-            others = [
-                pool.submit(httpx.post, f"{program.url}/v1/chat/completions", json=body, timeout=30) for _ in range(8)
-            ]
+            asked = f"{program.url}/v1/chat/completions"
+            others = [pool.submit(httpx.post, asked, json=body, timeout=PATIENCE_S) for _ in range(8)]
+            deadline_s = time.monotonic() + PATIENCE_S
             while 'num_requests_running{model_name="fake"} 9.0' not in http.get("/metrics").text:
-                pass
+                assert time.monotonic() < deadline_s
             os.kill(program.process.pid, signal.SIGTERM)
             wait_for_status(http, "draining")
             refused = http.post("/v1/chat/completions", json=body)
             assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
             assert "retry-after" in refused.headers
+            os.kill(program.process.pid, signal.SIGUSR1)
             assert list(lines)[-2] == "data: [DONE]"
         for other in others:
             assert other.result().json()["usage"]["completion_tokens"] == 60
@@ -200,7 +209,8 @@ def test_sigterm_lets_running_requests_finish_and_exits_0(launch_program):
 def test_a_drain_has_an_end(launch_program):
     program = launch_program("FakeEngine(token_delay_s=0.05)", drain_s=0.2)
     assert program.line() == "ready"
-    with httpx.stream("POST", f"{program.url}/v1/chat/completions", json={**LONG, "stream": True}, timeout=30) as open_:
+    asked = f"{program.url}/v1/chat/completions"
+    with httpx.stream("POST", asked, json={**LONG, "stream": True}, timeout=PATIENCE_S) as open_:
         lines = open_.iter_lines()
         next(lines)
         os.kill(program.process.pid, signal.SIGTERM)
@@ -214,7 +224,7 @@ def test_a_second_signal_leaves_at_once(launch_program):
     program = launch_program("FakeEngine(token_delay_s=3600)", drain_s=3600)
     assert program.line() == "ready"
     with (
-        httpx.Client(base_url=program.url, timeout=30) as http,
+        httpx.Client(base_url=program.url, timeout=PATIENCE_S) as http,
         http.stream("POST", "/v1/chat/completions", json={**LONG, "stream": True}) as response,
     ):
         lines = response.iter_lines()
@@ -229,7 +239,7 @@ def test_a_second_signal_leaves_at_once(launch_program):
 
 def test_sigterm_while_loading_exits_0(launch_program):
     program = launch_program("FakeEngine(start_delay_s=3600)")
-    with httpx.Client(base_url=program.url, timeout=30) as http:
+    with httpx.Client(base_url=program.url, timeout=PATIENCE_S) as http:
         wait_for_status(http, "loading")
     os.kill(program.process.pid, signal.SIGTERM)
     assert program.end()[0] == 0
@@ -255,7 +265,7 @@ def test_an_engine_that_cannot_start_ends_the_server(launch_program, error, code
 def test_the_front_never_imports_torch(launch_program):
     program = launch_program("FakeEngine()")
     assert program.line() == "ready"
-    with httpx.Client(base_url=program.url, timeout=30) as http:
+    with httpx.Client(base_url=program.url, timeout=PATIENCE_S) as http:
         assert http.post("/v1/chat/completions", json=CHAT).status_code == 200
     os.kill(program.process.pid, signal.SIGTERM)
     assert program.line() == "False"
