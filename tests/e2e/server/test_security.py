@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 import ssl
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from deadlines import PATIENCE_S
 
 from holdfast.config import ServerConfig
 from holdfast.engine.fake import FakeEngine
@@ -74,7 +76,7 @@ def test_headers_beyond_the_limit(http):
 
 def test_headers_that_never_end_are_cut_off(server):
     """Held neither in memory nor as a connection: the parser alone would take them for ever."""
-    with socket.create_connection(("127.0.0.1", server.port), timeout=20) as connection:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=PATIENCE_S) as connection:
         connection.sendall(b"GET /health HTTP/1.1\r\nX-Endless: ")
         sent, answer = 0, b""
         try:
@@ -93,8 +95,12 @@ def test_headers_that_never_end_are_cut_off(server):
 def test_headers_that_do_not_come_are_not_waited_for(launch, monkeypatch, begun):
     monkeypatch.setattr(head, "HEAD_TIMEOUT_S", 0.3)
     server = launch()
-    with socket.create_connection(("127.0.0.1", server.port), timeout=20) as connection:
-        connection.sendall(begun)
+    with contextlib.ExitStack() as open_ones:
+        with server.loop_held():
+            connection = open_ones.enter_context(
+                socket.create_connection(("127.0.0.1", server.port), timeout=PATIENCE_S)
+            )
+            connection.sendall(begun)
         assert connection.recv(100).startswith(b"HTTP/1.1 408")
 
 
@@ -103,9 +109,14 @@ def test_a_long_answer_outlives_the_patience_for_headers(launch, monkeypatch):
     server = launch(FakeEngine(token_delay_s=0.05))
     body = json.dumps({"prompt": "a" * 20, "max_tokens": 20, "stream": True}).encode()
     request = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body)
-    with socket.create_connection(("127.0.0.1", server.port), timeout=20) as connection:
-        # Some clients send a line's end behind a body.
-        connection.sendall(request + body + b"\r\n")
+    with contextlib.ExitStack() as open_ones:
+        # The patience begins when the server takes the connection: by then all is there.
+        with server.loop_held():
+            connection = open_ones.enter_context(
+                socket.create_connection(("127.0.0.1", server.port), timeout=PATIENCE_S)
+            )
+            # Some clients send a line's end behind a body.
+            connection.sendall(request + body + b"\r\n")
         answer = b""
         while b"[DONE]" not in answer and (more := connection.recv(65536)):
             answer += more
@@ -164,7 +175,7 @@ def certificate(folder: Path) -> tuple[str, str]:
         ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes",
          "-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1", "-keyout", key,
          "-out", cert, "-days", "2"],
-        check=True, capture_output=True, timeout=60,
+        check=True, capture_output=True, timeout=PATIENCE_S,
     )  # fmt: skip
     return key, cert
 
@@ -174,12 +185,12 @@ def test_https(launch, tmp_path):
     server = launch(tls=tls_of(ServerConfig(ssl_keyfile=key, ssl_certfile=cert)))
     trusted = ssl.create_default_context(cafile=cert)
     url = f"https://127.0.0.1:{server.port}"
-    with httpx.Client(base_url=url, verify=trusted, timeout=20) as https:
+    with httpx.Client(base_url=url, verify=trusted, timeout=PATIENCE_S) as https:
         assert https.get("/health").json() == {"status": "ready"}
         assert "[DONE]" in https.post("/v1/completions", json={"prompt": "abc", "stream": True}).text
-    with httpx.Client(base_url=url, timeout=20) as strange, pytest.raises(httpx.ConnectError):
+    with httpx.Client(base_url=url, timeout=PATIENCE_S) as strange, pytest.raises(httpx.ConnectError):
         strange.get("/health")
-    with httpx.Client(base_url=server.url, timeout=20) as plain, pytest.raises(httpx.HTTPError):
+    with httpx.Client(base_url=server.url, timeout=PATIENCE_S) as plain, pytest.raises(httpx.HTTPError):
         plain.get("/health")
 
 
@@ -188,10 +199,10 @@ def test_https_asks_for_a_certificate(launch, tmp_path):
     config = ServerConfig(ssl_keyfile=key, ssl_certfile=cert, ssl_ca_certs=cert, ssl_cert_reqs=2)
     server = launch(tls=tls_of(config))
     url, trusted = f"https://127.0.0.1:{server.port}", ssl.create_default_context(cafile=cert)
-    with httpx.Client(base_url=url, verify=trusted, timeout=20) as nobody, pytest.raises(httpx.HTTPError):
+    with httpx.Client(base_url=url, verify=trusted, timeout=PATIENCE_S) as nobody, pytest.raises(httpx.HTTPError):
         nobody.get("/health")
     trusted.load_cert_chain(cert, key)
-    with httpx.Client(base_url=url, verify=trusted, timeout=20) as known:
+    with httpx.Client(base_url=url, verify=trusted, timeout=PATIENCE_S) as known:
         assert known.get("/health").status_code == 200
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from deadlines import PATIENCE_S
 
 from holdfast.engine.fake import FakeEngine
 from holdfast.errors import OverloadedError
@@ -75,27 +76,33 @@ def test_the_largest_request_stays_within_the_plan_while_others_go_on(front: tup
     pid, url = front
     asked = {"echo": True, "logprobs": KIND} if echoed else {"prompt_logprobs": KIND}
     tokens = LONGEST // 2 if echoed else LONGEST
-    events, stopped = [0], threading.Event()
+    begun, stopped = threading.Event(), threading.Event()
 
     def follow() -> None:
         endless = {"prompt": "a", "max_tokens": 1_000_000, "ignore_eos": True, "stream": True}
-        with httpx.Client(base_url=url, timeout=60) as http, http.stream("POST", COMPLETIONS, json=endless) as answer:
-            for line in answer.iter_lines():
-                events[0] += bool(line)
+        with httpx.stream("POST", url + COMPLETIONS, json=endless, timeout=PATIENCE_S) as answer:
+            for _ in answer.iter_lines():
+                begun.set()
                 if stopped.is_set():
                     return
 
-    with httpx.Client(base_url=url, timeout=60) as http:
+    def tokens_sent(http: httpx.Client) -> float:
+        """Of all answers. By the server's count: how soon the follower reads them is another matter."""
+        lines = http.get("/metrics").text.splitlines()
+        return sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:generation_tokens_total{"))
+
+    with httpx.Client(base_url=url, timeout=PATIENCE_S) as http:
         read_through(http, {"prompt": [97] * 50, "max_tokens": 1, **asked})
         before_bytes = held_bytes(pid, "VmRSS")
         follower = threading.Thread(target=follow)
         follower.start()
-        seen = events[0]
+        assert begun.wait(PATIENCE_S)
+        before = tokens_sent(http)
         length, tail = read_through(http, {"prompt": [97] * tokens, "max_tokens": 1, "n": 8, **asked})
-        meanwhile = events[0] - seen
+        meanwhile = tokens_sent(http) - before - 8
         grown_bytes = held_bytes(pid, "VmHWM") - before_bytes
         stopped.set()
-        follower.join(60)
+        follower.join(PATIENCE_S)
     assert json.loads(b"{" + tail[tail.rindex(b'"usage"') :])["usage"]["completion_tokens"] == 8
     assert length > 8 * tokens * KIND * 50
     assert grown_bytes < TOLD_ENTRIES * TOLD_ENTRY_BYTES < length
@@ -179,7 +186,7 @@ async def test_who_leaves_while_waiting_leaves_the_room_to_others() -> None:
     leaving.cancel()
     await holding.__aexit__(None, None, None)  # Before the one that leaves has noticed.
     told.cancel()  # Just when its turn has come.
-    await asyncio.wait_for(staying, 10)
+    await asyncio.wait_for(staying, PATIENCE_S)
     assert [leaving.cancelled(), told.cancelled()] == [True, True]
     assert room.free == 10
 

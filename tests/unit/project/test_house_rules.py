@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import ast
 import re
+import resource
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -72,11 +72,13 @@ def run_python(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def best_seconds(command: list[str], limit_s: float) -> float:
+    """Of a processor, not of the clock: a busy machine must not decide."""
     best = float("inf")
     for _ in range(ATTEMPTS):
-        began = time.perf_counter()
-        subprocess.run(command, check=True, capture_output=True, timeout=60)
-        best = min(best, time.perf_counter() - began)
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        subprocess.run(command, check=True, capture_output=True, timeout=120)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        best = min(best, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
         if best < limit_s:
             break
     return best
