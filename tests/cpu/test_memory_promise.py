@@ -88,7 +88,7 @@ def check(found: dict[str, Any]) -> None:
 
 def test_the_built_in_model_stays_within_its_plan() -> None:
     settings = {"max_model_len": 1024, "max_num_seqs": 32, "kv_cache_memory_bytes": 640 * MIB}
-    found = weigh(settings, 32, 50, 3)
+    found = weigh(settings, 32, 30, 2)
     check(found)
     assert found["peak"] < 1000 * MIB
     # Within a quarter of what the plan says without the pages that were never touched.
@@ -97,7 +97,7 @@ def test_the_built_in_model_stays_within_its_plan() -> None:
 
 
 SHAPES = {
-    "dense": {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 8, "num_attention_heads": 16,
+    "dense": {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 4, "num_attention_heads": 16,
               "num_key_value_heads": 4, "vocab_size": 32000},
     "narrow": {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 24, "num_attention_heads": 4,
                "num_key_value_heads": 2, "vocab_size": 128256},
@@ -112,7 +112,10 @@ def test_long_prompts_of_the_built_in_model_stay_within_its_plan() -> None:
     check(weigh({"kv_cache_memory_bytes": "2GiB"}, 32, 500, 8))
 
 
-@pytest.mark.parametrize(("shape", "backend"), [("dense", "auto"), ("dense", "torch"), ("narrow", "torch")])
+@pytest.mark.parametrize(
+    ("shape", "backend"),
+    [("dense", "auto"), pytest.param("dense", "torch", marks=pytest.mark.long), ("narrow", "torch")],
+)
 def test_dummy_shapes_stay_within_their_plan(shape: str, backend: str, tmp_path: Path) -> None:
     config = {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "max_position_embeddings": 4096,
@@ -124,11 +127,18 @@ def test_dummy_shapes_stay_within_their_plan(shape: str, backend: str, tmp_path:
         "model": str(tmp_path), "load_format": "dummy", "max_num_seqs": 32, "attention_backend": backend,
         "kv_cache_memory_bytes": 256 * MIB,
     }  # fmt: skip
-    check(weigh(settings, 32, 100 if shape == "narrow" else 40, 3))
+    check(weigh(settings, 32, 40, 2))
 
 
-@pytest.mark.parametrize("stored", ["dummy", "Q4_0"])
-@pytest.mark.parametrize("native", ["1", "0"], ids=["compiled", "torch"])
+@pytest.mark.parametrize(
+    ("native", "stored"),
+    [
+        ("1", "Q4_0"),
+        ("0", "dummy"),
+        pytest.param("1", "dummy", marks=pytest.mark.long),
+        pytest.param("0", "Q4_0", marks=pytest.mark.long),
+    ],
+)
 def test_experts_stay_within_their_plan(
     stored: str, native: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -143,11 +153,11 @@ def test_experts_stay_within_their_plan(
         settings["model"] = str(tmp_path / "model.gguf")
         settings["expand_weights"] = "never"
         write_random_gguf(spec, tmp_path / "model.gguf", "qwen3moe", stored)
-    check(weigh(settings, 32, 40, 3))
+    check(weigh(settings, 32, 40, 2))
 
 
 def test_prompts_that_are_told_of_stay_within_the_plan(tmp_path: Path) -> None:
-    """4,000 tokens, each with the 20 likeliest of a large vocabulary: all logits at once would be 2 GB."""
+    """1,500 tokens, each with the 20 likeliest of a large vocabulary: all logits at once would be 770 MB."""
     config = {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "max_position_embeddings": 4096,
         "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "tie_word_embeddings": True, "torch_dtype": "float32",
@@ -156,12 +166,12 @@ def test_prompts_that_are_told_of_stay_within_the_plan(tmp_path: Path) -> None:
     }  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(config))
     settings = {"model": str(tmp_path), "load_format": "dummy", "max_num_seqs": 8, "kv_cache_memory_bytes": 64 * MIB}
-    check(weigh(settings, 2, 4000, 2, prompt_logprobs=20))
+    check(weigh(settings, 1, 1500, 2, prompt_logprobs=20))
 
 
 def test_an_absolute_budget_is_kept_whole() -> None:
     """--ram 700MiB: pool, context and all."""
-    found = weigh({"ram": 700 * MIB, "max_num_seqs": 8, "max_num_batched_tokens": 128}, 9, 200, 2)
+    found = weigh({"ram": 700 * MIB, "max_num_seqs": 8, "max_num_batched_tokens": 128}, 9, 60, 2)
     check(found)
     assert found["budget"] == 700 * MIB
     assert found["peak"] <= 700 * MIB
@@ -195,4 +205,4 @@ def test_decoders_unlike_llamas_stay_within_their_plan(family: str, backend: str
         "model": str(tmp_path), "load_format": "dummy", "max_num_seqs": 16, "attention_backend": backend,
         "kv_cache_memory_bytes": 256 * MIB,
     }  # fmt: skip
-    check(weigh(settings, 16, 400, 3))
+    check(weigh(settings, 6, 330, 2))
