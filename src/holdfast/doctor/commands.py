@@ -1,46 +1,39 @@
 """A command that starts a server, read and changed: whose it is, its model, its flags, its environment.
 
-Knows how each engine spells its flags; knows nothing of whether the command is a good one.
+    cd /srv && source venv/bin/activate && HF_HOME=/data nohup vllm serve MODEL --port 80 2>&1 | tee log
+    '------------ before -------------'    '-- environment, wrapper, words --'  '----- after ----'
+
+Knows how each engine spells its flags; knows nothing of whether the command is a good one. Which word starts which
+engine is in programs.py.
 """
 
 from __future__ import annotations
 
-import ast
 import re
-import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from holdfast.doctor.manifests import listed
+from holdfast.doctor.programs import IN_CONTAINER, Start, container_environment, program_start, split_wrapper
+from holdfast.doctor.python_calls import parse_call, written_call
+from holdfast.doctor.shell import OpenQuote, Word, is_redirect, quoted, split
 from holdfast.doctor.spellings import BOOLEAN_STARTS, BOOLEANS, MANY_VALUED, MODEL_FLAGS, canonical
 
-_ENVIRONMENT = re.compile(r"[A-Z_][A-Z0-9_]*=")
+HIDDEN = "***"
+"""Stands in what is printed for a key or a token."""
+_SECRET_FLAGS = ("api-key", "admin-api-key", "hf-token", "ssl-keyfile-password", "ssl-key-password")
+_SECRET_VARIABLE = re.compile(r"(?i)(?:_|^)(?:token|key|secret|passw\w*|credentials?)s?$")
+_ASSIGNED = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=")
 _NUMBER = re.compile(r"-\d")
-_IMAGES = (
-    ("vllm", re.compile(r"vllm")),
-    ("sglang", re.compile(r"sglang")),
-    ("tgi", re.compile(r"text-generation-inference")),
-    ("llama.cpp", re.compile(r"llama\.?-?cpp")),
-    ("ollama", re.compile(r"ollama")),
-    ("holdfast", re.compile(r"holdfast")),
-)
-_MODULES = (
-    ("vllm", re.compile(r"vllm\.entrypoints\.|vllm/entrypoints/")),
-    ("sglang", re.compile(r"sglang\.launch_server|sglang\.srt")),
-    ("llama.cpp", re.compile(r"llama_cpp\.server")),
-    ("holdfast", re.compile(r"^holdfast$")),
-)
-_PROGRAMS = {
-    "vllm": "vllm",
-    "holdfast": "holdfast",
-    "llama-server": "llama.cpp",
-    "server": "llama.cpp",
-    "llama-cli": "llama.cpp",
-    "sglang": "sglang",
-    "ollama": "ollama",
-    "text-generation-launcher": "tgi",
-}
-_CALLS = (("vllm", re.compile(r"\b(?:Async)?LLM\(")), ("sglang", re.compile(r"\b(?:sgl\.)?Engine\(")))
-_OPERATORS = {"&&", "||", ";", "|", "&", ">", ">>", "2>&1", "2>"}
+_SHELL_WORDS = frozenset(
+    (
+        "cd", "source", ".", "export", "conda", "module", "ulimit", "set", "pip", "mkdir", "unset", "trap", "sleep",
+        "huggingface-cli"
+    )
+)  # fmt: skip
+"""What stands before a server's command in a script."""
+_SHELLS = ("sh", "bash", "zsh", "dash")
+_EXEC_START = re.compile(r"^\s*(?:ExecStart|Exec|ENTRYPOINT|CMD|command|entrypoint)\s*[=:]?\s*[-@:+!]*(?=[/\w])")
 _LONGEST = 20_000
 """Characters: nobody starts a server with more, and a log's line may be anything."""
 
@@ -52,6 +45,8 @@ class Flag:
     values: tuple[str, ...] = ()
     expression: bool = False
     """Of Python, which is kept as it is."""
+    unknown: bool = False
+    """A shell puts its value in."""
     words: tuple[int, int] = (0, 0)
     """From and to, among the command's words."""
 
@@ -72,126 +67,175 @@ class ServerCommand:
     environment: Mapping[str, str] = field(default_factory=dict)
     call: str | None = None
     """The name that is called, where it was Python that started it: LLM, sgl.Engine."""
+    spelled: Mapping[int, str] = field(default_factory=dict)
+    """Words that a shell fills in, as they were written, by their place."""
+    filled: Mapping[str, str] = field(default_factory=dict)
+    """And the same of words before the program, by what they are here."""
+    wrapper: tuple[str, ...] = ()
+    """Programs that run it: nohup, env, sudo -E."""
+    before: str = ""
+    after: str = ""
+    """Other commands of the same line, with their operators; what becomes of its output."""
+    script: tuple[str, str] | None = None
+    """All of it is one word of another command (`bash -c`): the text before that word, and behind."""
+    version: str | None = None
+    """Of the engine, where an image is named with it."""
 
     def value(self, name: str) -> str | None:
-        """Of the last flag of that name, however it was spelled."""
+        """Of the last flag of that name, however it was spelled; None too where only a shell knows it."""
         wanted = canonical(self.engine, name)
-        return next((flag.value for flag in reversed(self.flags) if flag.name == wanted), None)
+        return next((flag.value for flag in reversed(self.flags) if flag.name == wanted and not flag.unknown), None)
 
     def has(self, name: str) -> bool:
         wanted = canonical(self.engine, name)
         return any(flag.name == wanted for flag in self.flags)
 
     def with_changes(self, changes: Mapping[str, str | None]) -> str:
-        """The command with flags (`--max-model-len`) and variables (`NAME`) set, or taken away where None."""
+        """The command with flags (`--max-model-len`) and variables (`NAME`) set, or taken away where None. For people:
+        keys and tokens are hidden, and their place is kept."""
         if self.call is not None:
             return _called(self, changes)
-        slots, environment = [[word] for word in self.words], dict(self.environment)
+        slots, environment = [[self._written(at)] for at in range(len(self.words))], dict(self.environment)
+        wrapper = list(self.wrapper)
         for name, value in changes.items():
             if not _is_variable(name):
                 _change(slots, self, name, value)
-            elif value is None:
-                environment.pop(name, None)
             else:
-                environment[name] = value
-        before = [f"{name}={shlex.quote(value)}" for name, value in environment.items()]
-        return " ".join([*before, *(shlex.quote(word) for slot in slots for word in slot)])
+                environment.pop(name, None)
+                wrapper = [word for word in wrapper if not word.startswith(f"{name}=")]
+                if value is not None and self.words[0].rsplit("/", 1)[-1] in IN_CONTAINER:
+                    slots[1].append(f"-e {quoted(f'{name}={value}')}")
+                elif value is not None and wrapper:
+                    place = wrapper.index("env") + 1 if "env" in wrapper else len(wrapper)
+                    wrapper[place:place] = [*(() if "env" in wrapper else ("env",)), f"{name}={value}"]
+                elif value is not None:
+                    environment[name] = value
+        inside = {word.partition("=")[0] for word in wrapper}
+        named = [] if self.words[0].rsplit("/", 1)[-1] in IN_CONTAINER else environment.items()
+        first = [f"{name}={value}" for name, value in named if name not in inside]
+        words = [self.filled.get(word) or _assigned(word) for word in (*first, *wrapper)]
+        words += [word for slot in slots for word in slot]
+        text = f"{self.before}{' '.join(words)}{self.after}"
+        return text if self.script is None else f"{self.script[0]}{quoted(text)}{self.script[1]}"
+
+    def _written(self, at: int) -> str:
+        word = self.words[at]
+        if at in self.spelled:
+            return self.spelled[at]
+        flag = next((one for one in self.flags if one.words[0] <= at < one.words[1]), None)
+        if flag is not None and flag.name in _SECRET_FLAGS:
+            if at > flag.words[0]:
+                return quoted(HIDDEN)
+            return quoted(f"{word.partition('=')[0]}={HIDDEN}") if "=" in word else word
+        return _assigned(word)
 
 
-def parse_command(text: str) -> ServerCommand | None:
-    """What starts a server in a line of text; None where nothing does."""
+def parse_command(text: str, *, strict: bool = False) -> ServerCommand | None:
+    """What starts a server in a line of text; None where nothing does. `strict`: a quote that is not closed is an
+    error, and everything before the program belongs to the command: a person wrote it, and no log."""
     text = text[:_LONGEST].replace("：", ": ")
-    called = _parse_call(text)
+    called = parse_call(text)
     if called is not None:
-        return called
+        flags = tuple(
+            Flag(name=canonical(called.engine, word.name), values=(word.value,), expression=word.expression)
+            for word in called.keywords
+        )
+        model = next((flag.value for flag in flags if flag.name in MODEL_FLAGS), None) or called.positional
+        return ServerCommand(
+            engine=called.engine, words=(text,), program=(called.name,), model=model, flags=flags, call=called.name
+        )
+    manifest = listed(text)
+    text = _EXEC_START.sub("", text) if manifest is None else manifest[0]
     try:
-        words = shlex.split(text, comments=False)
-    except ValueError:
-        words = text.split()
-    start = _start(words)
-    if start is None:
-        return None
-    engine, first, program_end = start
-    environment = _environment(words[:first])
-    rest = words[first:]
-    for at, word in enumerate(rest):
-        if word in _OPERATORS:
-            rest = rest[:at]
-            break
-    program_end -= first
+        words = split(text)
+    except OpenQuote:
+        if strict:
+            raise
+        words = _loosely(text)
+    command = _read(text, words, strict)
+    return command if command is None or manifest is None else replace(command, version=manifest[1])
+
+
+def _loosely(text: str) -> list[Word]:
+    """Prose with an apostrophe in it: words are what blanks part."""
+    return [Word(found[0], found.start(), found.end()) for found in re.finditer(r"\S+", text)]
+
+
+def _read(text: str, words: list[Word], strict: bool) -> ServerCommand | None:
+    for start, end in _segments(words):
+        part = words[start:end]
+        inner = _in_a_shell(text, part)
+        if inner is not None:
+            return inner
+        found = program_start([word.value for word in part])
+        if found is not None:
+            return _command(text, words, (start, end), found, strict)
+    return None
+
+
+def _segments(words: list[Word]) -> list[tuple[int, int]]:
+    """From and to of each command; a redirect ends one's words too."""
+    ends = [at for at, word in enumerate(words) if word.operator]
+    return [(start, end) for start, end in zip([0, *(at + 1 for at in ends)], [*ends, len(words)], strict=True)]
+
+
+def _in_a_shell(text: str, part: list[Word]) -> ServerCommand | None:
+    """`bash -c "vllm serve ..."`."""
+    for at, word in enumerate(part[1:-1], start=1):
+        shell = part[at - 1].value.rsplit("/", 1)[-1]
+        if word.value in ("-c", "-lc", "-ec") and shell in _SHELLS:
+            inner = parse_command(part[at + 1].value)
+            if inner is not None and inner.call is None:
+                script = part[at + 1]
+                return replace(inner, script=(text[: script.start], text[script.end :]))
+    return None
+
+
+def _command(
+    text: str, words: list[Word], segment: tuple[int, int], found: Start, strict: bool
+) -> ServerCommand | None:
+    start, end = segment
+    part = words[start:end]
+    first, engine = found.first, found.engine
+    rest = part[first:]
+    program_end = found.end - first
     if program_end > len(rest):
         return None
-    model, flags = _flags(engine, rest, program_end)
-    return ServerCommand(
-        engine=engine,
-        words=tuple(rest),
-        program=tuple(rest[:program_end]),
-        model=model,
-        flags=flags,
-        environment=environment,
-    )
-
-
-def _start(words: list[str]) -> tuple[str, int, int] | None:
-    """The engine, the first word of the command, and the first after its program."""
-    for at, word in enumerate(words):
-        name = word.rsplit("/", 1)[-1]
-        follows = words[at + 1] if at + 1 < len(words) else ""
-        engine = _PROGRAMS.get(name)
-        if engine in ("vllm", "holdfast", "sglang", "ollama") and follows == "serve":
-            return engine, at, at + 2
-        if engine == "llama.cpp" and (name != "server" or word.startswith(("./", "/"))) and follows.startswith("-"):
-            return engine, at, at + 1
-        if engine == "tgi":
-            return engine, at, at + 1
-        if word == "-m" or name.endswith(".py"):
-            found = _module(words, at)
-            if found is not None:
-                return found
-        if name in ("docker", "podman", "nerdctl") and follows == "run":
-            return _container(words, at)
-    return None
-
-
-def _module(words: list[str], at: int) -> tuple[str, int, int] | None:
-    interpreted = at > 0 and "python" in words[at - 1].rsplit("/", 1)[-1]
-    named = at + 1 if words[at] == "-m" else at
-    if named >= len(words) or not (interpreted or words[at] != "-m"):
-        return None
-    for engine, module in _MODULES:
-        if module.search(words[named]):
-            after = named + 1
-            if engine in ("holdfast", "vllm") and words[after : after + 1] == ["serve"]:
-                after += 1
-            return engine, at - 1 if interpreted else at, after
-    if words[named] == "api_server.py" and any(word.startswith(("--model", "--tensor")) for word in words):
-        return "vllm", at - 1 if interpreted else at, named + 1
-    return None
-
-
-def _container(words: list[str], at: int) -> tuple[str, int, int] | None:
-    for place in range(at + 2, len(words)):
-        word = words[place]
-        looks_like_image = "/" in word or ":" in word
-        if word.startswith("-") or not looks_like_image or words[place - 1] in ("-v", "-p", "--volume", "-e", "--env"):
-            continue
-        for engine, image in _IMAGES:
-            if image.search(word):
-                inner = _start(words[place + 1 :])
-                return engine, at, place + 1 if inner is None else place + 1 + inner[2]
-    return None
-
-
-def _environment(words: list[str]) -> dict[str, str]:
-    found = {}
-    for word in words:
-        if _ENVIRONMENT.match(word):
+    values = [word.value for word in rest]
+    if first < len(part) and values[0].startswith("ExecStart="):
+        values[0] = values[0].partition("=")[2].lstrip("-@:+!")
+    wrapper, assigned = split_wrapper([word.value for word in part[:first]])
+    environment = {}
+    for word in [*assigned, *wrapper, *container_environment(values)]:
+        if _ASSIGNED.match(word):
             name, _, value = word.partition("=")
-            found[name] = value
-    return found
+            environment[name] = value
+    unknown = {at for at, word in enumerate(rest) if word.unknown}
+    model, flags = _flags(engine, values, program_end, unknown)
+    before, after = _around(text, words, segment, strict)
+    return ServerCommand(
+        engine=engine, words=tuple(values), program=tuple(values[:program_end]), model=model, flags=flags,
+        environment=environment, wrapper=tuple(wrapper), before=before, after=after, version=found.version,
+        spelled={at: text[word.start : word.end] for at, word in enumerate(rest) if word.expands},
+        filled={word.value: text[word.start : word.end] for word in part[:first] if word.expands},
+    )  # fmt: skip
 
 
-def _flags(engine: str, words: list[str], start: int) -> tuple[str | None, tuple[Flag, ...]]:
+def _around(text: str, words: list[Word], segment: tuple[int, int], strict: bool) -> tuple[str, str]:
+    """What else the line does. In a log other words stand there too: only what is plainly a shell's is kept."""
+    start, end = segment
+    earlier = [words[at].value for at, _ in _segments(words[:start])[:-1] if at < start]
+    plain = strict or (bool(earlier) and all(word.rsplit("/", 1)[-1] in _SHELL_WORDS for word in earlier))
+    before = text[: words[start].start].lstrip() if start and plain else ""
+    if not strict:
+        before = before.lstrip("$#+ ")
+    follows = words[end] if end < len(words) else None
+    piped = follows is not None and (is_redirect(follows) or follows.value in ("|", "|&", "&"))
+    after = text[words[end - 1].end :].rstrip() if follows is not None and (strict or piped) else ""
+    return before.replace("\\\n", ""), after
+
+
+def _flags(engine: str, words: list[str], start: int, unknown: set[int]) -> tuple[str | None, tuple[Flag, ...]]:
     model: str | None = None
     flags: list[Flag] = []
     at = start
@@ -206,11 +250,12 @@ def _flags(engine: str, words: list[str], start: int) -> tuple[str | None, tuple
         end = at + 1
         values: list[str] = [given] if equals else []
         if not equals and not _is_boolean(engine, name):
-            most = len(words) if name in MANY_VALUED else at + 2
+            most = len(words) if name in MANY_VALUED.get(engine, ()) else at + 2
             while end < min(most, len(words)) and (not words[end].startswith("-") or _NUMBER.match(words[end])):
                 values.append(words[end])
                 end += 1
-        flags.append(Flag(name=name, values=tuple(values), words=(at, end)))
+        hidden = any(place in unknown for place in range(at, end))
+        flags.append(Flag(name=name, values=tuple(values), words=(at, end), unknown=hidden))
         at = end
     named = next((flag.value for flag in reversed(flags) if flag.name in MODEL_FLAGS and flag.value), None)
     return named or model, tuple(flags)
@@ -222,6 +267,14 @@ def _is_boolean(engine: str, name: str) -> bool:
 
 def _is_variable(name: str) -> bool:
     return name.isupper() and not name.startswith("-")
+
+
+def _assigned(word: str) -> str:
+    """A word for a shell, without its secret."""
+    name, equals, value = word.partition("=")
+    if equals and value and _ASSIGNED.match(word) and _SECRET_VARIABLE.search(name):
+        return f"{name}={quoted(HIDDEN)}"
+    return quoted(word)
 
 
 def _change(slots: list[list[str]], command: ServerCommand, name: str, value: str | None) -> None:
@@ -236,85 +289,28 @@ def _change(slots: list[list[str]], command: ServerCommand, name: str, value: st
         for at in range(start, end):
             slots[at] = []
         if value is not None and not placed:
-            slots[start] = [spelled] if not value else [f"{spelled}={value}"] if joined else [spelled, value]
+            new = [spelled] if not value else [f"{spelled}={value}"] if joined else [spelled, value]
+            slots[start] = [quoted(word) for word in new]
             placed = True
     if value is not None and not placed:
         flag_word = name if name.startswith("-") else f"--{wanted}"
-        slots.append([flag_word, value] if value else [flag_word])
-
-
-# Python that starts an engine
-
-
-def _parse_call(text: str) -> ServerCommand | None:
-    for engine, pattern in _CALLS:
-        found = pattern.search(text)
-        if found is None:
-            continue
-        name = found[0].rstrip("(")
-        body = _balanced(text, found.end() - 1)
-        try:
-            tree = ast.parse(name + body, mode="eval").body
-        except (SyntaxError, ValueError, MemoryError, RecursionError):
-            continue
-        if not isinstance(tree, ast.Call):
-            continue
-        flags = tuple(
-            Flag(
-                name=canonical(engine, word.arg),
-                values=(_literal(word.value),),
-                expression=not isinstance(word.value, ast.Constant),
-            )
-            for word in tree.keywords
-            if word.arg is not None
-        )
-        positional = next((_literal(word) for word in tree.args), None)
-        model = next((flag.value for flag in flags if flag.name in MODEL_FLAGS), None) or positional
-        return ServerCommand(engine=engine, words=(text,), program=(name,), model=model, flags=flags, call=name)
-    return None
-
-
-def _balanced(text: str, start: int) -> str:
-    depth = 0
-    for at in range(start, len(text)):
-        depth += (text[at] == "(") - (text[at] == ")")
-        if depth == 0:
-            return text[start : at + 1]
-    return text[start:]
-
-
-def _literal(value: ast.expr) -> str:
-    if isinstance(value, ast.Constant):
-        return str(value.value)
-    return ast.unparse(value)
+        slots.append([flag_word, quoted(value)] if value else [flag_word])
 
 
 def _called(command: ServerCommand, changes: Mapping[str, str | None]) -> str:
     """The call anew, its keywords in their order."""
-    keywords = {flag.name: flag.value or "" for flag in command.flags}
-    kept = {flag.name for flag in command.flags if flag.expression} - {
-        canonical(command.engine, name) for name in changes
-    }
+    keywords = {flag.name: HIDDEN if flag.name in _SECRET_FLAGS else flag.value or "" for flag in command.flags}
+    changed = {canonical(command.engine, name) for name in changes}
+    kept = [flag.name.replace("-", "_") for flag in command.flags if flag.expression and flag.name not in changed]
     environment = {name: value for name, value in changes.items() if _is_variable(name) and value is not None}
     for name, value in changes.items():
+        known = canonical(command.engine, name)
         if _is_variable(name):
             continue
-        known = canonical(command.engine, name)
         if value is None:
             keywords.pop(known, None)
         else:
             keywords[known] = value or "True"
-    shown = [] if command.model is None or any(name in keywords for name in MODEL_FLAGS) else [repr(command.model)]
-    shown += [
-        f"{name.replace('-', '_')}={value if name in kept else _python(value)}" for name, value in keywords.items()
-    ]
-    before = "".join(f"os.environ[{name!r}] = {value!r}; " for name, value in environment.items())
-    return f"{before}{command.call}({', '.join(shown)})"
-
-
-def _python(value: str) -> str:
-    try:
-        ast.literal_eval(value)
-    except (ValueError, SyntaxError):
-        return repr(value)
-    return value
+    model = None if any(name in keywords for name in MODEL_FLAGS) else command.model
+    words = {name.replace("-", "_"): value for name, value in keywords.items()}
+    return written_call(command.call or "", model, words, kept, environment)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 MODEL_FLAGS = ("model", "model-path", "model-id", "hf-repo", "model-tag")
-MANY_VALUED = (
-    "lora-modules",
-    "served-model-name",
-    "cudagraph-capture-sizes",
-    "cuda-graph-sizes",
-    "cuda-graph-bs",
-    "lora-paths",
-)
+_MANY = ("lora-modules", "served-model-name", "cudagraph-capture-sizes", "cuda-graph-sizes")
+MANY_VALUED: dict[str, tuple[str, ...]] = {
+    "vllm": (*_MANY, "api-key"),
+    "holdfast": (*_MANY, "api-key"),
+    "sglang": ("lora-paths", "cuda-graph-bs", "lora-target-modules"),
+}
+"""Flags that take all words up to the next flag."""
 BOOLEAN_STARTS = ("enable-", "disable-", "no-", "trust-remote-code", "enforce-eager", "async-scheduling", "headless")
 BOOLEANS = {
     "llama.cpp": (
@@ -26,7 +25,37 @@ BOOLEANS = {
         "swa-full",
         "no-context-shift",
     ),
-    "vllm": ("skip-tokenizer-init", "use-v2-block-manager", "calculate-kv-scales", "return-tokens-as-token-ids"),
+    "vllm": (
+        "skip-tokenizer-init",
+        "use-v2-block-manager",
+        "calculate-kv-scales",
+        "return-tokens-as-token-ids",
+        "fully-sharded-loras",
+        "kv-sharing-fast-prefill",
+        "skip-mm-profiling",
+        "language-model-only",
+        "numa-bind",
+        "trust-request-chat-template",
+        "exclude-tools-when-tool-choice-none",
+        "allow-credentials",
+        "log-error-stack",
+        "use-tqdm-on-load",
+        "interleave-mm-strings",
+        "aggregate-engine-logging",
+        "grpc",
+        "worker-use-ray",
+        "ray-workers-use-nsight",
+        "scheduler-reserve-full-isl",
+        "mm-encoder-only",
+        "cudagraph-metrics",
+        "kv-cache-metrics",
+        "tokens-only",
+        "engine-use-ray",
+        "multi-step-stream-outputs",
+        "data-parallel-hybrid-lb",
+        "data-parallel-external-lb",
+        "help",
+    ),
     "sglang": ("skip-tokenizer-init", "log-requests", "show-time-cost", "is-embedding"),
     "tgi": ("trust-remote-code", "sharded", "json-output"),
 }

@@ -23,7 +23,7 @@ COMMANDS = {
     "nohup python -m vllm.entrypoints.openai.api_server --model q --port=80 --max_model_len=4096 > log 2>&1": (
         "vllm",
         "q",
-        "python -m vllm.entrypoints.openai.api_server --model q --port=80 --max_model_len=1024 --tensor-parallel-size 4",
+        "nohup python -m vllm.entrypoints.openai.api_server --model q --port=80 --max_model_len=1024 --tensor-parallel-size 4 > log 2>&1",
     ),
     "docker run --gpus all -p 8001:8000 vllm/vllm-openai:v0.9.0 --model /d/m": (
         "vllm",
