@@ -27,6 +27,7 @@ from holdfast.text.tools.answers import AnswerReader
 from holdfast.text.tools.events import Arguments, CallBegun, Content, Event, Reasoning
 
 DONE = b"data: [DONE]\n\n"
+_CHOICES = b',"choices":['
 
 
 @dataclass(slots=True)
@@ -48,6 +49,8 @@ class Answer:
     """Kept only where they are shown."""
     ids_shown: bool = False
     """In a stream: whether those of the prompt have gone out."""
+    unshown_ids: list[int] = field(default_factory=list)
+    """In a stream: of tokens that only added to what is held, until an event shows them."""
     finish_reason: str | None = None
     stop_reason: int | str | None = None
 
@@ -55,7 +58,7 @@ class Answer:
 class Shape(Protocol):
     """A chat or a completion."""
 
-    def opening(self, answer: Answer) -> Iterable[bytes]:
+    def opening(self, answer: Answer, usage: Usage | None) -> Iterable[bytes]:
         """Events before the first token of an answer; may be empty."""
 
     def event(self, answer: Answer, delta: AnswerDelta, usage: Usage | None) -> bytes: ...
@@ -94,14 +97,34 @@ class ChatShape(_Stream):
     def __init__(self, ask: Ask) -> None:
         super().__init__(ask, "chat.completion.chunk")
 
-    def opening(self, answer: Answer) -> Iterable[bytes]:
-        choice = b'{"index":%d,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}'
-        return self._head, choice % answer.index, self.close(None)
+        self._echo = ask.echoes[0] if ask.echoes else ""
+
+    def opening(self, answer: Answer, usage: Usage | None) -> Iterable[bytes]:
+        choice = b'{"index":%d,"delta":%b,"logprobs":null,"finish_reason":null}'
+        deltas = [b'{"role":"assistant","content":""}']
+        if self._echo:
+            deltas.append(b'{"content":%b}' % encode(self._echo))
+        for delta in deltas:
+            yield self._opening_head(answer) + choice % (answer.index, delta) + self.close(usage)
+
+    def _opening_head(self, answer: Answer) -> bytes:
+        """The first chunk of all shows the prompt's ids, where ids are shown."""
+        if not self._ask.with_token_ids or answer.index or answer.ids_shown:
+            return self._head
+        answer.ids_shown = True
+        return self._head.removesuffix(_CHOICES) + self._prompt_ids() + _CHOICES
+
+    def _prompt_ids(self) -> bytes:
+        return b',"prompt_token_ids":%b' % encode(self._ask.prompts[0]) if self._ask.with_token_ids else b""
 
     def event(self, answer: Answer, delta: AnswerDelta, usage: Usage | None) -> bytes:
         logprobs = b"null" if delta.logprobs is None else encode(self._logprobs(delta.logprobs))
         choice = b'{"index":%d,"delta":{"content":%b},"logprobs":%b,' % (answer.index, encode(delta.text), logprobs)
-        return self._head + choice + _ending(delta) + self.close(usage)
+        return self._head + choice + self._ids(delta.token_ids) + _ending(delta) + self.close(usage)
+
+    def _ids(self, token_ids: list[int]) -> bytes:
+        """As a member of a choice, where they are shown."""
+        return b'"token_ids":%b,' % encode(token_ids) if self._ask.with_token_ids else b""
 
     def _logprobs(self, entries: list[dict[int, Logprob]]) -> ChatLogprobs:
         return ChatLogprobs(self._shaped(entries))
@@ -114,7 +137,7 @@ class ChatShape(_Stream):
         answer.tokens.add([*self._shaped(entries)])
 
     def _message(self, answer: Answer) -> AssistantMessage:
-        return AssistantMessage(content=answer.text)
+        return AssistantMessage(content=self._echo + answer.text)
 
     def body(self, answers: list[Answer], usage: Usage) -> list[bytes]:
         pieces = [_head(self._ask, "chat.completion")]
@@ -125,8 +148,9 @@ class ChatShape(_Stream):
                 pieces.append(b"null")
             else:
                 pieces += [b'{"content":', *answer.tokens.behind(), b',"refusal":null}']
-            pieces.append(_ended(answer) + b"}")
-        pieces.append(b'],"usage":%b,"prompt_logprobs":' % encode(usage))
+            ids = b',"token_ids":' + encode(answer.token_ids) if self._ask.with_token_ids else b""
+            pieces.append(_ended(answer) + ids + b"}")
+        pieces.append(b'],"usage":%b%b,"prompt_logprobs":' % (encode(usage), self._prompt_ids()))
         return [*pieces, *_listed(self._ask, answers[0]), b',"service_tier":null,"system_fingerprint":null}']
 
 
@@ -144,6 +168,7 @@ class ReadChatShape(ChatShape):
         if reader is None:
             reader = self._readers[answer.index] = self._reading.reader()
         events = reader.feed(delta.text)
+        token_ids = answer.unshown_ids = answer.unshown_ids + delta.token_ids if self._ask.with_token_ids else []
         ended = delta.finish_reason is not None
         if ended:
             events += reader.finish()
@@ -157,8 +182,9 @@ class ReadChatShape(ChatShape):
             last = ended and place >= len(shown)
             ending = _ended(answer)[1:] + b"}" if last else b'"finish_reason":null}'
             pieces += [self._head, b'{"index":%d,"delta":%b,"logprobs":%b,' % (answer.index, written, logprobs)]
-            pieces += [ending, self.close(usage)]
-            logprobs = b"null"
+            pieces += [self._ids(token_ids), ending, self.close(usage)]
+            logprobs, token_ids = b"null", []
+        answer.unshown_ids = []
         return b"".join(pieces)
 
     def _shows(self, event: Event) -> bool:
@@ -186,6 +212,7 @@ class ReadChatShape(ChatShape):
             elif isinstance(event, Arguments):
                 calls[event.call].function.arguments += event.text
         content = "".join(event.text for event in events if isinstance(event, Content))
+        content = self._echo + content
         message = AssistantMessage(content=content or (None if calls else ""))
         if self._reading.thinking is not None and self._reading.shows_thoughts:
             thought = "".join(event.text for event in events if isinstance(event, Reasoning)) or None
@@ -203,7 +230,7 @@ class CompletionShape(_Stream):
     def __init__(self, ask: Ask) -> None:
         super().__init__(ask, "text_completion")
 
-    def opening(self, answer: Answer) -> Iterable[bytes]:
+    def opening(self, answer: Answer, usage: Usage | None) -> Iterable[bytes]:
         echo = self._echo(answer)
         if not echo:
             return
@@ -214,7 +241,7 @@ class CompletionShape(_Stream):
         else:
             yield from told.behind()
             answer.shown_chars = told.chars
-        yield b',"finish_reason":null}' + self.close(None)
+        yield b',"finish_reason":null}' + self.close(usage)
 
     def event(self, answer: Answer, delta: AnswerDelta, usage: Usage | None) -> bytes:
         logprobs = b"null"
@@ -272,7 +299,7 @@ def completion_shape(ask: Ask) -> CompletionShape:
 
 def _head(ask: Ask, kind: str) -> bytes:
     head = {"id": ask.answer_id, "object": kind, "created": ask.created, "model": ask.model}
-    return encode(head)[:-1] + b',"choices":['
+    return encode(head)[:-1] + _CHOICES
 
 
 def _comma(place: int) -> bytes:

@@ -43,6 +43,8 @@ from holdfast.server.settings import ServerSettings
 from holdfast.server.sleep import Sleeping
 from holdfast.server.tokenize import Tokenizing
 
+_OFF = frozenset({"false", "0", "no", "off"})
+
 
 def create_app(engine: Engine, settings: ServerSettings) -> Starlette:
     """Starts nothing: whoever runs the application starts the engine too (`server.run.serve` does both)."""
@@ -209,9 +211,14 @@ class _Plain:
     async def reset_prefix_cache(self, request: Request) -> Response:
         """Cached prefixes are forgotten at once, also while requests run: those keep what they hold."""
         for name in request.query_params:
-            if name not in ("reset_running_requests", "reset_external") or request.query_params[name] == "true":
+            # Only what asks for nothing, however it is spelled.
+            off = all(value.lower() in _OFF for value in request.query_params.getlist(name))
+            if name not in ("reset_running_requests", "reset_external") or not off:
                 raise RequestError(
-                    f"{name[:100]} is not supported here", fix=f"leave {name[:100]} out", field=name[:100]
+                    f"{name[:100]} is not supported here: requests that run keep what they hold, and nothing else is "
+                    "cached",
+                    fix=f"leave {name[:100]} out",
+                    field=name[:100],
                 )
         await self._engine.reset_prefix_cache()
         return json_response({"success": True})

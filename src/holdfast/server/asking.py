@@ -19,15 +19,14 @@ from holdfast.engine.interface import Engine
 from holdfast.errors import RequestError, UnknownModelError, UnsupportedOptionError
 from holdfast.records import AdapterRef, SamplingParams
 from holdfast.records.sampling import MAX_LOGPROBS
+from holdfast.server.chat_prompts import chat_prompt, final_answer
 from holdfast.server.constraints import check_off_loop, form_of
 from holdfast.server.fields import check_fields, convert, honoured_fields, unsupported
-from holdfast.server.messages import read_messages
 from holdfast.server.protocol import ChatBody, Common, CompletionBody, TokenId
-from holdfast.server.reading import Reading, prepared, reading_of
+from holdfast.server.reading import Reading
 from holdfast.server.room import check_told
 from holdfast.server.settings import ServerSettings
 from holdfast.server.tokenizing import check_ids, encode_within, off_loop
-from holdfast.server.tooling import ToolUse, read_tool_use
 from holdfast.units import shorten
 
 if TYPE_CHECKING:
@@ -38,17 +37,9 @@ BytesOf = Callable[[int], bytes | None]
 COMPLETION_MAX_TOKENS = 16
 """OpenAI's default for /v1/completions; a chat may use the rest of the context."""
 MAX_PROMPTS = 1024
-MAX_MESSAGES = 8192
-"""Each is checked by itself, and a template walks over all of them."""
 
 _CHAT_FIELDS = honoured_fields(ChatBody)
 _COMPLETION_FIELDS = honoured_fields(CompletionBody)
-_TEMPLATE_OWN = frozenset(
-    {
-        "conversation", "messages", "tokenize", "add_generation_prompt", "continue_final_message", "chat_template",
-        "tools", "documents", "return_dict",
-    }
-)  # fmt: skip
 _SAMPLING_NAMES = (
     "n", "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "presence_penalty",
     "frequency_penalty", "repetition_penalty", "seed", "stop", "stop_token_ids", "ignore_eos",
@@ -68,7 +59,7 @@ class Ask:
     model: str
     prompts: list[list[int]]
     echoes: list[str] | None
-    """Texts to put before the answers, one a prompt."""
+    """Texts to put before the answers, one a prompt: of a chat, the answer that its messages have begun."""
     echoes_alone: bool
     """max_tokens: 0: the prompt is all that is wanted."""
     first_tokens: list[str] | None
@@ -103,18 +94,15 @@ def decode_object(raw: bytes) -> dict[str, Any]:
     return body
 
 
-async def read_chat(raw: bytes, engine: Engine, settings: ServerSettings) -> Ask:
+async def read_chat(raw: bytes, engine: Engine, settings: ServerSettings, *, request_id: str | None = None) -> Ask:
+    """`request_id`: as the client named its request outside of the body."""
     fields = check_fields(decode_object(raw), _CHAT_FIELDS)
     body: ChatBody = convert(fields, ChatBody)
     model = served_model(body.model, settings)
     tokenizer = tokenizer_of(engine, "messages")
-    if body.echo:
-        raise unsupported("echo", "a chat has no prompt text to repeat")
     if body.max_completion_tokens is not None:
-        if body.max_tokens not in (None, body.max_completion_tokens):
-            raise RequestError("max_tokens and max_completion_tokens differ; send one", field="max_completion_tokens")
-        body.max_tokens = body.max_completion_tokens
-    if body.top_logprobs is not None and not body.logprobs:
+        body.max_tokens = body.max_completion_tokens  # OpenAI's newer name, and as in vLLM it wins.
+    if body.top_logprobs and not body.logprobs:
         raise RequestError("top_logprobs needs logprobs: true", field="top_logprobs")
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     _check_logprobs(logprobs, "top_logprobs")
@@ -131,72 +119,16 @@ async def read_chat(raw: bytes, engine: Engine, settings: ServerSettings) -> Ask
             # The client sent no grammar: it was made of these.
             error.field, error.message = "tools", f"tools: {error.message.removeprefix('grammar: ')}"
         raise
+    echoes = [final_answer(body)] if body.echo else None
     return _ask(
-        body, "chatcmpl", model, [prompt], params, settings, logprobs, bytes_of=tokenizer.bytes_of, reading=reading
-    )
+        body, "chatcmpl", model, [prompt], params, settings, logprobs, echoes=echoes, bytes_of=tokenizer.bytes_of,
+        reading=reading, request_id=request_id,
+    )  # fmt: skip
 
 
-async def chat_prompt(
-    body: ChatBody, tools: Any, tokenizer: Tokenizer, engine: Engine, settings: ServerSettings, size_bytes: int
-) -> tuple[list[int], Reading | None]:
-    """The prompt that messages make, and how answers to it are to be read. `tools`: as they came, for the template."""
-    if body.chat_template is not None and not settings.trust_request_chat_template:
-        raise unsupported("chat_template", "this server does not run templates sent by clients")
-    if len(body.messages) > MAX_MESSAGES:
-        raise RequestError(
-            f"messages: {len(body.messages)} of them in one request; at most {MAX_MESSAGES}", field="messages"
-        )
-    use = read_tool_use(body, tools, auto=settings.enable_auto_tool_choice)
-    render = _renderer(tokenizer, body, read_messages(body.messages), use, engine.info.max_model_len, settings)
-    # A client's own template may be slow, however short it is.
-    return await (off_loop(render, size_bytes) if body.chat_template is None else off_loop(render))
-
-
-def _renderer(
-    tokenizer: Tokenizer,
-    body: ChatBody,
-    messages: list[dict[str, Any]],
-    use: ToolUse | None,
-    context: int,
-    settings: ServerSettings,
-) -> Callable[[], tuple[list[int], Reading | None]]:
-    """Makes the prompt, and says how its answers are to be read."""
-    extra = dict(body.chat_template_kwargs or {})
-    taken = sorted(_TEMPLATE_OWN & extra.keys())
-    if taken:
-        raise RequestError(f"chat_template_kwargs may not contain {taken[0]}", field="chat_template_kwargs")
-    if body.continue_final_message and body.add_generation_prompt:
-        raise RequestError(
-            "continue_final_message and add_generation_prompt exclude each other", field="continue_final_message"
-        )
-    if body.chat_template is not None:
-        extra["chat_template"] = body.chat_template
-    opening = body.add_generation_prompt
-    if opening is None:
-        opening = not body.continue_final_message
-
-    def render() -> tuple[list[int], Reading | None]:
-        template = tokenizer.template_source(body.chat_template, use)
-        reading = reading_of(template, use, messages, settings, shows_thoughts=body.include_reasoning)
-        told, tools = prepared(reading, messages)
-        text = tokenizer.apply_chat_template(
-            told,
-            tools=tools,
-            tokenize=False,
-            add_generation_prompt=opening,
-            continue_final_message=body.continue_final_message,
-            **extra,
-        )
-        # The template writes bos itself; a second one would change the answer.
-        ids = encode_within(
-            context, tokenizer, str(text), field="messages", add_special_tokens=bool(body.add_special_tokens)
-        )
-        return ids, reading.behind(str(text), continued=body.continue_final_message) if reading else None
-
-    return render
-
-
-async def read_completion(raw: bytes, engine: Engine, settings: ServerSettings) -> Ask:
+async def read_completion(
+    raw: bytes, engine: Engine, settings: ServerSettings, *, request_id: str | None = None
+) -> Ask:
     body: CompletionBody = convert(check_fields(decode_object(raw), _COMPLETION_FIELDS), CompletionBody)
     model = served_model(body.model, settings)
     _check_logprobs(body.logprobs, "logprobs")
@@ -235,8 +167,9 @@ async def read_completion(raw: bytes, engine: Engine, settings: ServerSettings) 
         firsts = [tokenizer_of(engine, "echo").decode([prompt[0]]) for prompt in prompts]
     echoes = texts if body.echo else None
     return _ask(
-        body, "cmpl", model, prompts, params, settings, body.logprobs, echoes=echoes, alone=alone, first_tokens=firsts
-    )
+        body, "cmpl", model, prompts, params, settings, body.logprobs, echoes=echoes, alone=alone, first_tokens=firsts,
+        request_id=request_id,
+    )  # fmt: skip
 
 
 def _refuse_text(body: CompletionBody) -> None:
@@ -365,6 +298,7 @@ def _ask(
     first_tokens: list[str] | None = None,
     bytes_of: BytesOf | None = None,
     reading: Reading | None = None,
+    request_id: str | None = None,
 ) -> Ask:
     if body.priority and settings.scheduling_policy != "priority":
         raise no_priority()
@@ -376,7 +310,7 @@ def _ask(
     usage = (options is not None and bool(options.include_usage)) or (body.stream and settings.force_include_usage)
     unique = uuid.uuid4().hex
     return Ask(
-        answer_id=f"{prefix}-{unique if body.request_id is None else body.request_id}",
+        answer_id=f"{prefix}-{request_id or body.request_id or unique}",
         engine_id=f"{prefix}-{unique}",
         created=int(time.time()),
         model=model,
@@ -395,6 +329,6 @@ def _ask(
         priority=body.priority,
         cache_salt=body.cache_salt,
         adapter=settings.adapter(model),
-        with_token_ids=isinstance(body, CompletionBody) and bool(body.return_token_ids),
+        with_token_ids=bool(body.return_token_ids),
         reading=reading,
     )

@@ -13,7 +13,7 @@ import msgspec
 
 from holdfast.engine.interface import Engine
 from holdfast.observability.metrics import RequestMeter, ServingMetrics
-from holdfast.records import AnswerDelta, FinishReason
+from holdfast.records import AnswerDelta, FinishReason, SamplingParams
 from holdfast.server.answering import Answer
 from holdfast.server.asking import Ask
 from holdfast.server.protocol import PromptTokensDetails, Usage
@@ -58,19 +58,21 @@ class Conversation:
         """Of the first answer; the access log has room for one."""
         return self.answers[0].finish_reason
 
-    def usage(self) -> Usage:
-        total = self.prompt_tokens + self.completion_tokens
-        return Usage(self.prompt_tokens, self.completion_tokens, total, PromptTokensDetails(self.cached_tokens))
+    def usage(self, *, without: int = 0) -> Usage:
+        """`without`: tokens that are counted already and have not been shown."""
+        shown = self.completion_tokens - without
+        return Usage(self.prompt_tokens, shown, self.prompt_tokens + shown, PromptTokensDetails(self.cached_tokens))
+
+    def beside(self, answer: Answer) -> list[Answer]:
+        """The answers to the same prompt, this one among them."""
+        first = answer.index - answer.index % self._ask.params.n
+        return self.answers[first : first + self._ask.params.n]
 
     async def open(self) -> None:
         """Every prompt is taken, or the error is raised and none is left behind once `close` was called."""
         ask, many = self._ask, len(self._ask.prompts) > 1
         for position, prompt in enumerate(ask.prompts):
-            room = self._engine.info.max_model_len - len(prompt)
-            params = ask.params
-            if ask.default_max_tokens and params.max_tokens is not None and params.max_tokens > room > 0:
-                # Nobody asked for so many: a default is no reason to refuse.
-                params = params.replace(max_tokens=room, min_tokens=min(params.min_tokens, room))
+            params, room = self._within_context(ask.params, len(prompt))
             stream = await self._engine.generate(
                 prompt,
                 params,
@@ -83,6 +85,17 @@ class Conversation:
             self._meters.append(
                 self._metrics.open_request(prompt_tokens=len(prompt), max_tokens=params.max_tokens or room, n=params.n)
             )
+
+    def _within_context(self, params: SamplingParams, prompt_tokens: int) -> tuple[SamplingParams, int]:
+        """What is left behind the prompt, and parameters that ask for no more. As in vLLM `max_tokens` is the most a
+        client wants; only more than the whole context is a mistake, which the engine's door refuses."""
+        context = self._engine.info.max_model_len
+        room, wanted = context - prompt_tokens, params.max_tokens
+        if wanted is None or not wanted > room > 0:
+            return params, room
+        if self._ask.default_max_tokens:  # Nobody asked for so many.
+            return params.replace(max_tokens=room, min_tokens=min(params.min_tokens, room)), room
+        return params.replace(max_tokens=room) if wanted <= context else params, room
 
     async def follow(self, consume: Consumer) -> None:
         """Calls `consume` for each delta of each answer, those of one answer in order."""

@@ -42,7 +42,6 @@ QUIET: dict[str, tuple[Any, ...]] = {
     "use_beam_search": (False,),
     "length_penalty": (1.0,),
     "return_tokens_as_token_ids": (False,),
-    "return_token_ids": (False,),
     "include_reasoning": (True,),
     "prompt_cache_retention": ("in_memory", "in-memory"),
 }
@@ -68,7 +67,6 @@ WHY = {
 FIXES = {
     "use_beam_search": "send n with logprobs, and keep the answer whose log-probabilities have the largest sum",
     "best_of": "send n with logprobs, and keep the answer whose log-probabilities have the largest sum",
-    "return_token_ids": "send the prompt to /v1/completions, which shows them",
 }
 
 _MISSING = re.compile(r"Object missing required field `(\w+)`")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
-from typing import Any
+from typing import Any, Protocol
 
 from starlette.types import Receive, Scope, Send
 
@@ -23,7 +23,12 @@ from holdfast.server.failures import TIMED_OUT, TOO_LARGE, HttpFailure, describe
 from holdfast.server.room import Kept, Room, check_kept
 from holdfast.server.settings import ServerSettings, body_limit
 
-Reader = Callable[[bytes, Engine, ServerSettings], Awaitable[Ask]]
+
+class Reader(Protocol):
+    def __call__(
+        self, raw: bytes, engine: Engine, settings: ServerSettings, *, request_id: str | None
+    ) -> Awaitable[Ask]: ...
+
 
 SENT_BYTES = 64 << 10
 """At a time: what a connection's own buffer holds before it asks us to wait."""
@@ -59,16 +64,17 @@ class Generation:
             settings = self._settings
             most_bytes = body_limit(settings, self._engine.info.max_model_len)
             body = await read_body(scope, receive, most_bytes, settings.body_timeout_s)
-            await unless_gone(receive, self._serve(body, record, send))
+            await unless_gone(receive, self._serve(body, record, send, _named(scope, record)))
         except ClientGone:
             record.status = CLIENT_GONE
 
-    async def _serve(self, body: bytes, record: Record, send: Send) -> None:
-        ask = await self._read(body, self._engine, self._settings)
+    async def _serve(self, body: bytes, record: Record, send: Send, request_id: str | None) -> None:
+        ask = await self._read(body, self._engine, self._settings, request_id=request_id)
         record.model, record.stream, record.answer_id = ask.model, ask.stream, ask.answer_id
         if ask.logprobs is not None and not ask.stream and not ask.default_max_tokens:
-            longest = min(ask.params.max_tokens or 0, self._engine.info.max_model_len)
-            check_kept(len(ask.prompts) * ask.params.n * longest, ask.logprobs)
+            context, wanted = self._engine.info.max_model_len, ask.params.max_tokens or 0
+            longest = sum(min(wanted, max(context - len(prompt), 0)) for prompt in ask.prompts)
+            check_kept(ask.params.n * longest, ask.logprobs)
         async with self._room.hold(ask.told_entries):
             with self._room.keep() as kept:
                 await self._converse(ask, record, send, kept)
@@ -142,16 +148,29 @@ class _Events:
 
     async def _consume(self, answer: Answer, delta: AnswerDelta) -> None:
         if not answer.begun:
-            answer.begun = True
-            for piece in gathered(self._shape.opening(answer)):
-                await self._write(piece)
+            await self._open(answer, delta)
         usage = self._conversation.usage() if self._ask.continuous_usage else None
         event = self._shape.event(answer, delta, usage)
         if event:
             await self._write(event)
 
+    async def _open(self, first: Answer, delta: AnswerDelta) -> None:
+        """All answers to a prompt begin with its first token, before any of them shows one, as vLLM has it."""
+        continuous = self._ask.continuous_usage
+        usage = self._conversation.usage(without=len(delta.token_ids)) if continuous else None
+        for answer in self._conversation.beside(first):
+            answer.begun = True
+            for piece in gathered(self._shape.opening(answer, usage)):
+                await self._write(piece)
+
     async def _write(self, data: bytes, *, last: bool = False) -> None:
         await self._send({"type": "http.response.body", "body": data, "more_body": not last})
+
+
+def _named(scope: Scope, record: Record) -> str | None:
+    """The client's own X-Request-Id, where the door has taken it: it becomes part of the answer's id."""
+    wanted = record.request_id.encode()
+    return record.request_id if (b"x-request-id", wanted) in scope["headers"] else None
 
 
 def gathered(pieces: Iterable[bytes]) -> Iterator[bytes]:

@@ -17,6 +17,10 @@ _PART_FIELDS = honoured_fields(ContentPart)
 # What clients send back when they append an answer as they got it.
 _QUIET = frozenset({"refusal", "function_call", "audio", "annotations"})
 _INSTEAD = {"function_call": ": it is OpenAI's older form; send tool_calls"}
+_TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+"""Types of parts, and the member that has their text."""
+_HARMLESS = frozenset({"cache_control"})
+"""Of other APIs: how long a prefix may be kept. Here they all are, as long as there is room."""
 MAX_CALLS = 128
 """Of one message in the history."""
 
@@ -95,16 +99,27 @@ def _read_calls(message: Message, checked: dict[str, Any], where: str) -> None:
         ]
 
 
-def _read_parts(parts: list[ContentPart], raw: list[dict[str, Any]], where: str) -> list[dict[str, str]]:
-    checked = []
-    for position, part in enumerate(parts):
-        place = f"{where}[{position}]"
-        if part.type != "text":
-            raise UnsupportedOptionError(f"{place}: content of type {part.type[:50]!r} is not supported", field=place)
-        unknown = sorted(raw[position].keys() - _PART_FIELDS)
-        if unknown:
-            raise RequestError(f"unknown field {place}.{unknown[0][:100]}", field=f"{place}.{unknown[0][:100]}")
-        if part.text is None:
-            raise RequestError(f"{place}.text is missing", field=f"{place}.text")
-        checked.append({"type": "text", "text": part.text})
-    return checked
+def _read_parts(parts: list[str | ContentPart], raw: list[Any], where: str) -> list[dict[str, str]]:
+    return [
+        {"type": "text", "text": part if isinstance(part, str) else _read_part(part, raw[position], where, position)}
+        for position, part in enumerate(parts)
+    ]
+
+
+def _read_part(part: ContentPart, raw: dict[str, Any], where: str, position: int) -> str:
+    place = f"{where}[{position}]"
+    member = _TEXT_PARTS.get(part.type)
+    if member is None:
+        raise UnsupportedOptionError(
+            f"{place}: content of type {part.type[:50]!r} is not supported: this model reads text only",
+            needed=f"parts of type {', '.join(_TEXT_PARTS)}",
+            fix="leave the part out, or say in words what it shows",
+            field=place,
+        )
+    unknown = sorted(name for name in raw.keys() - _PART_FIELDS - _HARMLESS if raw[name] is not None)
+    if unknown:
+        raise RequestError(f"unknown field {place}.{unknown[0][:100]}", field=f"{place}.{unknown[0][:100]}")
+    text: str | None = getattr(part, member)
+    if text is None:
+        raise RequestError(f"{place}.{member} is missing", field=f"{place}.{member}")
+    return text

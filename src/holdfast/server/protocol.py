@@ -59,6 +59,7 @@ class Common(msgspec.Struct, kw_only=True):
     bad_words: list[str] | None = None
     spaces_between_special_tokens: bool | None = None
     prompt_logprobs: Small | None = None
+    return_token_ids: bool | None = None
     response_format: dict[str, Any] | None = None
     """OpenAI's: text, json_object, json_schema; vLLM's structural_tag."""
     structured_outputs: dict[str, Any] | None = None
@@ -79,6 +80,8 @@ class Common(msgspec.Struct, kw_only=True):
 class ContentPart(msgspec.Struct, kw_only=True):
     type: str
     text: str | None = None
+    refusal: str | None = None
+    """In place of `text`, of a part that is a refusal."""
 
 
 class CalledFunction(msgspec.Struct, kw_only=True):
@@ -99,7 +102,7 @@ class ToolCall(msgspec.Struct, kw_only=True):
 
 class Message(msgspec.Struct, kw_only=True):
     role: str
-    content: str | list[ContentPart] | None = None
+    content: str | list[str | ContentPart] | None = None
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
@@ -151,7 +154,6 @@ class CompletionBody(Common, kw_only=True):
     prompt: Annotated[Any, msgspec.Meta(extra_json_schema=PROMPT_SCHEMA)]
     echo: bool = False
     logprobs: Small | None = None
-    return_token_ids: bool | None = None
 
 
 class PromptTokensDetails(msgspec.Struct):

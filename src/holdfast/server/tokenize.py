@@ -7,8 +7,9 @@ from typing import Any
 from holdfast.engine.interface import Engine
 from holdfast.errors import RequestError
 from holdfast.server.access import Record
-from holdfast.server.asking import chat_prompt, decode_object, served_model, tokenizer_of
+from holdfast.server.asking import decode_object, served_model, tokenizer_of
 from holdfast.server.bodies import DetokenizeBody, DetokenizeResponse, TokenizeBody, TokenizeResponse
+from holdfast.server.chat_prompts import chat_prompt
 from holdfast.server.fields import check_fields, convert, honoured_fields
 from holdfast.server.protocol import ChatBody
 from holdfast.server.settings import ServerSettings

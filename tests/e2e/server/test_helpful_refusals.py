@@ -63,7 +63,6 @@ def test_token_ids_beside_the_text(http):
         assert choice["text"] == bytes(said).decode()
     plain = http.post(COMPLETION, json={"prompt": "ab"}).json()["choices"][0]
     assert "token_ids" not in plain
-    assert error_of(http, CHAT, return_token_ids=True)["param"] == "return_token_ids"
 
 
 def test_token_ids_in_a_stream(http):

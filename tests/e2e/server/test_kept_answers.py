@@ -56,7 +56,13 @@ def test_what_is_kept_takes_no_more_than_is_counted(shape: Any, likeliest: int) 
     """One token at a time, as they come."""
     dice, tokens = random.Random(likeliest), 2000
     ask: Any = SimpleNamespace(
-        answer_id="a", created=0, model="m", logprobs=likeliest, bytes_of=lambda token: b" token" + bytes([token % 99])
+        answer_id="a",
+        created=0,
+        model="m",
+        logprobs=likeliest,
+        echoes=None,
+        with_token_ids=False,
+        bytes_of=lambda token: b" token" + bytes([token % 99]),
     )
     made, answer = shape(ask), Answer(0, cast(Any, None))
     entries = [

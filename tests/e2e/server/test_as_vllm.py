@@ -1,0 +1,113 @@
+"""Where clients that were written against vLLM would notice another answer than vLLM's."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx
+import pytest
+
+CHAT = "/v1/chat/completions"
+HELLO = [{"role": "user", "content": "hi"}]
+BEGUN = [*HELLO, {"role": "assistant", "content": "ab"}]
+
+
+def ask(http: httpx.Client, path: str = CHAT, **body: Any) -> dict[str, Any]:
+    response = http.post(path, json={"messages": HELLO, **body} if path == CHAT else body)
+    assert response.status_code == 200, response.text
+    return dict(response.json())
+
+
+def events(http: httpx.Client, path: str = CHAT, **body: Any) -> list[dict[str, Any]]:
+    text = http.post(path, json={**({"messages": HELLO} if path == CHAT else {}), **body, "stream": True}).text
+    told = [line.removeprefix("data: ") for line in text.splitlines() if line]
+    assert told.pop() == "[DONE]"
+    return [json.loads(event) for event in told]
+
+
+@pytest.mark.parametrize("name", ["conversation", "self", "messages", "range", "tools", "return_dict", "chat_template"])
+def test_no_name_given_to_a_template_is_a_fault_of_the_server(http, name):
+    for path in (CHAT, "/tokenize"):
+        response = http.post(path, json={"messages": HELLO, "chat_template_kwargs": {name: 1}})
+        assert response.status_code in (200, 400), response.text
+
+
+def test_the_newer_limit_wins_and_defaults_of_clients_are_taken(http):
+    answer = ask(http, max_tokens=3, max_completion_tokens=2, logprobs=False, top_logprobs=0, ignore_eos=True)
+    assert answer["usage"]["completion_tokens"] == 2
+
+
+def test_the_requests_own_name_becomes_the_answers(http):
+    named = {"X-Request-Id": "trace-9"}
+    body = {"messages": HELLO, "request_id": "other"}
+    assert http.post(CHAT, json=body, headers=named).json()["id"] == "chatcmpl-trace-9"
+    assert http.post(CHAT, json=body).json()["id"] == "chatcmpl-other"
+    # What is not fit to be printed is not taken.
+    bad = http.post("/v1/completions", json={"prompt": "a"}, headers={"X-Request-Id": "a b"}).json()["id"]
+    assert bad.startswith("cmpl-")
+    assert " " not in bad
+
+
+def test_parts_of_content_that_are_text(http):
+    parts = [
+        "a", {"type": "text", "text": "b", "cache_control": {"type": "ephemeral"}}, {"type": "input_text", "text": "c"},
+        {"type": "refusal", "refusal": "d"}, {"type": "text", "text": "e", "image_url": None},
+    ]  # fmt: skip
+    messages = [{"role": "user", "content": parts}]
+    ids = ask(http, messages=messages, return_token_ids=True)["prompt_token_ids"]
+    assert b"abcde" in bytes(token for token in ids if token < 256)
+
+
+@pytest.mark.parametrize("tools", [False, True])
+def test_echo_repeats_the_answer_that_was_begun(http, tools):
+    """vLLM's meaning: the last message, where it has the answer's role."""
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+    extra = {"tools": [tool]} if tools else {}
+    asked = {"messages": BEGUN, "continue_final_message": True, "max_tokens": 2, **extra}
+    plain = ask(http, **asked)["choices"][0]["message"]["content"]
+    assert ask(http, **asked, echo=True)["choices"][0]["message"]["content"] == "ab" + plain
+    deltas = [event["choices"][0]["delta"] for event in events(http, **asked, echo=True)]
+    assert deltas[:2] == [{"role": "assistant", "content": ""}, {"content": "ab"}]
+    assert "".join(delta.get("content", "") for delta in deltas) == "ab" + plain
+    other = ask(http, echo=True, max_tokens=2, **extra)["choices"][0]["message"]["content"]
+    assert other == ask(http, max_tokens=2, **extra)["choices"][0]["message"]["content"]
+
+
+def test_all_answers_begin_before_any_goes_on_and_tell_the_prompts_tokens(http):
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    told = events(http, n=3, max_tokens=2, stream_options=options)
+    assert [event["choices"][0]["index"] for event in told[:3]] == [0, 1, 2]
+    for event in told[:3]:
+        assert event["choices"][0]["delta"]["role"] == "assistant"
+        assert event["usage"]["completion_tokens"] == 0
+        assert event["usage"]["prompt_tokens"] == event["usage"]["total_tokens"] > 0
+    assert all("role" not in event["choices"][0]["delta"] for event in told[3:-1])
+    echoed = events(http, "/v1/completions", prompt="abc", echo=True, stream_options=options)
+    assert (echoed[0]["choices"][0]["text"], echoed[0]["usage"]["completion_tokens"]) == ("abc", 0)
+
+
+@pytest.mark.parametrize("tools", [False, True])
+def test_token_ids_of_a_chat(http, tools):
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+    prompt = {"messages": HELLO, **({"tools": [tool]} if tools else {})}
+    asked = {"max_tokens": 4, "return_token_ids": True, **prompt}
+    whole = ask(http, **asked)
+    ids = whole["choices"][0]["token_ids"]
+    assert whole["prompt_token_ids"] == ask(http, "/tokenize", **prompt)["tokens"]
+    assert len(ids) == whole["usage"]["completion_tokens"]
+    told = events(http, **asked)
+    assert told[0]["prompt_token_ids"] == whole["prompt_token_ids"]
+    assert all("prompt_token_ids" not in event for event in told[1:])
+    assert [one for event in told for one in event["choices"][0].get("token_ids", [])] == ids
+    plain = ask(http, max_tokens=4)
+    assert "prompt_token_ids" not in plain
+    assert "token_ids" not in plain["choices"][0]
+
+
+@pytest.mark.parametrize("value", ["True", "1", "yes", "", "maybe"])
+def test_what_a_reset_cannot_do_is_refused_however_it_is_spelled(http, value):
+    for name in ("reset_running_requests", "reset_external"):
+        refused = http.post("/reset_prefix_cache", params={name: value})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, name)
+        assert http.post("/reset_prefix_cache", params={name: "False"}).status_code == 200
