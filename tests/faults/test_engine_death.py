@@ -6,12 +6,15 @@ import asyncio
 import contextlib
 import os
 import signal
+from pathlib import Path
 
 import httpx
 import openai
 import psutil
+import pytest
 from deadlines import PATIENCE_S
 
+POISON = 31_337
 STREAMS = 64
 TOKENS = 60
 
@@ -27,6 +30,19 @@ def ask(place: int) -> dict[str, object]:
         # Ten tokens to draw from: their order of likelihood survives the last bit, which batch shapes change.
         "extra_body": {"ignore_eos": True, "top_k": 10},
     }
+
+
+@pytest.fixture(scope="module")
+def switch(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """No engine process of the server starts while this file exists."""
+    return tmp_path_factory.mktemp("switch") / "fail"
+
+
+@pytest.fixture(scope="module")
+def server(module_server, tiny_arguments, switch: Path):
+    """Of those tests here that leave it well."""
+    faults = {"HOLDFAST_FAULT_DIE_ON_TOKEN": str(POISON), "HOLDFAST_FAULT_FAIL_LOADING": str(switch)}
+    return module_server(*tiny_arguments, environment=faults).wait_ready()
 
 
 Answer = tuple[str, str | None, int]
@@ -52,8 +68,7 @@ async def all_streams(url: str, begun: asyncio.Semaphore | None = None) -> list[
         return await asyncio.gather(*(stream(client, place, begun) for place in range(STREAMS)))
 
 
-async def test_kill_9_under_64_streams_changes_nobodys_answer(start_server, tiny_arguments) -> None:
-    server = start_server(*tiny_arguments).wait_ready()
+async def test_kill_9_under_64_streams_changes_nobodys_answer(server) -> None:
     undisturbed = await all_streams(server.url)
     assert [(reason, tokens) for _, reason, tokens in undisturbed] == [
         ("length", TOKENS + n // 4) for n in range(STREAMS)
@@ -71,11 +86,9 @@ async def test_kill_9_under_64_streams_changes_nobodys_answer(start_server, tiny
     server.wait_metric("vllm:num_requests_running", lambda running: running == 0)
     assert server.metric("vllm:kv_cache_usage_perc") == 0
     assert server.metric("vllm:request_success_total") == 2 * STREAMS
-    assert server.stop() == 0
 
 
-async def test_health_tells_while_it_comes_back_and_requests_wait(start_server, tiny_arguments) -> None:
-    server = start_server(*tiny_arguments).wait_ready()
+async def test_health_tells_while_it_comes_back_and_requests_wait(server) -> None:
     engine = psutil.Process(server.engine_pid)
     engine.kill()
     engine.wait()
@@ -117,24 +130,22 @@ async def test_an_engine_that_cannot_live_is_given_up_and_the_server_ends(start_
     assert "stopped: 0 requests answered, 1 ended by errors" in end.splitlines()[-1]
 
 
-POISON = 31_337
-
-
 async def ask_ids(client: httpx.AsyncClient, prompt: list[int], tokens: int) -> httpx.Response:
     body = {"model": "tiny", "prompt": prompt, "max_tokens": tokens, "ignore_eos": True, "temperature": 0}
     return await client.post("/v1/completions", json=body)
 
 
-async def test_a_poison_request_is_found_and_nobody_else_notices(start_server, tiny_arguments) -> None:
-    server = start_server(*tiny_arguments, environment={"HOLDFAST_FAULT_DIE_ON_TOKEN": str(POISON)}).wait_ready()
+async def test_a_poison_request_is_found_and_nobody_else_notices(server) -> None:
+    starts = server.log.count("starting it again")
     async with httpx.AsyncClient(base_url=server.url, timeout=PATIENCE_S) as client:
         innocents = [[place, 5, 6] for place in range(100, 103)]
         undisturbed = await asyncio.gather(*(ask_ids(client, prompt, 400) for prompt in innocents))
         assert [answer.json()["usage"]["completion_tokens"] for answer in undisturbed] == [400] * 3
 
+        before = server.metric("vllm:generation_tokens_total")
         aboard = [asyncio.create_task(ask_ids(client, prompt, 400)) for prompt in innocents]
         async with asyncio.timeout(PATIENCE_S):
-            while server.metric("vllm:generation_tokens_total") < 3 * 400 + 3:
+            while server.metric("vllm:generation_tokens_total") < before + 3:
                 await asyncio.sleep(0.005)
         poisoned = await ask_ids(client, [5, POISON, 7], 10)
         assert poisoned.status_code in (500, 503)
@@ -143,13 +154,10 @@ async def test_a_poison_request_is_found_and_nobody_else_notices(start_server, t
         answers = await asyncio.gather(*aboard)
         assert [answer.json()["choices"] for answer in answers] == [one.json()["choices"] for one in undisturbed]
         assert (await client.get("/health")).status_code == 200
-    assert server.log.count("starting it again") == 3
-    assert server.stop() == 0
+    assert server.log.count("starting it again") == starts + 3
 
 
-async def test_a_start_that_fails_for_a_moment_is_tried_again(start_server, tiny_arguments, tmp_path) -> None:
-    switch = tmp_path / "fail"
-    server = start_server(*tiny_arguments, environment={"HOLDFAST_FAULT_FAIL_LOADING": str(switch)}).wait_ready()
+async def test_a_start_that_fails_for_a_moment_is_tried_again(server, switch: Path) -> None:
     async with httpx.AsyncClient(base_url=server.url, timeout=PATIENCE_S) as client:
         switch.touch()
         os.kill(server.engine_pid, signal.SIGKILL)
@@ -160,7 +168,7 @@ async def test_a_start_that_fails_for_a_moment_is_tried_again(start_server, tiny
         switch.unlink()
         answer = await waiting
     assert answer.json()["usage"]["completion_tokens"] == 5
-    assert server.stop() == 0
+    assert server.stop() == 0  # In order, after all that has happened to it.
 
 
 async def next_engine(server, before: set[int]) -> int:

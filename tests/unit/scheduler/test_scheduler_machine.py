@@ -165,7 +165,7 @@ class LongSchedulerMachine(SchedulerMachine):
 
 
 QUICK = settings(
-    max_examples=250,
+    max_examples=120,
     stateful_step_count=60,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],

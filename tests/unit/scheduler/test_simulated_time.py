@@ -1,4 +1,4 @@
-"""Thousands of requests on simulated time: all finish, nobody starves, answers do not depend on the company."""
+"""Hundreds of requests on simulated time: all finish, nobody starves, answers do not depend on the company."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from holdfast.records import Request, SamplingParams, StepPlan
 from holdfast.scheduler import Scheduler, SchedulerLimits
 from holdfast.scheduler.simulation import SimulatedEngine
 
-REQUESTS = 1500
+REQUESTS = 800
 VOCABULARY = 1000
 EOS = 5
 
