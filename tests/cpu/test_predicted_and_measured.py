@@ -29,7 +29,7 @@ def measured(case: str, limits: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("case", "limits"), [("SmolLM2-135M-Instruct Q4_1", "256,16,512"), ("dummy 0.3 GB", "128,16,512")]
+    ("case", "limits"), [("SmolLM2-135M-Instruct Q4_1", "128,8,256"), ("dummy 0.3 GB", "128,8,256")]
 )
 def test_what_is_predicted_is_what_is_used(case: str, limits: str) -> None:
     found = measured(case, limits)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from gguf_reference import reference_from_gguf
 
 from holdfast import LLM, SamplingParams
 from holdfast.checkpoints import builtin, locate
@@ -58,10 +59,7 @@ def llm(name: str) -> Iterator[LLM]:
 
 @pytest.fixture(scope="module")
 def reference(name: str) -> Any:
-    from transformers import AutoModelForCausalLM
-
-    path = locate(name).path
-    return AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32).eval()
+    return reference_from_gguf(locate(name).path)
 
 
 def prompts_of(llm: LLM, name: str) -> list[list[int]]:
