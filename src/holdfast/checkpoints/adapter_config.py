@@ -30,6 +30,13 @@ _REFUSED: Mapping[str, str] = {
     "corda_config": "it was made beside changed base weights",
 }
 """Features of PEFT that are not there, and what they would mean. Unset, empty or false they are nothing."""
+_HARMLESS = frozenset((
+    "alpha_pattern", "auto_mapping", "base_model_name_or_path", "bias", "eva_config", "exclude_modules",
+    "fan_in_fan_out", "inference_mode", "init_lora_weights", "layers_pattern", "layers_to_transform", "loftq_config",
+    "lora_alpha", "lora_dropout", "megatron_config", "megatron_core", "peft_type", "peft_version", "qalora_group_size",
+    "r", "rank_pattern", "revision", "runtime_config", "target_modules", "task_type", "unsloth_fixed", "use_rslora",
+))  # fmt: skip
+"""What is read here, what the factors' shapes tell, and what mattered in training alone."""
 _CHANGED_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """Ways to begin training that change the base weights too: the factors alone do not say the rest."""
 _PLAIN_PATTERN = re.compile(r"(?P<begin>\^?)(?P<name>\w+(?:(?:\\?\.)\w+)*)\$?")
@@ -91,6 +98,10 @@ def _refuse(table: Mapping[str, Any]) -> None:
             raise _absent(f"{name}: {meaning}", table[name])
     if table.get("bias", "none") != "none":
         raise _absent("bias: the model's biases were trained too", table["bias"])
+    unknown = [name for name in table if name not in _HARMLESS and name not in _REFUSED]
+    for name in unknown:
+        if table[name] not in (None, False, [], {}, ""):
+            raise _absent(f"{shorten(str(name))}, which is not known here and may change answers", table[name])
     begun = table.get("init_lora_weights")
     if isinstance(begun, str) and begun.lower().startswith(_CHANGED_BASE):
         raise _absent("init_lora_weights: the base weights were changed before training", begun)

@@ -25,8 +25,8 @@ from holdfast.models import ModelSpec, TensorSpec
 from holdfast.units import shorten
 
 CONFIG, WEIGHTS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
-NOT_ALLOWED, ANOTHER_BASE, NOT_THERE, PICKLED, TOO_WIDE, CHANGED = (
-    "HF371", "HF372", "HF373", "HF374", "HF375", "HF376",
+NOT_ALLOWED, ANOTHER_BASE, NOT_THERE, PICKLED, TOO_WIDE, CHANGED, NOT_FINITE = (
+    "HF371", "HF372", "HF373", "HF374", "HF375", "HF376", "HF377",
 )  # fmt: skip
 READABLE = ("F32", "F16", "BF16")
 _FACTOR = re.compile(r"(?:base_model\.model\.)?(?P<module>[\w.]+)\.lora_(?P<factor>[AB])\.weight")
@@ -67,10 +67,10 @@ def find_folder(path: str, allowed: Sequence[Path] | None) -> Path:
     """The folder with all links followed, if it lies in one that is allowed (None: anywhere). Whether there is
     something elsewhere is not told."""
     refused = AdapterError(
-        "adapters are not loaded from that folder",
+        "there is no such folder among those that adapters may come from",
         code=NOT_ALLOWED,
-        needed="a folder below those that were allowed at start",
-        fix="start the server with --lora-folders FOLDER",
+        needed="a folder, by its whole path, below one that was allowed at start",
+        fix="check the path; if it is right, start the server with --lora-folders FOLDER",
         field="lora_path",
     )
     try:
@@ -119,13 +119,23 @@ def stamp(folder: Path) -> str:
     except OSError:
         raise AdapterError("the adapter's files are gone", code=CHANGED, needed=f"{CONFIG} and {WEIGHTS}",
                            fix="unload it, or put them back", field="lora_path") from None  # fmt: skip
-    return "-".join(f"{state.st_ino:x}.{state.st_size:x}.{state.st_mtime_ns:x}" for state in states)
+    # Not the time of writing alone: copies may keep that (cp -p, rsync -t), and nobody sets the time of change.
+    return "-".join(
+        f"{state.st_ino:x}.{state.st_size:x}.{state.st_mtime_ns:x}.{state.st_ctime_ns:x}" for state in states
+    )
 
 
 def changed(name: str) -> AdapterError:
     return AdapterError(
         f"the files of {name} are not those that were loaded", code=CHANGED, needed="the same files",
         fix="unload it and load it again; from Python LoRARequest(..., load_inplace=True)", field="model",
+    )  # fmt: skip
+
+
+def not_finite(name: str, dtype: str) -> AdapterError:
+    return AdapterError(
+        f"{name} holds numbers that are not finite in {dtype}", code=NOT_FINITE, needed="finite factors",
+        fix="train it again: with such numbers every answer is empty or noise", field="model",
     )  # fmt: skip
 
 
@@ -158,7 +168,8 @@ def _header(folder: Path) -> dict[str, StoredTensor]:
             ) from None  # fmt: skip
         raise AdapterError(f"there is no {WEIGHTS} in that folder", code=NOT_THERE, field="lora_path") from None
     except CheckpointError as error:
-        raise AdapterError(error.message, code=NOT_THERE, needed=error.needed, found=error.found,
+        said = error.message.replace(str(path), WEIGHTS)
+        raise AdapterError(said, code=NOT_THERE, needed=error.needed, found=error.found,
                            field="lora_path") from error  # fmt: skip
     except OSError as error:
         raise AdapterError(f"{WEIGHTS} cannot be read: {error.strerror}", code=NOT_THERE, field="lora_path") from error

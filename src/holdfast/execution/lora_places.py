@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from holdfast.checkpoints.adapters import Adapter, changed, read_adapter, stamp
+from holdfast.checkpoints.adapters import Adapter, changed, not_finite, read_adapter, stamp
 from holdfast.checkpoints.checkpoint import Checkpoint
 from holdfast.config import EngineConfig
 from holdfast.errors import CheckpointError, HoldfastError
@@ -167,6 +167,8 @@ class AdapterPlaces:
                 self._expand(adapter, target)
             except CheckpointError as error:  # It says where the file lies, and may reach a client.
                 raise changed(ref.name) from error
+            if not torch.isfinite(target).all():
+                raise not_finite(ref.name, str(self._dtype).removeprefix("torch."))
         if stamp(adapter.folder) != ref.stamp:
             raise changed(ref.name)
         self._changes[ref] = frozenset(

@@ -143,6 +143,16 @@ def test_one_that_is_gone_ends_its_own_requests_alone(folder: Path, tmp_path: Pa
         assert tokens(llm, PROMPTS) == merged["model"]
 
 
+def test_one_with_numbers_that_are_none_ends_its_own_requests_alone(
+    llm: LLM, folder: Path, tmp_path: Path, merged: dict[str, list[list[int]]]
+) -> None:
+    write_adapter(tmp_path / "endless", folder / "model", seed=4, size=float("inf"))
+    with pytest.raises(AdapterError, match="not finite in float32") as caught:
+        tokens(llm, PROMPTS, [LoRARequest("endless", 9, str(tmp_path / "endless")), None, None, None])
+    assert caught.value.code == "HF377"
+    assert tokens(llm, PROMPTS) == merged["model"]
+
+
 def test_what_is_not_enabled_or_does_not_go_together_is_refused(llm: LLM, folder: Path) -> None:
     with make_llm(folder / "model") as plain, pytest.raises(UnsupportedOptionError, match="not enabled"):
         tokens(plain, PROMPTS[:1], request(folder, "all"))

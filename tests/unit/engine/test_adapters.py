@@ -14,6 +14,7 @@ import numpy
 import pytest
 from safetensors.numpy import save_file
 
+from holdfast.checkpoints.adapters import stamp
 from holdfast.cli import serve
 from holdfast.config import EngineConfig, ServerConfig
 from holdfast.engine.lora import Adapters, load_modules, read_module, trained_on_another
@@ -157,6 +158,7 @@ def test_a_larger_vocabulary_beside_it(adapters: Adapters, save: Save) -> None:
         ({"target_parameters": ["mlp.experts.gate_up_proj"]}, "target_parameters"),
         ({"layer_replication": [[0, 1]]}, "layer_replication"),
         ({"lora_bias": True}, "lora_bias"),
+        ({"made_up_next_year": {"scale": 2}}, "made_up_next_year"),
         ({"r": 0}, "r of"),
         ({"lora_alpha": "NaN"}, "lora_alpha"),
         ({"lora_alpha": float("nan")}, "lora_alpha"),
@@ -187,6 +189,22 @@ def test_patterns_are_never_run(adapters: Adapters, save: Save) -> None:
 )
 def test_tensors_that_cannot_be_used(adapters: Adapters, save: Save, tensors: Any) -> None:
     refused(adapters, save(tensors=tensors), code="HF373")
+
+
+def test_what_is_no_file_is_not_told_by_its_path(adapters: Adapters, save: Save, tmp_path: Path) -> None:
+    folder = save()
+    (folder / "adapter_model.safetensors").unlink()
+    os.mkfifo(folder / "adapter_model.safetensors")
+    assert str(tmp_path) not in str(refused(adapters, folder, code="HF373"))
+
+
+def test_files_rewritten_with_their_old_time_are_others(adapters: Adapters, save: Save) -> None:
+    folder = save()
+    weights = folder / "adapter_model.safetensors"
+    before, state = stamp(folder), weights.stat()
+    weights.write_bytes(weights.read_bytes()[::-1])
+    os.utime(weights, ns=(state.st_atime_ns, state.st_mtime_ns))
+    assert stamp(folder) != before
 
 
 def test_torn_and_pickled_files(adapters: Adapters, save: Save) -> None:
