@@ -29,6 +29,11 @@ MOST_LINE_BYTES = (16 << 20) + (64 << 10)
 PIECE_BYTES = 1 << 20
 _BEGINNING = re.compile(rb'\{"id":"batch_req_([1-9][0-9]{0,17})_([0-9a-f]{16})"')
 _BEGINNING_BYTES = 64
+GOOD_END = b'"error":null}\n'
+"""Of an answer that is no refusal."""
+ANSWERED, REFUSED = 1, 2
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+"""Some editors begin a file with it; it is no part of the first line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +62,7 @@ def read_lines(path: Path, model: str) -> Iterator[InputLine]:
             piece = text
             while not piece.endswith(b"\n") and (piece := file.readline(PIECE_BYTES)):
                 digest.update(piece.rstrip(b"\r\n"))
-            text = text.strip()
+            text = (text.removeprefix(_BYTE_ORDER_MARK) if number == 1 else text).strip()
             if text:
                 yield InputLine(number, int.from_bytes(digest.digest()), text if whole else None)
 
@@ -97,9 +102,13 @@ class Output:
         self._gathered: list[bytes] = []
         self._written: asyncio.Future[None] | None = None
         self._writer: asyncio.Task[None] | None = None
+        self._broken: HoldfastError | None = None
+        """Why nothing more is written: what came behind a torn line would be lost with it."""
         self._file = -1
         with _said(f"the output {path} cannot be written"):
             self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+        self._end_bytes = os.fstat(self._file).st_size
+        """Of the last line that is whole."""
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -112,23 +121,24 @@ class Output:
             ) from error
 
     def resume(self, digests: array[int]) -> bytearray:
-        """Drops a torn last line and returns a 1 at the number of each line that has its answer. Raises when the file
-        holds anything but answers to these lines, and changes nothing then."""
+        """Drops a torn last line and returns `ANSWERED` or `REFUSED` at the number of each line that has its answer.
+        Raises when the file holds anything but answers to these lines, and changes nothing then."""
         answered = bytearray(len(digests) + 1)
         end_bytes = 0
         with _said(f"the output {self._path} cannot be read"), self._path.open("rb") as file:
             while text := file.readline(PIECE_BYTES):
-                beginning, length = text[:_BEGINNING_BYTES], len(text)
+                beginning, end, length = text[:_BEGINNING_BYTES], text[-len(GOOD_END) :], len(text)
                 while not text.endswith(b"\n") and (text := file.readline(PIECE_BYTES)):
-                    length += len(text)
+                    end, length = (end + text)[-len(GOOD_END) :], length + len(text)
                 if not text.endswith(b"\n"):
                     break
                 number = self._line_of(beginning, digests)
                 if answered[number]:
                     raise self._foreign(f"two answers to line {number}")
-                answered[number] = 1
+                answered[number] = ANSWERED if end == GOOD_END else REFUSED
                 end_bytes += length
         os.ftruncate(self._file, end_bytes)
+        self._end_bytes = end_bytes
         return answered
 
     def _line_of(self, beginning: bytes, digests: array[int]) -> int:
@@ -151,7 +161,10 @@ class Output:
         )
 
     async def append(self, line: bytes) -> None:
-        """Returns when the line is on disk. Lines that come while others are being written go together."""
+        """Returns when the line is on disk. Lines that come while others are being written go together; once one
+        could not be written, none is."""
+        if self._broken is not None:
+            raise self._broken
         loop = asyncio.get_running_loop()
         self._gathered.append(line)
         if self._written is None:
@@ -167,18 +180,28 @@ class Output:
             data = b"".join(self._gathered)
             self._gathered, self._written = [], None
             try:
-                await asyncio.to_thread(self._write, data)
+                if self._broken is None:
+                    await asyncio.to_thread(self._write, data)
             except OSError as error:
-                written.set_exception(self._failed(error, len(data)))
+                self._broken = self._failed(error, len(data))
+            if self._broken is not None:
+                written.set_exception(self._broken)
                 written.exception()  # Looked at: nobody may be left who waits.
             else:
                 written.set_result(None)
 
     def _write(self, data: bytes) -> None:
         rest = memoryview(data)
-        while rest:
-            rest = rest[os.write(self._file, rest) :]
-        os.fsync(self._file)
+        try:
+            while rest:
+                rest = rest[os.write(self._file, rest) :]
+            os.fsync(self._file)
+        except OSError:
+            # What was written of it is told to nobody as kept. Where even this fails, the next run drops a torn line.
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._file, self._end_bytes)
+            raise
+        self._end_bytes += len(data)
 
     def _failed(self, error: OSError, size_bytes: int) -> HoldfastError:
         return HoldfastError(

@@ -7,23 +7,28 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from holdfast.errors import printable
 from holdfast.units import format_duration
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
 LINE_EVERY_S = 30.0
+LOST_SAID = 10
+"""Lines without an answer that are named; the others are counted."""
 
 
 class BatchProgress:
     """Within its `with` block a bar stands where standard error is a terminal."""
 
-    def __init__(self, *, total: int, done: int, generated: Callable[[], int]) -> None:
-        """`done`: by earlier runs. `generated`: tokens so far."""
+    def __init__(self, *, total: int, done: int, refused: int = 0, generated: Callable[[], int]) -> None:
+        """`done`: by earlier runs, `refused` of them with an error. `generated`: tokens so far."""
         self._total = total
         self._done = done
         self._generated = generated
-        self._failed = 0
+        self._failed = refused
+        self.lost = 0
+        """Lines that were asked, and have no answer for a reason of the server's own."""
         self._began_s = self._said_s = time.monotonic()
         self._bar: Progress | None = None
         self._task: TaskID | None = None
@@ -46,9 +51,14 @@ class BatchProgress:
             self._said_s = time.monotonic()
             print(f"holdfast: {self.story()}", file=sys.stderr, flush=True)
 
+    def lose(self, why: str) -> None:
+        self.lost += 1
+        if self.lost <= LOST_SAID:
+            print(f"holdfast: {printable(why)}", file=sys.stderr, flush=True)
+
     def story(self) -> str:
         """Where it stands, in one line."""
-        failed = f", {self._failed:,} of this run's with an error" if self._failed else ""
+        failed = f", {self._failed:,} of them a refusal" if self._failed else ""
         took = format_duration(time.monotonic() - self._began_s)
         return f"{self._done:,} of {self._total:,} lines have their answer{failed}; {self._speed()}, {took}"
 

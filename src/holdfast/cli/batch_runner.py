@@ -23,6 +23,8 @@ from holdfast.errors import EngineDiedError
 from holdfast.units import shorten
 
 URLS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings")
+MOST_COMPARED = 100_000
+"""Lines of a run whose custom_id is compared with those before: a few megabytes."""
 FULL_PAUSE_S = 0.05
 """Between two tries of a line that found the engine full of this batch's own work."""
 
@@ -84,14 +86,20 @@ class BatchRunner:
         *,
         urls: tuple[str, ...] = URLS,
         on_answer: Callable[[bool], None] = lambda good: None,
+        on_lost: Callable[[str], None] = lambda why: None,
     ) -> None:
         """`urls`: those of them that the application has. `on_answer` is told of each that is kept, and whether it is
-        one."""
+        one; `on_lost` of each line that the server itself could not answer now, which has none and can be asked
+        again."""
         self._app = app
         self._engine = engine
         self._append = append
         self._urls = urls
         self._on_answer = on_answer
+        self._on_lost = on_lost
+        self.repeated = 0
+        """Lines that had the custom_id of another before them."""
+        self._seen: set[int] = set()
         self._asking = 0
         self._full = asyncio.Lock()
 
@@ -107,25 +115,31 @@ class BatchRunner:
 
     async def _work(self, lines: Iterator[InputLine]) -> None:
         for line in lines:
-            answer, good = await self._answer(line)
-            await self._append(answer)
-            self._on_answer(good)
+            custom_id, reply = await self._reply(line)
+            good = reply.status == HTTPStatus.OK
+            if not good and _passing(reply.status):
+                self._on_lost(_lost(line, custom_id, reply))
+            else:
+                await self._append(_answer(line, custom_id, reply))
+                self._on_answer(good)
             # A file of lines that are all refused would keep the loop to itself.
             await asyncio.sleep(0)
 
-    async def _answer(self, line: InputLine) -> tuple[bytes, bool]:
+    async def _reply(self, line: InputLine) -> tuple[str | None, _Reply]:
         custom_id: str | None = None
         try:
             asked = read_line(line, self._urls)
             custom_id = asked.custom_id
-            reply = await self._ask_until_room(asked.url, bytes(asked.body))
+            self._compare(custom_id)
+            return custom_id, await self._ask_until_room(asked.url, bytes(asked.body))
         except _Refused as refused:
-            custom_id = custom_id or _custom_id_of(line)
-            reply = _Reply(refused.status, uuid.uuid4().hex, refused.body)
-        good = reply.status == HTTPStatus.OK
-        body, error = (reply.body, None) if good else _problem_of(reply.body)
-        response = _Response(reply.status, reply.request_id, msgspec.Raw(body))
-        return msgspec.json.encode(_Answer(line.answer_id, custom_id, response, error)) + b"\n", good
+            return custom_id or _custom_id_of(line), _Reply(refused.status, uuid.uuid4().hex, refused.body)
+
+    def _compare(self, custom_id: str) -> None:
+        if hash(custom_id) in self._seen:
+            self.repeated += 1
+        elif len(self._seen) < MOST_COMPARED:
+            self._seen.add(hash(custom_id))
 
     async def _ask_until_room(self, url: str, body: bytes) -> _Reply:
         """Lines with many answers may fill the engine's queue: the others then wait for one another's end."""
@@ -154,6 +168,24 @@ class BatchRunner:
                 fix="see to what it says, then give the same command: it goes on where this run ended",
             )
         return reply
+
+
+def _passing(status: int) -> bool:
+    """Of the server's state and not of what was asked: the same line may be answered another time."""
+    return status == HTTPStatus.TOO_MANY_REQUESTS or status >= HTTPStatus.INTERNAL_SERVER_ERROR
+
+
+def _answer(line: InputLine, custom_id: str | None, reply: _Reply) -> bytes:
+    body, error = (reply.body, None) if reply.status == HTTPStatus.OK else _problem_of(reply.body)
+    response = _Response(reply.status, reply.request_id, msgspec.Raw(body))
+    return msgspec.json.encode(_Answer(line.answer_id, custom_id, response, error)) + b"\n"
+
+
+def _lost(line: InputLine, custom_id: str | None, reply: _Reply) -> str:
+    problem = _problem_of(reply.body)[1]
+    said = shorten(f"{problem['message']} ({problem['code']})", 300)
+    name = shorten(custom_id or "no custom_id", 60)
+    return f"line {line.number} ({name!r}) has no answer, status {reply.status}: {said}"
 
 
 def read_line(line: InputLine, urls: tuple[str, ...]) -> _Line:

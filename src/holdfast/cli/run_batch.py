@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from holdfast.cli.batch_files import UNUSABLE, Input, Output, read_lines
+from holdfast.cli.batch_files import REFUSED, UNUSABLE, Input, Output, read_lines
 from holdfast.cli.serve import read_settings, server_settings
 from holdfast.config import EngineConfig, ServerConfig
 from holdfast.config.engine import REFUSED as ENGINE_REFUSED
@@ -43,8 +43,8 @@ EXAMPLES = """examples:
   holdfast run-batch -i requests.jsonl -o answers.jsonl
   holdfast run-batch -i requests.jsonl -o answers.jsonl --model ./my-model --max-concurrency 16
 
-exit codes: 0 every line has its answer (a refusal is one), 1 failed, 2 a setting cannot be honoured, 130 or 143 stopped
-by a signal
+exit codes: 0 every line has its answer (a refusal is one), 1 failed, or a line is left without one, 2 a setting cannot
+be honoured, 130 or 143 stopped by a signal
 """
 
 SERVER_NAMES = frozenset(
@@ -141,10 +141,12 @@ def _run(
     model = find_model(engine_config)
     digests = lines.digests(model.files.name)
     answered = output.resume(digests)
-    total, done = sum(map(bool, digests)), sum(answered)
+    total, done, refused = sum(map(bool, digests)), sum(map(bool, answered)), answered.count(REFUSED)
     del digests  # Eight bytes a line, of many.
     if done == total:
-        print(f"holdfast: {total:,} of {total:,} lines have their answer; nothing is left to ask", file=sys.stderr)
+        failed = f", {refused:,} of them a refusal" if refused else ""
+        said = f"{total:,} of {total:,} lines have their answer{failed}; nothing is left to ask"
+        print(f"holdfast: {said}", file=sys.stderr)
         return 0
     plan = plan_model(engine_config, model, front_bytes=FRONT_BYTES, engine_pid=early.pid)
     print("\n".join(plan_lines(model, plan)), file=sys.stderr, flush=True)
@@ -152,19 +154,24 @@ def _run(
     engine = ProcessEngine(engine_config, model, tokenizer, plan=plan, on_progress=LoadProgress(), early=early)
     app = create_app(engine, server_settings(engine_config, server_config, model))
     left = (line for line in read_lines(lines.path, model.files.name) if not answered[line.number])
-    return asyncio.run(_Run(app, engine, output, total=total, done=done).live(left, concurrency))
+    return asyncio.run(_Run(app, engine, output, total=total, done=done, refused=refused).live(left, concurrency))
 
 
 class _Run:
     """From starting the engine to its end; the first signal ends it."""
 
-    def __init__(self, app: Starlette, engine: ProcessEngine, output: Output, *, total: int, done: int) -> None:
+    def __init__(
+        self, app: Starlette, engine: ProcessEngine, output: Output, *, total: int, done: int, refused: int
+    ) -> None:
         from holdfast.cli.batch_progress import BatchProgress
 
         self._app = app
         self._engine = engine
         self._output = output
-        self._progress = BatchProgress(total=total, done=done, generated=lambda: app.state.metrics.token_totals()[1])
+        self._repeated = 0
+        self._progress = BatchProgress(
+            total=total, done=done, refused=refused, generated=lambda: app.state.metrics.token_totals()[1]
+        )
         self._signal: signal.Signals | None = None
 
     async def live(self, lines: Iterator[InputLine], concurrency: int | None) -> int:
@@ -188,6 +195,13 @@ class _Run:
         if self._signal is not None:
             print("holdfast: stopped; the same command goes on from here", file=sys.stderr, flush=True)
             return 128 + self._signal
+        if self._repeated:
+            said = f"{self._repeated:,} lines have a custom_id that another line had before; their ids differ"
+            print(f"holdfast: {said}", file=sys.stderr, flush=True)
+        if self._progress.lost:
+            said = f"{self._progress.lost:,} lines have no answer; the same command asks them again"
+            print(f"holdfast: {said}", file=sys.stderr, flush=True)
+            return 1
         return 0
 
     async def _work(self, lines: Iterator[InputLine], concurrency: int | None) -> None:
@@ -196,6 +210,10 @@ class _Run:
         await self._engine.start()
         paths = {getattr(route, "path", None) for route in self._app.routes}
         urls = tuple(url for url in URLS if url in paths)
-        runner = BatchRunner(self._app, self._engine, self._output.append, urls=urls, on_answer=self._progress.answered)
+        runner = BatchRunner(
+            self._app, self._engine, self._output.append, urls=urls, on_answer=self._progress.answered,
+            on_lost=self._progress.lose,
+        )  # fmt: skip
         with self._progress:
             await runner.run(lines, concurrency or 2 * self._engine.info.max_num_seqs)
+        self._repeated = runner.repeated

@@ -30,6 +30,7 @@ class Batch:
         self.engine = engine
         self.answers: list[dict[str, Any]] = []
         self.told: list[bool] = []
+        self.lost: list[str] = []
         self._app = create_app(engine, ServerSettings(served_model_names=("fake",), **settings))
 
     def lines(self, *lines: object) -> list[InputLine]:
@@ -44,8 +45,11 @@ class Batch:
             self.answers.append(json.loads(line))
 
         await self.engine.start()
-        runner = BatchRunner(self._app, self.engine, append, urls=(CHAT, "/v1/completions"), on_answer=self.told.append)
-        await runner.run(iter(lines), concurrency)
+        self.runner = BatchRunner(
+            self._app, self.engine, append, urls=(CHAT, "/v1/completions"), on_answer=self.told.append,
+            on_lost=self.lost.append,
+        )  # fmt: skip
+        await self.runner.run(iter(lines), concurrency)
         return {answer["custom_id"]: answer for answer in self.answers}
 
 
@@ -120,6 +124,22 @@ async def test_no_more_lines_are_asked_than_allowed(tmp_path) -> None:
     await batch.run(batch.lines(*(chat(str(number)) for number in range(50))), concurrency=3)
     assert most == 3
     assert len(engine.finished) == 50
+
+
+async def test_a_fault_of_the_server_is_no_answer(tmp_path) -> None:
+    def broken(prompt):
+        if b"bad" in bytes(token for token in prompt if token < 256):
+            raise ZeroDivisionError
+        return say("fine")(prompt)
+
+    batch = Batch(tmp_path, FakeEngine(broken))
+    answers = await batch.run(batch.lines(chat("a"), chat("b", "bad"), chat("a", top_p=9)))
+    assert [answer["custom_id"] for answer in batch.answers] == ["a", "a"]
+    assert "b" not in answers
+    (lost,) = batch.lost
+    assert lost.startswith("line 2 ('b') has no answer, status 500: ")
+    assert sorted(batch.told) == [False, True]
+    assert batch.runner.repeated == 1
 
 
 async def test_a_full_engine_is_waited_for(tmp_path) -> None:

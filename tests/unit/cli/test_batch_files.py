@@ -132,6 +132,49 @@ async def test_a_full_disk_is_said_to_all_who_wait(tmp_path, monkeypatch) -> Non
     output.close()
 
 
+async def test_nothing_is_written_behind_a_torn_line(tmp_path, lines, monkeypatch) -> None:
+    """A disk that was full for a moment: a part of one line is written, then nothing, then there is room again."""
+    output, write, calls = Output(tmp_path / "out.jsonl"), os.write, iter((None, 40, OSError(28, "No space left")))
+    await output.append(answer(lines[1]))
+
+    def short(file: int, data: bytes) -> int:
+        match next(calls, None):
+            case OSError() as error:
+                raise error
+            case int(room):
+                return write(file, bytes(data)[:room])
+        return write(file, data)
+
+    next(calls)
+    monkeypatch.setattr(os, "write", short)
+    first = asyncio.create_task(output.append(answer(lines[0])))
+    told = await asyncio.gather(first, output.append(answer(lines[2])), return_exceptions=True)
+    told += await asyncio.gather(output.append(answer(lines[3])), return_exceptions=True)
+    assert [getattr(error, "code", error) for error in told] == ["HF173"] * 3
+    await output.finish()
+    output.close()
+    assert (tmp_path / "out.jsonl").read_bytes() == answer(lines[1])
+    assert resumed(tmp_path) == [3]
+
+
+def test_refusals_of_earlier_runs_are_counted(tmp_path, lines, monkeypatch) -> None:
+    monkeypatch.setattr(batch_files, "PIECE_BYTES", 8)
+    monkeypatch.setattr(batch_files, "_BEGINNING_BYTES", 8)
+    good, bad = (f'{{"id":"{line.answer_id}","error":'.encode() for line in lines[:2])
+    (tmp_path / "out.jsonl").write_bytes(good + b"null}\n" + bad + b'{"code":"x"}}\n')
+    numbers = iter((1, 3))
+    monkeypatch.setattr(Output, "_line_of", lambda self, beginning, digests: next(numbers))
+    output = Output(tmp_path / "out.jsonl")
+    answered = output.resume(Input(tmp_path / "in.jsonl").digests("model"))
+    output.close()
+    assert (answered[1], answered[3]) == (batch_files.ANSWERED, batch_files.REFUSED)
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_line(tmp_path) -> None:
+    (tmp_path / "in.jsonl").write_bytes(b'\xef\xbb\xbf{"a":1}\n{"a":2}\n')
+    assert [line.text for line in read_lines(tmp_path / "in.jsonl", "model")] == [b'{"a":1}', b'{"a":2}']
+
+
 def test_files_that_cannot_be_used(tmp_path) -> None:
     for path in (tmp_path, tmp_path / "nothing"):
         with pytest.raises(ConfigurationError) as refused:

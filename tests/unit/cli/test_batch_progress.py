@@ -18,7 +18,7 @@ class Terminal(io.StringIO):
 
 @pytest.fixture
 def progress() -> BatchProgress:
-    return BatchProgress(total=5, done=2, generated=lambda: 100)
+    return BatchProgress(total=5, done=2, refused=1, generated=lambda: 100)
 
 
 def test_a_terminal_gets_a_bar(monkeypatch, progress) -> None:
@@ -37,8 +37,16 @@ def test_a_log_gets_a_line_now_and_then(monkeypatch, progress, capsys) -> None:
         monkeypatch.setattr(batch_progress, "LINE_EVERY_S", 0.0)
         progress.answered(False)
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("holdfast: 4 of 5 lines have their answer, 1 of this run's with an error; ")
+    assert line.startswith("holdfast: 4 of 5 lines have their answer, 2 of them a refusal; ")
 
 
 def test_the_end_says_what_is_left(progress) -> None:
-    assert progress.story().startswith("2 of 5 lines have their answer; ")
+    assert progress.story().startswith("2 of 5 lines have their answer, 1 of them a refusal; ")
+
+
+def test_lines_without_an_answer_are_named_up_to_a_bound(progress, capsys) -> None:
+    for number in range(30):
+        progress.lose(f"line {number}\x1b[2J")
+    said = capsys.readouterr().err.splitlines()
+    assert (progress.lost, len(said)) == (30, batch_progress.LOST_SAID)
+    assert said[0] == r"holdfast: line 0\x1b[2J"
