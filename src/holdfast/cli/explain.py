@@ -18,6 +18,7 @@ HELP = "say what a code such as HF110 means, and what helps; without a code: lis
 EXAMPLES = """examples:
   holdfast explain HF110
   holdfast explain HF110 HFW21
+  holdfast explain kv_cache_too_small_for_max_len    a cause, as the doctor's JSON names it
   holdfast explain             every code in one line
 """
 _WIDTH = 100
@@ -32,16 +33,22 @@ _KINDS = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("codes", nargs="*", metavar="CODE", help="as messages have it; left out: all of them")
+    parser.add_argument(
+        "codes",
+        nargs="*",
+        metavar="CODE",
+        help="as messages have it, or a cause of the doctor's; left out: all of them",
+    )
     parser.add_argument("--json", action="store_true", help="the same for programs")
 
 
 def run(arguments: argparse.Namespace) -> int:
+    from holdfast.doctor.codes import code_named
     from holdfast.doctor.codes import codes as found_by_doctor
     from holdfast.observability.codes import codes, explain
 
     of_doctor = found_by_doctor()
-    found = [of_doctor.get(_bare(code)) or explain(code) for code in arguments.codes]
+    found = [of_doctor.get(_bare(code)) or explain(code) for code in map(code_named, arguments.codes)]
     found = found or [*codes().values(), *of_doctor.values()]
     if arguments.json:
         say_json([asdict(code) for code in found])

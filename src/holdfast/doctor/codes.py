@@ -10,9 +10,19 @@ from holdfast.observability.codes import codes as holdfasts
 
 _OWN = (
     ("HFD90", "a log that was to be read cannot be", "the path, and the right to read it; - is standard input"),
-    ("HFD91", "the archive of `--bundle` cannot be written, or is there already", "another name"),
+    (
+        "HFD91",
+        "the archive of `--bundle` cannot be written, or is there already",
+        "the folder and the right to write in it, or another name; the diagnosis was printed all the same",
+    ),
     ("HFD92", "`holdfast doctor` was given nothing to look at", "a log, or - for standard input"),
 )
+
+
+def code_named(name: str) -> str:
+    """The code of a cause by its name in the JSON; any other word as it is."""
+    cause = rulebook().causes.get(name.strip().lower().replace("-", "_"))
+    return name if cause is None else cause.code
 
 
 @cache

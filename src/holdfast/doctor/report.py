@@ -1,4 +1,7 @@
-"""A diagnosis in words: what happened, the evidence, the cause, the fix, what else there is and what it costs."""
+"""A diagnosis in words: what happened, the evidence, the cause, the fix, what else there is and what it costs.
+
+Keys that stand in the evidence are hidden: what a doctor says is pasted into tickets. Judges nothing.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,9 @@ from collections.abc import Iterator
 import msgspec
 
 from holdfast.doctor.records import Diagnosis, Finding, Fix
+from holdfast.doctor.redact import without_secrets
 
+ALTERNATIVES_SHOWN = 4
 _INDENT = "  "
 _EVIDENCE_WIDTH = 300
 
@@ -19,6 +24,8 @@ def lines(diagnosis: Diagnosis, *, width: int = 100) -> Iterator[str]:
         yield "Nothing is wrong: the server started and serves."
     elif not diagnosis.findings:
         yield "Nothing was found, and nothing says that the server is well."
+    for one in diagnosis.seen:
+        yield from _paragraph("seen", one, width)
     for at, finding in enumerate(diagnosis.findings):
         yield ""
         yield from _finding(finding, at, len(diagnosis.findings), width)
@@ -26,6 +33,18 @@ def lines(diagnosis: Diagnosis, *, width: int = 100) -> Iterator[str]:
         yield ""
         for one in diagnosis.missing:
             yield from _paragraph("wanted", f"to be surer: {one}", width)
+
+
+def without_keys(diagnosis: Diagnosis) -> Diagnosis:
+    """The same; in the lines of the evidence keys and tokens are hidden."""
+    findings = [
+        msgspec.structs.replace(
+            finding,
+            evidence=[msgspec.structs.replace(one, line=without_secrets(one.line)) for one in finding.evidence],
+        )
+        for finding in diagnosis.findings
+    ]
+    return msgspec.structs.replace(diagnosis, findings=findings)
 
 
 def lines_of_findings(diagnosis: Diagnosis, *, width: int = 100) -> Iterator[str]:
@@ -52,23 +71,30 @@ def _finding(finding: Finding, at: int, count: int, width: int) -> Iterator[str]
     yield from _paragraph("", finding.why, width)
     if finding.fix is not None:
         yield from _fix("fix", finding.fix, width)
-    for alternative in finding.alternatives:
+    for alternative in finding.alternatives[:ALTERNATIVES_SHOWN]:
         yield from _fix("or", alternative, width)
+    more = len(finding.alternatives) - ALTERNATIVES_SHOWN
+    if more > 0:
+        yield from _paragraph("", f"and {more} more: --json has them", width)
 
 
 def _fix(label: str, fix: Fix, width: int) -> Iterator[str]:
+    """The fix as a whole command, where one is known; second choices, and what is set on a server whose command is not
+    known, as the flags that change."""
     price = f" (price: {fix.price})" if fix.price else ""
-    if label == "fix":
-        yield from _paragraph(label, f"{fix.why}{price}", width)
-        if fix.command is not None:
-            yield f"{_INDENT}{'':<9} {fix.command}"
-        return
-    flags = " ".join(
+    whole = label == "fix" and fix.command is not None
+    said = fix.why if whole else f"{changes_of(fix) or fix.command or ''}: {fix.why}".removeprefix(": ")
+    yield from _paragraph(label, f"{said}{price}", width)
+    if whole:
+        yield f"{_INDENT}{'':<9} {fix.command}"
+
+
+def changes_of(fix: Fix) -> str:
+    """As flags are written."""
+    return " ".join(
         name if value == "" else f"{name} {value}" if value else f"without {name}"
         for name, value in fix.changes.items()
     )
-    command = f"{flags or fix.command or ''}: ".removeprefix(": ")
-    yield from _paragraph(label, f"{command}{fix.why}{price}", width)
 
 
 def _paragraph(label: str, text: str, width: int) -> Iterator[str]:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from holdfast.cli import main as cli
-from holdfast.doctor.machine import Disk, MachineFacts, document, lines_of, look, read_topology
+from holdfast.doctor.machine import Disk, MachineFacts, cards, document, lines_of, look, read_topology
 from holdfast.doctor.machine_rules import diagnose_machine
 from holdfast.doctor.records import Diagnosis, Fix
 from holdfast.doctor.said import Confidence, found
@@ -49,6 +50,26 @@ def test_a_machine_with_room_is_healthy() -> None:
     facts = _facts(_gpu(0), _gpu(1))
     assert diagnose_machine(facts).healthy
     assert any("GPU 1" in line and "23.00 GiB of 24.00 GiB free" in line for line in lines_of(facts))
+
+
+def test_a_card_without_a_driver_is_a_finding_and_no_card_is_none(tmp_path: Path) -> None:
+    for place, vendor, kind in (("0000:01:00.0", "0x10de", "0x030000"), ("0000:01:00.1", "0x10de", "0x040300"),
+                                ("0000:02:00.0", "0x1af4", "0x030000")):  # fmt: skip
+        device = tmp_path / place
+        device.mkdir()
+        (device / "vendor").write_text(f"{vendor}\n")
+        (device / "class").write_text(f"{kind}\n")
+    none = NvidiaMachine(reason="no NVIDIA driver answers")
+    without = _facts(nvidia=none, every=none)
+    assert diagnose_machine(without).healthy
+    there = replace(without, cards=cards(tmp_path))
+    assert there.cards == ("0000:01:00.0",)
+    for module, command in ((None, "sudo modprobe nvidia"), ("NVRM version: 550", "sudo reboot")):
+        [finding] = diagnose_machine(replace(there, module=module)).findings
+        assert (finding.cause, finding.confidence) == ("driver_too_old", "high")
+        assert finding.fix is not None
+        assert finding.fix.command == command
+    assert any("0000:01:00.0" in line for line in lines_of(there))
 
 
 def test_who_holds_a_gpu_is_named_with_what_is_left() -> None:

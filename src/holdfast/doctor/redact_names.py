@@ -1,0 +1,165 @@
+"""Values behind names that say that they are secret: variables, flags, headers, fields. Knows no shape of a key.
+
+NAME=value   NAME: value   'name': ['a', 'b']   --name a b   (b'name', b'value')   the password is value
+"""
+
+from __future__ import annotations
+
+import re
+from functools import lru_cache
+
+GONE = "[REDACTED]"
+
+_ASSIGNMENT = re.compile(
+    r"(?<![\w.-])(-{0,2}[A-Za-z_][\w.-]{1,120})(\\*['\"]?\)?\s{0,8})(=>|[=:]|,(?=\s{0,4}b?['\"]))(\s{0,8})"
+)
+_FLAG = re.compile(r"(?<![\w.-])(--?[A-Za-z][\w.-]{2,120})(\s{1,8})(?=[^\s-])")
+_SAID = re.compile(
+    r"(?i)\b((?:password|passphrase|passwd|passcode)(?:\s{1,4}(?:is|was))?"
+    r"|(?:api|access|secret)[ _-](?:key|token)\s{1,4}(?:is|was))"
+    r"\s{1,4}(?!is\b|was\b|required|not\b|for\b|to\b|and\b|or\b|file|\[)[^\s,;]+"
+)  # fmt: skip
+_VARIABLE = re.compile(
+    r"(?i)(name\\*['\"]?\s{0,4}[:=]\s{0,4}\\*['\"]?)([\w.-]+)(\\*['\"]?\s{0,4},\s{0,4}\\*['\"]?value\\*['\"]?\s{0,4}[:=]\s{0,4})"
+)
+_ALWAYS = re.compile(
+    r"api_?keys?|secret|passw(?:or)?d|passphrase|passwd|credential|authorization|cookie|access_?key|account_?key"
+    r"|private_?key|signing_?key|encryption_?key|shared_?key|bearer|jwt|session_?(?:id|key|token)|(?:^|_)pwd(?:_|$)"
+    r"|(?:^|_)dsn(?:_|$)|webhook|csrf|xsrf|otp(?:_|$)"
+)
+_PARTS = re.compile(r"(?:^|_)(?:tokens?|keys?|auth|pat)(?:_|$)")
+_ONLY_ASSIGNED = re.compile(r"_pass(?:_|$)|^-*pass$|signature|(?:^|_)sig(?:_|$)")
+_HARMLESS_NAMES = re.compile(
+    r"tokenizer|(?:max|min|num|batched|total|new|prompt|completion|input|output|eos|bos|pad|cached|special|stop|image"
+    r"|unk|sep|cls|mask|reasoning|first|generated|avg|lookahead|draft|speculative)\w*_tokens?(?:_|$)"
+    r"|(?:^|_)tokens?_(?:ids?|per|count|usage|budget|len|length|throughput|type)|tokens?_s$|key_(?:value|length|size|cache|error|dim)|keyfile|key_file|_file$"
+    r"|^-*keys$|public_key|authors?$|password_file"
+)
+_HEADERS = re.compile(r"authorization|cookie")
+_NOTHING = frozenset(("None", "null", "True", "False", "true", "false", "", "***", "(set)", GONE, "not", "EMPTY"))
+_SCHEMES = frozenset(("bearer", "basic", "token", "apikey", "api-key", "digest", "negotiate", "key"))
+_NUMBER = re.compile(r"[\d.,]+\Z")
+_PLAIN = re.compile(r"[^\s,;)}\]'\"&]+")
+_QUOTE = re.compile(r"\\*['\"]")
+_BETWEEN = re.compile(r"\s{1,8}(?=\S)")
+_SECOND_WORD = re.compile(r"\s{1,4}[^\s,;)}\]'\"&]+")
+_OPEN, _CLOSE = "[{(", "]})"
+
+
+def without_named_secrets(text: str) -> str:
+    """In time that grows with the length of the text: what was looked at is not looked at again."""
+    pieces: list[str] = []
+    at = 0
+    following = [(look, look(text, 0)) for look in (_assigned, _flagged, _variable)]
+    while True:
+        # One that was found within what is gone by now is looked for again.
+        following = [(look, look(text, at) if span is not None and span[0] < at else span) for look, span in following]
+        start, end = min((span for _, span in following if span is not None), default=(len(text), len(text)))
+        pieces.append(text[at:start])
+        if start == len(text):
+            return _SAID.sub(rf"\1 {GONE}", "".join(pieces))
+        pieces.append(GONE)
+        at = end
+
+
+@lru_cache(maxsize=4096)
+def is_secret(name: str, *, assigned: bool = True) -> bool:
+    """Whether a variable, flag or field of that name holds a secret. `assigned`: with =, not in a sentence."""
+    plain = name.strip("-'\"").lower().replace("-", "_").replace(".", "_")
+    if _ALWAYS.search(plain):
+        return not plain.endswith(("_file", "_path"))
+    if _HARMLESS_NAMES.search(plain):
+        return False
+    return bool(_PARTS.search(plain)) or (assigned and bool(_ONLY_ASSIGNED.search(plain)))
+
+
+def _assigned(text: str, at: int) -> tuple[int, int] | None:
+    for found in _ASSIGNMENT.finditer(text, at):
+        name, separator = found[1], found[3]
+        if separator == "," and "'" not in found[2] and '"' not in found[2]:
+            continue
+        if not is_secret(name, assigned=separator != ":" or bool(found[2].strip())):
+            continue
+        start = found.end()
+        whole_line = bool(_HEADERS.search(name.lower())) and text[start : start + 1] not in (
+            "'",
+            '"',
+            "b",
+            "[",
+            "\\",
+            "(",
+        )
+        end = len(text) if whole_line else value_end(text, start)
+        if end > start and not _harmless(name, text[start:end]):
+            return start, end
+    return None
+
+
+def _flagged(text: str, at: int) -> tuple[int, int] | None:
+    """All words up to the next flag: a server may take several keys."""
+    for found in _FLAG.finditer(text, at):
+        if not is_secret(found[1]):
+            continue
+        start = end = found.end()
+        while end < len(text) and text[end] != "-" and text[end] not in "|&;>":
+            end = value_end(text, end)
+            following = _BETWEEN.match(text, end)
+            if following is None or text[following.end()] in "-|&;>":
+                break
+            end = following.end()
+        if end > start and not _harmless(found[1], text[start:end]):
+            return start, end
+    return None
+
+
+def _variable(text: str, at: int) -> tuple[int, int] | None:
+    for found in _VARIABLE.finditer(text, at):
+        if is_secret(found[2]):
+            return found.end(), value_end(text, found.end())
+    return None
+
+
+def value_end(text: str, start: int) -> int:
+    """Behind a value that begins there: in quotes, in brackets, or a word. What is not closed goes to the end."""
+    at = start + (text[start : start + 1] in ("b", "r", "f", "u") and text[start + 1 : start + 2] in ("'", '"'))
+    opened = _QUOTE.match(text, at)
+    if opened is not None:
+        closes = re.compile(r"(?<!\\)" + re.escape(opened[0])).search(text, opened.end())
+        return len(text) if closes is None else closes.end()
+    if text[at : at + 1] in _OPEN and at < len(text):
+        return _bracket_end(text, at)
+    word = _PLAIN.match(text, at)
+    if word is None:
+        return at
+    if word[0].lower() in _SCHEMES:
+        following = _SECOND_WORD.match(text, word.end())
+        return word.end() if following is None else following.end()
+    return word.end()
+
+
+def _bracket_end(text: str, start: int) -> int:
+    depth, quote = 0, ""
+    for at in range(start, len(text)):
+        letter = text[at]
+        if quote:
+            quote = "" if letter == quote and text[at - 1] != "\\" else quote
+        elif letter in "'\"":
+            quote = letter
+        elif letter in _OPEN:
+            depth += 1
+        elif letter in _CLOSE:
+            depth -= 1
+            if not depth:
+                return at + 1
+    return len(text)
+
+
+def _harmless(name: str, value: str) -> bool:
+    """A number of tokens is no token; None is no secret; nor is the name of a variable, or of a file of keys."""
+    plain = value.strip("'\"\\ ")
+    if plain in _NOTHING or plain.startswith(("$", "{{", "<", "%")):
+        return True
+    lowered = name.lower()
+    if _NUMBER.fullmatch(plain) and not re.search(r"pass|secret|pwd|api", lowered):
+        return True
+    return plain.startswith(("/", "./", "~/")) and "token" not in lowered and "pass" not in lowered
