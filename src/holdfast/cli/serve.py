@@ -191,6 +191,7 @@ def _run(engine_config: EngineConfig, server_config: ServerConfig, early: EarlyP
         listener=listener,
         drain_timeout_s=server_config.drain_timeout,
         write_timeout_s=server_config.write_timeout,
+        max_connections=server_config.max_connections,
         tls=tls,
         on_ready=say_ready,
         on_fatal=lambda error: say_why(error, words),

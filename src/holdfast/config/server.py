@@ -134,6 +134,12 @@ class ServerConfig:
         number(0.1, 86400),
         metavar="SECONDS",
     )
+    max_connections: int = setting(
+        2048,
+        "connections at a time; who comes beyond them gets a 503, probes are answered",
+        whole(1, 1_000_000),
+        metavar="NUMBER",
+    )
     max_body_size: int | None = setting(
         None,
         "largest request body; left out: 128 bytes for each token of the context, but from 4MiB to 16MiB",

@@ -18,17 +18,19 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from holdfast.engine.interface import Engine
 from holdfast.errors import DrainingError, EngineDiedError, SleepingError
+from holdfast.server.connection import FULL, MAX_HEAD_BYTES, head_bytes
 from holdfast.server.failures import (
     HEAD_TOO_LARGE,
     UNAUTHORIZED,
     UNAVAILABLE,
+    WRONG_MEDIA,
     HttpFailure,
     describe,
     failure_response,
 )
-from holdfast.server.head import MAX_HEAD_BYTES, head_bytes
 from holdfast.server.keys import Keys
 from holdfast.server.settings import AccessLog, ServerSettings
+from holdfast.units import shorten
 
 CLIENT_GONE = 499
 """nginx's number for a client that closed the connection before the answer was there; never sent, only logged."""
@@ -47,7 +49,11 @@ NEEDS_ENGINE = ("/v1/", "/tokenize", "/detokenize")
 
 COMPUTING = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/embeddings"})
 
+LOGGED_PATH_CHARS = 200
+"""Of a path in the log: strangers may ask for long ones, and they are logged too."""
+
 _ID = re.compile(r"[A-Za-z0-9._:@/+=-]{1,128}")
+_JSON = re.compile(rb"\s*application/(?:[\w.!#$&^-]+\+)?json\s*(?:;|$)", re.IGNORECASE)
 
 
 @dataclass(slots=True)
@@ -127,6 +133,10 @@ class Door:
             if size_bytes > MAX_HEAD_BYTES:
                 raise _head_too_large(size_bytes)
             self._check(scope["path"], headers)
+            if scope.get(FULL) and scope["path"] not in PROBES:
+                raise _full()
+            if scope["method"] == "POST" and scope["path"] not in OPEN:
+                _check_media(headers)
             await self._app(scope, receive, note)
         except asyncio.CancelledError:
             # The server leaves at once and cancels what runs. Nobody is told more by a traceback.
@@ -169,6 +179,34 @@ def _key(authorization: bytes | None) -> bytes:
     return key.strip() if scheme.lower() == b"bearer" else b""
 
 
+def _check_media(headers: dict[bytes, bytes]) -> None:
+    """JSON is what is read here, and a body that says it is something else is none of ours. A browser sends forms and
+    plain text for any web page without asking first: so what says nothing is taken only from whoever is no browser."""
+    given = headers.get(b"content-type")
+    if given is None:
+        if b"origin" not in headers and b"sec-fetch-site" not in headers:
+            return
+    elif _JSON.match(given):
+        return
+    found = "none was named" if given is None else f"not {shorten(given.decode('latin-1'))!r}"
+    raise HttpFailure(
+        WRONG_MEDIA,
+        f"a body must be of type application/json, {found} (curl: -H 'Content-Type: application/json')",
+        kind="invalid_request_error",
+        code="unsupported_media_type",
+    )
+
+
+def _full() -> HttpFailure:
+    return HttpFailure(
+        UNAVAILABLE,
+        "too many connections are open (--max-connections); try again later",
+        kind="service_unavailable_error",
+        code="too_many_connections",
+        retry=True,
+    )
+
+
 def _head_too_large(size_bytes: int) -> HttpFailure:
     return HttpFailure(
         HEAD_TOO_LARGE,
@@ -190,7 +228,7 @@ def _line(scope: Scope, record: Record) -> dict[str, Any]:
         "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
         "client": f"{client[0]}:{client[1]}" if client else None,
         "method": scope["method"],
-        "path": scope["path"],
+        "path": shorten(scope["path"], LOGGED_PATH_CHARS),
         "status": record.status,
         "request_id": record.request_id,
         "id": record.answer_id,

@@ -27,7 +27,7 @@ from holdfast.units import shorten
 log = logging.getLogger("holdfast.server")
 
 BAD_REQUEST, UNAUTHORIZED, NOT_FOUND, NOT_ALLOWED, TIMED_OUT, TOO_LARGE, TOO_MANY = 400, 401, 404, 405, 408, 413, 429
-FORBIDDEN, HEAD_TOO_LARGE = 403, 431
+FORBIDDEN, WRONG_MEDIA, HEAD_TOO_LARGE = 403, 415, 431
 INTERNAL, UNAVAILABLE = 500, 503
 MAX_SAID_CHARS = 2000
 """Of one sentence of an answer: the last bound, whatever a message repeats of what it was given."""
@@ -97,9 +97,6 @@ def failure_response(error: Exception, retry_after_s: int) -> Response:
     headers = {}
     if status in (TOO_MANY, UNAVAILABLE) and not (isinstance(error, HttpFailure) and not error.retry):
         headers["Retry-After"] = str(retry_after_s)
-    if status == TIMED_OUT:
-        # What may still come of the body would be taken for the next request.
-        headers["Connection"] = "close"
     if status == UNAUTHORIZED:
         headers["WWW-Authenticate"] = "Bearer"
     return json_response({"error": body}, status, headers)

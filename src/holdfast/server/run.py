@@ -26,8 +26,9 @@ from starlette.applications import Starlette
 from holdfast.engine.interface import Engine
 from holdfast.errors import ConfigurationError, EngineError, HoldfastError
 from holdfast.observability.logs import ThroughputLog
+from holdfast.server import connection
+from holdfast.server.accepting import Accepting, allow_connections
 from holdfast.server.access import Tally
-from holdfast.server.head import HeadLimits
 from holdfast.server.patience import Connection, Patience
 from holdfast.units import format_duration
 
@@ -81,11 +82,36 @@ def _refused(host: str, port: int, error: OSError) -> ConfigurationError:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn without its own signal handling: ours drains first."""
+    """uvicorn without its own signal handling, ours drains first, and without its own way to take connections."""
+
+    def __init__(self, config: uvicorn.Config, most: int, tls: ssl.SSLContext | None) -> None:
+        super().__init__(config)
+        self._most = most
+        self._tls = tls
+        self._accepting: Accepting | None = None
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets=[])
+        (listener,) = sockets or []
+        self._accepting = Accepting(
+            listener, self._connection, self.server_state.connections, self._most, tls=self._tls,
+            handshake_s=connection.HEAD_TIMEOUT_S,
+        )  # fmt: skip
+        self._accepting.start()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        if self._accepting is not None:
+            self._accepting.stop()
+        await super().shutdown(sockets)
+
+    def _connection(self) -> asyncio.Protocol:
+        return connection.Connection(
+            config=self.config, server_state=self.server_state, app_state={}, most=self._most
+        )  # fmt: skip
 
 
 async def serve(
@@ -96,6 +122,7 @@ async def serve(
     port: int = 8000,
     drain_timeout_s: float = 30.0,
     write_timeout_s: float = 60.0,
+    max_connections: int = 2048,
     listener: socket.socket | None = None,
     on_ready: Callable[[], None] | None = None,
     on_fatal: Callable[[BaseException], None] | None = None,
@@ -113,7 +140,7 @@ async def serve(
     listener = listener or bind(host, port)
     config = uvicorn.Config(
         app,
-        http=HeadLimits,
+        http=connection.Connection,
         ws="none",
         lifespan="off",
         log_config=None,
@@ -121,10 +148,7 @@ async def serve(
         server_header=False,
         timeout_graceful_shutdown=int(FLUSH_TIMEOUT_S),
     )
-    server = _Server(config)
-    if tls is not None:
-        config.load()
-        config.ssl = tls
+    server = _Server(config, allow_connections(max_connections), tls)
     patience = Patience(lambda: cast("set[Connection]", server.server_state.connections), write_timeout_s)
     life = _Life(engine, server, drain_timeout_s, patience, on_fatal or (lambda error: None))
     with life.hearing_signals() if handle_signals else contextlib.nullcontext():

@@ -24,6 +24,7 @@ class RunningServer:
         self.lines: list[dict[str, Any]] = []
         self._line_written = threading.Condition()
         self._write_timeout_s = settings.pop("write_timeout_s", 60.0)
+        self._max_connections = settings.pop("max_connections", 2048)
         self._tls = settings.pop("tls", None)
         chosen = {"served_model_names": ("fake", "alias"), "access_log": self._log, "version": "9.9", **settings}
         self._app = create_app(engine, ServerSettings(**chosen))
@@ -55,6 +56,7 @@ class RunningServer:
                     on_ready=self._ready.set,
                     handle_signals=False,
                     write_timeout_s=self._write_timeout_s,
+                    max_connections=self._max_connections,
                     tls=self._tls,
                 )
             )

@@ -298,7 +298,10 @@ def test_a_bug_is_500_without_its_traceback(launch):
 
 
 def test_curl(server):
-    command = ["curl", "-sS", "-N", "--max-time", "120", f"{server.url}/v1/completions", "-d", '{"prompt": "abc"}']
+    command = ["curl", "-sS", "-N", "--max-time", "120", f"{server.url}/v1/completions"]
+    refused = subprocess.run([*command, "-d", '{"prompt": "abc"}'], capture_output=True, check=True, timeout=150)
+    assert "-H 'Content-Type: application/json'" in json.loads(refused.stdout)["error"]["message"]
+    command += ["-H", "Content-Type: application/json", "-d", '{"prompt": "abc"}']
     done = subprocess.run(command, capture_output=True, check=True, timeout=150)
     assert json.loads(done.stdout)["choices"][0]["text"] == "abc"
     command[-1] = '{"prompt": "abc", "stream": true}'

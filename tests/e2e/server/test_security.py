@@ -16,7 +16,7 @@ from deadlines import PATIENCE_S
 from holdfast.config import ServerConfig
 from holdfast.engine.fake import FakeEngine
 from holdfast.errors import ConfigurationError, EngineError, RequestError, SleepingError
-from holdfast.server import head
+from holdfast.server import connection as head
 from holdfast.server.failures import describe
 from holdfast.server.tls import tls_of
 

@@ -1,0 +1,290 @@
+"""Connections under attack, byte by byte: one request stays one, and nothing that strangers send is held or waited for
+without a bound."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+from typing import BinaryIO
+
+import pytest
+from deadlines import PATIENCE_S
+
+from holdfast.server import accepting, connection
+
+SMUGGLED = b"GET /version HTTP/1.1\r\nHost: x\r\nX-Request-Id: smuggled\r\n\r\n"
+
+
+@pytest.fixture
+def guarded(launch):
+    """A server with a key, which strangers do not have."""
+    return launch(api_key="good")
+
+
+def connect(server) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", server.port), timeout=PATIENCE_S)
+
+
+def everything(client: socket.socket) -> bytes:
+    """Until the server closes. A reset behind what was said is a close too."""
+    answer = b""
+    with contextlib.suppress(ConnectionError):
+        while more := client.recv(1 << 16):
+            answer += more
+    return answer
+
+
+def one_answer(client: socket.socket, file: BinaryIO | None = None) -> tuple[bytes, bytes]:
+    """Head and body, by its Content-Length. `file`: of the client, where several may come at once."""
+    file = file or client.makefile("rb")
+    head = b""
+    while (line := file.readline()) not in (b"\r\n", b""):
+        head += line.lower()
+    length = next(int(line.split(b":")[1]) for line in head.splitlines() if line.startswith(b"content-length:"))
+    return head, file.read(length)
+
+
+def flood(client: socket.socket, piece: bytes, most_bytes: int) -> int:
+    """Bytes that the server let us send before it was closed."""
+    sent = 0
+    with contextlib.suppress(ConnectionError):
+        while sent < most_bytes:
+            client.sendall(piece)
+            sent += len(piece)
+    return sent
+
+
+def post(path: str, *headers: str, body: bytes | None = None) -> bytes:
+    lines = [f"POST {path} HTTP/1.1", "Host: x", *headers]
+    lines += [] if body is None else [f"Content-Length: {len(body)}"]
+    return ("\r\n".join(lines) + "\r\n\r\n").encode() + (body or b"")
+
+
+UPGRADES = [
+    ("Connection: Upgrade", "Upgrade: h2c"),
+    ("Connection: Upgrade, HTTP2-Settings", "Upgrade: h2c", "HTTP2-Settings: AAMAAABkAAQAoAAAAAIAAAAA"),
+    ("Connection: keep-alive, upgrade", "Upgrade: websocket"),
+]
+
+
+@pytest.mark.parametrize("offer", UPGRADES)
+def test_the_body_of_an_offered_upgrade_is_its_body(server, offer):
+    """curl --http2 and Java's client offer h2c with every POST; a body is never the next request."""
+    with connect(server) as client:
+        for body, status in ((SMUGGLED, b"400"), (b'{"prompt":"hi"}', b"200")):
+            request = post("/tokenize", *offer, body=body)
+            split = len(request) - len(body)
+            for part in (request[:split], request[split:]):
+                client.sendall(part)
+            head, answer = one_answer(client)
+            assert head.split()[1] == status
+            assert b"smuggled" not in head
+        assert json.loads(answer)["count"] == 2
+        client.sendall(post("/tokenize", *offer, "Connection: close", body=b'{"prompt":"hi"}') + SMUGGLED)
+        assert everything(client).count(b"HTTP/1.1 ") == 1
+    assert [line["path"] for line in server.wait_for_lines(3)] == ["/tokenize"] * 3
+
+
+def test_trailers_are_no_headers(guarded):
+    body = b'f\r\n{"prompt":"hi"}\r\n0\r\nAuthorization: Bearer good\r\nX-Request-Id: trailer\r\n\r\n'
+    with connect(guarded) as client:
+        client.sendall(post("/tokenize", "Transfer-Encoding: chunked", "Connection: close") + body)
+        answer = everything(client)
+    assert answer.startswith(b"HTTP/1.1 401")
+    assert b"trailer" not in answer
+
+
+@pytest.mark.parametrize("piece", [b"a: " + b"b" * 60 + b"\r\n", b"b"])
+def test_trailers_without_end_are_cut_off(launch, piece):
+    """Also one of a request that is let in, and whose answer waits for its end."""
+    server = launch()
+    with connect(server) as client:
+        client.sendall(post("/tokenize", "Transfer-Encoding: chunked") + b"2\r\n{}\r\n0\r\nx: ")
+        sent = flood(client, piece * ((1 << 18) // len(piece)), 4 * connection.LINGER_BYTES)
+        assert sent < 4 * connection.LINGER_BYTES
+    assert server.wait_for_lines(1)[0]["status"] == 499
+
+
+def test_who_was_refused_is_not_read_for_ever(guarded):
+    with connect(guarded) as client:
+        client.sendall(post("/tokenize", "Content-Length: 100000000000"))
+        head, _ = one_answer(client)
+        assert head.startswith(b"http/1.1 401")
+        assert b"connection: close" in head
+        assert flood(client, b"x" * (1 << 20), 4 * connection.LINGER_BYTES) < 4 * connection.LINGER_BYTES
+
+
+def test_who_was_refused_gets_to_read_why(launch, monkeypatch):
+    """It goes on sending for a while, and finds the answer whole and the connection ended in order."""
+    monkeypatch.setattr(connection, "LINGER_S", PATIENCE_S)
+    server = launch(max_body_bytes=1000)
+    with connect(server) as client:
+        client.sendall(post("/tokenize", body=b"x" * 1_000_000))
+        answer = b""
+        while more := client.recv(1 << 16):
+            answer += more
+    assert answer.startswith(b"HTTP/1.1 413")
+    assert b"connection: close" in answer
+    assert answer.endswith(b"}")
+
+
+def test_a_client_that_pipelined_and_left_is_noticed(server):
+    server.call(server.engine.pause)
+    body = json.dumps({"prompt": "abc", "max_tokens": 3}).encode()
+    with connect(server) as client:
+        client.sendall(post("/v1/completions", body=body) + SMUGGLED)
+        server.until(lambda: len(server.engine.received) == 1)
+    server.until(lambda: len(server.engine.aborted) == 1)
+    assert server.engine.unfinished == 0
+    line = server.wait_for_lines(1)[0]
+    assert (line["path"], line["status"]) == ("/v1/completions", 499)
+
+
+def test_few_requests_may_wait_behind_another(server):
+    with connect(server) as client:
+        client.sendall(SMUGGLED * 3)
+        file = client.makefile("rb")
+        assert [one_answer(client, file)[0].split()[1] for _ in range(3)] == [b"200"] * 3
+    server.call(server.engine.pause)
+    body = json.dumps({"prompt": "abc", "max_tokens": 3}).encode()
+    for behind in (SMUGGLED * (connection.MAX_BEHIND + 1), post("/tokenize", body=b"x" * 200_000)):
+        with connect(server) as client:
+            client.sendall(post("/v1/completions", body=body) + behind)
+            assert everything(client) == b""
+    server.until(lambda: len(server.engine.aborted) == len(server.engine.received))
+
+
+def test_http_1_0_gets_no_chunks(server):
+    body = json.dumps({"prompt": "abc", "stream": True}).encode()
+    with connect(server) as client:
+        client.sendall(b"POST /v1/completions HTTP/1.0\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body))
+        head, _, told = everything(client).partition(b"\r\n\r\n")
+    assert b"transfer-encoding" not in head.lower()
+    assert told.startswith(b"data: {")
+    assert told.endswith(b"data: [DONE]\n\n")
+    with connect(server) as client:
+        client.sendall(b"GET /version HTTP/1.0\r\n\r\n")
+        assert everything(client).endswith(b'{"version":"9.9"}')
+
+
+@pytest.mark.parametrize(
+    "request_bytes",
+    [
+        b"GET /version HTTP/1.1\r\n\r\n",
+        b"GET /version HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n",
+        b"CONNECT a.example:443 HTTP/1.1\r\nHost: a.example\r\n\r\n",
+        b"\x16\x03\x01\x02\x00\x01\x00",
+        b"POST /tokenize HTTP/1.1\r\nHost: x\r\nContent-Length: 3\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+    ],
+)
+def test_what_is_no_request_is_said_once_and_closed(server, request_bytes, caplog):
+    with caplog.at_level("INFO", "holdfast.server"), connect(server) as client:
+        client.sendall(request_bytes)
+        client.shutdown(socket.SHUT_WR)
+        answer = everything(client)
+    assert answer.startswith(b"HTTP/1.1 400")
+    assert answer.count(b"HTTP/1.1 400") == 1
+    assert [record.name for record in caplog.records if "no HTTP request" in record.message] == ["holdfast.server"]
+
+
+def test_one_connection_too_many_is_told_so_and_probes_are_answered(launch, monkeypatch):
+    monkeypatch.setattr(accepting, "RESERVE", 2)
+    server = launch(max_connections=2)
+    with contextlib.ExitStack() as open_ones:
+
+        def ask(path: str) -> tuple[bytes, bytes]:
+            client = open_ones.enter_context(connect(server))
+            client.sendall(f"GET {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+            return one_answer(client)
+
+        assert [ask("/version")[0].split()[1] for _ in range(2)] == [b"200"] * 2
+        head, body = ask("/version")
+        assert (head.split()[1], json.loads(body)["error"]["code"]) == (b"503", "too_many_connections")
+        assert b"retry-after: " in head
+        assert b"connection: close" in head
+        head, _ = ask("/health")
+        assert head.split()[1] == b"200"
+        assert b"connection: close" in head
+
+
+def test_beyond_the_reserve_nothing_is_read(launch, monkeypatch):
+    monkeypatch.setattr(accepting, "RESERVE", 1)
+    server = launch(max_connections=1)
+    with contextlib.ExitStack() as open_ones:
+        for _ in range(2):
+            client = open_ones.enter_context(connect(server))
+            client.sendall(b"GET /health HTTP/1.1\r\n")  # And waits.
+        assert everything(open_ones.enter_context(connect(server))).startswith(b"HTTP/1.1 503")
+
+
+def test_the_files_that_may_be_open_bound_the_connections(monkeypatch):
+    import resource
+
+    limits = []
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (100, 1000))
+    monkeypatch.setattr(resource, "setrlimit", lambda which, pair: limits.append(pair))
+    assert accepting.allow_connections(500) == 500
+    assert accepting.allow_connections(5000) == 1000 - accepting.RESERVE - accepting.OTHER_FILES
+    assert limits == [(500 + accepting.RESERVE + accepting.OTHER_FILES, 1000), (1000, 1000)]
+
+
+def test_all_who_wait_are_taken_at_one_turn_of_the_loop(server, monkeypatch):
+    """A turn serves every stream once: were one connection taken at each, probes would wait behind all the others."""
+    turns, taken, take = [0], [], accepting.Accepting._open
+
+    def opened(self, connected):
+        taken.append(turns[0])
+        take(self, connected)
+
+    def turn() -> None:
+        turns[0] += 1
+        if len(taken) < 50:
+            server.loop.call_soon(turn)
+
+    monkeypatch.setattr(accepting.Accepting, "_open", opened)
+    with contextlib.ExitStack() as open_ones:
+        with server.loop_held():
+            clients = [open_ones.enter_context(connect(server)) for _ in range(50)]
+            server.loop.call_soon_threadsafe(turn)
+        for client in clients:
+            client.sendall(SMUGGLED)
+            assert one_answer(client)[0].split()[1] == b"200"
+    assert len(taken) == 50
+    assert len(set(taken)) == 1
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"Content-Type": "application/json"}, 200),
+        ({"Content-Type": "Application/JSON; charset=utf-8"}, 200),
+        ({"Content-Type": "application/vnd.api+json"}, 200),
+        ({}, 200),
+        ({"Content-Type": "text/plain"}, 415),
+        ({"Content-Type": "application/x-www-form-urlencoded"}, 415),
+        ({"Content-Type": "multipart/form-data; boundary=application/json"}, 415),
+        ({"Content-Type": "application/jsonp"}, 415),
+        ({"Origin": "https://evil.example"}, 415),
+        ({"Sec-Fetch-Site": "cross-site"}, 415),
+    ],
+)
+def test_a_web_page_cannot_ask_without_being_asked_first(http, headers, status):
+    """Forms, plain text and nothing at all are what browsers send for any page without a preflight."""
+    answer = http.post("/tokenize", content=b'{"prompt":"hi"}', headers=headers)
+    assert answer.status_code == status
+    if status == 415:
+        error = answer.json()["error"]
+        assert error["code"] == "unsupported_media_type"
+        assert "application/json" in error["message"]
+        assert http.post("/reset_prefix_cache", headers=headers).status_code == status
+
+
+def test_what_strangers_ask_for_is_logged_short_and_printable(guarded):
+    with connect(guarded) as client:
+        for path in ("%C2%9B31mred%7F%0A", "a" * 60_000):
+            client.sendall(f"GET /{path} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+            assert one_answer(client)[0].split()[1] == b"401"
+    steering, long = (line["path"] for line in guarded.wait_for_lines(2))
+    assert steering == "/\\x9b31mred\\x7f\\n"
+    assert len(long) < 300
