@@ -1,86 +1,58 @@
 """The settings a log tells: its dumps of arguments, the engine's own configuration line, a command in its text.
 
+    a command          what was run
+    dump of arguments  what was given, all of it: given.py writes the command again
+    configuration      what came of it, and of the model: only what can be nothing but given is written again
+
 Reads how engines print what they were given; judges none of it.
 """
 
 from __future__ import annotations
 
-import ast
 import re
-import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable
+from typing import Any
 
 from holdfast.doctor.commands import ServerCommand, parse_command
+from holdfast.doctor.dumps import Call, arguments, rust_arguments
+from holdfast.doctor.given import was_given, written
 from holdfast.doctor.spellings import MODEL_FLAGS, canonical
 
-_NON_DEFAULT = re.compile(r"non-default args: (\{.*)")
+_NON_DEFAULT = re.compile(r"non-default args: \{(.*)")
 _NAMESPACE = re.compile(r"args: (?:vLLM )?Namespace\((.*)")
 _SERVER_ARGS = re.compile(r"server_args\s*=\s*ServerArgs\((.*)|^ServerArgs\((.*)")
-_CONFIGURATION = re.compile(r"Initializing (?:an?|the)(?: V\d)? LLM engine.* with config: (.*)")
-_TGI_FIELD = re.compile(r"^\s{4}(\w+): (?:Some\()?\n?\s*(\"[^\"]*\"|[\w.]+),?\)?")
-_PAIR = re.compile(r"['\"]?(\w+)['\"]?[=:] ?('[^']*'|\"[^\"]*\"|\[[^\]]*\]|[^,\s(){}]+)")
+_CONFIGURATION = re.compile(
+    r"(?:Initializing|Dumping input data for) (?:(?:an?|the) )?.*?LLM engine.*? with config: (.*)"
+)
+_VERSION = re.compile(r"(?:vLLM API server version |LLM engine \(v)(\d+\.\d+(?:\.\d+)?)")
+_RUST = "Args {"
 _COMMAND = re.compile(
     r"\bvllm serve\b|vllm[./]entrypoints[./]|\bapi_server\.py\b|sglang[. ](?:launch_server|serve)|\bllama-server\b"
     r"|\bserver -m |llama_cpp\.server|text-generation-launcher --|\bollama serve\b|\bholdfast serve\b|\bLLM\("
     r"|\bsgl\.Engine\("
     r"|(?:docker|podman) run .*(?:vllm|sglang|text-generation|llama|ollama|holdfast)"
 )
-_FRAME = re.compile(r"^\s*(?:File|-+>|\d+ )|\^\^\^|site-packages|dist-packages")
-
-_DEFAULTS = {
-    "gpu-memory-utilization": ("0.9", "0.92"),
-    "tensor-parallel-size": ("1",),
-    "dtype": ("auto",),
-    "max-loras": ("1",),
-    "kv-cache-dtype": ("auto",),
-    "swap-space": ("4", "4.0"),
-    "cpu-offload-gb": ("0", "0.0"),
-    "max-lora-rank": ("16",),
-    "pipeline-parallel-size": ("1",),
-    "port": ("8000", "30000"),
-    "max-num-seqs": ("256",),
-    "mem-fraction-static": (),
-}
-_TOLD = (
-    "model",
-    "model-path",
-    "model-id",
-    "dtype",
-    "quantization",
-    "quantize",
-    "max-model-len",
-    "context-length",
-    "max-total-tokens",
-    "gpu-memory-utilization",
-    "mem-fraction-static",
-    "cuda-memory-fraction",
-    "tensor-parallel-size",
-    "tp-size",
-    "num-shard",
-    "pipeline-parallel-size",
-    "max-num-seqs",
-    "max-running-requests",
-    "max-num-batched-tokens",
-    "chunked-prefill-size",
-    "kv-cache-dtype",
-    "swap-space",
-    "cpu-offload-gb",
-    "enforce-eager",
-    "enable-lora",
-    "max-loras",
-    "max-lora-rank",
-    "speculative-model",
-    "speculative-config",
-    "num-speculative-tokens",
-    "enable-prefix-caching",
-    "trust-remote-code",
-    "tokenizer",
-    "port",
-    "limit-mm-per-prompt",
-    "max-batch-prefill-tokens",
-    "max-batch-total-tokens",
+_NO_COMMAND = re.compile(r"^\s*(?:File|-+>|\d+ )|\^\^\^|site-packages|dist-packages|\busage:|\[options\]|\[model_tag\]")
+_LLAMA = (
+    ("model", re.compile(r"loading model '([^']+)'")),
+    ("ctx-size", re.compile(r"(?:llama_context|llama_new_context_with_model): n_ctx +?= (\d+)")),
+    ("parallel", re.compile(r"(?:n_seq_max +?=|n_slots =) (\d+)")),
+    ("n-gpu-layers", re.compile(r"offloaded ([1-9]\d*)/\d+ layers to GPU")),
+    ("cache-type-k", re.compile(r"type_k = '(?!f16)(\w+)'")),
+    ("cache-type-v", re.compile(r"type_v = '(?!f16)(\w+)'")),
+    ("host", re.compile(r"listening[,:]? .*?hostname: (?!127\.0\.0\.1)(\S+?),")),
+    ("port", re.compile(r"hostname: \S+, port: (?!8080)(\d+)")),
 )
-"""Of a dump of everything, the few that a command is told by; the rest are defaults."""
+_RANK = re.compile(r"\bTP(\d+)\b")
+_WRITTEN_FROM_CONFIGURATION = (
+    "tensor-parallel-size", "pipeline-parallel-size", "data-parallel-size", "trust-remote-code", "enforce-eager",
+    "kv-cache-dtype", "served-model-name", "tokenizer", "revision", "download-dir", "dtype", "quantization",
+    "max-model-len",
+)  # fmt: skip
+_MADE_WHILE_LOADING = ("bitsandbytes", "fp8")
+"""Methods that somebody asks for; others are read from the checkpoint."""
+_LONGEST = 20_000
+"""Characters of a command or a dump that goes over several lines."""
 
 
 class Settings:
@@ -88,51 +60,124 @@ class Settings:
 
     def __init__(self) -> None:
         self.values: dict[str, str] = {}
+        """What was told, as text: for sums and for words."""
         self.command: ServerCommand | None = None
         self.listing = False
-        self._exact = False
-        """What was given was told as such; a dump of everything beside it adds nothing."""
+        """A dump or a command goes on in the next line, whatever that looks like."""
+        self.version: str | None = None
+        self._given: dict[str, Any] = {}
+        self._derived: dict[str, Any] = {}
+        self._whole = False
+        """What was given was told as such; a configuration beside it adds nothing to the command."""
+        self._begun, self._rust = "", False
 
     def read(self, text: str, engine: str | None) -> bool:
         """Whether the line told any."""
-        found = False
-        exact, dumped = _dumped(text, engine or "vllm")
-        for name, value in dumped:
-            found = True
-            if exact:
-                self.values[name] = value
-            elif not self._exact:
-                self.values.setdefault(name, value)
-        self._exact = self._exact or (exact and found)
-        if not found:
-            found = self._tgi(text)
-        if not found and _COMMAND.search(text) is not None and not _FRAME.search(text):
-            command = parse_command(text)
-            if command is not None and (command.flags or command.model) and self._better(command):
-                self.command, self._exact = command, True
-                for flag in command.flags:
-                    self.values[flag.name] = flag.value if flag.value is not None else "True"
-                found = True
-        return found
+        if self.listing:
+            return self._goes_on(text, engine)
+        version = _VERSION.search(text)
+        if version is not None:
+            self.version = version[1]
+        if text.rstrip().endswith(_RUST):
+            self.listing, self._rust, self._begun = True, True, ""
+            return True
+        if self._dump(text, engine or "vllm"):
+            return True
+        if _COMMAND.search(text) is not None and _NO_COMMAND.search(text) is None:
+            if text.rstrip().endswith("\\"):
+                self.listing, self._rust, self._begun = True, False, text
+                return True
+            return self._told_command(text)
+        return self._llama(text, engine)
+
+    def _goes_on(self, text: str, engine: str | None) -> bool:
+        self._begun = f"{self._begun}\n{text}"
+        if len(self._begun) > _LONGEST:
+            self.listing = False
+        elif self._rust and text.startswith("}"):
+            self.listing = False
+            self._take("tgi", dict(rust_arguments(self._begun)), everything=True)
+        elif not self._rust and not text.rstrip().endswith("\\"):
+            self.listing = False
+            self._told_command(self._begun)
+        return True
+
+    def _told_command(self, text: str) -> bool:
+        command = parse_command(text)
+        if command is None or not (command.flags or command.model) or not self._better(command):
+            return False
+        self.command, self._whole = command, True
+        self.version = command.version or self.version
+        for flag in command.flags:
+            if not flag.unknown:
+                self.values[flag.name] = flag.value if flag.value is not None else "True"
+        return True
 
     def _better(self, command: ServerCommand) -> bool:
         return self.command is None or len(command.flags) >= len(self.command.flags)
 
-    def _tgi(self, text: str) -> bool:
-        """One field a line: Args { model_id: "...", ... }."""
-        if text.rstrip().endswith("Args {"):
-            self.listing = True
+    def _dump(self, text: str, engine: str) -> bool:
+        given = _NON_DEFAULT.search(text)
+        if given is not None:
+            self._take(engine, dict(arguments(given[1])), everything=False)
             return True
-        if not self.listing:
+        whole = _NAMESPACE.search(text)
+        if whole is not None:
+            self._take("vllm", dict(arguments(whole[1])), everything=True)
+            return True
+        whole = _SERVER_ARGS.search(text)
+        if whole is not None:
+            self._take("sglang", dict(arguments(whole[1] or whole[2])), everything=True)
+            return True
+        if f"{_RUST} " in text:
+            self._take("tgi", dict(rust_arguments(text.split(f"{_RUST} ", 1)[1])), everything=True)
+            return True
+        configured = _CONFIGURATION.search(text)
+        if configured is not None:
+            self._configuration(dict(arguments(configured[1])))
+        return configured is not None
+
+    def _take(self, engine: str, dumped: dict[str, Any], *, everything: bool) -> None:
+        named = {canonical(engine, name): value for name, value in dumped.items()}
+        if everything:
+            given = {name: value for name, value in named.items() if was_given(engine, name, value, named)}
+            given |= {name: named[name] for name in MODEL_FLAGS if named.get(name)}
+        else:
+            given = named
+        self._given, self._whole = given, True
+        for name, value in named.items():
+            plain = isinstance(value, str | int | float | bool) and value is not False
+            if name in given or (everything and plain and not isinstance(value, bool)):
+                self.values[name] = str(value)
+
+    def _configuration(self, dumped: dict[str, Any]) -> None:
+        named = {canonical("vllm", name): value for name, value in dumped.items()}
+        if "max-seq-len" in named:
+            named["max-model-len"] = named.pop("max-seq-len")
+        self._derived = named
+        for name in (*_WRITTEN_FROM_CONFIGURATION, *MODEL_FLAGS):
+            if name == "dtype" or named.get(name) in (None, False) or isinstance(named[name], Call | list | dict):
+                continue
+            if name not in self.values:
+                self.values[name] = str(named[name])
+
+    def _llama(self, text: str, engine: str | None) -> bool:
+        if engine not in ("llama.cpp", None):
             return False
-        field = _TGI_FIELD.match(text)
-        if field is None:
-            self.listing = not text.startswith("}")
-            return False
-        name, value = canonical("tgi", field[1]), field[2].strip('"')
-        if name in _TOLD and value not in ("None", "false"):
-            self.values[name] = value
-        return True
+        told = False
+        for name, pattern in _LLAMA:
+            found = pattern.search(text)
+            if found is not None:
+                told = True
+                self.values[name] = found[1]
+        return told
+
+    def rank(self, process: str) -> None:
+        """Of SGLang's lines: TP1 shows that there are two at least."""
+        for number in _RANK.findall(process):
+            ranks = int(number) + 1
+            if ranks > 1 and not self._whole and int(self.values.get("tensor-parallel-size", "1")) < ranks:
+                self.values["tensor-parallel-size"] = str(ranks)
 
     @property
     def model(self) -> str | None:
@@ -151,66 +196,51 @@ class Settings:
                 continue
         return None
 
+    @property
+    def whole(self) -> bool:
+        """Whether the command is told with all that was given."""
+        return self.command is not None or (self._whole and not self.lost("vllm"))
+
+    def lost(self, engine: str) -> list[str]:
+        """Flags that were given and cannot be written again."""
+        if self.command is not None or self.model is None:
+            return []
+        return written(engine, self.model, self._given, self.version)[1]
+
     def rebuilt(self, engine: str) -> ServerCommand | None:
         """The command that was seen, or one that says the same; None where not even the model is known."""
         if self.command is not None:
             return self.command
-        if self.model is None:
+        model = self.model
+        if model is None:
             return None
-        return parse_command(_written(engine, self.model, self.values))
+        given = self._given if self._whole else dict(self._only_given(engine, model))
+        return parse_command(written(engine, model, given, self.version)[0])
+
+    def _only_given(self, engine: str, model: str) -> Iterable[tuple[str, Any]]:
+        """Of a configuration, what no model and no default explains."""
+        if engine == "llama.cpp":
+            for name, _ in _LLAMA[1:]:
+                if name in self.values and (name, self.values[name]) != ("parallel", "1"):
+                    yield name, self.values[name]
+            return
+        ranks = self.values.get("tensor-parallel-size", "1")
+        for name in _WRITTEN_FROM_CONFIGURATION:
+            value = self._derived.get(name, ranks if name == "tensor-parallel-size" and ranks != "1" else None)
+            if value in (None, False, 1, "auto", "None", model, [model]) or isinstance(value, Call):
+                continue
+            if name == "quantization" and value not in _MADE_WHILE_LOADING:
+                continue
+            if name == "dtype" and str(value).endswith("bfloat16"):
+                continue
+            if name == "max-model-len" and value == _made_for(model):
+                continue
+            yield name, value
 
 
-def _written(engine: str, model: str, values: Mapping[str, str]) -> str:
-    start = {
-        "vllm": "vllm serve {}",
-        "sglang": "python -m sglang.launch_server --model-path {}",
-        "llama.cpp": "llama-server -m {}",
-        "tgi": "text-generation-launcher --model-id {}",
-        "ollama": "ollama serve",
-        "holdfast": "holdfast serve {}",
-    }[engine].format(shlex.quote(model))
-    words = []
-    for name, value in values.items():
-        if name in MODEL_FLAGS or value in ("None", "False", "") or value in _DEFAULTS.get(name, ()):
-            continue
-        words.append(f"--{name}" if value == "True" else f"--{name} {shlex.quote(_plain(value))}")
-    return " ".join([start, *words])
+def _made_for(model: str) -> int | None:
+    """What a model of the catalogue reads, where it is one."""
+    from holdfast.models import catalogue
 
-
-def _plain(value: str) -> str:
-    """A list of one as its one; other literals as they are."""
-    if value.startswith("[") and value.count(",") == 0:
-        return value.strip("[]'\"")
-    return value.replace("'", '"') if value.startswith("{") else value
-
-
-def _dumped(text: str, engine: str) -> tuple[bool, list[tuple[str, str]]]:
-    """Whether these are what was given and no more, and what they are."""
-    given = _NON_DEFAULT.search(text)
-    if given is not None:
-        try:
-            document = ast.literal_eval(given[1])
-            if isinstance(document, dict):
-                return True, [(canonical(engine, str(name)), str(value)) for name, value in document.items()]
-        except (ValueError, SyntaxError, MemoryError, RecursionError):
-            pass
-        return True, list(_pairs(given[1], engine, everything=True))
-    whole = _NAMESPACE.search(text) or _SERVER_ARGS.search(text) or _CONFIGURATION.search(text)
-    if whole is None:
-        return False, []
-    return False, list(_pairs(next(group for group in whole.groups() if group is not None), engine, everything=False))
-
-
-def _pairs(text: str, engine: str, *, everything: bool) -> Iterator[tuple[str, str]]:
-    for name, value in _PAIR.findall(text):
-        known = canonical(engine, name)
-        plain = value.strip("'\"").rstrip(")")
-        if known == "max-seq-len":
-            known = "max-model-len"
-        if not everything and (known not in _TOLD or plain in ("None", "False") or plain in _DEFAULTS.get(known, ())):
-            continue
-        if known == "dtype":
-            plain = plain.removeprefix("torch.")
-        if known in ("tokenizer",) and not everything:
-            continue
-        yield known, plain
+    entry = catalogue.lookup(model)
+    return None if entry is None else entry.config.get("max_position_embeddings")

@@ -1,0 +1,63 @@
+"""Which flags an engine takes, and since and until which release, as flags.toml has them. Judges no command."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from functools import cache
+from importlib import resources
+from typing import Any
+
+from holdfast.doctor.spellings import canonical
+
+Release = tuple[int, ...]
+
+
+@cache
+def document() -> dict[str, Any]:
+    return tomllib.loads((resources.files("holdfast.doctor") / "flags.toml").read_text(encoding="utf-8"))
+
+
+def release(version: str) -> Release:
+    """0.11.0rc1 and v0.11.0+cu128 are 0.11.0; what has no number is older than everything."""
+    return tuple(int(part) for part in re.findall(r"\d+", re.split(r"[+a-uw-z-]", version.lstrip("v"))[0])[:3])
+
+
+def gone(engine: str, flag: str) -> str | None:
+    """What stands in the place of a flag that the newest release does not take."""
+    told: str | None = document().get(engine, {}).get("gone", {}).get(flag)
+    return told
+
+
+@cache
+def _releases(engine: str, which: str) -> dict[str, Release]:
+    rows = document().get(engine, {}).get(which, {})
+    return {flag: release(version) for version, flags in rows.items() for flag in flags.split()}
+
+
+def since(engine: str, flag: str) -> Release | None:
+    return _releases(engine, "since").get(flag)
+
+
+def until(engine: str, flag: str) -> Release | None:
+    return _releases(engine, "until").get(flag)
+
+
+def takes(engine: str, flag: str, version: str | None) -> bool | None:
+    """Whether that release has the flag, under its one name; the newest that is known, where none is told. None: the
+    flag is in no list."""
+    row = document().get(engine)
+    if row is None:
+        return None
+    listed = {name for one in _flags(engine) for name in (one, canonical(engine, one))}
+    if version is None or not release(version):
+        return True if flag in listed else False if gone(engine, flag) else None
+    at, first, last = release(version), since(engine, flag), until(engine, flag)
+    if (first is not None and at < first) or (last is not None and at[: len(last)] > last):
+        return False
+    return True if flag in listed or gone(engine, flag) else None
+
+
+@cache
+def _flags(engine: str) -> tuple[str, ...]:
+    return tuple(document()[engine]["flags"].split())
