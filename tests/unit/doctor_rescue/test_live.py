@@ -13,6 +13,7 @@ import pytest
 
 from holdfast.doctor.live import examine, origin_of
 from holdfast.doctor.live_page import read_metrics
+from holdfast.doctor.live_rules import Looked, StreamLook, findings_of
 from holdfast.doctor.records import Diagnosis
 from holdfast.errors import ConfigurationError
 
@@ -142,8 +143,20 @@ def test_a_cache_of_prefixes_that_finds_nothing_and_a_token_that_takes_longer() 
     assert {finding.confidence for finding in found.findings} == {"low"}
 
 
-def test_a_stream_that_arrives_whole_is_held_back_by_somebody() -> None:
+def test_a_stream_that_arrives_whole_is_held_back_by_somebody(monkeypatch: pytest.MonkeyPatch) -> None:
+    # How long this process takes to read what lies there is the machine's affair; the limit itself is tried below.
+    monkeypatch.setattr("holdfast.doctor.live_rules.TOGETHER_S", 60.0)
     assert _causes(_looked(_metrics(running=0.0), stream=True)) == ["stream_buffered"]
+
+
+@pytest.mark.parametrize(
+    ("first_s", "gap_s", "causes"),
+    [(0.5, 0.001, ["stream_buffered"]), (0.5, 0.01, []), (0.1, 0.001, []), (0.5, 0.03, [])],
+)
+def test_when_events_count_as_together(first_s: float, gap_s: float, causes: list[str]) -> None:
+    stream = StreamLook(arrived_s=tuple(first_s + gap_s * number for number in range(10)), server="")
+    looked = Looked(address="http://x", engine="vllm", health=200, said="", samples=(), stream=stream)
+    assert [finding.cause for finding in findings_of(looked)] == causes
 
 
 def test_a_server_that_loads_is_not_ready_yet() -> None:
