@@ -33,6 +33,9 @@ class Reader(Protocol):
 SENT_BYTES = 64 << 10
 """At a time: what a connection's own buffer holds before it asks us to wait."""
 
+LEAST_BODY_BYTES_PER_S = 16 << 10
+"""A body may come as slowly, once its time limit is over: a byte now and then does not hold a connection."""
+
 EVENT_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -138,10 +141,10 @@ class _Events:
         except ClientGone:
             raise
         except Exception as error:
-            # The status is sent: what is left is a last event that says so, and no [DONE].
+            # The status is sent: what is left is an event that says so, and the [DONE] that readers wait for.
             body = describe(error)[1]
             record.error_code = body["code"]
-            await self._write(error_event(body), last=True)
+            await self._write(error_event(body) + DONE, last=True)
             return
         tail = self._shape.usage_event(self._conversation.usage()) if self._ask.include_usage else b""
         await self._write(tail + DONE, last=True)
@@ -199,15 +202,17 @@ async def read_body(scope: Scope, receive: Receive, limit_bytes: int, timeout_s:
         if name == b"content-length" and value.isdigit() and int(value) > limit_bytes:
             raise too_large
     chunks: list[bytes] = []
-    size_bytes = 0
+    size_bytes, clock = 0, asyncio.get_running_loop().time
+    began_s = clock()
     while True:
+        late_s = began_s + timeout_s + size_bytes / LEAST_BODY_BYTES_PER_S
         try:
-            async with asyncio.timeout(timeout_s):
+            async with asyncio.timeout_at(min(late_s, clock() + timeout_s)):
                 message = await receive()
         except TimeoutError:
             raise HttpFailure(
                 TIMED_OUT,
-                f"no byte of the body came for {timeout_s:g} s",
+                f"the body came too slowly: nothing for {timeout_s:g} s, or less than {LEAST_BODY_BYTES_PER_S} bytes/s",
                 kind="invalid_request_error",
                 code="request_timeout",
             ) from None

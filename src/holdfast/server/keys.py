@@ -70,6 +70,12 @@ class Keys:
             self._read = _keys_in(self._file)
             self._stamp = stamp
         except ConfigurationError as error:
+            if isinstance(error.__cause__, FileNotFoundError):
+                # Whoever takes the file away means its keys. One that is replaced in order is never gone.
+                if self._read:
+                    log.error("%s is gone: its keys are not valid any more", self._file)
+                self._stamp, self._read = None, []
+                return
             # Half a deployment must not lock everybody out: the keys that were read stay until others can be.
             log.error("the keys stay as they were: %s", error.message)
             return

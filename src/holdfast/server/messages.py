@@ -23,12 +23,17 @@ _HARMLESS = frozenset({"cache_control"})
 """Of other APIs: how long a prefix may be kept. Here they all are, as long as there is room."""
 MAX_CALLS = 128
 """Of one message in the history."""
+MAX_PARTS = 8192
+"""Of the contents of all messages together."""
 
 
 def read_messages(raw: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Plain dicts, as chat templates take them."""
     if not raw:
         raise RequestError("messages: at least one message is needed", field="messages")
+    parts = sum(len(one["content"]) for one in raw if isinstance(one.get("content"), list))
+    if parts > MAX_PARTS:
+        raise RequestError(f"messages have {parts} parts of content; at most {MAX_PARTS}", field="messages")
     return [_read_message(message, f"messages[{position}]") for position, message in enumerate(raw)]
 
 

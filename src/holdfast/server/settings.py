@@ -38,7 +38,7 @@ class ServerSettings:
     max_body_bytes: int | None = None
     """None: as the context asks for, see `body_limit`."""
     body_timeout_s: float = 60.0
-    """A client that sends no byte of its body for so long is sent away."""
+    """A client that sends no byte of its body for so long is sent away, and one that sends few bytes a second."""
     max_queued_requests: int | None = None
     """Places to wait in. Together with those to run in, the most answers one body may ask for; None: no bound."""
     scheduling_policy: str = "fcfs"

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import json
 import socket
+import time
 from typing import BinaryIO
 
 import pytest
@@ -288,3 +289,27 @@ def test_what_strangers_ask_for_is_logged_short_and_printable(guarded):
     steering, long = (line["path"] for line in guarded.wait_for_lines(2))
     assert steering == "/\\x9b31mred\\x7f\\n"
     assert len(long) < 300
+
+
+def test_a_body_that_drips_is_given_up(launch):
+    """No second passes without a byte of it, and it is over all the same."""
+    server = launch(body_timeout_s=1.0)
+    with connect(server) as client:
+        client.sendall(post("/tokenize", "Content-Length: 1000000") + b"{")
+        client.settimeout(0.05)
+        answer, deadline_s = b"", time.monotonic() + PATIENCE_S
+        while not answer and time.monotonic() < deadline_s:
+            client.sendall(b" ")
+            with contextlib.suppress(TimeoutError):
+                answer = client.recv(1 << 16)
+    assert answer.startswith(b"HTTP/1.1 408")
+    assert b'"request_timeout"' in answer
+
+
+def test_very_many_parts_of_content_are_refused(http):
+    part = {"type": "text", "text": ""}
+    for messages in ([[part] * 9000], [[part] * 5000] * 2):
+        body = {"messages": [{"role": "user", "content": content} for content in messages]}
+        for path in ("/v1/chat/completions", "/tokenize"):
+            error = http.post(path, json=body).json()["error"]
+            assert (error["param"], "at most 8192" in error["message"]) == ("messages", True)

@@ -66,13 +66,17 @@ def test_a_file_is_read_again_when_it_changes(tmp_path: Path) -> None:
     assert keys.asked_for
 
 
-def test_a_file_that_goes_away_locks_nobody_out(tmp_path: Path) -> None:
+def test_a_file_that_goes_away_takes_its_keys_along(tmp_path: Path) -> None:
     clock, file = Clock(), tmp_path / "keys"
     file.write_text("first\n")
     keys = Keys((), file, clock)
+    file.write_text("x" * (MAX_FILE_BYTES + 1))
+    clock.now_s += LOOK_S
+    assert keys.fit(b"first"), "what cannot be read changes nothing"
     file.unlink()
     clock.now_s += LOOK_S
-    assert keys.fit(b"first")
+    assert not keys.fit(b"first")
+    assert keys.asked_for, "and lets nobody in"
     file.write_text("other\n")
     clock.now_s += LOOK_S
     assert not keys.fit(b"first")
