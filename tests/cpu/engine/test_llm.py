@@ -304,8 +304,9 @@ def test_a_dropped_engine_gives_its_memory_back(tiny_model) -> None:
         [sys.executable, "-c", TEN_IN_A_ROW, str(tiny_model)], capture_output=True, text=True, check=True, timeout=200
     )
     after: list[int] = json.loads(done.stdout.splitlines()[-1])
-    # Each engine held 12 MB of weights and pages; the first ones also pay for what torch sets up once.
-    assert max(after[4:]) - min(after[2:4]) < 12 << 20, [size >> 20 for size in after]
+    # Each engine held 12 MB of weights and pages; the first ones also pay for what torch sets up once. What is lost
+    # stays lost; what an allocator gives back a little later does not.
+    assert min(after[-3:]) - min(after[2:4]) < 12 << 20, [size >> 20 for size in after]
 
 
 def test_urgent_prompts_go_first_and_the_models_advice_is_the_default(tiny_model) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import platform
 from collections.abc import Callable
 from typing import Any
@@ -153,7 +154,7 @@ def test_ten_runners_in_a_row_leave_memory_flat(oracles: Callable[..., Any]) -> 
         head_dim=spec.head_dim,
         element_bytes=4,
     )
-    limits = RunnerLimits(max_num_seqs=4, max_num_batched_tokens=512, max_model_len=512)
+    limits = RunnerLimits(max_num_seqs=4, max_num_batched_tokens=128, max_model_len=512)
 
     def once() -> int:
         weights = load_weights(spec, None, dtype=torch.float32, device=CPU, expand=True)
@@ -167,10 +168,13 @@ def test_ten_runners_in_a_row_leave_memory_flat(oracles: Callable[..., Any]) -> 
         return held
 
     assert once() > 40 << 20
-    before = PeakMemory.resident_bytes()
+    before, after = PeakMemory.resident_bytes(), []
     for _ in range(10):
         once()
-    assert PeakMemory.resident_bytes() - before < 10 << 20
+        gc.collect()
+        after.append(PeakMemory.resident_bytes())
+    # What is lost stays lost; what an allocator gives back a little later does not.
+    assert min(after[-3:]) - before < 10 << 20, [size >> 20 for size in (before, *after)]
 
 
 def test_kv_store_refuses_what_does_not_belong_together(oracles: Callable[..., Any]) -> None:
