@@ -6,10 +6,12 @@ import contextlib
 import functools
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -45,7 +47,19 @@ hypothesis.settings.register_profile(
 
 def pytest_configure(config: pytest.Config) -> None:
     """Before test files are read, whose own settings build on these."""
-    hypothesis.settings.load_profile("same" if "not long" in config.getoption("markexpr") else "others")
+    short = "not long" in config.getoption("markexpr")
+    hypothesis.settings.load_profile("same" if short else "others")
+    if short:
+        os.environ.setdefault("KERNEL_SEED", "1")  # Tests of kernels draw fresh numbers without it.
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Numbers that a test draws are its own, whatever ran before it in its process."""
+    seed = zlib.crc32(item.nodeid.encode())
+    random.seed(seed)
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(seed)
 
 
 TINY_CONFIG = {

@@ -174,8 +174,18 @@ def test_the_numbers_are_the_hosts_bit_for_bit() -> None:
     assert out.cpu().numpy().tobytes() == uniforms(seeds.numpy(), positions.long().numpy()).tobytes()
 
 
-@pytest.mark.parametrize("dtype", TYPES, ids=str)
-@pytest.mark.parametrize("spread", [0.2, 4.0])
+@pytest.mark.parametrize(
+    ("dtype", "spread"),
+    [
+        (torch.float32, 0.2),
+        (torch.float32, 4.0),
+        (torch.bfloat16, 0.2),
+        (torch.float16, 4.0),
+        pytest.param(torch.bfloat16, 4.0, marks=pytest.mark.long),
+        pytest.param(torch.float16, 0.2, marks=pytest.mark.long),
+    ],
+    ids=str,
+)
 def test_every_option_samples_what_the_cpu_samples(dtype: torch.dtype, spread: float) -> None:
     source = fresh(dtype, spread)
     bench = Bench(OPTIONS, VOCAB)
@@ -325,7 +335,11 @@ LANES = 12
 BANNED = (3, 0, 299)
 
 
-@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float32, *(pytest.param(kind, marks=pytest.mark.long) for kind in TYPES if kind != torch.float32)],
+    ids=str,
+)
 @pytest.mark.parametrize("vocab", [1_537, VOCAB] if ON_GPU else [1_537])
 def test_bans_biases_and_penalties(dtype: torch.dtype, vocab: int) -> None:
     source, count = fresh(dtype, vocab), len(ADJUSTED)

@@ -65,6 +65,8 @@ def test_only_the_request_without_memory_ends(
 def test_running_out_of_memory_at_any_place_changes_no_answer(tiny: Tiny, device: torch.device) -> None:
     """At each place where torch allocates or a kernel is loaded in a step, in turn; here at some of them, on a GPU at
     all. Graphs would hide the places from the second step on."""
+    if tiny.spec.layers[0].window is not None and device.type == "cpu":
+        pytest.skip("the places are the same with a window, and the interpreter takes long for each")
     asked = [prompt(0, 5), prompt(1, 3)]
     params = [
         SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True, logprobs=2, repetition_penalty=1.2),
