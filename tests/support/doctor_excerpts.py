@@ -369,14 +369,14 @@ excerpt(
 )
 excerpt(
     "kv_cache_too_small_for_max_len",
-    "profile",
+    "load",
     "llama.cpp",
     LLAMA_CONTEXT
     + "ggml_backend_cuda_buffer_type_alloc_buffer: allocating 24576.00 MiB on device 0: cudaMalloc failed: out of memory\nalloc_tensor_range: failed to allocate CUDA0 buffer of size 25769803776\nllama_init_from_model: failed to initialize the context: failed to allocate buffer for kv cache\ncommon_init_from_params: failed to create context with model '/m/q.gguf'\nmain: exiting due to model loading error\n",
 )
 excerpt(
     "activation_oom_runtime",
-    "profile",
+    "load",
     "llama.cpp",
     LLAMA_CONTEXT
     + "llama_kv_cache:      CUDA0 KV buffer size =  3072.00 MiB\nggml_backend_cuda_buffer_type_alloc_buffer: allocating 8448.00 MiB on device 0: cudaMalloc failed: out of memory\nggml_gallocr_reserve_n: failed to allocate CUDA0 buffer of size 8858370048\ngraph_reserve: failed to allocate compute buffers\nllama_init_from_model: failed to initialize the context: failed to allocate compute pp buffers\n",

@@ -11,20 +11,30 @@ from typing import Literal, cast
 
 from holdfast.doctor.fixes import base_command, fixes, known_numbers, known_words
 from holdfast.doctor.formulas import filled
+from holdfast.doctor.lines import read_line
 from holdfast.doctor.own import own_fixes, refined
 from holdfast.doctor.planned import Case, checked
 from holdfast.doctor.records import Diagnosis, Evidence, Finding, Fix, Phase, RootCause
 from holdfast.doctor.rulebook import Cause, Rule, rulebook
 from holdfast.doctor.running_out import judge as judge_memory
 from holdfast.doctor.running_out import phase_of
-from holdfast.doctor.scene import Event, Run, Scene
+from holdfast.doctor.scene import STARTING, Event, Run, Scene, further
 
 _KINDS = {"fatal": 0, "running": 1, "request": 2, "advice": 3, "hint": 4}
 _COMMAND = "the command that started the server, or the lines of the log that print its arguments"
 _ABOVE = "the lines above {quoted!r}: what failed first is there, and this line only passes it on"
+_BELOW = "the lines below {quoted!r}: the traceback with what failed follows it"
+_FIRST = ("failed to start", "hit an exception", "encountered a fatal error")
+"""Words of lines that come before the traceback they pass on."""
+_TORN = "the rest of the log: it ends inside a traceback, before the error itself"
 _REST = "the rest of the log: it ends while the server is still starting, with no error in it"
 _START = "the log from the start of the server: its phase, version and settings are told there"
-_NOTHING = "a log of an inference server: nothing in this text is known"
+_NOTHING = (
+    "a log of an inference server: nothing in this text is known, or it is empty"
+    " (sudo journalctl -u UNIT, kubectl logs POD --previous, docker logs CONTAINER)"
+)
+BLOCK_TOKENS = 16
+LOW_UTILIZATION, FEW_AT_ONCE = 0.7, 2.0
 UNKNOWN_EVIDENCE = 3
 
 Sureness = Literal["high", "medium", "low"]
@@ -40,18 +50,24 @@ class Candidate:
 
 def diagnosis(scene: Scene) -> Diagnosis:
     candidates = _candidates(scene)
-    findings = [_finding(scene, candidate) for candidate in candidates]
-    phase = candidates[0].phase if candidates else scene.run.phase
-    findings += _from_statistics(scene, {finding.cause for finding in findings})
-    missing: list[str] = []
-    unknown = None
-    if not findings:
-        unknown = _unexplained(scene, missing)
-    if unknown is not None:
-        findings = [unknown]
     ready = any(run.ready for run in scene.final_runs)
-    serious = [one for one in findings if not _is_advice(one)]
+    missing: list[str] = []
+    if not candidates and not ready:
+        candidates = _from_what_is_left(scene)
+    advice = bool(candidates) and ready and all(one.rule.kind == "advice" for one in candidates)
+    findings = [_finding(scene, candidate) for candidate in candidates]
+    phase = candidates[0].phase if candidates and not advice else scene.run.phase
+    from_statistics = _from_statistics(scene, {finding.cause for finding in findings})
+    findings += from_statistics
+    unknown = _unexplained(scene, missing) if not findings or advice else None
+    if unknown is not None:
+        findings = [unknown, *findings]
+        phase = next((run.unexplained_phase for run in scene.final_runs if run.unexplained_phase), phase)
+    serious = unknown is not None or (bool(candidates) and not advice)
+    serious = serious or any(not _is_advice(one) for one in from_statistics)
     healthy = not serious and ready
+    if scene.run.torn_off is not None and not healthy and (not findings or findings[0].confidence == "low"):
+        missing.append(_TORN)
     if not findings and not healthy and not missing:
         missing.append(_REST if scene.run.phase is not None or scene.engine is not None else _NOTHING)
     if findings and scene.settings.rebuilt(scene.engine or "vllm") is None:
@@ -63,15 +79,21 @@ def diagnosis(scene: Scene) -> Diagnosis:
         engine=scene.engine,
         engine_version=scene.version,
         command=None if command is None else command.with_changes({}),
-        phase=cast("Phase | None", phase or ("serve" if ready else None)),
+        phase=_told(scene, phase or ("serve" if ready else None)),
         healthy=healthy,
         findings=findings,
         missing=missing,
     )
 
 
+def _told(scene: Scene, phase: str | None) -> Phase | None:
+    """llama.cpp tries nothing: its context is made while it loads."""
+    loads = phase == "profile" and scene.engine in ("llama.cpp", "ollama")
+    return cast("Phase | None", "load" if loads else phase)
+
+
 def _is_advice(finding: Finding) -> bool:
-    return finding.cause == "prefix_caching_unused"
+    return finding.cause in ("prefix_caching_unused", "utilization_too_low")
 
 
 def _candidates(scene: Scene) -> list[Candidate]:
@@ -79,7 +101,10 @@ def _candidates(scene: Scene) -> list[Candidate]:
     for run in scene.judged_runs():
         for event in run.events.values():
             said_better = any(name in run.events for name in event.rule.yields_to)
-            answered = event.rule.kind == "hint" and event.trace is not None and event.trace.ended
+            ended = event.trace is not None and event.trace.ended
+            answered = event.rule.kind == "hint" and (ended or run.named)
+            if not run.tags.isdisjoint(event.rule.without):
+                continue
             if said_better or answered or event.times < event.rule.least or _outlived(run, event):
                 continue
             found.append(_candidate(scene, event))
@@ -126,10 +151,43 @@ def _candidate(scene: Scene, event: Event) -> Candidate:
         confidence = "medium"  # The kernel's own word is in dmesg.
     if rule.only_in and event.phase is None:
         confidence = "medium"  # Elsewhere these words would mean something else.
+    if rule.kind == "fatal" and event.ready and rule.phase in STARTING and confidence == "high":
+        confidence = "medium"  # Words of a start, after it.
     if rule.phase_fixed:
         return Candidate(event, rule, rule.phase, confidence)
     seen, _ = phase_of(event)
+    told = event.trace is not None and event.trace.phase is not None
+    if not told and rule.phase and not event.ready and further(rule.phase, seen):
+        seen = rule.phase  # The log had told no more of where it was.
     return Candidate(event, rule, seen or rule.phase or None, confidence)
+
+
+def _from_what_is_left(scene: Scene) -> list[Candidate]:
+    """The error itself is not in the log; numbers and the place where it ends may tell."""
+    run = scene.run
+    failed = run.torn_off is not None or bool(run.wrappers)
+    numbers = known_numbers(scene, _bare_event(scene, "still_starting"))
+    tokens = scene.numbers.get("kv_tokens", scene.numbers.get("kv_blocks", 0) * BLOCK_TOKENS)
+    length = numbers.get("max_model_len")
+    if run.named or run.unexplained or run.phase not in STARTING:
+        return []
+    if failed and length is not None and 0 < tokens < length:
+        name, found = "kv_numbers", {"kv_tokens": tokens, "max_model_len": length}
+    elif run.torn_off is not None and "multimodal" in run.tags and run.phase == "profile":
+        name, found = "cut_multimodal", {}
+    elif failed or scene.engine is None:
+        return []
+    else:
+        stands = run.phase == "load" and "nccl" in run.tags and "weights" not in run.tags
+        name, found = ("stands_in_nccl" if stands else "still_starting"), {}
+    event = _bare_event(scene, name)
+    event.numbers.update(found)
+    rule = event.rule
+    return [Candidate(event, rule, run.phase or rule.phase or None, cast("Sureness", rule.confidence))]
+
+
+def _bare_event(scene: Scene, name: str) -> Event:
+    return Event(rulebook().rule(name), scene.lines, {}, {}, [], scene.run.phase, scene.run.ready, "")
 
 
 def _finding(scene: Scene, candidate: Candidate) -> Finding:
@@ -181,7 +239,9 @@ def _unexplained(scene: Scene, missing: list[str]) -> Finding | None:
     if wrappers and not errors:
         errors = [line for run in final for line in run.unexplained]
     if wrappers and not errors:
-        missing.append(_ABOVE.format(quoted=wrappers[0].line[-100:]))
+        last = wrappers[-1].line
+        asked = _BELOW if len(wrappers) == 1 and any(words in last for words in _FIRST) else _ABOVE
+        missing.append(asked.format(quoted=read_line(last, 0).text.strip()[:100]))
     if not wrappers and not errors:
         return None
     shown: list[Evidence] = (errors or wrappers)[:UNKNOWN_EVIDENCE]
@@ -204,10 +264,14 @@ def _from_statistics(scene: Scene, causes: set[str]) -> list[Finding]:
     decay = statistics.decay()
     asked_for = scene.settings.values.get("enable-prefix-caching") == "True"
     unused = statistics.unused_prefixes() if asked_for else None
+    share, at_once = scene.settings.number("gpu-memory-utilization"), scene.numbers.get("concurrency")
+    low = scene.run.ready and share is not None and at_once is not None
+    low = low and (share or 1) < LOW_UTILIZATION and (at_once or FEW_AT_ONCE) < FEW_AT_ONCE
     shown = (
         ("starved_kv", statistics.starved, {"samples": float(statistics.full_and_waiting)}),
         ("decayed", decay is not None, {} if decay is None else {"before": decay[0], "after": decay[1]}),
         ("unused_prefixes", unused is not None, {} if unused is None else {"hit_percent": unused}),
+        ("utilization_low", low, {"utilization": share or 0.0, "concurrency": at_once or 0.0}),
     )
     for name, holds, numbers in shown:
         rule = rulebook().rule(name)

@@ -66,6 +66,8 @@ class Rule:
     """Phases; where the log has told another, these words mean something else."""
     yields_to: tuple[str, ...] = ()
     """Rules that say of the same failure what it was for."""
+    without: tuple[str, ...] = ()
+    """Tags of the run with which these words mean nothing."""
     effect: bool = False
     """Most often follows from something else: named after it."""
     least: int = 1
@@ -129,8 +131,10 @@ class Rulebook:
     """Lines that carry a user's words, or a model's."""
     wrappers: tuple[Pattern, ...]
     causes: dict[str, Cause]
+    literals: tuple[str, ...]
+    """One of these is in every line that any of the patterns could match, or that tells settings."""
     anything: re.Pattern[str]
-    """Is in every line that any of the patterns could match."""
+    """Any of them."""
 
     def rule(self, name: str) -> Rule:
         return next(rule for rule in self.rules if rule.id == name)
@@ -150,6 +154,7 @@ def rulebook() -> Rulebook:
     wrappers = tuple(Pattern(one) for document in documents for one in document.get("wrapper", ()))
     patterns = [pattern for rule in rules for pattern in rule.patterns]
     patterns += [*(mark.pattern for mark in marks if not mark.frame), *benign, *wrappers]
+    literals = (*(literal for pattern in patterns for literal in pattern.literals), *_SETTINGS)
     causes = {
         name: Cause(name=name, **row) for document in documents for name, row in document.get("cause", {}).items()
     }
@@ -161,7 +166,8 @@ def rulebook() -> Rulebook:
         quoted=quoted,
         wrappers=wrappers,
         causes=causes,
-        anything=any_of([literal for pattern in patterns for literal in pattern.literals] + list(_SETTINGS)),
+        literals=literals,
+        anything=any_of(literals),
     )
 
 
@@ -179,6 +185,7 @@ def _rule(row: dict[str, Any]) -> Rule:
         "what": (what,) if isinstance(what, str) else tuple(what),
         "engines": tuple(row.get("engines", ())),
         "only_in": tuple(row.get("only_in", ())),
+        "without": tuple(row.get("without", ())),
         "yields_to": tuple(row.get("yields_to", ())),
         "examples": tuple(row.get("examples", ())),
         "fix": fixes,

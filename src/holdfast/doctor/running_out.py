@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from holdfast.doctor.scene import Event, Scene
+from holdfast.doctor.scene import SECOND, Event, Scene
 
 _PROCESS = re.compile(r"Process (\d+) has ([\d.]+) ([KMG]i?B) memory in use")
 _OURS = re.compile(r"this process has ([\d.]+) ([KMG]i?B) memory in use")
@@ -17,6 +17,8 @@ _GIB = {"K": 2**-20, "M": 2**-10, "G": 1.0}
 NEIGHBOUR_SHARE = 0.12
 """Of the card, held by others, from which on they are the cause: a desktop alone takes a GiB of 24."""
 FRAGMENTED_SHARE = 0.1
+FRAGMENTED_AT_START = 0.15
+"""Of the card, in pieces, before the server serves: less of it is what a trial step leaves behind."""
 WEIGHTS_SHARE = 0.75
 """Of the card: with so much in weights, no batch is small enough to leave room for KV."""
 FULL_SHARE = 0.93
@@ -90,6 +92,8 @@ def phase_of(event: Event) -> tuple[str | None, Sureness]:
     """By its own traceback, else by the last phase that the log told."""
     if event.trace is not None and event.trace.phase is not None:
         return event.trace.phase, "high"
+    if event.trace is not None and "making" in event.trace.tags and not event.ready:
+        return "load", "medium"  # Tensors are made on a device by name while the model is built.
     if event.ready:
         return "serve", "high"
     if event.phase is not None:
@@ -102,6 +106,10 @@ def _by_phase(
 ) -> Verdict:
     total, tried = numbers.get("total_gib"), numbers.get("tried_gib", 0.0)
     reserved = numbers.get("reserved_gib", 0.0)
+    if SECOND in event.tags and phase in ("args", "download", "load", "profile"):
+        return Verdict("oom_second_engine", phase, "medium")
+    if phase in ("profile", "capture", "warmup") and _in_pieces(total, tried, reserved):
+        return Verdict("oom_fragmentation", phase, "medium")
     if phase in ("args", "download", "load"):
         if _unused_gpus(scene):
             return Verdict("oom_parallel_unused", "load", "medium")
@@ -117,6 +125,10 @@ def _by_phase(
     if phase in ("serve", "request"):
         return Verdict("oom_serving", "serve", confidence)
     return Verdict("oom_unknown_phase", None, "low")
+
+
+def _in_pieces(total: float | None, tried: float, reserved: float) -> bool:
+    return total is not None and tried > 0 and reserved >= max(2 * tried, FRAGMENTED_AT_START * total)
 
 
 def _in_profile(numbers: dict[str, float], total: float | None, tried: float) -> tuple[str, str]:

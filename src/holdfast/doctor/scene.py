@@ -16,7 +16,7 @@ from holdfast.doctor.rulebook import Mark, Rule, captured, rulebook
 from holdfast.doctor.settings import Settings
 from holdfast.doctor.statistics import Statistics
 
-_FRAME = re.compile(r'^\s*(?:File "|File /|File <|-+> \d|\(?[\w/.-]+\.py:\d+)')
+_FRAME = re.compile(r'^\s*(?:File "|File /|File <|-+> \d|\(?[\w/.-]+\.py:\d+\)?,? in\b)')
 _HEADER = "Traceback (most recent call last)"
 _ERROR = re.compile(
     r"^(?:[\w.]+\.)?(?P<name>[A-Z]\w*(?:Error|Exception|Interrupt|Exit)|Exception|AssertionError|StopIteration)(?::|$)"
@@ -34,6 +34,8 @@ NEAR_LINES = 12
 
 PHASES = ("args", "download", "load", "profile", "capture", "warmup", "serve", "request")
 STARTING = PHASES[:6]
+SECOND = "second"
+"""The tag of an engine in a process that had one before."""
 STOPPED = "stopped"
 """The tag of a server that was told to end: what it says from then on is no failure."""
 
@@ -99,8 +101,8 @@ class Run:
     """Of the first of them."""
     wrappers: list[Evidence] = field(default_factory=list)
     traces: list[Trace] = field(default_factory=list)
-    second: bool = False
-    """Of an engine in a process that had one before."""
+    named: bool = False
+    """An error was seen that has a name and no rule."""
 
     @property
     def torn_off(self) -> Trace | None:
@@ -251,11 +253,11 @@ class Scene:
                 continue
             told = True
             numbers, words = captured(found)
-            if mark.begin and (self.run.ready or self.run.events or self.run.wrappers):
+            if mark.begin and self._over():
                 self._begin(line)
             elif mark.again and self.run.ready:
                 self._begin(line)
-                self.run.second = True
+                self.run.tags.add(SECOND)
             for name in mark.forgives:
                 self.run.events.pop(name, None)
             if mark.engine:
@@ -272,6 +274,11 @@ class Scene:
                 self.settings.values.setdefault("model", words.pop("model_file"))
             self.words.update(words)
         return told
+
+    def _over(self) -> bool:
+        """Whether the run came to anything; what only warns may come before the first line of a start."""
+        failed = any(event.rule.kind == "fatal" for event in self.run.events.values())
+        return self.run.ready or failed or bool(self.run.wrappers)
 
     def _rules(self, line: Line, *, frames: bool = False) -> bool:
         engine = self.engine
@@ -357,7 +364,9 @@ class Scene:
             return True
         severe = line.level in ("ERROR", "CRITICAL", "FATAL") and not _CHAINED.search(text)
         if severe or _ERROR.search(text) is not None:
-            if trace is not None and _ERROR.search(text) is not None:
+            named = _ERROR.search(text) is not None
+            self.run.named = self.run.named or named
+            if trace is not None and named:
                 trace.ended = True
             if not self.run.unexplained:
                 told = None if trace is None else trace.phase

@@ -21,8 +21,11 @@ _SGLANG = re.compile(
 SAMPLES = 4096
 ENOUGH = 30
 """Samples under load before anything is said of them."""
-FULL_PERCENT = 98.0
+FULL_PERCENT = 95.0
+"""From which on, while others wait, it is KV that they wait for."""
 SOME_FULL = 6
+TOGETHER = 2
+"""Requests at once, at least, for speeds to be compared: one alone is idle between its steps."""
 DECAYED = 0.4
 UNUSED_PERCENT = 30.0
 
@@ -86,6 +89,8 @@ class Statistics:
         if third < ENOUGH // 2:
             return None
         first, last = busy[:third], busy[-third:]
+        if min(median(one.running for one in part) for part in (first, last)) < TOGETHER:
+            return None
         if median(one.running + one.waiting for one in last) < median(one.running + one.waiting for one in first):
             return None
         before, after = median(one.generation for one in first), median(one.generation for one in last)
