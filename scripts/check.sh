@@ -5,8 +5,9 @@ set -uo pipefail
 cd "$(dirname "$0")/.."
 
 case ${1:?quick or all} in
-  # Two at a time, whole files each: most of it waits for one core. The long runs measure, and so run alone.
-  quick) selection=(-m "not long and not gpu" -n 2 --dist loadfile) ;;
+  # Two at a time, whole files each: most of it waits for one core. In the order of folders, so that the many small files
+  # of tests/unit come last and neither of the two waits for the other. The long runs measure, and so run alone.
+  quick) selection=(-m "not long and not gpu" -n 2 --dist loadfile --no-loadscope-reorder) ;;
   all) selection=() ;;
   *) echo "scripts/check.sh quick|all" >&2; exit 2 ;;
 esac
