@@ -21,7 +21,7 @@ def test_memory_is_served_as_json(launch) -> None:
 
 
 def test_there_is_nothing_to_account_for_while_loading(launch) -> None:
-    server = launch(FakeEngine(start_delay_s=60), wait=False)
+    server = launch(FakeEngine(start_delay_s=3600), wait=False)
     refused = httpx.get(f"{server.url}/memory")
     assert refused.status_code == 503
     assert refused.json()["error"]["code"] == "loading"
@@ -38,7 +38,7 @@ def test_ps_shows_a_ready_server_with_its_table(launch, capsys: pytest.CaptureFi
 
 
 def test_ps_says_which_of_several_is_not_ready(launch, capsys: pytest.CaptureFixture[str]) -> None:
-    ready, loading = launch(FakeEngine()), launch(FakeEngine(start_delay_s=60), wait=False)
+    ready, loading = launch(FakeEngine()), launch(FakeEngine(start_delay_s=3600), wait=False)
     assert main(["ps", "--json", ready.url, loading.url + "/v1", "http://127.0.0.1:1"]) == 1
     found = json.loads(capsys.readouterr().out)
     assert [server["status"] for server in found] == ["ready", "loading", "unreachable"]

@@ -17,7 +17,7 @@ from holdfast.cli.main import main
 from holdfast.errors import ConfigurationError
 
 GIB = 1 << 30
-LIMIT_S, ATTEMPTS = 1.0, 5
+LIMIT_S, ATTEMPTS = 1.0, 15
 WITHOUT_TORCH = """
 import sys
 
