@@ -214,7 +214,9 @@ def test_a_drain_has_an_end(launch_program):
         lines = open_.iter_lines()
         next(lines)
         os.kill(program.process.pid, signal.SIGTERM)
-        assert '"code":"draining"' in [line for line in lines if line][-1]
+        *_, last, end = (line for line in lines if line)
+        assert '"code":"draining"' in last
+        assert end == "data: [DONE]"
     code, said = program.end()
     assert code == 0
     assert "stopped: 0 requests answered, 0 ended by errors, 0 left by their clients, 1 cut off; drained in " in said
