@@ -31,7 +31,7 @@ from holdfast.engine.early import EarlyProcess
 from holdfast.engine.embedding import embedding_requests
 from holdfast.engine.passengers import Passengers
 from holdfast.engine.startup import FoundModel, Progress, with_located_model
-from holdfast.engine.stream import Stream
+from holdfast.engine.stream import Stream, Waiting
 from holdfast.errors import DrainingError, EngineDiedError, EngineError, HoldfastError, SleepingError
 from holdfast.observability.ledger import Ledger, asleep_ledger, make_ledger
 from holdfast.planner import Plan
@@ -80,6 +80,7 @@ class ProcessEngine:
         self._open: dict[str, tuple[Answer, Stream]] = {}
         self._passengers = Passengers()
         self._streams = 0
+        self._waiting = Waiting()
         self._ready = False
         self._draining = False
         self._stopping = False
@@ -172,7 +173,7 @@ class ProcessEngine:
         if any(request.request_id in self._open for request in requests):
             raise EngineError(f"request id {request_id!r} is in use", request_id=request_id)
         names = [request.request_id for request in requests]
-        stream = Stream(names, self._close_stream)
+        stream = Stream(names, self._close_stream, self._waiting)
         for index, request in enumerate(requests):
             self._open[request.request_id] = (Answer(request, index, self._tokenizer), stream)
         self._streams += 1

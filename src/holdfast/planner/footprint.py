@@ -58,9 +58,21 @@ with none but their own. Who asks for more is refused, who needs more than is le
 KEPT_ENTRY_BYTES = 112
 """Of each, as JSON; a token counts as two more, for the pieces that it comes in."""
 
-FRONT_BYTES = 120 * MIB + TOLD_ENTRIES * TOLD_ENTRY_BYTES + KEPT_ENTRIES * KEPT_ENTRY_BYTES
-"""188 MiB. 93 with SmolLM2's tokenizer and nobody there; the rest is for bodies, streams and larger vocabularies, 40
-for what is told of prompts and 28 for what is kept of answers."""
+WAITING_ENTRIES = 2**17
+"""Tokens of streams and their log-probabilities that wait for readers slower than the engine: two for each token, and
+one for each log-probability. A stream that finds no room for more is ended."""
+
+WAITING_ENTRY_BYTES = 256
+"""Of each, as objects: 137 for a token alone, 195 to 242 with 20 to 1 log-probabilities were measured."""
+
+FRONT_BYTES = (
+    120 * MIB
+    + TOLD_ENTRIES * TOLD_ENTRY_BYTES
+    + KEPT_ENTRIES * KEPT_ENTRY_BYTES
+    + WAITING_ENTRIES * WAITING_ENTRY_BYTES
+)
+"""220 MiB. 93 with SmolLM2's tokenizer and nobody there; the rest is for bodies, connections and larger vocabularies,
+40 for what is told of prompts, 28 for what is kept of answers and 32 for what waits in streams."""
 
 LOGITS_BYTES = 8 * MIB
 """Of the logits buffer: rows beyond it are sampled in turns, so that many streams need no more memory."""

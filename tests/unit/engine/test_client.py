@@ -10,12 +10,12 @@ import pytest
 
 from holdfast import SamplingParams
 from holdfast.config import EngineConfig
-from holdfast.engine import client, messages
+from holdfast.engine import client, messages, stream
 from holdfast.engine.client import ProcessEngine
 from holdfast.engine.passengers import DEATHS_IN_ALL
 from holdfast.engine.startup import find_model
 from holdfast.errors import DoesNotFitError, EngineDiedError, EngineError, OverloadedError, RequestError
-from holdfast.records import EngineInfo, EngineOutput, EngineStats, FinishReason, RequestTiming
+from holdfast.records import EngineInfo, EngineOutput, EngineStats, FinishReason, RequestTiming, TokenLogprobs
 
 INFO = EngineInfo(
     model="tiny", device="none", dtype="none", kv_dtype="none", block_size=16, blocks=10, max_model_len=100,
@@ -238,3 +238,47 @@ async def test_room_for_several_answers(engine, harbour) -> None:
     with contextlib.suppress(StopAsyncIteration):
         await anext(stream)
     assert engine.unfinished == 0
+
+
+def scored(name: str, likeliest: int) -> EngineOutput:
+    places = list(range(likeliest + 1))
+    return EngineOutput(
+        request_id=name, token_ids=[1], logprobs=[TokenLogprobs(token_ids=places, logprobs=[0.0] * len(places), rank=1)]
+    )
+
+
+async def test_what_nobody_reads_is_bounded_and_harms_nobody_else(engine, harbour, monkeypatch) -> None:
+    engine._waiting.free = room = 400
+    slow, reading = await ask(engine, "slow", logprobs=20), await ask(engine, "reading")
+    told = 0
+    while not any(isinstance(message, messages.Abort) for message in harbour.last.heard):
+        harbour.last.tell(scored("slow", 20), token("reading", 5))
+        assert (await anext(reading)).token_ids == [5]
+        told += 1
+    assert told == (room + stream.OWN_ENTRIES) // (21 + stream.OF_A_DELTA) + 1
+    assert engine._waiting.free == room
+    assert engine.unfinished == 1
+    with pytest.raises(OverloadedError, match="read more slowly"):
+        await anext(slow)
+    with pytest.raises(StopAsyncIteration):
+        await anext(slow)
+    harbour.last.tell(token("reading", 6, reason=FinishReason.LENGTH))
+    assert [delta.token_ids async for delta in reading] == [[6]]
+    assert engine.unfinished == 0
+
+
+async def test_who_reads_at_last_gives_the_room_back(engine, harbour) -> None:
+    room = engine._waiting.free
+    answers = await ask(engine, "late", logprobs=20)
+    for _ in range(20):
+        harbour.last.tell(scored("late", 20))
+    harbour.last.tell(token("late", 7, reason=FinishReason.LENGTH))
+    await until(lambda: engine._waiting.free == room - (20 * 23 + 2 - stream.OWN_ENTRIES))
+    assert len([delta async for delta in answers]) == 21
+    assert engine._waiting.free == room
+    left = await ask(engine, "left", logprobs=20)
+    for _ in range(20):
+        harbour.last.tell(scored("left", 20))
+    await until(lambda: engine._waiting.free < room)
+    await left.aclose()
+    assert engine._waiting.free == room
