@@ -17,6 +17,7 @@ import triton.language as tl
 
 from holdfast.planner.lora_sizes import RANK_STEP, SPLIT_ROWS, SPLITS, TILE_ROWS
 
+# Rows of a step are not compiled in, not even whether 16 divides them: what was tried at the start serves every step.
 COLUMNS, OUTPUTS, WARPS = 128, 64, 4
 MOST_PARTS = 3
 
@@ -36,7 +37,7 @@ class LoraTiles:
     """Of the step, as many as are padded to."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["inner_rows", "span"])
 def _shrink(
     x, a, inner, order, places, starts, ends, x_stride, place_stride, columns, inner_rows, span,
     WIDTH: tl.constexpr, RANKS: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
@@ -63,7 +64,7 @@ def _shrink(
     tl.store(inner + at, sums, mask=real[:, None] & known[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["inner_rows"])
 def _expand(
     inner, b, out, order, places, starts, ends, out_stride, place_stride, inner_rows,
     FIRST: tl.constexpr, SECOND: tl.constexpr, THIRD: tl.constexpr, WIDTH: tl.constexpr, RANK: tl.constexpr,
