@@ -5,12 +5,15 @@ from __future__ import annotations
 import argparse
 import difflib
 import importlib
+import re
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
 import holdfast
 from holdfast.cli.output import UNFORESEEN_EXIT, flush, say_error, unforeseen
+from holdfast.config import absent
+from holdfast.config.setting import Refusal, refuse
 from holdfast.errors import ConfigurationError, HoldfastError, RequestError
 from holdfast.units import shorten
 
@@ -26,6 +29,11 @@ COMMANDS = {
     "ps": "list running servers and the memory they hold",
     "explain": "say what an error's code means",
 }
+
+NEAR = 0.6
+"""How alike two flags are when one may be meant for the other."""
+_FLAG = re.compile(r"--[a-zA-Z][\w.-]*")
+_JOINED = re.compile(r"(-tp|-pp|-dp|-O)(\d+)")
 
 READER_LEFT_EXIT = 128 + 13
 """As a shell says of a program that was still writing when its reader left."""
@@ -85,9 +93,10 @@ def _dispatched(given: list[str]) -> int:
         allow_abbrev=False,
     )
     module.add_arguments(parser)
-    parsed, unknown = parser.parse_known_args(given[1:])
+    parsed, unknown = parser.parse_known_args(_spelled(given[1:]))
     if unknown:
-        raise _unknown_argument(unknown[0], parser)
+        known_but_absent = module.refused_settings(parsed) if hasattr(module, "refused_settings") else []
+        refuse([*_unknown_arguments(unknown, parser), *known_but_absent])
     # A server repeats in its log how it was started.
     return int(module.run(parsed, tuple(given)) if given[0] == "serve" else module.run(parsed))
 
@@ -104,15 +113,41 @@ def _overview(stream: object, code: int) -> int:
     return code
 
 
-def _unknown_argument(argument: str, parser: argparse.ArgumentParser) -> ConfigurationError:
-    # Compared without their dashes, which make short names look alike.
-    flags = (name for action in parser._actions for name in action.option_strings if "=" not in name)
-    known = {name.lstrip("-"): name for name in flags}
-    near = difflib.get_close_matches(argument.split("=")[0].lstrip("-"), known, n=1)
-    return ConfigurationError(
-        f"{shorten(argument)} is not understood",
-        fix=f"did you mean {known[near[0]]}?" if near else f"see {parser.prog} --help",
-    )
+def _spelled(words: Sequence[str]) -> list[str]:
+    """As vLLM reads them: `_` for `-` in a flag's name, and a number right behind -tp, -pp, -dp and -O. What follows
+    `--` is somebody else's."""
+    end = words.index("--") if "--" in words else len(words)
+    found: list[str] = []
+    for word in words[:end]:
+        name, equals, value = word.partition("=")
+        joined = _JOINED.fullmatch(word)
+        if joined:
+            found += [joined[1], joined[2]]
+        elif _FLAG.fullmatch(name):
+            found.append(_whole_name(name.replace("_", "-")) + equals + value)
+        else:
+            found.append(word)
+    return [*found, *words[end:]]
+
+
+def _whole_name(flag: str) -> str:
+    """--compilation-config.level is a part of a setting that is refused as a whole."""
+    whole, _, part = flag.partition(".")
+    name = whole[2:].replace("-", "_")
+    return whole if part and (name in absent.ENGINE or name in absent.SERVER) else flag
+
+
+def _unknown_arguments(arguments: list[str], parser: argparse.ArgumentParser) -> list[Refusal]:
+    """Flags, or where there is none among them the words themselves."""
+    # Compared without their dashes, which make short names look alike. What is hidden would be refused itself.
+    shown = (action for action in parser._actions if action.help is not argparse.SUPPRESS)
+    known = {name.lstrip("-"): name for action in shown for name in action.option_strings if "=" not in name}
+    found = []
+    for word in [word for word in arguments if word.startswith("-")] or arguments[:1]:
+        near = difflib.get_close_matches(word.split("=")[0].lstrip("-"), known, n=1, cutoff=NEAR)
+        fix = f"did you mean {known[near[0]]}?" if near else f"see {parser.prog} --help"
+        found.append(Refusal(shorten(word), "", word, fix=fix, problem="is not understood"))
+    return found
 
 
 def _unknown_command(name: str) -> int:

@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING
 
 from holdfast.cli.batch_files import REFUSED, UNUSABLE, Input, Output, read_lines
 from holdfast.cli.serve import read_settings, server_settings
+from holdfast.cli.serve import refused_settings as refused_settings  # Asked for by `main`.
 from holdfast.config import EngineConfig, ServerConfig
 from holdfast.config.engine import REFUSED as ENGINE_REFUSED
 from holdfast.config.server import REFUSED as SERVER_REFUSED
 from holdfast.config.setting import flag_name, whole
-from holdfast.config.sources import add_flags
+from holdfast.config.sources import add_flags, add_refused
 from holdfast.engine.early import EarlyProcess
 from holdfast.errors import ConfigurationError
 from holdfast.units import shorten
@@ -76,7 +77,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_flags(parser, EngineConfig, title="model and engine")
     unused = [field.name for field in dataclasses.fields(ServerConfig) if field.name not in SERVER_NAMES]
     add_flags(parser, ServerConfig, title="answers", skip=unused)
-    for name in (*ENGINE_REFUSED, *(SERVER_REFUSED.keys() & SERVER_NAMES), *NOT_HERE):
+    add_refused(parser, (*ENGINE_REFUSED, *(SERVER_REFUSED.keys() & SERVER_NAMES)))
+    for name in NOT_HERE:
         parser.add_argument(flag_name(name), dest=name, nargs="*", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
 
 

@@ -8,15 +8,15 @@ import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from holdfast.cli.fatal import command_line, say_why
 from holdfast.cli.output import say_error
 from holdfast.config import EngineConfig, ServerConfig
 from holdfast.config.engine import REFUSED as ENGINE_REFUSED
 from holdfast.config.server import REFUSED as SERVER_REFUSED
-from holdfast.config.setting import flag_name
-from holdfast.config.sources import add_flags, gather, split
+from holdfast.config.setting import Refusal, flag_name, refusals
+from holdfast.config.sources import FLAG, Gathered, add_flags, add_refused, gather, split
 from holdfast.engine.early import EarlyProcess
 from holdfast.errors import ConfigurationError, HoldfastError
 
@@ -49,9 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", type=Path, metavar="FILE", help="settings from a TOML or YAML file")
     add_flags(parser, EngineConfig, title="model and engine")
     add_flags(parser, ServerConfig, title="server")
-    for name in (*ENGINE_REFUSED, *SERVER_REFUSED):
-        # Known to vLLM's users: taken here only to be refused with the reason.
-        parser.add_argument(flag_name(name), dest=name, nargs="*", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+    add_refused(parser, (*ENGINE_REFUSED, *SERVER_REFUSED))
 
 
 def read_settings(arguments: argparse.Namespace) -> tuple[EngineConfig, ServerConfig]:
@@ -61,15 +59,33 @@ def read_settings(arguments: argparse.Namespace) -> tuple[EngineConfig, ServerCo
         if given.get("model") not in (None, positional):
             raise ConfigurationError(f"two models are named: {positional} and {given['model']}", field="model")
         given["model"] = positional
-    for name in (*ENGINE_REFUSED, *SERVER_REFUSED):
-        if name in given:
-            # --swap-space 0 asks for nothing; the bare flag asks for something.
-            given[name] = given[name][0] if len(given[name]) == 1 else given[name] or True
-    if "api_key" not in given and "HOLDFAST_API_KEY" not in os.environ and os.environ.get("VLLM_API_KEY"):
-        # Who moves here from vLLM must not find the door open.
-        given["api_key"] = os.environ["VLLM_API_KEY"]
     gathered = gather([EngineConfig, ServerConfig], given, file=file)
+    if gathered.values.get("model") is None:
+        _check_swallowed(given)
+    if "api_key" not in gathered.values and os.environ.get("VLLM_API_KEY"):
+        # Who moves here from vLLM must not find the door open; as there, flags and the file come first.
+        gathered = Gathered({**gathered.values, "api_key": os.environ["VLLM_API_KEY"]}, gathered.origins)
     return split(gathered, (EngineConfig, ENGINE_REFUSED), (ServerConfig, SERVER_REFUSED))
+
+
+def refused_settings(arguments: argparse.Namespace) -> list[Refusal]:
+    """Of the flags alone."""
+    return refusals(vars(arguments), {**ENGINE_REFUSED, **SERVER_REFUSED}, lambda name: FLAG)
+
+
+def _check_swallowed(given: Mapping[str, Any]) -> None:
+    """A flag that takes several words takes a MODEL behind them too: a public name would become a key."""
+    for name in ("api_key", "served_model_name", "lora_folders", "lora_modules"):
+        words = given.get(name) or []
+        if len(words) < 2 or (name == "lora_modules" and ("=" in words[-1] or words[-1].startswith("{"))):
+            continue
+        written = flag_name(name)
+        raise ConfigurationError(
+            f"{written} has {len(words)} words behind it, and no model is named: the last of them may be one",
+            needed="the model before such a flag, or by --model",
+            fix=f"holdfast serve MODEL {written} ...; the built-in model is called smollm2",
+            field="model",
+        )
 
 
 def unread_variables(environment: Mapping[str, str]) -> list[str]:

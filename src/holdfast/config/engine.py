@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
 from typing import Any
 
+from holdfast.config import absent
 from holdfast.config.setting import (
     Origin,
     build,
@@ -21,44 +22,27 @@ from holdfast.config.setting import (
     whole,
 )
 from holdfast.errors import ConfigurationError
+from holdfast.units import shorten
 
 GPU_SEQUENCES, CPU_SEQUENCES = 256, 64
 GPU_STEP_TOKENS, CPU_STEP_TOKENS = 8192, 512
 
-REFUSED: Mapping[str, str] = {
-    "quantization": "the layout is read from the checkpoint (GGUF); AWQ, GPTQ and FP8 checkpoints cannot be run yet",
-    "swap_space": "KV pages are not swapped to RAM yet; a preempted request is recomputed",
-    "cpu_offload_gb": "weights are not offloaded yet",
-    "kv_offloading_size": "KV pages are not offloaded yet",
-    "fully_sharded_loras": "one device is used yet",
-    "default_mm_loras": "only text goes in and out",
-    "speculative_config": "speculative decoding is not there yet",
-    "trust_remote_code": "code out of a model folder is never run; model families are part of Holdfast",
-    "hf_overrides": "a model's config is taken as it is",
-    "rope_scaling": "a model's config is taken as it is; set it in the model's config.json",
-    "limit_mm_per_prompt": "only text goes in and out",
-    "tokenizer_revision": "name the tokenizer by a folder or file, or pin the model with revision",
-    "code_revision": "code out of a model folder is never run",
-    "download_dir": "downloads go to the caches that HF_HOME and HOLDFAST_CACHE name",
-    "max_logprobs": "a request may ask for 20",
-    "distributed_executor_backend": "one device is used yet",
-    "enable_expert_parallel": "one device is used yet",
-    "nnodes": "one machine is used yet",
-    "compilation_config": "graphs are captured as they are needed; see enforce_eager",
-    "async_scheduling": "steps overlap where that helps: always on a GPU, never on a CPU",
-    "disable_sliding_window": "layers with a window keep it, as they were trained",
-    "runner": "one server generates and embeds: /v1/embeddings is always there",
-    "convert": "one server generates and embeds: /v1/embeddings is always there",
-    "task": "one server generates and embeds: /v1/embeddings is always there",
-    "pooler_config": "embeddings are the last token's state, scaled to length 1",
-    "override_pooler_config": "embeddings are the last token's state, scaled to length 1",
-    "logits_processors": "code out of a setting is never run",
-    "kv_transfer_config": "KV pages stay where they were computed",
-    "num_gpu_blocks_override": "the pool is sized by what is measured; see kv_cache_memory_bytes",
-    "preemption_mode": "a preempted request is recomputed",
-    "max_seq_len_to_capture": "steps of single tokens are captured at any length",
-}
+REFUSED: Mapping[str, str] = absent.ENGINE
 """vLLM's names for what is not there. Naming one is an error with this reason, never silence."""
+
+
+_BACKENDS = ("auto", "compiled", "torch")
+
+
+def _attention_backend(field: str, value: Any) -> str:
+    if isinstance(value, str) and value.upper() == "TORCH_SDPA":
+        return "torch"
+    if isinstance(value, str) and value.isupper():
+        raise ConfigurationError(
+            f"{field}: {shorten(value)} is one of vLLM's; kernels are Holdfast's own, chosen by what the machine has",
+            needed="one of " + ", ".join(_BACKENDS), found=shorten(value), fix=f"leave {field} out", field=field,
+        )  # fmt: skip
+    return str(choice(*_BACKENDS)(field, value))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,7 +133,7 @@ class EngineConfig:
         1024, "most requests waiting beyond those running; more get 429 with Retry-After", whole(0, 1 << 20)
     )
     attention_backend: str = setting(
-        "auto", "on a CPU: auto, compiled (kernels built at install) or torch", choice("auto", "compiled", "torch")
+        "auto", "on a CPU: auto, compiled (kernels built at install) or torch", _attention_backend
     )
     enable_sleep_mode: bool = setting(
         False, "let /sleep give the engine's memory back until /wake_up; LLM.sleep needs no leave", flag
@@ -244,4 +228,15 @@ class EngineConfig:
     @staticmethod
     def from_arguments(**arguments: Any) -> EngineConfig:
         """From Python, as `LLM` takes them. A name that is not known is an error with the nearest one."""
-        return build(EngineConfig, arguments, refused=REFUSED, origin=lambda name: Origin(str))
+        refused = {**REFUSED, **_of_servers(arguments)}
+        return build(EngineConfig, arguments, refused=refused, origin=lambda name: Origin(str))
+
+
+def _of_servers(names: Iterable[str]) -> dict[str, str]:
+    """Those of them that a server has, and `LLM` has not."""
+    from holdfast.config.server import REFUSED as SERVER_REFUSED
+    from holdfast.config.server import ServerConfig
+
+    theirs = {field.name for field in fields(ServerConfig)} | SERVER_REFUSED.keys()
+    own = {field.name for field in fields(EngineConfig)}
+    return dict.fromkeys((theirs - own) & {*names}, "it is a setting of holdfast serve; LLM opens no port and no log")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from holdfast.config import absent
 from holdfast.config.setting import (
     choice,
     flag,
@@ -16,6 +17,7 @@ from holdfast.config.setting import (
     size,
     text,
     texts,
+    texts_or_tables,
     whole,
 )
 from holdfast.errors import ConfigurationError
@@ -24,26 +26,7 @@ _ALWAYS_ON = (
     "enable_prompt_tokens_details", "enable_server_load_tracking", "enable_request_id_headers", "disable_log_requests",
 )  # fmt: skip
 
-REFUSED: Mapping[str, str] = {
-    "enable_ssl_refresh": "certificates are read once; restart the server, or renew them in a proxy in front",
-    "uds": "it listens on an address and a port; a proxy in front may listen on a socket of the file system",
-    "root_path": "paths are as they are; let the proxy in front strip its prefix",
-    "middleware": "code out of a setting is never run",
-    "uvicorn_log_level": "there is one log: see --log-level",
-    "disable_access_log_for_endpoints": "probes (/health, /ping, /metrics) are never in the access log, all else is",
-    "enable_log_requests": "what clients write is never logged",
-    "max_log_len": "what clients write is never logged",
-    "enable_log_outputs": "what the model answers is never logged",
-    "log_error_stack": "a fault's stack is always in the log, and never in an answer",
-    "return_tokens_as_token_ids": "tokens are shown as text; return_token_ids in a request adds their ids",
-    "tool_server": "tools are the client's to run",
-    "h11_max_incomplete_event_size": "request line and headers may have 64 KiB",
-    "h11_max_header_count": "request line and headers may have 64 KiB",
-    "enable_tokenizer_info_endpoint": "/tokenize and /detokenize are there; the tokenizer's files are with the model",
-    "sse_keep_alive_interval": "a stream's headers leave at once and its events as tokens come",
-    "headless": "one machine serves one model yet",
-    "grpc": "it speaks HTTP only",
-}
+REFUSED: Mapping[str, str] = absent.SERVER
 
 TOOL_CALL_PARSERS = (
     "hermes", "llama3_json", "llama4_json", "mistral", "json", "qwen", "qwen2", "qwen2_5", "qwen3", "qwen3_json",
@@ -99,7 +82,8 @@ class ServerConfig:
         (), "name or names that requests call the model by; left out: as it was named to us", texts, metavar="NAME"
     )
     lora_modules: tuple[str, ...] = setting(
-        (), 'LoRA adapters: NAME=FOLDER, or JSON with name, path and base_model_name; needs --enable-lora', texts,
+        (), 'LoRA adapters: NAME=FOLDER, or JSON with name, path and base_model_name; needs --enable-lora',
+        texts_or_tables,
         metavar="NAME=FOLDER",
     )  # fmt: skip
     lora_folders: tuple[str, ...] = setting(

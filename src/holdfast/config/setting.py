@@ -9,9 +9,10 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
+from holdfast.config.absent import asks_nothing
 from holdfast.errors import ConfigurationError
 from holdfast.units import MIB, parse_bytes, parse_tokens, shorten
 
@@ -64,6 +65,14 @@ def texts(field: str, value: Any) -> tuple[str, ...]:
     if isinstance(value, list | tuple) and all(isinstance(entry, str) for entry in value):
         return tuple(value)
     raise _wrong(field, value, "one text or a list of texts")
+
+
+def texts_or_tables(field: str, value: Any) -> tuple[str, ...]:
+    """Tables of a file as JSON, in which they can also be written as texts."""
+    entries = [value] if isinstance(value, str | dict) else value
+    if not isinstance(entries, list | tuple):
+        raise _wrong(field, value, "one text or table, or a list of them")
+    return texts(field, [json.dumps(entry) if isinstance(entry, dict) else entry for entry in entries])
 
 
 def listed(field: str, value: Any) -> tuple[str, ...]:
@@ -167,7 +176,7 @@ def size(field: str, value: Any) -> int:
 
 
 def tokens_or_auto(field: str, value: Any) -> int | None:
-    if value == "auto" or value == -1:
+    if value == "auto" or str(value).strip() == "-1":  # vLLM's number for it.
         return None
     if isinstance(value, bool) or not isinstance(value, int | str):
         raise _wrong(field, value, "a number of tokens, such as 8192 or 32K, or auto")
@@ -199,24 +208,58 @@ def build(
     origin: Callable[[str], Origin],
 ) -> T:
     """A config of `kind` out of named values. `refused`: known names whose feature is not there, with the reason;
-    given at their harmless values (False, None, 0, or 1 for sizes) they are taken as not given."""
+    given at values that ask for nothing, or for what is done anyway, they are taken as not given."""
     fields = {field.name: field for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    refuse(refusals(values, refused, origin))
     parsed: dict[str, Any] = {}
     for name, value in values.items():
         source = origin(name)
-        written = source.spelled(name)
         if name in refused:
-            if value not in (None, False, 0, "", "0", "false", "False"):
-                raise ConfigurationError(
-                    f"{source.place}{written} is not supported: {refused[name]}",
-                    fix=f"leave {written} out",
-                    field=name,
-                )
             continue
         if name not in fields:
-            raise unknown_name(name, [*fields, *refused], source)
-        parsed[name] = fields[name].metadata["parse"](source.place + written, value)
+            raise unknown_name(name, fields, source)
+        parsed[name] = fields[name].metadata["parse"](source.place + source.spelled(name), value)
     return kind(**parsed)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Refusal:
+    """One setting that cannot be honoured."""
+
+    written: str
+    """As the person who gave it spelled it, behind its place."""
+    reason: str
+    name: str
+    fix: str | None = None
+    problem: str = "is not supported"
+
+    @property
+    def sentence(self) -> str:
+        return f"{self.written} {self.problem}" + (f": {self.reason}" if self.reason else "")
+
+
+def refusals(values: Mapping[str, Any], refused: Mapping[str, str], origin: Callable[[str], Origin]) -> list[Refusal]:
+    """Of those that are known and not there, each that asks for something."""
+    return [
+        Refusal(origin(name).place + origin(name).spelled(name), refused[name], name)
+        for name, value in values.items()
+        if name in refused and not asks_nothing(name, value)
+    ]
+
+
+def refuse(found: Sequence[Refusal]) -> None:
+    """All of them in one error: a command with twelve is put right in one round."""
+    if not found:
+        return
+    first = found[0]
+    if len(found) == 1:
+        spelled = first.written.rpartition(": ")[2]
+        raise ConfigurationError(first.sentence, fix=first.fix or f"leave {spelled} out", field=first.name)
+    lines = "".join(f"\n  {one.sentence}" + (f"; {one.fix}" if one.fix else "") for one in found)
+    words = ", ".join(one.written.rpartition(": ")[2] for one in found)
+    raise ConfigurationError(
+        f"{len(found)} settings cannot be honoured:{lines}", fix=f"leave out {words}", field=first.name
+    )
 
 
 def unknown_name(name: str, known: Iterable[str], source: Origin) -> ConfigurationError:

@@ -14,7 +14,19 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from holdfast.config.setting import Origin, build, environment_name, flag, flag_name, texts, unknown_name
+from holdfast.config.absent import LISTS, SHORT, SWITCHES
+from holdfast.config.setting import (
+    Origin,
+    build,
+    environment_name,
+    flag,
+    flag_name,
+    refusals,
+    refuse,
+    texts,
+    texts_or_tables,
+    unknown_name,
+)
 from holdfast.errors import ConfigurationError
 
 T = TypeVar("T")
@@ -43,17 +55,36 @@ def add_flags(parser: argparse.ArgumentParser, kind: type, *, title: str, skip: 
             # --name, --no-name and --name=false all work. The last are options of their own with the "=" in their
             # name, because an optional value would swallow a MODEL that comes next.
             hidden = common | {"help": argparse.SUPPRESS}
-            on, off = (f"{names[0]}={word}" for word in ("true", "false"))
             group.add_argument(*names, action="store_const", const="true", **common)
-            group.add_argument(on, f"{names[0]}=True", action="store_const", const="true", **hidden)
-            group.add_argument(off, f"{names[0]}=False", action="store_const", const="false", **hidden)
-            no = f"--no-{field.name.replace('_', '-')}"
-            group.add_argument(no, action="store_const", const="false", **hidden)
-        elif spec["parse"] is texts:
-            group.add_argument(*names, nargs="+", metavar=spec["metavar"], **common)
+            _add_words(group, field.name, hidden)
+        elif spec["parse"] in (texts, texts_or_tables):
+            # Given twice, both count.
+            group.add_argument(*names, nargs="+", action="extend", metavar=spec["metavar"], **common)
         else:
             group.add_argument(*names, metavar=spec["metavar"] or "VALUE", **common)
 
+
+def add_refused(parser: argparse.ArgumentParser, names: Iterable[str]) -> None:
+    """vLLM's flags, taken with as many words as they have there, to be refused with the reason all at once."""
+    for name in names:
+        hidden: dict[str, Any] = {"dest": name, "default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
+        flags = (flag_name(name), *SHORT.get(name, ()))
+        if name in SWITCHES:
+            parser.add_argument(*flags, action="store_const", const="true", **hidden)
+            _add_words(parser, name, hidden)
+        else:
+            parser.add_argument(*flags, nargs="*" if name in LISTS else None, **hidden)
+
+
+def _add_words(group: Any, name: str, hidden: Mapping[str, Any]) -> None:
+    written = flag_name(name)
+    for value, words in (("true", _YES), ("false", _NO)):
+        spellings = [f"{written}={spelled}" for word in words for spelled in {word, word.upper(), word.capitalize()}]
+        group.add_argument(*spellings, action="store_const", const=value, **hidden)
+    group.add_argument("--no-" + written[2:], action="store_const", const="false", **hidden)
+
+
+_YES, _NO = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
 
 FLAG, VARIABLE = Origin(flag_name), Origin(environment_name)
 
@@ -98,17 +129,19 @@ def split(
     gathered: Gathered, first: tuple[type[T], Mapping[str, str]], second: tuple[type[Any], Mapping[str, str]]
 ) -> tuple[T, Any]:
     """Gives each of two kinds its own values; a name that neither knows is an error."""
+    refused = {**first[1], **second[1]}
+    refuse(refusals(gathered.values, refused, gathered.origin))
     parts: list[dict[str, Any]] = [{}, {}]
     known: list[set[str]] = [
-        {field.name for field in dataclasses.fields(kind)} | set(refused)  # type: ignore[arg-type]
-        for kind, refused in (first, second)
+        {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
+        for kind in (first[0], second[0])
     ]
     for name, value in gathered.values.items():
         if name in known[0]:
             parts[0][name] = value
         elif name in known[1]:
             parts[1][name] = value
-        else:
+        elif name not in refused:
             raise unknown_name(name, known[0] | known[1], gathered.origin(name))
     return (
         build(first[0], parts[0], refused=first[1], origin=gathered.origin),

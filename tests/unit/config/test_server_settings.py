@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from holdfast.cli import serve
-from holdfast.config import ServerConfig
+from holdfast.cli.main import main
+from holdfast.config import ServerConfig, absent
 from holdfast.config.engine import REFUSED as ENGINE_REFUSED
 from holdfast.config.server import REFUSED
 from holdfast.config.setting import flag_name
@@ -22,16 +23,18 @@ def read(*words: str) -> tuple[object, ServerConfig]:
 
 
 def test_several_keys_and_a_file_of_them() -> None:
-    server = read("--api-key", "a", "b", "--api-key-file", "keys.txt")[1]
-    assert (server.api_key, server.api_key_file) == (("a", "b"), "keys.txt")
+    server = read("some/model", "--api-key", "a", "b", "--api-key-file", "keys.txt", "--api-key", "c")[1]
+    assert (server.api_key, server.api_key_file) == (("a", "b", "c"), "keys.txt")
     with pytest.raises(ConfigurationError, match="empty key"):
         read("--api-key", "")
 
 
-def test_vllms_key_keeps_the_door_shut(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vllms_key_keeps_the_door_shut(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("VLLM_API_KEY", "theirs")
     assert read()[1].api_key == ("theirs",)
     assert read("--api-key", "ours")[1].api_key == ("ours",)
+    (tmp_path / "c.yaml").write_text("api-key: filed")
+    assert read("--config", str(tmp_path / "c.yaml"))[1].api_key == ("filed",)
     monkeypatch.setenv("HOLDFAST_API_KEY", "own")
     assert read()[1].api_key == ("own",)
 
@@ -74,12 +77,57 @@ def test_settings_that_contradict_each_other(words: list[str], field: str | None
     assert field is None or caught.value.field == field
 
 
-@pytest.mark.parametrize("name", sorted({*REFUSED, *ENGINE_REFUSED}))
-def test_every_flag_whose_feature_is_not_there_says_why(name: str) -> None:
+def test_every_flag_whose_feature_is_not_there_says_why() -> None:
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    serve.add_arguments(parser)
+    reasons = {**REFUSED, **ENGINE_REFUSED}
+    for name, reason in reasons.items():
+        words = [flag_name(name)] if name in absent.SWITCHES else [flag_name(name), "7"]
+        if absent.asks_nothing(name, "true" if name in absent.SWITCHES else "7"):
+            # Done anyway: taken, and where it can be asked otherwise that is refused.
+            serve.read_settings(parser.parse_args(words))
+            words = [f"--no-{flag_name(name)[2:]}"]
+            if absent.asks_nothing(name, "false"):
+                continue
+        with pytest.raises(ConfigurationError) as caught:
+            serve.read_settings(parser.parse_args(words))
+        assert caught.value.message == f"{flag_name(name)} is not supported: {reason}"
+    assert len(reasons) > 250
+
+
+def test_no_such_flag_takes_the_model_for_its_value() -> None:
+    """And those that ask for what is done anyway leave a command as it is for both servers."""
+    engine = read(
+        "--runner", "generate", "--task", "generate", "--max-logprobs", "20", "--async-scheduling", "--swap-space",
+        "0.0", "--no-enable-log-requests", "--guided-decoding-backend", "guidance", "--no-trust-remote-code",
+        "--no-async-scheduling", "--no-enable-expert-parallel", "--enable-prefix-caching=FALSE", "--max-model-len",
+        "-1", "--limit-mm-per-prompt", '{"image": 0}', "some/model",
+    )[0]  # fmt: skip
+    assert (engine.model, engine.enable_prefix_caching, engine.max_model_len) == ("some/model", False, None)
+
+
+@pytest.mark.parametrize("flag", ["--api-key", "--served-model-name", "--lora-folders", "--lora-modules"])
+def test_a_flag_with_several_words_does_not_swallow_the_model(flag: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError) as caught:
-        read(flag_name(name), "7")
-    assert flag_name(name) in caught.value.message
-    assert {**REFUSED, **ENGINE_REFUSED}[name] in caught.value.message
+        read(flag, "a=b", "some/model")
+    assert caught.value.field == "model"
+    assert read("--model", "some/model", flag, "a=b", "c=d")[0].model == "some/model"
+    (tmp_path / "c.toml").write_text('model = "some/model"')
+    assert read("--config", str(tmp_path / "c.toml"), flag, "a=b", "c=d")[0].model == "some/model"
+
+
+def test_all_that_is_refused_is_said_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--max_model_len", "64", "--swap_space=4", "-tp2", "-O3", "--compilation-config.level", "3", "--max-len",
+             "3", "--allowed-local-media-path", "/x", "--logprobs-mode", "processed_logits"]  # fmt: skip
+    assert main(["serve", *words]) == 2
+    said = capsys.readouterr().err
+    for flag in ("--swap-space", "--compilation-config", "--allowed-local-media-path", "--logprobs-mode"):
+        assert f"\n  {flag} is not supported: " in said
+    assert "--max-len is not understood; did you mean --max-model-len?" in said
+    assert "fix:    leave out --max-len, --swap-space" in said
+    # Advice never leads to another refusal.
+    assert main(["serve", "--max-logprob", "3"]) == 2
+    assert "--max-logprobs" not in capsys.readouterr().err
 
 
 def test_vllms_spellings_of_what_is_there() -> None:
@@ -191,3 +239,8 @@ def test_flags_that_people_use_with_vllm_are_known(name: str) -> None:
     parser = argparse.ArgumentParser(allow_abbrev=False)
     serve.add_arguments(parser)
     assert name in parser._option_string_actions
+
+
+def test_adapters_as_tables_of_a_file(tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text("enable-lora: true\nlora-modules: [{name: a, path: b}, c=d]\n")
+    assert read("--config", str(tmp_path / "c.yaml"))[1].lora_modules == ('{"name": "a", "path": "b"}', "c=d")

@@ -133,3 +133,19 @@ def test_an_unknown_variable_is_an_error_that_names_the_nearest() -> None:
     with pytest.raises(ConfigurationError, match="HOLDFAST_MAX_NUM_SEQS"):
         parse(environment={"HOLDFAST_MAX_NUM_SEQ": "1"})
     parse(environment={"HOLDFAST_CACHE": "/somewhere", "HOLDFAST_NATIVE": "0", "OTHER": "x"})
+
+
+def test_settings_of_a_server_that_scripts_give_to_llm() -> None:
+    """Most scripts switch the statistics off, which an LLM has none of; what is of the network alone is said to be."""
+    EngineConfig.from_arguments(disable_log_stats=True, max_model_len="-1")
+    for name, value in (("disable_log_stats", False), ("port", 8000), ("root_path", "/x")):
+        with pytest.raises(ConfigurationError, match="a setting of holdfast serve") as caught:
+            EngineConfig.from_arguments(**{name: value})
+        assert caught.value.field == name
+    with pytest.raises(
+        ConfigurationError, match=r"2 settings cannot be honoured:\n  swap_space .*\n  task .*LLM.embed"
+    ):
+        EngineConfig.from_arguments(swap_space=4, task="embed")
+    with pytest.raises(ConfigurationError, match="kernels are Holdfast's own"):
+        EngineConfig.from_arguments(attention_backend="FLASH_ATTN")
+    assert EngineConfig.from_arguments(attention_backend="TORCH_SDPA").attention_backend == "torch"
