@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy
 
 from holdfast.records.structured import StructuredOutputsParams, Vocabulary
-from holdfast.text.matching import Grammars, MaskFiller, Matcher
+from holdfast.text.matching import Grammars, Matcher
 
 WORDS = [
     '{"', '":', '",', '"}', "[]", "{}", "true", "false", "null", "12", "123", "  ", "\n", "yes", "no", "ab", "abc",
@@ -24,9 +24,9 @@ def small_grammars() -> Grammars:
     return Grammars(VOCABULARY, [END], SIZE)
 
 
-def allowed_by(matcher: Matcher, filler: MaskFiller) -> set[int]:
-    words = numpy.zeros((1, -(-SIZE // 32)), dtype=numpy.int32)
-    filler.fill([matcher], words)
+def allowed_by(matcher: Matcher) -> set[int]:
+    words = numpy.zeros(-(-SIZE // 32), dtype=numpy.int32)
+    matcher.fill(words)
     bits = numpy.unpackbits(words.view(numpy.uint8), bitorder="little")
     assert not bits[SIZE:].any()
     return set(numpy.flatnonzero(bits).tolist())

@@ -17,8 +17,8 @@ from holdfast.scheduler.endings import refused
 if TYPE_CHECKING:
     from holdfast.engine.forms import Forms
 
-COMPILING_WAIT_S = 0.02
-"""For a grammar, where there is nothing else to do."""
+FORMS_WAIT_S = 0.02
+"""For a grammar or a mask, where there is nothing else to do."""
 
 
 class StepHandle(Protocol):
@@ -105,14 +105,22 @@ class EngineCore:
         if self._compiling:
             self._enter_formed()
         outputs, self._ended_at_once = self._ended_at_once, []
-        plan = self.scheduler.schedule(time.monotonic())
+        if self._in_flight and self.scheduler.needs_tokens:
+            outputs += self._apply_oldest()
+        held = self.forms.held() if self.forms is not None else frozenset[str]()
+        plan = self.scheduler.schedule(time.monotonic(), held)
         if plan is not None:
             self._in_flight.append(self._submit(plan))
         if self._in_flight and (plan is None or len(self._in_flight) > self._steps_ahead):
-            result = self._in_flight.popleft().result()
-            judge = None if self.forms is None else self.forms.judge
-            outputs += self._end(self.scheduler.apply(result, time.monotonic(), judge))
+            outputs += self._apply_oldest()
+        elif plan is None and held and self.forms is not None and not outputs:
+            self.forms.wait_for_masks(FORMS_WAIT_S)
         return outputs
+
+    def _apply_oldest(self) -> list[EngineOutput]:
+        result = self._in_flight.popleft().result()
+        judge = None if self.forms is None else self.forms.judge
+        return self._end(self.scheduler.apply(result, time.monotonic(), judge))
 
     def _submit(self, plan: StepPlan) -> StepHandle:
         masks = None if self.forms is None else self.forms.masks(plan)
@@ -122,7 +130,7 @@ class EngineCore:
         """Requests whose grammar is compiled, in the order of their arrival; the others need not wait for them."""
         assert self.forms is not None
         idle = not (self._in_flight or self._ended_at_once or self.scheduler.has_unfinished)
-        for request, problem in self.forms.formed(COMPILING_WAIT_S if idle else 0.0):
+        for request, problem in self.forms.formed(FORMS_WAIT_S if idle else 0.0):
             if problem is None:
                 self._enter(request)
             else:

@@ -24,7 +24,7 @@ from holdfast.execution.lora_places import AdapterPlaces, LoraLimits
 from holdfast.execution.memory import PeakMemory, trim_memory
 from holdfast.execution.ops import ops_for
 from holdfast.execution.rehearsal import heaviest_plan
-from holdfast.execution.sampler import Sampler
+from holdfast.execution.sampler import Masks, Sampler
 from holdfast.execution.transformer import Transformer
 from holdfast.execution.weights import Weights
 from holdfast.kvcache.groups import KVLayout
@@ -144,7 +144,12 @@ class Runner:
             if len(batch.fresh_pages):
                 kv.clear(batch.fresh_pages)
             hidden = decoder.forward(batch, kv)
-            token_ids, logprobs = self._sample(hidden, batch, masks)
+            masked = None if masks is None else masks.rows()
+            token_ids, logprobs = self._sample(hidden, batch, masked)
+            late = (
+                [slot for slot in masks.slots if slot not in masked] if masks is not None and masked is not None else []
+            )
+            self._buffers.known[late] -= 1  # What was sampled for them is nothing.
             told = self._score(batch)
             wanted = self._embeds[batch.sampling_slots]
             return StepResult(
@@ -154,6 +159,7 @@ class Runner:
                 prompt_logprobs=[list(islice(told, row.scored)) for row in plan.rows if row.scored],
                 embeddings=vectors(hidden, wanted) if wanted.any() else [],
                 failures=failures,
+                late=late,
             )
 
     def _start_adapters(self, plan: StepPlan) -> list[StepFailure]:
@@ -163,9 +169,8 @@ class Runner:
         return [failed for start in plan.starts if (failed := self._adapters.start(start)) is not None]
 
     def _sample(
-        self, hidden: torch.Tensor, batch: StepBatch, masks: TokenMasks | None = None
+        self, hidden: torch.Tensor, batch: StepBatch, masked: Masks | None = None
     ) -> tuple[list[int], list[TokenLogprobs | None]]:
-        masked = None if masks is None else dict(zip(masks.slots, masks.words(), strict=True))
         token_ids: list[int] = []
         logprobs: list[TokenLogprobs | None] = []
         rows = len(self._logits)

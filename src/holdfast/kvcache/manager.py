@@ -202,6 +202,14 @@ class KVCache:
                 self._index_entry(book, entry)
         book.indexed = full
 
+    def take_back(self, book: Book, end: int) -> bool:
+        """What was scheduled from position `end` on will be written once more. False: that is not possible, because the
+        page is in the index already, where others may have found it."""
+        if end // self.layout.block_tokens < book.indexed:
+            return False
+        book.length = end
+        return True
+
     def release_outside_window(self, book: Book, position: int) -> bool:
         """Gives back what no query at `position` or later will read. Says whether there was something."""
         if position < book.window_moves_at or not self._windows:

@@ -28,9 +28,9 @@ from holdfast.kvcache.groups import KVLayout, form_groups
 from holdfast.models import ModelSpec
 from holdfast.planner import expert_sizes
 from holdfast.planner.expert_sizes import mlp_width
+from holdfast.planner.form_sizes import forms_bytes
 from holdfast.planner.layouts import BLOCK_COLUMNS, memory_layout
 from holdfast.planner.same import Same
-from holdfast.planner.sampling_sizes import mask_words
 from holdfast.units import MIB, format_bytes
 
 ELEMENT_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -102,10 +102,6 @@ BOOK_BYTES = 512
 
 REQUEST_TOKEN_BYTES = 56
 """Of one token of a running request outside the slots: Python's number, two lists, a share of a hash."""
-
-FORM_TOKEN_BYTES, FORM_BYTES = 400, 256 << 10
-"""Of each token of a vocabulary, and of each answer held to a form: 19 MiB were seen with 49,152 tokens and 108 with
-262,144; 16 MiB with 64 schemas of 12 fields each. One that explodes is ended at 4 MiB."""
 
 STAGING_BYTES = 16 * MIB
 """While loading, beside the raw bytes of one tensor: the float tile of its expansion, and what the allocator keeps."""
@@ -244,12 +240,6 @@ def logits_bytes(spec: ModelSpec, limits: Limits, pool_tokens: int | None = None
     return SAMPLING_BYTES + scored + max(LOGITS_COPIES * turn, 2 * turn + PENALTY_BYTES * places + SEEN_BYTES * seen)
 
 
-def forms_bytes(vocab_size: int, limits: Limits) -> int:
-    """What holds answers to a form, once one is asked for: the vocabulary as a tree, and of every sequence two masks
-    and a matcher."""
-    return vocab_size * FORM_TOKEN_BYTES + limits.max_num_seqs * (FORM_BYTES + 2 * mask_words(vocab_size) * 4)
-
-
 def buffers_bytes(
     layout: KVLayout, limits: Limits, *, vocab_size: int, pool_tokens: int = 0, forms: bool = True
 ) -> int:
@@ -260,7 +250,7 @@ def buffers_bytes(
     tables = len(layout.groups) * slots * layout.blocks_for(limits.max_model_len) * (4 + 8 + 4)
     known = min(pool_tokens, slots * limits.max_model_len)
     ids = slots * (limits.max_model_len + 1) * 4
-    return tables + ids + known * REQUEST_TOKEN_BYTES + (forms_bytes(vocab_size, limits) if forms else 0)
+    return tables + ids + known * REQUEST_TOKEN_BYTES + (forms_bytes(vocab_size, slots) if forms else 0)
 
 
 FUSED: tuple[tuple[str, ...], ...] = (("q", "k", "v"), ("gate", "up"))

@@ -118,6 +118,9 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Empty when no row asked for one, else as long as token_ids: float32, of length 1, and nothing for other rows."""
     finished_copies: list[int] = []
     failures: list[StepFailure] = []
+    late: list[int] = []
+    """Slots whose rows were computed and whose tokens mean nothing: their masks were not there in time. The last token
+    of each is computed once more, and sampled from, in a later step."""
 
 
 class TokenMasks(Protocol):
@@ -127,8 +130,9 @@ class TokenMasks(Protocol):
     def slots(self) -> Sequence[int]:
         """Of these rows."""
 
-    def words(self) -> numpy.typing.NDArray[numpy.int32]:
-        """[slots, vocabulary / 32]: bit t % 32 of word t // 32 is token t. Waits until they are filled."""
+    def rows(self) -> dict[int, numpy.typing.NDArray[numpy.int32]]:
+        """By slot, [vocabulary / 32]: bit t % 32 of word t // 32 is token t. Waits for them, but no longer than an
+        answer may hold up others: what is missing then is late. Valid until the step is applied."""
 
 
 class Verdict(enum.Enum):

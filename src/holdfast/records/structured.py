@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -15,6 +16,8 @@ KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 """Exactly one of them is asked for."""
 
 MAX_SCHEMA_BYTES = 128 << 10
+LARGE_BYTES = 16 << 10
+"""Of a form as JSON: one that is larger may take seconds to compile, and no smaller one waits for it."""
 MAX_DEPTH = 64
 """Of a schema's lists and objects in each other."""
 MAX_REGEX_CHARS = 16 << 10
@@ -23,8 +26,13 @@ MAX_CHOICES = 4096
 MAX_CHOICE_CHARS = 64 << 10
 """Of all of them together."""
 
+_BLANK = re.compile(
+    r"(?:[ \t\r\n]|\\[nrts ]|\\x(?:20|0[9aAdD])|\\u00(?:20|0[9aAdD])|\[(?!\^)|\]|\((?:\?:)?|[)|?*+]|\{\d+(?:,\d*)?\})+"
+)
+"""A regular expression of JSON's white space and nothing else."""
 _BACKENDS = (None, "auto", "guidance", "llguidance")
 _SWITCHES = ("disable_any_whitespace", "disable_additional_properties", "disable_fallback")
+OPTIONS = (*_SWITCHES, "whitespace_pattern", "backend")
 
 
 class StructuredOutputsParams(
@@ -48,6 +56,8 @@ class StructuredOutputsParams(
     """There is one way to hold an answer to its form here, and none to fall back to."""
     backend: str | None = None
     """Of older vLLM; "auto" and "guidance" say what is done anyway."""
+    asked_as: str | None = None
+    """The field in which a client wrote it: errors call it so."""
 
     def __post_init__(self) -> None:
         settle = msgspec.structs.force_setattr
@@ -88,6 +98,13 @@ class StructuredOutputsParams(
                 raise _too_large(name, f"{len(value)} characters", f"at most {most} characters")
         if self.whitespace_pattern is None:
             return
+        if not _BLANK.fullmatch(self.whitespace_pattern):
+            raise RequestError(
+                "whitespace_pattern allows more than white space: what is written would be no JSON",
+                needed=r"blanks, \n, \r, \t, \s, and classes, groups and repetitions of them",
+                found=shorten(self.whitespace_pattern),
+                field="whitespace_pattern",
+            )
         if self.kind not in ("json", "json_object"):
             raise RequestError("whitespace_pattern goes with JSON alone", found=self.kind, field="whitespace_pattern")
         if self.disable_any_whitespace:

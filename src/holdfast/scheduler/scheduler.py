@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
+from collections.abc import Container
 
 from holdfast.errors import EngineError, RequestError
 from holdfast.kvcache import KVCache, Prefix
@@ -71,6 +72,12 @@ class Scheduler:
     @property
     def has_unfinished(self) -> bool:
         return bool(self._sequences)
+
+    @property
+    def needs_tokens(self) -> bool:
+        """Everybody who runs must have a form: of whoever is in flight nothing can be planned, and a step of the others
+        would part them into two halves that take turns for good."""
+        return bool(self._running) and all(sequence.constrained for sequence in self._running)
 
     @property
     def steps_in_flight(self) -> int:
@@ -130,12 +137,13 @@ class Scheduler:
 
     # --- planning ---
 
-    def schedule(self, now_s: float) -> StepPlan | None:
-        """The next step, or None when there is nothing to compute before a result is applied or a request comes."""
+    def schedule(self, now_s: float, held: Container[str] = ()) -> StepPlan | None:
+        """The next step, or None when there is nothing to compute before a result is applied or a request comes.
+        `held`: ids of requests that cannot be sampled from yet; those that run are left out of the step."""
         assert len(self._in_flight) < self.limits.max_steps_in_flight, "apply the oldest step before planning another"
         draft = Draft(self.limits.max_num_batched_tokens)
         self._make_room_for_urgent(draft)
-        less_urgent = self._plan_running(draft)
+        less_urgent = self._plan_running(draft, held)
         self._commit(draft)
         if not draft.preempted:
             self._admit(draft, now_s)
@@ -144,7 +152,8 @@ class Scheduler:
             self._plan_row(draft, sequence, sequence.pending, may_preempt=False)
         self._commit(draft)
         if not draft.rows:
-            assert self._in_flight or not self._sequences, "requests wait, nothing is in flight, and no step was found"
+            idle = not self._in_flight and not any(one.request.request_id in held for one in self._running)
+            assert not (idle and self._sequences), "requests wait, nothing is in flight, and no step was found"
             self._step_tokens = 0
             return None
         self._steps_total += 1
@@ -152,11 +161,11 @@ class Scheduler:
         self._in_flight.append(StepInFlight(self._steps_total, list(draft.rows.values())))
         return draft.plan(self._steps_total)
 
-    def _plan_running(self, draft: Draft) -> list[Sequence]:
+    def _plan_running(self, draft: Draft, held: Container[str]) -> list[Sequence]:
         """Rows for whoever decodes, then prefill chunks. Returns prefills that shall wait for an admission."""
         prefills: list[Sequence] = []
         for sequence in tuple(self._running):
-            if sequence.status is Status.RUNNING:
+            if sequence.status is Status.RUNNING and not (sequence.constrained and sequence.request.request_id in held):
                 pending = sequence.pending
                 if pending == 1:
                     self._plan_row(draft, sequence, 1)
@@ -329,22 +338,25 @@ class Scheduler:
             raise EngineError(f"step {result.step_id} is not the one due", needed=f"step {step and step.step_id}")
         step.check(result)
         outputs = [output for failed in result.failures for output in self._fail(step, failed, now_s)]
-        sampled, scores = 0, iter(result.prompt_logprobs)
+        sampled, scores, late = 0, iter(result.prompt_logprobs), frozenset(result.late)
         for planned in step.rows:
             sequence, row = planned.sequence, planned.row
             sequence.rows_in_flight -= 1
+            samples = row.samples and row.slot not in late
             if sequence.status is Status.RUNNING:
                 sequence.computed += row.count
                 sequence.in_flight -= row.count
+                if row.samples and not samples:
+                    self._compute_again(sequence)
             counts = sequence.status is not Status.FINISHED and sequence not in step.void
             told = next(scores) if row.scored else None
             if told is not None and counts:
                 sequence.told += len(told)
-                if not row.samples:
+                if not samples:
                     outputs.append(news(sequence, [], None, None, None, None, prompt_logprobs=told))
             if row.samples:
                 sequence.sampling_in_flight -= 1
-                if counts:
+                if counts and samples:
                     logprobs = result.logprobs[sampled] if result.logprobs else None
                     embedding = result.embeddings[sampled] if sequence.request.embed else None
                     token = result.token_ids[sampled]
@@ -352,6 +364,13 @@ class Scheduler:
                     outputs.append(self._take(sequence, token, logprobs, told, now_s, embedding, verdict))
                 sampled += 1
         return outputs
+
+    def _compute_again(self, sequence: Sequence) -> None:
+        """The last token of a row that was not sampled from. Where its page is full and may be another's by now, a page
+        of its own is needed."""
+        sequence.computed -= 1
+        if not self.kv.take_back(sequence.book, sequence.computed):
+            self._send_back(sequence)
 
     def _fail(self, step: StepInFlight, failed: StepFailure, now_s: float) -> list[EngineOutput]:
         """Ends the one request. Whoever has the same beginning may have found the pages it did not fill in the prefix

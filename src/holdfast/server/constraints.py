@@ -9,9 +9,11 @@ import asyncio
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from holdfast.errors import RequestError
 from holdfast.records import SamplingParams
-from holdfast.records.structured import StructuredOutputsParams
+from holdfast.records.structured import KINDS, LARGE_BYTES, OPTIONS, StructuredOutputsParams
 from holdfast.server.fields import unsupported
 from holdfast.server.protocol import Common
 from holdfast.units import shorten
@@ -27,6 +29,7 @@ BACKENDS = ("auto", "guidance", "llguidance")
 
 # Few at once: each may take a second and some memory, and those behind wait here and not on the loop.
 _POOL = ThreadPoolExecutor(max_workers=2, thread_name_prefix="forms")
+_LARGE = ThreadPoolExecutor(max_workers=1, thread_name_prefix="large-forms")
 
 
 async def check_off_loop(params: SamplingParams, tokenizer: Tokenizer) -> None:
@@ -40,7 +43,8 @@ async def check_off_loop(params: SamplingParams, tokenizer: Tokenizer) -> None:
 
         check_form(form, tokenizer)
 
-    await asyncio.get_running_loop().run_in_executor(_POOL, check)
+    large = len(msgspec.json.encode(form)) > LARGE_BYTES
+    await asyncio.get_running_loop().run_in_executor(_LARGE if large else _POOL, check)
 
 
 def form_of(body: Common) -> StructuredOutputsParams | None:
@@ -65,6 +69,8 @@ def form_of(body: Common) -> StructuredOutputsParams | None:
         return _made("response_format", **_of_response_format(body.response_format))
     if asked[0] == "structured_outputs":
         assert body.structured_outputs is not None
+        if "asked_as" in body.structured_outputs:
+            raise RequestError("structured_outputs: unknown field 'asked_as'", field="structured_outputs.asked_as")
         return _made("structured_outputs", **body.structured_outputs)
     given = {GUIDED[asked[0]]: getattr(body, asked[0])}
     if body.guided_whitespace_pattern is not None:
@@ -74,12 +80,23 @@ def form_of(body: Common) -> StructuredOutputsParams | None:
 
 def _made(field: str, **given: Any) -> StructuredOutputsParams:
     try:
-        return StructuredOutputsParams(**given)
+        return StructuredOutputsParams(
+            **given, asked_as=_place(field, next((name for name in KINDS if name in given), None))
+        )
     except RequestError as error:
-        error.field = field if error.field in (None, "structured_outputs") else f"{field}.{error.field}"
+        error.field = field if error.field in (None, "structured_outputs") else _place(field, error.field)
         raise
     except TypeError as error:
         raise RequestError(f"{field}: {shorten(str(error), 200)}", field=field) from None
+
+
+def _place(field: str, kind: str | None) -> str:
+    """Where a client wrote what is called `kind` here."""
+    if field in GUIDED:
+        return "guided_whitespace_pattern" if kind == "whitespace_pattern" else field
+    if field == "response_format":
+        return "response_format.json_schema.schema" if kind == "json" else field
+    return field if kind is None or kind not in (*KINDS, *OPTIONS) else f"{field}.{kind}"
 
 
 def _of_response_format(given: dict[str, Any]) -> dict[str, Any]:

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from llguidance import LLMatcher
+from llguidance import LLMatcher, regex_to_lark
 
 from holdfast.errors import GrammarError
 from holdfast.records.structured import StructuredOutputsParams
 from holdfast.text.gbnf import lark_of_gbnf
+from holdfast.text.repeats import MOST, too_many
 from holdfast.text.structural_tags import lark_of_tags
 
-WHITESPACE = r"[\x20\x0A\x0D\x09]{1,40}"
-"""Between parts of JSON where nothing else is said: enough to indent ten levels, and no room for a model that has lost
-its way to write nothing but blanks until its tokens are spent."""
+WHITESPACE = r"(?:\x20{1,2}|\x0D?\x0A[\x20\x09]{0,32}|\x09)"
+"""Between parts of JSON where nothing else is said: a blank or two, or one new line and its indentation, and no room
+for a model that has lost its way to write nothing but blanks until its tokens are spent."""
+ASCII = "dws"
+r"""\d, \w and \s are [0-9], [0-9a-zA-Z_] and the blanks of ASCII, as in a schema's `pattern` and in vLLM's default."""
 
-_LARK = re.compile(r"(?m)^\s*(%llguidance\b|start\s*(\[[^\]]*\]\s*)?:(?!:))")
+_QUOTED = re.compile(r""""(?:[^"\\\n]|\\.)*"|'(?:[^'\\\n]|\\.)*'|\[(?:[^\]\\]|\\.)*\]|(?://|\#)[^\n]*""", re.DOTALL)
+_LARK_PART = re.compile(r""""(?:[^"\\\n]|\\.)*"|//[^\n]*|\#[^\n]*|/(?P<regex>(?:[^/\\\n]|\\.)+)/""")
 
 _SCHEMAS_BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _SCHEMAS = (
@@ -34,11 +38,12 @@ def grammar_of(params: StructuredOutputsParams, special_id: Callable[[str], int 
     if params.json_object:
         return _of_schema({"type": "object"}, params)
     if params.regex is not None:
-        return LLMatcher.grammar_from_regex(params.regex)
+        check_repeats(params.regex, params)
+        return LLMatcher.grammar_from_lark(f"start: {lark_regex(params.regex)}")
     if params.choice is not None:
         return LLMatcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, params.choice)))
     if params.grammar is not None:
-        return LLMatcher.grammar_from_lark(_lark(params.grammar))
+        return LLMatcher.grammar_from_lark(_lark(params))
     assert isinstance(params.structural_tag, dict)
     return LLMatcher.grammar_from_lark(lark_of_tags(params.structural_tag, _options(params), special_id))
 
@@ -46,10 +51,13 @@ def grammar_of(params: StructuredOutputsParams, special_id: Callable[[str], int 
 def _options(params: StructuredOutputsParams) -> dict[str, Any]:
     if params.disable_any_whitespace:
         return {"whitespace_flexible": False}
-    return {"whitespace_pattern": params.whitespace_pattern or WHITESPACE}
+    pattern = params.whitespace_pattern
+    return {"whitespace_pattern": WHITESPACE if pattern is None else pattern.replace(r"\s", r"[\x20\x0A\x0D\x09]")}
 
 
 def _of_schema(schema: Any, params: StructuredOutputsParams) -> str:
+    for pattern in _patterns(schema):
+        check_repeats(pattern, params)
     if params.disable_additional_properties:
         schema = closed(schema)
     try:
@@ -57,7 +65,21 @@ def _of_schema(schema: Any, params: StructuredOutputsParams) -> str:
         plain = {} if schema is True else schema
         return LLMatcher.grammar_from_json_schema(plain, overrides=_options(params))  # type: ignore[arg-type]
     except ValueError as error:
-        raise GrammarError(f"json: {error}", code="HF361", field="json") from None
+        named = params.asked_as or "json"
+        raise GrammarError(f"{named}: {error}", code="HF361", field=named) from None
+
+
+def _patterns(schema: Any) -> Iterator[str]:
+    """Regular expressions of a schema, wherever they stand; level by level, because it may be deep."""
+    here = [schema]
+    while here:
+        one = here.pop()
+        if isinstance(one, dict):
+            if isinstance(found := one.get("pattern"), str):
+                yield found
+            if isinstance(named := one.get("patternProperties"), dict):
+                yield from named
+        here += one.values() if isinstance(one, dict) else one if isinstance(one, list) else ()
 
 
 def closed(schema: Any) -> Any:
@@ -77,5 +99,32 @@ def closed(schema: Any) -> Any:
     return found
 
 
-def _lark(text: str) -> str:
-    return text if _LARK.search(text) else lark_of_gbnf(text)
+def lark_regex(regex: str) -> str:
+    return f"/{regex_to_lark(regex, use_ascii=ASCII)}/"
+
+
+def check_repeats(regex: str, params: StructuredOutputsParams) -> None:
+    product = too_many(regex)
+    if product is not None:
+        named = params.asked_as or params.kind
+        raise GrammarError(
+            f"{named}: repetitions within each other come to {product:,}",
+            code="HF362", needed=f"at most {MOST:,}", found=f"{product:,}", fix="smaller repetitions", field=named,
+        )  # fmt: skip
+
+
+def _lark(params: StructuredOutputsParams) -> str:
+    """GBNF defines its rules with ::=, which Lark has nowhere outside of quotes."""
+    assert params.grammar is not None
+    if "::=" in _QUOTED.sub(" ", params.grammar):
+        lark = lark_of_gbnf(params.grammar)
+        check_repeats(lark, params)
+        return lark
+
+    def in_ascii(found: re.Match[str]) -> str:
+        if found["regex"] is None:
+            return found.group()
+        check_repeats(found["regex"], params)
+        return lark_regex(found["regex"])
+
+    return _LARK_PART.sub(in_ascii, params.grammar)

@@ -6,6 +6,7 @@ recursion, and a schema of some ten thousand bytes would otherwise end the proce
 
 from __future__ import annotations
 
+import hashlib
 import re
 import threading
 from collections import OrderedDict
@@ -14,12 +15,13 @@ from typing import TYPE_CHECKING, TypeVar
 from weakref import WeakKeyDictionary
 
 import msgspec
-from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
+from llguidance import LLMatcher, LLTokenizer
 
 from holdfast.errors import GrammarError, RequestError
 from holdfast.records.structured import StructuredOutputsParams, Vocabulary
 from holdfast.text.grammar import grammar_of
 from holdfast.text.tokenizer import Tokenizer
+from holdfast.text.walking import LIMITS, Walker
 from holdfast.units import shorten
 
 if TYPE_CHECKING:
@@ -31,15 +33,23 @@ T = TypeVar("T")
 STACK_BYTES = 256 << 20
 """Of addresses; memory is taken only for what is used. A chain of references as long as a schema may be needed some
 60 MiB."""
-MAX_STATES = 8000
-"""Of a grammar's lexer."""
 COMPILED_KEPT = 8
-"""Each may take some megabytes."""
+COMPILED_KEPT_BYTES = 256 << 10
+"""Of forms as they are written: what is compiled takes some sixty times as much."""
 CHECKED_KEPT = 256
+STEPS_TRIED, STEPS_CHECKED = 4, 16
+"""With all tokens, where masks are filled; and with some of them, where requests come in."""
+TOKENS_CHECKED = 2048
+"""So many of a vocabulary, the longest and some of all others, are as good as all to see what explodes."""
+NOTHING_FITS = "nothing can be written that has this form"
 INVALID, BEYOND_LIMITS = "HF361", "HF362"
 _LISTING = re.compile(r"\n *\d+ \||\n?<non-verbose/>")
 """Where what a library says turns to the source itself."""
-_LIMITED = ("too many", "too large", "too complex", "fuel", "limit", "too deep", "max is", "TooComplex")
+_PLACE = re.compile(r"^at \d+\(\d+\): ")
+"""In a grammar that was made of what was asked for."""
+_ADVICE = re.compile(r"\. Enable '\w+' option.*")
+"""Of the library, about what no field here has."""
+_LIMITED = ("too many", "Too many", "too large", "too complex", "fuel", "limit", "too deep", "max is", "TooComplex")
 
 
 def vocabulary_of(tokenizer: Tokenizer) -> Vocabulary:
@@ -92,6 +102,10 @@ class Matcher:
         """Nothing may follow."""
         return self.library.is_stopped() and not self.library.is_error()
 
+    def fill(self, words: numpy.typing.NDArray[numpy.int32]) -> None:
+        """A bit for each token that may follow; lets other threads go on meanwhile."""
+        self.library.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+
     @property
     def error(self) -> GrammarError | None:
         said = self.library.get_error()
@@ -99,17 +113,19 @@ class Matcher:
 
 
 class Grammars:
-    """Compiles for one vocabulary; safe to use from several threads. The `kept` used last stay compiled."""
+    """Compiles for one vocabulary; safe to use from several threads. The `kept` used last stay compiled. `steps`: how
+    far each is tried out."""
 
     def __init__(
-        self, vocabulary: Vocabulary, eos_ids: Sequence[int], vocab_size: int, *, kept: int = COMPILED_KEPT
-    ) -> None:
-        self._kept = kept
+        self, vocabulary: Vocabulary, eos_ids: Sequence[int], vocab_size: int, *, kept: int = COMPILED_KEPT,
+        steps: int = STEPS_TRIED,
+    ) -> None:  # fmt: skip
+        self._kept, self._steps = kept, steps
         self._special = {name: token for name, token in vocabulary.special.items() if token < vocab_size}
         tokens = vocabulary.tokens[:vocab_size]
         tokens += [b""] * (vocab_size - len(tokens))  # An embedding may have more rows than there are tokens.
         self._tokens = _Tokens(tokens, list(self._special.values()), eos_ids)
-        self._limits = LLParserLimits(max_lexer_states=MAX_STATES, verbose_errors=False)
+        self._walker = Walker(tokens, eos_ids)
         self._compiled: OrderedDict[bytes, LLMatcher] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -123,39 +139,40 @@ class Grammars:
         made = on_deep_stack(lambda: self._compile(params))
         with self._lock:
             self._compiled[key] = made
-            while len(self._compiled) > self._kept:
+            while len(self._compiled) > self._kept or sum(map(len, self._compiled)) > COMPILED_KEPT_BYTES:
                 self._compiled.popitem(last=False)
         return Matcher(made.deep_copy())
 
     def _compile(self, params: StructuredOutputsParams) -> LLMatcher:
         grammar = grammar_of(params, self._special.get)
-        made = LLMatcher(self._tokens.library, grammar, log_level=0, limits=self._limits)
-        if made.is_error():
-            raise _refusal(made.get_error(), params.kind)
+        made = LLMatcher(self._tokens.library, grammar, log_level=0, limits=LIMITS)
+        said = made.get_error() or self._walker.why_not(made.deep_copy(), self._steps)
+        if said:
+            raise _refusal(said, params.kind, params.asked_as)
         return made
 
 
 class FormChecker:
-    """Whether what is asked for can be compiled, with a vocabulary of single bytes: small, and the same grammars."""
+    """Whether what is asked for can be compiled and begun, with the single bytes and some tokens of a vocabulary:
+    small, and the same grammars."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        special = _special(tokenizer)
-        tokens, free = [b""] * (tokenizer.ids_end + 257), 0
-        for name, token in special.items():
-            tokens[token] = name.encode()
+        vocabulary = vocabulary_of(tokenizer)
+        tokens, free = _some(vocabulary), 0
         for byte in range(256):
             while tokens[free]:
                 free += 1
             tokens[free] = bytes([byte])
         ends = [len(tokens) - 1 if tokenizer.eos_token_id is None else tokenizer.eos_token_id]
-        self._grammars = Grammars(Vocabulary(tokens, special), ends, len(tokens), kept=0)
-        self.packed = msgspec.msgpack.encode(vocabulary_of(tokenizer))
+        some = Vocabulary(tokens, vocabulary.special)
+        self._grammars = Grammars(some, ends, len(tokens), kept=0, steps=STEPS_CHECKED)
+        self.packed = msgspec.msgpack.encode(vocabulary)
         """What an engine process is taught."""
         self._checked: OrderedDict[bytes, GrammarError | None] = OrderedDict()
         self._lock = threading.Lock()
 
     def check(self, params: StructuredOutputsParams) -> None:
-        key = msgspec.json.encode(params)
+        key = hashlib.sha256(msgspec.json.encode(params)).digest()
         with self._lock:
             if key in self._checked:
                 self._checked.move_to_end(key)
@@ -173,13 +190,18 @@ class FormChecker:
 
     def _problem(self, params: StructuredOutputsParams) -> GrammarError | None:
         try:
-            matcher = self._grammars.matcher(params)
+            self._grammars.matcher(params)
         except GrammarError as error:
             return error
-        # What can be read may still begin with nothing, or be too much for the first step already.
-        matcher.library.compute_bitmask()
-        said = matcher.library.get_error()
-        return _refusal(said, params.kind) if said else None
+        return None
+
+
+def _some(vocabulary: Vocabulary) -> list[bytes]:
+    """With the ids they have, special ones among them; nothing where the others are, and room for all bytes behind."""
+    tokens = vocabulary.tokens
+    longest = sorted(range(len(tokens)), key=lambda token: len(tokens[token]))[-TOKENS_CHECKED // 2 :]
+    chosen = {*longest, *range(0, len(tokens), max(len(tokens) * 2 // TOKENS_CHECKED, 1)), *vocabulary.special.values()}
+    return [spelled if token in chosen else b"" for token, spelled in enumerate(tokens)] + [b""] * 257
 
 
 _CHECKERS: WeakKeyDictionary[Tokenizer, FormChecker] = WeakKeyDictionary()
@@ -203,18 +225,6 @@ def _checker(tokenizer: Tokenizer) -> FormChecker:
         if known is None:
             known = _CHECKERS[tokenizer] = FormChecker(tokenizer)
         return known
-
-
-class MaskFiller:
-    """Masks of many matchers at once, on threads of the library's own."""
-
-    def __init__(self, threads: int) -> None:
-        self._executor = LLExecutor(threads)
-
-    def fill(self, matchers: Sequence[Matcher], words: numpy.typing.NDArray[numpy.int32]) -> None:
-        """Row i of `words` [rows, vocabulary / 32] for matcher i."""
-        numbered = [(matcher.library, row) for row, matcher in enumerate(matchers)]
-        self._executor.unsafe_compute_mask_ptr(numbered, words.ctypes.data, words.shape[1] * 4, words.shape[0])
 
 
 _STARTING = threading.Lock()
@@ -248,12 +258,17 @@ def _again(error: GrammarError) -> GrammarError:
     return GrammarError(error.message, code=error.code, needed=error.needed, fix=error.fix, field=error.field)
 
 
-def _refusal(said: str, kind: str) -> GrammarError:
+def _refusal(said: str, kind: str, asked_as: str | None = None) -> GrammarError:
+    """`asked_as`: how the client called it."""
     first = " ".join(_LISTING.split(said)[0].split())
+    if kind != "grammar" or asked_as is not None:
+        first = _PLACE.sub("", first)
+    first = NOTHING_FITS if "NoExtensionBias" in said else _ADVICE.sub("", first)
     limited = any(mark in said for mark in _LIMITED)
+    named = asked_as or kind
     return GrammarError(
-        f"{kind}: {shorten(first, 300)}",
+        f"{named}: {shorten(first, 300)}",
         code=BEYOND_LIMITS if limited else INVALID,
         fix="a simpler one" if limited else None,
-        field=kind,
+        field=named,
     )

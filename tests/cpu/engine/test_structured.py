@@ -3,7 +3,9 @@ that may happen to a request on its way."""
 
 from __future__ import annotations
 
+import itertools
 import re
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +13,12 @@ import pytest
 from pydantic import BaseModel, ConfigDict, Field
 
 from holdfast import LLM, GuidedDecodingParams, SamplingParams, StructuredOutputsParams
+from holdfast.engine import masks
 from holdfast.engine.core import EngineCore
 from holdfast.engine.forms import Forms
 from holdfast.errors import GrammarError, RequestError
 from holdfast.records import EngineOutput, Request
+from holdfast.text.matching import Matcher
 
 COLOURS = ["red", "green", "blue"]
 
@@ -269,3 +273,91 @@ def test_memory_of_forms_goes_with_their_requests(tiny: LLM) -> None:
     assert isinstance(forms, Forms)
     assert not forms._forms
     assert not forms.compiling
+
+
+class Gate:
+    """Holds up every mask that a step would wait for."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.open, self.reached, self._real = threading.Event(), threading.Event(), Matcher.fill
+        monkeypatch.setattr(Matcher, "fill", lambda matcher, words: self._fill(matcher, words))
+
+    def _fill(self, matcher: Matcher, words: Any) -> None:
+        if threading.current_thread().name.startswith("masks"):
+            self.reached.set()
+            assert self.open.wait(120)
+        self._real(matcher, words)
+
+
+def request(llm: LLM, name: str, params: SamplingParams) -> Request:
+    prompt = llm.get_tokenizer().encode("Tell me of somebody.")
+    return Request(request_id=name, prompt_token_ids=prompt, params=params, eos_token_ids=(2,))
+
+
+def test_nobody_waits_for_a_mask_that_does_not_come(tiny: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A free answer is written to its end while the masks of two others are still being filled; then these go on, with
+    the tokens they would have had anyway."""
+    forms = [held(regex="[a-z]{12}"), held(json=Short)]
+    params = [SamplingParams(max_tokens=30, seed=4, structured_outputs=form) for form in forms]
+    expected = [ask(tiny, [one])[0].token_ids for one in params]
+    free = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
+    gate, core = Gate(monkeypatch), tiny._engine()
+    for name, one in zip(("first", "second", "free"), (*params, free), strict=True):
+        core.add(request(tiny, name, one))
+    tokens: dict[str, list[int]] = {"first": [], "second": [], "free": []}
+    while len(tokens["free"]) < 40:
+        for output in core.step():
+            tokens[output.request_id] += output.token_ids
+    assert gate.reached.is_set()
+    assert len(tokens["first"]) <= 1
+    assert len(tokens["second"]) <= 1
+    gate.open.set()
+    while core.has_work:
+        for output in core.step():
+            tokens[output.request_id] += output.token_ids
+    assert [tokens["first"], tokens["second"]] == expected
+
+
+def test_a_mask_that_fails_ends_its_own_answer(tiny: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = Matcher.fill
+
+    class Panic(BaseException):
+        pass
+
+    def fill(matcher: Matcher, words: Any) -> None:
+        if threading.current_thread().name.startswith("masks"):
+            raise Panic
+        real(matcher, words)
+
+    (alone,) = ask(tiny, [FREE[0]])
+    core = tiny._engine()
+    monkeypatch.setattr(Matcher, "fill", fill)
+    core.add(request(tiny, "free", FREE[0]))
+    outputs = run(
+        core, request(tiny, "held", SamplingParams(max_tokens=30, structured_outputs=held(regex="[a-z]{20}")))
+    )
+    assert [token for output in outputs if output.request_id == "free" for token in output.token_ids] == alone.token_ids
+    (failure,) = [output.failure for output in outputs if output.failure is not None]
+    assert failure.kind == "EngineError"
+
+
+def test_masks_that_take_too_long_in_all_end_their_own_answer(tiny: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(masks, "MASK_CPU_S", 0.0)
+    monkeypatch.setattr(masks, "MASK_CPU_S_A_TOKEN", 0.0)
+    failed, fine = ask(tiny, [SamplingParams(max_tokens=30, structured_outputs=held(regex="[a-z]{20}")), FREE[0]])
+    assert (failed.finish_reason, failed.stop_reason) == ("error", "HF362")
+    assert fine.finish_reason == "length"
+
+
+def test_rows_that_are_late_write_the_same_answer(tiny: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    params = [SamplingParams(max_tokens=12, seed=seed, structured_outputs=held(regex="[a-z ]*")) for seed in range(3)]
+    expected = [answer.token_ids for answer in ask(tiny, params)]
+    calls, real = itertools.count(), masks.StepMasks.rows
+
+    def rows(step: masks.StepMasks) -> dict[int, Any]:
+        found = real(step)
+        turn = next(calls)
+        return {slot: words for slot, words in found.items() if (slot + turn) % 3}
+
+    monkeypatch.setattr(masks.StepMasks, "rows", rows)
+    assert [answer.token_ids for answer in ask(tiny, params)] == expected

@@ -60,6 +60,8 @@ class _Launched:
     scores: FoundScores | None = None
     embeddings: dict[int, bytes] = field(default_factory=dict)
     """By slot."""
+    late: list[int] = field(default_factory=list)
+    """Slots that were sampled without their masks: see StepResult.late."""
 
 
 class GpuStep:
@@ -75,7 +77,9 @@ class GpuStep:
         told: Told | None = None,
         embeddings: Sequence[bytes] = (),
         failures: Sequence[StepFailure] = (),
+        late: Sequence[int] = (),
     ) -> None:
+        self.late = list(late) if launched is None else launched.late
         self._runner, self._step_id, self._launched = runner, step_id, launched
         self._sampled: Sampled = sampled or []
         self._told: Told = told or []
@@ -96,6 +100,7 @@ class GpuStep:
             prompt_logprobs=self._told,
             embeddings=self._embeddings,
             failures=self._failures,
+            late=self.late,
         )
 
 
@@ -196,7 +201,7 @@ class GpuRunner:
             step = self._start(plan, masks)
         step.fail(failures)
         for row in plan.rows:
-            if row.samples:
+            if row.samples and row.slot not in step.late:
                 self._books.known[row.slot] += 1
         return step
 
@@ -239,7 +244,7 @@ class GpuRunner:
         entered, given_back, failures = False, False, dict[int, StepFailure]()
         parts, found = deque([list(plan.rows)]), dict[int, tuple[int, TokenLogprobs | None]]()
         scores: dict[int, list[TokenLogprobs]] = {row.slot: [] for row in plan.rows if row.scored}
-        embedded: dict[int, bytes] = {}
+        embedded, late = dict[int, bytes](), list[int]()
         while parts:
             part = [row for row in parts.popleft() if row.slot not in failures]
             if not part:
@@ -251,6 +256,7 @@ class GpuRunner:
                 launched = self._launch(part, place, masks)
                 sampled, told = self.read(launched)
                 embedded |= launched.embeddings
+                late += launched.late
             except RuntimeError as error:
                 if not is_shortage(error):
                     raise
@@ -271,8 +277,9 @@ class GpuRunner:
         told = [[] if slot in failures else entries for slot, entries in scores.items()]
         embeddings = _in_order(plan.rows, embedded)
         return GpuStep(
-            self, plan.step_id, sampled=sampled, told=told, embeddings=embeddings, failures=list(failures.values())
-        )
+            self, plan.step_id, sampled=sampled, told=told, embeddings=embeddings, failures=list(failures.values()),
+            late=late,
+        )  # fmt: skip
 
     def _give_back_cached(self) -> None:
         if self.device.type == "cuda":
@@ -280,6 +287,7 @@ class GpuRunner:
 
     def _launch(self, rows: Sequence[Row], place: int, masks: TokenMasks | None = None) -> _Launched:
         stream, embeds = None, any(row.samples and self._embeds[row.slot] for row in rows)
+        late: list[int] = []
         if self._graphs is not None and is_decode(rows) and not embeds:
             size = self._graphs.padded(len(rows))
             slots = [row.slot for row in rows]
@@ -287,7 +295,7 @@ class GpuRunner:
             adapters, places = self._adapters, self._books.adapter_places
             self._graphs.replay(size, work, adapters is not None and adapters.send_decode(rows, places, size))
             if work is Work.FORWARD:
-                self._choose(self._forms.decode_places(size), size, slots, masks)
+                late = self._choose(self._forms.decode_places(size), size, slots, masks)
         else:
             step = self._forms.mixed(rows)
             if self._adapters is not None:
@@ -297,7 +305,7 @@ class GpuRunner:
             work = self._sampler.prepare(slots) if slots else Work.DRAW
             stream = self._run(step, len(slots), work)
             if work is Work.FORWARD:
-                self._choose(step, len(slots), slots, masks)
+                late = self._choose(step, len(slots), slots, masks)
         found = scores = None
         if slots:
             found = self._sampler.logprobs(self._logits, slots)
@@ -308,7 +316,7 @@ class GpuRunner:
         if arrived is not None and (slots or scores is not None):
             arrived.record()
         embeddings = self._embed(step, stream, slots) if stream is not None and embeds else {}
-        return _Launched(step, place, found, scores, embeddings)
+        return _Launched(step, place, found, scores, embeddings, late)
 
     def _embed(self, step: DeviceStep, stream: torch.Tensor, slots: list[int]) -> dict[int, bytes]:
         """Waits for the step: its buffers are the next one's."""
@@ -344,11 +352,13 @@ class GpuRunner:
                 self._sampler.sample(logits, slots, lengths, work)
         return stream
 
-    def _choose(self, step: DeviceStep, sampling: int, present: list[int], masks: TokenMasks | None) -> None:
-        """The tokens of a step whose decoder was launched: now is when the masks of its rows are waited for."""
-        self._sampler.mask(present, masks)
+    def _choose(self, step: DeviceStep, sampling: int, present: list[int], masks: TokenMasks | None) -> list[int]:
+        """The tokens of a step whose decoder was launched: now is when the masks of its rows are waited for. Returns
+        the slots of those that are late."""
+        late = self._sampler.mask(present, masks)
         slots, lengths = step.sampling_slots[:sampling], step.sampling_lengths[:sampling]
         self._sampler.sample(self._logits[:sampling], slots, lengths, Work.ADJUST)
+        return late
 
     def read(self, launched: _Launched) -> tuple[Sampled, Told]:
         """Waits until the tokens of a step are here, and puts them in the order of its rows."""

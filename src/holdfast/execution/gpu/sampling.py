@@ -19,6 +19,7 @@ from holdfast.execution.triton_kernels.sampling import Workspace, sample_rows
 from holdfast.execution.triton_kernels.sampling_adjust import Lanes, adjust_rows
 from holdfast.execution.triton_kernels.sampling_slots import LANE, SlotParams
 from holdfast.planner.gpu_footprint import LOGPROB_ROWS
+from holdfast.planner.sampling_sizes import mask_words
 from holdfast.records import SamplingParams, SequenceStart, TokenLogprobs, TokenMasks
 from holdfast.records.sampling import MAX_LOGPROBS
 
@@ -119,6 +120,7 @@ class DeviceSampler:
         self._workspace = Workspace.allocate(rows, vocab_size, device)
         self._lanes = Lanes.allocate(lanes, vocab_size, device)
         self._scored = PacketRing(rows, device)
+        self._everything = numpy.full(mask_words(vocab_size), -1, dtype=numpy.int32)
         self._slots: dict[int, _Slot] = {}
 
     @property
@@ -143,13 +145,13 @@ class DeviceSampler:
             return Work.FORWARD
         return Work.ADJUST if in_need else Work.DRAW
 
-    def mask(self, slots: list[int], masks: TokenMasks | None) -> None:
-        """Of the rows of a step that need one, before it is sampled; waits until they are filled."""
-        wanted = {slot for slot in slots if self._slots[slot].constrained}
-        found = {} if masks is None else dict(zip(masks.slots, masks.words(), strict=True))
-        if not wanted <= found.keys():
-            raise EngineError("an answer must have a form, and its step came without a mask")
-        self._params.mask({slot: found[slot] for slot in wanted})
+    def mask(self, slots: list[int], masks: TokenMasks | None) -> list[int]:
+        """Of the rows of a step that need one, before it is sampled. Returns the slots whose masks are late: what is
+        sampled for them means nothing. Nor does it for whoever has none at all: that answer was aborted."""
+        wanted = [slot for slot in slots if self._slots[slot].constrained]
+        found = {} if masks is None else masks.rows()
+        self._params.mask({slot: found.get(slot, self._everything) for slot in wanted})
+        return [] if masks is None else [slot for slot in wanted if slot in masks.slots and slot not in found]
 
     def _give_lanes(self, in_need: list[int], present: set[int]) -> None:
         if len(in_need) > self.lanes:

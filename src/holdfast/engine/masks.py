@@ -1,0 +1,170 @@
+"""Masks of answers that must have a form: one form as its answer grows, threads that fill its masks, and what of a step
+is there in time. Who comes and goes is `forms`'s; what a grammar means is `text.matching`'s.
+
+    judged (or compiled) ─► being filled ─► filled ─► sampled from ─► judged ...
+                              │ a step needs it: waited for, PATIENCE_S in all and REGAINED_S more with each token
+                              └ late: left out of steps until it is filled, by one thread for all such forms
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy
+import numpy.typing
+
+from holdfast.errors import EngineError, GrammarError
+from holdfast.records import Failure, Request
+from holdfast.records.sampling import MAX_BAD_WORD_TOKENS
+
+if TYPE_CHECKING:
+    from holdfast.text.matching import Matcher
+
+log = logging.getLogger("holdfast")
+
+Words = numpy.typing.NDArray[numpy.int32]
+
+THREADS = 3
+"""For forms that were never late. Those that were share one more."""
+PATIENCE_S, REGAINED_S = 0.05, 0.001
+"""How long one answer may hold up the others of its steps: in all, and for each token it has."""
+MASK_CPU_S, MASK_CPU_S_A_TOKEN = 10.0, 0.05
+"""Of one thread, that the masks of one answer may take: in all, and for each token it has."""
+NOTHING_LEFT, BEYOND_LIMITS = "HF363", "HF362"
+
+
+@dataclass(slots=True, eq=False)
+class Form:
+    request: Request
+    matcher: Matcher
+    words: Words
+    """Bits of the tokens that may follow, once filled."""
+    allowed: Words | None
+    """Bits of allowed_token_ids."""
+    output: list[int] = field(init=False)
+    failure: Failure | None = None
+    filled: bool = False
+    patience_s: float = PATIENCE_S
+    """What is left of it; nothing: the form is slow."""
+    spent_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.output = list(self.request.output_token_ids)
+
+    @property
+    def slow(self) -> bool:
+        return self.patience_s <= 0
+
+    def fill(self) -> None:
+        """Whatever goes wrong is this answer's end and nobody else's business."""
+        began_s = time.thread_time()
+        try:
+            self.matcher.fill(self.words)
+            self._narrow()
+        except BaseException as error:  # The library may panic.
+            log.exception("request %s is ended: its mask could not be filled", self.request.request_id)
+            self.failure = Failure.of(EngineError(f"the form of the answer failed: {type(error).__name__}"))
+        self.spent_s += time.thread_time() - began_s
+        if self.spent_s > MASK_CPU_S + MASK_CPU_S_A_TOKEN * len(self.output) and self.failure is None:
+            too_slow = GrammarError(
+                f"the form of the answer took {self.spent_s:.0f} s of work for {len(self.output)} tokens",
+                code=BEYOND_LIMITS, fix="a simpler one", field="structured_outputs",
+            )  # fmt: skip
+            self.failure = Failure.of(too_slow)
+        if self.failure is not None:
+            self.words[:] = -1  # Something must be sampled before it can be told.
+
+    def _narrow(self) -> None:
+        """Takes away what the request's other wishes forbid at this place, and sees whether anything is left."""
+        error, words = self.matcher.error, self.words
+        params, request = self.request.params, self.request
+        if self.allowed is not None:
+            words &= self.allowed
+        forbidden = list[int]()
+        if len(self.output) < params.min_tokens:
+            forbidden += [*request.eos_token_ids, *params.stop_ids]
+        if request.bad_word_ids:
+            from holdfast.execution.sampler import forbidden_after  # It needs torch, which an engine has by now.
+
+            spellings = [(word[:-1], word[-1]) for word in request.bad_word_ids]
+            forbidden += forbidden_after(self.output[-MAX_BAD_WORD_TOKENS:], spellings)
+        bits = words.view(numpy.uint8)
+        for token in forbidden:
+            bits[token // 8] &= 0xFF ^ (1 << (token % 8))
+        if error is None and not words.any():
+            error = GrammarError(
+                "the form of the answer allows no token here that its other parameters allow too",
+                code=NOTHING_LEFT,
+                fix="leave allowed_token_ids, bad_words or min_tokens out",
+                field="structured_outputs",
+            )
+        if error is not None:
+            self.failure = Failure.of(error)
+
+
+class MaskThreads:
+    """Fill masks in the order in which they are asked for, several at once. A form is theirs until it is filled."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._quick, self._slow = queue.SimpleQueue[Form | None](), queue.SimpleQueue[Form | None]()
+        self._threads: list[threading.Thread] = []
+
+    def begin(self, form: Form) -> None:
+        if not self._threads:
+            self._start()
+        form.filled = False
+        line = self._slow if form.slow else self._quick
+        form.patience_s = min(max(form.patience_s, 0.0) + REGAINED_S, PATIENCE_S)
+        line.put(form)
+
+    def _start(self) -> None:
+        for number, line in enumerate([*[self._quick] * THREADS, self._slow]):
+            thread = threading.Thread(target=self._work, args=(line,), name=f"masks-{number}", daemon=True)
+            self._threads.append(thread)
+            thread.start()
+
+    def _work(self, line: queue.SimpleQueue[Form | None]) -> None:
+        while (form := line.get()) is not None:
+            form.fill()
+            with self._changed:
+                form.filled = True
+                self._changed.notify_all()
+            del form  # Its answer may be over.
+
+    def wait(self, forms: Sequence[Form]) -> None:
+        """Until each is filled, or has used up its patience."""
+        with self._changed:
+            while waiting := [form for form in forms if not form.filled and not form.slow]:
+                began_s = time.monotonic()
+                self._changed.wait(min(form.patience_s for form in waiting))
+                waited_s = time.monotonic() - began_s
+                for form in waiting:
+                    form.patience_s -= waited_s
+
+    def wait_for_any(self, forms: Sequence[Form], timeout_s: float) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: not forms or any(form.filled for form in forms), timeout_s)
+
+    def close(self) -> None:
+        for line in [*[self._quick] * THREADS, self._slow] if self._threads else []:
+            line.put(None)
+        self._threads.clear()
+
+
+class StepMasks:
+    """Of the rows of one step whose answers must have a form."""
+
+    def __init__(self, held: dict[int, Form], threads: MaskThreads) -> None:
+        self.slots = list(held)
+        self._held, self._threads = held, threads
+
+    def rows(self) -> dict[int, Words]:
+        self._threads.wait(list(self._held.values()))
+        return {slot: form.words for slot, form in self._held.items() if form.filled}

@@ -1,0 +1,92 @@
+"""Who is compiled for, and when: no more than there is room for, in order, and nobody who has gone."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+from small_vocabulary import END, SIZE, VOCABULARY
+
+from holdfast.engine import forms as module
+from holdfast.engine.forms import FORMS_AHEAD, Forms
+from holdfast.planner.form_sizes import form_bytes
+from holdfast.records import Request, SamplingParams
+from holdfast.records.structured import StructuredOutputsParams
+from holdfast.text.matching import Grammars
+
+
+def ask(number: int, **changes: int) -> Request:
+    params = SamplingParams(max_tokens=9, structured_outputs=StructuredOutputsParams(regex=f"a{{{number + 1}}}"))
+    return Request(
+        request_id=f"{number}", prompt_token_ids=[1], params=params, eos_token_ids=(END,), arrival_s=number, **changes
+    )
+
+
+@pytest.fixture
+def forms() -> Iterator[Forms]:
+    made = Forms(rows=2, vocab_size=SIZE, eos_ids=[END], by_priority=True)
+    made.teach(lambda: VOCABULARY)
+    yield made
+    made.close()
+
+
+def formed(forms: Forms, count: int) -> list[str]:
+    found, deadline_s = list[str](), time.monotonic() + 60
+    while len(found) < count:
+        assert time.monotonic() < deadline_s
+        for request, problem in forms.formed(0.05):
+            assert problem is None
+            found.append(request.request_id)
+    return found
+
+
+def test_no_more_are_compiled_than_may_run_and_a_few(forms: Forms) -> None:
+    for number in range(20):
+        forms.begin(ask(number))
+    assert sorted(formed(forms, 2 + FORMS_AHEAD)) == ["0", "1", "2", "3", "4", "5"]
+    assert forms.formed() == []
+    assert forms.compiling
+    forms.forget("9")  # Gone while it waited.
+    forms.begin(ask(20, priority=-1))
+    forms.forget("0")
+    assert formed(forms, 1) == ["20"]
+    for number in (1, 2, 3, 4):
+        forms.forget(f"{number}")
+    assert sorted(formed(forms, 4)) == ["10", "6", "7", "8"]
+    forms.clear()
+    assert not forms.compiling
+
+
+def test_bytes_are_bounded_and_the_first_in_line_is_always_taken(forms: Forms, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "held_bytes", lambda rows: form_bytes(100) * 2)
+    for number in range(5):
+        forms.begin(ask(number))
+    assert sorted(formed(forms, 2)) == ["0", "1"]
+    assert forms.formed() == []
+    monkeypatch.setattr(module, "held_bytes", lambda rows: 1)
+    forms.forget("0")
+    assert forms.formed() == []
+    forms.forget("1")
+    assert formed(forms, 1) == ["2"]
+
+
+def test_nobody_waits_for_those_who_have_gone(forms: Forms, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two heavy ones are being compiled, and all others behind them were aborted: they are never begun."""
+    begun, go_on, real = list[str](), threading.Event(), Grammars.matcher
+
+    def slow(self: Grammars, params: StructuredOutputsParams) -> object:
+        begun.append(str(params.regex))
+        assert go_on.wait(60)
+        return real(self, params)
+
+    monkeypatch.setattr(Grammars, "matcher", slow)
+    for number in range(6):
+        forms.begin(ask(number))
+    for number in range(6):
+        forms.forget(f"{number}")
+    forms.begin(ask(6))
+    go_on.set()
+    assert formed(forms, 1) == ["6"]
+    assert len(begun) <= module.COMPILING_THREADS + 1
