@@ -116,9 +116,11 @@ def plan_model(
     """
     stored = _stored(config, model)
     if config.device == "cuda":
+        from holdfast.planner.gpu_host import with_host_memory
         from holdfast.planner.gpu_plan import make_gpu_plan
 
-        return make_gpu_plan(model.spec, stored, config, probe().gpus, name=model.files.name)
+        plan = make_gpu_plan(model.spec, stored, config, probe().gpus, name=model.files.name)
+        return with_host_memory(plan, model.spec, config, memory(), front_bytes)
     known, machine = compiled_kernels() if kernels is None else kernels, memory()
     begun = None if engine_pid is None else resident(engine_pid)
     if begun is not None:

@@ -13,7 +13,8 @@ from holdfast.errors import ConfigurationError, DoesNotFitError
 from holdfast.hardware import Memory, Processor
 from holdfast.hardware.nvidia import NvidiaGpu
 from holdfast.models import ModelSpec, from_config
-from holdfast.planner import Plan, footprint, gpu_footprint, limits, make_plan, settle_pool
+from holdfast.planner import Plan, footprint, gpu_footprint, limits, lora_sizes, make_plan, settle_pool
+from holdfast.planner.gpu_host import with_host_memory
 from holdfast.planner.gpu_plan import make_gpu_plan
 from holdfast.planner.padding import padded_sizes
 from holdfast.units import MIB
@@ -241,6 +242,25 @@ def test_the_pool_of_a_gpu_grows_within_its_budget(spec: ModelSpec) -> None:
     few, as_set = made(max_num_seqs=2), made(kv_cache_memory_bytes="2GiB")
     assert few.most_blocks == few.blocks == 1 + 2 * 8192 // 16
     assert as_set.most_blocks == as_set.blocks == 2 * GIB // page
+
+
+def test_copies_of_adapters_are_held_against_ram(spec: ModelSpec) -> None:
+    """Behind a GPU; on a CPU they are a term of the plan."""
+    gpu = NvidiaGpu(index=0, uuid="GPU-1", name="one", total_bytes=40 * GIB, free_bytes=40 * GIB, capability=(9, 0))
+
+    def made(available_bytes: int, **settings: object) -> Plan:
+        config = EngineConfig.from_arguments(device="cuda", **settings)
+        found = make_gpu_plan(spec, None, config, [gpu])
+        machine = Memory(total_bytes=64 * GIB, available_bytes=available_bytes, limited_by="machine")
+        return with_host_memory(found, spec, config, machine, front_bytes=GIB)
+
+    assert made(0).decisions == make_gpu_plan(spec, None, EngineConfig.from_arguments(device="cuda"), [gpu]).decisions
+    lora: dict[str, object] = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 64, "max_cpu_loras": 32}
+    held = lora_sizes.held_bytes(spec, dtype=made(64 * GIB, **lora).dtype, places=1, max_rank=64)
+    assert any(one.field == "max_cpu_loras" for one in made(GIB + 32 * held, **lora).decisions)
+    error = _refused(lambda: made(GIB + 32 * held - 1, **lora))
+    assert (error.code, error.field, error.fix) == ("HF110", "max_cpu_loras", "--max-cpu-loras 31")
+    assert "--max-loras" in str(_refused(lambda: made(GIB, **lora)).fix)
 
 
 MEASURED_MIB = (
