@@ -123,7 +123,7 @@ def test_refusals_in_openais_shape(server) -> None:
         assert refused(temperature="hot")["param"] == "temperature"
         assert refused(prompt=[10**6])["status"] == 400
         assert refused(guided_regex="(")["code"] == "invalid_value"
-    assert httpx.post(f"{server.url}/v1/completions", json=completion()).status_code == 401
+    assert httpx.post(f"{server.url}/v1/completions", json=completion(), timeout=PATIENCE_S).status_code == 401
 
 
 def test_prefix_hits_are_counted(server) -> None:

@@ -84,7 +84,7 @@ def series() -> list[tuple[str, dict[str, str], float]]:
         await engine.start()
         app = create_app(engine, ServerSettings(served_model_names=("some/model",)))
         transport = httpx.ASGITransport(app=app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://here", timeout=30) as http:
+        async with httpx.AsyncClient(transport=transport, base_url="http://here", timeout=120) as http:
             for _ in range(2):
                 await http.post("/v1/completions", json={"prompt": "x" * 40, "max_tokens": 5})
             await http.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "hi"}]})

@@ -16,6 +16,7 @@ import openai
 import pytest
 import torch
 import transformers
+from deadlines import PATIENCE_S
 from lora_adapters import write_adapter
 
 PROMPT = "Once upon a time there was a language model that had several"
@@ -46,7 +47,7 @@ def server(folder: Path, module_server: Callable[..., Any]) -> Any:
 
 
 def post(server: Any, path: str, **body: Any) -> httpx.Response:
-    return httpx.post(f"{server.url}{path}", json=body, headers=KEY, timeout=30)
+    return httpx.post(f"{server.url}{path}", json=body, headers=KEY, timeout=PATIENCE_S)
 
 
 def load(server: Any, name: str, path: object, **more: Any) -> httpx.Response:
@@ -63,7 +64,7 @@ def say(server: Any, model: str) -> str:
 
 
 def cards(server: Any) -> dict[str, Any]:
-    found = httpx.get(f"{server.url}/v1/models", headers=KEY).json()["data"]
+    found = httpx.get(f"{server.url}/v1/models", headers=KEY, timeout=PATIENCE_S).json()["data"]
     return {card["id"]: card for card in found}
 
 
@@ -76,7 +77,7 @@ def test_named_at_start_and_loaded_while_it_runs(server: Any, folder: Path) -> N
         say(server, "law")
     answer = load(server, "law", folder / "allowed" / "law")
     assert (answer.status_code, answer.text) == (200, "Success: LoRA adapter 'law' added successfully.")
-    assert httpx.get(f"{server.url}/v1/models/law", headers=KEY).json()["parent"] == "tiny"
+    assert httpx.get(f"{server.url}/v1/models/law", headers=KEY, timeout=PATIENCE_S).json()["parent"] == "tiny"
     alone["law"] = say(server, "law")
     assert len(set(alone.values())) == 3
     names = ["law", "sql", "tiny", "law", "tiny", "sql"]
@@ -108,9 +109,10 @@ def test_an_answer_goes_on_with_its_adapter_when_the_engine_dies(server: Any) ->
 
 def test_it_is_measured_and_in_the_ledger(server: Any) -> None:
     say(server, "sql")
-    told = httpx.get(f"{server.url}/metrics", headers=KEY).text
+    told = httpx.get(f"{server.url}/metrics", headers=KEY, timeout=PATIENCE_S).text
     assert 'vllm:lora_requests_info{max_lora="2",running_lora_adapters=' in told
-    terms = {term["term"]: term for term in httpx.get(f"{server.url}/memory", headers=KEY).json()["terms"]}
+    ledger = httpx.get(f"{server.url}/memory", headers=KEY, timeout=PATIENCE_S).json()
+    terms = {term["term"]: term for term in ledger["terms"]}
     assert terms["adapters"]["measured_bytes"] == terms["adapters"]["planned_bytes"] > 0
 
 
@@ -128,7 +130,7 @@ def test_no_way_out_of_the_allowed_folders(server: Any, folder: Path) -> None:
         assert answer.status_code == 400, path
         assert answer.json()["error"]["holdfast"]["code"] == "HF371"
         assert str(folder) not in answer.text
-    assert httpx.post(f"{server.url}/v1/load_lora_adapter", json={}).status_code == 401
+    assert httpx.post(f"{server.url}/v1/load_lora_adapter", json={}, timeout=PATIENCE_S).status_code == 401
     assert post(server, "/v1/load_lora_adapter", lora_name="a").status_code == 400
     assert load(server, "a", "x" * 70_000).status_code == 413
     assert load(server, "a", allowed / "law", other=1).status_code == 400

@@ -6,6 +6,7 @@ import json
 
 import httpx
 import pytest
+from deadlines import PATIENCE_S
 
 from holdfast.cli.main import main
 from holdfast.engine.fake import FakeEngine
@@ -13,16 +14,16 @@ from holdfast.engine.fake import FakeEngine
 
 def test_memory_is_served_as_json(launch) -> None:
     server = launch(FakeEngine())
-    found = httpx.get(f"{server.url}/memory").json()
+    found = httpx.get(f"{server.url}/memory", timeout=PATIENCE_S).json()
     assert found["version"] == 1
     assert found["model"] == "fake"
     assert sum(term["measured_bytes"] or 0 for term in found["terms"]) == found["tiers"][0]["measured_bytes"] > 0
-    assert 'holdfast:memory_bytes{kind="measured"' in httpx.get(f"{server.url}/metrics").text
+    assert 'holdfast:memory_bytes{kind="measured"' in httpx.get(f"{server.url}/metrics", timeout=PATIENCE_S).text
 
 
 def test_there_is_nothing_to_account_for_while_loading(launch) -> None:
     server = launch(FakeEngine(start_delay_s=3600), wait=False)
-    refused = httpx.get(f"{server.url}/memory")
+    refused = httpx.get(f"{server.url}/memory", timeout=PATIENCE_S)
     assert refused.status_code == 503
     assert refused.json()["error"]["code"] == "loading"
     assert "Retry-After" in refused.headers
