@@ -1,6 +1,7 @@
 """From a rule's fixes to commands: values worked out from the log's numbers, flags in the engine's own words.
 
-Only what can be worked out whole is given; a fix with an unknown in it is left out.
+Only what can be worked out whole is given; a fix with an unknown in it is left out, and so is one that does not hold
+(checks.py).
 """
 
 from __future__ import annotations
@@ -8,12 +9,15 @@ from __future__ import annotations
 import re
 import shlex
 
+from holdfast.doctor.checks import Facts, sound
 from holdfast.doctor.commands import ServerCommand, parse_command
+from holdfast.doctor.flag_lists import nearest
 from holdfast.doctor.formulas import evaluate, filled, holds, written
 from holdfast.doctor.records import Fix
 from holdfast.doctor.rulebook import FixRule, Rule
 from holdfast.doctor.scene import Event, Scene
 from holdfast.doctor.spellings import translated
+from holdfast.errors import ConfigurationError
 
 _SETTINGS = {
     "max_model_len": ("max-model-len", "context-length", "max-total-tokens", "ctx-size"),
@@ -28,7 +32,7 @@ _SETTINGS = {
     "port": ("port",),
 }
 _DEFAULTS: dict[str, dict[str, float]] = {
-    "vllm": {"utilization": 0.9, "tp": 1, "max_num_seqs": 256, "max_lora_rank": 16, "max_loras": 1, "port": 8000},
+    "vllm": {"tp": 1, "max_num_seqs": 256, "max_lora_rank": 16, "max_loras": 1, "port": 8000},
     "sglang": {"tp": 1, "port": 30000},
     "llama.cpp": {"port": 8080},
     "holdfast": {"utilization": 0.9, "tp": 1, "port": 8000},
@@ -48,6 +52,8 @@ _PLACEHOLDER = {
 def known_numbers(scene: Scene, event: Event) -> dict[str, float]:
     """By the names that rules use: settings, what the log told before, what the line itself said; the last wins."""
     numbers = dict(_DEFAULTS.get(scene.engine or "vllm", {}))
+    if scene.engine in (None, "vllm"):
+        numbers["utilization"] = _default_utilization(scene.version)
     for name, flags in _SETTINGS.items():
         value = scene.settings.number(*flags)
         if value is not None:
@@ -55,7 +61,20 @@ def known_numbers(scene: Scene, event: Event) -> dict[str, float]:
             numbers[f"{name}_set"] = value
     if _GGUF_FOLDER.search(scene.settings.model or ""):
         numbers["gguf_folder"] = 1
-    return {**numbers, **scene.numbers, **event.numbers}
+    told = {**numbers, **scene.numbers, **event.numbers}
+    if "card_gib" in told:
+        told.setdefault("total_gib", told["card_gib"])
+    return told
+
+
+def _default_utilization(version: str | None) -> float:
+    """Of that release of vLLM."""
+    from holdfast.planner.vllm_sizing import parse_vllm
+
+    try:
+        return parse_vllm(f"=={version}").default_utilization if version else 0.9
+    except ConfigurationError:
+        return 0.9
 
 
 def known_words(scene: Scene, event: Event) -> dict[str, str]:
@@ -78,9 +97,12 @@ def _fetch_again(model: str) -> str:
 
 def fixes(scene: Scene, rule: Rule, numbers: dict[str, float], words: dict[str, str]) -> list[Fix]:
     """Those that can be worked out, the best first."""
-    found = []
+    found: list[Fix] = []
+    if not rule.fix:
+        return found
+    facts = _facts(scene, numbers)
     for one in rule.fix:
-        fix = _fix(scene, one, numbers, words)
+        fix = _fix(scene, one, facts, words)
         if fix is not None and fix not in found:
             found.append(fix)
     return found
@@ -92,39 +114,80 @@ def base_command(scene: Scene) -> ServerCommand | None:
     return scene.settings.rebuilt(engine) or parse_command(_PLACEHOLDER.get(engine, _PLACEHOLDER["vllm"]))
 
 
-def _fix(scene: Scene, rule: FixRule, numbers: dict[str, float], words: dict[str, str]) -> Fix | None:
-    engine = scene.engine or "vllm"
+def _fix(scene: Scene, rule: FixRule, facts: Facts, words: dict[str, str]) -> Fix | None:
+    engine, numbers = facts.engine, dict(facts.numbers)
     if (rule.engines and engine not in rule.engines) or not holds(rule.when, numbers):
         return None
-    changes: dict[str, str | None] = {}
-    values: dict[str, object] = {**words, **numbers}
+    asked: dict[str, str | None] = {}
+    names: dict[str, str] = {}
     for ours, formula in rule.change.items():
-        flag = _told(ours, words) if "{" in ours else translated(engine, ours)
-        if flag is None:
+        if "{" in ours:
+            asked |= _told(facts, ours, words)
+            continue
+        flag, value = translated(engine, ours), _changed(formula, numbers, words)
+        if flag is None or (value is None and formula is not False):
             return None
-        value = _changed(formula, numbers, words)
-        if value is None and formula is not False:
-            return None
-        changes[flag] = value
-        values[f"new_{ours.replace('-', '_')}"] = value
+        asked[flag], names[flag] = value, ours
+    if rule.change and not asked:
+        return None
+    checked = sound(facts, asked)
+    if checked is None:
+        return None
+    changes, said = checked
+    values: dict[str, object] = {**words, **numbers}
+    values |= {f"new_{names[flag].replace('-', '_')}": value for flag, value in changes.items() if flag in names}
     command = None
     if changes:
-        base = base_command(scene)
-        command = None if base is None else base.with_changes(changes)
+        command = None if facts.command is None else facts.command.with_changes(changes)
+        if facts.command is not None and facts.whole and command == facts.command.with_changes({}):
+            return None  # It is so already.
     elif rule.run:
         command = filled((rule.run,), values) or None
     why = filled((rule.why,), values)
     if rule.why and not why:
         return None
-    return Fix(command=command, changes=changes, why=why, price=filled((rule.price,), values) or None)
+    # What was asked for and what holds are two things: then only the second is explained.
+    replaced = any(changes.get(flag) != value for flag, value in asked.items() if flag in changes)
+    why = said if replaced and said else "; ".join(one for one in (why, said) if one)
+    rest = _rest(scene, facts) if changes else ""
+    price = filled((rule.price,), values) or None
+    if changes.get("--dtype") == "float32" and asked.get("--dtype") != "float32":
+        price = "weights and KV take twice the memory"
+    return Fix(command=command, changes=changes, why=f"{why}{rest}", price=price)
 
 
-def _told(ours: str, words: dict[str, str]) -> str | None:
-    """A flag that the message itself names."""
-    named = filled((ours,), words).split("/")[0].split("=")[0].rstrip(",:")
-    if not named or not re.fullmatch(r"-{0,2}[A-Za-z][\w-]*", named):
-        return None
-    return named if named.startswith("-") else f"--{named.replace('_', '-')}"
+def _facts(scene: Scene, numbers: dict[str, float]) -> Facts:
+    settings = scene.settings
+    known = settings.rebuilt(scene.engine or "vllm") is not None
+    return Facts(
+        engine=scene.engine or "vllm", version=scene.version or settings.version, command=base_command(scene),
+        whole=known and settings.whole, model=settings.model, numbers=numbers,
+    )  # fmt: skip
+
+
+def _rest(scene: Scene, facts: Facts) -> str:
+    """What the command lacks, said: a flag that is not there is a flag that was taken away."""
+    if facts.whole or scene.settings.rebuilt(facts.engine) is None or facts.engine == "ollama":
+        return ""
+    lost = scene.settings.lost(facts.engine)
+    return f"; and your {', '.join(lost)}, which the log does not tell in full" if lost else "; and your other flags"
+
+
+def _told(facts: Facts, ours: str, words: dict[str, str]) -> dict[str, str | None]:
+    """The flags that the message itself names, taken away; one that is only misspelt is put right."""
+    engine, command = facts.engine, facts.command
+    named = [word for word in filled((ours,), words).split() if word.startswith("-") and len(word) > 1]
+    found: dict[str, str | None] = {}
+    for word in named or filled((ours,), words).split()[:1]:
+        flag = word.split("/")[0].split("=")[0].rstrip(",:")
+        if not re.fullmatch(r"-{0,2}[A-Za-z][\w-]*", flag):
+            continue
+        flag = flag if flag.startswith("-") else f"--{flag.replace('_', '-')}"
+        found[flag] = None
+        near = nearest(engine, flag)
+        if near is not None and command is not None and command.has(flag):
+            found[f"--{near}"] = command.value(flag) or ""
+    return found
 
 
 def _changed(formula: object, numbers: dict[str, float], words: dict[str, str]) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 import tomllib
 from functools import cache
@@ -11,6 +12,8 @@ from typing import Any
 from holdfast.doctor.spellings import canonical
 
 Release = tuple[int, ...]
+NEAR = 0.75
+"""How like a known flag an unknown one must be to be taken for it."""
 
 
 @cache
@@ -61,3 +64,12 @@ def takes(engine: str, flag: str, version: str | None) -> bool | None:
 @cache
 def _flags(engine: str) -> tuple[str, ...]:
     return tuple(document()[engine]["flags"].split())
+
+
+def nearest(engine: str, spelled: str) -> str | None:
+    """The flag that an unknown one was meant for; None: it is known, or was once, or nothing is like it."""
+    name = canonical(engine, spelled)
+    if document().get(engine) is None or takes(engine, name, None) is not None:
+        return None
+    known = [flag for flag in _flags(engine) if len(flag) > 2]
+    return next(iter(difflib.get_close_matches(name, known, n=1, cutoff=NEAR)), None)

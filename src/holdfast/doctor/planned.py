@@ -6,7 +6,7 @@ Asks no network: a model that is not in the catalogue is not planned. What the e
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -21,6 +21,13 @@ if TYPE_CHECKING:
     from holdfast.planner.fit import Fit
 
 CAUSES = ("weights_do_not_fit", "no_memory_for_kv_blocks", "kv_cache_too_small_for_max_len", "tensor_parallel_unused")
+UNMEASURED = ("weights_do_not_fit", "no_memory_for_kv_blocks")
+"""Causes whose log tells no room for KV: there the plan's own word is the only one."""
+_PLANNED = {
+    "max-model-len": "max_model_len", "max-num-seqs": "max_num_seqs", "kv-cache-dtype": "kv_cache_dtype",
+    "max-num-batched-tokens": "max_num_batched_tokens", "tensor-parallel-size": "tensor_parallel_size",
+    "pipeline-parallel-size": "pipeline_parallel_size",
+}  # fmt: skip
 _ENGINES = ("vllm", "sglang", "holdfast")
 _MOST_GPUS = 16
 _OTHERWISE_STORED = re.compile(r"(?i)awq|gptq|fp8|fp4|int[48]|[48]-?bit|gguf|bnb|w\da\d+")
@@ -42,7 +49,8 @@ def checked(case: Case, cause: str, fixes: list[Fix]) -> list[Fix]:
     name = _known(case)
     if cause not in CAUSES or name is None:
         return fixes
-    return [_checked(case, name, fix) for fix in fixes]
+    held = [_checked(case, name, fix) for fix in fixes]
+    return [fix for fix in held if cause not in UNMEASURED or not _cannot(case, name, fix)]
 
 
 def _known(case: Case) -> str | None:
@@ -77,7 +85,27 @@ def _checked(case: Case, name: str, fix: Fix) -> Fix:
     return fix
 
 
-def _fit(case: Case, name: str, gpus: int) -> Fit | None:
+def _cannot(case: Case, name: str, fix: Fix) -> bool:
+    """Whether a plan says that it does not fit with this change either; what a plan does not know is not held against
+    it."""
+    if case.engine != "vllm" or case.command is None or case.command.call is not None or not fix.changes:
+        return False
+    changed: dict[str, object] = {}
+    share = case.utilization
+    for flag, value in fix.changes.items():
+        ours = flag.lstrip("-")
+        if ours == "gpu-memory-utilization" and value is not None:
+            share = float(value)
+        elif ours in _PLANNED and value is not None:
+            changed[_PLANNED[ours]] = value
+    if not changed and share == case.utilization:
+        return False
+    gpus = int(str(changed.get("tensor_parallel_size") or case.command.value("tensor-parallel-size") or 1))
+    found = _fit(replace(case, utilization=share), name, gpus, **changed)
+    return found is not None and not found.fits
+
+
+def _fit(case: Case, name: str, gpus: int, **changed: object) -> Fit | None:
     from holdfast.config.plan import PlanConfig
     from holdfast.planner.ask import question_of
     from holdfast.planner.fit import fit
@@ -87,6 +115,7 @@ def _fit(case: Case, name: str, gpus: int) -> Fit | None:
     if case.max_model_len is not None:
         settings["max_model_len"] = case.max_model_len
     try:
-        return fit(question_of(PlanConfig.from_arguments(model=name, tensor_parallel_size=gpus, **settings)))
+        asked = {"tensor_parallel_size": gpus, **settings, **changed}
+        return fit(question_of(PlanConfig.from_arguments(model=name, **asked)))
     except HoldfastError:
         return None

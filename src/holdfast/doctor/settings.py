@@ -70,6 +70,7 @@ class Settings:
         self._whole = False
         """What was given was told as such; a configuration beside it adds nothing to the command."""
         self._begun, self._rust = "", False
+        self._last: tuple[str, ServerCommand | None] | None = None
 
     def read(self, text: str, engine: str | None) -> bool:
         """Whether the line told any."""
@@ -215,7 +216,10 @@ class Settings:
         if model is None:
             return None
         given = self._given if self._whole else dict(self._only_given(engine, model))
-        return parse_command(written(engine, model, given, self.version)[0])
+        text = written(engine, model, given, self.version)[0]
+        if self._last is None or self._last[0] != text:  # It is asked for with every fix.
+            self._last = text, parse_command(text)
+        return self._last[1]
 
     def _only_given(self, engine: str, model: str) -> Iterable[tuple[str, Any]]:
         """Of a configuration, what no model and no default explains."""
