@@ -109,6 +109,7 @@ def _serve(core: EngineCore, socket: zmq.Socket[bytes]) -> None:
 def _teach(core: EngineCore, packed: bytes) -> None:
     assert core.forms is not None
     core.forms.teach(lambda: msgspec.msgpack.decode(packed, type=Vocabulary))
+    core.forms.prepare()
 
 
 def _hear(socket: zmq.Socket[bytes]) -> messages.ToEngine | None:

@@ -76,6 +76,12 @@ Node = Literal | Pattern | Special | Reference | Several | Repeated
 
 
 def lark_of_gbnf(text: str) -> str:
+    root, lines = lark_rules(text, "r")
+    return "\n".join(["%llguidance {}", f"start: {root}", *lines] if lines else [f"start: {root}"])
+
+
+def lark_rules(text: str, prefix: str) -> tuple[str, list[str]]:
+    """What it is as part of another grammar, and the rules that this needs; their names begin with `prefix`."""
     rules = _Reader(text).rules()
     if "root" not in rules:
         raise _wrong('no rule "root", and no "start:" of a Lark grammar', "root ::= ...")
@@ -85,10 +91,9 @@ def lark_of_gbnf(text: str) -> str:
                 raise _wrong(f"the rule {shorten(name)!r} is not defined", None)
     regex = _Inlined(rules).regex()
     if regex is not None:
-        return f"start: /{regex}/"
-    names = {name: f"r{number}" for number, name in enumerate(rules)}
-    lines = [f"{names[name]}: {_lark(rule, names)}" for name, rule in rules.items()]
-    return "\n".join(["%llguidance {}", f"start: {names['root']}", *lines])
+        return f"/{regex}/", []
+    names = {name: f"{prefix}{number}" for number, name in enumerate(rules)}
+    return names["root"], [f"{names[name]}: {_lark(rule, names)}" for name, rule in rules.items()]
 
 
 class _Reader:

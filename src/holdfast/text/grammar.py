@@ -21,7 +21,11 @@ for a model that has lost its way to write nothing but blanks until its tokens a
 ASCII = "dws"
 r"""\d, \w and \s are [0-9], [0-9a-zA-Z_] and the blanks of ASCII, as in a schema's `pattern` and in vLLM's default."""
 
-_QUOTED = re.compile(r""""(?:[^"\\\n]|\\.)*"|'(?:[^'\\\n]|\\.)*'|\[(?:[^\]\\]|\\.)*\]|(?://|\#)[^\n]*""", re.DOTALL)
+_QUOTED = re.compile(
+    r""""(?:[^"\\\n]|\\.)*"|'(?:[^'\\\n]|\\.)*'|\[(?:[^\]\\]|\\.)*\]"""
+    r"""|(?://|\#)[^\n]*|/(?:[^/\\\n]|\\.)+/""",
+    re.DOTALL,
+)
 _LARK_PART = re.compile(r""""(?:[^"\\\n]|\\.)*"|//[^\n]*|\#[^\n]*|/(?P<regex>(?:[^/\\\n]|\\.)+)/""")
 
 _SCHEMAS_BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")

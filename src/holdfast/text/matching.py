@@ -11,7 +11,7 @@ import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import msgspec
@@ -73,10 +73,14 @@ class _Tokens:
     is_tokenizer_wrapper = True
     bos_token_id = None
 
-    def __init__(self, tokens: Sequence[bytes], special_ids: Sequence[int], eos_ids: Sequence[int]) -> None:
+    def __init__(
+        self, tokens: Sequence[bytes], special_ids: Sequence[int], eos_ids: Sequence[int], slices: list[str] | None
+    ) -> None:
         self.tokens, self.special_token_ids, self.eos_token_id = tokens, special_ids, eos_ids[0]
         self._cut: Callable[[str], list[int]] = lambda text: []
-        self.library = LLTokenizer(self, n_vocab=len(tokens), eos_token=list(eos_ids))  # type: ignore[arg-type]
+        given: Any = self
+        # Nothing else of the process runs meanwhile.
+        self.library = LLTokenizer(given, n_vocab=len(tokens), eos_token=list(eos_ids), slices=slices)
         self._cut = self.library.greedy_tokenize
         self.tokens = ()  # The library has its own copy.
 
@@ -124,7 +128,9 @@ class Grammars:
         self._special = {name: token for name, token in vocabulary.special.items() if token < vocab_size}
         tokens = vocabulary.tokens[:vocab_size]
         tokens += [b""] * (vocab_size - len(tokens))  # An embedding may have more rows than there are tokens.
-        self._tokens = _Tokens(tokens, list(self._special.values()), eos_ids)
+        # Tokens that are often allowed together are looked at together, which pays where masks are many.
+        slices = None if kept else list[str]()
+        self._tokens = _Tokens(tokens, list(self._special.values()), eos_ids, slices)
         self._walker = Walker(tokens, eos_ids)
         self._compiled: OrderedDict[bytes, LLMatcher] = OrderedDict()
         self._lock = threading.Lock()

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_vocabulary import CALL, END, SIZE, VOCABULARY, accepts, allowed_by, small_grammars
 
-from holdfast.errors import GrammarError, RequestError, UnsupportedOptionError
+from holdfast.errors import GrammarError, RequestError
 from holdfast.records.structured import MAX_GRAMMAR_CHARS, MAX_SCHEMA_BYTES, StructuredOutputsParams
 from holdfast.text.matching import Grammars, on_deep_stack
 
@@ -194,11 +194,6 @@ def test_what_cannot_be_read_is_refused(given: dict[str, Any]) -> None:
     assert refusal(**given).code in ("HF361", "HF362")
 
 
-def test_formats_of_tags_that_are_not_there_are_refused_by_name() -> None:
-    with pytest.raises(UnsupportedOptionError, match="sequence"):
-        GRAMMARS.matcher(form(structural_tag={"format": {"type": "sequence", "elements": []}}))
-
-
 def references(count: int) -> dict[str, Any]:
     """A chain as long as a schema may be: the library descends it by recursion."""
     return {**{f"{at}": {"items": {"$ref": f"#/{at + 1}"}} for at in range(count)}, f"{count}": {}, "$ref": "#/0"}
@@ -319,3 +314,68 @@ def test_the_same_form_is_looked_at_once_and_refused_each_time() -> None:
         with pytest.raises(GrammarError):
             check_form(form(grammar="start: x\nx: x"), tokenizer)
     assert b"</s>" in packed_vocabulary(tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("given", "good", "bad"),
+    [
+        ({"regex": r"\d{2}\s\w"}, ["12 a", "12\tZ"], ["٣٣ a", "12\u00a0a", "12 é"]),
+        ({"regex": r"[^\d\s]\D\S\W"}, ["éx日é"], ["1xyé", "éx日a"]),
+        ({"regex": "a/b\\/c\n"}, ["a/b/c\n"], ["ab"]),
+        ({"grammar": r'start: /\d+/ "d" // \w' + "\n"}, ["7d"], ["٣d", "77"]),
+        ({"grammar": r"root ::= [0-9] [\t ]"}, ["1 "], ["٣ "]),
+        ({"json": {"type": "string", "pattern": r"^\d\w$"}}, ['"1a"'], ['"٣a"', '"1é"']),
+        ({"json": PERSON, "whitespace_pattern": r"\s?"}, ['{ "name":"ab",\n"age":3}'], ['{\u00a0"name":"ab","age":3}']),
+        ({"structural_tag": {"format": {"type": "regex", "pattern": r"\d"}}}, ["1"], ["٣"]),
+    ],
+)  # fmt: skip
+def test_classes_are_those_of_ascii_wherever_they_are_written(
+    given: dict[str, Any], good: list[str], bad: list[str]
+) -> None:
+    params = form(**given)
+    assert [text for text in good if not accepts(GRAMMARS, params, text)] == []
+    assert [text for text in bad if accepts(GRAMMARS, params, text)] == []
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        '?start: "a"', '!start: "a"', '// a comment with ::= in it\n?start: b\nb: "a"',
+        '%import common.INT\n?start: INT | "a"',
+        'start[lazy]: "a"', '# c\n\nother: "::="\nstart: "a" | other', "x: /[:=]::=/\nstart: x | /a/",
+        'root ::= "a" # start: "b"', 'start ::= "b"\nroot ::= "a"', 'root ::= "a" | [:a::=]',
+    ],
+)  # fmt: skip
+def test_lark_and_gbnf_are_told_apart(grammar: str) -> None:
+    assert accepts(GRAMMARS, form(grammar=grammar), "a")
+    assert not accepts(GRAMMARS, form(grammar=grammar), "b")
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"regex": "(a{1000}){1000}"}, {"regex": "x{400}{400}"}, {"grammar": 'root ::= ("a"{1000}){1000}'},
+        {"grammar": "start: /(?:a{999}b){999}/"},
+        {"json": {"properties": {"a": {"type": "string", "pattern": "^(a{1,999}b){0,999}$"}}}},
+    ],
+)  # fmt: skip
+def test_counts_within_counts_are_bounded(given: dict[str, Any]) -> None:
+    assert refusal(**given).code == "HF362"
+
+
+def test_counts_that_stand_alone_or_are_few_are_taken() -> None:
+    for regex in (r"([a-z]{1,63}\.){1,127}", "a{1,200000}", r"[{1000}]{1000}", r"\{1000}(\(a{9}){9}"):
+        GRAMMARS.matcher(form(regex=regex))
+
+
+@pytest.mark.parametrize("given", [{"json": {"$ref": "#"}}, {"grammar": "start: start"}, {"grammar": "root ::= root"}])
+def test_what_nothing_can_be_written_of_says_so(given: dict[str, Any]) -> None:
+    error = refusal(**given, asked_as="guided_thing")
+    assert error.message == "guided_thing: nothing can be written that has this form"
+    assert error.field == "guided_thing"
+
+
+def test_no_advice_about_options_that_are_not_there() -> None:
+    error = refusal(json={"oneOf": [{"type": "string"}, {"type": "string", "maxLength": 3}]})
+    assert "coerce" not in str(error)
+    assert "at 1(" not in str(refusal(regex="("))
