@@ -28,6 +28,8 @@ from holdfast.observability.ledger import Ledger
 from holdfast.observability.quick import QuickHistogram
 from holdfast.records import AnswerDelta, EngineInfo, EngineStats, FinishReason
 
+LABELS, ENGINE = ("model_name", "engine"), "0"
+"""Of every series of vLLM's; there is one engine, and its number is the first."""
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -53,15 +55,19 @@ class ServingMetrics:
         self._success = Counter(
             "vllm:request_success",
             "Answers that ended, by how they ended.",
-            ["model_name", "finished_reason"],
+            [*LABELS, "finished_reason"],
             registry=self.registry,
         )
-        self.success = {reason: self._success.labels(model_name, reason.value) for reason in FinishReason}
+        self.success = {reason: self._success.labels(model_name, ENGINE, reason.value) for reason in FinishReason}
         self.iteration_tokens = self._quick("iteration_tokens_total", "Tokens in one step.", STEP_TOKEN_BUCKETS)
         self.ttft = self._histogram("time_to_first_token_seconds", "Arrival to first token.", TTFT_BUCKETS_S)
         self.inter_token = self._quick(
             "inter_token_latency_seconds", "From one token of an answer to its next.", INTER_TOKEN_BUCKETS_S
         )
+        self.time_per_token = self._histogram(
+            "request_time_per_output_token_seconds", "Mean time of an answer's tokens but the first.",
+            INTER_TOKEN_BUCKETS_S,
+        )  # fmt: skip
         self.e2e = self._histogram("e2e_request_latency_seconds", "Arrival to last token.", REQUEST_BUCKETS_S)
         self.queue_time = self._histogram("request_queue_time_seconds", "Arrival to first step.", REQUEST_BUCKETS_S)
         self.prefill_time = self._histogram(
@@ -89,15 +95,16 @@ class ServingMetrics:
         self.registry.register(_OlderName(self.inter_token, "vllm:time_per_output_token_seconds"))
 
     def _counter(self, name: str, help_text: str) -> Counter:
-        return Counter(f"vllm:{name}", help_text, ["model_name"], registry=self.registry).labels(self._model_name)
+        return Counter(f"vllm:{name}", help_text, LABELS, registry=self.registry).labels(self._model_name, ENGINE)
 
     def _histogram(self, name: str, help_text: str, buckets: Iterable[float]) -> Histogram:
-        parent = Histogram(f"vllm:{name}", help_text, ["model_name"], buckets=tuple(buckets), registry=self.registry)
-        return parent.labels(self._model_name)
+        parent = Histogram(f"vllm:{name}", help_text, LABELS, buckets=tuple(buckets), registry=self.registry)
+        return parent.labels(self._model_name, ENGINE)
 
     def _quick(self, name: str, help_text: str, buckets: Iterable[float]) -> QuickHistogram:
         """For what is observed at every token."""
-        made = QuickHistogram(f"vllm:{name}", help_text, buckets, {"model_name": self._model_name})
+        labels = {"model_name": self._model_name, "engine": ENGINE}
+        made = QuickHistogram(f"vllm:{name}", help_text, buckets, labels)
         self.registry.register(made)
         return made
 
@@ -176,6 +183,9 @@ class RequestMeter:
             metrics.queue_time.observe(timing.scheduled_s - timing.arrival_s)
             metrics.prefill_time.observe(timing.first_token_s - timing.scheduled_s)
             metrics.decode_time.observe(timing.finished_s - timing.first_token_s)
+            later = self._generated[delta.index] - 1
+            if later > 0:
+                metrics.time_per_token.observe((timing.finished_s - timing.first_token_s) / later)
             metrics.inference_time.observe(timing.finished_s - timing.scheduled_s)
 
     def close(self, reason: FinishReason = FinishReason.ABORT) -> None:
@@ -221,19 +231,19 @@ class _EngineCollector(Collector):
                 yield _lora_info(info, stats)
 
     def _gauge(self, name: str, help_text: str, value: float) -> Metric:
-        family = GaugeMetricFamily(f"vllm:{name}", help_text, labels=["model_name"])
-        family.add_metric([self._model_name], value)
+        family = GaugeMetricFamily(f"vllm:{name}", help_text, labels=LABELS)
+        family.add_metric([self._model_name, ENGINE], value)
         return family
 
     def _total(self, name: str, help_text: str, value: float) -> Metric:
-        family = CounterMetricFamily(f"vllm:{name}", help_text, labels=["model_name"])
-        family.add_metric([self._model_name], value)
+        family = CounterMetricFamily(f"vllm:{name}", help_text, labels=LABELS)
+        family.add_metric([self._model_name, ENGINE], value)
         return family
 
     def _cache_config(self, info: EngineInfo) -> Metric:
-        family = InfoMetricFamily("vllm:cache_config", "How the KV cache was set up.", labels=["model_name"])
+        family = InfoMetricFamily("vllm:cache_config", "How the KV cache was set up.", labels=LABELS)
         family.add_metric(
-            [self._model_name],
+            [self._model_name, ENGINE],
             {
                 "block_size": str(info.block_size),
                 "cache_dtype": info.kv_dtype,

@@ -24,7 +24,7 @@ class Gauge(Metric):
 
 
 def snapshot(stats: EngineStats, model_name: str) -> list[Metric]:
-    labels = {"model_name": model_name}
+    labels = {"model_name": model_name, "engine": "0"}
     usage = stats.blocks_used / stats.blocks_total if stats.blocks_total else 0.0
     return [
         Gauge("vllm:num_requests_running", labels, stats.running),

@@ -30,12 +30,19 @@ MAX_BAD_SPELLINGS = 2 * MAX_BAD_WORDS
 MAX_STOP_IDS = 1000
 """With the model's own ends no more than biases: a GPU keeps room for as many of both."""
 
-NOT_YET = ("logits_processors",)
+NOT_YET = {"logits_processors": "code out of a request is never run"}
 
 
 NO_BEAMS = "beams would copy and drop KV pages at every token, and samples of n answers are better for open text"
-REFUSED = {"use_beam_search": NO_BEAMS, "best_of": "n answers are all given back; the best is the caller's to choose"}
-"""Names of older vLLM; what asks for nothing (False, None, 1) is passed over."""
+REFUSED = {
+    "use_beam_search": NO_BEAMS,
+    "best_of": "n answers are all given back; the best is the caller's to choose",
+    "truncate_prompt_tokens": "a prompt is taken whole or refused",
+    "extra_args": "they are for code of other engines",
+}
+"""vLLM's names; what asks for nothing (False, None, 1) is passed over."""
+OUTPUT_KIND = "output_kind"
+"""vLLM's too: LLM gives whole answers, whichever of its kinds was asked for, and so does ours."""
 
 
 _WHOLE = ("n", "top_k", "seed", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs")
@@ -50,6 +57,7 @@ class _Spelling(type(msgspec.Struct)):  # type: ignore[misc]
     """A misspelt name never reaches the Struct, whose own TypeError could not say which name was meant."""
 
     def __call__(cls, *positional: Any, **named: Any) -> Any:
+        named.pop(OUTPUT_KIND, None)
         for name, reason in REFUSED.items():
             asked = named.pop(name, None)
             if asked is not None and asked is not False and (asked is True or asked != 1):
@@ -135,9 +143,9 @@ class SamplingParams(msgspec.Struct, metaclass=_Spelling, frozen=True, kw_only=T
         return msgspec.structs.replace(self, **changes)
 
     def _refuse_unsupported(self) -> None:
-        for name in NOT_YET:
+        for name, reason in NOT_YET.items():
             if getattr(self, name) not in (None, [], {}):
-                raise UnsupportedOptionError(f"{name} is not supported", fix=f"leave {name} out", field=name)
+                raise UnsupportedOptionError(f"{name} is not supported: {reason}", fix=f"leave {name} out", field=name)
 
     def _form(self) -> StructuredOutputsParams | None:
         given = [
@@ -278,6 +286,6 @@ def _refuse_unknown(names: Iterable[str]) -> None:
             shown, near = shorten(name), difflib.get_close_matches(name, known, n=1)
             raise UnknownParameterError(
                 f"SamplingParams has no parameter {shown!r}",
-                fix=f"did you mean {near[0]}?" if near else "known: " + ", ".join(known),
+                fix=f"did you mean {near[0]}?" if near else "known: " + ", ".join(n for n in known if n not in NOT_YET),
                 field=shown,
             )

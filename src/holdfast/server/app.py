@@ -16,12 +16,15 @@ from starlette.routing import Route
 
 from holdfast.engine.interface import Engine
 from holdfast.errors import RequestError
+from holdfast.observability.http_metrics import HttpMetrics
 from holdfast.observability.logs import json_lines
 from holdfast.observability.metrics import CONTENT_TYPE, ServingMetrics
 from holdfast.records import EngineInfo
+from holdfast.server.absent_paths import absent_routes
 from holdfast.server.access import Door, Tally
 from holdfast.server.answering import chat_shape, completion_shape
 from holdfast.server.asking import read_chat, read_completion
+from holdfast.server.counting import Counting
 from holdfast.server.docs_page import POLICY, page
 from holdfast.server.embeddings import Embeddings
 from holdfast.server.exchange import Exchange
@@ -75,10 +78,12 @@ def create_app(engine: Engine, settings: ServerSettings) -> Starlette:
         Route("/load", plain.load, methods=["GET"]),
         Route("/reset_prefix_cache", plain.reset_prefix_cache, methods=["POST"]),
         Route("/metrics", plain.metrics, methods=["GET"]),
+        Route("/metrics/", plain.metrics, methods=["GET"]),
         Route("/memory", memory_endpoint(engine, settings.retry_after_s), methods=["GET"]),
         *Sleeping(engine, settings).routes,
     ]
 
+    routes += absent_routes(lora=lora is not None)
     routes += [] if lora is None else lora.routes
     routes += [] if settings.disable_docs else _documentation(settings, lora=lora is not None)
 
@@ -93,7 +98,11 @@ def create_app(engine: Engine, settings: ServerSettings) -> Starlette:
     tally = Tally()
     app = Starlette(
         routes=routes,
-        middleware=[*_cors(settings), Middleware(Door, engine=engine, settings=settings, log=log, tally=tally)],
+        middleware=[
+            *_cors(settings),
+            Middleware(Counting, paths=[route.path for route in routes], metrics=HttpMetrics(metrics.registry)),
+            Middleware(Door, engine=engine, settings=settings, log=log, tally=tally),
+        ],
         exception_handlers={HTTPException: refuse},
     )
     app.router.redirect_slashes = False

@@ -224,8 +224,8 @@ def served_model(model: str | None, settings: ServerSettings) -> str:
     if model is not None and model not in settings.served_model_names and settings.adapter(model) is None:
         raise UnknownModelError(
             f"the model {shorten(model)!r} is not served here",
-            found=shorten(", ".join(settings.served_model_names)),
-            fix="GET /v1/models lists the names",
+            found=shorten(", ".join(settings.all_names)),
+            fix="name one of those, or leave model out",
             field="model",
         )
     return model or settings.served_model_names[0]

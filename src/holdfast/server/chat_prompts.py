@@ -38,7 +38,11 @@ async def chat_prompt(
 ) -> tuple[list[int], Reading | None]:
     """The prompt that messages make, and how answers to it are to be read. `tools`: as they came, for the template."""
     if body.chat_template is not None and not settings.trust_request_chat_template:
-        raise unsupported("chat_template", "this server does not run templates sent by clients")
+        raise unsupported(
+            "chat_template",
+            "this server does not run templates sent by clients",
+            "leave chat_template out, or start the server with --trust-request-chat-template",
+        )
     if len(body.messages) > MAX_MESSAGES:
         raise RequestError(
             f"messages: {len(body.messages)} of them in one request; at most {MAX_MESSAGES}", field="messages"

@@ -22,6 +22,7 @@ from holdfast.errors import (
     UnknownModelError,
     UnsupportedOptionError,
 )
+from holdfast.server.saying import helpful
 from holdfast.units import shorten
 
 log = logging.getLogger("holdfast.server")
@@ -70,7 +71,7 @@ def describe(error: Exception) -> tuple[int, dict[str, Any]]:
     if isinstance(error, HoldfastError):
         for kind, status, openai_type, code in _SHAPES:
             if isinstance(error, kind):
-                body = _body(error.message, openai_type, error.field, code)
+                body = _body(helpful(error), openai_type, error.field, code)
                 extra = {"code": error.code, "needed": error.needed, "found": error.found, "fix": error.fix}
                 if status >= INTERNAL:
                     body["message"] = _without_paths(body["message"])

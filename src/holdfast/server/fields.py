@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 
 from holdfast.errors import RequestError, UnsupportedOptionError
-from holdfast.records.sampling import REFUSED
+from holdfast.records.sampling import NO_BEAMS, REFUSED
 from holdfast.server.bodies import EmbeddingBody
 from holdfast.server.protocol import ChatBody, CompletionBody
 
@@ -56,10 +56,36 @@ UNSUPPORTED = frozenset(
     }
 )  # fmt: skip
 
+_TEXT_ONLY = "only text goes in and out"
+_PAGES_STAY = "KV pages stay where they were computed"
 WHY = {
     **REFUSED,
     "functions": "they are OpenAI's older form; send tools",
     "function_call": "it is OpenAI's older form; send tool_choice",
+    "audio": _TEXT_ONLY,
+    "modalities": _TEXT_ONLY,
+    "mm_processor_kwargs": _TEXT_ONLY,
+    "bootstrap_host": _PAGES_STAY,
+    "bootstrap_port": _PAGES_STAY,
+    "kv_transfer_params": _PAGES_STAY,
+    "documents": "templates are given messages and tools alone",
+    "prediction": "there is no speculative decoding yet",
+    "prompt_embeds": "prompts are texts or token ids",
+    "reasoning_effort": "how long a model thinks is its own; what its template takes goes into chat_template_kwargs",
+    "thinking_token_budget": "how long a model thinks is its own; max_tokens bounds thoughts and answer together",
+    "verbosity": "how much a model says is its own; max_tokens bounds it",
+    "repetition_detection": "see frequency_penalty, presence_penalty and repetition_penalty",
+    "structural_tag": "it stands in response_format or structured_outputs",
+    "truncate_prompt_tokens": "a prompt is taken whole or refused",
+    "vllm_xargs": "they are for code of other servers",
+    "web_search_options": "nothing is fetched",
+    "store": "answers are not kept",
+    "service_tier": "there is one",
+    "suffix": "a text is gone on with at its end only",
+    "length_penalty": NO_BEAMS,
+    "logits_processors": "code out of a request is never run",
+    "return_tokens_as_token_ids": "return_token_ids shows ids beside the texts",
+    "prompt_cache_retention": "cached prompts are kept as long as there is room",
     "tools": "they belong to /v1/chat/completions",
     "tool_choice": "it belongs to /v1/chat/completions",
 }
@@ -83,7 +109,7 @@ def check_fields(body: dict[str, Any], honoured: frozenset[str]) -> dict[str, An
         elif name in QUIET:
             _check_quiet(name, value)
         elif name in UNSUPPORTED:
-            raise unsupported(name)
+            raise unsupported(name, WHY.get(name, ""), FIXES.get(name))
         else:
             raise _unknown(name, honoured)
     return kept

@@ -73,7 +73,7 @@ class Generation:
 
     async def _serve(self, body: bytes, record: Record, send: Send, request_id: str | None) -> None:
         ask = await self._read(body, self._engine, self._settings, request_id=request_id)
-        record.model, record.stream, record.answer_id = ask.model, ask.stream, ask.answer_id
+        record.model, record.stream = ask.model, ask.stream
         if ask.logprobs is not None and not ask.stream and not ask.default_max_tokens:
             context, wanted = self._engine.info.max_model_len, ask.params.max_tokens or 0
             longest = sum(min(wanted, max(context - len(prompt), 0)) for prompt in ask.prompts)
@@ -86,6 +86,8 @@ class Generation:
         conversation = Conversation(ask, self._engine, self._metrics)
         try:
             await conversation.open()
+            # From here on it was taken: how it ends is counted.
+            record.answer_id = ask.answer_id
             if ask.stream:
                 await _Events(self._shape(ask), ask, conversation, send).run(record)
             else:

@@ -61,6 +61,12 @@ class ServerSettings:
     reasoning_parser: str | None = None
     """A name in `text.reasoning.FAMILIES`, or "none"; None: as the chat template says."""
 
+    @property
+    def all_names(self) -> list[str]:
+        """That a request may name: the model's own, then adapters'."""
+        adapters = [] if self.adapters is None else [loaded.ref.name for loaded in self.adapters.listed]
+        return [*self.served_model_names, *adapters]
+
     def adapter(self, model: str) -> AdapterRef | None:
         """The one of this name; None: it is the model itself, or nothing here."""
         return None if self.adapters is None or model in self.served_model_names else self.adapters.named(model)

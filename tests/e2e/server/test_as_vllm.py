@@ -8,6 +8,9 @@ from typing import Any
 import httpx
 import pytest
 
+from holdfast.engine.fake import FakeEngine
+from holdfast.server import fields
+
 CHAT = "/v1/chat/completions"
 HELLO = [{"role": "user", "content": "hi"}]
 BEGUN = [*HELLO, {"role": "assistant", "content": "ab"}]
@@ -111,3 +114,51 @@ def test_what_a_reset_cannot_do_is_refused_however_it_is_spelled(http, value):
         refused = http.post("/reset_prefix_cache", params={name: value})
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, name)
         assert http.post("/reset_prefix_cache", params={name: "False"}).status_code == 200
+
+
+def test_what_helps_stands_in_the_message_that_clients_show(http):
+    def said(path: str = CHAT, **body: Any) -> str:
+        return str(
+            http.post(path, json={"messages": HELLO, **body} if path == CHAT else body).json()["error"]["message"]
+        )
+
+    assert said(max_token=3) == "unknown field 'max_token'; did you mean max_tokens?"
+    assert said(model="gpt-x").startswith("the model 'gpt-x' is not served here; served: fake, alias; name one")
+    assert "--trust-request-chat-template" in said(chat_template="{{ x }}")
+    for name in fields.UNSUPPORTED | fields.QUIET.keys() - {"parallel_tool_calls", "include_reasoning", "tools"}:
+        message = said("/v1/completions", prompt="a", **{name: {"some": "thing"}})
+        assert message.startswith(f"{name} is not supported here: "), message
+
+
+@pytest.mark.parametrize("path", ["/v1/responses", "/v1/messages", "/score", "/rerank", "/v1/load_lora_adapter"])
+def test_paths_that_are_not_there_say_why(http, path):
+    refused = http.post(path, json={})
+    error = refused.json()["error"]
+    assert (refused.status_code, error["code"], error["holdfast"]["code"]) == (404, "not_found", "HF320")
+    assert error["message"].startswith(f"{path} is not supported here: ")
+    assert http.post("/v1/nothing", json={}).json()["error"]["message"] == "no such path"
+
+
+def test_requests_are_counted_by_path_and_status_refused_ones_too(launch):
+    server = launch(FakeEngine(max_model_len=100), api_key="k")
+    with server.client() as http:
+        key = {"Authorization": "Bearer k"}
+        http.post(CHAT, json={"messages": HELLO})
+        http.post(CHAT, json={"messages": HELLO, "max_tokens": 2}, headers=key)
+        http.post(CHAT, json={"messages": HELLO, "max_tokens": 200}, headers=key)
+        http.get("/v1/models/some/thing", headers=key)
+        http.request("TRACE", "/no/such/path", headers=key)
+        text = http.get("/metrics/", headers=key).text
+    counted = 'http_requests_total{handler="%s",method="%s",status="%s"} %s'
+    assert counted % (CHAT, "POST", "2xx", 1.0) in text
+    assert counted % (CHAT, "POST", "4xx", 2.0) in text
+    assert counted % ("/v1/models/{name:path}", "GET", "4xx", 1.0) in text
+    assert counted % ("none", "OTHER", "4xx", 1.0) in text
+    assert f'http_request_duration_seconds_count{{handler="{CHAT}",method="POST"}} 3.0' in text
+    assert "process_start_time_seconds" in text
+    # What is refused for what it asks is no request that ended in an error.
+    tally = server._app.state.tally
+    assert (tally.answered, tally.failed) == (1, 0)
+    assert 'vllm:request_time_per_output_token_seconds_count{engine="0",model_name="fake"}' in text
+    series = [line for line in text.splitlines() if line.startswith("vllm:")]
+    assert all('engine="0"' in line for line in series)

@@ -190,7 +190,7 @@ def test_sigterm_lets_running_requests_finish_and_exits_0(launch_program):
             asked = f"{program.url}/v1/chat/completions"
             others = [pool.submit(httpx.post, asked, json=body, timeout=PATIENCE_S) for _ in range(8)]
             deadline_s = time.monotonic() + PATIENCE_S
-            while 'num_requests_running{model_name="fake"} 9.0' not in http.get("/metrics").text:
+            while 'num_requests_running{engine="0",model_name="fake"} 9.0' not in http.get("/metrics").text:
                 assert time.monotonic() < deadline_s
             os.kill(program.process.pid, signal.SIGTERM)
             wait_for_status(http, "draining")

@@ -16,7 +16,7 @@ def samples(http) -> dict[str, float]:
     for family in text_string_to_metric_families(response.text):
         for sample in family.samples:
             labels = dict(sample.labels)
-            if labels.pop("model_name", None) != "fake":
+            if labels.pop("model_name", None) != "fake" or labels.pop("engine", "0") != "0":
                 continue
             shown = ",".join(f"{key}={value}" for key, value in sorted(labels.items()))
             found[f"{sample.name}{{{shown}}}" if shown else sample.name] = sample.value

@@ -20,7 +20,7 @@ def make_metrics(stats: EngineStats | None = None) -> ServingMetrics:
 
 
 def value(metrics: ServingMetrics, name: str, **labels: str) -> float | None:
-    return metrics.registry.get_sample_value(f"vllm:{name}", {"model_name": "m", **labels})
+    return metrics.registry.get_sample_value(f"vllm:{name}", {"model_name": "m", "engine": "0", **labels})
 
 
 def test_decision_line():
