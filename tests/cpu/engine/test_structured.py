@@ -305,10 +305,10 @@ def test_nobody_waits_for_a_mask_that_does_not_come(tiny: LLM, monkeypatch: pyte
     for name, one in zip(("first", "second", "free"), (*params, free), strict=True):
         core.add(request(tiny, name, one))
     tokens: dict[str, list[int]] = {"first": [], "second": [], "free": []}
-    while len(tokens["free"]) < 40:
+    # On a busy machine the others may not have come to their masks before the free one is done.
+    while len(tokens["free"]) < 40 or not gate.reached.is_set():
         for output in core.step():
             tokens[output.request_id] += output.token_ids
-    assert gate.reached.is_set()
     assert len(tokens["first"]) <= 1
     assert len(tokens["second"]) <= 1
     gate.open.set()
