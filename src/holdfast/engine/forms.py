@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy
 
-from holdfast.engine.masks import BEYOND_LIMITS, Form, MaskThreads, StepMasks, Words
+from holdfast.engine.masks import BEYOND_LIMITS, Form, MaskThreads, StepMasks, Words, step_back
 from holdfast.errors import EngineError, HoldfastError
 from holdfast.planner.form_sizes import form_bytes, held_bytes
 from holdfast.planner.sampling_sizes import mask_words
@@ -69,7 +69,7 @@ class Forms:
         self._grammars: Grammars | None = None
         self._making = threading.Lock()
         self._pool = ThreadPoolExecutor(COMPILING_THREADS, thread_name_prefix="grammar")
-        self._large = ThreadPoolExecutor(1, thread_name_prefix="large-grammar")
+        self._large = ThreadPoolExecutor(1, thread_name_prefix="large-grammar", initializer=step_back)
         self._masks = MaskThreads()
         self._line: list[tuple[int, float, int, Request]] = []
         self._came_total = 0
@@ -227,7 +227,10 @@ class Forms:
         if form.failure is not None:
             return form.failure
         form.output.append(token)
-        if not form.matcher.consume(token):
+        began_s = time.thread_time()
+        taken = form.matcher.consume(token)
+        form.count(began_s)
+        if not taken:
             error: HoldfastError | None = form.matcher.error
             if error is None or error.code != BEYOND_LIMITS:
                 error = EngineError("a token was sampled that the form of the answer does not allow")

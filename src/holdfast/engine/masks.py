@@ -8,7 +8,9 @@ is there in time. Who comes and goes is `forms`'s; what a grammar means is `text
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
 import queue
 import threading
 import time
@@ -36,6 +38,7 @@ PATIENCE_S, REGAINED_S = 0.05, 0.001
 """How long one answer may hold up the others of its steps: in all, and for each token it has."""
 MASK_CPU_S, MASK_CPU_S_A_TOKEN = 10.0, 0.05
 """Of one thread, that the masks of one answer may take: in all, and for each token it has."""
+NICENESS = 15
 NOTHING_LEFT, BEYOND_LIMITS = "HF363", "HF362"
 
 
@@ -70,7 +73,7 @@ class Form:
         except BaseException as error:  # The library may panic.
             log.exception("request %s is ended: its mask could not be filled", self.request.request_id)
             self.failure = Failure.of(EngineError(f"the form of the answer failed: {type(error).__name__}"))
-        self.spent_s += time.thread_time() - began_s
+        self.count(began_s)
         if self.spent_s > MASK_CPU_S + MASK_CPU_S_A_TOKEN * len(self.output) and self.failure is None:
             too_slow = GrammarError(
                 f"the form of the answer took {self.spent_s:.0f} s of work for {len(self.output)} tokens",
@@ -79,6 +82,10 @@ class Form:
             self.failure = Failure.of(too_slow)
         if self.failure is not None:
             self.words[:] = -1  # Something must be sampled before it can be told.
+
+    def count(self, began_s: float) -> None:
+        """Time of this thread since then, for the form."""
+        self.spent_s += time.thread_time() - began_s
 
     def _narrow(self) -> None:
         """Takes away what the request's other wishes forbid at this place, and sees whether anything is left."""
@@ -108,6 +115,13 @@ class Form:
             self.failure = Failure.of(error)
 
 
+def step_back() -> None:
+    """The calling thread takes what time the others leave: none of the model's."""
+    if hasattr(os, "setpriority"):
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+
+
 class MaskThreads:
     """Fill masks in the order in which they are asked for, several at once. A form is theirs until it is filled."""
 
@@ -131,6 +145,8 @@ class MaskThreads:
             thread.start()
 
     def _work(self, line: queue.SimpleQueue[Form | None]) -> None:
+        if line is self._slow:
+            step_back()
         while (form := line.get()) is not None:
             form.fill()
             with self._changed:
