@@ -13,9 +13,11 @@ end
 function response(status, headers, body)
   answers = answers + 1
   if status ~= 200 then refused = refused + 1 end
-  -- A token's event names its finish_reason; of a chat's first event, which has the role, the content is "".
+  -- A token's event names its finish_reason; of a chat's first event, which has the role, the content is "". llama-server
+  -- ends with one that has no content.
   for choice in string.gmatch(body, "data: (%b{})\n") do
-    if string.find(choice, '"finish_reason"', 1, true) and not string.find(choice, '"role"', 1, true) then
+    if string.find(choice, '"finish_reason"', 1, true) and not string.find(choice, '"role"', 1, true)
+      and not string.find(choice, '"delta":{}', 1, true) then
       events = events + 1
     end
   end
