@@ -14,6 +14,8 @@ from holdfast.doctor.scene import SECOND, Event, Scene
 _PROCESS = re.compile(r"Process (\d+) has ([\d.]+) ([KMG]i?B) memory in use")
 _OURS = re.compile(r"this process has ([\d.]+) ([KMG]i?B) memory in use")
 _GIB = {"K": 2**-20, "M": 2**-10, "G": 1.0}
+DIED_SERVING = "died_serving"
+"""The tag of a run whose last words only a server that had begun to serve says."""
 NEIGHBOUR_SHARE = 0.12
 """Of the card, held by others, from which on they are the cause: a desktop alone takes a GiB of 24."""
 FRAGMENTED_SHARE = 0.1
@@ -54,6 +56,8 @@ def judge(event: Event, scene: Scene) -> Verdict:
     numbers = {**scene.numbers, **event.numbers}
     text = next((one.line for one in event.evidence if "Tried to allocate" in one.line), event.evidence[0].line)
     phase, confidence = phase_of(event)
+    if phase is None and DIED_SERVING in scene.run.tags:
+        phase, confidence = "serve", "medium"
     whole = "total_gib" in event.numbers and not event.numbers.keys().isdisjoint(("reserved_gib", "reserved_all_gib"))
     if not whole and confidence == "high":
         confidence = "medium"  # The line was cut short, or tells little.

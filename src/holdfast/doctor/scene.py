@@ -16,7 +16,7 @@ from holdfast.doctor.rulebook import Mark, Rule, captured, rulebook
 from holdfast.doctor.settings import Settings
 from holdfast.doctor.statistics import Statistics
 
-_FRAME = re.compile(r'^\s*(?:File "|File /|File <|-+> \d|\(?[\w/.-]+\.py:\d+\)?,? in\b)')
+_FRAME = re.compile(r'^(?:.{0,120}?\|)?\s*(?:File "|File /|File <|-+> \d|\(?[\w/.-]+\.py:\d+\)?,? in\b)')
 _HEADER = "Traceback (most recent call last)"
 _ERROR = re.compile(
     r"^(?:[\w.]+\.)?(?P<name>[A-Z]\w*(?:Error|Exception|Interrupt|Exit)|Exception|AssertionError|StopIteration)(?::|$)"
@@ -122,6 +122,8 @@ class Scene:
         self.runs: list[Run] = [Run()]
         self.lines = 0
         self._book = rulebook()
+        self._page = self._book.page("")
+        """Of the book, what could hold of the present line."""
         self._traces: dict[str, Trace] = {}
         self._waiting: list[Event] = []
         self._own: Event | None = None
@@ -166,9 +168,10 @@ class Scene:
     def feed(self, line: Line) -> bool:
         """Whether the line meant anything."""
         self.lines = max(self.lines, line.number)
+        self._page = self._book.page(line.whole)
         if line.style:
             self.engines.setdefault(line.style, 1)
-        if any(pattern.search(line.text) for pattern in self._book.quoted):
+        if any(pattern.search(line.text) for pattern in self._page.quoted):
             return False
         if _HEADER in line.text:
             self._trace(line, fresh=True)
@@ -177,9 +180,9 @@ class Scene:
         if _FRAME.match(line.text):
             self._frame(line)
             return True
-        if self._book.anything.search(line.whole) is None and not self.settings.listing:
+        if not self._page.tells and not self.settings.listing:
             return self._other(line, wrapped=False)
-        if any(pattern.search(line.text) for pattern in self._book.benign):
+        if any(pattern.search(line.text) for pattern in self._page.benign):
             return False
         if self._own is not None and self._below(line):
             return True
@@ -233,7 +236,7 @@ class Scene:
     def _frame(self, line: Line) -> None:
         trace = self._trace(line, fresh=False)
         trace.torn = trace.torn or ('File "' in line.text and ", in " not in line.text)
-        for mark in self._book.frames:
+        for mark in self._page.frames:
             if len(trace.marks) < FRAMES_HELD and mark.pattern.search(line.text):
                 trace.marks.append(mark)
                 if mark.engine:
@@ -245,7 +248,7 @@ class Scene:
 
     def _marks(self, line: Line) -> bool:
         told = False
-        for mark in self._book.marks:
+        for mark in self._page.marks:
             found = mark.pattern.search(line.whole) and (
                 mark.pattern.search(line.text) or mark.pattern.search(line.whole)
             )
@@ -283,7 +286,7 @@ class Scene:
     def _rules(self, line: Line, *, frames: bool = False) -> bool:
         engine = self.engine
         matched = False
-        for rule in self._book.rules:
+        for rule in self._page.rules:
             if rule.engines and engine is not None and engine not in rule.engines and self.engines.get(engine, 0) > 1:
                 continue
             found = rule.match(line.text)
@@ -356,7 +359,7 @@ class Scene:
             return False
         evidence = Evidence(line=line.whole.strip(), number=line.number, source=self.source)
         trace = self._near(line)
-        if wrapped and any(pattern.search(text) for pattern in self._book.wrappers):
+        if wrapped and any(pattern.search(text) for pattern in self._page.wrappers):
             if len(self.run.wrappers) < EVIDENCE_HELD:
                 self.run.wrappers.append(evidence)
             if trace is not None:
