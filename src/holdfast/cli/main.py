@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 import holdfast
+from holdfast.cli.dotted import joined
 from holdfast.cli.output import UNFORESEEN_EXIT, flush, say_error, unforeseen
 from holdfast.config import absent
 from holdfast.config.setting import Refusal, refuse
@@ -93,7 +94,7 @@ def _dispatched(given: list[str]) -> int:
         allow_abbrev=False,
     )
     module.add_arguments(parser)
-    parsed, unknown = parser.parse_known_args(_spelled(given[1:]))
+    parsed, unknown = parser.parse_known_args(_spelled(joined(given[1:])))
     if unknown:
         known_but_absent = module.refused_settings(parsed) if hasattr(module, "refused_settings") else []
         refuse([*_unknown_arguments(unknown, parser), *known_but_absent])

@@ -51,7 +51,7 @@ be honoured, 130 or 143 stopped by a signal
 SERVER_NAMES = frozenset(
     {
         "served_model_name", "max_body_size", "trust_request_chat_template", "log_level", "enable_auto_tool_choice",
-        "tool_call_parser", "reasoning_parser", "lora_modules",
+        "tool_call_parser", "reasoning_parser", "lora_modules", "structured_outputs_config",
     }
 )  # fmt: skip
 """Settings of a server that shape answers; the others are of its network."""

@@ -121,6 +121,7 @@ def server_settings(engine_config: EngineConfig, server_config: ServerConfig, mo
         enable_auto_tool_choice=server_config.enable_auto_tool_choice,
         tool_call_parser=server_config.tool_call_parser,
         reasoning_parser=server_config.reasoning_parser,
+        structured_outputs=server_config.structured_outputs_config or {},
         adapters=_adapters(engine_config, server_config, model),
         access_log=None if server_config.disable_access_log else json_lines(sys.stderr),
         version=holdfast.__version__,

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from holdfast.config import absent
+from holdfast.config.form_settings import form_settings
 from holdfast.config.setting import (
     choice,
     flag,
@@ -108,6 +109,13 @@ class ServerConfig:
         "left out: as its template says",
         optional(choice(*REASONING_PARSERS)),
         metavar="NAME",
+    )
+    structured_outputs_config: Mapping[str, bool] | None = setting(
+        None,
+        'of all answers that must have a form: {"disable_any_whitespace": true} for JSON without blanks, '
+        '{"disable_additional_properties": true} for objects of the properties a schema names',
+        optional(form_settings),
+        metavar="JSON",
     )
     drain_timeout: float = setting(
         30.0, "seconds that running requests get to finish after SIGTERM", number(0, 86400), metavar="SECONDS"

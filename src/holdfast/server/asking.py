@@ -274,7 +274,7 @@ def _sampling(
             values[name] = value
     if body.logit_bias:
         values["logit_bias"] = {_bias_id(key): bias for key, bias in body.logit_bias.items()}
-    values["structured_outputs"] = form_of(body)
+    values["structured_outputs"] = form_of(body, settings.structured_outputs)
     return SamplingParams(**values, logprobs=logprobs)
 
 

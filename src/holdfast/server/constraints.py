@@ -6,6 +6,7 @@ Owns how these become one StructuredOutputsParams, and that they are looked at o
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -47,8 +48,19 @@ async def check_off_loop(params: SamplingParams, tokenizer: Tokenizer) -> None:
     await asyncio.get_running_loop().run_in_executor(_LARGE if large else _POOL, check)
 
 
-def form_of(body: Common) -> StructuredOutputsParams | None:
-    """None: the answer is free."""
+def form_of(body: Common, switches: Mapping[str, bool] | None = None) -> StructuredOutputsParams | None:
+    """None: the answer is free. `switches`: of the server, where the request does not say otherwise."""
+    form = _asked(body)
+    if form is None or form.kind not in ("json", "json_object", "structural_tag"):
+        return form
+    said = {*(body.structured_outputs or {})}
+    changes = {name: on for name, on in (switches or {}).items() if on and name not in said}
+    if form.whitespace_pattern is not None:
+        changes.pop("disable_any_whitespace", None)
+    return msgspec.structs.replace(form, **changes) if changes else form
+
+
+def _asked(body: Common) -> StructuredOutputsParams | None:
     asked = [name for name in ("response_format", "structured_outputs", *GUIDED) if getattr(body, name) is not None]
     if body.response_format is not None and body.response_format.get("type") == "text":
         asked.remove("response_format")

@@ -58,6 +58,8 @@ class ServerSettings:
     """Whether a model may be left to decide itself if it calls a tool."""
     tool_call_parser: str | None = None
     """A name in `text.tools.dialects.DIALECTS`; None: as the chat template says."""
+    structured_outputs: Mapping[str, bool] = field(default_factory=dict)
+    """Switches of StructuredOutputsParams for what a request leaves out."""
     reasoning_parser: str | None = None
     """A name in `text.reasoning.FAMILIES`, or "none"; None: as the chat template says."""
 

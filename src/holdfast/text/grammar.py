@@ -49,7 +49,8 @@ def grammar_of(params: StructuredOutputsParams, special_id: Callable[[str], int 
     if params.grammar is not None:
         return LLMatcher.grammar_from_lark(_lark(params))
     assert isinstance(params.structural_tag, dict)
-    return LLMatcher.grammar_from_lark(lark_of_tags(params.structural_tag, _options(params), special_id))
+    tags = _closed_tags(params.structural_tag) if params.disable_additional_properties else params.structural_tag
+    return LLMatcher.grammar_from_lark(lark_of_tags(tags, _options(params), special_id))
 
 
 def _options(params: StructuredOutputsParams) -> dict[str, Any]:
@@ -84,6 +85,14 @@ def _patterns(schema: Any) -> Iterator[str]:
             if isinstance(named := one.get("patternProperties"), dict):
                 yield from named
         here += one.values() if isinstance(one, dict) else one if isinstance(one, list) else ()
+
+
+def _closed_tags(given: Any) -> Any:
+    if isinstance(given, list):
+        return [_closed_tags(one) for one in given]
+    if not isinstance(given, dict):
+        return given
+    return {name: (closed if name in ("schema", "json_schema") else _closed_tags)(one) for name, one in given.items()}
 
 
 def closed(schema: Any) -> Any:

@@ -1,0 +1,41 @@
+"""Flags of one part of a table, as vLLM takes them: --structured-outputs-config.disable_any_whitespace true. Words in,
+words out; which parts there are is `config`'s."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+TABLES = ("--structured-outputs-config",)
+
+
+def joined(words: Sequence[str]) -> list[str]:
+    """All parts of a table as one JSON object, where the first of them stood; a part without a value is true."""
+    found: list[str] = []
+    tables: dict[str, dict[str, Any]] = {}
+    places: dict[str, int] = {}
+    left = list(words)
+    while left:
+        word = left.pop(0)
+        name, equals, value = word.partition("=")
+        table, dot, part = name.replace("_", "-").partition(".")
+        if not dot or table not in TABLES:
+            found.append(word)
+            continue
+        if not equals:
+            value = left.pop(0) if left and not left[0].startswith("-") else "true"
+        if table not in tables:
+            tables[table], places[table] = {}, len(found)
+            found.append("")
+        tables[table][part.replace("-", "_")] = _value(value)
+    for table, place in places.items():
+        found[place] = f"{table}={json.dumps(tables[table])}"
+    return found
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text.lower() if text in ("True", "False") else text)
+    except ValueError:
+        return text

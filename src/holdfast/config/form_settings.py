@@ -1,0 +1,42 @@
+"""vLLM's structured_outputs_config: what all answers of a form have in common. Says which of its parts are honoured,
+and why the others are not; what a form is, is `records`' and `text`'s."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from holdfast.config.setting import flag, table
+from holdfast.errors import ConfigurationError
+
+SWITCHES = ("disable_any_whitespace", "disable_additional_properties")
+_DONE: dict[str, tuple[tuple[Any, ...], str]] = {
+    "backend": ((None, "auto", "guidance", "llguidance"), "one library holds answers to their form: leave it out"),
+    "disable_fallback": ((None, True, False), ""),
+    "reasoning_parser": ((None, ""), "it is a setting of its own: --reasoning-parser"),
+    "reasoning_parser_plugin": ((None, ""), "code out of a setting is never run"),
+    "enable_in_reasoning": ((None, False), "thoughts are free; the form is that of the answer behind them"),
+}
+"""Other parts: values that ask for what is done anyway, and what to say to any other."""
+
+
+def form_settings(field: str, value: Any) -> dict[str, bool]:
+    """The switches that are set."""
+    found: dict[str, bool] = {}
+    for name, part in table(field, value).items():
+        if name in SWITCHES:
+            found[name] = flag(f"{field}.{name}", part)
+        elif name not in _DONE:
+            raise ConfigurationError(
+                f"{field} has no part {name!r}",
+                needed=", ".join((*SWITCHES, *_DONE)),
+                found=name,
+                field="structured_outputs_config",
+            )
+        elif part not in _DONE[name][0]:
+            raise ConfigurationError(
+                f"{field}: {name} {part!r} cannot be honoured",
+                found=str(part),
+                fix=_DONE[name][1],
+                field="structured_outputs_config",
+            )
+    return found
