@@ -11,9 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from holdfast.engine.llm import LLM
+    from holdfast.inputs import PromptType, TextPrompt, TokensPrompt
     from holdfast.planner.ask import plan
     from holdfast.records import (
         CompletionOutput,
+        EmbeddingOutput,
+        EmbeddingRequestOutput,
         GuidedDecodingParams,
         LoRARequest,
         RequestOutput,
@@ -25,18 +28,24 @@ __version__ = "0.1.0"
 __all__ = [
     "LLM",
     "CompletionOutput",
+    "EmbeddingOutput",
+    "EmbeddingRequestOutput",
     "GuidedDecodingParams",
     "LoRARequest",
+    "PromptType",
     "RequestOutput",
     "SamplingParams",
     "StructuredOutputsParams",
+    "TextPrompt",
+    "TokensPrompt",
     "__version__",
     "plan",
 ]
 _RECORDS = (
-    "CompletionOutput", "GuidedDecodingParams", "LoRARequest", "RequestOutput", "SamplingParams",
-    "StructuredOutputsParams",
+    "CompletionOutput", "EmbeddingOutput", "EmbeddingRequestOutput", "GuidedDecodingParams", "LoRARequest",
+    "RequestOutput", "SamplingParams", "StructuredOutputsParams",
 )  # fmt: skip
+_INPUTS = ("PromptType", "TextPrompt", "TokensPrompt")
 
 
 def __getattr__(name: str) -> Any:
@@ -48,6 +57,10 @@ def __getattr__(name: str) -> Any:
         from holdfast import records
 
         return getattr(records, name)
+    if name in _INPUTS:
+        from holdfast import inputs
+
+        return getattr(inputs, name)
     if name == "plan":
         from holdfast.planner.ask import plan
 

@@ -177,6 +177,7 @@ def _refusal(status: int, content: bytes) -> HoldfastError:
         message = str(error["message"])
         told = {"code": error.get("code")} | (error.get("holdfast") or {})  # Ours, where it is one of ours.
         told = {name: str(told[name]) for name in ("code", "needed", "found", "fix") if told.get(name)}
+        message = message.removesuffix(f"; {told.get('fix')}")  # It has a line of its own here.
     if status in (401, 403):
         told["fix"] = "pass --api-key, or set HOLDFAST_API_KEY"
     kind = RequestError if status < INTERNAL else EngineError

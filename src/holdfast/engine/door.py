@@ -133,7 +133,7 @@ class Door:
                 "and one must be left for the answer",
                 needed=f"{prompt_length + 1} tokens",
                 found=f"{self.max_model_len} tokens",
-                fix="shorten the prompt, or serve with a larger --max-model-len",
+                fix="a shorter prompt, or a larger max_model_len",
                 field="prompt",
             )
         if params.max_tokens is None:

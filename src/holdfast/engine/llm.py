@@ -22,6 +22,7 @@ from holdfast.engine.devices import settle_device
 from holdfast.engine.door import Door
 from holdfast.engine.embedding import PARAMS, embedding_output, embedding_requests
 from holdfast.engine.forms import hold_forms
+from holdfast.engine.llm_absent import AbsentMethods
 from holdfast.engine.lora import Adapters
 from holdfast.engine.messages import unpack_failure
 from holdfast.engine.preload import preload_torch
@@ -49,7 +50,6 @@ from holdfast.records import (
     RequestOutput,
     SamplingParams,
 )
-from holdfast.records.sampling import NO_BEAMS
 from holdfast.text import Tokenizer
 from holdfast.text.tools.prompt import shown_in
 
@@ -59,9 +59,10 @@ Prompt = str | Mapping[str, Any] | Sequence[int]
 """Text, {"prompt": text}, {"prompt_token_ids": [...]}, or token ids."""
 
 Message = Mapping[str, Any]
+_PROMPT_KEYS = frozenset({"prompt", "prompt_token_ids"})
 
 
-class LLM:
+class LLM(AbsentMethods):
     """All keyword arguments are settings of `holdfast serve`, spelled with underscores: see EngineConfig."""
 
     def __init__(self, model: str | None = None, **settings: Any) -> None:
@@ -106,10 +107,13 @@ class LLM:
         chosen = _one_each(self._defaults if sampling_params is None else sampling_params, len(listed))
         self._check_priority(priority, len(listed))
         adapters = self._adapters.one_each(lora_request, len(listed))
+        asked = lora_request if isinstance(lora_request, Sequence) else [lora_request] * len(listed)
         runs = [
             self._prepare(prompt, params, 0 if priority is None else priority[place], adapter=adapters[place])
             for place, (prompt, params) in enumerate(zip(listed, chosen, strict=True))
         ]
+        for run, request in zip(runs, asked, strict=True):
+            run.output.lora_request = request
         return self._run(runs, use_tqdm)
 
     def chat(
@@ -157,14 +161,6 @@ class LLM:
         runs = [self._prepare(prompt, PARAMS, 0, embed=True) for prompt in _as_list(prompts)]
         self._run(runs, use_tqdm)
         return [embedding_output(run.output, run.embedding) for run in runs]
-
-    def beam_search(self, *_: object, **__: object) -> list[RequestOutput]:
-        """vLLM's name, for what this engine does not do."""
-        raise UnsupportedOptionError(
-            f"beam search is not there: {NO_BEAMS}",
-            fix="generate with n answers and logprobs=0, and keep the one with the largest cumulative_logprob",
-            field="beam_search",
-        )
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What `generate` uses where it is given none: as the model's makers advise."""
@@ -268,6 +264,13 @@ class LLM:
         if isinstance(prompt, str):
             return prompt, self.get_tokenizer().encode(prompt)
         if isinstance(prompt, Mapping):
+            other = next((name for name in prompt if name not in _PROMPT_KEYS and prompt[name] is not None), None)
+            if other is not None and _PROMPT_KEYS & prompt.keys():
+                raise UnsupportedOptionError(
+                    f"{str(other)[:100]} of a prompt is not supported: only text goes in and out",
+                    needed='{"prompt": text} or {"prompt_token_ids": [...]}', fix=f"leave {str(other)[:100]} out",
+                    field="prompts",
+                )  # fmt: skip
             if "prompt_token_ids" in prompt:
                 return prompt.get("prompt"), prompt["prompt_token_ids"]
             if isinstance(prompt.get("prompt"), str):

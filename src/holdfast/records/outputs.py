@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from holdfast.errors import HoldfastError
+from holdfast.records.lora import LoRARequest
 from holdfast.records.memory import MemoryReport
 
 
@@ -194,6 +195,10 @@ class RequestOutput:
     num_cached_tokens: int = 0
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     """One entry a token of the prompt, None for the first."""
+    lora_request: LoRARequest | None = None
+    """The adapter that was asked for."""
+    metrics: None = None
+    """vLLM's, which are there only while it logs statistics; `LLM.get_metrics` has the engine's."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -198,7 +198,8 @@ def test_limits_of_the_output(llm) -> None:
 
 def test_bad_requests_lose_nothing(llm) -> None:
     good = {"prompt_token_ids": [1, 2, 3]}
-    for bad in ({"prompt_token_ids": []}, {"prompt_token_ids": [10**9]}, {"text": "?"}):
+    image = {"prompt_token_ids": [1], "multi_modal_data": {"image": 1}}
+    for bad in ({"prompt_token_ids": []}, {"prompt_token_ids": [10**9]}, {"text": "?"}, image):
         with pytest.raises(RequestError):
             llm.generate([good, bad], SamplingParams(max_tokens=2))
     with pytest.raises(ContextLengthError):
