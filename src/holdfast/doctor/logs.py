@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from holdfast.doctor.judging import diagnosis
-from holdfast.doctor.lines import read_line
-from holdfast.doctor.reading import Sift, blocks, worth_reading
+from holdfast.doctor.lines import read_lines
+from holdfast.doctor.reading import LOOKED_BYTES, Sift, worth_reading
 from holdfast.doctor.records import Diagnosis
 from holdfast.doctor.scene import Scene
+from holdfast.doctor.sources import Source
+
+_TORN = "the rest of {}: the file is cut, its compressed data ends before its end"
 
 
 class Watch:
@@ -22,7 +25,8 @@ class Watch:
         self._number += 1
         for part in line.split("\r"):
             if part and worth_reading(part):
-                self._scene.feed(read_line(part, self._number))
+                for one in read_lines(part[:LOOKED_BYTES], self._number):
+                    self._scene.feed(one)
 
     @property
     def ready(self) -> bool:
@@ -43,14 +47,18 @@ def diagnose_lines(lines: Iterable[str], source: str) -> Diagnosis:
 def diagnose(sources: Sequence[str]) -> Diagnosis:
     """Logs, judged together: paths of files (gz too), `-` for standard input. Raises a ConfigurationError (HFD90)."""
     scene: Scene | None = None
-    for source in sources:
-        name = "standard input" if source == "-" else source
+    torn = []
+    for name in sources:
+        called = "standard input" if name == "-" else name
         if scene is None:
-            scene = Scene(name)
+            scene = Scene(called)
         else:
-            scene.open(name)
-        sift = Sift(scene.feed)
-        for block in blocks(source):
+            scene.open(called)
+        source, sift = Source(name), Sift(scene.feed)
+        for block in source.blocks():
             sift.feed(block)
         sift.close()
-    return diagnosis(scene or Scene(""))
+        torn += [_TORN.format(called)] if source.torn else []
+    found = diagnosis(scene or Scene(""))
+    found.missing.extend(torn)
+    return found

@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from re import _constants, _parser  # type: ignore[attr-defined]
-from typing import Any
+from typing import Any, Generic, TypeVar
 
-SHORTEST = 2
-"""Characters of a literal that is worth looking for."""
+from holdfast.doctor.literals import SHORTEST, needed, rarest
 
-LONG_ENOUGH = 6
+Item = TypeVar("Item")
 
 
 class Pattern:
@@ -21,7 +19,7 @@ class Pattern:
 
     def __init__(self, text: str) -> None:
         self.expression = re.compile(text)
-        self.literals: tuple[str, ...] = tuple(_literals(_parser.parse(text)) or ())
+        self.literals = needed(text)
         """One of these is in whatever matches; none: nothing can be said."""
 
     def search(self, text: str) -> re.Match[str] | None:
@@ -31,24 +29,29 @@ class Pattern:
         return None if self.literals else self.expression.search(text)
 
 
-def _literals(parsed: Any) -> list[str] | None:
-    """Such that every match holds at least one; None where there are no such, or only short ones."""
-    best: list[str] | None = None
-    run = ""
-    for operation, argument in [*parsed, (None, None)]:
-        if operation is _constants.LITERAL:
-            run += chr(argument)
-            continue
-        best, run = _better(best, [run] if len(run) >= SHORTEST else None), ""
-        if operation is _constants.SUBPATTERN and not argument[1] and not argument[2]:
-            best = _better(best, _literals(argument[3]))
-        elif operation is _constants.BRANCH:
-            branches = [_literals(branch) for branch in argument[1]]
-            if all(branch is not None for branch in branches):
-                best = _better(best, [literal for branch in branches for literal in branch or ()])
-        elif operation in (_constants.MAX_REPEAT, _constants.MIN_REPEAT) and argument[0] >= 1:
-            best = _better(best, _literals(argument[2]))
-    return best
+class Index(Generic[Item]):
+    """Which of many things could stand in a text, by their literals: asked once a line, however many there are."""
+
+    def __init__(self, items: Iterable[tuple[Item, tuple[str, ...]]]) -> None:
+        self._items: list[Item] = []
+        self._always: list[int] = []
+        self._literals: dict[str, list[tuple[str, int]]] = {}
+        """By a few letters out of each."""
+        for number, (item, literals) in enumerate(items):
+            self._items.append(item)
+            for literal in literals:
+                at = rarest(literal.encode("latin-1", "replace"), SHORTEST)
+                self._literals.setdefault(literal[at : at + SHORTEST], []).append((literal, number))
+            if not literals:
+                self._always.append(number)
+
+    def among(self, text: str) -> list[Item]:
+        """In their order; some of them may not stand there after all."""
+        letters = {text[at : at + SHORTEST] for at in range(len(text) - SHORTEST + 1)}
+        found = set(self._always)
+        for few in letters & self._literals.keys():
+            found.update(number for literal, number in self._literals[few] if literal in text)
+        return [self._items[number] for number in sorted(found)]
 
 
 def any_of(literals: Iterable[str]) -> re.Pattern[str]:
@@ -67,14 +70,3 @@ def _branches(node: dict[str, Any]) -> str:
         return ""
     parts = [re.escape(character) + _branches(inner) for character, inner in node.items()]
     return parts[0] if len(parts) == 1 else f"(?:{'|'.join(parts)})"
-
-
-def _better(one: list[str] | None, other: list[str] | None) -> list[str] | None:
-    """Long ones rule out more; among those that are long enough, fewer."""
-    if one is None or other is None:
-        return one if other is None else other
-    return other if _worth(other) > _worth(one) else one
-
-
-def _worth(literals: list[str]) -> tuple[int, int]:
-    return min(LONG_ENOUGH, *map(len, literals)), -len(literals)

@@ -1,142 +1,126 @@
-"""Logs in, lines worth reading out: files, gz, standard input, in bounded memory and at the speed of a copy.
+"""A log in, the lines worth reading out: in bounded memory, and at a bounded cost however much a server says.
 
-A log of gigabytes says the same few things over and over. A line that was seen before, its digits aside, and meant
-nothing then, is passed over by one look into a set; only lines that are new or meant something are read.
+A log of gigabytes says the same few things over and over. screen.py finds the lines that could matter and sorts them
+into kinds; of each kind the first are read and then a few in each block, and of all kinds no more than can be paid
+for, the rarest first. The end of a log, where servers die, is read whole.
 
-    block ─► split ─► same, without digits ─► seen and meant nothing? ─► could any rule care? ─► keep(Line)
+    block ─► screen ─► lines of some kind ─► seldom enough? ─► Line ─► keep
 """
 
 from __future__ import annotations
 
-import contextlib
-import sys
-import zlib
-from collections.abc import Callable, Iterable, Iterator
-from itertools import chain
-from pathlib import Path
-from typing import IO
+from collections.abc import Callable
+from functools import cache
 
-from holdfast.doctor.lines import LONGEST, Line, read_line
+import numpy
+
+from holdfast.doctor.lines import Line, read_lines
 from holdfast.doctor.rulebook import rulebook
-from holdfast.errors import ConfigurationError
-from holdfast.units import shorten
+from holdfast.doctor.screen import LOOKED_BYTES, Integers, Screen, Screened
+from holdfast.doctor.sources import BLOCK_BYTES, blocks
 
-BLOCK_BYTES = 1024 * 1024
-KEYS_HELD = 60_000
-KEY_BYTES = 300
-"""Longer lines are looked at each time: together the keys held stay under 30 MB."""
-STORM_LINES = 2000
-"""Of one kind that are read; more of the same tell nothing new."""
-UNREADABLE = "HFD90"
-_GZIP = 31
-"""zlib's word for a stream with a gzip header."""
+__all__ = ["LOOKED_BYTES", "Sift", "blocks", "screen", "worth_reading"]
 
-_DIGITS = b"0123456789abcdef"
-"""And letters of hex, so that ids make no line a new one."""
-_PROMPTS = ("Received request", "Added request", "prompt:")
-"""Words of a user, which are no words of the engine."""
+END_BYTES = 256 * 1024
+END_LINES = 1000
+"""The end that is read whole: so many bytes, and of the lines in it that could matter so many."""
+KIND_LINES = 100
+"""Of one kind that are all read; then so many of each block:"""
+BLOCK_KIND_LINES = 2
+SAVED_LINES = 1500
+BLOCK_LINES = 10
+"""Of all kinds: each block earns so many, and what is not spent is saved for later ones."""
+KINDS_HELD = 100_000
+
 _ERRORS = (
-    "rror",
-    "ERROR",
-    "xception",
-    "raceback",
-    "File ",
-    "FATAL",
-    "CRITICAL",
-    "ault",
-    "dumped",
-    "Abort",
-    "panick",
-    "--> ",
-)
+    "Error", "ERROR", "Exception", "Traceback", 'File "', "File /", "File <", "--> ", "FATAL", "CRITICAL", "Interrupt",
+    "SystemExit", "StopIteration", "Segmentation fault", "core dumped", "Aborted", "Bus error", "SIGSEGV", "SIGABRT",
+    "panicked at", "terminate called",
+)  # fmt: skip
+"""How errors look that no rule knows, and tracebacks."""
+
+
+@cache
+def screen() -> Screen:
+    book = rulebook()
+    frames = (literal for mark in book.frames for literal in mark.pattern.literals)
+    quoted = (literal for pattern in book.quoted for literal in pattern.literals)
+    return Screen((*book.literals, *_ERRORS), hints=frames, stops=quoted)
 
 
 class Sift:
-    """Blocks of bytes in, lines to `keep`, which answers whether the line meant anything. Valid until `close`."""
+    """Blocks of bytes in, lines to `keep`. Valid until `close`."""
 
-    def __init__(self, keep: Callable[[Line], bool]) -> None:
+    def __init__(self, keep: Callable[[Line], object]) -> None:
         self._keep = keep
-        self._nothing: set[bytes] = set()
-        self._told: dict[bytes, int] = {}
+        self._screen = screen()
+        self._seen: dict[int, int] = {}
+        self._saved = SAVED_LINES
         self._rest = b""
-        self._number = 0
+        self._within = False
+        """Of a line too long to be held."""
+        self._number = 1
 
     def feed(self, block: bytes) -> None:
-        block = self._rest + block
-        end = block.rfind(b"\n")
-        if end < 0 and len(block) < BLOCK_BYTES:
-            self._rest = block
+        if self._within:
+            end = block.find(b"\n")
+            if end < 0:
+                return
+            block = block[end:]
+            self._within = False
+        self._rest += block
+        if len(self._rest) < BLOCK_BYTES + END_BYTES:
             return
-        self._rest = block[end + 1 :] if end >= 0 else b""
-        self._lines(block[:end] if end >= 0 else block)
+        held = len(self._rest) - END_BYTES
+        end = max(self._rest.rfind(b"\n", 0, held), self._rest.rfind(b"\r", 0, held))
+        if end < 0 and b"\n" not in self._rest:
+            self._read(self._rest[:LOOKED_BYTES])
+            self._rest, self._within = b"", True
+        elif end >= 0:
+            self._read(self._rest[: end + 1])
+            self._rest = self._rest[end + 1 :]
 
     def close(self) -> None:
-        if self._rest:
-            self._lines(self._rest)
-            self._rest = b""
+        """The end of the log."""
+        self._read(self._rest, ends=True)
+        self._rest = b""
 
-    def _lines(self, block: bytes) -> None:
-        raw = block.split(b"\n")
-        keys = block.translate(None, _DIGITS).split(b"\n")
-        nothing = self._nothing
-        for at in [at for at, key in enumerate(keys) if key not in nothing]:
-            self._look(raw[at], keys[at], self._number + at + 1)
-        self._number += len(raw)
+    def _read(self, block: bytes, *, ends: bool = False) -> None:
+        found = self._screen.lines(block)
+        chosen = self._chosen(found)
+        if ends:
+            last = numpy.arange(max(0, len(found.starts) - END_LINES), len(found.starts))
+            chosen = numpy.union1d(chosen, last)
+        for start, end, number in zip(
+            found.starts[chosen].tolist(), found.ends[chosen].tolist(), found.numbers[chosen].tolist(), strict=True
+        ):
+            text = block[start : min(end, start + LOOKED_BYTES)].decode("utf-8", "replace")
+            for line in read_lines(text, self._number + number):
+                self._keep(line)
+        self._number += block.count(b"\n")
 
-    def _look(self, raw: bytes, key: bytes, number: int) -> None:
-        if key in self._nothing:  # Since the block began.
-            return
-        meant = False
-        text = raw[:LONGEST].decode("utf-8", "replace")
-        if worth_reading(text):
-            for part in text.split("\r"):  # A progress bar draws itself over and over in one line.
-                if part:
-                    meant = self._keep(read_line(part, number)) or meant
-        if len(key) > KEY_BYTES:
-            return
-        if meant:
-            times = self._told.get(key, 0) + 1
-            if len(self._told) < KEYS_HELD:
-                self._told[key] = times
-            if times < STORM_LINES:
-                return
-        if len(self._nothing) >= KEYS_HELD:
-            self._nothing.clear()
-        self._nothing.add(key)
+    def _chosen(self, found: Screened) -> Integers:
+        """The lines to read, by their kinds: those seen seldom, as many as there are savings for."""
+        kinds, of_line, counts = numpy.unique(found.kinds, return_inverse=True, return_counts=True)
+        names = kinds.tolist()
+        before = numpy.array([self._seen.get(kind, 0) for kind in names], numpy.int64)
+        if len(self._seen) > KINDS_HELD:
+            self._seen.clear()
+        self._seen.update(zip(names, (before + counts).tolist(), strict=True))
+        order = numpy.argsort(of_line, kind="stable")
+        rank = numpy.empty(len(order), numpy.int64)
+        rank[order] = numpy.arange(len(order)) - (numpy.cumsum(counts) - counts)[of_line[order]]
+        allowed = numpy.maximum(KIND_LINES - before, BLOCK_KIND_LINES)
+        chosen = numpy.flatnonzero(rank < allowed[of_line])
+        self._saved = min(SAVED_LINES, self._saved + BLOCK_LINES)
+        if len(chosen) > self._saved:
+            seen = (before[of_line] + rank)[chosen]
+            rarest = numpy.lexsort((-found.literals[chosen], seen))
+            chosen = numpy.sort(chosen[rarest[: self._saved]])
+        self._saved -= len(chosen)
+        return chosen
 
 
 def worth_reading(text: str) -> bool:
     """Whether any rule could care, or it looks like an error that none knows."""
-    known = any(word in text for word in _ERRORS) or rulebook().anything.search(text) is not None
-    return known and not any(word in text[:400] for word in _PROMPTS)
-
-
-def blocks(source: str) -> Iterator[bytes]:
-    """Of a file, a gz file (however it is called), or `-`: standard input."""
-    with contextlib.ExitStack() as stack:
-        try:
-            stream: IO[bytes] = sys.stdin.buffer if source == "-" else stack.enter_context(Path(source).open("rb"))
-            raw = iter(lambda: stream.read(BLOCK_BYTES), b"")
-            first = next(raw, b"")
-            if first.startswith(b"\x1f\x8b"):
-                yield from _inflated(chain([first], raw))
-            else:
-                yield first
-                yield from raw
-        except (OSError, zlib.error) as error:
-            raise ConfigurationError(
-                f"the log {shorten(source)} cannot be read", code=UNREADABLE, needed="a file, or - for standard input",
-                found=str(error), field="log", fix="holdfast doctor server.log; kubectl logs POD | holdfast doctor -",
-            ) from error  # fmt: skip
-
-
-def _inflated(compressed: Iterable[bytes]) -> Iterator[bytes]:
-    """Block by block, so that no huge file is ever held; one that was cut short ends early."""
-    unpack = zlib.decompressobj(_GZIP)
-    for piece in compressed:
-        rest = piece
-        while rest:
-            yield unpack.decompress(rest, BLOCK_BYTES)
-            rest = unpack.unconsumed_tail
-            if unpack.eof:
-                rest, unpack = unpack.unused_data.lstrip(b"\0"), zlib.decompressobj(_GZIP)
+    return any(word in text for word in _ERRORS) or rulebook().anything.search(text) is not None

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import re
 import tomllib
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import resources
 from typing import Any, Literal
 
-from holdfast.doctor.patterns import Pattern, any_of
+from holdfast.doctor.patterns import Index, Pattern, any_of
 
 Kind = Literal["fatal", "request", "running", "advice", "hint"]
 """A hint is the place where something fails, and holds only where the log was cut before its error."""
@@ -121,6 +122,24 @@ class Cause:
     helps: str
 
 
+@dataclass(slots=True)
+class Page:
+    """Of the book, what could hold of one line."""
+
+    rules: list[Rule] = field(default_factory=list)
+    marks: list[Mark] = field(default_factory=list)
+    frames: list[Mark] = field(default_factory=list)
+    benign: list[Pattern] = field(default_factory=list)
+    quoted: list[Pattern] = field(default_factory=list)
+    wrappers: list[Pattern] = field(default_factory=list)
+    settings: list[str] = field(default_factory=list)
+
+    @property
+    def tells(self) -> bool:
+        """More than a place in a traceback, or a user's words."""
+        return bool(self.rules or self.marks or self.benign or self.wrappers or self.settings)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rulebook:
     rules: tuple[Rule, ...]
@@ -135,6 +154,14 @@ class Rulebook:
     """One of these is in every line that any of the patterns could match, or that tells settings."""
     anything: re.Pattern[str]
     """Any of them."""
+    index: Index[tuple[int, Any]]
+    """Everything in it, with the number of its chapter in a page."""
+
+    def page(self, text: str) -> Page:
+        chapters: tuple[list[Any], ...] = ([], [], [], [], [], [], [])
+        for chapter, item in self.index.among(text):
+            chapters[chapter].append(item)
+        return Page(*chapters)
 
     def rule(self, name: str) -> Rule:
         return next(rule for rule in self.rules if rule.id == name)
@@ -158,17 +185,36 @@ def rulebook() -> Rulebook:
     causes = {
         name: Cause(name=name, **row) for document in documents for name, row in document.get("cause", {}).items()
     }
+    places = tuple(mark for mark in marks if mark.frame)
+    marks = [mark for mark in marks if not mark.frame]
     return Rulebook(
         rules=rules,
-        marks=tuple(mark for mark in marks if not mark.frame),
-        frames=tuple(mark for mark in marks if mark.frame),
+        marks=tuple(marks),
+        frames=places,
         benign=benign,
         quoted=quoted,
         wrappers=wrappers,
         causes=causes,
         literals=literals,
         anything=any_of(literals),
+        index=_index(rules, marks, places, benign, quoted, wrappers),
     )
+
+
+def _index(
+    rules: Iterable[Rule], marks: Iterable[Mark], frames: Iterable[Mark], *patterns: Iterable[Pattern]
+) -> Index[tuple[int, Any]]:
+    entries: list[tuple[tuple[int, Any], tuple[str, ...]]] = []
+    for rule in rules:
+        if rule.patterns:
+            blind = any(not pattern.literals for pattern in rule.patterns)
+            literals = tuple(literal for pattern in rule.patterns for literal in pattern.literals)
+            entries.append(((0, rule), () if blind else literals))
+    entries += [((1, mark), mark.pattern.literals) for mark in marks]
+    entries += [((2, mark), mark.pattern.literals) for mark in frames]
+    for chapter, some in enumerate(patterns, start=3):
+        entries += [((chapter, pattern), pattern.literals) for pattern in some]
+    return Index([*entries, *(((6, word), (word,)) for word in _SETTINGS)])
 
 
 def compiled(pattern: str) -> Pattern:
