@@ -2,6 +2,7 @@
 
     vllm serve MODEL --max-model-len N --port P     starts when N is at most STAND_IN_HOLDS tokens
     STAND_IN_HANG=1                                 answers /health once, and never again
+    STAND_IN_KNOWS_NOT=--flag                       refuses that flag as an argument parser does
     STAND_IN_CRASH=1                                runs out of memory once it serves, unless utilization is below 0.9
 
 Installed by a test as a program called `vllm`; no engine is in it.
@@ -68,6 +69,11 @@ def crash() -> None:
 def main() -> None:
     print("stand-in: " + " ".join(sys.argv[1:]), flush=True)
     say("(APIServer pid=4200) INFO 11-15 10:00:00 [api_server.py:1839] vLLM API server version 0.11.0")
+    unknown = os.environ.get("STAND_IN_KNOWS_NOT")
+    if unknown in sys.argv:
+        say("usage: vllm serve [model_tag] [options]")
+        say(f"vllm: error: unrecognized arguments: {unknown} {value(str(unknown), '')}")
+        sys.exit(2)
     length, holds = int(value("--max-model-len", "131072")), int(os.environ.get("STAND_IN_HOLDS", "48544"))
     if length > holds:
         refuse(length, holds if os.environ.get("STAND_IN_LEARNS", "1") == "1" else length - 1024)

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
+import select
+import time
 
 from holdfast.errors import ConfigurationError, printable
 
 HELP = """Run a server's command and stay beside it: its output, signals and exit code pass through. When it dies of
 something that can be put right, say why, change the command as little as possible, and start it again."""
 
-USAGE = "holdfast rescue [--keep FLAG ...] [--ask] [--max-restarts N] [--back-off S] -- COMMAND ..."
+USAGE = "holdfast rescue [--keep FLAG ...] [--ask] [--fix-first] [--max-restarts N] [--back-off S] -- COMMAND ..."
 
 EXAMPLES = """examples:
   holdfast rescue -- vllm serve MODEL --max-model-len 32768
@@ -26,6 +27,8 @@ exit codes: those of COMMAND, 128 and the signal that ended it; 2 usage, 126 and
 """
 MOST_RESTARTS = 1000
 DEFAULT_RESTARTS, DEFAULT_BACK_OFF_S = 5, 2.0
+PATIENCE_S = 1.0
+"""So long a word of ours waits for a reader."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,6 +53,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="end and start again a server that was ready and has not answered /health for so many seconds; default: 0,"
         " it is only said",
     )  # fmt: skip
+    parser.add_argument(
+        "--fix-first", action="store_true",
+        help="put right what is surely wrong with the command before its first start; else it is only said",
+    )  # fmt: skip
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="COMMAND", help="what to run, behind --")
 
 
@@ -67,6 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
         max_restarts=int(_number("max-restarts", arguments.max_restarts, MOST_RESTARTS)),
         back_off_s=_number("back-off", arguments.back_off, 3600.0),
         hung_after_s=_number("hung-after", arguments.hung_after, 86_400.0),
+        fix_first=arguments.fix_first,
         confirm=_confirmed if arguments.ask else None,
     )
     return Rescue(words, orders, _say).run()
@@ -87,19 +95,33 @@ def _number(name: str, written: str, most: float) -> float:
 
 
 def _say(line: str) -> None:
-    """Beside the program's own errors, marked as ours; somebody who has closed them is no reason to end."""
-    try:
-        sys.stderr.write(f"holdfast rescue: {printable(line)}\n")
-        sys.stderr.flush()
-    except (BrokenPipeError, ValueError):
-        pass
+    """Beside the program's own errors, marked as ours, keys hidden. What cannot be said is no reason to end.
+
+    Not through Python's stream: it would keep what it could not write, and a signal may come within a line.
+    """
+    from holdfast.doctor.redact import without_secrets
+
+    _write(f"holdfast rescue: {printable(without_secrets(line))}\n")
+
+
+def _write(text: str) -> None:
+    left = memoryview(text.encode("utf-8", "backslashreplace"))
+    until = time.monotonic() + PATIENCE_S
+    while left:
+        try:
+            left = left[os.write(2, left) :]
+        except BlockingIOError:
+            if time.monotonic() > until:
+                return
+            select.select([], [2], [], PATIENCE_S)
+        except OSError:
+            return
 
 
 def _confirmed(question: str) -> bool:
     try:
         with open("/dev/tty", encoding="utf-8") as terminal:
-            sys.stderr.write(f"holdfast rescue: {question} [y/N] ")
-            sys.stderr.flush()
+            _write(f"holdfast rescue: {printable(question)} [y/N] ")
             return terminal.readline().strip().lower() in ("y", "yes")
     except OSError:
         _say(f"{question} Nobody can be asked: there is no terminal (pid {os.getpid()})")

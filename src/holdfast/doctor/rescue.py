@@ -19,15 +19,16 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from holdfast.doctor import Watch
 from holdfast.doctor.judge_command import judge
 from holdfast.doctor.records import Diagnosis, Finding, Fix
-from holdfast.doctor.rescue_change import Choice, Started, choose, read
+from holdfast.doctor.rescue_change import Choice, Limits, Started, check_keep, choose, read
 from holdfast.doctor.rescue_health import Health, address_of
 from holdfast.doctor.rescue_process import GRACE_S, Ended, Supervised
+from holdfast.doctor.rescue_signals import Signals, ToldToEnd
+from holdfast.doctor.rescue_watch import Beside
 from holdfast.errors import HoldfastError, printable
 from holdfast.hardware import nvidia
-from holdfast.units import format_duration, shorten
+from holdfast.units import GIB, format_duration, shorten
 
 NOT_FOUND_EXIT, NOT_RUNNABLE_EXIT = 127, 126
 """As a shell says it."""
@@ -35,11 +36,6 @@ MOST_BACK_OFF_S = 60.0
 JUDGED_WITHIN_S = 20.0
 """A model on the hub may be asked for; a start waits no longer for that."""
 SHOWN_LINES = 3
-READ_EACH, READ_EVERY = 100, 100
-"""Of lines that are the same but for their digits, the first are all read, then one of so many."""
-KEYS_HELD, KEY_CHARS = 20_000, 200
-_WITHOUT_DIGITS = str.maketrans("", "", "0123456789abcdef")
-"""And letters of hex, as ids have them."""
 KIN = (
     (
         "kv_cache_too_small_for_max_len", "no_memory_for_kv_blocks", "weights_do_not_fit", "tensor_parallel_unused",
@@ -62,6 +58,8 @@ class Orders:
     """Before the first restart; twice as long before each further one, and never more than MOST_BACK_OFF_S."""
     hung_after_s: float = 0.0
     """A server that was ready and has not answered for so long is ended and counts as died; 0: it is only said."""
+    fix_first: bool = False
+    """What is surely wrong with the command is put right before its first start."""
     confirm: Callable[[str], bool] | None = None
     """Asked before each change; None: none is asked for."""
 
@@ -73,13 +71,31 @@ class Rescue:
     say: Callable[[str], None]
     sleep: Callable[[float], None] = time.sleep
     _tried: list[Started] = field(default_factory=list)
+    _taken: list[Fix] = field(default_factory=list)
+    _signals: Signals = field(default_factory=Signals)
     _silence_said: bool = False
     _ended_by_us_at: float | None = None
+    _crashed: bool = False
+    """A run of this command, or of one before it, died while serving."""
 
     def run(self) -> int:
-        """The exit code of the program's last run, as a shell says it."""
+        """The exit code of the program's last run, as a shell says it; 128 and the signal, where one came between runs.
+
+        Raises a ConfigurationError for a flag to keep that there is not.
+        """
         started = read(self.words)
+        check_keep(started, self.orders.keep)
+        with self._signals:
+            try:
+                return self._run(started)
+            except ToldToEnd as told:
+                self.say(f"{signal.Signals(told.number).name}: nothing runs, and nothing is started")
+                return 128 + told.number
+
+    def _run(self, started: Started) -> int:
         judged = self._judged(started)
+        if self.orders.fix_first and judged is not None:
+            started = self._put_right(started, judged)
         restarts = 0
         while True:
             self._tried.append(started)
@@ -92,15 +108,21 @@ class Rescue:
                 self.say(f"{shorten(started.argv[0])} is there and may not be run")
                 return NOT_RUNNABLE_EXIT
             if ended.asked or ended.exit_code == 0:
-                self._command_to_keep(started, worked=served or ended.exit_code == 0)
+                self._command_to_keep(started, worked=served or not ended.asked)
                 return ended.exit_code
-            choice = self._after_death(started, ended, diagnosis, judged, served)
+            self._crashed = self._crashed or served
+            try:
+                last = restarts >= self.orders.max_restarts
+                choice = self._after_death(started, ended, diagnosis, judged, served, last=last)
+            except Exception as error:
+                self.say(f"not looked into further: a fault of Holdfast's own ({type(error).__name__}: {error})")
+                choice = None
             # One that was ended because it hung is started as it was.
             following = choice.started if choice is not None else started if self._ended_by_us_at is not None else None
             if following is None or restarts >= self.orders.max_restarts:
                 if following is not None:
                     self.say(f"not started again: {restarts} restarts are what --max-restarts allows")
-                self._command_to_keep(started, worked=served)
+                self._command_to_keep(started, worked=False)
                 return ended.exit_code
             restarts += 1
             self._wait(restarts)
@@ -110,7 +132,7 @@ class Rescue:
 
     def _once(self, started: Started) -> tuple[Ended, Diagnosis, bool]:
         """How it ended, what its output tells, and whether it had begun to serve."""
-        watch, health = _Beside(self.say), Health(address_of(started.command))
+        watch, health = Beside(self.say), Health(address_of(started.command))
         watch.feed(f"$ {started.text}")
         if health.taken:
             self.say("something answers at its address already: whether the new one is ready is told by its log alone")
@@ -125,7 +147,10 @@ class Rescue:
                 self._ready(started, time.monotonic() - began)
             self._silence(supervised, health.silent_s)
 
-        supervised = Supervised(started.argv, {**os.environ, **started.environment}, watch.feed)
+        supervised = Supervised(
+            started.argv, {**os.environ, **started.environment}, watch.feed, self._signals,
+            say=self.say, server=started.command is not None,
+        )  # fmt: skip
         health.start()
         try:
             ended = supervised.run(tick)
@@ -137,7 +162,10 @@ class Rescue:
 
     def _ready(self, started: Started, after_s: float) -> None:
         self.say(f"it serves, {format_duration(after_s)} after its start")
-        self._command_to_keep(started, worked=True)
+        if self._crashed and self._changed:
+            self.say(f"whether it outlives what ended it before is to be seen; it serves with: {started.text}")
+        else:
+            self._command_to_keep(started, worked=True)
 
     def _silence(self, supervised: Supervised, silent_s: float) -> None:
         """A server that was ready and answers no more."""
@@ -168,8 +196,10 @@ class Rescue:
             return None
         try:
             judged = within(JUDGED_WITHIN_S, lambda: judge(command))
-        except (TimeoutError, HoldfastError) as error:
-            self.say(f"not judged before it is run: {printable(str(error).splitlines()[0])}")
+        except Exception as error:  # Whatever is wrong with the judging, the command may be right.
+            known = isinstance(error, TimeoutError | HoldfastError)
+            told = str(error) if known else f"a fault of Holdfast's own ({type(error).__name__}: {error})"
+            self.say(f"not judged before it is run: {printable(told.splitlines()[0])}")
             return None
         for finding in judged.findings:
             self.say(f"before it is run: {finding.what}")
@@ -177,10 +207,33 @@ class Rescue:
                 self._fix(finding.fix)
         return judged
 
+    def _put_right(self, started: Started, judged: Diagnosis) -> Started:
+        """Before the first start, what is surely wrong; each mistake once."""
+        for finding in judged.findings:
+            choice = choose(started, [finding], self._limits(), tried=[started])
+            if choice is not None and finding.confidence == "high" and self._agreed(choice):
+                self._tried.append(started)
+                started = choice.started
+        return started
+
+    def _limits(self) -> Limits:
+        there = nvidia.probe().gpus
+        return Limits(
+            keep=self.orders.keep, bold=self.orders.confirm is not None, gpus=len(there),
+            gpu_gib=min((gpu.total_bytes for gpu in there), default=0) / GIB or None,
+        )  # fmt: skip
+
     def _after_death(
-        self, started: Started, ended: Ended, diagnosis: Diagnosis, judged: Diagnosis | None, served: bool
+        self,
+        started: Started,
+        ended: Ended,
+        diagnosis: Diagnosis,
+        judged: Diagnosis | None,
+        served: bool,
+        *,
+        last: bool,
     ) -> Choice | None:
-        """Said why; and what to do next, unless nothing is known or allowed."""
+        """Said why; and what to do next, unless nothing is known or allowed. `last`: it is only said."""
         how = f"signal {signal.Signals(ended.signal).name}" if ended.signal else f"exit code {ended.exit_code}"
         when = "it died while serving" if served else "it failed to start"
         self.say(f"{when}: {how}, after {format_duration(ended.ran_s)}")
@@ -189,23 +242,38 @@ class Rescue:
         fatal.sort(key=lambda finding: finding.cause not in planned)  # Where log and plan agree, both are believed.
         if not fatal:
             self.say("why is not known here: its own output above is all there is")
+            self._restart_elsewhere(served)
             return None
         self._why(fatal[0])
         choice = choose(
-            started, _with_planned(fatal, judged, served), keep=self.orders.keep, tried=self._tried,
-            bold=self.orders.confirm is not None, gpus=len(nvidia.probe().gpus),
-        )  # fmt: skip
+            started, _with_planned(fatal, judged, served), self._limits(), tried=self._tried, taken=self._taken
+        )
         if choice is None:
             self._no_way(fatal[0])
+            self._restart_elsewhere(served)
             return None
+        if last:
+            self.say(f"what would be tried next: {choice.started.text}")
+            return choice
+        return choice if self._agreed(choice) else None
+
+    def _agreed(self, choice: Choice) -> bool:
+        """Said what changes, once it is decided."""
         changes = ", ".join(_spoken(flag, value) for flag, value in choice.fix.changes.items())
-        self.say(f"changed: {changes}" + (f" ({choice.fix.why})" if choice.fix.why else ""))
-        if choice.fix.price:
-            self.say(f"  its price: {choice.fix.price}")
-        if self.orders.confirm is not None and not self.orders.confirm(f"start again with {changes}?"):
-            self.say("not started again")
-            return None
-        return choice
+        why = f" ({choice.fix.why})" if choice.fix.why else ""
+        price = f"; its price: {choice.fix.price}" if choice.fix.price else ""
+        if self.orders.confirm is not None and not self.orders.confirm(f"start with {changes}?{why}{price}"):
+            self.say("not changed, and not started; the command that would help:")
+            self.say(f"  {choice.started.text}")
+            return False
+        self.say(f"changed: {changes}{why}{price}")
+        self._taken.append(choice.fix)
+        return True
+
+    def _restart_elsewhere(self, served: bool) -> None:
+        if served:
+            self.say("a command without a known fault is not started again here: systemd (Restart=on-failure) or"
+                     " Kubernetes does that")  # fmt: skip
 
     def _why(self, finding: Finding) -> None:
         self.say(f"{finding.what} [{finding.code}]")
@@ -233,57 +301,13 @@ class Rescue:
         self.say(f"started again in {format_duration(pause_s)} ({restarts} of at most {self.orders.max_restarts})")
         self.sleep(pause_s)
 
-    def _command_to_keep(self, started: Started, *, worked: bool) -> None:
-        if len({one.text for one in self._tried}) < 2:
-            return
-        self.say(f"{'the command to keep' if worked else 'the last command that was tried'}: {started.text}")
-
-
-class _Beside:
-    """The doctor's eyes on the output. A fault of the doctor's own must not end a server that is well."""
-
-    def __init__(self, say: Callable[[str], None]) -> None:
-        self._say = say
-        self._watch: Watch | None = None
-        self._times: dict[str, int] = {}
-        self._safely(self._open)
-
-    def _open(self) -> None:
-        self._watch = Watch()
-
-    def feed(self, line: str) -> None:
-        watch = self._watch
-        if watch is not None and self._is_news(line):
-            self._safely(lambda: watch.feed(line))
-
-    def _is_news(self, line: str) -> bool:
-        """Reading a line takes longer than passing it on: of one that comes over and over, its digits aside, few are
-        read, so that a server which logs thousands of requests a second is not held up."""
-        key = line[:KEY_CHARS].translate(_WITHOUT_DIGITS)
-        times = self._times.get(key, 0) + 1
-        if len(self._times) >= KEYS_HELD:
-            self._times.clear()
-        self._times[key] = times
-        return times <= READ_EACH or times % READ_EVERY == 0
-
     @property
-    def ready(self) -> bool:
-        return self._watch is not None and self._watch.ready
+    def _changed(self) -> bool:
+        return len({one.text for one in self._tried}) > 1
 
-    def diagnosis(self) -> Diagnosis:
-        found: list[Diagnosis] = []
-        watch = self._watch
-        if watch is not None:
-            self._safely(lambda: found.append(watch.diagnosis()))
-        nothing = Diagnosis(engine=None, engine_version=None, command=None, phase=None, healthy=False, findings=[])
-        return found[0] if found else nothing
-
-    def _safely(self, look: Callable[[], None]) -> None:
-        try:
-            look()
-        except Exception as error:
-            self._watch = None
-            self._say(f"its output is no longer read: a fault of Holdfast's own ({type(error).__name__}: {error})")
+    def _command_to_keep(self, started: Started, *, worked: bool) -> None:
+        if self._changed:
+            self.say(f"{'the command to keep' if worked else 'the last command that was tried'}: {started.text}")
 
 
 def _with_planned(fatal: Sequence[Finding], judged: Diagnosis | None, served: bool) -> list[Finding]:

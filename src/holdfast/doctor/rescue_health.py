@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from holdfast.doctor.commands import ServerCommand
 
 PORTS = {"vllm": 8000, "holdfast": 8000, "llama.cpp": 8080, "sglang": 30000, "tgi": 3000}
-LOADING_EVERY_S, SERVING_EVERY_S = 1.0, 5.0
+LOADING_EVERY_S, SERVING_EVERY_S = 0.25, 5.0
+"""Often at first: one that answers and dies soon after had begun to serve."""
 TIMEOUT_S = 5.0
 READ_LIMIT_BYTES = 64 * 1024
 OK, NOT_FOUND = 200, 404

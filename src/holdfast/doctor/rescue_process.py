@@ -4,28 +4,30 @@
     anything else                    pipes, one each
 
 The program is the head of a session of its own. SIGTERM goes to it alone, so that it can end in its own order; what a
-terminal sends goes to its whole group; the second request to end kills the group. Knows no engine and no log.
+terminal sends goes to its whole group; the second request to end kills the group. Output that cannot be written on is
+dropped, and the program goes on; it does not outlive us (rescue_left.py). Knows no engine and no log.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import fcntl
 import os
+import select
 import selectors
 import signal
 import subprocess
 import sys
 import termios
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 
+from holdfast.doctor.rescue_left import Guard, adopt_orphans, left_behind
 from holdfast.doctor.rescue_lines import Lines
+from holdfast.doctor.rescue_signals import ENDS, TO_ALL, Signals
 
 READ_BYTES = 64 * 1024
 GRACE_S = 10.0
@@ -37,10 +39,6 @@ SAME_REQUEST_S = 0.5
 """Requests to end that follow each other sooner are one."""
 LAST_WORDS_S = 2.0
 """What a program's children still print after it has ended is waited for so long."""
-_PR_SET_CHILD_SUBREAPER = 36
-_TO_THE_HEAD = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
-_TO_ALL = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-_ENDS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,35 +53,51 @@ class Ended:
 
 
 class Supervised:
-    """One program, from start to end. `run` may be called once."""
+    """One program, from start to end. `run` may be called once.
 
-    def __init__(self, argv: Sequence[str], environment: Mapping[str, str], on_line: Callable[[str], None]) -> None:
+    `say` tells what is passed on and what is lost; `server`: nobody reads its output on purpose, so that a reader who
+    left does not end it. Another program learns of that as it would alone.
+    """
+
+    def __init__(
+        self, argv: Sequence[str], environment: Mapping[str, str], on_line: Callable[[str], None], signals: Signals,
+        *, say: Callable[[str], None] = lambda text: None, server: bool = True,
+    ) -> None:  # fmt: skip
         self.argv = list(argv)
         self._environment = dict(environment)
-        self._on_line = on_line
+        self._on_line, self._say, self._server = on_line, say, server
+        self._signals = signals
         self._process: subprocess.Popen[bytes] | None = None
         self._terminal: int | None = None
         self._requests, self._requested_at = 0, 0.0
         self._status: int | None = None
+        self._lost = False
+        """Some of its output could not be written on, and that was said."""
 
     def run(self, tick: Callable[[Supervised], None] = lambda supervised: None) -> Ended:
-        """Blocks until it has ended. `tick` is called now and then while it runs. OSError: it cannot be started."""
-        _adopt_orphans()
+        """Blocks until it has ended. `tick` is called now and then while it runs. OSError: it cannot be started.
+
+        However this is left, the program has ended.
+        """
+        others = adopt_orphans()
         began = time.monotonic()
-        with self._signals(), contextlib.ExitStack() as stack:
+        with self._signals.to(self._signalled), contextlib.ExitStack() as stack:
             readers = self._start(stack)
-            self._pump(readers, tick)
-        assert self._status is not None
-        code = os.waitstatus_to_exitcode(self._status)
-        ended_by = -code if code < 0 else None
-        if code or self._requests:
-            self._clear_group()
-        return Ended(
-            exit_code=128 - code if code < 0 else code,
-            signal=ended_by,
-            asked=self._requests > 0,
-            ran_s=time.monotonic() - began,
-        )
+            try:
+                self._pump(readers, tick)
+            except BaseException:
+                self._send(signal.SIGKILL, whole_group=True)
+                raise
+            assert self._status is not None
+            code = os.waitstatus_to_exitcode(self._status)
+            if code or self._requests:
+                self._clear_group(others)
+            return Ended(
+                exit_code=128 - code if code < 0 else code,
+                signal=-code if code < 0 else None,
+                asked=self._requests > 0,
+                ran_s=time.monotonic() - began,
+            )
 
     def end(self, *, at_once: bool = False) -> None:
         """For who watches it: it does not count as a request from outside."""
@@ -103,7 +117,8 @@ class Supervised:
             stdin = slave if slave is not None else subprocess.DEVNULL
         where = [slave if terminal and slave is not None else subprocess.PIPE for terminal in on_terminal]
         for stream in (sys.stdout, sys.stderr):
-            stream.flush()
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
         try:
             self._process = subprocess.Popen(
                 self.argv, stdin=stdin, stdout=where[0], stderr=where[1], env=self._environment, start_new_session=True
@@ -111,6 +126,7 @@ class Supervised:
         finally:
             if slave is not None:  # Held here too, the end of the program would not end the terminal.
                 os.close(slave)
+        stack.enter_context(Guard(self._process.pid))
         if self._requests:  # It came in between.
             self._send(signal.SIGTERM, whole_group=False)
         readers: dict[int, int] = {}
@@ -163,12 +179,23 @@ class Supervised:
         if not piece:
             return False
         lines.feed(piece)
-        try:
-            view = memoryview(piece)
-            while view:
+        return self._write(ours, piece)
+
+    def _write(self, ours: int, piece: bytes) -> bool:
+        """False: nobody will read any more of it, and the program shall learn of that as it would alone."""
+        view = memoryview(piece)
+        while view:
+            try:
                 view = view[os.write(ours, view) :]
-        except BrokenPipeError:
-            return False  # The program learns of it as it would alone.
+            except BlockingIOError:  # Somebody made it so for all who share it; it is waited for as ever.
+                select.select([], [ours], [], POLL_S)
+            except OSError as error:
+                if isinstance(error, BrokenPipeError) and not self._server:
+                    return False
+                if not self._lost:
+                    self._lost = True
+                    self._say(f"its output cannot be written on ({error.strerror}): it is lost, and the server goes on")
+                return True
         return True
 
     def _typed(self, selector: selectors.BaseSelector) -> None:
@@ -194,18 +221,7 @@ class Supervised:
 
     # Signals
 
-    @contextlib.contextmanager
-    def _signals(self) -> Iterator[None]:
-        handled = (*_TO_THE_HEAD, *_TO_ALL, signal.SIGTSTP, signal.SIGWINCH)
-        before = {number: signal.signal(number, self._signalled) for number in handled}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
-    def _signalled(self, number: int, frame: FrameType | None) -> None:
-        """In here rather than in the loop: it also works while our own reader keeps us waiting."""
+    def _signalled(self, number: int) -> None:
         if number == signal.SIGWINCH:
             self._resize()
         elif number == signal.SIGTSTP:
@@ -213,7 +229,7 @@ class Supervised:
             self._send(signal.SIGSTOP, whole_group=True)
             os.kill(os.getpid(), signal.SIGSTOP)
             self._send(signal.SIGCONT, whole_group=True)
-        elif number in _ENDS:
+        elif number in ENDS:
             self._asked_to_end(number)
         else:
             self._send(number, whole_group=False)
@@ -224,10 +240,13 @@ class Supervised:
         if self._requests and now - self._requested_at < SAME_REQUEST_S:
             return
         self._requests, self._requested_at = self._requests + 1, now
+        name = signal.Signals(number).name
         if self._requests > 1:
+            self._say(f"{name} again: it is killed")
             self._send(signal.SIGKILL, whole_group=True)
         else:
-            self._send(number, whole_group=number in _TO_ALL)
+            self._say(f"{name} passed on; waiting for it to end (a second one kills it)")
+            self._send(number, whole_group=number in TO_ALL)
 
     def _send(self, number: int, *, whole_group: bool) -> None:
         if self._process is None or (self._status is not None and not whole_group):
@@ -242,46 +261,27 @@ class Supervised:
 
     # What it leaves behind
 
-    def _clear_group(self) -> None:
+    def _clear_group(self, others: frozenset[int]) -> None:
         """An engine whose server died holds its memory: the next start would find none."""
+        assert self._process is not None
+        head = self._process.pid
         if not Path("/proc/self/stat").exists():  # Not Linux: who is left cannot be asked, and its group gets no grace.
             self._send(signal.SIGKILL, whole_group=True)
             return
         for number, patience_s in ((signal.SIGTERM, LEFT_GRACE_S), (signal.SIGKILL, GRACE_S)):
-            left = self._left()
+            left = self._left(head, others)
             if not left:
                 return
             for pid in left:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, number)
             until = time.monotonic() + patience_s
-            while self._left() and time.monotonic() < until:
+            while self._left(head, others) and time.monotonic() < until:
                 time.sleep(POLL_S / 5)
-                self._reap()
 
-    def _left(self) -> list[int]:
-        """Processes of its session, and those that left it and became ours when their parents died."""
+    def _left(self, head: int, others: frozenset[int]) -> list[int]:
         self._reap()
-        assert self._process is not None
-        found = []
-        for folder in Path("/proc").iterdir():
-            if not folder.name.isdecimal():
-                continue
-            try:
-                # After the name, which may hold anything: state, parent, group, session.
-                state, parent, _, session = (folder / "stat").read_text().rpartition(")")[2].split()[:4]
-            except (OSError, ValueError):
-                continue
-            # The dead that are ours to wait for are left too, until that was done.
-            if int(parent) == os.getpid() or (int(session) == self._process.pid and state != "Z"):
-                found.append(int(folder.name))
-        return found
-
-
-def _adopt_orphans() -> None:
-    """Linux: what its children leave behind comes to us instead of to the machine's init, and can be waited for."""
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        return left_behind(head, others)
 
 
 def _pseudo_terminal(like: int) -> tuple[int, int]:

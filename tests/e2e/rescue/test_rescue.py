@@ -121,8 +121,9 @@ def test_restarts_are_bounded(start: Start) -> None:
 def test_a_crash_while_serving_is_told_apart_and_needs_the_opposite_move(start: Start, port: int) -> None:
     process = start(*f"vllm serve {MODEL} --max-model-len 8192 --gpu-memory-utilization 0.95 --port {port}".split(),
                     STAND_IN_CRASH="1")  # fmt: skip
-    said = _said_until(process, "the command to keep")
+    said = _said_until(process, "it serves with: ")
     assert "it died while serving: exit code 1" in said
+    assert "the command to keep" not in said
     share = float(said.split("--gpu-memory-utilization ")[-1].split()[0])
     assert share < 0.95  # Never more of the card, where it ran out while serving.
     process.send_signal(signal.SIGINT)
@@ -143,7 +144,8 @@ def test_a_server_that_hangs_is_ended_and_started_again(start: Start, port: int)
 def test_nobody_to_ask_means_no(start: Start) -> None:
     code, out, err = _ended(start("vllm", "serve", MODEL, "--max-model-len", "131072", options=("--ask",)))
     assert (code, out.count("stand-in:")) == (1, 1)
-    assert "not started again" in err
+    assert "changed:" not in err
+    assert "the command that would help:" in err
 
 
 @pytest.mark.parametrize(
@@ -231,4 +233,7 @@ def test_usage(start: Start) -> None:
     code, _, err = _ended(start())
     assert code == 2
     assert "there is no command to run" in err
+    code, out, err = _ended(start("vllm", "serve", MODEL, options=("--keep", "max-num-seq")))
+    assert (code, out) == (2, "")
+    assert "--keep max-num-seqs" in err
     assert _ended(start("true", options=("--max-restarts", "many")))[0] == 2

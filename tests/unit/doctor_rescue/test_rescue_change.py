@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from holdfast.doctor.records import Finding, Fix
-from holdfast.doctor.rescue_change import Started, apply, choose, read
+from holdfast.doctor.rescue_change import Limits, Started, apply, check_keep, choose, read
+from holdfast.errors import ConfigurationError
 
 VLLM = ["vllm", "serve", "some/model", "--max-model-len", "32768", "--port", "9000"]
 
 
-def _finding(*fixes: Fix, confidence: str = "high") -> Finding:
+def _finding(*fixes: Fix, confidence: str = "high", **numbers: float) -> Finding:
     return Finding(
         code="HFD01", root_cause="kv_blowout", cause="kv_cache_too_small_for_max_len", confidence=confidence,  # type: ignore[arg-type]
         what="", evidence=[], why="", fix=fixes[0] if fixes else None, alternatives=list(fixes[1:]),
+        numbers=numbers,
     )  # fmt: skip
 
 
 def _chosen(words: list[str], *fixes: Fix, keep: tuple[str, ...] = (), confidence: str = "high") -> str | None:
     started = read(words)
-    choice = choose(started, [_finding(*fixes, confidence=confidence)], keep=keep, tried=[started])
+    choice = choose(started, [_finding(*fixes, confidence=confidence)], Limits(keep=keep), tried=[started])
     return None if choice is None else choice.started.text
 
 
@@ -58,11 +61,58 @@ def test_words_with_spaces_stay_one() -> None:
     assert changed.argv == ("vllm", "serve", "my model", "--max-model-len", "4")
 
 
-def test_the_smallest_change_comes_first() -> None:
+def test_the_smallest_change_comes_first_if_it_is_more_than_a_guess() -> None:
     shorter, more = Fix(changes={"--max-model-len": "8192"}), Fix(changes={"--gpu-memory-utilization": "0.95"})
     eight_bits = Fix(changes={"--kv-cache-dtype": "fp8"})
-    assert "--gpu-memory-utilization 0.95" in (_chosen(VLLM, shorter, eight_bits, more) or "")
     assert "--max-model-len 8192" in (_chosen(VLLM, eight_bits, shorter) or "")
+    assert "--max-model-len 8192" in (_chosen(VLLM, shorter, eight_bits, more) or "")
+    started = read(VLLM)
+    for lacking_gib, flag in ((1.0, "--gpu-memory-utilization"), (2.0, "--max-model-len")):
+        finding = _finding(shorter, more, needed_gib=4.0 + lacking_gib, available_gib=4.0)
+        choice = choose(started, [finding], Limits(gpu_gib=24.0), tried=[started])
+        assert choice is not None
+        assert list(choice.fix.changes) == [flag]
+
+
+def test_a_kind_of_change_that_did_not_help_twice_comes_last() -> None:
+    lower, eager = Fix(changes={"--gpu-memory-utilization": "0.8"}), Fix(changes={"--enforce-eager": ""})
+    started, finding = read(VLLM), msgspec.structs.replace(_finding(lower, eager), cause="activation_oom_runtime")
+    taken: list[Fix] = []
+    for expected in (lower, lower, eager):
+        choice = choose(started, [finding], Limits(), tried=[started], taken=taken)
+        assert choice is not None
+        assert choice.fix == expected
+        taken.append(choice.fix)
+
+
+@pytest.mark.parametrize(
+    ("words", "gone", "becomes"),
+    [
+        ("vllm serve m --api-keyy a b --host 0.0.0.0", "--api-keyy", "vllm serve m --api-key a b --host 0.0.0.0"),
+        ("vllm serve m --api-keyy=a", "--api-keyy", "vllm serve m --api-key=a"),
+        ("vllm serve m --max-model-lenn 9", "--max-model-lenn", "vllm serve m --max-model-len 9"),
+        ("vllm serve m --swap-spice-x-y-z 9", "--swap-spice-x-y-z", "vllm serve m"),
+        ("vllm serve m --api-key a", "--api-key", None),
+        ("vllm serve m --ssl-qwertyuiop a", "--ssl-qwertyuiop", None),
+        ("vllm serve m --host 10.0.0.1", "--host", None),
+        ("vllm serve m --allowed-origins x", "--allowed-origins", None),
+    ],
+)
+def test_what_is_misspelt_is_corrected_and_nothing_that_guards_is_dropped(
+    words: str, gone: str, becomes: str | None
+) -> None:
+    started = read(words.split())
+    for bold in (False, True):
+        finding = _finding(Fix(changes={gone: None}))
+        choice = choose(started, [finding], Limits(bold=bold), tried=[started])
+        assert (None if choice is None else choice.started.text) == becomes
+
+
+def test_a_flag_to_keep_that_there_is_not_is_refused() -> None:
+    check_keep(read(VLLM), ("max-model-len", "--max_num_seqs", "VLLM_CPU_KVCACHE_SPACE", "tp"))
+    check_keep(read(["./start.sh"]), ("anything",))
+    with pytest.raises(ConfigurationError, match="no flag max-num-seq"):
+        check_keep(read(VLLM), ("max-num-seq",))
 
 
 def test_what_is_kept_stays() -> None:
@@ -76,17 +126,17 @@ def test_another_model_its_code_or_address_is_never_taken_unasked() -> None:
     for flag in ("--model", "--quantization", "--trust-remote-code", "--port"):
         assert _chosen(VLLM, Fix(changes={flag: "x"})) is None
     started = read(VLLM)
-    asked = choose(started, [_finding(Fix(changes={"--port": "9001"}))], keep=(), tried=[started], bold=True)
+    asked = choose(started, [_finding(Fix(changes={"--port": "9001"}))], Limits(bold=True), tried=[started])
     assert asked is not None
     assert "--port 9001" in asked.started.text
 
 
 def test_more_ranks_only_where_there_are_gpus_for_them() -> None:
     started, more = read(VLLM), _finding(Fix(changes={"--tensor-parallel-size": "2"}))
-    assert choose(started, [more], keep=(), tried=[started], gpus=1) is None
-    assert choose(started, [more], keep=(), tried=[started], gpus=2) is not None
+    assert choose(started, [more], Limits(gpus=1), tried=[started]) is None
+    assert choose(started, [more], Limits(gpus=2), tried=[started]) is not None
     fewer = read(["vllm", "serve", "m", "-tp", "4"])
-    assert choose(fewer, [more], keep=(), tried=[fewer]) is not None
+    assert choose(fewer, [more], Limits(), tried=[fewer]) is not None
 
 
 def test_nothing_is_tried_twice_and_nothing_unsure_is_tried() -> None:
