@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from llguidance import LLMatcher, regex_to_lark
@@ -13,7 +13,10 @@ from holdfast.errors import GrammarError
 from holdfast.records.structured import StructuredOutputsParams
 from holdfast.text.gbnf import lark_of_gbnf
 from holdfast.text.repeats import MOST, too_many
+from holdfast.text.schemas import closed, closed_tags, patterns, rewritten
 from holdfast.text.structural_tags import lark_of_tags
+
+__all__ = ["WHITESPACE", "closed", "grammar_of"]
 
 WHITESPACE = r"(?:\x20{1,2}|\x0D?\x0A[\x20\x09]{0,32}|\x09)"
 """Between parts of JSON where nothing else is said: a blank or two, or one new line and its indentation, and no room
@@ -28,12 +31,6 @@ _QUOTED = re.compile(
 )
 _LARK_PART = re.compile(r""""(?:[^"\\\n]|\\.)*"|//[^\n]*|\#[^\n]*|/(?P<regex>(?:[^/\\\n]|\\.)+)/""")
 
-_SCHEMAS_BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
-_SCHEMAS = (
-    "additionalProperties", "items", "prefixItems", "allOf", "anyOf", "oneOf", "not", "if", "then", "else", "contains",
-    "additionalItems", "propertyNames", "unevaluatedItems", "unevaluatedProperties",
-)  # fmt: skip
-
 
 def grammar_of(params: StructuredOutputsParams, special_id: Callable[[str], int | None]) -> str:
     """`special_id`: of a text that is one special token, its id."""
@@ -45,11 +42,12 @@ def grammar_of(params: StructuredOutputsParams, special_id: Callable[[str], int 
         check_repeats(params.regex, params)
         return LLMatcher.grammar_from_lark(f"start: {lark_regex(params.regex)}")
     if params.choice is not None:
-        return LLMatcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, params.choice)))
+        # One terminal: as a rule, thousands of them would be more than a parser takes.
+        return LLMatcher.grammar_from_lark("start: CHOICE\nCHOICE: " + " | ".join(map(json.dumps, params.choice)))
     if params.grammar is not None:
         return LLMatcher.grammar_from_lark(_lark(params))
     assert isinstance(params.structural_tag, dict)
-    tags = _closed_tags(params.structural_tag) if params.disable_additional_properties else params.structural_tag
+    tags = closed_tags(params.structural_tag) if params.disable_additional_properties else params.structural_tag
     return LLMatcher.grammar_from_lark(lark_of_tags(tags, _options(params), special_id))
 
 
@@ -61,55 +59,19 @@ def _options(params: StructuredOutputsParams) -> dict[str, Any]:
 
 
 def _of_schema(schema: Any, params: StructuredOutputsParams) -> str:
-    for pattern in _patterns(schema):
+    for pattern in patterns(schema):
         check_repeats(pattern, params)
+    schema = rewritten(schema)
     if params.disable_additional_properties:
         schema = closed(schema)
     try:
         # True is the schema of anything, and so is an empty one, which can carry options.
-        plain = {} if schema is True else schema
+        # As text, in which numbers are as large as they like.
+        plain = json.dumps({} if schema is True else schema)
         return LLMatcher.grammar_from_json_schema(plain, overrides=_options(params))  # type: ignore[arg-type]
     except ValueError as error:
         named = params.asked_as or "json"
         raise GrammarError(f"{named}: {error}", code="HF361", field=named) from None
-
-
-def _patterns(schema: Any) -> Iterator[str]:
-    """Regular expressions of a schema, wherever they stand; level by level, because it may be deep."""
-    here = [schema]
-    while here:
-        one = here.pop()
-        if isinstance(one, dict):
-            if isinstance(found := one.get("pattern"), str):
-                yield found
-            if isinstance(named := one.get("patternProperties"), dict):
-                yield from named
-        here += one.values() if isinstance(one, dict) else one if isinstance(one, list) else ()
-
-
-def _closed_tags(given: Any) -> Any:
-    if isinstance(given, list):
-        return [_closed_tags(one) for one in given]
-    if not isinstance(given, dict):
-        return given
-    return {name: (closed if name in ("schema", "json_schema") else _closed_tags)(one) for name, one in given.items()}
-
-
-def closed(schema: Any) -> Any:
-    """With `additionalProperties: false` wherever an object names properties and does not speak of others."""
-    if isinstance(schema, list):
-        return [closed(one) for one in schema]
-    if not isinstance(schema, dict):
-        return schema
-    found = dict(schema)
-    for name, value in schema.items():
-        if name in _SCHEMAS_BY_NAME and isinstance(value, dict):
-            found[name] = {key: closed(one) for key, one in value.items()}
-        elif name in _SCHEMAS:
-            found[name] = closed(value)
-    if "additionalProperties" not in found and isinstance(found.get("properties"), dict):
-        found["additionalProperties"] = False
-    return found
 
 
 def lark_regex(regex: str) -> str:

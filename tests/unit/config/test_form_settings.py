@@ -19,7 +19,7 @@ FLAG = "--structured-outputs-config"
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        ([f"{FLAG}.disable_any_whitespace", "true", "-p", "1"], [f'{FLAG}={{"disable_any_whitespace": true}}', "-p", "1"]),
+        ([f"{FLAG}.disable_any_whitespace", "true", "-p"], [f'{FLAG}={{"disable_any_whitespace": true}}', "-p"]),
         (["m", f"{FLAG}.disable-any-whitespace=False"], ["m", f'{FLAG}={{"disable_any_whitespace": false}}']),
         (["--structured_outputs_config.disable_any_whitespace", "--x", f"{FLAG}.backend", "auto"],
          [f'{FLAG}={{"disable_any_whitespace": true, "backend": "auto"}}', "--x"]),
