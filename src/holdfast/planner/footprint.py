@@ -65,14 +65,19 @@ one for each log-probability. A stream that finds no room for more is ended."""
 WAITING_ENTRY_BYTES = 256
 """Of each, as objects: 137 for a token alone, 195 to 242 with 20 to 1 log-probabilities were measured."""
 
+READING_BYTES = 32 * MIB
+"""Of bodies that are on their way in, 16 KiB of each not counted. Who sends more meanwhile is told to try again."""
+
 FRONT_BYTES = (
     120 * MIB
+    + READING_BYTES
     + TOLD_ENTRIES * TOLD_ENTRY_BYTES
     + KEPT_ENTRIES * KEPT_ENTRY_BYTES
     + WAITING_ENTRIES * WAITING_ENTRY_BYTES
 )
-"""220 MiB. 93 with SmolLM2's tokenizer and nobody there; the rest is for bodies, connections and larger vocabularies,
-40 for what is told of prompts, 28 for what is kept of answers and 32 for what waits in streams."""
+"""252 MiB. 93 with SmolLM2's tokenizer and nobody there; the rest is for connections (7 KiB each), what is asked and
+larger vocabularies, 32 for bodies on their way, 40 for what is told of prompts, 28 for what is kept of answers and 32
+for what waits in streams."""
 
 LOGITS_BYTES = 8 * MIB
 """Of the logits buffer: rows beyond it are sampled in turns, so that many streams need no more memory."""

@@ -68,8 +68,10 @@ class Accepting:
         for _ in range(AT_ONCE):
             try:
                 taken, _ = self._listener.accept()
-            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+            except BlockingIOError:
                 return
+            except (InterruptedError, ConnectionAbortedError):
+                continue
             except OSError as error:
                 if error.errno not in _NO_ROOM:
                     raise

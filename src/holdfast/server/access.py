@@ -28,6 +28,7 @@ from holdfast.server.failures import (
     describe,
     failure_response,
 )
+from holdfast.server.intake import INTAKE, Intake
 from holdfast.server.keys import Keys
 from holdfast.server.settings import AccessLog, ServerSettings
 from holdfast.units import shorten
@@ -111,6 +112,7 @@ class Door:
         self._settings = settings
         self._log = log
         given = (settings.api_key,) if isinstance(settings.api_key, str) else settings.api_key or ()
+        self._intake = Intake()
         self._keys = Keys(given, settings.api_key_file)
         self._open = OPEN | ({"/metrics"} if settings.public_metrics else frozenset())
 
@@ -122,6 +124,7 @@ class Door:
         size_bytes = head_bytes(scope["headers"]) + len(scope.get("raw_path") or b"") + len(scope["query_string"])
         record = Record(_request_id(headers.get(b"x-request-id")), time.monotonic())
         scope["holdfast.record"] = record
+        scope[INTAKE] = self._intake
 
         async def note(message: Message) -> None:
             if message["type"] == "http.response.start":

@@ -28,6 +28,8 @@ MAX_HEAD_BYTES = 64 << 10
 """Of the request line and all headers. Proxies send some 8 KiB at most."""
 HEAD_TIMEOUT_S = 30.0
 """From the first byte of a request, or from the connection, to the end of its headers."""
+FULL_TIMEOUT_S = 2.0
+"""The same for a connection beyond the bound: the few places there are for probes."""
 MAX_BEHIND = 16
 """Requests that wait behind the one that is answered."""
 LINGER_BYTES, LINGER_S = 32 << 20, 5.0
@@ -183,7 +185,8 @@ class Connection(HttpToolsProtocol):
 
     def _wait(self) -> None:
         if self._timer is None:
-            self._timer = self.loop.call_later(HEAD_TIMEOUT_S, self._lose_patience)
+            limit_s = FULL_TIMEOUT_S if self._full else HEAD_TIMEOUT_S
+            self._timer = self.loop.call_later(limit_s, self._lose_patience)
 
     def _lose_patience(self) -> None:
         self._timer = None

@@ -14,7 +14,8 @@ from starlette.types import Receive, Scope, Send
 from holdfast.engine.interface import Engine
 from holdfast.server.access import CLIENT_GONE, Record
 from holdfast.server.conversation import ClientGone
-from holdfast.server.generation import gathered, read_body, unless_gone
+from holdfast.server.generation import gathered, unless_gone
+from holdfast.server.intake import read_body
 from holdfast.server.settings import ServerSettings, body_limit
 
 Answering = Callable[[bytes, Record], Awaitable[Any]]

@@ -19,7 +19,8 @@ from holdfast.server.access import CLIENT_GONE, Record
 from holdfast.server.answering import DONE, Answer, Shape, error_event
 from holdfast.server.asking import Ask
 from holdfast.server.conversation import ClientGone, Conversation
-from holdfast.server.failures import TIMED_OUT, TOO_LARGE, HttpFailure, describe
+from holdfast.server.failures import describe
+from holdfast.server.intake import read_body
 from holdfast.server.room import Kept, Room, check_kept
 from holdfast.server.settings import ServerSettings, body_limit
 
@@ -32,9 +33,6 @@ class Reader(Protocol):
 
 SENT_BYTES = 64 << 10
 """At a time: what a connection's own buffer holds before it asks us to wait."""
-
-LEAST_BODY_BYTES_PER_S = 16 << 10
-"""A body may come as slowly, once its time limit is over: a byte now and then does not hold a connection."""
 
 EVENT_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -191,42 +189,6 @@ def gathered(pieces: Iterable[bytes]) -> Iterator[bytes]:
             size_bytes = 0
     if size_bytes:
         yield b"".join(waiting)
-
-
-async def read_body(scope: Scope, receive: Receive, limit_bytes: int, timeout_s: float) -> bytes:
-    too_large = HttpFailure(
-        TOO_LARGE,
-        f"the body is larger than {limit_bytes} bytes, the most this server takes (--max-body-size)",
-        kind="invalid_request_error",
-        code="request_too_large",
-    )
-    for name, value in scope["headers"]:
-        if name == b"content-length" and value.isdigit() and int(value) > limit_bytes:
-            raise too_large
-    chunks: list[bytes] = []
-    size_bytes, clock = 0, asyncio.get_running_loop().time
-    began_s = clock()
-    while True:
-        late_s = began_s + timeout_s + size_bytes / LEAST_BODY_BYTES_PER_S
-        try:
-            async with asyncio.timeout_at(min(late_s, clock() + timeout_s)):
-                message = await receive()
-        except TimeoutError:
-            raise HttpFailure(
-                TIMED_OUT,
-                f"the body came too slowly: nothing for {timeout_s:g} s, or less than {LEAST_BODY_BYTES_PER_S} bytes/s",
-                kind="invalid_request_error",
-                code="request_timeout",
-            ) from None
-        if message["type"] == "http.disconnect":
-            raise ClientGone
-        chunk = message.get("body", b"")
-        size_bytes += len(chunk)
-        if size_bytes > limit_bytes:
-            raise too_large
-        chunks.append(chunk)
-        if not message.get("more_body", False):
-            return b"".join(chunks)
 
 
 async def unless_gone(receive: Receive, work: Coroutine[Any, Any, None]) -> None:

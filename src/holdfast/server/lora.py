@@ -18,7 +18,7 @@ from holdfast.engine.lora import Adapters
 from holdfast.errors import AdapterError, UnknownModelError
 from holdfast.server.asking import decode_object
 from holdfast.server.fields import check_fields, convert, honoured_fields, unsupported
-from holdfast.server.generation import read_body
+from holdfast.server.intake import read_body
 from holdfast.server.settings import ServerSettings
 from holdfast.units import shorten
 

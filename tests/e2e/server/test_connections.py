@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import select
 import socket
 import time
 from typing import BinaryIO
@@ -12,7 +13,7 @@ from typing import BinaryIO
 import pytest
 from deadlines import PATIENCE_S
 
-from holdfast.server import accepting, connection
+from holdfast.server import accepting, access, connection, intake
 
 SMUGGLED = b"GET /version HTTP/1.1\r\nHost: x\r\nX-Request-Id: smuggled\r\n\r\n"
 
@@ -211,6 +212,7 @@ def test_one_connection_too_many_is_told_so_and_probes_are_answered(launch, monk
 
 def test_beyond_the_reserve_nothing_is_read(launch, monkeypatch):
     monkeypatch.setattr(accepting, "RESERVE", 1)
+    monkeypatch.setattr(connection, "FULL_TIMEOUT_S", PATIENCE_S)
     server = launch(max_connections=1)
     with contextlib.ExitStack() as open_ones:
         for _ in range(2):
@@ -315,3 +317,27 @@ def test_very_many_parts_of_content_are_refused(http):
         for path in ("/v1/chat/completions", "/tokenize"):
             error = http.post(path, json=body).json()["error"]
             assert (error["param"], "at most 8192" in error["message"]) == ("messages", True)
+
+
+def test_bodies_on_their_way_have_a_bound_together(launch, monkeypatch):
+    """Small ones pass meanwhile, and the room is free again when the large ones are gone."""
+    monkeypatch.setattr(access, "Intake", lambda: intake.Intake(1 << 20))
+    monkeypatch.setattr(connection, "LINGER_S", PATIENCE_S)
+    server = launch(max_body_bytes=1 << 20)
+    half = 700_000
+
+    def begun() -> socket.socket:
+        client = connect(server)
+        client.sendall(post("/tokenize", f"Content-Length: {half + 1}") + b" " * half)
+        return client
+
+    with begun() as first, begun() as second, server.client() as http:
+        refused = one_answer(second if select.select([first, second], [], [], PATIENCE_S)[0] == [second] else first)
+        assert refused[0].startswith(b"http/1.1 503")
+        assert b"retry-after" in refused[0]
+        assert json.loads(refused[1])["error"]["code"] == "overloaded"
+        assert http.post("/tokenize", json={"prompt": "hi"}).status_code == 200
+    server.wait_for_lines(3)
+    with begun() as again:
+        again.sendall(b"x")
+        assert one_answer(again)[0].startswith(b"http/1.1 400")
