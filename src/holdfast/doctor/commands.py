@@ -282,9 +282,9 @@ def _change(slots: list[list[str]], command: ServerCommand, name: str, value: st
     wanted = canonical(command.engine, name)
     placed = False
     for flag in command.flags:
-        if flag.name != wanted:
-            continue
         start, end = flag.words
+        if flag.name != wanted or not slots[start]:  # Empty: another spelling of it was taken away.
+            continue
         spelled, joined, _ = command.words[start].partition("=")
         for at in range(start, end):
             slots[at] = []

@@ -13,12 +13,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from holdfast.doctor.commands import ServerCommand, parse_command
 from holdfast.doctor.installed import version_of
+from holdfast.doctor.judge_beyond import beyond, not_planned, quantization_of, stretched
 from holdfast.doctor.judge_flags import flag_findings
-from holdfast.doctor.judge_refusals import SHORTER, no_model, refused, vllm_on_a_cpu
+from holdfast.doctor.judge_refusals import BEYOND_MODEL, SHORTER, no_model, pool_bytes, refused, vllm_on_a_cpu
+from holdfast.doctor.planned import OTHERWISE_STORED
 from holdfast.doctor.records import Diagnosis, Evidence, Finding, Fix, RootCause
 from holdfast.doctor.said import changed, found
+from holdfast.doctor.shell import OpenQuote
 from holdfast.doctor.spellings import translated
 from holdfast.errors import ConfigurationError, HoldfastError, ModelError
 from holdfast.units import MIB, format_bytes, shorten
@@ -48,7 +53,6 @@ _WARNED: dict[str, tuple[str, RootCause]] = {
     "HFW20": ("utilization_too_high", "configuration_overshoot"),
     "HFW21": ("utilization_too_high", "configuration_overshoot"),
     "HFW22": ("utilization_too_low", "configuration_overshoot"),
-    "HFW25": ("preemption_thrash", "concurrency_misjudged"),
     "HFW27": ("tensor_parallel_unused", "configuration_overshoot"),
     "HFW29": ("free_memory_below_utilization", "configuration_overshoot"),
     "HFW32": ("dtype_unsupported_gpu", "not_memory"), "HFW33": ("dtype_unsupported_gpu", "not_memory"),
@@ -61,6 +65,11 @@ _PRICES = {
     "tiers": "slower: part of it is read over the link in every step", "smaller_model": "another model's answers",
     "more_gpus": "more hardware", "bigger_gpu": "other hardware", "more_ram": "more RAM is used", "idle_gpus": None,
 }  # fmt: skip
+_NO_GPU = "a GPU: this machine shows none, so name the one it is for: --gpu rtx4090"
+ROUNDS = 3
+REPLANNED = ("heads_not_divisible", "tensor_parallel_mismatch", "bad_flag", "quant_shape_mismatch")
+"""What is put right before it is planned again."""
+WAYS_SHOWN = 4
 _SETTABLE = frozenset(name.replace("-", "_") for name in _SAME_NAMES)
 
 
@@ -79,7 +88,13 @@ class Machine:
 
 def judge_command(text: str, *, machine: Machine | None = None, version: str | None = None) -> Diagnosis:
     """`version`: of the engine; left out, that of the program which the command names, where it is installed here."""
-    command = parse_command(text)
+    try:
+        command = parse_command(text, strict=True)
+    except OpenQuote as error:
+        raise ConfigurationError(
+            "a quote in the command is not closed", needed="as many closing quotes as opening ones",
+            found=shorten(str(error), 60), fix="close it, and quote the whole once more", field="command",
+        ) from None  # fmt: skip
     if command is None:
         raise ConfigurationError(
             "there is no command in it that starts a server",
@@ -92,44 +107,103 @@ def judge_command(text: str, *, machine: Machine | None = None, version: str | N
 
 
 def judge(command: ServerCommand, *, machine: Machine | None = None, version: str | None = None) -> Diagnosis:
-    engine_version = version or version_of(command.engine, command.words)
+    engine_version = version or command.version or version_of(command.engine, command.words)
     wrong = flag_findings(command, engine_version)
-    # What is planned is the command as it would be with its flags put right: the last fix has them all.
-    findings, missing = _planned(_put_right(command, wrong), machine or Machine(), engine_version)
-    every = [*wrong, *findings]
+    findings, missing, seen = list(wrong), list[str](), list[str]()
+    right = command
+    # What is planned is the command as it would be with its faults put right, until a plan finds no other: a parallel
+    # size that is possible may still be one that does not fit.
+    for _ in range(ROUNDS):
+        right = _put_right(command, findings)
+        found_now, missing, seen = _planned(right, machine or Machine(), engine_version)
+        findings += [one for one in found_now if one.cause not in {known.cause for known in findings} or one in wrong]
+        again = [one for one in found_now if one.cause in REPLANNED and one.fix is not None and one.fix.changes]
+        if not again:
+            break
+    missing += [f"a plan of {name}: it is not planned" for name in not_planned(command)]
     return Diagnosis(
         engine=command.engine, engine_version=engine_version, command=command.with_changes({}),
-        phase="args" if wrong else None, healthy=not every and not missing, findings=every, missing=missing,
+        phase="args" if wrong else None, healthy=not findings and not missing, findings=_whole(command, findings),
+        missing=missing, seen=seen,
     )  # fmt: skip
 
 
 def _put_right(command: ServerCommand, wrong: list[Finding]) -> ServerCommand:
-    changes = {flag: value for one in wrong if one.fix is not None for flag, value in one.fix.changes.items()}
+    changes = _changes(wrong)
     return (parse_command(command.with_changes(changes)) or command) if changes else command
+
+
+def _changes(findings: list[Finding]) -> dict[str, str | None]:
+    fixes = [one.fix for one in findings if one.fix is not None and "--model" not in one.fix.changes]
+    return {flag: value for fix in fixes for flag, value in fix.changes.items()}
+
+
+def _whole(command: ServerCommand, findings: list[Finding]) -> list[Finding]:
+    """Several faults have one command that mends them all."""
+    if len(findings) < 2:
+        return findings
+    text = command.with_changes(_changes(findings))
+
+    def mended(fix: Fix | None) -> Fix | None:
+        able = fix is not None and fix.changes and "--model" not in fix.changes
+        return msgspec.structs.replace(fix, command=text) if fix is not None and able else fix
+
+    return [msgspec.structs.replace(one, fix=mended(one.fix)) for one in findings]
 
 
 # The plan
 
 
-def _planned(command: ServerCommand, machine: Machine, version: str | None) -> tuple[list[Finding], list[str]]:
+def _planned(
+    command: ServerCommand, machine: Machine, version: str | None
+) -> tuple[list[Finding], list[str], list[str]]:
+    """Findings, what is missing, and what was planned."""
     if command.engine not in _NAMES:
-        return [], [f"a plan: commands of {command.engine} are read, and not planned"]
+        return [], [f"a plan: commands of {command.engine} are read, and not planned"], []
     if command.model is None and command.engine != "holdfast":
-        return [], ["the model: the command names none"]
+        return [], ["the model: the command names none"], []
     try:
         question = _question(command, machine, version)
     except ModelError as error:
-        return no_model(command, error)
+        return *no_model(command, error, elsewhere=machine.named), []
     except HoldfastError as error:
-        return refused(command, error, None)
-    if question.machine.kind == "cpu" and command.engine == "vllm":
-        return list(vllm_on_a_cpu(command, question)), []
-    if question.machine.kind == "cpu" and command.engine == "sglang":
-        return [], ["a GPU: this machine shows none, so name the one it is for: --gpu rtx4090"]
+        return *refused(command, error, None), []
+    from holdfast.planner.fit import describe_devices
+
+    devices = describe_devices(question.machine.all_devices)
+    seen = [f"planned for {'' if machine.named else 'this machine: '}{devices}"]
+    on_cpu = question.machine.kind == "cpu"
+    if on_cpu and command.engine == "vllm":
+        findings = list(vllm_on_a_cpu(command, question))
+        if findings or pool_bytes(command) is not None:
+            return findings, [], seen
+    if on_cpu and command.engine == "sglang":
+        return [], [_NO_GPU], seen
     try:
-        return list(_answered(command, question, version)), []
+        findings, told = _answered(command, question, version)
+        other = [_NO_GPU] if on_cpu and findings and command.engine == "vllm" and not machine.named else []
+        return findings, other, [f"{seen[0]}; {_budget(told)}"]
     except HoldfastError as error:
-        return refused(command, error, question)
+        if error.code == BEYOND_MODEL and stretched(command):
+            return [], [f"a plan: {error.message}, and how positions are stretched is not planned"], seen
+        return *refused(command, error, question), seen
+
+
+def _budget(told: Answer) -> str:
+    """What the plan rests on, in one line."""
+    fit = told.fit
+    rank = min(fit.ranks, key=lambda one: one.room_bytes)
+    weights = sum(term.nbytes for term in rank.terms if term.name == "weights")
+    each = "" if len(fit.ranks) == 1 else f" on each of {len(fit.ranks)}"
+    text = f"budget {format_bytes(rank.budget_bytes)}{each}, weights {format_bytes(weights)}"
+    if not told.fits:
+        return f"{text}, {format_bytes(fit.short_bytes)} short"
+    length = told.max_model_len
+    tokens = int(told.concurrency * length)
+    return (
+        f"{text}, {format_bytes(max(0, rank.room_bytes))} for KV: some {tokens:,} tokens,"
+        f" {told.concurrency:.1f} sequences of {length:,} at once"
+    )
 
 
 def _question(command: ServerCommand, machine: Machine, version: str | None) -> Question:
@@ -151,16 +225,27 @@ def _question(command: ServerCommand, machine: Machine, version: str | None) -> 
         given.pop("max_lora_rank", None)
     if command.engine == "llama.cpp":
         given |= _llama_context(command)
+    method = quantization_of(command, _is_quantized(command.model))
+    if method is not None and command.engine in ("vllm", "sglang"):
+        given["quantization"] = method
     given |= {name: value for name in ("gpu", "vram", "ram") if (value := getattr(machine, name)) is not None}
     model = (command.model or "").partition(":")[0] if command.has("hf-repo") else command.model
     question = question_of(PlanConfig.from_arguments(model=model or None, **given))
-    if command.engine == "vllm" and command.value("max-model-len") is None:
+    if command.engine == "vllm" and not command.has("max-model-len"):
         # vLLM takes the model's whole context where none is set, and refuses to start where KV does not hold it.
         question = _with(question, max_model_len=question.model.spec.max_position)
     on_gpu = question.machine.kind == "gpu"
     if command.engine == "vllm" and command.value("gpu-memory-utilization") is None and on_gpu:
         question = _with(question, utilization=parse_vllm(version or "").default_utilization)
     return question
+
+
+def _is_quantized(model: str | None) -> bool:
+    """By its entry in the catalogue, or its name."""
+    from holdfast.models import catalogue
+
+    entry = None if model is None else catalogue.lookup(model)
+    return (entry is not None and entry.quantized) or OTHERWISE_STORED.search(model or "") is not None
 
 
 def _with(question: Question, **settings: object) -> Question:
@@ -176,23 +261,25 @@ def _llama_context(command: ServerCommand) -> dict[str, object]:
     return {"max_model_len": max(1, int(context) // number)}
 
 
-def _answered(command: ServerCommand, question: Question, version: str | None) -> Iterator[Finding]:
+def _answered(command: ServerCommand, question: Question, version: str | None) -> tuple[list[Finding], Answer]:
     from holdfast.planner.answer import answer
 
     engine = command.engine
     if engine == "vllm" and version is not None:
         engine = f"vllm=={version}"
     told = answer(question, engine=engine)
-    said: set[str] = set()
-    if not told.fits:
-        one = _does_not_fit(command, told)
-        said.add(one.cause)
-        yield one
-    elif told.lacks:
-        yield from _would_refuse(command, told, question, engine)
+    findings: list[Finding] = []
+    offloaded = any(command.has(name) for name in ("cpu-offload-gb", "n-cpu-moe", "n-gpu-layers"))
+    if not told.fits and not offloaded:
+        findings.append(_does_not_fit(command, told))
+    elif told.fits and told.lacks:
+        findings += _would_refuse(command, told, question, engine)
+    findings += beyond(command, told)
+    said = {one.cause for one in findings}
     for warning in told.warnings:
         if warning.code in _WARNED and _WARNED[warning.code][0] not in said:
-            yield _warned(command, warning)
+            findings.append(_warned(command, warning))
+    return findings, told
 
 
 def _evidence(*lines: str) -> list[Evidence]:
@@ -206,7 +293,7 @@ def _does_not_fit(command: ServerCommand, told: Answer) -> Finding:
     weights = sum(term.nbytes for term in rank.terms if term.name == "weights")
     lines = [f"budget {format_bytes(rank.budget_bytes)} on {rank.device.name}"]
     lines += [f"{term.name} {format_bytes(term.nbytes)}" for term in terms[:3]]
-    fixes = [_way(command, way) for way in told.ways_out]
+    fixes = _ways(command, told)
     configured = any(way.kind in ("utilization", "context", "sequences", "configuration") for way in told.ways_out)
     budget = format_bytes(rank.budget_bytes)
     if weights > rank.budget_bytes:
@@ -235,6 +322,20 @@ def _does_not_fit(command: ServerCommand, told: Answer) -> Finding:
         why=f"{format_bytes(fit.short_bytes)} are missing, counted before anything is loaded",
         numbers={name: float(value) for name, value in numbers.items()},
     )  # fmt: skip
+
+
+def _ways(command: ServerCommand, told: Answer) -> list[Fix]:
+    """Those that can be run first, in the plan's order; of what has to be made or bought the first alone. A plan in
+    tiers is none: nothing here runs it."""
+    usable = [way for way in told.ways_out if way.tiers is None]
+    if command.engine != "vllm":
+        usable = [way for way in usable if "made by vLLM" not in way.change]
+    fixes = [_way(command, way) for way in usable]
+    ready = [fix for fix in fixes if fix.command is not None]
+    # A checkpoint that is quantized already is refused with a method for another.
+    quantized = command.value("quantization") is not None
+    ready = [fix for fix in ready if not (quantized and "--model" in fix.changes)]
+    return [*ready[:WAYS_SHOWN], *[fix for fix in fixes if fix.command is None][: 2 if ready else WAYS_SHOWN]]
 
 
 def _way(command: ServerCommand, way: WayOut) -> Fix:

@@ -7,23 +7,20 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import tomllib
+import json
 from collections.abc import Iterator, Mapping
 from functools import cache
-from importlib import resources
-from typing import Any
 
 from holdfast.config import EngineConfig, ServerConfig
 from holdfast.config.engine import REFUSED as ENGINE_REFUSED
 from holdfast.config.server import REFUSED as SERVER_REFUSED
 from holdfast.doctor.commands import Flag, ServerCommand
+from holdfast.doctor.flag_lists import NEAR, document, gone, release, since, until
 from holdfast.doctor.records import Evidence, Finding
 from holdfast.doctor.said import changed, found
 from holdfast.doctor.spellings import canonical
 from holdfast.units import shorten
 
-NEAR = 0.75
-"""How like a known flag an unknown one must be to be taken for it."""
 HOLDFAST_ONLY = ("config", "background", "json", "help", "lora-modules")
 DTYPES = ("auto", "half", "float16", "bfloat16", "float", "float32")
 KV_DTYPES: Mapping[str, tuple[str, ...]] = {
@@ -35,6 +32,13 @@ WHOLE = (
     "max-model-len", "max-num-seqs", "tensor-parallel-size", "pipeline-parallel-size", "context-length", "ctx-size",
     "parallel", "max-running-requests", "port", "n-gpu-layers",
 )  # fmt: skip
+AT_LEAST_ONE = ("tensor-parallel-size", "pipeline-parallel-size", "max-num-seqs", "max-running-requests")
+_SPLITS = AT_LEAST_ONE[:2]
+MOST = 1 << 30
+SHORT_CHARS = 5
+"""Of a flag of llama.cpp with one dash."""
+USUAL_SEQUENCES = "256"
+"""vLLM's, where none are set."""
 _REFUSED = {name.replace("_", "-"): why for name, why in {**ENGINE_REFUSED, **SERVER_REFUSED}.items()}
 _SAID_AS_WORDS = {"max-model-len": ("auto",), "n-gpu-layers": ("auto", "all")}
 
@@ -47,19 +51,14 @@ def known_flags(engine: str) -> frozenset[str]:
         named = [name for field in fields for name in (field.name, *field.metadata["flags"])]
         own = {canonical(engine, name) for name in named} | {name.lstrip("-") for name in named}
         return frozenset(own | set(HOLDFAST_ONLY) | set(_REFUSED))
-    row = _document().get(engine)
+    row = document().get(engine)
     if row is None:
         return frozenset()
     return frozenset(name for flag in row["flags"].split() for name in (flag, canonical(engine, flag)))
 
 
 def list_of(engine: str) -> str:
-    return str(_document().get(engine, {}).get("of", ""))
-
-
-@cache
-def _document() -> dict[str, Any]:
-    return tomllib.loads((resources.files("holdfast.doctor") / "flags.toml").read_text(encoding="utf-8"))
+    return str(document().get(engine, {}).get("of", ""))
 
 
 def flag_findings(command: ServerCommand, version: str | None) -> list[Finding]:
@@ -75,7 +74,6 @@ def _evidence(command: ServerCommand, flag: Flag) -> list[Evidence]:
 
 def _unknown(command: ServerCommand, version: str | None) -> Iterator[Finding]:
     known, engine = known_flags(command.engine), command.engine
-    gone: Mapping[str, str] = _document().get(engine, {}).get("gone", {})
     if not known:
         return
     for flag in command.flags:
@@ -88,12 +86,27 @@ def _unknown(command: ServerCommand, version: str | None) -> Iterator[Finding]:
                 evidence=_evidence(command, flag), fixes=[changed(command, {spelled: None}, f"without {spelled}")],
             )  # fmt: skip
             continue
+        early = since(engine, name)
+        if early is not None and version is not None and () < release(version) < early:
+            yield _not_yet(command, flag, spelled, early, version)
+            continue
+        short = engine == "llama.cpp" and spelled.startswith("--") and 0 < len(spelled) - 2 <= SHORT_CHARS
+        if short and spelled.lstrip("-") in known and name != spelled.lstrip("-"):
+            value = " ".join(flag.values) or ""
+            yield found(
+                "bad_flag", "not_memory", "high", what=f"llama.cpp knows no {spelled}; {spelled[1:]} is meant",
+                why="its short flags have one dash; the command ends at once", evidence=_evidence(command, flag),
+                fixes=[changed(command, {spelled: None, f"--{name}": value or "on"}, f"--{name} is its long form")],
+            )  # fmt: skip
+            continue
         if name in known or (name.startswith("no-") and name[3:] in known) or spelled.startswith("-O"):
             continue
         if "." in name and name.split(".")[0] in known:  # A field of a setting that is an object.
             continue
-        if name in gone:
-            yield _once_taken(command, flag, spelled, gone[name], version)
+        instead, last = gone(engine, name), until(engine, name)
+        if instead is not None:
+            if version is None or last is None or release(version) > last:
+                yield _once_taken(command, flag, spelled, instead, version)
             continue
         near = difflib.get_close_matches(name, sorted(known), n=1, cutoff=NEAR)
         fixes = [changed(command, {spelled: None}, f"without {spelled}")]
@@ -110,28 +123,50 @@ def _unknown(command: ServerCommand, version: str | None) -> Iterator[Finding]:
 
 
 def _once_taken(command: ServerCommand, flag: Flag, spelled: str, instead: str, version: str | None) -> Finding:
-    known = list_of(command.engine)
+    last = until(command.engine, flag.name)
+    shown = list_of(command.engine) if version is None else version
     why = instead if instead.startswith("leave") else f"in its place: {instead}"
-    newest = version is None or _release(version) >= _release(known)
+    until_when = "" if last is None else f" (the last that did: {'.'.join(map(str, last))})"
+    changes: dict[str, str | None] = {spelled: None}
+    if instead == "--hf-overrides" and _is_object(flag.value):
+        changes["--hf-overrides"] = json.dumps({flag.name.replace("-", "_"): json.loads(flag.value or "{}")})
     return found(
-        "bad_flag", "not_memory", "medium" if newest else "low",
-        what=f"{command.engine} {known} no longer takes {spelled}",
-        why="older versions took it; " + (f"this is {version}" if version else "the version is not known here"),
+        "bad_flag", "not_memory", "medium" if version is None else "high",
+        what=f"{command.engine} {shown} no longer takes {spelled}",
+        why=f"older versions took it{until_when}; "
+        + (f"this is {version}" if version else "the version is not known here"),
         evidence=_evidence(command, flag),
-        fixes=[changed(command, {spelled: None}, why)],
+        fixes=[changed(command, changes, why)],
     )  # fmt: skip
 
 
-def _release(version: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in version.split(".")[:2] if part.isdecimal())
+def _not_yet(command: ServerCommand, flag: Flag, spelled: str, first: tuple[int, ...], version: str) -> Finding:
+    changes: dict[str, str | None] = {spelled: None}
+    if flag.name == "attention-backend" and flag.value:
+        changes["VLLM_ATTENTION_BACKEND"] = flag.value
+    return found(
+        "bad_flag", "not_memory", "high", what=f"{command.engine} {version} does not take {spelled} yet",
+        why=f"it came with {'.'.join(map(str, first))}: the command ends at once with a usage error",
+        evidence=_evidence(command, flag), fixes=[changed(command, changes, f"as {version} takes it")],
+    )  # fmt: skip
+
+
+def _is_object(value: str | None) -> bool:
+    try:
+        return isinstance(json.loads(value or ""), dict)
+    except ValueError:
+        return False
 
 
 def _values(command: ServerCommand) -> Iterator[Finding]:
     for flag in command.flags:
         name, value = flag.name, flag.value
         spelled = command.words[flag.words[0]].partition("=")[0]
+        if flag.unknown:
+            continue
         if name in WHOLE and (value is None or not _is_whole(name, value)):
-            yield _bad(command, flag, f"{spelled} wants a whole number", f"found {value or 'nothing'}", {})
+            one = {spelled: "1"} if name in _SPLITS else {}
+            yield _bad(command, flag, f"{spelled} wants a whole number", f"found {value or 'nothing'}", {**one})
         elif name == "dtype" and command.engine != "llama.cpp" and value not in DTYPES:
             near = difflib.get_close_matches((value or "").replace("fp", "float"), DTYPES, n=1)
             dtype = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}.get(
@@ -147,6 +182,19 @@ def _values(command: ServerCommand) -> Iterator[Finding]:
             yield _bad(command, flag, f"{spelled} {shorten(value or '')} is no share of the memory",
                        "a share is more than 0 and at most 1", {spelled: share})  # fmt: skip
 
+    yield from _step(command)
+
+
+def _step(command: ServerCommand) -> Iterator[Finding]:
+    """vLLM's: a step must hold a token of each sequence."""
+    tokens = command.value("max-num-batched-tokens") or ""
+    sequences = command.value("max-num-seqs") or USUAL_SEQUENCES
+    if command.engine != "vllm" or not (tokens.isdecimal() and sequences.isdecimal()) or int(tokens) >= int(sequences):
+        return
+    flag = next(one for one in reversed(command.flags) if one.name == "max-num-batched-tokens")
+    yield _bad(command, flag, f"a step of {int(tokens):,} tokens cannot hold {int(sequences):,} sequences",
+               "vLLM wants max_num_batched_tokens to be no less", {"--max-num-seqs": tokens})  # fmt: skip
+
 
 def _bad(command: ServerCommand, flag: Flag, what: str, why: str, changes: dict[str, str | None]) -> Finding:
     fixes = [changed(command, changes, "as it takes it")] if changes else []
@@ -160,9 +208,11 @@ def _is_whole(name: str, value: str) -> bool:
     if value.lower() in _SAID_AS_WORDS.get(name, ()):
         return True
     digits = value.lstrip("-")
+    if name in AT_LEAST_ONE and digits.isdecimal() and not 0 < int(value) <= MOST:
+        return False
     if name == "max-model-len" and digits[-1:] in "kKmMgG":  # vLLM and Holdfast read 32k and 32K.
         digits = digits[:-1].replace(".", "", 1)
-    return digits.isdecimal()
+    return digits.isdecimal() and int(digits) <= MOST
 
 
 def _is_share(value: str | None) -> bool:

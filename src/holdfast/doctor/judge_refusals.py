@@ -28,18 +28,22 @@ MOST_RANKS = 64
 SHORTER = "longer requests are refused"
 
 
-def no_model(command: ServerCommand, error: ModelError) -> tuple[list[Finding], list[str]]:
+def no_model(command: ServerCommand, error: ModelError, *, elsewhere: bool = False) -> tuple[list[Finding], list[str]]:
+    """`elsewhere`: the command is for another machine, and so is a path in it."""
     missing = [f"the model: {error.message}" + (f" ({error.found})" if error.found else "")]
     if not isinstance(error, ModelNotFoundError | ModelAccessError):
         return [], missing
     name = shorten(command.model or "")
     local = name.startswith(("/", "./", "~"))
+    if local and elsewhere:
+        return [], [f"the model: {name} is a path of that machine; what it is decides whether it fits"]
+    fix = error.fix if command.engine == "holdfast" else None
     return [
         found(
             "gated_or_missing_model", "not_memory", "high" if local else "low",
             what=f"there is no model at {name}" if local else f"{name} cannot be read from here",
             why=error.message, evidence=[Evidence(line=error.found or error.message, source="command")],
-            fixes=[Fix(why=error.fix or "check the path, the name and HF_TOKEN")],
+            fixes=[Fix(why=fix or "check the path, the name and HF_TOKEN")],
         )
     ], missing  # fmt: skip
 
@@ -116,7 +120,7 @@ def vllm_on_a_cpu(command: ServerCommand, question: Question) -> Iterator[Findin
             ],
         )  # fmt: skip
         return
-    there = _pool_bytes(command)
+    there = pool_bytes(command)
     if there is None or length is None:
         return
     dtype = "float32" if question.settings.dtype in ("float32", "float") else "bfloat16"
@@ -139,7 +143,7 @@ def vllm_on_a_cpu(command: ServerCommand, question: Question) -> Iterator[Findin
     )  # fmt: skip
 
 
-def _pool_bytes(command: ServerCommand) -> int | None:
+def pool_bytes(command: ServerCommand) -> int | None:
     """Of vLLM on a CPU, where it is set; the variable outranks the flag."""
     space = command.environment.get(CPU_SPACE, "")
     if space.isdecimal() and int(space) > 0:

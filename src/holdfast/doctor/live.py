@@ -15,9 +15,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from holdfast.doctor.live_page import OK, PAGE_TIMEOUT_S, Reply, Sample, client_for, get, read_metrics
-from holdfast.doctor.live_rules import Looked, StreamLook, findings_of
+from holdfast.doctor.live_rules import Looked, StreamLook, findings_of, seen_of
 from holdfast.doctor.records import Diagnosis, Evidence, Fix
-from holdfast.doctor.said import found
+from holdfast.doctor.said import ADVICE, found
 from holdfast.errors import ConfigurationError, printable
 from holdfast.units import shorten
 
@@ -83,7 +83,8 @@ def examine(
         missing.append(f"metrics: {address}/metrics tells none{_how_to_tell(told or engine)}")
     return Diagnosis(
         engine=told or engine, engine_version=version, command=None, phase="serve" if health.status == OK else None,
-        healthy=not findings and health.status == OK, findings=findings, missing=missing,
+        healthy=all(one.cause in ADVICE for one in findings) and health.status == OK, findings=findings,
+        missing=missing, seen=list(seen_of(looked)),
     )  # fmt: skip
 
 

@@ -73,6 +73,22 @@ class Looked:
         return lines
 
 
+def seen_of(looked: Looked) -> Iterator[str]:
+    """What was measured, in one line, of a server that is well too."""
+    running, waiting, share = looked.last("running"), looked.last("waiting"), looked.last("kv_share")
+    told = []
+    if running is not None:
+        told.append(f"{counted(int(running), 'request')} running")
+    if waiting is not None:
+        told.append(f"{int(waiting)} waiting")
+    if share is not None:
+        told.append(f"KV {share:.0%} full")
+    if looked.seconds > 0 and len(looked.seen("tokens")) > 1:
+        told.append(f"{looked.grown('tokens') / looked.seconds:,.0f} tokens/s")
+    if told:
+        yield f"within {looked.seconds:.0f} s: {', '.join(told)}"
+
+
 def findings_of(looked: Looked) -> list[Finding]:
     """What matters most first."""
     if looked.health != OK:
@@ -258,7 +274,8 @@ def _prefix(looked: Looked) -> Iterator[Finding]:
     if rate >= PREFIX_WORTH:
         return
     yield _finding(
-        "prefix_caching_unused", "configuration_overshoot", "low", looked, figures=("prefix_asked", "prefix_found"),
+        "prefix_caching_unused", "not_memory", "low", looked, figures=("prefix_asked", "prefix_found"),
+        evidence=[Evidence(line=f"since its start: {hits:,.0f} of {asked:,.0f} tokens found", source=looked.address)],
         what=f"prefix caching finds {rate:.0%} of {int(asked):,} prompt tokens: it hardly pays",
         why="requests share few beginnings, or what they share does not stand at the very beginning (a date, a name, a"
         " shuffled list before the common part)",

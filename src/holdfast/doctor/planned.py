@@ -30,7 +30,7 @@ _PLANNED = {
 }  # fmt: skip
 _ENGINES = ("vllm", "sglang", "holdfast")
 _MOST_GPUS = 16
-_OTHERWISE_STORED = re.compile(r"(?i)awq|gptq|fp8|fp4|int[48]|[48]-?bit|gguf|bnb|w\da\d+")
+OTHERWISE_STORED = re.compile(r"(?i)awq|gptq|fp8|fp4|int[48]|[48]-?bit|gguf|bnb|w\da\d+")
 """In a name: the catalogue has its shapes, and not these weights."""
 
 
@@ -59,7 +59,7 @@ def _known(case: Case) -> str | None:
     if case.model is None or case.total_gib is None or case.engine not in _ENGINES:
         return None
     entry = catalogue.lookup(case.model)
-    if entry is None or (_OTHERWISE_STORED.search(case.model) and not entry.quantized):
+    if entry is None or (OTHERWISE_STORED.search(case.model) and not entry.quantized):
         return None
     return entry.name
 

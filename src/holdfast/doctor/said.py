@@ -10,6 +10,8 @@ from holdfast.doctor.records import Evidence, Finding, Fix, RootCause
 from holdfast.doctor.rulebook import rulebook
 
 Confidence = Literal["high", "medium", "low"]
+ADVICE = ("prefix_caching_unused",)
+"""Causes that a server is well with."""
 
 
 def found(

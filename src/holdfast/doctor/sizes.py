@@ -44,3 +44,11 @@ def kv_token_gib(model: str | None) -> float | None:
     """In 16 bits, on one GPU."""
     spec = spec_of(model)
     return None if spec is None else spec.kv_bytes_per_token(2) / GIB
+
+
+def weights_bytes_of(model: str) -> int | None:
+    """In 16 bits, where the catalogue has its number of parameters."""
+    from holdfast.models import catalogue
+
+    entry = catalogue.lookup(model)
+    return None if entry is None or entry.parameters is None else 2 * entry.parameters

@@ -18,6 +18,7 @@ from holdfast.doctor.logs import diagnose
 from holdfast.doctor.machine import MachineFacts, look
 from holdfast.doctor.machine_rules import diagnose_machine
 from holdfast.doctor.records import Diagnosis, Finding, Fix
+from holdfast.doctor.said import ADVICE
 
 EVIDENCE_HELD = 8
 
@@ -77,9 +78,10 @@ def together(found: Sequence[Diagnosis]) -> Diagnosis:
         engine_version=next((one.engine_version for one in found if one.engine_version is not None), None),
         command=command,
         phase=next((one.phase for one in found if one.phase is not None), None),
-        healthy=not findings and all(one.healthy for one in found),
+        healthy=all(name in ADVICE for name in findings) and all(one.healthy for one in found),
         findings=list(findings.values()),
         missing=list(dict.fromkeys(text for one in found for text in one.missing)),
+        seen=list(dict.fromkeys(text for one in found for text in one.seen)),
     )
 
 

@@ -115,10 +115,13 @@ def test_a_smaller_kv_space_of_vllm_on_a_cpu_is_seen() -> None:
 
 
 def test_a_model_that_is_not_there_is_no_question_of_memory() -> None:
-    found = _judged("llama-server -m /nowhere/model.gguf -c 8192")
+    found = _judged("llama-server -m /nowhere/model.gguf -c 8192", None)
     assert [(one.cause, one.root_cause) for one in found.findings] == [("gated_or_missing_model", "not_memory")]
     assert not found.healthy
     assert found.missing
+    elsewhere = _judged("llama-server -m /nowhere/model.gguf -c 8192")
+    assert (elsewhere.findings, elsewhere.healthy) == ([], False)
+    assert "a path of that machine" in elsewhere.missing[0]
 
 
 def test_what_holdfast_refuses_is_said_with_its_reason() -> None:
@@ -145,3 +148,75 @@ def test_flags_of_our_own_are_all_known() -> None:
     names = {name.lstrip("-") for action in parser._actions for name in action.option_strings if name.startswith("--")}
     plain = {name for name in names if "=" not in name and not name.startswith("no-")}
     assert plain <= known_flags("holdfast")
+
+
+DRAFT = '{"model": "meta-llama/Llama-3.1-8B-Instruct", "num_speculative_tokens": 3}'
+ROPE = '{"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}'
+BIG = "meta-llama/Llama-3.1-70B-Instruct"
+
+
+@pytest.mark.parametrize(
+    ("command", "gpu", "cause"),
+    [
+        (f"vllm serve {LLAMA} --max-model-len 8192 --data-parallel-size 8", "h100-80", "tensor_parallel_mismatch"),
+        (f"vllm serve {LLAMA} --max-model-len 8192 --kv-cache-memory-bytes 100M", "rtx4090",
+         "kv_cache_too_small_for_max_len"),
+        (f"vllm serve {LLAMA} --max-model-len 8192 --speculative-config '{DRAFT}'", "rtx4090", "speculative_memory"),
+        (f"{SGLANG} --context-length 8192 --mem-fraction-static 0.3", "rtx4090", "no_memory_for_kv_blocks"),
+        (f"vllm serve {LLAMA} --max-model-len 8192 --max-num-batched-tokens 128", "rtx4090", "bad_flag"),
+        (f"vllm serve {LLAMA} --max-model-len 8192 --tensor-parallel-size 0", "rtx4090", "bad_flag"),
+        ("llama-server -m x.gguf --fa", "rtx4090", "bad_flag"),
+    ],
+)  # fmt: skip
+def test_what_a_plan_has_no_setting_for_is_reckoned(command: str, gpu: str, cause: str) -> None:
+    finding = next(one for one in _judged(command, gpu).findings if one.cause == cause)
+    assert finding.fix is not None
+    assert finding.fix.command is not None
+    assert not any(one.cause == cause for one in _judged(finding.fix.command, gpu).findings)
+
+
+@pytest.mark.parametrize(
+    ("command", "gpu", "healthy", "named"),
+    [
+        (f"vllm serve {BIG} --max-model-len 8192 --quantization bitsandbytes", "h100-80", True, ""),
+        (f"vllm serve {BIG} --max-model-len 8192 --cpu-offload-gb 100", "h100-80", False, "--cpu-offload-gb 100"),
+        (f"vllm serve {LLAMA} --max-model-len $LEN", "rtx4090", False, "--max-model-len $LEN"),
+        (f"vllm serve {LLAMA} --max-model-len 262144 --hf-overrides '{ROPE}'", "h100-80", False, "--hf-overrides"),
+        ("docker run vllm/vllm-openai:v0.6.3 --model meta-llama/Meta-Llama-3-8B --swap-space 4 --num-scheduler-steps 8",
+         "rtx4090", True, ""),
+    ],
+)  # fmt: skip
+def test_what_is_not_planned_is_named(command: str, gpu: str, healthy: bool, named: str) -> None:
+    found = _judged(command, gpu)
+    assert (found.healthy, found.findings) == (healthy, [])
+    assert named in " ".join(found.missing)
+    assert found.seen[0].startswith(f"planned for {gpu}")
+
+
+def test_a_flag_of_a_later_release_is_told_apart() -> None:
+    command = f"vllm serve {LLAMA} --max-model-len 8192 --attention-backend FLASH_ATTN"
+    [finding] = judge_command(command, machine=Machine(gpu="rtx4090"), version="0.6.3").findings
+    assert "does not take --attention-backend yet" in finding.what
+    assert finding.fix is not None
+    assert (finding.fix.command or "").startswith("VLLM_ATTENTION_BACKEND=FLASH_ATTN vllm serve")
+    assert judge_command(command, machine=Machine(gpu="rtx4090"), version="0.13.0").healthy
+
+
+def test_several_faults_have_one_command_that_mends_all() -> None:
+    command = f"vllm serve {BIG} --max-model-len 8192 -tp 3 --swap-space 4 --gpu-memory-utilization 95"
+    found = _judged(command, "h100-80x4")
+    commands = {one.fix.command for one in found.findings if one.fix is not None and one.fix.changes}
+    assert commands == {f"vllm serve {BIG} --max-model-len 8192 -tp 2 --gpu-memory-utilization 0.95"}
+
+
+def test_what_is_published_comes_before_what_has_to_be_made() -> None:
+    [finding] = _judged("vllm serve Qwen/Qwen2.5-32B-Instruct").findings
+    assert finding.fix is not None
+    assert finding.fix.command is not None
+    assert "Qwen2.5-32B-Instruct-AWQ" in finding.fix.command
+    assert not any("tiers" in (fix.price or "") for fix in finding.alternatives)
+
+
+def test_a_quote_that_is_not_closed_is_said() -> None:
+    with pytest.raises(ConfigurationError, match="quote in the command is not closed"):
+        judge_command("vllm serve 'unbalanced")
