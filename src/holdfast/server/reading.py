@@ -77,7 +77,8 @@ class Reading:
             changes["skip_special_tokens"] = False
         grammar = self._grammar(params.structured_outputs, tokenizer)
         if grammar is not None:
-            changes["structured_outputs"] = StructuredOutputsParams(grammar=grammar)
+            named = "tools" if asked is None else asked.asked_as
+            changes["structured_outputs"] = StructuredOutputsParams(grammar=grammar, asked_as=named)
         return params.replace(**changes) if changes else params, self
 
     @property
