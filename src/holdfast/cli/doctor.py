@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from holdfast.cli.output import UNFORESEEN_EXIT, say, say_error, say_json, unforeseen
-from holdfast.errors import ConfigurationError, HoldfastError
+from holdfast.errors import ConfigurationError, HoldfastError, printable
 
 if TYPE_CHECKING:
     from holdfast.doctor.machine import MachineFacts
@@ -51,8 +51,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument("--command", metavar="COMMAND", help="a server's command as one word, judged before it is run")
     parser.add_argument(
-        "--gpu", metavar="NAME", help="GPUs that the command is for: rtx4090, h100-80x2; else this machine"
-    )
+        "--gpu", metavar="NAME",
+        help="GPUs that the command is for: rtx4090, l4, a100-80, h100-80x2 (all names: holdfast plan --list-gpus);"
+        " else this machine",
+    )  # fmt: skip
     parser.add_argument("--vram", metavar="SIZE", help="what each of its GPUs has to use: 22GiB, 22GiBx2")
     parser.add_argument("--ram", metavar="SIZE", help="RAM of the machine that the command is for")
     parser.add_argument("--engine-version", metavar="VERSION", help="of the command's engine; else what is installed")
@@ -66,7 +68,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     try:
         diagnosis, machine = _diagnosis(arguments)
-        _bundle(arguments, diagnosis)
         _say(diagnosis, machine, as_json=arguments.json, asked=arguments)
     except HoldfastError as error:
         say_error(error, as_json=arguments.json)
@@ -74,6 +75,11 @@ def run(arguments: argparse.Namespace) -> int:
     except Exception as error:  # Python's own exit code for it would say that something was found.
         say_error(unforeseen(error), as_json=arguments.json)
         return UNFORESEEN_EXIT
+    try:
+        _bundle(arguments, diagnosis, machine)
+    except HoldfastError as error:  # The answer stands on standard output.
+        say_error(error)
+        return 2
     return exit_code(diagnosis)
 
 
@@ -133,16 +139,26 @@ def exit_code(diagnosis: Diagnosis) -> int:
     return FOUND if known else NOT_KNOWN
 
 
-def _bundle(arguments: argparse.Namespace, diagnosis: Diagnosis) -> None:
+def _bundle(arguments: argparse.Namespace, diagnosis: Diagnosis, machine: MachineFacts | None) -> None:
     if arguments.bundle is None:
         return
     from holdfast.doctor.bundle import write_bundle
+    from holdfast.doctor.machine import document
 
     logs = [source for source in arguments.sources if not _is_url(source)]
-    write_bundle(arguments.bundle, logs, diagnosis)
+    names = write_bundle(arguments.bundle, logs, diagnosis, None if machine is None else document(machine))
+    left_out = "; standard input was read once and is not in it" if "-" in logs else ""
+    print(
+        f"holdfast: written to {printable(arguments.bundle)}: {', '.join(names)}{left_out}. Look into it before you"
+        " send it",
+        file=sys.stderr,
+    )
 
 
 def _say(diagnosis: Diagnosis, machine: MachineFacts | None, *, as_json: bool, asked: argparse.Namespace) -> None:
+    from holdfast.doctor.report import lines, without_keys
+
+    diagnosis = without_keys(diagnosis)
     if machine is not None:
         from holdfast.doctor.machine import document, lines_of
     if as_json:
@@ -155,10 +171,13 @@ def _say(diagnosis: Diagnosis, machine: MachineFacts | None, *, as_json: bool, a
         say([*lines_of(machine), ""])
     if diagnosis.healthy and not asked.sources:
         command = "the command fits, as far as a plan tells" if asked.command is not None else None
-        here = "this machine is as a server wants it" if machine is not None else None
+        here = None
+        if machine is not None:
+            here = (
+                "this machine is as a server wants it" if machine.every.gpus else "no GPU: servers here run on the CPU"
+            )
         say([f"Nothing is wrong: {', and '.join(part for part in (command, here) if part is not None)}."])
+        say(diagnosis.seen)
         return
-    from holdfast.doctor.report import lines
-
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else WIDTH_WITHOUT_TERMINAL
     say(lines(diagnosis, width=max(60, width)))

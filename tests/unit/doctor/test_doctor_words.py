@@ -125,7 +125,9 @@ def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     log.write_text(f"non-default args: {{'model': '{HOME}/m', 'api_key': ['topsecret99']}}\n{FAILED}\n")
     bundle = tmp_path / "report.tar.gz"
     assert main(["doctor", str(log), "--json", "--bundle", str(bundle)]) == 1
-    told = json.loads(capsys.readouterr().out)
+    said = capsys.readouterr()
+    assert "written to" in said.err
+    told = json.loads(said.out)
     assert told["findings"][0]["cause"] == "lora_rank"
     assert told["findings"][0]["fix"]["changes"] == {"--max-lora-rank": "64"}
     with tarfile.open(bundle) as archive:
@@ -133,9 +135,9 @@ def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert len(texts) == 3
     assert not any("jane" in text or "topsecret99" in text for text in texts)
     assert main(["doctor", str(log)]) == 1
-    said = capsys.readouterr().out
-    assert "--max-lora-rank 64" in said
-    assert "lora_rank [HFD30]" in said
+    report = capsys.readouterr().out
+    assert "--max-lora-rank 64" in report
+    assert "lora_rank [HFD30]" in report
 
 
 @pytest.mark.parametrize(("text", "code"), [("Application startup complete.\n", 0), ("hello\n", 3), (FAILED, 1)])
@@ -150,5 +152,10 @@ def test_usage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", str(tmp_path / "none.log")]) == 2
     assert "HFD90" in capsys.readouterr().err
     (tmp_path / "a.log").write_text(FAILED)
-    assert main(["doctor", str(tmp_path / "a.log"), "--bundle", str(tmp_path / "a.log")]) == 2
-    assert main(["explain", "hfd01"]) == 0
+    for path in ("a.log", "no folder/b.tar.gz"):  # What cannot be written loses no answer.
+        assert main(["doctor", str(tmp_path / "a.log"), "--bundle", str(tmp_path / path)]) == 2
+        said = capsys.readouterr()
+        assert "lora_rank [HFD30]" in said.out
+        assert "HFD91" in said.err
+    assert main(["explain", "hfd01", "kv_cache_too_small_for_max_len"]) == 0
+    assert capsys.readouterr().out.count("HFD01") == 2
