@@ -19,6 +19,8 @@ from holdfast.errors import EngineDiedError
 from holdfast.planner import Plan
 
 STOP_TIMEOUT_S = 3.0
+LAST_WORDS_S = 1.0
+"""For what a process had written when it ended: on a machine with much to do, a socket takes its time."""
 
 
 class Child:
@@ -70,7 +72,7 @@ class Child:
         await asyncio.wait({receiving, self._exit}, return_when=asyncio.FIRST_COMPLETED)
         if not receiving.done():
             # The process is gone; what it had written may still be on its way through the socket.
-            await asyncio.wait({receiving}, timeout=0.2)
+            await asyncio.wait({receiving}, timeout=LAST_WORDS_S)
         if not receiving.done():
             receiving.cancel()
             return None

@@ -82,7 +82,7 @@ class Harbour:
 
 
 async def until(happened) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(120):
         while not happened():
             await asyncio.sleep(0)
 
