@@ -78,6 +78,12 @@ def _variables(url: str, model: str) -> dict[str, str]:
 
 
 @pytest.fixture(scope="session")
+def client_environment() -> Callable[[str], Path]:
+    """client_environment(NAME): the folder of its Python."""
+    return environment
+
+
+@pytest.fixture(scope="session")
 def run_program() -> Callable[..., Found]:
     """run_program(CLIENT, URL, MODEL, more words): what each case of programs/use_CLIENT returned, or how it failed."""
 

@@ -75,17 +75,17 @@ class Operation:
 
 OPERATIONS = (
     Operation(path="/v1/chat/completions", method="post", summary="Answer messages", body=ChatBody, streams=True,
-              refusals=(400, 404, 408, 413, 429, 503)),
+              refusals=(400, 404, 408, 413, 415, 429, 503)),
     Operation(path="/v1/completions", method="post", summary="Go on with a text", body=CompletionBody, streams=True,
-              refusals=(400, 404, 408, 413, 429, 503)),
+              refusals=(400, 404, 408, 413, 415, 429, 503)),
     Operation(path="/v1/embeddings", method="post", summary="Turn texts into vectors", body=EmbeddingBody,
-              answer=EmbeddingResponse, refusals=(400, 404, 408, 413, 429, 503)),
+              answer=EmbeddingResponse, refusals=(400, 404, 408, 413, 415, 429, 503)),
     Operation(path="/v1/models", method="get", summary="The names this server answers to", refusals=(503,)),
     Operation(path="/v1/models/{name}", method="get", summary="One of them", refusals=(404, 503)),
     Operation(path="/tokenize", method="post", summary="Token ids of a text, or of messages", body=TokenizeBody,
-              answer=TokenizeResponse, refusals=(400, 404, 408, 413, 503)),
+              answer=TokenizeResponse, refusals=(400, 404, 408, 413, 415, 503)),
     Operation(path="/detokenize", method="post", summary="The text of token ids", body=DetokenizeBody,
-              answer=DetokenizeResponse, refusals=(400, 404, 408, 413, 503)),
+              answer=DetokenizeResponse, refusals=(400, 404, 408, 413, 415, 503)),
     Operation(path="/health", method="get", summary="Whether it is alive (no key)", answer=Health, refusals=(503,)),
     Operation(path="/ping", method="get", summary="The same", answer=Health, refusals=(503,)),
     Operation(path="/ping", method="post", summary="The same", answer=Health, refusals=(503,)),
@@ -103,9 +103,9 @@ OPERATIONS = (
 
 LORA_OPERATIONS = (
     Operation(path="/v1/load_lora_adapter", method="post", summary="Load a LoRA adapter", body=LoadBody,
-              kind="text/plain", refusals=(400, 404, 408, 413, 503)),
+              kind="text/plain", refusals=(400, 404, 408, 413, 415, 503)),
     Operation(path="/v1/unload_lora_adapter", method="post", summary="Let go of one", body=UnloadBody,
-              kind="text/plain", refusals=(400, 404, 408, 413, 503)),
+              kind="text/plain", refusals=(400, 404, 408, 413, 415, 503)),
 )  # fmt: skip
 
 

@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import shutil
-import subprocess
-from pathlib import Path
 
 import msgspec
 import pytest
 
-from holdfast.checkpoints.cache import cache_folder
 from holdfast.engine.fake import FakeEngine
 from holdfast.server import fields
 from holdfast.server.absent_paths import LORA, PATHS
@@ -20,9 +15,6 @@ from holdfast.server.app import create_app
 from holdfast.server.bodies import EmbeddingBody
 from holdfast.server.protocol import ChatBody, CompletionBody
 from holdfast.server.settings import ServerSettings
-
-OWN_ENVIRONMENT = cache_folder() / "clients" / "schemathesis" / "bin"
-SCHEMATHESIS = shutil.which("schemathesis", path=os.pathsep.join([os.environ.get("PATH", ""), str(OWN_ENVIRONMENT)]))
 
 
 @pytest.fixture(scope="module")
@@ -94,26 +86,6 @@ def test_a_key_is_part_of_the_description(launch):
 def test_a_wrong_method_is_told_the_right_ones(launch):
     with launch().client() as client:
         assert client.get("/tokenize").headers["allow"] == "POST"
-
-
-@pytest.mark.long
-@pytest.mark.skipif(
-    SCHEMATHESIS is None, reason=f"schemathesis is not installed, neither on the path nor in {OWN_ENVIRONMENT}"
-)
-@pytest.mark.timeout(1200)
-def test_schemathesis_finds_no_fault(launch, tmp_path: Path):
-    """No 5xx, nothing that hangs, no answer that the document does not tell of."""
-    server = launch(FakeEngine(max_model_len=512))
-    command = [
-        str(SCHEMATHESIS), "run", f"{server.url}/openapi.json", "--checks",
-        "not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance",
-        "--request-timeout", "20", "--max-examples", "60", "--generation-database", "none",
-    ]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, timeout=1100, cwd=tmp_path)
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
-    with server.client() as client:
-        assert client.get("/health").status_code == 200
-    assert server.engine.unfinished == 0
 
 
 def test_usage_may_be_forced_into_every_stream(launch):
