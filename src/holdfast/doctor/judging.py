@@ -70,7 +70,7 @@ def diagnosis(scene: Scene) -> Diagnosis:
         missing.append(_TORN)
     if not findings and not healthy and not missing:
         missing.append(_REST if scene.run.phase is not None or scene.engine is not None else _NOTHING)
-    if findings and scene.settings.rebuilt(scene.engine or "vllm") is None:
+    if findings and scene.engine != "ollama" and scene.settings.rebuilt(scene.engine or "vllm") is None:
         missing.append(_COMMAND)
     if findings and candidates and candidates[0].phase is None:
         missing.append(_START)
@@ -112,8 +112,11 @@ def _candidates(scene: Scene) -> list[Candidate]:
     chosen: dict[str, Candidate] = {}
     for candidate in found:
         first = chosen.get(candidate.rule.cause)
+        surer = first is not None and first.rule.kind == candidate.rule.kind and not candidate.rule.effect
         if first is None or _says_more(candidate, first):
             chosen[candidate.rule.cause] = candidate
+        if first is not None and surer and "high" in (first.confidence, candidate.confidence):
+            chosen[candidate.rule.cause].confidence = "high"  # One of them leaves no choice, and both say the same.
     kept = sorted(chosen.values(), key=lambda one: (_KINDS[one.rule.kind], one.rule.effect, one.event.line))
     known = [one for one in kept if one.rule.kind != "hint"]
     serious = any(one.rule.kind != "advice" for one in known)
@@ -157,7 +160,7 @@ def _candidate(scene: Scene, event: Event) -> Candidate:
         return Candidate(event, rule, rule.phase, confidence)
     seen, _ = phase_of(event)
     told = event.trace is not None and event.trace.phase is not None
-    if not told and rule.phase and not event.ready and further(rule.phase, seen):
+    if not told and rule.phase in STARTING and not event.ready and further(rule.phase, seen):
         seen = rule.phase  # The log had told no more of where it was.
     return Candidate(event, rule, seen or rule.phase or None, confidence)
 

@@ -127,7 +127,7 @@ def _by_phase(
     if total is not None and reserved >= max(tried, FRAGMENTED_SHARE * total):
         return Verdict("oom_fragmentation", phase, "medium")
     if phase in ("serve", "request"):
-        return Verdict("oom_serving", "serve", confidence)
+        return Verdict("oom_serving", phase, confidence)
     return Verdict("oom_unknown_phase", None, "low")
 
 

@@ -187,6 +187,7 @@ class Scene:
         if self._own is not None and self._below(line):
             return True
         told = self._marks(line)
+        self.settings.rank(line.process)
         if self.settings.read(line.text, self.engine):
             told = True
             self._vote_command()
@@ -269,7 +270,8 @@ class Scene:
                 self.version = words.pop("version").lstrip("v").rstrip(".,)")
             if mark.phase and (mark.begin or further(mark.phase, self.run.phase)):
                 self.run.phase = mark.phase
-            self.run.ready = self.run.ready or mark.ready
+            if mark.ready and not self.run.ready:
+                self._came_up()
             if mark.tag:
                 self.run.tags.add(mark.tag)
             self.numbers.update(numbers)
@@ -277,6 +279,14 @@ class Scene:
                 self.settings.values.setdefault("model", words.pop("model_file"))
             self.words.update(words)
         return told
+
+    def _came_up(self) -> None:
+        """What went wrong before did not matter."""
+        run = self.run
+        run.ready, run.named, run.unexplained_phase = True, False, None
+        run.unexplained.clear()
+        run.wrappers.clear()
+        run.traces.clear()
 
     def _over(self) -> bool:
         """Whether the run came to anything; what only warns may come before the first line of a start."""

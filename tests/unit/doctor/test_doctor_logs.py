@@ -158,6 +158,93 @@ def test_a_prompt_that_quotes_an_error_is_nobody_s_error() -> None:
     assert diagnose_lines((LOADING + READY + line).split("\n"), "log").healthy
 
 
+OTHERS_WORDS = {
+    "vllm answer": "INFO 01-01 10:00:00 [logger.py:40] Generated response cmpl-1: output: 'ValueError: No available"
+    " memory for the cache blocks.', output_token_ids: None",
+    "sglang request": "[2025-06-01 10:00:01] Receive: obj=GenerateReqInput(rid='1', text='torch.OutOfMemoryError: CUDA"
+    " out of memory. Tried to allocate 2.00 GiB')",
+    "llama.cpp request": 'srv  log_server_r: request:  {"messages":[{"role":"user",'
+    '"content":"cudaMalloc failed: out of memory"}]}',
+    "ollama request": 'time=2025-01-01T10:00:00.000Z level=DEBUG source=routes.go:1 msg="chat request" images=0'
+    ' prompt="Error: model requires more system memory (9.1 GiB) than is available (6.4 GiB)"',
+    "a second line": "ValueError: No available memory for the cache blocks. Try increasing `gpu_memory_utilization`.",
+}
+
+
+@pytest.mark.parametrize("line", OTHERS_WORDS.values(), ids=OTHERS_WORDS)
+def test_words_of_users_and_models_are_not_judged(line: str) -> None:
+    assert diagnose_lines((LOADING + READY + line).split("\n"), "log").healthy
+
+
+ENDS = {
+    "told to end": READY
+    + "(EngineCore pid=1) INFO 01-10 10:00:00 [core.py:1] [shutdown] EngineCore: trigger received signal=SIGTERM\n"
+    + "vllm.v1.engine.exceptions.EngineDeadError: EngineCore encountered an issue. See stack trace (above)\n",
+    "custom allreduce": READY.replace(
+        "(APIServer pid=7) INFO:     Started",
+        "WARNING 01-10 10:00:00 [custom_all_reduce.py:1] Custom allreduce is disabled because it's not supported"
+        " on more than two PCIe-only GPUs.\n(APIServer pid=7) INFO:     Started",
+    ),
+}
+
+
+@pytest.mark.parametrize("text", ENDS.values(), ids=ENDS)
+def test_what_a_good_server_says_is_no_fault(text: str) -> None:
+    found = diagnose_lines((LOADING + text).split("\n"), "log")
+    assert (found.healthy, found.findings) == (True, [])
+
+
+def test_a_log_cut_before_its_error_is_judged_by_the_place_without_being_sure() -> None:
+    cut = LOADING + trace(("worker/worker.py", "init_device"), ("worker/worker.py", "_check_if_gpu_supports_dtype"))
+    found = diagnose_lines(cut.split("\n"), "log")
+    assert (cause_of(found), found.phase, found.findings[0].confidence) == ("dtype_unsupported_gpu", "load", "medium")
+    # With an error below it that nobody knows, the place alone says nothing.
+    told = cut + "(EngineCore_DP0 pid=88) ERROR 01-10 10:01:00 [core.py:708] TypeError: unhashable type\n"
+    assert cause_of(diagnose_lines(told.split("\n"), "log")) == "other"
+
+
+def test_numbers_tell_where_the_error_is_cut_off() -> None:
+    text = (
+        "INFO 01-11 10:00:00 llm_engine.py:70] Initializing an LLM engine with config: model='a/b', max_seq_len=4096\n"
+        "INFO 01-11 10:00:09 llm_engine.py:275] # GPU blocks: 200, # CPU blocks: 512\n"
+        "Traceback (most recent call last):\n"
+        '  File "/venv/lib/python3.10/site-packages/vllm/engine/llm_engine.py", line 309, in from_engine_args\n'
+    )
+    found = diagnose_lines(text.split("\n"), "log")
+    assert (cause_of(found), found.phase) == ("kv_cache_too_small_for_max_len", "profile")
+    assert found.findings[0].confidence == "medium"
+    assert found.findings[0].fix is not None
+    assert found.findings[0].fix.changes == {"--max-model-len": "3200"}
+
+
+def test_a_log_that_ends_while_starting_says_so() -> None:
+    found = diagnose_lines(LOADING.split("\n"), "log")
+    assert (cause_of(found), found.findings[0].confidence) == ("not_ready_yet", "low")
+
+
+def test_a_second_engine_in_one_process_is_not_a_step_while_serving() -> None:
+    engine = "INFO 10-01 10:00:00 llm_engine.py:237] Initializing an LLM engine (v0.6.3) with config: model='a/b'\n"
+    text = engine + "Processed prompts: 100%|##| 4/4\n" + engine + out_of_memory(pre="")
+    found = diagnose_lines(text.split("\n"), "log")
+    assert (cause_of(found), found.phase) == ("other_process_on_gpu", "load")
+
+
+def test_a_failure_that_was_got_over_is_none() -> None:
+    text = (
+        "build: 6500 (abcdef12) with cc for x86_64\nllama_context: n_ctx = 50176\n"
+        "ggml_gallocr_reserve_n_impl: failed to allocate CUDA1 buffer of size 54262464512\n"
+        "graph_reserve: failed to allocate compute buffers\n"
+        "sched_reserve: compute buffer allocation failed, retrying without pipeline parallelism\n"
+        "srv    load_model: initializing, n_slots = 1, n_ctx_slot = 50176\n"
+    )
+    assert diagnose_lines(text.split("\n"), "log").healthy
+
+
+def test_the_first_exchange_between_gpus_out_of_memory_is_memory() -> None:
+    text = LOADING + "ncclUnhandledCudaError: Call to CUDA function failed.\nCuda failure 2 'out of memory'\n"
+    assert cause_of(diagnose_lines(text.split("\n"), "log")) != "gpu_topology"
+
+
 def test_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = (LOADING + trace(("worker/gpu_model_runner.py", "load_model")) + out_of_memory()).encode()
     (tmp_path / "a.log").write_bytes(text)
