@@ -67,8 +67,10 @@ class Worker:
         self.choice = choice
         self.log = log
         threads = str(choice.threads)
+        # Every engine starts as where it is installed: with its sources compiled.
+        kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
         environment = {
-            **os.environ,
+            **kept,
             "OMP_NUM_THREADS": threads,
             "TOKENIZERS_PARALLELISM": "false",
             "HF_HUB_OFFLINE": "1",

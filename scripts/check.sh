@@ -13,6 +13,9 @@ case ${1:?quick or all} in
 esac
 shift
 
+# Where nothing compiled may be kept, each of some hundred processes would compile every source anew.
+unset PYTHONDONTWRITEBYTECODE
+
 scripts/lint.sh
 lint_status=$?
 .venv/bin/python -m pytest "${selection[@]}" "$@"
