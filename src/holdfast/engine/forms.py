@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy
 
-from holdfast.engine.masks import BEYOND_LIMITS, Form, MaskThreads, StepMasks, Words, step_back
+from holdfast.engine.masks import BEYOND_LIMITS, Form, MaskThreads, StepMasks, Words
+from holdfast.engine.threads import step_back
 from holdfast.errors import EngineError, HoldfastError
 from holdfast.planner.form_sizes import form_bytes, held_bytes
 from holdfast.planner.sampling_sizes import mask_words

@@ -8,9 +8,7 @@ is there in time. Who comes and goes is `forms`'s; what a grammar means is `text
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import os
 import queue
 import threading
 import time
@@ -21,6 +19,7 @@ from typing import TYPE_CHECKING
 import numpy
 import numpy.typing
 
+from holdfast.engine.threads import step_back
 from holdfast.errors import EngineError, GrammarError
 from holdfast.records import Failure, Request
 from holdfast.records.sampling import MAX_BAD_WORD_TOKENS
@@ -38,7 +37,6 @@ PATIENCE_S, REGAINED_S = 0.05, 0.001
 """How long one answer may hold up the others of its steps: in all, and for each token it has."""
 MASK_CPU_S, MASK_CPU_S_A_TOKEN = 10.0, 0.05
 """Of one thread, that the masks of one answer may take: in all, and for each token it has."""
-NICENESS = 15
 NOTHING_LEFT, BEYOND_LIMITS = "HF363", "HF362"
 
 
@@ -113,13 +111,6 @@ class Form:
             )
         if error is not None:
             self.failure = Failure.of(error)
-
-
-def step_back() -> None:
-    """The calling thread takes what time the others leave: none of the model's."""
-    if hasattr(os, "setpriority"):
-        with contextlib.suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
 
 
 class MaskThreads:

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from holdfast.errors import RequestError
+from holdfast.engine.threads import step_back
+from holdfast.errors import GrammarError, RequestError
 from holdfast.records import SamplingParams
 from holdfast.records.structured import KINDS, LARGE_BYTES, OPTIONS, StructuredOutputsParams
 from holdfast.server.fields import unsupported
@@ -30,7 +31,9 @@ BACKENDS = ("auto", "guidance", "llguidance")
 
 # Few at once: each may take a second and some memory, and those behind wait here and not on the loop.
 _POOL = ThreadPoolExecutor(max_workers=2, thread_name_prefix="forms")
-_LARGE = ThreadPoolExecutor(max_workers=1, thread_name_prefix="large-forms")
+_LARGE = ThreadPoolExecutor(max_workers=1, thread_name_prefix="large-forms", initializer=step_back)
+CHECK_TIMEOUT_S = 60.0
+"""Until a form is refused that is still being compiled: one of 91 KB that people use took 23 s."""
 
 
 async def check_off_loop(params: SamplingParams, tokenizer: Tokenizer) -> None:
@@ -45,7 +48,17 @@ async def check_off_loop(params: SamplingParams, tokenizer: Tokenizer) -> None:
         check_form(form, tokenizer)
 
     large = len(msgspec.json.encode(form)) > LARGE_BYTES
-    await asyncio.get_running_loop().run_in_executor(_LARGE if large else _POOL, check)
+    checked = asyncio.get_running_loop().run_in_executor(_LARGE if large else _POOL, check)
+    try:
+        await asyncio.wait_for(checked, CHECK_TIMEOUT_S)
+    except TimeoutError:
+        named = form.asked_as or form.kind
+        raise GrammarError(
+            f"{named}: it could not be compiled in {CHECK_TIMEOUT_S:g} s",
+            code="HF362",
+            fix="a simpler one",
+            field=named,
+        ) from None
 
 
 def form_of(body: Common, switches: Mapping[str, bool] | None = None) -> StructuredOutputsParams | None:
