@@ -384,6 +384,8 @@ class GpuRunner:
                     self._books.adapter_places[:] = numpy.arange(self.limits.max_num_seqs) % self.limits.max_loras
                 self._slots.apply(plan)
                 self.read(self._launch(plan.rows, 0))
+            if self._adapters is not None:
+                self._adapters.tiles = None  # Of the step before: its rows are more than a product tried has.
             if self.device.type == "cuda":
                 self.decoder.load_products(self._logits)
                 for size in padded_sizes(self.limits.max_num_seqs):
