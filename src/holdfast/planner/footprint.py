@@ -58,14 +58,14 @@ with none but their own. Who asks for more is refused, who needs more than is le
 KEPT_ENTRY_BYTES = 112
 """Of each, as JSON; a token counts as two more, for the pieces that it comes in."""
 
-WAITING_ENTRIES = 2**17
+WAITING_ENTRIES = 2**16
 """Tokens of streams and their log-probabilities that wait for readers slower than the engine: two for each token, and
 one for each log-probability. A stream that finds no room for more is ended."""
 
 WAITING_ENTRY_BYTES = 256
 """Of each, as objects: 137 for a token alone, 195 to 242 with 20 to 1 log-probabilities were measured."""
 
-READING_BYTES = 32 * MIB
+READING_BYTES = 16 * MIB
 """Of bodies that are on their way in, 16 KiB of each not counted. Who sends more meanwhile is told to try again."""
 
 FRONT_BYTES = (
@@ -75,8 +75,8 @@ FRONT_BYTES = (
     + KEPT_ENTRIES * KEPT_ENTRY_BYTES
     + WAITING_ENTRIES * WAITING_ENTRY_BYTES
 )
-"""252 MiB. 93 with SmolLM2's tokenizer and nobody there; the rest is for connections (7 KiB each), what is asked and
-larger vocabularies, 32 for bodies on their way, 40 for what is told of prompts, 28 for what is kept of answers and 32
+"""220 MiB. 93 with SmolLM2's tokenizer and nobody there; the rest is for connections (7 KiB each), what is asked and
+larger vocabularies, 16 for bodies on their way, 40 for what is told of prompts, 28 for what is kept of answers and 16
 for what waits in streams."""
 
 LOGITS_BYTES = 8 * MIB
