@@ -10,7 +10,7 @@ import re
 import shlex
 
 from holdfast.doctor.checks import Facts, sound
-from holdfast.doctor.commands import ServerCommand, parse_command
+from holdfast.doctor.commands import ServerCommand
 from holdfast.doctor.flag_lists import nearest
 from holdfast.doctor.formulas import evaluate, filled, holds, written
 from holdfast.doctor.records import Fix
@@ -39,14 +39,6 @@ _DEFAULTS: dict[str, dict[str, float]] = {
 }
 _GGUF_FOLDER = re.compile(r"(?i)(?:gguf|[-_.]i?q[2-8](?:_[\dk])?(?:_[sml])?)/?$")
 _PACKAGES = {"llama.cpp": "llama-cpp-python", "tgi": "text-generation-server"}
-_PLACEHOLDER = {
-    "vllm": "vllm serve MODEL",
-    "sglang": "python -m sglang.launch_server --model-path MODEL",
-    "holdfast": "holdfast serve MODEL",
-    "llama.cpp": "llama-server -m MODEL",
-    "tgi": "text-generation-launcher --model-id MODEL",
-    "ollama": "ollama serve",
-}
 
 
 def known_numbers(scene: Scene, event: Event) -> dict[str, float]:
@@ -110,8 +102,7 @@ def fixes(scene: Scene, rule: Rule, numbers: dict[str, float], words: dict[str, 
 
 def base_command(scene: Scene) -> ServerCommand | None:
     """What was run, as far as it is known; MODEL stands where the model is not."""
-    engine = scene.engine or "vllm"
-    return scene.settings.rebuilt(engine) or parse_command(_PLACEHOLDER.get(engine, _PLACEHOLDER["vllm"]))
+    return scene.settings.sketched(scene.engine or "vllm")
 
 
 def _fix(scene: Scene, rule: FixRule, facts: Facts, words: dict[str, str]) -> Fix | None:

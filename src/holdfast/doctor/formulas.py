@@ -30,8 +30,10 @@ def _hundredths(value: float) -> float:
 
 
 def _divides(count: float, most: float) -> float:
-    """The largest number up to `most` that divides `count`."""
-    return next((float(size) for size in range(int(most), 0, -1) if count % size == 0), 1.0)
+    """The largest power of two up to `most` that divides `count`, since heads of KV are split too and are as a rule
+    such a number; where there is none, the largest divisor."""
+    able = [size for size in range(int(most), 0, -1) if count % size == 0]
+    return float(next((size for size in able if size > 1 and size & (size - 1) == 0), next(iter(able), 1)))
 
 
 def _power(value: float) -> float:

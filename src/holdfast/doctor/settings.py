@@ -210,11 +210,13 @@ class Settings:
 
     def rebuilt(self, engine: str) -> ServerCommand | None:
         """The command that was seen, or one that says the same; None where not even the model is known."""
+        return None if self.command is None and self.model is None else self.sketched(engine)
+
+    def sketched(self, engine: str) -> ServerCommand | None:
+        """The same; MODEL stands where the model is not known."""
         if self.command is not None:
             return self.command
-        model = self.model
-        if model is None:
-            return None
+        model = self.model or "MODEL"
         given = self._given if self._whole else dict(self._only_given(engine, model))
         text = written(engine, model, given, self.version)[0]
         if self._last is None or self._last[0] != text:  # It is asked for with every fix.
