@@ -32,6 +32,7 @@ from holdfast.engine.embedding import embedding_requests
 from holdfast.engine.passengers import Passengers
 from holdfast.engine.startup import FoundModel, Progress, with_located_model
 from holdfast.engine.stream import Stream, Waiting
+from holdfast.engine.teaching import Teaching
 from holdfast.errors import DrainingError, EngineDiedError, EngineError, HoldfastError, SleepingError
 from holdfast.observability.ledger import Ledger, asleep_ledger, make_ledger
 from holdfast.planner import Plan
@@ -44,17 +45,8 @@ MAX_FRUITLESS_STARTS = 4
 """The engine is given up when this many processes in a row ended before a request was handed to them: no request can
 be the cause then."""
 
-TEACH_AFTER_S = 1.0
-"""A server that is only looked at has ended by then."""
-
 RETRY_DELAY_S = 0.5
 """Before the start after a fruitless one; doubled each time. What was short for a moment may be there again."""
-
-
-def _pack(tokenizer: Tokenizer) -> bytes:
-    from holdfast.text.matching import packed_vocabulary  # Its library is large: not for the event loop.
-
-    return packed_vocabulary(tokenizer)
 
 
 class ProcessEngine:
@@ -84,8 +76,7 @@ class ProcessEngine:
         self._folder = Path(tempfile.mkdtemp(prefix="holdfast-"))
         self._context = zmq.asyncio.Context()
         self._child: Child | None = None
-        self._taught: Child | None = None
-        self._teaching: asyncio.Task[None] | None = None
+        self._teaching = Teaching(tokenizer)
         self._supervisor: asyncio.Task[None] | None = None
         self._open: dict[str, tuple[Answer, Stream]] = {}
         self._passengers = Passengers()
@@ -266,8 +257,7 @@ class ProcessEngine:
         self._send(messages.ResetPrefixCache())
 
     async def _end_supervisor(self) -> None:
-        if self._teaching is not None:
-            self._teaching.cancel()
+        self._teaching.end()
         if self._supervisor is not None:
             self._supervisor.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -295,24 +285,8 @@ class ProcessEngine:
             self._handed_over = True
             requests = [self._open[name][0].resumed() for name in names]
             if any(request.params.structured_outputs is not None for request in requests):
-                self._teach()
+                self._teaching.now(self._child, self._send)
             self._send(messages.Add(requests))
-
-    def _teach(self) -> None:
-        """An engine process has no tokenizer; each is told once what its tokens stand for."""
-        if self._taught is self._child or self._tokenizer is None:
-            return
-        self._taught = self._child
-        self._send(messages.Teach(_pack(self._tokenizer)))
-
-    async def _teach_soon(self) -> None:
-        """What the first answer that must have a form needs takes a second of a large vocabulary, in which a process
-        does nothing else: better before anybody asks. A tokenizer that cannot tell is told of to whoever asks."""
-        await asyncio.sleep(TEACH_AFTER_S)
-        if self._tokenizer is not None and self._model.spec.eos_token_ids:
-            with contextlib.suppress(HoldfastError):
-                await asyncio.to_thread(_pack, self._tokenizer)
-                self._teach()
 
     async def _launch(self) -> None:
         """Returns with a ready engine, or raises what kept it from becoming one."""
@@ -341,7 +315,8 @@ class ProcessEngine:
         self._stats = self._stats_before = msgspec.structs.replace(self._stats, blocks_touched=0)
         self._ready = True
         self._on_progress("ready", 0, 0)
-        self._teaching = asyncio.create_task(self._teach_soon(), name="engine-teaching")
+        if self._model.spec.eos_token_ids:
+            self._teaching.soon(child, self._send)
 
     async def _supervise(self) -> None:
         assert self._child is not None

@@ -40,11 +40,12 @@ from holdfast.records import (
     TableWrite,
     TokenLogprobs,
     Verdict,
-)
+)  # fmt: skip
 from holdfast.scheduler.adapters import AdapterTurns
 from holdfast.scheduler.audit import check_in_flight, check_lines
 from holdfast.scheduler.draft import Draft, PlannedRow, StepInFlight
 from holdfast.scheduler.endings import Judge, news, refused, why_refused
+from holdfast.scheduler.figures import figures
 from holdfast.scheduler.limits import SchedulerLimits
 from holdfast.scheduler.line import enter, leave
 from holdfast.scheduler.sequence import Sequence, Status
@@ -63,9 +64,7 @@ class Scheduler:
         self._adapters = AdapterTurns(limits.max_loras)
         self._in_flight: deque[StepInFlight] = deque()
         self._added_total = 0
-        self._steps_total = 0
-        self._step_tokens = 0
-        self._preemptions_total = 0
+        self._steps_total = self._step_tokens = self._preemptions_total = 0
         # Looking up a long prompt costs time; one that had no room is not tried again before something has changed.
         self._worth_admitting = True
 
@@ -75,8 +74,7 @@ class Scheduler:
 
     @property
     def needs_tokens(self) -> bool:
-        """Everybody who runs must have a form: of whoever is in flight nothing can be planned, and a step of the others
-        would part them into two halves that take turns for good."""
+        """All who run must have a form: a step without those in flight would part them into halves for good."""
         return bool(self._running) and all(sequence.constrained for sequence in self._running)
 
     @property
@@ -85,20 +83,10 @@ class Scheduler:
         return len(self._in_flight)
 
     def stats(self) -> EngineStats:
-        return EngineStats(
-            running=len(self._running),
-            waiting=len(self._waiting),
-            blocks_total=self.kv.blocks_total,
-            blocks_used=self.kv.blocks_used,
-            blocks_touched=self.kv.blocks_touched,
-            step_tokens=self._step_tokens,
-            steps_total=self._steps_total,
-            preemptions_total=self._preemptions_total,
-            prefix_queries_total=self.kv.queries_total,
-            prefix_hits_total=self.kv.hits_total,
-            running_adapters=self._adapters.running,
-            waiting_adapters=self._adapters.asked_for(self._waiting),
-        )
+        return figures(
+            self._running, self._waiting, self.kv, self._adapters, step_tokens=self._step_tokens,
+            steps_total=self._steps_total, preemptions_total=self._preemptions_total,
+        )  # fmt: skip
 
     # --- requests come and go ---
 
@@ -152,8 +140,8 @@ class Scheduler:
             self._plan_row(draft, sequence, sequence.pending, may_preempt=False)
         self._commit(draft)
         if not draft.rows:
-            idle = not self._in_flight and not any(one.request.request_id in held for one in self._running)
-            assert not (idle and self._sequences), "requests wait, nothing is in flight, and no step was found"
+            awaited = self._in_flight or any(one.request.request_id in held for one in self._running)
+            assert awaited or not self._sequences, "requests wait, nothing is in flight, and no step was found"
             self._step_tokens = 0
             return None
         self._steps_total += 1
@@ -163,7 +151,7 @@ class Scheduler:
 
     def _plan_running(self, draft: Draft, held: Container[str]) -> list[Sequence]:
         """Rows for whoever decodes, then prefill chunks. Returns prefills that shall wait for an admission."""
-        prefills: list[Sequence] = []
+        prefills, less_urgent = list[Sequence](), list[Sequence]()
         for sequence in tuple(self._running):
             if sequence.status is Status.RUNNING and not (sequence.constrained and sequence.request.request_id in held):
                 pending = sequence.pending
@@ -174,7 +162,6 @@ class Scheduler:
         beside = self.limits.prompt_tokens_beside
         if draft.rows and beside is not None:
             draft.leave(beside)
-        less_urgent: list[Sequence] = []
         for sequence in prefills:
             if sequence.status is not Status.RUNNING:
                 continue
@@ -366,8 +353,7 @@ class Scheduler:
         return outputs
 
     def _compute_again(self, sequence: Sequence) -> None:
-        """The last token of a row that was not sampled from. Where its page is full and may be another's by now, a page
-        of its own is needed."""
+        """The last token of a row that was not sampled from; in another page where others may read this one by now."""
         sequence.computed -= 1
         if not self.kv.take_back(sequence.book, sequence.computed):
             self._send_back(sequence)
@@ -393,15 +379,10 @@ class Scheduler:
         return [news(ended, [], None, FinishReason.ERROR, None, now_s, failed.failure)]
 
     def _take(
-        self,
-        sequence: Sequence,
-        token: int,
-        logprobs: TokenLogprobs | None,
-        prompt_logprobs: list[TokenLogprobs] | None,
-        now_s: float,
-        embedding: bytes | None,
+        self, sequence: Sequence, token: int, logprobs: TokenLogprobs | None,
+        prompt_logprobs: list[TokenLogprobs] | None, now_s: float, embedding: bytes | None,
         verdict: Verdict | Failure | None,
-    ) -> EngineOutput:
+    ) -> EngineOutput:  # fmt: skip
         """A token for a sequence that runs, or was preempted while it was sampled: it is valid all the same."""
         if isinstance(verdict, Failure):
             self._leave(sequence)
