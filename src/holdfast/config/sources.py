@@ -28,6 +28,7 @@ from holdfast.config.setting import (
     unknown_name,
 )
 from holdfast.errors import ConfigurationError
+from holdfast.units import shorten
 
 T = TypeVar("T")
 
@@ -161,6 +162,8 @@ def _read_file(path: Path) -> tuple[dict[str, Any], dict[str, Origin]]:
     origins: dict[str, Origin] = {}
     for written, value in found.items():
         name = written.replace("-", "_")
+        if name in values:
+            raise _twice(path, written)
         values[name], origins[name] = value, _written_in(path, text, written)
     return values, origins
 
@@ -177,8 +180,18 @@ def _read_toml(path: Path, text: str) -> dict[str, Any]:
 def _read_yaml(path: Path, text: str) -> dict[str, Any]:
     import yaml  # Only who has such a file waits for it.
 
+    class Once(yaml.SafeLoader):  # type: ignore[misc]  # The library tells no types.
+        """Of two lines with one name the parser would take the last without a word."""
+
+        def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+            names = [key.value for key, _ in node.value if isinstance(key.value, str)]
+            again = next((name for place, name in enumerate(names) if name in names[:place]), None)
+            if again is not None:
+                raise _twice(path, again)
+            return dict(super().construct_mapping(node, deep))
+
     try:
-        found = yaml.safe_load(text)
+        found = yaml.load(text, Loader=Once)
     except (yaml.YAMLError, RecursionError) as error:
         said = " ".join(str(error).split())
         raise ConfigurationError(f"--config: {path} is not valid YAML: {said}", field="config") from error
@@ -189,6 +202,15 @@ def _read_yaml(path: Path, text: str) -> dict[str, Any]:
             f"--config: {path} is not a list of settings", needed="lines such as max-model-len: 8192", field="config"
         )
     return found
+
+
+def _twice(path: Path, name: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"--config: {path} sets {shorten(name)} twice",
+        needed="one line a setting",
+        fix=f"leave one {shorten(name)} out",
+        field=name.replace("-", "_"),
+    )
 
 
 def _written_in(path: Path, text: str, written: str) -> Origin:

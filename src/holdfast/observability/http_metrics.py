@@ -34,17 +34,13 @@ class HttpMetrics:
             registry=registry,
         )  # fmt: skip
         self._taken = Sizes("http_request_size_bytes", "Bodies by handler.", ["handler"], registry=registry)
-        self._sent = Sizes("http_response_size_bytes", "Answers by handler.", ["handler"], registry=registry)
         ProcessCollector(registry=registry)
         PlatformCollector(registry=registry)
         GCCollector(registry=registry)
 
-    def count(
-        self, method: str, handler: str, status: int, duration_s: float, *, taken_bytes: int, sent_bytes: int
-    ) -> None:
+    def count(self, method: str, handler: str, status: int, duration_s: float, *, taken_bytes: int) -> None:
         method = method if method in METHODS else "OTHER"
         self._total.labels(method, f"{status // 100}xx", handler).inc()
         self._duration.labels(method, handler).observe(duration_s)
         self._fine_duration.observe(duration_s)
         self._taken.labels(handler).observe(taken_bytes)
-        self._sent.labels(handler).observe(sent_bytes)

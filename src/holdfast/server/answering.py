@@ -120,7 +120,8 @@ class ChatShape(_Stream):
     def event(self, answer: Answer, delta: AnswerDelta, usage: Usage | None) -> bytes:
         logprobs = b"null" if delta.logprobs is None else encode(self._logprobs(delta.logprobs))
         choice = b'{"index":%d,"delta":{"content":%b},"logprobs":%b,' % (answer.index, encode(delta.text), logprobs)
-        return self._head + choice + self._ids(delta.token_ids) + _ending(delta) + self.close(usage)
+        ids = self._ids(delta.token_ids) if self._ask.with_token_ids else b""
+        return self._head + choice + ids + _ending(delta) + self.close(usage)
 
     def _ids(self, token_ids: list[int]) -> bytes:
         """As a member of a choice, where they are shown."""

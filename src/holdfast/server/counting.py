@@ -8,10 +8,11 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from holdfast.observability.http_metrics import OTHER, HttpMetrics
 from holdfast.server.access import Record
+from holdfast.server.failures import INTERNAL
 
 UNCOUNTED = frozenset({"/metrics", "/metrics/", "/health", "/ping", "/load", "/version"})
 _PARAMETER = "/{"
@@ -29,25 +30,16 @@ class Counting:
         if scope["type"] != "http" or scope["path"] in UNCOUNTED:
             await self._app(scope, receive, send)
             return
-        began_s, sent_bytes, status = time.monotonic(), 0, 0
-
-        async def note(message: Message) -> None:
-            nonlocal sent_bytes, status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-            else:
-                sent_bytes += len(message.get("body", b""))
-            await send(message)
-
+        began_s = time.monotonic()
         try:
-            await self._app(scope, receive, note)
+            await self._app(scope, receive, send)
         finally:
+            # What the door has noted: to look at every event of a stream once more would cost each of them.
             record: Record | None = scope.get("holdfast.record")
-            # A client that left was sent nothing; what the log says of it is counted.
-            ended = (record.status if record is not None else 0) or status or 500
+            status = (record.status if record is not None else 0) or INTERNAL
             self._metrics.count(
-                scope["method"], self._handler(scope["path"]), ended, time.monotonic() - began_s,
-                taken_bytes=_length(scope), sent_bytes=sent_bytes,
+                scope["method"], self._handler(scope["path"]), status, time.monotonic() - began_s,
+                taken_bytes=_length(scope),
             )  # fmt: skip
 
     def _handler(self, path: str) -> str:

@@ -244,3 +244,10 @@ def test_flags_that_people_use_with_vllm_are_known(name: str) -> None:
 def test_adapters_as_tables_of_a_file(tmp_path: Path) -> None:
     (tmp_path / "c.yaml").write_text("enable-lora: true\nlora-modules: [{name: a, path: b}, c=d]\n")
     assert read("--config", str(tmp_path / "c.yaml"))[1].lora_modules == ('{"name": "a", "path": "b"}', "c=d")
+
+
+@pytest.mark.parametrize("lines", ["port: 9\nport: 10\n", "max-model-len: 32k\nmax_model_len: 16\n"])
+def test_a_file_that_sets_something_twice_is_refused(tmp_path: Path, lines: str) -> None:
+    (tmp_path / "c.yaml").write_text(lines)
+    with pytest.raises(ConfigurationError, match="twice"):
+        read("--config", str(tmp_path / "c.yaml"))
