@@ -215,11 +215,9 @@ class Connection(HttpToolsProtocol):
         self._stop_waiting()
         if self.transport.is_closing() or self._linger_bytes is not None:
             return
-        if not self.transport.can_write_eof():  # Under TLS there is no half of a connection to close.
-            self.transport.close()
-            return
         self._linger_bytes = LINGER_BYTES
-        self.transport.write_eof()
+        if self.transport.can_write_eof():  # Under TLS there is no half of a connection to close.
+            self.transport.write_eof()
         self.flow.resume_reading()
         self._timer = self.loop.call_later(LINGER_S, self.transport.close)
 

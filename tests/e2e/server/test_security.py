@@ -182,12 +182,13 @@ def certificate(folder: Path) -> tuple[str, str]:
 
 def test_https(launch, tmp_path):
     key, cert = certificate(tmp_path)
-    server = launch(tls=tls_of(ServerConfig(ssl_keyfile=key, ssl_certfile=cert)))
+    server = launch(tls=tls_of(ServerConfig(ssl_keyfile=key, ssl_certfile=cert)), max_body_bytes=1000)
     trusted = ssl.create_default_context(cafile=cert)
     url = f"https://127.0.0.1:{server.port}"
     with httpx.Client(base_url=url, verify=trusted, timeout=PATIENCE_S) as https:
         assert https.get("/health").json() == {"status": "ready"}
         assert "[DONE]" in https.post("/v1/completions", json={"prompt": "abc", "stream": True}).text
+        assert https.post("/tokenize", content=b"x" * 1_000_000).status_code == 413, "and it comes to read that"
     with httpx.Client(base_url=url, timeout=PATIENCE_S) as strange, pytest.raises(httpx.ConnectError):
         strange.get("/health")
     with httpx.Client(base_url=server.url, timeout=PATIENCE_S) as plain, pytest.raises(httpx.HTTPError):
