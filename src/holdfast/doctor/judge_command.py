@@ -2,13 +2,14 @@
 
     flags     do they exist, are their values possible           judge_flags.py
     plan      does it fit this machine, or the one that is named  the planner, as the engine itself would size it
+    beyond    what no plan has a setting for                      judge_beyond.py
+    ways out  as changes of this command                          judge_ways.py
 
 Every value that is offered as a fix has been planned. Runs nothing and downloads no weights.
 """
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -20,27 +21,23 @@ from holdfast.doctor.installed import version_of
 from holdfast.doctor.judge_beyond import beyond, not_planned, quantization_of, stretched
 from holdfast.doctor.judge_flags import flag_findings
 from holdfast.doctor.judge_refusals import BEYOND_MODEL, SHORTER, no_model, pool_bytes, refused, vllm_on_a_cpu
+from holdfast.doctor.judge_ways import SAME_NAMES, ways
 from holdfast.doctor.planned import OTHERWISE_STORED
 from holdfast.doctor.records import Diagnosis, Evidence, Finding, Fix, RootCause
 from holdfast.doctor.said import changed, found
 from holdfast.doctor.shell import OpenQuote
 from holdfast.doctor.spellings import translated
 from holdfast.errors import ConfigurationError, HoldfastError, ModelError
-from holdfast.units import MIB, format_bytes, shorten
+from holdfast.units import format_bytes, shorten
 
 if TYPE_CHECKING:
     from holdfast.planner.answer import Answer
     from holdfast.planner.fit import Question
     from holdfast.planner.judgements import PlanWarning
-    from holdfast.planner.way import WayOut
 
-_SAME_NAMES = (
-    "max-model-len", "max-num-seqs", "max-num-batched-tokens", "gpu-memory-utilization", "tensor-parallel-size",
-    "pipeline-parallel-size", "dtype", "kv-cache-dtype", "block-size", "revision", "max-loras", "max-lora-rank",
-)  # fmt: skip
 _NAMES = {
-    "vllm": {name: name for name in _SAME_NAMES},
-    "holdfast": {name: name for name in (*_SAME_NAMES, "ram", "vram", "device", "expand-weights")},
+    "vllm": {name: name for name in SAME_NAMES},
+    "holdfast": {name: name for name in (*SAME_NAMES, "ram", "vram", "device", "expand-weights")},
     "sglang": {
         "context-length": "max-model-len", "max-running-requests": "max-num-seqs", "revision": "revision",
         "chunked-prefill-size": "max-num-batched-tokens", "tensor-parallel-size": "tensor-parallel-size",
@@ -58,19 +55,10 @@ _WARNED: dict[str, tuple[str, RootCause]] = {
     "HFW32": ("dtype_unsupported_gpu", "not_memory"), "HFW33": ("dtype_unsupported_gpu", "not_memory"),
 }  # fmt: skip
 """What a plan warns of and a doctor names; the rest is advice of the plan's own."""
-_PRICES = {
-    "context": SHORTER, "sequences": "others wait in the queue",
-    "utilization": "less is left for others on that GPU", "kv_cache_dtype": "KV in fewer bits: a little precision",
-    "quantization": "weights in fewer bits: some quality", "configuration": "several limits are lower",
-    "tiers": "slower: part of it is read over the link in every step", "smaller_model": "another model's answers",
-    "more_gpus": "more hardware", "bigger_gpu": "other hardware", "more_ram": "more RAM is used", "idle_gpus": None,
-}  # fmt: skip
 _NO_GPU = "a GPU: this machine shows none, so name the one it is for: --gpu rtx4090"
 ROUNDS = 3
 REPLANNED = ("heads_not_divisible", "tensor_parallel_mismatch", "bad_flag", "quant_shape_mismatch")
 """What is put right before it is planned again."""
-WAYS_SHOWN = 4
-_SETTABLE = frozenset(name.replace("-", "_") for name in _SAME_NAMES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,7 +104,7 @@ def judge(command: ServerCommand, *, machine: Machine | None = None, version: st
     for _ in range(ROUNDS):
         right = _put_right(command, findings)
         found_now, missing, seen = _planned(right, machine or Machine(), engine_version)
-        findings += [one for one in found_now if one.cause not in {known.cause for known in findings} or one in wrong]
+        findings += [one for one in found_now if one.what not in {known.what for known in findings}]
         again = [one for one in found_now if one.cause in REPLANNED and one.fix is not None and one.fix.changes]
         if not again:
             break
@@ -293,7 +281,7 @@ def _does_not_fit(command: ServerCommand, told: Answer) -> Finding:
     weights = sum(term.nbytes for term in rank.terms if term.name == "weights")
     lines = [f"budget {format_bytes(rank.budget_bytes)} on {rank.device.name}"]
     lines += [f"{term.name} {format_bytes(term.nbytes)}" for term in terms[:3]]
-    fixes = _ways(command, told)
+    fixes = ways(command, told)
     configured = any(way.kind in ("utilization", "context", "sequences", "configuration") for way in told.ways_out)
     budget = format_bytes(rank.budget_bytes)
     if weights > rank.budget_bytes:
@@ -322,62 +310,6 @@ def _does_not_fit(command: ServerCommand, told: Answer) -> Finding:
         why=f"{format_bytes(fit.short_bytes)} are missing, counted before anything is loaded",
         numbers={name: float(value) for name, value in numbers.items()},
     )  # fmt: skip
-
-
-def _ways(command: ServerCommand, told: Answer) -> list[Fix]:
-    """Those that can be run first, in the plan's order; of what has to be made or bought the first alone. A plan in
-    tiers is none: nothing here runs it."""
-    usable = [way for way in told.ways_out if way.tiers is None]
-    if command.engine != "vllm":
-        usable = [way for way in usable if "made by vLLM" not in way.change]
-    fixes = [_way(command, way) for way in usable]
-    ready = [fix for fix in fixes if fix.command is not None]
-    # A checkpoint that is quantized already is refused with a method for another.
-    quantized = command.value("quantization") is not None
-    ready = [fix for fix in ready if not (quantized and "--model" in fix.changes)]
-    return [*ready[:WAYS_SHOWN], *[fix for fix in fixes if fix.command is None][: 2 if ready else WAYS_SHOWN]]
-
-
-def _way(command: ServerCommand, way: WayOut) -> Fix:
-    """A way out as a change of this command; where it is none, in words."""
-    changes: dict[str, str | None] = {}
-    beyond, model = way.tiers is not None, None
-    for name, value in way.settings.items():
-        theirs = _spelled(command, name, value)
-        if name == "model":
-            model = str(value)
-        elif (name in _SETTABLE or name == "ram_bytes") and theirs is not None:
-            changes[theirs[0]] = theirs[1]
-        else:
-            beyond = True
-    price = way.note or _PRICES.get(way.kind)
-    if beyond or not way.available or not (changes or model):
-        return Fix(changes={}, why=way.change, price=price)
-    why = f"{way.change}; planned: it fits"
-    if model is None:
-        return changed(command, changes, why, price)
-    words = [model if word == command.model else word for word in command.words]
-    other = parse_command(shlex.join(words))
-    text = None if other is None else other.with_changes(changes)
-    return Fix(command=text, changes={"--model": model, **changes}, why=why, price=price)
-
-
-def _spelled(command: ServerCommand, name: str, value: object) -> tuple[str, str] | None:
-    """A setting in the engine's words; None: it has none for it."""
-    if name == "ram_bytes":
-        own = command.engine == "holdfast" and isinstance(value, int)
-        return ("--ram", f"{-(-int(str(value)) // MIB)}MiB") if own else None
-    theirs = translated(command.engine, name.replace("_", "-"))
-    if theirs is None:
-        return None
-    if command.engine == "llama.cpp" and name == "max_model_len":
-        slots = command.value("parallel")
-        return theirs, str(int(str(value)) * (int(slots) if slots is not None and slots.isdecimal() else 1))
-    if command.engine == "sglang" and name == "gpu_memory_utilization":
-        return None  # Its share is of another thing.
-    if command.engine == "sglang" and name == "kv_cache_dtype":
-        return theirs, "fp8_e4m3"
-    return theirs, str(value)
 
 
 def _would_refuse(command: ServerCommand, told: Answer, question: Question, engine: str) -> Iterator[Finding]:
