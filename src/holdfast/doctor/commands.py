@@ -197,7 +197,9 @@ def _command(
     start, end = segment
     part = words[start:end]
     first, engine = found.first, found.engine
-    rest = part[first:]
+    # A shell takes no bare bracket: there a log goes on with words of its own, `(code=exited, status=1)`.
+    bracket = next((at for at, word in enumerate(part) if at > first and text.startswith("(", word.start)), len(part))
+    rest = part[first:bracket]
     program_end = found.end - first
     if program_end > len(rest):
         return None

@@ -26,6 +26,7 @@ _CONFIGURATION = re.compile(
 )
 _VERSION = re.compile(r"(?:vLLM API server version |LLM engine \(v)(\d+\.\d+(?:\.\d+)?)")
 _RUST = "Args {"
+_NOTHING_INSIDE = re.compile(r"Some\(\s*\n(?=\s{4}\w+:|\})")
 _COMMAND = re.compile(
     r"\bvllm serve\b|vllm[./]entrypoints[./]|\bapi_server\.py\b|sglang[. ](?:launch_server|serve)|\bllama-server\b"
     r"|\bserver -m |llama_cpp\.server|text-generation-launcher --|\bollama serve\b|\bholdfast serve\b|\bLLM\("
@@ -69,13 +70,13 @@ class Settings:
         self._derived: dict[str, Any] = {}
         self._whole = False
         """What was given was told as such; a configuration beside it adds nothing to the command."""
-        self._begun, self._rust = "", False
+        self._begun, self._rust, self._torn = "", False, False
         self._last: tuple[str, ServerCommand | None] | None = None
 
     def read(self, text: str, engine: str | None) -> bool:
         """Whether the line told any."""
-        if self.listing:
-            return self._goes_on(text, engine)
+        if self.listing and self._goes_on(text):
+            return True
         version = _VERSION.search(text)
         if version is not None:
             self.version = version[1]
@@ -91,17 +92,24 @@ class Settings:
             return self._told_command(text)
         return self._llama(text, engine)
 
-    def _goes_on(self, text: str, engine: str | None) -> bool:
-        self._begun = f"{self._begun}\n{text}"
+    def _goes_on(self, text: str) -> bool:
+        """Whether the line belongs to what was begun; where that has ended, it is taken as it stands."""
+        inside = text.startswith((" ", "\t", "}", ")")) if self._rust else True
+        if inside:
+            self._begun = f"{self._begun}\n{text}"
+        ended = not inside or text.startswith("}") if self._rust else not text.rstrip().endswith("\\")
         if len(self._begun) > _LONGEST:
             self.listing = False
-        elif self._rust and text.startswith("}"):
+        elif ended:
             self.listing = False
-            self._take("tgi", dict(rust_arguments(self._begun)), everything=True)
-        elif not self._rust and not text.rstrip().endswith("\\"):
-            self.listing = False
-            self._told_command(self._begun)
-        return True
+            if self._rust:
+                # Its numbers stand in lines of their own, which are passed over as those of no meaning are.
+                told = _NOTHING_INSIDE.sub("None,\n", self._begun)
+                self._take("tgi", dict(rust_arguments(told)), everything=True)
+                self._torn = True
+            else:
+                self._told_command(self._begun)
+        return inside
 
     def _told_command(self, text: str) -> bool:
         command = parse_command(text)
@@ -200,7 +208,7 @@ class Settings:
     @property
     def whole(self) -> bool:
         """Whether the command is told with all that was given."""
-        return self.command is not None or (self._whole and not self.lost("vllm"))
+        return self.command is not None or (self._whole and not self._torn and not self.lost("vllm"))
 
     def lost(self, engine: str) -> list[str]:
         """Flags that were given and cannot be written again."""

@@ -70,6 +70,10 @@ GIVEN = {
         "INFO 05-12 02:58:11 api_server.py:151] vLLM API server version 0.4.2\nINFO 05-12 02:58:12 llm_engine.py:98] Initializing an LLM engine (v0.4.2) with config: model='q/w', speculative_config=None, dtype=torch.bfloat16, max_seq_len=32768, tensor_parallel_size=1, quantization=None)",
         "python -m vllm.entrypoints.openai.api_server --model q/w --max-model-len 11200",
     ),
+    "a unit's status": (
+        "   Process: 99 ExecStart=/v/bin/vllm serve q/w --max-model-len 32768 --port 80 (code=exited, status=1/FAILURE)",
+        "/v/bin/vllm serve q/w --max-model-len 11200 --port 80",
+    ),
     "lines that go on": (
         "+ vllm serve q/w \\\n    --max-model-len 32768 \\\n    --api-key $KEY \\\n    --port 80",
         "vllm serve q/w --max-model-len 11200 --api-key $KEY --port 80",
@@ -83,6 +87,36 @@ def test_the_command_of_a_log_keeps_what_was_given(case: str) -> None:
     [finding] = diagnose_lines([*text.split("\n"), TOO_LONG], "log").findings
     assert finding.fix is not None
     assert finding.fix.command == command
+
+
+TGI = """2026-03-08T03:12:01.123456Z  INFO text_generation_launcher: Args {
+    model_id: "q/w",
+    revision: None,
+    sharded: None,
+    num_shard: Some(
+        4,
+    ),
+    quantize: None,
+    trust_remote_code: false,
+    hostname: "tgi-0",
+    port: 80,
+}
+Error: Warmup(Generation("Not enough memory to handle 8192 prefill tokens. You need to decrease `--max-batch-prefill-tokens`"))"""
+
+
+@pytest.mark.parametrize("form", ["several lines", "one line"])
+def test_arguments_as_rust_prints_them(form: str) -> None:
+    text = (
+        TGI if form == "several lines" else TGI.replace("\n    ", " ").replace(",\n}", " }").replace("(    4, )", "(4)")
+    )
+    fix = diagnose_lines(text.split("\n"), "log").findings[0].fix
+    assert fix is not None
+    assert fix.command is not None
+    assert fix.command.startswith("text-generation-launcher --model-id q/w ")
+    if form == "one line":
+        assert "--num-shard 4 --port 80 --max-batch-prefill-tokens 4096" in fix.command
+    else:  # Numbers in lines of their own are not all read: then it is said that flags are missing.
+        assert fix.why.endswith("; and your other flags")
 
 
 OUT = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate {} MiB. GPU 0 has a total capacity of 23.64 GiB of which 311.81 MiB is free. Of the allocated memory 22.41 GiB is allocated by PyTorch, and 18.02 MiB is reserved by PyTorch but unallocated."
