@@ -3,16 +3,19 @@ without a bound."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import select
 import socket
 import time
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import pytest
 from deadlines import PATIENCE_S
 
+from holdfast.engine.fake import FakeEngine, say
+from holdfast.engine.stream import Stream, Waiting
 from holdfast.server import accepting, access, connection, intake
 
 SMUGGLED = b"GET /version HTTP/1.1\r\nHost: x\r\nX-Request-Id: smuggled\r\n\r\n"
@@ -341,3 +344,46 @@ def test_bodies_on_their_way_have_a_bound_together(launch, monkeypatch):
     with begun() as again:
         again.sendall(b"x")
         assert one_answer(again)[0].startswith(b"http/1.1 400")
+
+
+class Pushing(FakeEngine):
+    """Makes tokens whether they are read or not, as an engine in a process of its own does."""
+
+    def __init__(self, room: Waiting) -> None:
+        super().__init__(say("x" * 200_000), max_model_len=300_000)
+        self.room = room
+
+    async def generate(self, *arguments: Any, request_id: str, **named: Any) -> Stream:
+        made = await super().generate(*arguments, request_id=request_id, **named)
+
+        async def push() -> None:
+            try:
+                async for delta in made:
+                    stream.put(delta)
+            finally:
+                await made.aclose()
+
+        stream = Stream([request_id], lambda names: pushing.cancel(), self.room)
+        pushing = asyncio.create_task(push())
+        return stream
+
+
+def test_an_answer_that_is_not_read_holds_a_bounded_part_of_memory(launch):
+    """It is ended with a reason, which its client finds behind what it had not read."""
+    engine = Pushing(Waiting(2000))
+    server = launch(engine)
+    body = {"messages": [{"role": "user", "content": "x"}], "stream": True, "logprobs": True, "top_logprobs": 20}
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.settimeout(PATIENCE_S)
+        client.connect(("127.0.0.1", server.port))
+        client.sendall(post("/v1/chat/completions", body=json.dumps({**body, "max_tokens": 200_000}).encode()))
+        server.until(lambda: len(engine.aborted) == 1)
+        assert server.call(lambda: (engine.unfinished, engine.room.free)) == (0, 2000)
+        told = b""
+        while not told.endswith(b"0\r\n\r\n"):
+            told = (told + client.recv(1 << 16))[-5000:]
+    assert b"read more slowly" in told
+    assert b'"code":"HF340"' in told
+    assert b"data: [DONE]" in told
+    assert server.wait_for_lines(1)[0]["error_code"] == "overloaded"
