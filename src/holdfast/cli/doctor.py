@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -36,12 +37,14 @@ EXAMPLES = """examples:
   holdfast doctor                                    this machine
   holdfast doctor server.log --bundle report.tar.gz  an archive for a bug report, without keys, prompts and homes
 
+a server that wants a key gets the one in HOLDFAST_API_KEY
 exit codes: 0 healthy, 1 something was found, 2 usage, 3 not known, 70 a fault of Holdfast's own
 """
 NO_SOURCE = "HFD92"
 WIDTH_WITHOUT_TERMINAL = 100
 LONGEST_LOOK_S = 3600.0
 HEALTHY, FOUND, NOT_KNOWN = 0, 1, 3
+_ADDRESS = re.compile(r"(?:[\w.-]+|\[[0-9a-fA-F:]+\]):\d+(?:/.*)?")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -109,11 +112,10 @@ def _diagnosis(arguments: argparse.Namespace) -> tuple[Diagnosis, MachineFacts |
 
 
 def _is_url(source: str) -> bool:
-    """host:port is one too, unless a file is called so."""
+    """host:port is one too, with or without a path, unless a file is called so."""
     if source.startswith(("http://", "https://")):
         return True
-    host, colon, port = source.rpartition(":")
-    return bool(host and colon) and port.isdecimal() and "/" not in host and not Path(source).exists()
+    return _ADDRESS.fullmatch(source) is not None and not Path(source).exists()
 
 
 def _seconds(written: str) -> float:
