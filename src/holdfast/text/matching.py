@@ -41,6 +41,9 @@ STEPS_TRIED, STEPS_CHECKED = 4, 16
 """With all tokens, where masks are filled; and with some of them, where requests come in."""
 TOKENS_CHECKED = 2048
 """So many of a vocabulary, the longest and some of all others, are as good as all to see what explodes."""
+FORCED_CHARS = 4096
+"""Of what a grammar forces, that are cut into tokens: a mask needs the first token alone, and no other thread runs
+meanwhile."""
 NOTHING_FITS = "nothing can be written that has this form"
 INVALID, BEYOND_LIMITS = "HF361", "HF362"
 _LISTING = re.compile(r"\n *\d+ \||\n?<non-verbose/>")
@@ -85,7 +88,7 @@ class _Tokens:
         self.tokens = ()  # The library has its own copy.
 
     def __call__(self, text: str) -> list[int]:
-        return self._cut(text)
+        return self._cut(text[:FORCED_CHARS])
 
 
 class Matcher:

@@ -112,6 +112,16 @@ def test_a_trigger_that_is_a_special_token_is_that_token() -> None:
     assert matcher.library.is_accepting()
 
 
+def test_what_is_forced_is_written_to_its_end_however_long_it_is() -> None:
+    """The masks of a text of 6,600 characters, of which nothing else is possible."""
+    matcher, written = GRAMMARS.matcher(form(grammar="start: /(abc){2000}(red){200}yes/")), 0
+    while not matcher.complete:
+        (token,) = allowed_by(matcher)
+        written += len(VOCABULARY.tokens[token])
+        assert matcher.consume(token)
+    assert written == 6000 + 600 + 3
+
+
 def test_no_text_of_an_answer_is_a_special_token() -> None:
     matcher = GRAMMARS.matcher(form(regex="(.|\\n)*"))
     assert CALL not in allowed_by(matcher)
