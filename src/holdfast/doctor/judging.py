@@ -6,6 +6,7 @@ from starting. The words and the sums are in the rules; how a fix becomes a comm
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 from typing import Literal, cast
 
@@ -34,6 +35,9 @@ _NOTHING = (
     " (sudo journalctl -u UNIT, kubectl logs POD --previous, docker logs CONTAINER)"
 )
 BLOCK_TOKENS = 16
+LOADED_WHOLE = 0.93
+_BILLIONS = re.compile(r"(?<![\dx.])(\d+(?:\.\d+)?)[bB](?![a-z])")
+_QUANTIZED = re.compile(r"(?i)awq|gptq|fp8|int4|int8|w4a16|w8a8|bnb|gguf|nvfp4|mxfp4")
 LOW_UTILIZATION, FEW_AT_ONCE = 0.7, 2.0
 UNKNOWN_EVIDENCE = 3
 
@@ -57,6 +61,9 @@ def diagnosis(scene: Scene) -> Diagnosis:
     advice = bool(candidates) and ready and all(one.rule.kind == "advice" for one in candidates)
     findings = [_finding(scene, candidate) for candidate in candidates]
     phase = candidates[0].phase if candidates and not advice else scene.run.phase
+    unused = _offload_unused(scene) if any(one.rule.kind == "fatal" for one in candidates) else None
+    if unused is not None and all(finding.cause != "offload_noop" for finding in findings):
+        findings = [unused, *findings]
     from_statistics = _from_statistics(scene, {finding.cause for finding in findings})
     findings += from_statistics
     unknown = _unexplained(scene, missing) if not findings or advice else None
@@ -258,6 +265,22 @@ def _unexplained(scene: Scene, missing: list[str]) -> Finding | None:
         code=cause.code, root_cause="not_memory", cause="other", confidence="low", what=what, evidence=shown,
         why="it is not known; nothing in the log says that memory is the matter",
     )  # fmt: skip
+
+
+def _offload_unused(scene: Scene) -> Finding | None:
+    """Weights were to stay in RAM, and as much as the whole model in 16 bit came onto the GPU."""
+    asked, weights = scene.settings.number("cpu-offload-gb"), scene.numbers.get("weights_gib")
+    model = scene.settings.model or ""
+    size = _BILLIONS.search(model)
+    quantized = "quantization" in scene.settings.values or _QUANTIZED.search(model) is not None
+    if not asked or weights is None or size is None or quantized:
+        return None
+    whole = float(size[1]) * 2e9 / 2**30
+    if not LOADED_WHOLE * whole <= weights <= 1.3 * whole:
+        return None
+    event = _bare_event(scene, "offload_unused")
+    event.numbers.update(offload_asked=asked, weights_gib=weights)
+    return _finding(scene, Candidate(event, event.rule, "load", "medium"))
 
 
 def _from_statistics(scene: Scene, causes: set[str]) -> list[Finding]:

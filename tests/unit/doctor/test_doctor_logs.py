@@ -217,6 +217,14 @@ def test_numbers_tell_where_the_error_is_cut_off() -> None:
     assert found.findings[0].fix.changes == {"--max-model-len": "3200"}
 
 
+@pytest.mark.parametrize(("loaded", "cause"), [("14.99", "offload_noop"), ("5.10", "no_memory_for_kv_blocks")])
+def test_offloading_that_was_not_applied_shows_in_what_was_loaded(loaded: str, cause: str) -> None:
+    text = HEADER.format(0, "11.0", "{'model': 'meta-llama/Meta-Llama-3-8B', 'cpu_offload_gb': 10.0}")
+    text += f"INFO 01-10 10:00:20 [gpu_model_runner.py:2653] Model loading took {loaded} GiB and 9.8 seconds\n"
+    text += "ValueError: No available memory for the cache blocks. Try increasing `gpu_memory_utilization`.\n"
+    assert cause_of(diagnose_lines(text.split("\n"), "log")) == cause
+
+
 def test_a_log_that_ends_while_starting_says_so() -> None:
     found = diagnose_lines(LOADING.split("\n"), "log")
     assert (cause_of(found), found.findings[0].confidence) == ("not_ready_yet", "low")
