@@ -95,7 +95,10 @@ class ServerCommand:
         keys and tokens are hidden, and their place is kept."""
         if self.call is not None:
             return _called(self, changes)
-        slots, environment = [[self._written(at)] for at in range(len(self.words))], dict(self.environment)
+        secret = [flag for flag in self.flags if flag.name in _SECRET_FLAGS]
+        hidden = {at: at == flag.words[0] for flag in secret for at in range(*flag.words)}
+        slots = [[self._written(at, hidden.get(at))] for at in range(len(self.words))]
+        environment = dict(self.environment)
         wrapper = list(self.wrapper)
         for name, value in changes.items():
             if not _is_variable(name):
@@ -118,14 +121,14 @@ class ServerCommand:
         text = f"{self.before}{' '.join(words)}{self.after}"
         return text if self.script is None else f"{self.script[0]}{quoted(text)}{self.script[1]}"
 
-    def _written(self, at: int) -> str:
+    def _written(self, at: int, secret: bool | None) -> str:
+        """`secret`: whether the word is a secret's flag, or else its value; None: neither."""
         word = self.words[at]
         if at in self.spelled:
             return self.spelled[at]
-        flag = next((one for one in self.flags if one.words[0] <= at < one.words[1]), None)
-        if flag is not None and flag.name in _SECRET_FLAGS:
-            if at > flag.words[0]:
-                return quoted(HIDDEN)
+        if secret is False:
+            return quoted(HIDDEN)
+        if secret:
             return quoted(f"{word.partition('=')[0]}={HIDDEN}") if "=" in word else word
         return _assigned(word)
 

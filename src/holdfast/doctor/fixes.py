@@ -38,6 +38,8 @@ _DEFAULTS: dict[str, dict[str, float]] = {
     "holdfast": {"utilization": 0.9, "tp": 1, "port": 8000},
 }
 _GGUF_FOLDER = re.compile(r"(?i)(?:gguf|[-_.]i?q[2-8](?:_[\dk])?(?:_[sml])?)/?$")
+FLAGS_NAMED = 16
+"""Of a message that names flags, so many are put right: a line may be anything."""
 _PACKAGES = {"llama.cpp": "llama-cpp-python", "tgi": "text-generation-server"}
 
 
@@ -169,7 +171,7 @@ def _told(facts: Facts, ours: str, words: dict[str, str]) -> dict[str, str | Non
     engine, command = facts.engine, facts.command
     named = [word for word in filled((ours,), words).split() if word.startswith("-") and len(word) > 1]
     found: dict[str, str | None] = {}
-    for word in named or filled((ours,), words).split()[:1]:
+    for word in named[:FLAGS_NAMED] or filled((ours,), words).split()[:1]:
         flag = word.split("/")[0].split("=")[0].rstrip(",:")
         if not re.fullmatch(r"-{0,2}[A-Za-z][\w-]*", flag):
             continue

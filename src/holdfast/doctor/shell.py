@@ -43,6 +43,9 @@ def split(text: str) -> list[Word]:
 class _Reader:
     def __init__(self, text: str) -> None:
         self.text, self.at = text, 0
+        self._last = len(text.rstrip()) - 1
+        self._unclosed: set[str] = set()
+        """Brackets that are opened and never closed: they are looked for once."""
 
     def words(self) -> list[Word]:
         found: list[Word] = []
@@ -66,7 +69,7 @@ class _Reader:
         for end in ("\\\n", "\\\r\n"):
             if self.text.startswith(end, self.at):
                 return len(end)
-        return 1 if self.text[self.at] == "\\" and not self.text[self.at + 1 :].strip() else 0
+        return 1 if self.at == self._last and self.text[self.at] == "\\" else 0
 
     def _word(self) -> Word:
         start, parts, expands, unknown = self.at, [], False, False
@@ -108,7 +111,7 @@ class _Reader:
             return named[0]
         pairs = {"${": "}", "$(": ")"}
         closing = "`" if text[start] == "`" else pairs.get(text[start : start + 2])
-        if closing is None:
+        if closing is None or closing in self._unclosed:
             return ""
         depth, at = 0, start + (1 if closing == "`" else 2)
         opening = text[at - 1]
@@ -118,6 +121,7 @@ class _Reader:
                 return text[start : at + 1]
             depth += (text[at] == opening) - (text[at] == closing)
             at += 1
+        self._unclosed.add(closing)
         return ""
 
 
