@@ -13,11 +13,11 @@ from holdfast.errors import ConfigurationError, DoesNotFitError
 from holdfast.hardware import Memory, Processor
 from holdfast.hardware.nvidia import NvidiaGpu
 from holdfast.models import ModelSpec, from_config
-from holdfast.planner import Plan, footprint, gpu_footprint, limits, lora_sizes, make_plan, settle_pool
+from holdfast.planner import Plan, footprint, form_sizes, gpu_footprint, limits, lora_sizes, make_plan, settle_pool
 from holdfast.planner.gpu_host import with_host_memory
 from holdfast.planner.gpu_plan import make_gpu_plan
 from holdfast.planner.padding import padded_sizes
-from holdfast.units import MIB
+from holdfast.units import MIB, format_bytes
 
 GIB = 1 << 30
 PLAIN = Processor(model="plain", cores=2, features=frozenset({"asimd"}))
@@ -254,11 +254,19 @@ def test_copies_of_adapters_are_held_against_ram(spec: ModelSpec) -> None:
         machine = Memory(total_bytes=64 * GIB, available_bytes=available_bytes, limited_by="machine")
         return with_host_memory(found, spec, config, machine, front_bytes=GIB)
 
-    assert made(0).decisions == make_gpu_plan(spec, None, EngineConfig.from_arguments(device="cuda"), [gpu]).decisions
+    assert (
+        made(0, skip_tokenizer_init=True).decisions
+        == make_gpu_plan(
+            spec, None, EngineConfig.from_arguments(device="cuda", skip_tokenizer_init=True), [gpu]
+        ).decisions
+    )
+    bare = made(0)
+    forms = form_sizes.forms_bytes(spec.vocab_size, bare.limits.max_num_seqs)
+    assert (bare.decisions[-1].field, bare.decisions[-1].value) == ("structured_outputs", format_bytes(forms))
     lora: dict[str, object] = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 64, "max_cpu_loras": 32}
     held = lora_sizes.held_bytes(spec, dtype=made(64 * GIB, **lora).dtype, places=1, max_rank=64)
-    assert any(one.field == "max_cpu_loras" for one in made(GIB + 32 * held, **lora).decisions)
-    error = _refused(lambda: made(GIB + 32 * held - 1, **lora))
+    assert any(one.field == "max_cpu_loras" for one in made(GIB + forms + 32 * held, **lora).decisions)
+    error = _refused(lambda: made(GIB + forms + 32 * held - 1, **lora))
     assert (error.code, error.field, error.fix) == ("HF110", "max_cpu_loras", "--max-cpu-loras 31")
     assert "--max-loras" in str(_refused(lambda: made(GIB, **lora)).fix)
 
