@@ -16,6 +16,7 @@ _OURS = re.compile(r"this process has ([\d.]+) ([KMG]i?B) memory in use")
 _GIB = {"K": 2**-20, "M": 2**-10, "G": 1.0}
 DIED_SERVING = "died_serving"
 """The tag of a run whose last words only a server that had begun to serve says."""
+_CAPTURE = "Capture cuda graph failed"
 NEIGHBOUR_SHARE = 0.12
 """Of the card, held by others, from which on they are the cause: a desktop alone takes a GiB of 24."""
 FRAGMENTED_SHARE = 0.1
@@ -56,6 +57,8 @@ def judge(event: Event, scene: Scene) -> Verdict:
     numbers = {**scene.numbers, **event.numbers}
     text = next((one.line for one in event.evidence if "Tried to allocate" in one.line), event.evidence[0].line)
     phase, confidence = phase_of(event)
+    if _CAPTURE in text:
+        phase, confidence = "capture", "high"
     if phase is None and DIED_SERVING in scene.run.tags:
         phase, confidence = "serve", "medium"
     whole = "total_gib" in event.numbers and not event.numbers.keys().isdisjoint(("reserved_gib", "reserved_all_gib"))
@@ -101,7 +104,7 @@ def phase_of(event: Event) -> tuple[str | None, Sureness]:
     if event.ready:
         return "serve", "high"
     if event.phase is not None:
-        return event.phase, "high" if event.phase != "args" else "medium"
+        return event.phase, "medium"  # The last that was told; the lines that told the next may be gone.
     return None, "low"
 
 
@@ -123,7 +126,7 @@ def _by_phase(
     if phase == "capture":
         return Verdict("oom_capture", phase, confidence)
     if phase == "warmup":
-        return Verdict("oom_warmup", phase, confidence)
+        return Verdict("oom_warmup", phase, "medium" if confidence == "high" else confidence)  # Or a capture in it.
     if total is not None and reserved >= max(tried, FRAGMENTED_SHARE * total):
         return Verdict("oom_fragmentation", phase, "medium")
     if phase in ("serve", "request"):
