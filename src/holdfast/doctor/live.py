@@ -4,20 +4,23 @@
     /metrics, every second              requests, KV, preemptions, tokens: what they are, and how they move
     one streamed request                only where it was asked for: whether tokens arrive one by one
 
-What the figures mean is in live_rules.py. Changes nothing on the server.
+What the figures mean is in live_rules.py, why a server cannot be looked at in live_reach.py. Changes nothing on the
+server.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from holdfast.doctor.live_look import Looked, StreamLook
 from holdfast.doctor.live_page import OK, PAGE_TIMEOUT_S, Reply, Sample, client_for, get, read_metrics
-from holdfast.doctor.live_rules import Looked, StreamLook, findings_of, seen_of
-from holdfast.doctor.records import Diagnosis, Evidence, Fix
-from holdfast.doctor.said import ADVICE, found
+from holdfast.doctor.live_reach import KEY_VARIABLE, KEY_WANTED, asleep, key_wanted, not_ready, unreachable
+from holdfast.doctor.live_rules import findings_of, seen_of
+from holdfast.doctor.records import Diagnosis
+from holdfast.doctor.said import ADVICE
 from holdfast.errors import ConfigurationError, printable
 from holdfast.units import shorten
 
@@ -67,25 +70,45 @@ def examine(
     with client_for(key) as client:
         health = _health(client, address)
         if health.status == 0:
-            return _silent(address, health)
+            return _unreached(address, health)
         models = get(client, f"{address}/v1/models")
         engine, version = _identity(client, address, models)
-        samples = list(_samples(client, address, min(seconds, MOST_SECONDS), sleep))
-        streamed = _streamed(client, address, models) if stream and health.status == OK else None
-    told = next((sample.engine for sample in samples if sample.engine is not None), None)
-    looked = Looked(
-        address=address, engine=told or engine, health=health.status, said=_said(health), samples=tuple(samples),
-        models=models.status, stream=streamed,
-    )  # fmt: skip
-    findings = findings_of(looked)
-    missing = []
-    if not samples:
-        missing.append(f"metrics: {address}/metrics tells none{_how_to_tell(told or engine)}")
+        samples, metrics = _samples(client, address, min(seconds, MOST_SECONDS), sleep)
+        sleeping = health.status == OK and asleep(health, get(client, f"{address}/is_sleeping"))
+        streamed, streaming = None, OK
+        if stream and health.status == OK:
+            streamed, streaming = _streamed(client, address, models)
+    engine = next((sample.engine for sample in samples if sample.engine is not None), engine)
+    said = "sleeping" if sleeping else _said(health)
+    looked = Looked(address=address, engine=engine, samples=tuple(samples), stream=streamed)
+    answers = (("GET /health", health.status), ("GET /v1/models", models.status), ("GET /metrics", metrics))
+    refused = [
+        (asked, status) for asked, status in (*answers, ("POST /v1/completions", streaming)) if status in KEY_WANTED
+    ]
+    # With its metrics read, a list of models that is kept back takes nothing from the answer.
+    if refused and (not samples or stream or health.status in KEY_WANTED):
+        findings = [key_wanted(address, refused, given=bool(key))]
+    elif health.status != OK or sleeping:
+        findings = [not_ready(address, health.status, said)]
+    else:
+        findings = findings_of(looked)
+    odd = looked.no_numbers
+    missing = list(_missing(looked, refused))
     return Diagnosis(
-        engine=told or engine, engine_version=version, command=None, phase="serve" if health.status == OK else None,
-        healthy=all(one.cause in ADVICE for one in findings) and health.status == OK, findings=findings,
+        engine=engine, engine_version=version, command=None, phase="serve" if health.status == OK else None,
+        healthy=all(one.cause in ADVICE for one in findings) and health.status == OK and not odd, findings=findings,
         missing=missing, seen=list(seen_of(looked)),
     )  # fmt: skip
+
+
+def _missing(looked: Looked, refused: Sequence[tuple[str, int]]) -> Iterator[str]:
+    paths = [asked for asked, _ in refused]
+    if not looked.samples and "GET /metrics" not in paths:
+        yield f"metrics: {looked.address}/metrics tells none{_how_to_tell(looked.engine)}"
+    if looked.samples and "GET /v1/models" in paths:
+        yield f"the server's key in {KEY_VARIABLE}: without it {looked.address}/v1/models is not told"
+    if looked.no_numbers:
+        yield f"figures that are numbers: {looked.address}/metrics has {', '.join(looked.no_numbers)}, not judged"
 
 
 def _health(client: httpx.Client, address: str) -> Reply:
@@ -125,23 +148,26 @@ def _identity(client: httpx.Client, address: str, models: Reply) -> tuple[str | 
     return owner, None
 
 
-def _samples(client: httpx.Client, address: str, seconds: float, sleep: Callable[[float], None]) -> list[Sample]:
-    """One a second; a page that fails is left out, and two in a row end it."""
+def _samples(
+    client: httpx.Client, address: str, seconds: float, sleep: Callable[[float], None]
+) -> tuple[list[Sample], int]:
+    """One a second, and the last status; a page that fails is left out, and two in a row end it."""
     samples: list[Sample] = []
-    began, failed = time.monotonic(), 0
+    began, failed, status = time.monotonic(), 0, OK
     count = max(2, int(seconds / EVERY_S) + 1)
     for number in range(count):
         reply = get(client, f"{address}/metrics")
+        status = reply.status
         if reply.status == OK:
             samples.append(read_metrics(reply.body, time.monotonic() - began))
             failed = 0
         else:
             failed += 1
-        if failed > 1 or time.monotonic() - began > seconds + PAGE_TIMEOUT_S:
+        if failed > 1 or status in KEY_WANTED or time.monotonic() - began > seconds + PAGE_TIMEOUT_S:
             break
         if number < count - 1:
             sleep(max(0.0, began + (number + 1) * EVERY_S - time.monotonic()))
-    return samples
+    return samples, status
 
 
 def _how_to_tell(engine: str | None) -> str:
@@ -150,47 +176,31 @@ def _how_to_tell(engine: str | None) -> str:
     )
 
 
-def _silent(address: str, reply: Reply) -> Diagnosis:
-    """Nothing listens, or it listens and says nothing."""
-    evidence = [Evidence(line=f"GET {address}/health: {printable(shorten(reply.said, 200))}", source=address)]
-    if reply.refused:
-        finding = found(
-            "not_ready_yet", "not_memory", "medium", what=f"nothing listens at {address}", evidence=evidence,
-            why="the server is still loading, has ended, or listens elsewhere: most engines open their port only when"
-            " the model is loaded, or on 127.0.0.1 inside a container",
-            fixes=[Fix(why=f"wait for it: until curl -sf {address}/health; do sleep 2; done; if its process is gone,"
-                       " look at its log with holdfast doctor LOG")],
-        )  # fmt: skip
-    else:
-        finding = found(
-            "timeout_or_hang", "not_memory", "medium", evidence=evidence,
-            what=f"{address} takes the connection and does not answer",
-            why="the server hangs, or its front is busy: /health is answered by an engine that is well in milliseconds",
-            fixes=[Fix(why="read the end of its log (holdfast doctor LOG); py-spy dump --pid PID shows where it is")],
-        )  # fmt: skip
-    missing = ["the server's log: holdfast doctor LOG"]
+def _unreached(address: str, reply: Reply) -> Diagnosis:
+    missing = [] if reply.failure in ("name", "tls", "no_route") else ["the server's log: holdfast doctor LOG"]
     return Diagnosis(
-        engine=None, engine_version=None, command=None, phase=None, healthy=False, findings=[finding], missing=missing
-    )
+        engine=None, engine_version=None, command=None, phase=None, healthy=False,
+        findings=[unreachable(address, reply)], missing=missing,
+    )  # fmt: skip
 
 
 # Whether a stream is one
 
 
-def _streamed(client: httpx.Client, address: str, models: Reply) -> StreamLook | None:
-    """When the events of one short answer arrived; None: it could not be asked."""
+def _streamed(client: httpx.Client, address: str, models: Reply) -> tuple[StreamLook | None, int]:
+    """When the events of one short answer arrived, and its status; None: it could not be asked."""
     import httpx
 
     listed = models.json().get("data")
     if not isinstance(listed, list) or not listed or not isinstance(listed[0], dict):
-        return None
+        return None, 0
     asked = {"model": listed[0].get("id"), "prompt": "One, two, three,", "max_tokens": STREAMED_TOKENS, "stream": True}
     body, kind = json.dumps(asked).encode(), {"Content-Type": "application/json", "Accept-Encoding": "identity"}
     began, arrived, size = time.monotonic(), [], 0
     try:
         with client.stream("POST", f"{address}/v1/completions", content=body, headers=kind) as response:
             if response.status_code != OK:
-                return None
+                return None, response.status_code
             headers = {name.lower(): value for name, value in response.headers.items()}
             for piece in response.iter_raw():
                 size += len(piece)
@@ -198,5 +208,5 @@ def _streamed(client: httpx.Client, address: str, models: Reply) -> StreamLook |
                 if size > STREAM_LIMIT_BYTES or time.monotonic() - began > STREAM_LIMIT_S:
                     break
     except httpx.HTTPError:
-        return None
-    return StreamLook(tuple(arrived), printable(shorten(headers.get("server", ""), 60)))
+        return None, 0
+    return StreamLook(tuple(arrived), printable(shorten(headers.get("server", ""), 60))), OK

@@ -6,15 +6,19 @@ No redirect is followed, nothing is unpacked, no page is larger than PAGE_LIMIT_
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import math
 import re
+import socket
+import ssl
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from holdfast.units import MIB
+from holdfast.errors import printable
+from holdfast.units import MIB, shorten
 
 if TYPE_CHECKING:
     import httpx
@@ -23,6 +27,7 @@ PAGE_LIMIT_BYTES = 16 * MIB
 PAGE_TIMEOUT_S, CONNECT_TIMEOUT_S = 8.0, 4.0
 SERIES_LIMIT = 50_000
 OK = 200
+Failure = Literal["name", "tls", "refused", "no_route", "no_connection", "silent", "broken"]
 _SAMPLE = re.compile(r"([a-zA-Z_:][a-zA-Z0-9_:]*)(\{.*\})?\s+(\S+)")
 _LABEL = re.compile(r'([a-zA-Z_]\w*)="((?:[^"\\]|\\.)*)"')
 
@@ -39,15 +44,25 @@ NAMES: Mapping[str, tuple[str, ...]] = {
     ),
     "preemptions": (
         "vllm:num_preemptions_total", "vllm:num_preemptions", "sglang:num_retracted_requests_total",
-        "sglang:num_retracted_reqs",
+        "sglang:num_retracted_reqs_total",
     ),
+    "put_back": ("sglang:num_retracted_reqs",),
     "tokens": (
         "vllm:generation_tokens_total", "vllm:generation_tokens", "sglang:generation_tokens_total",
         "llamacpp:tokens_predicted_total", "tgi_request_generated_tokens_sum",
     ),
-    "prefix_asked": ("vllm:prefix_cache_queries_total", "vllm:gpu_prefix_cache_queries_total"),
-    "prefix_found": ("vllm:prefix_cache_hits_total", "vllm:gpu_prefix_cache_hits_total"),
-    "prefix_rate": ("vllm:gpu_prefix_cache_hit_rate", "sglang:cache_hit_rate"),
+    "computed": (
+        "vllm:iteration_tokens_total_count", "sglang:realtime_tokens_total", "llamacpp:n_decode_total",
+        "tgi_batch_inference_success", "tgi_batch_forward_duration_count",
+    ),
+    "throughput": ("sglang:gen_throughput",),
+    "held_tokens": ("sglang:num_used_tokens",),
+    "prefix_asked": (
+        "vllm:prefix_cache_queries_total", "vllm:gpu_prefix_cache_queries_total", "sglang:prompt_tokens_total",
+    ),
+    "prefix_found": (
+        "vllm:prefix_cache_hits_total", "vllm:gpu_prefix_cache_hits_total", "sglang:cached_tokens_total",
+    ),
     "step_seconds": (
         "vllm:inter_token_latency_seconds_sum", "vllm:time_per_output_token_seconds_sum",
         "sglang:inter_token_latency_seconds_sum", "sglang:time_per_output_token_seconds_sum",
@@ -59,9 +74,17 @@ NAMES: Mapping[str, tuple[str, ...]] = {
         "tgi_request_mean_time_per_token_duration_count",
     ),
     "prompts": ("vllm:prompt_tokens_total", "sglang:prompt_tokens_total", "llamacpp:prompt_tokens_total"),
+    "ended": ("vllm:request_generation_tokens_count",),
+    "ended_prompts": ("vllm:request_prompt_tokens_sum",),
+    "ended_tokens": ("vllm:request_generation_tokens_sum",),
+    "kv_tokens": ("sglang:max_total_num_tokens",),
 }  # fmt: skip
-"""Under which names engines tell a figure; the first that a page has counts."""
-_SHARES = ("kv_share", "prefix_rate")
+"""Under which names engines tell a figure; the first that a page has counts. `computed` moves with every step;
+`put_back` is of the last seconds and goes back to 0; `ended` are requests that were answered whole."""
+TOLD_AT_THE_END = ("sglang", "llama.cpp", "tgi")
+"""Engines whose `tokens` move only when a request ends."""
+_SHARES = ("kv_share", "kv_tokens")
+_WEIGHTY = ("running", "waiting", "kv_share", "preemptions", "tokens")
 _ENGINES = (
     ("holdfast:", "holdfast"), ("vllm:", "vllm"), ("sglang:", "sglang"), ("llamacpp:", "llama.cpp"), ("tgi_", "tgi"),
 )  # fmt: skip
@@ -76,6 +99,8 @@ class Sample:
     settings: Mapping[str, str] = field(default_factory=dict)
     """Of vLLM's cache_config_info."""
     engine: str | None = None
+    no_numbers: tuple[str, ...] = ()
+    """Names of figures that matter and are NaN or infinite on this page."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +110,8 @@ class Reply:
     status: int
     body: bytes = b""
     said: str = ""
-    refused: bool = False
-    """Nothing listens there."""
+    failure: Failure = "broken"
+    """Of status 0: on which step it failed."""
     headers: Mapping[str, str] = field(default_factory=dict)
 
     def json(self) -> dict[str, Any]:
@@ -113,13 +138,35 @@ def get(client: httpx.Client, url: str) -> Reply:
                 if size > PAGE_LIMIT_BYTES:
                     return Reply(0, said=f"a page of more than {PAGE_LIMIT_BYTES // MIB} MiB")
                 if time.monotonic() > until:
-                    return Reply(0, said=f"no whole answer within {PAGE_TIMEOUT_S:g} s")
+                    return Reply(0, said=f"no whole answer within {PAGE_TIMEOUT_S:g} s", failure="silent")
             headers = {name.lower(): value for name, value in response.headers.items()}
             return Reply(response.status_code, b"".join(pieces), headers=headers)
-    except httpx.TimeoutException:
-        return Reply(0, said=f"no answer within {PAGE_TIMEOUT_S:g} s")
     except (httpx.HTTPError, httpx.InvalidURL, OSError) as error:
-        return Reply(0, said=str(error) or type(error).__name__, refused=isinstance(error, httpx.ConnectError))
+        failure = _failure(error)
+        said = {"silent": f"no answer within {PAGE_TIMEOUT_S:g} s", "no_connection": "no connection in time"}
+        return Reply(0, said=said.get(failure) or str(error) or type(error).__name__, failure=failure)
+
+
+def _failure(error: BaseException) -> Failure:
+    """By what the system said, which lies under httpx's own errors."""
+    import httpx
+
+    if isinstance(error, httpx.ConnectTimeout | httpx.PoolTimeout):
+        return "no_connection"
+    if isinstance(error, httpx.TimeoutException):
+        return "silent"
+    under: BaseException | None = error
+    while under is not None:
+        if isinstance(under, socket.gaierror):
+            return "name"
+        if isinstance(under, ssl.SSLError):
+            return "tls"
+        if isinstance(under, ConnectionRefusedError):
+            return "refused"
+        if isinstance(under, OSError) and under.errno in (errno.EHOSTUNREACH, errno.ENETUNREACH):
+            return "no_route"
+        under = under.__cause__ or under.__context__
+    return "refused" if "all connection attempts failed" in str(error).lower() else "broken"
 
 
 def client_for(key: str | None) -> httpx.Client:
@@ -136,6 +183,7 @@ def read_metrics(body: bytes, at_s: float) -> Sample:
     found: dict[str, float] = {}
     settings: dict[str, str] = {}
     engine: str | None = None
+    odd: dict[str, str] = {}
     for count, line in enumerate(body.decode("utf-8", "replace").splitlines()):
         if count > SERIES_LIMIT:
             break
@@ -149,7 +197,9 @@ def read_metrics(body: bytes, at_s: float) -> Sample:
             settings |= dict(_LABEL.findall(sample[2] or ""))
         with contextlib.suppress(ValueError):
             value = float(sample[3])
-            if math.isfinite(value):
+            if not math.isfinite(value):
+                odd[name] = sample[3]
+            else:
                 shares = any(name in NAMES[figure] for figure in _SHARES)
                 found[name] = max(found.get(name, value), value) if shares else found.get(name, 0.0) + value
     figures = {}
@@ -157,4 +207,6 @@ def read_metrics(body: bytes, at_s: float) -> Sample:
         first = next((name for name in names if name in found), None)
         if first is not None:
             figures[figure] = found[first]
-    return Sample(at_s, figures, settings, engine)
+    weighty = {name for figure in _WEIGHTY if figure not in figures for name in NAMES[figure]}
+    no_numbers = tuple(f"{name} {printable(shorten(value, 20))}" for name, value in odd.items() if name in weighty)
+    return Sample(at_s, figures, settings, engine, no_numbers)
