@@ -75,8 +75,8 @@ class Rescue:
     _signals: Signals = field(default_factory=Signals)
     _silence_said: bool = False
     _ended_by_us_at: float | None = None
-    _crashed: bool = False
-    """A run of this command, or of one before it, died while serving."""
+    _crashed: set[str] = field(default_factory=set)
+    """Commands that died while serving."""
 
     def run(self) -> int:
         """The exit code of the program's last run, as a shell says it; 128 and the signal, where one came between runs.
@@ -108,9 +108,11 @@ class Rescue:
                 self.say(f"{shorten(started.argv[0])} is there and may not be run")
                 return NOT_RUNNABLE_EXIT
             if ended.asked or ended.exit_code == 0:
-                self._command_to_keep(started, worked=served or not ended.asked)
+                worked = (served or not ended.asked) and started.text not in self._crashed
+                self._command_to_keep(started, worked=worked)
                 return ended.exit_code
-            self._crashed = self._crashed or served
+            if served:
+                self._crashed.add(started.text)
             try:
                 last = restarts >= self.orders.max_restarts
                 choice = self._after_death(started, ended, diagnosis, judged, served, last=last)

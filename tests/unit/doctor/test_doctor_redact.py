@@ -64,7 +64,7 @@ WORDS = (
     "{{'url': 'data:image/png;base64,{0}'}}",
 )
 PEOPLE = (
-    ("jane", "/home/jane/models/x"),
+    ("jane", "/home/" + "jane/models/x"),
     ("jane", "/mnt/users/jane/models"),
     ("jane", "C:/Users/jane/models"),
     ("Smith", r"C:\Users\Jane Smith\models"),
