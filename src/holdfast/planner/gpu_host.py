@@ -34,8 +34,8 @@ def with_host_memory(plan: Plan, spec: ModelSpec, config: EngineConfig, machine:
         raise DoesNotFitError(
             f"{counted(config.lora_copies, 'adapter')} of rank {config.lora_rank} do not fit in RAM, where copies of"
             " them are kept behind the GPU",
-            needed=f"{format_bytes(asked)}, {format_bytes(one)} each, and {format_bytes(front_bytes + forms)} for the front"
-            " and for forms of answers",
+            needed=f"{format_bytes(asked)}, {format_bytes(one)} each, and {format_bytes(front_bytes + forms)} for the"
+            " front and for forms of answers",
             found=f"{format_bytes(machine.available_bytes)} free ({machine.limited_by})",
             fix=f"--max-cpu-loras {fewer}"
             if fewer >= config.lora_places
