@@ -107,6 +107,16 @@ def test_what_must_be_kept_is_kept_and_the_exit_code_is_the_programs(start: Star
     assert "not changed by itself (--keep); what helps:" in err
 
 
+def test_what_is_surely_wrong_is_put_right_before_the_first_start_where_that_is_wanted(start: Start, port: int) -> None:
+    command = f"vllm serve {MODEL} --max-model-len 8192 --dtype fp16 --port {port}"
+    process = start(*command.split(), options=("--fix-first",))
+    assert "changed: --dtype float16" in _said_until(process, "it serves")
+    process.send_signal(signal.SIGTERM)
+    _, out, _ = _ended(process)
+    assert out.count("stand-in:") == 1
+    assert "--dtype float16" in out
+
+
 def test_restarts_are_bounded(start: Start) -> None:
     """One that never learns: each time it asks for a little less than it was given."""
     process = start("vllm", "serve", MODEL, "--max-model-len", "131072", options=("--max-restarts", "2"),
