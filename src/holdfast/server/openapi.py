@@ -13,6 +13,7 @@ from typing import Any, Literal
 import msgspec
 
 from holdfast.observability.ledger import Ledger
+from holdfast.server.answers import ChatAnswer, CompletionAnswer
 from holdfast.server.bodies import (
     DetokenizeBody,
     DetokenizeResponse,
@@ -74,10 +75,10 @@ class Operation:
 
 
 OPERATIONS = (
-    Operation(path="/v1/chat/completions", method="post", summary="Answer messages", body=ChatBody, streams=True,
-              refusals=(400, 404, 408, 413, 415, 429, 503)),
-    Operation(path="/v1/completions", method="post", summary="Go on with a text", body=CompletionBody, streams=True,
-              refusals=(400, 404, 408, 413, 415, 429, 503)),
+    Operation(path="/v1/chat/completions", method="post", summary="Answer messages", body=ChatBody,
+              answer=ChatAnswer, streams=True, refusals=(400, 404, 408, 413, 415, 429, 503)),
+    Operation(path="/v1/completions", method="post", summary="Go on with a text", body=CompletionBody,
+              answer=CompletionAnswer, streams=True, refusals=(400, 404, 408, 413, 415, 429, 503)),
     Operation(path="/v1/embeddings", method="post", summary="Turn texts into vectors", body=EmbeddingBody,
               answer=EmbeddingResponse, refusals=(400, 404, 408, 413, 415, 429, 503)),
     Operation(path="/v1/models", method="get", summary="The names this server answers to", refusals=(503,)),
@@ -176,8 +177,11 @@ def _tell_tokenize(found: dict[str, Any]) -> None:
     text["properties"]["return_token_strs"] = {"type": "boolean", "default": False}
     chat = {
         name: found["ChatBody"]["properties"][name]
-        for name in ("model", "messages", "add_generation_prompt", "continue_final_message", "add_special_tokens")
-    }
+        for name in (
+            "model", "messages", "add_generation_prompt", "continue_final_message", "add_special_tokens",
+            "chat_template", "chat_template_kwargs", "tools",
+        )
+    }  # fmt: skip
     chat["return_token_strs"] = text["properties"]["return_token_strs"]
     messages = {"type": "object", "properties": chat, "required": ["messages"]}
     found["TokenizeBody"] = {"title": "TokenizeBody", "anyOf": [text, messages]}

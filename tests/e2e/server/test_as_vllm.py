@@ -6,10 +6,12 @@ import json
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 
 from holdfast.engine.fake import FakeEngine
 from holdfast.server import fields
+from holdfast.server.answers import ChatAnswer, CompletionAnswer
 
 CHAT = "/v1/chat/completions"
 HELLO = [{"role": "user", "content": "hi"}]
@@ -162,3 +164,13 @@ def test_requests_are_counted_by_path_and_status_refused_ones_too(launch):
     assert 'vllm:request_time_per_output_token_seconds_count{engine="0",model_name="fake"}' in text
     series = [line for line in text.splitlines() if line.startswith("vllm:")]
     assert all('engine="0"' in line for line in series)
+
+
+@pytest.mark.parametrize("extra", [{}, {"return_token_ids": True, "n": 2}, {"prompt_logprobs": 1, "stop": "b"}])
+def test_answers_are_what_the_document_tells(http, extra):
+    chat = ask(http, **extra, logprobs=True, top_logprobs=2)
+    assert msgspec.convert(chat, ChatAnswer).choices[0].index == 0
+    text = ask(http, "/v1/completions", prompt="abc", **extra, logprobs=2, echo=True)
+    assert msgspec.convert(text, CompletionAnswer).choices[0].text.startswith("abc")
+    msgspec.convert(ask(http, max_tokens=1), ChatAnswer)
+    msgspec.convert(ask(http, "/v1/completions", prompt="abc"), CompletionAnswer)
