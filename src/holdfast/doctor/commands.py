@@ -285,6 +285,7 @@ def _assigned(word: str) -> str:
 def _change(slots: list[list[str]], command: ServerCommand, name: str, value: str | None) -> None:
     """In place: a slot for each word of the command, empty where it is taken away."""
     wanted = canonical(command.engine, name)
+    value = HIDDEN if value and wanted in _SECRET_FLAGS else value
     placed = False
     for flag in command.flags:
         start, end = flag.words

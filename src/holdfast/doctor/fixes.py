@@ -144,6 +144,11 @@ def _fix(scene: Scene, rule: FixRule, facts: Facts, words: dict[str, str]) -> Fi
     why = said if replaced and said else "; ".join(one for one in (why, said) if one)
     rest = _rest(scene, facts) if changes else ""
     price = filled((rule.price,), values) or None
+    corrected = [
+        flag for flag, value in changes.items() if value is not None and flag not in names and "{flag}" in rule.change
+    ]
+    if corrected:
+        why, price = f"{', '.join(corrected)} is what it has", None
     if changes.get("--dtype") == "float32" and asked.get("--dtype") != "float32":
         price = "weights and KV take twice the memory"
     return Fix(command=command, changes=changes, why=f"{why}{rest}", price=price)

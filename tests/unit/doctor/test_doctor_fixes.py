@@ -180,3 +180,14 @@ def test_the_tag_of_an_image_is_the_version_and_variables_go_into_the_container(
     assert command.version == "0.6.3"
     changed = command.with_changes({"NCCL_DEBUG": "INFO"})
     assert changed == "docker run -e NCCL_DEBUG=INFO --gpus all -e HF_TOKEN='***' vllm/vllm-openai:v0.6.3 --model q"
+
+
+def test_a_misspelt_flag_is_put_right_and_its_secret_is_not_told() -> None:
+    lines = [
+        "$ vllm serve q --max-model-lenn 4096 --api-keyy sk-x",
+        "vllm: error: unrecognized arguments: --max-model-lenn 4096 --api-keyy sk-x",
+    ]
+    [finding] = diagnose_lines(lines, "log").findings
+    assert finding.fix is not None
+    assert finding.fix.command == "vllm serve q --max-model-len 4096 --api-key '***'"
+    assert finding.fix.why == "--max-model-len, --api-key is what it has"
