@@ -25,7 +25,7 @@ _NO_TRACES = "no traces are sent; /metrics and the access log have the times of 
 _FILES = "files are read as they are stored, tensor by tensor"
 _STEPS = "the batch is put together in one way; see max_num_batched_tokens and max_num_seqs"
 _NEVER_LOGGED = "what clients write and models answer is never logged"
-_FORMS = "one library holds answers to their form; see structured_outputs in a request"
+_FORMS = "one library holds answers to their form; see structured_outputs_config, and structured_outputs in a request"
 
 
 def _each(reason: str, names: str) -> dict[str, str]:
