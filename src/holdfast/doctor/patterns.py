@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from functools import cache
 from typing import Any, Generic, TypeVar
 
 from holdfast.doctor.literals import SHORTEST, needed, rarest
@@ -15,12 +16,20 @@ Item = TypeVar("Item")
 
 
 class Pattern:
-    __slots__ = ("expression", "literals")
+    __slots__ = ("_compiled", "literals", "text")
 
     def __init__(self, text: str) -> None:
-        self.expression = re.compile(text)
+        self.text = text
         self.literals = needed(text)
         """One of these is in whatever matches; none: nothing can be said."""
+        self._compiled: re.Pattern[str] | None = None
+
+    @property
+    def expression(self) -> re.Pattern[str]:
+        """Compiled when it is first needed: a log meets few of the hundreds."""
+        if self._compiled is None:
+            self._compiled = re.compile(self.text)
+        return self._compiled
 
     def search(self, text: str) -> re.Match[str] | None:
         for literal in self.literals:
@@ -54,7 +63,8 @@ class Index(Generic[Item]):
         return [self._items[number] for number in sorted(found)]
 
 
-def any_of(literals: Iterable[str]) -> re.Pattern[str]:
+@cache
+def any_of(literals: tuple[str, ...]) -> re.Pattern[str]:
     """One search for all of them, however many: what begins alike is looked at once."""
     tree: dict[str, Any] = {}
     for literal in literals:

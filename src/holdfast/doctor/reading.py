@@ -22,13 +22,13 @@ from holdfast.doctor.sources import BLOCK_BYTES, blocks
 __all__ = ["LOOKED_BYTES", "Sift", "blocks", "screen", "worth_reading"]
 
 END_BYTES = 256 * 1024
-END_LINES = 1000
+END_LINES = 800
 """The end that is read whole: so many bytes, and of the lines in it that could matter so many."""
-KIND_LINES = 100
+KIND_LINES = 60
 """Of one kind that are all read; then so many of each block:"""
 BLOCK_KIND_LINES = 2
-SAVED_LINES = 1500
-BLOCK_LINES = 10
+SAVED_LINES = 1000
+BLOCK_LINES = 8
 """Of all kinds: each block earns so many, and what is not spent is saved for later ones."""
 KINDS_HELD = 100_000
 

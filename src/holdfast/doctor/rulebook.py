@@ -152,10 +152,13 @@ class Rulebook:
     causes: dict[str, Cause]
     literals: tuple[str, ...]
     """One of these is in every line that any of the patterns could match, or that tells settings."""
-    anything: re.Pattern[str]
-    """Any of them."""
     index: Index[tuple[int, Any]]
     """Everything in it, with the number of its chapter in a page."""
+
+    @property
+    def anything(self) -> re.Pattern[str]:
+        """Any of the literals."""
+        return any_of(self.literals)
 
     def page(self, text: str) -> Page:
         chapters: tuple[list[Any], ...] = ([], [], [], [], [], [], [])
@@ -196,7 +199,6 @@ def rulebook() -> Rulebook:
         wrappers=wrappers,
         causes=causes,
         literals=literals,
-        anything=any_of(literals),
         index=_index(rules, marks, places, benign, quoted, wrappers),
     )
 

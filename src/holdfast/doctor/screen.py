@@ -39,7 +39,7 @@ class Screened:
     """Line ends before it."""
     kinds: numpy.typing.NDArray[numpy.uint64]
     literals: Integers
-    """Different ones in it."""
+    """How many stand in it."""
 
 
 class Screen:
@@ -80,10 +80,9 @@ class Screen:
         places, numbers, of_line = places[near], numbers[near], of_line[near]
         said = self._before_stops(places, numbers, of_line)
         of_line, numbers = of_line[said], numbers[said]
-        pairs = numpy.unique(of_line * len(self._literals) + numbers)
-        lines, first, counts = numpy.unique(pairs // len(self._literals), return_index=True, return_counts=True)
-        which = pairs % len(self._literals)
-        kinds, enough = self._values[which], self._enough[which]
+        first = numpy.flatnonzero(numpy.diff(of_line, prepend=-1))
+        lines, counts = of_line[first], numpy.diff(first, append=len(of_line))
+        kinds, enough = self._values[numbers], self._enough[numbers]
         if len(first):
             kinds, enough = numpy.add.reduceat(kinds, first), numpy.logical_or.reduceat(enough, first)
         lines = lines[enough]
@@ -106,7 +105,7 @@ class Screen:
             found.append(some * GRAM_BYTES + shift)
             looked.append(words[some])
         places, here = numpy.concatenate(found), numpy.concatenate(looked)
-        every = numpy.frombuffer(padded, numpy.uint8)
+        fours = _fours(padded)
         low = numpy.minimum(numpy.searchsorted(self._firsts, here), len(self._firsts) - 1)
         known = numpy.flatnonzero(self._firsts[low] == here)
         places, low = places[known], low[known]
@@ -120,7 +119,7 @@ class Screen:
             there = places[some] + self._deltas[entry]
             inside = (there >= 0) & (there <= len(padded) - GRAM_BYTES)
             some, entry, there = some[inside], entry[inside], there[inside]
-            same = _words_at(every, there) == self._seconds[entry]
+            same = fours[there] == self._seconds[entry]
             begins.append(places[some[same]] + self._ahead[entry[same]])
             numbers.append(self._numbers[entry[same]])
         if not begins:
@@ -145,11 +144,9 @@ def _hashed(words: Words) -> Words:
     return (words * _SPREAD) >> _SHIFT
 
 
-def _words_at(every: numpy.typing.NDArray[numpy.uint8], places: Integers) -> Words:
-    word = every[places].astype(numpy.uint32)
-    for step in range(1, GRAM_BYTES):
-        word |= every[places + step].astype(numpy.uint32) << numpy.uint32(8 * step)
-    return word
+def _fours(padded: bytes) -> Words:
+    """The four bytes at every place, without a copy."""
+    return numpy.ndarray((len(padded) - GRAM_BYTES + 1,), numpy.dtype("<u4"), padded, 0, (1,))
 
 
 def _grams(literal: bytes) -> Iterator[tuple[int, int, int, int]]:
