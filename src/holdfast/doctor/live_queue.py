@@ -6,8 +6,10 @@ What KV would hold is reckoned from requests that were answered whole, never fro
 from __future__ import annotations
 
 from collections.abc import Iterator
+from statistics import fmean
 
 from holdfast.doctor.live_look import Looked, finding_of, flag_of
+from holdfast.doctor.live_page import TOLD_AT_THE_END
 from holdfast.doctor.records import Finding, Fix
 from holdfast.units import counted
 
@@ -21,9 +23,9 @@ GROWN_LEAST = 4
 
 
 def held_up(looked: Looked) -> Iterator[Finding]:
-    """A queue beside an empty cache, and a number of sequences that is never passed."""
-    shares, waiting, running = looked.seen("kv_share"), looked.seen("waiting"), looked.seen("running")
-    if not waiting or not running or min(waiting) < 1 or min(running) < 1 or max(running) != min(running):
+    """A queue beside an empty cache."""
+    shares, waiting, running = looked.seen("kv_share"), _lately(looked, "waiting"), _lately(looked, "running")
+    if not waiting or not running or min(waiting) < 1 or min(running) < 1:
         return
     slots = looked.engine == "llama.cpp"  # Each slot has its KV from the start.
     if not slots and (not shares or max(shares) > KV_LOW):
@@ -37,11 +39,13 @@ def held_up(looked: Looked) -> Iterator[Finding]:
             "other", "not_memory", "medium", looked, figures=("running", "waiting", "kv_share", "tokens"),
             what=f"{queue}{beside}: {count} run, and each gets a token every {token_s:.2g} s: the machine computes all"
             " it can",
-            why=f"computing is what holds them up, neither memory nor the limit: a larger {flag} would make each slower"
-            " and answer no more of them",
+            why=f"computing is what holds them up, not memory: a larger {flag} makes each slower still, and answers more"
+            " of them only as long as tokens/s grow with it",
             fix=Fix(why="send less at once, or put another server beside it; a smaller model or shorter answers are"
                     f" computed sooner. A smaller {flag} than {count} gives each request that runs more speed"),
         )  # fmt: skip
+        return
+    if max(running) != min(running):  # A limit shows as one number that is never passed.
         return
     fixes = list(_more_places(looked, count, flag))
     yield finding_of(
@@ -54,10 +58,18 @@ def held_up(looked: Looked) -> Iterator[Finding]:
     )  # fmt: skip
 
 
+def _lately(looked: Looked, figure: str) -> list[float]:
+    """The second half: a queue need not have been there when the look began."""
+    seen = looked.seen(figure)
+    return seen[len(seen) // 2 :] if len(seen) > 3 else seen
+
+
 def _token_s(looked: Looked) -> float | None:
     """Between two tokens of one request; None: not told."""
     if looked.grown("steps") > 0:
         return looked.grown("step_seconds") / looked.grown("steps")
+    if looked.engine not in TOLD_AT_THE_END and looked.grown("tokens") > 0:
+        return looked.seconds * fmean(looked.seen("running")) / looked.grown("tokens")
     steps = looked.grown("computed") if looked.engine in ("llama.cpp", "tgi") else 0.0
     return looked.seconds / steps if steps else None
 
@@ -119,7 +131,8 @@ def falling_behind(looked: Looked) -> Iterator[Finding]:
         "other", "not_memory", "medium", looked, figures=("waiting", "running", "kv_share", "tokens"),
         what=f"the queue grew from {int(waiting[0])} to {int(waiting[-1])} requests within {looked.seconds:.0f} s and"
         " never shrank: more arrives than is answered",
-        why="KV is not full and nothing was put back: the rate of requests is more than this server computes",
+        why=("KV is not full and nothing was put back" if looked.seen("kv_share") else "no sign of memory that is short")
+        + ": the rate of requests is more than this server computes",
         fix=Fix(why="send less at once, or put another server beside it; look again with --seconds 60 whether it was a"
                 " burst"),
     )  # fmt: skip

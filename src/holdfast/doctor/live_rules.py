@@ -74,7 +74,7 @@ def _stuck(looked: Looked) -> Iterator[Finding]:
     running = looked.seen("running")
     if not running or min(running) < 1 or looked.seconds < STUCK_S:
         return
-    stepwise = ("computed", "throughput", "steps") if looked.engine in TOLD_AT_THE_END else ("tokens", "computed")
+    stepwise = ("computed", "throughput") if looked.engine in TOLD_AT_THE_END else ("tokens", "computed")
     told = any(len(looked.seen(figure)) > 1 for figure in stepwise)
     if not told or any(len(set(looked.seen(figure))) > 1 for figure in MOVING):
         return

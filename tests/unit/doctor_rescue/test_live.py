@@ -189,6 +189,7 @@ def _sglang(**figures: list[float]) -> Looked:
         (_over(10, ["llamacpp:requests_processing 1\nllamacpp:tokens_predicted_total 7"] * 3), []),
         (_over(10, [f"tgi_batch_current_size 3\ntgi_request_generated_tokens_sum 5\ntgi_batch_inference_success "
                     f"{count}" for count in (1, 2, 3)]), []),
+        (_over(10, ["tgi_batch_current_size 3\ntgi_request_mean_time_per_token_duration_count 8"] * 3), []),
         (_over(10, ["tgi_batch_current_size 3\ntgi_queue_size 2\ntgi_batch_inference_success 8"] * 3),
          ["timeout_or_hang"]),
         (_over(10, [f"tgi_batch_current_size 3\ntgi_queue_size {4 * count}\ntgi_batch_inference_success {count}"
