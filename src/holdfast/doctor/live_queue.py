@@ -39,8 +39,8 @@ def held_up(looked: Looked) -> Iterator[Finding]:
             "other", "not_memory", "medium", looked, figures=("running", "waiting", "kv_share", "tokens"),
             what=f"{queue}{beside}: {count} run, and each gets a token every {token_s:.2g} s: the machine computes all"
             " it can",
-            why=f"computing is what holds them up, not memory: a larger {flag} makes each slower still, and answers more"
-            " of them only as long as tokens/s grow with it",
+            why=f"computing is what holds them up, not memory: a larger {flag} makes each slower still, and answers"
+            " more of them only as long as tokens/s grow with it",
             fix=Fix(why="send less at once, or put another server beside it; a smaller model or shorter answers are"
                     f" computed sooner. A smaller {flag} than {count} gives each request that runs more speed"),
         )  # fmt: skip
@@ -131,7 +131,7 @@ def falling_behind(looked: Looked) -> Iterator[Finding]:
         "other", "not_memory", "medium", looked, figures=("waiting", "running", "kv_share", "tokens"),
         what=f"the queue grew from {int(waiting[0])} to {int(waiting[-1])} requests within {looked.seconds:.0f} s and"
         " never shrank: more arrives than is answered",
-        why=("KV is not full and nothing was put back" if looked.seen("kv_share") else "no sign of memory that is short")
+        why=("KV is not full and nothing was put back" if looked.seen("kv_share") else "no sign that memory is short")
         + ": the rate of requests is more than this server computes",
         fix=Fix(why="send less at once, or put another server beside it; look again with --seconds 60 whether it was a"
                 " burst"),
