@@ -44,7 +44,7 @@ _ERRORS = (
 def screen() -> Screen:
     book = rulebook()
     frames = (literal for mark in book.frames for literal in mark.pattern.literals)
-    quoted = (literal for pattern in book.quoted for literal in pattern.literals)
+    quoted = (word for pattern in book.quoted for word in pattern.literals if not word.isalnum())
     return Screen((*book.literals, *_ERRORS), hints=frames, stops=quoted)
 
 

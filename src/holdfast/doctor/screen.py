@@ -47,7 +47,8 @@ class Screen:
         """Hints alone make no line worth reading, but another kind. What stands behind a stop makes no kind at all:
         it is somebody's words.
         """
-        stopping, enough = frozenset(stops), {*literals, *stops}
+        stopping = frozenset(stops)
+        enough = {*literals, *stopping}
         self._literals = sorted({*enough, *hints})
         entries = sorted(
             (first, second, delta, ahead, number)
