@@ -122,7 +122,7 @@ def test_the_screen_finds_each_literal_wherever_it_begins() -> None:
 
 
 def test_what_stands_behind_a_stop_makes_no_kind() -> None:
-    made = Screen(("out of memory", "no such file"), stops=("prompt: '",))
+    made = Screen(("out of memory", "no such file"), stops=iter(("prompt: '",)))
     found = made.lines(b"prompt: 'out of memory'\nprompt: 'no such file'\nprompt: 'x'\nout of memory\n")
     assert len(set(found.kinds.tolist()[:3])) == 1
     assert found.kinds[3] != found.kinds[0]
