@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from functools import cache
 
 from holdfast.config import EngineConfig, ServerConfig
+from holdfast.config.absent import asks_nothing
 from holdfast.config.engine import REFUSED as ENGINE_REFUSED
 from holdfast.config.server import REFUSED as SERVER_REFUSED
 from holdfast.doctor.commands import Flag, ServerCommand
@@ -81,6 +82,8 @@ def _unknown(command: ServerCommand, version: str | None) -> Iterator[Finding]:
         spelled = command.words[start].partition("=")[0]
         name = flag.name
         if engine == "holdfast" and name in _REFUSED:
+            if asks_nothing(name.replace("-", "_"), flag.value if flag.values else True):
+                continue
             yield found(
                 "bad_flag", "not_memory", "high", what=f"Holdfast refuses {spelled}", why=_REFUSED[name],
                 evidence=_evidence(command, flag), fixes=[changed(command, {spelled: None}, f"without {spelled}")],

@@ -57,6 +57,6 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
     missing: list[str] = []
     """What would make the answer surer, as something to paste or run."""
     seen: list[str] = []
-    """What was looked at and measured, in words, when nothing is wrong too: the machine that was planned for, its budget
-    and what is left; a server's requests, KV and tokens per second."""
+    """What was looked at and measured, in words, also when nothing is wrong: the machine that was planned for, its
+    budget and what is left; a server's requests, KV and tokens per second."""
     version: int = 1

@@ -18,7 +18,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from holdfast.doctor.commands import Flag, ServerCommand, parse_command
-from holdfast.doctor.judge_flags import NEAR, known_flags
+from holdfast.doctor.flag_lists import NEAR
+from holdfast.doctor.judge_flags import known_flags
 from holdfast.doctor.records import Finding, Fix
 from holdfast.doctor.spellings import MODEL_FLAGS, canonical
 from holdfast.errors import ConfigurationError
@@ -162,12 +163,12 @@ def check_keep(started: Started, keep: Iterable[str]) -> None:
 
 def _corrected(command: ServerCommand, fix: Fix) -> Fix:
     """Instead of without a flag that is misspelt: with the one that is near it."""
-    wrong = {name: near for name, value in fix.changes.items() if value is None and (near := _near(command, name))}
+    wrong = {name: found for name, value in fix.changes.items() if value is None and (found := _near(command, name))}
     if not wrong or len(fix.changes) > len(wrong):
         return fix
     changes: dict[str, str | None] = {}
-    for name, (flag, near) in wrong.items():
-        changes |= {name: None, f"--{near}": " ".join(flag.values)}
+    for name, (flag, meant) in wrong.items():
+        changes |= {name: None, f"--{meant}": " ".join(flag.values)}
     return Fix(changes=changes, why=f"{', '.join(wrong)} is misspelt: --{next(iter(wrong.values()))[1]} is what it has")
 
 
