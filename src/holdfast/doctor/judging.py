@@ -29,6 +29,7 @@ _FIRST = ("failed to start", "hit an exception", "encountered a fatal error")
 """Words of lines that come before the traceback they pass on."""
 _TORN = "the rest of the log: it ends inside a traceback, before the error itself"
 _REST = "the rest of the log: it ends while the server is still starting, with no error in it"
+_ENDED = "the server was stopped in order, as the end of its log tells: it does not serve now, and nothing failed"
 _START = "the log from the start of the server: its phase, version and settings are told there"
 _NOTHING = (
     "a log of an inference server: nothing in this text is known, or it is empty"
@@ -90,6 +91,7 @@ def diagnosis(scene: Scene) -> Diagnosis:
         healthy=healthy,
         findings=findings,
         missing=missing,
+        seen=[_ENDED] if healthy and all("ended" in run.tags for run in scene.final_runs) else [],
     )
 
 
