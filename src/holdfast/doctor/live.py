@@ -85,19 +85,18 @@ def examine(
     refused = [
         (asked, status) for asked, status in (*answers, ("POST /v1/completions", streaming)) if status in KEY_WANTED
     ]
-    # With its metrics read, a list of models that is kept back takes nothing from the answer.
-    if refused and (not samples or stream or health.status in KEY_WANTED):
-        findings = [key_wanted(address, refused, given=bool(key))]
-    elif health.status != OK or sleeping:
+    if sleeping or health.status not in (OK, *KEY_WANTED):
         findings = [not_ready(address, health.status, said)]
+    # With its metrics read, a list of models that is kept back takes nothing from the answer.
+    elif refused and (not samples or stream or health.status in KEY_WANTED):
+        findings = [key_wanted(address, refused, given=bool(key))]
     else:
         findings = findings_of(looked)
-    odd = looked.no_numbers
-    missing = list(_missing(looked, refused))
+    well = health.status == OK and not looked.no_numbers
     return Diagnosis(
         engine=engine, engine_version=version, command=None, phase="serve" if health.status == OK else None,
-        healthy=all(one.cause in ADVICE for one in findings) and health.status == OK and not odd, findings=findings,
-        missing=missing, seen=list(seen_of(looked)),
+        healthy=well and all(one.cause in ADVICE for one in findings), findings=findings,
+        missing=list(_missing(looked, refused)), seen=list(seen_of(looked)),
     )  # fmt: skip
 
 

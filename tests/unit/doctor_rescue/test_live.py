@@ -279,7 +279,7 @@ def test_a_server_that_loads_is_not_ready_yet() -> None:
 @pytest.mark.parametrize(
     ("pages", "what"),
     [
-        ({"/health": (503, '{"status": "draining", "reason": "the server is shutting down"}')}, "shutting down"),
+        ({"/health": (503, '{"status": "draining", "reason": "x"}'), "/metrics": (401, "")}, "shutting down"),
         ({"/health": (503, '{"status": "dead", "reason": "x"}')}, "its engine is gone"),
         ({"/health": (200, '{"status": "sleeping"}')}, "sleeps"),
         ({"/health": (200, ""), "/is_sleeping": (200, '{"is_sleeping": true}')}, "sleeps"),
