@@ -15,7 +15,7 @@ from holdfast.doctor.formulas import filled
 from holdfast.doctor.lines import read_line
 from holdfast.doctor.own import own_fixes, refined
 from holdfast.doctor.planned import Case, checked
-from holdfast.doctor.records import Diagnosis, Evidence, Finding, Fix, Phase, RootCause
+from holdfast.doctor.records import ENDED_IN_ORDER, Diagnosis, Evidence, Finding, Fix, Phase, RootCause
 from holdfast.doctor.rulebook import Cause, Rule, rulebook
 from holdfast.doctor.running_out import judge as judge_memory
 from holdfast.doctor.running_out import phase_of
@@ -29,7 +29,6 @@ _FIRST = ("failed to start", "hit an exception", "encountered a fatal error")
 """Words of lines that come before the traceback they pass on."""
 _TORN = "the rest of the log: it ends inside a traceback, before the error itself"
 _REST = "the rest of the log: it ends while the server is still starting, with no error in it"
-_ENDED = "the server was stopped in order, as the end of its log tells: it does not serve now, and nothing failed"
 _START = "the log from the start of the server: its phase, version and settings are told there"
 _NOTHING = (
     "a log of an inference server: nothing in this text is known, or it is empty"
@@ -91,7 +90,7 @@ def diagnosis(scene: Scene) -> Diagnosis:
         healthy=healthy,
         findings=findings,
         missing=missing,
-        seen=[_ENDED] if healthy and all("ended" in run.tags for run in scene.final_runs) else [],
+        seen=[ENDED_IN_ORDER] if healthy and all("ended" in run.tags for run in scene.final_runs) else [],
     )
 
 

@@ -11,6 +11,9 @@ RootCause = Literal[
     "configuration_overshoot", "kv_blowout", "concurrency_misjudged", "does_not_fit", "not_memory"
 ]  # fmt: skip
 
+ENDED_IN_ORDER = "the server was stopped in order, as its log ends: it does not serve now, and nothing failed"
+"""Among what was seen."""
+
 
 class Evidence(msgspec.Struct, frozen=True, kw_only=True):
     """A line as it stood there, without its colours."""

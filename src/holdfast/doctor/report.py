@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from holdfast.doctor.records import Diagnosis, Finding, Fix
+from holdfast.doctor.records import ENDED_IN_ORDER, Diagnosis, Finding, Fix
 from holdfast.doctor.redact import without_secrets
 
 ALTERNATIVES_SHOWN = 4
@@ -21,7 +21,8 @@ _EVIDENCE_WIDTH = 300
 def lines(diagnosis: Diagnosis, *, width: int = 100) -> Iterator[str]:
     yield _heading(diagnosis)
     if diagnosis.healthy:
-        yield "Nothing is wrong: the server started and serves."
+        ended = ENDED_IN_ORDER in diagnosis.seen
+        yield "Nothing is wrong." if ended else "Nothing is wrong: the server started and serves."
     elif not diagnosis.findings:
         yield "Nothing was found, and nothing says that the server is well."
     for one in diagnosis.seen:
