@@ -21,7 +21,7 @@ install: $(STAMPS)/dev ## make the environment at .venv, with what development n
 serve: $(STAMPS)/runtime ## from nothing to a server on 127.0.0.1:8000 (make serve ARGS="--port 9000")
 	@exec $(VENV)/bin/holdfast serve $(ARGS)
 
-test: $(STAMPS)/dev test-tools ## lint and the suite, about 12 minutes on 2 cores (ARGS go to pytest)
+test: $(STAMPS)/dev test-tools ## lint and the suite, about 10 minutes on 2 cores (ARGS go to pytest)
 	@scripts/check.sh quick $(ARGS)
 
 test-all: $(STAMPS)/dev test-tools ## the same with the long runs: an hour or more
