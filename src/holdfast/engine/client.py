@@ -36,7 +36,16 @@ from holdfast.engine.teaching import Teaching
 from holdfast.errors import DrainingError, EngineDiedError, EngineError, HoldfastError, SleepingError
 from holdfast.observability.ledger import Ledger, asleep_ledger, make_ledger
 from holdfast.planner import Plan
-from holdfast.records import AdapterRef, AnswerDelta, EngineInfo, EngineOutput, EngineStats, Failure, SamplingParams
+from holdfast.records import (
+    AdapterRef,
+    AnswerDelta,
+    EngineInfo,
+    EngineOutput,
+    EngineStats,
+    Failure,
+    Request,
+    SamplingParams,
+)
 from holdfast.text import Tokenizer
 
 log = logging.getLogger("holdfast")
@@ -286,7 +295,22 @@ class ProcessEngine:
             requests = [self._open[name][0].resumed() for name in names]
             if any(request.params.structured_outputs is not None for request in requests):
                 self._teaching.now(self._child, self._send)
-            self._send(messages.Add(requests))
+            try:
+                self._send(messages.Add(requests))
+            except (OverflowError, TypeError, ValueError):
+                self._hand_over_each(requests)
+
+    def _hand_over_each(self, requests: list[Request]) -> None:
+        """One of them cannot be put into words for the engine: it ends alone, whatever it holds."""
+        for request in requests:
+            try:
+                self._send(messages.Add([request]))
+            except (OverflowError, TypeError, ValueError) as error:
+                log.error("request %s cannot be handed to the engine: %s", request.request_id, error)
+                self._end(
+                    request.request_id,
+                    EngineError(f"the request cannot be handed to the engine: {error}", request_id=request.request_id),
+                )
 
     async def _launch(self) -> None:
         """Returns with a ready engine, or raises what kept it from becoming one."""

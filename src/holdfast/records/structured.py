@@ -26,6 +26,11 @@ MAX_CHOICES = 4096
 MAX_CHOICE_CHARS = 64 << 10
 """Of all of them together."""
 
+LEAST_WHOLE, MOST_WHOLE = -(1 << 63), (1 << 64) - 1
+MOST_AS_FLOAT = 10**300
+"""Of a bound."""
+_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+
 _BLANK = re.compile(
     r"(?:[ \t\r\n]|\\[nrts ]|\\x(?:20|0[9aAdD])|\\u00(?:20|0[9aAdD])|\[(?!\^)|\]|\((?:\?:)?|[)|?*+]|\{\d+(?:,\d*)?\})+"
 )
@@ -158,7 +163,23 @@ def _object(field: str, given: Any) -> dict[str, Any]:
     plain: dict[str, Any] = msgspec.json.decode(encoded)
     if _deeper_than(plain, MAX_DEPTH):
         raise _too_large(field, f"more than {MAX_DEPTH} levels", f"at most {MAX_DEPTH} levels of lists and objects")
+    _settle_numbers(field, plain)
     return plain
+
+
+def _settle_numbers(field: str, value: Any) -> None:
+    """Whole numbers of more than 64 bits are what no message to the engine holds: bounds become floats, others are
+    refused. No deeper than MAX_DEPTH, which was looked at before."""
+    for key, one in list(value.items() if isinstance(value, dict) else enumerate(value)):
+        if isinstance(one, dict | list):
+            _settle_numbers(field, one)
+        elif isinstance(one, int) and not LEAST_WHOLE <= one <= MOST_WHOLE:
+            if key not in _BOUNDS or abs(one) > MOST_AS_FLOAT:
+                raise RequestError(
+                    f"{field} holds a whole number of more than 64 bits", needed=f"{LEAST_WHOLE} to {MOST_WHOLE}",
+                    found=f"at {shorten(str(key))}", field=field,
+                )  # fmt: skip
+            value[key] = float(one)
 
 
 def _deeper_than(value: Any, levels: int) -> bool:

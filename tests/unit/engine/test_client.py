@@ -209,6 +209,23 @@ async def test_one_unreadable_answer_ends_alone(engine, harbour, monkeypatch) ->
     await good.aclose()
 
 
+async def test_what_cannot_be_put_into_words_ends_alone(engine, harbour, monkeypatch) -> None:
+    send = harbour.last.send
+
+    def sent(message: messages.ToEngine) -> None:
+        if isinstance(message, messages.Add) and any(one.request_id == "odd" for one in message.requests):
+            raise OverflowError("can't serialize integers >64 bits")
+        send(message)
+
+    monkeypatch.setattr(harbour.last, "send", sent)
+    odd, plain = await ask(engine, "odd"), await ask(engine, "plain")
+    with pytest.raises(EngineError, match="cannot be handed to the engine"):
+        await anext(odd)
+    harbour.last.tell(token("plain", 5))
+    assert (await anext(plain)).token_ids == [5]
+    assert engine.unfinished == 1
+
+
 async def test_times_are_those_of_the_first_engine(engine, harbour) -> None:
     stream = await ask(engine, "a")
     first = RequestTiming(arrival_s=1.0, scheduled_s=2.0, first_token_s=3.0, finished_s=3.0)

@@ -116,6 +116,22 @@ def test_what_is_wrong_is_refused_by_its_field_and_shortly(given: dict[str, Any]
     assert len(str(caught.value)) < 600
 
 
+def test_whole_numbers_that_no_message_holds() -> None:
+    """Bounds are as good as floats; elsewhere they would be another number."""
+    given = {
+        "type": "integer",
+        "minimum": -(1 << 64),
+        "properties": {"a": {"maximum": 1 << 64}},
+        "enum": [(1 << 64) - 1],
+    }
+    made = StructuredOutputsParams(json=given)
+    assert made.json == {**given, "minimum": -float(1 << 64), "properties": {"a": {"maximum": float(1 << 64)}}}
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(made), type=StructuredOutputsParams) == made
+    for wrong in ({"enum": [1 << 64]}, {"title": 1 << 64}, {"maximum": 10**400}, {"a": [{"b": -(1 << 63) - 1}]}):
+        with pytest.raises(RequestError, match="more than 64 bits"):
+            StructuredOutputsParams(json=wrong)
+
+
 def test_as_deep_as_allowed() -> None:
     assert StructuredOutputsParams(json=nested(MAX_DEPTH)).kind == "json"
 
