@@ -29,6 +29,14 @@ _FIRST = ("failed to start", "hit an exception", "encountered a fatal error")
 """Words of lines that come before the traceback they pass on."""
 _TORN = "the rest of the log: it ends inside a traceback, before the error itself"
 _REST = "the rest of the log: it ends while the server is still starting, with no error in it"
+_QUOTED = 160
+"""Characters of an error that are shown."""
+_OF_MEMORY = re.compile(
+    r"(?i)out of memory|\boom\b|\w*alloc(?:at|\b|_)|\d ?[gm]i?b\b|\bkv.cache\b|\bvram\b"
+    r"|\b(?:gpu|free|insufficient|enough) memory"
+)
+_NOT_KNOWN = "it is not known; nothing in the log says that memory is the matter"
+_MEMORY_NOT_KNOWN = "which cause it is, is not known; but the error speaks of memory, so memory may be the matter"
 _START = "the log from the start of the server: its phase, version and settings are told there"
 _NOTHING = (
     "a log of an inference server: nothing in this text is known, or it is empty"
@@ -257,15 +265,22 @@ def _unexplained(scene: Scene, missing: list[str]) -> Finding | None:
         return None
     shown: list[Evidence] = (errors or wrappers)[:UNKNOWN_EVIDENCE]
     what = (
-        f"something failed that no rule knows; the first error is: {shown[0].line[-160:].strip()}"
+        f"something failed that no rule knows; the first error is: {_quoted(shown[0].line)}"
         if errors
         else "the log has only the line that passes an error on, not the error"
     )
     cause = rulebook().causes["other"]
+    memory = any(_OF_MEMORY.search(one.line) for one in (*errors, *wrappers))
     return Finding(
-        code=cause.code, root_cause="not_memory", cause="other", confidence="low", what=what, evidence=shown,
-        why="it is not known; nothing in the log says that memory is the matter",
+        code=cause.code, root_cause="configuration_overshoot" if memory else "not_memory", cause="other",
+        confidence="low", what=what, evidence=shown, why=_MEMORY_NOT_KNOWN if memory else _NOT_KNOWN,
     )  # fmt: skip
+
+
+def _quoted(line: str) -> str:
+    """From its beginning, where a message says what it is about."""
+    text = read_line(line, 0).text.strip() or line.strip()
+    return text if len(text) <= _QUOTED else f"{text[:_QUOTED].rstrip()}…"
 
 
 def _offload_unused(scene: Scene) -> Finding | None:

@@ -42,6 +42,8 @@ _PREFIXES = tuple(
         r"[EWIF]\d{4} \d\d:\d\d:\d\d\.\d+ +\d+ [\w./-]+:\d+\] ",  # glog, klog
     )
 )
+_CLOCK_ERROR = re.compile(r"(?:^|[ |])\d+\.\d\d\.\d{3}\.\d{3} E ")
+"""llama-server's clock with the letter of an error."""
 _PROCESS = re.compile(
     r"\(?\b((?:APIServer|EngineCore|VllmWorker|Worker|RayWorker|pid=|ApiServer)[\w.:=+, -]*)\) ?"
     r"|\(\w[\w.:-]* pid=\d+(?:, ip=[\w.:]+)?\) ?|\(raylet\) "
@@ -124,6 +126,8 @@ def _read(raw: str, number: int) -> Line:
         told = _LEVEL.match(text.lstrip()[:120])
         if told is not None:
             level, text = told[1], text.lstrip()[told.end() :]
+    if not level and " E " in whole and _CLOCK_ERROR.search(whole[: len(whole) - len(text)]) is not None:
+        level = "ERROR"
     return Line(number, whole, text, process, "WARNING" if level == "WARN" else level, style)
 
 

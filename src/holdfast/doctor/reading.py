@@ -18,6 +18,7 @@ from holdfast.doctor.lines import Line, read_lines
 from holdfast.doctor.rulebook import rulebook
 from holdfast.doctor.screen import LOOKED_BYTES, Integers, Screen, Screened
 from holdfast.doctor.sources import BLOCK_BYTES, blocks
+from holdfast.doctor.wrapped import LOOKED, may_go_on, whole
 
 __all__ = ["LOOKED_BYTES", "Sift", "blocks", "screen", "worth_reading"]
 
@@ -35,7 +36,8 @@ KINDS_HELD = 100_000
 _ERRORS = (
     "Error", "ERROR", "Exception", "Traceback", 'File "', "File /", "File <", "--> ", "FATAL", "CRITICAL", "Interrupt",
     "SystemExit", "StopIteration", "Segmentation fault", "core dumped", "Aborted", "Bus error", "SIGSEGV", "SIGABRT",
-    "panicked at", "terminate called",
+    "panicked at", "terminate called", "ROCm error", "HIP error", "HSA_STATUS_ERROR", "error loading model: ",
+    " E srv ", " E llama_", " E gguf_", " E ggml_", " E cmn ",
 )  # fmt: skip
 """How errors look that no rule knows, and tracebacks."""
 
@@ -95,7 +97,10 @@ class Sift:
             found.starts[chosen].tolist(), found.ends[chosen].tolist(), found.numbers[chosen].tolist(), strict=True
         ):
             text = block[start : min(end, start + LOOKED_BYTES)].decode("utf-8", "replace")
-            for line in read_lines(text, self._number + number):
+            lines = read_lines(text, self._number + number)
+            if len(lines) == 1 and may_go_on(lines[0]):
+                lines = [whole(lines[0], block[end + 1 : end + 1 + LOOKED].decode("utf-8", "replace"))]
+            for line in lines:
                 self._keep(line)
         self._number += block.count(b"\n")
 

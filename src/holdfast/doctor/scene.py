@@ -21,6 +21,7 @@ _HEADER = "Traceback (most recent call last)"
 _ERROR = re.compile(
     r"^(?:[\w.]+\.)?(?P<name>[A-Z]\w*(?:Error|Exception|Interrupt|Exit)|Exception|AssertionError|StopIteration)(?::|$)"
     r"|(?:Segmentation fault|core dumped|Aborted|Bus error|SIGSEGV|SIGABRT|panicked at|terminate called)"
+    r"|\b(?:ROCm|HIP) error\b|HSA_STATUS_ERROR|error loading model: \S"
 )
 _MARKERS = re.compile(r"^\s*[\^~]+\s*$")
 _CHAINED = re.compile(r"(?:The above exception was the direct cause|During handling of the above exception)")

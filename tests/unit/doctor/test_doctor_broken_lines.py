@@ -1,0 +1,77 @@
+"""Messages that were broken over several lines, and what is said of an error that no rule knows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from holdfast.doctor import diagnose
+from holdfast.doctor.records import Diagnosis
+
+FREE = (
+    "(EngineCore pid=7) ValueError: Free memory on device cuda:0 (3.10/79.25 GiB) on startup is less than desired GPU"
+    " memory utilization (0.9, 71.33 GiB). Decrease GPU memory utilization or reduce GPU memory used by others."
+)
+
+
+def said(folder: Path, text: str) -> Diagnosis:
+    path = folder / "server.log"
+    path.write_bytes(text.encode())
+    return diagnose([str(path)])
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+@pytest.mark.parametrize("width", [70, 80, 90, 100])
+def test_a_message_broken_at_the_width_of_a_terminal_is_read_whole(tmp_path: Path, width: int, end: str) -> None:
+    broken = end.join(FREE[at : at + width] for at in range(0, len(FREE), width))
+    found = said(tmp_path, broken + end)
+    assert found.findings[0].cause == said(tmp_path, FREE + "\n").findings[0].cause
+    assert found.findings[0].numbers["wanted_gib"] == 71.33
+
+
+def test_a_message_broken_between_words_keeps_the_numbers_of_its_last_line(tmp_path: Path) -> None:
+    found = said(
+        tmp_path,
+        "ValueError: To serve at least one request with the model's max seq len (65536),\n"
+        "8.0 GiB KV cache is needed, which is larger than the available KV cache memory (3.1 GiB).\n"
+        "Based on the available memory, the estimated maximum model length is 25392.\n",
+    )
+    assert found.findings[0].cause == "kv_cache_too_small_for_max_len"
+    assert found.findings[0].numbers["estimated"] == 25392
+
+
+def test_an_error_is_not_joined_with_that_of_another_process(tmp_path: Path) -> None:
+    broken = f"{FREE[:80]}\n(APIServer pid=1) {FREE[80:]}\n"
+    assert said(tmp_path, broken).findings[0].cause == "other"
+
+
+@pytest.mark.parametrize(
+    ("line", "memory"),
+    [
+        ("RuntimeError: the arena wants 12 GiB more than there are", True),
+        ("RuntimeError: could not allocate a page for the pool", True),
+        ("RuntimeError: the flux is not aligned", False),
+    ],
+)
+def test_an_unknown_error_that_speaks_of_memory_is_not_said_to_be_none(tmp_path: Path, line: str, memory: bool) -> None:
+    finding = said(tmp_path, f"{line}\n").findings[0]
+    assert finding.cause == "other"
+    assert ("nothing in the log says" in finding.why) is not memory
+    assert (finding.root_cause == "not_memory") is not memory
+
+
+def test_a_long_error_is_quoted_from_its_beginning(tmp_path: Path) -> None:
+    finding = said(tmp_path, f"RuntimeError: the flux is not aligned {'x' * 400}\n").findings[0]
+    assert "RuntimeError: the flux is not aligned" in finding.what
+    assert finding.what.endswith("…")
+
+
+def test_a_line_of_llama_server_with_the_letter_of_an_error_is_one(tmp_path: Path) -> None:
+    found = said(
+        tmp_path,
+        "0.00.683.797 I srv    load_model: loading model '/models/a.gguf'\n"
+        "0.00.750.018 E llama_model_load: the flux is not aligned\n",
+    )
+    assert found.findings[0].cause == "other"
+    assert "the flux is not aligned" in found.findings[0].what
