@@ -14,7 +14,8 @@ import holdfast
 from holdfast.errors import HoldfastError, printable
 
 _SECRETS = ("--api-key",)
-_HIDDEN = "***"
+_HIDDEN = '"${API_KEY:?}"'
+"""What a shell puts in, and stops at where it is not set."""
 
 
 def command_line(words: Sequence[str]) -> str:
@@ -26,8 +27,8 @@ def command_line(words: Sequence[str]) -> str:
             shown.append(_HIDDEN)
         else:
             secret = flag in _SECRETS and not equals
-            shown.append(f"{flag}={_HIDDEN}" if flag in _SECRETS and equals else word)
-    return printable(shlex.join(shown))
+            shown.append(f"{flag}={_HIDDEN}" if flag in _SECRETS and equals else shlex.quote(word))
+    return printable(" ".join(shown))
 
 
 def say_why(error: BaseException, words: Sequence[str]) -> None:

@@ -19,8 +19,10 @@ from holdfast.doctor.python_calls import parse_call, written_call
 from holdfast.doctor.shell import OpenQuote, Word, is_redirect, quoted, split
 from holdfast.doctor.spellings import BOOLEAN_STARTS, BOOLEANS, MANY_VALUED, MODEL_FLAGS, canonical
 
-HIDDEN = "***"
-"""Stands in what is printed for a key or a token."""
+HIDDEN = '"${API_KEY:?}"'
+"""Stands in what is printed for a key: a shell puts it in, and stops where it is not set. A word in its place would be
+taken for the key itself."""
+_HIDDEN_IN_PYTHON = 'os.environ["API_KEY"]'
 _SECRET_FLAGS = ("api-key", "admin-api-key", "hf-token", "ssl-keyfile-password", "ssl-key-password")
 _SECRET_VARIABLE = re.compile(r"(?i)(?:_|^)(?:token|key|secret|passw\w*|credentials?)s?$")
 _ASSIGNED = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=")
@@ -127,9 +129,9 @@ class ServerCommand:
         if at in self.spelled:
             return self.spelled[at]
         if secret is False:
-            return quoted(HIDDEN)
+            return HIDDEN
         if secret:
-            return quoted(f"{word.partition('=')[0]}={HIDDEN}") if "=" in word else word
+            return f"{word.partition('=')[0]}={HIDDEN}" if "=" in word else word
         return _assigned(word)
 
 
@@ -278,14 +280,15 @@ def _assigned(word: str) -> str:
     """A word for a shell, without its secret."""
     name, equals, value = word.partition("=")
     if equals and value and _ASSIGNED.match(word) and _SECRET_VARIABLE.search(name):
-        return f"{name}={quoted(HIDDEN)}"
+        return f'{name}="${{{name}:?}}"'
     return quoted(word)
 
 
 def _change(slots: list[list[str]], command: ServerCommand, name: str, value: str | None) -> None:
     """In place: a slot for each word of the command, empty where it is taken away."""
     wanted = canonical(command.engine, name)
-    value = HIDDEN if value and wanted in _SECRET_FLAGS else value
+    secret = bool(value) and wanted in _SECRET_FLAGS
+    shown = HIDDEN if secret else None if value is None else quoted(value)
     placed = False
     for flag in command.flags:
         start, end = flag.words
@@ -295,19 +298,24 @@ def _change(slots: list[list[str]], command: ServerCommand, name: str, value: st
         for at in range(start, end):
             slots[at] = []
         if value is not None and not placed:
-            new = [spelled] if not value else [f"{spelled}={value}"] if joined else [spelled, value]
-            slots[start] = [quoted(word) for word in new]
+            if secret and joined:
+                slots[start] = [f"{spelled}={shown}"]
+            else:
+                joint = [quoted(f"{spelled}={value}")] if joined else [quoted(spelled), shown or ""]
+                slots[start] = joint if value else [quoted(spelled)]
             placed = True
     if value is not None and not placed:
         flag_word = name if name.startswith("-") else f"--{wanted}"
-        slots.append([flag_word, quoted(value)] if value else [flag_word])
+        slots.append([flag_word, shown or ""] if value else [flag_word])
 
 
 def _called(command: ServerCommand, changes: Mapping[str, str | None]) -> str:
     """The call anew, its keywords in their order."""
-    keywords = {flag.name: HIDDEN if flag.name in _SECRET_FLAGS else flag.value or "" for flag in command.flags}
+    secret = {flag.name for flag in command.flags if flag.name in _SECRET_FLAGS}
+    keywords = {flag.name: _HIDDEN_IN_PYTHON if flag.name in secret else flag.value or "" for flag in command.flags}
     changed = {canonical(command.engine, name) for name in changes}
-    kept = [flag.name.replace("-", "_") for flag in command.flags if flag.expression and flag.name not in changed]
+    raw = [flag.name for flag in command.flags if flag.name in secret or (flag.expression and flag.name not in changed)]
+    kept = [name.replace("-", "_") for name in raw]
     environment = {name: value for name, value in changes.items() if _is_variable(name) and value is not None}
     for name, value in changes.items():
         known = canonical(command.engine, name)

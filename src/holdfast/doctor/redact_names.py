@@ -36,7 +36,9 @@ _HARMLESS_NAMES = re.compile(
     r"|^-*keys$|public_key|authors?$|password_file"
 )
 _HEADERS = re.compile(r"authorization|cookie")
-_NOTHING = frozenset(("None", "null", "True", "False", "true", "false", "", "***", "(set)", GONE, "not", "EMPTY"))
+_NOTHING = frozenset(
+    ("None", "null", "True", "False", "true", "false", "", "${API_KEY:?}", "(set)", GONE, "not", "EMPTY")
+)
 _SCHEMES = frozenset(("bearer", "basic", "token", "apikey", "api-key", "digest", "negotiate", "key"))
 _NUMBER = re.compile(r"[\d.,]+\Z")
 _PLAIN = re.compile(r"[^\s,;)}\]'\"&]+")

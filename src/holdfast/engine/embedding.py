@@ -7,6 +7,7 @@ models. So it is a request that ends where its first token would have been sampl
 from __future__ import annotations
 
 import array
+import math
 import sys
 from collections.abc import Sequence
 
@@ -29,6 +30,11 @@ def numbers(embedding: bytes) -> list[float]:
     if sys.byteorder == "big":
         found.byteswap()
     return found.tolist()
+
+
+def finite(embedding: bytes) -> bool:
+    """Such that JSON has them all."""
+    return all(map(math.isfinite, numbers(embedding)))
 
 
 def embedding_output(output: RequestOutput, embedding: bytes | None) -> EmbeddingRequestOutput:

@@ -214,9 +214,11 @@ class ReadChatShape(ChatShape):
                 calls[event.call].function.arguments += event.text
         content = "".join(event.text for event in events if isinstance(event, Content))
         content = self._echo + content
-        message = AssistantMessage(content=content or (None if calls else ""))
+        thought = "".join(event.text for event in events if isinstance(event, Reasoning)) or None
+        # As vLLM has it: where there is something else than content, and no content, there is none.
+        forced = self._reading.use is not None and self._reading.use.forced
+        message = AssistantMessage(content=content or (None if calls or thought or forced else ""))
         if self._reading.thinking is not None and self._reading.shows_thoughts:
-            thought = "".join(event.text for event in events if isinstance(event, Reasoning)) or None
             message.reasoning_content = message.reasoning = thought
         if calls:
             message.tool_calls = calls

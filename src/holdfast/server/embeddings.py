@@ -16,7 +16,7 @@ from typing import cast
 
 import msgspec
 
-from holdfast.engine.embedding import PARAMS, numbers
+from holdfast.engine.embedding import PARAMS, finite, numbers
 from holdfast.engine.interface import Engine
 from holdfast.errors import EngineError, RequestError
 from holdfast.observability.metrics import ServingMetrics
@@ -136,6 +136,11 @@ class Embeddings:
                 await close()
         if delta.embedding is None:
             raise EngineError("the engine told no embedding", request_id=name)
+        if not finite(delta.embedding):
+            raise EngineError(
+                "the embedding holds numbers that are not finite: the weights or the adapter are at fault",
+                request_id=name,
+            )
         self._metrics.count_embedding(len(prompt), time.monotonic() - began_s)
         return _Embedded(delta.embedding, delta.cached_tokens)
 

@@ -60,11 +60,11 @@ V1 = "INFO 10-01 10:00:00 [api_server.py:1839] vLLM API server version {}\nINFO 
 GIVEN = {
     "old": (
         "INFO 08-01 10:00:00 api_server.py:339] vLLM API server version 0.6.3\nINFO 08-01 10:00:00 api_server.py:340] args: Namespace(subparser='serve', model_tag='q/w', config='', host='127.0.0.1', port=8000, api_key='sk-prod', lora_modules=[LoRAModulePath(name='sql', path='/a', base_model_name=None)], enable_auto_tool_choice=True, tool_call_parser='hermes', model='q/w', load_format='auto', dtype='auto', max_model_len=32768, served_model_name=['prod'], gpu_memory_utilization=0.9, ssl_keyfile='/k.pem', rope_scaling={'rope_type': 'yarn'}, tensor_parallel_size=1, enable_chunked_prefill=False)",
-        "vllm serve q/w --host 127.0.0.1 --api-key '***' --lora-modules sql=/a --enable-auto-tool-choice --tool-call-parser hermes --max-model-len 11200 --served-model-name prod --ssl-keyfile /k.pem --rope-scaling '{\"rope_type\": \"yarn\"}' --enable-chunked-prefill=False",
+        "vllm serve q/w --host 127.0.0.1 --api-key \"${API_KEY:?}\" --lora-modules sql=/a --enable-auto-tool-choice --tool-call-parser hermes --max-model-len 11200 --served-model-name prod --ssl-keyfile /k.pem --rope-scaling '{\"rope_type\": \"yarn\"}' --enable-chunked-prefill=False",
     ),
     "new": (
         V1.format("0.11.0", "{'model': 'q/w', 'enable_prefix_caching': False, 'served_model_name': ['a', 'b'], 'lora_modules': [LoRAModulePath(name='sql', path='/a', base_model_name=None)], 'max_model_len': 32768, 'compilation_config': {'level': 3}, 'api_key': ['k1', 'k2'], 'limit_mm_per_prompt': {'image': 2}}"),
-        "vllm serve q/w --no-enable-prefix-caching --served-model-name a b --lora-modules sql=/a --max-model-len 11200 --compilation-config '{\"level\": 3}' --api-key '***' '***' --limit-mm-per-prompt '{\"image\": 2}'",
+        "vllm serve q/w --no-enable-prefix-caching --served-model-name a b --lora-modules sql=/a --max-model-len 11200 --compilation-config '{\"level\": 3}' --api-key \"${API_KEY:?}\" \"${API_KEY:?}\" --limit-mm-per-prompt '{\"image\": 2}'",
     ),
     "oldest": (
         "INFO 05-12 02:58:11 api_server.py:151] vLLM API server version 0.4.2\nINFO 05-12 02:58:12 llm_engine.py:98] Initializing an LLM engine (v0.4.2) with config: model='q/w', speculative_config=None, dtype=torch.bfloat16, max_seq_len=32768, tensor_parallel_size=1, quantization=None)",
@@ -160,7 +160,7 @@ SHELL = {
     "ExecStart=/v/bin/vllm serve q --api-key=$KEY": "/v/bin/vllm serve q --api-key=$KEY --seed 1",
     "sudo -E env A=1 nohup vllm serve q &": "sudo -E env A=1 nohup vllm serve q --seed 1 &",
     "bash -c 'exec vllm serve q'": "bash -c 'exec vllm serve q --seed 1'",
-    "HF_TOKEN=hf_x vllm serve q": "HF_TOKEN='***' vllm serve q --seed 1",
+    "HF_TOKEN=hf_x vllm serve q": "HF_TOKEN=\"${HF_TOKEN:?}\" vllm serve q --seed 1",
     "HF_TOKEN=$T vllm serve q": "HF_TOKEN=$T vllm serve q --seed 1",
     "image: vllm/vllm-openai:v0.4.2\nargs:\n- --model=q\n- --port\n- \"80\"\n": "python -m vllm.entrypoints.openai.api_server --model=q --port 80 --seed 1",
     "command: [\"vllm\", \"serve\", \"q\", \"--port\", \"80\"]": "vllm serve q --port 80 --seed 1",
@@ -179,7 +179,10 @@ def test_the_tag_of_an_image_is_the_version_and_variables_go_into_the_container(
     assert command is not None
     assert command.version == "0.6.3"
     changed = command.with_changes({"NCCL_DEBUG": "INFO"})
-    assert changed == "docker run -e NCCL_DEBUG=INFO --gpus all -e HF_TOKEN='***' vllm/vllm-openai:v0.6.3 --model q"
+    assert (
+        changed
+        == 'docker run -e NCCL_DEBUG=INFO --gpus all -e HF_TOKEN="${HF_TOKEN:?}" vllm/vllm-openai:v0.6.3 --model q'
+    )
 
 
 def test_a_misspelt_flag_is_put_right_and_its_secret_is_not_told() -> None:
@@ -189,5 +192,5 @@ def test_a_misspelt_flag_is_put_right_and_its_secret_is_not_told() -> None:
     ]
     [finding] = diagnose_lines(lines, "log").findings
     assert finding.fix is not None
-    assert finding.fix.command == "vllm serve q --max-model-len 4096 --api-key '***'"
+    assert finding.fix.command == 'vllm serve q --max-model-len 4096 --api-key "${API_KEY:?}"'
     assert finding.fix.why == "--max-model-len, --api-key is what it has"
