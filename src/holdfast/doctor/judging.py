@@ -119,7 +119,7 @@ def _candidates(scene: Scene) -> list[Candidate]:
             said_better = any(name in run.events for name in event.rule.yields_to)
             ended = event.trace is not None and event.trace.ended
             answered = event.rule.kind == "hint" and (ended or run.named)
-            if not run.tags.isdisjoint(event.rule.without):
+            if not run.tags.isdisjoint(event.rule.without) or _killed_after_an_error(run, event):
                 continue
             if said_better or answered or event.times < event.rule.least or _outlived(run, event):
                 continue
@@ -158,6 +158,12 @@ def _without_shadows(found: list[Candidate]) -> list[Candidate]:
 def _outlived(run: Run, event: Event) -> bool:
     """Said before the server was ready, and it became ready: it did not matter."""
     return event.rule.kind in ("fatal", "hint") and run.ready and not event.ready
+
+
+def _killed_after_an_error(run: Run, event: Event) -> bool:
+    """An engine that failed kills its own children: that they were killed does not say why."""
+    before = run.named and any((one.number or event.line) < event.line for one in run.unexplained)
+    return event.rule.id == "killed" and before and not run.ready
 
 
 def _candidate(scene: Scene, event: Event) -> Candidate:
@@ -303,7 +309,7 @@ def _from_statistics(scene: Scene, causes: set[str]) -> list[Finding]:
     """What the figures of a running server show that no single line does."""
     found = []
     statistics = scene.statistics
-    decay = statistics.decay()
+    decay, stands = statistics.decay(), statistics.stands()
     asked_for = scene.settings.values.get("enable-prefix-caching") == "True"
     unused = statistics.unused_prefixes() if asked_for else None
     share, at_once = scene.settings.number("gpu-memory-utilization"), scene.numbers.get("concurrency")
@@ -311,6 +317,7 @@ def _from_statistics(scene: Scene, causes: set[str]) -> list[Finding]:
     low = low and (share or 1) < LOW_UTILIZATION and (at_once or FEW_AT_ONCE) < FEW_AT_ONCE
     shown = (
         ("starved_kv", statistics.starved, {"samples": float(statistics.full_and_waiting)}),
+        ("queue_stands", stands is not None, stands or {}),
         ("decayed", decay is not None, {} if decay is None else {"before": decay[0], "after": decay[1]}),
         ("unused_prefixes", unused is not None, {} if unused is None else {"hit_percent": unused}),
         ("utilization_low", low, {"utilization": share or 0.0, "concurrency": at_once or 0.0}),

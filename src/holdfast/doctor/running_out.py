@@ -61,11 +61,14 @@ def judge(event: Event, scene: Scene) -> Verdict:
         phase, confidence = "capture", "high"
     if phase is None and DIED_SERVING in scene.run.tags:
         phase, confidence = "serve", "medium"
+    if phase is None and scene.run.phase == "load" and not scene.run.ready:
+        phase, confidence = "load", "medium"  # The bar of the shards comes late, from another stream.
     whole = "total_gib" in event.numbers and not event.numbers.keys().isdisjoint(("reserved_gib", "reserved_all_gib"))
     if not whole and confidence == "high":
         confidence = "medium"  # The line was cut short, or tells little.
-    if event.trace is not None and event.trace.torn:
-        confidence = "medium"
+    torn, placed = (False, False) if event.trace is None else (event.trace.torn, event.trace.phase is not None)
+    if torn or (not placed and len(scene.engines.keys() - {"llama.cpp"}) > 1):
+        confidence = "medium" if confidence == "high" else confidence  # Or another engine's lines told the phase.
     total, tried = numbers.get("total_gib"), numbers.get("tried_gib", 0.0)
     if total is not None and tried > 2 * total:
         return Verdict("oom_quadratic", phase, "high")

@@ -24,6 +24,8 @@ ENOUGH = 30
 FULL_PERCENT = 95.0
 """From which on, while others wait, it is KV that they wait for."""
 SOME_FULL = 6
+REPORTS, FEW_RUNNING, MANY_WAITING = 3, 2, 8
+"""A queue that stands: so many reports at least, so few requests that run and so many that wait in each."""
 TOGETHER = 2
 """Requests at once, at least, for speeds to be compared: one alone is idle between its steps."""
 DECAYED = 0.4
@@ -81,6 +83,17 @@ class Statistics:
     def starved(self) -> bool:
         """KV full while requests wait, for more than a moment."""
         return self.full_and_waiting >= SOME_FULL
+
+    def stands(self) -> dict[str, float] | None:
+        """Few run and many wait in every report, with KV to spare: the queue does not move."""
+        few = all(
+            one.running <= FEW_RUNNING and one.waiting >= MANY_WAITING and one.kv_percent < FULL_PERCENT
+            for one in self.samples
+        )
+        if len(self.samples) < REPORTS or not few:
+            return None
+        last = self.samples[-1]
+        return {"running": float(last.running), "waiting": float(last.waiting), "samples": float(len(self.samples))}
 
     def decay(self) -> tuple[float, float] | None:
         """Tokens a second in the first and the last third under the same load, where it fell and stayed down."""

@@ -75,3 +75,45 @@ def test_a_line_of_llama_server_with_the_letter_of_an_error_is_one(tmp_path: Pat
     )
     assert found.findings[0].cause == "other"
     assert "the flux is not aligned" in found.findings[0].what
+
+
+def test_an_error_before_a_kill_is_the_error(tmp_path: Path) -> None:
+    found = said(tmp_path, "RuntimeError: the flux is not aligned\nworker exited with code -9\n")
+    assert [finding.cause for finding in found.findings] == ["other"]
+    assert said(tmp_path, "worker exited with code -9\n").findings[0].cause == "host_ram_oom"
+
+
+def test_ram_that_is_refused_is_no_matter_of_the_gpu(tmp_path: Path) -> None:
+    found = said(
+        tmp_path,
+        "load_tensors: loading model tensors, this can take a while... (mmap = false)\n"
+        "alloc_tensor_range: failed to allocate CPU buffer of size 1048576\n"
+        "llama_model_load: error loading model: unable to allocate CPU buffer\n"
+        "github.com/ollama/ollama/runner/llamarunner.(*Server).loadModel(0xc0)\n",
+    )
+    assert found.engine == "ollama"
+    assert [finding.cause for finding in found.findings] == ["host_ram_oom"]
+    fix = found.findings[0].fix
+    assert fix is not None
+    assert fix.command is None
+
+
+@pytest.mark.parametrize(("running", "waiting", "cause"), [(1, 14, "timeout_or_hang"), (64, 14, None), (1, 2, None)])
+def test_a_queue_that_stands_is_not_well(tmp_path: Path, running: int, waiting: int, cause: str | None) -> None:
+    line = (
+        "INFO 01-01 10:00:{0}0 [loggers.py:257] Engine 000: Avg prompt throughput: 0.0 tokens/s, Avg generation"
+        f" throughput: 9.0 tokens/s, Running: {running} reqs, Waiting: {waiting} reqs, GPU KV cache usage: 60.0%,"
+        " Prefix cache hit rate: 50.0%\n"
+    )
+    found = said(tmp_path, "".join(line.format(number) for number in range(4)))
+    assert [finding.cause for finding in found.findings] == ([] if cause is None else [cause])
+    assert found.healthy is (cause is None)
+
+
+def test_shards_that_load_after_the_error_tell_its_phase(tmp_path: Path) -> None:
+    found = said(
+        tmp_path,
+        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 96.00 MiB. GPU 0 has a total capacity of 79.10"
+        " GiB of which 20.00 MiB is free.\nLoading safetensors checkpoint shards:  10% Completed | 2/20\n",
+    )
+    assert (found.findings[0].cause, found.phase) == ("weights_do_not_fit", "load")
