@@ -77,8 +77,6 @@ class Rescue:
     _ended_by_us_at: float | None = None
     _crashed: set[str] = field(default_factory=set)
     """Commands that died while serving."""
-    _told: str = ""
-    """Of the command to keep, the last."""
 
     def run(self) -> int:
         """The exit code of the program's last run, as a shell says it; 128 and the signal, where one came between runs.
@@ -310,10 +308,8 @@ class Rescue:
         return len({one.text for one in self._tried}) > 1
 
     def _command_to_keep(self, started: Started, *, worked: bool) -> None:
-        told = f"{'the command to keep' if worked else 'the last command that was tried'}: {started.text}"
-        if self._changed and told != self._told:
-            self.say(told)
-            self._told = told
+        if self._changed:
+            self.say(f"{'the command to keep' if worked else 'the last command that was tried'}: {started.text}")
 
 
 def _with_planned(fatal: Sequence[Finding], judged: Diagnosis | None, served: bool) -> list[Finding]:
