@@ -33,6 +33,9 @@ if not probe().gpus:
 # tiny models take twice the time. Processes that tests start inherit it.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
+# Under nohup it is ignored, and so it would be by every program that the tests start and end by it.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
 # A client reads all certificates of the world when it is made, 50 ms of computing; hundreds are made here.
 httpx_transport.create_ssl_context = functools.cache(httpx_transport.create_ssl_context)
 
