@@ -33,8 +33,10 @@ if not probe().gpus:
 # tiny models take twice the time. Processes that tests start inherit it.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
-# Under nohup it is ignored, and so it would be by every program that the tests start and end by it.
+# Under nohup, or in the background of a script, these are ignored, and so they would be by every program that the tests
+# start and end by them.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # A client reads all certificates of the world when it is made, 50 ms of computing; hundreds are made here.
 httpx_transport.create_ssl_context = functools.cache(httpx_transport.create_ssl_context)

@@ -36,16 +36,7 @@ from holdfast.engine.teaching import Teaching
 from holdfast.errors import DrainingError, EngineDiedError, EngineError, HoldfastError, SleepingError
 from holdfast.observability.ledger import Ledger, asleep_ledger, make_ledger
 from holdfast.planner import Plan
-from holdfast.records import (
-    AdapterRef,
-    AnswerDelta,
-    EngineInfo,
-    EngineOutput,
-    EngineStats,
-    Failure,
-    Request,
-    SamplingParams,
-)
+from holdfast.records import AdapterRef, AnswerDelta, EngineInfo, EngineOutput, EngineStats, Failure, SamplingParams
 from holdfast.text import Tokenizer
 
 log = logging.getLogger("holdfast")
@@ -298,19 +289,16 @@ class ProcessEngine:
             try:
                 self._send(messages.Add(requests))
             except (OverflowError, TypeError, ValueError):
-                self._hand_over_each(requests)
+                for request in requests:
+                    self._hand_over_alone(messages.Add([request]))
 
-    def _hand_over_each(self, requests: list[Request]) -> None:
-        """One of them cannot be put into words for the engine: it ends alone, whatever it holds."""
-        for request in requests:
-            try:
-                self._send(messages.Add([request]))
-            except (OverflowError, TypeError, ValueError) as error:
-                log.error("request %s cannot be handed to the engine: %s", request.request_id, error)
-                self._end(
-                    request.request_id,
-                    EngineError(f"the request cannot be handed to the engine: {error}", request_id=request.request_id),
-                )
+    def _hand_over_alone(self, add: messages.Add) -> None:
+        """One that cannot be put into words for the engine ends alone, whatever it holds."""
+        try:
+            self._send(add)
+        except (OverflowError, TypeError, ValueError) as error:
+            name = add.requests[0].request_id
+            self._end(name, EngineError(f"the request cannot be handed to the engine: {error}", request_id=name))
 
     async def _launch(self) -> None:
         """Returns with a ready engine, or raises what kept it from becoming one."""
