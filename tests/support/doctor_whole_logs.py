@@ -210,8 +210,8 @@ Cannot access gated repo for url https://huggingface.co/api/models/meta-llama/Ll
 Error: DownloadError
 """),
     _log("ollama-healthy", "", _OLLAMA_START + """
-time=2025-06-06T07:00:09.000Z level=INFO source=sched.go:715 msg="new model will fit in available VRAM in single GPU, loading" model=/root/.ollama/models/blobs/sha256-1 gpu=GPU-1 parallel=2 available=11900000000 required="6.2 GiB"
-time=2025-06-06T07:00:09.100Z level=INFO source=server.go:405 msg="starting llama server" cmd="/usr/bin/ollama runner --model /root/.ollama/models/blobs/sha256-1 --ctx-size 8192"
+time=2025-06-06T07:00:09.000Z level=INFO source=sched.go:715 msg="new model will fit in available VRAM in single GPU, loading" model=/usr/share/ollama/.ollama/models/blobs/sha256-1 gpu=GPU-1 parallel=2 available=11900000000 required="6.2 GiB"
+time=2025-06-06T07:00:09.100Z level=INFO source=server.go:405 msg="starting llama server" cmd="/usr/bin/ollama runner --model /usr/share/ollama/.ollama/models/blobs/sha256-1 --ctx-size 8192"
 time=2025-06-06T07:00:12.000Z level=INFO source=server.go:619 msg="llama runner started in 3.01 seconds"
 [GIN] 2025/06/06 - 07:00:13 | 200 |  4.1s |       127.0.0.1 | POST     "/api/chat"
 """),

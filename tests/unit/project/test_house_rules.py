@@ -132,7 +132,7 @@ def test_help_is_quick() -> None:
 
 def test_no_tracked_file_names_a_path_of_somebodys_machine() -> None:
     folders = "|".join(("work", "opt", "root", r"home/(?!you\b|user\b)\w+"))
-    private = re.compile(rf"(?<![\w.\-}}$/])/(?:{folders})/\w|\.\./shared/")
+    private = re.compile(rf"(?<![\w.\-}}$/])/(?:{folders})/[\w.]|\.\./shared/")
     found = []
     for path in tracked_files():
         try:
