@@ -10,7 +10,7 @@ each answer. A request that a client walked away from counts as `abort` for each
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
@@ -30,6 +30,8 @@ from holdfast.records import AnswerDelta, EngineInfo, EngineStats, FinishReason
 
 LABELS, ENGINE = ("model_name", "engine"), "0"
 """Of every series of vLLM's; there is one engine, and its number is the first."""
+COMPUTED, FOUND, TRANSFERRED = SOURCES = ("local_compute", "local_cache_hit", "external_kv_transfer")
+"""vLLM's names for where the KV of a prompt's token comes from. None is transferred here, and the series says so."""
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -43,6 +45,7 @@ class ServingMetrics:
         stats: Callable[[], EngineStats],
         info: Callable[[], EngineInfo | None],
         memory: Callable[[], Ledger | None] = lambda: None,
+        sleeping: Callable[[], bool] = lambda: False,
         max_model_len: int = 131_072,
     ) -> None:
         self.registry = CollectorRegistry()
@@ -51,6 +54,12 @@ class ServingMetrics:
         largest = token_buckets(max_model_len)
 
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of requests that got a first token.")
+        self.cached_tokens = self._counter("prompt_tokens_cached", "Of these, tokens found in the prefix cache.")
+        by_source = Counter(
+            "vllm:prompt_tokens_by_source", "The same, by where their KV came from.", [*LABELS, "source"],
+            registry=self.registry,
+        )  # fmt: skip
+        self.by_source = {source: by_source.labels(model_name, ENGINE, source) for source in SOURCES}
         self.generation_tokens = self._counter("generation_tokens", "Tokens generated.")
         self._success = Counter(
             "vllm:request_success",
@@ -80,6 +89,9 @@ class ServingMetrics:
             "request_inference_time_seconds", "First step to last token.", REQUEST_BUCKETS_S
         )
         self.request_prompt_tokens = self._histogram("request_prompt_tokens", "Prompt tokens of a request.", largest)
+        self.prefill_computed = self._histogram(
+            "request_prefill_kv_computed_tokens", "Prompt tokens of a request that were not cached.", largest
+        )
         self.request_generation_tokens = self._histogram(
             "request_generation_tokens", "Tokens generated for an answer.", largest
         )
@@ -90,7 +102,7 @@ class ServingMetrics:
             "request_params_max_tokens", "max_tokens a request asked for.", largest
         )
         self.params_n = self._histogram("request_params_n", "n a request asked for.", N_BUCKETS)
-        self.registry.register(_EngineCollector(model_name, stats, info))
+        self.registry.register(_EngineCollector(model_name, stats, info, sleeping))
         self.registry.register(_MemoryCollector(model_name, memory))
         self.registry.register(_OlderName(self.inter_token, "vllm:time_per_output_token_seconds"))
 
@@ -128,9 +140,17 @@ class ServingMetrics:
         if generated:
             self.generation_tokens.inc(generated)
 
-    def count_embedding(self, prompt_tokens: int, latency_s: float) -> None:
+    def count_sources(self, prompt_tokens: int, cached_tokens: int) -> None:
+        """Where the KV of one prompt came from."""
+        self.cached_tokens.inc(cached_tokens)
+        self.by_source[FOUND].inc(cached_tokens)
+        self.by_source[COMPUTED].inc(prompt_tokens - cached_tokens)
+
+    def count_embedding(self, prompt_tokens: int, cached_tokens: int, latency_s: float) -> None:
         """A prompt that became a vector; there is no token to wait for."""
         self.count_tokens(prompt=prompt_tokens)
+        self.count_sources(prompt_tokens, cached_tokens)
+        self.prefill_computed.observe(prompt_tokens - cached_tokens)
         self.request_prompt_tokens.observe(prompt_tokens)
         self.e2e.observe(latency_s)
         self.success[FinishReason.STOP].inc()
@@ -149,6 +169,8 @@ class RequestMeter:
         self._arrival_s = time.monotonic()
         self._last_token_s: dict[int, float] = {}
         self._generated = dict.fromkeys(range(n), 0)
+        self._cached_tokens: int | None = None
+        """Of the first answer: the others find what it has computed."""
         self.ttft_s: float | None = None
         metrics.params_max_tokens.observe(max_tokens)
         metrics.params_n.observe(n)
@@ -161,6 +183,9 @@ class RequestMeter:
                 self.ttft_s = now_s - self._arrival_s
                 metrics.ttft.observe(self.ttft_s)
                 metrics.count_tokens(prompt=self._prompt_tokens)
+            if self._cached_tokens is None and delta.index == 0:
+                self._cached_tokens = delta.cached_tokens
+                metrics.count_sources(self._prompt_tokens, delta.cached_tokens)
             last_s = self._last_token_s.get(delta.index)
             # Several tokens in one delta came at the same moment: the wait is shared among them.
             if last_s is not None:
@@ -193,6 +218,8 @@ class RequestMeter:
         if self.ttft_s is not None:
             self._metrics.request_prompt_tokens.observe(self._prompt_tokens)
             self._metrics.request_max_generation_tokens.observe(max(self._generated.values()))
+        if self._cached_tokens is not None:
+            self._metrics.prefill_computed.observe(self._prompt_tokens - self._cached_tokens)
         self._metrics.success[reason].inc(len(self._open))
         self._open.clear()
 
@@ -201,11 +228,16 @@ class _EngineCollector(Collector):
     """What the engine's newest snapshot says, read at scrape time."""
 
     def __init__(
-        self, model_name: str, stats: Callable[[], EngineStats], info: Callable[[], EngineInfo | None]
+        self,
+        model_name: str,
+        stats: Callable[[], EngineStats],
+        info: Callable[[], EngineInfo | None],
+        sleeping: Callable[[], bool],
     ) -> None:
         self._model_name = model_name
         self._stats = stats
         self._info = info
+        self._sleeping = sleeping
 
     def collect(self) -> Iterator[Metric]:
         stats = self._stats()
@@ -224,15 +256,31 @@ class _EngineCollector(Collector):
         yield self._total("num_preemptions", "Requests put back to wait for want of blocks.", stats.preemptions_total)
         yield self._total("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", queries)
         yield self._total("prefix_cache_hits", "Prompt tokens found in the prefix cache.", hits)
+        yield self._total("gpu_prefix_cache_queries", "Older name of prefix_cache_queries.", queries)
+        yield self._total("gpu_prefix_cache_hits", "Older name of prefix_cache_hits.", hits)
+        asleep = self._sleeping()
+        # Nothing is kept in RAM, at neither of vLLM's levels.
+        states = {"awake": not asleep, "weights_offloaded": False, "discard_all": asleep}
+        yield self._several("engine_sleep_state", "Whether the engine is awake, or what it let go of.", states,
+                            label="sleep_state")  # fmt: skip
         info = self._info()
         if info is not None:
             yield self._cache_config(info)
             if info.max_loras:
                 yield _lora_info(info, stats)
+            else:  # How many wait for an adapter's place is not counted; without adapters, nobody does.
+                reasons = {"capacity": stats.waiting, "deferred": 0}
+                yield self._several("num_requests_waiting_by_reason", "Why requests wait.", reasons, label="reason")
 
     def _gauge(self, name: str, help_text: str, value: float) -> Metric:
         family = GaugeMetricFamily(f"vllm:{name}", help_text, labels=LABELS)
         family.add_metric([self._model_name, ENGINE], value)
+        return family
+
+    def _several(self, name: str, help_text: str, values: Mapping[str, float], *, label: str) -> Metric:
+        family = GaugeMetricFamily(f"vllm:{name}", help_text, labels=[*LABELS, label])
+        for shown, value in values.items():
+            family.add_metric([self._model_name, ENGINE, shown], value)
         return family
 
     def _total(self, name: str, help_text: str, value: float) -> Metric:

@@ -55,7 +55,10 @@ def create_app(engine: Engine, settings: ServerSettings) -> Starlette:
     def info() -> EngineInfo | None:
         return engine.info if engine.ready else None
 
-    metrics = ServingMetrics(settings.served_model_names[0], stats=engine.stats, info=info, memory=engine.memory)
+    metrics = ServingMetrics(
+        settings.served_model_names[0], stats=engine.stats, info=info, memory=engine.memory,
+        sleeping=lambda: engine.sleeping,
+    )  # fmt: skip
     engine.on_step(metrics.observe_step)
     room = Room(most_waiting=settings.max_queued_requests)
     chat = Generation(read_chat, chat_shape, engine, settings, metrics, room)

@@ -141,7 +141,7 @@ class Embeddings:
                 "the embedding holds numbers that are not finite: the weights or the adapter are at fault",
                 request_id=name,
             )
-        self._metrics.count_embedding(len(prompt), time.monotonic() - began_s)
+        self._metrics.count_embedding(len(prompt), delta.cached_tokens, time.monotonic() - began_s)
         return _Embedded(delta.embedding, delta.cached_tokens)
 
 

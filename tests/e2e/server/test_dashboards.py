@@ -67,7 +67,7 @@ OLDER_NAMES = [
     "vllm:gpu_prefix_cache_hit_rate", "vllm:prefix_cache_hit_rate", "vllm:time_per_output_token_seconds_bucket",
     "vllm:prefix_cache_queries_total", "vllm:prefix_cache_hits_total", "vllm:num_preemptions_total",
     "vllm:request_inference_time_seconds_sum", "vllm:request_params_n_bucket", "vllm:request_params_max_tokens_bucket",
-    "vllm:cache_config_info",
+    "vllm:cache_config_info", "vllm:gpu_prefix_cache_queries_total", "vllm:gpu_prefix_cache_hits_total",
 ]  # fmt: skip
 
 _SELECTOR = re.compile(r"(vllm:\w+)(?:\{([^}]*)\})?")

@@ -43,7 +43,15 @@ def test_values_after_known_traffic(launch):
     assert after["vllm:request_success_total{finished_reason=error}"] == 0
     assert after["vllm:prefix_cache_queries_total"] == 83
     assert after["vllm:prefix_cache_hits_total"] == 32
+    assert after["vllm:gpu_prefix_cache_queries_total"] == 83
+    assert after["vllm:gpu_prefix_cache_hits_total"] == 32
     assert after["vllm:gpu_prefix_cache_hit_rate"] == 32 / 83
+    assert after["vllm:prompt_tokens_cached_total"] == 32
+    assert after["vllm:prompt_tokens_by_source_total{source=local_cache_hit}"] == 32
+    assert after["vllm:prompt_tokens_by_source_total{source=local_compute}"] == 83 - 32
+    assert after["vllm:prompt_tokens_by_source_total{source=external_kv_transfer}"] == 0
+    assert after["vllm:request_prefill_kv_computed_tokens_count"] == 5
+    assert after["vllm:request_prefill_kv_computed_tokens_sum"] == 83 - 32
     assert after["vllm:num_preemptions_total"] == 0
     assert after["vllm:num_requests_running"] == after["vllm:num_requests_waiting"] == 0
     assert after["vllm:kv_cache_usage_perc"] == after["vllm:gpu_cache_usage_perc"] == 0
@@ -74,6 +82,8 @@ def test_gauges_while_requests_run_and_wait(launch):
             server.until(lambda: server.engine.stats().waiting == 1)
             during = samples(http)
             assert (during["vllm:num_requests_running"], during["vllm:num_requests_waiting"]) == (1, 1)
+            assert during["vllm:num_requests_waiting_by_reason{reason=capacity}"] == 1
+            assert during["vllm:num_requests_waiting_by_reason{reason=deferred}"] == 0
             assert during["vllm:kv_cache_usage_perc"] == 3 / 1024
             server.call(server.engine.resume)
             second.read()

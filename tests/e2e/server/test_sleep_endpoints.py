@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 PATHS = [("POST", "/sleep"), ("POST", "/wake_up"), ("GET", "/is_sleeping")]
+
+
+def sleep_state(http) -> dict[str, float]:
+    found = re.findall(r'vllm:engine_sleep_state\{.*sleep_state="(\w+)"\} (\S+)', http.get("/metrics").text)
+    return {state: float(value) for state, value in found}
 
 
 @pytest.mark.parametrize(("method", "path"), PATHS)
@@ -38,8 +45,10 @@ def test_open_streams_end_with_the_reason(launch):
             assert http.post("/sleep").json() == {"status": "sleeping", "level": 1}
             assert b'"sleeping"' in stream.read()
         assert http.get("/health").json() == {"status": "sleeping"}
+        assert sleep_state(http) == {"awake": 0, "weights_offloaded": 0, "discard_all": 1}
         refused = http.post("/v1/completions", json={"prompt": "abc"})
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "sleeping")
         assert refused.json()["error"]["holdfast"]["fix"] == "POST /wake_up"
         assert http.post("/wake_up?tags=weights&tags=kv_cache").json() == {"status": "awake", "tags": None}
+        assert sleep_state(http) == {"awake": 1, "weights_offloaded": 0, "discard_all": 0}
         assert http.post("/v1/completions", json={"prompt": "abc"}).status_code == 200
