@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
@@ -22,8 +22,12 @@ FORMS_WAIT_S = 0.02
 
 
 class StepHandle(Protocol):
+    @property
+    def late(self) -> Sequence[int]:
+        """Slots whose masks were not there in time, known as soon as the step is submitted."""
+
     def result(self) -> StepResult:
-        """Waits for the step."""
+        """Waits for the step. May be asked again."""
 
 
 class StepRunner(Protocol):
@@ -105,9 +109,9 @@ class EngineCore:
         if self._compiling:
             self._enter_formed()
         outputs, self._ended_at_once = self._ended_at_once, []
-        if self._in_flight and self.scheduler.needs_tokens:
+        while self._in_flight and self._in_flight[-1].late:  # These have sampled nothing that a step could go on from.
             outputs += self._apply_oldest()
-        held = self.forms.held() if self.forms is not None else frozenset[str]()
+        held = self.forms.held(ahead=bool(self._in_flight)) if self.forms is not None else frozenset[str]()
         plan = self.scheduler.schedule(time.monotonic(), held)
         if plan is not None:
             self._in_flight.append(self._submit(plan))
@@ -123,7 +127,8 @@ class EngineCore:
         return self._end(self.scheduler.apply(result, time.monotonic(), judge))
 
     def _submit(self, plan: StepPlan) -> StepHandle:
-        masks = None if self.forms is None else self.forms.masks(plan)
+        before = self._in_flight[-1].result if self._in_flight else None
+        masks = None if self.forms is None else self.forms.masks(plan, before)
         return self.runner.submit(plan, masks)
 
     def _enter_formed(self) -> None:

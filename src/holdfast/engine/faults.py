@@ -86,6 +86,7 @@ class _HasNoMemory:
 class _Failing:
     def __init__(self, step: StepHandle, failures: list[StepFailure]) -> None:
         self._step, self._failures = step, failures
+        self.late = step.late
 
     def result(self) -> StepResult:
         return msgspec.structs.replace(self._step.result(), failures=self._failures)

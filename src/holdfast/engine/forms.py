@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 import numpy
@@ -25,7 +25,7 @@ from holdfast.engine.threads import step_back
 from holdfast.errors import EngineError, HoldfastError
 from holdfast.planner.form_sizes import form_bytes, held_bytes
 from holdfast.planner.sampling_sizes import mask_words
-from holdfast.records import Failure, Request, StepPlan
+from holdfast.records import Failure, Request, StepPlan, StepResult
 from holdfast.records.steps import Verdict
 from holdfast.records.structured import LARGE_BYTES, Vocabulary
 
@@ -60,6 +60,15 @@ def _vocabulary_of(tokenizer: Tokenizer) -> Vocabulary:
     return vocabulary_of(tokenizer)
 
 
+class _Sampled(NamedTuple):
+    """Of one plan."""
+
+    held: dict[int, Form]
+    """By slot: rows whose answers must have a form."""
+    slots: list[int]
+    """Of all rows that sample, in their order."""
+
+
 class Forms:
     """`rows`: most that sample in a step; `eos_ids`: the model's own ends; `by_priority`: who is compiled for first."""
 
@@ -77,6 +86,7 @@ class Forms:
         self._compiling: dict[str, tuple[Request, Future[Form]]] = {}
         self._forms: dict[str, Form] = {}
         self._slots: dict[int, str] = {}
+        self._newest = _Sampled({}, [])
         self._bytes: dict[str, int] = {}
         """Of every request whose form is compiled or being compiled."""
 
@@ -189,6 +199,7 @@ class Forms:
         self._compiling.clear()
         self._forms.clear()
         self._slots.clear()
+        self._newest = _Sampled({}, [])
         self._bytes.clear()
 
     def close(self) -> None:
@@ -199,32 +210,57 @@ class Forms:
 
     # --- steps ---
 
-    def held(self) -> frozenset[str]:
-        """Requests that no step should wait for: their masks were late before, and are not filled."""
-        return frozenset(name for name, form in self._forms.items() if form.slow and not form.filled)
+    def held(self, *, ahead: bool) -> frozenset[str]:
+        """Requests that no step should wait for: their masks were late before, and are not filled; or cannot be yet,
+        because a step is planned `ahead` of what they are to go on from."""
+        sampling = set(self._newest.held.values()) if ahead else set[Form]()
+        return frozenset(
+            name for name, form in self._forms.items() if form.slow and (not form.filled or form in sampling)
+        )
 
     def wait_for_masks(self, timeout_s: float) -> None:
         """Of those that are held, for the first."""
         self._masks.wait_for_any([form for form in self._forms.values() if form.slow], timeout_s)
 
-    def masks(self, plan: StepPlan) -> StepMasks | None:
-        """Those of a plan's rows; None: no row needs one."""
+    def masks(self, plan: StepPlan, before: Callable[[], StepResult] | None = None) -> StepMasks | None:
+        """Those of a plan's rows; None: no row needs one. `before`: the tokens of the plan before this one, if they are
+        not judged yet."""
         for start in plan.starts:
             self._slots.pop(start.slot, None)
             if start.params.structured_outputs is not None:
                 self._slots[start.slot] = start.request_id
-        if not self._slots:
-            return None
         # An answer that was aborted since may still have its slot here.
         held = {
             row.slot: self._forms[self._slots[row.slot]] for row in plan.rows
             if row.samples and self._slots.get(row.slot) in self._forms
         }  # fmt: skip
-        return StepMasks(held, self._masks) if held else None
+        newest = _Sampled(held, [row.slot for row in plan.rows if row.samples])
+        last, self._newest = self._newest, newest
+        if not held:
+            return None
+        return StepMasks(held, self._masks, None if before is None else partial(self._foresee, last, newest, before))
+
+    def _foresee(self, last: _Sampled, newest: _Sampled, before: Callable[[], StepResult]) -> bool:
+        """Judges what the last step has sampled for those that go on in the newest, so that their masks can be filled.
+        After a failure it does not: which of these tokens still count is for the scheduler to say. May be asked again:
+        a step may be done in parts."""
+        going_on = set(last.held.values()) & set(newest.held.values())
+        result = before() if going_on else None
+        if result is None or result.failures:
+            return result is None
+        for slot, token in zip(last.slots, result.token_ids, strict=True):
+            form = last.held.get(slot)
+            if form in going_on and form is not None and form.foreseen is None:
+                form.foreseen = self._judge(form, token)
+        return True
 
     def judge(self, request_id: str, token: int) -> Verdict | Failure:
         """What a sampled token means for its answer, which has it from now on. Begins the mask of what may follow."""
         form = self._forms[request_id]
+        verdict, form.foreseen = form.foreseen, None
+        return self._judge(form, token) if verdict is None else verdict
+
+    def _judge(self, form: Form, token: int) -> Verdict | Failure:
         if form.failure is not None:
             return form.failure
         form.output.append(token)

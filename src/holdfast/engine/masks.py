@@ -12,7 +12,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -23,6 +23,7 @@ from holdfast.engine.threads import step_back
 from holdfast.errors import EngineError, GrammarError
 from holdfast.records import Failure, Request
 from holdfast.records.sampling import MAX_BAD_WORD_TOKENS
+from holdfast.records.steps import Verdict
 
 if TYPE_CHECKING:
     from holdfast.text.matching import Matcher
@@ -51,6 +52,8 @@ class Form:
     output: list[int] = field(init=False)
     failure: Failure | None = None
     filled: bool = False
+    foreseen: Verdict | Failure | None = None
+    """Of its newest token, where the next step was launched before that was applied."""
     patience_s: float = PATIENCE_S
     """What is left of it; nothing: the form is slow."""
     spent_s: float = 0.0
@@ -166,12 +169,15 @@ class MaskThreads:
 
 
 class StepMasks:
-    """Of the rows of one step whose answers must have a form."""
+    """Of the rows of one step whose answers must have a form, by slot. `foresee`: judges the tokens of the step before,
+    where that is still in flight, and says whether it could."""
 
-    def __init__(self, held: dict[int, Form], threads: MaskThreads) -> None:
+    def __init__(self, held: dict[int, Form], threads: MaskThreads, foresee: Callable[[], bool] | None = None) -> None:
         self.slots = list(held)
-        self._held, self._threads = held, threads
+        self._held, self._threads, self._foresee = held, threads, foresee
 
     def rows(self) -> dict[int, Words]:
+        if self._foresee is not None and not self._foresee():
+            return {}
         self._threads.wait(list(self._held.values()))
         return {slot: form.words for slot, form in self._held.items() if form.filled}

@@ -10,7 +10,6 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
-from typing import Protocol
 
 import numpy
 import torch
@@ -32,7 +31,7 @@ from holdfast.models import ModelSpec
 from holdfast.planner.footprint import logits_rows
 from holdfast.records import StepFailure, StepPlan, StepResult, TokenLogprobs, TokenMasks
 
-__all__ = ["Rehearsal", "Runner", "RunnerLimits", "StepHandle"]
+__all__ = ["Rehearsal", "Runner", "RunnerLimits"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,16 +47,12 @@ class Rehearsal:
     """Of the sum, what is not held between steps."""
 
 
-class StepHandle(Protocol):
-    def result(self) -> StepResult:
-        """Waits for the step; raises what stopped it."""
-
-
 class _Done:
     """The handle of a step that was computed when it was submitted."""
 
     def __init__(self, result: StepResult) -> None:
         self._result = result
+        self.late = result.late
 
     def result(self) -> StepResult:
         return self._result
@@ -126,7 +121,7 @@ class Runner:
         self._kv = None
         self._kv = KVStore(self.layout, blocks, self.device, self.kv_dtype)
 
-    def submit(self, plan: StepPlan, masks: TokenMasks | None = None) -> StepHandle:
+    def submit(self, plan: StepPlan, masks: TokenMasks | None = None) -> _Done:
         """Computes the step before it returns: a CPU has nobody else to do the work meanwhile."""
         return _Done(self.execute(plan, masks))
 

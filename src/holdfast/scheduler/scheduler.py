@@ -73,11 +73,6 @@ class Scheduler:
         return bool(self._sequences)
 
     @property
-    def needs_tokens(self) -> bool:
-        """All who run must have a form: a step without those in flight would part them into halves for good."""
-        return bool(self._running) and all(sequence.constrained for sequence in self._running)
-
-    @property
     def steps_in_flight(self) -> int:
         """Plans given out and not applied yet."""
         return len(self._in_flight)

@@ -78,16 +78,13 @@ class Sequence:
 
     @property
     def pending(self) -> int:
-        """Tokens that could be computed now; 0 when the last token it may have is already in flight, or the one that
-        must be known first."""
+        """Tokens that could be computed now; 0 when the last token it may have is already in flight."""
         length = len(self.tokens) + self.sampling_in_flight
-        if length >= self.longest or (self.constrained and self.sampling_in_flight):
-            return 0
-        return length - self.computed - self.in_flight
+        return 0 if length >= self.longest else length - self.computed - self.in_flight
 
     @property
     def constrained(self) -> bool:
-        """Which tokens may follow depends on the last one: nothing can be planned before that is known."""
+        """Its answer must have a form: somebody judges each of its tokens."""
         return self.request.params.structured_outputs is not None
 
     @property

@@ -90,6 +90,8 @@ def test_nothing_but_held_ones_is_no_step() -> None:
 class _Runner:
     """Does nothing, and says how many rows each step had."""
 
+    late = ()
+
     def __init__(self) -> None:
         self.rows: list[int] = []
 
