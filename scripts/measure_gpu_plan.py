@@ -1,7 +1,8 @@
 """Holds the plan of a GPU against the GPU: what was predicted before loading, and what the driver counts afterwards.
 
-Dummy weights in real shapes, each case in a process of its own: start, then two floods whose batches shrink from the
-largest size to one, the first without and the second with adjusted logits, so that every graph is captured. Writes
+Dummy weights in real shapes, each case in a process of its own: start, then three floods whose batches shrink from the
+largest size to one, with plain answers, with adjusted logits and with answers that must have a form, so that every
+graph is captured. The built-in model's tokenizer is needed for the last. Writes
 docs/predicted-and-measured-gpu.md; `--case NAME` measures one and prints it as JSON.
 """
 
@@ -17,9 +18,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from holdfast.execution.gpu.sampling import Work
 from holdfast.planner.gpu_footprint import KINDS_OF_WORK
 from holdfast.planner.padding import padded_sizes
-from holdfast.records import SamplingParams
+from holdfast.records import SamplingParams, StructuredOutputsParams
 from holdfast.units import GIB, MIB
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "predicted-and-measured-gpu.md"
@@ -71,14 +73,14 @@ def measure(case: Case) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(config_of(case)))
         with LLM(
-            model=folder, load_format="dummy", skip_tokenizer_init=True, device="cuda", enable_prefix_caching=False,
+            model=folder, load_format="dummy", tokenizer="smollm2", device="cuda", enable_prefix_caching=False,
             **case.settings,
         ) as llm:  # fmt: skip
             memory = llm.info.memory
             assert memory is not None
             start = llm.get_stats().device_bytes
-            for adjusting in (False, True):
-                prompts, params = flood(llm.info.max_num_seqs, adjusting=adjusting)
+            for work in Work:
+                prompts, params = flood(llm.info.max_num_seqs, work)
                 llm.generate(prompt_token_ids=prompts, sampling_params=params, use_tqdm=False)
             return {
                 "name": case.name,
@@ -94,20 +96,23 @@ def measure(case: Case) -> dict[str, Any]:
             }
 
 
-def flood(rows: int, *, adjusting: bool) -> tuple[list[list[int]], list[SamplingParams]]:
+def flood(rows: int, work: Work) -> tuple[list[list[int]], list[SamplingParams]]:
     """Each answer is one token longer than the one before, and all outlast the prompts: steps of `rows` tokens, then of
-    one less each time. `adjusting`: in every one of them a row has a penalty; else in none."""
+    one less each time. In every one of them a row needs this kind of work."""
     rng = random.Random(0)
     prompts = [[rng.randrange(3, 8000) for _ in range(rng.randrange(20, 200))] for _ in range(rows)]
-    params = [
-        SamplingParams(
-            temperature=0.8 if number % 3 else 0.0, top_p=0.9, logprobs=5 if number % 50 == 0 else None, seed=number,
-            repetition_penalty=1.1 if adjusting and (rows - 1 - number) % 7 == 0 else 1,
-            max_tokens=LONGER_THAN_PROMPTS + number, ignore_eos=True,
-        )
-        for number in range(rows)
-    ]  # fmt: skip
+    params = [_params(number, work if (rows - 1 - number) % 7 == 0 else Work.DRAW) for number in range(rows)]
     return prompts, params
+
+
+def _params(number: int, work: Work) -> SamplingParams:
+    tokens, formed = LONGER_THAN_PROMPTS + number, work is Work.FORWARD
+    return SamplingParams(
+        temperature=0.8 if number % 3 else 0.0, top_p=0.9, logprobs=5 if number % 50 == 0 else None, seed=number,
+        repetition_penalty=1.1 if work is Work.ADJUST else 1, min_tokens=tokens if formed else 0, max_tokens=tokens,
+        structured_outputs=StructuredOutputsParams(regex="[a-z]*") if formed else None, ignore_eos=True,
+        detokenize=False,
+    )  # fmt: skip
 
 
 def captured(llm: Any) -> str:
@@ -157,8 +162,8 @@ TEXT = """# Predicted and measured on a GPU
 
 Written by `scripts/measure_gpu_plan.py`: dummy weights in real shapes, each in a process of its own. The prediction is
 the plan made before loading; the measurement is what the driver (NVML) counts for the process, right after the start
-and after floods whose batches shrink from the most sequences to one, without and with adjusted logits: every graph that
-there can be is captured by then.
+and after floods whose batches shrink from the most sequences to one, with plain answers, with adjusted logits and with
+answers that must have a form: every graph that there can be is captured by then.
 
 Measured on {machine}.
 
