@@ -28,6 +28,13 @@ from holdfast.text.tools.events import Arguments, CallBegun, Content, Event, Rea
 
 DONE = b"data: [DONE]\n\n"
 _CHOICES = b',"choices":['
+_NO_IDS = b'"token_ids":null,'
+_NO_PROMPT_IDS = b'"prompt_token_ids":null,' + _NO_IDS
+# What vLLM's answers have and these never do: clients in typed languages expect the members all the same.
+_NOTHING = (
+    b',"service_tier":null,"system_fingerprint":null,"kv_transfer_params":null,"ec_transfer_params":null'
+    b',"metrics":null}'
+)
 
 
 @dataclass(slots=True)
@@ -96,7 +103,6 @@ class _Stream:
 class ChatShape(_Stream):
     def __init__(self, ask: Ask) -> None:
         super().__init__(ask, "chat.completion.chunk")
-
         self._echo = ask.echoes[0] if ask.echoes else ""
 
     def opening(self, answer: Answer, usage: Usage | None) -> Iterable[bytes]:
@@ -109,23 +115,22 @@ class ChatShape(_Stream):
 
     def _opening_head(self, answer: Answer) -> bytes:
         """The first chunk of all shows the prompt's ids, where ids are shown."""
-        if not self._ask.with_token_ids or answer.index or answer.ids_shown:
-            return self._head
+        first = not answer.index and not answer.ids_shown
         answer.ids_shown = True
-        return self._head.removesuffix(_CHOICES) + self._prompt_ids() + _CHOICES
+        return self._head.removesuffix(_CHOICES) + self._prompt_members(shown=first) + _CHOICES
 
-    def _prompt_ids(self) -> bytes:
-        return b',"prompt_token_ids":%b' % encode(self._ask.prompts[0]) if self._ask.with_token_ids else b""
+    def _prompt_members(self, *, shown: bool = True) -> bytes:
+        ids = encode(self._ask.prompts[0] if shown and self._ask.with_token_ids else None)
+        return b',"prompt_token_ids":%b,"prompt_text":null' % ids
 
     def event(self, answer: Answer, delta: AnswerDelta, usage: Usage | None) -> bytes:
         logprobs = b"null" if delta.logprobs is None else encode(self._logprobs(delta.logprobs))
         choice = b'{"index":%d,"delta":{"content":%b},"logprobs":%b,' % (answer.index, encode(delta.text), logprobs)
-        ids = self._ids(delta.token_ids) if self._ask.with_token_ids else b""
-        return self._head + choice + ids + _ending(delta) + self.close(usage)
+        return self._head + choice + self._ids(delta.token_ids) + _ending(delta) + self.close(usage)
 
     def _ids(self, token_ids: list[int]) -> bytes:
-        """As a member of a choice, where they are shown."""
-        return b'"token_ids":%b,' % encode(token_ids) if self._ask.with_token_ids else b""
+        """As a member of a choice: null unless they are asked for."""
+        return b'"token_ids":%b,' % encode(token_ids) if self._ask.with_token_ids else _NO_IDS
 
     def _logprobs(self, entries: list[dict[int, Logprob]]) -> ChatLogprobs:
         return ChatLogprobs(self._shaped(entries))
@@ -149,10 +154,9 @@ class ChatShape(_Stream):
                 pieces.append(b"null")
             else:
                 pieces += [b'{"content":', *answer.tokens.behind(), b',"refusal":null}']
-            ids = b',"token_ids":' + encode(answer.token_ids) if self._ask.with_token_ids else b""
-            pieces.append(_ended(answer) + ids + b"}")
-        pieces.append(b'],"usage":%b%b,"prompt_logprobs":' % (encode(usage), self._prompt_ids()))
-        return [*pieces, *_listed(self._ask, answers[0]), b',"service_tier":null,"system_fingerprint":null}']
+            pieces.append(b'%b,%b"routed_experts":null}' % (_ended(answer), self._ids(answer.token_ids)))
+        pieces.append(b'],"usage":%b%b,"prompt_logprobs":' % (encode(usage), self._prompt_members()))
+        return [*pieces, *_listed(self._ask, answers[0]), _NOTHING]
 
 
 class ReadChatShape(ChatShape):
@@ -237,14 +241,14 @@ class CompletionShape(_Stream):
         echo = self._echo(answer)
         if not echo:
             return
-        yield self._head + b'{"index":%d,"text":%b,"logprobs":' % (answer.index, encode(echo))
+        yield self._head + b'{"index":%d,%b"text":%b,"logprobs":' % (answer.index, _NO_PROMPT_IDS, encode(echo))
         told = answer.told.echoed
         if told is None:
             yield b"null"
         else:
             yield from told.behind()
             answer.shown_chars = told.chars
-        yield b',"finish_reason":null}' + self.close(usage)
+        yield b',"finish_reason":null,"stop_reason":null}' + self.close(usage)
 
     def event(self, answer: Answer, delta: AnswerDelta, usage: Usage | None) -> bytes:
         logprobs = b"null"
@@ -253,15 +257,21 @@ class CompletionShape(_Stream):
             columns.add(delta.logprobs)
             logprobs = b"".join(columns.behind(start=answer.shown_chars))
             answer.shown_chars += columns.chars
-        choice = b'{"index":%d,"text":%b,"logprobs":%b,' % (answer.index, encode(delta.text), logprobs)
-        return self._head + choice + _ending(delta) + self.close(usage)
+        ids = self._new_ids(answer, delta.token_ids)
+        choice = b'{"index":%d,%b"text":%b,"logprobs":%b,' % (answer.index, ids, encode(delta.text), logprobs)
+        ending = _ending(delta) if delta.finish_reason is not None else b'"finish_reason":null,"stop_reason":null}'
+        return self._head + choice + ending + self.close(usage)
 
     def keep(self, answer: Answer, entries: list[dict[int, Logprob]]) -> None:
         answer.columns.add(entries)
 
     def _ids(self, answer: Answer) -> bytes:
-        """Of an answer and its prompt, as members of a choice, where they are shown."""
-        return b""
+        """Of an answer and its prompt, as members of a choice: null unless they are asked for."""
+        return _NO_PROMPT_IDS
+
+    def _new_ids(self, answer: Answer, token_ids: list[int]) -> bytes:
+        """The same in a stream."""
+        return _NO_PROMPT_IDS
 
     def _echo(self, answer: Answer) -> str:
         return self._ask.echoes[answer.index // self._ask.params.n] if self._ask.echoes else ""
@@ -276,18 +286,17 @@ class CompletionShape(_Stream):
             pieces += [echo, encode(answer.text)[1:], b',"logprobs":']
             pieces += [b"null"] if self._ask.logprobs is None else answer.columns.behind(answer.told.echoed)
             pieces.append(_ended(answer) + b',"prompt_logprobs":')
-            pieces += [*_listed(self._ask, answer), b"}"]
-        return [*pieces, b'],"usage":%b,"system_fingerprint":null}' % encode(usage)]
+            pieces += [*_listed(self._ask, answer), b',"routed_experts":null}']
+        return [*pieces, b'],"usage":%b%b' % (encode(usage), _NOTHING)]
 
 
 class CompletionIdsShape(CompletionShape):
     """With the token ids too: vLLM's return_token_ids, and all there is where there is no tokenizer."""
 
-    def event(self, answer: Answer, delta: AnswerDelta, usage: Usage | None) -> bytes:
-        first = b'"prompt_token_ids":%b,' % encode(self._prompt(answer)) if not answer.ids_shown else b""
+    def _new_ids(self, answer: Answer, token_ids: list[int]) -> bytes:
+        prompt = None if answer.ids_shown else self._prompt(answer)
         answer.ids_shown = True
-        plain = super().event(answer, delta, usage)[len(self._head) + 1 :]
-        return self._head + b'{%b"token_ids":%b,' % (first, encode(delta.token_ids)) + plain
+        return b'"prompt_token_ids":%b,"token_ids":%b,' % (encode(prompt), encode(token_ids))
 
     def _ids(self, answer: Answer) -> bytes:
         return b'"prompt_token_ids":%b,"token_ids":%b,' % (encode(self._prompt(answer)), encode(answer.token_ids))

@@ -1,6 +1,7 @@
 """The answers of the two endpoints that generate, typed: what /openapi.json tells, and what tests hold answers to.
 
-They are written piece by piece in `answering`, which never makes these; nothing is done here.
+They are written piece by piece in `answering`, which never makes these; nothing is done here. What can only be null
+is what vLLM has and this server has not: clients in typed languages expect the member.
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ class ChatChoice(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     logprobs: ChatLogprobs | None
     finish_reason: str
     stop_reason: int | str | None
-    token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+    token_ids: list[int] | None
     """With return_token_ids."""
+    routed_experts: None
 
 
 class ChatAnswer(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -37,11 +39,15 @@ class ChatAnswer(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     model: str
     choices: list[ChatChoice]
     usage: Usage
-    prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+    prompt_token_ids: list[int] | None
     """With return_token_ids."""
     prompt_logprobs: PromptLogprobs | None
+    prompt_text: None
     service_tier: None
     system_fingerprint: None
+    kv_transfer_params: None
+    ec_transfer_params: None
+    metrics: None
 
 
 class CompletionLogprobs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -58,8 +64,9 @@ class CompletionChoice(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     finish_reason: str
     stop_reason: int | str | None
     prompt_logprobs: PromptLogprobs | None
-    prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
-    token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+    prompt_token_ids: list[int] | None
+    token_ids: list[int] | None
+    routed_experts: None
 
 
 class CompletionAnswer(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -69,4 +76,8 @@ class CompletionAnswer(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     model: str
     choices: list[CompletionChoice]
     usage: Usage
+    service_tier: None
     system_fingerprint: None
+    kv_transfer_params: None
+    ec_transfer_params: None
+    metrics: None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -163,6 +164,13 @@ class _Plain:
         self._settings = settings
         self._metrics = metrics
         self._created = int(time.time())
+        # OpenAI's of old, which vLLM still has: clients in typed languages expect it.
+        self._permission = {
+            "id": f"modelperm-{uuid.uuid4().hex}", "object": "model_permission", "created": self._created,
+            "allow_create_engine": False, "allow_sampling": True, "allow_logprobs": True,
+            "allow_search_indices": False, "allow_view": True, "allow_fine_tuning": False, "organization": "*",
+            "group": None, "is_blocking": False,
+        }  # fmt: skip
 
     async def health(self, request: Request) -> Response:
         engine = self._engine
@@ -212,6 +220,7 @@ class _Plain:
             "root": self._engine.info.model,
             "parent": None,
             "max_model_len": self._engine.info.max_model_len,
+            "permission": [self._permission],
         }
 
     async def version(self, request: Request) -> Response:

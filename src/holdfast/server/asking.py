@@ -221,14 +221,17 @@ def split_prompts(
 
 
 def served_model(model: str | None, settings: ServerSettings) -> str:
-    if model is not None and model not in settings.served_model_names and settings.adapter(model) is None:
+    """The name to answer with, as in vLLM: the first of the model's own whichever was asked for, or the adapter's."""
+    if model is not None and settings.adapter(model) is not None:
+        return model
+    if model is not None and model not in settings.served_model_names:
         raise UnknownModelError(
             f"the model {shorten(model)!r} is not served here",
             found=shorten(", ".join(settings.all_names)),
             fix="name one of those, or leave model out",
             field="model",
         )
-    return model or settings.served_model_names[0]
+    return settings.served_model_names[0]
 
 
 def tokenizer_of(engine: Engine, field: str) -> Tokenizer:

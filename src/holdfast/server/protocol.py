@@ -165,6 +165,8 @@ class Usage(msgspec.Struct):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: None = None
+    """Tokens of thoughts are not counted apart."""
 
 
 class TopLogprob(msgspec.Struct):
@@ -197,10 +199,15 @@ class AnsweredCall(msgspec.Struct, kw_only=True):
 
 
 class AssistantMessage(msgspec.Struct, kw_only=True):
+    """As in vLLM what there is nothing of is null, but for calls: clients take an empty list for some."""
+
     role: str = "assistant"
     content: str | None
     refusal: None = None
-    reasoning_content: str | msgspec.UnsetType | None = msgspec.UNSET
-    reasoning: str | msgspec.UnsetType | None = msgspec.UNSET
+    annotations: None = None
+    audio: None = None
+    function_call: None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
     """vLLM's newer name for the same."""
     tool_calls: list[AnsweredCall] | msgspec.UnsetType = msgspec.UNSET

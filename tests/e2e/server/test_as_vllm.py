@@ -106,8 +106,55 @@ def test_token_ids_of_a_chat(http, tools):
     assert all("prompt_token_ids" not in event for event in told[1:])
     assert [one for event in told for one in event["choices"][0].get("token_ids", [])] == ids
     plain = ask(http, max_tokens=4)
-    assert "prompt_token_ids" not in plain
-    assert "token_ids" not in plain["choices"][0]
+    assert plain["prompt_token_ids"] is plain["choices"][0]["token_ids"] is None
+    assert events(http, max_tokens=4)[0]["prompt_token_ids"] is None
+
+
+# The members of vLLM 0.32's answers, null where there is nothing to tell: its types, and what its streams leave unset.
+CHAT_MEMBERS = """id object created model choices service_tier system_fingerprint usage prompt_logprobs prompt_token_ids
+    prompt_text kv_transfer_params ec_transfer_params metrics"""
+COMPLETION_MEMBERS = """id object created model choices service_tier system_fingerprint usage kv_transfer_params
+    ec_transfer_params metrics"""
+CHOICE_MEMBERS = "index logprobs finish_reason stop_reason token_ids routed_experts"
+MESSAGE_MEMBERS = "role content refusal annotations audio function_call reasoning"
+USAGE_MEMBERS = "prompt_tokens completion_tokens total_tokens prompt_tokens_details completion_tokens_details"
+
+
+def test_members_that_are_null_are_there(http):
+    chat, text = ask(http), ask(http, "/v1/completions", prompt="a")
+    assert set(chat) == set(CHAT_MEMBERS.split())
+    assert set(chat["choices"][0]) == {*CHOICE_MEMBERS.split(), "message"}
+    message = chat["choices"][0]["message"]
+    assert set(message) == {*MESSAGE_MEMBERS.split(), "reasoning_content"}
+    assert set(chat["usage"]) == set(USAGE_MEMBERS.split())
+    assert set(text) == set(COMPLETION_MEMBERS.split())
+    assert set(text["choices"][0]) == {*CHOICE_MEMBERS.split(), "text", "prompt_logprobs", "prompt_token_ids"}
+    # An answer may be sent back as it came.
+    ask(http, messages=[*HELLO, message, *HELLO])
+
+
+def test_members_of_events(http):
+    opening, *others = events(http)
+    chunk = {"id", "object", "created", "model", "choices"}
+    assert set(opening) == chunk | {"prompt_token_ids", "prompt_text"}
+    assert set(opening["choices"][0]) == {"index", "delta", "logprobs", "finish_reason"}
+    member = {"index", "delta", "logprobs", "finish_reason", "token_ids"}
+    assert all(set(event) == chunk and member <= set(event["choices"][0]) for event in others)
+    assert set(others[-1]["choices"][0]) == member | {"stop_reason"}
+    for event in events(http, "/v1/completions", prompt="abc", echo=True):
+        assert set(event) == chunk
+        assert set(event["choices"][0]) == {
+            "index", "text", "logprobs", "finish_reason", "stop_reason", "prompt_token_ids", "token_ids",
+        }  # fmt: skip
+
+
+def test_an_answer_bears_the_models_first_name(http):
+    for name in ("alias", None):
+        assert ask(http, model=name)["model"] == "fake"
+        assert {event["model"] for event in events(http, "/v1/completions", prompt="a", model=name)} == {"fake"}
+    assert [card["permission"][0]["object"] for card in http.get("/v1/models").json()["data"]] == [
+        "model_permission"
+    ] * 2
 
 
 @pytest.mark.parametrize("value", ["True", "1", "yes", "", "maybe"])
