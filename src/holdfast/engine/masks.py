@@ -2,13 +2,15 @@
 is there in time. Who comes and goes is `forms`'s; what a grammar means is `text.matching`'s.
 
     judged (or compiled) ─► being filled ─► filled ─► sampled from ─► judged ...
-                              │ a step needs it: waited for, PATIENCE_S in all and REGAINED_S more with each token
+                              │ a step needs it: waited for, PATIENCE_S in all and REGAINED_S more with each token;
+                              │ who wait together share what they cost, and nothing is paid while the device is busy
                               └ late: left out of steps until it is filled, by one thread for all such forms
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import queue
 import threading
 import time
@@ -32,10 +34,13 @@ log = logging.getLogger("holdfast")
 
 Words = numpy.typing.NDArray[numpy.int32]
 
-THREADS = 3
+THREADS = max(3, min(8, (os.cpu_count() or 1) // 2))
 """For forms that were never late. Those that were share one more."""
 PATIENCE_S, REGAINED_S = 0.05, 0.001
 """How long one answer may hold up the others of its steps: in all, and for each token it has."""
+STEP_PATIENCE_S = 0.05
+"""How long one step is held up, whoever it waits for."""
+BUSY_POLL_S = 0.0005
 MASK_CPU_S, MASK_CPU_S_A_TOKEN = 10.0, 0.05
 """Of one thread, that the masks of one answer may take: in all, and for each token it has."""
 NOTHING_LEFT, BEYOND_LIMITS = "HF363", "HF362"
@@ -148,15 +153,21 @@ class MaskThreads:
                 self._changed.notify_all()
             del form  # Its answer may be over.
 
-    def wait(self, forms: Sequence[Form]) -> None:
-        """Until each is filled, or has used up its patience."""
+    def wait(self, forms: Sequence[Form], busy: Callable[[], bool]) -> None:
+        """Until each is filled, or has used up its patience, or the step's is over. `busy`: the device still computes
+        what they are needed for, and nobody is held up."""
+        left_s = STEP_PATIENCE_S
         with self._changed:
-            while waiting := [form for form in forms if not form.filled and not form.slow]:
+            while left_s > 0 and (waiting := [form for form in forms if not form.filled and not form.slow]):
+                if busy():
+                    self._changed.wait(BUSY_POLL_S)
+                    continue
                 began_s = time.monotonic()
-                self._changed.wait(min(form.patience_s for form in waiting))
+                self._changed.wait(min(left_s, len(waiting) * min(form.patience_s for form in waiting)))
                 waited_s = time.monotonic() - began_s
+                left_s -= waited_s
                 for form in waiting:
-                    form.patience_s -= waited_s
+                    form.patience_s -= waited_s / len(waiting)
 
     def wait_for_any(self, forms: Sequence[Form], timeout_s: float) -> None:
         with self._changed:
@@ -176,8 +187,8 @@ class StepMasks:
         self.slots = list(held)
         self._held, self._threads, self._foresee = held, threads, foresee
 
-    def rows(self) -> dict[int, Words]:
+    def rows(self, busy: Callable[[], bool] = lambda: False) -> dict[int, Words]:
         if self._foresee is not None and not self._foresee():
             return {}
-        self._threads.wait(list(self._held.values()))
+        self._threads.wait(list(self._held.values()), busy)
         return {slot: form.words for slot, form in self._held.items() if form.filled}

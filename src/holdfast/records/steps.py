@@ -14,7 +14,7 @@ Pages and slots that a plan frees may be handed out by the very next plan for th
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
@@ -130,9 +130,10 @@ class TokenMasks(Protocol):
     def slots(self) -> Sequence[int]:
         """Of these rows."""
 
-    def rows(self) -> dict[int, numpy.typing.NDArray[numpy.int32]]:
+    def rows(self, busy: Callable[[], bool] = ...) -> dict[int, numpy.typing.NDArray[numpy.int32]]:
         """By slot, [vocabulary / 32]: bit t % 32 of word t // 32 is token t. Waits for them, but no longer than an
-        answer may hold up others: what is missing then is late. Valid until the step is applied."""
+        answer may hold up others: what is missing then is late. While the device is `busy` with the step nobody is held
+        up. Valid until the step is applied."""
 
 
 class Verdict(enum.Enum):

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 from small_vocabulary import END, SIZE, VOCABULARY
 
 from holdfast.engine import forms as module
+from holdfast.engine import masks
 from holdfast.engine.forms import FORMS_AHEAD, Forms
 from holdfast.planner.form_sizes import form_bytes
 from holdfast.records import Request, SamplingParams
@@ -90,3 +93,25 @@ def test_nobody_waits_for_those_who_have_gone(forms: Forms, monkeypatch: pytest.
     go_on.set()
     assert formed(forms, 1) == ["6"]
     assert len(begun) <= module.COMPILING_THREADS + 1
+
+
+def test_who_wait_together_share_what_they_cost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And pay nothing while the device is busy with their step, and no step is held up for long."""
+    threads, now_s = masks.MaskThreads(), itertools.count(0.0, 0.02)
+    forms = [masks.Form(ask(0), matcher=None, words=None, allowed=None) for _ in range(4)]  # type: ignore[arg-type]
+    turns = iter([True, True, False, False])
+
+    def waits(timeout_s: float) -> None:
+        if not any(form.filled for form in forms[1:]):
+            return
+        forms[0].filled = True
+
+    monkeypatch.setattr(threads._changed, "wait", waits)
+    monkeypatch.setattr(masks, "time", SimpleNamespace(monotonic=lambda: next(now_s)))
+    threads.wait(forms, lambda: next(turns, False))
+    assert [form.patience_s for form in forms] == pytest.approx([0.05 - 0.06 / 4] * 4)
+    for form in forms[1:]:
+        form.filled = True
+    threads.wait(forms, lambda: False)
+    assert [form.patience_s for form in forms] == pytest.approx([0.05 - 0.06 / 4 - 0.02, *[0.05 - 0.06 / 4] * 3])
+    assert forms[0].filled

@@ -12,7 +12,7 @@ from __future__ import annotations
 import gc
 import logging
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 
@@ -355,10 +355,18 @@ class GpuRunner:
     def _choose(self, step: DeviceStep, sampling: int, present: list[int], masks: TokenMasks | None) -> list[int]:
         """The tokens of a step whose decoder was launched: now is when the masks of its rows are waited for. Returns
         the slots of those that are late."""
-        late = self._sampler.mask(present, masks)
+        late = self._sampler.mask(present, masks, self._busy())
         slots, lengths = step.sampling_slots[:sampling], step.sampling_lengths[:sampling]
         self._sampler.sample(self._logits[:sampling], slots, lengths, Work.ADJUST)
         return late
+
+    def _busy(self) -> Callable[[], bool]:
+        """Whether the device still computes what was launched so far."""
+        if self.device.type != "cuda":
+            return lambda: False
+        done = torch.cuda.Event()
+        done.record()
+        return lambda: not done.query()
 
     def read(self, launched: _Launched) -> tuple[Sampled, Told]:
         """Waits until the tokens of a step are here, and puts them in the order of its rows."""

@@ -6,6 +6,7 @@ go to whoever is in the step. Knows logits and parameters, not the model.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -145,11 +146,12 @@ class DeviceSampler:
             return Work.FORWARD
         return Work.ADJUST if in_need else Work.DRAW
 
-    def mask(self, slots: list[int], masks: TokenMasks | None) -> list[int]:
+    def mask(self, slots: list[int], masks: TokenMasks | None, busy: Callable[[], bool]) -> list[int]:
         """Of the rows of a step that need one, before it is sampled. Returns the slots whose masks are late: what is
-        sampled for them means nothing. Nor does it for whoever has none at all: that answer was aborted."""
+        sampled for them means nothing. Nor does it for whoever has none at all: that answer was aborted. `busy`: the
+        device still computes the step, and nobody is held up by waiting."""
         wanted = [slot for slot in slots if self._slots[slot].constrained]
-        found = {} if masks is None else masks.rows()
+        found = {} if masks is None else masks.rows(busy)
         self._params.mask({slot: found.get(slot, self._everything) for slot in wanted})
         return [] if masks is None else [slot for slot in wanted if slot in masks.slots and slot not in found]
 
