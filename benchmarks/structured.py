@@ -90,10 +90,8 @@ def throughput(name: str, batch: int, tokens: int, repeats: int) -> None:
     with LLM(name, max_model_len=1024, max_num_seqs=batch, kv_cache_memory_bytes="256MiB") as llm:
         free = [SamplingParams(max_tokens=tokens, seed=seed, ignore_eos=True) for seed in range(batch)]
         held = [SamplingParams(max_tokens=tokens, seed=seed, structured_outputs=words) for seed in range(batch)]
-        sides = {
-            "free": free, "words": held, "words and free": [*held[::2], *free[1::2]],
-            "schema": [SamplingParams(max_tokens=tokens, seed=seed, structured_outputs=schema) for seed in range(batch)],
-        }  # fmt: skip
+        told = [SamplingParams(max_tokens=tokens, seed=seed, structured_outputs=schema) for seed in range(batch)]
+        sides = {"free": free, "words": held, "words and free": [*held[::2], *free[1::2]], "schema": told}
         rates: dict[str, list[float]] = {side: [] for side in sides}
         for turn in range(repeats + 1):
             for side, params in sides.items():
