@@ -6,7 +6,7 @@ import argparse
 import logging
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -71,6 +71,18 @@ def read_settings(arguments: argparse.Namespace) -> tuple[EngineConfig, ServerCo
 def refused_settings(arguments: argparse.Namespace) -> list[Refusal]:
     """Of the flags alone."""
     return refusals(vars(arguments), {**ENGINE_REFUSED, **SERVER_REFUSED}, lambda name: FLAG)
+
+
+def _with_command(error: ConfigurationError, refused: Sequence[Refusal], words: Sequence[str]) -> str | None:
+    """The fix, and where flags are to be left out the whole command without them."""
+    if error.fix is None or error.field not in {one.name for one in refused}:
+        return error.fix
+    from holdfast.doctor.commands import parse_command
+
+    command = parse_command(command_line(words))
+    if command is None:
+        return error.fix
+    return f"{error.fix}: {command.with_changes({flag_name(one.name): None for one in refused})}"
 
 
 def _check_swallowed(given: Mapping[str, Any]) -> None:
@@ -150,7 +162,11 @@ def _adapters(engine_config: EngineConfig, server_config: ServerConfig, model: F
 
 def run(arguments: argparse.Namespace, words: tuple[str, ...]) -> int:
     """`words`: as they were typed after `holdfast`."""
-    engine_config, server_config = read_settings(arguments)
+    try:
+        engine_config, server_config = read_settings(arguments)
+    except ConfigurationError as error:
+        error.fix = _with_command(error, refused_settings(arguments), words)
+        raise
     early = EarlyProcess()
     try:
         return _run(engine_config, server_config, early, words)

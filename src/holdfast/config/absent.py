@@ -261,6 +261,9 @@ SHORT: Mapping[str, tuple[str, ...]] = {
 }
 """Further spellings."""
 
+_BACKENDS = _names("flash_attn flashinfer triton_attn flex_attention cpu_attn xformers")
+"""vLLM's kernels of attention, as some write them; in capitals any name is one of vLLM's."""
+
 
 def asks_nothing(name: str, value: Any) -> bool:
     """Whether a setting that is refused was given as what is done anyway, in whatever form it was written."""
@@ -270,3 +273,10 @@ def asks_nothing(name: str, value: Any) -> bool:
         return not any(value.values())
     written = str(value).lower().replace(" ", "")
     return written in DONE_ANYWAY.get(name, _NO) or value is None
+
+
+def refused_value(name: str, value: Any) -> str | None:
+    """The reason against a value of vLLM's for a setting that is there; None: the setting's own parser judges it."""
+    if name != "attention_backend" or not isinstance(value, str) or value.upper() == "TORCH_SDPA":
+        return None
+    return _KERNELS if value.isupper() or value in _BACKENDS else None

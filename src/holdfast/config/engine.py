@@ -22,7 +22,6 @@ from holdfast.config.setting import (
     whole,
 )
 from holdfast.errors import ConfigurationError
-from holdfast.units import shorten
 
 GPU_SEQUENCES, CPU_SEQUENCES = 256, 64
 GPU_STEP_TOKENS, CPU_STEP_TOKENS = 8192, 512
@@ -31,18 +30,10 @@ REFUSED: Mapping[str, str] = absent.ENGINE
 """vLLM's names for what is not there. Naming one is an error with this reason, never silence."""
 
 
-_BACKENDS = ("auto", "compiled", "torch")
-
-
 def _attention_backend(field: str, value: Any) -> str:
     if isinstance(value, str) and value.upper() == "TORCH_SDPA":
         return "torch"
-    if isinstance(value, str) and value.isupper():
-        raise ConfigurationError(
-            f"{field}: {shorten(value)} is one of vLLM's; kernels are Holdfast's own, chosen by what the machine has",
-            needed="one of " + ", ".join(_BACKENDS), found=shorten(value), fix=f"leave {field} out", field=field,
-        )  # fmt: skip
-    return str(choice(*_BACKENDS)(field, value))
+    return str(choice("auto", "compiled", "torch")(field, value))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

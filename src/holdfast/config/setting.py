@@ -12,7 +12,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from holdfast.config.absent import asks_nothing
+from holdfast.config.absent import asks_nothing, refused_value
 from holdfast.errors import ConfigurationError
 from holdfast.units import MIB, parse_bytes, parse_tokens, shorten
 
@@ -239,12 +239,15 @@ class Refusal:
 
 
 def refusals(values: Mapping[str, Any], refused: Mapping[str, str], origin: Callable[[str], Origin]) -> list[Refusal]:
-    """Of those that are known and not there, each that asks for something."""
-    return [
-        Refusal(origin(name).place + origin(name).spelled(name), refused[name], name)
-        for name, value in values.items()
-        if name in refused and not asks_nothing(name, value)
-    ]
+    """Of those that are known and not there, each that asks for something; and vLLM's values that are none of ours."""
+    found: list[Refusal] = []
+    for name, value in values.items():
+        written, reason = origin(name).place + origin(name).spelled(name), refused_value(name, value)
+        if reason is not None:
+            found.append(Refusal(written, reason, name, problem=f"{shorten(value)} is not supported"))
+        elif name in refused and not asks_nothing(name, value):
+            found.append(Refusal(written, refused[name], name))
+    return found
 
 
 def refuse(found: Sequence[Refusal]) -> None:

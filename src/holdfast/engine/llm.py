@@ -15,6 +15,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from holdfast.config import EngineConfig
+from holdfast.config.python_words import in_python
 from holdfast.engine.answers import Answer
 from holdfast.engine.core import EngineCore
 from holdfast.engine.defaults import decided, default_sampling
@@ -65,6 +66,7 @@ _PROMPT_KEYS = frozenset({"prompt", "prompt_token_ids"})
 class LLM(AbsentMethods):
     """All keyword arguments are settings of `holdfast serve`, spelled with underscores: see EngineConfig."""
 
+    @in_python()
     def __init__(self, model: str | None = None, **settings: Any) -> None:
         self._core: EngineCore | None = None
         config = EngineConfig.from_arguments(model=model, **settings)
@@ -90,6 +92,7 @@ class LLM(AbsentMethods):
 
     info: EngineInfo
 
+    @in_python()
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt] | None = None,
@@ -150,6 +153,7 @@ class LLM(AbsentMethods):
         ]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request)
 
+    @in_python()
     def embed(
         self, prompts: Prompt | Sequence[Prompt], *, use_tqdm: bool = True, pooling_params: None = None
     ) -> list[EmbeddingRequestOutput]:
@@ -191,6 +195,7 @@ class LLM(AbsentMethods):
                 self.close()
                 self._sleeping = True
 
+    @in_python()
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """With what memory is free now: limits that were not set may be others than before."""
         if tags is not None and {*tags} != {"weights", "kv_cache"}:

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import shlex
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,25 @@ def test_two_models_are_one_too_many() -> None:
 def test_what_is_not_there_is_refused_with_the_reason(words: list[str], part: str) -> None:
     with pytest.raises(ConfigurationError, match=part):
         read(*words)
+
+
+def test_the_fix_is_the_command_that_works(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["serve", "a/b", "--attention-backend", "FLASH_ATTN", "--port=9", "-q", "awq", "--trust_remote_code"]
+    assert main([*asked, "--api-key", "geheim"]) == 2
+    said = capsys.readouterr().err
+    assert "--attention-backend FLASH_ATTN is not supported: kernels are Holdfast's own" in said
+    fix = said.rpartition("fix:")[2].strip()
+    assert fix == (
+        "leave out --attention-backend, --quantization, --trust-remote-code: "
+        'holdfast serve a/b --port=9 --api-key "${API_KEY:?}"'
+    )
+    engine, server = read(*shlex.split(fix.partition("holdfast serve ")[2]))
+    assert (engine.model, server.port) == ("a/b", 9)
+    # Of a variable the command says nothing.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HOLDFAST_ATTENTION_BACKEND", "flashinfer")
+        assert main(["serve", "a/b"]) == 2
+    assert capsys.readouterr().err.rstrip().endswith("leave HOLDFAST_ATTENTION_BACKEND out")
 
 
 def test_asking_for_nothing_is_no_asking() -> None:
