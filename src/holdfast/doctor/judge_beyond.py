@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from holdfast.doctor.commands import ServerCommand
+from holdfast.doctor.judge_split import Split
 from holdfast.doctor.records import Evidence, Finding
 from holdfast.doctor.said import changed, found
 from holdfast.doctor.sizes import weights_bytes_of
-from holdfast.errors import HoldfastError
-from holdfast.units import GIB, counted, format_bytes, parse_bytes
+from holdfast.units import GIB, MIB, counted, format_bytes
 
 if TYPE_CHECKING:
     from holdfast.planner.answer import Answer
@@ -42,8 +43,8 @@ _NAMED = {
 }  # fmt: skip
 _SPECULATIVE = ("speculative-config", "speculative-model", "speculative-draft-model-path", "speculative-algorithm")
 _HARMLESS = {"load-format": ("auto", "safetensors", "runai_streamer"), "n-gpu-layers": ("all", "auto")}
-MOST_STATIC = 0.92
-"""Of a GPU's memory, that SGLang's static share may take: steps and graphs need the rest."""
+SPARE_SHARE = 0.02
+"""Of the free memory, beyond what one sequence takes."""
 ALL_LAYERS = 90
 """So many layers on the GPU mean all of them."""
 
@@ -100,12 +101,10 @@ def stretched(command: ServerCommand) -> bool:
     return "rope" in text or "yarn" in text.lower()
 
 
-def beyond(command: ServerCommand, told: Answer) -> Iterator[Finding]:
-    """Of a command that fits as far as the planner counts."""
+def beyond(command: ServerCommand, told: Answer, split: Split | None) -> Iterator[Finding]:
+    """Of a command that fits as far as the planner counts; `split`: as it divides a GPU, where it does so itself."""
     yield from _replicas(command, told)
-    if told.fits and told.question.machine.kind == "gpu":
-        yield from _pool(command, told)
-        yield from _static(command, told)
+    if told.fits and split is None and told.question.machine.kind == "gpu":
         yield from _draft(command, told)
 
 
@@ -128,69 +127,129 @@ def _replicas(command: ServerCommand, told: Answer) -> Iterator[Finding]:
     )  # fmt: skip
 
 
-def _pool(command: ServerCommand, told: Answer) -> Iterator[Finding]:
-    """vLLM's KV cache as a number of bytes: a whole request must fit it."""
-    written = command.value("kv-cache-memory-bytes")
-    if written is None or command.engine != "vllm":
-        return
-    try:
-        pool = parse_bytes(written)
-    except HoldfastError:
-        return
-    rank = min(told.fit.ranks, key=lambda one: one.room_bytes)
-    needed = told.fit.needed_bytes(rank)
-    if pool >= needed:
-        return
-    length = told.fit.limits.max_model_len
-    more = needed + needed // max(1, length // 16)
-    yield found(
-        "kv_cache_too_small_for_max_len", "kv_blowout", "high",
-        what=f"one sequence of {length:,} tokens needs {format_bytes(needed)} of KV, and {format_bytes(pool)} are set",
-        why="vLLM refuses to start when its pool does not hold one sequence of max_model_len",
-        evidence=_evidence(f"--kv-cache-memory-bytes {written}"),
-        fixes=[changed(command, {"--kv-cache-memory-bytes": str(more)}, "room for one whole sequence")],
-        numbers={"needed_bytes": float(needed), "available_bytes": float(pool)},
+def ill_divided(command: ServerCommand, split: Split, length: int) -> Finding | None:
+    """A split that holds too little, or leaves too little, where another value of its flag would do. `length`: of the
+    context, in tokens."""
+    if split.pool_bytes < split.needed_bytes:
+        return _too_little(command, split, length)
+    if split.pool_bytes <= split.room_bytes or not command.has(split.flag):
+        return None
+    share = split.share
+    set_so = f"a KV pool of {format_bytes(split.pool_bytes)}" if share is None else f"a static share of {share:g}"
+    value = str(split.room_bytes // MIB * MIB) if share is None else _written(min(split.most_share, _usual(split)))
+    return found(
+        "utilization_too_high", "configuration_overshoot", "medium",
+        what=f"{set_so} leaves {format_bytes(max(0, split.left_bytes))} of {format_bytes(split.free_bytes)} beside"
+        f" weights and KV, and steps and graphs take some {format_bytes(split.beside_bytes)}",
+        why="weights and KV are taken at start, whole: what a step or a graph lacks then is out of memory",
+        evidence=_evidence(f"{split.flag} {command.value(split.flag)}"),
+        fixes=[changed(command, {split.flag: value}, "planned: it leaves steps and graphs what they take",
+                       "less KV cache")],
     )  # fmt: skip
 
 
-def _static(command: ServerCommand, told: Answer) -> Iterator[Finding]:
-    """SGLang's weights and KV together."""
-    written = command.value("mem-fraction-static")
-    if written is None or command.engine != "sglang":
-        return
-    rank = min(told.fit.ranks, key=lambda one: one.room_bytes)
+def _too_little(command: ServerCommand, split: Split, length: int) -> Finding:
+    needed, pool = format_bytes(split.needed_bytes), format_bytes(max(0, split.pool_bytes))
+    numbers = {"needed_bytes": float(split.needed_bytes), "available_bytes": float(max(0, split.pool_bytes))}
+    if split.share is None:
+        more = split.needed_bytes + split.needed_bytes // max(1, length // 16)
+        return found(
+            "kv_cache_too_small_for_max_len", "kv_blowout", "high",
+            what=f"one sequence of {length:,} tokens needs {needed} of KV, and {pool} are set",
+            why="vLLM refuses to start when its pool does not hold one sequence of max_model_len",
+            evidence=_evidence(f"{split.flag} {command.value(split.flag)}"), numbers=numbers,
+            fixes=[changed(command, {split.flag: str(min(more, split.room_bytes))}, "planned: one whole sequence")],
+        )  # fmt: skip
+    static = format_bytes(int(split.share * split.free_bytes))
+    enough = _written(min(split.most_share, max(_usual(split), split.least_share + SPARE_SHARE)))
+    given = command.has(split.flag)
+    share = f"{split.share:g}" if given else f"{split.share:g}, which SGLang takes by itself,"
+    draft = f" and a draft of {format_bytes(split.draft_bytes)}" if split.draft_bytes and given else ""
+    none = split.pool_bytes <= 0
+    return found(
+        "no_memory_for_kv_blocks" if none else "kv_cache_too_small_for_max_len",
+        "configuration_overshoot" if none else "kv_blowout", "high" if given else "medium",
+        what=f"a static share of {share} is {static}: weights of {format_bytes(split.weights_bytes)}{draft} leave"
+        f" {pool} of it for KV, and one sequence of {length:,} tokens needs {needed}",
+        why="--mem-fraction-static is weights and KV together, of what is free at start"
+        + ("" if none else "; longer requests than its pool holds are refused"),
+        evidence=_evidence(f"{split.flag} {split.share:g}"), numbers=numbers,
+        fixes=[changed(command, {split.flag: enough},
+                       "planned: it holds weights and one whole sequence, and leaves steps and graphs what they take")],
+    )  # fmt: skip
+
+
+def _usual(split: Split) -> float:
+    """SGLang's own choice, where it holds one sequence."""
+    return max(split.own_share or 0.0, split.least_share)
+
+
+def _written(share: float) -> str:
+    """In hundredths, rounded down: what is not there is not given away."""
+    return f"{int(share * 100 + 1e-6) / 100:g}"
+
+
+def draft_too_large(command: ServerCommand, split: Split) -> Finding | None:
+    """Where only the draft is too much; its weights are taken out of the same share."""
+    without = replace(split, draft_bytes=0)
+    if not split.draft_bytes or split.settable or not without.settable:
+        return None
+    return _speculative(command, split.draft_bytes, max(0, without.room_bytes - split.needed_bytes))
+
+
+def budget_words(command: ServerCommand, told: Answer, split: Split | None) -> str:
+    """What the plan rests on, in one line."""
+    fit = told.fit
+    rank = min(fit.ranks, key=lambda one: one.room_bytes)
+    each = "" if len(fit.ranks) == 1 else f" on each of {len(fit.ranks)}"
     weights = sum(term.nbytes for term in rank.terms if term.name == "weights")
-    needed = weights + told.fit.needed_bytes(rank)
-    total = rank.device.total_bytes
-    try:
-        share = float(written)
-    except ValueError:
-        return
-    if not 0 < share <= 1 or needed <= share * total:
-        return
-    enough = -(-needed * 100 // total) / 100 + 0.02
-    fixes = [changed(command, {"--mem-fraction-static": f"{enough:.2f}"}, "weights and one whole sequence fit it")]
-    yield found(
-        "no_memory_for_kv_blocks", "configuration_overshoot", "high",
-        what=f"weights of {format_bytes(weights)} and one sequence's KV need {format_bytes(needed)}, and a static share"
-        f" of {share:g} is {format_bytes(int(share * total))}",
-        why="--mem-fraction-static is weights and KV together", evidence=_evidence(f"--mem-fraction-static {written}"),
-        fixes=fixes if enough <= MOST_STATIC else [],
-    )  # fmt: skip
+    draft = (draft_of(command) or 0) // len(fit.ranks) if speculates(command) else 0
+    beside = f", draft {format_bytes(draft)}" if draft else ""
+    if split is None:
+        text = f"budget {format_bytes(rank.budget_bytes)}{each}, weights {format_bytes(weights)}{beside}"
+        pool = rank.room_bytes - draft
+    elif split.share is None:
+        text = f"{format_bytes(split.free_bytes)} free{each}, weights {format_bytes(weights)}{beside}"
+        pool = split.pool_bytes
+    else:
+        chosen = "" if command.has(split.flag) else ", SGLang's own choice"
+        static = format_bytes(int(split.share * split.free_bytes))
+        text = f"{format_bytes(split.free_bytes)} free at start{each}, static share {split.share:g}{chosen} = {static}"
+        text += f": weights {format_bytes(split.weights_bytes)}{beside}"
+        pool = split.pool_bytes
+    if split is None and not told.fits:
+        return f"{text}, {format_bytes(fit.short_bytes)} short"
+    if pool <= 0:
+        return f"{text}, none for KV"
+    length = max(1, min(fit.limits.max_model_len, rank.kv.longest(pool, told.question.model.spec.max_position)))
+    at_once = rank.kv.concurrency(pool, length)
+    text += (
+        f", {format_bytes(pool)} for KV: some {int(at_once * length):,} tokens,"
+        f" {at_once:.1f} sequences of {length:,} at once"
+    )
+    if split is None:
+        return text
+    take = f"which take some {format_bytes(split.beside_bytes)}"
+    return f"{text}; {format_bytes(max(0, split.left_bytes))} left for steps and graphs, {take}"
+
+
+def speculates(command: ServerCommand) -> bool:
+    return any(command.has(name) for name in _SPECULATIVE)
 
 
 def _draft(command: ServerCommand, told: Answer) -> Iterator[Finding]:
     """A draft's weights stand beside the model's."""
-    if not any(command.has(name) for name in _SPECULATIVE):
-        return
-    draft = draft_of(command)
+    draft = draft_of(command) if speculates(command) else None
     rank = min(told.fit.ranks, key=lambda one: one.room_bytes)
     left = rank.room_bytes - told.fit.needed_bytes(rank)
-    if draft is None or draft // len(told.fit.ranks) <= left:
-        return
-    yield found(
+    if draft is not None and draft // len(told.fit.ranks) > left:
+        yield _speculative(command, draft, max(0, left))
+
+
+def _speculative(command: ServerCommand, draft: int, left: int) -> Finding:
+    return found(
         "speculative_memory", "configuration_overshoot", "high",
-        what=f"the draft's weights take {format_bytes(draft)}, and {format_bytes(max(0, left))} are left beside the"
+        what=f"the draft's weights take {format_bytes(draft)}, and {format_bytes(left)} are left beside the"
         " model and one sequence",
         why="a draft is loaded beside the model, and its weights leave that much less for KV",
         evidence=_evidence(f"draft {draft / GIB:.2f} GiB"),

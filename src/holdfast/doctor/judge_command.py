@@ -11,18 +11,27 @@ Every value that is offered as a fix has been planned. Runs nothing and download
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from holdfast.doctor.commands import ServerCommand, parse_command
 from holdfast.doctor.installed import version_of
-from holdfast.doctor.judge_beyond import beyond, not_planned, quantization_of, stretched
+from holdfast.doctor.judge_beyond import (
+    beyond,
+    budget_words,
+    draft_of,
+    draft_too_large,
+    ill_divided,
+    not_planned,
+    speculates,
+    stretched,
+)
 from holdfast.doctor.judge_flags import flag_findings
+from holdfast.doctor.judge_question import NAMES, Machine, question_for, with_settings
 from holdfast.doctor.judge_refusals import BEYOND_MODEL, SHORTER, no_model, pool_bytes, refused, vllm_on_a_cpu
-from holdfast.doctor.judge_ways import SAME_NAMES, ways
-from holdfast.doctor.planned import OTHERWISE_STORED
+from holdfast.doctor.judge_split import Split, divided, longest_tokens, split_of
+from holdfast.doctor.judge_ways import ways
 from holdfast.doctor.records import Diagnosis, Evidence, Finding, Fix, RootCause
 from holdfast.doctor.said import changed, found
 from holdfast.doctor.shell import OpenQuote
@@ -30,22 +39,13 @@ from holdfast.doctor.spellings import translated
 from holdfast.errors import ConfigurationError, HoldfastError, ModelError
 from holdfast.units import format_bytes, shorten
 
+__all__ = ["Machine", "judge", "judge_command"]
+
 if TYPE_CHECKING:
     from holdfast.planner.answer import Answer
     from holdfast.planner.fit import Question
     from holdfast.planner.judgements import PlanWarning
 
-_NAMES = {
-    "vllm": {name: name for name in SAME_NAMES},
-    "holdfast": {name: name for name in (*SAME_NAMES, "ram", "vram", "device", "expand-weights")},
-    "sglang": {
-        "context-length": "max-model-len", "max-running-requests": "max-num-seqs", "revision": "revision",
-        "chunked-prefill-size": "max-num-batched-tokens", "tensor-parallel-size": "tensor-parallel-size",
-        "pipeline-parallel-size": "pipeline-parallel-size", "dtype": "dtype", "kv-cache-dtype": "kv-cache-dtype",
-    },
-    "llama.cpp": {"parallel": "max-num-seqs"},
-}  # fmt: skip
-"""An engine's flag to the setting of a plan."""
 _WARNED: dict[str, tuple[str, RootCause]] = {
     "HFW20": ("utilization_too_high", "configuration_overshoot"),
     "HFW21": ("utilization_too_high", "configuration_overshoot"),
@@ -59,19 +59,6 @@ _NO_GPU = "a GPU: this machine shows none, so name the one it is for: --gpu rtx4
 ROUNDS = 3
 REPLANNED = ("heads_not_divisible", "tensor_parallel_mismatch", "bad_flag", "quant_shape_mismatch")
 """What is put right before it is planned again."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Machine:
-    """Whose command it is; nothing set: this one."""
-
-    gpu: str | None = None
-    vram: str | None = None
-    ram: str | None = None
-
-    @property
-    def named(self) -> bool:
-        return self.gpu is not None or self.vram is not None
 
 
 def judge_command(text: str, *, machine: Machine | None = None, version: str | None = None) -> Diagnosis:
@@ -146,12 +133,12 @@ def _planned(
     command: ServerCommand, machine: Machine, version: str | None
 ) -> tuple[list[Finding], list[str], list[str]]:
     """Findings, what is missing, and what was planned."""
-    if command.engine not in _NAMES:
+    if command.engine not in NAMES:
         return [], [f"a plan: commands of {command.engine} are read, and not planned"], []
     if command.model is None and command.engine != "holdfast":
         return [], ["the model: the command names none"], []
     try:
-        question = _question(command, machine, version)
+        question = question_for(command, machine, version)
     except ModelError as error:
         return *no_model(command, error, elsewhere=machine.named), []
     except HoldfastError as error:
@@ -168,106 +155,97 @@ def _planned(
     if on_cpu and command.engine == "sglang":
         return [], [_NO_GPU], seen
     try:
-        findings, told = _answered(command, question, version)
+        findings, told, split = _answered(command, question, version, machine)
         other = [_NO_GPU] if on_cpu and findings and command.engine == "vllm" and not machine.named else []
-        return findings, other, [f"{seen[0]}; {_budget(told)}"]
+        return findings, other, [f"{seen[0]}; {budget_words(command, told, split)}"]
     except HoldfastError as error:
         if error.code == BEYOND_MODEL and stretched(command):
             return [], [f"a plan: {error.message}, and how positions are stretched is not planned"], seen
         return *refused(command, error, question), seen
 
 
-def _budget(told: Answer) -> str:
-    """What the plan rests on, in one line."""
-    fit = told.fit
-    rank = min(fit.ranks, key=lambda one: one.room_bytes)
-    weights = sum(term.nbytes for term in rank.terms if term.name == "weights")
-    each = "" if len(fit.ranks) == 1 else f" on each of {len(fit.ranks)}"
-    text = f"budget {format_bytes(rank.budget_bytes)}{each}, weights {format_bytes(weights)}"
-    if not told.fits:
-        return f"{text}, {format_bytes(fit.short_bytes)} short"
-    length = told.max_model_len
-    tokens = int(told.concurrency * length)
-    return (
-        f"{text}, {format_bytes(max(0, rank.room_bytes))} for KV: some {tokens:,} tokens,"
-        f" {told.concurrency:.1f} sequences of {length:,} at once"
-    )
-
-
-def _question(command: ServerCommand, machine: Machine, version: str | None) -> Question:
-    from holdfast.config.plan import PlanConfig
-    from holdfast.planner.ask import question_of
-    from holdfast.planner.vllm_sizing import parse_vllm
-
-    given: dict[str, object] = {}
-    for flag, setting in _NAMES[command.engine].items():
-        value = command.value(flag)
-        if value is not None and value.lower() not in ("auto", "-1"):
-            given[setting.replace("-", "_")] = value
-    if command.engine != "holdfast":
-        given.setdefault("tensor_parallel_size", "1")
-        given.setdefault("pipeline_parallel_size", "1")
-    if command.has("enable-lora"):
-        given["enable_lora"] = True
-    elif command.engine != "holdfast":
-        given.pop("max_lora_rank", None)
-    if command.engine == "llama.cpp":
-        given |= _llama_context(command)
-    method = quantization_of(command, _is_quantized(command.model))
-    if method is not None and command.engine in ("vllm", "sglang"):
-        given["quantization"] = method
-    given |= {name: value for name in ("gpu", "vram", "ram") if (value := getattr(machine, name)) is not None}
-    model = (command.model or "").partition(":")[0] if command.has("hf-repo") else command.model
-    question = question_of(PlanConfig.from_arguments(model=model or None, **given))
-    if command.engine == "vllm" and not command.has("max-model-len"):
-        # vLLM takes the model's whole context where none is set, and refuses to start where KV does not hold it.
-        question = _with(question, max_model_len=question.model.spec.max_position)
-    on_gpu = question.machine.kind == "gpu"
-    if command.engine == "vllm" and command.value("gpu-memory-utilization") is None and on_gpu:
-        question = _with(question, utilization=parse_vllm(version or "").default_utilization)
-    return question
-
-
-def _is_quantized(model: str | None) -> bool:
-    """By its entry in the catalogue, or its name."""
-    from holdfast.models import catalogue
-
-    entry = None if model is None else catalogue.lookup(model)
-    return (entry is not None and entry.quantized) or OTHERWISE_STORED.search(model or "") is not None
-
-
-def _with(question: Question, **settings: object) -> Question:
-    return replace(question, settings=replace(question.settings, **settings))  # type: ignore[arg-type]
-
-
-def _llama_context(command: ServerCommand) -> dict[str, object]:
-    """Its -c is shared by all slots."""
-    context, slots = command.value("ctx-size"), command.value("parallel")
-    if context is None or not context.isdecimal() or int(context) == 0:
-        return {}
-    number = int(slots) if slots is not None and slots.isdecimal() and int(slots) > 0 else 1
-    return {"max_model_len": max(1, int(context) // number)}
-
-
-def _answered(command: ServerCommand, question: Question, version: str | None) -> tuple[list[Finding], Answer]:
+def _answered(
+    command: ServerCommand, question: Question, version: str | None, machine: Machine
+) -> tuple[list[Finding], Answer, Split | None]:
     from holdfast.planner.answer import answer
 
-    engine = command.engine
-    if engine == "vllm" and version is not None:
-        engine = f"vllm=={version}"
-    told = answer(question, engine=engine)
-    findings: list[Finding] = []
+    engine = f"vllm=={version}" if command.engine == "vllm" and version is not None else command.engine
     offloaded = any(command.has(name) for name in ("cpu-offload-gb", "n-cpu-moe", "n-gpu-layers"))
-    if not told.fits and not offloaded:
+    split = None if offloaded else _split(command, question)
+    if split is not None and not split.settable:
+        return *_no_split_does(command, question, split, engine, version, machine), split
+    told = answer(question if split is None else divided(question, split), engine=engine)
+    findings: list[Finding] = []
+    ill = None if split is None else ill_divided(command, split, told.fit.required_tokens)
+    if ill is not None:
+        findings.append(ill)
+    elif split is None and not told.fits and not offloaded:
         findings.append(_does_not_fit(command, told))
     elif told.fits and told.lacks:
-        findings += _would_refuse(command, told, question, engine)
-    findings += beyond(command, told)
+        findings += _would_refuse(command, told, question, engine, sizes_itself=split is None)
+    findings += beyond(command, told, split)
     said = {one.cause for one in findings}
     for warning in told.warnings:
         if warning.code in _WARNED and _WARNED[warning.code][0] not in said:
             findings.append(_warned(command, warning))
-    return findings, told
+    return findings, told, split
+
+
+def _split(command: ServerCommand, question: Question) -> Split | None:
+    return split_of(command, question, draft_of(command) if speculates(command) else None)
+
+
+def _no_split_does(
+    command: ServerCommand, question: Question, split: Split, engine: str, version: str | None, machine: Machine
+) -> tuple[list[Finding], Answer]:
+    """Whatever the flag of the split is set to: what else would do, with the flag as high as can be, or without it."""
+    from holdfast.planner.answer import answer
+
+    drafted = draft_too_large(command, split)
+    if drafted is not None:
+        return [drafted], answer(divided(question, None), engine=engine)
+    base, most = dict[str, str | None]({split.flag: None}), max(0.01, split.most_share)
+    if split.share is not None:
+        split = split.with_share(most)
+        base, question = {split.flag: f"{most:g}"}, divided(question, split)
+    best = parse_command(command.with_changes(base)) or command
+    told = answer(question, engine=engine)
+    finding, plain = _does_not_fit(best, told), _does_not_fit(command, told)
+    if split.share is not None and finding.cause == "kv_cache_too_small_for_max_len":
+        finding = msgspec.structs.replace(finding, what=f"{finding.what}, with a static share of {most:g}")
+    fixes, longest = [], 0 if split.share is None else longest_tokens(told.fit, split)
+    for one, alone in zip(_fixes(finding), _fixes(plain), strict=False):
+        if one.command is None or (alone.command is not None and _holds(alone.command, machine, version)):
+            fixes.append(alone)
+        elif (held := _held(best, one, longest, machine, version)) is not None:
+            fixes.append(msgspec.structs.replace(held, changes={**base, **held.changes}))
+    fix, others = (fixes[0], fixes[1:]) if fixes else (None, [])
+    return [msgspec.structs.replace(finding, fix=fix, alternatives=others)], told
+
+
+def _fixes(finding: Finding) -> list[Fix]:
+    return [fix for fix in (finding.fix, *finding.alternatives) if fix is not None]
+
+
+def _held(best: ServerCommand, fix: Fix, longest: int, machine: Machine, version: str | None) -> Fix | None:
+    """The fix, or with a shorter context the one that the split's pool holds; None: it does not hold."""
+    length = translated(best.engine, "max-model-len") or ""
+    if list(fix.changes) == [length] and longest > 0:
+        fix = changed(best, {length: str(longest)}, "the longest context that fits; planned: it fits", fix.price)
+    return fix if fix.command is not None and _holds(fix.command, machine, version) else None
+
+
+def _holds(text: str, machine: Machine, version: str | None) -> bool:
+    """Whether a command divides a GPU so that it holds one sequence and its steps."""
+    command = parse_command(text)
+    if command is None:
+        return False
+    try:
+        question = question_for(command, machine, version)
+        split = _split(command, question)
+    except HoldfastError:
+        return False
+    return split is None or split.needed_bytes <= split.pool_bytes <= split.room_bytes
 
 
 def _evidence(*lines: str) -> list[Evidence]:
@@ -312,13 +290,19 @@ def _does_not_fit(command: ServerCommand, told: Answer) -> Finding:
     )  # fmt: skip
 
 
-def _would_refuse(command: ServerCommand, told: Answer, question: Question, engine: str) -> Iterator[Finding]:
-    """It fits as Holdfast counts, and the engine's own sizing or features stand against it."""
+def _would_refuse(
+    command: ServerCommand, told: Answer, question: Question, engine: str, *, sizes_itself: bool
+) -> Iterator[Finding]:
+    """It fits as Holdfast counts, and the engine's own sizing or features stand against it. `sizes_itself`: its KV pool
+    is not set in bytes."""
     from holdfast.planner.answer import answer
 
     for reason in told.lacks:
-        if "it would refuse: " in reason or "pool holds no sequence" in reason:
-            open_length = answer(_with(question, max_model_len=None), engine=engine)
+        sized = "it would refuse: " in reason or "pool holds no sequence" in reason
+        if sized and not sizes_itself:
+            continue
+        if sized:
+            open_length = answer(with_settings(question, max_model_len=None), engine=engine)
             theirs = open_length.commands.get(command.engine)
             fixes = []
             if theirs is not None and theirs.max_model_len:

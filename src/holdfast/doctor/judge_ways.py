@@ -38,6 +38,8 @@ def ways(command: ServerCommand, told: Answer) -> list[Fix]:
     """Those that can be run first, in the plan's order; of what has to be made or bought the first alone. A plan in
     tiers is none: nothing here runs it."""
     usable = [way for way in told.ways_out if way.tiers is None]
+    if command.engine == "sglang":  # Its share is of another thing.
+        usable = [way for way in usable if "gpu_memory_utilization" not in way.settings]
     if command.engine != "vllm":
         usable = [way for way in usable if "made by vLLM" not in way.change]
     fixes = [_way(command, way) for way in usable]
@@ -83,8 +85,6 @@ def _spelled(command: ServerCommand, name: str, value: object) -> tuple[str, str
     if command.engine == "llama.cpp" and name == "max_model_len":
         slots = command.value("parallel")
         return theirs, str(int(str(value)) * (int(slots) if slots is not None and slots.isdecimal() else 1))
-    if command.engine == "sglang" and name == "gpu_memory_utilization":
-        return None  # Its share is of another thing.
     if command.engine == "sglang" and name == "kv_cache_dtype":
         return theirs, "fp8_e4m3"
     return theirs, str(value)

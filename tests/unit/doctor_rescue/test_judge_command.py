@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from holdfast.doctor.judge_command import Machine, judge_command
@@ -162,7 +164,13 @@ BIG = "meta-llama/Llama-3.1-70B-Instruct"
         (f"vllm serve {LLAMA} --max-model-len 8192 --kv-cache-memory-bytes 100M", "rtx4090",
          "kv_cache_too_small_for_max_len"),
         (f"vllm serve {LLAMA} --max-model-len 8192 --speculative-config '{DRAFT}'", "rtx4090", "speculative_memory"),
+        (f"vllm serve {LLAMA} --max-model-len 8192 --kv-cache-memory-bytes 12G", "rtx4090", "utilization_too_high"),
         (f"{SGLANG} --context-length 8192 --mem-fraction-static 0.3", "rtx4090", "no_memory_for_kv_blocks"),
+        (f"{SGLANG} --context-length 32768 --mem-fraction-static 0.72", "rtx4090", "kv_cache_too_small_for_max_len"),
+        (f"{SGLANG} --context-length 100000", "rtx4090", "kv_cache_too_small_for_max_len"),
+        (f"{SGLANG} --mem-fraction-static 0.95", "rtx4090", "utilization_too_high"),
+        (f"{SGLANG} --speculative-algorithm STANDALONE --speculative-draft-model-path {LLAMA}", "rtx4090",
+         "speculative_memory"),
         (f"vllm serve {LLAMA} --max-model-len 8192 --max-num-batched-tokens 128", "rtx4090", "bad_flag"),
         (f"vllm serve {LLAMA} --max-model-len 8192 --tensor-parallel-size 0", "rtx4090", "bad_flag"),
         ("llama-server -m x.gguf --fa", "rtx4090", "bad_flag"),
@@ -173,6 +181,35 @@ def test_what_a_plan_has_no_setting_for_is_reckoned(command: str, gpu: str, caus
     assert finding.fix is not None
     assert finding.fix.command is not None
     assert not any(one.cause == cause for one in _judged(finding.fix.command, gpu).findings)
+
+
+SEEN_SHARE = re.compile(
+    r"([\d.]+) GiB free at start, static share ([\d.]+).*?: weights ([\d.]+) GiB, ([\d.]+) GiB for KV"
+)
+
+
+@pytest.mark.parametrize("share", [None, 0.8, 0.85, 0.9])
+def test_sglang_divides_what_is_free_at_start_by_its_static_share(share: float | None) -> None:
+    """Weights and KV are the share, steps and graphs have the rest; where none is set, SGLang chooses."""
+    found = _judged(SGLANG if share is None else f"{SGLANG} --mem-fraction-static {share}")
+    assert found.healthy
+    seen = SEEN_SHARE.search(found.seen[0])
+    assert seen is not None
+    free, taken, weights, pool = map(float, seen.groups())
+    assert taken == (0.845 if share is None else share)
+    assert pool == pytest.approx(free * taken - weights, abs=0.02)
+
+
+@pytest.mark.parametrize(
+    ("flags", "pool"),
+    [
+        ("--kv-cache-memory-bytes 2G", "2.00 GiB for KV: some 16,384 tokens, 2.0 sequences of 8,192 at once"),
+        ("--kv-cache-memory-bytes 100M", "100.00 MiB for KV: some 800 tokens"),
+        ("--speculative-config '{\"model\": \"meta-llama/Llama-3.2-1B-Instruct\"}'", "draft 2.30 GiB, 2.26 GiB for KV"),
+    ],
+)  # fmt: skip
+def test_what_is_said_of_the_budget_has_the_pool_and_the_draft(flags: str, pool: str) -> None:
+    assert pool in _judged(f"vllm serve {LLAMA} --max-model-len 8192 {flags}").seen[0]
 
 
 @pytest.mark.parametrize(
