@@ -65,3 +65,52 @@ def test_a_format_is_refused_for_what_the_message_says(line: str, given: str, ca
     assert finding.cause == cause
     assert (None if finding.fix is None else finding.fix.command) == command
     assert not any("gptq" in str(one.changes) for one in finding.alternatives)
+
+
+SERVE = "vllm serve Qwen/Qwen3-8B"
+
+
+@pytest.mark.parametrize(
+    ("line", "given", "cause", "command"),
+    [
+        ("ValueError: Quantization method specified in the model config (gptq) does not match the quantization method specified in the `quantization` argument (awq).",
+         ", 'quantization': 'awq', 'max_num_seqs': 8", "bad_flag", f"{SERVE} --max-num-seqs 8"),
+        ("ValueError: Cannot find the config file for awq", ", 'quantization': 'awq'", "bad_flag", SERVE),
+        ("ValueError: torch.bfloat16 is not supported for quantization method awq. Supported dtypes: [torch.float16]",
+         ", 'quantization': 'awq'", "bad_flag", f"{SERVE} --quantization awq --dtype float16"),
+        ("ValueError: max_cpu_loras (1) must be >= max_loras (4)", ", 'max_loras': 4, 'max_cpu_loras': 1", "bad_flag",
+         f"{SERVE} --max-loras 4 --max-cpu-loras 4"),
+        ("ValueError: `limit_mm_per_prompt` is only supported for multimodal models.", ", 'limit_mm_per_prompt': {'image': 2}",
+         "bad_flag", SERVE),
+        # 4,736 is 37 times 128: twice as wide it is whole groups of 256. 1,184 is whole groups of 128 four times as wide.
+        ("ValueError: Weight input_size_per_partition = 4736 is not divisible by min_thread_k = 256.", ", 'tensor_parallel_size': 4",
+         "quant_shape_mismatch", f"{SERVE} --tensor-parallel-size 2"),
+        ("ValueError: Weight output_size_per_partition = 1184 is not divisible by  min_thread_n = 128.", ", 'tensor_parallel_size': 4",
+         "quant_shape_mismatch", f"{SERVE} --tensor-parallel-size 1"),
+        ("ValueError: Weight input_size_per_partition = 3696 is not divisible by min_thread_k = 128.", ", 'tensor_parallel_size': 8",
+         "quant_shape_mismatch", f"{SERVE} --tensor-parallel-size 1 --pipeline-parallel-size 8"),
+    ],
+)  # fmt: skip
+def test_a_setting_that_the_model_does_not_allow_has_the_command_without_it(
+    line: str, given: str, cause: str, command: str
+) -> None:
+    [finding] = _found(line, given)
+    assert finding.cause == cause
+    assert finding.fix is not None
+    assert finding.fix.command == command
+
+
+def test_a_split_of_unknown_size_has_a_fix_in_words() -> None:
+    [finding] = _found("ValueError: Weight input_size_per_partition = 10944 is not divisible by min_thread_k = 128.")
+    assert finding.fix is not None
+    assert "--tensor-parallel-size" in finding.fix.why
+    assert finding.fix.command is None
+
+
+def test_a_library_is_named_without_the_colon_behind_it() -> None:
+    [finding] = diagnose_lines(
+        ["llama-server: error while loading shared libraries: libcublas.so.12: cannot open shared object file"], "log"
+    ).findings
+    assert finding.what.endswith("libcublas.so.12.")
+    assert finding.fix is not None
+    assert "pip" not in str(finding.fix.command)
