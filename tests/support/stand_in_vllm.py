@@ -2,6 +2,7 @@
 
     vllm serve MODEL --max-model-len N --port P     starts when N is at most STAND_IN_HOLDS tokens
     STAND_IN_HANG=1                                 answers /health once, and never again
+    STAND_IN_DEAF=S                                 loses a request to end, and begins to serve S seconds after it
     STAND_IN_KNOWS_NOT=--flag                       refuses that flag as an argument parser does
     STAND_IN_CRASH=1                                runs out of memory once it serves, unless utilization is below 0.9
 
@@ -11,6 +12,7 @@ Installed by a test as a program called `vllm`; no engine is in it.
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import threading
 import time
@@ -66,6 +68,15 @@ def crash() -> None:
     os._exit(1)
 
 
+def lose_a_request_to_end(seconds: float) -> None:
+    heard = threading.Event()
+    signal.signal(signal.SIGTERM, lambda number, frame: heard.set())
+    say("INFO 11-15 10:00:01 [gpu_model_runner.py:2338] Starting to load model")
+    heard.wait()
+    time.sleep(seconds)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
 def main() -> None:
     print("stand-in: " + " ".join(sys.argv[1:]), flush=True)
     say("(APIServer pid=4200) INFO 11-15 10:00:00 [api_server.py:1839] vLLM API server version 0.11.0")
@@ -77,6 +88,8 @@ def main() -> None:
     length, holds = int(value("--max-model-len", "131072")), int(os.environ.get("STAND_IN_HOLDS", "48544"))
     if length > holds:
         refuse(length, holds if os.environ.get("STAND_IN_LEARNS", "1") == "1" else length - 1024)
+    if os.environ.get("STAND_IN_DEAF"):
+        lose_a_request_to_end(float(os.environ["STAND_IN_DEAF"]))
     server = ThreadingHTTPServer(("127.0.0.1", int(value("--port", "8000"))), Health)
     threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
     say("(APIServer pid=4200) INFO:     Application startup complete.")

@@ -17,12 +17,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-import msgspec
-
 from holdfast.doctor.judge_command import judge
 from holdfast.doctor.records import Diagnosis, Finding, Fix
 from holdfast.doctor.rescue_change import Choice, Limits, Started, check_keep, choose, read
 from holdfast.doctor.rescue_health import Health, address_of
+from holdfast.doctor.rescue_planned import with_planned
 from holdfast.doctor.rescue_process import GRACE_S, Ended, Supervised
 from holdfast.doctor.rescue_signals import Signals, ToldToEnd
 from holdfast.doctor.rescue_watch import Beside
@@ -36,15 +35,8 @@ MOST_BACK_OFF_S = 60.0
 JUDGED_WITHIN_S = 20.0
 """A model on the hub may be asked for; a start waits no longer for that."""
 SHOWN_LINES = 3
-KIN = (
-    (
-        "kv_cache_too_small_for_max_len", "no_memory_for_kv_blocks", "weights_do_not_fit", "tensor_parallel_unused",
-        "free_memory_below_utilization", "activation_oom_runtime", "cuda_graph_capture_oom", "sampler_warmup_oom",
-        "host_ram_oom",
-    ),
-    ("bad_flag", "heads_not_divisible", "tensor_parallel_mismatch", "quant_shape_mismatch"),
-)  # fmt: skip
-"""Causes of a failed start that a plan may call by another name of the same row."""
+HEARD_LATE_S = 1.0
+"""Who begins to serve so long after it was told to end has not heard it; sooner, it may just not have been seen."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +67,9 @@ class Rescue:
     _signals: Signals = field(default_factory=Signals)
     _silence_said: bool = False
     _ended_by_us_at: float | None = None
+    _served_when_told: bool = False
+    """When it was told to end, it served already, and may have answers to finish."""
+    _told_again: bool = False
     _crashed: set[str] = field(default_factory=set)
     """Commands that died while serving."""
 
@@ -139,6 +134,7 @@ class Rescue:
         if health.taken:
             self.say("something answers at its address already: whether the new one is ready is told by its log alone")
         self._silence_said, self._ended_by_us_at = False, None
+        self._served_when_told, self._told_again = False, False
         told_ready = False
         began = time.monotonic()
 
@@ -147,7 +143,10 @@ class Rescue:
             if not told_ready and (health.ready or watch.ready):
                 told_ready = True
                 self._ready(started, time.monotonic() - began)
-            self._silence(supervised, health.silent_s)
+            if supervised.told_to_end_s is None or self._ended_by_us_at is not None:
+                self._silence(supervised, health.silent_s)
+            elif health.asked:  # Else it may serve and we cannot know.
+                self._unheard(supervised, supervised.told_to_end_s, served=told_ready)
 
         supervised = Supervised(
             started.argv, {**os.environ, **started.environment}, watch.feed, self._signals,
@@ -184,6 +183,21 @@ class Rescue:
                 self._ended_by_us_at = time.monotonic()
                 supervised.end()
         elif self._ended_by_us_at is not None and time.monotonic() - self._ended_by_us_at > GRACE_S:
+            supervised.end(at_once=True)
+
+    def _unheard(self, supervised: Supervised, told_s: float, *, served: bool) -> None:
+        """A server that loads may lose a request to end, and goes on to serve. It has nothing to finish."""
+        if self._served_when_told or self._told_again:
+            return
+        if served and told_s < HEARD_LATE_S:
+            self._served_when_told = True
+        elif served:
+            self._told_again = True
+            self.say("it serves, though it was told to end while it was starting: SIGTERM once more")
+            supervised.end()
+        elif told_s >= GRACE_S:
+            self._told_again = True
+            self.say(f"told to end {format_duration(told_s)} ago, it is still starting: it is killed")
             supervised.end(at_once=True)
 
     # Between runs
@@ -248,7 +262,7 @@ class Rescue:
             return None
         self._why(fatal[0])
         choice = choose(
-            started, _with_planned(fatal, judged, served), self._limits(), tried=self._tried, taken=self._taken
+            started, with_planned(fatal, judged, served), self._limits(), tried=self._tried, taken=self._taken
         )
         if choice is None:
             self._no_way(fatal[0])
@@ -310,38 +324,6 @@ class Rescue:
     def _command_to_keep(self, started: Started, *, worked: bool) -> None:
         if self._changed:
             self.say(f"{'the command to keep' if worked else 'the last command that was tried'}: {started.text}")
-
-
-def _with_planned(fatal: Sequence[Finding], judged: Diagnosis | None, served: bool) -> list[Finding]:
-    """What a plan had offered for the same cause, or at a start for its kin, stands beside what the log offers."""
-    planned = judged.findings if judged is not None else []
-    # llama.cpp tells no number: what its log offers is half of what was asked for, and a plan knows better.
-    plan_first = judged is not None and judged.engine == "llama.cpp"
-    together = []
-    for finding in fatal:
-        more = [
-            fix
-            for other in planned
-            if _akin(finding, other, served)
-            for fix in (other.fix, *other.alternatives)
-            if fix is not None
-        ]
-        own = [fix for fix in (finding.fix, *finding.alternatives) if fix is not None]
-        every = [*more, *own] if plan_first else [*own, *more]
-        together.append(msgspec.structs.replace(finding, fix=every[0] if every else None, alternatives=every[1:]))
-    return together
-
-
-def _akin(finding: Finding, other: Finding, served: bool) -> bool:
-    if finding.cause == other.cause:
-        return True
-    if served:
-        return False
-    # A context that is too long for the model is too long for the memory too.
-    too_long = other.root_cause == "configuration_overshoot" and other.cause == "bad_flag"
-    if finding.cause == "kv_cache_too_small_for_max_len" and too_long:
-        return True
-    return any(finding.cause in kin and other.cause in kin for kin in KIN)
 
 
 def _spoken(flag: str, value: str | None) -> str:

@@ -87,6 +87,11 @@ class Health:
         self._silent_since: float | None = None
 
     @property
+    def asked(self) -> bool:
+        """It is known where to ask, and nobody else answers there."""
+        return self._address is not None
+
+    @property
     def silent_s(self) -> float:
         """How long it has not answered since it was ready; 0: it does, or was not ready yet."""
         since = self._silent_since

@@ -5,7 +5,8 @@
 
 The program is the head of a session of its own. SIGTERM goes to it alone, so that it can end in its own order; what a
 terminal sends goes to its whole group; the second request to end kills the group. Output that cannot be written on is
-dropped, and the program goes on; it does not outlive us (rescue_left.py). Knows no engine and no log.
+dropped, and the program goes on. Neither it nor what it started outlives us (rescue_left.py). Knows no engine and no
+log.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from holdfast.doctor.rescue_left import Guard, adopt_orphans, left_behind
+from holdfast.doctor.rescue_left import Guard, Process, adopt_orphans, left_behind, name_of
 from holdfast.doctor.rescue_lines import Lines
 from holdfast.doctor.rescue_signals import ENDS, TO_ALL, Signals
 
@@ -35,8 +36,11 @@ GRACE_S = 10.0
 LEFT_GRACE_S = 4.0
 """The same for what a program left behind when it died."""
 POLL_S = 0.25
+WHO_IS_THERE_S = 5.0
+"""So often the guard is told of processes that it would not find by itself."""
 SAME_REQUEST_S = 0.5
 """Requests to end that follow each other sooner are one."""
+NAMED_MOST = 4
 LAST_WORDS_S = 2.0
 """What a program's children still print after it has ended is waited for so long."""
 
@@ -70,6 +74,10 @@ class Supervised:
         self._process: subprocess.Popen[bytes] | None = None
         self._terminal: int | None = None
         self._requests, self._requested_at = 0, 0.0
+        self._first_request_at: float | None = None
+        self._others: frozenset[int] = frozenset()
+        self._guard: Guard | None = None
+        self._guarded_at = 0.0
         self._status: int | None = None
         self._lost = False
         """Some of its output could not be written on, and that was said."""
@@ -77,9 +85,9 @@ class Supervised:
     def run(self, tick: Callable[[Supervised], None] = lambda supervised: None) -> Ended:
         """Blocks until it has ended. `tick` is called now and then while it runs. OSError: it cannot be started.
 
-        However this is left, the program has ended.
+        However this is left, the program has ended, and all that it started.
         """
-        others = adopt_orphans()
+        self._others = adopt_orphans()
         began = time.monotonic()
         with self._signals.to(self._signalled), contextlib.ExitStack() as stack:
             readers = self._start(stack)
@@ -87,17 +95,22 @@ class Supervised:
                 self._pump(readers, tick)
             except BaseException:
                 self._send(signal.SIGKILL, whole_group=True)
+                self._clear()
                 raise
             assert self._status is not None
             code = os.waitstatus_to_exitcode(self._status)
-            if code or self._requests:
-                self._clear_group(others)
+            self._clear(unforeseen=code == 0 and not self._requests)
             return Ended(
                 exit_code=128 - code if code < 0 else code,
                 signal=-code if code < 0 else None,
                 asked=self._requests > 0,
                 ran_s=time.monotonic() - began,
             )
+
+    @property
+    def told_to_end_s(self) -> float | None:
+        """So long ago the first request to end came; None: none has come."""
+        return None if self._first_request_at is None else time.monotonic() - self._first_request_at
 
     def end(self, *, at_once: bool = False) -> None:
         """For who watches it: it does not count as a request from outside."""
@@ -126,7 +139,7 @@ class Supervised:
         finally:
             if slave is not None:  # Held here too, the end of the program would not end the terminal.
                 os.close(slave)
-        stack.enter_context(Guard(self._process.pid))
+        self._guard = stack.enter_context(Guard(self._process.pid))
         if self._requests:  # It came in between.
             self._send(signal.SIGTERM, whole_group=False)
         readers: dict[int, int] = {}
@@ -158,6 +171,7 @@ class Supervised:
                         os.close(key.fd)
                 self._reap()
                 if self._status is None:
+                    self._tell_guard(self._process)
                     tick(self)
                     until = time.monotonic() + LAST_WORDS_S
                 elif not ready or time.monotonic() > until:
@@ -206,6 +220,12 @@ class Supervised:
         else:
             selector.unregister(0)
 
+    def _tell_guard(self, program: subprocess.Popen[bytes] | None) -> None:
+        now = time.monotonic()
+        if self._guard is not None and program is not None and now - self._guarded_at >= WHO_IS_THERE_S:
+            self._guarded_at = now
+            self._guard.tell(left_behind(program.pid, self._others))
+
     def _reap(self) -> None:
         """The program, and whatever it left to us."""
         while True:
@@ -240,6 +260,7 @@ class Supervised:
         if self._requests and now - self._requested_at < SAME_REQUEST_S:
             return
         self._requests, self._requested_at = self._requests + 1, now
+        self._first_request_at = self._first_request_at or now
         name = signal.Signals(number).name
         if self._requests > 1:
             self._say(f"{name} again: it is killed")
@@ -261,27 +282,43 @@ class Supervised:
 
     # What it leaves behind
 
-    def _clear_group(self, others: frozenset[int]) -> None:
-        """An engine whose server died holds its memory: the next start would find none."""
+    def _clear(self, *, unforeseen: bool = False) -> None:
+        """An engine whose server died holds its memory: the next start would find none. `unforeseen`: the program ended
+        well and by itself, so that what it left may have been meant to stay."""
         assert self._process is not None
         head = self._process.pid
         if not Path("/proc/self/stat").exists():  # Not Linux: who is left cannot be asked, and its group gets no grace.
             self._send(signal.SIGKILL, whole_group=True)
             return
-        for number, patience_s in ((signal.SIGTERM, LEFT_GRACE_S), (signal.SIGKILL, GRACE_S)):
-            left = self._left(head, others)
-            if not left:
-                return
-            for pid in left:
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.kill(pid, number)
-            until = time.monotonic() + patience_s
-            while self._left(head, others) and time.monotonic() < until:
-                time.sleep(POLL_S / 5)
+        if self._left(head) and unforeseen:
+            self._say(f"it has ended, and what it left is ended too: {_named(self._left(head))}")
+        self._signal_left(head, signal.SIGTERM, LEFT_GRACE_S)
+        if left := self._left(head):
+            self._say(f"killed, since it outlives its server: {_named(left)}")
+            self._signal_left(head, signal.SIGKILL, GRACE_S)
+            if left := self._left(head):
+                self._say(f"not even killed it ends (a driver or a disk may hold it): {_named(left)}")
 
-    def _left(self, head: int, others: frozenset[int]) -> list[int]:
+    def _signal_left(self, head: int, number: int, patience_s: float) -> None:
+        """Until none is left: the end of one makes its children ours. SIGTERM goes to each once."""
+        until = time.monotonic() + patience_s
+        heard: set[int] = set()
+        while (left := self._left(head)) and time.monotonic() < until:
+            for one in left:
+                if one.pid not in heard:
+                    with contextlib.suppress(ProcessLookupError, PermissionError):
+                        os.kill(one.pid, number)
+            heard |= {one.pid for one in left} if number != signal.SIGKILL else set()
+            time.sleep(POLL_S / 5)
+
+    def _left(self, head: int) -> list[Process]:
         self._reap()
-        return left_behind(head, others)
+        return left_behind(head, self._others)
+
+
+def _named(left: Sequence[Process]) -> str:
+    shown = ", ".join(f"{name_of(one.pid) or 'a process'} ({one.pid})" for one in left[:NAMED_MOST])
+    return shown + (f" and {len(left) - NAMED_MOST} more" if len(left) > NAMED_MOST else "")
 
 
 def _pseudo_terminal(like: int) -> tuple[int, int]:
