@@ -7,19 +7,38 @@ understand it says nothing of, so a literal that is named is always needed, and 
 from __future__ import annotations
 
 import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 
 SHORTEST = 3
 """Characters of a literal that is worth looking for."""
 LONG_ENOUGH = 6
 _QUANTIFIER = re.compile(r"(?:[*+?]|\{(\d*)(,?)(\d*)\})[?+]?")
 _COMMON = b"etaoinsrhldcumfpgwybvkxjqz"
-_EVERYWHERE = (
-    b'requests| completions|server|serve|HTTP/1.1|File "|read|error|Error|ERROR|.py:|.py", line|prompt|model|token|chat'
-    b"|version|status|INFO|DEBUG|WARNING|memory|engine|worker|process|could|would|failed|length|size |number|cache"
-    b"|sampling|param|batch|loading|available|device|value|tokens/s|throughput|Running|Waiting|usage|generat|timeout"
-)
-"""Words of lines that say nothing: a literal is not looked for by these, where there is more of it."""
+_EVERYDAY = b"""
+(APIServer pid=1) INFO: 10.0.0.1:40000 - "POST /v1/chat/completions HTTP/1.1" 200 OK "GET /metrics HTTP/1.1" /health
+(EngineCore_DP0 pid=1) DEBUG 10-01 12:00:00 [core.py:1] WARNING ERROR error File read: server.py", line 1, in process
+Received request chatcmpl-: prompt: params: SamplingParams(n=1, temperature=0.7, top_p=1.0, max_tokens=16, stop=[]),
+prompt_token_ids: None, lora_request: None, reasoning_content tool_calls. Added request cmpl- Finished request
+Receive: obj=GenerateReqInput(rid=, text=, input_ids=, sampling_params={}, stream=False) Finish: obj=, out={'text': ''}
+Engine 000: Avg prompt throughput: 1.2 tokens/s, Avg generation throughput: 1.2 tokens/s, Running: 1 reqs, Waiting: 0
+reqs, GPU KV cache usage: 1.2%, Prefix cache hit rate: 0.0% Prefill batch, #new-seq: 1, Decode batch, #running-req: 1
+Loading safetensors checkpoint shards: 10% Completed | 1/10 [00:01<00:10, 1.01s/it] Capturing CUDA graph shapes
+Error in preprocessing prompt inputs Traceback (most recent call last): File "/usr/local/lib/python3.12/dist-packages/
+vllm/v1/entrypoints/openai/serving_chat.py", line 1, in create_chat_completion vllm/engine/processor.py process_inputs
+site-packages/torch/nn/modules/module.py", line 1, in _call_impl return forward(*args, **kwargs) KeyError: 'user-1'
+request_id= tenant= path= status=200 latency_ms= "level": "info", "timestamp": "message": "id": "time": "logger":
+slot update_slots: id 0 | task 1 | prompt done, n_tokens = 1, progress = 1.0 srv log_server_r: request: POST 127.0.0.1
+the a of to and in is that it for was on are with as be at by this have from or had not but what all were when can
+there use an each which she do how their if will up other about out many then them these so some her would make like
+him into time has look two more write go see number no way could people my than first water been call who oil its now
+find long down day did get come made may part memory cache model request error file trace server token batch failed
+available loading worker process cuda allocate timeout value device engine size length version status sampling
+"""
+"""What lines that say nothing are made of: a literal is looked for by what stands seldom in them."""
+_WORN_BYTES = 4
 _ZERO_WIDTH = "bBAZ"
 _CLASSES = "dDwWsS"
 _PLAIN_GROUP = re.compile(r"\((?:\?:|\?P<\w+>|(?!\?))")
@@ -52,16 +71,32 @@ def needed(expression: str) -> tuple[str, ...]:
 
 
 def rarest(literal: bytes, size: int) -> int:
-    """Where those bytes of it begin that stand least often in what people and programs write."""
-    return min(range(len(literal) - size + 1), key=lambda at: _commonness(literal[at : at + size]))
-
-
-def _commonness(part: bytes) -> int:
-    """Letters by how often they are written; what is no small letter is rare."""
-    worn = sum(part[at : at + 4] in _EVERYWHERE for at in range(max(1, len(part) - 3)))
-    return 200 * worn + sum(
-        30 if one == 32 else max(0, 26 - _COMMON.find(one)) if one in _COMMON else 2 for one in part
+    """Where those bytes of it begin that stand least often in what people and programs write: by their pieces that
+    stand in everyday lines, and then by their letters.
+    """
+    piece = min(size, _WORN_BYTES)
+    worn, weights = _worn(piece), _weights()
+    pieces = [200 * worn.get(literal[at : at + piece], 0) for at in range(len(literal) - piece + 1)]
+    letters = [weights[one] for one in literal]
+    more = size - piece + 1
+    return min(
+        range(len(literal) - size + 1), key=lambda at: sum(pieces[at : at + more]) + sum(letters[at : at + size])
     )
+
+
+@cache
+def _worn(size: int) -> Mapping[bytes, int]:
+    return Counter(_EVERYDAY[at : at + size] for at in range(len(_EVERYDAY) - size + 1))
+
+
+@cache
+def _weights() -> Sequence[int]:
+    """Of letters, by how often they are written; what is no small one is rare."""
+    weights = [2] * 256
+    weights[ord(" ")] = 30
+    for place, letter in enumerate(_COMMON):
+        weights[letter] = 26 - place
+    return weights
 
 
 def _branches(text: str, at: int) -> tuple[list[list[_Item]], int]:

@@ -32,6 +32,8 @@ SAVED_LINES = 1000
 BLOCK_LINES = 8
 """Of all kinds: each block earns so many, and what is not spent is saved for later ones."""
 KINDS_HELD = 100_000
+_KEPT_BYTES = 16 * 1024 * 1024
+"""More than screening a block takes, all arrays together."""
 
 _ERRORS = (
     "Error", "ERROR", "Exception", "Traceback", 'File "', "File /", "File <", "--> ", "FATAL", "CRITICAL", "Interrupt",
@@ -44,6 +46,8 @@ _ERRORS = (
 
 @cache
 def screen() -> Screen:
+    # The C library takes from it what to keep: else it hands its memory back after each block, to ask for it again.
+    numpy.empty(_KEPT_BYTES, numpy.uint8)
     book = rulebook()
     frames = (literal for mark in book.frames for literal in mark.pattern.literals)
     quoted = (word for pattern in book.quoted for word in pattern.literals if not word.isalnum())
@@ -102,7 +106,7 @@ class Sift:
                 lines = [whole(lines[0], block[end + 1 : end + 1 + LOOKED].decode("utf-8", "replace"))]
             for line in lines:
                 self._keep(line)
-        self._number += block.count(b"\n")
+        self._number += found.line_ends
 
     def _chosen(self, found: Screened) -> Integers:
         """The lines to read, by their kinds: those seen seldom, as many as there are savings for."""

@@ -26,7 +26,6 @@ _TABLE_BITS = 19
 _SPREAD = numpy.uint32(2654435761)
 """Knuth's, near 2**32 divided by the golden ratio."""
 _SHIFT = numpy.uint32(32 - _TABLE_BITS)
-_PADDING = b"\n" * 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +39,8 @@ class Screened:
     kinds: numpy.typing.NDArray[numpy.uint64]
     literals: Integers
     """How many stand in it."""
+    line_ends: int
+    """In the whole block."""
 
 
 class Screen:
@@ -50,84 +51,78 @@ class Screen:
         stopping = frozenset(stops)
         enough = {*literals, *stopping}
         self._literals = sorted({*enough, *hints})
-        entries = sorted(
-            (first, second, delta, ahead, number)
-            for number, literal in enumerate(self._literals)
-            for first, second, delta, ahead in _grams(literal.encode())
-        )
-        columns = list(zip(*entries, strict=True))
-        self._firsts, self._seconds = (numpy.array(column, numpy.uint32) for column in columns[:2])
-        self._deltas, self._ahead, self._numbers = (numpy.array(column, numpy.int64) for column in columns[2:])
+        grams = [(*gram, number) for number, literal in enumerate(self._literals) for gram in _grams(literal.encode())]
+        columns = list(zip(*grams, strict=True))
+        order = numpy.argsort(_hashed(numpy.array(columns[0], numpy.uint32)), kind="stable")
+        self._firsts, self._seconds = (numpy.array(column, numpy.uint32)[order] for column in columns[:2])
+        self._deltas, self._ahead, self._numbers = (numpy.array(column, numpy.int64)[order] for column in columns[2:])
+        self._padding = b"\n" * (GRAM_BYTES * (3 + int(abs(self._deltas).max()) // GRAM_BYTES))
+        """As far as one looks before and behind a block."""
+        slots, self._begins, self._many = numpy.unique(_hashed(self._firsts), return_index=True, return_counts=True)
         self._table = numpy.zeros(1 << _TABLE_BITS, numpy.bool_)
-        self._table[_hashed(self._firsts)] = True
-        alike = numpy.unique(self._firsts, return_counts=True)[1]
-        self._alike = numpy.repeat(alike, alike)
-        """Entries with the same first four bytes."""
-        self._most = int(alike.max())
+        self._table[slots] = True
+        self._buckets = numpy.zeros(1 << _TABLE_BITS, numpy.uint16)
+        """By a hash that is in the table: where its entries are, in `_begins` and `_many`."""
+        self._buckets[slots] = numpy.arange(len(slots))
         self._stops = numpy.array([literal in stopping for literal in self._literals])
         self._enough = numpy.array([literal in enough for literal in self._literals])
         self._values = numpy.random.default_rng(1).integers(1, 2**63, len(self._literals), numpy.uint64)
 
     def lines(self, block: bytes) -> Screened:
-        padded = block + _PADDING
-        places, numbers = self._hits(padded)
-        every = numpy.frombuffer(padded, numpy.uint8)[: len(block)]
-        newlines = numpy.flatnonzero(every == 10)
-        # A progress bar draws itself over and over in one line.
-        breaks = numpy.flatnonzero((every == 10) | (every == 13)) if b"\r" in block else newlines
-        of_line = numpy.searchsorted(breaks, places)
-        begins = numpy.concatenate(([0], breaks + 1))
-        near = places - begins[of_line] < LOOKED_BYTES
-        places, numbers, of_line = places[near], numbers[near], of_line[near]
+        places, numbers = self._hits(block)
+        every = numpy.frombuffer(block, numpy.uint8)
+        newlines = breaks = numpy.flatnonzero(every == 10)
+        if b"\r" in block:  # A progress bar draws itself over and over in one line.
+            breaks = numpy.flatnonzero((every == 10) | (every == 13))
+        begins, ends = numpy.concatenate(([0], breaks + 1)), numpy.append(breaks, len(block))
+        hits = numpy.diff(numpy.searchsorted(places, breaks, side="right"), prepend=0, append=len(places))
+        of_line = numpy.repeat(numpy.arange(len(hits)), hits)
         said = self._before_stops(places, numbers, of_line)
-        of_line, numbers = of_line[said], numbers[said]
-        first = numpy.flatnonzero(numpy.diff(of_line, prepend=-1))
-        lines, counts = of_line[first], numpy.diff(first, append=len(of_line))
-        kinds, enough = self._values[numbers], self._enough[numbers]
-        if len(first):
+        if (ends - begins).max() > LOOKED_BYTES:
+            said &= places - begins[of_line] < LOOKED_BYTES
+        if not said.all():
+            numbers, hits = numbers[said], numpy.bincount(of_line[said], minlength=len(hits))
+        lines = numpy.flatnonzero(hits)
+        counts = hits[lines]
+        kinds, enough = self._values.take(numbers), self._enough.take(numbers)
+        if len(lines):
+            first = numpy.cumsum(counts) - counts
             kinds, enough = numpy.add.reduceat(kinds, first), numpy.logical_or.reduceat(enough, first)
         lines = lines[enough]
         starts = begins[lines]
         return Screened(
             starts=starts,
-            ends=numpy.append(breaks, len(block))[lines],
-            numbers=numpy.searchsorted(newlines, starts),
+            ends=ends[lines],
+            numbers=lines if breaks is newlines else numpy.searchsorted(newlines, starts),
             kinds=kinds[enough],
             literals=counts[enough],
+            line_ends=len(newlines),
         )
 
-    def _hits(self, padded: bytes) -> tuple[Integers, Integers]:
+    def _hits(self, block: bytes) -> tuple[Integers, Integers]:
         """Where literals stand, in order, and which they are."""
+        front = len(self._padding)
+        padded = self._padding + block + self._padding
         found, looked = [], []
-        for shift in (0, GRAM_BYTES // 2):
-            whole = (len(padded) - shift) // GRAM_BYTES
-            words = numpy.frombuffer(padded[shift : shift + whole * GRAM_BYTES], numpy.uint32)
+        for shift in (front - GRAM_BYTES, front - GRAM_BYTES // 2):
+            words = numpy.frombuffer(padded, numpy.uint32, len(block) // GRAM_BYTES + 2, shift)
             some = numpy.flatnonzero(self._table.take(_hashed(words), mode="clip"))
             found.append(some * GRAM_BYTES + shift)
             looked.append(words[some])
         places, here = numpy.concatenate(found), numpy.concatenate(looked)
+        bucket = self._buckets.take(_hashed(here))
+        many = self._many.take(bucket)
+        entries = numpy.repeat(self._begins.take(bucket) - (numpy.cumsum(many) - many), many)
+        entries += numpy.arange(len(entries))
+        places = numpy.repeat(places, many)
         fours = _fours(padded)
-        low = numpy.minimum(numpy.searchsorted(self._firsts, here), len(self._firsts) - 1)
-        known = numpy.flatnonzero(self._firsts[low] == here)
-        places, low = places[known], low[known]
-        high = low + self._alike[low]
-        begins, numbers = [], []
-        for step in range(self._most):
-            some = numpy.flatnonzero(low + step < high)
-            if not len(some):
-                break
-            entry = low[some] + step
-            there = places[some] + self._deltas[entry]
-            inside = (there >= 0) & (there <= len(padded) - GRAM_BYTES)
-            some, entry, there = some[inside], entry[inside], there[inside]
-            same = fours[there] == self._seconds[entry]
-            begins.append(places[some[same]] + self._ahead[entry[same]])
-            numbers.append(self._numbers[entry[same]])
-        if not begins:
-            return places[:0], places[:0]
-        starts, which = numpy.concatenate(begins), numpy.concatenate(numbers)
+        same = numpy.flatnonzero(fours[places + self._deltas.take(entries)] == self._seconds.take(entries))
+        places, entries = places.take(same), entries.take(same)
+        same = numpy.flatnonzero(fours[places] == self._firsts.take(entries))  # Others may have the same hash.
+        places, entries = places.take(same), entries.take(same)
+        starts = places + self._ahead.take(entries) - front
         order = numpy.argsort(starts, kind="stable")
-        return starts[order], which[order]
+        return starts.take(order), self._numbers.take(entries.take(order))
 
     def _before_stops(
         self, places: Integers, numbers: Integers, of_line: Integers
