@@ -36,6 +36,7 @@ from holdfast.doctor.records import Diagnosis, Evidence, Finding, Fix, RootCause
 from holdfast.doctor.said import changed, found
 from holdfast.doctor.shell import OpenQuote
 from holdfast.doctor.spellings import translated
+from holdfast.doctor.stored_as import stored_otherwise, would_not_run
 from holdfast.errors import ConfigurationError, HoldfastError, ModelError
 from holdfast.units import format_bytes, shorten
 
@@ -147,6 +148,9 @@ def _planned(
 
     devices = describe_devices(question.machine.all_devices)
     seen = [f"planned for {'' if machine.named else 'this machine: '}{devices}"]
+    otherwise = stored_otherwise(command, question)
+    if otherwise is not None:
+        return [otherwise], [], seen
     on_cpu = question.machine.kind == "cpu"
     if on_cpu and command.engine == "vllm":
         findings = list(vllm_on_a_cpu(command, question))
@@ -316,11 +320,7 @@ def _would_refuse(
                 evidence=_evidence(reason), fixes=fixes,
             )  # fmt: skip
         else:
-            cause = "dtype_unsupported_gpu" if "fp8" in reason.lower() or "bf16" in reason.lower() else "other"
-            yield found(
-                cause, "not_memory", "medium", what=f"{command.engine} would not run it: {reason}", why=reason,
-                evidence=_evidence(reason),
-            )  # fmt: skip
+            yield would_not_run(command, reason)
 
 
 def _warned(command: ServerCommand, warning: PlanWarning) -> Finding:

@@ -1,0 +1,41 @@
+"""A command's word for the format of a model against the model itself, and why a format does not run."""
+
+from __future__ import annotations
+
+import pytest
+
+from holdfast.doctor.commands import parse_command
+from holdfast.doctor.judge_command import Machine, judge_command
+from holdfast.doctor.stored_as import would_not_run
+
+
+@pytest.mark.parametrize(
+    ("words", "command"),
+    [
+        ("Qwen/Qwen3-8B --quantization awq --max-model-len 4096", "vllm serve Qwen/Qwen3-8B --max-model-len 4096"),
+        ("Qwen/Qwen3-8B-AWQ -q gptq --max-model-len 4096", "vllm serve Qwen/Qwen3-8B-AWQ --max-model-len 4096"),
+        ("Qwen/Qwen3-8B-AWQ -q awq_marlin --max-model-len 4096", None),
+        ("Qwen/Qwen3-8B -q fp8 --max-model-len 4096", None),
+    ],
+)
+def test_a_format_that_the_model_does_not_have_is_left_out(words: str, command: str | None) -> None:
+    found = judge_command(f"vllm serve {words}", machine=Machine(gpu="l4"), version="0.11.0").findings
+    assert [one.fix.command for one in found if one.fix is not None] == ([] if command is None else [command])
+    assert [one.cause for one in found] == ([] if command is None else ["bad_flag"])
+
+
+@pytest.mark.parametrize(
+    ("reason", "cause", "fix"),
+    [
+        ("FP8: in vLLM since 0.6.6, and not in 0.6.3", "arch_unsupported", "pip install --upgrade 'vllm>=0.6.6'"),
+        ("FP8 needs compute capability 8.0; t4 has 7.5", "dtype_unsupported_gpu", None),
+        ("KV in FP8 needs compute capability 8.0", "dtype_unsupported_gpu", "vllm serve a --kv-cache-dtype auto"),
+        ("vLLM needs compute capability 7.5; p100 has 6.0", "kernel_image_missing", None),
+    ],
+)  # fmt: skip
+def test_what_a_release_lacks_is_no_fault_of_the_gpu(reason: str, cause: str, fix: str | None) -> None:
+    command = parse_command("vllm serve a --kv-cache-dtype fp8")
+    assert command is not None
+    finding = would_not_run(command, reason)
+    assert finding.cause == cause
+    assert (None if finding.fix is None else finding.fix.command) == fix
