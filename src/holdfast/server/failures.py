@@ -98,6 +98,8 @@ def failure_response(error: Exception, retry_after_s: int) -> Response:
     headers = {}
     if status in (TOO_MANY, UNAVAILABLE) and not (isinstance(error, HttpFailure) and not error.retry):
         headers["Retry-After"] = str(retry_after_s)
+    if status == HEAD_TOO_LARGE:
+        headers["Connection"] = "close"  # Who sends such heads sends more of them.
     if status == UNAUTHORIZED:
         headers["WWW-Authenticate"] = "Bearer"
     return json_response({"error": body}, status, headers)

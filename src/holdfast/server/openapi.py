@@ -71,6 +71,8 @@ class Operation:
     streams: bool = False
     query: tuple[tuple[str, tuple[str, ...]], ...] = ()
     """Names, and the values they take."""
+    together: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    """Names that are given once for each of these values, or not at all."""
     refusals: tuple[int, ...] = ()
 
 
@@ -98,7 +100,8 @@ OPERATIONS = (
               query=(("reset_running_requests", ("false",)), ("reset_external", ("false",)))),
     Operation(path="/sleep", method="post", summary="Give the engine's memory back (--enable-sleep-mode)",
               query=(("level", ("1", "2")), ("mode", ("abort", "wait"))), refusals=(400, 403, 500, 503)),
-    Operation(path="/wake_up", method="post", summary="Take it again", refusals=(400, 403, 500, 503)),
+    Operation(path="/wake_up", method="post", summary="Take it again", refusals=(400, 403, 500, 503),
+              together=(("tags", ("weights", "kv_cache")),)),
     Operation(path="/is_sleeping", method="get", summary="Whether it sleeps", refusals=(400, 403)),
 )  # fmt: skip
 
@@ -132,6 +135,9 @@ def _described(operation: Operation, with_key: bool) -> dict[str, Any]:
         {"name": name, "in": "query", "schema": {"type": "string", "enum": list(values)}}
         for name, values in operation.query
     ]
+    for name, values in operation.together:
+        several = {"type": "array", "items": {"type": "string", "enum": list(values)}, "uniqueItems": True}
+        parameters.append({"name": name, "in": "query", "schema": {**several, "minItems": len(values)}})
     if "{name}" in operation.path:
         parameters.append({"name": "name", "in": "path", "required": True, "schema": {"type": "string"}})
     content: dict[str, Any] = {operation.kind: {"schema": _schema_of(operation)}}
@@ -158,24 +164,25 @@ def _schemas(operations: Iterable[Operation]) -> dict[str, Any]:
     kinds: dict[type[msgspec.Struct], None] = dict.fromkeys([Message, Usage, Error])
     kinds |= dict.fromkeys(kind for each in operations for kind in (each.body, each.answer) if kind is not None)
     _, found = msgspec.json.schema_components([*kinds], ref_template=REFERENCE)
-    for name in ("ChatBody", "CompletionBody"):
-        # What the Struct does not have, and is taken all the same; and nothing else is.
-        beside: dict[str, Any] = {field: {} for field in HARMLESS}
-        beside |= {field: {"enum": [*values, None]} for field, values in QUIET.items()}
+    # What the Struct does not have, and is taken all the same; and nothing else is.
+    beside: dict[str, Any] = {field: {} for field in HARMLESS}
+    beside |= {field: {"enum": [*values, None]} for field, values in QUIET.items()}
+    for name in {each.body.__name__ for each in operations if each.body is not None}:
         found[name]["properties"] = beside | found[name]["properties"]
         found[name]["additionalProperties"] = False
     # Messages are read one by one, each by its own Struct, so that an error can name the place.
     messages = {"type": "array", "minItems": 1, "items": {"$ref": REFERENCE.format(name="Message")}}
     found["ChatBody"]["properties"]["messages"] = messages
-    _tell_tokenize(found)
+    found["EmbeddingBody"]["properties"]["dimensions"] = {"type": "null"}
+    _tell_tokenize(found, beside)
     return dict(_portable(found))
 
 
-def _tell_tokenize(found: dict[str, Any]) -> None:
+def _tell_tokenize(found: dict[str, Any], beside: dict[str, Any]) -> None:
     """A text, or messages: two bodies on one path."""
     text = found["TokenizeBody"]
     text["properties"]["return_token_strs"] = {"type": "boolean", "default": False}
-    chat = {
+    chat = beside | {
         name: found["ChatBody"]["properties"][name]
         for name in (
             "model", "messages", "add_generation_prompt", "continue_final_message", "add_special_tokens",
@@ -183,7 +190,7 @@ def _tell_tokenize(found: dict[str, Any]) -> None:
         )
     }  # fmt: skip
     chat["return_token_strs"] = text["properties"]["return_token_strs"]
-    messages = {"type": "object", "properties": chat, "required": ["messages"]}
+    messages = {"type": "object", "properties": chat, "required": ["messages"], "additionalProperties": False}
     found["TokenizeBody"] = {"title": "TokenizeBody", "anyOf": [text, messages]}
 
 

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from holdfast.errors import HoldfastError, UnknownModelError
 
-MOST_FIX_CHARS = 200
-"""A longer advice stands in `holdfast.fix` alone."""
+MOST_CHARS = 200
+"""What is longer stands in `holdfast.needed` or `holdfast.fix` alone."""
 
 
 def helpful(error: HoldfastError) -> str:
-    """The message, and behind it the fix where it is short and not in it already."""
+    """The message, and behind it what is needed and the fix, each where it is short and not said already."""
     said = error.message.rstrip(".")
     if isinstance(error, UnknownModelError) and error.found:
         said += f"; served: {error.found}"
-    fix = (error.fix or "").rstrip(".")
-    if not fix or len(fix) > MOST_FIX_CHARS or fix in said:
+    needed, fix = (error.needed or "").rstrip("."), (error.fix or "").rstrip(".")
+    if needed and len(needed) <= MOST_CHARS and needed not in said and needed not in fix:
+        said += f"; needed: {needed}"
+    if not fix or len(fix) > MOST_CHARS or fix in said:
         return said
     return f"{said}; {fix}"

@@ -173,6 +173,11 @@ def test_what_helps_stands_in_the_message_that_clients_show(http):
 
     assert said(max_token=3) == "unknown field 'max_token'; did you mean max_tokens?"
     assert said(model="gpt-x").startswith("the model 'gpt-x' is not served here; served: fake, alias; name one")
+    told = said(messages=[{"role": "robot", "content": "x"}])
+    assert told == "messages[0].role 'robot' is not supported; needed: system, developer, user, assistant, tool"
+    assert said("/detokenize", tokens=[999]).endswith("of this model; needed: whole numbers from 0 to 258")
+    # Not twice where the sentence has it already.
+    assert "needed" not in said(max_tokens=100_000)
     assert "--trust-request-chat-template" in said(chat_template="{{ x }}")
     for name in fields.UNSUPPORTED | fields.QUIET.keys() - {"parallel_tool_calls", "include_reasoning", "tools"}:
         message = said("/v1/completions", prompt="a", **{name: {"some": "thing"}})

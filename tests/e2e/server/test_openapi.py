@@ -12,7 +12,7 @@ from holdfast.engine.fake import FakeEngine
 from holdfast.server import fields
 from holdfast.server.absent_paths import LORA, PATHS
 from holdfast.server.app import create_app
-from holdfast.server.bodies import EmbeddingBody
+from holdfast.server.bodies import DetokenizeBody, EmbeddingBody
 from holdfast.server.protocol import ChatBody, CompletionBody
 from holdfast.server.settings import ServerSettings
 
@@ -44,14 +44,28 @@ def test_every_route_is_described_and_nothing_else(described):
     assert told | {("/openapi.json", "get"), ("/docs", "get")} == routes
 
 
-@pytest.mark.parametrize("kind", [ChatBody, CompletionBody, EmbeddingBody])
+@pytest.mark.parametrize("kind", [ChatBody, CompletionBody, EmbeddingBody, DetokenizeBody])
 def test_bodies_are_those_that_are_read(described, kind):
     schema = described["components"]["schemas"][kind.__name__]
     own = {field.encode_name for field in msgspec.structs.fields(kind)}
-    beside = fields.HARMLESS | fields.QUIET.keys() if kind is not EmbeddingBody else set()
+    beside = fields.HARMLESS | fields.QUIET.keys() | ({"dimensions"} if kind is EmbeddingBody else set())
     assert set(schema["properties"]) == own | beside
+    assert schema["additionalProperties"] is False
     required = {field.encode_name for field in msgspec.structs.fields(kind) if field.required}
     assert set(schema["required"]) == required
+
+
+def test_either_form_of_a_text_for_its_tokens_is_told_whole(described):
+    text, chat = described["components"]["schemas"]["TokenizeBody"]["anyOf"]
+    assert text["additionalProperties"] is chat["additionalProperties"] is False
+    assert {"prompt", "user"} <= text["properties"].keys()
+    assert {"messages", "tools", "chat_template_kwargs", "user"} <= chat["properties"].keys()
+
+
+def test_what_is_given_together_is_told_so(described):
+    (tags,) = described["paths"]["/wake_up"]["post"]["parameters"]
+    assert (tags["name"], tags["schema"]["minItems"]) == ("tags", 2)
+    assert tags["schema"]["items"]["enum"] == ["weights", "kv_cache"]
 
 
 def test_all_references_lead_somewhere(described):

@@ -74,6 +74,17 @@ def test_headers_beyond_the_limit(http):
     assert http.get("/version", params={"q": "z" * (head.MAX_HEAD_BYTES - 100)}).status_code == 431
 
 
+def test_a_head_beyond_the_limit_is_the_last_of_its_connection(server):
+    """Also where it came whole, and all of it was read."""
+    with socket.create_connection(("127.0.0.1", server.port), timeout=PATIENCE_S) as connection:
+        connection.sendall(b"GET /version HTTP/1.1\r\nHost: x\r\nX-Long: " + b"x" * head.MAX_HEAD_BYTES + b"\r\n\r\n")
+        answer = b""
+        while more := connection.recv(65536):
+            answer += more
+    assert answer.startswith(b"HTTP/1.1 431")
+    assert b"connection: close" in answer.lower()
+
+
 def test_headers_that_never_end_are_cut_off(server):
     """Held neither in memory nor as a connection: the parser alone would take them for ever."""
     with socket.create_connection(("127.0.0.1", server.port), timeout=PATIENCE_S) as connection:
