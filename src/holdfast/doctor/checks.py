@@ -133,7 +133,9 @@ def _ranks(facts: Facts, changes: Changes, say: Callable[[str], None]) -> Change
 
 
 def _limits(facts: Facts, changes: Changes, say: Callable[[str], None]) -> Changes | None:
-    """vLLM's: a step holds a token of each sequence, and without chunks a whole prompt."""
+    """vLLM's: a step holds a token of each sequence, and without chunks a whole prompt. TGI's: a prompt."""
+    if facts.engine == "tgi":
+        return _prompts(facts, changes, say)
     if facts.engine not in ("vllm", "holdfast"):
         return changes
     batched, seqs = facts.flag("max-num-batched-tokens"), facts.flag("max-num-seqs")
@@ -153,6 +155,17 @@ def _limits(facts: Facts, changes: Changes, say: Callable[[str], None]) -> Chang
     if command is None or not command.has("enable-chunked-prefill"):
         changes["--enable-chunked-prefill"] = ""
         say(f"with chunks: without them this version wants a step as long as the context ({int(length):,})")
+    return changes
+
+
+def _prompts(facts: Facts, changes: Changes, say: Callable[[str], None]) -> Changes:
+    """TGI refuses to start with prompts that may be longer than a step."""
+    step, longest = changes.get("--max-batch-prefill-tokens"), facts.numbers.get("input_tokens")
+    if step is None or longest is None or longest <= float(step):
+        return changes
+    older = facts.command is not None and facts.command.has("max-input-length")
+    changes["--max-input-length" if older else "--max-input-tokens"] = step
+    say(f"and prompts of at most as many: {int(longest):,} are more than such a step holds")
     return changes
 
 

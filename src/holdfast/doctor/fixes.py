@@ -29,6 +29,7 @@ _SETTINGS = {
     "max_loras": ("max-loras", "max-loras-per-batch"),
     "layers_on_gpu": ("n-gpu-layers",),
     "swap_space": ("swap-space",),
+    "input_tokens": ("max-input-tokens", "max-input-length"),
     "port": ("port",),
 }
 _DEFAULTS: dict[str, dict[str, float]] = {
@@ -56,6 +57,8 @@ def known_numbers(scene: Scene, event: Event) -> dict[str, float]:
     if _GGUF_FOLDER.search(scene.settings.model or ""):
         numbers["gguf_folder"] = 1
     told = {**numbers, **scene.numbers, **event.numbers}
+    if scene.engine == "tgi":
+        told.setdefault("tp", told.get("shards", 1))
     if "card_gib" in told:
         told.setdefault("total_gib", told["card_gib"])
     return told

@@ -24,7 +24,7 @@ class Watch:
     def feed(self, line: str) -> None:
         self._number += 1
         for part in line.split("\r"):
-            if part and worth_reading(part):
+            if part and (self._scene.settings.listing or worth_reading(part)):
                 for one in read_lines(part[:LOOKED_BYTES], self._number):
                     self._scene.feed(one)
 

@@ -17,6 +17,8 @@ _GIB = {"K": 2**-20, "M": 2**-10, "G": 1.0}
 DIED_SERVING = "died_serving"
 """The tag of a run whose last words only a server that had begun to serve says."""
 _CAPTURE = "Capture cuda graph failed"
+_TGI_WARMUP = re.compile(r"\bwarmup\{|\bWarmup\(|Unable to warmup model|Method Warmup\b")
+"""TGI's words around an error of its warm-up, whatever the log had told of its phase."""
 NEIGHBOUR_SHARE = 0.12
 """Of the card, held by others, from which on they are the cause: a desktop alone takes a GiB of 24."""
 FRAGMENTED_SHARE = 0.1
@@ -59,6 +61,8 @@ def judge(event: Event, scene: Scene) -> Verdict:
     phase, confidence = phase_of(event)
     if _CAPTURE in text:
         phase, confidence = "capture", "high"
+    if scene.engine == "tgi" and any(_TGI_WARMUP.search(one.line) for one in event.evidence):
+        phase, confidence = "warmup", "high"
     if phase is None and DIED_SERVING in scene.run.tags:
         phase, confidence = "serve", "medium"
     if phase is None and scene.run.phase == "load" and not scene.run.ready:
@@ -128,6 +132,8 @@ def _by_phase(
         return Verdict(*_in_profile(numbers, total, tried), confidence="high" if confidence == "high" else "medium")
     if phase == "capture":
         return Verdict("oom_capture", phase, confidence)
+    if phase == "warmup" and scene.engine == "tgi":
+        return Verdict("oom_tgi_warmup", phase, confidence)
     if phase == "warmup":
         return Verdict("oom_warmup", phase, "medium" if confidence == "high" else confidence)  # Or a capture in it.
     if total is not None and reserved >= max(tried, FRAGMENTED_SHARE * total):

@@ -103,10 +103,10 @@ class Settings:
         elif ended:
             self.listing = False
             if self._rust:
-                # Its numbers stand in lines of their own, which are passed over as those of no meaning are.
-                told = _NOTHING_INSIDE.sub("None,\n", self._begun)
+                # Its numbers stand in lines of their own, which may have been passed over as those of no meaning are.
+                told, lost = _NOTHING_INSIDE.subn("None,\n", self._begun)
                 self._take("tgi", dict(rust_arguments(told)), everything=True)
-                self._torn = True
+                self._torn = lost > 0 or not inside
             else:
                 self._told_command(self._begun)
         return inside

@@ -8,13 +8,14 @@ And what a log says was given stands in it, with nothing that was not.
 from __future__ import annotations
 
 import shlex
+from pathlib import Path
 
 import pytest
 
 from holdfast.doctor.commands import parse_command
 from holdfast.doctor.flag_lists import takes
 from holdfast.doctor.judge_flags import flag_findings
-from holdfast.doctor.logs import diagnose_lines
+from holdfast.doctor.logs import diagnose, diagnose_lines
 from holdfast.doctor.records import Finding
 from holdfast.doctor.rulebook import rulebook
 
@@ -113,10 +114,17 @@ def test_arguments_as_rust_prints_them(form: str) -> None:
     assert fix is not None
     assert fix.command is not None
     assert fix.command.startswith("text-generation-launcher --model-id q/w ")
-    if form == "one line":
-        assert "--num-shard 4 --port 80 --max-batch-prefill-tokens 4096" in fix.command
-    else:  # Numbers in lines of their own are not all read: then it is said that flags are missing.
-        assert fix.why.endswith("; and your other flags")
+    assert "--num-shard 4 --port 80 --max-batch-prefill-tokens 4096" in fix.command
+    assert "your other flags" not in fix.why
+
+
+def test_arguments_of_several_lines_in_a_file_are_read_whole(tmp_path: Path) -> None:
+    """Of a file only lines that could matter are read, and a number alone is none."""
+    log = tmp_path / "tgi.log"
+    log.write_text("\n".join(f"tgi-1  | {line}" for line in TGI.split("\n")))
+    fix = diagnose([str(log)]).findings[0].fix
+    assert fix is not None
+    assert "--num-shard 4 --port 80 --max-batch-prefill-tokens 4096" in (fix.command or "")
 
 
 OUT = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate {} MiB. GPU 0 has a total capacity of 23.64 GiB of which 311.81 MiB is free. Of the allocated memory 22.41 GiB is allocated by PyTorch, and 18.02 MiB is reserved by PyTorch but unallocated."
