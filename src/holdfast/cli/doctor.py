@@ -175,11 +175,15 @@ def _say(diagnosis: Diagnosis, machine: MachineFacts | None, *, as_json: bool, a
         command = "the command fits, as far as a plan tells" if asked.command is not None else None
         here = None
         if machine is not None:
-            here = (
-                "this machine is as a server wants it" if machine.every.gpus else "no GPU: servers here run on the CPU"
-            )
+            alone = "this machine has no NVIDIA GPU, so models run on its CPU (holdfast plan MODEL says which fit)"
+            here = "this machine is as a server wants it" if machine.every.gpus else alone
         say([f"Nothing is wrong: {', and '.join(part for part in (command, here) if part is not None)}."])
         say(diagnosis.seen)
         return
+    from holdfast.doctor.rescue_shown import EXPLAINED, STANDS_FOR
+
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else WIDTH_WITHOUT_TERMINAL
-    say(lines(diagnosis, width=max(60, width)))
+    told = list(lines(diagnosis, width=max(60, width)))
+    say(told)
+    if any(STANDS_FOR.search(line) for line in told):
+        say([f"  ({EXPLAINED})"])

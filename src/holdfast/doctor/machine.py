@@ -23,7 +23,7 @@ from holdfast import hardware
 from holdfast.doctor.installed import version_beside
 from holdfast.hardware.nvidia import VISIBLE, NvidiaMachine, probe
 from holdfast.hardware.torch_build import torch_build
-from holdfast.units import format_bytes, shorten
+from holdfast.units import counted, format_bytes, shorten
 
 TOPOLOGY_TIMEOUT_S = 8.0
 TOPOLOGY_LIMIT_CHARS = 20_000
@@ -38,7 +38,10 @@ PROGRAMS = ("vllm", "llama-server", "sglang", "ollama", "text-generation-launche
 PCI = Path("/sys/bus/pci/devices")
 NVIDIA_VENDOR, DISPLAY_CLASS, ACCELERATOR_CLASS = "0x10de", "0x03", "0x12"
 """As PCI counts makers and kinds of devices; a card also has a device for sound."""
+OTHER_MAKERS = {"0x1002": "AMD"}
+"""Whose cards are named, though CUDA does not use them."""
 MODULE_VERSION = Path("/proc/driver/nvidia/version")
+CONTAINER_MARKS = (Path("/.dockerenv"), Path("/run/.containerenv"))
 _ROW = re.compile(r"^(?:\x1b\[4m)?\s*GPU(\d+)\s+(.*)")
 _SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSWORD", re.IGNORECASE)
 
@@ -61,6 +64,11 @@ class MachineFacts:
     cores: int
     cards: tuple[str, ...] = ()
     """NVIDIA's, by their place on the bus: there, whether or not a driver answers."""
+    others: tuple[str, ...] = ()
+    """Cards of other makers, with their maker's name."""
+    bus: bool = True
+    """Whether the machine shows a PCI bus at all: without one nothing is known of cards."""
+    container: bool = False
     module: str | None = None
     """The driver's kernel module that is loaded, in its own words; None: there is none."""
     links: tuple[tuple[str, ...], ...] = ()
@@ -76,6 +84,7 @@ class MachineFacts:
     """The CUDA version that the installed torch was built for."""
     holders: tuple[str, ...] = ()
     """Processes that hold most RAM."""
+    processor: str = ""
 
 
 def look(environment: Mapping[str, str] | None = None) -> MachineFacts:
@@ -84,12 +93,17 @@ def look(environment: Mapping[str, str] | None = None) -> MachineFacts:
     every = probe(environment={key: value for key, value in surroundings.items() if key != VISIBLE})
     build = torch_build()
     shm = _filesystem(Path("/dev/shm"))
+    processor = hardware.processor()
     return MachineFacts(
         nvidia=probe(environment=surroundings),
         every=every,
         memory=hardware.memory(),
-        cores=hardware.processor().cores,
+        cores=processor.cores,
+        processor=processor.model,
         cards=cards(),
+        others=tuple(f"{name} at {place}" for vendor, name in OTHER_MAKERS.items() for place in cards(vendor=vendor)),
+        bus=any(PCI.glob("*")),
+        container=any(mark.exists() for mark in CONTAINER_MARKS) or "KUBERNETES_SERVICE_HOST" in surroundings,
         module=_module(),
         links=_links() if len(every.gpus) > 1 else (),
         shm_bytes=None if shm is None else shm[0],
@@ -103,14 +117,14 @@ def look(environment: Mapping[str, str] | None = None) -> MachineFacts:
     )
 
 
-def cards(devices: Path = PCI) -> tuple[str, ...]:
+def cards(devices: Path = PCI, vendor: str = NVIDIA_VENDOR) -> tuple[str, ...]:
     found = []
     for device in sorted(devices.glob("*")):
         try:
-            vendor, kind = ((device / name).read_text().strip() for name in ("vendor", "class"))
+            maker, kind = ((device / name).read_text().strip() for name in ("vendor", "class"))
         except OSError:
             continue
-        if vendor == NVIDIA_VENDOR and kind.startswith((DISPLAY_CLASS, ACCELERATOR_CLASS)):
+        if maker == vendor and kind.startswith((DISPLAY_CLASS, ACCELERATOR_CLASS)):
             found.append(device.name)
     return tuple(found)
 
@@ -198,12 +212,23 @@ def read_topology(text: str) -> tuple[tuple[str, ...], ...]:
 # For people
 
 
+def kind_of(facts: MachineFacts) -> str:
+    """What sort of machine it is, in one sentence: with GPUs, without, or with cards that nobody reaches."""
+    if facts.every.gpus:
+        return f"{counted(len(facts.every.gpus), 'NVIDIA GPU')} that the driver answers for"
+    if facts.cards:
+        return f"{counted(len(facts.cards), 'NVIDIA card')} on its PCI bus, and no driver that answers for it"
+    where = "none is on its PCI bus" if facts.bus else "it shows no PCI bus to look for one, as virtual machines do"
+    other = "; not used by Holdfast, which has kernels for NVIDIA's: " + ", ".join(facts.others) if facts.others else ""
+    return f"no NVIDIA GPU ({where}): models run on the CPU{other}"
+
+
 def lines_of(facts: MachineFacts) -> list[str]:
     machine = facts.nvidia
     driver = machine.driver or facts.every.driver
-    lines = []
+    lines = [f"machine    {kind_of(facts)}"]
     if driver is None:
-        lines.append(f"GPUs       none: {machine.reason}")
+        lines.append(f"driver     none: {machine.reason}")
         lines += [f"card       NVIDIA at {place}" for place in facts.cards]
     else:
         newest = "" if facts.every.cuda is None else f", CUDA up to {'.'.join(map(str, facts.every.cuda))}"
@@ -219,7 +244,9 @@ def lines_of(facts: MachineFacts) -> list[str]:
     lines += [f"links      GPU {number}: {' '.join(row)}" for number, row in enumerate(facts.links)]
     memory = facts.memory
     free = f"{format_bytes(memory.available_bytes)} of {format_bytes(memory.total_bytes)} free"
-    lines.append(f"RAM        {free} ({memory.limited_by}); {facts.cores} cores")
+    named = "" if facts.processor in ("", "unknown") else f"{shorten(facts.processor)}, "
+    lines.append(f"CPU        {named}{counted(facts.cores, 'core')}")
+    lines.append(f"RAM        {free} ({memory.limited_by})")
     lines += [f"           held by {one}" for one in facts.holders]
     if facts.shm_bytes is not None and facts.shm_free_bytes is not None:
         lines.append(f"/dev/shm   {format_bytes(facts.shm_free_bytes)} of {format_bytes(facts.shm_bytes)} free")
@@ -235,6 +262,8 @@ def document(facts: MachineFacts) -> dict[str, object]:
     """For programs: `machine` of `holdfast doctor --json`."""
     seen = {gpu.uuid for gpu in facts.nvidia.gpus}
     return {
+        "kind": "gpu" if facts.every.gpus else "gpu_without_driver" if facts.cards else "cpu",
+        "container": facts.container,
         "driver": facts.every.driver,
         "cuda": None if facts.every.cuda is None else ".".join(map(str, facts.every.cuda)),
         "gpus": [

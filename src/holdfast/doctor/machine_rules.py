@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 from holdfast.doctor.machine import MachineFacts
@@ -16,6 +17,7 @@ SHM_LEAST_BYTES = GIB
 """What several ranks pass each other goes through /dev/shm; 64 MiB is what containers have unless told."""
 RAM_LEAST_BYTES, DISK_LEAST_BYTES = 2 * GIB, 10 * GIB
 USUAL_UTILIZATION = 0.90
+_NO_LIBRARY = re.compile(r"(?i)library ?not ?found")
 
 
 def diagnose_machine(facts: MachineFacts) -> Diagnosis:
@@ -40,19 +42,7 @@ def _no_driver(facts: MachineFacts) -> Iterator[Finding]:
     """A card that no driver answers for, as after an upgrade; a machine without cards lacks nothing."""
     if facts.every.gpus or not facts.cards:
         return
-    if facts.module is not None:
-        why = "the kernel's module is loaded and does not answer: after an upgrade its libraries are of another version"
-        fixes = [
-            Fix(command="sudo reboot", why="load the module that belongs to the installed libraries"),
-            Fix(command="sudo dmesg | grep -iE 'nvrm|xid' | tail", why="see what the module itself says"),
-        ]
-    else:
-        why = "no kernel module of NVIDIA's is loaded: none is installed for this kernel, or it failed to load"
-        fixes = [
-            Fix(command="sudo modprobe nvidia", why="load it, or see why it does not load"),
-            Fix(command="dkms status", why="whether it was built for this kernel (uname -r)"),
-        ]
-    fixes.append(Fix(why="in a container: start it with the GPUs (docker run --gpus all)"))
+    why, fixes = _unanswered(facts)
     count = "an NVIDIA card sits" if len(facts.cards) == 1 else f"{len(facts.cards)} NVIDIA cards sit"
     seen = [*(f"PCI {place}: NVIDIA" for place in facts.cards[:4]), facts.every.reason, facts.module or ""]
     yield found(
@@ -60,6 +50,37 @@ def _no_driver(facts: MachineFacts) -> Iterator[Finding]:
         what=f"{count} in this machine, and no driver answers: servers here see no GPU", why=why,
         evidence=_evidence(*filter(None, seen)), fixes=fixes,
     )  # fmt: skip
+
+
+def _unanswered(facts: MachineFacts) -> tuple[str, list[Fix]]:
+    """Why no driver answers for a card that is there, and what helps."""
+    without_libraries = _NO_LIBRARY.search(facts.every.reason) is not None
+    if facts.container and (without_libraries or facts.module is not None):
+        return "this is a container that was started without the GPUs: the host's driver is not passed on to it", [
+            Fix(command="docker run --gpus all IMAGE ...", why="start it with the GPUs; the host needs the NVIDIA"
+                " container toolkit. In Kubernetes: nvidia.com/gpu in resources.limits"),
+            Fix(command="nvidia-smi -L", why="on the host: whether the driver answers there"),
+        ]  # fmt: skip
+    if facts.module is not None and without_libraries:
+        return "the kernel's module is loaded, and the libraries of the driver (libnvidia-ml.so.1) are not found", [
+            Fix(command="ldconfig -p | grep -E 'libnvidia-ml|libcuda'", why="whether they are there; if not, install"
+                " the driver's libraries of the module's own version"),
+        ]  # fmt: skip
+    if facts.module is not None:
+        return (
+            "the kernel's module is loaded and does not answer: after an upgrade its libraries are of another version",
+            [
+                Fix(command="sudo reboot", why="load the module that belongs to the installed libraries"),
+                Fix(command="sudo dmesg | grep -iE 'nvrm|xid' | tail", why="see what the module itself says"),
+            ],
+        )
+    return "no kernel module of NVIDIA's is loaded: none is installed for this kernel, or it failed to load", [
+        Fix(command="sudo modprobe nvidia", why="load it, or see why it does not load"),
+        Fix(command="dkms status; mokutil --sb-state", why="whether it was built for this kernel (uname -r), and"
+            " whether Secure Boot refuses it for want of a signature"),
+        Fix(why="where there is none: install the driver (sudo ubuntu-drivers install; sudo dnf install nvidia-driver),"
+            " then reboot"),
+    ]  # fmt: skip
 
 
 def _driver(facts: MachineFacts) -> Iterator[Finding]:

@@ -53,8 +53,9 @@ def test_a_machine_with_room_is_healthy() -> None:
 
 
 def test_a_card_without_a_driver_is_a_finding_and_no_card_is_none(tmp_path: Path) -> None:
-    for place, vendor, kind in (("0000:01:00.0", "0x10de", "0x030000"), ("0000:01:00.1", "0x10de", "0x040300"),
-                                ("0000:02:00.0", "0x1af4", "0x030000")):  # fmt: skip
+    places = {"0000:01:00.0": "0x10de", "0000:01:00.1": "0x10de", "0000:02:00.0": "0x1af4", "0000:03:00.0": "0x1002"}
+    for place, vendor in places.items():
+        kind = "0x040300" if place.endswith(".1") else "0x030000"
         device = tmp_path / place
         device.mkdir()
         (device / "vendor").write_text(f"{vendor}\n")
@@ -62,14 +63,26 @@ def test_a_card_without_a_driver_is_a_finding_and_no_card_is_none(tmp_path: Path
     none = NvidiaMachine(reason="no NVIDIA driver answers")
     without = _facts(nvidia=none, every=none)
     assert diagnose_machine(without).healthy
-    there = replace(without, cards=cards(tmp_path))
-    assert there.cards == ("0000:01:00.0",)
-    for module, command in ((None, "sudo modprobe nvidia"), ("NVRM version: 550", "sudo reboot")):
-        [finding] = diagnose_machine(replace(there, module=module)).findings
+    assert "models run on the CPU" in lines_of(without)[0]
+    assert document(without)["kind"] == "cpu"
+    there = replace(without, cards=cards(tmp_path), others=cards(tmp_path, vendor="0x1002"))
+    assert (there.cards, there.others) == (("0000:01:00.0",), ("0000:03:00.0",))
+    assert any("0000:01:00.0" in line for line in lines_of(there))
+    assert document(there)["kind"] == "gpu_without_driver"
+    library = NvidiaMachine(
+        reason="no NVIDIA driver answers (NVMLError_LibraryNotFound: NVML Shared Library Not Found)"
+    )
+    loaded = "NVRM version: 550"
+    for changes, command in (
+        ({}, "sudo modprobe nvidia"),
+        ({"module": loaded}, "sudo reboot"),
+        ({"module": loaded, "every": library}, "ldconfig -p | grep -E 'libnvidia-ml|libcuda'"),
+        ({"module": loaded, "every": library, "container": True}, "docker run --gpus all IMAGE ..."),
+    ):
+        [finding] = diagnose_machine(replace(there, **changes)).findings
         assert (finding.cause, finding.confidence) == ("driver_too_old", "high")
         assert finding.fix is not None
         assert finding.fix.command == command
-    assert any("0000:01:00.0" in line for line in lines_of(there))
 
 
 def test_who_holds_a_gpu_is_named_with_what_is_left() -> None:
