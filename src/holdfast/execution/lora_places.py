@@ -1,31 +1,41 @@
 """Where LoRA adapters lie: places on the device that steps compute from, copies in RAM behind them, files behind those.
 
-    files ──read, checked, scaled──► RAM copies (LRU) ──one copy──► places [places, elements]
+    on a GPU   files ──read──► copies (LRU) ──piece by piece, a few each step──► places [places, elements]
+    on a CPU   files ──read───────────────────────────────────────────────────► places ◄──► copies (LRU)
 
-Everything is allocated at the start. Which adapter is in which place is decided by the scheduler; a place is filled
-when a sequence starts with an adapter that is not in it. What B is multiplied by is folded into it.
+Everything is allocated at the start. Which adapter goes to which place is decided by the scheduler; it asks for one
+before anybody starts with it, and is told when it is there. Threads of their own do the reading and, on a CPU, the
+copying; steps go on meanwhile, because nobody computes with a place that was asked for. The books are the caller's
+thread's alone.
 """
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
-from holdfast.checkpoints.adapters import Adapter, changed, not_finite, read_adapter, stamp
-from holdfast.checkpoints.checkpoint import Checkpoint
 from holdfast.config import EngineConfig
-from holdfast.errors import CheckpointError, HoldfastError
+from holdfast.errors import EngineError, HoldfastError
 from holdfast.execution.lora import SiteFactors
+from holdfast.execution.lora_files import AdapterFiles, Changes
+from holdfast.execution.lora_sending import PlaceSender
 from holdfast.execution.memory import exact_tensor
-from holdfast.execution.weights import expand_into
 from holdfast.models import ModelSpec
-from holdfast.planner.lora_sizes import Site, copy_rows, place_elements, places_rank, sites
+from holdfast.planner.lora_sizes import copy_rows
 from holdfast.records.lora import AdapterRef
 from holdfast.records.outputs import Failure
-from holdfast.records.steps import SequenceStart, StepFailure
+from holdfast.records.steps import AdapterArrival, AdapterFetch, StepPlan
+
+log = logging.getLogger("holdfast")
+
+READERS = 2
+"""Threads: files that come slowly hold up one of them."""
+ARRIVAL_WAIT_S = 0.005
+"""For an adapter, where a step has nothing else to do."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,23 +53,44 @@ class LoraLimits:
         return LoraLimits(max_loras=config.lora_places, max_rank=config.lora_rank, cached=config.lora_copies)
 
 
+@dataclass(slots=True, eq=False)
+class _Fetch:
+    """An adapter on its way to a place."""
+
+    place: int
+    ref: AdapterRef
+    work: Future[Changes | None] | None = None
+    """Of a thread; what it changes is told where it was read."""
+    row: int | None = None
+    """On a GPU: of its copy."""
+    touched: frozenset[int] = frozenset()
+    """On a CPU: rows of copies that are read or written."""
+    sent: int = 0
+    """Numbers that are on their way to the device, or there."""
+    wanted: bool = True
+    """Not where its place was asked for anew, after an engine dropped all of its requests."""
+
+
 class AdapterPlaces:
     """`places` [places, elements] never moves: kernels and graphs may keep its address."""
 
     def __init__(self, spec: ModelSpec, limits: LoraLimits, dtype: torch.dtype, device: torch.device) -> None:
-        self.limits, self._spec, self._device, self._dtype = limits, spec, device, dtype
-        self._rank, self._sites = places_rank(limits.max_rank), sites(spec)
-        elements = place_elements(spec, limits.max_rank)
-        self.places = exact_tensor((limits.max_loras, elements), dtype, device).zero_()
+        self.limits, self._device = limits, device
+        self._files = AdapterFiles(spec, limits.max_rank, dtype)
+        self.places = exact_tensor((limits.max_loras, self._files.elements), dtype, device).zero_()
         rows = copy_rows(limits.cached, on_cpu=self._on_cpu)
-        self._copies = exact_tensor((rows, elements), dtype, torch.device("cpu")).zero_()
+        self._copies = exact_tensor((rows, self._files.elements), dtype, torch.device("cpu")).zero_()
+        self._sender = None if self._on_cpu else PlaceSender(self._copies, self.places)
         self._held: list[AdapterRef | None] = [None] * limits.max_loras
         self._cached: OrderedDict[AdapterRef, int] = OrderedDict()
         self._free = list(range(rows))
-        self._changes: dict[AdapterRef, frozenset[tuple[int, str]]] = {}
-        """Products that each adapter here changes."""
+        self._fetches: list[_Fetch] = []
+        self._reader = ThreadPoolExecutor(READERS, thread_name_prefix="adapter")
+        self._changes: dict[AdapterRef, Changes] = {}
+        """Of each adapter here."""
         self._factors = {
-            (site.layer, site.product): SiteFactors(a, b, site.rows, set()) for site, a, b in self._views(self.places)
+            (site.layer, site.product): SiteFactors(a, b, site.rows, set())
+            for site, a, b in self._files.views(self.places)
         }
 
     @property
@@ -84,125 +115,160 @@ class AdapterPlaces:
         """Views of the places, by layer and product."""
         return self._factors
 
-    def start(self, start: SequenceStart) -> StepFailure | None:
-        """Before a sequence's first row: its adapter is in its place, or the sequence fails alone. The row is computed
-        all the same, with whatever the place holds; nobody reads what comes of it."""
-        if start.adapter is None or self._held[start.adapter_place] == start.adapter:
-            return None
-        try:
-            self._fill(start.adapter_place, start.adapter)
-        except HoldfastError as error:
-            return StepFailure(slot=start.slot, failure=Failure.of(error))
-        finally:
-            self._note_used(start.adapter_place)
-        return None
-
     def rehearse(self, on: bool) -> None:
         """While it is on, products are computed as if every place changed them."""
         for factors in self._factors.values():
             factors.used.clear()
             factors.used.update(range(self.limits.max_loras) if on else ())
 
+    def close(self) -> None:
+        self._reader.shutdown(wait=False, cancel_futures=True)
+        if self._sender is not None:
+            self._sender.close()
+
+    def follow(self, plan: StepPlan) -> list[AdapterArrival]:
+        """Before the plan's rows are computed: begins what it asks for, goes on with what was asked for, and says what
+        is there since the last time. Waits a little only where there are no rows."""
+        for start in plan.starts:
+            if start.adapter is not None and self._held[start.adapter_place] != start.adapter:
+                raise EngineError(f"request {start.request_id} was started before its LoRA adapter was there")
+        for asked in plan.fetches:
+            self._begin(asked)
+        if not self._fetches:
+            return []
+        found = self._advance()
+        if found or plan.rows:
+            return found
+        reading = [fetch.work for fetch in self._fetches if fetch.work is not None]
+        if reading:
+            wait(reading, ARRIVAL_WAIT_S, FIRST_COMPLETED)
+        elif self._sender is not None:
+            self._sender.wait()
+        return self._advance()
+
+    def _begin(self, asked: AdapterFetch) -> None:
+        for before in self._fetches:
+            if before.place == asked.place:
+                before.wanted = False
+        fetch = _Fetch(asked.place, asked.adapter)
+        self._fetches.append(fetch)
+        here = self._held[asked.place] == asked.adapter
+        if self._on_cpu and not here:
+            self._exchange(fetch)
+        elif here:
+            fetch.sent = self._files.elements
+        if not here:
+            self._held[asked.place] = None
+            if self._sender is not None:
+                self._sender.follow_steps()
+
+    # --- on a CPU ---
+
+    def _exchange(self, fetch: _Fetch) -> None:
+        """Where places are in RAM themselves, a copy is of what is in none of them. There is always a row to spare, and
+        what is in the place goes there first. Rows change hands here before a thread has done with them: who comes to
+        such a row waits for those who came before."""
+        before, row, kept = self._held[fetch.place], self._cached.pop(fetch.ref, None), None
+        if self.limits.cached and before is not None and before not in self._cached:
+            kept = self._free.pop()
+            self._cached[before] = kept
+        if row is not None:
+            self._free.append(row)
+        elif len(self._cached) > self.limits.cached:
+            self._free.append(self._cached.popitem(last=False)[1])
+        fetch.touched = frozenset(one for one in (row, kept) if one is not None)
+        after = [
+            other.work for other in self._fetches
+            if other.work is not None and (other.place == fetch.place or other.touched & fetch.touched)
+        ]  # fmt: skip
+        fetch.work = self._reader.submit(self._change_places, fetch.place, fetch.ref, row, kept, after)
+
+    def _change_places(
+        self, place: int, ref: AdapterRef, row: int | None, kept: int | None, after: list[Future[Changes | None]]
+    ) -> Changes | None:
+        wait(after)  # All of them began before.
+        with torch.inference_mode():
+            if kept is not None:
+                self._copies[kept].copy_(self.places[place])
+            if row is None:
+                return self._files.read(ref, self.places[place])
+            self.places[place].copy_(self._copies[row])
+            return None
+
+    # --- on a GPU ---
+
+    def _find_copy(self, fetch: _Fetch) -> None:
+        """Its copy, or a row that it is read into: the least recently used one's where all are taken. None where all
+        of them are on their way to places."""
+        row = self._cached.get(fetch.ref)
+        if row is not None:
+            self._cached.move_to_end(fetch.ref)
+            fetch.row = row
+            return
+        if any(other.ref == fetch.ref and other.work is not None for other in self._fetches):
+            return  # It is read already, for a place that is not wanted any more.
+        if not self._free:
+            leaving = {other.row for other in self._fetches}
+            oldest = next((ref for ref, row in self._cached.items() if row not in leaving), None)
+            if oldest is None:
+                return
+            self._free.append(self._cached.pop(oldest))
+        fetch.row = self._free.pop()
+        fetch.work = self._reader.submit(self._read_copy, fetch.ref, fetch.row)
+
+    def _read_copy(self, ref: AdapterRef, row: int) -> Changes | None:
+        return self._files.read(ref, self._copies[row])
+
+    # --- both ---
+
+    def _advance(self) -> list[AdapterArrival]:
+        """What is there or has failed since the last time. Pieces for one place at a time, as many as a step bears."""
+        found, sending = list[AdapterArrival](), False
+        for fetch in tuple(self._fetches):
+            failure = self._after_work(fetch)
+            if fetch.work is not None:
+                continue
+            if failure is None and fetch.wanted and self._sender is not None and fetch.sent < self._files.elements:
+                if fetch.row is None:
+                    self._find_copy(fetch)
+                if fetch.row is not None and fetch.work is None and not sending:
+                    fetch.sent, sending = self._sender.send(fetch.row, fetch.place, fetch.sent), True
+                continue
+            if failure is None and fetch.wanted and self._sender is not None and not self._sender.arrived(fetch.place):
+                continue
+            self._fetches.remove(fetch)
+            if fetch.wanted:
+                self._held[fetch.place] = None if failure is not None else fetch.ref
+                self._note_used(fetch.place)
+                found.append(AdapterArrival(fetch.place, failure))
+        return found
+
+    def _after_work(self, fetch: _Fetch) -> Failure | None:
+        """Takes what the thread has done for it, if it is done: why it failed, where it did."""
+        if fetch.work is None or not fetch.work.done():
+            return None
+        work, fetch.work = fetch.work, None
+        try:
+            changes = work.result()
+        except HoldfastError as error:
+            failure = Failure.of(error)
+        except Exception as error:  # A library's own: the end of those who wait for it, and nobody else's business.
+            log.exception("LoRA adapter %s could not be read", fetch.ref.name)
+            failure = Failure.of(EngineError(f"the LoRA adapter could not be read: {type(error).__name__}"))
+        else:
+            if changes is not None:
+                self._changes[fetch.ref] = changes
+            if fetch.row is not None:
+                self._cached[fetch.ref] = fetch.row
+            return None
+        if fetch.row is not None:
+            self._free.append(fetch.row)
+        return failure
+
     def _note_used(self, place: int) -> None:
-        here = {*self._held, *self._cached}
+        here = {*self._held, *self._cached, *(fetch.ref for fetch in self._fetches)}
         self._changes = {ref: changes for ref, changes in self._changes.items() if ref in here}
         held = self._held[place]
-        changed_here = frozenset[tuple[int, str]]() if held is None else self._changes[held]
+        changed_here: Changes = frozenset() if held is None else self._changes[held]
         for key, factors in self._factors.items():
             (factors.used.add if key in changed_here else factors.used.discard)(place)
-
-    def _fill(self, place: int, ref: AdapterRef) -> None:
-        if self._on_cpu:
-            self._exchange(place, ref)
-        else:
-            self.places[place].copy_(self._copies[self._copied(ref)])
-        self._held[place] = ref
-
-    def _exchange(self, place: int, ref: AdapterRef) -> None:
-        """Where places are in RAM themselves, a copy is of what is in none of them."""
-        before = self._held[place]
-        if not self.limits.cached:
-            self._held[place] = None
-            self._read(ref, self.places[place])
-            return
-        row = self._cached.pop(ref, None)
-        if row is None:
-            row = self._free.pop()
-            try:
-                self._read(ref, self._copies[row])
-            except HoldfastError:
-                self._free.append(row)
-                raise
-        if before is not None and before not in self._cached:
-            kept = self._free.pop() if self._free else self._cached.popitem(last=False)[1]
-            self._copies[kept].copy_(self.places[place])
-            self._cached[before] = kept
-        self.places[place].copy_(self._copies[row])
-        self._free.append(row)
-
-    def _copied(self, ref: AdapterRef) -> int:
-        """The row of its copy, read from its files where there is none; the least recently used one's where all are
-        taken."""
-        if ref in self._cached:
-            self._cached.move_to_end(ref)
-            return self._cached[ref]
-        row = self._free.pop() if self._free else self._cached.popitem(last=False)[1]
-        try:
-            self._read(ref, self._copies[row])
-        except HoldfastError:
-            self._free.append(row)
-            raise
-        self._cached[ref] = row
-        return row
-
-    def _read(self, ref: AdapterRef, target: torch.Tensor) -> None:
-        adapter = read_adapter(
-            Path(ref.path), self._spec, name=ref.name, model="the served model", max_rank=self.limits.max_rank
-        )
-        if adapter.stamp != ref.stamp:
-            raise changed(ref.name)
-        with torch.inference_mode():
-            target.zero_()
-            try:
-                self._expand(adapter, target)
-            except CheckpointError as error:  # It says where the file lies, and may reach a client.
-                raise changed(ref.name) from error
-            if not torch.isfinite(target).all():
-                raise not_finite(ref.name, str(self._dtype).removeprefix("torch."))
-        if stamp(adapter.folder) != ref.stamp:
-            raise changed(ref.name)
-        self._changes[ref] = frozenset(
-            (site.layer, site.product) for site in self._sites if not adapter.factors.keys().isdisjoint(site.parts)
-        )
-
-    def _expand(self, adapter: Adapter, target: torch.Tensor) -> None:
-        tensors = {one.name: one for factors in adapter.factors.values() for one in (factors.a, factors.b)}
-        with Checkpoint(tensors, "safetensors") as checkpoint:
-
-            def numbers(name: str) -> torch.Tensor:
-                stored = tensors[name]
-                wide = torch.empty(stored.shape, dtype=torch.float32)
-                expand_into(wide, torch.from_numpy(checkpoint.read(name)), stored.layout)
-                return wide
-
-            for site, a, b in self._views(target.unsqueeze(0)):
-                first = 0
-                for part, (name, rows) in enumerate(zip(site.parts, site.rows, strict=True)):
-                    factors = adapter.factors.get(name)
-                    if factors is not None:
-                        inner = part * self._rank
-                        a[0, inner : inner + factors.rank].copy_(numbers(factors.a.name))
-                        b[0, first : first + rows, : factors.rank].copy_(numbers(factors.b.name) * factors.scale)
-                    first += rows
-
-    def _views(self, flat: torch.Tensor) -> list[tuple[Site, torch.Tensor, torch.Tensor]]:
-        """Both factors of every site in `flat` [places, elements]."""
-        found, first = [], 0
-        for site in self._sites:
-            inner, rows = len(site.parts) * self._rank, sum(site.rows)
-            middle, end = first + inner * site.columns, first + site.elements(self._rank)
-            a = flat[:, first:middle].unflatten(1, (inner, site.columns))
-            b = flat[:, middle:end].unflatten(1, (rows, self._rank))
-            found.append((site, a, b))
-            first = end
-        return found

@@ -29,7 +29,7 @@ from holdfast.execution.weights import Weights
 from holdfast.kvcache.groups import KVLayout
 from holdfast.models import ModelSpec
 from holdfast.planner.footprint import logits_rows
-from holdfast.records import StepFailure, StepPlan, StepResult, TokenLogprobs, TokenMasks
+from holdfast.records import StepPlan, StepResult, TokenLogprobs, TokenMasks
 
 __all__ = ["Rehearsal", "Runner", "RunnerLimits"]
 
@@ -129,12 +129,12 @@ class Runner:
         decoder, kv = self._decoder, self.kv
         with torch.inference_mode(), lean_products(self.dtype, self.device):
             self._buffers.apply(plan, kv.blocks)
-            failures = self._start_adapters(plan)
+            arrived = [] if self._adapters is None else self._adapters.follow(plan)
             for start in plan.starts:
                 self._sampler.start(start)
                 self._embeds[start.slot] = start.embed
             if not plan.rows:
-                return StepResult(step_id=plan.step_id, token_ids=[])
+                return StepResult(step_id=plan.step_id, adapters=arrived)
             batch = self._buffers.form(plan, decoder.attention)
             if len(batch.fresh_pages):
                 kv.clear(batch.fresh_pages)
@@ -153,15 +153,9 @@ class Runner:
                 logprobs=logprobs,
                 prompt_logprobs=[list(islice(told, row.scored)) for row in plan.rows if row.scored],
                 embeddings=vectors(hidden, wanted) if wanted.any() else [],
-                failures=failures,
                 late=late,
+                adapters=arrived,
             )
-
-    def _start_adapters(self, plan: StepPlan) -> list[StepFailure]:
-        """Those that could not be loaded: the rows of their sequences mean nothing."""
-        if self._adapters is None:
-            return []
-        return [failed for start in plan.starts if (failed := self._adapters.start(start)) is not None]
 
     def _sample(
         self, hidden: torch.Tensor, batch: StepBatch, masked: Masks | None = None
@@ -238,6 +232,8 @@ class Runner:
 
     def close(self) -> None:
         """Gives everything back to the system; the runner cannot be used afterwards."""
+        if self._adapters is not None:
+            self._adapters.close()
         self._transformer = self._adapters = None
         self._kv = None
         self._logits = torch.empty(0)

@@ -20,6 +20,8 @@ from holdfast.records.outputs import (
 from holdfast.records.requests import Request
 from holdfast.records.sampling import SamplingParams
 from holdfast.records.steps import (
+    AdapterArrival,
+    AdapterFetch,
     BlockCopy,
     Row,
     SequenceStart,
@@ -33,6 +35,8 @@ from holdfast.records.steps import (
 from holdfast.records.structured import GuidedDecodingParams, StructuredOutputsParams
 
 __all__ = [
+    "AdapterArrival",
+    "AdapterFetch",
     "AdapterRef",
     "AnswerDelta",
     "BlockCopy",

@@ -43,7 +43,7 @@ class SequenceStart(msgspec.Struct, frozen=True, array_like=True):
     """Spellings whose last token may not be sampled where those before it end the output."""
     adapter: AdapterRef | None = None
     adapter_place: int = -1
-    """Of the runner's places for LoRA adapters, the one that has it, or shall from now on; -1: none is needed."""
+    """Of the runner's places for LoRA adapters, the one that has it; -1: none is needed."""
     embed: bool = False
     """Not a token is wanted of it but what its last token has become: see StepResult.embeddings."""
 
@@ -85,12 +85,28 @@ class BlockCopy(msgspec.Struct, frozen=True, array_like=True):
     before_step: bool
 
 
+class AdapterFetch(msgspec.Struct, frozen=True, array_like=True):
+    """Bring this LoRA adapter to a place that nobody computes with, while steps go on."""
+
+    place: int
+    adapter: AdapterRef
+
+
+class AdapterArrival(msgspec.Struct, frozen=True, array_like=True):
+    """What was to be brought to a place is there, or why it will not be."""
+
+    place: int
+    failure: Failure | None = None
+
+
 class StepPlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     step_id: int
     starts: list[SequenceStart] = []
     table_writes: list[TableWrite] = []
     rows: list[Row] = []
     copies: list[BlockCopy] = []
+    fetches: list[AdapterFetch] = []
+    """A plan may have these alone, or nothing: then adapters are waited for, and only a little."""
 
     @property
     def token_count(self) -> int:
@@ -117,6 +133,8 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     embeddings: list[bytes] = []
     """Empty when no row asked for one, else as long as token_ids: float32, of length 1, and nothing for other rows."""
     finished_copies: list[int] = []
+    adapters: list[AdapterArrival] = []
+    """Of all that were to be brought since the first plan: those that are there since the last result."""
     failures: list[StepFailure] = []
     late: list[int] = []
     """Slots whose rows were computed and whose tokens mean nothing: their masks were not there in time. The last token

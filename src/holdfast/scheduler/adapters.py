@@ -1,18 +1,24 @@
 """Which LoRA adapter is in which place of the runner, and whose turn it is when places run out. Loads nothing.
 
-A place whose adapter nobody runs with keeps it until another is needed: the least recently used goes first.
+A runner is asked for an adapter as soon as somebody in line wants it and a place can be had, and says when it is there;
+nobody starts before. A place whose adapter nobody runs with keeps it until another is needed: the least recently used
+goes first, those last that somebody in line asks for, and never one that somebody earlier in line waits for.
 
-Nobody waits for ever: when the first in line needs a place that is not there, those behind it may go before it: those
-without an adapter, who keep no place taken, and those whose adapter runs already and who were in line when it began to
-wait. These are finitely many, and with them the adapters that run come to an end.
+Nobody waits for ever, and nobody for an adapter that he did not ask for:
+  - while the first in line waits for its adapter to come, everybody else whose adapter is there goes before it.
+  - while it waits for a place, those behind it may go before it: those without an adapter, who keep no place taken, and
+    those whose adapter runs already and who were in line when it began to wait. These are finitely many, and with them
+    the adapters that run come to an end.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Container
 from collections.abc import Sequence as Line
 
 from holdfast.records.lora import AdapterRef
+from holdfast.records.steps import AdapterArrival, AdapterFetch
 from holdfast.scheduler.sequence import Sequence
 
 
@@ -24,6 +30,8 @@ class AdapterTurns:
         self._free = list(range(most - 1, -1, -1))
         self._place: OrderedDict[AdapterRef, int] = OrderedDict()
         """The least recently started first."""
+        self._arriving: dict[int, AdapterRef] = {}
+        """By place: asked for, and not there yet."""
         self._running: dict[AdapterRef, int] = {}
         """Sequences that run with each."""
         self._kept_waiting: tuple[Sequence, int] | None = None
@@ -39,10 +47,40 @@ class AdapterTurns:
             return []
         return sorted({one.request.adapter.name for one in waiting if one.request.adapter is not None})
 
+    @property
+    def arriving(self) -> bool:
+        return bool(self._arriving)
+
+    def fetch_for(self, waiting: Line[Sequence]) -> list[AdapterFetch]:
+        """Adapters of those in line that can have a place now, and did not yet: they are asked for from now on."""
+        found, wanted = list[AdapterFetch](), set[AdapterRef]()
+        for sequence in waiting if self._most else ():
+            adapter = sequence.request.adapter
+            if adapter is None or adapter in wanted:
+                continue
+            if adapter not in self._place:
+                place = self._free.pop() if self._free else self._vacate(wanted, waiting)
+                if place is None:
+                    break
+                self._place[adapter], self._arriving[place] = place, adapter
+                found.append(AdapterFetch(place, adapter))
+            wanted.add(adapter)
+        return found
+
+    def arrive(self, arrival: AdapterArrival) -> AdapterRef:
+        """It is there, or its place is free again. Says which."""
+        adapter = self._arriving.pop(arrival.place)
+        if arrival.failure is not None:
+            del self._place[adapter]
+            self._free.append(arrival.place)
+        return adapter
+
     def has_room(self, adapter: AdapterRef | None) -> bool:
-        if adapter is None or adapter in self._running or self._free:
-            return True
-        return len(self._running) < len(self._place)
+        """Whether a sequence with it could start now."""
+        return adapter is None or (adapter in self._place and not self._awaited(adapter))
+
+    def _awaited(self, adapter: AdapterRef | None) -> bool:
+        return adapter in self._arriving.values()
 
     def next_in_line(self, waiting: Line[Sequence], last_number: int) -> Sequence | None:
         """Who may be admitted now as far as adapters go; `last_number`: of the request that came last."""
@@ -53,7 +91,7 @@ class AdapterTurns:
             return first
         if self._kept_waiting is None or self._kept_waiting[0] is not first:
             self._kept_waiting = first, last_number
-        last = self._kept_waiting[1]
+        last = last_number if self._awaited(first.request.adapter) else self._kept_waiting[1]
         for other in waiting:
             adapter = other.request.adapter
             if adapter is None or (other.order[2] <= last and self.has_room(adapter)):
@@ -64,8 +102,6 @@ class AdapterTurns:
         """The place of a sequence that starts; -1: it has no adapter. There is room: `has_room` was asked."""
         if adapter is None:
             return -1
-        if adapter not in self._place:
-            self._place[adapter] = self._free.pop() if self._free else self._idle()
         self._place.move_to_end(adapter)
         self._running[adapter] = self._running.get(adapter, 0) + 1
         return self._place[adapter]
@@ -78,6 +114,14 @@ class AdapterTurns:
         if not self._running[adapter]:
             del self._running[adapter]
 
-    def _idle(self) -> int:
-        oldest = next(adapter for adapter in self._place if adapter not in self._running)
-        return self._place.pop(oldest)
+    def _vacate(self, wanted: Container[AdapterRef], waiting: Line[Sequence]) -> int | None:
+        """The place of the least recently used that nobody runs with, and that is not among the `wanted`; of one that
+        nobody in line asks for, if there is any."""
+        idle = [
+            adapter for adapter in self._place
+            if adapter not in self._running and adapter not in wanted and not self._awaited(adapter)
+        ]  # fmt: skip
+        if not idle:
+            return None
+        asked = {sequence.request.adapter for sequence in waiting}
+        return self._place.pop(next((adapter for adapter in idle if adapter not in asked), idle[0]))

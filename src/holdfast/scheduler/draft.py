@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from holdfast.errors import EngineError
-from holdfast.records import Row, SequenceStart, StepPlan, StepResult, TableWrite
+from holdfast.records import AdapterFetch, Row, SequenceStart, StepPlan, StepResult, TableWrite
 from holdfast.scheduler.sequence import Sequence
 
 
@@ -29,6 +29,8 @@ class Draft:
     """Rows whose sequence may still be preempted; nobody has been told of their blocks yet."""
     preempted: bool = False
     """Somebody had to give pages back so that others could go on: not the step to admit anyone."""
+
+    fetches: list[AdapterFetch] = field(default_factory=list)
 
     def add(self, planned: PlannedRow) -> None:
         self.rows[planned.sequence] = planned
@@ -55,6 +57,7 @@ class Draft:
             starts=[entry.start for entry in planned if entry.start is not None],
             table_writes=[write for entry in planned for write in entry.table_writes],
             rows=[entry.row for entry in planned],
+            fetches=self.fetches,
         )
 
 

@@ -29,6 +29,7 @@ from collections.abc import Container
 from holdfast.errors import EngineError, RequestError
 from holdfast.kvcache import KVCache, Prefix
 from holdfast.records import (
+    AdapterArrival,
     EngineOutput,
     EngineStats,
     Failure,
@@ -121,20 +122,23 @@ class Scheduler:
     # --- planning ---
 
     def schedule(self, now_s: float, held: Container[str] = ()) -> StepPlan | None:
-        """The next step, or None when there is nothing to compute before a result is applied or a request comes.
+        """The next step, or None when there is nothing to compute before a result is applied or a request comes. It has
+        no rows where everybody waits for adapters.
         `held`: ids of requests that cannot be sampled from yet; those that run are left out of the step."""
         assert len(self._in_flight) < self.limits.max_steps_in_flight, "apply the oldest step before planning another"
         draft = Draft(self.limits.max_num_batched_tokens)
         self._make_room_for_urgent(draft)
         less_urgent = self._plan_running(draft, held)
         self._commit(draft)
+        if draft.rows or not self._in_flight:
+            draft.fetches = self._adapters.fetch_for(self._waiting)
         if not draft.preempted:
             self._admit(draft, now_s)
         for sequence in less_urgent:
             # Rows are committed by now, so nobody can be preempted any more.
             self._plan_row(draft, sequence, sequence.pending, may_preempt=False)
         self._commit(draft)
-        if not draft.rows:
+        if not draft.rows and (self._in_flight or not self._adapters.arriving):
             awaited = self._in_flight or any(one.request.request_id in held for one in self._running)
             assert awaited or not self._sequences, "requests wait, nothing is in flight, and no step was found"
             self._step_tokens = 0
@@ -320,6 +324,7 @@ class Scheduler:
             raise EngineError(f"step {result.step_id} is not the one due", needed=f"step {step and step.step_id}")
         step.check(result)
         outputs = [output for failed in result.failures for output in self._fail(step, failed, now_s)]
+        outputs += [output for arrival in result.adapters for output in self._note_adapter(arrival, now_s)]
         sampled, scores, late = 0, iter(result.prompt_logprobs), frozenset(result.late)
         for planned in step.rows:
             sequence, row = planned.sequence, planned.row
@@ -346,6 +351,17 @@ class Scheduler:
                     outputs.append(self._take(sequence, token, logprobs, told, now_s, embedding, verdict))
                 sampled += 1
         return outputs
+
+    def _note_adapter(self, arrival: AdapterArrival, now_s: float) -> list[EngineOutput]:
+        """Those who wait for it may start; where it could not be had, they are ended, and nobody else."""
+        self._worth_admitting = True
+        adapter = self._adapters.arrive(arrival)
+        if arrival.failure is None:
+            return []
+        ended = [sequence for sequence in self._waiting if sequence.request.adapter == adapter]
+        for sequence in ended:
+            self._leave(sequence)
+        return [news(sequence, [], None, FinishReason.ERROR, None, now_s, arrival.failure) for sequence in ended]
 
     def _compute_again(self, sequence: Sequence) -> None:
         """The last token of a row that was not sampled from; in another page where others may read this one by now."""

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import shutil
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 import transformers
 from lora_adapters import merge, write_adapter
 
 from holdfast import LLM, LoRARequest, SamplingParams
+from holdfast.checkpoints.adapters import read_adapter
 from holdfast.errors import AdapterError, ConfigurationError, UnsupportedOptionError
+from holdfast.execution import lora_files
+from holdfast.records import Request
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 PROMPTS = [[(37 * number + 11 * place * place) % 290 + 3 for place in range(21)] for number in range(4)]
@@ -141,6 +146,36 @@ def test_one_that_is_gone_ends_its_own_requests_alone(folder: Path, tmp_path: Pa
         with pytest.raises(AdapterError, match="adapter_model"):
             tokens(llm, PROMPTS, [None, LoRARequest("gone", 1, "/x"), None, None])
         assert tokens(llm, PROMPTS) == merged["model"]
+
+
+def test_others_go_on_while_one_is_read(
+    llm: LLM, folder: Path, merged: dict[str, list[list[int]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its files come when everybody else has ended: also who has another adapter, and who came later."""
+    let_go, core = threading.Event(), llm._core
+    assert core is not None
+    slow, ready = (llm._adapters.resolve(request(folder, name)) for name in ("patterns", "all"))
+    assert tokens(llm, PROMPTS[:1], request(folder, "all")) == merged["all"][:1]
+    assert tokens(llm, PROMPTS[:1], LoRARequest("other", 55, str(folder / "attention"))) == merged["attention"][:1]
+    monkeypatch.setattr(
+        lora_files, "read_adapter",
+        lambda *asked, **settings: let_go.wait(120) and read_adapter(*asked, **settings),
+    )  # fmt: skip
+    slow = msgspec.structs.replace(slow, number=56)  # Read anew, whatever others left behind.
+    answers: dict[str, list[int]] = {}
+    for number, adapter in enumerate((slow, None, ready, None)):
+        answers[str(number)] = []
+        core.add(Request(request_id=str(number), prompt_token_ids=PROMPTS[number], params=GREEDY, adapter=adapter))
+    ended = set[str]()
+    while core.has_work:
+        for output in core.step():
+            answers[output.request_id] += output.token_ids
+            ended |= {output.request_id} if output.finish_reason is not None else set()
+        if len(ended) == 3 and not let_go.is_set():
+            assert not answers["0"]
+            let_go.set()
+    expected = [merged[name][number] for number, name in enumerate(("patterns", "model", "all", "model"))]
+    assert list(answers.values()) == expected
 
 
 def test_one_with_numbers_that_are_none_ends_its_own_requests_alone(

@@ -22,7 +22,7 @@ from holdfast.execution.runner import Runner, RunnerLimits
 from holdfast.execution.weights import load_weights
 from holdfast.kvcache.groups import KVLayout, form_groups
 from holdfast.models import ModelSpec
-from holdfast.records import AdapterRef, Row, SamplingParams, SequenceStart, StepPlan, TableWrite
+from holdfast.records import AdapterFetch, AdapterRef, Row, SamplingParams, SequenceStart, StepPlan, TableWrite
 
 CPU = torch.device("cpu")
 LORA = LoraLimits(max_loras=2, max_rank=16, cached=0)
@@ -62,6 +62,10 @@ def answers(
         for group in groups:
             writes.append(TableWrite(slot, group.index, 0, [page]))
             page += 1
+    wanted = [AdapterFetch(place, ref) for place, ref in enumerate(one for one in numbers if one is not None)]
+    there = len(runner.execute(StepPlan(step_id=0, fetches=wanted)).adapters)
+    while there < len(wanted):
+        there += len(runner.execute(StepPlan(step_id=0)).adapters)
     for step in range(count):
         computed = 0 if step == 0 else len(known[0]) - 1
         rows = [Row(slot, computed, len(tokens) - computed, True) for slot, tokens in enumerate(known)]

@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
+from holdfast.errors import AdapterError
 from holdfast.kvcache import KVCache
 from holdfast.kvcache.groups import KVLayout, form_groups
-from holdfast.records import AdapterRef, Request, SamplingParams, StepPlan, StepResult
+from holdfast.records import (
+    AdapterArrival,
+    AdapterFetch,
+    AdapterRef,
+    EngineOutput,
+    Failure,
+    FinishReason,
+    Request,
+    SamplingParams,
+    StepPlan,
+    StepResult,
+)
 from holdfast.scheduler import Scheduler, SchedulerLimits
 
 ONE, TWO, THREE = (
@@ -30,12 +42,27 @@ def add(scheduler: Scheduler, name: str, adapter: AdapterRef | None, *, tokens: 
     assert scheduler.add(request, 0.0) is None
 
 
-def step(scheduler: Scheduler) -> StepPlan:
+def answer(scheduler: Scheduler, plan: StepPlan, *arrived: AdapterArrival) -> list[EngineOutput]:
+    tokens = [7] * sum(row.samples for row in plan.rows)
+    result = StepResult(step_id=plan.step_id, token_ids=tokens, adapters=list(arrived))
+    outputs = scheduler.apply(result, 0.0)
+    scheduler.check_invariants()
+    return outputs
+
+
+def planned(scheduler: Scheduler) -> StepPlan:
     plan = scheduler.schedule(0.0)
     assert plan is not None
-    scheduler.apply(StepResult(step_id=plan.step_id, token_ids=[7] * sum(row.samples for row in plan.rows)), 0.0)
-    scheduler.check_invariants()
     return plan
+
+
+def step(scheduler: Scheduler) -> StepPlan:
+    """The next with rows. Adapters that are asked for are there at once."""
+    while True:
+        plan = planned(scheduler)
+        answer(scheduler, plan, *(AdapterArrival(fetch.place) for fetch in plan.fetches))
+        if plan.rows:
+            return plan
 
 
 def started(plan: StepPlan) -> list[str]:
@@ -78,6 +105,68 @@ def test_those_without_an_adapter_pass() -> None:
     step(scheduler)
     add(scheduler, "plain", None)
     assert started(step(scheduler)) == ["plain"]
+
+
+def test_nobody_waits_for_an_adapter_that_somebody_else_asked_for() -> None:
+    """One comes slowly; those without one and those whose own is there start meanwhile, also who came later."""
+    scheduler = make(2)
+    add(scheduler, "here", ONE, tokens=9)
+    step(scheduler)
+    add(scheduler, "slow", TWO)
+    plan = planned(scheduler)
+    assert plan.fetches == [AdapterFetch(1, TWO)]
+    assert len(plan.rows) == 1
+    answer(scheduler, plan)
+    add(scheduler, "plain", None)
+    add(scheduler, "later", ONE)
+    plan = planned(scheduler)
+    assert (started(plan), plan.fetches) == (["plain", "later"], [])
+    answer(scheduler, plan, AdapterArrival(1))
+    assert started(step(scheduler)) == ["slow"]
+
+
+def test_with_nothing_else_to_do_plans_without_rows_ask_for_it() -> None:
+    scheduler = make(1)
+    add(scheduler, "slow", ONE)
+    for fetches, arrived in (([AdapterFetch(0, ONE)], []), ([], []), ([], [AdapterArrival(0)])):
+        plan = planned(scheduler)
+        assert (plan.rows, plan.fetches) == ([], fetches)
+        answer(scheduler, plan, *arrived)
+    assert started(step(scheduler)) == ["slow"]
+
+
+def test_one_that_cannot_be_had_ends_those_who_wait_for_it() -> None:
+    """And its place is another's; whoever comes for it later makes it be asked for once more."""
+    scheduler = make(1)
+    for name, adapter in (("a", ONE), ("b", TWO), ("c", ONE), ("d", None)):
+        add(scheduler, name, adapter)
+    plan = planned(scheduler)
+    assert (started(plan), plan.fetches) == (["d"], [AdapterFetch(0, ONE)])
+    failure = Failure.of(AdapterError("its files are gone", code="HF376"))
+    outputs = answer(scheduler, plan, AdapterArrival(0, failure))
+    ended = {output.request_id: output.failure for output in outputs if output.finish_reason is FinishReason.ERROR}
+    assert ended == {"a": failure, "c": failure}
+    add(scheduler, "e", ONE)
+    assert started(step(scheduler)) == []
+    assert started(step(scheduler)) == ["b"]
+    step(scheduler)
+    assert started(step(scheduler)) == ["e"]
+
+
+def test_one_that_has_come_stays_for_who_asked_first() -> None:
+    """All slots are taken: nobody later in line takes its place meanwhile."""
+    scheduler = make(1)
+    for number in range(4):
+        add(scheduler, f"long{number}", None, tokens=4)
+    step(scheduler)
+    add(scheduler, "first", ONE)
+    add(scheduler, "second", TWO)
+    plan = planned(scheduler)
+    assert plan.fetches == [AdapterFetch(0, ONE)]
+    answer(scheduler, plan, AdapterArrival(0))
+    assert step(scheduler).fetches == []
+    assert step(scheduler).fetches == []
+    assert started(step(scheduler)) == ["first"]
 
 
 def test_a_place_is_kept_until_another_needs_it() -> None:

@@ -38,7 +38,7 @@ from holdfast.execution.weights import Weights
 from holdfast.kvcache.groups import KVLayout
 from holdfast.models import ModelSpec
 from holdfast.planner.gpu_footprint import sampling_lanes
-from holdfast.records import Failure, Row, StepFailure, StepPlan, StepResult, TokenLogprobs, TokenMasks
+from holdfast.records import AdapterArrival, Failure, Row, StepFailure, StepPlan, StepResult, TokenLogprobs, TokenMasks
 
 log = logging.getLogger("holdfast")
 
@@ -84,10 +84,8 @@ class GpuStep:
         self._sampled: Sampled = sampled or []
         self._told: Told = told or []
         self._embeddings, self._failures = list(embeddings), list(failures)
-
-    def fail(self, failures: Sequence[StepFailure]) -> None:
-        """Rows that mean nothing, for another reason than memory."""
-        self._failures += failures
+        self.adapters: list[AdapterArrival] = []
+        """Known when it was submitted."""
 
     def result(self) -> StepResult:
         if self._launched is not None:
@@ -101,6 +99,7 @@ class GpuStep:
             embeddings=self._embeddings,
             failures=self._failures,
             late=self.late,
+            adapters=self.adapters,
         )
 
 
@@ -197,9 +196,9 @@ class GpuRunner:
 
     def submit(self, plan: StepPlan, masks: TokenMasks | None = None) -> GpuStep:
         with self._here():
-            failures = self._enter(plan)
+            arrived = self._enter(plan)
             step = self._start(plan, masks)
-        step.fail(failures)
+        step.adapters = arrived
         for row in plan.rows:
             if row.samples and row.slot not in step.late:
                 self._books.known[row.slot] += 1
@@ -214,14 +213,14 @@ class GpuRunner:
         with torch.inference_mode(), torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
             yield
 
-    def _enter(self, plan: StepPlan) -> list[StepFailure]:
-        """Sequences whose adapter could not be loaded: their rows mean nothing."""
+    def _enter(self, plan: StepPlan) -> list[AdapterArrival]:
+        """Adapters that are there now."""
         self._books.apply(plan, self.kv.blocks)
-        loaded = [] if self._adapters is None else [self._adapters.places.start(start) for start in plan.starts]
+        arrived = [] if self._adapters is None else self._adapters.places.follow(plan)
         for start in plan.starts:
             self._sampler.start(start)
             self._embeds[start.slot] = start.embed
-        return [failed for failed in loaded if failed is not None]
+        return arrived
 
     def _start(self, plan: StepPlan, masks: TokenMasks | None) -> GpuStep:
         place, self._next = self._next, (self._next + 1) % len(self._sampled)
@@ -426,6 +425,8 @@ class GpuRunner:
             self._graphs = None
             if self._kv is not None:
                 self._kv.close()
+            if self._adapters is not None:
+                self._adapters.places.close()
             self._decoder = self._kv = self._adapters = None
             del self._sampler, self._slots, self._forms, self._logits, self._sampled
             gc.collect()

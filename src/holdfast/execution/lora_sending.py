@@ -1,0 +1,63 @@
+"""Copies of LoRA adapters on their way from RAM to a GPU: on a stream of their own, and in pieces.
+
+Small packets of steps share the way: a piece is as much as they can wait for. Knows rows and places, not adapters.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+
+import torch
+
+log = logging.getLogger("holdfast")
+
+PIECE_BYTES = 32 << 20
+"""About a millisecond of a PCIe link."""
+
+
+class PlaceSender:
+    """From rows of `copies` to rows of `places`. All calls come from the thread that launches steps."""
+
+    def __init__(self, copies: torch.Tensor, places: torch.Tensor) -> None:
+        self._copies, self._places = copies, places
+        self._stream = torch.cuda.Stream(places.device)
+        self._sent = [torch.cuda.Event() for _ in range(len(places))]
+        self._piece = max(1, PIECE_BYTES // places.dtype.itemsize)
+        self._pinned = self._pin()
+
+    def _pin(self) -> bool:
+        """What is not pinned is copied while the host waits: right, and slower."""
+        if not self._copies.nbytes:
+            return False
+        told = int(torch.cuda.cudart().cudaHostRegister(self._copies.data_ptr(), self._copies.nbytes, 0))
+        if told:
+            log.warning("copies of LoRA adapters could not be pinned (CUDA error %d): steps wait for them", told)
+            with contextlib.suppress(RuntimeError):  # Else the next kernel would be blamed for it.
+                torch.empty(1, device=self._places.device).fill_(1)
+        return not told
+
+    def follow_steps(self) -> None:
+        """What is sent from now on arrives after all that was launched: a step may still compute with the place."""
+        self._stream.wait_stream(torch.cuda.current_stream(self._places.device))
+
+    def send(self, row: int, place: int, first: int) -> int:
+        """The next piece, from number `first` on; where the one after it begins."""
+        end = min(first + self._piece, self._places.shape[1])
+        with torch.cuda.stream(self._stream):
+            self._places[place, first:end].copy_(self._copies[row, first:end], non_blocking=True)
+            self._sent[place].record()
+        return end
+
+    def arrived(self, place: int) -> bool:
+        there: bool = self._sent[place].query()
+        return there
+
+    def wait(self) -> None:
+        self._stream.synchronize()
+
+    def close(self) -> None:
+        self._stream.synchronize()
+        if self._pinned:
+            torch.cuda.cudart().cudaHostUnregister(self._copies.data_ptr())
+            self._pinned = False
