@@ -95,13 +95,11 @@ def _number(name: str, written: str, most: float) -> float:
 
 
 def _say(line: str) -> None:
-    """Beside the program's own errors, marked as ours, keys hidden. What cannot be said is no reason to end.
+    """Beside the program's own errors, marked as ours. What cannot be said is no reason to end.
 
     Not through Python's stream: it would keep what it could not write, and a signal may come within a line.
     """
-    from holdfast.doctor.redact import without_secrets
-
-    _write(f"holdfast rescue: {printable(without_secrets(line))}\n")
+    _write(f"holdfast rescue: {printable(line)}\n")
 
 
 def _write(text: str) -> None:

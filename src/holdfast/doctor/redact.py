@@ -11,7 +11,7 @@ Every line takes time in proportion to its length. Knows no archive.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from holdfast.doctor.lines import read_line
 from holdfast.doctor.redact_names import GONE, is_secret, without_named_secrets
@@ -72,6 +72,8 @@ _OWN_WORDS = re.compile(
     r"|[$+#] |Killed|Aborted|Segmentation fault)"
 )
 """With these a program begins a line of its own, without a stamp."""
+_SHORTEST_VALUE = 4
+"""Characters: a word of fewer is found everywhere, and is no secret."""
 _NAMED = re.compile(r"^[\s-]*\"?name\"?: {1,4}\"?([\w.-]+)\"?,?\s*$")
 _VALUED = re.compile(r"^(\s*\"?value\"?: {1,4})(.*)$")
 
@@ -155,12 +157,24 @@ def redacted_lines(lines: list[str]) -> Iterator[str]:
     return (redactor.line(line) for line in lines)
 
 
-def without_secrets(text: str) -> str:
-    """Keys and tokens only: for what is shown to who owns the log, and may be pasted elsewhere."""
-    text = without_named_secrets(text)
+def without_secrets(text: str, *, named: bool = True) -> str:
+    """Keys and tokens only: for what is shown to who owns the log, and may be pasted elsewhere.
+
+    `named`: also what follows the name of a secret. In a sentence of our own that would be words of it.
+    """
+    text = without_named_secrets(text) if named else text
     for pattern, replacement in _SHAPES:
         text = pattern.sub(replacement, text)
     return text
+
+
+def without_values(text: str, values: Iterable[str]) -> str:
+    """Secrets that are known, and shapes of others: for sentences of our own, in which the name of a flag is followed
+    by words and not by a key."""
+    for value in sorted(values, key=len, reverse=True):
+        if len(value) >= _SHORTEST_VALUE:
+            text = re.sub(rf"(?<![\w-]){re.escape(value)}(?![\w-])", GONE, text)
+    return without_secrets(text, named=False)
 
 
 def _without_shapes(text: str) -> str:

@@ -11,7 +11,7 @@ from functools import lru_cache
 GONE = "[REDACTED]"
 
 _ASSIGNMENT = re.compile(
-    r"(?<![\w.-])(-{0,2}[A-Za-z_][\w.-]{1,120})(\\*['\"]?\)?\s{0,8})(=>|[=:]|,(?=\s{0,4}b?['\"]))(\s{0,8})"
+    r"(?<![\w.-])(?<!\$\{)(-{0,2}[A-Za-z_][\w.-]{1,120})(\\*['\"]?\)?\s{0,8})(=>|[=:]|,(?=\s{0,4}b?['\"]))(\s{0,8})"
 )
 _FLAG = re.compile(r"(?<![\w.-])(--?[A-Za-z][\w.-]{2,120})(\s{1,8})(?=[^\s-])")
 _SAID = re.compile(
@@ -36,9 +36,9 @@ _HARMLESS_NAMES = re.compile(
     r"|^-*keys$|public_key|authors?$|password_file"
 )
 _HEADERS = re.compile(r"authorization|cookie")
-_NOTHING = frozenset(
-    ("None", "null", "True", "False", "true", "false", "", "${API_KEY:?}", "(set)", GONE, "not", "EMPTY")
-)
+_NOTHING = frozenset(("None", "null", "True", "False", "true", "false", "", "(set)", GONE, "not", "EMPTY"))
+_FILLED_IN = re.compile(r"\$[A-Z_][A-Z0-9_]*|\$\{[A-Za-z_]\w*(?::?\?[^}]*|:?-)?\}|\$\([^)]*\)")
+"""By a shell; with a value of its own for where there is none it would be one."""
 _SCHEMES = frozenset(("bearer", "basic", "token", "apikey", "api-key", "digest", "negotiate", "key"))
 _NUMBER = re.compile(r"[\d.,]+\Z")
 _PLAIN = re.compile(r"[^\s,;)}\]'\"&]+")
@@ -75,6 +75,12 @@ def is_secret(name: str, *, assigned: bool = True) -> bool:
     return bool(_PARTS.search(plain)) or (assigned and bool(_ONLY_ASSIGNED.search(plain)))
 
 
+def holds_secret(name: str, value: str) -> bool:
+    """Whether the value of a variable or flag of that name is a secret: not where it is None, a file, a number of
+    tokens, or what a shell fills in."""
+    return is_secret(name) and not _harmless(name, value)
+
+
 def _assigned(text: str, at: int) -> tuple[int, int] | None:
     for found in _ASSIGNMENT.finditer(text, at):
         name, separator = found[1], found[3]
@@ -97,21 +103,40 @@ def _assigned(text: str, at: int) -> tuple[int, int] | None:
     return None
 
 
+def values_of_flags(text: str) -> frozenset[str]:
+    """What stands behind flags that hold secrets. Of several words only those that are no words of a sentence."""
+    values: set[str] = set()
+    at = 0
+    while (span := _flagged(text, at)) is not None:
+        words = [text[start:end].strip("'\"") for start, end in _words(text, span[0])]
+        values |= {word for word in words if len(words) == 1 or not word.isalpha()}
+        at = span[1]
+    return frozenset(values)
+
+
 def _flagged(text: str, at: int) -> tuple[int, int] | None:
     """All words up to the next flag: a server may take several keys."""
     for found in _FLAG.finditer(text, at):
         if not is_secret(found[1]):
             continue
-        start = end = found.end()
-        while end < len(text) and text[end] != "-" and text[end] not in "|&;>":
-            end = value_end(text, end)
-            following = _BETWEEN.match(text, end)
-            if following is None or text[following.end()] in "-|&;>":
-                break
-            end = following.end()
-        if end > start and not _harmless(found[1], text[start:end]):
-            return start, end
+        words = _words(text, found.end())
+        if any(not _harmless(found[1], text[start:end]) for start, end in words):
+            return words[0][0], words[-1][1]
     return None
+
+
+def _words(text: str, start: int) -> list[tuple[int, int]]:
+    """From and to of each word that begins there or behind it, up to a flag or another command."""
+    words: list[tuple[int, int]] = []
+    while start < len(text) and text[start] != "-" and text[start] not in "|&;>":
+        end = value_end(text, start)
+        if end > start:
+            words.append((start, end))
+        following = _BETWEEN.match(text, end)
+        if following is None:
+            break
+        start = following.end()
+    return words
 
 
 def _variable(text: str, at: int) -> tuple[int, int] | None:
@@ -159,7 +184,7 @@ def _bracket_end(text: str, start: int) -> int:
 def _harmless(name: str, value: str) -> bool:
     """A number of tokens is no token; None is no secret; nor is the name of a variable, or of a file of keys."""
     plain = value.strip("'\"\\ ")
-    if plain in _NOTHING or plain.startswith(("$", "{{", "<", "%")):
+    if plain in _NOTHING or _FILLED_IN.fullmatch(plain) or plain.startswith(("{{", "<", "%")):
         return True
     lowered = name.lower()
     if _NUMBER.fullmatch(plain) and not re.search(r"pass|secret|pwd|api", lowered):

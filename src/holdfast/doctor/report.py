@@ -11,7 +11,8 @@ from collections.abc import Iterator
 import msgspec
 
 from holdfast.doctor.records import ENDED_IN_ORDER, Diagnosis, Finding, Fix
-from holdfast.doctor.redact import without_secrets
+from holdfast.doctor.redact import without_secrets, without_values
+from holdfast.doctor.redact_names import GONE, holds_secret, values_of_flags
 
 ALTERNATIVES_SHOWN = 4
 _INDENT = "  "
@@ -37,15 +38,29 @@ def lines(diagnosis: Diagnosis, *, width: int = 100) -> Iterator[str]:
 
 
 def without_keys(diagnosis: Diagnosis) -> Diagnosis:
-    """The same; in the lines of the evidence keys and tokens are hidden."""
+    """The same, with keys and tokens hidden: in the lines of the evidence, and wherever else those of them stand."""
+    told = [diagnosis.command or "", *(one.line for finding in diagnosis.findings for one in finding.evidence)]
+    values = frozenset[str]().union(*map(values_of_flags, told))
+    replace = msgspec.structs.replace
+
+    def of_fix(fix: Fix) -> Fix:
+        changes = {name: GONE if value and holds_secret(name, value) else value for name, value in fix.changes.items()}
+        command = None if fix.command is None else without_values(fix.command, values)
+        return replace(fix, why=without_values(fix.why, values), command=command, changes=changes)
+
     findings = [
-        msgspec.structs.replace(
+        replace(
             finding,
-            evidence=[msgspec.structs.replace(one, line=without_secrets(one.line)) for one in finding.evidence],
+            what=without_values(finding.what, values),
+            why=without_values(finding.why, values),
+            evidence=[replace(one, line=without_secrets(one.line)) for one in finding.evidence],
+            fix=None if finding.fix is None else of_fix(finding.fix),
+            alternatives=[of_fix(one) for one in finding.alternatives],
         )
         for finding in diagnosis.findings
     ]
-    return msgspec.structs.replace(diagnosis, findings=findings)
+    command = None if diagnosis.command is None else without_values(diagnosis.command, values)
+    return replace(diagnosis, findings=findings, command=command)
 
 
 def lines_of_findings(diagnosis: Diagnosis, *, width: int = 100) -> Iterator[str]:

@@ -19,10 +19,12 @@ from dataclasses import dataclass, field
 
 from holdfast.doctor.judge_command import judge
 from holdfast.doctor.records import Diagnosis, Finding, Fix
+from holdfast.doctor.redact import without_secrets, without_values
 from holdfast.doctor.rescue_change import Choice, Limits, Started, check_keep, choose, read
 from holdfast.doctor.rescue_health import Health, address_of
 from holdfast.doctor.rescue_planned import with_planned
 from holdfast.doctor.rescue_process import GRACE_S, Ended, Supervised
+from holdfast.doctor.rescue_shown import EXPLAINED, STANDS_FOR, secret_values, shown, shown_change
 from holdfast.doctor.rescue_signals import Signals, ToldToEnd
 from holdfast.doctor.rescue_watch import Beside
 from holdfast.errors import HoldfastError, printable
@@ -67,6 +69,10 @@ class Rescue:
     _signals: Signals = field(default_factory=Signals)
     _silence_said: bool = False
     _ended_by_us_at: float | None = None
+    _keys: frozenset[str] = frozenset()
+    """Of the command; whatever is changed, they stay."""
+    _explained: bool = False
+    """What stands for a key in a printed command."""
     _served_when_told: bool = False
     """When it was told to end, it served already, and may have answers to finish."""
     _told_again: bool = False
@@ -80,12 +86,23 @@ class Rescue:
         """
         started = read(self.words)
         check_keep(started, self.orders.keep)
+        self._keys = secret_values(started)
         with self._signals:
             try:
                 return self._run(started)
             except ToldToEnd as told:
-                self.say(f"{signal.Signals(told.number).name}: nothing runs, and nothing is started")
+                self._tell(f"{signal.Signals(told.number).name}: nothing runs, and nothing is started")
                 return 128 + told.number
+
+    def _tell(self, line: str) -> None:
+        """In words of ours no key of a command stands; a command is written by `shown`."""
+        self.say(without_values(line, self._keys))
+
+    def _tell_command(self, text: str) -> None:
+        self._tell(text)
+        if STANDS_FOR.search(text) and not self._explained:
+            self._explained = True
+            self._tell(f"  ({EXPLAINED})")
 
     def _run(self, started: Started) -> int:
         judged = self._judged(started)
@@ -97,10 +114,10 @@ class Rescue:
             try:
                 ended, diagnosis, served = self._once(started)
             except (FileNotFoundError, NotADirectoryError):
-                self.say(f"there is no program {shorten(started.argv[0]) if started.argv else ''}")
+                self._tell(f"there is no program {shorten(started.argv[0]) if started.argv else ''}")
                 return NOT_FOUND_EXIT
             except PermissionError:
-                self.say(f"{shorten(started.argv[0])} is there and may not be run")
+                self._tell(f"{shorten(started.argv[0])} is there and may not be run")
                 return NOT_RUNNABLE_EXIT
             if ended.asked or ended.exit_code == 0:
                 worked = (served or not ended.asked) and started.text not in self._crashed
@@ -112,13 +129,13 @@ class Rescue:
                 last = restarts >= self.orders.max_restarts
                 choice = self._after_death(started, ended, diagnosis, judged, served, last=last)
             except Exception as error:
-                self.say(f"not looked into further: a fault of Holdfast's own ({type(error).__name__}: {error})")
+                self._tell(f"not looked into further: a fault of Holdfast's own ({type(error).__name__}: {error})")
                 choice = None
             # One that was ended because it hung is started as it was.
             following = choice.started if choice is not None else started if self._ended_by_us_at is not None else None
             if following is None or restarts >= self.orders.max_restarts:
                 if following is not None:
-                    self.say(f"not started again: {restarts} restarts are what --max-restarts allows")
+                    self._tell(f"not started again: {restarts} restarts are what --max-restarts allows")
                 self._command_to_keep(started, worked=False)
                 return ended.exit_code
             restarts += 1
@@ -129,10 +146,12 @@ class Rescue:
 
     def _once(self, started: Started) -> tuple[Ended, Diagnosis, bool]:
         """How it ended, what its output tells, and whether it had begun to serve."""
-        watch, health = Beside(self.say), Health(address_of(started.command))
+        watch, health = Beside(self._tell), Health(address_of(started.command))
         watch.feed(f"$ {started.text}")
         if health.taken:
-            self.say("something answers at its address already: whether the new one is ready is told by its log alone")
+            self._tell(
+                "something answers at its address already: whether the new one is ready is told by its log alone"
+            )
         self._silence_said, self._ended_by_us_at = False, None
         self._served_when_told, self._told_again = False, False
         told_ready = False
@@ -150,7 +169,7 @@ class Rescue:
 
         supervised = Supervised(
             started.argv, {**os.environ, **started.environment}, watch.feed, self._signals,
-            say=self.say, server=started.command is not None,
+            say=self._tell, server=started.command is not None,
         )  # fmt: skip
         health.start()
         try:
@@ -162,9 +181,10 @@ class Rescue:
         return ended, watch.diagnosis(), health.ready or watch.ready
 
     def _ready(self, started: Started, after_s: float) -> None:
-        self.say(f"it serves, {format_duration(after_s)} after its start")
+        self._tell(f"it serves, {format_duration(after_s)} after its start")
         if self._crashed and self._changed:
-            self.say(f"whether it outlives what ended it before is to be seen; it serves with: {started.text}")
+            self._tell("whether it outlives what ended it before is to be seen")
+            self._tell_command(f"it serves with: {shown(started)}")
         else:
             self._command_to_keep(started, worked=True)
 
@@ -176,7 +196,7 @@ class Rescue:
         limit_s = self.orders.hung_after_s
         if not self._silence_said and silent_s >= (limit_s or GRACE_S):
             self._silence_said = True
-            self.say(
+            self._tell(
                 f"it has not answered /health for {format_duration(silent_s)}" + (": it is ended" if limit_s else "")
             )
             if limit_s:
@@ -193,11 +213,11 @@ class Rescue:
             self._served_when_told = True
         elif served:
             self._told_again = True
-            self.say("it serves, though it was told to end while it was starting: SIGTERM once more")
+            self._tell("it serves, though it was told to end while it was starting: SIGTERM once more")
             supervised.end()
         elif told_s >= GRACE_S:
             self._told_again = True
-            self.say(f"told to end {format_duration(told_s)} ago, it is still starting: it is killed")
+            self._tell(f"told to end {format_duration(told_s)} ago, it is still starting: it is killed")
             supervised.end(at_once=True)
 
     # Between runs
@@ -208,17 +228,19 @@ class Rescue:
 
         command = started.command
         if command is None:
-            self.say("this command is not one of a server that is known here: it is run and watched, and never changed")
+            self._tell(
+                "this command is not one of a server that is known here: it is run and watched, and never changed"
+            )
             return None
         try:
             judged = within(JUDGED_WITHIN_S, lambda: judge(command))
         except Exception as error:  # Whatever is wrong with the judging, the command may be right.
             known = isinstance(error, TimeoutError | HoldfastError)
             told = str(error) if known else f"a fault of Holdfast's own ({type(error).__name__}: {error})"
-            self.say(f"not judged before it is run: {printable(told.splitlines()[0])}")
+            self._tell(f"not judged before it is run: {printable(told.splitlines()[0])}")
             return None
         for finding in judged.findings:
-            self.say(f"before it is run: {finding.what}")
+            self._tell(f"before it is run: {finding.what}")
             if finding.fix is not None:
                 self._fix(finding.fix)
         return judged
@@ -252,12 +274,12 @@ class Rescue:
         """Said why; and what to do next, unless nothing is known or allowed. `last`: it is only said."""
         how = f"signal {signal.Signals(ended.signal).name}" if ended.signal else f"exit code {ended.exit_code}"
         when = "it died while serving" if served else "it failed to start"
-        self.say(f"{when}: {how}, after {format_duration(ended.ran_s)}")
+        self._tell(f"{when}: {how}, after {format_duration(ended.ran_s)}")
         planned = {finding.cause for finding in judged.findings} if judged is not None and not served else set()
         fatal = [finding for finding in diagnosis.findings if finding.cause != "none"]
         fatal.sort(key=lambda finding: finding.cause not in planned)  # Where log and plan agree, both are believed.
         if not fatal:
-            self.say("why is not known here: its own output above is all there is")
+            self._tell("why is not known here: its own output above is all there is")
             self._restart_elsewhere(served)
             return None
         self._why(fatal[0])
@@ -269,52 +291,52 @@ class Rescue:
             self._restart_elsewhere(served)
             return None
         if last:
-            self.say(f"what would be tried next: {choice.started.text}")
+            self._tell_command(f"what would be tried next: {shown(choice.started)}")
             return choice
         return choice if self._agreed(choice) else None
 
     def _agreed(self, choice: Choice) -> bool:
         """Said what changes, once it is decided."""
-        changes = ", ".join(_spoken(flag, value) for flag, value in choice.fix.changes.items())
+        changes = ", ".join(shown_change(flag, value) for flag, value in choice.fix.changes.items())
         why = f" ({choice.fix.why})" if choice.fix.why else ""
         price = f"; its price: {choice.fix.price}" if choice.fix.price else ""
         if self.orders.confirm is not None and not self.orders.confirm(f"start with {changes}?{why}{price}"):
-            self.say("not changed, and not started; the command that would help:")
-            self.say(f"  {choice.started.text}")
+            self._tell("not changed, and not started; the command that would help:")
+            self._tell_command(f"  {shown(choice.started)}")
             return False
-        self.say(f"changed: {changes}{why}{price}")
+        self._tell(f"changed: {changes}{why}{price}")
         self._taken.append(choice.fix)
         return True
 
     def _restart_elsewhere(self, served: bool) -> None:
         if served:
-            self.say("a command without a known fault is not started again here: systemd (Restart=on-failure) or"
+            self._tell("a command without a known fault is not started again here: systemd (Restart=on-failure) or"
                      " Kubernetes does that")  # fmt: skip
 
     def _why(self, finding: Finding) -> None:
-        self.say(f"{finding.what} [{finding.code}]")
+        self._tell(f"{finding.what} [{finding.code}]")
         for evidence in finding.evidence[:SHOWN_LINES]:
-            self.say(f"  seen: {printable(shorten(evidence.line.strip(), 200))}")
+            self._tell(f"  seen: {printable(shorten(without_secrets(evidence.line.strip()), 200))}")
         if finding.why:
-            self.say(f"  cause: {finding.why}")
+            self._tell(f"  cause: {finding.why}")
 
     def _no_way(self, finding: Finding) -> None:
         """Nothing we may do ourselves; what a person can do is said."""
         if finding.fix is not None:
-            self.say("not changed by itself" + (" (--keep)" if self.orders.keep else "") + "; what helps:")
+            self._tell("not changed by itself" + (" (--keep)" if self.orders.keep else "") + "; what helps:")
             self._fix(finding.fix)
         else:
-            self.say("no fix for it is known here")
+            self._tell("no fix for it is known here")
 
     def _fix(self, fix: Fix) -> None:
         if fix.why:
-            self.say(f"  fix: {fix.why}")
+            self._tell(f"  fix: {fix.why}")
         if fix.command:
-            self.say(f"       {fix.command}")
+            self._tell_command(f"       {fix.command}")
 
     def _wait(self, restarts: int) -> None:
         pause_s = min(MOST_BACK_OFF_S, self.orders.back_off_s * 2 ** (restarts - 1))
-        self.say(f"started again in {format_duration(pause_s)} ({restarts} of at most {self.orders.max_restarts})")
+        self._tell(f"started again in {format_duration(pause_s)} ({restarts} of at most {self.orders.max_restarts})")
         self.sleep(pause_s)
 
     @property
@@ -323,8 +345,5 @@ class Rescue:
 
     def _command_to_keep(self, started: Started, *, worked: bool) -> None:
         if self._changed:
-            self.say(f"{'the command to keep' if worked else 'the last command that was tried'}: {started.text}")
-
-
-def _spoken(flag: str, value: str | None) -> str:
-    return f"without {flag}" if value is None else f"{flag} {value}".rstrip()
+            said = "the command to keep" if worked else "the last command that was tried"
+            self._tell_command(f"{said}: {shown(started)}")

@@ -231,6 +231,34 @@ def test_a_program_sees_a_terminal_where_we_have_one() -> None:
     os.close(master)
 
 
+def test_ctrl_c_is_the_servers_affair(path_with_vllm: str, port: int) -> None:
+    """Typed at a terminal, to a server that is well: its own last words and exit code, and no diagnosis of them."""
+    master, slave = pty.openpty()
+    command = f"vllm serve {MODEL} --max-model-len 8192 --port {port}".split()
+    process = subprocess.Popen(
+        ["setsid", "--ctty", sys.executable, "-m", "holdfast", "rescue", "--", *command],
+        stdin=slave, stdout=slave, stderr=slave, env={**os.environ, "PATH": path_with_vllm},
+    )  # fmt: skip
+    os.close(slave)
+    said, typed, until = b"", False, time.monotonic() + PATIENCE_S
+    while True:
+        assert select.select([master], [], [], max(0.0, until - time.monotonic()))[0], said
+        try:
+            said += os.read(master, 65536)
+        except OSError:  # Nobody holds the other end any more.
+            break
+        if b"it serves" in said and not typed:
+            typed = os.write(master, b"\x03") > 0
+    assert process.wait(PATIENCE_S) == 128 + signal.SIGINT
+    after = said.split(b"it serves")[1]
+    assert b"SIGINT passed on" in after
+    assert b"KeyboardInterrupt" in after
+    assert after.count(b"holdfast rescue:") == 1
+    with pytest.raises(urllib.error.URLError):
+        urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=PATIENCE_S)
+    os.close(master)
+
+
 def test_holdfast_itself_with_too_little_memory_is_given_enough(start: Start, port: int) -> None:
     command = f"-m holdfast serve smollm2 --ram 300MiB --max-model-len 512 --port {port}".split()
     process = start(sys.executable, *command)

@@ -154,3 +154,6 @@ def test_a_misspelt_key_is_corrected_and_never_shown(start: Start) -> None:
     assert out.decode().splitlines()[-1] == f"stand-in: {command.removeprefix('vllm ').replace('keyy', 'key')}"
     ours = [line for line in (said + err).decode().splitlines() if line.startswith("holdfast rescue:")]
     assert not [line for line in ours if "sk-private-1" in line]
+    assert "before it is run: vllm knows no --api-keyy; --api-key is near" in "\n".join(ours), "words are no keys"
+    kept = f'vllm serve {MODEL} --max-model-len 8192 --api-key "${{API_KEY:?}}" --port {port}'
+    assert ours[-1].endswith(f"the command to keep: {kept}"), "a shell takes it"
