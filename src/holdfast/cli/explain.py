@@ -43,13 +43,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from holdfast.doctor.codes import code_named
     from holdfast.doctor.codes import codes as found_by_doctor
-    from holdfast.observability.codes import codes, explain
+    from holdfast.observability.codes import codes
 
-    of_doctor = found_by_doctor()
-    found = [of_doctor.get(_bare(code)) or explain(code) for code in map(code_named, arguments.codes)]
-    found = found or [*codes().values(), *of_doctor.values()]
+    found = [code for asked in arguments.codes for code in _explained(asked)]
+    found = found or [*codes().values(), *found_by_doctor().values()]
     if arguments.json:
         say_json([asdict(code) for code in found])
     elif not arguments.codes:
@@ -57,6 +55,21 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         say(line for code in found for line in _lines(code))
     return 0
+
+
+def _explained(asked: str) -> Iterator[Code]:
+    """A cause as it is found in a log, and where its code is Holdfast's own, what that means."""
+    from holdfast.doctor.codes import cause_named
+    from holdfast.doctor.codes import codes as found_by_doctor
+    from holdfast.observability.codes import codes, explain
+
+    cause = cause_named(asked)
+    if cause is not None:
+        yield cause
+        own = codes().get(cause.code)
+        yield from () if own is None else (own,)
+    else:
+        yield found_by_doctor().get(_bare(asked)) or explain(asked)
 
 
 def _bare(code: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 
-from holdfast.doctor.rulebook import rulebook
+from holdfast.doctor.rulebook import Cause, rulebook
 from holdfast.observability.codes import Code
 from holdfast.observability.codes import codes as holdfasts
 
@@ -19,18 +19,18 @@ _OWN = (
 )
 
 
-def code_named(name: str) -> str:
-    """The code of a cause by its name in the JSON; any other word as it is."""
+def cause_named(name: str) -> Code | None:
+    """A cause by its name in the JSON, as it is found in a log; its code may be Holdfast's own."""
     cause = rulebook().causes.get(name.strip().lower().replace("-", "_"))
-    return name if cause is None else cause.code
+    return None if cause is None else _of(cause)
+
+
+def _of(cause: Cause) -> Code:
+    return Code(code=cause.code, kind="doctor", means=f"`{cause.name}`: {cause.means}", helps=cause.helps)
 
 
 @cache
 def codes() -> dict[str, Code]:
-    found = {
-        cause.code: Code(code=cause.code, kind="doctor", means=f"`{cause.name}`: {cause.means}", helps=cause.helps)
-        for cause in rulebook().causes.values()
-        if cause.code not in holdfasts()
-    }
+    found = {cause.code: _of(cause) for cause in rulebook().causes.values() if cause.code not in holdfasts()}
     found.update({code: Code(code=code, kind="doctor", means=means, helps=helps) for code, means, helps in _OWN})
     return dict(sorted(found.items()))

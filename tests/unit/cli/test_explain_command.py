@@ -60,6 +60,14 @@ def test_all_codes(capsys: pytest.CaptureFixture[str]) -> None:
     assert json.loads(capsys.readouterr().out)[0]["kind"] == "plan"
 
 
+def test_a_cause_is_told_as_the_doctor_finds_it_and_as_holdfast_says_it(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "preemption-thrash", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [(one["code"], one["kind"]) for one in found] == [("HFW25", "doctor"), ("HFW25", "plan")]
+    assert main(["explain", "bad_flag"]) == 0
+    assert "HFD31" in capsys.readouterr().out
+
+
 def test_an_unknown_code_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", "HF11O"]) == 2
     assert "HF110" in capsys.readouterr().err
