@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from holdfast.doctor.commands import ServerCommand
 from holdfast.doctor.flag_lists import release, takes
+from holdfast.doctor.llama_layers import STEP_GIB as LLAMA_STEP_GIB
 from holdfast.doctor.sizes import kv_token_gib, ranks_of
 from holdfast.doctor.spellings import canonical, translated
 
@@ -27,8 +28,6 @@ _NOT_IN_HALF = ("gemma-2", "gemma2", "gemma-3", "gemma3", "glm-4", "glm4", "plam
 """Models that vLLM refuses in float16: their activations overflow."""
 STEP_GIB = 0.5
 """Of a card, beside weights and KV, at the least: the context of CUDA and a small step."""
-LLAMA_STEP_GIB = 0.6
-"""llama.cpp's buffers of a step beside KV; more with a long context without flash attention."""
 Q8_SHARE = 34 / 64
 """Of KV in 8 bits by blocks of 32, of the same in 16."""
 

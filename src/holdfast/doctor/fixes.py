@@ -13,6 +13,7 @@ from holdfast.doctor.checks import Facts, sound
 from holdfast.doctor.commands import ServerCommand
 from holdfast.doctor.flag_lists import nearest
 from holdfast.doctor.formulas import evaluate, filled, holds, written
+from holdfast.doctor.llama_layers import layers_that_fit
 from holdfast.doctor.records import Fix
 from holdfast.doctor.rulebook import FixRule, Rule
 from holdfast.doctor.scene import Event, Scene
@@ -57,6 +58,8 @@ def known_numbers(scene: Scene, event: Event) -> dict[str, float]:
     if _GGUF_FOLDER.search(scene.settings.model or ""):
         numbers["gguf_folder"] = 1
     told = {**numbers, **scene.numbers, **event.numbers}
+    if scene.engine == "llama.cpp":
+        told |= layers_that_fit(told)
     if scene.engine == "tgi":
         told.setdefault("tp", told.get("shards", 1))
     if "card_gib" in told:

@@ -56,3 +56,33 @@ def test_a_warm_up_of_tgi_that_runs_out_is_its_step(case: str) -> None:
     assert (first.cause, found.phase, first.confidence) == (told.cause, told.phase, told.confidence)
     assert first.fix is not None
     assert first.fix.changes == told.changes
+
+
+LLAMA = "$ llama-server -m /m/x.gguf {}\nbuild: 6500 (abcdef12) with cc (Ubuntu) for x86_64-linux-gnu\n{}srv    load_model: loading model '/m/x.gguf'\n"
+DEVICE = "llama_model_load_from_file_impl: using device CUDA{} (NVIDIA GeForce RTX 3090) (0000:01:00.0) - {} MiB free\n"
+SHAPE = "print_info: n_layer          = 80\nprint_info: n_embd_k_gqa     = 1024\nprint_info: n_embd_v_gqa     = 1024\n"
+REFUSED = "ggml_backend_cuda_buffer_type_alloc_buffer: allocating {} MiB on device {}: cudaMalloc failed: out of memory\nalloc_tensor_range: failed to allocate CUDA{} buffer of size 41921523712\nllama_model_load: error loading model: unable to allocate CUDA{} buffer\n"
+STEP = "load_tensors: offloaded 33/33 layers to GPU\nload_tensors:        CUDA0 model buffer size =  7605.33 MiB\nllama_context: n_ctx         = 512\nllama_kv_cache:      CUDA0 KV buffer size =  2048.00 MiB\nggml_gallocr_reserve_n: failed to allocate CUDA0 buffer of size 2516582400\ngraph_reserve: failed to allocate compute buffers\n"
+PROJECTED = "llama_params_fit_impl: projected to use 34500 MiB of device memory vs. 21800 MiB of free device memory\nllama_params_fit: failed to fit params to free device memory: n_gpu_layers already set by user to 99, abort\n"
+LAYERS = {
+    "weights, with the KV of 8192 tokens": (LLAMA.format("-ngl 99 -c 8192", DEVICE.format(0, 23800)) + SHAPE + REFUSED.format("39979.48", 0, 0, 0), "44"),
+    "weights alone, where the context is not told": (LLAMA.format("-ngl 99", DEVICE.format(0, 23800)) + SHAPE + REFUSED.format("39979.48", 0, 0, 0), "46"),
+    "as many as were asked for, and not all": (LLAMA.format("-ngl 20", DEVICE.format(0, 7000)) + SHAPE + REFUSED.format("9870.00", 0, 0, 0), "12"),
+    "the device that was too small of two": (LLAMA.format("-ngl 99 -ts 1,1", DEVICE.format(0, 23800) + DEVICE.format(1, 11700)) + SHAPE + REFUSED.format("19800.00", 1, 1, 1), "45"),
+    "what llama.cpp projected": (LLAMA.format("-ngl 99", PROJECTED) + SHAPE + REFUSED.format("15814.99", 0, 0, 0), "48"),
+    "no device holds even one": (LLAMA.format("-ngl 99", DEVICE.format(0, 700)) + SHAPE + REFUSED.format("39979.48", 0, 0, 0), "0"),
+    "buffers of a step beside weights and KV": (LLAMA.format("-ngl 99 -c 512", DEVICE.format(0, 11756)) + STEP, "31"),
+    "nothing is told of what is free": (LLAMA.format("-ngl 20", "") + SHAPE + REFUSED.format("15814.99", 0, 0, 0), "15"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", LAYERS)
+def test_the_layers_that_a_gpu_holds_are_reckoned(case: str) -> None:
+    text, layers = LAYERS[case]
+    first = diagnose_lines(text.split("\n"), "log").findings[0]
+    every = [fix for fix in (first.fix, *first.alternatives) if fix is not None]
+    fix = next(one for one in every if "--n-gpu-layers" in one.changes)
+    assert fix.changes == {"--n-gpu-layers": layers}
+    assert f"-ngl {layers}" in (fix.command or "")
+    first_try = "as a first try" in fix.why
+    assert first_try == case.startswith("nothing")
