@@ -38,6 +38,7 @@ from holdfast.doctor.shell import OpenQuote
 from holdfast.doctor.spellings import translated
 from holdfast.doctor.stored_as import stored_otherwise, would_not_run
 from holdfast.errors import ConfigurationError, HoldfastError, ModelError
+from holdfast.observability.codes import codes
 from holdfast.units import format_bytes, shorten
 
 __all__ = ["Machine", "judge", "judge_command"]
@@ -56,6 +57,7 @@ _WARNED: dict[str, tuple[str, RootCause]] = {
     "HFW32": ("dtype_unsupported_gpu", "not_memory"), "HFW33": ("dtype_unsupported_gpu", "not_memory"),
 }  # fmt: skip
 """What a plan warns of and a doctor names; the rest is advice of the plan's own."""
+_IDLE = "HFW27"
 _NO_GPU = "a GPU: this machine shows none, so name the one it is for: --gpu rtx4090"
 ROUNDS = 3
 REPLANNED = ("heads_not_divisible", "tensor_parallel_mismatch", "bad_flag", "quant_shape_mismatch")
@@ -161,7 +163,8 @@ def _planned(
     try:
         findings, told, split = _answered(command, question, version, machine)
         other = [_NO_GPU] if on_cpu and findings and command.engine == "vllm" and not machine.named else []
-        return findings, other, [f"{seen[0]}; {budget_words(command, told, split)}"]
+        idle = [f"{one.message}; {one.fix}" for one in told.warnings if one.code == _IDLE and told.fits]
+        return findings, other, [f"{seen[0]}; {budget_words(command, told, split)}", *idle]
     except HoldfastError as error:
         if error.code == BEYOND_MODEL and stretched(command):
             return [], [f"a plan: {error.message}, and how positions are stretched is not planned"], seen
@@ -190,6 +193,8 @@ def _answered(
     findings += beyond(command, told, split)
     said = {one.cause for one in findings}
     for warning in told.warnings:
+        if warning.code == _IDLE and told.fits:
+            continue  # Nothing is wrong with that: it is said beside the plan.
         if warning.code in _WARNED and _WARNED[warning.code][0] not in said:
             findings.append(_warned(command, warning))
     return findings, told, split
@@ -325,17 +330,16 @@ def _would_refuse(
 
 def _warned(command: ServerCommand, warning: PlanWarning) -> Finding:
     cause, root = _WARNED[warning.code]
-    fixes = []
-    if warning.fix is not None:
-        words = warning.fix.split()
-        flag = {"-tp": "--tensor-parallel-size"}.get(words[0], words[0])
-        value = words[1] if len(words) == 2 or (len(words) > 2 and words[2] == "or") else None
-        theirs = translated(command.engine, flag.lstrip("-")) if flag.startswith("--") else None
-        if theirs is not None and value is not None:
-            fixes.append(changed(command, {theirs: value}, "planned, or arithmetic on the plan"))
-        else:
-            fixes.append(Fix(why=warning.fix))
+    means, helps = (text.replace("`", "") for text in (codes()[warning.code].means, codes()[warning.code].helps))
+    words = [] if warning.fix is None else warning.fix.split()
+    flag = {"-tp": "--tensor-parallel-size"}.get(words[0], words[0]) if words else ""
+    value = words[1] if len(words) == 2 or (len(words) > 2 and words[2] == "or") else None
+    theirs = translated(command.engine, flag.lstrip("-")) if flag.startswith("--") else None
+    if theirs is not None and value is not None:
+        fix = changed(command, {theirs: value}, f"what helps: {helps}")
+    else:
+        fix = Fix(why=warning.fix or helps)
     return found(
-        cause, root, "medium", what=warning.message, why=f"holdfast explain {warning.code} says more",
-        evidence=_evidence(f"{warning.code}: {warning.message}"), fixes=fixes,
+        cause, root, "medium", what=warning.message, why=means,
+        evidence=_evidence(f"{warning.code}: {warning.message}"), fixes=[fix],
     )  # fmt: skip

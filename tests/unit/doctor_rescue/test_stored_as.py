@@ -39,3 +39,18 @@ def test_what_a_release_lacks_is_no_fault_of_the_gpu(reason: str, cause: str, fi
     finding = would_not_run(command, reason)
     assert finding.cause == cause
     assert (None if finding.fix is None else finding.fix.command) == fix
+
+
+def test_gpus_that_stay_empty_are_said_and_are_no_fault_where_one_is_enough() -> None:
+    found = judge_command("vllm serve Qwen/Qwen3-8B --max-model-len 4096", machine=Machine(gpu="l4x2"))
+    assert found.healthy
+    assert any("stays empty" in line for line in found.seen)
+
+
+def test_what_a_plan_warns_of_is_told_with_what_helps() -> None:
+    command = "vllm serve Qwen/Qwen3-8B --max-model-len 4096 --kv-cache-dtype fp8"
+    [finding] = judge_command(command, machine=Machine(gpu="a100-80"), version="0.11.0").findings
+    assert finding.fix is not None
+    assert "--kv-cache-dtype auto" in finding.fix.why
+    assert not finding.fix.changes  # Twice the KV: nobody has planned that.
+    assert "explain" not in finding.why
