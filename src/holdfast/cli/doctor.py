@@ -183,7 +183,8 @@ def _say(diagnosis: Diagnosis, machine: MachineFacts | None, *, as_json: bool, a
     from holdfast.doctor.rescue_shown import EXPLAINED, STANDS_FOR
 
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else WIDTH_WITHOUT_TERMINAL
-    told = list(lines(diagnosis, width=max(60, width)))
+    of_command = asked.command is not None and not asked.sources
+    told = list(lines(diagnosis, width=max(60, width), of_command=of_command))
     say(told)
     if any(STANDS_FOR.search(line) for line in told):
         say([f"  ({EXPLAINED})"])

@@ -15,17 +15,19 @@ from holdfast.doctor.redact import without_secrets, without_values
 from holdfast.doctor.redact_names import GONE, holds_secret, values_of_flags
 
 ALTERNATIVES_SHOWN = 4
+NOT_PLANNED = "Nothing was found in the command itself, and it was not planned: whether it fits is not known."
 _INDENT = "  "
 _EVIDENCE_WIDTH = 300
 
 
-def lines(diagnosis: Diagnosis, *, width: int = 100) -> Iterator[str]:
+def lines(diagnosis: Diagnosis, *, width: int = 100, of_command: bool = False) -> Iterator[str]:
+    """`of_command`: it is of a command alone, which nobody has run yet."""
     yield _heading(diagnosis)
     if diagnosis.healthy:
         ended = ENDED_IN_ORDER in diagnosis.seen
         yield "Nothing is wrong." if ended else "Nothing is wrong: the server started and serves."
     elif not diagnosis.findings:
-        yield "Nothing was found, and nothing says that the server is well."
+        yield NOT_PLANNED if of_command else "Nothing was found, and nothing says that the server is well."
     for one in diagnosis.seen:
         yield from _paragraph("seen", one, width)
     for at, finding in enumerate(diagnosis.findings):

@@ -180,5 +180,7 @@ def test_the_doctor_takes_a_command_and_the_machine(capsys: pytest.CaptureFixtur
     assert document["findings"][0]["code"] == "HFD01"
     assert cli.main(["doctor", "--json", "--here", "--command", f"{command} 8192", "--gpu", "rtx4090"]) in (0, 1)
     assert json.loads(capsys.readouterr().out)["machine"]["ram"]["total_bytes"] > 0
+    assert cli.main(["doctor", "--command", "ollama serve"]) == 3
+    assert "server is well" not in capsys.readouterr().out
     assert cli.main(["doctor", "--gpu", "rtx4090"]) == 2
     assert cli.main(["doctor", "127.0.0.1:9", "--seconds", "0"]) == 1
