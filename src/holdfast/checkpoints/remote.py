@@ -8,6 +8,9 @@ become ours in hub.py; formats are read by the same readers as ever.
 
 from __future__ import annotations
 
+import queue
+import threading
+import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -26,15 +29,19 @@ MAX_CONFIG_BYTES = 16 * MIB
 MAX_GGUF_HEADER_BYTES = 64 * MIB
 """Of one file; those with the largest vocabularies have about 16 MiB."""
 _AT_ONCE = 8
+_SILENT_S = 30.0
+_SILENT_UNTIL: dict[str, float] = {}
+"""Hubs that did not answer in time: one question may need a model several times, and waits for it once."""
 _FIRST_GGUF_BYTES, _LARGEST_GGUF_STEP_BYTES = 64 * KIB, 4 * MIB
 
 _Answer = TypeVar("_Answer")
 _Item = TypeVar("_Item")
 
 
-def ask_headers(repo: str, *, revision: str | None, wanted: str | None) -> ModelFiles:
+def ask_headers(repo: str, *, revision: str | None, wanted: str | None, patience_s: float | None = None) -> ModelFiles:
     """What the hub holds under that id; `wanted` is a GGUF's quantization or name. Downloads no weights, keeps nothing.
 
+    `patience_s`: TimeoutError where the hub has not said by then which files it has; None: as its library waits.
     Honours HF_TOKEN, HF_ENDPOINT and HF_HUB_OFFLINE. Raises CheckpointError (torn, hostile, only pickles, several to
     choose from), and what the hub's library raises: see `hub.our_errors`.
     """
@@ -51,12 +58,43 @@ def ask_headers(repo: str, *, revision: str | None, wanted: str | None) -> Model
             fix="unset HF_HUB_OFFLINE, or give a folder, a .gguf file or a model of the catalogue",
         )
     home = hub.endpoint() or constants.ENDPOINT
-    info = huggingface_hub.HfApi(endpoint=home).model_info(repo, revision=revision, files_metadata=True)
+    api = huggingface_hub.HfApi(endpoint=home)
+    # Longer than our own patience: the thread that asks ends after it, and two clocks do not race.
+    limit_s = None if patience_s is None else 2 * patience_s + 1
+    info = _first_answer(
+        lambda: api.model_info(repo, revision=revision, files_metadata=True, timeout=limit_s), home, patience_s
+    )
     sizes = {sibling.rfilename: sibling.size for sibling in info.siblings or []}
     headers = build_hf_headers(library_name="holdfast")
     with RangeClient(headers, endpoint=home, timeout_s=constants.HF_HUB_DOWNLOAD_TIMEOUT) as client:
         found = _Repository(repo, info.sha or revision or "main", home, sizes, client).read(wanted)
     return replace(found, name=repo if wanted is None else f"{repo}:{wanted}")
+
+
+def _first_answer(ask: Callable[[], _Answer], home: str, patience_s: float | None) -> _Answer:
+    """On a thread of its own: to look up the name of a host may take any time, which no client's timeout bounds."""
+    if patience_s is None:
+        return ask()
+    silent = TimeoutError(f"{home} has not answered within {patience_s:g} s (HF_HUB_ETAG_TIMEOUT allows more)")
+    if time.monotonic() < _SILENT_UNTIL.get(home, 0.0):
+        raise silent
+    answers: queue.SimpleQueue[_Answer | Exception] = queue.SimpleQueue()
+
+    def work() -> None:
+        try:
+            answers.put(ask())
+        except Exception as error:
+            answers.put(error)
+
+    threading.Thread(target=work, name="hub", daemon=True).start()
+    try:
+        answer = answers.get(timeout=patience_s)
+    except queue.Empty:
+        _SILENT_UNTIL[home] = time.monotonic() + _SILENT_S
+        raise silent from None
+    if isinstance(answer, Exception):
+        raise answer
+    return answer
 
 
 class _Repository:

@@ -46,10 +46,13 @@ def locate(model: str | None, *, revision: str | None = None, progress: bool = T
     return from_path(folder, name=name, kind="hub", wanted=wanted)
 
 
-def locate_headers(model: str | None, *, revision: str | None = None, progress: bool = True) -> ModelFiles:
+def locate_headers(
+    model: str | None, *, revision: str | None = None, progress: bool = True, patience_s: float | None = None
+) -> ModelFiles:
     """The same, good for counting: of a hub's model only headers are fetched, and nothing is kept.
 
-    Without a hub (offline, or out of reach) what an earlier download left is taken.
+    Without a hub (offline, out of reach, or without a first answer within `patience_s`) what an earlier download left
+    is taken.
     """
     name = DEFAULT_MODEL if model is None else model
     files = _here(name, progress=progress)
@@ -58,7 +61,7 @@ def locate_headers(model: str | None, *, revision: str | None = None, progress: 
     from holdfast.checkpoints import remote
 
     repo, wanted = _hub_id(name)
-    ask = partial(remote.ask_headers, repo, revision=revision, wanted=wanted)
+    ask = partial(remote.ask_headers, repo, revision=revision, wanted=wanted, patience_s=patience_s)
     found = hub.cached_unless_reachable(repo, revision, wanted, ask)
     return found if isinstance(found, ModelFiles) else from_path(found, name=name, kind="hub", wanted=wanted)
 

@@ -8,9 +8,10 @@ was chosen comes back with its reason. Knows no budget and no machine.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 
 from holdfast.checkpoints import (
@@ -40,6 +41,9 @@ from holdfast.planner.same import Same
 from holdfast.planner.weights import require_known_layouts
 from holdfast.units import format_bytes, shorten
 
+HUB_FIRST_ANSWER_S = 3.0
+"""Without a network nobody waits longer; HF_HUB_ETAG_TIMEOUT allows a slow one more."""
+MOST_PATIENCE_S = 600.0
 HUB_PATIENCE_S = 10.0
 """For a model that the catalogue knows too: a network that swallows packets must not hold up the answer."""
 
@@ -103,15 +107,22 @@ def _from_afar(wanted: str, entry: CatalogueEntry | None, revision: str | None) 
         if not looks_like_a_file:
             _no_revision(catalogue.find(wanted), revision)
     if entry is None:
-        return _from_files(locate_headers(wanted, revision=revision))
+        return _from_files(locate_headers(wanted, revision=revision, patience_s=_first_answer_s()))
+    ask = partial(locate_headers, wanted, revision=revision, patience_s=_first_answer_s())
     try:
-        return _from_files(_within(HUB_PATIENCE_S, wanted, lambda: locate_headers(wanted, revision=revision)))
+        return _from_files(_within(HUB_PATIENCE_S, wanted, ask))
     except ModelAccessError as error:
         if revision is not None:
             raise  # The catalogue does not know one revision from another.
         of = "the catalogue" if wanted == entry.hub_id else f"{entry.hub_id}, which the catalogue takes for the same"
         reason = f"the hub cannot be read ({shorten(error.message, 100)}); shapes of {of}, {entry.provenance}"
         return _from_catalogue(entry, reason, name=wanted)
+
+
+def _first_answer_s() -> float:
+    """As the hub's own library reads it: whole seconds."""
+    set_s = os.environ.get("HF_HUB_ETAG_TIMEOUT", "")
+    return min(float(set_s), MOST_PATIENCE_S) if set_s.isdecimal() and int(set_s) else HUB_FIRST_ANSWER_S
 
 
 def _require_name(name: str) -> None:

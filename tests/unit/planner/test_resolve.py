@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -182,7 +183,8 @@ def test_truncated_headers(model_folder: Callable[..., Path], length: int) -> No
 
 def asked(hub: str, home: Path, *words: str, **environment: str) -> list[dict[str, Any]]:
     """For each word, a name or name@revision, what became of it. The hub's client reads its settings once a process."""
-    surroundings = {**os.environ, "HF_ENDPOINT": hub, "HF_HOME": str(home), **environment}
+    patience = {"HF_HUB_ETAG_TIMEOUT": "120"}  # Seconds: other work may have the machine.
+    surroundings = {**os.environ, "HF_ENDPOINT": hub, "HF_HOME": str(home), **patience, **environment}
     done = subprocess.run(
         [sys.executable, "-c", ASK, *words], env=surroundings, capture_output=True, text=True, timeout=120
     )
@@ -210,6 +212,20 @@ def test_a_hub_id_is_read_by_range_and_falls_to_the_catalogue(
     assert unreachable["origin"] == "catalogue"
     assert pinned["code"] == "HF222", "the catalogue does not know one revision from another"
     assert unknown["code"] == "HF222"
+
+
+def test_a_hub_that_takes_the_connection_and_says_nothing_is_not_waited_for(tmp_path: Path) -> None:
+    known = "meta-llama/Llama-3.1-8B"
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        hub = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        unknown, found = asked(hub, tmp_path, "owner/name", known, HF_HUB_ETAG_TIMEOUT="1")
+        silent.setblocking(False)
+        silent.accept()[0].close()
+        with pytest.raises(BlockingIOError):  # Who did not answer once is not asked again at once.
+            silent.accept()
+    assert unknown["code"] == "HF222"
+    assert "has not answered within 1 s" in unknown["message"]
+    assert found["origin"] == "catalogue"
 
 
 # As if quantized
