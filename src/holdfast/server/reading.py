@@ -14,6 +14,8 @@ from holdfast.records.structured import StructuredOutputsParams
 from holdfast.server.settings import ServerSettings
 from holdfast.server.tooling import ToolUse
 from holdfast.text.reasoning import FAMILIES, ReasoningReader, State, Thinking, thinking_of
+from holdfast.text.repeats import check_repeats
+from holdfast.text.schemas import patterns
 from holdfast.text.tools.answers import AnswerReader
 from holdfast.text.tools.grammar import Freedom, calls_grammar, thoughtful_json
 from holdfast.text.tools.prompt import Message, Speech, shown, speech_of
@@ -72,6 +74,9 @@ class Reading:
         asked = params.structured_outputs
         if asked is not None and self.use is None and not isinstance(_schema(asked), dict):
             return params, None
+        if asked is not None:
+            for pattern in patterns(_schema(asked)):
+                check_repeats(pattern, asked.asked_as or asked.kind)  # Within a grammar it is no longer seen.
         changes: dict[str, Any] = {}
         if params.skip_special_tokens and any(_special_id(mark, tokenizer) is not None for mark in self._marks):
             changes["skip_special_tokens"] = False

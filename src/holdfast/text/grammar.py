@@ -12,7 +12,7 @@ from llguidance import LLMatcher, regex_to_lark
 from holdfast.errors import GrammarError
 from holdfast.records.structured import StructuredOutputsParams
 from holdfast.text.gbnf import lark_of_gbnf
-from holdfast.text.repeats import MOST, too_many
+from holdfast.text.repeats import check_repeats
 from holdfast.text.schemas import closed, closed_tags, patterns, rewritten
 from holdfast.text.structural_tags import lark_of_tags
 
@@ -39,7 +39,7 @@ def grammar_of(params: StructuredOutputsParams, special_id: Callable[[str], int 
     if params.json_object:
         return _of_schema({"type": "object"}, params)
     if params.regex is not None:
-        check_repeats(params.regex, params)
+        check_repeats(params.regex, params.asked_as or "regex")
         return LLMatcher.grammar_from_lark(f"start: {lark_regex(params.regex)}")
     if params.choice is not None:
         # One terminal: as a rule, thousands of them would be more than a parser takes.
@@ -59,8 +59,9 @@ def _options(params: StructuredOutputsParams) -> dict[str, Any]:
 
 
 def _of_schema(schema: Any, params: StructuredOutputsParams) -> str:
+    named = params.asked_as or params.kind
     for pattern in patterns(schema):
-        check_repeats(pattern, params)
+        check_repeats(pattern, named)
     schema = rewritten(schema)
     if params.disable_additional_properties:
         schema = closed(schema)
@@ -70,7 +71,6 @@ def _of_schema(schema: Any, params: StructuredOutputsParams) -> str:
         plain = json.dumps({} if schema is True else schema)
         return LLMatcher.grammar_from_json_schema(plain, overrides=_options(params))  # type: ignore[arg-type]
     except ValueError as error:
-        named = params.asked_as or "json"
         raise GrammarError(f"{named}: {error}", code="HF361", field=named) from None
 
 
@@ -78,28 +78,19 @@ def lark_regex(regex: str) -> str:
     return f"/{regex_to_lark(regex, use_ascii=ASCII)}/"
 
 
-def check_repeats(regex: str, params: StructuredOutputsParams) -> None:
-    product = too_many(regex)
-    if product is not None:
-        named = params.asked_as or params.kind
-        raise GrammarError(
-            f"{named}: repetitions within each other come to {product:,}",
-            code="HF362", needed=f"at most {MOST:,}", found=f"{product:,}", fix="smaller repetitions", field=named,
-        )  # fmt: skip
-
-
 def _lark(params: StructuredOutputsParams) -> str:
     """GBNF defines its rules with ::=, which Lark has nowhere outside of quotes."""
     assert params.grammar is not None
+    named = params.asked_as or "grammar"
     if "::=" in _QUOTED.sub(" ", params.grammar):
         lark = lark_of_gbnf(params.grammar)
-        check_repeats(lark, params)
+        check_repeats(lark, named)
         return lark
 
     def in_ascii(found: re.Match[str]) -> str:
         if found["regex"] is None:
             return found.group()
-        check_repeats(found["regex"], params)
+        check_repeats(found["regex"], named)
         return lark_regex(found["regex"])
 
     return _LARK_PART.sub(in_ascii, params.grammar)

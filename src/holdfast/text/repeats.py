@@ -1,9 +1,11 @@
 """How often a regular expression repeats what it repeats: counts within counts multiply, and each factor is work for
-every mask. Reads just enough of the syntax to see groups, classes and counts; judges nothing else."""
+every mask. Reads just enough of the syntax to see groups, classes and counts, and refuses nothing else."""
 
 from __future__ import annotations
 
 import re
+
+from holdfast.errors import GrammarError
 
 MOST = 100_000
 """Characters that counts in each other may stand for: `([a-z]{1,63}\\.){1,127}` has 8,001."""
@@ -17,6 +19,16 @@ _PART = re.compile(
     |(?P<other>.)""",
     re.VERBOSE | re.DOTALL,
 )
+
+
+def check_repeats(regex: str, named: str) -> None:
+    """`named`: what the client calls it."""
+    product = too_many(regex)
+    if product is not None:
+        raise GrammarError(
+            f"{named}: repetitions within each other come to {product:,}",
+            code="HF362", needed=f"at most {MOST:,}", found=f"{product:,}", fix="smaller repetitions", field=named,
+        )  # fmt: skip
 
 
 def too_many(regex: str) -> int | None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from itertools import permutations
+from math import perm
 from typing import Any
 
 _SCHEMAS_BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
@@ -12,6 +14,17 @@ _SCHEMAS = (
     "additionalProperties", "items", "prefixItems", "allOf", "anyOf", "oneOf", "not", "if", "then", "else", "contains",
     "additionalItems", "propertyNames", "unevaluatedItems", "unevaluatedProperties",
 )  # fmt: skip
+
+
+MOST_ARRANGED_CHARS = 2560
+"""Of all lists that are written out for one schema, in characters: each takes some 43 bytes when it is compiled, and
+what a form may take is counted by how it was sent."""
+_COUNTS = frozenset({"minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties"})
+_OF_LISTS = frozenset({"type", "items", "uniqueItems", "minItems", "maxItems"})
+_DESCRIPTIONS = frozenset(
+    {"title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "$comment"}
+)
+_DEFINITION = re.compile(r"#/(\$defs|definitions)/([^/~%]+)")
 
 
 def patterns(schema: Any) -> Iterator[str]:
@@ -62,14 +75,61 @@ def closed(schema: Any) -> Any:
 
 
 def rewritten(schema: Any) -> Any:
-    """The same in words that the library knows: names of properties as patterns of them, and `uniqueItems` left out
-    where it asks for nothing."""
-    return _everywhere(schema, _rewrite)
+    """The same in words that the library knows: counts such as 2.0 as whole numbers, names of properties as patterns of
+    them, `uniqueItems` left out where it asks for nothing, and otherwise all the lists there can be, where they are
+    few."""
+    left_chars = MOST_ARRANGED_CHARS
+
+    def rewrite(found: dict[str, Any]) -> None:
+        nonlocal left_chars
+        for name in _COUNTS & found.keys():
+            if isinstance(found[name], float) and found[name].is_integer():
+                found[name] = int(found[name])
+        _name_patterns(found)
+        unique = found.get("uniqueItems")
+        if unique is False or (unique is True and found.get("maxItems") in (0, 1)):
+            del found["uniqueItems"]
+        elif unique is True and (lists := _arrangements(found, schema, left_chars)) is not None:
+            left_chars -= sum(len(text) + 4 for one in lists for text in one)
+            found.clear()
+            found["enum"] = lists
+
+    return _everywhere(schema, rewrite)
 
 
-def _rewrite(found: dict[str, Any]) -> None:
-    if found.get("uniqueItems") is False or (found.get("uniqueItems") is True and found.get("maxItems") in (0, 1)):
-        del found["uniqueItems"]
+def _arrangements(found: dict[str, Any], root: Any, most_chars: int) -> list[list[str]] | None:
+    """Every list of different texts that a schema allows; None: they are too many, or not told by their values."""
+    texts = _texts(found.get("items"), root)
+    if texts is None or found.get("type") != "array" or found.keys() - _OF_LISTS - _DESCRIPTIONS:
+        return None
+    least, most = found.get("minItems", 0), found.get("maxItems", len(texts))
+    if not (type(least) is int and type(most) is int and 0 <= least <= min(most, len(texts))):
+        return None
+    most, chars = min(most, len(texts)), 0
+    for count in range(least, most + 1):
+        # Each text stands in as many of them as any other.
+        chars += perm(len(texts), count) * count * sum(len(text) + 4 for text in texts) // len(texts)
+        if chars > most_chars:
+            return None
+    return [list(one) for count in range(least, most + 1) for one in permutations(texts, count)]
+
+
+def _texts(items: Any, root: Any) -> list[str] | None:
+    """The values of a list's items, where they are told and texts; in place or under a name of this schema."""
+    reference = items.get("$ref") if isinstance(items, dict) and items.keys() - _DESCRIPTIONS == {"$ref"} else None
+    if isinstance(reference, str) and (place := _DEFINITION.fullmatch(reference)) and isinstance(root, dict):
+        named = root.get(place[1])
+        items = named.get(place[2]) if isinstance(named, dict) else None
+    if not isinstance(items, dict) or items.get("type", "string") != "string":
+        return None
+    kinds = items.keys() - _DESCRIPTIONS - {"type"}
+    values = items["enum"] if kinds == {"enum"} else [items["const"]] if kinds == {"const"} else None
+    if not isinstance(values, list) or not values or not all(isinstance(value, str) for value in values):
+        return None
+    return list(dict.fromkeys(values))
+
+
+def _name_patterns(found: dict[str, Any]) -> None:
     named, others = found.get("propertyNames"), found.get("additionalProperties", True)
     pattern = _of_names(named) if isinstance(named, dict) else None
     if pattern is not None and others is not False and not {"properties", "patternProperties"} & found.keys():

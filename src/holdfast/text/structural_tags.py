@@ -11,7 +11,7 @@ from llguidance import regex_to_lark
 
 from holdfast.errors import GrammarError, UnsupportedOptionError
 from holdfast.text.gbnf import lark_rules
-from holdfast.text.repeats import MOST, too_many
+from holdfast.text.repeats import check_repeats
 from holdfast.text.schemas import patterns, rewritten
 from holdfast.units import shorten
 
@@ -83,7 +83,7 @@ class _Writer:
         if not isinstance(schema, dict | bool) or schema is False:
             raise _wrong("a JSON schema", shorten(schema))
         for pattern in patterns(schema):
-            _check_repeats(pattern)
+            check_repeats(pattern, FIELD)
         schema = rewritten(schema)
         plain = {**schema, "x-guidance": self._options} if isinstance(schema, dict) else {"x-guidance": self._options}
         return self._rule("%json " + json.dumps(plain))
@@ -91,7 +91,7 @@ class _Writer:
     def _regex(self, given: dict[str, Any], last: bool) -> str:
         _refuse(given, {})
         pattern = _text_of(given, "pattern")
-        _check_repeats(pattern)
+        check_repeats(pattern, FIELD)
         return f"/{regex_to_lark(pattern, use_ascii='dws')}/"
 
     def _grammar(self, given: dict[str, Any], last: bool) -> str:
@@ -174,15 +174,6 @@ class _Writer:
     def _literal(self, text: str) -> str:
         known = self._special_id(text) if text else None
         return "" if not text else json.dumps(text) if known is None else f"<[{known}]>"
-
-
-def _check_repeats(pattern: str) -> None:
-    product = too_many(pattern)
-    if product is not None:
-        raise GrammarError(
-            f"structural_tag: repetitions within each other come to {product:,}",
-            code="HF362", needed=f"at most {MOST:,}", found=f"{product:,}", fix="smaller repetitions", field=FIELD,
-        )  # fmt: skip
 
 
 def _refuse(given: dict[str, Any], allowed: dict[str, tuple[Any, ...]]) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
-from holdfast.errors import RequestError
+from holdfast.errors import GrammarError, RequestError
 from holdfast.text.reasoning import State, Thinking
 from holdfast.text.tools.dialects import DIALECTS
 from holdfast.text.tools.events import Arguments, CallBegun, Tool
@@ -133,6 +133,32 @@ def test_a_schema_without_a_bottom_is_refused() -> None:
     with pytest.raises(RequestError, match="deep") as caught:
         closed(schema)
     assert caught.value.field == "tools"
+
+
+@pytest.mark.parametrize("family", FORMS)
+def test_schemas_are_read_as_those_of_other_answers(family: str) -> None:
+    parameters = {
+        "properties": {
+            "kinds": {"type": "array", "items": {"$ref": "#/$defs/kind"}, "uniqueItems": True},
+            "names": {"type": "object", "propertyNames": {"enum": ["a", "b"]}},
+        },
+        "$defs": {"kind": {"enum": ["x", "y"]}},
+    }  # fmt: skip
+    form, tool = FORMS[family], Tool(name="f", given={}, parameters={"type": "object", **parameters})
+    made = calls_grammar(form, [tool], lambda mark: None, parallel=False)
+    assert accepts(made, spelled(form, ("f", '{"kinds": ["y", "x"], "names": {"b": 1}}')))
+    assert not accepts(made, spelled(form, ("f", '{"kinds": ["y", "y"]}')))
+    assert not accepts(made, spelled(form, ("f", '{"names": {"c": 1}}')))
+
+
+def test_repetitions_within_each_other_are_bounded() -> None:
+    held = {"type": "object", "properties": {"a": {"type": "string", "pattern": "(a{1000}){1000}"}}}
+    tool = Tool(name="f", given={}, parameters=held)
+    with pytest.raises(GrammarError, match="1,000,000") as caught:
+        calls_grammar(FORMS["json"], [tool], lambda mark: None, parallel=False)
+    assert (caught.value.code, caught.value.field) == ("HF362", "tools")
+    # Arguments that are free are held to no pattern.
+    calls_grammar(FORMS["hermes"], [tool], lambda mark: None, parallel=False, freedom=Freedom(words=True))
 
 
 STRICT = [Tool(name="weather", given={}, parameters=CITY, strict=True), TOOLS[2]]

@@ -11,6 +11,8 @@ from typing import Any
 
 from holdfast.errors import RequestError
 from holdfast.text.reasoning import State, Thinking
+from holdfast.text.repeats import check_repeats
+from holdfast.text.schemas import patterns, rewritten
 from holdfast.text.tools.events import Tool
 from holdfast.text.tools.forms import ARGUMENTS, BARE_NAME, NAME, Form
 
@@ -65,6 +67,8 @@ def calls_grammar(
     made.rules.append("call: " + " | ".join(f"call_{place}" for place in range(len(tools))))
     for place, tool in enumerate(tools):
         free = freedom.words and not tool.strict
+        for pattern in () if free else patterns(tool.parameters):
+            check_repeats(pattern, "tools")
         made.rules.append(f"call_{place}: {made.parts(made.call, tool.name, f'arguments_{place}')}")
         made.rules.append(f"arguments_{place}: {_json({'type': 'object'} if free else closed(tool.parameters))}")
     return "\n".join(["%llguidance {}", f"start: {thoughts}({start})", *made.rules]) + "\n"
@@ -143,7 +147,7 @@ def _joined(*parts: str) -> str:
 
 
 def _json(schema: Mapping[str, Any], spacing: Mapping[str, Any] = _SPACING) -> str:
-    return f"%json {json.dumps({'x-guidance': spacing, **schema}, separators=(',', ':'))}"
+    return f"%json {json.dumps({'x-guidance': spacing, **rewritten(schema)}, separators=(',', ':'))}"
 
 
 def closed(schema: Mapping[str, Any], depth: int = 0) -> dict[str, Any]:
