@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+
+import msgspec
 
 from holdfast.doctor.judging import diagnosis
 from holdfast.doctor.lines import read_lines
 from holdfast.doctor.reading import LOOKED_BYTES, Sift, worth_reading
-from holdfast.doctor.records import Diagnosis
+from holdfast.doctor.records import Diagnosis, Evidence
 from holdfast.doctor.scene import Scene
 from holdfast.doctor.sources import Source
+from holdfast.doctor.turned import NEWEST_BYTES, OLDEST_BYTES, Order, Turned
+from holdfast.units import MIB
 
 _TORN = "the rest of {}: the file is cut, its compressed data ends before its end"
+_TURNED = "the newest line of {} stands first: it was read from its end"
+_LEFT_OUT = (
+    "the middle of {}: its newest line stands first, and of what is no plain file only the newest"
+    f" {NEWEST_BYTES // MIB} MiB and the oldest {OLDEST_BYTES // MIB} MiB can be held and turned"
+    " (give it as a plain file, or the right way round: journalctl without -r)"
+)
 
 
 class Watch:
@@ -47,6 +57,7 @@ def diagnose_lines(lines: Iterable[str], source: str) -> Diagnosis:
 def diagnose(sources: Sequence[str]) -> Diagnosis:
     """Logs, judged together: paths of files (gz too), `-` for standard input. Raises a ConfigurationError (HFD90)."""
     scene: Scene | None = None
+    logs: dict[str, Turned] = {}
     torn = []
     for name in sources:
         called = "standard input" if name == "-" else name
@@ -55,10 +66,31 @@ def diagnose(sources: Sequence[str]) -> Diagnosis:
         else:
             scene.open(called)
         source, sift = Source(name), Sift(scene.feed)
-        for block in source.blocks():
+        logs[called] = Turned(source)
+        for block in logs[called].blocks():
             sift.feed(block)
         sift.close()
         torn += [_TORN.format(called)] if source.torn else []
     found = diagnosis(scene or Scene(""))
     found.missing.extend(torn)
-    return found
+    return _as_they_stand(found, {name: log for name, log in logs.items() if log.order is not Order.OLDEST_FIRST})
+
+
+def _as_they_stand(found: Diagnosis, turned: Mapping[str, Turned]) -> Diagnosis:
+    """Lines by their numbers in the file, and said that it was read from its end."""
+    if not turned:
+        return found
+    found.seen.extend(_TURNED.format(name) for name in turned)
+    found.missing.extend(_LEFT_OUT.format(name) for name, log in turned.items() if log.left_out_bytes)
+
+    def placed(one: Evidence) -> Evidence:
+        log = turned.get(one.source or "")
+        if log is None or one.number is None:
+            return one
+        return msgspec.structs.replace(one, number=log.number(one.number))
+
+    findings = [
+        msgspec.structs.replace(finding, evidence=[placed(one) for one in finding.evidence])
+        for finding in found.findings
+    ]
+    return msgspec.structs.replace(found, findings=findings)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import codecs
 import contextlib
+import os
 import sys
 import zlib
 from collections.abc import Iterable, Iterator
@@ -19,6 +20,7 @@ from holdfast.units import shorten
 
 BLOCK_BYTES = 1024 * 1024
 UNREADABLE = "HFD90"
+_GZIP_START = b"\x1f\x8b"
 _GZIP = 31
 """zlib's word for a stream with a gzip header."""
 _PACKED = {
@@ -60,13 +62,36 @@ class Source:
                 first = next(raw, b"")
                 whole = chain([first], raw)
                 _refuse_packed(self._name, first)
-                yield from as_utf8(self._inflated(whole) if first.startswith(b"\x1f\x8b") else whole)
+                yield from as_utf8(self._inflated(whole) if first.startswith(_GZIP_START) else whole)
             except (OSError, zlib.error) as error:
-                raise ConfigurationError(
-                    f"the log {shorten(self._name)} cannot be read", code=UNREADABLE,
-                    needed="a file, or - for standard input", found=str(error), field="log",
-                    fix="holdfast doctor server.log; kubectl logs POD | holdfast doctor -",
-                ) from error  # fmt: skip
+                raise _unreadable(self._name, error) from error
+
+    def from_end(self) -> Iterator[bytes] | None:
+        """Its blocks again, the last first; None where that cannot be: standard input, a pipe, gz, no UTF-8."""
+        path = Path(self._name)
+        try:
+            if self._name == "-" or not path.is_file():
+                return None
+            with path.open("rb") as file:
+                first = file.read(_LOOKED_BYTES)
+        except OSError as error:
+            raise _unreadable(self._name, error) from error
+        encoding, mark = encoding_of(first)
+        if first.startswith(_GZIP_START) or encoding != "utf-8":
+            return None
+        return self._from_end(path, mark)
+
+    def _from_end(self, path: Path, begin: int) -> Iterator[bytes]:
+        try:
+            with path.open("rb") as file:
+                end = file.seek(0, os.SEEK_END)
+                while end > begin:
+                    start = max(begin, end - BLOCK_BYTES)
+                    file.seek(start)
+                    yield file.read(end - start)
+                    end = start
+        except OSError as error:
+            raise _unreadable(self._name, error) from error
 
     def _inflated(self, compressed: Iterable[bytes]) -> Iterator[bytes]:
         """Block by block, so that no huge file is ever held; of one that was cut short or spoiled, what there is."""
@@ -121,6 +146,13 @@ def encoding_of(start: bytes) -> tuple[str, int]:
     wide = least >= _ZEROS_SHARE * (len(looked) // 2) / 2
     little = looked[0] != 0
     return ("utf-32-" if wide else "utf-16-") + ("le" if little else "be"), 0
+
+
+def _unreadable(source: str, error: Exception) -> ConfigurationError:
+    return ConfigurationError(
+        f"the log {shorten(source)} cannot be read", code=UNREADABLE, needed="a file, or - for standard input",
+        found=str(error), field="log", fix="holdfast doctor server.log; kubectl logs POD | holdfast doctor -",
+    )  # fmt: skip
 
 
 def _refuse_packed(source: str, first: bytes) -> None:
