@@ -150,6 +150,8 @@ def _bundle(arguments: argparse.Namespace, diagnosis: Diagnosis, machine: Machin
     logs = [source for source in arguments.sources if not _is_url(source)]
     names = write_bundle(arguments.bundle, logs, diagnosis, None if machine is None else document(machine))
     left_out = "; standard input was read once and is not in it" if "-" in logs else ""
+    if len(logs) < len(arguments.sources):
+        left_out += "; of a running server it has what was found and seen, not its pages"
     print(
         f"holdfast: written to {printable(arguments.bundle)}: {', '.join(names)}{left_out}. Look into it before you"
         " send it",

@@ -17,7 +17,15 @@ from typing import TYPE_CHECKING, Any
 
 from holdfast.doctor.live_look import Looked, StreamLook
 from holdfast.doctor.live_page import OK, PAGE_TIMEOUT_S, Reply, Sample, client_for, get, read_metrics
-from holdfast.doctor.live_reach import KEY_VARIABLE, KEY_WANTED, asleep, key_wanted, not_ready, unreachable
+from holdfast.doctor.live_reach import (
+    KEY_VARIABLE,
+    KEY_WANTED,
+    asleep,
+    key_wanted,
+    not_ready,
+    stream_failed,
+    unreachable,
+)
 from holdfast.doctor.live_rules import findings_of, seen_of
 from holdfast.doctor.records import Diagnosis
 from holdfast.doctor.said import ADVICE
@@ -90,22 +98,28 @@ def examine(
     # With its metrics read, a list of models that is kept back takes nothing from the answer.
     elif refused and (not samples or stream or health.status in KEY_WANTED):
         findings = [key_wanted(address, refused, given=bool(key))]
+    elif streaming >= 500:
+        findings = [stream_failed(address, streaming), *findings_of(looked)]
     else:
         findings = findings_of(looked)
-    well = health.status == OK and not looked.no_numbers
+    well = health.status == OK and not looked.no_numbers and streaming == OK
     return Diagnosis(
         engine=engine, engine_version=version, command=None, phase="serve" if health.status == OK else None,
         healthy=well and all(one.cause in ADVICE for one in findings), findings=findings,
-        missing=list(_missing(looked, refused)), seen=list(seen_of(looked)),
+        missing=list(_missing(looked, refused, streaming)), seen=list(seen_of(looked)),
     )  # fmt: skip
 
 
-def _missing(looked: Looked, refused: Sequence[tuple[str, int]]) -> Iterator[str]:
+def _missing(looked: Looked, refused: Sequence[tuple[str, int]], streaming: int) -> Iterator[str]:
     paths = [asked for asked, _ in refused]
     if not looked.samples and "GET /metrics" not in paths:
         yield f"metrics: {looked.address}/metrics tells none{_how_to_tell(looked.engine)}"
     if looked.samples and "GET /v1/models" in paths:
         yield f"the server's key in {KEY_VARIABLE}: without it {looked.address}/v1/models is not told"
+    if streaming == 0 and not refused:
+        yield "a streamed answer: none came, or there is no model that could be asked for one"
+    elif streaming != OK and streaming not in KEY_WANTED and streaming < 500:
+        yield f"a streamed answer: POST {looked.address}/v1/completions is answered {streaming}"
     if looked.no_numbers:
         yield f"figures that are numbers: {looked.address}/metrics has {', '.join(looked.no_numbers)}, not judged"
 

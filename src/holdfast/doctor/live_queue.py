@@ -31,14 +31,15 @@ def held_up(looked: Looked) -> Iterator[Finding]:
     if not slots and (not shares or max(shares) > KV_LOW):
         return
     count, flag = int(running[-1]), flag_of(looked, "max-num-seqs")
+    run = "1 runs" if count == 1 else f"{count} run"
     queue = f"{counted(int(waiting[-1]), 'request')} wait{'s' if waiting[-1] == 1 else ''}"
     beside = f" while KV is {max(shares):.0%} full" if shares else ""
     token_s = _token_s(looked)
     if token_s is not None and token_s >= SLOW_TOKEN_S:
         yield finding_of(
             "other", "not_memory", "medium", looked, figures=("running", "waiting", "kv_share", "tokens"),
-            what=f"{queue}{beside}: {count} run, and each gets a token every {token_s:.2g} s: the machine computes all"
-            " it can",
+            what=f"{queue}{beside}: {run}, and each gets a token every {token_s:.2g} s: the machine computes all it"
+            " can",
             why=f"computing is what holds them up, not memory: a larger {flag} makes each slower still, and answers"
             " more of them only as long as tokens/s grow with it",
             fix=Fix(why="send less at once, or put another server beside it; a smaller model or shorter answers are"
@@ -51,7 +52,7 @@ def held_up(looked: Looked) -> Iterator[Finding]:
     yield finding_of(
         "other", "concurrency_misjudged", "medium" if token_s is not None else "low", looked,
         figures=("running", "waiting", "kv_share"),
-        what=f"{queue}{beside}: {count} run, and no more are let in",
+        what=f"{queue}{beside}: {run}, and no more are let in",
         why=f"the limit on sequences ({flag}) is what holds them up: this is not memory"
         + ("" if token_s is None else f"; each gets a token every {token_s * 1e3:.0f} ms"),
         fix=fixes[0], alternatives=tuple(fixes[1:]),

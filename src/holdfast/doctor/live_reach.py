@@ -137,6 +137,17 @@ def key_wanted(address: str, refused: Sequence[tuple[str, int]], *, given: bool)
     )  # fmt: skip
 
 
+def stream_failed(address: str, status: int) -> Finding:
+    """It says that it serves, and an answer fails."""
+    line = f"POST {address}/v1/completions, one short streamed answer: {status}"
+    return found(
+        "other", _ROOT, "medium", evidence=[Evidence(line=line, source=address)],
+        what=f"/health says that the server is well, and a request for one short answer fails ({status})",
+        why="its engine is gone or failing, or something between does not reach it: the front alone answers /health",
+        fixes=[Fix(why="read the end of its log: holdfast doctor LOG; then start it again")],
+    )  # fmt: skip
+
+
 def not_ready(address: str, status: int, said: str) -> Finding:
     """The server answered, and what it says of itself is not that it serves; `said`: its own word for it."""
     evidence = [Evidence(line=f"GET {address}/health: {status} {said}".rstrip(), source=address)]

@@ -46,6 +46,13 @@ def seen_of(looked: Looked) -> Iterator[str]:
         told.append(_speed(looked))
     if told:
         yield f"within {looked.seconds:.0f} s: {', '.join(told)}"
+    arrived = () if looked.stream is None else looked.stream.arrived_s
+    if arrived:
+        each_ms = (arrived[-1] - arrived[0]) / max(1, len(arrived) - 1) * 1e3
+        yield (
+            f"one streamed answer: {counted(len(arrived), 'event')}, the first after {arrived[0]:.2f} s, then one every"
+            f" {each_ms:.0f} ms"
+        )
 
 
 def _speed(looked: Looked) -> str:

@@ -43,9 +43,11 @@ def stand_in(pages: dict[str, Page | Callable[[int], Page]]) -> Iterator[str]:
 
         def do_POST(self) -> None:
             self.rfile.read(int(self.headers["Content-Length"]))
-            self.send_response(200)
+            page = pages.get(f"POST {self.path}", (200, ""))
+            status = page(0)[0] if callable(page) else page[0]
+            self.send_response(status)
             self.end_headers()
-            if self.path == "/v1/completions":
+            if self.path == "/v1/completions" and status == 200:
                 time.sleep(0.5)
                 self.wfile.write(b"".join(b"data: {}\n\n" for _ in range(10)))
 
@@ -256,6 +258,22 @@ def test_a_stream_that_arrives_whole_is_held_back_by_somebody(monkeypatch: pytes
     # How long this process takes to read what lies there is the machine's affair; the limit itself is tried below.
     monkeypatch.setattr("holdfast.doctor.live_rules.TOGETHER_S", 60.0)
     assert _causes(_looked(_metrics(running=0.0), stream=True)) == ["stream_buffered"]
+
+
+@pytest.mark.parametrize(("status", "causes"), [(500, ["other"]), (404, []), (200, [])])
+def test_an_answer_that_was_asked_for_and_fails_is_not_called_well(status: int, causes: list[str]) -> None:
+    pages: dict[str, Page | Callable[[int], Page]] = {
+        "/health": (200, ""), "/v1/models": (200, json.dumps({"data": [{"id": "m"}]})),
+        "/metrics": (200, "vllm:num_requests_running 0"), "POST /v1/completions": (status, ""),
+    }  # fmt: skip
+    with stand_in(pages) as url:
+        found = examine(url, seconds=0, stream=True, sleep=lambda seconds: None)
+    if status == 200:  # Whether its events are taken for held back is the machine's affair.
+        assert any("one streamed answer: 10 events" in one for one in found.seen)
+        return
+    assert _causes(found) == causes
+    assert not found.healthy
+    assert str(status) in (found.findings[0].what if causes else found.missing[0])
 
 
 @pytest.mark.parametrize(
