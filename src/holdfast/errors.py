@@ -19,6 +19,7 @@ HoldfastError                     has a stable code, what was needed, what was t
 └── EngineError                   the engine itself
     ├── EngineDiedError           its process ended while it held the request
     ├── StepMemoryError           no memory for the smallest step of this one request; others go on
+    ├── NotFiniteError            what was computed for this one request are no numbers; others go on
     ├── SleepingError             it was put to sleep and takes nothing until it is woken
     └── DrainingError             the server is shutting down and takes nothing new
 """
@@ -144,6 +145,10 @@ class EngineDiedError(EngineError):
 
 class StepMemoryError(EngineError):
     code = "HF441"
+
+
+class NotFiniteError(EngineError):
+    code = "HF442"
 
 
 class DrainingError(EngineError):

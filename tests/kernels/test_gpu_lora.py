@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import numpy
 import pytest
 import torch
@@ -95,22 +96,27 @@ def test_answers_are_those_of_merged_weights(
     model: Tiny, refs: dict[str, AdapterRef], device: torch.device, tmp_path: Path
 ) -> None:
     """Mixed in a batch, the same prompt with each: nothing cached of one is another's. One whose files are gone ends
-    alone."""
+    alone, and so does one that is too large to compute with."""
     gone = AdapterRef("gone", 9, str(tmp_path), "")
-    asked = [None, refs["all"], refs["some"], gone]
+    write_adapter(tmp_path / "huge", model.folder, seed=3, size=1e30)
+    known = Adapters(model.spec, "tiny", EngineConfig(enable_lora=True, max_lora_rank=20))
+    huge = msgspec.structs.replace(known.load("huge", str(tmp_path / "huge"), anywhere=True), number=8)
+    asked = [None, refs["all"], refs["some"], gone, huge]
     params = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
     core = make_core(model, device)
     found: dict[str, list[object]] = {}
     for number, adapter in enumerate(asked):
         found[str(number)] = []
-        core.add(Request(request_id=str(number), prompt_token_ids=prompt(1, 9), params=params, adapter=adapter))
+        own = params.replace(temperature=1.0, top_k=9, logprobs=2) if adapter is huge else params
+        core.add(Request(request_id=str(number), prompt_token_ids=prompt(1, 9), params=own, adapter=adapter))
     while core.has_work:
         for output in core.step():
             found[output.request_id].append(output)
         core.scheduler.check_invariants()
-    *answers, failed = found.values()
+    *answers, failed, broken = found.values()
     assert failed[-1].finish_reason is FinishReason.ERROR  # type: ignore[attr-defined]
     assert failed[-1].failure.kind == "AdapterError"  # type: ignore[attr-defined]
+    assert [output.failure.code for output in broken] == ["HF442"]  # type: ignore[attr-defined]
     folders = [model.folder, *(merge(tmp_path / name, model.folder, model.folder.parent / name) for name in refs)]
     for folder, outputs in zip(folders, answers, strict=True):
         tokens = tokens_of(outputs)  # type: ignore[arg-type]

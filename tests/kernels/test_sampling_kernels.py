@@ -103,8 +103,9 @@ class Bench:
         at = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
         before = logits.clone()
         sampling.sample_rows(logits, slots, at, self.params, self.known, out, self.workspace, **more)
-        assert torch.equal(logits, before)
-        assert torch.equal(self.known[slots.long(), at.long()], out)
+        torch.testing.assert_close(logits, before, rtol=0, atol=0, equal_nan=True)
+        told = out >= 0
+        assert torch.equal(self.known[slots.long(), at.long()][told], out[told])
         return [int(token) for token in out.tolist()]
 
     def expected(self, logits: torch.Tensor, lengths: list[int]) -> list[int]:
@@ -260,6 +261,18 @@ def test_greedy_takes_the_first_of_equals(dtype: torch.dtype) -> None:
     logits[2, vocab - 1] = 1.0
     bench = Bench([{"temperature": 0.0}] * 4, vocab)
     assert bench.sample(logits, [PROMPT] * 4) == bench.expected(logits, [PROMPT] * 4) == [2_047, 0, 5_002, 0]
+
+
+@pytest.mark.parametrize("asked", [{"temperature": 0.0}, {"temperature": 0.7}, {"temperature": 0.7, "top_k": 5}])
+def test_what_is_no_number_gives_no_token_and_nobody_else_one_less(asked: dict[str, float]) -> None:
+    """Neither a row of nothing else, nor one with one such logit, nor an infinite one."""
+    vocab = 5_003
+    logits = torch.randn((4, vocab), generator=torch.Generator().manual_seed(7)).to(DEVICE)
+    bench = Bench([asked] * 4, vocab)
+    whole = bench.sample(logits, [PROMPT] * 4)
+    logits[1], logits[2, 4_000], logits[3, 17] = float("nan"), float("nan"), float("inf")
+    assert bench.sample(logits, [PROMPT] * 4) == [whole[0], -1, -1, -1]
+    assert bench.expected(logits, [PROMPT] * 4) == [whole[0], -1, -1, -1]
 
 
 def test_an_upload_brings_what_was_written_before_it() -> None:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from holdfast.errors import StepMemoryError
+from holdfast.errors import NotFiniteError, StepMemoryError
 from holdfast.records import EmbeddingOutput, EmbeddingRequestOutput, Request, RequestOutput, SamplingParams
 
 PARAMS = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False, seed=0)
@@ -38,7 +38,9 @@ def finite(embedding: bytes) -> bool:
 
 
 def embedding_output(output: RequestOutput, embedding: bytes | None) -> EmbeddingRequestOutput:
-    """As `LLM.embed` gives it; raises where the machine had no memory for it."""
+    """As `LLM.embed` gives it; raises where the machine had no memory for it, or no numbers came of it."""
+    if embedding is None and output.outputs[0].stop_reason == NotFiniteError.code:
+        raise NotFiniteError(f"what was computed for prompt {output.request_id} are no finite numbers")
     if embedding is None:
         raise StepMemoryError(
             f"there was no memory to embed prompt {output.request_id}", fix="embed it again, or fewer at a time"

@@ -33,6 +33,7 @@ from holdfast.errors import (
     EngineError,
     GrammarError,
     HoldfastError,
+    NotFiniteError,
     RequestError,
     SleepingError,
     StepMemoryError,
@@ -347,8 +348,9 @@ class _Run:
             self._end(answer, delta.finish_reason, delta.stop_reason)
 
     def fail(self, index: int, error: HoldfastError) -> None:
-        """What is wrong with the request is raised; when the machine had no memory for it, the others are not lost."""
-        if not isinstance(error, StepMemoryError | GrammarError):
+        """What is wrong with the request is raised; when there was no memory for it, or no numbers came of it, the
+        others are not lost."""
+        if not isinstance(error, StepMemoryError | NotFiniteError | GrammarError):
             raise error
         log.warning("prompt %s ends with finish_reason 'error': %s", self.output.request_id, error)
         self._end(self.output.outputs[index], FinishReason.ERROR, error.code)

@@ -16,6 +16,7 @@ import torch
 
 from holdfast.errors import EngineError
 from holdfast.execution.batch import RunnerLimits, SlotBuffers, StepBatch
+from holdfast.execution.broken import broken_rows, tell_of_others
 from holdfast.execution.device import lean_products
 from holdfast.execution.embedding import vectors
 from holdfast.execution.kv_store import KVStore
@@ -146,13 +147,16 @@ class Runner:
             )
             self._buffers.known[late] -= 1  # What was sampled for them is nothing.
             told = self._score(batch)
+            scores = [list(islice(told, row.scored)) for row in plan.rows if row.scored]
+            failures = broken_rows(plan.rows, token_ids)
             wanted = self._embeds[batch.sampling_slots]
             return StepResult(
                 step_id=plan.step_id,
-                token_ids=token_ids,
+                token_ids=[max(token, 0) for token in token_ids],
                 logprobs=logprobs,
-                prompt_logprobs=[list(islice(told, row.scored)) for row in plan.rows if row.scored],
+                prompt_logprobs=tell_of_others(plan.rows, scores, failures) if failures else scores,
                 embeddings=vectors(hidden, wanted) if wanted.any() else [],
+                failures=failures,
                 late=late,
                 adapters=arrived,
             )
@@ -169,7 +173,7 @@ class Runner:
             self._decoder.logits(hidden[part], logits)
             slots = batch.sampling_slots[part]
             sampled, found = self._sampler.sample(logits.float(), slots, batch.sampling_lengths[part], masked)
-            self._buffers.append(slots, sampled)
+            self._buffers.append(slots, numpy.maximum(sampled, 0))
             if found and not logprobs:
                 logprobs = [None] * len(token_ids)
             if found or logprobs:

@@ -16,6 +16,7 @@ import numpy.typing
 import torch
 
 from holdfast.execution.batch import SlotBuffers
+from holdfast.execution.broken import NO_TOKEN
 from holdfast.records import SamplingParams, SequenceStart, TokenLogprobs
 from holdfast.records.sampling import MAX_BAD_WORD_TOKENS
 
@@ -89,7 +90,8 @@ class Sampler:
     def sample(
         self, logits: torch.Tensor, slots: Integers, lengths: Integers, masks: Masks | None = None
     ) -> tuple[Integers, list[TokenLogprobs | None]]:
-        """Changes `logits` [rows, vocabulary] (float32). `lengths`: tokens known to each row before this one."""
+        """Changes `logits` [rows, vocabulary] (float32). `lengths`: tokens known to each row before this one. NO_TOKEN
+        for a row whose best logit is infinite or no number."""
         rows = [self._slots[slot] for slot in slots.tolist()]
         positions = lengths - numpy.array([row.prompt_length for row in rows], dtype=numpy.int64)
         wanted = [index for index, row in enumerate(rows) if row.params.logprobs is not None]
@@ -98,6 +100,8 @@ class Sampler:
             keep_allowed(logits, slots, masks)
         self._adjust(logits, rows, slots, lengths, positions)
         chosen = likeliest(logits)
+        best = logits.gather(1, chosen[:, None])[:, 0]
+        broken = ~(best < float("inf"))  # Nor is a number that is none.
         drawn = [index for index, row in enumerate(rows) if not row.params.greedy]
         if drawn:
             everyone = len(drawn) == len(rows)
@@ -105,7 +109,7 @@ class Sampler:
             seeds = numpy.array([rows[index].seed for index in drawn], dtype=numpy.int64)
             numbers = torch.from_numpy(uniforms(seeds, positions[drawn])).to(logits.device)
             chosen[drawn] = draw(scores, [rows[index].params for index in drawn], numbers)
-        tokens: Integers = chosen.cpu().numpy()
+        tokens: Integers = torch.where(broken, NO_TOKEN, chosen).cpu().numpy()
         if raw is None:
             return tokens, []
         counts = [rows[index].params.logprobs or 0 for index in wanted]

@@ -67,10 +67,10 @@ class AdapterTurns:
             wanted.add(adapter)
         return found
 
-    def arrive(self, arrival: AdapterArrival) -> AdapterRef:
-        """It is there, or its place is free again. Says which."""
-        adapter = self._arriving.pop(arrival.place)
-        if arrival.failure is not None:
+    def arrive(self, arrival: AdapterArrival) -> AdapterRef | None:
+        """It is there, or its place is free again. Says which; None: it was asked for before an engine started over."""
+        adapter = self._arriving.pop(arrival.place, None)
+        if adapter is not None and arrival.failure is not None:
             del self._place[adapter]
             self._free.append(arrival.place)
         return adapter

@@ -28,20 +28,8 @@ from collections.abc import Container
 
 from holdfast.errors import EngineError, RequestError
 from holdfast.kvcache import KVCache, Prefix
-from holdfast.records import (
-    AdapterArrival,
-    EngineOutput,
-    EngineStats,
-    Failure,
-    FinishReason,
-    Request,
-    StepFailure,
-    StepPlan,
-    StepResult,
-    TableWrite,
-    TokenLogprobs,
-    Verdict,
-)  # fmt: skip
+from holdfast.records import EngineOutput, EngineStats, Failure, FinishReason, Request, TokenLogprobs, Verdict
+from holdfast.records.steps import AdapterArrival, StepFailure, StepPlan, StepResult, TableWrite
 from holdfast.scheduler.adapters import AdapterTurns
 from holdfast.scheduler.audit import check_in_flight, check_lines
 from holdfast.scheduler.draft import Draft, PlannedRow, StepInFlight
@@ -356,7 +344,7 @@ class Scheduler:
         """Those who wait for it may start; where it could not be had, they are ended, and nobody else."""
         self._worth_admitting = True
         adapter = self._adapters.arrive(arrival)
-        if arrival.failure is None:
+        if adapter is None or arrival.failure is None:
             return []
         ended = [sequence for sequence in self._waiting if sequence.request.adapter == adapter]
         for sequence in ended:

@@ -17,7 +17,7 @@ from holdfast import LLM, LoRARequest, SamplingParams
 from holdfast.checkpoints.adapters import read_adapter
 from holdfast.errors import AdapterError, ConfigurationError, UnsupportedOptionError
 from holdfast.execution import lora_files
-from holdfast.records import Request
+from holdfast.records import EngineOutput, Request
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 PROMPTS = [[(37 * number + 11 * place * place) % 290 + 3 for place in range(21)] for number in range(4)]
@@ -186,6 +186,35 @@ def test_one_with_numbers_that_are_none_ends_its_own_requests_alone(
         tokens(llm, PROMPTS, [LoRARequest("endless", 9, str(tmp_path / "endless")), None, None, None])
     assert caught.value.code == "HF377"
     assert tokens(llm, PROMPTS) == merged["model"]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_one_too_large_to_compute_with_ends_its_own_requests_alone(
+    llm: LLM, folder: Path, tmp_path: Path, merged: dict[str, list[list[int]]], temperature: float
+) -> None:
+    """All of its factors are finite; what comes of them is not."""
+    write_adapter(tmp_path / "huge", folder / "model", seed=4, size=1e30)
+    core = llm._core
+    assert core is not None
+    huge = llm._adapters.resolve(LoRARequest("huge", 80 + int(temperature), str(tmp_path / "huge")))
+    ready = llm._adapters.resolve(request(folder, "all"))
+    params = GREEDY.replace(temperature=temperature, logprobs=2, prompt_logprobs=1)
+    found = dict[str, list[EngineOutput]]()
+    for number, (adapter, asked) in enumerate(((huge, params), (None, GREEDY), (ready, GREEDY), (huge, params))):
+        found[str(number)] = []
+        core.add(Request(request_id=str(number), prompt_token_ids=PROMPTS[number], params=asked, adapter=adapter))
+    while core.has_work:
+        for output in core.step():
+            found[output.request_id].append(output)
+        core.scheduler.check_invariants()
+    for number in ("0", "3"):
+        assert [token for output in found[number] for token in output.token_ids] == []
+        failure = found[number][-1].failure
+        assert failure is not None
+        assert (failure.kind, failure.code) == ("NotFiniteError", "HF442")
+    for number, name in (("1", "model"), ("2", "all")):
+        answer = [token for output in found[number] for token in output.token_ids]
+        assert answer == merged[name][int(number)]
 
 
 def test_what_is_not_enabled_or_does_not_go_together_is_refused(llm: LLM, folder: Path) -> None:

@@ -147,6 +147,9 @@ def test_one_that_cannot_be_had_ends_those_who_wait_for_it() -> None:
     ended = {output.request_id: output.failure for output in outputs if output.finish_reason is FinishReason.ERROR}
     assert ended == {"a": failure, "c": failure}
     add(scheduler, "e", ONE)
+    fresh = scheduler.emptied()
+    add(fresh, "plain", None)
+    assert not answer(fresh, planned(fresh), AdapterArrival(0, failure))[0].failure  # It was another's.
     assert started(step(scheduler)) == []
     assert started(step(scheduler)) == ["b"]
     step(scheduler)

@@ -21,6 +21,7 @@ import torch
 
 from holdfast.errors import EngineError, StepMemoryError
 from holdfast.execution.batch import RunnerLimits, SlotBuffers
+from holdfast.execution.broken import broken_rows, tell_of_others
 from holdfast.execution.embedding import vectors
 from holdfast.execution.gpu.decoder import GpuDecoder
 from holdfast.execution.gpu.graphs import DecodeGraphs
@@ -70,7 +71,7 @@ class GpuStep:
     def __init__(
         self,
         runner: GpuRunner,
-        step_id: int,
+        plan: StepPlan,
         *,
         launched: _Launched | None = None,
         sampled: Sampled | None = None,
@@ -80,7 +81,7 @@ class GpuStep:
         late: Sequence[int] = (),
     ) -> None:
         self.late = list(late) if launched is None else launched.late
-        self._runner, self._step_id, self._launched = runner, step_id, launched
+        self._runner, self._plan, self._launched = runner, plan, launched
         self._sampled: Sampled = sampled or []
         self._told: Told = told or []
         self._embeddings, self._failures = list(embeddings), list(failures)
@@ -91,13 +92,18 @@ class GpuStep:
         if self._launched is not None:
             (self._sampled, self._told), self._launched = self._runner.read(self._launched), None
         told = any(logprobs is not None for _, logprobs in self._sampled)
+        rows, failed = self._plan.rows, {failure.slot for failure in self._failures}
+        broken = [
+            failure for failure in broken_rows(rows, [token for token, _ in self._sampled])
+            if failure.slot not in failed
+        ]  # fmt: skip
         return StepResult(
-            step_id=self._step_id,
-            token_ids=[token for token, _ in self._sampled],
+            step_id=self._plan.step_id,
+            token_ids=[max(token, 0) for token, _ in self._sampled],
             logprobs=[logprobs for _, logprobs in self._sampled] if told else [],
-            prompt_logprobs=self._told,
+            prompt_logprobs=tell_of_others(rows, self._told, broken) if broken else self._told,
             embeddings=self._embeddings,
-            failures=self._failures,
+            failures=[*self._failures, *broken],
             late=self.late,
             adapters=self.adapters,
         )
@@ -228,7 +234,7 @@ class GpuRunner:
             self._slots.apply(plan)
             launched = self._launch(plan.rows, place, masks) if plan.rows else None
             embeddings = _in_order(plan.rows, launched.embeddings) if launched is not None else []
-            return GpuStep(self, plan.step_id, launched=launched, embeddings=embeddings)
+            return GpuStep(self, plan, launched=launched, embeddings=embeddings)
         except RuntimeError as error:
             if not is_shortage(error):
                 raise
@@ -276,7 +282,7 @@ class GpuRunner:
         told = [[] if slot in failures else entries for slot, entries in scores.items()]
         embeddings = _in_order(plan.rows, embedded)
         return GpuStep(
-            self, plan.step_id, sampled=sampled, told=told, embeddings=embeddings, failures=list(failures.values()),
+            self, plan, sampled=sampled, told=told, embeddings=embeddings, failures=list(failures.values()),
             late=late,
         )  # fmt: skip
 

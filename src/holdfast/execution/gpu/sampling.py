@@ -204,7 +204,8 @@ class DeviceSampler:
         return FoundLogprobs(rows, counts, own, ranks, best, best_ids)
 
     def _score(self, logits: torch.Tensor, at: torch.Tensor, likeliest: int) -> tuple[torch.Tensor, ...]:
-        return _scores(logits.index_select(0, at), self.sampled.index_select(0, at), likeliest)
+        # A row whose logits are no numbers has no token, and means nothing.
+        return _scores(logits.index_select(0, at), self.sampled.index_select(0, at).clamp_min(0), likeliest)
 
     def score(self, logits: torch.Tensor, targets: torch.Tensor, first: int, slots: list[int]) -> None:
         """Puts what is told of these tokens of prompts behind what is kept of the `first` ones. `slots`: of all rows

@@ -81,7 +81,8 @@ def sample_rows(
     """One token for each row into `out`, and to known[slot, length]: what the next step reads.
 
     logits [rows, vocabulary] (any float, rows at any stride), not changed; slots, lengths [rows] int32: -1 or a slot
-    that nothing was written for is padding, and gets a 0 that goes nowhere. known [slots, places] int32.
+    that nothing was written for is padding, and gets a 0 that goes nowhere. known [slots, places] int32. A row with a
+    logit that is infinite or no number gets NO_TOKEN, and its slot something that is none of its answer.
     adjusted: what adjust_rows filled in the same step.
     """
     rows, vocab = logits.shape

@@ -12,6 +12,7 @@ import math
 import triton
 import triton.language as tl
 
+from holdfast.execution.broken import NO_TOKEN
 from holdfast.execution.triton_kernels.sampling_slots import (
     DRAWN,
     FILTERED,
@@ -33,6 +34,7 @@ _LISTED = tl.constexpr(LISTED)
 _DRAWN = tl.constexpr(DRAWN)
 _FILTERED = tl.constexpr(FILTERED)
 _NONE = tl.constexpr(2**31 - 1)
+_NO_TOKEN = tl.constexpr(NO_TOKEN)
 _FAR_END = tl.constexpr(math.exp(-1 / BINS_PER_UNIT))
 """The weight of a bin's far end, in weights of its near end."""
 _MARGIN = tl.constexpr(1e-4)
@@ -131,15 +133,18 @@ def scan(
     lane = slot_word(table, slot, _LANE)
     highest = tl.full((BLOCK,), float("-inf"), tl.float32)
     highest_at = split * tokens + tl.arange(0, BLOCK)
+    none = tl.zeros((BLOCK,), tl.int32)
     for start in range(0, tokens, BLOCK):
         offsets = split * tokens + start + tl.arange(0, BLOCK)
         scores = _scores(logits, adjusted, row, lane, stride, vocab, offsets, LANES)
+        none |= (scores != scores).to(tl.int32)
         higher = scores > highest
         highest = tl.where(higher, scores, highest)
         highest_at = tl.where(higher, offsets, highest_at)
     most = tl.max(highest, 0)
-    tl.store(best + row * splits + split, most)
     tl.store(best_at + row * splits + split, tl.min(tl.where(highest == most, highest_at, _NONE), 0))
+    # Where any is no number, as if the best were infinite: neither can be sampled from.
+    tl.store(best + row * splits + split, tl.where(tl.max(none, 0) > 0, float("inf"), most))
 
 
 @triton.jit(do_not_specialize=["splits"])
@@ -400,5 +405,5 @@ def pick(
         # Only a row without any weight (no finite logit) leaves nothing to be drawn.
         token = tl.where(drawn < vocab, drawn, token)
     token = tl.where(token < vocab, token, 0)
-    tl.store(out + row, token)
+    tl.store(out + row, tl.where(most < float("inf"), token, _NO_TOKEN))
     tl.store(known + slot.to(tl.int64) * known_stride + length, token, mask=(length >= 0) & (length < known_length))
