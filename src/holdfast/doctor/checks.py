@@ -177,13 +177,15 @@ def _share(facts: Facts, changes: Changes, say: Callable[[str], None]) -> Change
     total, weights = numbers.get("total_gib"), numbers.get("weights_gib")
     if not 0 < share <= 1:
         return None
+    shared = (facts.after(changes, "tensor-parallel-size", "tp") or 1.0) / max(1.0, numbers.get("tp", 1.0))
+    weights = None if weights is None else weights / max(1.0, shared)
     if total is not None and weights is not None and weights + STEP_GIB > share * total:
         return None
     now, short = numbers.get("utilization"), numbers.get("kv_short_gib")
-    if now is None:
+    if now is None or shared > 1:
         return changes
     if short is not None and total is not None:
-        peak = max(0.0, numbers.get("peak_gib", 0.0) - (weights or 0.0))
+        peak = max(numbers.get("activations_gib", 0.0), numbers.get("peak_gib", 0.0) - (weights or 0.0))
         smaller = 0.75 * peak if facts.flag("max-num-batched-tokens") in changes else 0.0
         return changes if (share - now) * total + smaller > short else None
     return changes if share >= now or _holds_one(facts, changes, now, share) else None

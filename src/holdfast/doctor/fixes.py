@@ -13,10 +13,12 @@ from holdfast.doctor.checks import Facts, sound
 from holdfast.doctor.commands import ServerCommand
 from holdfast.doctor.flag_lists import nearest
 from holdfast.doctor.formulas import evaluate, filled, holds, written
+from holdfast.doctor.kv_room import room_for_kv
 from holdfast.doctor.llama_layers import layers_that_fit
 from holdfast.doctor.records import Fix
 from holdfast.doctor.rulebook import FixRule, Rule
 from holdfast.doctor.scene import Event, Scene
+from holdfast.doctor.sizes import kv_token_gib
 from holdfast.doctor.spellings import translated
 from holdfast.errors import ConfigurationError
 
@@ -64,7 +66,7 @@ def known_numbers(scene: Scene, event: Event) -> dict[str, float]:
         told.setdefault("tp", told.get("shards", 1))
     if "card_gib" in told:
         told.setdefault("total_gib", told["card_gib"])
-    return told
+    return told | room_for_kv(scene.engine or "vllm", told, kv_token_gib(scene.settings.model))
 
 
 def _default_utilization(version: str | None) -> float:

@@ -86,3 +86,32 @@ def test_the_layers_that_a_gpu_holds_are_reckoned(case: str) -> None:
     assert f"-ngl {layers}" in (fix.command or "")
     first_try = "as a first try" in fix.why
     assert first_try == case.startswith("nothing")
+
+
+VLLM = "INFO 10-01 10:00:00 [api_server.py:1839] vLLM API server version 0.11.0\nINFO 10-01 10:00:00 [utils.py:233] non-default args: {{'model': 'q/w', 'gpu_memory_utilization': {}}}\n"
+LOADED = "INFO 10-01 10:00:20 [gpu_model_runner.py:2653] Model loading took {} GiB and 9.8 seconds\n"
+SHORT = "INFO 10-01 10:00:31 [gpu_worker.py:298] Available KV cache memory: -{} GiB\n"
+NO_BLOCKS = "ValueError: No available memory for the cache blocks. Try increasing `gpu_memory_utilization` when initializing the engine."
+OLD = "INFO 02-26 09:54:05 worker.py:267] the current vLLM instance can use total_gpu_memory ({}GiB) x gpu_memory_utilization ({}) = 5.60GiB\nINFO 02-26 09:54:05 worker.py:267] model weights take 5.20GiB; non_torch_memory takes 0.03GiB; PyTorch activation peak memory takes 1.42GiB; the rest of the memory reserved for KV Cache is -{}GiB.\n"
+SGLANG = "[2025-07-02 07:40:58] server_args=ServerArgs(model_path='q/w', tp_size=1, mem_fraction_static={})\n[2025-07-02 07:41:50 TP0] Load weight begin. avail mem=78.60 GB\n[2025-07-02 07:41:58 TP0] Load weight end. type=LlamaForCausalLM, dtype=torch.bfloat16, avail mem={} GB, mem usage={} GB.\n{}"
+NO_POOL = "RuntimeError: Not enough memory. Please try to increase --mem-fraction-static."
+SHARES = {
+    "weights of more than the card, by what is missing": (VLLM.format(0.8) + LOADED.format("131.42") + SHORT.format("70.10") + NO_BLOCKS, {"--tensor-parallel-size": "2", "--gpu-memory-utilization": "0.9"}),
+    "weights of more than the card, by its name": (VLLM.format(0.8) + "GPU 0: NVIDIA H100 80GB HBM3\n" + LOADED.format("131.42") + NO_BLOCKS, {"--tensor-parallel-size": "2", "--gpu-memory-utilization": "0.9"}),
+    "a share that was meant to be small": (VLLM.format(0.3) + LOADED.format("7.16") + SHORT.format("3.10") + NO_BLOCKS, {"--gpu-memory-utilization": "0.9"}),
+    "a share that is nearly enough": (VLLM.format(0.9) + LOADED.format("20.10") + SHORT.format("0.30") + NO_BLOCKS, {"--gpu-memory-utilization": "0.95"}),
+    "more than any share gives": (VLLM.format(0.9) + LOADED.format("21.80") + SHORT.format("3.30") + NO_BLOCKS, {"--tensor-parallel-size": "2"}),
+    "the sums of older releases": (OLD.format("8.00", "0.70", "1.05") + NO_BLOCKS, {"--gpu-memory-utilization": "0.9"}),
+    "a step that is most of what is missing": (OLD.format("8.00", "0.92", "0.70") + NO_BLOCKS, {"--gpu-memory-utilization": "0.95", "--max-num-batched-tokens": "2048", "--enforce-eager": ""}),
+    "SGLang's, by what is free before and after the weights": (SGLANG.format(0.8, "10.73", "67.87", NO_POOL), {"--mem-fraction-static": "0.89"}),
+    "SGLang's, that no share gives": (SGLANG.format(0.8, "1.73", "76.87", "ValueError: Loaded weights leave no GPU memory for the KV cache under --mem-fraction-static=0.8."), {"--tp": "2"}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", SHARES)
+def test_the_share_that_leaves_room_for_kv_is_reckoned(case: str) -> None:
+    text, changes = SHARES[case]
+    first = diagnose_lines(text.split("\n"), "log").findings[0]
+    assert first.cause == "no_memory_for_kv_blocks"
+    assert first.fix is not None
+    assert first.fix.changes == changes

@@ -1,0 +1,70 @@
+"""What share of a GPU leaves the KV cache room for one request, and over how many GPUs the weights split: by what a log
+tells was missing.
+
+    vllm     share x card - weights - steps = KV          short of it: told as a KV cache of less than nothing
+    sglang   share x free at start = weights and KV       free before and after the weights are told
+
+Where the card's size is not told, it is no less than what the budget held. Arithmetic; knows no flag.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+ONE_REQUEST_GIB = 0.5
+"""Of KV, where the model is not known: some thousand tokens of a middling one."""
+STEP_GIB = 2.0
+"""Beside the weights of a rank, for its steps and some KV."""
+USUAL_SHARE, MOST_SHARE = 0.9, 0.95
+_SGLANG_SHARE = 0.83
+"""Its own choice on GPUs of 80 GB, which is its lowest."""
+
+
+def room_for_kv(engine: str, numbers: Mapping[str, float], token_gib: float | None) -> dict[str, float]:
+    """`share_needed`, what is `missing_gib` with the largest that is wise, and `ranks_needed` in all, where they can be
+    reckoned. `token_gib`: of KV, on one GPU."""
+    one = ONE_REQUEST_GIB
+    if token_gib is not None and "max_model_len" in numbers:
+        one = token_gib * numbers["max_model_len"] / max(1.0, numbers.get("tp", 1.0))
+    found = _vllm(numbers, one) if engine == "vllm" else _sglang(numbers, one) if engine == "sglang" else None
+    if found is None:
+        return {}
+    card, share = found
+    told = {"share_needed": math.ceil(share * 100) / 100, "missing_gib": max(0.0, share - MOST_SHARE) * card}
+    weights, room = numbers.get("weights_gib"), _usable(engine, numbers) * card - STEP_GIB
+    if weights is not None and room > 0:
+        ranks = max(2.0, 2.0 ** math.ceil(math.log2(max(1.0, weights / room))))
+        told["ranks_needed"] = max(1.0, numbers.get("tp", 1.0)) * ranks
+    return told
+
+
+def _usable(engine: str, numbers: Mapping[str, float]) -> float:
+    """The share that each of several ranks would have: vLLM's is raised to the usual one, SGLang's stays."""
+    if engine == "sglang":
+        return min(USUAL_SHARE, numbers.get("utilization", _SGLANG_SHARE))
+    return max(USUAL_SHARE, min(MOST_SHARE, numbers.get("utilization", USUAL_SHARE)))
+
+
+def _vllm(numbers: Mapping[str, float], one: float) -> tuple[float, float] | None:
+    """The card, and the share of it."""
+    share, short, weights = (numbers.get(name) for name in ("utilization", "kv_short_gib", "weights_gib"))
+    card = numbers.get("total_gib")
+    if share is None or share <= 0:
+        return None
+    if card is None and short is not None and weights is not None:
+        card = (weights - short) / share
+    if card is None or card <= 0:
+        return None
+    if short is not None:
+        return card, share + (short + one) / card
+    # How much is missing is not told: the weights alone may be enough to say that no share does.
+    return None if weights is None or weights < USUAL_SHARE * card else (card, weights / card)
+
+
+def _sglang(numbers: Mapping[str, float], one: float) -> tuple[float, float] | None:
+    after, weights = numbers.get("after_load_gib"), numbers.get("weights_gib")
+    free = numbers.get("free_at_start_gib")
+    if free is None and after is not None and weights is not None:
+        free = after + weights
+    return None if free is None or after is None or free <= 0 else (free, (free - after + one) / free)
