@@ -114,3 +114,35 @@ def test_a_library_is_named_without_the_colon_behind_it() -> None:
     assert finding.what.endswith("libcublas.so.12.")
     assert finding.fix is not None
     assert "pip" not in str(finding.fix.command)
+
+
+@pytest.mark.parametrize(
+    ("line", "cause", "said"),
+    [
+        ("(APIServer pid=7) KeyboardInterrupt: terminated", "other", "told to end"),
+        ("[Gloo] Rank 8 is NOT connected to: [1]\nTimeoutError: Server failed to start within the timeout period.", "timeout_or_hang", "Rank 8 never reached rank 1"),
+        ("RuntimeError: NCCL error: unhandled system error (run with NCCL_DEBUG=INFO for details)", "gpu_topology", "/dev/shm"),
+        ("slurmstepd: error: *** JOB 67 ON node4 CANCELLED AT 2026-01-07T10:29:37 DUE TO TIME LIMIT ***", "other", "time limit"),
+        ("bash: line 1: vllm: command not found", "other", "no program vllm"),
+    ],
+)  # fmt: skip
+def test_what_comes_from_outside_is_told_as_such(line: str, cause: str, said: str) -> None:
+    [finding] = _found(line)
+    assert finding.cause == cause
+    assert said in f"{finding.what} {finding.why}"
+    assert finding.fix is not None
+
+
+def test_a_server_that_served_and_was_told_to_end_has_not_failed() -> None:
+    served = "INFO:     Application startup complete.\n(APIServer pid=7) KeyboardInterrupt: terminated"
+    [finding] = _found(served)
+    assert "while it served" in finding.what
+    in_order = f"{served}\nINFO:     Finished server process [7]"
+    assert diagnose_lines((START.format("") + in_order).splitlines(), "log").healthy
+
+
+def test_advice_is_in_the_words_of_the_engine_and_of_the_card() -> None:
+    [failed] = diagnose_lines(["llama-server: ROCm error: unspecified launch failure"], "log").findings
+    assert "HSA_OVERRIDE_GFX_VERSION" in failed.why
+    assert failed.fix is not None
+    assert "CUDA_LAUNCH_BLOCKING" not in str(failed.fix.command)
