@@ -21,7 +21,7 @@ from holdfast.execution.sampler import Sampler, uniforms
 from holdfast.execution.triton_kernels import sampling, sampling_adjust, sampling_kernels
 from holdfast.execution.triton_kernels.sampling_slots import FLAGS, LANE, TEMPERATURE, SlotParams
 from holdfast.planner import sampling_sizes
-from holdfast.records import SamplingParams, SequenceStart
+from holdfast.records import SamplingParams, SequenceStart, StructuredOutputsParams
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
@@ -290,6 +290,22 @@ def test_an_upload_brings_what_was_written_before_it() -> None:
     params.release(1)
     params.upload()
     assert int(params.table[1, FLAGS]) == 0
+
+
+def test_masks_go_to_their_own_lanes_and_touch_no_other() -> None:
+    params = SlotParams(9, 100, DEVICE, 9)
+    forms = SamplingParams(structured_outputs=StructuredOutputsParams(regex="a"))
+    for slot in range(9):
+        assert params.write(slot, forms, 4)
+    lanes = params.host[:, LANE].tolist()
+    params.masks.fill_(77)
+    wanted = params.masks.clone()
+    for chosen in ((7,), (8, 0, 3, 4, 2)):
+        words = {slot: numpy.full(params.masks.shape[1], -slot, dtype=numpy.int32) for slot in chosen}
+        for slot in chosen:
+            wanted[lanes[slot]] = -slot
+        params.mask(words)
+        assert torch.equal(params.masks, wanted)
 
 
 def test_more_lanes_than_copies_under_way() -> None:

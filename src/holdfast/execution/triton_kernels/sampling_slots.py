@@ -8,7 +8,8 @@ of its own in `Lanes`. Who is given one is said by the caller.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import numpy
 import numpy.typing
@@ -42,13 +43,31 @@ class _Staging:
 
     def copy(self, words: Words, target: torch.Tensor) -> None:
         """`words` to the contiguous `target`, in the order of the current stream; `words` may change afterwards."""
+        with self._one() as whole:
+            buffer = whole[: words.size]
+            buffer.numpy()[:] = words.reshape(-1)
+            target.view(-1).copy_(buffer, non_blocking=True)
+
+    def copy_lines(self, lines: Sequence[tuple[int, Words]], target: torch.Tensor) -> None:
+        """Each to its own line of the contiguous `target` [lines, words], and nothing else; sorted by line. Neighbours
+        go in one copy."""
+        with self._one() as whole:
+            buffer = whole[: len(lines) * target.shape[1]].view(len(lines), -1)
+            filled, first = buffer.numpy(), 0
+            for index, (line, words) in enumerate(lines):
+                filled[index] = words
+                if index + 1 == len(lines) or lines[index + 1][0] != line + 1:
+                    target[line - index + first : line + 1].copy_(buffer[first : index + 1], non_blocking=True)
+                    first = index + 1
+
+    @contextmanager
+    def _one(self) -> Iterator[torch.Tensor]:
+        """A buffer to copy from."""
         index, self._next = self._next, (self._next + 1) % len(self._done)
         done = self._done[index]
         if done is not None:
             done.synchronize()
-        buffer = self._buffers[index, : words.size]
-        buffer.numpy()[:] = words.reshape(-1)
-        target.view(-1).copy_(buffer, non_blocking=True)
+        yield self._buffers[index]
         if self._cuda:
             if done is None:
                 done = self._done[index] = torch.cuda.Event()
@@ -69,8 +88,6 @@ class SlotParams:
         """[lane, entry, id | bits of what is added]: bans first, then biases."""
         self.masks = torch.zeros((max(lanes, 1), mask_words(vocab_size)), dtype=torch.int32, device=device)
         """[lane, token // 32]: a bit for each token that may be sampled."""
-        self._masks: Words = numpy.zeros(self.masks.shape, dtype=numpy.int32)
-        """The same on the host."""
         spellings = (max(lanes, 1), BAD_SPELLINGS, BAD_SPELLING_WORDS)
         self.spellings = torch.zeros(spellings, dtype=torch.int32, device=device)
         """[lane, spelling, length | tokens] of bad words."""
@@ -145,8 +162,7 @@ class SlotParams:
         if params.allowed_token_ids is not None:
             bits = numpy.zeros(self.masks.shape[1] * 32, dtype=bool)
             bits[[token for token in params.allowed_token_ids if 0 <= token < self._vocab_size]] = True
-            self._masks[lane] = numpy.packbits(bits, bitorder="little").view(numpy.int32)
-            due.append((self._masks[lane].copy(), self.masks[lane]))
+            due.append((numpy.packbits(bits, bitorder="little").view(numpy.int32), self.masks[lane]))
         if bad_words:
             spelled = numpy.zeros((len(bad_words), BAD_SPELLING_WORDS), dtype=numpy.int32)
             for line, word in zip(spelled, bad_words, strict=True):
@@ -155,17 +171,13 @@ class SlotParams:
         return due
 
     def mask(self, words: Mapping[int, Words]) -> None:
-        """What these slots may sample in the step that is launched next; each has a lane. One copy for all of them,
-        with what lies between."""
+        """What these slots may sample in the step that is launched next; each has a lane."""
         if not words:
             return
         if self._mask_staging is None:
-            self._mask_staging = _Staging(_STAGES, self._masks.size, self._device)
-        lanes = [int(self.host[slot, LANE]) for slot in words]
-        for lane, line in zip(lanes, words.values(), strict=True):
-            self._masks[lane] = line
-        first, end = min(lanes), max(lanes) + 1
-        self._mask_staging.copy(self._masks[first:end], self.masks[first:end])
+            self._mask_staging = _Staging(_STAGES, self.masks.numel(), self._device)
+        lanes = {int(self.host[slot, LANE]): line for slot, line in words.items()}
+        self._mask_staging.copy_lines(sorted(lanes.items(), key=lambda one: one[0]), self.masks)
 
     def release(self, slot: int) -> None:
         """Nothing is sampled for the slot any more; a lane it had is free for others."""
