@@ -22,6 +22,7 @@ import holdfast
 from holdfast.doctor.lines import LONGEST, bare, read_line
 from holdfast.doctor.records import Diagnosis
 from holdfast.doctor.redact import Redactor, redacted
+from holdfast.doctor.report import without_keys
 from holdfast.doctor.sources import blocks
 from holdfast.errors import ConfigurationError
 from holdfast.units import shorten
@@ -65,7 +66,7 @@ def _write(
             names.append(name)
             _add(archive, name, content)
 
-        add("diagnosis.json", redacted_document(msgspec.to_builtins(diagnosis)))
+        add("diagnosis.json", redacted_document(msgspec.to_builtins(without_keys(diagnosis))))
         add("versions.txt", _versions().encode())
         if machine is not None:
             add("machine.json", redacted_document(dict(machine)))

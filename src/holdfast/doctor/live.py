@@ -84,8 +84,9 @@ def examine(
         samples, metrics = _samples(client, address, min(seconds, MOST_SECONDS), sleep)
         sleeping = health.status == OK and asleep(health, get(client, f"{address}/is_sleeping"))
         streamed, streaming = None, OK
+        model = _first_model(models)
         if stream and health.status == OK:
-            streamed, streaming = _streamed(client, address, models)
+            streamed, streaming = (None, 0) if model is None else _streamed(client, address, model)
     engine = next((sample.engine for sample in samples if sample.engine is not None), engine)
     said = "sleeping" if sleeping else _said(health)
     looked = Looked(address=address, engine=engine, samples=tuple(samples), stream=streamed)
@@ -106,18 +107,19 @@ def examine(
     return Diagnosis(
         engine=engine, engine_version=version, command=None, phase="serve" if health.status == OK else None,
         healthy=well and all(one.cause in ADVICE for one in findings), findings=findings,
-        missing=list(_missing(looked, refused, streaming)), seen=list(seen_of(looked)),
+        missing=list(_missing(looked, refused, streaming, model)), seen=list(seen_of(looked)),
     )  # fmt: skip
 
 
-def _missing(looked: Looked, refused: Sequence[tuple[str, int]], streaming: int) -> Iterator[str]:
+def _missing(looked: Looked, refused: Sequence[tuple[str, int]], streaming: int, model: str | None) -> Iterator[str]:
     paths = [asked for asked, _ in refused]
     if not looked.samples and "GET /metrics" not in paths:
         yield f"metrics: {looked.address}/metrics tells none{_how_to_tell(looked.engine)}"
     if looked.samples and "GET /v1/models" in paths:
         yield f"the server's key in {KEY_VARIABLE}: without it {looked.address}/v1/models is not told"
     if streaming == 0 and not refused:
-        yield "a streamed answer: none came, or there is no model that could be asked for one"
+        late = f"none began within {PAGE_TIMEOUT_S:g} s; it may wait behind others"
+        yield f"a streamed answer: {late if model is not None else 'no model is told that could be asked for one'}"
     elif streaming != OK and streaming not in KEY_WANTED and streaming < 500:
         yield f"a streamed answer: POST {looked.address}/v1/completions is answered {streaming}"
     if looked.no_numbers:
@@ -200,14 +202,17 @@ def _unreached(address: str, reply: Reply) -> Diagnosis:
 # Whether a stream is one
 
 
-def _streamed(client: httpx.Client, address: str, models: Reply) -> tuple[StreamLook | None, int]:
-    """When the events of one short answer arrived, and its status; None: it could not be asked."""
+def _first_model(models: Reply) -> str | None:
+    listed = models.json().get("data")
+    first: Any = listed[0] if isinstance(listed, list) and listed else None
+    return str(first.get("id")) if isinstance(first, dict) else None
+
+
+def _streamed(client: httpx.Client, address: str, model: str) -> tuple[StreamLook | None, int]:
+    """When the events of one short answer arrived, and its status; None: none came, and 0: not even a status."""
     import httpx
 
-    listed = models.json().get("data")
-    if not isinstance(listed, list) or not listed or not isinstance(listed[0], dict):
-        return None, 0
-    asked = {"model": listed[0].get("id"), "prompt": "One, two, three,", "max_tokens": STREAMED_TOKENS, "stream": True}
+    asked = {"model": model, "prompt": "One, two, three,", "max_tokens": STREAMED_TOKENS, "stream": True}
     body, kind = json.dumps(asked).encode(), {"Content-Type": "application/json", "Accept-Encoding": "identity"}
     began, arrived, size = time.monotonic(), [], 0
     try:

@@ -104,13 +104,13 @@ def _assigned(text: str, at: int) -> tuple[int, int] | None:
 
 
 def values_of_flags(text: str) -> frozenset[str]:
-    """What stands behind flags that hold secrets. Of several words only those that are no words of a sentence."""
+    """What stands behind flags that hold secrets: the first word, where it is none of a sentence. What follows it may
+    be a model."""
     values: set[str] = set()
-    at = 0
-    while (span := _flagged(text, at)) is not None:
-        words = [text[start:end].strip("'\"") for start, end in _words(text, span[0])]
-        values |= {word for word in words if len(words) == 1 or not word.isalpha()}
-        at = span[1]
+    for found in _FLAG.finditer(text):
+        words = _words(text, found.end()) if is_secret(found[1]) else []
+        if words and holds_secret(found[1], value := text[slice(*words[0])]):
+            values |= {value.strip("'\"")} if len(words) == 1 or not value.isalpha() else set()
     return frozenset(values)
 
 

@@ -37,6 +37,7 @@ MOST_BACK_OFF_S = 60.0
 JUDGED_WITHIN_S = 20.0
 """A model on the hub may be asked for; a start waits no longer for that."""
 SHOWN_LINES = 3
+STILL_ENDING_S = 30.0
 HEARD_LATE_S = 1.0
 """Who begins to serve so long after it was told to end has not heard it; sooner, it may just not have been seen."""
 
@@ -162,6 +163,8 @@ class Rescue:
             if not told_ready and (health.ready or watch.ready):
                 told_ready = True
                 self._ready(started, time.monotonic() - began)
+            if supervised.told_to_end_s is None:
+                self._served_when_told = told_ready
             if supervised.told_to_end_s is None or self._ended_by_us_at is not None:
                 self._silence(supervised, health.silent_s)
             elif health.asked:  # Else it may serve and we cannot know.
@@ -206,7 +209,11 @@ class Rescue:
             supervised.end(at_once=True)
 
     def _unheard(self, supervised: Supervised, told_s: float, *, served: bool) -> None:
-        """A server that loads may lose a request to end, and goes on to serve. It has nothing to finish."""
+        """A server that loads may lose a request to end, and goes on to serve. It has nothing to finish. One that
+        served is waited for, and that is said once."""
+        if (self._served_when_told or self._told_again) and told_s >= STILL_ENDING_S and not self._silence_said:
+            self._silence_said = True
+            self._tell(f"told to end {format_duration(told_s)} ago, it has not ended yet: a second request kills it")
         if self._served_when_told or self._told_again:
             return
         if served and told_s < HEARD_LATE_S:

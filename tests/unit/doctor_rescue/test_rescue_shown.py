@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import shlex
 import subprocess
+import tarfile
+from pathlib import Path
 
 import pytest
 
+from holdfast.doctor.bundle import write_bundle
+from holdfast.doctor.judge_command import judge_command
 from holdfast.doctor.logs import diagnose_lines
 from holdfast.doctor.redact import redacted, without_values
 from holdfast.doctor.redact_names import values_of_flags
@@ -45,6 +49,8 @@ def test_sentences_lose_keys_and_no_words() -> None:
     assert shown_change("--api-key", "abcd") == '--api-key "${API_KEY:?}"'
     assert shown_change("--max-model-len", "8192") == "--max-model-len 8192"
     assert values_of_flags("--api-key abcd --port 80; --hf-token is what it has") == {"abcd"}
+    assert values_of_flags('--api-key "${API_KEY:?}" model-2') == frozenset()
+    assert values_of_flags("--api-keyy k-1 model-2") == {"k-1"}
 
 
 def test_what_a_shell_fills_in_is_no_secret_and_what_only_looks_so_is() -> None:
@@ -54,10 +60,15 @@ def test_what_a_shell_fills_in_is_no_secret_and_what_only_looks_so_is() -> None:
         assert "[REDACTED]" in redacted(secret), secret
 
 
-def test_a_key_of_the_evidence_stands_nowhere_in_the_answer() -> None:
+def test_a_key_of_the_evidence_stands_nowhere_in_the_answer(tmp_path: Path) -> None:
     found = without_keys(
         diagnose_lines(["vllm: error: unrecognized arguments: --api-keyy abcdefgh --swap-space 4"], "log")
     )
     assert found.findings
     assert "abcdefgh" not in "\n".join(lines(found))
     assert "abcdefgh" not in str(found)
+    judged = judge_command("vllm serve meta-llama/Llama-3.1-8B-Instruct --api-keyy abcdefgh")
+    assert {"--api-keyy": None, "--api-key": "abcdefgh"} in [one.fix and one.fix.changes for one in judged.findings]
+    write_bundle(str(tmp_path / "bundle"), [], judged)
+    with tarfile.open(tmp_path / "bundle") as bundle:
+        assert all(b"abcdefgh" not in file.read() for one in bundle if (file := bundle.extractfile(one)) is not None)
