@@ -34,6 +34,8 @@ class SiteFactors:
     """Of each part."""
     used: set[int]
     """Places whose adapter changes this product; follows what is in them."""
+    changes: torch.Tensor
+    """int32 [places], not contiguous: 1 for these places, on the device. For kernels that cannot know otherwise."""
 
 
 @dataclass(frozen=True, slots=True)

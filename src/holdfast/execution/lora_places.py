@@ -34,6 +34,8 @@ log = logging.getLogger("holdfast")
 
 READERS = 2
 """Threads: files that come slowly hold up one of them."""
+FLAG_WORDS = 4
+"""Kernels are compiled anew for pointers that are aligned otherwise."""
 ARRIVAL_WAIT_S = 0.005
 """For an adapter, where a step has nothing else to do."""
 
@@ -88,9 +90,12 @@ class AdapterPlaces:
         self._reader = ThreadPoolExecutor(READERS, thread_name_prefix="adapter")
         self._changes: dict[AdapterRef, Changes] = {}
         """Of each adapter here."""
+        views = self._files.views(self.places)
+        self._flags = torch.zeros((limits.max_loras, len(views) * FLAG_WORDS), dtype=torch.int32, device=device)
+        """[place, words of all sites]: whether the adapter changes each."""
         self._factors = {
-            (site.layer, site.product): SiteFactors(a, b, site.rows, set())
-            for site, a, b in self._files.views(self.places)
+            (site.layer, site.product): SiteFactors(a, b, site.rows, set(), self._flags[:, index * FLAG_WORDS])
+            for index, (site, a, b) in enumerate(views)
         }
 
     @property
@@ -117,6 +122,7 @@ class AdapterPlaces:
 
     def rehearse(self, on: bool) -> None:
         """While it is on, products are computed as if every place changed them."""
+        self._flags.fill_(int(on))
         for factors in self._factors.values():
             factors.used.clear()
             factors.used.update(range(self.limits.max_loras) if on else ())
@@ -232,6 +238,8 @@ class AdapterPlaces:
                 if fetch.row is None:
                     self._find_copy(fetch)
                 if fetch.row is not None and fetch.work is None and not sending:
+                    if not fetch.sent:
+                        self._sender.send_flags(self._flags_of(fetch.ref), self._flags[fetch.place])
                     fetch.sent, sending = self._sender.send(fetch.row, fetch.place, fetch.sent), True
                 continue
             if failure is None and fetch.wanted and self._sender is not None and not self._sender.arrived(fetch.place):
@@ -265,10 +273,17 @@ class AdapterPlaces:
             self._free.append(fetch.row)
         return failure
 
+    def _flags_of(self, ref: AdapterRef) -> torch.Tensor:
+        changes = self._changes[ref]
+        flags = torch.tensor([int(key in changes) for key in self._factors], dtype=torch.int32, device="cpu")
+        return flags.repeat_interleave(FLAG_WORDS)
+
     def _note_used(self, place: int) -> None:
         here = {*self._held, *self._cached, *(fetch.ref for fetch in self._fetches)}
         self._changes = {ref: changes for ref, changes in self._changes.items() if ref in here}
         held = self._held[place]
         changed_here: Changes = frozenset() if held is None else self._changes[held]
+        if self._on_cpu and held is not None:
+            self._flags[place] = self._flags_of(held)
         for key, factors in self._factors.items():
             (factors.used.add if key in changed_here else factors.used.discard)(place)

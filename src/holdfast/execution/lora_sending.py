@@ -41,6 +41,11 @@ class PlaceSender:
         """What is sent from now on arrives after all that was launched: a step may still compute with the place."""
         self._stream.wait_stream(torch.cuda.current_stream(self._places.device))
 
+    def send_flags(self, flags: torch.Tensor, target: torch.Tensor) -> None:
+        """Small enough for the driver to take before it returns: they need not be pinned."""
+        with torch.cuda.stream(self._stream):
+            target.copy_(flags, non_blocking=True)
+
     def send(self, row: int, place: int, first: int) -> int:
         """The next piece, from number `first` on; where the one after it begins."""
         end = min(first + self._piece, self._places.shape[1])

@@ -39,6 +39,8 @@ class GpuAdapters:
         self._mixed = PacketRing(packet_words(tokens), device)
         self.tiles: LoraTiles | None = None
         """Of the step that is launched next; None: no row of it has an adapter."""
+        self._present: frozenset[int] | None = None
+        """Places of its rows; None: any, because it may be captured."""
 
     @property
     def nbytes(self) -> int:
@@ -67,6 +69,13 @@ class GpuAdapters:
             self._decode.arrived[number * apart :][:count] for number, count in enumerate((size, most, most, most))
         )
         self.tiles = LoraTiles(order, places, starts, ends, size) if adapted else None
+        self._present = None
+
+    def tiles_for(self, factors: SiteFactors) -> LoraTiles | None:
+        """None: no adapter of the step changes this product."""
+        if self._present is not None and self._present.isdisjoint(factors.used):
+            return None
+        return self.tiles
 
     def use_mixed(self, rows: Sequence[Row], places: Words) -> None:
         """The next launch is a step of any rows, as `StepForms.mixed` puts their tokens: single ones first."""
@@ -79,6 +88,7 @@ class GpuAdapters:
             return
         tokens, whose, starts, ends = self._mixed.send(found)
         self.tiles = LoraTiles(tokens, whose, starts, ends, int(counts.sum()))
+        self._present = frozenset(found[1].tolist())
 
     def rehearse_decode(self, size: int) -> None:
         """All tiles that there may be, each with a row."""
@@ -124,7 +134,7 @@ class AdaptedGpuLinear:
         self, x: torch.Tensor, norm: torch.Tensor, epsilon: float, normed: torch.Tensor, out: torch.Tensor
     ) -> None:
         self._base.write_normed(x, norm, epsilon, normed, out)
-        if self._adapters.tiles is not None:
+        if self._adapters.tiles_for(self._factors) is not None:
             kernels.rms_norm(x, norm, epsilon, normed)  # The base product may have normed in its own kernel.
             self._adapt(normed, out)
 
@@ -132,7 +142,7 @@ class AdaptedGpuLinear:
         self, x: torch.Tensor, norm: torch.Tensor, epsilon: float, activation: Activation, normed: torch.Tensor,
         gate_up: torch.Tensor, out: torch.Tensor,
     ) -> None:  # fmt: skip
-        if self._adapters.tiles is None:
+        if self._adapters.tiles_for(self._factors) is None:
             self._base.gated(x, norm, epsilon, activation, normed, gate_up, out)
             return
         self.write_normed(x, norm, epsilon, normed, gate_up)
@@ -142,6 +152,7 @@ class AdaptedGpuLinear:
         self._base.embed(tokens, slots, positions, out)
 
     def _adapt(self, x: torch.Tensor, out: torch.Tensor) -> None:
-        tiles, factors = self._adapters.tiles, self._factors
+        factors = self._factors
+        tiles = self._adapters.tiles_for(factors)
         if tiles is not None:
-            add_adapters(x, factors.a, factors.b, factors.rows, tiles, self._adapters.inner, out)
+            add_adapters(x, factors.a, factors.b, factors.rows, factors.changes, tiles, self._adapters.inner, out)

@@ -391,6 +391,8 @@ class GpuRunner:
         if is_decode(plans[0].rows):  # A sequence for every token of a step; but one may also have them all.
             plans.append(heaviest_plan(replace(self.limits, max_num_seqs=1), self.layout))
         with self._here():
+            if self._adapters is not None:
+                self._adapters.places.rehearse(True)
             for plan in plans:
                 self._enter(plan)
                 if self._adapters is not None:  # All tokens with one, all places taken.
@@ -408,6 +410,8 @@ class GpuRunner:
                     if self._adapters is not None:
                         self._adapters.rehearse_decode(size)
                         self._run_decode(size, Work.DRAW, True)
+            if self._adapters is not None:
+                self._adapters.places.rehearse(False)
         self._books.known[:] = 0
         self._books.adapter_places[:] = -1
 

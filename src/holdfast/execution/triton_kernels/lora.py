@@ -4,7 +4,8 @@
     rows sorted by place ─► tiles of TILE_ROWS, all of one place ─► inner = x·Aᵀ ─► out += inner·Bᵀ
 
 Rows that are in no tile are not touched. Tiles with place -1 end at once, so that a CUDA graph has room for as many as
-there may be. For few rows the inputs are cut into parts whose sums are added up in order, the same way every time.
+there may be; so do those whose adapter leaves the product as it is, and read none of its factors. For few rows the
+inputs are cut into parts whose sums are added up in order, the same way every time.
 """
 
 from __future__ import annotations
@@ -39,13 +40,15 @@ class LoraTiles:
 
 @triton.jit(do_not_specialize=["inner_rows", "span"])
 def _shrink(
-    x, a, inner, order, places, starts, ends, x_stride, place_stride, columns, inner_rows, span,
-    WIDTH: tl.constexpr, RANKS: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
+    x, a, inner, order, places, starts, ends, changes, changes_stride, x_stride, place_stride, columns, inner_rows,
+    span, WIDTH: tl.constexpr, RANKS: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Of a part of the inputs: inner[part, place in order] = x·Aᵀ."""
     tile, split = tl.program_id(0), tl.program_id(2)
     place = tl.load(places + tile)
     if place < 0:
+        return
+    if tl.load(changes + place * changes_stride) == 0:
         return
     member, rank = tl.load(starts + tile) + tl.arange(0, ROWS), tl.program_id(1) * RANKS + tl.arange(0, RANKS)
     real, known = member < tl.load(ends + tile), rank < WIDTH
@@ -66,7 +69,7 @@ def _shrink(
 
 @triton.jit(do_not_specialize=["inner_rows"])
 def _expand(
-    inner, b, out, order, places, starts, ends, out_stride, place_stride, inner_rows,
+    inner, b, out, order, places, starts, ends, changes, changes_stride, out_stride, place_stride, inner_rows,
     FIRST: tl.constexpr, SECOND: tl.constexpr, THIRD: tl.constexpr, WIDTH: tl.constexpr, RANK: tl.constexpr,
     RANKS: tl.constexpr, OUTPUTS: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
@@ -76,6 +79,8 @@ def _expand(
     tile, block = tl.program_id(0), tl.program_id(1)
     place = tl.load(places + tile)
     if place < 0:
+        return
+    if tl.load(changes + place * changes_stride) == 0:
         return
     member = tl.load(starts + tile) + tl.arange(0, ROWS)
     real = member < tl.load(ends + tile)
@@ -107,6 +112,7 @@ def add_adapters(
     a: torch.Tensor,
     b: torch.Tensor,
     parts: tuple[int, ...],
+    changes: torch.Tensor,
     tiles: LoraTiles,
     inner: torch.Tensor,
     out: torch.Tensor,
@@ -114,7 +120,8 @@ def add_adapters(
     """out [rows, outputs] += what the adapters of `tiles` make of x [rows, columns], both with contiguous rows.
 
     a [places, parts · rank, columns] and b [places, outputs, rank]: contiguous but for the places. `parts`: outputs of
-    each. `inner`: float32, of `lora_sizes.inner_elements`.
+    each. `changes` [places]: 0 for a place whose factors are to be left alone. `inner`: float32, of
+    `lora_sizes.inner_elements`.
     """
     width, columns = a.shape[1:]
     rank = b.shape[2]
@@ -122,7 +129,7 @@ def add_adapters(
     span = -(-columns // (splits * COLUMNS)) * COLUMNS
     ranks = 32 if rank % 32 == 0 else RANK_STEP
     counts = (*parts, *(0,) * (MOST_PARTS - len(parts)))
-    common = tiles.order, tiles.places, tiles.starts, tiles.ends
+    common = tiles.order, tiles.places, tiles.starts, tiles.ends, changes, changes.stride(0)
     _shrink[(len(tiles.places), -(-width // ranks), splits)](
         x, a, inner, *common, x.stride(0), a.stride(0), columns, tiles.rows, span,
         WIDTH=width, RANKS=ranks, COLUMNS=COLUMNS, ROWS=TILE_ROWS, num_warps=WARPS,
