@@ -214,11 +214,15 @@ class Supervised:
 
     def _typed(self, selector: selectors.BaseSelector) -> None:
         assert self._terminal is not None
-        typed = os.read(0, READ_BYTES)
-        if typed:
-            os.write(self._terminal, typed)
-        else:
+        try:
+            typed = os.read(0, READ_BYTES)
+        except OSError:  # Our terminal is gone; SIGHUP says so too.
+            typed = b""
+        if not typed:
             selector.unregister(0)
+            return
+        with contextlib.suppress(OSError):  # The program may have closed its own.
+            os.write(self._terminal, typed)
 
     def _tell_guard(self, program: subprocess.Popen[bytes] | None) -> None:
         now = time.monotonic()
