@@ -50,7 +50,7 @@ def test_held_and_free_answers_are_those_of_the_cpu(
     there = run(with_forms(tiny.core(CPU, gpu=False), tiny), prompts, PARAMS)
     # Some masks are late: their rows are computed once more, and the answers stay what they are.
     calls, real = itertools.count(), masks.StepMasks.rows
-    monkeypatch.setattr(masks.StepMasks, "rows", lambda step: {} if next(calls) == 1 else real(step))
+    monkeypatch.setattr(masks.StepMasks, "rows", lambda step, busy: {} if next(calls) == 1 else real(step, busy))
     here = run(with_forms(tiny.core(device, gpu=True), tiny), prompts, PARAMS)
     assert next(calls) > 2
     for found, expected in zip(here, there, strict=True):
