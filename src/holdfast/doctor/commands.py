@@ -13,6 +13,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from holdfast.doctor.flag_lists import abbreviated
 from holdfast.doctor.manifests import listed
 from holdfast.doctor.programs import IN_CONTAINER, Start, container_environment, program_start, split_wrapper
 from holdfast.doctor.python_calls import parse_call, written_call
@@ -253,7 +254,7 @@ def _flags(engine: str, words: list[str], start: int, unknown: set[int]) -> tupl
             at += 1
             continue
         spelled, equals, given = word.partition("=")
-        name = canonical(engine, spelled)
+        name = abbreviated(engine, spelled)
         end = at + 1
         values: list[str] = [given] if equals else []
         if not equals and not _is_boolean(engine, name):

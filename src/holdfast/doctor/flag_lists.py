@@ -12,6 +12,8 @@ from typing import Any
 from holdfast.doctor.spellings import canonical
 
 Release = tuple[int, ...]
+_TAKE_BEGINNINGS = ("vllm", "sglang")
+"""Their parser is argparse, left as it is."""
 NEAR = 0.75
 """How like a known flag an unknown one must be to be taken for it."""
 
@@ -64,6 +66,16 @@ def takes(engine: str, flag: str, version: str | None) -> bool | None:
 @cache
 def _flags(engine: str) -> tuple[str, ...]:
     return tuple(document()[engine]["flags"].split())
+
+
+def abbreviated(engine: str, spelled: str) -> str:
+    """The one flag that a beginning of it stands for, under its one name; as it is where it is whole, or stands for
+    several, or the engine takes no beginnings."""
+    name = canonical(engine, spelled)
+    if engine not in _TAKE_BEGINNINGS or not spelled.startswith("--") or takes(engine, name, None) is not None:
+        return name
+    able = {canonical(engine, flag) for flag in _flags(engine) if flag.startswith(name)}
+    return able.pop() if len(able) == 1 else name
 
 
 def nearest(engine: str, spelled: str) -> str | None:

@@ -30,6 +30,13 @@ _DERIVED = {
 """Worked out by the engine itself at every start, and printed as if somebody had set it."""
 _STATIC_SHARES = {1: "0.88", 2: "0.87", 4: "0.85", 8: "0.81", 16: "0.79"}
 """SGLang's own choice by its ranks, where it does not work it out from the GPU's memory with more digits."""
+_STEPS = {
+    (2048, False): (8, 24), (2048, True): (8, 80), (4096, False): (32,), (4096, True): (160,),
+    (8192, False): (160, 256), (8192, True): (160, 512), (16_384, False): (512,), (16_384, True): (512,),
+}  # fmt: skip
+"""SGLang's own choice by the GPU's memory: tokens of a chunk, and the largest batch of its graphs, with 4 ranks or more
+(True) and with fewer. Of a pair that is none of these somebody set the one or the other."""
+_STEP_FLAGS = ("chunked-prefill-size", "cuda-graph-max-bs")
 _SWITCHES = ("enable-chunked-prefill", "enable-prefix-caching", "async-scheduling")
 """Of vLLM: left out, they are decided by the model, so that False is a wish."""
 _JSON_LIMITS, _NO_FORM, _NO_PREFIX_FORM = (0, 8, 5), (0, 8, 5), (0, 6, 4)
@@ -48,6 +55,8 @@ def was_given(engine: str, name: str, value: Any, everything: Mapping[str, Any])
         return False
     if value is False:
         return engine == "vllm" and name in _SWITCHES
+    if engine == "sglang" and name in _STEP_FLAGS:
+        return not _own_steps(everything)
     if engine == "sglang" and name == "mem-fraction-static":
         ranks = everything.get("tensor-parallel-size", 1)
         own = _STATIC_SHARES.get(ranks if isinstance(ranks, int) else 1)
@@ -55,6 +64,15 @@ def was_given(engine: str, name: str, value: Any, everything: Mapping[str, Any])
     if name in ("served-model-name", "tokenizer", "tokenizer-path") and value in _models(everything):
         return False
     return str(value) not in _defaults().get(engine, {}).get(name, ())
+
+
+def _own_steps(everything: Mapping[str, Any]) -> bool:
+    chunk, batch = (everything.get(name) for name in _STEP_FLAGS)
+    ranks = everything.get("tensor-parallel-size", 1)
+    many = isinstance(ranks, int) and ranks >= 4
+    if batch is None:  # Releases that do not print it.
+        return any(chunk == tokens for tokens, _ in _STEPS)
+    return isinstance(chunk, int) and batch in _STEPS.get((chunk, many), ())
 
 
 def _models(everything: Mapping[str, Any]) -> list[Any]:

@@ -35,7 +35,10 @@ WHOLE = (
 )  # fmt: skip
 AT_LEAST_ONE = ("tensor-parallel-size", "pipeline-parallel-size", "max-num-seqs", "max-running-requests")
 _SPLITS = AT_LEAST_ONE[:2]
+LENGTHS = ("max-model-len", "context-length", "ctx-size")
 MOST = 1 << 30
+MOST_DIGITS = 20
+"""That are looked at: with so many it is beyond MOST, whatever follows."""
 SHORT_CHARS = 5
 """Of a flag of llama.cpp with one dash."""
 USUAL_SEQUENCES = "256"
@@ -167,7 +170,10 @@ def _values(command: ServerCommand) -> Iterator[Finding]:
         spelled = command.words[flag.words[0]].partition("=")[0]
         if flag.unknown:
             continue
-        if name in WHOLE and (value is None or not _is_whole(name, value)):
+        if name in LENGTHS and value is not None and value.isdecimal() and int(value[:MOST_DIGITS]) > MOST:
+            yield _bad(command, flag, f"{spelled} {shorten(value, 30)} is longer than any model reads",
+                       "without it the model's own context is taken; with it", {spelled: None})  # fmt: skip
+        elif name in WHOLE and (value is None or not _is_whole(name, value)):
             one = {spelled: "1"} if name in _SPLITS else {}
             yield _bad(command, flag, f"{spelled} wants a whole number", f"found {value or 'nothing'}", {**one})
         elif name == "dtype" and command.engine != "llama.cpp" and value not in DTYPES:
@@ -211,11 +217,11 @@ def _is_whole(name: str, value: str) -> bool:
     if value.lower() in _SAID_AS_WORDS.get(name, ()):
         return True
     digits = value.lstrip("-")
-    if name in AT_LEAST_ONE and digits.isdecimal() and not 0 < int(value) <= MOST:
+    if name in AT_LEAST_ONE and digits.isdecimal() and not 0 < int(value[:MOST_DIGITS]) <= MOST:
         return False
     if name == "max-model-len" and digits[-1:] in "kKmMgG":  # vLLM and Holdfast read 32k and 32K.
         digits = digits[:-1].replace(".", "", 1)
-    return digits.isdecimal() and int(digits) <= MOST
+    return digits.isdecimal() and int(digits[:MOST_DIGITS]) <= MOST
 
 
 def _is_share(value: str | None) -> bool:

@@ -6,6 +6,7 @@ number, `<<num:utilization>>` for any, `<<word:model>>` for a word. docs/doctor.
 
 from __future__ import annotations
 
+import math
 import re
 import tomllib
 from collections.abc import Iterable
@@ -259,6 +260,8 @@ def captured(found: re.Match[str]) -> tuple[dict[str, float], dict[str, str]]:
         try:
             number = float(value.replace(",", "").replace("_", "").rstrip("."))
         except ValueError:
+            continue
+        if not math.isfinite(number):
             continue
         if name.endswith("__size"):
             plain = name.removesuffix("__size")

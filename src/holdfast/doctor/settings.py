@@ -9,6 +9,7 @@ Reads how engines print what they were given; judges none of it.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable
 from typing import Any
@@ -139,6 +140,7 @@ class Settings:
             self._take("sglang", dict(arguments(whole[1] or whole[2])), everything=True)
             return True
         if f"{_RUST} " in text:
+            self._torn = not text.rstrip().endswith("}")
             self._take("tgi", dict(rust_arguments(text.split(f"{_RUST} ", 1)[1])), everything=True)
             return True
         configured = _CONFIGURATION.search(text)
@@ -200,9 +202,11 @@ class Settings:
             if value is None:
                 continue
             try:
-                return float(value)
+                number = float(value)
             except ValueError:
                 continue
+            if math.isfinite(number):
+                return number
         return None
 
     @property

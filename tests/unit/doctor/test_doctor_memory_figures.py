@@ -30,7 +30,7 @@ SHARDED = "2025-02-11T09:14:03.0Z  INFO text_generation_launcher: Sharding model
 TGI = {
     "the traceback of the server": Told(
         LAUNCHED.format("Some(2)", 8000, 8192, 32768)
-        + "2025-02-11T09:14:08.1Z  INFO shard-manager: text_generation_launcher: Waiting for shard to be ready... rank=0\n2025-02-11T09:14:44.5Z ERROR text_generation_launcher: Method Warmup encountered an error.\nTraceback (most recent call last):\n  File \"/opt/conda/lib/python3.10/site-packages/text_generation_server/models/flash_causal_lm.py\", line 753, in warmup\n    _, batch = self.generate_token(batch)\n  File \"/opt/conda/lib/python3.10/site-packages/text_generation_server/utils/layers.py\", line 90, in forward\n    return F.linear(input, self.weight)\ntorch.cuda.OutOfMemoryError: " + OUT.format("3.50", "1.20"),
+        + "2025-02-11T09:14:08.1Z  INFO shard-manager: text_generation_launcher: Waiting for shard to be ready... rank=0\n2025-02-11T09:14:44.5Z ERROR text_generation_launcher: Method Warmup encountered an error.\nTraceback (most recent call last):\n  File \"/usr/src/server/text_generation_server/models/flash_causal_lm.py\", line 753, in warmup\n    _, batch = self.generate_token(batch)\n  File \"/usr/src/server/text_generation_server/utils/layers.py\", line 90, in forward\n    return F.linear(input, self.weight)\ntorch.cuda.OutOfMemoryError: " + OUT.format("3.50", "1.20"),
         "activation_oom_runtime", "warmup", "high", {"--max-batch-prefill-tokens": "8192"},
     ),
     "the router's line alone, while shards are waited for": Told(
@@ -115,3 +115,33 @@ def test_the_share_that_leaves_room_for_kv_is_reckoned(case: str) -> None:
     assert first.cause == "no_memory_for_kv_blocks"
     assert first.fix is not None
     assert first.fix.changes == changes
+
+
+STARTED = "[2025-07-02 07:40:58] server_args=ServerArgs(model_path='q/w', tp_size={}, chunked_prefill_size={}, cuda_graph_max_bs={}, page_size=1)\n"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "chunk", "batch", "written"),
+    [
+        (1, 2048, 256, " --chunked-prefill-size 2048 --cuda-graph-max-bs 256"),
+        (1, 8192, 32, " --chunked-prefill-size 8192 --cuda-graph-max-bs 32"),
+        (1, 8192, 256, ""),
+        (4, 8192, 512, " --tensor-parallel-size 4"),
+        (4, 8192, 256, " --tensor-parallel-size 4 --chunked-prefill-size 8192 --cuda-graph-max-bs 256"),
+    ],
+)
+def test_sglang_s_steps_are_kept_unless_they_are_its_own_choice(
+    ranks: int, chunk: int, batch: int, written: str
+) -> None:
+    text = STARTED.format(ranks, chunk, batch) + NO_POOL
+    command = diagnose_lines(text.split("\n"), "log").command
+    assert command == f"python -m sglang.launch_server --model-path q/w{written}"
+
+
+@pytest.mark.parametrize("digits", [20, 400])
+def test_a_context_of_absurd_length_is_only_words(digits: int) -> None:
+    length = "9" * digits
+    text = f"{VLLM.format(0.9)}INFO args: Namespace(model='Qwen/Qwen2.5-7B-Instruct', max_model_len={length})\n{NO_BLOCKS}\nValueError: To serve at least one request with the models's max seq len ({length}), (8.00 GiB KV cache is needed, which is larger than the available KV cache memory (3.10 GiB)."
+    found = diagnose_lines(text.split("\n"), "log")
+    assert {one.cause for one in found.findings} == {"no_memory_for_kv_blocks", "kv_cache_too_small_for_max_len"}
+    assert "inf" not in " ".join(one.what for one in found.findings)

@@ -73,7 +73,10 @@ def test_a_forgotten_tensor_parallel_size_is_named_once() -> None:
         (f"vllm serve {LLAMA} --max-model-len 8192 --gpu-memory-utilization 90", "h100-80", "bad_flag",
          "--gpu-memory-utilization", "0.9"),
         (f"vllm serve {LLAMA} --max-model-len 200000", "h100-80", "bad_flag", "--max-model-len", "131072"),
-        (f"vllm serve {LLAMA} --max-model-len 8192 --max-num-seq 5", "h100-80", "bad_flag", "--max-num-seqs", "5"),
+        (f"vllm serve {LLAMA} --max-model-len {'9' * 20}", "rtx4090", "bad_flag", "--max-model-len", "48544"),
+        (f"vllm serve {LLAMA} --max-model-l 131072 --gpu-memory-u 0.9", "rtx4090", "kv_cache_too_small_for_max_len",
+         "--max-model-l", "44672"),
+        (f"vllm serve {LLAMA} --max-model-len 8192 --max-num-seqz 5", "h100-80", "bad_flag", "--max-num-seqs", "5"),
         ("holdfast serve smollm2 --max-model-len 8192 --ram 200MiB", None, "no_memory_for_kv_blocks", "--ram", "MiB"),
     ],
 )  # fmt: skip
