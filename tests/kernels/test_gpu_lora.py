@@ -16,6 +16,7 @@ from tiny_gpu import LAYERS, LLAMA, Tiny, prompt, tokens_of
 from holdfast.config import EngineConfig
 from holdfast.engine.core import EngineCore
 from holdfast.engine.lora import Adapters
+from holdfast.execution import lora_sending
 from holdfast.execution.batch import RunnerLimits, as_planned
 from holdfast.execution.gpu.lora import GpuAdapters
 from holdfast.execution.gpu.runner import GpuRunner
@@ -97,10 +98,11 @@ def make_core(model: Tiny, device: torch.device) -> EngineCore:
 
 @pytest.mark.usefixtures("no_kernel_for_few_rows")
 def test_answers_are_those_of_merged_weights(
-    model: Tiny, refs: dict[str, AdapterRef], device: torch.device, tmp_path: Path
+    model: Tiny, refs: dict[str, AdapterRef], device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Mixed in a batch, the same prompt with each: nothing cached of one is another's. One whose files are gone ends
     alone, and so does one that is too large to compute with."""
+    monkeypatch.setattr(lora_sending, "PIECE_BYTES", 100_000)  # Where they are sent, each in some pieces.
     gone = AdapterRef("gone", 9, str(tmp_path), "")
     write_adapter(tmp_path / "huge", model.folder, seed=3, size=1e30)
     known = Adapters(model.spec, "tiny", EngineConfig(enable_lora=True, max_lora_rank=20))

@@ -46,9 +46,7 @@ def _shrink(
     """Of a part of the inputs: inner[part, place in order] = x·Aᵀ."""
     tile, split = tl.program_id(0), tl.program_id(2)
     place = tl.load(places + tile)
-    if place < 0:
-        return
-    if tl.load(changes + place * changes_stride) == 0:
+    if tl.load(changes + place * changes_stride, mask=place >= 0, other=0) == 0:
         return
     member, rank = tl.load(starts + tile) + tl.arange(0, ROWS), tl.program_id(1) * RANKS + tl.arange(0, RANKS)
     real, known = member < tl.load(ends + tile), rank < WIDTH
@@ -78,9 +76,7 @@ def _expand(
     SECOND_BLOCKS: tl.constexpr = (SECOND + OUTPUTS - 1) // OUTPUTS
     tile, block = tl.program_id(0), tl.program_id(1)
     place = tl.load(places + tile)
-    if place < 0:
-        return
-    if tl.load(changes + place * changes_stride) == 0:
+    if tl.load(changes + place * changes_stride, mask=place >= 0, other=0) == 0:
         return
     member = tl.load(starts + tile) + tl.arange(0, ROWS)
     real = member < tl.load(ends + tile)
