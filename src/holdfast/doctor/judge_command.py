@@ -279,7 +279,7 @@ def _does_not_fit(command: ServerCommand, told: Answer) -> Finding:
         needed = fit.needed_bytes(rank)
         cause = "kv_cache_too_small_for_max_len"
         what = (
-            f"one sequence of {fit.limits.max_model_len:,} tokens needs {format_bytes(needed)} of KV, and"
+            f"one sequence of {fit.required_tokens:,} tokens needs {format_bytes(needed)} of KV, and"
             f" {format_bytes(rank.room_bytes)} are left"
         )
     unused = next((way for way in told.ways_out if way.kind == "idle_gpus"), None)
