@@ -20,6 +20,7 @@ _FRAME = re.compile(r'^(?:.{0,120}?\|)?\s*(?:File "|File /|File <|-+> \d|\(?[\w/
 _HEADER = "Traceback (most recent call last)"
 _ERROR = re.compile(
     r"^(?:[\w.]+\.)?(?P<name>[A-Z]\w*(?:Error|Exception|Interrupt|Exit)|Exception|AssertionError|StopIteration)(?::|$)"
+    r"|^(?:[a-z_]\w*\.)+(?:exc|exceptions|errors?)\.[A-Z]\w*(?::|$)"
     r"|(?:Segmentation fault|core dumped|Aborted|Bus error|SIGSEGV|SIGABRT|panicked at|terminate called)"
     r"|\b(?:ROCm|HIP) error\b|HSA_STATUS_ERROR|error loading model: \S"
 )

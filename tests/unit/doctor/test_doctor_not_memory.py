@@ -146,3 +146,33 @@ def test_advice_is_in_the_words_of_the_engine_and_of_the_card() -> None:
     assert "HSA_OVERRIDE_GFX_VERSION" in failed.why
     assert failed.fix is not None
     assert "CUDA_LAUNCH_BLOCKING" not in str(failed.fix.command)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "somebody.exceptions.ReadTimeout: (ReadTimeoutError('the other side said nothing'))",
+        "torch._dynamo.exc.BackendCompilerFailed: backend='other' raised:",
+    ],
+)
+def test_an_exception_of_any_name_is_an_error(line: str) -> None:
+    [finding] = _found(line)
+    assert (finding.cause, finding.confidence) == ("other", "low")
+    assert line[:40] in finding.what
+
+
+def test_memory_on_the_chip_is_not_the_cards() -> None:
+    [finding] = _found(
+        "triton.runtime.errors.OutOfResources: out of resource: shared memory, Required: 81920, Hardware limit: 65536."
+    )
+    assert finding.root_cause == "not_memory"
+    assert "81,920 bytes" in finding.what
+    assert finding.fix is not None
+    assert not {"--gpu-memory-utilization", "--max-model-len"} & finding.fix.changes.keys()
+
+
+def test_a_warning_that_quotes_an_error_is_none() -> None:
+    warning = "(APIServer pid=7) WARNING 01-10 10:00:01 [system_utils.py:255] Found ulimit of 20000 and failed to automatically increase. This can cause fd limit errors like `OSError: [Errno 24] Too many open files`."
+    assert "open files" in warning
+    assert [one.cause for one in _found(warning)] == ["not_ready_yet"]
+    assert [one.cause for one in _found("OSError: [Errno 24] Too many open files")] == ["other"]
