@@ -7,12 +7,13 @@ from collections.abc import Iterable, Mapping, Sequence
 import msgspec
 
 from holdfast.doctor.judging import diagnosis
-from holdfast.doctor.lines import read_lines
+from holdfast.doctor.lines import Line, read_lines
 from holdfast.doctor.reading import LOOKED_BYTES, Sift, worth_reading
 from holdfast.doctor.records import Diagnosis, Evidence
 from holdfast.doctor.scene import Scene
 from holdfast.doctor.sources import Source
 from holdfast.doctor.turned import NEWEST_BYTES, OLDEST_BYTES, Order, Turned
+from holdfast.doctor.wrapped import BELOW, LOOKED, is_open_error, whole
 from holdfast.units import MIB
 
 _TORN = "the rest of {}: the file is cut, its compressed data ends before its end"
@@ -30,13 +31,36 @@ class Watch:
     def __init__(self, source: str = "output") -> None:
         self._scene = Scene(source)
         self._number = 0
+        self._open: Line | None = None
+        """An error that may go on below; it was taken as it stood, for the next line may never come."""
+        self._opened_in = (self._scene.run, False)
+        """The run, and whether it was ready."""
+        self._below: list[str] = []
 
     def feed(self, line: str) -> None:
         self._number += 1
-        for part in line.split("\r"):
-            if part and (self._scene.settings.listing or worth_reading(part)):
-                for one in read_lines(part[:LOOKED_BYTES], self._number):
+        for part in filter(None, line.split("\r")):
+            if self._open is not None:
+                self._below.append(part[:LOOKED])
+                if len(self._below) == BELOW:
+                    self._close()
+            if self._scene.settings.listing or worth_reading(part):
+                lines = read_lines(part[:LOOKED_BYTES], self._number)
+                for one in lines:
                     self._scene.feed(one)
+                if len(lines) == 1 and is_open_error(lines[0]):
+                    self._close()
+                    self._open, self._opened_in = lines[0], (self._scene.run, self.ready)
+
+    def _close(self) -> None:
+        """Read whole what was broken: a program that prints for a terminal breaks its lines on a pipe too."""
+        if self._open is None:
+            return
+        joined = whole(self._open, "\n".join(self._below))
+        if joined is not self._open and self._opened_in == (self._scene.run, self.ready):
+            self._scene.feed(joined)  # Later it would be taken for an error of a server that was ready.
+        self._open = None
+        self._below.clear()
 
     @property
     def ready(self) -> bool:
@@ -44,6 +68,7 @@ class Watch:
         return self._scene.run.ready
 
     def diagnosis(self) -> Diagnosis:
+        self._close()
         return diagnosis(self._scene)
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import textwrap
 from pathlib import Path
 
 import pytest
 
-from holdfast.doctor import diagnose
+from holdfast.doctor import diagnose, diagnose_lines
 from holdfast.doctor.records import Diagnosis
 
 FREE = (
@@ -28,6 +29,28 @@ def test_a_message_broken_at_the_width_of_a_terminal_is_read_whole(tmp_path: Pat
     found = said(tmp_path, broken + end)
     assert found.findings[0].cause == said(tmp_path, FREE + "\n").findings[0].cause
     assert found.findings[0].numbers["wanted_gib"] == 71.33
+    watched = diagnose_lines(broken.split("\n"), "output").findings[0]
+    assert (watched.cause, watched.numbers) == (found.findings[0].cause, found.findings[0].numbers)
+
+
+def test_numbers_of_a_message_that_a_program_breaks_at_80_columns_are_all_read(tmp_path: Path) -> None:
+    """As rich prints for typer, on a pipe too."""
+    message = (
+        "OutOfMemoryError: CUDA out of memory. Tried to allocate 1.20 GiB. GPU 0 has a total capacity of 79.10 GiB of"
+        " which 0.31 GiB is free. Process 4242 has 78.70 GiB memory in use. Of the allocated memory 77.10 GiB is"
+        " allocated by PyTorch, and 0.60 GiB is reserved by PyTorch but unallocated."
+    )
+    broken = textwrap.wrap(message, 80)
+    numbers = said(tmp_path, f"{message}\n").findings[0].numbers
+    assert len(numbers) == 5
+    assert said(tmp_path, "\n".join(broken) + "\n").findings[0].numbers == numbers
+    assert diagnose_lines(broken, "output").findings[0].numbers == numbers
+
+
+def test_a_broken_message_of_a_server_that_came_up_is_no_failure(tmp_path: Path) -> None:
+    lines = [*textwrap.wrap(FREE, 80), "INFO:     Application startup complete."]
+    assert said(tmp_path, "\n".join(lines)).healthy
+    assert diagnose_lines(lines, "output").healthy
 
 
 def test_a_message_broken_between_words_keeps_the_numbers_of_its_last_line(tmp_path: Path) -> None:
