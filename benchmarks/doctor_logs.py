@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 from benchmarks.machine import commit, describe_machine, machine_slug, today
@@ -40,6 +41,7 @@ END = (
     "0 has a total capacity of 79.10 GiB of which 0.31 GiB is free. Process 4242 has 78.70 GiB memory in use. Of the "
     "allocated memory 77.10 GiB is allocated by PyTorch, and 0.60 GiB is reserved by PyTorch but unallocated.\n"
 )
+LAST = datetime(2025, 10, 1, 12, 0, 0, tzinfo=UTC)
 
 
 class Chance:
@@ -137,6 +139,11 @@ def ordinary(chance: Chance, at: int) -> str:
     return requests(chance, at) if at % 5 == 0 else access(chance, at)
 
 
+def falling(chance: Chance, at: int) -> str:
+    """As `journalctl -r` prints it: fifty lines a second, the newest first."""
+    return f"{LAST - timedelta(seconds=at // 50):%b %d %H:%M:%S} gpu01 vllm[88]: {ordinary(chance, at)}"
+
+
 def endless(chance: Chance, at: int) -> str:
     return chance.words(2000)
 
@@ -151,6 +158,7 @@ KINDS: dict[str, Callable[[Chance, int], str]] = {
     "progress bars": progress,
     "one line": endless,
     "ordinary: access, prompts, figures": ordinary,
+    "newest line first: the same": falling,
 }
 READ = """
 import json, resource, sys
@@ -165,14 +173,19 @@ print(json.dumps({"cpu_s": cpu_s, "peak_rss_mb": ended.ru_maxrss * 1024 / 1e6, "
 
 
 def written(make: Callable[[Chance, int], str], size_bytes: int) -> Iterator[str]:
-    """A start that went well, the log, and a death while serving."""
+    """A start that went well, the log, and a death while serving; where lines fall, from their end."""
     chance, at, made = Chance(), 0, 0
-    yield START
+    begin, end = (_turned(END), _turned(START)) if make is falling else (START, "\n" + END)
+    yield begin
     while made < size_bytes:
         piece = "".join(make(chance, at + step) for step in range(100))
         at, made = at + 100, made + len(piece)
         yield piece
-    yield "\n" + END
+    yield end
+
+
+def _turned(text: str) -> str:
+    return "".join(reversed(text.splitlines(keepends=True)))
 
 
 def measure(kind: str, megabytes: int) -> dict[str, float | str]:
