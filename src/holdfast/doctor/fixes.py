@@ -64,6 +64,8 @@ def known_numbers(scene: Scene, event: Event) -> dict[str, float]:
         told |= layers_that_fit(told)
     if scene.engine == "tgi":
         told.setdefault("tp", told.get("shards", 1))
+    if scene.engine == "sglang" and "free_at_start_gib" in told:
+        told.setdefault("total_gib", told["free_at_start_gib"])
     if "card_gib" in told:
         told.setdefault("total_gib", told["card_gib"])
     return told | room_for_kv(scene.engine or "vllm", told, kv_token_gib(scene.settings.model))

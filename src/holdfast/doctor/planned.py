@@ -6,6 +6,7 @@ Asks no network: a model that is not in the catalogue is not planned. What the e
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -74,7 +75,8 @@ def _checked(case: Case, name: str, fix: Fix) -> Fix:
         found = _fit(case, name, size)
         if found is None:
             return fix
-        if found.fits:
+        divided = _divided(case, {parallel: str(size)})
+        if found.fits if divided is None else divided:
             changes: dict[str, str | None] = {parallel: str(size)}
             told = f"{format_bytes(found.weights_bytes)} of weights fit {size} GPUs of {case.total_gib:.2f} GiB each"
             return msgspec.structs.replace(
@@ -88,6 +90,8 @@ def _checked(case: Case, name: str, fix: Fix) -> Fix:
 def _cannot(case: Case, name: str, fix: Fix) -> bool:
     """Whether a plan says that it does not fit with this change either; what a plan does not know is not held against
     it."""
+    if case.engine == "sglang":
+        return _divided(case, fix.changes) is False
     if case.engine != "vllm" or case.command is None or case.command.call is not None or not fix.changes:
         return False
     changed: dict[str, object] = {}
@@ -103,6 +107,26 @@ def _cannot(case: Case, name: str, fix: Fix) -> bool:
     gpus = int(str(changed.get("tensor_parallel_size") or case.command.value("tensor-parallel-size") or 1))
     found = _fit(replace(case, utilization=share), name, gpus, **changed)
     return found is not None and not found.fits
+
+
+def _divided(case: Case, changes: Mapping[str, str | None]) -> bool | None:
+    """Whether SGLang's static share holds weights and one sequence with these changes; None: it is not known."""
+    from holdfast.doctor.commands import parse_command
+    from holdfast.doctor.judge_question import Machine, question_for
+    from holdfast.doctor.judge_split import split_of
+
+    if case.engine != "sglang" or case.command is None or case.total_gib is None or not changes:
+        return None
+    command = parse_command(case.command.with_changes(changes))
+    if command is None or command.call is not None:
+        return None
+    ranks = command.value("tensor-parallel-size") or "1"
+    machine = Machine(vram=f"{int(case.total_gib * GIB)}x{ranks}")
+    try:
+        split = split_of(command, question_for(command, machine, None), None)
+    except HoldfastError:
+        return None
+    return None if split is None else split.pool_bytes >= split.needed_bytes
 
 
 def _fit(case: Case, name: str, gpus: int, **changed: object) -> Fit | None:

@@ -117,6 +117,25 @@ def test_the_share_that_leaves_room_for_kv_is_reckoned(case: str) -> None:
     assert first.fix.changes == changes
 
 
+@pytest.mark.parametrize(
+    ("context", "changes", "planned"),
+    [
+        ("None", {"--mem-fraction-static": "0.87"}, "planned: 131.42 GiB of weights fit 4 GPUs of 78.60 GiB each"),
+        ("131072", {"--tp": "4"}, "planned: 131.42 GiB of weights fit 4 GPUs of 78.60 GiB each"),
+    ],
+)
+def test_what_is_offered_for_sglang_is_planned_as_it_divides_a_gpu(
+    context: str, changes: dict[str, str], planned: str
+) -> None:
+    text = SGLANG.format(0.8, "12.73", "65.87", NO_POOL).replace(
+        "'q/w', tp_size=1", f"'meta-llama/Llama-3.1-70B-Instruct', tp_size=2, context_length={context}"
+    )
+    first = diagnose_lines(text.split("\n"), "log").findings[0]
+    assert first.fix is not None
+    assert first.fix.changes == changes
+    assert planned in " ".join(fix.why for fix in (first.fix, *first.alternatives))
+
+
 STARTED = "[2025-07-02 07:40:58] server_args=ServerArgs(model_path='q/w', tp_size={}, chunked_prefill_size={}, cuda_graph_max_bs={}, page_size=1)\n"
 
 
