@@ -68,14 +68,18 @@ def _flags(engine: str) -> tuple[str, ...]:
     return tuple(document()[engine]["flags"].split())
 
 
-def abbreviated(engine: str, spelled: str) -> str:
-    """The one flag that a beginning of it stands for, under its one name; as it is where it is whole, or stands for
-    several, or the engine takes no beginnings."""
+def beginnings(engine: str, spelled: str) -> list[str]:
+    """The one names of the flags that it may stand for; none where it is whole, or the engine takes no beginnings."""
     name = canonical(engine, spelled)
     if engine not in _TAKE_BEGINNINGS or not spelled.startswith("--") or takes(engine, name, None) is not None:
-        return name
-    able = {canonical(engine, flag) for flag in _flags(engine) if flag.startswith(name)}
-    return able.pop() if len(able) == 1 else name
+        return []
+    return sorted({canonical(engine, flag) for flag in _flags(engine) if flag.startswith(name)})
+
+
+def abbreviated(engine: str, spelled: str) -> str:
+    """The one flag that a beginning stands for, under its one name; else as it is."""
+    able = beginnings(engine, spelled)
+    return able[0] if len(able) == 1 else canonical(engine, spelled)
 
 
 def nearest(engine: str, spelled: str) -> str | None:

@@ -16,8 +16,8 @@ from holdfast.config.absent import asks_nothing
 from holdfast.config.engine import REFUSED as ENGINE_REFUSED
 from holdfast.config.server import REFUSED as SERVER_REFUSED
 from holdfast.doctor.commands import Flag, ServerCommand
-from holdfast.doctor.flag_lists import NEAR, document, gone, release, since, until
-from holdfast.doctor.records import Evidence, Finding
+from holdfast.doctor.flag_lists import NEAR, beginnings, document, gone, release, since, until
+from holdfast.doctor.records import Evidence, Finding, Fix
 from holdfast.doctor.said import changed, found
 from holdfast.doctor.spellings import canonical
 from holdfast.units import shorten
@@ -39,6 +39,8 @@ LENGTHS = ("max-model-len", "context-length", "ctx-size")
 MOST = 1 << 30
 MOST_DIGITS = 20
 """That are looked at: with so many it is beyond MOST, whatever follows."""
+NAMED = 4
+"""Flags that a beginning may stand for, as many as are named."""
 SHORT_CHARS = 5
 """Of a flag of llama.cpp with one dash."""
 USUAL_SEQUENCES = "256"
@@ -114,18 +116,29 @@ def _unknown(command: ServerCommand, version: str | None) -> Iterator[Finding]:
             if version is None or last is None or release(version) > last:
                 yield _once_taken(command, flag, spelled, instead, version)
             continue
-        near = difflib.get_close_matches(name, sorted(known), n=1, cutoff=NEAR)
-        fixes = [changed(command, {spelled: None}, f"without {spelled}")]
-        if near:
-            value = flag.value if flag.value is not None else ""
-            fixes.insert(0, changed(command, {spelled: None, f"--{near[0]}": value}, f"--{near[0]} is what it has"))
-        read_from = "" if engine == "holdfast" else f" ({list_of(engine)})"
-        yield found(
-            "bad_flag", "not_memory", "high" if near and engine == "holdfast" else "medium" if near else "low",
-            what=f"{engine} knows no {shorten(spelled)}" + (f"; --{near[0]} is near" if near else ""),
-            why=f"it is not among the flags of {engine}{read_from}: the command ends at once with a usage error",
-            evidence=_evidence(command, flag), fixes=fixes,
-        )  # fmt: skip
+        yield _never_taken(command, flag, spelled, known)
+
+
+def _never_taken(command: ServerCommand, flag: Flag, spelled: str, known: frozenset[str]) -> Finding:
+    engine, several = command.engine, beginnings(command.engine, spelled)[:NAMED]
+    near = difflib.get_close_matches(flag.name, sorted(known), n=1, cutoff=NEAR)
+    fixes = [changed(command, {spelled: None}, f"without {spelled}")]
+    if several:
+        fixes.insert(0, Fix(why="write the one that is meant whole"))
+    elif near:
+        meant: dict[str, str | None] = {spelled: None, f"--{near[0]}": flag.value or ""}
+        fixes.insert(0, changed(command, meant, f"--{near[0]} is what it has"))
+    read_from = "" if engine == "holdfast" else f" ({list_of(engine)})"
+    what = f"{engine} knows no {shorten(spelled)}" + (f"; --{near[0]} is near" if near else "")
+    why = f"it is not among the flags of {engine}{read_from}"
+    if several:
+        what = f"{shorten(spelled)} is the beginning of several flags: {', '.join(f'--{one}' for one in several)}"
+        why = f"a beginning is taken where it stands for one flag alone{read_from}"
+    return found(
+        "bad_flag", "not_memory", "high" if near and engine == "holdfast" else "medium" if near or several else "low",
+        what=what, why=f"{why}: the command ends at once with a usage error", evidence=_evidence(command, flag),
+        fixes=fixes,
+    )  # fmt: skip
 
 
 def _once_taken(command: ServerCommand, flag: Flag, spelled: str, instead: str, version: str | None) -> Finding:

@@ -77,6 +77,8 @@ def test_a_forgotten_tensor_parallel_size_is_named_once() -> None:
         (f"vllm serve {LLAMA} --max-model-l 131072 --gpu-memory-u 0.9", "rtx4090", "kv_cache_too_small_for_max_len",
          "--max-model-l", "44672"),
         (f"vllm serve {LLAMA} --max-model-len 8192 --max-num-seqz 5", "h100-80", "bad_flag", "--max-num-seqs", "5"),
+        (f"vllm serve {LLAMA} --max-model-len 8192 --tensor-par 3", "rtx4090x4", "heads_not_divisible", "--tensor-par",
+         "2"),
         ("holdfast serve smollm2 --max-model-len 8192 --ram 200MiB", None, "no_memory_for_kv_blocks", "--ram", "MiB"),
     ],
 )  # fmt: skip
@@ -97,6 +99,15 @@ def test_a_flag_that_vllm_once_took_is_told_apart_from_a_typing_error() -> None:
     assert "no longer takes" in finding.what
     assert finding.fix is not None
     assert "--num-scheduler-steps" not in (finding.fix.command or "")
+
+
+def test_a_beginning_of_several_flags_is_not_guessed() -> None:
+    [finding] = _judged(f"vllm serve {LLAMA} --max-model-len 8192 --max-lor 1").findings
+    assert finding.what == (
+        "--max-lor is the beginning of several flags: --max-lora-cls-labels, --max-lora-rank, --max-loras"
+    )
+    assert finding.fix is not None
+    assert finding.fix.changes == {}
 
 
 def test_the_last_fix_has_those_before_it() -> None:
