@@ -1,7 +1,8 @@
 """Which GPUs Holdfast, vLLM and SGLang have kernels for, by vendor, compute capability and quantization. Knows no plan.
 
 Least capabilities as vLLM's own table of quantizations has them: Volta is 7.0, Turing 7.5, Ampere 8.0, Ada 8.9. FP8
-weights are unpacked by Marlin from 8.0 on, and multiplied as they are from 8.9 on.
+weights are unpacked by Marlin from 8.0 on (by vLLM's newer releases from 7.5: vllm_features.py), and multiplied as they
+are from 8.9 on.
 """
 
 from __future__ import annotations
@@ -54,11 +55,12 @@ def gguf_note(version: tuple[int, ...]) -> str:
     return f"its GGUF support is experimental and slower than its own formats{needed}"
 
 
-def lacks_method(model: PlannedModel, gpus: Iterable[Gpu | None]) -> str | None:
-    """Why these GPUs cannot run what the model is quantized with; None: they can, or nothing is known against it."""
+def lacks_method(model: PlannedModel, gpus: Iterable[Gpu | None], *, but: str = "") -> str | None:
+    """Why these GPUs cannot run what the model is quantized with; None: they can, or nothing is known against it.
+    `but`: a method that is judged elsewhere."""
     quantization = model.spec.quantization
     least = LEAST_OF_METHOD.get(quantization.method) if quantization is not None else None
-    if quantization is None or least is None:
+    if quantization is None or least is None or quantization.method == but:
         return None
     for gpu in gpus:
         if gpu is not None and gpu.compute_capability is not None and gpu.compute_capability < least:

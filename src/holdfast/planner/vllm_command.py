@@ -297,7 +297,7 @@ def _problems(sized: Sized, vllm: Vllm, source: Source) -> list[str]:
         *lacks_features(found, source, vllm),
         lacks_engine("vllm", gpus, vllm.at),
         lacks_fp8_units(found, vllm),
-        lacks_method(found.question.model, gpus),
+        lacks_method(found.question.model, gpus, but="fp8"),
         lacks_gguf_types(found.question.model),
         lacks_index(found.question.model, gpus),
         lacks_fp8_kv(sized.kept.kv_dtype, gpus) if vllm.runner != "v0" else None,

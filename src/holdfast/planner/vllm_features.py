@@ -34,6 +34,9 @@ FP8_LEAST: tuple[tuple[Release, tuple[int, int]], ...] = (
     ((0, 5, 1), (8, 0)), ((0, 4, 2), (8, 9)), ((0, 0, 0), (9, 0)),
 )  # fmt: skip
 """The least compute capability for FP8 weights; since the first Marlin unpacks them where nothing multiplies them."""
+FP8_ON_TURING, COMPRESSED_FP8_ON_TURING = (0, 14, 0), (0, 16, 0)
+"""Marlin does so on 7.5 too, but not for FBGEMM's: vLLM's own, and compressed-tensors' two releases later."""
+TURING = (7, 5)
 SPLIT_BITSANDBYTES: Release = (0, 6, 2)
 SPLIT_STORED_BITSANDBYTES: Release = (0, 10, 0)
 """Over tensor parallel ranks; over stages as what is made while loading."""
@@ -138,19 +141,30 @@ def _stored_fp8(quantization: QuantSpec) -> Release:
 
 
 def lacks_fp8_units(found: Fit, vllm: Vllm) -> str | None:
-    """Why a release cannot compute with FP8 weights on these GPUs, where newer ones can."""
+    """Why a release cannot compute with FP8 weights on these GPUs, and since when one can."""
     quantization = found.question.model.spec.quantization
-    least = _at(FP8_LEAST, vllm)
-    if quantization is None or quantization.method != "fp8" or least == FP8_LEAST[0][1]:
+    if quantization is None or quantization.method != "fp8":
         return None
+    table = _fp8_least(quantization)
+    least = _at(table, vllm)
     for gpu in _gpus(found):
-        if gpu.compute_capability is not None and FP8_LEAST[0][1] <= gpu.compute_capability < least:
-            has, needed = (".".join(map(str, pair)) for pair in (gpu.compute_capability, least))
-            since_when = spelled(next(first for first, pair in reversed(FP8_LEAST) if gpu.compute_capability >= pair))
-            return (
-                f"FP8 needs compute capability {needed} in vLLM {vllm.release}; {gpu.key} has {has}: since {since_when}"
-            )
+        if gpu.compute_capability is None or gpu.compute_capability >= least:
+            continue
+        has, needed, most = (".".join(map(str, pair)) for pair in (gpu.compute_capability, least, table[0][1]))
+        if gpu.compute_capability < table[0][1]:
+            return f"FP8 needs compute capability {most}; {gpu.key} has {has}"
+        since_when = spelled(next(first for first, pair in reversed(table) if gpu.compute_capability >= pair))
+        return f"FP8 needs compute capability {needed} in vLLM {vllm.release}; {gpu.key} has {has}, enough since {since_when}"
     return None
+
+
+def _fp8_least(quantization: QuantSpec) -> tuple[tuple[Release, tuple[int, int]], ...]:
+    """By who made the weights; newest first."""
+    made_by = _stored_fp8(quantization)
+    if made_by == FP8_OF_FBGEMM:
+        return FP8_LEAST
+    first = COMPRESSED_FP8_ON_TURING if made_by == FP8_OF_COMPRESSED_TENSORS else FP8_ON_TURING
+    return ((first, TURING), *FP8_LEAST)
 
 
 def leaves_v1(found: Fit, kv_dtype: str, vllm: Vllm) -> str | None:

@@ -292,7 +292,8 @@ def test_a_command_runs_what_was_counted(
 
 def test_fp8_is_not_made_on_a_gpu_without_kernels_for_it(ask: Ask) -> None:
     question = ask("qwen2.5-7b", "t4")
-    by_engine = commands(fit(replace(question, model=quantized_as(question.model, "fp8"))), sequences=1)
+    found = fit(replace(question, model=quantized_as(question.model, "fp8")))
+    by_engine = commands(found, sequences=1, vllm=parse_vllm("==0.11.0"))
     assert not by_engine["vllm"].available
     assert not by_engine["sglang"].available
 
@@ -483,10 +484,20 @@ def test_no_way_out_needs_kernels_that_the_gpu_lacks(ask: Ask, model: str) -> No
 
 
 def test_a_quantized_model_on_a_gpu_without_kernels_for_it(ask: Ask) -> None:
-    by_engine = commands(fit(ask("llama-3.1-8b-fp8", "t4", count=2, max_model_len=2048)), sequences=1)
-    for engine in ("vllm", "sglang"):
-        assert not by_engine[engine].available
-        assert any("FP8 needs compute capability 8.0; t4 has 7.5" in note for note in by_engine[engine].notes)
+    on_turing = fit(ask("llama-3.1-8b-fp8", "t4", count=2, max_model_len=2048))
+    sglang = commands(on_turing, sequences=1)["sglang"]
+    assert not sglang.available
+    assert any("FP8 needs compute capability 8.0; t4 has 7.5" in note for note in sglang.notes)
+    on_volta = commands(fit(ask("llama-3.1-8b-fp8", "v100-32", max_model_len=2048)), sequences=1)["vllm"]
+    assert any("FP8 needs compute capability 7.5; v100-32 has 7.0" in note for note in on_volta.notes)
+
+
+def test_fp8_on_turing_is_in_newer_releases_of_vllm(ask: Ask) -> None:
+    on_turing = fit(ask("qwen3-8b-fp8", "t4", count=2, max_model_len=2048))
+    assert not any("FP8 needs" in one for one in commands(on_turing, sequences=1)["vllm"].lacks)
+    for release, lacking in (("0.11.0", True), ("0.13.0", True), ("0.14.0", False)):
+        older = commands(on_turing, sequences=1, vllm=parse_vllm(f"=={release}"))["vllm"]
+        assert any("t4 has 7.5, enough since 0.14.0" in one for one in older.lacks) == lacking, release
 
 
 def test_on_a_cpu_a_share_would_be_of_the_whole_machine(ask: Ask, cpu: Callable[..., Device]) -> None:
