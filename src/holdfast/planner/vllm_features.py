@@ -154,7 +154,8 @@ def lacks_fp8_units(found: Fit, vllm: Vllm) -> str | None:
         if gpu.compute_capability < table[0][1]:
             return f"FP8 needs compute capability {most}; {gpu.key} has {has}"
         since_when = spelled(next(first for first, pair in reversed(table) if gpu.compute_capability >= pair))
-        return f"FP8 needs compute capability {needed} in vLLM {vllm.release}; {gpu.key} has {has}, enough since {since_when}"
+        release = f"vLLM {vllm.release}"
+        return f"FP8 needs compute capability {needed} in {release}; {gpu.key} has {has}, enough since {since_when}"
     return None
 
 
