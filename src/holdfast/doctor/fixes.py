@@ -68,7 +68,13 @@ def known_numbers(scene: Scene, event: Event) -> dict[str, float]:
         told.setdefault("total_gib", told["free_at_start_gib"])
     if "card_gib" in told:
         told.setdefault("total_gib", told["card_gib"])
-    return told | room_for_kv(scene.engine or "vllm", told, kv_token_gib(scene.settings.model))
+    if told.keys() & {
+        "kv_short_gib",
+        "after_load_gib",
+        "weights_gib",
+    }:  # Else nothing follows, and no model is looked up.
+        told |= room_for_kv(scene.engine or "vllm", told, kv_token_gib(scene.settings.model))
+    return told
 
 
 def _default_utilization(version: str | None) -> float:
