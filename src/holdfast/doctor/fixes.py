@@ -41,6 +41,8 @@ _DEFAULTS: dict[str, dict[str, float]] = {
     "llama.cpp": {"port": 8080},
     "holdfast": {"utilization": 0.9, "tp": 1, "port": 8000},
 }
+_OF_KV = frozenset(("kv_short_gib", "after_load_gib", "weights_gib"))
+"""Without one of these nothing can be reckoned of KV, and no model need be looked up."""
 _GGUF_FOLDER = re.compile(r"(?i)(?:gguf|[-_.]i?q[2-8](?:_[\dk])?(?:_[sml])?)/?$")
 FLAGS_NAMED = 16
 """Of a message that names flags, so many are put right: a line may be anything."""
@@ -68,11 +70,7 @@ def known_numbers(scene: Scene, event: Event) -> dict[str, float]:
         told.setdefault("total_gib", told["free_at_start_gib"])
     if "card_gib" in told:
         told.setdefault("total_gib", told["card_gib"])
-    if told.keys() & {
-        "kv_short_gib",
-        "after_load_gib",
-        "weights_gib",
-    }:  # Else nothing follows, and no model is looked up.
+    if told.keys() & _OF_KV:
         told |= room_for_kv(scene.engine or "vllm", told, kv_token_gib(scene.settings.model))
     return told
 

@@ -27,6 +27,7 @@ _CONFIGURATION = re.compile(
 )
 _VERSION = re.compile(r"(?:vLLM API server version |LLM engine \(v)(\d+\.\d+(?:\.\d+)?)")
 _RUST = "Args {"
+_RUST_LINE = re.compile(r"[}\])]|\s+(?:\w+: \S|[\"\w./:-]+,?$|[)\]}],?$)")
 _NOTHING_INSIDE = re.compile(r"Some\(\s*\n(?=\s{4}\w+:|\})")
 _COMMAND = re.compile(
     r"\bvllm serve\b|vllm[./]entrypoints[./]|\bapi_server\.py\b|sglang[. ](?:launch_server|serve)|\bllama-server\b"
@@ -95,7 +96,7 @@ class Settings:
 
     def _goes_on(self, text: str) -> bool:
         """Whether the line belongs to what was begun; where that has ended, it is taken as it stands."""
-        inside = text.startswith((" ", "\t", "}", ")")) if self._rust else True
+        inside = _RUST_LINE.match(text) is not None if self._rust else True
         if inside:
             self._begun = f"{self._begun}\n{text}"
         ended = not inside or text.startswith("}") if self._rust else not text.rstrip().endswith("\\")

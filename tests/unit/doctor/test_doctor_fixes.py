@@ -118,6 +118,15 @@ def test_arguments_as_rust_prints_them(form: str) -> None:
     assert "your other flags" not in fix.why
 
 
+def test_arguments_that_are_cut_take_no_line_of_a_traceback() -> None:
+    lines = TGI.split("\n")
+    code = ['  File "/usr/src/server/models.py", line 1, in warmup', "    _, batch, kept = self.token(batch)"]
+    fix = diagnose_lines([*lines[:4], *code, lines[-1]], "log").findings[0].fix
+    assert fix is not None
+    assert fix.command == "text-generation-launcher --model-id q/w --max-batch-prefill-tokens 4096"
+    assert "; and your other flags" in fix.why
+
+
 def test_arguments_of_several_lines_in_a_file_are_read_whole(tmp_path: Path) -> None:
     """Of a file only lines that could matter are read, and a number alone is none."""
     log = tmp_path / "tgi.log"
