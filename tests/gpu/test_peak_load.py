@@ -36,6 +36,8 @@ def body(rng: random.Random) -> dict[str, Any]:
     if rng.random() < 0.1:
         first = rng.randrange(1000)
         asked |= {"allowed_token_ids": list(range(first, first + 4000))}
+    elif rng.random() < 0.1:
+        asked |= {"structured_outputs": {"regex": "[a-z ]{20,4000}"}}
     if rng.random() < 0.1:
         asked |= {"prompt_logprobs": rng.choice((0, 5, 20)), "stream": False}
     return asked
@@ -45,7 +47,7 @@ def body(rng: random.Random) -> dict[str, Any]:
 @pytest.mark.timeout(SECONDS + 180)
 async def test_memory_stays_within_the_budget_under_load(shape: Callable[[str], str], start_server: Any) -> None:
     server = start_server(
-        shape("8B"), "--load-format", "dummy", "--skip-tokenizer-init", "--max-model-len", "8192", "--device", "cuda",
+        shape("8B"), "--load-format", "dummy", "--tokenizer", "smollm2", "--max-model-len", "8192", "--device", "cuda",
         "--vram", f"{BUDGET_GIB}GiB", "--max-queued-requests", "2000",
     ).wait_ready()  # fmt: skip
     uuid, engine, ends_s = probe().gpus[0].uuid, server.engine_pid, time.monotonic() + SECONDS

@@ -13,6 +13,8 @@ import torch
 from prompt_scores import assert_scores
 from tiny_gpu import Tiny, TinyGguf, prompt, run, tokens_of, told_of
 
+from holdfast.execution.gpu.ladder import padded_sizes
+from holdfast.execution.gpu.sampling import Work
 from holdfast.records import SamplingParams
 
 CPU = torch.device("cpu")
@@ -141,8 +143,9 @@ def test_the_rehearsal_scores_every_token_of_its_prompts(
 
     monkeypatch.setattr(runner.decoder, "logits", watch)
     runner.rehearse()
-    # Of 16 tokens 3 sample, and all but those are scored, in turns of 3.
-    assert seen == [3, 3, 3, 3, 3, 1]
+    # Of 16 tokens 3 sample, and all but those are scored, in turns of 3. Then steps of single tokens, of every kind.
+    single = [size for size in padded_sizes(3) for _ in Work] if device.type == "cuda" else []
+    assert seen == [3, 3, 3, 3, 3, 1, *single]
     asked = prompt(0, 5)
     (outputs,) = run(core, [asked], [SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)])
     tiny.assert_greedy(asked, tokens_of(outputs))

@@ -120,7 +120,7 @@ def test_how_an_answer_is_written(llm) -> None:
     tokenizer = llm.get_tokenizer()
     end, word = tokenizer.convert_tokens_to_ids("<|im_end|>"), tokenizer.encode(" tea", add_special_tokens=False)[0]
     prompt = {"prompt_token_ids": [7, 8, 9]}
-    base = SamplingParams(max_tokens=12, ignore_eos=True, seed=5, allowed_token_ids=[end, word])
+    base = SamplingParams(max_tokens=12, ignore_eos=True, seed=5, temperature=50.0, allowed_token_ids=[end, word])
     (hidden,), (shown,), (ids,) = (
         llm.generate(prompt, base.replace(**change))
         for change in (
