@@ -32,6 +32,7 @@ _SETTINGS = {
     "max_loras": ("max-loras", "max-loras-per-batch"),
     "layers_on_gpu": ("n-gpu-layers",),
     "swap_space": ("swap-space",),
+    "graph_batch": ("cuda-graph-max-bs", "max-cudagraph-capture-size"),
     "input_tokens": ("max-input-tokens", "max-input-length"),
     "port": ("port",),
 }

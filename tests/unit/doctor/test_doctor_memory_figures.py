@@ -157,6 +157,14 @@ def test_sglang_s_steps_are_kept_unless_they_are_its_own_choice(
     assert command == f"python -m sglang.launch_server --model-path q/w{written}"
 
 
+@pytest.mark.parametrize(("batch", "smaller"), [(160, "64"), (32, "16")])
+def test_graphs_are_made_fewer_and_never_more(batch: int, smaller: str) -> None:
+    failed = f"Exception: Capture cuda graph failed: {OUT.format('0.32', '0.21')}"
+    first = diagnose_lines([*STARTED.format(1, 2048, batch).split("\n"), failed], "log").findings[0]
+    every = [fix.changes for fix in (first.fix, *first.alternatives) if fix is not None]
+    assert {"--cuda-graph-max-bs": smaller} in every
+
+
 @pytest.mark.parametrize("digits", [20, 400])
 def test_a_context_of_absurd_length_is_only_words(digits: int) -> None:
     length = "9" * digits
