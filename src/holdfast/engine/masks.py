@@ -1,7 +1,7 @@
 """Masks of answers that must have a form: one form as its answer grows, threads that fill its masks, and what of a step
 is there in time. Who comes and goes is `forms`'s; what a grammar means is `text.matching`'s.
 
-    judged (or compiled) ─► being filled ─► filled ─► sampled from ─► judged ...
+    judged (or compiled) ─► being filled, quick ones together ─► filled ─► sampled from ─► judged ...
                               │ a step needs it: waited for, PATIENCE_S in all and REGAINED_S more with each token;
                               │ who wait together share what they cost, and nothing is paid while the device is busy
                               └ late: left out of steps until it is filled, by one thread for all such forms
@@ -10,12 +10,12 @@ is there in time. Who comes and goes is `forms`'s; what a grammar means is `text
 from __future__ import annotations
 
 import logging
-import os
 import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy
@@ -28,14 +28,18 @@ from holdfast.records.sampling import MAX_BAD_WORD_TOKENS
 from holdfast.records.steps import Verdict
 
 if TYPE_CHECKING:
-    from holdfast.text.matching import Matcher
+    from holdfast.text.matching import MaskPool, Matcher
 
 log = logging.getLogger("holdfast")
 
 Words = numpy.typing.NDArray[numpy.int32]
 
-THREADS = max(3, min(8, (os.cpu_count() or 1) // 2))
-"""For forms that were never late. Those that were share one more."""
+THREADS = 3
+"""For forms that were never late and are not quick. Those that were late share one more, as quick ones do."""
+QUICK_S = 0.002
+"""Of work for a mask: filled together with others, which wait for it."""
+TOGETHER = 64
+"""Masks filled at once: so many quick ones hold nobody up for long."""
 PATIENCE_S, REGAINED_S = 0.05, 0.001
 """How long one answer may hold up the others of its steps: in all, and for each token it has."""
 STEP_PATIENCE_S = 0.05
@@ -62,6 +66,7 @@ class Form:
     patience_s: float = PATIENCE_S
     """What is left of it; nothing: the form is slow."""
     spent_s: float = 0.0
+    quick: bool = False
 
     def __post_init__(self) -> None:
         self.output = list(self.request.output_token_ids)
@@ -72,7 +77,7 @@ class Form:
 
     def fill(self) -> None:
         """Whatever goes wrong is this answer's end and nobody else's business."""
-        began_s = time.thread_time()
+        began_s, before_s = time.thread_time(), self.spent_s
         try:
             self.matcher.fill(self.words)
             self._narrow()
@@ -80,6 +85,17 @@ class Form:
             log.exception("request %s is ended: its mask could not be filled", self.request.request_id)
             self.failure = Failure.of(EngineError(f"the form of the answer failed: {type(error).__name__}"))
         self.count(began_s)
+        self.quick = self.spent_s - before_s <= QUICK_S
+        self._judge_work()
+
+    def take(self, words: Words, spent_s: float) -> None:
+        """A mask that was filled for it together with others, and its share of the work."""
+        self.words[:] = words
+        self._narrow()
+        self.spent_s += spent_s
+        self._judge_work()
+
+    def _judge_work(self) -> None:
         if self.spent_s > MASK_CPU_S + MASK_CPU_S_A_TOKEN * len(self.output) and self.failure is None:
             too_slow = GrammarError(
                 f"the form of the answer took {self.spent_s:.0f} s of work for {len(self.output)} tokens",
@@ -126,20 +142,25 @@ class MaskThreads:
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._quick, self._slow = queue.SimpleQueue[Form | None](), queue.SimpleQueue[Form | None]()
+        self._together, self._alone, self._slow = (queue.SimpleQueue[Form | None]() for _ in range(3))
         self._threads: list[threading.Thread] = []
 
     def begin(self, form: Form) -> None:
         if not self._threads:
             self._start()
         form.filled = False
-        line = self._slow if form.slow else self._quick
+        line = self._slow if form.slow else self._together if form.quick else self._alone
         form.patience_s = min(max(form.patience_s, 0.0) + REGAINED_S, PATIENCE_S)
         line.put(form)
 
+    def _lines(self) -> list[queue.SimpleQueue[Form | None]]:
+        """Of each thread."""
+        return [self._together, *[self._alone] * THREADS, self._slow]
+
     def _start(self) -> None:
-        for number, line in enumerate([*[self._quick] * THREADS, self._slow]):
-            thread = threading.Thread(target=self._work, args=(line,), name=f"masks-{number}", daemon=True)
+        for number, line in enumerate(self._lines()):
+            work = self._work_together if line is self._together else partial(self._work, line)
+            thread = threading.Thread(target=work, name=f"masks-{number}", daemon=True)
             self._threads.append(thread)
             thread.start()
 
@@ -148,10 +169,37 @@ class MaskThreads:
             step_back()
         while (form := line.get()) is not None:
             form.fill()
-            with self._changed:
-                form.filled = True
-                self._changed.notify_all()
+            self._tell([form])
             del form  # Its answer may be over.
+
+    def _work_together(self) -> None:
+        from holdfast.text.matching import MASK_THREADS, MaskPool  # Large; at hand since the first form was compiled.
+
+        pool, room = MaskPool(), numpy.empty((0, 0), dtype=numpy.int32)
+        while forms := self._next_together():
+            if len(room) == 0:
+                room = numpy.empty((TOGETHER, len(forms[0].words)), dtype=numpy.int32)
+            fill_together(forms, pool, room[: len(forms)], MASK_THREADS)
+            self._tell(forms)
+            del forms
+
+    def _next_together(self) -> list[Form]:
+        """All that wait, up to TOGETHER of them; none: it is over."""
+        forms, form = list[Form](), self._together.get()
+        while form is not None:
+            forms.append(form)
+            if len(forms) == TOGETHER or self._together.empty():
+                return forms
+            form = self._together.get()
+        if forms:
+            self._together.put(None)
+        return forms
+
+    def _tell(self, forms: Sequence[Form]) -> None:
+        with self._changed:
+            for form in forms:
+                form.filled = True
+            self._changed.notify_all()
 
     def wait(self, forms: Sequence[Form], busy: Callable[[], bool]) -> None:
         """Until each is filled, or has used up its patience, or the step's is over. `busy`: the device still computes
@@ -174,9 +222,26 @@ class MaskThreads:
             self._changed.wait_for(lambda: not forms or any(form.filled for form in forms), timeout_s)
 
     def close(self) -> None:
-        for line in [*[self._quick] * THREADS, self._slow] if self._threads else []:
+        for line in self._lines() if self._threads else []:
             line.put(None)
         self._threads.clear()
+
+
+def fill_together(forms: Sequence[Form], pool: MaskPool, room: Words, threads: int) -> None:
+    """`room` [forms, words of a mask]. What has become slow among them is not known: each is looked at alone then."""
+    began_s = time.monotonic()
+    try:
+        pool.fill([form.matcher for form in forms], room)
+    except BaseException:  # The library may panic: whoever's fault it was will see it again.
+        for form in forms:
+            form.fill()
+        return
+    took_s = time.monotonic() - began_s
+    for form, words in zip(forms, room, strict=True):
+        form.take(words, took_s * min(threads, len(forms)) / len(forms))
+    if took_s > 2 * QUICK_S * (1 + len(forms) / threads):
+        for form in forms:
+            form.quick = False
 
 
 class StepMasks:

@@ -7,6 +7,7 @@ recursion, and a schema of some ten thousand bytes would otherwise end the proce
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 import threading
 from collections import OrderedDict
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import msgspec
-from llguidance import LLMatcher, LLTokenizer
+from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
 from holdfast.errors import GrammarError, RequestError
 from holdfast.records.structured import StructuredOutputsParams, Vocabulary
@@ -33,6 +34,8 @@ T = TypeVar("T")
 STACK_BYTES = 256 << 20
 """Of addresses; memory is taken only for what is used. A chain of references as long as a schema may be needed some
 60 MiB."""
+MASK_THREADS = max(1, min(8, (os.cpu_count() or 1) // 2))
+"""Of those that fill masks together."""
 COMPILED_KEPT = 8
 COMPILED_KEPT_BYTES = 256 << 10
 """Of forms as they are written: what is compiled takes some sixty times as much."""
@@ -119,6 +122,35 @@ class Matcher:
         return _refusal(said, "structured_outputs") if said else None
 
 
+class MaskPool:
+    """Fills masks of many answers at once, on threads of the library's own and without Python between them."""
+
+    def __init__(self) -> None:
+        self._library = LLExecutor(MASK_THREADS)
+
+    def fill(self, matchers: Sequence[Matcher], words: numpy.typing.NDArray[numpy.int32]) -> None:
+        """words [matchers, words of a mask], contiguous. Lets other threads go on meanwhile."""
+        wanted = [(matcher.library, row) for row, matcher in enumerate(matchers)]
+        self._library.unsafe_compute_mask_ptr(wanted, words.ctypes.data, words.strides[0], len(words))
+
+
+class _Compiled:
+    """One grammar, as often as it pays: copies of the same lock each other out while masks are filled."""
+
+    def __init__(self, first: LLMatcher) -> None:
+        self.originals = [first]
+        self.copies = 0
+
+    @property
+    def pays(self) -> bool:
+        """To compile it once more, for more threads to have one each."""
+        return self.copies >= 2 * len(self.originals) and len(self.originals) < MASK_THREADS
+
+    def copy(self) -> Matcher:
+        self.copies += 1
+        return Matcher(self.originals[self.copies % len(self.originals)].deep_copy())
+
+
 class Grammars:
     """Compiles for one vocabulary; safe to use from several threads. The `kept` used last stay compiled. `steps`: how
     far each is tried out."""
@@ -135,7 +167,7 @@ class Grammars:
         slices = None if kept else list[str]()
         self._tokens = _Tokens(tokens, list(self._special.values()), eos_ids, slices)
         self._walker = Walker(tokens, eos_ids)
-        self._compiled: OrderedDict[bytes, LLMatcher] = OrderedDict()
+        self._compiled: OrderedDict[bytes, _Compiled] = OrderedDict()
         self._lock = threading.Lock()
 
     def matcher(self, params: StructuredOutputsParams) -> Matcher:
@@ -144,13 +176,24 @@ class Grammars:
             known = self._compiled.get(key)
             if known is not None:
                 self._compiled.move_to_end(key)
-                return Matcher(known.deep_copy())
+                if not known.pays:
+                    return known.copy()
         made = on_deep_stack(lambda: self._compile(params))
         with self._lock:
-            self._compiled[key] = made
-            while len(self._compiled) > self._kept or sum(map(len, self._compiled)) > COMPILED_KEPT_BYTES:
-                self._compiled.popitem(last=False)
-        return Matcher(made.deep_copy())
+            known = self._compiled.get(key)
+            if known is None:
+                known = self._compiled[key] = _Compiled(made)
+            elif known.pays:
+                known.originals.append(made)
+            written = sum(len(one) * len(compiled.originals) for one, compiled in self._compiled.items())
+            while self._compiled and (len(self._compiled) > self._kept or written > COMPILED_KEPT_BYTES):
+                oldest, dropped = self._compiled.popitem(last=False)
+                written -= len(oldest) * len(dropped.originals)
+            return known.copy()
+
+    def cut(self, text: str) -> list[int]:
+        """Into the longest tokens there are."""
+        return self._tokens.library.greedy_tokenize(text)
 
     def _compile(self, params: StructuredOutputsParams) -> LLMatcher:
         grammar = grammar_of(params, self._special.get)
@@ -197,6 +240,13 @@ class FormChecker:
         if problem is not None:
             raise problem
 
+    def accepts(self, text: str, params: StructuredOutputsParams) -> bool:
+        try:
+            matcher = self._grammars.matcher(params)
+        except GrammarError:
+            return False
+        return matcher.consume_all(self._grammars.cut(text)) and matcher.library.is_accepting()
+
     def _problem(self, params: StructuredOutputsParams) -> GrammarError | None:
         try:
             self._grammars.matcher(params)
@@ -221,6 +271,11 @@ def check_form(params: StructuredOutputsParams, tokenizer: Tokenizer) -> None:
     """Raises GrammarError for what is invalid, unsupported or too large. May take a second: not for an event loop,
     unless the same was asked before."""
     _checker(tokenizer).check(params)
+
+
+def has_form(text: str, params: StructuredOutputsParams, tokenizer: Tokenizer) -> bool:
+    """Whether a text that is there has the form; members of objects in the order of the schema."""
+    return _checker(tokenizer).accepts(text, params)
 
 
 def packed_vocabulary(tokenizer: Tokenizer) -> bytes:

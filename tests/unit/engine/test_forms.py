@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from types import SimpleNamespace
 
+import numpy
 import pytest
 from small_vocabulary import END, SIZE, VOCABULARY
 
@@ -17,7 +18,8 @@ from holdfast.engine.forms import FORMS_AHEAD, Forms
 from holdfast.planner.form_sizes import form_bytes
 from holdfast.records import Request, SamplingParams
 from holdfast.records.structured import StructuredOutputsParams
-from holdfast.text.matching import Grammars
+from holdfast.text import matching
+from holdfast.text.matching import Grammars, MaskPool
 
 
 def ask(number: int, **changes: int) -> Request:
@@ -115,3 +117,56 @@ def test_who_wait_together_share_what_they_cost(monkeypatch: pytest.MonkeyPatch)
     threads.wait(forms, lambda: False)
     assert [form.patience_s for form in forms] == pytest.approx([0.05 - 0.06 / 4 - 0.02, *[0.05 - 0.06 / 4] * 3])
     assert forms[0].filled
+
+
+class _Pool:
+    """Of the library, but may panic."""
+
+    def __init__(self, *, panics: bool = False) -> None:
+        self._real, self._panics = MaskPool(), panics
+
+    def fill(self, matchers, words) -> None:
+        if self._panics:
+            raise BaseException("a panic")
+        self._real.fill(matchers, words)
+
+
+def made(forms: Forms, *patterns: str) -> list[masks.Form]:
+    matchers = [forms._compiler().matcher(StructuredOutputsParams(regex=pattern)) for pattern in patterns]
+    return [masks.Form(ask(0), matcher, numpy.zeros(1 + SIZE // 32, dtype=numpy.int32), None) for matcher in matchers]
+
+
+@pytest.mark.parametrize("panics", [False, True])
+def test_masks_filled_together_are_those_filled_alone(forms: Forms, panics: bool) -> None:
+    patterns = ["a+", "b|ab", "[ab]*", "a+", "(ab)+"]
+    together, alone = made(forms, *patterns), made(forms, *patterns)
+    for one in alone:
+        one.fill()
+    room = numpy.full((len(patterns), len(together[0].words)), -1, dtype=numpy.int32)
+    masks.fill_together(together, _Pool(panics=panics), room, 1)  # type: ignore[arg-type]
+    assert [one.words.tolist() for one in together] == [one.words.tolist() for one in alone]
+    assert len({tuple(one.words.tolist()) for one in together}) == 4
+    assert not any(one.failure for one in together)
+
+
+def test_forms_that_were_slow_together_are_looked_at_alone(forms: Forms, monkeypatch: pytest.MonkeyPatch) -> None:
+    some, now_s = made(forms, "a+", "b+"), itertools.count(0.0, 1.0)
+    for one in some:
+        one.quick = True
+    monkeypatch.setattr(masks, "time", SimpleNamespace(monotonic=lambda: next(now_s)))
+    room = numpy.zeros((2, len(some[0].words)), dtype=numpy.int32)
+    masks.fill_together(some, _Pool(), room, 1)  # type: ignore[arg-type]
+    assert [(one.quick, one.spent_s) for one in some] == [(False, 0.5)] * 2
+
+
+def test_a_grammar_that_many_use_is_compiled_more_than_once(forms: Forms, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(matching, "MASK_THREADS", 3)
+    grammars = forms._compiler()
+    params = StructuredOutputsParams(regex="ab?")
+    found = [grammars.matcher(params) for _ in range(20)]
+    (compiled,) = [one for one in grammars._compiled.values() if one.copies == 20]
+    assert len(compiled.originals) == 3
+    words = numpy.zeros((20, 1 + SIZE // 32), dtype=numpy.int32)
+    MaskPool().fill(found, words)
+    assert (words == words[0]).all()
+    assert words[0].any()
