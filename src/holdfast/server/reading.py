@@ -5,7 +5,9 @@ Settled before the engine is asked, because a call that is demanded is a grammar
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from holdfast.errors import RequestError
@@ -23,6 +25,8 @@ from holdfast.text.tools.prompt import Message, Speech, shown, speech_of
 if TYPE_CHECKING:
     from holdfast.text.tokenizer import Tokenizer
 
+LOOKED_AT_CHARS = 16 << 10
+"""Of arguments that no grammar held: while they are looked at no other request is."""
 NO_PARSER = "none"
 """Of --reasoning-parser: thoughts stay in the content."""
 
@@ -35,6 +39,9 @@ class Reading:
     thinking: Thinking | None
     state: State = "over"
     shows_thoughts: bool = True
+    fits: Callable[[str, str], bool] | None = None
+    """Whether arguments are such as the tool of this name takes: for tools that are strict, in calls that no grammar
+    holds; None: it does not matter."""
 
     def reader(self) -> AnswerReader:
         thoughts = ReasoningReader(self.thinking, self.state) if self.thinking is not None else None
@@ -44,7 +51,7 @@ class Reading:
         calls = self.speech.dialect.reader(
             names,
             None if self.use.parallel else 1,
-            marked_only=any(tool.strict for tool in self.use.tools) and not self.use.forced,
+            fits=self.fits,
             forced=self.use.forced,
         )
         return AnswerReader(thoughts, calls)
@@ -84,7 +91,21 @@ class Reading:
         if grammar is not None:
             named = "tools" if asked is None else asked.asked_as
             changes["structured_outputs"] = StructuredOutputsParams(grammar=grammar, asked_as=named)
-        return params.replace(**changes) if changes else params, self
+        held = self.use is not None and not self.use.forced and any(tool.strict for tool in self.use.tools)
+        reading = replace(self, fits=partial(self._fits, tokenizer)) if held else self
+        return params.replace(**changes) if changes else params, reading
+
+    def _fits(self, tokenizer: Tokenizer, name: str, arguments: str) -> bool:
+        assert self.use is not None
+        tool = next((tool for tool in self.use.callable if tool.name == name), None)
+        if tool is None or not tool.strict:
+            return tool is not None
+        if len(arguments) > LOOKED_AT_CHARS:
+            return False
+        from holdfast.text.grammar import closed
+        from holdfast.text.matching import has_form
+
+        return has_form(arguments, StructuredOutputsParams(json=closed(tool.parameters)), tokenizer)
 
     @property
     def _marks(self) -> tuple[str, ...]:

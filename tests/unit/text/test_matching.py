@@ -15,7 +15,7 @@ from small_vocabulary import CALL, END, SIZE, VOCABULARY, accepts, allowed_by, s
 
 from holdfast.errors import GrammarError, RequestError
 from holdfast.records.structured import MAX_GRAMMAR_CHARS, MAX_SCHEMA_BYTES, StructuredOutputsParams
-from holdfast.text.matching import Grammars, on_deep_stack
+from holdfast.text.matching import Grammars, has_form, on_deep_stack
 
 GRAMMARS = small_grammars()
 PERSON = {
@@ -410,3 +410,24 @@ def test_no_advice_about_options_that_are_not_there() -> None:
     error = refusal(json={"oneOf": [{"type": "string"}, {"type": "string", "maxLength": 3}]})
     assert "coerce" not in str(error)
     assert "at 1(" not in str(refusal(regex="("))
+
+
+def test_a_text_that_is_there_has_a_form_or_has_not() -> None:
+    from tokenizers import Tokenizer as Backend
+    from tokenizers import decoders, models, pre_tokenizers
+
+    from holdfast.text import Tokenizer
+
+    letters = {letter: token for token, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    backend = Backend(models.BPE(letters | {"ci": 256, "</s>": 257}, [("c", "i")]))
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(["</s>"])
+    tokenizer = Tokenizer(backend, eos_token="</s>")
+    schema = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}
+    schema |= {"required": ["city"], "additionalProperties": False}
+    for text, expected in (
+        ('{"city": "Zürich"}', True), ('{\n  "city": "Rome",\n  "days": 3\n}', True), ('{"city":"日本"}', True),
+        ('{"city": 1}', False), ("{}", False), ('{"city": "Rome"', False), ('{"city": "Rome"} ok', False), ("", False),
+    ):  # fmt: skip
+        assert has_form(text, form(json=schema), tokenizer) is expected, text
+    assert not has_form("{}", form(json={"type": "object", "not": {}}), tokenizer)

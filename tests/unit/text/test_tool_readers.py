@@ -26,15 +26,19 @@ def read(dialect: str | None, pieces: Sequence[str], *, thinking: str | None = N
     thoughts = None if thinking is None else ReasoningReader(FAMILIES[thinking], state)
     calls = None if dialect is None else DIALECTS[dialect].reader(NAMES, most_calls)
     reader = AnswerReader(thoughts, calls)
-    joined: list[Event] = []
-    for event in [event for piece in pieces for event in reader.feed(piece)] + reader.finish():
-        last = joined[-1] if joined else None
+    return joined([event for piece in pieces for event in reader.feed(piece)] + reader.finish())
+
+
+def joined(events: Sequence[Event]) -> list[Event]:
+    found: list[Event] = []
+    for event in events:
+        last = found[-1] if found else None
         same = isinstance(last, type(event)) and not isinstance(event, CallBegun)
         if same and getattr(last, "call", 0) == getattr(event, "call", 0):
-            joined[-1] = event._replace(text=last.text + event.text)
+            found[-1] = event._replace(text=last.text + event.text)
         else:
-            joined.append(event)
-    return joined
+            found.append(event)
+    return found
 
 
 def cut(text: str, places: Sequence[int]) -> list[str]:
@@ -297,10 +301,22 @@ def test_what_a_forced_call_had_begun_is_no_content() -> None:
         assert [*reader.feed(text), *reader.finish()] == []
 
 
-def test_where_marked_calls_are_held_to_a_form_others_are_words() -> None:
-    """A model that leaves the mark out has written what no grammar held."""
-    text = '{"name": "weather", "arguments": {"city": 1}}'
-    reader = DIALECTS["hermes"].reader(NAMES, marked_only=True)
-    assert [*reader.feed(text), *reader.finish()] == [Content(text)]
-    marked = DIALECTS["hermes"].reader(NAMES, marked_only=True)
-    assert [*marked.feed(f"<tool_call>{text}</tool_call>")] == called(("weather", '{"city": 1}'))
+def test_where_marked_calls_are_held_to_a_form_others_are_looked_at() -> None:
+    """A model that leaves the mark out has written what no grammar held: a call where it fits, else words."""
+
+    def fits(name: str, arguments: str) -> bool:
+        return name == "weather" and isinstance(json.loads(arguments).get("city"), str)
+
+    call, wrong = '{"name": "weather", "arguments": {"city": "Rome"}}', '{"name": "weather", "arguments": {"city": 1}}'
+    for text, expected in (
+        (call, called(("weather", '{"city": "Rome"}'))),
+        (f"```json\n{call}\n```", called(("weather", '{"city": "Rome"}'))),
+        ('{"arguments": {"city": "Rome"}, "name": "weather"}', called(("weather", '{"city": "Rome"}'))),
+        (wrong, [Content(wrong)]),
+        ('{"name": "weather"}', [Content('{"name": "weather"}')]),
+        (f"<tool_call>{wrong}</tool_call>", called(("weather", '{"city": 1}'))),
+    ):
+        for cut in (1, 7, len(text)):
+            reader = DIALECTS["hermes"].reader(NAMES, fits=fits)
+            events = [event for at in range(0, len(text), cut) for event in reader.feed(text[at : at + cut])]
+            assert joined([*events, *reader.finish()]) == expected, text

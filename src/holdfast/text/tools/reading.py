@@ -12,7 +12,7 @@ is looked at once, so that neither time nor events depend on how the text was cu
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Generator
+from collections.abc import Callable, Collection, Generator
 
 from holdfast.text.marks import overlap
 from holdfast.text.tools.events import Arguments, CallBegun, Content, Event
@@ -47,15 +47,16 @@ class CallReader:
         names: Collection[str] = (),
         most_calls: int | None = None,
         *,
-        marked_only: bool = False,
+        fits: Callable[[str, str], bool] | None = None,
         forced: bool = False,
     ) -> None:
-        """`marked_only`: what no mark opens is content, whatever it looks like; for answers of which a grammar holds
-        the marked calls alone. `forced`: the answer is a call by its grammar, so that a beginning is no content."""
+        """`fits`: whether arguments are such as the tool of this name takes; for answers of which a grammar holds the
+        marked calls alone: what no mark opens is content where it does not fit. `forced`: the answer is a call by its
+        grammar, so that a beginning is no content."""
         self._names = names
         self._most_calls = most_calls
         self._forced = forced
-        self._first_characters = "" if marked_only and self.marks else self.first_characters
+        self._fits = fits if self.marks else None
         self._events: list[Event] = []
         self._pieces: list[str] = []
         """Of the event that is being put together: content, or arguments of the last call."""
@@ -130,7 +131,7 @@ class CallReader:
             if not stripped:
                 return ""
             text = stripped
-            if self._first and text[0] in self._first_characters:
+            if self._first and text[0] in self.first_characters:
                 self._begin_region("")
                 return text
         found = [(place, mark) for mark in self.marks if (place := text.find(mark)) >= 0]
@@ -243,21 +244,17 @@ class CallReader:
                 name = self._checked(written)
                 if early is not None:
                     begun = True
-                    self._begin_call(name)
-                    self._argue(early)
-                    self._end_call()
+                    self._whole_call(name, early)
                 character = yield from self._after_space()
             elif key in ("arguments", "parameters") and not begun and early is None:
-                if name is not None and character == "{":
+                if name is not None and character == "{" and (self._mark or self._fits is None):
                     begun = True
                     self._begin_call(name)
                     yield from self._shown_object()
+                    self._end_call()
                 elif (early := (yield from self._arguments_whole(character))) and name is not None:
                     begun = True
-                    self._begin_call(name)
-                    self._argue(early)
-                if begun:
-                    self._end_call()
+                    self._whole_call(name, early)
                 character = yield from self._after_space()
             else:
                 character = yield from self._passed_over(character)
@@ -273,10 +270,16 @@ class CallReader:
         if name is None:
             raise NotACall
         if not begun:
-            self._begin_call(name)
-            self._argue("{}")
+            self._whole_call(name, "{}")
         self._end_call()
         return ""
+
+    def _whole_call(self, name: str, arguments: str) -> None:
+        if not self._mark and self._fits is not None and not self._fits(name, arguments):
+            raise NotACall
+        self._begin_call(name)
+        self._argue(arguments)
+        self._end_call()
 
     def _checked(self, name: str) -> str:
         if not 0 < len(name) <= MAX_NAME_CHARS or (not self._mark and name not in self._names):
