@@ -97,8 +97,9 @@ class _Tokens:
 class Matcher:
     """One answer as it grows."""
 
-    def __init__(self, matcher: LLMatcher) -> None:
-        self.library = matcher
+    def __init__(self, matcher: LLMatcher, kin: int = 0) -> None:
+        """`kin`: the same for all copies of one that was compiled."""
+        self.library, self.kin = matcher, kin
 
     def consume(self, token: int) -> bool:
         """False: the token is not one that may follow; the matcher is of no use any more."""
@@ -130,7 +131,9 @@ class MaskPool:
 
     def fill(self, matchers: Sequence[Matcher], words: numpy.typing.NDArray[numpy.int32]) -> None:
         """words [matchers, words of a mask], contiguous. Lets other threads go on meanwhile."""
-        wanted = [(matcher.library, row) for row, matcher in enumerate(matchers)]
+        # Each thread has neighbours: kin, which lock each other out, on one of them.
+        order = sorted(range(len(matchers)), key=lambda row: matchers[row].kin)
+        wanted = [(matchers[row].library, row) for row in order]
         self._library.unsafe_compute_mask_ptr(wanted, words.ctypes.data, words.strides[0], len(words))
 
 
@@ -148,7 +151,8 @@ class _Compiled:
 
     def copy(self) -> Matcher:
         self.copies += 1
-        return Matcher(self.originals[self.copies % len(self.originals)].deep_copy())
+        original = self.originals[self.copies % len(self.originals)]
+        return Matcher(original.deep_copy(), id(original))
 
 
 class Grammars:

@@ -18,7 +18,7 @@ from holdfast.engine.core import EngineCore
 from holdfast.engine.forms import Forms
 from holdfast.errors import GrammarError, RequestError
 from holdfast.records import EngineOutput, Request
-from holdfast.text.matching import Matcher
+from holdfast.text.matching import MaskPool, Matcher
 
 COLOURS = ["red", "green", "blue"]
 
@@ -277,17 +277,21 @@ def test_memory_of_forms_goes_with_their_requests(tiny: LLM) -> None:
 
 
 class Gate:
-    """Holds up every mask that a step would wait for."""
+    """Holds up every mask that a step would wait for, filled alone or together."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.open, self.reached, self._real = threading.Event(), threading.Event(), Matcher.fill
-        monkeypatch.setattr(Matcher, "fill", lambda matcher, words: self._fill(matcher, words))
+        self.open, self.reached = threading.Event(), threading.Event()
+        for kind in (Matcher, MaskPool):
+            monkeypatch.setattr(kind, "fill", self._held_up(kind.fill))
 
-    def _fill(self, matcher: Matcher, words: Any) -> None:
-        if threading.current_thread().name.startswith("masks"):
-            self.reached.set()
-            assert self.open.wait(120)
-        self._real(matcher, words)
+    def _held_up(self, real: Any) -> Any:
+        def fill(*given: Any) -> None:
+            if threading.current_thread().name.startswith("masks"):
+                self.reached.set()
+                assert self.open.wait(120)
+            real(*given)
+
+        return fill
 
 
 def request(llm: LLM, name: str, params: SamplingParams) -> Request:
@@ -320,19 +324,21 @@ def test_nobody_waits_for_a_mask_that_does_not_come(tiny: LLM, monkeypatch: pyte
 
 
 def test_a_mask_that_fails_ends_its_own_answer(tiny: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = Matcher.fill
-
     class Panic(BaseException):
         pass
 
-    def fill(matcher: Matcher, words: Any) -> None:
-        if threading.current_thread().name.startswith("masks"):
-            raise Panic
-        real(matcher, words)
+    def panicking(real: Any) -> Any:
+        def fill(*given: Any) -> None:
+            if threading.current_thread().name.startswith("masks"):
+                raise Panic
+            real(*given)
+
+        return fill
 
     (alone,) = ask(tiny, [FREE[0]])
     core = tiny._engine()
-    monkeypatch.setattr(Matcher, "fill", fill)
+    for kind in (Matcher, MaskPool):
+        monkeypatch.setattr(kind, "fill", panicking(kind.fill))
     core.add(request(tiny, "free", FREE[0]))
     outputs = run(
         core, request(tiny, "held", SamplingParams(max_tokens=30, structured_outputs=held(regex="[a-z]{20}")))
