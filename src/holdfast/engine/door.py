@@ -123,6 +123,13 @@ class Door:
             ids.append(number)
         return ids
 
+    def _longer(self) -> str:
+        """What helps a prompt that is too long: a larger setting only where the model has more to give."""
+        most = self.spec.max_position
+        if self.max_model_len < most:
+            return f"a shorter prompt, or a server with a larger max_model_len (the model reads up to {most} tokens)"
+        return f"a shorter prompt, or a model with a longer context: {most} tokens is all that this one reads"
+
     def _output_limit(self, prompt_length: int, params: SamplingParams) -> int:
         if prompt_length == 0:
             raise RequestError("the prompt is empty", needed="at least one token", found="none", field="prompt")
@@ -133,7 +140,7 @@ class Door:
                 "and one must be left for the answer",
                 needed=f"{prompt_length + 1} tokens",
                 found=f"{self.max_model_len} tokens",
-                fix="a shorter prompt, or a larger max_model_len",
+                fix=self._longer(),
                 field="prompt",
             )
         if params.max_tokens is None:

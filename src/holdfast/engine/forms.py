@@ -220,7 +220,7 @@ class Forms:
 
     def wait_for_masks(self, timeout_s: float) -> None:
         """Of those that are held, for the first."""
-        self._masks.wait_for_any([form for form in self._forms.values() if form.slow], timeout_s)
+        self._masks.wait_for_any([form for form in self._forms.values() if form.slow and not form.filled], timeout_s)
 
     def masks(self, plan: StepPlan, before: Callable[[], StepResult] | None = None) -> StepMasks | None:
         """Those of a plan's rows; None: no row needs one. `before`: the tokens of the plan before this one, if they are

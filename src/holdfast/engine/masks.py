@@ -36,8 +36,10 @@ Words = numpy.typing.NDArray[numpy.int32]
 
 THREADS = 3
 """For forms that were never late and are not quick. Those that were late share one more, as quick ones do."""
-QUICK_S = 0.002
-"""Of work for a mask: filled together with others, which wait for it."""
+QUICK_S, QUICK_IN_A_ROW = 0.002, 4
+"""Of work for a mask, and of so many: the next are filled together with others, which wait for them."""
+MOST_SHARE_S = 0.1
+"""Of work, that is charged for a mask filled together: time that passed may have been another program's."""
 TOGETHER = 64
 """Masks filled at once: so many quick ones hold nobody up for long."""
 PATIENCE_S, REGAINED_S = 0.05, 0.001
@@ -66,7 +68,8 @@ class Form:
     patience_s: float = PATIENCE_S
     """What is left of it; nothing: the form is slow."""
     spent_s: float = 0.0
-    quick: bool = False
+    quick_in_a_row: int = QUICK_IN_A_ROW - 1
+    """Masks; the first is known when others may wait for it."""
 
     def __post_init__(self) -> None:
         self.output = list(self.request.output_token_ids)
@@ -75,6 +78,11 @@ class Form:
     def slow(self) -> bool:
         return self.patience_s <= 0
 
+    @property
+    def quick(self) -> bool:
+        """Others may wait for it."""
+        return self.quick_in_a_row >= QUICK_IN_A_ROW
+
     def fill(self) -> None:
         """Whatever goes wrong is this answer's end and nobody else's business."""
         began_s, before_s = time.thread_time(), self.spent_s
@@ -82,18 +90,24 @@ class Form:
             self.matcher.fill(self.words)
             self._narrow()
         except BaseException as error:  # The library may panic.
-            log.exception("request %s is ended: its mask could not be filled", self.request.request_id)
-            self.failure = Failure.of(EngineError(f"the form of the answer failed: {type(error).__name__}"))
+            self._fail(error)
         self.count(began_s)
-        self.quick = self.spent_s - before_s <= QUICK_S
+        self.quick_in_a_row = self.quick_in_a_row + 1 if self.spent_s - before_s <= QUICK_S else 0
         self._judge_work()
 
     def take(self, words: Words, spent_s: float) -> None:
         """A mask that was filled for it together with others, and its share of the work."""
         self.words[:] = words
-        self._narrow()
+        try:
+            self._narrow()
+        except Exception as error:
+            self._fail(error)
         self.spent_s += spent_s
         self._judge_work()
+
+    def _fail(self, error: BaseException) -> None:
+        log.exception("request %s is ended: its mask could not be filled", self.request.request_id)
+        self.failure = Failure.of(EngineError(f"the form of the answer failed: {type(error).__name__}"))
 
     def _judge_work(self) -> None:
         if self.spent_s > MASK_CPU_S + MASK_CPU_S_A_TOKEN * len(self.output) and self.failure is None:
@@ -238,10 +252,10 @@ def fill_together(forms: Sequence[Form], pool: MaskPool, room: Words, threads: i
         return
     took_s = time.monotonic() - began_s
     for form, words in zip(forms, room, strict=True):
-        form.take(words, took_s * min(threads, len(forms)) / len(forms))
+        form.take(words, min(took_s * min(threads, len(forms)) / len(forms), MOST_SHARE_S))
     if took_s > 2 * QUICK_S * (1 + len(forms) / threads):
         for form in forms:
-            form.quick = False
+            form.quick_in_a_row = 0
 
 
 class StepMasks:

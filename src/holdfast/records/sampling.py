@@ -17,6 +17,8 @@ from holdfast.units import shorten
 GREEDY_BELOW = 1e-5
 """A temperature under this is greedy: dividing logits by it would overflow float32."""
 
+LEAST_PENALTY = 0.0001
+"""By less logits would be divided into what is no number any more."""
 MAX_LOGPROBS = 20
 MAX_STOPS = 64
 MAX_STOP_CHARS = 1024
@@ -221,7 +223,7 @@ class SamplingParams(msgspec.Struct, metaclass=_Spelling, frozen=True, kw_only=T
         need(1 <= self.n <= 128, "n", "from 1 to 128")
         need(-2 <= self.presence_penalty <= 2, "presence_penalty", "from -2 to 2")
         need(-2 <= self.frequency_penalty <= 2, "frequency_penalty", "from -2 to 2")
-        need(0 < self.repetition_penalty <= 10, "repetition_penalty", "above 0, at most 10")
+        need(LEAST_PENALTY <= self.repetition_penalty <= 10, "repetition_penalty", f"from {LEAST_PENALTY} to 10")
         need(math.isfinite(self.temperature) and 0 <= self.temperature <= 100, "temperature", "from 0 to 100")
         need(0 < self.top_p <= 1, "top_p", "above 0, at most 1")
         need(self.top_k >= 0, "top_k", "-1 or 0 (off), or a positive number")

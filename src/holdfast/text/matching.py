@@ -40,6 +40,8 @@ COMPILED_KEPT = 8
 COMPILED_KEPT_BYTES = 256 << 10
 """Of forms as they are written: what is compiled takes some sixty times as much."""
 CHECKED_KEPT = 256
+LOOKED_AT_BYTES = 4 << 10
+"""Of a form, as it is written, that a text is held against while nothing else goes on."""
 STEPS_TRIED, STEPS_CHECKED = 4, 16
 """With all tokens, where masks are filled; and with some of them, where requests come in."""
 TOKENS_CHECKED = 2048
@@ -199,9 +201,13 @@ class Grammars:
         """Into the longest tokens there are."""
         return self._tokens.library.greedy_tokenize(text)
 
-    def _compile(self, params: StructuredOutputsParams) -> LLMatcher:
+    def untried(self, params: StructuredOutputsParams) -> LLMatcher:
+        """Of a form that was tried out as a part of another, or with a matcher that is in error."""
         grammar = grammar_of(params, self._special.get)
-        made = LLMatcher(self._tokens.library, grammar, log_level=0, limits=LIMITS)
+        return LLMatcher(self._tokens.library, grammar, log_level=0, limits=LIMITS)
+
+    def _compile(self, params: StructuredOutputsParams) -> LLMatcher:
+        made = self.untried(params)
         said = made.get_error() or self._walker.why_not(made.deep_copy(), self._steps)
         if said:
             raise _refusal(said, params.kind, params.asked_as)
@@ -225,6 +231,7 @@ class FormChecker:
         self.packed = msgspec.msgpack.encode(vocabulary)
         """What an engine process is taught."""
         self._checked: OrderedDict[bytes, GrammarError | None] = OrderedDict()
+        self._looked_at: OrderedDict[bytes, LLMatcher] = OrderedDict()
         self._lock = threading.Lock()
 
     def check(self, params: StructuredOutputsParams) -> None:
@@ -245,11 +252,22 @@ class FormChecker:
             raise problem
 
     def accepts(self, text: str, params: StructuredOutputsParams) -> bool:
-        try:
-            matcher = self._grammars.matcher(params)
-        except GrammarError:
+        key = msgspec.json.encode(params)
+        if len(key) > LOOKED_AT_BYTES:
             return False
-        return matcher.consume_all(self._grammars.cut(text)) and matcher.library.is_accepting()
+        with self._lock:
+            known = self._looked_at.pop(key, None)
+        if known is None:
+            try:
+                known = on_deep_stack(lambda: self._grammars.untried(params))
+            except GrammarError:
+                return False
+        with self._lock:
+            self._looked_at[key] = known
+            while len(self._looked_at) > COMPILED_KEPT:
+                self._looked_at.popitem(last=False)
+            matcher = known.deep_copy()
+        return Matcher(matcher).consume_all(self._grammars.cut(text)) and matcher.is_accepting()
 
     def _problem(self, params: StructuredOutputsParams) -> GrammarError | None:
         try:
@@ -278,7 +296,8 @@ def check_form(params: StructuredOutputsParams, tokenizer: Tokenizer) -> None:
 
 
 def has_form(text: str, params: StructuredOutputsParams, tokenizer: Tokenizer) -> bool:
-    """Whether a text that is there has the form; members of objects in the order of the schema."""
+    """Whether a text that is there has the form, members of objects in the order of the schema; for forms that were
+    checked as a part of another. Takes milliseconds: long ones are not looked at, and no text has them."""
     return _checker(tokenizer).accepts(text, params)
 
 

@@ -152,11 +152,28 @@ def test_masks_filled_together_are_those_filled_alone(forms: Forms, panics: bool
 def test_forms_that_were_slow_together_are_looked_at_alone(forms: Forms, monkeypatch: pytest.MonkeyPatch) -> None:
     some, now_s = made(forms, "a+", "b+"), itertools.count(0.0, 1.0)
     for one in some:
-        one.quick = True
+        one.quick_in_a_row = 9
     monkeypatch.setattr(masks, "time", SimpleNamespace(monotonic=lambda: next(now_s)))
     room = numpy.zeros((2, len(some[0].words)), dtype=numpy.int32)
     masks.fill_together(some, _Pool(), room, 1)  # type: ignore[arg-type]
-    assert [(one.quick, one.spent_s) for one in some] == [(False, 0.5)] * 2
+    assert [(one.quick, one.spent_s) for one in some] == [(False, 0.1)] * 2
+    for quick in (False, False, False, True):
+        some[0].quick_in_a_row += 1
+        assert some[0].quick is quick
+
+
+def test_a_form_that_cannot_be_narrowed_ends_its_own_answer(forms: Forms, monkeypatch: pytest.MonkeyPatch) -> None:
+    good, bad = made(forms, "a+", "b+")
+    real = masks.Form._narrow
+
+    def narrow(form: masks.Form) -> None:
+        if form is bad:
+            raise IndexError
+        real(form)
+
+    monkeypatch.setattr(masks.Form, "_narrow", narrow)
+    masks.fill_together([bad, good], _Pool(), numpy.zeros((2, len(good.words)), dtype=numpy.int32), 1)  # type: ignore[arg-type]
+    assert (bad.failure is not None, good.failure, good.words.any()) == (True, None, True)
 
 
 def test_a_grammar_that_many_use_is_compiled_more_than_once(forms: Forms, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,7 @@ def test_as_the_founding_code_writes_it() -> None:
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("n", 0), ("presence_penalty", 2.5), ("frequency_penalty", -3), ("repetition_penalty", 0.0),
+        ("n", 0), ("presence_penalty", 2.5), ("frequency_penalty", -3), ("repetition_penalty", 1e-40),
         ("temperature", -1.0), ("temperature", float("nan")), ("temperature", float("inf")), ("top_p", 0.0),
         ("top_p", 1.1), ("top_k", -2), ("min_p", -0.1), ("max_tokens", 0), ("min_tokens", -1), ("min_tokens", 17),
         ("logprobs", 21), ("stop", [""]), ("stop", ["x"] * 65), ("seed", 2**63), ("logit_bias", {1: 101.0}),
