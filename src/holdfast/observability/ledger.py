@@ -19,6 +19,11 @@ GIVEN_BACK, UNACCOUNTED = "given_back", "unaccounted"
 """Terms that are not planned. Activations, logits and scratch are told as the rehearsal saw them at their peak: what
 is not held between steps is taken off again, so that the sum of all is what the processes hold."""
 BAR_WIDTH = 24
+_BELOW_ZERO = {
+    GIVEN_BACK: "(no fault: held during a step alone, so taken off again)",
+    UNACCOUNTED: "(no fault: less is held now than when the terms were measured)",
+}
+"""Stands beside the figure, which would read like a fault without it."""
 
 
 class ProcessMemory(msgspec.Struct, frozen=True, kw_only=True):
@@ -155,7 +160,9 @@ def term_lines(terms: Sequence[MemoryTerm], budget_bytes: int) -> list[str]:
     measured = any(term.measured_bytes is not None for term in terms)
     lines = [f"  {'':<12} {'planned':>11}" + (f" {'measured':>11}" if measured else "")]
     for term in terms:
-        lines.append(_line(term.term, term.planned_bytes, term.measured_bytes, measured, budget_bytes))
+        line = _line(term.term, term.planned_bytes, term.measured_bytes, measured, budget_bytes)
+        below_zero = (term.measured_bytes or 0) < 0
+        lines.append(f"{line}  {_BELOW_ZERO[term.term]}" if below_zero and term.term in _BELOW_ZERO else line)
     sums = sum(term.planned_bytes for term in terms), sum(term.measured_bytes or 0 for term in terms)
     return [*lines, _line("sum", sums[0], sums[1], measured, budget_bytes)]
 
@@ -177,8 +184,6 @@ def ledger_lines(ledger: Ledger) -> list[str]:
         )
         terms = [term for term in ledger.terms if term.tier == tier.tier]
         lines += term_lines(terms, tier.budget_bytes)
-        if any(term.term == UNACCOUNTED and (term.measured_bytes or 0) < 0 for term in terms):
-            lines.append("  unaccounted is below nothing: some terms hold less now than when they were measured")
     for process in ledger.processes:
         lines.append(
             f"  {process.name} (pid {process.pid}): {format_bytes(process.resident_bytes)} now, "

@@ -100,8 +100,13 @@ def test_less_than_was_measured_is_explained() -> None:
     none = [msgspec.structs.replace(process, resident_bytes=process.resident_bytes // 4) for process in PROCESSES]
     fewer = make_ledger(INFO, EngineStats(blocks_touched=9, blocks_used=3), none)
     assert fewer is not None
-    assert any("below nothing: some terms hold less now" in line for line in ledger_lines(fewer))
-    assert not any("below nothing" in line for line in ledger_lines(made))
+    (row,) = [line for line in ledger_lines(fewer) if "unaccounted" in line]
+    assert row.endswith("MiB  (no fault: less is held now than when the terms were measured)")
+    (row,) = [line for line in ledger_lines(made) if "unaccounted" in line]
+    assert row.endswith("15.00 MiB")
+    for shown in (fewer, made):
+        (row,) = [line for line in ledger_lines(shown) if "given_back" in line]
+        assert row.endswith("-10.00 MiB  (no fault: held during a step alone, so taken off again)")
 
 
 def test_a_plan_alone_has_no_measured_column() -> None:
