@@ -270,7 +270,10 @@ class FakeEngine:
             raise RequestError(f"a token id is beyond the vocabulary of {VOCABULARY}", field="prompt")
         wanted = len(prompt_token_ids) + (params.max_tokens or 1)
         if wanted > self.max_model_len:
-            raise ContextLengthError(f"{wanted} tokens are asked for; the context holds {self.max_model_len}")
+            field = "prompt" if len(prompt_token_ids) >= self.max_model_len else "max_tokens"
+            raise ContextLengthError(
+                f"{wanted} tokens are asked for; the context holds {self.max_model_len}", field=field
+            )
         self.check_room(params.n)
 
     def _look_up(self, prompt_token_ids: list[int], cache_salt: str) -> int:

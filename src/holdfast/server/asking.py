@@ -58,6 +58,8 @@ class Ask:
     created: int
     model: str
     prompts: list[list[int]]
+    prompt_field: str
+    """What they were made of, as the client called it."""
     echoes: list[str] | None
     """Texts to put before the answers, one a prompt: of a chat, the answer that its messages have begun."""
     echoes_alone: bool
@@ -88,10 +90,29 @@ def decode_object(raw: bytes) -> dict[str, Any]:
     try:
         body = msgspec.json.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise RequestError(f"the body is not valid JSON: {error}") from None
+        raise _not_json(raw, error) from None
     if not isinstance(body, dict):
         raise RequestError("the body must be a JSON object", needed="object", found=type(body).__name__)
     return body
+
+
+def _not_json(raw: bytes, error: Exception) -> RequestError:
+    """With the place where it breaks off. msgspec names it, but for ends, and for bytes that are no text."""
+    fix = "a body that a JSON library has written, in UTF-8"
+    said = str(error)
+    if not raw.strip():
+        said, fix = "it is empty", 'send the request as a JSON object: {"model": ...}'
+    elif isinstance(error, RecursionError):
+        said, fix = "it is nested too deep to be read", "a body with fewer objects and lists within each other"
+    elif isinstance(error, UnicodeDecodeError):
+        try:
+            raw.decode()
+        except UnicodeDecodeError as whole:  # The other counts from the beginning of a string.
+            said = f"it is not UTF-8 (byte {whole.start})"
+    elif "truncated" in said:
+        said = f"it ends before the object does (byte {len(raw)})"
+        fix = "close what is open (quotes, brackets), and check that the body was sent whole"
+    return RequestError(f"the body is not valid JSON: {said}", fix=fix)
 
 
 async def read_chat(raw: bytes, engine: Engine, settings: ServerSettings, *, request_id: str | None = None) -> Ask:
@@ -318,6 +339,7 @@ def _ask(
         created=int(time.time()),
         model=model,
         prompts=prompts,
+        prompt_field="messages" if isinstance(body, ChatBody) else "prompt",
         echoes=echoes,
         echoes_alone=alone,
         first_tokens=first_tokens,

@@ -12,6 +12,7 @@ from typing import cast
 import msgspec
 
 from holdfast.engine.interface import Engine
+from holdfast.errors import RequestError
 from holdfast.observability.metrics import RequestMeter, ServingMetrics
 from holdfast.records import AnswerDelta, FinishReason, SamplingParams
 from holdfast.server.answering import Answer
@@ -73,14 +74,19 @@ class Conversation:
         ask, many = self._ask, len(self._ask.prompts) > 1
         for position, prompt in enumerate(ask.prompts):
             params, room = self._within_context(ask.params, len(prompt))
-            stream = await self._engine.generate(
-                prompt,
-                params,
-                request_id=f"{ask.engine_id}-{position}" if many else ask.engine_id,
-                priority=ask.priority,
-                cache_salt=ask.cache_salt,
-                adapter=ask.adapter,
-            )
+            try:
+                stream = await self._engine.generate(
+                    prompt,
+                    params,
+                    request_id=f"{ask.engine_id}-{position}" if many else ask.engine_id,
+                    priority=ask.priority,
+                    cache_salt=ask.cache_salt,
+                    adapter=ask.adapter,
+                )
+            except RequestError as error:
+                if error.field == "prompt":  # Of ids, which is all that the engine knows.
+                    error.field = ask.prompt_field
+                raise
             self._streams.append(stream)
             self._meters.append(
                 self._metrics.open_request(prompt_tokens=len(prompt), max_tokens=params.max_tokens or room, n=params.n)

@@ -200,10 +200,21 @@ def test_completion_errors_name_the_field(http, extra, param):
     assert error["param"] == param or (extra["prompt"] is None and "prompt" in error["message"])
 
 
-@pytest.mark.parametrize("body", [b"", b"{", b"[]", b"null", b'"x"', b"\xff\xfe", b"[" * 100_000, b'{"a": "\\ud800"}'])
-def test_bad_json(http, body):
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (b"", "it is empty; send"), (b"{", "ends before the object does (byte 1); close"),
+        (b"[]", "must be a JSON object"),
+        (b"null", ""), (b'"x"', ""), (b"\xff\xfe", "(byte 0); a body"), (b"[" * 100_000, "nested too deep"),
+        (b'{"a": "\\ud800"}', "(byte "), (b'{"a": "b\xff"}', "not UTF-8 (byte 8)"),
+        (b'{"a": 1,}', "trailing comma in object (byte 8); a body that a JSON library"),
+    ],
+)  # fmt: skip
+def test_bad_json(http, body, said):
     for path in PATHS:
-        assert error_of(http.post(path, content=body), 400)["type"] == "invalid_request_error"
+        error = error_of(http.post(path, content=body), 400)
+        assert error["type"] == "invalid_request_error"
+        assert said in error["message"]
 
 
 def test_beyond_the_context_both_numbers_are_told(launch):
@@ -213,8 +224,12 @@ def test_beyond_the_context_both_numbers_are_told(launch):
         assert error["code"] == "context_length_exceeded"
         assert "100" in error["message"]
         assert "191" in error["message"]
-        error = error_of(post(http, {"messages": [{"role": "user", "content": "y" * 200}]}), 400)
-        assert error["code"] == "context_length_exceeded"
+        for length in (100, 200, 20_000):  # What refuses it differs; what is wrong does not.
+            asked = {"messages": [{"role": "user", "content": "y" * length}]}
+            error = error_of(post(http, asked), 400)
+            assert (error["code"], error["param"]) == ("context_length_exceeded", "messages")
+            error = error_of(post(http, {"prompt": "y" * length, "max_tokens": 1}, PATHS[1]), 400)
+            assert (error["code"], error["param"]) == ("context_length_exceeded", "prompt")
         # As in vLLM max_tokens is the most that is wanted: what the context has left is given.
         for wanted in (10, 20, 100):
             answer = post(http, {"prompt": "x" * 90, "max_tokens": wanted, "ignore_eos": True}, PATHS[1]).json()

@@ -47,6 +47,11 @@ def test_whole_numbers_of_other_libraries_are_ids() -> None:
 def test_the_context_is_a_limit_with_both_numbers() -> None:
     with pytest.raises(ContextLengthError, match=r"32 tokens.*32 tokens"):
         door().admit([1] * 32, SamplingParams(), request_id="r")
+    with pytest.raises(ContextLengthError, match=r"a larger max_model_len \(the model reads up to 64 tokens\)"):
+        door().admit([1] * 32, SamplingParams(), request_id="r")
+    with pytest.raises(ContextLengthError, match="a model with a longer context: 64 tokens is all") as raised:
+        Door(SPEC, 64, random.Random(0)).admit([1] * 64, SamplingParams(), request_id="r")
+    assert "max_model_len" not in str(raised.value)  # It is the model's own already.
     with pytest.raises(ContextLengthError, match=r"10 tokens.*23 more: 33 in all.*32"):
         door().admit([1] * 10, SamplingParams(max_tokens=23), request_id="r")
     assert door().admit([1] * 10, SamplingParams(max_tokens=None), request_id="r")[0].max_tokens == 22
