@@ -37,6 +37,8 @@ _OF_MEMORY = re.compile(
 )
 _NOT_KNOWN = "it is not known; nothing in the log says that memory is the matter"
 _MEMORY_NOT_KNOWN = "which cause it is, is not known; but the error speaks of memory, so memory may be the matter"
+_NEAR_NOT_KNOWN = "it is not known; but lines beside the error speak of memory, so memory may be the matter"
+_UNWRAPPED = "the log as the program wrote it: lines beside the error look like parts of it that were cut off"
 _START = "the log from the start of the server: its phase, version and settings are told there"
 _NOTHING = (
     "a log of an inference server: nothing in this text is known, or it is empty"
@@ -277,9 +279,13 @@ def _unexplained(scene: Scene, missing: list[str]) -> Finding | None:
     )
     cause = rulebook().causes["other"]
     memory = any(_OF_MEMORY.search(one.line) for one in (*errors, *wrappers))
+    why = _MEMORY_NOT_KNOWN if memory else _NOT_KNOWN
+    if errors and not memory and any(_OF_MEMORY.search(near) for run in final for near in run.near):
+        memory, why = True, _NEAR_NOT_KNOWN
+        missing.append(_UNWRAPPED)
     return Finding(
         code=cause.code, root_cause="configuration_overshoot" if memory else "not_memory", cause="other",
-        confidence="low", what=what, evidence=shown, why=_MEMORY_NOT_KNOWN if memory else _NOT_KNOWN,
+        confidence="low", what=what, evidence=shown, why=why,
     )  # fmt: skip
 
 

@@ -76,6 +76,8 @@ class Line(NamedTuple):
     level: str
     style: str
     """The engine that stamps its lines so; empty: nobody's in particular."""
+    near: str = ""
+    """Lines above and below an error that bear no stamp, level or process, and may be parts of it."""
 
 
 def bare(raw: str) -> str:

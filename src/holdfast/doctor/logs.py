@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 
 import msgspec
 
+from holdfast.doctor.folded import Unfolded
 from holdfast.doctor.judging import diagnosis
 from holdfast.doctor.lines import Line, read_lines
 from holdfast.doctor.reading import LOOKED_BYTES, Sift, worth_reading
@@ -18,6 +20,7 @@ from holdfast.units import MIB
 
 _TORN = "the rest of {}: the file is cut, its compressed data ends before its end"
 _TURNED = "the newest line of {} stands first: it was read from its end"
+_FOLDED = "the lines of {} were cut at {} columns: they were joined again"
 _LEFT_OUT = (
     "the middle of {}: its newest line stands first, and of what is no plain file only the newest"
     f" {NEWEST_BYTES // MIB} MiB and the oldest {OLDEST_BYTES // MIB} MiB can be held and turned"
@@ -82,7 +85,7 @@ def diagnose_lines(lines: Iterable[str], source: str) -> Diagnosis:
 def diagnose(sources: Sequence[str]) -> Diagnosis:
     """Logs, judged together: paths of files (gz too), `-` for standard input. Raises a ConfigurationError (HFD90)."""
     scene: Scene | None = None
-    logs: dict[str, Turned] = {}
+    logs: dict[str, _Log] = {}
     torn = []
     for name in sources:
         called = "standard input" if name == "-" else name
@@ -91,25 +94,57 @@ def diagnose(sources: Sequence[str]) -> Diagnosis:
         else:
             scene.open(called)
         source, sift = Source(name), Sift(scene.feed)
-        logs[called] = Turned(source)
+        logs[called] = _Log(source)
         for block in logs[called].blocks():
             sift.feed(block)
         sift.close()
         torn += [_TORN.format(called)] if source.torn else []
     found = diagnosis(scene or Scene(""))
     found.missing.extend(torn)
-    return _as_they_stand(found, {name: log for name, log in logs.items() if log.order is not Order.OLDEST_FIRST})
+    return _as_they_stand(found, {name: log for name, log in logs.items() if log.changed})
 
 
-def _as_they_stand(found: Diagnosis, turned: Mapping[str, Turned]) -> Diagnosis:
-    """Lines by their numbers in the file, and said that it was read from its end."""
-    if not turned:
+class _Log:
+    """The right way round, and its lines as they were written."""
+
+    def __init__(self, source: Source) -> None:
+        self.turned = Turned(source)
+        self.unfolded: Unfolded | None = None
+
+    def blocks(self) -> Iterator[bytes]:
+        blocks = self.turned.blocks()
+        first = next(blocks, b"")
+        if self.turned.fold is None:
+            yield first
+            yield from blocks
+            return
+        self.unfolded = Unfolded(self.turned.fold)
+        yield from self.unfolded.blocks(chain([first], blocks))
+
+    @property
+    def changed(self) -> bool:
+        return self.turned.order is not Order.OLDEST_FIRST or self.unfolded is not None
+
+    def number(self, number: int) -> int | None:
+        """Of a line in the file."""
+        place = number if self.unfolded is None else self.unfolded.number(number)
+        return None if place is None else self.turned.number(place)
+
+    def told(self, name: str) -> list[str]:
+        turned = [_TURNED.format(name)] if self.turned.order is not Order.OLDEST_FIRST else []
+        return turned + ([_FOLDED.format(name, self.turned.fold.columns)] if self.turned.fold is not None else [])
+
+
+def _as_they_stand(found: Diagnosis, changed: Mapping[str, _Log]) -> Diagnosis:
+    """Lines by their numbers in the file, and said that it was read from its end, or its lines joined."""
+    if not changed:
         return found
-    found.seen.extend(_TURNED.format(name) for name in turned)
-    found.missing.extend(_LEFT_OUT.format(name) for name, log in turned.items() if log.left_out_bytes)
+    for name, log in changed.items():
+        found.seen.extend(log.told(name))
+        found.missing.extend([_LEFT_OUT.format(name)] if log.turned.left_out_bytes else [])
 
     def placed(one: Evidence) -> Evidence:
-        log = turned.get(one.source or "")
+        log = changed.get(one.source or "")
         if log is None or one.number is None:
             return one
         return msgspec.structs.replace(one, number=log.number(one.number))

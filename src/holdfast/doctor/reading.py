@@ -18,7 +18,7 @@ from holdfast.doctor.lines import Line, read_lines
 from holdfast.doctor.rulebook import rulebook
 from holdfast.doctor.screen import LOOKED_BYTES, Integers, Screen, Screened
 from holdfast.doctor.sources import BLOCK_BYTES, blocks
-from holdfast.doctor.wrapped import LOOKED, may_go_on, whole
+from holdfast.doctor.wrapped import LOOKED, may_go_on, whole, with_what_is_near
 
 __all__ = ["LOOKED_BYTES", "Sift", "blocks", "screen", "worth_reading"]
 
@@ -103,10 +103,17 @@ class Sift:
             text = block[start : min(end, start + LOOKED_BYTES)].decode("utf-8", "replace")
             lines = read_lines(text, self._number + number)
             if len(lines) == 1 and may_go_on(lines[0]):
-                lines = [whole(lines[0], block[end + 1 : end + 1 + LOOKED].decode("utf-8", "replace"))]
+                lines = [self._whole(lines[0], block, start, end)]
             for line in lines:
                 self._keep(line)
         self._number += found.line_ends
+
+    def _whole(self, line: Line, block: bytes, start: int, end: int) -> Line:
+        below = block[end + 1 : end + 1 + LOOKED].decode("utf-8", "replace")
+        joined = whole(line, below)
+        if joined is not line:
+            return joined
+        return with_what_is_near(line, block[max(0, start - LOOKED) : start].decode("utf-8", "replace"), below)
 
     def _chosen(self, found: Screened) -> Integers:
         """The lines to read, by their kinds: those seen seldom, as many as there are savings for."""

@@ -101,6 +101,8 @@ class Run:
     unexplained: list[Evidence] = field(default_factory=list)
     unexplained_phase: str | None = None
     """Of the first of them."""
+    near: list[str] = field(default_factory=list)
+    """Lines beside them that may be parts of them."""
     wrappers: list[Evidence] = field(default_factory=list)
     traces: list[Trace] = field(default_factory=list)
     named: bool = False
@@ -287,6 +289,7 @@ class Scene:
         run = self.run
         run.ready, run.named, run.unexplained_phase = True, False, None
         run.unexplained.clear()
+        run.near.clear()
         run.wrappers.clear()
         run.traces.clear()
 
@@ -388,5 +391,6 @@ class Scene:
                 self.run.unexplained_phase = told or ("serve" if self.run.ready else self.run.phase)
             if len(self.run.unexplained) < EVIDENCE_HELD:
                 self.run.unexplained.append(evidence)
+                self.run.near.append(line.near)
             return True
         return False

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator
 from enum import Enum
 from itertools import chain, pairwise
 
+from holdfast.doctor.folded import Fold, fold_of
 from holdfast.doctor.screen import LOOKED_BYTES
 from holdfast.doctor.sources import BLOCK_BYTES, Source
 
@@ -108,6 +109,8 @@ class Turned:
         self._lines = 0
         self.order = Order.OLDEST_FIRST
         """Known when the first block was given."""
+        self.fold: Fold | None = None
+        """At which its lines were cut; known with the order. Its blocks are given as they were cut."""
         self.left_out_bytes = 0
         """Of a log that had to be held to be turned, and was too large for that."""
 
@@ -119,7 +122,7 @@ class Turned:
             first += piece
             if len(first) >= BLOCK_BYTES:
                 break
-        self.order = order_of(first[:BLOCK_BYTES])
+        self._look(first[:BLOCK_BYTES])
         if self.order is Order.OLDEST_FIRST:
             yield first
             yield from pieces
@@ -128,11 +131,27 @@ class Turned:
         for part in self._held(chain([first], pieces)) if from_end is None else [from_end]:
             yield from self._turned(part)
 
+    def _look(self, first: bytes) -> None:
+        """In which order it stands, and whether its lines were cut: before it was turned, or after."""
+        self.fold = fold_of(first, upside_down=False)
+        whole = first if self.fold is None else b"\n".join(map(b"".join, self.fold.groups(first.split(b"\n"))))
+        self.order = order_of(whole)
+        turned = fold_of(first, upside_down=True) if self.order is Order.NEWEST_FIRST else None
+        if turned is not None and (self.fold is None or turned.joined > self.fold.joined):
+            self.fold = turned
+
+    @property
+    def _cut_after(self) -> Fold | None:
+        """Where every line was turned, and then cut: the parts of each stand in their own order."""
+        every_line = self.order is Order.NEWEST_FIRST and self.fold is not None and not self.fold.upside_down
+        return self.fold if every_line else None
+
     def number(self, number: int) -> int | None:
         """Of a line that was counted in the order it was given in: in the order it stands in; None: not known."""
         if self.order is Order.OLDEST_FIRST:
             return number
-        return self._lines + 1 - number if self.order is Order.NEWEST_FIRST and not self.left_out_bytes else None
+        turned = self.order is Order.NEWEST_FIRST and not self.left_out_bytes and self._cut_after is None
+        return self._lines + 1 - number if turned else None
 
     def _held(self, pieces: Iterable[bytes]) -> list[Iterator[bytes]]:
         """Its oldest part and its newest, the last blocks first; together where nothing lies between."""
@@ -169,12 +188,18 @@ class Turned:
 
     def _begun(self, lines: list[bytes]) -> int:
         """How many of them may belong to what stands before them."""
-        if self.order is Order.NEWEST_FIRST or sum(map(len, lines)) > ENTRY_BYTES:
+        if sum(map(len, lines)) > ENTRY_BYTES:
+            return 1
+        if self._cut_after is not None:
+            return next((at for at, line in enumerate(lines) if at and self._cut_after.begins(line)), len(lines))
+        if self.order is Order.NEWEST_FIRST:
             return 1
         return len(_entries([b"", *lines[1:]])[0])  # The first may be the rest of a line, and its stamp none.
 
     def _right_way_round(self, lines: list[bytes]) -> bytes:
         self._lines += len(lines)
+        if self._cut_after is not None:
+            return b"\n".join(part for parts in reversed(self._cut_after.groups(lines)) for part in parts) + b"\n"
         if self.order is Order.NEWEST_FIRST:
             return b"\n".join(reversed(lines)) + b"\n"
         return b"\n".join(line for entry in reversed(_entries(lines)) for line in entry) + b"\n"
