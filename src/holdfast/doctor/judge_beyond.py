@@ -22,6 +22,7 @@ from holdfast.units import GIB, MIB, counted, format_bytes
 
 if TYPE_CHECKING:
     from holdfast.planner.answer import Answer
+    from holdfast.planner.fit import Rank
 
 METHODS = {"bitsandbytes": "nf4", "fp8": "fp8"}
 """Of `--quantization`, those that are made while loading, to what a plan calls them; others are of the checkpoint."""
@@ -197,6 +198,16 @@ def draft_too_large(command: ServerCommand, split: Split) -> Finding | None:
     return _speculative(command, split.draft_bytes, max(0, without.room_bytes - split.needed_bytes))
 
 
+def _share_words(told: Answer, rank: Rank) -> str:
+    """Of what a budget is a share; empty where it is none, or where less is free."""
+    device, share = rank.device, told.fit.utilization
+    on_cpu = device.kind == "cpu"
+    whole = device.free_bytes if on_cpu else device.total_bytes
+    if device.budget_bytes is not None or rank.budget_bytes != int(whole * share):
+        return ""
+    return f" ({share:g} of {format_bytes(whole)}{' of free RAM' if on_cpu else ''})"
+
+
 def budget_words(command: ServerCommand, told: Answer, split: Split | None) -> str:
     """What the plan rests on, in one line."""
     fit = told.fit
@@ -206,7 +217,8 @@ def budget_words(command: ServerCommand, told: Answer, split: Split | None) -> s
     draft = (draft_of(command) or 0) // len(fit.ranks) if speculates(command) else 0
     beside = f", draft {format_bytes(draft)}" if draft else ""
     if split is None:
-        text = f"budget {format_bytes(rank.budget_bytes)}{each}, weights {format_bytes(weights)}{beside}"
+        text = f"budget {format_bytes(rank.budget_bytes)}{_share_words(told, rank)}{each}"
+        text += f", weights {format_bytes(weights)}{beside}"
         pool = rank.room_bytes - draft
     elif split.share is None:
         text = f"{format_bytes(split.free_bytes)} free{each}, weights {format_bytes(weights)}{beside}"

@@ -33,7 +33,8 @@ from holdfast.doctor.judge_refusals import BEYOND_MODEL, SHORTER, no_model, pool
 from holdfast.doctor.judge_split import Split, divided, longest_tokens, split_of
 from holdfast.doctor.judge_ways import ways
 from holdfast.doctor.records import Diagnosis, Evidence, Finding, Fix, RootCause
-from holdfast.doctor.said import changed, found
+from holdfast.doctor.report import changes_of
+from holdfast.doctor.said import Confidence, changed, found
 from holdfast.doctor.shell import OpenQuote
 from holdfast.doctor.spellings import translated
 from holdfast.doctor.stored_as import stored_otherwise, would_not_run
@@ -59,9 +60,18 @@ _WARNED: dict[str, tuple[str, RootCause]] = {
 """What a plan warns of and a doctor names; the rest is advice of the plan's own."""
 _IDLE = "HFW27"
 _NO_GPU = "a GPU: this machine shows none, so name the one it is for: --gpu rtx4090"
+_ON_THIS_CPU = (
+    "this machine shows no GPU, so the command is judged for its CPU; --gpu NAME or --vram SIZE judges it for another"
+)
+_LESS_SURE: dict[str, Confidence] = {"high": "medium", "medium": "low"}
+"""Of a command for a GPU that is judged for a CPU: it is likely meant for another machine."""
+_SHARE = "utilization_too_high"
 ROUNDS = 3
 REPLANNED = ("heads_not_divisible", "tensor_parallel_mismatch", "bad_flag", "quant_shape_mismatch")
 """What is put right before it is planned again."""
+
+
+Judged = tuple[list[Finding], list[str], list[str]]
 
 
 def judge_command(text: str, *, machine: Machine | None = None, version: str | None = None) -> Diagnosis:
@@ -84,7 +94,10 @@ def judge_command(text: str, *, machine: Machine | None = None, version: str | N
     return judge(command, machine=machine, version=version)
 
 
-def judge(command: ServerCommand, *, machine: Machine | None = None, version: str | None = None) -> Diagnosis:
+def judge(
+    command: ServerCommand, *, machine: Machine | None = None, version: str | None = None, runs_here: bool = False
+) -> Diagnosis:
+    """`runs_here`: it is about to be run on this machine, so that nothing else can be meant."""
     engine_version = version or command.version or version_of(command.engine, command.words)
     wrong = flag_findings(command, engine_version)
     findings, missing, seen = list(wrong), list[str](), list[str]()
@@ -93,7 +106,7 @@ def judge(command: ServerCommand, *, machine: Machine | None = None, version: st
     # size that is possible may still be one that does not fit.
     for _ in range(ROUNDS):
         right = _put_right(command, findings)
-        found_now, missing, seen = _planned(right, machine or Machine(), engine_version)
+        found_now, missing, seen = _planned_together(right, machine or Machine(), engine_version, runs_here)
         findings += [one for one in found_now if one.what not in {known.what for known in findings}]
         again = [one for one in found_now if one.cause in REPLANNED and one.fix is not None and one.fix.changes]
         if not again:
@@ -120,11 +133,15 @@ def _whole(command: ServerCommand, findings: list[Finding]) -> list[Finding]:
     """Several faults have one command that mends them all."""
     if len(findings) < 2:
         return findings
-    text = command.with_changes(_changes(findings))
+    every = _changes(findings)
+    text = command.with_changes(every)
 
     def mended(fix: Fix | None) -> Fix | None:
-        able = fix is not None and fix.changes and "--model" not in fix.changes
-        return msgspec.structs.replace(fix, command=text) if fix is not None and able else fix
+        if fix is None or not fix.changes or "--model" in fix.changes:
+            return fix
+        others = Fix(changes={flag: value for flag, value in every.items() if flag not in fix.changes})
+        beside = f"; in the same command, for the other findings: {changes_of(others)}" if others.changes else ""
+        return msgspec.structs.replace(fix, command=text, why=f"{fix.why}{beside}")
 
     return [msgspec.structs.replace(one, fix=mended(one.fix)) for one in findings]
 
@@ -132,9 +149,28 @@ def _whole(command: ServerCommand, findings: list[Finding]) -> list[Finding]:
 # The plan
 
 
-def _planned(
-    command: ServerCommand, machine: Machine, version: str | None
-) -> tuple[list[Finding], list[str], list[str]]:
+def _planned_together(command: ServerCommand, machine: Machine, version: str | None, runs_here: bool) -> Judged:
+    """A share that is too high is put right first: what is offered beside it has to fit with the lower one, since one
+    command has both."""
+    judged = _planned(command, machine, version, runs_here)
+    share = next((one for one in judged[0] if one.cause == _SHARE and one.fix is not None and one.fix.changes), None)
+    if share is None or share.fix is None or len(judged[0]) == 1:
+        return judged
+    (flag, value), *_ = share.fix.changes.items()
+    found_lower, missing, seen = _planned(_put_right(command, [share]), machine, version, runs_here)
+    if _mendable(found_lower) or not _mendable([one for one in judged[0] if one is not share]):
+        said = f"counted with {flag} {value}, as it is offered below, in place of {command.value(flag)}"
+        return [*found_lower, share], missing, [*seen, said]
+    # With a lower share nothing that can be set would do: it is said, and not put into the command.
+    advice = msgspec.structs.replace(share, fix=Fix(why=f"{share.fix.why}, and a smaller model or a larger GPU"))
+    return [advice if one is share else one for one in judged[0]], *judged[1:]
+
+
+def _mendable(findings: list[Finding]) -> bool:
+    return all(one.fix is not None and one.fix.changes and "--model" not in one.fix.changes for one in findings)
+
+
+def _planned(command: ServerCommand, machine: Machine, version: str | None, runs_here: bool) -> Judged:
     """Findings, what is missing, and what was planned."""
     if command.engine not in NAMES:
         return [], [f"a plan: commands of {command.engine} are read, and not planned"], []
@@ -149,11 +185,13 @@ def _planned(
     from holdfast.planner.fit import describe_devices
 
     devices = describe_devices(question.machine.all_devices)
-    seen = [f"planned for {'' if machine.named else 'this machine: '}{devices}"]
+    on_cpu = question.machine.kind == "cpu"
+    doubtful = on_cpu and command.engine == "vllm" and not machine.named and not _for_a_cpu(command, version)
+    first = [_ON_THIS_CPU] if doubtful and not runs_here else []
+    seen = [*first, f"planned for {'' if machine.named else 'this machine: '}{devices}"]
     otherwise = stored_otherwise(command, question)
     if otherwise is not None:
         return [otherwise], [], seen
-    on_cpu = question.machine.kind == "cpu"
     if on_cpu and command.engine == "vllm":
         findings = list(vllm_on_a_cpu(command, question))
         if findings or pool_bytes(command) is not None:
@@ -162,13 +200,23 @@ def _planned(
         return [], [_NO_GPU], seen
     try:
         findings, told, split = _answered(command, question, version, machine)
-        other = [_NO_GPU] if on_cpu and findings and command.engine == "vllm" and not machine.named else []
+        if first:
+            findings = [
+                msgspec.structs.replace(one, confidence=_LESS_SURE.get(one.confidence, "low")) for one in findings
+            ]
+        other = [_NO_GPU] if doubtful and findings else []
         idle = [f"{one.message}; {one.fix}" for one in told.warnings if one.code == _IDLE and told.fits]
-        return findings, other, [f"{seen[0]}; {budget_words(command, told, split)}", *idle]
+        return findings, other, [*first, f"{seen[-1]}; {budget_words(command, told, split)}", *idle]
     except HoldfastError as error:
         if error.code == BEYOND_MODEL and stretched(command):
             return [], [f"a plan: {error.message}, and how positions are stretched is not planned"], seen
         return *refused(command, error, question), seen
+
+
+def _for_a_cpu(command: ServerCommand, version: str | None) -> bool:
+    """vLLM that says itself that a CPU is meant."""
+    named = command.value("device") == "cpu" or any(name.startswith("VLLM_CPU_") for name in command.environment)
+    return named or "cpu" in (version or "")
 
 
 def _answered(

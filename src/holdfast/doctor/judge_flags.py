@@ -29,6 +29,14 @@ KV_DTYPES: Mapping[str, tuple[str, ...]] = {
     "sglang": ("auto", "fp8_e5m2", "fp8_e4m3", "bf16", "bfloat16", "fp4_e2m1"),
 }
 """Beginnings of what they take."""
+_LLAMA_KV = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "q5_1")
+LLAMA_CHOICES: Mapping[str, tuple[str, ...]] = {
+    "flash-attn": ("auto", "on", "off"), "cache-type-k": _LLAMA_KV, "cache-type-v": _LLAMA_KV,
+    "rope-scaling": ("none", "linear", "yarn"), "split-mode": ("layer", "none", "row", "tensor"),
+}  # fmt: skip
+"""What llama.cpp's flags of a few values take, as its --help has them."""
+_MEANT_SO: Mapping[str, tuple[str, ...]] = {"flash-attn": ("enabled", "true", "1", "disabled", "false", "0", "-1")}
+"""Taken too, and not in its --help."""
 WHOLE = (
     "max-model-len", "max-num-seqs", "tensor-parallel-size", "pipeline-parallel-size", "context-length", "ctx-size",
     "parallel", "max-running-requests", "port", "n-gpu-layers",
@@ -204,7 +212,30 @@ def _values(command: ServerCommand) -> Iterator[Finding]:
             yield _bad(command, flag, f"{spelled} {shorten(value or '')} is no share of the memory",
                        "a share is more than 0 and at most 1", {spelled: share})  # fmt: skip
 
+    yield from _choices(command)
     yield from _step(command)
+
+
+def _choices(command: ServerCommand) -> Iterator[Finding]:
+    """Of llama.cpp. Types of KV and ways to split have come with new versions and forks; of flash-attn's none has."""
+    if command.engine != "llama.cpp":
+        return
+    for flag in command.flags:
+        able, value = LLAMA_CHOICES.get(flag.name), flag.value
+        # Without a value it is as old versions took it: only the version tells whether that is a mistake.
+        if able is None or not value or flag.unknown or value in (*able, *_MEANT_SO.get(flag.name, ())):
+            continue
+        spelled = command.words[flag.words[0]].partition("=")[0]
+        near = difflib.get_close_matches(value.lower(), able, n=1)
+        default = "auto" if "auto" in able else None
+        meant = near[0] if near else default
+        fixes = [changed(command, {spelled: meant}, f"it takes {', '.join(able)}"
+                         + ("" if near or default is None else "; auto is its default"))]  # fmt: skip
+        yield found(
+            "bad_flag", "not_memory", "high" if flag.name == "flash-attn" else "medium",
+            what=f"{spelled} does not take {shorten(value)}: its values are {', '.join(able)}",
+            why="the command ends at once", evidence=_evidence(command, flag), fixes=fixes,
+        )  # fmt: skip
 
 
 def _step(command: ServerCommand) -> Iterator[Finding]:

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from holdfast.planner.fit import Question
 
 HEADS, STAGES, TOO_FEW, NOT_TOGETHER, BEYOND_MODEL = "HF131", "HF132", "HF133", "HF134", "HF111"
+NOT_ASKED = ("HF222", "HF223")
+"""The hub was not reached, or is not to be asked."""
 CPU_SPACE, LONG_ALLOWED = "VLLM_CPU_KVCACHE_SPACE", "VLLM_ALLOW_LONG_MAX_MODEL_LEN"
 POOL = "kv-cache-memory-bytes"
 CPU_BLOCK_TOKENS = 128
@@ -33,6 +35,8 @@ def no_model(command: ServerCommand, error: ModelError, *, elsewhere: bool = Fal
     missing = [f"the model: {error.message}" + (f" ({error.found})" if error.found else "")]
     if not isinstance(error, ModelNotFoundError | ModelAccessError):
         return [], missing
+    if error.code in NOT_ASKED:  # Whether it is there, and for whom, nobody has said.
+        return [], [f"{missing[0]}" + (f"; {error.fix}" if error.fix else "")]
     name = shorten(command.model or "")
     local = name.startswith(("/", "./", "~"))
     if local and elsewhere:

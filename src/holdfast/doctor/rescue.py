@@ -77,6 +77,8 @@ class Rescue:
     _served_when_told: bool = False
     """When it was told to end, it served already, and may have answers to finish."""
     _told_again: bool = False
+    _kept_said: str = ""
+    """What was last said of the command to keep: once is enough."""
     _crashed: set[str] = field(default_factory=set)
     """Commands that died while serving."""
 
@@ -240,7 +242,7 @@ class Rescue:
             )
             return None
         try:
-            judged = within(JUDGED_WITHIN_S, lambda: judge(command))
+            judged = within(JUDGED_WITHIN_S, lambda: judge(command, runs_here=True))
         except Exception as error:  # Whatever is wrong with the judging, the command may be right.
             known = isinstance(error, TimeoutError | HoldfastError)
             told = str(error) if known else f"a fault of Holdfast's own ({type(error).__name__}: {error})"
@@ -352,5 +354,8 @@ class Rescue:
 
     def _command_to_keep(self, started: Started, *, worked: bool) -> None:
         if self._changed:
-            said = "the command to keep" if worked else "the last command that was tried"
-            self._tell_command(f"{said}: {shown(started)}")
+            what = "the command to keep" if worked else "the last command that was tried"
+            said = f"{what}: {shown(started)}"
+            if said != self._kept_said:
+                self._kept_said = said
+                self._tell_command(said)

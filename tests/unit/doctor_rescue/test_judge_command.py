@@ -6,10 +6,13 @@ import re
 
 import pytest
 
-from holdfast.doctor.judge_command import Machine, judge_command
-from holdfast.doctor.judge_flags import known_flags
-from holdfast.doctor.records import Diagnosis
-from holdfast.errors import ConfigurationError
+from holdfast.doctor.commands import parse_command
+from holdfast.doctor.judge_command import Machine, judge, judge_command
+from holdfast.doctor.judge_flags import flag_findings, known_flags
+from holdfast.doctor.judge_refusals import no_model
+from holdfast.doctor.records import Diagnosis, Finding
+from holdfast.errors import ConfigurationError, ModelAccessError
+from holdfast.hardware import nvidia
 
 LLAMA = "meta-llama/Llama-3.1-8B-Instruct"
 SGLANG = f"python -m sglang.launch_server --model-path {LLAMA}"
@@ -119,6 +122,58 @@ def test_the_last_fix_has_those_before_it() -> None:
     assert "0.95" in (last.command or "")
 
 
+def test_a_share_that_is_lowered_is_lowered_for_every_fix_and_said_beside_it() -> None:
+    found = _judged(f"vllm serve {LLAMA} --gpu-memory-utilization 0.99", "l4")
+    assert [one.cause for one in found.findings] == ["kv_cache_too_small_for_max_len", "utilization_too_high"]
+    [fix, lower] = [one.fix for one in found.findings]
+    assert fix is not None
+    assert lower is not None
+    assert fix.command == lower.command is not None
+    assert _judged(fix.command, "l4").healthy  # Both at once, as they are offered.
+    assert fix.why.endswith("in the same command, for the other findings: --gpu-memory-utilization 0.95")
+    assert "budget 21.05 GiB (0.95 of 22.16 GiB)" in found.seen[0]
+    assert "in place of 0.99" in found.seen[1]
+    kept = _judged(f"vllm serve {LLAMA} --max-model-len 8192 --gpu-memory-utilization 0.95", vram="20GiB")
+    assert " of " not in kept.seen[0].split("budget ")[1].split(",")[0]  # Set in bytes, it is no share.
+
+
+@pytest.mark.skipif(bool(nvidia.probe().gpus), reason="there is a GPU to judge for")
+def test_a_command_for_a_gpu_is_judged_for_a_cpu_with_doubt_and_that_is_said_first() -> None:
+    text = f"vllm serve {LLAMA} --max-model-len 131072"
+    found = judge_command(text, machine=Machine(ram="20GiB"))
+    assert found.seen[0].startswith("this machine shows no GPU, so the command is judged for its CPU; --gpu NAME")
+    assert [one.confidence for one in found.findings] == ["medium"]
+    command = parse_command(text)
+    assert command is not None
+    here = judge(command, machine=Machine(ram="20GiB"), runs_here=True)  # Rescue starts it here, whatever it is for.
+    assert [one.confidence for one in here.findings] == ["high"]
+    assert here.seen[0].startswith("planned for this machine")
+    for said, version in ((f"VLLM_CPU_OMP_THREADS_BIND=all {text}", None), (text, "0.11.0+cpu")):
+        meant = judge_command(said, machine=Machine(ram="20GiB"), version=version)
+        assert not any("shows no GPU" in one for one in (*meant.seen, *meant.missing))
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "offered"),
+    [("-fa", "maybe", "auto"), ("--flash-attn", "On", "on"), ("-ctk", "q8", "q8_0"), ("-sm", "columns", None)],
+)
+def test_values_that_llama_does_not_take_are_named_with_those_it_takes(
+    flag: str, value: str, offered: str | None
+) -> None:
+    def judged(flags: str) -> list[Finding]:
+        command = parse_command(f"llama-server -m model.gguf {flags}")
+        assert command is not None
+        return flag_findings(command, None)
+
+    [finding] = judged(f"{flag} {value}")
+    assert finding.cause == "bad_flag"
+    assert f"{flag} does not take {value}: its values are " in finding.what
+    assert finding.fix is not None
+    assert finding.fix.changes == {flag: offered}
+    for able in (f"{flag} {offered or 'row'}", "-fa", "-fa on -fa true", "-fa $FLASH"):
+        assert not judged(able)
+
+
 def test_a_smaller_kv_space_of_vllm_on_a_cpu_is_seen() -> None:
     command = f"VLLM_CPU_KVCACHE_SPACE=1 vllm serve {LLAMA} --max-model-len 32768"
     found = judge_command(command, machine=Machine(ram="64GiB"))
@@ -138,6 +193,20 @@ def test_a_model_that_is_not_there_is_no_question_of_memory() -> None:
     elsewhere = _judged("llama-server -m /nowhere/model.gguf -c 8192")
     assert (elsewhere.findings, elsewhere.healthy) == ([], False)
     assert "a path of that machine" in elsewhere.missing[0]
+
+
+def test_a_hub_that_is_not_reached_says_nothing_of_the_model() -> None:
+    command = parse_command("vllm serve owner/name")
+    assert command is not None
+    unreached = ModelAccessError(
+        "owner/name cannot be fetched", code="HF222", found="no route", fix="see to the network"
+    )
+    assert no_model(command, unreached) == (
+        [],
+        ["the model: owner/name cannot be fetched (no route); see to the network"],
+    )
+    [gated], _ = no_model(command, ModelAccessError("owner/name is gated"))
+    assert gated.cause == "gated_or_missing_model"
 
 
 def test_what_holdfast_refuses_is_said_with_its_reason() -> None:
