@@ -188,7 +188,9 @@ def _versions() -> dict[str, str]:
         path = shutil.which(program)
         if path is not None:
             version = version_beside(program, program)
-            found.setdefault(program, f"{version or 'version not told'} at {path}")
+            # No program is run here, and one that no Python package brought says its version only when it is.
+            told = f"at {path} (which version: {program} --version)" if version is None else f"{version} at {path}"
+            found.setdefault(program, told)
     return found
 
 

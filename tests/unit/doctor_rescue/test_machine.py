@@ -128,6 +128,16 @@ def test_the_square_of_links_is_read() -> None:
     assert read_topology("nonsense") == ()
 
 
+def test_a_program_whose_version_is_not_in_files_is_told_with_how_to_ask_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "bin" / "nvcc"
+    program.parent.mkdir()
+    program.touch(mode=0o755)
+    monkeypatch.setenv("PATH", str(program.parent))
+    assert f"version    nvcc at {program} (which version: nvcc --version)" in lines_of(look({"HOME": "/"}))
+
+
 def test_this_machine_is_looked_at_without_telling_secrets() -> None:
     given = {"HF_TOKEN": "hf_secret", "VLLM_API_KEY": "secret2", "NCCL_DEBUG": "INFO", "VLLM_MY_TOKEN": "secret3"}
     facts = look({**given, "HOME": "/"})
