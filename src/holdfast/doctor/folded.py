@@ -72,8 +72,10 @@ def fold_of(start: bytes, *, upside_down: bool) -> Fold | None:
     lines = lines[: len(lines) - 1 or None]  # The last may go on in the next block.
     measures: tuple[Callable[[bytes], int], ...] = (_bytes,) if start.isascii() else (_bytes, _letters)
     for measure in measures:
-        columns = max(map(measure, lines))
-        if LEAST_COLUMNS <= columns <= MOST_COLUMNS:
+        widths = list(map(measure, lines))
+        columns = max(widths)
+        may_be_cut = widths.count(columns) + start.count(b" \n") + start.count(b" \r\n")
+        if LEAST_COLUMNS <= columns <= MOST_COLUMNS and may_be_cut >= FEW_CUT:
             fold = _cut_at(columns, measure, lines[::-1] if upside_down else lines, upside_down=upside_down)
             if fold is not None:
                 return fold
