@@ -20,7 +20,7 @@ from typing import Any
 
 from holdfast.errors import GrammarError, RequestError
 from holdfast.records.structured import StructuredOutputsParams, Vocabulary
-from holdfast.text.matching import Grammars
+from holdfast.text.structured.llguidance_backend import Grammars
 
 END = 256
 VOCABULARY = Vocabulary([bytes([byte]) for byte in range(256)] + [b"</s>"], {"</s>": END})

@@ -12,12 +12,11 @@ import statistics
 import time
 from typing import Any
 
-import numpy
-
 from holdfast import LLM, SamplingParams, StructuredOutputsParams
 from holdfast.checkpoints import locate
 from holdfast.text import Tokenizer
-from holdfast.text.matching import Grammars, vocabulary_of
+from holdfast.text.structured.client import vocabulary_of
+from holdfast.text.structured.llguidance_backend import Grammars
 
 ADDRESS = {
     "type": "object",
@@ -64,7 +63,6 @@ def masks(name: str, repeats: int) -> None:
     began_s = time.perf_counter()
     grammars = Grammars(vocabulary_of(tokenizer), [eos], tokenizer.ids_end)
     print(f"{name}: {tokenizer.ids_end:,} tokens, ready in {time.perf_counter() - began_s:.2f} s")
-    words = numpy.zeros(-(-tokenizer.ids_end // 32), dtype=numpy.int32)
     for title, (form, text) in FORMS.items():
         params, tokens = StructuredOutputsParams(**form), tokenizer.encode(text, add_special_tokens=False)
         began_s = time.perf_counter()
@@ -74,7 +72,7 @@ def masks(name: str, repeats: int) -> None:
             matcher = grammars.matcher(params)
             for token in tokens:
                 began_s = time.perf_counter()
-                matcher.fill(words)
+                matcher.mask()
                 (times_s if turn else first_s).append(time.perf_counter() - began_s)
                 assert matcher.consume(token), f"{title}: {matcher.error}"
         print(

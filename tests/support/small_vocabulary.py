@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy
 
 from holdfast.records.structured import StructuredOutputsParams, Vocabulary
-from holdfast.text.matching import Grammars, Matcher
+from holdfast.text.structured.llguidance_backend import Grammars, Matcher
 
 WORDS = [
     '{"', '":', '",', '"}', "[]", "{}", "true", "false", "null", "12", "123", "  ", "\n", "yes", "no", "ab", "abc",
@@ -25,9 +25,7 @@ def small_grammars() -> Grammars:
 
 
 def allowed_by(matcher: Matcher) -> set[int]:
-    words = numpy.zeros(-(-SIZE // 32), dtype=numpy.int32)
-    matcher.fill(words)
-    bits = numpy.unpackbits(words.view(numpy.uint8), bitorder="little")
+    bits = numpy.unpackbits(numpy.frombuffer(matcher.mask(), dtype=numpy.uint8), bitorder="little")
     assert not bits[SIZE:].any()
     return set(numpy.flatnonzero(bits).tolist())
 

@@ -37,6 +37,7 @@ class Child:
         config: EngineConfig,
         plan: Plan | None = None,
         early: EarlyProcess | None = None,
+        grammar_address: str | None = None,
     ) -> Child:
         """`early`: a process that waits already; it is this one's from now on. Raises EngineDiedError when the machine
         has no process, file or memory left."""
@@ -56,7 +57,7 @@ class Child:
             started.end()
             raise EngineDiedError(f"the engine process could not be started: {error}") from error
         child = cls(started, socket)
-        child.send(messages.Begin(dataclasses.asdict(config), plan))
+        child.send(messages.Begin(dataclasses.asdict(config), plan, grammar_address))
         return child
 
     @property

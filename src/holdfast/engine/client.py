@@ -32,7 +32,7 @@ from holdfast.engine.embedding import embedding_requests
 from holdfast.engine.passengers import Passengers
 from holdfast.engine.startup import FoundModel, Progress, with_located_model
 from holdfast.engine.stream import Stream, Waiting
-from holdfast.engine.teaching import Teaching
+from holdfast.engine.structured_output import StructuredOutput
 from holdfast.errors import DrainingError, EngineDiedError, EngineError, HoldfastError, SleepingError
 from holdfast.observability.ledger import Ledger, asleep_ledger, make_ledger
 from holdfast.planner import Plan
@@ -76,7 +76,7 @@ class ProcessEngine:
         self._folder = Path(tempfile.mkdtemp(prefix="holdfast-"))
         self._context = zmq.asyncio.Context()
         self._child: Child | None = None
-        self._teaching = Teaching(tokenizer)
+        self.structured = StructuredOutput.of(tokenizer, model.spec)
         self._supervisor: asyncio.Task[None] | None = None
         self._open: dict[str, tuple[Answer, Stream]] = {}
         self._passengers = Passengers()
@@ -140,10 +140,11 @@ class ProcessEngine:
         front = process_memory("front", os.getpid())
         if self._info is None or front is None:
             return None
+        grammars = [] if self.structured is None else self.structured.memory()
         if self._sleeping and self._child is None:
-            return asleep_ledger(self._info, [front])
+            return asleep_ledger(self._info, [front, *grammars])
         engine = process_memory("engine", self._child.pid) if self._child is not None and self._ready else None
-        return None if engine is None else make_ledger(self._info, self._stats, [engine, front])
+        return None if engine is None else make_ledger(self._info, self._stats, [engine, front, *grammars])
 
     def on_step(self, listener: Callable[[EngineStats], None]) -> None:
         self._listeners.append(listener)
@@ -206,6 +207,8 @@ class ProcessEngine:
         if self._child is not None:
             await self._child.stop(at_once=not was_ready)
         self._end_all(DrainingError("the server has shut down"))
+        if self.structured is not None:
+            self.structured.close()
         self._context.destroy(linger=0)
         shutil.rmtree(self._folder, ignore_errors=True)
 
@@ -257,7 +260,6 @@ class ProcessEngine:
         self._send(messages.ResetPrefixCache())
 
     async def _end_supervisor(self) -> None:
-        self._teaching.end()
         if self._supervisor is not None:
             self._supervisor.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -265,7 +267,7 @@ class ProcessEngine:
 
     def _refuse_if_closed(self, request_id: str) -> None:
         if self._failure is not None:
-            raise messages.unpack_failure(self._failure, request_id)
+            raise self._failure.error(request_id)
         if self._draining or self._stopping:
             raise DrainingError("the server is shutting down", fix="send it to another server", request_id=request_id)
         if self._sleeping:
@@ -284,8 +286,6 @@ class ProcessEngine:
         if self._ready and (names := self._passengers.board()):
             self._handed_over = True
             requests = [self._open[name][0].resumed() for name in names]
-            if any(request.params.structured_outputs is not None for request in requests):
-                self._teaching.now(self._child, self._send)
             try:
                 self._send(messages.Add(requests))
             except (OverflowError, TypeError, ValueError):
@@ -305,7 +305,12 @@ class ProcessEngine:
         early, self._early = self._early, None
         self._launches += 1
         self._child = child = await Child.spawn(
-            self._context, self._folder / f"{self._launches}.sock", self._config, self._plan, early
+            self._context,
+            self._folder / f"{self._launches}.sock",
+            self._config,
+            self._plan,
+            early,
+            None if self.structured is None else self.structured.service.address,
         )
         self._handed_over = False
         while True:
@@ -316,19 +321,20 @@ class ProcessEngine:
                 self._on_progress(message.stage, message.done, message.total)
             elif isinstance(message, messages.StartFailed):
                 await child.stop()
-                raise messages.unpack_failure(message.failure)
+                raise message.failure.error()
             elif message is None:
                 await child.stop()
                 raise EngineDiedError(f"the engine process ended while starting ({child.ending()})")
         info = msgspec.structs.replace(message.info, model=self._model.files.name)
         self._info = decided(info, self._config, self._defaults)
         self._door = Door(self._model.spec, message.info.max_model_len, self._seeds, self._tokenizer)
+        self._door.grammar_cost = None if self.structured is None else self.structured.checker.known
         # A new process has touched nothing of its pool yet.
         self._stats = self._stats_before = msgspec.structs.replace(self._stats, blocks_touched=0)
         self._ready = True
         self._on_progress("ready", 0, 0)
-        if self._model.spec.eos_token_ids:
-            self._teaching.soon(child, self._send)
+        if self.structured is not None:
+            self.structured.prepare_soon()
 
     async def _supervise(self) -> None:
         assert self._child is not None
@@ -409,7 +415,7 @@ class ProcessEngine:
         answer, stream = self._open[name]
         self._passengers.clear(name)
         if output.failure is not None:
-            self._end(name, messages.unpack_failure(output.failure, name))
+            self._end(name, output.failure.error(name))
             return False
         try:
             delta = answer.take(output)

@@ -123,7 +123,11 @@ class EngineCore:
 
     def _apply_oldest(self) -> list[EngineOutput]:
         result = self._in_flight.popleft().result()
-        judge = None if self.forms is None else self.forms.judge
+        judge = None
+        if self.forms is not None:
+            judge = self.forms.judge
+            if not self._in_flight:  # It was the newest step: what it sampled is judged in one go.
+                self.forms.foresee(result)
         return self._end(self.scheduler.apply(result, time.monotonic(), judge))
 
     def _submit(self, plan: StepPlan) -> StepHandle:

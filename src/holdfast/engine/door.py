@@ -8,14 +8,18 @@ from __future__ import annotations
 import operator
 import random
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from holdfast.errors import ContextLengthError, OverloadedError, RequestError
 from holdfast.models import ModelSpec
 from holdfast.records import AdapterRef, Request, SamplingParams
+from holdfast.records.structured import StructuredOutputsParams
 from holdfast.text import Tokenizer
 from holdfast.text.bad_words import spell_bad_words
+from holdfast.text.structured.checker import is_cheap
+from holdfast.text.structured.client import check_has_bytes
+from holdfast.text.structured.wire import GrammarCost
 
 
 @dataclass(slots=True)
@@ -26,6 +30,8 @@ class Door:
     """Draws for requests that bring no seed."""
     tokenizer: Tokenizer | None = None
     """Spells bad words; without one, requests that bring them are refused."""
+    grammar_cost: Callable[[StructuredOutputsParams], GrammarCost | None] | None = None
+    """Of structured output, which it refuses where it cannot be; None: it is not known."""
     clamp_output: bool = False
     """More max_tokens than the context has left: give what is left (as vLLM's LLM does), or refuse (as servers do)."""
 
@@ -46,7 +52,7 @@ class Door:
         self._whole_ids("stop_token_ids", params.stop_ids)
         self._whole_ids("allowed_token_ids", params.allowed_token_ids or ())
         bad_words = self._spelled(params)
-        self._check_form(params)
+        costly = self._check_grammar(params)
         eos = () if params.ignore_eos else self.spec.eos_token_ids
         self._check_choice(params, bad_words, eos)
         seed = self.seeds.getrandbits(62) if params.seed is None else params.seed
@@ -66,6 +72,7 @@ class Door:
                 eos_token_ids=eos,
                 bad_word_ids=bad_words,
                 adapter=adapter,
+                costly_grammar=costly,
             )
             for index in range(params.n)
         ]
@@ -77,18 +84,19 @@ class Door:
             raise RequestError("bad_words need a tokenizer", fix="leave skip_tokenizer_init out", field="bad_words")
         return spell_bad_words(params.bad_words, self.tokenizer)
 
-    def _check_form(self, params: SamplingParams) -> None:
-        form = params.structured_outputs
-        if form is None:
-            return
+    def _check_grammar(self, params: SamplingParams) -> bool:
+        """Whether what its answer must look like is costly."""
+        wanted = params.structured_outputs
+        if wanted is None:
+            return False
         field = "structured_outputs"
         if self.tokenizer is None:
             raise RequestError(f"{field} need a tokenizer", fix="leave skip_tokenizer_init out", field=field)
         if not self.spec.eos_token_ids:
             raise RequestError(f"{field} need a model that can end its answer", found="no end of text", field=field)
-        from holdfast.text.matching import check_form  # Its library is large, and most doors never need it.
-
-        check_form(form, self.tokenizer)
+        check_has_bytes(self.tokenizer)
+        cost = None if self.grammar_cost is None else self.grammar_cost(wanted)
+        return cost is None or not is_cheap(cost)
 
     def _check_choice(self, params: SamplingParams, bad_words: list[list[int]], eos: Sequence[int]) -> None:
         """There must be a token left to sample wherever bad words forbid theirs and ends have to wait."""

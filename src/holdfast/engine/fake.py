@@ -18,7 +18,8 @@ import msgspec
 from holdfast.engine.answers import Answer
 from holdfast.engine.door import check_room
 from holdfast.engine.fake_script import EMBEDDING_SIZE, Script, Speaker, echo, fake_vector, say
-from holdfast.engine.fake_tokenizer import VOCABULARY, ByteTokenizer
+from holdfast.engine.fake_tokenizer import END, VOCABULARY, ByteTokenizer
+from holdfast.engine.structured_output import StructuredOutput
 from holdfast.errors import (
     ContextLengthError,
     DrainingError,
@@ -89,6 +90,9 @@ class FakeEngine:
         """Ids of requests whose iterator was closed before they ended."""
         self.finished: list[str] = []
         self._tokenizer = ByteTokenizer() if with_tokenizer else None
+        self.structured = (
+            StructuredOutput(cast("Tokenizer", self._tokenizer), [END], VOCABULARY) if with_tokenizer else None
+        )
         self._started = False
         self._draining = False
         self._failure: Failure | None = None
@@ -256,6 +260,8 @@ class FakeEngine:
 
     async def stop(self) -> None:
         self._started = False
+        if self.structured is not None:
+            self.structured.close()
 
     def _check(self, prompt_token_ids: list[int], params: SamplingParams) -> None:
         if self._failure is not None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 from holdfast.records import AdapterRef, AnswerDelta, EngineInfo, EngineStats, Failure, SamplingParams
 
 if TYPE_CHECKING:
+    from holdfast.engine.structured_output import StructuredOutput
     from holdfast.observability.ledger import Ledger
     from holdfast.text.tokenizer import Tokenizer
 
@@ -24,6 +25,10 @@ class Engine(Protocol):
     @property
     def tokenizer(self) -> Tokenizer | None:
         """None under skip_tokenizer_init: then only token ids go in and out."""
+
+    @property
+    def structured(self) -> StructuredOutput | None:
+        """Checks grammars and matches texts; None without a tokenizer."""
 
     @property
     def ready(self) -> bool:

@@ -25,10 +25,10 @@ from holdfast.engine.embedding import PARAMS, embedding_output, embedding_reques
 from holdfast.engine.forms import hold_forms
 from holdfast.engine.llm_absent import AbsentMethods
 from holdfast.engine.lora import Adapters
-from holdfast.engine.messages import unpack_failure
 from holdfast.engine.preload import preload_torch
 from holdfast.engine.progress import RequestProgress
 from holdfast.engine.startup import build_core, find_model, open_tokenizer, plan_lines, plan_model
+from holdfast.engine.structured_output import StructuredOutput
 from holdfast.errors import (
     EngineError,
     GrammarError,
@@ -52,7 +52,9 @@ from holdfast.records import (
     RequestOutput,
     SamplingParams,
 )
+from holdfast.records.structured import StructuredOutputsParams
 from holdfast.text import Tokenizer
+from holdfast.text.structured.wire import GrammarCost
 from holdfast.text.tools.prompt import shown_in
 
 log = logging.getLogger("holdfast")
@@ -81,12 +83,13 @@ class LLM(AbsentMethods):
         self._defaults = SamplingParams(**defaults)
         self._config, self._found = config, found
         self._core, info = build_core(config, found, lambda stage, done, total: None, plan)
-        hold_forms(self._core, found.spec, self._tokenizer)
+        self._structured = self._hold_forms(self._core)
         self.info = decided(info, config, defaults)
         self._policy = config.scheduling_policy
         self._sleeping = False
         seeds = random.Random(config.seed) if config.seed is not None else random.SystemRandom()
         self._door = Door(found.spec, self.info.max_model_len, seeds, self._tokenizer, clamp_output=True)
+        self._door.grammar_cost = self._grammar_cost
         self._adapters = Adapters(found.spec, found.files.name, config)
         self._names = itertools.count()
         self._turn = threading.Lock()
@@ -207,10 +210,20 @@ class LLM(AbsentMethods):
             if not self._sleeping:
                 return
             self._core, info = build_core(self._config, self._found, lambda stage, done, total: None)
-            hold_forms(self._core, self._found.spec, self._tokenizer)
+            self._structured = self._hold_forms(self._core)
             self.info = decided(info, self._config, default_sampling(self._config, self._found.files.generation_config))
             self._door.max_model_len = self.info.max_model_len
             self._sleeping = False
+
+    def _hold_forms(self, core: EngineCore) -> StructuredOutput | None:
+        """Its processes are started when the first answer must follow a grammar."""
+        structured = StructuredOutput.of(self._tokenizer, self._found.spec)
+        if structured is not None:
+            hold_forms(core, self._found.spec, lambda: structured.service.address)
+        return structured
+
+    def _grammar_cost(self, params: StructuredOutputsParams) -> GrammarCost | None:
+        return None if self._structured is None else self._structured.checker.check(params)
 
     def is_sleeping(self) -> bool:
         return self._sleeping
@@ -220,6 +233,8 @@ class LLM(AbsentMethods):
         core, self._core = self._core, None
         if core is not None:
             core.close()
+            if self._structured is not None:
+                self._structured.close()
             gc.collect()
 
     def __enter__(self) -> LLM:
@@ -303,7 +318,7 @@ class LLM(AbsentMethods):
                     for output in core.step():
                         run, answer = open_answers[output.request_id]
                         if output.failure is not None:
-                            run.fail(answer.index, unpack_failure(output.failure, output.request_id))
+                            run.fail(answer.index, output.failure.error(output.request_id))
                         else:
                             run.take(answer.take(output))
                         if answer.finished or output.failure is not None:

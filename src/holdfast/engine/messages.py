@@ -16,6 +16,8 @@ class Begin(msgspec.Struct, frozen=True, tag=True):
 
     config: dict[str, object]
     plan: Plan | None = None
+    grammar_address: str | None = None
+    """Where grammar workers are to be had; None: there is no structured output."""
 
 
 class Add(msgspec.Struct, frozen=True, tag=True):
@@ -24,12 +26,6 @@ class Add(msgspec.Struct, frozen=True, tag=True):
 
 class Abort(msgspec.Struct, frozen=True, tag=True):
     request_ids: list[str]
-
-
-class Teach(msgspec.Struct, frozen=True, tag=True):
-    """Before the first request for an answer that must have a form: a `Vocabulary`, packed."""
-
-    vocabulary: bytes
 
 
 class ResetPrefixCache(msgspec.Struct, frozen=True, tag=True):
@@ -59,7 +55,7 @@ class News(msgspec.Struct, frozen=True, tag=True):
     stats: EngineStats
 
 
-ToEngine = Begin | Add | Teach | Abort | ResetPrefixCache | Stop
+ToEngine = Begin | Add | Abort | ResetPrefixCache | Stop
 FromEngine = Loading | Ready | StartFailed | News
 
 encode = msgspec.msgpack.Encoder().encode
@@ -71,18 +67,3 @@ def pack_failure(error: Exception) -> Failure:
     if isinstance(error, errors.HoldfastError):
         return Failure.of(error)
     return Failure(kind="EngineError", message=f"{type(error).__name__}: {error}", code=errors.EngineError.code)
-
-
-def unpack_failure(failure: Failure, request_id: str | None = None) -> errors.HoldfastError:
-    kind = getattr(errors, failure.kind, errors.EngineError)
-    if not (isinstance(kind, type) and issubclass(kind, errors.HoldfastError)):
-        kind = errors.EngineError
-    return kind(
-        failure.message,
-        code=failure.code,
-        needed=failure.needed,
-        found=failure.found,
-        fix=failure.fix,
-        field=failure.field,
-        request_id=request_id,
-    )

@@ -16,7 +16,6 @@ import sys
 import threading
 import traceback
 
-import msgspec
 import zmq
 
 from holdfast.config import EngineConfig
@@ -25,7 +24,6 @@ from holdfast.engine.core import EngineCore
 from holdfast.engine.faults import fail_loading, with_faults
 from holdfast.errors import HoldfastError
 from holdfast.planner import Plan
-from holdfast.records.structured import Vocabulary
 
 IDLE_POLL_MS = 1000
 
@@ -42,7 +40,8 @@ def run(address: str) -> int:
         if not isinstance(begin, messages.Begin):
             raise SystemExit("the first message must be Begin")
         try:
-            core = _build(EngineConfig(**begin.config), begin.plan, socket)  # type: ignore[arg-type]
+            config = EngineConfig(**begin.config)  # type: ignore[arg-type]
+            core = _build(config, begin.plan, begin.grammar_address, socket)
         except Exception as error:
             if not isinstance(error, HoldfastError):
                 traceback.print_exc()
@@ -66,7 +65,9 @@ def _import_ahead() -> None:
         importlib.import_module("holdfast.engine.startup")
 
 
-def _build(config: EngineConfig, plan: Plan | None, socket: zmq.Socket[bytes]) -> EngineCore:
+def _build(
+    config: EngineConfig, plan: Plan | None, grammar_address: str | None, socket: zmq.Socket[bytes]
+) -> EngineCore:
     from holdfast.engine.forms import hold_forms
     from holdfast.engine.startup import build_core, find_model
 
@@ -76,7 +77,8 @@ def _build(config: EngineConfig, plan: Plan | None, socket: zmq.Socket[bytes]) -
     fail_loading()
     model = find_model(config)
     core, info = build_core(config, model, progress, plan)
-    hold_forms(core, model.spec)
+    if grammar_address is not None:
+        hold_forms(core, model.spec, lambda: grammar_address)
     core.runner = with_faults(core.runner)
     socket.send(messages.encode(messages.Ready(info)))
     return core
@@ -91,8 +93,6 @@ def _serve(core: EngineCore, socket: zmq.Socket[bytes]) -> None:
             if isinstance(heard, messages.Add):
                 for request in heard.requests:
                     core.add(request)
-            elif isinstance(heard, messages.Teach):
-                _teach(core, heard.vocabulary)
             elif isinstance(heard, messages.Abort):
                 for request_id in heard.request_ids:
                     core.abort(request_id)
@@ -104,12 +104,6 @@ def _serve(core: EngineCore, socket: zmq.Socket[bytes]) -> None:
         if core.has_work or changed:  # After the last request was aborted nothing steps, but the numbers have changed.
             outputs = core.step()
             socket.send(messages.encode(messages.News(outputs, core.stats())))
-
-
-def _teach(core: EngineCore, packed: bytes) -> None:
-    assert core.forms is not None
-    core.forms.teach(lambda: msgspec.msgpack.decode(packed, type=Vocabulary))
-    core.forms.prepare()
 
 
 def _hear(socket: zmq.Socket[bytes]) -> messages.ToEngine | None:

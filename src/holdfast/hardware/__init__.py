@@ -1,7 +1,16 @@
 """What the machine has."""
 
 from holdfast.hardware.kernels import compiled_kernels
-from holdfast.hardware.probe import Memory, Processor, Resident, memory, memory_holders, processor, resident
+from holdfast.hardware.probe import (
+    Memory,
+    Processor,
+    Resident,
+    memory,
+    memory_holders,
+    processor,
+    resident,
+    resident_tree,
+)
 
 __all__ = [
     "Memory",
@@ -12,4 +21,5 @@ __all__ = [
     "memory_holders",
     "processor",
     "resident",
+    "resident_tree",
 ]

@@ -86,6 +86,26 @@ def resident(pid: int | None = None) -> Resident | None:
     return Resident(found["VmRSS"], max(found["VmRSS"], found.get("VmHWM", 0)), found.get("RssFile", 0))
 
 
+def resident_tree(pid: int) -> Resident | None:
+    """Of a process and the children it was forked into: pages that they share are counted once."""
+    found = resident(pid)
+    try:
+        with open(f"/proc/{pid}/task/{pid}/children") as children:
+            pids = [int(child) for child in children.read().split()]
+    except (OSError, ValueError):
+        return found
+    own = sum(_unshared_bytes(child) for child in pids)
+    return None if found is None else Resident(found.now_bytes + own, found.peak_bytes + own, found.files_bytes)
+
+
+def _unshared_bytes(pid: int) -> int:
+    try:
+        with open(f"/proc/{pid}/smaps_rollup") as rollup:
+            return sum(int(line.split()[1]) * 1024 for line in rollup if line.startswith("Private_"))
+    except (OSError, ValueError):
+        return 0
+
+
 def memory_holders(most: int = 3) -> tuple[str, ...]:
     """The other processes that hold most memory, for people to read. A container sees only its own."""
     import psutil

@@ -1,32 +1,48 @@
-"""What holds answers to a form: bytes of a vocabulary, of one form and of all that are compiled at once. No library,
-and nothing of what a form is."""
+"""Structured output in bytes: the processes that compile grammars and fill masks, the vocabulary they share, and all
+grammars that are compiled at once. No library, and nothing of what a grammar is."""
 
 from __future__ import annotations
 
 from holdfast.planner.sampling_sizes import mask_words
 from holdfast.units import MIB
 
-TOKEN_BYTES = 400
-"""Of each token of a vocabulary, as a tree: 19 MiB were seen with 49,152 tokens and 108 with 262,144."""
+TOKEN_BYTES = 550
+"""Of each token of a vocabulary, as a tree and in the lists beside it: 26 MiB were seen with 49,152 tokens."""
+SERVICE_BYTES = 44 * MIB
+"""Of the process that workers are forked from, without the vocabulary."""
+WORKER_BYTES = 6 * MIB
+"""Of each worker, of what it no longer shares with the service."""
+WORKERS = 6
+"""Three of the engine, two that check grammars quickly and one that does it slowly."""
 FORM_BYTES, WRITTEN_BYTES = 256 << 10, 64
-"""Of each answer held to a form, and of each byte in which that is written: 16 MiB were seen with 64 schemas of 12
-fields each, 3.2 MiB with one of 60 KB."""
+"""Of each answer that follows a grammar, and of each byte in which that is written: 16 MiB were seen with 64 schemas of
+12 fields each, 3.2 MiB with one of 60 KB."""
 SPARE_BYTES = 32 * MIB
 """Beside FORM_BYTES for each sequence: for the larger ones among them, and for those that stay compiled. An answer
-whose form has no room waits until another has ended."""
+whose grammar has no room waits until another has ended."""
+SLOW_LANE_BYTES = 64 * MIB
+"""That one worker may take for grammars that are costly; the system holds it to that."""
+CHECKS_BYTES = (16 + 16 + 64) * MIB
+"""Of grammars that are being checked: two quickly, one slowly."""
 
 
 def forms_bytes(vocab_size: int, max_num_seqs: int) -> int:
-    """Once one is asked for: the vocabulary, forms, and a mask and a narrowing of it for each."""
+    """Of all processes, once one answer must follow a grammar; and a mask and a narrowing of it for each."""
     masks = max_num_seqs * 2 * mask_words(vocab_size) * 4
-    return vocab_size * TOKEN_BYTES + held_bytes(max_num_seqs) + masks
+    processes = SERVICE_BYTES + vocab_size * TOKEN_BYTES + WORKERS * WORKER_BYTES
+    return processes + held_bytes(max_num_seqs) + SLOW_LANE_BYTES + CHECKS_BYTES + masks
 
 
 def held_bytes(max_num_seqs: int) -> int:
-    """All that are compiled at once."""
+    """All grammars that are compiled at once, but the costly ones."""
     return max_num_seqs * FORM_BYTES + SPARE_BYTES
 
 
+def shared_lane_bytes(max_num_seqs: int) -> int:
+    """That one worker may take which many answers share. There are two: what waits for room counts over both."""
+    return held_bytes(max_num_seqs) // 2 + SPARE_BYTES
+
+
 def form_bytes(written_bytes: int) -> int:
-    """Of one that is written so."""
+    """Of one that is written so, before it is known what it takes."""
     return FORM_BYTES + written_bytes * WRITTEN_BYTES

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from holdfast import errors
 from holdfast.errors import HoldfastError
 from holdfast.records.lora import LoRARequest
 from holdfast.records.memory import MemoryReport
@@ -60,6 +61,21 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
             found=error.found,
             fix=error.fix,
             field=error.field,
+        )
+
+    def error(self, request_id: str | None = None) -> HoldfastError:
+        """A new one each time: what is raised collects where it has been."""
+        kind = getattr(errors, self.kind, errors.EngineError)
+        if not (isinstance(kind, type) and issubclass(kind, HoldfastError)):
+            kind = errors.EngineError
+        return kind(
+            self.message,
+            code=self.code,
+            needed=self.needed,
+            found=self.found,
+            fix=self.fix,
+            field=self.field,
+            request_id=request_id,
         )
 
 

@@ -27,6 +27,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Already generated, by an engine that died: they count as output for limits, penalties and seeds."""
     bad_word_ids: list[list[int]] = []
     """The spellings of params.bad_words, as token ids."""
+    costly_grammar: bool = False
+    """The grammar of its answer takes long to compile or to follow: it is kept apart from others'."""
     embed: bool = False
     """Wants its prompt as a vector, and no answer."""
     prompt_logprobs_told: int = 0

@@ -20,7 +20,7 @@ from holdfast.errors import RequestError, UnknownModelError, UnsupportedOptionEr
 from holdfast.records import AdapterRef, SamplingParams
 from holdfast.records.sampling import MAX_LOGPROBS
 from holdfast.server.chat_prompts import chat_prompt, final_answer
-from holdfast.server.constraints import check_off_loop, form_of
+from holdfast.server.constraints import form_of
 from holdfast.server.fields import check_fields, convert, honoured_fields, unsupported
 from holdfast.server.protocol import ChatBody, Common, CompletionBody, TokenId
 from holdfast.server.reading import Reading
@@ -133,8 +133,8 @@ async def read_chat(raw: bytes, engine: Engine, settings: ServerSettings, *, req
     prompt, reading = await chat_prompt(body, fields.get("tools"), tokenizer, engine, settings, len(raw))
     try:
         if reading is not None:
-            params, reading = await off_loop(partial(reading.adjusted, params, tokenizer), len(raw))
-        await check_off_loop(params, tokenizer)
+            params, reading = await off_loop(partial(reading.adjusted, params, tokenizer, engine.structured), len(raw))
+        await _check_structured(params, engine)
     except RequestError as error:
         if reading is not None and reading.use is not None and error.field == "grammar":
             # The client sent no grammar: it was made of these.
@@ -165,7 +165,7 @@ async def read_completion(
         body.prompt_logprobs = body.logprobs
     params = _sampling(body, settings, logprobs=body.logprobs, max_tokens=COMPLETION_MAX_TOKENS)
     if params.structured_outputs is not None:
-        await check_off_loop(params, tokenizer_of(engine, "structured_outputs"))
+        await _check_structured(params, engine)
     context = engine.info.max_model_len
     texts, prompts = split_prompts(body.prompt, context)
     _check_places(len(texts or prompts) * params.n, engine, settings, "prompt")
@@ -191,6 +191,16 @@ async def read_completion(
         body, "cmpl", model, prompts, params, settings, body.logprobs, echoes=echoes, alone=alone, first_tokens=firsts,
         request_id=request_id,
     )  # fmt: skip
+
+
+async def _check_structured(params: SamplingParams, engine: Engine) -> None:
+    wanted = params.structured_outputs
+    if wanted is None:
+        return
+    if engine.structured is None:
+        tokenizer_of(engine, "structured_outputs")
+    assert engine.structured is not None
+    await engine.structured.check(wanted)
 
 
 def _refuse_text(body: CompletionBody) -> None:

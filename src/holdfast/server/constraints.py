@@ -1,64 +1,27 @@
 """What an answer must look like, as clients write it: OpenAI's response_format, vLLM's structured_outputs and guided_*.
 
-Owns how these become one StructuredOutputsParams, and that they are looked at off the loop. What they mean is `text`'s.
+Owns how these become one StructuredOutputsParams. What they mean is `text`'s, and whether they can be is the engine's
+to find out.
 """
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
-from holdfast.engine.threads import step_back
-from holdfast.errors import GrammarError, RequestError
-from holdfast.records import SamplingParams
-from holdfast.records.structured import KINDS, LARGE_BYTES, OPTIONS, StructuredOutputsParams
+from holdfast.errors import RequestError
+from holdfast.records.structured import KINDS, OPTIONS, StructuredOutputsParams
 from holdfast.server.fields import unsupported
 from holdfast.server.protocol import Common
 from holdfast.units import shorten
-
-if TYPE_CHECKING:
-    from holdfast.text.tokenizer import Tokenizer
 
 GUIDED = {
     "guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar",
 }  # fmt: skip
 """Older names of vLLM, and the newer ones."""
 BACKENDS = ("auto", "guidance", "llguidance")
-
-# Few at once: each may take a second and some memory, and those behind wait here and not on the loop.
-_POOL = ThreadPoolExecutor(max_workers=2, thread_name_prefix="forms")
-_LARGE = ThreadPoolExecutor(max_workers=1, thread_name_prefix="large-forms", initializer=step_back)
-CHECK_TIMEOUT_S = 60.0
-"""Until a form is refused that is still being compiled: one of 91 KB that people use took 23 s."""
-
-
-async def check_off_loop(params: SamplingParams, tokenizer: Tokenizer) -> None:
-    """Raises for a form that is invalid, unsupported or too large."""
-    form = params.structured_outputs
-    if form is None:
-        return
-
-    def check() -> None:
-        from holdfast.text.matching import check_form  # Its library is large, and most servers never need it.
-
-        check_form(form, tokenizer)
-
-    large = len(msgspec.json.encode(form)) > LARGE_BYTES
-    checked = asyncio.get_running_loop().run_in_executor(_LARGE if large else _POOL, check)
-    try:
-        await asyncio.wait_for(checked, CHECK_TIMEOUT_S)
-    except TimeoutError:
-        named = form.asked_as or form.kind
-        raise GrammarError(
-            f"{named}: it could not be compiled in {CHECK_TIMEOUT_S:g} s",
-            code="HF362",
-            fix="a simpler one",
-            field=named,
-        ) from None
 
 
 def form_of(body: Common, switches: Mapping[str, bool] | None = None) -> StructuredOutputsParams | None:

@@ -16,13 +16,16 @@ from holdfast.records.structured import StructuredOutputsParams
 from holdfast.server.settings import ServerSettings
 from holdfast.server.tooling import ToolUse
 from holdfast.text.reasoning import FAMILIES, ReasoningReader, State, Thinking, thinking_of
-from holdfast.text.repeats import check_repeats
-from holdfast.text.schemas import patterns
+from holdfast.text.structured.regex_limits import check_repeats
+from holdfast.text.structured.schemas import WHITESPACE, closed, patterns
 from holdfast.text.tools.answers import AnswerReader
+from holdfast.text.tools.events import Tool
 from holdfast.text.tools.grammar import Freedom, calls_grammar, thoughtful_json
 from holdfast.text.tools.prompt import Message, Speech, shown, speech_of
 
 if TYPE_CHECKING:
+    from holdfast.engine.structured_output import StructuredOutput
+    from holdfast.text.structured.text_matcher import TextMatcher
     from holdfast.text.tokenizer import Tokenizer
 
 LOOKED_AT_CHARS = 16 << 10
@@ -75,7 +78,9 @@ class Reading:
             return None
         return replace(self, state=state)
 
-    def adjusted(self, params: SamplingParams, tokenizer: Tokenizer) -> tuple[SamplingParams, Reading | None]:
+    def adjusted(
+        self, params: SamplingParams, tokenizer: Tokenizer, structured: StructuredOutput | None
+    ) -> tuple[SamplingParams, Reading | None]:
         """Marks must be seen to be read; and what must be a call is held to one. A form that is asked for is that of
         the answer behind the thoughts; where it cannot be put there it is all of the answer, and nothing is read."""
         asked = params.structured_outputs
@@ -91,21 +96,22 @@ class Reading:
         if grammar is not None:
             named = "tools" if asked is None else asked.asked_as
             changes["structured_outputs"] = StructuredOutputsParams(grammar=grammar, asked_as=named)
-        held = self.use is not None and not self.use.forced and any(tool.strict for tool in self.use.tools)
-        reading = replace(self, fits=partial(self._fits, tokenizer)) if held else self
+        if structured is None or self.use is None or self.use.forced:
+            return params.replace(**changes) if changes else params, self
+        strict = [tool for tool in self.use.tools if tool.strict]
+        for tool in strict:
+            structured.texts.prepare(_arguments_of(tool))
+        reading = replace(self, fits=partial(self._fits, structured.texts)) if strict else self
         return params.replace(**changes) if changes else params, reading
 
-    def _fits(self, tokenizer: Tokenizer, name: str, arguments: str) -> bool:
+    def _fits(self, texts: TextMatcher, name: str, arguments: str) -> bool:
         assert self.use is not None
         tool = next((tool for tool in self.use.callable if tool.name == name), None)
         if tool is None or not tool.strict:
             return tool is not None
         if len(arguments) > LOOKED_AT_CHARS:
             return False
-        from holdfast.text.grammar import closed
-        from holdfast.text.matching import has_form
-
-        return has_form(arguments, StructuredOutputsParams(json=closed(tool.parameters)), tokenizer)
+        return texts.accepts(arguments, _arguments_of(tool))
 
     @property
     def _marks(self) -> tuple[str, ...]:
@@ -134,8 +140,6 @@ class Reading:
     def _thoughtful(self, asked: StructuredOutputsParams | None, tokenizer: Tokenizer) -> str | None:
         if asked is None or self.thinking is None or self.state == "over":
             return None
-        from holdfast.text.grammar import WHITESPACE, closed  # Its library is large, and most servers never need it.
-
         schema = _schema(asked)
         assert isinstance(schema, dict)
         schema = closed(schema) if asked.disable_additional_properties else schema
@@ -178,6 +182,10 @@ def prepared(reading: Reading | None, messages: list[Message]) -> tuple[list[Mes
     if reading is None or reading.speech is None:
         return messages, None
     return shown(messages, [tool.given for tool in reading.use.tools] if reading.use else None, reading.speech)
+
+
+def _arguments_of(tool: Tool) -> StructuredOutputsParams:
+    return StructuredOutputsParams(json=closed(tool.parameters))
 
 
 def _schema(asked: StructuredOutputsParams) -> Any:

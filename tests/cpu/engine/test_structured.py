@@ -18,7 +18,7 @@ from holdfast.engine.core import EngineCore
 from holdfast.engine.forms import Forms
 from holdfast.errors import GrammarError, RequestError
 from holdfast.records import EngineOutput, Request
-from holdfast.text.matching import MaskPool, Matcher
+from holdfast.text.structured.llguidance_backend import MaskPool, Matcher
 
 COLOURS = ["red", "green", "blue"]
 

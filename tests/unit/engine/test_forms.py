@@ -18,8 +18,8 @@ from holdfast.engine.forms import FORMS_AHEAD, Forms
 from holdfast.planner.form_sizes import form_bytes
 from holdfast.records import Request, SamplingParams
 from holdfast.records.structured import StructuredOutputsParams
-from holdfast.text import matching
-from holdfast.text.matching import Grammars, MaskPool
+from holdfast.text.structured import llguidance_backend as matching
+from holdfast.text.structured.llguidance_backend import Grammars, MaskPool
 
 
 def ask(number: int, **changes: int) -> Request:

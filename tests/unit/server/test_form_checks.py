@@ -11,7 +11,7 @@ from holdfast.errors import GrammarError
 from holdfast.records import SamplingParams
 from holdfast.records.structured import LARGE_BYTES, StructuredOutputsParams
 from holdfast.server import constraints
-from holdfast.text import matching
+from holdfast.text.structured import llguidance_backend as matching
 
 SMALL = SamplingParams(structured_outputs=StructuredOutputsParams(regex="a"))
 LARGE = SamplingParams(structured_outputs=StructuredOutputsParams(choice=["x" * LARGE_BYTES], asked_as="guided_choice"))

@@ -15,7 +15,7 @@ from small_vocabulary import CALL, END, SIZE, VOCABULARY, accepts, allowed_by, s
 
 from holdfast.errors import GrammarError, RequestError
 from holdfast.records.structured import MAX_GRAMMAR_CHARS, MAX_SCHEMA_BYTES, StructuredOutputsParams
-from holdfast.text.matching import Grammars, has_form, on_deep_stack
+from holdfast.text.structured.llguidance_backend import Grammars, has_form, on_deep_stack
 
 GRAMMARS = small_grammars()
 PERSON = {
@@ -319,7 +319,7 @@ def test_a_tokenizer_without_bytes_is_refused() -> None:
     from tokenizers import models
 
     from holdfast.text import Tokenizer
-    from holdfast.text.matching import check_form
+    from holdfast.text.structured.llguidance_backend import check_form
 
     backend = Backend(models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
     with pytest.raises(RequestError, match="no bytes of their own"):
@@ -331,7 +331,7 @@ def test_the_same_form_is_looked_at_once_and_refused_each_time() -> None:
     from tokenizers import decoders, models
 
     from holdfast.text import Tokenizer
-    from holdfast.text.matching import check_form, packed_vocabulary
+    from holdfast.text.structured.llguidance_backend import check_form, packed_vocabulary
 
     backend = Backend(models.BPE({"a": 0, "b": 1, "</s>": 2}, []))
     backend.decoder = decoders.ByteLevel()

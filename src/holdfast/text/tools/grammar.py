@@ -11,8 +11,8 @@ from typing import Any
 
 from holdfast.errors import RequestError
 from holdfast.text.reasoning import State, Thinking
-from holdfast.text.repeats import check_repeats
-from holdfast.text.schemas import patterns, rewritten
+from holdfast.text.structured.regex_limits import check_repeats
+from holdfast.text.structured.schemas import patterns, rewritten
 from holdfast.text.tools.events import Tool
 from holdfast.text.tools.forms import ARGUMENTS, BARE_NAME, NAME, Form
 

@@ -10,9 +10,9 @@ from typing import Any
 from llguidance import regex_to_lark
 
 from holdfast.errors import GrammarError, UnsupportedOptionError
-from holdfast.text.gbnf import lark_rules
-from holdfast.text.repeats import check_repeats
-from holdfast.text.schemas import patterns, rewritten
+from holdfast.text.structured.gbnf import lark_rules
+from holdfast.text.structured.regex_limits import check_repeats
+from holdfast.text.structured.schemas import patterns, rewritten
 from holdfast.units import shorten
 
 MAX_PARTS = 512

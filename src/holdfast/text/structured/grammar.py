@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -11,25 +10,14 @@ from llguidance import LLMatcher, regex_to_lark
 
 from holdfast.errors import GrammarError
 from holdfast.records.structured import StructuredOutputsParams
-from holdfast.text.gbnf import lark_of_gbnf
-from holdfast.text.repeats import check_repeats
-from holdfast.text.schemas import closed, closed_tags, patterns, rewritten
-from holdfast.text.structural_tags import lark_of_tags
+from holdfast.text.structured.gbnf import lark_of_gbnf
+from holdfast.text.structured.lark_scanner import any_parts, lark_parts
+from holdfast.text.structured.regex_limits import check_repeats
+from holdfast.text.structured.schemas import WHITESPACE, closed, closed_tags, patterns, rewritten
+from holdfast.text.structured.structural_tags import lark_of_tags
 
-__all__ = ["WHITESPACE", "closed", "grammar_of"]
-
-WHITESPACE = r"(?:\x20{1,2}|\x0D?\x0A[\x20\x09]{0,32}|\x09)"
-"""Between parts of JSON where nothing else is said: a blank or two, or one new line and its indentation, and no room
-for a model that has lost its way to write nothing but blanks until its tokens are spent."""
 ASCII = "dws"
 r"""\d, \w and \s are [0-9], [0-9a-zA-Z_] and the blanks of ASCII, as in a schema's `pattern` and in vLLM's default."""
-
-_QUOTED = re.compile(
-    r""""(?:[^"\\\n]|\\.)*"|'(?:[^'\\\n]|\\.)*'|\[(?:[^\]\\]|\\.)*\]"""
-    r"""|(?://|\#)[^\n]*|/(?:[^/\\\n]|\\.)+/""",
-    re.DOTALL,
-)
-_LARK_PART = re.compile(r""""(?:[^"\\\n]|\\.)*"|//[^\n]*|\#[^\n]*|/(?P<regex>(?:[^/\\\n]|\\.)+)/""")
 
 
 def grammar_of(params: StructuredOutputsParams, special_id: Callable[[str], int | None]) -> str:
@@ -82,15 +70,15 @@ def _lark(params: StructuredOutputsParams) -> str:
     """GBNF defines its rules with ::=, which Lark has nowhere outside of quotes."""
     assert params.grammar is not None
     named = params.asked_as or "grammar"
-    if "::=" in _QUOTED.sub(" ", params.grammar):
+    if "::=" in " ".join(part for kind, part in any_parts(params.grammar) if kind == "other"):
         lark = lark_of_gbnf(params.grammar)
         check_repeats(lark, named)
         return lark
+    return "".join(
+        _in_ascii(part[1:-1], named) if kind == "regex" else part for kind, part in lark_parts(params.grammar)
+    )
 
-    def in_ascii(found: re.Match[str]) -> str:
-        if found["regex"] is None:
-            return found.group()
-        check_repeats(found["regex"], named)
-        return lark_regex(found["regex"])
 
-    return _LARK_PART.sub(in_ascii, params.grammar)
+def _in_ascii(regex: str, named: str) -> str:
+    check_repeats(regex, named)
+    return lark_regex(regex)

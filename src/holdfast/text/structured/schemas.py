@@ -9,6 +9,9 @@ from itertools import permutations
 from math import perm
 from typing import Any
 
+WHITESPACE = r"(?:\x20{1,2}|\x0D?\x0A[\x20\x09]{0,32}|\x09)"
+"""Between parts of JSON where nothing else is said: a blank or two, or one new line and its indentation, and no room
+for a model that has lost its way to write nothing but blanks until its tokens are spent."""
 _SCHEMAS_BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _SCHEMAS = (
     "additionalProperties", "items", "prefixItems", "allOf", "anyOf", "oneOf", "not", "if", "then", "else", "contains",
@@ -19,6 +22,8 @@ _SCHEMAS = (
 MOST_ARRANGED_CHARS = 2560
 """Of all lists that are written out for one schema, in characters: each takes some 43 bytes when it is compiled, and
 what a form may take is counted by how it was sent."""
+LEAST_TEXT_CHARS = 4
+"""That a text of a list is written with, however short: its quotes, a comma and a blank."""
 _COUNTS = frozenset({"minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties"})
 _OF_LISTS = frozenset({"type", "items", "uniqueItems", "minItems", "maxItems"})
 _DESCRIPTIONS = frozenset(
@@ -90,7 +95,7 @@ def rewritten(schema: Any) -> Any:
         if unique is False or (unique is True and found.get("maxItems") in (0, 1)):
             del found["uniqueItems"]
         elif unique is True and (lists := _arrangements(found, schema, left_chars)) is not None:
-            left_chars -= sum(len(text) + 4 for one in lists for text in one)
+            left_chars -= sum(len(text) + LEAST_TEXT_CHARS for one in lists for text in one)
             found.clear()
             found["enum"] = lists
 
@@ -105,10 +110,13 @@ def _arrangements(found: dict[str, Any], root: Any, most_chars: int) -> list[lis
     least, most = found.get("minItems", 0), found.get("maxItems", len(texts))
     if not (type(least) is int and type(most) is int and 0 <= least <= min(most, len(texts))):
         return None
+    # Looked at before anything is counted: the number of arrangements may have many thousand digits.
+    if least * LEAST_TEXT_CHARS > most_chars:
+        return None
     most, chars = min(most, len(texts)), 0
     for count in range(least, most + 1):
         # Each text stands in as many of them as any other.
-        chars += perm(len(texts), count) * count * sum(len(text) + 4 for text in texts) // len(texts)
+        chars += perm(len(texts), count) * count * sum(len(text) + LEAST_TEXT_CHARS for text in texts) // len(texts)
         if chars > most_chars:
             return None
     return [list(one) for count in range(least, most + 1) for one in permutations(texts, count)]
@@ -124,7 +132,9 @@ def _texts(items: Any, root: Any) -> list[str] | None:
         return None
     kinds = items.keys() - _DESCRIPTIONS - {"type"}
     values = items["enum"] if kinds == {"enum"} else [items["const"]] if kinds == {"const"} else None
-    if not isinstance(values, list) or not values or not all(isinstance(value, str) for value in values):
+    if not isinstance(values, list) or not 0 < len(values) <= MOST_ARRANGED_CHARS:
+        return None
+    if not all(isinstance(value, str) for value in values):
         return None
     return list(dict.fromkeys(values))
 

@@ -16,6 +16,8 @@ from holdfast.units import shorten
 
 MAX_DEPTH = 100
 """Of groups in each other."""
+MAX_REPETITIONS = 2
+"""Of repetitions in a row, such as `a+?`: each is a level more of what is walked by recursion."""
 MAX_INLINED_CHARS = 64 << 10
 """Of the regular expression that a grammar may become."""
 FIELD = "grammar"
@@ -25,7 +27,7 @@ _TOKEN = re.compile(
     |(?P<name>[A-Za-z_0-9][A-Za-z_0-9-]*(?:\s*(?P<defines>::=))?)
     |(?P<literal>"(?:[^"\\\n]|\\.)*"|'(?:[^'\\\n]|\\.)*')
     |(?P<klass>\[(?:[^\]\\]|\\.)*\])
-    |(?P<times>\{\s*\d+\s*(?:,\s*\d*\s*)?\})
+    |(?P<times>\{\s*\d+\s*(?:,\s*(?:\d+\s*)?)?\})
     |(?P<special><(?:[^<>\s]+)>)
     |(?P<mark>[().|*+?])""",
     re.VERBOSE | re.DOTALL,
@@ -177,7 +179,7 @@ class _Reader:
         return inner
 
     def _repeated(self, node: Node) -> Node:
-        while True:
+        for _ in range(MAX_REPETITIONS + 1):
             text = self._text
             if text in ("*", "+", "?") and self._kind == "mark":
                 least, most = {"*": (0, None), "+": (1, None), "?": (0, 1)}[text]
@@ -188,6 +190,7 @@ class _Reader:
                 return node
             self._take()
             node = Repeated(node, least, most)
+        raise _wrong(f"more than {MAX_REPETITIONS} repetitions in a row", "a group around them")
 
 
 def _character(escape: str) -> str:
@@ -236,22 +239,23 @@ def _references(node: Node) -> list[str]:
 
 
 class _Inlined:
-    """The whole grammar as one regular expression, where it can be."""
+    """The whole grammar as one regular expression, where it can be. How long it becomes is counted before anything is
+    written: a few rules that refer to each other may stand for any number of characters."""
 
     def __init__(self, rules: dict[str, Node]) -> None:
         self._rules = rules
-        self._known: dict[str, str] = {}
+        self._chars: dict[str, int] = {}
 
     def regex(self) -> str | None:
         order = self._order()
         if order is None:
             return None
         for name in order:
-            text = self._of(self._rules[name])
-            if text is None or len(text) > MAX_INLINED_CHARS:
+            chars = self._count(self._rules[name])
+            if chars is None or chars > MAX_INLINED_CHARS:
                 return None
-            self._known[name] = text
-        return self._known["root"]
+            self._chars[name] = chars
+        return self._written()
 
     def _order(self) -> list[str] | None:
         """Rules that root needs, each behind those it refers to; None: one refers to itself."""
@@ -269,27 +273,48 @@ class _Inlined:
                 return None
             begun.add(name)
             waiting.append((name, True))
-            waiting += [(other, False) for other in _references(self._rules[name]) if other not in done]
+            waiting += [(other, False) for other in dict.fromkeys(_references(self._rules[name])) if other not in done]
         return order
 
-    def _of(self, node: Node) -> str | None:
-        if isinstance(node, Literal):
-            return "".join(map(_quoted, node.text))
-        if isinstance(node, Pattern):
-            return node.regex
-        if isinstance(node, Special):
-            return None
+    def _count(self, node: Node) -> int | None:
+        """Characters it becomes; None: it cannot be part of a regular expression."""
         if isinstance(node, Reference):
-            return f"(?:{self._known[node.name]})"
+            return self._chars[node.name]
         if isinstance(node, Repeated):
-            inner = self._of(node.part)
-            most = "" if node.most is None else str(node.most)
-            return None if inner is None else f"(?:{inner}){{{node.least},{most}}}"
-        parts = [self._of(part) for part in node.parts]
-        if any(part is None for part in parts) or sum(len(part or "") for part in parts) > MAX_INLINED_CHARS:
-            return None
-        joined = "|" if node.joined_by == "|" else ""
-        return f"(?:{joined.join(part or '' for part in parts)})"
+            inner = self._count(node.part)
+            return None if inner is None else inner + len(_behind(node))
+        if isinstance(node, Several):
+            chars = [self._count(part) for part in node.parts]
+            return None if None in chars else sum(part or 0 for part in chars) + len(node.parts)
+        return None if isinstance(node, Special) else len(_plain(node))
+
+    def _written(self) -> str:
+        """Without recursion: rules may refer to each other in a chain as long as the grammar."""
+        found, waiting = list[str](), list[Node | str]([self._rules["root"]])
+        while waiting:
+            node = waiting.pop()
+            if isinstance(node, str):
+                found.append(node)
+            elif isinstance(node, Reference):
+                waiting += [")", self._rules[node.name], "(?:"]
+            elif isinstance(node, Repeated):
+                waiting += [_behind(node), node.part, "(?:"]
+            elif isinstance(node, Several):
+                waiting.append(")")
+                for place, part in enumerate(reversed(node.parts)):
+                    waiting += ["|", part] if place and node.joined_by == "|" else [part]
+                waiting.append("(?:")
+            else:
+                found.append(_plain(node))
+        return "".join(found)
+
+
+def _behind(node: Repeated) -> str:
+    return f"){{{node.least},{'' if node.most is None else node.most}}}"
+
+
+def _plain(node: Literal | Pattern | Special) -> str:
+    return node.regex if isinstance(node, Pattern) else "".join(map(_quoted, node.text))
 
 
 def _lark(node: Node, names: dict[str, str]) -> str:

@@ -1,0 +1,234 @@
+"""The other side of grammar workers: starts the service they are forked from, connects to new ones, kills them.
+
+Knows processes and sockets; what is asked of a worker is the caller's. No llguidance here: nothing that a client sent
+is compiled in this process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from holdfast.errors import EngineError, RequestError
+from holdfast.records.structured import Vocabulary
+from holdfast.text.structured import wire
+
+if TYPE_CHECKING:
+    from holdfast.text.tokenizer import Tokenizer
+
+log = logging.getLogger("holdfast")
+
+BACKLOG = 256
+"""Connections that may wait for a service that still starts."""
+QUICK_DEATHS, QUICK_DEATH_S = 5, 30.0
+"""A service that died so often within so long is not started again before that time has passed."""
+
+
+def vocabulary_of(tokenizer: Tokenizer) -> Vocabulary:
+    check_has_bytes(tokenizer)
+    assert tokenizer.pieces is not None
+    spell = tokenizer.pieces.spell
+    named = ((tokenizer.convert_ids_to_tokens(token), token) for token in tokenizer.all_special_ids)
+    special = {name: token for name, token in named if name is not None}
+    return Vocabulary([spell(token) for token in range(tokenizer.ids_end)], special)
+
+
+def check_has_bytes(tokenizer: Tokenizer) -> None:
+    if tokenizer.pieces is None:
+        raise RequestError(
+            "structured output is not available: the tokens of this model's tokenizer have no bytes of their own",
+            field="structured_outputs",
+        )
+
+
+class GrammarService:
+    """One process, started when it is first needed and again when it has died. Safe to use from several threads.
+
+    `vocabulary` is asked for once, when it starts."""
+
+    def __init__(self, vocabulary: Callable[[], Vocabulary], eos_ids: Sequence[int], vocab_size: int) -> None:
+        self._vocabulary, self._eos_ids, self._vocab_size = vocabulary, list(eos_ids), vocab_size
+        self._packed: bytes | None = None
+        self._lock = threading.Lock()
+        self._folder: Path | None = None
+        self._listener: socket.socket | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._deaths_s: list[float] = []
+        self._closed = False
+
+    @property
+    def pid(self) -> int | None:
+        return None if self._process is None else self._process.pid
+
+    @property
+    def address(self) -> str:
+        """Where workers are to be had, from any process of this user; there before the service is started."""
+        with self._lock:
+            return self._listen()
+
+    def _listen(self) -> str:
+        if self._folder is None:
+            self._folder = Path(tempfile.mkdtemp(prefix="holdfast-"))
+            self._listener = socket.socket(socket.AF_UNIX)
+            self._listener.bind(str(self._folder / "grammars.sock"))
+            self._listener.listen(BACKLOG)
+        return str(self._folder / "grammars.sock")
+
+    def start(self) -> None:
+        """Returns at once where it runs already, and otherwise when its vocabulary was handed over."""
+        with self._lock:
+            if self._closed:
+                raise EngineError("structured output has shut down")
+            if self._process is not None and self._process.poll() is None:
+                return
+            if self._process is not None:
+                self._bury()
+            self._launch()
+
+    def _watch(self, process: subprocess.Popen[bytes]) -> None:
+        """Answers in progress need a service: one that has died is replaced at once."""
+        code = process.wait()
+        if not self._closed and self._process is process:
+            log.error("the structured output service ended (%s); starting it again", code)
+            with contextlib.suppress(EngineError):
+                self.start()
+
+    def _bury(self) -> None:
+        now_s = time.monotonic()
+        self._deaths_s = [died_s for died_s in self._deaths_s if now_s - died_s < QUICK_DEATH_S] + [now_s]
+        self._process = None
+        if len(self._deaths_s) > QUICK_DEATHS:
+            raise EngineError(
+                f"structured output is not available: its process died {len(self._deaths_s)} times in "
+                f"{QUICK_DEATH_S:g} s",
+                fix="look for its last words in the server's log; try again in half a minute",
+            )
+
+    def _launch(self) -> None:
+        self._listen()
+        assert self._listener is not None
+        if self._packed is None:
+            self._packed = wire.pack(wire.Setup(self._vocabulary(), self._eos_ids, self._vocab_size))
+        descriptor = self._listener.fileno()
+        command = [sys.executable, "-m", "holdfast.text.structured.service", str(descriptor)]
+        try:
+            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[descriptor])
+            assert self._process.stdin is not None
+            self._process.stdin.write(self._packed)
+            self._process.stdin.flush()
+            watch = threading.Thread(target=self._watch, args=[self._process], name="grammar-service", daemon=True)
+            watch.start()
+        except OSError as error:
+            raise EngineError(f"the structured output service could not be started: {error}") from error
+
+    def restart(self) -> None:
+        """It does not answer: a new one takes its place."""
+        with self._lock:
+            if self._process is not None:
+                self._process.kill()
+                self._process.wait()
+        self.start()
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            process, self._process = self._process, None
+            if process is not None:
+                process.kill()
+                process.wait()
+                with contextlib.suppress(OSError):
+                    assert process.stdin is not None
+                    process.stdin.close()
+            if self._listener is not None:
+                self._listener.close()
+            if self._folder is not None:
+                shutil.rmtree(self._folder, ignore_errors=True)
+
+
+class WorkerConnection:
+    """One worker, ours alone. It lives as long as the connection, unless its limits or `kill` end it before."""
+
+    def __init__(self, address: str, limits: wire.Limits, *, marked: bool = False) -> None:
+        """Raises OSError where there is no service, or no descriptor left."""
+        self.limits = limits
+        self.marker = wire.Marker() if marked else None
+        self.socket = socket.socket(socket.AF_UNIX)
+        self._inbox = wire.Inbox()
+        self._pid: int | None = None
+        self._process: int | None = None
+        try:
+            self.socket.connect(address)
+            descriptors = [self.marker.descriptor] if self.marker else []
+            socket.send_fds(self.socket, [wire.pack(limits)], descriptors)
+        except OSError:
+            self.close()
+            raise
+        if self.marker is not None:
+            os.close(self.marker.descriptor)
+
+    def send(self, message: wire.ToWorker) -> None:
+        self.socket.sendall(wire.pack(message))
+
+    def receive(self) -> list[wire.FromWorker] | None:
+        """What has come; None: it has ended. Blocks as the socket does."""
+        try:
+            received = self.socket.recv(1 << 20)
+        except BlockingIOError:
+            return []
+        except OSError:
+            return None
+        if not received:
+            return None
+        self._inbox.put(received)
+        found: list[wire.FromWorker] = []
+        while (message := self._inbox.from_worker()) is not None:
+            if isinstance(message, wire.Hello):
+                self._meet(message.pid)
+            else:
+                found.append(message)
+        return found
+
+    def _meet(self, pid: int) -> None:
+        self._pid = pid
+        with contextlib.suppress(OSError):  # It may be gone already.
+            self._process = os.pidfd_open(pid)
+
+    @property
+    def met(self) -> bool:
+        """It has been forked: the service lives."""
+        return self._pid is not None
+
+    def cpu_s(self) -> float:
+        """Of processor time that it has used."""
+        if self._pid is None:
+            return 0.0
+        try:
+            return time.clock_gettime((~self._pid << 3) | 2)  # The system's name for the clock of another process.
+        except OSError:
+            return 0.0
+
+    def kill(self) -> None:
+        if self._process is not None:
+            with contextlib.suppress(OSError):
+                signal.pidfd_send_signal(self._process, signal.SIGKILL)
+        self.close()
+
+    def close(self) -> None:
+        self.socket.close()
+        if self._process is not None:
+            os.close(self._process)
+            self._process = None
+        if self.marker is not None:
+            self.marker.close()

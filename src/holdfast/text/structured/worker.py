@@ -1,0 +1,272 @@
+"""A grammar worker: a process that compiles grammars, follows answers and fills masks, within limits that the system
+holds it to. It may be killed at any time; nobody shares memory with it but the marker of what it does.
+
+    asked ─► consumed at once, answered ─► masks filled, those of quick grammars first, listening between two of them
+
+One thread, so that what it died of is what it was doing. Forked by `service`, once for every connection.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import select
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from holdfast.errors import EngineError, GrammarError, HoldfastError
+from holdfast.records import Failure
+from holdfast.records.structured import StructuredOutputsParams
+from holdfast.text.structured import wire
+from holdfast.text.structured.llguidance_backend import BEYOND_LIMITS, Grammars, Matcher
+from holdfast.units import MIB, format_bytes
+
+STACK_BYTES = 32 * MIB
+"""The library descends by recursion, some 16 KiB for each reference of a schema to the next."""
+ADDRESSES_BYTES = 512 * MIB
+"""Beyond the limit of memory: addresses that no memory lies behind."""
+LOOKED_AT_S = 0.001
+"""What took longer may have grown: its memory is looked at."""
+OUT_OF_MEMORY = 77
+"""Exit code, where Python itself noticed."""
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+
+
+@dataclass(slots=True)
+class _Following:
+    matcher: Matcher
+    length: int
+    """Tokens of its answer so far."""
+    cost_s: float = 0.0
+    """Of a mask, the newest counting most."""
+    grown_bytes: int = 0
+
+
+class Worker:
+    def __init__(self, connection: socket.socket, grammars: Grammars) -> None:
+        self._connection, self._grammars = connection, grammars
+        self._inbox = wire.Inbox()
+        self._forms: dict[int, _Following] = {}
+        self._to_fill: list[int] = []
+        self._limits = wire.Limits(0, 1, 0)
+        self._marker: wire.Marker | None = None
+        self._born_bytes = _resident_bytes()
+
+    def run(self) -> None:
+        self._say(wire.Hello(os.getpid()))
+        self._receive_limits()
+        while True:
+            message = self._inbox.to_worker()
+            if message is not None:
+                self._obey(message)
+            elif self._to_fill and not select.select([self._connection], [], [], 0)[0]:
+                self._fill(self._quickest())
+            elif not self._hear():
+                return
+
+    def _say(self, *messages: wire.FromWorker) -> None:
+        self._connection.sendall(b"".join(map(wire.pack, messages)))
+
+    def _hear(self) -> bool:
+        received = self._connection.recv(1 << 18)
+        self._inbox.put(received)
+        return bool(received)
+
+    def _receive_limits(self) -> None:
+        received, descriptors, _, _ = socket.recv_fds(self._connection, 1 << 16, 1)
+        self._inbox.put(received)
+        while (limits := self._inbox.to_worker()) is None:
+            if not self._hear():
+                raise SystemExit(0)
+        assert isinstance(limits, wire.Limits)
+        if descriptors:
+            self._marker = wire.Marker(descriptors[0])
+        self._limits = limits
+        with contextlib.suppress(OSError):
+            os.nice(limits.niceness)
+        _limit_memory(limits.memory_bytes)
+
+    def _obey(self, message: wire.ToWorker) -> None:
+        if isinstance(message, wire.Advance):
+            self._advance(message)
+        elif isinstance(message, wire.Open):
+            self._open(message)
+        elif isinstance(message, wire.Close):
+            for form in message.forms:
+                self._forms.pop(form, None)
+            self._to_fill = [form for form in self._to_fill if form in self._forms]
+            if not self._forms:
+                self._grammars.forget()
+        elif isinstance(message, wire.Check):
+            self._check(message.params)
+        elif isinstance(message, wire.Accepts):
+            self._accepts(message)
+
+    def _guarded(self, form: int, work: Callable[[], None], *, opening: bool = False) -> Failure | None:
+        """Does it under the processor's limit and with the marker set; whatever goes wrong is this form's end alone."""
+        used_s = int(time.process_time())
+        resource.setrlimit(resource.RLIMIT_CPU, (used_s + 1 + self._limits.cpu_s, resource.RLIM_INFINITY))
+        if self._marker is not None:
+            self._marker.begin(form, opening=opening)
+        try:
+            work()
+        except HoldfastError as error:
+            return Failure.of(error)
+        except MemoryError:
+            os._exit(OUT_OF_MEMORY)
+        except BaseException as error:  # The library may panic, which is no Exception.
+            return Failure.of(EngineError(f"the grammar could not be followed: {type(error).__name__}"))
+        finally:
+            if self._marker is not None:
+                self._marker.done()
+        return None
+
+    def _check(self, params: StructuredOutputsParams) -> None:
+        began_s, before = time.process_time(), _resident_bytes()
+        slowest_s = 0.0
+
+        def check() -> None:
+            nonlocal slowest_s
+            slowest_s = self._grammars.check(params).slowest_s
+
+        failure = self._guarded(0, check, opening=True)
+        cost = wire.GrammarCost(time.process_time() - began_s, slowest_s, max(_resident_bytes() - before, 0))
+        self._say(cost if failure is None else wire.Refused(failure))
+
+    def _accepts(self, asked: wire.Accepts) -> None:
+        fits = False
+
+        def look() -> None:
+            nonlocal fits
+            if asked.text is None:
+                self._grammars.matcher(asked.params)
+            else:
+                fits = self._grammars.accepts(asked.text, asked.params)
+
+        self._guarded(0, look, opening=True)
+        if asked.text is not None:
+            self._say(wire.Accepted(fits))
+
+    def _open(self, asked: wire.Open) -> None:
+        before = _resident_bytes()
+
+        def follow() -> None:
+            matcher = self._grammars.matcher(asked.params)
+            if not matcher.consume_all(asked.token_ids):
+                raise matcher.error or EngineError("the answer so far does not follow its grammar")
+            self._forms[asked.form] = _Following(matcher, len(asked.token_ids))
+
+        failure = self._guarded(asked.form, follow, opening=True)
+        if failure is not None:
+            self._say(wire.Opened(asked.form, len(asked.token_ids), failure=failure))
+            return
+        held = max(_resident_bytes() - before, 0)
+        complete = self._forms[asked.form].matcher.complete
+        if not complete:
+            self._to_fill.append(asked.form)
+        self._say(wire.Opened(asked.form, len(asked.token_ids), held, complete))
+        self._spare_memory()
+
+    def _advance(self, asked: wire.Advance) -> None:
+        advanced = wire.Advanced([], {}, [])
+        for form, token, wanted in asked.tokens:
+            following = self._forms.get(form)
+            if following is None:
+                continue  # It was closed, or has failed and said so.
+            following.length += 1
+            failure = self._consume(form, following.matcher, token)
+            if failure is not None:
+                advanced.failed[form] = failure
+                del self._forms[form]
+            elif following.matcher.complete:
+                advanced.complete.append(form)
+            else:
+                advanced.others.append(form)
+                if wanted and form not in self._to_fill:
+                    self._to_fill.append(form)
+        self._say(advanced)
+
+    def _consume(self, form: int, matcher: Matcher, token: int) -> Failure | None:
+        def consume() -> None:
+            if matcher.consume(token):
+                return
+            error: HoldfastError | None = matcher.error
+            if error is None or error.code != BEYOND_LIMITS:
+                error = EngineError("a token was sampled that the grammar of the answer does not allow")
+            raise error
+
+        return self._guarded(form, consume)
+
+    def _quickest(self) -> int:
+        form = min(self._to_fill, key=lambda one: self._forms[one].cost_s)
+        self._to_fill.remove(form)
+        return form
+
+    def _fill(self, form: int) -> None:
+        following, mask = self._forms[form], b""
+        began_s, before = time.process_time(), _resident_bytes() if following.cost_s > LOOKED_AT_S else 0
+
+        def fill() -> None:
+            nonlocal mask
+            mask = following.matcher.mask()
+            if (error := following.matcher.error) is not None:
+                raise error
+
+        failure = self._guarded(form, fill)
+        spent_s = time.process_time() - began_s
+        following.cost_s = max(spent_s, following.cost_s / 2)
+        grown = max(_resident_bytes() - before, 0) if before else 0
+        following.grown_bytes += grown
+        if failure is None and following.grown_bytes > self._limits.memory_bytes // 2:
+            failure = Failure.of(too_much_memory(self._limits.memory_bytes // 2))
+        if failure is not None:
+            del self._forms[form]
+        self._say(wire.Filled(form, following.length, mask, spent_s, grown, failure))
+        if grown:
+            self._spare_memory()
+
+    def _spare_memory(self) -> None:
+        """Grammars that are compiled for nobody go when the limit comes near."""
+        if _resident_bytes() - self._born_bytes > self._limits.memory_bytes // 2:
+            self._grammars.forget()
+
+
+def too_much_memory(limit_bytes: int) -> GrammarError:
+    return GrammarError(
+        f"the grammar of the answer needs more than {format_bytes(limit_bytes)} of memory",
+        code=BEYOND_LIMITS,
+        fix="a simpler one",
+        field="structured_outputs",
+    )
+
+
+def _resident_bytes() -> int:
+    """Without pages of files, which were there before and only become visible."""
+    with open("/proc/self/statm", "rb") as statm:
+        _, resident, shared, *_ = statm.read().split()
+    return (int(resident) - int(shared)) * _PAGE_BYTES
+
+
+def _limit_memory(more_bytes: int) -> None:
+    """Of heap and mappings, and of the stack. Beyond it an allocation fails, and the library ends the process."""
+    used = dict.fromkeys(("VmData", "VmSize"), 0)
+    with open("/proc/self/status") as status:
+        for line in status:
+            name, _, value = line.partition(":")
+            if name in used:
+                used[name] = int(value.split()[0]) * 1024
+    _lower(resource.RLIMIT_DATA, used["VmData"] + more_bytes)
+    _lower(resource.RLIMIT_AS, used["VmSize"] + more_bytes + STACK_BYTES + ADDRESSES_BYTES)
+    _, hard = resource.getrlimit(resource.RLIMIT_STACK)
+    most = STACK_BYTES if hard == resource.RLIM_INFINITY else min(STACK_BYTES, hard)
+    resource.setrlimit(resource.RLIMIT_STACK, (most, hard))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def _lower(what: int, limit: int) -> None:
+    _, hard = resource.getrlimit(what)
+    limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
+    resource.setrlimit(what, (limit, limit))
