@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from holdfast.engine.core import EngineCore
 from holdfast.engine.forms import Forms
 from holdfast.records import EngineOutput, FinishReason, SamplingParams, StructuredOutputsParams
 from holdfast.records.structured import Vocabulary
+from holdfast.text.structured.client import GrammarService
 
 CPU = torch.device("cpu")
 LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789"
@@ -30,9 +32,20 @@ PARAMS = [
 ]  # fmt: skip
 
 
-def with_forms(core: EngineCore, tiny: Tiny) -> EngineCore:
-    core.forms = Forms(rows=core.scheduler.limits.max_num_seqs, vocab_size=tiny.spec.vocab_size, eos_ids=(2,))
-    core.forms.teach(lambda: VOCABULARY)
+@pytest.fixture(scope="module")
+def services() -> Iterator[list[GrammarService]]:
+    started: list[GrammarService] = []
+    yield started
+    for service in started:
+        service.close()
+
+
+def with_forms(core: EngineCore, tiny: Tiny, services: list[GrammarService]) -> EngineCore:
+    service = GrammarService(lambda: VOCABULARY, [2], tiny.spec.vocab_size)
+    services.append(service)
+    service.start()
+    rows = core.scheduler.limits.max_num_seqs
+    core.forms = Forms(lambda: service.address, rows=rows, vocab_size=tiny.spec.vocab_size, eos_ids=(2,))
     return core
 
 
@@ -42,16 +55,16 @@ def text_of(outputs: list[EngineOutput]) -> str:
 
 @pytest.mark.usefixtures("no_kernel_for_few_rows")
 def test_held_and_free_answers_are_those_of_the_cpu(
-    tiny: Tiny, device: torch.device, monkeypatch: pytest.MonkeyPatch
+    tiny: Tiny, device: torch.device, services: list[GrammarService], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if tiny.spec.layers[0].window is not None and device.type == "cpu":
         pytest.skip("masks know nothing of windows, and the interpreter is slow")
     prompts = [prompt(number, 3 + number) for number in range(len(PARAMS))]
-    there = run(with_forms(tiny.core(CPU, gpu=False), tiny), prompts, PARAMS)
+    there = run(with_forms(tiny.core(CPU, gpu=False), tiny, services), prompts, PARAMS)
     # Some masks are late: their rows are computed once more, and the answers stay what they are.
     calls, real = itertools.count(), masks.StepMasks.rows
     monkeypatch.setattr(masks.StepMasks, "rows", lambda step, busy: {} if next(calls) == 1 else real(step, busy))
-    here = run(with_forms(tiny.core(device, gpu=True), tiny), prompts, PARAMS)
+    here = run(with_forms(tiny.core(device, gpu=True), tiny, services), prompts, PARAMS)
     assert next(calls) > 2
     for found, expected in zip(here, there, strict=True):
         assert tokens_of(found) == tokens_of(expected)

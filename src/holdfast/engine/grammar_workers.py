@@ -38,8 +38,9 @@ PROVEN_MASKS, PROVEN_S = 64, 0.005
 GRAMMARS_REMEMBERED = 1024
 MOVED_S = 0.05
 """Of processor time for one mask: a grammar that needs more has no place beside quick ones."""
-FIRST_WORD_S = 30.0
-"""For a new worker: its service may still start, or start again."""
+SILENT_S = 30.0
+"""That a worker may say nothing while it owes an answer, whatever its processor's clock says: it hangs, and is replaced.
+A new one may have to wait for its service to start."""
 IDLE_KEPT_BYTES = 16 * MIB
 """Of an idle worker of the proven lane."""
 DEATHS_IN_A_ROW = 3
@@ -74,13 +75,16 @@ class _Worker:
     def __init__(self, lane: Lane, connection: WorkerConnection) -> None:
         self.lane, self.connection = lane, connection
         self.forms: dict[int, Form] = {}
-        self.born_s = time.monotonic()
+        self.heard_s = time.monotonic()
+        """When it last said something, or was last asked for something while it had nothing to do."""
         self.grown_bytes = 0
         self._outbox = bytearray()
         connection.socket.setblocking(False)
 
     def say(self, message: wire.ToWorker) -> None:
         """Never blocks: what the socket does not take now is sent by `flush`."""
+        if not self.silent:
+            self.heard_s = time.monotonic()
         self._outbox += wire.pack(message)
         self.flush()
 
@@ -96,6 +100,11 @@ class _Worker:
     @property
     def flushed(self) -> bool:
         return not self._outbox
+
+    @property
+    def silent(self) -> bool:
+        """It owes an answer."""
+        return any(not form.filled for form in self.forms.values())
 
     def overdue(self) -> wire.Doing | None:
         """What it takes too long over, by its own processor's clock: a busy machine is nobody's fault."""
@@ -212,10 +221,11 @@ class GrammarWorkers:
         for worker in workers:
             if self._workers.get(worker.lane) is not worker:
                 continue  # It was buried above.
-            if not worker.connection.met and time.monotonic() - worker.born_s > FIRST_WORD_S:
-                self._deaths_in_a_row = DEATHS_IN_A_ROW
+            if worker.overdue() is not None:
                 self._bury(worker)
-            elif worker.overdue() is not None:
+            elif worker.silent and time.monotonic() - worker.heard_s > SILENT_S:
+                if not worker.connection.met:  # No service answers.
+                    self._deaths_in_a_row = DEATHS_IN_A_ROW
                 self._bury(worker)
 
     def _listen(self, worker: _Worker) -> None:
@@ -223,6 +233,7 @@ class GrammarWorkers:
         if received is None:
             self._bury(worker)
             return
+        worker.heard_s = time.monotonic()
         for message in received:
             self._take(worker, message)
 

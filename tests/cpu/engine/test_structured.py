@@ -4,11 +4,14 @@ that may happen to a request on its way."""
 from __future__ import annotations
 
 import itertools
+import os
 import re
-import threading
+import signal
+import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -18,7 +21,6 @@ from holdfast.engine.core import EngineCore
 from holdfast.engine.forms import Forms
 from holdfast.errors import GrammarError, RequestError
 from holdfast.records import EngineOutput, Request
-from holdfast.text.structured.llguidance_backend import MaskPool, Matcher
 
 COLOURS = ["red", "green", "blue"]
 
@@ -276,22 +278,10 @@ def test_memory_of_forms_goes_with_their_requests(tiny: LLM) -> None:
     assert not forms.compiling
 
 
-class Gate:
-    """Holds up every mask that a step would wait for, filled alone or together."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.open, self.reached = threading.Event(), threading.Event()
-        for kind in (Matcher, MaskPool):
-            monkeypatch.setattr(kind, "fill", self._held_up(kind.fill))
-
-    def _held_up(self, real: Any) -> Any:
-        def fill(*given: Any) -> None:
-            if threading.current_thread().name.startswith("masks"):
-                self.reached.set()
-                assert self.open.wait(120)
-            real(*given)
-
-        return fill
+def workers(llm: LLM) -> list[psutil.Process]:
+    """Processes that fill masks, of those that run answers now."""
+    assert llm._structured is not None
+    return psutil.Process(llm._structured.service.pid).children()
 
 
 def request(llm: LLM, name: str, params: SamplingParams) -> Request:
@@ -299,53 +289,65 @@ def request(llm: LLM, name: str, params: SamplingParams) -> Request:
     return Request(request_id=name, prompt_token_ids=prompt, params=params, eos_token_ids=(2,))
 
 
-def test_nobody_waits_for_a_mask_that_does_not_come(tiny: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A free answer is written to its end while the masks of two others are still being filled; then these go on, with
-    the tokens they would have had anyway."""
+def opened(llm: LLM, core: EngineCore, *requests: Request) -> list[psutil.Process]:
+    """Requests that have come as far as their first mask, and the processes that fill the others."""
+    for one in requests:
+        core.add(one)
+    assert core.forms is not None
+    deadline_s = time.monotonic() + 60
+    while not all(form.filled for form in core.forms._compiling.values()):
+        core.forms._workers.poll(0.1)
+        assert time.monotonic() < deadline_s
+    found = workers(llm)
+    assert found
+    return found
+
+
+def test_nobody_waits_for_a_mask_that_does_not_come(tiny: LLM) -> None:
+    """A free answer is written to its end while the processes that fill the masks of two others stand still; then these
+    go on, with the tokens they would have had anyway."""
     forms = [held(regex="[a-z]{12}"), held(json=Short)]
     params = [SamplingParams(max_tokens=30, seed=4, structured_outputs=form) for form in forms]
     expected = [ask(tiny, [one])[0].token_ids for one in params]
-    free = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
-    gate, core = Gate(monkeypatch), tiny._engine()
-    for name, one in zip(("first", "second", "free"), (*params, free), strict=True):
-        core.add(request(tiny, name, one))
-    tokens: dict[str, list[int]] = {"first": [], "second": [], "free": []}
-    # On a busy machine the others may not have come to their masks before the free one is done.
-    while len(tokens["free"]) < 40 or not gate.reached.is_set():
+    core = tiny._engine()
+    stopped = opened(tiny, core, *(request(tiny, name, one) for name, one in zip(("1st", "2nd"), params, strict=True)))
+    for process in stopped:
+        process.suspend()
+    core.add(request(tiny, "free", SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)))
+    tokens: dict[str, list[int]] = {"1st": [], "2nd": [], "free": []}
+    while len(tokens["free"]) < 40:
         for output in core.step():
             tokens[output.request_id] += output.token_ids
-    assert len(tokens["first"]) <= 1
-    assert len(tokens["second"]) <= 1
-    gate.open.set()
+    assert len(tokens["1st"]) == len(tokens["2nd"]) == 1
+    for process in stopped:
+        process.resume()
     while core.has_work:
         for output in core.step():
             tokens[output.request_id] += output.token_ids
-    assert [tokens["first"], tokens["second"]] == expected
+    assert [tokens["1st"], tokens["2nd"]] == expected
 
 
-def test_a_mask_that_fails_ends_its_own_answer(tiny: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Panic(BaseException):
-        pass
-
-    def panicking(real: Any) -> Any:
-        def fill(*given: Any) -> None:
-            if threading.current_thread().name.startswith("masks"):
-                raise Panic
-            real(*given)
-
-        return fill
-
-    (alone,) = ask(tiny, [FREE[0]])
-    core = tiny._engine()
-    for kind in (Matcher, MaskPool):
-        monkeypatch.setattr(kind, "fill", panicking(kind.fill))
-    core.add(request(tiny, "free", FREE[0]))
-    outputs = run(
-        core, request(tiny, "held", SamplingParams(max_tokens=30, structured_outputs=held(regex="[a-z]{20}")))
-    )
-    assert [token for output in outputs if output.request_id == "free" for token in output.token_ids] == alone.token_ids
-    (failure,) = [output.failure for output in outputs if output.failure is not None]
-    assert failure.kind == "EngineError"
+@pytest.mark.parametrize("what", ["worker", "service"])
+def test_answers_go_on_when_what_fills_their_masks_is_killed(tiny: LLM, what: str) -> None:
+    form = held(regex="([0-9][a-z]){12}")
+    params = [SamplingParams(max_tokens=40, seed=seed, structured_outputs=form) for seed in (1, 2)]
+    expected = [ask(tiny, [one])[0].token_ids for one in params]
+    core, tokens = tiny._engine(), dict[str, list[int]](one=[], two=[])
+    pids = [process.pid for process in opened(tiny, core, *map(request, [tiny] * 2, tokens, params))]
+    assert tiny._structured is not None
+    service = tiny._structured.service.pid
+    killed = False
+    while core.has_work:
+        for output in core.step():
+            assert output.failure is None
+            tokens[output.request_id] += output.token_ids
+        if len(tokens["one"]) > 3 and not killed:
+            killed = True
+            for pid in pids if what == "worker" else [service]:
+                os.kill(pid, signal.SIGKILL)
+    assert killed
+    assert list(tokens.values()) == expected
+    assert (tiny._structured.service.pid == service) == (what == "worker")
 
 
 def test_masks_that_take_too_long_in_all_end_their_own_answer(tiny: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

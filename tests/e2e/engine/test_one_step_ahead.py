@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from concurrent.futures import wait
+from collections.abc import Iterator
 from dataclasses import replace
 
 import msgspec
@@ -24,6 +24,7 @@ from holdfast.kvcache import KVCache
 from holdfast.records import Failure, FinishReason, Request, SamplingParams, StepFailure, StructuredOutputsParams
 from holdfast.records.structured import Vocabulary
 from holdfast.scheduler import Scheduler
+from holdfast.text.structured.client import GrammarService
 
 Answers = dict[str, tuple[list[int], FinishReason | None]]
 
@@ -66,7 +67,8 @@ def run(
         if late and steps % 3 == 0:
             core.add(late.pop(0))
             if core.forms is not None:  # It enters with the next step, however long compiling takes.
-                wait([compiling for _, compiling in core.forms._compiling.values()])
+                while not all(form.filled for form in core.forms._compiling.values()):
+                    core.forms._workers.poll(0.1)
         for output in core.step():
             assert output.request_id not in aborted
             if output.failure is not None:
@@ -126,9 +128,17 @@ TOKENS = [
 FORMS = ["[a-m]+", "([a-z][0-9]?)+", "[0-9a-f]{80,400}"]
 
 
-def formed(core: EngineCore) -> EngineCore:
-    core.forms = Forms(rows=core.scheduler.limits.max_num_seqs, vocab_size=len(TOKENS), eos_ids=(2,))
-    core.forms.teach(lambda: Vocabulary(TOKENS, {"</s>": 2}))
+@pytest.fixture(scope="module")
+def service() -> Iterator[GrammarService]:
+    made = GrammarService(lambda: Vocabulary(TOKENS, {"</s>": 2}), [2], len(TOKENS))
+    made.start()
+    yield made
+    made.close()
+
+
+def formed(core: EngineCore, service: GrammarService) -> EngineCore:
+    rows = core.scheduler.limits.max_num_seqs
+    core.forms = Forms(lambda: service.address, rows=rows, vocab_size=len(TOKENS), eos_ids=(2,))
     return core
 
 
@@ -141,23 +151,23 @@ def held(place: int, **params: object) -> Request:
 
 
 @pytest.mark.parametrize("blocks", [120, 13], ids=["room for all", "preemptions"])
-def test_answers_with_a_form_are_those_of_the_plain_loop(built, blocks, monkeypatch) -> None:
+def test_answers_with_a_form_are_those_of_the_plain_loop(built, service, blocks, monkeypatch) -> None:
     requests, abort_after = [held(place) for place in range(12)], {"3": 1, "5": 7, "8": 20}
-    plain = run(formed(core_with(built, 0, blocks)), requests, abort_after)
+    plain = run(formed(core_with(built, 0, blocks), service), requests, abort_after)
     for place in range(12):
         tokens = plain[str(place)][0]
         text = b"".join(TOKENS[token] for token in tokens).decode()
         assert place % 3 == 0 or re.fullmatch(FORMS[place % len(FORMS)].replace("{80,400}", "*"), text)
-    ahead = formed(core_with(built, 1, blocks))
+    ahead = formed(core_with(built, 1, blocks), service)
     assert run(ahead, requests, abort_after) == plain
     assert (ahead.stats().preemptions_total > 0) == (blocks == 13)
     # Some masks are late: their rows are computed once more, when the step that goes on from them is not planned yet.
     calls, real = itertools.count(), masks.StepMasks.rows
     monkeypatch.setattr(masks.StepMasks, "rows", lambda step: {} if next(calls) % 5 == 1 else real(step))
-    assert run(formed(core_with(built, 1, blocks)), requests, abort_after) == plain
+    assert run(formed(core_with(built, 1, blocks), service), requests, abort_after) == plain
 
 
-def test_answers_with_a_form_are_in_every_step(built, monkeypatch) -> None:
+def test_answers_with_a_form_are_in_every_step(built, service, monkeypatch) -> None:
     """Beside free ones, and though one comes with each step."""
     rows, real = list[int](), type(built.runner).submit
 
@@ -166,16 +176,16 @@ def test_answers_with_a_form_are_in_every_step(built, monkeypatch) -> None:
         return real(runner, plan, masks)
 
     monkeypatch.setattr(type(built.runner), "submit", submit)
-    core = formed(core_with(built, 1, 120))
+    core = formed(core_with(built, 1, 120), service)
     run(core, [held(place, max_tokens=60) for place in range(6)], {})
     assert rows.count(6) > 30
 
 
-def test_tokens_after_a_failure_are_left_to_the_scheduler(built, monkeypatch) -> None:
+def test_tokens_after_a_failure_are_left_to_the_scheduler(built, service, monkeypatch) -> None:
     """A row of a step fails while the next is launched: the others go on as if nothing had been."""
     requests = [held(place) for place in range(5)]
-    plain = run(formed(core_with(built, 0, 120)), requests, {})
-    core = formed(core_with(built, 1, 120))
+    plain = run(formed(core_with(built, 0, 120), service), requests, {})
+    core = formed(core_with(built, 1, 120), service)
     calls, real = itertools.count(), type(built.runner).submit
 
     def submit(runner, plan, masks=None):

@@ -1,44 +1,66 @@
-"""Who is compiled for, and when: no more than there is room for, in order, and nobody who has gone."""
+"""Answers that follow a grammar: who is compiled for and when, which worker process follows them, and what happens when
+that takes too long or dies."""
 
 from __future__ import annotations
 
 import itertools
-import threading
+import os
+import signal
 import time
 from collections.abc import Iterator
 from types import SimpleNamespace
+from typing import Any
 
 import numpy
+import psutil
 import pytest
-from small_vocabulary import END, SIZE, VOCABULARY
+from deadlines import PATIENCE_S
+from small_vocabulary import END, SIZE, VOCABULARY, small_grammars
 
 from holdfast.engine import forms as module
-from holdfast.engine import masks
+from holdfast.engine import grammar_workers, masks
 from holdfast.engine.forms import FORMS_AHEAD, Forms
+from holdfast.engine.grammar_workers import Lane, LaneLimits
 from holdfast.planner.form_sizes import form_bytes
-from holdfast.records import Request, SamplingParams
-from holdfast.records.structured import StructuredOutputsParams
-from holdfast.text.structured import llguidance_backend as matching
-from holdfast.text.structured.llguidance_backend import Grammars, MaskPool
+from holdfast.records import Failure, Request, SamplingParams, StepResult
+from holdfast.records.steps import Verdict
+from holdfast.records.structured import LARGE_BYTES, StructuredOutputsParams
+from holdfast.text.structured.client import GrammarService
+
+# Ambiguous: a mask takes more work with each token, a millisecond of it first and a second after some two hundred.
+LATE_BOMB = StructuredOutputsParams(grammar='start: e\ne: e e e e | e e e | e e | "a" | "ab" | "abc"')
+LARGE = StructuredOutputsParams(choice=["x" * LARGE_BYTES])
 
 
-def ask(number: int, **changes: int) -> Request:
-    params = SamplingParams(max_tokens=9, structured_outputs=StructuredOutputsParams(regex=f"a{{{number + 1}}}"))
+def ask(
+    number: int, asked: str | StructuredOutputsParams | None = None, *, max_tokens: int = 9, **changes: Any
+) -> Request:
+    """`asked`: a regular expression, or whatever else."""
+    asked = asked or f"a{{{number + 1}}}"
+    form = StructuredOutputsParams(regex=asked) if isinstance(asked, str) else asked
+    params = SamplingParams(max_tokens=max_tokens, structured_outputs=form)
     return Request(
         request_id=f"{number}", prompt_token_ids=[1], params=params, eos_token_ids=(END,), arrival_s=number, **changes
     )
 
 
+@pytest.fixture(scope="module")
+def service() -> Iterator[GrammarService]:
+    made = GrammarService(lambda: VOCABULARY, [END], SIZE)
+    made.start()
+    yield made
+    made.close()
+
+
 @pytest.fixture
-def forms() -> Iterator[Forms]:
-    made = Forms(rows=2, vocab_size=SIZE, eos_ids=[END], by_priority=True)
-    made.teach(lambda: VOCABULARY)
+def forms(service: GrammarService) -> Iterator[Forms]:
+    made = Forms(lambda: service.address, rows=2, vocab_size=SIZE, eos_ids=[END], by_priority=True)
     yield made
     made.close()
 
 
 def formed(forms: Forms, count: int) -> list[str]:
-    found, deadline_s = list[str](), time.monotonic() + 60
+    found, deadline_s = list[str](), time.monotonic() + PATIENCE_S
     while len(found) < count:
         assert time.monotonic() < deadline_s
         for request, problem in forms.formed(0.05):
@@ -66,6 +88,7 @@ def test_no_more_are_compiled_than_may_run_and_a_few(forms: Forms) -> None:
 
 def test_bytes_are_bounded_and_the_first_in_line_is_always_taken(forms: Forms, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "held_bytes", lambda rows: form_bytes(100) * 2)
+    monkeypatch.setattr(module, "FORM_BYTES", form_bytes(100))
     for number in range(5):
         forms.begin(ask(number))
     assert sorted(formed(forms, 2)) == ["0", "1"]
@@ -77,93 +100,89 @@ def test_bytes_are_bounded_and_the_first_in_line_is_always_taken(forms: Forms, m
     assert formed(forms, 1) == ["2"]
 
 
-def test_nobody_waits_for_those_who_have_gone(forms: Forms, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two heavy ones are being compiled, and all others behind them were aborted: they are never begun."""
-    begun, go_on, real = list[str](), threading.Event(), Grammars.matcher
+def test_what_is_counted_is_what_a_worker_saw(forms: Forms, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = "|".join(f"{at:05d}" for at in range(2000))
+    forms.begin(ask(0, f"({words})+"))
+    formed(forms, 1)
+    form = forms._forms["0"]
+    assert form.held_bytes > 0
+    assert forms._bytes["0"] == max(form.held_bytes, module.FORM_BYTES)
 
-    def slow(self: Grammars, params: StructuredOutputsParams) -> object:
-        begun.append(str(params.regex))
-        assert go_on.wait(60)
-        return real(self, params)
 
-    monkeypatch.setattr(Grammars, "matcher", slow)
-    for number in range(6):
-        forms.begin(ask(number))
-    for number in range(6):
-        forms.forget(f"{number}")
-    forms.begin(ask(6))
-    go_on.set()
-    assert formed(forms, 1) == ["6"]
-    assert len(begun) <= module.COMPILING_THREADS + 1
+def answer(forms: Forms, request: Request, tokens: list[int]) -> list[Verdict | Failure]:
+    forms.begin(request)
+    formed(forms, 1)
+    return [forms.judge(request.request_id, token) for token in tokens]
+
+
+def test_verdicts_are_those_of_the_grammar(forms: Forms) -> None:
+    assert answer(forms, ask(0, "ab?"), [ord("a"), END]) == [Verdict.GOES_ON, Verdict.ENDED]
+    assert answer(forms, ask(1, "ab"), [ord("a"), ord("b")]) == [Verdict.GOES_ON, Verdict.COMPLETE]
+    first, second = answer(forms, ask(2, "ab"), [ord("b"), ord("b")])
+    assert isinstance(first, Failure)
+    assert "does not allow" in first.message
+    assert second is first
+
+
+def filled(forms: Forms, name: str) -> masks.Form:
+    form, deadline_s = forms._forms[name], time.monotonic() + PATIENCE_S
+    while not form.filled:
+        forms._workers.poll(0.05)
+        assert time.monotonic() < deadline_s
+    return form
+
+
+def test_masks_are_those_of_the_library(forms: Forms) -> None:
+    for number, pattern in enumerate(["a+", "b|ab", "[ab]*", "(ab)+"]):
+        forms.begin(ask(number, pattern))
+    formed(forms, 4)
+    for number, pattern in enumerate(["a+", "b|ab", "[ab]*", "(ab)+"]):
+        expected = small_grammars().matcher(StructuredOutputsParams(regex=pattern))
+        assert filled(forms, f"{number}").words.tobytes() == expected.mask()
+        token = ord("a")
+        forms.judge(f"{number}", token)
+        assert expected.consume(token)
+        assert filled(forms, f"{number}").words.tobytes() == expected.mask()
+
+
+def test_a_whole_step_is_judged_in_one_go(forms: Forms, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number in range(3):
+        forms.begin(ask(number, "ab"))
+    formed(forms, 3)
+    held = {number + 4: forms._forms[f"{number}"] for number in range(3)}
+    forms._newest = module._Sampled(held, [9, 4, 5, 6])
+    sent, real = list[int](), forms._workers.advance
+    monkeypatch.setattr(forms._workers, "advance", lambda tokens: (sent.append(len(tokens)), real(tokens)))
+    # One is late: what was sampled for it is nothing.
+    forms.foresee(StepResult(step_id=1, token_ids=[7, ord("a"), ord("a"), ord("b")], late=[6]))
+    assert sent == [2]
+    assert [forms.judge(name, ord("a")) for name in ("0", "1")] == [Verdict.GOES_ON] * 2
+    assert sent == [2]
+    assert forms.judge("2", ord("a")) is Verdict.GOES_ON
+    assert sent == [2, 1]
 
 
 def test_who_wait_together_share_what_they_cost(monkeypatch: pytest.MonkeyPatch) -> None:
     """And pay nothing while the device is busy with their step, and no step is held up for long."""
-    threads, now_s = masks.MaskThreads(), itertools.count(0.0, 0.02)
-    forms = [masks.Form(ask(0), matcher=None, words=None, allowed=None) for _ in range(4)]  # type: ignore[arg-type]
-    turns = iter([True, True, False, False])
+    forms = [masks.Form(number, ask(0), 1, None) for number in range(4)]
+    turns, now_s = iter([True, True, False, False]), itertools.count(0.0, 0.02)
 
-    def waits(timeout_s: float) -> None:
-        if not any(form.filled for form in forms[1:]):
-            return
-        forms[0].filled = True
+    def poll(timeout_s: float) -> None:
+        if any(form.filled for form in forms[1:]):
+            forms[0].filled = True
 
-    monkeypatch.setattr(threads._changed, "wait", waits)
     monkeypatch.setattr(masks, "time", SimpleNamespace(monotonic=lambda: next(now_s)))
-    threads.wait(forms, lambda: next(turns, False))
+    masks.wait_for_masks(forms, poll, lambda: next(turns, False))
     assert [form.patience_s for form in forms] == pytest.approx([0.05 - 0.06 / 4] * 4)
     for form in forms[1:]:
         form.filled = True
-    threads.wait(forms, lambda: False)
+    masks.wait_for_masks(forms, lambda timeout_s: poll(0) if timeout_s else None, lambda: False)
     assert [form.patience_s for form in forms] == pytest.approx([0.05 - 0.06 / 4 - 0.02, *[0.05 - 0.06 / 4] * 3])
     assert forms[0].filled
 
 
-class _Pool:
-    """Of the library, but may panic."""
-
-    def __init__(self, *, panics: bool = False) -> None:
-        self._real, self._panics = MaskPool(), panics
-
-    def fill(self, matchers, words) -> None:
-        if self._panics:
-            raise BaseException("a panic")
-        self._real.fill(matchers, words)
-
-
-def made(forms: Forms, *patterns: str) -> list[masks.Form]:
-    matchers = [forms._compiler().matcher(StructuredOutputsParams(regex=pattern)) for pattern in patterns]
-    return [masks.Form(ask(0), matcher, numpy.zeros(1 + SIZE // 32, dtype=numpy.int32), None) for matcher in matchers]
-
-
-@pytest.mark.parametrize("panics", [False, True])
-def test_masks_filled_together_are_those_filled_alone(forms: Forms, panics: bool) -> None:
-    patterns = ["a+", "b|ab", "[ab]*", "a+", "(ab)+"]
-    together, alone = made(forms, *patterns), made(forms, *patterns)
-    for one in alone:
-        one.fill()
-    room = numpy.full((len(patterns), len(together[0].words)), -1, dtype=numpy.int32)
-    masks.fill_together(together, _Pool(panics=panics), room, 1)  # type: ignore[arg-type]
-    assert [one.words.tolist() for one in together] == [one.words.tolist() for one in alone]
-    assert len({tuple(one.words.tolist()) for one in together}) == 4
-    assert not any(one.failure for one in together)
-
-
-def test_forms_that_were_slow_together_are_looked_at_alone(forms: Forms, monkeypatch: pytest.MonkeyPatch) -> None:
-    some, now_s = made(forms, "a+", "b+"), itertools.count(0.0, 1.0)
-    for one in some:
-        one.quick_in_a_row = 9
-    monkeypatch.setattr(masks, "time", SimpleNamespace(monotonic=lambda: next(now_s)))
-    room = numpy.zeros((2, len(some[0].words)), dtype=numpy.int32)
-    masks.fill_together(some, _Pool(), room, 1)  # type: ignore[arg-type]
-    assert [(one.quick, one.spent_s) for one in some] == [(False, 0.1)] * 2
-    for quick in (False, False, False, True):
-        some[0].quick_in_a_row += 1
-        assert some[0].quick is quick
-
-
-def test_a_form_that_cannot_be_narrowed_ends_its_own_answer(forms: Forms, monkeypatch: pytest.MonkeyPatch) -> None:
-    good, bad = made(forms, "a+", "b+")
+def test_a_mask_that_cannot_be_narrowed_ends_its_own_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    good, bad = (masks.Form(number, ask(0), 1, None) for number in range(2))
     real = masks.Form._narrow
 
     def narrow(form: masks.Form) -> None:
@@ -172,18 +191,122 @@ def test_a_form_that_cannot_be_narrowed_ends_its_own_answer(forms: Forms, monkey
         real(form)
 
     monkeypatch.setattr(masks.Form, "_narrow", narrow)
-    masks.fill_together([bad, good], _Pool(), numpy.zeros((2, len(good.words)), dtype=numpy.int32), 1)  # type: ignore[arg-type]
+    for form in (good, bad):
+        form.take(b"\1\0\0\0", 0.0)
     assert (bad.failure is not None, good.failure, good.words.any()) == (True, None, True)
+    assert numpy.all(bad.words == -1)
 
 
-def test_a_grammar_that_many_use_is_compiled_more_than_once(forms: Forms, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(matching, "MASK_THREADS", 3)
-    grammars = forms._compiler()
-    params = StructuredOutputsParams(regex="ab?")
-    found = [grammars.matcher(params) for _ in range(20)]
-    (compiled,) = [one for one in grammars._compiled.values() if one.copies == 20]
-    assert len(compiled.originals) == 3
-    words = numpy.zeros((20, 1 + SIZE // 32), dtype=numpy.int32)
-    MaskPool().fill(found, words)
-    assert (words == words[0]).all()
-    assert words[0].any()
+# --- lanes, and workers that die ---
+
+
+def lane_of(forms: Forms, name: str) -> Lane:
+    return forms._workers._of_form[forms._forms[name].number].lane
+
+
+def test_costly_grammars_are_kept_apart_and_proven_ones_too(forms: Forms, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar_workers, "PROVEN_MASKS", 2)
+    forms.begin(ask(0, "[ab]+", costly_grammar=True))
+    forms.begin(ask(1, "[ab]+"))
+    formed(forms, 2)
+    assert [lane_of(forms, "0"), lane_of(forms, "1")] == [Lane.SLOW, Lane.NEW]
+    for _ in range(3):
+        forms.judge("1", ord("a"))
+        filled(forms, "1")
+    forms.forget("1")
+    forms.begin(ask(2, "[ab]+"))
+    forms.begin(ask(3, LARGE))
+    formed(forms, 2)
+    assert [lane_of(forms, "2"), lane_of(forms, "3")] == [Lane.PROVEN, Lane.SLOW]
+
+
+def workers(forms: Forms) -> dict[Lane, int]:
+    return {lane: worker.connection._pid or 0 for lane, worker in forms._workers._workers.items()}
+
+
+def test_answers_of_a_worker_that_dies_go_on_in_another(forms: Forms) -> None:
+    for number in range(2):
+        forms.begin(ask(number, "(ab)+", max_tokens=99))
+    formed(forms, 2)
+    assert forms.judge("0", ord("a")) is Verdict.GOES_ON
+    before = workers(forms)
+    os.kill(before[Lane.NEW], signal.SIGKILL)
+    assert forms.judge("0", ord("b")) is Verdict.GOES_ON
+    allowed = numpy.unpackbits(filled(forms, "0").words.view(numpy.uint8), bitorder="little")
+    assert allowed[ord("a")] == allowed[END] == 1
+    assert allowed[ord("b")] == 0
+    assert forms.judge("1", ord("b")) is not Verdict.GOES_ON
+    assert workers(forms)[Lane.NEW] != before[Lane.NEW]
+
+
+def test_an_answer_that_was_complete_when_its_worker_died_still_ends(forms: Forms) -> None:
+    forms.begin(ask(0, "ab"))
+    formed(forms, 1)
+    forms.judge("0", ord("a"))
+    filled(forms, "0")
+    os.kill(workers(forms)[Lane.NEW], signal.SIGSTOP)
+    # The verdict does not come: the answer goes on, and nothing but its end may follow.
+    assert forms.judge("0", ord("b")) is Verdict.GOES_ON
+    os.kill(workers(forms)[Lane.NEW], signal.SIGKILL)
+    words = filled(forms, "0").words
+    assert numpy.flatnonzero(numpy.unpackbits(words.view(numpy.uint8), bitorder="little")).tolist() == [END]
+    assert forms.judge("0", END) is Verdict.ENDED
+
+
+def test_a_worker_that_hangs_is_replaced(forms: Forms, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar_workers, "SILENT_S", 0.3)
+    forms.begin(ask(0, "(ab)+", max_tokens=99))
+    formed(forms, 1)
+    hung = workers(forms)[Lane.NEW]
+    os.kill(hung, signal.SIGSTOP)
+    forms.judge("0", ord("a"))
+    filled(forms, "0")
+    assert not psutil.pid_exists(hung) or psutil.Process(hung).status() == psutil.STATUS_ZOMBIE
+    assert forms.judge("0", ord("b")) is Verdict.GOES_ON
+
+
+def test_a_grammar_that_explodes_in_mid_answer_ends_its_own_answer_alone(
+    forms: Forms, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits = {lane: LaneLimits(niceness=0, mask_s=0.03, open_s=20.0) for lane in Lane}
+    monkeypatch.setattr(grammar_workers, "LIMITS", limits)
+    forms.begin(ask(0, LATE_BOMB, max_tokens=999))
+    forms.begin(ask(1, "(ab)+", max_tokens=99))
+    formed(forms, 2)
+    verdicts: list[Verdict | Failure] = []
+    for token in b"a" * 300:
+        verdicts.append(forms.judge("0", token))
+        if isinstance(verdicts[-1], Failure):
+            break
+        filled(forms, "0")
+    assert isinstance(verdicts[-1], Failure)
+    assert (verdicts[-1].code, verdicts[-1].kind) == ("HF362", "GrammarError")
+    assert len(verdicts) > 10
+    for token in b"ab":
+        assert forms.judge("1", token) is Verdict.GOES_ON
+        assert filled(forms, "1").failure is None
+
+
+def test_memory_comes_back_when_answers_end(forms: Forms, service: GrammarService) -> None:
+    for number in range(2):
+        forms.begin(ask(number, "(" + "|".join(f"{at:05d}" for at in range(900)) + ")+", costly_grammar=number == 0))
+    formed(forms, 2)
+    assert len(workers(forms)) == 2
+    for number in range(2):
+        forms.forget(f"{number}")
+    assert workers(forms) == {}
+    assert service.pid is not None
+    deadline_s = time.monotonic() + PATIENCE_S
+    while psutil.Process(service.pid).children():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+
+
+def test_without_a_service_answers_fail_and_nothing_hangs() -> None:
+    forms = Forms(lambda: "/nonexistent/grammars.sock", rows=2, vocab_size=SIZE, eos_ids=[END])
+    forms.begin(ask(0))
+    ((request, problem),) = forms.formed()
+    assert request.request_id == "0"
+    assert problem is not None
+    assert "not available" in problem.message
+    assert not forms.compiling
