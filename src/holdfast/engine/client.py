@@ -241,6 +241,8 @@ class ProcessEngine:
         child, self._child = self._child, None
         if child is not None:
             await child.stop(at_once=not was_ready)
+        if self.structured is not None:
+            self.structured.stop()
         self._stats = at_rest(self._stats)
 
     async def wake_up(self) -> None:

@@ -39,8 +39,8 @@ GRAMMARS_REMEMBERED = 1024
 MOVED_S = 0.05
 """Of processor time for one mask: a grammar that needs more has no place beside quick ones."""
 SILENT_S = 30.0
-"""That a worker may say nothing while it owes an answer, whatever its processor's clock says: it hangs, and is replaced.
-A new one may have to wait for its service to start."""
+"""That a worker may say nothing while it owes an answer, whatever its processor's clock says: it hangs, and is
+replaced. A new one may have to wait for its service to start."""
 IDLE_KEPT_BYTES = 16 * MIB
 """Of an idle worker of the proven lane."""
 DEATHS_IN_A_ROW = 3

@@ -94,9 +94,15 @@ class StructuredOutput:
             )
         ]
 
-    def close(self) -> None:
+    def stop(self) -> None:
+        """Gives all memory back until somebody asks again."""
         if self._preparing is not None:
             self._preparing.cancel()
+            self._preparing = None
         self.texts.close()
+        self.service.stop()
+
+    def close(self) -> None:
+        self.stop()
         self.service.close()
         self._threads.shutdown(wait=False, cancel_futures=True)

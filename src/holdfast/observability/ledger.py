@@ -92,6 +92,7 @@ def make_ledger(info: EngineInfo, stats: EngineStats, processes: Sequence[Proces
     touched = (stats.blocks_touched + 1) * report.page_bytes  # The null page is written at the start.
     now = {"kv_pool": touched}
     now |= {"front": by_name["front"]} if "front" in by_name else {}
+    now["grammars"] = by_name.get("structured_output", 0)
     now |= {"libraries": files["engine"]} if files.get("engine") else {}
     terms = [
         msgspec.structs.replace(term, measured_bytes=now.get(term.term, term.measured_bytes)) for term in report.terms

@@ -9,8 +9,8 @@ The terms of a process that serves on a CPU, in the order in which it takes them
     scratch      torch's copy of the matrix it multiplies with, where it makes one
     activations  the buffers of the largest step, attention's workspace included
     logits       what sampling holds at once: copies of the rows x vocabulary, or what penalties look through
-    buffers      token ids and block tables of every slot, the books of blocks and of running requests, what holds
-                 answers to a form
+    buffers      token ids and block tables of every slot, the books of blocks and of running requests
+    grammars     the processes of structured output, at the limits the system holds them to
     kv_pool      pages
 
 The sizes of the buffers that execution allocates are declared here, and nowhere else.
@@ -28,7 +28,6 @@ from holdfast.kvcache.groups import KVLayout, form_groups
 from holdfast.models import ModelSpec
 from holdfast.planner import expert_sizes
 from holdfast.planner.expert_sizes import mlp_width
-from holdfast.planner.form_sizes import forms_bytes
 from holdfast.planner.layouts import BLOCK_COLUMNS, memory_layout
 from holdfast.planner.same import Same
 from holdfast.units import MIB, format_bytes
@@ -245,17 +244,14 @@ def logits_bytes(spec: ModelSpec, limits: Limits, pool_tokens: int | None = None
     return SAMPLING_BYTES + scored + max(LOGITS_COPIES * turn, 2 * turn + PENALTY_BYTES * places + SEEN_BYTES * seen)
 
 
-def buffers_bytes(
-    layout: KVLayout, limits: Limits, *, vocab_size: int, pool_tokens: int = 0, forms: bool = True
-) -> int:
-    """Without the books of the blocks, which grow with the pool: BOOK_BYTES each. `forms`: whether answers can be held
-    to one, which takes a tokenizer."""
+def buffers_bytes(layout: KVLayout, limits: Limits, *, pool_tokens: int = 0) -> int:
+    """Without the books of the blocks, which grow with the pool: BOOK_BYTES each."""
     slots = limits.max_num_seqs
     # A table's rows are copied twice for a step, once at twice the width.
     tables = len(layout.groups) * slots * layout.blocks_for(limits.max_model_len) * (4 + 8 + 4)
     known = min(pool_tokens, slots * limits.max_model_len)
     ids = slots * (limits.max_model_len + 1) * 4
-    return tables + ids + known * REQUEST_TOKEN_BYTES + (forms_bytes(vocab_size, slots) if forms else 0)
+    return tables + ids + known * REQUEST_TOKEN_BYTES
 
 
 FUSED: tuple[tuple[str, ...], ...] = (("q", "k", "v"), ("gate", "up"))

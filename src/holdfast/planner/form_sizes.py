@@ -7,11 +7,11 @@ from holdfast.planner.sampling_sizes import mask_words
 from holdfast.units import MIB
 
 TOKEN_BYTES = 550
-"""Of each token of a vocabulary, as a tree and in the lists beside it: 26 MiB were seen with 49,152 tokens."""
-SERVICE_BYTES = 44 * MIB
-"""Of the process that workers are forked from, without the vocabulary."""
-WORKER_BYTES = 6 * MIB
-"""Of each worker, of what it no longer shares with the service."""
+"""Of each token of a vocabulary, as a tree and in the lists beside it."""
+SERVICE_BYTES = 26 * MIB
+"""Of the process that workers are forked from, without the vocabulary: 49 MiB were seen with 49,152 tokens."""
+WORKER_BYTES = 4 * MIB
+"""Of each worker, of what it no longer shares with the service: 3.6 MiB were seen."""
 WORKERS = 6
 """Three of the engine, two that check grammars quickly and one that does it slowly."""
 FORM_BYTES, WRITTEN_BYTES = 256 << 10, 64
@@ -20,9 +20,9 @@ FORM_BYTES, WRITTEN_BYTES = 256 << 10, 64
 SPARE_BYTES = 32 * MIB
 """Beside FORM_BYTES for each sequence: for the larger ones among them, and for those that stay compiled. An answer
 whose grammar has no room waits until another has ended."""
-SLOW_LANE_BYTES = 64 * MIB
+SLOW_LANE_BYTES = 48 * MIB
 """That one worker may take for grammars that are costly; the system holds it to that."""
-CHECKS_BYTES = (16 + 16 + 64) * MIB
+CHECKS_BYTES = (12 + 12 + 48) * MIB
 """Of grammars that are being checked: two quickly, one slowly."""
 
 

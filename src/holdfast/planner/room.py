@@ -1,6 +1,6 @@
 """What the budget leaves for KV at a given context length. Counts and compares; refuses nothing and chooses nothing.
 
-    budget ─ front ─ framework ─ libraries ─ weights ─ scratch ─ activations ─ logits ─ buffers
+    budget ─ front ─ framework ─ libraries ─ weights ─ scratch ─ activations ─ logits ─ buffers ─ grammars
            = left for pages and their books
 
 The longer the context, the larger the buffers and the less is left, so the longest one that fits is found by halving.
@@ -17,6 +17,7 @@ from holdfast.kvcache.groups import KVLayout
 from holdfast.models import ModelSpec
 from holdfast.planner import footprint, lora_sizes
 from holdfast.planner.footprint import BOOK_BYTES, Limits
+from holdfast.planner.form_sizes import forms_bytes
 from holdfast.planner.limits import ANY_LENGTH
 from holdfast.units import GIB, MIB, counted
 
@@ -148,6 +149,7 @@ class Room:
         """All but the pool and its books."""
         limits, choices = self.limits(length), self.choices
         tokens = self._most_pool_tokens()
+        structured = not self.config.skip_tokenizer_init
         terms = {
             "front": self.front_bytes,
             "framework": footprint.FRAMEWORK_BYTES,
@@ -164,13 +166,8 @@ class Room:
             + self._adapting_bytes(),
             "adapters": self._adapters_bytes(),
             "logits": footprint.logits_bytes(self.spec, limits, tokens),
-            "buffers": footprint.buffers_bytes(
-                self.layout,
-                limits,
-                vocab_size=self.spec.vocab_size,
-                pool_tokens=tokens,
-                forms=not self.config.skip_tokenizer_init,
-            ),
+            "buffers": footprint.buffers_bytes(self.layout, limits, pool_tokens=tokens),
+            "grammars": forms_bytes(self.spec.vocab_size, limits.max_num_seqs) if structured else 0,
         }
         return {name: size for name, size in terms.items() if size}
 

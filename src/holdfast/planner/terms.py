@@ -24,6 +24,7 @@ from functools import lru_cache
 from holdfast.models import LayerSpec, ModelSpec
 from holdfast.planner import footprint, gpu_footprint, lora_sizes
 from holdfast.planner.footprint import Limits
+from holdfast.planner.form_sizes import forms_bytes
 from holdfast.planner.same import Same
 from holdfast.planner.weights import DTYPE_BYTES
 from holdfast.units import GIB, MIB
@@ -245,7 +246,8 @@ def cpu_terms(
         Term("activations", activations, 0.25),
         Term("encoder", encoder_bytes(spec, limits, dtype, activations), ENCODER_UNCERTAINTY),
         Term("logits", footprint.logits_bytes(spec, limits)),
-        Term("buffers", footprint.buffers_bytes(layout, limits, vocab_size=spec.vocab_size)),
+        Term("buffers", footprint.buffers_bytes(layout, limits)),
+        Term("grammars", forms_bytes(spec.vocab_size, limits.max_num_seqs)),
     ]
     if max_loras:
         every = range(len(spec.layers))

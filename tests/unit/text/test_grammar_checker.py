@@ -17,7 +17,7 @@ from deadlines import PATIENCE_S
 from small_vocabulary import END, SIZE, VOCABULARY
 
 from holdfast.errors import EngineError, GrammarError, OverloadedError, RequestError
-from holdfast.records.structured import MAX_GRAMMAR_CHARS, MAX_SCHEMA_BYTES, StructuredOutputsParams
+from holdfast.records.structured import LARGE_BYTES, MAX_GRAMMAR_CHARS, MAX_SCHEMA_BYTES, StructuredOutputsParams
 from holdfast.text.structured import checker as module
 from holdfast.text.structured.checker import QUICK, SLOW, Abandoned, GrammarChecker, Lane, is_cheap
 from holdfast.text.structured.client import GrammarService, check_has_bytes
@@ -167,7 +167,12 @@ def test_ordinary_grammars_pass_while_explosions_wait(service: GrammarService) -
     assert done == 10
     assert in_time, "all bombs were over before the ordinary ones were done"
     assert {*endings} <= {GrammarError, OverloadedError, Abandoned}
-    assert OverloadedError in endings
+
+
+def test_few_may_wait_for_the_slow_lane(service: GrammarService) -> None:
+    full = Lane(places=0, cpu_s=1.0, memory_bytes=MIB, niceness=0, wait_s=60.0, most_waiting=0)
+    with pytest.raises(OverloadedError, match="waiting already"):
+        GrammarChecker(service, slow=full).check(form(choice=["x" * LARGE_BYTES]))
 
 
 def test_nobody_compiles_for_those_who_have_gone(service: GrammarService, checker: GrammarChecker) -> None:

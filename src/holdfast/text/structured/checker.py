@@ -46,8 +46,8 @@ class Lane:
     most_waiting: int
 
 
-QUICK = Lane(places=2, cpu_s=0.25, memory_bytes=16 * MIB, niceness=5, wait_s=60.0, most_waiting=256)
-SLOW = Lane(places=1, cpu_s=20.0, memory_bytes=64 * MIB, niceness=19, wait_s=60.0, most_waiting=16)
+QUICK = Lane(places=2, cpu_s=0.25, memory_bytes=12 * MIB, niceness=5, wait_s=60.0, most_waiting=256)
+SLOW = Lane(places=1, cpu_s=20.0, memory_bytes=48 * MIB, niceness=19, wait_s=60.0, most_waiting=16)
 
 
 class _Beyond(Exception):

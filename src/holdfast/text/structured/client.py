@@ -135,22 +135,27 @@ class GrammarService:
 
     def restart(self) -> None:
         """It does not answer: a new one takes its place."""
-        with self._lock:
-            if self._process is not None:
-                self._process.kill()
-                self._process.wait()
+        self.stop()
         self.start()
+
+    def stop(self) -> None:
+        """Gives its memory back; what is asked for next starts it again."""
+        with self._lock:
+            self._end()
+
+    def _end(self) -> None:
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            process.wait()
+            with contextlib.suppress(OSError):
+                assert process.stdin is not None
+                process.stdin.close()
 
     def close(self) -> None:
         with self._lock:
             self._closed = True
-            process, self._process = self._process, None
-            if process is not None:
-                process.kill()
-                process.wait()
-                with contextlib.suppress(OSError):
-                    assert process.stdin is not None
-                    process.stdin.close()
+            self._end()
             if self._listener is not None:
                 self._listener.close()
             if self._folder is not None:
