@@ -142,8 +142,8 @@ class Tokenizer:
         """With `split_special_tokens` a text that spells a special token stays text: for what strangers wrote."""
         for text in texts:
             _check_text(text)
-        backend = self._plain_backend if split_special_tokens else self._backend
         with refusing(_cannot_encode):
+            backend = self._plain_backend if split_special_tokens else self._backend
             # Also for one text: the library's form for a single one keeps every other thread waiting until it is done.
             encoded = backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
         return [each.ids for each in encoded]
