@@ -12,7 +12,7 @@ from random import Random
 
 import pytest
 
-LONG_S = float(os.environ.get("HOSTILE_SECONDS", "220"))
+LONG_S = float(os.environ.get("HOSTILE_SECONDS", "170"))
 """Of one long fuzzer."""
 
 Cases = Callable[[int], Iterator[tuple[str, Random]]]

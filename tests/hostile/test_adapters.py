@@ -121,6 +121,7 @@ def test_a_server_refuses_them_and_goes_on(start_server, tmp_path: Path) -> None
     model = tmp_path / "model"
     model.mkdir()
     (model / "config.json").write_text(json.dumps(MODEL))
+    (tmp_path / "adapters").mkdir()
     server = start_server(
         str(model), "--load-format", "dummy", "--tokenizer", "smollm2", "--threads", "1", "--dtype", "float32",
         "--kv-cache-memory-bytes", "16MiB", "--enable-lora", "--lora-folders", str(tmp_path / "adapters"),

@@ -11,7 +11,10 @@ from pathlib import Path
 
 import hostile_files as files
 import pytest
+from hostile_json import spoiled_bytes
 from limits import Limited
+
+from holdfast.models import catalogue
 
 LOAD = "hostile_loads:load_model"
 
@@ -65,12 +68,35 @@ def fuzz_gguf(cases, load: Limited, tmp_path: Path, count: int = 220) -> None:
     assert refused > 10
 
 
+def fuzz_configs(cases, tmp_path: Path, count: int = 300) -> None:
+    """Of every known family, without weights."""
+    refused, known = 0, catalogue.entries()
+    with Limited("hostile_loads:describe_folder") as describe:
+        for name, random in cases(count):
+            entry = random.choice(known)
+            (tmp_path / "config.json").write_bytes(spoiled_bytes(dict(entry.config), random, tuple(files.SIZES)))
+            ending = describe(str(tmp_path))
+            assert ending.good, f"{name}, {entry.name}: {ending.kind}\n{ending.detail}"
+            refused += ending.kind == "refused"
+    assert refused > 10
+
+
 def test_folders(cases, load, good, tmp_path) -> None:
     fuzz_folders(cases, load, good, tmp_path)
 
 
 def test_gguf_files(cases, load, tmp_path) -> None:
     fuzz_gguf(cases, load, tmp_path)
+
+
+def test_configs(cases, tmp_path) -> None:
+    fuzz_configs(cases, tmp_path)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+def test_configs_for_long(cases, tmp_path) -> None:
+    fuzz_configs(cases, tmp_path)
 
 
 @pytest.mark.long

@@ -79,7 +79,7 @@ def _places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
 def _spoil_once(document: Any, random: Random, special: tuple[Any, ...]) -> Any:
     places = _places(document)
     if not places:
-        return random.choice((*OTHERS, *NUMBERS))
+        return copy.deepcopy(random.choice((*OTHERS, *NUMBERS)))
     path = random.choice(places)
     holder: Any = document
     for step in path[:-1]:
@@ -90,12 +90,13 @@ def _spoil_once(document: Any, random: Random, special: tuple[Any, ...]) -> Any:
     elif change < 0.2 and isinstance(holder, list):
         holder[last:last] = [copy.deepcopy(holder[last])] * random.choice((1, 3, 100))
     elif change < 0.2:
-        twice = Pairs([*holder.items(), (last, random.choice((*NUMBERS, *OTHERS)))])
+        twice = Pairs([*holder.items(), (last, copy.deepcopy(random.choice((*NUMBERS, *OTHERS))))])
         return _put(document, path[:-1], twice)
     elif change < 0.28 and isinstance(holder, dict):
         holder[str(random.choice((*TEXTS, "constructor", "9" * 5000, "-1", "²")))] = holder.pop(last)
     else:
-        holder[last] = random.choice(random.choice((NUMBERS, TEXTS, OTHERS, special or NUMBERS)))
+        value = random.choice(random.choice((NUMBERS, TEXTS, OTHERS, special or NUMBERS)))
+        holder[last] = copy.deepcopy(value)  # Later changes may be made within it.
     return document
 
 

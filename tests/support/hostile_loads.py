@@ -7,7 +7,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from holdfast.checkpoints import match, open_checkpoint
+from holdfast.checkpoints import from_path, match, open_checkpoint, spec_of
+from holdfast.checkpoints.source import describe
 from holdfast.config import EngineConfig
 from holdfast.engine.defaults import default_sampling
 from holdfast.engine.lora import Adapters
@@ -55,6 +56,14 @@ def load_model(path: str) -> dict[str, Any]:
         told |= use_tokenizer(tokenizer)
         told["warnings"] = [warning.code for warning in check_text(model.spec, tokenizer, model.files)]
     return told
+
+
+def describe_folder(folder: str) -> int:
+    """As a plan does, of any known model: what its config says, and what that takes."""
+    files = from_path(Path(folder), name="case")
+    spec = describe(files)
+    spec_of(files)
+    return spec.parameters
 
 
 def load_adapter(folder: str, allowed: str, model_config: dict[str, Any]) -> str:

@@ -228,7 +228,7 @@ def _list_of(
     values = metadata.get(key)
     if values is None:
         raise CheckpointError(f"the GGUF header has no {key}", needed=key, fix="use a file with its tokenizer inside")
-    listed = values.tolist() if hasattr(values, "tolist") else list(values)
+    listed = values if isinstance(values, list) else []
     if not listed or not all(issubclass(found, kind) for found in set(map(type, listed))):
         raise CheckpointError(f"{key} in the GGUF header is empty or of the wrong type")
     if length is not None and len(listed) != length:

