@@ -116,11 +116,7 @@ def test_a_missing_program_is_no_shortage(monkeypatch: pytest.MonkeyPatch, tmp_p
 
 
 def test_a_shortage_under_another_error_is_found() -> None:
-    try:
-        try:
-            raise OSError(24, "Too many open files")
-        except OSError as error:
-            raise CheckpointError("a file cannot be read") from error
-    except CheckpointError as error:
-        assert "ulimit -n" in (shortage(error) or "")
+    error = CheckpointError("a file cannot be read")
+    error.__cause__ = OSError(24, "Too many open files")
+    assert "ulimit -n" in (shortage(error) or "")
     assert shortage(CheckpointError("torn")) is None

@@ -1,4 +1,4 @@
-"""How many cases the fuzzers here draw, and from which seed: the same few in `make test`, fresh ones in `make test-all`.
+"""How many cases the fuzzers draw, and from which seed: the same few in `make test`, fresh ones in `make test-all`.
 
 A failure names its seed and case; HOSTILE_SEED=SEED brings the same cases back.
 """
@@ -20,7 +20,7 @@ Cases = Callable[[int], Iterator[tuple[str, Random]]]
 
 @pytest.fixture
 def cases(request: pytest.FixtureRequest) -> Cases:
-    """cases(100) gives a hundred names with a source of random numbers each; in a long test, as many as there is time."""
+    """cases(100): a hundred names, each with its own random numbers; in a long test, as many as there is time for."""
     long = request.node.get_closest_marker("long") is not None
     fresh = int.from_bytes(os.urandom(4), "little") if long else 1
     seed = int(os.environ.get("HOSTILE_SEED", fresh))

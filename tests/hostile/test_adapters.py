@@ -26,14 +26,24 @@ FACTORS = {
     "base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight": (32, 4),
 }
 ADAPTER: dict[str, Any] = {
-    "peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"], "bias": "none", "use_rslora": False,
-    "base_model_name_or_path": "maker/tiny", "alpha_pattern": {"q_proj": 16}, "rank_pattern": {}, "lora_dropout": 0.1,
-}  # fmt: skip
+    "peft_type": "LORA",
+    "r": 4,
+    "lora_alpha": 8,
+    "target_modules": ["q_proj"],
+    "bias": "none",
+    "use_rslora": False,
+    "base_model_name_or_path": "maker/tiny",
+    "alpha_pattern": {"q_proj": 16},
+    "rank_pattern": {},
+    "lora_dropout": 0.1,
+}
 ADDED = {"<x>": 100, "<y>": 101}
 TOKENIZER_CONFIG = {"added_tokens_decoder": {"100": {"content": "<x>"}}, "model_max_length": 10**30}
 JSON_FILES: dict[str, dict[str, Any]] = {
-    "adapter_config.json": ADAPTER, "added_tokens.json": ADDED, "tokenizer_config.json": TOKENIZER_CONFIG,
-}  # fmt: skip
+    "adapter_config.json": ADAPTER,
+    "added_tokens.json": ADDED,
+    "tokenizer_config.json": TOKENIZER_CONFIG,
+}
 
 
 def write_adapter(folder: Path) -> Path:
@@ -123,9 +133,21 @@ def test_a_server_refuses_them_and_goes_on(start_server, tmp_path: Path) -> None
     (model / "config.json").write_text(json.dumps(MODEL))
     (tmp_path / "adapters").mkdir()
     server = start_server(
-        str(model), "--load-format", "dummy", "--tokenizer", "smollm2", "--threads", "1", "--dtype", "float32",
-        "--kv-cache-memory-bytes", "16MiB", "--enable-lora", "--lora-folders", str(tmp_path / "adapters"),
-    ).wait_ready()  # fmt: skip
+        str(model),
+        "--load-format",
+        "dummy",
+        "--tokenizer",
+        "smollm2",
+        "--threads",
+        "1",
+        "--dtype",
+        "float32",
+        "--kv-cache-memory-bytes",
+        "16MiB",
+        "--enable-lora",
+        "--lora-folders",
+        str(tmp_path / "adapters"),
+    ).wait_ready()
     (tmp_path / "secret").write_text(json.dumps({"<x>": 1 << 40}))
     bad: dict[str, tuple[str, Any]] = {
         "digits": ("adapter_config.json", {**ADAPTER, "lora_alpha": HUGE}),

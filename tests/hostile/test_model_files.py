@@ -1,4 +1,4 @@
-"""Models whose files lie: a start takes them or refuses them with an error of its own, within bounds of memory and time.
+"""Models whose files lie: a start takes them, or refuses them with a typed error, within bounds of memory and time.
 
 Counts, offsets, lengths, types, overlaps, torn files, paths out of the folder, JSON of every bad kind.
 """

@@ -25,10 +25,16 @@ def added(index: int, content: str, **more: Any) -> dict[str, Any]:
 def document(**parts: Any) -> dict[str, Any]:
     vocabulary = {"<s>": 0, "</s>": 1, "a": 2, "b": 3, "ab": 4, "Ġ": 5, "▁": 6, "é": 7, "!": 8, "##a": 9, "<unk>": 10}
     whole = {
-        "version": "1.0", "truncation": None, "padding": None, "added_tokens": [added(0, "<s>"), added(1, "</s>")],
-        "normalizer": None, "pre_tokenizer": None, "post_processor": None, "decoder": None,
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [added(0, "<s>"), added(1, "</s>")],
+        "normalizer": None,
+        "pre_tokenizer": None,
+        "post_processor": None,
+        "decoder": None,
         "model": {"type": "BPE", "vocab": vocabulary, "merges": [["a", "b"]], "unk_token": "<unk>"},
-    }  # fmt: skip
+    }
     return whole | parts
 
 
@@ -51,84 +57,134 @@ BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": Tru
 SPLITTING = {"type": "Split", "pattern": {"Regex": SPLIT}, "behavior": "Isolated", "invert": False}
 DOCUMENTS = [
     document(
-        normalizer={"type": "NFC"}, pre_tokenizer=sequence("pretokenizers", SPLITTING, BYTE_LEVEL),
-        post_processor=sequence("processors", BYTE_LEVEL, template("<s>", "A")), decoder=BYTE_LEVEL,
+        normalizer={"type": "NFC"},
+        pre_tokenizer=sequence("pretokenizers", SPLITTING, BYTE_LEVEL),
+        post_processor=sequence("processors", BYTE_LEVEL, template("<s>", "A")),
+        decoder=BYTE_LEVEL,
     ),
     document(
         normalizer=sequence("normalizers", {"type": "Prepend", "prepend": "▁"}, replace({"String": " "}, "▁")),
         post_processor=template("<s>", "A"),
         decoder=sequence(
-            "decoders", replace({"String": "▁"}, " "), {"type": "ByteFallback"}, {"type": "Fuse"},
+            "decoders",
+            replace({"String": "▁"}, " "),
+            {"type": "ByteFallback"},
+            {"type": "Fuse"},
             {"type": "Strip", "content": " ", "start": 1, "stop": 0},
         ),
     ),
     document(
         model={"type": "Unigram", "unk_id": 0, "vocab": [["<unk>", 0.0], ["▁", -1.0], ["a", -2.0], ["ab", -3.0]]},
-        added_tokens=[], normalizer=sequence("normalizers", {"type": "NFKC"}, replace({"Regex": " {2,}"}, " ")),
+        added_tokens=[],
+        normalizer=sequence("normalizers", {"type": "NFKC"}, replace({"Regex": " {2,}"}, " ")),
         pre_tokenizer={"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always", "split": True},
         decoder={"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always", "split": True},
     ),
     document(
         model={
-            "type": "WordPiece", "vocab": {"[UNK]": 0, "a": 1, "##b": 2}, "unk_token": "[UNK]",
-            "continuing_subword_prefix": "##", "max_input_chars_per_word": 100,
+            "type": "WordPiece",
+            "vocab": {"[UNK]": 0, "a": 1, "##b": 2},
+            "unk_token": "[UNK]",
+            "continuing_subword_prefix": "##",
+            "max_input_chars_per_word": 100,
         },
-        added_tokens=[added(0, "[UNK]", normalized=True)], pre_tokenizer={"type": "BertPreTokenizer"},
-        normalizer={"type": "BertNormalizer", "clean_text": True, "handle_chinese_chars": True, "strip_accents": None,
-                    "lowercase": True},
+        added_tokens=[added(0, "[UNK]", normalized=True)],
+        pre_tokenizer={"type": "BertPreTokenizer"},
+        normalizer={
+            "type": "BertNormalizer",
+            "clean_text": True,
+            "handle_chinese_chars": True,
+            "strip_accents": None,
+            "lowercase": True,
+        },
         post_processor={"type": "BertProcessing", "sep": ["a", 1], "cls": ["a", 1]},
         decoder={"type": "WordPiece", "prefix": "##", "cleanup": True},
     ),
-]  # fmt: skip
+]
 """The four kinds that models use."""
 
 GROW = replace({"String": "a"}, "a" * 200)
 EVIL = [
-    r"(a+)+!", r"(a|a)*!", r"(a|ab|b)*!", r"(?:a?){25}a{25}!", r"(.*)(.*)(.*)(.*)(.*)!", r"(\w+\s?)*!", "(?:a|a)" * 30,
-    r"(?:\p{L}|[a-c])*!", r"(a)\1+", r"(?<n>a\g<n>?b)", r"(?:(?=(a+)+!)a)*", r"(?:a{1,3})*!", "(" * 500 + "a" + ")" * 500,
-]  # fmt: skip
+    r"(a+)+!",
+    r"(a|a)*!",
+    r"(a|ab|b)*!",
+    r"(?:a?){25}a{25}!",
+    r"(.*)(.*)(.*)(.*)(.*)!",
+    r"(\w+\s?)*!",
+    "(?:a|a)" * 30,
+    r"(?:\p{L}|[a-c])*!",
+    r"(a)\1+",
+    r"(?<n>a\g<n>?b)",
+    r"(?:(?=(a+)+!)a)*",
+    r"(?:a{1,3})*!",
+    "(" * 500 + "a" + ")" * 500,
+]
 BOMBS: dict[str, tuple[dict[str, Any], str]] = {
     "greatest id": (document(model={"type": "BPE", "vocab": {"a": (1 << 32) - 1}, "merges": []}), "HF233"),
     "greatest id of words": (
-        document(model={"type": "WordLevel", "vocab": {"a": 1 << 31}, "unk_token": "a"}, added_tokens=[]), "HF233",
+        document(model={"type": "WordLevel", "vocab": {"a": 1 << 31}, "unk_token": "a"}, added_tokens=[]),
+        "HF233",
     ),
     "added id": (document(added_tokens=[added((1 << 32) - 1, "<x>")]), "HF233"),
     "long token": (document(model={"type": "BPE", "vocab": {"a" * 5000: 0}, "merges": []}), "HF233"),
     "long added token": (document(added_tokens=[added(11, "x" * 5000, normalized=True)]), "HF233"),
-    "id of a template": (document(post_processor={
-        **template("<s>", "A"), "special_tokens": {"<s>": {"id": "<s>", "ids": [(1 << 32) - 1], "tokens": ["<s>"]}},
-    }), "HF233"),
-    "words of any length": (document(added_tokens=[], model={
-        "type": "WordPiece", "vocab": {"a": 0}, "unk_token": "a", "max_input_chars_per_word": 1 << 30,
-        "continuing_subword_prefix": "",
-    }), "HF233"),
+    "id of a template": (
+        document(
+            post_processor={
+                **template("<s>", "A"),
+                "special_tokens": {"<s>": {"id": "<s>", "ids": [(1 << 32) - 1], "tokens": ["<s>"]}},
+            }
+        ),
+        "HF233",
+    ),
+    "words of any length": (
+        document(
+            added_tokens=[],
+            model={
+                "type": "WordPiece",
+                "vocab": {"a": 0},
+                "unk_token": "a",
+                "max_input_chars_per_word": 1 << 30,
+                "continuing_subword_prefix": "",
+            },
+        ),
+        "HF233",
+    ),
     "chained replacing": (document(normalizer=sequence("normalizers", *[GROW] * 9)), "HF235"),
-    "nested chains": (document(normalizer=sequence("normalizers", *[sequence("normalizers", GROW, GROW)] * 5)), "HF235"),
+    "nested chains": (
+        document(normalizer=sequence("normalizers", *[sequence("normalizers", GROW, GROW)] * 5)),
+        "HF235",
+    ),
     "chained by pattern": (
-        document(normalizer=sequence("normalizers", *[replace({"Regex": ""}, "aaaaaaaaa")] * 12)), "HF235",
+        document(normalizer=sequence("normalizers", *[replace({"Regex": ""}, "aaaaaaaaa")] * 12)),
+        "HF235",
     ),
     "chained prepending": (
-        document(normalizer=sequence("normalizers", *[{"type": "Prepend", "prepend": "b" * 99}] * 9)), "HF235",
+        document(normalizer=sequence("normalizers", *[{"type": "Prepend", "prepend": "b" * 99}] * 9)),
+        "HF235",
     ),
     "one long replacement": (document(normalizer=replace({"String": "a"}, "a" * 100_000)), "HF235"),
     "chained decoders": (document(decoder=sequence("decoders", *[GROW] * 9)), "HF235"),
     "chained bytes": (document(pre_tokenizer=sequence("pretokenizers", *[BYTE_LEVEL] * 40)), "HF235"),
     "chained byte normalizers": (
-        document(normalizer=sequence("normalizers", *[{"type": "ByteLevel", "add_prefix_space": False}] * 40)), "HF235",
+        document(normalizer=sequence("normalizers", *[{"type": "ByteLevel", "add_prefix_space": False}] * 40)),
+        "HF235",
     ),
     "too many steps": (document(normalizer=sequence("normalizers", *[{"type": "NFC"}] * 5000)), "HF235"),
     "table of characters": (
-        document(normalizer={"type": "Precompiled", "precompiled_charsmap": "/////w=="}), "HF230",
+        document(normalizer={"type": "Precompiled", "precompiled_charsmap": "/////w=="}),
+        "HF230",
     ),
     "repeated text": (document(post_processor=template("A", "A", "A")), "HF235"),
     "chained templates": (document(post_processor=sequence("processors", *[template("<s>", *"A")] * 1000)), "HF235"),
     "many marks": (document(post_processor=template(*["<s>"] * 60, "A")), ""),
     "more marks": (
-        document(post_processor=sequence("processors", *[template(*["<s>"] * 60, "A")] * 60)), "HF235",
+        document(post_processor=sequence("processors", *[template(*["<s>"] * 60, "A")] * 60)),
+        "HF235",
     ),
     "huge number": (document(normalizer={"type": "Strip", "left": HUGE}), "HF230"),
     "depth": (document(decoder=Raw("[" * 100_000 + "]" * 100_000)), "HF230"),
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")
@@ -169,17 +225,32 @@ def test_patterns_that_take_forever(load: Limited, tmp_path: Path, pattern: str,
 
 
 def fuzz_tokenizers(cases, load: Limited, folder: Path, count: int = 500) -> None:
-    special = (GROW, sequence("normalizers", *[GROW] * 3), sequence("decoders", *[GROW] * 3), BYTE_LEVEL, *EVIL,
-               {"Regex": "(a+)+!"}, {"type": "FixedLength", "length": 0}, template("A", "A"), {"type": "Nmt"},
-               {"type": "Precompiled", "precompiled_charsmap": "BAAAAAAAAAB4eAA="}, ["a", (1 << 32) - 1],
-               {"type": "CTC", "pad_token": "", "word_delimiter_token": "", "cleanup": True},
-               {"type": "BPEDecoder", "suffix": ""})  # fmt: skip
+    special = (
+        GROW,
+        sequence("normalizers", *[GROW] * 3),
+        sequence("decoders", *[GROW] * 3),
+        BYTE_LEVEL,
+        *EVIL,
+        {"Regex": "(a+)+!"},
+        {"type": "FixedLength", "length": 0},
+        template("A", "A"),
+        {"type": "Nmt"},
+        {"type": "Precompiled", "precompiled_charsmap": "BAAAAAAAAAB4eAA="},
+        ["a", (1 << 32) - 1],
+        {"type": "CTC", "pad_token": "", "word_delimiter_token": "", "cleanup": True},
+        {"type": "BPEDecoder", "suffix": ""},
+    )
     refused = 0
     for name, random in cases(count):
         whole = spoiled_bytes(random.choice(DOCUMENTS), random, special)
         (folder / "tokenizer_config.json").unlink(missing_ok=True)
         if random.random() < 0.2:
-            roles = {"add_bos_token": True, "bos_token": "<s>", "eos_token": {"content": "</s>"}, "add_eos_token": False}
+            roles = {
+                "add_bos_token": True,
+                "bos_token": "<s>",
+                "eos_token": {"content": "</s>"},
+                "add_eos_token": False,
+            }
             (folder / "tokenizer_config.json").write_bytes(spoiled_bytes(roles, random))
         ending = load(write(folder, whole))
         assert ending.good, f"{name}: {ending.kind}\n{ending.detail}\n{whole[:3000]!r}"

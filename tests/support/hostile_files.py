@@ -16,12 +16,24 @@ from hostile_json import dump, spoil, spoiled_bytes
 from holdfast.models import from_config
 
 CONFIG: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 300, "hidden_size": 32,
-    "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1,
-    "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "tie_word_embeddings": True,
-    "torch_dtype": "float32", "bos_token_id": 1, "eos_token_id": 2, "hidden_act": "silu",
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 300,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": True,
+    "torch_dtype": "float32",
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "hidden_act": "silu",
     "rope_scaling": {"rope_type": "linear", "factor": 2.0},
-}  # fmt: skip
+}
 GENERATION = {"temperature": 0.7, "top_p": 0.9, "top_k": 40, "eos_token_id": [2, 3], "max_new_tokens": 20}
 SIZES = (0, 1, 7, 8, 32, 1 << 16, 1 << 24, (1 << 31) - 1, 1 << 32, 1 << 40, 1 << 62, (1 << 63) - 1, (1 << 64) - 1)
 UINT32, INT32, FLOAT32, BOOL, STRING, ARRAY, UINT64 = 4, 5, 6, 7, 8, 9, 10
@@ -123,18 +135,28 @@ def good_gguf() -> GGUFFile:
     tokens += [f"<extra_{place}>" for place in range(300 - len(tokens))]
     kinds = [2, 3, 3] + [6] * 256 + [1] * 5 + [4] * (300 - 264)
     metadata: list[tuple[str, int, Any]] = [
-        ("general.architecture", STRING, "llama"), ("general.alignment", UINT32, 32),
-        ("llama.vocab_size", UINT32, 300), ("llama.context_length", UINT32, 64),
-        ("llama.embedding_length", UINT32, 32), ("llama.block_count", UINT32, 1),
-        ("llama.feed_forward_length", UINT32, 32), ("llama.attention.head_count", UINT32, 2),
-        ("llama.attention.head_count_kv", UINT32, 1), ("llama.rope.freq_base", FLOAT32, 10000.0),
-        ("llama.rope.dimension_count", UINT32, 16), ("llama.attention.layer_norm_rms_epsilon", FLOAT32, 1e-5),
-        ("tokenizer.ggml.model", STRING, "llama"), ("tokenizer.ggml.tokens", ARRAY, (STRING, tokens)),
+        ("general.architecture", STRING, "llama"),
+        ("general.alignment", UINT32, 32),
+        ("llama.vocab_size", UINT32, 300),
+        ("llama.context_length", UINT32, 64),
+        ("llama.embedding_length", UINT32, 32),
+        ("llama.block_count", UINT32, 1),
+        ("llama.feed_forward_length", UINT32, 32),
+        ("llama.attention.head_count", UINT32, 2),
+        ("llama.attention.head_count_kv", UINT32, 1),
+        ("llama.rope.freq_base", FLOAT32, 10000.0),
+        ("llama.rope.dimension_count", UINT32, 16),
+        ("llama.attention.layer_norm_rms_epsilon", FLOAT32, 1e-5),
+        ("tokenizer.ggml.model", STRING, "llama"),
+        ("tokenizer.ggml.tokens", ARRAY, (STRING, tokens)),
         ("tokenizer.ggml.scores", ARRAY, (FLOAT32, [-float(place) for place in range(300)])),
-        ("tokenizer.ggml.token_type", ARRAY, (INT32, kinds)), ("tokenizer.ggml.bos_token_id", UINT32, 1),
-        ("tokenizer.ggml.eos_token_id", UINT32, 2), ("tokenizer.ggml.unknown_token_id", UINT32, 0),
-        ("tokenizer.ggml.add_bos_token", BOOL, True), ("tokenizer.chat_template", STRING, "{{ messages }}"),
-    ]  # fmt: skip
+        ("tokenizer.ggml.token_type", ARRAY, (INT32, kinds)),
+        ("tokenizer.ggml.bos_token_id", UINT32, 1),
+        ("tokenizer.ggml.eos_token_id", UINT32, 2),
+        ("tokenizer.ggml.unknown_token_id", UINT32, 0),
+        ("tokenizer.ggml.add_bos_token", BOOL, True),
+        ("tokenizer.chat_template", STRING, "{{ messages }}"),
+    ]
     tensors, end = [], 0
     for name, shape in tensor_shapes(gguf=True).items():
         tensors.append((name, tuple(reversed(shape)), 0, end))
@@ -216,7 +238,12 @@ def spoil_folder(folder: Path, random: Random) -> None:
     if roll == 0:
         (folder / "generation_config.json").write_bytes(spoiled_bytes(GENERATION, random))
     elif roll == 1:
-        config = {"bos_token": {"content": "<s>"}, "eos_token": "</s>", "add_bos_token": True, "chat_template": "{{ 1 }}"}
+        config = {
+            "bos_token": {"content": "<s>"},
+            "eos_token": "</s>",
+            "add_bos_token": True,
+            "chat_template": "{{ 1 }}",
+        }
         (folder / "tokenizer_config.json").write_bytes(spoiled_bytes(config, random))
     elif roll == 2:
         (folder / "model.safetensors").write_bytes(spoiled_safetensors(shapes, random))

@@ -1,4 +1,4 @@
-"""JSON spoiled in ways that have meaning: values of wrong kinds and sizes, names twice, depth, bytes that are no text."""
+"""JSON spoiled in ways that mean something: values of wrong kinds and sizes, duplicate names, depth, broken text."""
 
 from __future__ import annotations
 
@@ -20,14 +20,52 @@ HUGE = Raw("9" * 5000)
 DEEP = Raw("[" * 3000 + "]" * 3000)
 SHALLOW = Raw("[" * 60 + "]" * 60)
 NUMBERS: tuple[Any, ...] = (
-    0, 1, -1, 2, 3, 255, 65536, 1 << 24, 1 << 31, (1 << 32) - 1, 1 << 33, (1 << 63) - 1, 1 << 64, -(1 << 63), 10**40, 0.5,
-    -0.0, 1e308, Raw("1e400"), Raw("-1e400"), Raw("NaN"), Raw("Infinity"), Raw("-Infinity"), HUGE, Raw("-" + HUGE),
-    Raw("0." + HUGE), Raw("1e99999"),
-)  # fmt: skip
+    0,
+    1,
+    -1,
+    2,
+    3,
+    255,
+    65536,
+    1 << 24,
+    1 << 31,
+    (1 << 32) - 1,
+    1 << 33,
+    (1 << 63) - 1,
+    1 << 64,
+    -(1 << 63),
+    10**40,
+    0.5,
+    -0.0,
+    1e308,
+    Raw("1e400"),
+    Raw("-1e400"),
+    Raw("NaN"),
+    Raw("Infinity"),
+    Raw("-Infinity"),
+    HUGE,
+    Raw("-" + HUGE),
+    Raw("0." + HUGE),
+    Raw("1e99999"),
+)
 TEXTS: tuple[Any, ...] = (
-    "", "a", "\0", "\x1b[2J", "²", "../../etc/passwd", "é" * 3, "a" * 5000, "☃" * 70000, Raw('"\\ud800"'), "{{ 1 }}",
-    "null", "1", HUGE + "", "a.b", "^(a+)+$",
-)  # fmt: skip
+    "",
+    "a",
+    "\0",
+    "\x1b[2J",
+    "²",
+    "../../etc/passwd",
+    "é" * 3,
+    "a" * 5000,
+    "☃" * 70000,
+    Raw('"\\ud800"'),
+    "{{ 1 }}",
+    "null",
+    "1",
+    HUGE + "",
+    "a.b",
+    "^(a+)+$",
+)
 OTHERS: tuple[Any, ...] = (None, True, False, [], {}, [None], [[]], {"": None}, DEEP, SHALLOW, [0] * 5000)
 
 

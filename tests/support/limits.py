@@ -35,7 +35,7 @@ class Ending:
     kind: str
     """returned, refused (by an error of holdfast's own), raised, died, or hung."""
     detail: str = ""
-    """What was returned, in JSON; the error's code and message; a traceback; how the process ended and its last words."""
+    """What was returned, in JSON; the error's code and message; a traceback; or the process's exit and last words."""
 
     @property
     def good(self) -> bool:

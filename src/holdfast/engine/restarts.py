@@ -1,4 +1,4 @@
-"""When an engine process that ended is started again: after what pause, and when it is given up. Starts nothing itself."""
+"""When an engine process that ended is started again: after what pause, and when it is given up. Starts nothing."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class RestartBackoff:
     def delay_s(self) -> float:
         """Before the next start."""
         if self._shortages:
-            return min(RETRY_DELAY_S * 2 ** min(self._shortages - 1, 16), MAX_RETRY_DELAY_S)
-        return RETRY_DELAY_S * 2 ** (self.fruitless - 1) if self.fruitless else 0.0
+            return min(RETRY_DELAY_S * float(2 ** min(self._shortages - 1, 16)), MAX_RETRY_DELAY_S)
+        return RETRY_DELAY_S * float(2 ** (self.fruitless - 1)) if self.fruitless else 0.0
 
     def check(self) -> None:
         """Raises EngineDiedError when it is time to give up."""

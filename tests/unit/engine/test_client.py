@@ -191,7 +191,7 @@ def test_pauses_grow_to_a_bound_and_only_other_reasons_give_up() -> None:
     for _ in range(restarts.MAX_FRUITLESS_STARTS):
         backoff.check()
         backoff.failed(EngineDiedError("broken"))
-    with pytest.raises(EngineDiedError, match="4 times in a row.*broken"):
+    with pytest.raises(EngineDiedError, match=r"4 times in a row.*broken"):
         backoff.check()
 
 

@@ -24,8 +24,9 @@ PUBLISHED = {
     "qwen 2": splits._QWEN2,
     "tekken": splits._by_case("", r"\p{N}"),
     "gpt-4o": splits._by_case(splits._SUFFIXES + "?", r"\p{N}{1,3}"),
-    "cl100k, possessive": r"'(?:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]",
-    "loops within loops": _MARKS + r"|[^\r\n\p{L}\p{N}]?(?:\p{L}\p{M}*(?: \p{L}\p{M}*)*)+|\p{N}|\s*[\r\n]|\s+(?!\S)|\s+",
+    "cl100k, possessive": r"'(?:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]++[\r\n]*",
+    "loops within loops": _MARKS
+    + r"|[^\r\n\p{L}\p{N}]?(?:\p{L}\p{M}*(?: \p{L}\p{M}*)*)+|\p{N}|\s*[\r\n]|\s+(?!\S)|\s+",
     "digits from the right": r"\d{1,3}(?=(?:\d{3})*\b)",
     "digits from the right, named": r"(?=(\d{3})+(?!\d))",
     "bloom": r" ?[^(\s|[.,!?…。，、।۔،])]+",
@@ -38,11 +39,27 @@ PUBLISHED = {
     **{f"deepseek 3, {place}": pattern for place, pattern in enumerate(splits._DEEPSEEK_V3)},
 }
 FOREVER = [
-    "(a+)+!", "(a|a)*!", "(a*)*!", "(?:a|ab|b)*!", r"(\w+\s?)*!", "(?:[a-m]|[k-z])*!", r"(?:\p{L}|\w)+!",
-    "(?:[ꙁ-ꙃ]|[ꙃ-ꙅ])*!", r"(?:\p{Cham}|\p{Mc})*!", r"(?:\x{41}|[\u0040-\u0042])*!", "(?i:(?:a|A)*!)",
-    "(?:x[a-z]{7}y|x[a-y]{7}y)*!", "(?:a{1,3})*!", "(?:a?){25}a{25}", "a?" * 30 + "a" * 30, "(?:a|a)" * 25 + "!",
-    ".*.*.*.*!", r"(?:.*|\w*){4}!", "(?:(?=(a+)+!)a)*", "(?:a+){20}!",
-]  # fmt: skip
+    "(a+)+!",
+    "(a|a)*!",
+    "(a*)*!",
+    "(?:a|ab|b)*!",
+    r"(\w+\s?)*!",
+    "(?:[a-m]|[k-z])*!",
+    r"(?:\p{L}|\w)+!",
+    "(?:[ꙁ-ꙃ]|[ꙃ-ꙅ])*!",
+    r"(?:\p{Cham}|\p{Mc})*!",
+    r"(?:\x{41}|[\u0040-\u0042])*!",
+    "(?i:(?:a|A)*!)",
+    "(?:x[a-z]{7}y|x[a-y]{7}y)*!",
+    "(?:a{1,3})*!",
+    "(?:a?){25}a{25}",
+    "a?" * 30 + "a" * 30,
+    "(?:a|a)" * 25 + "!",
+    ".*.*.*.*!",
+    r"(?:.*|\w*){4}!",
+    "(?:(?=(a+)+!)a)*",
+    "(?:a+){20}!",
+]
 HARMLESS = ["(?:[a-c]|[d-f])+!", "(?:ab|cd)*!", "(?:ab)+!", ".*.*.*!", "(?:a|b)*a?!", "(?:[a-z][0-9]+)*!", r"(?:\R)+"]
 
 
@@ -67,17 +84,33 @@ def test_patterns_that_only_look_so_are_taken(pattern: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "pattern", ["(a)\\1", "(?<n>a)\\g<n>", "(?~a)", "(?(1)a|b)", "(", "a)", "[a", "a\\", "*a", "\\X", "(?x) a", "a{3,1}"]
+    "pattern",
+    ["(a)\\1", "(?<n>a)\\g<n>", "(?~a)", "(?(1)a|b)", "(", "a)", "[a", "a\\", "*a", "\\X", "(?x) a", "a{3,1}"],
 )
 def test_what_is_not_understood_is_refused(pattern: str) -> None:
     with pytest.raises(PatternError):
         parse_pattern(pattern)
 
 
-@pytest.mark.parametrize(("pattern", "shortest"), [
-    ("", 0), ("a", 1), ("a|bc", 1), (" {2,}", 2), ("(?:ab){3}c?", 6), ("a(?=bcd)", 1), ("x*", 0), ("[]a]b", 2),
-    (r"[\]\[]", 1), ("a{,3}", 0), ("a{b}", 4), (r"\p{L}\x{1F600}", 2), ("(?<name>ab)(?i)c", 3), ("[[:alpha:]&&[^a]]b", 2),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("pattern", "shortest"),
+    [
+        ("", 0),
+        ("a", 1),
+        ("a|bc", 1),
+        (" {2,}", 2),
+        ("(?:ab){3}c?", 6),
+        ("a(?=bcd)", 1),
+        ("x*", 0),
+        ("[]a]b", 2),
+        (r"[\]\[]", 1),
+        ("a{,3}", 0),
+        ("a{b}", 4),
+        (r"\p{L}\x{1F600}", 2),
+        ("(?<name>ab)(?i)c", 3),
+        ("[[:alpha:]&&[^a]]b", 2),
+    ],
+)
 def test_the_fewest_characters_of_a_match(pattern: str, shortest: int) -> None:
     assert check_pattern(pattern) == shortest
     Regex(pattern)
@@ -98,10 +131,17 @@ def test_the_steps_of_published_tokenizers_are_taken() -> None:
     """mT5's, which are counted to grow most of all."""
     replace = {"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": "▁"}
     metaspace = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always", "split": True}
-    check_steps({
-        "normalizer": {"type": "Sequence", "normalizers": [
-            {"type": "Precompiled", "precompiled_charsmap": charsmap(33)}, {"type": "Strip"}, replace,
-        ]},
-        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [{"type": "WhitespaceSplit"}, metaspace]},
-        "decoder": metaspace,
-    })  # fmt: skip
+    check_steps(
+        {
+            "normalizer": {
+                "type": "Sequence",
+                "normalizers": [
+                    {"type": "Precompiled", "precompiled_charsmap": charsmap(33)},
+                    {"type": "Strip"},
+                    replace,
+                ],
+            },
+            "pre_tokenizer": {"type": "Sequence", "pretokenizers": [{"type": "WhitespaceSplit"}, metaspace]},
+            "decoder": metaspace,
+        }
+    )

@@ -1,4 +1,4 @@
-"""What a tokenizer's regular expression may cost on the worst text. Patterns beyond a bound are refused before they run.
+"""What a tokenizer's regular expression may cost on the worst text; beyond a bound it is refused before it is run.
 
 The library's engine goes back and tries again. A pattern with two ways through a loop takes twice the time for every
 further character, `(a+)+b` or `(a|a)*b`; loops in a row that take the same characters, `.*.*.*.*!`, take a power of the
@@ -153,8 +153,10 @@ class _Cost:
 
 def _check_rows(tree: Node) -> None:
     sets = _sets_of(tree)
-    one_of_each = {frozenset(text for text, found in sets.items() if character in found): character
-                   for character in set().union(*sets.values())}  # fmt: skip
+    one_of_each = {
+        frozenset(text for text, found in sets.items() if character in found): character
+        for character in set().union(*sets.values())
+    }
     for character in one_of_each.values():
         row = _Cost(lambda atom: sets[atom.text], character).of(tree)
         shown = ascii(chr(character))
