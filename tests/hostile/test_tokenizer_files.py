@@ -127,6 +127,11 @@ BOMBS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "added id": (document(added_tokens=[added((1 << 32) - 1, "<x>")]), "HF233"),
     "long token": (document(model={"type": "BPE", "vocab": {"a" * 5000: 0}, "merges": []}), "HF233"),
+    # Its tree of characters is taken down by recursion, which ended the process.
+    "long token in a tree": (
+        document(model={"type": "Unigram", "unk_id": 0, "vocab": [["☃" * 70_000, 0.0]]}, added_tokens=[]),
+        "HF233",
+    ),
     "long added token": (document(added_tokens=[added(11, "x" * 5000, normalized=True)]), "HF233"),
     "id of a template": (
         document(
