@@ -18,7 +18,7 @@ from typing import Any
 
 from holdfast.checkpoints.adapter_config import AdapterConfig, read_config
 from holdfast.checkpoints.files import StoredTensor
-from holdfast.checkpoints.reading import open_file, read_small
+from holdfast.checkpoints.reading import OutsideError, open_file, parse_table, read_small
 from holdfast.checkpoints.safetensors import parse_header
 from holdfast.errors import AdapterError, CheckpointError
 from holdfast.models import ModelSpec, TensorSpec
@@ -30,6 +30,7 @@ NOT_ALLOWED, ANOTHER_BASE, NOT_THERE, PICKLED, TOO_WIDE, CHANGED, NOT_FINITE = (
 )  # fmt: skip
 READABLE = ("F32", "F16", "BF16")
 _FACTOR = re.compile(r"(?:base_model\.model\.)?(?P<module>[\w.]+)\.lora_(?P<factor>[AB])\.weight")
+_INDEX = re.compile(r"[0-9]+")
 _VOCABULARY = re.compile(r"(?:base_model\.model\.)?(?:[\w.]+\.)?(?P<module>lm_head|embed_tokens|wte|embed_out)\b.*")
 
 
@@ -81,7 +82,7 @@ def find_folder(path: str, allowed: Sequence[Path] | None) -> Path:
         raise AdapterError(f"there is no folder {shorten(path)}", code=NOT_THERE, field="lora_path") from None
     if allowed is not None and not _within(folder, allowed):
         raise refused
-    if not folder.is_dir():
+    if not os.path.isdir(folder):  # Unlike Path's, it takes a folder that may not be looked into for none.
         raise AdapterError("an adapter is a folder", code=NOT_THERE, needed=f"{CONFIG} and {WEIGHTS} in it",
                            found="a file", field="lora_path")  # fmt: skip
     return folder
@@ -92,15 +93,10 @@ def read_adapter(
 ) -> Adapter:
     """`folder` from `find_folder`; `model`: what the served model is called. Raises AdapterError for what is no PEFT
     adapter, needs what is not there, or was made for another model."""
-    for file in (CONFIG, WEIGHTS):
-        # A link out of an allowed folder is no way out of it.
-        if allowed is not None and (folder / file).exists() and not _within((folder / file).resolve(), allowed):
-            raise AdapterError(f"{file} lies outside of the folders that adapters may come from", code=NOT_ALLOWED,
-                               field="lora_path")  # fmt: skip
-    config = read_config(_small(folder / CONFIG), CONFIG)
-    tensors = _header(folder)
+    config = read_config(_small(folder / CONFIG, allowed), CONFIG)
+    tensors = _header(folder, allowed)
     base = f"{name}, an adapter of {shorten(config.base) or 'a model it does not name'}"
-    _check_vocabulary(folder, tensors, spec, base, model)
+    _check_vocabulary(folder, tensors, spec, base, model, allowed)
     factors = _match(tensors, spec, config, base, model)
     found = Adapter(name=name, folder=folder, base=config.base, factors=factors, stamp=stamp(folder))
     if found.rank > max_rank:
@@ -143,9 +139,22 @@ def _within(path: Path, allowed: Sequence[Path]) -> bool:
     return any(path.is_relative_to(folder) for folder in allowed)
 
 
-def _small(path: Path) -> bytes:
+def _outside(file: str) -> AdapterError:
+    """A link out of an allowed folder is no way out of it."""
+    return AdapterError(
+        f"{file} lies outside of the folders that adapters may come from",
+        code=NOT_ALLOWED,
+        needed="a file in a folder that was allowed at start, not a link out of it",
+        fix="copy the file into the adapter's folder, or allow the folder it lies in: --lora-folders FOLDER",
+        field="lora_path",
+    )
+
+
+def _small(path: Path, allowed: Sequence[Path] | None) -> bytes:
     try:
-        raw = read_small(path)
+        raw = read_small(path, within=allowed)
+    except OutsideError:
+        raise _outside(path.name) from None
     except CheckpointError as error:
         raise AdapterError(f"{path.name} cannot be read", code=NOT_THERE, field="lora_path") from error
     if raw is None:
@@ -154,10 +163,10 @@ def _small(path: Path) -> bytes:
     return raw
 
 
-def _header(folder: Path) -> dict[str, StoredTensor]:
+def _header(folder: Path, allowed: Sequence[Path] | None) -> dict[str, StoredTensor]:
     path = folder / WEIGHTS
     try:
-        with open_file(path) as file:
+        with open_file(path, allowed) as file:
             # Under its own name: what is said of it may reach a client, who need not know where it lies.
             tensors = parse_header(Path(WEIGHTS), os.fstat(file.fileno()).st_size, file.read)
     except FileNotFoundError:
@@ -167,6 +176,8 @@ def _header(folder: Path) -> dict[str, StoredTensor]:
                 fix="save the adapter with safe_serialization=True where you trust it", field="lora_path",
             ) from None  # fmt: skip
         raise AdapterError(f"there is no {WEIGHTS} in that folder", code=NOT_THERE, field="lora_path") from None
+    except OutsideError:
+        raise _outside(WEIGHTS) from None
     except CheckpointError as error:
         said = error.message.replace(str(path), WEIGHTS)
         raise AdapterError(said, code=NOT_THERE, needed=error.needed, found=error.found,
@@ -177,7 +188,12 @@ def _header(folder: Path) -> dict[str, StoredTensor]:
 
 
 def _check_vocabulary(
-    folder: Path, tensors: Mapping[str, StoredTensor], spec: ModelSpec, base: str, model: str
+    folder: Path,
+    tensors: Mapping[str, StoredTensor],
+    spec: ModelSpec,
+    base: str,
+    model: str,
+    allowed: Sequence[Path] | None,
 ) -> None:
     for name, tensor in tensors.items():
         found = _VOCABULARY.fullmatch(name)
@@ -191,25 +207,26 @@ def _check_vocabulary(
             code=NOT_THERE, needed="factors of layers alone", found=shorten(name),
             fix="merge it into the model, or train it without the embedding and the head", field="lora_path",
         )  # fmt: skip
-    added = _added_ids(folder)
-    if added and max(added) >= spec.vocab_size:
-        raise _another(f"its tokenizer has a token {max(added):,}", f"ids below {spec.vocab_size:,}", base, model)
+    beyond = next((index for index in _added_ids(folder, allowed) if index >= spec.vocab_size), None)
+    if beyond is not None:
+        raise _another(f"its tokenizer has a token {beyond:,}", f"ids below {spec.vocab_size:,}", base, model)
 
 
-def _added_ids(folder: Path) -> list[int]:
-    """Of tokens that the adapter's own tokenizer adds, where one lies beside it."""
-    from holdfast.checkpoints.reading import parse_table
-
+def _added_ids(folder: Path, allowed: Sequence[Path] | None) -> list[int]:
+    """Of tokens that the adapter's own tokenizer adds, where one lies in its folder."""
     ids: list[int] = []
     for file, table in (("added_tokens.json", None), ("tokenizer_config.json", "added_tokens_decoder")):
         try:
-            raw = read_small(folder / file)
+            raw = read_small(folder / file, within=allowed)
             found: Any = {} if raw is None else parse_table(raw, file)
+        except OutsideError:
+            raise _outside(file) from None
         except CheckpointError:
             continue  # It is not what answers are made with.
         if table is not None:
             found = found.get(table)
-            ids += [int(key) for key in found if str(key).isdigit()] if isinstance(found, dict) else []
+            # Of the longest only the beginning: Python reads no number of thousands of digits.
+            ids += [int(key[:18]) for key in found if _INDEX.fullmatch(key)] if isinstance(found, dict) else []
         else:
             ids += [value for value in found.values() if type(value) is int]
     return ids

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import stat
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -18,27 +20,53 @@ MAX_SMALL_FILE_BYTES = 64 * MIB
 MAX_JSON_TABLES = 1 << 20
 MAX_JSON_ITEMS = 1 << 22
 """A tensor's entry has three tables or lists and about eight items; four times what the largest models need."""
+MAX_JSON_DIGITS = 64
+"""Of a whole number. tokenizer_config.json often has one of 31; those beyond some 300 have no float, and Python prints
+none beyond 4,300."""
+_MANY_DIGITS = re.compile(rb"\d{%d}" % (MAX_JSON_DIGITS + 1))
 
 
-def open_file(path: Path) -> BinaryIO:
-    """A regular file, opened for reading without buffers; a pipe or a device is refused instead of waited for."""
+class OutsideError(CheckpointError):
+    """A link leads out of the folders that a file may come from."""
+
+
+def open_file(path: Path, within: Sequence[Path] | None = None) -> BinaryIO:
+    """A regular file, opened for reading without buffers; a pipe or a device is refused instead of waited for.
+
+    `within`: folders, all links followed, in one of which the file must lie wherever links lead (None: anywhere).
+    """
     descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0))
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise CheckpointError(f"{path}: not a file", needed="a regular file")
-    return open(descriptor, "rb", buffering=0)
-
-
-def read_small(path: Path, limit_bytes: int = MAX_SMALL_FILE_BYTES) -> bytes | None:
-    """The whole file; None when there is none."""
     try:
-        with open_file(path) as file:
+        # Of what was opened, not of what the path leads to by now.
+        if within is not None and not any(map(_path_of(descriptor, path).is_relative_to, within)):
+            raise OutsideError(f"{path}: a link leads out of the folders that it may come from")
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise CheckpointError(f"{path}: not a file", needed="a regular file")
+        return open(descriptor, "rb", buffering=0)
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def _path_of(descriptor: int, path: Path) -> Path:
+    try:
+        return Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+    except OSError:  # no /proc, as outside of Linux
+        return path.resolve()
+
+
+def read_small(
+    path: Path, limit_bytes: int = MAX_SMALL_FILE_BYTES, within: Sequence[Path] | None = None
+) -> bytes | None:
+    """The whole file; None when there is none. `within`: as for `open_file`."""
+    try:
+        with open_file(path, within) as file:
             size = os.fstat(file.fileno()).st_size
             raw = b"" if size > limit_bytes else file.read(size)
     except FileNotFoundError:
         return None
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path}: cannot be read: {reason(error)}") from error
     if size > limit_bytes:
         raise CheckpointError(
             f"{path}: absurdly large", needed=f"at most {format_bytes(limit_bytes)}", found=format_bytes(size)
@@ -56,7 +84,9 @@ def parse_table(raw: bytes, where: str, *, unique: bool = False) -> dict[str, An
     """A JSON table; `unique` refuses a name that stands in one table twice."""
     _check_growth(raw, where)
     try:
-        parsed = json.loads(raw, object_pairs_hook=_unique if unique else None)
+        # Only where there is such a number: a function of our own for each of a million takes a second.
+        whole = _short_integer if _MANY_DIGITS.search(raw) else None
+        parsed = json.loads(raw, object_pairs_hook=_unique if unique else None, parse_int=whole)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(
             f"{where}: its JSON cannot be read", found=shorten(str(error)), fix="download the model again"
@@ -64,6 +94,11 @@ def parse_table(raw: bytes, where: str, *, unique: bool = False) -> dict[str, An
     if not isinstance(parsed, dict):
         raise CheckpointError(f"{where}: its JSON is not a table", found=type(parsed).__name__)
     return parsed
+
+
+def reason(error: Exception) -> str:
+    """Why a file could not be opened or read; without its path."""
+    return (error.strerror if isinstance(error, OSError) else None) or shorten(str(error)) or type(error).__name__
 
 
 def spell(value: object) -> str:
@@ -81,6 +116,12 @@ def _check_growth(raw: bytes, where: str) -> None:
             needed=f"at most {MAX_JSON_TABLES} tables and {MAX_JSON_ITEMS} items",
             found=f"{tables} and {items}",
         )
+
+
+def _short_integer(digits: str) -> int:
+    if len(digits) > MAX_JSON_DIGITS:
+        raise ValueError(f"a whole number of {len(digits)} digits, and {MAX_JSON_DIGITS} are the most")
+    return int(digits)
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -162,7 +162,7 @@ def _text_of(event: bytes) -> str:
         failed = "error" in parsed
         choices = parsed.get("choices") or [{}]
         text = str((choices[0].get("delta") or {}).get("content") or "")
-    except (ValueError, AttributeError, LookupError, TypeError) as problem:
+    except (ValueError, RecursionError, AttributeError, LookupError, TypeError) as problem:
         raise EngineError("the server's stream is not what the OpenAI API says", found=repr(event[:200])) from problem
     if failed:
         raise _refusal(500, event)
@@ -172,7 +172,7 @@ def _text_of(event: bytes) -> str:
 def _refusal(status: int, content: bytes) -> HoldfastError:
     """The server's own words, where it has any."""
     message, told = f"the server answered {status}", dict[str, str]()
-    with contextlib.suppress(ValueError, AttributeError, LookupError, TypeError):
+    with contextlib.suppress(ValueError, RecursionError, AttributeError, LookupError, TypeError):
         error = json.loads(content)["error"]
         message = str(error["message"])
         told = {"code": error.get("code")} | (error.get("holdfast") or {})  # Ours, where it is one of ours.

@@ -37,5 +37,5 @@ def joined(words: Sequence[str]) -> list[str]:
 def _value(text: str) -> Any:
     try:
         return json.loads(text.lower() if text in ("True", "False") else text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return text

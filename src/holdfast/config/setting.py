@@ -83,7 +83,7 @@ def listed(field: str, value: Any) -> tuple[str, ...]:
         return tuple(part.strip() for part in value.split(",") if part.strip())
     try:
         return texts(field, json.loads(value))
-    except ValueError:
+    except (ValueError, RecursionError):
         raise _wrong(field, value, 'a JSON list, such as ["https://a.example"]') from None
 
 
@@ -93,7 +93,7 @@ def table(field: str, value: Any) -> dict[str, Any]:
     if isinstance(value, str):
         try:
             found = json.loads(value)
-        except ValueError:
+        except (ValueError, RecursionError):
             found = None
     if not isinstance(found, dict) or not all(isinstance(name, str) for name in found):
         raise _wrong(field, value, 'a JSON object, such as {"temperature": 0.5}')

@@ -88,7 +88,7 @@ def draft_of(command: ServerCommand) -> int | None:
     try:
         read = json.loads(command.value("speculative-config") or "{}")
         settings = read if isinstance(read, dict) else {}
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     name = settings.get("model") or command.value("speculative-model") or command.value("speculative-draft-model-path")
     if name in ("ngram", "[ngram]") or (name is None and settings.get("method") == "ngram"):

@@ -181,7 +181,7 @@ def _not_yet(command: ServerCommand, flag: Flag, spelled: str, first: tuple[int,
 def _is_object(value: str | None) -> bool:
     try:
         return isinstance(json.loads(value or ""), dict)
-    except ValueError:
+    except (ValueError, RecursionError):
         return False
 
 

@@ -61,7 +61,7 @@ def _flow(text: str) -> list[str] | None:
     while end >= 0:
         try:
             words = json.loads(text[: end + 1].replace("'", '"'))
-        except ValueError:
+        except (ValueError, RecursionError):
             end = text.find("]", end + 1)
             continue
         return [str(word) for word in words] if isinstance(words, list) else None

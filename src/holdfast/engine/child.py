@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import subprocess
 from pathlib import Path
 
 import zmq
@@ -14,7 +15,7 @@ import zmq.asyncio
 
 from holdfast.config import EngineConfig
 from holdfast.engine import messages
-from holdfast.engine.early import EarlyProcess
+from holdfast.engine.early import EarlyProcess, cannot_start
 from holdfast.errors import EngineDiedError
 from holdfast.planner import Plan
 
@@ -22,12 +23,14 @@ STOP_TIMEOUT_S = 3.0
 LAST_WORDS_S = 1.0
 """For what a process had written when it ended: on a machine with much to do, a socket takes its time."""
 
+POLL_S = 0.1
+
 
 class Child:
     def __init__(self, started: EarlyProcess, socket: zmq.asyncio.Socket) -> None:
         self._started, self._process = started, started.process
         self._socket = socket
-        self._exit = asyncio.create_task(asyncio.to_thread(self._process.wait), name="engine-exit")
+        self._exit = asyncio.create_task(_ended(self._process), name="engine-exit")
 
     @classmethod
     async def spawn(
@@ -39,23 +42,24 @@ class Child:
         early: EarlyProcess | None = None,
         grammar_address: str | None = None,
     ) -> Child:
-        """`early`: a process that waits already; it is this one's from now on. Raises EngineDiedError when the machine
-        has no process, file or memory left."""
-        socket = context.socket(zmq.PAIR)
-        socket.linger = 0
-        # This side connects and has no limit on what waits, so that a send never blocks, whether the process has
-        # bound yet, is busy, or is already dead.
-        socket.sndhwm = 0
-        socket.reconnect_ivl = 10
+        """`early`: a process that waits already; it is this one's from now on. Raises NoResourcesError when the machine
+        has no process, file or memory left, EngineDiedError for other reasons."""
+        started, socket = early, None
         try:
+            socket = context.socket(zmq.PAIR)
+            socket.linger = 0
+            # This side connects and has no limit on what waits, so that a send never blocks, whether the process has
+            # bound yet, is busy, or is already dead.
+            socket.sndhwm = 0
+            socket.reconnect_ivl = 10
             started = early or EarlyProcess(path)
             socket.connect(started.address)
-        except (EngineDiedError, zmq.ZMQError) as error:
-            socket.close(linger=0)
-            if isinstance(error, EngineDiedError):
-                raise
-            started.end()
-            raise EngineDiedError(f"the engine process could not be started: {error}") from error
+        except (EngineDiedError, OSError, zmq.ZMQError) as error:
+            if socket is not None:
+                socket.close(linger=0)
+            if started is not None:
+                started.end()
+            raise error if isinstance(error, EngineDiedError) else cannot_start(error) from error
         child = cls(started, socket)
         child.send(messages.Begin(dataclasses.asdict(config), plan, grammar_address))
         return child
@@ -98,3 +102,11 @@ class Child:
         await self._exit
         self._started.forget()
         self._socket.close(linger=0)
+
+
+async def _ended(process: subprocess.Popen[bytes]) -> None:
+    try:
+        await asyncio.to_thread(process.wait)
+    except RuntimeError:  # The system has no thread left to wait in.
+        while process.poll() is None:
+            await asyncio.sleep(POLL_S)

@@ -30,23 +30,24 @@ from holdfast.engine.door import Door, check_room
 from holdfast.engine.early import EarlyProcess
 from holdfast.engine.embedding import embedding_requests
 from holdfast.engine.passengers import Passengers
+from holdfast.engine.restarts import RestartBackoff
 from holdfast.engine.startup import FoundModel, Progress, with_located_model
 from holdfast.engine.stream import Stream, Waiting
 from holdfast.engine.structured_output import StructuredOutput
-from holdfast.errors import DrainingError, EngineDiedError, EngineError, HoldfastError, SleepingError
+from holdfast.errors import (
+    DrainingError,
+    EngineDiedError,
+    EngineError,
+    HoldfastError,
+    NoResourcesError,
+    SleepingError,
+)
 from holdfast.observability.ledger import Ledger, asleep_ledger, make_ledger
 from holdfast.planner import Plan
 from holdfast.records import AdapterRef, AnswerDelta, EngineInfo, EngineOutput, EngineStats, Failure, SamplingParams
 from holdfast.text import Tokenizer
 
 log = logging.getLogger("holdfast")
-
-MAX_FRUITLESS_STARTS = 4
-"""The engine is given up when this many processes in a row ended before a request was handed to them: no request can
-be the cause then."""
-
-RETRY_DELAY_S = 0.5
-"""Before the start after a fruitless one; doubled each time. What was short for a moment may be there again."""
 
 
 class ProcessEngine:
@@ -92,7 +93,7 @@ class ProcessEngine:
         self._failure: Failure | None = None
         self._restarts = 0
         self._handed_over = False
-        self._fruitless_starts = 0
+        self._backoff = RestartBackoff()
         self._stats = EngineStats()
         self._stats_before = EngineStats()
         self._listeners: list[Callable[[EngineStats], None]] = []
@@ -360,7 +361,7 @@ class ProcessEngine:
         self._restarts += 1
         ending = child.ending()
         await child.stop()
-        self._fruitless_starts = 0 if self._handed_over else self._fruitless_starts + 1
+        self._backoff.died(with_requests=self._handed_over)
         for name in self._passengers.disembark():
             cause = "the engine process died each time with this request aboard, at last when it was tried by itself"
             self._end(name, EngineDiedError(f"{cause} ({ending})", request_id=name))
@@ -374,22 +375,15 @@ class ProcessEngine:
 
     async def _relaunch(self) -> None:
         """Until one lives, or too many in a row have ended for nothing."""
-        last = "it died with nothing to do"
-        while self._fruitless_starts < MAX_FRUITLESS_STARTS:
-            if self._fruitless_starts:
-                await asyncio.sleep(RETRY_DELAY_S * 2 ** (self._fruitless_starts - 1))
+        while True:
+            self._backoff.check()
+            await asyncio.sleep(self._backoff.delay_s)
             try:
                 return await self._launch()
             except HoldfastError as error:
                 log.error("%s", error)
-                self._restarts += 1
-                self._fruitless_starts += 1
-                last = error.message
-        raise EngineDiedError(
-            f"the engine process died or failed to start {self._fruitless_starts} times in a row, each time before it"
-            f" was given a request (last: {last})",
-            fix="read the engine's last lines above; restart with smaller limits",
-        )
+                self._restarts += not isinstance(error, NoResourcesError)
+                self._backoff.failed(error)
 
     def _give_up(self, error: EngineError) -> None:
         log.error("%s", error)

@@ -3,13 +3,45 @@ takes most of its start, while the front finds the model and plans. Imports litt
 
 from __future__ import annotations
 
+import errno
 import shutil
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
-from holdfast.errors import EngineDiedError
+from holdfast.errors import EngineDiedError, NoResourcesError
+
+_SHORTAGES = {
+    errno.EMFILE: "file descriptors of this process (ulimit -n)",
+    errno.ENFILE: "file descriptors of this machine (sysctl fs.file-max)",
+    errno.EAGAIN: "processes (ulimit -u)",
+    errno.ENOMEM: "memory",
+    errno.ENOBUFS: "memory",
+}
+"""What there may be more of in a moment, by what the system says."""
+
+
+def cannot_start(error: Exception) -> EngineDiedError:
+    """Why there is no engine process; NoResourcesError where the same may go well later."""
+    short = shortage(error)
+    if short is None:
+        return EngineDiedError(f"the engine process could not be started: {error}")
+    return NoResourcesError(
+        f"the engine process could not be started for now: {error}",
+        needed=short,
+        fix="close what holds them, or raise the limit; the start is tried again until it goes well",
+    )
+
+
+def shortage(error: BaseException | None) -> str | None:
+    """What the system had none of, where that is at the bottom of this error."""
+    while error is not None:
+        number = getattr(error, "errno", None)  # of OSError, and of ZMQError, which is none
+        if number in _SHORTAGES:
+            return _SHORTAGES[number]
+        error = error.__cause__
+    return None
 
 
 class EarlyProcess:
@@ -28,7 +60,9 @@ class EarlyProcess:
                 [sys.executable, "-u", "-m", "holdfast.engine.begin", self.address], stdin=subprocess.PIPE
             )
         except OSError as error:
-            raise EngineDiedError(f"the engine process could not be started: {error}") from error
+            if self._folder is not None:
+                shutil.rmtree(self._folder, ignore_errors=True)
+            raise cannot_start(error) from error
 
     @property
     def pid(self) -> int:

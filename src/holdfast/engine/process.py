@@ -21,6 +21,7 @@ import zmq
 from holdfast.config import EngineConfig
 from holdfast.engine import messages
 from holdfast.engine.core import EngineCore
+from holdfast.engine.early import cannot_start, shortage
 from holdfast.engine.faults import fail_loading, with_faults
 from holdfast.errors import HoldfastError
 from holdfast.planner import Plan
@@ -43,7 +44,9 @@ def run(address: str) -> int:
             config = EngineConfig(**begin.config)  # type: ignore[arg-type]
             core = _build(config, begin.plan, begin.grammar_address, socket)
         except Exception as error:
-            if not isinstance(error, HoldfastError):
+            if shortage(error) is not None:
+                error = cannot_start(error)
+            elif not isinstance(error, HoldfastError):
                 traceback.print_exc()
             socket.send(messages.encode(messages.StartFailed(messages.pack_failure(error))))
             return 1

@@ -16,12 +16,10 @@ from tokenizers.models import BPE
 
 from holdfast.errors import CheckpointError
 from holdfast.text.splits import BYTE_LEVEL_SCHEMES, ByteLevelScheme
+from holdfast.text.tokenizer_files.loader import MAX_TOKEN_CHARS, MAX_TOKENS, VOCABULARY_ABSURD, refusing
+from holdfast.units import shorten
 
-VOCABULARY_ABSURD = "HF233"
 KIND_UNKNOWN = "HF234"
-MAX_TOKENS = 1 << 21
-"""Eight times the largest vocabulary known."""
-MAX_TOKEN_CHARS = 1024
 MAX_CUT_CHARS = 1 << 30
 """Characters compared to find merges by score, which grow with the square of a token's length: seconds."""
 
@@ -52,7 +50,7 @@ def build(metadata: Mapping[str, Any]) -> GGUFVocabulary:
         role: _role(metadata, f"tokenizer.ggml.{key}_token_id", tokens)
         for role, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding"))
     }
-    try:
+    with refusing(_no_tokenizer):  # as for merges and tokens that do not belong together
         if model == "gpt2":
             scheme = _byte_level_scheme(metadata)
             backend, add_bos = _byte_level(metadata, tokens, scheme), scheme.add_bos
@@ -67,12 +65,6 @@ def build(metadata: Mapping[str, Any]) -> GGUFVocabulary:
                 fix="use a folder with tokenizer.json instead",
             )
         _add_added_tokens(backend, metadata, tokens, roles)
-    except CheckpointError:
-        raise
-    except Exception as problem:  # the library raises bare Exception for merges and tokens that do not belong together
-        raise CheckpointError(
-            "the GGUF header's vocabulary does not make a tokenizer", found=str(problem), fix="fetch the file again"
-        ) from problem
     add_bos = bool(metadata.get("tokenizer.ggml.add_bos_token", add_bos))
     add_eos = bool(metadata.get("tokenizer.ggml.add_eos_token", False))
     set_ends(backend, roles["bos"] if add_bos else None, roles["eos"] if add_eos else None)
@@ -82,6 +74,14 @@ def build(metadata: Mapping[str, Any]) -> GGUFVocabulary:
         eos_token=roles["eos"],
         unk_token=roles["unk"],
         pad_token=roles["pad"],
+    )
+
+
+def _no_tokenizer(problem: BaseException) -> CheckpointError:
+    return CheckpointError(
+        "the GGUF header's vocabulary does not make a tokenizer",
+        found=shorten(str(problem), 200),
+        fix="fetch the file again",
     )
 
 
@@ -99,6 +99,14 @@ def _check_sizes(tokens: Sequence[str]) -> None:
 def set_ends(backend: Tokenizer, bos: str | None, eos: str | None) -> None:
     """What `add_special_tokens` puts around a text, replacing whatever the pipeline did before."""
     around = [(token, backend.token_to_id(token)) for token in (bos, eos) if token is not None]
+    missing = next((token for token, index in around if index is None), None)
+    if missing is not None:
+        raise CheckpointError(
+            f"a text shall begin or end with {shorten(missing)!r}, which is no token of this vocabulary",
+            needed="bos_token and eos_token of tokenizer_config.json among the tokens of tokenizer.json",
+            found=shorten(missing),
+            fix="correct them, or set add_bos_token and add_eos_token to false",
+        )
     # Given as a list: a token with spaces or colons in it would be torn apart in the one-string form.
     single = [*([bos] if bos is not None else []), "$A", *([eos] if eos is not None else [])]
     backend.post_processor = processors.TemplateProcessing(single=single, pair=None, special_tokens=around)
@@ -220,7 +228,7 @@ def _list_of(
     values = metadata.get(key)
     if values is None:
         raise CheckpointError(f"the GGUF header has no {key}", needed=key, fix="use a file with its tokenizer inside")
-    listed = values.tolist() if hasattr(values, "tolist") else list(values)
+    listed = values if isinstance(values, list) else []
     if not listed or not all(issubclass(found, kind) for found in set(map(type, listed))):
         raise CheckpointError(f"{key} in the GGUF header is empty or of the wrong type")
     if length is not None and len(listed) != length:

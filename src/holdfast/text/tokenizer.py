@@ -17,10 +17,13 @@ from holdfast.errors import CheckpointError, RequestError, UnsupportedOptionErro
 from holdfast.text import gguf_vocab
 from holdfast.text.pieces import TokenPieces, pieces_of
 from holdfast.text.template import compile_template, missing_template
+from holdfast.text.tokenizer_files.loader import load_tokenizer, refusing
+from holdfast.units import shorten
 
 if TYPE_CHECKING:
     from holdfast.checkpoints.files import ModelFiles
 
+TOKENIZER_FAILED = "HF304"
 _TENSOR_OPTIONS = (
     "padding",
     "truncation",
@@ -107,15 +110,7 @@ class Tokenizer:
         cls, path: Path, config: Mapping[str, Any] | None = None, *, chat_template: str | None = None
     ) -> Tokenizer:
         """`config` is tokenizer_config.json: the tokens with a role, and whether a text gets a beginning and an end."""
-        try:
-            backend = Backend.from_file(str(path))
-        except Exception as problem:  # the library raises bare Exception for torn or foreign files
-            raise CheckpointError(
-                f"{path.name} cannot be read as a tokenizer", found=str(problem), fix="fetch the file again"
-            ) from problem
-        # Padding and truncation saved in the file would change lengths behind everybody's back.
-        backend.no_padding()
-        backend.no_truncation()
+        backend = load_tokenizer(path)
         settings = dict(config or {})
         roles = {role: _token_text(settings.get(f"{role}_token")) for role in ("bos", "eos", "unk", "pad")}
         if isinstance(settings.get("add_bos_token"), bool):
@@ -147,9 +142,10 @@ class Tokenizer:
         """With `split_special_tokens` a text that spells a special token stays text: for what strangers wrote."""
         for text in texts:
             _check_text(text)
-        backend = self._plain_backend if split_special_tokens else self._backend
-        # Also for one text: the library's form for a single one keeps every other thread waiting until it is done.
-        encoded = backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
+        with refusing(_cannot_encode):
+            backend = self._plain_backend if split_special_tokens else self._backend
+            # Also for one text: the library's form for a single one keeps every other thread waiting until it is done.
+            encoded = backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
         return [each.ids for each in encoded]
 
     @cached_property
@@ -161,12 +157,8 @@ class Tokenizer:
 
     def decode(self, token_ids: int | Sequence[int], skip_special_tokens: bool = False) -> str:
         ids = [token_ids] if isinstance(token_ids, int) else list(token_ids)
-        try:
+        with refusing(_cannot_decode):
             return self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
-        except (OverflowError, TypeError) as problem:
-            raise RequestError(
-                "token ids must be integers from 0 on", found=str(problem), field="token_ids"
-            ) from problem
 
     def batch_decode(self, sequences: Sequence[Sequence[int]], skip_special_tokens: bool = False) -> list[str]:
         return [self.decode(ids, skip_special_tokens=skip_special_tokens) for ids in sequences]
@@ -340,6 +332,28 @@ def _check_text(text: object) -> None:
             fix="send valid Unicode",
             field="prompt",
         ) from problem
+
+
+def _cannot_encode(problem: BaseException) -> RequestError:
+    return RequestError(
+        "the model's tokenizer fails on this text",
+        code=TOKENIZER_FAILED,
+        found=shorten(str(problem), 200),
+        fix="send other text, or token ids; if it fails on many texts, the model's tokenizer.json is at fault",
+        field="prompt",
+    )
+
+
+def _cannot_decode(problem: BaseException) -> RequestError:
+    if isinstance(problem, OverflowError | TypeError):
+        return RequestError("token ids must be integers from 0 on", found=shorten(str(problem)), field="token_ids")
+    return RequestError(
+        "the model's tokenizer fails on these token ids",
+        code=TOKENIZER_FAILED,
+        found=shorten(str(problem), 200),
+        fix="send other ids; if it fails on many, the model's tokenizer.json is at fault",
+        field="token_ids",
+    )
 
 
 def _token_text(token: object) -> str | None:

@@ -10,11 +10,18 @@ import pytest
 
 from holdfast import SamplingParams
 from holdfast.config import EngineConfig
-from holdfast.engine import client, messages, stream
+from holdfast.engine import client, messages, restarts, stream
 from holdfast.engine.client import ProcessEngine
 from holdfast.engine.passengers import DEATHS_IN_ALL
 from holdfast.engine.startup import find_model
-from holdfast.errors import DoesNotFitError, EngineDiedError, EngineError, OverloadedError, RequestError
+from holdfast.errors import (
+    DoesNotFitError,
+    EngineDiedError,
+    EngineError,
+    NoResourcesError,
+    OverloadedError,
+    RequestError,
+)
 from holdfast.records import EngineInfo, EngineOutput, EngineStats, FinishReason, RequestTiming, TokenLogprobs
 
 INFO = EngineInfo(
@@ -91,7 +98,7 @@ async def until(happened) -> None:
 async def harbour(monkeypatch) -> Harbour:
     found = Harbour()
     monkeypatch.setattr(client.Child, "spawn", found.spawn)
-    monkeypatch.setattr(client, "RETRY_DELAY_S", 0.0)
+    monkeypatch.setattr(restarts, "RETRY_DELAY_S", 0.0)
     return found
 
 
@@ -156,16 +163,48 @@ async def test_a_process_that_cannot_be_started_is_tried_again(engine, harbour) 
     await stream.aclose()
 
 
+async def test_a_lack_of_files_is_waited_out_however_long(engine, harbour) -> None:
+    stream = await ask(engine, "a")
+    lack = [NoResourcesError("no files left")] * (5 * restarts.MAX_FRUITLESS_STARTS)
+    # What fails for other reasons meanwhile still counts, but not with the lack.
+    harbour.next_starts = [EngineDiedError("once"), *lack, EngineDiedError("twice"), *lack, None]
+    tried = len(harbour.next_starts)
+    harbour.last.die()
+    await until(lambda: len(harbour.children) == 1 + tried and harbour.last.handed_over)
+    assert harbour.last.handed_over == {"a": []}
+    assert engine.failure is None
+    assert engine.restarts == 3  # One death and two failed starts; where nothing was started nothing is counted.
+    await stream.aclose()
+
+
+def test_pauses_grow_to_a_bound_and_only_other_reasons_give_up() -> None:
+    backoff = restarts.RestartBackoff()
+    backoff.died(with_requests=True)
+    assert backoff.delay_s == 0.0
+    pauses = []
+    for _ in range(1000):
+        backoff.failed(NoResourcesError("no files left"))
+        backoff.check()
+        pauses.append(backoff.delay_s)
+    assert pauses[:4] == [0.5, 1.0, 2.0, 4.0]
+    assert set(pauses[4:]) == {restarts.MAX_RETRY_DELAY_S}
+    for _ in range(restarts.MAX_FRUITLESS_STARTS):
+        backoff.check()
+        backoff.failed(EngineDiedError("broken"))
+    with pytest.raises(EngineDiedError, match=r"4 times in a row.*broken"):
+        backoff.check()
+
+
 @pytest.mark.parametrize("idle", [True, False])
 async def test_an_engine_that_dies_for_nothing_is_given_up(engine, harbour, idle) -> None:
     if idle:
-        for count in range(1, client.MAX_FRUITLESS_STARTS + 1):
+        for count in range(1, restarts.MAX_FRUITLESS_STARTS + 1):
             await until(lambda count=count: len(harbour.children) == count and engine.ready)
             harbour.last.die()
             await until(lambda: not engine.ready)
     else:
         stream = await ask(engine, "a")
-        harbour.next_starts = [EngineDiedError("no files left")] * client.MAX_FRUITLESS_STARTS
+        harbour.next_starts = [EngineDiedError("no files left")] * restarts.MAX_FRUITLESS_STARTS
         harbour.last.die()
         with pytest.raises(EngineDiedError, match="no files left"):
             await anext(stream)

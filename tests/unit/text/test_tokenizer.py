@@ -281,3 +281,10 @@ def test_too_many_tokens_are_refused(byte_level_metadata: dict[str, Any], monkey
     monkeypatch.setattr("holdfast.text.gguf_vocab.MAX_TOKENS", 100)
     with pytest.raises(CheckpointError, match="absurdly large"):
         Tokenizer.from_gguf_metadata(byte_level_metadata)
+
+
+@pytest.mark.parametrize("value", [0.5, 7, True, "abc", {}])
+def test_a_vocabulary_that_is_no_list_is_refused(byte_level_metadata: dict[str, Any], value: object) -> None:
+    for key in ("tokenizer.ggml.tokens", "tokenizer.ggml.merges", "tokenizer.ggml.token_type"):
+        with pytest.raises(CheckpointError, match=key):
+            Tokenizer.from_gguf_metadata(byte_level_metadata | {key: value})
