@@ -15,7 +15,7 @@ from holdfast.engine.lora import Adapters
 from holdfast.engine.startup import find_model, plan_model
 from holdfast.models import from_config
 from holdfast.text import Tokenizer, check_text
-from holdfast.text.matching import vocabulary_of
+from holdfast.text.structured.client import vocabulary_of
 
 TEXTS = ("", "a", "ab ba aab 12\n\n  é日本" * 5, "aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa!", "<s>a</s>" * 20)
 
