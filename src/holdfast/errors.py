@@ -18,6 +18,7 @@ HoldfastError                     has a stable code, what was needed, what was t
 │   └── OverloadedError           the waiting queue is full; try again later
 └── EngineError                   the engine itself
     ├── EngineDiedError           its process ended while it held the request
+    ├── EngineHungError           its process stopped answering while it held the request, and was killed
     ├── StepMemoryError           no memory for the smallest step of this one request; others go on
     ├── NotFiniteError            what was computed for this one request are no numbers; others go on
     ├── SleepingError             it was put to sleep and takes nothing until it is woken
@@ -141,6 +142,10 @@ class EngineError(HoldfastError):
 
 class EngineDiedError(EngineError):
     code = "HF410"
+
+
+class EngineHungError(EngineError):
+    code = "HF411"
 
 
 class StepMemoryError(EngineError):

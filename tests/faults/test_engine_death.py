@@ -150,7 +150,7 @@ async def test_a_poison_request_is_found_and_nobody_else_notices(server) -> None
         poisoned = await ask_ids(client, [5, POISON, 7], 10)
         assert poisoned.status_code in (500, 503)
         assert "HF410" in poisoned.text
-        assert "with this request aboard" in poisoned.json()["error"]["message"]
+        assert "on this request repeatedly" in poisoned.json()["error"]["message"]
         answers = await asyncio.gather(*aboard)
         assert [answer.json()["choices"] for answer in answers] == [one.json()["choices"] for one in undisturbed]
         assert (await client.get("/health")).status_code == 200

@@ -14,6 +14,7 @@ import os
 import signal
 import sys
 import threading
+import time
 import traceback
 
 import msgspec
@@ -27,7 +28,9 @@ from holdfast.errors import HoldfastError
 from holdfast.planner import Plan
 from holdfast.records.structured import Vocabulary
 
-IDLE_POLL_MS = 1000
+IDLE_POLL_MS = 500
+BEAT_S = 0.4
+"""Between two heartbeats that come on top of what is said anyway: between the layers of a long step."""
 
 
 def run(address: str) -> int:
@@ -41,8 +44,9 @@ def run(address: str) -> int:
         begin = messages.decode_to_engine(socket.recv())
         if not isinstance(begin, messages.Begin):
             raise SystemExit("the first message must be Begin")
+        heart = _Heart(socket)
         try:
-            core = _build(EngineConfig(**begin.config), begin.plan, socket)  # type: ignore[arg-type]
+            core = _build(EngineConfig(**begin.config), begin.plan, socket, heart)  # type: ignore[arg-type]
         except Exception as error:
             if not isinstance(error, HoldfastError):
                 traceback.print_exc()
@@ -51,7 +55,7 @@ def run(address: str) -> int:
         gc.freeze()  # What is there now stays: only what steps make is looked through.
         gc.enable()
         try:
-            _serve(core, socket)
+            _serve(core, socket, heart)
         finally:
             core.close()
     return 0
@@ -66,7 +70,7 @@ def _import_ahead() -> None:
         importlib.import_module("holdfast.engine.startup")
 
 
-def _build(config: EngineConfig, plan: Plan | None, socket: zmq.Socket[bytes]) -> EngineCore:
+def _build(config: EngineConfig, plan: Plan | None, socket: zmq.Socket[bytes], heart: _Heart) -> EngineCore:
     from holdfast.engine.forms import hold_forms
     from holdfast.engine.startup import build_core, find_model
 
@@ -75,17 +79,36 @@ def _build(config: EngineConfig, plan: Plan | None, socket: zmq.Socket[bytes]) -
 
     fail_loading()
     model = find_model(config)
-    core, info = build_core(config, model, progress, plan)
+    core, info = build_core(config, model, progress, plan, heart.beat)
     hold_forms(core, model.spec)
     core.runner = with_faults(core.runner)
     socket.send(messages.encode(messages.Ready(info)))
     return core
 
 
-def _serve(core: EngineCore, socket: zmq.Socket[bytes]) -> None:
+class _Heart:
+    """Says that the loop goes round. It is the loop that beats, and what runs in it: a thread of its own would go on
+    beating when the loop hangs."""
+
+    def __init__(self, socket: zmq.Socket[bytes]) -> None:
+        self._socket = socket
+        self._message = messages.encode(messages.Beat())
+        self._last_s = 0.0
+
+    def beat(self) -> None:
+        """Cheap enough to be called after every layer."""
+        now_s = time.monotonic()
+        if now_s - self._last_s >= BEAT_S:
+            self._last_s = now_s
+            with contextlib.suppress(zmq.Again):  # The front reads nothing, and does not wait for beats then.
+                self._socket.send(self._message, zmq.NOBLOCK)
+
+
+def _serve(core: EngineCore, socket: zmq.Socket[bytes], heart: _Heart) -> None:
     while True:
         if not core.has_work:
             socket.poll(IDLE_POLL_MS)
+        heart.beat()
         changed = False
         while (heard := _hear(socket)) is not None:
             if isinstance(heard, messages.Add):
