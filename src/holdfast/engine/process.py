@@ -25,6 +25,7 @@ from holdfast.engine import messages
 from holdfast.engine.core import EngineCore
 from holdfast.engine.faults import fail_loading, with_faults
 from holdfast.errors import HoldfastError
+from holdfast.observability.unblocked import unblock_output
 from holdfast.planner import Plan
 from holdfast.records.structured import Vocabulary
 
@@ -34,6 +35,7 @@ BEAT_S = 0.4
 
 
 def run(address: str) -> int:
+    unblock_output()
     logging.basicConfig(level=logging.INFO, format="%(levelname)s engine: %(message)s", stream=sys.stderr)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal group; the front decides.
     _end_with_parent()
