@@ -14,7 +14,7 @@ from holdfast.engine import client, messages, stream
 from holdfast.engine.client import ProcessEngine
 from holdfast.engine.passengers import DEATHS_IN_ALL
 from holdfast.engine.startup import find_model
-from holdfast.engine.watch import LEAST_LIMIT_S, TICK_S, Watch
+from holdfast.engine.watch import LEAST_LIMIT_S, LOADING_FACTOR, TICK_S, Watch
 from holdfast.errors import (
     DoesNotFitError,
     EngineDiedError,
@@ -47,7 +47,7 @@ class PretendedChild:
         self.heard: list[messages.ToEngine] = []
         self.said: asyncio.Queue[messages.FromEngine | Exception | None] = asyncio.Queue()
         self.clock_s = 0.0
-        self.watch = Watch(0.0, self.die, lambda: self.clock_s)
+        self.watch = Watch(LOADING_FACTOR * LEAST_LIMIT_S, self.die, lambda: self.clock_s)
 
     def send(self, message: messages.ToEngine) -> None:
         self.heard.append(message)
@@ -64,6 +64,10 @@ class PretendedChild:
         for _ in range(int(seconds / TICK_S)):
             self.clock_s += TICK_S
             self.watch.tick()
+
+    @property
+    def progress(self) -> str:
+        return f"starting; the last sign of progress was {self.watch.silent_s:.0f} s ago"
 
     @property
     def unresponsive(self) -> Failure | None:
@@ -92,7 +96,7 @@ class Harbour:
 
     def __init__(self) -> None:
         self.children: list[PretendedChild] = []
-        self.next_starts: list[Exception | None] = []
+        self.next_starts: list[Exception | str | None] = []
 
     async def spawn(self, *_: object) -> PretendedChild:
         trouble = self.next_starts.pop(0) if self.next_starts else None
@@ -100,6 +104,8 @@ class Harbour:
         self.children.append(child)
         if isinstance(trouble, EngineDiedError):
             raise trouble
+        if trouble == "silent":
+            return child
         child.said.put_nowait(
             messages.Ready(INFO) if trouble is None else messages.StartFailed(messages.pack_failure(trouble))
         )
@@ -202,6 +208,22 @@ async def test_what_hangs_the_engine_each_time_is_ended_for_that(engine, harbour
     assert (engine.restarts, engine.hangs) == (3, 3)
     harbour.last.tell(token("a", 5, reason=FinishReason.LENGTH))
     assert (await anext(streams["a"])).token_ids == [5]
+
+
+async def test_a_start_that_hangs_is_ended_and_tried_again(engine, harbour) -> None:
+    running = await ask(engine, "a")
+    harbour.next_starts = ["silent"]
+    harbour.last.die()
+    await until(lambda: len(harbour.children) == 2)
+    assert engine.starting.startswith("starting; the last sign of progress was 0 s ago")
+    harbour.last.stay_silent(LOADING_FACTOR * LEAST_LIMIT_S - 1)
+    assert "599 s ago" in engine.starting
+    assert not harbour.last.watch.hung
+    harbour.last.stay_silent(1)
+    await until(lambda: len(harbour.children) == 3 and harbour.last.handed_over)
+    assert (engine.restarts, engine.hangs, engine.starting) == (2, 1, "")
+    harbour.last.tell(token("a", 7, reason=FinishReason.LENGTH))
+    assert (await anext(running)).token_ids == [7]
 
 
 async def test_a_process_that_cannot_be_started_is_tried_again(engine, harbour) -> None:
