@@ -163,9 +163,12 @@ async def test_sleep_waits_for_what_a_hung_engine_held(server, client) -> None:
     assert (await ask(client, [3, 5, 6], 5)).json()["usage"]["completion_tokens"] == 5
 
 
-async def test_a_hung_engine_can_be_put_to_sleep_at_once(server, client) -> None:
+@pytest.mark.parametrize("known", [False, True])
+async def test_a_hung_engine_can_be_put_to_sleep_at_once(server, client, known: bool) -> None:
     victim = psutil.Process(server.engine_pid)
     victim.suspend()
+    if known:
+        await until_health(client, "hung")
     assert (await client.post("/sleep")).json()["status"] == "sleeping"
     assert not victim.is_running()
     assert (await client.post("/wake_up")).status_code == 200

@@ -225,7 +225,7 @@ class ProcessEngine:
         async with self._turning:
             if self._sleeping:
                 return
-            if not self.ready:
+            if not self._ready or self._draining:  # One that does not answer can be.
                 raise EngineError("the engine is not ready, and cannot be put to sleep", fix="try again later")
             self._sleeping = True  # From here on nothing new is taken.
             try:
