@@ -19,6 +19,7 @@ HoldfastError                     has a stable code, what was needed, what was t
 └── EngineError                   the engine itself
     ├── EngineDiedError           its process ended while it held the request
     │   └── NoResourcesError      no file descriptor, process or memory is left to start it; tried again until there is
+    ├── EngineHungError           its process stopped answering while it held the request, and was killed
     ├── StepMemoryError           no memory for the smallest step of this one request; others go on
     ├── NotFiniteError            what was computed for this one request are no numbers; others go on
     ├── SleepingError             it was put to sleep and takes nothing until it is woken
@@ -146,6 +147,10 @@ class EngineDiedError(EngineError):
 
 class NoResourcesError(EngineDiedError):
     code = "HF411"
+
+
+class EngineHungError(EngineError):
+    code = "HF412"
 
 
 class StepMemoryError(EngineError):

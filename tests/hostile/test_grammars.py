@@ -1,5 +1,6 @@
-"""Structured output as an attacker asks for it, drawn at random: every grammar is compiled and followed, or refused with
-a typed error, within the limits of its worker process; answers beside it notice nothing, and its memory comes back."""
+"""Structured output as an attacker asks for it, drawn at random: every grammar is compiled and followed, or refused
+with a typed error, within the limits of its worker process. Answers beside it notice nothing, and its memory comes
+back."""
 
 from __future__ import annotations
 

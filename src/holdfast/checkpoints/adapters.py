@@ -25,8 +25,8 @@ from holdfast.models import ModelSpec, TensorSpec
 from holdfast.units import shorten
 
 CONFIG, WEIGHTS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
-NOT_ALLOWED, ANOTHER_BASE, NOT_THERE, PICKLED, TOO_WIDE, CHANGED, NOT_FINITE = (
-    "HF371", "HF372", "HF373", "HF374", "HF375", "HF376", "HF377",
+NOT_ALLOWED, ANOTHER_BASE, NOT_THERE, PICKLED, TOO_WIDE, CHANGED, NOT_FINITE, TOO_SLOW = (
+    "HF371", "HF372", "HF373", "HF374", "HF375", "HF376", "HF377", "HF378",
 )  # fmt: skip
 READABLE = ("F32", "F16", "BF16")
 _FACTOR = re.compile(r"(?:base_model\.model\.)?(?P<module>[\w.]+)\.lora_(?P<factor>[AB])\.weight")
@@ -132,6 +132,13 @@ def not_finite(name: str, dtype: str) -> AdapterError:
     return AdapterError(
         f"{name} holds numbers that are not finite in {dtype}", code=NOT_FINITE, needed="finite factors",
         fix="train it again: with such numbers every answer is empty or noise", field="model",
+    )  # fmt: skip
+
+
+def too_slow(name: str, limit_s: float) -> AdapterError:
+    return AdapterError(
+        f"the files of {name} could not be read within {limit_s:g} s", code=TOO_SLOW,
+        needed="a disk or file server that answers", fix="copy the adapter to a local disk", field="model",
     )  # fmt: skip
 
 

@@ -9,12 +9,13 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, BinaryIO, Literal
 
 from holdfast.checkpoints import gguf, safetensors
 from holdfast.checkpoints.agreement import require_no_more
 from holdfast.checkpoints.files import ModelFiles, StoredTensor
 from holdfast.checkpoints.layouts import ENGINE_LAYOUTS
+from holdfast.checkpoints.reading import open_file
 from holdfast.errors import CheckpointError
 from holdfast.models import ModelSpec, TensorSpec
 
@@ -34,7 +35,7 @@ class Checkpoint:
     def __init__(self, tensors: Mapping[str, StoredTensor], format: Literal["safetensors", "gguf"]) -> None:
         self.tensors = tensors
         self.format: Literal["safetensors", "gguf"] = format
-        self._descriptors: dict[Path, int] = {}
+        self._files: dict[Path, BinaryIO] = {}
 
     @property
     def nbytes(self) -> int:
@@ -70,8 +71,8 @@ class Checkpoint:
         return target
 
     def close(self) -> None:
-        while self._descriptors:
-            os.close(self._descriptors.popitem()[1])
+        while self._files:
+            self._files.popitem()[1].close()
 
     def __enter__(self) -> Checkpoint:
         return self
@@ -85,9 +86,9 @@ class Checkpoint:
         self.close()
 
     def _descriptor(self, path: Path) -> int:
-        if path not in self._descriptors:
-            self._descriptors[path] = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
-        return self._descriptors[path]
+        if path not in self._files:
+            self._files[path] = open_file(path)
+        return self._files[path].fileno()
 
 
 def open_checkpoint(files: ModelFiles) -> Checkpoint:

@@ -19,6 +19,7 @@ from holdfast.config.setting import Refusal, flag_name, refusals
 from holdfast.config.sources import FLAG, Gathered, add_flags, add_refused, gather, split
 from holdfast.engine.early import EarlyProcess
 from holdfast.errors import ConfigurationError, HoldfastError
+from holdfast.observability.unblocked import unblock_output
 
 if TYPE_CHECKING:
     from holdfast.engine.lora import Adapters
@@ -162,6 +163,7 @@ def _adapters(engine_config: EngineConfig, server_config: ServerConfig, model: F
 
 def run(arguments: argparse.Namespace, words: tuple[str, ...]) -> int:
     """`words`: as they were typed after `holdfast`."""
+    unblock_output()
     try:
         engine_config, server_config = read_settings(arguments)
     except ConfigurationError as error:

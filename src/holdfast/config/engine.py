@@ -26,6 +26,9 @@ from holdfast.errors import ConfigurationError
 GPU_SEQUENCES, CPU_SEQUENCES = 256, 64
 GPU_STEP_TOKENS, CPU_STEP_TOKENS = 8192, 512
 
+LEAST_HANG_TIMEOUT_S = 5.0
+"""A quarter of it must be longer than the time between two heartbeats of an engine with nothing to do."""
+
 REFUSED: Mapping[str, str] = absent.ENGINE
 """vLLM's names for what is not there. Naming one is an error with this reason, never silence."""
 
@@ -123,6 +126,13 @@ class EngineConfig:
     max_queued_requests: int = setting(
         1024, "most requests waiting beyond those running; more get 429 with Retry-After", whole(0, 1 << 20)
     )
+    engine_hang_timeout: float | None = setting(
+        None,
+        "seconds after which an engine process that does not answer is killed and started again, with every stream "
+        "resumed; after a quarter of it /health says 503. 0: never; left out: 60, more where steps take long",
+        optional(number(0, 86400)),
+        metavar="SECONDS",
+    )
     attention_backend: str = setting(
         "auto", "on a CPU: auto, compiled (kernels built at install) or torch", _attention_backend
     )
@@ -168,6 +178,14 @@ class EngineConfig:
                 "chunked prefill cannot be switched off",
                 fix="raise max_num_batched_tokens to the longest prompt: it then goes in one chunk",
                 field="enable_chunked_prefill",
+            )
+        if self.engine_hang_timeout is not None and 0 < self.engine_hang_timeout < LEAST_HANG_TIMEOUT_S:
+            raise ConfigurationError(
+                f"engine_hang_timeout is {self.engine_hang_timeout:g} s, and a healthy engine may be silent that long",
+                needed=f"{LEAST_HANG_TIMEOUT_S:g} or more, or 0 for never",
+                found=f"{self.engine_hang_timeout:g}",
+                fix=f"--engine-hang-timeout {LEAST_HANG_TIMEOUT_S:g}",
+                field="engine_hang_timeout",
             )
         if self.vram is not None and self.device == "cpu":
             raise ConfigurationError(

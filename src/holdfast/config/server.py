@@ -128,7 +128,8 @@ class ServerConfig:
     )
     max_connections: int = setting(
         2048,
-        "connections at a time; who comes beyond them gets a 503, probes are answered",
+        "connections at a time; idle ones are closed for new ones, the oldest first; when all carry requests, new ones "
+        "get a 503 and probes are answered",
         whole(1, 1_000_000),
         metavar="NUMBER",
     )

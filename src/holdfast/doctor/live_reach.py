@@ -32,6 +32,11 @@ _STATES: dict[str, tuple[str, str, str]] = {
         "the engine failed: requests fail until the server is started anew",
         "read its log: holdfast doctor LOG; then start it again",
     ),
+    "hung": (
+        "the engine does not answer, and the server knows it",
+        "its process was stopped, or a step hangs; past --engine-hang-timeout the server kills it and starts another",
+        "wait: {wait}; if it hangs again and again, its log says with which request: holdfast doctor LOG",
+    ),
     "restarting": (
         "the engine ended and is being started again",
         "the server starts its engine anew by itself; requests fail until then",

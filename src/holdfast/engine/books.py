@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
+
 import msgspec
 
 from holdfast.hardware import resident
-from holdfast.observability.ledger import ProcessMemory
-from holdfast.records import EngineStats
+from holdfast.observability.ledger import Ledger, ProcessMemory, asleep_ledger, make_ledger
+from holdfast.records import EngineInfo, EngineStats
 
 
 def process_memory(name: str, pid: int) -> ProcessMemory | None:
@@ -20,6 +23,24 @@ def process_memory(name: str, pid: int) -> ProcessMemory | None:
         peak_bytes=held.peak_bytes,
         files_bytes=held.files_bytes,
     )
+
+
+def ledger_of(
+    info: EngineInfo | None,
+    stats: EngineStats,
+    engine_pid: int | None,
+    others: Sequence[ProcessMemory] = (),
+    *,
+    asleep: bool,
+) -> Ledger | None:
+    """Of this process, the engine's and others; None while there is no engine, unless it sleeps."""
+    front = process_memory("front", os.getpid())
+    if info is None or front is None:
+        return None
+    if asleep:
+        return asleep_ledger(info, [front, *others])
+    engine = None if engine_pid is None else process_memory("engine", engine_pid)
+    return None if engine is None else make_ledger(info, stats, [engine, front, *others])
 
 
 def continued(before: EngineStats, now: EngineStats) -> EngineStats:

@@ -1,6 +1,6 @@
 """One engine process and the socket to it: started, spoken to, listened to until it has ended, stopped.
 
-Knows nothing of requests; what is said is `messages`'.
+Knows nothing of requests; what is said is `messages`', and whether it still answers is `watch`'s.
 """
 
 from __future__ import annotations
@@ -16,8 +16,11 @@ import zmq.asyncio
 from holdfast.config import EngineConfig
 from holdfast.engine import messages
 from holdfast.engine.early import EarlyProcess, cannot_start
-from holdfast.errors import EngineDiedError
+from holdfast.engine.startup import Progress
+from holdfast.engine.watch import Watch, loading_limit_s
+from holdfast.errors import EngineDiedError, EngineError, EngineHungError
 from holdfast.planner import Plan
+from holdfast.records import Failure
 
 STOP_TIMEOUT_S = 3.0
 LAST_WORDS_S = 1.0
@@ -27,9 +30,13 @@ POLL_S = 0.1
 
 
 class Child:
-    def __init__(self, started: EarlyProcess, socket: zmq.asyncio.Socket) -> None:
+    def __init__(self, started: EarlyProcess, socket: zmq.asyncio.Socket, limit_s: float) -> None:
+        """`limit_s`: of silence, until it is expected to answer within another."""
         self._started, self._process = started, started.process
         self._socket = socket
+        self._stage = "starting"
+        self.watch = Watch(limit_s, self._process.kill)
+        self._watching = asyncio.create_task(self.watch.run(), name="engine-watch")
         self._exit = asyncio.create_task(_ended(self._process), name="engine-exit")
 
     @classmethod
@@ -60,13 +67,23 @@ class Child:
             if started is not None:
                 started.end()
             raise error if isinstance(error, EngineDiedError) else cannot_start(error) from error
-        child = cls(started, socket)
+        child = cls(started, socket, loading_limit_s(config))
         child.send(messages.Begin(dataclasses.asdict(config), plan, grammar_address))
         return child
 
     @property
     def pid(self) -> int:
         return self._process.pid
+
+    @property
+    def unresponsive(self) -> Failure | None:
+        """Why it is taken to hang, unless it answers again."""
+        return Failure.of(EngineHungError(self.watch.story)) if self.watch.late else None
+
+    @property
+    def progress(self) -> str:
+        """Of one that loads."""
+        return f"{self._stage}; the last sign of progress was {self.watch.silent_s:.0f} s ago"
 
     def send(self, message: messages.ToEngine) -> None:
         self._socket.send(messages.encode(message), zmq.NOBLOCK)
@@ -81,17 +98,24 @@ class Child:
         if not receiving.done():
             receiving.cancel()
             return None
-        return messages.decode_from_engine(receiving.result())
+        self.watch.heard()
+        message = messages.decode_from_engine(receiving.result())
+        if isinstance(message, messages.Loading):
+            self._stage = f"{message.stage} {message.done} of {message.total}" if message.total else message.stage
+        return message
 
     def ending(self) -> str:
+        if self.watch.hung:
+            return f"it had not answered for {self.watch.silent_s:.0f} s and was killed"
         code = self._process.returncode
         if code is None:
             return "still running"
         return f"signal {-code}" if code < 0 else f"exit code {code}"
 
     async def stop(self, *, at_once: bool = False) -> None:
-        """`at_once`: it is loading and would not listen."""
-        if self._process.returncode is None and at_once:
+        """`at_once`: it is loading, and would not listen; nor does one that hangs."""
+        self._watching.cancel()
+        if self._process.returncode is None and (at_once or self.watch.late):
             self._process.kill()
         elif self._process.returncode is None:
             self.send(messages.Stop())
@@ -110,3 +134,31 @@ async def _ended(process: subprocess.Popen[bytes]) -> None:
     except RuntimeError:  # The system has no thread left to wait in.
         while process.poll() is None:
             await asyncio.sleep(POLL_S)
+
+
+async def ready(child: Child, on_progress: Progress) -> messages.Ready:
+    """What it says when it is; raises what kept it from becoming so, and has stopped it then."""
+    while True:
+        message = await child.receive()
+        if isinstance(message, messages.Ready):
+            return message
+        if isinstance(message, messages.Loading):
+            on_progress(message.stage, message.done, message.total)
+        elif isinstance(message, messages.StartFailed):
+            await child.stop()
+            raise message.failure.error()
+        elif message is None:
+            await child.stop()
+            raise died(child, f"the engine process ended while starting ({child.ending()})")
+
+
+def died(child: Child, message: str, request_id: str | None = None) -> EngineError:
+    """Of a process that has ended: by itself, or because it hung."""
+    return (EngineHungError if child.watch.hung else EngineDiedError)(message, request_id=request_id)
+
+
+def blamed(child: Child, request_id: str) -> EngineError:
+    """What a request is ended with that is the cause."""
+    what = "hung" if child.watch.hung else "died"
+    cause = f"the engine process {what} on this request repeatedly, at last when it was tried alone"
+    return died(child, f"{cause} ({child.ending()})", request_id)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import random
 import shutil
 import tempfile
@@ -23,8 +22,8 @@ import zmq.asyncio
 from holdfast.config import EngineConfig
 from holdfast.engine import messages
 from holdfast.engine.answers import Answer
-from holdfast.engine.books import at_rest, continued, process_memory
-from holdfast.engine.child import Child
+from holdfast.engine.books import at_rest, continued, ledger_of
+from holdfast.engine.child import Child, blamed, died, ready
 from holdfast.engine.defaults import decided, default_sampling
 from holdfast.engine.door import Door, check_room
 from holdfast.engine.early import EarlyProcess
@@ -34,15 +33,17 @@ from holdfast.engine.restarts import RestartBackoff
 from holdfast.engine.startup import FoundModel, Progress, with_located_model
 from holdfast.engine.stream import Stream, Waiting
 from holdfast.engine.structured_output import StructuredOutput
+from holdfast.engine.watch import hang_limit
 from holdfast.errors import (
     DrainingError,
     EngineDiedError,
     EngineError,
+    EngineHungError,
     HoldfastError,
     NoResourcesError,
     SleepingError,
 )
-from holdfast.observability.ledger import Ledger, asleep_ledger, make_ledger
+from holdfast.observability.ledger import Ledger
 from holdfast.planner import Plan
 from holdfast.records import AdapterRef, AnswerDelta, EngineInfo, EngineOutput, EngineStats, Failure, SamplingParams
 from holdfast.text import Tokenizer
@@ -91,7 +92,7 @@ class ProcessEngine:
         """Of falling asleep and waking up one after the other."""
         self._launches = 0
         self._failure: Failure | None = None
-        self._restarts = 0
+        self._restarts = self._hangs = 0
         self._handed_over = False
         self._backoff = RestartBackoff()
         self._stats = EngineStats()
@@ -110,7 +111,15 @@ class ProcessEngine:
 
     @property
     def ready(self) -> bool:
-        return self._ready and not self._draining and not self._sleeping
+        return self._ready and not self._draining and not self._sleeping and self.unresponsive is None
+
+    @property
+    def unresponsive(self) -> Failure | None:
+        return self._child.unresponsive if self._ready and self._child is not None else None
+
+    @property
+    def starting(self) -> str:
+        return "" if self._child is None or self._ready else self._child.progress
 
     @property
     def failure(self) -> Failure | None:
@@ -129,6 +138,10 @@ class ProcessEngine:
         return self._restarts
 
     @property
+    def hangs(self) -> int:
+        return self._hangs
+
+    @property
     def pid(self) -> int | None:
         """Of the engine process."""
         return None if self._child is None else self._child.pid
@@ -138,14 +151,9 @@ class ProcessEngine:
 
     def memory(self) -> Ledger | None:
         """None also while there is no engine process, unless it sleeps."""
-        front = process_memory("front", os.getpid())
-        if self._info is None or front is None:
-            return None
+        asleep = self._sleeping and self._child is None
         grammars = [] if self.structured is None else self.structured.memory()
-        if self._sleeping and self._child is None:
-            return asleep_ledger(self._info, [front, *grammars])
-        engine = process_memory("engine", self._child.pid) if self._child is not None and self._ready else None
-        return None if engine is None else make_ledger(self._info, self._stats, [engine, front, *grammars])
+        return ledger_of(self._info, self._stats, self.pid if self._ready else None, grammars, asleep=asleep)
 
     def on_step(self, listener: Callable[[EngineStats], None]) -> None:
         self._listeners.append(listener)
@@ -222,7 +230,7 @@ class ProcessEngine:
         async with self._turning:
             if self._sleeping:
                 return
-            if not self.ready:
+            if not self._ready or self._draining:  # One that does not answer can be.
                 raise EngineError("the engine is not ready, and cannot be put to sleep", fix="try again later")
             self._sleeping = True  # From here on nothing new is taken.
             try:
@@ -285,8 +293,8 @@ class ProcessEngine:
             self._child.send(message)
 
     def _hand_over(self) -> None:
-        """While it restarts, requests simply wait here."""
-        if self._ready and (names := self._passengers.board()):
+        """While it restarts, or does not answer, requests simply wait here."""
+        if self._ready and self.unresponsive is None and (names := self._passengers.board()):
             self._handed_over = True
             requests = [self._open[name][0].resumed() for name in names]
             try:
@@ -316,21 +324,12 @@ class ProcessEngine:
             None if self.structured is None else self.structured.service.address,
         )
         self._handed_over = False
-        while True:
-            message = await child.receive()
-            if isinstance(message, messages.Ready):
-                break
-            if isinstance(message, messages.Loading):
-                self._on_progress(message.stage, message.done, message.total)
-            elif isinstance(message, messages.StartFailed):
-                await child.stop()
-                raise message.failure.error()
-            elif message is None:
-                await child.stop()
-                raise EngineDiedError(f"the engine process ended while starting ({child.ending()})")
-        info = msgspec.structs.replace(message.info, model=self._model.files.name)
-        self._info = decided(info, self._config, self._defaults)
-        self._door = Door(self._model.spec, message.info.max_model_len, self._seeds, self._tokenizer)
+        info = (await ready(child, self._on_progress)).info
+        limit_s, decision = hang_limit(self._config, info)
+        child.watch.expect(limit_s)
+        named = msgspec.structs.replace(info, model=self._model.files.name)
+        self._info = decided(named, self._config, self._defaults, [decision])
+        self._door = Door(self._model.spec, info.max_model_len, self._seeds, self._tokenizer)
         self._door.grammar_cost = None if self.structured is None else self.structured.checker.known
         # A new process has touched nothing of its pool yet.
         self._stats = self._stats_before = msgspec.structs.replace(self._stats, blocks_touched=0)
@@ -346,6 +345,8 @@ class ProcessEngine:
                 while (message := await self._child.receive()) is not None:
                     if isinstance(message, messages.News):
                         self._take(message)
+                    elif isinstance(message, messages.Beat):
+                        self._hand_over()  # Somebody may have come while it did not answer.
                 await self._bury(self._child)
                 await self._relaunch()
                 self._hand_over()
@@ -359,19 +360,15 @@ class ProcessEngine:
         """The process has died: all go ashore, and whoever is the cause is ended."""
         self._ready = False
         self._restarts += 1
-        ending = child.ending()
+        self._hangs += child.watch.hung
         await child.stop()
         self._backoff.died(with_requests=self._handed_over)
         for name in self._passengers.disembark():
-            cause = "the engine process died each time with this request aboard, at last when it was tried by itself"
-            self._end(name, EngineDiedError(f"{cause} ({ending})", request_id=name))
-            log.error("request %s is ended: %s", name, cause)
-        log.error(
-            "the engine process ended (%s) with %d requests open; starting it again [%s]",
-            ending,
-            len(self._open),
-            EngineDiedError.code,
-        )
+            error = blamed(child, name)
+            self._end(name, error)
+            log.error("request %s is ended: %s", name, error.message)
+        said = "the engine process ended (%s) with %d requests open; starting it again [%s]"
+        log.error(said, child.ending(), len(self._open), died(child, "").code)
 
     async def _relaunch(self) -> None:
         """Until one lives, or too many in a row have ended for nothing."""
@@ -383,6 +380,7 @@ class ProcessEngine:
             except HoldfastError as error:
                 log.error("%s", error)
                 self._restarts += not isinstance(error, NoResourcesError)
+                self._hangs += isinstance(error, EngineHungError)
                 self._backoff.failed(error)
 
     def _give_up(self, error: EngineError) -> None:

@@ -5,7 +5,7 @@ Settles names and reads one small file. What a request says always wins; that is
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -84,8 +84,10 @@ def _ours(config: Mapping[str, Any], field: str) -> dict[str, Any]:
     return found
 
 
-def decided(info: EngineInfo, config: EngineConfig, defaults: Mapping[str, Any]) -> EngineInfo:
-    """With a line on how is sampled where a request says nothing."""
+def decided(
+    info: EngineInfo, config: EngineConfig, defaults: Mapping[str, Any], others: Sequence[Decision] = ()
+) -> EngineInfo:
+    """With a line on how is sampled where a request says nothing, behind those of `others`."""
     shown = ", ".join(f"{name} {value}" for name, value in defaults.items()) or "as the API says"
     reasons = {"auto": "as the model's makers advise", "vllm": "the model's own advice is left out"}
     reason = reasons.get(config.generation_config, f"read from {config.generation_config}")
@@ -95,4 +97,4 @@ def decided(info: EngineInfo, config: EngineConfig, defaults: Mapping[str, Any])
         reason += ", overridden by override_generation_config"
     source = "model" if config.generation_config == "auto" and not config.override_generation_config else "set"
     line = Decision(SAMPLING, shown, reason, source).line()
-    return msgspec.structs.replace(info, decisions=[*info.decisions, line])
+    return msgspec.structs.replace(info, decisions=[*info.decisions, *(one.line() for one in others), line])

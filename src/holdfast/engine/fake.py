@@ -83,7 +83,9 @@ class FakeEngine:
         self.first_token_delay_s = first_token_delay_s
         self.token_delay_s = token_delay_s
         self.fail_after_tokens = fail_after_tokens
-        self.restarts = 0
+        self.restarts = self.hangs = 0
+        self.unresponsive: Failure | None = None
+        self.starting = ""
         self.received: list[tuple[list[int], SamplingParams]] = []
         """Every request that was taken, in order."""
         self.aborted: list[str] = []
@@ -142,7 +144,9 @@ class FakeEngine:
 
     @property
     def ready(self) -> bool:
-        return self._started and not self._draining and not self._sleeping and self._failure is None
+        return (
+            self._started and not self._draining and not self._sleeping and self._failure is self.unresponsive is None
+        )
 
     @property
     def failure(self) -> Failure | None:

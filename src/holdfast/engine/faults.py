@@ -1,6 +1,7 @@
 """Faults on purpose, for tests of what happens then: read from the environment by the engine process alone.
 
     HOLDFAST_FAULT_DIE_ON_TOKEN=ID      the process ends at once when a prompt with this token id is to be computed
+    HOLDFAST_FAULT_HANG_ON_TOKEN=ID     the loop hangs for ever when a prompt with this token id is to be computed
     HOLDFAST_FAULT_NO_MEMORY=ID         there is no memory for a sequence whose prompt has this token id
     HOLDFAST_FAULT_FAIL_LOADING=FILE    a start fails, with an error, while this file exists
 
@@ -11,6 +12,8 @@ from __future__ import annotations
 
 import logging
 import os
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -20,6 +23,7 @@ from holdfast.errors import EngineError, StepMemoryError
 from holdfast.records import Failure, StepFailure, StepPlan, StepResult, TokenMasks
 
 DIE_ON_TOKEN = "HOLDFAST_FAULT_DIE_ON_TOKEN"
+HANG_ON_TOKEN = "HOLDFAST_FAULT_HANG_ON_TOKEN"
 NO_MEMORY = "HOLDFAST_FAULT_NO_MEMORY"
 FAIL_LOADING = "HOLDFAST_FAULT_FAIL_LOADING"
 EXIT_CODE = 139
@@ -30,7 +34,10 @@ log = logging.getLogger("holdfast")
 def with_faults(runner: StepRunner) -> StepRunner:
     if (token := os.environ.get(DIE_ON_TOKEN)) is not None:
         log.warning("%s is set: this engine dies on purpose when it meets token %s", DIE_ON_TOKEN, token)
-        runner = _DiesOnToken(runner, int(token))
+        runner = _StopsOnToken(runner, int(token), lambda: os._exit(EXIT_CODE))
+    if (token := os.environ.get(HANG_ON_TOKEN)) is not None:
+        log.warning("%s is set: this engine hangs on purpose when it meets token %s", HANG_ON_TOKEN, token)
+        runner = _StopsOnToken(runner, int(token), _hang)
     if (token := os.environ.get(NO_MEMORY)) is not None:
         log.warning("%s is set: this engine has no memory for sequences with token %s", NO_MEMORY, token)
         runner = _HasNoMemory(runner, int(token))
@@ -43,14 +50,20 @@ def fail_loading() -> None:
         raise EngineError(f"this start fails on purpose: {FAIL_LOADING} names a file that exists")
 
 
-class _DiesOnToken:
-    def __init__(self, runner: StepRunner, token: int) -> None:
+def _hang() -> None:
+    while True:
+        time.sleep(3600)
+
+
+class _StopsOnToken:
+    def __init__(self, runner: StepRunner, token: int, stop: Callable[[], None]) -> None:
         self._runner = runner
         self._token = token
+        self._stop = stop
 
     def submit(self, plan: StepPlan, masks: TokenMasks | None = None) -> StepHandle:
         if any(self._token in start.token_ids for start in plan.starts):
-            os._exit(EXIT_CODE)
+            self._stop()
         return self._runner.submit(plan, masks)
 
     def close(self) -> None:

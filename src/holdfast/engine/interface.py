@@ -32,7 +32,15 @@ class Engine(Protocol):
 
     @property
     def ready(self) -> bool:
-        """False while loading, restarting, draining or dead."""
+        """False while loading, restarting, draining or dead, and while it does not answer."""
+
+    @property
+    def unresponsive(self) -> Failure | None:
+        """Why it is taken to hang: nothing was heard of it for long. None while it answers, or is started again."""
+
+    @property
+    def starting(self) -> str:
+        """How far a start has come and when it last got on, for people; empty when it does not start."""
 
     @property
     def failure(self) -> Failure | None:
@@ -52,6 +60,10 @@ class Engine(Protocol):
     @property
     def restarts(self) -> int:
         """How often the engine process was started again."""
+
+    @property
+    def hangs(self) -> int:
+        """Of these, how often because it did not answer and was killed."""
 
     def stats(self) -> EngineStats:
         """The newest snapshot; counters go on over restarts."""

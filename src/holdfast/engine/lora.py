@@ -6,6 +6,7 @@ are never given twice, so that nothing cached of an adapter is taken for another
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import re
 import time
@@ -79,6 +80,11 @@ class Adapters:
              parent: str | None = None) -> AdapterRef:  # fmt: skip
         """Looks at its files and knows it from now on. `anywhere`: its path comes from whoever started the process.
         `in_place`: another of this name is replaced; requests that run with it go on with it."""
+        return self.add(self.examine(name, path, anywhere=anywhere, in_place=in_place, parent=parent))
+
+    def examine(self, name: str, path: str, *, anywhere: bool = False, in_place: bool = False,
+                parent: str | None = None) -> Loaded:  # fmt: skip
+        """The first half of `load`, which reads files and changes nothing. May be called by any thread."""
         self._require()
         if not name or len(name) > MAX_NAME_CHARS or not name.isprintable():
             raise AdapterError("an adapter needs a name", needed=f"1 to {MAX_NAME_CHARS} printable characters",
@@ -89,9 +95,14 @@ class Adapters:
                 field="lora_name",
             )  # fmt: skip
         self._check_room(name)
+        ref, adapter = self._look(name, path, 0, None if anywhere else self._allowed)
+        return Loaded(ref, adapter.base, parent, int(time.time()))
+
+    def add(self, examined: Loaded) -> AdapterRef:
+        """The second half of `load`."""
         self._last_number += 1
-        ref, adapter = self._look(name, path, self._last_number, None if anywhere else self._allowed)
-        self._by_name[name] = Loaded(ref, adapter.base, parent, int(time.time()))
+        ref = msgspec.structs.replace(examined.ref, number=self._last_number)
+        self._by_name[ref.name] = dataclasses.replace(examined, ref=ref)
         return ref
 
     def unload(self, name: str) -> AdapterRef:

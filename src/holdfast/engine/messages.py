@@ -50,13 +50,17 @@ class StartFailed(msgspec.Struct, frozen=True, tag=True):
     failure: Failure
 
 
+class Beat(msgspec.Struct, frozen=True, tag=True):
+    """The loop goes round: each second at least, also while there is nothing to do or a step is long."""
+
+
 class News(msgspec.Struct, frozen=True, tag=True):
     outputs: list[EngineOutput]
     stats: EngineStats
 
 
 ToEngine = Begin | Add | Abort | ResetPrefixCache | Stop
-FromEngine = Loading | Ready | StartFailed | News
+FromEngine = Loading | Ready | StartFailed | Beat | News
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_engine: Callable[[bytes], ToEngine] = msgspec.msgpack.Decoder(ToEngine).decode

@@ -14,6 +14,7 @@ import os
 import signal
 import sys
 import threading
+import time
 import traceback
 
 import zmq
@@ -24,12 +25,16 @@ from holdfast.engine.core import EngineCore
 from holdfast.engine.early import cannot_start, shortage
 from holdfast.engine.faults import fail_loading, with_faults
 from holdfast.errors import HoldfastError
+from holdfast.observability.unblocked import unblock_output
 from holdfast.planner import Plan
 
-IDLE_POLL_MS = 1000
+IDLE_POLL_MS = 500
+BEAT_S = 0.4
+"""Between two heartbeats that come on top of what is said anyway: between the layers of a long step."""
 
 
 def run(address: str) -> int:
+    unblock_output()
     logging.basicConfig(level=logging.INFO, format="%(levelname)s engine: %(message)s", stream=sys.stderr)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal group; the front decides.
     _end_with_parent()
@@ -40,9 +45,10 @@ def run(address: str) -> int:
         begin = messages.decode_to_engine(socket.recv())
         if not isinstance(begin, messages.Begin):
             raise SystemExit("the first message must be Begin")
+        heart = _Heart(socket)
         try:
             config = EngineConfig(**begin.config)  # type: ignore[arg-type]
-            core = _build(config, begin.plan, begin.grammar_address, socket)
+            core = _build(config, begin.plan, begin.grammar_address, socket, heart)
         except Exception as error:
             if shortage(error) is not None:
                 error = cannot_start(error)
@@ -53,7 +59,7 @@ def run(address: str) -> int:
         gc.freeze()  # What is there now stays: only what steps make is looked through.
         gc.enable()
         try:
-            _serve(core, socket)
+            _serve(core, socket, heart)
         finally:
             core.close()
     return 0
@@ -69,7 +75,7 @@ def _import_ahead() -> None:
 
 
 def _build(
-    config: EngineConfig, plan: Plan | None, grammar_address: str | None, socket: zmq.Socket[bytes]
+    config: EngineConfig, plan: Plan | None, grammar_address: str | None, socket: zmq.Socket[bytes], heart: _Heart
 ) -> EngineCore:
     from holdfast.engine.forms import hold_forms
     from holdfast.engine.startup import build_core, find_model
@@ -79,7 +85,7 @@ def _build(
 
     fail_loading()
     model = find_model(config)
-    core, info = build_core(config, model, progress, plan)
+    core, info = build_core(config, model, progress, plan, heart.beat)
     if grammar_address is not None:
         hold_forms(core, model.spec, lambda: grammar_address)
     core.runner = with_faults(core.runner)
@@ -87,10 +93,29 @@ def _build(
     return core
 
 
-def _serve(core: EngineCore, socket: zmq.Socket[bytes]) -> None:
+class _Heart:
+    """Says that the loop goes round. It is the loop that beats, and what runs in it: a thread of its own would go on
+    beating when the loop hangs."""
+
+    def __init__(self, socket: zmq.Socket[bytes]) -> None:
+        self._socket = socket
+        self._message = messages.encode(messages.Beat())
+        self._last_s = 0.0
+
+    def beat(self) -> None:
+        """Cheap enough to be called after every layer."""
+        now_s = time.monotonic()
+        if now_s - self._last_s >= BEAT_S:
+            self._last_s = now_s
+            with contextlib.suppress(zmq.Again):  # The front reads nothing, and does not wait for beats then.
+                self._socket.send(self._message, zmq.NOBLOCK)
+
+
+def _serve(core: EngineCore, socket: zmq.Socket[bytes], heart: _Heart) -> None:
     while True:
         if not core.has_work:
             socket.poll(IDLE_POLL_MS)
+        heart.beat()
         changed = False
         while (heard := _hear(socket)) is not None:
             if isinstance(heard, messages.Add):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -211,9 +212,13 @@ def _without_collector() -> Iterator[None]:
 
 
 def build_core(
-    config: EngineConfig, model: FoundModel, progress: Progress, plan: Plan | None = None
+    config: EngineConfig,
+    model: FoundModel,
+    progress: Progress,
+    plan: Plan | None = None,
+    beat: Callable[[], None] | None = None,
 ) -> tuple[EngineCore, EngineInfo]:
-    """`plan`: as another process made it; None: it is made here."""
+    """`plan`: as another process made it; None: it is made here. `beat`: called while a step is computed on a CPU."""
     with _without_collector():
         from holdfast.engine.core import EngineCore
         from holdfast.execution import native
@@ -242,16 +247,18 @@ def build_core(
     limits = RunnerLimits.of(plan.limits, config.lora_places)
     runner = Runner(
         model.spec, weights, plan.layout, limits, CPU, kv_dtype=DTYPES[plan.kv_dtype],
-        compiled=plan.compiled_attention, lora=LoraLimits.of(config),
+        compiled=plan.compiled_attention, lora=LoraLimits.of(config), beat=beat,
     )  # fmt: skip
     loaded = _held()
     progress("rehearse", 0, 0)
     runner.back_kv(2)
+    began_s = time.monotonic()
     rehearsal = runner.rehearse()
+    rehearsed_s = time.monotonic() - began_s
     plan, report = _settled(plan, runner, rehearsal, before, loaded)
     runner.back_kv(plan.blocks)
     core = EngineCore(_scheduler(config, plan), runner)
-    return core, _info(config, model, plan, runner, report)
+    return core, _info(config, model, plan, runner, report, rehearsed_s)
 
 
 def _build_on_gpu(
@@ -348,7 +355,12 @@ def _scheduler(config: EngineConfig, plan: Plan, steps_ahead: int = 0) -> Schedu
 
 
 def _info(
-    config: EngineConfig, model: FoundModel, plan: Plan, runner: Runner | GpuRunner, report: MemoryReport
+    config: EngineConfig,
+    model: FoundModel,
+    plan: Plan,
+    runner: Runner | GpuRunner,
+    report: MemoryReport,
+    rehearsed_s: float | None = None,
 ) -> EngineInfo:
     return EngineInfo(
         model=model.files.name,
@@ -370,6 +382,7 @@ def _info(
         max_loras=config.lora_places,
         kv_groups=len(plan.layout.groups),
         decisions=[decision.line() for decision in plan.decisions],
+        rehearsed_s=rehearsed_s,
         memory=report,
     )
 

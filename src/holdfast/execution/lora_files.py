@@ -5,6 +5,8 @@ What B is multiplied by is folded into it. Knows files and rows; not which row i
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -19,6 +21,7 @@ from holdfast.records.lora import AdapterRef
 
 Changes = frozenset[tuple[int, str]]
 """Layers and products that an adapter changes."""
+Writing = Callable[[], contextlib.AbstractContextManager[None]]
 
 
 class AdapterFiles:
@@ -27,18 +30,19 @@ class AdapterFiles:
         self._rank, self._sites = places_rank(max_rank), sites(spec)
         self.elements = place_elements(spec, max_rank)
 
-    def read(self, ref: AdapterRef, target: torch.Tensor) -> Changes:
+    def read(self, ref: AdapterRef, target: torch.Tensor, writing: Writing = contextlib.nullcontext) -> Changes:
         """Fills `target` [elements]. Raises what is wrong with the files; the target then holds anything. May be called
-        by any thread."""
+        by any thread. `writing`: around each write to the target, and around nothing that reads files."""
         adapter = read_adapter(
             Path(ref.path), self._spec, name=ref.name, model="the served model", max_rank=self._max_rank
         )
         if adapter.stamp != ref.stamp:
             raise changed(ref.name)
         with torch.inference_mode():
-            target.zero_()
+            with writing():
+                target.zero_()
             try:
-                self._expand(adapter, target)
+                self._expand(adapter, target, writing)
             except CheckpointError as error:  # It says where the file lies, and may reach a client.
                 raise changed(ref.name) from error
             if not torch.isfinite(target).all():
@@ -49,7 +53,7 @@ class AdapterFiles:
             (site.layer, site.product) for site in self._sites if not adapter.factors.keys().isdisjoint(site.parts)
         )
 
-    def _expand(self, adapter: Adapter, target: torch.Tensor) -> None:
+    def _expand(self, adapter: Adapter, target: torch.Tensor, writing: Writing) -> None:
         tensors = {one.name: one for factors in adapter.factors.values() for one in (factors.a, factors.b)}
         with Checkpoint(tensors, "safetensors") as checkpoint:
 
@@ -65,8 +69,10 @@ class AdapterFiles:
                     factors = adapter.factors.get(name)
                     if factors is not None:
                         inner = part * self._rank
-                        a[0, inner : inner + factors.rank].copy_(numbers(factors.a.name))
-                        b[0, first : first + rows, : factors.rank].copy_(numbers(factors.b.name) * factors.scale)
+                        read_a, read_b = numbers(factors.a.name), numbers(factors.b.name) * factors.scale
+                        with writing():
+                            a[0, inner : inner + factors.rank].copy_(read_a)
+                            b[0, first : first + rows, : factors.rank].copy_(read_b)
                     first += rows
 
     def views(self, flat: torch.Tensor) -> list[tuple[Site, torch.Tensor, torch.Tensor]]:

@@ -13,17 +13,19 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, wait
 from dataclasses import dataclass
 
 import torch
 
+from holdfast.checkpoints.adapters import too_slow
 from holdfast.config import EngineConfig
 from holdfast.errors import EngineError, HoldfastError
 from holdfast.execution.lora import SiteFactors
 from holdfast.execution.lora_files import AdapterFiles, Changes
 from holdfast.execution.lora_sending import PlaceSender
 from holdfast.execution.memory import exact_tensor
+from holdfast.execution.readers import Read, Readers
 from holdfast.models import ModelSpec
 from holdfast.planner.lora_sizes import copy_rows
 from holdfast.records.lora import AdapterRef
@@ -34,6 +36,8 @@ log = logging.getLogger("holdfast")
 
 READERS = 2
 """Threads: files that come slowly hold up one of them."""
+READ_LIMIT_S = 60.0
+"""Of one adapter's files. What takes longer hangs: a disk reads gigabytes meanwhile."""
 FLAG_WORDS = 4
 """Kernels are compiled anew for pointers that are aligned otherwise."""
 ARRIVAL_WAIT_S = 0.005
@@ -61,7 +65,7 @@ class _Fetch:
 
     place: int
     ref: AdapterRef
-    work: Future[Changes | None] | None = None
+    work: Read[Changes | None] | None = None
     """Of a thread; what it changes is told where it was read."""
     row: int | None = None
     """On a GPU: of its copy."""
@@ -87,7 +91,7 @@ class AdapterPlaces:
         self._cached: OrderedDict[AdapterRef, int] = OrderedDict()
         self._free = list(range(rows))
         self._fetches: list[_Fetch] = []
-        self._reader = ThreadPoolExecutor(READERS, thread_name_prefix="adapter")
+        self._readers = Readers[Changes | None](READERS, "adapter")
         self._changes: dict[AdapterRef, Changes] = {}
         """Of each adapter here."""
         views = self._files.views(self.places)
@@ -128,7 +132,10 @@ class AdapterPlaces:
             factors.used.update(range(self.limits.max_loras) if on else ())
 
     def close(self) -> None:
-        self._reader.shutdown(wait=False, cancel_futures=True)
+        for fetch in self._fetches:
+            if fetch.work is not None:
+                fetch.work.cancel()
+        self._readers.close()
         if self._sender is not None:
             self._sender.close()
 
@@ -187,17 +194,25 @@ class AdapterPlaces:
             other.work for other in self._fetches
             if other.work is not None and (other.place == fetch.place or other.touched & fetch.touched)
         ]  # fmt: skip
-        fetch.work = self._reader.submit(self._change_places, fetch.place, fetch.ref, row, kept, after)
+        place, ref = fetch.place, fetch.ref
+        fetch.work = self._readers.submit(lambda read: self._change_places(read, place, ref, row, kept, after))
 
     def _change_places(
-        self, place: int, ref: AdapterRef, row: int | None, kept: int | None, after: list[Future[Changes | None]]
+        self,
+        read: Read[Changes | None],
+        place: int,
+        ref: AdapterRef,
+        row: int | None,
+        kept: int | None,
+        after: list[Read[Changes | None]],
     ) -> Changes | None:
         wait(after)  # All of them began before.
         with torch.inference_mode():
             if kept is not None:
                 self._copies[kept].copy_(self.places[place])
             if row is None:
-                return self._files.read(ref, self.places[place])
+                read.begin()
+                return self._files.read(ref, self.places[place], read.writing)
             self.places[place].copy_(self._copies[row])
             return None
 
@@ -219,11 +234,12 @@ class AdapterPlaces:
             if oldest is None:
                 return
             self._free.append(self._cached.pop(oldest))
-        fetch.row = self._free.pop()
-        fetch.work = self._reader.submit(self._read_copy, fetch.ref, fetch.row)
+        fetch.row = row = self._free.pop()
+        fetch.work = self._readers.submit(lambda read: self._read_copy(read, fetch.ref, row))
 
-    def _read_copy(self, ref: AdapterRef, row: int) -> Changes | None:
-        return self._files.read(ref, self._copies[row])
+    def _read_copy(self, read: Read[Changes | None], ref: AdapterRef, row: int) -> Changes | None:
+        read.begin()
+        return self._files.read(ref, self._copies[row], read.writing)
 
     # --- both ---
 
@@ -253,6 +269,9 @@ class AdapterPlaces:
 
     def _after_work(self, fetch: _Fetch) -> Failure | None:
         """Takes what the thread has done for it, if it is done: why it failed, where it did."""
+        if fetch.work is not None and fetch.work.overdue(READ_LIMIT_S):
+            log.error("LoRA adapter %s was not read within %g s and is given up", fetch.ref.name, READ_LIMIT_S)
+            self._readers.give_up(fetch.work, too_slow(fetch.ref.name, READ_LIMIT_S))
         if fetch.work is None or not fetch.work.done():
             return None
         work, fetch.work = fetch.work, None

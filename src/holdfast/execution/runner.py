@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import gc
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 
@@ -61,7 +61,8 @@ class _Done:
 
 class Runner:
     """`kv_dtype`: how keys and values are kept; by default as the weights' activations are.
-    `compiled`: the small operations and attention come from kernels of our own (float32 only)."""
+    `compiled`: the small operations and attention come from kernels of our own (float32 only).
+    `beat`: called again and again while a step is computed, after each layer and each turn of logits."""
 
     def __init__(
         self,
@@ -75,15 +76,17 @@ class Runner:
         reference: bool = False,
         compiled: bool = False,
         lora: LoraLimits | None = None,
+        beat: Callable[[], None] | None = None,
     ) -> None:
         self.spec, self.layout, self.limits, self.device = spec, layout, limits, device
         self.kv_dtype = kv_dtype or weights.dtype
+        self._beat = beat or (lambda: None)
         self.dtype, self.weights_bytes = weights.dtype, weights.nbytes
         ops = ops_for(device, reference=reference, compiled=compiled)
         self._adapters = None if lora is None else AdapterPlaces(spec, lora, weights.dtype, device)
         self._transformer: Transformer | None = Transformer(
             spec, weights, layout, ops, limits.max_num_batched_tokens, device, context=limits.max_model_len,
-            adapters=self._adapters,
+            adapters=self._adapters, beat=beat,
         )  # fmt: skip
         self._buffers = SlotBuffers(limits, layout, spec.vocab_size)
         self._sampler = Sampler(self._buffers, spec.vocab_size)
@@ -179,6 +182,7 @@ class Runner:
             if found or logprobs:
                 logprobs += found or [None] * len(sampled)
             token_ids += sampled.tolist()
+            self._beat()
         return token_ids, logprobs
 
     def _score(self, batch: StepBatch) -> Iterator[TokenLogprobs]:
@@ -189,6 +193,7 @@ class Runner:
             hidden = self._decoder.states(batch.scored_tokens[part])
             logits = self._logits[: len(hidden)]
             self._decoder.logits(hidden, logits)
+            self._beat()
             yield from self._sampler.score(logits.float(), batch.scored_slots[part], batch.scored_targets[part])
 
     def rehearse(self) -> Rehearsal:

@@ -5,6 +5,7 @@ Takes a batch as an argument and keeps no state of requests; its buffers are all
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -29,7 +30,7 @@ REHEARSED_ROWS = 16
 
 class Transformer:
     """`context`: the longest that any sequence may get, by default what the model was made for; some rotations go by
-    it."""
+    it. `beat`: called after each layer."""
 
     def __init__(
         self,
@@ -42,7 +43,9 @@ class Transformer:
         *,
         context: int | None = None,
         adapters: AdapterPlaces | None = None,
+        beat: Callable[[], None] | None = None,
     ) -> None:
+        self._beat = beat
         self._base, self._adapters = weights.layers, Current()
         self._placed: PlacedRows | None = None
         if adapters is not None:
@@ -108,6 +111,8 @@ class Transformer:
                 self._attend(index, step, batch, kv)
                 self._add_attended(layer, step.attended, step.stream, step)
                 self._feed_forward(layer, self._mlps[index], step.stream, step)
+            if self._beat is not None:
+                self._beat()
         sampling = step.stream.index_select(0, batch.sampling_tokens)
         if cut:
             self._finish(sampling, step, batch, kv)

@@ -36,7 +36,8 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class ServingMetrics:
-    """One a server. `stats` and `info` are called at scrape time; `info` returns None until the engine is ready."""
+    """One a server. `stats` and `info` are called at scrape time; `info` returns None until the engine is ready.
+    `restarts`: of engine processes that died, and of those that hung; `hung`: whether one does not answer now."""
 
     def __init__(
         self,
@@ -46,6 +47,8 @@ class ServingMetrics:
         info: Callable[[], EngineInfo | None],
         memory: Callable[[], Ledger | None] = lambda: None,
         sleeping: Callable[[], bool] = lambda: False,
+        restarts: Callable[[], tuple[int, int]] = lambda: (0, 0),
+        hung: Callable[[], bool] = lambda: False,
         max_model_len: int = 131_072,
     ) -> None:
         self.registry = CollectorRegistry()
@@ -104,6 +107,7 @@ class ServingMetrics:
         self.params_n = self._histogram("request_params_n", "n a request asked for.", N_BUCKETS)
         self.registry.register(_EngineCollector(model_name, stats, info, sleeping))
         self.registry.register(_MemoryCollector(model_name, memory))
+        self.registry.register(_ProcessCollector(model_name, restarts, hung))
         self.registry.register(_OlderName(self.inter_token, "vllm:time_per_output_token_seconds"))
 
     def _counter(self, name: str, help_text: str) -> Counter:
@@ -333,6 +337,28 @@ class _MemoryCollector(Collector):
             if term.measured_bytes is not None:
                 family.add_metric([self._model_name, term.tier, term.term, "measured"], term.measured_bytes)
         yield family
+
+
+class _ProcessCollector(Collector):
+    """How the engine's process does, read at scrape time."""
+
+    def __init__(self, model_name: str, restarts: Callable[[], tuple[int, int]], hung: Callable[[], bool]) -> None:
+        self._model_name = model_name
+        self._restarts = restarts
+        self._hung = hung
+
+    def collect(self) -> Iterator[Metric]:
+        total = CounterMetricFamily(
+            "holdfast:engine_restarts", "Engine processes started again, by why.", labels=["model_name", "reason"]
+        )
+        for reason, count in zip(("died", "hung"), self._restarts(), strict=True):
+            total.add_metric([self._model_name, reason], count)
+        yield total
+        unresponsive = GaugeMetricFamily(
+            "holdfast:engine_unresponsive", "1 while the engine process does not answer.", labels=["model_name"]
+        )
+        unresponsive.add_metric([self._model_name], float(self._hung()))
+        yield unresponsive
 
 
 class _OlderName(Collector):

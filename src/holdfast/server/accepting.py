@@ -1,18 +1,28 @@
 """Takes new connections from a listening socket, all that wait at each turn of the loop, up to a bound.
 
 uvloop takes one at a turn, and under hundreds of streams a turn is long: probes and clients would wait for seconds
-behind each other. Knows sockets, and nothing of what is said over them.
+behind each other. At the bound those that carry no request make room, the oldest first, so that whoever comes is heard:
+
+    below the bound     taken
+    at the bound        idle ones are closed, and it is taken
+    all carry requests  taken on a reserve, where probes are answered and others are told why they are not
+    beyond that, too    told so, and closed
+
+Knows sockets, and nothing of what is said over them.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
+import heapq
 import logging
 import resource
 import socket
 import ssl
-from collections.abc import Callable, Sized
+from collections.abc import Callable, Collection, Iterator
+from typing import Protocol
 
 log = logging.getLogger("holdfast.server")
 
@@ -21,9 +31,15 @@ AT_ONCE = 128
 RESERVE = 64
 """Connections beyond the bound that are still heard: probes are answered, and others told why they are not."""
 OTHER_FILES = 128
-"""That the process has open beside connections."""
-PAUSE_S = 1.0
-"""Until the next try when the system has no room for another connection."""
+"""That the process has open beside connections, those of an engine process that is started again among them."""
+SPARE_FILES = 32
+"""Of these, what stays free when the system has no file left for a connection."""
+PAUSE_S, SHORT_PAUSE_S = 1.0, 0.05
+"""Until the next try when the system has no room for another connection; the short one when others were closed."""
+CLOSED_AT_ONCE = 32
+"""One of so many of all that may be open is closed with the first that must be: finding the oldest means to look at
+all of them."""
+SAID_EVERY_S = 10.0
 
 _NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _FULL = (
@@ -31,28 +47,64 @@ _FULL = (
     b"content-length: 20\r\n\r\ntoo many connections"
 )
 
+Rank = tuple[int, float]
+"""Of what may be closed for others: the lowest first. A kind, and since when it has been so."""
+
+
+class Held(Protocol):
+    """A connection that was taken."""
+
+    @property
+    def expendable(self) -> Rank | None:
+        """None: it carries a request, or is being closed."""
+
+    def drop(self) -> None:
+        """Closes it at once."""
+
+
+class _Opening:
+    """One that was just taken, or whose TLS is not agreed on yet."""
+
+    def __init__(self, taken: socket.socket, began_s: float) -> None:
+        self._taken = taken
+        self.protocol: object = None
+        """What speaks over it, once there is one."""
+        self.expendable: Rank | None = (0, began_s)
+
+    def drop(self) -> None:
+        """By whoever opens it, who finds it ended."""
+        with contextlib.suppress(OSError):
+            self._taken.shutdown(socket.SHUT_RDWR)
+
 
 class Accepting:
     def __init__(
         self,
         listener: socket.socket,
-        make: Callable[[], asyncio.Protocol],
-        connections: Sized,
+        make: Callable[[bool], asyncio.Protocol],
+        connections: Collection[Held],
         most: int,
         *,
         tls: ssl.SSLContext | None,
         handshake_s: float,
     ) -> None:
-        """`connections`: those that are open, counted at each new one."""
+        """`make`: what speaks over a new one; it is told whether that one is beyond the bound. `connections`: those
+        that are open, which may change at any time."""
         self._listener = listener
         self._make = make
         self._connections = connections
         self._most = most
         self._tls = tls
         self._handshake_s = handshake_s
-        self._opening: set[asyncio.Task[object]] = set()
+        self._opening: dict[asyncio.Task[object], _Opening] = {}
+        self._dropped: set[Held] = set()
+        """Those that are still among the open ones."""
         self._loop = asyncio.get_running_loop()
         self._pause: asyncio.TimerHandle | None = None
+        self._possible = 0
+        """The most that there were when the system had no file for another one."""
+        self._dropped_total = self._said_total = 0
+        self._said_s = float("-inf")
 
     def start(self) -> None:
         self._pause = None
@@ -64,7 +116,12 @@ class Accepting:
         if self._pause is not None:
             self._pause.cancel()
 
+    @property
+    def _open_count(self) -> int:
+        return len(self._connections) + len(self._opening) - len(self._dropped)
+
     def _take(self) -> None:
+        self._recount()
         for _ in range(AT_ONCE):
             try:
                 taken, _ = self._listener.accept()
@@ -75,25 +132,74 @@ class Accepting:
             except OSError as error:
                 if error.errno not in _NO_ROOM:
                     raise
-                log.error("no new connection for %g s: %s", PAUSE_S, error.strerror)
-                self._loop.remove_reader(self._listener.fileno())
-                self._pause = self._loop.call_later(PAUSE_S, self.start)
+                self._wait_for_room(error)
                 return
             taken.setblocking(False)
-            if len(self._connections) + len(self._opening) >= self._most + RESERVE:
+            if self._open_count >= self._most:
+                self._make_room(1 + self._most // CLOSED_AT_ONCE)
+            if self._open_count >= self._most + RESERVE:
                 self._send_away(taken)
             else:
-                self._open(taken)
+                self._open(taken, self._open_count >= self._most)
 
-    def _open(self, taken: socket.socket) -> None:
+    def _recount(self) -> None:
+        """What has become of those that were taken and dropped before this turn."""
+        for task, one in list(self._opening.items()):
+            if one.protocol in self._connections:
+                del self._opening[task]
+        if self._dropped:
+            self._dropped.intersection_update({*self._connections, *self._opening.values()})
+
+    def _make_room(self, wanted: int) -> int:
+        """Closes so many of those that carry no request, if there are; how many it were."""
+        ranked = ((rank, number, one) for number, (rank, one) in enumerate(self._expendable()))
+        chosen = heapq.nsmallest(wanted, ranked)
+        for _, _, one in chosen:
+            self._dropped.add(one)
+            one.drop()
+        self._dropped_total += len(chosen)
+        now_s = self._loop.time()
+        if chosen and now_s - self._said_s >= SAID_EVERY_S:
+            count, self._said_total, self._said_s = self._dropped_total - self._said_total, self._dropped_total, now_s
+            said = "%d connections that carried no request were closed to make room: at most %d (--max-connections)"
+            log.warning(said, count, self._most)
+        return len(chosen)
+
+    def _expendable(self) -> Iterator[tuple[Rank, Held]]:
+        for one in (*self._connections, *self._opening.values()):
+            rank = None if one in self._dropped else one.expendable
+            if rank is not None:
+                yield rank, one
+
+    def _wait_for_room(self, error: OSError) -> None:
+        """The system has no file or memory for another one. Files are kept free for the rest of the process from now
+        on: an engine that dies could not be started again."""
+        count = self._open_count
+        if error.errno == errno.EMFILE:
+            self._possible = max(self._possible, count)
+            self._most = max(1, min(self._most, self._possible - RESERVE - SPARE_FILES))
+        closed = self._make_room(max(1, count - self._most))
+        pause_s = SHORT_PAUSE_S if closed else PAUSE_S
+        log.error("no new connection for %g s: %s; at most %d from now on", pause_s, error.strerror, self._most)
+        self._loop.remove_reader(self._listener.fileno())
+        self._pause = self._loop.call_later(pause_s, self.start)
+
+    def _open(self, taken: socket.socket, full: bool) -> None:
         limit_s = None if self._tls is None else self._handshake_s
-        opening = self._loop.connect_accepted_socket(self._make, taken, ssl=self._tls, ssl_handshake_timeout=limit_s)
-        task: asyncio.Task[object] = self._loop.create_task(opening)
-        self._opening.add(task)
+        opening = _Opening(taken, self._loop.time())
+
+        def make() -> asyncio.Protocol:
+            opening.protocol = protocol = self._make(full)
+            return protocol
+
+        task: asyncio.Task[object] = self._loop.create_task(
+            self._loop.connect_accepted_socket(make, taken, ssl=self._tls, ssl_handshake_timeout=limit_s)
+        )
+        self._opening[task] = opening
         task.add_done_callback(self._opened)
 
     def _opened(self, task: asyncio.Task[object]) -> None:
-        self._opening.discard(task)
+        self._opening.pop(task, None)
         error = None if task.cancelled() else task.exception()
         if error is not None:  # Whoever speaks no TLS, or leaves before it is agreed on.
             log.info("a connection did not come about: %s", type(error).__name__)

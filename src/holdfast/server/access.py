@@ -169,9 +169,9 @@ class Door:
             raise DrainingError("the server is shutting down and takes no new requests")
         if engine.sleeping and path in COMPUTING:
             raise SleepingError("the engine sleeps", fix="POST /wake_up")
-        # An engine that is being restarted keeps new requests waiting; one that was never there cannot even say
-        # what its tokenizer is.
-        if not engine.ready and not engine.restarts and not engine.sleeping:
+        # An engine that is being restarted, or does not answer, keeps new requests waiting; one that was never there
+        # cannot even say what its tokenizer is.
+        if not (engine.ready or engine.restarts or engine.sleeping or engine.unresponsive):
             raise HttpFailure(
                 UNAVAILABLE, "the model is loading", kind="service_unavailable_error", code="loading", retry=True
             )

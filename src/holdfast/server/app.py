@@ -54,11 +54,12 @@ def create_app(engine: Engine, settings: ServerSettings) -> Starlette:
     """Starts nothing: whoever runs the application starts the engine too (`server.run.serve` does both)."""
 
     def info() -> EngineInfo | None:
-        return engine.info if engine.ready else None
+        return engine.info if engine.ready or engine.unresponsive is not None else None
 
     metrics = ServingMetrics(
         settings.served_model_names[0], stats=engine.stats, info=info, memory=engine.memory,
-        sleeping=lambda: engine.sleeping,
+        sleeping=lambda: engine.sleeping, restarts=lambda: (engine.restarts - engine.hangs, engine.hangs),
+        hung=lambda: engine.unresponsive is not None,
     )  # fmt: skip
     engine.on_step(metrics.observe_step)
     room = Room(most_waiting=settings.max_queued_requests)
@@ -183,10 +184,14 @@ class _Plain:
             body: dict[str, Any] = {"status": "dead", "reason": failure.message, "code": failure.code}
         elif engine.draining:
             body = {"status": "draining", "reason": "the server is shutting down"}
+        elif (hung := engine.unresponsive) is not None:
+            body = {"status": "hung", "reason": hung.message, "code": hung.code}
         elif engine.restarts:
             body = {"status": "restarting", "reason": "the engine process ended and is being started again"}
         else:
             body = {"status": "loading", "reason": "the model is loading"}
+        if engine.starting:
+            body["progress"] = engine.starting
         return json_response(body, UNAVAILABLE, {"Retry-After": str(self._settings.retry_after_s)})
 
     async def models(self, request: Request) -> Response:

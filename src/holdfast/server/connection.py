@@ -44,6 +44,10 @@ _TOO_LARGE = (431, "Request Header Fields Too Large", "the headers are too large
 _TOO_SLOW = (408, "Request Timeout", "the headers did not end in time")
 _CLOSE = (b"connection", b"close")
 
+_IDLE, _LINGERING, _HALF_ASKED, _UNREAD = range(4)
+"""What may be closed for others, in this order: nothing was asked, or not all of a head has come; refused, and only
+being read to its end; a body has not come yet; an answer is complete and its client has not taken all of it."""
+
 
 class _Refused(Exception):
     """Raised out of the parser, which then stops where it is."""
@@ -52,11 +56,11 @@ class _Refused(Exception):
 class Connection(HttpToolsProtocol):
     """One is made for each connection."""
 
-    def __init__(self, *arguments: Any, most: int | None = None, **named: Any) -> None:
-        """`most`: connections there may be; one beyond them is only told so."""
+    def __init__(self, *arguments: Any, full: bool = False, **named: Any) -> None:
+        """`full`: it is one too many, and only told so."""
         super().__init__(*arguments, **named)
-        self._most = most
-        self._full = False
+        self._full = full
+        self._waits_since_s = 0.0
         self._head_bytes = 0
         self._in_head = True
         self._took_body = False
@@ -72,7 +76,7 @@ class Connection(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._full = self._most is not None and len(self.connections) > self._most
+        self._waits_since_s = self.loop.time()
         self._wait()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -171,7 +175,25 @@ class Connection(HttpToolsProtocol):
         self._answered = cycle
         super()._start_asgi_task(cycle, _Answering(app, self, cycle))
 
+    @property
+    def expendable(self) -> tuple[int, float] | None:
+        """How soon it may be closed to make room for others, as `accepting` asks. A byte now and then makes nothing
+        younger: what counts is since when it has not carried a request."""
+        if self.transport is None or self.transport.is_closing():
+            return None
+        since_s = self._waits_since_s
+        if self._linger_bytes is not None:
+            return _LINGERING, since_s
+        if self._answering:
+            unasked = self.cycle is self._answered and self.cycle.more_body and not self.cycle.response_started
+            return (_HALF_ASKED, since_s) if unasked else None
+        return (_UNREAD if self.transport.get_write_buffer_size() else _IDLE), since_s
+
+    def drop(self) -> None:
+        self.transport.abort()
+
     def on_response_complete(self) -> None:
+        self._waits_since_s = self.loop.time()
         if self._linger_bytes is None:
             super().on_response_complete()
 

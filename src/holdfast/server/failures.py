@@ -14,6 +14,7 @@ from holdfast.errors import (
     DrainingError,
     EngineDiedError,
     EngineError,
+    EngineHungError,
     HoldfastError,
     OverloadedError,
     RequestError,
@@ -47,6 +48,7 @@ _SHAPES: tuple[tuple[type[HoldfastError], int, str, str], ...] = (
     (DrainingError, UNAVAILABLE, "service_unavailable_error", "draining"),
     (SleepingError, UNAVAILABLE, "service_unavailable_error", "sleeping"),
     (EngineDiedError, UNAVAILABLE, "service_unavailable_error", "engine_dead"),
+    (EngineHungError, UNAVAILABLE, "service_unavailable_error", "engine_hung"),
     (StepMemoryError, UNAVAILABLE, "service_unavailable_error", "out_of_memory"),
     (EngineError, INTERNAL, "server_error", "engine_error"),
 )

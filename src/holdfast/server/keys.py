@@ -9,6 +9,7 @@ import hashlib
 import hmac
 import logging
 import os
+import stat
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -24,6 +25,8 @@ KEYS_UNREADABLE = "HF152"
 
 Stamp = tuple[int, int, int]
 """Of a file's state: when it was written, how long it is, which file it is."""
+_READ_ONCE = (0, 0, 0)
+"""Of a pipe, such as a shell's <(command): reading it again would wait for ever."""
 
 
 class Keys:
@@ -65,7 +68,7 @@ class Keys:
         self._looked_s = now_s
         try:
             stamp = _stamp(self._file)
-            if stamp == self._stamp:
+            if stamp in (self._stamp, _READ_ONCE):
                 return
             self._read = _keys_in(self._file)
             self._stamp = stamp
@@ -91,6 +94,8 @@ def _stamp(path: Path) -> Stamp:
         found = os.stat(path)
     except OSError as error:
         raise _unreadable(path, error.strerror or str(error)) from error
+    if not stat.S_ISREG(found.st_mode):
+        return _READ_ONCE
     return found.st_mtime_ns, found.st_size, found.st_ino
 
 

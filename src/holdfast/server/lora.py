@@ -6,7 +6,10 @@ Only folders that were allowed when the server started are looked into, and no a
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import threading
+from concurrent.futures import Future
 from typing import Any
 
 import msgspec
@@ -14,7 +17,8 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
-from holdfast.engine.lora import Adapters
+from holdfast.checkpoints.adapters import too_slow
+from holdfast.engine.lora import Adapters, Loaded
 from holdfast.errors import AdapterError, UnknownModelError
 from holdfast.server.asking import decode_object
 from holdfast.server.fields import check_fields, convert, honoured_fields, unsupported
@@ -26,6 +30,8 @@ log = logging.getLogger("holdfast.server")
 
 MAX_BODY_BYTES = 64 << 10
 """A name and a path."""
+EXAMINE_LIMIT_S = 60.0
+"""For an adapter's two headers, which take milliseconds: what takes longer hangs."""
 
 
 class LoadBody(msgspec.Struct, kw_only=True):
@@ -62,9 +68,30 @@ class LoraEndpoints:
         if body.lora_name in self._settings.served_model_names:
             raise AdapterError(f"{shorten(body.lora_name)!r} is the model itself", field="lora_name")
         async with self._turn:  # One at a time: of two with one name the second is refused.
-            await asyncio.to_thread(self._adapters.load, body.lora_name, body.lora_path, in_place=body.load_inplace)
+            self._adapters.add(await self._examine(body))
         log.info("adapter %s was loaded", shorten(body.lora_name))
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
+
+    async def _examine(self, body: LoadBody) -> Loaded:
+        """In a thread of its own that nobody waits for at the end of the process: the folder's file server may hang."""
+        loop, ended = asyncio.get_running_loop(), asyncio.Event()
+        work = Future[Loaded]()
+
+        def examine() -> None:
+            try:
+                work.set_result(self._adapters.examine(body.lora_name, body.lora_path, in_place=body.load_inplace))
+            except Exception as error:
+                work.set_exception(error)
+            with contextlib.suppress(RuntimeError):  # The loop has ended meanwhile.
+                loop.call_soon_threadsafe(ended.set)
+
+        threading.Thread(target=examine, name="adapter-examine", daemon=True).start()
+        try:
+            await asyncio.wait_for(ended.wait(), EXAMINE_LIMIT_S)
+        except TimeoutError:
+            log.error("adapter %s was not read within %g s and is given up", shorten(body.lora_name), EXAMINE_LIMIT_S)
+            raise too_slow(shorten(body.lora_name), EXAMINE_LIMIT_S) from None
+        return work.result()
 
     async def unload(self, request: Request) -> Response:
         body: UnloadBody = convert(check_fields(await self._body(request), _UNLOAD_FIELDS), UnloadBody)

@@ -54,8 +54,10 @@ class Error(msgspec.Struct):
 
 
 class Health(msgspec.Struct):
-    status: Literal["ready", "sleeping", "loading", "restarting", "draining", "dead"]
+    status: Literal["ready", "sleeping", "loading", "restarting", "hung", "draining", "dead"]
     reason: str | None = None
+    code: str | None = None
+    progress: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -98,9 +98,13 @@ class _Server(uvicorn.Server):
         await super().startup(sockets=[])
         (listener,) = sockets or []
         self._accepting = Accepting(
-            listener, self._connection, self.server_state.connections, self._most, tls=self._tls,
+            listener,
+            self._connection,
+            cast("set[connection.Connection]", self.server_state.connections),
+            self._most,
+            tls=self._tls,
             handshake_s=connection.HEAD_TIMEOUT_S,
-        )  # fmt: skip
+        )
         self._accepting.start()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
@@ -108,10 +112,8 @@ class _Server(uvicorn.Server):
             self._accepting.stop()
         await super().shutdown(sockets)
 
-    def _connection(self) -> asyncio.Protocol:
-        return connection.Connection(
-            config=self.config, server_state=self.server_state, app_state={}, most=self._most
-        )  # fmt: skip
+    def _connection(self, full: bool) -> asyncio.Protocol:
+        return connection.Connection(config=self.config, server_state=self.server_state, app_state={}, full=full)
 
 
 async def serve(

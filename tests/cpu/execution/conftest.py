@@ -157,6 +157,7 @@ def make_driver(
     poison: bool = True,
     reference: bool = False,
     compiled: bool = False,
+    beat: Callable[[], None] | None = None,
 ) -> Driver:
     compiled = compiled and not reference
     weights = load_weights(
@@ -170,6 +171,7 @@ def make_driver(
         CPU,
         reference=reference,
         compiled=compiled,
+        beat=beat,
     )
     runner.back_kv(blocks)
     if poison:

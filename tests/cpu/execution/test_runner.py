@@ -112,6 +112,15 @@ def test_rehearsal_leaves_no_trace(
         driver.runner.execute(StepPlan(step_id=0, rows=[Row(slots - 1, 5, 250, False)]))
 
 
+def test_a_step_is_heard_of_after_each_layer(oracles: Callable[..., Any], driver_for: Callable[..., Any]) -> None:
+    beats: list[int] = []
+    oracle = oracles("Llama")
+    driver = driver_for(oracle, beat=lambda: beats.append(len(beats)))
+    driver.start(0, [1, 2, 3])
+    driver.step({0: 3})
+    assert len(beats) == len(oracle.spec.layers)  # The last layer of a chunk is cut short, and logits follow it.
+
+
 def test_many_sampling_rows_are_sampled_in_turns(
     oracles: Callable[..., Any], driver_for: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,13 +5,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import json
 import select
 import socket
+import ssl
 import time
+from collections.abc import Iterator
 from typing import Any, BinaryIO
 
 import pytest
+from certificates import self_signed
 from deadlines import PATIENCE_S
 
 from holdfast.engine.fake import FakeEngine, say
@@ -193,35 +197,154 @@ def test_what_is_no_request_is_said_once_and_closed(server, request_bytes, caplo
     assert [record.name for record in caplog.records if "no HTTP request" in record.message] == ["holdfast.server"]
 
 
-def test_one_connection_too_many_is_told_so_and_probes_are_answered(launch, monkeypatch):
+@contextlib.contextmanager
+def running_requests(server, count: int) -> Iterator[list[socket.socket]]:
+    """Connections that carry requests, which end when the caller is done."""
+    server.call(server.engine.pause)
+    body = json.dumps({"prompt": "abc", "max_tokens": 3}).encode()
+    with contextlib.ExitStack() as open_ones:
+        clients = [open_ones.enter_context(connect(server)) for _ in range(count)]
+        for client in clients:
+            client.sendall(post("/v1/completions", body=body))
+        server.until(lambda: len(server.engine.received) == count)
+        yield clients
+        server.call(server.engine.resume)
+        assert [one_answer(client)[0].split()[1] for client in clients] == [b"200"] * count
+
+
+def get(client: socket.socket, path: str) -> tuple[bytes, bytes]:
+    client.sendall(f"GET {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+    return one_answer(client)
+
+
+def test_one_request_too_many_is_told_so_and_probes_are_answered(launch, monkeypatch):
     monkeypatch.setattr(accepting, "RESERVE", 2)
     server = launch(max_connections=2)
-    with contextlib.ExitStack() as open_ones:
-
-        def ask(path: str) -> tuple[bytes, bytes]:
-            client = open_ones.enter_context(connect(server))
-            client.sendall(f"GET {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
-            return one_answer(client)
-
-        assert [ask("/version")[0].split()[1] for _ in range(2)] == [b"200"] * 2
-        head, body = ask("/version")
+    with running_requests(server, 2), contextlib.ExitStack() as open_ones:
+        head, body = get(open_ones.enter_context(connect(server)), "/version")
         assert (head.split()[1], json.loads(body)["error"]["code"]) == (b"503", "too_many_connections")
         assert b"retry-after: " in head
         assert b"connection: close" in head
-        head, _ = ask("/health")
+        head, _ = get(open_ones.enter_context(connect(server)), "/health")
         assert head.split()[1] == b"200"
         assert b"connection: close" in head
 
 
 def test_beyond_the_reserve_nothing_is_read(launch, monkeypatch):
-    monkeypatch.setattr(accepting, "RESERVE", 1)
-    monkeypatch.setattr(connection, "FULL_TIMEOUT_S", PATIENCE_S)
-    server = launch(max_connections=1)
+    monkeypatch.setattr(accepting, "RESERVE", 0)
+    server = launch(max_connections=2)
+    with running_requests(server, 2), connect(server) as client:
+        assert everything(client).startswith(b"HTTP/1.1 503")
+
+
+def test_the_reserve_cannot_be_taken_by_who_asks_for_nothing(launch, monkeypatch):
+    monkeypatch.setattr(accepting, "RESERVE", 2)
+    server = launch(max_connections=2)
+    with running_requests(server, 2), contextlib.ExitStack() as open_ones:
+        for _ in range(5):
+            open_ones.enter_context(connect(server)).sendall(b"GET /health HTTP/1.1\r\n")  # And waits.
+        assert get(open_ones.enter_context(connect(server)), "/health")[0].split()[1] == b"200"
+
+
+def test_the_oldest_that_carries_no_request_makes_room(launch):
+    """Also one that sends a byte now and then, one that was answered, and one that was only refused."""
+    server = launch(max_connections=4)
+    with running_requests(server, 1), contextlib.ExitStack() as open_ones:
+        silent, dripping, answered = (open_ones.enter_context(connect(server)) for _ in range(3))
+        dripping.sendall(b"GET /ver")
+        assert get(answered, "/version")[0].split()[1] == b"200"
+        dripping.sendall(b"s")
+        for oldest in (silent, dripping, answered):
+            newcomer = open_ones.enter_context(connect(server))
+            assert get(newcomer, "/version")[0].split()[1] == b"200"
+            assert everything(oldest) == b""
+        for client in (newcomer, open_ones.enter_context(connect(server))):
+            assert get(client, "/version")[0].split()[1] == b"200"
+
+
+def test_a_body_that_does_not_come_makes_room_too(launch):
+    server = launch(max_connections=2)
     with contextlib.ExitStack() as open_ones:
-        for _ in range(2):
-            client = open_ones.enter_context(connect(server))
-            client.sendall(b"GET /health HTTP/1.1\r\n")  # And waits.
-        assert everything(open_ones.enter_context(connect(server))).startswith(b"HTTP/1.1 503")
+        waiting = [open_ones.enter_context(connect(server)) for _ in range(2)]
+        for client in waiting:
+            client.sendall(post("/tokenize", "Content-Length: 1000") + b"{")
+        server.until(lambda: True)
+        newcomer = open_ones.enter_context(connect(server))
+        assert get(newcomer, "/version")[0].split()[1] == b"200"
+        assert everything(waiting[0]) == b""
+        waiting[1].sendall(b'"prompt": "hi"}' + b" " * 984)
+        assert one_answer(waiting[1])[0].split()[1] == b"200"
+
+
+def test_who_does_not_agree_on_tls_makes_room(launch, tmp_path):
+    from holdfast.config import ServerConfig
+    from holdfast.server.tls import tls_of
+
+    key, certificate = self_signed(tmp_path)
+    server = launch(max_connections=3, tls=tls_of(ServerConfig(ssl_keyfile=key, ssl_certfile=certificate)))
+    with contextlib.ExitStack() as open_ones:
+        silent = [open_ones.enter_context(connect(server)) for _ in range(3 + accepting.RESERVE)]
+        trusted = ssl.create_default_context(cafile=certificate)
+        plain = open_ones.enter_context(connect(server))
+        with trusted.wrap_socket(plain, server_hostname="127.0.0.1") as client:
+            assert get(client, "/health")[0].split()[1] == b"200"
+        assert everything(silent[0]) == b""
+
+
+class Idle:
+    """As `accepting` sees a connection."""
+
+    def __init__(self, place: int, connections: list[Idle], *, busy: bool = False) -> None:
+        self.expendable = None if busy else (0, float(place))
+        self._connections = connections
+
+    def drop(self) -> None:
+        self._connections.remove(self)
+
+
+class WithoutFiles(socket.socket):
+    """A listening socket, while the system has no file for a connection."""
+
+    refusals = 0
+    refuses = True
+
+    def accept(self):
+        if self.refuses:
+            self.refusals += 1
+            raise OSError(errno.EMFILE, "Too many open files")
+        return super().accept()
+
+
+async def test_a_system_without_files_is_not_asked_all_the_time_and_keeps_some_for_others(monkeypatch):
+    """Those that carry no request are closed; from then on there are fewer, so that an engine can be started again."""
+    monkeypatch.setattr(accepting, "PAUSE_S", 0.05)
+    connections: list[Idle] = []
+    connections += [Idle(place, connections, busy=place % 2 == 1) for place in range(200)]
+    made: list[bool] = []
+
+    def make(full: bool) -> asyncio.Protocol:
+        made.append(full)
+        return asyncio.Protocol()
+
+    listener = WithoutFiles(fileno=socket.create_server(("127.0.0.1", 0)).detach())
+    listener.setblocking(False)
+    with listener, socket.create_connection(listener.getsockname(), timeout=PATIENCE_S):
+        taking = accepting.Accepting(listener, make, connections, 2048, tls=None, handshake_s=1.0)
+        taking.start()
+        try:
+            async with asyncio.timeout(PATIENCE_S):
+                while listener.refusals < 3:
+                    await asyncio.sleep(0)
+                # One more at each further try: whoever waits outside needs a file too.
+                assert len(connections) == 200 - accepting.RESERVE - accepting.SPARE_FILES - 2
+                assert sum(one.expendable is None for one in connections) == 100
+                listener.refuses = False
+                while not made:
+                    await asyncio.sleep(0)
+        finally:
+            taking.stop()
+    assert listener.refusals == 3  # It was asked again after pauses only.
+    assert made == [False]
 
 
 def test_the_files_that_may_be_open_bound_the_connections(monkeypatch):
@@ -239,9 +362,9 @@ def test_all_who_wait_are_taken_at_one_turn_of_the_loop(server, monkeypatch):
     """A turn serves every stream once: were one connection taken at each, probes would wait behind all the others."""
     turns, taken, take = [0], [], accepting.Accepting._open
 
-    def opened(self, connected):
+    def opened(self, connected, full):
         taken.append(turns[0])
-        take(self, connected)
+        take(self, connected, full)
 
     def turn() -> None:
         turns[0] += 1

@@ -6,11 +6,10 @@ import contextlib
 import json
 import socket
 import ssl
-import subprocess
-from pathlib import Path
 
 import httpx
 import pytest
+from certificates import self_signed
 from deadlines import PATIENCE_S
 
 from holdfast.config import ServerConfig
@@ -180,19 +179,8 @@ def test_paths_of_the_api_are_told(told):
     assert describe(SleepingError("x", fix=told))[1]["holdfast"]["fix"] == told
 
 
-def certificate(folder: Path) -> tuple[str, str]:
-    key, cert = str(folder / "key.pem"), str(folder / "cert.pem")
-    subprocess.run(
-        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes",
-         "-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1", "-keyout", key,
-         "-out", cert, "-days", "2"],
-        check=True, capture_output=True, timeout=PATIENCE_S,
-    )  # fmt: skip
-    return key, cert
-
-
 def test_https(launch, tmp_path):
-    key, cert = certificate(tmp_path)
+    key, cert = self_signed(tmp_path)
     server = launch(tls=tls_of(ServerConfig(ssl_keyfile=key, ssl_certfile=cert)), max_body_bytes=1000)
     trusted = ssl.create_default_context(cafile=cert)
     url = f"https://127.0.0.1:{server.port}"
@@ -207,7 +195,7 @@ def test_https(launch, tmp_path):
 
 
 def test_https_asks_for_a_certificate(launch, tmp_path):
-    key, cert = certificate(tmp_path)
+    key, cert = self_signed(tmp_path)
     config = ServerConfig(ssl_keyfile=key, ssl_certfile=cert, ssl_ca_certs=cert, ssl_cert_reqs=2)
     server = launch(tls=tls_of(config))
     url, trusted = f"https://127.0.0.1:{server.port}", ssl.create_default_context(cafile=cert)
@@ -219,7 +207,7 @@ def test_https_asks_for_a_certificate(launch, tmp_path):
 
 
 def test_tls_that_cannot_be_is_refused_at_start(tmp_path):
-    key, cert = certificate(tmp_path)
+    key, cert = self_signed(tmp_path)
     (tmp_path / "torn").write_text("-----BEGIN CERTIFICATE-----\nnothing\n")
     for wrong in (
         {"ssl_keyfile": str(tmp_path / "nowhere"), "ssl_certfile": cert},

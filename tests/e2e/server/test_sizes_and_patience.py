@@ -250,3 +250,39 @@ def test_only_who_takes_nothing_is_given_up(connection, given_up):
         assert not connection.aborted
         watch.look()
     assert connection.aborted is given_up
+
+
+def test_a_folder_that_does_not_answer_holds_up_no_other_adapter(launch, monkeypatch, tiny_model):
+    """A file server may be gone: its adapter is given up, and what comes of it later changes nothing."""
+    from holdfast.config import EngineConfig
+    from holdfast.engine.lora import Adapters, Loaded
+    from holdfast.engine.startup import find_model
+    from holdfast.records import AdapterRef
+    from holdfast.server import lora
+
+    answers = threading.Event()
+    ended = threading.Semaphore(0)
+
+    def examine(self, name, path, **_):
+        if "hung" in path:
+            answers.wait(PATIENCE_S)
+            ended.release()
+        return Loaded(AdapterRef(name, 0, path, ""), "base", None, 0)
+
+    monkeypatch.setattr(Adapters, "examine", examine)
+    monkeypatch.setattr(lora, "EXAMINE_LIMIT_S", 0.3)
+    config = EngineConfig(model=str(tiny_model), load_format="dummy", enable_lora=True)
+    adapters = Adapters(find_model(config).spec, "fake", config)
+    server = launch(adapters=adapters)
+    with server.client() as http:
+        for _ in range(3):
+            asked = {"lora_name": "slow", "lora_path": "/mnt/hung"}
+            error = error_of(http.post("/v1/load_lora_adapter", json=asked), 400)
+            assert error["holdfast"]["code"] == "HF378"
+        asked = {"lora_name": "quick", "lora_path": "/mnt/good"}
+        assert http.post("/v1/load_lora_adapter", json=asked).status_code == 200
+        answers.set()
+        for _ in range(3):
+            assert ended.acquire(timeout=PATIENCE_S)
+        assert http.post("/v1/unload_lora_adapter", json={"lora_name": "slow"}).status_code == 404
+        assert [one.ref.name for one in adapters.listed] == ["quick"]

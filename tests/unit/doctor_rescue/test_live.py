@@ -299,6 +299,7 @@ def test_a_server_that_loads_is_not_ready_yet() -> None:
     [
         ({"/health": (503, '{"status": "draining", "reason": "x"}'), "/metrics": (401, "")}, "shutting down"),
         ({"/health": (503, '{"status": "dead", "reason": "x"}')}, "its engine is gone"),
+        ({"/health": (503, '{"status": "hung", "reason": "x"}')}, "does not answer"),
         ({"/health": (200, '{"status": "sleeping"}')}, "sleeps"),
         ({"/health": (200, ""), "/is_sleeping": (200, '{"is_sleeping": true}')}, "sleeps"),
         ({"/health": (502, "Bad Gateway")}, "before the server"),

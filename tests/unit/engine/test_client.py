@@ -14,15 +14,25 @@ from holdfast.engine import client, messages, restarts, stream
 from holdfast.engine.client import ProcessEngine
 from holdfast.engine.passengers import DEATHS_IN_ALL
 from holdfast.engine.startup import find_model
+from holdfast.engine.watch import LEAST_LIMIT_S, LOADING_FACTOR, TICK_S, Watch
 from holdfast.errors import (
     DoesNotFitError,
     EngineDiedError,
     EngineError,
+    EngineHungError,
     NoResourcesError,
     OverloadedError,
     RequestError,
 )
-from holdfast.records import EngineInfo, EngineOutput, EngineStats, FinishReason, RequestTiming, TokenLogprobs
+from holdfast.records import (
+    EngineInfo,
+    EngineOutput,
+    EngineStats,
+    Failure,
+    FinishReason,
+    RequestTiming,
+    TokenLogprobs,
+)
 
 INFO = EngineInfo(
     model="tiny", device="none", dtype="none", kv_dtype="none", block_size=16, blocks=10, max_model_len=100,
@@ -37,6 +47,8 @@ class PretendedChild:
     def __init__(self) -> None:
         self.heard: list[messages.ToEngine] = []
         self.said: asyncio.Queue[messages.FromEngine | Exception | None] = asyncio.Queue()
+        self.clock_s = 0.0
+        self.watch = Watch(LOADING_FACTOR * LEAST_LIMIT_S, self.die, lambda: self.clock_s)
 
     def send(self, message: messages.ToEngine) -> None:
         self.heard.append(message)
@@ -45,7 +57,22 @@ class PretendedChild:
         said = await self.said.get()
         if isinstance(said, Exception):
             raise said
+        if said is not None:
+            self.watch.heard()
         return said
+
+    def stay_silent(self, seconds: float) -> None:
+        for _ in range(int(seconds / TICK_S)):
+            self.clock_s += TICK_S
+            self.watch.tick()
+
+    @property
+    def progress(self) -> str:
+        return f"starting; the last sign of progress was {self.watch.silent_s:.0f} s ago"
+
+    @property
+    def unresponsive(self) -> Failure | None:
+        return Failure.of(EngineHungError(self.watch.story)) if self.watch.late else None
 
     def die(self) -> None:
         self.said.put_nowait(None)
@@ -70,7 +97,7 @@ class Harbour:
 
     def __init__(self) -> None:
         self.children: list[PretendedChild] = []
-        self.next_starts: list[Exception | None] = []
+        self.next_starts: list[Exception | str | None] = []
 
     async def spawn(self, *_: object) -> PretendedChild:
         trouble = self.next_starts.pop(0) if self.next_starts else None
@@ -78,6 +105,8 @@ class Harbour:
         self.children.append(child)
         if isinstance(trouble, EngineDiedError):
             raise trouble
+        if trouble == "silent":
+            return child
         child.said.put_nowait(
             messages.Ready(INFO) if trouble is None else messages.StartFailed(messages.pack_failure(trouble))
         )
@@ -138,7 +167,7 @@ async def test_the_innocent_go_on_and_poison_is_ended(engine, harbour) -> None:
     await until(lambda: "poison" in harbour.last.handed_over)
     assert list(harbour.last.handed_over) == ["a", "poison"]
     harbour.last.die()
-    with pytest.raises(EngineDiedError, match="with this request aboard") as caught:
+    with pytest.raises(EngineDiedError, match="on this request repeatedly") as caught:
         await anext(streams["poison"])
     assert caught.value.code == "HF410"
     await until(lambda: len(harbour.children) == 4 and harbour.last.handed_over)
@@ -152,6 +181,50 @@ async def test_the_innocent_go_on_and_poison_is_ended(engine, harbour) -> None:
     assert [delta.token_ids for delta in [delta async for delta in streams["b"]]] == [[8], [10], [11]]
     assert [delta.token_ids for delta in [delta async for delta in new]] == [[11]]
     assert (engine.ready, engine.failure, engine.unfinished, engine.restarts) == (True, None, 0, 3)
+
+
+async def test_while_it_does_not_answer_it_is_not_ready_and_who_comes_waits(engine, harbour) -> None:
+    before = await ask(engine, "before")
+    harbour.last.stay_silent(LEAST_LIMIT_S / 2)
+    assert (engine.ready, engine.unresponsive.code) == (False, "HF412")
+    late = await ask(engine, "late")
+    assert list(harbour.last.handed_over) == ["before"]
+    harbour.last.said.put_nowait(messages.Beat())
+    await until(lambda: "late" in harbour.last.handed_over)
+    assert (engine.ready, engine.unresponsive, engine.restarts) == (True, None, 0)
+    harbour.last.tell(*[token(name, 7, reason=FinishReason.LENGTH) for name in ("before", "late")])
+    assert [(await anext(one)).token_ids for one in (before, late)] == [[7], [7]]
+
+
+async def test_what_hangs_the_engine_each_time_is_ended_for_that(engine, harbour) -> None:
+    streams = {name: await ask(engine, name) for name in ("a", "poison")}
+    for count in (2, 3, 4):
+        harbour.last.tell(token("a", count))
+        assert (await anext(streams["a"])).token_ids == [count]
+        harbour.last.stay_silent(LEAST_LIMIT_S)
+        await until(lambda count=count: len(harbour.children) == count and harbour.last.handed_over)
+    with pytest.raises(EngineHungError, match="hung on this request repeatedly") as caught:
+        await anext(streams["poison"])
+    assert caught.value.code == "HF412"
+    assert (engine.restarts, engine.hangs) == (3, 3)
+    harbour.last.tell(token("a", 5, reason=FinishReason.LENGTH))
+    assert (await anext(streams["a"])).token_ids == [5]
+
+
+async def test_a_start_that_hangs_is_ended_and_tried_again(engine, harbour) -> None:
+    running = await ask(engine, "a")
+    harbour.next_starts = ["silent"]
+    harbour.last.die()
+    await until(lambda: len(harbour.children) == 2)
+    assert engine.starting.startswith("starting; the last sign of progress was 0 s ago")
+    harbour.last.stay_silent(LOADING_FACTOR * LEAST_LIMIT_S - 1)
+    assert "599 s ago" in engine.starting
+    assert not harbour.last.watch.hung
+    harbour.last.stay_silent(1)
+    await until(lambda: len(harbour.children) == 3 and harbour.last.handed_over)
+    assert (engine.restarts, engine.hangs, engine.starting) == (2, 1, "")
+    harbour.last.tell(token("a", 7, reason=FinishReason.LENGTH))
+    assert (await anext(running)).token_ids == [7]
 
 
 async def test_a_process_that_cannot_be_started_is_tried_again(engine, harbour) -> None:

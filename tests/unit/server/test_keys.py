@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import threading
 from pathlib import Path
 
 import pytest
+from deadlines import PATIENCE_S
 
 from holdfast.errors import ConfigurationError
 from holdfast.server.keys import LOOK_S, MAX_FILE_BYTES, Keys
@@ -91,3 +94,24 @@ def test_a_file_without_a_key_is_refused_at_start(tmp_path: Path, text: str | No
     with pytest.raises(ConfigurationError) as caught:
         Keys((), file)
     assert (caught.value.code, caught.value.field) == ("HF152", "api_key_file")
+
+
+def test_a_pipe_is_read_once_and_never_waited_for(tmp_path: Path) -> None:
+    """A shell's <(command) is one: whoever wrote it is gone."""
+    clock, pipe = Clock(), tmp_path / "pipe"
+    os.mkfifo(pipe)
+    writing = threading.Thread(target=pipe.write_text, args=("one\n",))
+    writing.start()
+    keys = Keys((), pipe, clock)
+    writing.join(PATIENCE_S)
+    for _ in range(3):
+        clock.now_s += 10
+        os.utime(pipe)
+        assert keys.fit(b"one")
+    file = tmp_path / "keys"
+    file.write_text("two\n")
+    keys = Keys((), file, clock)
+    file.unlink()
+    os.mkfifo(file)
+    clock.now_s += LOOK_S
+    assert keys.fit(b"two")

@@ -1,0 +1,111 @@
+"""Adapter files that do not come, as of a file server that is gone: they hold up nobody else's, and write nowhere."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from deadlines import PATIENCE_S
+from lora_adapters import write_adapter
+
+from holdfast.checkpoints import locate, spec_of
+from holdfast.checkpoints.adapters import stamp
+from holdfast.checkpoints.checkpoint import Checkpoint
+from holdfast.execution import lora_places
+from holdfast.execution.lora_places import AdapterPlaces, LoraLimits
+from holdfast.records import AdapterArrival, AdapterFetch, AdapterRef, StepPlan
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
+    base = tmp_path_factory.mktemp("adapters")
+    settings = json.loads((tiny_model / "config.json").read_text())
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**settings)).float()
+    model.save_pretrained(base / "model")
+    for seed, name in enumerate(("good", "hung-1", "hung-2", "hung-3")):
+        write_adapter(base / name, base / "model", seed=seed)
+    return base
+
+
+@pytest.fixture
+def files_come(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Those of adapters called hung do not, until it is set."""
+    come, read = threading.Event(), Checkpoint.read
+
+    def waiting(self: Checkpoint, name: str, **named: Any) -> Any:
+        if "hung" in str(self.tensors[name].path):
+            come.wait(PATIENCE_S)
+        return read(self, name, **named)
+
+    monkeypatch.setattr(Checkpoint, "read", waiting)
+    monkeypatch.setattr(lora_places, "READ_LIMIT_S", 0.3)
+    yield come
+    come.set()
+
+
+@pytest.fixture
+def places(folder: Path) -> Iterator[AdapterPlaces]:
+    spec = spec_of(locate(str(folder / "model")))
+    made = AdapterPlaces(spec, LoraLimits(max_loras=3, max_rank=8, cached=1), torch.float32, CPU)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def ref(folder: Path) -> Callable[[str], AdapterRef]:
+    numbers: dict[str, int] = {}
+    return lambda name: AdapterRef(
+        name, numbers.setdefault(name, len(numbers) + 1), str(folder / name), stamp(folder / name)
+    )
+
+
+def follow(places: AdapterPlaces, fetches: list[AdapterFetch], count: int) -> dict[int, AdapterArrival]:
+    found = {one.place: one for one in places.follow(StepPlan(step_id=0, fetches=fetches))}
+    deadline_s = time.monotonic() + PATIENCE_S
+    while len(found) < count and time.monotonic() < deadline_s:
+        found |= {one.place: one for one in places.follow(StepPlan(step_id=0))}
+    return found
+
+
+def test_two_hung_adapters_do_not_hold_up_a_third(places, ref, files_come) -> None:
+    names = ["hung-1", "hung-2", "good"]
+    found = follow(places, [AdapterFetch(place, ref(name)) for place, name in enumerate(names)], 3)
+    failures = [found[place].failure for place in range(3)]
+    assert [failure and failure.code for failure in failures] == ["HF378", "HF378", None]
+    assert failures[0] is not None
+    assert "hung-1 could not be read within 0.3 s" in failures[0].message
+    assert [held and held.name for held in places.held] == [None, None, "good"]
+
+
+def test_what_comes_too_late_is_written_nowhere(places, ref, files_come) -> None:
+    """Its place is another's by then."""
+    follow(places, [AdapterFetch(0, ref("hung-1"))], 1)
+    assert follow(places, [AdapterFetch(0, ref("good"))], 1)[0].failure is None
+    good = places.places[0].clone()
+    assert good.abs().sum() > 0
+    files_come.set()
+    deadline_s = time.monotonic() + PATIENCE_S
+    while places._readers._left_behind and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    assert places._readers._left_behind == 0  # It has done all that it will do.
+    assert torch.equal(places.places[0], good)
+    assert follow(places, [AdapterFetch(1, ref("hung-1"))], 1)[1].failure is None  # And it can be had now.
+    assert not torch.equal(places.places[1], good)
+
+
+def test_adapters_that_hang_again_and_again_do_not_gather_threads(places, ref, files_come, monkeypatch) -> None:
+    monkeypatch.setattr("holdfast.execution.readers.MOST_LEFT_BEHIND", 2)
+    before = threading.active_count()
+    for _ in range(2):
+        assert follow(places, [AdapterFetch(0, ref("hung-1"))], 1)[0].failure.code == "HF378"
+    assert threading.active_count() - before <= 2 + lora_places.READERS
+    assert follow(places, [AdapterFetch(0, ref("good"))], 1)[0].failure is None

@@ -1,0 +1,98 @@
+"""The engine's loop is heard while there is nothing to do, and while a step is long; not when it hangs."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import zmq
+from deadlines import PATIENCE_S
+
+from holdfast.engine import messages
+from holdfast.engine.process import BEAT_S, _Heart, _serve
+from holdfast.records import EngineStats
+
+
+class Core:
+    """Works at whatever a test lets it."""
+
+    def __init__(self) -> None:
+        self.work: Callable[[], None] | None = None
+
+    @property
+    def has_work(self) -> bool:
+        return self.work is not None
+
+    def step(self) -> list[Any]:
+        work, self.work = self.work, None
+        if work is not None:
+            work()
+        return []
+
+    def stats(self) -> EngineStats:
+        return EngineStats()
+
+
+class Loop:
+    def __init__(self) -> None:
+        self.core = Core()
+        self._context = zmq.Context()
+        engine, self.front = (self._context.socket(zmq.PAIR) for _ in range(2))
+        self.front.rcvtimeo = int(PATIENCE_S * 1000)
+        engine.bind("inproc://loop")
+        self.front.connect("inproc://loop")
+        self.heart = _Heart(engine)
+        self._thread = threading.Thread(target=self._run, args=(engine,))
+        self._thread.start()
+
+    def _run(self, engine: zmq.Socket[bytes]) -> None:
+        with engine:
+            _serve(self.core, engine, self.heart)  # type: ignore[arg-type]
+
+    def hear(self) -> messages.FromEngine:
+        return messages.decode_from_engine(self.front.recv())
+
+    def say(self, message: messages.ToEngine) -> None:
+        self.front.send(messages.encode(message))
+
+    def end(self) -> None:
+        self.say(messages.Stop())
+        self._thread.join(PATIENCE_S)
+        assert not self._thread.is_alive()
+        self._context.destroy(linger=0)
+
+
+@pytest.fixture
+def loop() -> Iterator[Loop]:
+    made = Loop()
+    yield made
+    made.end()
+
+
+def test_it_is_heard_while_there_is_nothing_to_do(loop: Loop) -> None:
+    assert [loop.hear() for _ in range(3)] == [messages.Beat()] * 3
+
+
+def test_a_long_step_is_heard_between_its_layers_and_a_hung_one_is_not(loop: Loop) -> None:
+    go_on, hung = threading.Event(), threading.Event()
+
+    def layers() -> None:
+        for _ in range(4):
+            threading.Event().wait(BEAT_S * 1.1)
+            loop.heart.beat()
+        hung.set()
+        go_on.wait(PATIENCE_S)
+
+    loop.core.work = layers
+    loop.say(messages.Abort([]))  # Wakes it.
+    assert hung.wait(PATIENCE_S)
+    heard = 0
+    while loop.front.poll(int(BEAT_S * 3000)):
+        assert loop.hear() == messages.Beat()
+        heard += 1
+    assert heard >= 4
+    go_on.set()
+    while not isinstance(loop.hear(), messages.News):
+        pass
