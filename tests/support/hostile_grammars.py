@@ -1,6 +1,6 @@
 """Generators of structured output that nobody sends by accident: each draws the arguments of one
-StructuredOutputsParams, legal in size and hostile in shape. Small pieces that explode are put together, nested, repeated,
-cut off and left open."""
+StructuredOutputsParams, legal in size and hostile in shape. Small pieces that explode are put together, nested,
+repeated, cut off and left open."""
 
 from __future__ import annotations
 
