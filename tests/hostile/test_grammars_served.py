@@ -1,0 +1,172 @@
+"""Fifty grammars that explode, sent to a real server at its default limits while 32 ordinary streams run, half of them
+with structured output: all streams end as they would alone, none pauses, and the memory comes back."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+from deadlines import PATIENCE_S
+
+STREAMS, BOMBS = 32, 50
+CALM_S = 0.1
+"""The longest pause of a stream that nobody notices. Held to where the machine does nothing else."""
+STALL_S = 1.0
+"""In the quick suite, where other tests take the cores: a front or an engine that stood still did so for minutes."""
+TICK_S = 0.01
+
+
+@dataclass(slots=True)
+class Seen:
+    texts: dict[int, str] = field(default_factory=dict)
+    worst_gap_s: float = 0.0
+    worst_probe_s: float = 0.0
+    own_stall_s: float = 0.0
+    """That this process itself stood still for: the machine's, not the server's."""
+    codes: list[int] = field(default_factory=list)
+
+
+def bomb(number: int) -> dict[str, Any]:
+    """Each another one, so that none is known already."""
+    patterns = [f".*a.{{{at}}}" for at in range(1, 30)]
+    return [
+        {"guided_grammar": f"start: A{number}\nA{number}: " + " & ".join(f"/{pattern}/" for pattern in patterns)},
+        {"guided_json": {"title": f"{number}", "allOf": [{"type": "string", "pattern": each} for each in patterns]}},
+        {"guided_json": {"type": "integer", "multipleOf": 999_999 - number}},
+        {"guided_grammar": "start: " + "[" * (65_000 - number)},
+        {"guided_grammar": "root ::= " + "long " * 10_000 + f'\nlong ::= "{number}' + "x" * 10_000 + '"'},
+    ][number % 5]
+
+
+def ordinary(number: int, tokens: int) -> dict[str, Any]:
+    body = {
+        "prompt": f"Number {number}", "max_tokens": tokens, "seed": number, "temperature": 1.0, "stream": True,
+        "ignore_eos": True,
+    }  # fmt: skip
+    return body | ({"guided_regex": f"([a-z]{{3}}[0-9]){{{tokens}}}"} if number % 2 else {})
+
+
+async def follow(client: httpx.AsyncClient, number: int, tokens: int, seen: Seen) -> None:
+    text, last_s = "", None
+    async with client.stream("POST", "/v1/completions", json=ordinary(number, tokens)) as answer:
+        assert answer.status_code == 200, await answer.aread()
+        async for line in answer.aiter_lines():
+            if not line.startswith("data: {"):
+                continue
+            now_s = time.monotonic()
+            seen.worst_gap_s = max(seen.worst_gap_s, now_s - (last_s or now_s))
+            text, last_s = text + line, now_s
+    # Ids and times differ from run to run; what was written does not.
+    seen.texts[number] = "".join(part.split('"text":"')[1].split('","')[0] for part in text.split("data: ")[1:])
+
+
+async def explode(client: httpx.AsyncClient, number: int, seen: Seen) -> None:
+    answer = await client.post("/v1/completions", json={"prompt": "a", **bomb(number)})
+    seen.codes.append(answer.status_code)
+
+
+async def probe(client: httpx.AsyncClient, seen: Seen) -> None:
+    while True:
+        began_s = time.monotonic()
+        assert (await client.get("/health")).status_code == 200
+        seen.worst_probe_s = max(seen.worst_probe_s, time.monotonic() - began_s)
+        await asyncio.sleep(TICK_S)
+
+
+async def tick(seen: Seen) -> None:
+    while True:
+        began_s = time.monotonic()
+        await asyncio.sleep(TICK_S)
+        seen.own_stall_s = max(seen.own_stall_s, time.monotonic() - began_s - TICK_S)
+
+
+async def run(url: str, tokens: int, bombs: int) -> Seen:
+    seen = Seen()
+    limits = httpx.Limits(max_connections=STREAMS + BOMBS + 8)
+    async with httpx.AsyncClient(base_url=url, timeout=PATIENCE_S, limits=limits) as client:
+        beside = [asyncio.create_task(probe(client, seen)), asyncio.create_task(tick(seen))]
+        streams = [asyncio.create_task(follow(client, number, tokens, seen)) for number in range(STREAMS)]
+        await asyncio.sleep(0.3)
+        attacks = [asyncio.create_task(explode(client, number, seen)) for number in range(bombs)]
+        await asyncio.gather(*streams)
+        for task in beside:
+            assert not task.done(), task
+        for task in (*beside, *attacks):  # Clients that still wait leave.
+            task.cancel()
+    return seen
+
+
+def held_bytes(server: Any) -> int:
+    """By the server, its engine and whatever else it has started, pages that they share once."""
+    root = psutil.Process(server.process.pid)
+    return sum(process.memory_full_info().pss for process in [root, *root.children(recursive=True)])
+
+
+def attack(server: Any, tokens: int, limit_s: float) -> None:
+    url = server.url
+    asyncio.run(run(url, 10, bombs=5))  # Whatever is loaded when it is first used.
+    alone = asyncio.run(run(url, tokens, bombs=0))
+    before = held_bytes(server)
+    beside = asyncio.run(run(url, tokens, BOMBS))
+    assert beside.texts == alone.texts
+    assert {*beside.codes} <= {400, 429}, beside.codes
+    assert 400 in beside.codes
+    allowed_s = max(limit_s, alone.worst_gap_s) + beside.own_stall_s
+    print(f"alone {alone}\nbeside {beside}".replace(str(alone.texts), "").replace(str(beside.texts), ""))
+    assert beside.worst_gap_s <= allowed_s
+    assert beside.worst_probe_s <= max(limit_s, alone.worst_probe_s) + beside.own_stall_s
+    deadline_s = time.monotonic() + PATIENCE_S
+    while held_bytes(server) > before * 1.05:
+        assert time.monotonic() < deadline_s, (before, held_bytes(server))
+        time.sleep(0.1)
+    assert "starting it again" not in server.log
+
+
+@pytest.fixture(scope="module")
+def server(module_server: Callable[..., Any], tiny_arguments: list[str]) -> Any:
+    return module_server(*tiny_arguments, "--max-num-seqs", "64").wait_ready()
+
+
+def test_streams_beside_fifty_explosions(server: Any) -> None:
+    attack(server, 60, STALL_S)
+
+
+@pytest.mark.long
+def test_streams_beside_fifty_explosions_do_not_pause(server: Any) -> None:
+    """On a machine that does nothing else."""
+    attack(server, 400, CALM_S)
+
+
+def test_a_client_that_leaves_takes_its_explosion_along(server: Any) -> None:
+    before = {process.pid for process in workers(server)}  # Of grammars that have proven to be quick, one is kept.
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(f"{server.url}/v1/completions", json={"prompt": "a", **bomb(1000)}, timeout=0.15)
+    deadline_s = time.monotonic() + PATIENCE_S
+    while not {process.pid for process in workers(server)} <= before:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+
+
+def workers(server: Any) -> list[psutil.Process]:
+    children = psutil.Process(server.process.pid).children()
+    (service,) = [process for process in children if "structured.service" in str(process.cmdline())]
+    return service.children()
+
+
+def test_a_server_that_is_stopped_takes_explosions_along(
+    start_server: Callable[..., Any], tiny_arguments: list[str]
+) -> None:
+    server = start_server(*tiny_arguments).wait_ready()
+    bombs = [bomb(number) for number in (2000, 2001, 2002)]
+    for body in bombs:
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(f"{server.url}/v1/completions", json={"prompt": "a", **body}, timeout=0.05)
+    processes = psutil.Process(server.process.pid).children(recursive=True)
+    assert server.stop() == 0
+    assert psutil.wait_procs(processes, PATIENCE_S)[1] == []
