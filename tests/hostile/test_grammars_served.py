@@ -4,6 +4,7 @@ with structured output: all streams end as they would alone, none pauses, and th
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -104,8 +105,11 @@ async def run(url: str, tokens: int, bombs: int) -> Seen:
 
 def held_bytes(server: Any) -> int:
     """By the server, its engine and whatever else it has started, pages that they share once."""
-    root = psutil.Process(server.process.pid)
-    return sum(process.memory_full_info().pss for process in [root, *root.children(recursive=True)])
+    root, held = psutil.Process(server.process.pid), 0
+    for process in [root, *root.children(recursive=True)]:
+        with contextlib.suppress(psutil.NoSuchProcess):  # A worker that ended meanwhile.
+            held += process.memory_full_info().pss
+    return held
 
 
 def attack(server: Any, tokens: int, limit_s: float) -> None:
