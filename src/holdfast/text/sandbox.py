@@ -76,7 +76,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         # Nothing is computed while compiling, where nothing is counted.
         super().__init__(**options, finalize=_shown, optimized=False)
         self.filters = bounded_filters(self.filters)
-        self.tests = bounded_tests(self.tests, self.compared)
+        self.tests: dict[str, Any] = bounded_tests(self.tests, self.compared)
         self.globals = {name: self.globals[name] for name in GLOBALS} | {"namespace": GuardedNamespace}
         self._lexer: Lexer = BoundedLexer(self)
 
@@ -152,7 +152,9 @@ class Sandbox(ImmutableSandboxedEnvironment):
         elif operator == "+" and hasattr(left, "__len__") and hasattr(right, "__len__"):
             running.room_for(len(left) + len(right))
         if isinstance(left, Markup) or isinstance(right, Markup):
-            running.limit(running.written(left, right), MAX_SCANNED_CHARS, "characters of a text that is marked as safe")
+            running.limit(
+                running.written(left, right), MAX_SCANNED_CHARS, "characters of a text that is marked as safe"
+            )
         return running.made(self.binop_table[operator](left, right))
 
     def getitem(self, obj: Any, argument: Any) -> Any:

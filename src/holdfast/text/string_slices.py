@@ -104,8 +104,7 @@ def _found(place: int) -> int:
 
 
 SEARCHES: dict[str, Callable[..., Any]] = {
-    made.__name__: made
-    for made in (find, rfind, index, rindex, count, split, rsplit, partition, rpartition, replace)
+    made.__name__: made for made in (find, rfind, index, rindex, count, split, rsplit, partition, rpartition, replace)
 }
 
 

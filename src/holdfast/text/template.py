@@ -32,6 +32,8 @@ TEMPLATE_REFUSED, TEMPLATE_UNSAFE, TEMPLATE_MISSING = "HF301", "HF302", "HF303"
 
 MAX_TEMPLATE_CHARS = 200_000
 """The longest known has a fifth of it, and compiling takes time that grows with it."""
+PROBE_CPU_S = 0.5
+"""Of a rendering by which a template is found out, of which there are several; it is asked nothing long."""
 MAX_JSON_CHARS = 4_000_000
 """Of one value, when written out."""
 MAX_JSON_AT_ONCE = 100_000
@@ -122,11 +124,11 @@ class ChatTemplate:
         )
         return rendered if final is None else _cut_at_mark(rendered, final)
 
-    def _generate(self, context: Mapping[str, Any]) -> str:
+    def _generate(self, context: Mapping[str, Any], cpu_s: float | None = None) -> str:
         chunks: list[str] = []
         length = 0
         try:
-            with rendering():
+            with rendering(cpu_s):
                 for chunk in self._compiled.generate(**context, range=_bounded_range()):
                     length += len(chunk)
                     if length > template_budget.MAX_VALUE_CHARS:
@@ -150,7 +152,7 @@ class ChatTemplate:
         """Nothing where it refuses."""
         context = {"messages": messages, "tools": tools, "bos_token": "", "eos_token": ""}
         try:
-            return self._generate({**context, "add_generation_prompt": False})
+            return self._generate({**context, "add_generation_prompt": False}, PROBE_CPU_S)
         except RequestError:
             return ""
 

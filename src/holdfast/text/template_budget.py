@@ -3,8 +3,8 @@
     steps     nodes of a template that are run, items looked at, characters worked on: the same at every run
     seconds   of the thread's own processor time, looked at every few microseconds' worth of steps
     size      of one value, and of all values that are made together
-    weight    of a nested value: what it is when written out. Lists that hold one list twice, thirty times over, are short
-              until they are printed, compared or hashed
+    weight    of a nested value: what it is when written out. Lists that hold one list twice, thirty times over, are
+              short until they are printed, compared or hashed
 
 A single call into C cannot be interrupted and keeps every other thread of the process waiting. So each has a limit on
 its operands such that it ends within milliseconds, and is charged by their size before it is made.
@@ -48,8 +48,8 @@ _CHARS_A_STEP = 64
 """Of a text that is searched or copied."""
 _SMALL_CHARS = 4096
 
-VIEWS = (type({}.keys()), type({}.values()), type({}.items()))
-CONTAINERS = (list, tuple, dict, set, frozenset, *VIEWS)
+VIEWS: Any = (type({}.keys()), type({}.values()), type({}.items()))
+CONTAINERS: Any = (list, tuple, dict, set, frozenset, *VIEWS)
 _SIZED = (str, list, tuple, dict)
 
 
@@ -60,13 +60,14 @@ class SlowRenderingError(Exception):
 class Budget:
     """What one rendering has left. Whatever goes too far raises SecurityError."""
 
-    def __init__(self, patience_s: float | None = None) -> None:
+    def __init__(self, cpu_s: float, patience_s: float | None = None) -> None:
         """`patience_s`: less than a rendering may take; at its end SlowRenderingError is raised."""
         self._steps = MAX_STEPS
         self._made_bytes = MAX_MADE_BYTES
         self._until_look = _STEPS_A_LOOK
+        self._cpu_s = cpu_s
         self._patience_s = patience_s
-        self._end_s = time.thread_time() + (MAX_CPU_S if patience_s is None else patience_s)
+        self._end_s = time.thread_time() + (cpu_s if patience_s is None else patience_s)
 
     def step(self, count: int = 1) -> None:
         self._steps -= count
@@ -81,7 +82,7 @@ class Budget:
         if time.thread_time() > self._end_s:
             if self._patience_s is not None:
                 raise SlowRenderingError
-            raise SecurityError(f"more than {MAX_CPU_S:g} s in one rendering")
+            raise SecurityError(f"more than {self._cpu_s:g} s in one rendering")
 
     def work(self, chars: int) -> None:
         """Charges a call that looks at this many characters."""
@@ -208,9 +209,9 @@ _running = _Running()
 
 
 @contextmanager
-def rendering() -> Iterator[Budget]:
-    """Around each rendering; a template runs in one thread from beginning to end."""
-    _running.budget = Budget(_running.patience_s)
+def rendering(cpu_s: float | None = None) -> Iterator[Budget]:
+    """Around each rendering; a template runs in one thread from beginning to end. `cpu_s`: where it is to have less."""
+    _running.budget = Budget(MAX_CPU_S if cpu_s is None else cpu_s, _running.patience_s)
     try:
         yield _running.budget
     finally:

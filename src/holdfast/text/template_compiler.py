@@ -19,8 +19,8 @@ MAX_TOKENS = 30_000
 MAX_NAMES = 500
 """Different ones. Jinja keeps a table of them for every branch."""
 MAX_PYTHON_CHARS = 400_000
-"""Of the program it becomes, which Python compiles in one piece that nothing can interrupt: half a microsecond each. The
-same templates have up to 64,000."""
+"""Of the program it becomes, which Python compiles in one piece that nothing can interrupt, at half a microsecond each.
+The same templates have up to 64,000."""
 MAX_LITERAL_CHARS = 1300
 """Of a number in the text."""
 
@@ -92,7 +92,8 @@ _TAGS = {
 }
 
 
-def _through(name: str, node: nodes.Expr) -> nodes.Filter:
+def _through(name: str, node: nodes.Node) -> nodes.Filter:
+    assert isinstance(node, nodes.Expr)
     return nodes.Filter(node, name, [], [], None, None, lineno=node.lineno)
 
 

@@ -35,7 +35,7 @@ Filter = Callable[..., Any]
 FilterBound = Callable[[Budget, Any, Given], Any]
 """Raises for what is too much, charges the rest, and returns the value that the filter is to be given."""
 
-_ITEMS = (str, range, *CONTAINERS)
+_ITEMS: Any = (str, range, *CONTAINERS)
 
 
 def _text_chars(budget: Budget, value: Any, most: int, what: str) -> int:
@@ -195,7 +195,8 @@ def guarded_filter(function: Filter, bound: FilterBound, *, lazy: bool = False) 
 
 def bounded_filters(known: Mapping[str, Filter]) -> dict[str, Filter]:
     """Of those that Jinja has."""
-    own: dict[str, Filter] = {"join": _join, "replace": _replace, "trim": _trim, "_counted": _counted, "_spread": _spread}
+    own: dict[str, Filter] = {"join": _join, "replace": _replace, "trim": _trim}
+    own |= {"_counted": _counted, "_spread": _spread}  # For the compiler; a template that uses them gains nothing.
     return own | {
         name: guarded_filter(known[name], bound, lazy=name in _LAZY_RESULTS)
         for name, bound in FILTERS.items()
@@ -285,7 +286,7 @@ TESTS = frozenset({*_FREE_TESTS, *_NUMBER_TESTS, *_TEXT_TESTS, *_COMPARING_TESTS
 Compare = Callable[[str, Any, Any], bool]
 
 
-def bounded_tests(known: Mapping[str, Callable[..., bool]], compare: Compare) -> dict[str, Callable[..., bool]]:
+def bounded_tests(known: Mapping[str, Any], compare: Compare) -> dict[str, Callable[..., bool]]:
     """Of those that Jinja has. `compare`: an operator, by Jinja's name for it, and its operands."""
     made = {name: known[name] for name in _FREE_TESTS if name in known}
     made |= {name: _number_test(known[name]) for name in _NUMBER_TESTS}
