@@ -15,7 +15,7 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import holdfast
@@ -27,6 +27,7 @@ from holdfast.text.template_worker import LENGTH, READY
 
 log = logging.getLogger("holdfast.server")
 
+PROGRAM = ("-m", "holdfast.text.template_worker")
 MOST_WORKERS = 2
 MOST_WAITING = 16
 """Requests that wait for one of them; more are refused."""
@@ -45,7 +46,17 @@ _ENVIRONMENT = ("PATH", "LANG", "LC_ALL", "LC_CTYPE", "LC_TIME", "TZ", "LD_LIBRA
 class TemplateWorkers:
     """Used from one event loop. `close` ends all of them."""
 
-    def __init__(self, *, most_workers: int = MOST_WORKERS, most_waiting: int = MOST_WAITING) -> None:
+    def __init__(
+        self,
+        *,
+        most_workers: int = MOST_WORKERS,
+        most_waiting: int = MOST_WAITING,
+        wall_s: float = WALL_S,
+        program: Sequence[str] = PROGRAM,
+    ) -> None:
+        """`program`: arguments of the interpreter, before the id of this process."""
+        self._wall_s = wall_s
+        self._program = program
         self._slots = asyncio.Semaphore(most_workers)
         self._most_waiting = most_waiting
         self._waiting = 0
@@ -60,7 +71,7 @@ class TemplateWorkers:
         outcome: Outcome | None = None
         try:
             worker = self._idle.pop() if self._idle else self._start()
-            outcome = await worker.run(encode_job(job))
+            outcome = await worker.run(encode_job(job), self._wall_s)
         finally:
             if worker is None:
                 self._slots.release()
@@ -88,7 +99,7 @@ class TemplateWorkers:
 
     def _start(self) -> _Worker:
         try:
-            worker = _Worker()
+            worker = _Worker(self._program)
         except OSError as error:
             log.error("no process could be started for a client's chat template: %s", error)
             raise _unavailable() from error
@@ -134,12 +145,12 @@ class TemplateWorkers:
 class _Worker:
     """One process. Works for one request at a time."""
 
-    def __init__(self) -> None:
+    def __init__(self, program: Sequence[str]) -> None:
         """Raises OSError when the machine has no process or file left."""
         self._ours, theirs = socket.socketpair()
         try:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "holdfast.text.template_worker", str(os.getpid())],
+                [sys.executable, *program, str(os.getpid())],
                 stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
                 cwd="/",
@@ -155,19 +166,19 @@ class _Worker:
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
         self.retirement: asyncio.TimerHandle | None = None
 
-    async def run(self, job: bytes) -> Outcome:
+    async def run(self, job: bytes, wall_s: float) -> Outcome:
         if self.retirement is not None:
             self.retirement.cancel()
             self.retirement = None
         reader, writer = await self._ready()
         try:
-            async with asyncio.timeout(WALL_S):
+            async with asyncio.timeout(wall_s):
                 writer.write(LENGTH.pack(len(job)))
                 writer.write(job)
                 await writer.drain()
                 return decode_outcome(await _receive(reader))
         except TimeoutError:
-            raise stopped(f"more than {WALL_S:g} s") from None
+            raise stopped(f"more than {wall_s:g} s") from None
         except (asyncio.IncompleteReadError, ConnectionError):
             raise stopped("its process ended, by its memory or by a fault") from None
 

@@ -304,8 +304,7 @@ def _to_json(
 ) -> str:
     """Jinja's own filter escapes for HTML, which models were not trained on."""
     running = budget()
-    weight = running.weigh(value)
-    running.limit(weight, MAX_JSON_CHARS, "characters of JSON")
+    weight = running.weigh(value, most=MAX_JSON_CHARS)
     refuse_numbers((indent,), MAX_JSON_INDENT)
     for text in (indent, *(separators or ())):
         if isinstance(text, str):

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -47,6 +47,7 @@ _STEPS_A_LOOK = 128
 _CHARS_A_STEP = 64
 """Of a text that is searched or copied."""
 _SMALL_CHARS = 4096
+_SLICE_ITEMS = 1024
 
 VIEWS: Any = (type({}.keys()), type({}.values()), type({}.items()))
 CONTAINERS: Any = (list, tuple, dict, set, frozenset, *VIEWS)
@@ -122,32 +123,33 @@ class Budget:
         if count > most:
             raise SecurityError(f"{what} beyond {most}")
 
-    def weigh(self, *values: Any) -> int:
+    def weigh(self, *values: Any, most: int = 8 * MAX_ITEMS) -> int:
         """Characters of nested values written out, where each place counts, however often it is the same thing."""
-        chars, items = self._measured(values)
+        chars, items = self._measured(values, most // 8)
+        self.limit(chars + 8 * items, most, "a nested value written out")
         return chars + 8 * items
 
-    def _measured(self, values: Iterable[Any]) -> tuple[int, int]:
+    def _measured(self, values: Sequence[Any], most_items: int) -> tuple[int, int]:
         """Characters and items."""
         chars = items = depth = 0
         level = values
         while level:
             inner: list[Any] = []
-            for value in level:
-                if isinstance(value, str):
-                    chars += len(value)
-                elif isinstance(value, CONTAINERS):
-                    items += len(value)
-                    if items > MAX_ITEMS:
-                        raise SecurityError(f"a value of more than {MAX_ITEMS} items, all of them counted")
-                    inner.extend(value)
-                    if isinstance(value, dict):
-                        inner.extend(value.values())
-            self.room_for(chars)
-            self.step(len(inner))
+            for start in range(0, len(level), _SLICE_ITEMS):
+                piece = level[start : start + _SLICE_ITEMS]
+                self.step(len(piece))
+                for value in piece:
+                    if isinstance(value, str):
+                        chars += len(value)
+                    elif isinstance(value, CONTAINERS):
+                        items += len(value)
+                        self.limit(items, min(most_items, MAX_ITEMS), "items of a value, all of them counted,")
+                        inner.extend(value)
+                        if isinstance(value, dict):
+                            inner.extend(value.values())
+                self.room_for(chars)
             depth += 1
-            if depth > MAX_DEPTH:
-                raise SecurityError(f"values more than {MAX_DEPTH} inside one another")
+            self.limit(depth, MAX_DEPTH, "values inside one another")
             level = inner
         return chars, items
 
@@ -163,16 +165,14 @@ class Budget:
         self.work(chars)
         if not nested:
             return chars
-        weight = self.weigh(*nested)
-        self.limit(weight, MAX_WRITTEN, "a nested value written out")
+        weight = self.weigh(*nested, most=MAX_WRITTEN)
         self.work(4 * weight)
         return chars + weight
 
     def compared(self, left: Any, right: Any) -> None:
         """Texts are compared as fast as memory is read, nested values item by item."""
         if isinstance(left, CONTAINERS) or isinstance(right, CONTAINERS):
-            chars, items = self._measured((left, right))
-            self.limit(items, MAX_COMPARED, "items compared")
+            chars, _ = self._measured((left, right), MAX_COMPARED)
             self.work(chars // 4)
         elif isinstance(left, str) and isinstance(right, str):
             self.work(min(len(left), len(right)) // 4)

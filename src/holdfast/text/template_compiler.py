@@ -21,6 +21,8 @@ MAX_NAMES = 500
 MAX_PYTHON_CHARS = 400_000
 """Of the program it becomes, which Python compiles in one piece that nothing can interrupt, at half a microsecond each.
 The same templates have up to 64,000."""
+MAX_NAMED = 255
+"""Arguments of one call: Python compares each with each."""
 MAX_LITERAL_CHARS = 1300
 """Of a number in the text."""
 
@@ -77,6 +79,8 @@ def check_tree(tree: nodes.Template) -> None:
         elif isinstance(node, nodes.For) and node.test is not None:
             node.iter = _through("_counted", node.iter)
         elif isinstance(node, nodes.Call | nodes.Filter | nodes.Test):
+            if len(node.kwargs) > MAX_NAMED:
+                raise SecurityError(f"a call with more than {MAX_NAMED} named arguments")
             node.dyn_args = node.dyn_args and _through("_spread", node.dyn_args)
             node.dyn_kwargs = node.dyn_kwargs and _through("_spread", node.dyn_kwargs)
     if len(names) > MAX_NAMES:
@@ -98,8 +102,8 @@ def _through(name: str, node: nodes.Node) -> nodes.Filter:
 
 
 def _own_nodes(body: Iterable[nodes.Node]) -> int:
-    """Of a block, without the blocks within it, which count themselves."""
-    count = 0
+    """Of a block, without the blocks within it, which count themselves. One with nothing in it is entered too."""
+    count = 1
     waiting = list(body)
     while waiting:
         node = waiting.pop()

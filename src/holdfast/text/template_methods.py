@@ -200,7 +200,7 @@ def call_method(budget: Budget, method: Callable[..., Any], given: Given, named:
     if bound is None:
         raise SecurityError(f"{name}() of a {type(owner).__name__} is not for templates")
     if type(owner) is Markup:
-        budget.limit(budget.weigh(owner, given), MAX_SCANNED_CHARS, "characters of a text that is marked as safe")
+        budget.weigh(owner, given, most=MAX_SCANNED_CHARS)
     if isinstance(owner, str):
         if name == "join" and given and not isinstance(given[0], list | tuple):
             given = (budget.listed(given[0]), *given[1:])
