@@ -26,8 +26,8 @@ def find(budget: Budget, text: str, word: str) -> int:
 
 def _find_from(budget: Budget, text: str, word: str, start: int) -> int:
     for begin in range(start, len(text) + 1, SLICE_CHARS):
-        budget.work(SLICE_CHARS)
         place = text.find(word, begin, begin + SLICE_CHARS + len(word) - 1)
+        budget.work(SLICE_CHARS if place < 0 else place - begin)
         if place >= 0:
             return place
     return -1

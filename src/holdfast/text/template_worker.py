@@ -20,6 +20,8 @@ MEMORY_BYTES = 256 << 20
 """That a template may take, on top of what the process has when it begins."""
 CPU_S = 8
 """Of one job, in whole seconds: above what the sandbox allows, for what it does not see."""
+NICENESS = 5
+"""Where cores are short the server itself and the engine come first."""
 LENGTH = struct.Struct("!I")
 READY = b"ready"
 
@@ -29,6 +31,7 @@ def main(parent: int) -> None:
     from holdfast.text import template_jobs
 
     _limit_memory()
+    os.nice(NICENESS)
     with socket.socket(fileno=0) as line:
         _send(line, READY)
         while (raw := _receive(line)) is not None:

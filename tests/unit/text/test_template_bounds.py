@@ -88,14 +88,12 @@ def test_no_number_grows_beyond_its_bits(source: str) -> None:
     assert refusal(source, n=2**4096 - 1) == "HF302"
 
 
-@pytest.mark.parametrize(
-    "source", ["{{ n // 3 }}", "{{ n % 7 }}", "{{ n - 1 }}", "{{ -n }}", "{{ n | abs }}", "{{ n }}"]
-)
-def test_large_numbers_that_were_given_can_be_used(source: str) -> None:
-    n = 2**4096 - 1
-    expected = {"//": n // 3, "%": n % 7, "- ": n - 1, "-n": -n}
-    found = next((value for sign, value in expected.items() if sign in source.replace("{{ ", "")[:6]), n)
-    assert render(source, n=n) == str(found)
+@pytest.mark.parametrize(("source", "expected"), [
+    ("{{ n // 3 }}", (2**4096 - 1) // 3), ("{{ n % 7 }}", (2**4096 - 1) % 7), ("{{ n - 1 }}", 2**4096 - 2),
+    ("{{ -n }}", 1 - 2**4096), ("{{ -n | abs }}", 2**4096 - 1), ("{{ '%d' % n }}", 2**4096 - 1),
+])  # fmt: skip
+def test_large_numbers_that_were_given_can_be_used(source: str, expected: int) -> None:
+    assert render(source, n=2**4096 - 1) == str(expected)
 
 
 @pytest.mark.parametrize("place", ["messages", "tools", "chat_template_kwargs"])
@@ -139,7 +137,7 @@ def test_what_would_take_long_in_one_piece_is_refused(source: str) -> None:
 
 def test_values_are_not_nested_without_end() -> None:
     """Python hashes tuples by recursion in C, which no limit of its own stops."""
-    deeper = "{% macro f() %}{% set ns.t = varargs %}{% endmacro %}{% for i in range(5000) %}{{ f(ns.t) }}{% endfor %}"
+    deeper = "{% macro f() %}{% set ns.t = varargs %}{% endmacro %}{% for i in range(300) %}{{ f(ns.t) }}{% endfor %}"
     for use in (
         "{{ {ns.t: 1} }}",
         "{{ ns.t in {} }}",
