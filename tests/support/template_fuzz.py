@@ -258,7 +258,7 @@ def sweep() -> Iterator[str]:
         if name.isidentifier():
             yield from (f"{{{{ {one} is {name}({two}) }}}}" for one in values for two in ("", "huge", "long", "words"))
     for sign in (*OPERATORS, *COMPARISONS):
-        yield from (f"{{{{ ({one} {sign} {two}) | string | length }}}}" for one in values for two in values)
+        yield from (f"{{{{ ({one} {sign} {two}) | string | length }}}}" for one in values for two in VARIABLES)
     for cut in ("[::-1]", "[::2]", "[1:]", "[huge:]", "[:odd]", "['a']", "[0]", "[huge]", "[ns.t]"):
         yield from (f"{{{{ {value}{cut} | string | length }}}}" for value in values)
 
