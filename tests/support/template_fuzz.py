@@ -62,7 +62,15 @@ _MADE = (
     *("words | batch(3)", "range(5)", "self", "long ~ wide", "long | safe", "tags | e", "numbers[::-1]", "missing"),
     *("none", "true", "''", "[]", "{}", "()", "0", "-1", "1", "3", "1.5", "255", "65536", "10000000", "1e308", "f"),
     *("'{:>1000000}'", "'%*d'", "'{0.real}'", "'a'", "'ab'", "' '", "'\\n'", "'name'", "'value'", "'x' * 199"),
-    *("'%1000000d'", "(1, (2, (3,)))", "ns.t", "messages"),
+    *(
+        "'%r' % long",
+        "'{!r}'.format(long)",
+        "'%(x)a' % {'x': wide}",
+        "'%1000000d'",
+        "(1, (2, (3,)))",
+        "ns.t",
+        "messages",
+    ),
 )
 _TEXTS = (*(name for name, value in VARIABLES.items() if isinstance(value, str)), "'a'", "' '", "'\\n'", "''")
 OPERATORS = ("+", "-", "*", "/", "//", "%", "**", "~")

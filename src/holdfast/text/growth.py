@@ -13,6 +13,10 @@ MAX_NUMBER = 1_000_000
 MAX_PATTERN_CHARS = 10_000
 """Of a pattern that values are formatted into."""
 
+MAX_SPELLED = 250_000
+"""Characters that may be written as Python would spell them, with quotes and escapes, which looks at each."""
+
+_SPELLS = re.compile(r"%(?:\([^)]*\))?[^%a-zA-Z]*[ra]")
 _DIGITS = re.compile(r"\d+")
 
 
@@ -29,6 +33,8 @@ def refuse_numbers(given: tuple[Any, ...], most: int = MAX_NUMBER) -> None:
 def formatted_chars(pattern: str, weight: int, values: Any) -> float:
     """Of `pattern % values`: each place at its widest, with all that is given."""
     _check_pattern(pattern)
+    if weight > MAX_SPELLED and (len(pattern) > 200 or _SPELLS.search(pattern)):
+        raise SecurityError(f"more than {MAX_SPELLED} characters spelled out")
     widest = _widest(pattern)
     if "*" in pattern:
         numbers = values.values() if isinstance(values, dict) else values if isinstance(values, tuple) else (values,)
@@ -39,9 +45,11 @@ def formatted_chars(pattern: str, weight: int, values: Any) -> float:
 def braced_chars(pattern: str, weight: int) -> float:
     """Of pattern.format(...)."""
     _check_pattern(pattern)
-    for _, _, spec, _ in Formatter().parse(pattern):
+    for _, _, spec, conversion in Formatter().parse(pattern):
         if spec and "{" in spec:
             raise SecurityError("a format that takes its width from an argument")
+        if conversion and conversion != "s" and weight > MAX_SPELLED:
+            raise SecurityError(f"more than {MAX_SPELLED} characters spelled out")
     return len(pattern) + pattern.count("{") * (_widest(pattern) + weight)
 
 

@@ -231,6 +231,7 @@ def _join(context: Context, value: Any, d: Any = "", attribute: str | int | None
         value = context.environment.call_filter("map", value, [], {"attribute": attribute}, context=context)
     texts = []
     for item in running.listed(value):
+        running.step()
         running.written(item)
         texts.append(str(item))
     separator = _plain_text(running, d)

@@ -119,10 +119,10 @@ STRING_METHODS: Mapping[str, Bound] = MappingProxyType(
     | dict.fromkeys(("isnumeric", "isprintable", "isspace", "istitle", "isupper", "splitlines"), _scans)
     | dict.fromkeys(("strip", "lstrip", "rstrip"), _scans)
     | {"replace": _replaces, "expandtabs": _untabs, "join": _joins}
-    # These two are wrapped where they are looked up, by `sandbox.wrap_str_format`.
-    | {"format": _free, "format_map": _free}
 )
-REFUSED_STRING_METHODS = frozenset({"encode", "maketrans", "translate"})
+WRAPPED_STRING_METHODS = frozenset({"format", "format_map"})
+"""Where a template looks them up it gets a function of `sandbox.wrap_str_format` instead."""
+REFUSED_STRING_METHODS = frozenset({"encode", "maketrans", "translate"}) | WRAPPED_STRING_METHODS
 """No prompt needs them: bytes, whose methods would each need a bound too, and a table for each character."""
 REFUSED_MARKUP_METHODS = frozenset({"escape", "striptags", "unescape"})
 """Those that a text marked as safe has more."""

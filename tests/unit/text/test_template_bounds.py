@@ -128,11 +128,12 @@ def test_tests_of_numbers_format_no_text(source: str) -> None:
     "{{ ([3, 1] * 400000) | sort | length }}", "{{ ([[1, 2], [3]] * 40000) | string }}", "{{ [1] * 900000 }}",
     "{{ ('a' * 900000) | urlencode }}", "{{ '{0:>9}' * 9999 }}{{ (':' * 20000).format() }}", "{{ ('%' * 20000) % () }}",
     "{{ ['x'] | map(attribute='a.' * 5000) | list }}", "{{ ['x'] | map(default=1, attribute='a.' * 5000) | list }}",
+    "{{ ('%r' % long) }}", "{{ '{!r}'.format(long) }}", "{{ '%(x)-9a' % {'x': long} }}",
     "{{ dict(*('a' * 900000)) }}", "{{ f(*('a' * 900000)) }}", "{{ ([1] * 900000) | batch(20000) | list }}",
     "{{ {'a': ([1] * 300000)}.values() | string }}", "{{ [1] * 900000 == [1] * 900000 }}",
 ])  # fmt: skip
 def test_what_would_take_long_in_one_piece_is_refused(source: str) -> None:
-    assert refusal("{% macro f() %}{% endmacro %}" + source) == "HF302"
+    assert refusal("{% macro f() %}{% endmacro %}" + source, long="é" * 1_500_000) == "HF302"
 
 
 def test_values_are_not_nested_without_end() -> None:
