@@ -25,6 +25,8 @@ from holdfast.text.template_methods import METHODS, PARTS
 MEMORY_BYTES = 1 << 30
 CPU_S = 0.4
 """Of one rendering, instead of the usual five: most of these never end."""
+AGAIN_S, ATTEMPTS = 0.04, 6
+"""A busy machine may slow some operations down: what took longer than this is tried again, and its best time counts."""
 
 VARIABLES = {
     "long": "a" * 15_900_000,
@@ -336,10 +338,15 @@ def main(sources: Iterator[str]) -> None:
     with measured_gaps() as gaps:
         for source in sources:
             print(source, file=sys.stderr, flush=True)  # The last line is the one that ended us.
-            gaps.begin()
-            ending = render(source)
+            best_s = float("inf")
+            for _ in range(ATTEMPTS):
+                gaps.begin()
+                ending = render(source)
+                best_s = min(best_s, gaps.longest_s)
+                if best_s < AGAIN_S:
+                    break
             endings[ending] = endings.get(ending, 0) + 1
-            slowest = sorted([*slowest, (gaps.longest_s, source)], reverse=True)[:3]
+            slowest = sorted([*slowest, (best_s, source)], reverse=True)[:3]
     print(json.dumps({"endings": endings, "slowest": slowest}))
 
 

@@ -158,6 +158,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return running.made(self.binop_table[operator](left, right))
 
     def getitem(self, obj: Any, argument: Any) -> Any:
+        budget().step()  # Filters look up the attribute of each item so.
         return super().getitem(obj, self.weighed(argument) if isinstance(argument, tuple) else argument)
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
