@@ -92,7 +92,9 @@ class ServerConfig:
         texts, metavar="FOLDER",
     )  # fmt: skip
     trust_request_chat_template: bool = setting(
-        False, "let a request bring its own chat_template; a template is a program, run in a sandbox", flag
+        False,
+        "let a request bring its own chat_template: a program, run in a sandbox and in a process of its own",
+        flag,
     )
     enable_auto_tool_choice: bool = setting(
         True, "let the model decide whether it calls a tool; false: only what a request demands is called", flag

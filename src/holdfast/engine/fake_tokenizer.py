@@ -76,6 +76,9 @@ class ByteTokenizer:
     def convert_tokens_to_ids(self, tokens: str) -> int | None:
         return MARKS.get(tokens)
 
+    def template_variables(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        return {"eos_token": self.eos_token, **given}
+
     def template_source(self, given: str | None = None, tools: object = None) -> str:
         return given or self.chat_template
 

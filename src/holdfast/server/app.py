@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,7 @@ from holdfast.server.openapi import document
 from holdfast.server.room import Room
 from holdfast.server.settings import ServerSettings
 from holdfast.server.sleep import Sleeping
+from holdfast.server.template_workers import TemplateWorkers
 from holdfast.server.tokenize import Tokenizing
 
 _OFF = frozenset({"false", "0", "no", "off"})
@@ -63,10 +65,11 @@ def create_app(engine: Engine, settings: ServerSettings) -> Starlette:
     )  # fmt: skip
     engine.on_step(metrics.observe_step)
     room = Room(most_waiting=settings.max_queued_requests)
-    chat = Generation(read_chat, chat_shape, engine, settings, metrics, room)
+    workers = TemplateWorkers()
+    chat = Generation(partial(read_chat, workers=workers), chat_shape, engine, settings, metrics, room)
     completion = Generation(read_completion, completion_shape, engine, settings, metrics, room)
     embeddings = Embeddings(engine, settings, metrics, room)
-    tokenizing = Tokenizing(engine, settings)
+    tokenizing = Tokenizing(engine, settings, workers)
     lora = None if settings.adapters is None else LoraEndpoints(settings.adapters, settings)
     plain = _Plain(engine, settings, metrics, lora)
     routes = [
@@ -113,6 +116,7 @@ def create_app(engine: Engine, settings: ServerSettings) -> Starlette:
     app.router.redirect_slashes = False
     app.state.metrics = metrics
     app.state.tally = tally
+    app.state.template_workers = workers
     return app
 
 

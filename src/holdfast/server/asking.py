@@ -26,6 +26,7 @@ from holdfast.server.protocol import ChatBody, Common, CompletionBody, TokenId
 from holdfast.server.reading import Reading
 from holdfast.server.room import check_told
 from holdfast.server.settings import ServerSettings
+from holdfast.server.template_workers import TemplateWorkers
 from holdfast.server.tokenizing import check_ids, encode_within, off_loop
 from holdfast.units import shorten
 
@@ -115,7 +116,14 @@ def _not_json(raw: bytes, error: Exception) -> RequestError:
     return RequestError(f"the body is not valid JSON: {said}", fix=fix)
 
 
-async def read_chat(raw: bytes, engine: Engine, settings: ServerSettings, *, request_id: str | None = None) -> Ask:
+async def read_chat(
+    raw: bytes,
+    engine: Engine,
+    settings: ServerSettings,
+    *,
+    workers: TemplateWorkers,
+    request_id: str | None = None,
+) -> Ask:
     """`request_id`: as the client named its request outside of the body."""
     fields = check_fields(decode_object(raw), _CHAT_FIELDS)
     body: ChatBody = convert(fields, ChatBody)
@@ -130,7 +138,7 @@ async def read_chat(raw: bytes, engine: Engine, settings: ServerSettings, *, req
     params = _sampling(body, settings, logprobs=logprobs, max_tokens=None)
     _check_prompt_logprobs(body)
     _check_places(params.n, engine, settings, "n")
-    prompt, reading = await chat_prompt(body, fields.get("tools"), tokenizer, engine, settings, len(raw))
+    prompt, reading = await chat_prompt(body, fields.get("tools"), tokenizer, engine, settings, len(raw), workers)
     try:
         if reading is not None:
             params, reading = await off_loop(partial(reading.adjusted, params, tokenizer, engine.structured), len(raw))

@@ -21,7 +21,7 @@ from holdfast.text.structured.schemas import WHITESPACE, closed, patterns
 from holdfast.text.tools.answers import AnswerReader
 from holdfast.text.tools.events import Tool
 from holdfast.text.tools.grammar import Freedom, calls_grammar, thoughtful_json
-from holdfast.text.tools.prompt import Message, Speech, shown, speech_of
+from holdfast.text.tools.prompt import Message, Speech, shown
 
 if TYPE_CHECKING:
     from holdfast.engine.structured_output import StructuredOutput
@@ -164,17 +164,25 @@ class Reading:
         return Freedom(schema=schema)
 
 
+def talks_of_tools(use: ToolUse | None, messages: list[Message]) -> bool:
+    """Whether there are tools, or were in the conversation."""
+    return use is not None or any(message["role"] == "tool" or "tool_calls" in message for message in messages)
+
+
 def reading_of(
-    template: str, use: ToolUse | None, messages: list[Message], settings: ServerSettings, *, shows_thoughts: bool
+    template: str,
+    use: ToolUse | None,
+    settings: ServerSettings,
+    *,
+    shows_thoughts: bool,
+    speech: Callable[[], Speech | None] | None,
 ) -> Reading | None:
-    """None for a chat of which nothing is to be read but its text."""
+    """None for a chat of which nothing is to be read but its text. `speech`: None where no tools are talked of."""
     family = settings.reasoning_parser or thinking_of(template)
     thinking = FAMILIES[family] if family not in (None, NO_PARSER) else None
-    talked = use is not None or any(message["role"] == "tool" or "tool_calls" in message for message in messages)
-    if thinking is None and not talked:
+    if thinking is None and speech is None:
         return None
-    speech = speech_of(template, settings.tool_call_parser) if talked else None
-    return Reading(use=use, speech=speech, thinking=thinking, shows_thoughts=shows_thoughts)
+    return Reading(use=use, speech=speech and speech(), thinking=thinking, shows_thoughts=shows_thoughts)
 
 
 def prepared(reading: Reading | None, messages: list[Message]) -> tuple[list[Message], list[Any] | None]:

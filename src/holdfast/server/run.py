@@ -157,6 +157,7 @@ async def serve(
         try:
             return await life.run(listener, on_ready, throughput)
         finally:
+            app.state.template_workers.close()
             log.info("stopped: %s", life.story(app.state.tally))
 
 

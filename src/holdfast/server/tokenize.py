@@ -13,6 +13,7 @@ from holdfast.server.chat_prompts import chat_prompt
 from holdfast.server.fields import check_fields, convert, honoured_fields
 from holdfast.server.protocol import ChatBody
 from holdfast.server.settings import ServerSettings
+from holdfast.server.template_workers import TemplateWorkers
 from holdfast.server.tokenizing import encode_within, off_loop
 
 _TEXT_FIELDS = honoured_fields(TokenizeBody)
@@ -27,9 +28,10 @@ _CHAT_FIELDS = frozenset(
 
 
 class Tokenizing:
-    def __init__(self, engine: Engine, settings: ServerSettings) -> None:
+    def __init__(self, engine: Engine, settings: ServerSettings, workers: TemplateWorkers) -> None:
         self._engine = engine
         self._settings = settings
+        self._workers = workers
 
     async def tokenize(self, raw: bytes, record: Record) -> TokenizeResponse:
         body = decode_object(raw)
@@ -62,7 +64,9 @@ class Tokenizing:
         body: ChatBody = convert(fields, ChatBody)
         served_model(body.model, self._settings)
         tokenizer = tokenizer_of(self._engine, "messages")
-        ids, _ = await chat_prompt(body, fields.get("tools"), tokenizer, self._engine, self._settings, size_bytes)
+        ids, _ = await chat_prompt(
+            body, fields.get("tools"), tokenizer, self._engine, self._settings, size_bytes, self._workers
+        )
         return ids
 
     async def detokenize(self, raw: bytes, record: Record) -> DetokenizeResponse:

@@ -1,6 +1,6 @@
 """Text to token ids and back: tokenizer, chat templates, incremental detokenizer. No torch, no HTTP.
 
-Names are imported when they are first used: the processes of `structured` need none of them.
+Names are imported when they are first used: the processes of `structured` and `templates` need none of them.
 """
 
 from __future__ import annotations

@@ -3,54 +3,77 @@
 from __future__ import annotations
 
 import re
+from string import Formatter
 from typing import Any
 
 from jinja2.exceptions import SecurityError
 
 MAX_NUMBER = 1_000_000
 """An argument that may be a width; no prompt is padded to more."""
+MAX_PATTERN_CHARS = 10_000
+"""Of a pattern that values are formatted into."""
 
-_DIGITS = re.compile(rb"\d+")
+MAX_SPELLED = 250_000
+"""Characters that may be written as Python would spell them, with quotes and escapes, which looks at each."""
+
+_SPELLS = re.compile(r"%(?:\([^)]*\))?[^%a-zA-Z]*[ra]")
+_DIGITS = re.compile(r"\d+")
 
 
 def is_number(value: object) -> bool:
     return isinstance(value, int | float)
 
 
-def refuse_numbers(given: tuple[Any, ...]) -> None:
+def refuse_numbers(given: tuple[Any, ...], most: int = MAX_NUMBER) -> None:
     for value in given:
-        if isinstance(value, int) and abs(value) > MAX_NUMBER:
-            raise SecurityError(f"a width beyond {MAX_NUMBER}")
+        if isinstance(value, int) and abs(value) > most:
+            raise SecurityError(f"a width beyond {most}")
 
 
-def formatted_chars(pattern: str | bytes, weight: int, values: Any, *, mark: str = "%") -> float:
-    """Of `pattern % values`, or of pattern.format(): each place at its widest, with all that is given."""
-    raw = pattern.encode(errors="replace") if isinstance(pattern, str) else pattern
-    places = raw.count(mark.encode())
-    widest = max((int(run) if len(run) < 10 else 10**9 for run in _DIGITS.findall(raw)), default=0)
-    if b"*" in raw:
+def formatted_chars(pattern: str, weight: int, values: Any) -> float:
+    """Of `pattern % values`: each place at its widest, with all that is given."""
+    _check_pattern(pattern)
+    if weight > MAX_SPELLED and (len(pattern) > 200 or _SPELLS.search(pattern)):
+        raise SecurityError(f"more than {MAX_SPELLED} characters spelled out")
+    widest = _widest(pattern)
+    if "*" in pattern:
         numbers = values.values() if isinstance(values, dict) else values if isinstance(values, tuple) else (values,)
         widest = max([widest, *(value for value in numbers if isinstance(value, int))])
-    return len(raw) + places * (widest + weight)
+    return len(pattern) + pattern.count("%") * (widest + weight)
 
 
-def check_method(owner: Any, name: str, given: tuple[Any, ...]) -> float:
-    """At least as long as what the method makes; raises for what no prompt needs and nobody can bound."""
+def braced_chars(pattern: str, weight: int) -> float:
+    """Of pattern.format(...)."""
+    _check_pattern(pattern)
+    for _, _, spec, conversion in Formatter().parse(pattern):
+        if spec and "{" in spec:
+            raise SecurityError("a format that takes its width from an argument")
+        if conversion and conversion != "s" and weight > MAX_SPELLED:
+            raise SecurityError(f"more than {MAX_SPELLED} characters spelled out")
+    return len(pattern) + pattern.count("{") * (_widest(pattern) + weight)
+
+
+def _check_pattern(pattern: str) -> None:
+    if len(pattern) > MAX_PATTERN_CHARS:
+        raise SecurityError(f"a pattern of more than {MAX_PATTERN_CHARS} characters")
+
+
+def _widest(pattern: str) -> int:
+    widest = max((int(run) if len(run) < 10 else 10**9 for run in _DIGITS.findall(pattern)), default=0)
+    if widest > MAX_NUMBER:
+        raise SecurityError(f"a width beyond {MAX_NUMBER}")
+    return widest
+
+
+def replaced_chars(text: str, old: str, new: str) -> float:
+    return len(text) + (text.count(old) if old else len(text) + 1) * len(new)
+
+
+def padded_chars(text: str, given: tuple[Any, ...]) -> float:
     refuse_numbers(given)
-    if name == "striptags" or (name in ("encode", "decode") and given):
-        raise SecurityError(f"{name}() with arguments is not for templates")
-    if not isinstance(owner, str | bytes):
-        return 0
-    length = len(owner)
-    if name in ("ljust", "rjust", "center", "zfill"):
-        return length + sum(value for value in given if isinstance(value, int))
-    if name == "expandtabs":
-        tabs = owner.count("\t") if isinstance(owner, str) else owner.count(b"\t")
-        return length + tabs * max((value for value in given if isinstance(value, int)), default=8)
-    if name == "replace" and len(given) > 1 and all(isinstance(value, str | bytes) for value in given[:2]):
-        return length + (owner.count(given[0]) if given[0] else length + 1) * len(given[1])
-    if name == "join" and given:
-        return sum(len(item) if hasattr(item, "__len__") else 0 for item in given[0]) + length * len(given[0])
-    if name == "translate" and given and isinstance(given[0], dict):
-        return length * max((len(text) for text in given[0].values() if isinstance(text, str)), default=1)
-    return length
+    return len(text) + sum(abs(value) for value in given if isinstance(value, int))
+
+
+def untabbed_chars(text: str, given: tuple[Any, ...]) -> float:
+    refuse_numbers(given)
+    return len(text) + text.count("\t") * max((value for value in given if isinstance(value, int)), default=8)

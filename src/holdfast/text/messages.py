@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from holdfast.errors import RequestError, UnsupportedOptionError
+from holdfast.text.template_budget import MAX_NUMBER_BITS
 
 _TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
 
@@ -20,7 +21,13 @@ MAX_DEPTH = 64
 
 def plain(value: Any, field: str = "messages", depth: int = 0) -> Any:
     """A deep copy of JSON types alone: a template gets no object whose methods could do something."""
-    if value is None or type(value) in (str, int, float, bool):
+    if value is None or type(value) in (str, float, bool):
+        return value
+    if isinstance(value, int) and value.bit_length() > MAX_NUMBER_BITS:
+        raise RequestError(
+            f"{field} holds a number of {value.bit_length()} bits", needed=f"at most {MAX_NUMBER_BITS}", field=field
+        )
+    if type(value) is int:
         return value
     if depth > MAX_DEPTH:
         raise RequestError(

@@ -21,14 +21,24 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 
 from holdfast.errors import ConfigurationError, RequestError
-from holdfast.text import sandbox
+from holdfast.text import template_budget
+from holdfast.text.growth import refuse_numbers
 from holdfast.text.messages import join_text_parts, plain
+from holdfast.text.sandbox import Sandbox
+from holdfast.text.template_budget import SlowRenderingError, budget, rendering
 from holdfast.units import shorten
 
 TEMPLATE_REFUSED, TEMPLATE_UNSAFE, TEMPLATE_MISSING = "HF301", "HF302", "HF303"
 
 MAX_TEMPLATE_CHARS = 200_000
 """The longest known has a fifth of it, and compiling takes time that grows with it."""
+PROBE_CPU_S = 0.5
+"""Of a rendering by which a template is found out, of which there are several; it is asked nothing long."""
+MAX_JSON_CHARS = 4_000_000
+"""Of one value, when written out."""
+MAX_JSON_AT_ONCE = 100_000
+"""Of what is encoded in one call, a few milliseconds; the rest is done in pieces."""
+MAX_JSON_INDENT = 100
 MAX_LOOP_TURNS = 100_000
 """Numbers all `range()` calls of one rendering may give out together."""
 
@@ -42,16 +52,14 @@ class ChatTemplate:
     """One compiled template. Safe to share between threads: a rendering keeps no state here."""
 
     def __init__(self, source: str) -> None:
-        if len(source) > MAX_TEMPLATE_CHARS:
-            raise RequestError(
-                "the chat template is too long",
-                code=TEMPLATE_UNSAFE,
-                needed=f"at most {MAX_TEMPLATE_CHARS} characters",
-                found=f"{len(source)}",
-            )
+        check_length(source)
+        if template_budget.is_impatient():
+            raise SlowRenderingError
         self.source = source
         try:
             self._compiled = _ENVIRONMENT.from_string(source)
+        except SecurityError as problem:
+            raise stopped(str(problem)) from problem
         except Exception as problem:  # what Jinja parses may still be too much for Python's own compiler
             raise _refused(problem) from problem
         self._takes_parts = self._probe_parts()
@@ -116,22 +124,20 @@ class ChatTemplate:
         )
         return rendered if final is None else _cut_at_mark(rendered, final)
 
-    def _generate(self, context: Mapping[str, Any]) -> str:
+    def _generate(self, context: Mapping[str, Any], cpu_s: float | None = None) -> str:
         chunks: list[str] = []
         length = 0
         try:
-            with sandbox.rendering():
+            with rendering(cpu_s):
                 for chunk in self._compiled.generate(**context, range=_bounded_range()):
                     length += len(chunk)
-                    if length > sandbox.MAX_VALUE_CHARS:
-                        raise SecurityError(f"the prompt grew beyond {sandbox.MAX_VALUE_CHARS} characters")
+                    if length > template_budget.MAX_VALUE_CHARS:
+                        raise SecurityError(f"the prompt grew beyond {template_budget.MAX_VALUE_CHARS} characters")
                     chunks.append(chunk)
         except SecurityError as problem:
-            raise RequestError(
-                f"the chat template was stopped: {problem}",
-                code=TEMPLATE_UNSAFE,
-                fix="pass a trusted template with --chat-template",
-            ) from problem
+            raise stopped(str(problem)) from problem
+        except SlowRenderingError:
+            raise
         # A template is a program: whatever it divides by zero or looks up in None ends this one request.
         except Exception as problem:
             raise _refused(problem) from problem
@@ -146,7 +152,7 @@ class ChatTemplate:
         """Nothing where it refuses."""
         context = {"messages": messages, "tools": tools, "bos_token": "", "eos_token": ""}
         try:
-            return self._generate({**context, "add_generation_prompt": False})
+            return self._generate({**context, "add_generation_prompt": False}, PROBE_CPU_S)
         except RequestError:
             return ""
 
@@ -171,6 +177,24 @@ def load_template(given: str) -> str:
                 field="chat_template",
             ) from problem
     return given
+
+
+def check_length(source: str) -> None:
+    if len(source) > MAX_TEMPLATE_CHARS:
+        raise RequestError(
+            "the chat template is too long",
+            code=TEMPLATE_UNSAFE,
+            needed=f"at most {MAX_TEMPLATE_CHARS} characters",
+            found=f"{len(source)}",
+        )
+
+
+def stopped(why: str) -> RequestError:
+    return RequestError(
+        f"the chat template was stopped: {why}",
+        code=TEMPLATE_UNSAFE,
+        fix="pass a trusted template with --chat-template",
+    )
 
 
 def missing_template() -> RequestError:
@@ -279,21 +303,29 @@ def _to_json(
     sort_keys: bool = False,
 ) -> str:
     """Jinja's own filter escapes for HTML, which models were not trained on."""
+    running = budget()
+    weight = running.weigh(value, most=MAX_JSON_CHARS)
+    refuse_numbers((indent,), MAX_JSON_INDENT)
+    for text in (indent, *(separators or ())):
+        if isinstance(text, str):
+            running.limit(len(text), MAX_JSON_INDENT, "characters between values")
     encoder = json.JSONEncoder(ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-    if indent is None:
+    if weight <= MAX_JSON_AT_ONCE and indent is None:
+        running.work(4 * weight)
         return encoder.encode(value)
+    # In pieces, made by Python and not by C: others run meanwhile, and it is counted.
     chunks: list[str] = []
     length = 0
     for chunk in encoder.iterencode(value):
         length += len(chunk)
-        if length > sandbox.MAX_VALUE_CHARS:
-            raise SecurityError("a value whose JSON is endless")
+        running.room_for(length)
+        running.step()
         chunks.append(chunk)
     return "".join(chunks)
 
 
 def _make_environment() -> jinja2.Environment:
-    environment = sandbox.Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols])
+    environment = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols])
     environment.add_filter("tojson", _to_json)
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now

@@ -199,10 +199,8 @@ class Tokenizer:
         A list of conversations gives a list of prompts. Ids come as a plain list, ready for `prompt_token_ids`;
         return_dict=True wraps them as transformers 5 does by default.
         """
-        for name in _TENSOR_OPTIONS:
-            if variables.pop(name, None):
-                raise UnsupportedOptionError(f"{name} is not supported", fix=f"leave {name} out", field=name)
         template = compile_template(self.template_source(chat_template, tools))
+        given = self.template_variables(variables)
 
         def render(messages: Sequence[Mapping[str, Any]]) -> str:
             return template.render(
@@ -211,7 +209,7 @@ class Tokenizer:
                 documents=documents,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
-                variables={**self.special_tokens_map, **variables},
+                variables=given,
             )
 
         batched = bool(conversation) and isinstance(conversation[0], list | tuple)
@@ -221,6 +219,14 @@ class Tokenizer:
         # The template writes its own beginning; adding another would double it.
         encoded = self(prompts, add_special_tokens=False)
         return encoded if return_dict else encoded["input_ids"]
+
+    def template_variables(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """What a template finds by name besides the conversation: `given`, and the tokens with a role."""
+        for name in _TENSOR_OPTIONS:
+            if given.get(name):
+                raise UnsupportedOptionError(f"{name} is not supported", fix=f"leave {name} out", field=name)
+        kept = {name: value for name, value in given.items() if name not in _TENSOR_OPTIONS}
+        return {**self.special_tokens_map, **kept}
 
     def template_source(self, given: str | None = None, tools: object = None) -> str:
         """The template that a conversation is rendered with: `given` is one, or the name of one of the model's own."""
