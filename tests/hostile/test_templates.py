@@ -28,8 +28,8 @@ from deadlines import PATIENCE_S
 from holdfast.errors import OverloadedError, RequestError
 from holdfast.server.failures import HttpFailure
 from holdfast.server.template_workers import TemplateWorkers
-from holdfast.text.template_jobs import RenderJob
-from holdfast.text.template_worker import MEMORY_BYTES
+from holdfast.text.templates.jobs import RenderJob
+from holdfast.text.templates.worker import MEMORY_BYTES
 
 HEALTH_GAP_S = 1.0
 """The longest that /health may leave somebody without an answer. Measured here: some hundredths of a second."""
@@ -175,7 +175,7 @@ def workers_of(server: Any) -> list[psutil.Process]:
     found = []
     for child in psutil.Process(server.process.pid).children():
         try:
-            if "holdfast.text.template_worker" in child.cmdline():
+            if "holdfast.text.templates.worker" in child.cmdline():
                 found.append(child)
         except psutil.Error:  # It has ended meanwhile.
             continue
@@ -276,7 +276,7 @@ def job(template: str = "{{ messages[0].content }}") -> RenderJob:
     )
 
 
-READY = "import sys, time; from holdfast.text import template_worker as w; import socket; s = socket.socket(fileno=0);"
+READY = "import sys, time; from holdfast.text.templates import worker as w; import socket; s = socket.socket(fileno=0);"
 SAY_READY = READY + "w._limit_memory(); w._send(s, w.READY); w._receive(s);"
 SILENT = ("-c", SAY_READY + "time.sleep(600)")
 
@@ -366,7 +366,7 @@ async def test_few_wait_and_whoever_leaves_frees_the_place() -> None:
 STARTER = """
 import asyncio, sys
 from holdfast.server.template_workers import TemplateWorkers
-from holdfast.text.template_jobs import decode_job
+from holdfast.text.templates.jobs import decode_job
 
 async def main():
     workers = TemplateWorkers()

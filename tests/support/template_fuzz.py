@@ -19,8 +19,9 @@ from itertools import islice
 from typing import Any
 
 from holdfast.errors import RequestError
-from holdfast.text import template, template_budget
-from holdfast.text.template_methods import METHODS, PARTS
+from holdfast.text.templates import budget as template_budget
+from holdfast.text.templates import template
+from holdfast.text.templates.methods import METHODS, PARTS
 
 MEMORY_BYTES = 1 << 30
 CPU_S = 0.4

@@ -18,9 +18,9 @@ from holdfast.server.settings import ServerSettings
 from holdfast.server.template_workers import TemplateWorkers
 from holdfast.server.tokenizing import OFF_LOOP_BYTES, encode_within, off_loop
 from holdfast.server.tooling import ToolUse, read_tool_use
-from holdfast.text.template import check_length
-from holdfast.text.template_budget import SlowRenderingError, impatient
-from holdfast.text.template_jobs import RenderJob
+from holdfast.text.templates.budget import SlowRenderingError, impatient
+from holdfast.text.templates.jobs import RenderJob
+from holdfast.text.templates.template import check_length
 from holdfast.text.tools.prompt import Speech, speech_of
 
 if TYPE_CHECKING:

@@ -1,6 +1,6 @@
 """The processes that run templates which clients sent: started when one is needed, killed when it goes on too long.
 
-Owns those processes and who waits for one. What a template may do is `text`'s; the program is `text.template_worker`.
+Owns those processes and who waits for one. What a template may do is `text`'s; the program is `text.templates.worker`.
 
     nobody asked ─► start ─► idle ◄─► working ─► killed: too slow, ended badly, client gone
                               └► killed after a minute without work, and with the server
@@ -21,13 +21,13 @@ from pathlib import Path
 import holdfast
 from holdfast.errors import OverloadedError
 from holdfast.server.failures import UNAVAILABLE, HttpFailure
-from holdfast.text.template import stopped
-from holdfast.text.template_jobs import Outcome, Refused, Rendered, RenderJob, decode_outcome, encode_job
-from holdfast.text.template_worker import LENGTH, READY
+from holdfast.text.templates.jobs import Outcome, Refused, Rendered, RenderJob, decode_outcome, encode_job
+from holdfast.text.templates.template import stopped
+from holdfast.text.templates.worker import LENGTH, READY
 
 log = logging.getLogger("holdfast.server")
 
-PROGRAM = ("-m", "holdfast.text.template_worker")
+PROGRAM = ("-m", "holdfast.text.templates.worker")
 MOST_WORKERS = 2
 MOST_WAITING = 16
 """Requests that wait for one of them; more are refused."""

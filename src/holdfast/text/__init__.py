@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from holdfast.text.checks import TextWarning, check_text
     from holdfast.text.detokenizer import Detokenizer
-    from holdfast.text.template import load_template
+    from holdfast.text.templates.template import load_template
     from holdfast.text.tokenizer import Tokenizer
 
 __all__ = ["Detokenizer", "TextWarning", "Tokenizer", "check_text", "load_template"]
@@ -20,7 +20,7 @@ _MODULES = {
     "TextWarning": "checks",
     "Tokenizer": "tokenizer",
     "check_text": "checks",
-    "load_template": "template",
+    "load_template": "templates.template",
 }
 
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from holdfast.errors import RequestError, UnsupportedOptionError
-from holdfast.text.template_budget import MAX_NUMBER_BITS
+from holdfast.text.templates.budget import MAX_NUMBER_BITS
 
 _TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
 

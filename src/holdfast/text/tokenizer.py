@@ -16,7 +16,7 @@ from tokenizers import Tokenizer as Backend
 from holdfast.errors import CheckpointError, RequestError, UnsupportedOptionError
 from holdfast.text import gguf_vocab
 from holdfast.text.pieces import TokenPieces, pieces_of
-from holdfast.text.template import compile_template, missing_template
+from holdfast.text.templates.template import compile_template, missing_template
 from holdfast.text.tokenizer_files.loader import load_tokenizer, refusing
 from holdfast.units import shorten
 

@@ -257,7 +257,7 @@ BOMBS = [
 @pytest.mark.parametrize("template", BOMBS)
 def test_a_template_of_a_client_ends(template):
     """With the real renderer, as a server does it that was told to trust such templates."""
-    from holdfast.text.template import compile_template
+    from holdfast.text.templates.template import compile_template
 
     with pytest.raises(RequestError):
         compile_template(template).render(

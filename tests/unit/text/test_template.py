@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from holdfast.errors import ConfigurationError, RequestError, UnsupportedOptionError
-from holdfast.text.template import ChatTemplate, compile_template, load_template
+from holdfast.text.templates.template import ChatTemplate, compile_template, load_template
 
 PLAIN = "{% for m in messages %}[{{ m.role }}]{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}>{% endif %}"
 PARTS = (
@@ -136,8 +136,8 @@ NEST = "{% set ns.x = [ns.x, ns.x] %}{% set ns.y = [ns.y, ns.y] %}"
 ])  # fmt: skip
 def test_growth_and_work_are_bounded(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of these took gigabytes or would never have ended, in the probe at compile time already."""
-    monkeypatch.setattr("holdfast.text.template_budget.MAX_STEPS", 20_000)
-    monkeypatch.setattr("holdfast.text.template_budget.MAX_ITEMS", 200_000)
+    monkeypatch.setattr("holdfast.text.templates.budget.MAX_STEPS", 20_000)
+    monkeypatch.setattr("holdfast.text.templates.budget.MAX_ITEMS", 200_000)
     with pytest.raises(RequestError) as caught:
         render(source)
     assert caught.value.code == "HF302", caught.value
@@ -163,7 +163,7 @@ def test_what_templates_really_do_is_as_before() -> None:
 
 
 def test_output_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("holdfast.text.template_budget.MAX_VALUE_CHARS", 1000)
+    monkeypatch.setattr("holdfast.text.templates.budget.MAX_VALUE_CHARS", 1000)
     with pytest.raises(RequestError, match="1000 characters"):
         render("{% for i in range(200) %}{{ 'xxxxxxxxxx' }}{% endfor %}")
 
@@ -248,7 +248,7 @@ def test_depth_is_bounded() -> None:
 
 
 def test_time_is_bounded_by_the_threads_own_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("holdfast.text.template_budget.MAX_CPU_S", 0.0)
+    monkeypatch.setattr("holdfast.text.templates.budget.MAX_CPU_S", 0.0)
     with pytest.raises(RequestError, match="0 s in one rendering"):
         render("{% for i in range(100) %}{{ i }}{% endfor %}")
 

@@ -12,13 +12,14 @@ from jinja2.defaults import DEFAULT_FILTERS, DEFAULT_NAMESPACE
 from jinja2.tests import TESTS as DEFAULT_TESTS
 
 from holdfast.errors import RequestError
-from holdfast.text import string_slices, template, template_budget
-from holdfast.text.sandbox import GLOBALS, REMOVED_GLOBALS
-from holdfast.text.template import ChatTemplate, compile_template
-from holdfast.text.template_budget import Budget, SlowRenderingError, impatient
-from holdfast.text.template_compiler import NODES, REFUSED_NODES
-from holdfast.text.template_filters import FILTERS, REMOVED_FILTERS, REPLACED_FILTERS, TESTS
-from holdfast.text.template_methods import METHODS, PARTS, REFUSED_METHODS
+from holdfast.text.templates import budget as template_budget
+from holdfast.text.templates import string_slices, template
+from holdfast.text.templates.budget import Budget, SlowRenderingError, impatient
+from holdfast.text.templates.compiler import NODES, REFUSED_NODES
+from holdfast.text.templates.filters import FILTERS, REMOVED_FILTERS, REPLACED_FILTERS, TESTS
+from holdfast.text.templates.methods import METHODS, PARTS, REFUSED_METHODS
+from holdfast.text.templates.sandbox import GLOBALS, REMOVED_GLOBALS
+from holdfast.text.templates.template import ChatTemplate, compile_template
 
 QUICK = ChatTemplate("quick")
 ABSTRACT_NODES = {"Node", "Stmt", "Helper", "Expr", "BinExpr", "UnaryExpr", "Literal", "_FilterTestCommon"}

@@ -10,7 +10,7 @@ import pytest
 from holdfast.config.server import REASONING_PARSERS, TOOL_CALL_PARSERS, ServerConfig
 from holdfast.errors import ConfigurationError
 from holdfast.text.reasoning import FAMILIES
-from holdfast.text.template import ChatTemplate
+from holdfast.text.templates.template import ChatTemplate
 from holdfast.text.tools.dialects import DIALECTS
 from holdfast.text.tools.prompt import shown, shown_in, speech_of
 

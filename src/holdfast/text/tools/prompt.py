@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import Any
 
 from holdfast.text.messages import plain
-from holdfast.text.template import compile_template
+from holdfast.text.templates.template import compile_template
 from holdfast.text.tools.dialects import DIALECTS, GENERIC, Dialect, dialect_of
 from holdfast.text.tools.forms import ARGUMENTS, BARE_NAME, NAME, Form
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from jinja2.exceptions import SecurityError
 
-from holdfast.text.template_budget import Budget
+from holdfast.text.templates.budget import Budget
 
 SLICE_CHARS = 250_000
 """One call's worth: about a millisecond, 4 ns a character at worst."""

@@ -1,4 +1,4 @@
-"""The process that runs templates of clients, one at a time: `python -m holdfast.text.template_worker PARENT`.
+"""The process that runs templates of clients, one at a time: `python -m holdfast.text.templates.worker PARENT`.
 
 Hears jobs on its standard input, a socket, and answers there; each message has its length in front. Limits its own
 memory and processor time, and ends with the process that started it. Imports neither torch nor a tokenizer.
@@ -28,7 +28,7 @@ READY = b"ready"
 
 def main(parent: int) -> None:
     _end_with(parent)
-    from holdfast.text import template_jobs
+    from holdfast.text.templates import jobs
 
     _limit_memory()
     os.nice(NICENESS)
@@ -36,7 +36,7 @@ def main(parent: int) -> None:
         _send(line, READY)
         while (raw := _receive(line)) is not None:
             _limit_cpu()
-            _send(line, template_jobs.encode_outcome(template_jobs.run_job(template_jobs.decode_job(raw))))
+            _send(line, jobs.encode_outcome(jobs.run_job(jobs.decode_job(raw))))
 
 
 def _end_with(parent: int) -> None:

@@ -24,9 +24,9 @@ from jinja2.runtime import BlockReference, LoopContext, Macro
 from jinja2.utils import Cycler, Joiner
 from markupsafe import Markup
 
-from holdfast.text import string_slices
-from holdfast.text.growth import padded_chars, refuse_numbers, replaced_chars, untabbed_chars
-from holdfast.text.template_budget import Budget
+from holdfast.text.templates import string_slices
+from holdfast.text.templates.budget import Budget
+from holdfast.text.templates.growth import padded_chars, refuse_numbers, replaced_chars, untabbed_chars
 
 MAX_SCANNED_CHARS = 500_000
 MAX_MAPPED_CHARS = 250_000

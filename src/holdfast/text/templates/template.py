@@ -21,11 +21,11 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 
 from holdfast.errors import ConfigurationError, RequestError
-from holdfast.text import template_budget
-from holdfast.text.growth import refuse_numbers
 from holdfast.text.messages import join_text_parts, plain
-from holdfast.text.sandbox import Sandbox
-from holdfast.text.template_budget import SlowRenderingError, budget, rendering
+from holdfast.text.templates import budget as template_budget
+from holdfast.text.templates.budget import SlowRenderingError, budget, rendering
+from holdfast.text.templates.growth import refuse_numbers
+from holdfast.text.templates.sandbox import Sandbox
 from holdfast.units import shorten
 
 TEMPLATE_REFUSED, TEMPLATE_UNSAFE, TEMPLATE_MISSING = "HF301", "HF302", "HF303"

@@ -19,12 +19,12 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Cycler, Joiner, Namespace
 from markupsafe import Markup
 
-from holdfast.text import string_slices
-from holdfast.text.growth import braced_chars, formatted_chars
-from holdfast.text.template_budget import CONTAINERS, MAX_NUMBER_BITS, VIEWS, Budget, budget
-from holdfast.text.template_compiler import BoundedLexer, CountingGenerator, check_tree
-from holdfast.text.template_filters import bounded_filters, bounded_tests, guarded_filter
-from holdfast.text.template_methods import ATTRIBUTES, MAX_SCANNED_CHARS, call_method
+from holdfast.text.templates import string_slices
+from holdfast.text.templates.budget import CONTAINERS, MAX_NUMBER_BITS, VIEWS, Budget, budget
+from holdfast.text.templates.compiler import BoundedLexer, CountingGenerator, check_tree
+from holdfast.text.templates.filters import bounded_filters, bounded_tests, guarded_filter
+from holdfast.text.templates.growth import braced_chars, formatted_chars
+from holdfast.text.templates.methods import ATTRIBUTES, MAX_SCANNED_CHARS, call_method
 
 MAX_REPEATED = 1_000_000
 """Characters or items one `*` in a template may make."""

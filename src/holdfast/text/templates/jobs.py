@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from holdfast.errors import RequestError, UnsupportedOptionError
-from holdfast.text.template import compile_template, stopped
+from holdfast.text.templates.template import compile_template, stopped
 from holdfast.text.tools.dialects import DIALECTS
 from holdfast.text.tools.prompt import Speech, shown, speech_of
 

@@ -12,7 +12,7 @@ from jinja2.compiler import CodeGenerator, Frame
 from jinja2.exceptions import SecurityError
 from jinja2.lexer import Lexer
 
-from holdfast.text.template_budget import check_number
+from holdfast.text.templates.budget import check_number
 
 MAX_TOKENS = 30_000
 """Of Jinja, blanks counted: the longest of some seventy well-known templates has 3,770."""
