@@ -20,6 +20,7 @@ import traceback
 
 import msgspec
 
+from holdfast.errors import GrammarError
 from holdfast.records.structured import StructuredOutputsParams
 from holdfast.text.structured.llguidance_backend import Grammars
 from holdfast.text.structured.wire import Setup
@@ -38,8 +39,9 @@ def main() -> int:
         return 0
     grammars = Grammars(setup.vocabulary, setup.eos_ids, setup.vocab_size)
     del setup
-    # What the library builds once is built here, and shared.
-    grammars.check(StructuredOutputsParams(json_object=True))
+    with contextlib.suppress(GrammarError):  # A vocabulary may have no braces.
+        # What the library builds once is built here, and shared.
+        grammars.check(StructuredOutputsParams(json_object=True))
     libc = ctypes.CDLL(None)
     own_pid = os.getpid()
     gc.collect()
