@@ -24,7 +24,7 @@ import msgspec
 
 from holdfast.engine.masks import BEYOND_LIMITS, Form, Progress
 from holdfast.errors import EngineError, GrammarError
-from holdfast.planner.form_sizes import SLOW_LANE_BYTES, shared_lane_bytes
+from holdfast.planner.form_sizes import SLOW_LANE_BYTES, lane_workers, shared_lane_bytes
 from holdfast.records import Failure, Request
 from holdfast.records.structured import LARGE_BYTES
 from holdfast.text.structured import wire
@@ -41,6 +41,8 @@ MOVED_S = 0.05
 SILENT_S = 30.0
 """That a worker may say nothing while it owes an answer, whatever its processor's clock says: it hangs, and is
 replaced. A new one may have to wait for its service to start."""
+ENOUGH_FORMS = 4
+"""For a worker of a lane that may have more."""
 IDLE_KEPT_BYTES = 16 * MIB
 """Of an idle worker of the proven lane."""
 DEATHS_IN_A_ROW = 3
@@ -124,7 +126,9 @@ class GrammarWorkers:
 
     def __init__(self, address: Callable[[], str], rows: int, eos_ids: Sequence[int]) -> None:
         self._address, self._rows, self._eos_ids = address, rows, tuple(eos_ids)
-        self._workers: dict[Lane, _Worker] = {}
+        self._workers: list[_Worker] = []
+        proven, new = lane_workers()
+        self._most = {Lane.PROVEN: proven, Lane.NEW: new, Lane.SLOW: 1}
         self._of_form: dict[int, _Worker] = {}
         self._good_masks: OrderedDict[bytes, int] = OrderedDict()
         """By grammar: masks that it has filled quickly; -1 where one was not."""
@@ -149,7 +153,7 @@ class GrammarWorkers:
         params = form.request.params.structured_outputs
         assert params is not None
         try:
-            worker = self._workers.get(lane) or self._start(lane)
+            worker = self._place_in(lane)
         except (OSError, EngineError) as error:
             problem = EngineError(f"structured output is not available: {error}", fix="try again later")
             form.fail(Failure.of(problem))
@@ -158,11 +162,20 @@ class GrammarWorkers:
         self._of_form[form.number] = worker
         worker.say(wire.Open(form.number, params, form.output))
 
+    def _place_in(self, lane: Lane) -> _Worker:
+        """The worker that has least to do; another one where each has enough and there may be more."""
+        workers = [worker for worker in self._workers if worker.lane is lane]
+        least = min(workers, key=lambda worker: len(worker.forms), default=None)
+        if least is None or (len(least.forms) >= ENOUGH_FORMS and len(workers) < self._most[lane]):
+            return self._start(lane)
+        return least
+
     def _start(self, lane: Lane) -> _Worker:
         limits = LIMITS[lane]
         memory = SLOW_LANE_BYTES if lane is Lane.SLOW else shared_lane_bytes(self._rows)
         wanted = wire.Limits(memory, int(limits.open_s) + 1, limits.niceness)
-        worker = self._workers[lane] = _Worker(lane, WorkerConnection(self._address(), wanted, marked=True))
+        worker = _Worker(lane, WorkerConnection(self._address(), wanted, marked=True))
+        self._workers.append(worker)
         return worker
 
     def close(self, form: Form) -> None:
@@ -172,8 +185,13 @@ class GrammarWorkers:
         del worker.forms[form.number]
         worker.say(wire.Close([form.number]))
         self._remember(form)
-        if not worker.forms and (worker.lane is not Lane.PROVEN or worker.grown_bytes > IDLE_KEPT_BYTES):
+        if not worker.forms and not self._is_kept(worker):
             self._dismiss(worker)  # The surest way to give back whatever its grammars took.
+
+    def _is_kept(self, worker: _Worker) -> bool:
+        """One of the proven lane, though idle: whoever comes next need not wait for a fork."""
+        alike = [one for one in self._workers if one.lane is worker.lane]
+        return worker.lane is Lane.PROVEN and len(alike) == 1 and worker.grown_bytes <= IDLE_KEPT_BYTES
 
     def _remember(self, form: Form) -> None:
         params = form.request.params.structured_outputs
@@ -185,11 +203,11 @@ class GrammarWorkers:
             self._good_masks.popitem(last=False)
 
     def _dismiss(self, worker: _Worker) -> None:
-        del self._workers[worker.lane]
+        self._workers.remove(worker)
         worker.connection.kill()
 
     def clear(self) -> None:
-        for worker in list(self._workers.values()):
+        for worker in list(self._workers):
             self._dismiss(worker)
         self._of_form.clear()
 
@@ -197,17 +215,17 @@ class GrammarWorkers:
 
     def advance(self, forms: Sequence[tuple[Form, bool]]) -> None:
         """Each has a new last token; and whether a mask of what may follow is wanted."""
-        by_worker: dict[Lane, list[tuple[int, int, bool]]] = {}
+        by_worker: dict[_Worker, list[tuple[int, int, bool]]] = {}
         for form, wanted in forms:
             worker = self._of_form.get(form.number)
             if worker is not None:
-                by_worker.setdefault(worker.lane, []).append((form.number, form.output[-1], wanted))
-        for lane, tokens in by_worker.items():
-            self._workers[lane].say(wire.Advance(tokens))
+                by_worker.setdefault(worker, []).append((form.number, form.output[-1], wanted))
+        for worker, tokens in by_worker.items():
+            worker.say(wire.Advance(tokens))
 
     def poll(self, timeout_s: float) -> None:
         """Takes in what workers have said, waiting so long for the first word; looks after those that say nothing."""
-        workers = list(self._workers.values())
+        workers = list(self._workers)
         poll = select.poll()
         by_descriptor = {worker.connection.socket.fileno(): worker for worker in workers}
         for descriptor, worker in by_descriptor.items():
@@ -219,7 +237,7 @@ class GrammarWorkers:
             if events & ~select.POLLOUT:
                 self._listen(worker)
         for worker in workers:
-            if self._workers.get(worker.lane) is not worker:
+            if worker not in self._workers:
                 continue  # It was buried above.
             if worker.overdue() is not None:
                 self._bury(worker)

@@ -3,6 +3,8 @@ grammars that are compiled at once. No library, and nothing of what a grammar is
 
 from __future__ import annotations
 
+import os
+
 from holdfast.planner.sampling_sizes import mask_words
 from holdfast.units import MIB
 
@@ -12,8 +14,11 @@ SERVICE_BYTES = 26 * MIB
 """Of the process that workers are forked from, without the vocabulary: 49 MiB were seen with 49,152 tokens."""
 WORKER_BYTES = 4 * MIB
 """Of each worker, of what it no longer shares with the service: 3.6 MiB were seen."""
-WORKERS = 6
-"""Three of the engine, two that check grammars quickly and one that does it slowly."""
+CHECKING_WORKERS = 3
+"""Two that check grammars quickly, one that does it slowly."""
+MOST_PROVEN_WORKERS, MOST_NEW_WORKERS = 8, 4
+LEAST_LANE_BYTES = 24 * MIB
+"""That a worker may take, however many share what there is."""
 FORM_BYTES, WRITTEN_BYTES = 256 << 10, 64
 """Of each answer that follows a grammar, and of each byte in which that is written: 16 MiB were seen with 64 schemas of
 12 fields each, 3.2 MiB with one of 60 KB."""
@@ -26,11 +31,19 @@ CHECKS_BYTES = (12 + 12 + 48) * MIB
 """Of grammars that are being checked: two quickly, one slowly."""
 
 
-def forms_bytes(vocab_size: int, max_num_seqs: int) -> int:
+def lane_workers(cores: int | None = None) -> tuple[int, int]:
+    """Most processes that follow proven grammars, and new ones. `cores`: of this machine, where it is not said."""
+    cores = cores or os.cpu_count() or 1
+    return max(1, min(MOST_PROVEN_WORKERS, cores // 2)), max(1, min(MOST_NEW_WORKERS, cores // 4))
+
+
+def forms_bytes(vocab_size: int, max_num_seqs: int, cores: int | None = None) -> int:
     """Of all processes, once one answer must follow a grammar; and a mask and a narrowing of it for each."""
     masks = max_num_seqs * 2 * mask_words(vocab_size) * 4
-    processes = SERVICE_BYTES + vocab_size * TOKEN_BYTES + WORKERS * WORKER_BYTES
-    return processes + held_bytes(max_num_seqs) + SLOW_LANE_BYTES + CHECKS_BYTES + masks
+    shared = sum(lane_workers(cores))
+    workers = (shared + 1 + CHECKING_WORKERS) * WORKER_BYTES
+    lanes = shared * shared_lane_bytes(max_num_seqs, cores) + SLOW_LANE_BYTES + CHECKS_BYTES
+    return SERVICE_BYTES + vocab_size * TOKEN_BYTES + workers + lanes + masks
 
 
 def held_bytes(max_num_seqs: int) -> int:
@@ -38,9 +51,9 @@ def held_bytes(max_num_seqs: int) -> int:
     return max_num_seqs * FORM_BYTES + SPARE_BYTES
 
 
-def shared_lane_bytes(max_num_seqs: int) -> int:
-    """That one worker may take which many answers share. There are two: what waits for room counts over both."""
-    return held_bytes(max_num_seqs) // 2 + SPARE_BYTES
+def shared_lane_bytes(max_num_seqs: int, cores: int | None = None) -> int:
+    """That one worker may take which many answers share: what waits for room is counted over all of them."""
+    return max(LEAST_LANE_BYTES, 3 * held_bytes(max_num_seqs) // (2 * sum(lane_workers(cores))))
 
 
 def form_bytes(written_bytes: int) -> int:

@@ -105,7 +105,7 @@ def test_what_is_counted_is_what_a_worker_saw(forms: Forms, monkeypatch: pytest.
     forms.begin(ask(0, f"({words})+"))
     formed(forms, 1)
     form = forms._forms["0"]
-    assert form.held_bytes > 0
+    assert form.held_bytes > 1 << 20
     assert forms._bytes["0"] == max(form.held_bytes, module.FORM_BYTES)
 
 
@@ -221,7 +221,20 @@ def test_costly_grammars_are_kept_apart_and_proven_ones_too(forms: Forms, monkey
 
 
 def workers(forms: Forms) -> dict[Lane, int]:
-    return {lane: worker.connection._pid or 0 for lane, worker in forms._workers._workers.items()}
+    return {worker.lane: worker.connection._pid or 0 for worker in forms._workers._workers}
+
+
+def test_many_answers_are_spread_over_the_workers_there_may_be(service: GrammarService) -> None:
+    forms = Forms(lambda: service.address, rows=16, vocab_size=SIZE, eos_ids=[END])
+    forms._workers._most[Lane.NEW] = 3
+    for number in range(16):
+        forms.begin(ask(number, "[ab]+"))
+    formed(forms, 16)
+    assert [len(worker.forms) for worker in forms._workers._workers] == [6, 5, 5]
+    for number in range(16):
+        forms.forget(f"{number}")
+    assert forms._workers._workers == []
+    forms.close()
 
 
 def test_answers_of_a_worker_that_dies_go_on_in_another(forms: Forms) -> None:

@@ -220,6 +220,12 @@ class WorkerConnection:
         if self._pid is None:
             return 0.0
         try:
+            # Of its only thread. The clock of the process may stand still for long where it has a limit.
+            with open(f"/proc/{self._pid}/schedstat", "rb") as schedstat:
+                return int(schedstat.read().split()[0]) / 1e9
+        except (OSError, ValueError, IndexError):
+            pass
+        try:
             return time.clock_gettime((~self._pid << 3) | 2)  # The system's name for the clock of another process.
         except OSError:
             return 0.0

@@ -165,7 +165,7 @@ class Doing(NamedTuple):
     began_s: float
     """time.monotonic(), the same clock in every process."""
     cpu_s: float
-    """Of the process, then."""
+    """Of its processor time, then."""
 
 
 class Marker:
@@ -184,7 +184,7 @@ class Marker:
             self.done()
 
     def begin(self, form: int, *, opening: bool) -> None:
-        self._LAYOUT.pack_into(self._memory, 0, form, opening, time.monotonic(), time.process_time())
+        self._LAYOUT.pack_into(self._memory, 0, form, opening, time.monotonic(), time.thread_time())
 
     def done(self) -> None:
         self._LAYOUT.pack_into(self._memory, 0, self._IDLE, False, 0.0, 0.0)

@@ -9,6 +9,7 @@ One thread, so that what it died of is what it was doing. Forked by `service`, o
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import resource
 import select
@@ -30,6 +31,10 @@ ADDRESSES_BYTES = 512 * MIB
 """Beyond the limit of memory: addresses that no memory lies behind."""
 LOOKED_AT_S = 0.001
 """What took longer may have grown: its memory is looked at."""
+TOGETHER_S = 0.0005
+"""Masks that come within it are sent together."""
+RENEW_S = 0.5
+"""Of processor time, until the system's limit of it is moved on."""
 OUT_OF_MEMORY = 77
 """Exit code, where Python itself noticed."""
 
@@ -53,6 +58,9 @@ class Worker:
         self._limits = wire.Limits(0, 1, 0)
         self._marker: wire.Marker | None = None
         self._born_bytes = _own_bytes()
+        self._renew_s = 0.0
+        self._unsaid: list[wire.FromWorker] = []
+        self._unsaid_s = 0.0
 
     def run(self) -> None:
         self._say(wire.Hello(os.getpid()))
@@ -66,8 +74,14 @@ class Worker:
             elif not self._hear():
                 return
 
-    def _say(self, *messages: wire.FromWorker) -> None:
-        self._connection.sendall(b"".join(map(wire.pack, messages)))
+    def _say(self, message: wire.FromWorker) -> None:
+        self._unsaid.append(message)
+        self._flush()
+
+    def _flush(self) -> None:
+        if self._unsaid:
+            self._connection.sendall(b"".join(map(wire.pack, self._unsaid)))
+            self._unsaid.clear()
 
     def _hear(self) -> bool:
         received = self._connection.recv(1 << 18)
@@ -106,8 +120,12 @@ class Worker:
 
     def _guarded(self, form: int, work: Callable[[], None], *, opening: bool = False) -> Failure | None:
         """Does it under the processor's limit and with the marker set; whatever goes wrong is this form's end alone."""
-        used_s = int(time.process_time())
-        resource.setrlimit(resource.RLIMIT_CPU, (used_s + 1 + self._limits.cpu_s, resource.RLIM_INFINITY))
+        # Of this thread, the only one: with a limit set, the clock of the process may stand still for long.
+        used_s = time.thread_time()
+        if used_s >= self._renew_s:
+            self._renew_s = used_s + RENEW_S
+            most_s = math.ceil(self._renew_s) + self._limits.cpu_s
+            resource.setrlimit(resource.RLIMIT_CPU, (most_s, resource.RLIM_INFINITY))
         if self._marker is not None:
             self._marker.begin(form, opening=opening)
         try:
@@ -180,6 +198,7 @@ class Worker:
             if failure is not None:
                 advanced.failed[form] = failure
                 del self._forms[form]
+                self._to_fill = [one for one in self._to_fill if one != form]
             elif following.matcher.complete:
                 advanced.complete.append(form)
             else:
@@ -206,6 +225,8 @@ class Worker:
 
     def _fill(self, form: int) -> None:
         following, mask = self._forms[form], b""
+        if following.cost_s > TOGETHER_S:
+            self._flush()  # Nobody waits for it with a mask that is there.
         began_s, before = time.thread_time(), _own_bytes() if following.cost_s > LOOKED_AT_S else 0
 
         def fill() -> None:
@@ -215,7 +236,7 @@ class Worker:
                 raise error
 
         failure = self._guarded(form, fill)
-        spent_s = time.thread_time() - began_s  # With a limit set, the clock of the process is no finer than a tick.
+        spent_s = time.thread_time() - began_s
         following.cost_s = max(spent_s, following.cost_s / 2)
         grown = max(_own_bytes() - before, 0) if before else 0
         following.grown_bytes += grown
@@ -223,7 +244,12 @@ class Worker:
             failure = Failure.of(too_much_memory(self._limits.memory_bytes // 2))
         if failure is not None:
             del self._forms[form]
-        self._say(wire.Filled(form, following.length, mask, spent_s, grown, failure))
+        now_s = time.monotonic()
+        if not self._unsaid:
+            self._unsaid_s = now_s
+        self._unsaid.append(wire.Filled(form, following.length, mask, spent_s, grown, failure))
+        if not self._to_fill or now_s - self._unsaid_s > TOGETHER_S:
+            self._flush()
         if grown:
             self._spare_memory()
 
