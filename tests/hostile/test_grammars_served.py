@@ -130,6 +130,7 @@ def attack(server: Any, tokens: int, limit_s: float) -> None:
         assert time.monotonic() < deadline_s, (before, held_bytes(server))
         time.sleep(0.1)
     assert "starting it again" not in server.log
+    assert "structured output worker" not in server.log
 
 
 @pytest.fixture(scope="module")

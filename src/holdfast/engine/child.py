@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import logging
 import subprocess
 from pathlib import Path
 
@@ -22,7 +23,11 @@ from holdfast.errors import EngineDiedError, EngineError, EngineHungError
 from holdfast.planner import Plan
 from holdfast.records import Failure
 
+log = logging.getLogger("holdfast")
+
 STOP_TIMEOUT_S = 3.0
+KILLED_S = 20.0
+"""For a process that was killed to be gone: one that waits in a driver may never be, and nobody waits for it longer."""
 LAST_WORDS_S = 1.0
 """For what a process had written when it ended: on a machine with much to do, a socket takes its time."""
 
@@ -123,7 +128,9 @@ class Child:
                 await asyncio.wait_for(asyncio.shield(self._exit), STOP_TIMEOUT_S)
             except TimeoutError:
                 self._process.kill()
-        await self._exit
+        await asyncio.wait({self._exit}, timeout=KILLED_S)
+        if not self._exit.done():
+            log.error("the engine process (pid %d) was killed and has not ended: a driver holds it", self.pid)
         self._started.forget()
         self._socket.close(linger=0)
 

@@ -126,8 +126,7 @@ class EngineCore:
         judge = None
         if self.forms is not None:
             judge = self.forms.judge
-            if not self._in_flight:  # It was the newest step: what it sampled is judged in one go.
-                self.forms.foresee(result)
+            self.forms.foresee(result, newest=not self._in_flight)
         return self._end(self.scheduler.apply(result, time.monotonic(), judge))
 
     def _submit(self, plan: StepPlan) -> StepHandle:

@@ -32,9 +32,10 @@ if TYPE_CHECKING:
 
 FORMS_AHEAD = 4
 """Compiled for requests that still wait to run."""
-VERDICT_S = 0.25
-"""For a worker to take a token. One that needs longer is busy with another answer's grammar, or about to be killed: the
-answer goes on, and where it should have ended, it ends with its next token."""
+VERDICT_S, SLOW_VERDICT_S = 0.05, 0.002
+"""For a worker to take a token: the first time, and of an answer that was late before or has a costly grammar. One that
+needs longer is busy with another answer's: nobody is held up for it, the answer goes on, and where it should have
+ended, it ends with its next token."""
 
 
 def hold_forms(core: EngineCore, spec: ModelSpec, address: Callable[[], str]) -> None:
@@ -81,6 +82,7 @@ class Forms:
         self._forms: dict[str, Form] = {}
         self._slots: dict[int, str] = {}
         self._newest = _Sampled({}, [])
+        self._doubtful = False
         self._bytes: dict[str, int] = {}
         """Of every request whose grammar is compiled or being compiled: what is expected of it, then what was seen."""
 
@@ -99,17 +101,26 @@ class Forms:
 
     def _advance(self) -> None:
         """As many of the first in line as there is room for; one at least."""
-        most_bytes = held_bytes(self._rows)
+        for form in self._forms.values():
+            self._bytes[form.request.request_id] = max(form.held_bytes, FORM_BYTES)
+        most_bytes, parked = held_bytes(self._rows), list[tuple[int, float, int, Request]]()
         while self._line and len(self._bytes) < self._rows + FORMS_AHEAD:
             request = self._line[0][-1]
+            if not self._workers.has_room_for(request):
+                parked.append(heapq.heappop(self._line))  # Others need not wait for costly ones.
+                continue
             needed = form_bytes(len(msgspec.json.encode(request.params.structured_outputs)))
             if self._bytes and sum(self._bytes.values()) + needed > most_bytes:
-                return
+                break
             heapq.heappop(self._line)
             self._bytes[request.request_id] = needed
-            form = Form(next(self._numbers), request, mask_words(self._vocab_size), self._allowed(request))
+            form = Form(
+                next(self._numbers), request, mask_words(self._vocab_size), self._allowed(request), self._eos_ids
+            )
             self._compiling[request.request_id] = form
             self._workers.open(form)
+        for entry in parked:
+            heapq.heappush(self._line, entry)
 
     def formed(self, wait_s: float = 0.0) -> list[tuple[Request, HoldfastError | None]]:
         """Requests that can be scheduled now, or why one cannot be; waits so long for the first of them."""
@@ -127,8 +138,8 @@ class Forms:
         if form.failure is not None:
             self.forget(name)
             return form.failure.error()
-        self._bytes[name] = max(form.held_bytes, FORM_BYTES)
         self._forms[name] = form
+        self._bytes[name] = max(form.held_bytes, FORM_BYTES)
         return None
 
     def _allowed(self, request: Request) -> Words | None:
@@ -211,9 +222,12 @@ class Forms:
         self._foresee(last, result, going_on)
         return True
 
-    def foresee(self, result: StepResult) -> None:
-        """Judges all tokens of the newest step together, before the scheduler asks for one after the other."""
-        if self._newest.held and not result.failures:
+    def foresee(self, result: StepResult, *, newest: bool) -> None:
+        """Judges all tokens of a step together, before the scheduler asks for one after the other. `newest`: no other
+        step is in flight. After a failure it does not, nor for the step that was in flight then: which of their tokens
+        still count is for the scheduler to say."""
+        doubtful, self._doubtful = self._doubtful, bool(result.failures)
+        if newest and self._newest.held and not (doubtful or result.failures):
             self._foresee(self._newest, result, set(self._newest.held.values()))
 
     def _foresee(self, sampled: _Sampled, result: StepResult, wanted: set[Form]) -> None:
@@ -238,12 +252,19 @@ class Forms:
                 form.advance(token)
                 going_on.append((form, len(form.output) < form.request.max_tokens))
         self._workers.advance(going_on)
-        end_s = time.monotonic() + VERDICT_S
-        while any(form.progress is Progress.UNKNOWN and form.failure is None for form, _ in going_on):
-            if (left_s := end_s - time.monotonic()) <= 0:
-                break
-            self._workers.poll(left_s)
+        self._wait_for_verdicts([form for form, _ in going_on])
         return [self._verdict(form, token) for form, token in tokens]
+
+    def _wait_for_verdicts(self, forms: Sequence[Form]) -> None:
+        began_s = time.monotonic()
+        while waiting := [form for form in forms if form.progress is Progress.UNKNOWN and form.failure is None]:
+            quick = [form for form in waiting if not self._workers.is_slow(form)]
+            left_s = began_s + (VERDICT_S if quick else SLOW_VERDICT_S) - time.monotonic()
+            if left_s <= 0:
+                for form in quick:
+                    form.patience_s = 0.0
+                return
+            self._workers.poll(left_s)
 
     def _verdict(self, form: Form, token: int) -> Verdict | Failure:
         if form.failure is not None:

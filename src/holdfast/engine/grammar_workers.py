@@ -129,6 +129,7 @@ class GrammarWorkers:
         self._workers: list[_Worker] = []
         proven, new = lane_workers()
         self._most = {Lane.PROVEN: proven, Lane.NEW: new, Lane.SLOW: 1}
+        self._most_slow = max(1, rows // 4)
         self._of_form: dict[int, _Worker] = {}
         self._good_masks: OrderedDict[bytes, int] = OrderedDict()
         """By grammar: masks that it has filled quickly; -1 where one was not."""
@@ -193,12 +194,13 @@ class GrammarWorkers:
         alike = [one for one in self._workers if one.lane is worker.lane]
         return worker.lane is Lane.PROVEN and len(alike) == 1 and worker.grown_bytes <= IDLE_KEPT_BYTES
 
-    def _remember(self, form: Form) -> None:
+    def _remember(self, form: Form, *, costly: bool = False) -> None:
         params = form.request.params.structured_outputs
         assert params is not None
         key = msgspec.json.encode(params)
         good = self._good_masks.pop(key, 0)
-        self._good_masks[key] = -1 if good < 0 or form.slowest_s > PROVEN_S else good + form.masks
+        costly = costly or good < 0 or form.slowest_s > PROVEN_S
+        self._good_masks[key] = -1 if costly else good + form.masks
         while len(self._good_masks) > GRAMMARS_REMEMBERED:
             self._good_masks.popitem(last=False)
 
@@ -213,12 +215,27 @@ class GrammarWorkers:
 
     # --- tokens and masks ---
 
+    @property
+    def slow(self) -> int:
+        """Answers whose grammars are costly."""
+        return sum(len(worker.forms) for worker in self._workers if worker.lane is Lane.SLOW)
+
+    def has_room_for(self, request: Request) -> bool:
+        """Costly grammars are followed by one process, and hold rows meanwhile: others keep most of them."""
+        return self._lane_of(request) is not Lane.SLOW or self.slow < self._most_slow
+
+    def is_slow(self, form: Form) -> bool:
+        worker = self._of_form.get(form.number)
+        return form.slow or (worker is not None and worker.lane is Lane.SLOW)
+
     def advance(self, forms: Sequence[tuple[Form, bool]]) -> None:
         """Each has a new last token; and whether a mask of what may follow is wanted."""
         by_worker: dict[_Worker, list[tuple[int, int, bool]]] = {}
         for form, wanted in forms:
             worker = self._of_form.get(form.number)
-            if worker is not None:
+            if worker is None:
+                form.progress = Progress.GOES_ON  # Its request has gone, and nobody knows it any more.
+            else:
                 by_worker.setdefault(worker, []).append((form.number, form.output[-1], wanted))
         for worker, tokens in by_worker.items():
             worker.say(wire.Advance(tokens))
@@ -240,7 +257,7 @@ class GrammarWorkers:
             if worker not in self._workers:
                 continue  # It was buried above.
             if worker.overdue() is not None:
-                self._bury(worker)
+                self._bury(worker, overdue=True)
             elif worker.silent and time.monotonic() - worker.heard_s > SILENT_S:
                 if not worker.connection.met:  # No service answers.
                     self._deaths_in_a_row = DEATHS_IN_A_ROW
@@ -309,24 +326,28 @@ class GrammarWorkers:
 
     def _move(self, worker: _Worker, form: Form) -> None:
         """To the slow lane, with the mask that it has. What it is asked for next waits until it is there."""
+        self._remember(form, costly=True)
         del worker.forms[form.number], self._of_form[form.number]
         worker.say(wire.Close([form.number]))
-        self._open_in(form, Lane.SLOW)
+        if self.slow < self._most_slow:
+            self._open_in(form, Lane.SLOW)
+        else:
+            form.fail(Failure.of(_too_many_slow()))
 
     # --- deaths ---
 
-    def _bury(self, worker: _Worker) -> None:
+    def _bury(self, worker: _Worker, *, overdue: bool = False) -> None:
         """It has died, or takes too long."""
         assert worker.connection.marker is not None
-        doing = worker.connection.marker.read()
-        overdue = worker.overdue() is not None
+        cause = worker.forms.get(worker.connection.marker.last())
         self._dismiss(worker)
         forms = list(worker.forms.values())
         for form in forms:
             del self._of_form[form.number]
-        cause = None if doing is None else worker.forms.get(doing.form)
-        if cause is None and doing is None:
+        if cause is None:
             self._deaths_in_a_row += 1
+        else:
+            self._remember(cause, costly=True)
         log.warning(
             "a structured output worker (%s lane, %d answers) %s; its other answers go on in a new one",
             worker.lane.name.lower(),
@@ -336,10 +357,21 @@ class GrammarWorkers:
         for form in forms:
             if form is cause and worker.lane is Lane.SLOW:
                 form.fail(Failure.of(_too_much(worker, overdue)))
+            elif form is cause and self.slow >= self._most_slow:
+                form.fail(Failure.of(_too_many_slow()))
             elif self._deaths_in_a_row >= DEATHS_IN_A_ROW:
                 form.fail(Failure.of(EngineError("structured output is not available: its processes die", fix="retry")))
             else:
                 self._open_in(form, Lane.SLOW if form is cause else worker.lane)
+
+
+def _too_many_slow() -> GrammarError:
+    return GrammarError(
+        "the grammar of the answer has become slow, and others that are slow take all the room there is for such",
+        code=BEYOND_LIMITS,
+        fix="a simpler one, or try again later",
+        field="structured_outputs",
+    )
 
 
 def _too_much(worker: _Worker, overdue: bool) -> GrammarError:

@@ -34,7 +34,7 @@ PATIENCE_S, REGAINED_S = 0.05, 0.001
 STEP_PATIENCE_S = 0.05
 """How long one step is held up, whoever it waits for."""
 BUSY_POLL_S = 0.0005
-MASK_CPU_S, MASK_CPU_S_A_TOKEN = 10.0, 0.05
+MASK_CPU_S, MASK_CPU_S_A_TOKEN = 5.0, 0.05
 """Of one core, that the masks of one answer may take: in all, and for each token it has."""
 NOTHING_LEFT, BEYOND_LIMITS = "HF363", "HF362"
 
@@ -57,6 +57,8 @@ class Form:
     mask_words: int
     allowed: Words | None
     """Bits of allowed_token_ids."""
+    eos_ids: tuple[int, ...] = ()
+    """The model's own ends, which a grammar allows where it may end, whatever the request says of them."""
     words: Words = field(init=False)
     """Bits of the tokens that may follow, once filled."""
     output: list[int] = field(init=False)
@@ -131,7 +133,7 @@ class Form:
             words &= self.allowed
         forbidden = list[int]()
         if len(self.output) < params.min_tokens:
-            forbidden += [*request.eos_token_ids, *params.stop_ids]
+            forbidden += [*self.eos_ids, *request.eos_token_ids, *params.stop_ids]
         if request.bad_word_ids:
             from holdfast.execution.sampler import forbidden_after  # It needs torch, which an engine has by now.
 

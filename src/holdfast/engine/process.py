@@ -36,7 +36,8 @@ BEAT_S = 0.4
 def run(address: str) -> int:
     unblock_output()
     logging.basicConfig(level=logging.INFO, format="%(levelname)s engine: %(message)s", stream=sys.stderr)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal group; the front decides.
+    for one in (signal.SIGINT, signal.SIGTERM):  # They may reach the whole terminal group, or unit; the front decides.
+        signal.signal(one, signal.SIG_IGN)
     _end_with_parent()
     with zmq.Context() as context, context.socket(zmq.PAIR) as socket:
         socket.linger = 2000

@@ -46,7 +46,7 @@ class Unblocked(io.TextIOBase):
         self._socket = _as_socket(descriptor)
         self._backlog: deque[bytes] = deque()
         self._backlog_bytes = self._lost_lines = 0
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # A warning may be written while a line is.
         self._passing_on: threading.Thread | None = None
         self._emptied = threading.Event()
         atexit.register(self._say_last_words)
@@ -81,8 +81,10 @@ class Unblocked(io.TextIOBase):
         self._backlog_bytes += len(raw)
         if self._passing_on is None:
             self._emptied.clear()
-            self._passing_on = threading.Thread(target=self._pass_on, name="log-backlog", daemon=True)
-            self._passing_on.start()
+            passing_on = threading.Thread(target=self._pass_on, name="log-backlog", daemon=True)
+            with contextlib.suppress(RuntimeError):  # No thread can be had: the next line tries again.
+                passing_on.start()
+                self._passing_on = passing_on
 
     def _put(self, raw: bytes) -> int:
         """How much of it was taken without waiting. Whoever reads may be gone for good: then all of it goes nowhere."""

@@ -40,6 +40,10 @@ CLOSED_AT_ONCE = 32
 """One of so many of all that may be open is closed with the first that must be: finding the oldest means to look at
 all of them."""
 SAID_EVERY_S = 10.0
+LEAST_CONNECTIONS = 16
+"""However few files there are left: fewer are of use to nobody."""
+RECOVER_S = 30.0
+"""After the last time that files ran out, until as many connections as before are tried again."""
 
 _NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _FULL = (
@@ -93,7 +97,7 @@ class Accepting:
         self._listener = listener
         self._make = make
         self._connections = connections
-        self._most = most
+        self._most = self._configured = most
         self._tls = tls
         self._handshake_s = handshake_s
         self._opening: dict[asyncio.Task[object], _Opening] = {}
@@ -102,6 +106,7 @@ class Accepting:
         self._loop = asyncio.get_running_loop()
         self._pause: asyncio.TimerHandle | None = None
         self._possible = 0
+        self._recovering: asyncio.TimerHandle | None = None
         """The most that there were when the system had no file for another one."""
         self._dropped_total = self._said_total = 0
         self._said_s = float("-inf")
@@ -177,12 +182,20 @@ class Accepting:
         count = self._open_count
         if error.errno == errno.EMFILE:
             self._possible = max(self._possible, count)
-            self._most = max(1, min(self._most, self._possible - RESERVE - SPARE_FILES))
+            self._most = min(self._configured, max(LEAST_CONNECTIONS, self._possible - RESERVE - SPARE_FILES))
+            if self._recovering is not None:
+                self._recovering.cancel()
+            self._recovering = self._loop.call_later(RECOVER_S, self._recover)
         closed = self._make_room(max(1, count - self._most))
         pause_s = SHORT_PAUSE_S if closed else PAUSE_S
-        log.error("no new connection for %g s: %s; at most %d from now on", pause_s, error.strerror, self._most)
+        said = "no new connection for %g s: %s; at most %d for the next %g s"
+        log.error(said, pause_s, error.strerror, self._most, RECOVER_S)
         self._loop.remove_reader(self._listener.fileno())
         self._pause = self._loop.call_later(pause_s, self.start)
+
+    def _recover(self) -> None:
+        """Who held the files may be gone: as many as before are tried again."""
+        self._most, self._possible, self._recovering = self._configured, 0, None
 
     def _open(self, taken: socket.socket, full: bool) -> None:
         limit_s = None if self._tls is None else self._handshake_s

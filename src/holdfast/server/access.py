@@ -6,6 +6,7 @@ Pure ASGI around the whole application, so that also what never reaches an endpo
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import re
 import time
 import uuid
@@ -175,6 +176,13 @@ class Door:
             raise HttpFailure(
                 UNAVAILABLE, "the model is loading", kind="service_unavailable_error", code="loading", retry=True
             )
+
+
+def tenant_of(scope: Scope) -> str:
+    """Whose request it is: that of a key, or where there is none of an address."""
+    key = next((value for name, value in scope["headers"] if name == b"authorization"), None)
+    client = scope.get("client")
+    return hashlib.sha256(key).hexdigest() if key else str(client[0] if client else "")
 
 
 def _key(authorization: bytes | None) -> bytes:

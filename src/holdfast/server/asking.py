@@ -6,6 +6,7 @@ is the engine's own door's to say. Knows nothing of HTTP and of how answers look
 
 from __future__ import annotations
 
+import contextlib
 import time
 import uuid
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from holdfast.engine.interface import Engine
-from holdfast.errors import RequestError, UnknownModelError, UnsupportedOptionError
+from holdfast.errors import GrammarError, RequestError, UnknownModelError, UnsupportedOptionError
 from holdfast.records import AdapterRef, SamplingParams
 from holdfast.records.sampling import MAX_LOGPROBS
 from holdfast.server.chat_prompts import chat_prompt, final_answer
@@ -143,6 +144,10 @@ async def read_chat(
         if reading is not None:
             params, reading = await off_loop(partial(reading.adjusted, params, tokenizer, engine.structured), len(raw))
         await _check_structured(params, engine)
+        for arguments in reading.strict_arguments if reading is not None else ():
+            assert engine.structured is not None
+            with contextlib.suppress(GrammarError):  # Then no text has them.
+                await engine.structured.check(arguments)
     except RequestError as error:
         if reading is not None and reading.use is not None and error.field == "grammar":
             # The client sent no grammar: it was made of these.

@@ -12,7 +12,8 @@ import msgspec
 from starlette.types import Receive, Scope, Send
 
 from holdfast.engine.interface import Engine
-from holdfast.server.access import CLIENT_GONE, Record
+from holdfast.engine.structured_output import TENANT
+from holdfast.server.access import CLIENT_GONE, Record, tenant_of
 from holdfast.server.conversation import ClientGone
 from holdfast.server.generation import gathered, unless_gone
 from holdfast.server.intake import read_body
@@ -41,6 +42,7 @@ class Exchange:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         record: Record = scope["holdfast.record"]
+        TENANT.set(tenant_of(scope))
         try:
             limit_bytes = body_limit(self._settings, self._engine.info.max_model_len)
             body = await read_body(scope, receive, limit_bytes, self._settings.body_timeout_s)

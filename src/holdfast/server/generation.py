@@ -13,9 +13,10 @@ from typing import Any, Protocol
 from starlette.types import Receive, Scope, Send
 
 from holdfast.engine.interface import Engine
+from holdfast.engine.structured_output import TENANT
 from holdfast.observability.metrics import ServingMetrics
 from holdfast.records import AnswerDelta
-from holdfast.server.access import CLIENT_GONE, Record
+from holdfast.server.access import CLIENT_GONE, Record, tenant_of
 from holdfast.server.answering import DONE, Answer, Shape, error_event
 from holdfast.server.asking import Ask
 from holdfast.server.conversation import ClientGone, Conversation
@@ -61,6 +62,7 @@ class Generation:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         record: Record = scope["holdfast.record"]
+        TENANT.set(tenant_of(scope))
         try:
             settings = self._settings
             most_bytes = body_limit(settings, self._engine.info.max_model_len)

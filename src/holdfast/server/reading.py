@@ -98,11 +98,16 @@ class Reading:
             changes["structured_outputs"] = StructuredOutputsParams(grammar=grammar, asked_as=named)
         if structured is None or self.use is None or self.use.forced:
             return params.replace(**changes) if changes else params, self
-        strict = [tool for tool in self.use.tools if tool.strict]
-        for tool in strict:
-            structured.texts.prepare(_arguments_of(tool))
+        strict = any(tool.strict for tool in self.use.tools)
         reading = replace(self, fits=partial(self._fits, structured.texts)) if strict else self
         return params.replace(**changes) if changes else params, reading
+
+    @property
+    def strict_arguments(self) -> list[StructuredOutputsParams]:
+        """That texts are held against, and so must be checked before."""
+        if self.fits is None or self.use is None:
+            return []
+        return [_arguments_of(tool) for tool in self.use.tools if tool.strict]
 
     def _fits(self, texts: TextMatcher, name: str, arguments: str) -> bool:
         assert self.use is not None

@@ -21,8 +21,9 @@ from holdfast.engine import forms as module
 from holdfast.engine import grammar_workers, masks
 from holdfast.engine.forms import FORMS_AHEAD, Forms
 from holdfast.engine.grammar_workers import Lane, LaneLimits
+from holdfast.errors import EngineError
 from holdfast.planner.form_sizes import form_bytes
-from holdfast.records import Failure, Request, SamplingParams, StepResult
+from holdfast.records import Failure, Request, SamplingParams, StepFailure, StepResult
 from holdfast.records.steps import Verdict
 from holdfast.records.structured import LARGE_BYTES, StructuredOutputsParams
 from holdfast.text.structured.client import GrammarService
@@ -154,7 +155,7 @@ def test_a_whole_step_is_judged_in_one_go(forms: Forms, monkeypatch: pytest.Monk
     sent, real = list[int](), forms._workers.advance
     monkeypatch.setattr(forms._workers, "advance", lambda tokens: (sent.append(len(tokens)), real(tokens)))
     # One is late: what was sampled for it is nothing.
-    forms.foresee(StepResult(step_id=1, token_ids=[7, ord("a"), ord("a"), ord("b")], late=[6]))
+    forms.foresee(StepResult(step_id=1, token_ids=[7, ord("a"), ord("a"), ord("b")], late=[6]), newest=True)
     assert sent == [2]
     assert [forms.judge(name, ord("a")) for name in ("0", "1")] == [Verdict.GOES_ON] * 2
     assert sent == [2]
@@ -214,9 +215,12 @@ def test_costly_grammars_are_kept_apart_and_proven_ones_too(forms: Forms, monkey
         forms.judge("1", ord("a"))
         filled(forms, "1")
     forms.forget("1")
+    forms.begin(ask(3, LARGE))  # Of costly ones there is room for one, and others need not wait for it.
     forms.begin(ask(2, "[ab]+"))
-    forms.begin(ask(3, LARGE))
-    formed(forms, 2)
+    assert formed(forms, 1) == ["2"]
+    assert forms.compiling
+    forms.forget("0")
+    assert formed(forms, 1) == ["3"]
     assert [lane_of(forms, "2"), lane_of(forms, "3")] == [Lane.PROVEN, Lane.SLOW]
 
 
@@ -323,3 +327,34 @@ def test_without_a_service_answers_fail_and_nothing_hangs() -> None:
     assert problem is not None
     assert "not available" in problem.message
     assert not forms.compiling
+
+
+def test_nobody_waits_for_the_verdict_of_an_answer_that_has_gone(forms: Forms, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "VERDICT_S", PATIENCE_S)
+    forms.begin(ask(0, "(ab)+"))
+    formed(forms, 1)
+    forms._newest = module._Sampled({4: forms._forms["0"]}, [4])
+    forms.forget("0")
+    began_s = time.monotonic()
+    forms.foresee(StepResult(step_id=1, token_ids=[ord("a")]), newest=True)
+    assert time.monotonic() - began_s < PATIENCE_S / 2
+
+
+def test_after_a_failure_nothing_is_foreseen_for_the_step_in_flight(forms: Forms) -> None:
+    forms.begin(ask(0, "(ab)+"))
+    formed(forms, 1)
+    form = forms._forms["0"]
+    forms._newest = module._Sampled({4: form}, [4])
+    failed = StepFailure(slot=9, failure=Failure.of(EngineError("no memory")))
+    forms.foresee(StepResult(step_id=1, token_ids=[], failures=[failed]), newest=False)
+    forms.foresee(StepResult(step_id=2, token_ids=[ord("a")]), newest=True)
+    assert (form.foreseen, form.output) == (None, [])
+    forms.foresee(StepResult(step_id=3, token_ids=[ord("a")]), newest=True)
+    assert (form.foreseen, form.output) == (Verdict.GOES_ON, [ord("a")])
+
+
+def test_min_tokens_forbid_the_end_that_ignore_eos_does_not() -> None:
+    params = SamplingParams(max_tokens=9, min_tokens=3, ignore_eos=True, structured_outputs=LATE_BOMB)
+    form = masks.Form(1, Request(request_id="0", prompt_token_ids=[1], params=params), 1, None, (2,))
+    form.take(b"\x0c\0\0\0", 0.0)
+    assert form.words.tolist() == [8]

@@ -3,6 +3,7 @@ nothing of it is left."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -20,8 +21,9 @@ from holdfast.errors import EngineError, GrammarError, OverloadedError, RequestE
 from holdfast.records.structured import LARGE_BYTES, MAX_GRAMMAR_CHARS, MAX_SCHEMA_BYTES, StructuredOutputsParams
 from holdfast.text.structured import checker as module
 from holdfast.text.structured.checker import QUICK, SLOW, Abandoned, GrammarChecker, Lane, is_cheap
-from holdfast.text.structured.client import GrammarService, check_has_bytes
+from holdfast.text.structured.client import GrammarService, WorkerConnection, check_has_bytes
 from holdfast.text.structured.text_matcher import TextMatcher
+from holdfast.text.structured.wire import Limits, Marker
 from holdfast.units import MIB
 
 
@@ -133,7 +135,7 @@ def test_an_explosion_is_given_up_by_the_quick_lane_and_then_by_the_slow_one(ser
         with pytest.raises(GrammarError, match="takes too much") as caught:
             checker.check(intersection(29))
         assert (caught.value.code, caught.value.field) == ("HF362", "grammar")
-        assert "0.05 s of one core, or 16.00 MiB" in str(caught.value)
+        assert "at most 0.05 s of one core and 16.00 MiB" in str(caught.value)
 
 
 def test_a_grammar_the_quick_lane_has_no_room_for_is_checked_by_the_slow_one(service: GrammarService) -> None:
@@ -229,14 +231,13 @@ def test_a_service_that_hangs_is_replaced(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_workers_end_with_their_service_and_the_service_with_its_owner() -> None:
     service = GrammarService(lambda: VOCABULARY, [END], SIZE)
-    texts = TextMatcher(service)
-    texts.prepare(form(regex="a"))
+    service.start()
+    worker = WorkerConnection(service.address, Limits(MIB, 1, 0))
+    while not worker.met:
+        worker.receive()
     assert service.pid is not None
-    deadline_s = time.monotonic() + PATIENCE_S
-    while not (workers := psutil.Process(service.pid).children()):
-        assert time.monotonic() < deadline_s
-        time.sleep(0.01)
-    processes = [psutil.Process(service.pid), *workers]
+    processes = [psutil.Process(service.pid), *psutil.Process(service.pid).children()]
+    assert len(processes) == 2
     service.close()
     assert psutil.wait_procs(processes, PATIENCE_S)[1] == []
 
@@ -254,10 +255,13 @@ def test_a_tokenizer_without_bytes_is_refused() -> None:
 
 def test_a_text_follows_a_schema_or_does_not(service: GrammarService, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("holdfast.text.structured.text_matcher.ANSWER_S", PATIENCE_S)
-    texts = TextMatcher(service)
+    checker = GrammarChecker(service)
+    texts = TextMatcher(service, checker)
     schema = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}
     schema |= {"required": ["city"], "additionalProperties": False}
-    texts.prepare(form(json=schema))
+    assert not texts.accepts('{"city": "Rome"}', form(json=schema))  # Nobody has checked it yet.
+    checker.check(form(json=schema))
+    monkeypatch.setattr("holdfast.text.structured.text_matcher.MAX_CPU_S", PATIENCE_S)
     expected = {
         '{"city": "Zürich"}': True,
         '{\n  "city": "Rome",\n  "days": 3\n}': True,
@@ -269,13 +273,91 @@ def test_a_text_follows_a_schema_or_does_not(service: GrammarService, monkeypatc
         "": False,
     }
     assert {text: texts.accepts(text, form(json=schema)) for text in expected} == expected
+    with pytest.raises(GrammarError):
+        checker.check(form(json={"type": "object", "not": {}}))
     assert not texts.accepts("{}", form(json={"type": "object", "not": {}}))
-    assert not texts.accepts("1", form(json={"type": "integer", "multipleOf": 999_999}))  # It dies of this one,
-    assert texts.accepts("a", form(regex="a"))  # and is replaced.
-    texts.close()
 
 
 def test_lanes_hold_what_the_plan_counts() -> None:
     from holdfast.planner.form_sizes import CHECKS_BYTES
 
     assert QUICK.places * QUICK.memory_bytes + SLOW.places * SLOW.memory_bytes == CHECKS_BYTES
+
+
+def test_tenants_take_turns(service: GrammarService) -> None:
+    """One with many grammars that explode keeps another waiting for the one that is at work, and not for all."""
+    one = Lane(places=1, cpu_s=0.2, memory_bytes=12 * MIB, niceness=0, wait_s=60.0, most_waiting=99)
+    checker, stop, ended = GrammarChecker(service, quick=one, slow=one), threading.Event(), list[str]()
+
+    def ask(params: StructuredOutputsParams, tenant: str) -> None:
+        with contextlib.suppress(GrammarError, Abandoned):
+            checker.check(params, stop.is_set, tenant)
+        ended.append(tenant)
+
+    threads = [threading.Thread(target=ask, args=[intersection(29, f"T{at}"), "greedy"]) for at in range(20)]
+    for thread in threads:
+        thread.start()
+    ask(form(regex="[0-9]{7}"), "other")
+    assert ended.count("greedy") < 10
+    stop.set()
+    for thread in threads:
+        thread.join(PATIENCE_S)
+
+
+def test_a_worker_killed_by_somebody_else_refuses_nothing(service: GrammarService) -> None:
+    checker, killed = GrammarChecker(service), threading.Event()
+    assert service.pid is not None
+    before = {child.pid for child in psutil.Process(service.pid).children()}
+
+    def kill_one() -> None:
+        while not killed.is_set():
+            for child in psutil.Process(service.pid).children():
+                if child.pid not in before:
+                    with contextlib.suppress(psutil.NoSuchProcess):
+                        child.kill()
+                        killed.set()
+
+    thread = threading.Thread(target=kill_one)
+    thread.start()
+    checker.check(form(json={"type": "object", "properties": {f"k{at}": {"type": "string"} for at in range(200)}}))
+    thread.join(PATIENCE_S)
+
+
+def test_descriptors_of_any_number_and_none_left_behind(service: GrammarService) -> None:
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, hard), hard))
+    files = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+    try:
+        GrammarChecker(service).check(form(regex="[0-9]{9}"))
+        before = len(os.listdir("/proc/self/fd"))
+        for _ in range(5):
+            with pytest.raises(OSError, match="No such file"):
+                WorkerConnection("/nonexistent/socket", Limits(MIB, 1, 0), marked=True)
+        assert len(os.listdir("/proc/self/fd")) == before
+    finally:
+        for file in files:
+            os.close(file)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_marker_is_never_read_torn() -> None:
+    writer = Marker()
+    reader, stop = Marker(writer.descriptor), threading.Event()
+
+    def write() -> None:
+        while not stop.is_set():
+            writer.begin(7, opening=False)
+            writer.done()
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    began_s = time.monotonic()
+    try:
+        for _ in range(200_000):
+            doing = reader.read()
+            assert doing is None or (doing.form == 7 and doing.began_s >= began_s - 1 and doing.cpu_s > 0)
+    finally:
+        stop.set()
+        thread.join(PATIENCE_S)

@@ -13,8 +13,9 @@ import hashlib
 import select
 import threading
 import time
-from collections import OrderedDict
-from collections.abc import Callable
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import msgspec
@@ -51,14 +52,56 @@ SLOW = Lane(places=1, cpu_s=20.0, memory_bytes=48 * MIB, niceness=19, wait_s=60.
 
 
 class _Beyond(Exception):
-    """More than a lane has for it."""
+    """More processor time than a lane has for it."""
 
 
-@dataclass(slots=True)
+class _Died(Exception):
+    """The worker, in the middle of it, or before it had begun."""
+
+    def __init__(self, at_work: bool) -> None:
+        self.at_work = at_work
+
+
 class _Queue:
-    lane: Lane
-    places: threading.Semaphore
-    waiting: int = 0
+    """Places of a lane. Tenants take turns, so that one with a hundred grammars keeps nobody else waiting for more than
+    the one that is at work."""
+
+    def __init__(self, lane: Lane) -> None:
+        self.lane = lane
+        self._free = lane.places
+        self._changed = threading.Condition()
+        self._waiting: OrderedDict[str, deque[object]] = OrderedDict()
+
+    @property
+    def waiting(self) -> int:
+        return sum(map(len, self._waiting.values()))
+
+    @contextmanager
+    def place(self, tenant: str, check: Callable[[], None]) -> Iterator[None]:
+        """`check`: raises when it is time to leave, looked at while it takes. Raises OverloadedError where too many
+        wait."""
+        ticket = object()
+        with self._changed:
+            if self.waiting >= self.lane.most_waiting:
+                raise _too_many(self.lane, self.waiting)
+            self._waiting.setdefault(tenant, deque()).append(ticket)
+            try:
+                while self._free < 1 or next(iter(self._waiting.values()))[0] is not ticket:
+                    self._changed.wait(POLL_S)
+                    check()
+                self._free -= 1
+            finally:
+                line = self._waiting.pop(tenant)
+                line.remove(ticket)
+                if line:
+                    self._waiting[tenant] = line  # Behind all others.
+                self._changed.notify_all()
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._free += 1
+                self._changed.notify_all()
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +116,7 @@ Gone = Callable[[], bool]
 class GrammarChecker:
     def __init__(self, service: GrammarService, *, quick: Lane = QUICK, slow: Lane = SLOW) -> None:
         self._service = service
-        self._quick, self._slow = (_Queue(lane, threading.Semaphore(lane.places)) for lane in (quick, slow))
+        self._quick, self._slow = _Queue(quick), _Queue(slow)
         self._known: OrderedDict[bytes, _Known] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -87,7 +130,7 @@ class GrammarChecker:
             raise found.refused.error()
         return found.cost
 
-    def check(self, params: StructuredOutputsParams, gone: Gone = lambda: False) -> wire.GrammarCost:
+    def check(self, params: StructuredOutputsParams, gone: Gone = lambda: False, tenant: str = "") -> wire.GrammarCost:
         """Raises GrammarError for what is invalid, unsupported or too large, and OverloadedError where too many wait.
         `gone`: whether nobody wants to know any more, looked at while it takes."""
         found = self.known(params)
@@ -96,16 +139,24 @@ class GrammarChecker:
         named = params.asked_as or params.kind
         large = len(msgspec.json.encode(params)) > LARGE_BYTES
         answer: wire.GrammarCost | wire.Refused
-        try:
+        # A worker that dies has used up its memory, or was killed by somebody else: the second time it is believed.
+        at_work = False
+        for queue in (() if large else (self._quick,)) + (self._slow, self._slow):
             try:
-                if large:
-                    raise _Beyond
-                answer = self._in(self._quick, params, gone)
+                answer = self._in(queue, params, gone, tenant)
+                break
+            except _Died as death:
+                at_work = at_work or death.at_work
             except _Beyond:
-                answer = self._in(self._slow, params, gone)
-        except _Beyond:
-            lane = self._slow.lane
-            answer = wire.Refused(Failure.of(_too_much(named, lane)))
+                if queue is self._slow:
+                    answer = wire.Refused(Failure.of(_too_much(named, queue.lane)))
+                    break
+        else:
+            if not at_work:  # It is nobody's fault, and may be over when somebody asks again.
+                raise EngineError(
+                    "structured output is not available: no process could be started for it", fix="try again later"
+                )
+            answer = wire.Refused(Failure.of(_too_much(named, self._slow.lane)))
         refused = answer.failure if isinstance(answer, wire.Refused) else None
         self._keep(params, _Known(None if isinstance(answer, wire.Refused) else answer, refused))
         if isinstance(answer, wire.Refused):
@@ -120,45 +171,37 @@ class GrammarChecker:
             while len(self._known) > KEPT:
                 self._known.popitem(last=False)
 
-    def _in(self, queue: _Queue, params: StructuredOutputsParams, gone: Gone) -> wire.GrammarCost | wire.Refused:
+    def _in(
+        self, queue: _Queue, params: StructuredOutputsParams, gone: Gone, tenant: str
+    ) -> wire.GrammarCost | wire.Refused:
         end_s = time.monotonic() + queue.lane.wait_s
-        with self._lock:
-            if queue.waiting >= queue.lane.most_waiting:
-                raise OverloadedError(
-                    f"{queue.waiting} grammars that take long to compile are waiting already",
-                    needed="a place to compile it in",
-                    found=f"{queue.lane.places} at once, {queue.lane.most_waiting} waiting at most",
-                    fix="try again later, or send a simpler grammar",
-                )
-            queue.waiting += 1
-        try:
-            while not queue.places.acquire(timeout=POLL_S):
-                _check_in_time(end_s, queue.lane, params, gone)
-        finally:
-            with self._lock:
-                queue.waiting -= 1
-        try:
+
+        def still_wanted() -> None:
+            if gone():
+                raise Abandoned
+            if time.monotonic() > end_s:
+                raise _too_many(queue.lane, queue.waiting)
+
+        with queue.place(tenant, still_wanted):
             return self._ask(queue.lane, params, gone, end_s)
-        finally:
-            queue.places.release()
 
     def _ask(
         self, lane: Lane, params: StructuredOutputsParams, gone: Gone, end_s: float
     ) -> wire.GrammarCost | wire.Refused:
-        worker = self._connect(lane)
+        worker, pid = self._connect(lane), self._service.pid
         try:
             worker.send(wire.Check(params))
             first_word_s = time.monotonic() + FIRST_WORD_S
             while True:
-                if select.select([worker.socket], [], [], POLL_S)[0]:
+                if readable(worker, POLL_S):
                     received = worker.receive()
                     if received is None:
-                        raise _Beyond  # Its memory was used up, or it was killed.
+                        raise _Died(worker.met)
                     for answer in received:
                         assert isinstance(answer, wire.GrammarCost | wire.Refused)
                         return answer
                 elif not worker.met and time.monotonic() > first_word_s:
-                    self._service.restart()
+                    self._service.restart(pid)
                     raise EngineError("structured output did not answer, and was restarted", fix="try again")
                 if worker.cpu_s() > lane.cpu_s:
                     raise _Beyond
@@ -181,6 +224,13 @@ class Abandoned(Exception):
     """Nobody wants to know any more."""
 
 
+def readable(worker: WorkerConnection, timeout_s: float) -> bool:
+    """Whether there is something to receive; for descriptors of any number, which select() is not."""
+    poll = select.poll()
+    poll.register(worker.socket, select.POLLIN)
+    return bool(poll.poll(timeout_s * 1000))
+
+
 def is_cheap(cost: wire.GrammarCost) -> bool:
     return cost.cpu_s <= CHEAP_CPU_S and cost.slowest_mask_s <= CHEAP_MASK_S and cost.held_bytes <= CHEAP_BYTES
 
@@ -195,11 +245,21 @@ def _check_in_time(end_s: float, lane: Lane, params: StructuredOutputsParams, go
         )
 
 
+def _too_many(lane: Lane, waiting: int) -> OverloadedError:
+    return OverloadedError(
+        f"{waiting} grammars that are to be compiled are waiting already",
+        needed="a place to compile it in",
+        found=f"{lane.places} at once, {lane.most_waiting} waiting at most, for {lane.wait_s:g} s",
+        fix="try again later, or send a simpler grammar",
+    )
+
+
 def _too_much(named: str, lane: Lane) -> GrammarError:
     return GrammarError(
         f"{named}: compiling it takes too much",
         code="HF362",
-        needed=f"more than {lane.cpu_s:g} s of one core, or {format_bytes(lane.memory_bytes)}",
+        needed=f"at most {lane.cpu_s:g} s of one core and {format_bytes(lane.memory_bytes)}",
+        found="more",
         fix="a simpler one",
         field=named,
     )

@@ -32,6 +32,7 @@ log = logging.getLogger("holdfast")
 
 BACKLOG = 256
 """Connections that may wait for a service that still starts."""
+CONNECT_S = 0.5
 QUICK_DEATHS, QUICK_DEATH_S = 5, 30.0
 """A service that died so often within so long is not started again before that time has passed."""
 
@@ -80,10 +81,11 @@ class GrammarService:
 
     def _listen(self) -> str:
         if self._folder is None:
-            self._folder = Path(tempfile.mkdtemp(prefix="holdfast-"))
+            folder = Path(tempfile.mkdtemp(prefix="holdfast-"))
             self._listener = socket.socket(socket.AF_UNIX)
-            self._listener.bind(str(self._folder / "grammars.sock"))
+            self._listener.bind(str(folder / "grammars.sock"))
             self._listener.listen(BACKLOG)
+            self._folder = folder
         return str(self._folder / "grammars.sock")
 
     def start(self) -> None:
@@ -95,6 +97,7 @@ class GrammarService:
                 return
             if self._process is not None:
                 self._bury()
+            self._check_deaths()
             self._launch()
 
     def _watch(self, process: subprocess.Popen[bytes]) -> None:
@@ -109,21 +112,23 @@ class GrammarService:
         now_s = time.monotonic()
         self._deaths_s = [died_s for died_s in self._deaths_s if now_s - died_s < QUICK_DEATH_S] + [now_s]
         self._process = None
-        if len(self._deaths_s) > QUICK_DEATHS:
+
+    def _check_deaths(self) -> None:
+        recent = [died_s for died_s in self._deaths_s if time.monotonic() - died_s < QUICK_DEATH_S]
+        if len(recent) > QUICK_DEATHS:
             raise EngineError(
-                f"structured output is not available: its process died {len(self._deaths_s)} times in "
-                f"{QUICK_DEATH_S:g} s",
+                f"structured output is not available: its process died {len(recent)} times in {QUICK_DEATH_S:g} s",
                 fix="look for its last words in the server's log; try again in half a minute",
             )
 
     def _launch(self) -> None:
-        self._listen()
-        assert self._listener is not None
         if self._packed is None:
             self._packed = wire.pack(wire.Setup(self._vocabulary(), self._eos_ids, self._vocab_size))
-        descriptor = self._listener.fileno()
-        command = [sys.executable, "-m", "holdfast.text.structured.service", str(descriptor)]
         try:
+            self._listen()
+            assert self._listener is not None
+            descriptor = self._listener.fileno()
+            command = [sys.executable, "-m", "holdfast.text.structured.service", str(descriptor)]
             self._process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[descriptor])
             assert self._process.stdin is not None
             self._process.stdin.write(self._packed)
@@ -133,9 +138,11 @@ class GrammarService:
         except OSError as error:
             raise EngineError(f"the structured output service could not be started: {error}") from error
 
-    def restart(self) -> None:
-        """It does not answer: a new one takes its place."""
-        self.stop()
+    def restart(self, pid: int | None) -> None:
+        """The one of this pid does not answer: a new one takes its place, unless another has already."""
+        with self._lock:
+            if self.pid == pid:
+                self._end()
         self.start()
 
     def stop(self) -> None:
@@ -168,20 +175,25 @@ class WorkerConnection:
     def __init__(self, address: str, limits: wire.Limits, *, marked: bool = False) -> None:
         """Raises OSError where there is no service, or no descriptor left."""
         self.limits = limits
-        self.marker = wire.Marker() if marked else None
         self.socket = socket.socket(socket.AF_UNIX)
+        self.marker: wire.Marker | None = None
         self._inbox = wire.Inbox()
         self._pid: int | None = None
         self._process: int | None = None
         try:
+            self.marker = wire.Marker() if marked else None
+            # Where too many wait for a service already, nobody is held up.
+            self.socket.settimeout(CONNECT_S)
             self.socket.connect(address)
             descriptors = [self.marker.descriptor] if self.marker else []
             socket.send_fds(self.socket, [wire.pack(limits)], descriptors)
+            self.socket.settimeout(None)
         except OSError:
             self.close()
             raise
-        if self.marker is not None:
-            os.close(self.marker.descriptor)
+        finally:
+            if self.marker is not None:
+                os.close(self.marker.descriptor)
 
     def send(self, message: wire.ToWorker) -> None:
         self.socket.sendall(wire.pack(message))
@@ -231,6 +243,9 @@ class WorkerConnection:
             return 0.0
 
     def kill(self) -> None:
+        if self._process is None:
+            self.socket.setblocking(False)  # Its first word may be there, unread.
+            self.receive()
         if self._process is not None:
             with contextlib.suppress(OSError):
                 signal.pidfd_send_signal(self._process, signal.SIGKILL)

@@ -31,7 +31,8 @@ _PR_SET_PDEATHSIG = 1
 
 def main() -> int:
     listener = socket.socket(fileno=int(sys.argv[1]))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal group; the front decides.
+    for one in (signal.SIGINT, signal.SIGTERM):  # They may reach the whole group or unit; the front decides.
+        signal.signal(one, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # Nobody waits for a worker: its connection tells.
     _prefer_for_oom_kill()
     setup = _read_setup()
@@ -46,9 +47,11 @@ def main() -> int:
     own_pid = os.getpid()
     gc.collect()
     gc.freeze()  # What is there now is never looked through again: pages stay shared with the workers.
+    poll = select.poll()
+    for descriptor in (listener.fileno(), 0):
+        poll.register(descriptor, select.POLLIN)
     while True:
-        readable, _, _ = select.select([listener.fileno(), 0], [], [])
-        if 0 in readable:
+        if any(descriptor == 0 for descriptor, _ in poll.poll()):
             return 0  # The parent has closed it, or is gone.
         connection, _ = listener.accept()
         try:

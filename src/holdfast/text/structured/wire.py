@@ -48,8 +48,7 @@ class Check(msgspec.Struct, frozen=True, tag=True):
 
 class Accepts(msgspec.Struct, frozen=True, tag=True):
     params: StructuredOutputsParams
-    text: str | None
-    """None: the grammar is only made ready."""
+    text: str
 
 
 class Open(msgspec.Struct, frozen=True, tag=True):
@@ -169,9 +168,11 @@ class Doing(NamedTuple):
 
 
 class Marker:
-    """What a worker is doing, seen from outside. The worker writes, the other side reads."""
+    """What a worker is doing, seen from outside. The worker writes, the other side reads, and neither waits: the count
+    is odd while the rest is being written, and another one when it was written meanwhile."""
 
-    _LAYOUT = struct.Struct("<q?7xdd")
+    _COUNT, _FORM, _OPENING = range(3)
+    _BEGAN, _CPU = 3, 4
     _IDLE = -1
 
     def __init__(self, descriptor: int | None = None) -> None:
@@ -180,18 +181,37 @@ class Marker:
         if descriptor is None:
             os.ftruncate(self.descriptor, mmap.PAGESIZE)
         self._memory = mmap.mmap(self.descriptor, mmap.PAGESIZE)
+        # Words of the machine, each of which is written at once.
+        self._whole = memoryview(self._memory).cast("q")
+        self._real = memoryview(self._memory).cast("d")
         if descriptor is None:
             self.done()
 
     def begin(self, form: int, *, opening: bool) -> None:
-        self._LAYOUT.pack_into(self._memory, 0, form, opening, time.monotonic(), time.thread_time())
+        self._whole[self._COUNT] += 1
+        self._real[self._BEGAN], self._real[self._CPU] = time.monotonic(), time.thread_time()
+        self._whole[self._OPENING], self._whole[self._FORM] = opening, form
+        self._whole[self._COUNT] += 1
 
     def done(self) -> None:
-        self._LAYOUT.pack_into(self._memory, 0, self._IDLE, False, 0.0, 0.0)
+        self._whole[self._COUNT] += 1
+        self._whole[self._FORM] = self._IDLE
+        self._whole[self._COUNT] += 1
 
     def read(self) -> Doing | None:
-        found = Doing(*self._LAYOUT.unpack_from(self._memory, 0))
-        return None if found.form == self._IDLE else found
+        """None where it does nothing, or is just about to do something else."""
+        count = self._whole[self._COUNT]
+        form, opening = self._whole[self._FORM], bool(self._whole[self._OPENING])
+        found = Doing(form, opening, self._real[self._BEGAN], self._real[self._CPU])
+        if count % 2 or count != self._whole[self._COUNT] or form == self._IDLE:
+            return None
+        return found
+
+    def last(self) -> int:
+        """Of a worker that has died: the form it was working on, or -1."""
+        return self._whole[self._FORM]
 
     def close(self) -> None:
+        self._whole.release()
+        self._real.release()
         self._memory.close()

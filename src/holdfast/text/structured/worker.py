@@ -59,6 +59,8 @@ class Worker:
         self._marker: wire.Marker | None = None
         self._born_bytes = _own_bytes()
         self._renew_s = 0.0
+        self._poll = select.poll()
+        self._poll.register(connection, select.POLLIN)
         self._unsaid: list[wire.FromWorker] = []
         self._unsaid_s = 0.0
 
@@ -69,7 +71,7 @@ class Worker:
             message = self._inbox.to_worker()
             if message is not None:
                 self._obey(message)
-            elif self._to_fill and not select.select([self._connection], [], [], 0)[0]:
+            elif self._to_fill and not self._poll.poll(0):
                 self._fill(self._quickest())
             elif not self._hear():
                 return
@@ -125,7 +127,9 @@ class Worker:
         if used_s >= self._renew_s:
             self._renew_s = used_s + RENEW_S
             most_s = math.ceil(self._renew_s) + self._limits.cpu_s
-            resource.setrlimit(resource.RLIMIT_CPU, (most_s, resource.RLIM_INFINITY))
+            _, hard = resource.getrlimit(resource.RLIMIT_CPU)
+            most_s = most_s if hard == resource.RLIM_INFINITY else min(most_s, hard)
+            resource.setrlimit(resource.RLIMIT_CPU, (most_s, hard))
         if self._marker is not None:
             self._marker.begin(form, opening=opening)
         try:
@@ -158,14 +162,10 @@ class Worker:
 
         def look() -> None:
             nonlocal fits
-            if asked.text is None:
-                self._grammars.matcher(asked.params)
-            else:
-                fits = self._grammars.accepts(asked.text, asked.params)
+            fits = self._grammars.accepts(asked.text, asked.params)
 
         self._guarded(0, look, opening=True)
-        if asked.text is not None:
-            self._say(wire.Accepted(fits))
+        self._say(wire.Accepted(fits))
 
     def _open(self, asked: wire.Open) -> None:
         before = _own_bytes()
