@@ -206,6 +206,8 @@ class GrammarChecker:
                 if worker.cpu_s() > lane.cpu_s:
                     raise _Beyond
                 _check_in_time(end_s, lane, params, gone)
+        except ConnectionError:
+            raise _Died(worker.met) from None
         except OSError as error:
             raise EngineError(f"structured output is not available: {error}", fix="try again") from error
         finally:
@@ -216,6 +218,8 @@ class GrammarChecker:
         limits = wire.Limits(lane.memory_bytes, int(lane.cpu_s) + 1, lane.niceness)
         try:
             return WorkerConnection(self._service.address, limits)
+        except ConnectionError:
+            raise _Died(False) from None
         except OSError as error:
             raise EngineError(f"structured output is not available: {error}", fix="try again later") from error
 
