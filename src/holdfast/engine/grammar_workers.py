@@ -33,8 +33,8 @@ from holdfast.units import MIB, format_bytes
 
 log = logging.getLogger("holdfast")
 
-PROVEN_MASKS, PROVEN_S = 64, 0.005
-"""Of one grammar, none of which took longer."""
+PROVEN_MASKS, PROVEN_S = 64, 0.002
+"""Of one grammar, and what they may take on average."""
 GRAMMARS_REMEMBERED = 1024
 MOVED_S = 0.05
 """Of processor time for one mask: a grammar that needs more has no place beside quick ones."""
@@ -199,8 +199,9 @@ class GrammarWorkers:
         assert params is not None
         key = msgspec.json.encode(params)
         good = self._good_masks.pop(key, 0)
-        costly = costly or good < 0 or form.slowest_s > PROVEN_S
-        self._good_masks[key] = -1 if costly else good + form.masks
+        costly = costly or good < 0 or form.slowest_s > MOVED_S
+        quick = form.masks if form.spent_s <= PROVEN_S * form.masks else 0
+        self._good_masks[key] = -1 if costly else good + quick
         while len(self._good_masks) > GRAMMARS_REMEMBERED:
             self._good_masks.popitem(last=False)
 

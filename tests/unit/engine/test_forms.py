@@ -26,7 +26,9 @@ from holdfast.planner.form_sizes import form_bytes
 from holdfast.records import Failure, Request, SamplingParams, StepFailure, StepResult
 from holdfast.records.steps import Verdict
 from holdfast.records.structured import LARGE_BYTES, StructuredOutputsParams
+from holdfast.text.structured import wire
 from holdfast.text.structured.client import GrammarService
+from holdfast.units import MIB
 
 # Ambiguous: a mask takes more work with each token, a millisecond of it first and a second after some two hundred.
 LATE_BOMB = StructuredOutputsParams(grammar='start: e\ne: e e e e | e e e | e e | "a" | "ab" | "abc"')
@@ -102,12 +104,16 @@ def test_bytes_are_bounded_and_the_first_in_line_is_always_taken(forms: Forms, m
 
 
 def test_what_is_counted_is_what_a_worker_saw(forms: Forms, monkeypatch: pytest.MonkeyPatch) -> None:
-    words = "|".join(f"{at:05d}" for at in range(2000))
-    forms.begin(ask(0, f"({words})+"))
+    monkeypatch.setattr(module, "held_bytes", lambda rows: 8 * MIB)
+    forms.begin(ask(0))
     formed(forms, 1)
-    form = forms._forms["0"]
-    assert form.held_bytes > 1 << 20
-    assert forms._bytes["0"] == max(form.held_bytes, module.FORM_BYTES)
+    worker = forms._workers._of_form[forms._forms["0"].number]
+    grown = wire.Filled(forms._forms["0"].number, 0, forms._forms["0"].words.tobytes(), 0.0, 7 * MIB)
+    forms._workers._take(worker, grown)
+    forms.begin(ask(1, StructuredOutputsParams(choice=["y" * 9000])))  # It would take another 800 KiB.
+    assert forms._bytes == {"0": 7 * MIB}
+    forms.forget("0")
+    assert formed(forms, 1) == ["1"]
 
 
 def answer(forms: Forms, request: Request, tokens: list[int]) -> list[Verdict | Failure]:

@@ -32,7 +32,7 @@ KEPT = 256
 FIRST_WORD_S = 20.0
 """For a service to fork a worker; one that takes longer hangs, and is replaced."""
 POLL_S = 0.02
-CHEAP_CPU_S, CHEAP_MASK_S, CHEAP_BYTES = 0.1, 0.01, 4 * MIB
+CHEAP_CPU_S, CHEAP_MASK_S, CHEAP_BYTES = 0.1, 0.05, 4 * MIB
 """A grammar that needs no more than this to compile, and for a mask, shares a worker with others like it."""
 
 
