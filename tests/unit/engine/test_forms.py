@@ -104,7 +104,7 @@ def test_bytes_are_bounded_and_the_first_in_line_is_always_taken(forms: Forms, m
 
 
 def test_what_is_counted_is_what_a_worker_saw(forms: Forms, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "held_bytes", lambda rows: 8 * MIB)
+    monkeypatch.setattr(module, "held_bytes", lambda rows: 7 * MIB + MIB // 2)
     forms.begin(ask(0))
     formed(forms, 1)
     worker = forms._workers._of_form[forms._forms["0"].number]
