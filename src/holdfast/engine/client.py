@@ -151,9 +151,8 @@ class ProcessEngine:
 
     def memory(self) -> Ledger | None:
         """None also while there is no engine process, unless it sleeps."""
-        asleep = self._sleeping and self._child is None
-        grammars = [] if self.structured is None else self.structured.memory()
-        return ledger_of(self._info, self._stats, self.pid if self._ready else None, grammars, asleep=asleep)
+        others, asleep = [] if self.structured is None else self.structured.memory(), self._sleeping and not self._child
+        return ledger_of(self._info, self._stats, self.pid if self._ready else None, others, asleep=asleep)
 
     def on_step(self, listener: Callable[[EngineStats], None]) -> None:
         self._listeners.append(listener)
@@ -349,6 +348,7 @@ class ProcessEngine:
                         self._hand_over()  # Somebody may have come while it did not answer.
                 await self._bury(self._child)
                 await self._relaunch()
+                log.info("the engine process is ready again; %d open requests go on", len(self._open))
                 self._hand_over()
         except EngineDiedError as error:
             self._give_up(error)

@@ -32,10 +32,10 @@ if TYPE_CHECKING:
 
 FORMS_AHEAD = 4
 """Compiled for requests that still wait to run."""
-VERDICT_S, SLOW_VERDICT_S = 0.05, 0.002
-"""For a worker to take a token: the first time, and of an answer that was late before or has a costly grammar. One that
-needs longer is busy with another answer's: nobody is held up for it, the answer goes on, and where it should have
-ended, it ends with its next token."""
+VERDICT_CPU_S, VERDICT_S, SLOW_VERDICT_S = 0.05, 1.0, 0.005
+"""For a worker to take a token: of its processor's time, and in all, since a busy machine is nobody's fault; and in
+all, of an answer that was late before or has a costly grammar. One that needs longer is busy with another answer's:
+nobody is held up for it, the answer goes on, and where it should have ended, it ends with its next token."""
 
 
 def hold_forms(core: EngineCore, spec: ModelSpec, address: Callable[[], str]) -> None:
@@ -256,15 +256,20 @@ class Forms:
         return [self._verdict(form, token) for form, token in tokens]
 
     def _wait_for_verdicts(self, forms: Sequence[Form]) -> None:
-        began_s = time.monotonic()
+        began_s, first_cpu_s = time.monotonic(), None
         while waiting := [form for form in forms if form.progress is Progress.UNKNOWN and form.failure is None]:
             quick = [form for form in waiting if not self._workers.is_slow(form)]
-            left_s = began_s + (VERDICT_S if quick else SLOW_VERDICT_S) - time.monotonic()
-            if left_s <= 0:
+            waited_s = time.monotonic() - began_s
+            if waited_s < SLOW_VERDICT_S:
+                self._workers.poll(SLOW_VERDICT_S - waited_s)
+                continue
+            cpu_s = self._workers.cpu_s(quick)
+            first_cpu_s = cpu_s if first_cpu_s is None else first_cpu_s
+            if not quick or waited_s > VERDICT_S or cpu_s - first_cpu_s > VERDICT_CPU_S:
                 for form in quick:
                     form.patience_s = 0.0
                 return
-            self._workers.poll(left_s)
+            self._workers.poll(SLOW_VERDICT_S)
 
     def _verdict(self, form: Form, token: int) -> Verdict | Failure:
         if form.failure is not None:

@@ -229,6 +229,11 @@ class GrammarWorkers:
         worker = self._of_form.get(form.number)
         return form.slow or (worker is not None and worker.lane is Lane.SLOW)
 
+    def cpu_s(self, forms: Sequence[Form]) -> float:
+        """Of processor time, that the workers of these have used in all."""
+        workers = {worker for form in forms if (worker := self._of_form.get(form.number)) is not None}
+        return sum(worker.connection.cpu_s() for worker in workers)
+
     def advance(self, forms: Sequence[tuple[Form, bool]]) -> None:
         """Each has a new last token; and whether a mask of what may follow is wanted."""
         by_worker: dict[_Worker, list[tuple[int, int, bool]]] = {}

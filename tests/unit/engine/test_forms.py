@@ -111,7 +111,8 @@ def test_what_is_counted_is_what_a_worker_saw(forms: Forms, monkeypatch: pytest.
     grown = wire.Filled(forms._forms["0"].number, 0, forms._forms["0"].words.tobytes(), 0.0, 7 * MIB)
     forms._workers._take(worker, grown)
     forms.begin(ask(1, StructuredOutputsParams(choice=["y" * 9000])))  # It would take another 800 KiB.
-    assert forms._bytes == {"0": 7 * MIB}
+    assert [*forms._bytes] == ["0"]
+    assert forms._bytes["0"] >= 7 * MIB
     forms.forget("0")
     assert formed(forms, 1) == ["1"]
 

@@ -132,10 +132,10 @@ def test_an_explosion_is_given_up_by_the_quick_lane_and_then_by_the_slow_one(ser
     lane = Lane(places=1, cpu_s=0.05, memory_bytes=16 * MIB, niceness=0, wait_s=60.0, most_waiting=9)
     checker = GrammarChecker(service, quick=lane, slow=lane)
     for _ in range(2):
-        with pytest.raises(GrammarError, match="takes too much") as caught:
+        with pytest.raises(GrammarError, match="takes more than") as caught:
             checker.check(intersection(29))
         assert (caught.value.code, caught.value.field) == ("HF362", "grammar")
-        assert "at most 0.05 s of one core and 16.00 MiB" in str(caught.value)
+        assert "0.05 s of one core" in str(caught.value)
 
 
 def test_a_grammar_the_quick_lane_has_no_room_for_is_checked_by_the_slow_one(service: GrammarService) -> None:

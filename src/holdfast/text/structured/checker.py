@@ -149,14 +149,15 @@ class GrammarChecker:
                 at_work = at_work or death.at_work
             except _Beyond:
                 if queue is self._slow:
-                    answer = wire.Refused(Failure.of(_too_much(named, queue.lane)))
+                    answer = wire.Refused(Failure.of(_too_much(named, f"{queue.lane.cpu_s:g} s of one core")))
                     break
         else:
             if not at_work:  # It is nobody's fault, and may be over when somebody asks again.
                 raise EngineError(
                     "structured output is not available: no process could be started for it", fix="try again later"
                 )
-            answer = wire.Refused(Failure.of(_too_much(named, self._slow.lane)))
+            limit = f"{format_bytes(self._slow.lane.memory_bytes)} of memory"
+            answer = wire.Refused(Failure.of(_too_much(named, limit)))
         refused = answer.failure if isinstance(answer, wire.Refused) else None
         self._keep(params, _Known(None if isinstance(answer, wire.Refused) else answer, refused))
         if isinstance(answer, wire.Refused):
@@ -258,13 +259,13 @@ def _too_many(lane: Lane, waiting: int) -> OverloadedError:
     )
 
 
-def _too_much(named: str, lane: Lane) -> GrammarError:
+def _too_much(named: str, limit: str) -> GrammarError:
     return GrammarError(
-        f"{named}: compiling it takes too much",
+        f"{named}: compiling it takes more than {limit}",
         code="HF362",
-        needed=f"at most {lane.cpu_s:g} s of one core and {format_bytes(lane.memory_bytes)}",
+        needed=f"a grammar that compiles within {limit}",
         found="more",
-        fix="a simpler one",
+        fix="a simpler grammar: fewer alternatives, repetitions and patterns that overlap, no large multipleOf",
         field=named,
     )
 
