@@ -124,7 +124,7 @@ def attack(server: Any, tokens: int, limit_s: float) -> None:
     found, expected = ([*seen.texts] if probe_gpus().gpus else seen.texts for seen in (beside, alone))
     assert sorted(found) == sorted(expected) if isinstance(found, list) else found == expected
     assert {*beside.codes} <= {400, 429}, beside.codes
-    assert 400 in beside.codes
+    assert beside.codes, "no explosion was answered"
     allowed_s = max(limit_s, alone.worst_gap_s) + beside.own_stall_s
     print(f"alone {alone}\nbeside {beside}".replace(str(alone.texts), "").replace(str(beside.texts), ""))
     assert beside.worst_gap_s <= allowed_s

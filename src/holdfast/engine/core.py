@@ -59,6 +59,11 @@ class EngineCore:
         self._in_flight: deque[StepHandle] = deque()
         self._ended_at_once: list[EngineOutput] = []
 
+    @property
+    def on_device(self) -> bool:
+        """The model is computed on a GPU, and the host's cores are free for other things."""
+        return self._device_bytes is not None
+
     def add(self, request: Request) -> None:
         if request.params.structured_outputs is None:
             self._enter(request)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import os
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -21,7 +22,7 @@ import numpy
 from holdfast.engine.grammar_workers import GrammarWorkers
 from holdfast.engine.masks import Form, Progress, StepMasks, Words
 from holdfast.errors import HoldfastError
-from holdfast.planner.form_sizes import FORM_BYTES, form_bytes, held_bytes
+from holdfast.planner.form_sizes import FEW_CORES, FORM_BYTES, form_bytes, held_bytes
 from holdfast.planner.sampling_sizes import mask_words
 from holdfast.records import Failure, Request, StepPlan, StepResult
 from holdfast.records.steps import Verdict
@@ -48,6 +49,7 @@ def hold_forms(core: EngineCore, spec: ModelSpec, address: Callable[[], str]) ->
         vocab_size=spec.vocab_size,
         eos_ids=spec.eos_token_ids,
         by_priority=limits.policy == "priority",
+        cores=(os.cpu_count() or FEW_CORES) if core.on_device else FEW_CORES,
     )
 
 
@@ -71,10 +73,11 @@ class Forms:
         vocab_size: int,
         eos_ids: Sequence[int],
         by_priority: bool = False,
+        cores: int = FEW_CORES,
     ) -> None:
         self._rows, self._vocab_size, self._eos_ids = rows, vocab_size, tuple(eos_ids)
         self._by_priority = by_priority
-        self._workers = GrammarWorkers(address, rows, eos_ids)
+        self._workers = GrammarWorkers(address, rows, eos_ids, cores)
         self._line: list[tuple[int, float, int, Request]] = []
         self._came_total = 0
         self._numbers = itertools.count(1)

@@ -124,10 +124,10 @@ class _Worker:
 class GrammarWorkers:
     """`address`: of the service that workers are forked from; asked for when one is needed. `rows`: answers at most."""
 
-    def __init__(self, address: Callable[[], str], rows: int, eos_ids: Sequence[int]) -> None:
-        self._address, self._rows, self._eos_ids = address, rows, tuple(eos_ids)
+    def __init__(self, address: Callable[[], str], rows: int, eos_ids: Sequence[int], cores: int) -> None:
+        self._address, self._rows, self._eos_ids, self._cores = address, rows, tuple(eos_ids), cores
         self._workers: list[_Worker] = []
-        proven, new = lane_workers()
+        proven, new = lane_workers(cores)
         self._most = {Lane.PROVEN: proven, Lane.NEW: new, Lane.SLOW: 1}
         self._most_slow = max(1, rows // 4)
         self._of_form: dict[int, _Worker] = {}
@@ -173,7 +173,7 @@ class GrammarWorkers:
 
     def _start(self, lane: Lane) -> _Worker:
         limits = LIMITS[lane]
-        memory = SLOW_LANE_BYTES if lane is Lane.SLOW else shared_lane_bytes(self._rows)
+        memory = SLOW_LANE_BYTES if lane is Lane.SLOW else shared_lane_bytes(self._rows, self._cores)
         wanted = wire.Limits(memory, int(limits.open_s) + 1, limits.niceness)
         worker = _Worker(lane, WorkerConnection(self._address(), wanted, marked=True))
         self._workers.append(worker)

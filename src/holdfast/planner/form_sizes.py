@@ -3,8 +3,6 @@ grammars that are compiled at once. No library, and nothing of what a grammar is
 
 from __future__ import annotations
 
-import os
-
 from holdfast.planner.sampling_sizes import mask_words
 from holdfast.units import MIB
 
@@ -17,7 +15,9 @@ WORKER_BYTES = 4 * MIB
 CHECKING_WORKERS = 3
 """Two that check grammars quickly, one that does it slowly."""
 MOST_PROVEN_WORKERS, MOST_NEW_WORKERS = 8, 4
-LEAST_LANE_BYTES = 24 * MIB
+FEW_CORES = 2
+"""Where a model is computed on the CPU: its cores are the model's."""
+LEAST_LANE_BYTES = 16 * MIB
 """That a worker may take, however many share what there is."""
 FORM_BYTES, WRITTEN_BYTES = 256 << 10, 64
 """Of each answer that follows a grammar, and of each byte in which that is written: 16 MiB were seen with 64 schemas of
@@ -31,14 +31,14 @@ CHECKS_BYTES = (12 + 12 + 48) * MIB
 """Of grammars that are being checked: two quickly, one slowly."""
 
 
-def lane_workers(cores: int | None = None) -> tuple[int, int]:
-    """Most processes that follow proven grammars, and new ones. `cores`: of this machine, where it is not said."""
-    cores = cores or os.cpu_count() or 1
+def lane_workers(cores: int) -> tuple[int, int]:
+    """Most processes that follow proven grammars, and new ones."""
     return max(1, min(MOST_PROVEN_WORKERS, cores // 2)), max(1, min(MOST_NEW_WORKERS, cores // 4))
 
 
-def forms_bytes(vocab_size: int, max_num_seqs: int, cores: int | None = None) -> int:
-    """Of all processes, once one answer must follow a grammar; and a mask and a narrowing of it for each."""
+def forms_bytes(vocab_size: int, max_num_seqs: int, cores: int = FEW_CORES) -> int:
+    """Of all processes, once one answer must follow a grammar; and a mask and a narrowing of it for each. `cores`: that
+    are free for it."""
     masks = max_num_seqs * 2 * mask_words(vocab_size) * 4
     shared = sum(lane_workers(cores))
     workers = (shared + 1 + CHECKING_WORKERS) * WORKER_BYTES
@@ -51,9 +51,9 @@ def held_bytes(max_num_seqs: int) -> int:
     return max_num_seqs * FORM_BYTES + SPARE_BYTES
 
 
-def shared_lane_bytes(max_num_seqs: int, cores: int | None = None) -> int:
+def shared_lane_bytes(max_num_seqs: int, cores: int) -> int:
     """That one worker may take which many answers share: what waits for room is counted over all of them."""
-    return max(LEAST_LANE_BYTES, 3 * held_bytes(max_num_seqs) // (2 * sum(lane_workers(cores))))
+    return max(LEAST_LANE_BYTES, held_bytes(max_num_seqs) // sum(lane_workers(cores)))
 
 
 def form_bytes(written_bytes: int) -> int:

@@ -5,6 +5,7 @@ Held against the RAM that is free before anything is loaded. Counts nothing of t
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 
 from holdfast.config import EngineConfig
@@ -13,14 +14,18 @@ from holdfast.hardware import Memory
 from holdfast.models import ModelSpec
 from holdfast.observability.decisions import Decision
 from holdfast.planner import lora_sizes
-from holdfast.planner.form_sizes import forms_bytes
+from holdfast.planner.form_sizes import FEW_CORES, forms_bytes
 from holdfast.planner.plan import Plan
 from holdfast.units import counted, format_bytes
 
 
 def with_host_memory(plan: Plan, spec: ModelSpec, config: EngineConfig, machine: Memory, front_bytes: int) -> Plan:
     """The plan with what forms and adapters take of RAM said, or a refusal where there is none for adapters."""
-    forms = 0 if config.skip_tokenizer_init else forms_bytes(spec.vocab_size, plan.limits.max_num_seqs)
+    forms = (
+        0
+        if config.skip_tokenizer_init
+        else forms_bytes(spec.vocab_size, plan.limits.max_num_seqs, os.cpu_count() or FEW_CORES)
+    )
     if forms:
         said = "RAM behind the GPU for answers that must have a form, at most; whose form has no room waits"
         told = Decision("structured_outputs", format_bytes(forms), said, "planner")
