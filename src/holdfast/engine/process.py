@@ -25,7 +25,7 @@ from holdfast.engine.core import EngineCore
 from holdfast.engine.early import cannot_start, shortage
 from holdfast.engine.faults import fail_loading, with_faults
 from holdfast.errors import HoldfastError
-from holdfast.observability.unblocked import unblock_output
+from holdfast.observability.nonblocking_output import unblock_output
 from holdfast.planner import Plan
 
 IDLE_POLL_MS = 500

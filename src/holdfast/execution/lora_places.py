@@ -21,11 +21,11 @@ import torch
 from holdfast.checkpoints.adapters import too_slow
 from holdfast.config import EngineConfig
 from holdfast.errors import EngineError, HoldfastError
+from holdfast.execution.bounded_reads import Read, Readers
 from holdfast.execution.lora import SiteFactors
 from holdfast.execution.lora_files import AdapterFiles, Changes
 from holdfast.execution.lora_sending import PlaceSender
 from holdfast.execution.memory import exact_tensor
-from holdfast.execution.readers import Read, Readers
 from holdfast.models import ModelSpec
 from holdfast.planner.lora_sizes import copy_rows
 from holdfast.records.lora import AdapterRef

@@ -103,7 +103,7 @@ def test_what_comes_too_late_is_written_nowhere(places, ref, files_come) -> None
 
 
 def test_adapters_that_hang_again_and_again_do_not_gather_threads(places, ref, files_come, monkeypatch) -> None:
-    monkeypatch.setattr("holdfast.execution.readers.MOST_LEFT_BEHIND", 2)
+    monkeypatch.setattr("holdfast.execution.bounded_reads.MOST_LEFT_BEHIND", 2)
     before = threading.active_count()
     for _ in range(2):
         assert follow(places, [AdapterFetch(0, ref("hung-1"))], 1)[0].failure.code == "HF378"

@@ -12,9 +12,9 @@ from holdfast import SamplingParams
 from holdfast.config import EngineConfig
 from holdfast.engine import client, messages, restarts, stream
 from holdfast.engine.client import ProcessEngine
+from holdfast.engine.heartbeat import LEAST_LIMIT_S, LOADING_FACTOR, TICK_S, Watch
 from holdfast.engine.passengers import DEATHS_IN_ALL
 from holdfast.engine.startup import find_model
-from holdfast.engine.watch import LEAST_LIMIT_S, LOADING_FACTOR, TICK_S, Watch
 from holdfast.errors import (
     DoesNotFitError,
     EngineDiedError,

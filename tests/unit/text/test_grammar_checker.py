@@ -20,7 +20,7 @@ from small_vocabulary import END, SIZE, VOCABULARY
 from holdfast.errors import EngineError, GrammarError, OverloadedError, RequestError
 from holdfast.records.structured import LARGE_BYTES, MAX_GRAMMAR_CHARS, MAX_SCHEMA_BYTES, StructuredOutputsParams
 from holdfast.text.structured import checker as module
-from holdfast.text.structured.checker import QUICK, SLOW, Abandoned, GrammarChecker, Lane, is_cheap
+from holdfast.text.structured.checker import QUICK, SLOW, Abandoned, CheckLane, GrammarChecker, is_cheap
 from holdfast.text.structured.client import GrammarService, WorkerConnection, check_has_bytes
 from holdfast.text.structured.text_matcher import TextMatcher
 from holdfast.text.structured.wire import Limits, Marker
@@ -129,7 +129,7 @@ def test_what_is_ordinary_is_cheap(checker: GrammarChecker) -> None:
 
 
 def test_an_explosion_is_given_up_by_the_quick_lane_and_then_by_the_slow_one(service: GrammarService) -> None:
-    lane = Lane(places=1, cpu_s=0.05, memory_bytes=16 * MIB, niceness=0, wait_s=60.0, most_waiting=9)
+    lane = CheckLane(places=1, cpu_s=0.05, memory_bytes=16 * MIB, niceness=0, wait_s=60.0, most_waiting=9)
     checker = GrammarChecker(service, quick=lane, slow=lane)
     for _ in range(2):
         with pytest.raises(GrammarError, match="takes more than") as caught:
@@ -139,7 +139,7 @@ def test_an_explosion_is_given_up_by_the_quick_lane_and_then_by_the_slow_one(ser
 
 
 def test_a_grammar_the_quick_lane_has_no_room_for_is_checked_by_the_slow_one(service: GrammarService) -> None:
-    tight = Lane(places=1, cpu_s=0.0, memory_bytes=MIB, niceness=0, wait_s=60.0, most_waiting=9)
+    tight = CheckLane(places=1, cpu_s=0.0, memory_bytes=MIB, niceness=0, wait_s=60.0, most_waiting=9)
     assert GrammarChecker(service, quick=tight).check(form(json_object=True)).cpu_s > 0
 
 
@@ -172,7 +172,7 @@ def test_ordinary_grammars_pass_while_explosions_wait(service: GrammarService) -
 
 
 def test_few_may_wait_for_the_slow_lane(service: GrammarService) -> None:
-    full = Lane(places=0, cpu_s=1.0, memory_bytes=MIB, niceness=0, wait_s=60.0, most_waiting=0)
+    full = CheckLane(places=0, cpu_s=1.0, memory_bytes=MIB, niceness=0, wait_s=60.0, most_waiting=0)
     with pytest.raises(OverloadedError, match="waiting already"):
         GrammarChecker(service, slow=full).check(form(choice=["x" * LARGE_BYTES]))
 
@@ -286,7 +286,7 @@ def test_lanes_hold_what_the_plan_counts() -> None:
 
 def test_tenants_take_turns(service: GrammarService) -> None:
     """One with many grammars that explode keeps another waiting for the one that is at work, and not for all."""
-    one = Lane(places=1, cpu_s=0.2, memory_bytes=12 * MIB, niceness=0, wait_s=60.0, most_waiting=99)
+    one = CheckLane(places=1, cpu_s=0.2, memory_bytes=12 * MIB, niceness=0, wait_s=60.0, most_waiting=99)
     checker, stop, ended = GrammarChecker(service, quick=one, slow=one), threading.Event(), list[str]()
 
     def ask(params: StructuredOutputsParams, tenant: str) -> None:

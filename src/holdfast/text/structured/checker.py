@@ -37,7 +37,7 @@ CHEAP_CPU_S, CHEAP_MASK_S, CHEAP_BYTES = 0.1, 0.05, 4 * MIB
 
 
 @dataclass(frozen=True, slots=True)
-class Lane:
+class CheckLane:
     places: int
     cpu_s: float
     memory_bytes: int
@@ -47,8 +47,8 @@ class Lane:
     most_waiting: int
 
 
-QUICK = Lane(places=2, cpu_s=0.25, memory_bytes=12 * MIB, niceness=5, wait_s=60.0, most_waiting=256)
-SLOW = Lane(places=1, cpu_s=20.0, memory_bytes=48 * MIB, niceness=19, wait_s=60.0, most_waiting=16)
+QUICK = CheckLane(places=2, cpu_s=0.25, memory_bytes=12 * MIB, niceness=5, wait_s=60.0, most_waiting=256)
+SLOW = CheckLane(places=1, cpu_s=20.0, memory_bytes=48 * MIB, niceness=19, wait_s=60.0, most_waiting=16)
 
 
 class _Beyond(Exception):
@@ -66,7 +66,7 @@ class _Queue:
     """Places of a lane. Tenants take turns, so that one with a hundred grammars keeps nobody else waiting for more than
     the one that is at work."""
 
-    def __init__(self, lane: Lane) -> None:
+    def __init__(self, lane: CheckLane) -> None:
         self.lane = lane
         self._free = lane.places
         self._changed = threading.Condition()
@@ -114,7 +114,7 @@ Gone = Callable[[], bool]
 
 
 class GrammarChecker:
-    def __init__(self, service: GrammarService, *, quick: Lane = QUICK, slow: Lane = SLOW) -> None:
+    def __init__(self, service: GrammarService, *, quick: CheckLane = QUICK, slow: CheckLane = SLOW) -> None:
         self._service = service
         self._quick, self._slow = _Queue(quick), _Queue(slow)
         self._known: OrderedDict[bytes, _Known] = OrderedDict()
@@ -184,10 +184,10 @@ class GrammarChecker:
                 raise _too_many(queue.lane, queue.waiting)
 
         with queue.place(tenant, still_wanted):
-            return self._ask(queue.lane, params, gone, end_s)
+            return self._ask(queue.lane, params, still_wanted)
 
     def _ask(
-        self, lane: Lane, params: StructuredOutputsParams, gone: Gone, end_s: float
+        self, lane: CheckLane, params: StructuredOutputsParams, still_wanted: Callable[[], None]
     ) -> wire.GrammarCost | wire.Refused:
         worker, pid = self._connect(lane), self._service.pid
         try:
@@ -206,7 +206,7 @@ class GrammarChecker:
                     raise EngineError("structured output did not answer, and was restarted", fix="try again")
                 if worker.cpu_s() > lane.cpu_s:
                     raise _Beyond
-                _check_in_time(end_s, lane, params, gone)
+                still_wanted()
         except ConnectionError:
             raise _Died(worker.met) from None
         except OSError as error:
@@ -214,7 +214,7 @@ class GrammarChecker:
         finally:
             worker.kill()
 
-    def _connect(self, lane: Lane) -> WorkerConnection:
+    def _connect(self, lane: CheckLane) -> WorkerConnection:
         self._service.start()
         limits = wire.Limits(lane.memory_bytes, int(lane.cpu_s) + 1, lane.niceness)
         try:
@@ -240,17 +240,7 @@ def is_cheap(cost: wire.GrammarCost) -> bool:
     return cost.cpu_s <= CHEAP_CPU_S and cost.slowest_mask_s <= CHEAP_MASK_S and cost.held_bytes <= CHEAP_BYTES
 
 
-def _check_in_time(end_s: float, lane: Lane, params: StructuredOutputsParams, gone: Gone) -> None:
-    if gone():
-        raise Abandoned
-    if time.monotonic() > end_s:
-        named = params.asked_as or params.kind
-        raise GrammarError(
-            f"{named}: it could not be compiled in {lane.wait_s:g} s", code="HF362", fix="a simpler one", field=named
-        )
-
-
-def _too_many(lane: Lane, waiting: int) -> OverloadedError:
+def _too_many(lane: CheckLane, waiting: int) -> OverloadedError:
     return OverloadedError(
         f"{waiting} grammars that are to be compiled are waiting already",
         needed="a place to compile it in",

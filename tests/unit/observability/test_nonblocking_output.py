@@ -12,8 +12,8 @@ from collections.abc import Iterator
 import pytest
 from deadlines import PATIENCE_S
 
-from holdfast.observability import unblocked
-from holdfast.observability.unblocked import Unblocked
+from holdfast.observability import nonblocking_output as unblocked
+from holdfast.observability.nonblocking_output import Unblocked
 
 LINE = "x" * 99 + "\n"
 
@@ -89,7 +89,7 @@ def test_who_reads_may_leave(ends: tuple[int, int]) -> None:
 def test_a_process_ends_though_nobody_reads_and_what_is_read_is_whole() -> None:
     code = """
 import sys
-from holdfast.observability.unblocked import unblock_output
+from holdfast.observability.nonblocking_output import unblock_output
 unblock_output()
 for number in range(5000):
     print(f"{number:06}", "x" * 93, file=sys.stderr)
