@@ -11,10 +11,7 @@ import asyncio
 import contextlib
 import logging
 import random
-import shutil
-import tempfile
 from collections.abc import AsyncIterator, Callable
-from pathlib import Path
 
 import msgspec
 import zmq.asyncio
@@ -46,6 +43,7 @@ from holdfast.errors import (
 from holdfast.observability.ledger import Ledger
 from holdfast.planner import Plan
 from holdfast.records import AdapterRef, AnswerDelta, EngineInfo, EngineOutput, EngineStats, Failure, SamplingParams
+from holdfast.socket_folder import SocketFolder, remove_abandoned
 from holdfast.text import Tokenizer
 
 log = logging.getLogger("holdfast")
@@ -75,7 +73,8 @@ class ProcessEngine:
         self._seeds = random.Random(config.seed) if config.seed is not None else random.SystemRandom()
         self._door: Door | None = None
         self._info: EngineInfo | None = None
-        self._folder = Path(tempfile.mkdtemp(prefix="holdfast-"))
+        remove_abandoned()
+        self._folder = SocketFolder()
         self._context = zmq.asyncio.Context()
         self._child: Child | None = None
         self.structured = StructuredOutput.of(tokenizer, model.spec)
@@ -218,7 +217,7 @@ class ProcessEngine:
         if self.structured is not None:
             self.structured.close()
         self._context.destroy(linger=0)
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._folder.remove()
 
     @property
     def sleeping(self) -> bool:
@@ -316,7 +315,7 @@ class ProcessEngine:
         self._launches += 1
         self._child = child = await Child.spawn(
             self._context,
-            self._folder / f"{self._launches}.sock",
+            self._folder.path / f"{self._launches}.sock",
             self._config,
             self._plan,
             early,

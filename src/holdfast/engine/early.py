@@ -4,13 +4,12 @@ takes most of its start, while the front finds the model and plans. Imports litt
 from __future__ import annotations
 
 import errno
-import shutil
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 from holdfast.errors import EngineDiedError, NoResourcesError
+from holdfast.socket_folder import SocketFolder
 
 _SHORTAGES = {
     errno.EMFILE: "file descriptors of this process (ulimit -n)",
@@ -49,11 +48,11 @@ class EarlyProcess:
 
     def __init__(self, path: Path | None = None) -> None:
         """`path`: of its socket. Raises EngineDiedError when the machine has no process or file left for it."""
-        self._folder = None
+        self._folder: SocketFolder | None = None
         try:
             if path is None:
-                self._folder = Path(tempfile.mkdtemp(prefix="holdfast-"))
-                path = self._folder / "0.sock"
+                self._folder = SocketFolder()
+                path = self._folder.path / "0.sock"
             self.address = f"ipc://{path}"
             # -u: its last words before a crash must reach the log. Its standard input stays open as long as we live.
             self.process = subprocess.Popen(
@@ -61,7 +60,7 @@ class EarlyProcess:
             )
         except OSError as error:
             if self._folder is not None:
-                shutil.rmtree(self._folder, ignore_errors=True)
+                self._folder.remove()
             raise cannot_start(error) from error
 
     @property
@@ -78,4 +77,4 @@ class EarlyProcess:
         if self.process.stdin is not None:
             self.process.stdin.close()
         if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder.remove()

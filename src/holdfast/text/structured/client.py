@@ -9,20 +9,18 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import shutil
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from holdfast.errors import EngineError, RequestError
 from holdfast.records.structured import Vocabulary
+from holdfast.socket_folder import SocketFolder
 from holdfast.text.structured import wire
 
 if TYPE_CHECKING:
@@ -63,7 +61,7 @@ class GrammarService:
         self._vocabulary, self._eos_ids, self._vocab_size = vocabulary, list(eos_ids), vocab_size
         self._packed: bytes | None = None
         self._lock = threading.Lock()
-        self._folder: Path | None = None
+        self._folder: SocketFolder | None = None
         self._listener: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._deaths_s: list[float] = []
@@ -81,12 +79,12 @@ class GrammarService:
 
     def _listen(self) -> str:
         if self._folder is None:
-            folder = Path(tempfile.mkdtemp(prefix="holdfast-"))
+            folder = SocketFolder()
             self._listener = socket.socket(socket.AF_UNIX)
-            self._listener.bind(str(folder / "grammars.sock"))
+            self._listener.bind(str(folder.path / "grammars.sock"))
             self._listener.listen(BACKLOG)
             self._folder = folder
-        return str(self._folder / "grammars.sock")
+        return str(self._folder.path / "grammars.sock")
 
     def start(self) -> None:
         """Returns at once where it runs already, and otherwise when its vocabulary was handed over."""
@@ -166,7 +164,7 @@ class GrammarService:
             if self._listener is not None:
                 self._listener.close()
             if self._folder is not None:
-                shutil.rmtree(self._folder, ignore_errors=True)
+                self._folder.remove()
 
 
 class WorkerConnection:
