@@ -148,7 +148,7 @@ class Watch:
                 with client.stream("POST", "/v1/completions", json=body) as answer:
                     for line in answer.iter_lines():
                         self.events += line.startswith("data: {")
-                        if "error" in line:
+                        if line.startswith('data: {"error"'):
                             self.problems.append(line)
 
     def __enter__(self) -> Watch:
