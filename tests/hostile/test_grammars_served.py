@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
+from statistics import median
 from typing import Any
 
 import grammar_attacks
@@ -34,6 +35,10 @@ class Seen:
     own_stall_s: float = 0.0
     """That this process itself stood still for: the machine's, not the server's."""
     codes: list[int] = field(default_factory=list)
+
+    def pauses(self) -> str:
+        seen = (("stream", self.worst_gap_s), ("/health", self.worst_probe_s), ("this test", self.own_stall_s))
+        return ", ".join(f"{name} {pause_s * 1000:.0f} ms" for name, pause_s in seen)
 
 
 def ordinary(number: int, tokens: int) -> dict[str, Any]:
@@ -110,18 +115,22 @@ def held_bytes(server: Any) -> int:
     return held
 
 
-def check_nobody_notices(server: Any, tokens: int, limit_s: float, attack: tuple[str, int]) -> Seen:
+def check_nobody_notices(server: Any, tokens: int, attack: tuple[str, int], limit_s: float, rounds: int = 1) -> Seen:
+    """`limit_s`: of the longest pause; the median of several rounds, since other machines share ours."""
     asyncio.run(run(server.url, 10, ("bombs", 5)))  # Whatever is loaded when it is first used.
-    alone = asyncio.run(run(server.url, tokens))
-    before = held_bytes(server)
-    beside = asyncio.run(run(server.url, tokens, attack))
-    # Where a mask was late a row is computed once more, in a step of another shape, which may round otherwise.
-    for number, text in alone.texts.items():
-        assert len(beside.texts[number]) > len(text) // 2
-    print("the same:", sorted(number for number, text in alone.texts.items() if beside.texts[number] == text))
-    print(f"alone {alone}\nbeside {beside}".replace(str(alone.texts), "").replace(str(beside.texts), ""))
-    assert beside.worst_gap_s <= max(limit_s, alone.worst_gap_s) + beside.own_stall_s
-    assert beside.worst_probe_s <= max(limit_s, alone.worst_probe_s) + beside.own_stall_s
+    asyncio.run(run(server.url, tokens))
+    before, pauses_s = held_bytes(server), []
+    for _ in range(rounds):
+        alone = asyncio.run(run(server.url, tokens))
+        beside = asyncio.run(run(server.url, tokens, attack))
+        # Where a mask was late a row is computed once more, in a step of another shape, which may round otherwise.
+        for number, text in alone.texts.items():
+            assert len(beside.texts[number]) > len(text) // 2
+        same = sum(beside.texts[number] == text for number, text in alone.texts.items())
+        print(f"\n{attack}: alone {alone.pauses()}; beside {beside.pauses()}; {same} of {STREAMS} texts the same")
+        worst_s = max(beside.worst_gap_s, beside.worst_probe_s)
+        pauses_s.append(worst_s - max(limit_s, alone.worst_gap_s, alone.worst_probe_s) - beside.own_stall_s)
+    assert median(pauses_s) <= 0
     deadline_s = time.monotonic() + PATIENCE_S
     while held_bytes(server) > before * 1.05:
         assert time.monotonic() < deadline_s, (before, held_bytes(server))
@@ -137,17 +146,22 @@ def server(module_server: Callable[..., Any], tiny_arguments: list[str]) -> Any:
 
 
 def test_streams_beside_fifty_explosions(server: Any) -> None:
-    beside = check_nobody_notices(server, 60, STALL_S, ("bombs", BOMBS))
+    beside = check_nobody_notices(server, 60, ("bombs", BOMBS), STALL_S)
     assert beside.codes, "no explosion was answered"
     assert {*beside.codes} <= {400, 429}
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("attack", [("bombs", BOMBS), ("slow", SLOW)], ids=["explosions", "slow grammars"])
-def test_streams_do_not_pause(server: Any, attack: tuple[str, int]) -> None:
+@pytest.mark.parametrize(
+    ("attack", "limit_s", "codes"),
+    [(("bombs", BOMBS), CALM_S, {400, 429}), (("slow", SLOW), 1.5 * CALM_S, {200, 400, 429})],
+    ids=["explosions", "slow grammars"],
+)
+def test_streams_do_not_pause(server: Any, attack: tuple[str, int], limit_s: float, codes: set[int]) -> None:
     """On a machine that does nothing else."""
-    beside = check_nobody_notices(server, 400, CALM_S, attack)
-    assert {*beside.codes} <= ({400, 429} if attack[0] == "bombs" else {200, 429})
+    beside = check_nobody_notices(server, 400, attack, limit_s, rounds=3)
+    assert beside.codes
+    assert {*beside.codes} <= codes
 
 
 def test_a_client_that_leaves_takes_its_explosion_along(server: Any) -> None:

@@ -77,16 +77,18 @@ class _Worker:
     def __init__(self, lane: Lane, connection: WorkerConnection) -> None:
         self.lane, self.connection = lane, connection
         self.forms: dict[int, Form] = {}
-        self.heard_s = time.monotonic()
-        """When it last said something, or was last asked for something while it had nothing to do."""
+        self._asked_s: float | None = None
+        """Since when it owes an answer, or when it last said something while it did; None: it owes none."""
         self.grown_bytes = 0
         self._outbox = bytearray()
         connection.socket.setblocking(False)
 
     def say(self, message: wire.ToWorker) -> None:
         """Never blocks: what the socket does not take now is sent by `flush`."""
-        if not self.owes_answer:
-            self.heard_s = time.monotonic()
+        if isinstance(message, wire.Close):  # Is not answered.
+            self._asked_s = self._asked_s if self._owes_answer else None
+        elif self._asked_s is None:
+            self._asked_s = time.monotonic()
         self._outbox += wire.pack(message)
         self.flush()
 
@@ -104,9 +106,18 @@ class _Worker:
         return not self._outbox
 
     @property
-    def owes_answer(self) -> bool:
+    def _owes_answer(self) -> bool:
         """A mask, or that a grammar is compiled."""
         return any(not form.filled for form in self.forms.values())
+
+    def heard(self) -> None:
+        """It said something."""
+        self._asked_s = time.monotonic() if self._owes_answer else None
+
+    @property
+    def silent(self) -> bool:
+        """For too long, though it owes an answer."""
+        return self._asked_s is not None and time.monotonic() - self._asked_s > SILENT_S and self._owes_answer
 
     def overdue(self) -> wire.Doing | None:
         """What it takes too long over, by its own processor's clock: a busy machine is nobody's fault."""
@@ -264,7 +275,7 @@ class GrammarWorkers:
                 continue  # It was buried above.
             if worker.overdue() is not None:
                 self._bury(worker, overdue=True)
-            elif worker.owes_answer and time.monotonic() - worker.heard_s > SILENT_S:
+            elif worker.silent:
                 if not worker.connection.met:  # No service answers.
                     self._deaths_in_a_row = DEATHS_IN_A_ROW
                 self._bury(worker)
@@ -274,9 +285,9 @@ class GrammarWorkers:
         if received is None:
             self._bury(worker)
             return
-        worker.heard_s = time.monotonic()
         for message in received:
             self._take(worker, message)
+        worker.heard()
 
     def _take(self, worker: _Worker, message: wire.FromWorker) -> None:
         self._deaths_in_a_row = 0

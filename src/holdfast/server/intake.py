@@ -6,6 +6,7 @@ Knows nothing of what is in them.
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -24,11 +25,34 @@ OWN_BYTES = 16 << 10
 
 
 class Intake:
-    """Bytes of bodies that have come so far, and are not whole."""
+    """Bytes of bodies that have come so far, and are not whole; and whose turn it is to be read of those that are."""
 
     def __init__(self, most_bytes: int = READING_BYTES) -> None:
         self._most_bytes = most_bytes
         self._held_bytes = 0
+        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._taken = False
+
+    async def turn(self) -> None:
+        """One request at each turn of the loop: reading it takes milliseconds, and fifty that come at once would keep
+        every stream waiting for all of them."""
+        loop = asyncio.get_running_loop()
+        if self._taken:
+            turn = loop.create_future()
+            self._waiting.append(turn)
+            await turn
+        else:
+            self._taken = True
+            loop.call_soon(self._next)
+
+    def _next(self) -> None:
+        while self._waiting:
+            turn = self._waiting.popleft()
+            if not turn.done():  # Its client has not left.
+                turn.set_result(None)
+                asyncio.get_running_loop().call_soon(self._next)
+                return
+        self._taken = False
 
     @contextmanager
     def reading(self, limit_bytes: int) -> Iterator[Part]:
@@ -73,7 +97,9 @@ async def read_body(scope: Scope, receive: Receive, limit_bytes: int, timeout_s:
             raise _too_large(limit_bytes)
     intake: Intake = scope[INTAKE]
     with intake.reading(limit_bytes) as part:
-        return await _read(receive, part, limit_bytes, timeout_s)
+        body = await _read(receive, part, limit_bytes, timeout_s)
+    await intake.turn()
+    return body
 
 
 async def _read(receive: Receive, part: Part, limit_bytes: int, timeout_s: float) -> bytes:

@@ -289,6 +289,28 @@ def test_a_worker_that_hangs_is_replaced(forms: Forms, monkeypatch: pytest.Monke
     assert forms.judge("0", ord("b")) is Verdict.GOES_ON
 
 
+def test_a_worker_that_had_nothing_to_do_does_not_count_as_silent(
+    forms: Forms, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grammar_workers, "PROVEN_MASKS", 0)
+    forms.begin(ask(0, "(ab)+", max_tokens=99))
+    formed(forms, 1)
+    (worker,) = forms._workers._workers
+    filled(forms, "0")
+    forms.forget("0")
+    assert forms._workers._workers == [worker]
+    for number in (1, 2):
+        assert worker._asked_s is None
+        asked_s = time.monotonic()
+        forms.begin(ask(number, "(ab)+", max_tokens=99))
+        assert worker._asked_s is not None
+        assert worker._asked_s >= asked_s
+        if number == 2:
+            formed(forms, 1)
+            filled(forms, "2")
+        forms.forget(f"{number}")  # The first before it has an answer.
+
+
 def test_a_grammar_that_explodes_in_mid_answer_ends_its_own_answer_alone(
     forms: Forms, monkeypatch: pytest.MonkeyPatch
 ) -> None:

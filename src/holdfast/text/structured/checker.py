@@ -31,7 +31,8 @@ KEPT = 256
 """Of what was found out."""
 FIRST_WORD_S = 20.0
 """For a service to fork a worker; one that takes longer hangs, and is replaced."""
-POLL_S = 0.02
+POLL_S, QUEUE_POLL_S = 0.02, 0.25
+"""Between looks at a check that runs, and at whether somebody in the queue has left."""
 CHEAP_CPU_S, CHEAP_MASK_S, CHEAP_BYTES = 0.1, 0.05, 4 * MIB
 """A grammar that needs no more than this to compile, and for a mask, shares a worker with others like it."""
 
@@ -69,8 +70,8 @@ class _Queue:
     def __init__(self, lane: CheckLane) -> None:
         self.lane = lane
         self._free = lane.places
-        self._changed = threading.Condition()
-        self._waiting: OrderedDict[str, deque[object]] = OrderedDict()
+        self._lock = threading.Lock()
+        self._waiting: OrderedDict[str, deque[threading.Event]] = OrderedDict()
 
     @property
     def waiting(self) -> int:
@@ -80,28 +81,37 @@ class _Queue:
     def place(self, tenant: str, check: Callable[[], None]) -> Iterator[None]:
         """`check`: raises when it is time to leave, looked at while it takes. Raises OverloadedError where too many
         wait."""
-        ticket = object()
-        with self._changed:
+        admitted = threading.Event()
+        with self._lock:
             if self.waiting >= self.lane.most_waiting:
                 raise _too_many(self.lane, self.waiting)
-            self._waiting.setdefault(tenant, deque()).append(ticket)
-            try:
-                while self._free < 1 or next(iter(self._waiting.values()))[0] is not ticket:
-                    self._changed.wait(POLL_S)
-                    check()
-                self._free -= 1
-            finally:
-                line = self._waiting.pop(tenant)
-                line.remove(ticket)
-                if line:
-                    self._waiting[tenant] = line  # Behind all others.
-                self._changed.notify_all()
+            self._waiting.setdefault(tenant, deque()).append(admitted)
+            self._admit()
         try:
+            while not admitted.wait(QUEUE_POLL_S):
+                check()
             yield
         finally:
-            with self._changed:
-                self._free += 1
-                self._changed.notify_all()
+            with self._lock:
+                if admitted.is_set():
+                    self._free += 1
+                else:
+                    self._leave(tenant, admitted)
+                self._admit()
+
+    def _admit(self) -> None:
+        while self._free and self._waiting:
+            tenant, line = self._waiting.popitem(last=False)
+            line.popleft().set()
+            self._free -= 1
+            if line:
+                self._waiting[tenant] = line  # Behind all others.
+
+    def _leave(self, tenant: str, admitted: threading.Event) -> None:
+        line = self._waiting[tenant]
+        line.remove(admitted)
+        if not line:
+            del self._waiting[tenant]
 
 
 @dataclass(frozen=True, slots=True)
