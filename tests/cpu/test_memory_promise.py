@@ -185,6 +185,7 @@ OTHERS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("family", "backend"),
     [

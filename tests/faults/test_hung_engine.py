@@ -110,6 +110,7 @@ async def test_one_that_goes_on_in_time_is_left_alone(server, client) -> None:
     assert "the engine process answers again" in server.log
 
 
+@pytest.mark.long
 async def test_a_request_that_hangs_the_engine_each_time_is_ended_alone(server, client) -> None:
     innocents = [[place, 5, 6] for place in range(100, 103)]
     undisturbed = await asyncio.gather(*(ask(client, prompt, 1500) for prompt in innocents))
@@ -148,6 +149,7 @@ async def test_a_machine_that_was_suspended_as_a_whole_blames_nobody(server, cli
     assert server.metric("holdfast:engine_restarts_total") == hangs
 
 
+@pytest.mark.long
 async def test_sleep_waits_for_what_a_hung_engine_held(server, client) -> None:
     undisturbed = await stream(client, 9)
     begun = asyncio.Semaphore(0)

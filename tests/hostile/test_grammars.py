@@ -134,9 +134,9 @@ def attack(service: GrammarService, drawn: Iterator[tuple[str, Random]]) -> dict
 
 
 def test_every_grammar_is_followed_or_refused(service: GrammarService, cases: Cases) -> None:
-    endings = attack(service, cases(150))
-    assert endings["refused"] > 20
-    assert endings["followed"] > 20
+    endings = attack(service, cases(75))
+    assert endings["refused"] > 10
+    assert endings["followed"] > 10
 
 
 @pytest.mark.long

@@ -85,6 +85,7 @@ def test_every_option_chooses_what_it_chooses_on_a_cpu(tiny: Tiny, device: torch
                 assert mine.logprobs == pytest.approx(theirs.logprobs, abs=1e-4)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("no_kernel_for_few_rows")
 @pytest.mark.parametrize("expand", [False, pytest.param(True, marks=pytest.mark.long)], ids=["quantized", "expanded"])
 def test_a_quantized_file_says_what_it_says_on_a_cpu(expand: bool, tmp_path: Path, device: torch.device) -> None:

