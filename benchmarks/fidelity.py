@@ -25,7 +25,7 @@ from benchmarks.every_logit import divergences, every_logit
 from benchmarks.fidelity_text import TEXT
 from holdfast.checkpoints import locate
 from holdfast.config import EngineConfig
-from holdfast.engine.startup import find_model, open_tokenizer
+from holdfast.engine.startup.build import find_model, open_tokenizer
 from holdfast.execution import native
 
 Logits = numpy.typing.NDArray[numpy.float32]

@@ -81,7 +81,7 @@ def _answers(port: int) -> bool:
 def write_model(folder: Path) -> None:
     """A model's settings and the built-in model's tokenizer, for a front that asks for them."""
     from holdfast.checkpoints import locate
-    from holdfast.text import Tokenizer
+    from holdfast.text.tokenizer.tokenizer import Tokenizer
 
     tokenizer = Tokenizer.from_files(locate("smollm2", revision=None))
     tokenizer.backend.save(str(folder / "tokenizer.json"))

@@ -22,9 +22,9 @@ import torch
 import triton
 
 from holdfast.execution.triton_kernels import tiles
-from holdfast.execution.triton_kernels.decode_attention import decode_attention
-from holdfast.execution.triton_kernels.prefill_attention import prefill_attention
-from holdfast.planner import gpu_footprint
+from holdfast.execution.triton_kernels.attention.decode import decode_attention
+from holdfast.execution.triton_kernels.attention.prefill import prefill_attention
+from holdfast.footprint import gpu
 
 BLOCK_TOKENS, DTYPE, DEVICE = 16, torch.bfloat16, "cuda"
 POOL_BYTES = 6 << 30
@@ -145,7 +145,7 @@ class Decode:
         return tokens * 2 * self.shape.kv_heads * self.shape.width * DTYPE.itemsize
 
     def seconds(self, tile: tiles.Tile | None = None, splits: int | None = None) -> float:
-        shape, parts = self.shape, splits or gpu_footprint.decode_splits(self.rows, self.shape.kv_heads)
+        shape, parts = self.shape, splits or gpu.decode_splits(self.rows, self.shape.kv_heads)
         workspace = torch.empty(self.rows * shape.heads * parts * (shape.width + 1), device=DEVICE)
 
         def launch(place: int) -> Callable[[], None]:
@@ -198,7 +198,7 @@ def table(bandwidth: float, arithmetic: float) -> None:
         rate = decode.nbytes / taken
         print(
             f"{shape.name:<12}{rows:>5}{seen or 'mixed':>8}{window or '-':>8}"
-            f"{gpu_footprint.decode_splits(rows, shape.kv_heads):>8}{taken * 1e6:>10.1f}{rate / 1e9:>9.0f}"
+            f"{gpu.decode_splits(rows, shape.kv_heads):>8}{taken * 1e6:>10.1f}{rate / 1e9:>9.0f}"
             f"{rate / bandwidth:>9.1%}"
         )
     print(f"\n{'prefill':<12}{'rows':>5}{'tokens':>8}{'before':>8}{'window':>8}{'us':>10}{'TFLOP/s':>9}{'of mm':>9}")

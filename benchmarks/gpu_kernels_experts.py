@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import torch
 
-from holdfast.execution.triton_kernels import experts
-from holdfast.execution.triton_kernels.expert_tiles import ExpertTile, expert_tile
+from holdfast.execution.triton_kernels.experts import launch as experts
+from holdfast.execution.triton_kernels.experts.tiles import ExpertTile, expert_tile
 
 MEMORY_BYTES_S, ARITHMETIC_S = 4.3e12, 752e12
 """What an H200 gives in bfloat16."""

@@ -16,8 +16,9 @@ from functools import partial
 import torch
 from torch.nn import functional
 
-from holdfast.execution.triton_kernels import blocks, layer, products
-from holdfast.execution.triton_kernels.product_tiles import (
+from holdfast.execution.triton_kernels import layer
+from holdfast.execution.triton_kernels.quantized import blocks, products
+from holdfast.execution.triton_kernels.quantized.product_tiles import (
     WARP_BYTES,
     ProductTile,
     few_rows_block_tile,

@@ -15,8 +15,8 @@ from unittest.mock import patch
 
 import torch
 
-from holdfast.execution.triton_kernels import sampling, sampling_adjust
-from holdfast.execution.triton_kernels.sampling_slots import SlotParams
+from holdfast.execution.triton_kernels.sampling import adjust, launch
+from holdfast.execution.triton_kernels.sampling.slots import SlotParams
 from holdfast.records import SamplingParams
 
 MEMORY_BYTES_S = 4.3e12
@@ -84,16 +84,14 @@ class Step:
         self.lengths = torch.full((rows,), KNOWN_TOKENS - 1, dtype=torch.int32, device=DEVICE)
         self.known = torch.randint(0, VOCAB, (rows, KNOWN_TOKENS), dtype=torch.int32, device=DEVICE)
         self.out = torch.zeros(rows, dtype=torch.int32, device=DEVICE)
-        self.workspace = sampling.Workspace.allocate(rows, VOCAB, DEVICE)
-        self.lanes = sampling_adjust.Lanes.allocate(rows, VOCAB, DEVICE) if self.penalized else None
+        self.workspace = launch.Workspace.allocate(rows, VOCAB, DEVICE)
+        self.lanes = adjust.Lanes.allocate(rows, VOCAB, DEVICE) if self.penalized else None
 
     def __call__(self) -> None:
         adjusted = None
         if self.lanes is not None:
-            adjusted = sampling_adjust.adjust_rows(
-                self.logits, self.slots, self.lengths, self.params, self.known, self.lanes
-            )
-        sampling.sample_rows(
+            adjusted = adjust.adjust_rows(self.logits, self.slots, self.lengths, self.params, self.known, self.lanes)
+        launch.sample_rows(
             self.logits, self.slots, self.lengths, self.params, self.known, self.out, self.workspace,
             adjusted=adjusted,
         )  # fmt: skip
@@ -123,7 +121,7 @@ def sweep() -> None:
     for rows, name in itertools.product(ROWS, ("greedy", "top_k 50", "top_p 0.9")):
         step, found = Step(peaked(rows), OPTIONS[name]), []
         for (block, warps), tokens in itertools.product(blocks, (2048, 4096, 8192, 16384)):
-            with patch.multiple(sampling, BLOCK=block, WARPS=warps, split_tokens=lambda *_, tokens=tokens: tokens):
+            with patch.multiple(launch, BLOCK=block, WARPS=warps, split_tokens=lambda *_, tokens=tokens: tokens):
                 found.append((microseconds(step), f"{block}/{warps}/{tokens}"))
         best = "; ".join(f"{taken:.1f} us with {constants}" for taken, constants in sorted(found)[:4])
         print(f"{name}, {rows} rows: {best}", flush=True)

@@ -14,9 +14,9 @@ from typing import Any
 
 from holdfast import LLM, SamplingParams, StructuredOutputsParams
 from holdfast.checkpoints import locate
-from holdfast.text import Tokenizer
 from holdfast.text.structured.client import vocabulary_of
 from holdfast.text.structured.llguidance_backend import Grammars
+from holdfast.text.tokenizer.tokenizer import Tokenizer
 
 ADDRESS = {
     "type": "object",

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.execution.gpu.sampling import Work
-from holdfast.planner.gpu_footprint import KINDS_OF_WORK
-from holdfast.planner.padding import padded_sizes
+from holdfast.footprint.gpu import KINDS_OF_WORK
+from holdfast.footprint.padding import padded_sizes
 from holdfast.records import SamplingParams, StructuredOutputsParams
 from holdfast.units import GIB, MIB
 

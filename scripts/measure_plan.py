@@ -21,12 +21,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from holdfast.checkpoints import cache
+from holdfast.checkpoints.sources import cache
 from holdfast.config import EngineConfig
-from holdfast.engine.startup import find_model, plan_model
+from holdfast.engine.startup.build import find_model, plan_model
 from holdfast.hardware import processor, resident
-from holdfast.planner.resolve import resolve_model
-from holdfast.planner.weights import total_bytes, weights_of
+from holdfast.planner.models.resolve import resolve_model
+from holdfast.planner.sizing.sharded_weights import total_bytes, weights_of
 from holdfast.units import GIB, MIB
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "predicted-and-measured.md"

@@ -102,7 +102,7 @@ class RunningServer:
     def engine_pid(self) -> int:
         """The child that holds the model."""
         for child in psutil.Process(self.process.pid).children():
-            if "holdfast.engine.begin" in " ".join(child.cmdline()):
+            if "holdfast.engine.process.entry" in " ".join(child.cmdline()):
                 return child.pid
         raise AssertionError("there is no engine process")
 

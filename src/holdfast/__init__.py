@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from holdfast.engine.llm import LLM
     from holdfast.inputs import PromptType, TextPrompt, TokensPrompt
-    from holdfast.planner.ask import plan
+    from holdfast.planner.api import plan
     from holdfast.records import (
         CompletionOutput,
         EmbeddingOutput,
@@ -62,7 +62,7 @@ def __getattr__(name: str) -> Any:
 
         return getattr(inputs, name)
     if name == "plan":
-        from holdfast.planner.ask import plan
+        from holdfast.planner.api import plan
 
         return plan
     raise AttributeError(f"module 'holdfast' has no attribute {name!r}")

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.checkpoints.cache import cache_folder
+from holdfast.checkpoints.sources.cache import cache_folder
 
 HERE = Path(__file__).resolve().parent
 INSTALL_TIMEOUT_S = 1800
@@ -105,7 +105,7 @@ def run_program() -> Callable[..., Found]:
 def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The built-in model's tokenizer as Hugging Face stores one, for clients that count tokens themselves."""
     from holdfast.checkpoints import locate
-    from holdfast.text import Tokenizer
+    from holdfast.text.tokenizer.tokenizer import Tokenizer
 
     tokenizer = Tokenizer.from_files(locate("smollm2", revision=None))
     folder = tmp_path_factory.mktemp("tokenizer")

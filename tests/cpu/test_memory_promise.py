@@ -22,7 +22,7 @@ MIB = 1 << 20
 WEIGHER = """
 import json, sys
 from holdfast.config import EngineConfig
-from holdfast.engine.startup import build_core, find_model, plan_model
+from holdfast.engine.startup.build import build_core, find_model, plan_model
 from holdfast.hardware import resident
 from holdfast.observability.ledger import ProcessMemory, make_ledger
 from holdfast.records import Request, SamplingParams

@@ -18,7 +18,7 @@ import psutil
 import pytest
 from deadlines import PATIENCE_S
 
-from holdfast.server.accepting import OTHER_FILES, RESERVE
+from holdfast.server.http.accept import OTHER_FILES, RESERVE
 
 FILES = 256
 CONNECTIONS = FILES - OTHER_FILES - RESERVE

@@ -16,8 +16,8 @@ import zmq.asyncio
 from deadlines import PATIENCE_S
 
 from holdfast.config import EngineConfig
-from holdfast.engine.child import Child
-from holdfast.engine.early import EarlyProcess, shortage
+from holdfast.engine.process.handle import Child
+from holdfast.engine.startup.prespawn import EarlyProcess, shortage
 from holdfast.errors import CheckpointError, EngineDiedError, NoResourcesError
 
 if not sys.platform.startswith("linux"):

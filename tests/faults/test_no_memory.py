@@ -11,7 +11,7 @@ import pytest
 from deadlines import PATIENCE_S
 
 from holdfast import LLM, SamplingParams
-from holdfast.engine.faults import NO_MEMORY, with_faults
+from holdfast.engine.process.fault_injection import NO_MEMORY, with_faults
 
 POOR = 31_337
 TOKENS = 300

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from holdfast import LLM, SamplingParams
-from holdfast.engine import gpu_startup
+from holdfast.engine.startup import build_gpu
 from holdfast.errors import DoesNotFitError
 from holdfast.hardware.nvidia import probe, process_bytes
 from holdfast.units import GIB, MIB
@@ -123,7 +123,7 @@ def test_who_frees_memory_during_a_start_does_not_stop_it(
 
 def _at(moment: str, act: Callable[[], int], monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Once, when a start comes to this stage. What `act` gave is in the list by then."""
-    build, said = gpu_startup._build, list[int]()
+    build, said = build_gpu._build, list[int]()
 
     def watched(config: Any, files: Any, spec: Any, plan: Any, memory: Any, progress: Any) -> Any:
         def told(stage: str, done: int, total: int) -> None:
@@ -133,7 +133,7 @@ def _at(moment: str, act: Callable[[], int], monkeypatch: pytest.MonkeyPatch) ->
 
         return build(config, files, spec, plan, memory, told)
 
-    monkeypatch.setattr(gpu_startup, "_build", watched)
+    monkeypatch.setattr(build_gpu, "_build", watched)
     return said
 
 

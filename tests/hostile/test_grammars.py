@@ -16,17 +16,17 @@ from deadlines import PATIENCE_S
 from hostile_grammars import arguments, broken, gbnf, lark, regex, schema
 from small_vocabulary import END, SIZE, VOCABULARY
 
-from holdfast.engine.forms import Forms
+from holdfast.engine.core.structured_outputs import Forms
 from holdfast.errors import GrammarError, HoldfastError, RequestError
 from holdfast.records import Failure, Request, SamplingParams
 from holdfast.records.steps import Verdict
 from holdfast.records.structured import StructuredOutputsParams
 from holdfast.text.structured.checker import SLOW, GrammarChecker, is_cheap
 from holdfast.text.structured.client import GrammarService
-from holdfast.text.structured.gbnf import lark_of_gbnf
-from holdfast.text.structured.lark_scanner import any_parts, lark_parts
-from holdfast.text.structured.regex_limits import too_many
-from holdfast.text.structured.schemas import closed, patterns, rewritten
+from holdfast.text.structured.syntax.gbnf import lark_of_gbnf
+from holdfast.text.structured.syntax.lark_scanner import any_parts, lark_parts
+from holdfast.text.structured.syntax.regex_limits import too_many
+from holdfast.text.structured.syntax.schemas import closed, patterns, rewritten
 
 Cases = Callable[[int], Iterator[tuple[str, Random]]]
 STEPS = 12

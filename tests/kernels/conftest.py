@@ -54,7 +54,7 @@ def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 @pytest.fixture
 def no_kernel_for_few_rows(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
     """In the interpreter it takes most of the time; it has tests of its own."""
-    from holdfast.execution.gpu import linear
+    from holdfast.execution.gpu.layers import linear
 
     if device.type == "cpu":
         monkeypatch.setattr(linear, "SKINNY_ROWS", 0)

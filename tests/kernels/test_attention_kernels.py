@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from holdfast.execution.triton_kernels import tiles
-from holdfast.execution.triton_kernels.decode_attention import decode_attention
-from holdfast.execution.triton_kernels.prefill_attention import prefill_attention
-from holdfast.planner import gpu_footprint
+from holdfast.execution.triton_kernels.attention.decode import decode_attention
+from holdfast.execution.triton_kernels.attention.prefill import prefill_attention
+from holdfast.footprint import gpu
 
 ON_GPU = torch.cuda.is_available()
 # Of the norm of the whole output; the weights are rounded to the values' type before they meet them.
@@ -114,7 +114,7 @@ class Case:
 
     def decode(self, tile: tiles.Tile | None = SMALL, splits: int | None = None) -> None:
         """Rows must be of one token."""
-        size = gpu_footprint.decode_workspace_bytes(len(self.rows), self.heads, self.kv_heads, self.width) // 4
+        size = gpu.decode_workspace_bytes(len(self.rows), self.heads, self.kv_heads, self.width) // 4
         workspace = torch.full((size,), float("nan"), device=self.device)
         decode_attention(
             self.query, self.pages, self.tables, self.slots, self.ints([start + 1 for start, _ in self.rows]),
@@ -202,7 +202,7 @@ def test_padded_rows_are_left_alone(device: torch.device) -> None:
     lengths = case.ints([start + 1 for start, _ in SINGLE])
     padded = [1, 3]
     lengths[padded], case.slots[padded] = 0, -1
-    size = gpu_footprint.decode_workspace_bytes(len(SINGLE), 4, 2, 64) // 4
+    size = gpu.decode_workspace_bytes(len(SINGLE), 4, 2, 64) // 4
     workspace = torch.full((size,), float("nan"), device=device)
     decode_attention(
         case.query, case.pages, case.tables, case.slots, lengths, place=case.place, scale=case.scale, window=0,
@@ -230,7 +230,7 @@ def test_prefill_writes_only_rows_that_have_tiles(device: torch.device) -> None:
 def test_decode_in_a_graph_follows_lengths(device: torch.device) -> None:
     case = Case(device, SINGLE, 8, 2, 128, torch.bfloat16)
     lengths = case.ints([1] * len(SINGLE))
-    size = gpu_footprint.decode_workspace_bytes(len(SINGLE), 8, 2, 128) // 4
+    size = gpu.decode_workspace_bytes(len(SINGLE), 8, 2, 128) // 4
     workspace = torch.empty(size, device=device)
 
     def step() -> None:
@@ -276,8 +276,8 @@ def test_tiles_cover_every_token_once_heaviest_first() -> None:
 
 def test_the_workspace_is_enough_for_every_number_of_rows() -> None:
     for heads, kv_heads, width in ((32, 8, 128), (9, 3, 64), (16, 1, 256)):
-        largest = gpu_footprint.decode_workspace_bytes(300, heads, kv_heads, width)
+        largest = gpu.decode_workspace_bytes(300, heads, kv_heads, width)
         for rows in range(1, 301):
-            assert rows * heads * gpu_footprint.decode_splits(rows, kv_heads) * (width + 1) * 4 <= largest
-    assert gpu_footprint.decode_splits(1, 8) > 16
-    assert gpu_footprint.decode_splits(4096, 8) == 1
+            assert rows * heads * gpu.decode_splits(rows, kv_heads) * (width + 1) * 4 <= largest
+    assert gpu.decode_splits(1, 8) > 16
+    assert gpu.decode_splits(4096, 8) == 1

@@ -11,9 +11,9 @@ from quantized_blocks import NEW_KINDS, OLD_KINDS, block_shape, drawn
 pytest.importorskip("triton")
 
 from holdfast.errors import EngineError
-from holdfast.execution.quantization import QuantizedMatrix
-from holdfast.execution.triton_kernels import blocks
-from holdfast.execution.triton_kernels.product_tiles import ProductTile
+from holdfast.execution.triton_kernels.quantized import blocks
+from holdfast.execution.triton_kernels.quantized.product_tiles import ProductTile
+from holdfast.execution.weights.gguf_blocks import QuantizedMatrix
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")

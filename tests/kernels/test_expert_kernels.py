@@ -12,13 +12,13 @@ import torch
 
 pytest.importorskip("triton")
 
-from holdfast.execution.block_kinds import KINDS
 from holdfast.execution.ops.reference import activate
-from holdfast.execution.quantization import QUANTIZED_LAYOUTS, QuantizedMatrix
-from holdfast.execution.triton_kernels import experts as kernels
-from holdfast.execution.triton_kernels.blocks import BlockPlanes
-from holdfast.execution.triton_kernels.expert_blocks import multiply_blocks
-from holdfast.execution.triton_kernels.expert_tiles import ExpertTile, expert_tile, most_tiles
+from holdfast.execution.triton_kernels.experts import launch as kernels
+from holdfast.execution.triton_kernels.experts.blocks import multiply_blocks
+from holdfast.execution.triton_kernels.experts.tiles import ExpertTile, expert_tile, most_tiles
+from holdfast.execution.triton_kernels.quantized.blocks import BlockPlanes
+from holdfast.execution.weights.gguf_block_types import KINDS
+from holdfast.execution.weights.gguf_blocks import QUANTIZED_LAYOUTS, QuantizedMatrix
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")

@@ -7,8 +7,8 @@ import pytest
 import torch
 from tiny_gpu import Tiny, prompt
 
-from holdfast.engine.core import EngineCore
-from holdfast.engine.embedding import PARAMS
+from holdfast.engine.core.loop import EngineCore
+from holdfast.engine.requests.embedding import PARAMS
 from holdfast.records import EngineOutput, Request, SamplingParams
 
 

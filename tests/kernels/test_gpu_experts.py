@@ -11,13 +11,14 @@ import torch
 from expert_gguf import write_expert_gguf
 from tiny_gpu import Tiny, prompt, run, tokens_of
 
-from holdfast.checkpoints import locate, open_checkpoint, safetensors, spec_of
+from holdfast.checkpoints import locate, open_checkpoint, spec_of
 from holdfast.checkpoints.checkpoint import Checkpoint
-from holdfast.execution.experts import ExpertWeights
-from holdfast.execution.gpu.experts import ExpertGpuMaker
-from holdfast.execution.gpu.linear import Scratch
-from holdfast.execution.weights import Weights, load_weights
-from holdfast.planner import expert_sizes
+from holdfast.checkpoints.formats import safetensors
+from holdfast.execution.gpu.layers.experts import ExpertGpuMaker
+from holdfast.execution.gpu.layers.linear import Scratch
+from holdfast.execution.layers.experts import ExpertWeights
+from holdfast.execution.weights.load import Weights, load_weights
+from holdfast.footprint import experts as expert_sizes
 from holdfast.records import SamplingParams
 
 pytestmark = pytest.mark.usefixtures("no_kernel_for_few_rows")
@@ -98,7 +99,7 @@ def test_buffers_are_those_that_are_planned(model: str, tokens: int, tmp_path: P
 def test_more_tokens_than_buffers_hold_are_taken_in_turns(
     tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("holdfast.execution.gpu.experts.GPU_TOKENS", 5)
+    monkeypatch.setattr("holdfast.execution.gpu.layers.experts.GPU_TOKENS", 5)
     tiny = Tiny(tmp_path, **MODELS["mixtral"])
     asked, params = prompt(0, 13), SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
     [outputs] = run(tiny.core(device, gpu=True), [asked], [params])

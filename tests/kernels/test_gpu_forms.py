@@ -10,9 +10,9 @@ import pytest
 import torch
 from tiny_gpu import Tiny, prompt, run, tokens_of
 
-from holdfast.engine import masks
-from holdfast.engine.core import EngineCore
-from holdfast.engine.forms import Forms
+from holdfast.engine.core import masks
+from holdfast.engine.core.loop import EngineCore
+from holdfast.engine.core.structured_outputs import Forms
 from holdfast.records import EngineOutput, FinishReason, SamplingParams, StructuredOutputsParams
 from holdfast.records.structured import Vocabulary
 from holdfast.text.structured.client import GrammarService

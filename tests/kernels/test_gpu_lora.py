@@ -14,17 +14,17 @@ from lora_adapters import merge, write_adapter
 from tiny_gpu import LAYERS, LLAMA, Tiny, prompt, tokens_of
 
 from holdfast.config import EngineConfig
-from holdfast.engine.core import EngineCore
-from holdfast.engine.lora import Adapters
-from holdfast.execution import lora_sending
+from holdfast.engine.core.loop import EngineCore
+from holdfast.engine.requests.adapters import Adapters
 from holdfast.execution.batch import RunnerLimits, as_planned
-from holdfast.execution.gpu.lora import GpuAdapters
+from holdfast.execution.gpu.layers.lora import GpuAdapters
 from holdfast.execution.gpu.runner import GpuRunner
-from holdfast.execution.lora_places import LoraLimits
+from holdfast.execution.lora import upload
+from holdfast.execution.lora.slots import LoraLimits
 from holdfast.execution.triton_kernels import lora as kernels
 from holdfast.execution.triton_kernels.lora import add_adapters
+from holdfast.footprint.lora import gpu_bytes
 from holdfast.kvcache import KVCache
-from holdfast.planner.lora_sizes import gpu_bytes
 from holdfast.records import AdapterRef, FinishReason, Request, Row, SamplingParams
 from holdfast.scheduler import Scheduler, SchedulerLimits
 
@@ -102,7 +102,7 @@ def test_answers_are_those_of_merged_weights(
 ) -> None:
     """Mixed in a batch, the same prompt with each: nothing cached of one is another's. One whose files are gone ends
     alone, and so does one that is too large to compute with."""
-    monkeypatch.setattr(lora_sending, "PIECE_BYTES", 100_000)  # Where they are sent, each in some pieces.
+    monkeypatch.setattr(upload, "PIECE_BYTES", 100_000)  # Where they are sent, each in some pieces.
     gone = AdapterRef("gone", 9, str(tmp_path), "")
     write_adapter(tmp_path / "huge", model.folder, seed=3, size=1e30)
     known = Adapters(model.spec, "tiny", EngineConfig(enable_lora=True, max_lora_rank=20))

@@ -13,7 +13,7 @@ import torch
 from prompt_scores import assert_scores
 from tiny_gpu import Tiny, TinyGguf, prompt, run, tokens_of, told_of
 
-from holdfast.execution.gpu.ladder import padded_sizes
+from holdfast.execution.gpu.batch_sizes import padded_sizes
 from holdfast.execution.gpu.sampling import Work
 from holdfast.records import SamplingParams
 

@@ -9,8 +9,8 @@ import torch
 
 pytest.importorskip("triton")
 
+from holdfast.execution.layers.rope import inverse_frequencies
 from holdfast.execution.ops import reference
-from holdfast.execution.rope import inverse_frequencies
 from holdfast.execution.triton_kernels import layer
 from holdfast.models import RopeSpec
 

@@ -12,8 +12,8 @@ pytest.importorskip("triton")
 
 from holdfast.errors import EngineError
 from holdfast.execution.ops.reference import activate
-from holdfast.execution.triton_kernels import products
-from holdfast.execution.triton_kernels.product_tiles import FEW_ROWS, ProductTile, few_rows_tile
+from holdfast.execution.triton_kernels.quantized import products
+from holdfast.execution.triton_kernels.quantized.product_tiles import FEW_ROWS, ProductTile, few_rows_tile
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")

@@ -9,8 +9,8 @@ pytest.importorskip("triton")
 
 from distributions import CASES, OUTPUT, PROMPT, VOCABULARY, p_value, reference, some_logits
 
-from holdfast.execution.triton_kernels import sampling, sampling_adjust
-from holdfast.execution.triton_kernels.sampling_slots import SlotParams
+from holdfast.execution.triton_kernels.sampling import adjust, launch
+from holdfast.execution.triton_kernels.sampling.slots import SlotParams
 
 BATCHES, ROWS_A_CASE = (300, 80) if torch.cuda.is_available() else (1, 6)
 
@@ -20,8 +20,8 @@ def test_draws_follow_their_chances(device: torch.device) -> None:
     cases = list(CASES.values()) * ROWS_A_CASE
     count, length = len(cases), len(PROMPT) + len(OUTPUT)
     params = SlotParams(count, VOCABULARY, device, count)
-    lanes = sampling_adjust.Lanes.allocate(count, VOCABULARY, device)
-    workspace = sampling.Workspace.allocate(count, VOCABULARY, device)
+    lanes = adjust.Lanes.allocate(count, VOCABULARY, device)
+    workspace = launch.Workspace.allocate(count, VOCABULARY, device)
     known = torch.zeros((count, length + 1), dtype=torch.int32, device=device)
     known[:, :length] = torch.tensor(PROMPT + OUTPUT, dtype=torch.int32)
     slots = torch.arange(count, dtype=torch.int32, device=device)
@@ -32,9 +32,9 @@ def test_draws_follow_their_chances(device: torch.device) -> None:
         for slot, case in enumerate(cases):
             assert params.write(slot, case.params(batch * count + slot), len(PROMPT), case.ends, case.bad_words)
         params.upload()
-        adjusted = sampling_adjust.adjust_rows(logits, slots, lengths, params, known, lanes)
+        adjusted = adjust.adjust_rows(logits, slots, lengths, params, known, lanes)
         out = torch.zeros(count, dtype=torch.int32, device=device)
-        sampling.sample_rows(logits, slots, lengths, params, known, out, workspace, adjusted=adjusted)
+        launch.sample_rows(logits, slots, lengths, params, known, out, workspace, adjusted=adjusted)
         for place, name in enumerate(CASES):
             drawn[name] += out[place :: len(CASES)].tolist()
     for name, case in CASES.items():

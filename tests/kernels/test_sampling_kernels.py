@@ -17,10 +17,10 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
-from holdfast.execution.sampler import Sampler, uniforms
-from holdfast.execution.triton_kernels import sampling, sampling_adjust, sampling_kernels
-from holdfast.execution.triton_kernels.sampling_slots import FLAGS, LANE, TEMPERATURE, SlotParams
-from holdfast.planner import sampling_sizes
+from holdfast.execution.sampling.sampler import Sampler, uniforms
+from holdfast.execution.triton_kernels.sampling import adjust, kernels, launch
+from holdfast.execution.triton_kernels.sampling.slots import FLAGS, LANE, TEMPERATURE, SlotParams
+from holdfast.footprint import sampling as sampling_sizes
 from holdfast.records import SamplingParams, SequenceStart, StructuredOutputsParams
 
 ON_GPU = torch.cuda.is_available()
@@ -93,7 +93,7 @@ class Bench:
             assert self.params.write(slot, params, PROMPT, self.banned, words)
             self.sampler.start(SequenceStart(slot, "", [1] * PROMPT, PROMPT, params, self.banned, words))
         self.params.upload()
-        self.workspace = sampling.Workspace.allocate(count, self.vocab, DEVICE)
+        self.workspace = launch.Workspace.allocate(count, self.vocab, DEVICE)
 
     def sample(self, logits: torch.Tensor, lengths: list[int], **more: Any) -> list[int]:
         for name in self.workspace.__slots__:
@@ -102,7 +102,7 @@ class Bench:
         slots = torch.tensor(self.slot_of[: len(lengths)], dtype=torch.int32, device=DEVICE)
         at = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
         before = logits.clone()
-        sampling.sample_rows(logits, slots, at, self.params, self.known, out, self.workspace, **more)
+        launch.sample_rows(logits, slots, at, self.params, self.known, out, self.workspace, **more)
         torch.testing.assert_close(logits, before, rtol=0, atol=0, equal_nan=True)
         told = out >= 0
         assert torch.equal(self.known[slots.long(), at.long()][told], out[told])
@@ -115,7 +115,7 @@ class Bench:
 
     def check(self, logits: torch.Tensor, lengths: list[int], **more: Any) -> list[int]:
         found, wanted = self.sample(logits, lengths, **more), self.expected(logits, lengths)
-        splits = -(-self.vocab // sampling.split_tokens(len(lengths), self.vocab))
+        splits = -(-self.vocab // launch.split_tokens(len(lengths), self.vocab))
         for row, (token, other) in enumerate(zip(found, wanted, strict=True)):
             params = self.all[row]
             if params.greedy:
@@ -162,7 +162,7 @@ def nearly(logits: torch.Tensor, params: SamplingParams, position: int) -> tuple
 @triton.jit
 def _numbers(seeds, positions, out, COUNT: tl.constexpr):  # type: ignore[no-untyped-def]
     index = tl.arange(0, COUNT)
-    tl.store(out + index, sampling_kernels.uniform(tl.load(seeds + index), tl.load(positions + index)))
+    tl.store(out + index, kernels.uniform(tl.load(seeds + index), tl.load(positions + index)))
 
 
 def test_the_numbers_are_the_hosts_bit_for_bit() -> None:
@@ -227,7 +227,7 @@ def test_the_cut_and_the_neighbours_change_nothing(monkeypatch: pytest.MonkeyPat
     logits = (torch.randn((4, VOCAB), generator=fresh("cut")) * 2).to(DEVICE)
     lengths, bench = [PROMPT, PROMPT + 4, PROMPT + 5, PROMPT], Bench(options, VOCAB)
     found = bench.check(logits, lengths)
-    monkeypatch.setattr(sampling, "split_tokens", lambda rows, vocabulary: 4096)
+    monkeypatch.setattr(launch, "split_tokens", lambda rows, vocabulary: 4096)
     assert bench.sample(logits, lengths) == found
     assert bench.sample(logits[:1], lengths[:1]) == found[:1]
 
@@ -237,12 +237,12 @@ def test_padding_writes_nothing() -> None:
     spare = len(bench.known) - 1
     logits = poison(torch.empty((4, 300), device=DEVICE))
     logits[0] = torch.randn(300, generator=fresh("padding")).to(DEVICE)
-    workspace = sampling.Workspace.allocate(4, 300, DEVICE)
+    workspace = launch.Workspace.allocate(4, 300, DEVICE)
     known = torch.full((2, PLACES), -9, dtype=torch.int32, device=DEVICE)
     slots = torch.tensor([bench.slot_of[0], -1, spare, bench.slot_of[0]], dtype=torch.int32, device=DEVICE)
     out = torch.full((4,), -9, dtype=torch.int32, device=DEVICE)
     lengths = torch.tensor([PROMPT, 1, 0, PLACES], dtype=torch.int32, device=DEVICE)
-    sampling.sample_rows(logits, slots, lengths, bench.params, known, out, workspace)
+    launch.sample_rows(logits, slots, lengths, bench.params, known, out, workspace)
     token = bench.expected(logits[:1], [PROMPT])[0]
     # The last row has no finite logit and no place left: its token is some id, and goes nowhere.
     assert out.tolist()[:3] == [token, 0, 0]
@@ -335,7 +335,7 @@ def test_lanes_run_out_and_come_back() -> None:
 
 def test_the_sizes_are_what_is_allocated() -> None:
     for rows, vocab in ((3, 1_000), (2, 151_936)):
-        workspace = sampling.Workspace.allocate(rows, vocab, DEVICE)
+        workspace = launch.Workspace.allocate(rows, vocab, DEVICE)
         assert workspace.nbytes == sampling_sizes.workspace_bytes(rows, vocab)
         params = SlotParams(rows, vocab, DEVICE, 2)
         assert params.nbytes == sampling_sizes.parameter_bytes(rows, 2, vocab)
@@ -373,7 +373,7 @@ BANNED = (3, 0, 299)
 def test_bans_biases_and_penalties(dtype: torch.dtype, vocab: int) -> None:
     source, count = fresh(dtype, vocab), len(ADJUSTED)
     bench = Bench(ADJUSTED, vocab, lanes=LANES, banned=BANNED)
-    lanes = sampling_adjust.Lanes.allocate(LANES, vocab, DEVICE)
+    lanes = adjust.Lanes.allocate(LANES, vocab, DEVICE)
     assert lanes.nbytes == sampling_sizes.lane_bytes(LANES, vocab)
     # Few different tokens, so that they come again, and the favourites are among them.
     tokens = torch.randint(0, 24, (count + 1, PLACES), generator=source, dtype=torch.int32)
@@ -392,7 +392,7 @@ def test_bans_biases_and_penalties(dtype: torch.dtype, vocab: int) -> None:
         logits[:, 3] += 4.0
         logits = logits.to(dtype).to(DEVICE)
         at = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
-        adjusted = sampling_adjust.adjust_rows(logits, slots, at, bench.params, bench.known, lanes)
+        adjusted = adjust.adjust_rows(logits, slots, at, bench.params, bench.known, lanes)
         wanted = logits.float().cpu().clone()
         rows = [bench.sampler._slots[slot] for slot in bench.slot_of]
         lengths_before = numpy.array(lengths, dtype=numpy.int64)
@@ -407,14 +407,14 @@ def test_bans_biases_and_penalties(dtype: torch.dtype, vocab: int) -> None:
 
 def test_adjusting_leaves_padding_alone() -> None:
     bench = Bench([{"frequency_penalty": 1.0}], 100, lanes=2)
-    lanes = sampling_adjust.Lanes.allocate(2, 100, DEVICE)
+    lanes = adjust.Lanes.allocate(2, 100, DEVICE)
     poison(lanes.adjusted)
     poison(lanes.counts)
     before = lanes.adjusted.clone()
     slots = torch.tensor([-1, len(bench.known) - 1], dtype=torch.int32, device=DEVICE)
     lengths = torch.tensor([5, 0], dtype=torch.int32, device=DEVICE)
     logits = torch.zeros((2, 100), device=DEVICE)
-    sampling_adjust.adjust_rows(logits, slots, lengths, bench.params, bench.known, lanes)
+    adjust.adjust_rows(logits, slots, lengths, bench.params, bench.known, lanes)
     assert torch.equal(lanes.adjusted.view(torch.int32), before.view(torch.int32))
 
 
@@ -422,15 +422,15 @@ def test_adjusting_leaves_padding_alone() -> None:
 def test_a_graph_follows_what_changes_between_replays() -> None:
     options = [*OPTIONS, *ADJUSTED]
     bench, rows, source = Bench(options, VOCAB, lanes=LANES, banned=BANNED), len(options), fresh("graph")
-    lanes = sampling_adjust.Lanes.allocate(LANES, VOCAB, DEVICE)
+    lanes = adjust.Lanes.allocate(LANES, VOCAB, DEVICE)
     logits = torch.zeros((rows, VOCAB), dtype=torch.bfloat16, device=DEVICE)
     slots = torch.tensor(bench.slot_of, dtype=torch.int32, device=DEVICE)
     lengths = torch.full((rows,), PROMPT, dtype=torch.int32, device=DEVICE)
     out = torch.zeros(rows, dtype=torch.int32, device=DEVICE)
 
     def step() -> None:
-        adjusted = sampling_adjust.adjust_rows(logits, slots, lengths, bench.params, bench.known, lanes)
-        sampling.sample_rows(logits, slots, lengths, bench.params, bench.known, out, bench.workspace, adjusted=adjusted)
+        adjusted = adjust.adjust_rows(logits, slots, lengths, bench.params, bench.known, lanes)
+        launch.sample_rows(logits, slots, lengths, bench.params, bench.known, out, bench.workspace, adjusted=adjusted)
 
     step()
     graph = torch.cuda.CUDAGraph()

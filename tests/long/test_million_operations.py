@@ -8,11 +8,11 @@ import time
 from collections import Counter
 
 import pytest
+from simulated_engine import SimulatedEngine
 
 from holdfast.kvcache import KVCache, KVLayout, form_groups
 from holdfast.records import Request, SamplingParams
 from holdfast.scheduler import Scheduler, SchedulerLimits
-from holdfast.scheduler.simulation import SimulatedEngine
 
 OPERATIONS = int(os.environ.get("HOLDFAST_OPERATIONS", 1_000_000))
 SEED = int(os.environ.get("HOLDFAST_SEED", 20))

@@ -88,7 +88,7 @@ excerpt(
     LOADING
     + CAPTURING
     + trace(
-        ("engine/core.py", "_initialize_kv_caches"),
+        ("engine/core/loop.py", "_initialize_kv_caches"),
         ("worker/gpu_worker.py", "compile_or_warm_up_model"),
         ("worker/gpu_model_runner.py", "capture_model"),
         ("worker/gpu_model_runner.py", "_dummy_run"),
@@ -103,8 +103,8 @@ excerpt(
     LOADING
     + READY
     + trace(
-        ("engine/core.py", "run_busy_loop"),
-        ("engine/core.py", "_process_engine_step"),
+        ("engine/core/loop.py", "run_busy_loop"),
+        ("engine/core/loop.py", "_process_engine_step"),
         ("worker/gpu_model_runner.py", "execute_model"),
     )
     + out_of_memory(tried="1.20 GiB")
@@ -116,7 +116,7 @@ excerpt(
     "vllm",
     LOADING
     + READY
-    + trace(("engine/core.py", "run_busy_loop"), ("worker/gpu_model_runner.py", "_get_prompt_logprobs_dict"))
+    + trace(("engine/core/loop.py", "run_busy_loop"), ("worker/gpu_model_runner.py", "_get_prompt_logprobs_dict"))
     + out_of_memory(tried="4.60 GiB"),
 )
 excerpt(
@@ -135,7 +135,7 @@ excerpt(
     "vllm",
     LOADING
     + READY
-    + trace(("engine/core.py", "run_busy_loop"))
+    + trace(("engine/core/loop.py", "run_busy_loop"))
     + out_of_memory(tried="1.00 GiB", alloc="18.00 GiB", res="4.90 GiB"),
 )
 excerpt(
@@ -148,7 +148,7 @@ excerpt(
     "slow_attention_backend",
     "serve",
     "vllm",
-    LOADING + READY + trace(("engine/core.py", "run_busy_loop")) + out_of_memory(tried="1029.51 GiB"),
+    LOADING + READY + trace(("engine/core/loop.py", "run_busy_loop")) + out_of_memory(tried="1029.51 GiB"),
 )
 excerpt(
     "lora_memory",

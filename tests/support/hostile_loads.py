@@ -8,21 +8,22 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.checkpoints import from_path, match, open_checkpoint, spec_of
-from holdfast.checkpoints.source import describe
+from holdfast.checkpoints.sources.resolve import describe
 from holdfast.config import EngineConfig
-from holdfast.engine.defaults import default_sampling
-from holdfast.engine.lora import Adapters
-from holdfast.engine.startup import find_model, plan_model
+from holdfast.engine.requests.adapters import Adapters
+from holdfast.engine.requests.sampling_defaults import default_sampling
+from holdfast.engine.startup.build import find_model, plan_model
 from holdfast.models import from_config
-from holdfast.text import Tokenizer, check_text
+from holdfast.text.load_checks import check_text
 from holdfast.text.structured.client import vocabulary_of
+from holdfast.text.tokenizer.tokenizer import Tokenizer
 
 TEXTS = ("", "a", "ab ba aab 12\n\n  é日本" * 5, "aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa!", "<s>a</s>" * 20)
 
 
 def load_tokenizer(folder: str) -> dict[str, Any]:
     """With tokenizer_config.json, where there is one; used as a server would."""
-    from holdfast.checkpoints.reading import read_json
+    from holdfast.checkpoints.bounded_files import read_json
 
     config = read_json(Path(folder) / "tokenizer_config.json")
     return use_tokenizer(Tokenizer.from_tokenizer_json(Path(folder) / "tokenizer.json", config))

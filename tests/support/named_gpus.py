@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from holdfast.hardware import gpus
-from holdfast.planner.question import Device
+from holdfast.planner.inputs.question import Device
 
 
 def device_of(name: str, index: int = 0) -> Device:

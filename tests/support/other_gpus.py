@@ -24,19 +24,15 @@ from triton.compiler.compiler import make_backend
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from holdfast.execution.quantization import QUANTIZED_LAYOUTS, QuantizedMatrix
-from holdfast.execution.triton_kernels import (
-    blocks,
-    expert_blocks,
-    experts,
-    layer,
-    products,
-    sampling,
-    sampling_adjust,
-    scatter,
-)
-from holdfast.execution.triton_kernels.decode_attention import decode_attention
-from holdfast.execution.triton_kernels.prefill_attention import prefill_attention
+from holdfast.execution.triton_kernels import layer, scatter
+from holdfast.execution.triton_kernels.attention.decode import decode_attention
+from holdfast.execution.triton_kernels.attention.prefill import prefill_attention
+from holdfast.execution.triton_kernels.experts import blocks as expert_blocks
+from holdfast.execution.triton_kernels.experts import launch as experts
+from holdfast.execution.triton_kernels.quantized import blocks, products
+from holdfast.execution.triton_kernels.sampling import adjust
+from holdfast.execution.triton_kernels.sampling import launch as sampling
+from holdfast.execution.weights.gguf_blocks import QUANTIZED_LAYOUTS, QuantizedMatrix
 
 LIMITS = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
 """Bytes that one program may have, by compute capability."""
@@ -176,8 +172,8 @@ def sampling_kernels(vocabulary: int, dtype: torch.dtype) -> None:
     ints, known, logits = empty(8), empty(8, 4096), empty(8, vocabulary, dtype=dtype)
     params: Any = SimpleNamespace(table=empty(8, 16), entries=empty(8, 2048, 2))
     workspace = sampling.Workspace.allocate(8, vocabulary, META)
-    lanes = sampling_adjust.Lanes.allocate(8, vocabulary, META)
-    adjusted = sampling_adjust.adjust_rows(logits, ints, ints, params, known, lanes)
+    lanes = adjust.Lanes.allocate(8, vocabulary, META)
+    adjusted = adjust.adjust_rows(logits, ints, ints, params, known, lanes)
     for some in (adjusted, None):
         sampling.sample_rows(logits, ints, ints, params, known, ints, workspace, adjusted=some)
 

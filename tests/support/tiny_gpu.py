@@ -10,12 +10,13 @@ import torch
 import transformers
 from tiny_gguf import write_tiny_gguf
 
-from holdfast.checkpoints import locate, open_checkpoint, safetensors, spec_of
+from holdfast.checkpoints import locate, open_checkpoint, spec_of
 from holdfast.checkpoints.checkpoint import Checkpoint
-from holdfast.engine.core import EngineCore
+from holdfast.checkpoints.formats import safetensors
+from holdfast.engine.core.loop import EngineCore
 from holdfast.execution.gpu.runner import GpuRunner
 from holdfast.execution.runner import Runner, RunnerLimits
-from holdfast.execution.weights import Weights, load_weights
+from holdfast.execution.weights.load import Weights, load_weights
 from holdfast.kvcache import KVCache
 from holdfast.kvcache.groups import KVLayout, form_groups
 from holdfast.models import ModelSpec, from_config

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from holdfast.text import Tokenizer
+from holdfast.text.tokenizer.tokenizer import Tokenizer
 
 FOLDER = Path(__file__).resolve().parents[1] / "data" / "tokenizers"
 TEXTS: list[str] = json.loads((FOLDER / "texts.json").read_text())

@@ -1,13 +1,13 @@
 """How a model is stored: headers, layouts, bytes of tensors, and where files come from. No torch."""
 
-from holdfast.checkpoints.agreement import require_agreement, unused_head
 from holdfast.checkpoints.checkpoint import Checkpoint, extra_tensors, match, open_checkpoint, stored_name
-from holdfast.checkpoints.claims import as_stored
 from holdfast.checkpoints.files import GGUFHeader, ModelFiles, StoredTensor
-from holdfast.checkpoints.layouts import ENGINE_LAYOUTS, LAYOUTS, Layout
-from holdfast.checkpoints.packing import packing_of
-from holdfast.checkpoints.quantized import Packing, Part, stored_bytes, stored_parts
-from holdfast.checkpoints.source import DEFAULT_MODEL, describe, from_path, locate, locate_headers, spec_of
+from holdfast.checkpoints.formats.block_layouts import ENGINE_LAYOUTS, LAYOUTS, Layout
+from holdfast.checkpoints.formats.packed_modules import packing_of
+from holdfast.checkpoints.formats.quantized_tensors import Packing, Part, stored_bytes, stored_parts
+from holdfast.checkpoints.sources.resolve import DEFAULT_MODEL, describe, from_path, locate, locate_headers, spec_of
+from holdfast.checkpoints.validation.stored_dtypes import as_stored
+from holdfast.checkpoints.validation.tensor_shapes import require_agreement, unused_head
 
 __all__ = [
     "DEFAULT_MODEL",

@@ -11,11 +11,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, BinaryIO, Literal
 
-from holdfast.checkpoints import gguf, safetensors
-from holdfast.checkpoints.agreement import require_no_more
+from holdfast.checkpoints.bounded_files import open_file
 from holdfast.checkpoints.files import ModelFiles, StoredTensor
-from holdfast.checkpoints.layouts import ENGINE_LAYOUTS
-from holdfast.checkpoints.reading import open_file
+from holdfast.checkpoints.formats import gguf, safetensors
+from holdfast.checkpoints.formats.block_layouts import ENGINE_LAYOUTS
+from holdfast.checkpoints.validation.tensor_shapes import require_no_more
 from holdfast.errors import CheckpointError
 from holdfast.models import ModelSpec, TensorSpec
 

@@ -1,1 +1,1 @@
-
+"""The `holdfast` command."""

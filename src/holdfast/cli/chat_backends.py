@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     import httpx
 
     from holdfast.engine.interface import Engine
-    from holdfast.engine.startup import FoundModel
+    from holdfast.engine.startup.build import FoundModel
     from holdfast.planner import Plan
-    from holdfast.text.tokenizer import Tokenizer
+    from holdfast.text.tokenizer.tokenizer import Tokenizer
 
 Messages = Sequence[Mapping[str, str]]
 
@@ -237,9 +237,9 @@ class LocalBackend:
 
 def find_local(config: EngineConfig) -> Coroutine[Any, Any, LocalBackend]:
     """Finds the model, fetching it if need be; what is returned loads and starts it."""
-    from holdfast.engine.devices import settle_device
-    from holdfast.engine.startup import find_model, open_tokenizer, plan_model
-    from holdfast.planner.footprint import FRONT_BYTES
+    from holdfast.engine.startup.build import find_model, open_tokenizer, plan_model
+    from holdfast.engine.startup.select_device import settle_device
+    from holdfast.footprint.cpu import FRONT_BYTES
 
     config = settle_device(config)
     model = find_model(config)
@@ -251,9 +251,9 @@ async def _start_local(
     config: EngineConfig, model: FoundModel, plan: Plan, tokenizer: Tokenizer | None
 ) -> LocalBackend:
     """In an engine process of its own."""
-    from holdfast.engine.client import ProcessEngine
-    from holdfast.engine.defaults import default_sampling
-    from holdfast.engine.progress import LoadProgress
+    from holdfast.engine.process.client import ProcessEngine
+    from holdfast.engine.requests.sampling_defaults import default_sampling
+    from holdfast.engine.startup.progress import LoadProgress
 
     engine = ProcessEngine(config, model, tokenizer, plan=plan, on_progress=LoadProgress())
     try:

@@ -42,7 +42,7 @@ def say_why(error: BaseException, words: Sequence[str]) -> None:
 
 def _answer(error: BaseException, words: Sequence[str]) -> list[str]:
     from holdfast.doctor import diagnose_lines
-    from holdfast.doctor.report import lines_of_findings
+    from holdfast.doctor.report.text import lines_of_findings
 
     said = f"holdfast: {error}" if isinstance(error, HoldfastError) else "".join(traceback.format_exception(error))
     log = [f"holdfast {holdfast.__version__}", f"$ {command_line(words)}", *said.splitlines()]

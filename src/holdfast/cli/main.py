@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 import holdfast
-from holdfast.cli.dotted import joined
+from holdfast.cli.dotted_flags import joined
 from holdfast.cli.output import UNFORESEEN_EXIT, flush, say_error, unforeseen
-from holdfast.config import absent
+from holdfast.config import unsupported
 from holdfast.config.setting import Refusal, refuse
 from holdfast.errors import ConfigurationError, HoldfastError, RequestError
 from holdfast.units import shorten
@@ -84,7 +84,7 @@ def _dispatched(given: list[str]) -> int:
         return 0
     if given[0] not in COMMANDS:
         return _unknown_command(given[0])
-    module = importlib.import_module(f"holdfast.cli.{given[0].replace('-', '_')}")
+    module = importlib.import_module(f"holdfast.cli.commands.{given[0].replace('-', '_')}")
     parser = _Parser(
         prog=f"holdfast {given[0]}",
         usage=getattr(module, "USAGE", None),
@@ -135,7 +135,7 @@ def _whole_name(flag: str) -> str:
     """--compilation-config.level is a part of a setting that is refused as a whole."""
     whole, _, part = flag.partition(".")
     name = whole[2:].replace("-", "_")
-    return whole if part and (name in absent.ENGINE or name in absent.SERVER) else flag
+    return whole if part and (name in unsupported.ENGINE or name in unsupported.SERVER) else flag
 
 
 def _unknown_arguments(arguments: list[str], parser: argparse.ArgumentParser) -> list[Refusal]:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from holdfast.config import absent
+from holdfast.config import unsupported
 from holdfast.config.setting import (
     Origin,
     build,
@@ -29,7 +29,7 @@ GPU_STEP_TOKENS, CPU_STEP_TOKENS = 8192, 512
 LEAST_HANG_TIMEOUT_S = 5.0
 """A quarter of it must be longer than the time between two heartbeats of an engine with nothing to do."""
 
-REFUSED: Mapping[str, str] = absent.ENGINE
+REFUSED: Mapping[str, str] = unsupported.ENGINE
 """vLLM's names for what is not there. Naming one is an error with this reason, never silence."""
 
 

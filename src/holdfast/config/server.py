@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from holdfast.config import absent
-from holdfast.config.form_settings import form_settings
+from holdfast.config import unsupported
 from holdfast.config.setting import (
     choice,
     flag,
@@ -21,13 +20,14 @@ from holdfast.config.setting import (
     texts_or_tables,
     whole,
 )
+from holdfast.config.structured_output import form_settings
 from holdfast.errors import ConfigurationError
 
 _ALWAYS_ON = (
     "enable_prompt_tokens_details", "enable_server_load_tracking", "enable_request_id_headers", "disable_log_requests",
 )  # fmt: skip
 
-REFUSED: Mapping[str, str] = absent.SERVER
+REFUSED: Mapping[str, str] = unsupported.SERVER
 
 TOOL_CALL_PARSERS = (
     "hermes", "llama3_json", "llama4_json", "mistral", "json", "qwen", "qwen2", "qwen2_5", "qwen3", "qwen3_json",

@@ -12,7 +12,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from holdfast.config.absent import asks_nothing, refused_value
+from holdfast.config.unsupported import asks_nothing, refused_value
 from holdfast.errors import ConfigurationError
 from holdfast.units import MIB, parse_bytes, parse_tokens, shorten
 

@@ -14,7 +14,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from holdfast.config.absent import LISTS, SHORT, SWITCHES
 from holdfast.config.setting import (
     Origin,
     build,
@@ -27,6 +26,7 @@ from holdfast.config.setting import (
     texts_or_tables,
     unknown_name,
 )
+from holdfast.config.unsupported import LISTS, SHORT, SWITCHES
 from holdfast.errors import ConfigurationError
 from holdfast.units import shorten
 

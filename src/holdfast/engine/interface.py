@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Protocol
 from holdfast.records import AdapterRef, AnswerDelta, EngineInfo, EngineStats, Failure, SamplingParams
 
 if TYPE_CHECKING:
-    from holdfast.engine.structured_output import StructuredOutput
+    from holdfast.engine.requests.structured_output import StructuredOutput
     from holdfast.observability.ledger import Ledger
-    from holdfast.text.tokenizer import Tokenizer
+    from holdfast.text.tokenizer.tokenizer import Tokenizer
 
 
 class Engine(Protocol):

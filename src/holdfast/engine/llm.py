@@ -16,19 +16,19 @@ from typing import Any
 
 from holdfast.config import EngineConfig
 from holdfast.config.python_words import in_python
-from holdfast.engine.answers import Answer
-from holdfast.engine.core import EngineCore
-from holdfast.engine.defaults import decided, default_sampling
-from holdfast.engine.devices import settle_device
-from holdfast.engine.door import Door
-from holdfast.engine.embedding import PARAMS, embedding_output, embedding_requests
-from holdfast.engine.forms import hold_forms
-from holdfast.engine.llm_absent import AbsentMethods
-from holdfast.engine.lora import Adapters
-from holdfast.engine.preload import preload_torch
-from holdfast.engine.progress import RequestProgress
-from holdfast.engine.startup import build_core, find_model, open_tokenizer, plan_lines, plan_model
-from holdfast.engine.structured_output import StructuredOutput
+from holdfast.engine.core.loop import EngineCore
+from holdfast.engine.core.structured_outputs import hold_forms
+from holdfast.engine.llm_unsupported import AbsentMethods
+from holdfast.engine.requests.adapters import Adapters
+from holdfast.engine.requests.admission import Door
+from holdfast.engine.requests.embedding import PARAMS, embedding_output, embedding_requests
+from holdfast.engine.requests.output import Answer
+from holdfast.engine.requests.sampling_defaults import decided, default_sampling
+from holdfast.engine.requests.structured_output import StructuredOutput
+from holdfast.engine.startup.build import build_core, find_model, open_tokenizer, plan_lines, plan_model
+from holdfast.engine.startup.preload_torch import preload_torch
+from holdfast.engine.startup.progress import RequestProgress
+from holdfast.engine.startup.select_device import settle_device
 from holdfast.errors import (
     EngineError,
     GrammarError,
@@ -39,7 +39,7 @@ from holdfast.errors import (
     StepMemoryError,
     UnsupportedOptionError,
 )
-from holdfast.observability.snapshot import Metric, snapshot
+from holdfast.observability.metrics.snapshot import Metric, snapshot
 from holdfast.records import (
     AdapterRef,
     AnswerDelta,
@@ -53,8 +53,8 @@ from holdfast.records import (
     SamplingParams,
 )
 from holdfast.records.structured import StructuredOutputsParams
-from holdfast.text import Tokenizer
 from holdfast.text.structured.wire import GrammarCost
+from holdfast.text.tokenizer.tokenizer import Tokenizer
 from holdfast.text.tools.prompt import shown_in
 
 log = logging.getLogger("holdfast")

@@ -14,10 +14,10 @@ import numpy.typing
 import torch
 
 from holdfast.errors import EngineError
-from holdfast.execution.lora import PlacedRows
+from holdfast.execution.lora.products import PlacedRows
 from holdfast.execution.ops import AttentionBackend, StepRows
+from holdfast.footprint.cpu import Limits
 from holdfast.kvcache.groups import KVLayout
-from holdfast.planner.footprint import Limits
 from holdfast.records import Row, SequenceStart, StepPlan, TableWrite
 
 

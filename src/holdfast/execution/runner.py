@@ -16,20 +16,20 @@ import torch
 
 from holdfast.errors import EngineError
 from holdfast.execution.batch import RunnerLimits, SlotBuffers, StepBatch
-from holdfast.execution.broken import broken_rows, tell_of_others
 from holdfast.execution.device import lean_products
-from holdfast.execution.embedding import vectors
 from holdfast.execution.kv_store import KVStore
-from holdfast.execution.lora_places import AdapterPlaces, LoraLimits
+from holdfast.execution.layers.pooling import vectors
+from holdfast.execution.lora.slots import AdapterPlaces, LoraLimits
 from holdfast.execution.memory import PeakMemory, trim_memory
 from holdfast.execution.ops import ops_for
-from holdfast.execution.rehearsal import heaviest_plan
-from holdfast.execution.sampler import Masks, Sampler
+from holdfast.execution.profile_run import heaviest_plan
+from holdfast.execution.sampling.nonfinite import broken_rows, tell_of_others
+from holdfast.execution.sampling.sampler import Masks, Sampler
 from holdfast.execution.transformer import Transformer
-from holdfast.execution.weights import Weights
+from holdfast.execution.weights.load import Weights
+from holdfast.footprint.cpu import logits_rows
 from holdfast.kvcache.groups import KVLayout
 from holdfast.models import ModelSpec
-from holdfast.planner.footprint import logits_rows
 from holdfast.records import StepPlan, StepResult, TokenLogprobs, TokenMasks
 
 __all__ = ["Rehearsal", "Runner", "RunnerLimits"]

@@ -12,17 +12,17 @@ import torch
 
 from holdfast.execution.batch import StepBatch
 from holdfast.execution.kv_store import KVStore
-from holdfast.execution.linear import DenseLinear
-from holdfast.execution.lora import Current, PlacedRows, adapt_layers
-from holdfast.execution.lora_places import AdapterPlaces
-from holdfast.execution.mlp import Mlp, make_mlps
+from holdfast.execution.layers.linear import DenseLinear
+from holdfast.execution.layers.mlp import Mlp, make_mlps
+from holdfast.execution.layers.rope import rotaries
+from holdfast.execution.lora.products import Current, PlacedRows, adapt_layers
+from holdfast.execution.lora.slots import AdapterPlaces
 from holdfast.execution.ops import AttentionBackend, AttentionShape, Heads, Ops, StepBuffers
-from holdfast.execution.rope import rotaries
-from holdfast.execution.weights import LayerWeights, Norm, Weights
+from holdfast.execution.weights.load import LayerWeights, Norm, Weights
+from holdfast.footprint.cpu import MLP_TILE, sums_apart
+from holdfast.footprint.experts import mlp_width
 from holdfast.kvcache.groups import KVLayout
 from holdfast.models import DecoderSpec, ModelSpec
-from holdfast.planner.expert_sizes import mlp_width
-from holdfast.planner.footprint import MLP_TILE, sums_apart
 
 REHEARSED_ROWS = 16
 """More of them copy no more of a matrix."""

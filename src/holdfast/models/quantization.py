@@ -9,8 +9,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from holdfast.models.exceptions import Exceptions, UntamedPattern
 from holdfast.models.fields import MAX_WIDTH, Fields
+from holdfast.models.unquantized_modules import Exceptions, UntamedPattern
 
 Method = Literal["awq", "gptq", "fp8", "int8", "int4", "bitsandbytes", "mxfp4"]
 Granularity = Literal["tensor", "channel", "group", "block"]

@@ -1,1 +1,1 @@
-
+"""Logs, metrics, error codes, the memory ledger."""

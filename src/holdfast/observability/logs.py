@@ -15,7 +15,7 @@ from typing import Any, TextIO
 
 import msgspec
 
-from holdfast.observability.metrics import ServingMetrics
+from holdfast.observability.metrics.registry import ServingMetrics
 from holdfast.records import EngineInfo, EngineStats
 from holdfast.units import format_bytes
 

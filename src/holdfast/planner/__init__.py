@@ -1,6 +1,6 @@
 """What fits."""
 
-from holdfast.planner.footprint import Limits
-from holdfast.planner.plan import Plan, make_plan, settle_pool
+from holdfast.footprint.cpu import Limits
+from holdfast.planner.serve.cpu_plan import Plan, make_plan, settle_pool
 
 __all__ = ["Limits", "Plan", "make_plan", "settle_pool"]

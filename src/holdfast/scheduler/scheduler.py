@@ -30,14 +30,14 @@ from holdfast.errors import EngineError, RequestError
 from holdfast.kvcache import KVCache, Prefix
 from holdfast.records import EngineOutput, EngineStats, Failure, FinishReason, Request, TokenLogprobs, Verdict
 from holdfast.records.steps import AdapterArrival, StepFailure, StepPlan, StepResult, TableWrite
-from holdfast.scheduler.adapters import AdapterTurns
 from holdfast.scheduler.audit import check_in_flight, check_lines
-from holdfast.scheduler.draft import Draft, PlannedRow, StepInFlight
-from holdfast.scheduler.endings import Judge, news, refused, why_refused
-from holdfast.scheduler.figures import figures
 from holdfast.scheduler.limits import SchedulerLimits
-from holdfast.scheduler.line import enter, leave
+from holdfast.scheduler.lora import AdapterTurns
+from holdfast.scheduler.outputs import Judge, news, refused, why_refused
+from holdfast.scheduler.queue import enter, leave
 from holdfast.scheduler.sequence import Sequence, Status
+from holdfast.scheduler.stats import figures
+from holdfast.scheduler.step_builder import Draft, PlannedRow, StepInFlight
 
 
 class Scheduler:

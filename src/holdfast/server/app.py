@@ -18,19 +18,19 @@ from starlette.routing import Route
 
 from holdfast.engine.interface import Engine
 from holdfast.errors import RequestError
-from holdfast.observability.http_metrics import HttpMetrics
 from holdfast.observability.logs import json_lines
-from holdfast.observability.metrics import CONTENT_TYPE, ServingMetrics
+from holdfast.observability.metrics.http import HttpMetrics
+from holdfast.observability.metrics.registry import CONTENT_TYPE, ServingMetrics
 from holdfast.records import EngineInfo
-from holdfast.server.absent_paths import absent_routes
-from holdfast.server.access import Door, Tally
-from holdfast.server.answering import chat_shape, completion_shape
-from holdfast.server.asking import read_chat, read_completion
-from holdfast.server.counting import Counting
-from holdfast.server.docs_page import POLICY, page
-from holdfast.server.embeddings import Embeddings
-from holdfast.server.exchange import Exchange
-from holdfast.server.failures import (
+from holdfast.server.endpoints.docs_page import POLICY, page
+from holdfast.server.endpoints.embeddings import Embeddings
+from holdfast.server.endpoints.lora import LoraEndpoints
+from holdfast.server.endpoints.memory import memory_endpoint
+from holdfast.server.endpoints.openapi import document
+from holdfast.server.endpoints.sleep import Sleeping
+from holdfast.server.endpoints.tokenize import Tokenizing
+from holdfast.server.endpoints.unsupported import absent_routes
+from holdfast.server.http.errors import (
     NOT_ALLOWED,
     NOT_FOUND,
     UNAVAILABLE,
@@ -39,15 +39,15 @@ from holdfast.server.failures import (
     failure_response,
     json_response,
 )
-from holdfast.server.generation import Generation
-from holdfast.server.lora import LoraEndpoints
-from holdfast.server.memory import memory_endpoint
-from holdfast.server.openapi import document
-from holdfast.server.room import Room
+from holdfast.server.http.middleware import Door, Tally
+from holdfast.server.http.request_metrics import Counting
+from holdfast.server.request.logprob_budget import Room
+from holdfast.server.request.parse import read_chat, read_completion
+from holdfast.server.request.template_workers import TemplateWorkers
+from holdfast.server.response.handler import Generation
+from holdfast.server.response.json_handler import Exchange
+from holdfast.server.response.serialize import chat_shape, completion_shape
 from holdfast.server.settings import ServerSettings
-from holdfast.server.sleep import Sleeping
-from holdfast.server.template_workers import TemplateWorkers
-from holdfast.server.tokenize import Tokenizing
 
 _OFF = frozenset({"false", "0", "no", "off"})
 

@@ -26,10 +26,10 @@ from starlette.applications import Starlette
 from holdfast.engine.interface import Engine
 from holdfast.errors import ConfigurationError, EngineError, HoldfastError
 from holdfast.observability.logs import ThroughputLog
-from holdfast.server import connection
-from holdfast.server.accepting import Accepting, allow_connections
-from holdfast.server.access import Tally
-from holdfast.server.patience import Connection, Patience
+from holdfast.server.http import connection
+from holdfast.server.http.accept import Accepting, allow_connections
+from holdfast.server.http.middleware import Tally
+from holdfast.server.http.slow_clients import Connection, Patience
 from holdfast.units import format_duration
 
 log = logging.getLogger("holdfast.server")

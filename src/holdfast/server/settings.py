@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from holdfast.engine.lora import Adapters
+from holdfast.engine.requests.adapters import Adapters
 from holdfast.records import AdapterRef
 
 AccessLog = Callable[[dict[str, Any]], None]

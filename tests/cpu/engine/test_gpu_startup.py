@@ -11,15 +11,15 @@ import pytest
 import torch
 
 from holdfast.config import EngineConfig
-from holdfast.engine import gpu_startup, startup
-from holdfast.engine.gpu_startup import BACK_TRIES, START_TRIES, build_gpu_runner
+from holdfast.engine.startup import build, build_gpu
+from holdfast.engine.startup.build_gpu import BACK_TRIES, START_TRIES, build_gpu_runner
 from holdfast.errors import DoesNotFitError
-from holdfast.execution.gpu import memory as gpu_memory
-from holdfast.execution.gpu.virtual import OUT_OF_MEMORY, RangeError
+from holdfast.execution.gpu.memory import accounting as gpu_memory
+from holdfast.execution.gpu.memory.virtual_memory import OUT_OF_MEMORY, RangeError
 from holdfast.hardware.nvidia import NvidiaGpu, NvidiaMachine
 from holdfast.models import ModelSpec, from_config
 from holdfast.planner import Plan
-from holdfast.planner.gpu_plan import make_gpu_plan
+from holdfast.planner.serve.gpu_plan import make_gpu_plan
 from holdfast.records import MemoryReport
 from holdfast.units import GIB, MIB
 
@@ -82,7 +82,7 @@ class FakeGpu:
         patch.setattr(torch.cuda, "max_memory_allocated", lambda device: self.peak)
         patch.setattr(torch.cuda, "reset_peak_memory_stats", reset)
         patch.setattr(torch.cuda, "empty_cache", empty)
-        patch.setattr(gpu_startup, "open_device", open_device)
+        patch.setattr(build_gpu, "open_device", open_device)
 
 
 class FakeRunner:
@@ -131,8 +131,8 @@ class Start:
         self.during: list[Any] = []
         self.reusable: list[int] = []
         gpu.install(patch)
-        patch.setattr(gpu_startup, "load_weights", self._load)
-        patch.setattr(gpu_startup, "GpuRunner", self._runner)
+        patch.setattr(build_gpu, "load_weights", self._load)
+        patch.setattr(build_gpu, "GpuRunner", self._runner)
         self._tried = self.plan
 
     def _load(self, *_: Any, **__: Any) -> object:
@@ -224,11 +224,11 @@ def test_terms_that_took_less_pay_for_what_no_term_accounts_for(spec: ModelSpec)
     plan = make_gpu_plan(spec, None, EngineConfig.from_arguments(device="cuda"), [gpu.probed()])
     measured = {name: size for name, size in plan.terms.items() if name != "kv_pool"} | {"graphs": 30 * MIB}
     held = sum(measured.values()) + 70 * MIB
-    taken = gpu_startup._taken(plan, measured, held)
+    taken = build_gpu._taken(plan, measured, held)
     assert taken["activations"] == measured["activations"] + 70 * MIB
     assert taken["graphs"] == plan.terms["graphs"]  # Others are captured when they are needed.
-    assert gpu_startup._taken(plan, measured | {"graphs": 9 * GIB}, held)["graphs"] == 9 * GIB
-    assert gpu_startup._taken(plan, measured, 0)["activations"] == measured["activations"]
+    assert build_gpu._taken(plan, measured | {"graphs": 9 * GIB}, held)["graphs"] == 9 * GIB
+    assert build_gpu._taken(plan, measured, 0)["activations"] == measured["activations"]
 
 
 class FakeMemory:
@@ -264,7 +264,7 @@ def backing(spec: ModelSpec, refusals: int, status: int = OUT_OF_MEMORY) -> tupl
         back(blocks)
 
     runner.back_kv = refusing  # type: ignore[method-assign]
-    return lambda: gpu_startup._back(plan, runner, memory, memory.held(), measured), memory, gpu, plan  # type: ignore[arg-type]
+    return lambda: build_gpu._back(plan, runner, memory, memory.held(), measured), memory, gpu, plan  # type: ignore[arg-type]
 
 
 def test_the_pool_becomes_what_a_neighbour_leaves(spec: ModelSpec) -> None:
@@ -299,8 +299,8 @@ def test_files_are_closed_when_loading_fails(spec: ModelSpec, monkeypatch: pytes
     def unreadable(*_: Any, **__: Any) -> object:
         raise OSError("input/output error")
 
-    monkeypatch.setattr(gpu_startup, "open_checkpoint", lambda files: FakeCheckpoint())
-    monkeypatch.setattr(gpu_startup, "load_weights", unreadable)
+    monkeypatch.setattr(build_gpu, "open_checkpoint", lambda files: FakeCheckpoint())
+    monkeypatch.setattr(build_gpu, "load_weights", unreadable)
     with pytest.raises(OSError, match="input/output"):
         start.run()
     assert closed == [True]
@@ -368,9 +368,9 @@ def test_an_engine_that_plans_for_itself_goes_to_the_gpu_that_it_planned_for(
         went.append(plan)
         return "built"
 
-    monkeypatch.setattr(startup, "probe", lambda: NvidiaMachine(gpus=(FakeGpu().probed(),)))
-    monkeypatch.setattr(startup, "_build_on_gpu", fake_build)
-    found: Any = startup.build_core(config, startup.find_model(config), lambda *_: None)
+    monkeypatch.setattr(build, "probe", lambda: NvidiaMachine(gpus=(FakeGpu().probed(),)))
+    monkeypatch.setattr(build, "_build_on_gpu", fake_build)
+    found: Any = build.build_core(config, build.find_model(config), lambda *_: None)
     assert found == "built"
     assert went[0].gpu is not None
     assert went[0].gpu.uuid == UUID

@@ -14,9 +14,9 @@ import transformers
 from lora_adapters import merge, write_adapter
 
 from holdfast import LLM, LoRARequest, SamplingParams
-from holdfast.checkpoints.adapters import read_adapter
+from holdfast.checkpoints.lora.adapter import read_adapter
 from holdfast.errors import AdapterError, ConfigurationError, UnsupportedOptionError
-from holdfast.execution import lora_files
+from holdfast.execution.lora import files
 from holdfast.records import EngineOutput, Request
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -158,7 +158,7 @@ def test_others_go_on_while_one_is_read(
     assert tokens(llm, PROMPTS[:1], request(folder, "all")) == merged["all"][:1]
     assert tokens(llm, PROMPTS[:1], LoRARequest("other", 55, str(folder / "attention"))) == merged["attention"][:1]
     monkeypatch.setattr(
-        lora_files, "read_adapter",
+        files, "read_adapter",
         lambda *asked, **settings: let_go.wait(120) and read_adapter(*asked, **settings),
     )  # fmt: skip
     slow = msgspec.structs.replace(slow, number=56)  # Read anew, whatever others left behind.

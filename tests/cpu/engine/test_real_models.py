@@ -13,7 +13,8 @@ import torch
 from gguf_reference import reference_from_gguf
 
 from holdfast import LLM, SamplingParams
-from holdfast.checkpoints import builtin, locate
+from holdfast.checkpoints import locate
+from holdfast.checkpoints.sources import builtin
 from holdfast.errors import RequestError
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1500)]

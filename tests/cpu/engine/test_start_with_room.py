@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from holdfast.engine.gpu_startup import START_TRIES, start_with_room
+from holdfast.engine.startup.build_gpu import START_TRIES, start_with_room
 from holdfast.errors import DoesNotFitError, EngineError
-from holdfast.execution.gpu.virtual import RangeError
+from holdfast.execution.gpu.memory.virtual_memory import RangeError
 
 
 def plan(number: int, budget_bytes: int | None = None) -> Any:

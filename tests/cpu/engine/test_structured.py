@@ -16,9 +16,9 @@ import pytest
 from pydantic import BaseModel, ConfigDict, Field
 
 from holdfast import LLM, GuidedDecodingParams, SamplingParams, StructuredOutputsParams
-from holdfast.engine import masks
-from holdfast.engine.core import EngineCore
-from holdfast.engine.forms import Forms
+from holdfast.engine.core import masks
+from holdfast.engine.core.loop import EngineCore
+from holdfast.engine.core.structured_outputs import Forms
 from holdfast.errors import GrammarError, RequestError
 from holdfast.records import EngineOutput, Request
 

@@ -13,11 +13,11 @@ import pytest
 import torch
 import transformers
 
-from holdfast.checkpoints import safetensors
 from holdfast.checkpoints.checkpoint import Checkpoint
+from holdfast.checkpoints.formats import safetensors
 from holdfast.execution import native
 from holdfast.execution.runner import Runner, RunnerLimits
-from holdfast.execution.weights import load_weights
+from holdfast.execution.weights.load import load_weights
 from holdfast.kvcache.groups import KVLayout, form_groups
 from holdfast.models import ModelSpec, from_config
 from holdfast.records import Row, SamplingParams, SequenceStart, StepPlan, StepResult, TableWrite

@@ -17,11 +17,11 @@ import transformers
 from expert_gguf import write_expert_gguf
 from safetensors.numpy import save_file
 
-from holdfast.checkpoints import gguf as gguf_files
 from holdfast.checkpoints.checkpoint import Checkpoint, match
+from holdfast.checkpoints.formats import gguf as gguf_files
 from holdfast.errors import CheckpointError
 from holdfast.execution import native
-from holdfast.execution.experts import (
+from holdfast.execution.layers.experts import (
     BlockStack,
     DenseStack,
     ExpertMaker,
@@ -29,13 +29,13 @@ from holdfast.execution.experts import (
     QuantizedStack,
     SharedExpert,
 )
-from holdfast.execution.linear import DenseLinear
+from holdfast.execution.layers.linear import DenseLinear
 from holdfast.execution.ops import reference
 from holdfast.execution.runner import Runner, RunnerLimits
-from holdfast.execution.weights import Weights, load_weights
+from holdfast.execution.weights.load import Weights, load_weights
+from holdfast.footprint.cpu import weights_bytes
 from holdfast.kvcache.groups import KVLayout, form_groups
 from holdfast.models import ExpertsSpec, ModelSpec, from_config, from_gguf
-from holdfast.planner.footprint import weights_bytes
 from holdfast.records import Row, SamplingParams, SequenceStart, StepPlan, TableWrite
 
 CPU = torch.device("cpu")

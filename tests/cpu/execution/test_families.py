@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from holdfast.engine.core import EngineCore
+from holdfast.engine.core.loop import EngineCore
 from holdfast.execution.runner import Runner, RunnerLimits
-from holdfast.execution.weights import load_weights
+from holdfast.execution.weights.load import load_weights
 from holdfast.kvcache import KVCache
 from holdfast.kvcache.groups import KVLayout, form_groups
 from holdfast.records import Request, Row, SamplingParams, SequenceStart, StepPlan, TableWrite

@@ -16,10 +16,10 @@ from deadlines import PATIENCE_S
 from lora_adapters import write_adapter
 
 from holdfast.checkpoints import locate, spec_of
-from holdfast.checkpoints.adapters import stamp
 from holdfast.checkpoints.checkpoint import Checkpoint
-from holdfast.execution import lora_places
-from holdfast.execution.lora_places import AdapterPlaces, LoraLimits
+from holdfast.checkpoints.lora.adapter import stamp
+from holdfast.execution.lora import slots
+from holdfast.execution.lora.slots import AdapterPlaces, LoraLimits
 from holdfast.records import AdapterArrival, AdapterFetch, AdapterRef, StepPlan
 
 CPU = torch.device("cpu")
@@ -47,7 +47,7 @@ def files_come(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
         return read(self, name, **named)
 
     monkeypatch.setattr(Checkpoint, "read", waiting)
-    monkeypatch.setattr(lora_places, "READ_LIMIT_S", 0.3)
+    monkeypatch.setattr(slots, "READ_LIMIT_S", 0.3)
     yield come
     come.set()
 
@@ -103,9 +103,9 @@ def test_what_comes_too_late_is_written_nowhere(places, ref, files_come) -> None
 
 
 def test_adapters_that_hang_again_and_again_do_not_gather_threads(places, ref, files_come, monkeypatch) -> None:
-    monkeypatch.setattr("holdfast.execution.bounded_reads.MOST_LEFT_BEHIND", 2)
+    monkeypatch.setattr("holdfast.execution.lora.bounded_reads.MOST_LEFT_BEHIND", 2)
     before = threading.active_count()
     for _ in range(2):
         assert follow(places, [AdapterFetch(0, ref("hung-1"))], 1)[0].failure.code == "HF378"
-    assert threading.active_count() - before <= 2 + lora_places.READERS
+    assert threading.active_count() - before <= 2 + slots.READERS
     assert follow(places, [AdapterFetch(0, ref("good"))], 1)[0].failure is None

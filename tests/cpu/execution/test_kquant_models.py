@@ -13,12 +13,12 @@ import pytest
 import torch
 from quantized_blocks import NEW_KINDS, drawn
 
-from holdfast.checkpoints import gguf as gguf_files
 from holdfast.checkpoints.checkpoint import Checkpoint
+from holdfast.checkpoints.formats import gguf as gguf_files
 from holdfast.execution import native
-from holdfast.execution.linear import QuantizedLinear
+from holdfast.execution.layers.linear import QuantizedLinear
 from holdfast.execution.runner import Runner, RunnerLimits
-from holdfast.execution.weights import Weights, load_weights
+from holdfast.execution.weights.load import Weights, load_weights
 from holdfast.kvcache.groups import KVLayout, form_groups
 from holdfast.models import ModelSpec, TensorSpec, from_gguf
 from holdfast.records import Row, SamplingParams, SequenceStart, StepPlan, TableWrite

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from holdfast.execution.gpu.ladder import padded, padded_sizes
+from holdfast.execution.gpu.batch_sizes import padded, padded_sizes
 from holdfast.execution.gpu.sampling import Work
-from holdfast.planner.gpu_footprint import KINDS_OF_WORK
+from holdfast.footprint.gpu import KINDS_OF_WORK
 
 
 @pytest.mark.parametrize("most", [1, 2, 3, 7, 64, 100, 256, 2048, 8192, 10_000])

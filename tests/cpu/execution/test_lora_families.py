@@ -15,11 +15,11 @@ from tiny_gguf import write_tiny_gguf
 from holdfast.checkpoints import locate, open_checkpoint, spec_of
 from holdfast.checkpoints.checkpoint import Checkpoint
 from holdfast.config import EngineConfig
-from holdfast.engine.lora import Adapters
+from holdfast.engine.requests.adapters import Adapters
 from holdfast.execution import native
-from holdfast.execution.lora_places import LoraLimits
+from holdfast.execution.lora.slots import LoraLimits
 from holdfast.execution.runner import Runner, RunnerLimits
-from holdfast.execution.weights import load_weights
+from holdfast.execution.weights.load import load_weights
 from holdfast.kvcache.groups import KVLayout, form_groups
 from holdfast.models import ModelSpec
 from holdfast.records import AdapterFetch, AdapterRef, Row, SamplingParams, SequenceStart, StepPlan, TableWrite

@@ -15,9 +15,9 @@ import torch
 from holdfast.errors import ConfigurationError
 from holdfast.execution import native
 from holdfast.execution.kv_store import KVStore
+from holdfast.execution.layers.rope import inverse_frequencies
 from holdfast.execution.ops import Heads, ops_for
 from holdfast.execution.ops.cpu import rotate
-from holdfast.execution.rope import inverse_frequencies
 from holdfast.kvcache.groups import KVLayout
 from holdfast.models import LayerSpec, RopeSpec
 

@@ -9,11 +9,11 @@ from quantized_blocks import WRITTEN, drawn, written
 
 from holdfast.checkpoints import ENGINE_LAYOUTS, LAYOUTS
 from holdfast.errors import CheckpointError
-from holdfast.execution.block_kinds import KINDS
-from holdfast.execution.linear import DenseLinear, PackedLinear, QuantizedLinear, StackedLinear
+from holdfast.execution.layers.linear import DenseLinear, PackedLinear, QuantizedLinear, StackedLinear
 from holdfast.execution.native.products import LAYOUT_BYTES, LAYOUT_NUMBERS, block_elements
-from holdfast.execution.quantization import QUANTIZED_LAYOUTS, QuantizedMatrix, dequantize_stored
-from holdfast.execution.weights import expand_into
+from holdfast.execution.weights.gguf_block_types import KINDS
+from holdfast.execution.weights.gguf_blocks import QUANTIZED_LAYOUTS, QuantizedMatrix, dequantize_stored
+from holdfast.execution.weights.load import expand_into
 
 CPU = torch.device("cpu")
 ROWS, COLUMNS = 70, 512
@@ -55,7 +55,7 @@ def test_expansion_is_bit_exact(layout: str) -> None:
 @pytest.mark.parametrize("layout", sorted(QUANTIZED_LAYOUTS))
 def test_every_byte_of_a_block_means_what_gguf_says(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Random bytes instead of quantized numbers: every code and small scale; split in several pieces."""
-    monkeypatch.setattr("holdfast.execution.quantization.PIECE_ELEMENTS", 5 * COLUMNS)
+    monkeypatch.setattr("holdfast.execution.weights.gguf_blocks.PIECE_ELEMENTS", 5 * COLUMNS)
     raw, expected = drawn(layout, 50, COLUMNS, 1, scale=20.0)
     found = torch.empty(50, COLUMNS)
     dequantize_stored(layout, torch.from_numpy(raw), found)
@@ -87,7 +87,7 @@ def test_rows_can_be_reordered_while_quantized(layout: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_stored_bytes_expand_to_any_type(layout: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """In several tiles, with and without a new order of rows."""
-    monkeypatch.setattr("holdfast.execution.weights.EXPAND_BYTES", 4 * COLUMNS * 9)
+    monkeypatch.setattr("holdfast.execution.weights.load.EXPAND_BYTES", 4 * COLUMNS * 9)
     raw, expected = stored(layout)
     flat = raw.contiguous().view(torch.uint8).reshape(-1)
     order = torch.randperm(ROWS, generator=torch.Generator().manual_seed(0))
@@ -102,7 +102,7 @@ def test_stored_bytes_expand_to_any_type(layout: str, dtype: torch.dtype, monkey
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("kind", [*sorted(QUANTIZED_LAYOUTS), "dense", "packed", "stacked"])
 def test_products_are_near_float64(tokens: int, biased: bool, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("holdfast.execution.linear.TILE_BYTES", 4 * COLUMNS * 32)
+    monkeypatch.setattr("holdfast.execution.layers.linear.TILE_BYTES", 4 * COLUMNS * 32)
     torch.manual_seed(tokens)
     bias = torch.randn(ROWS) if biased else None
     quantized, weight = matrix(kind if kind in QUANTIZED_LAYOUTS else "Q8_0")

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from holdfast.errors import EngineError
-from holdfast.execution.gpu.virtual import OUT_OF_MEMORY, RangeError, ReservedRange
+from holdfast.execution.gpu.memory.virtual_memory import OUT_OF_MEMORY, RangeError, ReservedRange
 
 GRANULE = 2 << 20
 START = 1 << 40

@@ -16,7 +16,7 @@ from holdfast.execution.device import lean_products, packs_weights, set_threads
 from holdfast.execution.kv_store import KVStore
 from holdfast.execution.memory import PeakMemory
 from holdfast.execution.runner import Runner, RunnerLimits
-from holdfast.execution.weights import load_weights
+from holdfast.execution.weights.load import load_weights
 from holdfast.kvcache.groups import KVLayout, form_groups
 from holdfast.records import BlockCopy, Row, SamplingParams, SequenceStart, StepPlan, TableWrite
 
@@ -126,7 +126,7 @@ def test_many_sampling_rows_are_sampled_in_turns(
 ) -> None:
     """Logprobs of some rows, none of others, over several turns: each result stands at its row."""
     oracle = oracles("Llama")
-    monkeypatch.setattr("holdfast.planner.footprint.LOGITS_BYTES", 4 * 300 * 2)
+    monkeypatch.setattr("holdfast.footprint.cpu.LOGITS_BYTES", 4 * 300 * 2)
     driver = driver_for(oracle, slots=7)
     for slot in range(7):
         params = GREEDY.replace(logprobs=2) if slot in (2, 6) else GREEDY

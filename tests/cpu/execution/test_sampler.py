@@ -9,9 +9,9 @@ import numpy
 import pytest
 import torch
 
-from holdfast.execution import sampler as sampling
 from holdfast.execution.batch import RunnerLimits, SlotBuffers
-from holdfast.execution.sampler import Sampler, draw, likeliest, logprobs, penalize, uniforms
+from holdfast.execution.sampling import sampler as sampling
+from holdfast.execution.sampling.sampler import Sampler, draw, likeliest, logprobs, penalize, uniforms
 from holdfast.kvcache.groups import KVLayout, form_groups
 from holdfast.records import SamplingParams, SequenceStart
 

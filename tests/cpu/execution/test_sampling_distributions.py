@@ -9,7 +9,7 @@ import numpy
 import pytest
 from distributions import CASES, OUTPUT, PROMPT, VOCABULARY, Case, p_value, reference, some_logits
 
-from holdfast.execution.sampler import Sampler
+from holdfast.execution.sampling.sampler import Sampler
 from holdfast.records import SequenceStart
 
 DRAWS = 20_000

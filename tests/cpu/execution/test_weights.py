@@ -15,12 +15,12 @@ import pytest
 import torch
 import transformers
 
-from holdfast.checkpoints import gguf as gguf_files
-from holdfast.checkpoints import safetensors
 from holdfast.checkpoints.checkpoint import Checkpoint
-from holdfast.execution.linear import QuantizedLinear, StackedLinear
+from holdfast.checkpoints.formats import gguf as gguf_files
+from holdfast.checkpoints.formats import safetensors
+from holdfast.execution.layers.linear import QuantizedLinear, StackedLinear
 from holdfast.execution.runner import Runner, RunnerLimits
-from holdfast.execution.weights import Weights, load_weights
+from holdfast.execution.weights.load import Weights, load_weights
 from holdfast.kvcache.groups import KVLayout, form_groups
 from holdfast.models import ModelSpec, from_config, from_gguf
 from holdfast.records import Row, SamplingParams, SequenceStart, StepPlan, TableWrite

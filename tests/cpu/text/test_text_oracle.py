@@ -14,7 +14,8 @@ from transformers import AutoTokenizer, LlamaTokenizer
 from transformers.tokenization_utils_base import generate_merges
 
 from holdfast.checkpoints import ModelFiles, locate
-from holdfast.text import Detokenizer, Tokenizer
+from holdfast.text.output.detokenizer import Detokenizer
+from holdfast.text.tokenizer.tokenizer import Tokenizer
 
 ODD_TEXTS = [
     "", " ", "   ", "\n", "\n\n\n", "\t x\t", "Hello, world!", "  leading and trailing  ", "don't I'LL we've",

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from holdfast.cli.batch_files import InputLine, read_lines
-from holdfast.cli.batch_runner import BatchRunner
+from holdfast.cli.batch.files import InputLine, read_lines
+from holdfast.cli.batch.runner import BatchRunner
 from holdfast.engine.fake import FakeEngine, say
 from holdfast.errors import EngineDiedError
 from holdfast.server.app import create_app

@@ -22,9 +22,9 @@ import psutil
 import pytest
 from deadlines import PATIENCE_S
 
-from holdfast.cli.background import BackgroundLoop
-from holdfast.cli.chat import Conversation, Screen
+from holdfast.cli.background_loop import BackgroundLoop
 from holdfast.cli.chat_backends import LocalBackend, api_of
+from holdfast.cli.commands.chat import Conversation, Screen
 from holdfast.engine.fake import FakeEngine
 from holdfast.errors import ConfigurationError, RequestError
 

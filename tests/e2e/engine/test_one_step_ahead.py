@@ -15,10 +15,10 @@ import msgspec
 import pytest
 
 from holdfast.config import EngineConfig
-from holdfast.engine import masks
-from holdfast.engine.core import EngineCore
-from holdfast.engine.forms import Forms
-from holdfast.engine.startup import build_core, find_model
+from holdfast.engine.core import masks
+from holdfast.engine.core.loop import EngineCore
+from holdfast.engine.core.structured_outputs import Forms
+from holdfast.engine.startup.build import build_core, find_model
 from holdfast.errors import EngineError
 from holdfast.kvcache import KVCache
 from holdfast.records import Failure, FinishReason, Request, SamplingParams, StepFailure, StructuredOutputsParams

@@ -11,13 +11,13 @@ import pytest
 
 from holdfast import LLM, SamplingParams
 from holdfast.config import EngineConfig
-from holdfast.engine.client import ProcessEngine
-from holdfast.engine.faults import FAIL_LOADING
-from holdfast.engine.startup import find_model, open_tokenizer, plan_model
+from holdfast.engine.process.client import ProcessEngine
+from holdfast.engine.process.fault_injection import FAIL_LOADING
+from holdfast.engine.startup.build import find_model, open_tokenizer, plan_model
 from holdfast.errors import EngineError, SleepingError
+from holdfast.footprint.cpu import FRONT_BYTES
 from holdfast.hardware import resident
 from holdfast.hardware.nvidia import probe, process_bytes
-from holdfast.planner.footprint import FRONT_BYTES
 from holdfast.server.app import create_app
 from holdfast.server.settings import ServerSettings
 from holdfast.units import MIB

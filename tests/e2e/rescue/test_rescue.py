@@ -19,8 +19,8 @@ import pytest
 from deadlines import PATIENCE_S
 from free_ports import free_port
 
-from holdfast.doctor.live import examine
-from holdfast.doctor.rescue_process import SAME_REQUEST_S
+from holdfast.doctor.probe.server import examine
+from holdfast.rescue.process import SAME_REQUEST_S
 
 STAND_IN = Path(__file__).parents[2] / "support" / "stand_in_vllm.py"
 MODEL = "meta-llama/Llama-3.1-8B-Instruct"

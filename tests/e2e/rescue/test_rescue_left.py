@@ -96,7 +96,7 @@ def test_all_that_a_program_started_ends_with_it(tree: list[str], tmp_path: Path
 
 SUPERVISOR = """
 import os, signal, subprocess, sys
-from holdfast.doctor.rescue_left import Guard, adopt_orphans, left_behind
+from holdfast.rescue.orphans import Guard, adopt_orphans, left_behind
 
 others = adopt_orphans()
 program = subprocess.Popen(sys.argv[1:], stdout=subprocess.PIPE, start_new_session=True)

@@ -10,8 +10,8 @@ import msgspec
 import pytest
 
 from holdfast.engine.fake import FakeEngine
-from holdfast.server import fields
-from holdfast.server.answers import ChatAnswer, CompletionAnswer
+from holdfast.server.schema import fields
+from holdfast.server.schema.responses import ChatAnswer, CompletionAnswer
 
 CHAT = "/v1/chat/completions"
 HELLO = [{"role": "user", "content": "hi"}]

@@ -19,8 +19,9 @@ from certificates import self_signed
 from deadlines import PATIENCE_S
 
 from holdfast.engine.fake import FakeEngine, say
-from holdfast.engine.stream import Stream, Waiting
-from holdfast.server import accepting, access, connection, intake
+from holdfast.engine.requests.stream import Stream, Waiting
+from holdfast.server.http import accept as accepting
+from holdfast.server.http import connection, middleware, request_body
 
 SMUGGLED = b"GET /version HTTP/1.1\r\nHost: x\r\nX-Request-Id: smuggled\r\n\r\n"
 
@@ -279,7 +280,7 @@ def test_a_body_that_does_not_come_makes_room_too(launch):
 
 def test_who_does_not_agree_on_tls_makes_room(launch, tmp_path):
     from holdfast.config import ServerConfig
-    from holdfast.server.tls import tls_of
+    from holdfast.server.http.tls import tls_of
 
     key, certificate = self_signed(tmp_path)
     server = launch(max_connections=3, tls=tls_of(ServerConfig(ssl_keyfile=key, ssl_certfile=certificate)))
@@ -448,7 +449,7 @@ def test_very_many_parts_of_content_are_refused(http):
 
 def test_bodies_on_their_way_have_a_bound_together(launch, monkeypatch):
     """Small ones pass meanwhile, and the room is free again when the large ones are gone."""
-    monkeypatch.setattr(access, "Intake", lambda: intake.Intake(1 << 20))
+    monkeypatch.setattr(middleware, "Intake", lambda: request_body.Intake(1 << 20))
     monkeypatch.setattr(connection, "LINGER_S", PATIENCE_S)
     server = launch(max_body_bytes=1 << 20)
     half = 700_000

@@ -11,7 +11,7 @@ import openai
 import pytest
 
 from holdfast.engine.fake import FakeEngine
-from holdfast.server.room import Room
+from holdfast.server.request.logprob_budget import Room
 
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hi"}]
 
@@ -90,7 +90,7 @@ def test_a_client_that_leaves_frees_its_places(launch):
 
 
 def test_vectors_have_room_of_their_own(launch, monkeypatch):
-    monkeypatch.setattr("holdfast.server.embeddings.TOLD_ENTRIES", 2)
+    monkeypatch.setattr("holdfast.server.endpoints.embeddings.TOLD_ENTRIES", 2)
     with launch().client() as http:
         assert http.post("/v1/embeddings", json={"input": ["a"] * 10}).status_code == 200
         error = error_of(http.post("/v1/embeddings", json={"input": ["a"] * 11}))
@@ -165,7 +165,7 @@ def test_the_prefix_cache_is_forgotten(launch):
 
 def test_room_is_given_back_when_all_is_sent(monkeypatch, launch):
     """Also by a request that fails, and with room for one request at a time."""
-    monkeypatch.setattr("holdfast.server.embeddings.TOLD_ENTRIES", 4)
+    monkeypatch.setattr("holdfast.server.endpoints.embeddings.TOLD_ENTRIES", 4)
     monkeypatch.setattr("holdfast.server.app.Room", lambda most_waiting: Room(4, most_waiting))
     with launch().client() as http:
         for _ in range(3):

@@ -10,11 +10,11 @@ from typing import Any, cast
 import pytest
 
 from holdfast.engine.fake import FakeEngine, say
-from holdfast.planner.footprint import KEPT_ENTRIES, KEPT_ENTRY_BYTES
+from holdfast.footprint.cpu import KEPT_ENTRIES, KEPT_ENTRY_BYTES
 from holdfast.records import Logprob
-from holdfast.server import room
-from holdfast.server.answering import Answer, ChatShape, CompletionShape
-from holdfast.server.room import OF_A_TOKEN
+from holdfast.server.request import logprob_budget
+from holdfast.server.request.logprob_budget import OF_A_TOKEN
+from holdfast.server.response.serialize import Answer, ChatShape, CompletionShape
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 LONG = {"messages": [{"role": "user", "content": "?"}], "logprobs": True, "top_logprobs": 5}
@@ -38,7 +38,7 @@ def test_more_than_can_be_kept_is_refused_before_it_is_computed(launch, path: st
 
 def test_an_answer_that_outgrows_the_room_is_ended_and_gives_it_back(launch, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody said how long it may get."""
-    monkeypatch.setattr(room, "KEPT_ENTRIES", 2000)
+    monkeypatch.setattr(logprob_budget, "KEPT_ENTRIES", 2000)
     with launch(FakeEngine(say("x" * 3000), max_model_len=10_000)).client() as http:
         for _ in range(2):
             ended = http.post(CHAT, json=LONG)

@@ -9,11 +9,11 @@ import msgspec
 import pytest
 
 from holdfast.engine.fake import FakeEngine
-from holdfast.server import fields
-from holdfast.server.absent_paths import LORA, PATHS
 from holdfast.server.app import create_app
-from holdfast.server.bodies import DetokenizeBody, EmbeddingBody
-from holdfast.server.protocol import ChatBody, CompletionBody
+from holdfast.server.endpoints.unsupported import LORA, PATHS
+from holdfast.server.schema import fields
+from holdfast.server.schema.auxiliary import DetokenizeBody, EmbeddingBody
+from holdfast.server.schema.requests import ChatBody, CompletionBody
 from holdfast.server.settings import ServerSettings
 
 

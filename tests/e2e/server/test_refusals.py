@@ -11,8 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from holdfast.engine.fake import FakeEngine
-from holdfast.server import fields
-from holdfast.server.protocol import ChatBody, CompletionBody
+from holdfast.server.schema import fields
+from holdfast.server.schema.requests import ChatBody, CompletionBody
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}

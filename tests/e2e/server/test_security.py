@@ -15,9 +15,9 @@ from deadlines import PATIENCE_S
 from holdfast.config import ServerConfig
 from holdfast.engine.fake import FakeEngine
 from holdfast.errors import ConfigurationError, EngineError, RequestError, SleepingError
-from holdfast.server import connection as head
-from holdfast.server.failures import describe
-from holdfast.server.tls import tls_of
+from holdfast.server.http import connection as head
+from holdfast.server.http.errors import describe
+from holdfast.server.http.tls import tls_of
 
 ENDPOINTS = [
     ("GET", "/v1/models"), ("GET", "/v1/models/fake"), ("POST", "/v1/chat/completions"), ("POST", "/v1/completions"),
@@ -49,7 +49,7 @@ def test_metrics_may_be_public(launch):
 
 
 def test_keys_of_a_file_change_while_the_server_runs(launch, tmp_path, monkeypatch):
-    monkeypatch.setattr("holdfast.server.keys.LOOK_S", 0.0)
+    monkeypatch.setattr("holdfast.server.http.api_keys.LOOK_S", 0.0)
     file = tmp_path / "keys"
     file.write_text("first\n")
     with launch(api_key_file=file).client() as http:

@@ -10,7 +10,7 @@ import pytest
 from deadlines import PATIENCE_S
 
 from holdfast.engine.fake import FakeEngine, say
-from holdfast.server import patience
+from holdfast.server.http import slow_clients
 from holdfast.server.settings import ServerSettings, body_limit
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -194,8 +194,8 @@ def read_to_the_end(client: socket.socket) -> None:
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_never_reads_is_broken_off(launch, stream, monkeypatch):
     """A stream is aborted; a whole answer has already freed its request. In either case the socket does not linger."""
-    broken_off, tear = threading.Event(), patience._tear
-    monkeypatch.setattr(patience, "_tear", lambda transport: (tear(transport), broken_off.set()))
+    broken_off, tear = threading.Event(), slow_clients._tear
+    monkeypatch.setattr(slow_clients, "_tear", lambda transport: (tear(transport), broken_off.set()))
     engine = FakeEngine(say("x" * 2_000_000 if stream else "x"), max_model_len=5_000_000)
     server = launch(engine, write_timeout_s=0.3)
     # Both are larger than what the kernel holds between the two, some megabytes.
@@ -245,7 +245,7 @@ class Unsent:
     ],
 )
 def test_only_who_takes_nothing_is_given_up(connection, given_up):
-    watch = patience.Patience(lambda: [connection], 1.0)
+    watch = slow_clients.Patience(lambda: [connection], 1.0)
     for _ in range(5):
         assert not connection.aborted
         watch.look()
@@ -255,10 +255,10 @@ def test_only_who_takes_nothing_is_given_up(connection, given_up):
 def test_a_folder_that_does_not_answer_holds_up_no_other_adapter(launch, monkeypatch, tiny_model):
     """A file server may be gone: its adapter is given up, and what comes of it later changes nothing."""
     from holdfast.config import EngineConfig
-    from holdfast.engine.lora import Adapters, Loaded
-    from holdfast.engine.startup import find_model
+    from holdfast.engine.requests.adapters import Adapters, Loaded
+    from holdfast.engine.startup.build import find_model
     from holdfast.records import AdapterRef
-    from holdfast.server import lora
+    from holdfast.server.endpoints import lora
 
     answers = threading.Event()
     ended = threading.Semaphore(0)

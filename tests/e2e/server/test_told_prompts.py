@@ -17,10 +17,10 @@ from deadlines import PATIENCE_S
 
 from holdfast.engine.fake import FakeEngine
 from holdfast.errors import OverloadedError
-from holdfast.planner.footprint import TOLD_ENTRIES, TOLD_ENTRY_BYTES
+from holdfast.footprint.cpu import TOLD_ENTRIES, TOLD_ENTRY_BYTES
 from holdfast.records import Logprob
-from holdfast.server.room import Room
-from holdfast.server.telling import Columns, Told
+from holdfast.server.request.logprob_budget import Room
+from holdfast.server.response.logprobs import Columns, Told
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 KIND = 20

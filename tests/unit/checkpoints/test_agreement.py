@@ -24,8 +24,8 @@ from holdfast.checkpoints import (
 )
 from holdfast.errors import CheckpointError
 from holdfast.models import ModelSpec, TensorSpec, catalogue, describe_config
-from holdfast.planner.question import PlannedModel
-from holdfast.planner.weights import total_bytes, weights_of
+from holdfast.planner.inputs.question import PlannedModel
+from holdfast.planner.sizing.sharded_weights import total_bytes, weights_of
 
 SMALL: dict[str, Any] = {
     "vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2,

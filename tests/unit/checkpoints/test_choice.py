@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.checkpoints import from_path, locate, locate_headers
-from holdfast.checkpoints.choice import choose_weights, quantization_of
+from holdfast.checkpoints.sources.select_files import choose_weights, quantization_of
 from holdfast.errors import CheckpointError
 
 LLAMA = [

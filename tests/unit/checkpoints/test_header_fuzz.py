@@ -20,8 +20,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from holdfast.checkpoints import ModelFiles, from_path, gguf, safetensors
-from holdfast.checkpoints.reading import MAX_JSON_TABLES
+from holdfast.checkpoints import ModelFiles, from_path
+from holdfast.checkpoints.bounded_files import MAX_JSON_TABLES
+from holdfast.checkpoints.formats import gguf, safetensors
 from holdfast.errors import CheckpointError
 from holdfast.units import MIB
 

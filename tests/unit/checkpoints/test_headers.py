@@ -12,8 +12,16 @@ import gguf as gguf_library
 import numpy
 import pytest
 
-from holdfast.checkpoints import LAYOUTS, Checkpoint, ModelFiles, gguf, match, open_checkpoint, safetensors, spec_of
-from holdfast.checkpoints.choice import INDEX_NAME
+from holdfast.checkpoints import (
+    LAYOUTS,
+    Checkpoint,
+    ModelFiles,
+    match,
+    open_checkpoint,
+    spec_of,
+)
+from holdfast.checkpoints.formats import gguf, safetensors
+from holdfast.checkpoints.sources.select_files import INDEX_NAME
 from holdfast.errors import CheckpointError
 
 

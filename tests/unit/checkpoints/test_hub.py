@@ -17,7 +17,7 @@ from typing import Any
 import numpy
 import pytest
 
-from holdfast.checkpoints import hub
+from holdfast.checkpoints.sources import hub
 from holdfast.errors import CheckpointError
 
 CONFIG = {"architectures": ["LlamaForCausalLM"], "hidden_size": 32}

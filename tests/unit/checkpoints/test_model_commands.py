@@ -11,11 +11,12 @@ from types import ModuleType
 
 import pytest
 
-from holdfast.checkpoints import ModelFiles, builtin, locate
-from holdfast.cli import models, pull
+from holdfast.checkpoints import ModelFiles, locate
+from holdfast.checkpoints.sources import builtin
+from holdfast.cli.commands import models, pull
 from holdfast.cli.main import main
 from holdfast.config import EngineConfig
-from holdfast.engine.startup import find_model
+from holdfast.engine.startup.build import find_model
 from holdfast.errors import ConfigurationError, ModelAccessError
 
 

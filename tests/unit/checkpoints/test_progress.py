@@ -6,7 +6,7 @@ import io
 
 import pytest
 
-from holdfast.checkpoints.progress import byte_progress
+from holdfast.checkpoints.sources.download_progress import byte_progress
 
 
 class Terminal(io.StringIO):

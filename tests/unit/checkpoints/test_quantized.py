@@ -11,8 +11,8 @@ import pytest
 import safetensors as safetensors_library
 
 from holdfast.checkpoints import LAYOUTS, Packing, stored_bytes, stored_parts
-from holdfast.checkpoints.layouts import GGUF_LAYOUTS, RETIRED_GGUF_TYPES, SAFETENSORS_LAYOUTS
-from holdfast.checkpoints.quantized import METHODS
+from holdfast.checkpoints.formats.block_layouts import GGUF_LAYOUTS, RETIRED_GGUF_TYPES, SAFETENSORS_LAYOUTS
+from holdfast.checkpoints.formats.quantized_tensors import METHODS
 from holdfast.errors import CheckpointError
 
 GB = 10**9

@@ -7,7 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.checkpoints.reading import MAX_JSON_DIGITS, OutsideError, open_file, parse_table, read_json, read_small
+from holdfast.checkpoints.bounded_files import (
+    MAX_JSON_DIGITS,
+    OutsideError,
+    open_file,
+    parse_table,
+    read_json,
+    read_small,
+)
 from holdfast.config.setting import listed, table
 from holdfast.errors import CheckpointError, ConfigurationError
 

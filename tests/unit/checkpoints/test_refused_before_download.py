@@ -24,7 +24,7 @@ CONFIG = {
 FINDER = """
 import json, sys
 from holdfast.config import EngineConfig
-from holdfast.engine.startup import find_model
+from holdfast.engine.startup.build import find_model
 from holdfast.errors import DoesNotFitError
 try:
     print(json.dumps(find_model(EngineConfig.from_arguments(**json.loads(sys.argv[1]))).files.format))

@@ -9,17 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.cli import batch_files
-from holdfast.cli.batch_files import Input, Output, read_lines
+from holdfast.cli.batch import files
+from holdfast.cli.batch.files import Input, Output, read_lines
 from holdfast.errors import ConfigurationError, HoldfastError
 
 
-def answer(line: batch_files.InputLine, text: str = "x") -> bytes:
+def answer(line: files.InputLine, text: str = "x") -> bytes:
     return json.dumps({"id": line.answer_id, "text": text}, separators=(",", ":")).encode() + b"\n"
 
 
 @pytest.fixture
-def lines(tmp_path: Path) -> list[batch_files.InputLine]:
+def lines(tmp_path: Path) -> list[files.InputLine]:
     (tmp_path / "in.jsonl").write_bytes(b'{"a":1}\n\n{"a":2}\r\n   \n{"a":1}\n{"a":3}')
     return list(read_lines(tmp_path / "in.jsonl", "model"))
 
@@ -70,9 +70,9 @@ def test_zeros_that_a_power_cut_left_are_dropped(tmp_path, lines) -> None:
 
 @pytest.mark.parametrize("case", ["words", "another line", "another model", "twice", "beyond", "absurd"])
 def test_what_is_not_of_this_batch_is_left_alone(tmp_path, lines, case) -> None:
-    changed = batch_files.InputLine(lines[0].number, lines[1].digest, None)
-    beyond = batch_files.InputLine(7, lines[0].digest, None)
-    absurd = batch_files.InputLine(10**17, lines[0].digest, None)
+    changed = files.InputLine(lines[0].number, lines[1].digest, None)
+    beyond = files.InputLine(7, lines[0].digest, None)
+    absurd = files.InputLine(10**17, lines[0].digest, None)
     content = {
         "words": b"my diary\n", "another line": answer(changed), "another model": answer(lines[0]),
         "twice": answer(lines[0]) * 2, "beyond": answer(beyond), "absurd": answer(absurd),
@@ -94,8 +94,8 @@ def test_one_run_at_a_time_writes_to_a_file(tmp_path, lines) -> None:
 
 
 def test_an_endless_line_is_not_kept(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(batch_files, "MOST_LINE_BYTES", 64)
-    monkeypatch.setattr(batch_files, "PIECE_BYTES", 16)
+    monkeypatch.setattr(files, "MOST_LINE_BYTES", 64)
+    monkeypatch.setattr(files, "PIECE_BYTES", 16)
     (tmp_path / "in.jsonl").write_bytes(b"a" * 64 + b"\n" + b"b" * 1000 + b"\n" + b"b" * 1001 + b"\nc\n" + b"d" * 63)
     lines = list(read_lines(tmp_path / "in.jsonl", "model"))
     assert [(line.number, line.text) for line in lines] == [
@@ -158,8 +158,8 @@ async def test_nothing_is_written_behind_a_torn_line(tmp_path, lines, monkeypatc
 
 
 def test_refusals_of_earlier_runs_are_counted(tmp_path, lines, monkeypatch) -> None:
-    monkeypatch.setattr(batch_files, "PIECE_BYTES", 8)
-    monkeypatch.setattr(batch_files, "_BEGINNING_BYTES", 8)
+    monkeypatch.setattr(files, "PIECE_BYTES", 8)
+    monkeypatch.setattr(files, "_BEGINNING_BYTES", 8)
     good, bad = (f'{{"id":"{line.answer_id}","error":'.encode() for line in lines[:2])
     (tmp_path / "out.jsonl").write_bytes(good + b"null}\n" + bad + b'{"code":"x"}}\n')
     numbers = iter((1, 3))
@@ -167,7 +167,7 @@ def test_refusals_of_earlier_runs_are_counted(tmp_path, lines, monkeypatch) -> N
     output = Output(tmp_path / "out.jsonl")
     answered = output.resume(Input(tmp_path / "in.jsonl").digests("model"))
     output.close()
-    assert (answered[1], answered[3]) == (batch_files.ANSWERED, batch_files.REFUSED)
+    assert (answered[1], answered[3]) == (files.ANSWERED, files.REFUSED)
 
 
 def test_a_byte_order_mark_is_no_part_of_the_first_line(tmp_path) -> None:

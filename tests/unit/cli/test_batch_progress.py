@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from holdfast.cli import batch_progress
-from holdfast.cli.batch_progress import BatchProgress
+from holdfast.cli.batch import progress as batch_progress
+from holdfast.cli.batch.progress import BatchProgress
 
 
 class Terminal(io.StringIO):

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.cli import models, plan, ps
+from holdfast.cli.commands import models, plan, ps
 from holdfast.cli.main import main
 from holdfast.cli.output import say, unforeseen
 from holdfast.errors import ConfigurationError, HoldfastError
@@ -73,7 +73,7 @@ def test_a_fault_of_our_own_is_not_a_model_that_does_not_fit(
     else:
         assert "[HF001]" in said.err
         assert "ZeroDivisionError" in said.err
-        assert "cli/plan.py:" in said.err
+        assert "cli/commands/plan.py:" in said.err
         assert "\x1b" not in said.err
 
 

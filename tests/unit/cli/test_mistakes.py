@@ -19,7 +19,7 @@ from holdfast.cli.main import main
 from holdfast.config import EngineConfig
 from holdfast.config.plan import PlanConfig
 from holdfast.errors import ConfigurationError, ModelNotFoundError
-from holdfast.planner.ask import question_of, traffic_of
+from holdfast.planner.api import question_of, traffic_of
 
 FREE_PORT_OF_NOBODY = "127.0.0.1:9"
 
@@ -164,7 +164,7 @@ def test_a_table_has_no_commands_to_choose_from(capsys: pytest.CaptureFixture[st
 def test_ps_without_a_server_says_how_to_ask_another(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("holdfast.cli.ps.DEFAULT_URL", f"http://{FREE_PORT_OF_NOBODY}")
+    monkeypatch.setattr("holdfast.cli.commands.ps.DEFAULT_URL", f"http://{FREE_PORT_OF_NOBODY}")
     assert main(["ps"]) == 1
     told = capsys.readouterr().out
     assert "nothing answers there" in told

@@ -6,10 +6,10 @@ import asyncio
 
 import msgspec
 
-from holdfast.cli.ps import lines
+from holdfast.cli.commands.ps import lines
 from holdfast.config import EngineConfig
-from holdfast.engine.defaults import decided, default_sampling
 from holdfast.engine.fake import FakeEngine
+from holdfast.engine.requests.sampling_defaults import decided, default_sampling
 
 
 def told(own: dict[str, object] | None, **settings: object) -> list[str]:

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.cli import serve
+from holdfast.cli.commands import serve
 from holdfast.cli.main import main
 from holdfast.config import EngineConfig
-from holdfast.engine.defaults import default_sampling, sampling_defaults
-from holdfast.engine.startup import find_model
+from holdfast.engine.requests.sampling_defaults import default_sampling, sampling_defaults
+from holdfast.engine.startup.build import find_model
 from holdfast.errors import ConfigurationError, UnknownArchitectureError
 
 

@@ -7,11 +7,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from holdfast.cli.dotted import joined
-from holdfast.config.form_settings import form_settings
+from holdfast.cli.dotted_flags import joined
+from holdfast.config.structured_output import form_settings
 from holdfast.errors import ConfigurationError
-from holdfast.server.constraints import form_of
-from holdfast.server.protocol import ChatBody
+from holdfast.server.request.structured_output import form_of
+from holdfast.server.schema.requests import ChatBody
 
 FLAG = "--structured-outputs-config"
 

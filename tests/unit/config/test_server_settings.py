@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.cli import serve
+from holdfast.cli.commands import serve
 from holdfast.cli.main import main
-from holdfast.config import ServerConfig, absent
+from holdfast.config import ServerConfig, unsupported
 from holdfast.config.engine import REFUSED as ENGINE_REFUSED
 from holdfast.config.server import REFUSED
 from holdfast.config.setting import flag_name
@@ -82,12 +82,12 @@ def test_every_flag_whose_feature_is_not_there_says_why() -> None:
     serve.add_arguments(parser)
     reasons = {**REFUSED, **ENGINE_REFUSED}
     for name, reason in reasons.items():
-        words = [flag_name(name)] if name in absent.SWITCHES else [flag_name(name), "7"]
-        if absent.asks_nothing(name, "true" if name in absent.SWITCHES else "7"):
+        words = [flag_name(name)] if name in unsupported.SWITCHES else [flag_name(name), "7"]
+        if unsupported.asks_nothing(name, "true" if name in unsupported.SWITCHES else "7"):
             # Done anyway: taken, and where it can be asked otherwise that is refused.
             serve.read_settings(parser.parse_args(words))
             words = [f"--no-{flag_name(name)[2:]}"]
-            if absent.asks_nothing(name, "false"):
+            if unsupported.asks_nothing(name, "false"):
                 continue
         with pytest.raises(ConfigurationError) as caught:
             serve.read_settings(parser.parse_args(words))

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.doctor import diagnose, diagnose_lines
-from holdfast.doctor.records import Diagnosis
+from holdfast.doctor.findings import Diagnosis
 
 FREE = (
     "(EngineCore pid=7) ValueError: Free memory on device cuda:0 (3.10/79.25 GiB) on startup is less than desired GPU"

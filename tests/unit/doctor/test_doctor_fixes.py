@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.doctor.commands import parse_command
-from holdfast.doctor.flag_lists import takes
-from holdfast.doctor.judge_flags import flag_findings
-from holdfast.doctor.logs import diagnose, diagnose_lines
-from holdfast.doctor.records import Finding
-from holdfast.doctor.rulebook import rulebook
+from holdfast.doctor.check_command.flags import flag_findings
+from holdfast.doctor.command.known_flags import takes
+from holdfast.doctor.command.parse import parse_command
+from holdfast.doctor.diagnosis.diagnose import diagnose, diagnose_lines
+from holdfast.doctor.findings import Finding
+from holdfast.doctor.rules.load import rulebook
 
 START = {
     "0.6.3": "INFO 08-01 10:00:00 api_server.py:339] vLLM API server version 0.6.3\nINFO 08-01 10:00:00 api_server.py:340] args: Namespace(model='Qwen/Qwen2.5-7B-Instruct', api_key='sk-x', max_model_len=8192, max_num_seqs=256, tensor_parallel_size=1)\n",

@@ -8,9 +8,9 @@ import pytest
 from doctor_whole_logs import WHOLE_LOGS, WholeLog
 
 from holdfast.doctor import diagnose
-from holdfast.doctor.folded import fold_of
-from holdfast.doctor.records import Diagnosis
-from holdfast.doctor.sources import BLOCK_BYTES
+from holdfast.doctor.findings import Diagnosis
+from holdfast.doctor.logs.source import BLOCK_BYTES
+from holdfast.doctor.logs.unfold import fold_of
 
 WIDTHS = (80, 100, 120, 132)
 

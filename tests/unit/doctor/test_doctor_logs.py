@@ -13,7 +13,7 @@ import pytest
 from doctor_excerpts import EXCERPTS, HEADER, LOADING, READY, Excerpt, out_of_memory, trace
 
 from holdfast.doctor import Watch, diagnose, diagnose_lines
-from holdfast.doctor.records import Diagnosis
+from holdfast.doctor.findings import Diagnosis
 from holdfast.errors import ConfigurationError
 
 NOISE = (
@@ -280,7 +280,7 @@ def test_a_log_that_says_the_same_a_million_times_is_read_once(tmp_path: Path) -
     )
     log.write_text(LOADING + READY + access + "WARNING one more client error\n" * 50_000)
     with log.open("a") as file:
-        file.write(trace(("engine/core.py", "run_busy_loop")) + out_of_memory(tried="1.20 GiB"))
+        file.write(trace(("engine/core/loop.py", "run_busy_loop")) + out_of_memory(tried="1.20 GiB"))
     found = diagnose([str(log)])
     assert (cause_of(found), found.phase) == ("activation_oom_runtime", "serve")
     number = found.findings[0].evidence[0].number

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import pytest
 
-from holdfast.doctor.logs import diagnose_lines
+from holdfast.doctor.diagnosis.diagnose import diagnose_lines
 
 
 class Told(NamedTuple):

@@ -12,8 +12,9 @@ from collections.abc import Iterator
 import pytest
 from doctor_whole_logs import NOISE, WHOLE_LOGS, WholeLog
 
-from holdfast.doctor import diagnose_lines, own
-from holdfast.doctor.rulebook import rulebook
+from holdfast.doctor import diagnose_lines
+from holdfast.doctor.evidence import holdfast_errors
+from holdfast.doctor.rules.load import rulebook
 
 SHORT, LONG = 400, 6000
 """Mutants: of each run of the tests, and of the long one."""
@@ -27,7 +28,7 @@ def from_examples() -> list[WholeLog]:
     return [
         WholeLog(f"{rule.id}-{at}", frozenset((rule.cause,)), (*start, *(example.split("\n") * rule.least)))
         for rule in rulebook().rules
-        if rule.patterns and not rule.out_of_memory and rule.id != own.RULE
+        if rule.patterns and not rule.out_of_memory and rule.id != holdfast_errors.RULE
         for at, example in enumerate(rule.examples)
     ]
 

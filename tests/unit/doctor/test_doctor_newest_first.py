@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 from doctor_whole_logs import WHOLE_LOGS, WholeLog
 
-from holdfast.doctor import diagnose, turned
-from holdfast.doctor.records import Diagnosis
-from holdfast.doctor.sources import BLOCK_BYTES
-from holdfast.doctor.turned import Order, order_of
+from holdfast.doctor import diagnose
+from holdfast.doctor.findings import Diagnosis
+from holdfast.doctor.logs import reverse
+from holdfast.doctor.logs.reverse import Order, order_of
+from holdfast.doctor.logs.source import BLOCK_BYTES
 
 BEGAN = datetime(2025, 1, 9, 23, 59, 50, tzinfo=UTC)
 STAMPS = {
@@ -134,8 +135,8 @@ def test_of_what_cannot_be_held_the_newest_and_the_oldest_are_judged(
     whole = diagnose([str(path)])
     assert not any("the middle of" in one for one in whole.missing)
     assert places(whole)[0][1] is not None
-    monkeypatch.setattr(turned, "NEWEST_BYTES", BLOCK_BYTES)
-    monkeypatch.setattr(turned, "OLDEST_BYTES", BLOCK_BYTES)
+    monkeypatch.setattr(reverse, "NEWEST_BYTES", BLOCK_BYTES)
+    monkeypatch.setattr(reverse, "OLDEST_BYTES", BLOCK_BYTES)
     parts = diagnose([str(path)])
     assert (parts.findings[0].cause, parts.command) == ("cuda_graph_capture_oom", whole.command)
     assert any("the middle of" in one for one in parts.missing)

@@ -7,7 +7,7 @@ from __future__ import annotations
 import pytest
 
 from holdfast.doctor import diagnose_lines
-from holdfast.doctor.records import Finding
+from holdfast.doctor.findings import Finding
 
 START = (
     "(APIServer pid=7) INFO 01-10 10:00:00 [api_server.py:1839] vLLM API server version 0.11.0\n"

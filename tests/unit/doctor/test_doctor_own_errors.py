@@ -6,7 +6,7 @@ import pytest
 
 from holdfast.cli.fatal import command_line, say_why
 from holdfast.doctor import diagnose_lines
-from holdfast.doctor.rulebook import rulebook
+from holdfast.doctor.rules.load import rulebook
 from holdfast.errors import DoesNotFitError, EngineDiedError
 from holdfast.observability.codes import codes
 

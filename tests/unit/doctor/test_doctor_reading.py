@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.doctor import diagnose, diagnose_lines, own
-from holdfast.doctor.literals import needed
-from holdfast.doctor.reading import screen
-from holdfast.doctor.rulebook import rulebook
-from holdfast.doctor.screen import Screen
-from holdfast.doctor.sources import as_utf8, encoding_of
+from holdfast.doctor import diagnose, diagnose_lines
+from holdfast.doctor.evidence import holdfast_errors
+from holdfast.doctor.logs.prefilter import Screen
+from holdfast.doctor.logs.sampling import screen
+from holdfast.doctor.logs.source import as_utf8, encoding_of
+from holdfast.doctor.rules.load import rulebook
+from holdfast.doctor.rules.required_literals import needed
 from holdfast.errors import ConfigurationError
 
 LORA = "ValueError: LoRA rank 64 is greater than max_lora_rank 16."
@@ -39,7 +40,9 @@ PREFIXES = {
     "logging": "ERROR:vllm.engine:",
     "colour": "\x1b[1;36m(EngineCore_DP0 pid=88)\x1b[0;0m ",
 }
-SOME = [rule for rule in rulebook().rules if rule.patterns and rule.id != own.RULE and rule.least == 1][::12]
+SOME = [rule for rule in rulebook().rules if rule.patterns and rule.id != holdfast_errors.RULE and rule.least == 1][
+    ::12
+]
 
 
 def causes(lines: list[str]) -> list[tuple[str, str]]:

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.doctor.bundle import FIRST_LINES, LAST_LINES, write_bundle
-from holdfast.doctor.logs import diagnose_lines
-from holdfast.doctor.records import Diagnosis
-from holdfast.doctor.redact import GONE, redacted, without_secrets
-from holdfast.doctor.rulebook import rulebook
+from holdfast.doctor.diagnosis.diagnose import diagnose_lines
+from holdfast.doctor.findings import Diagnosis
+from holdfast.doctor.report.bundle import FIRST_LINES, LAST_LINES, write_bundle
+from holdfast.doctor.report.redact import GONE, redacted, without_secrets
+from holdfast.doctor.rules.load import rulebook
 
 STAMP = "INFO 05-05 10:00:00 [logger.py:39]"
 KEYS = (

@@ -6,12 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.doctor import diagnose_lines, own
-from holdfast.doctor.codes import codes
-from holdfast.doctor.formulas import evaluate, filled, holds, written
-from holdfast.doctor.lines import read_line
-from holdfast.doctor.reading import worth_reading
-from holdfast.doctor.rulebook import Rule, rulebook
+from holdfast.doctor import diagnose_lines
+from holdfast.doctor.evidence import holdfast_errors
+from holdfast.doctor.logs.line import read_line
+from holdfast.doctor.logs.sampling import worth_reading
+from holdfast.doctor.rules.codes import codes
+from holdfast.doctor.rules.formulas import evaluate, filled, holds, written
+from holdfast.doctor.rules.load import Rule, rulebook
 
 CAUSES = """kv_cache_too_small_for_max_len, no_memory_for_kv_blocks, free_memory_below_utilization,
 other_process_on_gpu, weights_do_not_fit, cuda_graph_capture_oom, activation_oom_runtime,
@@ -45,7 +46,7 @@ def test_a_rule_sees_its_own_example(rule: Rule, example: str) -> None:
     assert rule.match(read_line(example, 1).text) is not None
 
 
-JUDGED = [(rule, example) for rule, example in EXAMPLES if rule.id != own.RULE]
+JUDGED = [(rule, example) for rule, example in EXAMPLES if rule.id != holdfast_errors.RULE]
 
 
 @pytest.mark.parametrize(("rule", "example"), JUDGED, ids=_named)

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from holdfast.cli.main import main
-from holdfast.doctor.commands import parse_command
-from holdfast.doctor.redact import redacted
+from holdfast.doctor.command.parse import parse_command
+from holdfast.doctor.report.redact import redacted
 
 COMMANDS = {
     "CUDA_VISIBLE_DEVICES=0 vllm serve Qwen/Qwen3-8B --max-model-len 32768 -tp 2 --enforce-eager": (

@@ -6,11 +6,11 @@ import re
 
 import pytest
 
-from holdfast.doctor.commands import parse_command
-from holdfast.doctor.judge_command import Machine, judge, judge_command
-from holdfast.doctor.judge_flags import flag_findings, known_flags
-from holdfast.doctor.judge_refusals import no_model
-from holdfast.doctor.records import Diagnosis, Finding
+from holdfast.doctor.check_command.check import Machine, judge, judge_command
+from holdfast.doctor.check_command.flags import flag_findings, known_flags
+from holdfast.doctor.check_command.refusals import no_model
+from holdfast.doctor.command.parse import parse_command
+from holdfast.doctor.findings import Diagnosis, Finding
 from holdfast.errors import ConfigurationError, ModelAccessError
 from holdfast.hardware import nvidia
 
@@ -226,7 +226,7 @@ def test_what_starts_no_server_is_refused() -> None:
 def test_flags_of_our_own_are_all_known() -> None:
     import argparse
 
-    from holdfast.cli import serve
+    from holdfast.cli.commands import serve
 
     parser = argparse.ArgumentParser()
     serve.add_arguments(parser)

@@ -14,11 +14,11 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import httpx
 import pytest
 
-from holdfast.doctor.live import examine, origin_of
-from holdfast.doctor.live_look import Looked, StreamLook
-from holdfast.doctor.live_page import get, read_metrics
-from holdfast.doctor.live_rules import findings_of, seen_of
-from holdfast.doctor.records import Diagnosis
+from holdfast.doctor.findings import Diagnosis
+from holdfast.doctor.probe.metrics_page import get, read_metrics
+from holdfast.doctor.probe.server import examine, origin_of
+from holdfast.doctor.probe.server_rules import findings_of, seen_of
+from holdfast.doctor.probe.server_samples import Looked, StreamLook
 from holdfast.errors import ConfigurationError
 
 Page = tuple[int, str]
@@ -235,7 +235,7 @@ def test_figures_that_are_no_numbers_are_not_called_well() -> None:
 
 
 def test_requests_without_a_token_hang(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("holdfast.doctor.live_rules.STUCK_S", 0.0)
+    monkeypatch.setattr("holdfast.doctor.probe.server_rules.STUCK_S", 0.0)
     found = _looked(_metrics(running=2.0, waiting=0.0, kv=0.2, tokens=500.0))
     assert _causes(found) == ["timeout_or_hang"]
 
@@ -256,7 +256,7 @@ def test_a_cache_of_prefixes_that_finds_nothing_and_a_token_that_takes_longer() 
 
 def test_a_stream_that_arrives_whole_is_held_back_by_somebody(monkeypatch: pytest.MonkeyPatch) -> None:
     # How long this process takes to read what lies there is the machine's affair; the limit itself is tried below.
-    monkeypatch.setattr("holdfast.doctor.live_rules.TOGETHER_S", 60.0)
+    monkeypatch.setattr("holdfast.doctor.probe.server_rules.TOGETHER_S", 60.0)
     assert _causes(_looked(_metrics(running=0.0), stream=True)) == ["stream_buffered"]
 
 

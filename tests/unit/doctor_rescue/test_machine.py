@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from holdfast.cli import main as cli
-from holdfast.doctor.machine import Disk, MachineFacts, cards, document, lines_of, look, read_topology
-from holdfast.doctor.machine_rules import diagnose_machine
-from holdfast.doctor.records import Diagnosis, Fix
-from holdfast.doctor.said import Confidence, found
-from holdfast.doctor.together import together
+from holdfast.doctor.build_finding import Confidence, found
+from holdfast.doctor.combine import together
+from holdfast.doctor.findings import Diagnosis, Fix
+from holdfast.doctor.probe.machine import Disk, MachineFacts, cards, document, lines_of, look, read_topology
+from holdfast.doctor.probe.machine_rules import diagnose_machine
 from holdfast.hardware import Memory
 from holdfast.hardware.nvidia import GpuProcess, NvidiaGpu, NvidiaMachine
 from holdfast.units import GIB, MIB

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from holdfast.doctor.logs import diagnose_lines
+from holdfast.doctor.diagnosis.diagnose import diagnose_lines
 
 SERVED = (
     "INFO 06-01 10:00:00 [api_server.py:1289] vLLM API server version 0.9.0\n"

@@ -5,9 +5,9 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from holdfast.doctor.records import Finding, Fix
-from holdfast.doctor.rescue_change import Limits, Started, apply, check_keep, choose, read
+from holdfast.doctor.findings import Finding, Fix
 from holdfast.errors import ConfigurationError
+from holdfast.rescue.choose_fix import Limits, Started, apply, check_keep, choose, read
 
 VLLM = ["vllm", "serve", "some/model", "--max-model-len", "32768", "--port", "9000"]
 

@@ -8,8 +8,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 from free_ports import free_port
 
-from holdfast.doctor.commands import parse_command
-from holdfast.doctor.rescue_health import Address, Health, address_of, answers
+from holdfast.doctor.command.parse import parse_command
+from holdfast.rescue.health import Address, Health, address_of, answers
 
 
 @pytest.mark.parametrize(

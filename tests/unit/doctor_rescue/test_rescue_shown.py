@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.doctor.bundle import write_bundle
-from holdfast.doctor.judge_command import judge_command
-from holdfast.doctor.logs import diagnose_lines
-from holdfast.doctor.redact import redacted, without_values
-from holdfast.doctor.redact_names import values_of_flags
-from holdfast.doctor.report import lines, without_keys
-from holdfast.doctor.rescue_change import read
-from holdfast.doctor.rescue_shown import secret_values, shown, shown_change
+from holdfast.doctor.check_command.check import judge_command
+from holdfast.doctor.diagnosis.diagnose import diagnose_lines
+from holdfast.doctor.report.bundle import write_bundle
+from holdfast.doctor.report.redact import redacted, without_values
+from holdfast.doctor.report.secret_names import values_of_flags
+from holdfast.doctor.report.text import lines, without_keys
+from holdfast.rescue.choose_fix import read
+from holdfast.rescue.masking import secret_values, shown, shown_change
 
 
 @pytest.mark.parametrize(

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from holdfast.doctor.commands import parse_command
-from holdfast.doctor.judge_command import Machine, judge_command
-from holdfast.doctor.stored_as import would_not_run
+from holdfast.doctor.check_command.check import Machine, judge_command
+from holdfast.doctor.check_command.checkpoint_format import would_not_run
+from holdfast.doctor.command.parse import parse_command
 
 
 @pytest.mark.parametrize(

@@ -14,10 +14,10 @@ import numpy
 import pytest
 from safetensors.numpy import save_file
 
-from holdfast.checkpoints.adapters import stamp
-from holdfast.cli import serve
+from holdfast.checkpoints.lora.adapter import stamp
+from holdfast.cli.commands import serve
 from holdfast.config import EngineConfig, ServerConfig
-from holdfast.engine.lora import Adapters, load_modules, read_module, trained_on_another
+from holdfast.engine.requests.adapters import Adapters, load_modules, read_module, trained_on_another
 from holdfast.errors import AdapterError, ConfigurationError, UnsupportedOptionError
 from holdfast.models import ModelSpec, from_config
 from holdfast.records import LoRARequest
@@ -225,7 +225,7 @@ def test_torn_and_pickled_files(adapters: Adapters, save: Save) -> None:
 def test_rank_and_number_are_bounded(adapters: Adapters, save: Save, monkeypatch: pytest.MonkeyPatch) -> None:
     wide = refused(adapters, save("allowed/wide", factors(rank=9)), code="HF375")
     assert wide.fix == "--max-lora-rank 9"
-    monkeypatch.setattr("holdfast.engine.lora.MOST_ADAPTERS", 2)
+    monkeypatch.setattr("holdfast.engine.requests.adapters.MOST_ADAPTERS", 2)
     folder = save()
     for name in ("one", "two"):
         adapters.load(name, str(folder))

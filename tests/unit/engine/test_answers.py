@@ -1,7 +1,7 @@
 """One answer as it grows: what is told of a prompt, once and with a None before it, through the death of an engine."""
 
 from holdfast import SamplingParams
-from holdfast.engine.answers import Answer
+from holdfast.engine.requests.output import Answer
 from holdfast.records import EngineOutput, Request, TokenLogprobs
 
 

@@ -10,11 +10,12 @@ import pytest
 
 from holdfast import SamplingParams
 from holdfast.config import EngineConfig
-from holdfast.engine import client, messages, restarts, stream
-from holdfast.engine.client import ProcessEngine
-from holdfast.engine.heartbeat import LEAST_LIMIT_S, LOADING_FACTOR, TICK_S, Watch
-from holdfast.engine.passengers import DEATHS_IN_ALL
-from holdfast.engine.startup import find_model
+from holdfast.engine.process import client, protocol, restarts
+from holdfast.engine.process.client import ProcessEngine
+from holdfast.engine.process.heartbeat import LEAST_LIMIT_S, LOADING_FACTOR, TICK_S, Watch
+from holdfast.engine.process.quarantine import DEATHS_IN_ALL
+from holdfast.engine.requests import stream
+from holdfast.engine.startup.build import find_model
 from holdfast.errors import (
     DoesNotFitError,
     EngineDiedError,
@@ -45,15 +46,15 @@ class PretendedChild:
     pid = 1
 
     def __init__(self) -> None:
-        self.heard: list[messages.ToEngine] = []
-        self.said: asyncio.Queue[messages.FromEngine | Exception | None] = asyncio.Queue()
+        self.heard: list[protocol.ToEngine] = []
+        self.said: asyncio.Queue[protocol.FromEngine | Exception | None] = asyncio.Queue()
         self.clock_s = 0.0
         self.watch = Watch(LOADING_FACTOR * LEAST_LIMIT_S, self.die, lambda: self.clock_s)
 
-    def send(self, message: messages.ToEngine) -> None:
+    def send(self, message: protocol.ToEngine) -> None:
         self.heard.append(message)
 
-    async def receive(self) -> messages.FromEngine | None:
+    async def receive(self) -> protocol.FromEngine | None:
         said = await self.said.get()
         if isinstance(said, Exception):
             raise said
@@ -85,11 +86,11 @@ class PretendedChild:
     @property
     def handed_over(self) -> dict[str, list[int]]:
         """Names, and the tokens they came with."""
-        added = [message for message in self.heard if isinstance(message, messages.Add)]
+        added = [message for message in self.heard if isinstance(message, protocol.Add)]
         return {request.request_id: request.output_token_ids for add in added for request in add.requests}
 
     def tell(self, *outputs: EngineOutput) -> None:
-        self.said.put_nowait(messages.News(list(outputs), EngineStats(step_tokens=1)))
+        self.said.put_nowait(protocol.News(list(outputs), EngineStats(step_tokens=1)))
 
 
 class Harbour:
@@ -108,7 +109,7 @@ class Harbour:
         if trouble == "silent":
             return child
         child.said.put_nowait(
-            messages.Ready(INFO) if trouble is None else messages.StartFailed(messages.pack_failure(trouble))
+            protocol.Ready(INFO) if trouble is None else protocol.StartFailed(protocol.pack_failure(trouble))
         )
         return child
 
@@ -189,7 +190,7 @@ async def test_while_it_does_not_answer_it_is_not_ready_and_who_comes_waits(engi
     assert (engine.ready, engine.unresponsive.code) == (False, "HF412")
     late = await ask(engine, "late")
     assert list(harbour.last.handed_over) == ["before"]
-    harbour.last.said.put_nowait(messages.Beat())
+    harbour.last.said.put_nowait(protocol.Beat())
     await until(lambda: "late" in harbour.last.handed_over)
     assert (engine.ready, engine.unresponsive, engine.restarts) == (True, None, 0)
     harbour.last.tell(*[token(name, 7, reason=FinishReason.LENGTH) for name in ("before", "late")])
@@ -315,7 +316,7 @@ async def test_one_unreadable_answer_ends_alone(engine, harbour, monkeypatch) ->
     with pytest.raises(EngineError, match="ZeroDivisionError"):
         await anext(bad)
     assert (await anext(good)).token_ids == [2]
-    assert messages.Abort(["bad"]) in harbour.last.heard
+    assert protocol.Abort(["bad"]) in harbour.last.heard
     harbour.last.tell(token("good", 3))
     assert (await anext(good)).token_ids == [3]
     await good.aclose()
@@ -324,8 +325,8 @@ async def test_one_unreadable_answer_ends_alone(engine, harbour, monkeypatch) ->
 async def test_what_cannot_be_put_into_words_ends_alone(engine, harbour, monkeypatch) -> None:
     send = harbour.last.send
 
-    def sent(message: messages.ToEngine) -> None:
-        if isinstance(message, messages.Add) and any(one.request_id == "odd" for one in message.requests):
+    def sent(message: protocol.ToEngine) -> None:
+        if isinstance(message, protocol.Add) and any(one.request_id == "odd" for one in message.requests):
             raise OverflowError("can't serialize integers >64 bits")
         send(message)
 
@@ -380,7 +381,7 @@ async def test_what_nobody_reads_is_bounded_and_harms_nobody_else(engine, harbou
     engine._waiting.free = room = 400
     slow, reading = await ask(engine, "slow", logprobs=20), await ask(engine, "reading")
     told = 0
-    while not any(isinstance(message, messages.Abort) for message in harbour.last.heard):
+    while not any(isinstance(message, protocol.Abort) for message in harbour.last.heard):
         harbour.last.tell(scored("slow", 20), token("reading", 5))
         assert (await anext(reading)).token_ids == [5]
         told += 1

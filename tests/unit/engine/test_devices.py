@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from holdfast.config import EngineConfig
-from holdfast.engine.devices import settle_device
+from holdfast.engine.startup.select_device import settle_device
 from holdfast.errors import ConfigurationError
 from holdfast.hardware.nvidia import NvidiaGpu, NvidiaMachine
 from holdfast.hardware.torch_build import TorchBuild
-from holdfast.planner.gpu_plan import choose_gpu
+from holdfast.planner.serve.gpu_plan import choose_gpu
 from holdfast.units import GIB
 
 CUDA_BUILD, CPU_BUILD = TorchBuild("2.12.0+cu130", "13.0"), TorchBuild("2.12.0+cpu", None)

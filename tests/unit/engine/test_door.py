@@ -6,7 +6,7 @@ import numpy
 import pytest
 
 from holdfast import SamplingParams
-from holdfast.engine.door import Door
+from holdfast.engine.requests.admission import Door
 from holdfast.errors import ContextLengthError, RequestError
 from holdfast.models import from_config
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.engine.early import EarlyProcess
+from holdfast.engine.startup.prespawn import EarlyProcess
 from holdfast.errors import EngineDiedError
 
 
@@ -26,7 +26,7 @@ def test_it_is_ended_with_all_it_left(monkeypatch: pytest.MonkeyPatch, tmp_path:
 
 def test_it_ends_when_the_front_is_gone() -> None:
     code = """
-from holdfast.engine.early import EarlyProcess
+from holdfast.engine.startup.prespawn import EarlyProcess
 print(EarlyProcess().pid, flush=True)
 import os
 os._exit(0)

@@ -17,12 +17,12 @@ import pytest
 from deadlines import PATIENCE_S
 from small_vocabulary import END, SIZE, VOCABULARY, small_grammars
 
-from holdfast.engine import forms as module
-from holdfast.engine import grammar_workers, masks
-from holdfast.engine.forms import FORMS_AHEAD, Forms
-from holdfast.engine.grammar_workers import Lane, LaneLimits
+from holdfast.engine.core import grammar_workers, masks
+from holdfast.engine.core import structured_outputs as module
+from holdfast.engine.core.grammar_workers import Lane, LaneLimits
+from holdfast.engine.core.structured_outputs import FORMS_AHEAD, Forms
 from holdfast.errors import EngineError
-from holdfast.planner.form_sizes import form_bytes
+from holdfast.footprint.structured_output import form_bytes
 from holdfast.records import Failure, Request, SamplingParams, StepFailure, StepResult
 from holdfast.records.steps import Verdict
 from holdfast.records.structured import LARGE_BYTES, StructuredOutputsParams

@@ -7,7 +7,7 @@ import logging
 import pytest
 
 from holdfast.config import EngineConfig
-from holdfast.engine.heartbeat import LEAST_LIMIT_S, LOADING_FACTOR, TICK_S, Watch, hang_limit, loading_limit_s
+from holdfast.engine.process.heartbeat import LEAST_LIMIT_S, LOADING_FACTOR, TICK_S, Watch, hang_limit, loading_limit_s
 from holdfast.records import EngineInfo
 
 

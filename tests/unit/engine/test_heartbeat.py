@@ -10,8 +10,8 @@ import pytest
 import zmq
 from deadlines import PATIENCE_S
 
-from holdfast.engine import messages
-from holdfast.engine.process import BEAT_S, _Heart, _serve
+from holdfast.engine.process import protocol
+from holdfast.engine.process.main import BEAT_S, _Heart, _serve
 from holdfast.records import EngineStats
 
 
@@ -51,14 +51,14 @@ class Loop:
         with engine:
             _serve(self.core, engine, self.heart)  # type: ignore[arg-type]
 
-    def hear(self) -> messages.FromEngine:
-        return messages.decode_from_engine(self.front.recv())
+    def hear(self) -> protocol.FromEngine:
+        return protocol.decode_from_engine(self.front.recv())
 
-    def say(self, message: messages.ToEngine) -> None:
-        self.front.send(messages.encode(message))
+    def say(self, message: protocol.ToEngine) -> None:
+        self.front.send(protocol.encode(message))
 
     def end(self) -> None:
-        self.say(messages.Stop())
+        self.say(protocol.Stop())
         self._thread.join(PATIENCE_S)
         assert not self._thread.is_alive()
         self._context.destroy(linger=0)
@@ -72,7 +72,7 @@ def loop() -> Iterator[Loop]:
 
 
 def test_it_is_heard_while_there_is_nothing_to_do(loop: Loop) -> None:
-    assert [loop.hear() for _ in range(3)] == [messages.Beat()] * 3
+    assert [loop.hear() for _ in range(3)] == [protocol.Beat()] * 3
 
 
 def test_a_long_step_is_heard_between_its_layers_and_a_hung_one_is_not(loop: Loop) -> None:
@@ -86,13 +86,13 @@ def test_a_long_step_is_heard_between_its_layers_and_a_hung_one_is_not(loop: Loo
         go_on.wait(PATIENCE_S)
 
     loop.core.work = layers
-    loop.say(messages.Abort([]))  # Wakes it.
+    loop.say(protocol.Abort([]))  # Wakes it.
     assert hung.wait(PATIENCE_S)
     heard = 0
     while loop.front.poll(int(BEAT_S * 3000)):
-        assert loop.hear() == messages.Beat()
+        assert loop.hear() == protocol.Beat()
         heard += 1
     assert heard >= 4
     go_on.set()
-    while not isinstance(loop.hear(), messages.News):
+    while not isinstance(loop.hear(), protocol.News):
         pass

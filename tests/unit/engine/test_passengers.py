@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from holdfast.engine.passengers import DEATHS_IN_ALL, Passengers
+from holdfast.engine.process.quarantine import DEATHS_IN_ALL, Passengers
 
 
 def test_all_are_handed_over_once() -> None:

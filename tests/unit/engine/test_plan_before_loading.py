@@ -11,7 +11,8 @@ import pytest
 
 from holdfast import hardware
 from holdfast.config import EngineConfig
-from holdfast.engine import messages, startup
+from holdfast.engine.process import protocol
+from holdfast.engine.startup import build
 from holdfast.errors import DoesNotFitError, UnknownArchitectureError
 from holdfast.hardware import Memory
 
@@ -71,30 +72,30 @@ def test_a_containers_limit_is_the_budget(
     (tmp_path / "proc/self").mkdir(parents=True)
     (tmp_path / "proc/self/cgroup").write_text("0::/box\n")
     (folder / "memory.current").write_text(str(100 * MIB))
-    monkeypatch.setattr(startup, "memory", lambda: hardware.memory(tmp_path))
-    model = startup.find_model(config)
+    monkeypatch.setattr(build, "memory", lambda: hardware.memory(tmp_path))
+    model = build.find_model(config)
 
     (folder / "memory.max").write_text(str(300 * MIB))
     with pytest.raises(DoesNotFitError) as caught:
-        startup.plan_model(config, model)
+        build.plan_model(config, model)
     assert "180.00 MiB of budget" in str(caught.value.found)  # 0.9 of what the group has left
 
     (folder / "memory.max").write_text(str(1000 * MIB))
-    plan = startup.plan_model(config, model)
+    plan = build.plan_model(config, model)
     assert plan.memory.limited_by == "control group"
     assert sum(plan.terms.values()) <= plan.budget_bytes == int(0.9 * 900 * MIB)
-    assert "control group" in "\n".join(startup.plan_lines(model, plan))
+    assert "control group" in "\n".join(build.plan_lines(model, plan))
 
 
 def test_who_holds_memory_is_said_when_it_is_short(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     free = Memory(total_bytes=16 << 30, available_bytes=200 * MIB, limited_by="machine")
-    monkeypatch.setattr(startup, "memory", lambda: free)
-    monkeypatch.setattr(startup, "memory_holders", lambda: ("postgres (pid 7) 15.00 GiB",))
-    model = startup.find_model(config)
+    monkeypatch.setattr(build, "memory", lambda: free)
+    monkeypatch.setattr(build, "memory_holders", lambda: ("postgres (pid 7) 15.00 GiB",))
+    model = build.find_model(config)
     with pytest.raises(DoesNotFitError, match="postgres"):
-        startup.plan_model(config, model)
+        build.plan_model(config, model)
     with pytest.raises(DoesNotFitError) as caught:
-        startup.plan_model(dataclasses.replace(config, ram=150 * MIB), model)
+        build.plan_model(dataclasses.replace(config, ram=150 * MIB), model)
     assert "postgres" not in str(caught.value)  # the budget is the user's own
 
 
@@ -102,44 +103,44 @@ def test_nobody_is_blamed_for_a_pool_that_was_set_too_small(
     config: EngineConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     free = Memory(total_bytes=16 << 30, available_bytes=8 << 30, limited_by="machine")
-    monkeypatch.setattr(startup, "memory", lambda: free)
-    monkeypatch.setattr(startup, "memory_holders", lambda: ("postgres (pid 7) 8.00 GiB",))
-    model = startup.find_model(config)
+    monkeypatch.setattr(build, "memory", lambda: free)
+    monkeypatch.setattr(build, "memory_holders", lambda: ("postgres (pid 7) 8.00 GiB",))
+    model = build.find_model(config)
     small = dataclasses.replace(config, max_model_len=2048, kv_cache_memory_bytes=512 << 10)
     with pytest.raises(DoesNotFitError) as caught:
-        startup.plan_model(small, model)
+        build.plan_model(small, model)
     assert "postgres" not in str(caught.value)
     assert "--kv-cache-memory-bytes 2MiB" in str(caught.value.fix)
     with pytest.raises(DoesNotFitError, match="holds no block") as none:
-        startup.plan_model(dataclasses.replace(small, kv_cache_memory_bytes=1 << 10), model)
+        build.plan_model(dataclasses.replace(small, kv_cache_memory_bytes=1 << 10), model)
     assert str(none.value.fix).startswith("--kv-cache-memory-bytes 2MiB")
-    enough = startup.plan_model(dataclasses.replace(small, kv_cache_memory_bytes=2 * MIB), model)
+    enough = build.plan_model(dataclasses.replace(small, kv_cache_memory_bytes=2 * MIB), model)
     assert enough.limits.max_model_len == 2048
-    shorter = startup.plan_model(dataclasses.replace(small, max_model_len=None), model)
+    shorter = build.plan_model(dataclasses.replace(small, max_model_len=None), model)
     assert shorter.short
-    assert "postgres" not in "\n".join(startup.plan_lines(model, shorter))
+    assert "postgres" not in "\n".join(build.plan_lines(model, shorter))
 
 
 def test_a_family_that_does_not_run_is_said_before_how_to_fetch_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     for name in ("deepseek-v3", "deepseek-ai/DeepSeek-V3"):
         with pytest.raises(UnknownArchitectureError, match="cannot run it yet"):
-            startup.find_model(EngineConfig(model=name))
+            build.find_model(EngineConfig(model=name))
 
 
 def test_the_plan_travels_to_the_engine_process_whole(config: EngineConfig) -> None:
-    plan = startup.plan_model(config, startup.find_model(config), front_bytes=5)
-    sent = messages.encode(messages.Begin(dataclasses.asdict(config), plan))
-    heard = messages.decode_to_engine(sent)
-    assert isinstance(heard, messages.Begin)
+    plan = build.plan_model(config, build.find_model(config), front_bytes=5)
+    sent = protocol.encode(protocol.Begin(dataclasses.asdict(config), plan))
+    heard = protocol.decode_to_engine(sent)
+    assert isinstance(heard, protocol.Begin)
     assert heard.plan == plan
     assert heard.plan.terms["front"] == 5
 
 
 def test_the_table_names_every_term_and_the_limits(config: EngineConfig) -> None:
-    model = startup.find_model(config)
-    plan = startup.plan_model(config, model, front_bytes=7 * MIB)
-    said = "\n".join(startup.plan_lines(model, plan))
+    model = build.find_model(config)
+    plan = build.plan_model(config, model, front_bytes=7 * MIB)
+    said = "\n".join(build.plan_lines(model, plan))
     for name in (*plan.terms, "sum", "budget", "context 2,048 tokens", "64 sequences", "512 tokens a step"):
         assert name in said
     assert "measured" not in said

@@ -8,7 +8,7 @@ import pytest
 from tiny_gguf import write_tiny_gguf
 
 from holdfast.config import EngineConfig
-from holdfast.engine.startup import find_model
+from holdfast.engine.startup.build import find_model
 from holdfast.errors import CheckpointError
 
 

@@ -17,8 +17,8 @@ import pytest
 
 from holdfast.errors import ConfigurationError
 from holdfast.models import catalogue, registry
-from holdfast.planner.question import PlannedModel
-from holdfast.planner.weights import total_bytes, weights_of
+from holdfast.planner.inputs.question import PlannedModel
+from holdfast.planner.sizing.sharded_weights import total_bytes, weights_of
 
 ENTRIES = catalogue.entries()
 DESCRIBED = [entry for entry in ENTRIES if entry.config["architectures"][0] in registry.known_architectures()]

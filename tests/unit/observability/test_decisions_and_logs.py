@@ -8,10 +8,10 @@ import logging
 
 import pytest
 
-from holdfast.observability.buckets import token_buckets
 from holdfast.observability.decisions import Decision
 from holdfast.observability.logs import ThroughputLog, json_lines, ready_lines, set_up_logging
-from holdfast.observability.metrics import ServingMetrics
+from holdfast.observability.metrics.buckets import token_buckets
+from holdfast.observability.metrics.registry import ServingMetrics
 from holdfast.records import AnswerDelta, EngineInfo, EngineStats, FinishReason, RequestTiming
 
 

@@ -7,7 +7,7 @@ import json
 import msgspec
 
 from holdfast.observability.ledger import Ledger, ProcessMemory, ledger_lines, make_ledger, term_lines
-from holdfast.observability.metrics import ServingMetrics
+from holdfast.observability.metrics.registry import ServingMetrics
 from holdfast.records import EngineInfo, EngineStats, MemoryReport, MemoryTerm
 
 MIB = 1 << 20

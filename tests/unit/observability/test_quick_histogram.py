@@ -6,7 +6,7 @@ import random
 
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 
-from holdfast.observability.quick import QuickHistogram
+from holdfast.observability.metrics.fast_histogram import QuickHistogram
 
 BUCKETS = (0.001, 0.01, 0.1, 1, 10)
 

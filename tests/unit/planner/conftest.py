@@ -13,8 +13,8 @@ from named_gpus import device_of
 from holdfast.hardware import gpus
 from holdfast.models import ModelSpec, catalogue
 from holdfast.models.registry import describe_config
-from holdfast.planner.fit import Question
-from holdfast.planner.question import Device, Machine, PlannedModel, Settings, Traffic
+from holdfast.planner.fit.search import Question
+from holdfast.planner.inputs.question import Device, Machine, PlannedModel, Settings, Traffic
 from holdfast.units import GIB
 
 Ask = Callable[..., Question]

@@ -14,13 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.models import catalogue, describe_config
-from holdfast.planner.answer import Answer, answer
-from holdfast.planner.answer_json import VERSION
-from holdfast.planner.fit import Question, fit
-from holdfast.planner.question import Device, Machine, PlannedModel, Settings, Traffic
-from holdfast.planner.report import lines
-from holdfast.planner.report_compare import compare_lines
-from holdfast.planner.weights import parallel_sizes
+from holdfast.planner.fit.search import Question, fit
+from holdfast.planner.inputs.question import Device, Machine, PlannedModel, Settings, Traffic
+from holdfast.planner.report.answer import Answer, answer
+from holdfast.planner.report.compare import compare_lines
+from holdfast.planner.report.json import VERSION
+from holdfast.planner.report.text import lines
+from holdfast.planner.sizing.sharded_weights import parallel_sizes
 from holdfast.units import GIB, counted
 
 Ask = Callable[..., Question]

@@ -10,13 +10,13 @@ import pytest
 
 from holdfast.hardware import gpus
 from holdfast.hardware.nvidia import NvidiaGpu
-from holdfast.planner.answer import answer
-from holdfast.planner.command import shown_gpus
-from holdfast.planner.commands import commands
-from holdfast.planner.fit import Question, fit
-from holdfast.planner.machine import Asked, machine_of, measured_device
-from holdfast.planner.question import Device, Machine
-from holdfast.planner.vllm_sizing import parse_vllm
+from holdfast.planner.compat.vllm_release import parse_vllm
+from holdfast.planner.engines.command import shown_gpus
+from holdfast.planner.engines.commands import commands
+from holdfast.planner.fit.search import Question, fit
+from holdfast.planner.inputs.machine import Asked, machine_of, measured_device
+from holdfast.planner.inputs.question import Device, Machine
+from holdfast.planner.report.answer import answer
 from holdfast.units import GIB
 
 Ask = Callable[..., Question]

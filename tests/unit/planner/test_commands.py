@@ -12,23 +12,23 @@ from pathlib import Path
 import pytest
 from named_gpus import device_of
 
-from holdfast.checkpoints import builtin
-from holdfast.cli import plan, serve
+from holdfast.checkpoints.sources import builtin
+from holdfast.cli.commands import plan, serve
 from holdfast.errors import ConfigurationError
 from holdfast.hardware import gpus
 from holdfast.models.registry import known_architectures
-from holdfast.planner.alternatives import published_as
-from holdfast.planner.command import Command
-from holdfast.planner.commands import commands, parse_engine, sglang_fraction
-from holdfast.planner.engine_models import FIRST_IN_SGLANG, FIRST_IN_VLLM
-from holdfast.planner.fit import Question, fit
-from holdfast.planner.question import Device, Machine
-from holdfast.planner.report import command_lines
-from holdfast.planner.requantize import quantized_as
-from holdfast.planner.resolve import resolve_model
-from holdfast.planner.vllm_command import vllm_kv_bytes, vllm_terms, vllm_utilization
-from holdfast.planner.vllm_sizing import Vllm, parse_vllm
-from holdfast.planner.ways_out import ways_out
+from holdfast.planner.advice.remedies import ways_out
+from holdfast.planner.compat.architectures import FIRST_IN_SGLANG, FIRST_IN_VLLM
+from holdfast.planner.compat.vllm_release import Vllm, parse_vllm
+from holdfast.planner.engines.command import Command
+from holdfast.planner.engines.commands import commands, parse_engine, sglang_fraction
+from holdfast.planner.engines.vllm_command import vllm_kv_bytes, vllm_terms, vllm_utilization
+from holdfast.planner.fit.search import Question, fit
+from holdfast.planner.inputs.question import Device, Machine
+from holdfast.planner.models.quantize import quantized_as
+from holdfast.planner.models.resolve import resolve_model
+from holdfast.planner.models.variants import published_as
+from holdfast.planner.report.text import command_lines
 from holdfast.units import GIB
 
 Ask = Callable[..., Question]

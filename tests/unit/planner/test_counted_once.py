@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from holdfast import plan
-from holdfast.planner import unquantized
-from holdfast.planner.requantize import quantized_as
-from holdfast.planner.resolve import resolve_model
-from holdfast.planner.weights import weights_of
+from holdfast.planner.engines import fp8_loading
+from holdfast.planner.models.quantize import quantized_as
+from holdfast.planner.models.resolve import resolve_model
+from holdfast.planner.sizing.sharded_weights import weights_of
 
 
 def test_a_model_of_the_catalogue_is_described_once() -> None:
@@ -28,7 +28,7 @@ def test_weights_that_are_loaded_whole_are_counted_once_for_all_gpus(monkeypatch
         asked.append(of[0].name)
         return weights_of(*of, **more)
 
-    monkeypatch.setattr(unquantized, "weights_of", counting)
+    monkeypatch.setattr(fp8_loading, "weights_of", counting)
     found = plan("qwen2.5-32b", quantization="fp8", gpu="l4x8")
     assert any("unquantized weights whole" in note for note in found.commands["sglang"].notes)
     assert len(asked) <= 2, "once for each engine that does so"

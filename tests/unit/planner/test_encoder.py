@@ -6,13 +6,13 @@ from collections.abc import Callable
 
 import pytest
 
+from holdfast.footprint.cpu import Limits
 from holdfast.models import EncoderSpec, catalogue, describe_config
-from holdfast.planner.answer import answer
-from holdfast.planner.fit import Fit, Question, fit
-from holdfast.planner.footprint import Limits
-from holdfast.planner.terms import activations_bytes, encoder_bytes, encoder_images
-from holdfast.planner.vllm_command import vllm_terms
-from holdfast.planner.vllm_sizing import parse_vllm
+from holdfast.planner.compat.vllm_release import parse_vllm
+from holdfast.planner.engines.vllm_command import vllm_terms
+from holdfast.planner.fit.search import Fit, Question, fit
+from holdfast.planner.report.answer import answer
+from holdfast.planner.sizing.terms import activations_bytes, encoder_bytes, encoder_images
 
 Ask = Callable[..., Question]
 

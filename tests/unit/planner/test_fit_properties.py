@@ -18,12 +18,12 @@ from holdfast.checkpoints import StoredTensor
 from holdfast.errors import ConfigurationError
 from holdfast.hardware import gpus
 from holdfast.models import catalogue, describe_config
-from holdfast.planner.count import cannot_hold_weights
-from holdfast.planner.fit import Fit, Question, fit
-from holdfast.planner.kv import kv_cost
-from holdfast.planner.question import Device, Machine, PlannedModel, Settings, Traffic
-from holdfast.planner.requantize import quantized_as
-from holdfast.planner.weights import check_parallel, parallel_sizes, rank_bytes, total_bytes, weights_of
+from holdfast.planner.fit.count import cannot_hold_weights
+from holdfast.planner.fit.search import Fit, Question, fit
+from holdfast.planner.inputs.question import Device, Machine, PlannedModel, Settings, Traffic
+from holdfast.planner.models.quantize import quantized_as
+from holdfast.planner.sizing.kv_cost import kv_cost
+from holdfast.planner.sizing.sharded_weights import check_parallel, parallel_sizes, rank_bytes, total_bytes, weights_of
 
 GIB, MIB = 1 << 30, 1 << 20
 Ask = Callable[..., Question]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from holdfast import plan
-from holdfast.planner.answer import Answer
+from holdfast.planner.report.answer import Answer
 
 GIB = 1 << 30
 

@@ -10,11 +10,11 @@ import pytest
 from holdfast.checkpoints import LAYOUTS
 from holdfast.errors import ConfigurationError
 from holdfast.models import catalogue, describe_config
-from holdfast.planner.gguf_kinds import KINDS, kind_of, layouts_of
-from holdfast.planner.question import PlannedModel
-from holdfast.planner.requantize import quantized_as
-from holdfast.planner.resolve import resolve_model
-from holdfast.planner.sources import llama_source
+from holdfast.planner.inputs.question import PlannedModel
+from holdfast.planner.models.gguf_mixes import KINDS, kind_of, layouts_of
+from holdfast.planner.models.model_sources import llama_source
+from holdfast.planner.models.quantize import quantized_as
+from holdfast.planner.models.resolve import resolve_model
 from holdfast.units import GIB, MIB
 
 

@@ -10,13 +10,13 @@ import pytest
 from holdfast.errors import ConfigurationError
 from holdfast.models import catalogue, describe_config
 from holdfast.observability.codes import explain
-from holdfast.planner import judgements
-from holdfast.planner.fit import Question, fit
-from holdfast.planner.judgements import PlanWarning, safe_utilization, warnings
-from holdfast.planner.question import Device
-from holdfast.planner.requantize import quantized_as
-from holdfast.planner.thumb import Thumb, rules_of_thumb
-from holdfast.planner.weights import total_bytes, weights_of
+from holdfast.planner.advice import warnings as judgements
+from holdfast.planner.advice.rules_of_thumb import Thumb, rules_of_thumb
+from holdfast.planner.advice.warnings import PlanWarning, safe_utilization, warnings
+from holdfast.planner.fit.search import Question, fit
+from holdfast.planner.inputs.question import Device
+from holdfast.planner.models.quantize import quantized_as
+from holdfast.planner.sizing.sharded_weights import total_bytes, weights_of
 from holdfast.units import GIB
 
 Ask = Callable[..., Question]

@@ -9,11 +9,11 @@ import pytest
 
 from holdfast.errors import ConfigurationError
 from holdfast.observability.codes import explain
-from holdfast.planner.answer import answer
-from holdfast.planner.fit import Fit, Question, describe_devices, fit
-from holdfast.planner.machine import Asked, machine_of
-from holdfast.planner.report import lines
-from holdfast.planner.report_compare import compare_lines
+from holdfast.planner.fit.search import Fit, Question, describe_devices, fit
+from holdfast.planner.inputs.machine import Asked, machine_of
+from holdfast.planner.report.answer import answer
+from holdfast.planner.report.compare import compare_lines
+from holdfast.planner.report.text import lines
 
 Ask = Callable[..., Question]
 

@@ -16,10 +16,10 @@ from holdfast.errors import ConfigurationError
 from holdfast.hardware import Memory, Processor
 from holdfast.models import catalogue, describe_config
 from holdfast.planner import make_plan
-from holdfast.planner.answer import answer
-from holdfast.planner.fit import Fit, Question, fit
-from holdfast.planner.limits import CPU_RUNGS, GPU_RUNGS, check_step, choose, ladder
-from holdfast.planner.question import Device, Machine, PlannedModel, Settings, Traffic
+from holdfast.planner.fit.search import Fit, Question, fit
+from holdfast.planner.inputs.question import Device, Machine, PlannedModel, Settings, Traffic
+from holdfast.planner.report.answer import answer
+from holdfast.planner.sizing.default_limits import CPU_RUNGS, GPU_RUNGS, check_step, choose, ladder
 from holdfast.units import GIB, MIB
 
 Ask = Callable[..., Question]

@@ -7,12 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from holdfast.checkpoints import StoredTensor
-from holdfast.planner.answer import Answer, answer
-from holdfast.planner.fit import Question, fit
-from holdfast.planner.footprint import STAGING_BYTES
-from holdfast.planner.machine import Asked, machine_of
-from holdfast.planner.question import PlannedModel
-from holdfast.planner.report import lines, sizes
+from holdfast.footprint.cpu import STAGING_BYTES
+from holdfast.planner.fit.search import Question, fit
+from holdfast.planner.inputs.machine import Asked, machine_of
+from holdfast.planner.inputs.question import PlannedModel
+from holdfast.planner.report.answer import Answer, answer
+from holdfast.planner.report.text import lines, sizes
 from holdfast.units import GIB, MIB, format_bytes
 
 Ask = Callable[..., Question]

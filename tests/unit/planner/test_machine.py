@@ -10,7 +10,7 @@ from holdfast.errors import ConfigurationError
 from holdfast.hardware import Memory
 from holdfast.hardware.gpus import find
 from holdfast.hardware.nvidia import GpuProcess, NvidiaGpu, NvidiaMachine
-from holdfast.planner.machine import Asked, Found, machine_of
+from holdfast.planner.inputs.machine import Asked, Found, machine_of
 
 GIB = 1 << 30
 RAM = Memory(total_bytes=64 * GIB, available_bytes=50 * GIB, limited_by="control group")

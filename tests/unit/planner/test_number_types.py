@@ -9,13 +9,13 @@ import pytest
 from named_gpus import device_of
 
 from holdfast.errors import ConfigurationError
-from holdfast.planner.answer import answer
-from holdfast.planner.commands import commands
-from holdfast.planner.fit import Fit, Question, fit
-from holdfast.planner.machine import Asked, machine_of
-from holdfast.planner.number_types import check_type
-from holdfast.planner.question import Device
-from holdfast.planner.requantize import quantized_as
+from holdfast.planner.engines.commands import commands
+from holdfast.planner.fit.search import Fit, Question, fit
+from holdfast.planner.inputs.machine import Asked, machine_of
+from holdfast.planner.inputs.question import Device
+from holdfast.planner.models.quantize import quantized_as
+from holdfast.planner.report.answer import answer
+from holdfast.planner.sizing.dtype import check_type
 from holdfast.units import GIB
 
 Ask = Callable[..., Question]

@@ -13,14 +13,14 @@ import pytest
 from holdfast.checkpoints import LAYOUTS, StoredTensor
 from holdfast.config import EngineConfig
 from holdfast.errors import DoesNotFitError
+from holdfast.footprint.cpu import FRONT_BYTES
 from holdfast.hardware import Memory, Processor
 from holdfast.models import ModelSpec, from_config
 from holdfast.planner import Plan, make_plan
-from holdfast.planner.answer import answer
-from holdfast.planner.fit import Fit, Question, fit
-from holdfast.planner.footprint import FRONT_BYTES
-from holdfast.planner.question import Device, Machine, PlannedModel, Settings, Traffic
-from holdfast.planner.ways_out import ways_out
+from holdfast.planner.advice.remedies import ways_out
+from holdfast.planner.fit.search import Fit, Question, fit
+from holdfast.planner.inputs.question import Device, Machine, PlannedModel, Settings, Traffic
+from holdfast.planner.report.answer import answer
 from holdfast.units import GIB, MIB, format_bytes
 
 FREE_BYTES = 21 * GIB

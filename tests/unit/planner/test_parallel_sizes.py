@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from holdfast.models import ModelSpec, catalogue, describe_config
-from holdfast.planner.weights import parallel_sizes, why_not_parallel
+from holdfast.planner.sizing.sharded_weights import parallel_sizes, why_not_parallel
 
 
 def spec(name: str, **changes: object) -> ModelSpec:

@@ -10,13 +10,17 @@ import pytest
 from holdfast.checkpoints import StoredTensor
 from holdfast.config import EngineConfig
 from holdfast.errors import ConfigurationError, DoesNotFitError
+from holdfast.footprint import cpu, structured_output
+from holdfast.footprint import gpu as gpu_footprint
+from holdfast.footprint import lora as lora_sizes
+from holdfast.footprint.padding import padded_sizes
 from holdfast.hardware import Memory, Processor
 from holdfast.hardware.nvidia import NvidiaGpu
 from holdfast.models import ModelSpec, from_config
-from holdfast.planner import Plan, footprint, form_sizes, gpu_footprint, limits, lora_sizes, make_plan, settle_pool
-from holdfast.planner.gpu_host import with_host_memory
-from holdfast.planner.gpu_plan import make_gpu_plan
-from holdfast.planner.padding import padded_sizes
+from holdfast.planner import Plan, make_plan, settle_pool
+from holdfast.planner.serve.gpu_host_ram import with_host_memory
+from holdfast.planner.serve.gpu_plan import make_gpu_plan
+from holdfast.planner.sizing import default_limits
 from holdfast.units import MIB, format_bytes
 
 GIB = 1 << 30
@@ -45,8 +49,8 @@ def plan(spec: ModelSpec, free_gib: float, processor: Processor = FAST, **settin
 def test_llama_3_8b_costs_what_is_known(spec: ModelSpec) -> None:
     assert spec.parameters == 8_030_261_248
     # Norms stay in float32, so a little over two bytes a parameter.
-    assert footprint.weights_bytes(spec, None, dtype="bfloat16", expand=True) == pytest.approx(2 * 8.0303e9, rel=1e-3)
-    layout = footprint.kv_layout(spec, block_tokens=16, kv_dtype="bfloat16")
+    assert cpu.weights_bytes(spec, None, dtype="bfloat16", expand=True) == pytest.approx(2 * 8.0303e9, rel=1e-3)
+    layout = cpu.kv_layout(spec, block_tokens=16, kv_dtype="bfloat16")
     assert layout.page_bytes // 16 == 128 * 1024  # KV heads, not attention heads: 128 KiB a token
 
 
@@ -261,7 +265,7 @@ def test_copies_of_adapters_are_held_against_ram(spec: ModelSpec) -> None:
         ).decisions
     )
     bare = made(0)
-    forms = form_sizes.forms_bytes(spec.vocab_size, bare.limits.max_num_seqs)
+    forms = structured_output.forms_bytes(spec.vocab_size, bare.limits.max_num_seqs)
     assert (bare.decisions[-1].field, bare.decisions[-1].value) == ("structured_outputs", format_bytes(forms))
     lora: dict[str, object] = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 64, "max_cpu_loras": 32}
     held = lora_sizes.held_bytes(spec, dtype=made(64 * GIB, **lora).dtype, places=1, max_rank=64)
@@ -396,14 +400,14 @@ def field_of(flag: str) -> str:
 def test_a_shorter_context_leaves_more_for_the_pool(spec: ModelSpec) -> None:
     """What is auto is settled with the terms of the length it gets, not of the length that did not fit."""
     long = from_config({**LLAMA_3_8B, "max_position_embeddings": 1 << 20})
-    limits = {"max_num_seqs": 64, "max_num_batched_tokens": 512}
-    found = plan(long, 24, **limits)
+    default_limits = {"max_num_seqs": 64, "max_num_batched_tokens": 512}
+    found = plan(long, 24, **default_limits)
     assert found.short
     assert found.limits.max_model_len > 8192
     assert sum(found.terms.values()) <= found.budget_bytes
     with pytest.raises(DoesNotFitError):
-        plan(long, 24, max_model_len=found.limits.max_model_len + 16, **limits)
-    assert plan(long, 24, max_model_len=found.limits.max_model_len, **limits).blocks == found.blocks
+        plan(long, 24, max_model_len=found.limits.max_model_len + 16, **default_limits)
+    assert plan(long, 24, max_model_len=found.limits.max_model_len, **default_limits).blocks == found.blocks
 
 
 def test_dense_products_are_planned_with_their_copy_where_torch_makes_one(spec: ModelSpec) -> None:
@@ -437,13 +441,13 @@ def test_limits_that_are_too_large_together_are_refused_with_some_that_fit(spec:
     lower = re.search(r", or --max-model-len (\d+) --max-num-seqs (\d+)$", str(caught.value.fix))
     assert lower is not None
     length, sequences = map(int, lower.groups())
-    limits = plan(spec, 40, ram="16476MiB", max_model_len=length, max_num_seqs=sequences).limits
-    assert (limits.max_model_len, limits.max_num_seqs) == (length, sequences)
+    default_limits = plan(spec, 40, ram="16476MiB", max_model_len=length, max_num_seqs=sequences).limits
+    assert (default_limits.max_model_len, default_limits.max_num_seqs) == (length, sequences)
 
 
 @pytest.mark.parametrize(("cores", "tokens"), [(1, 64), (2, 144), (64, 512)])
 def test_prompts_beside_answers_take_about_half_a_second(cores: int, tokens: int) -> None:
     """By the model's size and the cores that compute, within what a step has."""
-    assert limits.prompt_tokens_beside(134_515_008, cores, 512) == tokens
-    assert limits.prompt_tokens_beside(70_000_000_000, cores, 512) == 16
-    assert limits.prompt_tokens_beside(134_515_008, cores, 8) == 8
+    assert default_limits.prompt_tokens_beside(134_515_008, cores, 512) == tokens
+    assert default_limits.prompt_tokens_beside(70_000_000_000, cores, 512) == 16
+    assert default_limits.prompt_tokens_beside(134_515_008, cores, 8) == 8

@@ -9,12 +9,12 @@ from dataclasses import replace
 
 import pytest
 
-from holdfast.planner.answer import Answer, answer
-from holdfast.planner.fit import Question
-from holdfast.planner.question import Device
-from holdfast.planner.report import lines, sizes
-from holdfast.planner.report_compare import compare_lines
-from holdfast.planner.report_text import LEAST_WIDTH, wrapped
+from holdfast.planner.fit.search import Question
+from holdfast.planner.inputs.question import Device
+from holdfast.planner.report.answer import Answer, answer
+from holdfast.planner.report.compare import compare_lines
+from holdfast.planner.report.text import lines, sizes
+from holdfast.planner.report.wrapping import LEAST_WIDTH, wrapped
 from holdfast.units import GIB, counted
 
 Ask = Callable[..., Question]

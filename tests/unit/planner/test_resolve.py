@@ -14,13 +14,13 @@ from typing import Any
 
 import pytest
 
-from holdfast.checkpoints import builtin
+from holdfast.checkpoints.sources import builtin
 from holdfast.errors import CheckpointError, ConfigurationError, HoldfastError, ModelNotFoundError
 from holdfast.models import catalogue, describe_config
-from holdfast.planner.question import PlannedModel
-from holdfast.planner.requantize import METHODS, quantized_as
-from holdfast.planner.resolve import Resolved, resolve_model
-from holdfast.planner.weights import total_bytes, weights_of
+from holdfast.planner.inputs.question import PlannedModel
+from holdfast.planner.models.quantize import METHODS, quantized_as
+from holdfast.planner.models.resolve import Resolved, resolve_model
+from holdfast.planner.sizing.sharded_weights import total_bytes, weights_of
 
 # The hub and the small models of the checkpoints' own tests.
 _place = importlib.util.spec_from_file_location(
@@ -36,7 +36,7 @@ serve_hub = fixtures.serve_hub
 ASK = """
 import json, sys
 from holdfast.errors import HoldfastError
-from holdfast.planner.resolve import resolve_model
+from holdfast.planner.models.resolve import resolve_model
 for word in sys.argv[1:]:
     name, _, revision = word.partition("@")
     try:

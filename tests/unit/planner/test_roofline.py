@@ -8,10 +8,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.planner.fit import Question, fit
-from holdfast.planner.question import Device
-from holdfast.planner.requantize import quantized_as
-from holdfast.planner.roofline import (
+from holdfast.planner.advice.throughput import (
     EVIDENCE,
     LIMITS,
     Attention,
@@ -21,6 +18,9 @@ from holdfast.planner.roofline import (
     no_throughput_reason,
     throughput,
 )
+from holdfast.planner.fit.search import Question, fit
+from holdfast.planner.inputs.question import Device
+from holdfast.planner.models.quantize import quantized_as
 from holdfast.units import GIB
 
 Ask = Callable[..., Question]

@@ -7,11 +7,11 @@ from collections.abc import Callable
 
 import pytest
 
-from holdfast.planner.answer import Answer, answer
-from holdfast.planner.fit import Question, fit
-from holdfast.planner.report import lines
-from holdfast.planner.report_compare import compare_lines
-from holdfast.planner.report_text import rounded_down
+from holdfast.planner.fit.search import Question, fit
+from holdfast.planner.report.answer import Answer, answer
+from holdfast.planner.report.compare import compare_lines
+from holdfast.planner.report.text import lines
+from holdfast.planner.report.wrapping import rounded_down
 
 Ask = Callable[..., Question]
 

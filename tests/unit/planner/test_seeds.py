@@ -18,14 +18,14 @@ from holdfast.hardware import Memory, Processor, gpus, nvidia
 from holdfast.models import catalogue, describe_config
 from holdfast.observability.logs import ready_lines
 from holdfast.planner import make_plan
-from holdfast.planner.answer import Answer, answer
-from holdfast.planner.fit import Question
-from holdfast.planner.kv import KVCost, kv_cost
-from holdfast.planner.machine import Asked, machine_of
-from holdfast.planner.question import Settings
-from holdfast.planner.report import lines
-from holdfast.planner.resolve import resolve_model
-from holdfast.planner.thumb import Thumb, bytes_a_parameter
+from holdfast.planner.advice.rules_of_thumb import Thumb, bytes_a_parameter
+from holdfast.planner.fit.search import Question
+from holdfast.planner.inputs.machine import Asked, machine_of
+from holdfast.planner.inputs.question import Settings
+from holdfast.planner.models.resolve import resolve_model
+from holdfast.planner.report.answer import Answer, answer
+from holdfast.planner.report.text import lines
+from holdfast.planner.sizing.kv_cost import KVCost, kv_cost
 from holdfast.records import EngineInfo
 
 GIB, KIB, GB = 1 << 30, 1 << 10, 10**9

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.planner.commands import commands
-from holdfast.planner.fit import Question, fit
-from holdfast.planner.requantize import quantized_as
-from holdfast.planner.resolve import resolve_model
-from holdfast.planner.sources import llama_source
-from holdfast.planner.vllm_sizing import parse_vllm
-from holdfast.planner.ways_out import ways_out
+from holdfast.planner.advice.remedies import ways_out
+from holdfast.planner.compat.vllm_release import parse_vllm
+from holdfast.planner.engines.commands import commands
+from holdfast.planner.fit.search import Question, fit
+from holdfast.planner.models.model_sources import llama_source
+from holdfast.planner.models.quantize import quantized_as
+from holdfast.planner.models.resolve import resolve_model
 
 Ask = Callable[..., Question]
 

@@ -8,9 +8,9 @@ import pytest
 
 from holdfast import plan
 from holdfast.models import catalogue, describe_config
-from holdfast.planner.fit import Question, fit
-from holdfast.planner.question import PlannedModel
-from holdfast.planner.weights import rank_bytes, stage_layers, weights_of
+from holdfast.planner.fit.search import Question, fit
+from holdfast.planner.inputs.question import PlannedModel
+from holdfast.planner.sizing.sharded_weights import rank_bytes, stage_layers, weights_of
 
 Ask = Callable[..., Question]
 

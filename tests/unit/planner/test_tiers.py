@@ -9,10 +9,10 @@ import pytest
 
 from holdfast.errors import CheckpointError
 from holdfast.models import catalogue, describe_config
-from holdfast.planner import tiers
-from holdfast.planner.fit import Question, fit
-from holdfast.planner.question import PlannedModel
-from holdfast.planner.weights import layer_bytes, rank_bytes, total_bytes, weights_of
+from holdfast.planner.advice import offload
+from holdfast.planner.fit.search import Question, fit
+from holdfast.planner.inputs.question import PlannedModel
+from holdfast.planner.sizing.sharded_weights import layer_bytes, rank_bytes, total_bytes, weights_of
 from holdfast.units import GIB
 
 Ask = Callable[..., Question]
@@ -37,11 +37,11 @@ def test_layers_and_the_rest_are_the_whole(name: str, size: int) -> None:
 
 
 def test_the_number_of_walks_does_not_grow_with_the_layers(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiers, "weights_of", lambda *given, **more: Counted(weights_of(*given, **more)))
+    monkeypatch.setattr(offload, "weights_of", lambda *given, **more: Counted(weights_of(*given, **more)))
     walks = []
     for name in ("llama-3.1-8b", "llama-3.1-70b"):
         Counted.walks = 0
-        placed = tiers.place(fit(ask(name, "t4", ram_bytes=256 * GIB)))
+        placed = offload.place(fit(ask(name, "t4", ram_bytes=256 * GIB)))
         assert placed is not None
         assert placed.layers > placed.resident_layers
         walks.append(Counted.walks)
@@ -54,13 +54,13 @@ def test_every_byte_has_a_place(ask: Ask, name: str) -> None:
     """What lies on the GPU and in RAM is the model, its terms, three layers on their way and the KV it must hold."""
     question = ask(name, "t4", ram_bytes=256 * GIB)
     found = fit(question)
-    placed = tiers.place(found)
+    placed = offload.place(found)
     assert placed is not None
     (rank,) = found.ranks
     others = sum(term.nbytes for term in rank.terms if term.name not in ("weights", "graphs"))
     weights = weights_of(question.model, dtype=found.dtype)
     layers = layer_bytes(weights, question.model.spec, tensor_parallel=1)
-    slots = tiers.COPY_SLOTS * max(layers[layer] for layer in range(placed.layers))
+    slots = offload.COPY_SLOTS * max(layers[layer] for layer in range(placed.layers))
     held = placed.gpu_bytes + placed.ram_bytes + placed.nvme_bytes
     assert held == others + slots + total_bytes(weights) + found.needed_bytes(rank)
 

@@ -20,11 +20,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.errors import ConfigurationError
-from holdfast.observability.metrics import ServingMetrics
-from holdfast.planner import traffic_source
-from holdfast.planner.ask import plan
-from holdfast.planner.overlaps import Overlaps
-from holdfast.planner.traffic import Lengths, read_traffic
+from holdfast.observability.metrics.registry import ServingMetrics
+from holdfast.planner.api import plan
+from holdfast.planner.inputs import traffic_reader
+from holdfast.planner.inputs.peak_concurrency import Overlaps
+from holdfast.planner.inputs.traffic import Lengths, read_traffic
 from holdfast.records import EngineStats
 
 
@@ -322,7 +322,7 @@ def test_an_address_that_leads_astray(address: str, path: str, said: str) -> Non
 
 
 def test_a_server_that_never_answers_is_left(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(traffic_source, "DEADLINE_S", 0.2)
+    monkeypatch.setattr(traffic_reader, "DEADLINE_S", 0.2)
     with pytest.raises(ConfigurationError, match=r"0\.2 s|Timeout") as caught:
         read_traffic(address + "/silent")
     assert caught.value.code == "HF160"

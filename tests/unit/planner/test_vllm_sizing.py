@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from holdfast.errors import ConfigurationError
-from holdfast.planner.kv import KVCost
-from holdfast.planner.vllm_sizing import Terms, Vllm, kv_bytes, kv_tokens, parse_vllm, refusal, requested_bytes
+from holdfast.planner.compat.vllm_release import Terms, Vllm, kv_bytes, kv_tokens, parse_vllm, refusal, requested_bytes
+from holdfast.planner.sizing.kv_cost import KVCost
 from holdfast.units import GIB
 
 CASES: dict[str, Any] = tomllib.loads((Path(__file__).parent / "worked_cases.toml").read_text())

@@ -11,15 +11,15 @@ import pytest
 
 from holdfast.errors import ConfigurationError
 from holdfast.models import QuantSpec
-from holdfast.planner.answer import answer
-from holdfast.planner.command import Command
-from holdfast.planner.commands import commands
-from holdfast.planner.engine_models import lacks_rotary
-from holdfast.planner.fit import Fit, Question, fit
-from holdfast.planner.requantize import quantized_as
-from holdfast.planner.vllm_command import tightest, vllm_kv_bytes, vllm_terms
-from holdfast.planner.vllm_kv import KeptKV, kept_kv
-from holdfast.planner.vllm_sizing import parse_vllm
+from holdfast.planner.compat.architectures import lacks_rotary
+from holdfast.planner.compat.vllm_release import parse_vllm
+from holdfast.planner.engines.command import Command
+from holdfast.planner.engines.commands import commands
+from holdfast.planner.engines.vllm_command import tightest, vllm_kv_bytes, vllm_terms
+from holdfast.planner.engines.vllm_kv import KeptKV, kept_kv
+from holdfast.planner.fit.search import Fit, Question, fit
+from holdfast.planner.models.quantize import quantized_as
+from holdfast.planner.report.answer import answer
 from holdfast.units import GIB
 
 Ask = Callable[..., Question]

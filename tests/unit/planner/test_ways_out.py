@@ -11,15 +11,15 @@ import pytest
 from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 
-from holdfast.cli import plan
+from holdfast.cli.commands import plan
 from holdfast.errors import ConfigurationError
 from holdfast.models import catalogue
-from holdfast.planner.ask import question_of
-from holdfast.planner.fit import Fit, Question, fit
-from holdfast.planner.question import Device
-from holdfast.planner.tiers import RAM_SHARE, place
-from holdfast.planner.way import WayOut, too_long
-from holdfast.planner.ways_out import ways_out
+from holdfast.planner.advice.offload import RAM_SHARE, place
+from holdfast.planner.advice.remedies import ways_out
+from holdfast.planner.advice.remedy import WayOut, too_long
+from holdfast.planner.api import question_of
+from holdfast.planner.fit.search import Fit, Question, fit
+from holdfast.planner.inputs.question import Device
 from holdfast.units import GIB
 
 Ask = Callable[..., Question]
@@ -405,7 +405,7 @@ def test_what_cannot_hold_the_weights_is_not_planned(ask: Ask, monkeypatch: pyte
         planned.append(question)
         return fit(question)
 
-    for module in ("way", "ways_out", "ways_hardware"):
-        monkeypatch.setattr(f"holdfast.planner.{module}.fit", counting)
+    for module in ("remedy", "remedies", "hardware_remedies"):
+        monkeypatch.setattr(f"holdfast.planner.advice.{module}.fit", counting)
     assert ways_out(fit(ask("glm-5", "rtx4090", count=8)))
     assert len(planned) < 40

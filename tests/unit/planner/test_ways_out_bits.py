@@ -9,12 +9,12 @@ import pytest
 
 from holdfast.errors import ConfigurationError
 from holdfast.models import catalogue
-from holdfast.planner.alternatives import LOW_GGUF_TYPES, planned, unquantized
-from holdfast.planner.fit import Question, fit
-from holdfast.planner.question import Device, PlannedModel
-from holdfast.planner.requantize import quantized_as
-from holdfast.planner.way import WayOut
-from holdfast.planner.ways_out import ways_out
+from holdfast.planner.advice.remedies import ways_out
+from holdfast.planner.advice.remedy import WayOut
+from holdfast.planner.fit.search import Question, fit
+from holdfast.planner.inputs.question import Device, PlannedModel
+from holdfast.planner.models.quantize import quantized_as
+from holdfast.planner.models.variants import LOW_GGUF_TYPES, planned, unquantized
 from holdfast.units import GIB
 
 Ask = Callable[..., Question]

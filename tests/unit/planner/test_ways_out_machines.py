@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 
 from holdfast.hardware import gpus
-from holdfast.planner.fit import Question, fit
-from holdfast.planner.requantize import quantized_as
-from holdfast.planner.way import WayOut
-from holdfast.planner.ways_out import ways_out
+from holdfast.planner.advice.remedies import ways_out
+from holdfast.planner.advice.remedy import WayOut
+from holdfast.planner.fit.search import Question, fit
+from holdfast.planner.models.quantize import quantized_as
 
 Ask = Callable[..., Question]
 

@@ -7,11 +7,11 @@ from collections.abc import Callable
 import pytest
 
 from holdfast.hardware import gpus
-from holdfast.planner.answer import answer
-from holdfast.planner.fit import Question, fit
-from holdfast.planner.report import lines
-from holdfast.planner.way import WayOut
-from holdfast.planner.ways_out import ways_out
+from holdfast.planner.advice.remedies import ways_out
+from holdfast.planner.advice.remedy import WayOut
+from holdfast.planner.fit.search import Question, fit
+from holdfast.planner.report.answer import answer
+from holdfast.planner.report.text import lines
 
 Ask = Callable[..., Question]
 PARTIAL = "(only part of what was asked)"

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from holdfast import plan
-from holdfast.checkpoints import builtin, locate
+from holdfast.checkpoints import locate
+from holdfast.checkpoints.sources import builtin
 from holdfast.cli.main import main
 from holdfast.errors import ConfigurationError
 from holdfast.models import catalogue

@@ -6,11 +6,11 @@ from collections.abc import Callable
 
 import pytest
 
-from holdfast.planner.answer import Answer, answer
-from holdfast.planner.fit import Question, Rank, fit
-from holdfast.planner.footprint import Limits
-from holdfast.planner.requantize import quantized_as
-from holdfast.planner.terms import captured_sizes, graphs_bytes, llama_gpu_terms
+from holdfast.footprint.cpu import Limits
+from holdfast.planner.fit.search import Question, Rank, fit
+from holdfast.planner.models.quantize import quantized_as
+from holdfast.planner.report.answer import Answer, answer
+from holdfast.planner.sizing.terms import captured_sizes, graphs_bytes, llama_gpu_terms
 from holdfast.units import GIB, MIB
 
 Ask = Callable[..., Question]

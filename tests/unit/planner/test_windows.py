@@ -8,13 +8,13 @@ from collections.abc import Callable
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from simulated_engine import SimulatedEngine
 
 from holdfast.kvcache import KVCache, KVLayout, form_groups
-from holdfast.planner.fit import Question, fit
-from holdfast.planner.kv import KVCost, layout_cost
+from holdfast.planner.fit.search import Question, fit
+from holdfast.planner.sizing.kv_cost import KVCost, layout_cost
 from holdfast.records import Request, SamplingParams
 from holdfast.scheduler import Scheduler, SchedulerLimits
-from holdfast.scheduler.simulation import SimulatedEngine
 
 Ask = Callable[..., Question]
 

@@ -17,14 +17,14 @@ import pytest
 
 from holdfast.hardware import gpus
 from holdfast.models import ModelSpec, catalogue, describe_config
-from holdfast.planner import vllm_sizing
-from holdfast.planner.fit import Fit, Question, fit
-from holdfast.planner.kv import KVCost, kv_cost
-from holdfast.planner.question import Device, Machine, PlannedModel, Settings
-from holdfast.planner.requantize import quantized_as
-from holdfast.planner.vllm_command import vllm_kv_bytes, vllm_terms, vllm_utilization
-from holdfast.planner.vllm_weights import rounding_bytes
-from holdfast.planner.weights import stage_layers
+from holdfast.planner.compat import vllm_release
+from holdfast.planner.compat.vllm_weights import rounding_bytes
+from holdfast.planner.engines.vllm_command import vllm_kv_bytes, vllm_terms, vllm_utilization
+from holdfast.planner.fit.search import Fit, Question, fit
+from holdfast.planner.inputs.question import Device, Machine, PlannedModel, Settings
+from holdfast.planner.models.quantize import quantized_as
+from holdfast.planner.sizing.kv_cost import KVCost, kv_cost
+from holdfast.planner.sizing.sharded_weights import stage_layers
 
 GIB, MIB, KIB = 1 << 30, 1 << 20, 1 << 10
 CASES: dict[str, Any] = tomllib.loads((Path(__file__).parent / "worked_cases.toml").read_text())
@@ -152,12 +152,12 @@ def test_what_torch_adds_is_of_each_stage_its_own() -> None:
 def test_what_the_checkpoint_has_is_not_what_vllm_printed(case: dict[str, Any]) -> None:
     """A plan that left the padding out would promise KV that is not there."""
     found = planned(case)
-    vllm = vllm_sizing.parse_vllm(case["version"])
+    vllm = vllm_release.parse_vllm(case["version"])
     printed = case["printed_gib"] * GIB
     assert found.weights_bytes < 0.96 * printed
     terms = vllm_terms(found, vllm)
-    requested = vllm_sizing.requested_bytes(found.ranks[0].device.total_bytes, vllm_utilization(found))
-    assert vllm_kv_bytes(found, vllm) == vllm_sizing.kv_bytes(requested, terms, vllm)
+    requested = vllm_release.requested_bytes(found.ranks[0].device.total_bytes, vllm_utilization(found))
+    assert vllm_kv_bytes(found, vllm) == vllm_release.kv_bytes(requested, terms, vllm)
     assert requested - vllm_kv_bytes(found, vllm) > 0.99 * printed + terms.peak_activation
 
 
@@ -166,7 +166,7 @@ def weights_in_the_plan(case: dict[str, Any]) -> int:
     found = planned(case)
     if case["engine"] not in ("vllm", "aphrodite"):
         return found.weights_bytes
-    return vllm_terms(found, vllm_sizing.parse_vllm(case.get("version", ""))).weights
+    return vllm_terms(found, vllm_release.parse_vllm(case.get("version", ""))).weights
 
 
 def planned(case: dict[str, Any]) -> Fit:
@@ -227,17 +227,17 @@ def test_kv_of_a_token_is_exact(case: dict[str, Any]) -> None:
 def test_vllms_kv_tokens_follow_from_its_printed_terms(case: dict[str, Any]) -> None:
     available = round(case["kv_gib"] * GIB)
     if case["terms_complete"]:
-        terms = vllm_sizing.Terms(
+        terms = vllm_release.Terms(
             weights=round(case.get("weights_gib", 0) * GIB),
             peak_activation=round((case.get("torch_peak_gib", 0) + case.get("activation_gib", 0)) * GIB),
             non_torch=round(case.get("non_torch_gib", 0) * GIB),
         )
-        requested = vllm_sizing.requested_bytes(round(case["total_gib"] * GIB), case["utilization"])
+        requested = vllm_release.requested_bytes(round(case["total_gib"] * GIB), case["utilization"])
         # All of these logs are older than its subtraction of graphs.
-        available = vllm_sizing.kv_bytes(requested, terms, vllm_sizing.parse_vllm("==0.8"))
+        available = vllm_release.kv_bytes(requested, terms, vllm_release.parse_vllm("==0.8"))
         assert available == pytest.approx(case["kv_gib"] * GIB, abs=0.03 * GIB)
     cost = cost_of(case)
-    tokens = vllm_sizing.kv_tokens(available, cost, case.get("max_model_len", 4096))
+    tokens = vllm_release.kv_tokens(available, cost, case.get("max_model_len", 4096))
     printed = case.get("tokens", case.get("blocks", 0) * case["block_tokens"])
     assert tokens == pytest.approx(printed, rel=0.03)
     assert tokens % case["block_tokens"] == 0
@@ -256,7 +256,7 @@ def test_vllms_refusals_come_out_with_its_numbers(case: dict[str, Any]) -> None:
         available = round(case["available_gib"] * GIB)
     else:
         available = round(stored * bytes_a_token(case))
-    refused = vllm_sizing.refusal(available, cost, length)
+    refused = vllm_release.refusal(available, cost, length)
     assert refused is not None
     assert refused.needed_bytes == cost.sequence_bytes(length) > available
     assert f"max seq len ({length})" in refused.message

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 import holdfast
-from holdfast.engine.llm_absent import AbsentMethods
+from holdfast.engine.llm_unsupported import AbsentMethods
 from holdfast.errors import UnsupportedOptionError
 
 SCRIPT = """

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from holdfast.engine.core import EngineCore
+from holdfast.engine.core.loop import EngineCore
 from holdfast.kvcache import KVCache, KVLayout, form_groups
 from holdfast.records import EngineOutput, Request, SamplingParams, StepPlan, StepResult
 from holdfast.records.steps import Verdict

@@ -6,11 +6,11 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from simulated_engine import SimulatedEngine
 
 from holdfast.kvcache import KVCache, KVLayout, form_groups
 from holdfast.records import Request, SamplingParams
 from holdfast.scheduler import Scheduler, SchedulerLimits
-from holdfast.scheduler.simulation import SimulatedEngine
 
 VOCABULARY = 40
 EOS = 7

@@ -7,11 +7,11 @@ import random
 from dataclasses import dataclass
 
 import pytest
+from simulated_engine import SimulatedEngine
 
 from holdfast.kvcache import KVCache, KVLayout, form_groups
 from holdfast.records import Request, SamplingParams, StepPlan
 from holdfast.scheduler import Scheduler, SchedulerLimits
-from holdfast.scheduler.simulation import SimulatedEngine
 
 REQUESTS = 800
 VOCABULARY = 1000

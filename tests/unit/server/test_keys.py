@@ -10,7 +10,7 @@ import pytest
 from deadlines import PATIENCE_S
 
 from holdfast.errors import ConfigurationError
-from holdfast.server.keys import LOOK_S, MAX_FILE_BYTES, Keys
+from holdfast.server.http.api_keys import LOOK_S, MAX_FILE_BYTES, Keys
 
 
 class Clock:
@@ -33,7 +33,7 @@ def test_each_of_several_fits_and_nothing_else() -> None:
 
 
 def test_every_key_is_compared_whichever_fits(monkeypatch: pytest.MonkeyPatch) -> None:
-    from holdfast.server import keys as module
+    from holdfast.server.http import api_keys as module
 
     compared: list[bool] = []
     true_compare = module.hmac.compare_digest

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.text import Tokenizer
+from holdfast.text.tokenizer.tokenizer import Tokenizer
 
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"

@@ -3,7 +3,7 @@
 import pytest
 from tokenizer_goldens import small
 
-from holdfast.text.bad_words import spell_bad_words
+from holdfast.text.tokenizer.bad_words import spell_bad_words
 
 NAMES = ("sentencepiece with prefix", "sentencepiece without prefix", "smollm", "qwen2")
 

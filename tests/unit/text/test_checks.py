@@ -11,7 +11,8 @@ import pytest
 
 from holdfast.checkpoints.files import ModelFiles
 from holdfast.models.spec import ModelSpec, RopeSpec
-from holdfast.text import Tokenizer, check_text
+from holdfast.text.load_checks import check_text
+from holdfast.text.tokenizer.tokenizer import Tokenizer
 
 FILES = ModelFiles(name="tiny", kind="folder", path=Path("tiny"), weights=(), format="none")
 LLAMA3 = "{% for m in messages %}<|start_header_id|>{{ m.role }}\n{{ m.content }}<|eot_id|>{% endfor %}"

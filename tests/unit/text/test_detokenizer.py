@@ -11,7 +11,8 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, pre_tokenizers
 from tokenizers.models import BPE, WordLevel
 
-from holdfast.text import Detokenizer, Tokenizer
+from holdfast.text.output.detokenizer import Detokenizer
+from holdfast.text.tokenizer.tokenizer import Tokenizer
 
 SHARED = settings(deadline=None, max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
 ID = st.integers(0, 280)

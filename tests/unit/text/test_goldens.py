@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 from tokenizer_goldens import FOLDER, SMALL, TEXTS, small
 
-from holdfast.checkpoints import builtin, from_path
-from holdfast.text import Detokenizer, Tokenizer
-from holdfast.text.splits import BYTE_LEVEL_SCHEMES
+from holdfast.checkpoints import from_path
+from holdfast.checkpoints.sources import builtin
+from holdfast.text.output.detokenizer import Detokenizer
+from holdfast.text.tokenizer.pretokenizers import BYTE_LEVEL_SCHEMES
+from holdfast.text.tokenizer.tokenizer import Tokenizer
 
 
 def comparable(name: str, text: str) -> bool:

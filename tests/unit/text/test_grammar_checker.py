@@ -246,7 +246,7 @@ def test_a_tokenizer_without_bytes_is_refused() -> None:
     from tokenizers import Tokenizer as Backend
     from tokenizers import models
 
-    from holdfast.text import Tokenizer
+    from holdfast.text.tokenizer.tokenizer import Tokenizer
 
     backend = Backend(models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
     with pytest.raises(RequestError, match="no bytes of their own"):
@@ -279,7 +279,7 @@ def test_a_text_follows_a_schema_or_does_not(service: GrammarService, monkeypatc
 
 
 def test_lanes_hold_what_the_plan_counts() -> None:
-    from holdfast.planner.form_sizes import CHECKS_BYTES
+    from holdfast.footprint.structured_output import CHECKS_BYTES
 
     assert QUICK.places * QUICK.memory_bytes + SLOW.places * SLOW.memory_bytes == CHECKS_BYTES
 

@@ -13,8 +13,8 @@ from tokenizers import pre_tokenizers
 
 from holdfast.checkpoints.files import ModelFiles
 from holdfast.errors import CheckpointError, RequestError, UnsupportedOptionError
-from holdfast.text import Tokenizer
-from holdfast.text.splits import BYTE_LEVEL_SCHEMES
+from holdfast.text.tokenizer.pretokenizers import BYTE_LEVEL_SCHEMES
+from holdfast.text.tokenizer.tokenizer import Tokenizer
 
 SHARED = settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
@@ -278,7 +278,7 @@ def test_absurd_vocabularies_are_refused_at_once(sentencepiece_metadata: dict[st
 
 
 def test_too_many_tokens_are_refused(byte_level_metadata: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("holdfast.text.gguf_vocab.MAX_TOKENS", 100)
+    monkeypatch.setattr("holdfast.text.tokenizer.gguf_vocab.MAX_TOKENS", 100)
     with pytest.raises(CheckpointError, match="absurdly large"):
         Tokenizer.from_gguf_metadata(byte_level_metadata)
 

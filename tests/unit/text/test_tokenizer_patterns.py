@@ -8,10 +8,10 @@ import pytest
 from tokenizers import Regex, pre_tokenizers
 
 from holdfast.errors import CheckpointError
-from holdfast.text import splits
-from holdfast.text.tokenizer_files.regex_cost import check_pattern
-from holdfast.text.tokenizer_files.regex_syntax import PatternError, parse_pattern
-from holdfast.text.tokenizer_files.step_growth import MAX_GROWTH, check_steps
+from holdfast.text.tokenizer import pretokenizers
+from holdfast.text.tokenizer.files.regex_cost import check_pattern
+from holdfast.text.tokenizer.files.regex_syntax import PatternError, parse_pattern
+from holdfast.text.tokenizer.files.step_growth import MAX_GROWTH, check_steps
 
 _MARKS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _HAN_CUT = (
@@ -20,10 +20,10 @@ _HAN_CUT = (
     + r"?|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 PUBLISHED = {
-    "llama 3": splits._LLAMA3,
-    "qwen 2": splits._QWEN2,
-    "tekken": splits._by_case("", r"\p{N}"),
-    "gpt-4o": splits._by_case(splits._SUFFIXES + "?", r"\p{N}{1,3}"),
+    "llama 3": pretokenizers._LLAMA3,
+    "qwen 2": pretokenizers._QWEN2,
+    "tekken": pretokenizers._by_case("", r"\p{N}"),
+    "gpt-4o": pretokenizers._by_case(pretokenizers._SUFFIXES + "?", r"\p{N}{1,3}"),
     "cl100k, possessive": r"'(?:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]++[\r\n]*",
     "loops within loops": _MARKS
     + r"|[^\r\n\p{L}\p{N}]?(?:\p{L}\p{M}*(?: \p{L}\p{M}*)*)+|\p{N}|\s*[\r\n]|\s+(?!\S)|\s+",
@@ -34,9 +34,9 @@ PUBLISHED = {
     "clip": r"<\|startoftext\|>|<\|endoftext\|>|'s|'t|'re|'ve|'m|'ll|'d|[\p{L}]+|[\p{N}]|[^\s\p{L}\p{N}]+",
     "blanks": r" {2,}",
     "lines": r"(?:\r?\n)+(?!\r?\n)",
-    **{f"by default, {place}": pattern for place, pattern in enumerate(splits._FORMAT_DEFAULT)},
-    **{f"deepseek coder, {place}": pattern for place, pattern in enumerate(splits._DEEPSEEK_CODER)},
-    **{f"deepseek 3, {place}": pattern for place, pattern in enumerate(splits._DEEPSEEK_V3)},
+    **{f"by default, {place}": pattern for place, pattern in enumerate(pretokenizers._FORMAT_DEFAULT)},
+    **{f"deepseek coder, {place}": pattern for place, pattern in enumerate(pretokenizers._DEEPSEEK_CODER)},
+    **{f"deepseek 3, {place}": pattern for place, pattern in enumerate(pretokenizers._DEEPSEEK_V3)},
 }
 FOREVER = [
     "(a+)+!",

@@ -9,13 +9,13 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 
 from holdfast.errors import GrammarError, RequestError
-from holdfast.text.reasoning import State, Thinking
-from holdfast.text.tools.dialects import DIALECTS
+from holdfast.text.output.reasoning import State, Thinking
+from holdfast.text.tools.call_format import Form
 from holdfast.text.tools.events import Arguments, CallBegun, Tool
-from holdfast.text.tools.forms import Form
 from holdfast.text.tools.grammar import MAX_SCHEMA_DEPTH, Freedom, calls_grammar, closed, thoughtful_json
 from holdfast.text.tools.mistral import NAMED
 from holdfast.text.tools.prompt import written
+from holdfast.text.tools.registry import DIALECTS
 
 BYTES = LLTokenizer("byte")
 CITY = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}, "required": ["city"]}

@@ -9,10 +9,10 @@ import pytest
 
 from holdfast.config.server import REASONING_PARSERS, TOOL_CALL_PARSERS, ServerConfig
 from holdfast.errors import ConfigurationError
-from holdfast.text.reasoning import FAMILIES
+from holdfast.text.output.reasoning import FAMILIES
 from holdfast.text.templates.template import ChatTemplate
-from holdfast.text.tools.dialects import DIALECTS
 from holdfast.text.tools.prompt import shown, shown_in, speech_of
+from holdfast.text.tools.registry import DIALECTS
 
 PLAIN = "{% for m in messages %}[{{ m.role }}]{{ m.content }}\n{% endfor %}"
 WITHOUT_SYSTEM = "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}[{{ m.role }}]{{ m.content }}\n{% endfor %}"  # noqa: E501

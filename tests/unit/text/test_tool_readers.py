@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.text.reasoning import FAMILIES, ReasoningReader, State, Thinking, thinking_of
+from holdfast.text.output.reasoning import FAMILIES, ReasoningReader, State, Thinking, thinking_of
 from holdfast.text.tools.answers import AnswerReader
-from holdfast.text.tools.dialects import DIALECTS, Dialect, dialect_of
 from holdfast.text.tools.events import Arguments, CallBegun, Content, Event, Reasoning
+from holdfast.text.tools.registry import DIALECTS, Dialect, dialect_of
 
 NAMES = ("weather", "add")
 FAMILY_NAMES = ("hermes", "llama3_json", "mistral", "json")

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer as Trained
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from holdfast.checkpoints import from_path
-from holdfast.text import Tokenizer
+from holdfast.text.tokenizer.tokenizer import Tokenizer
 
 TRAINING = [*TEXTS, "def f(x):\n    return x\n" * 3, "the quick brown fox jumps over the lazy dog " * 5] * 3
 

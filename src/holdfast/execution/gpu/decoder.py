@@ -12,19 +12,19 @@ from dataclasses import dataclass
 import torch
 
 from holdfast.execution.batch import RunnerLimits
-from holdfast.execution.gpu.attention import DecodeRows, GpuAttention, PrefillRows
-from holdfast.execution.gpu.ladder import padded, padded_sizes
-from holdfast.execution.gpu.linear import GpuLinear, Scratch, gpu_linear
-from holdfast.execution.gpu.lora import GpuAdapters
-from holdfast.execution.gpu.mlp import GpuMlp, MlpBuffers, make_mlps
+from holdfast.execution.gpu.batch_sizes import padded, padded_sizes
+from holdfast.execution.gpu.layers.attention import DecodeRows, GpuAttention, PrefillRows
+from holdfast.execution.gpu.layers.linear import GpuLinear, Scratch, gpu_linear
+from holdfast.execution.gpu.layers.lora import GpuAdapters
+from holdfast.execution.gpu.layers.mlp import GpuMlp, MlpBuffers, make_mlps
 from holdfast.execution.gpu.slots import DeviceSlots
-from holdfast.execution.rope import rotaries
+from holdfast.execution.layers.rope import rotaries
 from holdfast.execution.triton_kernels import layer as kernels
-from holdfast.execution.weights import LayerWeights, Norm, Weights
+from holdfast.execution.weights.load import LayerWeights, Norm, Weights
+from holdfast.footprint.cpu import sums_apart
+from holdfast.footprint.experts import mlp_width
 from holdfast.kvcache.groups import KVLayout
 from holdfast.models import ModelSpec
-from holdfast.planner.expert_sizes import mlp_width
-from holdfast.planner.footprint import sums_apart
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

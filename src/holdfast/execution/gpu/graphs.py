@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from holdfast.execution.gpu.ladder import padded
+from holdfast.execution.gpu.batch_sizes import padded
+from holdfast.execution.gpu.memory.oom import is_shortage
 from holdfast.execution.gpu.sampling import Work
-from holdfast.execution.gpu.shortage import is_shortage
 
 log = logging.getLogger("holdfast")
 

@@ -21,24 +21,24 @@ import torch
 
 from holdfast.errors import EngineError, StepMemoryError
 from holdfast.execution.batch import RunnerLimits, SlotBuffers
-from holdfast.execution.broken import broken_rows, tell_of_others
-from holdfast.execution.embedding import vectors
+from holdfast.execution.gpu.batch_sizes import padded_sizes
 from holdfast.execution.gpu.decoder import GpuDecoder
 from holdfast.execution.gpu.graphs import DecodeGraphs
-from holdfast.execution.gpu.kv_range import KVRange
-from holdfast.execution.gpu.ladder import padded_sizes
-from holdfast.execution.gpu.lora import GpuAdapters
+from holdfast.execution.gpu.layers.lora import GpuAdapters
+from holdfast.execution.gpu.memory.kv_range import KVRange
+from holdfast.execution.gpu.memory.oom import is_shortage
 from holdfast.execution.gpu.sampling import DeviceSampler, FoundLogprobs, FoundScores, Work
-from holdfast.execution.gpu.shortage import is_shortage
 from holdfast.execution.gpu.slots import DeviceSlots
 from holdfast.execution.gpu.step import DeviceStep, StepForms, halves, is_decode
-from holdfast.execution.lora_places import LoraLimits
-from holdfast.execution.rehearsal import heaviest_plan
+from holdfast.execution.layers.pooling import vectors
+from holdfast.execution.lora.slots import LoraLimits
+from holdfast.execution.profile_run import heaviest_plan
+from holdfast.execution.sampling.nonfinite import broken_rows, tell_of_others
 from holdfast.execution.triton_kernels.tiles import prefill_tile_tokens
-from holdfast.execution.weights import Weights
+from holdfast.execution.weights.load import Weights
+from holdfast.footprint.gpu import sampling_lanes
 from holdfast.kvcache.groups import KVLayout
 from holdfast.models import ModelSpec
-from holdfast.planner.gpu_footprint import sampling_lanes
 from holdfast.records import AdapterArrival, Failure, Row, StepFailure, StepPlan, StepResult, TokenLogprobs, TokenMasks
 
 log = logging.getLogger("holdfast")

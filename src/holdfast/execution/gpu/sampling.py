@@ -14,13 +14,13 @@ import numpy
 import torch
 
 from holdfast.errors import EngineError
-from holdfast.execution.gpu.packets import PacketRing
+from holdfast.execution.gpu.memory.pinned_staging import PacketRing
 from holdfast.execution.gpu.slots import DeviceSlots
-from holdfast.execution.triton_kernels.sampling import Workspace, sample_rows
-from holdfast.execution.triton_kernels.sampling_adjust import Lanes, adjust_rows
-from holdfast.execution.triton_kernels.sampling_slots import LANE, SlotParams
-from holdfast.planner.gpu_footprint import LOGPROB_ROWS
-from holdfast.planner.sampling_sizes import mask_words
+from holdfast.execution.triton_kernels.sampling.adjust import Lanes, adjust_rows
+from holdfast.execution.triton_kernels.sampling.launch import Workspace, sample_rows
+from holdfast.execution.triton_kernels.sampling.slots import LANE, SlotParams
+from holdfast.footprint.gpu import LOGPROB_ROWS
+from holdfast.footprint.sampling import mask_words
 from holdfast.records import SamplingParams, SequenceStart, TokenLogprobs, TokenMasks
 from holdfast.records.sampling import MAX_LOGPROBS
 

@@ -11,10 +11,10 @@ import numpy.typing
 import torch
 
 from holdfast.execution.batch import RunnerLimits, as_planned
-from holdfast.execution.gpu.packets import PacketRing, Words
+from holdfast.execution.gpu.memory.pinned_staging import PacketRing, Words
 from holdfast.execution.triton_kernels.scatter import scatter_words
+from holdfast.footprint.gpu import UPDATE_WORDS, slot_words, whole_lines
 from holdfast.kvcache.groups import KVLayout
-from holdfast.planner.gpu_footprint import UPDATE_WORDS, slot_words, whole_lines
 from holdfast.records import StepPlan
 
 

@@ -14,11 +14,11 @@ import numpy.typing
 import torch
 
 from holdfast.execution.batch import RunnerLimits, scored_places
-from holdfast.execution.gpu.attention import DecodeRows, PrefillRows
 from holdfast.execution.gpu.decoder import DeviceRows
-from holdfast.execution.gpu.packets import PacketRing
+from holdfast.execution.gpu.layers.attention import DecodeRows, PrefillRows
+from holdfast.execution.gpu.memory.pinned_staging import PacketRing
 from holdfast.execution.triton_kernels.tiles import prefill_tiles
-from holdfast.planner.gpu_footprint import decode_packet_words, mixed_packet_words, whole_lines
+from holdfast.footprint.gpu import decode_packet_words, mixed_packet_words, whole_lines
 from holdfast.records import Row
 
 Integers = numpy.typing.NDArray[numpy.int32]

@@ -9,7 +9,7 @@ import torch
 
 from holdfast.execution import native
 from holdfast.execution.kv_store import KVStore
-from holdfast.execution.linear import Linear, StackedLinear
+from holdfast.execution.layers.linear import Linear, StackedLinear
 from holdfast.execution.ops import cpu, reference
 from holdfast.execution.ops.interface import (
     Activation,
@@ -20,7 +20,7 @@ from holdfast.execution.ops.interface import (
     StepBuffers,
     StepRows,
 )
-from holdfast.execution.weights import GatedWeights, LayerWeights
+from holdfast.execution.weights.load import GatedWeights, LayerWeights
 from holdfast.kvcache.groups import KVGroup
 
 

@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from holdfast.planner.lora_sizes import RANK_STEP, SPLIT_ROWS, SPLITS, TILE_ROWS
+from holdfast.footprint.lora import RANK_STEP, SPLIT_ROWS, SPLITS, TILE_ROWS
 
 # Rows of a step are not compiled in, not even whether 16 divides them: what was tried at the start serves every step.
 COLUMNS, OUTPUTS, WARPS = 128, 64, 4

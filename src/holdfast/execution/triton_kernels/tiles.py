@@ -13,7 +13,7 @@ import numpy
 import numpy.typing
 
 from holdfast.execution.triton_kernels.shared_memory import shared_memory_bytes
-from holdfast.planner.gpu_footprint import PROCESSORS
+from holdfast.footprint.gpu import PROCESSORS
 
 Words = numpy.typing.NDArray[numpy.int32]
 Integers = numpy.typing.NDArray[numpy.integer[Any]]

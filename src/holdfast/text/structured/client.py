@@ -24,7 +24,7 @@ from holdfast.socket_folder import SocketFolder
 from holdfast.text.structured import wire
 
 if TYPE_CHECKING:
-    from holdfast.text.tokenizer import Tokenizer
+    from holdfast.text.tokenizer.tokenizer import Tokenizer
 
 log = logging.getLogger("holdfast")
 

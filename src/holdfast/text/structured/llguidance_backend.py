@@ -17,8 +17,8 @@ from llguidance import LLMatcher, LLTokenizer
 
 from holdfast.errors import GrammarError
 from holdfast.records.structured import StructuredOutputsParams, Vocabulary
-from holdfast.text.structured.grammar import grammar_of
 from holdfast.text.structured.grammar_probe import LIMITS, GrammarProbe
+from holdfast.text.structured.syntax.grammar import grammar_of
 from holdfast.units import shorten
 
 COMPILED_KEPT = 8

@@ -16,8 +16,8 @@ from jinja2.utils import _PassArg
 from markupsafe import Markup
 
 from holdfast.text.templates.budget import CONTAINERS, MAX_LISTED_CHARS, MAX_SPREAD, MAX_WRITTEN, Budget, budget
-from holdfast.text.templates.growth import formatted_chars, is_number, refuse_numbers
 from holdfast.text.templates.methods import MAX_MAPPED_CHARS, MAX_SCANNED_CHARS, Given, call_method
+from holdfast.text.templates.string_limits import formatted_chars, is_number, refuse_numbers
 
 MAX_WORDS_CHARS = 50_000
 """Of a text that is taken apart into words."""

@@ -11,8 +11,8 @@ import msgspec
 
 from holdfast.errors import RequestError, UnsupportedOptionError
 from holdfast.text.templates.template import compile_template, stopped
-from holdfast.text.tools.dialects import DIALECTS
 from holdfast.text.tools.prompt import Speech, shown, speech_of
+from holdfast.text.tools.registry import DIALECTS
 
 
 class RenderJob(msgspec.Struct, kw_only=True, frozen=True):

@@ -26,7 +26,7 @@ from markupsafe import Markup
 
 from holdfast.text.templates import string_slices
 from holdfast.text.templates.budget import Budget
-from holdfast.text.templates.growth import padded_chars, refuse_numbers, replaced_chars, untabbed_chars
+from holdfast.text.templates.string_limits import padded_chars, refuse_numbers, replaced_chars, untabbed_chars
 
 MAX_SCANNED_CHARS = 500_000
 MAX_MAPPED_CHARS = 250_000

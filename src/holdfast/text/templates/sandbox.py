@@ -23,8 +23,8 @@ from holdfast.text.templates import string_slices
 from holdfast.text.templates.budget import CONTAINERS, MAX_NUMBER_BITS, VIEWS, Budget, budget
 from holdfast.text.templates.compiler import BoundedLexer, CountingGenerator, check_tree
 from holdfast.text.templates.filters import bounded_filters, bounded_tests, guarded_filter
-from holdfast.text.templates.growth import braced_chars, formatted_chars
 from holdfast.text.templates.methods import ATTRIBUTES, MAX_SCANNED_CHARS, call_method
+from holdfast.text.templates.string_limits import braced_chars, formatted_chars
 
 MAX_REPEATED = 1_000_000
 """Characters or items one `*` in a template may make."""

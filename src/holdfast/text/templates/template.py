@@ -24,8 +24,8 @@ from holdfast.errors import ConfigurationError, RequestError
 from holdfast.text.messages import join_text_parts, plain
 from holdfast.text.templates import budget as template_budget
 from holdfast.text.templates.budget import SlowRenderingError, budget, rendering
-from holdfast.text.templates.growth import refuse_numbers
 from holdfast.text.templates.sandbox import Sandbox
+from holdfast.text.templates.string_limits import refuse_numbers
 from holdfast.units import shorten
 
 TEMPLATE_REFUSED, TEMPLATE_UNSAFE, TEMPLATE_MISSING = "HF301", "HF302", "HF303"

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from holdfast.text.reasoning import ReasoningReader
+from holdfast.text.output.reasoning import ReasoningReader
 from holdfast.text.tools.events import Content, Event, Reasoning
-from holdfast.text.tools.reading import CallReader
+from holdfast.text.tools.parser import CallReader
 
 
 class AnswerReader:

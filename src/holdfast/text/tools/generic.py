@@ -6,8 +6,8 @@ names a tool that was given: any other JSON is content.
 
 from __future__ import annotations
 
-from holdfast.text.tools.forms import ARGUMENTS, NAME, Form
-from holdfast.text.tools.reading import CallReader, NotACall, Region, Step
+from holdfast.text.tools.call_format import ARGUMENTS, NAME, Form
+from holdfast.text.tools.parser import CallReader, NotACall, Region, Step
 
 FENCE = "```"
 

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from holdfast.errors import RequestError
-from holdfast.text.reasoning import State, Thinking
-from holdfast.text.structured.regex_limits import check_repeats
-from holdfast.text.structured.schemas import patterns, rewritten
+from holdfast.text.output.reasoning import State, Thinking
+from holdfast.text.structured.syntax.regex_limits import check_repeats
+from holdfast.text.structured.syntax.schemas import patterns, rewritten
+from holdfast.text.tools.call_format import ARGUMENTS, BARE_NAME, NAME, Form
 from holdfast.text.tools.events import Tool
-from holdfast.text.tools.forms import ARGUMENTS, BARE_NAME, NAME, Form
 
 TokenOf = Callable[[str], int | None]
 """The id of a mark that is a token and no text; None: it is spelled as text."""

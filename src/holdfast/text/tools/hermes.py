@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from holdfast.text.tools.forms import ARGUMENTS, NAME, Form
+from holdfast.text.tools.call_format import ARGUMENTS, NAME, Form
 from holdfast.text.tools.generic import GenericReader
-from holdfast.text.tools.reading import NotACall, Region
+from holdfast.text.tools.parser import NotACall, Region
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from holdfast.text.tools.forms import ARGUMENTS, BARE_NAME, NAME, Form
+from holdfast.text.tools.call_format import ARGUMENTS, BARE_NAME, NAME, Form
 from holdfast.text.tools.generic import GenericReader
-from holdfast.text.tools.reading import MAX_NAME_CHARS, NotACall, Region
+from holdfast.text.tools.parser import MAX_NAME_CHARS, NotACall, Region
 
 CALLS, CALL_ID, ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 

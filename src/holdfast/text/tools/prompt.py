@@ -13,8 +13,8 @@ from typing import Any
 
 from holdfast.text.messages import plain
 from holdfast.text.templates.template import compile_template
-from holdfast.text.tools.dialects import DIALECTS, GENERIC, Dialect, dialect_of
-from holdfast.text.tools.forms import ARGUMENTS, BARE_NAME, NAME, Form
+from holdfast.text.tools.call_format import ARGUMENTS, BARE_NAME, NAME, Form
+from holdfast.text.tools.registry import DIALECTS, GENERIC, Dialect, dialect_of
 
 PREAMBLE = """# Tools
 

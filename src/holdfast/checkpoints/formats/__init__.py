@@ -1,0 +1,1 @@
+"""How tensors are stored: GGUF, safetensors, and quantized layouts."""

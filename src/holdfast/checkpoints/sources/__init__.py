@@ -1,0 +1,1 @@
+"""Where a model's files come from: a path, a built-in name, the hub."""

@@ -1,0 +1,1 @@
+"""Whether stored tensors are those that the config describes. Headers only."""

@@ -1,0 +1,234 @@
+"""`holdfast serve`: settings in, a running server out. Says what it is doing; the work is engine's and server's."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from holdfast.cli.fatal import command_line, say_why
+from holdfast.cli.output import say_error
+from holdfast.config import EngineConfig, ServerConfig
+from holdfast.config.engine import REFUSED as ENGINE_REFUSED
+from holdfast.config.server import REFUSED as SERVER_REFUSED
+from holdfast.config.setting import Refusal, flag_name, refusals
+from holdfast.config.sources import FLAG, Gathered, add_flags, add_refused, gather, split
+from holdfast.engine.startup.prespawn import EarlyProcess
+from holdfast.errors import ConfigurationError, HoldfastError
+from holdfast.observability.nonblocking_output import unblock_output
+
+if TYPE_CHECKING:
+    from holdfast.engine.requests.adapters import Adapters
+    from holdfast.engine.startup.build import FoundModel
+    from holdfast.server.settings import ServerSettings
+
+log = logging.getLogger("holdfast")
+
+HELP = """Serve a model over the OpenAI API, on the memory this machine really has.
+
+Each setting can also be an environment variable (HOLDFAST_PORT=9000) or a line of a TOML or YAML file given with
+--config; a flag wins over the environment, and the environment over the file."""
+
+USAGE = "holdfast serve [MODEL] [settings]"
+
+EXAMPLES = """examples:
+  holdfast serve                                        the built-in SmolLM2-135M-Instruct
+  holdfast serve ./my-model --max-model-len 8K          a folder with config.json and safetensors
+  holdfast serve model-q4_1.gguf --port 9000            a GGUF file
+  holdfast serve owner/name --api-key secret            a hub id (HF_TOKEN, HF_HOME and HF_ENDPOINT are honoured)
+
+exit codes: 0 stopped in order, 1 failed, 2 a setting cannot be honoured, 130 or 143 left at a second signal
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model_positional", nargs="?", metavar="MODEL", help="same as --model")
+    parser.add_argument("--config", type=Path, metavar="FILE", help="settings from a TOML or YAML file")
+    add_flags(parser, EngineConfig, title="model and engine")
+    add_flags(parser, ServerConfig, title="server")
+    add_refused(parser, (*ENGINE_REFUSED, *SERVER_REFUSED))
+
+
+def read_settings(arguments: argparse.Namespace) -> tuple[EngineConfig, ServerConfig]:
+    given = vars(arguments).copy()
+    positional, file = given.pop("model_positional", None), given.pop("config", None)
+    if positional is not None:
+        if given.get("model") not in (None, positional):
+            raise ConfigurationError(f"two models are named: {positional} and {given['model']}", field="model")
+        given["model"] = positional
+    gathered = gather([EngineConfig, ServerConfig], given, file=file)
+    if gathered.values.get("model") is None:
+        _check_swallowed(given)
+    if "api_key" not in gathered.values and os.environ.get("VLLM_API_KEY"):
+        # Who moves here from vLLM must not find the door open; as there, flags and the file come first.
+        gathered = Gathered({**gathered.values, "api_key": os.environ["VLLM_API_KEY"]}, gathered.origins)
+    return split(gathered, (EngineConfig, ENGINE_REFUSED), (ServerConfig, SERVER_REFUSED))
+
+
+def refused_settings(arguments: argparse.Namespace) -> list[Refusal]:
+    """Of the flags alone."""
+    return refusals(vars(arguments), {**ENGINE_REFUSED, **SERVER_REFUSED}, lambda name: FLAG)
+
+
+def _with_command(error: ConfigurationError, refused: Sequence[Refusal], words: Sequence[str]) -> str | None:
+    """The fix, and where flags are to be left out the whole command without them."""
+    if error.fix is None or error.field not in {one.name for one in refused}:
+        return error.fix
+    from holdfast.doctor.command.parse import parse_command
+
+    command = parse_command(command_line(words))
+    if command is None:
+        return error.fix
+    return f"{error.fix}: {command.with_changes({flag_name(one.name): None for one in refused})}"
+
+
+def _check_swallowed(given: Mapping[str, Any]) -> None:
+    """A flag that takes several words takes a MODEL behind them too: a public name would become a key."""
+    for name in ("api_key", "served_model_name", "lora_folders", "lora_modules"):
+        words = given.get(name) or []
+        if len(words) < 2 or (name == "lora_modules" and ("=" in words[-1] or words[-1].startswith("{"))):
+            continue
+        written = flag_name(name)
+        raise ConfigurationError(
+            f"{written} has {len(words)} words behind it, and no model is named: the last of them may be one",
+            needed="the model before such a flag, or by --model",
+            fix=f"holdfast serve MODEL {written} ...; the built-in model is called smollm2",
+            field="model",
+        )
+
+
+def unread_variables(environment: Mapping[str, str]) -> list[str]:
+    """vLLM's own, which somebody may rely on."""
+    return sorted(name for name in environment if name.startswith("VLLM_") and name != "VLLM_API_KEY")
+
+
+def server_settings(engine_config: EngineConfig, server_config: ServerConfig, model: FoundModel) -> ServerSettings:
+    """What the application is told, whoever runs it."""
+    import holdfast
+    from holdfast.engine.requests.sampling_defaults import default_sampling
+    from holdfast.observability.logs import json_lines
+    from holdfast.server.settings import ServerSettings
+
+    defaults = default_sampling(engine_config, model.files.generation_config)
+    return ServerSettings(
+        served_model_names=server_config.served_model_name or (model.files.name,),
+        api_key=server_config.api_key,
+        api_key_file=None if server_config.api_key_file is None else Path(server_config.api_key_file),
+        public_metrics=server_config.public_metrics,
+        disable_docs=server_config.disable_docs,
+        force_include_usage=server_config.enable_force_include_usage,
+        enable_sleep_mode=engine_config.enable_sleep_mode,
+        allowed_origins=server_config.allowed_origins,
+        allowed_methods=server_config.allowed_methods,
+        allowed_headers=server_config.allowed_headers,
+        allow_credentials=server_config.allow_credentials,
+        max_body_bytes=server_config.max_body_size,
+        max_queued_requests=engine_config.max_queued_requests,
+        scheduling_policy=engine_config.scheduling_policy,
+        default_sampling=defaults,
+        trust_request_chat_template=server_config.trust_request_chat_template,
+        enable_auto_tool_choice=server_config.enable_auto_tool_choice,
+        tool_call_parser=server_config.tool_call_parser,
+        reasoning_parser=server_config.reasoning_parser,
+        structured_outputs=server_config.structured_outputs_config or {},
+        adapters=_adapters(engine_config, server_config, model),
+        access_log=None if server_config.disable_access_log else json_lines(sys.stderr),
+        version=holdfast.__version__,
+    )
+
+
+def _adapters(engine_config: EngineConfig, server_config: ServerConfig, model: FoundModel) -> Adapters | None:
+    """With those loaded that are named at start; what is wrong with one is said before the server is up."""
+    from holdfast.engine.requests.adapters import Adapters, load_modules
+
+    if not engine_config.enable_lora:
+        for name in ("lora_modules", "lora_folders"):
+            if getattr(server_config, name):
+                raise ConfigurationError(
+                    f"{flag_name(name)} is of LoRA adapters, and they are not enabled", fix="--enable-lora", field=name
+                )
+        return None
+    folders = [Path(folder) for folder in server_config.lora_folders]
+    missing = next((folder for folder in folders if not folder.is_dir()), None)
+    if missing is not None:
+        raise ConfigurationError(f"--lora-folders: there is no folder {missing}", field="lora_folders")
+    adapters = Adapters(model.spec, model.files.name, engine_config, folders)
+    load_modules(adapters, server_config.lora_modules, server_config.served_model_name or (model.files.name,))
+    return adapters
+
+
+def run(arguments: argparse.Namespace, words: tuple[str, ...]) -> int:
+    """`words`: as they were typed after `holdfast`."""
+    unblock_output()
+    try:
+        engine_config, server_config = read_settings(arguments)
+    except ConfigurationError as error:
+        error.fix = _with_command(error, refused_settings(arguments), words)
+        raise
+    early = EarlyProcess()
+    try:
+        return _run(engine_config, server_config, early, words)
+    except HoldfastError as error:
+        say_error(error)
+        say_why(error, words)
+        return 2 if isinstance(error, ConfigurationError) else 1
+    finally:
+        early.end()  # Whatever stopped us.
+
+
+def _run(engine_config: EngineConfig, server_config: ServerConfig, early: EarlyProcess, words: tuple[str, ...]) -> int:
+    import holdfast
+    from holdfast.engine.process.client import ProcessEngine
+    from holdfast.engine.startup.build import find_model, open_tokenizer, plan_lines, plan_model
+    from holdfast.engine.startup.progress import LoadProgress
+    from holdfast.engine.startup.select_device import settle_device
+    from holdfast.footprint.cpu import FRONT_BYTES
+    from holdfast.observability.ledger import ledger_lines
+    from holdfast.observability.logs import ThroughputLog, ready_lines, set_up_logging
+    from holdfast.server.app import create_app
+    from holdfast.server.http.tls import tls_of
+    from holdfast.server.run import bind
+    from holdfast.server.run import run as run_server
+
+    set_up_logging(server_config.log_level)
+    log.info("holdfast %s", holdfast.__version__)
+    log.info("command: %s", command_line(words))
+    for name in unread_variables(os.environ):
+        log.warning("%s is set in the environment and is not read: settings are HOLDFAST_NAME", name)
+    listener = bind(server_config.host, server_config.port)  # A port in use is said before a model is fetched.
+    tls = tls_of(server_config)
+    engine_config = settle_device(engine_config)
+    model = find_model(engine_config)
+    log.info("model %s: %s, %s parameters", model.files.name, model.spec.architecture, f"{model.spec.parameters:,}")
+    plan = plan_model(engine_config, model, front_bytes=FRONT_BYTES, engine_pid=early.pid)
+    print("\n".join(plan_lines(model, plan)), file=sys.stderr, flush=True)
+    tokenizer = open_tokenizer(engine_config, model)
+    engine = ProcessEngine(engine_config, model, tokenizer, plan=plan, on_progress=LoadProgress(), early=early)
+    host, port = listener.getsockname()[:2]
+    app = create_app(engine, server_settings(engine_config, server_config, model))
+
+    def say_ready() -> None:
+        scheme = "http" if tls is None else "https"
+        url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
+        ledger = engine.memory()
+        if ledger is not None:
+            print("\n".join(ledger_lines(ledger)), file=sys.stderr, flush=True)
+        for line in (*ready_lines(engine.info), f"Ready: {url}/v1 (try: curl {url}/v1/models)"):
+            log.info("%s", line)
+
+    return run_server(
+        app,
+        engine,
+        listener=listener,
+        drain_timeout_s=server_config.drain_timeout,
+        write_timeout_s=server_config.write_timeout,
+        max_connections=server_config.max_connections,
+        tls=tls,
+        on_ready=say_ready,
+        on_fatal=lambda error: say_why(error, words),
+        throughput=None if server_config.disable_log_stats else ThroughputLog(app.state.metrics, engine.stats),
+    )

@@ -1,0 +1,1 @@
+"""A command checked before it is run."""

@@ -1,0 +1,393 @@
+"""`holdfast doctor --command`: a command that starts a server, judged before it is run.
+
+    flags     do they exist, are their values possible           judge_flags.py
+    plan      does it fit this machine, or the one that is named  the planner, as the engine itself would size it
+    beyond    what no plan has a setting for                      judge_beyond.py
+    ways out  as changes of this command                          judge_ways.py
+
+Every value that is offered as a fix has been planned. Runs nothing and downloads no weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from holdfast.doctor.build_finding import Confidence, changed, found
+from holdfast.doctor.check_command.checkpoint_format import stored_otherwise, would_not_run
+from holdfast.doctor.check_command.flags import flag_findings
+from holdfast.doctor.check_command.gpu_split import Split, divided, longest_tokens, split_of
+from holdfast.doctor.check_command.refusals import BEYOND_MODEL, SHORTER, no_model, pool_bytes, refused, vllm_on_a_cpu
+from holdfast.doctor.check_command.remedies import ways
+from holdfast.doctor.check_command.to_question import NAMES, Machine, question_for, with_settings
+from holdfast.doctor.check_command.unplanned import (
+    beyond,
+    budget_words,
+    draft_of,
+    draft_too_large,
+    ill_divided,
+    not_planned,
+    speculates,
+    stretched,
+)
+from holdfast.doctor.command.flag_aliases import translated
+from holdfast.doctor.command.parse import ServerCommand, parse_command
+from holdfast.doctor.command.shell import OpenQuote
+from holdfast.doctor.findings import Diagnosis, Evidence, Finding, Fix, RootCause
+from holdfast.doctor.probe.installed_version import version_of
+from holdfast.doctor.report.text import changes_of
+from holdfast.errors import ConfigurationError, HoldfastError, ModelError
+from holdfast.observability.codes import codes
+from holdfast.units import format_bytes, shorten
+
+__all__ = ["Machine", "judge", "judge_command"]
+
+if TYPE_CHECKING:
+    from holdfast.planner.advice.warnings import PlanWarning
+    from holdfast.planner.fit.search import Question
+    from holdfast.planner.report.answer import Answer
+
+_WARNED: dict[str, tuple[str, RootCause]] = {
+    "HFW20": ("utilization_too_high", "configuration_overshoot"),
+    "HFW21": ("utilization_too_high", "configuration_overshoot"),
+    "HFW22": ("utilization_too_low", "configuration_overshoot"),
+    "HFW27": ("tensor_parallel_unused", "configuration_overshoot"),
+    "HFW29": ("free_memory_below_utilization", "configuration_overshoot"),
+    "HFW32": ("dtype_unsupported_gpu", "not_memory"), "HFW33": ("dtype_unsupported_gpu", "not_memory"),
+}  # fmt: skip
+"""What a plan warns of and a doctor names; the rest is advice of the plan's own."""
+_IDLE = "HFW27"
+_NO_GPU = "a GPU: this machine shows none, so name the one it is for: --gpu rtx4090"
+_ON_THIS_CPU = (
+    "this machine shows no GPU, so the command is judged for its CPU; --gpu NAME or --vram SIZE judges it for another"
+)
+_LESS_SURE: dict[str, Confidence] = {"high": "medium", "medium": "low"}
+"""Of a command for a GPU that is judged for a CPU: it is likely meant for another machine."""
+_SHARE = "utilization_too_high"
+ROUNDS = 3
+REPLANNED = ("heads_not_divisible", "tensor_parallel_mismatch", "bad_flag", "quant_shape_mismatch")
+"""What is put right before it is planned again."""
+
+
+Judged = tuple[list[Finding], list[str], list[str]]
+
+
+def judge_command(text: str, *, machine: Machine | None = None, version: str | None = None) -> Diagnosis:
+    """`version`: of the engine; left out, that of the program which the command names, where it is installed here."""
+    try:
+        command = parse_command(text, strict=True)
+    except OpenQuote as error:
+        raise ConfigurationError(
+            "a quote in the command is not closed", needed="as many closing quotes as opening ones",
+            found=shorten(str(error), 60), fix="close it, and quote the whole once more", field="command",
+        ) from None  # fmt: skip
+    if command is None:
+        raise ConfigurationError(
+            "there is no command in it that starts a server",
+            needed="vllm serve MODEL ..., python -m vllm.entrypoints.openai.api_server ..., llama-server ...,"
+            " python -m sglang.launch_server ... or holdfast serve ...",
+            found=shorten(text, 120), fix='holdfast doctor --command "vllm serve MODEL --max-model-len 8192"',
+            field="command",
+        )  # fmt: skip
+    return judge(command, machine=machine, version=version)
+
+
+def judge(
+    command: ServerCommand, *, machine: Machine | None = None, version: str | None = None, runs_here: bool = False
+) -> Diagnosis:
+    """`runs_here`: it is about to be run on this machine, so that nothing else can be meant."""
+    engine_version = version or command.version or version_of(command.engine, command.words)
+    wrong = flag_findings(command, engine_version)
+    findings, missing, seen = list(wrong), list[str](), list[str]()
+    right = command
+    # What is planned is the command as it would be with its faults put right, until a plan finds no other: a parallel
+    # size that is possible may still be one that does not fit.
+    for _ in range(ROUNDS):
+        right = _put_right(command, findings)
+        found_now, missing, seen = _planned_together(right, machine or Machine(), engine_version, runs_here)
+        findings += [one for one in found_now if one.what not in {known.what for known in findings}]
+        again = [one for one in found_now if one.cause in REPLANNED and one.fix is not None and one.fix.changes]
+        if not again:
+            break
+    missing += [f"a plan of {name}: it is not planned" for name in not_planned(command)]
+    return Diagnosis(
+        engine=command.engine, engine_version=engine_version, command=command.with_changes({}),
+        phase="args" if wrong else None, healthy=not findings and not missing, findings=_whole(command, findings),
+        missing=missing, seen=seen,
+    )  # fmt: skip
+
+
+def _put_right(command: ServerCommand, wrong: list[Finding]) -> ServerCommand:
+    changes = _changes(wrong)
+    return (parse_command(command.with_changes(changes)) or command) if changes else command
+
+
+def _changes(findings: list[Finding]) -> dict[str, str | None]:
+    fixes = [one.fix for one in findings if one.fix is not None and "--model" not in one.fix.changes]
+    return {flag: value for fix in fixes for flag, value in fix.changes.items()}
+
+
+def _whole(command: ServerCommand, findings: list[Finding]) -> list[Finding]:
+    """Several faults have one command that mends them all."""
+    if len(findings) < 2:
+        return findings
+    every = _changes(findings)
+    text = command.with_changes(every)
+
+    def mended(fix: Fix | None) -> Fix | None:
+        if fix is None or not fix.changes or "--model" in fix.changes:
+            return fix
+        others = Fix(changes={flag: value for flag, value in every.items() if flag not in fix.changes})
+        beside = f"; in the same command, for the other findings: {changes_of(others)}" if others.changes else ""
+        return msgspec.structs.replace(fix, command=text, why=f"{fix.why}{beside}")
+
+    return [msgspec.structs.replace(one, fix=mended(one.fix)) for one in findings]
+
+
+# The plan
+
+
+def _planned_together(command: ServerCommand, machine: Machine, version: str | None, runs_here: bool) -> Judged:
+    """A share that is too high is put right first: what is offered beside it has to fit with the lower one, since one
+    command has both."""
+    judged = _planned(command, machine, version, runs_here)
+    share = next((one for one in judged[0] if one.cause == _SHARE and one.fix is not None and one.fix.changes), None)
+    if share is None or share.fix is None or len(judged[0]) == 1:
+        return judged
+    (flag, value), *_ = share.fix.changes.items()
+    found_lower, missing, seen = _planned(_put_right(command, [share]), machine, version, runs_here)
+    if _mendable(found_lower) or not _mendable([one for one in judged[0] if one is not share]):
+        said = f"counted with {flag} {value}, as it is offered below, in place of {command.value(flag)}"
+        return [*found_lower, share], missing, [*seen, said]
+    # With a lower share nothing that can be set would do: it is said, and not put into the command.
+    advice = msgspec.structs.replace(share, fix=Fix(why=f"{share.fix.why}, and a smaller model or a larger GPU"))
+    return [advice if one is share else one for one in judged[0]], *judged[1:]
+
+
+def _mendable(findings: list[Finding]) -> bool:
+    return all(one.fix is not None and one.fix.changes and "--model" not in one.fix.changes for one in findings)
+
+
+def _planned(command: ServerCommand, machine: Machine, version: str | None, runs_here: bool) -> Judged:
+    """Findings, what is missing, and what was planned."""
+    if command.engine not in NAMES:
+        return [], [f"a plan: commands of {command.engine} are read, and not planned"], []
+    if command.model is None and command.engine != "holdfast":
+        return [], ["the model: the command names none"], []
+    try:
+        question = question_for(command, machine, version)
+    except ModelError as error:
+        return *no_model(command, error, elsewhere=machine.named), []
+    except HoldfastError as error:
+        return *refused(command, error, None), []
+    from holdfast.planner.fit.search import describe_devices
+
+    devices = describe_devices(question.machine.all_devices)
+    on_cpu = question.machine.kind == "cpu"
+    doubtful = on_cpu and command.engine == "vllm" and not machine.named and not _for_a_cpu(command, version)
+    first = [_ON_THIS_CPU] if doubtful and not runs_here else []
+    seen = [*first, f"planned for {'' if machine.named else 'this machine: '}{devices}"]
+    otherwise = stored_otherwise(command, question)
+    if otherwise is not None:
+        return [otherwise], [], seen
+    if on_cpu and command.engine == "vllm":
+        findings = list(vllm_on_a_cpu(command, question))
+        if findings or pool_bytes(command) is not None:
+            return findings, [], seen
+    if on_cpu and command.engine == "sglang":
+        return [], [_NO_GPU], seen
+    try:
+        findings, told, split = _answered(command, question, version, machine)
+        if first:
+            findings = [
+                msgspec.structs.replace(one, confidence=_LESS_SURE.get(one.confidence, "low")) for one in findings
+            ]
+        other = [_NO_GPU] if doubtful and findings else []
+        idle = [f"{one.message}; {one.fix}" for one in told.warnings if one.code == _IDLE and told.fits]
+        return findings, other, [*first, f"{seen[-1]}; {budget_words(command, told, split)}", *idle]
+    except HoldfastError as error:
+        if error.code == BEYOND_MODEL and stretched(command):
+            return [], [f"a plan: {error.message}, and how positions are stretched is not planned"], seen
+        return *refused(command, error, question), seen
+
+
+def _for_a_cpu(command: ServerCommand, version: str | None) -> bool:
+    """vLLM that says itself that a CPU is meant."""
+    named = command.value("device") == "cpu" or any(name.startswith("VLLM_CPU_") for name in command.environment)
+    return named or "cpu" in (version or "")
+
+
+def _answered(
+    command: ServerCommand, question: Question, version: str | None, machine: Machine
+) -> tuple[list[Finding], Answer, Split | None]:
+    from holdfast.planner.report.answer import answer
+
+    engine = f"vllm=={version}" if command.engine == "vllm" and version is not None else command.engine
+    offloaded = any(command.has(name) for name in ("cpu-offload-gb", "n-cpu-moe", "n-gpu-layers"))
+    split = None if offloaded else _split(command, question)
+    if split is not None and not split.settable:
+        return *_no_split_does(command, question, split, engine, version, machine), split
+    told = answer(question if split is None else divided(question, split), engine=engine)
+    findings: list[Finding] = []
+    ill = None if split is None else ill_divided(command, split, told.fit.required_tokens)
+    if ill is not None:
+        findings.append(ill)
+    elif split is None and not told.fits and not offloaded:
+        findings.append(_does_not_fit(command, told))
+    elif told.fits and told.lacks:
+        findings += _would_refuse(command, told, question, engine, sizes_itself=split is None)
+    findings += beyond(command, told, split)
+    said = {one.cause for one in findings}
+    for warning in told.warnings:
+        if warning.code == _IDLE and told.fits:
+            continue  # Nothing is wrong with that: it is said beside the plan.
+        if warning.code in _WARNED and _WARNED[warning.code][0] not in said:
+            findings.append(_warned(command, warning))
+    return findings, told, split
+
+
+def _split(command: ServerCommand, question: Question) -> Split | None:
+    return split_of(command, question, draft_of(command) if speculates(command) else None)
+
+
+def _no_split_does(
+    command: ServerCommand, question: Question, split: Split, engine: str, version: str | None, machine: Machine
+) -> tuple[list[Finding], Answer]:
+    """Whatever the flag of the split is set to: what else would do, with the flag as high as can be, or without it."""
+    from holdfast.planner.report.answer import answer
+
+    drafted = draft_too_large(command, split)
+    if drafted is not None:
+        return [drafted], answer(divided(question, None), engine=engine)
+    base, most = dict[str, str | None]({split.flag: None}), max(0.01, split.most_share)
+    if split.share is not None:
+        split = split.with_share(most)
+        base, question = {split.flag: f"{most:g}"}, divided(question, split)
+    best = parse_command(command.with_changes(base)) or command
+    told = answer(question, engine=engine)
+    finding, plain = _does_not_fit(best, told), _does_not_fit(command, told)
+    if split.share is not None and finding.cause == "kv_cache_too_small_for_max_len":
+        finding = msgspec.structs.replace(finding, what=f"{finding.what}, with a static share of {most:g}")
+    fixes, longest = [], 0 if split.share is None else longest_tokens(told.fit, split)
+    for one, alone in zip(_fixes(finding), _fixes(plain), strict=False):
+        if one.command is None or (alone.command is not None and _holds(alone.command, machine, version)):
+            fixes.append(alone)
+        elif (held := _held(best, one, longest, machine, version)) is not None:
+            fixes.append(msgspec.structs.replace(held, changes={**base, **held.changes}))
+    fix, others = (fixes[0], fixes[1:]) if fixes else (None, [])
+    return [msgspec.structs.replace(finding, fix=fix, alternatives=others)], told
+
+
+def _fixes(finding: Finding) -> list[Fix]:
+    return [fix for fix in (finding.fix, *finding.alternatives) if fix is not None]
+
+
+def _held(best: ServerCommand, fix: Fix, longest: int, machine: Machine, version: str | None) -> Fix | None:
+    """The fix, or with a shorter context the one that the split's pool holds; None: it does not hold."""
+    length = translated(best.engine, "max-model-len") or ""
+    if list(fix.changes) == [length] and longest > 0:
+        fix = changed(best, {length: str(longest)}, "the longest context that fits; planned: it fits", fix.price)
+    return fix if fix.command is not None and _holds(fix.command, machine, version) else None
+
+
+def _holds(text: str, machine: Machine, version: str | None) -> bool:
+    """Whether a command divides a GPU so that it holds one sequence and its steps."""
+    command = parse_command(text)
+    if command is None:
+        return False
+    try:
+        question = question_for(command, machine, version)
+        split = _split(command, question)
+    except HoldfastError:
+        return False
+    return split is None or split.needed_bytes <= split.pool_bytes <= split.room_bytes
+
+
+def _evidence(*lines: str) -> list[Evidence]:
+    return [Evidence(line=line, source="plan") for line in lines]
+
+
+def _does_not_fit(command: ServerCommand, told: Answer) -> Finding:
+    fit = told.fit
+    rank = min(fit.ranks, key=lambda one: one.room_bytes)
+    terms = sorted(rank.terms, key=lambda term: -term.nbytes)
+    weights = sum(term.nbytes for term in rank.terms if term.name == "weights")
+    lines = [f"budget {format_bytes(rank.budget_bytes)} on {rank.device.name}"]
+    lines += [f"{term.name} {format_bytes(term.nbytes)}" for term in terms[:3]]
+    fixes = ways(command, told)
+    configured = any(way.kind in ("utilization", "context", "sequences", "configuration") for way in told.ways_out)
+    budget = format_bytes(rank.budget_bytes)
+    if weights > rank.budget_bytes:
+        cause, what = "weights_do_not_fit", f"the weights alone take {format_bytes(weights)} of {budget}"
+    elif rank.room_bytes <= 0:
+        cause, what = "no_memory_for_kv_blocks", f"what is held beside KV fills the {budget}: none is left for KV"
+    else:
+        needed = fit.needed_bytes(rank)
+        cause = "kv_cache_too_small_for_max_len"
+        what = (
+            f"one sequence of {fit.required_tokens:,} tokens needs {format_bytes(needed)} of KV, and"
+            f" {format_bytes(rank.room_bytes)} are left"
+        )
+    unused = next((way for way in told.ways_out if way.kind == "idle_gpus"), None)
+    if unused is not None and command.value("tensor-parallel-size") is None:
+        idle = len(told.question.machine.devices) - 1
+        cause, what = "tensor_parallel_unused", f"{what}; and {idle} GPU{'s' if idle > 1 else ''} more stand idle"
+        fixes.sort(key=lambda fix: translated(command.engine, "tensor-parallel-size") not in fix.changes)
+    settable = any(fix.changes and "--model" not in fix.changes for fix in fixes)
+    root: RootCause = "configuration_overshoot" if settable else "does_not_fit"
+    if cause == "kv_cache_too_small_for_max_len" and configured:
+        root = "kv_blowout"
+    numbers = {"short_bytes": fit.short_bytes, "budget_bytes": rank.budget_bytes, "weights_bytes": weights}
+    return found(
+        cause, root, "high", what=f"it does not fit: {what}", fixes=fixes, evidence=_evidence(*lines),
+        why=f"{format_bytes(fit.short_bytes)} are missing, counted before anything is loaded",
+        numbers={name: float(value) for name, value in numbers.items()},
+    )  # fmt: skip
+
+
+def _would_refuse(
+    command: ServerCommand, told: Answer, question: Question, engine: str, *, sizes_itself: bool
+) -> Iterator[Finding]:
+    """It fits as Holdfast counts, and the engine's own sizing or features stand against it. `sizes_itself`: its KV pool
+    is not set in bytes."""
+    from holdfast.planner.report.answer import answer
+
+    for reason in told.lacks:
+        sized = "it would refuse: " in reason or "pool holds no sequence" in reason
+        if sized and not sizes_itself:
+            continue
+        if sized:
+            open_length = answer(with_settings(question, max_model_len=None), engine=engine)
+            theirs = open_length.commands.get(command.engine)
+            fixes = []
+            if theirs is not None and theirs.max_model_len:
+                changes: dict[str, str | None] = {"--max-model-len": str(theirs.max_model_len)}
+                fixes.append(
+                    changed(command, changes, "the longest that this version holds; planned: it fits", SHORTER)
+                )
+            yield found(
+                "kv_cache_too_small_for_max_len", "kv_blowout", "medium",
+                what=reason.removeprefix("it would refuse: "), why="as this version sizes its KV pool",
+                evidence=_evidence(reason), fixes=fixes,
+            )  # fmt: skip
+        else:
+            yield would_not_run(command, reason)
+
+
+def _warned(command: ServerCommand, warning: PlanWarning) -> Finding:
+    cause, root = _WARNED[warning.code]
+    means, helps = (text.replace("`", "") for text in (codes()[warning.code].means, codes()[warning.code].helps))
+    words = [] if warning.fix is None else warning.fix.split()
+    flag = {"-tp": "--tensor-parallel-size"}.get(words[0], words[0]) if words else ""
+    value = words[1] if len(words) == 2 or (len(words) > 2 and words[2] == "or") else None
+    theirs = translated(command.engine, flag.lstrip("-")) if flag.startswith("--") else None
+    if theirs is not None and value is not None:
+        fix = changed(command, {theirs: value}, f"what helps: {helps}")
+    else:
+        fix = Fix(why=warning.fix or helps)
+    return found(
+        cause, root, "medium", what=warning.message, why=means,
+        evidence=_evidence(f"{warning.code}: {warning.message}"), fixes=[fix],
+    )  # fmt: skip

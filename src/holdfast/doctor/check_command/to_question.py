@@ -1,0 +1,99 @@
+"""A command as a question to the planner: an engine's flags as the settings of a plan, with what the engine takes where
+none are set. Answers nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from holdfast.doctor.check_command.gpu_split import sglang_limits
+from holdfast.doctor.check_command.remedies import SAME_NAMES
+from holdfast.doctor.check_command.unplanned import quantization_of
+from holdfast.doctor.command.parse import ServerCommand
+from holdfast.doctor.diagnosis.fix_plans import OTHERWISE_STORED
+
+if TYPE_CHECKING:
+    from holdfast.planner.fit.search import Question
+
+NAMES = {
+    "vllm": {name: name for name in SAME_NAMES},
+    "holdfast": {name: name for name in (*SAME_NAMES, "ram", "vram", "device", "expand-weights")},
+    "sglang": {
+        "context-length": "max-model-len", "max-running-requests": "max-num-seqs", "revision": "revision",
+        "chunked-prefill-size": "max-num-batched-tokens", "tensor-parallel-size": "tensor-parallel-size",
+        "pipeline-parallel-size": "pipeline-parallel-size", "dtype": "dtype", "kv-cache-dtype": "kv-cache-dtype",
+    },
+    "llama.cpp": {"parallel": "max-num-seqs"},
+}  # fmt: skip
+"""An engine's flag to the setting of a plan."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """Whose command it is; nothing set: this one."""
+
+    gpu: str | None = None
+    vram: str | None = None
+    ram: str | None = None
+
+    @property
+    def named(self) -> bool:
+        return self.gpu is not None or self.vram is not None
+
+
+def question_for(command: ServerCommand, machine: Machine, version: str | None) -> Question:
+    from holdfast.config.plan import PlanConfig
+    from holdfast.planner.api import question_of
+    from holdfast.planner.compat.vllm_release import parse_vllm
+
+    given: dict[str, object] = {}
+    for flag, setting in NAMES[command.engine].items():
+        value = command.value(flag)
+        if value is not None and value.lower() not in ("auto", "-1"):
+            given[setting.replace("-", "_")] = value
+    if command.engine != "holdfast":
+        given.setdefault("tensor_parallel_size", "1")
+        given.setdefault("pipeline_parallel_size", "1")
+    if command.has("enable-lora"):
+        given["enable_lora"] = True
+    elif command.engine != "holdfast":
+        given.pop("max_lora_rank", None)
+    if command.engine == "llama.cpp":
+        given |= _llama_context(command)
+    method = quantization_of(command, _is_quantized(command.model))
+    if method is not None and command.engine in ("vllm", "sglang"):
+        given["quantization"] = method
+    given |= {name: value for name in ("gpu", "vram", "ram") if (value := getattr(machine, name)) is not None}
+    model = (command.model or "").partition(":")[0] if command.has("hf-repo") else command.model
+    question = question_of(PlanConfig.from_arguments(model=model or None, **given))
+    if command.engine == "vllm" and not command.has("max-model-len"):
+        # vLLM takes the model's whole context where none is set, and refuses to start where KV does not hold it.
+        question = with_settings(question, max_model_len=question.model.spec.max_position)
+    if command.engine == "sglang":
+        question = sglang_limits(command, question)
+    on_gpu = question.machine.kind == "gpu"
+    if command.engine == "vllm" and command.value("gpu-memory-utilization") is None and on_gpu:
+        question = with_settings(question, utilization=parse_vllm(version or "").default_utilization)
+    return question
+
+
+def _is_quantized(model: str | None) -> bool:
+    """By its entry in the catalogue, or its name."""
+    from holdfast.models import catalogue
+
+    entry = None if model is None else catalogue.lookup(model)
+    return (entry is not None and entry.quantized) or OTHERWISE_STORED.search(model or "") is not None
+
+
+def with_settings(question: Question, **settings: object) -> Question:
+    return replace(question, settings=replace(question.settings, **settings))  # type: ignore[arg-type]
+
+
+def _llama_context(command: ServerCommand) -> dict[str, object]:
+    """Its -c is shared by all slots."""
+    context, slots = command.value("ctx-size"), command.value("parallel")
+    if context is None or not context.isdecimal() or int(context) == 0:
+        return {}
+    number = int(slots) if slots is not None and slots.isdecimal() and int(slots) > 0 else 1
+    return {"max_model_len": max(1, int(context) // number)}

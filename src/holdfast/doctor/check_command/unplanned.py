@@ -1,0 +1,272 @@
+"""What a command sets that the planner has no setting for: reckoned where a sum is enough, else named as not planned.
+
+    more replicas than GPUs, a KV pool in bytes, SGLang's static share, the weights of a draft    reckoned
+    offloading, other splits, quantization by other methods, stretched positions, shell's values  named
+
+Nothing that a command sets for memory is passed over in silence.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from holdfast.doctor.build_finding import changed, found
+from holdfast.doctor.check_command.gpu_split import Split
+from holdfast.doctor.command.parse import ServerCommand
+from holdfast.doctor.diagnosis.catalogue_sizes import weights_bytes_of
+from holdfast.doctor.findings import Evidence, Finding
+from holdfast.units import GIB, MIB, counted, format_bytes
+
+if TYPE_CHECKING:
+    from holdfast.planner.fit.search import Rank
+    from holdfast.planner.report.answer import Answer
+
+METHODS = {"bitsandbytes": "nf4", "fp8": "fp8"}
+"""Of `--quantization`, those that are made while loading, to what a plan calls them; others are of the checkpoint."""
+_CHECKPOINT_METHODS = ("awq", "gptq", "compressed-tensors", "modelopt", "fbgemm", "gguf", "quark", "hqq", "marlin")
+_NAMED = {
+    "vllm": (
+        "cpu-offload-gb", "kv-offloading-size", "num-gpu-blocks-override", "decode-context-parallel-size",
+        "prefill-context-parallel-size", "enable-expert-parallel", "hf-overrides", "rope-scaling", "load-format",
+        "model-loader-extra-config", "offload-params", "cpu-offload-params",
+    ),
+    "sglang": (
+        "cpu-offload-gb", "torchao-config", "max-total-tokens", "expert-parallel-size", "ep-size",
+        "enable-dp-attention", "json-model-override-args", "hicache-size", "enable-hierarchical-cache",
+    ),
+    "llama.cpp": (
+        "n-gpu-layers", "tensor-split", "n-cpu-moe", "cpu-moe", "override-tensor", "cache-type-k", "cache-type-v",
+        "model-draft", "rope-scaling", "rope-scale", "rope-freq-base", "no-kv-offload", "mmproj",
+    ),
+}  # fmt: skip
+_SPECULATIVE = ("speculative-config", "speculative-model", "speculative-draft-model-path", "speculative-algorithm")
+_HARMLESS = {"load-format": ("auto", "safetensors", "runai_streamer"), "n-gpu-layers": ("all", "auto")}
+SPARE_SHARE = 0.02
+"""Of the free memory, beyond what one sequence takes."""
+ALL_LAYERS = 90
+"""So many layers on the GPU mean all of them."""
+
+
+def quantization_of(command: ServerCommand, quantized: bool) -> str | None:
+    """As a plan takes it; None: the checkpoint's own, or one that is not planned."""
+    method = (command.value("quantization") or "").lower()
+    return None if quantized else METHODS.get(method)
+
+
+def not_planned(command: ServerCommand) -> list[str]:
+    """What matters for memory and no plan here has counted, in words."""
+    told = []
+    for flag in command.flags:
+        value = flag.value or ""
+        matters = flag.name in _NAMED.get(command.engine, ()) and value not in _HARMLESS.get(flag.name, ())
+        if flag.name == "n-gpu-layers" and value.isdecimal() and int(value) >= ALL_LAYERS:
+            matters = False
+        if flag.name == "quantization" and command.engine in ("vllm", "sglang"):
+            known = value.lower() in METHODS or value.lower().startswith(_CHECKPOINT_METHODS)
+            matters = not known
+        if flag.name in _SPECULATIVE:
+            matters = draft_of(command) is None
+        if flag.unknown and flag.name in _SIZES:
+            told.append(f"--{flag.name} {command.spelled.get(flag.words[1] - 1, '')}: only the shell knows its value")
+        elif matters:
+            told.append(f"--{flag.name} {value}".rstrip())
+    return list(dict.fromkeys(told))
+
+
+_SIZES = (
+    "max-model-len", "max-num-seqs", "gpu-memory-utilization", "tensor-parallel-size", "model", "context-length",
+    "mem-fraction-static", "ctx-size", "kv-cache-dtype", "dtype", "quantization",
+)  # fmt: skip
+
+
+def draft_of(command: ServerCommand) -> int | None:
+    """Bytes of a draft's weights; 0: it has none (n-grams); None: not known."""
+    settings: dict[str, Any] = {}
+    try:
+        read = json.loads(command.value("speculative-config") or "{}")
+        settings = read if isinstance(read, dict) else {}
+    except (ValueError, RecursionError):
+        return None
+    name = settings.get("model") or command.value("speculative-model") or command.value("speculative-draft-model-path")
+    if name in ("ngram", "[ngram]") or (name is None and settings.get("method") == "ngram"):
+        return 0
+    return None if not isinstance(name, str) else weights_bytes_of(name)
+
+
+def stretched(command: ServerCommand) -> bool:
+    """Whether positions are scaled: then a model reads further than it was made for."""
+    text = " ".join(command.value(name) or "" for name in ("hf-overrides", "rope-scaling", "json-model-override-args"))
+    return "rope" in text or "yarn" in text.lower()
+
+
+def beyond(command: ServerCommand, told: Answer, split: Split | None) -> Iterator[Finding]:
+    """Of a command that fits as far as the planner counts; `split`: as it divides a GPU, where it does so itself."""
+    yield from _replicas(command, told)
+    if told.fits and split is None and told.question.machine.kind == "gpu":
+        yield from _draft(command, told)
+
+
+def _evidence(line: str) -> list[Evidence]:
+    return [Evidence(line=line, source="command")]
+
+
+def _replicas(command: ServerCommand, told: Answer) -> Iterator[Finding]:
+    value = command.value("data-parallel-size") or "1"
+    ranks, devices = len(told.fit.ranks), len(told.question.machine.devices)
+    if not value.isdecimal() or int(value) * ranks <= devices or command.has("data-parallel-size-local"):
+        return
+    flag = "--dp" if command.engine == "sglang" else "--data-parallel-size"
+    most = max(1, devices // ranks)
+    yield found(
+        "tensor_parallel_mismatch", "not_memory", "high",
+        what=f"{value} replicas of {counted(ranks, 'GPU')} each are asked for; there: {counted(devices, 'GPU')}",
+        why="every replica needs GPUs of its own", evidence=_evidence(f"{flag} {value}"),
+        fixes=[changed(command, {flag: str(most)}, f"as many as {counted(devices, 'GPU')} can hold")],
+    )  # fmt: skip
+
+
+def ill_divided(command: ServerCommand, split: Split, length: int) -> Finding | None:
+    """A split that holds too little, or leaves too little, where another value of its flag would do. `length`: of the
+    context, in tokens."""
+    if split.pool_bytes < split.needed_bytes:
+        return _too_little(command, split, length)
+    if split.pool_bytes <= split.room_bytes or not command.has(split.flag):
+        return None
+    share = split.share
+    set_so = f"a KV pool of {format_bytes(split.pool_bytes)}" if share is None else f"a static share of {share:g}"
+    value = str(split.room_bytes // MIB * MIB) if share is None else _written(min(split.most_share, _usual(split)))
+    return found(
+        "utilization_too_high", "configuration_overshoot", "medium",
+        what=f"{set_so} leaves {format_bytes(max(0, split.left_bytes))} of {format_bytes(split.free_bytes)} beside"
+        f" weights and KV, and steps and graphs take some {format_bytes(split.beside_bytes)}",
+        why="weights and KV are taken at start, whole: what a step or a graph lacks then is out of memory",
+        evidence=_evidence(f"{split.flag} {command.value(split.flag)}"),
+        fixes=[changed(command, {split.flag: value}, "planned: it leaves steps and graphs what they take",
+                       "less KV cache")],
+    )  # fmt: skip
+
+
+def _too_little(command: ServerCommand, split: Split, length: int) -> Finding:
+    needed, pool = format_bytes(split.needed_bytes), format_bytes(max(0, split.pool_bytes))
+    numbers = {"needed_bytes": float(split.needed_bytes), "available_bytes": float(max(0, split.pool_bytes))}
+    if split.share is None:
+        more = split.needed_bytes + split.needed_bytes // max(1, length // 16)
+        return found(
+            "kv_cache_too_small_for_max_len", "kv_blowout", "high",
+            what=f"one sequence of {length:,} tokens needs {needed} of KV, and {pool} are set",
+            why="vLLM refuses to start when its pool does not hold one sequence of max_model_len",
+            evidence=_evidence(f"{split.flag} {command.value(split.flag)}"), numbers=numbers,
+            fixes=[changed(command, {split.flag: str(min(more, split.room_bytes))}, "planned: one whole sequence")],
+        )  # fmt: skip
+    static = format_bytes(int(split.share * split.free_bytes))
+    enough = _written(min(split.most_share, max(_usual(split), split.least_share + SPARE_SHARE)))
+    given = command.has(split.flag)
+    share = f"{split.share:g}" if given else f"{split.share:g}, which SGLang takes by itself,"
+    draft = f" and a draft of {format_bytes(split.draft_bytes)}" if split.draft_bytes and given else ""
+    none = split.pool_bytes <= 0
+    return found(
+        "no_memory_for_kv_blocks" if none else "kv_cache_too_small_for_max_len",
+        "configuration_overshoot" if none else "kv_blowout", "high" if given else "medium",
+        what=f"a static share of {share} is {static}: weights of {format_bytes(split.weights_bytes)}{draft} leave"
+        f" {pool} of it for KV, and one sequence of {length:,} tokens needs {needed}",
+        why="--mem-fraction-static is weights and KV together, of what is free at start"
+        + ("" if none else "; longer requests than its pool holds are refused"),
+        evidence=_evidence(f"{split.flag} {split.share:g}"), numbers=numbers,
+        fixes=[changed(command, {split.flag: enough},
+                       "planned: it holds weights and one whole sequence, and leaves steps and graphs what they take")],
+    )  # fmt: skip
+
+
+def _usual(split: Split) -> float:
+    """SGLang's own choice, where it holds one sequence."""
+    return max(split.own_share or 0.0, split.least_share)
+
+
+def _written(share: float) -> str:
+    """In hundredths, rounded down: what is not there is not given away."""
+    return f"{int(share * 100 + 1e-6) / 100:g}"
+
+
+def draft_too_large(command: ServerCommand, split: Split) -> Finding | None:
+    """Where only the draft is too much; its weights are taken out of the same share."""
+    without = replace(split, draft_bytes=0)
+    if not split.draft_bytes or split.settable or not without.settable:
+        return None
+    return _speculative(command, split.draft_bytes, max(0, without.room_bytes - split.needed_bytes))
+
+
+def _share_words(told: Answer, rank: Rank) -> str:
+    """Of what a budget is a share; empty where it is none, or where less is free."""
+    device, share = rank.device, told.fit.utilization
+    on_cpu = device.kind == "cpu"
+    whole = device.free_bytes if on_cpu else device.total_bytes
+    if device.budget_bytes is not None or rank.budget_bytes != int(whole * share):
+        return ""
+    return f" ({share:g} of {format_bytes(whole)}{' of free RAM' if on_cpu else ''})"
+
+
+def budget_words(command: ServerCommand, told: Answer, split: Split | None) -> str:
+    """What the plan rests on, in one line."""
+    fit = told.fit
+    rank = min(fit.ranks, key=lambda one: one.room_bytes)
+    each = "" if len(fit.ranks) == 1 else f" on each of {len(fit.ranks)}"
+    weights = sum(term.nbytes for term in rank.terms if term.name == "weights")
+    draft = (draft_of(command) or 0) // len(fit.ranks) if speculates(command) else 0
+    beside = f", draft {format_bytes(draft)}" if draft else ""
+    if split is None:
+        text = f"budget {format_bytes(rank.budget_bytes)}{_share_words(told, rank)}{each}"
+        text += f", weights {format_bytes(weights)}{beside}"
+        pool = rank.room_bytes - draft
+    elif split.share is None:
+        text = f"{format_bytes(split.free_bytes)} free{each}, weights {format_bytes(weights)}{beside}"
+        pool = split.pool_bytes
+    else:
+        chosen = "" if command.has(split.flag) else ", SGLang's own choice"
+        static = format_bytes(int(split.share * split.free_bytes))
+        text = f"{format_bytes(split.free_bytes)} free at start{each}, static share {split.share:g}{chosen} = {static}"
+        text += f": weights {format_bytes(split.weights_bytes)}{beside}"
+        pool = split.pool_bytes
+    if split is None and not told.fits:
+        return f"{text}, {format_bytes(fit.short_bytes)} short"
+    if pool <= 0:
+        return f"{text}, none for KV"
+    length = max(1, min(fit.limits.max_model_len, rank.kv.longest(pool, told.question.model.spec.max_position)))
+    at_once = rank.kv.concurrency(pool, length)
+    text += (
+        f", {format_bytes(pool)} for KV: some {int(at_once * length):,} tokens,"
+        f" {at_once:.1f} sequences of {length:,} at once"
+    )
+    if split is None:
+        return text
+    take = f"which take some {format_bytes(split.beside_bytes)}"
+    return f"{text}; {format_bytes(max(0, split.left_bytes))} left for steps and graphs, {take}"
+
+
+def speculates(command: ServerCommand) -> bool:
+    return any(command.has(name) for name in _SPECULATIVE)
+
+
+def _draft(command: ServerCommand, told: Answer) -> Iterator[Finding]:
+    """A draft's weights stand beside the model's."""
+    draft = draft_of(command) if speculates(command) else None
+    rank = min(told.fit.ranks, key=lambda one: one.room_bytes)
+    left = rank.room_bytes - told.fit.needed_bytes(rank)
+    if draft is not None and draft // len(told.fit.ranks) > left:
+        yield _speculative(command, draft, max(0, left))
+
+
+def _speculative(command: ServerCommand, draft: int, left: int) -> Finding:
+    return found(
+        "speculative_memory", "configuration_overshoot", "high",
+        what=f"the draft's weights take {format_bytes(draft)}, and {format_bytes(left)} are left beside the"
+        " model and one sequence",
+        why="a draft is loaded beside the model, and its weights leave that much less for KV",
+        evidence=_evidence(f"draft {draft / GIB:.2f} GiB"),
+        fixes=[
+            changed(command, {f"--{name}": None for name in _SPECULATIVE if command.has(name)},
+                    "without speculation it fits", "slower answers at low load")
+        ],
+    )  # fmt: skip

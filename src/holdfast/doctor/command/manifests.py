@@ -1,0 +1,111 @@
+"""A command out of a compose file, a Kubernetes manifest or a Dockerfile: its lists of words as one line for a shell.
+
+Reads the few forms that such files have for a command; no other part of them.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+
+from holdfast.doctor.command.programs import engine_of_image, entry_point, program_start, version_of_image
+from holdfast.doctor.command.shell import OpenQuote, split
+
+_KEY = re.compile(
+    r"^(?P<indent>\s*)(?:- )?(?P<key>image|entrypoint|command|args|ENTRYPOINT|CMD)\b\s*:?\s*(?P<rest>.*)$"
+)
+_ITEM = re.compile(r"^\s*- (?P<item>.*)$")
+_ORDER = ("entrypoint", "command", "args")
+
+
+def listed(text: str) -> tuple[str, str | None] | None:
+    """With the version of the image that is named. None: the text is none of these, and a shell's already."""
+    lines = text.splitlines()
+    found: dict[str, list[str]] = {}
+    image = ""
+    for at, line in enumerate(lines):
+        key = _KEY.match(line)
+        if key is None:
+            continue
+        name, rest = key["key"], key["rest"].strip()
+        if name == "image":
+            image = rest.strip("'\"")
+            continue
+        words = _words(rest, lines[at + 1 :])
+        if words is not None:
+            found[{"ENTRYPOINT": "entrypoint", "CMD": "args"}.get(name, name)] = words
+    if text.lstrip().startswith("[") and not found:
+        words = _flow(text.strip())
+        found = {} if words is None else {"args": words}
+    together = [word for name in _ORDER for word in found.get(name, ())]
+    command = _line(together, image) if together else None
+    return None if command is None else (command, version_of_image(image))
+
+
+def _words(rest: str, below: list[str]) -> list[str] | None:
+    if rest.startswith("["):
+        return _flow(" ".join([rest, *below]))
+    if rest in ("", ">", ">-", "|", "|-", "|+"):
+        items = _block(below)
+        if items:
+            return items
+    if rest in (">", ">-", "|", "|-"):
+        folded = " ".join(line.strip().rstrip("\\") for line in _deeper(below))
+        return _split(folded)
+    return None
+
+
+def _flow(text: str) -> list[str] | None:
+    end = text.find("]")
+    while end >= 0:
+        try:
+            words = json.loads(text[: end + 1].replace("'", '"'))
+        except (ValueError, RecursionError):
+            end = text.find("]", end + 1)
+            continue
+        return [str(word) for word in words] if isinstance(words, list) else None
+    return None
+
+
+def _block(below: list[str]) -> list[str]:
+    items = []
+    for line in below:
+        item = _ITEM.match(line)
+        if item is None:
+            break
+        word = item["item"].strip()
+        quoted = len(word) > 1 and word[0] == word[-1] and word[0] in "'\""
+        items.append(word[1:-1] if quoted else word)
+    return items
+
+
+def _deeper(below: list[str]) -> list[str]:
+    first = next((line for line in below if line.strip()), "")
+    indent = len(first) - len(first.lstrip())
+    taken = []
+    for line in below:
+        if line.strip() and len(line) - len(line.lstrip()) < max(1, indent):
+            break
+        taken.append(line)
+    return taken
+
+
+def _split(text: str) -> list[str] | None:
+    try:
+        return [word.value for word in split(text) if not word.operator]
+    except OpenQuote:
+        return None
+
+
+def _line(words: list[str], image: str) -> str | None:
+    """A shell's own `-c` has its command as one word."""
+    for at, word in enumerate(words[:-1]):
+        if word in ("-c", "-lc") and at > 0 and words[at - 1].rsplit("/", 1)[-1] in ("sh", "bash"):
+            return words[at + 1]
+    # Kubernetes writes $(NAME) for what it puts in; a shell's ${NAME} stays too.
+    text = " ".join(word if "$" in word and " " not in word else shlex.quote(word) for word in words)
+    if program_start(words) is not None:
+        return text
+    engine = engine_of_image(image)
+    return None if engine is None else f"{entry_point(engine, version_of_image(image))} {text}"

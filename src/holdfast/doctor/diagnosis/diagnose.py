@@ -1,0 +1,156 @@
+"""The doctor of logs, whole: sources or lines in, a diagnosis out. Puts reading, gathering and judging together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
+
+import msgspec
+
+from holdfast.doctor.diagnosis.rank import diagnosis
+from holdfast.doctor.evidence.log_state import Scene
+from holdfast.doctor.findings import Diagnosis, Evidence
+from holdfast.doctor.logs.line import Line, read_lines
+from holdfast.doctor.logs.reverse import NEWEST_BYTES, OLDEST_BYTES, Order, Turned
+from holdfast.doctor.logs.sampling import LOOKED_BYTES, Sift, worth_reading
+from holdfast.doctor.logs.source import Source
+from holdfast.doctor.logs.unfold import Unfolded
+from holdfast.doctor.logs.unwrap import BELOW, LOOKED, is_open_error, whole
+from holdfast.units import MIB
+
+_TORN = "the rest of {}: the file is cut, its compressed data ends before its end"
+_TURNED = "the newest line of {} stands first: it was read from its end"
+_FOLDED = "the lines of {} were cut at {} columns: they were joined again"
+_LEFT_OUT = (
+    "the middle of {}: its newest line stands first, and of what is no plain file only the newest"
+    f" {NEWEST_BYTES // MIB} MiB and the oldest {OLDEST_BYTES // MIB} MiB can be held and turned"
+    " (give it as a plain file, or the right way round: journalctl without -r)"
+)
+
+
+class Watch:
+    """Lines in as they come, a diagnosis of what was seen so far whenever it is wanted. Bounded in memory."""
+
+    def __init__(self, source: str = "output") -> None:
+        self._scene = Scene(source)
+        self._number = 0
+        self._open: Line | None = None
+        """An error that may go on below; it was taken as it stood, for the next line may never come."""
+        self._opened_in = (self._scene.run, False)
+        """The run, and whether it was ready."""
+        self._below: list[str] = []
+
+    def feed(self, line: str) -> None:
+        self._number += 1
+        for part in filter(None, line.split("\r")):
+            if self._open is not None:
+                self._below.append(part[:LOOKED])
+                if len(self._below) == BELOW:
+                    self._close()
+            if self._scene.settings.listing or worth_reading(part):
+                lines = read_lines(part[:LOOKED_BYTES], self._number)
+                for one in lines:
+                    self._scene.feed(one)
+                if len(lines) == 1 and is_open_error(lines[0]):
+                    self._close()
+                    self._open, self._opened_in = lines[0], (self._scene.run, self.ready)
+
+    def _close(self) -> None:
+        """Read whole what was broken: a program that prints for a terminal breaks its lines on a pipe too."""
+        if self._open is None:
+            return
+        joined = whole(self._open, "\n".join(self._below))
+        if joined is not self._open and self._opened_in == (self._scene.run, self.ready):
+            self._scene.feed(joined)  # Later it would be taken for an error of a server that was ready.
+        self._open = None
+        self._below.clear()
+
+    @property
+    def ready(self) -> bool:
+        """The server that writes these lines has begun to serve."""
+        return self._scene.run.ready
+
+    def diagnosis(self) -> Diagnosis:
+        self._close()
+        return diagnosis(self._scene)
+
+
+def diagnose_lines(lines: Iterable[str], source: str) -> Diagnosis:
+    watch = Watch(source)
+    for line in lines:
+        watch.feed(line.rstrip("\n"))
+    return watch.diagnosis()
+
+
+def diagnose(sources: Sequence[str]) -> Diagnosis:
+    """Logs, judged together: paths of files (gz too), `-` for standard input. Raises a ConfigurationError (HFD90)."""
+    scene: Scene | None = None
+    logs: dict[str, _Log] = {}
+    torn = []
+    for name in sources:
+        called = "standard input" if name == "-" else name
+        if scene is None:
+            scene = Scene(called)
+        else:
+            scene.open(called)
+        source, sift = Source(name), Sift(scene.feed)
+        logs[called] = _Log(source)
+        for block in logs[called].blocks():
+            sift.feed(block)
+        sift.close()
+        torn += [_TORN.format(called)] if source.torn else []
+    found = diagnosis(scene or Scene(""))
+    found.missing.extend(torn)
+    return _as_they_stand(found, {name: log for name, log in logs.items() if log.changed})
+
+
+class _Log:
+    """The right way round, and its lines as they were written."""
+
+    def __init__(self, source: Source) -> None:
+        self.turned = Turned(source)
+        self.unfolded: Unfolded | None = None
+
+    def blocks(self) -> Iterator[bytes]:
+        blocks = self.turned.blocks()
+        first = next(blocks, b"")
+        if self.turned.fold is None:
+            yield first
+            yield from blocks
+            return
+        self.unfolded = Unfolded(self.turned.fold)
+        yield from self.unfolded.blocks(chain([first], blocks))
+
+    @property
+    def changed(self) -> bool:
+        return self.turned.order is not Order.OLDEST_FIRST or self.unfolded is not None
+
+    def number(self, number: int) -> int | None:
+        """Of a line in the file."""
+        place = number if self.unfolded is None else self.unfolded.number(number)
+        return None if place is None else self.turned.number(place)
+
+    def told(self, name: str) -> list[str]:
+        turned = [_TURNED.format(name)] if self.turned.order is not Order.OLDEST_FIRST else []
+        return turned + ([_FOLDED.format(name, self.turned.fold.columns)] if self.turned.fold is not None else [])
+
+
+def _as_they_stand(found: Diagnosis, changed: Mapping[str, _Log]) -> Diagnosis:
+    """Lines by their numbers in the file, and said that it was read from its end, or its lines joined."""
+    if not changed:
+        return found
+    for name, log in changed.items():
+        found.seen.extend(log.told(name))
+        found.missing.extend([_LEFT_OUT.format(name)] if log.turned.left_out_bytes else [])
+
+    def placed(one: Evidence) -> Evidence:
+        log = changed.get(one.source or "")
+        if log is None or one.number is None:
+            return one
+        return msgspec.structs.replace(one, number=log.number(one.number))
+
+    findings = [
+        msgspec.structs.replace(finding, evidence=[placed(one) for one in finding.evidence])
+        for finding in found.findings
+    ]
+    return msgspec.structs.replace(found, findings=findings)

@@ -1,0 +1,145 @@
+"""A fix tried with the planner, where the log names a model of the catalogue and tells how large the GPU is.
+
+Asks no network: a model that is not in the catalogue is not planned. What the engine itself measured outranks a plan.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from holdfast.doctor.command.flag_aliases import translated
+from holdfast.doctor.command.parse import ServerCommand
+from holdfast.doctor.findings import Fix
+from holdfast.errors import HoldfastError
+from holdfast.units import GIB, format_bytes
+
+if TYPE_CHECKING:
+    from holdfast.planner.fit.search import Fit
+
+CAUSES = ("weights_do_not_fit", "no_memory_for_kv_blocks", "kv_cache_too_small_for_max_len", "tensor_parallel_unused")
+UNMEASURED = ("weights_do_not_fit", "no_memory_for_kv_blocks")
+"""Causes whose log tells no room for KV: there the plan's own word is the only one."""
+_PLANNED = {
+    "max-model-len": "max_model_len", "max-num-seqs": "max_num_seqs", "kv-cache-dtype": "kv_cache_dtype",
+    "max-num-batched-tokens": "max_num_batched_tokens", "tensor-parallel-size": "tensor_parallel_size",
+    "pipeline-parallel-size": "pipeline_parallel_size",
+}  # fmt: skip
+_ENGINES = ("vllm", "sglang", "holdfast")
+_MOST_GPUS = 16
+OTHERWISE_STORED = re.compile(r"(?i)awq|gptq|fp8|fp4|int[48]|[48]-?bit|gguf|bnb|w\da\d+")
+"""In a name: the catalogue has its shapes, and not these weights."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    engine: str
+    model: str | None
+    command: ServerCommand | None
+    total_gib: float | None
+    max_model_len: int | None
+    utilization: float | None
+
+
+def checked(case: Case, cause: str, fixes: list[Fix]) -> list[Fix]:
+    """The same fixes, with what was planned of them: a parallel size is raised to the first that fits."""
+    name = _known(case)
+    if cause not in CAUSES or name is None:
+        return fixes
+    held = [_checked(case, name, fix) for fix in fixes]
+    return [fix for fix in held if cause not in UNMEASURED or not _cannot(case, name, fix)]
+
+
+def _known(case: Case) -> str | None:
+    from holdfast.models import catalogue
+
+    if case.model is None or case.total_gib is None or case.engine not in _ENGINES:
+        return None
+    entry = catalogue.lookup(case.model)
+    if entry is None or (OTHERWISE_STORED.search(case.model) and not entry.quantized):
+        return None
+    return entry.name
+
+
+def _checked(case: Case, name: str, fix: Fix) -> Fix:
+    parallel = translated(case.engine, "tensor-parallel-size")
+    if parallel is None or case.command is None or list(fix.changes) != [parallel]:
+        return fix
+    asked = int(float(fix.changes[parallel] or 1))
+    size = asked
+    while size <= _MOST_GPUS:
+        found = _fit(case, name, size)
+        if found is None:
+            return fix
+        divided = _divided(case, {parallel: str(size)})
+        if found.fits if divided is None else divided:
+            changes: dict[str, str | None] = {parallel: str(size)}
+            told = f"{format_bytes(found.weights_bytes)} of weights fit {size} GPUs of {case.total_gib:.2f} GiB each"
+            return msgspec.structs.replace(
+                fix, changes=changes, command=case.command.with_changes(changes), why=f"{fix.why} (planned: {told})",
+                price=fix.price if size == asked else f"{size} GPUs",
+            )  # fmt: skip
+        size *= 2
+    return fix
+
+
+def _cannot(case: Case, name: str, fix: Fix) -> bool:
+    """Whether a plan says that it does not fit with this change either; what a plan does not know is not held against
+    it."""
+    if case.engine == "sglang":
+        return _divided(case, fix.changes) is False
+    if case.engine != "vllm" or case.command is None or case.command.call is not None or not fix.changes:
+        return False
+    changed: dict[str, object] = {}
+    share = case.utilization
+    for flag, value in fix.changes.items():
+        ours = flag.lstrip("-")
+        if ours == "gpu-memory-utilization" and value is not None:
+            share = float(value)
+        elif ours in _PLANNED and value is not None:
+            changed[_PLANNED[ours]] = value
+    if not changed and share == case.utilization:
+        return False
+    gpus = int(str(changed.get("tensor_parallel_size") or case.command.value("tensor-parallel-size") or 1))
+    found = _fit(replace(case, utilization=share), name, gpus, **changed)
+    return found is not None and not found.fits
+
+
+def _divided(case: Case, changes: Mapping[str, str | None]) -> bool | None:
+    """Whether SGLang's static share holds weights and one sequence with these changes; None: it is not known."""
+    from holdfast.doctor.check_command.gpu_split import split_of
+    from holdfast.doctor.check_command.to_question import Machine, question_for
+    from holdfast.doctor.command.parse import parse_command
+
+    if case.engine != "sglang" or case.command is None or case.total_gib is None or not changes:
+        return None
+    command = parse_command(case.command.with_changes(changes))
+    if command is None or command.call is not None:
+        return None
+    ranks = command.value("tensor-parallel-size") or "1"
+    machine = Machine(vram=f"{int(case.total_gib * GIB)}x{ranks}")
+    try:
+        split = split_of(command, question_for(command, machine, None), None)
+    except HoldfastError:
+        return None
+    return None if split is None else split.pool_bytes >= split.needed_bytes
+
+
+def _fit(case: Case, name: str, gpus: int, **changed: object) -> Fit | None:
+    from holdfast.config.plan import PlanConfig
+    from holdfast.planner.api import question_of
+    from holdfast.planner.fit.search import fit
+
+    assert case.total_gib is not None
+    settings: dict[str, object] = {"vram": f"{int(case.total_gib * GIB * (case.utilization or 0.9))}x{gpus}"}
+    if case.max_model_len is not None:
+        settings["max_model_len"] = case.max_model_len
+    try:
+        asked = {"tensor_parallel_size": gpus, **settings, **changed}
+        return fit(question_of(PlanConfig.from_arguments(model=name, **asked)))
+    except HoldfastError:
+        return None

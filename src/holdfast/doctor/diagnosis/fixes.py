@@ -1,0 +1,215 @@
+"""From a rule's fixes to commands: values worked out from the log's numbers, flags in the engine's own words.
+
+Only what can be worked out whole is given; a fix with an unknown in it is left out, and so is one that does not hold
+(checks.py).
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+
+from holdfast.doctor.command.flag_aliases import translated
+from holdfast.doctor.command.known_flags import nearest
+from holdfast.doctor.command.parse import ServerCommand
+from holdfast.doctor.diagnosis.catalogue_sizes import kv_token_gib
+from holdfast.doctor.diagnosis.fix_checks import Facts, sound
+from holdfast.doctor.diagnosis.kv_budget import room_for_kv
+from holdfast.doctor.diagnosis.llama_layers import layers_that_fit
+from holdfast.doctor.evidence.log_state import Event, Scene
+from holdfast.doctor.findings import Fix
+from holdfast.doctor.rules.formulas import evaluate, filled, holds, written
+from holdfast.doctor.rules.load import FixRule, Rule
+from holdfast.errors import ConfigurationError
+
+_SETTINGS = {
+    "max_model_len": ("max-model-len", "context-length", "max-total-tokens", "ctx-size"),
+    "utilization": ("gpu-memory-utilization", "mem-fraction-static", "cuda-memory-fraction"),
+    "tp": ("tensor-parallel-size", "num-shard", "tp"),
+    "max_num_seqs": ("max-num-seqs", "max-running-requests", "parallel"),
+    "batched": ("max-num-batched-tokens", "chunked-prefill-size", "max-batch-prefill-tokens", "ubatch-size"),
+    "max_lora_rank": ("max-lora-rank",),
+    "max_loras": ("max-loras", "max-loras-per-batch"),
+    "layers_on_gpu": ("n-gpu-layers",),
+    "swap_space": ("swap-space",),
+    "graph_batch": ("cuda-graph-max-bs", "max-cudagraph-capture-size"),
+    "input_tokens": ("max-input-tokens", "max-input-length"),
+    "port": ("port",),
+}
+_DEFAULTS: dict[str, dict[str, float]] = {
+    "vllm": {"tp": 1, "max_num_seqs": 256, "max_lora_rank": 16, "max_loras": 1, "port": 8000},
+    "sglang": {"tp": 1, "port": 30000},
+    "llama.cpp": {"port": 8080},
+    "holdfast": {"utilization": 0.9, "tp": 1, "port": 8000},
+}
+_OF_KV = frozenset(("kv_short_gib", "after_load_gib", "weights_gib"))
+"""Without one of these nothing can be reckoned of KV, and no model need be looked up."""
+_GGUF_FOLDER = re.compile(r"(?i)(?:gguf|[-_.]i?q[2-8](?:_[\dk])?(?:_[sml])?)/?$")
+FLAGS_NAMED = 16
+"""Of a message that names flags, so many are put right: a line may be anything."""
+_PACKAGES = {"llama.cpp": "llama-cpp-python", "tgi": "text-generation-server"}
+
+
+def known_numbers(scene: Scene, event: Event) -> dict[str, float]:
+    """By the names that rules use: settings, what the log told before, what the line itself said; the last wins."""
+    numbers = dict(_DEFAULTS.get(scene.engine or "vllm", {}))
+    if scene.engine in (None, "vllm"):
+        numbers["utilization"] = _default_utilization(scene.version)
+    for name, flags in _SETTINGS.items():
+        value = scene.settings.number(*flags)
+        if value is not None:
+            numbers[name] = value
+            numbers[f"{name}_set"] = value
+    if _GGUF_FOLDER.search(scene.settings.model or ""):
+        numbers["gguf_folder"] = 1
+    told = {**numbers, **scene.numbers, **event.numbers}
+    if scene.engine == "llama.cpp":
+        told |= layers_that_fit(told)
+    if scene.engine == "tgi":
+        told.setdefault("tp", told.get("shards", 1))
+    if scene.engine == "sglang" and "free_at_start_gib" in told:
+        told.setdefault("total_gib", told["free_at_start_gib"])
+    if "card_gib" in told:
+        told.setdefault("total_gib", told["card_gib"])
+    if told.keys() & _OF_KV:
+        told |= room_for_kv(scene.engine or "vllm", told, kv_token_gib(scene.settings.model))
+    return told
+
+
+def _default_utilization(version: str | None) -> float:
+    """Of that release of vLLM."""
+    from holdfast.planner.compat.vllm_release import parse_vllm
+
+    try:
+        return parse_vllm(f"=={version}").default_utilization if version else 0.9
+    except ConfigurationError:
+        return 0.9
+
+
+def known_words(scene: Scene, event: Event) -> dict[str, str]:
+    command = base_command(scene)
+    return {
+        "model": scene.settings.model or "MODEL",
+        "fetch_again": _fetch_again(scene.settings.model or "MODEL"),
+        "package": _PACKAGES.get(scene.engine or "", scene.engine or "vllm"),
+        "command": "" if command is None else command.with_changes({}),
+        **scene.words,
+        **event.words,
+    }
+
+
+def _fetch_again(model: str) -> str:
+    if model.startswith(("/", "./", "~")):
+        return f"ls -l {shlex.quote(model)}; sha256sum {shlex.quote(model.rstrip('/'))}/*.safetensors"
+    return f"hf download {shlex.quote(model)} --force-download"
+
+
+def fixes(scene: Scene, rule: Rule, numbers: dict[str, float], words: dict[str, str]) -> list[Fix]:
+    """Those that can be worked out, the best first."""
+    found: list[Fix] = []
+    if not rule.fix:
+        return found
+    facts = _facts(scene, numbers)
+    for one in rule.fix:
+        fix = _fix(scene, one, facts, words)
+        if fix is not None and fix not in found:
+            found.append(fix)
+    return found
+
+
+def base_command(scene: Scene) -> ServerCommand | None:
+    """What was run, as far as it is known; MODEL stands where the model is not."""
+    return scene.settings.sketched(scene.engine or "vllm")
+
+
+def _fix(scene: Scene, rule: FixRule, facts: Facts, words: dict[str, str]) -> Fix | None:
+    engine, numbers = facts.engine, dict(facts.numbers)
+    if (rule.engines and engine not in rule.engines) or not holds(rule.when, numbers):
+        return None
+    asked: dict[str, str | None] = {}
+    names: dict[str, str] = {}
+    for ours, formula in rule.change.items():
+        if "{" in ours:
+            asked |= _told(facts, ours, words)
+            continue
+        flag, value = translated(engine, ours), _changed(formula, numbers, words)
+        if flag is None or (value is None and formula is not False):
+            return None
+        asked[flag], names[flag] = value, ours
+    if rule.change and not asked:
+        return None
+    checked = sound(facts, asked)
+    if checked is None:
+        return None
+    changes, said = checked
+    values: dict[str, object] = {**words, **numbers}
+    values |= {f"new_{names[flag].replace('-', '_')}": value for flag, value in changes.items() if flag in names}
+    command = None
+    if changes:
+        command = None if facts.command is None else facts.command.with_changes(changes)
+        if facts.command is not None and facts.whole and command == facts.command.with_changes({}):
+            return None  # It is so already.
+    elif rule.run:
+        command = filled((rule.run,), values) or None
+    why = filled((rule.why,), values)
+    if rule.why and not why:
+        return None
+    # What was asked for and what holds are two things: then only the second is explained.
+    replaced = any(changes.get(flag) != value for flag, value in asked.items() if flag in changes)
+    why = said if replaced and said else "; ".join(one for one in (why, said) if one)
+    rest = _rest(scene, facts) if changes else ""
+    price = filled((rule.price,), values) or None
+    corrected = [
+        flag for flag, value in changes.items() if value is not None and flag not in names and "{flag}" in rule.change
+    ]
+    if corrected:
+        why, price = f"{', '.join(corrected)} is what it has", None
+    if changes.get("--dtype") == "float32" and asked.get("--dtype") != "float32":
+        price = "weights and KV take twice the memory"
+    return Fix(command=command, changes=changes, why=f"{why}{rest}", price=price)
+
+
+def _facts(scene: Scene, numbers: dict[str, float]) -> Facts:
+    settings = scene.settings
+    known = settings.rebuilt(scene.engine or "vllm") is not None
+    return Facts(
+        engine=scene.engine or "vllm", version=scene.version or settings.version, command=base_command(scene),
+        whole=known and settings.whole, model=settings.model, numbers=numbers,
+    )  # fmt: skip
+
+
+def _rest(scene: Scene, facts: Facts) -> str:
+    """What the command lacks, said: a flag that is not there is a flag that was taken away."""
+    if facts.whole or scene.settings.rebuilt(facts.engine) is None or facts.engine == "ollama":
+        return ""
+    lost = scene.settings.lost(facts.engine)
+    return f"; and your {', '.join(lost)}, which the log does not tell in full" if lost else "; and your other flags"
+
+
+def _told(facts: Facts, ours: str, words: dict[str, str]) -> dict[str, str | None]:
+    """The flags that the message itself names, taken away; one that is only misspelt is put right."""
+    engine, command = facts.engine, facts.command
+    named = [word for word in filled((ours,), words).split() if word.startswith("-") and len(word) > 1]
+    found: dict[str, str | None] = {}
+    for word in named[:FLAGS_NAMED] or filled((ours,), words).split()[:1]:
+        flag = word.split("/")[0].split("=")[0].rstrip(",:")
+        if not re.fullmatch(r"-{0,2}[A-Za-z][\w-]*", flag):
+            continue
+        flag = flag if flag.startswith("-") else f"--{flag.replace('_', '-')}"
+        found[flag] = None
+        near = nearest(engine, flag)
+        if near is not None and command is not None and command.has(flag):
+            found[f"--{near}"] = command.value(flag) or ""
+    return found
+
+
+def _changed(formula: object, numbers: dict[str, float], words: dict[str, str]) -> str | None:
+    if formula is False:
+        return None
+    text = str(formula)
+    if text == "":
+        return ""
+    if text.startswith("'"):
+        return filled((text.strip("'"),), {**words, **numbers}) or None
+    value = evaluate(text, numbers)
+    return None if value is None else written(value)

@@ -1,0 +1,337 @@
+"""From what a log shows to a diagnosis: which findings hold, in the order of cause and effect, and how sure.
+
+The phase decides, a wrapper never wins over the first error, and a fault before a server was ready did not keep it
+from starting. The words and the sums are in the rules; how a fix becomes a command is in fixes.py.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from typing import Literal, cast
+
+from holdfast.doctor.diagnosis.fix_plans import Case, checked
+from holdfast.doctor.diagnosis.fixes import base_command, fixes, known_numbers, known_words
+from holdfast.doctor.diagnosis.out_of_memory import judge as judge_memory
+from holdfast.doctor.diagnosis.out_of_memory import phase_of
+from holdfast.doctor.evidence.holdfast_errors import own_fixes, refined
+from holdfast.doctor.evidence.log_state import STARTING, Event, Run, Scene, further
+from holdfast.doctor.findings import ENDED_IN_ORDER, Diagnosis, Evidence, Finding, Fix, Phase, RootCause
+from holdfast.doctor.logs.line import read_line
+from holdfast.doctor.rules.formulas import filled
+from holdfast.doctor.rules.load import Cause, Rule, rulebook
+
+_KINDS = {"fatal": 0, "running": 1, "request": 2, "advice": 3, "hint": 4}
+_COMMAND = "the command that started the server, or the lines of the log that print its arguments"
+_ABOVE = "the lines above {quoted!r}: what failed first is there, and this line only passes it on"
+_BELOW = "the lines below {quoted!r}: the traceback with what failed follows it"
+_FIRST = ("failed to start", "hit an exception", "encountered a fatal error")
+"""Words of lines that come before the traceback they pass on."""
+_TORN = "the rest of the log: it ends inside a traceback, before the error itself"
+_REST = "the rest of the log: it ends while the server is still starting, with no error in it"
+_QUOTED = 160
+"""Characters of an error that are shown."""
+_OF_MEMORY = re.compile(
+    r"(?i)out of memory|\boom\b|\w*alloc(?:at|\b|_)|\d ?[gm]i?b\b|\bkv.cache\b|\bvram\b"
+    r"|\b(?:gpu|free|insufficient|enough) memory"
+)
+_NOT_KNOWN = "it is not known; nothing in the log says that memory is the matter"
+_MEMORY_NOT_KNOWN = "which cause it is, is not known; but the error speaks of memory, so memory may be the matter"
+_NEAR_NOT_KNOWN = "it is not known; but lines beside the error speak of memory, so memory may be the matter"
+_UNWRAPPED = "the log as the program wrote it: lines beside the error look like parts of it that were cut off"
+_START = "the log from the start of the server: its phase, version and settings are told there"
+_NOTHING = (
+    "a log of an inference server: nothing in this text is known, or it is empty"
+    " (sudo journalctl -u UNIT, kubectl logs POD --previous, docker logs CONTAINER)"
+)
+BLOCK_TOKENS = 16
+LOADED_WHOLE = 0.93
+_BILLIONS = re.compile(r"(?<![\dx.])(\d+(?:\.\d+)?)[bB](?![a-z])")
+_QUANTIZED = re.compile(r"(?i)awq|gptq|fp8|int4|int8|w4a16|w8a8|bnb|gguf|nvfp4|mxfp4")
+LOW_UTILIZATION, FEW_AT_ONCE = 0.7, 2.0
+UNKNOWN_EVIDENCE = 3
+
+Sureness = Literal["high", "medium", "low"]
+
+
+@dataclass(slots=True)
+class Candidate:
+    event: Event
+    rule: Rule
+    phase: str | None
+    confidence: Sureness
+
+
+def diagnosis(scene: Scene) -> Diagnosis:
+    candidates = _candidates(scene)
+    ready = any(run.ready for run in scene.final_runs)
+    missing: list[str] = []
+    if not candidates and not ready:
+        candidates = _from_what_is_left(scene)
+    advice = bool(candidates) and ready and all(one.rule.kind == "advice" for one in candidates)
+    findings = [_finding(scene, candidate) for candidate in candidates]
+    phase = candidates[0].phase if candidates and not advice else scene.run.phase
+    unused = _offload_unused(scene) if any(one.rule.kind == "fatal" for one in candidates) else None
+    if unused is not None and all(finding.cause != "offload_noop" for finding in findings):
+        findings = [unused, *findings]
+    from_statistics = _from_statistics(scene, {finding.cause for finding in findings})
+    findings += from_statistics
+    unknown = _unexplained(scene, missing) if not findings or advice else None
+    if unknown is not None:
+        findings = [unknown, *findings]
+        phase = next((run.unexplained_phase for run in scene.final_runs if run.unexplained_phase), phase)
+    serious = unknown is not None or (bool(candidates) and not advice)
+    serious = serious or any(not _is_advice(one) for one in from_statistics)
+    healthy = not serious and ready
+    if scene.run.torn_off is not None and not healthy and (not findings or findings[0].confidence == "low"):
+        missing.append(_TORN)
+    if not findings and not healthy and not missing:
+        missing.append(_REST if scene.run.phase is not None or scene.engine is not None else _NOTHING)
+    if findings and scene.engine != "ollama" and scene.settings.rebuilt(scene.engine or "vllm") is None:
+        missing.append(_COMMAND)
+    if findings and candidates and candidates[0].phase is None:
+        missing.append(_START)
+    command = scene.settings.rebuilt(scene.engine or "vllm")
+    return Diagnosis(
+        engine=scene.engine,
+        engine_version=scene.version,
+        command=None if command is None else command.with_changes({}),
+        phase=_told(scene, phase or ("serve" if ready else None)),
+        healthy=healthy,
+        findings=findings,
+        missing=missing,
+        seen=[ENDED_IN_ORDER] if healthy and all("ended" in run.tags for run in scene.final_runs) else [],
+    )
+
+
+def _told(scene: Scene, phase: str | None) -> Phase | None:
+    """llama.cpp tries nothing: its context is made while it loads."""
+    loads = phase == "profile" and scene.engine in ("llama.cpp", "ollama")
+    return cast("Phase | None", "load" if loads else phase)
+
+
+def _is_advice(finding: Finding) -> bool:
+    return finding.cause in ("prefix_caching_unused", "utilization_too_low")
+
+
+def _candidates(scene: Scene) -> list[Candidate]:
+    found: list[Candidate] = []
+    for run in scene.judged_runs():
+        for event in run.events.values():
+            said_better = any(name in run.events for name in event.rule.yields_to)
+            ended = event.trace is not None and event.trace.ended
+            answered = event.rule.kind == "hint" and (ended or run.named)
+            if not run.tags.isdisjoint(event.rule.without) or _killed_after_an_error(run, event):
+                continue
+            if said_better or answered or event.times < event.rule.least or _outlived(run, event):
+                continue
+            found.append(_candidate(scene, event))
+    found.sort(key=lambda one: (_KINDS[one.rule.kind], one.rule.effect, one.event.line))
+    chosen: dict[str, Candidate] = {}
+    for candidate in found:
+        first = chosen.get(candidate.rule.cause)
+        surer = first is not None and first.rule.kind == candidate.rule.kind and not candidate.rule.effect
+        if first is None or _says_more(candidate, first):
+            chosen[candidate.rule.cause] = candidate
+        if first is not None and surer and "high" in (first.confidence, candidate.confidence):
+            chosen[candidate.rule.cause].confidence = "high"  # One of them leaves no choice, and both say the same.
+    kept = sorted(chosen.values(), key=lambda one: (_KINDS[one.rule.kind], one.rule.effect, one.event.line))
+    known = [one for one in kept if one.rule.kind != "hint"]
+    serious = any(one.rule.kind != "advice" for one in known)
+    return _without_shadows(known if serious else kept)
+
+
+def _says_more(candidate: Candidate, first: Candidate) -> bool:
+    """The same cause told with numbers beats the same told without."""
+    same_kind = candidate.rule.kind == first.rule.kind
+    return same_kind and len(candidate.event.numbers) > len(first.event.numbers) and first.event.numbers == {}
+
+
+def _without_shadows(found: list[Candidate]) -> list[Candidate]:
+    """A vague finding beside a precise one is only its echo."""
+    if found and found[0].rule.kind == "fatal":
+        found = [one for one in found if one.rule.kind != "advice"]
+    precise = [one for one in found if one.confidence == "high" and not one.rule.effect]
+    if not precise:
+        return found
+    return [one for one in found if one.confidence == "high" or one.rule.kind != "fatal"]
+
+
+def _outlived(run: Run, event: Event) -> bool:
+    """Said before the server was ready, and it became ready: it did not matter."""
+    return event.rule.kind in ("fatal", "hint") and run.ready and not event.ready
+
+
+def _killed_after_an_error(run: Run, event: Event) -> bool:
+    """An engine that failed kills its own children: that they were killed does not say why."""
+    before = run.named and any((one.number or event.line) < event.line for one in run.unexplained)
+    return event.rule.id == "killed" and before and not run.ready
+
+
+def _candidate(scene: Scene, event: Event) -> Candidate:
+    if event.rule.out_of_memory:
+        verdict = judge_memory(event, scene)
+        return Candidate(event, rulebook().rule(verdict.rule), verdict.phase, verdict.confidence)
+    rule = event.rule if not event.rule.code else replace(event.rule, cause=refined(event.rule, event.words))
+    confidence = cast("Sureness", rule.confidence)
+    if rule.cause == "host_ram_oom" and rule.code:
+        confidence = "medium"  # The kernel's own word is in dmesg.
+    if rule.only_in and event.phase is None:
+        confidence = "medium"  # Elsewhere these words would mean something else.
+    if rule.kind == "fatal" and event.ready and rule.phase in STARTING and confidence == "high":
+        confidence = "medium"  # Words of a start, after it.
+    if rule.phase_fixed:
+        return Candidate(event, rule, rule.phase, confidence)
+    seen, _ = phase_of(event)
+    told = event.trace is not None and event.trace.phase is not None
+    if not told and rule.phase in STARTING and not event.ready and further(rule.phase, seen):
+        seen = rule.phase  # The log had told no more of where it was.
+    return Candidate(event, rule, seen or rule.phase or None, confidence)
+
+
+def _from_what_is_left(scene: Scene) -> list[Candidate]:
+    """The error itself is not in the log; numbers and the place where it ends may tell."""
+    run = scene.run
+    failed = run.torn_off is not None or bool(run.wrappers)
+    numbers = known_numbers(scene, _bare_event(scene, "still_starting"))
+    tokens = scene.numbers.get("kv_tokens", scene.numbers.get("kv_blocks", 0) * BLOCK_TOKENS)
+    length = numbers.get("max_model_len")
+    if run.named or run.unexplained or run.phase not in STARTING:
+        return []
+    if failed and length is not None and 0 < tokens < length:
+        name, found = "kv_numbers", {"kv_tokens": tokens, "max_model_len": length}
+    elif run.torn_off is not None and "multimodal" in run.tags and run.phase == "profile":
+        name, found = "cut_multimodal", {}
+    elif failed or scene.engine is None:
+        return []
+    else:
+        stands = run.phase == "load" and "nccl" in run.tags and "weights" not in run.tags
+        name, found = ("stands_in_nccl" if stands else "still_starting"), {}
+    event = _bare_event(scene, name)
+    event.numbers.update(found)
+    rule = event.rule
+    return [Candidate(event, rule, run.phase or rule.phase or None, cast("Sureness", rule.confidence))]
+
+
+def _bare_event(scene: Scene, name: str) -> Event:
+    return Event(rulebook().rule(name), scene.lines, {}, {}, [], scene.run.phase, scene.run.ready, "")
+
+
+def _finding(scene: Scene, candidate: Candidate) -> Finding:
+    rule, event = candidate.rule, candidate.event
+    cause = rulebook().causes[rule.cause]
+    numbers = known_numbers(scene, event)
+    values: dict[str, object] = {**known_words(scene, event), **numbers, "times": event.times}
+    if rule.code:
+        chosen = list(own_fixes(event.words, scene.settings.rebuilt("holdfast")))
+    else:
+        chosen = checked(_case(scene, numbers), rule.cause, fixes(scene, rule, numbers, known_words(scene, event)))
+    return Finding(
+        code=rule.code or cause.code,
+        root_cause=_root(rule, cause, chosen),
+        cause=rule.cause,
+        confidence=candidate.confidence,
+        what=filled(rule.what, values) or cause.means,
+        evidence=event.evidence,
+        why=filled((rule.why, cause.means), values),
+        fix=chosen[0] if chosen else None,
+        alternatives=chosen[1:],
+        numbers={name: round(value, 4) for name, value in event.numbers.items()},
+    )
+
+
+def _root(rule: Rule, cause: Cause, chosen: list[Fix]) -> RootCause:
+    """Where our own planner found limits with which it fits, the limits were the matter."""
+    settled = bool(rule.code and chosen and chosen[0].changes) and cause.root_cause == "does_not_fit"
+    return cast("RootCause", "configuration_overshoot" if settled else rule.root_cause or cause.root_cause)
+
+
+def _case(scene: Scene, numbers: dict[str, float]) -> Case:
+    length = scene.settings.number("max-model-len", "context-length")
+    return Case(
+        engine=scene.engine or "vllm",
+        model=scene.settings.model,
+        command=base_command(scene),
+        total_gib=numbers.get("total_gib"),
+        max_model_len=None if length is None else int(length),
+        utilization=numbers.get("utilization"),
+    )
+
+
+def _unexplained(scene: Scene, missing: list[str]) -> Finding | None:
+    """Something failed that no rule knows, or only its wrapper is in the log."""
+    final = scene.final_runs
+    wrappers = [line for run in final for line in run.wrappers]
+    errors = [line for run in final if not run.ready for line in run.unexplained]
+    if wrappers and not errors:
+        errors = [line for run in final for line in run.unexplained]
+    if wrappers and not errors:
+        last = wrappers[-1].line
+        asked = _BELOW if len(wrappers) == 1 and any(words in last for words in _FIRST) else _ABOVE
+        missing.append(asked.format(quoted=read_line(last, 0).text.strip()[:100]))
+    if not wrappers and not errors:
+        return None
+    shown: list[Evidence] = (errors or wrappers)[:UNKNOWN_EVIDENCE]
+    what = (
+        f"something failed that no rule knows; the first error is: {_quoted(shown[0].line)}"
+        if errors
+        else "the log has only the line that passes an error on, not the error"
+    )
+    cause = rulebook().causes["other"]
+    memory = any(_OF_MEMORY.search(one.line) for one in (*errors, *wrappers))
+    why = _MEMORY_NOT_KNOWN if memory else _NOT_KNOWN
+    if errors and not memory and any(_OF_MEMORY.search(near) for run in final for near in run.near):
+        memory, why = True, _NEAR_NOT_KNOWN
+        missing.append(_UNWRAPPED)
+    return Finding(
+        code=cause.code, root_cause="configuration_overshoot" if memory else "not_memory", cause="other",
+        confidence="low", what=what, evidence=shown, why=why,
+    )  # fmt: skip
+
+
+def _quoted(line: str) -> str:
+    """From its beginning, where a message says what it is about."""
+    text = read_line(line, 0).text.strip() or line.strip()
+    return text if len(text) <= _QUOTED else f"{text[:_QUOTED].rstrip()}…"
+
+
+def _offload_unused(scene: Scene) -> Finding | None:
+    """Weights were to stay in RAM, and as much as the whole model in 16 bit came onto the GPU."""
+    asked, weights = scene.settings.number("cpu-offload-gb"), scene.numbers.get("weights_gib")
+    model = scene.settings.model or ""
+    size = _BILLIONS.search(model)
+    quantized = "quantization" in scene.settings.values or _QUANTIZED.search(model) is not None
+    if not asked or weights is None or size is None or quantized:
+        return None
+    whole = float(size[1]) * 2e9 / 2**30
+    if not LOADED_WHOLE * whole <= weights <= 1.3 * whole:
+        return None
+    event = _bare_event(scene, "offload_unused")
+    event.numbers.update(offload_asked=asked, weights_gib=weights)
+    return _finding(scene, Candidate(event, event.rule, "load", "medium"))
+
+
+def _from_statistics(scene: Scene, causes: set[str]) -> list[Finding]:
+    """What the figures of a running server show that no single line does."""
+    found = []
+    statistics = scene.statistics
+    decay, stands = statistics.decay(), statistics.stands()
+    asked_for = scene.settings.values.get("enable-prefix-caching") == "True"
+    unused = statistics.unused_prefixes() if asked_for else None
+    share, at_once = scene.settings.number("gpu-memory-utilization"), scene.numbers.get("concurrency")
+    low = scene.run.ready and share is not None and at_once is not None
+    low = low and (share or 1) < LOW_UTILIZATION and (at_once or FEW_AT_ONCE) < FEW_AT_ONCE
+    shown = (
+        ("starved_kv", statistics.starved, {"samples": float(statistics.full_and_waiting)}),
+        ("queue_stands", stands is not None, stands or {}),
+        ("decayed", decay is not None, {} if decay is None else {"before": decay[0], "after": decay[1]}),
+        ("unused_prefixes", unused is not None, {} if unused is None else {"hit_percent": unused}),
+        ("utilization_low", low, {"utilization": share or 0.0, "concurrency": at_once or 0.0}),
+    )
+    for name, holds, numbers in shown:
+        rule = rulebook().rule(name)
+        if holds and rule.cause not in causes:
+            event = Event(rule, scene.lines, numbers, {}, [], "serve", True, "")
+            found.append(_finding(scene, Candidate(event, rule, "serve", cast("Sureness", rule.confidence))))
+            causes.add(rule.cause)
+    return found

@@ -1,0 +1,1 @@
+"""What a log says of the server: arguments, state, throughput, errors of our own."""

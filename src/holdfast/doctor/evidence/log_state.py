@@ -1,0 +1,396 @@
+"""What a log shows, gathered line by line: engine, version, settings, phases, tracebacks, numbers and what rules saw.
+
+Bounded however long the log is. Judges nothing: judging.py does, once the log has ended.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+
+from holdfast.doctor.evidence.holdfast_errors import BELOW_LINES, RULE, below, own_rule
+from holdfast.doctor.evidence.server_args import Settings
+from holdfast.doctor.evidence.throughput_lines import Statistics
+from holdfast.doctor.findings import Evidence
+from holdfast.doctor.logs.line import Line
+from holdfast.doctor.rules.formulas import holds
+from holdfast.doctor.rules.load import Mark, Rule, captured, rulebook
+
+_FRAME = re.compile(r'^(?:.{0,120}?\|)?\s*(?:File "|File /|File <|-+> \d|\(?[\w/.-]+\.py:\d+\)?,? in\b)')
+_HEADER = "Traceback (most recent call last)"
+_ERROR = re.compile(
+    r"^(?:[\w.]+\.)?(?P<name>[A-Z]\w*(?:Error|Exception|Interrupt|Exit)|Exception|AssertionError|StopIteration)(?::|$)"
+    r"|^(?:[a-z_]\w*\.)+(?:exc|exceptions|errors?)\.[A-Z]\w*(?::|$)"
+    r"|(?:Segmentation fault|core dumped|Aborted|Bus error|SIGSEGV|SIGABRT|panicked at|terminate called)"
+    r"|\b(?:ROCm|HIP) error\b|HSA_STATUS_ERROR|error loading model: \S"
+)
+_MARKERS = re.compile(r"^\s*[\^~]+\s*$")
+_CHAINED = re.compile(r"(?:The above exception was the direct cause|During handling of the above exception)")
+FRAMES_HELD = 200
+EVENTS_HELD = 200
+EVIDENCE_HELD = 4
+RUNS_HELD = 8
+NEAR_LINES = 12
+"""Between a message and the traceback that belongs to it."""
+
+
+PHASES = ("args", "download", "load", "profile", "capture", "warmup", "serve", "request")
+STARTING = PHASES[:6]
+SECOND = "second"
+"""The tag of an engine in a process that had one before."""
+STOPPED = "stopped"
+"""The tag of a server that was told to end: what it says from then on is no failure."""
+
+
+def further(phase: str, reached: str | None) -> bool:
+    """Ranks interleave: one that still loads does not take the others back."""
+    return reached is None or PHASES.index(phase) >= PHASES.index(reached)
+
+
+@dataclass(slots=True)
+class Trace:
+    """A traceback: what its frames say of the phase, outermost first."""
+
+    last: int
+    marks: list[Mark] = field(default_factory=list)
+    torn: bool = False
+    """A frame of it was cut short, and might have told more."""
+    ended: bool = False
+    """Its error was seen."""
+    code_next: bool = False
+    """The last line of it was a frame, so the next is the code that stood there."""
+
+    @property
+    def phase(self) -> str | None:
+        """The innermost frame that tells one."""
+        return next((mark.phase for mark in reversed(self.marks) if mark.phase), None)
+
+    @property
+    def tags(self) -> set[str]:
+        return {mark.tag for mark in self.marks if mark.tag}
+
+
+@dataclass(slots=True)
+class Event:
+    """What a rule saw: once, with the number of times it was said in this run."""
+
+    rule: Rule
+    line: int
+    numbers: dict[str, float]
+    words: dict[str, str]
+    evidence: list[Evidence]
+    phase: str | None
+    """The last that the log had told before."""
+    ready: bool
+    process: str
+    trace: Trace | None = None
+    times: int = 1
+    tags: frozenset[str] = frozenset()
+    """Of the run, up to here."""
+
+
+@dataclass(slots=True)
+class Run:
+    """From one start of the server to the next."""
+
+    start: int = 1
+    phase: str | None = None
+    ready: bool = False
+    events: dict[str, Event] = field(default_factory=dict)
+    tags: set[str] = field(default_factory=set)
+    unexplained: list[Evidence] = field(default_factory=list)
+    unexplained_phase: str | None = None
+    """Of the first of them."""
+    near: list[str] = field(default_factory=list)
+    """Lines beside them that may be parts of them."""
+    wrappers: list[Evidence] = field(default_factory=list)
+    traces: list[Trace] = field(default_factory=list)
+    named: bool = False
+    """An error was seen that has a name and no rule."""
+
+    @property
+    def torn_off(self) -> Trace | None:
+        """A traceback whose error is not in the log."""
+        return next((trace for trace in reversed(self.traces) if not trace.ended), None)
+
+
+class Scene:
+    def __init__(self, source: str) -> None:
+        self.source = source
+        self.engines: dict[str, int] = {}
+        self.version: str | None = None
+        self.settings = Settings()
+        self.statistics = Statistics()
+        self.numbers: dict[str, float] = {}
+        self.words: dict[str, str] = {}
+        self.runs: list[Run] = [Run()]
+        self.lines = 0
+        self._book = rulebook()
+        self._page = self._book.page("")
+        """Of the book, what could hold of the present line."""
+        self._traces: dict[str, Trace] = {}
+        self._waiting: list[Event] = []
+        self._own: Event | None = None
+        """The last error of Holdfast's, whose other lines may follow."""
+
+        self.final_runs: list[Run] = [self.runs[-1]]
+        """The last of each source."""
+
+    def open(self, source: str) -> None:
+        """Lines of another source follow."""
+        self.source = source
+        self.runs = [*self.runs[-RUNS_HELD:], Run()]
+        self.final_runs.append(self.run)
+        self._traces.clear()
+        self._waiting.clear()
+
+    @property
+    def run(self) -> Run:
+        return self.runs[-1]
+
+    def judged_runs(self) -> list[Run]:
+        """The last start of each source, and those before it that broke while they served."""
+        broken = [run for run in self.runs if run.ready and run.wrappers]
+        return [run for run in self.runs if run in broken or run in self.final_runs]
+
+    def _begin(self, line: Line) -> None:
+        run = Run(start=line.number)
+        self.final_runs = [run if one is self.run else one for one in self.final_runs]
+        self.runs = [*self.runs[-RUNS_HELD:], run]
+
+    @property
+    def engine(self) -> str | None:
+        """That of whom most was seen; Ollama runs llama.cpp inside, and what that says is Ollama's."""
+        if "ollama" in self.engines and self.engine_votes("llama.cpp", "ollama"):
+            return "ollama"
+        return max(self.engines, key=lambda name: self.engines[name]) if self.engines else None
+
+    def engine_votes(self, *names: str) -> bool:
+        """Whether most was seen of one of these."""
+        return max(self.engines, key=lambda name: self.engines[name]) in names
+
+    def feed(self, line: Line) -> bool:
+        """Whether the line meant anything."""
+        self.lines = max(self.lines, line.number)
+        self._page = self._book.page(line.whole)
+        if line.style:
+            self.engines.setdefault(line.style, 1)
+        if any(pattern.search(line.text) for pattern in self._page.quoted):
+            return False
+        if _HEADER in line.text:
+            self._trace(line, fresh=True)
+            self._rules(line)
+            return True
+        if _FRAME.match(line.text):
+            self._frame(line)
+            return True
+        if not self._page.tells and not self.settings.listing:
+            return self._other(line, wrapped=False)
+        if any(pattern.search(line.text) for pattern in self._page.benign):
+            return False
+        if self._own is not None and self._below(line):
+            return True
+        told = self._marks(line)
+        self.settings.rank(line.process)
+        if self.settings.read(line.text, self.engine):
+            told = True
+            self._vote_command()
+        told = self.statistics.read(line.text) or told
+        if self._rules(line):
+            return True
+        return self._other(line) or told
+
+    def _vote_command(self) -> None:
+        command = self.settings.command
+        if command is not None:
+            self.engines[command.engine] = self.engines.get(command.engine, 0) + 2
+
+    # Tracebacks
+
+    def _trace(self, line: Line, *, fresh: bool) -> Trace:
+        trace = self._traces.get(line.process)
+        if trace is None or fresh or line.number - trace.last > NEAR_LINES:
+            trace = Trace(last=line.number)
+            if len(self._traces) > FRAMES_HELD:
+                self._traces.clear()
+            self._traces[line.process] = trace
+            self.run.traces = [*(one for one in self.run.traces if not one.ended), trace][-RUNS_HELD:]
+            for event in self._waiting:
+                bare = event.trace is None or not event.trace.marks
+                if bare and line.number - event.line <= NEAR_LINES and event.process == line.process:
+                    event.trace = trace
+            self._waiting = [event for event in self._waiting if line.number - event.line <= NEAR_LINES]
+        trace.last = line.number
+        trace.code_next = not fresh
+        return trace
+
+    def _near(self, line: Line) -> Trace | None:
+        """The traceback that this line belongs to, or ends."""
+        trace = self._traces.get(line.process)
+        return trace if trace is not None and line.number - trace.last <= NEAR_LINES else None
+
+    def _is_code(self, line: Line) -> bool:
+        """Of a traceback, printed line by line with a level before each."""
+        trace = self._near(line)
+        if trace is None or trace.ended or _ERROR.match(line.text):
+            return False
+        code = trace.code_next or line.text.startswith("    ") or _MARKERS.match(line.text) is not None
+        trace.code_next = False
+        return code
+
+    def _frame(self, line: Line) -> None:
+        trace = self._trace(line, fresh=False)
+        trace.torn = trace.torn or ('File "' in line.text and ", in " not in line.text)
+        for mark in self._page.frames:
+            if len(trace.marks) < FRAMES_HELD and mark.pattern.search(line.text):
+                trace.marks.append(mark)
+                if mark.engine:
+                    self.engines[mark.engine] = self.engines.get(mark.engine, 0) + 1
+        if len(self.run.events) < EVENTS_HELD:
+            self._rules(line, frames=True)
+
+    # Lines
+
+    def _marks(self, line: Line) -> bool:
+        told = False
+        for mark in self._page.marks:
+            found = mark.pattern.search(line.whole) and (
+                mark.pattern.search(line.text) or mark.pattern.search(line.whole)
+            )
+            if found is None:
+                continue
+            told = True
+            numbers, words = captured(found)
+            if mark.begin and self._over():
+                self._begin(line)
+            elif mark.again and self.run.ready:
+                self._begin(line)
+                self.run.tags.add(SECOND)
+            for name in mark.forgives:
+                self.run.events.pop(name, None)
+            if mark.engine:
+                self.engines[mark.engine] = self.engines.get(mark.engine, 0) + (5 if mark.begin else 1)
+            if "version" in words and mark.engine:
+                self.version = words.pop("version").lstrip("v").rstrip(".,)")
+            if mark.phase and (mark.begin or further(mark.phase, self.run.phase)):
+                self.run.phase = mark.phase
+            if mark.ready and not self.run.ready:
+                self._came_up()
+            if mark.tag:
+                self.run.tags.add(mark.tag)
+            self.numbers.update(numbers)
+            if "model_file" in words:
+                self.settings.values.setdefault("model", words.pop("model_file"))
+            self.words.update(words)
+        return told
+
+    def _came_up(self) -> None:
+        """What went wrong before did not matter."""
+        run = self.run
+        run.ready, run.named, run.unexplained_phase = True, False, None
+        run.unexplained.clear()
+        run.near.clear()
+        run.wrappers.clear()
+        run.traces.clear()
+
+    def _over(self) -> bool:
+        """Whether the run came to anything; what only warns may come before the first line of a start."""
+        failed = any(event.rule.kind == "fatal" for event in self.run.events.values())
+        return self.run.ready or failed or bool(self.run.wrappers)
+
+    def _rules(self, line: Line, *, frames: bool = False) -> bool:
+        engine = self.engine
+        matched = False
+        for rule in self._page.rules:
+            if rule.engines and engine is not None and engine not in rule.engines and self.engines.get(engine, 0) > 1:
+                continue
+            found = rule.match(line.text)
+            if found is not None and self._past(rule):
+                continue
+            elsewhere = rule.only_in and self.run.phase is not None and self.run.phase not in rule.only_in
+            if found is None or elsewhere or (frames and rule.out_of_memory):
+                continue
+            numbers, words = captured(found)
+            if not holds(rule.when, numbers):
+                continue
+            said = own_rule(rule, words["code"]) if rule.id == RULE else rule
+            if said is not None:
+                self._event(said, line, numbers, words)
+                matched = True
+        return matched
+
+    def _past(self, rule: Rule) -> bool:
+        """Words of a start, after it: a client's, or a model's. Ollama loads models while it serves."""
+        start = rule.phase_fixed and rule.kind == "fatal" and rule.phase in STARTING
+        return start and self.run.ready and "ollama" not in rule.engines and self.engine != "ollama"
+
+    def _below(self, line: Line) -> bool:
+        """What stands below an error of Holdfast's."""
+        event, told = self._own, below(line.text)
+        if event is None or told is None or line.number - event.line > BELOW_LINES:
+            return False
+        event.words.setdefault(*told)
+        event.evidence.append(Evidence(line=line.whole.strip(), number=line.number, source=self.source))
+        return True
+
+    def _event(self, rule: Rule, line: Line, numbers: dict[str, float], words: dict[str, str]) -> None:
+        evidence = Evidence(line=line.whole.strip(), number=line.number, source=self.source)
+        event = self.run.events.get(rule.id)
+        for name in rule.engines if len(rule.engines) == 1 else ():
+            self.engines[name] = self.engines.get(name, 0) + 1
+        if event is not None:
+            event.times += 1
+            event.numbers = {**numbers, **event.numbers}
+            event.words = {**words, **event.words}
+            same = any(one.line[-200:] == evidence.line[-200:] for one in event.evidence)
+            if len(event.evidence) < EVIDENCE_HELD and not same:
+                event.evidence.append(evidence)
+            if event.trace is None:
+                self._bind(event, line)
+            return
+        event = Event(
+            rule=rule, line=line.number, numbers=numbers, words=words, evidence=[evidence], phase=self.run.phase,
+            ready=self.run.ready, process=line.process, tags=frozenset(self.run.tags),
+        )  # fmt: skip
+        self._bind(event, line)
+        if len(self.run.events) < EVENTS_HELD:
+            self.run.events[rule.id] = event
+        self._own = event if rule.code else self._own
+
+    def _bind(self, event: Event, line: Line) -> None:
+        """To the traceback it ends, or else to the one that follows."""
+        trace = self._near(line)
+        if trace is not None:
+            event.trace = trace
+            trace.ended = trace.ended or event.rule.kind != "hint"
+        if (event.trace is None or not event.trace.marks) and len(self._waiting) < EVENTS_HELD:
+            event.line, event.process = line.number, line.process
+            self._waiting.append(event)
+
+    def _other(self, line: Line, *, wrapped: bool = True) -> bool:
+        """An error that no rule knows, or one that only wraps another."""
+        text = line.text.strip()
+        if (STOPPED in self.run.tags and self.run.ready) or self._is_code(line):
+            return False
+        evidence = Evidence(line=line.whole.strip(), number=line.number, source=self.source)
+        trace = self._near(line)
+        if wrapped and any(pattern.search(text) for pattern in self._page.wrappers):
+            if len(self.run.wrappers) < EVIDENCE_HELD:
+                self.run.wrappers.append(evidence)
+            if trace is not None:
+                trace.ended = True
+            return True
+        severe = line.level in ("ERROR", "CRITICAL", "FATAL") and not _CHAINED.search(text)
+        if severe or _ERROR.search(text) is not None:
+            named = _ERROR.search(text) is not None
+            self.run.named = self.run.named or named
+            if trace is not None and named:
+                trace.ended = True
+            if not self.run.unexplained:
+                told = None if trace is None else trace.phase
+                self.run.unexplained_phase = told or ("serve" if self.run.ready else self.run.phase)
+            if len(self.run.unexplained) < EVIDENCE_HELD:
+                self.run.unexplained.append(evidence)
+                self.run.near.append(line.near)
+            return True
+        return False

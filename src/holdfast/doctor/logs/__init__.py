@@ -1,0 +1,1 @@
+"""Logs turned into lines, whatever they come wrapped in."""

@@ -1,0 +1,154 @@
+"""`holdfast doctor --bundle FILE`: an archive for a bug report, with nothing in it that nobody should read.
+
+Holds the diagnosis, the beginning and the end of each log, this machine where it was looked at, and versions; each line
+went through redact.py. It is written under another name and appears whole, readable by its owner alone.
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import platform
+import tarfile
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+import holdfast
+from holdfast.doctor.findings import Diagnosis
+from holdfast.doctor.logs.line import LONGEST, bare, read_line
+from holdfast.doctor.logs.source import blocks
+from holdfast.doctor.report.redact import Redactor, redacted
+from holdfast.doctor.report.text import without_keys
+from holdfast.errors import ConfigurationError
+from holdfast.units import shorten
+
+FIRST_LINES = 1000
+LAST_LINES = 4000
+UNWRITABLE = "HFD91"
+OWNER_ONLY = 0o600
+
+
+def write_bundle(
+    path: str, sources: Sequence[str], diagnosis: Diagnosis, machine: Mapping[str, object] | None = None
+) -> list[str]:
+    """The names of what is in it. Raises a ConfigurationError (HFD91) where it cannot be written, and leaves nothing.
+
+    Standard input was read once and is left out.
+    """
+    target = Path(path)
+    partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
+    try:
+        if target.exists():
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
+        try:
+            with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, OWNER_ONLY), "wb") as file:
+                names = _write(file, sources, diagnosis, machine)
+            _appear(partial, target)
+        finally:
+            partial.unlink(missing_ok=True)
+    except OSError as error:
+        raise _unwritable(path, error) from error
+    return names
+
+
+def _write(
+    file: io.BufferedWriter, sources: Sequence[str], diagnosis: Diagnosis, machine: Mapping[str, object] | None
+) -> list[str]:
+    names = []
+    with tarfile.open(fileobj=file, mode="w:gz") as archive:
+
+        def add(name: str, content: bytes) -> None:
+            names.append(name)
+            _add(archive, name, content)
+
+        add("diagnosis.json", redacted_document(msgspec.to_builtins(without_keys(diagnosis))))
+        add("versions.txt", _versions().encode())
+        if machine is not None:
+            add("machine.json", redacted_document(dict(machine)))
+        for at, source in enumerate(source for source in sources if source != "-"):
+            add(f"log-{at}.txt", "\n".join(excerpt(source)).encode("utf-8", "replace"))
+    return names
+
+
+def _appear(partial: Path, target: Path) -> None:
+    """Under its name, unless somebody has taken that meanwhile."""
+    try:
+        os.link(partial, target)
+    except OSError as error:
+        if error.errno == errno.EEXIST:
+            raise
+        partial.rename(target)  # A disk without links.
+
+
+def _unwritable(path: str, error: OSError) -> ConfigurationError:
+    folder = shorten(str(Path(path).parent))
+    needed, fix = {
+        errno.EEXIST: ("a file that is not there yet", "another name: --bundle report.tar.gz"),
+        errno.ENOENT: (f"a folder that is there: {folder}", f"mkdir -p {folder}"),
+        errno.ENOSPC: (f"room on the disk of {folder}", "a path on another disk"),
+    }.get(error.errno or 0, (f"the right to write in {folder}", "a folder of your own: --bundle ~/report.tar.gz"))
+    return ConfigurationError(
+        f"the archive {shorten(path)} cannot be written", code=UNWRITABLE, needed=needed,
+        found=error.strerror or str(error), fix=fix, field="bundle",
+    )  # fmt: skip
+
+
+def redacted_document(document: object) -> bytes:
+    return msgspec.json.format(msgspec.json.encode(_clean(document)), indent=2)
+
+
+def excerpt(source: str) -> Iterator[str]:
+    """The first and the last lines, in bounded memory."""
+    redactor, last = Redactor(), deque[str](maxlen=LAST_LINES)
+    left_out, stamped = 0, False
+    for at, line in enumerate(_lines(source)):
+        if at < FIRST_LINES:
+            stamped = stamped or bool(read_line(line, 0).level)
+            yield redactor.line(line)
+            continue
+        left_out += len(last) == LAST_LINES
+        last.append(line)
+    if left_out:
+        yield f"[... {left_out} lines left out ...]"
+        redactor = Redactor(in_doubt=stamped)
+    yield from (redactor.line(line) for line in last)
+
+
+def _lines(source: str) -> Iterator[str]:
+    rest = b""
+    for block in blocks(source):
+        *whole, rest = (rest + block).split(b"\n")
+        yield from (_line(raw) for raw in whole)
+        rest = rest[: LONGEST * 16]
+    if rest:
+        yield _line(rest)
+
+
+def _line(raw: bytes) -> str:
+    return bare(raw[:LONGEST].decode("utf-8", "replace")).rstrip("\r")
+
+
+def _clean(value: object) -> object:
+    if isinstance(value, str):
+        return redacted(value)
+    if isinstance(value, dict):
+        return {str(key): _clean(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_clean(inner) for inner in value]
+    return value
+
+
+def _versions() -> str:
+    python = f"python {platform.python_version()}"
+    return f"holdfast {holdfast.__version__}\n{python}\n{platform.system()} {platform.machine()}\n"
+
+
+def _add(archive: tarfile.TarFile, name: str, content: bytes) -> None:
+    entry = tarfile.TarInfo(name)
+    entry.size, entry.mtime, entry.mode = len(content), int(time.time()), OWNER_ONLY
+    archive.addfile(entry, io.BytesIO(content))

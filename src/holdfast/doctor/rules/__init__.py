@@ -1,0 +1,1 @@
+"""The rules, which are data, and how they are loaded and matched."""

@@ -1,0 +1,36 @@
+"""The doctor's own codes for `holdfast explain`, out of the causes of its rules. Holdfast's own are not repeated."""
+
+from __future__ import annotations
+
+from functools import cache
+
+from holdfast.doctor.rules.load import Cause, rulebook
+from holdfast.observability.codes import Code
+from holdfast.observability.codes import codes as holdfasts
+
+_OWN = (
+    ("HFD90", "a log that was to be read cannot be", "the path, and the right to read it; - is standard input"),
+    (
+        "HFD91",
+        "the archive of `--bundle` cannot be written, or is there already",
+        "the folder and the right to write in it, or another name; the diagnosis was printed all the same",
+    ),
+    ("HFD92", "`holdfast doctor` was given nothing to look at", "a log, or - for standard input"),
+)
+
+
+def cause_named(name: str) -> Code | None:
+    """A cause by its name in the JSON, as it is found in a log; its code may be Holdfast's own."""
+    cause = rulebook().causes.get(name.strip().lower().replace("-", "_"))
+    return None if cause is None else _of(cause)
+
+
+def _of(cause: Cause) -> Code:
+    return Code(code=cause.code, kind="doctor", means=f"`{cause.name}`: {cause.means}", helps=cause.helps)
+
+
+@cache
+def codes() -> dict[str, Code]:
+    found = {cause.code: _of(cause) for cause in rulebook().causes.values() if cause.code not in holdfasts()}
+    found.update({code: Code(code=code, kind="doctor", means=means, helps=helps) for code, means, helps in _OWN})
+    return dict(sorted(found.items()))

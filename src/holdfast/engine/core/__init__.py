@@ -1,0 +1,1 @@
+"""The loop inside the engine process: scheduler, runner, structured output."""

@@ -1,0 +1,191 @@
+"""Masks of answers that follow a grammar: one form as its answer grows, and what of a step is there in time.
+
+    judged (or compiled) ─► being filled by a worker process ─► filled ─► sampled from ─► judged ...
+                              │ a step needs it: waited for, PATIENCE_S in all and REGAINED_S more with each token;
+                              │ who wait together share what they cost, and nothing is paid while the device is busy
+                              └ late: left out of steps until it is filled
+
+Who comes and goes is `forms`'s; the processes are `grammar_workers`'; what a grammar means is `text.structured`'s.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy
+import numpy.typing
+
+from holdfast.errors import EngineError, GrammarError
+from holdfast.records import Failure, Request
+from holdfast.records.sampling import MAX_BAD_WORD_TOKENS
+from holdfast.records.steps import Verdict
+
+log = logging.getLogger("holdfast")
+
+Words = numpy.typing.NDArray[numpy.int32]
+
+PATIENCE_S, REGAINED_S = 0.05, 0.001
+"""How long one answer may hold up the others of its steps: in all, and for each token it has."""
+STEP_PATIENCE_S = 0.05
+"""How long one step is held up, whoever it waits for."""
+BUSY_POLL_S = 0.0005
+MASK_CPU_S, MASK_CPU_S_A_TOKEN = 5.0, 0.05
+"""Of one core, that the masks of one answer may take: in all, and for each token it has."""
+NOTHING_LEFT, BEYOND_LIMITS = "HF363", "HF362"
+
+
+class Progress(enum.Enum):
+    """Of the newest token, as far as the worker has told."""
+
+    UNKNOWN = enum.auto()
+    GOES_ON = enum.auto()
+    COMPLETE = enum.auto()
+
+
+@dataclass(slots=True, eq=False)
+class Form:
+    """An answer that follows a grammar."""
+
+    number: int
+    """By which the workers know it."""
+    request: Request
+    mask_words: int
+    allowed: Words | None
+    """Bits of allowed_token_ids."""
+    eos_ids: tuple[int, ...] = ()
+    """The model's own ends, which a grammar allows where it may end, whatever the request says of them."""
+    words: Words = field(init=False)
+    """Bits of the tokens that may follow, once filled."""
+    output: list[int] = field(init=False)
+    failure: Failure | None = None
+    filled: bool = False
+    progress: Progress = Progress.GOES_ON
+    foreseen: Verdict | Failure | None = None
+    """Of its newest token, where that was judged before it was applied."""
+    patience_s: float = PATIENCE_S
+    """What is left of it; nothing: the form is slow."""
+    spent_s: float = 0.0
+    slowest_s: float = 0.0
+    masks: int = 0
+    held_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        self.output = list(self.request.output_token_ids)
+        self.words = numpy.zeros(self.mask_words, dtype=numpy.int32)
+
+    @property
+    def slow(self) -> bool:
+        return self.patience_s <= 0
+
+    def advance(self, token: int) -> None:
+        """It has one token more, and waits for the mask of the next."""
+        self.output.append(token)
+        self.filled, self.progress = False, Progress.UNKNOWN
+        self.patience_s = min(max(self.patience_s, 0.0) + REGAINED_S, PATIENCE_S)
+
+    def take(self, mask: bytes, spent_s: float) -> None:
+        """A mask, and the work it took. Whatever goes wrong is this answer's end and nobody else's business."""
+        self.masks += 1
+        self.spent_s += spent_s
+        self.slowest_s = max(self.slowest_s, spent_s)
+        try:
+            self.words[:] = numpy.frombuffer(mask, dtype=numpy.int32)
+            self._narrow()
+        except Exception as error:
+            log.exception("request %s is ended: its mask could not be used", self.request.request_id)
+            self.failure = Failure.of(EngineError(f"the mask of the answer failed: {type(error).__name__}"))
+        if self.spent_s > MASK_CPU_S + MASK_CPU_S_A_TOKEN * len(self.output) and self.failure is None:
+            too_slow = GrammarError(
+                f"the grammar of the answer took {self.spent_s:.0f} s of work for {len(self.output)} tokens",
+                code=BEYOND_LIMITS,
+                fix="a simpler one",
+                field="structured_outputs",
+            )
+            self.failure = Failure.of(too_slow)
+        self._settle()
+
+    def only(self, tokens: Sequence[int]) -> None:
+        """Nothing else may follow: it is complete, and that was known too late to end it."""
+        self.words[:] = 0
+        bits = self.words.view(numpy.uint8)
+        for token in tokens:
+            bits[token // 8] |= 1 << (token % 8)
+        self._settle()
+
+    def fail(self, failure: Failure) -> None:
+        self.failure = failure
+        self._settle()
+
+    def _settle(self) -> None:
+        if self.failure is not None:
+            self.words[:] = -1  # Something must be sampled before it can be ended.
+        self.filled = True
+
+    def _narrow(self) -> None:
+        """Takes away what the request's other wishes forbid at this place, and sees whether anything is left."""
+        words, params, request = self.words, self.request.params, self.request
+        if self.allowed is not None:
+            words &= self.allowed
+        forbidden = list[int]()
+        if len(self.output) < params.min_tokens:
+            forbidden += [*self.eos_ids, *request.eos_token_ids, *params.stop_ids]
+        if request.bad_word_ids:
+            from holdfast.execution.sampling.sampler import (
+                forbidden_after,  # It needs torch, which an engine has by now.
+            )
+
+            spellings = [(word[:-1], word[-1]) for word in request.bad_word_ids]
+            forbidden += forbidden_after(self.output[-MAX_BAD_WORD_TOKENS:], spellings)
+        bits = words.view(numpy.uint8)
+        for token in forbidden:
+            bits[token // 8] &= 0xFF ^ (1 << (token % 8))
+        if not words.any():
+            nothing_left = GrammarError(
+                "the grammar of the answer allows no token here that its other parameters allow too",
+                code=NOTHING_LEFT,
+                fix="leave allowed_token_ids, bad_words or min_tokens out",
+                field="structured_outputs",
+            )
+            self.failure = Failure.of(nothing_left)
+
+
+class Poll(Protocol):
+    def __call__(self, timeout_s: float) -> object:
+        """Takes in what workers have said, waiting so long for the first word."""
+
+
+def wait_for_masks(forms: Sequence[Form], poll: Poll, busy: Callable[[], bool]) -> None:
+    """Until each is filled, or has used up its patience, or the step's is over. `busy`: the device still computes what
+    they are needed for, and nobody is held up."""
+    left_s = STEP_PATIENCE_S
+    poll(0.0)
+    while left_s > 0 and (waiting := [form for form in forms if not form.filled and not form.slow]):
+        if busy():
+            poll(BUSY_POLL_S)
+            continue
+        began_s = time.monotonic()
+        poll(min(left_s, len(waiting) * min(form.patience_s for form in waiting)))
+        waited_s = time.monotonic() - began_s
+        left_s -= waited_s
+        for form in waiting:
+            form.patience_s -= waited_s / len(waiting)
+
+
+class StepMasks:
+    """Of the rows of one step whose answers follow a grammar, by slot. `foresee`: judges the tokens of the step before,
+    where that is still in flight, and says whether it could."""
+
+    def __init__(self, held: dict[int, Form], poll: Poll, foresee: Callable[[], bool] | None = None) -> None:
+        self.slots = list(held)
+        self._held, self._poll, self._foresee = held, poll, foresee
+
+    def rows(self, busy: Callable[[], bool] = lambda: False) -> dict[int, Words]:
+        if self._foresee is not None and not self._foresee():
+            return {}
+        wait_for_masks(list(self._held.values()), self._poll, busy)
+        return {slot: form.words for slot, form in self._held.items() if form.filled}

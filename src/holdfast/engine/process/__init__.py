@@ -1,0 +1,1 @@
+"""The engine process and whoever runs it: protocol, heartbeat, restarts, quarantine."""

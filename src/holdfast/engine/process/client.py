@@ -1,0 +1,449 @@
+"""The front's side of the engine process: starts it, talks to it, and starts it again when it dies.
+
+An open request is held here, not there: prompt, parameters, seed, and every token that has gone out. So when the
+engine process dies, however it dies, another one is started and each open request goes on after its last token; its
+client sees a pause. Who is handed over again and who is ended as the cause is `passengers`' to say.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+from collections.abc import AsyncIterator, Callable
+
+import msgspec
+import zmq.asyncio
+
+from holdfast.config import EngineConfig
+from holdfast.engine.process import protocol
+from holdfast.engine.process.handle import Child, blamed, died, ready
+from holdfast.engine.process.heartbeat import hang_limit
+from holdfast.engine.process.quarantine import Passengers
+from holdfast.engine.process.restarts import RestartBackoff
+from holdfast.engine.process.stats import at_rest, continued, ledger_of
+from holdfast.engine.requests.admission import Door, check_room
+from holdfast.engine.requests.embedding import embedding_requests
+from holdfast.engine.requests.output import Answer
+from holdfast.engine.requests.sampling_defaults import decided, default_sampling
+from holdfast.engine.requests.stream import Stream, Waiting
+from holdfast.engine.requests.structured_output import StructuredOutput
+from holdfast.engine.startup.build import FoundModel, Progress, with_located_model
+from holdfast.engine.startup.prespawn import EarlyProcess
+from holdfast.errors import (
+    DrainingError,
+    EngineDiedError,
+    EngineError,
+    EngineHungError,
+    HoldfastError,
+    NoResourcesError,
+    SleepingError,
+)
+from holdfast.observability.ledger import Ledger
+from holdfast.planner import Plan
+from holdfast.records import AdapterRef, AnswerDelta, EngineInfo, EngineOutput, EngineStats, Failure, SamplingParams
+from holdfast.socket_folder import SocketFolder, remove_abandoned
+from holdfast.text.tokenizer.tokenizer import Tokenizer
+
+log = logging.getLogger("holdfast")
+
+
+class ProcessEngine:
+    """Implements `engine.interface.Engine`. Use on one asyncio loop."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        model: FoundModel,
+        tokenizer: Tokenizer | None,
+        *,
+        plan: Plan | None = None,
+        on_progress: Progress = lambda stage, done, total: None,
+        early: EarlyProcess | None = None,
+    ) -> None:
+        """`early`: a process that waits already, for the first start; it is taken over."""
+        self._early = early
+        self._config = with_located_model(config, model)
+        self._model = model
+        self._tokenizer = tokenizer
+        self._defaults = default_sampling(config, model.files.generation_config)
+        self._plan = plan
+        self._on_progress = on_progress
+        self._seeds = random.Random(config.seed) if config.seed is not None else random.SystemRandom()
+        self._door: Door | None = None
+        self._info: EngineInfo | None = None
+        remove_abandoned()
+        self._folder = SocketFolder()
+        self._context = zmq.asyncio.Context()
+        self._child: Child | None = None
+        self.structured = StructuredOutput.of(tokenizer, model.spec)
+        self._supervisor: asyncio.Task[None] | None = None
+        self._open: dict[str, tuple[Answer, Stream]] = {}
+        self._passengers = Passengers()
+        self._streams = 0
+        self._waiting = Waiting()
+        self._ready = False
+        self._draining = False
+        self._stopping = False
+        self._sleeping = False
+        self._turning = asyncio.Lock()
+        """Of falling asleep and waking up one after the other."""
+        self._launches = 0
+        self._failure: Failure | None = None
+        self._restarts = self._hangs = 0
+        self._handed_over = False
+        self._backoff = RestartBackoff()
+        self._stats = EngineStats()
+        self._stats_before = EngineStats()
+        self._listeners: list[Callable[[EngineStats], None]] = []
+
+    @property
+    def info(self) -> EngineInfo:
+        if self._info is None:
+            raise EngineError("the engine is not ready yet")
+        return self._info
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        return self._tokenizer
+
+    @property
+    def ready(self) -> bool:
+        return self._ready and not self._draining and not self._sleeping and self.unresponsive is None
+
+    @property
+    def unresponsive(self) -> Failure | None:
+        return self._child.unresponsive if self._ready and self._child is not None else None
+
+    @property
+    def starting(self) -> str:
+        return "" if self._child is None or self._ready else self._child.progress
+
+    @property
+    def failure(self) -> Failure | None:
+        return self._failure
+
+    @property
+    def draining(self) -> bool:
+        return self._draining
+
+    @property
+    def unfinished(self) -> int:
+        return self._streams
+
+    @property
+    def restarts(self) -> int:
+        return self._restarts
+
+    @property
+    def hangs(self) -> int:
+        return self._hangs
+
+    @property
+    def pid(self) -> int | None:
+        """Of the engine process."""
+        return None if self._child is None else self._child.pid
+
+    def stats(self) -> EngineStats:
+        return self._stats
+
+    def memory(self) -> Ledger | None:
+        """None also while there is no engine process, unless it sleeps."""
+        others, asleep = [] if self.structured is None else self.structured.memory(), self._sleeping and not self._child
+        return ledger_of(self._info, self._stats, self.pid if self._ready else None, others, asleep=asleep)
+
+    def on_step(self, listener: Callable[[EngineStats], None]) -> None:
+        self._listeners.append(listener)
+
+    async def start(self) -> None:
+        await self._launch()
+        self._supervisor = asyncio.create_task(self._supervise(), name="engine-supervisor")
+
+    async def generate(
+        self,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        *,
+        request_id: str,
+        priority: int = 0,
+        cache_salt: str = "",
+        adapter: AdapterRef | None = None,
+        embed: bool = False,
+    ) -> AsyncIterator[AnswerDelta]:
+        self._refuse_if_closed(request_id)
+        assert self._door is not None
+        requests = self._door.admit(
+            prompt_token_ids, params, request_id=request_id, priority=priority, cache_salt=cache_salt, adapter=adapter
+        )
+        if embed:
+            requests = embedding_requests(requests)
+        self.check_room(len(requests))
+        if any(request.request_id in self._open for request in requests):
+            raise EngineError(f"request id {request_id!r} is in use", request_id=request_id)
+        names = [request.request_id for request in requests]
+        stream = Stream(names, self._close_stream, self._waiting)
+        for index, request in enumerate(requests):
+            self._open[request.request_id] = (Answer(request, index, self._tokenizer), stream)
+        self._streams += 1
+        self._passengers.enter(names)
+        self._hand_over()
+        return stream
+
+    def check_room(self, answers: int) -> None:
+        # The plan may have lowered what was not set.
+        places = self._config.sequences if self._info is None else self._info.max_num_seqs
+        check_room(answers, len(self._open), places, self._config.max_queued_requests)
+
+    async def drain(self, timeout_s: float) -> None:
+        self._draining = True
+        deadline = asyncio.get_running_loop().time() + timeout_s
+        while self._open and self._failure is None and asyncio.get_running_loop().time() < deadline:
+            await asyncio.sleep(0.02)
+        if self._open:
+            self._end_all(
+                DrainingError(f"the server is shutting down and the request did not finish in {timeout_s:g} s")
+            )
+
+    async def stop(self) -> None:
+        was_ready = self._ready
+        self._stopping, self._ready = True, False
+        await self._end_supervisor()
+        if self._early is not None:
+            self._early.end()
+        if self._child is not None:
+            await self._child.stop(at_once=not was_ready)
+        self._end_all(DrainingError("the server has shut down"))
+        if self.structured is not None:
+            self.structured.close()
+        self._context.destroy(linger=0)
+        self._folder.remove()
+
+    @property
+    def sleeping(self) -> bool:
+        return self._sleeping
+
+    async def sleep(self, mode: str = "abort") -> None:
+        """The process itself is ended: nothing gives memory back as surely, on a CPU and on a GPU."""
+        async with self._turning:
+            if self._sleeping:
+                return
+            if not self._ready or self._draining:  # One that does not answer can be.
+                raise EngineError("the engine is not ready, and cannot be put to sleep", fix="try again later")
+            self._sleeping = True  # From here on nothing new is taken.
+            try:
+                if mode == "abort":
+                    self._end_all(SleepingError("the engine was put to sleep before the request was finished"))
+                while self._open and self._failure is None:
+                    await asyncio.sleep(0.02)
+            except asyncio.CancelledError:
+                self._sleeping = False
+                raise
+            await self._end_child()
+        log.info("the engine sleeps: its process has ended and its memory is free")
+
+    async def _end_child(self) -> None:
+        was_ready, self._ready = self._ready, False
+        await self._end_supervisor()
+        child, self._child = self._child, None
+        if child is not None:
+            await child.stop(at_once=not was_ready)
+        if self.structured is not None:
+            self.structured.stop()
+        self._stats = at_rest(self._stats)
+
+    async def wake_up(self) -> None:
+        async with self._turning:
+            if not self._sleeping or self._stopping:
+                return
+            try:
+                await self._launch()
+            except HoldfastError:
+                self._child = None  # What was started has ended.
+                raise
+            self._sleeping = False
+            self._supervisor = asyncio.create_task(self._supervise(), name="engine-supervisor")
+        log.info("the engine is awake")
+
+    async def reset_prefix_cache(self) -> None:
+        self._send(protocol.ResetPrefixCache())
+
+    async def _end_supervisor(self) -> None:
+        if self._supervisor is not None:
+            self._supervisor.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._supervisor
+
+    def _refuse_if_closed(self, request_id: str) -> None:
+        if self._failure is not None:
+            raise self._failure.error(request_id)
+        if self._draining or self._stopping:
+            raise DrainingError("the server is shutting down", fix="send it to another server", request_id=request_id)
+        if self._sleeping:
+            raise SleepingError("the engine sleeps", fix="POST /wake_up", request_id=request_id)
+        if self._door is None:
+            raise EngineError(
+                "the engine is not ready yet", fix="wait for /health to answer 200", request_id=request_id
+            )
+
+    def _send(self, message: protocol.ToEngine) -> None:
+        if self._child is not None and self._ready:
+            self._child.send(message)
+
+    def _hand_over(self) -> None:
+        """While it restarts, or does not answer, requests simply wait here."""
+        if self._ready and self.unresponsive is None and (names := self._passengers.board()):
+            self._handed_over = True
+            requests = [self._open[name][0].resumed() for name in names]
+            try:
+                self._send(protocol.Add(requests))
+            except (OverflowError, TypeError, ValueError):
+                for request in requests:
+                    self._hand_over_alone(protocol.Add([request]))
+
+    def _hand_over_alone(self, add: protocol.Add) -> None:
+        """One that cannot be put into words for the engine ends alone, whatever it holds."""
+        try:
+            self._send(add)
+        except (OverflowError, TypeError, ValueError) as error:
+            name = add.requests[0].request_id
+            self._end(name, EngineError(f"the request cannot be handed to the engine: {error}", request_id=name))
+
+    async def _launch(self) -> None:
+        """Returns with a ready engine, or raises what kept it from becoming one."""
+        early, self._early = self._early, None
+        self._launches += 1
+        self._child = child = await Child.spawn(
+            self._context,
+            self._folder.path / f"{self._launches}.sock",
+            self._config,
+            self._plan,
+            early,
+            None if self.structured is None else self.structured.service.address,
+        )
+        self._handed_over = False
+        info = (await ready(child, self._on_progress)).info
+        limit_s, decision = hang_limit(self._config, info)
+        child.watch.expect(limit_s)
+        named = msgspec.structs.replace(info, model=self._model.files.name)
+        self._info = decided(named, self._config, self._defaults, [decision])
+        self._door = Door(self._model.spec, info.max_model_len, self._seeds, self._tokenizer)
+        self._door.grammar_cost = None if self.structured is None else self.structured.checker.known
+        # A new process has touched nothing of its pool yet.
+        self._stats = self._stats_before = msgspec.structs.replace(self._stats, blocks_touched=0)
+        self._ready = True
+        self._on_progress("ready", 0, 0)
+        if self.structured is not None:
+            self.structured.prepare_soon()
+
+    async def _supervise(self) -> None:
+        assert self._child is not None
+        try:
+            while True:
+                while (message := await self._child.receive()) is not None:
+                    if isinstance(message, protocol.News):
+                        self._take(message)
+                    elif isinstance(message, protocol.Beat):
+                        self._hand_over()  # Somebody may have come while it did not answer.
+                await self._bury(self._child)
+                await self._relaunch()
+                log.info("the engine process is ready again; %d open requests go on", len(self._open))
+                self._hand_over()
+        except EngineDiedError as error:
+            self._give_up(error)
+        except Exception as error:
+            log.exception("the engine process cannot be followed any more")
+            self._give_up(EngineError(f"the engine process cannot be followed: {type(error).__name__}: {error}"))
+
+    async def _bury(self, child: Child) -> None:
+        """The process has died: all go ashore, and whoever is the cause is ended."""
+        self._ready = False
+        self._restarts += 1
+        self._hangs += child.watch.hung
+        await child.stop()
+        self._backoff.died(with_requests=self._handed_over)
+        for name in self._passengers.disembark():
+            error = blamed(child, name)
+            self._end(name, error)
+            log.error("request %s is ended: %s", name, error.message)
+        said = "the engine process ended (%s) with %d requests open; starting it again [%s]"
+        log.error(said, child.ending(), len(self._open), died(child, "").code)
+
+    async def _relaunch(self) -> None:
+        """Until one lives, or too many in a row have ended for nothing."""
+        while True:
+            self._backoff.check()
+            await asyncio.sleep(self._backoff.delay_s)
+            try:
+                return await self._launch()
+            except HoldfastError as error:
+                log.error("%s", error)
+                self._restarts += not isinstance(error, NoResourcesError)
+                self._hangs += isinstance(error, EngineHungError)
+                self._backoff.failed(error)
+
+    def _give_up(self, error: EngineError) -> None:
+        log.error("%s", error)
+        self._ready = False
+        self._failure = protocol.pack_failure(error)
+        self._end_all(error)
+
+    def _take(self, news: protocol.News) -> None:
+        self._stats = continued(self._stats_before, news.stats)
+        to_abort = [output.request_id for output in news.outputs if self._deliver(output)]
+        for listener in self._listeners:
+            try:
+                listener(self._stats)
+            except Exception:
+                log.exception("a listener to the engine's steps failed")
+        if to_abort:
+            self._send(protocol.Abort(to_abort))
+        self._hand_over()  # Somebody who is no suspect any more may have kept others waiting.
+
+    def _deliver(self, output: EngineOutput) -> bool:
+        """Passes one request's news on. True when it has ended here, and the engine does not know."""
+        name = output.request_id
+        if name not in self._open:
+            return False  # Aborted on this side while the step ran.
+        answer, stream = self._open[name]
+        self._passengers.clear(name)
+        if output.failure is not None:
+            self._end(name, output.failure.error(name))
+            return False
+        try:
+            delta = answer.take(output)
+        except Exception as error:  # What is wrong with one answer is nobody else's business.
+            log.exception("request %s is ended: its answer could not be read", name)
+            self._end(name, EngineError(f"the answer could not be read: {type(error).__name__}", request_id=name))
+            return output.finish_reason is None
+        if answer.finished:
+            self._forget([name])
+        stream.put(delta)
+        return answer.finished and output.finish_reason is None
+
+    def _end(self, name: str, error: HoldfastError) -> None:
+        stream = self._open[name][1]
+        self._forget([name])
+        stream.put(error)
+
+    def _end_all(self, error: HoldfastError) -> None:
+        streams = {id(stream): stream for _, stream in self._open.values()}
+        self._abort(list(self._open))
+        for stream in streams.values():
+            stream.put(error)
+
+    def _close_stream(self, names: list[str]) -> None:
+        """A stream has ended or was left by its reader; what still runs of it is aborted."""
+        self._streams -= 1
+        self._abort([name for name in names if name in self._open])
+        self._hand_over()
+
+    def _abort(self, names: list[str]) -> None:
+        self._forget(names)
+        if names:
+            self._send(protocol.Abort(names))
+
+    def _forget(self, names: list[str]) -> None:
+        self._passengers.leave(names)
+        for name in names:
+            del self._open[name]

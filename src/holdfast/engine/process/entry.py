@@ -1,0 +1,20 @@
+"""The first lines of an engine process, before anything large is imported. The rest is `process`."""
+
+from __future__ import annotations
+
+import gc
+import sys
+
+from holdfast.engine.startup.preload_torch import preload_torch
+
+
+def main() -> int:
+    preload_torch()
+    gc.disable()  # Until all is there that stays (see `startup`).
+    from holdfast.engine.process.main import run
+
+    return run(sys.argv[1])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

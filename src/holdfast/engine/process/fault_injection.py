@@ -1,0 +1,105 @@
+"""Faults on purpose, for tests of what happens then: read from the environment by the engine process alone.
+
+    HOLDFAST_FAULT_DIE_ON_TOKEN=ID      the process ends at once when a prompt with this token id is to be computed
+    HOLDFAST_FAULT_HANG_ON_TOKEN=ID     the loop hangs for ever when a prompt with this token id is to be computed
+    HOLDFAST_FAULT_NO_MEMORY=ID         there is no memory for a sequence whose prompt has this token id
+    HOLDFAST_FAULT_FAIL_LOADING=FILE    a start fails, with an error, while this file exists
+
+Without these variables nothing here does anything.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from holdfast.engine.core.loop import StepHandle, StepRunner
+from holdfast.errors import EngineError, StepMemoryError
+from holdfast.records import Failure, StepFailure, StepPlan, StepResult, TokenMasks
+
+DIE_ON_TOKEN = "HOLDFAST_FAULT_DIE_ON_TOKEN"
+HANG_ON_TOKEN = "HOLDFAST_FAULT_HANG_ON_TOKEN"
+NO_MEMORY = "HOLDFAST_FAULT_NO_MEMORY"
+FAIL_LOADING = "HOLDFAST_FAULT_FAIL_LOADING"
+EXIT_CODE = 139
+
+log = logging.getLogger("holdfast")
+
+
+def with_faults(runner: StepRunner) -> StepRunner:
+    if (token := os.environ.get(DIE_ON_TOKEN)) is not None:
+        log.warning("%s is set: this engine dies on purpose when it meets token %s", DIE_ON_TOKEN, token)
+        runner = _StopsOnToken(runner, int(token), lambda: os._exit(EXIT_CODE))
+    if (token := os.environ.get(HANG_ON_TOKEN)) is not None:
+        log.warning("%s is set: this engine hangs on purpose when it meets token %s", HANG_ON_TOKEN, token)
+        runner = _StopsOnToken(runner, int(token), _hang)
+    if (token := os.environ.get(NO_MEMORY)) is not None:
+        log.warning("%s is set: this engine has no memory for sequences with token %s", NO_MEMORY, token)
+        runner = _HasNoMemory(runner, int(token))
+    return runner
+
+
+def fail_loading() -> None:
+    path = os.environ.get(FAIL_LOADING)
+    if path is not None and Path(path).exists():
+        raise EngineError(f"this start fails on purpose: {FAIL_LOADING} names a file that exists")
+
+
+def _hang() -> None:
+    while True:
+        time.sleep(3600)
+
+
+class _StopsOnToken:
+    def __init__(self, runner: StepRunner, token: int, stop: Callable[[], None]) -> None:
+        self._runner = runner
+        self._token = token
+        self._stop = stop
+
+    def submit(self, plan: StepPlan, masks: TokenMasks | None = None) -> StepHandle:
+        if any(self._token in start.token_ids for start in plan.starts):
+            self._stop()
+        return self._runner.submit(plan, masks)
+
+    def close(self) -> None:
+        self._runner.close()
+
+
+class _HasNoMemory:
+    """Fails the second step of such a sequence, when its answer has begun. The step is done all the same."""
+
+    def __init__(self, runner: StepRunner, token: int) -> None:
+        self._runner, self._token = runner, token
+        self._slots: dict[int, int] = {}
+        """Slots of such sequences, and their steps so far."""
+
+    def submit(self, plan: StepPlan, masks: TokenMasks | None = None) -> StepHandle:
+        for start in plan.starts:
+            self._slots.pop(start.slot, None)
+            if self._token in start.token_ids[: start.prompt_length]:
+                self._slots[start.slot] = 0
+        failures = list[StepFailure]()
+        for row in plan.rows:
+            if row.slot in self._slots:
+                self._slots[row.slot] += row.samples
+                if self._slots[row.slot] > 1:
+                    failure = Failure.of(StepMemoryError("there is no memory for it, on purpose"))
+                    failures.append(StepFailure(slot=row.slot, failure=failure))
+        return _Failing(self._runner.submit(plan, masks), failures)
+
+    def close(self) -> None:
+        self._runner.close()
+
+
+class _Failing:
+    def __init__(self, step: StepHandle, failures: list[StepFailure]) -> None:
+        self._step, self._failures = step, failures
+        self.late = step.late
+
+    def result(self) -> StepResult:
+        return msgspec.structs.replace(self._step.result(), failures=self._failures)

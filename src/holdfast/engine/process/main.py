@@ -1,0 +1,152 @@
+"""The engine process: loads the model, then steps, with its ears open between steps.
+
+Started by the front as `python -m holdfast.engine.process.entry ADDRESS`; ends when it is told to, or when the front is
+gone (its standard input closes). Everything it hears and says is in `messages`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+
+import zmq
+
+from holdfast.config import EngineConfig
+from holdfast.engine.core.loop import EngineCore
+from holdfast.engine.process import protocol
+from holdfast.engine.process.fault_injection import fail_loading, with_faults
+from holdfast.engine.startup.prespawn import cannot_start, shortage
+from holdfast.errors import HoldfastError
+from holdfast.observability.nonblocking_output import unblock_output
+from holdfast.planner import Plan
+
+IDLE_POLL_MS = 500
+BEAT_S = 0.4
+"""Between two heartbeats that come on top of what is said anyway: between the layers of a long step."""
+
+
+def run(address: str) -> int:
+    unblock_output()
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s engine: %(message)s", stream=sys.stderr)
+    for one in (signal.SIGINT, signal.SIGTERM):  # They may reach the whole terminal group, or unit; the front decides.
+        signal.signal(one, signal.SIG_IGN)
+    _end_with_parent()
+    with zmq.Context() as context, context.socket(zmq.PAIR) as socket:
+        socket.linger = 2000
+        socket.bind(address)
+        _import_ahead()
+        begin = protocol.decode_to_engine(socket.recv())
+        if not isinstance(begin, protocol.Begin):
+            raise SystemExit("the first message must be Begin")
+        heart = _Heart(socket)
+        try:
+            config = EngineConfig(**begin.config)  # type: ignore[arg-type]
+            core = _build(config, begin.plan, begin.grammar_address, socket, heart)
+        except Exception as error:
+            if shortage(error) is not None:
+                error = cannot_start(error)
+            elif not isinstance(error, HoldfastError):
+                traceback.print_exc()
+            socket.send(protocol.encode(protocol.StartFailed(protocol.pack_failure(error))))
+            return 1
+        gc.freeze()  # What is there now stays: only what steps make is looked through.
+        gc.enable()
+        try:
+            _serve(core, socket, heart)
+        finally:
+            core.close()
+    return 0
+
+
+def _import_ahead() -> None:
+    """What every engine needs, while the front still finds the model and plans. What cannot be imported is said when
+    it is needed."""
+    with contextlib.suppress(ImportError):
+        importlib.import_module("holdfast.execution.runner")
+        importlib.import_module("holdfast.execution.weights.load")
+        importlib.import_module("holdfast.engine.startup.build")
+
+
+def _build(
+    config: EngineConfig, plan: Plan | None, grammar_address: str | None, socket: zmq.Socket[bytes], heart: _Heart
+) -> EngineCore:
+    from holdfast.engine.core.structured_outputs import hold_forms
+    from holdfast.engine.startup.build import build_core, find_model
+
+    def progress(stage: str, done: int, total: int) -> None:
+        socket.send(protocol.encode(protocol.Loading(stage, done, total)))
+
+    fail_loading()
+    model = find_model(config)
+    core, info = build_core(config, model, progress, plan, heart.beat)
+    if grammar_address is not None:
+        hold_forms(core, model.spec, lambda: grammar_address)
+    core.runner = with_faults(core.runner)
+    socket.send(protocol.encode(protocol.Ready(info)))
+    return core
+
+
+class _Heart:
+    """Says that the loop goes round. It is the loop that beats, and what runs in it: a thread of its own would go on
+    beating when the loop hangs."""
+
+    def __init__(self, socket: zmq.Socket[bytes]) -> None:
+        self._socket = socket
+        self._message = protocol.encode(protocol.Beat())
+        self._last_s = 0.0
+
+    def beat(self) -> None:
+        """Cheap enough to be called after every layer."""
+        now_s = time.monotonic()
+        if now_s - self._last_s >= BEAT_S:
+            self._last_s = now_s
+            with contextlib.suppress(zmq.Again):  # The front reads nothing, and does not wait for beats then.
+                self._socket.send(self._message, zmq.NOBLOCK)
+
+
+def _serve(core: EngineCore, socket: zmq.Socket[bytes], heart: _Heart) -> None:
+    while True:
+        if not core.has_work:
+            socket.poll(IDLE_POLL_MS)
+        heart.beat()
+        changed = False
+        while (heard := _hear(socket)) is not None:
+            if isinstance(heard, protocol.Add):
+                for request in heard.requests:
+                    core.add(request)
+            elif isinstance(heard, protocol.Abort):
+                for request_id in heard.request_ids:
+                    core.abort(request_id)
+            elif isinstance(heard, protocol.ResetPrefixCache):
+                core.scheduler.reset_prefix_cache()
+            elif isinstance(heard, protocol.Stop):
+                return
+            changed = True
+        if core.has_work or changed:  # After the last request was aborted nothing steps, but the numbers have changed.
+            outputs = core.step()
+            socket.send(protocol.encode(protocol.News(outputs, core.stats())))
+
+
+def _hear(socket: zmq.Socket[bytes]) -> protocol.ToEngine | None:
+    try:
+        return protocol.decode_to_engine(socket.recv(zmq.NOBLOCK))
+    except zmq.Again:
+        return None
+
+
+def _end_with_parent() -> None:
+    def watch() -> None:
+        # The front holds the other end and writes nothing: end of file means that it is gone, however it went.
+        while os.read(0, 4096):
+            pass
+        os._exit(3)
+
+    threading.Thread(target=watch, name="parent-watch", daemon=True).start()

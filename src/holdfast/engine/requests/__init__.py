@@ -1,0 +1,1 @@
+"""Requests on the way in, and their outputs on the way out."""

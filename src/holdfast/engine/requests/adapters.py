@@ -1,0 +1,249 @@
+"""The adapters that an engine serves beside its model, by name: looked at when they are loaded, in the front's process.
+
+What it hands out is a name, a number and where the files lie; tensors are read where they are computed with. Numbers
+are never given twice, so that nothing cached of an adapter is taken for another's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import re
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from holdfast.checkpoints.lora.adapter import Adapter, changed, find_folder, read_adapter, stamp
+from holdfast.config import EngineConfig
+from holdfast.errors import AdapterError, ConfigurationError, RequestError, UnsupportedOptionError
+from holdfast.models import ModelSpec
+from holdfast.records import AdapterRef, LoRARequest
+from holdfast.units import shorten
+
+log = logging.getLogger("holdfast")
+
+MOST_ADAPTERS = 4096
+"""Known by name at a time; each takes a few hundred bytes until somebody asks for it."""
+MAX_NAME_CHARS = 256
+OTHER_KIND = "HFW09"
+_INSTRUCTED = frozenset(("instruct", "chat", "it", "sft", "dpo", "rlhf", "assistant"))
+_NO_MATTER = frozenset(
+    ("base", "pt", "hf", "gguf", "fp16", "bf16", "f16", "f32", "q8", "q6", "q5", "q4", "q3", "q2", "k", "m", "s", "l",
+     "0", "1", "awq", "gptq", "int4", "int8")
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    ref: AdapterRef
+    base: str
+    """What it says it was trained on."""
+    parent: str | None
+    """The name of the model that it was loaded for, where somebody said so."""
+    loaded_s: int
+    """Since 1970."""
+
+
+class Adapters:
+    """`model`: what the served model is called. `allowed`: folders that runtime loads may come from."""
+
+    def __init__(self, spec: ModelSpec, model: str, config: EngineConfig, allowed: Sequence[Path] = ()) -> None:
+        self._spec, self._model, self._config = spec, model, config
+        self._allowed = [folder.resolve() for folder in allowed]
+        self._by_name: dict[str, Loaded] = {}
+        self._last_number = 0
+
+    @property
+    def enabled(self) -> bool:
+        return self._config.enable_lora
+
+    @property
+    def most_at_once(self) -> int:
+        return self._config.lora_places
+
+    @property
+    def listed(self) -> list[Loaded]:
+        return list(self._by_name.values())
+
+    def named(self, name: str) -> AdapterRef | None:
+        found = self._by_name.get(name)
+        return None if found is None else found.ref
+
+    def allow(self, folder: str) -> None:
+        """A folder named when the server was started: it may be loaded from again."""
+        self._allowed.append(Path(folder).resolve())
+
+    def load(self, name: str, path: str, *, anywhere: bool = False, in_place: bool = False,
+             parent: str | None = None) -> AdapterRef:  # fmt: skip
+        """Looks at its files and knows it from now on. `anywhere`: its path comes from whoever started the process.
+        `in_place`: another of this name is replaced; requests that run with it go on with it."""
+        return self.add(self.examine(name, path, anywhere=anywhere, in_place=in_place, parent=parent))
+
+    def examine(self, name: str, path: str, *, anywhere: bool = False, in_place: bool = False,
+                parent: str | None = None) -> Loaded:  # fmt: skip
+        """The first half of `load`, which reads files and changes nothing. May be called by any thread."""
+        self._require()
+        if not name or len(name) > MAX_NAME_CHARS or not name.isprintable():
+            raise AdapterError("an adapter needs a name", needed=f"1 to {MAX_NAME_CHARS} printable characters",
+                               field="lora_name")  # fmt: skip
+        if name in self._by_name and not in_place:
+            raise AdapterError(
+                f"an adapter {shorten(name)!r} is loaded already", fix="unload it first, or load_inplace: true",
+                field="lora_name",
+            )  # fmt: skip
+        self._check_room(name)
+        ref, adapter = self._look(name, path, 0, None if anywhere else self._allowed)
+        return Loaded(ref, adapter.base, parent, int(time.time()))
+
+    def add(self, examined: Loaded) -> AdapterRef:
+        """The second half of `load`."""
+        self._last_number += 1
+        ref = msgspec.structs.replace(examined.ref, number=self._last_number)
+        self._by_name[ref.name] = dataclasses.replace(examined, ref=ref)
+        return ref
+
+    def unload(self, name: str) -> AdapterRef:
+        """Requests that run with it go on."""
+        found = self._by_name.pop(name, None)
+        if found is None:
+            raise AdapterError(f"no adapter {shorten(name)!r} is loaded", field="lora_name")
+        return found.ref
+
+    def resolve(self, request: LoRARequest) -> AdapterRef:
+        """Of Python's LoRARequest: loaded when it is first named. Its number stands for one adapter."""
+        self._require()
+        known = next((one.ref for one in self._by_name.values() if one.ref.number == request.lora_int_id), None)
+        if known is None:  # A new number is a new adapter, also under a name that another had.
+            self._check_room(request.lora_name)
+            ref, adapter = self._look(request.lora_name, request.lora_path, request.lora_int_id, None)
+            self._by_name[request.lora_name] = Loaded(ref, adapter.base, None, int(time.time()))
+            return ref
+        if known.name != request.lora_name or Path(request.lora_path).resolve() != Path(known.path):
+            raise AdapterError(
+                f"lora_int_id {request.lora_int_id} and {shorten(request.lora_name)!r} are not of one adapter",
+                needed="a name, number and path that are always given together", field="lora_request",
+            )  # fmt: skip
+        if stamp(Path(known.path)) == known.stamp:
+            return known
+        if not request.load_inplace:
+            raise changed(known.name)
+        ref, adapter = self._look(known.name, known.path, known.number, None)
+        self._by_name[known.name] = Loaded(ref, adapter.base, None, int(time.time()))
+        return ref
+
+    def one_each(self, asked: LoRARequest | Sequence[LoRARequest | None] | None, count: int) -> list[AdapterRef | None]:
+        """For so many prompts: one for all, or one or none for each."""
+        if asked is None or isinstance(asked, LoRARequest):
+            return [None if asked is None else self.resolve(asked)] * count
+        if not isinstance(asked, list | tuple) or not all(one is None or isinstance(one, LoRARequest) for one in asked):
+            raise RequestError("lora_request holds something else than LoRARequest", field="lora_request")
+        if len(asked) != count:
+            raise RequestError(
+                f"{count} prompts came with {len(asked)} lora_requests", needed="one for all, or one each",
+                field="lora_request",
+            )  # fmt: skip
+        return [None if one is None else self.resolve(one) for one in asked]
+
+    def _check_room(self, name: str) -> None:
+        if name not in self._by_name and len(self._by_name) >= MOST_ADAPTERS:
+            raise AdapterError(
+                f"{MOST_ADAPTERS} adapters are loaded, which is the most", fix="unload some", field="lora_name"
+            )
+
+    def _require(self) -> None:
+        if not self.enabled:
+            raise UnsupportedOptionError("LoRA adapters are not enabled here", fix="--enable-lora", field="lora_name")
+
+    def _look(self, name: str, path: str, number: int, allowed: Sequence[Path] | None) -> tuple[AdapterRef, Adapter]:
+        folder = find_folder(path, allowed)
+        adapter = read_adapter(
+            folder, self._spec, name=name, model=self._model, max_rank=self._config.lora_rank, allowed=allowed
+        )
+        said = trained_on_another(adapter.base, self._model)
+        if said is not None:
+            log.warning("adapter %s: %s", shorten(name), said)
+        return AdapterRef(name, number, str(folder), adapter.stamp), adapter
+
+
+def trained_on_another(base: str, model: str) -> str | None:
+    """A warning where one of the two is the other made to follow instructions."""
+    (stem, instructed), (served, serves) = _told_by_name(base), _told_by_name(model)
+    if not base or stem != served or instructed == serves:
+        return None
+    return (
+        f"it was trained on {shorten(base)}, and {shorten(model)} is served: the one follows instructions and the "
+        f"other does not, and answers may be worse than either's [{OTHER_KIND}]"
+    )
+
+
+def _told_by_name(name: str) -> tuple[tuple[str, ...], bool]:
+    """What is left of a model's name without what tells base and instruct apart, and whether it is the latter."""
+    last = name.rstrip("/").rsplit("/", 1)[-1].lower().removesuffix(".gguf")
+    words = [word for word in re.split(r"[^a-z0-9.]+", last) if word]
+    return tuple(word for word in words if word not in _INSTRUCTED | _NO_MATTER), bool(_INSTRUCTED & set(words))
+
+
+def check_lora_dtype(config: EngineConfig, dtype: str) -> None:
+    if config.enable_lora and config.lora_dtype not in ("auto", dtype):
+        raise ConfigurationError(
+            f"adapters are kept in what is computed in, which is {dtype}", needed=f"lora_dtype {dtype}, or auto",
+            found=config.lora_dtype, fix="leave --lora-dtype out", field="lora_dtype",
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class LoraModule:
+    """As --lora-modules names one."""
+
+    name: str
+    path: str
+    base_model_name: str | None = None
+
+
+def read_module(written: str) -> LoraModule:
+    """`name=path`, or vLLM's JSON with name, path and base_model_name."""
+    if not written.lstrip().startswith("{"):
+        name, equals, path = written.partition("=")
+        if not equals or not name or not path:
+            raise _wrong_module(written)
+        return LoraModule(name, path)
+    try:
+        found = msgspec.json.decode(written)
+    except msgspec.DecodeError as error:
+        raise _wrong_module(written) from error
+    fields = {"name", "path", "base_model_name"}
+    if not isinstance(found, dict) or not {"name", "path"} <= found.keys() <= fields:
+        raise _wrong_module(written)
+    if not all(isinstance(value, str) for value in found.values() if value is not None):
+        raise _wrong_module(written)
+    return LoraModule(**found)
+
+
+def _wrong_module(written: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"--lora-modules: {shorten(written)!r} will not do", needed='NAME=FOLDER, or {"name": ..., "path": ...}',
+        found=shorten(written), fix="--lora-modules sql=./adapters/sql", field="lora_modules",
+    )  # fmt: skip
+
+
+def load_modules(adapters: Adapters, written: Sequence[str], names: Sequence[str]) -> None:
+    """Those that are named at start; `names`: what the model itself is called."""
+    for module in map(read_module, written):
+        if module.name in names:
+            raise ConfigurationError(f"--lora-modules: {module.name!r} is the model itself", field="lora_modules")
+        if module.base_model_name not in (None, *names):
+            raise ConfigurationError(
+                f"--lora-modules: {module.name} is for {module.base_model_name}, which is not served",
+                needed=", ".join(names), found=module.base_model_name, field="lora_modules",
+            )  # fmt: skip
+        try:
+            adapters.load(module.name, module.path, anywhere=True, parent=module.base_model_name)
+        except AdapterError as error:
+            raise ConfigurationError(
+                f"--lora-modules: {error.message}", code=error.code, needed=error.needed, found=error.found,
+                fix=error.fix, field="lora_modules",
+            ) from error  # fmt: skip
+        adapters.allow(module.path)

@@ -1,0 +1,100 @@
+"""How is sampled where a request says nothing: the model's generation_config.json, a folder's, and what overrides it.
+
+Settles names and reads one small file. What a request says always wins; that is its reader's business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from holdfast.checkpoints.bounded_files import read_json
+from holdfast.config import EngineConfig
+from holdfast.errors import ConfigurationError, RequestError
+from holdfast.observability.decisions import SAMPLING, Decision
+from holdfast.records import EngineInfo, SamplingParams
+
+NAMES = {
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "presence_penalty": "presence_penalty",
+    "frequency_penalty": "frequency_penalty",
+    "max_new_tokens": "max_tokens",
+}
+"""In a generation config, and ours."""
+
+
+def default_sampling(config: EngineConfig, models_own: Mapping[str, Any] | None) -> dict[str, Any]:
+    """SamplingParams by name. `models_own`: the model's generation_config.json, where it has one."""
+    if config.generation_config == "vllm":
+        chosen: Mapping[str, Any] = {}
+    elif config.generation_config == "auto":
+        chosen = models_own or {}
+    else:
+        path = Path(config.generation_config) / "generation_config.json"
+        read = read_json(path)
+        if read is None:
+            raise ConfigurationError(
+                f"there is no {path}",
+                needed="auto, vllm, or a folder with a generation_config.json",
+                found=config.generation_config,
+                fix="leave generation_config out for the model's own",
+                field="generation_config",
+            )
+        chosen = read
+    overriding = config.override_generation_config or {}
+    unknown = [name for name in overriding if name not in NAMES and name not in NAMES.values()]
+    if unknown:
+        raise ConfigurationError(
+            f"override_generation_config: {unknown[0]!r} is not a default that can be set",
+            needed=", ".join(NAMES),
+            found=unknown[0],
+            fix=f"leave {unknown[0]} out",
+            field="override_generation_config",
+        )
+    return sampling_defaults(chosen) | _ours(overriding, "override_generation_config")
+
+
+def sampling_defaults(generation_config: Mapping[str, Any] | None) -> dict[str, Any]:
+    """What a generation_config.json says of sampling, under our names. `do_sample` is passed over, as in vLLM: many
+    models carry transformers' default of it, and their users do not expect greedy answers from a server."""
+    return _ours(generation_config or {}, "generation_config")
+
+
+def _ours(config: Mapping[str, Any], field: str) -> dict[str, Any]:
+    found = {NAMES.get(name, name): value for name, value in config.items() if name in NAMES or name == "max_tokens"}
+    found = {name: value for name, value in found.items() if value is not None}
+    try:
+        SamplingParams(**found)
+    except (RequestError, TypeError) as error:
+        own = field == "override_generation_config"
+        raise ConfigurationError(
+            f"{field} cannot be used: {error.message if isinstance(error, RequestError) else error}",
+            needed=getattr(error, "needed", None),
+            found=getattr(error, "found", None),
+            fix="correct it, or leave it out" if own else "--generation-config vllm leaves the model's own out",
+            field=field,
+        ) from error
+    return found
+
+
+def decided(
+    info: EngineInfo, config: EngineConfig, defaults: Mapping[str, Any], others: Sequence[Decision] = ()
+) -> EngineInfo:
+    """With a line on how is sampled where a request says nothing, behind those of `others`."""
+    shown = ", ".join(f"{name} {value}" for name, value in defaults.items()) or "as the API says"
+    reasons = {"auto": "as the model's makers advise", "vllm": "the model's own advice is left out"}
+    reason = reasons.get(config.generation_config, f"read from {config.generation_config}")
+    if config.generation_config == "auto" and not defaults:
+        reason = "the model brings no advice"
+    if config.override_generation_config:
+        reason += ", overridden by override_generation_config"
+    source = "model" if config.generation_config == "auto" and not config.override_generation_config else "set"
+    line = Decision(SAMPLING, shown, reason, source).line()
+    return msgspec.structs.replace(info, decisions=[*info.decisions, *(one.line() for one in others), line])

@@ -1,0 +1,415 @@
+"""From a config to an engine that can step: resolve, plan, load, rehearse, back the KV pool.
+
+`find_model` and `plan_model` need no torch (the front uses them, and refuses before anything is loaded); `build_core`
+imports execution when it is called.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from holdfast.checkpoints import (
+    DEFAULT_MODEL,
+    ModelFiles,
+    StoredTensor,
+    locate,
+    locate_headers,
+    match,
+    open_checkpoint,
+    spec_of,
+)
+from holdfast.checkpoints.sources.builtin import refuse_revision
+from holdfast.checkpoints.sources.resolve import refuse_known
+from holdfast.config import EngineConfig
+from holdfast.engine.requests.adapters import check_lora_dtype
+from holdfast.engine.startup.unused_tensors import refuse_unclaimed, warn_of_unused
+from holdfast.errors import (
+    ConfigurationError,
+    DoesNotFitError,
+    EngineError,
+    ModelAccessError,
+    ModelNotFoundError,
+)
+from holdfast.hardware import Memory, Resident, compiled_kernels, memory, memory_holders, processor, resident
+from holdfast.hardware.nvidia import probe
+from holdfast.kvcache import KVCache
+from holdfast.models import ModelSpec
+from holdfast.observability.ledger import term_lines
+from holdfast.planner import Plan, make_plan, settle_pool
+from holdfast.planner.sizing.kv_cost import layout_cost
+from holdfast.records import EngineInfo, MemoryReport, MemoryTerm
+from holdfast.scheduler import Scheduler, SchedulerLimits
+from holdfast.units import format_bytes
+
+if TYPE_CHECKING:
+    from holdfast.engine.core.loop import EngineCore
+    from holdfast.execution.gpu.runner import GpuRunner
+    from holdfast.execution.runner import Rehearsal, Runner
+    from holdfast.text.tokenizer.tokenizer import Tokenizer
+
+log = logging.getLogger("holdfast")
+
+Progress = Callable[[str, int, int], None]
+"""(stage, done, total): tensors while loading."""
+
+
+@dataclass(frozen=True, slots=True)
+class FoundModel:
+    files: ModelFiles
+    spec: ModelSpec
+
+
+def find_model(config: EngineConfig, *, progress: bool = True) -> FoundModel:
+    """Its files, fetched where they are not here. What a hub's headers show not to fit is not fetched."""
+    refuse_revision(config.model or DEFAULT_MODEL, config.revision)
+    try:
+        headers = locate_headers(config.model, revision=config.revision, progress=progress)
+    except (ModelAccessError, ModelNotFoundError):
+        refuse_known(config.model or DEFAULT_MODEL)
+        headers = None  # Fetching says best what is wrong.
+    if headers is not None and headers.remote:
+        plan_model(config, _checked(config, headers))
+    if headers is None or headers.remote:
+        headers = locate(config.model, revision=config.revision, progress=progress)
+    return _checked(config, headers)
+
+
+def _checked(config: EngineConfig, files: ModelFiles) -> FoundModel:
+    spec = spec_of(files)  # First, because for a model that cannot be run no other advice helps.
+    wanted = config.load_format
+    if wanted in ("safetensors", "gguf") and files.format != wanted:
+        raise ConfigurationError(
+            f"load_format is {wanted}, but {files.name} is stored as {files.format}",
+            fix="leave load_format out",
+            field="load_format",
+        )
+    if files.format == "none" and wanted != "dummy":
+        raise ConfigurationError(
+            f"{files.name} has a config but no weights",
+            needed="*.safetensors files, or load_format=dummy",
+            fix="--load-format dummy for random weights in the same shapes",
+            field="load_format",
+        )
+    if wanted != "dummy" and files.format == "gguf":
+        refuse_unclaimed(spec, files)
+    return FoundModel(files, spec)
+
+
+def plan_model(
+    config: EngineConfig,
+    model: FoundModel,
+    *,
+    front_bytes: int = 0,
+    kernels: bool | None = None,
+    engine_pid: int | None = None,
+) -> Plan:
+    """From headers and what is free now, or a DoesNotFitError that says who holds memory. No torch.
+
+    `front_bytes`: of a process beside the engine's, out of the same budget. `kernels`: whether there are compiled
+    ones, where that is known better than it can be without torch. `engine_pid`: of an engine process that has begun
+    already, whose memory is part of what is planned.
+    """
+    stored = _stored(config, model)
+    if config.device == "cuda":
+        from holdfast.planner.serve.gpu_host_ram import with_host_memory
+        from holdfast.planner.serve.gpu_plan import make_gpu_plan
+
+        plan = make_gpu_plan(model.spec, stored, config, probe().gpus, name=model.files.name)
+        return with_host_memory(plan, model.spec, config, memory(), front_bytes)
+    known, machine = compiled_kernels() if kernels is None else kernels, memory()
+    begun = None if engine_pid is None else resident(engine_pid)
+    if begun is not None:
+        free = machine.available_bytes + begun.now_bytes - begun.files_bytes
+        machine = replace(machine, available_bytes=min(free, machine.total_bytes))
+
+    def planned(with_memory: Memory) -> Plan:
+        return make_plan(
+            model.spec, stored, config, with_memory, processor(), compiled_kernels=known, front_bytes=front_bytes
+        )
+
+    try:
+        return planned(machine)
+    except DoesNotFitError as error:
+        holders = memory_holders()
+        if not holders or not _fits(planned, replace(machine, available_bytes=machine.total_bytes)):
+            raise  # Theirs would not help.
+        found = f"{error.found}; others hold: {', '.join(holders)}"
+        raise DoesNotFitError(
+            error.message, code=error.code, needed=error.needed, found=found, fix=error.fix, field=error.field
+        ) from None
+
+
+def _fits(planned: Callable[[Memory], Plan], machine: Memory) -> bool:
+    try:
+        planned(machine)
+    except DoesNotFitError:
+        return False
+    return True
+
+
+def _stored(config: EngineConfig, model: FoundModel) -> Mapping[str, StoredTensor] | None:
+    return None if config.load_format == "dummy" else match(model.spec, open_checkpoint(model.files))
+
+
+def plan_again(config: EngineConfig, model: FoundModel, plan: Plan, own_bytes: int) -> Plan:
+    """For the same GPU with what is free on it now, of which this process holds `own_bytes` and will use them again."""
+    assert plan.gpu is not None
+    gpus = [replace(gpu, free_bytes=gpu.free_bytes + own_bytes) for gpu in probe().gpus if gpu.uuid == plan.gpu.uuid]
+    if not gpus:
+        raise EngineError(f"{plan.gpu.name} is gone: the driver does not show it any more", found=plan.gpu.uuid)
+    from holdfast.planner.serve.gpu_plan import make_gpu_plan
+
+    return make_gpu_plan(model.spec, _stored(config, model), config, gpus, name=model.files.name)
+
+
+def plan_lines(model: FoundModel, plan: Plan) -> list[str]:
+    """What people see before anything is loaded: the budget, where it goes, and the limits."""
+    budget = next(decision for decision in plan.decisions if decision.field == "budget")
+    limits = plan.limits
+    lines = [
+        f"Memory plan of {model.files.name} ({plan.dtype}, KV {plan.kv_dtype}): "
+        f"{format_bytes(sum(plan.terms.values()))} of a budget of {budget.value} ({budget.reason})",
+        *term_lines(_planned(plan), plan.budget_bytes),
+        f"  limits: context {limits.max_model_len:,} tokens, {limits.max_num_seqs} sequences, "
+        f"{limits.max_num_batched_tokens:,} tokens a step; KV holds {_concurrency(plan):.1f} sequences of full length",
+    ]
+    pool_is_set = any(decision.field == "kv_pool" and decision.source == "set" for decision in plan.decisions)
+    if plan.short and budget.source == "measured" and not pool_is_set and (holders := memory_holders()):
+        lines.append(f"  memory is short; others hold: {', '.join(holders)}")
+    return lines
+
+
+def open_tokenizer(config: EngineConfig, model: FoundModel) -> Tokenizer | None:
+    """With what silently breaks people checked and said: vocabulary, ends, chat template."""
+    from holdfast.text.load_checks import check_text
+    from holdfast.text.templates.template import load_template
+    from holdfast.text.tokenizer.tokenizer import Tokenizer  # The engine process has no use for text.
+
+    if config.skip_tokenizer_init:
+        return None
+    files = model.files if config.tokenizer is None else locate(config.tokenizer, revision=None)
+    template = None if config.chat_template is None else load_template(config.chat_template)
+    tokenizer = Tokenizer.from_files(files, chat_template=template)
+    for warning in check_text(model.spec, tokenizer, model.files):
+        log.warning("%s", warning)
+    return tokenizer
+
+
+@contextlib.contextmanager
+def _without_collector() -> Iterator[None]:
+    """torch's import makes a million objects that stay: looking through them again and again takes a tenth of it."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+def build_core(
+    config: EngineConfig,
+    model: FoundModel,
+    progress: Progress,
+    plan: Plan | None = None,
+    beat: Callable[[], None] | None = None,
+) -> tuple[EngineCore, EngineInfo]:
+    """`plan`: as another process made it; None: it is made here. `beat`: called while a step is computed on a CPU."""
+    with _without_collector():
+        from holdfast.engine.core.loop import EngineCore
+        from holdfast.execution import native
+        from holdfast.execution.device import CPU, DTYPES, set_threads, warm_up
+        from holdfast.execution.lora.slots import LoraLimits
+        from holdfast.execution.runner import Runner, RunnerLimits
+        from holdfast.execution.weights.load import load_weights
+
+    if plan is None or (plan.compiled and not native.available()):
+        plan = plan_model(config, model, kernels=native.available())
+    if config.load_format != "dummy":
+        warn_of_unused(model.spec, model.files)
+    check_lora_dtype(config, plan.dtype)
+    if plan.gpu is not None:
+        return _build_on_gpu(config, model, progress, plan)
+    with contextlib.nullcontext() if config.load_format == "dummy" else open_checkpoint(model.files) as checkpoint:
+        plan = _still_fits(plan)
+        set_threads(config.threads or processor().cores)
+        warm_up(DTYPES[plan.dtype], CPU)
+        before = _held()
+        progress("load", 0, 0)
+        weights = load_weights(
+            model.spec, checkpoint, dtype=DTYPES[plan.dtype], device=CPU, expand=plan.expand_weights,
+            compiled=plan.compiled, progress=lambda done, total: progress("load", done, total),
+        )  # fmt: skip
+    limits = RunnerLimits.of(plan.limits, config.lora_places)
+    runner = Runner(
+        model.spec, weights, plan.layout, limits, CPU, kv_dtype=DTYPES[plan.kv_dtype],
+        compiled=plan.compiled_attention, lora=LoraLimits.of(config), beat=beat,
+    )  # fmt: skip
+    loaded = _held()
+    progress("rehearse", 0, 0)
+    runner.back_kv(2)
+    began_s = time.monotonic()
+    rehearsal = runner.rehearse()
+    rehearsed_s = time.monotonic() - began_s
+    plan, report = _settled(plan, runner, rehearsal, before, loaded)
+    runner.back_kv(plan.blocks)
+    core = EngineCore(_scheduler(config, plan), runner)
+    return core, _info(config, model, plan, runner, report, rehearsed_s)
+
+
+def _build_on_gpu(
+    config: EngineConfig, model: FoundModel, progress: Progress, plan: Plan
+) -> tuple[EngineCore, EngineInfo]:
+    from holdfast.engine.core.loop import EngineCore
+    from holdfast.engine.startup.build_gpu import build_gpu_runner
+
+    first = plan
+    runner, plan, report, memory = build_gpu_runner(
+        config, model.files, model.spec, first, progress, lambda own_bytes: plan_again(config, model, first, own_bytes)
+    )
+    core = EngineCore(_scheduler(config, plan, steps_ahead=1), runner, steps_ahead=1, device_bytes=memory.own_bytes)
+    return core, _info(config, model, plan, runner, report)
+
+
+def _held() -> Resident:
+    return resident() or Resident(0, 0)
+
+
+def _still_fits(plan: Plan) -> Plan:
+    """Held against what is free now: the plan may be minutes old, and a download may lie between."""
+    coming = sum(
+        size for name, size in plan.terms.items() if name not in ("front", "framework", "libraries", "kv_pool")
+    )
+    return settle_pool(plan, memory().available_bytes - coming)
+
+
+def _settled(
+    plan: Plan, runner: Runner, rehearsal: Rehearsal, before: Resident, loaded: Resident
+) -> tuple[Plan, MemoryReport]:
+    """The pool by what is measured, and the books of it."""
+    measured = {
+        "weights": runner.weights_bytes,
+        "scratch": rehearsal.scratch_bytes,
+        "activations": rehearsal.activations_bytes,
+        "logits": rehearsal.logits_bytes,
+        "adapters": runner.adapters_bytes,
+    }
+    base = {"framework": before.now_bytes - before.files_bytes, "libraries": before.files_bytes}
+    # In a process of somebody else's, what was there before is not ours to answer for.
+    own = measured | (base if "front" in plan.terms else {})
+    gained = _held().now_bytes - before.now_bytes
+    nameless = gained - sum(measured.values()) - runner.buffers_bytes + rehearsal.given_back_bytes
+    own["activations"] += _not_spare(plan, own, nameless)
+    settled = settle_pool(plan, memory().available_bytes - rehearsal.given_back_bytes, own)
+    measured |= base | {"buffers": runner.buffers_bytes}
+    report = MemoryReport(
+        total_bytes=plan.memory.total_bytes,
+        free_bytes=plan.memory.available_bytes,
+        limited_by=plan.memory.limited_by,
+        budget_bytes=plan.budget_bytes,
+        terms=[
+            MemoryTerm(
+                tier=term.tier,
+                term=term.term,
+                planned_bytes=plan.terms.get(term.term, 0),
+                measured_bytes=measured.get(term.term),
+            )
+            for term in _planned(settled)
+        ],
+        page_bytes=plan.layout.page_bytes,
+        given_back_bytes=rehearsal.given_back_bytes,
+        loading_bytes=plan.loading_bytes,
+        loading_peak_bytes=loaded.peak_bytes,
+    )
+    return settled, report
+
+
+def _not_spare(plan: Plan, measured: Mapping[str, int], nameless_bytes: int) -> int:
+    """Of what terms left of their plan, what the pool may not have: it is held and no term accounts for it, or it may
+    still come of libraries, which are read when they are first used."""
+    left = {name: plan.terms.get(name, 0) - size for name, size in measured.items()}
+    coming = sum(max(0, left.get(name, 0)) for name in ("framework", "libraries"))
+    return max(0, min(sum(left.values()), coming + max(0, nameless_bytes)))
+
+
+def _planned(plan: Plan) -> list[MemoryTerm]:
+    tier = "ram" if plan.gpu is None else "vram"
+    return [MemoryTerm(tier=tier, term=name, planned_bytes=size) for name, size in plan.terms.items()]
+
+
+def _scheduler(config: EngineConfig, plan: Plan, steps_ahead: int = 0) -> Scheduler:
+    limits = SchedulerLimits(
+        max_num_seqs=plan.limits.max_num_seqs,
+        max_num_batched_tokens=plan.limits.max_num_batched_tokens,
+        max_model_len=plan.limits.max_model_len,
+        prompt_tokens_beside=plan.prompt_tokens_beside,
+        policy="priority" if config.scheduling_policy == "priority" else "fcfs",
+        max_steps_in_flight=1 + steps_ahead,
+        max_loras=config.lora_places,
+    )
+    return Scheduler(limits, KVCache(plan.layout, plan.blocks, config.enable_prefix_caching))
+
+
+def _info(
+    config: EngineConfig,
+    model: FoundModel,
+    plan: Plan,
+    runner: Runner | GpuRunner,
+    report: MemoryReport,
+    rehearsed_s: float | None = None,
+) -> EngineInfo:
+    return EngineInfo(
+        model=model.files.name,
+        device="cpu" if plan.gpu is None else f"cuda ({plan.gpu.name})",
+        dtype=plan.dtype,
+        kv_dtype=plan.kv_dtype,
+        block_size=plan.layout.block_tokens,
+        blocks=plan.blocks - 1,
+        max_model_len=plan.limits.max_model_len,
+        max_num_seqs=plan.limits.max_num_seqs,
+        max_num_batched_tokens=plan.limits.max_num_batched_tokens,
+        prefix_caching=config.enable_prefix_caching,
+        parameters=model.spec.parameters,
+        weights_bytes=runner.weights_bytes,
+        kv_pool_bytes=plan.terms["kv_pool"],
+        attention_backend=f"{runner.attention_backend} ({_why(plan)})",
+        max_concurrency=_concurrency(plan),
+        hidden_size=model.spec.hidden_size,
+        max_loras=config.lora_places,
+        kv_groups=len(plan.layout.groups),
+        decisions=[decision.line() for decision in plan.decisions],
+        rehearsed_s=rehearsed_s,
+        memory=report,
+    )
+
+
+def _concurrency(plan: Plan) -> float:
+    """Sequences of full length that the pool holds."""
+    layout, limits = plan.layout, plan.limits
+    cost = layout_cost(layout, limits.max_num_batched_tokens)
+    return cost.concurrency((plan.blocks - 1) * layout.page_bytes, limits.max_model_len)
+
+
+def _why(plan: Plan) -> str:
+    from holdfast.execution import native
+
+    if plan.gpu is not None:
+        return "kernels for the GPU, compiled when first used"
+    if plan.compiled_attention:
+        return "kernels compiled at install, float32"
+    if plan.dtype != "float32":
+        return f"torch's own; the compiled kernels compute in float32, not {plan.dtype}"
+    if plan.compiled:
+        return "torch's own, as asked for"
+    return f"torch's own; no compiled kernels: {native.why_not()}"
+
+
+def with_located_model(config: EngineConfig, model: FoundModel) -> EngineConfig:
+    """So that the engine process opens the very files that the front has found, and downloads nothing."""
+    return replace(config, model=str(model.files.path), revision=None)

@@ -1,0 +1,221 @@
+"""From a plan to an engine that can step on a GPU: load, rehearse, capture, then back the KV pool with what is left.
+
+The pool comes last and by what is measured, so that nothing after it asks for memory that may not be there. When
+somebody else takes memory meanwhile, the plan is made again with what is free then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+import torch
+
+from holdfast.checkpoints import ModelFiles, open_checkpoint
+from holdfast.config import EngineConfig
+from holdfast.errors import DoesNotFitError, EngineError
+from holdfast.execution.batch import RunnerLimits
+from holdfast.execution.device import DTYPES
+from holdfast.execution.gpu.memory.accounting import GpuHeld, GpuMemory, held_before, open_device
+from holdfast.execution.gpu.memory.oom import is_shortage
+from holdfast.execution.gpu.memory.virtual_memory import RangeError
+from holdfast.execution.gpu.runner import GpuRunner
+from holdfast.execution.lora.slots import LoraLimits
+from holdfast.execution.weights.load import Weights, load_weights
+from holdfast.models import ModelSpec
+from holdfast.planner import Plan, settle_pool
+from holdfast.records import MemoryReport, MemoryTerm
+from holdfast.units import format_bytes
+
+if TYPE_CHECKING:
+    Progress = Callable[[str, int, int], None]
+
+log = logging.getLogger("holdfast")
+
+BACK_TRIES = 4
+"""A neighbour may take memory between the look at what is free and the taking of it."""
+
+START_TRIES = 4
+
+Built = tuple[GpuRunner, Plan, MemoryReport, GpuMemory]
+
+
+def build_gpu_runner(
+    config: EngineConfig,
+    files: ModelFiles,
+    spec: ModelSpec,
+    plan: Plan,
+    progress: Progress,
+    replan: Callable[[int], Plan],
+) -> Built:
+    """`replan`: a new plan for the same GPU, this engine holding so many bytes on it that are to be used again."""
+    assert plan.gpu is not None
+    uuid = plan.gpu.uuid
+    not_ours, had_context = held_before(uuid), torch.cuda.is_initialized()
+    device = open_device(uuid)
+
+    def memory_of(tried: Plan) -> GpuMemory:
+        return GpuMemory(device, uuid, tried.memory.available_bytes, not_ours)
+
+    def build(tried: Plan) -> Built:
+        return _build(config, files, spec, tried, memory_of(tried), progress)
+
+    def again(failed: Plan) -> Plan:
+        """With all that was taken given back; the context stays. It is the caller's where there was one before."""
+        memory = memory_of(failed)
+        gc.collect()
+        memory.give_back_cached()
+        told = memory.told_bytes()
+        return replan((0 if had_context else failed.terms["context"]) if told is None else told)
+
+    return start_with_room(plan, build, again)
+
+
+def start_with_room(plan: Plan, build: Callable[[Plan], Built], again: Callable[[Plan], Plan]) -> Built:
+    """`again` gives back what the failed start took, and makes a plan with what is free now; it refuses, with numbers,
+    what has become impossible."""
+    unchanged = False
+    for _ in range(START_TRIES - 1):
+        try:
+            return build(plan)
+        except (RuntimeError, EngineError, DoesNotFitError) as error:
+            refused = isinstance(error, DoesNotFitError)
+            # Somebody may have taken memory and given it back. If it does not fit a second time, it is not that.
+            if (refused and unchanged) or not (refused or is_shortage(error)):
+                raise
+            said = str(error).splitlines()[0]
+        log.warning("memory became short while the engine started (%s): the plan is made again", said)
+        failed, plan = plan, again(plan)
+        unchanged = plan.budget_bytes >= failed.budget_bytes
+        log.warning(
+            "now %s of budget: context %s tokens, %d sequences, KV pool %s",
+            format_bytes(plan.budget_bytes), f"{plan.limits.max_model_len:,}", plan.limits.max_num_seqs,
+            format_bytes(plan.terms["kv_pool"]),
+        )  # fmt: skip
+    try:
+        return build(plan)
+    except (RuntimeError, EngineError) as error:
+        if not is_shortage(error):
+            raise
+        said = str(error).splitlines()[0]
+    # Outside of it: whoever keeps this error shall not keep the frames of the failed start, and what they hold.
+    raise DoesNotFitError(
+        f"the GPU's memory ran out in each of {START_TRIES} starts, though it was planned for what was free",
+        code="HF125",
+        needed=", ".join(f"{name} {format_bytes(size)}" for name, size in plan.terms.items()),
+        found=said,
+        fix="stop what else takes memory on this GPU (nvidia-smi shows it), or a smaller --gpu-memory-utilization",
+        field="gpu_memory_utilization",
+    )
+
+
+def _build(
+    config: EngineConfig, files: ModelFiles, spec: ModelSpec, plan: Plan, memory: GpuMemory, progress: Progress
+) -> Built:
+    context = memory.held()
+    memory.watch_tensors()
+    coming = sum(size for name, size in plan.terms.items() if name not in ("context", "kv_pool"))
+    plan = settle_pool(plan, context.free_bytes - coming)
+    progress("load", 0, 0)
+    # No name here for the weights: an error that is kept would keep them through it.
+    runner = GpuRunner(
+        spec, _load(config, files, spec, plan, memory.device, progress), plan.layout,
+        RunnerLimits.of(plan.limits, config.lora_places), memory.device, kv_dtype=DTYPES[plan.kv_dtype],
+        graphs=not config.enforce_eager, lora=LoraLimits.of(config),
+    )  # fmt: skip
+    try:
+        return _settle(runner, plan, memory, context, progress)
+    except BaseException:
+        runner.close()
+        raise
+
+
+def _settle(runner: GpuRunner, plan: Plan, memory: GpuMemory, context: GpuHeld, progress: Progress) -> Built:
+    """From a loaded model to a backed pool; `context`: what was held before the load."""
+    loaded = memory.held()
+    memory.forget_loading()
+    progress("rehearse", 0, 0)
+    runner.reserve_kv(plan.most_blocks)
+    runner.back_kv(2)
+    runner.rehearse()
+    rehearsed = memory.held()
+    progress("capture", 0, 0)
+    runner.capture()
+    captured = memory.held()
+    tensors = memory.most_allocated()
+    measured = {
+        "context": context.own_bytes,
+        "weights": runner.weights_bytes,
+        "buffers": runner.buffers_bytes,
+        # Whatever else torch held at the worst moment; what it keeps beyond that is nobody's, and shown as such.
+        "activations": max(
+            0,
+            tensors - runner.weights_bytes - runner.buffers_bytes - runner.logits_bytes - runner.adapters_bytes,
+        ),
+        "adapters": runner.adapters_bytes,
+        "logits": runner.logits_bytes,
+        "graphs": captured.own_bytes - rehearsed.own_bytes,
+    }  # fmt: skip
+    plan = _back(plan, runner, memory, captured, _taken(plan, measured, captured.own_bytes - runner.kv.nbytes))
+    measured["kv_pool"] = runner.kv.nbytes
+    return runner, plan, _report(plan, measured, loaded, memory.held()), memory
+
+
+def _load(
+    config: EngineConfig, files: ModelFiles, spec: ModelSpec, plan: Plan, device: torch.device, progress: Progress
+) -> Weights:
+    with contextlib.nullcontext() if config.load_format == "dummy" else open_checkpoint(files) as checkpoint:
+        return load_weights(
+            spec, checkpoint, dtype=DTYPES[plan.dtype], device=device, expand=plan.expand_weights,
+            progress=lambda done, total: progress("load", done, total),
+        )  # fmt: skip
+
+
+def _taken(plan: Plan, measured: Mapping[str, int], held: int) -> dict[str, int]:
+    """By term, as the pool is sized by: with what no term accounts for, and what is still to come of kernels that the
+    driver loads when they are first used, and of graphs."""
+    unaccounted = max(0, held - sum(measured.values()))
+    return {
+        **measured,
+        "context": max(measured["context"], plan.terms.get("context", 0)),
+        "activations": measured["activations"] + unaccounted,
+        "graphs": max(measured["graphs"], plan.terms.get("graphs", 0)),
+    }
+
+
+def _back(plan: Plan, runner: GpuRunner, memory: GpuMemory, held: GpuHeld, measured: dict[str, int]) -> Plan:
+    """As many pages as the budget and the GPU hold, and no more than are of use with the limits. What the other terms
+    may still take stays free."""
+    for attempt in range(BACK_TRIES):
+        coming = max(0, sum(measured.values()) + runner.kv.nbytes - held.own_bytes)
+        settled = settle_pool(plan, held.free_bytes + runner.kv.nbytes - coming, measured)
+        try:
+            runner.back_kv(settled.blocks)
+            return settled
+        except RangeError as error:
+            if not error.out_of_memory or attempt == BACK_TRIES - 1:
+                raise
+            memory.give_back_cached()
+            held = memory.held()
+    raise AssertionError("the last attempt returns or raises")
+
+
+def _report(plan: Plan, measured: dict[str, int], loaded: GpuHeld, ready: GpuHeld) -> MemoryReport:
+    return MemoryReport(
+        tier="vram",
+        total_bytes=plan.memory.total_bytes,
+        free_bytes=plan.memory.available_bytes,
+        limited_by=plan.memory.limited_by,
+        budget_bytes=plan.budget_bytes,
+        terms=[
+            MemoryTerm(tier="vram", term=name, planned_bytes=size, measured_bytes=measured.get(name))
+            for name, size in plan.terms.items()
+        ],
+        page_bytes=plan.layout.page_bytes,
+        held_bytes=ready.own_bytes,
+        loading_bytes=plan.loading_bytes,
+        loading_peak_bytes=loaded.own_bytes,
+    )

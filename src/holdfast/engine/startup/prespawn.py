@@ -1,0 +1,80 @@
+"""An engine process that is started before it is known what it will load: it imports what every engine needs, which
+takes most of its start, while the front finds the model and plans. Imports little itself, so that it comes first."""
+
+from __future__ import annotations
+
+import errno
+import subprocess
+import sys
+from pathlib import Path
+
+from holdfast.errors import EngineDiedError, NoResourcesError
+from holdfast.socket_folder import SocketFolder
+
+_SHORTAGES = {
+    errno.EMFILE: "file descriptors of this process (ulimit -n)",
+    errno.ENFILE: "file descriptors of this machine (sysctl fs.file-max)",
+    errno.EAGAIN: "processes (ulimit -u)",
+    errno.ENOMEM: "memory",
+    errno.ENOBUFS: "memory",
+}
+"""What there may be more of in a moment, by what the system says."""
+
+
+def cannot_start(error: Exception) -> EngineDiedError:
+    """Why there is no engine process; NoResourcesError where the same may go well later."""
+    short = shortage(error)
+    if short is None:
+        return EngineDiedError(f"the engine process could not be started: {error}")
+    return NoResourcesError(
+        f"the engine process could not be started for now: {error}",
+        needed=short,
+        fix="close what holds them, or raise the limit; the start is tried again until it goes well",
+    )
+
+
+def shortage(error: BaseException | None) -> str | None:
+    """What the system had none of, where that is at the bottom of this error."""
+    while error is not None:
+        number = getattr(error, "errno", None)  # of OSError, and of ZMQError, which is none
+        if number in _SHORTAGES:
+            return _SHORTAGES[number]
+        error = error.__cause__
+    return None
+
+
+class EarlyProcess:
+    """Whoever takes it over ends it. Until then `end` does; and when the front dies, so does the process."""
+
+    def __init__(self, path: Path | None = None) -> None:
+        """`path`: of its socket. Raises EngineDiedError when the machine has no process or file left for it."""
+        self._folder: SocketFolder | None = None
+        try:
+            if path is None:
+                self._folder = SocketFolder()
+                path = self._folder.path / "0.sock"
+            self.address = f"ipc://{path}"
+            # -u: its last words before a crash must reach the log. Its standard input stays open as long as we live.
+            self.process = subprocess.Popen(
+                [sys.executable, "-u", "-m", "holdfast.engine.process.entry", self.address], stdin=subprocess.PIPE
+            )
+        except OSError as error:
+            if self._folder is not None:
+                self._folder.remove()
+            raise cannot_start(error) from error
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        self.forget()
+
+    def forget(self) -> None:
+        """Removes what stands in the file system; the process has ended."""
+        if self.process.stdin is not None:
+            self.process.stdin.close()
+        if self._folder is not None:
+            self._folder.remove()

@@ -1,0 +1,71 @@
+"""What `--device auto` means on this machine, and why a GPU that was asked for cannot be had. No torch."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+from holdfast.config import EngineConfig
+from holdfast.errors import ConfigurationError
+from holdfast.footprint.gpu import LEAST_CAPABILITY
+from holdfast.hardware.nvidia import NvidiaMachine, probe
+from holdfast.hardware.torch_build import TorchBuild, torch_build
+from holdfast.planner.serve.gpu_plan import too_old
+
+log = logging.getLogger("holdfast")
+
+NO_GPU, NO_CUDA_BUILD, OLD_DRIVER = "HF121", "HF123", "HF124"
+
+
+def settle_device(
+    config: EngineConfig, *, here: NvidiaMachine | None = None, build: TorchBuild | None = None
+) -> EngineConfig:
+    """With `auto` become cuda or cpu. `here`, `build`: what this machine has, looked up where they are left out."""
+    if config.device == "cpu" or (config.device == "auto" and config.ram is not None):
+        return replace(config, device="cpu")
+    machine = probe() if here is None else here
+    if not machine.gpus and config.device == "auto":
+        return replace(config, device="cpu")  # With --vram the plan says what to set instead.
+    problem = _problem(machine, torch_build() if build is None else build)
+    if problem is None:
+        return replace(config, device="cuda")
+    if config.device == "cuda" or config.vram is not None:
+        raise problem
+    log.warning("the CPU is used: %s", problem)
+    return replace(config, device="cpu")
+
+
+def _problem(machine: NvidiaMachine, build: TorchBuild | None) -> ConfigurationError | None:
+    """Why no GPU of this machine can be used; None: one can."""
+    if not machine.gpus:
+        return ConfigurationError(
+            "a GPU is asked for, and none can be used",
+            code=NO_GPU,
+            needed="an NVIDIA GPU that the driver shows",
+            found=machine.reason or "none",
+            fix="--device cpu; nvidia-smi and CUDA_VISIBLE_DEVICES show what there is",
+            field="device",
+        )
+    if build is None or build.cuda is None:
+        version = "none" if build is None else build.version
+        return ConfigurationError(
+            "torch was installed without CUDA",
+            code=NO_CUDA_BUILD,
+            needed="a CUDA build of torch",
+            found=f"torch {version}, built for CPUs; {', '.join(gpu.name for gpu in machine.gpus)}",
+            fix="pip install --force-reinstall torch (from PyPI, which has CUDA builds for Linux), or --device cpu",
+            field="device",
+        )
+    # A driver runs programs of its own major version of CUDA and of older ones.
+    if machine.cuda is not None and machine.cuda[0] < int(build.cuda.split(".")[0]):
+        return ConfigurationError(
+            "the NVIDIA driver is too old for this torch",
+            code=OLD_DRIVER,
+            needed=f"a driver for CUDA {build.cuda}",
+            found=f"driver {machine.driver}, for CUDA {machine.cuda[0]}.{machine.cuda[1]} and older",
+            fix=f"update the driver, install a torch built for CUDA {machine.cuda[0]}, or --device cpu",
+            field="device",
+        )
+    if all(gpu.capability is not None and gpu.capability < LEAST_CAPABILITY for gpu in machine.gpus):
+        return too_old(machine.gpus)
+    return None

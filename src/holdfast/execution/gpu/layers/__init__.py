@@ -1,0 +1,1 @@
+"""The parts of a decoder layer on a GPU."""

@@ -1,0 +1,82 @@
+"""Attention of a step on a GPU: rows of one token and rows of several, each by its own kernel, from the same pages.
+
+Holds the workspace of the first kind, and says where rows lie on the device. Knows no projections.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from holdfast.execution.batch import RunnerLimits
+from holdfast.execution.gpu.slots import DeviceSlots
+from holdfast.execution.triton_kernels.attention.decode import decode_attention
+from holdfast.execution.triton_kernels.attention.prefill import prefill_attention
+from holdfast.footprint.gpu import decode_workspace_bytes
+from holdfast.kvcache.groups import KVLayout
+from holdfast.models import ModelSpec
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeRows:
+    """[rows] each, int32."""
+
+    slots: torch.Tensor
+    lengths: torch.Tensor
+    """Tokens that a row sees, its own included; 0: padding."""
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillRows:
+    """[rows] each, and the tiles of all of them; int32."""
+
+    slots: torch.Tensor
+    starts: torch.Tensor
+    counts: torch.Tensor
+    firsts: torch.Tensor
+    """Where a row's tokens begin in the batch."""
+    tile_rows: torch.Tensor
+    tile_starts: torch.Tensor
+
+
+class GpuAttention:
+    name = "triton"
+
+    def __init__(
+        self, spec: ModelSpec, layout: KVLayout, limits: RunnerLimits, slots: DeviceSlots, device: torch.device
+    ) -> None:
+        self._shape = (spec.heads, spec.kv_heads, spec.head_dim)
+        self._scale = spec.attention_scale or spec.head_dim**-0.5
+        self._softcap = spec.decoder.attention_softcap
+        self._tables = slots.tables
+        self._windows = [group.window or 0 for group in layout.groups]
+        size = decode_workspace_bytes(limits.max_num_seqs, *self._shape)
+        self._workspace = torch.empty(size // 4, dtype=torch.float32, device=device)
+
+    def run(
+        self,
+        qkv: torch.Tensor,
+        pages: torch.Tensor,
+        group: int,
+        place: int,
+        decode: DecodeRows | None,
+        prefill: PrefillRows | None,
+        out: torch.Tensor,
+    ) -> None:
+        heads, _, width = self._shape
+        query = qkv[:, : heads * width].view(-1, heads, width)
+        attended = out.view(-1, heads, width)
+        table, window = self._tables[group], self._windows[group]
+        if decode is not None:
+            rows = len(decode.slots)
+            decode_attention(
+                query[:rows], pages, table, decode.slots, decode.lengths, place=place, scale=self._scale,
+                window=window, softcap=self._softcap, out=attended[:rows], workspace=self._workspace,
+            )  # fmt: skip
+        if prefill is not None:
+            prefill_attention(
+                query, pages, table, prefill.tile_rows, prefill.tile_starts, prefill.slots, prefill.starts,
+                prefill.counts, prefill.firsts, place=place, scale=self._scale, window=window, softcap=self._softcap,
+                out=attended,
+            )  # fmt: skip

@@ -1,0 +1,210 @@
+"""Products with a weight matrix on a GPU. Few rows: one pass over the matrix, norm and gate in the same kernel; many
+rows: cuBLAS, from quantized blocks through a tile that they are expanded to. Knows nothing of what a matrix is for.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from typing import Protocol
+
+import torch
+
+from holdfast.errors import EngineError
+from holdfast.execution.layers.linear import DenseLinear, Linear, QuantizedLinear, StackedLinear
+from holdfast.execution.ops.interface import Activation
+from holdfast.execution.triton_kernels import layer as kernels
+from holdfast.execution.triton_kernels.quantized import products
+from holdfast.execution.triton_kernels.quantized.blocks import BlockPlanes, block_product, dequantize_tile, embed_blocks
+from holdfast.footprint.gpu import EXPANDED_BYTES, LARGE_BYTES, SKINNY_BLOCK_ROWS, SKINNY_ROWS
+
+
+class Scratch:
+    """What all products share, one after the other on one stream."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self._dtype, self._device = dtype, device
+        self._expanded: torch.Tensor | None = None
+
+    def expanded(self, columns: int) -> torch.Tensor:
+        """Rows of a quantized matrix as numbers; allocated with the first quantized matrix, before any step."""
+        if self._expanded is None:
+            words = EXPANDED_BYTES // self._dtype.itemsize
+            self._expanded = torch.empty(words, dtype=self._dtype, device=self._device)
+        return self._expanded[: len(self._expanded) // columns * columns].view(-1, columns)
+
+
+class GpuLinear(Protocol):
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """How it is kept: those of a kind are multiplied by the same kernels."""
+
+    def write(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        """out = x·Wᵀ (+ bias)."""
+
+    def write_normed(
+        self, x: torch.Tensor, norm: torch.Tensor, epsilon: float, normed: torch.Tensor, out: torch.Tensor
+    ) -> None:
+        """out = norm(x)·Wᵀ (+ bias); may use `normed` (like x)."""
+
+    def add(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        """out += x·Wᵀ (+ bias)."""
+
+    def gated(
+        self, x: torch.Tensor, norm: torch.Tensor, epsilon: float, activation: Activation, normed: torch.Tensor,
+        gate_up: torch.Tensor, out: torch.Tensor,
+    ) -> None:  # fmt: skip
+        """out = activation(gate)·up of norm(x)·Wᵀ; may use `normed` and `gate_up`."""
+
+    def embed(self, tokens: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, out: torch.Tensor) -> None:
+        """Rows of the matrix by the token ids at (slot, position)."""
+
+
+def gpu_linear(linear: Linear, scratch: Scratch) -> GpuLinear:
+    if isinstance(linear, DenseLinear):
+        return DenseGpuLinear(linear)
+    if isinstance(linear, QuantizedLinear):
+        return BlockGpuLinear(linear, scratch)
+    if isinstance(linear, StackedLinear):
+        return StackedGpuLinear(linear, scratch)
+    raise EngineError(f"a {type(linear).__name__} has no products on a GPU")
+
+
+class _Plain(ABC):
+    """The forms in several kernels, which any way of storing a matrix has."""
+
+    @abstractmethod
+    def write(self, x: torch.Tensor, out: torch.Tensor) -> None: ...
+
+    def write_normed(
+        self, x: torch.Tensor, norm: torch.Tensor, epsilon: float, normed: torch.Tensor, out: torch.Tensor
+    ) -> None:
+        kernels.rms_norm(x, norm, epsilon, normed)
+        self.write(normed, out)
+
+    def gated(
+        self, x: torch.Tensor, norm: torch.Tensor, epsilon: float, activation: Activation, normed: torch.Tensor,
+        gate_up: torch.Tensor, out: torch.Tensor,
+    ) -> None:  # fmt: skip
+        self.write_normed(x, norm, epsilon, normed, gate_up)
+        kernels.gate(gate_up, activation, out)
+
+    def embed(self, tokens: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, out: torch.Tensor) -> None:
+        raise EngineError("matrices stored in several ways cannot be looked up by rows")
+
+
+class DenseGpuLinear(_Plain):
+    def __init__(self, linear: DenseLinear) -> None:
+        self.weight, self.bias = linear.weight, linear.bias
+        self._turned = linear.weight.t()
+        self._skinny = SKINNY_ROWS if linear.weight.nbytes < LARGE_BYTES else 1
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        return self.weight.dtype, self.weight.shape, self.bias is None
+
+    def write(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        if len(x) <= self._skinny:
+            products.skinny_product(x, self.weight, out, bias=self.bias)
+        elif self.bias is None:
+            torch.mm(x, self._turned, out=out)
+        else:
+            torch.addmm(self.bias, x, self._turned, out=out)
+
+    def write_normed(
+        self, x: torch.Tensor, norm: torch.Tensor, epsilon: float, normed: torch.Tensor, out: torch.Tensor
+    ) -> None:
+        if len(x) > self._skinny:
+            super().write_normed(x, norm, epsilon, normed, out)
+            return
+        products.skinny_product(x, self.weight, out, norm_weight=norm, epsilon=epsilon, bias=self.bias)
+
+    def add(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        if len(x) <= self._skinny:
+            products.skinny_product(x, self.weight, out, accumulate=True, bias=self.bias)
+            return
+        out.addmm_(x, self._turned)
+        if self.bias is not None:
+            out += self.bias
+
+    def gated(
+        self, x: torch.Tensor, norm: torch.Tensor, epsilon: float, activation: Activation, normed: torch.Tensor,
+        gate_up: torch.Tensor, out: torch.Tensor,
+    ) -> None:  # fmt: skip
+        if len(x) > self._skinny:
+            super().gated(x, norm, epsilon, activation, normed, gate_up, out)
+            return
+        products.skinny_gate_up(
+            x, self.weight, out, norm_weight=norm, epsilon=epsilon, activation=activation, bias=self.bias
+        )
+
+    def embed(self, tokens: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, out: torch.Tensor) -> None:
+        kernels.embed(tokens, slots, positions, self.weight, out)
+
+
+class BlockGpuLinear(_Plain):
+    """Stays quantized: few rows are multiplied from the blocks, many through tiles of numbers."""
+
+    def __init__(self, linear: QuantizedLinear, scratch: Scratch) -> None:
+        matrix = linear.matrix
+        self._planes = BlockPlanes(
+            matrix.layout, matrix.quants, matrix.scales, matrix.minimums, matrix.high, matrix.small
+        )
+        self.bias = linear.bias
+        self._tile = scratch.expanded(matrix.columns)
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        return self._planes.layout, self._planes.quants.shape, self.bias is None
+
+    def write(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        if len(x) <= SKINNY_BLOCK_ROWS:
+            block_product(x, self._planes, out, bias=self.bias)
+            return
+        for first, last, tile in self._tiles():
+            torch.mm(x, tile.t(), out=out[:, first:last])
+        if self.bias is not None:
+            out += self.bias
+
+    def add(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        if len(x) <= SKINNY_BLOCK_ROWS:
+            block_product(x, self._planes, out, accumulate=True, bias=self.bias)
+            return
+        for first, last, tile in self._tiles():
+            out[:, first:last].addmm_(x, tile.t())
+        if self.bias is not None:
+            out += self.bias
+
+    def _tiles(self) -> Iterator[tuple[int, int, torch.Tensor]]:
+        rows = len(self._planes.quants)
+        for first in range(0, rows, len(self._tile)):
+            last = min(first + len(self._tile), rows)
+            tile = self._tile[: last - first]
+            dequantize_tile(self._planes, first, last, tile)
+            yield first, last, tile
+
+    def embed(self, tokens: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, out: torch.Tensor) -> None:
+        embed_blocks(tokens, slots, positions, self._planes, out)
+
+
+class StackedGpuLinear(_Plain):
+    """Matrices over the same input whose outputs stand side by side, each stored in its own way."""
+
+    def __init__(self, linear: StackedLinear, scratch: Scratch) -> None:
+        self._parts = [(part.rows, gpu_linear(part, scratch)) for part in linear.parts]
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        return tuple(part.kind for _, part in self._parts)
+
+    def write(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        first = 0
+        for rows, part in self._parts:
+            part.write(x, out[:, first : first + rows])
+            first += rows
+
+    def add(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        first = 0
+        for rows, part in self._parts:
+            part.add(x, out[:, first : first + rows])
+            first += rows

@@ -1,0 +1,1 @@
+"""GPU memory: accounting, reserved ranges, staging, and running out."""

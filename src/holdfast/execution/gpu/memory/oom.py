@@ -1,0 +1,32 @@
+"""Which errors mean that a GPU, or the pinned memory beside it, had too little left. Not what to do then."""
+
+from __future__ import annotations
+
+import torch
+
+from holdfast.execution.gpu.memory.virtual_memory import RangeError
+from holdfast.units import MIB
+
+_PHRASES = (
+    "out of memory",  # CUDA's own, as Triton, graphs and pinned memory raise it.
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUBLAS_STATUS_NOT_INITIALIZED",  # What cuBLAS says when its handle found no memory.
+    "cudaErrorMemoryAllocation",
+)
+
+_VAGUE_PHRASES = ("CUBLAS_STATUS_EXECUTION_FAILED", "CUBLAS_STATUS_INTERNAL_ERROR")
+"""What cuBLAS says when the code of a kernel finds no memory; and otherwise."""
+LITTLE_BYTES = 64 * MIB
+
+
+def is_shortage(error: BaseException) -> bool:
+    if isinstance(error, RangeError):
+        return error.out_of_memory
+    if isinstance(error, torch.OutOfMemoryError):
+        return True
+    if not isinstance(error, RuntimeError):
+        return False
+    said = str(error)
+    if any(phrase in said for phrase in _PHRASES):
+        return True
+    return any(phrase in said for phrase in _VAGUE_PHRASES) and torch.cuda.mem_get_info()[0] < LITTLE_BYTES

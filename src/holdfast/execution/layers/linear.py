@@ -1,0 +1,137 @@
+"""Products with a weight matrix, one method a way of storing it. Knows nothing of what the matrix is for.
+
+Every method can write x·Wᵀ (+ bias) into a buffer, or add it to one: the residual stream takes its sums that way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from holdfast.execution.weights.gguf_blocks import QuantizedMatrix
+
+TILE_BYTES = 2 << 20
+"""Of the float tile a quantized product expands at a time: small enough to be still in cache when it is used."""
+
+
+class Linear(Protocol):
+    rows: int
+    """Outputs."""
+    columns: int
+    """Inputs."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+    def write(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        """out = x·Wᵀ + bias."""
+
+    def add(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        """out += x·Wᵀ + bias."""
+
+
+class DenseLinear:
+    """The matrix as it is multiplied."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        self.weight, self.bias = weight, bias
+        self.rows, self.columns = weight.shape
+        self._turned = weight.t()
+
+    @property
+    def nbytes(self) -> int:
+        return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
+
+    def write(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        if self.bias is None:
+            torch.mm(x, self._turned, out=out)
+        else:
+            torch.addmm(self.bias, x, self._turned, out=out)
+
+    def add(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        out.addmm_(x, self._turned)
+        if self.bias is not None:
+            out += self.bias
+
+    def select(self, rows: torch.Tensor, out: torch.Tensor) -> None:
+        torch.index_select(self.weight, 0, rows, out=out)
+
+
+class PackedLinear:
+    """The matrix reordered once by oneDNN into the form its products read; only useful where those are in hardware."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        self.rows, self.columns = weight.shape
+        self.bias = bias
+        self._bytes = weight.nbytes
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight)
+
+    @property
+    def nbytes(self) -> int:
+        return self._bytes + (0 if self.bias is None else self.bias.nbytes)
+
+    def write(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        out.copy_(self._product(x))
+
+    def add(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        out += self._product(x)
+
+    def _product(self, x: torch.Tensor) -> torch.Tensor:
+        product: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
+        return product
+
+
+class QuantizedLinear:
+    """A quantized matrix, expanded tile by tile into one cache-sized buffer and multiplied from there."""
+
+    def __init__(self, matrix: QuantizedMatrix, dtype: torch.dtype, bias: torch.Tensor | None = None) -> None:
+        self.matrix, self.bias, self._dtype = matrix, bias, dtype
+        self.rows, self.columns = matrix.rows, matrix.columns
+        self._tile_rows = min(self.rows, max(1, TILE_BYTES // (self.columns * 4)))
+
+    @property
+    def nbytes(self) -> int:
+        return self.matrix.nbytes + (0 if self.bias is None else self.bias.nbytes)
+
+    def write(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        out.zero_()
+        self.add(x, out)
+
+    def add(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        tile = torch.empty((self._tile_rows, self.columns), dtype=self._dtype, device=x.device)
+        for first in range(0, self.rows, self._tile_rows):
+            last = min(first + self._tile_rows, self.rows)
+            weight = tile[: last - first]
+            self.matrix.dequantize(first, last, weight)
+            out[:, first:last].addmm_(x, weight.t())
+        if self.bias is not None:
+            out += self.bias
+
+    def select(self, rows: torch.Tensor, out: torch.Tensor) -> None:
+        self.matrix.dequantize_some(rows, out)
+
+
+class StackedLinear:
+    """Matrices over the same input whose outputs stand side by side, each stored in its own way."""
+
+    def __init__(self, parts: Sequence[Linear]) -> None:
+        self.parts = tuple(parts)
+        self.rows, self.columns = sum(part.rows for part in parts), parts[0].columns
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self.parts)
+
+    def write(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        first = 0
+        for part in self.parts:
+            part.write(x, out[:, first : first + part.rows])
+            first += part.rows
+
+    def add(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        first = 0
+        for part in self.parts:
+            part.add(x, out[:, first : first + part.rows])
+            first += part.rows

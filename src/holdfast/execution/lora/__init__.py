@@ -1,0 +1,1 @@
+"""LoRA adapters: slots, files, upload, and products."""

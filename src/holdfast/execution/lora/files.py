@@ -1,0 +1,88 @@
+"""The files of a LoRA adapter as one flat row of numbers: both factors of every site, padded to one rank.
+
+What B is multiplied by is folded into it. Knows files and rows; not which row is whose, nor when one is read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from holdfast.checkpoints.checkpoint import Checkpoint
+from holdfast.checkpoints.lora.adapter import Adapter, changed, not_finite, read_adapter, stamp
+from holdfast.errors import CheckpointError
+from holdfast.execution.weights.load import expand_into
+from holdfast.footprint.lora import Site, place_elements, places_rank, sites
+from holdfast.models import ModelSpec
+from holdfast.records.lora import AdapterRef
+
+Changes = frozenset[tuple[int, str]]
+"""Layers and products that an adapter changes."""
+Writing = Callable[[], contextlib.AbstractContextManager[None]]
+
+
+class AdapterFiles:
+    def __init__(self, spec: ModelSpec, max_rank: int, dtype: torch.dtype) -> None:
+        self._spec, self._max_rank, self._dtype = spec, max_rank, dtype
+        self._rank, self._sites = places_rank(max_rank), sites(spec)
+        self.elements = place_elements(spec, max_rank)
+
+    def read(self, ref: AdapterRef, target: torch.Tensor, writing: Writing = contextlib.nullcontext) -> Changes:
+        """Fills `target` [elements]. Raises what is wrong with the files; the target then holds anything. May be called
+        by any thread. `writing`: around each write to the target, and around nothing that reads files."""
+        adapter = read_adapter(
+            Path(ref.path), self._spec, name=ref.name, model="the served model", max_rank=self._max_rank
+        )
+        if adapter.stamp != ref.stamp:
+            raise changed(ref.name)
+        with torch.inference_mode():
+            with writing():
+                target.zero_()
+            try:
+                self._expand(adapter, target, writing)
+            except CheckpointError as error:  # It says where the file lies, and may reach a client.
+                raise changed(ref.name) from error
+            if not torch.isfinite(target).all():
+                raise not_finite(ref.name, str(self._dtype).removeprefix("torch."))
+        if stamp(adapter.folder) != ref.stamp:
+            raise changed(ref.name)
+        return frozenset(
+            (site.layer, site.product) for site in self._sites if not adapter.factors.keys().isdisjoint(site.parts)
+        )
+
+    def _expand(self, adapter: Adapter, target: torch.Tensor, writing: Writing) -> None:
+        tensors = {one.name: one for factors in adapter.factors.values() for one in (factors.a, factors.b)}
+        with Checkpoint(tensors, "safetensors") as checkpoint:
+
+            def numbers(name: str) -> torch.Tensor:
+                stored = tensors[name]
+                wide = torch.empty(stored.shape, dtype=torch.float32)
+                expand_into(wide, torch.from_numpy(checkpoint.read(name)), stored.layout)
+                return wide
+
+            for site, a, b in self.views(target.unsqueeze(0)):
+                first = 0
+                for part, (name, rows) in enumerate(zip(site.parts, site.rows, strict=True)):
+                    factors = adapter.factors.get(name)
+                    if factors is not None:
+                        inner = part * self._rank
+                        read_a, read_b = numbers(factors.a.name), numbers(factors.b.name) * factors.scale
+                        with writing():
+                            a[0, inner : inner + factors.rank].copy_(read_a)
+                            b[0, first : first + rows, : factors.rank].copy_(read_b)
+                    first += rows
+
+    def views(self, flat: torch.Tensor) -> list[tuple[Site, torch.Tensor, torch.Tensor]]:
+        """Both factors of every site in `flat` [places, elements]."""
+        found, first = [], 0
+        for site in self._sites:
+            inner, rows = len(site.parts) * self._rank, sum(site.rows)
+            middle, end = first + inner * site.columns, first + site.elements(self._rank)
+            a = flat[:, first:middle].unflatten(1, (inner, site.columns))
+            b = flat[:, middle:end].unflatten(1, (rows, self._rank))
+            found.append((site, a, b))
+            first = end
+        return found

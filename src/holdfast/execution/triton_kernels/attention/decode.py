@@ -1,0 +1,170 @@
+"""Attention of rows with one token over paged keys, at the speed of memory. Safe in a CUDA graph.
+
+One program takes a share of one row's keys for all query heads of one KV head; a second kernel joins the shares. The
+grid depends on the padded number of rows alone; shares are worked out on the device from the lengths:
+
+    first seen ─► its page ─ share 0 ─┬─ share 1 ─┬─ ... ─┬─ the last: what is left ─► length
+                             each: whole tiles of keys, at least `least` of them; programs beyond the last exit at once
+
+A row of a single share is written by its program, and joining passes it by. Writes no pages.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from holdfast.execution.triton_kernels.attention.launch import (
+    UNSEEN,
+    key_offsets,
+    page_of,
+    score_factors,
+    softmax_step,
+)
+from holdfast.execution.triton_kernels.tiles import (
+    Tile,
+    decode_share_tokens,
+    decode_tile,
+    padded_width,
+)
+from holdfast.footprint.gpu import decode_splits
+
+
+@triton.jit
+def _shares(
+    length, window, splits, least, BLOCK_TOKENS: tl.constexpr, KEYS: tl.constexpr, WINDOWED: tl.constexpr
+):  # fmt: skip
+    """(first key seen, where share 0 begins, tokens of a share, shares that have any)."""
+    first = 0
+    if WINDOWED:
+        first = tl.maximum(length - window, 0)
+    begin = first // BLOCK_TOKENS * BLOCK_TOKENS
+    tiles = tl.cdiv(length - begin, KEYS)
+    share = tl.maximum(tl.cdiv(tiles, splits), least)
+    return first, begin, share * KEYS, tl.cdiv(tiles, share)
+
+
+@triton.jit(do_not_specialize=["place", "places", "window", "least", "table_stride"])
+def _attend(
+    query, pages, tables, slots, lengths, out, workspace, inner, outer, place, places, window, least, table_stride,
+    query_token_stride, query_head_stride, out_token_stride, out_head_stride,
+    KV_HEADS: tl.constexpr, RATIO: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, DIM_PADDED: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr, KEYS: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr,
+):  # fmt: skip
+    WIDTH: tl.constexpr = KV_HEADS * DIM
+    # Heads first: programs that run together read neighbouring memory.
+    kv_head, row, split, splits = tl.program_id(0), tl.program_id(1), tl.program_id(2), tl.num_programs(2)
+    length = tl.load(lengths + row)
+    first, begin, share, used = _shares(length, window, splits, least, BLOCK_TOKENS, KEYS, WINDOWED)
+    if split >= used:
+        return
+    begin += split * share
+    end = tl.minimum(begin + share, length)
+    table = tables + tl.load(slots + row).to(tl.int64) * table_stride
+
+    member, dims = tl.arange(0, ROWS), tl.arange(0, DIM_PADDED)
+    real = (member < RATIO)[:, None] & (dims < DIM)[None, :]
+    head = kv_head * RATIO + member
+    query_at = (row.to(tl.int64) * query_token_stride + head * query_head_stride)[:, None] + dims[None, :]
+    queries = tl.load(query + query_at, mask=real, other=0.0)
+
+    page_stride = places * (2 * BLOCK_TOKENS * WIDTH)
+    head_offset = place * (2 * BLOCK_TOKENS * WIDTH) + kv_head * DIM
+    best = tl.full((ROWS,), UNSEEN, tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    gathered = tl.zeros((ROWS, DIM_PADDED), tl.float32)
+    tokens = begin + tl.arange(0, KEYS)
+    page = page_of(table, tokens, end, BLOCK_TOKENS)
+    for _ in range(begin, end, KEYS):
+        places_at = pages + key_offsets(page, tokens, page_stride, head_offset, BLOCK_TOKENS, WIDTH)[:, None]
+        places_at += dims[None, :]
+        # One tile ahead, so that the keys never wait for the table.
+        page = page_of(table, tokens + KEYS, end, BLOCK_TOKENS)
+        seen = tokens < end
+        if WINDOWED:
+            seen = seen & (tokens >= first)
+        there = seen[:, None] & (dims < DIM)[None, :]
+        keys = tl.load(places_at, mask=there, other=0.0)
+        values = tl.load(places_at + BLOCK_TOKENS * WIDTH, mask=there, other=0.0)
+        best, total, gathered = softmax_step(
+            queries, keys, values, seen[None, :], best, total, gathered, inner, outer, CAPPED, True
+        )
+        tokens += KEYS
+
+    # A share may hold keys that left the window only: it adds nothing, with the weight 0 of its logarithm.
+    gathered = gathered / tl.where(total > 0, total, 1.0)[:, None]
+    if used == 1:
+        out_at = (row.to(tl.int64) * out_token_stride + head * out_head_stride)[:, None] + dims[None, :]
+        tl.store(out + out_at, gathered.to(out.dtype.element_ty), mask=real)
+    else:
+        part = (row * (KV_HEADS * RATIO) + head) * splits + split
+        tl.store(workspace + part[:, None] * DIM + dims[None, :], gathered, mask=real)
+        logarithms = workspace + tl.num_programs(1) * splits * (KV_HEADS * RATIO * DIM)
+        tl.store(logarithms + part, best + tl.log2(total), mask=member < RATIO)
+
+
+@triton.jit(do_not_specialize=["window", "splits", "least"])
+def _join(
+    lengths, out, workspace, window, splits, least, out_token_stride, out_head_stride,
+    HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PADDED: tl.constexpr, BLOCK_TOKENS: tl.constexpr, KEYS: tl.constexpr,
+    SPLITS_PADDED: tl.constexpr, WINDOWED: tl.constexpr,
+):  # fmt: skip
+    head, row = tl.program_id(0), tl.program_id(1)
+    _, _, _, used = _shares(tl.load(lengths + row), window, splits, least, BLOCK_TOKENS, KEYS, WINDOWED)
+    if used <= 1:
+        return
+    split, dims = tl.arange(0, SPLITS_PADDED), tl.arange(0, DIM_PADDED)
+    part = (row * HEADS + head) * splits + split
+    logarithms = workspace + tl.num_programs(1) * splits * (HEADS * DIM)
+    logarithm = tl.load(logarithms + part, mask=split < used, other=UNSEEN)
+    weight = tl.exp2(logarithm - tl.max(logarithm, 0))
+    there = (split < used)[:, None] & (dims < DIM)[None, :]
+    gathered = tl.load(workspace + part[:, None] * DIM + dims[None, :], mask=there, other=0.0)
+    joined = tl.sum(gathered * weight[:, None], 0) / tl.sum(weight, 0)
+    out_at = row.to(tl.int64) * out_token_stride + head * out_head_stride + dims
+    tl.store(out + out_at, joined.to(out.dtype.element_ty), mask=dims < DIM)
+
+
+def decode_attention(
+    query: torch.Tensor,
+    pages: torch.Tensor,
+    tables: torch.Tensor,
+    slots: torch.Tensor,
+    lengths: torch.Tensor,
+    *,
+    place: int,
+    scale: float,
+    window: int,
+    softcap: float,
+    out: torch.Tensor,
+    workspace: torch.Tensor,
+    tile: Tile | None = None,
+    splits: int | None = None,
+) -> None:
+    """query and out [rows, heads, head_dim], the last dimension contiguous; pages [blocks, places, 2, block_tokens,
+    kv_heads, head_dim] contiguous, of the queries' type, this step's keys and values already written.
+
+    slots, lengths: int32 [rows]; a length counts the row's own token, and rows of length 0 are not written. window and
+    softcap: 0 for none. workspace: float32, `decode_workspace_bytes` or more. `tile`, `splits`: other sizes than the
+    table's.
+    """
+    rows, heads, width = query.shape
+    _, places, _, block_tokens, kv_heads, _ = pages.shape
+    ratio, padded = heads // kv_heads, padded_width(width)
+    tile = tile or decode_tile(ratio, width, query.element_size())
+    splits = splits or decode_splits(rows, kv_heads)
+    least = max(1, decode_share_tokens(rows, kv_heads) // tile.keys)
+    inner, outer = score_factors(scale, softcap)
+    _attend[(kv_heads, rows, splits)](
+        query, pages, tables, slots, lengths, out, workspace, inner, outer, place, places, window, least,
+        tables.stride(0), query.stride(0), query.stride(1), out.stride(0), out.stride(1),
+        KV_HEADS=kv_heads, RATIO=ratio, ROWS=tile.rows, DIM=width, DIM_PADDED=padded, BLOCK_TOKENS=block_tokens,
+        KEYS=tile.keys, WINDOWED=window > 0, CAPPED=softcap > 0, num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+    if splits > 1:
+        _join[(heads, rows)](
+            lengths, out, workspace, window, splits, least, out.stride(0), out.stride(1),
+            HEADS=heads, DIM=width, DIM_PADDED=padded, BLOCK_TOKENS=block_tokens, KEYS=tile.keys,
+            SPLITS_PADDED=triton.next_power_of_2(splits), WINDOWED=window > 0,
+        )  # fmt: skip

@@ -1,0 +1,1 @@
+"""Products with the experts that tokens chose."""

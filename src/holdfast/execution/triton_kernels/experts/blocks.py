@@ -1,0 +1,108 @@
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, import-untyped"
+"""Products of experts that stay in GGUF's quantized blocks with the tokens that chose them: one kernel for all kinds.
+
+Planes lie as `execution.quantization` keeps them, the rows of all experts one below the other; lines are those of
+experts.py. Only the bytes of chosen experts are read; elements are rounded to the inputs' type, as an expanded matrix
+would be. Safe in a CUDA graph.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from holdfast.execution.triton_kernels.experts.launch import Lines, line_pairs, line_part
+from holdfast.execution.triton_kernels.experts.tiles import ExpertTile, expert_block_tile, most_tiles
+from holdfast.execution.triton_kernels.quantized.blocks import BlockPlanes
+from holdfast.execution.triton_kernels.quantized.kquant_codes import FORMS, KquantForm, load_codes, load_scales
+
+EXPERT_FORMS = FORMS | {
+    "Q4_0": KquantForm(4, offset=8, pieces=1),
+    "Q4_1": KquantForm(4, pieces=1, minimum=True),
+    "Q8_0": KquantForm(8, pieces=1),
+}
+
+
+@triton.jit
+def _codes(
+    quants, high, place, lane, inside, BITS: tl.constexpr, OFFSET: tl.constexpr, TABLE: tl.constexpr
+):  # fmt: skip
+    """Of the two elements of each lane."""
+    if BITS == 8:
+        byte = quants + (place * 32 + lane)
+        return (
+            tl.load(byte, mask=inside, other=0).to(tl.float32),
+            tl.load(byte + 16, mask=inside, other=0).to(tl.float32),
+        )
+    else:
+        return load_codes(quants, high, place, lane, inside, BITS, OFFSET, TABLE)
+
+
+@triton.jit
+def _multiply(
+    x, quants, high, scales, minimums, small, out, counts, pairs, x_stride, out_stride, pairs_stride, outputs,
+    BLOCKS: tl.constexpr, EXPERTS: tl.constexpr, BLOCK: tl.constexpr, SHARED_BY: tl.constexpr, KIND: tl.constexpr,
+    BITS: tl.constexpr, OFFSET: tl.constexpr, TABLE: tl.constexpr, PIECES: tl.constexpr, SMALL: tl.constexpr,
+    MINIMUM: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    expert, first, length = line_part(counts, EXPERTS, BLOCK, ROWS)
+    if first >= length:
+        return
+    pair, live = line_pairs(pairs, pairs_stride, expert, first, length, ROWS)
+    output = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
+    present = (output < outputs)[:, None, None]
+    row = (tl.cast(outputs, tl.int64) * expert + output)[:, None, None]
+    block, lane = tl.arange(0, TILE)[None, :, None], tl.arange(0, 16)[None, None, :]
+    column = tl.arange(0, TILE * 16)[None, :]
+    inputs = x + (pair // SHARED_BY)[:, None] * x_stride + column // 16 * 32 + column % 16
+    kind = x.dtype.element_ty
+    sums = tl.zeros((ROWS, OUTPUTS), tl.float32)
+    for start in tl.range(0, BLOCKS, TILE):
+        at = start + block
+        inside = present & (at < BLOCKS)
+        place = row * BLOCKS + at
+        low, upper = _codes(quants, high, place, lane, inside, BITS, OFFSET, TABLE)
+        scale, other_scale, added, other_added = load_scales(
+            scales, minimums, small, place, inside, KIND, PIECES, SMALL, MINIMUM
+        )  # fmt: skip
+        low, upper = low * scale, upper * other_scale
+        if MINIMUM:
+            low, upper = low + added, upper + other_added
+        wanted = live[:, None] & (start + column // 16 < BLOCKS)
+        part = tl.load(inputs + start * 32, mask=wanted, other=0.0)
+        sums = tl.dot(part, low.to(kind).reshape(OUTPUTS, TILE * 16).T, sums, input_precision="ieee")
+        part = tl.load(inputs + start * 32 + 16, mask=wanted, other=0.0)
+        sums = tl.dot(part, upper.to(kind).reshape(OUTPUTS, TILE * 16).T, sums, input_precision="ieee")
+    index = pair[:, None] * out_stride + output[None, :]
+    tl.store(out + index, sums.to(out.dtype.element_ty), mask=live[:, None] & (output < outputs)[None, :])
+
+
+def multiply_blocks(
+    x: torch.Tensor,
+    matrix: BlockPlanes,
+    lines: Lines,
+    out: torch.Tensor,
+    *,
+    by_token: bool,
+    tile: ExpertTile | None = None,
+) -> None:
+    """out [pairs, outputs] = x · the matrix of each pair's expert, transposed. `by_token`: a row of x is a token's, and
+    all its pairs take it; else it is a pair's. `tile` replaces the table's, its `inputs` counted in blocks of 32."""
+    experts, per_token = len(lines.counts), lines.weights.shape[1]
+    pairs, outputs, blocks = len(out), out.shape[1], matrix.quants.shape[1]
+    if pairs == 0:
+        return
+    form = EXPERT_FORMS[matrix.layout]
+    tile = tile or expert_block_tile(pairs, experts, blocks, x.element_size())
+    grid = (most_tiles(pairs // per_token, per_token, experts, tile.rows), triton.cdiv(outputs, tile.outputs))
+    quants, scales = matrix.quants, matrix.scales
+    _multiply[grid](
+        x, quants, quants if matrix.high is None else matrix.high, scales,
+        scales if matrix.minimums is None else matrix.minimums, quants if matrix.small is None else matrix.small,
+        out, lines.counts, lines.pairs, x.stride(0), out.stride(0),
+        lines.pairs.stride(0), outputs, BLOCKS=blocks, EXPERTS=experts, BLOCK=triton.next_power_of_2(experts),
+        SHARED_BY=per_token if by_token else 1, KIND=matrix.layout, BITS=form.bits, OFFSET=form.offset,
+        TABLE=form.table, PIECES=form.pieces, SMALL=form.small, MINIMUM=form.minimum, ROWS=tile.rows,
+        OUTPUTS=tile.outputs, TILE=tile.inputs, num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip

@@ -1,0 +1,1 @@
+"""Weights brought into memory, as the decoder multiplies them."""

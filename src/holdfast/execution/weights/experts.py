@@ -1,0 +1,96 @@
+"""Loads the experts of a layer: stacks whose experts are read one at a time, from files that keep them either way.
+
+Peak while loading: the final bytes, the raw bytes of one expert's matrix, and one float tile of its expansion.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from holdfast.execution.layers.experts import BlockStack, DenseStack, ExpertWeights, QuantizedStack, SharedExpert, Stack
+from holdfast.execution.memory import exact_tensor
+from holdfast.execution.native import BlockMatrix
+from holdfast.execution.weights.gguf_blocks import QuantizedMatrix
+from holdfast.footprint.layouts import BLOCK_COLUMNS
+from holdfast.models import LayerSpec
+
+if TYPE_CHECKING:
+    from holdfast.execution.weights.load import Loader
+
+
+def load_experts(loader: Loader, layer: LayerSpec) -> ExpertWeights:
+    assert layer.experts is not None
+    name = f"layers.{layer.index}"
+    gate, up, down = (f"{name}.experts.{part}" for part in ("gate", "up", "down"))
+    blocks = loader.compiled and _in_blocks(loader, (gate, down))
+    alike = loader.kept_layout(gate) == loader.kept_layout(up)
+    joined = [(gate, up)] if alike else [(gate,), (up,)]
+    shared = None
+    if layer.experts.shared_intermediate_size:
+        shared = SharedExpert(
+            gate_up=loader.linear(f"{name}.shared.gate", f"{name}.shared.up"),
+            down=loader.linear(f"{name}.shared.down"),
+            router=loader.linear(f"{name}.shared.router"),
+        )
+    return ExpertWeights(
+        spec=layer.experts,
+        router=loader.linear(f"{name}.router"),
+        gate_up=tuple(_stack(loader, names, blocks) for names in joined),
+        down=_stack(loader, (down,), blocks),
+        shared=shared,
+    )
+
+
+def _in_blocks(loader: Loader, names: Sequence[str]) -> bool:
+    """Compiled products read rows in pieces; a layer's stacks are all multiplied by them, or none is."""
+    return all(loader.tensors[name].shape[2] % BLOCK_COLUMNS == 0 for name in names)
+
+
+def _stack(loader: Loader, names: tuple[str, ...], blocks: bool) -> Stack:
+    """The matrices of these names, those of an expert one below the other."""
+    layout = loader.kept_layout(names[0])
+    loader.layouts.add(layout or str(loader.dtype).removeprefix("torch."))
+    if layout is None:
+        return _dense(loader, names, blocks)
+    if blocks:
+        return _blocks(loader, names, layout)
+    experts, columns, rows = _sizes(loader, names)
+    matrix = QuantizedMatrix(layout, experts * sum(rows), columns, loader.device)
+    first = 0
+    for part, name in enumerate(names):
+        for expert in range(experts):
+            stored = loader.read_expert(name, expert).to(loader.device)
+            matrix.fill_rows(expert * sum(rows) + first, stored)
+        first += rows[part]
+        loader.step()
+    return QuantizedStack(matrix, experts)
+
+
+def _dense(loader: Loader, names: tuple[str, ...], blocks: bool) -> Stack:
+    experts, columns, rows = _sizes(loader, names)
+    weight = exact_tensor((experts, sum(rows), columns), loader.dtype, loader.device)
+    for name, part in zip(names, torch.split(weight, rows, dim=1), strict=True):
+        loader.fill_experts(part, loader.tensors[name])
+    if not blocks:
+        return DenseStack(weight)
+    return BlockStack([BlockMatrix(expert.view(torch.uint8), "F32") for expert in weight])
+
+
+def _blocks(loader: Loader, names: tuple[str, ...], layout: str) -> Stack:
+    experts, _, rows = _sizes(loader, names)
+    row_bytes = loader.stored[names[0]].nbytes // (experts * rows[0])
+    target = exact_tensor((experts, sum(rows), row_bytes), torch.uint8, loader.device)
+    for name, part in zip(names, torch.split(target, rows, dim=1), strict=True):
+        for expert in range(experts):
+            part[expert].copy_(loader.read_expert(name, expert).view(-1, row_bytes))
+        loader.step()
+    return BlockStack([BlockMatrix(expert, layout) for expert in target])
+
+
+def _sizes(loader: Loader, names: tuple[str, ...]) -> tuple[int, int, list[int]]:
+    """(experts, columns, rows of each)"""
+    experts, _, columns = loader.tensors[names[0]].shape
+    return experts, columns, [loader.tensors[name].shape[1] for name in names]

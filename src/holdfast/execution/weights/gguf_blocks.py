@@ -1,0 +1,172 @@
+"""GGUF's quantized blocks in memory: split into codes and scales once, dequantized by rows, bit-exact.
+
+    on disk  ─► per block: scales, small scales and codes, as block_kinds.py knows them
+    in memory─► scales, minimums, small [rows, blocks, ..] | quants [rows, columns / 32, ..] | high likewise
+
+    codes of  8 bits   quants int8  [.., 32]
+              4        quants uint8 [.., 16]: elements i and i + 16 of 32 in the halves of a byte
+              5, 6     the lower four so, each bit above in `high` int32 [.., 1 or 2]: element i is bit i of a word
+              2, 3     quants int32 [.., 2 or 3]: each bit in a word
+
+The same bytes in all; only the order changes, so that each part is contiguous and all kinds are read alike. Knows no
+products.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from holdfast.errors import CheckpointError
+from holdfast.execution.memory import exact_tensor
+from holdfast.execution.weights.gguf_block_types import KINDS, BlockKind, fill_elements, group_scales, spread
+
+BLOCK_ELEMENTS = 32
+"""That quants are kept in, whatever the kind."""
+PIECE_ELEMENTS = 1 << 20
+"""Of codes that are split at a time."""
+
+QUANTIZED_LAYOUTS = frozenset(KINDS)
+
+
+class QuantizedMatrix:
+    """A [rows, columns] matrix that stays quantized. Rows can be filled piece by piece while loading."""
+
+    def __init__(self, layout: str, rows: int, columns: int, device: torch.device) -> None:
+        self._kind = kind = KINDS[layout]
+        if columns % kind.elements:
+            raise CheckpointError(
+                f"a {layout} matrix has rows of {columns} elements", needed=f"a multiple of {kind.elements}"
+            )
+        self.layout, self.rows, self.columns = layout, rows, columns
+        blocks, pieces = columns // kind.elements, columns // BLOCK_ELEMENTS
+        quant_type, width, high = _planes(kind)
+        self.quants = exact_tensor((rows, pieces, width), quant_type, device)
+        self.high = exact_tensor((rows, pieces, high), torch.int32, device) if high else None
+        self.scales = exact_tensor((rows, blocks, 1), torch.float16, device)
+        self.minimums = None if kind.minimum_at is None else exact_tensor((rows, blocks, 1), torch.float16, device)
+        small = kind.small_at
+        self.small = None if small is None else exact_tensor((rows, blocks, small[1] - small[0]), torch.uint8, device)
+
+    @property
+    def nbytes(self) -> int:
+        parts = (self.quants, self.high, self.scales, self.minimums, self.small)
+        return sum(part.nbytes for part in parts if part is not None)
+
+    def fill_rows(self, first: int, stored: torch.Tensor, order: torch.Tensor | None = None) -> None:
+        """Stored bytes of whole rows go to rows first, first+1, ...; `order` picks the stored row for each."""
+        rows = stored.view(-1, self.columns // self._kind.elements * self._kind.nbytes)
+        count = len(rows) if order is None else len(order)
+        at_once = max(1, PIECE_ELEMENTS // self.columns)
+        for start in range(0, count, at_once):
+            piece = slice(start, min(start + at_once, count))
+            part = rows[piece] if order is None else rows.index_select(0, order[piece].to(rows.device))
+            self._fill(first + start, part)
+
+    def _fill(self, first: int, stored: torch.Tensor) -> None:
+        kind, target = self._kind, slice(first, first + len(stored))
+        blocks = stored.view(len(stored), -1, kind.nbytes)
+        self.scales[target] = _half(blocks, kind.scale_at)
+        if self.minimums is not None and kind.minimum_at is not None:
+            self.minimums[target] = _half(blocks, kind.minimum_at)
+        if self.small is not None and kind.small_at is not None:
+            self.small[target] = blocks[..., slice(*kind.small_at)]
+        codes = kind.codes(blocks.reshape(-1, kind.nbytes)).view(len(stored), -1, BLOCK_ELEMENTS)
+        if kind.bits == 8:
+            self.quants[target] = codes
+            return
+        if kind.bits < 4:
+            self.quants[target] = _words(codes, 0, kind.bits)
+            return
+        half = BLOCK_ELEMENTS // 2
+        self.quants[target] = codes[..., :half] & 15 | codes[..., half:] << 4
+        if self.high is not None:
+            self.high[target] = _words(codes, 4, kind.bits)
+
+    def dequantize(self, first: int, last: int, out: torch.Tensor) -> None:
+        """Rows first..last-1 into `out` [last-first, columns]."""
+        part = slice(first, last)
+        self._dequantize([None if plane is None else plane[part] for plane in self._parts()], out)
+
+    def dequantize_some(self, rows: torch.Tensor, out: torch.Tensor) -> None:
+        """The rows of these indices into `out` [len(rows), columns]."""
+        self._dequantize([None if plane is None else plane.index_select(0, rows) for plane in self._parts()], out)
+
+    def _parts(self) -> tuple[torch.Tensor | None, ...]:
+        return self.quants, self.high, self.scales, self.minimums, self.small
+
+    def _dequantize(self, parts: list[torch.Tensor | None], out: torch.Tensor) -> None:
+        quants, high, scales, minimums, small = parts
+        assert quants is not None
+        assert scales is not None
+        codes = _codes(self._kind, quants, high)
+        lows = None if minimums is None else minimums.reshape(-1, 1)
+        _expand(self._kind, codes, scales.reshape(-1, 1), lows, None if small is None else small.flatten(0, 1), out)
+
+
+def dequantize_stored(layout: str, stored: torch.Tensor, out: torch.Tensor) -> None:
+    """Stored bytes of whole rows, as the file has them, into `out` [rows, columns]."""
+    kind = KINDS[layout]
+    blocks = stored.view(-1, kind.nbytes)
+    minimums = None if kind.minimum_at is None else _half(blocks, kind.minimum_at)
+    small = None if kind.small_at is None else blocks[:, slice(*kind.small_at)]
+    _expand(kind, kind.codes(blocks), _half(blocks, kind.scale_at), minimums, small, out)
+
+
+def _planes(kind: BlockKind) -> tuple[torch.dtype, int, int]:
+    """(type of quants, how many of them 32 elements have, words of `high`)."""
+    if kind.bits == 8:
+        return torch.int8, BLOCK_ELEMENTS, 0
+    if kind.bits < 4:
+        return torch.int32, kind.bits, 0
+    return torch.uint8, BLOCK_ELEMENTS // 2, kind.bits - 4
+
+
+def _half(blocks: torch.Tensor, place: int) -> torch.Tensor:
+    return blocks[..., place : place + 2].contiguous().view(torch.float16)
+
+
+def _words(codes: torch.Tensor, first: int, last: int) -> torch.Tensor:
+    """Bits first..last-1 of [.., 32] codes, each in a word of its own: int32 [.., last - first]."""
+    places = torch.arange(8, dtype=torch.uint8, device=codes.device)
+    grouped = codes.reshape(*codes.shape[:-1], 4, 8)
+    words = [((grouped >> bit & 1) << places).sum(-1, dtype=torch.uint8) for bit in range(first, last)]
+    return torch.stack(words, -2).view(torch.int32).squeeze(-1)
+
+
+def _codes(kind: BlockKind, quants: torch.Tensor, high: torch.Tensor | None) -> torch.Tensor:
+    """[blocks of 32, 32]"""
+    if kind.bits == 8:
+        return quants.reshape(-1, BLOCK_ELEMENTS)
+    if kind.bits < 4:
+        return _bits(quants, 0)
+    codes = spread(quants.reshape(-1, BLOCK_ELEMENTS // 2), BLOCK_ELEMENTS // 2, 4)
+    return codes if high is None else codes | _bits(high, 4)
+
+
+def _bits(words: torch.Tensor, first: int) -> torch.Tensor:
+    """The reverse of `_words`."""
+    count = words.shape[-1]
+    bits = spread(words.reshape(-1, 1).view(torch.uint8), 1, 1).view(-1, count, BLOCK_ELEMENTS)
+    codes = bits[:, 0] << first
+    for place in range(1, count):
+        codes |= bits[:, place] << first + place
+    return codes
+
+
+def _expand(
+    kind: BlockKind,
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    minimums: torch.Tensor | None,
+    small: torch.Tensor | None,
+    out: torch.Tensor,
+) -> None:
+    # The arithmetic is float32; a narrower target is rounded once, at the end.
+    wide = out
+    if out.dtype != torch.float32 or not out.is_contiguous() or out.device != codes.device:
+        wide = torch.empty(out.shape, dtype=torch.float32, device=codes.device)
+    group, added = group_scales(kind, scales, minimums, small)
+    shape = (len(scales), kind.elements // kind.group, kind.group)
+    fill_elements(kind, codes.view(shape), group, added, wide.view(shape))
+    if wide is not out:
+        out.copy_(wide)

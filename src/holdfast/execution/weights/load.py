@@ -1,0 +1,362 @@
+"""Brings a model's tensors into memory, one at a time, fused and turned as the decoder multiplies them.
+
+Peak while loading: the final bytes, the raw bytes of one tensor, and one float tile of its expansion
+(EXPAND_BYTES). Knows nothing of files beyond `Checkpoint.read`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from holdfast.checkpoints.checkpoint import Checkpoint, match
+from holdfast.checkpoints.files import StoredTensor
+from holdfast.errors import CheckpointError
+from holdfast.execution.device import packs_weights
+from holdfast.execution.layers.linear import DenseLinear, Linear, PackedLinear, QuantizedLinear, StackedLinear
+from holdfast.execution.memory import PeakMemory, exact_tensor, trim_memory
+from holdfast.execution.native import BlockMatrix
+from holdfast.execution.weights.dummy import fill_dummy
+from holdfast.execution.weights.experts import load_experts
+from holdfast.execution.weights.gguf_blocks import QUANTIZED_LAYOUTS, QuantizedMatrix, dequantize_stored
+from holdfast.footprint.layouts import memory_layout
+from holdfast.models import LayerSpec, ModelSpec, TensorSpec
+
+EXPAND_BYTES = 8 << 20
+"""Of float32 rows expanded at a time."""
+WORTH_TRIMMING_BYTES = 16 << 20
+"""Held after loading and not weights: less than this is not waited for."""
+
+_PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+Progress = Callable[[int, int], None]
+"""Called with (tensors done, tensors in all)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    weight: torch.Tensor
+    bias: torch.Tensor | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
+
+
+class MlpWeights(Protocol):
+    """What `mlp.make_mlps` builds the MLP of a layer from, by its type."""
+
+    @property
+    def linears(self) -> tuple[Linear, ...]: ...
+
+    @property
+    def nbytes(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class GatedWeights:
+    gate_up: Linear
+    """Gate beside up."""
+    down: Linear
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        return self.gate_up, self.down
+
+    @property
+    def nbytes(self) -> int:
+        return self.gate_up.nbytes + self.down.nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class PlainWeights:
+    up: Linear
+    down: Linear
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        return self.up, self.down
+
+    @property
+    def nbytes(self) -> int:
+        return self.up.nbytes + self.down.nbytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerWeights:
+    """Norms that a model's decoder has not got are None."""
+
+    attn_norm: Norm | None
+    qkv: Linear
+    query_norm: torch.Tensor | None
+    key_norm: torch.Tensor | None
+    """[head dim], or [heads · head dim] where a token's heads are normed together."""
+    o: Linear
+    post_attn_norm: Norm | None
+    mlp_norm: Norm | None
+    mlp: MlpWeights
+    post_mlp_norm: Norm | None
+
+    @property
+    def nbytes(self) -> int:
+        norms = (self.attn_norm, self.post_attn_norm, self.mlp_norm, self.post_mlp_norm, self.query_norm, self.key_norm)
+        return sum(part.nbytes for part in (*norms, self.qkv, self.o, self.mlp) if part is not None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Weights:
+    dtype: torch.dtype
+    """Of activations, and of every matrix that is not quantized."""
+    embed: DenseLinear | QuantizedLinear | BlockMatrix
+    layers: tuple[LayerWeights, ...]
+    final_norm: Norm
+    head: Linear
+    """The embedding itself where they are tied."""
+    rope_freqs: torch.Tensor | None
+    """What a checkpoint divides rotary frequencies by."""
+    rope_freqs_long: torch.Tensor | None
+    """The same for contexts beyond those the model was first made for, where it has two."""
+    layouts: tuple[str, ...]
+    """How the matrices lie in memory: number types, and quantized layouts that were kept."""
+
+    def rope_factors(self, context: int, original: int) -> torch.Tensor | None:
+        """`context`: the longest that a sequence may get; `original`: what the model was first made for."""
+        return self.rope_freqs_long if self.rope_freqs_long is not None and context > original else self.rope_freqs
+
+    @property
+    def nbytes(self) -> int:
+        total = self.embed.nbytes + self.final_norm.nbytes
+        if self.head is not self.embed:
+            total += self.head.nbytes
+        return total + sum(layer.nbytes for layer in self.layers)
+
+
+def load_weights(
+    spec: ModelSpec,
+    checkpoint: Checkpoint | None,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    expand: bool,
+    compiled: bool = False,
+    progress: Progress | None = None,
+    pack: bool | None = None,
+) -> Weights:
+    """`expand`: quantized matrices become `dtype`; otherwise they stay as they are stored. No checkpoint: dummies.
+
+    `compiled`: what stays as it is stored is multiplied by compiled kernels (float32 on a CPU that has them).
+
+    `pack`: dense matrices are reordered for oneDNN (by default where that is faster); it needs one matrix more
+    at the peak.
+    """
+    packed = packs_weights(dtype, device) if pack is None else pack
+    before = PeakMemory.resident_bytes()
+    with torch.inference_mode():
+        weights = Loader(spec, checkpoint, dtype, device, expand, compiled, packed, progress).load()
+    here = weights.nbytes if device.type == "cpu" else 0
+    if PeakMemory.resident_bytes() - before - here > WORTH_TRIMMING_BYTES:
+        trim_memory()
+    return weights
+
+
+class Loader:
+    """Knows the spec, the checkpoint and how matrices shall lie; every tensor is asked of it by its canonical name."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        checkpoint: Checkpoint | None,
+        dtype: torch.dtype,
+        device: torch.device,
+        expand: bool,
+        compiled: bool,
+        pack: bool,
+        progress: Progress | None,
+    ) -> None:
+        self.spec, self.checkpoint = spec, checkpoint
+        self.dtype, self.device, self.progress = dtype, device, progress
+        self.expand, self.compiled, self.pack = expand, compiled, pack
+        self.tensors = {tensor.name: tensor for tensor in spec.tensors}
+        self.stored: dict[str, StoredTensor] = {} if checkpoint is None else match(spec, checkpoint)
+        self.done = 0
+        self.layouts: set[str] = set()
+
+    def load(self) -> Weights:
+        embed = self.linear("embed")
+        assert isinstance(embed, DenseLinear | QuantizedLinear | BlockMatrix), "it has one name, so it is never stacked"
+        layers = tuple(self.layer(layer) for layer in self.spec.layers)
+        return Weights(
+            dtype=self.dtype,
+            embed=embed,
+            layers=layers,
+            final_norm=self.norm("final_norm"),
+            head=embed if self.spec.tied_embeddings else self.linear("head"),
+            rope_freqs=self.vector("rope_freqs", torch.float32) if self.has("rope_freqs") else None,
+            rope_freqs_long=self.vector("rope_freqs_long", torch.float32) if self.has("rope_freqs_long") else None,
+            layouts=tuple(sorted(self.layouts)),
+        )
+
+    def layer(self, layer: LayerSpec) -> LayerWeights:
+        name, decoder = f"layers.{layer.index}", self.spec.decoder
+        before, after = decoder.norms != "after", decoder.norms != "before"
+        heads_normed = decoder.query_key_norm != "none"
+        return LayerWeights(
+            attn_norm=self.norm(f"{name}.attn_norm") if before else None,
+            qkv=self.joined(name, "qkv", ("q", "k", "v")),
+            query_norm=self.vector(f"{name}.q_norm") if heads_normed else None,
+            key_norm=self.vector(f"{name}.k_norm") if heads_normed else None,
+            o=self.linear(f"{name}.o"),
+            post_attn_norm=self.norm(f"{name}.post_attn_norm") if after else None,
+            mlp_norm=self.norm(f"{name}.mlp_norm") if before else None,
+            mlp=self.mlp(layer),
+            post_mlp_norm=self.norm(f"{name}.post_mlp_norm") if after else None,
+        )
+
+    def mlp(self, layer: LayerSpec) -> MlpWeights:
+        name = f"layers.{layer.index}"
+        if layer.experts is not None:
+            return load_experts(self, layer)
+        if self.spec.decoder.mlp == "plain":
+            return PlainWeights(self.linear(f"{name}.up"), self.linear(f"{name}.down"))
+        return GatedWeights(self.joined(name, "gate_up", ("gate", "up")), self.linear(f"{name}.down"))
+
+    def joined(self, layer: str, whole: str, parts: tuple[str, ...]) -> Linear:
+        """Matrices that are multiplied as one, whether the checkpoint keeps them so or apart."""
+        if f"{layer}.{whole}" in self.tensors:
+            return self.linear(f"{layer}.{whole}")
+        return self.linear(*(f"{layer}.{part}" for part in parts))
+
+    def norm(self, name: str) -> Norm:
+        bias = f"{name}_bias"
+        return Norm(self.vector(name), self.vector(bias) if self.has(bias) else None)
+
+    def has(self, name: str) -> bool:
+        """Dummies have every tensor of the spec but those a checkpoint may lack."""
+        if self.checkpoint is None:
+            return name in self.tensors and not self.tensors[name].optional
+        return name in self.stored
+
+    def vector(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
+        tensor = self.tensors[name]
+        kept = torch.float32 if tensor.wide else dtype or self.dtype
+        target = torch.empty(tensor.shape, dtype=kept, device=self.device)
+        self.fill(target, tensor)
+        return target
+
+    def linear(self, *names: str) -> Linear:
+        """The matrices of these names, their rows one below the other."""
+        kinds = {self.kept_layout(name) for name in names}
+        if len(kinds) > 1:
+            return StackedLinear([self.linear(name) for name in names])
+        layout = kinds.pop()
+        rows = [self.tensors[name].shape[0] for name in names]
+        columns = self.tensors[names[0]].shape[1]
+        bias = self.bias(names, rows)
+        self.layouts.add(layout or str(self.dtype).removeprefix("torch."))
+        if layout is None:
+            weight = exact_tensor((sum(rows), columns), self.dtype, self.device)
+            for name, part in zip(names, torch.split(weight, rows), strict=True):
+                self.fill(part, self.tensors[name])
+            # The embedding is also looked up by rows, which a packed matrix cannot give.
+            return PackedLinear(weight, bias) if self.pack and names != ("embed",) else DenseLinear(weight, bias)
+        if self.compiled:
+            return self.blocks(names, rows, layout, bias)
+        matrix = QuantizedMatrix(layout, sum(rows), columns, self.device)
+        first = 0
+        for name, count in zip(names, rows, strict=True):
+            matrix.fill_rows(first, self.read(name).to(self.device), self.row_order(self.tensors[name]))
+            first += count
+            self.step()
+        return QuantizedLinear(matrix, self.dtype, bias)
+
+    def blocks(self, names: tuple[str, ...], rows: list[int], layout: str, bias: torch.Tensor | None) -> BlockMatrix:
+        """The stored bytes themselves, rows one below the other."""
+        row_bytes = self.stored[names[0]].nbytes // rows[0]
+        target = exact_tensor((sum(rows), row_bytes), torch.uint8, self.device)
+        for name, part in zip(names, torch.split(target, rows), strict=True):
+            stored, order = self.read(name).view(-1, row_bytes), self.row_order(self.tensors[name])
+            part.copy_(stored if order is None else stored.index_select(0, order))
+            self.step()
+        return BlockMatrix(target, layout, bias)
+
+    def bias(self, names: tuple[str, ...], rows: list[int]) -> torch.Tensor | None:
+        """One vector for fused matrices; zeros for those of them that have none."""
+        if not any(self.has(f"{name}_bias") for name in names):
+            return None
+        bias = torch.zeros(sum(rows), dtype=self.dtype, device=self.device)
+        for name, part in zip(names, torch.split(bias, rows), strict=True):
+            if self.has(f"{name}_bias"):
+                self.fill(part, self.tensors[f"{name}_bias"])
+        return bias
+
+    def kept_layout(self, name: str) -> str | None:
+        """The stored layout a matrix keeps in memory; None: it becomes `dtype`."""
+        dtype = str(self.dtype).removeprefix("torch.")
+        stored = self.stored[name].layout if name in self.stored else None
+        layout = memory_layout(self.tensors[name], stored, dtype=dtype, expand=self.expand, compiled=self.compiled)
+        return None if layout == dtype else layout
+
+    def read(self, name: str) -> torch.Tensor:
+        assert self.checkpoint is not None
+        return torch.from_numpy(self.checkpoint.read(self.stored[name].name))
+
+    def read_expert(self, name: str, expert: int) -> torch.Tensor:
+        """One expert's matrix of a stack, which GGUF keeps whole and safetensors one by one."""
+        assert self.checkpoint is not None
+        stored, experts = self.stored[name].name, self.tensors[name].experts
+        if "{expert}" in stored:
+            return torch.from_numpy(self.checkpoint.read(stored.replace("{expert}", str(expert))))
+        return torch.from_numpy(self.checkpoint.read(stored, part=expert, parts=experts))
+
+    def row_order(self, tensor: TensorSpec) -> torch.Tensor | None:
+        """Which stored row becomes each row; None: they are in order."""
+        if self.checkpoint is None or self.checkpoint.format != "gguf" or tensor.gguf_turn == "none":
+            return None
+        return torch.arange(tensor.shape[0]).view(tensor.heads, -1, 2).transpose(1, 2).reshape(-1)
+
+    def fill(self, target: torch.Tensor, tensor: TensorSpec) -> None:
+        if self.checkpoint is None:
+            fill_dummy(target, tensor, tied=self.spec.tied_embeddings)
+        else:
+            expand_into(target, self.read(tensor.name), self.stored[tensor.name].layout, self.row_order(tensor))
+            if tensor.plus_one and self.checkpoint.format == "safetensors":
+                target += 1
+        self.step()
+
+    def fill_experts(self, target: torch.Tensor, tensor: TensorSpec) -> None:
+        """`target` [experts, rows, columns]; its experts may lie apart."""
+        if self.checkpoint is None:
+            fill_dummy(target, tensor, tied=self.spec.tied_embeddings)
+        else:
+            for expert, matrix in enumerate(target):
+                expand_into(matrix, self.read_expert(tensor.name, expert), self.stored[tensor.name].layout)
+        self.step()
+
+    def step(self) -> None:
+        self.done += 1
+        if self.progress is not None:
+            self.progress(self.done, len(self.tensors) if self.checkpoint is None else len(self.stored))
+
+
+def expand_into(target: torch.Tensor, raw: torch.Tensor, layout: str, order: torch.Tensor | None = None) -> None:
+    """Stored bytes as numbers into `target`, in tiles of rows; `order` picks the stored row for each row."""
+    if layout not in _PLAIN and layout not in QUANTIZED_LAYOUTS:
+        raise CheckpointError(f"tensors stored as {layout} cannot be expanded", needed=", ".join(_PLAIN), found=layout)
+    rows = target.shape[0]
+    stored = raw.view(rows, -1)
+    tile_rows = max(1, EXPAND_BYTES // (4 * max(1, target.numel() // rows)))
+    for first in range(0, rows, tile_rows):
+        last = min(first + tile_rows, rows)
+        part = stored[first:last] if order is None else stored.index_select(0, order[first:last])
+        if layout in _PLAIN:
+            target[first:last].copy_(part.view(_PLAIN[layout]).view(target[first:last].shape))
+        elif target.dim() == 1:
+            wide = torch.empty((1, rows), dtype=torch.float32)
+            dequantize_stored(layout, raw, wide)
+            target.copy_(wide[0])
+            return
+        else:
+            dequantize_stored(layout, part.contiguous(), target[first:last])

@@ -1,0 +1,319 @@
+"""What a model costs on one device, term by term. Counts bytes; decides nothing.
+
+The terms of a process that serves on a CPU, in the order in which it takes them:
+
+    front        the process in front of the engine's: HTTP, tokenizer, streams
+    framework    what interpreter and torch keep for themselves
+    libraries    pages of their files, which the kernel can drop
+    weights      as they lie in memory: expanded, or in the blocks of their file
+    scratch      torch's copy of the matrix it multiplies with, where it makes one
+    activations  the buffers of the largest step, attention's workspace included
+    logits       what sampling holds at once: copies of the rows x vocabulary, or what penalties look through
+    buffers      token ids and block tables of every slot, the books of blocks and of running requests
+    grammars     the processes of structured output, at the limits the system holds them to
+    kv_pool      pages
+
+The sizes of the buffers that execution allocates are declared here, and nowhere else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+
+from holdfast.checkpoints import StoredTensor
+from holdfast.footprint import experts
+from holdfast.footprint.experts import mlp_width
+from holdfast.footprint.identity_key import Same
+from holdfast.footprint.layouts import BLOCK_COLUMNS, memory_layout
+from holdfast.kvcache.groups import KVLayout, form_groups
+from holdfast.models import ModelSpec
+from holdfast.units import MIB, format_bytes
+
+ELEMENT_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
+_PLAIN: Mapping[str, str] = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+
+FRAMEWORK_BYTES = 172 * MIB
+"""154 to 168 MiB before the first tensor with torch 2.13 (CPU build, Arm), the model's header read; the rest is what
+the interpreter's heap gains while it serves."""
+
+LIBRARIES_BYTES = 144 * MIB
+"""80 to 140 MiB with the same: how many pages are mapped around those that are used depends on the page cache, and they
+are most right after an installation."""
+
+TOLD_ENTRIES = 2**18
+"""Log-probabilities of prompts that the front holds at a time: 4,096 tokens with 20 each three times, or 131,072 with
+one. A request for more is refused, requests together wait for each other."""
+
+TOLD_ENTRY_BYTES = 160
+"""Of each of them: about 75 as JSON, more with long words, and as much again while it waits as the engine told it."""
+
+KEPT_ENTRIES = 2**18
+"""The same of answers that are not streamed, which are kept until they are whole: 11,397 tokens with 20 each, or 87,381
+with none but their own. Who asks for more is refused, who needs more than is left is ended."""
+
+KEPT_ENTRY_BYTES = 112
+"""Of each, as JSON; a token counts as two more, for the pieces that it comes in."""
+
+WAITING_ENTRIES = 2**16
+"""Tokens of streams and their log-probabilities that wait for readers slower than the engine: two for each token, and
+one for each log-probability. A stream that finds no room for more is ended."""
+
+WAITING_ENTRY_BYTES = 256
+"""Of each, as objects: 137 for a token alone, 195 to 242 with 20 to 1 log-probabilities were measured."""
+
+READING_BYTES = 16 * MIB
+"""Of bodies that are on their way in, 16 KiB of each not counted. Who sends more meanwhile is told to try again."""
+
+FRONT_BYTES = (
+    120 * MIB
+    + READING_BYTES
+    + TOLD_ENTRIES * TOLD_ENTRY_BYTES
+    + KEPT_ENTRIES * KEPT_ENTRY_BYTES
+    + WAITING_ENTRIES * WAITING_ENTRY_BYTES
+)
+"""220 MiB. 93 with SmolLM2's tokenizer and nobody there; the rest is for connections (7 KiB each), what is asked and
+larger vocabularies, 16 for bodies on their way, 40 for what is told of prompts, 28 for what is kept of answers and 16
+for what waits in streams."""
+
+LOGITS_BYTES = 8 * MIB
+"""Of the logits buffer: rows beyond it are sampled in turns, so that many streams need no more memory."""
+
+LOGITS_COPIES = 12
+"""Of one turn, at the peak of a full sort: logits, the raw ones, chances, the sorted ones and them turned round, their
+masked copy and its sums in double precision make 7.3; with what the allocator keeps of the turn before, 8.8 to 11.8
+were measured."""
+
+SCORED_BYTES = 2048
+"""Of one token of a prompt that is scored: 21 ids and numbers of Python's, their lists, and what travels of them."""
+
+PENALTY_BYTES, SEEN_BYTES = 13, 61
+"""For each place of a turn's longest row, and for each token that penalties see: ids, marks, sorted pairs, scores."""
+
+MLP_TILE = 512
+"""Tokens the MLP takes at a time: bounds its buffers, and keeps them in cache."""
+
+STEP_BYTES, SAMPLING_BYTES = 4 * MIB, 8 * MIB
+"""Of any step, and of any sampling, however small: code of libraries read for the first time, and what they set up."""
+
+STEP_TOKEN_BYTES = 128
+"""Ids, positions and page rows of one token of a step, with numpy's copies of them."""
+
+BOOK_BYTES = 512
+"""Of one block in the books: 163 measured while it is free; a hash, its place in the index and in line for eviction."""
+
+REQUEST_TOKEN_BYTES = 56
+"""Of one token of a running request outside the slots: Python's number, two lists, a share of a hash."""
+
+STAGING_BYTES = 16 * MIB
+"""While loading, beside the raw bytes of one tensor: the float tile of its expansion, and what the allocator keeps."""
+
+EXPAND_SHARE = 0.25
+"""Room to spare: expanded weights within this share of the budget."""
+
+TORCH_ATTENTION_BYTES = 32 * MIB
+"""Pages are gathered in pieces of 8 MiB, and two are held; scores are as large again."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+
+
+def weights_bytes(
+    spec: ModelSpec, stored: Mapping[str, StoredTensor] | None, *, dtype: str, expand: bool, compiled: bool = False
+) -> int:
+    """`stored` by canonical name; None for dummy weights. `compiled`: products come from compiled kernels."""
+    return _weights_bytes(Same(spec), Same(stored), dtype, expand, compiled)
+
+
+Stored = Mapping[str, StoredTensor] | None
+
+
+@lru_cache(maxsize=64)
+def _weights_bytes(model: Same[ModelSpec], files: Same[Stored], dtype: str, expand: bool, compiled: bool) -> int:
+    total, stored = 0, files.held
+    for tensor in model.held.tensors:
+        kept = None if stored is None else stored.get(tensor.name)
+        if kept is None and (tensor.optional or stored is not None):
+            continue
+        as_stored = None if kept is None else kept.layout
+        layout = memory_layout(tensor, as_stored, dtype=dtype, expand=expand, compiled=compiled)
+        if layout in ELEMENT_BYTES or kept is None:
+            total += prod(tensor.shape) * ELEMENT_BYTES.get(layout, ELEMENT_BYTES[dtype])
+        else:
+            total += kept.nbytes
+    return total
+
+
+def kept_dtype(
+    spec: ModelSpec, stored: Mapping[str, StoredTensor] | None, *, dtype: str, expand: bool, compiled: bool
+) -> str:
+    """What plain matrices lie in memory as: `dtype`, or the half precision of their file."""
+    for tensor in spec.tensors:
+        kept = None if stored is None else stored.get(tensor.name)
+        if kept is not None and kept.layout in _PLAIN:
+            layout = memory_layout(tensor, kept.layout, dtype=dtype, expand=expand, compiled=compiled)
+            if layout in _PLAIN:
+                return _PLAIN[layout]
+    return dtype
+
+
+def weight_sizes(spec: ModelSpec, stored: Mapping[str, StoredTensor], dtype: str) -> str:
+    """Both, for people to read."""
+    expanded = weights_bytes(spec, stored, dtype=dtype, expand=True)
+    kept = weights_bytes(spec, stored, dtype=dtype, expand=False)
+    return f"{format_bytes(expanded)} in {dtype} against {format_bytes(kept)} in blocks"
+
+
+def expands(
+    spec: ModelSpec, stored: Mapping[str, StoredTensor], *, dtype: str, fast_blocks: bool, budget_bytes: int
+) -> tuple[bool, str]:
+    """Whether quantized weights are expanded when nobody says, and why. `fast_blocks`: products with blocks as they
+    are stored are the faster ones here."""
+    sizes = weight_sizes(spec, stored, dtype)
+    if fast_blocks:
+        return False, f"compiled products read blocks as they are: fewer bytes, and faster: {sizes}"
+    if weights_bytes(spec, stored, dtype=dtype, expand=True) <= EXPAND_SHARE * budget_bytes:
+        return True, f"faster, and there is room to spare: {sizes}"
+    return False, f"expanded they would take more than {EXPAND_SHARE:.0%} of the budget: {sizes}"
+
+
+def kv_layout(spec: ModelSpec, *, block_tokens: int, kv_dtype: str) -> KVLayout:
+    groups, places = form_groups([layer.window for layer in spec.layers])
+    return KVLayout(
+        groups=groups,
+        block_tokens=block_tokens,
+        layers_per_page=places,
+        kv_heads=spec.kv_heads,
+        head_dim=spec.head_dim,
+        element_bytes=ELEMENT_BYTES[kv_dtype],
+    )
+
+
+def sums_apart(spec: ModelSpec) -> bool:
+    """Whether what attention and MLP add to the stream is worked on before: they then have a buffer of their own."""
+    return spec.decoder.norms != "before" or spec.decoder.residual_scale != 1.0
+
+
+def rotations(spec: ModelSpec) -> int:
+    """Kinds of rotary angles that layers have."""
+    return len({spec.rope_of(layer) for layer in spec.layers} - {None})
+
+
+NORMED_COPIES = 4
+"""Of what torch norms at a time: in float32, squared, scaled, and rounded."""
+
+
+def activations_bytes(
+    spec: ModelSpec, limits: Limits, *, dtype: str, compiled_attention: bool = False, compiled: bool = False
+) -> int:
+    """`compiled_attention` reads pages where they lie; torch's gathers them, and queries are copied for it. `compiled`:
+    products come from compiled kernels."""
+    tokens, size = limits.max_num_batched_tokens, ELEMENT_BYTES[dtype]
+    query, key_value = spec.heads * spec.head_dim, 2 * spec.kv_heads * spec.head_dim
+    buffers = tokens * (2 * spec.hidden_size + 2 * query + key_value) * size
+    tile, decoder = min(tokens, MLP_TILE), spec.decoder
+    inner = tile * 3 * mlp_width(spec) * size + experts.cpu_bytes(spec, tile, size, compiled=compiled)
+    branch = tile * spec.hidden_size * size if sums_apart(spec) else 0
+    normed = 0 if decoder.query_key_norm == "none" else NORMED_COPIES * tile * query * 4
+    centered = NORMED_COPIES * tokens * spec.hidden_size * 4 if decoder.norm == "layer" else 0
+    activated = tile * mlp_width(spec) * size if decoder.mlp == "plain" else 0
+    turned = tokens * (4 + 8 * rotations(spec)) * spec.head_dim
+    sampling = 3 * min(tokens, limits.max_num_seqs) * spec.hidden_size * size
+    attention = 0 if compiled_attention else TORCH_ATTENTION_BYTES + 4 * tokens * query * size
+    apart = branch + normed + centered + activated
+    return buffers + inner + apart + turned + sampling + attention + tokens * STEP_TOKEN_BYTES + STEP_BYTES
+
+
+def logits_rows(vocab_size: int, max_num_seqs: int) -> int:
+    """Sampled in one turn."""
+    return max(1, min(max_num_seqs, LOGITS_BYTES // (4 * vocab_size)))
+
+
+def logits_bytes(spec: ModelSpec, limits: Limits, pool_tokens: int | None = None) -> int:
+    """`pool_tokens`: no more can be seen by penalties than the KV pool holds; None: it is not known yet."""
+    rows = logits_rows(spec.vocab_size, limits.max_num_seqs)
+    turn, places = rows * spec.vocab_size * 4, rows * limits.max_model_len
+    seen = places if pool_tokens is None else min(places, pool_tokens)
+    scored = limits.max_num_batched_tokens * SCORED_BYTES
+    return SAMPLING_BYTES + scored + max(LOGITS_COPIES * turn, 2 * turn + PENALTY_BYTES * places + SEEN_BYTES * seen)
+
+
+def buffers_bytes(layout: KVLayout, limits: Limits, *, pool_tokens: int = 0) -> int:
+    """Without the books of the blocks, which grow with the pool: BOOK_BYTES each."""
+    slots = limits.max_num_seqs
+    # A table's rows are copied twice for a step, once at twice the width.
+    tables = len(layout.groups) * slots * layout.blocks_for(limits.max_model_len) * (4 + 8 + 4)
+    known = min(pool_tokens, slots * limits.max_model_len)
+    ids = slots * (limits.max_model_len + 1) * 4
+    return tables + ids + known * REQUEST_TOKEN_BYTES
+
+
+FUSED: tuple[tuple[str, ...], ...] = (("q", "k", "v"), ("gate", "up"))
+"""Matrices of a layer that are multiplied as one."""
+
+
+COPIED_FROM_ROWS = 9
+"""Products of fewer rows read a matrix where it lies: none was copied for 8 rows, all were for 12."""
+
+
+def scratch_bytes(
+    spec: ModelSpec,
+    stored: Mapping[str, StoredTensor] | None,
+    limits: Limits,
+    *,
+    dtype: str,
+    expand: bool,
+    compiled: bool = False,
+) -> int:
+    """The largest matrix that torch multiplies with, fused as execution fuses them; for machines where it copies."""
+    sampled = logits_rows(spec.vocab_size, limits.max_num_seqs) >= COPIED_FROM_ROWS
+    computed = limits.max_num_batched_tokens >= COPIED_FROM_ROWS
+    return _scratch_bytes(Same(spec), Same(stored), sampled, computed, dtype, expand, compiled)
+
+
+@lru_cache(maxsize=64)
+def _scratch_bytes(
+    model: Same[ModelSpec],
+    files: Same[Stored],
+    sampled: bool,
+    computed: bool,
+    dtype: str,
+    expand: bool,
+    compiled: bool,
+) -> int:
+    """`sampled`, `computed`: whether rows that sample, and rows of a step, are enough for a copy."""
+    spec, stored, sizes = model.held, files.held, dict[str, int]()
+    for tensor in spec.tensors:
+        kept = None if stored is None else stored.get(tensor.name)
+        as_stored = None if kept is None else kept.layout
+        missing = kept is None and (tensor.optional or stored is not None)
+        in_blocks = compiled and all(extent % BLOCK_COLUMNS == 0 for extent in tensor.shape[1:])
+        if missing or (tensor.experts > 0 and in_blocks) or (not tensor.experts and len(tensor.shape) != 2):
+            continue
+        where, _, part = tensor.name.rpartition(".")
+        copied = sampled if part in ("head", "embed") else computed
+        layout = memory_layout(tensor, as_stored, dtype=dtype, expand=expand, compiled=compiled)
+        if copied and layout == dtype and (part != "embed" or spec.tied_embeddings):
+            joined = next(("+".join(names) for names in FUSED if part in names), part)
+            # Of experts one is multiplied at a time.
+            size = tensor.elements // (tensor.experts or 1) * ELEMENT_BYTES[dtype]
+            sizes[f"{where}.{joined}"] = sizes.get(f"{where}.{joined}", 0) + size
+    return max(sizes.values(), default=0)
+
+
+def staging_bytes(stored: Mapping[str, StoredTensor] | None) -> int:
+    """The most that loading holds beside the weights in place: one tensor as stored, or one expert of a stack. Dummies
+    are made in place."""
+    return STAGING_BYTES + _largest_stored(Same(stored))
+
+
+@lru_cache(maxsize=64)
+def _largest_stored(files: Same[Stored]) -> int:
+    stored = (files.held or {}).values()
+    return max((tensor.nbytes // (tensor.shape[0] if len(tensor.shape) == 3 else 1) for tensor in stored), default=0)

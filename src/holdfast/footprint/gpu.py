@@ -1,0 +1,130 @@
+"""What this engine allocates on a GPU beside weights and KV pages, for limits: execution takes its sizes from here.
+
+    activations  the decoder's buffers for the largest step, the workspaces of attention and of cuBLAS
+    logits       rows that sample x vocabulary, and what sampling and log-probabilities hold beside them
+    buffers      token ids, block tables, packets from the host
+    graphs       captured steps, and kernels as they are loaded
+
+Pure arithmetic: no torch, no triton.
+"""
+
+from __future__ import annotations
+
+from holdfast.footprint import sampling as sampling_sizes
+from holdfast.footprint.cpu import ELEMENT_BYTES, Limits, sums_apart
+from holdfast.footprint.experts import gpu_bytes, mlp_width
+from holdfast.footprint.padding import padded_sizes
+from holdfast.kvcache.groups import KVLayout
+from holdfast.models import ModelSpec
+from holdfast.records.sampling import MAX_LOGPROBS
+from holdfast.units import MIB
+
+LEAST_CAPABILITY = (8, 0)
+"""bfloat16 and asynchronous copies: Ampere and later."""
+SKINNY_ROWS = 2
+"""Up to so many rows, products with a dense matrix come from a kernel of our own: with more, cuBLAS was faster."""
+LARGE_BYTES = 16 * MIB
+"""From this size on cuBLAS is the faster one with two rows already (H200)."""
+SKINNY_BLOCK_ROWS = 16
+"""Up to so many, products with quantized blocks: for cuBLAS they would have to be expanded first."""
+EXPANDED_BYTES = 64 * MIB
+"""Of the tile that quantized matrices are expanded to, for products with many rows."""
+CUBLAS_BYTES = 64 * MIB
+"""torch gives cuBLAS 32 MiB on Hopper for each stream that multiplies: the engine's, and that of captures."""
+LOGPROB_ROWS = 16
+"""Log-probabilities are worked out for so many rows at a time."""
+TOLD_BYTES = (1 + MAX_LOGPROBS) * (4 + 4)
+"""Of one token of a prompt: log-probabilities of itself and of the likeliest, its rank and their ids."""
+UPDATE_WORDS = 1 << 19
+"""Places and values of ids and tables that travel in one packet."""
+LINE_WORDS = 32
+"""Arrays in a packet begin at whole lines: kernels are compiled anew for pointers that are aligned otherwise."""
+
+PROCESSORS = 132
+"""Multiprocessors that decode is cut for; another number costs speed, not correctness."""
+PROGRAMS_PER_PROCESSOR = 8
+"""Enough that the last wave is a small share of all."""
+MOST_SPLITS = 64
+
+
+GRAPHS_BYTES = 160 * MIB
+"""Code of kernels and libraries, and what the first capture sets up (H200: 144 to 217 MiB)."""
+GRAPH_LAYER_BYTES = 34 << 10
+"""What each further graph was seen to take for each layer (H200: 20 MiB for 24 graphs of 28 layers, 50 of 64)."""
+KINDS_OF_WORK = 3
+"""Steps that only draw, steps with rows whose logits are adjusted first, and steps that end with the logits because
+masks are still on their way: a graph of each for every size."""
+
+
+def graphs_bytes(layers: int, sequences: int, *, captured: bool = True) -> int:
+    """With all graphs captured that there can be; or with none, for kernels are loaded all the same."""
+    return GRAPHS_BYTES + captured * KINDS_OF_WORK * len(padded_sizes(sequences)) * layers * GRAPH_LAYER_BYTES
+
+
+def whole_lines(words: int) -> int:
+    return -(-words // LINE_WORDS) * LINE_WORDS
+
+
+def decode_splits(rows: int, kv_heads: int) -> int:
+    """Into how many parts each row's keys are cut at most, by the padded number of rows alone."""
+    return min(MOST_SPLITS, -(-PROCESSORS * PROGRAMS_PER_PROCESSOR // (rows * kv_heads)))
+
+
+def decode_workspace_bytes(most_rows: int, heads: int, kv_heads: int, head_dim: int) -> int:
+    """For any number of rows up to `most_rows`: each split leaves an output and a logarithm for every head, float32."""
+    parts = max(rows * decode_splits(rows, kv_heads) for rows in range(1, most_rows + 1))
+    return parts * heads * (head_dim + 1) * 4
+
+
+def sampling_lanes(rows: int) -> int:
+    """Rows of a step that may have penalties, biases or bans: all of them."""
+    return rows
+
+
+def activations_bytes(spec: ModelSpec, limits: Limits, *, dtype: str, quantized: bool) -> int:
+    tokens, rows, size = limits.max_num_batched_tokens, limits.max_num_seqs, ELEMENT_BYTES[dtype]
+    query, key_value = spec.heads * spec.head_dim, 2 * spec.kv_heads * spec.head_dim
+    streams = 3 if sums_apart(spec) else 2
+    columns = streams * spec.hidden_size + 2 * query + key_value + 3 * mlp_width(spec)
+    angles = sum(rope.dim for rope in {spec.rope_of(layer) for layer in spec.layers} if rope is not None)
+    buffers = tokens * (columns * size + angles * 4) + 2 * rows * spec.hidden_size * size
+    attention = decode_workspace_bytes(rows, spec.heads, spec.kv_heads, spec.head_dim)
+    experts = gpu_bytes(spec, tokens, size, quantized=quantized)
+    return buffers + attention + experts + CUBLAS_BYTES + (EXPANDED_BYTES if quantized else 0)
+
+
+def logits_bytes(spec: ModelSpec, limits: Limits, *, dtype: str) -> int:
+    rows, vocabulary = limits.max_num_seqs, spec.vocab_size
+    lanes = sampling_lanes(rows)
+    sampling = (
+        sampling_sizes.workspace_bytes(rows, vocabulary)
+        + sampling_sizes.parameter_bytes(rows, lanes, vocabulary)
+        + sampling_sizes.lane_bytes(lanes, vocabulary)
+    )
+    # Chosen rows as they are, in float32, their log-probabilities, and a comparison with each.
+    scored = min(rows, LOGPROB_ROWS) * vocabulary * (ELEMENT_BYTES[dtype] + 4 + 4 + 1)
+    told = limits.max_num_batched_tokens * TOLD_BYTES
+    return rows * vocabulary * ELEMENT_BYTES[dtype] + sampling + scored + told
+
+
+def slot_words(layout: KVLayout, limits: Limits) -> int:
+    """int32 numbers of ids and tables. One place beyond the context: the last token sampled is kept too."""
+    tables = len(layout.groups) * layout.blocks_for(limits.max_model_len)
+    return limits.max_num_seqs * (limits.max_model_len + 1 + tables)
+
+
+def decode_packet_words(rows: int) -> int:
+    """Slots, positions and lengths of single tokens."""
+    return 3 * whole_lines(rows)
+
+
+def mixed_packet_words(rows: int, tokens: int) -> int:
+    """A token's slot and position, its place if it is scored, and two of each tile, of which there are no more than
+    tokens; nine of each row."""
+    return 5 * whole_lines(tokens) + 9 * whole_lines(rows)
+
+
+def buffers_bytes(layout: KVLayout, limits: Limits) -> int:
+    rows, tokens = limits.max_num_seqs, limits.max_num_batched_tokens
+    packets = 2 * whole_lines(UPDATE_WORDS) + decode_packet_words(rows) + mixed_packet_words(rows, tokens)
+    return (slot_words(layout, limits) + packets + rows) * 4

@@ -1,0 +1,1 @@
+"""Prometheus metrics under vLLM's names."""

@@ -1,0 +1,378 @@
+"""Counters, gauges and histograms under vLLM's names, so that boards made for vLLM keep working.
+
+Owns one registry and the rule of what counts when. It is told of requests (RequestMeter) and of steps, and asks for
+the engine's newest snapshot when it is scraped. It knows nothing of HTTP and starts no server.
+
+What counts: a prompt counts once however many answers it has; generated tokens, successes and latencies count for
+each answer. A request that a client walked away from counts as `abort` for each answer that had not ended.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from holdfast.observability.ledger import Ledger
+from holdfast.observability.metrics.buckets import (
+    INTER_TOKEN_BUCKETS_S,
+    N_BUCKETS,
+    REQUEST_BUCKETS_S,
+    STEP_TOKEN_BUCKETS,
+    TTFT_BUCKETS_S,
+    token_buckets,
+)
+from holdfast.observability.metrics.fast_histogram import QuickHistogram
+from holdfast.records import AnswerDelta, EngineInfo, EngineStats, FinishReason
+
+LABELS, ENGINE = ("model_name", "engine"), "0"
+"""Of every series of vLLM's; there is one engine, and its number is the first."""
+COMPUTED, FOUND, TRANSFERRED = SOURCES = ("local_compute", "local_cache_hit", "external_kv_transfer")
+"""vLLM's names for where the KV of a prompt's token comes from. None is transferred here, and the series says so."""
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+class ServingMetrics:
+    """One a server. `stats` and `info` are called at scrape time; `info` returns None until the engine is ready.
+    `restarts`: of engine processes that died, and of those that hung; `hung`: whether one does not answer now."""
+
+    def __init__(
+        self,
+        model_name: str,
+        *,
+        stats: Callable[[], EngineStats],
+        info: Callable[[], EngineInfo | None],
+        memory: Callable[[], Ledger | None] = lambda: None,
+        sleeping: Callable[[], bool] = lambda: False,
+        restarts: Callable[[], tuple[int, int]] = lambda: (0, 0),
+        hung: Callable[[], bool] = lambda: False,
+        max_model_len: int = 131_072,
+    ) -> None:
+        self.registry = CollectorRegistry()
+        self._model_name = model_name
+        self._prompt_total = self._generated_total = 0
+        largest = token_buckets(max_model_len)
+
+        self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of requests that got a first token.")
+        self.cached_tokens = self._counter("prompt_tokens_cached", "Of these, tokens found in the prefix cache.")
+        by_source = Counter(
+            "vllm:prompt_tokens_by_source", "The same, by where their KV came from.", [*LABELS, "source"],
+            registry=self.registry,
+        )  # fmt: skip
+        self.by_source = {source: by_source.labels(model_name, ENGINE, source) for source in SOURCES}
+        self.generation_tokens = self._counter("generation_tokens", "Tokens generated.")
+        self._success = Counter(
+            "vllm:request_success",
+            "Answers that ended, by how they ended.",
+            [*LABELS, "finished_reason"],
+            registry=self.registry,
+        )
+        self.success = {reason: self._success.labels(model_name, ENGINE, reason.value) for reason in FinishReason}
+        self.iteration_tokens = self._quick("iteration_tokens_total", "Tokens in one step.", STEP_TOKEN_BUCKETS)
+        self.ttft = self._histogram("time_to_first_token_seconds", "Arrival to first token.", TTFT_BUCKETS_S)
+        self.inter_token = self._quick(
+            "inter_token_latency_seconds", "From one token of an answer to its next.", INTER_TOKEN_BUCKETS_S
+        )
+        self.time_per_token = self._histogram(
+            "request_time_per_output_token_seconds", "Mean time of an answer's tokens but the first.",
+            INTER_TOKEN_BUCKETS_S,
+        )  # fmt: skip
+        self.e2e = self._histogram("e2e_request_latency_seconds", "Arrival to last token.", REQUEST_BUCKETS_S)
+        self.queue_time = self._histogram("request_queue_time_seconds", "Arrival to first step.", REQUEST_BUCKETS_S)
+        self.prefill_time = self._histogram(
+            "request_prefill_time_seconds", "First step to first token.", REQUEST_BUCKETS_S
+        )
+        self.decode_time = self._histogram(
+            "request_decode_time_seconds", "First token to last token.", REQUEST_BUCKETS_S
+        )
+        self.inference_time = self._histogram(
+            "request_inference_time_seconds", "First step to last token.", REQUEST_BUCKETS_S
+        )
+        self.request_prompt_tokens = self._histogram("request_prompt_tokens", "Prompt tokens of a request.", largest)
+        self.prefill_computed = self._histogram(
+            "request_prefill_kv_computed_tokens", "Prompt tokens of a request that were not cached.", largest
+        )
+        self.request_generation_tokens = self._histogram(
+            "request_generation_tokens", "Tokens generated for an answer.", largest
+        )
+        self.request_max_generation_tokens = self._histogram(
+            "request_max_num_generation_tokens", "Tokens of the longest answer to a prompt.", largest
+        )
+        self.params_max_tokens = self._histogram(
+            "request_params_max_tokens", "max_tokens a request asked for.", largest
+        )
+        self.params_n = self._histogram("request_params_n", "n a request asked for.", N_BUCKETS)
+        self.registry.register(_EngineCollector(model_name, stats, info, sleeping))
+        self.registry.register(_MemoryCollector(model_name, memory))
+        self.registry.register(_ProcessCollector(model_name, restarts, hung))
+        self.registry.register(_OlderName(self.inter_token, "vllm:time_per_output_token_seconds"))
+
+    def _counter(self, name: str, help_text: str) -> Counter:
+        return Counter(f"vllm:{name}", help_text, LABELS, registry=self.registry).labels(self._model_name, ENGINE)
+
+    def _histogram(self, name: str, help_text: str, buckets: Iterable[float]) -> Histogram:
+        parent = Histogram(f"vllm:{name}", help_text, LABELS, buckets=tuple(buckets), registry=self.registry)
+        return parent.labels(self._model_name, ENGINE)
+
+    def _quick(self, name: str, help_text: str, buckets: Iterable[float]) -> QuickHistogram:
+        """For what is observed at every token."""
+        labels = {"model_name": self._model_name, "engine": ENGINE}
+        made = QuickHistogram(f"vllm:{name}", help_text, buckets, labels)
+        self.registry.register(made)
+        return made
+
+    def observe_step(self, stats: EngineStats) -> None:
+        """One call a step; steps that computed nothing do not count."""
+        if stats.step_tokens:
+            self.iteration_tokens.observe(stats.step_tokens)
+
+    def open_request(self, *, prompt_tokens: int, max_tokens: int, n: int) -> RequestMeter:
+        return RequestMeter(self, prompt_tokens=prompt_tokens, max_tokens=max_tokens, n=n)
+
+    def token_totals(self) -> tuple[int, int]:
+        """Prompt tokens and generated tokens so far."""
+        return self._prompt_total, self._generated_total
+
+    def count_tokens(self, *, prompt: int = 0, generated: int = 0) -> None:
+        self._prompt_total += prompt
+        self._generated_total += generated
+        if prompt:
+            self.prompt_tokens.inc(prompt)
+        if generated:
+            self.generation_tokens.inc(generated)
+
+    def count_sources(self, prompt_tokens: int, cached_tokens: int) -> None:
+        """Where the KV of one prompt came from."""
+        self.cached_tokens.inc(cached_tokens)
+        self.by_source[FOUND].inc(cached_tokens)
+        self.by_source[COMPUTED].inc(prompt_tokens - cached_tokens)
+
+    def count_embedding(self, prompt_tokens: int, cached_tokens: int, latency_s: float) -> None:
+        """A prompt that became a vector; there is no token to wait for."""
+        self.count_tokens(prompt=prompt_tokens)
+        self.count_sources(prompt_tokens, cached_tokens)
+        self.prefill_computed.observe(prompt_tokens - cached_tokens)
+        self.request_prompt_tokens.observe(prompt_tokens)
+        self.e2e.observe(latency_s)
+        self.success[FinishReason.STOP].inc()
+
+    def render(self) -> bytes:
+        return generate_latest(self.registry)
+
+
+class RequestMeter:
+    """Follows one prompt and its n answers. `delta` for each piece, `close` exactly once at the end."""
+
+    def __init__(self, metrics: ServingMetrics, *, prompt_tokens: int, max_tokens: int, n: int) -> None:
+        self._metrics = metrics
+        self._prompt_tokens = prompt_tokens
+        self._open = set(range(n))
+        self._arrival_s = time.monotonic()
+        self._last_token_s: dict[int, float] = {}
+        self._generated = dict.fromkeys(range(n), 0)
+        self._cached_tokens: int | None = None
+        """Of the first answer: the others find what it has computed."""
+        self.ttft_s: float | None = None
+        metrics.params_max_tokens.observe(max_tokens)
+        metrics.params_n.observe(n)
+
+    def delta(self, delta: AnswerDelta) -> None:
+        metrics, count = self._metrics, len(delta.token_ids)
+        if count:
+            now_s = time.monotonic()
+            if self.ttft_s is None:
+                self.ttft_s = now_s - self._arrival_s
+                metrics.ttft.observe(self.ttft_s)
+                metrics.count_tokens(prompt=self._prompt_tokens)
+            if self._cached_tokens is None and delta.index == 0:
+                self._cached_tokens = delta.cached_tokens
+                metrics.count_sources(self._prompt_tokens, delta.cached_tokens)
+            last_s = self._last_token_s.get(delta.index)
+            # Several tokens in one delta came at the same moment: the wait is shared among them.
+            if last_s is not None:
+                for _ in range(count):
+                    metrics.inter_token.observe((now_s - last_s) / count)
+            self._last_token_s[delta.index] = now_s
+            self._generated[delta.index] += count
+            metrics.count_tokens(generated=count)
+        if delta.finish_reason is not None:
+            self._finish(delta)
+
+    def _finish(self, delta: AnswerDelta) -> None:
+        metrics, timing = self._metrics, delta.timing
+        self._open.discard(delta.index)
+        assert delta.finish_reason is not None
+        metrics.success[delta.finish_reason].inc()
+        metrics.request_generation_tokens.observe(self._generated[delta.index])
+        if timing is not None:
+            metrics.e2e.observe(timing.finished_s - timing.arrival_s)
+            metrics.queue_time.observe(timing.scheduled_s - timing.arrival_s)
+            metrics.prefill_time.observe(timing.first_token_s - timing.scheduled_s)
+            metrics.decode_time.observe(timing.finished_s - timing.first_token_s)
+            later = self._generated[delta.index] - 1
+            if later > 0:
+                metrics.time_per_token.observe((timing.finished_s - timing.first_token_s) / later)
+            metrics.inference_time.observe(timing.finished_s - timing.scheduled_s)
+
+    def close(self, reason: FinishReason = FinishReason.ABORT) -> None:
+        """Answers that have not ended count as ended for `reason`."""
+        if self.ttft_s is not None:
+            self._metrics.request_prompt_tokens.observe(self._prompt_tokens)
+            self._metrics.request_max_generation_tokens.observe(max(self._generated.values()))
+        if self._cached_tokens is not None:
+            self._metrics.prefill_computed.observe(self._prompt_tokens - self._cached_tokens)
+        self._metrics.success[reason].inc(len(self._open))
+        self._open.clear()
+
+
+class _EngineCollector(Collector):
+    """What the engine's newest snapshot says, read at scrape time."""
+
+    def __init__(
+        self,
+        model_name: str,
+        stats: Callable[[], EngineStats],
+        info: Callable[[], EngineInfo | None],
+        sleeping: Callable[[], bool],
+    ) -> None:
+        self._model_name = model_name
+        self._stats = stats
+        self._info = info
+        self._sleeping = sleeping
+
+    def collect(self) -> Iterator[Metric]:
+        stats = self._stats()
+        usage = stats.blocks_used / stats.blocks_total if stats.blocks_total else 0.0
+        queries, hits = stats.prefix_queries_total, stats.prefix_hits_total
+        yield self._gauge("num_requests_running", "Requests in the batch.", stats.running)
+        yield self._gauge("num_requests_waiting", "Requests waiting for a place.", stats.waiting)
+        yield self._gauge("kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", usage)
+        yield self._gauge("gpu_cache_usage_perc", "Older name of kv_cache_usage_perc.", usage)
+        rate = hits / queries if queries else 0.0
+        yield self._gauge("gpu_prefix_cache_hit_rate", "Share of looked-up tokens found, 0 to 1.", rate)
+        yield self._gauge("prefix_cache_hit_rate", "The same under the name that people use.", rate)
+        # Of older boards. Pages are not swapped, and these say so.
+        yield self._gauge("num_requests_swapped", "Requests whose pages are in RAM: none.", 0)
+        yield self._gauge("cpu_cache_usage_perc", "Share of pages in RAM for swapped requests: none.", 0)
+        yield self._total("num_preemptions", "Requests put back to wait for want of blocks.", stats.preemptions_total)
+        yield self._total("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", queries)
+        yield self._total("prefix_cache_hits", "Prompt tokens found in the prefix cache.", hits)
+        yield self._total("gpu_prefix_cache_queries", "Older name of prefix_cache_queries.", queries)
+        yield self._total("gpu_prefix_cache_hits", "Older name of prefix_cache_hits.", hits)
+        asleep = self._sleeping()
+        # Nothing is kept in RAM, at neither of vLLM's levels.
+        states = {"awake": not asleep, "weights_offloaded": False, "discard_all": asleep}
+        yield self._several("engine_sleep_state", "Whether the engine is awake, or what it let go of.", states,
+                            label="sleep_state")  # fmt: skip
+        info = self._info()
+        if info is not None:
+            yield self._cache_config(info)
+            if info.max_loras:
+                yield _lora_info(info, stats)
+            else:  # How many wait for an adapter's place is not counted; without adapters, nobody does.
+                reasons = {"capacity": stats.waiting, "deferred": 0}
+                yield self._several("num_requests_waiting_by_reason", "Why requests wait.", reasons, label="reason")
+
+    def _gauge(self, name: str, help_text: str, value: float) -> Metric:
+        family = GaugeMetricFamily(f"vllm:{name}", help_text, labels=LABELS)
+        family.add_metric([self._model_name, ENGINE], value)
+        return family
+
+    def _several(self, name: str, help_text: str, values: Mapping[str, float], *, label: str) -> Metric:
+        family = GaugeMetricFamily(f"vllm:{name}", help_text, labels=[*LABELS, label])
+        for shown, value in values.items():
+            family.add_metric([self._model_name, ENGINE, shown], value)
+        return family
+
+    def _total(self, name: str, help_text: str, value: float) -> Metric:
+        family = CounterMetricFamily(f"vllm:{name}", help_text, labels=LABELS)
+        family.add_metric([self._model_name, ENGINE], value)
+        return family
+
+    def _cache_config(self, info: EngineInfo) -> Metric:
+        family = InfoMetricFamily("vllm:cache_config", "How the KV cache was set up.", labels=LABELS)
+        family.add_metric(
+            [self._model_name, ENGINE],
+            {
+                "block_size": str(info.block_size),
+                "cache_dtype": info.kv_dtype,
+                "enable_prefix_caching": str(info.prefix_caching),
+                "num_gpu_blocks": str(info.blocks),
+            },
+        )
+        return family
+
+
+def _lora_info(info: EngineInfo, stats: EngineStats) -> Metric:
+    """As vLLM has it: names in labels, and the time as its value."""
+    family = GaugeMetricFamily(
+        "vllm:lora_requests_info",
+        "LoRA adapters that requests run and wait with; the value is when that was so.",
+        labels=["max_lora", "waiting_lora_adapters", "running_lora_adapters"],
+    )
+    names = [",".join(stats.waiting_adapters), ",".join(stats.running_adapters)]
+    family.add_metric([str(info.max_loras), *names], time.time())
+    return family
+
+
+class _MemoryCollector(Collector):
+    """The memory ledger, read at scrape time."""
+
+    def __init__(self, model_name: str, memory: Callable[[], Ledger | None]) -> None:
+        self._model_name = model_name
+        self._memory = memory
+
+    def collect(self) -> Iterator[Metric]:
+        family = GaugeMetricFamily(
+            "holdfast:memory_bytes",
+            "Bytes by term, planned and measured; unaccounted is what processes hold beyond the terms.",
+            labels=["model_name", "tier", "term", "kind"],
+        )
+        ledger = self._memory()
+        for term in ledger.terms if ledger is not None else ():
+            family.add_metric([self._model_name, term.tier, term.term, "planned"], term.planned_bytes)
+            if term.measured_bytes is not None:
+                family.add_metric([self._model_name, term.tier, term.term, "measured"], term.measured_bytes)
+        yield family
+
+
+class _ProcessCollector(Collector):
+    """How the engine's process does, read at scrape time."""
+
+    def __init__(self, model_name: str, restarts: Callable[[], tuple[int, int]], hung: Callable[[], bool]) -> None:
+        self._model_name = model_name
+        self._restarts = restarts
+        self._hung = hung
+
+    def collect(self) -> Iterator[Metric]:
+        total = CounterMetricFamily(
+            "holdfast:engine_restarts", "Engine processes started again, by why.", labels=["model_name", "reason"]
+        )
+        for reason, count in zip(("died", "hung"), self._restarts(), strict=True):
+            total.add_metric([self._model_name, reason], count)
+        yield total
+        unresponsive = GaugeMetricFamily(
+            "holdfast:engine_unresponsive", "1 while the engine process does not answer.", labels=["model_name"]
+        )
+        unresponsive.add_metric([self._model_name], float(self._hung()))
+        yield unresponsive
+
+
+class _OlderName(Collector):
+    """The same histogram once more under the name it used to have."""
+
+    def __init__(self, source: Collector, name: str) -> None:
+        self._source = source
+        self._name = name
+
+    def collect(self) -> Iterator[Metric]:
+        for metric in self._source.collect():
+            older = Metric(self._name, f"Older name of {metric.name}.", metric.type)
+            for sample in metric.samples:
+                older.add_sample(
+                    sample.name.replace(metric.name, self._name, 1), sample.labels, sample.value, timestamp=None
+                )
+            yield older

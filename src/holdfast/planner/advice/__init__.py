@@ -1,0 +1,1 @@
+"""What helps where it does not fit, and what it costs."""

@@ -1,0 +1,392 @@
+"""How fast a configuration can be, and about how fast it will be: bytes and operations over what the device has.
+
+    step = max(bytes read / bandwidth, operations / rate) + all-reduces / link + what every step costs on top
+    attention = 4 x columns x tokens seen: a window's at most, none of recurrent layers, of latents while decoding in
+                the width of the latent, which every head reads
+
+Knows catalogue rates only; a device without them has no throughput here. Counts for an engine of the usual kind: paged
+KV, captured graphs, one process a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+
+from holdfast.footprint.identity_key import Same
+from holdfast.hardware.gpus import Gpu
+from holdfast.models import ModelSpec, TensorSpec
+from holdfast.planner.fit.search import Fit
+from holdfast.planner.sizing.kv_cost import KVCost
+from holdfast.planner.sizing.sharded_weights import DTYPE_BYTES, Weight, rank_bytes, stage_layers, weights_of
+
+GB = 10**9
+ALL_REDUCES_A_LAYER = 2
+"""After attention, and after the MLP."""
+
+
+@dataclass(frozen=True, slots=True)
+class Efficiency:
+    """Shares of what the makers state that are reached, and the time of a step in which nothing else happens."""
+
+    bandwidth: float
+    compute: float
+    link: float
+    step_s: float
+    sequence_s: float
+    """Of every sequence of a step: sampling it and answering it."""
+    all_reduce_s: float
+    """Each, before its first byte."""
+
+
+# An H200 (4.8 TB/s, 989 TFLOP/s stated) copied 4.1 to 4.3 TB/s and multiplied at 752 TFLOP/s. On it vLLM 0.26 decoded
+# one stream of an 8B model in 4.98 ms, 3.5 of them for its weights, and of a 0.6B model in 2.6 ms, 0.3 of them for
+# weights: 1.5 to 2.3 ms a step go to launches, sampling and Python, and each of 64 streams at once added 10 to 22 us.
+# It prefilled at 0.67 of the stated rate with the 8B model and at 0.43 with the small one. Pinned copies reached 54.9
+# of 63 GB/s; over PCIe 4 others see 24 to 25 of 31.5.
+LOW = Efficiency(bandwidth=0.75, compute=0.40, link=0.60, step_s=2.5e-3, sequence_s=25e-6, all_reduce_s=30e-6)
+EXPECTED = Efficiency(bandwidth=0.90, compute=0.65, link=0.80, step_s=1.5e-3, sequence_s=10e-6, all_reduce_s=12e-6)
+HIGH = Efficiency(bandwidth=0.92, compute=0.76, link=0.87, step_s=0.3e-3, sequence_s=2e-6, all_reduce_s=6e-6)
+STATED = Efficiency(bandwidth=1.0, compute=1.0, link=1.0, step_s=0.3e-3, sequence_s=2e-6, all_reduce_s=6e-6)
+"""The makers' figures: where nothing was measured, no less can be said to be out of reach."""
+
+EVIDENCE = "six measurements of vLLM 0.26 on one H200: dense models of 0.6B and 8B in bf16"
+MEASURED_GPU = "h200"
+UNPROVEN_SHARE = 0.8
+"""Of the low end, for each thing by which a plan differs from what was measured."""
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    tokens_per_s: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeRate:
+    batch: int
+    estimate: Estimate
+    """Of all sequences together."""
+    limited_by: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Throughput:
+    context_tokens: int
+    """What every sequence is taken to hold while it decodes."""
+    one: DecodeRate
+    at_traffic: DecodeRate | None
+    """At the traffic's concurrency, as far as memory holds it."""
+    largest: DecodeRate
+    """With as many sequences as memory and max_num_seqs allow."""
+    prefill: Estimate
+    prefill_limited_by: str
+    prompt_tokens: int
+    """Of the prompts that `prefill` is for."""
+    evidence: str
+    """What the estimates were held against, and what of this plan was not among it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reads:
+    """Bytes of weights that a step of one stage reads on one rank."""
+
+    dense: int
+    experts: tuple[tuple[int, float], ...]
+    """(bytes of all experts, share that one token meets) of each kind."""
+
+    def bytes_for(self, tokens: int) -> float:
+        """Tokens choose experts as if by lot: with more of them, more experts are met, each read once."""
+        return self.dense + sum(size * (1 - (1 - share) ** tokens) for size, share in self.experts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """What a step costs on one rank of a pipeline stage."""
+
+    reads: Reads
+    kv: KVCost
+    parameters: float
+    """That one token meets, on this rank, and that are multiplied in 16 bits."""
+    fp8_parameters: float
+    """Those that are multiplied in FP8, with activations in it too."""
+    layers: int
+    attention: Attention
+    gpu: Gpu
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """Columns on this rank that meet every token they see, summed over layers that see as far: (window, columns)."""
+
+    decoding: tuple[tuple[int | None, float], ...]
+    prompts: tuple[tuple[int | None, float], ...]
+
+    def of_token(self, context: int) -> float:
+        """Operations of the next token behind a context."""
+        return 4 * sum(columns * min(context, window or context) for window, columns in self.decoding)
+
+    def of_prompt(self, prompt: int) -> float:
+        """Operations of a prompt's average token: without a window it sees half of the prompt."""
+        return 4 * sum(columns * _seen(prompt, window) for window, columns in self.prompts)
+
+
+def _seen(prompt: int, window: int | None) -> float:
+    if window is None or prompt <= window:
+        return prompt / 2
+    return window - window * window / (2 * prompt)
+
+
+def throughput(fit: Fit) -> Throughput | None:
+    """None: the rates of these devices are not known, or nothing fits on them."""
+    stages = _stages(fit)
+    if stages is None or not fit.fits:
+        return None
+    traffic = fit.question.traffic
+    context, new = usual_context(fit), unproven(fit)
+    most = max(1, min(fit.limits.max_num_seqs, int(fit.concurrency(fit.usual_tokens))))
+
+    def decode(batch: int) -> DecodeRate:
+        def rate(efficiency: Efficiency) -> float:
+            return batch / _step_s(fit, stages, batch, context, efficiency)
+
+        return DecodeRate(
+            batch=batch, estimate=_estimate(rate, len(new)), limited_by=_limit(fit, stages, batch, context)
+        )
+
+    step = fit.limits.max_num_batched_tokens
+    prompt = max(1, traffic.prompt_tokens if traffic is not None else fit.usual_tokens)
+    return Throughput(
+        context_tokens=context,
+        one=decode(1),
+        at_traffic=decode(min(most, traffic.concurrency)) if traffic is not None else None,
+        largest=decode(most),
+        prefill=_estimate(lambda efficiency: step / _prefill_s(fit, stages, step, prompt, efficiency), len(new)),
+        prefill_limited_by=_prefill_limit(fit, stages, step, prompt),
+        prompt_tokens=prompt,
+        evidence=EVIDENCE + (f"; not among them, so the interval is wider: {', '.join(new)}" if new else ""),
+    )
+
+
+def usual_context(fit: Fit) -> int:
+    """What a sequence holds on average while it decodes."""
+    traffic = fit.question.traffic
+    return fit.usual_tokens // 2 if traffic is None else traffic.prompt_tokens + traffic.output_tokens // 2
+
+
+def step_seconds(fit: Fit, batch: int, context: int, efficiency: Efficiency) -> float | None:
+    """Of one decoding step, whether or not memory holds it; None: the rates are not known."""
+    stages = _stages(fit)
+    return None if stages is None else _step_s(fit, stages, batch, context, efficiency)
+
+
+def no_throughput_reason(fit: Fit) -> str:
+    if not fit.fits:
+        return "it does not fit"
+    unknown = next((rank.device.name for rank in fit.ranks if rank.device.gpu is None), fit.ranks[0].device.name)
+    return f"bandwidth and rates of {unknown} are not known"
+
+
+def unproven(fit: Fit) -> tuple[str, ...]:
+    """By what this plan differs from everything that was measured."""
+    spec, kinds = fit.question.model.spec, {layer.kind for layer in fit.question.model.spec.layers}
+    found = [*dict.fromkeys(rank.device.gpu.key for rank in fit.ranks if rank.device.gpu is not None)]
+    found = [key for key in found if key != MEASURED_GPU][:1]
+    if len(fit.ranks) > 1:
+        found.append("several GPUs")
+    if any(layer.experts is not None for layer in spec.layers):
+        found.append("experts")
+    if spec.quantization is not None or fit.question.model.format == "gguf":
+        found.append("quantized weights")
+    found += [f"{kind} layers" for kind in ("window", "latent", "state") if kind in kinds]
+    return tuple(found)
+
+
+def _estimate(rate: Callable[[Efficiency], float], unproven_things: int) -> Estimate:
+    if not unproven_things:
+        return Estimate(rate(EXPECTED), rate(LOW), rate(HIGH))
+    return Estimate(rate(EXPECTED), rate(LOW) * UNPROVEN_SHARE**unproven_things, rate(STATED))
+
+
+def _stages(fit: Fit) -> list[Stage] | None:
+    return _stages_of(Same(fit))
+
+
+@lru_cache(maxsize=8)
+def _stages_of(key: Same[Fit]) -> list[Stage] | None:
+    """Once for all batches and efficiencies that are asked of a plan."""
+    fit = key.held
+    if any(rank.device.gpu is None or rank.device.gpu.bandwidth_gb_s <= 0 for rank in fit.ranks):
+        return None
+    spec, ranks = fit.question.model.spec, fit.tensor_parallel
+    weights = weights_of(fit.question.model, dtype=fit.weights_as)
+    layers = stage_layers(len(spec.layers), fit.pipeline_parallel)
+    stages = []
+    for index in range(fit.pipeline_parallel):
+        of_stage = [rank for rank in fit.ranks if rank.stage == index]
+        slowest = min(of_stage, key=lambda rank: rank.device.gpu.bandwidth_gb_s if rank.device.gpu else 0.0)
+        assert slowest.device.gpu is not None
+        own = set(layers[index])
+        last = index == fit.pipeline_parallel - 1
+        met = [
+            (_met(spec, tensor), _in_fp8(spec, tensor, slowest.device.gpu))
+            for tensor in spec.tensors
+            if tensor.part == "text" and (tensor.layer in own or (last and _is_head(fit, tensor.name)))
+        ]
+        stages.append(
+            Stage(
+                reads=stage_reads(fit, weights, index),
+                kv=slowest.kv,
+                parameters=sum(size for size, fp8 in met if not fp8) / ranks,
+                fp8_parameters=sum(size for size, fp8 in met if fp8) / ranks,
+                layers=len(own),
+                attention=_attention(spec, layers[index], ranks),
+                gpu=slowest.device.gpu,
+            )
+        )
+    return stages
+
+
+def _met(spec: ModelSpec, tensor: TensorSpec) -> float:
+    """Parameters of this tensor that one token meets."""
+    experts = spec.layers[tensor.layer].experts if tensor.layer is not None else None
+    if not tensor.experts or experts is None:
+        return tensor.elements
+    return tensor.elements * experts.per_token / tensor.experts
+
+
+def _in_fp8(spec: ModelSpec, tensor: TensorSpec, gpu: Gpu) -> bool:
+    """Where weights are FP8 and the GPU multiplies it, engines turn activations into it too; else they unpack."""
+    quantization = spec.quantization
+    if quantization is None or quantization.method != "fp8" or not gpu.fp8 or not tensor.linear:
+        return False
+    return quantization.converts(tensor.hf_name)
+
+
+def _attention(spec: ModelSpec, layers: Iterable[int], ranks: int) -> Attention:
+    decoding: dict[int | None, float] = {}
+    prompts: dict[int | None, float] = {}
+    for index in layers:
+        layer = spec.layers[index]
+        if not layer.attends:
+            continue
+        columns = spec.heads * (spec.head_dim if layer.head_dim is None else layer.head_dim) / ranks
+        # Decoding over a latent, scores meet rank + rope columns of it and the sum its rank, for every head.
+        latent = layer.latent
+        absorbed = columns if latent is None else spec.heads * (latent.rank + latent.rope_dim / 2) / ranks
+        decoding[layer.window] = decoding.get(layer.window, 0.0) + absorbed
+        prompts[layer.window] = prompts.get(layer.window, 0.0) + columns
+    return Attention(tuple(decoding.items()), tuple(prompts.items()))
+
+
+def _is_head(fit: Fit, name: str) -> bool:
+    return name == ("embed" if fit.question.model.spec.tied_embeddings else "head")
+
+
+def stage_reads(fit: Fit, weights: list[Weight], stage: int = 0) -> Reads:
+    """An embedding that is not also the head gives one row a token, and an image encoder nothing while decoding."""
+    spec = fit.question.model.spec
+    dense: list[Weight] = []
+    experts: dict[float, list[Weight]] = {}
+    for weight in weights:
+        tensor = weight.tensor
+        if tensor is not None and (tensor.part == "vision" or (tensor.name == "embed" and not spec.tied_embeddings)):
+            continue
+        if tensor is not None and tensor.experts and tensor.layer is not None:
+            described = spec.layers[tensor.layer].experts
+            per_token = tensor.experts if described is None else described.per_token
+            experts.setdefault(min(1.0, per_token / tensor.experts), []).append(weight)
+        else:
+            dense.append(weight)
+
+    def share(of: list[Weight]) -> int:
+        return rank_bytes(of, spec, tensor_parallel=fit.tensor_parallel, stage=stage, stages=fit.pipeline_parallel)
+
+    return Reads(share(dense), tuple((share(of), met) for met, of in sorted(experts.items())))
+
+
+def kv_read_bytes(kv: KVCost, context: int) -> int:
+    """What one sequence's next token reads."""
+    windows = sum(min(window, context) * size for window, size in kv.windows)
+    return context * kv.growing_bytes + windows + kv.fixed_bytes
+
+
+def _compute_s(stage: Stage, tokens: int, attention: float, efficiency: Efficiency) -> float:
+    """`attention`: operations of one token; engines do it in 16 bits, whatever the weights are in."""
+    half = stage.gpu.half_tflops * 1e12 * efficiency.compute
+    fp8 = (stage.gpu.fp8_tflops or stage.gpu.half_tflops) * 1e12 * efficiency.compute
+    return tokens * ((2 * stage.parameters + attention) / half + 2 * stage.fp8_parameters / fp8)
+
+
+def _parts(fit: Fit, stage: Stage, batch: int, context: int, efficiency: Efficiency) -> Mapping[str, float]:
+    """Seconds of one stage's step, by what they are spent on."""
+    bandwidth = stage.gpu.bandwidth_gb_s * GB * efficiency.bandwidth
+    return {
+        "weights": stage.reads.bytes_for(batch) / bandwidth,
+        "KV": batch * kv_read_bytes(stage.kv, context) / bandwidth,
+        "compute": _compute_s(stage, batch, stage.attention.of_token(context), efficiency),
+        "link": _link_s(fit, stage, batch, efficiency),
+        "launches": efficiency.step_s + batch * efficiency.sequence_s,
+    }
+
+
+def _stage_s(parts: Mapping[str, float]) -> float:
+    return max(parts["weights"] + parts["KV"], parts["compute"]) + parts["link"] + parts["launches"]
+
+
+def _link_s(fit: Fit, stage: Stage, tokens: int, efficiency: Efficiency) -> float:
+    """All-reduces in a ring, over the link between the GPUs, or through the host where there is none."""
+    ranks = fit.tensor_parallel
+    if ranks == 1:
+        return 0.0
+    link = stage.gpu.peer_link or stage.gpu.host_link
+    if link.gb_s <= 0:
+        return 0.0
+    message = tokens * fit.question.model.spec.hidden_size * DTYPE_BYTES[fit.dtype] * 2 * (ranks - 1) / ranks
+    each = message / (link.gb_s * GB * efficiency.link) + efficiency.all_reduce_s
+    return stage.layers * ALL_REDUCES_A_LAYER * each
+
+
+def _step_s(fit: Fit, stages: list[Stage], batch: int, context: int, efficiency: Efficiency) -> float:
+    """Stages work at the same time on parts of the batch: a token of all sequences takes as many turns as there are
+    stages."""
+    part = -(-batch // len(stages))
+    return len(stages) * max(_stage_s(_parts(fit, stage, part, context, efficiency)) for stage in stages)
+
+
+LIMITS = {
+    "weights": "memory bandwidth: reading weights",
+    "KV": "memory bandwidth: reading KV",
+    "compute": "compute",
+    "link": "the link between the GPUs",
+    "launches": "launches and sampling of a step",
+}
+
+
+def _limit(fit: Fit, stages: list[Stage], batch: int, context: int) -> str:
+    part = -(-batch // len(stages))
+    return _named(max((_parts(fit, stage, part, context, EXPECTED) for stage in stages), key=_stage_s))
+
+
+def _named(parts: Mapping[str, float]) -> str:
+    """Reading and computing overlap: only the longer of the two can be the limit."""
+    hidden = ("compute",) if parts["compute"] < parts["weights"] + parts["KV"] else ("weights", "KV")
+    return LIMITS[max((name for name in parts if name not in hidden), key=lambda name: parts[name])]
+
+
+def _prefill_parts(fit: Fit, stage: Stage, step: int, prompt: int, efficiency: Efficiency) -> Mapping[str, float]:
+    """A step full of prompts. KV is written, hardly read."""
+    parts = _parts(fit, stage, step, 0, efficiency)
+    compute = _compute_s(stage, step, stage.attention.of_prompt(prompt), efficiency)
+    return {**parts, "KV": 0.0, "compute": compute, "launches": efficiency.step_s}
+
+
+def _prefill_s(fit: Fit, stages: list[Stage], step: int, prompt: int, efficiency: Efficiency) -> float:
+    """Prompts follow one another through the stages, so the slowest stage sets the pace."""
+    return max(_stage_s(_prefill_parts(fit, stage, step, prompt, efficiency)) for stage in stages)
+
+
+def _prefill_limit(fit: Fit, stages: list[Stage], step: int, prompt: int) -> str:
+    return _named(max((_prefill_parts(fit, stage, step, prompt, EXPECTED) for stage in stages), key=_stage_s))

@@ -1,0 +1,122 @@
+"""From settings to an answered question: the way of `holdfast plan` and of `from holdfast import plan`.
+
+Puts together what resolve, machine and traffic find; counts and judges nothing itself. Never imports torch.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from holdfast.config.plan import PlanConfig
+from holdfast.errors import ConfigurationError
+from holdfast.observability.decisions import Decision
+from holdfast.planner.fit.search import Question
+from holdfast.planner.inputs.machine import Asked, machine_of
+from holdfast.planner.inputs.question import Settings, Traffic, settings_of
+from holdfast.planner.models.resolve import resolve_model
+from holdfast.planner.report.answer import Answer, answer
+from holdfast.units import counted
+
+OF_A_CPU = "HF127"
+DEFAULT_LORA_RANK = 16
+"""vLLM's."""
+_ADDRESS = re.compile(r"(?:[\w.-]+|\[[0-9a-fA-F:]+\]):\d{1,5}(?:/\S*)?")
+ABSURD_TOKENS = 1 << 40
+"""Of all requests at once; beyond it something was mistyped."""
+
+
+def plan(model: str | None = None, *, engine: str | None = None, **settings: Any) -> Answer:
+    """What fits: `plan("meta-llama/Llama-3.1-8B", gpu="rtx4090", max_model_len=8192)`.
+
+    `settings` are those of `holdfast plan --help` with underscores. `engine` is whose commands are wanted: holdfast,
+    vllm (also vllm==0.26), sglang or llama.cpp. Raises a ConfigurationError or a ModelError with a code; that the
+    model does not fit is no error, but `fits` of the answer.
+    """
+    return answer(question_of(PlanConfig.from_arguments(model=model, **settings)), engine=engine)
+
+
+Stated = tuple[Traffic | None, tuple[Decision, ...]]
+
+
+def question_of(config: PlanConfig, *, traffic: Stated | None = None) -> Question:
+    """`traffic`: what `traffic_of` gave for these settings before, so that a log is read once for several questions.
+
+    The machine is looked at first: a mistake in its name is cheaper to find than a model.
+    """
+    asked = Asked(
+        gpu=config.gpu,
+        vram=config.vram,
+        ram=config.ram,
+        nvme=config.nvme,
+        device=config.device,
+        ranks=(config.tensor_parallel_size or 1) * (config.pipeline_parallel_size or 1),
+    )
+    found = machine_of(asked)
+    if config.expand_weights == "always" and found.machine.kind == "gpu":
+        raise ConfigurationError(
+            "expand_weights always is a setting for CPUs; on a GPU quantized weights stay in their blocks",
+            code=OF_A_CPU, needed="auto or never", found="always", fix="leave --expand-weights out, or --device cpu",
+            field="expand_weights",
+        )  # fmt: skip
+    wanted, said = traffic_of(config) if traffic is None else traffic
+    resolved = resolve_model(config.model, revision=config.revision, quantization=config.quantization)
+    return Question(
+        model=resolved.model,
+        machine=found.machine,
+        settings=_settings(config),
+        traffic=_with_length(wanted, config.max_model_len or resolved.model.spec.max_position),
+        decisions=(*resolved.decisions, *found.decisions, *said),
+    )
+
+
+def _with_length(traffic: Traffic | None, context: int) -> Traffic | None:
+    """Where the source tells only the least of its lengths, requests may be as long as the context."""
+    if traffic is None or not traffic.at_least:
+        return traffic
+    return replace(traffic, length_tokens=max(traffic.length, context))
+
+
+def _settings(config: PlanConfig) -> Settings:
+    return settings_of(
+        config,
+        tensor_parallel=config.tensor_parallel_size,
+        pipeline_parallel=config.pipeline_parallel_size,
+        max_loras=config.max_loras if config.max_loras is not None else int(config.enable_lora),
+        max_lora_rank=config.max_lora_rank or DEFAULT_LORA_RANK,
+    )
+
+
+def traffic_of(config: PlanConfig) -> Stated:
+    if config.traffic is not None:
+        from holdfast.planner.inputs.traffic import read_traffic  # Most plans are made without any.
+
+        return read_traffic(_source(config.traffic), concurrency=config.concurrency)
+    if config.prompt is None or config.output is None:
+        if config.concurrency is None or config.max_model_len is None:
+            return None, ()
+        stated = Traffic(concurrency=config.concurrency, prompt_tokens=config.max_model_len, output_tokens=0)
+        reason = "no lengths are stated: every request is as long as max_model_len"
+    else:
+        stated = Traffic(concurrency=config.concurrency or 1, prompt_tokens=config.prompt, output_tokens=config.output)
+        reason = "as stated"
+    if stated.length * stated.concurrency > ABSURD_TOKENS:
+        raise ConfigurationError(
+            f"{stated.concurrency:,} requests of {stated.length:,} tokens are beyond any machine",
+            needed=f"at most {ABSURD_TOKENS:,} tokens at once",
+            fix="fewer requests (--concurrency), or shorter ones (--prompt, --output)",
+            field="concurrency",
+        )
+    lengths = f"{stated.concurrency:,} x {counted(stated.length, 'token')}"
+    return stated, (Decision("traffic", lengths, reason, "set"),)
+
+
+def _source(written: str) -> str:
+    """A bare address, as `holdfast ps` takes it, is one of a server unless a file is called so."""
+    try:
+        address = _ADDRESS.fullmatch(written) is not None and not Path(written).exists()
+    except OSError:
+        address = False
+    return f"http://{written}" if address else written

@@ -1,0 +1,1 @@
+"""What other engines support: architectures, kernels by GPU, and how releases divide memory."""

@@ -1,0 +1,170 @@
+"""What vLLM keeps beside a checkpoint's own bytes and prints as part of its weights, on each rank.
+
+    rotary    cosines and sines of every position that the model was made for, whole on every rank
+    padding   experts in MXFP4 laid out in the tiles of the kernel that multiplies them: which one that is depends on
+              the GPU and on the version
+    rounding  what torch's allocator adds to a large tensor and counts as its own
+
+Counts nothing that the checkpoint has; that is in weights.py. Knows no budget.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from holdfast.footprint.cpu import FUSED
+from holdfast.footprint.identity_key import Same
+from holdfast.hardware.gpus import Gpu
+from holdfast.models import ModelSpec, TensorSpec
+from holdfast.planner.compat.vllm_release import Vllm
+from holdfast.planner.inputs.question import PlannedModel
+from holdfast.planner.sizing.sharded_weights import DTYPE_BYTES, Weight, rank_bytes, stage_layers, weights_of
+from holdfast.units import MIB
+
+MULTIMODAL_TIMES = 4
+"""Rotary tables for positions in three dimensions are that many times as long."""
+TWO_BASES = ("Gemma3", "Gemma4", "Olmo3")
+"""Architectures whose windows turn by another base than the rest: a table for each."""
+ROUNDED_FROM_BYTES, ROUNDED_TO_BYTES, SPLIT_BYTES = 10 * MIB, 2 * MIB, 1 * MIB
+"""torch takes memory for tensors from the first size on in multiples of the second, and gives back of that what is more
+than the third: 35 MiB count as 36, 52.5 MiB as 52.5."""
+TRITON_ON_HOPPER = (0, 11)
+"""The first whose torch is new enough for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertKernel:
+    """Sides of an expert are rounded up to multiples of these, the inner one on each rank by itself."""
+
+    name: str
+    hidden: int
+    inner: int
+
+
+MARLIN = ExpertKernel("Marlin", 256, 128)
+TRITON = ExpertKernel("Triton", 256, 64)
+FLASHINFER = ExpertKernel("FlashInfer", 256, 256)
+ROCM = ExpertKernel("ROCm's Triton", 256, 256)
+
+
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """Bytes of one rank."""
+
+    rotary: int = 0
+    padding: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.rotary + self.padding
+
+
+def expert_kernel(gpu: Gpu | None, vllm: Vllm | None = None, *, adapters: bool = False) -> ExpertKernel:
+    """For experts in MXFP4. Of a GPU that is not known the one that most have; of no version the newest."""
+    version = (Vllm() if vllm is None else vllm).version
+    if gpu is not None and gpu.vendor == "amd":
+        return ROCM
+    major = 0 if gpu is None or gpu.compute_capability is None else gpu.compute_capability[0]
+    if major == 10 and not adapters:
+        return FLASHINFER
+    if major == 9 and version >= TRITON_ON_HOPPER and not adapters:
+        return TRITON
+    return MARLIN
+
+
+def beside_weights(
+    model: PlannedModel, kernel: ExpertKernel, *, dtype: str, tensor_parallel: int, stage: int = 0, stages: int = 1
+) -> Beside:
+    return _beside(Same(model), kernel, dtype, tensor_parallel, stage, stages)
+
+
+@lru_cache(maxsize=512)
+def _beside(
+    key: Same[PlannedModel], kernel: ExpertKernel, dtype: str, tensor_parallel: int, stage: int, stages: int
+) -> Beside:
+    model = key.held
+    rotary = rotary_positions(model.spec) * model.spec.rope.dim * DTYPE_BYTES[dtype]
+    grown = [
+        Weight(tensor=weight.tensor, nbytes=round(weight.nbytes * more))
+        for weight in _padded_experts(model, dtype)
+        if (more := _growth(model.spec, weight, kernel, tensor_parallel)) > 0
+    ]
+    if not grown:
+        return Beside(rotary, 0)
+    return Beside(rotary, rank_bytes(grown, model.spec, tensor_parallel=tensor_parallel, stage=stage, stages=stages))
+
+
+def rounding_bytes(model: PlannedModel, *, dtype: str, tensor_parallel: int, stage: int = 0, stages: int = 1) -> int:
+    """Of plain weights: how quantized ones lie in memory is their kernels' own."""
+    if model.spec.quantization is not None or model.format == "gguf":
+        return 0
+    return _rounding(Same(model), dtype, tensor_parallel, stage, stages)
+
+
+@lru_cache(maxsize=128)
+def _rounding(key: Same[PlannedModel], dtype: str, tensor_parallel: int, stage: int, stages: int) -> int:
+    """Matrices that are multiplied as one are one tensor. Those of a shape are counted once."""
+    spec, together = key.held.spec, dict[str, list[Weight]]()
+    layers = stage_layers(len(spec.layers), stages)[stage]
+    for weight in weights_of(key.held, dtype=dtype):
+        if weight.tensor is not None and _is_held(weight.tensor, layers, stage, stages):
+            together.setdefault(_joined(weight.tensor.name), []).append(weight)
+    alike: dict[tuple[tuple[int, ...], ...], list[list[Weight]]] = {}
+    for one in together.values():
+        alike.setdefault(tuple(weight.tensor.shape for weight in one if weight.tensor is not None), []).append(one)
+    sizes = [(rank_bytes(same[0], spec, tensor_parallel=tensor_parallel), len(same)) for same in alike.values()]
+    return sum(count * added for size, count in sizes if (added := _added(size)) <= SPLIT_BYTES)
+
+
+def _added(nbytes: int) -> int:
+    return -nbytes % ROUNDED_TO_BYTES if nbytes >= ROUNDED_FROM_BYTES else 0
+
+
+def _is_held(tensor: TensorSpec, layers: range, stage: int, stages: int) -> bool:
+    """Of the text model; vision towers are of small matrices."""
+    if tensor.part != "text":
+        return False
+    if tensor.layer is not None:
+        return tensor.layer in layers
+    return stage == 0 if tensor.name == "embed" else tensor.name == "head" and stage == stages - 1
+
+
+def _joined(name: str) -> str:
+    where, _, part = name.rpartition(".")
+    return f"{where}." + next(("+".join(names) for names in FUSED if part in names), part)
+
+
+def rotary_positions(spec: ModelSpec) -> int:
+    """Rows of all tables together."""
+    rows = spec.max_position
+    if spec.rope.scaling == "longrope":
+        rows += spec.rope.original_max_position
+    if spec.rope.scaling == "mrope":
+        rows *= MULTIMODAL_TIMES
+    return rows * (2 if spec.architecture.startswith(TWO_BASES) else 1)
+
+
+def _padded_experts(model: PlannedModel, dtype: str) -> list[Weight]:
+    if model.spec.quantization is None or model.spec.quantization.method != "mxfp4" or model.format == "gguf":
+        return []
+    return [
+        weight
+        for weight in weights_of(model, dtype=dtype)
+        if weight.tensor is not None and weight.tensor.experts and len(weight.tensor.shape) == 3
+    ]
+
+
+def _growth(spec: ModelSpec, weight: Weight, kernel: ExpertKernel, ranks: int) -> float:
+    """By what share of itself the tensor grows."""
+    tensor = weight.tensor
+    experts = None if tensor is None or tensor.layer is None else spec.layers[tensor.layer].experts
+    if experts is None:
+        return 0.0
+    inner = -(-experts.intermediate_size // ranks)
+    padded = _whole(spec.hidden_size, kernel.hidden) * _whole(inner, kernel.inner) * ranks
+    return padded / (spec.hidden_size * experts.intermediate_size) - 1
+
+
+def _whole(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple

@@ -1,0 +1,1 @@
+"""Commands and settings of the engines that plans are made for."""

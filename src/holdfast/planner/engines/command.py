@@ -1,0 +1,96 @@
+"""One engine's command and what all of them are written with. Knows no engine and decides nothing."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from holdfast.planner.fit.search import Fit
+from holdfast.planner.inputs.question import Device
+from holdfast.units import MIB
+
+ROUNDING = 1e-4
+"""Of a hundredth: a budget in whole bytes is a little less than its share."""
+SHOWS_GPUS: Mapping[str, str] = {
+    "nvidia": "CUDA_VISIBLE_DEVICES", "amd": "HIP_VISIBLE_DEVICES", "intel": "ZE_AFFINITY_MASK",
+}  # fmt: skip
+"""The variable that shows a program some GPUs of a vendor and hides the rest; Apple has none, and one GPU."""
+IN_ORDER_OF_BUSES = "CUDA_DEVICE_ORDER=PCI_BUS_ID"
+"""As nvidia-smi counts them; CUDA itself counts the fastest first where they differ."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Command:
+    engine: str
+    text: str
+    """Empty: there is none that could be run; the notes say why."""
+    available: bool = True
+    """False: this version of the engine does not take it, or something has to be made first; the notes say what."""
+    notes: tuple[str, ...] = ()
+    lacks: tuple[str, ...] = ()
+    """Of the notes, why this version of the engine would not run it, whatever is made or fetched first."""
+    kv_tokens: int | None = None
+    """What the engine's own sizing gives the pool, as it prints it; None: not known beside the plan's."""
+    max_model_len: int | None = None
+    """What it is told, where its own sizing has a say in that."""
+    reasons: tuple[str, ...] = ()
+    """What it keeps otherwise than the plan does; among the notes too."""
+
+
+def line(program: str, model: str, flags: Mapping[str, object]) -> str:
+    parts = [*shlex.split(program), *([model] if model else [])]
+    for name, value in flags.items():
+        parts += [name] if value is True else [name, str(value)]
+    return shlex.join(parts)
+
+
+def parallel(fit: Fit, tensor: str, pipeline: str) -> dict[str, object]:
+    """How the model is split, under an engine's names for it."""
+    found: dict[str, object] = {}
+    if fit.tensor_parallel > 1:
+        found[tensor] = fit.tensor_parallel
+    if fit.pipeline_parallel > 1:
+        found[pipeline] = fit.pipeline_parallel
+    return found
+
+
+def named_dtype(fit: Fit) -> str | None:
+    """What an engine must be told: what was asked for, or what the GPU computes in where the checkpoint says another.
+    None: it finds out by itself."""
+    if fit.question.settings.dtype != "auto":
+        return fit.dtype
+    differs = fit.question.machine.kind == "gpu" and fit.question.model.spec.stored_dtype != fit.dtype
+    return "half" if differs and fit.dtype == "float16" else None
+
+
+def shown_gpus(fit: Fit) -> str:
+    """Variables before a command that show the plan's GPUs to the engine, in the order of its ranks, and no other:
+    engines take the first ones that they see, or all. Empty where those are all there are, in their own order."""
+    used = [rank.device for rank in fit.ranks]
+    variable = SHOWS_GPUS.get(_vendor(used[0]))
+    if fit.question.machine.kind != "gpu" or variable is None:
+        return ""
+    # A vendor's driver counts its own.
+    there = [device for device in fit.question.machine.all_devices if _vendor(device) == _vendor(used[0])]
+    counted = {device.index: str(at) for at, device in enumerate(sorted(there, key=lambda device: device.index))}
+    if [device.index for device in used] == list(counted):
+        return ""
+    names = [counted[device.index] if device.selector is None else device.selector for device in used]
+    by_number = variable == SHOWS_GPUS["nvidia"] and all(name.isdecimal() for name in names)
+    ordered = f"{IN_ORDER_OF_BUSES} " if by_number and len({device.name for device in there}) > 1 else ""
+    return f"{variable}={','.join(names)} {ordered}"
+
+
+def _vendor(device: Device) -> str:
+    return "nvidia" if device.gpu is None else device.gpu.vendor
+
+
+def total_is_known(device: Device) -> bool:
+    """--vram alone says what may be used, and not of how much: no share of it can be named."""
+    return device.budget_bytes is None or device.gpu is not None or device.measured
+
+
+def written_size(nbytes: int) -> str:
+    """As --ram and --vram read it back, to the byte."""
+    return f"{nbytes // MIB}MiB" if nbytes % MIB == 0 else str(nbytes)

@@ -1,0 +1,49 @@
+"""What an engine holds for a while that makes FP8 of a checkpoint only when all of it is loaded.
+
+    vLLM     0.16 and later allocate each matrix when it is read, and quantize it there; 0.15 and older hold all of them
+    SGLang   allocates the whole model as it is stored, in every release so far
+
+Plans nothing: a note for people, or the reason why it cannot work.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from holdfast.planner.fit.search import Fit
+from holdfast.planner.sizing.sharded_weights import rank_bytes, weights_of
+from holdfast.units import format_bytes
+
+QUANTIZES_AS_IT_READS = (0, 16)
+"""The first vLLM that does."""
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """What is said of it: a note where it fits all the same, or why it does not."""
+
+    note: str | None = None
+    lacking: str | None = None
+
+
+def loaded_whole(found: Fit, engine: str) -> Whole:
+    """`engine`: as people call it, with the releases that do so."""
+    whole = _whole_bytes(found)
+    rank = max(found.ranks, key=lambda one: whole[one.stage] - one.device.free_bytes)
+    needed, free = whole[rank.stage], rank.device.free_bytes
+    said = f"{engine} loads the unquantized weights whole, {format_bytes(needed)} a GPU, before it makes FP8 of them"
+    if needed <= free:
+        return Whole(note=said)
+    has = f"{rank.device.name} has {format_bytes(free)}"
+    return Whole(lacking=f"{said}, and {has}: take a checkpoint that is stored in FP8")
+
+
+def _whole_bytes(found: Fit) -> list[int]:
+    """Of a rank, by stage."""
+    model, stages = found.question.model, found.pipeline_parallel
+    plain = replace(model, spec=replace(model.spec, quantization=None), made_as=None)
+    weights = weights_of(plain, dtype=found.dtype)
+    return [
+        rank_bytes(weights, plain.spec, tensor_parallel=found.tensor_parallel, stage=stage, stages=stages)
+        for stage in range(stages)
+    ]

@@ -1,0 +1,406 @@
+"""A plan as vLLM's command: the flags that its version has, and lengths that its version's own sizing holds.
+
+    V0 engine, to 0.7     a step must hold a whole prompt unless prompts are chunked; says so or is told to chunk
+    V1 engine, since 0.8  chunks by itself; V2 model runner since 0.26
+
+How it cuts memory is in vllm_sizing.py.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from holdfast.errors import ConfigurationError
+from holdfast.planner.compat import vllm_release
+from holdfast.planner.compat.architectures import lacks_model, lacks_rotary, vllm_since
+from holdfast.planner.compat.gpu_kernels import (
+    build_note,
+    gguf_note,
+    lacks_engine,
+    lacks_fp8_kv,
+    lacks_gguf_types,
+    lacks_index,
+    lacks_method,
+)
+from holdfast.planner.compat.vllm_release import Terms, Vllm
+from holdfast.planner.compat.vllm_weights import beside_weights, expert_kernel, rounding_bytes
+from holdfast.planner.engines.command import ROUNDING, Command, line, named_dtype, parallel, total_is_known
+from holdfast.planner.engines.fp8_loading import QUANTIZES_AS_IT_READS, Whole, loaded_whole
+from holdfast.planner.engines.vllm_features import (
+    bitsandbytes_flags,
+    block_sizes,
+    can_chunk,
+    features_since,
+    fp8_kv_name,
+    lacks_features,
+    lacks_fp8_units,
+    leaves_v1,
+    lora_rank,
+)
+from holdfast.planner.engines.vllm_kv import KeptKV, fp8_by_default, kept_kv, most_tokens
+from holdfast.planner.fit.count import counted_for
+from holdfast.planner.fit.search import Fit, Rank, fit
+from holdfast.planner.models.model_sources import Source, torch_source
+from holdfast.planner.sizing.sharded_weights import stage_layers
+from holdfast.planner.sizing.terms import adapters_bytes, gpu_terms
+from holdfast.units import GIB, format_bytes
+
+POOL_IN_BYTES = (0, 11)
+"""Since then the KV pool can be set in bytes."""
+SERVE = (0, 6)
+"""All of them have `vllm serve`; some before it have not."""
+USUAL_BLOCK_TOKENS = 16
+NON_TORCH_BYTES = int(0.22 * GIB)
+"""What vLLM 0.26 printed for it on an H200, without tensor parallelism; 0.3 GiB with it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sized:
+    """What this version is told, and what it would then have."""
+
+    fit: Fit
+    kept: KeptKV
+    length: int
+    sequences: int
+    kv_bytes: int
+    chunked: bool
+    """It must be told to chunk prompts."""
+    planned_length: int
+    """Before this version was asked."""
+    in_one_step: bool = False
+    """It cannot chunk prompts: the steps that it needs were planned too."""
+
+    @property
+    def rank(self) -> Rank:
+        return tightest(self.fit)
+
+    @property
+    def tokens(self) -> int:
+        """As it prints them."""
+        return self.kept.printed_tokens(self.kv_bytes, max(1, self.length))
+
+
+def tightest(found: Fit) -> Rank:
+    return min(found.ranks, key=lambda one: one.room_bytes)
+
+
+def vllm_command(found: Fit, sequences: int, vllm: Vllm) -> Command:
+    if found.question.machine.kind != "gpu":
+        return _on_a_cpu(found, sequences, vllm)
+    source = torch_source(found.question.model, "vllm")
+    sized = _sized(found, sequences, vllm)
+    flags = {**_memory(sized.fit, vllm), **_limits(sized), **_others(sized.fit, source, vllm)}
+    text = line(_program(vllm), source.name, flags)
+    if vllm.version >= (0, 26) and vllm.runner != vllm.default_runner:
+        text = f"VLLM_USE_V2_MODEL_RUNNER={int(vllm.runner == 'v2')} {text}"
+    elif vllm.runner == "v0" != vllm.default_runner:
+        text = f"VLLM_USE_V1=0 {text}"
+    problems = _problems(sized, vllm, source)
+    # A context of no tokens at all can be asked of nobody: only why is said.
+    notes = [*(_notes(sized, vllm, source) if sized.length else [_kv_said(sized, vllm)]), *problems]
+    return Command(
+        engine="vllm",
+        text=text if sized.length else "",
+        available=source.ready and not problems,
+        notes=tuple(notes),
+        lacks=tuple(problems),
+        kv_tokens=sized.tokens,
+        max_model_len=sized.length,
+        reasons=sized.kept.reasons,
+    )
+
+
+def _program(vllm: Vllm) -> str:
+    return "vllm serve" if vllm.version >= SERVE else "python -m vllm.entrypoints.openai.api_server --model"
+
+
+def _on_a_cpu(found: Fit, sequences: int, vllm: Vllm) -> Command:
+    """There its share of memory would be of the whole machine: the KV pool is set instead, in whole GiB."""
+    source = torch_source(found.question.model, "vllm")
+    room, length = max(0, found.ranks[0].room_bytes), found.limits.max_model_len
+    space = max(1, room // GIB)
+    if found.question.settings.max_model_len is None:
+        length = min(length, found.ranks[0].kv.longest(space * GIB, length))
+    whole = length if vllm.runner == "v0" else 0
+    flags = {
+        "--max-model-len": length,
+        "--max-num-seqs": sequences,
+        "--max-num-batched-tokens": max(found.limits.max_num_batched_tokens, sequences, whole),
+        **_others(found, source, vllm),
+    }
+    text = f"VLLM_CPU_KVCACHE_SPACE={space} {line(_program(vllm), source.name, flags)}"
+    notes = ["on a CPU vLLM needs its own build, and takes bf16"]
+    if room < GIB:
+        notes.append(f"it sets KV in whole GiB, and this plan has {format_bytes(room)} for it")
+    return Command(engine="vllm", text=text, available=False, notes=(*notes, *source.notes))
+
+
+# What it is told
+
+
+def _sized(found: Fit, sequences: int, vllm: Vllm) -> Sized:
+    """A length that was asked for stays, and is said to be refused where it would be; one that was left to us becomes
+    what this version holds."""
+    planned, asked = found.limits.max_model_len, found.question.settings.max_model_len is not None
+    cap = most_tokens(found.question.model.spec, vllm)
+    if cap is not None and not asked:
+        found = replace(found, limits=replace(found.limits, max_model_len=min(planned, cap)))
+    chunks = vllm.runner == "v0" and found.limits.max_model_len > found.limits.max_num_batched_tokens
+    whole = chunks and not can_chunk(found, vllm)
+    if whole:
+        found, chunks = _in_one_step(found), False
+    available = vllm_kv_bytes(found, vllm)
+    kept, length = kept_kv(found, tightest(found), vllm), found.limits.max_model_len
+    if not asked:
+        length = min(length, kept.cost.longest(max(0, available), length))
+    return Sized(found, kept, length, sequences, available, chunks, planned, whole)
+
+
+def _in_one_step(found: Fit) -> Fit:
+    """Planned again with steps that hold a whole prompt, whose activations take more."""
+    question, length = found.question, found.limits.max_model_len
+    for _ in range(2):
+        settings = replace(question.settings, max_num_batched_tokens=length)
+        try:
+            again = fit(replace(question, settings=replace(settings, tensor_parallel=found.tensor_parallel)))
+        except ConfigurationError:
+            return found
+        if question.settings.max_model_len is not None or again.limits.max_model_len >= length:
+            break
+        length = again.limits.max_model_len
+        if length < 1:
+            return found
+    return replace(again, limits=replace(again.limits, max_model_len=min(length, again.limits.max_model_len)))
+
+
+def _limits(sized: Sized) -> dict[str, object]:
+    flags: dict[str, object] = {
+        "--max-model-len": sized.length,
+        "--max-num-seqs": sized.sequences,
+        "--max-num-batched-tokens": max(sized.fit.limits.max_num_batched_tokens, sized.sequences),
+    }
+    if sized.chunked and sized.length > sized.fit.limits.max_num_batched_tokens:
+        flags["--enable-chunked-prefill"] = True
+    return flags
+
+
+def vllm_utilization(found: Fit) -> float:
+    """Its share of the total that is our budget, rounded down: it refuses to start when less than that is free. Of
+    devices whose total is known."""
+    shares = [rank.budget_bytes / rank.device.total_bytes for rank in found.ranks if rank.device.total_bytes]
+    return max(0.01, math.floor(min(shares) * 100 + ROUNDING) / 100)
+
+
+def _memory(found: Fit, vllm: Vllm) -> dict[str, object]:
+    if all(total_is_known(rank.device) for rank in found.ranks):
+        return {"--gpu-memory-utilization": f"{vllm_utilization(found):g}"}
+    if vllm.version < POOL_IN_BYTES:
+        return {}
+    return {"--kv-cache-memory-bytes": _room_bytes(found, vllm)}
+
+
+def _others(found: Fit, source: Source, vllm: Vllm) -> dict[str, object]:
+    settings, dtype = found.question.settings, named_dtype(found)
+    flags: dict[str, object] = {}
+    if dtype is not None:
+        flags["--dtype"] = dtype
+    if found.kv_dtype == "fp8":
+        flags["--kv-cache-dtype"] = fp8_kv_name(vllm)
+    elif settings.kv_cache_dtype != "auto" and fp8_by_default(found, vllm):
+        flags["--kv-cache-dtype"] = found.kv_dtype
+    if settings.block_tokens != USUAL_BLOCK_TOKENS:
+        flags["--block-size"] = settings.block_tokens
+    flags |= {**source.flags, **bitsandbytes_flags(source, vllm)}
+    flags |= parallel(found, "--tensor-parallel-size", "--pipeline-parallel-size")
+    if settings.max_loras:
+        rank = lora_rank(settings.max_lora_rank, vllm) or settings.max_lora_rank
+        flags |= {"--enable-lora": True, "--max-loras": settings.max_loras, "--max-lora-rank": rank}
+    return flags
+
+
+# What it makes of it
+
+
+def vllm_terms(found: Fit, vllm: Vllm) -> Terms:
+    """Of the tightest rank, in vLLM's categories: rotary tables, padding and rounding are part of its weights, our
+    logits and buffers of its peak."""
+    rank = tightest(found)
+    ours = {term.name: term.nbytes for term in rank.terms}
+    step = _step_terms(found, rank)
+    return Terms(
+        weights=ours.get("weights", 0) + _beside_bytes(found, rank, vllm) + _adapters_bytes(found, rank, vllm),
+        peak_activation=sum(step.get(name, 0) for name in ("activations", "encoder", "logits", "buffers")),
+        non_torch=NON_TORCH_BYTES if found.tensor_parallel == 1 else int(0.3 * GIB),
+        graphs=step.get("graphs", 0) + step.get("hip_graphs", 0),
+    )
+
+
+def _step_terms(found: Fit, rank: Rank) -> dict[str, int]:
+    """What a step takes there; where the plan has counted what another engine would take, it is counted anew."""
+    spec, terms, stages = found.question.model.spec, rank.terms, found.pipeline_parallel
+    if counted_for(found.question, rank.device, len(found.ranks)) != "vllm":
+        terms = tuple(
+            gpu_terms(
+                spec, found.limits, dtype=found.dtype, weights_bytes=0, tensor_parallel=found.tensor_parallel,
+                layers=stage_layers(len(spec.layers), stages)[rank.stage], last_stage=rank.stage == stages - 1,
+                vendor="nvidia" if rank.device.gpu is None else rank.device.gpu.vendor,
+            )
+        )  # fmt: skip
+    return {term.name: term.nbytes for term in terms}
+
+
+def _beside_bytes(found: Fit, rank: Rank, vllm: Vllm) -> int:
+    model, adapters = found.question.model, found.question.settings.max_loras > 0
+    kernel = expert_kernel(rank.device.gpu, vllm, adapters=adapters)
+    dtype, ranks, stages = found.dtype, found.tensor_parallel, found.pipeline_parallel
+    beside = beside_weights(model, kernel, dtype=dtype, tensor_parallel=ranks, stage=rank.stage, stages=stages)
+    rounding = rounding_bytes(model, dtype=dtype, tensor_parallel=ranks, stage=rank.stage, stages=stages)
+    return beside.total + rounding
+
+
+def _adapters_bytes(found: Fit, rank: Rank, vllm: Vllm) -> int:
+    """In slots of the rank that it takes."""
+    settings, spec = found.question.settings, found.question.model.spec
+    layers = stage_layers(len(spec.layers), found.pipeline_parallel)[rank.stage]
+    taken = lora_rank(settings.max_lora_rank, vllm) or settings.max_lora_rank
+    return adapters_bytes(spec, found.dtype, layers, settings.max_loras, taken, found.tensor_parallel)
+
+
+def _room_bytes(found: Fit, vllm: Vllm) -> int:
+    """What our budget leaves for KV beside what vLLM keeps and the plan did not count."""
+    left = []
+    for rank in found.ranks:
+        ours = {term.name: term.nbytes for term in rank.terms}
+        more = _beside_bytes(found, rank, vllm) - ours.get("rotary", 0) - ours.get("padding", 0)
+        more += _adapters_bytes(found, rank, vllm) - ours.get("adapters", 0)
+        left.append(rank.room_bytes - more)
+    return max(0, min(left))
+
+
+def vllm_kv_bytes(found: Fit, vllm: Vllm) -> int:
+    rank = tightest(found)
+    if not total_is_known(rank.device):
+        return _room_bytes(found, vllm)
+    requested = vllm_release.requested_bytes(rank.device.total_bytes, vllm_utilization(found))
+    return vllm_release.kv_bytes(requested, vllm_terms(found, vllm), vllm)
+
+
+def _problems(sized: Sized, vllm: Vllm, source: Source) -> list[str]:
+    """Why it would not run."""
+    found = sized.fit
+    gpus = [rank.device.gpu for rank in found.ranks]
+    problems = [
+        lacks_model(found.question.model.spec.architecture, vllm),
+        lacks_rotary(found.question.model.spec, vllm),
+        *lacks_features(found, source, vllm),
+        lacks_engine("vllm", gpus, vllm.at),
+        lacks_fp8_units(found, vllm),
+        lacks_method(found.question.model, gpus, but="fp8"),
+        lacks_gguf_types(found.question.model),
+        lacks_index(found.question.model, gpus),
+        lacks_fp8_kv(sized.kept.kv_dtype, gpus) if vllm.runner != "v0" else None,
+        _whole(found, vllm, source).lacking,
+        *_lacks_settings(found, vllm),
+        *_lacks_length(sized, vllm),
+    ]
+    return [problem for problem in problems if problem is not None]
+
+
+def _whole(found: Fit, vllm: Vllm, source: Source) -> Whole:
+    whole = source.makes_fp8 and vllm.version < QUANTIZES_AS_IT_READS
+    return loaded_whole(found, "vLLM before 0.16") if whole else Whole()
+
+
+def _lacks_length(sized: Sized, vllm: Vllm) -> Iterator[str]:
+    """Of a context that was asked for: what it says, or that it says nothing and cannot. Of one that was left to us:
+    that it is too short for what must fit."""
+    kept, length, traffic = sized.kept, sized.length, sized.fit.question.traffic
+    if not length:
+        yield "its KV pool holds no sequence at all"
+    elif traffic is not None and length < traffic.length:
+        yield f"requests reach {traffic.length:,} tokens, and it holds {length:,}"
+    if kept.most_tokens is not None and length > kept.most_tokens:
+        yield f"it would refuse: User-specified max_model_len ({length}) is greater than {kept.most_tokens}"
+    refused = vllm_release.refusal(sized.kv_bytes, kept.checked, length, vllm) if length else None
+    if refused is not None:
+        yield f"it would refuse: {refused.message}"
+    elif length and kept.cost.sequence_bytes(length) > sized.kv_bytes:
+        held = kept.cost.longest(max(0, sized.kv_bytes), length)
+        yield f"it would start, but its pool holds no sequence of {length:,} tokens: {held:,} at most"
+
+
+def _lacks_settings(found: Fit, vllm: Vllm) -> Iterator[str]:
+    """What was planned with and it cannot be told."""
+    settings = found.question.settings
+    if found.kv_dtype not in (found.dtype, "fp8"):
+        yield f"it keeps KV in what it computes in, {found.dtype}, or in fp8: not in {found.kv_dtype}"
+    if settings.block_tokens not in block_sizes(vllm):
+        yield f"its KV blocks hold {', '.join(map(str, block_sizes(vllm)))} tokens: not {settings.block_tokens}"
+    if settings.max_loras and lora_rank(settings.max_lora_rank, vllm) is None:
+        yield f"it takes no adapters of rank {settings.max_lora_rank}"
+
+
+def _notes(sized: Sized, vllm: Vllm, source: Source) -> list[str]:
+    found = sized.fit
+    known = total_is_known(sized.rank.device)
+    notes = [_kv_said(sized, vllm) if known else _unknown_total(found, vllm), *source.notes, *sized.kept.reasons]
+    if vllm.unknown is not None:
+        notes.insert(0, vllm.unknown)
+    if sized.length < sized.planned_length:
+        why = ": a step must hold a whole prompt there" if sized.in_one_step else ""
+        notes.append(f"this version holds {sized.length:,} tokens of the plan's {sized.planned_length:,}{why}")
+    since = vllm_since(found.question.model.spec.architecture, vllm), leaves_v1(found, sized.kept.kv_dtype, vllm)
+    notes += [one for one in (_whole(found, vllm, source).note, _few_at_once(sized), *since) if one is not None]
+    notes += features_since(found, source, vllm)
+    asked = found.question.settings.max_lora_rank
+    if found.question.settings.max_loras and lora_rank(asked, vllm) not in (asked, None):
+        notes.append(f"it has no slots of rank {asked}: the next larger ones are used and counted")
+    build = build_note("vllm", [rank.device.gpu for rank in found.ranks])
+    if build is not None:
+        notes.append(build)
+    if found.question.model.format == "gguf":
+        notes.append(gguf_note(vllm.at))
+    if not vllm.subtracts_graphs:
+        graphs = format_bytes(vllm_terms(found, vllm).graphs)
+        notes.append(f"it takes nothing off for graphs: about {graphs} more are used than it was allowed")
+    return notes
+
+
+def _kv_said(sized: Sized, vllm: Vllm) -> str:
+    if sized.kv_bytes < 0:
+        return (
+            f"{vllm.name} is {format_bytes(-sized.kv_bytes)} short before any KV: what it keeps is more than its share"
+        )
+    return f"{vllm.name} would give KV about {format_bytes(sized.kv_bytes)}: {_tokens_said(sized)}"
+
+
+def _few_at_once(sized: Sized) -> str | None:
+    """Of the traffic that the plan holds at once."""
+    traffic = sized.fit.question.traffic
+    if traffic is None or not 0 < traffic.length <= sized.length:
+        return None
+    held = int(max(0, sized.kv_bytes) / sized.kept.cost.sequence_bytes(traffic.length))
+    if held >= traffic.concurrency:
+        return None
+    return f"of the traffic's {traffic.concurrency:,} requests it holds {held:,} at once: the others wait"
+
+
+def _tokens_said(sized: Sized) -> str:
+    kept, length = sized.kept, max(1, sized.length)
+    if not kept.cost.windows or kept.counts_sequences:
+        return f"{sized.tokens:,} tokens"
+    held = max(0, sized.kv_bytes) / kept.cost.sequence_bytes(length)
+    return f"{sized.tokens:,} tokens, it prints, as if no layer forgot; {held:.1f} sequences of {length:,} tokens"
+
+
+def _unknown_total(found: Fit, vllm: Vllm) -> str:
+    budget = format_bytes(min(rank.budget_bytes for rank in found.ranks))
+    if vllm.version < POOL_IN_BYTES:
+        return f"set --gpu-memory-utilization to {budget} over the GPU's total, which --vram does not tell; --gpu does"
+    return (
+        f"--vram does not tell the GPU's total, so the KV pool is set in bytes instead of a share. vLLM still wants its"
+        f" default share, {vllm.default_utilization:g}, free when it starts: on a larger GPU set"
+        f" --gpu-memory-utilization to {budget} over its total"
+    )

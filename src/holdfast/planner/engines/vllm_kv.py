@@ -1,0 +1,279 @@
+"""How a release of vLLM keeps KV, as its source at that release has it: which layers forget, whether latents stay
+compressed, how many layers share a page, how it counts what the pool holds.
+
+    windows   V0 and 0.8.0 to 0.8.2 keep every token in every layer; to 0.9.0 so where any layer forgets nothing;
+              since 0.9.1 each kind of layer has groups of its own, filled up to equal size
+    chunks    like windows since 0.10.0, but not from 0.10.1 to 0.13
+    latents   since 0.7.1; before it every head's keys and values, padded to 256 elements (0.7.0: not padded)
+
+How large the pool is, is in vllm_sizing.py; which flags a release has, in vllm_command.py.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+
+from holdfast.footprint.identity_key import Same
+from holdfast.models import LatentSpec, LayerSpec, ModelSpec
+from holdfast.planner.compat.vllm_release import Release, Vllm, spelled
+from holdfast.planner.fit.search import Fit, Rank
+from holdfast.planner.inputs.question import KV_ELEMENT_BYTES
+from holdfast.planner.sizing.kv_cost import KVCost, kv_cost, rank_bytes
+from holdfast.planner.sizing.sharded_weights import stage_layers
+
+FORGETS_ALONE: Release = (0, 8, 3)
+"""V1 lets windows forget since then, where every layer has the same."""
+FORGETS_BESIDE: Release = (0, 9, 1)
+"""And since then beside layers that forget nothing."""
+CHUNKS_FORGET: Release = (0, 10, 0)
+CHUNKS_KEPT: tuple[Release, Release] = ((0, 10, 1), (0, 14, 0))
+"""From the first to before the second it kept them whole again unless told."""
+LATENTS: Release = (0, 7, 1)
+LATENTS_OF_ANY_QUANTIZATION: Release = (0, 7, 3)
+LATENT_METHODS = (None, "fp8")
+"""Before that release others had their latents expanded."""
+ALIGNED_LATENTS: tuple[Release, Release] = ((0, 7, 2), (0, 8, 0))
+ALIGNED_BYTES = 256
+UNPADDED_HEADS: Release = (0, 7, 0)
+PADDED_HEAD = 256
+FP8_BY_DEFAULT: tuple[Release, Release] = ((0, 11, 0), (0, 11, 1))
+"""KV of models that attend by an index; since the second in what is computed in, as of any model."""
+FP8_ON_BLACKWELL: Release = (0, 24, 0)
+"""Of the same on GPUs of compute capability 12: their only kernel for it reads FP8."""
+LIKE_GROUPS: tuple[tuple[Release, float], ...] = (((0, 18, 0), 1.5), ((0, 12, 0), 1.25), ((0, 0, 0), 1.0))
+"""Groups are as large as the smallest kind of layers; as the largest where that is less than so many times as large."""
+CHECKS_PADDING: Release = (0, 14, 0)
+COUNTS_SEQUENCES: Release = (0, 21, 0)
+"""What it prints as tokens of the pool is since then what sequences of full length hold; before, what every layer would
+hold if it forgot nothing."""
+STEPS_IN_FLIGHT: Release = (0, 26, 0)
+"""Windows hold the tokens of all steps that are under way at once, since then."""
+CAPPED = ("Gemma2ForCausalLM", "gemma2")
+CAPPED_BEFORE: Release = (0, 6, 5)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeptKV:
+    """On one rank."""
+
+    cost: KVCost
+    """What sequences take of its pool."""
+    checked: KVCost
+    """What it asks at the start whether the pool holds it; of some releases less than a sequence then takes."""
+    kv_dtype: str
+    most_tokens: int | None
+    """It reads no longer sequences, whatever memory there is; None: as long as the model allows."""
+    counts_sequences: bool
+    printed_bytes: int
+    """Of the pool for each token that it prints, where it does not count sequences."""
+    reasons: tuple[str, ...]
+    """What it does otherwise than the plan."""
+
+    def printed_tokens(self, pool_bytes: int, sequence_tokens: int) -> int:
+        """As it prints them at the start."""
+        if self.counts_sequences or self.cost.fixed_bytes:
+            return self.cost.tokens(pool_bytes, sequence_tokens)
+        whole = replace(self.cost, growing_bytes=self.printed_bytes, windows=())
+        return whole.held_tokens(pool_bytes, sequence_tokens)
+
+
+def kept_kv(found: Fit, rank: Rank, vllm: Vllm) -> KeptKV:
+    spec, settings = found.question.model.spec, found.question.settings
+    stored = _stored(found, vllm)
+    kept = _kept_layers(Same(spec), vllm, _method(spec), KV_ELEMENT_BYTES[found.dtype])
+    layers = stage_layers(len(spec.layers), found.pipeline_parallel)[rank.stage]
+    whole = kv_cost(
+        kept,
+        element_bytes=KV_ELEMENT_BYTES[stored],
+        state_bytes=KV_ELEMENT_BYTES[found.dtype],
+        tensor_parallel=found.tensor_parallel,
+        layers=layers,
+        block_tokens=settings.block_tokens,
+        step_tokens=_in_flight(found, vllm) * found.limits.max_num_batched_tokens,
+    )
+    own = [kept.layers[index] for index in layers]
+    size_of = partial(rank_bytes, kept, ranks=found.tensor_parallel, element_bytes=KV_ELEMENT_BYTES[stored])
+    padded, printed = _in_groups(whole, Counter((layer.window, size_of(layer)) for layer in own), vllm)
+    return KeptKV(
+        cost=padded,
+        checked=_checked(found, rank, padded, whole, layers, vllm),
+        kv_dtype=stored,
+        most_tokens=most_tokens(spec, vllm),
+        counts_sequences=vllm.at >= COUNTS_SEQUENCES and vllm.runner != "v0",
+        printed_bytes=printed,
+        reasons=tuple(_reasons(found, kept, stored, vllm, whole, padded)),
+    )
+
+
+def fp8_by_default(found: Fit, vllm: Vllm) -> bool:
+    """Whether KV of this model is kept in FP8 unless it is told: of all but a few it is what is computed in."""
+    if not any(layer.latent is not None and layer.latent.index_dim for layer in found.question.model.spec.layers):
+        return False
+    gpus = [rank.device.gpu for rank in found.ranks]
+    newest = any(gpu is not None and (gpu.compute_capability or (0, 0))[0] == 12 for gpu in gpus)
+    return FP8_BY_DEFAULT[0] <= vllm.at < FP8_BY_DEFAULT[1] or (newest and vllm.at >= FP8_ON_BLACKWELL)
+
+
+def _stored(found: Fit, vllm: Vllm) -> str:
+    left_to_it = found.question.settings.kv_cache_dtype == "auto"
+    return "fp8" if left_to_it and fp8_by_default(found, vllm) else found.kv_dtype
+
+
+def most_tokens(spec: ModelSpec, vllm: Vllm) -> int | None:
+    """Gemma 2 was cut to its window while windows in only some layers were not known."""
+    if spec.architecture not in CAPPED or vllm.at >= CAPPED_BEFORE:
+        return None
+    return min((layer.window for layer in spec.layers if layer.window is not None), default=None)
+
+
+def expands_latents(spec: ModelSpec, vllm: Vllm) -> bool:
+    if all(layer.latent is None for layer in spec.layers):
+        return False
+    return vllm.at < LATENTS or (vllm.at < LATENTS_OF_ANY_QUANTIZATION and _method(spec) not in LATENT_METHODS)
+
+
+def _method(spec: ModelSpec) -> str | None:
+    return None if spec.quantization is None else spec.quantization.method
+
+
+def _in_flight(found: Fit, vllm: Vllm) -> int:
+    """Steps under way at once: one more than stages, as it schedules ahead; its first runner does so without stages."""
+    stages = found.pipeline_parallel
+    if vllm.at < STEPS_IN_FLIGHT:
+        return 1
+    return stages + 1 if vllm.runner == "v2" or stages == 1 else stages
+
+
+# What its layers remember
+
+
+def _forgets(layer: LayerSpec, vllm: Vllm, alone: bool) -> bool:
+    """Whether what leaves the layer's window is given back. `alone`: no layer remembers everything."""
+    if vllm.runner == "v0":
+        return False
+    if layer.chunked:
+        return vllm.at >= CHUNKS_FORGET and not CHUNKS_KEPT[0] <= vllm.at < CHUNKS_KEPT[1]
+    return vllm.at >= (FORGETS_ALONE if alone else FORGETS_BESIDE)
+
+
+def _alone(spec: ModelSpec) -> bool:
+    return all(layer.window is not None for layer in spec.layers if layer.kind in ("full", "window", "latent"))
+
+
+@lru_cache(maxsize=64)
+def _kept_layers(key: Same[ModelSpec], vllm: Vllm, method: str | None, compute_bytes: int) -> ModelSpec:
+    """The model with its layers as this release remembers them; the same object where they are."""
+    spec = key.held
+    alone = _alone(spec)
+    expanded = expands_latents(spec, vllm)
+    layers = []
+    for layer in spec.layers:
+        if layer.window is not None and not _forgets(layer, vllm, alone):
+            layer = replace(layer, window=None, chunked=False)
+        if layer.latent is not None and expanded:
+            head = spec.head_dim if vllm.at >= UNPADDED_HEADS else PADDED_HEAD
+            layer = replace(layer, latent=None, kv_heads=spec.heads, head_dim=head)
+        elif layer.latent is not None and ALIGNED_LATENTS[0] <= vllm.at < ALIGNED_LATENTS[1]:
+            layer = replace(layer, latent=_aligned(layer.latent, compute_bytes))
+        layers.append(layer)
+    return spec if tuple(layers) == spec.layers else replace(spec, layers=tuple(layers))
+
+
+def _aligned(latent: LatentSpec, element_bytes: int) -> LatentSpec:
+    """Filled up to whole lines of memory."""
+    elements = ALIGNED_BYTES // element_bytes
+    return replace(latent, rank=latent.rank + -latent.elements % elements)
+
+
+# How they share the pool
+
+
+def _in_groups(whole: KVCost, kinds: Counter[tuple[int | None, int]], vllm: Vllm) -> tuple[KVCost, int]:
+    """`kinds`: layers by window and bytes of a token. They are cut into groups of equal size, the last group of a kind
+    is filled up, and a block is of one size in every group. With it the bytes of the pool for each token it prints."""
+    kinds = Counter({kind: count for kind, count in kinds.items() if kind[1]})
+    if not whole.windows or not whole.growing_bytes or whole.fixed_bytes:
+        return whole, whole.growing_bytes + sum(size for _, size in whole.windows)
+    least, most = min(kinds.values()), max(kinds.values())
+    times = next(times for since, times in LIKE_GROUPS if vllm.at >= since)
+    size_of_group = most if most < least * times else least
+    growing, groups, windows = 0, 0, Counter[int]()
+    for (window, size), count in kinds.items():
+        needed = -(-count // size_of_group)
+        groups += needed
+        if window is None:
+            growing += needed * size_of_group * size
+        else:
+            windows[window] += needed * size_of_group * size
+    padded = replace(whole, growing_bytes=growing, windows=tuple(sorted(windows.items())))
+    return padded, groups * size_of_group * max(size for _, size in kinds)
+
+
+def _checked(found: Fit, rank: Rank, padded: KVCost, whole: KVCost, layers: Sequence[int], vllm: Vllm) -> KVCost:
+    """To 0.9.0 it asked for the windows that its pool then did not let forget; to 0.13 without what fills groups up."""
+    if vllm.runner == "v0" or vllm.at < FORGETS_ALONE or vllm.at >= CHECKS_PADDING:
+        return padded
+    if vllm.at >= FORGETS_BESIDE:
+        return whole
+    spec = found.question.model.spec
+    if any(layer.chunked for layer in spec.layers):
+        return padded
+    return kv_cost(
+        spec,
+        element_bytes=KV_ELEMENT_BYTES[found.kv_dtype],
+        state_bytes=KV_ELEMENT_BYTES[found.dtype],
+        tensor_parallel=found.tensor_parallel,
+        layers=layers,
+        block_tokens=whole.block_tokens,
+        step_tokens=whole.step_tokens,
+    )
+
+
+# What is said of it
+
+
+def _reasons(found: Fit, kept: ModelSpec, stored: str, vllm: Vllm, whole: KVCost, padded: KVCost) -> Iterator[str]:
+    spec = found.question.model.spec
+    before = [layer for layer in spec.layers if layer.window is not None]
+    after = [layer for layer in kept.layers if layer.window is not None]
+    if len(after) < len(before):
+        yield _why_kept(spec, before[0].chunked, vllm)
+    if expands_latents(spec, vllm):
+        yield _why_expanded(spec, vllm)
+    elif kept is not spec and any(layer.latent is not None for layer in kept.layers):
+        yield f"vLLM {vllm.release} fills a token's latent up to whole {ALIGNED_BYTES} bytes"
+    if whole.step_tokens > found.limits.max_num_batched_tokens and whole.windows:
+        yield f"windows hold the tokens of all steps under way at once there: {whole.step_tokens:,}"
+    if padded != whole:
+        yield "its groups of layers are of one size, and the last of a kind is filled up"
+    if stored != found.kv_dtype:
+        yield f"vLLM {vllm.release} keeps KV of this model in FP8 unless told (its fp8_ds_mla)"
+    cap = most_tokens(spec, vllm)
+    if cap is not None:
+        yield (
+            f"vLLM {vllm.release} knows no windows in only some layers: it cuts the context to the window,"
+            f" {cap:,} tokens (not since {spelled(CAPPED_BEFORE)})"
+        )
+
+
+def _why_kept(spec: ModelSpec, chunked: bool, vllm: Vllm) -> str:
+    since = FORGETS_ALONE if _alone(spec) else FORGETS_BESIDE
+    if chunked:
+        since = CHUNKS_FORGET if vllm.at < CHUNKS_FORGET else CHUNKS_KEPT[1]
+    engine = "its V0 engine" if vllm.runner == "v0" else f"vLLM {vllm.release}"
+    return (
+        f"{engine} keeps every token in all layers: what left a window is not given back"
+        f" (its V1 engine gives it back since {spelled(since)})"
+    )
+
+
+def _why_expanded(spec: ModelSpec, vllm: Vllm) -> str:
+    head = spec.head_dim if vllm.at >= UNPADDED_HEADS else PADDED_HEAD
+    since = LATENTS if vllm.at < LATENTS else LATENTS_OF_ANY_QUANTIZATION
+    return (
+        f"vLLM {vllm.release} keeps no latents: keys and values of {spec.heads} heads, {head} elements each"
+        f" (latents since {spelled(since)})"
+    )

@@ -1,0 +1,1 @@
+"""Whether a model fits on devices, and with which limits."""

@@ -1,0 +1,297 @@
+"""One configuration, counted on every rank: each limit and each size of a split is given. Chooses nothing.
+
+A model that this engine runs on a CPU is counted by host.py, as `serve` counts it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Literal
+
+from holdfast.checkpoints.validation.stored_dtypes import PLAIN
+from holdfast.errors import ConfigurationError
+from holdfast.footprint import cpu
+from holdfast.footprint.cpu import Limits
+from holdfast.footprint.gpu import LEAST_CAPABILITY
+from holdfast.footprint.identity_key import Same
+from holdfast.footprint.layouts import is_quantized
+from holdfast.hardware import Processor
+from holdfast.models import ModelSpec
+from holdfast.planner.compat.vllm_weights import beside_weights, expert_kernel
+from holdfast.planner.fit.result import (
+    DEFAULT_UTILIZATION,
+    USEFUL_TOKENS,
+    Fit,
+    Question,
+    Rank,
+    device_budget,
+    needed_bytes,
+    required,
+)
+from holdfast.planner.inputs.question import KV_ELEMENT_BYTES, Device, PlannedModel
+from holdfast.planner.sizing import terms as byte_terms
+from holdfast.planner.sizing.dtype import NumberType, asked_type, cpu_type, gpu_type, other_engines_type
+from holdfast.planner.sizing.kv_cost import KVCost, kv_cost, layout_cost
+from holdfast.planner.sizing.sharded_weights import (
+    AS_STORED,
+    Weight,
+    check_parallel,
+    parallel_sizes,
+    rank_bytes,
+    stage_layers,
+    total_bytes,
+    weights_of,
+)
+from holdfast.planner.sizing.terms import Term
+
+TOO_FEW_DEVICES, CONTEXT_TOO_LONG = "HF133", "HF111"
+
+
+def counted(question: Question, tensor_parallel: int, limits: Limits) -> Fit:
+    """`limits`: those that were asked for or chosen; a context that is not set is the longest that these leave."""
+    spec, settings = question.model.spec, question.settings
+    sequences, tokens = required(question, min(spec.max_position, USEFUL_TOKENS))
+    ranks = _ranks(question, tensor_parallel, limits)
+    if any(rank.loading_short_bytes for rank in ranks):
+        needed = (needed_bytes(rank, sequences, tokens, settings.max_model_len) for rank in ranks)
+        ranks = tuple(_not_loaded(rank, size) for rank, size in zip(ranks, needed, strict=True))
+    # Of a hundred GPUs most are alike.
+    unlike = {(id(rank.terms), rank.budget_bytes): rank for rank in ranks}.values()
+    longest = min(rank.kv.longest(rank.kv_bytes, spec.max_position) for rank in unlike)
+    short = max(needed_bytes(rank, sequences, tokens, settings.max_model_len) - rank.room_bytes for rank in unlike)
+    dtype, kept = compute_dtype(question, len(ranks)), weights_as(question, len(ranks))
+    return Fit(
+        question=question,
+        dtype=dtype,
+        kv_dtype=kv_dtype(question, len(ranks)),
+        tensor_parallel=tensor_parallel,
+        pipeline_parallel=settings.pipeline_parallel,
+        utilization=utilization_of(question),
+        limits=replace(limits, max_model_len=longest if settings.max_model_len is None else settings.max_model_len),
+        ranks=ranks,
+        weights_bytes=_whole_bytes(Same(question.model), kept),
+        weights_dtype=dtype if kept != AS_STORED else plain_type(Same(question.model)) or dtype,
+        weights_as=kept,
+        required_tokens=tokens,
+        required_sequences=sequences,
+        fits=short <= 0,
+        short_bytes=max(0, short),
+        longest_tokens=longest,
+        decisions=question.decisions,
+    )
+
+
+def _not_loaded(rank: Rank, needed: int) -> Rank:
+    """One that cannot even be loaded holds nothing, and has room for sequences less by what loading lacks."""
+    short = rank.loading_short_bytes
+    return replace(rank, most_kv_bytes=needed - short, held_bytes=0) if short else rank
+
+
+def _ranks(question: Question, tensor_parallel: int, limits: Limits) -> tuple[Rank, ...]:
+    devices, stages = question.machine.devices, question.settings.pipeline_parallel
+    utilization, ranks = utilization_of(question), []
+    for stage, layers in enumerate(stage_layers(len(question.model.spec.layers), stages)):
+        shares: dict[str | None, _Share] = {}
+        for device in devices[stage * tensor_parallel : (stage + 1) * tensor_parallel]:
+            kind = None if device.gpu is None else device.gpu.key
+            if kind not in shares:
+                shares[kind] = _share(question, device, stage, layers, tensor_parallel, limits)
+            share = shares[kind]
+            rank = Rank(
+                device=device, stage=stage, budget_bytes=device_budget(device, utilization), terms=share.terms,
+                kv=share.kv, loading=share.loading,
+            )  # fmt: skip
+            ranks.append(rank)
+    return tuple(ranks)
+
+
+@dataclass(frozen=True, slots=True)
+class _Share:
+    """What a rank of a stage holds, on devices of one kind."""
+
+    terms: tuple[Term, ...]
+    kv: KVCost
+    loading: tuple[Term, ...] = ()
+
+
+def _share(
+    question: Question, device: Device, stage: int, layers: range, tensor_parallel: int, limits: Limits
+) -> _Share:
+    model, settings, spec = question.model, question.settings, question.model.spec
+    stages = settings.pipeline_parallel
+    every = tensor_parallel * stages
+    dtype, stored_kv = compute_dtype(question, every), kv_dtype(question, every)
+    held = _held_bytes(Same(model), weights_as(question, every), tensor_parallel, stage, stages)
+    cost = kv_cost(
+        spec, element_bytes=KV_ELEMENT_BYTES[stored_kv], state_bytes=KV_ELEMENT_BYTES[dtype],
+        tensor_parallel=tensor_parallel, layers=layers, block_tokens=settings.block_tokens,
+        step_tokens=limits.max_num_batched_tokens,
+    )  # fmt: skip
+    if device.kind == "cpu":
+        found = byte_terms.cpu_terms(
+            spec, limits, dtype=dtype, weights_bytes=held, block_tokens=settings.block_tokens,
+            max_loras=settings.max_loras, max_lora_rank=settings.max_lora_rank,
+        )  # fmt: skip
+        return _Share(tuple(found), cost)
+    whose = counted_for(question, device, every)
+    if whose == "llama.cpp":
+        loras = settings.max_loras, settings.max_lora_rank
+        found = byte_terms.llama_gpu_terms(
+            spec, limits, weights_bytes=held, vendor="nvidia" if device.gpu is None else device.gpu.vendor,
+            adapters=byte_terms.adapters_bytes(spec, dtype, layers, *loras, tensor_parallel),
+        )  # fmt: skip
+        return _Share(tuple(found), cost)
+    if whose == "holdfast":
+        if stored_kv in cpu.ELEMENT_BYTES:
+            layout = cpu.kv_layout(spec, block_tokens=settings.block_tokens, kv_dtype=stored_kv)
+            cost = layout_cost(layout, limits.max_num_batched_tokens)
+        largest = _largest_quantized(Same(model))
+        found = byte_terms.engine_gpu_terms(
+            spec, limits, dtype=dtype, weights_bytes=held, block_tokens=settings.block_tokens,
+            quantized=largest > 0, max_loras=settings.max_loras, max_lora_rank=settings.max_lora_rank,
+            graphs=settings.graphs,
+        )  # fmt: skip
+        return _Share(tuple(found), cost, byte_terms.engine_gpu_loading(held, largest))
+    # Of a model that this engine does not run, what the engine keeps that would.
+    kernel = expert_kernel(device.gpu, adapters=settings.max_loras > 0)
+    beside = beside_weights(model, kernel, dtype=dtype, tensor_parallel=tensor_parallel, stage=stage, stages=stages)
+    found = byte_terms.gpu_terms(
+        spec, limits, dtype=dtype, weights_bytes=held, tensor_parallel=tensor_parallel, layers=layers,
+        last_stage=stage == stages - 1, max_loras=settings.max_loras, max_lora_rank=settings.max_lora_rank,
+        vendor="nvidia" if device.gpu is None else device.gpu.vendor, rotary_bytes=beside.rotary,
+        padding_bytes=beside.padding,
+    )  # fmt: skip
+    return _Share(tuple(found), cost)
+
+
+def counted_for(question: Question, device: Device, ranks: int) -> Literal["holdfast", "vllm", "llama.cpp"]:
+    """Whose terms a GPU has: where llama.cpp was asked for its own; of what this engine runs this engine's; of a GGUF
+    that it does not run llama.cpp's, unless another engine was asked for; of the rest vLLM's."""
+    if question.engine == "llama.cpp":
+        return "llama.cpp"
+    if ranks == 1 and engine_runs_on(device, question.model.spec):
+        return "holdfast"
+    return "llama.cpp" if question.model.format == "gguf" and question.engine is None else "vllm"
+
+
+def weights_as(question: Question, ranks: int) -> str:
+    """What plain weights are counted in: llama.cpp keeps those of a GGUF as they are, others compute in one type."""
+    device = question.machine.devices[0]
+    if question.model.format != "gguf" or question.model.stored is None:
+        return compute_dtype(question, ranks)
+    theirs = device.kind == "cpu" or counted_for(question, device, ranks) == "llama.cpp"
+    return AS_STORED if theirs else compute_dtype(question, ranks)
+
+
+def engine_runs_on(device: Device, spec: ModelSpec) -> bool:
+    """Whether this engine runs such a model there, so that its own allocations are known. A way of storing weights or
+    KV that it does not read yet changes nothing of them."""
+    gpu = device.gpu
+    able = gpu is None or (gpu.vendor == "nvidia" and (gpu.compute_capability or (0, 0)) >= LEAST_CAPABILITY)
+    return able and spec.runnable
+
+
+# Ways out plan the same models dozens of times: what does not depend on memory is counted once.
+
+
+@lru_cache(maxsize=64)
+def sizes(key: Same[ModelSpec], most: int) -> tuple[int, ...]:
+    return parallel_sizes(key.held, most)
+
+
+@lru_cache(maxsize=64)
+def _largest_quantized(key: Same[PlannedModel]) -> int:
+    """As stored, of those that are kept in the blocks of their file; 0: none are."""
+    stored = (key.held.canonical or {}).values()
+    return max((tensor.nbytes for tensor in stored if is_quantized(tensor.layout)), default=0)
+
+
+@lru_cache(maxsize=64)
+def plain_type(key: Same[PlannedModel]) -> str | None:
+    """Of a file most of which is plain numbers; None: most of it is quantized."""
+    sizes = Counter[str]()
+    for tensor in (key.held.stored or {}).values():
+        sizes[tensor.layout] += tensor.nbytes
+    return PLAIN.get(max(sizes, key=lambda layout: sizes[layout], default=""))
+
+
+@lru_cache(maxsize=64)
+def _weights(key: Same[PlannedModel], dtype: str) -> tuple[Weight, ...]:
+    return tuple(weights_of(key.held, dtype=dtype))
+
+
+@lru_cache(maxsize=64)
+def _whole_bytes(key: Same[PlannedModel], dtype: str) -> int:
+    return total_bytes(_weights(key, dtype))
+
+
+@lru_cache(maxsize=1024)
+def _held_bytes(key: Same[PlannedModel], dtype: str, tensor_parallel: int, stage: int, stages: int) -> int:
+    weights = _weights(key, dtype)
+    return rank_bytes(weights, key.held.spec, tensor_parallel=tensor_parallel, stage=stage, stages=stages)
+
+
+def cannot_hold_weights(question: Question) -> bool:
+    """All GPUs together have less than the weights take, whatever the split: nothing else needs to be counted."""
+    devices, utilization = question.machine.devices, utilization_of(question)
+    if question.machine.kind != "gpu":
+        return False
+    return sum(device_budget(device, utilization) for device in devices) < least_bytes(question)
+
+
+def least_bytes(question: Question) -> int:
+    """Of the weights, over all GPUs: a split repeats some and saves none."""
+    return _whole_bytes(Same(question.model), weights_as(question, 1))
+
+
+def check(question: Question, tensor_parallel: int) -> None:
+    spec, settings, devices = question.model.spec, question.settings, question.machine.devices
+    check_parallel(spec, tensor_parallel, settings.pipeline_parallel, unchecked=question.model.unchecked)
+    wanted = tensor_parallel * settings.pipeline_parallel
+    if wanted > len(devices):
+        raise ConfigurationError(
+            f"{tensor_parallel} x {settings.pipeline_parallel} ranks need {wanted} devices",
+            code=TOO_FEW_DEVICES,
+            needed=f"{wanted} devices",
+            found=f"{len(devices)}: {', '.join(device.name for device in devices)}",
+            fix=f"--gpu with x{wanted}, or a smaller -tp or -pp",
+            field="tensor_parallel_size",
+        )
+    if settings.max_model_len is not None and settings.max_model_len > spec.max_position:
+        raise ConfigurationError(
+            f"max_model_len is {settings.max_model_len:,}, but the model was made for {spec.max_position:,} tokens",
+            code=CONTEXT_TOO_LONG,
+            needed=f"at most {spec.max_position:,}",
+            found=f"{settings.max_model_len:,}",
+            fix=f"--max-model-len {spec.max_position}, or leave it out",
+            field="max_model_len",
+        )
+
+
+def compute_dtype(question: Question, ranks: int = 1) -> str:
+    """What the engine would compute in, and keep plain weights in: the same on all of the first `ranks` devices."""
+    return asked_type(question.settings.dtype) or chosen_dtype(question, ranks).value
+
+
+def chosen_dtype(question: Question, ranks: int = 1) -> NumberType:
+    """Where it is left to us."""
+    stored, devices = question.model.spec.stored_dtype, question.machine.devices[:ranks]
+    if devices[0].kind == "gpu":
+        return gpu_type(question.model.spec, devices)
+    processor, spec = Processor(model="", cores=1, features=question.machine.cpu_features), question.model.spec
+    if not spec.runnable or spec.quantization is not None:
+        engine = "llama.cpp" if question.model.format == "gguf" else "vLLM"
+        return other_engines_type(stored, engine, fast_bfloat16=processor.fast_bfloat16)
+    return cpu_type(stored, fast_bfloat16=processor.fast_bfloat16)
+
+
+def kv_dtype(question: Question, ranks: int = 1) -> str:
+    asked = question.settings.kv_cache_dtype
+    return compute_dtype(question, ranks) if asked == "auto" else asked
+
+
+def utilization_of(question: Question) -> float:
+    asked = question.settings.utilization
+    return DEFAULT_UTILIZATION if asked is None else asked

@@ -1,0 +1,182 @@
+"""Which GPUs of a machine are taken, and what is said of choices on them: the split, what stays empty, number types.
+
+Of GPUs that differ, the largest come first: a share is no larger than the smallest GPU's, so a small one beside a
+large one can take away more than it brings. Decides no limits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from holdfast.footprint.cpu import Limits
+from holdfast.footprint.identity_key import Same
+from holdfast.observability.decisions import Decision
+from holdfast.planner.fit.count import chosen_dtype, counted_for, plain_type, utilization_of
+from holdfast.planner.fit.count import counted as counted_fit
+from holdfast.planner.fit.result import Fit, Question, describe_devices, device_budget, is_stated
+from holdfast.planner.inputs.question import Device
+from holdfast.planner.sizing.dtype import outgrows_half
+from holdfast.planner.sizing.sharded_weights import AS_STORED
+from holdfast.planner.sizing.terms import encoder_images
+from holdfast.units import counted, format_bytes
+
+
+def largest_first(question: Question, tensor_parallel: int, lowest: Limits) -> Question:
+    """With the devices in the order in which so many ranks take them. One rank has the device that holds most: what it
+    keeps beside the weights is not the same on every GPU."""
+    machine, utilization = question.machine, utilization_of(question)
+    ranks = tensor_parallel * question.settings.pipeline_parallel
+    if not _differ(machine.devices) or tensor_parallel == len(machine.devices):
+        return question
+    devices = sorted(machine.devices, key=lambda device: -device_budget(device, utilization))
+    if ranks > 1:
+        return _with_order(question, devices)
+
+    def alone(device: Device) -> tuple[int, int]:
+        found = counted_fit(_with_order(question, [device]), 1, lowest)
+        return found.longest_tokens, -found.short_bytes
+
+    first = max(devices, key=alone)
+    return _with_order(question, [first, *(device for device in devices if device is not first)])
+
+
+def _differ(devices: Sequence[Device]) -> bool:
+    """In anything but their places. A plan asks this of the same few devices hundreds of times."""
+    return len(devices) > 1 and any(_traits(device) != _traits(devices[0]) for device in devices[1:])
+
+
+def _traits(device: Device) -> tuple[object, ...]:
+    kind = None if device.gpu is None else device.gpu.key
+    return (
+        device.name, kind, device.total_bytes, device.free_bytes, device.budget_bytes, device.measured, device.held_by,
+        device.unified,
+    )  # fmt: skip
+
+
+def without_wider(question: Question) -> Question | None:
+    """Without GPUs that have no bfloat16, where they would make the others compute in float32; None: there is no such
+    choice."""
+    machine, settings = question.machine, question.settings
+    if machine.kind != "gpu" or settings.dtype != "auto" or not outgrows_half(question.model.spec):
+        return None
+    able = tuple(device for device in machine.devices if device.gpu is None or device.gpu.bf16)
+    least = (settings.tensor_parallel or 1) * settings.pipeline_parallel
+    if len(able) == len(machine.devices) or len(able) < least:
+        return None
+    others = tuple(device for device in machine.devices if device not in able)
+    return replace(question, machine=replace(machine, devices=able, aside=(*machine.aside, *others)))
+
+
+def wider_left_out(found: Fit) -> Decision:
+    machine = found.question.machine
+    left = describe_devices([device for device in machine.aside if device.gpu is not None and not device.gpu.bf16])
+    reason = f"left out: {left}, where nothing computes in bfloat16: with it all would take float32, and hold less"
+    return Decision("gpus", describe_devices([rank.device for rank in found.ranks]), reason, "planner")
+
+
+def _with_order(question: Question, devices: list[Device]) -> Question:
+    return replace(question, machine=replace(question.machine, devices=tuple(devices)))
+
+
+def parallel_size(found: Fit) -> Decision:
+    question = found.question
+    devices, used = len(question.machine.devices), len(found.ranks)
+    what = "it" if is_stated(question) else "it with as long a context"
+    if question.settings.tensor_parallel is not None:
+        left = devices - used
+        reason = f"as asked: {left} of {devices} GPUs stay{'s' if left == 1 else ''} empty" if left else "all GPUs"
+        return Decision("tensor_parallel_size", str(found.tensor_parallel), reason, "set")
+    if not found.fits:
+        reason = f"it does not fit; of {devices} GPUs so many hold most"
+    elif found.pipeline_parallel > 1:
+        reason = f"the fewest GPUs in each of {found.pipeline_parallel} stages that hold {what}, of {devices}"
+    elif used == devices:
+        reason = f"fewer GPUs do not hold {what}"
+    else:
+        reason = f"the fewest GPUs that hold {what}, of {devices}"
+    return Decision("tensor_parallel_size", str(found.tensor_parallel), reason, "planner")
+
+
+def stages(found: Fit) -> Decision:
+    """Where they were left to us, and one does not do."""
+    devices, size = len(found.question.machine.devices), found.tensor_parallel
+    which = "the fewest stages that do" if is_stated(found.question) else "stages that leave the longest context"
+    reason = f"no number of the {devices} GPUs holds it by sharing each layer: {which}, of {counted(size, 'GPU')} each"
+    return Decision("pipeline_parallel_size", str(found.pipeline_parallel), reason, "planner")
+
+
+def left_out(found: Fit) -> Iterator[Decision]:
+    """Of GPUs that differ."""
+    question, used = found.question, [rank.device for rank in found.ranks]
+    rest = question.machine.devices[len(used) :]
+    if not rest or not _differ(question.machine.devices):
+        return
+    if question.settings.tensor_parallel is not None:
+        why = "as many as were asked for"
+    elif not found.fits:
+        why = "with the others it would not fit either"
+    elif is_stated(question):
+        why = "they are enough"
+    else:
+        why = "with the others the context would be no longer"
+    sizes = " and ".join(dict.fromkeys(f"{device.name} ({format_bytes(device.total_bytes)})" for device in rest))
+    reason = f"the largest: {why}; left out: {sizes}; commands show an engine those that are taken alone"
+    yield Decision("gpus", describe_devices(used), reason, "planner")
+
+
+def loading(found: Fit) -> Iterator[Decision]:
+    """Where it takes more than the budget has, before anything is served."""
+    for rank in found.ranks:
+        if rank.loading_short_bytes:
+            sums = " + ".join(f"{term.name} {format_bytes(term.nbytes)}" for term in rank.loading)
+            short, budget = format_bytes(rank.loading_short_bytes), format_bytes(rank.budget_bytes)
+            held = "staging is its largest tensor as stored, gone once it is loaded"
+            reason = f"{sums}: {short} more than the budget of {budget}; {held}"
+            yield Decision("loading", format_bytes(rank.loading_bytes), reason, "planner")
+
+
+def engine(found: Fit) -> Iterator[Decision]:
+    """Where memory is counted as llama.cpp takes it."""
+    question, rank = found.question, found.ranks[0]
+    if rank.device.kind != "gpu" or counted_for(question, rank.device, len(found.ranks)) != "llama.cpp":
+        return
+    said = "a buffer for steps of 512 tokens with their logits, and no graphs; other engines take more or less"
+    why, source = ("as asked", "set") if question.engine == "llama.cpp" else ("a GGUF is what it reads", "model")
+    yield Decision("engine", "llama.cpp", f"{why}: memory is counted as it takes it, {said}", source)
+
+
+def weights(found: Fit) -> Iterator[Decision]:
+    """Where a file has plain numbers of another type than they are kept in."""
+    model, kept = found.question.model, found.weights_as
+    stored = plain_type(Same(model)) if model.format == "gguf" else None
+    if stored is None or kept in (stored, AS_STORED) or model.stored is None:
+        return
+    size = format_bytes(sum(tensor.nbytes for tensor in model.stored.values()))
+    reason = f"the file's {stored} becomes what is computed in, as Holdfast and vLLM load it; llama.cpp keeps"
+    yield Decision("weights", f"{format_bytes(found.weights_bytes)} in {kept}", f"{reason} {stored}: {size}", "model")
+
+
+def encoder(found: Fit) -> Iterator[Decision]:
+    """What is kept for images, where the config tells how large they are."""
+    spec, step = found.question.model.spec, found.limits.max_num_batched_tokens
+    kept = sum(term.nbytes for term in found.ranks[0].terms if term.name == "encoder")
+    if spec.encoder is None or not kept:
+        return
+    images = counted(encoder_images(spec, found.limits), "image")
+    reason = (
+        f"{images} of {spec.encoder.patches:,} patches at once, beyond what activations have, and the"
+        f" {spec.encoder.tokens:,} tokens that each becomes: as many as engines reserve for a step of {step:,} tokens;"
+        " text alone needs none of it"
+    )
+    yield Decision("encoder", format_bytes(kept), reason, "model")
+
+
+def number_types(found: Fit) -> Iterator[Decision]:
+    """Where they were left to us."""
+    asked = found.question.settings
+    if asked.dtype == "auto":
+        chosen = chosen_dtype(found.question, len(found.ranks))
+        yield Decision("dtype", chosen.value, chosen.reason, chosen.source)
+    if asked.kv_cache_dtype == "auto":
+        yield Decision("kv_cache_dtype", found.kv_dtype, "what is computed in", "default")

@@ -1,0 +1,209 @@
+"""What was asked, and what was found: a question, the share of each device, and whether it fits. Records with the
+arithmetic that is theirs; counts no terms and chooses nothing.
+
+    budget = what the device may use          room = budget - every term but KV
+    needed = KV of the sequences asked for    fits = room >= needed on every rank, and budget >= what loading takes
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from holdfast.footprint.cpu import Limits
+from holdfast.observability.decisions import Decision
+from holdfast.planner.inputs.question import Device, Machine, PlannedModel, Settings, Traffic
+from holdfast.planner.sizing.kv_cost import KVCost
+from holdfast.planner.sizing.terms import Term
+from holdfast.units import format_bytes
+
+DEFAULT_UTILIZATION = 0.9
+USEFUL_TOKENS = 4096
+"""A model that cannot hold one sequence of this length (or of its own shorter context) is not said to fit."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    model: PlannedModel
+    machine: Machine
+    settings: Settings = field(default_factory=Settings)
+    traffic: Traffic | None = None
+    decisions: tuple[Decision, ...] = ()
+    """Made on the way to this question: which files, which GPUs, which traffic."""
+    engine: str | None = None
+    """Whose commands are wanted, where that was said: on GPUs memory is counted as llama.cpp takes it for llama.cpp."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rank:
+    """One device's share."""
+
+    device: Device
+    stage: int
+    budget_bytes: int
+    terms: tuple[Term, ...]
+    kv: KVCost
+    loading: tuple[Term, ...] = ()
+    """What is held at the peak of loading, which comes before activations and KV; empty: not known, or less."""
+    null_bytes: int = 0
+    """Of the pool, and of no sequence: the page that stands for none."""
+    most_kv_bytes: int | None = None
+    """Sequences get no more of the pool, where the engine would not take all that is left; None: all of it."""
+    held_bytes: int | None = None
+    """Where the context that was asked for does not fit: what sequences get with the longest that does, whose tables
+    are smaller. None: as much as there is room."""
+
+    @property
+    def loading_bytes(self) -> int:
+        return sum(term.nbytes for term in self.loading)
+
+    @property
+    def loading_short_bytes(self) -> int:
+        """Lacking of the budget while it is loaded; 0: none."""
+        return max(0, self.loading_bytes - self.budget_bytes)
+
+    @property
+    def left_bytes(self) -> int:
+        """Of the budget once it is loaded, for sequences; negative when not even the rest fits."""
+        return self.budget_bytes - sum(term.nbytes for term in self.terms) - self.null_bytes
+
+    @property
+    def kv_bytes(self) -> int:
+        """What sequences would have."""
+        return self.room_bytes if self.held_bytes is None else self.held_bytes
+
+    @property
+    def room_bytes(self) -> int:
+        """For sequences in the KV pool; negative when not even the rest fits."""
+        left = self.left_bytes
+        return left if self.most_kv_bytes is None else min(left, self.most_kv_bytes)
+
+    @property
+    def pool_bytes(self) -> int:
+        """Of the KV pool as it would be allocated."""
+        return max(0, self.room_bytes) + self.null_bytes
+
+    @property
+    def unused_bytes(self) -> int:
+        """Of the budget, beside terms and pool."""
+        return max(0, self.budget_bytes - sum(term.nbytes for term in self.terms) - self.pool_bytes)
+
+    @property
+    def uncertain_bytes(self) -> int:
+        """How far the estimated terms may be off together, either way."""
+        return int(sum(term.nbytes * term.uncertainty for term in self.terms))
+
+    @property
+    def safe_bytes(self) -> int:
+        """For sequences even if every estimate is too low: what is not used pays for it first, then the pool."""
+        return self.room_bytes - max(0, self.uncertain_bytes - self.unused_bytes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fit:
+    question: Question
+    dtype: str
+    kv_dtype: str
+    tensor_parallel: int
+    pipeline_parallel: int
+    utilization: float
+    limits: Limits
+    """max_model_len is what would be served: as asked, or what the model allows and memory holds."""
+    ranks: tuple[Rank, ...]
+    weights_bytes: int
+    """Of the whole model, over all ranks once."""
+    weights_dtype: str
+    """What plain matrices are kept in: often what is computed in."""
+    weights_as: str
+    """The same as weights.py counts it: a type, or as the file has each of them."""
+    required_tokens: int
+    """Of each sequence that must fit beside the others: the traffic's, else one of the context that was asked for."""
+    required_sequences: int
+    fits: bool
+    short_bytes: int
+    """Of the rank that lacks most; 0 when it fits."""
+    longest_tokens: int
+    """The longest sequence that memory holds, within the model's own context; limits that are not set as low as can
+    be."""
+    decisions: tuple[Decision, ...]
+    serve_settings: Mapping[str, object] = field(default_factory=dict)
+    """What `holdfast serve` must be told beside what was asked for, so as to do this."""
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Over all layers and ranks as stored: what one more token costs once windows are full."""
+        return sum(rank.kv.growing_bytes for rank in self.ranks)
+
+    @property
+    def kv_bytes_fixed_per_sequence(self) -> int:
+        return sum(rank.kv.window_bytes + rank.kv.fixed_bytes for rank in self.ranks)
+
+    @property
+    def kv_tokens(self) -> int:
+        return min(rank.kv.held_tokens(rank.kv_bytes, max(1, self.limits.max_model_len)) for rank in self.ranks)
+
+    def concurrency(self, tokens: int) -> float:
+        """Sequences of that length that the tightest rank holds."""
+        return max(0.0, min(rank.kv.concurrency(rank.kv_bytes, tokens) for rank in self.ranks))
+
+    def needed_bytes(self, rank: Rank) -> int:
+        """KV that must fit on this rank."""
+        asked = self.question.settings.max_model_len
+        return needed_bytes(rank, self.required_sequences, self.required_tokens, asked)
+
+    def lacks_for_loading(self, rank: Rank) -> bool:
+        """Whether this rank lacks more while the model is loaded than it would for terms and KV afterwards."""
+        short = rank.loading_short_bytes
+        return short > 0 and short >= self.needed_bytes(rank) - rank.left_bytes
+
+    @property
+    def uncertain_bytes(self) -> int:
+        return max(rank.uncertain_bytes for rank in self.ranks)
+
+    @property
+    def usual_tokens(self) -> int:
+        """Length of a sequence to count with where many run at once: the traffic's, else an ordinary one."""
+        traffic = self.question.traffic
+        return max(1, traffic.length if traffic is not None else min(self.limits.max_model_len, USEFUL_TOKENS))
+
+
+def is_stated(question: Question) -> bool:
+    """What must fit was said, and is not left to us."""
+    return question.settings.max_model_len is not None or question.traffic is not None
+
+
+def required(question: Question, useful_tokens: int) -> tuple[int, int]:
+    """Sequences that must fit side by side, and the tokens of each."""
+    if question.traffic is not None:
+        return question.traffic.concurrency, question.traffic.length
+    return 1, question.settings.max_model_len or useful_tokens
+
+
+def needed_bytes(rank: Rank, sequences: int, tokens: int, one_of: int | None) -> int:
+    """KV of the sequences asked for, and of one that is as long as the context that was asked for."""
+    return max(rank.kv.needed_bytes(sequences, tokens), 0 if one_of is None else rank.kv.sequence_bytes(one_of))
+
+
+def device_budget(device: Device, utilization: float) -> int:
+    """What may be used: an absolute budget as it is, else a share of a GPU's total, or of the RAM that is free. Never
+    more than is free."""
+    if device.budget_bytes is not None:
+        return min(device.budget_bytes, device.free_bytes)
+    if device.kind == "cpu":
+        return int(device.free_bytes * utilization)
+    return min(int(device.total_bytes * utilization), device.free_bytes)
+
+
+def describe_devices(devices: Sequence[Device]) -> str:
+    """By kind: 2 x rtx4090 and rtx3090."""
+    counts = Counter(device.name for device in devices)
+    return " and ".join(name if count == 1 else f"{count} x {name}" for name, count in counts.items())
+
+
+def describe_budget(rank: Rank, utilization: float) -> str:
+    device = rank.device
+    if device.budget_bytes is not None:
+        return f"{format_bytes(rank.budget_bytes)}, as set"
+    of = device.free_bytes if device.kind == "cpu" else device.total_bytes
+    return f"{utilization:g} of {format_bytes(of)} = {format_bytes(rank.budget_bytes)}"

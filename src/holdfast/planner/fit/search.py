@@ -1,0 +1,266 @@
+"""Whether it fits: what was left open is chosen, the rest is counted. Pure: the same question gives the same answer.
+
+    stated (a context, traffic)   the highest limits that fit, on the fewest GPUs that have them
+    left open                     the GPUs and limits that give the longest context, as limits.py weighs it
+    stages left open              one, and more only where GPUs are there that hold the model so and not otherwise
+
+Of GPUs that differ, the largest are taken first; those that cannot hold a model together are planned apart (kin.py).
+More memory never fits less, is never shorter, and lacks no more. Ways out are in ways_out.py, what to make
+of it in answer.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import cache, partial
+
+from holdfast.footprint.identity_key import Same
+from holdfast.observability.decisions import Decision
+from holdfast.planner.fit import devices as choices
+from holdfast.planner.fit.count import cannot_hold_weights, check, counted, kv_dtype, sizes, utilization_of
+from holdfast.planner.fit.cpu import Hosted, host, least_tokens, runs_here
+from holdfast.planner.fit.device_groups import apart, best, value
+from holdfast.planner.fit.devices import largest_first
+from holdfast.planner.fit.result import (
+    DEFAULT_UTILIZATION,
+    USEFUL_TOKENS,
+    Fit,
+    Question,
+    Rank,
+    describe_budget,
+    describe_devices,
+    device_budget,
+    is_stated,
+    required,
+)
+from holdfast.planner.sizing import default_limits as limits_left_open
+from holdfast.planner.sizing.default_limits import Rung, choose, ladder, length_decision
+
+__all__ = [
+    "DEFAULT_UTILIZATION",
+    "USEFUL_TOKENS",
+    "Fit",
+    "Question",
+    "Rank",
+    "describe_budget",
+    "describe_devices",
+    "device_budget",
+    "fit",
+]
+
+Counted = Callable[[int, int], Fit]
+"""By tensor-parallel size and rung."""
+MOST_OF_A_STAGE = 8
+"""GPUs that share each layer of a stage: as many as most machines have, with links that are fast enough for it."""
+FEW_STAGES = 8
+"""So many are tried whatever the number of GPUs, and beyond it those that take all of them."""
+
+
+def fit(question: Question) -> Fit:
+    """On GPUs that can hold a model together; where there are several kinds, on those that hold most."""
+    kinds = apart(question, fit)
+    return _whole(question) if kinds[0] is question else best([_whole(one) for one in kinds])
+
+
+def _whole(question: Question) -> Fit:
+    """On all GPUs of a kind, or without those that would make the numbers of the others wider."""
+    found, narrow = _staged(question), choices.without_wider(question)
+    if narrow is None:
+        return found
+    other = _staged(narrow)
+    if value(found) >= value(other):
+        return found
+    return replace(other, decisions=(*other.decisions, choices.wider_left_out(other)))
+
+
+def _staged(question: Question) -> Fit:
+    if not question.settings.stages_open:
+        return _fit(question)
+    found = _fit(_in_stages(question, 1))
+    if found.fits or cannot_hold_weights(question):
+        return found
+    tried = (_fit(_in_stages(question, stages), most=MOST_OF_A_STAGE) for stages in _more_stages(question))
+    able = (one for one in tried if one.fits)
+    better = next(able, None) if is_stated(question) else max(able, key=_worth, default=None)
+    return found if better is None else replace(better, decisions=(*better.decisions, choices.stages(better)))
+
+
+def _worth(found: Fit) -> tuple[int, ...]:
+    """Of stages, where nothing is stated: the longest context, then the highest limits, on the fewest GPUs."""
+    limits = found.limits
+    return limits.max_model_len, limits.max_num_seqs, limits.max_num_batched_tokens, -len(found.ranks)
+
+
+def _in_stages(question: Question, stages: int) -> Question:
+    return replace(question, settings=replace(question.settings, pipeline_parallel=stages, stages_open=False))
+
+
+def _more_stages(question: Question) -> Iterator[int]:
+    devices = len(question.machine.devices)
+    for stages in range(2, min(devices, len(question.model.spec.layers)) + 1):
+        if stages <= FEW_STAGES or devices % stages == 0:
+            yield stages
+
+
+def _fit(question: Question, most: int | None = None) -> Fit:
+    """`most`: GPUs that share a layer; None: as many as there are."""
+    settings, machine = question.settings, question.machine
+    if machine.kind == "cpu" and runs_here(question.model, settings):
+        check(question, settings.tensor_parallel or 1)
+        return _hosted(question)
+    if settings.tensor_parallel is None:
+        there = max(1, len(machine.devices) // settings.pipeline_parallel)
+        able = sizes(Same(question.model.spec), there if most is None else min(there, most))
+    else:
+        able = (settings.tensor_parallel,)
+    for size in able:
+        check(question, size)
+    rungs = _rungs(question)
+    length = settings.max_model_len or question.model.spec.max_position
+    lowest = rungs[-1].limits(length)
+    arranged = cache(lambda size: largest_first(question, size, lowest))
+    at = cache(lambda size, rung: counted(arranged(size), size, rungs[rung].limits(length)))
+    if is_stated(question):
+        size, rung = _highest_that_fits(able, len(rungs), at)
+    else:
+        size, rung = _longest(question, able, rungs, at)
+    return _said(arranged(size), rungs, rung, at(size, rung), at(size, len(rungs) - 1).longest_tokens)
+
+
+def _rungs(question: Question) -> tuple[Rung, ...]:
+    settings, traffic = question.settings, question.traffic
+    _, least = required(question, min(question.model.spec.max_position, USEFUL_TOKENS))
+    return ladder(
+        question.machine.kind, sequences=settings.max_num_seqs or (traffic.concurrency if traffic else None),
+        step_tokens=settings.max_num_batched_tokens, least_tokens=least,
+    )  # fmt: skip
+
+
+def _highest_that_fits(able: tuple[int, ...], rungs: int, at: Counted) -> tuple[int, int]:
+    """Limits are lowered only where all GPUs together do not have them. Where nothing fits: what holds most."""
+    last = rungs - 1
+    enough = [size for size in able if at(size, last).fits]
+    for rung in range(rungs):
+        for size in enough:
+            if at(size, rung).fits:
+                return size, rung
+    return max(able, key=lambda size: (at(size, last).longest_tokens, -at(size, last).short_bytes, -size)), last
+
+
+def _longest(question: Question, able: tuple[int, ...], rungs: tuple[Rung, ...], at: Counted) -> tuple[int, int]:
+    """The fewest GPUs that hold the model's whole context with the defaults, else those that hold most of it."""
+    allowed, last = question.model.spec.max_position, len(rungs) - 1
+    least = min(allowed, USEFUL_TOKENS)
+    for size in able:
+        if at(size, last).longest_tokens == allowed == at(size, 0).longest_tokens:
+            return size, 0
+
+    def held(size: int, rung: int) -> int:
+        return min(at(size, rung).longest_tokens, rungs[rung].worth_tokens)
+
+    chosen = {size: choose(rungs, partial(held, size), least) for size in able}
+
+    def value(size: int) -> tuple[int, ...]:
+        rung = chosen[size]
+        most = at(size, last)
+        return most.longest_tokens, held(size, rung), -rung, -at(size, rung).short_bytes, -size
+
+    best = max(able, key=value)
+    return best, chosen[best]
+
+
+def _said(question: Question, rungs: tuple[Rung, ...], rung: int, found: Fit, longest: int) -> Fit:
+    """With the context that these limits are worth, and every choice with its reason."""
+    settings, traffic = question.settings, question.traffic
+    served = _served(question, rungs[rung], rung, found)
+    beside = limits_left_open.context_said(served if found.fits else found.required_tokens)
+    if traffic is not None:
+        beside = "the traffic"
+    default = ("the default", "default") if traffic is None else ("the traffic's peak", "traffic")
+    decisions = [
+        *found.decisions,
+        *limits_left_open.decisions(
+            rungs, rung, sequences=default if settings.max_num_seqs is None else None,
+            step_is_set=settings.max_num_batched_tokens is not None, fits=found.fits, beside=beside,
+        ),
+    ]  # fmt: skip
+    if len(question.machine.devices) > 1 or found.tensor_parallel > 1:
+        decisions.append(choices.parallel_size(found))
+    decisions += [*choices.left_out(found), *choices.loading(found), *choices.encoder(found)]
+    decisions += [*choices.engine(found), *choices.number_types(found), *choices.weights(found)]
+    if settings.max_model_len is None:
+        allowed = question.model.spec.max_position
+        decisions.append(length_decision(served, allowed, longest, fits=found.fits))
+    limits = replace(found.limits, max_model_len=served)
+    return replace(found, limits=limits, longest_tokens=longest, decisions=tuple(decisions))
+
+
+def _served(question: Question, taken: Rung, rung: int, found: Fit) -> int:
+    """Lowered for traffic, limits leave it as long a context as its own KV would hold: with the next higher ones, which
+    take more memory, it may be no longer."""
+    if question.settings.max_model_len is not None:
+        return question.settings.max_model_len
+    if question.traffic is None or not found.fits:
+        return min(found.longest_tokens, taken.worth_tokens)
+    if rung == 0:
+        return found.longest_tokens
+    most = question.model.spec.max_position
+    return min(rank.kv.longest(found.needed_bytes(rank), most) for rank in found.ranks)
+
+
+# On a CPU, by this engine
+
+
+def _hosted(question: Question) -> Fit:
+    model, settings, device = question.model, question.settings, question.machine.devices[0]
+    utilization = utilization_of(question)
+    budget = device_budget(device, utilization)
+    found = host(model, question.machine, settings, budget_bytes=budget, traffic=question.traffic)
+    sequences, tokens = required(question, least_tokens(model, settings))
+    needed = max(found.kv.needed_bytes(sequences, tokens), found.kv.sequence_bytes(settings.max_model_len or 0))
+    page = found.room.layout.page_bytes
+    rank = Rank(
+        device=device,
+        stage=0,
+        budget_bytes=budget,
+        terms=found.terms,
+        kv=found.kv,
+        loading=found.loading,
+        null_bytes=page,
+        # Where it does not fit, loading may lack more than the pool does.
+        most_kv_bytes=(found.pages - 1) * page if found.fits else needed - found.short_bytes,
+        held_bytes=found.held_pages * page if not found.fits and question.traffic is None else None,
+    )
+    served = settings.max_model_len or (found.length if found.fits else found.longest_tokens)
+    hosted = Fit(
+        question=question,
+        dtype=found.room.choices.dtype,
+        kv_dtype=kv_dtype(question),
+        tensor_parallel=1,
+        pipeline_parallel=1,
+        utilization=utilization,
+        limits=found.room.limits(served),
+        ranks=(rank,),
+        weights_bytes=found.room.weights_bytes,
+        weights_dtype=found.room.weights_dtype,
+        weights_as=found.room.choices.dtype,
+        required_tokens=tokens,
+        required_sequences=sequences,
+        fits=found.fits,
+        short_bytes=found.short_bytes,
+        longest_tokens=found.longest_tokens,
+        decisions=(*question.decisions, *found.decisions, *_length_decisions(question, served, found)),
+        serve_settings=found.flags,
+    )
+    return replace(hosted, decisions=(*hosted.decisions, *choices.loading(hosted)))
+
+
+def _length_decisions(question: Question, served: int, found: Hosted) -> tuple[Decision, ...]:
+    if question.settings.max_model_len is not None:
+        return ()
+    if question.traffic is not None and served < found.longest_tokens:
+        reason = f"memory holds {found.longest_tokens:,}; a shorter one leaves room for the traffic"
+        return (Decision("max_model_len", f"{served:,}", reason, "planner"),)
+    allowed = question.model.spec.max_position
+    return (length_decision(served, allowed, found.longest_tokens, fits=found.fits),)

@@ -1,0 +1,1 @@
+"""What a plan is asked: the question, the machine, and the traffic."""

@@ -1,0 +1,185 @@
+"""Where each engine takes a planned model from: a name to fetch, a file that is here, or one that has to be made first.
+
+Holds a command to what was counted: an engine is given a name only where loading it gives those bytes. Knows no numbers
+of the plan.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from holdfast.checkpoints import ENGINE_LAYOUTS
+from holdfast.checkpoints.sources import builtin
+from holdfast.checkpoints.sources.select_files import quantization_of
+from holdfast.models import QuantSpec, catalogue
+from holdfast.planner.inputs.question import PlannedModel
+from holdfast.planner.models.gguf_mixes import MADE_BY_PATTERN, NEEDS_IMPORTANCES
+from holdfast.planner.models.variants import published_as
+
+MADE_WHILE_LOADING: Mapping[str, Mapping[str, str]] = {
+    "vllm": {"fp8": "fp8", "nf4": "bitsandbytes"},
+    "sglang": {"fp8": "fp8"},
+}
+"""What an engine makes itself of an unquantized checkpoint, as its --quantization spells it."""
+TO_BE_MADE = "./TO-BE-MADE/"
+"""Before the name of what nobody has yet: it can be taken for nothing else."""
+_QUANTIZED = re.compile(r"(?:[-_.](?:awq|gptq|fp8|int[48]|w\d+a\d+|quantized|dynamic|bnb|[48]bit))+$", re.IGNORECASE)
+"""What makers put behind the names of their quantized checkpoints."""
+_PLAIN_GGUF = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    name: str
+    """What the engine is told to load."""
+    flags: Mapping[str, object] = field(default_factory=dict)
+    ready: bool = True
+    """False: something has to be made or fetched before the command can run; the notes say what."""
+    notes: tuple[str, ...] = ()
+    lacks: tuple[str, ...] = ()
+    """What the engine cannot do with it, whatever is made first."""
+
+    @property
+    def makes_fp8(self) -> bool:
+        """Of an unquantized checkpoint, while it loads it."""
+        return self.flags.get("--quantization") == "fp8"
+
+
+def served_name(model: PlannedModel) -> str:
+    """What an engine can fetch: a short name of the catalogue's is known to nobody else. A hub id is what was asked
+    for, even where the catalogue knows its shapes by another one's."""
+    entry = catalogue.lookup(model.name) if model.origin == "catalogue" and "/" not in model.name else None
+    return model.name if entry is None else entry.hub_id
+
+
+def to_be_made(model: PlannedModel, ending: str) -> str:
+    """Named after the model itself: what another quantizer made of it is not in there."""
+    stem = served_name(model).rstrip("/").rpartition("/")[2].partition(":")[0].removesuffix(".gguf")
+    return f"{TO_BE_MADE}{_QUANTIZED.sub('', stem)}-{ending}"
+
+
+def holdfast_source(model: PlannedModel) -> Source:
+    entry = _builtin(model)
+    if entry is not None:
+        return Source(name=entry.name)
+    layouts = {tensor.layout for tensor in (model.stored or {}).values()}
+    unknown = ", ".join(sorted(layouts - set(ENGINE_LAYOUTS)))
+    lacks = (f"Holdfast does not compute with {unknown} yet",) if unknown and model.spec.runnable else ()
+    if model.made_as is None:
+        said = (*_without_weights(model), *_without_tokenizer(model))
+        return Source(name=served_name(model), ready=not said, notes=said, lacks=lacks)
+    name, note = _made(model)
+    notes: tuple[str, ...] = (f"Holdfast quantizes nothing while loading: {note}",)
+    if model.format != "gguf":
+        published = published_as(model)
+        name = name if published is None else served_name(published)
+        notes, lacks = (), (f"Holdfast neither makes nor runs {model.made_as.upper()} yet",)
+    return Source(name=name, ready=False, notes=notes, lacks=lacks)
+
+
+def torch_source(model: PlannedModel, engine: str) -> Source:
+    """For vLLM and SGLang, which take checkpoints of the hub, and a GGUF as a file."""
+    entry = _builtin(model)
+    if entry is not None:
+        return _of_builtin(entry)
+    if model.made_as is None:
+        return _stored(model, engine)
+    published = published_as(model)
+    if published is not None:
+        return Source(name=served_name(published), notes=(f"published in {model.made_as.upper()}",))
+    flag = MADE_WHILE_LOADING[engine].get(model.made_as)
+    if flag is None:
+        name, note = _made(model)
+        return Source(name=name, ready=False, notes=(note,))
+    return Source(name=served_name(model), flags={"--quantization": flag})
+
+
+def _stored(model: PlannedModel, engine: str) -> Source:
+    if model.format != "gguf":
+        return Source(name=served_name(model), ready=not _without_weights(model), notes=_without_weights(model))
+    file = _file(model)
+    if model.origin != "hub":
+        return Source(name=file)
+    repository = model.name.partition(":")[0]
+    if engine == "vllm":
+        layout = quantization_of(file)
+        return Source(name=model.name if layout is None or ":" in model.name else f"{repository}:{layout}")
+    return Source(name=to_be_made(model, file), ready=False, notes=(f"it takes a GGUF as a file: fetch {file} first",))
+
+
+def _without_weights(model: PlannedModel) -> tuple[str, ...]:
+    bare = model.origin == "folder" and model.format == "none"
+    return (f"{model.name} has a config and no weights: put them there first",) if bare else ()
+
+
+def _without_tokenizer(model: PlannedModel) -> tuple[str, ...]:
+    """Of what Holdfast does not start without."""
+    if model.tokenizer:
+        return ()
+    said = f"{model.name} has no tokenizer, and serve does not start without one (HF230): put its tokenizer.json there,"
+    return (f"{said} name one with --tokenizer, or add --skip-tokenizer-init where only token ids go in and out",)
+
+
+def llama_source(model: PlannedModel, dtype: str) -> Source:
+    """`dtype`: what plain weights were counted in."""
+    entry = _builtin(model)
+    if entry is not None:
+        found = _of_builtin(entry)
+        return Source(name="", flags={"-m": found.name}, ready=found.ready, notes=found.notes)
+    if model.format == "gguf" and model.made_as is None:
+        file = _file(model)
+        if model.origin == "hub":
+            return Source(name="", flags={"-hf": model.name.partition(":")[0], "-hff": file})
+        return Source(name="", flags={"-m": file})
+    if model.made_as is not None and model.format == "gguf":
+        kind, note = model.made_as, _made(model)[1]
+    elif model.spec.quantization is None:
+        kind = _PLAIN_GGUF[dtype]
+        note = f"llama.cpp reads GGUF: make or take a GGUF {kind} first"
+    elif model.spec.quantization.method == "mxfp4":
+        kind = "MXFP4"
+        note = "llama.cpp reads GGUF: make one first with its convert_hf_to_gguf.py, which keeps MXFP4 as it is;"
+        note += " published ones have the rest in Q8_0, and are smaller"
+    else:
+        method, kind = model.spec.quantization.method.upper(), near_gguf(model.spec.quantization)
+        note = f"llama.cpp does not read {method}; near it is a GGUF {kind}, whose bytes are other ones: plan with"
+        note += f" --quantization {kind} of the unquantized model"
+    return Source(name="", flags={"-m": to_be_made(model, f"{kind}.gguf")}, ready=False, notes=(note,))
+
+
+def near_gguf(quantization: QuantSpec) -> str:
+    """The GGUF type that is nearest to what llama.cpp does not read."""
+    return "Q8_0" if quantization.bits == 8 else "Q4_K_M"
+
+
+def _made(model: PlannedModel) -> tuple[str, str]:
+    assert model.made_as is not None
+    if model.format == "gguf":
+        note = f"make or take a GGUF {model.made_as} first"
+        if model.made_as in NEEDS_IMPORTANCES:
+            note += "; llama-quantize makes it with an importance matrix only"
+        elif model.made_as in MADE_BY_PATTERN:
+            note += f": llama-quantize --tensor-type 'blk={model.made_as.lower()}' with Q8_0 makes it"
+        return to_be_made(model, f"{model.made_as}.gguf"), note
+    kind = model.made_as.upper()
+    return to_be_made(model, kind), f"it needs a checkpoint in {kind}: quantize this one first, or take one that is"
+
+
+def _file(model: PlannedModel) -> str:
+    """Of a GGUF whose header was read: its own path here, or its name at the hub."""
+    paths = sorted({str(tensor.path) for tensor in (model.stored or {}).values()})
+    return paths[0] if paths else model.name
+
+
+def _builtin(model: PlannedModel) -> builtin.BuiltinModel | None:
+    if model.format != "gguf" or model.origin not in ("builtin", "catalogue"):
+        return None
+    return builtin.find(model.name)
+
+
+def _of_builtin(entry: builtin.BuiltinModel) -> Source:
+    ready = builtin.is_cached(entry)
+    notes = () if ready else (f"not fetched yet: holdfast pull {entry.name} puts it there",)
+    return Source(name=str(builtin.cached_path(entry)), ready=ready, notes=notes)

@@ -1,0 +1,181 @@
+"""A model as it would be if somebody had quantized it: the same shapes, other bytes. Counts what quantizers write.
+
+    awq, gptq, int4, int8, fp8, nf4    linear layers of the decoder; head, embedding, router and vision stay
+    Q4_K_M, Q8_0, IQ4_XS, MXFP4, ...   GGUF: every matrix, some in more bits than the name says (gguf_kinds.py)
+
+Looks nothing up and fits nothing. A model that is already quantized is not quantized again, but for FP8, which
+those who make a GGUF of it unpack first.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+
+from holdfast.checkpoints import ENGINE_LAYOUTS, LAYOUTS, StoredTensor
+from holdfast.errors import CheckpointError, ConfigurationError
+from holdfast.footprint.identity_key import Same
+from holdfast.footprint.layouts import is_quantized
+from holdfast.models import QuantSpec, TensorSpec, text_alone
+from holdfast.planner.inputs.question import PlannedModel
+from holdfast.planner.models.gguf_mixes import KINDS, kind_of, layouts_of
+from holdfast.planner.sizing.sharded_weights import weights_of
+from holdfast.units import shorten
+
+CANNOT_QUANTIZE = "HF144"
+
+_SPECS: Mapping[str, QuantSpec] = {
+    "awq": QuantSpec(method="awq", bits=4, group_size=128, symmetric=False),
+    "gptq": QuantSpec(method="gptq", bits=4, group_size=128, symmetric=False),
+    "int4": QuantSpec(method="int4", bits=4, group_size=128),
+    "int8": QuantSpec(method="int8", bits=8, granularity="channel"),
+    "fp8": QuantSpec(method="fp8", bits=8, granularity="tensor"),
+    # Without a second quantization of the scales, as servers make it while loading.
+    "nf4": QuantSpec(method="bitsandbytes", bits=4),
+}
+_OTHER_SPELLINGS = {
+    "awq_marlin": "awq", "gptq_marlin": "gptq", "marlin": "gptq", "w4a16": "int4", "w8a8": "int8",
+    "compressed-tensors": "int4", "bitsandbytes": "nf4", "bnb": "nf4",
+}  # fmt: skip
+_SAME_METHOD = {
+    "compressed-tensors": ("int4", "int8", "fp8"), "bitsandbytes": ("bitsandbytes",), "mxfp4": ("mxfp4",),
+    "mxfp4_moe": ("mxfp4",),
+}  # fmt: skip
+METHODS = (*_SPECS, *KINDS)
+
+
+def quantized_as(model: PlannedModel, asked: str) -> PlannedModel:
+    """The model as `asked` says; the same model when it is stored so already. Raises ConfigurationError."""
+    return _quantized_as(Same(model), asked)
+
+
+@lru_cache(maxsize=32)
+def _quantized_as(key: Same[PlannedModel], asked: str) -> PlannedModel:
+    """Once for all the GPUs that a model is compared on."""
+    model, name = key.held, asked.strip()
+    plain = _OTHER_SPELLINGS.get(name.lower(), name.lower())
+    kind = kind_of(name)
+    if plain not in _SPECS and kind is None:
+        raise ConfigurationError(
+            f"quantization: {shorten(name)!r} is not known",
+            code=CANNOT_QUANTIZE,
+            needed="one of " + ", ".join(METHODS),
+            found=shorten(name),
+            fix="--quantization fp8, awq or Q4_K_M, or leave it out",
+            field="quantization",
+        )
+    if _already(model, name, plain, kind):
+        return model
+    if kind is not None and model.spec.quantization is not None and model.spec.quantization.method == "fp8":
+        model = as_plain(model)
+    _require_plain(model, name)
+    if kind is not None:
+        return _as_gguf(model, kind)
+    packed = _packed(model, plain)
+    try:
+        weights_of(packed, dtype="bfloat16")
+    except CheckpointError as error:
+        raise ConfigurationError(
+            f"quantization: {model.name} cannot be stored as {shorten(name)}",
+            code=CANNOT_QUANTIZE,
+            needed=error.needed,
+            found=error.found,
+            fix="another --quantization, such as fp8 or Q4_K_M",
+            field="quantization",
+        ) from error
+    return packed
+
+
+def _already(model: PlannedModel, name: str, plain: str, kind: str | None) -> bool:
+    stored = model.spec.quantization
+    if stored is not None:
+        methods = _SAME_METHOD.get(name.lower(), (_SPECS[plain].method,) if plain in _SPECS else ())
+        return stored.method in methods
+    if model.format != "gguf" or kind is None or not model.stored:
+        return False
+    made = (_stored(tensor, layout) for tensor, layout in layouts_of(model.spec, kind))
+    return _most(model.stored.values()) == _most(made)
+
+
+def _most(tensors: Iterable[StoredTensor]) -> str:
+    """What most of the bytes are stored as."""
+    return _by_size(tensors)[0]
+
+
+def _by_size(tensors: Iterable[StoredTensor]) -> list[str]:
+    """Layouts, those of most bytes first."""
+    sizes = Counter[str]()
+    for tensor in tensors:
+        sizes[tensor.layout] += tensor.nbytes
+    return [layout for layout, _ in sizes.most_common()]
+
+
+def as_plain(model: PlannedModel) -> PlannedModel:
+    """The same shapes, not quantized."""
+    spec = replace(model.spec, quantization=None)
+    return replace(model, spec=spec, stored=None, canonical=None, format="none", derived=False, made_as=None)
+
+
+def _require_plain(model: PlannedModel, name: str) -> None:
+    quantization = model.spec.quantization
+    layouts = [layout for layout in _by_size((model.stored or {}).values()) if is_quantized(layout)]
+    found = ", ".join(layouts) if quantization is None else quantization.method
+    if found:
+        raise ConfigurationError(
+            f"quantization: {model.name} is quantized already ({found}), and cannot be planned as {shorten(name)}",
+            code=CANNOT_QUANTIZE,
+            needed="a model that is not quantized yet",
+            found=found,
+            fix="leave --quantization out, or name the unquantized model",
+            field="quantization",
+        )
+
+
+# Packed by a quantizer of safetensors
+
+
+def _packed(model: PlannedModel, method: str) -> PlannedModel:
+    kept = tuple(
+        tensor.hf_name.removesuffix(".weight")
+        for tensor in model.spec.tensors
+        if tensor.part != "text" and tensor.linear
+    )
+    quantization = replace(_SPECS[method], not_converted=kept)
+    spec = replace(model.spec, quantization=quantization)
+    return replace(model, spec=spec, stored=None, canonical=None, format="none", made_as=method)
+
+
+# As llama.cpp writes it
+
+
+def _as_gguf(model: PlannedModel, kind: str) -> PlannedModel:
+    """Tensors that only safetensors know keep their place: under our own names every family can be counted."""
+    with_experts = any(layer.experts is not None for layer in model.spec.layers)
+    if kind == "MXFP4_MOE" and not with_experts:
+        raise ConfigurationError(
+            f"quantization: {model.name} has no experts, and nothing else is in MXFP4 under MXFP4_MOE",
+            code=CANNOT_QUANTIZE,
+            needed="a model with experts",
+            found="all of it would be Q8_0",
+            fix="--quantization Q8_0, or MXFP4 for the matrices of all layers",
+            field="quantization",
+        )
+    if kind == "MXFP4" and with_experts:
+        kind = "MXFP4_MOE"
+    text = text_alone(model.spec)
+    spec = replace(
+        text, tensors=tuple(replace(tensor, gguf_name=tensor.name) for tensor in text.tensors if tensor.part == "text")
+    )
+    stored = {tensor.name: _stored(tensor, layout) for tensor, layout in layouts_of(spec, kind)}
+    layouts = {tensor.layout for tensor in stored.values()}
+    canonical = stored if spec.runnable and layouts <= set(ENGINE_LAYOUTS) else None
+    return replace(model, spec=spec, stored=stored, canonical=canonical, format="gguf", derived=True, made_as=kind)
+
+
+def _stored(tensor: TensorSpec, layout: str) -> StoredTensor:
+    nbytes = LAYOUTS[layout].bytes_for(tensor.shape)
+    assert nbytes is not None, "chosen to fit the row"
+    return StoredTensor(tensor.name, tensor.shape, layout, Path(), 0, nbytes)

@@ -1,0 +1,226 @@
+"""Other models to plan instead of one: quantized variants of it, and smaller ones. Out of the catalogue, or derived.
+
+Fits nothing and ranks nothing by fit; entries that cannot be described are left out.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from holdfast.errors import HoldfastError
+from holdfast.footprint.identity_key import Same
+from holdfast.footprint.layouts import is_quantized
+from holdfast.models import catalogue
+from holdfast.models.catalogue import CatalogueEntry
+from holdfast.models.registry import describe_config
+from holdfast.planner.inputs.question import PlannedModel
+from holdfast.planner.models.quantize import as_plain, quantized_as
+
+GGUF_TYPES = ("Q8_0", "Q6_K", "Q5_K_M", "Q4_K_M")
+LOW_GGUF_TYPES = ("Q3_K_M", "IQ3_XXS", "IQ2_XXS")
+"""Below four bits, most first: for where nothing else fits."""
+TWO_BIT_GGUF_TYPES = ("IQ2_XXS",)
+HOLDFAST_GGUF_TYPES = ("Q8_0", "Q4_1", "Q4_0")
+"""What the engine computes with as it is stored."""
+
+VARIANT_ENDS = ("-awq", "-gptq", "-gptq-int4", "-gptq-int8", "-fp8", "-int8", "-w4a16")
+"""Names of entries that are another entry, quantized."""
+_LETTERS = re.compile("[a-z]+")
+_SIZE = re.compile(r"-(?:\d+x)?[a-z]?\d+(?:\.\d+)?[mb](?=-|$)")
+_VERSION = re.compile(r"[a-z]+-?(\d+(?:\.\d+)*)(?=-|$)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Variant:
+    model: PlannedModel
+    label: str
+    """For people: AWQ (hugging-quants/...), NF4 made while loading."""
+    method: str
+    published: bool
+    """A checkpoint that can be fetched; else one that has to be made, or is made while loading."""
+    made_of: str | None = None
+    """The model that it is made of, where that is another than was planned."""
+
+
+def entry_of(model: PlannedModel) -> CatalogueEntry | None:
+    return catalogue.lookup(model.name)
+
+
+def is_plain(model: PlannedModel) -> bool:
+    """Not quantized yet."""
+    if model.spec.quantization is not None:
+        return False
+    return not any(is_quantized(tensor.layout) for tensor in (model.stored or {}).values())
+
+
+def published_variants(model: PlannedModel) -> Iterator[Variant]:
+    """Quantized checkpoints of the same model that the catalogue knows, most bits first."""
+    base = entry_of(model)
+    if base is None or not is_plain(model):
+        return
+    found = []
+    for entry in catalogue.entries():
+        if entry.quantized and entry.name.startswith(base.name + "-"):
+            other = planned(entry)
+            if other is not None and other.spec.quantization is not None and _same_shape(model, other):
+                found.append((other.spec.quantization.bits, entry, other))
+    for _, entry, other in sorted(found, key=lambda one: -one[0]):
+        assert other.spec.quantization is not None
+        method = other.spec.quantization.method
+        yield Variant(model=other, label=f"{method.upper()} ({entry.hub_id})", method=method, published=True)
+
+
+def published_as(model: PlannedModel) -> PlannedModel | None:
+    """Of a model that is planned as if it were quantized: a checkpoint that the catalogue knows to be stored so."""
+    base, wanted = entry_of(model), model.spec.quantization
+    if base is None or wanted is None or model.made_as is None:
+        return None
+    for entry in catalogue.entries():
+        other = planned(entry) if entry.quantized and entry.name.startswith(base.name + "-") else None
+        stored = None if other is None else other.spec.quantization
+        if other is None or stored is None or not _same_shape(model, other):
+            continue
+        if (stored.method, stored.bits, stored.group_size) == (wanted.method, wanted.bits, wanted.group_size):
+            return other
+    return None
+
+
+def derived_variants(model: PlannedModel, methods: tuple[str, ...]) -> Iterator[Variant]:
+    """The same shapes, quantized."""
+    labels = {"fp8": "FP8, made by vLLM while loading", "nf4": "NF4 (4 bits), made by vLLM while loading"}
+    for method in methods:
+        try:
+            other = quantized_as(model, method)
+        except HoldfastError:
+            continue
+        if other is model:
+            continue
+        label = labels.get(method, f"{method} (a GGUF of it)")
+        yield Variant(model=other, label=label, method=method, published=False)
+
+
+def lower_variants(model: PlannedModel) -> Iterator[Variant]:
+    """A GGUF of fewer bits than engines are usually given, most bits first; of a quantized model, made of what it was
+    made of."""
+    if is_plain(model):
+        yield from derived_variants(model, LOW_GGUF_TYPES)
+        return
+    plain = unquantized(model)
+    if plain is None:
+        return
+    for variant in derived_variants(plain, ("Q4_K_M", *LOW_GGUF_TYPES)):
+        if plain.name == model.name:
+            yield variant
+        else:
+            label = f"{variant.method} (a GGUF of {plain.name})"
+            yield replace(variant, label=label, made_of=plain.name)
+
+
+def unquantized(model: PlannedModel) -> PlannedModel | None:
+    """What a GGUF could be made of instead of this quantized model; None: not known. FP8 is unpacked first."""
+    quantization = model.spec.quantization
+    if model.made_as is not None or (quantization is not None and quantization.method == "fp8"):
+        return as_plain(model)
+    entry = entry_of(model)
+    if entry is None or model.origin == "file":
+        return None
+    ending = next((end for end in VARIANT_ENDS if entry.name.endswith(end)), None)
+    base = None if ending is None else catalogue.lookup(entry.name.removesuffix(ending))
+    other = None if base is None else planned(base)
+    return other if other is not None and is_plain(other) and _same_shape(model, other) else None
+
+
+def smaller_models(model: PlannedModel, most_bytes: int) -> Iterator[PlannedModel]:
+    """Of the same series (llama-3.1) first, the largest first; then of the same kin (llama) and maker, then of others,
+    the newest first. Quantized ones only where the maker publishes nothing else."""
+    base = entry_of(model)
+    name, maker = (model.spec.family, "") if base is None else (base.name, _maker(base))
+    most = model.spec.parameters
+    smaller = [
+        entry
+        for entry in catalogue.entries()
+        if entry.parameters is not None
+        and entry.parameters < most
+        and entry.parameters * (0.5 if entry.quantized else 2) <= most_bytes
+        and not entry.name.endswith(VARIANT_ENDS)
+    ]
+
+    def nearness(entry: CatalogueEntry) -> tuple[object, ...]:
+        near = (_series(entry.name) != _series(name), _kin(entry.name) != _kin(name), _maker(entry) != maker)
+        newest = tuple(-number for number in _version(entry.name)) if not near[1] else ()
+        return (*near, newest, -(entry.parameters or 0))
+
+    for entry in sorted(smaller, key=nearness):
+        other = planned(entry)
+        if other is not None:
+            yield other
+
+
+def longer_models(model: PlannedModel, tokens: int, most_bytes: int) -> Iterator[PlannedModel]:
+    """Made for so many tokens at least, and small enough for `most_bytes`: of the same kin and near its size first."""
+    base = entry_of(model)
+    name = model.spec.family if base is None else base.name
+    stored_bytes = 2 if model.made_as is None else 0.25  # They are quantized as this one; two bits are the least.
+    others = [
+        entry
+        for entry in catalogue.entries()
+        if entry.parameters is not None
+        and entry.parameters * (0.5 if entry.quantized else stored_bytes) <= most_bytes
+        and not entry.name.endswith(VARIANT_ENDS)
+    ]
+
+    own = model.spec.parameters
+
+    def nearness(entry: CatalogueEntry) -> tuple[object, ...]:
+        times = (entry.parameters or 1) / own
+        return (_kin(entry.name) != _kin(name), max(times, 1 / times))
+
+    for entry in sorted(others, key=nearness):
+        other = planned(entry)
+        if other is not None and other.spec.max_position >= tokens:
+            yield other
+
+
+def _kin(name: str) -> str:
+    found = _LETTERS.match(name.lower())
+    return found[0] if found is not None else ""
+
+
+def _series(name: str) -> str:
+    """The name up to its size: llama-3.1 of llama-3.1-70b."""
+    return _SIZE.split(name.lower(), maxsplit=1)[0]
+
+
+def _version(name: str) -> tuple[int, ...]:
+    """As many numbers for every name, so that 3 is older than 3.2."""
+    found = _VERSION.match(name.lower())
+    numbers = [] if found is None else [int(part) for part in found[1].split(".")]
+    return tuple([*numbers, 0, 0, 0][:3])
+
+
+def _maker(entry: CatalogueEntry) -> str:
+    return entry.hub_id.partition("/")[0]
+
+
+def planned(entry: CatalogueEntry) -> PlannedModel | None:
+    return _planned(Same(entry))
+
+
+@lru_cache(maxsize=64)
+def _planned(key: Same[CatalogueEntry]) -> PlannedModel | None:
+    entry = key.held
+    try:
+        spec = describe_config(entry.config)
+    except HoldfastError:
+        return None
+    return PlannedModel(name=entry.hub_id, spec=spec, origin="catalogue", published_parameters=entry.parameters)
+
+
+def _same_shape(model: PlannedModel, other: PlannedModel) -> bool:
+    mine, its = model.spec, other.spec
+    return (len(mine.layers), mine.hidden_size, mine.vocab_size, mine.heads, mine.kv_heads) == (
+        len(its.layers), its.hidden_size, its.vocab_size, its.heads, its.kv_heads,
+    )  # fmt: skip

@@ -1,0 +1,359 @@
+"""An answer as lines for people: bars of what lies where, then what was decided, what to beware of, what else there is.
+
+Draws what answer.py found and works out nothing. Good without colour; no line is wider than asked, commands are broken
+so that they can still be pasted.
+"""
+
+from __future__ import annotations
+
+import shlex
+import textwrap
+from collections.abc import Iterable, Iterator
+from itertools import groupby
+
+from holdfast.planner.advice.presets import Configuration
+from holdfast.planner.advice.throughput import Estimate
+from holdfast.planner.compat.gpu_kernels import ENGINE_NAMES
+from holdfast.planner.engines.command import Command
+from holdfast.planner.fit.search import Rank, describe_devices
+from holdfast.planner.report.answer import Answer
+from holdfast.planner.report.wrapping import LEAST_WIDTH, Paint, rounded_down, wrapped
+from holdfast.planner.sizing.terms import Term
+from holdfast.units import counted, format_bytes
+
+SEGMENTS = (
+    ("weights", "█", "34"),
+    ("overhead", "▓", "35"),
+    ("KV", "▒", "32"),
+    ("free", "░", "36"),
+    ("reserve", "·", "90"),
+)
+"""What a bar is made of, its mark and its colour. Overhead is everything that is neither weights nor KV."""
+SHORT_MARK, SHORT_COLOUR = "!", "31"
+LABEL_WIDTH = 13
+
+
+def lines(
+    answer: Answer, width: int = 80, colour: bool = False, *, brief: bool = False, verbose: bool = False
+) -> list[str]:
+    """`brief`: what fits, the best way out, and the command of an engine that was asked for. `verbose`: rules of thumb
+    too."""
+    width, paint = max(LEAST_WIDTH, width), Paint(colour)
+    parts = [
+        list(_headline(answer, width, paint)),
+        list(_devices(answer, width, paint)),
+        list(_capacity(answer, width, brief)),
+        _titled("Decisions", () if brief else _decisions(answer, width), paint),
+        _titled("Warnings", () if brief else _warnings(answer, width, paint), paint),
+        _titled("Best way out" if brief else "Ways out, first things first", _ways(answer, width, brief), paint),
+        _titled("Configurations", () if brief else _configurations(answer, width), paint),
+        _titled(_commands_title(answer), () if brief and answer.engine is None else _commands(answer, width), paint),
+        _titled("Rules of thumb beside exact figures", _thumbs(answer, width) if verbose else (), paint),
+    ]
+    found: list[str] = []
+    for part in parts:
+        if part:
+            found += [*([""] if found else []), *part]
+    return found
+
+
+def _titled(title: str, body: Iterable[str], paint: Paint) -> list[str]:
+    found = list(body)
+    return [paint.title(title), *found] if found else []
+
+
+# Bars
+
+
+def _headline(answer: Answer, width: int, paint: Paint) -> Iterator[str]:
+    found, model = answer.fit, answer.question.model
+    where = describe_devices([rank.device for rank in found.ranks])
+    if answer.lacks:
+        verdict, code = f"fits, but {_lacking(answer)}", "1;33"
+    elif answer.fits:
+        verdict, code = "fits", "1;32"
+    elif answer.problem is not None:
+        verdict, code = f"does not fit: {answer.problem}", "1;31"
+    else:
+        loading = any(found.lacks_for_loading(rank) for rank in found.ranks)
+        when = " while it is loaded" if loading else ""
+        verdict, code = f"does not fit: {format_bytes(found.short_bytes)} short{when}", "1;31"
+    text = f"{model.name} on {where}: "
+    head = textwrap.wrap(text + verdict, width, break_on_hyphens=False)
+    yield from head[:-1]
+    yield head[-1].replace(verdict, paint(verdict, code))
+
+
+def _lacking(answer: Answer) -> str:
+    name = ENGINE_NAMES.get(answer.engine or "holdfast", "llama.cpp")
+    why = answer.lacks[0]
+    return why if why.startswith(name) else f"not for {name}: {why}"
+
+
+def _devices(answer: Answer, width: int, paint: Paint) -> Iterator[str]:
+    """Ranks that look alike are drawn once."""
+    groups: list[list[Rank]] = []
+    for rank in answer.fit.ranks:
+        if groups and _alike(groups[-1][0], rank):
+            groups[-1].append(rank)
+        else:
+            groups.append([rank])
+    for number, group in enumerate(groups):
+        if number:
+            yield ""
+        yield from _rank(answer, group, width, paint)
+    idle = len(answer.question.machine.all_devices) - len(answer.fit.ranks)
+    if idle > 0:
+        more = f"; {answer.replicas} servers like this go side by side here, as replicas" if answer.replicas > 1 else ""
+        yield from wrapped(f"{counted(idle, 'more device')} not used{more}", width, "", "  ")
+    if answer.question.machine.ram_bytes is not None and answer.question.machine.kind == "gpu":
+        yield f"RAM beside it: {format_bytes(answer.question.machine.ram_bytes)} free, not used by this plan"
+
+
+def _alike(one: Rank, other: Rank) -> bool:
+    return (one.device.name, one.budget_bytes, one.terms, one.stage) == (
+        other.device.name, other.budget_bytes, other.terms, other.stage,
+    )  # fmt: skip
+
+
+def sizes(answer: Answer, rank: Rank) -> dict[str, int]:
+    """Bytes of a bar's parts; they sum to the device's total where everything fits. Of a rank that lacks most while the
+    model is loaded, what it holds then: KV comes afterwards."""
+    loading = answer.fit.lacks_for_loading(rank)
+    terms = rank.loading if loading else rank.terms
+    needed = 0 if loading else answer.fit.needed_bytes(rank)
+    room = rank.room_bytes - needed
+    # Of a pool that is too small the page that stands for none is no free memory.
+    null = rank.null_bytes if room < 0 and not loading else 0
+    return {
+        "weights": sum(term.nbytes for term in terms if term.name == "weights"),
+        "overhead": sum(term.nbytes for term in terms if term.name != "weights"),
+        "KV": needed + null,
+        "free": 0 if loading else max(0, room) + rank.null_bytes - null + rank.unused_bytes,
+        "reserve": max(0, rank.device.total_bytes - rank.budget_bytes),
+        "short": rank.loading_short_bytes if loading else max(0, -room),
+    }
+
+
+def _rank(answer: Answer, group: list[Rank], width: int, paint: Paint) -> Iterator[str]:
+    rank = group[0]
+    device, parts = rank.device, sizes(answer, rank)
+    kind = "GPU" if device.kind == "gpu" else "CPU"
+    numbers = str(device.index) if len(group) == 1 else f"{device.index}-{group[-1].device.index}"
+    of = f"{format_bytes(device.total_bytes)}, budget {format_bytes(rank.budget_bytes)}"
+    each = "" if len(group) == 1 else ", each: the figures below are of one"
+    yield from wrapped(f"{kind} {numbers}  {device.name}  {of}{each}", width, "", "  ")
+    needed = max(1, rank.budget_bytes + parts["short"] if parts["short"] else device.total_bytes)
+    yield "  " + _stacked(parts, needed, width - 4, paint)
+    whole = max(1, sum(parts[name] for name, _, _ in SEGMENTS))
+    bar = max(8, min(30, width - LABEL_WIDTH - 34))
+    for name, mark, code in SEGMENTS:
+        if name == "free" and parts["short"] and not parts["free"]:
+            continue
+        drawn = paint(_bar(parts[name], whole, bar, mark), code)
+        note = _row_note(answer, rank, name)
+        share = f"{100 * parts[name] / whole:5.1f}%"
+        row = f"  {name:<{LABEL_WIDTH}}{drawn}  {format_bytes(parts[name]):>10}  {share}"
+        yield row + (f"  {note}" if note and len(f"  {note}") + LABEL_WIDTH + bar + 23 <= width else "")
+    if parts["short"]:
+        drawn = paint(_bar(parts["short"], whole, bar, SHORT_MARK), SHORT_COLOUR)
+        yield f"  {'short':<{LABEL_WIDTH}}{drawn}  {format_bytes(parts['short']):>10}"
+        yield from wrapped(f"shares are of {format_bytes(whole)}, what it would take with the reserve", width)
+    yield from _overhead(answer, rank, width)
+    if device.held_by:
+        yield from wrapped(f"held by others: {', '.join(device.held_by)}", width)
+
+
+def _overhead(answer: Answer, rank: Rank, width: int) -> Iterator[str]:
+    if answer.fit.lacks_for_loading(rank):
+        sums = f"{format_bytes(rank.loading_bytes)} with the weights, of {format_bytes(rank.budget_bytes)}"
+        yield from wrapped(f"overhead while it is loaded: {_spelled(rank.loading)}; {sums}", width)
+        return
+    yield from wrapped("overhead: " + _spelled(rank.terms), width)
+    if rank.loading:
+        staging = sum(term.nbytes for term in rank.loading if term.name == "staging")
+        peak = f"{format_bytes(rank.loading_bytes)} at its peak"
+        yield from wrapped(f"loading: {peak}, {format_bytes(staging)} of it staging, before KV is there", width)
+
+
+def _spelled(held: Iterable[Term]) -> str:
+    terms = (term for term in held if term.name != "weights")
+    return ", ".join(
+        f"{term.name} {format_bytes(term.nbytes)}" + (f" ±{term.uncertainty:.0%}" if term.uncertainty else "")
+        for term in terms
+    )
+
+
+def _row_note(answer: Answer, rank: Rank, name: str) -> str:
+    if name == "KV" and answer.fit.lacks_for_loading(rank):
+        return "comes after loading"
+    if name == "KV":
+        return f"{answer.fit.required_sequences} x {counted(answer.fit.required_tokens, 'token')}"
+    if name == "free":
+        more = max(0, rank.room_bytes - answer.fit.needed_bytes(rank)) + rank.null_bytes
+        return f"{format_bytes(more)} of it for KV" if rank.unused_bytes > rank.null_bytes else "also for KV"
+    if name == "weights" and answer.question.model.exact:
+        return "as stored"
+    return ""
+
+
+def _bar(size: int, whole: int, width: int, mark: str) -> str:
+    cells = round(width * size / whole)
+    if size and not cells:
+        cells = 1
+    return (mark * min(width, cells)).ljust(width)
+
+
+def _stacked(parts: dict[str, int], whole: int, width: int, paint: Paint) -> str:
+    """What lies side by side. Where it does not fit, what lies beyond the budget is marked instead, and the reserve,
+    which must stay free, is not drawn."""
+    cells: list[tuple[str, str]] = []
+    at = 0
+    for name, mark, code in SEGMENTS:
+        if name == "reserve" and parts["short"]:
+            continue
+        at += parts[name]
+        cells += [(mark, code)] * (min(width, round(width * at / whole)) - len(cells))
+    beyond = width - max(1, round(width * parts["short"] / whole)) if parts["short"] else width
+    cells[beyond:] = [(SHORT_MARK, SHORT_COLOUR)] * len(cells[beyond:])
+    drawn = "".join(
+        paint("".join(mark for mark, _ in run), code) for code, run in groupby(cells, key=lambda one: one[1])
+    )
+    return f"[{drawn}{' ' * (width - len(cells))}]"
+
+
+# Words
+
+
+def _capacity(answer: Answer, width: int, brief: bool) -> Iterator[str]:
+    found, traffic = answer.fit, answer.question.traffic
+    fixed = answer.kv_bytes_fixed_per_sequence
+    each = f"KV {format_bytes(answer.kv_bytes_per_token)} a token ({found.kv_dtype})"
+    if found.kv_bytes_per_token > answer.kv_bytes_per_token:
+        each += f", {format_bytes(found.kv_bytes_per_token)} with the copies on all ranks"
+    each += f", and {format_bytes(fixed)} a sequence" if fixed else ""
+    yield from wrapped(f"{each}; the pool holds {counted(found.kv_tokens, 'token')}", width, "")
+    if answer.max_model_len:
+        most = counted(answer.question.model.spec.max_position, "token")
+        held = f"largest context {found.longest_tokens:,} of {most}"
+        at = f"{counted(rounded_down(answer.concurrency), 'sequence')} of {answer.max_model_len:,} at once"
+        yield from wrapped(f"{held}; {at}", width, "")
+    theirs = answer.commands.get(answer.engine or "")
+    if theirs is not None and theirs.kv_tokens is not None and theirs.max_model_len is not None:
+        tokens = f"a context of {theirs.max_model_len:,} and {counted(theirs.kv_tokens, 'KV token')}"
+        of = "" if answer.commands_of == "plan" else " on the first way out"
+        yield from wrapped(f"as {answer.vllm.name} sizes it{of}: {tokens}", width, "")
+    if traffic is not None and answer.concurrency_at_traffic is not None:
+        yield from wrapped(
+            f"traffic ({traffic.source}): {traffic.concurrency} at once of {counted(traffic.length, 'token')}; "
+            f"memory holds {counted(rounded_down(answer.concurrency_at_traffic), 'sequence').partition(' ')[0]}",
+            width, "",
+        )  # fmt: skip
+    rate = answer.throughput
+    if rate is None:
+        yield from wrapped(f"no throughput is estimated: {answer.no_throughput}", width, "")
+        return
+    for decode in (rate.one, rate.at_traffic, rate.largest):
+        if decode is not None and (decode is rate.one or decode.batch > 1):
+            at = f"{decode.batch:,} at once, {counted(rate.context_tokens, 'token')} in each"
+            text = f"{at}: about {_tokens(decode.estimate)} tokens/s, limited by {decode.limited_by}"
+            yield from wrapped(text, width, "")
+            if decode is rate.at_traffic and decode.batch == rate.largest.batch:
+                break
+    prompts = f"prompts of {rate.prompt_tokens:,}: about {_tokens(rate.prefill)} tokens/s"
+    yield from wrapped(f"{prompts}, limited by {rate.prefill_limited_by}", width, "")
+    if not brief:
+        yield from wrapped(f"rates: {rate.evidence}", width, "")
+
+
+def _tokens(estimate: Estimate) -> str:
+    digits = 1 if estimate.tokens_per_s < 10 else 0
+    return f"{estimate.tokens_per_s:,.{digits}f} ({estimate.low:,.{digits}f} to {estimate.high:,.{digits}f})"
+
+
+def _decisions(answer: Answer, width: int) -> Iterator[str]:
+    for decision in answer.decisions:
+        yield from wrapped(decision.line(), width)
+
+
+def _warnings(answer: Answer, width: int, paint: Paint) -> Iterator[str]:
+    for warning in answer.warnings:
+        first, *rest = wrapped(f"{warning.code} {warning.message}", width)
+        yield first.replace(warning.code, paint(warning.code, "33"), 1)
+        yield from rest
+        if warning.fix:
+            yield from wrapped(f"fix: {warning.fix}", width, "    ")
+
+
+def _ways(answer: Answer, width: int, brief: bool) -> Iterator[str]:
+    if not answer.fits and not answer.ways_out:
+        yield "  none is known: every configuration that was tried falls short"
+    for number, way in enumerate(answer.ways_out[:1] if brief else answer.ways_out, 1):
+        part = "" if way.meets_request else " (only part of what was asked)"
+        yield from wrapped(f"{number:>2}. {way.change}{part}", width, "  ", "      ")
+        if way.tiers is None:
+            found = way.fit
+            at_once = counted(rounded_down(found.concurrency(found.usual_tokens)), "sequence")
+            held = f"{counted(found.limits.max_model_len, 'token')} of context, "
+            held += f"{at_once} of {found.usual_tokens:,} at once"
+            yield from wrapped(held, width, "      ", "      ")
+        if way.flags:
+            yield from wrapped(way.flags, width, "      ", "      ")
+        if way.note:
+            yield from wrapped(way.note, width, "      ", "      ")
+
+
+def _configurations(answer: Answer, width: int) -> Iterator[str]:
+    for name, configuration in (("safe", answer.safe), ("max", answer.max)):
+        if configuration is not None:
+            yield from wrapped(f"{name:<5}{_flags(configuration)}", width, "  ", "       ")
+            yield from wrapped(configuration.reason, width, "       ", "       ")
+            for said in configuration.sized_otherwise(answer.vllm):
+                yield from wrapped(said, width, "       ", "       ")
+    if answer.fits and answer.safe is None:
+        yield from wrapped("safe: none; what was asked leaves no room for every estimate being off", width)
+
+
+def _flags(configuration: Configuration) -> str:
+    shown = ("gpu_memory_utilization", "max_model_len", "max_num_seqs")
+    settings = configuration.settings
+    return " ".join(f"--{name.replace('_', '-')} {settings[name]}" for name in shown if name in settings)
+
+
+def _commands_title(answer: Answer) -> str:
+    return "Commands" if answer.commands_of == "plan" else f"Commands of way out: {answer.commands_of}"
+
+
+def _commands(answer: Answer, width: int) -> Iterator[str]:
+    for name, command in answer.commands.items():
+        if answer.engine is not None and name != answer.engine:
+            continue
+        yield from command_lines(command, width)
+
+
+def command_lines(command: Command, width: int) -> list[str]:
+    """The command first, broken after whole words with a backslash; then what must be known of it, as comments."""
+    found: list[str] = []
+    line = " "
+    for word in _words(command.text):
+        if len(line) + 1 + len(word) > width - 2 and line.strip():
+            found.append(f"{line} \\")
+            line = "    "
+        line += f" {word}"
+    found.append(line if line.strip() else "  no command:")
+    for note in command.notes:
+        found += wrapped(note, width, "    # ", "    # ")
+    return found
+
+
+def _words(text: str) -> list[str]:
+    """As they stand there, quotes and all; a leading VARIABLE=1 too."""
+    return [shlex.quote(word) if "=" not in word.split("-")[0] else word for word in shlex.split(text)]
+
+
+def _thumbs(answer: Answer, width: int) -> Iterator[str]:
+    for one in answer.rules_of_thumb:
+        text = f"{one.name}: {one.rule} = {format_bytes(one.rule_bytes)}, exactly {format_bytes(one.exact_bytes)}"
+        # One that comes close from below is still too little.
+        enough = one.verdict == "right" or (one.right and one.rule_bytes >= one.exact_bytes)
+        yield from wrapped(text if enough else f"{text}; {one.verdict}", width)

@@ -1,0 +1,1 @@
+"""The plan that a server of ours starts with."""

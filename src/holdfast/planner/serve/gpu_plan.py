@@ -1,0 +1,251 @@
+"""The plan of a server on one GPU: which one, what fits on it, and limits that hold. By the count of `holdfast plan`.
+
+No torch, and nothing of CUDA is touched: the driver's library says what is free. What is measured after loading is
+held against it by `settle_pool`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from holdfast.checkpoints import StoredTensor
+from holdfast.config import EngineConfig
+from holdfast.errors import ConfigurationError, DoesNotFitError
+from holdfast.footprint.cpu import expands, kv_layout, weights_bytes
+from holdfast.footprint.gpu import LEAST_CAPABILITY
+from holdfast.footprint.layouts import is_quantized
+from holdfast.hardware import Memory
+from holdfast.hardware.nvidia import NvidiaGpu
+from holdfast.models import ModelSpec
+from holdfast.observability.decisions import Decision
+from holdfast.planner.advice.remedies import ways_out
+from holdfast.planner.fit.search import Fit, Question, describe_budget, fit
+from holdfast.planner.inputs.machine import measured_device
+from holdfast.planner.inputs.question import Machine, PlannedModel, settings_of
+from holdfast.planner.serve.cpu_plan import GpuChoice, Plan, longest_context
+from holdfast.planner.sizing.cpu_budget import LEAST_TOKENS
+from holdfast.planner.sizing.default_limits import check_step
+from holdfast.planner.sizing.dtype import check_type
+from holdfast.units import MIB, counted, format_bytes
+
+TOO_OLD, NOT_THERE, MIXED_KV, OF_A_CPU, TOO_WIDE = "HF122", "HF121", "HF126", "HF127", "HF128"
+WIDEST_HEAD = 256
+MOST_WAYS_OUT = 3
+
+
+def too_old(gpus: Sequence[NvidiaGpu]) -> ConfigurationError:
+    newest = max(gpus, key=lambda gpu: gpu.capability or (0, 0))
+    major, minor = newest.capability or (0, 0)
+    return ConfigurationError(
+        f"{newest.name} is too old for the GPU kernels",
+        code=TOO_OLD,
+        needed=f"compute capability {LEAST_CAPABILITY[0]}.{LEAST_CAPABILITY[1]} (RTX 30, A100 or later)",
+        found=f"{major}.{minor}",
+        fix="--device cpu",
+        field="device",
+    )
+
+
+def choose_gpu(gpus: Sequence[NvidiaGpu]) -> tuple[NvidiaGpu, Decision]:
+    """The one with most memory free, the first of equals; why, for people to read."""
+    if not gpus:
+        raise ConfigurationError(
+            "a GPU is planned for, and the driver shows none", code=NOT_THERE, needed="an NVIDIA GPU", found="none",
+            fix="--device cpu; nvidia-smi and CUDA_VISIBLE_DEVICES show what there is", field="device",
+        )  # fmt: skip
+    able = [gpu for gpu in gpus if gpu.capability is None or gpu.capability >= LEAST_CAPABILITY]
+    if not able:
+        raise too_old(gpus)
+    chosen = max(able, key=lambda gpu: gpu.free_bytes)
+    reason = f"{format_bytes(chosen.free_bytes)} of {format_bytes(chosen.total_bytes)} free"
+    if len(gpus) > 1:
+        reason += f", the most of {len(gpus)} GPUs; CUDA_VISIBLE_DEVICES={chosen.uuid} chooses it by hand"
+    return chosen, Decision("device", f"GPU {chosen.index}, {chosen.name}", reason, "measured")
+
+
+def make_gpu_plan(
+    spec: ModelSpec,
+    stored: Mapping[str, StoredTensor] | None,
+    config: EngineConfig,
+    gpus: Sequence[NvidiaGpu],
+    *,
+    name: str = "the model",
+) -> Plan:
+    check_step(config.max_num_seqs, config.max_num_batched_tokens)
+    check_type(config.dtype, spec)
+    _check_kernels(spec, config)
+    chosen, decision = choose_gpu(gpus)
+    device = replace(measured_device(0, chosen), budget_bytes=config.vram)
+    if config.vram is not None and config.vram > chosen.free_bytes:
+        raise DoesNotFitError(
+            f"a budget of {format_bytes(config.vram)} is asked for, but less is free on {chosen.name}",
+            needed=format_bytes(config.vram),
+            found=f"{format_bytes(chosen.free_bytes)}"
+            + (f"; others hold: {', '.join(device.held_by)}" if device.held_by else ""),
+            fix=f"--vram {chosen.free_bytes >> 20}MiB, or leave it out",
+            field="vram",
+        )
+    question = Question(
+        model=PlannedModel(
+            name=name, spec=spec, origin="folder", stored=stored, canonical=stored,
+            format="none" if stored is None else "safetensors",
+        ),
+        machine=Machine(devices=(device,)),
+        settings=settings_of(
+            config, tensor_parallel=1, graphs=not config.enforce_eager, max_loras=config.lora_places,
+            max_lora_rank=config.lora_rank,
+        ),
+    )  # fmt: skip
+    found = fit(question)
+    if found.kv_dtype != found.dtype:
+        raise _mixed(found)
+    if not found.fits:
+        raise _refusal(found)
+    return _plan(found, config, chosen, decision)
+
+
+def _check_kernels(spec: ModelSpec, config: EngineConfig) -> None:
+    for name, asked, others in (
+        ("attention_backend", config.attention_backend, ("auto",)),
+        ("expand_weights", config.expand_weights, ("auto", "never")),
+    ):
+        if asked not in others:
+            raise ConfigurationError(
+                f"{name} {asked} is a setting for CPUs; on a GPU there is one way",
+                code=OF_A_CPU,
+                needed=" or ".join(others),
+                found=asked,
+                fix=f"leave --{name.replace('_', '-')} out, or --device cpu",
+                field=name,
+            )
+    widest = max(layer.head_dim or spec.head_dim for layer in spec.layers)
+    if widest > WIDEST_HEAD:
+        raise ConfigurationError(
+            f"the GPU kernels have no attention for heads of {widest} dimensions",
+            code=TOO_WIDE,
+            needed=f"head_dim up to {WIDEST_HEAD}",
+            found=str(widest),
+            fix="--device cpu",
+            field="device",
+        )
+
+
+def _mixed(found: Fit) -> ConfigurationError:
+    return ConfigurationError(
+        "on a GPU the KV cache is kept in what is computed in",
+        code=MIXED_KV,
+        needed=f"kv_cache_dtype {found.dtype}, as dtype",
+        found=f"kv_cache_dtype {found.kv_dtype}",
+        fix=f"leave --kv-cache-dtype out, or --dtype {found.kv_dtype}",
+        field="kv_cache_dtype",
+    )
+
+
+def _plan(found: Fit, config: EngineConfig, chosen: NvidiaGpu, decision: Decision) -> Plan:
+    rank, spec, stored = found.ranks[0], found.question.model.spec, found.question.model.canonical
+    layout = kv_layout(spec, block_tokens=config.block_size, kv_dtype=found.kv_dtype)
+    page = layout.page_bytes
+    blocks = rank.pool_bytes // page
+    decisions = [
+        Decision("budget", format_bytes(rank.budget_bytes), describe_budget(rank, found.utilization), "measured"),
+        decision,
+        *found.decisions,
+    ]
+    if config.kv_cache_memory_bytes is not None:
+        blocks = _pool_as_asked(config.kv_cache_memory_bytes // page, blocks, page)
+    limits = found.limits
+    most_useful = 1 + layout.blocks_side_by_side(
+        limits.max_num_seqs, limits.max_model_len, limits.max_num_batched_tokens
+    )
+    blocks = min(blocks, most_useful)
+    # What is set stays; what is left of the budget may turn out to be more.
+    most = blocks if config.kv_cache_memory_bytes is not None else min(most_useful, rank.budget_bytes // page)
+    decisions.append(
+        Decision("kv_pool", f"{format_bytes(blocks * page)} ({counted(blocks - 1, 'block')} and the null page)",
+                 "what is left of the budget", "planner")
+    )  # fmt: skip
+    terms = {term.name: term.nbytes for term in rank.terms} | {"kv_pool": blocks * page}
+    expand = False
+    if stored is not None and any(is_quantized(tensor.layout) for tensor in stored.values()):
+        expand, reason = expands(
+            spec, stored, dtype=found.dtype, fast_blocks=True, budget_bytes=rank.budget_bytes
+        )  # fmt: skip
+        decisions.append(Decision("weights", "expanded" if expand else "quantized", reason, "planner"))
+    terms["weights"] = weights_bytes(spec, stored, dtype=found.dtype, expand=expand)
+    plan = Plan(
+        dtype=found.dtype,
+        kv_dtype=found.kv_dtype,
+        expand_weights=expand,
+        compiled=False,
+        compiled_attention=False,
+        layout=layout,
+        limits=found.limits,
+        blocks=blocks,
+        most_blocks=max(blocks, most),
+        memory=Memory(
+            total_bytes=chosen.total_bytes, available_bytes=chosen.free_bytes, limited_by=f"GPU {chosen.index}"
+        ),
+        budget_bytes=rank.budget_bytes,
+        terms=terms,
+        loading_bytes=sum(terms["weights"] if term.name == "weights" else term.nbytes for term in rank.loading),
+        decisions=tuple(decisions),
+        length_is_set=config.max_model_len is not None,
+        short=found.limits.max_model_len < spec.max_position and config.max_model_len is None,
+        gpu=GpuChoice(index=chosen.index, uuid=chosen.uuid, name=chosen.name),
+    )
+    return plan if config.kv_cache_memory_bytes is None else _within_pool(plan)
+
+
+def _within_pool(plan: Plan) -> Plan:
+    """Of a pool that was set: with the longest context that it holds, or refused where the context was set as well."""
+    wanted, held = plan.limits.max_model_len, longest_context(plan, plan.blocks)
+    if held == wanted:
+        return plan
+    page = plan.layout.page_bytes
+    pool, enough = plan.blocks * page, (1 + plan.layout.peak_blocks(wanted, plan.limits.max_num_batched_tokens)) * page
+    if plan.length_is_set or held < min(LEAST_TOKENS, wanted):
+        raise DoesNotFitError(
+            f"one sequence of {counted(wanted, 'token')} does not fit in the KV pool",
+            needed=f"{format_bytes(enough)} for max_model_len {wanted:,}",
+            found=f"{format_bytes(pool)}, as it was set: {format_bytes(enough - pool)} short",
+            fix=(f"--max-model-len {held}, or " if held >= LEAST_TOKENS else "")
+            + f"--kv-cache-memory-bytes {-(-enough // MIB)}MiB, or leave it out",
+            field="max_model_len",
+        )
+    decision = Decision("max_model_len", f"{held:,}", "the KV pool that was set holds no longer sequence", "planner")
+    return replace(
+        plan, limits=replace(plan.limits, max_model_len=held), decisions=(*plan.decisions, decision), short=True
+    )
+
+
+def _pool_as_asked(asked: int, held: int, page: int) -> int:
+    if asked > held:
+        raise DoesNotFitError(
+            "the KV pool that was asked for does not fit",
+            needed=format_bytes(asked * page),
+            found=f"{format_bytes(held * page)} left of the budget",
+            fix=f"--kv-cache-memory-bytes {held * page >> 20}MiB, or leave it out",
+            field="kv_cache_memory_bytes",
+        )
+    return asked
+
+
+def _refusal(found: Fit) -> DoesNotFitError:
+    rank = found.ranks[0]
+    needed = ", ".join(f"{term.name} {format_bytes(term.nbytes)}" for term in rank.terms)
+    kv = found.needed_bytes(rank)
+    others = f"; others hold: {', '.join(rank.device.held_by)}" if rank.device.held_by else ""
+    ways = [way for way in ways_out(found) if way.kind in ("utilization", "context", "sequences")]
+    return DoesNotFitError(
+        f"{found.question.model.name} does not fit on {rank.device.name}",
+        needed=f"{needed}, and {format_bytes(kv)} for the KV of {counted(found.required_tokens, 'token')}",
+        found=f"{format_bytes(rank.budget_bytes)} of budget ({describe_budget(rank, found.utilization)}): "
+        f"{format_bytes(found.short_bytes)} short{others}",
+        fix=", or ".join(
+            " ".join(f"--{name.replace('_', '-')} {value}" for name, value in way.settings.items())
+            for way in ways[:MOST_WAYS_OUT]
+        )
+        or f"holdfast plan {found.question.model.name} shows other ways",
+        field="max_model_len",
+    )

@@ -1,0 +1,1 @@
+"""Bytes by term, and the limits that follow from them."""

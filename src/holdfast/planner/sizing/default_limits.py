@@ -1,0 +1,137 @@
+"""Limits that nobody set: the defaults where they leave enough for KV, else smaller ones. One rule for every device.
+
+    rung 0      the defaults, whatever context they leave
+    below it    fewer sequences and tokens a step, each for contexts up to what so little is worth
+
+    context = the most, over the rungs, of what a rung holds and is worth      rung = the first that holds it
+
+Each rung holds more in more memory, so the context never shrinks when memory grows, though the limits change. Knows
+no model and counts no bytes: what a rung holds is told to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from holdfast.config.engine import CPU_SEQUENCES, CPU_STEP_TOKENS, GPU_SEQUENCES, GPU_STEP_TOKENS
+from holdfast.errors import ConfigurationError
+from holdfast.footprint.cpu import Limits
+from holdfast.observability.decisions import Decision
+from holdfast.units import counted
+
+ANY_LENGTH = 1 << 62
+BESIDE_S, CORE_FLOPS = 0.5, 40e9
+"""How long answers may wait for the prompts of a step, and what a core does a second in all of a prompt's work: so much
+was seen of SmolLM2 on a Neoverse-N1."""
+BESIDE_ROUND, BESIDE_LEAST = 16, 16
+"""Rows that products take as fast as many more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rung:
+    sequences: int
+    step_tokens: int
+    worth_tokens: int = ANY_LENGTH
+    """For a longer context limits are not lowered this far."""
+
+    def limits(self, max_model_len: int) -> Limits:
+        return Limits(max_model_len=max_model_len, max_num_seqs=self.sequences, max_num_batched_tokens=self.step_tokens)
+
+
+GPU_RUNGS = (
+    Rung(GPU_SEQUENCES, GPU_STEP_TOKENS), Rung(64, 4096, 8192), Rung(16, 2048, 4096), Rung(8, 1024, 4096),
+    Rung(4, 512, 4096), Rung(1, 256, 4096),
+)  # fmt: skip
+CPU_RUNGS = (Rung(CPU_SEQUENCES, CPU_STEP_TOKENS), Rung(16, 256, 4096), Rung(4, 128, 2048), Rung(1, 64, 1024))
+
+
+def check_step(sequences: int | None, step_tokens: int | None) -> None:
+    """The scheduler would refuse it too, when everything is loaded."""
+    if sequences and step_tokens and sequences > step_tokens:
+        raise ConfigurationError(
+            f"max_num_seqs is {sequences:,} and max_num_batched_tokens {step_tokens:,}: a step has a token for every"
+            " running sequence",
+            needed=f"max_num_batched_tokens of at least {sequences:,}",
+            found=f"{step_tokens:,}",
+            fix=f"--max-num-batched-tokens {sequences}, or --max-num-seqs {step_tokens}, or leave one of them out",
+            field="max_num_batched_tokens",
+        )
+
+
+def ladder(kind: str, *, sequences: int | None, step_tokens: int | None, least_tokens: int) -> tuple[Rung, ...]:
+    """What is set stays as it is; what is not leaves a token for every sequence in a step. `least_tokens`: the shortest
+    context that is an answer, worth every rung."""
+    found: dict[tuple[int, int], Rung] = {}
+    for rung in GPU_RUNGS if kind == "gpu" else CPU_RUNGS:
+        limits = (
+            sequences or min(rung.sequences, step_tokens or rung.sequences),
+            step_tokens or max(rung.step_tokens, sequences or 0),
+        )
+        found.setdefault(limits, Rung(*limits, max(rung.worth_tokens, least_tokens)))
+    return tuple(found.values())
+
+
+def choose(rungs: Sequence[Rung], held: Callable[[int], int], least_tokens: int) -> int:
+    """Which rung, by `held`: the context that each of them gives, no longer than it is worth. Where none gives
+    `least_tokens` it is the last: less than that cannot be lacking."""
+    last = len(rungs) - 1
+    if held(last) < least_tokens:
+        return last
+    best, chosen = held(0), 0
+    for index, rung in enumerate(rungs[1:], 1):
+        if rung.worth_tokens > best and (found := held(index)) > best:
+            best, chosen = found, index
+    return chosen
+
+
+def decisions(
+    rungs: Sequence[Rung], chosen: int, *, sequences: tuple[str, str] | None, step_is_set: bool, fits: bool, beside: str
+) -> list[Decision]:
+    """`sequences`: why as many as the first rung has, and who says so; None: they are set. `beside`: what the limits
+    must leave room for."""
+    first, rung, found = rungs[0], rungs[chosen], []
+    if sequences is not None:
+        reason, source = sequences
+        if rung.sequences != first.sequences:
+            reason, source = _lowered(first.sequences, rung.sequences, fits, beside), "planner"
+        found.append(Decision("max_num_seqs", str(rung.sequences), reason, source))
+    if not step_is_set:
+        reason, source = "the default", "default"
+        if rung.step_tokens != first.step_tokens:
+            reason, source = _lowered(first.step_tokens, rung.step_tokens, fits, beside), "planner"
+        found.append(Decision("max_num_batched_tokens", f"{rung.step_tokens:,}", reason, source))
+    return found
+
+
+def prompt_tokens_beside(active_parameters: int, cores: int, step_tokens: int) -> int:
+    """Of prompts, in a step on a CPU in which answers go on as well: what takes about BESIDE_S."""
+    tokens = int(BESIDE_S * CORE_FLOPS * cores / (2 * active_parameters))
+    return min(step_tokens, max(BESIDE_LEAST, tokens // BESIDE_ROUND * BESIDE_ROUND))
+
+
+def beside_decision(tokens: int, cores: int) -> Decision:
+    reason = f"in a step beside running answers, which wait for it: about {BESIDE_S:g} s on {counted(cores, 'core')}"
+    return Decision("prompt_tokens", f"{tokens:,}", reason, "planner")
+
+
+def context_said(tokens: int) -> str:
+    return f"a context of {counted(tokens, 'token')}"
+
+
+def _lowered(default: int, chosen: int, fits: bool, beside: str) -> str:
+    if fits:
+        return f"{default:,} do not fit beside {beside}; {chosen:,} {'does' if chosen == 1 else 'do'}"
+    return f"not even {chosen:,} would fit beside {beside}"
+
+
+def length_decision(served: int, allowed: int, longest: int, *, fits: bool = True) -> Decision:
+    """Of a context that nobody set. `longest`: what memory holds with the lowest limits."""
+    reason = "what the model allows, and memory holds it"
+    if not fits:
+        alone = f"one sequence alone could have {longest:,}" if longest else "nothing is left for KV"
+        reason = f"of the model's {allowed:,}; what was asked for does not fit: {alone}"
+    elif served < allowed:
+        more = f", and {longest:,} with lower limits: --max-model-len" if longest > served else ""
+        reason = f"the model allows {allowed:,}; memory holds {served:,}{more}"
+    return Decision("max_model_len", f"{served:,}", reason, "planner")

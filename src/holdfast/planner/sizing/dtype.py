@@ -1,0 +1,86 @@
+"""What a model is computed in where nobody says, with the reason: one rule for a CPU, one for GPUs and
+one for models that only others run.
+
+Counts nothing, and knows no settings but the one that is asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from holdfast.errors import ConfigurationError
+from holdfast.models import ModelSpec
+from holdfast.planner.inputs.question import Device
+
+_SHORT_NAMES = {"half": "float16", "float": "float32"}
+_OUTGROW_HALF = ("gemma2", "gemma3")
+"""Architectures whose activations pass 65,504, the largest number of float16."""
+
+
+@dataclass(frozen=True, slots=True)
+class NumberType:
+    value: str
+    reason: str
+    source: str
+
+
+def asked_type(asked: str) -> str | None:
+    """By its whole name; None: it is left to us."""
+    return None if asked == "auto" else _SHORT_NAMES.get(asked, asked)
+
+
+def outgrows_half(spec: ModelSpec) -> bool:
+    return spec.architecture.lower().startswith(_OUTGROW_HALF)
+
+
+def check_type(asked: str, spec: ModelSpec) -> None:
+    if asked_type(asked) == "float16" and outgrows_half(spec):
+        raise ConfigurationError(
+            f"{spec.architecture} cannot be computed in float16: its activations outgrow it",
+            code="HF129",
+            needed="dtype bfloat16 or float32",
+            found=asked,
+            fix="leave --dtype out",
+            field="dtype",
+        )
+
+
+def cpu_type(stored: str, *, fast_bfloat16: bool) -> NumberType:
+    if stored == "float32":
+        return NumberType("float32", "the model is stored in float32", "hardware")
+    if fast_bfloat16:
+        return NumberType("bfloat16", "this CPU multiplies bfloat16 in hardware", "hardware")
+    reason = "this CPU has no bfloat16 products; emulated ones are many times slower"
+    return NumberType("float32", reason, "hardware")
+
+
+def other_engines_type(stored: str, engine: str, *, fast_bfloat16: bool) -> NumberType:
+    """On a CPU, of a model that this engine does not run: what the one takes that does."""
+    value = "float16" if stored == "float16" else "bfloat16"
+    how = "takes what the model says" if value == stored else f"takes half of the {stored} that the model is stored in"
+    if engine == "llama.cpp":
+        how = "keeps KV in 16 bits"
+    reason = f"Holdfast does not run this model: {engine}, which does, {how}"
+    if value == "bfloat16" and engine != "llama.cpp" and not fast_bfloat16:
+        reason += "; this CPU has no bfloat16 products, and emulated ones are many times slower"
+    return NumberType(value, reason, "model")
+
+
+def gpu_type(spec: ModelSpec, devices: Sequence[Device]) -> NumberType:
+    """The same on all of these."""
+    stored = spec.stored_dtype
+    lacking = next((device for device in devices if device.gpu is not None and not device.gpu.bf16), None)
+    if outgrows_half(spec) and (lacking is not None or stored == "float16"):
+        reason = "what the model computes outgrows float16"
+        if lacking is None:
+            return NumberType("bfloat16", reason, "model")
+        return NumberType("float32", f"{reason}, and {lacking.name} does not compute in bfloat16", "hardware")
+    if stored == "float16":
+        return NumberType("float16", "as the model says", "model")
+    if lacking is not None:
+        return NumberType("float16", f"{lacking.name} does not compute in bfloat16", "hardware")
+    if stored == "bfloat16":
+        return NumberType("bfloat16", "as the model says", "model")
+    reason = f"half of the {stored} that the model is stored in, and GPUs are made for it"
+    return NumberType("bfloat16", reason, "planner")

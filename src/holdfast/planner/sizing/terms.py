@@ -1,0 +1,255 @@
+"""The byte terms of one rank beside its KV pool, by name, for a GPU or a CPU. Estimates carry how far off they may be.
+
+    context      driver, CUDA context and libraries      framework    interpreter, torch (CPU)
+    front        the process in front of it (CPU)        weights      as they lie in memory
+    activations  the widest live set of the largest step logits       rows that sample x vocabulary
+    buffers      token ids, block tables                 graphs       captured CUDA graphs
+    encoder      of images: its largest step beyond what activations have, and what it hands to the text model
+    adapters     LoRA slots                              staging      of loading alone: a tensor as it is stored
+    rotary       tables of every position               padding      of experts, to their kernel's tiles
+    compute      llama.cpp's one buffer for a step, logits and all; it captures no graphs that count
+
+Rotary and padding are of engines that keep them (vllm_weights.py). Of GPUs that are not NVIDIA's, `driver` stands for
+the context, and no graphs are counted on those whose engines capture none.
+
+What this engine itself would run on a CPU is counted in room.py. Decides nothing, and knows no budget.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from holdfast.footprint import cpu, gpu, lora
+from holdfast.footprint.cpu import Limits
+from holdfast.footprint.identity_key import Same
+from holdfast.footprint.structured_output import forms_bytes
+from holdfast.models import LayerSpec, ModelSpec
+from holdfast.planner.sizing.sharded_weights import DTYPE_BYTES
+from holdfast.units import GIB, MIB
+
+CONTEXT_BYTES = 450 * MIB
+"""0.3 to 0.5 GiB on recent cards, measured before the first tensor."""
+ENGINE_CONTEXT_BYTES = 620 * MIB
+"""Of this engine's process: 612 MiB on an H200 (driver 580, torch 2.11) with a first tensor of one number."""
+GRAPHS_BASE_BYTES = 370 * MIB
+GRAPHS_BYTES_A_COLUMN = 5 * 1024
+"""Times hidden size times layers. Two points of vLLM 0.26 on an H200 lie on this line: 0.99 GiB for 4096 x 32 and
+0.5 GiB for 1024 x 28."""
+GRAPHS_MOST_BYTES = 2 * GIB
+"""The line is not followed beyond what has been seen of large models."""
+GRAPHS_FIRST_BYTES = 96 * MIB
+"""Of these, what the first capture takes whatever its size; the rest is shared alike by the sizes that are captured, as
+vLLM's own log of them shows (pull request 22897: 24 to 28 MiB for each of most)."""
+GRAPHS_MOST_ROWS = 512
+"""The largest size that is captured, and twice the sequences at most: 51 sizes where nothing is set."""
+LLAMA_STEP_TOKENS = 512
+"""llama.cpp's own (-ub), whatever a plan's steps are."""
+LLAMA_MASK_BYTES = 2
+"""For each token of a step and of the context: attention's mask."""
+LIVE_HIDDEN, LIVE_INNER = 4, 3
+"""Buffers of hidden width (stream, norm, attention's input and output) and of the MLP's (gate, up, product) that live
+at once. It gives 1.81 GiB for an 8B model at 16,384 tokens; vLLM measured 1.78."""
+GRAPHS_NAMES = {"nvidia": "graphs", "amd": "hip_graphs"}
+"""By vendor; what is not here captures none: Metal, and vLLM on Intel's GPUs unless it is told to."""
+GPU_WORKSPACE_BYTES = 128 * MIB
+"""Of attention's split sums and of cuBLAS."""
+ENCODER_UNCERTAINTY = 0.5
+"""Engines cut batches of images differently, split towers over ranks or do not, and attend in their own ways."""
+GRAPHS_WITH_ADAPTERS = 3
+"""Times what graphs take without: counted by kernels, not measured yet."""
+LOGITS_COPIES = 2
+"""In float32 on a GPU: as computed, and as probabilities."""
+
+
+@dataclass(frozen=True, slots=True)
+class Term:
+    name: str
+    nbytes: int
+    uncertainty: float = 0.0
+    """As a share of it, either way: 0 is counted, not estimated."""
+
+
+def gpu_terms(
+    spec: ModelSpec,
+    limits: Limits,
+    *,
+    dtype: str,
+    weights_bytes: int,
+    tensor_parallel: int,
+    layers: Sequence[int],
+    last_stage: bool,
+    max_loras: int = 0,
+    max_lora_rank: int = 16,
+    graphs: bool = True,
+    vendor: str = "nvidia",
+    rotary_bytes: int = 0,
+    padding_bytes: int = 0,
+) -> list[Term]:
+    captured = GRAPHS_NAMES.get(vendor)
+    activations = activations_bytes(spec, limits, dtype, tensor_parallel, layers)
+    terms = [
+        Term("context", CONTEXT_BYTES, 0.25) if vendor == "nvidia" else Term("driver", CONTEXT_BYTES, 0.5),
+        Term("weights", weights_bytes),
+        Term("rotary", rotary_bytes),
+        Term("padding", padding_bytes),
+        Term("activations", activations, 0.25),
+        Term("encoder", encoder_bytes(spec, limits, dtype, activations) if 0 in layers else 0, ENCODER_UNCERTAINTY),
+        Term("logits", logits_bytes(spec, limits, tensor_parallel) if last_stage else 0),
+        Term("buffers", limits.max_num_seqs * limits.max_model_len // 16 * 4 + limits.max_num_batched_tokens * 64),
+        Term(captured or "graphs", graphs_bytes(spec, layers, limits) if graphs and captured else 0, 0.5),
+    ]
+    if max_loras:
+        terms.append(Term("adapters", adapters_bytes(spec, dtype, layers, max_loras, max_lora_rank, tensor_parallel)))
+    return [term for term in terms if term.nbytes]
+
+
+def llama_gpu_terms(
+    spec: ModelSpec, limits: Limits, *, weights_bytes: int, vendor: str = "nvidia", adapters: int = 0
+) -> list[Term]:
+    """Of llama.cpp with flash attention: a step's buffer holds the logits of all its tokens and the stream in float32,
+    which is the 258.5 MiB that it prints for an 8B model of Llama 3, and attention's mask."""
+    rows = spec.vocab_size * 4 + spec.hidden_size * 4 + limits.max_model_len * LLAMA_MASK_BYTES
+    terms = [
+        Term("context", CONTEXT_BYTES, 0.25) if vendor == "nvidia" else Term("driver", CONTEXT_BYTES, 0.5),
+        Term("weights", weights_bytes),
+        Term("compute", LLAMA_STEP_TOKENS * rows, 0.25),
+        Term("adapters", adapters),
+    ]
+    return [term for term in terms if term.nbytes]
+
+
+def engine_gpu_terms(
+    spec: ModelSpec, limits: Limits, *, dtype: str, weights_bytes: int, block_tokens: int, quantized: bool,
+    max_loras: int = 0, max_lora_rank: int = 16, graphs: bool = True,
+) -> list[Term]:  # fmt: skip
+    """Of a model that this engine runs on one GPU: what it allocates, by the declarations it allocates from."""
+    layout = cpu.kv_layout(spec, block_tokens=block_tokens, kv_dtype=dtype)
+    terms = [
+        Term("context", ENGINE_CONTEXT_BYTES, 0.25),
+        Term("weights", weights_bytes),
+        Term("activations", gpu.activations_bytes(spec, limits, dtype=dtype, quantized=quantized)),
+        Term("logits", gpu.logits_bytes(spec, limits, dtype=dtype)),
+        Term("buffers", gpu.buffers_bytes(layout, limits)),
+        Term("graphs", _engine_graphs(spec, limits, graphs, max_loras > 0), 0.5),
+    ]
+    if max_loras:
+        held = lora.gpu_bytes(spec, limits, dtype=dtype, places=max_loras, max_rank=max_lora_rank)
+        terms.append(Term("adapters", held))
+    return terms
+
+
+def _engine_graphs(spec: ModelSpec, limits: Limits, captured: bool, adapters: bool) -> int:
+    """With adapters a step is captured once more, with twice as many kernels."""
+    captures = GRAPHS_WITH_ADAPTERS if adapters else 1
+    return gpu.graphs_bytes(captures * len(spec.layers), limits.max_num_seqs, captured=captured)
+
+
+def engine_gpu_loading(weights_bytes: int, largest_quantized_bytes: int) -> tuple[Term, ...]:
+    """At the peak of loading there: a tensor that stays in the blocks of its file is on the GPU twice while its rows
+    are put in their order; others are filled in tile by tile."""
+    return (
+        Term("context", ENGINE_CONTEXT_BYTES, 0.25),
+        Term("weights", weights_bytes),
+        Term("staging", cpu.STAGING_BYTES + largest_quantized_bytes),
+    )
+
+
+def activations_bytes(spec: ModelSpec, limits: Limits, dtype: str, ranks: int, layers: Sequence[int]) -> int:
+    widest = _widest(Same(spec), ranks, tuple(layers))
+    return limits.max_num_batched_tokens * widest * DTYPE_BYTES[dtype] + GPU_WORKSPACE_BYTES
+
+
+@lru_cache(maxsize=256)
+def _widest(key: Same[ModelSpec], ranks: int, layers: tuple[int, ...]) -> int:
+    return max(_live_columns(key.held, key.held.layers[layer], ranks) for layer in layers)
+
+
+def _live_columns(spec: ModelSpec, layer: LayerSpec, ranks: int) -> int:
+    attention = (spec.heads + 2 * spec.kv_heads) * spec.head_dim // ranks
+    if layer.experts is None:
+        mlp = LIVE_INNER * (layer.intermediate_size or spec.intermediate_size) // ranks
+    else:
+        experts = layer.experts
+        routed = experts.per_token * (LIVE_INNER * experts.intermediate_size // ranks + spec.hidden_size)
+        mlp = routed + LIVE_INNER * experts.shared_intermediate_size // ranks
+    return LIVE_HIDDEN * spec.hidden_size + max(attention, mlp)
+
+
+def encoder_images(spec: ModelSpec, limits: Limits) -> int:
+    """That go through the encoder at once: as many as a step has tokens for, and one at least; vLLM sets its budget so,
+    and tries it when it starts. 0: there are none, or it is not known how large they are."""
+    return 0 if spec.encoder is None else max(1, limits.max_num_batched_tokens // spec.encoder.tokens)
+
+
+def encoder_bytes(spec: ModelSpec, limits: Limits, dtype: str, activations: int) -> int:
+    """It computes before the text model does, in the same memory: only what it takes beyond that is its own. What comes
+    out of it is kept until the text model has read it. Whole on every rank, as its weights are."""
+    if spec.encoder is None:
+        return 0
+    images, element = encoder_images(spec, limits), DTYPE_BYTES[dtype]
+    live = images * spec.encoder.patches * spec.encoder.live_columns * element
+    return max(0, live - activations) + images * spec.encoder.tokens * spec.hidden_size * element
+
+
+def logits_bytes(spec: ModelSpec, limits: Limits, ranks: int) -> int:
+    """Each rank computes its share of the vocabulary, and the first gathers all of it."""
+    return (LOGITS_COPIES + (1 if ranks > 1 else 0)) * limits.max_num_seqs * spec.vocab_size * 4
+
+
+def graphs_bytes(spec: ModelSpec, layers: Sequence[int], limits: Limits) -> int:
+    """For so many sequences; where none are set, what was measured."""
+    whole = min(GRAPHS_MOST_BYTES, GRAPHS_BASE_BYTES + GRAPHS_BYTES_A_COLUMN * spec.hidden_size * len(layers))
+    sizes = captured_sizes(limits.max_num_seqs, limits.max_num_batched_tokens)
+    return GRAPHS_FIRST_BYTES + (whole - GRAPHS_FIRST_BYTES) * sizes // captured_sizes(GRAPHS_MOST_ROWS)
+
+
+def captured_sizes(sequences: int, step_tokens: int = GRAPHS_MOST_ROWS) -> int:
+    """How many vLLM captures: 1, 2, 4, then every eighth and from 256 on every sixteenth, up to twice the sequences and
+    no more than a step has tokens."""
+    most = min(2 * sequences, step_tokens, GRAPHS_MOST_ROWS)
+    return sum(size <= most for size in (1, 2, 4, *range(8, 256, 8), *range(256, GRAPHS_MOST_ROWS + 1, 16)))
+
+
+def adapters_bytes(
+    spec: ModelSpec, dtype: str, layers: Sequence[int], max_loras: int, rank: int, tensor_parallel: int
+) -> int:
+    """For every linear layer of a block, both factors, in every slot."""
+    wanted, total = set(layers), 0
+    for tensor in spec.tensors:
+        if tensor.layer in wanted and tensor.linear and len(tensor.shape) == 2 and tensor.part == "text":
+            rows, columns = tensor.shape
+            split = rows if tensor.shard_axis == 0 else columns
+            total += rank * (rows + columns - split + -(-split // tensor_parallel))
+    return max_loras * total * DTYPE_BYTES[dtype]
+
+
+def cpu_terms(
+    spec: ModelSpec,
+    limits: Limits,
+    *,
+    dtype: str,
+    weights_bytes: int,
+    block_tokens: int,
+    max_loras: int = 0,
+    max_lora_rank: int = 16,
+) -> list[Term]:
+    """Of a server of a model that this engine does not run: both its processes, with torch's own attention."""
+    layout = cpu.kv_layout(spec, block_tokens=block_tokens, kv_dtype=dtype)
+    activations = cpu.activations_bytes(spec, limits, dtype=dtype)
+    terms = [
+        Term("front", cpu.FRONT_BYTES, 0.25),
+        Term("framework", cpu.FRAMEWORK_BYTES, 0.25),
+        Term("libraries", cpu.LIBRARIES_BYTES, 0.4),
+        Term("weights", weights_bytes),
+        Term("activations", activations, 0.25),
+        Term("encoder", encoder_bytes(spec, limits, dtype, activations), ENCODER_UNCERTAINTY),
+        Term("logits", cpu.logits_bytes(spec, limits)),
+        Term("buffers", cpu.buffers_bytes(layout, limits)),
+        Term("grammars", forms_bytes(spec.vocab_size, limits.max_num_seqs)),
+    ]
+    if max_loras:
+        every = range(len(spec.layers))
+        terms.append(Term("adapters", adapters_bytes(spec, dtype, every, max_loras, max_lora_rank, 1)))
+    return [term for term in terms if term.nbytes]

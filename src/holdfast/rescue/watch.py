@@ -1,0 +1,71 @@
+"""The doctor's eyes on the output of a program that runs: lines in, whether it serves and what it died of out.
+
+Reads less of what comes over and over, and never lets a fault of the doctor's own reach the program.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+from holdfast.doctor import Watch
+from holdfast.doctor.findings import Diagnosis
+
+READ_EACH, READ_EVERY = 100, 100
+"""Of lines that are the same but for their digits, the first are all read, then one of so many."""
+KEYS_HELD, KEY_CHARS = 20_000, 200
+_WITHOUT_DIGITS = str.maketrans("", "", "0123456789abcdef")
+"""And letters of hex, as ids have them."""
+_ANSWERED = re.compile(r"\"(?:GET|POST) /\S* HTTP/[\d.]+\" 200|done request: (?:GET|POST) /\S* \S+ 200")
+"""A request that was answered, as servers log it: who has served one has served."""
+
+
+class Beside:
+    """The doctor's eyes on the output. A fault of the doctor's own must not end a server that is well."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say = say
+        self._watch: Watch | None = None
+        self._times: dict[str, int] = {}
+        self._answered = False
+        self._safely(self._open)
+
+    def _open(self) -> None:
+        self._watch = Watch()
+
+    def feed(self, line: str) -> None:
+        if not self._is_news(line):
+            return
+        watch = self._watch
+        self._answered = self._answered or _ANSWERED.search(line) is not None
+        if watch is not None:
+            self._safely(lambda: watch.feed(line))
+
+    def _is_news(self, line: str) -> bool:
+        """Reading a line takes longer than passing it on: of one that comes over and over, its digits aside, few are
+        read, so that a server which logs thousands of requests a second is not held up."""
+        key = line[:KEY_CHARS].translate(_WITHOUT_DIGITS)
+        times = self._times.get(key, 0) + 1
+        if len(self._times) >= KEYS_HELD:
+            self._times.clear()
+        self._times[key] = times
+        return times <= READ_EACH or times % READ_EVERY == 0
+
+    @property
+    def ready(self) -> bool:
+        return self._answered or (self._watch is not None and self._watch.ready)
+
+    def diagnosis(self) -> Diagnosis:
+        found: list[Diagnosis] = []
+        watch = self._watch
+        if watch is not None:
+            self._safely(lambda: found.append(watch.diagnosis()))
+        nothing = Diagnosis(engine=None, engine_version=None, command=None, phase=None, healthy=False, findings=[])
+        return found[0] if found else nothing
+
+    def _safely(self, look: Callable[[], None]) -> None:
+        try:
+            look()
+        except Exception as error:
+            self._watch = None
+            self._say(f"its output is no longer read: a fault of Holdfast's own ({type(error).__name__}: {error})")

@@ -1,0 +1,124 @@
+"""LoRA adapters over HTTP: loaded and unloaded at runtime, listed beside the model, under vLLM's paths and names.
+
+Only folders that were allowed when the server started are looked into, and no answer tells where files lie.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+from concurrent.futures import Future
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+from starlette.routing import Route
+
+from holdfast.checkpoints.lora.adapter import too_slow
+from holdfast.engine.requests.adapters import Adapters, Loaded
+from holdfast.errors import AdapterError, UnknownModelError
+from holdfast.server.http.request_body import read_body
+from holdfast.server.request.parse import decode_object
+from holdfast.server.schema.fields import check_fields, convert, honoured_fields, unsupported
+from holdfast.server.settings import ServerSettings
+from holdfast.units import shorten
+
+log = logging.getLogger("holdfast.server")
+
+MAX_BODY_BYTES = 64 << 10
+"""A name and a path."""
+EXAMINE_LIMIT_S = 60.0
+"""For an adapter's two headers, which take milliseconds: what takes longer hangs."""
+
+
+class LoadBody(msgspec.Struct, kw_only=True):
+    lora_name: str
+    lora_path: str
+    load_inplace: bool = False
+    is_3d_lora_weight: bool = False
+
+
+class UnloadBody(msgspec.Struct, kw_only=True):
+    lora_name: str
+    lora_int_id: int | None = None
+
+
+_LOAD_FIELDS, _UNLOAD_FIELDS = honoured_fields(LoadBody), honoured_fields(UnloadBody)
+
+
+class LoraEndpoints:
+    def __init__(self, adapters: Adapters, settings: ServerSettings) -> None:
+        self._adapters, self._settings = adapters, settings
+        self._turn = asyncio.Lock()
+
+    @property
+    def routes(self) -> list[Route]:
+        return [
+            Route("/v1/load_lora_adapter", self.load, methods=["POST"]),
+            Route("/v1/unload_lora_adapter", self.unload, methods=["POST"]),
+        ]
+
+    async def load(self, request: Request) -> Response:
+        body: LoadBody = convert(check_fields(await self._body(request), _LOAD_FIELDS), LoadBody)
+        if body.is_3d_lora_weight:
+            raise unsupported("is_3d_lora_weight", "experts have no adapters here")
+        if body.lora_name in self._settings.served_model_names:
+            raise AdapterError(f"{shorten(body.lora_name)!r} is the model itself", field="lora_name")
+        async with self._turn:  # One at a time: of two with one name the second is refused.
+            self._adapters.add(await self._examine(body))
+        log.info("adapter %s was loaded", shorten(body.lora_name))
+        return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
+
+    async def _examine(self, body: LoadBody) -> Loaded:
+        """In a thread of its own that nobody waits for at the end of the process: the folder's file server may hang."""
+        loop, ended = asyncio.get_running_loop(), asyncio.Event()
+        work = Future[Loaded]()
+
+        def examine() -> None:
+            try:
+                work.set_result(self._adapters.examine(body.lora_name, body.lora_path, in_place=body.load_inplace))
+            except Exception as error:
+                work.set_exception(error)
+            with contextlib.suppress(RuntimeError):  # The loop has ended meanwhile.
+                loop.call_soon_threadsafe(ended.set)
+
+        threading.Thread(target=examine, name="adapter-examine", daemon=True).start()
+        try:
+            await asyncio.wait_for(ended.wait(), EXAMINE_LIMIT_S)
+        except TimeoutError:
+            log.error("adapter %s was not read within %g s and is given up", shorten(body.lora_name), EXAMINE_LIMIT_S)
+            raise too_slow(shorten(body.lora_name), EXAMINE_LIMIT_S) from None
+        return work.result()
+
+    async def unload(self, request: Request) -> Response:
+        body: UnloadBody = convert(check_fields(await self._body(request), _UNLOAD_FIELDS), UnloadBody)
+        async with self._turn:
+            known = self._adapters.named(body.lora_name)
+            if known is None or body.lora_int_id not in (None, known.number):
+                raise UnknownModelError(
+                    f"no adapter {shorten(body.lora_name)!r} is loaded", fix="GET /v1/models lists them",
+                    field="lora_name",
+                )  # fmt: skip
+            self._adapters.unload(body.lora_name)
+        log.info("adapter %s was unloaded", shorten(body.lora_name))
+        return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
+
+    def cards(self, base: dict[str, Any]) -> list[dict[str, Any]]:
+        """As /v1/models lists them; `base`: the model's own card."""
+        return [
+            {
+                **base,
+                "id": one.ref.name,
+                "created": one.loaded_s,
+                "root": one.ref.name,
+                "parent": one.parent or base["id"],
+            }
+            for one in self._adapters.listed
+        ]
+
+    async def _body(self, request: Request) -> dict[str, Any]:
+        raw = await read_body(request.scope, request.receive, MAX_BODY_BYTES, self._settings.body_timeout_s)
+        return decode_object(raw)

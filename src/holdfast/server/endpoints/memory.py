@@ -1,0 +1,28 @@
+"""GET /memory: the ledger as JSON, as it stands now. Counts nothing; docs/memory.md says what the fields mean."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from holdfast.engine.interface import Engine
+from holdfast.server.http.errors import UNAVAILABLE, HttpFailure, failure_response, json_response
+
+
+def memory_endpoint(engine: Engine, retry_after_s: int) -> Callable[[Request], Awaitable[Response]]:
+    async def answer(request: Request) -> Response:
+        ledger = engine.memory()
+        if ledger is not None:
+            return json_response(ledger)
+        failure = HttpFailure(
+            UNAVAILABLE,
+            "there is nothing to account for yet: the engine is not ready",
+            kind="server_error",
+            code="loading",
+            retry=True,
+        )
+        return failure_response(failure, retry_after_s)
+
+    return answer

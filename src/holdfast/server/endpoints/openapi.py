@@ -1,0 +1,206 @@
+"""/openapi.json: the API as a document, made from the very types and tables that check requests. Serves nothing.
+
+An operation is one line of `OPERATIONS`; its body is described by the Struct that reads it, with the fields that
+`fields` takes beside those of the Struct.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import msgspec
+
+from holdfast.observability.ledger import Ledger
+from holdfast.server.endpoints.lora import LoadBody, UnloadBody
+from holdfast.server.schema.auxiliary import (
+    DetokenizeBody,
+    DetokenizeResponse,
+    EmbeddingBody,
+    EmbeddingResponse,
+    TokenizeBody,
+    TokenizeResponse,
+)
+from holdfast.server.schema.fields import HARMLESS, QUIET
+from holdfast.server.schema.requests import ChatBody, CompletionBody, Message, Usage
+from holdfast.server.schema.responses import ChatAnswer, CompletionAnswer
+
+VERSION = "3.1.0"
+REFERENCE = "#/components/schemas/{name}"
+
+
+class Extra(msgspec.Struct):
+    """What helps, in our own words."""
+
+    code: str
+    needed: str | None = None
+    found: str | None = None
+    fix: str | None = None
+
+
+class ErrorObject(msgspec.Struct):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+    holdfast: Extra | None = None
+
+
+class Error(msgspec.Struct):
+    """OpenAI's shape."""
+
+    error: ErrorObject
+
+
+class Health(msgspec.Struct):
+    status: Literal["ready", "sleeping", "loading", "restarting", "hung", "draining", "dead"]
+    reason: str | None = None
+    code: str | None = None
+    progress: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operation:
+    path: str
+    method: Literal["get", "post"]
+    summary: str
+    body: type[msgspec.Struct] | None = None
+    answer: type[msgspec.Struct] | None = None
+    """None: told in words, or plain."""
+    kind: str = "application/json"
+    """Of the answer."""
+    streams: bool = False
+    query: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    """Names, and the values they take."""
+    together: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    """Names that are given once for each of these values, or not at all."""
+    refusals: tuple[int, ...] = ()
+
+
+OPERATIONS = (
+    Operation(path="/v1/chat/completions", method="post", summary="Answer messages", body=ChatBody,
+              answer=ChatAnswer, streams=True, refusals=(400, 404, 408, 413, 415, 429, 503)),
+    Operation(path="/v1/completions", method="post", summary="Go on with a text", body=CompletionBody,
+              answer=CompletionAnswer, streams=True, refusals=(400, 404, 408, 413, 415, 429, 503)),
+    Operation(path="/v1/embeddings", method="post", summary="Turn texts into vectors", body=EmbeddingBody,
+              answer=EmbeddingResponse, refusals=(400, 404, 408, 413, 415, 429, 503)),
+    Operation(path="/v1/models", method="get", summary="The names this server answers to", refusals=(503,)),
+    Operation(path="/v1/models/{name}", method="get", summary="One of them", refusals=(404, 503)),
+    Operation(path="/tokenize", method="post", summary="Token ids of a text, or of messages", body=TokenizeBody,
+              answer=TokenizeResponse, refusals=(400, 404, 408, 413, 415, 503)),
+    Operation(path="/detokenize", method="post", summary="The text of token ids", body=DetokenizeBody,
+              answer=DetokenizeResponse, refusals=(400, 404, 408, 413, 415, 503)),
+    Operation(path="/health", method="get", summary="Whether it is alive (no key)", answer=Health, refusals=(503,)),
+    Operation(path="/ping", method="get", summary="The same", answer=Health, refusals=(503,)),
+    Operation(path="/ping", method="post", summary="The same", answer=Health, refusals=(503,)),
+    Operation(path="/version", method="get", summary="Of this program"),
+    Operation(path="/load", method="get", summary="Requests that are open"),
+    Operation(path="/metrics", method="get", summary="For Prometheus", kind="text/plain"),
+    Operation(path="/memory", method="get", summary="Planned and measured bytes", answer=Ledger, refusals=(503,)),
+    Operation(path="/reset_prefix_cache", method="post", summary="Forget cached prompts", refusals=(400,),
+              query=(("reset_running_requests", ("false",)), ("reset_external", ("false",)))),
+    Operation(path="/sleep", method="post", summary="Give the engine's memory back (--enable-sleep-mode)",
+              query=(("level", ("1", "2")), ("mode", ("abort", "wait"))), refusals=(400, 403, 500, 503)),
+    Operation(path="/wake_up", method="post", summary="Take it again", refusals=(400, 403, 500, 503),
+              together=(("tags", ("weights", "kv_cache")),)),
+    Operation(path="/is_sleeping", method="get", summary="Whether it sleeps", refusals=(400, 403)),
+)  # fmt: skip
+
+LORA_OPERATIONS = (
+    Operation(path="/v1/load_lora_adapter", method="post", summary="Load a LoRA adapter", body=LoadBody,
+              kind="text/plain", refusals=(400, 404, 408, 413, 415, 503)),
+    Operation(path="/v1/unload_lora_adapter", method="post", summary="Let go of one", body=UnloadBody,
+              kind="text/plain", refusals=(400, 404, 408, 413, 415, 503)),
+)  # fmt: skip
+
+
+def document(version: str, *, with_key: bool, lora: bool) -> dict[str, Any]:
+    operations = OPERATIONS + (LORA_OPERATIONS if lora else ())
+    paths: dict[str, dict[str, Any]] = {}
+    for operation in operations:
+        paths.setdefault(operation.path, {})[operation.method] = _described(operation, with_key)
+    found: dict[str, Any] = {
+        "openapi": VERSION,
+        "info": {"title": "Holdfast", "version": version},
+        "paths": paths,
+        "components": {"schemas": _schemas(operations)},
+    }
+    if with_key:
+        found["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+        found["security"] = [{"key": []}]
+    return found
+
+
+def _described(operation: Operation, with_key: bool) -> dict[str, Any]:
+    parameters: list[dict[str, Any]] = [
+        {"name": name, "in": "query", "schema": {"type": "string", "enum": list(values)}}
+        for name, values in operation.query
+    ]
+    for name, values in operation.together:
+        several = {"type": "array", "items": {"type": "string", "enum": list(values)}, "uniqueItems": True}
+        parameters.append({"name": name, "in": "query", "schema": {**several, "minItems": len(values)}})
+    if "{name}" in operation.path:
+        parameters.append({"name": "name", "in": "path", "required": True, "schema": {"type": "string"}})
+    content: dict[str, Any] = {operation.kind: {"schema": _schema_of(operation)}}
+    if operation.streams:
+        content["text/event-stream"] = {"schema": {"type": "string"}}
+    answers: dict[str, Any] = {"200": {"description": "done", "content": content}}
+    for status in (*operation.refusals, *((401,) if with_key else ())):
+        schema = {"$ref": REFERENCE.format(name="Health" if operation.answer is Health else "Error")}
+        answers[str(status)] = {"description": "refused", "content": {"application/json": {"schema": schema}}}
+    found: dict[str, Any] = {"summary": operation.summary, "parameters": parameters, "responses": answers}
+    if operation.body is not None:
+        body = {"schema": {"$ref": REFERENCE.format(name=operation.body.__name__)}}
+        found["requestBody"] = {"required": True, "content": {"application/json": body}}
+    return found
+
+
+def _schema_of(operation: Operation) -> dict[str, Any]:
+    if operation.answer is not None:
+        return {"$ref": REFERENCE.format(name=operation.answer.__name__)}
+    return {"type": "object"} if operation.kind == "application/json" else {"type": "string"}
+
+
+def _schemas(operations: Iterable[Operation]) -> dict[str, Any]:
+    kinds: dict[type[msgspec.Struct], None] = dict.fromkeys([Message, Usage, Error])
+    kinds |= dict.fromkeys(kind for each in operations for kind in (each.body, each.answer) if kind is not None)
+    _, found = msgspec.json.schema_components([*kinds], ref_template=REFERENCE)
+    # What the Struct does not have, and is taken all the same; and nothing else is.
+    beside: dict[str, Any] = {field: {} for field in HARMLESS}
+    beside |= {field: {"enum": [*values, None]} for field, values in QUIET.items()}
+    for name in {each.body.__name__ for each in operations if each.body is not None}:
+        found[name]["properties"] = beside | found[name]["properties"]
+        found[name]["additionalProperties"] = False
+    # Messages are read one by one, each by its own Struct, so that an error can name the place.
+    messages = {"type": "array", "minItems": 1, "items": {"$ref": REFERENCE.format(name="Message")}}
+    found["ChatBody"]["properties"]["messages"] = messages
+    found["EmbeddingBody"]["properties"]["dimensions"] = {"type": "null"}
+    _tell_tokenize(found, beside)
+    return dict(_portable(found))
+
+
+def _tell_tokenize(found: dict[str, Any], beside: dict[str, Any]) -> None:
+    """A text, or messages: two bodies on one path."""
+    text = found["TokenizeBody"]
+    text["properties"]["return_token_strs"] = {"type": "boolean", "default": False}
+    chat = beside | {
+        name: found["ChatBody"]["properties"][name]
+        for name in (
+            "model", "messages", "add_generation_prompt", "continue_final_message", "add_special_tokens",
+            "chat_template", "chat_template_kwargs", "tools",
+        )
+    }  # fmt: skip
+    chat["return_token_strs"] = text["properties"]["return_token_strs"]
+    messages = {"type": "object", "properties": chat, "required": ["messages"], "additionalProperties": False}
+    found["TokenizeBody"] = {"title": "TokenizeBody", "anyOf": [text, messages]}
+
+
+def _portable(schema: Any) -> Any:
+    """Python's end of a text in a pattern is spelled as everybody else spells it."""
+    if isinstance(schema, dict):
+        return {
+            name: value.replace(r"\Z", "$") if name == "pattern" and isinstance(value, str) else _portable(value)
+            for name, value in schema.items()
+        }
+    return [_portable(value) for value in schema] if isinstance(schema, list) else schema

@@ -1,0 +1,84 @@
+"""/tokenize and /detokenize: between text, or messages, and token ids, in vLLM's shapes. Nothing is computed for it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from holdfast.engine.interface import Engine
+from holdfast.errors import RequestError
+from holdfast.server.http.middleware import Record
+from holdfast.server.request.chat import chat_prompt
+from holdfast.server.request.parse import decode_object, served_model, tokenizer_of
+from holdfast.server.request.template_workers import TemplateWorkers
+from holdfast.server.request.tokenize_pool import encode_within, off_loop
+from holdfast.server.schema.auxiliary import DetokenizeBody, DetokenizeResponse, TokenizeBody, TokenizeResponse
+from holdfast.server.schema.fields import check_fields, convert, honoured_fields
+from holdfast.server.schema.requests import ChatBody
+from holdfast.server.settings import ServerSettings
+
+_TEXT_FIELDS = honoured_fields(TokenizeBody)
+_IDS_FIELDS = honoured_fields(DetokenizeBody)
+_CHAT_FIELDS = frozenset(
+    {
+        "model", "messages", "add_generation_prompt", "continue_final_message", "add_special_tokens", "chat_template",
+        "chat_template_kwargs", "tools",
+    }
+) & honoured_fields(ChatBody)  # fmt: skip
+"""Of a chat, those that make its prompt."""
+
+
+class Tokenizing:
+    def __init__(self, engine: Engine, settings: ServerSettings, workers: TemplateWorkers) -> None:
+        self._engine = engine
+        self._settings = settings
+        self._workers = workers
+
+    async def tokenize(self, raw: bytes, record: Record) -> TokenizeResponse:
+        body = decode_object(raw)
+        with_pieces = body.pop("return_token_strs", None)
+        if not isinstance(with_pieces, bool | None):
+            raise RequestError("return_token_strs: expected true or false", field="return_token_strs")
+        ids = await (self._ids_of_chat(body, len(raw)) if "messages" in body else self._ids_of_text(body, len(raw)))
+        pieces = None
+        if with_pieces:
+            tokenizer = tokenizer_of(self._engine, "return_token_strs")
+            pieces = [piece or "" for piece in tokenizer.convert_ids_to_tokens(ids)]
+        return TokenizeResponse(
+            count=len(ids), max_model_len=self._engine.info.max_model_len, tokens=ids, token_strs=pieces
+        )
+
+    async def _ids_of_text(self, given: dict[str, Any], size_bytes: int) -> list[int]:
+        body: TokenizeBody = convert(check_fields(given, _TEXT_FIELDS), TokenizeBody)
+        served_model(body.model, self._settings)
+        tokenizer, context = tokenizer_of(self._engine, "prompt"), self._engine.info.max_model_len
+
+        def encode() -> list[int]:
+            return encode_within(
+                context, tokenizer, body.prompt, field="prompt", add_special_tokens=body.add_special_tokens
+            )
+
+        return await off_loop(encode, size_bytes)
+
+    async def _ids_of_chat(self, given: dict[str, Any], size_bytes: int) -> list[int]:
+        fields = check_fields(given, _CHAT_FIELDS)
+        body: ChatBody = convert(fields, ChatBody)
+        served_model(body.model, self._settings)
+        tokenizer = tokenizer_of(self._engine, "messages")
+        ids, _ = await chat_prompt(
+            body, fields.get("tools"), tokenizer, self._engine, self._settings, size_bytes, self._workers
+        )
+        return ids
+
+    async def detokenize(self, raw: bytes, record: Record) -> DetokenizeResponse:
+        body: DetokenizeBody = convert(check_fields(decode_object(raw), _IDS_FIELDS), DetokenizeBody)
+        served_model(body.model, self._settings)
+        tokenizer = tokenizer_of(self._engine, "tokens")
+        unknown = next((token for token in body.tokens if token >= tokenizer.ids_end), None)
+        if unknown is not None:
+            raise RequestError(
+                f"tokens holds {unknown}, which is not a token id of this model",
+                needed=f"whole numbers from 0 to {tokenizer.ids_end - 1}",
+                found=str(unknown),
+                field="tokens",
+            )
+        return DetokenizeResponse(prompt=await off_loop(lambda: tokenizer.decode(body.tokens), len(raw)))

@@ -1,0 +1,65 @@
+"""Paths of vLLM that are not there: refused by name and with the reason, as its flags and fields are."""
+
+from __future__ import annotations
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from holdfast.errors import UnsupportedOptionError
+from holdfast.server.http.errors import NOT_FOUND, describe, json_response
+
+_SCORES = "scores need a model with a head for them, and decoders are run here; /v1/embeddings gives vectors to compare"
+_NO_SOUND = "only text goes in and out"
+_CHAT = "POST /v1/chat/completions"
+
+PATHS: dict[str, tuple[str, str]] = {
+    "/v1/responses": ("answers are not kept between requests", _CHAT),
+    "/v1/responses/{name}": ("answers are not kept between requests", _CHAT),
+    "/v1/responses/{name}/cancel": ("answers are not kept between requests", "close the connection"),
+    "/v1/messages": ("it is Anthropic's API; OpenAI's is spoken here", _CHAT),
+    "/v1/messages/count_tokens": ("it is Anthropic's API; OpenAI's is spoken here", "POST /tokenize"),
+    **dict.fromkeys(
+        ("/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank", "/classify", "/v1/classify"),
+        (_SCORES, "POST /v1/embeddings"),
+    ),
+    "/pooling": ("prompts are pooled in one way: the last token's state", "POST /v1/embeddings"),
+    "/v2/embed": ("it is Cohere's API; OpenAI's is spoken here", "POST /v1/embeddings"),
+    **dict.fromkeys(
+        ("/v1/audio/transcriptions", "/v1/audio/translations", "/v1/audio/speech", "/v1/images/generations",
+         "/v1/realtime"),
+        (_NO_SOUND, _CHAT),
+    ),
+    **dict.fromkeys(
+        ("/v1/files", "/v1/batches", "/v1/fine_tuning/jobs"),
+        ("nothing is kept for clients; a file of requests is answered by a command", "holdfast run-batch"),
+    ),
+    "/tokenizer_info": ("the tokenizer's files are with the model", "POST /tokenize"),
+    "/server_info": ("it would tell settings of this machine", "GET /memory, or holdfast ps on it"),
+    "/invocations": ("it is SageMaker's one path for all", _CHAT),
+    "/inference/v1/generate": ("token ids go in and out of /v1/completions", "POST /v1/completions"),
+    **dict.fromkeys(
+        ("/start_profile", "/stop_profile", "/collective_rpc", "/pause", "/resume", "/is_paused", "/scale_elastic_ep",
+         "/is_scaling_elastic_ep", "/init_weight_transfer_engine", "/update_weights", "/reset_mm_cache",
+         "/reset_encoder_cache", "/abort_requests"),
+        ("it is for developers of vLLM", "GET /metrics and /memory tell how the engine does"),
+    ),
+}  # fmt: skip
+"""Path, why it is not there, and what helps instead."""
+LORA = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
+_WITHOUT_LORA = ("adapters are not enabled on this server", "start it with --enable-lora")
+
+
+def absent_routes(*, lora: bool) -> list[Route]:
+    """`lora`: whether the server has those for adapters itself."""
+    paths = PATHS if lora else PATHS | dict.fromkeys(LORA, _WITHOUT_LORA)
+    return [Route(path, _refusal(path, *told), methods=["GET", "POST", "DELETE"]) for path, told in paths.items()]
+
+
+def _refusal(path: str, reason: str, fix: str):  # type: ignore[no-untyped-def]  # An endpoint is whatever Route takes.
+    async def refuse(request: Request) -> Response:
+        body = describe(UnsupportedOptionError(f"{path} is not supported here: {reason}", fix=fix))[1]
+        body["code"] = request.scope["holdfast.record"].error_code = "not_found"
+        return json_response({"error": body}, NOT_FOUND)
+
+    return refuse

@@ -1,0 +1,1 @@
+"""Connections, bodies, keys, TLS, errors as HTTP. Knows nothing of models."""

@@ -1,0 +1,111 @@
+"""Errors as HTTP: which status and which OpenAI code each of ours becomes. Never shows a traceback to a client."""
+
+from __future__ import annotations
+
+import logging
+import re
+from typing import Any
+
+import msgspec
+from starlette.responses import Response
+
+from holdfast.errors import (
+    ContextLengthError,
+    DrainingError,
+    EngineDiedError,
+    EngineError,
+    EngineHungError,
+    HoldfastError,
+    OverloadedError,
+    RequestError,
+    SleepingError,
+    StepMemoryError,
+    UnknownModelError,
+    UnsupportedOptionError,
+)
+from holdfast.server.http.error_text import helpful
+from holdfast.units import shorten
+
+log = logging.getLogger("holdfast.server")
+
+BAD_REQUEST, UNAUTHORIZED, NOT_FOUND, NOT_ALLOWED, TIMED_OUT, TOO_LARGE, TOO_MANY = 400, 401, 404, 405, 408, 413, 429
+FORBIDDEN, WRONG_MEDIA, HEAD_TOO_LARGE = 403, 415, 431
+INTERNAL, UNAVAILABLE = 500, 503
+MAX_SAID_CHARS = 2000
+"""Of one sentence of an answer: the last bound, whatever a message repeats of what it was given."""
+
+# Absolute ones, of Unix and of Windows; not the paths of this API.
+_API = r"(?:v1|health|metrics|memory|sleep|wake_up|tokenize|detokenize)\b"
+_PATH = re.compile(rf"(?<![\w./-])(?:/(?!{_API})[\w.+@-]+(?:/[\w.+@ -]*[\w.+@-])*/?|[A-Za-z]:\\[^\s'\"]+)")
+
+# The most particular class first: the first that fits decides.
+_SHAPES: tuple[tuple[type[HoldfastError], int, str, str], ...] = (
+    (ContextLengthError, BAD_REQUEST, "invalid_request_error", "context_length_exceeded"),
+    (UnsupportedOptionError, BAD_REQUEST, "invalid_request_error", "unsupported_parameter"),
+    (UnknownModelError, NOT_FOUND, "invalid_request_error", "model_not_found"),
+    (OverloadedError, TOO_MANY, "rate_limit_error", "overloaded"),
+    (RequestError, BAD_REQUEST, "invalid_request_error", "invalid_value"),
+    (DrainingError, UNAVAILABLE, "service_unavailable_error", "draining"),
+    (SleepingError, UNAVAILABLE, "service_unavailable_error", "sleeping"),
+    (EngineDiedError, UNAVAILABLE, "service_unavailable_error", "engine_dead"),
+    (EngineHungError, UNAVAILABLE, "service_unavailable_error", "engine_hung"),
+    (StepMemoryError, UNAVAILABLE, "service_unavailable_error", "out_of_memory"),
+    (EngineError, INTERNAL, "server_error", "engine_error"),
+)
+
+
+class HttpFailure(Exception):
+    """A refusal that has no error class of its own because only HTTP knows it."""
+
+    def __init__(self, status: int, message: str, *, kind: str, code: str, retry: bool = False) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.kind = kind
+        self.code = code
+        self.retry = retry
+
+
+def describe(error: Exception) -> tuple[int, dict[str, Any]]:
+    """HTTP status and OpenAI's error object."""
+    if isinstance(error, HttpFailure):
+        return error.status, _body(error.message, error.kind, None, error.code)
+    if isinstance(error, HoldfastError):
+        for kind, status, openai_type, code in _SHAPES:
+            if isinstance(error, kind):
+                body = _body(helpful(error), openai_type, error.field, code)
+                extra = {"code": error.code, "needed": error.needed, "found": error.found, "fix": error.fix}
+                if status >= INTERNAL:
+                    body["message"] = _without_paths(body["message"])
+                    extra = {name: value and _without_paths(value) for name, value in extra.items()}
+                body["holdfast"] = {
+                    name: shorten(value, MAX_SAID_CHARS) for name, value in extra.items() if value is not None
+                }
+                return status, body
+    log.error("a request failed inside the server", exc_info=error)
+    return INTERNAL, _body("the server failed on this request; its log says why", "server_error", None, "internal")
+
+
+def _without_paths(text: str) -> str:
+    """A fault may quote files of this machine: what clients are told has none of them."""
+    return _PATH.sub("(a file)", text)
+
+
+def _body(message: str, kind: str, param: str | None, code: str) -> dict[str, Any]:
+    return {"message": shorten(message, MAX_SAID_CHARS), "type": kind, "param": param, "code": code}
+
+
+def failure_response(error: Exception, retry_after_s: int) -> Response:
+    status, body = describe(error)
+    headers = {}
+    if status in (TOO_MANY, UNAVAILABLE) and not (isinstance(error, HttpFailure) and not error.retry):
+        headers["Retry-After"] = str(retry_after_s)
+    if status == HEAD_TOO_LARGE:
+        headers["Connection"] = "close"  # Who sends such heads sends more of them.
+    if status == UNAUTHORIZED:
+        headers["WWW-Authenticate"] = "Bearer"
+    return json_response({"error": body}, status, headers)
+
+
+def json_response(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(msgspec.json.encode(content), status, headers, media_type="application/json")

@@ -1,0 +1,255 @@
+"""The door: request ids, the key, who may not come in just now, and one log line for everybody who came.
+
+Pure ASGI around the whole application, so that also what never reaches an endpoint is logged.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import re
+import time
+import uuid
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+from starlette.datastructures import MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from holdfast.engine.interface import Engine
+from holdfast.errors import DrainingError, EngineDiedError, SleepingError
+from holdfast.server.http.api_keys import Keys
+from holdfast.server.http.connection import FULL, MAX_HEAD_BYTES, head_bytes
+from holdfast.server.http.errors import (
+    HEAD_TOO_LARGE,
+    UNAUTHORIZED,
+    UNAVAILABLE,
+    WRONG_MEDIA,
+    HttpFailure,
+    describe,
+    failure_response,
+)
+from holdfast.server.http.request_body import INTAKE, Intake
+from holdfast.server.settings import AccessLog, ServerSettings
+from holdfast.units import shorten
+
+CLIENT_GONE = 499
+"""nginx's number for a client that closed the connection before the answer was there; never sent, only logged."""
+
+CUT_OFF = "draining"
+"""The OpenAI code of a request that the server's own end has ended."""
+
+PROBES = frozenset({"/health", "/ping", "/metrics"})
+"""Asked every few seconds by machines; lines about them would bury those about requests."""
+
+OPEN = frozenset({"/health", "/ping"})
+"""Whoever keeps a server alive has no key."""
+
+NEEDS_ENGINE = ("/v1/", "/tokenize", "/detokenize")
+"""Beginnings of paths that are of no use before the engine is there, or when it is gone."""
+
+COMPUTING = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/embeddings"})
+
+LOGGED_PATH_CHARS = 200
+"""Of a path in the log: strangers may ask for long ones, and they are logged too."""
+
+_ID = re.compile(r"[A-Za-z0-9._:@/+=-]{1,128}")
+_JSON = re.compile(rb"\s*application/(?:[\w.!#$&^-]+\+)?json\s*(?:;|$)", re.IGNORECASE)
+
+
+@dataclass(slots=True)
+class Record:
+    """What the access line will say; endpoints fill in what they learn."""
+
+    request_id: str
+    started_s: float
+    status: int = 0
+    started: bool = False
+    """Whether the response has begun: then no other can be sent."""
+    model: str | None = None
+    answer_id: str | None = None
+    stream: bool | None = None
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    cached_tokens: int | None = None
+    finish_reason: str | None = None
+    ttft_s: float | None = None
+    error_code: str | None = None
+    """Why it was refused, or what ended a stream whose status was already sent."""
+
+
+@dataclass(slots=True)
+class Tally:
+    """How the requests that were taken have ended; said when the server stops."""
+
+    answered: int = 0
+    left: int = 0
+    """By their clients."""
+    failed: int = 0
+    cut: int = 0
+    """By the end of the server."""
+
+    def count(self, record: Record) -> None:
+        if record.answer_id is None:
+            return  # Refused at the door or by what it asked for, or no question at all.
+        if record.error_code == CUT_OFF:
+            self.cut += 1
+        elif record.status == CLIENT_GONE:
+            self.left += 1
+        elif record.error_code is not None:
+            self.failed += 1
+        else:
+            self.answered += 1
+
+
+class Door:
+    def __init__(
+        self, app: ASGIApp, *, engine: Engine, settings: ServerSettings, log: AccessLog | None, tally: Tally
+    ) -> None:
+        self._app = app
+        self._tally = tally
+        self._engine = engine
+        self._settings = settings
+        self._log = log
+        given = (settings.api_key,) if isinstance(settings.api_key, str) else settings.api_key or ()
+        self._intake = Intake()
+        self._keys = Keys(given, settings.api_key_file)
+        self._open = OPEN | ({"/metrics"} if settings.public_metrics else frozenset())
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = dict(scope["headers"])
+        size_bytes = head_bytes(scope["headers"]) + len(scope.get("raw_path") or b"") + len(scope["query_string"])
+        record = Record(_request_id(headers.get(b"x-request-id")), time.monotonic())
+        scope["holdfast.record"] = record
+        scope[INTAKE] = self._intake
+
+        async def note(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                record.status, record.started = message["status"], True
+                MutableHeaders(scope=message)["X-Request-Id"] = record.request_id
+            await send(message)
+
+        try:
+            if size_bytes > MAX_HEAD_BYTES:
+                raise _head_too_large(size_bytes)
+            self._check(scope["path"], headers)
+            if scope.get(FULL) and scope["path"] not in PROBES:
+                raise _full()
+            if scope["method"] == "POST" and scope["path"] not in OPEN:
+                _check_media(headers)
+            await self._app(scope, receive, note)
+        except asyncio.CancelledError:
+            # The server leaves at once and cancels what runs. Nobody is told more by a traceback.
+            record.status, record.error_code = record.status or CLIENT_GONE, CUT_OFF
+        except Exception as error:
+            if record.started:
+                # uvicorn closes the connection, which is all that can still be said.
+                raise
+            record.error_code = describe(error)[1]["code"]
+            await failure_response(error, self._settings.retry_after_s)(scope, receive, note)
+        finally:
+            self._tally.count(record)
+            if self._log is not None and scope["path"] not in PROBES:
+                self._log(_line(scope, record))
+
+    def _check(self, path: str, headers: dict[bytes, bytes]) -> None:
+        if path not in self._open and self._keys.asked_for and not self._keys.fit(_key(headers.get(b"authorization"))):
+            raise HttpFailure(
+                UNAUTHORIZED, "the API key is missing or wrong", kind="authentication_error", code="invalid_api_key"
+            )
+        if not path.startswith(NEEDS_ENGINE):
+            return
+        engine = self._engine
+        if engine.failure is not None:
+            raise EngineDiedError(f"the engine is dead: {engine.failure.message}")
+        if engine.draining:
+            raise DrainingError("the server is shutting down and takes no new requests")
+        if engine.sleeping and path in COMPUTING:
+            raise SleepingError("the engine sleeps", fix="POST /wake_up")
+        # An engine that is being restarted, or does not answer, keeps new requests waiting; one that was never there
+        # cannot even say what its tokenizer is.
+        if not (engine.ready or engine.restarts or engine.sleeping or engine.unresponsive):
+            raise HttpFailure(
+                UNAVAILABLE, "the model is loading", kind="service_unavailable_error", code="loading", retry=True
+            )
+
+
+def tenant_of(scope: Scope) -> str:
+    """Whose request it is: that of a key, or where there is none of an address."""
+    key = next((value for name, value in scope["headers"] if name == b"authorization"), None)
+    client = scope.get("client")
+    return hashlib.sha256(key).hexdigest() if key else str(client[0] if client else "")
+
+
+def _key(authorization: bytes | None) -> bytes:
+    scheme, _, key = (authorization or b"").partition(b" ")
+    return key.strip() if scheme.lower() == b"bearer" else b""
+
+
+def _check_media(headers: dict[bytes, bytes]) -> None:
+    """JSON is what is read here, and a body that says it is something else is none of ours. A browser sends forms and
+    plain text for any web page without asking first: so what says nothing is taken only from whoever is no browser."""
+    given = headers.get(b"content-type")
+    if given is None:
+        if b"origin" not in headers and b"sec-fetch-site" not in headers:
+            return
+    elif _JSON.match(given):
+        return
+    found = "none was named" if given is None else f"not {shorten(given.decode('latin-1'))!r}"
+    raise HttpFailure(
+        WRONG_MEDIA,
+        f"a body must be of type application/json, {found} (curl: -H 'Content-Type: application/json')",
+        kind="invalid_request_error",
+        code="unsupported_media_type",
+    )
+
+
+def _full() -> HttpFailure:
+    return HttpFailure(
+        UNAVAILABLE,
+        "too many connections are open (--max-connections); try again later",
+        kind="service_unavailable_error",
+        code="too_many_connections",
+        retry=True,
+    )
+
+
+def _head_too_large(size_bytes: int) -> HttpFailure:
+    return HttpFailure(
+        HEAD_TOO_LARGE,
+        f"the request line and headers have {size_bytes} bytes; this server takes {MAX_HEAD_BYTES}",
+        kind="invalid_request_error",
+        code="headers_too_large",
+    )
+
+
+def _request_id(given: bytes | None) -> str:
+    """The client's own id where it is harmless to print; a new one otherwise."""
+    text = (given or b"").decode("latin-1")
+    return text if _ID.fullmatch(text) else uuid.uuid4().hex
+
+
+def _line(scope: Scope, record: Record) -> dict[str, Any]:
+    client = scope.get("client")
+    return {
+        "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
+        "client": f"{client[0]}:{client[1]}" if client else None,
+        "method": scope["method"],
+        "path": shorten(scope["path"], LOGGED_PATH_CHARS),
+        "status": record.status,
+        "request_id": record.request_id,
+        "id": record.answer_id,
+        "model": record.model,
+        "stream": record.stream,
+        "prompt_tokens": record.prompt_tokens,
+        "completion_tokens": record.completion_tokens,
+        "cached_tokens": record.cached_tokens,
+        "finish_reason": record.finish_reason,
+        "error_code": record.error_code,
+        "ttft_s": None if record.ttft_s is None else round(record.ttft_s, 6),
+        "duration_s": round(time.monotonic() - record.started_s, 6),
+    }

@@ -1,0 +1,1 @@
+"""From a body to a generation request: prompts, templates, tools, structured output."""

@@ -1,0 +1,176 @@
+"""From the messages of a chat to its prompt: checked, rendered by the template, turned into token ids.
+
+Owns what a request may say to a template; what a template does with it is `text`'s. Knows nothing of sampling.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from holdfast.engine.interface import Engine
+from holdfast.errors import RequestError
+from holdfast.server.request.messages import read_messages
+from holdfast.server.request.output_parser import Reading, prepared, reading_of, talks_of_tools
+from holdfast.server.request.template_workers import TemplateWorkers
+from holdfast.server.request.tokenize_pool import OFF_LOOP_BYTES, encode_within, off_loop
+from holdfast.server.request.tools import ToolUse, read_tool_use
+from holdfast.server.schema.fields import unsupported
+from holdfast.server.schema.requests import ChatBody
+from holdfast.server.settings import ServerSettings
+from holdfast.text.templates.budget import SlowRenderingError, impatient
+from holdfast.text.templates.jobs import RenderJob
+from holdfast.text.templates.template import check_length
+from holdfast.text.tools.prompt import Speech, speech_of
+
+if TYPE_CHECKING:
+    from holdfast.text.tokenizer.tokenizer import Tokenizer
+
+MAX_MESSAGES = 8192
+"""Each is checked by itself, and a template walks over all of them."""
+
+LOOP_CPU_S = 0.02
+"""That a template may take on the event loop, where everybody waits for it; one that takes longer runs in a thread."""
+
+_TEMPLATE_OWN = frozenset(
+    {
+        "conversation", "messages", "tokenize", "add_generation_prompt", "continue_final_message", "chat_template",
+        "tools", "documents", "return_dict", "self",
+    }
+)  # fmt: skip
+"""Names that our own call of the template has."""
+
+
+async def chat_prompt(
+    body: ChatBody,
+    tools: Any,
+    tokenizer: Tokenizer,
+    engine: Engine,
+    settings: ServerSettings,
+    size_bytes: int,
+    workers: TemplateWorkers,
+) -> tuple[list[int], Reading | None]:
+    """The prompt that messages make, and how answers to it are to be read. `tools`: as they came, for the template."""
+    if body.chat_template is not None and not settings.trust_request_chat_template:
+        raise unsupported(
+            "chat_template",
+            "this server does not run templates sent by clients",
+            "leave chat_template out, or start the server with --trust-request-chat-template",
+        )
+    if len(body.messages) > MAX_MESSAGES:
+        raise RequestError(
+            f"messages: {len(body.messages)} of them in one request; at most {MAX_MESSAGES}", field="messages"
+        )
+    use = read_tool_use(body, tools, auto=settings.enable_auto_tool_choice)
+    chat = _Chat(tokenizer, body, read_messages(body.messages), use, engine.info.max_model_len, settings)
+    if chat.is_foreign:
+        return await chat.render_elsewhere(workers)
+    if size_bytes <= OFF_LOOP_BYTES:
+        try:
+            with impatient(LOOP_CPU_S):
+                return chat.render()
+        except SlowRenderingError:
+            pass  # Once more, where others do not wait for it.
+    return await off_loop(chat.render)
+
+
+def final_answer(body: ChatBody) -> str:
+    """What the last message says where it is an assistant's, which is what vLLM repeats of a chat."""
+    last = read_messages(body.messages[-1:])[0]
+    content = last["content"] if last["role"] == "assistant" else ""
+    return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
+
+
+class _Chat:
+    """One request's conversation with its template."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        body: ChatBody,
+        messages: list[dict[str, Any]],
+        use: ToolUse | None,
+        context: int,
+        settings: ServerSettings,
+    ) -> None:
+        extra = dict(body.chat_template_kwargs or {})
+        taken = sorted(_TEMPLATE_OWN & extra.keys())
+        if taken:
+            raise RequestError(f"chat_template_kwargs may not contain {taken[0]}", field="chat_template_kwargs")
+        if body.continue_final_message and body.add_generation_prompt:
+            raise RequestError(
+                "continue_final_message and add_generation_prompt exclude each other", field="continue_final_message"
+            )
+        self._tokenizer = tokenizer
+        self._body = body
+        self._messages = messages
+        self._use = use
+        self._context = context
+        self._settings = settings
+        self._variables = extra
+        opening = body.add_generation_prompt
+        self._opening = opening if opening is not None else not body.continue_final_message
+        self._talks_of_tools = talks_of_tools(use, messages)
+        self._template = tokenizer.template_source(body.chat_template, use)
+
+    @property
+    def is_foreign(self) -> bool:
+        """Whether the client brought its template; it may also have named one of the model's own."""
+        return self._body.chat_template is not None and self._template == self._body.chat_template
+
+    def render(self) -> tuple[list[int], Reading | None]:
+        """Here, with the model's own template."""
+        reading = self._reading(lambda: speech_of(self._template, self._settings.tool_call_parser))
+        told, tools = prepared(reading, self._messages)
+        text = self._tokenizer.apply_chat_template(
+            told,
+            tools=tools,
+            chat_template=self._body.chat_template,
+            tokenize=False,
+            add_generation_prompt=self._opening,
+            continue_final_message=self._body.continue_final_message,
+            **self._variables,
+        )
+        return self._finished(str(text), reading)
+
+    async def render_elsewhere(self, workers: TemplateWorkers) -> tuple[list[int], Reading | None]:
+        """In a process that can be killed: whatever the template does, it is not done here."""
+        check_length(self._template)
+        job = RenderJob(
+            template=self._template,
+            messages=self._messages,
+            tools=[dict(tool.given) for tool in self._use.tools] if self._use else None,
+            talks_of_tools=self._talks_of_tools,
+            tool_call_parser=self._settings.tool_call_parser,
+            add_generation_prompt=self._opening,
+            continue_final_message=self._body.continue_final_message,
+            variables=self._tokenizer.template_variables(self._variables),
+        )
+        rendered = await workers.render(job)
+        text, facts = rendered.text.decode(errors="surrogatepass"), rendered.speech
+
+        def finished() -> tuple[list[int], Reading | None]:
+            reading = self._reading(lambda: facts.speech(self._template) if facts is not None else None)
+            return self._finished(text, reading)
+
+        return await off_loop(finished, len(rendered.text))
+
+    def _reading(self, speech: Callable[[], Speech | None]) -> Reading | None:
+        return reading_of(
+            self._template,
+            self._use,
+            self._settings,
+            shows_thoughts=self._body.include_reasoning,
+            speech=speech if self._talks_of_tools else None,
+        )
+
+    def _finished(self, text: str, reading: Reading | None) -> tuple[list[int], Reading | None]:
+        # The template writes bos itself; a second one would change the answer.
+        ids = encode_within(
+            self._context,
+            self._tokenizer,
+            text,
+            field="messages",
+            add_special_tokens=bool(self._body.add_special_tokens),
+        )
+        return ids, reading.behind(text, continued=self._body.continue_final_message) if reading else None

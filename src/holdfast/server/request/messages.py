@@ -1,0 +1,130 @@
+"""The messages of a chat, checked one by one so that an error can name the place. Rendering is `text`'s business."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from holdfast.errors import RequestError, UnsupportedOptionError
+from holdfast.server.schema.fields import convert, honoured_fields
+from holdfast.server.schema.requests import ContentPart, Message
+from holdfast.text.tools.prompt import arguments_object
+
+# "developer" is OpenAI's newer name of "system"; no template knows it.
+ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+
+_MESSAGE_FIELDS = honoured_fields(Message)
+_PART_FIELDS = honoured_fields(ContentPart)
+# What clients send back when they append an answer as they got it.
+_QUIET = frozenset({"refusal", "function_call", "audio", "annotations"})
+_INSTEAD = {"function_call": ": it is OpenAI's older form; send tool_calls"}
+_TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+"""Types of parts, and the member that has their text."""
+_HARMLESS = frozenset({"cache_control"})
+"""Of other APIs: how long a prefix may be kept. Here they all are, as long as there is room."""
+MAX_CALLS = 128
+"""Of one message in the history."""
+MAX_PARTS = 8192
+"""Of the contents of all messages together."""
+
+
+def read_messages(raw: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Plain dicts, as chat templates take them."""
+    if not raw:
+        raise RequestError("messages: at least one message is needed", field="messages")
+    parts = sum(len(one["content"]) for one in raw if isinstance(one.get("content"), list))
+    if parts > MAX_PARTS:
+        raise RequestError(f"messages have {parts} parts of content; at most {MAX_PARTS}", field="messages")
+    return [_read_message(message, f"messages[{position}]") for position, message in enumerate(raw)]
+
+
+def _read_message(raw: dict[str, Any], where: str) -> dict[str, Any]:
+    kept = {}
+    for name, value in raw.items():
+        if name in _MESSAGE_FIELDS:
+            kept[name] = value
+        elif name in _QUIET:
+            if value not in (None, [], ""):
+                raise UnsupportedOptionError(
+                    f"{where}.{name} is not supported{_INSTEAD.get(name, '')}", field=f"{where}.{name}"
+                )
+        elif value is not None:
+            raise RequestError(f"unknown field {where}.{name[:100]}", field=f"{where}.{name[:100]}")
+    try:
+        message: Message = convert(kept, Message)
+    except RequestError as error:
+        field = f"{where}.{error.field}" if error.field else where
+        raise RequestError(f"{where}.{error.message}", field=field) from None
+    role = ROLES.get(message.role)
+    if role is None:
+        known = ", ".join(ROLES)
+        raise UnsupportedOptionError(
+            f"{where}.role {message.role[:50]!r} is not supported", needed=known, field=f"{where}.role"
+        )
+    content = message.content
+    if content is None and role != "assistant":
+        raise RequestError(f"{where}.content is missing", field=f"{where}.content")
+    if isinstance(content, list):
+        rendered: Any = _read_parts(content, raw["content"], f"{where}.content")
+    else:
+        rendered = content or ""
+    checked = {"role": role, "content": rendered}
+    if message.name is not None:
+        checked["name"] = message.name
+    _read_calls(message, checked, where)
+    return checked
+
+
+def _read_calls(message: Message, checked: dict[str, Any], where: str) -> None:
+    """What belongs to an assistant's message, or to that of a tool, alone."""
+    reasoning = message.reasoning_content if message.reasoning_content is not None else message.reasoning
+    calls = message.tool_calls or []
+    for name, given, role in (
+        ("tool_calls", calls, "assistant"),
+        ("reasoning_content", reasoning, "assistant"),
+        ("tool_call_id", message.tool_call_id, "tool"),
+    ):
+        if given and message.role != role:
+            raise RequestError(f"{where}.{name} belongs to a message of role {role}", field=f"{where}.{name}")
+    if len(calls) > MAX_CALLS:
+        raise RequestError(
+            f"{where}.tool_calls has {len(calls)} calls; at most {MAX_CALLS}", field=f"{where}.tool_calls"
+        )
+    if reasoning:
+        checked["reasoning_content"] = reasoning
+    if message.tool_call_id is not None:
+        checked["tool_call_id"] = message.tool_call_id
+    if calls:
+        checked["tool_calls"] = [
+            {
+                "id": call.id or f"call_{place}",
+                "type": "function",
+                "function": {"name": call.function.name, "arguments": arguments_object(call.function.arguments)},
+            }
+            for place, call in enumerate(calls)
+        ]
+
+
+def _read_parts(parts: list[str | ContentPart], raw: list[Any], where: str) -> list[dict[str, str]]:
+    return [
+        {"type": "text", "text": part if isinstance(part, str) else _read_part(part, raw[position], where, position)}
+        for position, part in enumerate(parts)
+    ]
+
+
+def _read_part(part: ContentPart, raw: dict[str, Any], where: str, position: int) -> str:
+    place = f"{where}[{position}]"
+    member = _TEXT_PARTS.get(part.type)
+    if member is None:
+        raise UnsupportedOptionError(
+            f"{place}: content of type {part.type[:50]!r} is not supported: this model reads text only",
+            needed=f"parts of type {', '.join(_TEXT_PARTS)}",
+            fix="leave the part out, or say in words what it shows",
+            field=place,
+        )
+    unknown = sorted(name for name in raw.keys() - _PART_FIELDS - _HARMLESS if raw[name] is not None)
+    if unknown:
+        raise RequestError(f"unknown field {place}.{unknown[0][:100]}", field=f"{place}.{unknown[0][:100]}")
+    text: str | None = getattr(part, member)
+    if text is None:
+        raise RequestError(f"{place}.{member} is missing", field=f"{place}.{member}")
+    return text

@@ -1,0 +1,382 @@
+"""From a request's body to what the engine is asked: token ids and SamplingParams.
+
+Owns defaults, prompts and what must be refused before the engine is asked; whether a request fits model and context
+is the engine's own door's to say. Knows nothing of HTTP and of how answers look.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from holdfast.engine.interface import Engine
+from holdfast.errors import GrammarError, RequestError, UnknownModelError, UnsupportedOptionError
+from holdfast.records import AdapterRef, SamplingParams
+from holdfast.records.sampling import MAX_LOGPROBS
+from holdfast.server.request.chat import chat_prompt, final_answer
+from holdfast.server.request.logprob_budget import check_told
+from holdfast.server.request.output_parser import Reading
+from holdfast.server.request.structured_output import form_of
+from holdfast.server.request.template_workers import TemplateWorkers
+from holdfast.server.request.tokenize_pool import check_ids, encode_within, off_loop
+from holdfast.server.schema.fields import check_fields, convert, honoured_fields, unsupported
+from holdfast.server.schema.requests import ChatBody, Common, CompletionBody, TokenId
+from holdfast.server.settings import ServerSettings
+from holdfast.units import shorten
+
+if TYPE_CHECKING:
+    from holdfast.text.tokenizer.tokenizer import Tokenizer
+
+BytesOf = Callable[[int], bytes | None]
+
+COMPLETION_MAX_TOKENS = 16
+"""OpenAI's default for /v1/completions; a chat may use the rest of the context."""
+MAX_PROMPTS = 1024
+
+_CHAT_FIELDS = honoured_fields(ChatBody)
+_COMPLETION_FIELDS = honoured_fields(CompletionBody)
+_SAMPLING_NAMES = (
+    "n", "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "presence_penalty",
+    "frequency_penalty", "repetition_penalty", "seed", "stop", "stop_token_ids", "ignore_eos",
+    "skip_special_tokens", "include_stop_str_in_output", "prompt_logprobs", "allowed_token_ids",
+    "bad_words", "spaces_between_special_tokens",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ask:
+    """Everything settled: the engine can be called, and the answer can be given its shape."""
+
+    answer_id: str
+    engine_id: str
+    """Unique, whatever id the client asked for."""
+    created: int
+    model: str
+    prompts: list[list[int]]
+    prompt_field: str
+    """What they were made of, as the client called it."""
+    echoes: list[str] | None
+    """Texts to put before the answers, one a prompt: of a chat, the answer that its messages have begun."""
+    echoes_alone: bool
+    """max_tokens: 0: the prompt is all that is wanted."""
+    first_tokens: list[str] | None
+    """The text of the first token of each prompt, where logprobs are echoed: it has none, and is shown all the same."""
+    told_entries: int
+    """Log-probabilities of its prompts that are held for it."""
+    params: SamplingParams
+    default_max_tokens: bool
+    """Whether max_tokens is a default, which gives way where the context has less left."""
+    logprobs: int | None
+    bytes_of: BytesOf | None
+    stream: bool
+    include_usage: bool
+    continuous_usage: bool
+    priority: int
+    cache_salt: str
+    adapter: AdapterRef | None = None
+    """The LoRA adapter that the request named in the model's place."""
+    with_token_ids: bool
+    """Whether ids are shown beside the text."""
+    reading: Reading | None
+    """How an answer's text is to be read; None: it is content and nothing else."""
+
+
+def decode_object(raw: bytes) -> dict[str, Any]:
+    try:
+        body = msgspec.json.decode(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise _not_json(raw, error) from None
+    if not isinstance(body, dict):
+        raise RequestError("the body must be a JSON object", needed="object", found=type(body).__name__)
+    return body
+
+
+def _not_json(raw: bytes, error: Exception) -> RequestError:
+    """With the place where it breaks off. msgspec names it, but for ends, and for bytes that are no text."""
+    fix = "a body that a JSON library has written, in UTF-8"
+    said = str(error)
+    if not raw.strip():
+        said, fix = "it is empty", 'send the request as a JSON object: {"model": ...}'
+    elif isinstance(error, RecursionError):
+        said, fix = "it is nested too deep to be read", "a body with fewer objects and lists within each other"
+    elif isinstance(error, UnicodeDecodeError):
+        try:
+            raw.decode()
+        except UnicodeDecodeError as whole:  # The other counts from the beginning of a string.
+            said = f"it is not UTF-8 (byte {whole.start})"
+    elif "truncated" in said:
+        said = f"it ends before the object does (byte {len(raw)})"
+        fix = "close what is open (quotes, brackets), and check that the body was sent whole"
+    return RequestError(f"the body is not valid JSON: {said}", fix=fix)
+
+
+async def read_chat(
+    raw: bytes,
+    engine: Engine,
+    settings: ServerSettings,
+    *,
+    workers: TemplateWorkers,
+    request_id: str | None = None,
+) -> Ask:
+    """`request_id`: as the client named its request outside of the body."""
+    fields = check_fields(decode_object(raw), _CHAT_FIELDS)
+    body: ChatBody = convert(fields, ChatBody)
+    model = served_model(body.model, settings)
+    tokenizer = tokenizer_of(engine, "messages")
+    if body.max_completion_tokens is not None:
+        body.max_tokens = body.max_completion_tokens  # OpenAI's newer name, and as in vLLM it wins.
+    if body.top_logprobs and not body.logprobs:
+        raise RequestError("top_logprobs needs logprobs: true", field="top_logprobs")
+    logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    _check_logprobs(logprobs, "top_logprobs")
+    params = _sampling(body, settings, logprobs=logprobs, max_tokens=None)
+    _check_prompt_logprobs(body)
+    _check_places(params.n, engine, settings, "n")
+    prompt, reading = await chat_prompt(body, fields.get("tools"), tokenizer, engine, settings, len(raw), workers)
+    try:
+        if reading is not None:
+            params, reading = await off_loop(partial(reading.adjusted, params, tokenizer, engine.structured), len(raw))
+        await _check_structured(params, engine)
+        for arguments in reading.strict_arguments if reading is not None else ():
+            assert engine.structured is not None
+            with contextlib.suppress(GrammarError):  # Then no text has them.
+                await engine.structured.check(arguments)
+    except RequestError as error:
+        if reading is not None and reading.use is not None and error.field == "grammar":
+            # The client sent no grammar: it was made of these.
+            error.field, error.message = "tools", f"tools: {error.message.removeprefix('grammar: ')}"
+        raise
+    echoes = [final_answer(body)] if body.echo else None
+    return _ask(
+        body, "chatcmpl", model, [prompt], params, settings, logprobs, echoes=echoes, bytes_of=tokenizer.bytes_of,
+        reading=reading, request_id=request_id,
+    )  # fmt: skip
+
+
+async def read_completion(
+    raw: bytes, engine: Engine, settings: ServerSettings, *, request_id: str | None = None
+) -> Ask:
+    body: CompletionBody = convert(check_fields(decode_object(raw), _COMPLETION_FIELDS), CompletionBody)
+    model = served_model(body.model, settings)
+    _check_logprobs(body.logprobs, "logprobs")
+    _check_prompt_logprobs(body)
+    if body.echo and body.logprobs is not None and body.stream and (body.n or 1) > 1:
+        raise unsupported("echo", "together with logprobs and n it is not part of a stream; leave stream out")
+    if engine.tokenizer is None:
+        _refuse_text(body)
+    alone = body.echo and body.max_tokens == 0
+    if alone:
+        body.max_tokens = 1
+    if body.echo and body.prompt_logprobs is None:
+        body.prompt_logprobs = body.logprobs
+    params = _sampling(body, settings, logprobs=body.logprobs, max_tokens=COMPLETION_MAX_TOKENS)
+    if params.structured_outputs is not None:
+        await _check_structured(params, engine)
+    context = engine.info.max_model_len
+    texts, prompts = split_prompts(body.prompt, context)
+    _check_places(len(texts or prompts) * params.n, engine, settings, "prompt")
+    if texts is not None:
+        encode = partial(
+            encode_within,
+            context,
+            tokenizer_of(engine, "prompt"),
+            field="prompt",
+            add_special_tokens=body.add_special_tokens is not False,
+        )
+        given = texts
+        prompts = await off_loop(lambda: [encode(text) for text in given], len(raw))
+    elif body.echo:
+        texts = [tokenizer_of(engine, "echo").decode(prompt) for prompt in prompts]
+    if not all(prompts):
+        raise RequestError("prompt: a prompt has no tokens", field="prompt")
+    firsts = None
+    if body.echo and body.logprobs is not None:
+        firsts = [tokenizer_of(engine, "echo").decode([prompt[0]]) for prompt in prompts]
+    echoes = texts if body.echo else None
+    return _ask(
+        body, "cmpl", model, prompts, params, settings, body.logprobs, echoes=echoes, alone=alone, first_tokens=firsts,
+        request_id=request_id,
+    )  # fmt: skip
+
+
+async def _check_structured(params: SamplingParams, engine: Engine) -> None:
+    wanted = params.structured_outputs
+    if wanted is None:
+        return
+    if engine.structured is None:
+        tokenizer_of(engine, "structured_outputs")
+    assert engine.structured is not None
+    await engine.structured.check(wanted)
+
+
+def _refuse_text(body: CompletionBody) -> None:
+    """Without a tokenizer: what would be passed over in silence, because it needs text."""
+    for name in ("stop", "echo", "logprobs", "include_stop_str_in_output"):
+        if getattr(body, name) not in (None, False):
+            raise unsupported(name, "this server runs without a tokenizer (--skip-tokenizer-init)")
+    if body.return_token_ids is False:
+        raise unsupported("return_token_ids", "without a tokenizer there is nothing else to answer with")
+    body.return_token_ids = True
+
+
+def _check_places(answers: int, engine: Engine, settings: ServerSettings, field: str) -> None:
+    """More than the engine can ever hold is the request's own fault; an engine full of others' work is not."""
+    if settings.max_queued_requests is None:
+        return
+    places = engine.info.max_num_seqs + settings.max_queued_requests
+    if answers > places:
+        raise RequestError(
+            f"the request asks for {answers} answers at once; this server holds {places}",
+            needed=f"{answers} places",
+            found=f"{engine.info.max_num_seqs} to run in and {settings.max_queued_requests} to wait in",
+            fix="send fewer prompts in one request, or a smaller n",
+            field=field,
+        )
+    engine.check_room(answers)
+
+
+def split_prompts(
+    prompt: Any, context: int, *, field: str = "prompt", most: int = MAX_PROMPTS
+) -> tuple[list[str] | None, list[list[int]]]:
+    """Texts, or lists of token ids: OpenAI's four ways to write a prompt. Too many ids are not even looked at."""
+    if isinstance(prompt, str):
+        return [prompt], []
+    if not isinstance(prompt, list) or not prompt:
+        raise RequestError(f"{field}: expected text, a list of texts, token ids, or a list of lists of them, not empty",
+                           field=field)  # fmt: skip
+    if isinstance(prompt[0], int):
+        check_ids(len(prompt), context, field)
+        return None, [convert(prompt, list[TokenId], field)]
+    if len(prompt) > most:
+        raise RequestError(f"{field}: {len(prompt)} prompts in one request; at most {most}", field=field)
+    if isinstance(prompt[0], str):
+        return convert(prompt, list[str], field), []
+    for ids in prompt:
+        if isinstance(ids, list):
+            check_ids(len(ids), context, field)
+    return None, convert(prompt, list[list[TokenId]], field)
+
+
+def served_model(model: str | None, settings: ServerSettings) -> str:
+    """The name to answer with, as in vLLM: the first of the model's own whichever was asked for, or the adapter's."""
+    if model is not None and settings.adapter(model) is not None:
+        return model
+    if model is not None and model not in settings.served_model_names:
+        raise UnknownModelError(
+            f"the model {shorten(model)!r} is not served here",
+            found=shorten(", ".join(settings.all_names)),
+            fix="name one of those, or leave model out",
+            field="model",
+        )
+    return settings.served_model_names[0]
+
+
+def tokenizer_of(engine: Engine, field: str) -> Tokenizer:
+    if engine.tokenizer is None:
+        raise RequestError(f"{field}: this server runs without a tokenizer; send token ids", field=field)
+    return engine.tokenizer
+
+
+def no_priority() -> UnsupportedOptionError:
+    return UnsupportedOptionError(
+        "priority is not supported here: requests are served in the order in which they come",
+        fix="leave priority out, or serve with --scheduling-policy priority",
+        field="priority",
+    )
+
+
+def _check_logprobs(count: int | None, field: str) -> None:
+    if count is not None and not 0 <= count <= MAX_LOGPROBS:
+        raise RequestError(f"{field} is {count}; it must be from 0 to {MAX_LOGPROBS}", field=field)
+
+
+def _check_prompt_logprobs(body: Common) -> None:
+    if body.prompt_logprobs is not None and body.stream:
+        raise unsupported("prompt_logprobs", "it is not part of a stream; leave stream out")
+
+
+def _told(body: Common, prompts: list[list[int]], params: SamplingParams, *, echoed: bool) -> int:
+    if params.prompt_logprobs is None:
+        return 0
+    # An echo shows them in OpenAI's shape; what is not a stream, in vLLM's.
+    copies = int(echoed) + int(not body.stream)
+    field = "logprobs" if echoed else "prompt_logprobs"
+    return check_told([len(prompt) for prompt in prompts], params.prompt_logprobs, copies, field)
+
+
+def _sampling(
+    body: Common, settings: ServerSettings, *, logprobs: int | None, max_tokens: int | None
+) -> SamplingParams:
+    values: dict[str, Any] = {"max_tokens": max_tokens, **settings.default_sampling}
+    for name in _SAMPLING_NAMES:
+        value = getattr(body, name)
+        if value is not None:
+            values[name] = value
+    if body.logit_bias:
+        values["logit_bias"] = {_bias_id(key): bias for key, bias in body.logit_bias.items()}
+    values["structured_outputs"] = form_of(body, settings.structured_outputs)
+    return SamplingParams(**values, logprobs=logprobs)
+
+
+def _bias_id(key: str) -> int:
+    if not (key.isascii() and key.isdigit() and len(key) < 10):
+        raise RequestError(f"logit_bias: {key[:50]!r} is not a token id", field="logit_bias")
+    return int(key)
+
+
+def _ask(
+    body: Common,
+    prefix: str,
+    model: str,
+    prompts: list[list[int]],
+    params: SamplingParams,
+    settings: ServerSettings,
+    logprobs: int | None,
+    *,
+    echoes: list[str] | None = None,
+    alone: bool = False,
+    first_tokens: list[str] | None = None,
+    bytes_of: BytesOf | None = None,
+    reading: Reading | None = None,
+    request_id: str | None = None,
+) -> Ask:
+    if body.priority and settings.scheduling_policy != "priority":
+        raise no_priority()
+    options = body.stream_options
+    if options is not None and not body.stream:
+        raise RequestError("stream_options needs stream: true", field="stream_options")
+    if options is not None and options.include_obfuscation:
+        raise unsupported("stream_options.include_obfuscation")
+    usage = (options is not None and bool(options.include_usage)) or (body.stream and settings.force_include_usage)
+    unique = uuid.uuid4().hex
+    return Ask(
+        answer_id=f"{prefix}-{request_id or body.request_id or unique}",
+        engine_id=f"{prefix}-{unique}",
+        created=int(time.time()),
+        model=model,
+        prompts=prompts,
+        prompt_field="messages" if isinstance(body, ChatBody) else "prompt",
+        echoes=echoes,
+        echoes_alone=alone,
+        first_tokens=first_tokens,
+        told_entries=_told(body, prompts, params, echoed=first_tokens is not None),
+        params=params,
+        default_max_tokens=body.max_tokens is None,
+        bytes_of=bytes_of,
+        logprobs=logprobs,
+        stream=body.stream,
+        include_usage=usage,
+        continuous_usage=usage and options is not None and bool(options.continuous_usage_stats),
+        priority=body.priority,
+        cache_salt=body.cache_salt,
+        adapter=settings.adapter(model),
+        with_token_ids=bool(body.return_token_ids),
+        reading=reading,
+    )

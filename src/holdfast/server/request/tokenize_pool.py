@@ -1,0 +1,62 @@
+"""Text to ids without hurting anybody else: lengths first, then a few at a time, off the loop.
+
+Owns what is refused by length alone. Exact counts, and what they mean with max_tokens, are the engine's door's to say.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, TypeVar
+
+from holdfast.errors import ContextLengthError
+
+if TYPE_CHECKING:
+    from holdfast.text.tokenizer.tokenizer import Tokenizer
+
+T = TypeVar("T")
+
+OFF_LOOP_BYTES = 4096
+"""Of a body; smaller ones are done before another thread would have begun."""
+HEAD_CHARS_PER_TOKEN = 16
+"""Several times what a token of any language stands for: a text with more is judged by its beginning first."""
+
+# A tokenizer needs some hundred times a text's own memory, so few work at once and the others wait.
+_POOL = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenize")
+
+
+async def off_loop(work: Callable[[], T], size_bytes: int | None = None) -> T:
+    if size_bytes is not None and size_bytes <= OFF_LOOP_BYTES:
+        return work()
+    return await asyncio.get_running_loop().run_in_executor(_POOL, work)
+
+
+def encode_within(context: int, tokenizer: Tokenizer, text: str, *, field: str, add_special_tokens: bool) -> list[int]:
+    """The ids of a text, unless its length, or its beginning alone, tells that it is far beyond the context."""
+    most = context * tokenizer.longest_token_chars
+    if len(text) > most:
+        raise _too_long(f"{len(text)} characters", f"at most {most} characters", context, field)
+    head = context * HEAD_CHARS_PER_TOKEN
+    if len(text) > head:
+        count = len(tokenizer.encode(text[:head], add_special_tokens=False))
+        # Where it is cut a beginning may have some tokens that the whole has not, but never twice as many.
+        if count > 2 * context:
+            raise _too_long(f"more than {count} tokens", None, context, field)
+    return tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+
+def check_ids(count: int, context: int, field: str) -> None:
+    if count > context:
+        raise _too_long(f"{count} tokens", None, context, field)
+
+
+def _too_long(found: str, room: str | None, context: int, field: str) -> ContextLengthError:
+    limit = f"{context} tokens" + (f", {room}" if room else "")
+    return ContextLengthError(
+        f"This model's maximum context length is {limit}. However, the {field} has {found}.",
+        needed=found,
+        found=f"a context of {limit}",
+        fix="shorten the prompt",
+        field=field,
+    )

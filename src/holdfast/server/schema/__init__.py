@@ -1,0 +1,1 @@
+"""Requests and responses as the API has them."""

@@ -1,0 +1,59 @@
+"""The bodies of endpoints that do not generate, typed: vLLM's shapes. Meaning is given where they are read."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from holdfast.server.schema.requests import PROMPT_SCHEMA, Small, TokenId, Usage
+
+
+class TokenizeBody(msgspec.Struct, kw_only=True):
+    """Of a text. In place of `prompt`, `messages` and what else makes a chat's prompt may stand."""
+
+    prompt: str
+    model: str | None = None
+    add_special_tokens: bool = True
+
+
+class TokenizeResponse(msgspec.Struct, kw_only=True):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class DetokenizeBody(msgspec.Struct, kw_only=True):
+    tokens: list[TokenId]
+    model: str | None = None
+
+
+class DetokenizeResponse(msgspec.Struct, kw_only=True):
+    prompt: str
+
+
+class EmbeddingBody(msgspec.Struct, kw_only=True):
+    input: Annotated[Any, msgspec.Meta(extra_json_schema=PROMPT_SCHEMA)]
+    """A text, several, token ids, or several lists of them."""
+    model: str | None = None
+    encoding_format: Literal["float", "base64"] = "float"
+    add_special_tokens: bool = True
+    priority: Small = 0
+    cache_salt: Annotated[str, msgspec.Meta(max_length=256)] = ""
+
+
+class Embedding(msgspec.Struct, kw_only=True):
+    index: int
+    object: str = "embedding"
+    embedding: list[float] | str
+    """Numbers, or float32 in little-endian order as base64."""
+
+
+class EmbeddingResponse(msgspec.Struct, kw_only=True):
+    id: str
+    object: str = "list"
+    created: int
+    model: str
+    data: list[Embedding]
+    usage: Usage

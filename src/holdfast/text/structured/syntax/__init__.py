@@ -1,0 +1,1 @@
+"""Grammars as clients write them, read in linear time."""
