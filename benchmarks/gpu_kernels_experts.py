@@ -55,7 +55,7 @@ class Layer:
     inner: torch.Tensor
     rows: torch.Tensor
     logits: torch.Tensor
-    lines: experts.Lines
+    lines: experts.ExpertAssignments
 
     @classmethod
     def of(cls, shape: tuple[int, int, int, int], tokens: int) -> Layer:
@@ -65,7 +65,7 @@ class Layer:
         def normal(*sizes: int) -> torch.Tensor:
             return torch.randn(sizes, dtype=KIND, device="cuda")
 
-        lines = experts.Lines.allocate(tokens, count, chosen, torch.device("cuda"))
+        lines = experts.ExpertAssignments.allocate(tokens, count, chosen, torch.device("cuda"))
         logits = normal(tokens, count)
         experts.route(logits, lines, normalized=True)
         return cls(

@@ -16,7 +16,7 @@ from deadlines import PATIENCE_S
 from hostile_grammars import arguments, broken, gbnf, lark, regex, schema
 from small_vocabulary import END, SIZE, VOCABULARY
 
-from holdfast.engine.core.structured_outputs import Forms
+from holdfast.engine.core.structured_outputs import StructuredOutputManager
 from holdfast.errors import GrammarError, HoldfastError, RequestError
 from holdfast.records import Failure, Request, SamplingParams
 from holdfast.records.steps import Verdict
@@ -50,7 +50,7 @@ def params_of(random: Random) -> StructuredOutputsParams | None:
 class Followed:
     """An answer beside a hostile one, which must go on whatever happens: (ab)+."""
 
-    def __init__(self, forms: Forms) -> None:
+    def __init__(self, forms: StructuredOutputManager) -> None:
         self._forms, self._turn = forms, 0
         self._forms.begin(request("canary", StructuredOutputsParams(regex="(ab)+"), costly=False))
         wait_for(forms, "canary")
@@ -72,7 +72,7 @@ def request(name: str, params: StructuredOutputsParams, *, costly: bool) -> Requ
     return Request(request_id=name, prompt_token_ids=[1], params=sampling, eos_token_ids=(END,), costly_grammar=costly)
 
 
-def wait_for(forms: Forms, name: str) -> HoldfastError | None:
+def wait_for(forms: StructuredOutputManager, name: str) -> HoldfastError | None:
     deadline_s = time.monotonic() + PATIENCE_S
     while True:
         for found, problem in forms.formed(0.05):
@@ -81,7 +81,14 @@ def wait_for(forms: Forms, name: str) -> HoldfastError | None:
         assert time.monotonic() < deadline_s, name
 
 
-def follow(forms: Forms, params: StructuredOutputsParams, costly: bool, random: Random, canary: Followed, name: str):
+def follow(
+    forms: StructuredOutputManager,
+    params: StructuredOutputsParams,
+    costly: bool,
+    random: Random,
+    canary: Followed,
+    name: str,
+):
     forms.begin(request("hostile", params, costly=costly))
     problem = wait_for(forms, "hostile")
     if problem is not None:
@@ -104,7 +111,7 @@ def follow(forms: Forms, params: StructuredOutputsParams, costly: bool, random: 
 
 def attack(service: GrammarService, drawn: Iterator[tuple[str, Random]]) -> dict[str, int]:
     checker = GrammarChecker(service)
-    forms = Forms(lambda: service.address, rows=8, vocab_size=SIZE, eos_ids=[END])
+    forms = StructuredOutputManager(lambda: service.address, rows=8, vocab_size=SIZE, eos_ids=[END])
     canary, endings = Followed(forms), dict.fromkeys(("malformed", "refused", "followed"), 0)
     pid = service.pid
     assert pid is not None

@@ -52,7 +52,7 @@ class Case:
         self.gate_up.mul_(self.hidden**-0.5)
         self.down = self.normal(self.experts, self.hidden, self.inner)
         self.logits = self.normal(self.tokens, self.experts)
-        self.lines = kernels.Lines.allocate(self.tokens + 3, self.experts, self.per_token, DEVICE)
+        self.lines = kernels.ExpertAssignments.allocate(self.tokens + 3, self.experts, self.per_token, DEVICE)
         self.lines.pairs.fill_(-(10**6))
         self.lines.weights.fill_(NAN)
         self.lines.counts.fill_(99)

@@ -12,7 +12,7 @@ from tiny_gpu import Tiny, prompt, run, tokens_of
 
 from holdfast.engine.core import masks
 from holdfast.engine.core.loop import EngineCore
-from holdfast.engine.core.structured_outputs import Forms
+from holdfast.engine.core.structured_outputs import StructuredOutputManager
 from holdfast.records import EngineOutput, FinishReason, SamplingParams, StructuredOutputsParams
 from holdfast.records.structured import Vocabulary
 from holdfast.text.structured.client import GrammarService
@@ -45,7 +45,9 @@ def with_forms(core: EngineCore, tiny: Tiny, services: list[GrammarService]) -> 
     services.append(service)
     service.start()
     rows = core.scheduler.limits.max_num_seqs
-    core.forms = Forms(lambda: service.address, rows=rows, vocab_size=tiny.spec.vocab_size, eos_ids=(2,))
+    core.forms = StructuredOutputManager(
+        lambda: service.address, rows=rows, vocab_size=tiny.spec.vocab_size, eos_ids=(2,)
+    )
     return core
 
 

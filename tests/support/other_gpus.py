@@ -145,7 +145,7 @@ def expert_kernels(tokens: int, shape: tuple[int, int, int, int], dtype: torch.d
     count, chosen, hidden, inner = shape
     x, rows = empty(tokens, hidden, dtype=dtype), empty(tokens * chosen, hidden, dtype=dtype)
     middle = empty(tokens * chosen, inner, dtype=dtype)
-    lines = experts.Lines.allocate(tokens, count, chosen, META)
+    lines = experts.ExpertAssignments.allocate(tokens, count, chosen, META)
     experts.route(empty(tokens, count, dtype=dtype), lines, normalized=True)
     experts.gate_up(x, empty(count, 2 * inner, hidden, dtype=dtype), lines, middle, "silu")
     experts.multiply(middle, empty(count, hidden, inner, dtype=dtype), lines, rows, by_token=False)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import msgspec
 
 from holdfast.doctor.build_finding import ADVICE
-from holdfast.doctor.check_command.check import Machine, judge_command
+from holdfast.doctor.check_command.check import CommandMachine, judge_command
 from holdfast.doctor.command.parse import ServerCommand, parse_command
 from holdfast.doctor.diagnosis.diagnose import diagnose
 from holdfast.doctor.findings import Diagnosis, Finding, Fix
@@ -30,7 +30,7 @@ class Sources:
     logs: tuple[str, ...] = ()
     urls: tuple[str, ...] = ()
     command: str | None = None
-    machine: Machine | None = None
+    machine: CommandMachine | None = None
     """The one that the command is for; None: this one."""
     engine_version: str | None = None
     here: bool = False

@@ -17,12 +17,12 @@ from typing import Any
 from holdfast.config import EngineConfig
 from holdfast.config.python_words import in_python
 from holdfast.engine.core.loop import EngineCore
-from holdfast.engine.core.structured_outputs import hold_forms
+from holdfast.engine.core.structured_outputs import enable_structured_outputs
 from holdfast.engine.llm_unsupported import AbsentMethods
 from holdfast.engine.requests.adapters import Adapters
-from holdfast.engine.requests.admission import Door
+from holdfast.engine.requests.admission import Admission
 from holdfast.engine.requests.embedding import PARAMS, embedding_output, embedding_requests
-from holdfast.engine.requests.output import Answer
+from holdfast.engine.requests.output import OutputBuilder
 from holdfast.engine.requests.sampling_defaults import decided, default_sampling
 from holdfast.engine.requests.structured_output import StructuredOutput
 from holdfast.engine.startup.build import build_core, find_model, open_tokenizer, plan_lines, plan_model
@@ -88,7 +88,7 @@ class LLM(AbsentMethods):
         self._policy = config.scheduling_policy
         self._sleeping = False
         seeds = random.Random(config.seed) if config.seed is not None else random.SystemRandom()
-        self._door = Door(found.spec, self.info.max_model_len, seeds, self._tokenizer, clamp_output=True)
+        self._door = Admission(found.spec, self.info.max_model_len, seeds, self._tokenizer, clamp_output=True)
         self._door.grammar_cost = self._grammar_cost
         self._adapters = Adapters(found.spec, found.files.name, config)
         self._names = itertools.count()
@@ -219,7 +219,7 @@ class LLM(AbsentMethods):
         """Its processes are started when the first answer must follow a grammar."""
         structured = StructuredOutput.of(self._tokenizer, self._found.spec)
         if structured is not None:
-            hold_forms(core, self._found.spec, lambda: structured.service.address)
+            enable_structured_outputs(core, self._found.spec, lambda: structured.service.address)
         return structured
 
     def _grammar_cost(self, params: StructuredOutputsParams) -> GrammarCost | None:
@@ -278,7 +278,7 @@ class LLM(AbsentMethods):
         requests = self._door.admit(ids, params, request_id=name, priority=priority, adapter=adapter)
         if embed:
             requests = embedding_requests(requests)
-        answers = [Answer(request, index, self._tokenizer) for index, request in enumerate(requests)]
+        answers = [OutputBuilder(request, index, self._tokenizer) for index, request in enumerate(requests)]
         return _Run(RequestOutput(request_id=name, prompt=text, prompt_token_ids=list(ids), outputs=[]), answers)
 
     def _read_prompt(self, prompt: Prompt) -> tuple[str | None, Sequence[int]]:
@@ -339,7 +339,7 @@ class LLM(AbsentMethods):
 class _Run:
     """One prompt's answers being put together."""
 
-    def __init__(self, output: RequestOutput, answers: list[Answer]) -> None:
+    def __init__(self, output: RequestOutput, answers: list[OutputBuilder]) -> None:
         self.output = output
         self.answers = answers
         self.embedding: bytes | None = None

@@ -1,7 +1,7 @@
 """The books of the KV cache: groups, block pool, prefix index. No torch, no tensors."""
 
 from holdfast.kvcache.groups import KVGroup, KVLayout, form_groups
-from holdfast.kvcache.manager import Book, KVCache, Prefix
+from holdfast.kvcache.manager import KVCache, Prefix, SequenceBlocks
 from holdfast.kvcache.pool import NULL_PAGE, Block, BlockPool, BlockState, Tier
 
 __all__ = [
@@ -9,11 +9,11 @@ __all__ = [
     "Block",
     "BlockPool",
     "BlockState",
-    "Book",
     "KVCache",
     "KVGroup",
     "KVLayout",
     "Prefix",
+    "SequenceBlocks",
     "Tier",
     "form_groups",
 ]

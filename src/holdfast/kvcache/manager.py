@@ -29,7 +29,7 @@ from holdfast.kvcache.prefix import PrefixIndex, chain_hash, root_hash
 
 
 @dataclass(slots=True, eq=False)
-class Book:
+class SequenceBlocks:
     """What one sequence holds. Read by the scheduler, changed by KVCache alone."""
 
     root: bytes
@@ -80,7 +80,7 @@ class KVCache:
         self.hits_total = 0
         self._index = PrefixIndex(len(layout.groups))
         self._pool = BlockPool(blocks, evicted=self._forget_evicted)
-        self._books: set[Book] = set()
+        self._books: set[SequenceBlocks] = set()
         self._full_groups = [group.index for group in layout.groups if group.window is None]
         self._windows = {group.index: group.window for group in layout.groups if group.window is not None}
 
@@ -114,11 +114,11 @@ class KVCache:
         """Pages that are neither used nor cached: nobody may read them before somebody has written them."""
         return self._pool.free_pages
 
-    def reach(self, book: Book) -> int:
+    def reach(self, book: SequenceBlocks) -> int:
         """The end up to which `grow` could take this book with the pages available now."""
         return (book.entries + self._pool.available // len(book.tables)) * self.layout.block_tokens
 
-    def blocks_missing(self, book: Book, end: int) -> int:
+    def blocks_missing(self, book: SequenceBlocks, end: int) -> int:
         """How many pages are lacking to hold positions up to `end`; 0: `grow` will succeed."""
         wanted = (self.layout.blocks_for(end) - book.entries) * len(book.tables)
         return max(0, wanted - self._pool.available)
@@ -127,7 +127,7 @@ class KVCache:
         """Pages that who holds `held` may still want on the way to `tokens` tokens, in steps of `step_tokens`."""
         return max(0, self.layout.peak_blocks(tokens, step_tokens) - held)
 
-    def find_prefix(self, book: Book, tokens: Sequence[int]) -> Prefix:
+    def find_prefix(self, book: SequenceBlocks, tokens: Sequence[int]) -> Prefix:
         """The longest cached prefix all groups agree on; at least one token is left to compute.
 
         A full group needs every block of it, a windowed one only those a query right behind it still sees.
@@ -144,18 +144,18 @@ class KVCache:
 
     # --- changes ---
 
-    def open(self, salt: str = "", adapter: str = "") -> Book:
+    def open(self, salt: str = "", adapter: str = "") -> SequenceBlocks:
         """A book with empty tables; kept until `close`. Prefixes are shared with the same salt and LoRA adapter."""
         groups = len(self.layout.groups)
-        book = Book(root_hash(salt, adapter), [[] for _ in range(groups)], [0] * groups)
+        book = SequenceBlocks(root_hash(salt, adapter), [[] for _ in range(groups)], [0] * groups)
         self._books.add(book)
         return book
 
-    def close(self, book: Book) -> None:
+    def close(self, book: SequenceBlocks) -> None:
         self.free(book)
         self._books.remove(book)
 
-    def adopt(self, book: Book, prefix: Prefix, tokens_looked_up: int) -> None:
+    def adopt(self, book: SequenceBlocks, prefix: Prefix, tokens_looked_up: int) -> None:
         """Fills the empty tables with a prefix just found."""
         assert book.entries == 0, "only a book with empty tables can adopt a prefix"
         length = prefix.tokens // self.layout.block_tokens
@@ -173,7 +173,7 @@ class KVCache:
             self.queries_total += tokens_looked_up
             self.hits_total += prefix.tokens
 
-    def grow(self, book: Book, end: int) -> None:
+    def grow(self, book: SequenceBlocks, end: int) -> None:
         """Pages for positions up to `end`, all of them; the caller has asked `reach` or `blocks_missing` first."""
         fresh = self.layout.blocks_for(end) - book.entries
         if fresh <= 0:
@@ -184,13 +184,13 @@ class KVCache:
             table.extend(self._pool.allocate(group).id for _ in range(fresh))
         book.entries += fresh
 
-    def note_scheduled(self, book: Book, end: int, tokens: Sequence[int]) -> None:
+    def note_scheduled(self, book: SequenceBlocks, end: int, tokens: Sequence[int]) -> None:
         """The plan being made writes positions up to `end`; `tokens` are those known so far."""
         assert end <= book.entries * self.layout.block_tokens, f"position {end - 1} has no page"
         book.length = end
         self.note_known(book, tokens)
 
-    def note_known(self, book: Book, tokens: Sequence[int]) -> None:
+    def note_known(self, book: SequenceBlocks, tokens: Sequence[int]) -> None:
         """Indexes the blocks that are full of scheduled and known tokens. A block whose last token is sampled but
         not yet known waits for it."""
         full = min(book.length, len(tokens)) // self.layout.block_tokens
@@ -202,7 +202,7 @@ class KVCache:
                 self._index_entry(book, entry)
         book.indexed = full
 
-    def take_back(self, book: Book, end: int) -> bool:
+    def take_back(self, book: SequenceBlocks, end: int) -> bool:
         """What was scheduled from position `end` on will be written once more. False: that is not possible, because the
         page is in the index already, where others may have found it."""
         if end // self.layout.block_tokens < book.indexed:
@@ -210,7 +210,7 @@ class KVCache:
         book.length = end
         return True
 
-    def release_outside_window(self, book: Book, position: int) -> bool:
+    def release_outside_window(self, book: SequenceBlocks, position: int) -> bool:
         """Gives back what no query at `position` or later will read. Says whether there was something."""
         if position < book.window_moves_at or not self._windows:
             return False
@@ -228,7 +228,7 @@ class KVCache:
         book.window_moves_at = min(moves_at)
         return book.held < held
 
-    def free(self, book: Book) -> None:
+    def free(self, book: SequenceBlocks) -> None:
         """Gives everything back and empties the tables. From the tail, so that of a prefix the tail is evicted first:
         a beginning without its tail is still a hit, a tail without its beginning is not."""
         for entry in range(book.entries - 1, -1, -1):
@@ -246,11 +246,11 @@ class KVCache:
         self.queries_total, self.hits_total = before.queries_total, before.hits_total
         self._pool.touched = before.blocks_touched
 
-    def begin_alike(self, book: Book, other: Book, entry: int) -> bool:
+    def begin_alike(self, book: SequenceBlocks, other: SequenceBlocks, entry: int) -> bool:
         """Whether both have the same tokens up to the end of this block, as far as blocks of theirs have been known."""
         return len(book.hashes) > entry < len(other.hashes) and book.hashes[entry] == other.hashes[entry]
 
-    def forget(self, book: Book, first: int) -> None:
+    def forget(self, book: SequenceBlocks, first: int) -> None:
         """Its blocks from this entry on are no longer cached, whoever's pages hold them; nor will they be, from this
         book, before it starts anew."""
         for key in book.hashes[first:]:
@@ -283,7 +283,7 @@ class KVCache:
         size = self.layout.block_tokens
         return min(blocks, self.layout.groups[group].first_needed(blocks * size) // size)
 
-    def _longest_hit(self, book: Book, tokens: Sequence[int]) -> int:
+    def _longest_hit(self, book: SequenceBlocks, tokens: Sequence[int]) -> int:
         """In blocks."""
         length = (len(tokens) - 1) // self.layout.block_tokens
         self._hash_blocks(book, tokens, length)
@@ -304,13 +304,13 @@ class KVCache:
                         break
         return length
 
-    def _hash_blocks(self, book: Book, tokens: Sequence[int], blocks: int) -> None:
+    def _hash_blocks(self, book: SequenceBlocks, tokens: Sequence[int], blocks: int) -> None:
         size, hashes = self.layout.block_tokens, book.hashes
         for entry in range(len(hashes), blocks):
             parent = hashes[-1] if hashes else book.root
             hashes.append(chain_hash(parent, tokens[entry * size : (entry + 1) * size]))
 
-    def _index_entry(self, book: Book, entry: int) -> None:
+    def _index_entry(self, book: SequenceBlocks, entry: int) -> None:
         key = book.hashes[entry]
         for group, table in enumerate(book.tables):
             page = table[entry]

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol, cast
 from holdfast.errors import CheckpointError, UnknownArchitectureError
 from holdfast.models.fields import Fields
 from holdfast.models.runnable import RUNNABLE_ARCHITECTURES, lacking, require_runnable
-from holdfast.models.source import Source, source_of_config, source_of_gguf
+from holdfast.models.source import ModelDescription, source_of_config, source_of_gguf
 from holdfast.models.spec import ModelSpec
 from holdfast.units import shorten
 
@@ -23,7 +23,7 @@ from holdfast.units import shorten
 class Family(Protocol):
     """What a family's module offers."""
 
-    def describe(self, source: Source) -> ModelSpec: ...
+    def describe(self, source: ModelDescription) -> ModelSpec: ...
 
 
 class Names(NamedTuple):
@@ -186,7 +186,7 @@ def _require_one_family(model_type: str | None, architecture: str) -> None:
         )
 
 
-def _described(family: str, source: Source) -> ModelSpec:
+def _described(family: str, source: ModelDescription) -> ModelSpec:
     module = cast(Family, importlib.import_module(f"holdfast.models.families.{family}"))
     spec = module.describe(source)
     return replace(spec, unsupported=lacking(spec, source.fields))

@@ -85,7 +85,7 @@ GGUF_NAMES: dict[str, str | tuple[str, ...]] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
+class DecoderShape:
     """The numbers that every decoder has."""
 
     vocab: int
@@ -111,7 +111,7 @@ class Shape:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
+class ModelDescription:
     fields: Fields
     architecture: str
     generation: Fields
@@ -124,31 +124,35 @@ class Source:
     def has_tensor(self, name: str) -> bool:
         return name in self.tensor_names
 
-    def called(self, names: Mapping[str, str | tuple[str, ...]]) -> Source:
+    def called(self, names: Mapping[str, str | tuple[str, ...]]) -> ModelDescription:
         """The same with a family's own spellings of config.json; a GGUF header spells them as ever."""
         if self.gguf:
             return self
         fields = Fields(self.fields.values, where=self.fields.where, names={**self.fields.names, **names})
         outer = fields if self.outer is self.fields else self.outer
-        return Source(fields=fields, architecture=self.architecture, generation=self.generation, outer=outer)
+        return ModelDescription(fields=fields, architecture=self.architecture, generation=self.generation, outer=outer)
 
-    def holding(self, values: Mapping[str, Any]) -> Source:
+    def holding(self, values: Mapping[str, Any]) -> ModelDescription:
         """The same with other values, where a family must settle a field before the common reading."""
         fields = Fields(values, where=self.fields.where, names=self.fields.names)
         outer = fields if self.outer is self.fields else self.outer
         return replace(self, fields=fields, outer=outer)
 
-    def within(self, name: str) -> Source:
+    def within(self, name: str) -> ModelDescription:
         """The text model of a config that wraps it with others."""
         table = self.fields.table(name)
         if table is None:
             raise self.fields.wrong(name, "a table: the text model", "nothing")
-        return Source(fields=table, architecture=self.architecture, generation=self.generation, outer=self.fields)
+        return ModelDescription(
+            fields=table, architecture=self.architecture, generation=self.generation, outer=self.fields
+        )
 
 
-def source_of_config(config: Mapping[str, Any], generation: Mapping[str, Any] | None, architecture: str) -> Source:
+def source_of_config(
+    config: Mapping[str, Any], generation: Mapping[str, Any] | None, architecture: str
+) -> ModelDescription:
     fields = Fields(config, where="config.json")
-    return Source(
+    return ModelDescription(
         fields=fields,
         architecture=architecture,
         generation=Fields(generation or {}, where="generation_config.json"),
@@ -156,10 +160,10 @@ def source_of_config(config: Mapping[str, Any], generation: Mapping[str, Any] | 
     )
 
 
-def source_of_gguf(metadata: Mapping[str, Any], tensor_names: Collection[str], architecture: str) -> Source:
+def source_of_gguf(metadata: Mapping[str, Any], tensor_names: Collection[str], architecture: str) -> ModelDescription:
     prefix = f"{architecture}."
     fields = Fields(metadata, where="GGUF header", prefix=prefix, names=GGUF_NAMES, only_named=True)
-    return Source(
+    return ModelDescription(
         fields=fields,
         architecture=architecture,
         generation=Fields({}, where="GGUF header"),
@@ -170,7 +174,7 @@ def source_of_gguf(metadata: Mapping[str, Any], tensor_names: Collection[str], a
 
 
 def read_shape(
-    source: Source,
+    source: ModelDescription,
     *,
     heads: int | None = None,
     kv_heads: int | None = None,
@@ -188,7 +192,7 @@ def read_shape(
     stretch: bool = True,
     values_alike: bool = True,
     layers_alike: bool = True,
-) -> Shape:
+) -> DecoderShape:
     """Keywords are what the family takes where its config is silent; `rotary` 0: it does not rotate at all.
 
     `act` None: the family's activation is none of those that a spec can say. `stretch`: a rope scaling makes the
@@ -214,7 +218,7 @@ def read_shape(
         raise fields.wrong("value_dim", f"the key's {dim}", "another")
     context = fields.integer("max_position_embeddings", high=MAX_CONTEXT, default=_or_missing(max_position))
     rope = _rope(source, dim, context, rotary, theta)
-    return Shape(
+    return DecoderShape(
         vocab=_vocabulary(source, vocab),
         hidden=hidden,
         inner=fields.integer("intermediate_size", high=MAX_WIDTH, default=_or_missing(inner)),
@@ -259,7 +263,7 @@ def _head_dim(fields: Fields, hidden: int, heads: int, default: int | None, *, e
     return head_dim
 
 
-def _rope(source: Source, head_dim: int, context: int, rotary: float, theta: float) -> RopeSpec:
+def _rope(source: ModelDescription, head_dim: int, context: int, rotary: float, theta: float) -> RopeSpec:
     if not rotary:
         return no_rope()
     if source.gguf:
@@ -267,7 +271,7 @@ def _rope(source: Source, head_dim: int, context: int, rotary: float, theta: flo
     return rope_from_config(source.fields, head_dim=head_dim, max_position=context, partial=rotary, theta=theta)
 
 
-def _vocabulary(source: Source, default: int | None) -> int:
+def _vocabulary(source: ModelDescription, default: int | None) -> int:
     if source.gguf and not source.fields.has("vocab_size"):
         tokens: Any = source.fields.values.get("tokenizer.ggml.tokens")
         if isinstance(tokens, list) and tokens:
@@ -275,7 +279,7 @@ def _vocabulary(source: Source, default: int | None) -> int:
     return source.fields.integer("vocab_size", high=MAX_VOCABULARY, default=_or_missing(default))
 
 
-def _tied(source: Source, default: bool) -> bool:
+def _tied(source: ModelDescription, default: bool) -> bool:
     if source.gguf:
         return not source.has_tensor("output.weight")
     holder = source.fields if source.fields.has("tie_word_embeddings") else source.outer
@@ -292,7 +296,7 @@ def _activation(fields: Fields, name: str | None, default: str) -> Activation:
 
 
 def read_windows(
-    source: Source, count: int, default: Callable[[int], bool], *, window: int | None = None
+    source: ModelDescription, count: int, default: Callable[[int], bool], *, window: int | None = None
 ) -> tuple[int | None, ...]:
     """The window of each layer: `layer_types` where the config lists them, else what `default` says of an index."""
     fields = source.fields
@@ -305,8 +309,8 @@ def read_windows(
 
 
 def build_spec(
-    source: Source,
-    shape: Shape,
+    source: ModelDescription,
+    shape: DecoderShape,
     *,
     family: str,
     tensors: Sequence[TensorSpec],
@@ -356,11 +360,11 @@ def _forgetting(layer: LayerSpec, max_position: int) -> LayerSpec:
     return replace(layer, window=None, chunked=False)
 
 
-def _quantization(source: Source) -> QuantSpec | None:
+def _quantization(source: ModelDescription) -> QuantSpec | None:
     return quantization_from_config(source.fields) or quantization_from_config(source.outer)
 
 
-def _config_dtype(source: Source) -> str:
+def _config_dtype(source: ModelDescription) -> str:
     for holder in (source.fields, source.outer):
         given = [name for name in ("dtype", "torch_dtype") if holder.has(name)]
         dtypes = [_dtype(holder, name) for name in given]
@@ -385,7 +389,7 @@ def _gguf_dtype(fields: Fields) -> str:
     return kinds.get(kind, "bfloat16") if isinstance(kind, int) else "bfloat16"
 
 
-def _config_ends(source: Source, vocab: int) -> tuple[int | None, tuple[int, ...]]:
+def _config_ends(source: ModelDescription, vocab: int) -> tuple[int | None, tuple[int, ...]]:
     holders = (source.fields, source.generation) if source.outer is source.fields else (
         source.fields, source.outer, source.generation
     )  # fmt: skip

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from holdfast.models.source import Shape, Source
+from holdfast.models.source import DecoderShape, ModelDescription
 from holdfast.models.spec import Part, TensorSpec
 
 
@@ -32,7 +32,7 @@ class TensorList:
             TensorSpec(name=name, shape=shape, hf_name=hf_name, gguf_name=gguf_name, **{"part": self.part, **more})
         )
 
-    def embed(self, shape: Shape, hf: str = "embed_tokens") -> None:
+    def embed(self, shape: DecoderShape, hf: str = "embed_tokens") -> None:
         self.add("embed", (shape.vocab, shape.hidden), f"{self.stem}{hf}.weight", "token_embd.weight", shard_axis=0)
 
     def norm(self, name: str, width: int, hf: str, gguf: str = "", *, bias: bool = False) -> None:
@@ -41,39 +41,45 @@ class TensorList:
             self.add(f"{name}_bias", (width,), f"{self.stem}{hf}.bias", gguf and f"{gguf}.bias")
 
     def end(
-        self, shape: Shape, norm: str = "norm", *, bias: bool = False, head: str = "lm_head", head_bias: bool = False
+        self,
+        shape: DecoderShape,
+        norm: str = "norm",
+        *,
+        bias: bool = False,
+        head: str = "lm_head",
+        head_bias: bool = False,
     ) -> None:
         """The last norm, and the head where it is not the embedding."""
         self.norm("final_norm", shape.hidden, norm, "output_norm", bias=bias)
         self.head(shape, head, bias=head_bias)
 
-    def head(self, shape: Shape, hf: str = "lm_head", *, bias: bool = False) -> None:
+    def head(self, shape: DecoderShape, hf: str = "lm_head", *, bias: bool = False) -> None:
         if not shape.tied:
             self.add("head", (shape.vocab, shape.hidden), f"{hf}.weight", "output.weight", shard_axis=0, linear=True)
         if bias:
             self.add("head_bias", (shape.vocab,), f"{hf}.bias", "output.bias", shard_axis=0)
 
-    def rope_freqs(self, source: Source, shape: Shape) -> None:
+    def rope_freqs(self, source: ModelDescription, shape: DecoderShape) -> None:
         """What a GGUF file divides rotary frequencies by, where it does."""
         if source.has_tensor("rope_freqs.weight"):
             width = shape.rope.dim // 2
             self.add("rope_freqs", (width,), "rope_freqs.weight", "rope_freqs.weight", optional=True)
 
-    def block(self, index: int) -> Block:
-        return Block(self, f"layers.{index}", f"{self.stem}{self.blocks}.{index}.", f"blk.{index}.", layer=index)
+    def block(self, index: int) -> LayerTensors:
+        return LayerTensors(self, f"layers.{index}", f"{self.stem}{self.blocks}.{index}.", f"blk.{index}.", layer=index)
 
-    def draft_block(self, index: int, number: int) -> Block:
+    def draft_block(self, index: int, number: int) -> LayerTensors:
         """Layer `index` of the checkpoint, behind those of the model: the `number`th draft layer."""
-        return Block(self, f"draft.{number}", f"{self.stem}{self.blocks}.{index}.", f"blk.{index}.", layer=None)
+        return LayerTensors(self, f"draft.{number}", f"{self.stem}{self.blocks}.{index}.", f"blk.{index}.", layer=None)
 
 
-def gguf_biases(source: Source) -> str:
+def gguf_biases(source: ModelDescription) -> str:
     """Which of q, k, v and o have one, by what a file holds."""
     names = {"q": "attn_q", "k": "attn_k", "v": "attn_v", "o": "attn_output"}
     return "".join(part for part, name in names.items() if source.has_tensor(f"blk.0.{name}.bias"))
 
 
-class Block:
+class LayerTensors:
     """The tensors of one layer. Names of safetensors and GGUF are given without the layer and without .weight."""
 
     def __init__(self, tensors: TensorList, name: str, hf: str, gguf: str, *, layer: int | None) -> None:
@@ -118,7 +124,7 @@ class Block:
 
     def attention(
         self,
-        shape: Shape,
+        shape: DecoderShape,
         hf: str = "self_attn",
         *,
         bias: str = "",

@@ -17,7 +17,7 @@ from holdfast.planner.fit.search import Question
 from holdfast.planner.inputs.machine import Asked, machine_of
 from holdfast.planner.inputs.question import Settings, Traffic, settings_of
 from holdfast.planner.models.resolve import resolve_model
-from holdfast.planner.report.answer import Answer, answer
+from holdfast.planner.report.answer import PlanAnswer, answer
 from holdfast.units import counted
 
 OF_A_CPU = "HF127"
@@ -28,7 +28,7 @@ ABSURD_TOKENS = 1 << 40
 """Of all requests at once; beyond it something was mistyped."""
 
 
-def plan(model: str | None = None, *, engine: str | None = None, **settings: Any) -> Answer:
+def plan(model: str | None = None, *, engine: str | None = None, **settings: Any) -> PlanAnswer:
     """What fits: `plan("meta-llama/Llama-3.1-8B", gpu="rtx4090", max_model_len=8192)`.
 
     `settings` are those of `holdfast plan --help` with underscores. `engine` is whose commands are wanted: holdfast,

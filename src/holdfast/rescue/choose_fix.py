@@ -84,14 +84,14 @@ def read(words: Sequence[str]) -> Started:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class FixChoice:
     finding: Finding
     fix: Fix
     started: Started
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class RescueLimits:
     """What may be changed, and on what."""
 
     keep: tuple[str, ...] = ()
@@ -107,11 +107,11 @@ class Limits:
 def choose(
     started: Started,
     findings: Iterable[Finding],
-    limits: Limits,
+    limits: RescueLimits,
     *,
     tried: Iterable[Started],
     taken: Iterable[Fix] = (),
-) -> Choice | None:
+) -> FixChoice | None:
     """Of the first finding that has a fix we may take, the one that changes least. None: there is none.
 
     `tried`: no command is run twice. `taken`: the changes that were made so far, none of which was enough.
@@ -140,7 +140,7 @@ def choose(
             ):
                 changed = apply(started, fix.changes)
                 if changed is not None and changed.text not in seen:
-                    return Choice(finding, fix, changed)
+                    return FixChoice(finding, fix, changed)
     return None
 
 
@@ -191,7 +191,7 @@ def _harmless(command: ServerCommand, fix: Fix) -> bool:
     return not guards or (near <= set_anew and guards <= near | {name for name in gone if _near(command, name)})
 
 
-def _worked_out(command: ServerCommand, finding: Finding, fix: Fix, limits: Limits) -> bool:
+def _worked_out(command: ServerCommand, finding: Finding, fix: Fix, limits: RescueLimits) -> bool:
     """A larger share of the card is a guess, unless it is as much as the context lacks."""
     names = _names(command, fix)
     if finding.cause != "kv_cache_too_small_for_max_len" or not names <= _SHARES:

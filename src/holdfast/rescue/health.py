@@ -73,7 +73,7 @@ def _status(address: Address, path: str) -> int:
             connection.close()
 
 
-class Health:
+class HealthPoll:
     """Asked by a thread of its own from `start` to `stop`. Read at any time."""
 
     def __init__(self, address: Address | None) -> None:

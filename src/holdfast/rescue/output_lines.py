@@ -11,7 +11,7 @@ LINE_LIMIT_CHARS = 16 * 1024
 _ENDS = re.compile(r"\r\n|\n|\r")
 
 
-class Lines:
+class OutputLines:
     """From pieces of output to lines. A carriage return ends one too: progress bars are written over themselves."""
 
     def __init__(self, told: Callable[[str], None]) -> None:

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from holdfast.rescue.orphans import Guard, Process, adopt_orphans, left_behind, name_of
-from holdfast.rescue.output_lines import Lines
+from holdfast.rescue.output_lines import OutputLines
 from holdfast.rescue.signals import ENDS, TO_ALL, Signals
 
 READ_BYTES = 64 * 1024
@@ -154,7 +154,7 @@ class Supervised:
     # Running
 
     def _pump(self, readers: dict[int, int], tick: Callable[[Supervised], None]) -> None:
-        lines = {reader: Lines(self._on_line) for reader in readers}
+        lines = {reader: OutputLines(self._on_line) for reader in readers}
         until = time.monotonic() + LAST_WORDS_S
         with selectors.DefaultSelector() as selector:
             for reader in readers:
@@ -182,7 +182,7 @@ class Supervised:
         for one in lines.values():
             one.end()
 
-    def _pass_on(self, reader: int, ours: int, lines: Lines) -> bool:
+    def _pass_on(self, reader: int, ours: int, lines: OutputLines) -> bool:
         """False: there is no more, or nobody reads it."""
         try:
             piece = os.read(reader, READ_BYTES)

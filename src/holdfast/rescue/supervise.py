@@ -22,13 +22,13 @@ from holdfast.doctor.findings import Diagnosis, Finding, Fix
 from holdfast.doctor.report.redact import without_secrets, without_values
 from holdfast.errors import HoldfastError, printable
 from holdfast.hardware import nvidia
-from holdfast.rescue.choose_fix import Choice, Limits, Started, check_keep, choose, read
-from holdfast.rescue.health import Health, address_of
+from holdfast.rescue.choose_fix import FixChoice, RescueLimits, Started, check_keep, choose, read
+from holdfast.rescue.health import HealthPoll, address_of
 from holdfast.rescue.masking import EXPLAINED, STANDS_FOR, secret_values, shown, shown_change
 from holdfast.rescue.planned_fixes import with_planned
 from holdfast.rescue.process import GRACE_S, Ended, Supervised
 from holdfast.rescue.signals import Signals, ToldToEnd
-from holdfast.rescue.watch import Beside
+from holdfast.rescue.watch import OutputWatcher
 from holdfast.units import GIB, format_duration, shorten
 
 NOT_FOUND_EXIT, NOT_RUNNABLE_EXIT = 127, 126
@@ -149,7 +149,7 @@ class Rescue:
 
     def _once(self, started: Started) -> tuple[Ended, Diagnosis, bool]:
         """How it ended, what its output tells, and whether it had begun to serve."""
-        watch, health = Beside(self._tell), Health(address_of(started.command))
+        watch, health = OutputWatcher(self._tell), HealthPoll(address_of(started.command))
         watch.feed(f"$ {started.text}")
         if health.taken:
             self._tell(
@@ -263,9 +263,9 @@ class Rescue:
                 started = choice.started
         return started
 
-    def _limits(self) -> Limits:
+    def _limits(self) -> RescueLimits:
         there = nvidia.probe().gpus
-        return Limits(
+        return RescueLimits(
             keep=self.orders.keep, bold=self.orders.confirm is not None, gpus=len(there),
             gpu_gib=min((gpu.total_bytes for gpu in there), default=0) / GIB or None,
         )  # fmt: skip
@@ -279,7 +279,7 @@ class Rescue:
         served: bool,
         *,
         last: bool,
-    ) -> Choice | None:
+    ) -> FixChoice | None:
         """Said why; and what to do next, unless nothing is known or allowed. `last`: it is only said."""
         how = f"signal {signal.Signals(ended.signal).name}" if ended.signal else f"exit code {ended.exit_code}"
         when = "it died while serving" if served else "it failed to start"
@@ -304,7 +304,7 @@ class Rescue:
             return choice
         return choice if self._agreed(choice) else None
 
-    def _agreed(self, choice: Choice) -> bool:
+    def _agreed(self, choice: FixChoice) -> bool:
         """Said what changes, once it is decided."""
         changes = ", ".join(shown_change(flag, value) for flag, value in choice.fix.changes.items())
         why = f" ({choice.fix.why})" if choice.fix.why else ""

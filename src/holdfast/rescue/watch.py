@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from holdfast.doctor import Watch
+from holdfast.doctor import LiveDiagnosis
 from holdfast.doctor.findings import Diagnosis
 
 READ_EACH, READ_EVERY = 100, 100
@@ -20,18 +20,18 @@ _ANSWERED = re.compile(r"\"(?:GET|POST) /\S* HTTP/[\d.]+\" 200|done request: (?:
 """A request that was answered, as servers log it: who has served one has served."""
 
 
-class Beside:
+class OutputWatcher:
     """The doctor's eyes on the output. A fault of the doctor's own must not end a server that is well."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say
-        self._watch: Watch | None = None
+        self._watch: LiveDiagnosis | None = None
         self._times: dict[str, int] = {}
         self._answered = False
         self._safely(self._open)
 
     def _open(self) -> None:
-        self._watch = Watch()
+        self._watch = LiveDiagnosis()
 
     def feed(self, line: str) -> None:
         if not self._is_news(line):

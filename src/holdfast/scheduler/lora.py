@@ -22,7 +22,7 @@ from holdfast.records.steps import AdapterArrival, AdapterFetch
 from holdfast.scheduler.sequence import Sequence
 
 
-class AdapterTurns:
+class LoraScheduler:
     """`most`: places there are; 0: no request brings an adapter."""
 
     def __init__(self, most: int) -> None:

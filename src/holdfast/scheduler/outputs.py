@@ -15,7 +15,7 @@ Judge = Callable[[str, int], Verdict | Failure]
 """What a token means for the form of the answer of this request; it has the token from then on."""
 
 
-def why_refused(request: Request, limits: SchedulerLimits, kv: KVCache) -> RequestError | None:
+def validate(request: Request, limits: SchedulerLimits, kv: KVCache) -> RequestError | None:
     """None: the request can finish, alone at least."""
     prompt = len(request.prompt_token_ids)
     if prompt == 0:
@@ -49,7 +49,7 @@ def refused(request: Request, error: HoldfastError, now_s: float) -> EngineOutpu
     return EngineOutput(request_id=request.request_id, finish_reason=FinishReason.ERROR, failure=failure, timing=timing)
 
 
-def news(
+def make_output(
     sequence: Sequence,
     token_ids: list[int],
     logprobs: list[TokenLogprobs] | None,

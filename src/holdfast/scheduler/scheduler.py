@@ -32,8 +32,8 @@ from holdfast.records import EngineOutput, EngineStats, Failure, FinishReason, R
 from holdfast.records.steps import AdapterArrival, StepFailure, StepPlan, StepResult, TableWrite
 from holdfast.scheduler.audit import check_in_flight, check_lines
 from holdfast.scheduler.limits import SchedulerLimits
-from holdfast.scheduler.lora import AdapterTurns
-from holdfast.scheduler.outputs import Judge, news, refused, why_refused
+from holdfast.scheduler.lora import LoraScheduler
+from holdfast.scheduler.outputs import Judge, make_output, refused, validate
 from holdfast.scheduler.queue import enter, leave
 from holdfast.scheduler.sequence import Sequence, Status
 from holdfast.scheduler.stats import figures
@@ -50,7 +50,7 @@ class Scheduler:
         self._running: list[Sequence] = []
         self._waiting: list[Sequence] = []
         self._free_slots = list(range(limits.max_num_seqs))
-        self._adapters = AdapterTurns(limits.max_loras)
+        self._adapters = LoraScheduler(limits.max_loras)
         self._in_flight: deque[StepInFlight] = deque()
         self._added_total = 0
         self._steps_total = self._step_tokens = self._preemptions_total = 0
@@ -78,7 +78,7 @@ class Scheduler:
         """Puts it in line. An output at once when it has already ended: refused, or resumed at its very end."""
         if request.request_id in self._sequences:
             raise RequestError(f"request id {request.request_id!r} is in use", field="request_id")
-        refusal = why_refused(request, self.limits, self.kv)
+        refusal = validate(request, self.limits, self.kv)
         if refusal is not None:
             return refused(request, refusal, now_s)
         priority = request.priority if self.limits.policy == "priority" else 0
@@ -96,7 +96,7 @@ class Scheduler:
             reason, stop_id = sequence.ending(sequence.tokens[-1], len(request.output_token_ids) - 1)
             if reason is not None:
                 self._leave(sequence)
-                return news(sequence, [], None, reason, stop_id, now_s)
+                return make_output(sequence, [], None, reason, stop_id, now_s)
         return None
 
     def abort(self, request_id: str) -> bool:
@@ -328,7 +328,7 @@ class Scheduler:
             if told is not None and counts:
                 sequence.told += len(told)
                 if not samples:
-                    outputs.append(news(sequence, [], None, None, None, None, prompt_logprobs=told))
+                    outputs.append(make_output(sequence, [], None, None, None, None, prompt_logprobs=told))
             if row.samples:
                 sequence.sampling_in_flight -= 1
                 if counts and samples:
@@ -349,7 +349,7 @@ class Scheduler:
         ended = [sequence for sequence in self._waiting if sequence.request.adapter == adapter]
         for sequence in ended:
             self._leave(sequence)
-        return [news(sequence, [], None, FinishReason.ERROR, None, now_s, arrival.failure) for sequence in ended]
+        return [make_output(sequence, [], None, FinishReason.ERROR, None, now_s, arrival.failure) for sequence in ended]
 
     def _compute_again(self, sequence: Sequence) -> None:
         """The last token of a row that was not sampled from; in another page where others may read this one by now."""
@@ -375,7 +375,7 @@ class Scheduler:
         if ended.status is Status.FINISHED:
             return []
         self._leave(ended)
-        return [news(ended, [], None, FinishReason.ERROR, None, now_s, failed.failure)]
+        return [make_output(ended, [], None, FinishReason.ERROR, None, now_s, failed.failure)]
 
     def _take(
         self, sequence: Sequence, token: int, logprobs: TokenLogprobs | None,
@@ -385,7 +385,7 @@ class Scheduler:
         """A token for a sequence that runs, or was preempted while it was sampled: it is valid all the same."""
         if isinstance(verdict, Failure):
             self._leave(sequence)
-            return news(sequence, [], None, FinishReason.ERROR, None, now_s, verdict)
+            return make_output(sequence, [], None, FinishReason.ERROR, None, now_s, verdict)
         first = sequence.first_token_s is None
         if first:
             sequence.first_token_s = now_s
@@ -401,8 +401,8 @@ class Scheduler:
         # The first times go out at once: a stop string ends an answer in the front, and so may a death of this process.
         times_s = now_s if first or reason is not None else None
         if embedding is not None:  # The token is nobody's.
-            return news(sequence, [], None, FinishReason.STOP, None, now_s, embedding=embedding)
-        return news(
+            return make_output(sequence, [], None, FinishReason.STOP, None, now_s, embedding=embedding)
+        return make_output(
             sequence, [token], told, reason, stop_id, times_s, prompt_logprobs=prompt_logprobs, complete=complete
         )
 

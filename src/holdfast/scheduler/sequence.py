@@ -13,7 +13,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
-from holdfast.kvcache import Book
+from holdfast.kvcache import SequenceBlocks
 from holdfast.records import FinishReason, Request, Row, SequenceStart
 
 
@@ -30,7 +30,7 @@ class Status(enum.Enum):
 @dataclass(slots=True, eq=False, kw_only=True)
 class Sequence:
     request: Request
-    book: Book
+    book: SequenceBlocks
     order: tuple[int, float, int]
     """Priority, arrival, number: who is smaller goes first. No two are equal."""
     longest: int

@@ -6,12 +6,12 @@ from collections.abc import Sequence as Line
 
 from holdfast.kvcache import KVCache
 from holdfast.records import EngineStats
-from holdfast.scheduler.lora import AdapterTurns
+from holdfast.scheduler.lora import LoraScheduler
 from holdfast.scheduler.sequence import Sequence
 
 
 def figures(
-    running: Line[Sequence], waiting: list[Sequence], kv: KVCache, adapters: AdapterTurns, *,
+    running: Line[Sequence], waiting: list[Sequence], kv: KVCache, adapters: LoraScheduler, *,
     step_tokens: int, steps_total: int, preemptions_total: int,
 ) -> EngineStats:  # fmt: skip
     return EngineStats(

@@ -39,9 +39,9 @@ from holdfast.server.http.errors import (
     failure_response,
     json_response,
 )
-from holdfast.server.http.middleware import Door, Tally
+from holdfast.server.http.middleware import AccessMiddleware, Tally
 from holdfast.server.http.request_metrics import Counting
-from holdfast.server.request.logprob_budget import Room
+from holdfast.server.request.logprob_budget import LogprobBudget
 from holdfast.server.request.parse import read_chat, read_completion
 from holdfast.server.request.template_workers import TemplateWorkers
 from holdfast.server.response.handler import Generation
@@ -64,7 +64,7 @@ def create_app(engine: Engine, settings: ServerSettings) -> Starlette:
         hung=lambda: engine.unresponsive is not None,
     )  # fmt: skip
     engine.on_step(metrics.observe_step)
-    room = Room(most_waiting=settings.max_queued_requests)
+    room = LogprobBudget(most_waiting=settings.max_queued_requests)
     workers = TemplateWorkers()
     chat = Generation(partial(read_chat, workers=workers), chat_shape, engine, settings, metrics, room)
     completion = Generation(read_completion, completion_shape, engine, settings, metrics, room)
@@ -109,7 +109,7 @@ def create_app(engine: Engine, settings: ServerSettings) -> Starlette:
         middleware=[
             *_cors(settings),
             Middleware(Counting, paths=[route.path for route in routes], metrics=HttpMetrics(metrics.registry)),
-            Middleware(Door, engine=engine, settings=settings, log=log, tally=tally),
+            Middleware(AccessMiddleware, engine=engine, settings=settings, log=log, tally=tally),
         ],
         exception_handlers={HTTPException: refuse},
     )

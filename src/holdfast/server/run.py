@@ -29,7 +29,7 @@ from holdfast.observability.logs import ThroughputLog
 from holdfast.server.http import connection
 from holdfast.server.http.accept import Accepting, allow_connections
 from holdfast.server.http.middleware import Tally
-from holdfast.server.http.slow_clients import Connection, Patience
+from holdfast.server.http.slow_clients import SlowClient, SlowClientMonitor
 from holdfast.units import format_duration
 
 log = logging.getLogger("holdfast.server")
@@ -151,7 +151,7 @@ async def serve(
         timeout_graceful_shutdown=int(FLUSH_TIMEOUT_S),
     )
     server = _Server(config, allow_connections(max_connections), tls)
-    patience = Patience(lambda: cast("set[Connection]", server.server_state.connections), write_timeout_s)
+    patience = SlowClientMonitor(lambda: cast("set[SlowClient]", server.server_state.connections), write_timeout_s)
     life = _Life(engine, server, drain_timeout_s, patience, on_fatal or (lambda error: None))
     with life.hearing_signals() if handle_signals else contextlib.nullcontext():
         try:
@@ -169,7 +169,7 @@ class _Life:
         engine: Engine,
         server: _Server,
         drain_timeout_s: float,
-        patience: Patience,
+        patience: SlowClientMonitor,
         on_fatal: Callable[[BaseException], None],
     ) -> None:
         self._engine = engine

@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from holdfast import LLM, GuidedDecodingParams, SamplingParams, StructuredOutputsParams
 from holdfast.engine.core import masks
 from holdfast.engine.core.loop import EngineCore
-from holdfast.engine.core.structured_outputs import Forms
+from holdfast.engine.core.structured_outputs import StructuredOutputManager
 from holdfast.errors import GrammarError, RequestError
 from holdfast.records import EngineOutput, Request
 
@@ -273,7 +273,7 @@ def run(core: EngineCore, request: Request) -> list[EngineOutput]:
 def test_memory_of_forms_goes_with_their_requests(tiny: LLM) -> None:
     ask(tiny, [SamplingParams(max_tokens=5, structured_outputs=held(regex="[0-9]+"))] * 3)
     forms = tiny._engine().forms
-    assert isinstance(forms, Forms)
+    assert isinstance(forms, StructuredOutputManager)
     assert not forms._forms
     assert not forms.compiling
 

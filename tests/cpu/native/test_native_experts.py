@@ -46,7 +46,7 @@ def test_experts_are_those_of_float64(layout: str, normalized: bool, tokens: int
     layer = native.ExpertLayer(
         gate_up=[[one] for one in gate_up], down=down, per_token=chosen, normalized=normalized, activation="silu"
     )
-    buffers = native.ExpertBuffers.allocate(tokens + 2, chosen, experts, HIDDEN, INNER)
+    buffers = native.NativeExpertBuffers.allocate(tokens + 2, chosen, experts, HIDDEN, INNER)
     for buffer in (buffers.lines, buffers.gate_up, buffers.inner, buffers.weights):
         buffer.fill_(float("nan"))
     generator = torch.Generator().manual_seed(tokens)
@@ -80,7 +80,7 @@ def test_experts_in_denser_blocks(layout: str) -> None:
         gate_up=[[one] for one in gate_up], down=down, per_token=2, normalized=True, activation="silu"
     )
     x, logits, out = torch.randn(11, 256), torch.randn(11, 3), torch.zeros(11, 256)
-    layer.add(x, logits, out, native.ExpertBuffers.allocate(11, 2, 3, 256, 256))
+    layer.add(x, logits, out, native.NativeExpertBuffers.allocate(11, 2, 3, 256, 256))
     wanted = expected(x, logits, gate_up_numbers, down_numbers, 2, True)
     assert float((out - wanted).norm() / wanted.norm()) < 0.02
 
@@ -93,7 +93,7 @@ def test_gate_and_up_in_different_ways() -> None:
         gate_up=list(zip(gate, up, strict=True)), down=down, per_token=2, normalized=True, activation="silu"
     )
     x, logits, out = torch.randn(9, HIDDEN), torch.randn(9, 4), torch.zeros(9, HIDDEN)
-    layer.add(x, logits, out, native.ExpertBuffers.allocate(9, 2, 4, HIDDEN, INNER))
+    layer.add(x, logits, out, native.NativeExpertBuffers.allocate(9, 2, 4, HIDDEN, INNER))
     wanted = expected(x, logits, numpy.concatenate((gate_numbers, up_numbers), axis=1), down_numbers, 2, True)
     torch.testing.assert_close(out, wanted.float(), atol=2e-3, rtol=2e-3)
 
@@ -107,7 +107,7 @@ def test_a_token_that_chooses_nothing_disturbs_nobody() -> None:
     )
     x, logits = torch.randn(3, HIDDEN), torch.randn(3, 4)
     alone, together = torch.zeros(2, HIDDEN), torch.zeros(3, HIDDEN)
-    buffers = native.ExpertBuffers.allocate(3, 2, 4, HIDDEN, INNER)
+    buffers = native.NativeExpertBuffers.allocate(3, 2, 4, HIDDEN, INNER)
     layer.add(x[:2], logits[:2], alone, buffers)
     logits[2] = float("nan")
     layer.add(x, logits, together, buffers)
@@ -126,6 +126,6 @@ def test_what_does_not_fit_is_refused() -> None:
     layer = native.ExpertLayer(gate_up=pairs, down=down, per_token=2, normalized=True, activation="silu")
     x, logits = torch.zeros(3, HIDDEN), torch.zeros(3, 2)
     with pytest.raises(ValueError, match="4 pairs, not 6"):
-        layer.add(x, logits, x.clone(), native.ExpertBuffers.allocate(2, 2, 2, HIDDEN, INNER))
+        layer.add(x, logits, x.clone(), native.NativeExpertBuffers.allocate(2, 2, 2, HIDDEN, INNER))
     with pytest.raises(ValueError, match="logits"):
-        layer.add(x, logits[:2], x.clone(), native.ExpertBuffers.allocate(3, 2, 2, HIDDEN, INNER))
+        layer.add(x, logits[:2], x.clone(), native.NativeExpertBuffers.allocate(3, 2, 2, HIDDEN, INNER))

@@ -24,7 +24,7 @@ from deadlines import PATIENCE_S
 
 from holdfast.cli.background_loop import BackgroundLoop
 from holdfast.cli.chat_backends import LocalBackend, api_of
-from holdfast.cli.commands.chat import Conversation, Screen
+from holdfast.cli.commands.chat import ChatHistory, ChatScreen
 from holdfast.engine.fake import FakeEngine
 from holdfast.errors import ConfigurationError, RequestError
 
@@ -360,7 +360,7 @@ def test_ctrl_c_while_the_model_loads_leaves_nothing_behind(tiny_arguments: list
         terminal.close()
 
 
-class Silent(Screen):
+class Silent(ChatScreen):
     """A person who types nothing but one line, during which the engine is given up."""
 
     def __init__(self, meanwhile: Callable[[], None]) -> None:
@@ -383,7 +383,7 @@ def test_a_dead_engine_ends_the_chat_with_its_code() -> None:
     screen = Silent(lambda: engine.die("out of luck"))
     with BackgroundLoop() as loop:
         loop.run(engine.start())
-        assert Conversation(LocalBackend(engine), {}, "", screen, loop).hold() == 1
+        assert ChatHistory(LocalBackend(engine), {}, "", screen, loop).hold() == 1
         loop.run(engine.stop())
     assert "out of luck [HF410]" in "".join(screen.said)
     assert not engine.received

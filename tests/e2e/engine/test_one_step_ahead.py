@@ -17,7 +17,7 @@ import pytest
 from holdfast.config import EngineConfig
 from holdfast.engine.core import masks
 from holdfast.engine.core.loop import EngineCore
-from holdfast.engine.core.structured_outputs import Forms
+from holdfast.engine.core.structured_outputs import StructuredOutputManager
 from holdfast.engine.startup.build import build_core, find_model
 from holdfast.errors import EngineError
 from holdfast.kvcache import KVCache
@@ -138,7 +138,7 @@ def service() -> Iterator[GrammarService]:
 
 def formed(core: EngineCore, service: GrammarService) -> EngineCore:
     rows = core.scheduler.limits.max_num_seqs
-    core.forms = Forms(lambda: service.address, rows=rows, vocab_size=len(TOKENS), eos_ids=(2,))
+    core.forms = StructuredOutputManager(lambda: service.address, rows=rows, vocab_size=len(TOKENS), eos_ids=(2,))
     return core
 
 

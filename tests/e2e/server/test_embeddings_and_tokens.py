@@ -11,7 +11,7 @@ import openai
 import pytest
 
 from holdfast.engine.fake import FakeEngine
-from holdfast.server.request.logprob_budget import Room
+from holdfast.server.request.logprob_budget import LogprobBudget
 
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hi"}]
 
@@ -166,7 +166,7 @@ def test_the_prefix_cache_is_forgotten(launch):
 def test_room_is_given_back_when_all_is_sent(monkeypatch, launch):
     """Also by a request that fails, and with room for one request at a time."""
     monkeypatch.setattr("holdfast.server.endpoints.embeddings.TOLD_ENTRIES", 4)
-    monkeypatch.setattr("holdfast.server.app.Room", lambda most_waiting: Room(4, most_waiting))
+    monkeypatch.setattr("holdfast.server.app.LogprobBudget", lambda most_waiting: LogprobBudget(4, most_waiting))
     with launch().client() as http:
         for _ in range(3):
             assert http.post("/v1/embeddings", json={"input": ["a"] * 20}).status_code == 200

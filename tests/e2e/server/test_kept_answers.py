@@ -14,7 +14,7 @@ from holdfast.footprint.cpu import KEPT_ENTRIES, KEPT_ENTRY_BYTES
 from holdfast.records import Logprob
 from holdfast.server.request import logprob_budget
 from holdfast.server.request.logprob_budget import OF_A_TOKEN
-from holdfast.server.response.serialize import Answer, ChatShape, CompletionShape
+from holdfast.server.response.serialize import ChatShape, CompletionShape, ResponseChoice
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 LONG = {"messages": [{"role": "user", "content": "?"}], "logprobs": True, "top_logprobs": 5}
@@ -64,7 +64,7 @@ def test_what_is_kept_takes_no_more_than_is_counted(shape: Any, likeliest: int) 
         with_token_ids=False,
         bytes_of=lambda token: b" token" + bytes([token % 99]),
     )
-    made, answer = shape(ask), Answer(0, cast(Any, None))
+    made, answer = shape(ask), ResponseChoice(0, cast(Any, None))
     entries = [
         {dice.randrange(10**5): Logprob(-dice.random(), 1, f" word{place}") for place in range(likeliest + 1)}
         for _ in range(tokens)

@@ -245,7 +245,7 @@ class Unsent:
     ],
 )
 def test_only_who_takes_nothing_is_given_up(connection, given_up):
-    watch = slow_clients.Patience(lambda: [connection], 1.0)
+    watch = slow_clients.SlowClientMonitor(lambda: [connection], 1.0)
     for _ in range(5):
         assert not connection.aborted
         watch.look()

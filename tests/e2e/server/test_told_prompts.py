@@ -19,8 +19,8 @@ from holdfast.engine.fake import FakeEngine
 from holdfast.errors import OverloadedError
 from holdfast.footprint.cpu import TOLD_ENTRIES, TOLD_ENTRY_BYTES
 from holdfast.records import Logprob
-from holdfast.server.request.logprob_budget import Room
-from holdfast.server.response.logprobs import Columns, Told
+from holdfast.server.request.logprob_budget import LogprobBudget
+from holdfast.server.response.logprobs import CompletionLogprobs, PromptLogprobs
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 KIND = 20
@@ -142,7 +142,7 @@ def test_more_than_there_is_room_for_is_refused_with_numbers(launch, body, field
 
 
 async def test_room_is_given_in_the_order_of_asking() -> None:
-    room, order = Room(10, most_waiting=2), []
+    room, order = LogprobBudget(10, most_waiting=2), []
 
     async def hold(name: str, entries: int, until: asyncio.Event) -> None:
         async with room.hold(entries):
@@ -173,7 +173,7 @@ async def test_room_is_given_in_the_order_of_asking() -> None:
 
 
 async def test_who_leaves_while_waiting_leaves_the_room_to_others() -> None:
-    room = Room(10)
+    room = LogprobBudget(10)
     holding = room.hold(10)
     await holding.__aenter__()
 
@@ -194,7 +194,7 @@ async def test_who_leaves_while_waiting_leaves_the_room_to_others() -> None:
 async def test_pieces_make_the_whole() -> None:
     """However it comes: every entry once and in order, no minus infinity, offsets that go on in the answer."""
     entries = [{7: Logprob(-float("inf"), 9, "é\n"), 8: Logprob(-0.5, 1, "b")}, *[{9: Logprob(-1.0, 1, "ccc")}] * 700]
-    told = Told(listed=True, echoed_first="aa")
+    told = PromptLogprobs(listed=True, echoed_first="aa")
     await told.take([None])
     await told.take(entries)
     await told.take([])
@@ -203,7 +203,7 @@ async def test_pieces_make_the_whole() -> None:
     assert len(listed) == 702
     assert listed[:2] == [None, {"7": {"logprob": -9999.0, "rank": 9, "decoded_token": "é\n"},
                                  "8": {"logprob": -0.5, "rank": 1, "decoded_token": "b"}}]  # fmt: skip
-    answer = Columns()
+    answer = CompletionLogprobs()
     answer.add([{5: Logprob(-2.0, 1, "end")}])
     shown = json.loads(b"".join(answer.behind(told.echoed)))
     assert [len(column) for column in shown.values()] == [703] * 4

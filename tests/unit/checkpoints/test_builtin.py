@@ -354,7 +354,7 @@ def test_parts_that_do_not_make_the_model_are_refused(wheels: Path) -> None:
     assert left_behind() == []
 
 
-LICENSED = replace(ENTRY, terms=builtin.Terms(name="strange", notice="The terms are at example.org."))
+LICENSED = replace(ENTRY, terms=builtin.LicenseTerms(name="strange", notice="The terms are at example.org."))
 
 
 @pytest.mark.usefixtures("copied")

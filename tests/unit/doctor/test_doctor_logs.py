@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from doctor_excerpts import EXCERPTS, HEADER, LOADING, READY, Excerpt, out_of_memory, trace
 
-from holdfast.doctor import Watch, diagnose, diagnose_lines
+from holdfast.doctor import LiveDiagnosis, diagnose, diagnose_lines
 from holdfast.doctor.findings import Diagnosis
 from holdfast.errors import ConfigurationError
 
@@ -296,7 +296,7 @@ def test_binary_and_endless_lines_do_no_harm(tmp_path: Path) -> None:
 
 
 def test_a_watch_says_when_a_server_is_ready() -> None:
-    watch = Watch()
+    watch = LiveDiagnosis()
     for line in LOADING.split("\n"):
         watch.feed(line)
     assert not watch.ready

@@ -10,7 +10,7 @@ import pytest
 
 from holdfast.doctor import diagnose, diagnose_lines
 from holdfast.doctor.evidence import holdfast_errors
-from holdfast.doctor.logs.prefilter import Screen
+from holdfast.doctor.logs.prefilter import LinePrefilter
 from holdfast.doctor.logs.sampling import screen
 from holdfast.doctor.logs.source import as_utf8, encoding_of
 from holdfast.doctor.rules.load import rulebook
@@ -125,7 +125,7 @@ def test_the_screen_finds_each_literal_wherever_it_begins() -> None:
 
 
 def test_what_stands_behind_a_stop_makes_no_kind() -> None:
-    made = Screen(("out of memory", "no such file"), stops=iter(("prompt: '",)))
+    made = LinePrefilter(("out of memory", "no such file"), stops=iter(("prompt: '",)))
     found = made.lines(b"prompt: 'out of memory'\nprompt: 'no such file'\nprompt: 'x'\nout of memory\n")
     assert len(set(found.kinds.tolist()[:3])) == 1
     assert found.kinds[3] != found.kinds[0]

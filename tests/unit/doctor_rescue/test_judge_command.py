@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from holdfast.doctor.check_command.check import Machine, judge, judge_command
+from holdfast.doctor.check_command.check import CommandMachine, judge, judge_command
 from holdfast.doctor.check_command.flags import flag_findings, known_flags
 from holdfast.doctor.check_command.refusals import no_model
 from holdfast.doctor.command.parse import parse_command
@@ -20,7 +20,7 @@ MODULE = "python -m vllm.entrypoints.openai.api_server --model"
 
 
 def _judged(command: str, gpu: str | None = "rtx4090", **machine: str) -> Diagnosis:
-    return judge_command(command, machine=Machine(gpu=gpu, **machine))
+    return judge_command(command, machine=CommandMachine(gpu=gpu, **machine))
 
 
 def test_what_fits_is_healthy() -> None:
@@ -140,16 +140,18 @@ def test_a_share_that_is_lowered_is_lowered_for_every_fix_and_said_beside_it() -
 @pytest.mark.skipif(bool(nvidia.probe().gpus), reason="there is a GPU to judge for")
 def test_a_command_for_a_gpu_is_judged_for_a_cpu_with_doubt_and_that_is_said_first() -> None:
     text = f"vllm serve {LLAMA} --max-model-len 131072"
-    found = judge_command(text, machine=Machine(ram="20GiB"))
+    found = judge_command(text, machine=CommandMachine(ram="20GiB"))
     assert found.seen[0].startswith("this machine shows no GPU, so the command is judged for its CPU; --gpu NAME")
     assert [one.confidence for one in found.findings] == ["medium"]
     command = parse_command(text)
     assert command is not None
-    here = judge(command, machine=Machine(ram="20GiB"), runs_here=True)  # Rescue starts it here, whatever it is for.
+    here = judge(
+        command, machine=CommandMachine(ram="20GiB"), runs_here=True
+    )  # Rescue starts it here, whatever it is for.
     assert [one.confidence for one in here.findings] == ["high"]
     assert here.seen[0].startswith("planned for this machine")
     for said, version in ((f"VLLM_CPU_OMP_THREADS_BIND=all {text}", None), (text, "0.11.0+cpu")):
-        meant = judge_command(said, machine=Machine(ram="20GiB"), version=version)
+        meant = judge_command(said, machine=CommandMachine(ram="20GiB"), version=version)
         assert not any("shows no GPU" in one for one in (*meant.seen, *meant.missing))
 
 
@@ -176,7 +178,7 @@ def test_values_that_llama_does_not_take_are_named_with_those_it_takes(
 
 def test_a_smaller_kv_space_of_vllm_on_a_cpu_is_seen() -> None:
     command = f"VLLM_CPU_KVCACHE_SPACE=1 vllm serve {LLAMA} --max-model-len 32768"
-    found = judge_command(command, machine=Machine(ram="64GiB"))
+    found = judge_command(command, machine=CommandMachine(ram="64GiB"))
     [finding] = found.findings
     assert finding.cause == "kv_cache_too_small_for_max_len"
     assert finding.fix is not None
@@ -315,11 +317,11 @@ def test_what_is_not_planned_is_named(command: str, gpu: str, healthy: bool, nam
 
 def test_a_flag_of_a_later_release_is_told_apart() -> None:
     command = f"vllm serve {LLAMA} --max-model-len 8192 --attention-backend FLASH_ATTN"
-    [finding] = judge_command(command, machine=Machine(gpu="rtx4090"), version="0.6.3").findings
+    [finding] = judge_command(command, machine=CommandMachine(gpu="rtx4090"), version="0.6.3").findings
     assert "does not take --attention-backend yet" in finding.what
     assert finding.fix is not None
     assert (finding.fix.command or "").startswith("VLLM_ATTENTION_BACKEND=FLASH_ATTN vllm serve")
-    assert judge_command(command, machine=Machine(gpu="rtx4090"), version="0.13.0").healthy
+    assert judge_command(command, machine=CommandMachine(gpu="rtx4090"), version="0.13.0").healthy
 
 
 def test_several_faults_have_one_command_that_mends_all() -> None:

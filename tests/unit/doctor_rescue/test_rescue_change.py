@@ -7,7 +7,7 @@ import pytest
 
 from holdfast.doctor.findings import Finding, Fix
 from holdfast.errors import ConfigurationError
-from holdfast.rescue.choose_fix import Limits, Started, apply, check_keep, choose, read
+from holdfast.rescue.choose_fix import RescueLimits, Started, apply, check_keep, choose, read
 
 VLLM = ["vllm", "serve", "some/model", "--max-model-len", "32768", "--port", "9000"]
 
@@ -22,7 +22,7 @@ def _finding(*fixes: Fix, confidence: str = "high", **numbers: float) -> Finding
 
 def _chosen(words: list[str], *fixes: Fix, keep: tuple[str, ...] = (), confidence: str = "high") -> str | None:
     started = read(words)
-    choice = choose(started, [_finding(*fixes, confidence=confidence)], Limits(keep=keep), tried=[started])
+    choice = choose(started, [_finding(*fixes, confidence=confidence)], RescueLimits(keep=keep), tried=[started])
     return None if choice is None else choice.started.text
 
 
@@ -69,7 +69,7 @@ def test_the_smallest_change_comes_first_if_it_is_more_than_a_guess() -> None:
     started = read(VLLM)
     for lacking_gib, flag in ((1.0, "--gpu-memory-utilization"), (2.0, "--max-model-len")):
         finding = _finding(shorter, more, needed_gib=4.0 + lacking_gib, available_gib=4.0)
-        choice = choose(started, [finding], Limits(gpu_gib=24.0), tried=[started])
+        choice = choose(started, [finding], RescueLimits(gpu_gib=24.0), tried=[started])
         assert choice is not None
         assert list(choice.fix.changes) == [flag]
 
@@ -79,7 +79,7 @@ def test_a_kind_of_change_that_did_not_help_twice_comes_last() -> None:
     started, finding = read(VLLM), msgspec.structs.replace(_finding(lower, eager), cause="activation_oom_runtime")
     taken: list[Fix] = []
     for expected in (lower, lower, eager):
-        choice = choose(started, [finding], Limits(), tried=[started], taken=taken)
+        choice = choose(started, [finding], RescueLimits(), tried=[started], taken=taken)
         assert choice is not None
         assert choice.fix == expected
         taken.append(choice.fix)
@@ -104,7 +104,7 @@ def test_what_is_misspelt_is_corrected_and_nothing_that_guards_is_dropped(
     started = read(words.split())
     for bold in (False, True):
         finding = _finding(Fix(changes={gone: None}))
-        choice = choose(started, [finding], Limits(bold=bold), tried=[started])
+        choice = choose(started, [finding], RescueLimits(bold=bold), tried=[started])
         assert (None if choice is None else choice.started.text) == becomes
 
 
@@ -126,17 +126,17 @@ def test_another_model_its_code_or_address_is_never_taken_unasked() -> None:
     for flag in ("--model", "--quantization", "--trust-remote-code", "--port"):
         assert _chosen(VLLM, Fix(changes={flag: "x"})) is None
     started = read(VLLM)
-    asked = choose(started, [_finding(Fix(changes={"--port": "9001"}))], Limits(bold=True), tried=[started])
+    asked = choose(started, [_finding(Fix(changes={"--port": "9001"}))], RescueLimits(bold=True), tried=[started])
     assert asked is not None
     assert "--port 9001" in asked.started.text
 
 
 def test_more_ranks_only_where_there_are_gpus_for_them() -> None:
     started, more = read(VLLM), _finding(Fix(changes={"--tensor-parallel-size": "2"}))
-    assert choose(started, [more], Limits(gpus=1), tried=[started]) is None
-    assert choose(started, [more], Limits(gpus=2), tried=[started]) is not None
+    assert choose(started, [more], RescueLimits(gpus=1), tried=[started]) is None
+    assert choose(started, [more], RescueLimits(gpus=2), tried=[started]) is not None
     fewer = read(["vllm", "serve", "m", "-tp", "4"])
-    assert choose(fewer, [more], Limits(), tried=[fewer]) is not None
+    assert choose(fewer, [more], RescueLimits(), tried=[fewer]) is not None
 
 
 def test_nothing_is_tried_twice_and_nothing_unsure_is_tried() -> None:

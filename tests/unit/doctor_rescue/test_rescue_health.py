@@ -9,7 +9,7 @@ import pytest
 from free_ports import free_port
 
 from holdfast.doctor.command.parse import parse_command
-from holdfast.rescue.health import Address, Health, address_of, answers
+from holdfast.rescue.health import Address, HealthPoll, address_of, answers
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ def test_who_answers_before_anything_was_started_is_a_stranger() -> None:
     try:
         address = Address("127.0.0.1", server.server_address[1])
         assert answers(address)
-        health = Health(address)
+        health = HealthPoll(address)
         health.start()
         health.stop()
         assert health.taken
@@ -62,6 +62,6 @@ def test_who_answers_before_anything_was_started_is_a_stranger() -> None:
 
 def test_nobody_answers_and_nobody_is_silent() -> None:
     address = Address("127.0.0.1", free_port())
-    health = Health(address)
+    health = HealthPoll(address)
     assert not health.taken
     assert health.silent_s == 0.0

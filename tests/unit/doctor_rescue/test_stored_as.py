@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from holdfast.doctor.check_command.check import Machine, judge_command
+from holdfast.doctor.check_command.check import CommandMachine, judge_command
 from holdfast.doctor.check_command.checkpoint_format import would_not_run
 from holdfast.doctor.command.parse import parse_command
 
@@ -19,7 +19,7 @@ from holdfast.doctor.command.parse import parse_command
     ],
 )
 def test_a_format_that_the_model_does_not_have_is_left_out(words: str, command: str | None) -> None:
-    found = judge_command(f"vllm serve {words}", machine=Machine(gpu="l4"), version="0.11.0").findings
+    found = judge_command(f"vllm serve {words}", machine=CommandMachine(gpu="l4"), version="0.11.0").findings
     assert [one.fix.command for one in found if one.fix is not None] == ([] if command is None else [command])
     assert [one.cause for one in found] == ([] if command is None else ["bad_flag"])
 
@@ -42,14 +42,14 @@ def test_what_a_release_lacks_is_no_fault_of_the_gpu(reason: str, cause: str, fi
 
 
 def test_gpus_that_stay_empty_are_said_and_are_no_fault_where_one_is_enough() -> None:
-    found = judge_command("vllm serve Qwen/Qwen3-8B --max-model-len 4096", machine=Machine(gpu="l4x2"))
+    found = judge_command("vllm serve Qwen/Qwen3-8B --max-model-len 4096", machine=CommandMachine(gpu="l4x2"))
     assert found.healthy
     assert any("stays empty" in line for line in found.seen)
 
 
 def test_what_a_plan_warns_of_is_told_with_what_helps() -> None:
     command = "vllm serve Qwen/Qwen3-8B --max-model-len 4096 --kv-cache-dtype fp8"
-    [finding] = judge_command(command, machine=Machine(gpu="a100-80"), version="0.11.0").findings
+    [finding] = judge_command(command, machine=CommandMachine(gpu="a100-80"), version="0.11.0").findings
     assert finding.fix is not None
     assert "--kv-cache-dtype auto" in finding.fix.why
     assert not finding.fix.changes  # Twice the KV: nobody has planned that.

@@ -1,7 +1,7 @@
 """One answer as it grows: what is told of a prompt, once and with a None before it, through the death of an engine."""
 
 from holdfast import SamplingParams
-from holdfast.engine.requests.output import Answer
+from holdfast.engine.requests.output import OutputBuilder
 from holdfast.records import EngineOutput, Request, TokenLogprobs
 
 
@@ -9,9 +9,9 @@ def told(*tokens: int) -> list[TokenLogprobs]:
     return [TokenLogprobs([token, 9], [-1.0, -0.5], 2) for token in tokens]
 
 
-def answer(prompt: list[int], count: int | None = 1) -> Answer:
+def answer(prompt: list[int], count: int | None = 1) -> OutputBuilder:
     params = SamplingParams(prompt_logprobs=count, max_tokens=3)
-    return Answer(Request(request_id="r", prompt_token_ids=prompt, params=params), 0, None)
+    return OutputBuilder(Request(request_id="r", prompt_token_ids=prompt, params=params), 0, None)
 
 
 def test_a_prompt_is_told_of_in_parts_and_goes_on_where_an_engine_died() -> None:

@@ -12,7 +12,7 @@ from holdfast import SamplingParams
 from holdfast.config import EngineConfig
 from holdfast.engine.process import client, protocol, restarts
 from holdfast.engine.process.client import ProcessEngine
-from holdfast.engine.process.heartbeat import LEAST_LIMIT_S, LOADING_FACTOR, TICK_S, Watch
+from holdfast.engine.process.heartbeat import LEAST_LIMIT_S, LOADING_FACTOR, TICK_S, HeartbeatMonitor
 from holdfast.engine.process.quarantine import DEATHS_IN_ALL
 from holdfast.engine.requests import stream
 from holdfast.engine.startup.build import find_model
@@ -49,7 +49,7 @@ class PretendedChild:
         self.heard: list[protocol.ToEngine] = []
         self.said: asyncio.Queue[protocol.FromEngine | Exception | None] = asyncio.Queue()
         self.clock_s = 0.0
-        self.watch = Watch(LOADING_FACTOR * LEAST_LIMIT_S, self.die, lambda: self.clock_s)
+        self.watch = HeartbeatMonitor(LOADING_FACTOR * LEAST_LIMIT_S, self.die, lambda: self.clock_s)
 
     def send(self, message: protocol.ToEngine) -> None:
         self.heard.append(message)
@@ -90,7 +90,7 @@ class PretendedChild:
         return {request.request_id: request.output_token_ids for add in added for request in add.requests}
 
     def tell(self, *outputs: EngineOutput) -> None:
-        self.said.put_nowait(protocol.News(list(outputs), EngineStats(step_tokens=1)))
+        self.said.put_nowait(protocol.StepOutputs(list(outputs), EngineStats(step_tokens=1)))
 
 
 class Harbour:

@@ -6,7 +6,7 @@ import numpy
 import pytest
 
 from holdfast import SamplingParams
-from holdfast.engine.requests.admission import Door
+from holdfast.engine.requests.admission import Admission
 from holdfast.errors import ContextLengthError, RequestError
 from holdfast.models import from_config
 
@@ -20,8 +20,8 @@ SPEC = from_config(
 )  # fmt: skip
 
 
-def door(**changes: object) -> Door:
-    return Door(SPEC, 32, random.Random(0), **changes)  # type: ignore[arg-type]
+def door(**changes: object) -> Admission:
+    return Admission(SPEC, 32, random.Random(0), **changes)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("prompt", [[], [100], [-1], [0, 5, 1000], [5.0], [True], ["5"], [None], [[5]]])
@@ -50,7 +50,7 @@ def test_the_context_is_a_limit_with_both_numbers() -> None:
     with pytest.raises(ContextLengthError, match=r"a larger max_model_len \(the model reads up to 64 tokens\)"):
         door().admit([1] * 32, SamplingParams(), request_id="r")
     with pytest.raises(ContextLengthError, match="a model with a longer context: 64 tokens is all") as raised:
-        Door(SPEC, 64, random.Random(0)).admit([1] * 64, SamplingParams(), request_id="r")
+        Admission(SPEC, 64, random.Random(0)).admit([1] * 64, SamplingParams(), request_id="r")
     assert "max_model_len" not in str(raised.value)  # It is the model's own already.
     with pytest.raises(ContextLengthError, match=r"10 tokens.*23 more: 33 in all.*32"):
         door().admit([1] * 10, SamplingParams(max_tokens=23), request_id="r")

@@ -20,7 +20,7 @@ from small_vocabulary import END, SIZE, VOCABULARY, small_grammars
 from holdfast.engine.core import grammar_workers, masks
 from holdfast.engine.core import structured_outputs as module
 from holdfast.engine.core.grammar_workers import Lane, LaneLimits
-from holdfast.engine.core.structured_outputs import FORMS_AHEAD, Forms
+from holdfast.engine.core.structured_outputs import FORMS_AHEAD, StructuredOutputManager
 from holdfast.errors import EngineError
 from holdfast.footprint.structured_output import form_bytes
 from holdfast.records import Failure, Request, SamplingParams, StepFailure, StepResult
@@ -56,13 +56,13 @@ def service() -> Iterator[GrammarService]:
 
 
 @pytest.fixture
-def forms(service: GrammarService) -> Iterator[Forms]:
-    made = Forms(lambda: service.address, rows=2, vocab_size=SIZE, eos_ids=[END], by_priority=True)
+def forms(service: GrammarService) -> Iterator[StructuredOutputManager]:
+    made = StructuredOutputManager(lambda: service.address, rows=2, vocab_size=SIZE, eos_ids=[END], by_priority=True)
     yield made
     made.close()
 
 
-def formed(forms: Forms, count: int) -> list[str]:
+def formed(forms: StructuredOutputManager, count: int) -> list[str]:
     found, deadline_s = list[str](), time.monotonic() + PATIENCE_S
     while len(found) < count:
         assert time.monotonic() < deadline_s
@@ -72,7 +72,7 @@ def formed(forms: Forms, count: int) -> list[str]:
     return found
 
 
-def test_no_more_are_compiled_than_may_run_and_a_few(forms: Forms) -> None:
+def test_no_more_are_compiled_than_may_run_and_a_few(forms: StructuredOutputManager) -> None:
     for number in range(20):
         forms.begin(ask(number))
     assert sorted(formed(forms, 2 + FORMS_AHEAD)) == ["0", "1", "2", "3", "4", "5"]
@@ -89,7 +89,9 @@ def test_no_more_are_compiled_than_may_run_and_a_few(forms: Forms) -> None:
     assert not forms.compiling
 
 
-def test_bytes_are_bounded_and_the_first_in_line_is_always_taken(forms: Forms, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bytes_are_bounded_and_the_first_in_line_is_always_taken(
+    forms: StructuredOutputManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module, "held_bytes", lambda rows: form_bytes(100) * 2)
     monkeypatch.setattr(module, "FORM_BYTES", form_bytes(100))
     for number in range(5):
@@ -103,7 +105,7 @@ def test_bytes_are_bounded_and_the_first_in_line_is_always_taken(forms: Forms, m
     assert formed(forms, 1) == ["2"]
 
 
-def test_what_is_counted_is_what_a_worker_saw(forms: Forms, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_counted_is_what_a_worker_saw(forms: StructuredOutputManager, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "held_bytes", lambda rows: 7 * MIB + MIB // 2)
     forms.begin(ask(0))
     formed(forms, 1)
@@ -117,13 +119,13 @@ def test_what_is_counted_is_what_a_worker_saw(forms: Forms, monkeypatch: pytest.
     assert formed(forms, 1) == ["1"]
 
 
-def answer(forms: Forms, request: Request, tokens: list[int]) -> list[Verdict | Failure]:
+def answer(forms: StructuredOutputManager, request: Request, tokens: list[int]) -> list[Verdict | Failure]:
     forms.begin(request)
     formed(forms, 1)
     return [forms.judge(request.request_id, token) for token in tokens]
 
 
-def test_verdicts_are_those_of_the_grammar(forms: Forms) -> None:
+def test_verdicts_are_those_of_the_grammar(forms: StructuredOutputManager) -> None:
     assert answer(forms, ask(0, "ab?"), [ord("a"), END]) == [Verdict.GOES_ON, Verdict.ENDED]
     assert answer(forms, ask(1, "ab"), [ord("a"), ord("b")]) == [Verdict.GOES_ON, Verdict.COMPLETE]
     first, second = answer(forms, ask(2, "ab"), [ord("b"), ord("b")])
@@ -132,7 +134,7 @@ def test_verdicts_are_those_of_the_grammar(forms: Forms) -> None:
     assert second is first
 
 
-def filled(forms: Forms, name: str) -> masks.Form:
+def filled(forms: StructuredOutputManager, name: str) -> masks.GrammarState:
     form, deadline_s = forms._forms[name], time.monotonic() + PATIENCE_S
     while not form.filled:
         forms._workers.poll(0.05)
@@ -140,7 +142,7 @@ def filled(forms: Forms, name: str) -> masks.Form:
     return form
 
 
-def test_masks_are_those_of_the_library(forms: Forms) -> None:
+def test_masks_are_those_of_the_library(forms: StructuredOutputManager) -> None:
     for number, pattern in enumerate(["a+", "b|ab", "[ab]*", "(ab)+"]):
         forms.begin(ask(number, pattern))
     formed(forms, 4)
@@ -153,7 +155,7 @@ def test_masks_are_those_of_the_library(forms: Forms) -> None:
         assert filled(forms, f"{number}").words.tobytes() == expected.mask()
 
 
-def test_a_whole_step_is_judged_in_one_go(forms: Forms, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_whole_step_is_judged_in_one_go(forms: StructuredOutputManager, monkeypatch: pytest.MonkeyPatch) -> None:
     for number in range(3):
         forms.begin(ask(number, "ab"))
     formed(forms, 3)
@@ -172,7 +174,7 @@ def test_a_whole_step_is_judged_in_one_go(forms: Forms, monkeypatch: pytest.Monk
 
 def test_who_wait_together_share_what_they_cost(monkeypatch: pytest.MonkeyPatch) -> None:
     """And pay nothing while the device is busy with their step, and no step is held up for long."""
-    forms = [masks.Form(number, ask(0), 1, None) for number in range(4)]
+    forms = [masks.GrammarState(number, ask(0), 1, None) for number in range(4)]
     turns, now_s = iter([True, True, False, False]), itertools.count(0.0, 0.02)
 
     def poll(timeout_s: float) -> None:
@@ -190,15 +192,15 @@ def test_who_wait_together_share_what_they_cost(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_mask_that_cannot_be_narrowed_ends_its_own_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    good, bad = (masks.Form(number, ask(0), 1, None) for number in range(2))
-    real = masks.Form._narrow
+    good, bad = (masks.GrammarState(number, ask(0), 1, None) for number in range(2))
+    real = masks.GrammarState._narrow
 
-    def narrow(form: masks.Form) -> None:
+    def narrow(form: masks.GrammarState) -> None:
         if form is bad:
             raise IndexError
         real(form)
 
-    monkeypatch.setattr(masks.Form, "_narrow", narrow)
+    monkeypatch.setattr(masks.GrammarState, "_narrow", narrow)
     for form in (good, bad):
         form.take(b"\1\0\0\0", 0.0)
     assert (bad.failure is not None, good.failure, good.words.any()) == (True, None, True)
@@ -208,11 +210,13 @@ def test_a_mask_that_cannot_be_narrowed_ends_its_own_answer(monkeypatch: pytest.
 # --- lanes, and workers that die ---
 
 
-def lane_of(forms: Forms, name: str) -> Lane:
+def lane_of(forms: StructuredOutputManager, name: str) -> Lane:
     return forms._workers._of_form[forms._forms[name].number].lane
 
 
-def test_costly_grammars_are_kept_apart_and_proven_ones_too(forms: Forms, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_costly_grammars_are_kept_apart_and_proven_ones_too(
+    forms: StructuredOutputManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(grammar_workers, "PROVEN_MASKS", 2)
     forms.begin(ask(0, "[ab]+", costly_grammar=True))
     forms.begin(ask(1, "[ab]+"))
@@ -231,12 +235,12 @@ def test_costly_grammars_are_kept_apart_and_proven_ones_too(forms: Forms, monkey
     assert [lane_of(forms, "2"), lane_of(forms, "3")] == [Lane.PROVEN, Lane.SLOW]
 
 
-def workers(forms: Forms) -> dict[Lane, int]:
+def workers(forms: StructuredOutputManager) -> dict[Lane, int]:
     return {worker.lane: worker.connection._pid or 0 for worker in forms._workers._workers}
 
 
 def test_many_answers_are_spread_over_the_workers_there_may_be(service: GrammarService) -> None:
-    forms = Forms(lambda: service.address, rows=16, vocab_size=SIZE, eos_ids=[END])
+    forms = StructuredOutputManager(lambda: service.address, rows=16, vocab_size=SIZE, eos_ids=[END])
     forms._workers._most[Lane.NEW] = 3
     for number in range(16):
         forms.begin(ask(number, "[ab]+"))
@@ -248,7 +252,7 @@ def test_many_answers_are_spread_over_the_workers_there_may_be(service: GrammarS
     forms.close()
 
 
-def test_answers_of_a_worker_that_dies_go_on_in_another(forms: Forms) -> None:
+def test_answers_of_a_worker_that_dies_go_on_in_another(forms: StructuredOutputManager) -> None:
     for number in range(2):
         forms.begin(ask(number, "(ab)+", max_tokens=99))
     formed(forms, 2)
@@ -263,7 +267,7 @@ def test_answers_of_a_worker_that_dies_go_on_in_another(forms: Forms) -> None:
     assert workers(forms)[Lane.NEW] != before[Lane.NEW]
 
 
-def test_an_answer_that_was_complete_when_its_worker_died_still_ends(forms: Forms) -> None:
+def test_an_answer_that_was_complete_when_its_worker_died_still_ends(forms: StructuredOutputManager) -> None:
     forms.begin(ask(0, "ab"))
     formed(forms, 1)
     forms.judge("0", ord("a"))
@@ -277,7 +281,7 @@ def test_an_answer_that_was_complete_when_its_worker_died_still_ends(forms: Form
     assert forms.judge("0", END) is Verdict.ENDED
 
 
-def test_a_worker_that_hangs_is_replaced(forms: Forms, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_that_hangs_is_replaced(forms: StructuredOutputManager, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grammar_workers, "SILENT_S", 0.3)
     forms.begin(ask(0, "(ab)+", max_tokens=99))
     formed(forms, 1)
@@ -290,7 +294,7 @@ def test_a_worker_that_hangs_is_replaced(forms: Forms, monkeypatch: pytest.Monke
 
 
 def test_a_worker_that_had_nothing_to_do_does_not_count_as_silent(
-    forms: Forms, monkeypatch: pytest.MonkeyPatch
+    forms: StructuredOutputManager, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(grammar_workers, "PROVEN_MASKS", 0)
     forms.begin(ask(0, "(ab)+", max_tokens=99))
@@ -312,7 +316,7 @@ def test_a_worker_that_had_nothing_to_do_does_not_count_as_silent(
 
 
 def test_a_grammar_that_explodes_in_mid_answer_ends_its_own_answer_alone(
-    forms: Forms, monkeypatch: pytest.MonkeyPatch
+    forms: StructuredOutputManager, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limits = {lane: LaneLimits(niceness=0, mask_s=0.03, open_s=20.0) for lane in Lane}
     monkeypatch.setattr(grammar_workers, "LIMITS", limits)
@@ -333,7 +337,7 @@ def test_a_grammar_that_explodes_in_mid_answer_ends_its_own_answer_alone(
         assert filled(forms, "1").failure is None
 
 
-def test_memory_comes_back_when_answers_end(forms: Forms, service: GrammarService) -> None:
+def test_memory_comes_back_when_answers_end(forms: StructuredOutputManager, service: GrammarService) -> None:
     for number in range(2):
         forms.begin(ask(number, "(" + "|".join(f"{at:05d}" for at in range(900)) + ")+", costly_grammar=number == 0))
     formed(forms, 2)
@@ -349,7 +353,7 @@ def test_memory_comes_back_when_answers_end(forms: Forms, service: GrammarServic
 
 
 def test_without_a_service_answers_fail_and_nothing_hangs() -> None:
-    forms = Forms(lambda: "/nonexistent/grammars.sock", rows=2, vocab_size=SIZE, eos_ids=[END])
+    forms = StructuredOutputManager(lambda: "/nonexistent/grammars.sock", rows=2, vocab_size=SIZE, eos_ids=[END])
     forms.begin(ask(0))
     ((request, problem),) = forms.formed()
     assert request.request_id == "0"
@@ -358,7 +362,9 @@ def test_without_a_service_answers_fail_and_nothing_hangs() -> None:
     assert not forms.compiling
 
 
-def test_nobody_waits_for_the_verdict_of_an_answer_that_has_gone(forms: Forms, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nobody_waits_for_the_verdict_of_an_answer_that_has_gone(
+    forms: StructuredOutputManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module, "VERDICT_S", PATIENCE_S)
     forms.begin(ask(0, "(ab)+"))
     formed(forms, 1)
@@ -369,7 +375,7 @@ def test_nobody_waits_for_the_verdict_of_an_answer_that_has_gone(forms: Forms, m
     assert time.monotonic() - began_s < PATIENCE_S / 2
 
 
-def test_after_a_failure_nothing_is_foreseen_for_the_step_in_flight(forms: Forms) -> None:
+def test_after_a_failure_nothing_is_foreseen_for_the_step_in_flight(forms: StructuredOutputManager) -> None:
     forms.begin(ask(0, "(ab)+"))
     formed(forms, 1)
     form = forms._forms["0"]
@@ -384,6 +390,6 @@ def test_after_a_failure_nothing_is_foreseen_for_the_step_in_flight(forms: Forms
 
 def test_min_tokens_forbid_the_end_that_ignore_eos_does_not() -> None:
     params = SamplingParams(max_tokens=9, min_tokens=3, ignore_eos=True, structured_outputs=LATE_BOMB)
-    form = masks.Form(1, Request(request_id="0", prompt_token_ids=[1], params=params), 1, None, (2,))
+    form = masks.GrammarState(1, Request(request_id="0", prompt_token_ids=[1], params=params), 1, None, (2,))
     form.take(b"\x0c\0\0\0", 0.0)
     assert form.words.tolist() == [8]

@@ -7,14 +7,21 @@ import logging
 import pytest
 
 from holdfast.config import EngineConfig
-from holdfast.engine.process.heartbeat import LEAST_LIMIT_S, LOADING_FACTOR, TICK_S, Watch, hang_limit, loading_limit_s
+from holdfast.engine.process.heartbeat import (
+    LEAST_LIMIT_S,
+    LOADING_FACTOR,
+    TICK_S,
+    HeartbeatMonitor,
+    hang_limit,
+    loading_limit_s,
+)
 from holdfast.records import EngineInfo
 
 
 class Clocked:
     def __init__(self, limit_s: float) -> None:
         self.now_s, self.kills = 100.0, 0
-        self.watch = Watch(limit_s, self.kill, lambda: self.now_s)
+        self.watch = HeartbeatMonitor(limit_s, self.kill, lambda: self.now_s)
 
     def kill(self) -> None:
         self.kills += 1

@@ -94,5 +94,5 @@ def test_a_long_step_is_heard_between_its_layers_and_a_hung_one_is_not(loop: Loo
         heard += 1
     assert heard >= 4
     go_on.set()
-    while not isinstance(loop.hear(), protocol.News):
+    while not isinstance(loop.hear(), protocol.StepOutputs):
         pass

@@ -6,11 +6,11 @@ import random
 
 import pytest
 
-from holdfast.engine.process.quarantine import DEATHS_IN_ALL, Passengers
+from holdfast.engine.process.quarantine import DEATHS_IN_ALL, CrashQuarantine
 
 
 def test_all_are_handed_over_once() -> None:
-    passengers = Passengers()
+    passengers = CrashQuarantine()
     passengers.enter(["a", "b"])
     assert passengers.board() == ["a", "b"]
     assert passengers.board() == []
@@ -19,7 +19,7 @@ def test_all_are_handed_over_once() -> None:
 
 
 def test_deaths_with_signs_of_life_between_them_suspect_nobody() -> None:
-    passengers = Passengers()
+    passengers = CrashQuarantine()
     passengers.enter(["a", "b"])
     for _ in range(DEATHS_IN_ALL - 1):
         assert passengers.board() == ["a", "b"]
@@ -29,7 +29,7 @@ def test_deaths_with_signs_of_life_between_them_suspect_nobody() -> None:
 
 
 def test_suspects_are_tried_one_at_a_time_and_others_wait() -> None:
-    passengers = Passengers()
+    passengers = CrashQuarantine()
     passengers.enter(["a", "b", "c"])
     for _ in range(2):
         passengers.board()
@@ -46,7 +46,7 @@ def test_suspects_are_tried_one_at_a_time_and_others_wait() -> None:
 
 
 def test_a_suspect_that_leaves_makes_room_for_the_next() -> None:
-    passengers = Passengers()
+    passengers = CrashQuarantine()
     passengers.enter(["a", "b"])
     for _ in range(2):
         passengers.board()
@@ -64,7 +64,7 @@ def test_poison_is_found_among_any_crowd_and_nobody_else_is_blamed(seed: int) ->
     poison = set(draw.sample(names, draw.randint(0, min(3, len(names)))))
     left = {name: draw.randint(1, 4) for name in names}
     batch = draw.randint(1, 5)
-    passengers, blamed, aboard = Passengers(), set(), []
+    passengers, blamed, aboard = CrashQuarantine(), set(), []
     passengers.enter(names)
     for _ in range(1000):
         aboard += passengers.board()
@@ -87,7 +87,7 @@ def test_poison_is_found_among_any_crowd_and_nobody_else_is_blamed(seed: int) ->
 
 
 def test_who_was_aboard_at_six_deaths_is_ended_tokens_or_not() -> None:
-    passengers = Passengers()
+    passengers = CrashQuarantine()
     passengers.enter(["deadly"])
     for _ in range(5):
         assert passengers.board() == ["deadly"]

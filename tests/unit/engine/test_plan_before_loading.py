@@ -130,9 +130,9 @@ def test_a_family_that_does_not_run_is_said_before_how_to_fetch_it(monkeypatch: 
 
 def test_the_plan_travels_to_the_engine_process_whole(config: EngineConfig) -> None:
     plan = build.plan_model(config, build.find_model(config), front_bytes=5)
-    sent = protocol.encode(protocol.Begin(dataclasses.asdict(config), plan))
+    sent = protocol.encode(protocol.Init(dataclasses.asdict(config), plan))
     heard = protocol.decode_to_engine(sent)
-    assert isinstance(heard, protocol.Begin)
+    assert isinstance(heard, protocol.Init)
     assert heard.plan == plan
     assert heard.plan.terms["front"] == 5
 

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from holdfast.kvcache import NULL_PAGE, Book, KVCache, KVLayout, form_groups
+from holdfast.kvcache import NULL_PAGE, KVCache, KVLayout, SequenceBlocks, form_groups
 from holdfast.kvcache.prefix import chain_hash, root_hash
 
 
@@ -17,7 +17,7 @@ def make_layout(windows: list[int | None], block_tokens: int = 4) -> KVLayout:
     )
 
 
-def compute(kv: KVCache, tokens: list[int], salt: str = "", chunk: int | None = None) -> tuple[Book, int]:
+def compute(kv: KVCache, tokens: list[int], salt: str = "", chunk: int | None = None) -> tuple[SequenceBlocks, int]:
     """As a scheduler would: the hit, then chunks until every token is scheduled."""
     book = kv.open(salt)
     prefix = kv.find_prefix(book, tokens)
@@ -244,7 +244,7 @@ def test_what_is_owed_counts_windows_and_what_is_held() -> None:
 class TestRecount:
     """What check_invariants says when the books are cooked."""
 
-    def cooked(self) -> tuple[KVCache, Book, Book]:
+    def cooked(self) -> tuple[KVCache, SequenceBlocks, SequenceBlocks]:
         kv = KVCache(make_layout([None, 6]), 40)
         first, _ = compute(kv, list(range(14)))
         second, _ = compute(kv, [*range(12), 50, 51])

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from holdfast.models import catalogue, describe_config
 from holdfast.planner.fit.search import Question, fit
 from holdfast.planner.inputs.question import Device, Machine, PlannedModel, Settings, Traffic
-from holdfast.planner.report.answer import Answer, answer
+from holdfast.planner.report.answer import PlanAnswer, answer
 from holdfast.planner.report.compare import compare_lines
 from holdfast.planner.report.json import VERSION
 from holdfast.planner.report.text import lines
@@ -31,7 +31,7 @@ TOP = {
 }  # fmt: skip
 
 
-def codes(found: Answer) -> set[str]:
+def codes(found: PlanAnswer) -> set[str]:
     return {warning.code for warning in found.warnings}
 
 

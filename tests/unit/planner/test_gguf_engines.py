@@ -5,16 +5,16 @@ from __future__ import annotations
 import pytest
 
 from holdfast import plan
-from holdfast.planner.report.answer import Answer
+from holdfast.planner.report.answer import PlanAnswer
 
 GIB = 1 << 30
 
 
-def weights_gib(found: Answer) -> float:
+def weights_gib(found: PlanAnswer) -> float:
     return next(term.nbytes for term in found.fit.ranks[0].terms if term.name == "weights") / GIB
 
 
-def said(found: Answer) -> list[str]:
+def said(found: PlanAnswer) -> list[str]:
     return [decision.reason for decision in found.decisions if decision.field == "weights"]
 
 

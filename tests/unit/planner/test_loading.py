@@ -11,7 +11,7 @@ from holdfast.footprint.cpu import STAGING_BYTES
 from holdfast.planner.fit.search import Question, fit
 from holdfast.planner.inputs.machine import Asked, machine_of
 from holdfast.planner.inputs.question import PlannedModel
-from holdfast.planner.report.answer import Answer, answer
+from holdfast.planner.report.answer import PlanAnswer, answer
 from holdfast.planner.report.text import lines, sizes
 from holdfast.units import GIB, MIB, format_bytes
 
@@ -25,7 +25,7 @@ def with_ram(ask: Ask, size: str) -> Question:
     return replace(ask("llama-3.2-1b", "l4"), machine=replace(machine, compiled_kernels=True))
 
 
-def said(found: Answer, field: str) -> str:
+def said(found: PlanAnswer, field: str) -> str:
     return next(decision.line() for decision in found.decisions if decision.field == field)
 
 

@@ -400,14 +400,14 @@ def field_of(flag: str) -> str:
 def test_a_shorter_context_leaves_more_for_the_pool(spec: ModelSpec) -> None:
     """What is auto is settled with the terms of the length it gets, not of the length that did not fit."""
     long = from_config({**LLAMA_3_8B, "max_position_embeddings": 1 << 20})
-    default_limits = {"max_num_seqs": 64, "max_num_batched_tokens": 512}
-    found = plan(long, 24, **default_limits)
+    limits = {"max_num_seqs": 64, "max_num_batched_tokens": 512}
+    found = plan(long, 24, **limits)
     assert found.short
     assert found.limits.max_model_len > 8192
     assert sum(found.terms.values()) <= found.budget_bytes
     with pytest.raises(DoesNotFitError):
-        plan(long, 24, max_model_len=found.limits.max_model_len + 16, **default_limits)
-    assert plan(long, 24, max_model_len=found.limits.max_model_len, **default_limits).blocks == found.blocks
+        plan(long, 24, max_model_len=found.limits.max_model_len + 16, **limits)
+    assert plan(long, 24, max_model_len=found.limits.max_model_len, **limits).blocks == found.blocks
 
 
 def test_dense_products_are_planned_with_their_copy_where_torch_makes_one(spec: ModelSpec) -> None:
@@ -441,8 +441,8 @@ def test_limits_that_are_too_large_together_are_refused_with_some_that_fit(spec:
     lower = re.search(r", or --max-model-len (\d+) --max-num-seqs (\d+)$", str(caught.value.fix))
     assert lower is not None
     length, sequences = map(int, lower.groups())
-    default_limits = plan(spec, 40, ram="16476MiB", max_model_len=length, max_num_seqs=sequences).limits
-    assert (default_limits.max_model_len, default_limits.max_num_seqs) == (length, sequences)
+    limits = plan(spec, 40, ram="16476MiB", max_model_len=length, max_num_seqs=sequences).limits
+    assert (limits.max_model_len, limits.max_num_seqs) == (length, sequences)
 
 
 @pytest.mark.parametrize(("cores", "tokens"), [(1, 64), (2, 144), (64, 512)])

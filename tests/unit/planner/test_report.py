@@ -11,7 +11,7 @@ import pytest
 
 from holdfast.planner.fit.search import Question
 from holdfast.planner.inputs.question import Device
-from holdfast.planner.report.answer import Answer, answer
+from holdfast.planner.report.answer import PlanAnswer, answer
 from holdfast.planner.report.compare import compare_lines
 from holdfast.planner.report.text import lines, sizes
 from holdfast.planner.report.wrapping import LEAST_WIDTH, wrapped
@@ -22,7 +22,7 @@ ESCAPES = re.compile(r"\x1b\[[\d;]*m")
 
 
 @pytest.fixture(scope="module")
-def answers(ask: Ask) -> list[Answer]:
+def answers(ask: Ask) -> list[PlanAnswer]:
     return [
         answer(ask("llama-3-8b", "rtx4090")),
         answer(ask("llama-3-70b", "rtx4090", ram_bytes=64 * GIB)),
@@ -32,14 +32,14 @@ def answers(ask: Ask) -> list[Answer]:
 
 
 @pytest.mark.parametrize("width", [20, 60, 80, 132])
-def test_no_line_is_wider_than_asked(answers: list[Answer], width: int) -> None:
+def test_no_line_is_wider_than_asked(answers: list[PlanAnswer], width: int) -> None:
     for found in answers:
         for line in lines(found, width=width):
             # A single long word, such as an address, cannot be broken within a command.
             assert len(line) <= max(width, LEAST_WIDTH) or "://" in line, line
 
 
-def test_colour_changes_nothing_but_colour(answers: list[Answer]) -> None:
+def test_colour_changes_nothing_but_colour(answers: list[PlanAnswer]) -> None:
     for found in answers:
         plain, coloured = lines(found, width=100), lines(found, width=100, colour=True)
         assert [ESCAPES.sub("", line) for line in coloured] == plain
@@ -47,12 +47,12 @@ def test_colour_changes_nothing_but_colour(answers: list[Answer]) -> None:
         assert any("\x1b" in line for line in coloured)
 
 
-def test_the_first_line_is_the_answer(answers: list[Answer]) -> None:
+def test_the_first_line_is_the_answer(answers: list[PlanAnswer]) -> None:
     assert lines(answers[0])[0].endswith(": fits")
     assert re.search(r"does not fit: 11\d\.\d\d GiB short", " ".join(lines(answers[1])[:2]))
 
 
-def test_bars_show_what_lies_where(answers: list[Answer]) -> None:
+def test_bars_show_what_lies_where(answers: list[PlanAnswer]) -> None:
     text = lines(answers[0], width=80)
     rows = {line.split()[0]: line for line in text if re.match(r"  (weights|overhead|KV|free|reserve) ", line)}
     assert set(rows) == {"weights", "overhead", "KV", "free", "reserve"}
@@ -65,7 +65,7 @@ def test_bars_show_what_lies_where(answers: list[Answer]) -> None:
     assert whole == rank.device.total_bytes
 
 
-def test_what_is_short_is_drawn(answers: list[Answer]) -> None:
+def test_what_is_short_is_drawn(answers: list[PlanAnswer]) -> None:
     text = lines(answers[1], width=80)
     assert any(line.startswith("  short") and "!" in line for line in text)
     bar = next(line for line in text if line.startswith("  ["))
@@ -73,7 +73,7 @@ def test_what_is_short_is_drawn(answers: list[Answer]) -> None:
     assert bar.count("!") / (len(bar) - 4) == pytest.approx(0.84, abs=0.02)
 
 
-def test_alike_gpus_are_drawn_once(answers: list[Answer]) -> None:
+def test_alike_gpus_are_drawn_once(answers: list[PlanAnswer]) -> None:
     text = "\n".join(lines(answers[2], width=100))
     assert "GPU 0-3" in text
     assert text.count("  weights ") == 1
@@ -82,7 +82,7 @@ def test_alike_gpus_are_drawn_once(answers: list[Answer]) -> None:
     assert "GPU 24-31" in stages
 
 
-def test_the_sections_are_there(answers: list[Answer]) -> None:
+def test_the_sections_are_there(answers: list[PlanAnswer]) -> None:
     fits, short = ("\n".join(lines(found, width=100, verbose=True)) for found in answers[:2])
     for title in ("Decisions", "Warnings", "Configurations", "Commands", "Rules of thumb"):
         assert title in fits
@@ -92,7 +92,7 @@ def test_the_sections_are_there(answers: list[Answer]) -> None:
     assert "tiers yet" in short.replace("\n      ", " ")
 
 
-def test_only_the_engine_that_was_asked_for(answers: list[Answer]) -> None:
+def test_only_the_engine_that_was_asked_for(answers: list[PlanAnswer]) -> None:
     text = "\n".join(lines(answers[2], width=120))
     assert "vllm serve" in text
     assert "sglang" not in text
@@ -157,7 +157,7 @@ def test_what_the_pool_does_not_take_is_not_said_to_be_for_kv(ask: Ask, cpu: Cal
     assert next(line for line in whole if line.startswith("  free ")).endswith("also for KV")
 
 
-def test_shares_add_up_also_where_it_is_short(answers: list[Answer]) -> None:
+def test_shares_add_up_also_where_it_is_short(answers: list[PlanAnswer]) -> None:
     for found in answers[:2]:
         rows = [line for line in lines(found, width=100) if re.match(r"  (weights|overhead|KV|free|reserve) ", line)]
         shares = [float(share) for row in rows for share in re.findall(r"([\d.]+)%", row)]
@@ -165,12 +165,12 @@ def test_shares_add_up_also_where_it_is_short(answers: list[Answer]) -> None:
     assert any("shares are of" in line for line in lines(answers[1]))
 
 
-def test_figures_of_several_gpus_are_said_to_be_of_one(answers: list[Answer]) -> None:
+def test_figures_of_several_gpus_are_said_to_be_of_one(answers: list[PlanAnswer]) -> None:
     assert any("each: the figures below are of one" in line for line in lines(answers[2], width=120))
     assert not any("figures below" in line for line in lines(answers[0], width=120))
 
 
-def test_rates_say_at_which_length(answers: list[Answer]) -> None:
+def test_rates_say_at_which_length(answers: list[PlanAnswer]) -> None:
     rate = answers[2].throughput
     assert rate is not None
     text = "\n".join(lines(answers[2], width=200))
@@ -184,7 +184,7 @@ def test_one_is_not_many(number: float, said: str) -> None:
     assert counted(number, "sequence") == said
 
 
-def test_brief_is_the_answer_and_the_best_way_out(answers: list[Answer]) -> None:
+def test_brief_is_the_answer_and_the_best_way_out(answers: list[PlanAnswer]) -> None:
     short, asked = lines(answers[1], brief=True), "\n".join(lines(answers[2], brief=True, width=120))
     assert len(short) < 30 < len(lines(answers[1]))
     assert "does not fit" in " ".join(short[:2])
@@ -195,7 +195,7 @@ def test_brief_is_the_answer_and_the_best_way_out(answers: list[Answer]) -> None
     assert "vllm serve" in asked, "the command of the engine that was asked for"
 
 
-def test_rules_of_thumb_are_for_those_who_ask(answers: list[Answer]) -> None:
+def test_rules_of_thumb_are_for_those_who_ask(answers: list[PlanAnswer]) -> None:
     assert not any("Rules of thumb" in line for line in lines(answers[0]))
     assert any("Rules of thumb" in line for line in lines(answers[0], verbose=True))
     assert answers[0].to_json()["rules_of_thumb"]

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from holdfast.planner.fit.search import Question, fit
-from holdfast.planner.report.answer import Answer, answer
+from holdfast.planner.report.answer import PlanAnswer, answer
 from holdfast.planner.report.compare import compare_lines
 from holdfast.planner.report.text import lines
 from holdfast.planner.report.wrapping import rounded_down
@@ -16,7 +16,7 @@ from holdfast.planner.report.wrapping import rounded_down
 Ask = Callable[..., Question]
 
 
-def text(found: Answer) -> str:
+def text(found: PlanAnswer) -> str:
     return " ".join(" ".join(lines(found, 200)).split())
 
 

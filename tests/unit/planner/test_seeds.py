@@ -23,7 +23,7 @@ from holdfast.planner.fit.search import Question
 from holdfast.planner.inputs.machine import Asked, machine_of
 from holdfast.planner.inputs.question import Settings
 from holdfast.planner.models.resolve import resolve_model
-from holdfast.planner.report.answer import Answer, answer
+from holdfast.planner.report.answer import PlanAnswer, answer
 from holdfast.planner.report.text import lines
 from holdfast.planner.sizing.kv_cost import KVCost, kv_cost
 from holdfast.records import EngineInfo
@@ -33,24 +33,24 @@ RAM = Memory(total_bytes=256 * GIB, available_bytes=200 * GIB, limited_by="machi
 
 
 @cache
-def planned(model: str, **settings: Any) -> Answer:
+def planned(model: str, **settings: Any) -> PlanAnswer:
     return plan(model, **settings)
 
 
-def printed(found: Answer) -> str:
+def printed(found: PlanAnswer) -> str:
     """All that a person is shown, as one line."""
     return " ".join(" ".join(lines(found, width=400, verbose=True)).split())
 
 
-def thumb(found: Answer, name: str) -> Thumb:
+def thumb(found: PlanAnswer, name: str) -> Thumb:
     return next(one for one in found.rules_of_thumb if one.name == name)
 
 
-def warned(found: Answer) -> dict[str, str]:
+def warned(found: PlanAnswer) -> dict[str, str]:
     return {one.code: f"{one.message} | {one.fix}" for one in found.warnings}
 
 
-def term(found: Answer, name: str) -> int:
+def term(found: PlanAnswer, name: str) -> int:
     return next(one.nbytes for one in found.fit.ranks[0].terms if one.name == name)
 
 
@@ -208,7 +208,7 @@ def test_the_guide_is_not_held_against_quantized_models() -> None:
 # Free memory and utilization
 
 
-def measured(free_gib: float, *processes: str, total_gib: float = 23.99, gpu: str = "rtx4090") -> Answer:
+def measured(free_gib: float, *processes: str, total_gib: float = 23.99, gpu: str = "rtx4090") -> PlanAnswer:
     """Llama-3-8B on a GPU of this machine, of which so much is free."""
     held = tuple(nvidia.GpuProcess(100 + index, name, GIB) for index, name in enumerate(processes))
     known = gpus.find(gpu)

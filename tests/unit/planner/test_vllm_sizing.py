@@ -9,7 +9,15 @@ from typing import Any
 import pytest
 
 from holdfast.errors import ConfigurationError
-from holdfast.planner.compat.vllm_release import Terms, Vllm, kv_bytes, kv_tokens, parse_vllm, refusal, requested_bytes
+from holdfast.planner.compat.vllm_release import (
+    ReleaseTerms,
+    Vllm,
+    kv_bytes,
+    kv_tokens,
+    parse_vllm,
+    refusal,
+    requested_bytes,
+)
 from holdfast.planner.sizing.kv_cost import KVCost
 from holdfast.units import GIB
 
@@ -47,7 +55,7 @@ def test_published_token_counts_within_three_percent(case: dict[str, Any]) -> No
     available = gib(case, "kv_gib")
     if case["terms_complete"]:
         # torch's peak has the weights in it.
-        terms = Terms(
+        terms = ReleaseTerms(
             weights=gib(case, "weights_gib", "torch_peak_gib"),
             peak_activation=gib(case, "activation_gib"),
             non_torch=gib(case, "non_torch_gib"),
@@ -86,7 +94,7 @@ def test_what_fits_is_not_refused() -> None:
 
 def test_the_second_runner_of_0_26_takes_nothing_off_for_graphs() -> None:
     """Measured on an H200: 0.9 x 139.8 - 15.0 - 1.78 - 0.22 = 108.8 GiB, with 0.99 GiB of graphs on top."""
-    terms = Terms(
+    terms = ReleaseTerms(
         weights=int(15.0 * GIB), peak_activation=int(1.78 * GIB), non_torch=int(0.22 * GIB), graphs=int(0.99 * GIB)
     )
     requested = requested_bytes(int(139.8 * GIB), 0.9)
@@ -96,7 +104,7 @@ def test_the_second_runner_of_0_26_takes_nothing_off_for_graphs() -> None:
 
 def test_the_first_runner_of_0_26_takes_its_guess_off() -> None:
     """Measured: 24.0 - 17.88 - 2.02 - 0.3 - 0.17 = 3.63 GiB."""
-    terms = Terms(
+    terms = ReleaseTerms(
         weights=int(17.88 * GIB), peak_activation=int(2.02 * GIB), non_torch=int(0.3 * GIB), graphs=int(0.17 * GIB)
     )
     assert kv_bytes(24 * GIB, terms, Vllm((0, 26), "v1")) / GIB == pytest.approx(3.63, abs=0.01)

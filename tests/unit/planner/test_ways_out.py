@@ -16,7 +16,7 @@ from holdfast.errors import ConfigurationError
 from holdfast.models import catalogue
 from holdfast.planner.advice.offload import RAM_SHARE, place
 from holdfast.planner.advice.remedies import ways_out
-from holdfast.planner.advice.remedy import WayOut, too_long
+from holdfast.planner.advice.remedy import Remedy, too_long
 from holdfast.planner.api import question_of
 from holdfast.planner.fit.search import Fit, Question, fit
 from holdfast.planner.inputs.question import Device
@@ -33,7 +33,7 @@ def kinds(found: Fit) -> list[str]:
     return list(dict.fromkeys(way.kind for way in ways_out(found)))
 
 
-def only(found: Fit, kind: str) -> list[WayOut]:
+def only(found: Fit, kind: str) -> list[Remedy]:
     return [way for way in ways_out(found) if way.kind == kind]
 
 
@@ -44,7 +44,7 @@ def asked(*words: str) -> Question:
     return question_of(plan.read_settings(parser.parse_args(words)))
 
 
-def check(way: WayOut, *words: str) -> None:
+def check(way: Remedy, *words: str) -> None:
     """Its flags behind the command line it is a way out of, read and planned anew."""
     again = fit(asked(*words, *shlex.split(way.flags)))
     said = (words, way.kind, way.flags)
@@ -236,7 +236,7 @@ def test_every_way_out_fits_when_its_flags_are_planned(words: tuple[str, ...]) -
         check(way, *words)
     waits = found.question.traffic is not None and not too_long(found.question)
 
-    def place(way: WayOut) -> tuple[bool, bool, int]:
+    def place(way: Remedy) -> tuple[bool, bool, int]:
         """What serves part of the traffic comes after what serves all of it; a smaller model last."""
         return way.kind == "smaller_model", waits and not way.meets_request, ORDER.index(way.kind)
 
@@ -244,8 +244,8 @@ def test_every_way_out_fits_when_its_flags_are_planned(words: tuple[str, ...]) -
     assert places == sorted(places)
 
 
-def ways_of(*words: str) -> dict[str, list[WayOut]]:
-    found: dict[str, list[WayOut]] = {}
+def ways_of(*words: str) -> dict[str, list[Remedy]]:
+    found: dict[str, list[Remedy]] = {}
     for way in ways_out(fit(asked(*words))):
         check(way, *words)
         found.setdefault(way.kind, []).append(way)

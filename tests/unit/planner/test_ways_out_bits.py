@@ -10,7 +10,7 @@ import pytest
 from holdfast.errors import ConfigurationError
 from holdfast.models import catalogue
 from holdfast.planner.advice.remedies import ways_out
-from holdfast.planner.advice.remedy import WayOut
+from holdfast.planner.advice.remedy import Remedy
 from holdfast.planner.fit.search import Question, fit
 from holdfast.planner.inputs.question import Device, PlannedModel
 from holdfast.planner.models.quantize import quantized_as
@@ -20,7 +20,7 @@ from holdfast.units import GIB
 Ask = Callable[..., Question]
 
 
-def quantized(question: Question) -> list[WayOut]:
+def quantized(question: Question) -> list[Remedy]:
     return [way for way in ways_out(fit(question)) if way.kind == "quantization"]
 
 

@@ -9,14 +9,14 @@ import pytest
 
 from holdfast.hardware import gpus
 from holdfast.planner.advice.remedies import ways_out
-from holdfast.planner.advice.remedy import WayOut
+from holdfast.planner.advice.remedy import Remedy
 from holdfast.planner.fit.search import Question, fit
 from holdfast.planner.models.quantize import quantized_as
 
 Ask = Callable[..., Question]
 
 
-def ways(question: Question, kind: str) -> list[WayOut]:
+def ways(question: Question, kind: str) -> list[Remedy]:
     return [way for way in ways_out(fit(question)) if way.kind == kind]
 
 

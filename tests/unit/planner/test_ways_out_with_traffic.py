@@ -8,7 +8,7 @@ import pytest
 
 from holdfast.hardware import gpus
 from holdfast.planner.advice.remedies import ways_out
-from holdfast.planner.advice.remedy import WayOut
+from holdfast.planner.advice.remedy import Remedy
 from holdfast.planner.fit.search import Question, fit
 from holdfast.planner.report.answer import answer
 from holdfast.planner.report.text import lines
@@ -17,7 +17,7 @@ Ask = Callable[..., Question]
 PARTIAL = "(only part of what was asked)"
 
 
-def ways(question: Question) -> tuple[WayOut, ...]:
+def ways(question: Question) -> tuple[Remedy, ...]:
     return ways_out(fit(question))
 
 

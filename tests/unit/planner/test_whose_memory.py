@@ -9,7 +9,7 @@ import pytest
 from holdfast.footprint.cpu import Limits
 from holdfast.planner.fit.search import Question, Rank, fit
 from holdfast.planner.models.quantize import quantized_as
-from holdfast.planner.report.answer import Answer, answer
+from holdfast.planner.report.answer import PlanAnswer, answer
 from holdfast.planner.sizing.terms import captured_sizes, graphs_bytes, llama_gpu_terms
 from holdfast.units import GIB, MIB
 
@@ -91,7 +91,7 @@ def test_vllm_is_still_sized_by_its_own_terms(ask: Ask) -> None:
     assert asked_for.limits.max_num_seqs < 256, "planned with limits that vLLM holds"
 
 
-def in_order(found: Answer) -> list[str]:
+def in_order(found: PlanAnswer) -> list[str]:
     return [str(way.settings.get("quantization", "")) for way in found.ways_out]
 
 

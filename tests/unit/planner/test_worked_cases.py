@@ -227,7 +227,7 @@ def test_kv_of_a_token_is_exact(case: dict[str, Any]) -> None:
 def test_vllms_kv_tokens_follow_from_its_printed_terms(case: dict[str, Any]) -> None:
     available = round(case["kv_gib"] * GIB)
     if case["terms_complete"]:
-        terms = vllm_release.Terms(
+        terms = vllm_release.ReleaseTerms(
             weights=round(case.get("weights_gib", 0) * GIB),
             peak_activation=round((case.get("torch_peak_gib", 0) + case.get("activation_gib", 0)) * GIB),
             non_torch=round(case.get("non_torch_gib", 0) * GIB),

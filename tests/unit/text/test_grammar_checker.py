@@ -23,7 +23,7 @@ from holdfast.text.structured import checker as module
 from holdfast.text.structured.checker import QUICK, SLOW, Abandoned, CheckLane, GrammarChecker, is_cheap
 from holdfast.text.structured.client import GrammarService, WorkerConnection, check_has_bytes
 from holdfast.text.structured.text_matcher import TextMatcher
-from holdfast.text.structured.wire import Limits, Marker
+from holdfast.text.structured.wire import Marker, WorkerLimits
 from holdfast.units import MIB
 
 
@@ -232,7 +232,7 @@ def test_a_service_that_hangs_is_replaced(monkeypatch: pytest.MonkeyPatch) -> No
 def test_workers_end_with_their_service_and_the_service_with_its_owner() -> None:
     service = GrammarService(lambda: VOCABULARY, [END], SIZE)
     service.start()
-    worker = WorkerConnection(service.address, Limits(MIB, 1, 0))
+    worker = WorkerConnection(service.address, WorkerLimits(MIB, 1, 0))
     while not worker.met:
         worker.receive()
     assert service.pid is not None
@@ -334,7 +334,7 @@ def test_descriptors_of_any_number_and_none_left_behind(service: GrammarService)
         before = len(os.listdir("/proc/self/fd"))
         for _ in range(5):
             with pytest.raises(OSError, match="No such file"):
-                WorkerConnection("/nonexistent/socket", Limits(MIB, 1, 0), marked=True)
+                WorkerConnection("/nonexistent/socket", WorkerLimits(MIB, 1, 0), marked=True)
         assert len(os.listdir("/proc/self/fd")) == before
     finally:
         for file in files:

@@ -9,8 +9,8 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 
 from holdfast.errors import GrammarError, RequestError
-from holdfast.text.output.reasoning import State, Thinking
-from holdfast.text.tools.call_format import Form
+from holdfast.text.output.reasoning import ReasoningFormat, State
+from holdfast.text.tools.call_format import ToolCallFormat
 from holdfast.text.tools.events import Arguments, CallBegun, Tool
 from holdfast.text.tools.grammar import MAX_SCHEMA_DEPTH, Freedom, calls_grammar, closed, thoughtful_json
 from holdfast.text.tools.mistral import NAMED
@@ -25,7 +25,7 @@ TOOLS = [
     Tool(name="route", given={}, parameters=REFERENCES),
     Tool(name="now", given={}, parameters={"type": "object", "properties": {}}),
 ]
-FORMS: dict[str, Form] = {name: DIALECTS[name].form for name in ("hermes", "llama3_json", "mistral", "json")}
+FORMS: dict[str, ToolCallFormat] = {name: DIALECTS[name].form for name in ("hermes", "llama3_json", "mistral", "json")}
 GOOD = [
     ("weather", '{"city": "Oslo"}'),
     ("weather", '{"city": "Zürich", "days": 3}'),
@@ -49,11 +49,11 @@ def accepts(grammar: str, text: str) -> bool:
     return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
 
 
-def grammar(form: Form, *, parallel: bool = False, **more: Any) -> str:
+def grammar(form: ToolCallFormat, *, parallel: bool = False, **more: Any) -> str:
     return calls_grammar(form, TOOLS, lambda mark: None, parallel=parallel, **more)
 
 
-def spelled(form: Form, *calls: tuple[str, str]) -> str:
+def spelled(form: ToolCallFormat, *calls: tuple[str, str]) -> str:
     return written(form, [(json.dumps(name), arguments) for name, arguments in calls])
 
 
@@ -104,13 +104,13 @@ def test_several_calls_only_where_they_may_be(family: str) -> None:
 )
 def test_thoughts_come_first(family: str, state: State, before: str, good: bool) -> None:
     form = FORMS[family]
-    made = grammar(form, thinking=Thinking(), state=state)
+    made = grammar(form, thinking=ReasoningFormat(), state=state)
     assert accepts(made, before + spelled(form, GOOD[0])) is good
 
 
 def test_marks_that_are_tokens_are_tokens_in_the_grammar() -> None:
     made = calls_grammar(FORMS["hermes"], TOOLS, {"<tool_call>": 5, "</think>": 6}.get, parallel=False,
-                         thinking=Thinking(), state="open")  # fmt: skip
+                         thinking=ReasoningFormat(), state="open")  # fmt: skip
     assert '<[5]> "\\n{\\"name\\": "' in made
     assert "thought: THOUGHT <[6]>" in made
 
@@ -164,7 +164,7 @@ def test_repetitions_within_each_other_are_bounded() -> None:
 STRICT = [Tool(name="weather", given={}, parameters=CITY, strict=True), TOOLS[2]]
 
 
-def free(form: Form, tools: list[Tool], **more: Any) -> str:
+def free(form: ToolCallFormat, tools: list[Tool], **more: Any) -> str:
     return calls_grammar(form, tools, lambda mark: None, **{"parallel": True, "freedom": Freedom(words=True), **more})
 
 
@@ -186,7 +186,7 @@ def test_a_model_that_may_call_is_held_to_strict_schemas_only(family: str) -> No
 @pytest.mark.parametrize("family", ["hermes", "mistral"])
 def test_words_may_stand_before_calls_that_have_a_mark(family: str) -> None:
     form = FORMS[family]
-    made = free(form, STRICT, thinking=Thinking(), state="open")
+    made = free(form, STRICT, thinking=ReasoningFormat(), state="open")
     assert accepts(made, "Hm.</think>\n\nLet me see.\n" + spelled(form, *GOOD[:2]))
     assert not accepts(made, "Hm.</think>Let me see.\n" + spelled(form, ("weather", '{"town": "Oslo"}')))
 
@@ -204,6 +204,6 @@ def test_an_answer_that_calls_nothing_may_have_a_form_of_its_own(family: str) ->
 
 def test_a_form_stands_behind_the_thoughts() -> None:
     for state, before in (("open", "Hm, {} ...</think>\n\n"), ("undecided", ""), ("undecided", "<think>a</think>")):
-        made = thoughtful_json(CITY, Thinking(), state, lambda mark: None, {"whitespace_flexible": False})
+        made = thoughtful_json(CITY, ReasoningFormat(), state, lambda mark: None, {"whitespace_flexible": False})
         assert accepts(made, before + '{"city":"Oslo"}')
         assert not accepts(made, before + "Oslo")

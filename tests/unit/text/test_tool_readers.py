@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.text.output.reasoning import FAMILIES, ReasoningReader, State, Thinking, thinking_of
+from holdfast.text.output.reasoning import FAMILIES, ReasoningFormat, ReasoningReader, State, thinking_of
 from holdfast.text.tools.answers import AnswerReader
 from holdfast.text.tools.events import Arguments, CallBegun, Content, Event, Reasoning
 from holdfast.text.tools.registry import DIALECTS, Dialect, dialect_of
@@ -249,10 +249,10 @@ def test_calls_are_looked_for_behind_the_thoughts_only() -> None:
 
 
 def test_the_prompt_tells_whether_thoughts_are_open() -> None:
-    assert Thinking().state_behind("<|im_start|>assistant\n<think>\n") == "open"
-    assert Thinking().state_behind("<|im_start|>assistant\n<think>\n\n</think>\n\n") == "over"
-    assert Thinking().state_behind("<|im_start|>assistant\n") == "undecided"
-    assert Thinking(always=True).state_behind("<｜Assistant｜>") == "assumed"
+    assert ReasoningFormat().state_behind("<|im_start|>assistant\n<think>\n") == "open"
+    assert ReasoningFormat().state_behind("<|im_start|>assistant\n<think>\n\n</think>\n\n") == "over"
+    assert ReasoningFormat().state_behind("<|im_start|>assistant\n") == "undecided"
+    assert ReasoningFormat(always=True).state_behind("<｜Assistant｜>") == "assumed"
 
 
 @pytest.mark.parametrize(

@@ -62,7 +62,7 @@ class Packing:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class PackedPart:
     """One of the tensors that hold a matrix; `name` follows the layer's name."""
 
     name: str
@@ -79,7 +79,7 @@ def stored_bytes(method: str | Packing, out_features: int, in_features: int) -> 
     return sum(part.nbytes for part in stored_parts(method, out_features, in_features))
 
 
-def stored_parts(method: str | Packing, out_features: int, in_features: int) -> tuple[Part, ...]:
+def stored_parts(method: str | Packing, out_features: int, in_features: int) -> tuple[PackedPart, ...]:
     """The tensors of one matrix; raises CheckpointError for a method or a shape that cannot be stored so."""
     packing = Packing(method) if isinstance(method, str) else method
     parts_of = _METHODS.get(packing.method)
@@ -96,59 +96,59 @@ def stored_parts(method: str | Packing, out_features: int, in_features: int) -> 
     return parts_of(packing, out_features, in_features)
 
 
-def _awq(packing: Packing, rows: int, columns: int) -> tuple[Part, ...]:
+def _awq(packing: Packing, rows: int, columns: int) -> tuple[PackedPart, ...]:
     words, groups = _words(packing, rows, "output features"), _groups(packing, columns, whole=True)
     return (
-        Part("qweight", (columns, words), "I32"),
-        Part("qzeros", (groups, words), "I32"),
-        Part("scales", (groups, rows), packing.scales or "F16"),
+        PackedPart("qweight", (columns, words), "I32"),
+        PackedPart("qzeros", (groups, words), "I32"),
+        PackedPart("scales", (groups, rows), packing.scales or "F16"),
     )
 
 
-def _gptq(packing: Packing, rows: int, columns: int) -> tuple[Part, ...]:
+def _gptq(packing: Packing, rows: int, columns: int) -> tuple[PackedPart, ...]:
     # Its format could end in a shorter group; no engine that reads it can.
     groups = _groups(packing, columns, whole=True)
     return (
-        Part("qweight", (_words(packing, columns, "input features"), rows), "I32"),
-        Part("qzeros", (groups, _words(packing, rows, "output features")), "I32"),
-        Part("scales", (groups, rows), packing.scales or "F16"),
-        Part("g_idx", (columns,), "I32"),
+        PackedPart("qweight", (_words(packing, columns, "input features"), rows), "I32"),
+        PackedPart("qzeros", (groups, _words(packing, rows, "output features")), "I32"),
+        PackedPart("scales", (groups, rows), packing.scales or "F16"),
+        PackedPart("g_idx", (columns,), "I32"),
     )
 
 
-def _pack_quantized(packing: Packing, rows: int, columns: int) -> tuple[Part, ...]:
+def _pack_quantized(packing: Packing, rows: int, columns: int) -> tuple[PackedPart, ...]:
     _check_bits(packing, (4, 8))
     a_word, groups = WORD_BITS // packing.bits, _groups(packing, columns, whole=False)
     parts = [
-        Part("weight_packed", (rows, -(-columns // a_word)), "I32"),
-        Part("weight_scale", (rows, groups), packing.scales or "BF16"),
-        Part("weight_shape", (2,), "I64"),
+        PackedPart("weight_packed", (rows, -(-columns // a_word)), "I32"),
+        PackedPart("weight_scale", (rows, groups), packing.scales or "BF16"),
+        PackedPart("weight_shape", (2,), "I64"),
     ]
     if not packing.symmetric:
-        parts.append(Part("weight_zero_point", (-(-rows // a_word), groups), "I32"))
+        parts.append(PackedPart("weight_zero_point", (-(-rows // a_word), groups), "I32"))
     if packing.act_order:
-        parts.append(Part("weight_g_idx", (columns,), "I32"))
+        parts.append(PackedPart("weight_g_idx", (columns,), "I32"))
     return tuple(parts)
 
 
-def _int8(packing: Packing, rows: int, columns: int) -> tuple[Part, ...]:
+def _int8(packing: Packing, rows: int, columns: int) -> tuple[PackedPart, ...]:
     shape = _scales_shape(packing, packing.granularity or "channel", rows, columns)
-    scale = Part("weight_scale", shape, packing.scales or "BF16")
-    parts = [Part("weight", (rows, columns), "I8"), scale, *_input_scale(packing, "input_scale", scale.layout)]
+    scale = PackedPart("weight_scale", shape, packing.scales or "BF16")
+    parts = [PackedPart("weight", (rows, columns), "I8"), scale, *_input_scale(packing, "input_scale", scale.layout)]
     if not packing.symmetric:
-        parts.append(Part("weight_zero_point", shape, "I8"))
+        parts.append(PackedPart("weight_zero_point", shape, "I8"))
     if packing.act_order:
-        parts.append(Part("weight_g_idx", (columns,), "I32"))
+        parts.append(PackedPart("weight_g_idx", (columns,), "I32"))
     return tuple(parts)
 
 
-def _fp8(packing: Packing, rows: int, columns: int) -> tuple[Part, ...]:
+def _fp8(packing: Packing, rows: int, columns: int) -> tuple[PackedPart, ...]:
     granularity = packing.granularity or "tensor"
     # In blocks: DeepSeek's own name and type; compressed-tensors calls it weight_scale.
     name = "weight_scale_inv" if granularity == "block" else "weight_scale"
     layout = packing.scales or ("BF16" if granularity in ("channel", "group") else "F32")
-    scale = Part(name, _scales_shape(packing, granularity, rows, columns), layout)
-    return (Part("weight", (rows, columns), "F8_E4M3"), scale, *_input_scale(packing, "input_scale", layout))
+    scale = PackedPart(name, _scales_shape(packing, granularity, rows, columns), layout)
+    return (PackedPart("weight", (rows, columns), "F8_E4M3"), scale, *_input_scale(packing, "input_scale", layout))
 
 
 def _scales_shape(packing: Packing, granularity: str, rows: int, columns: int) -> tuple[int, ...]:
@@ -162,7 +162,7 @@ def _scales_shape(packing: Packing, granularity: str, rows: int, columns: int) -
     return (rows, 1) if granularity == "channel" else (1,)
 
 
-def _bitsandbytes_4bit(packing: Packing, rows: int, columns: int) -> tuple[Part, ...]:
+def _bitsandbytes_4bit(packing: Packing, rows: int, columns: int) -> tuple[PackedPart, ...]:
     elements = rows * columns
     blocks = -(-elements // BNB_BLOCK)
     state: dict[str, object] = {
@@ -171,44 +171,48 @@ def _bitsandbytes_4bit(packing: Packing, rows: int, columns: int) -> tuple[Part,
         "dtype": packing.dtype,
         "shape": [rows, columns],
     }
-    parts = [Part("weight", (-(-elements // 2), 1), "U8"), Part("weight.quant_map", (16,), "F32")]
+    parts = [PackedPart("weight", (-(-elements // 2), 1), "U8"), PackedPart("weight.quant_map", (16,), "F32")]
     if packing.nested:
         state |= {"nested_blocksize": BNB_NESTED_BLOCK, "nested_dtype": "float32", "nested_offset": 0}
         parts += [
-            Part("weight.absmax", (blocks,), "U8"),
-            Part("weight.nested_absmax", (-(-blocks // BNB_NESTED_BLOCK),), "F32"),
-            Part("weight.nested_quant_map", (256,), "F32"),
+            PackedPart("weight.absmax", (blocks,), "U8"),
+            PackedPart("weight.nested_absmax", (-(-blocks // BNB_NESTED_BLOCK),), "F32"),
+            PackedPart("weight.nested_quant_map", (256,), "F32"),
         ]
     else:
-        parts.append(Part("weight.absmax", (blocks,), "F32"))
+        parts.append(PackedPart("weight.absmax", (blocks,), "F32"))
     text_bytes = len(json.dumps(state)) + (_NESTED_OFFSET_DIGITS - 1 if packing.nested else 0)
-    parts.append(Part(f"weight.quant_state.bitsandbytes__{packing.method}", (text_bytes,), "U8"))
+    parts.append(PackedPart(f"weight.quant_state.bitsandbytes__{packing.method}", (text_bytes,), "U8"))
     return tuple(parts)
 
 
-def _bitsandbytes_int8(packing: Packing, rows: int, columns: int) -> tuple[Part, ...]:
-    return (Part("weight", (rows, columns), "I8"), Part("SCB", (rows,), "F32"), Part("weight_format", (), "U8"))
+def _bitsandbytes_int8(packing: Packing, rows: int, columns: int) -> tuple[PackedPart, ...]:
+    return (
+        PackedPart("weight", (rows, columns), "I8"),
+        PackedPart("SCB", (rows,), "F32"),
+        PackedPart("weight_format", (), "U8"),
+    )
 
 
-def _mxfp4(packing: Packing, rows: int, columns: int) -> tuple[Part, ...]:
+def _mxfp4(packing: Packing, rows: int, columns: int) -> tuple[PackedPart, ...]:
     if columns % MXFP4_BLOCK:
         raise _unfit(packing, f"input features in multiples of {MXFP4_BLOCK}", str(columns))
     blocks = columns // MXFP4_BLOCK
-    return (Part("blocks", (rows, blocks, MXFP4_BLOCK // 2), "U8"), Part("scales", (rows, blocks), "U8"))
+    return (PackedPart("blocks", (rows, blocks, MXFP4_BLOCK // 2), "U8"), PackedPart("scales", (rows, blocks), "U8"))
 
 
-def _nvfp4(packing: Packing, rows: int, columns: int) -> tuple[Part, ...]:
+def _nvfp4(packing: Packing, rows: int, columns: int) -> tuple[PackedPart, ...]:
     if columns % NVFP4_BLOCK:
         raise _unfit(packing, f"input features in multiples of {NVFP4_BLOCK}", str(columns))
     return (
-        Part("weight_packed", (rows, columns // 2), "U8"),
-        Part("weight_scale", (rows, columns // NVFP4_BLOCK), "F8_E4M3"),
-        Part("weight_global_scale", (1,), "F32"),
+        PackedPart("weight_packed", (rows, columns // 2), "U8"),
+        PackedPart("weight_scale", (rows, columns // NVFP4_BLOCK), "F8_E4M3"),
+        PackedPart("weight_global_scale", (1,), "F32"),
         *_input_scale(packing, "input_global_scale", "F32"),
     )
 
 
-_METHODS: dict[str, Callable[[Packing, int, int], tuple[Part, ...]]] = {
+_METHODS: dict[str, Callable[[Packing, int, int], tuple[PackedPart, ...]]] = {
     "awq": _awq,
     "gptq": _gptq,
     "pack-quantized": _pack_quantized,
@@ -223,8 +227,8 @@ _METHODS: dict[str, Callable[[Packing, int, int], tuple[Part, ...]]] = {
 METHODS = tuple(_METHODS)
 
 
-def _input_scale(packing: Packing, name: str, layout: str) -> tuple[Part, ...]:
-    return (Part(name, (1,), layout),) if packing.static_inputs else ()
+def _input_scale(packing: Packing, name: str, layout: str) -> tuple[PackedPart, ...]:
+    return (PackedPart(name, (1,), layout),) if packing.static_inputs else ()
 
 
 def _words(packing: Packing, features: int, what: str) -> int:

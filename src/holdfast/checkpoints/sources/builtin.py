@@ -31,7 +31,7 @@ ACCEPT_VARIABLE = "HOLDFAST_ACCEPT_LICENCE"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Terms:
+class LicenseTerms:
     """A licence that must be agreed to before the model is fetched."""
 
     name: str
@@ -54,7 +54,7 @@ class BuiltinModel:
     makers: str
     """Who trained it, by their name on the hub."""
     source: str
-    terms: Terms | None = None
+    terms: LicenseTerms | None = None
     sampling: Mapping[str, float] = field(default_factory=dict)
     """What the model's makers advise; a GGUF file has no place for it."""
 
@@ -74,7 +74,7 @@ def _numbered(requirement: str, *figures: tuple[int, int, str]) -> tuple[WheelPa
     )
 
 
-GEMMA_TERMS = Terms(
+GEMMA_TERMS = LicenseTerms(
     name="gemma",
     notice="Gemma is provided under and subject to the Gemma Terms of Use found at https://ai.google.dev/gemma/terms;\n"
     "what it may not be used for is listed at https://ai.google.dev/gemma/prohibited_use_policy.",

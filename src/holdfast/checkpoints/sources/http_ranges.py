@@ -22,7 +22,7 @@ MAX_TOTAL_S = 300.0
 _CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+|\*)")
 
 
-class Refused(Exception):
+class RangeRefused(Exception):
     """The server said no. `response` and `hub_code` are what the hub's own errors carry."""
 
     def __init__(self, response: httpx.Response) -> None:
@@ -80,7 +80,7 @@ class RangeClient:
             if response.status_code == 416:  # nothing there: the file ends before
                 return Piece(b"", _total_of(response), str(response.url))
             if response.status_code not in (200, 206):
-                raise Refused(response)
+                raise RangeRefused(response)
             if response.headers.get("Content-Encoding", "identity") != "identity":
                 raise CheckpointError(f"{_bare(url)}: the server sends it compressed, and so in no known place")
             skip = first or 0

@@ -22,7 +22,7 @@ from holdfast.checkpoints.files import GGUFHeader, ModelFiles, StoredTensor
 from holdfast.checkpoints.formats import gguf, safetensors
 from holdfast.checkpoints.sources import hub
 from holdfast.checkpoints.sources.http_ranges import RangeClient
-from holdfast.checkpoints.sources.select_files import INDEX_NAME, Choice, choose_weights
+from holdfast.checkpoints.sources.select_files import INDEX_NAME, FileChoice, choose_weights
 from holdfast.errors import CheckpointError, ModelAccessError
 from holdfast.units import KIB, MIB
 
@@ -134,7 +134,7 @@ class _Repository:
             chosen=choice.reason,
         )
 
-    def _gguf(self, choice: Choice) -> ModelFiles:
+    def _gguf(self, choice: FileChoice) -> ModelFiles:
         parts = len(choice.weights) > 1
         headers = _at_once(lambda name: self._gguf_header(name, part=parts), choice.weights)
         header = gguf.join_parts(headers) if parts else headers[0]

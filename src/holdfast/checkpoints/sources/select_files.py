@@ -23,7 +23,7 @@ _GGUF_HELPERS = ("mmproj", "imatrix", "ggml-vocab")
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class FileChoice:
     format: Literal["safetensors", "gguf", "none"]
     weights: tuple[str, ...]
     """In the order of their parts; for safetensors an index, where there is one, has the last word."""
@@ -31,7 +31,7 @@ class Choice:
     """One line a person can read: what was taken, over what."""
 
 
-def choose_weights(names: Collection[str], where: str, wanted: str | None = None) -> Choice:
+def choose_weights(names: Collection[str], where: str, wanted: str | None = None) -> FileChoice:
     """`names` relative, with forward slashes; `wanted` a quantization or a GGUF file's name.
 
     Raises CheckpointError when there are several to choose from, only pickles, or not what was wanted.
@@ -39,21 +39,21 @@ def choose_weights(names: Collection[str], where: str, wanted: str | None = None
     ggufs = _gguf_models(names)
     if wanted is not None:
         chosen = _wanted_gguf(ggufs, where, wanted)
-        return Choice("gguf", chosen, _reason(f"{_spell(chosen)}, as asked for with {wanted}", names, chosen))
+        return FileChoice("gguf", chosen, _reason(f"{_spell(chosen)}, as asked for with {wanted}", names, chosen))
     plain = _plain_safetensors(names, where)
     if plain:
-        return Choice("safetensors", plain, _reason(_spell(plain), names, plain))
+        return FileChoice("safetensors", plain, _reason(_spell(plain), names, plain))
     top = {base: parts for base, parts in ggufs.items() if "/" not in base} or ggufs
     if len(top) == 1:
         (parts,) = top.values()
         chosen = part_names(parts[0], where=where, there=parts.__contains__)
-        return Choice("gguf", chosen, _reason(_spell(chosen), names, chosen))
+        return FileChoice("gguf", chosen, _reason(_spell(chosen), names, chosen))
     if top:
         raise _several(top, where)
     pickles = pickles_in(names)
     if pickles:
         raise pickles_refused(where, pickles)
-    return Choice("none", (), "no weights")
+    return FileChoice("none", (), "no weights")
 
 
 def pickles_in(names: Iterable[str]) -> list[str]:

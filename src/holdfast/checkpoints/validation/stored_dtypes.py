@@ -19,7 +19,7 @@ from math import prod
 from holdfast.checkpoints.files import StoredTensor
 from holdfast.checkpoints.formats.block_layouts import LAYOUTS
 from holdfast.checkpoints.formats.packed_modules import packing_of
-from holdfast.checkpoints.formats.quantized_tensors import WORD_BITS, Packing, Part
+from holdfast.checkpoints.formats.quantized_tensors import WORD_BITS, PackedPart, Packing
 from holdfast.errors import CheckpointError
 from holdfast.models import ModelSpec, QuantSpec
 
@@ -94,7 +94,7 @@ def _other_method(method: str, found: StoredTensor) -> CheckpointError:
 
 
 def require_packed_so(
-    quantization: QuantSpec, packing: Packing, parts: Sequence[Part], found: StoredTensor,
+    quantization: QuantSpec, packing: Packing, parts: Sequence[PackedPart], found: StoredTensor,
     stored: Mapping[str, StoredTensor],
 ) -> None:  # fmt: skip
     """Of one matrix with the quants `found`: that they and their scales lie as `parts` say. Raises CheckpointError."""

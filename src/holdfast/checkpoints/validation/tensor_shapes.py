@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from holdfast.checkpoints.files import StoredTensor
 from holdfast.checkpoints.formats.packed_modules import packing_of
-from holdfast.checkpoints.formats.quantized_tensors import Packing, Part, stored_parts
+from holdfast.checkpoints.formats.quantized_tensors import PackedPart, Packing, stored_parts
 from holdfast.checkpoints.validation.stored_dtypes import PLAIN, packed_part, require_packed_so, require_quantization
 from holdfast.errors import CheckpointError
 from holdfast.models import ModelSpec, TensorSpec
@@ -171,7 +171,7 @@ def _places(tensor: TensorSpec, spec: ModelSpec, stored: Mapping[str, StoredTens
     packing = None if spec.quantization is None else packing_of(spec.quantization, tensor, spec.stored_dtype)
     axes = _axes(tensor)
     packed_axes = (axes[1], axes[0]) if packing is not None and packing.method in ("awq", "gptq") else axes
-    expected: Part | None = None
+    expected: PackedPart | None = None
     for name, shape in tensor.in_safetensors():
         found = stored.get(name)
         if found is not None and found.layout in PLAIN:
@@ -189,7 +189,7 @@ def _places(tensor: TensorSpec, spec: ModelSpec, stored: Mapping[str, StoredTens
 
 def _packed(
     tensor: TensorSpec, packing: Packing, found: StoredTensor, spec: ModelSpec, stored: Mapping[str, StoredTensor]
-) -> Part:
+) -> PackedPart:
     """The part that holds the quants, of the whole tensor or of one expert. Raises CheckpointError."""
     *stacked, rows, columns = tensor.shape
     try:

@@ -75,11 +75,11 @@ def run(arguments: argparse.Namespace) -> int:
     given = vars(arguments).copy()
     options = {name: value for name in _SAMPLING if (value := given.pop(name)) is not None}
     url, api_key, system = given.pop("url"), given.pop("api_key"), given.pop("system")
-    screen = Screen()
+    screen = ChatScreen()
     with BackgroundLoop() as loop:
         backend = loop.run(_opening(url, api_key, given))
         try:
-            return Conversation(backend, options, system, screen, loop).hold()
+            return ChatHistory(backend, options, system, screen, loop).hold()
         except BrokenPipeError:
             # Whoever read our output has left; Python must not fail again when it closes stdout.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -103,7 +103,7 @@ def _opening(url: str | None, api_key: str | None, engine: dict[str, Any]) -> Co
     return find_local(build(EngineConfig, gathered.values, refused=REFUSED, origin=gathered.origin))
 
 
-class Screen:
+class ChatScreen:
     """The terminal, or what stands in for it."""
 
     def __init__(self) -> None:
@@ -142,7 +142,7 @@ class Screen:
         sys.stderr.flush()
 
 
-class Conversation:
+class ChatHistory:
     """History and commands. Answers come through the loop, which goes on between them."""
 
     def __init__(
@@ -150,7 +150,7 @@ class Conversation:
         backend: ChatBackend,
         options: Mapping[str, Any],
         system: str,
-        screen: Screen,
+        screen: ChatScreen,
         loop: BackgroundLoop,
     ) -> None:
         self._backend = backend

@@ -87,7 +87,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _diagnosis(arguments: argparse.Namespace) -> tuple[Diagnosis, MachineFacts | None]:
-    from holdfast.doctor.check_command.check import Machine
+    from holdfast.doctor.check_command.check import CommandMachine
     from holdfast.doctor.combine import Sources, diagnose_all
 
     named = {name: getattr(arguments, name) for name in ("gpu", "vram", "ram")}
@@ -101,7 +101,7 @@ def _diagnosis(arguments: argparse.Namespace) -> tuple[Diagnosis, MachineFacts |
         logs=tuple(source for source in arguments.sources if not _is_url(source)),
         urls=tuple(source for source in arguments.sources if _is_url(source)),
         command=arguments.command,
-        machine=Machine(**named),
+        machine=CommandMachine(**named),
         engine_version=arguments.engine_version,
         here=arguments.here,
         seconds=_seconds(arguments.seconds),

@@ -28,7 +28,7 @@ State = Literal["cached", "not fetched", "wrong", "unchecked"]
 
 
 @dataclass(frozen=True, slots=True)
-class Check:
+class BuiltinCheck:
     """What was done to one file, and what it gave."""
 
     file: str
@@ -50,7 +50,7 @@ class Listed:
     """Of a built-in model: who made it, and where it is fetched from."""
     accept: str | None = None
     """What `holdfast pull --accept-licence` must be given before it is fetched."""
-    checks: tuple[Check, ...] = ()
+    checks: tuple[BuiltinCheck, ...] = ()
     """Only after --verify."""
 
 
@@ -118,13 +118,13 @@ def _builtins(*, verify: bool) -> list[Listed]:
     for entry in builtin.BUILTINS:
         path = builtin.cached_path(entry)
         state: State
-        checks: tuple[Check, ...] = ()
+        checks: tuple[BuiltinCheck, ...] = ()
         if not path.exists():
             state = "not fetched"
         elif verify:
             right = builtin.verify(entry)
             state = "cached" if right else "wrong"
-            checks = (Check(str(path), "sha256", right, _hashed(entry, path, right=right)),)
+            checks = (BuiltinCheck(str(path), "sha256", right, _hashed(entry, path, right=right)),)
         else:
             state = "cached" if builtin.is_cached(entry) else "unchecked"
         listed.append(
@@ -156,7 +156,7 @@ def _hub(*, verify: bool) -> list[Listed]:
     """What the hub's cache holds, read from its folders: importing its library takes longer than all the rest."""
     listed = []
     state: State
-    checks: tuple[Check, ...]
+    checks: tuple[BuiltinCheck, ...]
     for folder in sorted(_hub_cache().glob("models--*--*")):
         name = folder.name.removeprefix("models--").replace("--", "/", 1)
         for snapshot in sorted((folder / "snapshots").glob("*")):
@@ -179,7 +179,7 @@ def _hub_cache() -> Path:
     return Path(os.environ.get("HF_HUB_CACHE") or os.path.join(home, "hub")).expanduser()
 
 
-def _check_snapshot(snapshot: Path, name: str) -> tuple[State, tuple[Check, ...]]:
+def _check_snapshot(snapshot: Path, name: str) -> tuple[State, tuple[BuiltinCheck, ...]]:
     """By their headers: nothing here says what their hashes must be."""
     from holdfast.checkpoints import from_path, open_checkpoint
     from holdfast.errors import ModelError
@@ -190,9 +190,9 @@ def _check_snapshot(snapshot: Path, name: str) -> tuple[State, tuple[Check, ...]
             return "unchecked", ()
         open_checkpoint(files).close()
     except ModelError as error:
-        return "wrong", (Check(str(snapshot), "header", False, error.message),)
+        return "wrong", (BuiltinCheck(str(snapshot), "header", False, error.message),)
     said = "header read: every tensor lies within the file; not hashed"
-    return "cached", tuple(Check(str(path), "header", True, said) for path in files.weights)
+    return "cached", tuple(BuiltinCheck(str(path), "header", True, said) for path in files.weights)
 
 
 def _document(listed: list[Listed]) -> dict[str, object]:

@@ -22,7 +22,7 @@ from holdfast.units import shorten
 
 if TYPE_CHECKING:
     from holdfast.observability.decisions import Decision
-    from holdfast.planner.report.answer import Answer
+    from holdfast.planner.report.answer import PlanAnswer
 
 HELP = """Say what a model needs and whether it fits, in a second: no torch, no GPU, no download.
 
@@ -95,7 +95,7 @@ def read_settings(arguments: argparse.Namespace) -> PlanConfig:
     return build(PlanConfig, given, refused={}, origin=lambda name: FLAG)
 
 
-def _answers(arguments: argparse.Namespace) -> list[Answer]:
+def _answers(arguments: argparse.Namespace) -> list[PlanAnswer]:
     from holdfast.planner.api import question_of, traffic_of
     from holdfast.planner.report.answer import answer
 
@@ -174,7 +174,7 @@ def _may_be_model(name: str) -> bool:
 # What is said
 
 
-def _print(answers: list[Answer], arguments: argparse.Namespace) -> None:
+def _print(answers: list[PlanAnswer], arguments: argparse.Namespace) -> None:
     if arguments.json:
         documents = [answer.to_json() for answer in answers]
         whole: dict[str, Any] = {"compare": documents} if arguments.compare is not None else documents[0]

@@ -21,7 +21,7 @@ from holdfast.doctor.check_command.flags import flag_findings
 from holdfast.doctor.check_command.gpu_split import Split, divided, longest_tokens, split_of
 from holdfast.doctor.check_command.refusals import BEYOND_MODEL, SHORTER, no_model, pool_bytes, refused, vllm_on_a_cpu
 from holdfast.doctor.check_command.remedies import ways
-from holdfast.doctor.check_command.to_question import NAMES, Machine, question_for, with_settings
+from holdfast.doctor.check_command.to_question import NAMES, CommandMachine, question_for, with_settings
 from holdfast.doctor.check_command.unplanned import (
     beyond,
     budget_words,
@@ -42,12 +42,12 @@ from holdfast.errors import ConfigurationError, HoldfastError, ModelError
 from holdfast.observability.codes import codes
 from holdfast.units import format_bytes, shorten
 
-__all__ = ["Machine", "judge", "judge_command"]
+__all__ = ["CommandMachine", "judge", "judge_command"]
 
 if TYPE_CHECKING:
     from holdfast.planner.advice.warnings import PlanWarning
     from holdfast.planner.fit.search import Question
-    from holdfast.planner.report.answer import Answer
+    from holdfast.planner.report.answer import PlanAnswer
 
 _WARNED: dict[str, tuple[str, RootCause]] = {
     "HFW20": ("utilization_too_high", "configuration_overshoot"),
@@ -74,7 +74,7 @@ REPLANNED = ("heads_not_divisible", "tensor_parallel_mismatch", "bad_flag", "qua
 Judged = tuple[list[Finding], list[str], list[str]]
 
 
-def judge_command(text: str, *, machine: Machine | None = None, version: str | None = None) -> Diagnosis:
+def judge_command(text: str, *, machine: CommandMachine | None = None, version: str | None = None) -> Diagnosis:
     """`version`: of the engine; left out, that of the program which the command names, where it is installed here."""
     try:
         command = parse_command(text, strict=True)
@@ -95,7 +95,11 @@ def judge_command(text: str, *, machine: Machine | None = None, version: str | N
 
 
 def judge(
-    command: ServerCommand, *, machine: Machine | None = None, version: str | None = None, runs_here: bool = False
+    command: ServerCommand,
+    *,
+    machine: CommandMachine | None = None,
+    version: str | None = None,
+    runs_here: bool = False,
 ) -> Diagnosis:
     """`runs_here`: it is about to be run on this machine, so that nothing else can be meant."""
     engine_version = version or command.version or version_of(command.engine, command.words)
@@ -106,7 +110,7 @@ def judge(
     # size that is possible may still be one that does not fit.
     for _ in range(ROUNDS):
         right = _put_right(command, findings)
-        found_now, missing, seen = _planned_together(right, machine or Machine(), engine_version, runs_here)
+        found_now, missing, seen = _planned_together(right, machine or CommandMachine(), engine_version, runs_here)
         findings += [one for one in found_now if one.what not in {known.what for known in findings}]
         again = [one for one in found_now if one.cause in REPLANNED and one.fix is not None and one.fix.changes]
         if not again:
@@ -149,7 +153,7 @@ def _whole(command: ServerCommand, findings: list[Finding]) -> list[Finding]:
 # The plan
 
 
-def _planned_together(command: ServerCommand, machine: Machine, version: str | None, runs_here: bool) -> Judged:
+def _planned_together(command: ServerCommand, machine: CommandMachine, version: str | None, runs_here: bool) -> Judged:
     """A share that is too high is put right first: what is offered beside it has to fit with the lower one, since one
     command has both."""
     judged = _planned(command, machine, version, runs_here)
@@ -170,7 +174,7 @@ def _mendable(findings: list[Finding]) -> bool:
     return all(one.fix is not None and one.fix.changes and "--model" not in one.fix.changes for one in findings)
 
 
-def _planned(command: ServerCommand, machine: Machine, version: str | None, runs_here: bool) -> Judged:
+def _planned(command: ServerCommand, machine: CommandMachine, version: str | None, runs_here: bool) -> Judged:
     """Findings, what is missing, and what was planned."""
     if command.engine not in NAMES:
         return [], [f"a plan: commands of {command.engine} are read, and not planned"], []
@@ -220,8 +224,8 @@ def _for_a_cpu(command: ServerCommand, version: str | None) -> bool:
 
 
 def _answered(
-    command: ServerCommand, question: Question, version: str | None, machine: Machine
-) -> tuple[list[Finding], Answer, Split | None]:
+    command: ServerCommand, question: Question, version: str | None, machine: CommandMachine
+) -> tuple[list[Finding], PlanAnswer, Split | None]:
     from holdfast.planner.report.answer import answer
 
     engine = f"vllm=={version}" if command.engine == "vllm" and version is not None else command.engine
@@ -253,8 +257,8 @@ def _split(command: ServerCommand, question: Question) -> Split | None:
 
 
 def _no_split_does(
-    command: ServerCommand, question: Question, split: Split, engine: str, version: str | None, machine: Machine
-) -> tuple[list[Finding], Answer]:
+    command: ServerCommand, question: Question, split: Split, engine: str, version: str | None, machine: CommandMachine
+) -> tuple[list[Finding], PlanAnswer]:
     """Whatever the flag of the split is set to: what else would do, with the flag as high as can be, or without it."""
     from holdfast.planner.report.answer import answer
 
@@ -284,7 +288,7 @@ def _fixes(finding: Finding) -> list[Fix]:
     return [fix for fix in (finding.fix, *finding.alternatives) if fix is not None]
 
 
-def _held(best: ServerCommand, fix: Fix, longest: int, machine: Machine, version: str | None) -> Fix | None:
+def _held(best: ServerCommand, fix: Fix, longest: int, machine: CommandMachine, version: str | None) -> Fix | None:
     """The fix, or with a shorter context the one that the split's pool holds; None: it does not hold."""
     length = translated(best.engine, "max-model-len") or ""
     if list(fix.changes) == [length] and longest > 0:
@@ -292,7 +296,7 @@ def _held(best: ServerCommand, fix: Fix, longest: int, machine: Machine, version
     return fix if fix.command is not None and _holds(fix.command, machine, version) else None
 
 
-def _holds(text: str, machine: Machine, version: str | None) -> bool:
+def _holds(text: str, machine: CommandMachine, version: str | None) -> bool:
     """Whether a command divides a GPU so that it holds one sequence and its steps."""
     command = parse_command(text)
     if command is None:
@@ -309,7 +313,7 @@ def _evidence(*lines: str) -> list[Evidence]:
     return [Evidence(line=line, source="plan") for line in lines]
 
 
-def _does_not_fit(command: ServerCommand, told: Answer) -> Finding:
+def _does_not_fit(command: ServerCommand, told: PlanAnswer) -> Finding:
     fit = told.fit
     rank = min(fit.ranks, key=lambda one: one.room_bytes)
     terms = sorted(rank.terms, key=lambda term: -term.nbytes)
@@ -348,7 +352,7 @@ def _does_not_fit(command: ServerCommand, told: Answer) -> Finding:
 
 
 def _would_refuse(
-    command: ServerCommand, told: Answer, question: Question, engine: str, *, sizes_itself: bool
+    command: ServerCommand, told: PlanAnswer, question: Question, engine: str, *, sizes_itself: bool
 ) -> Iterator[Finding]:
     """It fits as Holdfast counts, and the engine's own sizing or features stand against it. `sizes_itself`: its KV pool
     is not set in bytes."""

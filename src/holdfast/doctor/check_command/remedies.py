@@ -16,8 +16,8 @@ from holdfast.doctor.findings import Fix
 from holdfast.units import MIB
 
 if TYPE_CHECKING:
-    from holdfast.planner.advice.remedy import WayOut
-    from holdfast.planner.report.answer import Answer
+    from holdfast.planner.advice.remedy import Remedy
+    from holdfast.planner.report.answer import PlanAnswer
 
 SAME_NAMES = (
     "max-model-len", "max-num-seqs", "max-num-batched-tokens", "gpu-memory-utilization", "tensor-parallel-size",
@@ -34,7 +34,7 @@ WAYS_SHOWN = 4
 _SETTABLE = frozenset(name.replace("-", "_") for name in SAME_NAMES)
 
 
-def ways(command: ServerCommand, told: Answer) -> list[Fix]:
+def ways(command: ServerCommand, told: PlanAnswer) -> list[Fix]:
     """Those that can be run first, in the plan's order; of what has to be made or bought the first alone. A plan in
     tiers is none: nothing here runs it."""
     usable = [way for way in told.ways_out if way.tiers is None]
@@ -50,7 +50,7 @@ def ways(command: ServerCommand, told: Answer) -> list[Fix]:
     return [*ready[:WAYS_SHOWN], *[fix for fix in fixes if fix.command is None][: 2 if ready else WAYS_SHOWN]]
 
 
-def _way(command: ServerCommand, way: WayOut) -> Fix:
+def _way(command: ServerCommand, way: Remedy) -> Fix:
     """A way out as a change of this command; where it is none, in words."""
     changes: dict[str, str | None] = {}
     beyond, model = way.tiers is not None, None

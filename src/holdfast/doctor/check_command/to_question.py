@@ -30,7 +30,7 @@ NAMES = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Machine:
+class CommandMachine:
     """Whose command it is; nothing set: this one."""
 
     gpu: str | None = None
@@ -42,7 +42,7 @@ class Machine:
         return self.gpu is not None or self.vram is not None
 
 
-def question_for(command: ServerCommand, machine: Machine, version: str | None) -> Question:
+def question_for(command: ServerCommand, machine: CommandMachine, version: str | None) -> Question:
     from holdfast.config.plan import PlanConfig
     from holdfast.planner.api import question_of
     from holdfast.planner.compat.vllm_release import parse_vllm

@@ -22,7 +22,7 @@ from holdfast.units import GIB, MIB, counted, format_bytes
 
 if TYPE_CHECKING:
     from holdfast.planner.fit.search import Rank
-    from holdfast.planner.report.answer import Answer
+    from holdfast.planner.report.answer import PlanAnswer
 
 METHODS = {"bitsandbytes": "nf4", "fp8": "fp8"}
 """Of `--quantization`, those that are made while loading, to what a plan calls them; others are of the checkpoint."""
@@ -102,7 +102,7 @@ def stretched(command: ServerCommand) -> bool:
     return "rope" in text or "yarn" in text.lower()
 
 
-def beyond(command: ServerCommand, told: Answer, split: Split | None) -> Iterator[Finding]:
+def beyond(command: ServerCommand, told: PlanAnswer, split: Split | None) -> Iterator[Finding]:
     """Of a command that fits as far as the planner counts; `split`: as it divides a GPU, where it does so itself."""
     yield from _replicas(command, told)
     if told.fits and split is None and told.question.machine.kind == "gpu":
@@ -113,7 +113,7 @@ def _evidence(line: str) -> list[Evidence]:
     return [Evidence(line=line, source="command")]
 
 
-def _replicas(command: ServerCommand, told: Answer) -> Iterator[Finding]:
+def _replicas(command: ServerCommand, told: PlanAnswer) -> Iterator[Finding]:
     value = command.value("data-parallel-size") or "1"
     ranks, devices = len(told.fit.ranks), len(told.question.machine.devices)
     if not value.isdecimal() or int(value) * ranks <= devices or command.has("data-parallel-size-local"):
@@ -198,7 +198,7 @@ def draft_too_large(command: ServerCommand, split: Split) -> Finding | None:
     return _speculative(command, split.draft_bytes, max(0, without.room_bytes - split.needed_bytes))
 
 
-def _share_words(told: Answer, rank: Rank) -> str:
+def _share_words(told: PlanAnswer, rank: Rank) -> str:
     """Of what a budget is a share; empty where it is none, or where less is free."""
     device, share = rank.device, told.fit.utilization
     on_cpu = device.kind == "cpu"
@@ -208,7 +208,7 @@ def _share_words(told: Answer, rank: Rank) -> str:
     return f" ({share:g} of {format_bytes(whole)}{' of free RAM' if on_cpu else ''})"
 
 
-def budget_words(command: ServerCommand, told: Answer, split: Split | None) -> str:
+def budget_words(command: ServerCommand, told: PlanAnswer, split: Split | None) -> str:
     """What the plan rests on, in one line."""
     fit = told.fit
     rank = min(fit.ranks, key=lambda one: one.room_bytes)
@@ -249,7 +249,7 @@ def speculates(command: ServerCommand) -> bool:
     return any(command.has(name) for name in _SPECULATIVE)
 
 
-def _draft(command: ServerCommand, told: Answer) -> Iterator[Finding]:
+def _draft(command: ServerCommand, told: PlanAnswer) -> Iterator[Finding]:
     """A draft's weights stand beside the model's."""
     draft = draft_of(command) if speculates(command) else None
     rank = min(told.fit.ranks, key=lambda one: one.room_bytes)

@@ -8,12 +8,12 @@ from itertools import chain
 import msgspec
 
 from holdfast.doctor.diagnosis.rank import diagnosis
-from holdfast.doctor.evidence.log_state import Scene
+from holdfast.doctor.evidence.log_state import LogState
 from holdfast.doctor.findings import Diagnosis, Evidence
 from holdfast.doctor.logs.line import Line, read_lines
 from holdfast.doctor.logs.reverse import NEWEST_BYTES, OLDEST_BYTES, Order, Turned
 from holdfast.doctor.logs.sampling import LOOKED_BYTES, Sift, worth_reading
-from holdfast.doctor.logs.source import Source
+from holdfast.doctor.logs.source import LogSource
 from holdfast.doctor.logs.unfold import Unfolded
 from holdfast.doctor.logs.unwrap import BELOW, LOOKED, is_open_error, whole
 from holdfast.units import MIB
@@ -28,11 +28,11 @@ _LEFT_OUT = (
 )
 
 
-class Watch:
+class LiveDiagnosis:
     """Lines in as they come, a diagnosis of what was seen so far whenever it is wanted. Bounded in memory."""
 
     def __init__(self, source: str = "output") -> None:
-        self._scene = Scene(source)
+        self._scene = LogState(source)
         self._number = 0
         self._open: Line | None = None
         """An error that may go on below; it was taken as it stood, for the next line may never come."""
@@ -76,7 +76,7 @@ class Watch:
 
 
 def diagnose_lines(lines: Iterable[str], source: str) -> Diagnosis:
-    watch = Watch(source)
+    watch = LiveDiagnosis(source)
     for line in lines:
         watch.feed(line.rstrip("\n"))
     return watch.diagnosis()
@@ -84,22 +84,22 @@ def diagnose_lines(lines: Iterable[str], source: str) -> Diagnosis:
 
 def diagnose(sources: Sequence[str]) -> Diagnosis:
     """Logs, judged together: paths of files (gz too), `-` for standard input. Raises a ConfigurationError (HFD90)."""
-    scene: Scene | None = None
+    scene: LogState | None = None
     logs: dict[str, _Log] = {}
     torn = []
     for name in sources:
         called = "standard input" if name == "-" else name
         if scene is None:
-            scene = Scene(called)
+            scene = LogState(called)
         else:
             scene.open(called)
-        source, sift = Source(name), Sift(scene.feed)
+        source, sift = LogSource(name), Sift(scene.feed)
         logs[called] = _Log(source)
         for block in logs[called].blocks():
             sift.feed(block)
         sift.close()
         torn += [_TORN.format(called)] if source.torn else []
-    found = diagnosis(scene or Scene(""))
+    found = diagnosis(scene or LogState(""))
     found.missing.extend(torn)
     return _as_they_stand(found, {name: log for name, log in logs.items() if log.changed})
 
@@ -107,7 +107,7 @@ def diagnose(sources: Sequence[str]) -> Diagnosis:
 class _Log:
     """The right way round, and its lines as they were written."""
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: LogSource) -> None:
         self.turned = Turned(source)
         self.unfolded: Unfolded | None = None
 

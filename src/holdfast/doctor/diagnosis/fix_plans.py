@@ -112,7 +112,7 @@ def _cannot(case: Case, name: str, fix: Fix) -> bool:
 def _divided(case: Case, changes: Mapping[str, str | None]) -> bool | None:
     """Whether SGLang's static share holds weights and one sequence with these changes; None: it is not known."""
     from holdfast.doctor.check_command.gpu_split import split_of
-    from holdfast.doctor.check_command.to_question import Machine, question_for
+    from holdfast.doctor.check_command.to_question import CommandMachine, question_for
     from holdfast.doctor.command.parse import parse_command
 
     if case.engine != "sglang" or case.command is None or case.total_gib is None or not changes:
@@ -121,7 +121,7 @@ def _divided(case: Case, changes: Mapping[str, str | None]) -> bool | None:
     if command is None or command.call is not None:
         return None
     ranks = command.value("tensor-parallel-size") or "1"
-    machine = Machine(vram=f"{int(case.total_gib * GIB)}x{ranks}")
+    machine = CommandMachine(vram=f"{int(case.total_gib * GIB)}x{ranks}")
     try:
         split = split_of(command, question_for(command, machine, None), None)
     except HoldfastError:

@@ -16,7 +16,7 @@ from holdfast.doctor.diagnosis.catalogue_sizes import kv_token_gib
 from holdfast.doctor.diagnosis.fix_checks import Facts, sound
 from holdfast.doctor.diagnosis.kv_budget import room_for_kv
 from holdfast.doctor.diagnosis.llama_layers import layers_that_fit
-from holdfast.doctor.evidence.log_state import Event, Scene
+from holdfast.doctor.evidence.log_state import Event, LogState
 from holdfast.doctor.findings import Fix
 from holdfast.doctor.rules.formulas import evaluate, filled, holds, written
 from holdfast.doctor.rules.load import FixRule, Rule
@@ -50,7 +50,7 @@ FLAGS_NAMED = 16
 _PACKAGES = {"llama.cpp": "llama-cpp-python", "tgi": "text-generation-server"}
 
 
-def known_numbers(scene: Scene, event: Event) -> dict[str, float]:
+def known_numbers(scene: LogState, event: Event) -> dict[str, float]:
     """By the names that rules use: settings, what the log told before, what the line itself said; the last wins."""
     numbers = dict(_DEFAULTS.get(scene.engine or "vllm", {}))
     if scene.engine in (None, "vllm"):
@@ -86,7 +86,7 @@ def _default_utilization(version: str | None) -> float:
         return 0.9
 
 
-def known_words(scene: Scene, event: Event) -> dict[str, str]:
+def known_words(scene: LogState, event: Event) -> dict[str, str]:
     command = base_command(scene)
     return {
         "model": scene.settings.model or "MODEL",
@@ -104,7 +104,7 @@ def _fetch_again(model: str) -> str:
     return f"hf download {shlex.quote(model)} --force-download"
 
 
-def fixes(scene: Scene, rule: Rule, numbers: dict[str, float], words: dict[str, str]) -> list[Fix]:
+def fixes(scene: LogState, rule: Rule, numbers: dict[str, float], words: dict[str, str]) -> list[Fix]:
     """Those that can be worked out, the best first."""
     found: list[Fix] = []
     if not rule.fix:
@@ -117,12 +117,12 @@ def fixes(scene: Scene, rule: Rule, numbers: dict[str, float], words: dict[str, 
     return found
 
 
-def base_command(scene: Scene) -> ServerCommand | None:
+def base_command(scene: LogState) -> ServerCommand | None:
     """What was run, as far as it is known; MODEL stands where the model is not."""
     return scene.settings.sketched(scene.engine or "vllm")
 
 
-def _fix(scene: Scene, rule: FixRule, facts: Facts, words: dict[str, str]) -> Fix | None:
+def _fix(scene: LogState, rule: FixRule, facts: Facts, words: dict[str, str]) -> Fix | None:
     engine, numbers = facts.engine, dict(facts.numbers)
     if (rule.engines and engine not in rule.engines) or not holds(rule.when, numbers):
         return None
@@ -169,7 +169,7 @@ def _fix(scene: Scene, rule: FixRule, facts: Facts, words: dict[str, str]) -> Fi
     return Fix(command=command, changes=changes, why=f"{why}{rest}", price=price)
 
 
-def _facts(scene: Scene, numbers: dict[str, float]) -> Facts:
+def _facts(scene: LogState, numbers: dict[str, float]) -> Facts:
     settings = scene.settings
     known = settings.rebuilt(scene.engine or "vllm") is not None
     return Facts(
@@ -178,7 +178,7 @@ def _facts(scene: Scene, numbers: dict[str, float]) -> Facts:
     )  # fmt: skip
 
 
-def _rest(scene: Scene, facts: Facts) -> str:
+def _rest(scene: LogState, facts: Facts) -> str:
     """What the command lacks, said: a flag that is not there is a flag that was taken away."""
     if facts.whole or scene.settings.rebuilt(facts.engine) is None or facts.engine == "ollama":
         return ""

@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from holdfast.doctor.evidence.log_state import SECOND, Event, Scene
+from holdfast.doctor.evidence.log_state import SECOND, Event, LogState
 
 _PROCESS = re.compile(r"Process (\d+) has ([\d.]+) ([KMG]i?B) memory in use")
 _OURS = re.compile(r"this process has ([\d.]+) ([KMG]i?B) memory in use")
@@ -33,7 +33,7 @@ Sureness = Literal["high", "medium", "low"]
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class OomVerdict:
     rule: str
     phase: str | None
     confidence: Sureness
@@ -55,7 +55,7 @@ def others_gib(text: str, numbers: dict[str, float]) -> float:
     return sum(held)
 
 
-def judge(event: Event, scene: Scene) -> Verdict:
+def judge(event: Event, scene: LogState) -> OomVerdict:
     numbers = {**scene.numbers, **event.numbers}
     text = next((one.line for one in event.evidence if "Tried to allocate" in one.line), event.evidence[0].line)
     phase, confidence = phase_of(event)
@@ -75,21 +75,21 @@ def judge(event: Event, scene: Scene) -> Verdict:
         confidence = "medium" if confidence == "high" else confidence  # Or another engine's lines told the phase.
     total, tried = numbers.get("total_gib"), numbers.get("tried_gib", 0.0)
     if total is not None and tried > 2 * total:
-        return Verdict("oom_quadratic", phase, "high")
+        return OomVerdict("oom_quadratic", phase, "high")
     others = others_gib(text, event.numbers)
     if total is not None and others >= max(1.0, NEIGHBOUR_SHARE * total):
         event.numbers["others_gib"] = others
-        return Verdict(
+        return OomVerdict(
             "oom_neighbour", phase, "high" if _OURS.search(text) or len(_PROCESS.findall(text)) > 1 else "medium"
         )
     tags = event.trace.tags if event.trace is not None else set()
     for tag, rule in _BY_TAG:
         if tag in tags and (tag != "multimodal" or phase in ("profile", "load", None)):
-            return Verdict(rule, phase, "high" if phase is not None and confidence == "high" else "medium")
+            return OomVerdict(rule, phase, "high" if phase is not None and confidence == "high" else "medium")
     if phase == "serve" and _speculates(scene):
-        return Verdict("oom_speculative", phase, "medium")
+        return OomVerdict("oom_speculative", phase, "medium")
     if "multimodal" in event.tags and phase == "profile":
-        return Verdict("oom_multimodal", phase, "medium")
+        return OomVerdict("oom_multimodal", phase, "medium")
     return _by_phase(event, scene, numbers, phase, confidence)
 
 
@@ -116,31 +116,31 @@ def phase_of(event: Event) -> tuple[str | None, Sureness]:
 
 
 def _by_phase(
-    event: Event, scene: Scene, numbers: dict[str, float], phase: str | None, confidence: Sureness
-) -> Verdict:
+    event: Event, scene: LogState, numbers: dict[str, float], phase: str | None, confidence: Sureness
+) -> OomVerdict:
     total, tried = numbers.get("total_gib"), numbers.get("tried_gib", 0.0)
     reserved = numbers.get("reserved_gib", 0.0)
     if SECOND in event.tags and phase in ("args", "download", "load", "profile"):
-        return Verdict("oom_second_engine", phase, "medium")
+        return OomVerdict("oom_second_engine", phase, "medium")
     if phase in ("profile", "capture", "warmup") and _in_pieces(total, tried, reserved):
-        return Verdict("oom_fragmentation", phase, "medium")
+        return OomVerdict("oom_fragmentation", phase, "medium")
     if phase in ("args", "download", "load"):
         if _unused_gpus(scene):
-            return Verdict("oom_parallel_unused", "load", "medium")
-        return Verdict("oom_weights", "load", confidence)
+            return OomVerdict("oom_parallel_unused", "load", "medium")
+        return OomVerdict("oom_weights", "load", confidence)
     if phase == "profile":
-        return Verdict(*_in_profile(numbers, total, tried), confidence="high" if confidence == "high" else "medium")
+        return OomVerdict(*_in_profile(numbers, total, tried), confidence="high" if confidence == "high" else "medium")
     if phase == "capture":
-        return Verdict("oom_capture", phase, confidence)
+        return OomVerdict("oom_capture", phase, confidence)
     if phase == "warmup" and scene.engine == "tgi":
-        return Verdict("oom_tgi_warmup", phase, confidence)
+        return OomVerdict("oom_tgi_warmup", phase, confidence)
     if phase == "warmup":
-        return Verdict("oom_warmup", phase, "medium" if confidence == "high" else confidence)  # Or a capture in it.
+        return OomVerdict("oom_warmup", phase, "medium" if confidence == "high" else confidence)  # Or a capture in it.
     if total is not None and reserved >= max(tried, FRAGMENTED_SHARE * total):
-        return Verdict("oom_fragmentation", phase, "medium")
+        return OomVerdict("oom_fragmentation", phase, "medium")
     if phase in ("serve", "request"):
-        return Verdict("oom_serving", phase, confidence)
-    return Verdict("oom_unknown_phase", None, "low")
+        return OomVerdict("oom_serving", phase, confidence)
+    return OomVerdict("oom_unknown_phase", None, "low")
 
 
 def _in_pieces(total: float | None, tried: float, reserved: float) -> bool:
@@ -157,13 +157,13 @@ def _in_profile(numbers: dict[str, float], total: float | None, tried: float) ->
     return ("oom_weights_profile" if crowded else "oom_profile"), "profile"
 
 
-def _speculates(scene: Scene) -> bool:
+def _speculates(scene: LogState) -> bool:
     values = scene.settings.values
     return any(
         values.get(name, "None") != "None" for name in ("speculative-model", "speculative-config", "model-draft")
     )
 
 
-def _unused_gpus(scene: Scene) -> bool:
+def _unused_gpus(scene: LogState) -> bool:
     size = scene.settings.number("tensor-parallel-size") or 1
     return scene.numbers.get("gpus", 1) > 1 and size == 1 and scene.engine in ("vllm", "sglang", "tgi", "holdfast")

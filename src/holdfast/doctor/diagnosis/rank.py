@@ -15,7 +15,7 @@ from holdfast.doctor.diagnosis.fixes import base_command, fixes, known_numbers, 
 from holdfast.doctor.diagnosis.out_of_memory import judge as judge_memory
 from holdfast.doctor.diagnosis.out_of_memory import phase_of
 from holdfast.doctor.evidence.holdfast_errors import own_fixes, refined
-from holdfast.doctor.evidence.log_state import STARTING, Event, Run, Scene, further
+from holdfast.doctor.evidence.log_state import STARTING, Event, LogState, Run, further
 from holdfast.doctor.findings import ENDED_IN_ORDER, Diagnosis, Evidence, Finding, Fix, Phase, RootCause
 from holdfast.doctor.logs.line import read_line
 from holdfast.doctor.rules.formulas import filled
@@ -62,7 +62,7 @@ class Candidate:
     confidence: Sureness
 
 
-def diagnosis(scene: Scene) -> Diagnosis:
+def diagnosis(scene: LogState) -> Diagnosis:
     candidates = _candidates(scene)
     ready = any(run.ready for run in scene.final_runs)
     missing: list[str] = []
@@ -104,7 +104,7 @@ def diagnosis(scene: Scene) -> Diagnosis:
     )
 
 
-def _told(scene: Scene, phase: str | None) -> Phase | None:
+def _told(scene: LogState, phase: str | None) -> Phase | None:
     """llama.cpp tries nothing: its context is made while it loads."""
     loads = phase == "profile" and scene.engine in ("llama.cpp", "ollama")
     return cast("Phase | None", "load" if loads else phase)
@@ -114,7 +114,7 @@ def _is_advice(finding: Finding) -> bool:
     return finding.cause in ("prefix_caching_unused", "utilization_too_low")
 
 
-def _candidates(scene: Scene) -> list[Candidate]:
+def _candidates(scene: LogState) -> list[Candidate]:
     found: list[Candidate] = []
     for run in scene.judged_runs():
         for event in run.events.values():
@@ -168,7 +168,7 @@ def _killed_after_an_error(run: Run, event: Event) -> bool:
     return event.rule.id == "killed" and before and not run.ready
 
 
-def _candidate(scene: Scene, event: Event) -> Candidate:
+def _candidate(scene: LogState, event: Event) -> Candidate:
     if event.rule.out_of_memory:
         verdict = judge_memory(event, scene)
         return Candidate(event, rulebook().rule(verdict.rule), verdict.phase, verdict.confidence)
@@ -189,7 +189,7 @@ def _candidate(scene: Scene, event: Event) -> Candidate:
     return Candidate(event, rule, seen or rule.phase or None, confidence)
 
 
-def _from_what_is_left(scene: Scene) -> list[Candidate]:
+def _from_what_is_left(scene: LogState) -> list[Candidate]:
     """The error itself is not in the log; numbers and the place where it ends may tell."""
     run = scene.run
     failed = run.torn_off is not None or bool(run.wrappers)
@@ -213,11 +213,11 @@ def _from_what_is_left(scene: Scene) -> list[Candidate]:
     return [Candidate(event, rule, run.phase or rule.phase or None, cast("Sureness", rule.confidence))]
 
 
-def _bare_event(scene: Scene, name: str) -> Event:
+def _bare_event(scene: LogState, name: str) -> Event:
     return Event(rulebook().rule(name), scene.lines, {}, {}, [], scene.run.phase, scene.run.ready, "")
 
 
-def _finding(scene: Scene, candidate: Candidate) -> Finding:
+def _finding(scene: LogState, candidate: Candidate) -> Finding:
     rule, event = candidate.rule, candidate.event
     cause = rulebook().causes[rule.cause]
     numbers = known_numbers(scene, event)
@@ -246,7 +246,7 @@ def _root(rule: Rule, cause: Cause, chosen: list[Fix]) -> RootCause:
     return cast("RootCause", "configuration_overshoot" if settled else rule.root_cause or cause.root_cause)
 
 
-def _case(scene: Scene, numbers: dict[str, float]) -> Case:
+def _case(scene: LogState, numbers: dict[str, float]) -> Case:
     length = scene.settings.number("max-model-len", "context-length")
     return Case(
         engine=scene.engine or "vllm",
@@ -258,7 +258,7 @@ def _case(scene: Scene, numbers: dict[str, float]) -> Case:
     )
 
 
-def _unexplained(scene: Scene, missing: list[str]) -> Finding | None:
+def _unexplained(scene: LogState, missing: list[str]) -> Finding | None:
     """Something failed that no rule knows, or only its wrapper is in the log."""
     final = scene.final_runs
     wrappers = [line for run in final for line in run.wrappers]
@@ -295,7 +295,7 @@ def _quoted(line: str) -> str:
     return text if len(text) <= _QUOTED else f"{text[:_QUOTED].rstrip()}…"
 
 
-def _offload_unused(scene: Scene) -> Finding | None:
+def _offload_unused(scene: LogState) -> Finding | None:
     """Weights were to stay in RAM, and as much as the whole model in 16 bit came onto the GPU."""
     asked, weights = scene.settings.number("cpu-offload-gb"), scene.numbers.get("weights_gib")
     model = scene.settings.model or ""
@@ -311,7 +311,7 @@ def _offload_unused(scene: Scene) -> Finding | None:
     return _finding(scene, Candidate(event, event.rule, "load", "medium"))
 
 
-def _from_statistics(scene: Scene, causes: set[str]) -> list[Finding]:
+def _from_statistics(scene: LogState, causes: set[str]) -> list[Finding]:
     """What the figures of a running server show that no single line does."""
     found = []
     statistics = scene.statistics

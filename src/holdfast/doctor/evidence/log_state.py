@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass, field
 
 from holdfast.doctor.evidence.holdfast_errors import BELOW_LINES, RULE, below, own_rule
-from holdfast.doctor.evidence.server_args import Settings
+from holdfast.doctor.evidence.server_args import ServerArgs
 from holdfast.doctor.evidence.throughput_lines import Statistics
 from holdfast.doctor.findings import Evidence
 from holdfast.doctor.logs.line import Line
@@ -114,12 +114,12 @@ class Run:
         return next((trace for trace in reversed(self.traces) if not trace.ended), None)
 
 
-class Scene:
+class LogState:
     def __init__(self, source: str) -> None:
         self.source = source
         self.engines: dict[str, int] = {}
         self.version: str | None = None
-        self.settings = Settings()
+        self.settings = ServerArgs()
         self.statistics = Statistics()
         self.numbers: dict[str, float] = {}
         self.words: dict[str, str] = {}

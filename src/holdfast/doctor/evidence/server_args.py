@@ -58,7 +58,7 @@ _LONGEST = 20_000
 """Characters of a command or a dump that goes over several lines."""
 
 
-class Settings:
+class ServerArgs:
     """Gathered as the log is read: what was set, and the command where one was seen."""
 
     def __init__(self) -> None:

@@ -33,7 +33,7 @@ UNUSED_PERCENT = 30.0
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class ThroughputSample:
     generation: float
     running: int
     waiting: int
@@ -43,7 +43,7 @@ class Sample:
 
 class Statistics:
     def __init__(self) -> None:
-        self.samples: list[Sample] = []
+        self.samples: list[ThroughputSample] = []
         self._every, self._seen = 1, 0
         self.full_and_waiting = 0
         """Samples in a row, at most."""
@@ -61,14 +61,14 @@ class Statistics:
         row = found.groupdict()
         hits = row.get("hits")
         self._add(
-            Sample(
+            ThroughputSample(
                 float(row["generation"]), int(row["running"]), int(row["waiting"]), float(row["kv"] or 0) * share,
                 None if hits is None else float(hits),
             )
         )  # fmt: skip
         return True
 
-    def _add(self, sample: Sample) -> None:
+    def _add(self, sample: ThroughputSample) -> None:
         full = sample.kv_percent >= FULL_PERCENT and sample.waiting > 0
         self._in_a_row = self._in_a_row + 1 if full else 0
         self.full_and_waiting = max(self.full_and_waiting, self._in_a_row)

@@ -43,7 +43,7 @@ class Screened:
     """In the whole block."""
 
 
-class Screen:
+class LinePrefilter:
     def __init__(self, literals: Iterable[str], *, hints: Iterable[str] = (), stops: Iterable[str] = ()) -> None:
         """Hints alone make no line worth reading, but another kind. What stands behind a stop makes no kind at all:
         it is somebody's words.

@@ -17,7 +17,7 @@ from enum import Enum
 from itertools import chain, pairwise
 
 from holdfast.doctor.logs.prefilter import LOOKED_BYTES
-from holdfast.doctor.logs.source import BLOCK_BYTES, Source
+from holdfast.doctor.logs.source import BLOCK_BYTES, LogSource
 from holdfast.doctor.logs.unfold import Fold, fold_of
 
 NEWEST_BYTES, OLDEST_BYTES = 48 * 1024 * 1024, 16 * 1024 * 1024
@@ -104,7 +104,7 @@ def _is_frame(line: bytes, before: bytes) -> bool:
 class Turned:
     """A log, its oldest line first. Read once."""
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: LogSource) -> None:
         self._source = source
         self._lines = 0
         self.order = Order.OLDEST_FIRST

@@ -15,7 +15,7 @@ from functools import cache
 import numpy
 
 from holdfast.doctor.logs.line import Line, read_lines
-from holdfast.doctor.logs.prefilter import LOOKED_BYTES, Integers, Screen, Screened
+from holdfast.doctor.logs.prefilter import LOOKED_BYTES, Integers, LinePrefilter, Screened
 from holdfast.doctor.logs.source import BLOCK_BYTES, blocks
 from holdfast.doctor.logs.unwrap import LOOKED, may_go_on, whole, with_what_is_near
 from holdfast.doctor.rules.load import rulebook
@@ -45,13 +45,13 @@ _ERRORS = (
 
 
 @cache
-def screen() -> Screen:
+def screen() -> LinePrefilter:
     # The C library takes from it what to keep: else it hands its memory back after each block, to ask for it again.
     numpy.empty(_KEPT_BYTES, numpy.uint8)
     book = rulebook()
     frames = (literal for mark in book.frames for literal in mark.pattern.literals)
     quoted = (word for pattern in book.quoted for word in pattern.literals if not word.isalnum())
-    return Screen((*book.literals, *_ERRORS), hints=frames, stops=quoted)
+    return LinePrefilter((*book.literals, *_ERRORS), hints=frames, stops=quoted)
 
 
 class Sift:

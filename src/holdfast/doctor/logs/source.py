@@ -44,7 +44,7 @@ _ZEROS_SHARE = 0.4
 """Of every second byte, from which on a text is taken for UTF-16 without its mark."""
 
 
-class Source:
+class LogSource:
     """A file, a gz file (however it is called), or `-`: standard input. Read once."""
 
     def __init__(self, name: str) -> None:
@@ -114,7 +114,7 @@ class Source:
 
 def blocks(name: str) -> Iterator[bytes]:
     """UTF-8 of a log, however it lies there. Raises a ConfigurationError (HFD90)."""
-    return Source(name).blocks()
+    return LogSource(name).blocks()
 
 
 def as_utf8(raw: Iterable[bytes]) -> Iterator[bytes]:

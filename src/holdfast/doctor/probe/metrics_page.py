@@ -91,7 +91,7 @@ _ENGINES = (
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class MetricSample:
     """One page of metrics."""
 
     at_s: float
@@ -178,7 +178,7 @@ def client_for(key: str | None) -> httpx.Client:
     )
 
 
-def read_metrics(body: bytes, at_s: float) -> Sample:
+def read_metrics(body: bytes, at_s: float) -> MetricSample:
     """Figures of all models and ranks together: counts are added up, of shares the highest counts."""
     found: dict[str, float] = {}
     settings: dict[str, str] = {}
@@ -209,4 +209,4 @@ def read_metrics(body: bytes, at_s: float) -> Sample:
             figures[figure] = found[first]
     weighty = {name for figure in _WEIGHTY if figure not in figures for name in NAMES[figure]}
     no_numbers = tuple(f"{name} {printable(shorten(value, 20))}" for name, value in odd.items() if name in weighty)
-    return Sample(at_s, figures, settings, engine, no_numbers)
+    return MetricSample(at_s, figures, settings, engine, no_numbers)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from holdfast.doctor.build_finding import ADVICE
 from holdfast.doctor.findings import Diagnosis
-from holdfast.doctor.probe.metrics_page import OK, PAGE_TIMEOUT_S, Reply, Sample, client_for, get, read_metrics
+from holdfast.doctor.probe.metrics_page import OK, PAGE_TIMEOUT_S, MetricSample, Reply, client_for, get, read_metrics
 from holdfast.doctor.probe.server_rules import findings_of, seen_of
 from holdfast.doctor.probe.server_samples import Looked, StreamLook
 from holdfast.doctor.probe.server_unreachable import (
@@ -165,9 +165,9 @@ def _identity(client: httpx.Client, address: str, models: Reply) -> tuple[str | 
 
 def _samples(
     client: httpx.Client, address: str, seconds: float, sleep: Callable[[float], None]
-) -> tuple[list[Sample], int]:
+) -> tuple[list[MetricSample], int]:
     """One a second, and the last status; a page that fails is left out, and two in a row end it."""
-    samples: list[Sample] = []
+    samples: list[MetricSample] = []
     began, failed, status = time.monotonic(), 0, OK
     count = max(2, int(seconds / EVERY_S) + 1)
     for number in range(count):

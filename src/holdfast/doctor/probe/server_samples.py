@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from holdfast.doctor.build_finding import Confidence, found
 from holdfast.doctor.command.flag_aliases import translated
 from holdfast.doctor.findings import Evidence, Finding, Fix, RootCause
-from holdfast.doctor.probe.metrics_page import Sample
+from holdfast.doctor.probe.metrics_page import MetricSample
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class StreamLook:
 class Looked:
     address: str
     engine: str | None
-    samples: tuple[Sample, ...]
+    samples: tuple[MetricSample, ...]
     stream: StreamLook | None = None
 
     @property

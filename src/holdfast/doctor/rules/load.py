@@ -124,7 +124,7 @@ class Cause:
 
 
 @dataclass(slots=True)
-class Page:
+class CandidateRules:
     """Of the book, what could hold of one line."""
 
     rules: list[Rule] = field(default_factory=list)
@@ -161,11 +161,11 @@ class Rulebook:
         """Any of the literals."""
         return any_of(self.literals)
 
-    def page(self, text: str) -> Page:
+    def page(self, text: str) -> CandidateRules:
         chapters: tuple[list[Any], ...] = ([], [], [], [], [], [], [])
         for chapter, item in self.index.among(text):
             chapters[chapter].append(item)
-        return Page(*chapters)
+        return CandidateRules(*chapters)
 
     def rule(self, name: str) -> Rule:
         return next(rule for rule in self.rules if rule.id == name)

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from holdfast.engine.core.masks import BEYOND_LIMITS, Form, Progress
+from holdfast.engine.core.masks import BEYOND_LIMITS, GrammarState, Progress
 from holdfast.errors import EngineError, GrammarError
 from holdfast.footprint.structured_output import SLOW_LANE_BYTES, lane_workers, shared_lane_bytes
 from holdfast.records import Failure, Request
@@ -76,7 +76,7 @@ class _Worker:
 
     def __init__(self, lane: Lane, connection: WorkerConnection) -> None:
         self.lane, self.connection = lane, connection
-        self.forms: dict[int, Form] = {}
+        self.forms: dict[int, GrammarState] = {}
         self._asked_s: float | None = None
         """Since when it owes an answer, or when it last said something while it did; None: it owes none."""
         self.grown_bytes = 0
@@ -148,7 +148,7 @@ class GrammarWorkers:
 
     # --- answers come and go ---
 
-    def open(self, form: Form) -> None:
+    def open(self, form: GrammarState) -> None:
         """Compiles its grammar; the form is filled when that is done, or has failed."""
         self._open_in(form, self._lane_of(form.request))
 
@@ -161,7 +161,7 @@ class GrammarWorkers:
             return Lane.SLOW
         return Lane.PROVEN if good >= PROVEN_MASKS else Lane.NEW
 
-    def _open_in(self, form: Form, lane: Lane) -> None:
+    def _open_in(self, form: GrammarState, lane: Lane) -> None:
         params = form.request.params.structured_outputs
         assert params is not None
         try:
@@ -185,12 +185,12 @@ class GrammarWorkers:
     def _start(self, lane: Lane) -> _Worker:
         limits = LIMITS[lane]
         memory = SLOW_LANE_BYTES if lane is Lane.SLOW else shared_lane_bytes(self._rows, self._cores)
-        wanted = wire.Limits(memory, int(limits.open_s) + 1, limits.niceness)
+        wanted = wire.WorkerLimits(memory, int(limits.open_s) + 1, limits.niceness)
         worker = _Worker(lane, WorkerConnection(self._address(), wanted, marked=True))
         self._workers.append(worker)
         return worker
 
-    def close(self, form: Form) -> None:
+    def close(self, form: GrammarState) -> None:
         worker = self._of_form.pop(form.number, None)
         if worker is None:
             return
@@ -205,7 +205,7 @@ class GrammarWorkers:
         alike = [one for one in self._workers if one.lane is worker.lane]
         return worker.lane is Lane.PROVEN and len(alike) == 1 and worker.grown_bytes <= IDLE_KEPT_BYTES
 
-    def _remember(self, form: Form, *, costly: bool = False) -> None:
+    def _remember(self, form: GrammarState, *, costly: bool = False) -> None:
         params = form.request.params.structured_outputs
         assert params is not None
         key = msgspec.json.encode(params)
@@ -236,16 +236,16 @@ class GrammarWorkers:
         """Costly grammars are followed by one process, and hold rows meanwhile: others keep most of them."""
         return self._lane_of(request) is not Lane.SLOW or self.slow < self._most_slow
 
-    def is_slow(self, form: Form) -> bool:
+    def is_slow(self, form: GrammarState) -> bool:
         worker = self._of_form.get(form.number)
         return form.slow or (worker is not None and worker.lane is Lane.SLOW)
 
-    def cpu_s(self, forms: Sequence[Form]) -> float:
+    def cpu_s(self, forms: Sequence[GrammarState]) -> float:
         """Of processor time, that the workers of these have used in all."""
         workers = {worker for form in forms if (worker := self._of_form.get(form.number)) is not None}
         return sum(worker.connection.cpu_s() for worker in workers)
 
-    def advance(self, forms: Sequence[tuple[Form, bool]]) -> None:
+    def advance(self, forms: Sequence[tuple[GrammarState, bool]]) -> None:
         """Each has a new last token; and whether a mask of what may follow is wanted."""
         by_worker: dict[_Worker, list[tuple[int, int, bool]]] = {}
         for form, wanted in forms:
@@ -316,7 +316,7 @@ class GrammarWorkers:
                 if message.complete:
                     self._complete(form)
 
-    def _complete(self, form: Form | None) -> None:
+    def _complete(self, form: GrammarState | None) -> None:
         """No mask will come: its answer ends with its newest token, or where it is too late for that, with the next."""
         if form is not None:
             form.progress = Progress.COMPLETE
@@ -341,7 +341,7 @@ class GrammarWorkers:
         if message.cpu_s > MOVED_S and worker.lane is not Lane.SLOW and form.failure is None:
             self._move(worker, form)
 
-    def _move(self, worker: _Worker, form: Form) -> None:
+    def _move(self, worker: _Worker, form: GrammarState) -> None:
         """To the slow lane, with the mask that it has. What it is asked for next waits until it is there."""
         self._remember(form, costly=True)
         del worker.forms[form.number], self._of_form[form.number]

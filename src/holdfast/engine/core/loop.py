@@ -15,7 +15,7 @@ from holdfast.scheduler import Scheduler
 from holdfast.scheduler.outputs import refused
 
 if TYPE_CHECKING:
-    from holdfast.engine.core.structured_outputs import Forms
+    from holdfast.engine.core.structured_outputs import StructuredOutputManager
 
 FORMS_WAIT_S = 0.02
 """For a grammar or a mask, where there is nothing else to do."""
@@ -49,7 +49,7 @@ class EngineCore:
         *,
         steps_ahead: int = 0,
         device_bytes: Callable[[], int] | None = None,
-        forms: Forms | None = None,
+        forms: StructuredOutputManager | None = None,
     ) -> None:
         self.forms = forms
         self.scheduler = scheduler

@@ -48,7 +48,7 @@ class Progress(enum.Enum):
 
 
 @dataclass(slots=True, eq=False)
-class Form:
+class GrammarState:
     """An answer that follows a grammar."""
 
     number: int
@@ -159,7 +159,7 @@ class Poll(Protocol):
         """Takes in what workers have said, waiting so long for the first word."""
 
 
-def wait_for_masks(forms: Sequence[Form], poll: Poll, busy: Callable[[], bool]) -> None:
+def wait_for_masks(forms: Sequence[GrammarState], poll: Poll, busy: Callable[[], bool]) -> None:
     """Until each is filled, or has used up its patience, or the step's is over. `busy`: the device still computes what
     they are needed for, and nobody is held up."""
     left_s = STEP_PATIENCE_S
@@ -180,7 +180,7 @@ class StepMasks:
     """Of the rows of one step whose answers follow a grammar, by slot. `foresee`: judges the tokens of the step before,
     where that is still in flight, and says whether it could."""
 
-    def __init__(self, held: dict[int, Form], poll: Poll, foresee: Callable[[], bool] | None = None) -> None:
+    def __init__(self, held: dict[int, GrammarState], poll: Poll, foresee: Callable[[], bool] | None = None) -> None:
         self.slots = list(held)
         self._held, self._poll, self._foresee = held, poll, foresee
 

@@ -20,7 +20,7 @@ import msgspec
 import numpy
 
 from holdfast.engine.core.grammar_workers import GrammarWorkers
-from holdfast.engine.core.masks import Form, Progress, StepMasks, Words
+from holdfast.engine.core.masks import GrammarState, Progress, StepMasks, Words
 from holdfast.errors import HoldfastError
 from holdfast.footprint.sampling import mask_words
 from holdfast.footprint.structured_output import FEW_CORES, FORM_BYTES, form_bytes, held_bytes
@@ -39,11 +39,11 @@ all, of an answer that was late before or has a costly grammar. One that needs l
 nobody is held up for it, the answer goes on, and where it should have ended, it ends with its next token."""
 
 
-def hold_forms(core: EngineCore, spec: ModelSpec, address: Callable[[], str]) -> None:
+def enable_structured_outputs(core: EngineCore, spec: ModelSpec, address: Callable[[], str]) -> None:
     """From now on this engine takes requests for structured output. `address`: of the service that workers come from;
     asked for when the first is needed."""
     limits = core.scheduler.limits
-    core.forms = Forms(
+    core.forms = StructuredOutputManager(
         address,
         rows=limits.max_num_seqs,
         vocab_size=spec.vocab_size,
@@ -56,13 +56,13 @@ def hold_forms(core: EngineCore, spec: ModelSpec, address: Callable[[], str]) ->
 class _Sampled(NamedTuple):
     """Of one plan."""
 
-    held: dict[int, Form]
+    held: dict[int, GrammarState]
     """By slot: rows whose answers follow a grammar."""
     slots: list[int]
     """Of all rows that sample, in their order."""
 
 
-class Forms:
+class StructuredOutputManager:
     """`rows`: most that sample in a step; `eos_ids`: the model's own ends; `by_priority`: who is compiled for first."""
 
     def __init__(
@@ -81,8 +81,8 @@ class Forms:
         self._line: list[tuple[int, float, int, Request]] = []
         self._came_total = 0
         self._numbers = itertools.count(1)
-        self._compiling: dict[str, Form] = {}
-        self._forms: dict[str, Form] = {}
+        self._compiling: dict[str, GrammarState] = {}
+        self._forms: dict[str, GrammarState] = {}
         self._slots: dict[int, str] = {}
         self._newest = _Sampled({}, [])
         self._doubtful = False
@@ -117,7 +117,7 @@ class Forms:
                 break
             heapq.heappop(self._line)
             self._bytes[request.request_id] = needed
-            form = Form(
+            form = GrammarState(
                 next(self._numbers), request, mask_words(self._vocab_size), self._allowed(request), self._eos_ids
             )
             self._compiling[request.request_id] = form
@@ -135,7 +135,7 @@ class Forms:
                 return [(form.request, self._enter(form)) for form in ready]
         return []
 
-    def _enter(self, form: Form) -> HoldfastError | None:
+    def _enter(self, form: GrammarState) -> HoldfastError | None:
         name = form.request.request_id
         del self._compiling[name]
         if form.failure is not None:
@@ -181,7 +181,7 @@ class Forms:
         because a step is planned `ahead` of what they are to go on from."""
         if self._forms:
             self._workers.poll(0.0)
-        sampling = set(self._newest.held.values()) if ahead else set[Form]()
+        sampling = set(self._newest.held.values()) if ahead else set[GrammarState]()
         return frozenset(
             name for name, form in self._forms.items() if form.slow and (not form.filled or form in sampling)
         )
@@ -233,8 +233,8 @@ class Forms:
         if newest and self._newest.held and not (doubtful or result.failures):
             self._foresee(self._newest, result, set(self._newest.held.values()))
 
-    def _foresee(self, sampled: _Sampled, result: StepResult, wanted: set[Form]) -> None:
-        late, tokens = frozenset(result.late), list[tuple[Form, int]]()
+    def _foresee(self, sampled: _Sampled, result: StepResult, wanted: set[GrammarState]) -> None:
+        late, tokens = frozenset(result.late), list[tuple[GrammarState, int]]()
         for slot, token in zip(sampled.slots, result.token_ids, strict=True):
             form = sampled.held.get(slot)
             if form is not None and form in wanted and form.foreseen is None and slot not in late:
@@ -248,8 +248,8 @@ class Forms:
         verdict, form.foreseen = form.foreseen, None
         return self._judge([(form, token)])[0] if verdict is None else verdict
 
-    def _judge(self, tokens: Sequence[tuple[Form, int]]) -> list[Verdict | Failure]:
-        going_on = list[tuple[Form, bool]]()
+    def _judge(self, tokens: Sequence[tuple[GrammarState, int]]) -> list[Verdict | Failure]:
+        going_on = list[tuple[GrammarState, bool]]()
         for form, token in tokens:
             if form.failure is None:
                 form.advance(token)
@@ -258,7 +258,7 @@ class Forms:
         self._wait_for_verdicts([form for form, _ in going_on])
         return [self._verdict(form, token) for form, token in tokens]
 
-    def _wait_for_verdicts(self, forms: Sequence[Form]) -> None:
+    def _wait_for_verdicts(self, forms: Sequence[GrammarState]) -> None:
         began_s, first_cpu_s = time.monotonic(), None
         while waiting := [form for form in forms if form.progress is Progress.UNKNOWN and form.failure is None]:
             quick = [form for form in waiting if not self._workers.is_slow(form)]
@@ -274,7 +274,7 @@ class Forms:
                 return
             self._workers.poll(SLOW_VERDICT_S)
 
-    def _verdict(self, form: Form, token: int) -> Verdict | Failure:
+    def _verdict(self, form: GrammarState, token: int) -> Verdict | Failure:
         if form.failure is not None:
             return form.failure
         if form.progress is not Progress.COMPLETE:

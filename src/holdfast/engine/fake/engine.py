@@ -18,7 +18,7 @@ import msgspec
 from holdfast.engine.fake.script import EMBEDDING_SIZE, Script, Speaker, echo, fake_vector, say
 from holdfast.engine.fake.tokenizer import END, VOCABULARY, ByteTokenizer
 from holdfast.engine.requests.admission import check_room
-from holdfast.engine.requests.output import Answer
+from holdfast.engine.requests.output import OutputBuilder
 from holdfast.engine.requests.structured_output import StructuredOutput
 from holdfast.errors import (
     ContextLengthError,
@@ -380,7 +380,7 @@ class _Stream:
         others = msgspec.structs.replace(request, params=params.replace(prompt_logprobs=None))
         script = engine.script(prompt)
         speaking = [
-            (Answer(one, index, engine.tokenizer), Speaker(one, script, engine.max_model_len))
+            (OutputBuilder(one, index, engine.tokenizer), Speaker(one, script, engine.max_model_len))
             for index, one in enumerate([request, *[others] * (params.n - 1)])
         ]
         await engine._enter()

@@ -20,12 +20,12 @@ from holdfast.config import EngineConfig
 from holdfast.engine.process import protocol
 from holdfast.engine.process.handle import Child, blamed, died, ready
 from holdfast.engine.process.heartbeat import hang_limit
-from holdfast.engine.process.quarantine import Passengers
+from holdfast.engine.process.quarantine import CrashQuarantine
 from holdfast.engine.process.restarts import RestartBackoff
 from holdfast.engine.process.stats import at_rest, continued, ledger_of
-from holdfast.engine.requests.admission import Door, check_room
+from holdfast.engine.requests.admission import Admission, check_room
 from holdfast.engine.requests.embedding import embedding_requests
-from holdfast.engine.requests.output import Answer
+from holdfast.engine.requests.output import OutputBuilder
 from holdfast.engine.requests.sampling_defaults import decided, default_sampling
 from holdfast.engine.requests.stream import Stream, Waiting
 from holdfast.engine.requests.structured_output import StructuredOutput
@@ -71,7 +71,7 @@ class ProcessEngine:
         self._plan = plan
         self._on_progress = on_progress
         self._seeds = random.Random(config.seed) if config.seed is not None else random.SystemRandom()
-        self._door: Door | None = None
+        self._door: Admission | None = None
         self._info: EngineInfo | None = None
         remove_abandoned()
         self._folder = SocketFolder()
@@ -79,8 +79,8 @@ class ProcessEngine:
         self._child: Child | None = None
         self.structured = StructuredOutput.of(tokenizer, model.spec)
         self._supervisor: asyncio.Task[None] | None = None
-        self._open: dict[str, tuple[Answer, Stream]] = {}
-        self._passengers = Passengers()
+        self._open: dict[str, tuple[OutputBuilder, Stream]] = {}
+        self._passengers = CrashQuarantine()
         self._streams = 0
         self._waiting = Waiting()
         self._ready = False
@@ -184,7 +184,7 @@ class ProcessEngine:
         names = [request.request_id for request in requests]
         stream = Stream(names, self._close_stream, self._waiting)
         for index, request in enumerate(requests):
-            self._open[request.request_id] = (Answer(request, index, self._tokenizer), stream)
+            self._open[request.request_id] = (OutputBuilder(request, index, self._tokenizer), stream)
         self._streams += 1
         self._passengers.enter(names)
         self._hand_over()
@@ -327,7 +327,7 @@ class ProcessEngine:
         child.watch.expect(limit_s)
         named = msgspec.structs.replace(info, model=self._model.files.name)
         self._info = decided(named, self._config, self._defaults, [decision])
-        self._door = Door(self._model.spec, info.max_model_len, self._seeds, self._tokenizer)
+        self._door = Admission(self._model.spec, info.max_model_len, self._seeds, self._tokenizer)
         self._door.grammar_cost = None if self.structured is None else self.structured.checker.known
         # A new process has touched nothing of its pool yet.
         self._stats = self._stats_before = msgspec.structs.replace(self._stats, blocks_touched=0)
@@ -341,7 +341,7 @@ class ProcessEngine:
         try:
             while True:
                 while (message := await self._child.receive()) is not None:
-                    if isinstance(message, protocol.News):
+                    if isinstance(message, protocol.StepOutputs):
                         self._take(message)
                     elif isinstance(message, protocol.Beat):
                         self._hand_over()  # Somebody may have come while it did not answer.
@@ -388,7 +388,7 @@ class ProcessEngine:
         self._failure = protocol.pack_failure(error)
         self._end_all(error)
 
-    def _take(self, news: protocol.News) -> None:
+    def _take(self, news: protocol.StepOutputs) -> None:
         self._stats = continued(self._stats_before, news.stats)
         to_abort = [output.request_id for output in news.outputs if self._deliver(output)]
         for listener in self._listeners:

@@ -16,7 +16,7 @@ import zmq.asyncio
 
 from holdfast.config import EngineConfig
 from holdfast.engine.process import protocol
-from holdfast.engine.process.heartbeat import Watch, loading_limit_s
+from holdfast.engine.process.heartbeat import HeartbeatMonitor, loading_limit_s
 from holdfast.engine.startup.build import Progress
 from holdfast.engine.startup.prespawn import EarlyProcess, cannot_start
 from holdfast.errors import EngineDiedError, EngineError, EngineHungError
@@ -40,7 +40,7 @@ class Child:
         self._started, self._process = started, started.process
         self._socket = socket
         self._stage = "starting"
-        self.watch = Watch(limit_s, self._process.kill)
+        self.watch = HeartbeatMonitor(limit_s, self._process.kill)
         self._watching = asyncio.create_task(self.watch.run(), name="engine-watch")
         self._exit = asyncio.create_task(_ended(self._process), name="engine-exit")
 
@@ -73,7 +73,7 @@ class Child:
                 started.end()
             raise error if isinstance(error, EngineDiedError) else cannot_start(error) from error
         child = cls(started, socket, loading_limit_s(config))
-        child.send(protocol.Begin(dataclasses.asdict(config), plan, grammar_address))
+        child.send(protocol.Init(dataclasses.asdict(config), plan, grammar_address))
         return child
 
     @property

@@ -57,7 +57,7 @@ def loading_limit_s(config: EngineConfig) -> float:
     return LOADING_FACTOR * (LEAST_LIMIT_S if set_s is None else set_s)
 
 
-class Watch:
+class HeartbeatMonitor:
     """Of one process. `limit_s`: 0: never; `kill` is called once, when it hangs."""
 
     def __init__(self, limit_s: float, kill: Callable[[], None], clock: Callable[[], float] = time.monotonic) -> None:

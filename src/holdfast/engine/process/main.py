@@ -44,8 +44,8 @@ def run(address: str) -> int:
         socket.bind(address)
         _import_ahead()
         begin = protocol.decode_to_engine(socket.recv())
-        if not isinstance(begin, protocol.Begin):
-            raise SystemExit("the first message must be Begin")
+        if not isinstance(begin, protocol.Init):
+            raise SystemExit("the first message must be Init")
         heart = _Heart(socket)
         try:
             config = EngineConfig(**begin.config)  # type: ignore[arg-type]
@@ -78,7 +78,7 @@ def _import_ahead() -> None:
 def _build(
     config: EngineConfig, plan: Plan | None, grammar_address: str | None, socket: zmq.Socket[bytes], heart: _Heart
 ) -> EngineCore:
-    from holdfast.engine.core.structured_outputs import hold_forms
+    from holdfast.engine.core.structured_outputs import enable_structured_outputs
     from holdfast.engine.startup.build import build_core, find_model
 
     def progress(stage: str, done: int, total: int) -> None:
@@ -88,7 +88,7 @@ def _build(
     model = find_model(config)
     core, info = build_core(config, model, progress, plan, heart.beat)
     if grammar_address is not None:
-        hold_forms(core, model.spec, lambda: grammar_address)
+        enable_structured_outputs(core, model.spec, lambda: grammar_address)
     core.runner = with_faults(core.runner)
     socket.send(protocol.encode(protocol.Ready(info)))
     return core
@@ -132,7 +132,7 @@ def _serve(core: EngineCore, socket: zmq.Socket[bytes], heart: _Heart) -> None:
             changed = True
         if core.has_work or changed:  # After the last request was aborted nothing steps, but the numbers have changed.
             outputs = core.step()
-            socket.send(protocol.encode(protocol.News(outputs, core.stats())))
+            socket.send(protocol.encode(protocol.StepOutputs(outputs, core.stats())))
 
 
 def _hear(socket: zmq.Socket[bytes]) -> protocol.ToEngine | None:

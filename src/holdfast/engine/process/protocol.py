@@ -11,7 +11,7 @@ from holdfast.planner import Plan
 from holdfast.records import EngineInfo, EngineOutput, EngineStats, Failure, Request
 
 
-class Begin(msgspec.Struct, frozen=True, tag=True):
+class Init(msgspec.Struct, frozen=True, tag=True):
     """The first message to a new process: its settings, as `EngineConfig` fields, and what the front planned."""
 
     config: dict[str, object]
@@ -54,13 +54,13 @@ class Beat(msgspec.Struct, frozen=True, tag=True):
     """The loop goes round: each second at least, also while there is nothing to do or a step is long."""
 
 
-class News(msgspec.Struct, frozen=True, tag=True):
+class StepOutputs(msgspec.Struct, frozen=True, tag=True):
     outputs: list[EngineOutput]
     stats: EngineStats
 
 
-ToEngine = Begin | Add | Abort | ResetPrefixCache | Stop
-FromEngine = Loading | Ready | StartFailed | Beat | News
+ToEngine = Init | Add | Abort | ResetPrefixCache | Stop
+FromEngine = Loading | Ready | StartFailed | Beat | StepOutputs
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_engine: Callable[[bytes], ToEngine] = msgspec.msgpack.Decoder(ToEngine).decode

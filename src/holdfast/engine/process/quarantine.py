@@ -19,7 +19,7 @@ DEATHS_TO_SUSPECT = 2
 DEATHS_IN_ALL = 6
 
 
-class Passengers:
+class CrashQuarantine:
     def __init__(self) -> None:
         self._ashore: dict[str, None] = {}
         self._aboard: dict[str, None] = {}

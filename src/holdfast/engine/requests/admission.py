@@ -23,7 +23,7 @@ from holdfast.text.tokenizer.tokenizer import Tokenizer
 
 
 @dataclass(slots=True)
-class Door:
+class Admission:
     spec: ModelSpec
     max_model_len: int
     seeds: random.Random

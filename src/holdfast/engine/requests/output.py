@@ -16,7 +16,7 @@ from holdfast.text.output.detokenizer import Detokenizer
 from holdfast.text.tokenizer.tokenizer import Tokenizer
 
 
-class Answer:
+class OutputBuilder:
     def __init__(self, request: Request, index: int, tokenizer: Tokenizer | None) -> None:
         self.request = request
         self.index = index

@@ -29,7 +29,7 @@ from holdfast.execution.gpu.memory.kv_range import KVRange
 from holdfast.execution.gpu.memory.oom import is_shortage
 from holdfast.execution.gpu.sampling import DeviceSampler, FoundLogprobs, FoundScores, Work
 from holdfast.execution.gpu.slots import DeviceSlots
-from holdfast.execution.gpu.step import DeviceStep, StepForms, halves, is_decode
+from holdfast.execution.gpu.step import BatchBuilder, DeviceStep, halves, is_decode
 from holdfast.execution.layers.pooling import vectors
 from holdfast.execution.lora.slots import LoraLimits
 from holdfast.execution.profile_run import heaviest_plan
@@ -142,7 +142,7 @@ class GpuRunner:
         self._books = SlotBuffers(limits, layout, spec.vocab_size)
         self._slots = DeviceSlots(layout, limits, device)
         tile_tokens = prefill_tile_tokens(spec.heads, spec.kv_heads, spec.head_dim, weights.dtype.itemsize)
-        self._forms = StepForms(limits, device, tile_tokens)
+        self._forms = BatchBuilder(limits, device, tile_tokens)
         self._adapters = None if lora is None else GpuAdapters(spec, lora, limits, weights.dtype, device)
         self._decoder: GpuDecoder | None = GpuDecoder(
             spec, weights, layout, limits, self._slots, device, self._adapters

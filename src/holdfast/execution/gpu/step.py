@@ -63,7 +63,7 @@ def _part(row: Row, start: int, count: int, *, samples: bool) -> Row:
     return Row(row.slot, start, count, samples, *((first, end) if first < end else ()))
 
 
-class StepForms:
+class BatchBuilder:
     """`tile_tokens`: of a prompt that one tile of attention takes."""
 
     def __init__(self, limits: RunnerLimits, device: torch.device, tile_tokens: int) -> None:

@@ -215,11 +215,11 @@ class ExpertBuffers:
     """Of compiled experts, for one layer after the other."""
 
     logits: torch.Tensor
-    lines: native.ExpertBuffers
+    lines: native.NativeExpertBuffers
 
     @classmethod
     def allocate(cls, spec: ExpertsSpec, hidden: int, tokens: int) -> ExpertBuffers:
-        lines = native.ExpertBuffers.allocate(tokens, spec.per_token, spec.count, hidden, spec.intermediate_size)
+        lines = native.NativeExpertBuffers.allocate(tokens, spec.per_token, spec.count, hidden, spec.intermediate_size)
         return cls(torch.empty((tokens, spec.count)), lines)
 
 

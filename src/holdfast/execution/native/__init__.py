@@ -9,7 +9,7 @@ from __future__ import annotations
 from holdfast.execution.native.attention import AttentionRows, PoolPlace, paged_attention
 from holdfast.execution.native.decoder import DecoderLayer, DecoderStep
 from holdfast.execution.native.elementwise import activate_and_multiply, rms_norm, rotate_and_store
-from holdfast.execution.native.experts import ExpertBuffers, ExpertLayer
+from holdfast.execution.native.experts import ExpertLayer, NativeExpertBuffers
 from holdfast.execution.native.loading import available, why_not
 from holdfast.execution.native.products import BlockMatrix, dequantize, matmul_blocks
 
@@ -18,8 +18,8 @@ __all__ = [
     "BlockMatrix",
     "DecoderLayer",
     "DecoderStep",
-    "ExpertBuffers",
     "ExpertLayer",
+    "NativeExpertBuffers",
     "PoolPlace",
     "activate_and_multiply",
     "available",

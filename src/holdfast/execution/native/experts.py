@@ -17,7 +17,7 @@ from holdfast.execution.native.products import BlockMatrix
 
 
 @dataclass(frozen=True, slots=True)
-class ExpertBuffers:
+class NativeExpertBuffers:
     """For as many tokens as are given at a time; a line for every pair of a token and an expert it chose."""
 
     lines: torch.Tensor
@@ -36,7 +36,7 @@ class ExpertBuffers:
     """int32 [experts + 1]"""
 
     @classmethod
-    def allocate(cls, tokens: int, per_token: int, experts: int, hidden: int, inner: int) -> ExpertBuffers:
+    def allocate(cls, tokens: int, per_token: int, experts: int, hidden: int, inner: int) -> NativeExpertBuffers:
         pairs = tokens * per_token
         return cls(
             lines=torch.empty((pairs, hidden)),
@@ -98,7 +98,7 @@ class ExpertLayer:
         if (matrix.rows, matrix.columns) != (rows, columns) or matrix.bias is not None:
             raise ValueError(f"experts must be alike, [{rows}, {columns}] without bias")
 
-    def add(self, x: torch.Tensor, logits: torch.Tensor, out: torch.Tensor, buffers: ExpertBuffers) -> None:
+    def add(self, x: torch.Tensor, logits: torch.Tensor, out: torch.Tensor, buffers: NativeExpertBuffers) -> None:
         """out [tokens, hidden] += what the chosen experts make of x, like it; logits [tokens, experts] choose."""
         tokens, pairs = len(x), len(x) * self.per_token
         self._require(x, (tokens, self.hidden), "x")

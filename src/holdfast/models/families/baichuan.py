@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from holdfast.models.source import Source, build_spec, read_shape
+from holdfast.models.source import ModelDescription, build_spec, read_shape
 from holdfast.models.spec import ModelSpec
 from holdfast.models.tensors import TensorList
 
@@ -12,7 +12,7 @@ _ALIBI_FROM_HIDDEN = 5120
 """Its config does not say; the 13B is told by its width, as loaders do."""
 
 
-def describe(source: Source) -> ModelSpec:
+def describe(source: ModelDescription) -> ModelSpec:
     source = source.called({"max_position_embeddings": ("max_position_embeddings", "model_max_length")})
     shape = read_shape(source)
     alibi = shape.hidden >= _ALIBI_FROM_HIDDEN

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from holdfast.models.fields import MAX_HEADS
-from holdfast.models.source import Source, build_spec, read_shape
+from holdfast.models.source import ModelDescription, build_spec, read_shape
 from holdfast.models.spec import ModelSpec
 from holdfast.models.tensors import TensorList
 
@@ -20,7 +20,7 @@ _NAMES: dict[str, str | tuple[str, ...]] = {
 }
 
 
-def describe(source: Source) -> ModelSpec:
+def describe(source: ModelDescription) -> ModelSpec:
     source = source.called(_NAMES)
     fields = source.fields
     if not source.gguf and not fields.boolean("multi_query_attention", default=False):

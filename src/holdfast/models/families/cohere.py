@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 from holdfast.models.fields import MAX_CONTEXT, MAX_LAYERS
-from holdfast.models.source import Source, build_spec, read_shape, read_windows
+from holdfast.models.source import ModelDescription, build_spec, read_shape, read_windows
 from holdfast.models.spec import LayerSpec, ModelSpec
 from holdfast.models.tensors import TensorList
 
 FAMILY = "cohere"
 
 
-def describe(source: Source) -> ModelSpec:
+def describe(source: ModelDescription) -> ModelSpec:
     fields = source.fields
     second = source.architecture in ("Cohere2ForCausalLM", "cohere2")
     shape = read_shape(source, tied=True, eps="layer_norm_eps", max_position=None if source.gguf else 8192)

@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from holdfast.models.fields import MAX_EXPERTS, MAX_HEAD_DIM, MAX_HEADS, MAX_LAYERS, MAX_WIDTH
-from holdfast.models.source import Shape, Source, build_spec, read_shape
+from holdfast.models.source import DecoderShape, ModelDescription, build_spec, read_shape
 from holdfast.models.spec import ExpertsSpec, LatentSpec, LayerSpec, ModelSpec, TensorSpec
-from holdfast.models.tensors import Block, TensorList
+from holdfast.models.tensors import LayerTensors, TensorList
 
 FAMILY = "deepseek"
 
@@ -34,7 +34,7 @@ class Latent:
     index_dim: int = 0
 
 
-def describe(source: Source) -> ModelSpec:
+def describe(source: ModelDescription) -> ModelSpec:
     # transformers writes a head_dim that is only the rotated part.
     source = source.called({"num_experts": "n_routed_experts", "head_dim": "qk_head_dim"})
     latent = _latent(source)
@@ -63,7 +63,7 @@ def describe(source: Source) -> ModelSpec:
     )
 
 
-def _latent(source: Source) -> Latent:
+def _latent(source: ModelDescription) -> Latent:
     fields = source.fields
     query_rank = fields.integer("q_lora_rank", low=0, high=MAX_WIDTH, default=None) or None
     rank = fields.integer("kv_lora_rank", high=MAX_WIDTH)
@@ -97,7 +97,7 @@ def _latent(source: Source) -> Latent:
     )
 
 
-def _index(source: Source) -> dict[str, int]:
+def _index(source: ModelDescription) -> dict[str, int]:
     if source.architecture not in ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM"):
         return {}
     fields = source.fields
@@ -113,7 +113,7 @@ def _index(source: Source) -> dict[str, int]:
     }
 
 
-def read_shared_experts(source: Source) -> ExpertsSpec | None:
+def read_shared_experts(source: ModelDescription) -> ExpertsSpec | None:
     """Routed experts of one size, and shared ones as wide as so many of them."""
     fields = source.fields
     count = fields.integer("num_experts", low=0, high=MAX_EXPERTS, default=0)
@@ -129,7 +129,9 @@ def read_shared_experts(source: Source) -> ExpertsSpec | None:
     )
 
 
-def _layer(block: Block, shape: Shape, latent: Latent, experts: ExpertsSpec | None, correction: bool) -> None:
+def _layer(
+    block: LayerTensors, shape: DecoderShape, latent: Latent, experts: ExpertsSpec | None, correction: bool
+) -> None:
     hidden, heads = shape.hidden, shape.heads
     block.norm("attn_norm", hidden, "input_layernorm", "attn_norm")
     if latent.query_rank is None:
@@ -162,7 +164,7 @@ def _layer(block: Block, shape: Shape, latent: Latent, experts: ExpertsSpec | No
         shared_experts(block, hidden, experts, correction=correction)
 
 
-def shared_experts(block: Block, hidden: int, experts: ExpertsSpec, *, correction: bool) -> None:
+def shared_experts(block: LayerTensors, hidden: int, experts: ExpertsSpec, *, correction: bool) -> None:
     block.router(experts.count, hidden, "mlp.gate")
     if correction:
         block.add("router_correction", (experts.count,), "mlp.gate.e_score_correction_bias", "exp_probs_b.bias")
@@ -172,7 +174,7 @@ def shared_experts(block: Block, hidden: int, experts: ExpertsSpec, *, correctio
 
 
 def _draft(
-    source: Source, shape: Shape, latent: Latent, experts: ExpertsSpec | None, correction: bool
+    source: ModelDescription, shape: DecoderShape, latent: Latent, experts: ExpertsSpec | None, correction: bool
 ) -> list[TensorSpec]:
     if source.gguf:  # converters leave them out
         return []
@@ -184,7 +186,7 @@ def _draft(
     return tensors.found
 
 
-def draft_ends(block: Block, shape: Shape) -> None:
+def draft_ends(block: LayerTensors, shape: DecoderShape) -> None:
     """What a draft layer has beside the layer itself: a join of state and token, and copies of embedding and head."""
     hidden, vocabulary = shape.hidden, (shape.vocab, shape.hidden)
     block.add("embed", vocabulary, "embed_tokens.weight", "nextn.embed_tokens.weight", shard_axis=0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from holdfast.models.source import Source, build_spec, read_shape, read_windows
+from holdfast.models.source import ModelDescription, build_spec, read_shape, read_windows
 from holdfast.models.spec import LayerSpec, ModelSpec
 from holdfast.models.tensors import TensorList
 
@@ -15,7 +15,7 @@ _NAMES: dict[str, str | tuple[str, ...]] = {
 }
 
 
-def describe(source: Source) -> ModelSpec:
+def describe(source: ModelDescription) -> ModelSpec:
     if source.architecture in ("ExaoneForCausalLM", "exaone"):
         return _third(source.called(_NAMES))
     shape = read_shape(source, max_position=None if source.gguf else 2048)
@@ -42,7 +42,7 @@ def describe(source: Source) -> ModelSpec:
     )
 
 
-def _windows(source: Source, count: int) -> tuple[int | None, ...]:
+def _windows(source: ModelDescription, count: int) -> tuple[int | None, ...]:
     """The pattern is a period, or one letter a layer of it: LLLG."""
     fields = source.fields
     if not fields.has("sliding_window"):
@@ -56,7 +56,7 @@ def _windows(source: Source, count: int) -> tuple[int | None, ...]:
     return read_windows(source, count, lambda index: pattern > 0 and (index + 1) % pattern != 0)
 
 
-def _third(source: Source) -> ModelSpec:
+def _third(source: ModelDescription) -> ModelSpec:
     shape = read_shape(source, max_position=None if source.gguf else 2048)
     tensors = TensorList("transformer.", "h")
     tensors.embed(shape, "wte")

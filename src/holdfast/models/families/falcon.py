@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from holdfast.models.fields import MAX_HEADS
-from holdfast.models.source import Source, build_spec, read_shape
+from holdfast.models.source import ModelDescription, build_spec, read_shape
 from holdfast.models.spec import ModelSpec
 from holdfast.models.tensors import TensorList
 
@@ -23,7 +23,7 @@ _NAMES: dict[str, str | tuple[str, ...]] = {
 }
 
 
-def describe(source: Source) -> ModelSpec:
+def describe(source: ModelDescription) -> ModelSpec:
     source = source.called(_NAMES)
     fields = source.fields
     alibi = fields.boolean("alibi", default=False)

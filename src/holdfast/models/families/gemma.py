@@ -11,14 +11,14 @@ from dataclasses import replace
 from holdfast.models.families.siglip import siglip_encoder, siglip_tensors
 from holdfast.models.fields import MAX_CONTEXT, MAX_LAYERS, MAX_WIDTH, Fields
 from holdfast.models.rope import MAX_THETA, rope_of_windows
-from holdfast.models.source import Shape, Source, build_spec, read_shape, read_windows
+from holdfast.models.source import DecoderShape, ModelDescription, build_spec, read_shape, read_windows
 from holdfast.models.spec import DecoderSpec, EncoderSpec, LayerSpec, ModelSpec, TensorSpec
 from holdfast.models.tensors import TensorList
 
 FAMILY = "gemma"
 
 
-def describe(source: Source) -> ModelSpec:
+def describe(source: ModelDescription) -> ModelSpec:
     version = {"gemma2": 2, "gemma3": 3}.get(source.architecture.lower()[:6], 1)
     whole = source.architecture == "Gemma3ForConditionalGeneration"
     text = source.within("text_config") if whole else source
@@ -56,7 +56,7 @@ def describe(source: Source) -> ModelSpec:
     )
 
 
-def _text_tensors(source: Source, shape: Shape, version: int, *, stem: str) -> TensorList:
+def _text_tensors(source: ModelDescription, shape: DecoderShape, version: int, *, stem: str) -> TensorList:
     bias = source.fields.boolean("attention_bias", default=False)
     tensors = TensorList(stem, plus_one=True)
     tensors.embed(shape)
@@ -77,7 +77,7 @@ def _text_tensors(source: Source, shape: Shape, version: int, *, stem: str) -> T
     return tensors
 
 
-def _windows(source: Source, count: int, version: int) -> tuple[int | None, ...]:
+def _windows(source: ModelDescription, count: int, version: int) -> tuple[int | None, ...]:
     if version == 1:
         return (None,) * count
     if source.gguf:
@@ -104,7 +104,7 @@ def _gguf_windows(fields: Fields, count: int, version: int) -> tuple[int | None,
     return tuple(width if width and slide else None for slide in slides)
 
 
-def _layers(source: Source, shape: Shape, version: int) -> list[LayerSpec]:
+def _layers(source: ModelDescription, shape: DecoderShape, version: int) -> list[LayerSpec]:
     windows, local, fields = _windows(source, shape.layer_count, version), None, source.fields
     if version == 3:
         base = 10_000.0
@@ -119,7 +119,7 @@ def _layers(source: Source, shape: Shape, version: int) -> list[LayerSpec]:
     ]
 
 
-def _scale(source: Source, shape: Shape, version: int) -> float:
+def _scale(source: ModelDescription, shape: DecoderShape, version: int) -> float:
     if source.gguf:
         # llama.cpp tells the two 27B by their depth: they are scaled by the width of a head that fills the stream.
         filled = shape.layer_count == {2: 46, 3: 62}.get(version)
@@ -130,7 +130,7 @@ def _scale(source: Source, shape: Shape, version: int) -> float:
     return 1.0 / math.sqrt(scalar)
 
 
-def _decoder(source: Source, shape: Shape, version: int) -> DecoderSpec:
+def _decoder(source: ModelDescription, shape: DecoderShape, version: int) -> DecoderSpec:
     return DecoderSpec(
         norms="both" if version > 1 else "before",
         query_key_norm="head" if version == 3 else "none",
@@ -140,7 +140,7 @@ def _decoder(source: Source, shape: Shape, version: int) -> DecoderSpec:
     )
 
 
-def _cap(source: Source, name: str, default: float, version: int) -> float:
+def _cap(source: ModelDescription, name: str, default: float, version: int) -> float:
     """A null says that there is none, where nothing says that it is as ever."""
     fields = source.fields
     if version == 1 or (not source.gguf and name in fields.values and not fields.has(name)):
@@ -148,23 +148,23 @@ def _cap(source: Source, name: str, default: float, version: int) -> float:
     return fields.number(name, low=0.0, high=1e6, default=default)
 
 
-def _looks_ahead(source: Source) -> bool:
+def _looks_ahead(source: ModelDescription) -> bool:
     return not source.gguf and source.fields.boolean("use_bidirectional_attention", default=False)
 
 
-def _tower(source: Source) -> Fields:
+def _tower(source: ModelDescription) -> Fields:
     tower = source.fields.table("vision_config")
     if tower is None:
         raise source.fields.wrong("vision_config", "a table: the vision tower", "nothing")
     return tower
 
 
-def _encoder(source: Source) -> EncoderSpec:
+def _encoder(source: ModelDescription) -> EncoderSpec:
     tokens = source.fields.integer("mm_tokens_per_image", high=MAX_CONTEXT, default=256)
     return siglip_encoder(_tower(source), tokens=tokens)
 
 
-def _vision(source: Source, hidden: int) -> list[TensorSpec]:
+def _vision(source: ModelDescription, hidden: int) -> list[TensorSpec]:
     tower = _tower(source)
     tensors = TensorList("multi_modal_projector.", part="vision")
     width = tower.integer("hidden_size", high=MAX_WIDTH, default=768)

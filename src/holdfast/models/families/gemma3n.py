@@ -9,14 +9,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from holdfast.models.fields import MAX_LAYERS, MAX_VOCABULARY, MAX_WIDTH
-from holdfast.models.source import Shape, Source, build_spec, read_shape, read_windows
+from holdfast.models.source import DecoderShape, ModelDescription, build_spec, read_shape, read_windows
 from holdfast.models.spec import LayerSpec, ModelSpec
-from holdfast.models.tensors import Block, TensorList
+from holdfast.models.tensors import LayerTensors, TensorList
 
 FAMILY = "gemma3n"
 
 
-def describe(source: Source) -> ModelSpec:
+def describe(source: ModelDescription) -> ModelSpec:
     whole = source.architecture == "Gemma3nForConditionalGeneration"
     text = source.within("text_config") if whole else source
     fields = text.fields
@@ -72,7 +72,7 @@ def describe(source: Source) -> ModelSpec:
     )
 
 
-def _widths(source: Source) -> tuple[int, ...]:
+def _widths(source: ModelDescription) -> tuple[int, ...]:
     """One for all layers, or a list with one for each."""
     fields = source.fields
     if not isinstance(fields.raw("intermediate_size"), list):
@@ -84,7 +84,7 @@ def _widths(source: Source) -> tuple[int, ...]:
     return widths
 
 
-def shared_from(source: Source, windows: Sequence[int | None]) -> list[int | None]:
+def shared_from(source: ModelDescription, windows: Sequence[int | None]) -> list[int | None]:
     """The last layers read the keys and values of the last layer of their kind before them."""
     count = len(windows)
     shared = source.fields.integer("num_kv_shared_layers", low=0, high=MAX_LAYERS, default=0)
@@ -100,7 +100,7 @@ def shared_from(source: Source, windows: Sequence[int | None]) -> list[int | Non
     return found
 
 
-def per_layer_inputs(tensors: TensorList, source: Source, shape: Shape, extra: int) -> None:
+def per_layer_inputs(tensors: TensorList, source: ModelDescription, shape: DecoderShape, extra: int) -> None:
     vocabulary = source.fields.integer("vocab_size_per_layer_input", high=MAX_VOCABULARY, default=262_144)
     width, stem = shape.layer_count * extra, tensors.stem
     tensors.add("embed_per_layer", (vocabulary, width), f"{stem}embed_tokens_per_layer.weight", shard_axis=0)
@@ -109,13 +109,13 @@ def per_layer_inputs(tensors: TensorList, source: Source, shape: Shape, extra: i
     tensors.norm("per_layer_norm", extra, "per_layer_projection_norm")
 
 
-def per_layer_tensors(block: Block, hidden: int, extra: int) -> None:
+def per_layer_tensors(block: LayerTensors, hidden: int, extra: int) -> None:
     block.linear("per_layer.gate", extra, hidden, "per_layer_input_gate", axis=None)
     block.linear("per_layer.out", hidden, extra, "per_layer_projection", axis=None)
     block.norm("per_layer.norm", hidden, "post_per_layer_input_norm")
 
 
-def _layer(block: Block, shape: Shape, inner: int, *, keys: bool) -> None:
+def _layer(block: LayerTensors, shape: DecoderShape, inner: int, *, keys: bool) -> None:
     hidden = shape.hidden
     block.norm("attn_norm", hidden, "input_layernorm")
     block.linear("q", shape.query, hidden, "self_attn.q_proj", axis=0)
@@ -131,7 +131,7 @@ def _layer(block: Block, shape: Shape, inner: int, *, keys: bool) -> None:
     block.norm("post_mlp_norm", hidden, "post_feedforward_layernorm")
 
 
-def _streams(block: Block, hidden: int, streams: int, rank: int) -> None:
+def _streams(block: LayerTensors, hidden: int, streams: int, rank: int) -> None:
     block.add("altup.scale", (hidden,), "altup.correct_output_scale")
     block.linear("altup.correct", streams, streams, "altup.correction_coefs", axis=None)
     block.linear("altup.predict", streams * streams, streams, "altup.prediction_coefs", axis=None)

@@ -10,14 +10,14 @@ from dataclasses import replace
 
 from holdfast.models.families.gemma3n import per_layer_inputs, per_layer_tensors, shared_from
 from holdfast.models.fields import MAX_CONTEXT, MAX_EXPERTS, MAX_HEAD_DIM, MAX_HEADS, MAX_LAYERS, MAX_WIDTH, Fields
-from holdfast.models.source import Shape, Source, build_spec, read_shape, read_windows
+from holdfast.models.source import DecoderShape, ModelDescription, build_spec, read_shape, read_windows
 from holdfast.models.spec import EncoderSpec, ExpertsSpec, LayerSpec, ModelSpec, TensorSpec
-from holdfast.models.tensors import Block, TensorList
+from holdfast.models.tensors import LayerTensors, TensorList
 
 FAMILY = "gemma4"
 
 
-def describe(source: Source) -> ModelSpec:
+def describe(source: ModelDescription) -> ModelSpec:
     whole = source.architecture == "Gemma4ForConditionalGeneration"
     text = source.within("text_config") if whole else source
     fields = text.fields
@@ -79,7 +79,7 @@ def describe(source: Source) -> ModelSpec:
     )
 
 
-def _shapes(source: Source, shape: Shape, windows: Sequence[int | None]) -> list[Shape]:
+def _shapes(source: ModelDescription, shape: DecoderShape, windows: Sequence[int | None]) -> list[DecoderShape]:
     """Heads of each layer: as newer configs list them, or one kind for windows and one for full layers."""
     table = source.fields.table("per_layer_config")
     if table is None:
@@ -100,7 +100,7 @@ def _shapes(source: Source, shape: Shape, windows: Sequence[int | None]) -> list
     return found
 
 
-def _full_shape(source: Source, shape: Shape) -> Shape:
+def _full_shape(source: ModelDescription, shape: DecoderShape) -> DecoderShape:
     fields = source.fields
     dim = fields.integer("global_head_dim", high=MAX_HEAD_DIM, default=512)
     kv_heads = shape.kv_heads
@@ -111,7 +111,7 @@ def _full_shape(source: Source, shape: Shape) -> Shape:
     return replace(shape, head_dim=dim, kv_heads=kv_heads)
 
 
-def _experts(source: Source) -> ExpertsSpec | None:
+def _experts(source: ModelDescription) -> ExpertsSpec | None:
     fields = source.fields
     if not fields.boolean("enable_moe_block", default=False):
         return None
@@ -123,7 +123,9 @@ def _experts(source: Source) -> ExpertsSpec | None:
     )
 
 
-def _layer(block: Block, shape: Shape, inner: int, experts: ExpertsSpec | None, *, keys: bool, values: bool) -> None:
+def _layer(
+    block: LayerTensors, shape: DecoderShape, inner: int, experts: ExpertsSpec | None, *, keys: bool, values: bool
+) -> None:
     hidden = shape.hidden
     block.add("scale", (1,), "layer_scalar")
     block.norm("attn_norm", hidden, "input_layernorm")
@@ -151,7 +153,7 @@ def _layer(block: Block, shape: Shape, inner: int, experts: ExpertsSpec | None, 
         block.norm(name, hidden, name)
 
 
-def _encoder(source: Source) -> EncoderSpec | None:
+def _encoder(source: ModelDescription) -> EncoderSpec | None:
     """At the usual size of images; None: the config does not tell it."""
     config = source.fields.table("vision_config") or Fields({}, where="config.json")
     tokens = config.integer("default_output_length", high=MAX_CONTEXT, default=None)
@@ -167,7 +169,7 @@ def _encoder(source: Source) -> EncoderSpec | None:
     )
 
 
-def _vision(source: Source, shape: Shape) -> list[TensorSpec]:
+def _vision(source: ModelDescription, shape: DecoderShape) -> list[TensorSpec]:
     config = source.fields.table("vision_config") or Fields({}, where="config.json")
     hidden = config.integer("hidden_size", high=MAX_WIDTH, default=768)
     inner = config.integer("intermediate_size", high=MAX_WIDTH, default=3072)

@@ -6,14 +6,14 @@ from dataclasses import replace
 
 from holdfast.models.families.deepseek import draft_ends, read_shared_experts, shared_experts
 from holdfast.models.fields import MAX_LAYERS
-from holdfast.models.source import Shape, Source, build_spec, read_shape
+from holdfast.models.source import DecoderShape, ModelDescription, build_spec, read_shape
 from holdfast.models.spec import ExpertsSpec, LayerSpec, ModelSpec
-from holdfast.models.tensors import Block, TensorList
+from holdfast.models.tensors import LayerTensors, TensorList
 
 FAMILY = "glm"
 
 
-def describe(source: Source) -> ModelSpec:
+def describe(source: ModelDescription) -> ModelSpec:
     if source.architecture in ("Glm4MoeForCausalLM", "glm4moe"):
         return _mixture(source)
     shape = read_shape(
@@ -39,11 +39,11 @@ def describe(source: Source) -> ModelSpec:
     return build_spec(source, shape, family=FAMILY, tensors=tensors.found, features=features)
 
 
-def _bias(source: Source, *, default: bool) -> bool:
+def _bias(source: ModelDescription, *, default: bool) -> bool:
     return source.fields.boolean("attention_bias", default=default)
 
 
-def _mixture(source: Source) -> ModelSpec:
+def _mixture(source: ModelDescription) -> ModelSpec:
     source = source.called({"num_experts": "n_routed_experts"})
     fields = source.fields
     shape = read_shape(source, max_position=None if source.gguf else 131_072, rotary=0.5)
@@ -79,7 +79,7 @@ def _mixture(source: Source) -> ModelSpec:
     )
 
 
-def _layer(block: Block, shape: Shape, experts: ExpertsSpec | None, *, bias: bool, normed: bool) -> None:
+def _layer(block: LayerTensors, shape: DecoderShape, experts: ExpertsSpec | None, *, bias: bool, normed: bool) -> None:
     block.norm("attn_norm", shape.hidden, "input_layernorm", "attn_norm")
     block.attention(shape, bias="qkv" if bias else "")
     if normed:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from holdfast.models.source import Source, build_spec, read_shape
+from holdfast.models.source import ModelDescription, build_spec, read_shape
 from holdfast.models.spec import ModelSpec
 from holdfast.models.tensors import TensorList
 
@@ -15,7 +15,7 @@ _NAMES: dict[str, str | tuple[str, ...]] = {
 }
 
 
-def describe(source: Source) -> ModelSpec:
+def describe(source: ModelDescription) -> ModelSpec:
     source = source.called(_NAMES)
     shape = read_shape(
         source, eps="layer_norm_eps", act_default="gelu", max_position=None if source.gguf else 2048, rotary=0.25

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from holdfast.models.fields import MAX_EXPERTS
-from holdfast.models.source import Source, build_spec, read_shape, read_windows
+from holdfast.models.source import ModelDescription, build_spec, read_shape, read_windows
 from holdfast.models.spec import ExpertsSpec, LayerSpec, ModelSpec
-from holdfast.models.tensors import Block, TensorList
+from holdfast.models.tensors import LayerTensors, TensorList
 
 FAMILY = "gpt_oss"
 
 
-def describe(source: Source) -> ModelSpec:
+def describe(source: ModelDescription) -> ModelSpec:
     source = source.called(
         {"num_experts": ("num_local_experts", "num_experts"), "moe_intermediate_size": "intermediate_size"}
     )
@@ -52,7 +52,7 @@ def describe(source: Source) -> ModelSpec:
     )
 
 
-def _experts(block: Block, hidden: int, experts: ExpertsSpec, *, gguf: bool) -> None:
+def _experts(block: LayerTensors, hidden: int, experts: ExpertsSpec, *, gguf: bool) -> None:
     count, inner = experts.count, experts.intermediate_size
     apart = [("gate", inner, hidden, 1), ("up", inner, hidden, 1)]
     for name, rows, columns, axis in [

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from holdfast.models.families.llama import plain_tensors
 from holdfast.models.fields import MAX_EXPERTS
-from holdfast.models.source import Source, build_spec, read_shape
+from holdfast.models.source import ModelDescription, build_spec, read_shape
 from holdfast.models.spec import DecoderSpec, ExpertsSpec, LayerSpec, ModelSpec
 from holdfast.models.tensors import TensorList
 
 FAMILY = "granite"
 
 
-def describe(source: Source) -> ModelSpec:
+def describe(source: ModelDescription) -> ModelSpec:
     source = source.called({"num_experts": "num_local_experts", "moe_intermediate_size": "intermediate_size"})
     fields = source.fields
     shape = read_shape(source, max_position=None if source.gguf else 2048)
@@ -55,7 +55,7 @@ def describe(source: Source) -> ModelSpec:
     )
 
 
-def _decoder(source: Source) -> DecoderSpec:
+def _decoder(source: ModelDescription) -> DecoderSpec:
     def factor(name: str) -> float:
         return source.fields.number(name, low=1e-6, high=1e6, default=1.0)
 

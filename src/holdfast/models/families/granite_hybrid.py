@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from holdfast.models.families.mamba import MambaShape, mamba_tensors
 from holdfast.models.fields import MAX_EXPERTS, MAX_HEAD_DIM, MAX_HEADS, MAX_WIDTH
-from holdfast.models.source import Source, build_spec, read_shape
+from holdfast.models.source import ModelDescription, build_spec, read_shape
 from holdfast.models.spec import ExpertsSpec, LayerSpec, ModelSpec
 from holdfast.models.tensors import TensorList
 
@@ -13,7 +13,7 @@ FAMILY = "granite_hybrid"
 _KINDS = ("mamba", "attention", "linear_attention", "full_attention")
 
 
-def describe(source: Source) -> ModelSpec:
+def describe(source: ModelDescription) -> ModelSpec:
     source = source.called({"num_experts": "num_local_experts", "moe_intermediate_size": "intermediate_size"})
     fields = source.fields
     rotates = fields.text("position_embedding_type", default="nope") == "rope"
@@ -57,7 +57,7 @@ def describe(source: Source) -> ModelSpec:
     return build_spec(source, shape, family=FAMILY, layers=layers, tensors=tensors.found, features=features)
 
 
-def _experts(source: Source, inner: int) -> ExpertsSpec | None:
+def _experts(source: ModelDescription, inner: int) -> ExpertsSpec | None:
     count = source.fields.integer("num_experts", low=0, high=MAX_EXPERTS, default=8)
     if not count:
         return None
@@ -65,7 +65,7 @@ def _experts(source: Source, inner: int) -> ExpertsSpec | None:
     return ExpertsSpec(count=count, per_token=used, intermediate_size=inner)
 
 
-def _mamba(source: Source, hidden: int) -> MambaShape:
+def _mamba(source: ModelDescription, hidden: int) -> MambaShape:
     fields = source.fields
     heads = fields.integer("mamba_n_heads", high=MAX_HEADS, default=128)
     inner = hidden * fields.integer("mamba_expand", high=64, default=2)

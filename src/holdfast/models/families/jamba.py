@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from holdfast.models.fields import MAX_EXPERTS, MAX_LAYERS, MAX_WIDTH
-from holdfast.models.source import Source, build_spec, read_shape
+from holdfast.models.source import ModelDescription, build_spec, read_shape
 from holdfast.models.spec import ExpertsSpec, LayerSpec, ModelSpec, StateSpec
-from holdfast.models.tensors import Block, TensorList
+from holdfast.models.tensors import LayerTensors, TensorList
 
 FAMILY = "jamba"
 
@@ -30,7 +30,7 @@ class Recurrence:
         )
 
 
-def describe(source: Source) -> ModelSpec:
+def describe(source: ModelDescription) -> ModelSpec:
     source = source.called({"moe_intermediate_size": "intermediate_size"})
     fields = source.fields
     shape = read_shape(source, kv_heads=8, max_position=262_144, rotary=0.0)
@@ -69,13 +69,13 @@ def describe(source: Source) -> ModelSpec:
     return build_spec(source, shape, family=FAMILY, layers=layers, tensors=tensors.found)
 
 
-def _every(source: Source, name: str, count: int, default: tuple[int, int]) -> list[bool]:
+def _every(source: ModelDescription, name: str, count: int, default: tuple[int, int]) -> list[bool]:
     period = source.fields.integer(f"{name}_period", high=MAX_LAYERS, default=default[0])
     offset = source.fields.integer(f"{name}_offset", low=0, high=MAX_LAYERS, default=default[1])
     return [index % period == offset for index in range(count)]
 
 
-def _recurrence(source: Source, hidden: int) -> Recurrence:
+def _recurrence(source: ModelDescription, hidden: int) -> Recurrence:
     fields = source.fields
     given = (
         None if fields.raw("mamba_dt_rank") == "auto" else fields.integer("mamba_dt_rank", high=MAX_WIDTH, default=None)
@@ -90,7 +90,7 @@ def _recurrence(source: Source, hidden: int) -> Recurrence:
     )
 
 
-def _recurrent_tensors(block: Block, hidden: int, size: Recurrence) -> None:
+def _recurrent_tensors(block: LayerTensors, hidden: int, size: Recurrence) -> None:
     block.add("mamba.decay", (size.inner, size.state_size), "mamba.A_log", shard_axis=0)
     block.add("mamba.skip", (size.inner,), "mamba.D", shard_axis=0)
     block.add("mamba.conv", (size.inner, 1, size.kernel), "mamba.conv1d.weight", shard_axis=0)

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from holdfast.models.families import mixtral
 from holdfast.models.fields import MAX_CONTEXT, MAX_EXPERTS
-from holdfast.models.source import Shape, Source, build_spec, read_shape
+from holdfast.models.source import DecoderShape, ModelDescription, build_spec, read_shape
 from holdfast.models.spec import LayerSpec, ModelSpec
 from holdfast.models.tensors import TensorList, gguf_biases
 
 FAMILY = "llama"
 
 
-def describe(source: Source) -> ModelSpec:
+def describe(source: ModelDescription) -> ModelSpec:
     fields = source.fields
     if source.gguf and fields.integer("num_experts", low=0, high=MAX_EXPERTS, default=0):
         return mixtral.describe(source)  # llama.cpp keeps both under one name
@@ -32,7 +32,7 @@ def describe(source: Source) -> ModelSpec:
 
 
 def plain_tensors(
-    source: Source, shape: Shape, *, biases: str = "", mlp_bias: bool = False, outer: str = ""
+    source: ModelDescription, shape: DecoderShape, *, biases: str = "", mlp_bias: bool = False, outer: str = ""
 ) -> TensorList:
     """What the whole family has; `biases`: which of q, k, v and o have one; `outer` stands before every name."""
     tensors = TensorList(f"{outer}model.")
@@ -48,13 +48,13 @@ def plain_tensors(
     return tensors
 
 
-def _context(source: Source, mistral: bool) -> int | None:
+def _context(source: ModelDescription, mistral: bool) -> int | None:
     if source.gguf:
         return None
     return 131_072 if mistral else 2048
 
 
-def _window(source: Source, mistral: bool) -> int | None:
+def _window(source: ModelDescription, mistral: bool) -> int | None:
     fields = source.fields
     if source.gguf:
         return fields.integer("sliding_window", low=0, high=MAX_CONTEXT, default=0) or None
@@ -64,7 +64,7 @@ def _window(source: Source, mistral: bool) -> int | None:
     return fields.integer("sliding_window", high=MAX_CONTEXT, default=default)
 
 
-def _biases(source: Source, mistral: bool) -> str:
+def _biases(source: ModelDescription, mistral: bool) -> str:
     if source.gguf:
         return gguf_biases(source)
     return "qkvo" if not mistral and source.fields.boolean("attention_bias", default=False) else ""

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from holdfast.models.fields import MAX_CONTEXT, MAX_EXPERTS, MAX_LAYERS, MAX_WIDTH, Fields
-from holdfast.models.source import Shape, Source, build_spec, read_shape
+from holdfast.models.source import DecoderShape, ModelDescription, build_spec, read_shape
 from holdfast.models.spec import EncoderSpec, ExpertsSpec, LayerSpec, ModelSpec, TensorSpec
-from holdfast.models.tensors import Block, TensorList
+from holdfast.models.tensors import LayerTensors, TensorList
 
 FAMILY = "llama4"
 TILES = 16 + 1
 """Of the largest image, by its processor's default, and one of the whole in small; each has a class token."""
 
 
-def describe(source: Source) -> ModelSpec:
+def describe(source: ModelDescription) -> ModelSpec:
     whole = source.architecture == "Llama4ForConditionalGeneration"
     names: dict[str, str | tuple[str, ...]] = {
         "num_experts": "num_local_experts",
@@ -65,7 +65,7 @@ def describe(source: Source) -> ModelSpec:
     )
 
 
-def _sparse(source: Source, count: int) -> list[bool]:
+def _sparse(source: ModelDescription, count: int) -> list[bool]:
     listed = source.fields.integers("moe_layers", low=0, high=count - 1, most=count)
     if listed:
         return [index in listed for index in range(count)]
@@ -73,7 +73,7 @@ def _sparse(source: Source, count: int) -> list[bool]:
     return [(index + 1) % step == 0 for index in range(count)]
 
 
-def _chunks(source: Source, count: int) -> list[int | None]:
+def _chunks(source: ModelDescription, count: int) -> list[int | None]:
     """Layers that rotate attend within chunks; the others, every fourth, to everything."""
     fields = source.fields
     width = fields.integer("attention_chunk_size", low=0, high=MAX_CONTEXT, default=8192) or None
@@ -87,7 +87,7 @@ def _chunks(source: Source, count: int) -> list[int | None]:
     return [width if (rotates[i] if rotates else (i + 1) % step) else None for i in range(count)]
 
 
-def _layer(block: Block, source: Source, shape: Shape, experts: ExpertsSpec | None) -> None:
+def _layer(block: LayerTensors, source: ModelDescription, shape: DecoderShape, experts: ExpertsSpec | None) -> None:
     hidden, bias = shape.hidden, source.fields.boolean("attention_bias", default=False)
     block.norm("attn_norm", hidden, "input_layernorm", "attn_norm")
     block.attention(shape, bias="qkv" if bias else "", out_bias=bias, turned=True)
@@ -106,7 +106,7 @@ def _layer(block: Block, source: Source, shape: Shape, experts: ExpertsSpec | No
     block.shared_expert(hidden, experts.shared_intermediate_size, "feed_forward.shared_expert")
 
 
-def _encoder(source: Source) -> EncoderSpec:
+def _encoder(source: ModelDescription) -> EncoderSpec:
     config = source.fields.table("vision_config") or Fields({}, where="config.json")
     image = config.integer("image_size", high=1 << 16, default=448)
     patches = (image // config.integer("patch_size", high=image, default=min(14, image))) ** 2
@@ -120,7 +120,7 @@ def _encoder(source: Source) -> EncoderSpec:
     )
 
 
-def _vision(source: Source, shape: Shape) -> list[TensorSpec]:
+def _vision(source: ModelDescription, shape: DecoderShape) -> list[TensorSpec]:
     config = source.fields.table("vision_config") or Fields({}, where="config.json")
     hidden = config.integer("hidden_size", high=MAX_WIDTH, default=768)
     inner = config.integer("intermediate_size", high=MAX_WIDTH, default=5632)

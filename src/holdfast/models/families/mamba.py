@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from holdfast.models.spec import StateSpec
-from holdfast.models.tensors import Block
+from holdfast.models.tensors import LayerTensors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +34,7 @@ class MambaShape:
         )
 
 
-def mamba_tensors(block: Block, hidden: int, mamba: MambaShape, stem: str) -> None:
+def mamba_tensors(block: LayerTensors, hidden: int, mamba: MambaShape, stem: str) -> None:
     for name, hf in (("decay", "A_log"), ("skip", "D"), ("dt_bias", "dt_bias")):
         block.add(f"mamba.{name}", (mamba.heads,), f"{stem}.{hf}", shard_axis=0)
     block.add("mamba.conv", (mamba.channels, 1, mamba.kernel), f"{stem}.conv1d.weight", shard_axis=0)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from holdfast.models.families.llama import plain_tensors
 from holdfast.models.fields import MAX_EXPERTS
-from holdfast.models.source import Source, build_spec, read_shape
+from holdfast.models.source import ModelDescription, build_spec, read_shape
 from holdfast.models.spec import ModelSpec
 
 FAMILY = "minicpm"
 
 
-def describe(source: Source) -> ModelSpec:
+def describe(source: ModelDescription) -> ModelSpec:
     if source.fields.integer("num_experts", low=0, high=MAX_EXPERTS, default=0):
         raise source.fields.wrong("num_experts", "0 (MiniCPM's mixtures are not known)", "more")
     shape = read_shape(source, tied=True, max_position=None if source.gguf else 2048)

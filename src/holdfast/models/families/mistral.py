@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from holdfast.models.families.llama import plain_tensors
 from holdfast.models.fields import MAX_HEAD_DIM, MAX_HEADS, MAX_LAYERS, MAX_WIDTH, Fields
-from holdfast.models.source import Shape, Source, build_spec, read_shape, read_windows
+from holdfast.models.source import DecoderShape, ModelDescription, build_spec, read_shape, read_windows
 from holdfast.models.spec import EncoderSpec, LayerSpec, ModelSpec, TensorSpec
 from holdfast.models.tensors import TensorList
 
@@ -16,7 +16,7 @@ PIXTRAL = "LlavaForConditionalGeneration"
 """Under this name Pixtral is published, beside models with other towers."""
 
 
-def describe(source: Source) -> ModelSpec:
+def describe(source: ModelDescription) -> ModelSpec:
     whole = source.architecture in ("Mistral3ForConditionalGeneration", PIXTRAL)
     if source.architecture == PIXTRAL:
         _require_pixtral(source)
@@ -46,14 +46,14 @@ def describe(source: Source) -> ModelSpec:
     )
 
 
-def _require_pixtral(source: Source) -> None:
+def _require_pixtral(source: ModelDescription) -> None:
     for part, wanted in (("text_config", "mistral"), ("vision_config", "pixtral")):
         found = (source.fields.table(part) or Fields({}, where="config.json")).text("model_type", default=wanted)
         if found != wanted:
             raise source.fields.wrong(part, f"model_type {wanted}: of this architecture only Pixtral is known", found)
 
 
-def _encoder(source: Source) -> EncoderSpec:
+def _encoder(source: ModelDescription) -> EncoderSpec:
     """Images keep their shape, up to a square of the largest size. Mistral 3 merges neighbours into one token."""
     config = source.fields.table("vision_config") or Fields({}, where="config.json")
     image = config.integer("image_size", high=1 << 16, default=1024)
@@ -68,7 +68,7 @@ def _encoder(source: Source) -> EncoderSpec:
     )
 
 
-def _vision(source: Source, shape: Shape) -> list[TensorSpec]:
+def _vision(source: ModelDescription, shape: DecoderShape) -> list[TensorSpec]:
     config = source.fields.table("vision_config") or Fields({}, where="config.json")
     hidden = config.integer("hidden_size", high=MAX_WIDTH, default=1024)
     inner = config.integer("intermediate_size", high=MAX_WIDTH, default=4096)

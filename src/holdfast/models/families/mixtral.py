@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from holdfast.models.fields import MAX_CONTEXT, MAX_EXPERTS
-from holdfast.models.source import Source, build_spec, read_shape
+from holdfast.models.source import ModelDescription, build_spec, read_shape
 from holdfast.models.spec import ExpertsSpec, LayerSpec, ModelSpec
 from holdfast.models.tensors import TensorList, gguf_biases
 
 FAMILY = "mixtral"
 
 
-def describe(source: Source) -> ModelSpec:
+def describe(source: ModelDescription) -> ModelSpec:
     """A GGUF of architecture llama comes here too, by way of the llama family, when it has experts."""
     source = source.called({"num_experts": "num_local_experts", "moe_intermediate_size": "intermediate_size"})
     fields = source.fields

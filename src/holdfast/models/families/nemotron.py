@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from holdfast.models.source import Source, build_spec, read_shape
+from holdfast.models.source import ModelDescription, build_spec, read_shape
 from holdfast.models.spec import ModelSpec
 from holdfast.models.tensors import TensorList
 
 FAMILY = "nemotron"
 
 
-def describe(source: Source) -> ModelSpec:
+def describe(source: ModelDescription) -> ModelSpec:
     source = source.called(
         {"layer_norm_eps": "norm_eps", "partial_rotary_factor": ("partial_rotary_factor", "rope_percent")}
     )

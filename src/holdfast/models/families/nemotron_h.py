@@ -5,9 +5,9 @@ from __future__ import annotations
 from holdfast.models.families.deepseek import read_shared_experts
 from holdfast.models.families.mamba import MambaShape, mamba_tensors
 from holdfast.models.fields import MAX_HEAD_DIM, MAX_HEADS, MAX_LAYERS, MAX_WIDTH
-from holdfast.models.source import Shape, Source, build_spec, read_shape
+from holdfast.models.source import DecoderShape, ModelDescription, build_spec, read_shape
 from holdfast.models.spec import ExpertsSpec, LayerSpec, ModelSpec
-from holdfast.models.tensors import Block, TensorList
+from holdfast.models.tensors import LayerTensors, TensorList
 
 FAMILY = "nemotron_h"
 
@@ -19,7 +19,7 @@ _NAMES: dict[str, str | tuple[str, ...]] = {
 }
 
 
-def describe(source: Source) -> ModelSpec:
+def describe(source: ModelDescription) -> ModelSpec:
     kinds = _kinds(source.called(_NAMES))
     # The list of kinds says how many layers there are; newer configs have no other count.
     counted = {**source.fields.values, "num_hidden_layers": len(kinds)}
@@ -46,7 +46,7 @@ def describe(source: Source) -> ModelSpec:
     return build_spec(source, shape, family=FAMILY, layers=layers, tensors=tensors.found, features=features)
 
 
-def _kinds(source: Source) -> tuple[str, ...]:
+def _kinds(source: ModelDescription) -> tuple[str, ...]:
     fields = source.fields
     listed = fields.raw("layer_types")
     if listed is not None:
@@ -60,7 +60,7 @@ def _kinds(source: Source) -> tuple[str, ...]:
     return tuple(_LETTERS[letter] for letter in pattern)
 
 
-def _mamba(source: Source) -> MambaShape:
+def _mamba(source: ModelDescription) -> MambaShape:
     fields = source.fields
     return MambaShape(
         heads=fields.integer("mamba_num_heads", high=MAX_HEADS),
@@ -73,7 +73,7 @@ def _mamba(source: Source) -> MambaShape:
     )
 
 
-def _experts(source: Source) -> ExpertsSpec:
+def _experts(source: ModelDescription) -> ExpertsSpec:
     routed = read_shared_experts(source)
     if routed is None:
         raise source.fields.wrong("num_experts", "at least 1: there are layers of experts", "none")
@@ -87,7 +87,12 @@ def _experts(source: Source) -> ExpertsSpec:
 
 
 def _mixer(
-    block: Block, source: Source, shape: Shape, kind: str, mamba: MambaShape, experts: ExpertsSpec | None
+    block: LayerTensors,
+    source: ModelDescription,
+    shape: DecoderShape,
+    kind: str,
+    mamba: MambaShape,
+    experts: ExpertsSpec | None,
 ) -> None:
     if kind == "linear_attention":
         mamba_tensors(block, shape.hidden, mamba, "mixer")

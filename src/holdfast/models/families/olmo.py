@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from holdfast.models.fields import MAX_EXPERTS
-from holdfast.models.source import Source, build_spec, read_shape, read_windows
+from holdfast.models.source import ModelDescription, build_spec, read_shape, read_windows
 from holdfast.models.spec import DecoderSpec, ExpertsSpec, LayerSpec, ModelSpec
 from holdfast.models.tensors import TensorList
 
 FAMILY = "olmo"
 
 
-def describe(source: Source) -> ModelSpec:
+def describe(source: ModelDescription) -> ModelSpec:
     source = source.called({"moe_intermediate_size": "intermediate_size"})
     kind = source.architecture.removesuffix("ForCausalLM").lower()
     fields = source.fields

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from holdfast.models.fields import MAX_WIDTH
-from holdfast.models.source import Source, build_spec, read_shape
+from holdfast.models.source import ModelDescription, build_spec, read_shape
 from holdfast.models.spec import ModelSpec
 from holdfast.models.tensors import TensorList
 
@@ -13,7 +13,7 @@ _POSITION_OFFSET = 2
 """The table of positions begins with two rows that are never looked up."""
 
 
-def describe(source: Source) -> ModelSpec:
+def describe(source: ModelDescription) -> ModelSpec:
     source = source.called({"intermediate_size": "ffn_dim", "num_key_value_heads": "num_attention_heads"})
     fields = source.fields
     shape = read_shape(source, tied=True, act=None, max_position=2048, rotary=0.0)

@@ -6,14 +6,14 @@ from dataclasses import replace
 
 from holdfast.models.fields import MAX_CONTEXT
 from holdfast.models.rope import long_magnitude
-from holdfast.models.source import Shape, Source, build_spec, read_shape
+from holdfast.models.source import DecoderShape, ModelDescription, build_spec, read_shape
 from holdfast.models.spec import LayerSpec, ModelSpec, RopeSpec
 from holdfast.models.tensors import TensorList
 
 FAMILY = "phi3"
 
 
-def describe(source: Source) -> ModelSpec:
+def describe(source: ModelDescription) -> ModelSpec:
     shape = read_shape(source, max_position=None if source.gguf else 4096, eps_default=1e-5)
     if source.has_tensor("rope_factors_long.weight"):
         shape = replace(shape, rope=_long_rope(source, shape))
@@ -41,7 +41,7 @@ def describe(source: Source) -> ModelSpec:
     )
 
 
-def _long_rope(source: Source, shape: Shape) -> RopeSpec:
+def _long_rope(source: ModelDescription, shape: DecoderShape) -> RopeSpec:
     """GGUF has the factors as tensors, and says no more of the scaling than what it multiplies."""
     fields = source.fields
     original = fields.integer(

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from holdfast.models.fields import MAX_LAYERS
-from holdfast.models.source import Shape, Source, build_spec, read_shape, read_windows
+from holdfast.models.source import DecoderShape, ModelDescription, build_spec, read_shape, read_windows
 from holdfast.models.spec import DecoderSpec, LayerSpec, ModelSpec
 from holdfast.models.tensors import TensorList
 
 FAMILY = "qwen"
 
 
-def describe(source: Source) -> ModelSpec:
+def describe(source: ModelDescription) -> ModelSpec:
     fields = source.fields
     third = source.architecture in ("Qwen3ForCausalLM", "qwen3")
     seed = source.architecture == "SeedOssForCausalLM"
@@ -47,7 +47,7 @@ def describe(source: Source) -> ModelSpec:
     )
 
 
-def _biases(source: Source, third: bool) -> tuple[str, bool]:
+def _biases(source: ModelDescription, third: bool) -> tuple[str, bool]:
     if source.gguf:
         return ("qkv" if source.has_tensor("blk.0.attn_q.bias") else ""), source.has_tensor("blk.0.attn_output.bias")
     fields = source.fields
@@ -60,13 +60,13 @@ def _biases(source: Source, third: bool) -> tuple[str, bool]:
     return "qkv", False
 
 
-def qwen_windows(source: Source, shape: Shape) -> tuple[int | None, ...]:
+def qwen_windows(source: ModelDescription, shape: DecoderShape) -> tuple[int | None, ...]:
     """Configs name a window that is not used unless use_sliding_window says so, and then above max_window_layers."""
     first = source.fields.integer("max_window_layers", low=0, high=MAX_LAYERS, default=28)
     return windows_if_used(source, shape.layer_count, lambda index: index >= first)
 
 
-def windows_if_used(source: Source, count: int, slides: Callable[[int], bool]) -> tuple[int | None, ...]:
+def windows_if_used(source: ModelDescription, count: int, slides: Callable[[int], bool]) -> tuple[int | None, ...]:
     """`slides`: of which layers, where use_sliding_window says that there are any."""
     fields = source.fields
     # Silence means the class's width; a null, that there is none.

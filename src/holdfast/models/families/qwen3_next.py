@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 
 from holdfast.models.families.qwen_moe import qwen_experts, read_experts, sparse_layers
 from holdfast.models.fields import MAX_HEAD_DIM, MAX_HEADS, MAX_LAYERS, MAX_WIDTH, Fields
-from holdfast.models.source import Source, build_spec, read_shape
+from holdfast.models.source import ModelDescription, build_spec, read_shape
 from holdfast.models.spec import LayerSpec, ModelSpec, StateSpec, TensorSpec
-from holdfast.models.tensors import Block, TensorList
+from holdfast.models.tensors import LayerTensors, TensorList
 
 FAMILY = "qwen3_next"
 
@@ -39,7 +39,7 @@ class DeltaShape:
         )
 
 
-def describe(source: Source) -> ModelSpec:
+def describe(source: ModelDescription) -> ModelSpec:
     whole, outer = source.architecture.endswith("ForConditionalGeneration"), source
     source = source.within("text_config") if whole else source
     shape = read_shape(source, head_dim=256, inner=1, max_position=32_768, rotary=0.25)
@@ -94,7 +94,7 @@ def describe(source: Source) -> ModelSpec:
     )
 
 
-def _delta(source: Source) -> DeltaShape:
+def _delta(source: ModelDescription) -> DeltaShape:
     fields = source.fields
     key_heads = fields.integer("linear_num_key_heads", high=MAX_HEADS, default=16)
     value_heads = fields.integer("linear_num_value_heads", high=MAX_HEADS, default=32)
@@ -109,7 +109,7 @@ def _delta(source: Source) -> DeltaShape:
     )
 
 
-def _attending(source: Source, count: int) -> list[bool]:
+def _attending(source: ModelDescription, count: int) -> list[bool]:
     kinds = source.fields.texts("layer_types", count=count, allowed=("full_attention", "linear_attention"))
     if kinds is not None:
         return [kind == "full_attention" for kind in kinds]
@@ -117,7 +117,7 @@ def _attending(source: Source, count: int) -> list[bool]:
     return [(index + 1) % step == 0 for index in range(count)]
 
 
-def _delta_tensors(block: Block, hidden: int, delta: DeltaShape, *, fused: bool) -> None:
+def _delta_tensors(block: LayerTensors, hidden: int, delta: DeltaShape, *, fused: bool) -> None:
     values = delta.value_heads * delta.value_dim
     block.add("delta.conv", (delta.channels, 1, delta.kernel), "linear_attn.conv1d.weight", shard_axis=0)
     block.add("delta.dt_bias", (delta.value_heads,), "linear_attn.dt_bias", shard_axis=0)
@@ -134,7 +134,7 @@ def _delta_tensors(block: Block, hidden: int, delta: DeltaShape, *, fused: bool)
     block.linear("delta.out", hidden, values, "linear_attn.out_proj", axis=1)
 
 
-def _vision(source: Source) -> list[TensorSpec]:
+def _vision(source: ModelDescription) -> list[TensorSpec]:
     config = source.fields.table("vision_config") or Fields({}, where="config.json")
     if config.raw("deepstack_visual_indexes"):
         raise config.wrong("deepstack_visual_indexes", "none (3.5 has none)", config.raw("deepstack_visual_indexes"))

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from holdfast.models.families.qwen import windows_if_used
 from holdfast.models.fields import MAX_EXPERTS, MAX_LAYERS, MAX_WIDTH
-from holdfast.models.source import Source, build_spec, read_shape
+from holdfast.models.source import ModelDescription, build_spec, read_shape
 from holdfast.models.spec import DecoderSpec, ExpertsSpec, LayerSpec, ModelSpec
-from holdfast.models.tensors import Block, TensorList
+from holdfast.models.tensors import LayerTensors, TensorList
 
 FAMILY = "qwen_moe"
 
 
-def describe(source: Source) -> ModelSpec:
+def describe(source: ModelDescription) -> ModelSpec:
     source = source.called({"num_experts": ("num_experts", "num_local_experts")})
     third = source.architecture in ("Qwen3MoeForCausalLM", "qwen3moe")
     shape = read_shape(
@@ -52,14 +52,14 @@ def describe(source: Source) -> ModelSpec:
     return build_spec(source, shape, family=FAMILY, layers=layers, tensors=tensors.found, decoder=decoder)
 
 
-def _windows(source: Source, count: int, third: bool) -> tuple[int | None, ...]:
+def _windows(source: ModelDescription, count: int, third: bool) -> tuple[int | None, ...]:
     """Where a window is used at all, all layers of the third generation have it, and of the second every other one of
     the first max_window_layers."""
     last = source.fields.integer("max_window_layers", low=0, high=MAX_LAYERS, default=28)
     return windows_if_used(source, count, lambda index: third or (index % 2 == 0 and index < last))
 
 
-def read_experts(source: Source, *, shared: bool, normalized: bool = True) -> ExpertsSpec:
+def read_experts(source: ModelDescription, *, shared: bool, normalized: bool = True) -> ExpertsSpec:
     fields = source.fields
     count = fields.integer("num_experts", high=MAX_EXPERTS)
     return ExpertsSpec(
@@ -71,14 +71,14 @@ def read_experts(source: Source, *, shared: bool, normalized: bool = True) -> Ex
     )
 
 
-def sparse_layers(source: Source, count: int) -> list[bool]:
+def sparse_layers(source: ModelDescription, count: int) -> list[bool]:
     """Which layers have experts: every decoder_sparse_step-th, but for those in mlp_only_layers."""
     step = source.fields.integer("decoder_sparse_step", high=MAX_LAYERS, default=1)
     dense = source.fields.integers("mlp_only_layers", low=0, high=count - 1, most=count) or ()
     return [index not in dense and (index + 1) % step == 0 for index in range(count)]
 
 
-def qwen_experts(block: Block, hidden: int, experts: ExpertsSpec) -> None:
+def qwen_experts(block: LayerTensors, hidden: int, experts: ExpertsSpec) -> None:
     block.router(experts.count, hidden, "mlp.gate")
     block.experts(experts.count, hidden, experts.intermediate_size, "mlp.experts", "gate_proj", "up_proj", "down_proj")
     if experts.shared_intermediate_size:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from holdfast.models.families.llama import plain_tensors
 from holdfast.models.fields import MAX_CONTEXT, MAX_LAYERS
-from holdfast.models.source import Source, build_spec, read_shape, read_windows
+from holdfast.models.source import ModelDescription, build_spec, read_shape, read_windows
 from holdfast.models.spec import LayerSpec, ModelSpec
 
 FAMILY = "smollm3"
 
 
-def describe(source: Source) -> ModelSpec:
+def describe(source: ModelDescription) -> ModelSpec:
     fields = source.fields
     shape = read_shape(
         source,
@@ -35,7 +35,7 @@ def describe(source: Source) -> ModelSpec:
     )
 
 
-def _rotating(source: Source, count: int) -> list[bool]:
+def _rotating(source: ModelDescription, count: int) -> list[bool]:
     """Whether each layer rotates. `no_rope_layers` has a one for those that do; GGUF says nothing."""
     step = source.fields.integer("no_rope_layer_interval", high=MAX_LAYERS, default=4)
     given = source.fields.integers("no_rope_layers", low=0, high=1, most=count)

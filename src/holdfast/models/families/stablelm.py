@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from holdfast.models.source import Source, build_spec, read_shape
+from holdfast.models.source import ModelDescription, build_spec, read_shape
 from holdfast.models.spec import DecoderSpec, ModelSpec
 from holdfast.models.tensors import TensorList
 
@@ -12,7 +12,7 @@ _MAX_NORMED_HEADS = 512
 """Every one of them is a tensor."""
 
 
-def describe(source: Source) -> ModelSpec:
+def describe(source: ModelDescription) -> ModelSpec:
     source = source.called(
         {
             "layer_norm_eps": ("layer_norm_eps", "norm_eps"),

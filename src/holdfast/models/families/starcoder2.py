@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from holdfast.models.fields import MAX_CONTEXT
-from holdfast.models.source import Source, build_spec, read_shape
+from holdfast.models.source import ModelDescription, build_spec, read_shape
 from holdfast.models.spec import DecoderSpec, LayerSpec, ModelSpec
 from holdfast.models.tensors import TensorList
 
 FAMILY = "starcoder2"
 
 
-def describe(source: Source) -> ModelSpec:
+def describe(source: ModelDescription) -> ModelSpec:
     source = source.called({"layer_norm_eps": "norm_epsilon"})
     shape = read_shape(
         source,

@@ -15,7 +15,7 @@ from holdfast.hardware.gpus import Gpu
 from holdfast.planner.advice.offload import NVME_GB_S, RAM_SHARE, place
 from holdfast.planner.advice.remedy import (
     USUAL_UTILIZATION,
-    WayOut,
+    Remedy,
     first_that_fits,
     model_setting,
     planned,
@@ -46,7 +46,7 @@ TIERS_NOTE = (
 )
 
 
-def more_gpus(found: Fit, variants: Sequence[Variant]) -> Iterator[WayOut]:
+def more_gpus(found: Fit, variants: Sequence[Variant]) -> Iterator[Remedy]:
     """The fewest that hold it as it is, and quantized where that takes fewer. No second chip goes into a Mac."""
     devices = found.question.machine.devices
     if found.question.machine.kind != "gpu" or any(_alone(device.unified, device.gpu) for device in devices):
@@ -72,7 +72,7 @@ def _offered(found: Fit, variants: Sequence[Variant]) -> list[Variant]:
     return [one for one in variants if one.method not in GGUF_TYPES]
 
 
-def _fewest_gpus(found: Fit, question: Question, variant: Variant | None, below: int | None) -> WayOut | None:
+def _fewest_gpus(found: Fit, question: Question, variant: Variant | None, below: int | None) -> Remedy | None:
     devices = question.machine.devices
     smallest = min(devices, key=lambda device: device.free_bytes)
     sizes = parallel_sizes(question.model.spec, LARGEST_TENSOR_PARALLEL)
@@ -90,7 +90,7 @@ def _fewest_gpus(found: Fit, question: Question, variant: Variant | None, below:
         if stages != question.settings.pipeline_parallel:
             parallel["pipeline_parallel_size"] = stages
         what = "" if variant is None else f", {variant.label}"
-        return WayOut(
+        return Remedy(
             kind="more_gpus",
             change=f"{count} x {smallest.name} instead of {len(devices)}{what}{said(more[1])}",
             settings={"gpus": count, **named, **parallel, **model_setting(variant), **more[1]},
@@ -123,7 +123,7 @@ def _text(value: object) -> str | None:
     return None if value is None else str(value)
 
 
-def tiered(found: Fit, variants: Sequence[Variant]) -> Iterator[WayOut]:
+def tiered(found: Fit, variants: Sequence[Variant]) -> Iterator[Remedy]:
     """The variant that moves least, of those that do not fit without tiers."""
     ways = []
     for variant in (None, *_offered(found, variants)):
@@ -143,7 +143,7 @@ def tiered(found: Fit, variants: Sequence[Variant]) -> Iterator[WayOut]:
         disk = f", {format_bytes(tiers.nvme_bytes)} on NVMe at {NVME_GB_S:g} GB/s (assumed)" if tiers.nvme_bytes else ""
         change = f"{tiers.resident_layers} of {tiers.layers} layers{what} on the GPU, "
         ways.append(
-            WayOut(
+            Remedy(
                 kind="tiers",
                 change=change + f"{format_bytes(tiers.ram_bytes)} in RAM{disk}{speed}{ram}",
                 settings=settings | model_setting(variant),
@@ -156,7 +156,7 @@ def tiered(found: Fit, variants: Sequence[Variant]) -> Iterator[WayOut]:
     yield from sorted(ways, key=lambda way: way.tiers.moved_bytes if way.tiers else 0)[:1]
 
 
-def bigger_gpu(found: Fit, variants: Sequence[Variant]) -> Iterator[WayOut]:
+def bigger_gpu(found: Fit, variants: Sequence[Variant]) -> Iterator[Remedy]:
     """The smallest that holds it as it is, and the smallest for the fewest bits where that is smaller; of those that
     are easily had where one of them does. Of a chip with the machine's RAM, the same with more, then others such."""
     if found.question.machine.kind != "gpu":
@@ -170,7 +170,7 @@ def bigger_gpu(found: Fit, variants: Sequence[Variant]) -> Iterator[WayOut]:
             most = way.fit.ranks[0].device.total_bytes
 
 
-def _smallest_gpu(question: Question, variant: Variant | None, below_bytes: int | None) -> WayOut | None:
+def _smallest_gpu(question: Question, variant: Variant | None, below_bytes: int | None) -> Remedy | None:
     devices = question.machine.devices
     here = max(device.total_bytes for device in devices)
     vendor = devices[0].gpu.vendor if devices[0].gpu is not None else "nvidia"
@@ -198,7 +198,7 @@ def _smallest_gpu(question: Question, variant: Variant | None, below_bytes: int 
         if better is not None:
             count = len(better.ranks)
             what = "" if variant is None else f" with {variant.label}"
-            return WayOut(
+            return Remedy(
                 kind="bigger_gpu",
                 change=f"{f'{count} x ' if count > 1 else ''}{gpu.name}{what}",
                 settings={**named, **model_setting(variant)},
@@ -225,7 +225,7 @@ def _old(gpu: Gpu) -> bool:
     return gpu.compute_capability is not None and gpu.compute_capability < (8, 0)
 
 
-def more_ram(found: Fit) -> Iterator[WayOut]:
+def more_ram(found: Fit) -> Iterator[Remedy]:
     """Of a budget that was set, the least that does, as serve advises it; else the next size that machines have."""
     device = found.question.machine.devices[0]
     if device.kind != "cpu":
@@ -240,7 +240,7 @@ def more_ram(found: Fit) -> Iterator[WayOut]:
         )  # As --ram makes it: all of it is ours.
         better = planned(replace(found.question, machine=replace(found.question.machine, devices=(other,))))
         if better is not None:
-            yield WayOut(
+            yield Remedy(
                 kind="more_ram",
                 change=f"{format_bytes(ram)} of RAM to use instead of {format_bytes(found.ranks[0].budget_bytes)}",
                 settings={"ram_bytes": ram},
@@ -249,7 +249,7 @@ def more_ram(found: Fit) -> Iterator[WayOut]:
             return
 
 
-def smaller_model(found: Fit) -> Iterator[WayOut]:
+def smaller_model(found: Fit) -> Iterator[Remedy]:
     """The next of its own series that fits, else of its kin. Quantized as this one was to be."""
     question = found.question
     budget = sum(device.free_bytes for device in question.machine.devices)
@@ -259,7 +259,7 @@ def smaller_model(found: Fit) -> Iterator[WayOut]:
         better = _instead(question, model)
         if better is not None:
             mine, its = question.model.spec.parameters / 1e9, model.spec.parameters / 1e9
-            yield WayOut(
+            yield Remedy(
                 kind="smaller_model",
                 change=f"{model.name}{_kept(question)}: {its:.1f} billion parameters instead of {mine:.1f}",
                 settings={"model": model.name},
@@ -282,7 +282,7 @@ def _kept(question: Question) -> str:
     return "" if made_as is None else f", in {made_as.upper()} too"
 
 
-def longer_model(found: Fit) -> Iterator[WayOut]:
+def longer_model(found: Fit) -> Iterator[Remedy]:
     """For requests that this model cannot read: one that can, of its kin and near its size where that fits."""
     question = found.question
     assert question.traffic is not None
@@ -291,7 +291,7 @@ def longer_model(found: Fit) -> Iterator[WayOut]:
         better = _instead(question, model)
         if better is not None:
             context = model.spec.max_position
-            yield WayOut(
+            yield Remedy(
                 kind="longer_model",
                 change=f"{model.name}{_kept(question)}: made for {context:,} tokens instead of"
                 f" {question.model.spec.max_position:,}",

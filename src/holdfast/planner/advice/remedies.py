@@ -27,7 +27,7 @@ from holdfast.planner.advice.remedy import (
     MODEST_STEP_TOKENS,
     MOST_UTILIZATION,
     USUAL_UTILIZATION,
-    WayOut,
+    Remedy,
     attempts,
     first_that_fits,
     longest,
@@ -64,7 +64,7 @@ MUCH_LONGER = 1.25
 """Times the context of any change alone: for less nobody changes several settings."""
 
 
-def ways_out(found: Fit) -> tuple[WayOut, ...]:
+def ways_out(found: Fit) -> tuple[Remedy, ...]:
     """Nothing where it fits."""
     if too_long(found.question):
         return _marked(found, [*_shorter_requests(found), *longer_model(found)])
@@ -83,18 +83,18 @@ def ways_out(found: Fit) -> tuple[WayOut, ...]:
     return _marked(found, [*ways, *smaller_model(found)])
 
 
-def _marked(found: Fit, ways: Sequence[WayOut]) -> tuple[WayOut, ...]:
+def _marked(found: Fit, ways: Sequence[Remedy]) -> tuple[Remedy, ...]:
     return tuple(replace(way, meets_request=meets(found.question, way.fit)) for way in ways)
 
 
-def _utilization(found: Fit) -> Iterator[WayOut]:
+def _utilization(found: Fit) -> Iterator[Remedy]:
     if any(rank.device.budget_bytes is not None for rank in found.ranks):
         return
     for share in UTILIZATIONS:
         if share > found.utilization:
             better = planned(with_settings(found.question, utilization=share))
             if better is not None:
-                yield WayOut(
+                yield Remedy(
                     kind="utilization",
                     change=f"use {share:g} of the memory instead of {found.utilization:g}",
                     settings={"gpu_memory_utilization": share},
@@ -103,10 +103,10 @@ def _utilization(found: Fit) -> Iterator[WayOut]:
                 return
 
 
-def _context(found: Fit) -> Iterator[WayOut]:
+def _context(found: Fit) -> Iterator[Remedy]:
     shorter = longest(found.question)
     if shorter is not None:
-        yield WayOut(
+        yield Remedy(
             kind="context",
             change=f"a context of {counted(shorter.limits.max_model_len, 'token')}, the longest that fits",
             settings={"max_model_len": shorter.limits.max_model_len},
@@ -114,7 +114,7 @@ def _context(found: Fit) -> Iterator[WayOut]:
         )
 
 
-def _sequences(found: Fit) -> Iterator[WayOut]:
+def _sequences(found: Fit) -> Iterator[Remedy]:
     """Fewer at once: of the traffic, so that others wait; without any, for smaller logits and activations."""
     traffic = found.question.traffic
     yield from _no_more_than_the_traffic(found)
@@ -128,7 +128,7 @@ def _sequences(found: Fit) -> Iterator[WayOut]:
             )
             fewer = planned(question)
             if fewer is not None:
-                yield WayOut(
+                yield Remedy(
                     kind="sequences",
                     change=f"{counted(count, 'sequence')} at once instead of {traffic.concurrency};"
                     " the rest waits its turn",
@@ -142,7 +142,7 @@ def _sequences(found: Fit) -> Iterator[WayOut]:
         steps = min(step, found.limits.max_num_batched_tokens)
         fewer = planned(with_settings(found.question, max_num_seqs=count, max_num_batched_tokens=steps))
         if fewer is not None:
-            yield WayOut(
+            yield Remedy(
                 kind="sequences",
                 change=f"{counted(count, 'sequence')} and {steps:,} tokens a step: smaller activations and logits",
                 settings={"max_num_seqs": count, "max_num_batched_tokens": steps},
@@ -151,14 +151,14 @@ def _sequences(found: Fit) -> Iterator[WayOut]:
             return
 
 
-def _no_more_than_the_traffic(found: Fit) -> Iterator[WayOut]:
+def _no_more_than_the_traffic(found: Fit) -> Iterator[Remedy]:
     """Where more sequences were set than the traffic has at once: their logits and tables are for nobody."""
     traffic, asked = found.question.traffic, found.question.settings.max_num_seqs
     if traffic is None or asked is None or asked <= traffic.concurrency:
         return
     fewer = planned(with_settings(found.question, max_num_seqs=traffic.concurrency))
     if fewer is not None:
-        yield WayOut(
+        yield Remedy(
             kind="sequences",
             change=f"{counted(traffic.concurrency, 'sequence')} as the traffic has instead of {asked:,}",
             settings={"max_num_seqs": traffic.concurrency},
@@ -166,7 +166,7 @@ def _no_more_than_the_traffic(found: Fit) -> Iterator[WayOut]:
         )
 
 
-def _together(found: Fit) -> Iterator[WayOut]:
+def _together(found: Fit) -> Iterator[Remedy]:
     """All of it at once, where nothing alone is enough."""
     traffic = found.question.traffic
     absolute = any(rank.device.budget_bytes is not None for rank in found.ranks)
@@ -193,7 +193,7 @@ def _together(found: Fit) -> Iterator[WayOut]:
         if traffic is not None:
             settings["concurrency"] = count
         memory = "" if absolute else f"utilization {share:g}, "
-        yield WayOut(
+        yield Remedy(
             kind="configuration",
             change=f"{memory}{counted(limits.max_model_len, 'token')}, {counted(count, 'sequence')}, together",
             settings=settings,
@@ -202,7 +202,7 @@ def _together(found: Fit) -> Iterator[WayOut]:
         return
 
 
-def _longer_together(found: Fit, alone: Sequence[WayOut]) -> Iterator[WayOut]:
+def _longer_together(found: Fit, alone: Sequence[Remedy]) -> Iterator[Remedy]:
     """Several changes at once, where the context is left to us and together they give much more of it."""
     question = found.question
     if question.traffic is not None or question.settings.max_model_len is not None or question.machine.kind != "gpu":
@@ -224,7 +224,7 @@ def _longer_together(found: Fit, alone: Sequence[WayOut]) -> Iterator[WayOut]:
         also = {} if kv == question.settings.kv_cache_dtype else {"kv_cache_dtype": kv}
         memory = f"utilization {MOST_UTILIZATION:g}, " if "gpu_memory_utilization" in changes else ""
         sequences = f", {counted(better.limits.max_num_seqs, 'sequence')}" if "max_num_seqs" in changes else ""
-        yield WayOut(
+        yield Remedy(
             kind="configuration",
             change=f"{memory}{f'KV in {kv}, ' if also else ''}{counted(most, 'token')}{sequences}, together",
             settings={**changes, **also, "max_model_len": most},
@@ -232,14 +232,14 @@ def _longer_together(found: Fit, alone: Sequence[WayOut]) -> Iterator[WayOut]:
         )
 
 
-def _idle_gpus(found: Fit) -> Iterator[WayOut]:
+def _idle_gpus(found: Fit) -> Iterator[Remedy]:
     """GPUs that are there and not used, or used in another way: a split that was not asked for."""
     devices = len(found.question.machine.devices)
     for question, split in other_splits(found.question):
         better = first_that_fits(question)
         if better is not None:
             more, changes = better
-            yield WayOut(
+            yield Remedy(
                 kind="idle_gpus",
                 change=f"use {len(more.ranks)} of the {devices} GPUs that are there,"
                 f" {split_said(split)}{said(changes)}",
@@ -249,7 +249,7 @@ def _idle_gpus(found: Fit) -> Iterator[WayOut]:
             return
 
 
-def _shorter_requests(found: Fit) -> Iterator[WayOut]:
+def _shorter_requests(found: Fit) -> Iterator[Remedy]:
     """Prompts cut to what the answers leave of the model's context, and fewer at once where memory wants that too."""
     traffic, most = found.question.traffic, found.question.model.spec.max_position
     assert traffic is not None
@@ -269,7 +269,7 @@ def _shorter_requests(found: Fit) -> Iterator[WayOut]:
             settings["concurrency"] = count
         if fewer:
             settings["max_num_seqs"] = count
-        yield WayOut(
+        yield Remedy(
             kind="shorter_requests",
             change=f"prompts of at most {counted(most - output, 'token')} beside answers of {output:,}: the model was"
             f" made for {most:,}" + (f", {count} at once" if fewer else ""),
@@ -291,13 +291,13 @@ def _smaller_kv(found: Fit) -> str | None:
     return None if smaller == found.kv_dtype else smaller
 
 
-def _kv_dtype(found: Fit) -> Iterator[WayOut]:
+def _kv_dtype(found: Fit) -> Iterator[Remedy]:
     smaller = _smaller_kv(found)
     if smaller is None:
         return
     better = planned(with_settings(found.question, kv_cache_dtype=smaller))
     if better is not None:
-        yield WayOut(
+        yield Remedy(
             kind="kv_cache_dtype",
             change=f"KV in {smaller}: {counted(KV_ELEMENT_BYTES[smaller], 'byte')} an element instead of"
             f" {KV_ELEMENT_BYTES[found.kv_dtype]}",
@@ -326,12 +326,12 @@ def variants(found: Fit) -> list[Variant]:
     return [*every, *derived_variants(model, GGUF_TYPES if not every else ("Q4_K_M",))]
 
 
-def _quantized(found: Fit, others: Sequence[Variant], *, lower: bool) -> Iterator[WayOut]:
+def _quantized(found: Fit, others: Sequence[Variant], *, lower: bool) -> Iterator[Remedy]:
     """Published ones first, of these the most bits that fit. A GGUF that nobody has made yet only where nothing else
     fits on a GPU; a shorter context only where no variant holds the one that was asked for; fewer bits than four, with
     `lower`, only then too."""
-    whole: list[WayOut] = []
-    shorter: list[WayOut] = []
+    whole: list[Remedy] = []
+    shorter: list[Remedy] = []
     both = _kv_beside_a_variant(found)
     to_be_made = found.question.machine.kind == "gpu" and found.question.engine != "llama.cpp"
     for variant in sorted(others, key=lambda one: not one.published):
@@ -351,7 +351,7 @@ def _quantized(found: Fit, others: Sequence[Variant], *, lower: bool) -> Iterato
     yield from (whole or shorter)[:VARIANTS_SHOWN]
 
 
-def _fewer_bits(found: Fit, *, cut: bool) -> Iterator[WayOut]:
+def _fewer_bits(found: Fit, *, cut: bool) -> Iterator[Remedy]:
     """The most bits of those below four that hold what was asked for; with `cut`, else a part of it."""
     question = found.question
     if question.machine.kind == "cpu" and question.engine != "llama.cpp" and question.model.spec.runnable:
@@ -378,7 +378,7 @@ def _kv_beside_a_variant(found: Fit) -> str | None:
     return smaller
 
 
-def _variant_whole(found: Fit, variant: Variant, question: Question, also: dict[str, object]) -> WayOut | None:
+def _variant_whole(found: Fit, variant: Variant, question: Question, also: dict[str, object]) -> Remedy | None:
     """With what was asked for, and with what `also` sets; over other GPUs of those that are there where it takes
     them."""
     better = first_that_fits(question)
@@ -391,7 +391,7 @@ def _variant_whole(found: Fit, variant: Variant, question: Question, also: dict[
     return None
 
 
-def _variant_shorter(found: Fit, variant: Variant, question: Question) -> Iterator[WayOut]:
+def _variant_shorter(found: Fit, variant: Variant, question: Question) -> Iterator[Remedy]:
     for changed, changes in attempts(question):
         cut = longest(changed)
         if cut is not None:
@@ -404,13 +404,13 @@ def _made_first(made_as: str | None) -> str:
     return "the file has to be made or found first" + (coarse if made_as in TWO_BIT_GGUF_TYPES else "")
 
 
-def _variant_way(found: Fit, variant: Variant, better: Fit, changes: dict[str, object]) -> WayOut:
+def _variant_way(found: Fit, variant: Variant, better: Fit, changes: dict[str, object]) -> Remedy:
     sizes = f"{format_bytes(better.weights_bytes)} of weights instead of {format_bytes(found.weights_bytes)}"
     made_as = better.question.model.made_as
     to_be_made = made_as is not None and made_as not in MADE_WHILE_LOADING["vllm"]
     # Who asks for llama.cpp has a GGUF made or found in any case.
     available = not to_be_made or found.question.engine == "llama.cpp"
-    return WayOut(
+    return Remedy(
         kind="quantization",
         change=f"{variant.label}: {sizes}{said(changes)}",
         settings={**model_setting(variant), **changes},

@@ -34,7 +34,7 @@ MODEST_SEQUENCES, MODEST_STEP_TOKENS = 16, 2048
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WayOut:
+class Remedy:
     kind: Kind
     change: str
     """For people."""

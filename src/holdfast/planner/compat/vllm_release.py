@@ -126,7 +126,7 @@ def parse_vllm(text: str) -> Vllm:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Terms:
+class ReleaseTerms:
     """As vLLM prints them, in bytes."""
 
     weights: int
@@ -140,7 +140,7 @@ def requested_bytes(total_bytes: int, utilization: float) -> int:
     return -int(-total_bytes * utilization // 1)
 
 
-def kv_bytes(requested: int, terms: Terms, vllm: Vllm) -> int:
+def kv_bytes(requested: int, terms: ReleaseTerms, vllm: Vllm) -> int:
     """Negative when the weights and the peak are more than the budget."""
     graphs = terms.graphs if vllm.subtracts_graphs else 0
     return requested - terms.weights - terms.peak_activation - terms.non_torch - graphs
@@ -152,7 +152,7 @@ def kv_tokens(available: int, kv: KVCost, sequence_tokens: int) -> int:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Refusal:
+class ReleaseRefusal:
     max_model_len: int
     needed_bytes: int
     available_bytes: int
@@ -180,13 +180,13 @@ class Refusal:
         )
 
 
-def refusal(available: int, kv: KVCost, max_model_len: int, vllm: Vllm | None = None) -> Refusal | None:
+def refusal(available: int, kv: KVCost, max_model_len: int, vllm: Vllm | None = None) -> ReleaseRefusal | None:
     """None: it would start. The estimate is the longest whole-block length that fits. Of no version the newest."""
     needed = kv.sequence_bytes(max_model_len)
     if needed <= available:
         return None
     longest = kv.longest(max(0, available), max_model_len)
-    return Refusal(
+    return ReleaseRefusal(
         max_model_len=max_model_len,
         needed_bytes=needed,
         available_bytes=available,

@@ -49,7 +49,7 @@ ROCM = ExpertKernel("ROCm's Triton", 256, 256)
 
 
 @dataclass(frozen=True, slots=True)
-class Beside:
+class ExtraBytes:
     """Bytes of one rank."""
 
     rotary: int = 0
@@ -75,14 +75,14 @@ def expert_kernel(gpu: Gpu | None, vllm: Vllm | None = None, *, adapters: bool =
 
 def beside_weights(
     model: PlannedModel, kernel: ExpertKernel, *, dtype: str, tensor_parallel: int, stage: int = 0, stages: int = 1
-) -> Beside:
+) -> ExtraBytes:
     return _beside(Same(model), kernel, dtype, tensor_parallel, stage, stages)
 
 
 @lru_cache(maxsize=512)
 def _beside(
     key: Same[PlannedModel], kernel: ExpertKernel, dtype: str, tensor_parallel: int, stage: int, stages: int
-) -> Beside:
+) -> ExtraBytes:
     model = key.held
     rotary = rotary_positions(model.spec) * model.spec.rope.dim * DTYPE_BYTES[dtype]
     grown = [
@@ -91,8 +91,10 @@ def _beside(
         if (more := _growth(model.spec, weight, kernel, tensor_parallel)) > 0
     ]
     if not grown:
-        return Beside(rotary, 0)
-    return Beside(rotary, rank_bytes(grown, model.spec, tensor_parallel=tensor_parallel, stage=stage, stages=stages))
+        return ExtraBytes(rotary, 0)
+    return ExtraBytes(
+        rotary, rank_bytes(grown, model.spec, tensor_parallel=tensor_parallel, stage=stage, stages=stages)
+    )
 
 
 def rounding_bytes(model: PlannedModel, *, dtype: str, tensor_parallel: int, stage: int = 0, stages: int = 1) -> int:

@@ -24,7 +24,7 @@ from holdfast.planner.compat.gpu_kernels import (
     lacks_index,
     lacks_method,
 )
-from holdfast.planner.compat.vllm_release import Terms, Vllm
+from holdfast.planner.compat.vllm_release import ReleaseTerms, Vllm
 from holdfast.planner.compat.vllm_weights import beside_weights, expert_kernel, rounding_bytes
 from holdfast.planner.engines.command import ROUNDING, Command, line, named_dtype, parallel, total_is_known
 from holdfast.planner.engines.fp8_loading import QUANTIZES_AS_IT_READS, Whole, loaded_whole
@@ -42,7 +42,7 @@ from holdfast.planner.engines.vllm_features import (
 from holdfast.planner.engines.vllm_kv import KeptKV, fp8_by_default, kept_kv, most_tokens
 from holdfast.planner.fit.count import counted_for
 from holdfast.planner.fit.search import Fit, Rank, fit
-from holdfast.planner.models.model_sources import Source, torch_source
+from holdfast.planner.models.model_sources import ModelSource, torch_source
 from holdfast.planner.sizing.sharded_weights import stage_layers
 from holdfast.planner.sizing.terms import adapters_bytes, gpu_terms
 from holdfast.units import GIB, format_bytes
@@ -201,7 +201,7 @@ def _memory(found: Fit, vllm: Vllm) -> dict[str, object]:
     return {"--kv-cache-memory-bytes": _room_bytes(found, vllm)}
 
 
-def _others(found: Fit, source: Source, vllm: Vllm) -> dict[str, object]:
+def _others(found: Fit, source: ModelSource, vllm: Vllm) -> dict[str, object]:
     settings, dtype = found.question.settings, named_dtype(found)
     flags: dict[str, object] = {}
     if dtype is not None:
@@ -223,13 +223,13 @@ def _others(found: Fit, source: Source, vllm: Vllm) -> dict[str, object]:
 # What it makes of it
 
 
-def vllm_terms(found: Fit, vllm: Vllm) -> Terms:
+def vllm_terms(found: Fit, vllm: Vllm) -> ReleaseTerms:
     """Of the tightest rank, in vLLM's categories: rotary tables, padding and rounding are part of its weights, our
     logits and buffers of its peak."""
     rank = tightest(found)
     ours = {term.name: term.nbytes for term in rank.terms}
     step = _step_terms(found, rank)
-    return Terms(
+    return ReleaseTerms(
         weights=ours.get("weights", 0) + _beside_bytes(found, rank, vllm) + _adapters_bytes(found, rank, vllm),
         peak_activation=sum(step.get(name, 0) for name in ("activations", "encoder", "logits", "buffers")),
         non_torch=NON_TORCH_BYTES if found.tensor_parallel == 1 else int(0.3 * GIB),
@@ -287,7 +287,7 @@ def vllm_kv_bytes(found: Fit, vllm: Vllm) -> int:
     return vllm_release.kv_bytes(requested, vllm_terms(found, vllm), vllm)
 
 
-def _problems(sized: Sized, vllm: Vllm, source: Source) -> list[str]:
+def _problems(sized: Sized, vllm: Vllm, source: ModelSource) -> list[str]:
     """Why it would not run."""
     found = sized.fit
     gpus = [rank.device.gpu for rank in found.ranks]
@@ -308,7 +308,7 @@ def _problems(sized: Sized, vllm: Vllm, source: Source) -> list[str]:
     return [problem for problem in problems if problem is not None]
 
 
-def _whole(found: Fit, vllm: Vllm, source: Source) -> Whole:
+def _whole(found: Fit, vllm: Vllm, source: ModelSource) -> Whole:
     whole = source.makes_fp8 and vllm.version < QUANTIZES_AS_IT_READS
     return loaded_whole(found, "vLLM before 0.16") if whole else Whole()
 
@@ -342,7 +342,7 @@ def _lacks_settings(found: Fit, vllm: Vllm) -> Iterator[str]:
         yield f"it takes no adapters of rank {settings.max_lora_rank}"
 
 
-def _notes(sized: Sized, vllm: Vllm, source: Source) -> list[str]:
+def _notes(sized: Sized, vllm: Vllm, source: ModelSource) -> list[str]:
     found = sized.fit
     known = total_is_known(sized.rank.device)
     notes = [_kv_said(sized, vllm) if known else _unknown_total(found, vllm), *source.notes, *sized.kept.reasons]

@@ -16,7 +16,7 @@ from holdfast.planner.compat.architectures import since
 from holdfast.planner.compat.vllm_release import Release, Vllm, spelled
 from holdfast.planner.engines.vllm_kv import expands_latents
 from holdfast.planner.fit.search import Fit
-from holdfast.planner.models.model_sources import Source
+from holdfast.planner.models.model_sources import ModelSource
 from holdfast.planner.models.variants import published_as
 
 T = TypeVar("T")
@@ -88,20 +88,20 @@ class Feature:
     first: Release
 
 
-def lacks_features(found: Fit, source: Source, vllm: Vllm) -> Iterator[str]:
+def lacks_features(found: Fit, source: ModelSource, vllm: Vllm) -> Iterator[str]:
     for one in _features(found, source):
         if vllm.at < one.first:
             yield f"{one.name}: in vLLM since {spelled(one.first)}, and not in {vllm.release}"
 
 
-def features_since(found: Fit, source: Source, vllm: Vllm) -> Iterator[str]:
+def features_since(found: Fit, source: ModelSource, vllm: Vllm) -> Iterator[str]:
     """What to say where only some releases of the version have it, and none was named."""
     for one in _features(found, source):
         if since(one.first, vllm):
             yield f"{one.name}: in vLLM since {spelled(one.first)}"
 
 
-def _features(found: Fit, source: Source) -> Iterator[Feature]:
+def _features(found: Fit, source: ModelSource) -> Iterator[Feature]:
     model = found.question.model
     if model.format == "gguf":
         yield Feature("GGUF", GGUF)
@@ -197,7 +197,7 @@ def fp8_kv_name(vllm: Vllm) -> str:
     return "fp8" if vllm.at >= KV_CALLED_FP8 else KV_BEFORE
 
 
-def bitsandbytes_flags(source: Source, vllm: Vllm) -> dict[str, object]:
+def bitsandbytes_flags(source: ModelSource, vllm: Vllm) -> dict[str, object]:
     """What a release must be told beside the quantization."""
     flags: dict[str, object] = {}
     if source.flags.get("--quantization") != "bitsandbytes":

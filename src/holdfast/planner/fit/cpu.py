@@ -1,6 +1,6 @@
 """What a model costs this engine on a CPU: the very count that `serve` makes, asked for a machine that may be another.
 
-    settings ─► the config that serve would have ─► Measure ─► terms, pool and context
+    settings ─► the config that serve would have ─► CpuChoices ─► terms, pool and context
 
 Only for models that this engine runs; `fit` counts the others in general terms. Refuses nothing: says what is short.
 """
@@ -22,8 +22,8 @@ from holdfast.observability.decisions import Decision
 from holdfast.planner.inputs.question import Machine, PlannedModel, Settings, Traffic
 from holdfast.planner.serve.cpu_plan import pool_decision
 from holdfast.planner.sizing import default_limits
-from holdfast.planner.sizing.cpu_budget import DEFAULT_KV_BYTES, LEAST_TOKENS, Room
-from holdfast.planner.sizing.cpu_choices import Measure
+from holdfast.planner.sizing.cpu_budget import DEFAULT_KV_BYTES, LEAST_TOKENS, CpuBudget
+from holdfast.planner.sizing.cpu_choices import CpuChoices
 from holdfast.planner.sizing.kv_cost import KVCost, layout_cost
 from holdfast.planner.sizing.terms import Term
 
@@ -33,10 +33,10 @@ _UNCERTAINTY: Mapping[str, float] = {"front": 0.25, "framework": 0.25, "librarie
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Hosted:
+class CpuFit:
     rung: int
     """Of the limits that were not set: 0 has the defaults."""
-    room: Room
+    room: CpuBudget
     length: int
     """The context that would be served; where nothing fits, the shortest that would do."""
     blocks: int
@@ -99,7 +99,7 @@ def host(
     *,
     budget_bytes: int,
     traffic: Traffic | None = None,
-) -> Hosted:
+) -> CpuFit:
     """Traffic has the pool that it needs, and a context that leaves room for it."""
     config = EngineConfig(
         dtype=settings.dtype,
@@ -114,7 +114,7 @@ def host(
         max_loras=settings.max_loras or None,
         max_lora_rank=settings.max_lora_rank if settings.max_loras else None,
     )
-    measure = Measure(
+    measure = CpuChoices(
         spec=model.spec, stored=_stored(model), config=config,
         processor=Processor(model="", cores=1, features=machine.cpu_features),
         compiled_kernels=machine.compiled_kernels, budget_bytes=budget_bytes, front_bytes=FRONT_BYTES,
@@ -129,14 +129,14 @@ def host(
     return replace(found, decisions=(*said, *found.decisions))
 
 
-def _alone(measure: Measure) -> Hosted:
+def _alone(measure: CpuChoices) -> CpuFit:
     """As serve does it."""
     rung, room, chosen = measure.chosen()
     length = room.longest(room.most, least=room.least)
     return _hosted(rung, room, chosen, length=length, least=room.least, longest=measure.longest_tokens())
 
 
-def _beside(measure: Measure, traffic: Traffic) -> Hosted:
+def _beside(measure: CpuChoices, traffic: Traffic) -> CpuFit:
     """With the first limits that leave room for the traffic; weights stay in blocks before limits are lowered."""
     longest = measure.longest_tokens()
     for rung in range(len(measure.rungs)):
@@ -150,7 +150,7 @@ def _beside(measure: Measure, traffic: Traffic) -> Hosted:
     return found
 
 
-def _with_traffic(measure: Measure, rung: int, traffic: Traffic, longest: int) -> Hosted:
+def _with_traffic(measure: CpuChoices, rung: int, traffic: Traffic, longest: int) -> CpuFit:
     """Where limits were lowered for it, the context is no longer than the traffic's: with the next higher ones, which
     take more memory, it may be no longer either."""
     room, chosen = measure.room(measure.rungs[rung])
@@ -164,11 +164,11 @@ def _with_traffic(measure: Measure, rung: int, traffic: Traffic, longest: int) -
 
 
 def _hosted(
-    rung: int, room: Room, chosen: Sequence[Decision], *, length: int, least: int, longest: int, blocks: int = 0
-) -> Hosted:
+    rung: int, room: CpuBudget, chosen: Sequence[Decision], *, length: int, least: int, longest: int, blocks: int = 0
+) -> CpuFit:
     """`length` 0: nothing fits."""
     pool = [pool_decision(room.pool(length), room.layout.page_bytes)] if length else []
-    return Hosted(
+    return CpuFit(
         rung=rung,
         room=room,
         length=length or least,
@@ -180,7 +180,7 @@ def _hosted(
     )
 
 
-def _with_pool(room: Room, traffic: Traffic, blocks: int) -> tuple[Room, dict[str, object]]:
+def _with_pool(room: CpuBudget, traffic: Traffic, blocks: int) -> tuple[CpuBudget, dict[str, object]]:
     """With the pool's size set where serve would otherwise take a smaller one than this traffic needs."""
     page, config = room.layout.page_bytes, room.config
     by_default = config.ram is None and (1 + blocks) * page > DEFAULT_KV_BYTES

@@ -19,7 +19,7 @@ from holdfast.footprint.identity_key import Same
 from holdfast.observability.decisions import Decision
 from holdfast.planner.fit import devices as choices
 from holdfast.planner.fit.count import cannot_hold_weights, check, counted, kv_dtype, sizes, utilization_of
-from holdfast.planner.fit.cpu import Hosted, host, least_tokens, runs_here
+from holdfast.planner.fit.cpu import CpuFit, host, least_tokens, runs_here
 from holdfast.planner.fit.device_groups import apart, best, value
 from holdfast.planner.fit.devices import largest_first
 from holdfast.planner.fit.result import (
@@ -35,7 +35,7 @@ from holdfast.planner.fit.result import (
     required,
 )
 from holdfast.planner.sizing import default_limits as limits_left_open
-from holdfast.planner.sizing.default_limits import Rung, choose, ladder, length_decision
+from holdfast.planner.sizing.default_limits import LimitPreset, choose, ladder, length_decision
 
 __all__ = [
     "DEFAULT_UTILIZATION",
@@ -128,7 +128,7 @@ def _fit(question: Question, most: int | None = None) -> Fit:
     return _said(arranged(size), rungs, rung, at(size, rung), at(size, len(rungs) - 1).longest_tokens)
 
 
-def _rungs(question: Question) -> tuple[Rung, ...]:
+def _rungs(question: Question) -> tuple[LimitPreset, ...]:
     settings, traffic = question.settings, question.traffic
     _, least = required(question, min(question.model.spec.max_position, USEFUL_TOKENS))
     return ladder(
@@ -148,7 +148,7 @@ def _highest_that_fits(able: tuple[int, ...], rungs: int, at: Counted) -> tuple[
     return max(able, key=lambda size: (at(size, last).longest_tokens, -at(size, last).short_bytes, -size)), last
 
 
-def _longest(question: Question, able: tuple[int, ...], rungs: tuple[Rung, ...], at: Counted) -> tuple[int, int]:
+def _longest(question: Question, able: tuple[int, ...], rungs: tuple[LimitPreset, ...], at: Counted) -> tuple[int, int]:
     """The fewest GPUs that hold the model's whole context with the defaults, else those that hold most of it."""
     allowed, last = question.model.spec.max_position, len(rungs) - 1
     least = min(allowed, USEFUL_TOKENS)
@@ -170,7 +170,7 @@ def _longest(question: Question, able: tuple[int, ...], rungs: tuple[Rung, ...],
     return best, chosen[best]
 
 
-def _said(question: Question, rungs: tuple[Rung, ...], rung: int, found: Fit, longest: int) -> Fit:
+def _said(question: Question, rungs: tuple[LimitPreset, ...], rung: int, found: Fit, longest: int) -> Fit:
     """With the context that these limits are worth, and every choice with its reason."""
     settings, traffic = question.settings, question.traffic
     served = _served(question, rungs[rung], rung, found)
@@ -196,7 +196,7 @@ def _said(question: Question, rungs: tuple[Rung, ...], rung: int, found: Fit, lo
     return replace(found, limits=limits, longest_tokens=longest, decisions=tuple(decisions))
 
 
-def _served(question: Question, taken: Rung, rung: int, found: Fit) -> int:
+def _served(question: Question, taken: LimitPreset, rung: int, found: Fit) -> int:
     """Lowered for traffic, limits leave it as long a context as its own KV would hold: with the next higher ones, which
     take more memory, it may be no longer."""
     if question.settings.max_model_len is not None:
@@ -256,7 +256,7 @@ def _hosted(question: Question) -> Fit:
     return replace(hosted, decisions=(*hosted.decisions, *choices.loading(hosted)))
 
 
-def _length_decisions(question: Question, served: int, found: Hosted) -> tuple[Decision, ...]:
+def _length_decisions(question: Question, served: int, found: CpuFit) -> tuple[Decision, ...]:
     if question.settings.max_model_len is not None:
         return ()
     if question.traffic is not None and served < found.longest_tokens:

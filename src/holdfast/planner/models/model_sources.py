@@ -31,7 +31,7 @@ _PLAIN_GGUF = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
+class ModelSource:
     name: str
     """What the engine is told to load."""
     flags: Mapping[str, object] = field(default_factory=dict)
@@ -60,26 +60,26 @@ def to_be_made(model: PlannedModel, ending: str) -> str:
     return f"{TO_BE_MADE}{_QUANTIZED.sub('', stem)}-{ending}"
 
 
-def holdfast_source(model: PlannedModel) -> Source:
+def holdfast_source(model: PlannedModel) -> ModelSource:
     entry = _builtin(model)
     if entry is not None:
-        return Source(name=entry.name)
+        return ModelSource(name=entry.name)
     layouts = {tensor.layout for tensor in (model.stored or {}).values()}
     unknown = ", ".join(sorted(layouts - set(ENGINE_LAYOUTS)))
     lacks = (f"Holdfast does not compute with {unknown} yet",) if unknown and model.spec.runnable else ()
     if model.made_as is None:
         said = (*_without_weights(model), *_without_tokenizer(model))
-        return Source(name=served_name(model), ready=not said, notes=said, lacks=lacks)
+        return ModelSource(name=served_name(model), ready=not said, notes=said, lacks=lacks)
     name, note = _made(model)
     notes: tuple[str, ...] = (f"Holdfast quantizes nothing while loading: {note}",)
     if model.format != "gguf":
         published = published_as(model)
         name = name if published is None else served_name(published)
         notes, lacks = (), (f"Holdfast neither makes nor runs {model.made_as.upper()} yet",)
-    return Source(name=name, ready=False, notes=notes, lacks=lacks)
+    return ModelSource(name=name, ready=False, notes=notes, lacks=lacks)
 
 
-def torch_source(model: PlannedModel, engine: str) -> Source:
+def torch_source(model: PlannedModel, engine: str) -> ModelSource:
     """For vLLM and SGLang, which take checkpoints of the hub, and a GGUF as a file."""
     entry = _builtin(model)
     if entry is not None:
@@ -88,25 +88,27 @@ def torch_source(model: PlannedModel, engine: str) -> Source:
         return _stored(model, engine)
     published = published_as(model)
     if published is not None:
-        return Source(name=served_name(published), notes=(f"published in {model.made_as.upper()}",))
+        return ModelSource(name=served_name(published), notes=(f"published in {model.made_as.upper()}",))
     flag = MADE_WHILE_LOADING[engine].get(model.made_as)
     if flag is None:
         name, note = _made(model)
-        return Source(name=name, ready=False, notes=(note,))
-    return Source(name=served_name(model), flags={"--quantization": flag})
+        return ModelSource(name=name, ready=False, notes=(note,))
+    return ModelSource(name=served_name(model), flags={"--quantization": flag})
 
 
-def _stored(model: PlannedModel, engine: str) -> Source:
+def _stored(model: PlannedModel, engine: str) -> ModelSource:
     if model.format != "gguf":
-        return Source(name=served_name(model), ready=not _without_weights(model), notes=_without_weights(model))
+        return ModelSource(name=served_name(model), ready=not _without_weights(model), notes=_without_weights(model))
     file = _file(model)
     if model.origin != "hub":
-        return Source(name=file)
+        return ModelSource(name=file)
     repository = model.name.partition(":")[0]
     if engine == "vllm":
         layout = quantization_of(file)
-        return Source(name=model.name if layout is None or ":" in model.name else f"{repository}:{layout}")
-    return Source(name=to_be_made(model, file), ready=False, notes=(f"it takes a GGUF as a file: fetch {file} first",))
+        return ModelSource(name=model.name if layout is None or ":" in model.name else f"{repository}:{layout}")
+    return ModelSource(
+        name=to_be_made(model, file), ready=False, notes=(f"it takes a GGUF as a file: fetch {file} first",)
+    )
 
 
 def _without_weights(model: PlannedModel) -> tuple[str, ...]:
@@ -122,17 +124,17 @@ def _without_tokenizer(model: PlannedModel) -> tuple[str, ...]:
     return (f"{said} name one with --tokenizer, or add --skip-tokenizer-init where only token ids go in and out",)
 
 
-def llama_source(model: PlannedModel, dtype: str) -> Source:
+def llama_source(model: PlannedModel, dtype: str) -> ModelSource:
     """`dtype`: what plain weights were counted in."""
     entry = _builtin(model)
     if entry is not None:
         found = _of_builtin(entry)
-        return Source(name="", flags={"-m": found.name}, ready=found.ready, notes=found.notes)
+        return ModelSource(name="", flags={"-m": found.name}, ready=found.ready, notes=found.notes)
     if model.format == "gguf" and model.made_as is None:
         file = _file(model)
         if model.origin == "hub":
-            return Source(name="", flags={"-hf": model.name.partition(":")[0], "-hff": file})
-        return Source(name="", flags={"-m": file})
+            return ModelSource(name="", flags={"-hf": model.name.partition(":")[0], "-hff": file})
+        return ModelSource(name="", flags={"-m": file})
     if model.made_as is not None and model.format == "gguf":
         kind, note = model.made_as, _made(model)[1]
     elif model.spec.quantization is None:
@@ -146,7 +148,7 @@ def llama_source(model: PlannedModel, dtype: str) -> Source:
         method, kind = model.spec.quantization.method.upper(), near_gguf(model.spec.quantization)
         note = f"llama.cpp does not read {method}; near it is a GGUF {kind}, whose bytes are other ones: plan with"
         note += f" --quantization {kind} of the unquantized model"
-    return Source(name="", flags={"-m": to_be_made(model, f"{kind}.gguf")}, ready=False, notes=(note,))
+    return ModelSource(name="", flags={"-m": to_be_made(model, f"{kind}.gguf")}, ready=False, notes=(note,))
 
 
 def near_gguf(quantization: QuantSpec) -> str:
@@ -179,7 +181,7 @@ def _builtin(model: PlannedModel) -> builtin.BuiltinModel | None:
     return builtin.find(model.name)
 
 
-def _of_builtin(entry: builtin.BuiltinModel) -> Source:
+def _of_builtin(entry: builtin.BuiltinModel) -> ModelSource:
     ready = builtin.is_cached(entry)
     notes = () if ready else (f"not fetched yet: holdfast pull {entry.name} puts it there",)
-    return Source(name=str(builtin.cached_path(entry)), ready=ready, notes=notes)
+    return ModelSource(name=str(builtin.cached_path(entry)), ready=ready, notes=notes)

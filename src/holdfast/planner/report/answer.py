@@ -13,7 +13,7 @@ from holdfast.observability.decisions import Decision
 from holdfast.planner.advice.preset_margin import with_fixes
 from holdfast.planner.advice.presets import Configuration, max_configuration, safe_configuration
 from holdfast.planner.advice.remedies import ways_out
-from holdfast.planner.advice.remedy import WayOut, too_long
+from holdfast.planner.advice.remedy import Remedy, too_long
 from holdfast.planner.advice.rules_of_thumb import Thumb, rules_of_thumb
 from holdfast.planner.advice.throughput import Throughput, no_throughput_reason, throughput
 from holdfast.planner.advice.warnings import PlanWarning, warnings
@@ -28,14 +28,14 @@ from holdfast.units import counted, format_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class Answer:
+class PlanAnswer:
     """`print(answer)` draws it; `repr` is one line."""
 
     fit: Fit
     safe: Configuration | None
     max: Configuration | None
     warnings: tuple[PlanWarning, ...]
-    ways_out: tuple[WayOut, ...]
+    ways_out: tuple[Remedy, ...]
     rules_of_thumb: tuple[Thumb, ...]
     throughput: Throughput | None
     no_throughput: str | None
@@ -113,7 +113,9 @@ class Answer:
 
     def __repr__(self) -> str:
         said = "fits" if self.fits else self.problem or f"{format_bytes(self.fit.short_bytes)} short"
-        return f"<Answer {self.question.model.name} on {describe_devices(self.question.machine.all_devices)}: {said}>"
+        return (
+            f"<PlanAnswer {self.question.model.name} on {describe_devices(self.question.machine.all_devices)}: {said}>"
+        )
 
     def __str__(self) -> str:
         from holdfast.planner.report.text import lines
@@ -121,7 +123,7 @@ class Answer:
         return "\n".join(lines(self))
 
 
-def answer(question: Question, *, engine: str | None = None) -> Answer:
+def answer(question: Question, *, engine: str | None = None) -> PlanAnswer:
     """`engine`: whose commands are wanted, as `holdfast plan --for` takes it. An impossible question is refused."""
     name, vllm = (None, Vllm()) if engine is None else parse_engine(engine)
     found = fit(replace(question, engine=name))
@@ -132,7 +134,7 @@ def answer(question: Question, *, engine: str | None = None) -> Answer:
     shown, of = (found, "plan") if fits else _best(ways)
     safe = safe_configuration(found) if fits else None
     printed = {} if shown is None else commands(shown, sequences=shown.limits.max_num_seqs, vllm=vllm)
-    return Answer(
+    return PlanAnswer(
         fit=found,
         safe=safe,
         max=max_configuration(found) if fits else None,
@@ -162,7 +164,7 @@ def _no_rate(found: Fit) -> str:
     return "requests are longer than the model reads" if too_long(found.question) else no_throughput_reason(found)
 
 
-def _best(ways: tuple[WayOut, ...]) -> tuple[Fit | None, str]:
+def _best(ways: tuple[Remedy, ...]) -> tuple[Fit | None, str]:
     for way in ways:
         if way.available and way.fit.fits:
             return way.fit, way.kind

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from holdfast.planner.fit.search import describe_devices
-from holdfast.planner.report.answer import Answer
+from holdfast.planner.report.answer import PlanAnswer
 from holdfast.planner.report.wrapping import LEAST_WIDTH, Paint, rounded_down, wrapped
 from holdfast.units import counted, format_bytes
 
@@ -14,7 +14,7 @@ SPARED = ("KV/token", "tok/s max", "weights")
 NAME_WIDTH = 20
 
 
-def compare_lines(answers: Sequence[Answer], width: int = 80, colour: bool = False) -> list[str]:
+def compare_lines(answers: Sequence[PlanAnswer], width: int = 80, colour: bool = False) -> list[str]:
     """One row a plan, the columns that people choose by."""
     width, paint = max(LEAST_WIDTH, width), Paint(colour)
     names, figures = _names(answers), [_figures(answer) for answer in answers]
@@ -44,7 +44,7 @@ def compare_lines(answers: Sequence[Answer], width: int = 80, colour: bool = Fal
     return found + wrapped(f"at once: sequences of {each}, side by side in KV", width, "", "  ")
 
 
-def _beside(answers: Sequence[Answer], names: Sequence[str]) -> Iterator[str]:
+def _beside(answers: Sequence[PlanAnswer], names: Sequence[str]) -> Iterator[str]:
     """What no column tells: the machine where all have the same, and number types where they differ."""
     machines = {_machine(answer) for answer in answers}
     if len(machines) == 1:
@@ -56,11 +56,11 @@ def _beside(answers: Sequence[Answer], names: Sequence[str]) -> Iterator[str]:
             yield f"{name}: computed in {answer.fit.dtype}: {reason}"
 
 
-def _budget(answer: Answer) -> int:
+def _budget(answer: PlanAnswer) -> int:
     return min(rank.budget_bytes for rank in answer.fit.ranks)
 
 
-def _names(answers: Sequence[Answer]) -> list[str]:
+def _names(answers: Sequence[PlanAnswer]) -> list[str]:
     """By what differs: the model, the machine, or both; where nothing does, by both."""
     models = [answer.question.model.name for answer in answers]
     machines = [_machine(answer) for answer in answers]
@@ -71,7 +71,7 @@ def _names(answers: Sequence[Answer]) -> list[str]:
     return [f"{model} on {machine}" for model, machine in zip(models, machines, strict=True)]
 
 
-def _machine(answer: Answer) -> str:
+def _machine(answer: PlanAnswer) -> str:
     """All of it, so that two of the same kind can be told apart even where a plan uses one."""
     return describe_devices(answer.question.machine.all_devices)
 
@@ -86,7 +86,7 @@ def _too_many(figures: Sequence[Mapping[str, str]], width: int) -> tuple[str, ..
     return SPARED
 
 
-def _figures(answer: Answer) -> dict[str, str]:
+def _figures(answer: PlanAnswer) -> dict[str, str]:
     found, rate = answer.fit, answer.throughput
     return {
         "fits": "yes" if answer.fits else f"-{format_bytes(found.short_bytes)}" if found.short_bytes else "too long",

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from holdfast.planner.advice.offload import Tiers
 from holdfast.planner.advice.presets import Configuration
-from holdfast.planner.advice.remedy import WayOut
+from holdfast.planner.advice.remedy import Remedy
 from holdfast.planner.advice.throughput import DecodeRate, Estimate, Throughput, throughput
 from holdfast.planner.compat.vllm_release import Vllm
 from holdfast.planner.engines.command import Command
@@ -15,12 +15,12 @@ from holdfast.planner.fit.search import Fit, Rank
 from holdfast.planner.report.wrapping import rounded_down
 
 if TYPE_CHECKING:
-    from holdfast.planner.report.answer import Answer
+    from holdfast.planner.report.answer import PlanAnswer
 
 VERSION = 1
 
 
-def document(answer: Answer) -> dict[str, Any]:
+def document(answer: PlanAnswer) -> dict[str, Any]:
     found = answer.fit
     return {
         "version": VERSION,
@@ -76,7 +76,7 @@ def _rounded(value: float | None) -> float | None:
     return None if value is None else rounded_down(value, 2)
 
 
-def _model(answer: Answer) -> dict[str, Any]:
+def _model(answer: PlanAnswer) -> dict[str, Any]:
     model = answer.question.model
     spec = model.spec
     return {
@@ -218,7 +218,7 @@ def _commands(by_engine: Mapping[str, Command]) -> dict[str, Any]:
     }
 
 
-def _way(way: WayOut, vllm: Vllm) -> dict[str, Any]:
+def _way(way: Remedy, vllm: Vllm) -> dict[str, Any]:
     found = way.fit
     document: dict[str, Any] = {
         "kind": way.kind,

@@ -16,7 +16,7 @@ from holdfast.planner.advice.throughput import Estimate
 from holdfast.planner.compat.gpu_kernels import ENGINE_NAMES
 from holdfast.planner.engines.command import Command
 from holdfast.planner.fit.search import Rank, describe_devices
-from holdfast.planner.report.answer import Answer
+from holdfast.planner.report.answer import PlanAnswer
 from holdfast.planner.report.wrapping import LEAST_WIDTH, Paint, rounded_down, wrapped
 from holdfast.planner.sizing.terms import Term
 from holdfast.units import counted, format_bytes
@@ -34,7 +34,7 @@ LABEL_WIDTH = 13
 
 
 def lines(
-    answer: Answer, width: int = 80, colour: bool = False, *, brief: bool = False, verbose: bool = False
+    answer: PlanAnswer, width: int = 80, colour: bool = False, *, brief: bool = False, verbose: bool = False
 ) -> list[str]:
     """`brief`: what fits, the best way out, and the command of an engine that was asked for. `verbose`: rules of thumb
     too."""
@@ -65,7 +65,7 @@ def _titled(title: str, body: Iterable[str], paint: Paint) -> list[str]:
 # Bars
 
 
-def _headline(answer: Answer, width: int, paint: Paint) -> Iterator[str]:
+def _headline(answer: PlanAnswer, width: int, paint: Paint) -> Iterator[str]:
     found, model = answer.fit, answer.question.model
     where = describe_devices([rank.device for rank in found.ranks])
     if answer.lacks:
@@ -84,13 +84,13 @@ def _headline(answer: Answer, width: int, paint: Paint) -> Iterator[str]:
     yield head[-1].replace(verdict, paint(verdict, code))
 
 
-def _lacking(answer: Answer) -> str:
+def _lacking(answer: PlanAnswer) -> str:
     name = ENGINE_NAMES.get(answer.engine or "holdfast", "llama.cpp")
     why = answer.lacks[0]
     return why if why.startswith(name) else f"not for {name}: {why}"
 
 
-def _devices(answer: Answer, width: int, paint: Paint) -> Iterator[str]:
+def _devices(answer: PlanAnswer, width: int, paint: Paint) -> Iterator[str]:
     """Ranks that look alike are drawn once."""
     groups: list[list[Rank]] = []
     for rank in answer.fit.ranks:
@@ -116,7 +116,7 @@ def _alike(one: Rank, other: Rank) -> bool:
     )  # fmt: skip
 
 
-def sizes(answer: Answer, rank: Rank) -> dict[str, int]:
+def sizes(answer: PlanAnswer, rank: Rank) -> dict[str, int]:
     """Bytes of a bar's parts; they sum to the device's total where everything fits. Of a rank that lacks most while the
     model is loaded, what it holds then: KV comes afterwards."""
     loading = answer.fit.lacks_for_loading(rank)
@@ -135,7 +135,7 @@ def sizes(answer: Answer, rank: Rank) -> dict[str, int]:
     }
 
 
-def _rank(answer: Answer, group: list[Rank], width: int, paint: Paint) -> Iterator[str]:
+def _rank(answer: PlanAnswer, group: list[Rank], width: int, paint: Paint) -> Iterator[str]:
     rank = group[0]
     device, parts = rank.device, sizes(answer, rank)
     kind = "GPU" if device.kind == "gpu" else "CPU"
@@ -164,7 +164,7 @@ def _rank(answer: Answer, group: list[Rank], width: int, paint: Paint) -> Iterat
         yield from wrapped(f"held by others: {', '.join(device.held_by)}", width)
 
 
-def _overhead(answer: Answer, rank: Rank, width: int) -> Iterator[str]:
+def _overhead(answer: PlanAnswer, rank: Rank, width: int) -> Iterator[str]:
     if answer.fit.lacks_for_loading(rank):
         sums = f"{format_bytes(rank.loading_bytes)} with the weights, of {format_bytes(rank.budget_bytes)}"
         yield from wrapped(f"overhead while it is loaded: {_spelled(rank.loading)}; {sums}", width)
@@ -184,7 +184,7 @@ def _spelled(held: Iterable[Term]) -> str:
     )
 
 
-def _row_note(answer: Answer, rank: Rank, name: str) -> str:
+def _row_note(answer: PlanAnswer, rank: Rank, name: str) -> str:
     if name == "KV" and answer.fit.lacks_for_loading(rank):
         return "comes after loading"
     if name == "KV":
@@ -225,7 +225,7 @@ def _stacked(parts: dict[str, int], whole: int, width: int, paint: Paint) -> str
 # Words
 
 
-def _capacity(answer: Answer, width: int, brief: bool) -> Iterator[str]:
+def _capacity(answer: PlanAnswer, width: int, brief: bool) -> Iterator[str]:
     found, traffic = answer.fit, answer.question.traffic
     fixed = answer.kv_bytes_fixed_per_sequence
     each = f"KV {format_bytes(answer.kv_bytes_per_token)} a token ({found.kv_dtype})"
@@ -271,12 +271,12 @@ def _tokens(estimate: Estimate) -> str:
     return f"{estimate.tokens_per_s:,.{digits}f} ({estimate.low:,.{digits}f} to {estimate.high:,.{digits}f})"
 
 
-def _decisions(answer: Answer, width: int) -> Iterator[str]:
+def _decisions(answer: PlanAnswer, width: int) -> Iterator[str]:
     for decision in answer.decisions:
         yield from wrapped(decision.line(), width)
 
 
-def _warnings(answer: Answer, width: int, paint: Paint) -> Iterator[str]:
+def _warnings(answer: PlanAnswer, width: int, paint: Paint) -> Iterator[str]:
     for warning in answer.warnings:
         first, *rest = wrapped(f"{warning.code} {warning.message}", width)
         yield first.replace(warning.code, paint(warning.code, "33"), 1)
@@ -285,7 +285,7 @@ def _warnings(answer: Answer, width: int, paint: Paint) -> Iterator[str]:
             yield from wrapped(f"fix: {warning.fix}", width, "    ")
 
 
-def _ways(answer: Answer, width: int, brief: bool) -> Iterator[str]:
+def _ways(answer: PlanAnswer, width: int, brief: bool) -> Iterator[str]:
     if not answer.fits and not answer.ways_out:
         yield "  none is known: every configuration that was tried falls short"
     for number, way in enumerate(answer.ways_out[:1] if brief else answer.ways_out, 1):
@@ -303,7 +303,7 @@ def _ways(answer: Answer, width: int, brief: bool) -> Iterator[str]:
             yield from wrapped(way.note, width, "      ", "      ")
 
 
-def _configurations(answer: Answer, width: int) -> Iterator[str]:
+def _configurations(answer: PlanAnswer, width: int) -> Iterator[str]:
     for name, configuration in (("safe", answer.safe), ("max", answer.max)):
         if configuration is not None:
             yield from wrapped(f"{name:<5}{_flags(configuration)}", width, "  ", "       ")
@@ -320,11 +320,11 @@ def _flags(configuration: Configuration) -> str:
     return " ".join(f"--{name.replace('_', '-')} {settings[name]}" for name in shown if name in settings)
 
 
-def _commands_title(answer: Answer) -> str:
+def _commands_title(answer: PlanAnswer) -> str:
     return "Commands" if answer.commands_of == "plan" else f"Commands of way out: {answer.commands_of}"
 
 
-def _commands(answer: Answer, width: int) -> Iterator[str]:
+def _commands(answer: PlanAnswer, width: int) -> Iterator[str]:
     for name, command in answer.commands.items():
         if answer.engine is not None and name != answer.engine:
             continue
@@ -351,7 +351,7 @@ def _words(text: str) -> list[str]:
     return [shlex.quote(word) if "=" not in word.split("-")[0] else word for word in shlex.split(text)]
 
 
-def _thumbs(answer: Answer, width: int) -> Iterator[str]:
+def _thumbs(answer: PlanAnswer, width: int) -> Iterator[str]:
     for one in answer.rules_of_thumb:
         text = f"{one.name}: {one.rule} = {format_bytes(one.rule_bytes)}, exactly {format_bytes(one.exact_bytes)}"
         # One that comes close from below is still too little.

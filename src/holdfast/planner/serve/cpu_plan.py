@@ -20,7 +20,7 @@ from holdfast.observability.decisions import Decision
 from holdfast.planner.serve import refusals
 from holdfast.planner.sizing import default_limits
 from holdfast.planner.sizing.cpu_budget import Pool
-from holdfast.planner.sizing.cpu_choices import Measure
+from holdfast.planner.sizing.cpu_choices import CpuChoices
 from holdfast.planner.sizing.default_limits import length_decision
 from holdfast.units import counted, format_bytes
 
@@ -42,7 +42,7 @@ class Plan:
     """Products with what is kept as stored are computed by compiled kernels, in float32."""
     compiled_attention: bool
     layout: KVLayout
-    default_limits: Limits
+    limits: Limits
     blocks: int
     """Pages of the pool, the null page included."""
     most_blocks: int
@@ -93,7 +93,7 @@ def make_plan(
         default_limits.check_step(tried.max_num_seqs, tried.max_num_batched_tokens)
         decisions: list[Decision] = []
         budget = _budget(tried, machine, decisions)
-        measure = Measure(
+        measure = CpuChoices(
             spec=spec, stored=stored, config=tried, processor=processor, compiled_kernels=compiled_kernels,
             budget_bytes=budget, front_bytes=front_bytes,
         )  # fmt: skip
@@ -102,10 +102,10 @@ def make_plan(
     try:
         return attempt(config)
     except DoesNotFitError as refusal:
-        raise refusals.with_ways_out(refusal, config, spec, machine, attempt) from None
+        raise refusals.with_remedies(refusal, config, spec, machine, attempt) from None
 
 
-def _fill(measure: Measure, machine: Memory, decisions: list[Decision]) -> Plan:
+def _fill(measure: CpuChoices, machine: Memory, decisions: list[Decision]) -> Plan:
     """The longest context that is wanted and fits, and the pool beside it."""
     _check_length(measure.spec, measure.config)
     rung, room, chosen = measure.chosen()
@@ -154,7 +154,7 @@ def _fill(measure: Measure, machine: Memory, decisions: list[Decision]) -> Plan:
     )
 
 
-def _limits_said(measure: Measure, rung: int, length: int) -> list[Decision]:
+def _limits_said(measure: CpuChoices, rung: int, length: int) -> list[Decision]:
     """Only where the defaults were not taken."""
     config = measure.config
     if not rung:

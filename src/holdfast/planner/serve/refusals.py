@@ -14,7 +14,7 @@ from holdfast.errors import DoesNotFitError, HoldfastError
 from holdfast.footprint.cpu import BOOK_BYTES
 from holdfast.hardware import Memory
 from holdfast.models import ModelSpec
-from holdfast.planner.sizing.cpu_budget import LEAST_TOKENS, RAM_STEP_BYTES, Room
+from holdfast.planner.sizing.cpu_budget import LEAST_TOKENS, RAM_STEP_BYTES, CpuBudget
 from holdfast.units import MIB, counted, format_bytes
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def budget_is_not_there(asked: int, machine: Memory) -> DoesNotFitError:
     )
 
 
-def loading_does_not_fit(room: Room) -> DoesNotFitError:
+def loading_does_not_fit(room: CpuBudget) -> DoesNotFitError:
     short = room.loading_bytes - room.budget_bytes
     return DoesNotFitError(
         "the model does not fit in memory",
@@ -51,7 +51,7 @@ def loading_does_not_fit(room: Room) -> DoesNotFitError:
     )
 
 
-def nothing_fits(room: Room) -> DoesNotFitError:
+def nothing_fits(room: CpuBudget) -> DoesNotFitError:
     least = room.one_sequence(room.least) * (room.layout.page_bytes + BOOK_BYTES)
     return DoesNotFitError(
         "the model does not fit in memory",
@@ -62,7 +62,7 @@ def nothing_fits(room: Room) -> DoesNotFitError:
     )
 
 
-def pool_does_not_fit(room: Room) -> DoesNotFitError:
+def pool_does_not_fit(room: CpuBudget) -> DoesNotFitError:
     asked, left, page = room.config.kv_cache_memory_bytes or 0, max(0, room.left(1)), room.layout.page_bytes
     held = left // (page + BOOK_BYTES) * page
     return DoesNotFitError(
@@ -74,7 +74,7 @@ def pool_does_not_fit(room: Room) -> DoesNotFitError:
     )
 
 
-def pool_holds_no_block(room: Room) -> DoesNotFitError:
+def pool_holds_no_block(room: CpuBudget) -> DoesNotFitError:
     page = room.layout.page_bytes
     return DoesNotFitError(
         f"a KV pool of {format_bytes(room.config.kv_cache_memory_bytes or 0)} holds no block",
@@ -86,7 +86,7 @@ def pool_holds_no_block(room: Room) -> DoesNotFitError:
     )
 
 
-def length_does_not_fit(room: Room, wanted: int, longest: int) -> DoesNotFitError:
+def length_does_not_fit(room: CpuBudget, wanted: int, longest: int) -> DoesNotFitError:
     blocks, short = room.one_sequence(wanted), room.short_bytes(wanted)
     needed, books = blocks * room.layout.page_bytes, 0
     pool = _enough_pool(room, wanted, needed)
@@ -105,14 +105,14 @@ def length_does_not_fit(room: Room, wanted: int, longest: int) -> DoesNotFitErro
     )
 
 
-def _left_for_kv(room: Room, length: int, left: int) -> str:
+def _left_for_kv(room: CpuBudget, length: int, left: int) -> str:
     if left >= 0:
         return format_bytes(left)
     before = spell(room.terms(length))
     return f"none of {format_bytes(room.budget_bytes)}: {before} take {format_bytes(-left)} more than that"
 
 
-def _enough_pool(room: Room, length: int, needed: int) -> int | None:
+def _enough_pool(room: CpuBudget, length: int, needed: int) -> int | None:
     """Where the pool was set too small and the budget has more: what would do, in whole MiB."""
     if room.config.kv_cache_memory_bytes is None:
         return None
@@ -135,7 +135,7 @@ def became_short(reserve: int, needed: int, short: int, available: int, over: in
     )
 
 
-def with_ways_out(
+def with_remedies(
     refusal: DoesNotFitError, config: EngineConfig, spec: ModelSpec, machine: Memory, attempt: Attempt
 ) -> DoesNotFitError:
     """The refusal with the changes of one setting that make it fit; its own fix first."""

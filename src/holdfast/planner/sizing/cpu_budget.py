@@ -56,7 +56,7 @@ class Pool:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Room:
+class CpuBudget:
     spec: ModelSpec
     stored: Mapping[str, StoredTensor] | None = field(repr=False)
     config: EngineConfig
@@ -81,11 +81,11 @@ class Room:
         budget_bytes: int,
         front_bytes: int,
         worth_tokens: int = ANY_LENGTH,
-    ) -> Room:
+    ) -> CpuBudget:
         dtype, expand, compiled = choices.dtype, choices.expand_weights, choices.compiled
         weights = cpu.weights_bytes(spec, stored, dtype=dtype, expand=expand, compiled=compiled)
         scratch = cpu.scratch_bytes(spec, stored, _limits(config, 1), dtype=dtype, expand=expand, compiled=compiled)
-        return Room(
+        return CpuBudget(
             spec=spec,
             stored=stored,
             config=config,

@@ -19,13 +19,13 @@ from holdfast.footprint.layouts import is_quantized
 from holdfast.hardware import Processor
 from holdfast.models import ModelSpec
 from holdfast.observability.decisions import Decision
-from holdfast.planner.sizing.cpu_budget import LEAST_TOKENS, Choices, Room
-from holdfast.planner.sizing.default_limits import Rung, choose, ladder
+from holdfast.planner.sizing.cpu_budget import LEAST_TOKENS, Choices, CpuBudget
+from holdfast.planner.sizing.default_limits import LimitPreset, choose, ladder
 from holdfast.planner.sizing.dtype import asked_type, check_type, cpu_type
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Measure:
+class CpuChoices:
     spec: ModelSpec
     stored: Mapping[str, StoredTensor] | None = field(repr=False)
     """By canonical name; None: dummies."""
@@ -43,14 +43,14 @@ class Measure:
         return 1 if self.config.kv_cache_memory_bytes is not None else min(LEAST_TOKENS, self.spec.max_position)
 
     @property
-    def rungs(self) -> tuple[Rung, ...]:
+    def rungs(self) -> tuple[LimitPreset, ...]:
         config = self.config
         return ladder(
             "cpu", sequences=config.max_num_seqs, step_tokens=config.max_num_batched_tokens,
             least_tokens=self.least_tokens,
         )  # fmt: skip
 
-    def chosen(self) -> tuple[int, Room, list[Decision]]:
+    def chosen(self) -> tuple[int, CpuBudget, list[Decision]]:
         """The number of the rung that is taken, the room there, and what was chosen on the way."""
         rungs = self.rungs
         rooms = cache(lambda index: self.room(rungs[index]))
@@ -63,7 +63,7 @@ class Measure:
         room, _ = replace(self, config=replace(self.config, max_model_len=None)).room(rung)
         return room.longest(self.spec.max_position)
 
-    def room(self, rung: Rung) -> tuple[Room, list[Decision]]:
+    def room(self, rung: LimitPreset) -> tuple[CpuBudget, list[Decision]]:
         """Weights are not expanded at the cost of context: more memory must not hold less."""
         decisions: list[Decision] = []
         config = replace(self.config, max_num_seqs=rung.sequences, max_num_batched_tokens=rung.step_tokens)
@@ -86,8 +86,8 @@ class Measure:
         said = Decision("weights", "quantized", f"expanded they would leave less context: {sizes}", "planner")
         return kept, [said if decision.field == "weights" else decision for decision in decisions]
 
-    def _room(self, config: EngineConfig, choices: Choices, rung: Rung) -> Room:
-        return Room.measure(
+    def _room(self, config: EngineConfig, choices: Choices, rung: LimitPreset) -> CpuBudget:
+        return CpuBudget.measure(
             self.spec, self.stored, config, choices, budget_bytes=self.budget_bytes, front_bytes=self.front_bytes,
             worth_tokens=rung.worth_tokens,
         )  # fmt: skip

@@ -29,7 +29,7 @@ BESIDE_ROUND, BESIDE_LEAST = 16, 16
 
 
 @dataclass(frozen=True, slots=True)
-class Rung:
+class LimitPreset:
     sequences: int
     step_tokens: int
     worth_tokens: int = ANY_LENGTH
@@ -40,10 +40,19 @@ class Rung:
 
 
 GPU_RUNGS = (
-    Rung(GPU_SEQUENCES, GPU_STEP_TOKENS), Rung(64, 4096, 8192), Rung(16, 2048, 4096), Rung(8, 1024, 4096),
-    Rung(4, 512, 4096), Rung(1, 256, 4096),
-)  # fmt: skip
-CPU_RUNGS = (Rung(CPU_SEQUENCES, CPU_STEP_TOKENS), Rung(16, 256, 4096), Rung(4, 128, 2048), Rung(1, 64, 1024))
+    LimitPreset(GPU_SEQUENCES, GPU_STEP_TOKENS),
+    LimitPreset(64, 4096, 8192),
+    LimitPreset(16, 2048, 4096),
+    LimitPreset(8, 1024, 4096),
+    LimitPreset(4, 512, 4096),
+    LimitPreset(1, 256, 4096),
+)
+CPU_RUNGS = (
+    LimitPreset(CPU_SEQUENCES, CPU_STEP_TOKENS),
+    LimitPreset(16, 256, 4096),
+    LimitPreset(4, 128, 2048),
+    LimitPreset(1, 64, 1024),
+)
 
 
 def check_step(sequences: int | None, step_tokens: int | None) -> None:
@@ -59,20 +68,20 @@ def check_step(sequences: int | None, step_tokens: int | None) -> None:
         )
 
 
-def ladder(kind: str, *, sequences: int | None, step_tokens: int | None, least_tokens: int) -> tuple[Rung, ...]:
+def ladder(kind: str, *, sequences: int | None, step_tokens: int | None, least_tokens: int) -> tuple[LimitPreset, ...]:
     """What is set stays as it is; what is not leaves a token for every sequence in a step. `least_tokens`: the shortest
     context that is an answer, worth every rung."""
-    found: dict[tuple[int, int], Rung] = {}
+    found: dict[tuple[int, int], LimitPreset] = {}
     for rung in GPU_RUNGS if kind == "gpu" else CPU_RUNGS:
         limits = (
             sequences or min(rung.sequences, step_tokens or rung.sequences),
             step_tokens or max(rung.step_tokens, sequences or 0),
         )
-        found.setdefault(limits, Rung(*limits, max(rung.worth_tokens, least_tokens)))
+        found.setdefault(limits, LimitPreset(*limits, max(rung.worth_tokens, least_tokens)))
     return tuple(found.values())
 
 
-def choose(rungs: Sequence[Rung], held: Callable[[int], int], least_tokens: int) -> int:
+def choose(rungs: Sequence[LimitPreset], held: Callable[[int], int], least_tokens: int) -> int:
     """Which rung, by `held`: the context that each of them gives, no longer than it is worth. Where none gives
     `least_tokens` it is the last: less than that cannot be lacking."""
     last = len(rungs) - 1
@@ -86,7 +95,13 @@ def choose(rungs: Sequence[Rung], held: Callable[[int], int], least_tokens: int)
 
 
 def decisions(
-    rungs: Sequence[Rung], chosen: int, *, sequences: tuple[str, str] | None, step_is_set: bool, fits: bool, beside: str
+    rungs: Sequence[LimitPreset],
+    chosen: int,
+    *,
+    sequences: tuple[str, str] | None,
+    step_is_set: bool,
+    fits: bool,
+    beside: str,
 ) -> list[Decision]:
     """`sequences`: why as many as the first rung has, and who says so; None: they are set. `beside`: what the limits
     must leave room for."""

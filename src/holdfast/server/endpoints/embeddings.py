@@ -23,7 +23,7 @@ from holdfast.footprint.cpu import TOLD_ENTRIES, TOLD_ENTRY_BYTES
 from holdfast.observability.metrics.registry import ServingMetrics
 from holdfast.records import AnswerDelta
 from holdfast.server.http.middleware import Record
-from holdfast.server.request.logprob_budget import Room
+from holdfast.server.request.logprob_budget import LogprobBudget
 from holdfast.server.request.parse import decode_object, no_priority, served_model, split_prompts, tokenizer_of
 from holdfast.server.request.tokenize_pool import encode_within, off_loop
 from holdfast.server.response.json_handler import Pieces
@@ -46,7 +46,7 @@ class _Embedded:
 
 
 class Embeddings:
-    def __init__(self, engine: Engine, settings: ServerSettings, metrics: ServingMetrics, room: Room) -> None:
+    def __init__(self, engine: Engine, settings: ServerSettings, metrics: ServingMetrics, room: LogprobBudget) -> None:
         self._engine = engine
         self._settings = settings
         self._metrics = metrics

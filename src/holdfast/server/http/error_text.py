@@ -8,7 +8,7 @@ MOST_CHARS = 200
 """What is longer stands in `holdfast.needed` or `holdfast.fix` alone."""
 
 
-def helpful(error: HoldfastError) -> str:
+def format_message(error: HoldfastError) -> str:
     """The message, and behind it what is needed and the fix, each where it is short and not said already."""
     said = error.message.rstrip(".")
     if isinstance(error, UnknownModelError) and error.found:

@@ -23,7 +23,7 @@ from holdfast.errors import (
     UnknownModelError,
     UnsupportedOptionError,
 )
-from holdfast.server.http.error_text import helpful
+from holdfast.server.http.error_text import format_message
 from holdfast.units import shorten
 
 log = logging.getLogger("holdfast.server")
@@ -73,7 +73,7 @@ def describe(error: Exception) -> tuple[int, dict[str, Any]]:
     if isinstance(error, HoldfastError):
         for kind, status, openai_type, code in _SHAPES:
             if isinstance(error, kind):
-                body = _body(helpful(error), openai_type, error.field, code)
+                body = _body(format_message(error), openai_type, error.field, code)
                 extra = {"code": error.code, "needed": error.needed, "found": error.found, "fix": error.fix}
                 if status >= INTERNAL:
                     body["message"] = _without_paths(body["message"])

@@ -103,7 +103,7 @@ class Tally:
             self.answered += 1
 
 
-class Door:
+class AccessMiddleware:
     def __init__(
         self, app: ASGIApp, *, engine: Engine, settings: ServerSettings, log: AccessLog | None, tally: Tally
     ) -> None:

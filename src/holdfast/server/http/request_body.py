@@ -55,9 +55,9 @@ class Intake:
         self._taken = False
 
     @contextmanager
-    def reading(self, limit_bytes: int) -> Iterator[Part]:
+    def reading(self, limit_bytes: int) -> Iterator[BodyPart]:
         """`limit_bytes`: of this body; one at a time always has room."""
-        part = Part(self, max(self._most_bytes, limit_bytes))
+        part = BodyPart(self, max(self._most_bytes, limit_bytes))
         try:
             yield part
         finally:
@@ -75,7 +75,7 @@ class Intake:
         self._held_bytes += more_bytes
 
 
-class Part:
+class BodyPart:
     """Of one body."""
 
     def __init__(self, intake: Intake, most_bytes: int) -> None:
@@ -102,7 +102,7 @@ async def read_body(scope: Scope, receive: Receive, limit_bytes: int, timeout_s:
     return body
 
 
-async def _read(receive: Receive, part: Part, limit_bytes: int, timeout_s: float) -> bytes:
+async def _read(receive: Receive, part: BodyPart, limit_bytes: int, timeout_s: float) -> bytes:
     chunks: list[bytes] = []
     size_bytes, clock = 0, asyncio.get_running_loop().time
     began_s = clock()

@@ -26,20 +26,20 @@ class Flow(Protocol):
     write_paused: bool
 
 
-class Connection(Protocol):
+class SlowClient(Protocol):
     """Of uvicorn's protocols, what is looked at."""
 
     transport: asyncio.Transport | None
     flow: Flow | None
 
 
-class Patience:
+class SlowClientMonitor:
     """Remembers what each connection had not yet taken at the last look."""
 
-    def __init__(self, connections: Callable[[], Iterable[Connection]], limit_s: float) -> None:
+    def __init__(self, connections: Callable[[], Iterable[SlowClient]], limit_s: float) -> None:
         self._connections = connections
         self._limit_s = limit_s
-        self._unsent: dict[Connection, tuple[int, int]] = {}
+        self._unsent: dict[SlowClient, tuple[int, int]] = {}
         """Bytes, and for how many looks they have not become fewer."""
 
     async def run(self) -> None:
@@ -48,7 +48,7 @@ class Patience:
             self.look()
 
     def look(self) -> None:
-        seen: dict[Connection, tuple[int, int]] = {}
+        seen: dict[SlowClient, tuple[int, int]] = {}
         for connection in list(self._connections()):
             transport, flow = connection.transport, connection.flow
             if transport is None or flow is None:

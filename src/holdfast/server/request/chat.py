@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from holdfast.engine.interface import Engine
 from holdfast.errors import RequestError
 from holdfast.server.request.messages import read_messages
-from holdfast.server.request.output_parser import Reading, prepared, reading_of, talks_of_tools
+from holdfast.server.request.output_parser import OutputParserConfig, prepared, reading_of, talks_of_tools
 from holdfast.server.request.template_workers import TemplateWorkers
 from holdfast.server.request.tokenize_pool import OFF_LOOP_BYTES, encode_within, off_loop
 from holdfast.server.request.tools import ToolUse, read_tool_use
@@ -21,7 +21,7 @@ from holdfast.server.settings import ServerSettings
 from holdfast.text.templates.budget import SlowRenderingError, impatient
 from holdfast.text.templates.jobs import RenderJob
 from holdfast.text.templates.template import check_length
-from holdfast.text.tools.prompt import Speech, speech_of
+from holdfast.text.tools.prompt import ToolFormat, speech_of
 
 if TYPE_CHECKING:
     from holdfast.text.tokenizer.tokenizer import Tokenizer
@@ -49,7 +49,7 @@ async def chat_prompt(
     settings: ServerSettings,
     size_bytes: int,
     workers: TemplateWorkers,
-) -> tuple[list[int], Reading | None]:
+) -> tuple[list[int], OutputParserConfig | None]:
     """The prompt that messages make, and how answers to it are to be read. `tools`: as they came, for the template."""
     if body.chat_template is not None and not settings.trust_request_chat_template:
         raise unsupported(
@@ -118,7 +118,7 @@ class _Chat:
         """Whether the client brought its template; it may also have named one of the model's own."""
         return self._body.chat_template is not None and self._template == self._body.chat_template
 
-    def render(self) -> tuple[list[int], Reading | None]:
+    def render(self) -> tuple[list[int], OutputParserConfig | None]:
         """Here, with the model's own template."""
         reading = self._reading(lambda: speech_of(self._template, self._settings.tool_call_parser))
         told, tools = prepared(reading, self._messages)
@@ -133,7 +133,7 @@ class _Chat:
         )
         return self._finished(str(text), reading)
 
-    async def render_elsewhere(self, workers: TemplateWorkers) -> tuple[list[int], Reading | None]:
+    async def render_elsewhere(self, workers: TemplateWorkers) -> tuple[list[int], OutputParserConfig | None]:
         """In a process that can be killed: whatever the template does, it is not done here."""
         check_length(self._template)
         job = RenderJob(
@@ -149,13 +149,13 @@ class _Chat:
         rendered = await workers.render(job)
         text, facts = rendered.text.decode(errors="surrogatepass"), rendered.speech
 
-        def finished() -> tuple[list[int], Reading | None]:
+        def finished() -> tuple[list[int], OutputParserConfig | None]:
             reading = self._reading(lambda: facts.speech(self._template) if facts is not None else None)
             return self._finished(text, reading)
 
         return await off_loop(finished, len(rendered.text))
 
-    def _reading(self, speech: Callable[[], Speech | None]) -> Reading | None:
+    def _reading(self, speech: Callable[[], ToolFormat | None]) -> OutputParserConfig | None:
         return reading_of(
             self._template,
             self._use,
@@ -164,7 +164,7 @@ class _Chat:
             speech=speech if self._talks_of_tools else None,
         )
 
-    def _finished(self, text: str, reading: Reading | None) -> tuple[list[int], Reading | None]:
+    def _finished(self, text: str, reading: OutputParserConfig | None) -> tuple[list[int], OutputParserConfig | None]:
         # The template writes bos itself; a second one would change the answer.
         ids = encode_within(
             self._context,

@@ -56,10 +56,10 @@ def check_kept(tokens: int, likeliest: int) -> None:
     )
 
 
-class Kept:
+class LogprobReservation:
     """What one request holds of the room for answers; `give_back` when they have gone out."""
 
-    def __init__(self, room: Room) -> None:
+    def __init__(self, room: LogprobBudget) -> None:
         self._room = room
         self.entries = 0
 
@@ -82,7 +82,7 @@ class Kept:
         self.entries = 0
 
 
-class Room:
+class LogprobBudget:
     """First come, first served: a large request is not overtaken by small ones for ever."""
 
     def __init__(self, entries: int = TOLD_ENTRIES, most_waiting: int | None = None) -> None:
@@ -101,8 +101,8 @@ class Room:
             self._leave(entries)
 
     @contextmanager
-    def keep(self) -> Iterator[Kept]:
-        kept = Kept(self)
+    def keep(self) -> Iterator[LogprobReservation]:
+        kept = LogprobReservation(self)
         try:
             yield kept
         finally:

@@ -15,13 +15,13 @@ from holdfast.records import SamplingParams
 from holdfast.records.structured import StructuredOutputsParams
 from holdfast.server.request.tools import ToolUse
 from holdfast.server.settings import ServerSettings
-from holdfast.text.output.reasoning import FAMILIES, ReasoningReader, State, Thinking, thinking_of
+from holdfast.text.output.reasoning import FAMILIES, ReasoningFormat, ReasoningReader, State, thinking_of
 from holdfast.text.structured.syntax.regex_limits import check_repeats
 from holdfast.text.structured.syntax.schemas import WHITESPACE, closed, patterns
 from holdfast.text.tools.answers import AnswerReader
 from holdfast.text.tools.events import Tool
 from holdfast.text.tools.grammar import Freedom, calls_grammar, thoughtful_json
-from holdfast.text.tools.prompt import Message, Speech, shown
+from holdfast.text.tools.prompt import Message, ToolFormat, shown
 
 if TYPE_CHECKING:
     from holdfast.engine.requests.structured_output import StructuredOutput
@@ -35,11 +35,11 @@ NO_PARSER = "none"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reading:
+class OutputParserConfig:
     use: ToolUse | None
-    speech: Speech | None
+    speech: ToolFormat | None
     """There where tools are, or were in the conversation."""
-    thinking: Thinking | None
+    thinking: ReasoningFormat | None
     state: State = "over"
     shows_thoughts: bool = True
     fits: Callable[[str, str], bool] | None = None
@@ -68,7 +68,7 @@ class Reading:
         named = self.use is not None and self.use.choice == "named"
         return "tool_calls" if reader.called and reason == "stop" and not named else reason
 
-    def behind(self, prompt: str, *, continued: bool) -> Reading | None:
+    def behind(self, prompt: str, *, continued: bool) -> OutputParserConfig | None:
         """The same, knowing the prompt; None where nothing is left to be read."""
         thinking = self.thinking
         state: State = "over"
@@ -80,7 +80,7 @@ class Reading:
 
     def adjusted(
         self, params: SamplingParams, tokenizer: Tokenizer, structured: StructuredOutput | None
-    ) -> tuple[SamplingParams, Reading | None]:
+    ) -> tuple[SamplingParams, OutputParserConfig | None]:
         """Marks must be seen to be read; and what must be a call is held to one. A form that is asked for is that of
         the answer behind the thoughts; where it cannot be put there it is all of the answer, and nothing is read."""
         asked = params.structured_outputs
@@ -180,17 +180,17 @@ def reading_of(
     settings: ServerSettings,
     *,
     shows_thoughts: bool,
-    speech: Callable[[], Speech | None] | None,
-) -> Reading | None:
+    speech: Callable[[], ToolFormat | None] | None,
+) -> OutputParserConfig | None:
     """None for a chat of which nothing is to be read but its text. `speech`: None where no tools are talked of."""
     family = settings.reasoning_parser or thinking_of(template)
     thinking = FAMILIES[family] if family not in (None, NO_PARSER) else None
     if thinking is None and speech is None:
         return None
-    return Reading(use=use, speech=speech and speech(), thinking=thinking, shows_thoughts=shows_thoughts)
+    return OutputParserConfig(use=use, speech=speech and speech(), thinking=thinking, shows_thoughts=shows_thoughts)
 
 
-def prepared(reading: Reading | None, messages: list[Message]) -> tuple[list[Message], list[Any] | None]:
+def prepared(reading: OutputParserConfig | None, messages: list[Message]) -> tuple[list[Message], list[Any] | None]:
     """Messages and tools for the template."""
     if reading is None or reading.speech is None:
         return messages, None

@@ -22,7 +22,7 @@ from holdfast.records import AdapterRef, SamplingParams
 from holdfast.records.sampling import MAX_LOGPROBS
 from holdfast.server.request.chat import chat_prompt, final_answer
 from holdfast.server.request.logprob_budget import check_told
-from holdfast.server.request.output_parser import Reading
+from holdfast.server.request.output_parser import OutputParserConfig
 from holdfast.server.request.structured_output import form_of
 from holdfast.server.request.template_workers import TemplateWorkers
 from holdfast.server.request.tokenize_pool import check_ids, encode_within, off_loop
@@ -51,7 +51,7 @@ _SAMPLING_NAMES = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ask:
+class GenerationRequest:
     """Everything settled: the engine can be called, and the answer can be given its shape."""
 
     answer_id: str
@@ -84,7 +84,7 @@ class Ask:
     """The LoRA adapter that the request named in the model's place."""
     with_token_ids: bool
     """Whether ids are shown beside the text."""
-    reading: Reading | None
+    reading: OutputParserConfig | None
     """How an answer's text is to be read; None: it is content and nothing else."""
 
 
@@ -124,7 +124,7 @@ async def read_chat(
     *,
     workers: TemplateWorkers,
     request_id: str | None = None,
-) -> Ask:
+) -> GenerationRequest:
     """`request_id`: as the client named its request outside of the body."""
     fields = check_fields(decode_object(raw), _CHAT_FIELDS)
     body: ChatBody = convert(fields, ChatBody)
@@ -162,7 +162,7 @@ async def read_chat(
 
 async def read_completion(
     raw: bytes, engine: Engine, settings: ServerSettings, *, request_id: str | None = None
-) -> Ask:
+) -> GenerationRequest:
     body: CompletionBody = convert(check_fields(decode_object(raw), _COMPLETION_FIELDS), CompletionBody)
     model = served_model(body.model, settings)
     _check_logprobs(body.logprobs, "logprobs")
@@ -344,9 +344,9 @@ def _ask(
     alone: bool = False,
     first_tokens: list[str] | None = None,
     bytes_of: BytesOf | None = None,
-    reading: Reading | None = None,
+    reading: OutputParserConfig | None = None,
     request_id: str | None = None,
-) -> Ask:
+) -> GenerationRequest:
     if body.priority and settings.scheduling_policy != "priority":
         raise no_priority()
     options = body.stream_options
@@ -356,7 +356,7 @@ def _ask(
         raise unsupported("stream_options.include_obfuscation")
     usage = (options is not None and bool(options.include_usage)) or (body.stream and settings.force_include_usage)
     unique = uuid.uuid4().hex
-    return Ask(
+    return GenerationRequest(
         answer_id=f"{prefix}-{request_id or body.request_id or unique}",
         engine_id=f"{prefix}-{unique}",
         created=int(time.time()),

@@ -21,7 +21,7 @@ from pathlib import Path
 import holdfast
 from holdfast.errors import OverloadedError
 from holdfast.server.http.errors import UNAVAILABLE, HttpFailure
-from holdfast.text.templates.jobs import Outcome, Refused, Rendered, RenderJob, decode_outcome, encode_job
+from holdfast.text.templates.jobs import Outcome, Rendered, RenderJob, TemplateRefused, decode_outcome, encode_job
 from holdfast.text.templates.template import stopped
 from holdfast.text.templates.worker import LENGTH, READY
 
@@ -79,7 +79,7 @@ class TemplateWorkers:
                 self._keep(worker)
             else:  # Whatever state it is in, nobody meets it again.
                 self._end(worker, self._slots.release)
-        if isinstance(outcome, Refused):
+        if isinstance(outcome, TemplateRefused):
             raise outcome.error()
         return outcome
 

@@ -19,9 +19,9 @@ from holdfast.records import AnswerDelta
 from holdfast.server.http.errors import describe
 from holdfast.server.http.middleware import CLIENT_GONE, Record, tenant_of
 from holdfast.server.http.request_body import read_body
-from holdfast.server.request.logprob_budget import Kept, Room, check_kept
-from holdfast.server.request.parse import Ask
-from holdfast.server.response.serialize import DONE, Answer, Shape, error_event
+from holdfast.server.request.logprob_budget import LogprobBudget, LogprobReservation, check_kept
+from holdfast.server.request.parse import GenerationRequest
+from holdfast.server.response.serialize import DONE, ResponseChoice, ResponseFormatter, error_event
 from holdfast.server.response.streams import ClientGone, Conversation
 from holdfast.server.settings import ServerSettings, body_limit
 
@@ -29,7 +29,7 @@ from holdfast.server.settings import ServerSettings, body_limit
 class Reader(Protocol):
     def __call__(
         self, raw: bytes, engine: Engine, settings: ServerSettings, *, request_id: str | None
-    ) -> Awaitable[Ask]: ...
+    ) -> Awaitable[GenerationRequest]: ...
 
 
 SENT_BYTES = 64 << 10
@@ -47,11 +47,11 @@ class Generation:
     def __init__(
         self,
         read: Reader,
-        shape: Callable[[Ask], Shape],
+        shape: Callable[[GenerationRequest], ResponseFormatter],
         engine: Engine,
         settings: ServerSettings,
         metrics: ServingMetrics,
-        room: Room,
+        room: LogprobBudget,
     ) -> None:
         self._read = read
         self._shape = shape
@@ -67,7 +67,7 @@ class Generation:
             settings = self._settings
             most_bytes = body_limit(settings, self._engine.info.max_model_len)
             body = await read_body(scope, receive, most_bytes, settings.body_timeout_s)
-            await unless_gone(receive, self._serve(body, record, send, _named(scope, record)))
+            await cancel_on_disconnect(receive, self._serve(body, record, send, _named(scope, record)))
         except ClientGone:
             record.status = CLIENT_GONE
 
@@ -82,7 +82,7 @@ class Generation:
             with self._room.keep() as kept:
                 await self._converse(ask, record, send, kept)
 
-    async def _converse(self, ask: Ask, record: Record, send: Send, kept: Kept) -> None:
+    async def _converse(self, ask: GenerationRequest, record: Record, send: Send, kept: LogprobReservation) -> None:
         conversation = Conversation(ask, self._engine, self._metrics)
         try:
             await conversation.open()
@@ -100,10 +100,12 @@ class Generation:
             record.finish_reason = conversation.finish_reason
             record.ttft_s = conversation.ttft_s
 
-    async def _whole(self, shape: Shape, conversation: Conversation, send: Send, kept: Kept) -> None:
+    async def _whole(
+        self, shape: ResponseFormatter, conversation: Conversation, send: Send, kept: LogprobReservation
+    ) -> None:
         pieces: list[list[str]] = [[] for _ in conversation.answers]
 
-        async def consume(answer: Answer, delta: AnswerDelta) -> None:
+        async def consume(answer: ResponseChoice, delta: AnswerDelta) -> None:
             pieces[answer.index].append(delta.text)
             if delta.logprobs is not None:
                 kept.take(len(delta.logprobs), sum(map(len, delta.logprobs)))
@@ -116,7 +118,7 @@ class Generation:
         left_bytes = sum(map(len, body))
         headers = [(b"content-type", b"application/json"), (b"content-length", str(left_bytes).encode())]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
-        for piece in gathered(body):
+        for piece in coalesce(body):
             left_bytes -= len(piece)
             await send({"type": "http.response.body", "body": piece, "more_body": left_bytes > 0})
             if left_bytes:
@@ -128,7 +130,9 @@ class Generation:
 class _Events:
     """A stream of server-sent events, each sent as it comes: nothing is gathered."""
 
-    def __init__(self, shape: Shape, ask: Ask, conversation: Conversation, send: Send) -> None:
+    def __init__(
+        self, shape: ResponseFormatter, ask: GenerationRequest, conversation: Conversation, send: Send
+    ) -> None:
         self._shape = shape
         self._ask = ask
         self._conversation = conversation
@@ -151,7 +155,7 @@ class _Events:
         tail = self._shape.usage_event(self._conversation.usage()) if self._ask.include_usage else b""
         await self._write(tail + DONE, last=True)
 
-    async def _consume(self, answer: Answer, delta: AnswerDelta) -> None:
+    async def _consume(self, answer: ResponseChoice, delta: AnswerDelta) -> None:
         if not answer.begun:
             await self._open(answer, delta)
         usage = self._conversation.usage() if self._ask.continuous_usage else None
@@ -159,13 +163,13 @@ class _Events:
         if event:
             await self._write(event)
 
-    async def _open(self, first: Answer, delta: AnswerDelta) -> None:
+    async def _open(self, first: ResponseChoice, delta: AnswerDelta) -> None:
         """All answers to a prompt begin with its first token, before any of them shows one, as vLLM has it."""
         continuous = self._ask.continuous_usage
         usage = self._conversation.usage(without=len(delta.token_ids)) if continuous else None
         for answer in self._conversation.beside(first):
             answer.begun = True
-            for piece in gathered(self._shape.opening(answer, usage)):
+            for piece in coalesce(self._shape.opening(answer, usage)):
                 await self._write(piece)
 
     async def _write(self, data: bytes, *, last: bool = False) -> None:
@@ -178,7 +182,7 @@ def _named(scope: Scope, record: Record) -> str | None:
     return record.request_id if (b"x-request-id", wanted) in scope["headers"] else None
 
 
-def gathered(pieces: Iterable[bytes]) -> Iterator[bytes]:
+def coalesce(pieces: Iterable[bytes]) -> Iterator[bytes]:
     """The same bytes with few calls, and never more of them in one than `SENT_BYTES` and a piece."""
     waiting: list[bytes] = []
     size_bytes = 0
@@ -193,7 +197,7 @@ def gathered(pieces: Iterable[bytes]) -> Iterator[bytes]:
         yield b"".join(waiting)
 
 
-async def unless_gone(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
+async def cancel_on_disconnect(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
     """Runs `work`; a client that leaves cancels it. Returns or raises only when `work` has ended."""
 
     async def watch() -> None:

@@ -15,7 +15,7 @@ from holdfast.engine.interface import Engine
 from holdfast.engine.requests.structured_output import TENANT
 from holdfast.server.http.middleware import CLIENT_GONE, Record, tenant_of
 from holdfast.server.http.request_body import read_body
-from holdfast.server.response.handler import gathered, unless_gone
+from holdfast.server.response.handler import cancel_on_disconnect, coalesce
 from holdfast.server.response.streams import ClientGone
 from holdfast.server.settings import ServerSettings, body_limit
 
@@ -46,7 +46,7 @@ class Exchange:
         try:
             limit_bytes = body_limit(self._settings, self._engine.info.max_model_len)
             body = await read_body(scope, receive, limit_bytes, self._settings.body_timeout_s)
-            await unless_gone(receive, self._serve(body, record, send))
+            await cancel_on_disconnect(receive, self._serve(body, record, send))
         except ClientGone:
             record.status = CLIENT_GONE
 
@@ -61,7 +61,7 @@ class Exchange:
             return
         async with answer.held:
             await send({"type": "http.response.start", "status": 200, "headers": headers})
-            for piece in gathered(answer.content):
+            for piece in coalesce(answer.content):
                 await send({"type": "http.response.body", "body": piece, "more_body": True})
                 await asyncio.sleep(0)
             await send({"type": "http.response.body", "body": b""})

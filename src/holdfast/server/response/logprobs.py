@@ -22,7 +22,7 @@ PIECE_ENTRIES = 512
 """Encoded between two turns of the others: 1 to 2 ms on an Arm core, and some 40 KB."""
 
 
-class Members:
+class JsonArrayWriter:
     """The inside of a JSON array, growing: pieces that are never joined, so that they can be shared."""
 
     def __init__(self) -> None:
@@ -33,7 +33,7 @@ class Members:
             inside = encode(values)[1:-1]
             self.pieces.append(b"," + inside if self.pieces else inside)
 
-    def behind(self, others: Members | None = None) -> Iterator[bytes]:
+    def behind(self, others: JsonArrayWriter | None = None) -> Iterator[bytes]:
         """These behind `others`, as one array."""
         yield b"["
         if others is not None:
@@ -44,11 +44,16 @@ class Members:
         yield b"]"
 
 
-class Columns:
+class CompletionLogprobs:
     """OpenAI's log-probabilities of a completion: four lists side by side."""
 
     def __init__(self) -> None:
-        self._tokens, self._logprobs, self._tops, self._starts = Members(), Members(), Members(), Members()
+        self._tokens, self._logprobs, self._tops, self._starts = (
+            JsonArrayWriter(),
+            JsonArrayWriter(),
+            JsonArrayWriter(),
+            JsonArrayWriter(),
+        )
         self._lengths: list[int] = []
         """Of the tokens, in characters: where they start is known when all before them are there."""
         self.chars = 0
@@ -81,10 +86,10 @@ class Columns:
         self._lengths += lengths
         self.chars += sum(lengths)
 
-    def behind(self, others: Columns | None = None, start: int = 0) -> Iterator[bytes]:
+    def behind(self, others: CompletionLogprobs | None = None, start: int = 0) -> Iterator[bytes]:
         """As JSON, these behind `others`, or `start` characters behind the beginning."""
-        before = Columns() if others is None else others
-        starts = Members()
+        before = CompletionLogprobs() if others is None else others
+        starts = JsonArrayWriter()
         starts.add([*_starts(self._lengths, start + before.chars)])
         for name, mine, its in (
             (b'{"tokens":', self._tokens, before._tokens),
@@ -103,15 +108,15 @@ def _starts(lengths: list[int], start: int) -> Iterator[int]:
         start += length
 
 
-class Told:
+class PromptLogprobs:
     """Of one prompt, for all answers to it."""
 
     def __init__(self, *, listed: bool, echoed_first: str | None) -> None:
         """`listed`: as vLLM's `prompt_logprobs`. `echoed_first`: the first token's text, where an echo shows them."""
-        self.listed = Members() if listed else None
-        self.echoed: Columns | None = None
+        self.listed = JsonArrayWriter() if listed else None
+        self.echoed: CompletionLogprobs | None = None
         if echoed_first is not None:
-            self.echoed = Columns()
+            self.echoed = CompletionLogprobs()
             self.echoed.add_first(echoed_first)
 
     async def take(self, entries: Sequence[dict[int, Logprob] | None]) -> None:

@@ -11,9 +11,15 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from holdfast.records import AnswerDelta, Logprob
-from holdfast.server.request.output_parser import Reading
-from holdfast.server.request.parse import Ask, BytesOf
-from holdfast.server.response.logprobs import LOWEST_LOGPROB, Columns, Members, Told, encode
+from holdfast.server.request.output_parser import OutputParserConfig
+from holdfast.server.request.parse import BytesOf, GenerationRequest
+from holdfast.server.response.logprobs import (
+    LOWEST_LOGPROB,
+    CompletionLogprobs,
+    JsonArrayWriter,
+    PromptLogprobs,
+    encode,
+)
 from holdfast.server.schema.requests import (
     AnsweredCall,
     AnsweredFunction,
@@ -38,19 +44,19 @@ _NOTHING = (
 
 
 @dataclass(slots=True)
-class Answer:
+class ResponseChoice:
     """One choice as it grows."""
 
     index: int
-    told: Told
+    told: PromptLogprobs
     """Of the prompt; shared by all answers to it."""
     text: str = ""
     begun: bool = False
     shown_chars: int = 0
     """In a stream: length of the text of the tokens whose logprobs were reported, where the next one starts."""
-    tokens: Members = field(default_factory=Members)
+    tokens: JsonArrayWriter = field(default_factory=JsonArrayWriter)
     """Log-probabilities of a chat that is not streamed."""
-    columns: Columns = field(default_factory=Columns)
+    columns: CompletionLogprobs = field(default_factory=CompletionLogprobs)
     """The same of a completion."""
     token_ids: list[int] = field(default_factory=list)
     """Kept only where they are shown."""
@@ -62,20 +68,20 @@ class Answer:
     stop_reason: int | str | None = None
 
 
-class Shape(Protocol):
+class ResponseFormatter(Protocol):
     """A chat or a completion."""
 
-    def opening(self, answer: Answer, usage: Usage | None) -> Iterable[bytes]:
+    def opening(self, answer: ResponseChoice, usage: Usage | None) -> Iterable[bytes]:
         """Events before the first token of an answer; may be empty."""
 
-    def event(self, answer: Answer, delta: AnswerDelta, usage: Usage | None) -> bytes: ...
+    def event(self, answer: ResponseChoice, delta: AnswerDelta, usage: Usage | None) -> bytes: ...
 
     def usage_event(self, usage: Usage) -> bytes: ...
 
-    def keep(self, answer: Answer, entries: list[dict[int, Logprob]]) -> None:
+    def keep(self, answer: ResponseChoice, entries: list[dict[int, Logprob]]) -> None:
         """Log-probabilities of further tokens, for the body."""
 
-    def body(self, answers: list[Answer], usage: Usage) -> list[bytes]:
+    def body(self, answers: list[ResponseChoice], usage: Usage) -> list[bytes]:
         """In pieces; those that are the same in several answers are there once."""
 
 
@@ -86,7 +92,7 @@ def error_event(error: dict[str, Any]) -> bytes:
 class _Stream:
     """The parts of an event that never change."""
 
-    def __init__(self, ask: Ask, kind: str) -> None:
+    def __init__(self, ask: GenerationRequest, kind: str) -> None:
         self._ask = ask
         self._head = b"data: " + _head(ask, kind)
 
@@ -101,11 +107,11 @@ class _Stream:
 
 
 class ChatShape(_Stream):
-    def __init__(self, ask: Ask) -> None:
+    def __init__(self, ask: GenerationRequest) -> None:
         super().__init__(ask, "chat.completion.chunk")
         self._echo = ask.echoes[0] if ask.echoes else ""
 
-    def opening(self, answer: Answer, usage: Usage | None) -> Iterable[bytes]:
+    def opening(self, answer: ResponseChoice, usage: Usage | None) -> Iterable[bytes]:
         choice = b'{"index":%d,"delta":%b,"logprobs":null,"finish_reason":null}'
         deltas = [b'{"role":"assistant","content":""}']
         if self._echo:
@@ -113,7 +119,7 @@ class ChatShape(_Stream):
         for delta in deltas:
             yield self._opening_head(answer) + choice % (answer.index, delta) + self.close(usage)
 
-    def _opening_head(self, answer: Answer) -> bytes:
+    def _opening_head(self, answer: ResponseChoice) -> bytes:
         """The first chunk of all shows the prompt's ids, where ids are shown."""
         first = not answer.index and not answer.ids_shown
         answer.ids_shown = True
@@ -123,7 +129,7 @@ class ChatShape(_Stream):
         ids = encode(self._ask.prompts[0] if shown and self._ask.with_token_ids else None)
         return b',"prompt_token_ids":%b,"prompt_text":null' % ids
 
-    def event(self, answer: Answer, delta: AnswerDelta, usage: Usage | None) -> bytes:
+    def event(self, answer: ResponseChoice, delta: AnswerDelta, usage: Usage | None) -> bytes:
         logprobs = b"null" if delta.logprobs is None else encode(self._logprobs(delta.logprobs))
         choice = b'{"index":%d,"delta":{"content":%b},"logprobs":%b,' % (answer.index, encode(delta.text), logprobs)
         return self._head + choice + self._ids(delta.token_ids) + _ending(delta) + self.close(usage)
@@ -139,13 +145,13 @@ class ChatShape(_Stream):
         count, bytes_of = self._ask.logprobs or 0, self._ask.bytes_of
         return [_chat_logprob(entry, count, bytes_of) for entry in entries]
 
-    def keep(self, answer: Answer, entries: list[dict[int, Logprob]]) -> None:
+    def keep(self, answer: ResponseChoice, entries: list[dict[int, Logprob]]) -> None:
         answer.tokens.add([*self._shaped(entries)])
 
-    def _message(self, answer: Answer) -> AssistantMessage:
+    def _message(self, answer: ResponseChoice) -> AssistantMessage:
         return AssistantMessage(content=self._echo + answer.text)
 
-    def body(self, answers: list[Answer], usage: Usage) -> list[bytes]:
+    def body(self, answers: list[ResponseChoice], usage: Usage) -> list[bytes]:
         pieces = [_head(self._ask, "chat.completion")]
         for place, answer in enumerate(answers):
             message = encode(self._message(answer))
@@ -163,12 +169,12 @@ class ReadChatShape(ChatShape):
     """A chat whose answers are read for calls and thoughts: an event for each piece of one of them, none for a token
     that only adds to what is held."""
 
-    def __init__(self, ask: Ask, reading: Reading) -> None:
+    def __init__(self, ask: GenerationRequest, reading: OutputParserConfig) -> None:
         super().__init__(ask)
         self._reading = reading
         self._readers: dict[int, AnswerReader] = {}
 
-    def event(self, answer: Answer, delta: AnswerDelta, usage: Usage | None) -> bytes:
+    def event(self, answer: ResponseChoice, delta: AnswerDelta, usage: Usage | None) -> bytes:
         reader = self._readers.get(answer.index)
         if reader is None:
             reader = self._readers[answer.index] = self._reading.reader()
@@ -206,7 +212,7 @@ class ReadChatShape(ChatShape):
             return form % (event.call, encode(self._reading.make_id()), encode(event.name))
         return b'{"tool_calls":[{"index":%d,"function":{"arguments":%b}}]}' % (event.call, encode(event.text))
 
-    def _message(self, answer: Answer) -> AssistantMessage:
+    def _message(self, answer: ResponseChoice) -> AssistantMessage:
         reader = self._reading.reader()
         events = [*reader.feed(answer.text), *reader.finish()]
         answer.finish_reason = self._reading.ended(answer.finish_reason, reader)
@@ -229,15 +235,15 @@ class ReadChatShape(ChatShape):
         return message
 
 
-def chat_shape(ask: Ask) -> ChatShape:
+def chat_shape(ask: GenerationRequest) -> ChatShape:
     return ChatShape(ask) if ask.reading is None else ReadChatShape(ask, ask.reading)
 
 
 class CompletionShape(_Stream):
-    def __init__(self, ask: Ask) -> None:
+    def __init__(self, ask: GenerationRequest) -> None:
         super().__init__(ask, "text_completion")
 
-    def opening(self, answer: Answer, usage: Usage | None) -> Iterable[bytes]:
+    def opening(self, answer: ResponseChoice, usage: Usage | None) -> Iterable[bytes]:
         echo = self._echo(answer)
         if not echo:
             return
@@ -250,10 +256,10 @@ class CompletionShape(_Stream):
             answer.shown_chars = told.chars
         yield b',"finish_reason":null,"stop_reason":null}' + self.close(usage)
 
-    def event(self, answer: Answer, delta: AnswerDelta, usage: Usage | None) -> bytes:
+    def event(self, answer: ResponseChoice, delta: AnswerDelta, usage: Usage | None) -> bytes:
         logprobs = b"null"
         if delta.logprobs is not None:
-            columns = Columns()
+            columns = CompletionLogprobs()
             columns.add(delta.logprobs)
             logprobs = b"".join(columns.behind(start=answer.shown_chars))
             answer.shown_chars += columns.chars
@@ -262,21 +268,21 @@ class CompletionShape(_Stream):
         ending = _ending(delta) if delta.finish_reason is not None else b'"finish_reason":null,"stop_reason":null}'
         return self._head + choice + ending + self.close(usage)
 
-    def keep(self, answer: Answer, entries: list[dict[int, Logprob]]) -> None:
+    def keep(self, answer: ResponseChoice, entries: list[dict[int, Logprob]]) -> None:
         answer.columns.add(entries)
 
-    def _ids(self, answer: Answer) -> bytes:
+    def _ids(self, answer: ResponseChoice) -> bytes:
         """Of an answer and its prompt, as members of a choice: null unless they are asked for."""
         return _NO_PROMPT_IDS
 
-    def _new_ids(self, answer: Answer, token_ids: list[int]) -> bytes:
+    def _new_ids(self, answer: ResponseChoice, token_ids: list[int]) -> bytes:
         """The same in a stream."""
         return _NO_PROMPT_IDS
 
-    def _echo(self, answer: Answer) -> str:
+    def _echo(self, answer: ResponseChoice) -> str:
         return self._ask.echoes[answer.index // self._ask.params.n] if self._ask.echoes else ""
 
-    def body(self, answers: list[Answer], usage: Usage) -> list[bytes]:
+    def body(self, answers: list[ResponseChoice], usage: Usage) -> list[bytes]:
         # The closing quote is that of the answer.
         echoes = [encode(echo)[:-1] for echo in self._ask.echoes or [""] * len(self._ask.prompts)]
         pieces = [_head(self._ask, "text_completion")]
@@ -293,23 +299,23 @@ class CompletionShape(_Stream):
 class CompletionIdsShape(CompletionShape):
     """With the token ids too: vLLM's return_token_ids, and all there is where there is no tokenizer."""
 
-    def _new_ids(self, answer: Answer, token_ids: list[int]) -> bytes:
+    def _new_ids(self, answer: ResponseChoice, token_ids: list[int]) -> bytes:
         prompt = None if answer.ids_shown else self._prompt(answer)
         answer.ids_shown = True
         return b'"prompt_token_ids":%b,"token_ids":%b,' % (encode(prompt), encode(token_ids))
 
-    def _ids(self, answer: Answer) -> bytes:
+    def _ids(self, answer: ResponseChoice) -> bytes:
         return b'"prompt_token_ids":%b,"token_ids":%b,' % (encode(self._prompt(answer)), encode(answer.token_ids))
 
-    def _prompt(self, answer: Answer) -> list[int]:
+    def _prompt(self, answer: ResponseChoice) -> list[int]:
         return self._ask.prompts[answer.index // self._ask.params.n]
 
 
-def completion_shape(ask: Ask) -> CompletionShape:
+def completion_shape(ask: GenerationRequest) -> CompletionShape:
     return CompletionIdsShape(ask) if ask.with_token_ids else CompletionShape(ask)
 
 
-def _head(ask: Ask, kind: str) -> bytes:
+def _head(ask: GenerationRequest, kind: str) -> bytes:
     head = {"id": ask.answer_id, "object": kind, "created": ask.created, "model": ask.model}
     return encode(head)[:-1] + _CHOICES
 
@@ -318,12 +324,12 @@ def _comma(place: int) -> bytes:
     return b"," if place else b""
 
 
-def _ended(answer: Answer) -> bytes:
+def _ended(answer: ResponseChoice) -> bytes:
     reason, stop_reason = encode(answer.finish_reason or "stop"), encode(answer.stop_reason)
     return b',"finish_reason":%b,"stop_reason":%b' % (reason, stop_reason)
 
 
-def _listed(ask: Ask, answer: Answer) -> Iterable[bytes]:
+def _listed(ask: GenerationRequest, answer: ResponseChoice) -> Iterable[bytes]:
     """vLLM's prompt_logprobs."""
     if ask.params.prompt_logprobs is None or answer.told.listed is None:
         return [b"null"]

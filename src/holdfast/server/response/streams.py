@@ -15,12 +15,12 @@ from holdfast.engine.interface import Engine
 from holdfast.errors import RequestError
 from holdfast.observability.metrics.registry import RequestMeter, ServingMetrics
 from holdfast.records import AnswerDelta, FinishReason, SamplingParams
-from holdfast.server.request.parse import Ask
-from holdfast.server.response.logprobs import Told
-from holdfast.server.response.serialize import Answer
+from holdfast.server.request.parse import GenerationRequest
+from holdfast.server.response.logprobs import PromptLogprobs
+from holdfast.server.response.serialize import ResponseChoice
 from holdfast.server.schema.requests import PromptTokensDetails, Usage
 
-Consumer = Callable[[Answer, AnswerDelta], Awaitable[None]]
+Consumer = Callable[[ResponseChoice, AnswerDelta], Awaitable[None]]
 
 
 class ClientGone(Exception):
@@ -30,7 +30,7 @@ class ClientGone(Exception):
 class Conversation:
     """`open` then `follow`, and `close` in any case: closing early is what tells the engine to stop working."""
 
-    def __init__(self, ask: Ask, engine: Engine, metrics: ServingMetrics) -> None:
+    def __init__(self, ask: GenerationRequest, engine: Engine, metrics: ServingMetrics) -> None:
         self._ask = ask
         self._engine = engine
         self._metrics = metrics
@@ -40,8 +40,10 @@ class Conversation:
         self._cached = [0] * prompts
         self._ending = FinishReason.ABORT
         firsts = ask.first_tokens if ask.first_tokens is not None else [None] * prompts
-        told = [Told(listed=not ask.stream, echoed_first=first) for first in firsts]
-        self.answers = [Answer(index, told=told[index // ask.params.n]) for index in range(prompts * ask.params.n)]
+        told = [PromptLogprobs(listed=not ask.stream, echoed_first=first) for first in firsts]
+        self.answers = [
+            ResponseChoice(index, told=told[index // ask.params.n]) for index in range(prompts * ask.params.n)
+        ]
         self.prompt_tokens = sum(len(prompt) for prompt in ask.prompts)
         self.completion_tokens = 0
 
@@ -64,7 +66,7 @@ class Conversation:
         shown = self.completion_tokens - without
         return Usage(self.prompt_tokens, shown, self.prompt_tokens + shown, PromptTokensDetails(self.cached_tokens))
 
-    def beside(self, answer: Answer) -> list[Answer]:
+    def beside(self, answer: ResponseChoice) -> list[ResponseChoice]:
         """The answers to the same prompt, this one among them."""
         first = answer.index - answer.index % self._ask.params.n
         return self.answers[first : first + self._ask.params.n]

@@ -23,7 +23,7 @@ MAX_LEADING_SPACES = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Thinking:
+class ReasoningFormat:
     """A family's marks."""
 
     opening: str = "<think>"
@@ -44,8 +44,8 @@ class Thinking:
         return "open" if prompt.rfind(self.opening) > prompt.rfind(self.closing) else "over"
 
 
-_THINK, _THINK_ALWAYS = Thinking(), Thinking(always=True)
-FAMILIES: Mapping[str, Thinking] = MappingProxyType(
+_THINK, _THINK_ALWAYS = ReasoningFormat(), ReasoningFormat(always=True)
+FAMILIES: Mapping[str, ReasoningFormat] = MappingProxyType(
     {
         "deepseek_r1": _THINK_ALWAYS,
         "qwen3": _THINK,
@@ -57,8 +57,8 @@ FAMILIES: Mapping[str, Thinking] = MappingProxyType(
         "minimax_m2": _THINK_ALWAYS,
         "olmo3": _THINK,
         "step3": _THINK_ALWAYS,
-        "seed_oss": Thinking(opening="<seed:think>", closing="</seed:think>"),
-        "mistral": Thinking(opening="[THINK]", closing="[/THINK]"),
+        "seed_oss": ReasoningFormat(opening="<seed:think>", closing="</seed:think>"),
+        "mistral": ReasoningFormat(opening="[THINK]", closing="[/THINK]"),
     }
 )
 """By vLLM's names."""
@@ -77,7 +77,7 @@ def thinking_of(template: str | None) -> str | None:
 class ReasoningReader:
     """One answer's; not thread-safe. The same text gives the same two texts however it was cut."""
 
-    def __init__(self, family: Thinking, state: State) -> None:
+    def __init__(self, family: ReasoningFormat, state: State) -> None:
         self._family = family
         self._over = state == "over"
         self._undecided = state in ("undecided", "assumed")

@@ -148,7 +148,7 @@ class GrammarChecker:
             return found
         named = params.asked_as or params.kind
         large = len(msgspec.json.encode(params)) > LARGE_BYTES
-        answer: wire.GrammarCost | wire.Refused
+        answer: wire.GrammarCost | wire.GrammarRefused
         # A worker that dies has used up its memory, or was killed by somebody else: the second time it is believed.
         at_work = False
         for queue in (() if large else (self._quick,)) + (self._slow, self._slow):
@@ -159,7 +159,7 @@ class GrammarChecker:
                 at_work = at_work or death.at_work
             except _Beyond:
                 if queue is self._slow:
-                    answer = wire.Refused(Failure.of(_too_much(named, f"{queue.lane.cpu_s:g} s of one core")))
+                    answer = wire.GrammarRefused(Failure.of(_too_much(named, f"{queue.lane.cpu_s:g} s of one core")))
                     break
         else:
             if not at_work:  # It is nobody's fault, and may be over when somebody asks again.
@@ -167,10 +167,10 @@ class GrammarChecker:
                     "structured output is not available: no process could be started for it", fix="try again later"
                 )
             limit = f"{format_bytes(self._slow.lane.memory_bytes)} of memory"
-            answer = wire.Refused(Failure.of(_too_much(named, limit)))
-        refused = answer.failure if isinstance(answer, wire.Refused) else None
-        self._keep(params, _Known(None if isinstance(answer, wire.Refused) else answer, refused))
-        if isinstance(answer, wire.Refused):
+            answer = wire.GrammarRefused(Failure.of(_too_much(named, limit)))
+        refused = answer.failure if isinstance(answer, wire.GrammarRefused) else None
+        self._keep(params, _Known(None if isinstance(answer, wire.GrammarRefused) else answer, refused))
+        if isinstance(answer, wire.GrammarRefused):
             raise answer.failure.error()
         return answer
 
@@ -184,7 +184,7 @@ class GrammarChecker:
 
     def _in(
         self, queue: _Queue, params: StructuredOutputsParams, gone: Gone, tenant: str
-    ) -> wire.GrammarCost | wire.Refused:
+    ) -> wire.GrammarCost | wire.GrammarRefused:
         end_s = time.monotonic() + queue.lane.wait_s
 
         def still_wanted() -> None:
@@ -198,7 +198,7 @@ class GrammarChecker:
 
     def _ask(
         self, lane: CheckLane, params: StructuredOutputsParams, still_wanted: Callable[[], None]
-    ) -> wire.GrammarCost | wire.Refused:
+    ) -> wire.GrammarCost | wire.GrammarRefused:
         worker, pid = self._connect(lane), self._service.pid
         try:
             worker.send(wire.Check(params))
@@ -209,7 +209,7 @@ class GrammarChecker:
                     if received is None:
                         raise _Died(worker.met)
                     for answer in received:
-                        assert isinstance(answer, wire.GrammarCost | wire.Refused)
+                        assert isinstance(answer, wire.GrammarCost | wire.GrammarRefused)
                         return answer
                 elif not worker.met and time.monotonic() > first_word_s:
                     self._service.restart(pid)
@@ -226,7 +226,7 @@ class GrammarChecker:
 
     def _connect(self, lane: CheckLane) -> WorkerConnection:
         self._service.start()
-        limits = wire.Limits(lane.memory_bytes, int(lane.cpu_s) + 1, lane.niceness)
+        limits = wire.WorkerLimits(lane.memory_bytes, int(lane.cpu_s) + 1, lane.niceness)
         try:
             return WorkerConnection(self._service.address, limits)
         except ConnectionError:

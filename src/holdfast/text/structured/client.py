@@ -170,7 +170,7 @@ class GrammarService:
 class WorkerConnection:
     """One worker, ours alone. It lives as long as the connection, unless its limits or `kill` end it before."""
 
-    def __init__(self, address: str, limits: wire.Limits, *, marked: bool = False) -> None:
+    def __init__(self, address: str, limits: wire.WorkerLimits, *, marked: bool = False) -> None:
         """Raises OSError where there is no service, or no descriptor left."""
         self.limits = limits
         self.socket = socket.socket(socket.AF_UNIX)

@@ -17,7 +17,7 @@ from holdfast.text.structured.checker import GrammarChecker, readable
 from holdfast.text.structured.client import GrammarService, WorkerConnection
 from holdfast.units import MIB
 
-LIMITS = wire.Limits(memory_bytes=12 * MIB, cpu_s=1, niceness=0)
+LIMITS = wire.WorkerLimits(memory_bytes=12 * MIB, cpu_s=1, niceness=0)
 MAX_BYTES = 4 << 10
 """Of a grammar, as it is written."""
 MAX_CPU_S = 0.03

@@ -30,7 +30,7 @@ class Setup(msgspec.Struct, frozen=True):
     vocab_size: int
 
 
-class Limits(msgspec.Struct, frozen=True, tag=True):
+class WorkerLimits(msgspec.Struct, frozen=True, tag=True):
     """The first message to a worker."""
 
     memory_bytes: int
@@ -80,7 +80,7 @@ class GrammarCost(msgspec.Struct, frozen=True, tag=True):
     held_bytes: int
 
 
-class Refused(msgspec.Struct, frozen=True, tag=True):
+class GrammarRefused(msgspec.Struct, frozen=True, tag=True):
     failure: Failure
 
 
@@ -113,8 +113,8 @@ class Filled(msgspec.Struct, frozen=True, tag=True):
     failure: Failure | None = None
 
 
-ToWorker = Limits | Check | Accepts | Open | Advance | Close
-FromWorker = Hello | GrammarCost | Refused | Accepted | Opened | Advanced | Filled
+ToWorker = WorkerLimits | Check | Accepts | Open | Advance | Close
+FromWorker = Hello | GrammarCost | GrammarRefused | Accepted | Opened | Advanced | Filled
 
 _encode = msgspec.msgpack.Encoder().encode
 _to_worker = msgspec.msgpack.Decoder(ToWorker)

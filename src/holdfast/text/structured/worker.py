@@ -55,7 +55,7 @@ class Worker:
         self._inbox = wire.Inbox()
         self._forms: dict[int, _Following] = {}
         self._to_fill: list[int] = []
-        self._limits = wire.Limits(0, 1, 0)
+        self._limits = wire.WorkerLimits(0, 1, 0)
         self._marker: wire.Marker | None = None
         self._born_bytes = _own_bytes()
         self._renew_s = 0.0
@@ -96,7 +96,7 @@ class Worker:
         while (limits := self._inbox.to_worker()) is None:
             if not self._hear():
                 raise SystemExit(0)
-        assert isinstance(limits, wire.Limits)
+        assert isinstance(limits, wire.WorkerLimits)
         if descriptors:
             self._marker = wire.Marker(descriptors[0])
         self._limits = limits
@@ -155,7 +155,7 @@ class Worker:
 
         failure = self._guarded(0, check, opening=True)
         cost = wire.GrammarCost(time.thread_time() - began_s, slowest_s, max(_own_bytes() - before, 0))
-        self._say(cost if failure is None else wire.Refused(failure))
+        self._say(cost if failure is None else wire.GrammarRefused(failure))
 
     def _accepts(self, asked: wire.Accepts) -> None:
         fits = False

@@ -11,7 +11,7 @@ import msgspec
 
 from holdfast.errors import RequestError, UnsupportedOptionError
 from holdfast.text.templates.template import compile_template, stopped
-from holdfast.text.tools.prompt import Speech, shown, speech_of
+from holdfast.text.tools.prompt import ToolFormat, shown, speech_of
 from holdfast.text.tools.registry import DIALECTS
 
 
@@ -28,15 +28,15 @@ class RenderJob(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class SpeechFacts(msgspec.Struct, frozen=True):
-    """What `tools.prompt.Speech` is made of again."""
+    """What `tools.prompt.ToolFormat` is made of again."""
 
     dialect: str
     by_template: bool
     takes_system: bool
 
-    def speech(self, template: str) -> Speech:
+    def speech(self, template: str) -> ToolFormat:
         dialect = DIALECTS[self.dialect]
-        return Speech(dialect, dialect.form_in(template), self.by_template, self.takes_system)
+        return ToolFormat(dialect, dialect.form_in(template), self.by_template, self.takes_system)
 
 
 class Rendered(msgspec.Struct, tag="rendered", frozen=True):
@@ -45,7 +45,7 @@ class Rendered(msgspec.Struct, tag="rendered", frozen=True):
     speech: SpeechFacts | None
 
 
-class Refused(msgspec.Struct, tag="refused", frozen=True):
+class TemplateRefused(msgspec.Struct, tag="refused", frozen=True):
     """A RequestError."""
 
     message: str
@@ -61,7 +61,7 @@ class Refused(msgspec.Struct, tag="refused", frozen=True):
         return kind(self.message, code=self.code, needed=self.needed, found=self.found, fix=self.fix, field=self.field)
 
 
-Outcome = Rendered | Refused
+Outcome = Rendered | TemplateRefused
 
 # JSON, because numbers in it may have more than 64 bits.
 encode_job = msgspec.json.Encoder().encode
@@ -102,8 +102,8 @@ def _rendered(job: RenderJob) -> Rendered:
     return Rendered(text.encode(errors="surrogatepass"), facts)
 
 
-def _refused(error: RequestError) -> Refused:
-    return Refused(
+def _refused(error: RequestError) -> TemplateRefused:
+    return TemplateRefused(
         *(error.message, error.code, error.needed, error.found, error.fix, error.field),
         unsupported=isinstance(error, UnsupportedOptionError),
     )

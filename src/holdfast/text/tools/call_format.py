@@ -10,7 +10,7 @@ BARE_NAME = "\0bare name"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Form:
+class ToolCallFormat:
     """before call between call ... after; a single call stands without `before` and `after` where it may."""
 
     call: tuple[str, ...]

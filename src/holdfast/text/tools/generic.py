@@ -6,12 +6,12 @@ names a tool that was given: any other JSON is content.
 
 from __future__ import annotations
 
-from holdfast.text.tools.call_format import ARGUMENTS, NAME, Form
+from holdfast.text.tools.call_format import ARGUMENTS, NAME, ToolCallFormat
 from holdfast.text.tools.parser import CallReader, NotACall, Region, Step
 
 FENCE = "```"
 
-FORM = Form(
+FORM = ToolCallFormat(
     call=('{"name": ', NAME, ', "arguments": ', ARGUMENTS, "}"),
     between=(", ",),
     before=("[",),

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from holdfast.errors import RequestError
-from holdfast.text.output.reasoning import State, Thinking
+from holdfast.text.output.reasoning import ReasoningFormat, State
 from holdfast.text.structured.syntax.regex_limits import check_repeats
 from holdfast.text.structured.syntax.schemas import patterns, rewritten
-from holdfast.text.tools.call_format import ARGUMENTS, BARE_NAME, NAME, Form
+from holdfast.text.tools.call_format import ARGUMENTS, BARE_NAME, NAME, ToolCallFormat
 from holdfast.text.tools.events import Tool
 
 TokenOf = Callable[[str], int | None]
@@ -40,12 +40,12 @@ class Freedom:
 
 
 def calls_grammar(
-    form: Form,
+    form: ToolCallFormat,
     tools: Sequence[Tool],
     token_of: TokenOf,
     *,
     parallel: bool,
-    thinking: Thinking | None = None,
+    thinking: ReasoningFormat | None = None,
     state: State = "over",
     freedom: Freedom | None = None,
 ) -> str:
@@ -75,10 +75,10 @@ def calls_grammar(
 
 
 def thoughtful_json(
-    schema: Mapping[str, Any], thinking: Thinking, state: State, token_of: TokenOf, spacing: Mapping[str, Any]
+    schema: Mapping[str, Any], thinking: ReasoningFormat, state: State, token_of: TokenOf, spacing: Mapping[str, Any]
 ) -> str:
     """JSON of a schema, behind thoughts. `spacing`: llguidance's options for white space."""
-    made = _Grammar(Form(call=("",)), token_of, 1)
+    made = _Grammar(ToolCallFormat(call=("",)), token_of, 1)
     start = made.thoughts(thinking, state)
     content = f"content: {_json(schema, spacing)}"
     return "\n".join(["%llguidance {}", f"start: {start}content", *made.rules, content]) + "\n"
@@ -87,7 +87,7 @@ def thoughtful_json(
 class _Grammar:
     """The rules of one grammar as they are put together."""
 
-    def __init__(self, form: Form, token_of: TokenOf, most: int) -> None:
+    def __init__(self, form: ToolCallFormat, token_of: TokenOf, most: int) -> None:
         self.rules: list[str] = []
         self.call, self._before = form.call, form.before
         self._form, self._token_of, self._most = form, token_of, most
@@ -116,7 +116,7 @@ class _Grammar:
             return f"{earlier}(TEXT | opening {one})"
         return f"TEXT ({one} TEXT){{0,{most}}}"
 
-    def thoughts(self, thinking: Thinking | None, state: State) -> str:
+    def thoughts(self, thinking: ReasoningFormat | None, state: State) -> str:
         if thinking is None or state == "over":
             return ""
         opening, closing = self.mark(thinking.opening), self.mark(thinking.closing)

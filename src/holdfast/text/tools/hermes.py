@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from holdfast.text.tools.call_format import ARGUMENTS, NAME, Form
+from holdfast.text.tools.call_format import ARGUMENTS, NAME, ToolCallFormat
 from holdfast.text.tools.generic import GenericReader
 from holdfast.text.tools.parser import NotACall, Region
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
-FORM = Form(
+FORM = ToolCallFormat(
     marks=(OPEN, CLOSE),
     call=(OPEN, '\n{"name": ', NAME, ', "arguments": ', ARGUMENTS, "}\n", CLOSE),
     between=("\n",),

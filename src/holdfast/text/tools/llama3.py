@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from holdfast.text.tools.call_format import ARGUMENTS, NAME, Form
+from holdfast.text.tools.call_format import ARGUMENTS, NAME, ToolCallFormat
 from holdfast.text.tools.generic import GenericReader
 from holdfast.text.tools.parser import Region
 
 PYTHON_TAG = "<|python_tag|>"
 
-FORM = Form(
+FORM = ToolCallFormat(
     marks=(PYTHON_TAG,),
     call=('{"name": ', NAME, ', "parameters": ', ARGUMENTS, "}"),
     between=("; ",),

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from holdfast.text.tools.call_format import ARGUMENTS, BARE_NAME, NAME, Form
+from holdfast.text.tools.call_format import ARGUMENTS, BARE_NAME, NAME, ToolCallFormat
 from holdfast.text.tools.generic import GenericReader
 from holdfast.text.tools.parser import MAX_NAME_CHARS, NotACall, Region
 
 CALLS, CALL_ID, ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 
-LISTED = Form(
+LISTED = ToolCallFormat(
     marks=(CALLS,),
     before=(CALLS, "["),
     call=('{"name": ', NAME, ', "arguments": ', ARGUMENTS, "}"),
     between=(", ",),
     after=("]",),
 )
-NAMED = Form(marks=(CALLS, ARGS), call=(CALLS, BARE_NAME, ARGS, ARGUMENTS))
+NAMED = ToolCallFormat(marks=(CALLS, ARGS), call=(CALLS, BARE_NAME, ARGS, ARGUMENTS))
 
 
 class MistralReader(GenericReader):

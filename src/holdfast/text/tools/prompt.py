@@ -13,7 +13,7 @@ from typing import Any
 
 from holdfast.text.messages import plain
 from holdfast.text.templates.template import compile_template
-from holdfast.text.tools.call_format import ARGUMENTS, BARE_NAME, NAME, Form
+from holdfast.text.tools.call_format import ARGUMENTS, BARE_NAME, NAME, ToolCallFormat
 from holdfast.text.tools.registry import DIALECTS, GENERIC, Dialect, dialect_of
 
 PREAMBLE = """# Tools
@@ -33,29 +33,29 @@ Message = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Speech:
+class ToolFormat:
     """How tools are spoken of with one template."""
 
     dialect: Dialect
-    form: Form
+    form: ToolCallFormat
     by_template: bool
     """Whether the template shows tools and calls itself."""
     takes_system: bool
 
 
 @lru_cache(maxsize=32)
-def speech_of(template: str, parser: str | None = None) -> Speech:
+def speech_of(template: str, parser: str | None = None) -> ToolFormat:
     """`parser`: a name in DIALECTS. Without one a template that shows tools in a form that is not known here is not
     given any: its calls could not be read, so the model is asked for the generic form."""
     compiled = compile_template(template)
     found = dialect_of(template) if parser is None else DIALECTS[parser]
     dialect = found if found is not None and (parser is not None or compiled.knows_tools) else GENERIC
     by_template = compiled.knows_tools and (parser is not None or dialect is not GENERIC)
-    return Speech(dialect, dialect.form_in(template), by_template, compiled.takes_system)
+    return ToolFormat(dialect, dialect.form_in(template), by_template, compiled.takes_system)
 
 
 def shown(
-    messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None, speech: Speech
+    messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None, speech: ToolFormat
 ) -> tuple[list[Message], list[Mapping[str, Any]] | None]:
     """Messages and tools for the template. What is given is left as it is."""
     if speech.by_template:
@@ -96,7 +96,7 @@ def _with_objects(message: Any) -> Any:
     return {**message, "tool_calls": made}
 
 
-def _with_tools(told: list[Message], tools: Sequence[Mapping[str, Any]] | None, speech: Speech) -> list[Message]:
+def _with_tools(told: list[Message], tools: Sequence[Mapping[str, Any]] | None, speech: ToolFormat) -> list[Message]:
     if not tools:
         return told
     blank = ('"..."', "{...}")
@@ -112,7 +112,7 @@ def _with_tools(told: list[Message], tools: Sequence[Mapping[str, Any]] | None, 
     return [_with_text(told[0], preamble, behind=False), *told[1:]]
 
 
-def written(form: Form, calls: Sequence[tuple[str, str]]) -> str:
+def written(form: ToolCallFormat, calls: Sequence[tuple[str, str]]) -> str:
     """Calls as the family writes them: each a name as a JSON string, and arguments."""
 
     def one(name: str, arguments: str) -> str:
@@ -125,7 +125,7 @@ def written(form: Form, calls: Sequence[tuple[str, str]]) -> str:
     return "".join(form.before) + written + "".join(form.after)
 
 
-def _history(messages: Sequence[Mapping[str, Any]], form: Form) -> list[Message]:
+def _history(messages: Sequence[Mapping[str, Any]], form: ToolCallFormat) -> list[Message]:
     """Calls become text of the assistant, answers of tools that of the user; those that follow each other one message,
     because many templates want the two to take turns."""
     told: list[Message] = []

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from holdfast.text.tools import generic, hermes, llama3, mistral
-from holdfast.text.tools.call_format import Form
+from holdfast.text.tools.call_format import ToolCallFormat
 from holdfast.text.tools.parser import CallReader
 
 
@@ -26,10 +26,10 @@ def _nine_characters() -> str:
 class Dialect:
     name: str
     reader: type[CallReader]
-    form: Form
+    form: ToolCallFormat
     make_id: Callable[[], str] = _long_id
 
-    def form_in(self, template: str | None) -> Form:
+    def form_in(self, template: str | None) -> ToolCallFormat:
         """How calls are written by a model with this template."""
         if self.form is mistral.LISTED and template is not None and mistral.ARGS in template:
             return mistral.NAMED

@@ -27,7 +27,7 @@ class GpuExpertBuffers:
     """For so many tokens at a time."""
 
     tokens: int
-    lines: kernels.Lines
+    lines: kernels.ExpertAssignments
     logits: torch.Tensor
     inner: torch.Tensor
     rows: torch.Tensor
@@ -57,7 +57,7 @@ class ExpertGpuMaker:
         tokens, pairs = self._tokens, self._tokens * spec.per_token
         return GpuExpertBuffers(
             tokens=tokens,
-            lines=kernels.Lines.allocate(tokens, spec.count, spec.per_token, self._like.device),
+            lines=kernels.ExpertAssignments.allocate(tokens, spec.count, spec.per_token, self._like.device),
             logits=self._like.new_empty((tokens, spec.count)),
             inner=self._like.new_empty((pairs, spec.intermediate_size)),
             rows=self._like.new_empty((pairs, self._hidden)),
@@ -111,7 +111,7 @@ class ExpertGpuMlp:
         if self._shared is not None:
             self._shared.add(x, out, buffers.shared[:count], rows[:count])
 
-    def _gate_up(self, x: torch.Tensor, lines: kernels.Lines, inner: torch.Tensor) -> None:
+    def _gate_up(self, x: torch.Tensor, lines: kernels.ExpertAssignments, inner: torch.Tensor) -> None:
         stacks = self._weights.gate_up
         if self._apart is None:
             assert isinstance(stacks[0], DenseStack)
@@ -150,7 +150,9 @@ def _kind(stack: Stack) -> tuple[object, ...]:
     return layout, stack.rows, stack.columns
 
 
-def _multiply(x: torch.Tensor, stack: Stack, lines: kernels.Lines, out: torch.Tensor, *, by_token: bool) -> None:
+def _multiply(
+    x: torch.Tensor, stack: Stack, lines: kernels.ExpertAssignments, out: torch.Tensor, *, by_token: bool
+) -> None:
     if isinstance(stack, DenseStack):
         kernels.multiply(x, stack.weight, lines, out, by_token=by_token)
     elif isinstance(stack, QuantizedStack):

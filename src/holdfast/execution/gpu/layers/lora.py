@@ -78,7 +78,7 @@ class GpuAdapters:
         return self.tiles
 
     def use_mixed(self, rows: Sequence[Row], places: Words) -> None:
-        """The next launch is a step of any rows, as `StepForms.mixed` puts their tokens: single ones first."""
+        """The next launch is a step of any rows, as `BatchBuilder.mixed` puts their tokens: single ones first."""
         counts = numpy.array([row.count for row in rows])
         order = numpy.argsort(counts > 1, kind="stable")
         slots = numpy.array([row.slot for row in rows])[order]

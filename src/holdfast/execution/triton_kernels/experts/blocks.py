@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from holdfast.execution.triton_kernels.experts.launch import Lines, line_pairs, line_part
+from holdfast.execution.triton_kernels.experts.launch import ExpertAssignments, line_pairs, line_part
 from holdfast.execution.triton_kernels.experts.tiles import ExpertTile, expert_block_tile, most_tiles
 from holdfast.execution.triton_kernels.quantized.blocks import BlockPlanes
 from holdfast.execution.triton_kernels.quantized.kquant_codes import FORMS, KquantForm, load_codes, load_scales
@@ -81,7 +81,7 @@ def _multiply(
 def multiply_blocks(
     x: torch.Tensor,
     matrix: BlockPlanes,
-    lines: Lines,
+    lines: ExpertAssignments,
     out: torch.Tensor,
     *,
     by_token: bool,

@@ -25,7 +25,7 @@ from holdfast.execution.triton_kernels.layer import activate, activation_code
 SUMMED_COLUMNS = 1024
 
 
-class Lines(NamedTuple):
+class ExpertAssignments(NamedTuple):
     """Who goes to which expert, for one layer after the other."""
 
     counts: torch.Tensor
@@ -36,7 +36,7 @@ class Lines(NamedTuple):
     """float32 [tokens, per_token]"""
 
     @classmethod
-    def allocate(cls, tokens: int, experts: int, per_token: int, device: torch.device) -> Lines:
+    def allocate(cls, tokens: int, experts: int, per_token: int, device: torch.device) -> ExpertAssignments:
         return cls(
             torch.zeros(experts, dtype=torch.int32, device=device),
             torch.empty((experts, tokens), dtype=torch.int32, device=device),
@@ -72,7 +72,7 @@ def _route(
     tl.store(weights + token * PER_TOKEN + index, shares / total, mask=index < PER_TOKEN)
 
 
-def route(logits: torch.Tensor, lines: Lines, *, normalized: bool) -> None:
+def route(logits: torch.Tensor, lines: ExpertAssignments, *, normalized: bool) -> None:
     """Every row of logits [tokens, experts] takes its likeliest experts and stands in their lines; `lines` is for at
     least as many tokens. `normalized`: the weights of a token add up to one."""
     (tokens, experts), per_token = logits.shape, lines.weights.shape[1]
@@ -149,7 +149,7 @@ def _gate_up(
 def gate_up(
     x: torch.Tensor,
     weight: torch.Tensor,
-    lines: Lines,
+    lines: ExpertAssignments,
     out: torch.Tensor,
     activation: Literal["silu", "gelu", "gelu_tanh"],
     *,
@@ -199,7 +199,7 @@ def _multiply(
 def multiply(
     x: torch.Tensor,
     weight: torch.Tensor,
-    lines: Lines,
+    lines: ExpertAssignments,
     out: torch.Tensor,
     *,
     by_token: bool,
@@ -239,7 +239,7 @@ def _add_pairs(
     tl.store(place, total.to(out.dtype.element_ty), mask=inside)
 
 
-def add_pairs(rows: torch.Tensor, lines: Lines, out: torch.Tensor, *, add: bool) -> None:
+def add_pairs(rows: torch.Tensor, lines: ExpertAssignments, out: torch.Tensor, *, add: bool) -> None:
     """out [tokens, columns] = (or +=) the rows [pairs, columns] of each token by their weights: in float32, rounded
     once."""
     tokens, columns = out.shape

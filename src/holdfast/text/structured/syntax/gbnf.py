@@ -42,7 +42,7 @@ class Literal:
 
 
 @dataclass(frozen=True, slots=True)
-class Pattern:
+class GbnfPattern:
     """A regular expression of one character."""
 
     regex: str
@@ -74,7 +74,7 @@ class Repeated:
     most: int | None
 
 
-Node = Literal | Pattern | Special | Reference | Several | Repeated
+Node = Literal | GbnfPattern | Special | Reference | Several | Repeated
 
 
 def lark_of_gbnf(text: str) -> str:
@@ -166,11 +166,11 @@ class _Reader:
         if kind == "literal":
             return Literal(_ESCAPE.sub(lambda found: _character(found[1]), text[1:-1]))
         if kind == "klass":
-            return Pattern(_class(text[1:-1]))
+            return GbnfPattern(_class(text[1:-1]))
         if kind == "special":
             return Special(text)
         if text == ".":
-            return Pattern(r"[^\n]")
+            return GbnfPattern(r"[^\n]")
         if text != "(":
             raise _wrong(f"{shorten(text)!r} repeats nothing", None)
         inner = self._alternatives(depth + 1)
@@ -313,14 +313,14 @@ def _behind(node: Repeated) -> str:
     return f"){{{node.least},{'' if node.most is None else node.most}}}"
 
 
-def _plain(node: Literal | Pattern | Special) -> str:
-    return node.regex if isinstance(node, Pattern) else "".join(map(_quoted, node.text))
+def _plain(node: Literal | GbnfPattern | Special) -> str:
+    return node.regex if isinstance(node, GbnfPattern) else "".join(map(_quoted, node.text))
 
 
 def _lark(node: Node, names: dict[str, str]) -> str:
     if isinstance(node, Literal):
         return json.dumps(node.text)
-    if isinstance(node, Pattern):
+    if isinstance(node, GbnfPattern):
         return f"/{node.regex}/"
     if isinstance(node, Special):
         return node.text

@@ -21,13 +21,13 @@ from itertools import pairwise
 from tokenizers import Regex, pre_tokenizers
 
 from holdfast.text.tokenizer.files.regex_syntax import (
+    Alternation,
     Atom,
-    Choice,
+    Concatenation,
     Look,
     Node,
     PatternError,
     Repeat,
-    Sequence,
     parse_pattern,
 )
 
@@ -59,9 +59,9 @@ def check_pattern(pattern: str) -> int:
 def _shortest(node: Node) -> int:
     if isinstance(node, Atom):
         return 1
-    if isinstance(node, Sequence):
+    if isinstance(node, Concatenation):
         return sum(map(_shortest, node.parts))
-    if isinstance(node, Choice):
+    if isinstance(node, Alternation):
         return min(map(_shortest, node.options))
     if isinstance(node, Repeat):
         return min(node.low * _shortest(node.body), 1 << 20)
@@ -69,9 +69,9 @@ def _shortest(node: Node) -> int:
 
 
 def _children(node: Node) -> tuple[Node, ...]:
-    if isinstance(node, Sequence):
+    if isinstance(node, Concatenation):
         return node.parts
-    if isinstance(node, Choice):
+    if isinstance(node, Alternation):
         return node.options
     return () if isinstance(node, Atom) else (node.body,)
 
@@ -101,7 +101,7 @@ def _looks(node: Node) -> Iterator[Look]:
 
 def _is_plain(node: Node) -> bool:
     """One way through it: characters one after the other."""
-    return isinstance(node, Atom) or (isinstance(node, Sequence) and all(map(_is_plain, node.parts)))
+    return isinstance(node, Atom) or (isinstance(node, Concatenation) and all(map(_is_plain, node.parts)))
 
 
 def _atoms(node: Node) -> Iterator[Atom]:
@@ -134,7 +134,7 @@ class _Cost:
             return _Row()
         if isinstance(node, Look):
             return self.of(node.body)
-        if isinstance(node, Choice):
+        if isinstance(node, Alternation):
             rows = [self.of(option) for option in node.options if self.takes(option)]
             return _Row(max(row.loops for row in rows), sum(row.ways for row in rows))
         if isinstance(node, Repeat):
@@ -201,7 +201,7 @@ class _Paths:
             return _Places({place}, {place}, empty=False)
         if isinstance(node, Look):
             return _Places()
-        if isinstance(node, Choice):
+        if isinstance(node, Alternation):
             options = [self.add(option) for option in node.options]
             # Two options that may both be nothing are two ways to take nothing.
             self.twice = self.twice or sum(option.empty for option in options) > 1

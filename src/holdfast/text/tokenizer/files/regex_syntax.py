@@ -3,7 +3,9 @@
 What cannot be parsed is refused: back references, recursion, conditions, and whatever else no tokenizer needs. Knows
 nothing of costs.
 
-    Repeat ─► Sequence ─► Atom, Atom, Choice ─► ...        Atom: one character; Look: text that is looked at, not taken
+    Repeat ─► Concatenation ─► Atom, Atom, Alternation ─► ...
+
+An Atom is one character; a Look is text that is looked at, not taken.
 """
 
 from __future__ import annotations
@@ -28,12 +30,12 @@ class Atom:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Sequence:
+class Concatenation:
     parts: tuple[Node, ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Choice:
+class Alternation:
     options: tuple[Node, ...]
 
 
@@ -49,8 +51,8 @@ class Look:
     body: Node
 
 
-Node = Atom | Sequence | Choice | Repeat | Look
-NOTHING = Sequence(())
+Node = Atom | Concatenation | Alternation | Repeat | Look
+NOTHING = Concatenation(())
 
 _INTERVAL = re.compile(r"\{(?:(\d{1,6})?(,)?(\d{1,6})?)\}")
 _OPTIONS = re.compile(r"\?([imWDSP]*)(?:-([imWDSP]*))?([:)])")
@@ -97,7 +99,7 @@ class _Parser:
             self.position += 1
             options.append(self.sequence())
         self.ignore_case = before
-        return options[0] if len(options) == 1 else Choice(tuple(options))
+        return options[0] if len(options) == 1 else Alternation(tuple(options))
 
     def sequence(self) -> Node:
         parts: list[Node] = []
@@ -106,7 +108,7 @@ class _Parser:
             while (repeated := self.repeated(part)) is not None:
                 part = repeated
             parts.append(part)
-        return parts[0] if len(parts) == 1 else Sequence(tuple(parts))
+        return parts[0] if len(parts) == 1 else Concatenation(tuple(parts))
 
     def repeated(self, node: Node) -> Node | None:
         """`node` with the quantifier that follows; None where none does."""
