@@ -41,9 +41,13 @@ _HAS_TEXT = re.compile(rb'"content":"[^"]')
 
 def question(tokens: int = TOKENS) -> dict[str, Any]:
     return {
-        "model": "fake", "messages": [{"role": "user", "content": "Tell me a story"}], "max_tokens": tokens,
-        "ignore_eos": True, "stream": True, "temperature": 0,
-    }  # fmt: skip
+        "model": "fake",
+        "messages": [{"role": "user", "content": "Tell me a story"}],
+        "max_tokens": tokens,
+        "ignore_eos": True,
+        "stream": True,
+        "temperature": 0,
+    }
 
 
 def free_port() -> int:
@@ -121,10 +125,13 @@ def drive(port: int, pid: int, core: int, connections: int, seconds: int) -> dic
     # What was under way when wrk stopped was computed too, and is in the bytes alone.
     tokens = TOKENS * read_bytes / answer_bytes(port)
     return {
-        "tokens_per_s": events / (duration_us / 1e6), "answers": answers, "events": events,
-        "cpu_us_per_token": 1e6 * (user + system) / tokens, "system_us_per_token": 1e6 * system / tokens,
+        "tokens_per_s": events / (duration_us / 1e6),
+        "answers": answers,
+        "events": events,
+        "cpu_us_per_token": 1e6 * (user + system) / tokens,
+        "system_us_per_token": 1e6 * system / tokens,
         "core_share": (user + system) / took_s,
-    }  # fmt: skip
+    }
 
 
 class Asker:
@@ -215,10 +222,15 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
                 "events_in_chunks_of_their_own": alone_in_their_chunks(port), "rounds": rounds[name],
             }  # fmt: skip
     return {
-        "date": today(), "commit": commit(), "niceness": os.nice(0), "load": os.getloadavg(),
-        "machine": describe_machine(), "connections": arguments.connections, "tokens_an_answer": TOKENS,
+        "date": today(),
+        "commit": commit(),
+        "niceness": os.nice(0),
+        "load": os.getloadavg(),
+        "machine": describe_machine(),
+        "connections": arguments.connections,
+        "tokens_an_answer": TOKENS,
         "fronts": fronts,
-    }  # fmt: skip
+    }
 
 
 def tell(name: str, front: dict[str, Any]) -> None:

@@ -27,9 +27,25 @@ def command(binary: str, folder: Path, connections: int) -> list[str]:
     model = folder / "smallest.gguf"
     write_model(model)
     return [
-        binary, "-m", str(model), "--host", "127.0.0.1", "--port", "PORT", "-np", str(connections), "-t", "1",
-        "-tb", "1", "-c", str(connections * CONTEXT_TOKENS), "--threads-http", str(connections + 8), "--jinja",
-    ]  # fmt: skip
+        binary,
+        "-m",
+        str(model),
+        "--host",
+        "127.0.0.1",
+        "--port",
+        "PORT",
+        "-np",
+        str(connections),
+        "-t",
+        "1",
+        "-tb",
+        "1",
+        "-c",
+        str(connections * CONTEXT_TOKENS),
+        "--threads-http",
+        str(connections + 8),
+        "--jinja",
+    ]
 
 
 def write_model(path: Path) -> None:

@@ -150,10 +150,20 @@ class Decode:
 
         def launch(place: int) -> Callable[[], None]:
             return lambda: decode_attention(
-                self.query, self.pool.pages, self.pool.tables, self.slots, self.device_lengths, place=place,
-                scale=shape.width**-0.5, window=self.window, softcap=0.0, out=self.out, workspace=workspace,
-                tile=tile, splits=splits,
-            )  # fmt: skip
+                self.query,
+                self.pool.pages,
+                self.pool.tables,
+                self.slots,
+                self.device_lengths,
+                place=place,
+                scale=shape.width**-0.5,
+                window=self.window,
+                softcap=0.0,
+                out=self.out,
+                workspace=workspace,
+                tile=tile,
+                splits=splits,
+            )
 
         return seconds([launch(place) for place in range(self.pool.places)])
 
@@ -183,9 +193,19 @@ class Prefill:
 
         def launch(place: int) -> Callable[[], None]:
             return lambda: prefill_attention(
-                self.query, self.pool.pages, self.pool.tables, tile_rows, tile_starts, *self.row_arguments,
-                place=place, scale=self.shape.width**-0.5, window=self.window, softcap=0.0, out=self.out, tile=tile,
-            )  # fmt: skip
+                self.query,
+                self.pool.pages,
+                self.pool.tables,
+                tile_rows,
+                tile_starts,
+                *self.row_arguments,
+                place=place,
+                scale=self.shape.width**-0.5,
+                window=self.window,
+                softcap=0.0,
+                out=self.out,
+                tile=tile,
+            )
 
         return seconds([launch(place) for place in range(min(4, self.pool.places))])
 

@@ -69,9 +69,14 @@ class Layer:
         logits = normal(tokens, count)
         experts.route(logits, lines, normalized=True)
         return cls(
-            normal(copies, count, 2 * inner, hidden), normal(copies, count, hidden, inner), normal(tokens, hidden),
-            normal(tokens * chosen, inner), normal(tokens * chosen, hidden), logits, lines,
-        )  # fmt: skip
+            normal(copies, count, 2 * inner, hidden),
+            normal(copies, count, hidden, inner),
+            normal(tokens, hidden),
+            normal(tokens * chosen, inner),
+            normal(tokens * chosen, hidden),
+            logits,
+            lines,
+        )
 
     def share(self, taken_us: float, outputs: int, inputs: int) -> str:
         """Of the limit that is nearer: bytes of the chosen experts, or arithmetic."""

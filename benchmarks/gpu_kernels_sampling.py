@@ -92,9 +92,15 @@ class Step:
         if self.lanes is not None:
             adjusted = adjust.adjust_rows(self.logits, self.slots, self.lengths, self.params, self.known, self.lanes)
         launch.sample_rows(
-            self.logits, self.slots, self.lengths, self.params, self.known, self.out, self.workspace,
+            self.logits,
+            self.slots,
+            self.lengths,
+            self.params,
+            self.known,
+            self.out,
+            self.workspace,
             adjusted=adjusted,
-        )  # fmt: skip
+        )
 
 
 def line(name: str, rows: int, work: Callable[[], object]) -> float:

@@ -112,9 +112,13 @@ def profile(llm: Any, run: Callable[[], object], trace: Path | None) -> dict[str
         kinds[kind] = kinds.get(kind, 0.0) + finish - begin
     span = end - spans[0][0]
     return {
-        "steps": steps, "span_ms": span / 1e3, "busy_ms": busy / 1e3, "gap_us_per_step": (span - busy) / steps,
-        "largest_gap_us": max(gaps, default=0.0), "ms_by_kind": {kind: us / 1e3 for kind, us in kinds.items()},
-    }  # fmt: skip
+        "steps": steps,
+        "span_ms": span / 1e3,
+        "busy_ms": busy / 1e3,
+        "gap_us_per_step": (span - busy) / steps,
+        "largest_gap_us": max(gaps, default=0.0),
+        "ms_by_kind": {kind: us / 1e3 for kind, us in kinds.items()},
+    }
 
 
 def shares(found: dict[str, Any], least: dict[str, float], limit: float) -> dict[str, float]:
@@ -143,9 +147,12 @@ def measure(model: str, trace: Path | None) -> dict[str, Any]:
         found["share_of_arithmetic"] = shares(found, shape.prefill_flop(4, length), limits.flop_per_s)
         works[f"4 x ({length} in, 1 out)"] = found
     return {
-        "model": model, "ready_s": ready_s, "limit_gb_per_s": limits.bytes_per_s / 1e9,
-        "limit_tflop_per_s": limits.flop_per_s / 1e12, "works": works,
-    }  # fmt: skip
+        "model": model,
+        "ready_s": ready_s,
+        "limit_gb_per_s": limits.bytes_per_s / 1e9,
+        "limit_tflop_per_s": limits.flop_per_s / 1e12,
+        "works": works,
+    }
 
 
 def lines(found: dict[str, Any]) -> list[str]:

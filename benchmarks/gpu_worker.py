@@ -44,9 +44,13 @@ def start(engine: str, model: str, folder: str) -> tuple[Any, Any, float]:
     module = importlib.import_module(engine)
     begin = time.perf_counter()
     llm = module.LLM(
-        model=folder, load_format="dummy", skip_tokenizer_init=True, gpu_memory_utilization=0.9,
-        max_model_len=LONGEST[model], enable_prefix_caching=False,
-    )  # fmt: skip
+        model=folder,
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        gpu_memory_utilization=0.9,
+        max_model_len=LONGEST[model],
+        enable_prefix_caching=False,
+    )
     return module, llm, time.perf_counter() - begin
 
 

@@ -26,9 +26,16 @@ class Sizes:
 
 FULL = Sizes()
 QUICK = Sizes(
-    stream_output=16, prefill_prompt=256, many_requests=4, many_prompt=32, many_output=8,
-    sharing_requests=4, sharing_prefix=300, sharing_own=16, sharing_output=4,
-)  # fmt: skip
+    stream_output=16,
+    prefill_prompt=256,
+    many_requests=4,
+    many_prompt=32,
+    many_output=8,
+    sharing_requests=4,
+    sharing_prefix=300,
+    sharing_own=16,
+    sharing_output=4,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

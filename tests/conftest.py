@@ -175,9 +175,20 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tiny_arguments(tiny_model: Path) -> list[str]:
     """Dummy weights, a real tokenizer, one thread: for tests of the house, not of the model."""
     return [
-        str(tiny_model), "--load-format", "dummy", "--tokenizer", "smollm2", "--threads", "1", "--dtype", "float32",
-        "--kv-cache-memory-bytes", "64MiB", "--served-model-name", "tiny",
-    ]  # fmt: skip
+        str(tiny_model),
+        "--load-format",
+        "dummy",
+        "--tokenizer",
+        "smollm2",
+        "--threads",
+        "1",
+        "--dtype",
+        "float32",
+        "--kv-cache-memory-bytes",
+        "64MiB",
+        "--served-model-name",
+        "tiny",
+    ]
 
 
 def _starter(folder: Path) -> Iterator[Callable[..., RunningServer]]:

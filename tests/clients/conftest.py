@@ -72,9 +72,14 @@ def _variables(url: str, model: str) -> dict[str, str]:
     """Nothing may lead a client anywhere else than to our server."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("OPENAI_", "VIRTUAL_ENV"))}
     return {
-        **kept, "BASE_URL": f"{url}/v1", "MODEL": model, "HF_HUB_OFFLINE": "1", "LITELLM_LOCAL_MODEL_COST_MAP": "True",
-        "OPENAI_API_KEY": "none", "NO_PROXY": "127.0.0.1",
-    }  # fmt: skip
+        **kept,
+        "BASE_URL": f"{url}/v1",
+        "MODEL": model,
+        "HF_HUB_OFFLINE": "1",
+        "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+        "OPENAI_API_KEY": "none",
+        "NO_PROXY": "127.0.0.1",
+    }
 
 
 @pytest.fixture(scope="session")

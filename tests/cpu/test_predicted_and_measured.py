@@ -21,8 +21,12 @@ SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "measure_plan.py"
 def measured(case: str, limits: str) -> dict[str, Any]:
     done = subprocess.run(
         [sys.executable, str(SCRIPT), "--case", case, "--limits", limits],
-        capture_output=True, text=True, timeout=280, check=False, env={**os.environ, "OMP_NUM_THREADS": "2"},
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "2"},
+    )
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found

@@ -41,8 +41,15 @@ async def ask(client: httpx.AsyncClient, prompt: list[int], tokens: int = LONG) 
 
 async def stream(client: httpx.AsyncClient, place: int, begun: asyncio.Semaphore | None = None) -> str:
     """All that was sent but its ids and times."""
-    body = {"model": "tiny", "prompt": [place, 5, 6], "max_tokens": LONG + place, "ignore_eos": True, "stream": True,
-            "temperature": 0, "return_token_ids": True}  # fmt: skip
+    body = {
+        "model": "tiny",
+        "prompt": [place, 5, 6],
+        "max_tokens": LONG + place,
+        "ignore_eos": True,
+        "stream": True,
+        "temperature": 0,
+        "return_token_ids": True,
+    }
     told = ""
     async with client.stream("POST", "/v1/completions", json=body) as answer:
         assert answer.status_code == 200

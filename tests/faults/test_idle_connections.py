@@ -82,8 +82,15 @@ def open_files(server) -> int:
 
 async def stream(server, place: int, begun: asyncio.Semaphore | None = None) -> list[int]:
     """The token ids of a long answer."""
-    body = {"model": "tiny", "prompt": [place, 5, 6], "max_tokens": 800, "ignore_eos": True, "stream": True,
-            "temperature": 0, "return_token_ids": True}  # fmt: skip
+    body = {
+        "model": "tiny",
+        "prompt": [place, 5, 6],
+        "max_tokens": 800,
+        "ignore_eos": True,
+        "stream": True,
+        "temperature": 0,
+        "return_token_ids": True,
+    }
     found: list[int] = []
     headers = {"Authorization": "Bearer secret"}
     async with (

@@ -15,9 +15,13 @@ def test_what_the_caller_holds_is_not_counted_as_the_engines(shape: Callable[[st
     freed = torch.empty(3 * GIB, dtype=torch.uint8, device="cuda")
     del freed  # torch keeps it.
     with LLM(
-        model=shape("1B"), load_format="dummy", skip_tokenizer_init=True, device="cuda", max_model_len=4096,
+        model=shape("1B"),
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        device="cuda",
+        max_model_len=4096,
         vram="20GiB",
-    ) as llm:  # fmt: skip
+    ) as llm:
         memory = llm.info.memory
         assert memory is not None
         measured = {term.term: term.measured_bytes or 0 for term in memory.terms}

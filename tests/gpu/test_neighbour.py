@@ -29,11 +29,16 @@ def work() -> tuple[list[list[int]], list[SamplingParams]]:
     prompts = [[rng.randrange(3, 100_000) for _ in range(rng.randrange(3, 900))] for _ in range(REQUESTS)]
     params = [
         SamplingParams(
-            temperature=0.7, seed=number, max_tokens=3 + number, ignore_eos=True, top_k=3,
-            logprobs=20 if number % 3 == 0 else None, repetition_penalty=1.1 if number % 8 == 0 else 1.0,
+            temperature=0.7,
+            seed=number,
+            max_tokens=3 + number,
+            ignore_eos=True,
+            top_k=3,
+            logprobs=20 if number % 3 == 0 else None,
+            repetition_penalty=1.1 if number % 8 == 0 else 1.0,
         )
         for number in range(REQUESTS)
-    ]  # fmt: skip
+    ]
     return prompts, params
 
 

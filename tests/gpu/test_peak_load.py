@@ -47,9 +47,20 @@ def body(rng: random.Random) -> dict[str, Any]:
 @pytest.mark.timeout(SECONDS + 180)
 async def test_memory_stays_within_the_budget_under_load(shape: Callable[[str], str], start_server: Any) -> None:
     server = start_server(
-        shape("8B"), "--load-format", "dummy", "--tokenizer", "smollm2", "--max-model-len", "8192", "--device", "cuda",
-        "--vram", f"{BUDGET_GIB}GiB", "--max-queued-requests", "2000",
-    ).wait_ready()  # fmt: skip
+        shape("8B"),
+        "--load-format",
+        "dummy",
+        "--tokenizer",
+        "smollm2",
+        "--max-model-len",
+        "8192",
+        "--device",
+        "cuda",
+        "--vram",
+        f"{BUDGET_GIB}GiB",
+        "--max-queued-requests",
+        "2000",
+    ).wait_ready()
     uuid, engine, ends_s = probe().gpus[0].uuid, server.engine_pid, time.monotonic() + SECONDS
     held, statuses, tokens = [_held(uuid, engine)], dict[int, int](), 0
 

@@ -49,9 +49,16 @@ def test_logits_in_bfloat16_are_as_good_as_those_of_transformers(architecture: s
     """Both held against the same weights in float32: what bfloat16 costs us is what it costs them."""
     more = {"sliding_window": 100} if architecture == "Mistral" else {}
     config = getattr(transformers, f"{architecture}Config")(
-        vocab_size=8192, hidden_size=1024, intermediate_size=2816, num_hidden_layers=12, num_attention_heads=16,
-        num_key_value_heads=4, max_position_embeddings=2048, head_dim=64, **more,
-    )  # fmt: skip
+        vocab_size=8192,
+        hidden_size=1024,
+        intermediate_size=2816,
+        num_hidden_layers=12,
+        num_attention_heads=16,
+        num_key_value_heads=4,
+        max_position_embeddings=2048,
+        head_dim=64,
+        **more,
+    )
     torch.manual_seed(1)
     kind = getattr(transformers, f"{architecture}ForCausalLM")
     kind(config).to(torch.bfloat16).save_pretrained(tmp_path)

@@ -79,9 +79,18 @@ def rate(counted: list[tuple[float, float]], begin_s: float, end_s: float) -> fl
 @pytest.mark.timeout(MINUTES * 60 + 600)
 async def test_half_an_hour_of_mixed_requests(start_server) -> None:
     server = start_server(
-        "--kv-cache-memory-bytes", "192MiB", "--max-model-len", "1024", "--max-num-seqs", "8", "--served-model-name",
-        "soak", "--threads", os.environ.get("HOLDFAST_SOAK_THREADS", "2"), "--disable-access-log",
-    ).wait_ready()  # fmt: skip
+        "--kv-cache-memory-bytes",
+        "192MiB",
+        "--max-model-len",
+        "1024",
+        "--max-num-seqs",
+        "8",
+        "--served-model-name",
+        "soak",
+        "--threads",
+        os.environ.get("HOLDFAST_SOAK_THREADS", "2"),
+        "--disable-access-log",
+    ).wait_ready()
     processes = {"front": psutil.Process(server.process.pid), "engine": psutil.Process(server.engine_pid)}
     load = Load(server.url)
     begin_s = time.monotonic()

@@ -10,6 +10,11 @@ def device_of(name: str, index: int = 0) -> Device:
     """With all its memory free."""
     gpu = gpus.find(name)
     return Device(
-        index=index, name=gpu.name, kind="gpu", total_bytes=gpu.usable_bytes, free_bytes=gpu.usable_bytes, gpu=gpu,
+        index=index,
+        name=gpu.name,
+        kind="gpu",
+        total_bytes=gpu.usable_bytes,
+        free_bytes=gpu.usable_bytes,
+        gpu=gpu,
         unified=gpu.unified,
-    )  # fmt: skip
+    )

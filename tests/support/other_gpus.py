@@ -80,9 +80,7 @@ def _lowered(source: Any, target: GPUTarget, options: dict[str, Any]) -> tuple[A
     ir.load_dialects(context)
     backend.load_dialects(context)
     metadata: dict[str, Any] = {"target": target, **parsed.__dict__}
-    code = source.make_ir(
-        target, parsed, backend.get_codegen_implementation(parsed), backend.get_module_map(), context
-    )  # fmt: skip
+    code = source.make_ir(target, parsed, backend.get_codegen_implementation(parsed), backend.get_module_map(), context)
     for stage in ("ttir", "ttgir"):
         code = stages[stage](code, metadata)
 
@@ -133,9 +131,7 @@ def dense_products(rows: int, dtype: torch.dtype) -> None:
 def block_products(rows: int, layout: str, dtype: torch.dtype) -> None:
     outputs, count = 6144, 128
     matrix = QuantizedMatrix(layout, outputs, 32 * count, META)
-    planes = blocks.BlockPlanes(
-        layout, matrix.quants, matrix.scales, matrix.minimums, matrix.high, matrix.small
-    )  # fmt: skip
+    planes = blocks.BlockPlanes(layout, matrix.quants, matrix.scales, matrix.minimums, matrix.high, matrix.small)
     blocks.block_product(empty(rows, 32 * count, dtype=dtype), planes, empty(rows, outputs, dtype=dtype))
     blocks.dequantize_tile(planes, 0, outputs, empty(outputs, 32 * count, dtype=dtype))
     blocks.embed_blocks(empty(4, 64), empty(8), empty(8), planes, empty(8, 32 * count, dtype=dtype))

@@ -29,8 +29,11 @@ LAYERS = 2 if torch.cuda.is_available() else 1
 LLAMA = {"architecture": "Llama"}
 MISTRAL = {"architecture": "Mistral", "sliding_window": 9}
 LONG_ROPE = {
-    "rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 6, "long_factor": [1.5, 2, 2.5, 3, 4, 5],
-}  # fmt: skip
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0] * 6,
+    "long_factor": [1.5, 2, 2.5, 3, 4, 5],
+}
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": {"architecture": "Qwen2"},
     "qwen3": {"architecture": "Qwen3", "head_dim": 16},
@@ -65,12 +68,21 @@ class Tiny:
     def __init__(self, folder: Path, architecture: str, **settings: Any) -> None:
         config = getattr(transformers, architecture + ("TextConfig" if architecture == "Gemma3" else "Config"))(
             **{
-                "vocab_size": 211, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": LAYERS,
-                "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128,
-                "initializer_range": 0.2, "attn_implementation": "eager", "bos_token_id": 1, "eos_token_id": 2,
-                "pad_token_id": 0, **settings,
+                "vocab_size": 211,
+                "hidden_size": 64,
+                "intermediate_size": 96,
+                "num_hidden_layers": LAYERS,
+                "num_attention_heads": 4,
+                "num_key_value_heads": 2,
+                "max_position_embeddings": 128,
+                "initializer_range": 0.2,
+                "attn_implementation": "eager",
+                "bos_token_id": 1,
+                "eos_token_id": 2,
+                "pad_token_id": 0,
+                **settings,
             }
-        )  # fmt: skip
+        )
         torch.manual_seed(0)
         self.model = getattr(transformers, f"{architecture}ForCausalLM")(config).float().eval()
         for name, parameter in self.model.named_parameters():
@@ -83,9 +95,13 @@ class Tiny:
     def layout(self) -> KVLayout:
         groups, places = form_groups([layer.window for layer in self.spec.layers])
         return KVLayout(
-            groups=groups, block_tokens=BLOCK_TOKENS, layers_per_page=places, kv_heads=self.spec.kv_heads,
-            head_dim=self.spec.head_dim, element_bytes=4,
-        )  # fmt: skip
+            groups=groups,
+            block_tokens=BLOCK_TOKENS,
+            layers_per_page=places,
+            kv_heads=self.spec.kv_heads,
+            head_dim=self.spec.head_dim,
+            element_bytes=4,
+        )
 
     def core(
         self, device: torch.device, *, gpu: bool, blocks: int = 64, slots: int = 4, step: int = 16, **more: bool
@@ -97,11 +113,14 @@ class Tiny:
         ahead = 1 if gpu else 0
         scheduler = Scheduler(
             SchedulerLimits(
-                max_num_seqs=slots, max_num_batched_tokens=step, max_model_len=96, policy="fcfs",
+                max_num_seqs=slots,
+                max_num_batched_tokens=step,
+                max_model_len=96,
+                policy="fcfs",
                 max_steps_in_flight=1 + ahead,
             ),
             KVCache(self.layout(), blocks, True),
-        )  # fmt: skip
+        )
         return EngineCore(scheduler, runner, steps_ahead=ahead)
 
     def weights(self, device: torch.device) -> Weights:

@@ -69,26 +69,32 @@ class EngineConfig:
         metavar="JSON",
     )
     load_format: str = setting(
-        "auto", "auto, safetensors, gguf, or dummy (random weights in the model's real shapes)",
+        "auto",
+        "auto, safetensors, gguf, or dummy (random weights in the model's real shapes)",
         choice("auto", "safetensors", "gguf", "dummy"),
-    )  # fmt: skip
+    )
     device: str = setting("auto", "auto (a GPU where there is one), cuda or cpu", choice("auto", "cpu", "cuda"))
     dtype: str = setting(
-        "auto", "what to compute in: auto (the fastest sound one on this device), float32, bfloat16 or float16",
+        "auto",
+        "what to compute in: auto (the fastest sound one on this device), float32, bfloat16 or float16",
         choice("auto", "float32", "bfloat16", "float16", "half", "float"),
-    )  # fmt: skip
+    )
     kv_cache_dtype: str = setting(
-        "auto", "what KV pages are kept in: auto (as dtype), float32, bfloat16 or float16",
+        "auto",
+        "what KV pages are kept in: auto (as dtype), float32, bfloat16 or float16",
         choice("auto", "float32", "bfloat16", "float16"),
-    )  # fmt: skip
+    )
     expand_weights: str = setting(
-        "auto", "quantized weights: auto (expand when there is room to spare and it is faster), always or never",
+        "auto",
+        "quantized weights: auto (expand when there is room to spare and it is faster), always or never",
         choice("auto", "always", "never"),
-    )  # fmt: skip
+    )
     max_model_len: int | None = setting(
-        None, "longest context in tokens: 8192, 32k (32,000), 32K (32,768), or auto: what the model and memory allow",
-        optional(tokens_or_auto), metavar="TOKENS",
-    )  # fmt: skip
+        None,
+        "longest context in tokens: 8192, 32k (32,000), 32K (32,768), or auto: what the model and memory allow",
+        optional(tokens_or_auto),
+        metavar="TOKENS",
+    )
     max_num_seqs: int | None = setting(
         None,
         "most requests computed at the same time; left out: 256 on a GPU, 64 on a CPU, fewer where memory is short",
@@ -105,14 +111,17 @@ class EngineConfig:
         number(0.01, 1.0, usual=0.9),
     )
     ram: int | None = setting(
-        None, "most RAM the server may hold, such as 6GiB; left out: gpu_memory_utilization of what is free",
-        optional(memory), metavar="SIZE",
-    )  # fmt: skip
-    vram: int | None = setting(
-        None, "most GPU memory the server may hold, such as 22GiB; left out: gpu_memory_utilization of it",
+        None,
+        "most RAM the server may hold, such as 6GiB; left out: gpu_memory_utilization of what is free",
         optional(memory),
         metavar="SIZE",
-    )  # fmt: skip
+    )
+    vram: int | None = setting(
+        None,
+        "most GPU memory the server may hold, such as 22GiB; left out: gpu_memory_utilization of it",
+        optional(memory),
+        metavar="SIZE",
+    )
     kv_cache_memory_bytes: int | None = setting(
         None,
         "size of the KV pool, such as 4GiB; left out: all that is left of a GPU's budget; on a CPU 4 GiB at most",
@@ -141,9 +150,10 @@ class EngineConfig:
     )
     enforce_eager: bool = setting(False, "no captured graphs on a GPU; there are none on a CPU", flag)
     seed: int | None = setting(
-        None, "draw the seeds of requests that bring none from this one, so that runs repeat",
+        None,
+        "draw the seeds of requests that bring none from this one, so that runs repeat",
         optional(whole(0, 2**62)),
-    )  # fmt: skip
+    )
     enable_lora: bool = setting(False, "serve LoRA adapters beside the model", flag)
     max_loras: int | None = setting(
         None, "adapters computed with at the same time; left out: 1; needs --enable-lora", optional(whole(1, 1024))
@@ -158,9 +168,10 @@ class EngineConfig:
         optional(whole(1, 1 << 16)),
     )
     lora_dtype: str = setting(
-        "auto", "what adapters are kept in: auto, or the dtype that is computed in, which is the same",
+        "auto",
+        "what adapters are kept in: auto, or the dtype that is computed in, which is the same",
         choice("auto", "float32", "bfloat16", "float16"),
-    )  # fmt: skip
+    )
     threads: int | None = setting(None, "CPU threads to compute with; left out: all cores", optional(whole(1, 1024)))
     tensor_parallel_size: int = setting(1, "GPUs to split each layer over; only 1 yet", whole(1), flags=("-tp",))
     pipeline_parallel_size: int = setting(1, "GPUs to split the layers over; only 1 yet", whole(1), flags=("-pp",))
@@ -170,9 +181,11 @@ class EngineConfig:
         for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
             if getattr(self, name) != 1:
                 raise ConfigurationError(
-                    f"{name} is {getattr(self, name)}; one device is used yet", needed="1", fix=f"leave {name} out",
+                    f"{name} is {getattr(self, name)}; one device is used yet",
+                    needed="1",
+                    fix=f"leave {name} out",
                     field=name,
-                )  # fmt: skip
+                )
         if not self.enable_chunked_prefill:
             raise ConfigurationError(
                 "chunked prefill cannot be switched off",
@@ -189,9 +202,13 @@ class EngineConfig:
             )
         if self.vram is not None and self.device == "cpu":
             raise ConfigurationError(
-                "vram is a budget of GPU memory, and this server computes on the CPU", code="HF120", needed="ram",
-                found="vram", fix="--ram SIZE", field="vram",
-            )  # fmt: skip
+                "vram is a budget of GPU memory, and this server computes on the CPU",
+                code="HF120",
+                needed="ram",
+                found="vram",
+                fix="--ram SIZE",
+                field="vram",
+            )
 
         self._check_lora()
 
@@ -199,14 +216,18 @@ class EngineConfig:
         given = [name for name in ("max_loras", "max_lora_rank", "max_cpu_loras") if getattr(self, name) is not None]
         if given and not self.enable_lora:
             raise ConfigurationError(
-                f"{given[0]} is of LoRA adapters, and they are not enabled", needed="enable_lora beside it",
-                fix="--enable-lora", field=given[0],
-            )  # fmt: skip
+                f"{given[0]} is of LoRA adapters, and they are not enabled",
+                needed="enable_lora beside it",
+                fix="--enable-lora",
+                field=given[0],
+            )
         if self.max_cpu_loras is not None and self.max_cpu_loras < self.lora_places:
             raise ConfigurationError(
                 f"max_cpu_loras is {self.max_cpu_loras}, and max_loras {self.lora_places}",
-                needed=f"{self.lora_places} or more", fix="leave max_cpu_loras out", field="max_cpu_loras",
-            )  # fmt: skip
+                needed=f"{self.lora_places} or more",
+                fix="leave max_cpu_loras out",
+                field="max_cpu_loras",
+            )
 
     @property
     def lora_places(self) -> int:

@@ -32,9 +32,11 @@ def _amount(field: str, value: Any) -> str | int:
     """As it was written: who reads it knows what is too much."""
     if isinstance(value, bool) or not isinstance(value, int | str):
         raise ConfigurationError(
-            f"{field}: {shorten(value)!r} will not do", needed="a size, such as 22GiB",
-            fix="write it as 22GiB, or in bytes", field=field,
-        )  # fmt: skip
+            f"{field}: {shorten(value)!r} will not do",
+            needed="a size, such as 22GiB",
+            fix="write it as 22GiB, or in bytes",
+            field=field,
+        )
     return value
 
 
@@ -66,53 +68,69 @@ class PlanConfig:
         metavar="METHOD",
     )
     gpu: str | None = setting(
-        None, "GPUs to plan for: rtx4090, h100-80x2, or several kinds with commas; left out: this machine",
-        optional(text), metavar="NAME",
-    )  # fmt: skip
+        None,
+        "GPUs to plan for: rtx4090, h100-80x2, or several kinds with commas; left out: this machine",
+        optional(text),
+        metavar="NAME",
+    )
     vram: str | int | None = setting(
-        None, "what each GPU has to use, such as 22GiB or 22GiBx2; beside --gpu: the budget on it", optional(_amount),
+        None,
+        "what each GPU has to use, such as 22GiB or 22GiBx2; beside --gpu: the budget on it",
+        optional(_amount),
         metavar="SIZE",
-    )  # fmt: skip
+    )
     ram: str | int | None = setting(
-        None, "RAM to use; without a GPU the model goes there, with one it is for tiers", optional(_amount),
+        None,
+        "RAM to use; without a GPU the model goes there, with one it is for tiers",
+        optional(_amount),
         metavar="SIZE",
-    )  # fmt: skip
+    )
     nvme: str | int | None = setting(None, "disk to use for tiers", optional(_amount), metavar="SIZE")
     device: str = setting("auto", "auto, cpu or cuda: what to plan for on this machine", choice("auto", "cpu", "cuda"))
     dtype: str = setting(
-        "auto", "what is computed in: auto, float32, bfloat16 or float16",
+        "auto",
+        "what is computed in: auto, float32, bfloat16 or float16",
         choice("auto", "float32", "bfloat16", "float16", "half", "float"),
-    )  # fmt: skip
+    )
     kv_cache_dtype: str = setting(
         "auto", "what KV is kept in: auto (as dtype), float32, bfloat16, float16 or fp8", _kv_dtype
     )
     expand_weights: str = setting(
-        "auto", "quantized weights in RAM: auto (expand when there is room to spare and it is faster), always or never",
+        "auto",
+        "quantized weights in RAM: auto (expand when there is room to spare and it is faster), always or never",
         choice("auto", "always", "never"),
-    )  # fmt: skip
+    )
     max_model_len: int | None = setting(
-        None, "longest context in tokens: 8192, 32k (32,000), 32K (32,768), or auto: what the model and memory allow",
-        optional(tokens_or_auto), metavar="TOKENS",
-    )  # fmt: skip
+        None,
+        "longest context in tokens: 8192, 32k (32,000), 32K (32,768), or auto: what the model and memory allow",
+        optional(tokens_or_auto),
+        metavar="TOKENS",
+    )
     max_num_seqs: int | None = setting(
-        None, "most requests computed at the same time; left out: the traffic's peak, else 256 (64 on a CPU)",
+        None,
+        "most requests computed at the same time; left out: the traffic's peak, else 256 (64 on a CPU)",
         optional(whole(1, MAX_REQUESTS)),
-    )  # fmt: skip
+    )
     max_num_batched_tokens: int | None = setting(
         None, "most tokens computed in one step; left out: 8,192 (512 on a CPU)", optional(whole(1, 1 << 22))
     )
     gpu_memory_utilization: float | None = setting(
-        None, "share of a GPU's memory to use; on a CPU, of the RAM that is free; left out: 0.9",
+        None,
+        "share of a GPU's memory to use; on a CPU, of the RAM that is free; left out: 0.9",
         optional(number(0.01, 1.0, usual=0.9)),
-    )  # fmt: skip
+    )
     tensor_parallel_size: int | None = setting(
-        None, "GPUs to split each layer over; left out: the fewest that hold the model", optional(whole(1, 1024)),
+        None,
+        "GPUs to split each layer over; left out: the fewest that hold the model",
+        optional(whole(1, 1024)),
         flags=("-tp",),
-    )  # fmt: skip
+    )
     pipeline_parallel_size: int | None = setting(
-        None, "stages to deal the layers out to; left out: 1, or with -tp left out too as many as it takes to fit",
-        optional(whole(1, 1024)), flags=("-pp",),
-    )  # fmt: skip
+        None,
+        "stages to deal the layers out to; left out: 1, or with -tp left out too as many as it takes to fit",
+        optional(whole(1, 1024)),
+        flags=("-pp",),
+    )
     block_size: int = setting(16, "tokens in one KV block", whole(1, 4096))
     enable_lora: bool = setting(False, "keep room for LoRA adapters", flag)
     max_loras: int | None = setting(
@@ -122,24 +140,30 @@ class PlanConfig:
         None, "the largest rank of an adapter; left out: 16; needs --enable-lora", optional(whole(1, 4096))
     )
     concurrency: int | None = setting(
-        None, "requests at the same time that must fit; outranks the peak found in --traffic",
+        None,
+        "requests at the same time that must fit; outranks the peak found in --traffic",
         optional(whole(1, MAX_REQUESTS)),
-    )  # fmt: skip
+    )
     prompt: int | None = setting(None, "tokens of their prompts", optional(_tokens), metavar="TOKENS")
     output: int | None = setting(None, "tokens of their answers", optional(_tokens), metavar="TOKENS")
     traffic: str | None = setting(
-        None, "plan for real traffic: an access log or JSON lines with prompt_tokens and completion_tokens, or the "
+        None,
+        "plan for real traffic: an access log or JSON lines with prompt_tokens and completion_tokens, or the "
         "address of a server's /metrics; - reads standard input",
-        optional(text), metavar="FILE|URL",
-    )  # fmt: skip
+        optional(text),
+        metavar="FILE|URL",
+    )
 
     def __post_init__(self) -> None:
         self._check_requests()
         if self.max_lora_rank is not None and not self.enable_lora and self.max_loras is None:
             raise ConfigurationError(
-                "--max-lora-rank is of adapters, and there is room for none", code=_CONTRADICTION,
-                needed="--enable-lora or --max-loras beside it", fix="--enable-lora", field="max_lora_rank",
-            )  # fmt: skip
+                "--max-lora-rank is of adapters, and there is room for none",
+                code=_CONTRADICTION,
+                needed="--enable-lora or --max-loras beside it",
+                fix="--enable-lora",
+                field="max_lora_rank",
+            )
 
     def _check_requests(self) -> None:
         if self.traffic is not None and (self.prompt is not None or self.output is not None):
@@ -152,20 +176,28 @@ class PlanConfig:
         if (self.prompt is None) != (self.output is None):
             missing = "output" if self.output is None else "prompt"
             raise ConfigurationError(
-                "--prompt and --output go together: KV holds both", code=_CONTRADICTION, needed=f"--{missing} TOKENS",
-                fix=f"--{missing} 300", field=missing,
-            )  # fmt: skip
+                "--prompt and --output go together: KV holds both",
+                code=_CONTRADICTION,
+                needed=f"--{missing} TOKENS",
+                fix=f"--{missing} 300",
+                field=missing,
+            )
         if self.concurrency is not None and self.traffic is None and self.prompt is None and self.max_model_len is None:
             raise ConfigurationError(
-                "--concurrency says how many requests, and nothing says how long they are", code=_CONTRADICTION,
-                needed="--prompt and --output, or --max-model-len", fix="--prompt 1000 --output 300",
+                "--concurrency says how many requests, and nothing says how long they are",
+                code=_CONTRADICTION,
+                needed="--prompt and --output, or --max-model-len",
+                fix="--prompt 1000 --output 300",
                 field="concurrency",
-            )  # fmt: skip
+            )
         if self.prompt == 0 and self.output == 0:
             raise ConfigurationError(
-                "--prompt and --output are both 0", needed="at least one token", fix="--prompt 1000", field="prompt",
+                "--prompt and --output are both 0",
+                needed="at least one token",
+                fix="--prompt 1000",
+                field="prompt",
                 code=_CONTRADICTION,
-            )  # fmt: skip
+            )
 
     @staticmethod
     def from_arguments(**arguments: Any) -> PlanConfig:

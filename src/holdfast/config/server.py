@@ -24,8 +24,11 @@ from holdfast.config.structured_output import form_settings
 from holdfast.errors import ConfigurationError
 
 _ALWAYS_ON = (
-    "enable_prompt_tokens_details", "enable_server_load_tracking", "enable_request_id_headers", "disable_log_requests",
-)  # fmt: skip
+    "enable_prompt_tokens_details",
+    "enable_server_load_tracking",
+    "enable_request_id_headers",
+    "disable_log_requests",
+)
 
 REFUSED: Mapping[str, str] = unsupported.SERVER
 
@@ -72,9 +75,11 @@ class ServerConfig:
     host: str = setting("127.0.0.1", "address to listen on; 0.0.0.0 for every interface", text)
     port: int = setting(8000, "port to listen on; 0: any free one", whole(0, 65535))
     api_key: tuple[str, ...] = setting(
-        (), "ask for this key, or one of these (Authorization: Bearer KEY), everywhere but on /health and /ping",
-        texts, metavar="KEY",
-    )  # fmt: skip
+        (),
+        "ask for this key, or one of these (Authorization: Bearer KEY), everywhere but on /health and /ping",
+        texts,
+        metavar="KEY",
+    )
     api_key_file: str | None = setting(
         None, "a file with further keys, one a line; read again when it changes", optional(text), metavar="FILE"
     )
@@ -83,14 +88,17 @@ class ServerConfig:
         (), "name or names that requests call the model by; left out: as it was named to us", texts, metavar="NAME"
     )
     lora_modules: tuple[str, ...] = setting(
-        (), 'LoRA adapters: NAME=FOLDER, or JSON with name, path and base_model_name; needs --enable-lora',
+        (),
+        "LoRA adapters: NAME=FOLDER, or JSON with name, path and base_model_name; needs --enable-lora",
         texts_or_tables,
         metavar="NAME=FOLDER",
-    )  # fmt: skip
+    )
     lora_folders: tuple[str, ...] = setting(
-        (), "folders below which /v1/load_lora_adapter may load adapters; left out: only those of --lora-modules",
-        texts, metavar="FOLDER",
-    )  # fmt: skip
+        (),
+        "folders below which /v1/load_lora_adapter may load adapters; left out: only those of --lora-modules",
+        texts,
+        metavar="FOLDER",
+    )
     trust_request_chat_template: bool = setting(
         False,
         "let a request bring its own chat_template: a program, run in a sandbox and in a process of its own",
@@ -142,9 +150,11 @@ class ServerConfig:
         metavar="SIZE",
     )
     allowed_origins: tuple[str, ...] = setting(
-        (), 'web pages that browsers let read answers (CORS): ["https://a.example"], or ["*"]; left out: none',
-        listed, metavar="LIST",
-    )  # fmt: skip
+        (),
+        'web pages that browsers let read answers (CORS): ["https://a.example"], or ["*"]; left out: none',
+        listed,
+        metavar="LIST",
+    )
     allowed_methods: tuple[str, ...] = setting(("*",), "methods for such pages", listed, metavar="LIST")
     allowed_headers: tuple[str, ...] = setting(("*",), "headers for such pages", listed, metavar="LIST")
     allow_credentials: bool = setting(False, "let such pages send cookies and the like", flag)
@@ -186,12 +196,15 @@ class ServerConfig:
         if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
             lacking = "ssl_keyfile" if self.ssl_keyfile is None else "ssl_certfile"
             raise ConfigurationError(
-                "HTTPS needs a private key and a certificate", needed=flag_name(lacking),
-                fix="--ssl-keyfile FILE --ssl-certfile FILE", field=lacking,
-            )  # fmt: skip
+                "HTTPS needs a private key and a certificate",
+                needed=flag_name(lacking),
+                fix="--ssl-keyfile FILE --ssl-certfile FILE",
+                field=lacking,
+            )
         for name in ("ssl_ca_certs", "ssl_cert_reqs", "ssl_ciphers"):
             if getattr(self, name) and self.ssl_certfile is None:
                 raise ConfigurationError(
                     f"{flag_name(name)} is of HTTPS, and this server would speak HTTP",
-                    fix="--ssl-keyfile FILE --ssl-certfile FILE", field=name,
-                )  # fmt: skip
+                    fix="--ssl-keyfile FILE --ssl-certfile FILE",
+                    field=name,
+                )

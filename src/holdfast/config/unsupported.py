@@ -223,7 +223,8 @@ DONE_ANYWAY: Mapping[str, frozenset[str]] = {
 """Values that ask for what is done anyway; a name that is not here asks for nothing with `_NO`."""
 
 SWITCHES = frozenset(
-    name for name in (*ENGINE, *SERVER)
+    name
+    for name in (*ENGINE, *SERVER)
     if name.startswith(("enable_", "disable_", "use_", "return_", "skip_", "exclude_", "allow_deprecated", "trust_"))
 ) | _names(
     """async_scheduling fully_sharded_loras calculate_kv_scales log_error_stack headless grpc language_model_only
@@ -234,7 +235,7 @@ SWITCHES = frozenset(
     tokens_only fail_on_environ_validation cohere_is_reasoning_model ray_workers_use_nsight worker_use_ray
     engine_use_ray multi_step_stream_outputs guided_decoding_disable_fallback guided_decoding_disable_any_whitespace
     guided_decoding_disable_additional_properties"""
-) - {"disable_access_log_for_endpoints"}  # fmt: skip
+) - {"disable_access_log_for_endpoints"}
 """Flags without a value."""
 LISTS = _names(
     """allowed_media_domains cudagraph_capture_sizes cuda_graph_sizes numa_bind_nodes numa_bind_cpus device_ids

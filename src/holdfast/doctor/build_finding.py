@@ -15,15 +15,29 @@ ADVICE = ("prefix_caching_unused",)
 
 
 def found(
-    cause: str, root: RootCause, confidence: Confidence, *, what: str, why: str, evidence: Sequence[Evidence] = (),
-    fixes: Sequence[Fix] = (), numbers: Mapping[str, float] | None = None,
-) -> Finding:  # fmt: skip
+    cause: str,
+    root: RootCause,
+    confidence: Confidence,
+    *,
+    what: str,
+    why: str,
+    evidence: Sequence[Evidence] = (),
+    fixes: Sequence[Fix] = (),
+    numbers: Mapping[str, float] | None = None,
+) -> Finding:
     """The first of `fixes` is the fix, the others are second choices."""
     return Finding(
-        code=code_of(cause), root_cause=root, cause=cause, confidence=confidence, what=what, why=why,
-        evidence=list(evidence), fix=fixes[0] if fixes else None, alternatives=list(fixes[1:]),
+        code=code_of(cause),
+        root_cause=root,
+        cause=cause,
+        confidence=confidence,
+        what=what,
+        why=why,
+        evidence=list(evidence),
+        fix=fixes[0] if fixes else None,
+        alternatives=list(fixes[1:]),
         numbers=dict(numbers or {}),
-    )  # fmt: skip
+    )
 
 
 def code_of(cause: str) -> str:

@@ -7,9 +7,7 @@ from typing import Literal
 import msgspec
 
 Phase = Literal["args", "download", "load", "profile", "capture", "warmup", "serve", "request"]
-RootCause = Literal[
-    "configuration_overshoot", "kv_blowout", "concurrency_misjudged", "does_not_fit", "not_memory"
-]  # fmt: skip
+RootCause = Literal["configuration_overshoot", "kv_blowout", "concurrency_misjudged", "does_not_fit", "not_memory"]
 
 ENDED_IN_ORDER = "the server was stopped in order, as its log ends: it does not serve now, and nothing failed"
 """Among what was seen."""

@@ -269,8 +269,15 @@ class LLM(AbsentMethods):
                 f"{prompts} prompts came with {len(priority)} priorities", needed="one each", field="priority"
             )
 
-    def _prepare(self, prompt: Prompt, params: SamplingParams, priority: int, *, embed: bool = False,
-                 adapter: AdapterRef | None = None) -> _Run:  # fmt: skip
+    def _prepare(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        priority: int,
+        *,
+        embed: bool = False,
+        adapter: AdapterRef | None = None,
+    ) -> _Run:
         text, ids = self._read_prompt(prompt)
         if params.stop_strings and self._tokenizer is None:
             raise RequestError("stop strings need a tokenizer", fix="leave skip_tokenizer_init out", field="stop")
@@ -289,9 +296,10 @@ class LLM(AbsentMethods):
             if other is not None and _PROMPT_KEYS & prompt.keys():
                 raise UnsupportedOptionError(
                     f"{str(other)[:100]} of a prompt is not supported: only text goes in and out",
-                    needed='{"prompt": text} or {"prompt_token_ids": [...]}', fix=f"leave {str(other)[:100]} out",
+                    needed='{"prompt": text} or {"prompt_token_ids": [...]}',
+                    fix=f"leave {str(other)[:100]} out",
                     field="prompts",
-                )  # fmt: skip
+                )
             if "prompt_token_ids" in prompt:
                 return prompt.get("prompt"), prompt["prompt_token_ids"]
             if isinstance(prompt.get("prompt"), str):
@@ -398,9 +406,12 @@ def _one_each(params: SamplingParams | Sequence[SamplingParams], count: int) -> 
         return [params] * count
     if isinstance(params, Mapping) or not all(isinstance(one, SamplingParams) for one in params):
         raise RequestError(
-            "sampling_params holds something else than SamplingParams", needed="SamplingParams, or a list of them",
-            found=type(params).__name__, fix="SamplingParams(temperature=0)", field="sampling_params",
-        )  # fmt: skip
+            "sampling_params holds something else than SamplingParams",
+            needed="SamplingParams, or a list of them",
+            found=type(params).__name__,
+            fix="SamplingParams(temperature=0)",
+            field="sampling_params",
+        )
     if len(params) != count:
         raise RequestError(
             f"{count} prompts came with {len(params)} sampling_params",

@@ -16,9 +16,15 @@ def heaviest_plan(limits: RunnerLimits, layout: KVLayout, *, scored: int | None 
     every other slot a single token; all sample with every option on, and prompts are scored: all tokens of this step,
     or so many of each row. All rows share one page of the pool."""
     everything = SamplingParams(
-        temperature=1.0, top_k=1000, top_p=0.999, min_p=1e-9, repetition_penalty=1.1, seed=0,
-        logprobs=MAX_LOGPROBS, prompt_logprobs=MAX_LOGPROBS,
-    )  # fmt: skip
+        temperature=1.0,
+        top_k=1000,
+        top_p=0.999,
+        min_p=1e-9,
+        repetition_penalty=1.1,
+        seed=0,
+        logprobs=MAX_LOGPROBS,
+        prompt_logprobs=MAX_LOGPROBS,
+    )
     slots = min(limits.max_num_seqs, limits.max_num_batched_tokens)
     left = limits.max_num_batched_tokens - slots
     starts, writes, rows = [], [], []

@@ -85,9 +85,16 @@ class Runner:
         ops = ops_for(device, reference=reference, compiled=compiled)
         self._adapters = None if lora is None else AdapterPlaces(spec, lora, weights.dtype, device)
         self._transformer: Transformer | None = Transformer(
-            spec, weights, layout, ops, limits.max_num_batched_tokens, device, context=limits.max_model_len,
-            adapters=self._adapters, beat=beat,
-        )  # fmt: skip
+            spec,
+            weights,
+            layout,
+            ops,
+            limits.max_num_batched_tokens,
+            device,
+            context=limits.max_model_len,
+            adapters=self._adapters,
+            beat=beat,
+        )
         self._buffers = SlotBuffers(limits, layout, spec.vocab_size)
         self._sampler = Sampler(self._buffers, spec.vocab_size)
         rows = logits_rows(spec.vocab_size, limits.max_num_seqs)

@@ -22,8 +22,12 @@ from holdfast.models import ModelSpec
 
 RANK_STEP = 16
 PRODUCTS: Mapping[str, tuple[str, ...]] = {
-    "qkv": ("q", "k", "v"), "o": (), "gate_up": ("gate", "up"), "up": (), "down": (),
-}  # fmt: skip
+    "qkv": ("q", "k", "v"),
+    "o": (),
+    "gate_up": ("gate", "up"),
+    "up": (),
+    "down": (),
+}
 """What a layer multiplies with, and what it is fused of where a checkpoint keeps it apart."""
 
 

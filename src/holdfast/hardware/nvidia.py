@@ -205,9 +205,16 @@ def _gpu(nvml: Nvml, handle: Any, index: int, ram: Memory | None) -> NvidiaGpu:
     else:
         unified = False
     return NvidiaGpu(
-        index=index, uuid=nvml.nvmlDeviceGetUUID(handle), name=name, total_bytes=sizes[0], free_bytes=sizes[1],
-        processes=_processes(nvml, handle), known=known, unified=unified, capability=_capability(nvml, handle),
-    )  # fmt: skip
+        index=index,
+        uuid=nvml.nvmlDeviceGetUUID(handle),
+        name=name,
+        total_bytes=sizes[0],
+        free_bytes=sizes[1],
+        processes=_processes(nvml, handle),
+        known=known,
+        unified=unified,
+        capability=_capability(nvml, handle),
+    )
 
 
 def _capability(nvml: Nvml, handle: Any) -> tuple[int, int] | None:

@@ -390,9 +390,11 @@ def _gguf_dtype(fields: Fields) -> str:
 
 
 def _config_ends(source: ModelDescription, vocab: int) -> tuple[int | None, tuple[int, ...]]:
-    holders = (source.fields, source.generation) if source.outer is source.fields else (
-        source.fields, source.outer, source.generation
-    )  # fmt: skip
+    holders = (
+        (source.fields, source.generation)
+        if source.outer is source.fields
+        else (source.fields, source.outer, source.generation)
+    )
     eos = [token for holder in holders for token in holder.token_ids("eos_token_id", vocab_size=vocab)]
     bos = [token for holder in holders for token in holder.token_ids("bos_token_id", vocab_size=vocab)]
     return (bos[0] if bos else None), tuple(dict.fromkeys(eos))

@@ -18,9 +18,14 @@ class TensorList:
     `wide_norms`: the weights of norms are multiplied with before anything is rounded."""
 
     def __init__(
-        self, stem: str = "model.", blocks: str = "layers", *, part: Part = "text", plus_one: bool = False,
+        self,
+        stem: str = "model.",
+        blocks: str = "layers",
+        *,
+        part: Part = "text",
+        plus_one: bool = False,
         wide_norms: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.norms = {"plus_one": plus_one, "wide": wide_norms or plus_one}
         self.stem = stem
         self.blocks = blocks

@@ -58,9 +58,12 @@ def question_of(config: PlanConfig, *, traffic: Stated | None = None) -> Questio
     if config.expand_weights == "always" and found.machine.kind == "gpu":
         raise ConfigurationError(
             "expand_weights always is a setting for CPUs; on a GPU quantized weights stay in their blocks",
-            code=OF_A_CPU, needed="auto or never", found="always", fix="leave --expand-weights out, or --device cpu",
+            code=OF_A_CPU,
+            needed="auto or never",
+            found="always",
+            fix="leave --expand-weights out, or --device cpu",
             field="expand_weights",
-        )  # fmt: skip
+        )
     wanted, said = traffic_of(config) if traffic is None else traffic
     resolved = resolve_model(config.model, revision=config.revision, quantization=config.quantization)
     return Question(

@@ -51,8 +51,12 @@ _WHOLE = ("n", "top_k", "seed", "max_tokens", "min_tokens", "logprobs", "prompt_
 _OPTIONAL = ("seed", "max_tokens", "logprobs", "prompt_logprobs")
 _REAL = ("presence_penalty", "frequency_penalty", "repetition_penalty", "temperature", "top_p", "min_p")
 _SWITCHES = (
-    "ignore_eos", "detokenize", "skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output",
-)  # fmt: skip
+    "ignore_eos",
+    "detokenize",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+    "include_stop_str_in_output",
+)
 
 
 class _Spelling(type(msgspec.Struct)):  # type: ignore[misc]
@@ -151,9 +155,10 @@ class SamplingParams(msgspec.Struct, metaclass=_Spelling, frozen=True, kw_only=T
 
     def _form(self) -> StructuredOutputsParams | None:
         given = [
-            (name, value) for name in ("structured_outputs", "guided_decoding")
+            (name, value)
+            for name in ("structured_outputs", "guided_decoding")
             if (value := getattr(self, name)) is not None
-        ]  # fmt: skip
+        ]
         if len(given) > 1:
             raise RequestError(
                 "guided_decoding is the older name of structured_outputs, and both are given",

@@ -92,8 +92,10 @@ class StructuredOutputsParams(
 
     def _check_texts(self) -> None:
         for name, most in (
-            ("regex", MAX_REGEX_CHARS), ("grammar", MAX_GRAMMAR_CHARS), ("whitespace_pattern", MAX_REGEX_CHARS),
-        ):  # fmt: skip
+            ("regex", MAX_REGEX_CHARS),
+            ("grammar", MAX_GRAMMAR_CHARS),
+            ("whitespace_pattern", MAX_REGEX_CHARS),
+        ):
             value = getattr(self, name)
             if value is None:
                 continue
@@ -176,9 +178,11 @@ def _settle_numbers(field: str, value: Any) -> None:
         elif isinstance(one, int) and not LEAST_WHOLE <= one <= MOST_WHOLE:
             if key not in _BOUNDS or abs(one) > MOST_AS_FLOAT:
                 raise RequestError(
-                    f"{field} holds a whole number of more than 64 bits", needed=f"{LEAST_WHOLE} to {MOST_WHOLE}",
-                    found=f"at {shorten(str(key))}", field=field,
-                )  # fmt: skip
+                    f"{field} holds a whole number of more than 64 bits",
+                    needed=f"{LEAST_WHOLE} to {MOST_WHOLE}",
+                    found=f"at {shorten(str(key))}",
+                    field=field,
+                )
             value[key] = float(one)
 
 
@@ -187,9 +191,11 @@ def _deeper_than(value: Any, levels: int) -> bool:
     here = [value]
     for _ in range(levels + 1):
         here = [
-            child for one in here if isinstance(one, dict | list)
+            child
+            for one in here
+            if isinstance(one, dict | list)
             for child in (one.values() if isinstance(one, dict) else one)
-        ]  # fmt: skip
+        ]
         if not here:
             return False
     return True

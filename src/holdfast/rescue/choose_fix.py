@@ -156,9 +156,11 @@ def check_keep(started: Started, keep: Iterable[str]) -> None:
             continue
         near = difflib.get_close_matches(canonical(command.engine, name), sorted(there), n=1)
         raise ConfigurationError(
-            f"--keep: {command.engine} has no flag {shorten(name)}", needed="a flag of the command's",
-            fix=f"--keep {near[0]}" if near else "the flag as the command has it", field="keep",
-        )  # fmt: skip
+            f"--keep: {command.engine} has no flag {shorten(name)}",
+            needed="a flag of the command's",
+            fix=f"--keep {near[0]}" if near else "the flag as the command has it",
+            field="keep",
+        )
 
 
 def _corrected(command: ServerCommand, fix: Fix) -> Fix:

@@ -98,9 +98,13 @@ class Guard:
         with contextlib.suppress(OSError):
             # In our session, so that it is not taken for something that the program left.
             self._process = subprocess.Popen(
-                [SHELL, "-c", _GUARD, str(head)], bufsize=0, process_group=0,
-                stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-            )  # fmt: skip
+                [SHELL, "-c", _GUARD, str(head)],
+                bufsize=0,
+                process_group=0,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+            )
             if self._process.stdin is not None:
                 os.set_blocking(self._process.stdin.fileno(), False)
 

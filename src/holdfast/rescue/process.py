@@ -64,9 +64,15 @@ class Supervised:
     """
 
     def __init__(
-        self, argv: Sequence[str], environment: Mapping[str, str], on_line: Callable[[str], None], signals: Signals,
-        *, say: Callable[[str], None] = lambda text: None, server: bool = True,
-    ) -> None:  # fmt: skip
+        self,
+        argv: Sequence[str],
+        environment: Mapping[str, str],
+        on_line: Callable[[str], None],
+        signals: Signals,
+        *,
+        say: Callable[[str], None] = lambda text: None,
+        server: bool = True,
+    ) -> None:
         self.argv = list(argv)
         self._environment = dict(environment)
         self._on_line, self._say, self._server = on_line, say, server

@@ -173,9 +173,13 @@ class Rescue:
                 self._unheard(supervised, supervised.told_to_end_s, served=told_ready)
 
         supervised = Supervised(
-            started.argv, {**os.environ, **started.environment}, watch.feed, self._signals,
-            say=self._tell, server=started.command is not None,
-        )  # fmt: skip
+            started.argv,
+            {**os.environ, **started.environment},
+            watch.feed,
+            self._signals,
+            say=self._tell,
+            server=started.command is not None,
+        )
         health.start()
         try:
             ended = supervised.run(tick)
@@ -266,9 +270,11 @@ class Rescue:
     def _limits(self) -> RescueLimits:
         there = nvidia.probe().gpus
         return RescueLimits(
-            keep=self.orders.keep, bold=self.orders.confirm is not None, gpus=len(there),
+            keep=self.orders.keep,
+            bold=self.orders.confirm is not None,
+            gpus=len(there),
             gpu_gib=min((gpu.total_bytes for gpu in there), default=0) / GIB or None,
-        )  # fmt: skip
+        )
 
     def _after_death(
         self,
@@ -319,8 +325,10 @@ class Rescue:
 
     def _restart_elsewhere(self, served: bool) -> None:
         if served:
-            self._tell("a command without a known fault is not started again here: systemd (Restart=on-failure) or"
-                     " Kubernetes does that")  # fmt: skip
+            self._tell(
+                "a command without a known fault is not started again here: systemd (Restart=on-failure) or"
+                " Kubernetes does that"
+            )
 
     def _why(self, finding: Finding) -> None:
         self._tell(f"{finding.what} [{finding.code}]")

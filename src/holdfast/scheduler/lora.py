@@ -118,9 +118,10 @@ class LoraScheduler:
         """The place of the least recently used that nobody runs with, and that is not among the `wanted`; of one that
         nobody in line asks for, if there is any."""
         idle = [
-            adapter for adapter in self._place
+            adapter
+            for adapter in self._place
             if adapter not in self._running and adapter not in wanted and not self._awaited(adapter)
-        ]  # fmt: skip
+        ]
         if not idle:
             return None
         asked = {sequence.request.adapter for sequence in waiting}

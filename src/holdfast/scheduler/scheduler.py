@@ -68,9 +68,14 @@ class Scheduler:
 
     def stats(self) -> EngineStats:
         return figures(
-            self._running, self._waiting, self.kv, self._adapters, step_tokens=self._step_tokens,
-            steps_total=self._steps_total, preemptions_total=self._preemptions_total,
-        )  # fmt: skip
+            self._running,
+            self._waiting,
+            self.kv,
+            self._adapters,
+            step_tokens=self._step_tokens,
+            steps_total=self._steps_total,
+            preemptions_total=self._preemptions_total,
+        )
 
     # --- requests come and go ---
 
@@ -378,10 +383,15 @@ class Scheduler:
         return [make_output(ended, [], None, FinishReason.ERROR, None, now_s, failed.failure)]
 
     def _take(
-        self, sequence: Sequence, token: int, logprobs: TokenLogprobs | None,
-        prompt_logprobs: list[TokenLogprobs] | None, now_s: float, embedding: bytes | None,
+        self,
+        sequence: Sequence,
+        token: int,
+        logprobs: TokenLogprobs | None,
+        prompt_logprobs: list[TokenLogprobs] | None,
+        now_s: float,
+        embedding: bytes | None,
         verdict: Verdict | Failure | None,
-    ) -> EngineOutput:  # fmt: skip
+    ) -> EngineOutput:
         """A token for a sequence that runs, or was preempted while it was sampled: it is valid all the same."""
         if isinstance(verdict, Failure):
             self._leave(sequence)

@@ -11,9 +11,15 @@ from holdfast.scheduler.sequence import Sequence
 
 
 def figures(
-    running: Line[Sequence], waiting: list[Sequence], kv: KVCache, adapters: LoraScheduler, *,
-    step_tokens: int, steps_total: int, preemptions_total: int,
-) -> EngineStats:  # fmt: skip
+    running: Line[Sequence],
+    waiting: list[Sequence],
+    kv: KVCache,
+    adapters: LoraScheduler,
+    *,
+    step_tokens: int,
+    steps_total: int,
+    preemptions_total: int,
+) -> EngineStats:
     return EngineStats(
         running=len(running),
         waiting=len(waiting),

@@ -59,10 +59,14 @@ def create_app(engine: Engine, settings: ServerSettings) -> Starlette:
         return engine.info if engine.ready or engine.unresponsive is not None else None
 
     metrics = ServingMetrics(
-        settings.served_model_names[0], stats=engine.stats, info=info, memory=engine.memory,
-        sleeping=lambda: engine.sleeping, restarts=lambda: (engine.restarts - engine.hangs, engine.hangs),
+        settings.served_model_names[0],
+        stats=engine.stats,
+        info=info,
+        memory=engine.memory,
+        sleeping=lambda: engine.sleeping,
+        restarts=lambda: (engine.restarts - engine.hangs, engine.hangs),
         hung=lambda: engine.unresponsive is not None,
-    )  # fmt: skip
+    )
     engine.on_step(metrics.observe_step)
     room = LogprobBudget(most_waiting=settings.max_queued_requests)
     workers = TemplateWorkers()

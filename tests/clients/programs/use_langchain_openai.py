@@ -11,9 +11,14 @@ from pydantic import BaseModel, Field
 
 MODEL = os.environ["MODEL"]
 model = ChatOpenAI(
-    base_url=os.environ["BASE_URL"], api_key="none", model=MODEL, temperature=0, max_tokens=100, max_retries=0,
+    base_url=os.environ["BASE_URL"],
+    api_key="none",
+    model=MODEL,
+    temperature=0,
+    max_tokens=100,
+    max_retries=0,
     stream_usage=True,
-)  # fmt: skip
+)
 OF_PARIS = "Tell me of Paris in JSON: its name and how many people live there."
 
 

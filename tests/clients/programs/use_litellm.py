@@ -28,10 +28,14 @@ def chat():
 def stream():
     chunks = list(
         litellm.completion(
-            messages=QUESTION, temperature=0, max_tokens=20, stream=True, stream_options={"include_usage": True},
+            messages=QUESTION,
+            temperature=0,
+            max_tokens=20,
+            stream=True,
+            stream_options={"include_usage": True},
             **ASKED,
         )
-    )  # fmt: skip
+    )
     return "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
 
 
@@ -50,18 +54,25 @@ def refused():
 
 def tools():
     answer = litellm.completion(
-        messages=[{"role": "user", "content": "What is the weather in Paris?"}], tools=[WEATHER],
-        tool_choice="required", max_tokens=100, temperature=0, **ASKED,
-    )  # fmt: skip
+        messages=[{"role": "user", "content": "What is the weather in Paris?"}],
+        tools=[WEATHER],
+        tool_choice="required",
+        max_tokens=100,
+        temperature=0,
+        **ASKED,
+    )
     return answer.choices[0].message.tool_calls[0].function.name
 
 
 def json_schema():
     schema = {"type": "object", "properties": {"city": {"enum": ["Paris", "Rome"]}}, "required": ["city"]}
     answer = litellm.completion(
-        messages=QUESTION, max_tokens=50, temperature=0,
-        response_format={"type": "json_schema", "json_schema": {"name": "city", "schema": schema}}, **ASKED,
-    )  # fmt: skip
+        messages=QUESTION,
+        max_tokens=50,
+        temperature=0,
+        response_format={"type": "json_schema", "json_schema": {"name": "city", "schema": schema}},
+        **ASKED,
+    )
     return answer.choices[0].message.content
 
 

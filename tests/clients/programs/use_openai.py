@@ -81,9 +81,12 @@ def parsed():
 
 def required_tool():
     answer = client.chat.completions.create(
-        model=MODEL, messages=[{"role": "user", "content": "What is the weather in Paris in celsius?"}],
-        tools=[WEATHER], tool_choice="required", max_tokens=100,
-    )  # fmt: skip
+        model=MODEL,
+        messages=[{"role": "user", "content": "What is the weather in Paris in celsius?"}],
+        tools=[WEATHER],
+        tool_choice="required",
+        max_tokens=100,
+    )
     (call,) = answer.choices[0].message.tool_calls
     return [call.function.name, call.function.arguments, answer.choices[0].finish_reason]
 

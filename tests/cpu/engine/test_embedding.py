@@ -19,9 +19,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(5)
     path = tmp_path_factory.mktemp("tiny-embedding")
     config = transformers.LlamaConfig(
-        vocab_size=96, hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=256, bos_token_id=1, eos_token_id=2, initializer_range=0.4,
-    )  # fmt: skip
+        vocab_size=96,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        bos_token_id=1,
+        eos_token_id=2,
+        initializer_range=0.4,
+    )
     transformers.LlamaForCausalLM(config).save_pretrained(path)
     return path
 
@@ -40,9 +48,14 @@ def test_the_last_tokens_state_of_length_one(folder: Path, backend: str) -> None
         pytest.skip("a setting for CPUs")
     prompts = [[5, 6, 7, 8], [9], list(range(3, 90)), [5, 6, 7, 9]]
     with LLM(
-        str(folder), dtype="float32", skip_tokenizer_init=True, attention_backend=backend, max_num_batched_tokens=32,
-        max_num_seqs=4, kv_cache_memory_bytes="4MiB",
-    ) as llm:  # fmt: skip
+        str(folder),
+        dtype="float32",
+        skip_tokenizer_init=True,
+        attention_backend=backend,
+        max_num_batched_tokens=32,
+        max_num_seqs=4,
+        kv_cache_memory_bytes="4MiB",
+    ) as llm:
         outputs = llm.embed([{"prompt_token_ids": prompt} for prompt in prompts], use_tqdm=False)
         found = numpy.array([output.outputs.embedding for output in outputs])
         assert numpy.abs(found - reference(folder, prompts)).max() < 2e-5

@@ -16,10 +16,17 @@ from holdfast.errors import ContextLengthError, RequestError, UnsupportedOptionE
 @pytest.fixture(scope="module")
 def llm(tiny_model):
     with LLM(
-        model=str(tiny_model), load_format="dummy", tokenizer="smollm2", max_model_len=512, max_num_seqs=8,
-        gpu_memory_utilization=0.5, enable_prefix_caching=True, tensor_parallel_size=1, kv_cache_memory_bytes="16MiB",
+        model=str(tiny_model),
+        load_format="dummy",
+        tokenizer="smollm2",
+        max_model_len=512,
+        max_num_seqs=8,
+        gpu_memory_utilization=0.5,
+        enable_prefix_caching=True,
+        tensor_parallel_size=1,
+        kv_cache_memory_bytes="16MiB",
         dtype="float32",
-    ) as made:  # fmt: skip
+    ) as made:
         yield made
 
 
@@ -28,9 +35,16 @@ def test_the_founding_code_runs_unchanged(llm) -> None:
     prompt = llm.get_tokenizer().apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     assert prompt.endswith("<|im_start|>assistant\n")
     params = SamplingParams(
-        temperature=0.7, top_p=0.95, top_k=50, max_tokens=32, frequency_penalty=0.0, presence_penalty=0.0,
-        stop=["</s>"], seed=42, logprobs=5,
-    )  # fmt: skip
+        temperature=0.7,
+        top_p=0.95,
+        top_k=50,
+        max_tokens=32,
+        frequency_penalty=0.0,
+        presence_penalty=0.0,
+        stop=["</s>"],
+        seed=42,
+        logprobs=5,
+    )
     (output,) = llm.generate([prompt], params)
     answer = output.outputs[0]
     assert output.finished
@@ -313,10 +327,15 @@ def test_a_dropped_engine_gives_its_memory_back(tiny_model) -> None:
 def test_urgent_prompts_go_first_and_the_models_advice_is_the_default(tiny_model) -> None:
     order = []
     with LLM(
-        str(tiny_model), load_format="dummy", skip_tokenizer_init=True, max_model_len=256, max_num_seqs=1,
-        kv_cache_memory_bytes="16MiB", scheduling_policy="priority",
+        str(tiny_model),
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        max_model_len=256,
+        max_num_seqs=1,
+        kv_cache_memory_bytes="16MiB",
+        scheduling_policy="priority",
         override_generation_config={"temperature": 0.0, "max_new_tokens": 3},
-    ) as llm:  # fmt: skip
+    ) as llm:
         defaults = llm.get_default_sampling_params()
         assert (defaults.temperature, defaults.max_tokens) == (0.0, 3)
         assert any("temperature 0.0" in line for line in llm.info.decisions)

@@ -25,9 +25,15 @@ PROMPTS = [[(37 * number + 11 * place * place) % 290 + 3 for place in range(21)]
 
 def make_llm(folder: Path, **settings: object) -> LLM:
     return LLM(
-        str(folder), skip_tokenizer_init=True, max_model_len=128, max_num_seqs=8, kv_cache_memory_bytes="4MiB",
-        device="cpu", dtype="float32", **settings,
-    )  # fmt: skip
+        str(folder),
+        skip_tokenizer_init=True,
+        max_model_len=128,
+        max_num_seqs=8,
+        kv_cache_memory_bytes="4MiB",
+        device="cpu",
+        dtype="float32",
+        **settings,
+    )
 
 
 def tokens(llm: LLM, prompts: list[list[int]], lora: object = None) -> list[list[int]]:
@@ -40,18 +46,32 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model, adapters of several ranks, forms and targets, and the model merged with each."""
     base = tmp_path_factory.mktemp("lora")
     config = transformers.LlamaConfig(
-        vocab_size=300, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=512, initializer_range=0.2, bos_token_id=1, eos_token_id=2,
+        vocab_size=300,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        initializer_range=0.2,
+        bos_token_id=1,
+        eos_token_id=2,
         pad_token_id=0,
-    )  # fmt: skip
+    )
     torch.manual_seed(0)
     transformers.LlamaForCausalLM(config).float().save_pretrained(base / "model")
     write_adapter(base / "all", base / "model", seed=1)
     write_adapter(base / "attention", base / "model", seed=2, rank=3, modules=("self_attn.q_proj", "self_attn.v_proj"))
     write_adapter(
-        base / "patterns", base / "model", seed=3, rank=8, ranks={"k_proj": 16, "down_proj": 1}, use_rslora=True,
-        alpha_pattern={"mlp.down_proj": 3}, target_modules="all-linear",
-    )  # fmt: skip
+        base / "patterns",
+        base / "model",
+        seed=3,
+        rank=8,
+        ranks={"k_proj": 16, "down_proj": 1},
+        use_rslora=True,
+        alpha_pattern={"mlp.down_proj": 3},
+        target_modules="all-linear",
+    )
     for name in ("all", "attention", "patterns"):
         merge(base / f"merged-{name}", base / "model", base / name)
     return base
@@ -158,9 +178,10 @@ def test_others_go_on_while_one_is_read(
     assert tokens(llm, PROMPTS[:1], request(folder, "all")) == merged["all"][:1]
     assert tokens(llm, PROMPTS[:1], LoRARequest("other", 55, str(folder / "attention"))) == merged["attention"][:1]
     monkeypatch.setattr(
-        files, "read_adapter",
+        files,
+        "read_adapter",
         lambda *asked, **settings: let_go.wait(120) and read_adapter(*asked, **settings),
-    )  # fmt: skip
+    )
     slow = msgspec.structs.replace(slow, number=56)  # Read anew, whatever others left behind.
     answers: dict[str, list[int]] = {}
     for number, adapter in enumerate((slow, None, ready, None)):

@@ -16,9 +16,11 @@ from holdfast.execution.gpu.memory.virtual_memory import RangeError
 def plan(number: int, budget_bytes: int | None = None) -> Any:
     """Less is free each time, unless it is said what."""
     return SimpleNamespace(
-        number=number, budget_bytes=budget_bytes or (1 << 30) - number, terms={"kv_pool": 1 << 20},
+        number=number,
+        budget_bytes=budget_bytes or (1 << 30) - number,
+        terms={"kv_pool": 1 << 20},
         limits=SimpleNamespace(max_model_len=10, max_num_seqs=2),
-    )  # fmt: skip
+    )
 
 
 def start(errors: list[BaseException]) -> tuple[Any, list[int]]:

@@ -54,9 +54,15 @@ def tiny(tiny_model: Path) -> LLM:
     """Random weights: it never writes anything sensible of its own accord. In float32, so that steps of other sizes
     give the same tokens on any device."""
     with LLM(
-        str(tiny_model), load_format="dummy", tokenizer="smollm2", max_model_len=512, max_num_seqs=6, threads=1,
-        kv_cache_memory_bytes="16MiB", dtype="float32",
-    ) as llm:  # fmt: skip
+        str(tiny_model),
+        load_format="dummy",
+        tokenizer="smollm2",
+        max_model_len=512,
+        max_num_seqs=6,
+        threads=1,
+        kv_cache_memory_bytes="16MiB",
+        dtype="float32",
+    ) as llm:
         yield llm
 
 
@@ -72,8 +78,9 @@ def test_smollm2_at_temperature_one_always_has_the_form() -> None:
         ]  # fmt: skip
         params = [
             SamplingParams(max_tokens=80, seed=seed, temperature=1.0, structured_outputs=form)
-            for seed in range(6) for form in forms
-        ]  # fmt: skip
+            for seed in range(6)
+            for form in forms
+        ]
         answers = ask(llm, params, "Extract user info from: Alice is 30 years old.")
         for asked, answer in zip(params, answers, strict=True):
             assert asked.structured_outputs is not None
@@ -101,7 +108,7 @@ def test_a_random_model_writes_valid_json_or_says_that_it_was_cut(tiny: LLM) -> 
     params = [
         SamplingParams(max_tokens=140, seed=seed, temperature=1.5, structured_outputs=held(json=schema))
         for seed in range(8)
-    ]  # fmt: skip
+    ]
     answers = ask(tiny, params)
     for answer in answers:
         if answer.finish_reason == "stop":
@@ -152,8 +159,10 @@ def test_free_answers_are_the_same_beside_held_ones(tiny: LLM) -> None:
     mixed = ask(tiny, [params for pair in zip(FREE, beside, strict=True) for params in pair])
     for expected, found in zip(alone, mixed[::2], strict=True):
         assert (found.token_ids, found.text, found.finish_reason) == (
-            expected.token_ids, expected.text, expected.finish_reason,
-        )  # fmt: skip
+            expected.token_ids,
+            expected.text,
+            expected.finish_reason,
+        )
     # Sums of a larger step are rounded elsewhere.
     assert mixed[2].cumulative_logprob == pytest.approx(alone[1].cumulative_logprob, abs=1e-3)
     Short.model_validate_json(mixed[1].text)
@@ -202,13 +211,20 @@ def test_several_answers_each_have_a_matcher(tiny: LLM) -> None:
 
 def test_pages_run_out_and_forms_hold(tiny_model: Path) -> None:
     with LLM(
-        str(tiny_model), load_format="dummy", tokenizer="smollm2", max_model_len=128, max_num_seqs=6, threads=1,
-        kv_cache_memory_bytes="250KiB", block_size=8, dtype="float32",
-    ) as llm:  # fmt: skip
+        str(tiny_model),
+        load_format="dummy",
+        tokenizer="smollm2",
+        max_model_len=128,
+        max_num_seqs=6,
+        threads=1,
+        kv_cache_memory_bytes="250KiB",
+        block_size=8,
+        dtype="float32",
+    ) as llm:
         params = [
             SamplingParams(max_tokens=90, seed=seed, structured_outputs=held(regex="([0-9][a-z]){40}"))
             for seed in range(6)
-        ]  # fmt: skip
+        ]
         together = ask(llm, params)
         assert llm.get_stats().preemptions_total > 0
         assert [ask(llm, [one])[0].text for one in params[:2]] == [answer.text for answer in together[:2]]
@@ -237,10 +253,17 @@ def test_what_cannot_be_held_is_refused_before_anything_is_computed(tiny: LLM) -
 
 
 def test_without_a_tokenizer_there_are_no_forms(tiny_model: Path) -> None:
-    with LLM(
-        str(tiny_model), load_format="dummy", skip_tokenizer_init=True, max_model_len=64, max_num_seqs=1,
-        kv_cache_memory_bytes="4MiB",
-    ) as llm, pytest.raises(RequestError, match="tokenizer"):  # fmt: skip
+    with (
+        LLM(
+            str(tiny_model),
+            load_format="dummy",
+            skip_tokenizer_init=True,
+            max_model_len=64,
+            max_num_seqs=1,
+            kv_cache_memory_bytes="4MiB",
+        ) as llm,
+        pytest.raises(RequestError, match="tokenizer"),
+    ):
         llm.generate([[1, 2]], SamplingParams(structured_outputs=held(regex="a")), use_tqdm=False)
 
 
@@ -251,9 +274,12 @@ def test_an_answer_goes_on_where_another_engine_left_it(tiny: LLM) -> None:
     core, prompt = tiny._engine(), tiny.get_tokenizer().encode("Tell me of somebody.")
     for sent in (1, len(whole.token_ids) // 2, len(whole.token_ids) - 1):
         request = Request(
-            request_id=f"resumed-{sent}", prompt_token_ids=prompt, params=params, eos_token_ids=(2,),
+            request_id=f"resumed-{sent}",
+            prompt_token_ids=prompt,
+            params=params,
+            eos_token_ids=(2,),
             output_token_ids=whole.token_ids[:sent],
-        )  # fmt: skip
+        )
         found = [token for output in run(core, request) for token in output.token_ids]
         assert whole.token_ids[:sent] + found == whole.token_ids
     wrong = Request(request_id="wrong", prompt_token_ids=prompt, params=params, output_token_ids=[5000, 5000])

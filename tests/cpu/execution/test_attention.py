@@ -41,9 +41,15 @@ def test_equals_the_plain_form(
     source = numpy.random.default_rng(window or 0)
     torch.manual_seed(0)
     shape = AttentionShape(
-        heads=6, kv_heads=2, head_dim=16, scale=0.25, block_tokens=TOKENS, places=PLACES, dtype=torch.float32,
+        heads=6,
+        kv_heads=2,
+        head_dim=16,
+        scale=0.25,
+        block_tokens=TOKENS,
+        places=PLACES,
+        dtype=torch.float32,
         softcap=softcap,
-    )  # fmt: skip
+    )
     group = KVGroup(0, (0, 1), window)
     layout = KVLayout(
         groups=(group,),

@@ -73,9 +73,13 @@ def logits_after(spec: ModelSpec, weights: Weights, compiled: bool) -> torch.Ten
     """Log-probabilities after the prompt: [vocabulary] in the order of ids."""
     groups, places = form_groups([layer.window for layer in spec.layers])
     layout = KVLayout(
-        groups=groups, block_tokens=16, layers_per_page=places, kv_heads=spec.kv_heads, head_dim=spec.head_dim,
+        groups=groups,
+        block_tokens=16,
+        layers_per_page=places,
+        kv_heads=spec.kv_heads,
+        head_dim=spec.head_dim,
         element_bytes=4,
-    )  # fmt: skip
+    )
     limits = RunnerLimits(max_num_seqs=1, max_num_batched_tokens=64, max_model_len=64)
     runner = Runner(spec, weights, layout, limits, CPU, compiled=compiled)
     runner.back_kv(5)
@@ -186,9 +190,7 @@ def test_experts_that_cannot_be_computed_are_refused(changes: dict[str, Any], sa
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_stays_near(dtype: torch.dtype) -> None:
     """Routed and shared experts in torch's own products; what was in the target is overwritten."""
-    spec = ExpertsSpec(
-        count=4, per_token=2, intermediate_size=32, shared_intermediate_size=48, normalized=False
-    )  # fmt: skip
+    spec = ExpertsSpec(count=4, per_token=2, intermediate_size=32, shared_intermediate_size=48, normalized=False)
 
     def computed(kind: torch.dtype) -> torch.Tensor:
         source = torch.Generator().manual_seed(0)

@@ -183,9 +183,13 @@ def test_half_precision_stays_near(name: str, oracles: Callable[..., Any]) -> No
     )
     groups, places = form_groups([layer.window for layer in oracle.spec.layers])
     layout = KVLayout(
-        groups=groups, block_tokens=4, layers_per_page=places, kv_heads=oracle.spec.kv_heads,
-        head_dim=oracle.spec.head_dim, element_bytes=2,
-    )  # fmt: skip
+        groups=groups,
+        block_tokens=4,
+        layers_per_page=places,
+        kv_heads=oracle.spec.kv_heads,
+        head_dim=oracle.spec.head_dim,
+        element_bytes=2,
+    )
     limits = RunnerLimits(max_num_seqs=2, max_num_batched_tokens=64, max_model_len=100)
     runner = Runner(oracle.spec, weights, layout, limits, torch.device("cpu"))
     runner.back_kv(64)

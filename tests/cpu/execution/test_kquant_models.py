@@ -74,9 +74,13 @@ def write_model(oracle: Any, path: Path, file: str) -> dict[str, torch.Tensor]:
 def logits_after(spec: ModelSpec, weights: Weights, prompt: list[int]) -> torch.Tensor:
     groups, places = form_groups([layer.window for layer in spec.layers])
     layout = KVLayout(
-        groups=groups, block_tokens=16, layers_per_page=places, kv_heads=spec.kv_heads, head_dim=spec.head_dim,
+        groups=groups,
+        block_tokens=16,
+        layers_per_page=places,
+        kv_heads=spec.kv_heads,
+        head_dim=spec.head_dim,
         element_bytes=4,
-    )  # fmt: skip
+    )
     runner = Runner(
         spec, weights, layout, RunnerLimits(max_num_seqs=1, max_num_batched_tokens=64, max_model_len=64), CPU
     )

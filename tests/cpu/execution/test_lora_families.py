@@ -47,9 +47,13 @@ def answers(
     weights = load_weights(spec, checkpoint, dtype=torch.float32, device=CPU, expand=not compiled, compiled=compiled)
     groups, places = form_groups([layer.window for layer in spec.layers])
     layout = KVLayout(
-        groups=groups, block_tokens=32, layers_per_page=places, kv_heads=spec.kv_heads, head_dim=spec.head_dim,
+        groups=groups,
+        block_tokens=32,
+        layers_per_page=places,
+        kv_heads=spec.kv_heads,
+        head_dim=spec.head_dim,
         element_bytes=4,
-    )  # fmt: skip
+    )
     limits = RunnerLimits(max_num_seqs=4, max_num_batched_tokens=128, max_model_len=32, max_loras=2)
     runner = Runner(spec, weights, layout, limits, CPU, compiled=compiled, lora=LORA)
     runner.back_kv(1 + len(groups) * len(adapters))
@@ -87,9 +91,13 @@ def load(spec: ModelSpec, *folders: Path) -> list[AdapterRef]:
     ("architecture", "settings", "modules", "compiled"), FAMILIES, ids=[one[0] for one in FAMILIES]
 )
 def test_families_answer_as_merged_models(
-    architecture: str, settings: dict[str, Any], modules: tuple[str, ...], compiled: bool,
-    oracles: Callable[..., Any], tmp_path: Path,
-) -> None:  # fmt: skip
+    architecture: str,
+    settings: dict[str, Any],
+    modules: tuple[str, ...],
+    compiled: bool,
+    oracles: Callable[..., Any],
+    tmp_path: Path,
+) -> None:
     if compiled and not native.available():
         pytest.skip(f"no compiled kernels here: {native.why_not()}")
     oracle = oracles(architecture, num_hidden_layers=4, **settings)

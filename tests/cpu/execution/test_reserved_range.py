@@ -114,8 +114,10 @@ def test_backing_is_in_whole_granules_side_by_side_and_never_less() -> None:
     for nbytes in (1, GRANULE, GRANULE + 1, 7, 5 * GRANULE):
         one.back(nbytes)
     assert {at: size for at, (size, _) in driver.mapped.items()} == {
-        START: GRANULE, START + GRANULE: GRANULE, START + 2 * GRANULE: 3 * GRANULE
-    }  # fmt: skip
+        START: GRANULE,
+        START + GRANULE: GRANULE,
+        START + 2 * GRANULE: 3 * GRANULE,
+    }
     with pytest.raises(EngineError, match="shorter"):
         one.back(5 * GRANULE + 1)
     one.close()

@@ -52,9 +52,13 @@ def make_case(
 
 
 def exact(
-    query: torch.Tensor, keys: numpy.typing.NDArray[numpy.float64], values: numpy.typing.NDArray[numpy.float64],
-    start: int, window: int | None, scale: float,
-) -> numpy.typing.NDArray[numpy.float64]:  # fmt: skip
+    query: torch.Tensor,
+    keys: numpy.typing.NDArray[numpy.float64],
+    values: numpy.typing.NDArray[numpy.float64],
+    start: int,
+    window: int | None,
+    scale: float,
+) -> numpy.typing.NDArray[numpy.float64]:
     wanted = numpy.empty(query.shape)
     group = query.shape[1] // keys.shape[1]
     for token in range(len(query)):
@@ -68,9 +72,16 @@ def exact(
 
 
 def check(
-    ends: list[int], counts: list[int], *, heads: int = 6, kv_heads: int = 2, dim: int = 64, block: int = 16,
-    window: int | None = None, dtype: torch.dtype = torch.float32,
-) -> None:  # fmt: skip
+    ends: list[int],
+    counts: list[int],
+    *,
+    heads: int = 6,
+    kv_heads: int = 2,
+    dim: int = 64,
+    block: int = 16,
+    window: int | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> None:
     case = make_case(ends, counts, kv_heads=kv_heads, dim=dim, block=block, window=window, dtype=dtype)
     tokens = sum(counts)
     firsts = (numpy.cumsum(counts) - counts).astype(numpy.int32)
@@ -137,9 +148,13 @@ def test_a_row_does_not_depend_on_its_company_or_the_threads() -> None:
             torch.set_num_threads(threads)
             results.append(torch.empty(22, 6, 64))
             rows = native.AttentionRows(
-                case.tables, numpy.array(ends, numpy.int32), block_tokens=16, counts=numpy.array(counts, numpy.int32),
-                firsts=numpy.array([0, 1, 2], numpy.int32), slots=case.slots,
-            )  # fmt: skip
+                case.tables,
+                numpy.array(ends, numpy.int32),
+                block_tokens=16,
+                counts=numpy.array(counts, numpy.int32),
+                firsts=numpy.array([0, 1, 2], numpy.int32),
+                slots=case.slots,
+            )
             native.paged_attention(query, native.PoolPlace(case.pages, 1), rows, 0.125, results[-1])
     finally:
         torch.set_num_threads(before)
@@ -172,9 +187,13 @@ def test_a_prompt_cut_into_chunks_gives_the_same() -> None:
 
     def attend(first: int, last: int, out: torch.Tensor) -> None:
         rows = native.AttentionRows(
-            case.tables, numpy.array([last], numpy.int32), block_tokens=16, slots=case.slots,
-            counts=numpy.array([last - first], numpy.int32), firsts=numpy.array([first], numpy.int32),
-        )  # fmt: skip
+            case.tables,
+            numpy.array([last], numpy.int32),
+            block_tokens=16,
+            slots=case.slots,
+            counts=numpy.array([last - first], numpy.int32),
+            firsts=numpy.array([first], numpy.int32),
+        )
         native.paged_attention(query, native.PoolPlace(case.pages, 1), rows, 0.125, out)
 
     attend(0, 150, whole)

@@ -58,9 +58,14 @@ def make_step(counts: list[int], dtype: torch.dtype, mlp_tokens: int) -> Step:
 
 
 def by_parts(
-    step: Step, norms: tuple[torch.Tensor, torch.Tensor], qkv: list[native.BlockMatrix], o: native.BlockMatrix,
-    gate_up: list[native.BlockMatrix], down: native.BlockMatrix, place: int,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    step: Step,
+    norms: tuple[torch.Tensor, torch.Tensor],
+    qkv: list[native.BlockMatrix],
+    o: native.BlockMatrix,
+    gate_up: list[native.BlockMatrix],
+    down: native.BlockMatrix,
+    place: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
     stream, pages = step.buffers["stream"].clone(), step.pages.clone()
     tokens = len(stream)
     normed, fused, attended = torch.empty(tokens, HIDDEN), torch.empty(tokens, WIDTH), torch.empty(tokens, HIDDEN)
@@ -77,9 +82,15 @@ def by_parts(
     query, key, value = heads[:, :HEADS], heads[:, HEADS:-KV_HEADS], heads[:, -KV_HEADS:]
     lines = pages.view(-1, KV_WIDTH)
     native.rotate_and_store(
-        query, key, value, step.buffers["cos"], step.buffers["sin"], step.places,
-        lines[2 * place * BLOCK :], lines[(2 * place + 1) * BLOCK :],
-    )  # fmt: skip
+        query,
+        key,
+        value,
+        step.buffers["cos"],
+        step.buffers["sin"],
+        step.places,
+        lines[2 * place * BLOCK :],
+        lines[(2 * place + 1) * BLOCK :],
+    )
     pool = native.PoolPlace(pages, place)
     native.paged_attention(query, pool, step.rows, DIM**-0.5, attended.view(tokens, HEADS, DIM))
     o.add(attended, stream)
@@ -109,9 +120,18 @@ def test_a_layer_is_its_parts_in_order(dtype: torch.dtype, counts: list[int], pa
     o, down = matrix(HIDDEN, HIDDEN, 7), matrix(HIDDEN, INNER, 8)
     wanted, wanted_pages = by_parts(step, norms, qkv, o, gate_up, down, place=1)
     layer = native.DecoderLayer(
-        attention_norm=norms[0], qkv=qkv, o=o, mlp_norm=norms[1], gate_up=gate_up, down=down, heads=HEADS,
-        kv_heads=KV_HEADS, dim=DIM, epsilon=1e-5, scale=DIM**-0.5,
-    )  # fmt: skip
+        attention_norm=norms[0],
+        qkv=qkv,
+        o=o,
+        mlp_norm=norms[1],
+        gate_up=gate_up,
+        down=down,
+        heads=HEADS,
+        kv_heads=KV_HEADS,
+        dim=DIM,
+        epsilon=1e-5,
+        scale=DIM**-0.5,
+    )
     layer.run(native.DecoderStep(**step.buffers), step.places, native.PoolPlace(step.pages, 1), step.rows)
     assert torch.equal(step.buffers["stream"], wanted)
     assert torch.equal(step.pages, wanted_pages)

@@ -46,9 +46,13 @@ class Batch:
 
         await self.engine.start()
         self.runner = BatchRunner(
-            self._app, self.engine, append, urls=(CHAT, "/v1/completions"), on_answer=self.told.append,
+            self._app,
+            self.engine,
+            append,
+            urls=(CHAT, "/v1/completions"),
+            on_answer=self.told.append,
             on_lost=self.lost.append,
-        )  # fmt: skip
+        )
         await self.runner.run(iter(lines), concurrency)
         return {answer["custom_id"]: answer for answer in self.answers}
 

@@ -115,9 +115,13 @@ def command(server: Server, *flags: str) -> list[str]:
 
 def piped(server: Server, lines: str, *flags: str, environment: dict[str, str] | None = None) -> Any:
     return subprocess.run(
-        command(server, *flags), input=lines.encode(), capture_output=True, timeout=PATIENCE_S, check=False,
+        command(server, *flags),
+        input=lines.encode(),
+        capture_output=True,
+        timeout=PATIENCE_S,
+        check=False,
         env={**os.environ, **(environment or {})},
-    )  # fmt: skip
+    )
 
 
 def test_each_line_of_a_pipe_is_a_message(server: Server) -> None:
@@ -150,9 +154,12 @@ def test_in_a_pipe_a_failure_ends_it(server: Server, said: str, code: int, words
 
 def test_no_server_is_a_plain_error() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "holdfast", "chat", "--url", "http://127.0.0.1:9"], input=b"", capture_output=True,
-        timeout=PATIENCE_S, check=False,
-    )  # fmt: skip
+        [sys.executable, "-m", "holdfast", "chat", "--url", "http://127.0.0.1:9"],
+        input=b"",
+        capture_output=True,
+        timeout=PATIENCE_S,
+        check=False,
+    )
     assert done.returncode == 1
     assert b"cannot be reached" in done.stderr
     assert b"Traceback" not in done.stderr
@@ -177,9 +184,12 @@ def test_addresses_of_other_kinds() -> None:
 def test_a_url_needs_no_scheme(server: Server) -> None:
     address = server.url.removeprefix("http://")
     done = subprocess.run(
-        [sys.executable, "-m", "holdfast", "chat", "--url", address], input=b"one\n", capture_output=True,
-        timeout=PATIENCE_S, check=False,
-    )  # fmt: skip
+        [sys.executable, "-m", "holdfast", "chat", "--url", address],
+        input=b"one\n",
+        capture_output=True,
+        timeout=PATIENCE_S,
+        check=False,
+    )
     assert (done.returncode, done.stdout) == (0, b"1:one\n"), done.stderr
 
 
@@ -195,10 +205,14 @@ class Terminal:
     def __init__(self, arguments: list[str]) -> None:
         self._ours, theirs = pty.openpty()
         self.process = subprocess.Popen(
-            arguments, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True,
+            arguments,
+            stdin=theirs,
+            stdout=theirs,
+            stderr=theirs,
+            start_new_session=True,
             preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
             env={**os.environ, "NO_COLOR": "1", "TERM": "dumb"},
-        )  # fmt: skip
+        )
         os.close(theirs)
         self._seen = ""
 
@@ -309,9 +323,14 @@ def test_ctrl_c_twice_at_the_prompt_leaves(terminal: Terminal) -> None:
 
 def test_commands_and_failures_at_the_prompt(server: Server, terminal: Terminal) -> None:
     for typed, answer in [
-        ("/help", "/reset"), ("/nothing", "there is no command /nothing"), ("/system You are a cat.", "role set"),
-        ("refuse", "too long by far"), ("hi", "2:hi"), ("/reset", "forgotten"), ("again", "2:again"),
-    ]:  # fmt: skip
+        ("/help", "/reset"),
+        ("/nothing", "there is no command /nothing"),
+        ("/system You are a cat.", "role set"),
+        ("refuse", "too long by far"),
+        ("hi", "2:hi"),
+        ("/reset", "forgotten"),
+        ("again", "2:again"),
+    ]:
         terminal.type(typed + "\r")
         terminal.wait_for(answer)
         terminal.wait_for("> ")

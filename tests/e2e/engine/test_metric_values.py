@@ -25,8 +25,13 @@ def ask(server, **changes: object) -> dict:
 
 
 STEPS = ("vllm:iteration_tokens_total_count", "vllm:iteration_tokens_total_sum")
-PER_ANSWER = ("e2e_request_latency", "request_queue_time", "request_prefill_time", "request_decode_time",
-              "request_inference_time")  # fmt: skip
+PER_ANSWER = (
+    "e2e_request_latency",
+    "request_queue_time",
+    "request_prefill_time",
+    "request_decode_time",
+    "request_inference_time",
+)
 
 
 def test_values_after_known_traffic(server) -> None:

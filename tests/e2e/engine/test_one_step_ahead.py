@@ -32,9 +32,15 @@ Answers = dict[str, tuple[list[int], FinishReason | None]]
 @pytest.fixture(scope="module")
 def built(tiny_model):
     config = EngineConfig(
-        model=str(tiny_model), load_format="dummy", skip_tokenizer_init=True, threads=1, max_num_seqs=6,
-        max_num_batched_tokens=64, max_model_len=256, kv_cache_memory_bytes=4 << 20,
-    )  # fmt: skip
+        model=str(tiny_model),
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        threads=1,
+        max_num_seqs=6,
+        max_num_batched_tokens=64,
+        max_model_len=256,
+        kv_cache_memory_bytes=4 << 20,
+    )
     core, _ = build_core(config, find_model(config), lambda stage, done, total: None)
     yield core
     core.close()

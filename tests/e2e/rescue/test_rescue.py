@@ -45,9 +45,12 @@ def start(path_with_vllm: str) -> Iterator[Start]:
     def started(*words: str, options: tuple[str, ...] = (), **variables: str) -> subprocess.Popen[bytes]:
         process = subprocess.Popen(
             [sys.executable, "-m", "holdfast", "rescue", "--back-off", "0", *options, "--", *words],
-            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            env={**os.environ, "PATH": path_with_vllm, **variables}, start_new_session=True,
-        )  # fmt: skip
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env={**os.environ, "PATH": path_with_vllm, **variables},
+            start_new_session=True,
+        )
         running.append(process)
         return process
 
@@ -120,8 +123,16 @@ def test_what_is_surely_wrong_is_put_right_before_the_first_start_where_that_is_
 
 def test_restarts_are_bounded(start: Start) -> None:
     """One that never learns: each time it asks for a little less than it was given."""
-    process = start("vllm", "serve", MODEL, "--max-model-len", "131072", options=("--max-restarts", "2"),
-                    STAND_IN_HOLDS="16", STAND_IN_LEARNS="0")  # fmt: skip
+    process = start(
+        "vllm",
+        "serve",
+        MODEL,
+        "--max-model-len",
+        "131072",
+        options=("--max-restarts", "2"),
+        STAND_IN_HOLDS="16",
+        STAND_IN_LEARNS="0",
+    )
     code, out, err = _ended(process)
     assert code == 1
     assert out.count("stand-in:") == 3
@@ -130,8 +141,10 @@ def test_restarts_are_bounded(start: Start) -> None:
 
 
 def test_a_crash_while_serving_is_told_apart_and_needs_the_opposite_move(start: Start, port: int) -> None:
-    process = start(*f"vllm serve {MODEL} --max-model-len 8192 --gpu-memory-utilization 0.95 --port {port}".split(),
-                    STAND_IN_CRASH="1")  # fmt: skip
+    process = start(
+        *f"vllm serve {MODEL} --max-model-len 8192 --gpu-memory-utilization 0.95 --port {port}".split(),
+        STAND_IN_CRASH="1",
+    )
     said = _said_until(process, "it serves with: ")
     assert "it died while serving: exit code 1" in said
     assert "the command to keep" not in said
@@ -143,8 +156,11 @@ def test_a_crash_while_serving_is_told_apart_and_needs_the_opposite_move(start: 
 
 @pytest.mark.long
 def test_a_server_that_hangs_is_ended_and_started_again(start: Start, port: int) -> None:
-    process = start(*f"vllm serve {MODEL} --max-model-len 8192 --port {port}".split(), STAND_IN_HANG="1",
-                    options=("--hung-after", "1", "--max-restarts", "1"))  # fmt: skip
+    process = start(
+        *f"vllm serve {MODEL} --max-model-len 8192 --port {port}".split(),
+        STAND_IN_HANG="1",
+        options=("--hung-after", "1", "--max-restarts", "1"),
+    )
     code, out, err = _ended(process)
     assert code == 128 + signal.SIGTERM
     assert out.count("stand-in:") == 2
@@ -214,8 +230,11 @@ def test_a_program_sees_a_terminal_where_we_have_one() -> None:
     program = "test -t 0 && test -t 1 && test -t 2 && echo all; read a; echo $a"
     process = subprocess.Popen(
         [sys.executable, "-m", "holdfast", "rescue", "--", "sh", "-c", program],
-        stdin=slave, stdout=slave, stderr=slave, start_new_session=True,
-    )  # fmt: skip
+        stdin=slave,
+        stdout=slave,
+        stderr=slave,
+        start_new_session=True,
+    )
     os.close(slave)
     until = time.monotonic() + PATIENCE_S
 
@@ -238,8 +257,11 @@ def test_ctrl_c_is_the_servers_affair(path_with_vllm: str, port: int) -> None:
     command = f"vllm serve {MODEL} --max-model-len 8192 --port {port}".split()
     process = subprocess.Popen(
         ["setsid", "--ctty", sys.executable, "-m", "holdfast", "rescue", "--", *command],
-        stdin=slave, stdout=slave, stderr=slave, env={**os.environ, "PATH": path_with_vllm},
-    )  # fmt: skip
+        stdin=slave,
+        stdout=slave,
+        stderr=slave,
+        env={**os.environ, "PATH": path_with_vllm},
+    )
     os.close(slave)
     said, typed, until = b"", False, time.monotonic() + PATIENCE_S
     while True:

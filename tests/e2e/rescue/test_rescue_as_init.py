@@ -103,8 +103,9 @@ def test_output_that_cannot_be_written_ends_nothing(start: Start) -> None:
     """A full disk. The server serves, and ends when it is told to."""
     port = free_port()
     with open("/dev/full", "wb") as full:
-        process = start(*RESCUE, "--", *f"vllm serve {MODEL} --max-model-len 8192 --port {port}".split(),
-                        stdout=full.fileno())  # fmt: skip
+        process = start(
+            *RESCUE, "--", *f"vllm serve {MODEL} --max-model-len 8192 --port {port}".split(), stdout=full.fileno()
+        )
         said = _until(process.stderr, b"it serves")
         assert b"its output cannot be written on (No space left on device)" in said
         assert urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=PATIENCE_S).status == 200

@@ -144,8 +144,14 @@ def test_members_of_events(http):
     for event in events(http, "/v1/completions", prompt="abc", echo=True):
         assert set(event) == chunk
         assert set(event["choices"][0]) == {
-            "index", "text", "logprobs", "finish_reason", "stop_reason", "prompt_token_ids", "token_ids",
-        }  # fmt: skip
+            "index",
+            "text",
+            "logprobs",
+            "finish_reason",
+            "stop_reason",
+            "prompt_token_ids",
+            "token_ids",
+        }
 
 
 def test_an_answer_bears_the_models_first_name(http):

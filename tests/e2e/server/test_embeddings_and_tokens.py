@@ -134,8 +134,10 @@ def test_what_cannot_be_tokenized(http, path, body, param):
 
 def test_unknown_models(http):
     for path, body in (
-        ("/tokenize", {"prompt": "a"}), ("/detokenize", {"tokens": [1]}), ("/v1/embeddings", {"input": "a"}),
-    ):  # fmt: skip
+        ("/tokenize", {"prompt": "a"}),
+        ("/detokenize", {"tokens": [1]}),
+        ("/v1/embeddings", {"input": "a"}),
+    ):
         response = http.post(path, json={**body, "model": "another"})
         assert (response.status_code, response.json()["error"]["code"]) == (404, "model_not_found")
 

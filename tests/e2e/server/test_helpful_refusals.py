@@ -82,8 +82,12 @@ def test_without_a_tokenizer_ids_are_the_answer(launch):
         ended = http.post(COMPLETION, json={"prompt": [97, 98], "stop_token_ids": [98]}).json()["choices"][0]
         assert (ended["token_ids"], ended["stop_reason"]) == ([97, 98], 98)
         refused = {
-            "stop": "x", "echo": True, "logprobs": 1, "include_stop_str_in_output": True, "return_token_ids": False,
-        }  # fmt: skip
+            "stop": "x",
+            "echo": True,
+            "logprobs": 1,
+            "include_stop_str_in_output": True,
+            "return_token_ids": False,
+        }
         for name, value in refused.items():
             response = http.post(COMPLETION, json={"prompt": [97], name: value})
             assert (response.status_code, response.json()["error"]["param"]) == (400, name)

@@ -39,11 +39,31 @@ def folder(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
 @pytest.fixture(scope="module")
 def server(folder: Path, module_server: Callable[..., Any]) -> Any:
     return module_server(
-        str(folder / "model"), "--tokenizer", "smollm2", "--threads", "1", "--dtype", "float32", "--device", "cpu",
-        "--kv-cache-memory-bytes", "16MiB", "--served-model-name", "tiny", "--max-model-len", "512",
-        "--enable-lora", "--max-loras", "2", "--lora-modules", f"sql={folder / 'sql'}",
-        "--lora-folders", str(folder / "allowed"), "--api-key", "secret",
-    ).wait_ready()  # fmt: skip
+        str(folder / "model"),
+        "--tokenizer",
+        "smollm2",
+        "--threads",
+        "1",
+        "--dtype",
+        "float32",
+        "--device",
+        "cpu",
+        "--kv-cache-memory-bytes",
+        "16MiB",
+        "--served-model-name",
+        "tiny",
+        "--max-model-len",
+        "512",
+        "--enable-lora",
+        "--max-loras",
+        "2",
+        "--lora-modules",
+        f"sql={folder / 'sql'}",
+        "--lora-folders",
+        str(folder / "allowed"),
+        "--api-key",
+        "secret",
+    ).wait_ready()
 
 
 def post(server: Any, path: str, **body: Any) -> httpx.Response:
@@ -123,9 +143,17 @@ def test_no_way_out_of_the_allowed_folders(server: Any, folder: Path) -> None:
     (allowed / "linked-file" / "adapter_model.safetensors").unlink()
     (allowed / "linked-file" / "adapter_model.safetensors").symlink_to(outside / "adapter_model.safetensors")
     for path in (
-        outside, allowed / ".." / "outside" / "law", allowed / "link", allowed / "linked-file", "/etc", "/nowhere", ".",
-        "\0", "~", "//" + str(outside),
-    ):  # fmt: skip
+        outside,
+        allowed / ".." / "outside" / "law",
+        allowed / "link",
+        allowed / "linked-file",
+        "/etc",
+        "/nowhere",
+        ".",
+        "\0",
+        "~",
+        "//" + str(outside),
+    ):
         answer = load(server, "evil", path)
         assert answer.status_code == 400, path
         assert answer.json()["error"]["holdfast"]["code"] == "HF371"

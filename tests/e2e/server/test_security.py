@@ -261,6 +261,10 @@ def test_a_template_of_a_client_ends(template):
 
     with pytest.raises(RequestError):
         compile_template(template).render(
-            [{"role": "user", "content": "hi"}], tools=None, documents=None, add_generation_prompt=True,
-            continue_final_message=False, variables={},
-        )  # fmt: skip
+            [{"role": "user", "content": "hi"}],
+            tools=None,
+            documents=None,
+            add_generation_prompt=True,
+            continue_final_message=False,
+            variables={},
+        )

@@ -201,8 +201,13 @@ async def test_pieces_make_the_whole() -> None:
     assert told.listed is not None
     listed = json.loads(b"".join(told.listed.behind()))
     assert len(listed) == 702
-    assert listed[:2] == [None, {"7": {"logprob": -9999.0, "rank": 9, "decoded_token": "é\n"},
-                                 "8": {"logprob": -0.5, "rank": 1, "decoded_token": "b"}}]  # fmt: skip
+    assert listed[:2] == [
+        None,
+        {
+            "7": {"logprob": -9999.0, "rank": 9, "decoded_token": "é\n"},
+            "8": {"logprob": -0.5, "rank": 1, "decoded_token": "b"},
+        },
+    ]
     answer = CompletionLogprobs()
     answer.add([{5: Logprob(-2.0, 1, "end")}])
     shown = json.loads(b"".join(answer.behind(told.echoed)))

@@ -34,8 +34,11 @@ SMALL: dict[str, Any] = {
 QWEN: dict[str, Any] = {**SMALL, "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
 LLAMA: dict[str, Any] = {**SMALL, "architectures": ["LlamaForCausalLM"], "model_type": "llama"}
 MIXTRAL: dict[str, Any] = {
-    **SMALL, "architectures": ["MixtralForCausalLM"], "num_local_experts": 4, "num_experts_per_tok": 2,
-}  # fmt: skip
+    **SMALL,
+    "architectures": ["MixtralForCausalLM"],
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128}
 BY_FAMILY = {
     describe_config(entry.config).family: entry.name
@@ -117,9 +120,16 @@ def test_every_family_agrees_with_its_own_weights(name: str) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["qwen2.5-0.5b-awq", "qwen2.5-7b-gptq-int4", "llama-3.1-8b-fp8", "llama-3.1-8b-int8", "llama-3.1-8b-w4a16",
-     "qwen3-30b-a3b-fp8", "gpt-oss-20b"],
-)  # fmt: skip
+    [
+        "qwen2.5-0.5b-awq",
+        "qwen2.5-7b-gptq-int4",
+        "llama-3.1-8b-fp8",
+        "llama-3.1-8b-int8",
+        "llama-3.1-8b-w4a16",
+        "qwen3-30b-a3b-fp8",
+        "gpt-oss-20b",
+    ],
+)
 def test_every_quantization_agrees_with_its_own_weights(name: str) -> None:
     spec = describe_config(catalogue.find(name).config)
     assert require_agreement(spec, checkpoint(spec)) == ()

@@ -207,14 +207,16 @@ KEYS = st.builds(
 )
 TENSORS = st.builds(
     lambda name, dimensions, kind, offset: (
-        name + struct.pack("<I", len(dimensions)) + struct.pack(f"<{len(dimensions)}Q", *dimensions)
+        name
+        + struct.pack("<I", len(dimensions))
+        + struct.pack(f"<{len(dimensions)}Q", *dimensions)
         + struct.pack("<IQ", kind, offset)
     ),
     STRINGS,
     st.lists(HOSTILE_NUMBERS, max_size=5),
     st.integers(0, 45),
     HOSTILE_NUMBERS,
-)  # fmt: skip
+)
 
 
 def build_gguf(keys: list[bytes], tensors: list[bytes], counts: tuple[int | None, int | None], tail: int) -> bytes:

@@ -36,8 +36,11 @@ def resumed(folder: Path, model: str = "model") -> list[int]:
 
 def test_lines_are_numbered_as_editors_do_and_empty_ones_are_not_asked(lines) -> None:
     assert [(line.number, line.text) for line in lines] == [
-        (1, b'{"a":1}'), (3, b'{"a":2}'), (5, b'{"a":1}'), (6, b'{"a":3}'),
-    ]  # fmt: skip
+        (1, b'{"a":1}'),
+        (3, b'{"a":2}'),
+        (5, b'{"a":1}'),
+        (6, b'{"a":3}'),
+    ]
     # The same words twice are two lines: the number tells them apart.
     assert lines[0].digest == lines[2].digest
     assert len({line.answer_id for line in lines}) == 4
@@ -74,9 +77,13 @@ def test_what_is_not_of_this_batch_is_left_alone(tmp_path, lines, case) -> None:
     beyond = files.InputLine(7, lines[0].digest, None)
     absurd = files.InputLine(10**17, lines[0].digest, None)
     content = {
-        "words": b"my diary\n", "another line": answer(changed), "another model": answer(lines[0]),
-        "twice": answer(lines[0]) * 2, "beyond": answer(beyond), "absurd": answer(absurd),
-    }[case]  # fmt: skip
+        "words": b"my diary\n",
+        "another line": answer(changed),
+        "another model": answer(lines[0]),
+        "twice": answer(lines[0]) * 2,
+        "beyond": answer(beyond),
+        "absurd": answer(absurd),
+    }[case]
     (tmp_path / "out.jsonl").write_bytes(content + b"torn")
     with pytest.raises(ConfigurationError) as refused:
         resumed(tmp_path, model="another" if case == "another model" else "model")
@@ -99,8 +106,12 @@ def test_an_endless_line_is_not_kept(tmp_path, monkeypatch) -> None:
     (tmp_path / "in.jsonl").write_bytes(b"a" * 64 + b"\n" + b"b" * 1000 + b"\n" + b"b" * 1001 + b"\nc\n" + b"d" * 63)
     lines = list(read_lines(tmp_path / "in.jsonl", "model"))
     assert [(line.number, line.text) for line in lines] == [
-        (1, None), (2, None), (3, None), (4, b"c"), (5, b"d" * 63),
-    ]  # fmt: skip
+        (1, None),
+        (2, None),
+        (3, None),
+        (4, b"c"),
+        (5, b"d" * 63),
+    ]
     assert lines[1].digest != lines[2].digest
 
 

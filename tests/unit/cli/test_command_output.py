@@ -51,8 +51,11 @@ def test_a_full_disk_is_said() -> None:
     with open("/dev/full", "w") as full:
         done = subprocess.run(
             [sys.executable, "-m", "holdfast", "plan", "llama-3.1-8b", "--gpu", "rtx4090"],
-            stdout=full, stderr=subprocess.PIPE, check=False, timeout=120,
-        )  # fmt: skip
+            stdout=full,
+            stderr=subprocess.PIPE,
+            check=False,
+            timeout=120,
+        )
     assert done.returncode == 70
     assert b"[HF001]" in done.stderr
     assert b"Traceback" not in done.stderr

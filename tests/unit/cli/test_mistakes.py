@@ -111,9 +111,13 @@ def test_an_empty_folder_says_what_to_do(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "words",
-    [("plan", "--json", "--bogus", "x"), ("plan", "--json", "--gpu"), ("explain", "HF999", "--json"),
-     ("ps", "not an address", "--json")],
-)  # fmt: skip
+    [
+        ("plan", "--json", "--bogus", "x"),
+        ("plan", "--json", "--gpu"),
+        ("explain", "HF999", "--json"),
+        ("ps", "not an address", "--json"),
+    ],
+)
 def test_a_mistake_in_the_words_is_json_where_json_was_asked_for(
     capsys: pytest.CaptureFixture[str], words: tuple[str, ...]
 ) -> None:
@@ -138,8 +142,10 @@ def test_a_flag_that_nothing_is_near_to_is_not_guessed(capsys: pytest.CaptureFix
 def test_bars_for_a_reader_of_ascii(encoding: str) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "holdfast", "plan", "llama-3.1-8b", "--gpu", "rtx4090"],
-        capture_output=True, timeout=120, env={**os.environ, "PYTHONIOENCODING": encoding},
-    )  # fmt: skip
+        capture_output=True,
+        timeout=120,
+        env={**os.environ, "PYTHONIOENCODING": encoding},
+    )
     assert done.returncode == 0, done.stderr
     drawn = done.stdout.decode(encoding)
     assert "[####" in drawn

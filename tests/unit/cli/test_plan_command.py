@@ -65,11 +65,43 @@ def test_a_table_for_people(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_every_setting_reaches_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
     code, found = planned(
-        capsys, "llama-3.1-8b", "--gpu", "h100-80x4", "-tp", "2", "-pp", "2", "--max-num-seqs", "32",
-        "--max-num-batched-tokens", "4096", "--kv-cache-dtype", "fp8_e4m3", "--gpu-memory-utilization", "0.8",
-        "--quantization", "awq", "--max-loras", "4", "--max-lora-rank", "64", "--block-size", "32", "--dtype", "half",
-        "--concurrency", "16", "--prompt", "2k", "--output", "500", "--ram", "64GiB", "--nvme", "1TB",
-    )  # fmt: skip
+        capsys,
+        "llama-3.1-8b",
+        "--gpu",
+        "h100-80x4",
+        "-tp",
+        "2",
+        "-pp",
+        "2",
+        "--max-num-seqs",
+        "32",
+        "--max-num-batched-tokens",
+        "4096",
+        "--kv-cache-dtype",
+        "fp8_e4m3",
+        "--gpu-memory-utilization",
+        "0.8",
+        "--quantization",
+        "awq",
+        "--max-loras",
+        "4",
+        "--max-lora-rank",
+        "64",
+        "--block-size",
+        "32",
+        "--dtype",
+        "half",
+        "--concurrency",
+        "16",
+        "--prompt",
+        "2k",
+        "--output",
+        "500",
+        "--ram",
+        "64GiB",
+        "--nvme",
+        "1TB",
+    )
     assert code == 0
     settings = found["settings"]
     assert (settings["tensor_parallel_size"], settings["pipeline_parallel_size"]) == (2, 2)
@@ -209,8 +241,10 @@ def test_an_unknown_flag_names_the_nearest(capsys: pytest.CaptureFixture[str]) -
 def test_a_plan_needs_neither_torch_nor_numpy_nor_the_hubs_client() -> None:
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT_TORCH, "llama-3.1-8b", "--gpu", "rtx4090"],
-        capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert done.returncode == 0, done.stderr
     assert "weights" in done.stdout
 

@@ -23,10 +23,23 @@ def read(*words: str) -> tuple[object, object]:
 
 def test_the_founding_command_line() -> None:
     engine, server = read(
-        "some/model", "--port", "9000", "--gpu-memory-utilization", "0.85", "--max-model-len", "8192", "--api-key", "k",
-        "--served-model-name", "a", "b", "--enable-prefix-caching", "--tensor-parallel-size", "1",
+        "some/model",
+        "--port",
+        "9000",
+        "--gpu-memory-utilization",
+        "0.85",
+        "--max-model-len",
+        "8192",
+        "--api-key",
+        "k",
+        "--served-model-name",
+        "a",
+        "b",
+        "--enable-prefix-caching",
+        "--tensor-parallel-size",
+        "1",
         "--disable-log-stats=false",
-    )  # fmt: skip
+    )
     assert (engine.model, engine.gpu_memory_utilization, engine.max_model_len) == ("some/model", 0.85, 8192)
     assert (server.port, server.api_key, server.served_model_name) == (9000, ("k",), ("a", "b"))
     assert server.disable_log_stats is False
@@ -108,8 +121,11 @@ def test_defaults_come_from_the_model_a_folder_or_the_command(tmp_path: Path) ->
     assert found(generation_config="vllm") == {}
     assert found(generation_config=str(tmp_path)) == {"top_p": 0.5, "repetition_penalty": 1.1}
     assert found(override_generation_config='{"temperature": 0.1, "min_p": 0.2}') == {
-        "temperature": 0.1, "top_k": 20, "max_tokens": 64, "min_p": 0.2,
-    }  # fmt: skip
+        "temperature": 0.1,
+        "top_k": 20,
+        "max_tokens": 64,
+        "min_p": 0.2,
+    }
     engine, _ = read("--override-generation-config", '{"top_k": 5}', "--generation-config", str(tmp_path))
     assert isinstance(engine, EngineConfig)
     assert default_sampling(engine, own) == {"top_p": 0.5, "repetition_penalty": 1.1, "top_k": 5}

@@ -31,8 +31,10 @@ def test_flags_become_keywords(written: str, shown: str) -> None:
         raise ConfigurationError("--max-model-len 7 will not do", needed="--dtype float32 and more", fix=written)
     error = caught.value
     assert (error.message, error.needed, error.fix) == (
-        "max_model_len=7 will not do", 'dtype="float32" and more', shown,
-    )  # fmt: skip
+        "max_model_len=7 will not do",
+        'dtype="float32" and more',
+        shown,
+    )
     assert str(error).startswith("max_model_len=7 will not do [HF100]")
     assert error.args == (error.message,)
 

@@ -98,11 +98,28 @@ def test_every_flag_whose_feature_is_not_there_says_why() -> None:
 def test_no_such_flag_takes_the_model_for_its_value() -> None:
     """And those that ask for what is done anyway leave a command as it is for both servers."""
     engine = read(
-        "--runner", "generate", "--task", "generate", "--max-logprobs", "20", "--async-scheduling", "--swap-space",
-        "0.0", "--no-enable-log-requests", "--guided-decoding-backend", "guidance", "--no-trust-remote-code",
-        "--no-async-scheduling", "--no-enable-expert-parallel", "--enable-prefix-caching=FALSE", "--max-model-len",
-        "-1", "--limit-mm-per-prompt", '{"image": 0}', "some/model",
-    )[0]  # fmt: skip
+        "--runner",
+        "generate",
+        "--task",
+        "generate",
+        "--max-logprobs",
+        "20",
+        "--async-scheduling",
+        "--swap-space",
+        "0.0",
+        "--no-enable-log-requests",
+        "--guided-decoding-backend",
+        "guidance",
+        "--no-trust-remote-code",
+        "--no-async-scheduling",
+        "--no-enable-expert-parallel",
+        "--enable-prefix-caching=FALSE",
+        "--max-model-len",
+        "-1",
+        "--limit-mm-per-prompt",
+        '{"image": 0}',
+        "some/model",
+    )[0]
     assert (engine.model, engine.enable_prefix_caching, engine.max_model_len) == ("some/model", False, None)
 
 
@@ -117,8 +134,21 @@ def test_a_flag_with_several_words_does_not_swallow_the_model(flag: str, tmp_pat
 
 
 def test_all_that_is_refused_is_said_at_once(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--max_model_len", "64", "--swap_space=4", "-tp2", "-O3", "--compilation-config.level", "3", "--max-len",
-             "3", "--allowed-local-media-path", "/x", "--logprobs-mode", "processed_logits"]  # fmt: skip
+    words = [
+        "--max_model_len",
+        "64",
+        "--swap_space=4",
+        "-tp2",
+        "-O3",
+        "--compilation-config.level",
+        "3",
+        "--max-len",
+        "3",
+        "--allowed-local-media-path",
+        "/x",
+        "--logprobs-mode",
+        "processed_logits",
+    ]
     assert main(["serve", *words]) == 2
     said = capsys.readouterr().err
     for flag in ("--swap-space", "--compilation-config", "--allowed-local-media-path", "--logprobs-mode"):

@@ -112,10 +112,15 @@ def test_people_are_not_named(name: str, text: str) -> None:
 
 @pytest.mark.parametrize(
     "packed",
-    [lambda text: text.encode(), lambda text: gzip.compress(text.encode()), lambda text: text.encode("utf-16"),
-     lambda text: text.encode("utf-16-le"), lambda text: text.replace("\n", "\r\n").encode("utf-8-sig")],
+    [
+        lambda text: text.encode(),
+        lambda text: gzip.compress(text.encode()),
+        lambda text: text.encode("utf-16"),
+        lambda text: text.encode("utf-16-le"),
+        lambda text: text.replace("\n", "\r\n").encode("utf-8-sig"),
+    ],
     ids=["plain", "gz", "utf-16", "utf-16 without its mark", "windows"],
-)  # fmt: skip
+)
 def test_a_log_however_it_is_written(packed: Callable[[str], bytes], tmp_path: Path) -> None:
     text, secrets = _whole_log(7)
     log = tmp_path / "server.log"

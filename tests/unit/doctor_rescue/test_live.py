@@ -132,18 +132,26 @@ def _over(seconds: float, pages: list[str]) -> Looked:
 
 def _queue(step_s: float, *, ended: int) -> Looked:
     """64 run and 86 wait with KV nearly empty; a token of each takes `step_s`. KV holds 65,536 tokens."""
-    return _over(10, [
-        "\n".join([
-            "vllm:num_requests_running 64", "vllm:num_requests_waiting 86",
-            f"vllm:kv_cache_usage_perc {0.01 + at / 500}",
-            f"vllm:inter_token_latency_seconds_sum {at * 640 * step_s}",
-            f"vllm:inter_token_latency_seconds_count {at * 640}",
-            f"vllm:generation_tokens_total {at * 640}", f"vllm:request_generation_tokens_count {ended}",
-            f"vllm:request_generation_tokens_sum {ended * 500}", f"vllm:request_prompt_tokens_sum {ended * 100}",
-            'vllm:cache_config_info{block_size="16",num_gpu_blocks="4096"} 1.0',
-        ])
-        for at in range(5)
-    ])  # fmt: skip
+    return _over(
+        10,
+        [
+            "\n".join(
+                [
+                    "vllm:num_requests_running 64",
+                    "vllm:num_requests_waiting 86",
+                    f"vllm:kv_cache_usage_perc {0.01 + at / 500}",
+                    f"vllm:inter_token_latency_seconds_sum {at * 640 * step_s}",
+                    f"vllm:inter_token_latency_seconds_count {at * 640}",
+                    f"vllm:generation_tokens_total {at * 640}",
+                    f"vllm:request_generation_tokens_count {ended}",
+                    f"vllm:request_generation_tokens_sum {ended * 500}",
+                    f"vllm:request_prompt_tokens_sum {ended * 100}",
+                    'vllm:cache_config_info{block_size="16",num_gpu_blocks="4096"} 1.0',
+                ]
+            )
+            for at in range(5)
+        ],
+    )
 
 
 def test_a_queue_beside_an_empty_cache_is_the_limit_and_its_number_comes_from_whole_requests() -> None:
@@ -168,18 +176,24 @@ def test_a_machine_that_computes_all_it_can_is_told_no_larger_limit() -> None:
 
 
 def _llama(decodes: list[int], waiting: int = 0) -> Looked:
-    return _over(10, [
-        f"llamacpp:requests_processing 1\nllamacpp:requests_deferred {waiting}\nllamacpp:tokens_predicted_total 7\n"
-        f"llamacpp:n_decode_total {count}"
-        for count in decodes
-    ])  # fmt: skip
+    return _over(
+        10,
+        [
+            f"llamacpp:requests_processing 1\nllamacpp:requests_deferred {waiting}\nllamacpp:tokens_predicted_total 7\n"
+            f"llamacpp:n_decode_total {count}"
+            for count in decodes
+        ],
+    )
 
 
 def _sglang(**figures: list[float]) -> Looked:
-    return _over(10, [
-        "\n".join(f"sglang:{name} {values[at]}" for name, values in figures.items())
-        for at in range(len(next(iter(figures.values()))))
-    ])  # fmt: skip
+    return _over(
+        10,
+        [
+            "\n".join(f"sglang:{name} {values[at]}" for name, values in figures.items())
+            for at in range(len(next(iter(figures.values()))))
+        ],
+    )
 
 
 @pytest.mark.parametrize(
@@ -212,12 +226,15 @@ def test_what_moves_is_well_and_what_does_not_is_named(looked: Looked, causes: l
 
 def test_slower_tokens_beside_many_others_are_load() -> None:
     def looked(running: int, share: float) -> Looked:
-        return _over(10, [
-            f"vllm:num_requests_running {running}\nvllm:kv_cache_usage_perc {share}\n"
-            f"vllm:inter_token_latency_seconds_sum {100 + 40 * at}\n"
-            f"vllm:inter_token_latency_seconds_count {10_000 + 200 * at}\nvllm:generation_tokens_total {at}"
-            for at in range(3)
-        ])  # fmt: skip
+        return _over(
+            10,
+            [
+                f"vllm:num_requests_running {running}\nvllm:kv_cache_usage_perc {share}\n"
+                f"vllm:inter_token_latency_seconds_sum {100 + 40 * at}\n"
+                f"vllm:inter_token_latency_seconds_count {10_000 + 200 * at}\nvllm:generation_tokens_total {at}"
+                for at in range(3)
+            ],
+        )
 
     assert findings_of(looked(64, 0.3)) == []
     assert [one.cause for one in findings_of(looked(64, 0.9))] == ["throughput_decay"]
@@ -316,8 +333,10 @@ def test_a_server_that_does_not_serve_is_told_as_it_says(pages: dict[str, Page],
 @pytest.mark.parametrize(("key", "what"), [(None, "none was given"), ("wrong", "is not one of its keys")])
 def test_a_key_that_is_missing_or_wrong_is_said(key: str | None, what: str) -> None:
     closed: dict[str, Page | Callable[[int], Page]] = {
-        "/health": (200, ""), "/v1/models": (401, ""), "/metrics": (401, ""),
-    }  # fmt: skip
+        "/health": (200, ""),
+        "/v1/models": (401, ""),
+        "/metrics": (401, ""),
+    }
     with stand_in(closed) as url:
         found = examine(url, seconds=2, key=key, sleep=lambda seconds: None)
         with_metrics = {**closed, "/metrics": (200, "vllm:num_requests_running 0")}

@@ -36,9 +36,13 @@ def _gpu(index: int, free: int = 23 * GIB, *processes: GpuProcess) -> NvidiaGpu:
 def _facts(*gpus: NvidiaGpu, **changes: object) -> MachineFacts:
     machine = NvidiaMachine(gpus=gpus, driver="550.1", cuda=(12, 4))
     facts = MachineFacts(
-        nvidia=machine, every=machine, cores=8, shm_bytes=8 * GIB, shm_free_bytes=8 * GIB,
+        nvidia=machine,
+        every=machine,
+        cores=8,
+        shm_bytes=8 * GIB,
+        shm_free_bytes=8 * GIB,
         memory=Memory(total_bytes=64 * GIB, available_bytes=60 * GIB, limited_by="machine"),
-    )  # fmt: skip
+    )
     return replace(facts, **changes)  # type: ignore[arg-type]
 
 

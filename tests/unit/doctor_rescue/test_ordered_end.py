@@ -16,9 +16,7 @@ ENDED = (
 )
 
 
-@pytest.mark.parametrize(
-    ("text", "ended"), [(SERVED, False), (SERVED + ENDED, True), (SERVED + ENDED + SERVED, False)]
-)  # fmt: skip
+@pytest.mark.parametrize(("text", "ended"), [(SERVED, False), (SERVED + ENDED, True), (SERVED + ENDED + SERVED, False)])
 def test_a_server_that_was_stopped_in_order_is_said_not_to_serve(text: str, ended: bool) -> None:
     found = diagnose_lines(text.splitlines(), "log")
     assert found.healthy

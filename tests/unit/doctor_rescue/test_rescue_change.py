@@ -14,10 +14,17 @@ VLLM = ["vllm", "serve", "some/model", "--max-model-len", "32768", "--port", "90
 
 def _finding(*fixes: Fix, confidence: str = "high", **numbers: float) -> Finding:
     return Finding(
-        code="HFD01", root_cause="kv_blowout", cause="kv_cache_too_small_for_max_len", confidence=confidence,  # type: ignore[arg-type]
-        what="", evidence=[], why="", fix=fixes[0] if fixes else None, alternatives=list(fixes[1:]),
+        code="HFD01",
+        root_cause="kv_blowout",
+        cause="kv_cache_too_small_for_max_len",
+        confidence=confidence,  # type: ignore[arg-type]
+        what="",
+        evidence=[],
+        why="",
+        fix=fixes[0] if fixes else None,
+        alternatives=list(fixes[1:]),
         numbers=numbers,
-    )  # fmt: skip
+    )
 
 
 def _chosen(words: list[str], *fixes: Fix, keep: tuple[str, ...] = (), confidence: str = "high") -> str | None:

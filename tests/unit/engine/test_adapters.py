@@ -97,10 +97,20 @@ def test_only_folders_allowed_at_start(adapters: Adapters, save: Save, tmp_path:
     loop = tmp_path / "allowed" / "loop"
     loop.symlink_to(loop)
     for path in (
-        outside, good / ".." / ".." / "outside" / "secret", tmp_path / "allowed" / "link",
+        outside,
+        good / ".." / ".." / "outside" / "secret",
+        tmp_path / "allowed" / "link",
         tmp_path / "allowed-too" / "good",
-        "/etc", "/no/such/folder", "outside/secret", "", "\0", "a" * 100_000, loop, "/proc/self/cwd", "~root",
-    ):  # fmt: skip
+        "/etc",
+        "/no/such/folder",
+        "outside/secret",
+        "",
+        "\0",
+        "a" * 100_000,
+        loop,
+        "/proc/self/cwd",
+        "~root",
+    ):
         error = refused(adapters, path, code="HF371")
         assert str(tmp_path) not in str(error)  # Nor whether there is something.
 
@@ -267,8 +277,11 @@ def test_modules_named_at_start(adapters: Adapters, save: Save, tmp_path: Path) 
     for wrong in ("sql", "=x", "sql=", "{", "{}", '{"name": 1, "path": "x"}', '{"name": "a", "path": "b", "c": "d"}'):
         with pytest.raises(ConfigurationError, match="will not do"):
             read_module(wrong)
-    for wrong in (f"tiny={folder}", json.dumps({"name": "a", "path": str(folder), "base_model_name": "other"}),
-                  f"a={tmp_path}/nothing"):  # fmt: skip
+    for wrong in (
+        f"tiny={folder}",
+        json.dumps({"name": "a", "path": str(folder), "base_model_name": "other"}),
+        f"a={tmp_path}/nothing",
+    ):
         with pytest.raises(ConfigurationError, match="--lora-modules"):
             load_modules(adapters, [wrong], ["tiny"])
 

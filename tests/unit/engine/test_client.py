@@ -36,10 +36,21 @@ from holdfast.records import (
 )
 
 INFO = EngineInfo(
-    model="tiny", device="none", dtype="none", kv_dtype="none", block_size=16, blocks=10, max_model_len=100,
-    max_num_seqs=4, max_num_batched_tokens=64, prefix_caching=True, parameters=0, weights_bytes=0, kv_pool_bytes=0,
+    model="tiny",
+    device="none",
+    dtype="none",
+    kv_dtype="none",
+    block_size=16,
+    blocks=10,
+    max_model_len=100,
+    max_num_seqs=4,
+    max_num_batched_tokens=64,
+    prefix_caching=True,
+    parameters=0,
+    weights_bytes=0,
+    kv_pool_bytes=0,
     attention_backend="none",
-)  # fmt: skip
+)
 
 
 class PretendedChild:

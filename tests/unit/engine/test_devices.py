@@ -21,9 +21,13 @@ CUDA_BUILD, CPU_BUILD = TorchBuild("2.12.0+cu130", "13.0"), TorchBuild("2.12.0+c
 
 def gpu(index: int = 0, *, free: int = 40, capability: tuple[int, int] | None = (9, 0)) -> NvidiaGpu:
     return NvidiaGpu(
-        index=index, uuid=f"GPU-{index}", name=f"GPU {index}", total_bytes=48 * GIB, free_bytes=free * GIB,
+        index=index,
+        uuid=f"GPU-{index}",
+        name=f"GPU {index}",
+        total_bytes=48 * GIB,
+        free_bytes=free * GIB,
         capability=capability,
-    )  # fmt: skip
+    )
 
 
 def machine(*gpus: NvidiaGpu, cuda: tuple[int, int] | None = (13, 0)) -> NvidiaMachine:

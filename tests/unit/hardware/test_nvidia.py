@@ -149,8 +149,11 @@ def test_who_holds_memory() -> None:
     )
     (gpu,) = look(device).gpus
     assert [(process.pid, process.name, process.nbytes) for process in gpu.processes] == [
-        (9, "program9", 8 * GIB), (7, "program7", GIB), (3, "program3", GIB // 4), (404, "unknown", None),
-    ]  # fmt: skip
+        (9, "program9", 8 * GIB),
+        (7, "program7", GIB),
+        (3, "program3", GIB // 4),
+        (404, "unknown", None),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -249,9 +252,13 @@ def test_a_slice_has_its_share_of_the_rates() -> None:
     assert part.known.half_tflops == pytest.approx(whole.known.half_tflops * 3 / 7)
 
 
-@pytest.mark.parametrize("device", [
-    FakeDevice("NVIDIA GB10", "GPU-1", has_memory=False), FakeDevice("Orin (nvgpu)", "GPU-1", has_memory=False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "device",
+    [
+        FakeDevice("NVIDIA GB10", "GPU-1", has_memory=False),
+        FakeDevice("Orin (nvgpu)", "GPU-1", has_memory=False),
+    ],
+)
 def test_unified_memory_is_what_the_machine_has_free(device: FakeDevice) -> None:
     (gpu,) = look(device).gpus
     assert gpu.unified

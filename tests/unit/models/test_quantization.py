@@ -228,8 +228,12 @@ def test_patterns_of_a_stranger_take_a_bounded_time(patterns: list[str]) -> None
     ],
 )  # fmt: skip
 def test_a_pattern_made_plainer_means_the_same(pattern: str, left_alone: list[str]) -> None:
-    modules = ["model.layers.0.mlp.gate", "model.layers.0.mlp.gate_proj", "model.layers.0.self_attn.q_proj",
-               "visual.blocks.0.qkv"]  # fmt: skip
+    modules = [
+        "model.layers.0.mlp.gate",
+        "model.layers.0.mlp.gate_proj",
+        "model.layers.0.self_attn.q_proj",
+        "visual.blocks.0.qkv",
+    ]
     spec = QuantSpec(method="awq", bits=4, not_converted=(pattern,))
     assert [module for module in modules if not spec.converts(module + ".weight")] == left_alone
     if pattern.startswith("re:"):

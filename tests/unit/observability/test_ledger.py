@@ -13,21 +13,39 @@ from holdfast.records import EngineInfo, EngineStats, MemoryReport, MemoryTerm
 MIB = 1 << 20
 
 REPORT = MemoryReport(
-    total_bytes=1000 * MIB, free_bytes=900 * MIB, limited_by="control group", budget_bytes=800 * MIB,
+    total_bytes=1000 * MIB,
+    free_bytes=900 * MIB,
+    limited_by="control group",
+    budget_bytes=800 * MIB,
     page_bytes=2 * MIB,
-    given_back_bytes=10 * MIB, loading_bytes=400 * MIB, loading_peak_bytes=390 * MIB,
+    given_back_bytes=10 * MIB,
+    loading_bytes=400 * MIB,
+    loading_peak_bytes=390 * MIB,
     terms=[
         MemoryTerm(tier="ram", term="front", planned_bytes=160 * MIB),
         MemoryTerm(tier="ram", term="weights", planned_bytes=100 * MIB, measured_bytes=100 * MIB),
         MemoryTerm(tier="ram", term="logits", planned_bytes=30 * MIB, measured_bytes=25 * MIB),
         MemoryTerm(tier="ram", term="kv_pool", planned_bytes=200 * MIB),
     ],
-)  # fmt: skip
+)
 INFO = EngineInfo(
-    model="m", device="cpu", dtype="float32", kv_dtype="float32", block_size=16, blocks=99, max_model_len=64,
-    max_num_seqs=4, max_num_batched_tokens=64, prefix_caching=True, parameters=1, weights_bytes=1, kv_pool_bytes=1,
-    attention_backend="none", decisions=["budget = 800 MiB (set): asked for"], memory=REPORT,
-)  # fmt: skip
+    model="m",
+    device="cpu",
+    dtype="float32",
+    kv_dtype="float32",
+    block_size=16,
+    blocks=99,
+    max_model_len=64,
+    max_num_seqs=4,
+    max_num_batched_tokens=64,
+    prefix_caching=True,
+    parameters=1,
+    weights_bytes=1,
+    kv_pool_bytes=1,
+    attention_backend="none",
+    decisions=["budget = 800 MiB (set): asked for"],
+    memory=REPORT,
+)
 PROCESSES = [
     ProcessMemory(name="engine", pid=7, resident_bytes=300 * MIB, peak_bytes=310 * MIB),
     ProcessMemory(name="front", pid=6, resident_bytes=90 * MIB, peak_bytes=95 * MIB),
@@ -62,12 +80,22 @@ def test_an_engine_without_books_has_no_ledger() -> None:
 def test_the_json_is_versioned_and_reads_back() -> None:
     written = msgspec.json.encode(ledger())
     assert list(json.loads(written)) == [
-        "version", "model", "tiers", "terms", "processes", "kv", "loading", "decisions",
-    ]  # fmt: skip
+        "version",
+        "model",
+        "tiers",
+        "terms",
+        "processes",
+        "kv",
+        "loading",
+        "decisions",
+    ]
     assert json.loads(written)["version"] == 1
     assert json.loads(written)["kv"] == {
-        "page_bytes": 2 * MIB, "blocks": 99, "blocks_touched": 9, "blocks_used": 3,
-    }  # fmt: skip
+        "page_bytes": 2 * MIB,
+        "blocks": 99,
+        "blocks_touched": 9,
+        "blocks_used": 3,
+    }
     assert msgspec.json.decode(written, type=Ledger) == ledger()
 
 
@@ -128,5 +156,7 @@ def test_on_a_gpu_the_driver_says_what_is_held() -> None:
         assert made is not None
         assert made.tiers[0].measured_bytes == held * MIB
         assert {term.term: term.measured_bytes for term in made.terms} == {
-            "weights": 101 * MIB, "kv_pool": 600 * MIB, "unaccounted": (held - 701) * MIB,
-        }  # fmt: skip
+            "weights": 101 * MIB,
+            "kv_pool": 600 * MIB,
+            "unaccounted": (held - 701) * MIB,
+        }

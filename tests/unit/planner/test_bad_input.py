@@ -201,8 +201,10 @@ def test_weights_of_another_shape(folder: Folder) -> None:
             rows = shape[0] + (16 if (layer, name) == (1, "v_proj") else 0)
             nbytes = 4 * rows * shape[1]
             header[f"model.layers.{layer}.self_attn.{name}.weight"] = {
-                "dtype": "F32", "shape": [rows, shape[1]], "data_offsets": [position, position + nbytes],
-            }  # fmt: skip
+                "dtype": "F32",
+                "shape": [rows, shape[1]],
+                "data_offsets": [position, position + nbytes],
+            }
             position += nbytes
     error = refused(folder(LLAMA, model_safetensors=safetensors(header, position)))
     assert (error.code, error.field) == ("HF230", "num_key_value_heads")

@@ -36,10 +36,8 @@ def measured(index: int, physical: int, name: str = "h100-80", uuid: str = "GPU-
     size = known.usable_bytes
     return measured_device(
         index,
-        NvidiaGpu(
-            index=physical, uuid=uuid, name=known.name, total_bytes=size, free_bytes=size, known=known, mig=mig
-        ),
-    )  # fmt: skip
+        NvidiaGpu(index=physical, uuid=uuid, name=known.name, total_bytes=size, free_bytes=size, known=known, mig=mig),
+    )
 
 
 @pytest.mark.parametrize(("written", "shown"), [

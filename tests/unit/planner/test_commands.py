@@ -331,8 +331,9 @@ def test_a_budget_that_was_set_is_carried(ask: Ask, gpu: Callable[..., Device], 
     check(ram)
 
 
-def test_the_built_in_model_is_a_file_for_other_engines(ask: Ask, cpu: Callable[..., Device], tmp_path: Path,
-                                                        monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+def test_the_built_in_model_is_a_file_for_other_engines(
+    ask: Ask, cpu: Callable[..., Device], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HOLDFAST_CACHE", str(tmp_path))
     question = replace(ask("smollm2-135m", device=cpu(8)), model=resolve_model("smollm2").model)
     by_engine = commands(fit(question), sequences=4)
@@ -409,9 +410,13 @@ def test_the_v0_engine_is_told_to_chunk(ask: Ask, version: str) -> None:
     assert any("(V1 engine)" in note for note in newer.notes)
 
 
-@pytest.mark.parametrize(("model", "version", "settings"), [
-    ("mistral-7b-v0.2", "==0.4", {}), ("llama-3.1-8b", "==0.6", {"max_loras": 2}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("model", "version", "settings"),
+    [
+        ("mistral-7b-v0.2", "==0.4", {}),
+        ("llama-3.1-8b", "==0.6", {"max_loras": 2}),
+    ],
+)
 def test_where_it_cannot_chunk_a_step_holds_the_whole_context(
     ask: Ask, model: str, version: str, settings: dict[str, object]
 ) -> None:
@@ -437,10 +442,13 @@ def test_a_length_that_was_left_to_us_is_one_that_the_version_holds(ask: Ask, gp
     assert command.available
     asked = fit(
         ask(
-            "qwen3-32b", device=device, max_num_seqs=256, max_num_batched_tokens=8192,
+            "qwen3-32b",
+            device=device,
+            max_num_seqs=256,
+            max_num_batched_tokens=8192,
             max_model_len=found.limits.max_model_len,
         )
-    )  # fmt: skip
+    )
     kept = commands(asked, sequences=4, vllm=vllm)["vllm"]
     assert value(kept, "--max-model-len") == str(found.limits.max_model_len)
     assert any("it would refuse" in note for note in kept.notes)
@@ -571,9 +579,17 @@ def test_every_architecture_with_a_first_release_is_one_that_is_known() -> None:
     assert {*FIRST_IN_VLLM, *FIRST_IN_SGLANG} <= set(known_architectures())
 
 
-@pytest.mark.parametrize(("rank", "version", "taken"), [
-    (17, "", 32), (16, "", 16), (1, "", 8), (300, "", 320), (300, "==0.6", None), (600, "", None),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("rank", "version", "taken"),
+    [
+        (17, "", 32),
+        (16, "", 16),
+        (1, "", 8),
+        (300, "", 320),
+        (300, "==0.6", None),
+        (600, "", None),
+    ],
+)
 def test_adapters_have_slots_of_a_rank_that_vllm_takes(ask: Ask, rank: int, version: str, taken: int | None) -> None:
     found = fit(ask("llama-3.1-8b", "h100-80", max_model_len=4096, max_loras=2, max_lora_rank=rank))
     vllm = parse_vllm(version)

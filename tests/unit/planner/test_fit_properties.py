@@ -53,9 +53,13 @@ def stored_in_blocks() -> PlannedModel:
 
 def gpu_machine(total_bytes: int, count: int = 1, free_bytes: int | None = None) -> Machine:
     device = Device(
-        index=0, name="rtx4090", kind="gpu", total_bytes=total_bytes, free_bytes=free_bytes or total_bytes,
+        index=0,
+        name="rtx4090",
+        kind="gpu",
+        total_bytes=total_bytes,
+        free_bytes=free_bytes or total_bytes,
         gpu=gpus.find("rtx4090"),
-    )  # fmt: skip
+    )
     return Machine(devices=tuple(replace(device, index=index) for index in range(count)))
 
 
@@ -170,9 +174,7 @@ def test_more_ram_never_fits_less(free: int, more: int, features: frozenset[str]
 
 
 def gpu_of(name: str, total_bytes: int) -> Device:
-    return Device(
-        index=9, name=name, kind="gpu", total_bytes=total_bytes, free_bytes=total_bytes, gpu=gpus.find(name)
-    )  # fmt: skip
+    return Device(index=9, name=name, kind="gpu", total_bytes=total_bytes, free_bytes=total_bytes, gpu=gpus.find(name))
 
 
 others = st.none() | st.builds(gpu_of, st.sampled_from(["t4", "rtx3090", "h100-80", "mi300x"]), memories)

@@ -140,9 +140,11 @@ def model_of(name: str) -> PlannedModel:
     st.sampled_from(["gpu", "cpu"]),
     st.integers(300 * MIB, 80 * GIB),
     st.integers(1, 2 * GIB),
-    st.none() | st.builds(Traffic, concurrency=st.integers(1, 9), prompt_tokens=st.integers(1, 3000),
-                          output_tokens=st.integers(0, 99)),
-)  # fmt: skip
+    st.none()
+    | st.builds(
+        Traffic, concurrency=st.integers(1, 9), prompt_tokens=st.integers(1, 3000), output_tokens=st.integers(0, 99)
+    ),
+)
 @settings(max_examples=150, deadline=None)
 def test_neither_the_context_nor_the_limits_shrink_when_memory_grows(
     name: str, kind: str, size: int, more: int, traffic: Traffic | None

@@ -16,9 +16,14 @@ GIB = 1 << 30
 RAM = Memory(total_bytes=64 * GIB, available_bytes=50 * GIB, limited_by="control group")
 NO_GPUS = NvidiaMachine(reason="no NVIDIA driver answers")
 ONE = NvidiaGpu(
-    index=0, uuid="GPU-1", name="NVIDIA GeForce RTX 4090", total_bytes=24 * GIB, free_bytes=20 * GIB,
-    known=find("rtx4090"), processes=tuple(GpuProcess(pid, "python", GIB) for pid in range(6)),
-)  # fmt: skip
+    index=0,
+    uuid="GPU-1",
+    name="NVIDIA GeForce RTX 4090",
+    total_bytes=24 * GIB,
+    free_bytes=20 * GIB,
+    known=find("rtx4090"),
+    processes=tuple(GpuProcess(pid, "python", GIB) for pid in range(6)),
+)
 TWO_GPUS = NvidiaMachine(gpus=(ONE, ONE), driver="580", hidden=1, reason="CUDA_VISIBLE_DEVICES is '0,1'")
 
 

@@ -137,8 +137,9 @@ def test_gpus_of_two_kinds_are_both_named(ask: Ask, gpu: Callable[..., Device]) 
     assert "on NVIDIA GeForce RTX 4090 and NVIDIA GeForce RTX 3090: " in lines(found, width=200)[0]
     budgets = [decision for decision in found.decisions if decision.field == "budget"]
     assert [one.reason for one in budgets] == [
-        "what may be used of NVIDIA GeForce RTX 4090", "what may be used of NVIDIA GeForce RTX 3090",
-    ]  # fmt: skip
+        "what may be used of NVIDIA GeForce RTX 4090",
+        "what may be used of NVIDIA GeForce RTX 3090",
+    ]
     assert (
         "on 2 x NVIDIA GeForce RTX 4090: "
         in lines(answer(ask("llama-3.1-8b", "rtx4090", count=2, tensor_parallel=2)), width=200)[0]
@@ -178,8 +179,10 @@ def test_rates_say_at_which_length(answers: list[PlanAnswer]) -> None:
     assert "prompts of 2,000: about" in text
 
 
-@pytest.mark.parametrize(("number", "said"), [(1, "1 sequence"), (1.04, "1 sequence"), (2.5, "2.5 sequences"),
-                                              (0.0, "0 sequences"), (1234, "1,234 sequences")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("number", "said"),
+    [(1, "1 sequence"), (1.04, "1 sequence"), (2.5, "2.5 sequences"), (0.0, "0 sequences"), (1234, "1,234 sequences")],
+)
 def test_one_is_not_many(number: float, said: str) -> None:
     assert counted(number, "sequence") == said
 

@@ -71,10 +71,21 @@ def test_1234_blocks_are_19744_tokens_and_must_hold_the_context() -> None:
 
 def test_start_up_prints_blocks_tokens_and_the_concurrency_they_give() -> None:
     info = EngineInfo(
-        model="m", device="cpu", dtype="float32", kv_dtype="float32", block_size=16, blocks=1234, max_model_len=8192,
-        max_num_seqs=8, max_num_batched_tokens=512, prefix_caching=True, parameters=1, weights_bytes=1,
-        kv_pool_bytes=1234 * 16 * 2, attention_backend="torch",
-    )  # fmt: skip
+        model="m",
+        device="cpu",
+        dtype="float32",
+        kv_dtype="float32",
+        block_size=16,
+        blocks=1234,
+        max_model_len=8192,
+        max_num_seqs=8,
+        max_num_batched_tokens=512,
+        prefix_caching=True,
+        parameters=1,
+        weights_bytes=1,
+        kv_pool_bytes=1234 * 16 * 2,
+        attention_backend="torch",
+    )
     said = "\n".join(ready_lines(info))
     assert "# KV blocks: 1,234 of 16 tokens" in said
     assert "19,744 tokens" in said
@@ -213,9 +224,14 @@ def measured(free_gib: float, *processes: str, total_gib: float = 23.99, gpu: st
     held = tuple(nvidia.GpuProcess(100 + index, name, GIB) for index, name in enumerate(processes))
     known = gpus.find(gpu)
     card = nvidia.NvidiaGpu(
-        index=0, uuid="GPU-0", name=known.name, total_bytes=int(total_gib * GIB), free_bytes=int(free_gib * GIB),
-        processes=held, known=known,
-    )  # fmt: skip
+        index=0,
+        uuid="GPU-0",
+        name=known.name,
+        total_bytes=int(total_gib * GIB),
+        free_bytes=int(free_gib * GIB),
+        processes=held,
+        known=known,
+    )
     found = machine_of(Asked(), here=nvidia.NvidiaMachine(gpus=(card,), driver="580"), ram=RAM)
     model = resolve_model("llama-3-8b").model
     return answer(Question(model=model, machine=found.machine, decisions=found.decisions))
@@ -292,9 +308,13 @@ def test_8b_on_24_gb_at_085_with_8192_tokens_and_32_sequences() -> None:
 
 def test_70b_awq_on_40_gb_is_refused_with_what_would_do() -> None:
     found = planned(
-        "llama-3-70b", gpu="a100-40", quantization="awq", gpu_memory_utilization=0.88, max_model_len=8192,
+        "llama-3-70b",
+        gpu="a100-40",
+        quantization="awq",
+        gpu_memory_utilization=0.88,
+        max_model_len=8192,
         max_num_seqs=16,
-    )  # fmt: skip
+    )
     assert not found.fits
     rank = found.fit.ranks[0]
     assert rank.budget_bytes == pytest.approx(0.88 * 39.5 * GIB, rel=0.001)  # CUDA shows 39.50 GiB of such a card.
@@ -311,9 +331,15 @@ def test_70b_on_24_gb_stays_within_the_card_with_tiers() -> None:
     """43 of 80 layers within a peak of 22.93 GB have been claimed. Beside the layers lie head, KV, workspaces and three
     layers on their way, so fewer stay; and nothing here does it yet, which is said."""
     found = planned(
-        "llama-3-70b", gpu="rtx4090", vram="22.93GiB", ram="128GiB", quantization="awq", max_model_len=4096,
-        max_num_seqs=8, max_num_batched_tokens=2048,
-    )  # fmt: skip
+        "llama-3-70b",
+        gpu="rtx4090",
+        vram="22.93GiB",
+        ram="128GiB",
+        quantization="awq",
+        max_model_len=4096,
+        max_num_seqs=8,
+        max_num_batched_tokens=2048,
+    )
     assert not found.fits
     way = next(way for way in found.ways_out if way.kind == "tiers")
     assert way.tiers is not None
@@ -352,11 +378,15 @@ def test_two_models_side_by_side() -> None:
     for shown in ((0, 1), (2, 3)):
         cards = tuple(
             nvidia.NvidiaGpu(
-                index=index, uuid=f"GPU-{index}", name=known.name, total_bytes=80 * GIB, free_bytes=79 * GIB,
+                index=index,
+                uuid=f"GPU-{index}",
+                name=known.name,
+                total_bytes=80 * GIB,
+                free_bytes=79 * GIB,
                 known=known,
             )
             for index in shown
-        )  # fmt: skip
+        )
         here = nvidia.NvidiaMachine(
             gpus=cards, hidden=2, driver="580", reason=f"CUDA_VISIBLE_DEVICES is '{shown[0]},{shown[1]}'"
         )

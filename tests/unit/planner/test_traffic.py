@@ -139,9 +139,8 @@ def test_a_log_that_tells_of_no_request(tmp_path: Path, content: str) -> None:
 
 @pytest.mark.parametrize(
     "source",
-    ["no/such/file", "", "/", "a\0b", "http://127.0.0.1:9/metrics", "http://[bad", "http://",
-     "/dev/zero", "/dev/null"],
-)  # fmt: skip
+    ["no/such/file", "", "/", "a\0b", "http://127.0.0.1:9/metrics", "http://[bad", "http://", "/dev/zero", "/dev/null"],
+)
 def test_what_cannot_be_read(source: str) -> None:
     with pytest.raises(ConfigurationError) as caught:
         read_traffic(source)

@@ -99,9 +99,16 @@ def test_kinds_that_differ_by_less_than_half_are_alike_since_0_18(
     assert [cost.growing_bytes // each, cost.windows[0][1] // each] == list(groups)
 
 
-@pytest.mark.parametrize(("version", "forgets"), [
-    ("==0.7.3", False), ("==0.8.2", False), ("==0.8.3", True), ("==0.8.5:v0", False), ("", True),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("version", "forgets"),
+    [
+        ("==0.7.3", False),
+        ("==0.8.2", False),
+        ("==0.8.3", True),
+        ("==0.8.5:v0", False),
+        ("", True),
+    ],
+)
 def test_windows_in_every_layer_forget_since_0_8_3(ask: Ask, version: str, forgets: bool) -> None:
     cost = kept(fit(ask("mistral-7b-v0.1", "l4")), version).cost
     each = 32 * 2 * 8 * 128 * 2
@@ -148,8 +155,9 @@ def test_a_length_that_it_takes_at_the_start_and_never_holds(ask: Ask) -> None:
     assert vllm(found, "==0.9.1").available
 
 
-@pytest.mark.parametrize(("version", "most"), [("==0.5.1", 4096), ("==0.5.4", 4096), ("==0.6.4", 4096),
-                                               ("==0.6.5", 8192), ("==0.7", 8192)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("version", "most"), [("==0.5.1", 4096), ("==0.5.4", 4096), ("==0.6.4", 4096), ("==0.6.5", 8192), ("==0.7", 8192)]
+)
 def test_gemma_2_was_cut_to_its_window(ask: Ask, version: str, most: int) -> None:
     found = fit(ask("gemma-2-9b", "h100-80"))
     command = vllm(found, version)
@@ -361,8 +369,13 @@ def test_kv_in_fp8_by_release(ask: Ask) -> None:
     assert "--kv-cache-dtype fp8_e5m2" in vllm(found, "==0.4.0").text
     assert "--kv-cache-dtype fp8 " in vllm(found, "==0.4.1").text + " "
     hopper = fit(ask("llama-3-8b", "h100-80", kv_cache_dtype="fp8"))
-    for version, here, there in (("==0.8.2", True, True), ("==0.8.3", True, False), ("==0.10.0", True, False),
-                                 ("==0.11", False, False), ("==0.8.2:v0", False, False)):  # fmt: skip
+    for version, here, there in (
+        ("==0.8.2", True, True),
+        ("==0.8.3", True, False),
+        ("==0.10.0", True, False),
+        ("==0.11", False, False),
+        ("==0.8.2:v0", False, False),
+    ):
         assert said(vllm(found, version), "it goes over to V0") == here, version
         assert said(vllm(hopper, version), "it goes over to V0") == there, version
 
@@ -377,9 +390,16 @@ def test_stages_by_release_and_architecture(ask: Ask, model: str, without: str, 
     assert not said(vllm(found, f"=={first}"), "pipeline stages of")
 
 
-@pytest.mark.parametrize(("version", "rank", "taken"), [
-    ("==0.5.4", 128, None), ("==0.5.5", 128, 128), ("==0.7.3", 320, None), ("==0.8.0", 320, 320), ("==0.4.0", 64, 64),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("version", "rank", "taken"),
+    [
+        ("==0.5.4", 128, None),
+        ("==0.5.5", 128, 128),
+        ("==0.7.3", 320, None),
+        ("==0.8.0", 320, 320),
+        ("==0.4.0", 64, 64),
+    ],
+)
 def test_ranks_of_adapters_by_release(ask: Ask, version: str, rank: int, taken: int | None) -> None:
     found = fit(ask("llama-3-8b", "h100-80", max_loras=4, max_lora_rank=rank, max_model_len=4096))
     assert said(vllm(found, version), f"it takes no adapters of rank {rank}") == (taken is None)

@@ -210,8 +210,11 @@ def command_lines(draw: st.DrawFn) -> tuple[str, ...]:
 
     length = draw(st.integers(1, 5000))
     return (
-        draw(st.sampled_from(MODELS)), *draw(st.sampled_from(MACHINES)),
-        *one_of(("-tp", "1"), ("-tp", "2")), *one_of(("-pp", "2")), *one_of(("-q", "awq"), ("-q", "Q8_0")),
+        draw(st.sampled_from(MODELS)),
+        *draw(st.sampled_from(MACHINES)),
+        *one_of(("-tp", "1"), ("-tp", "2")),
+        *one_of(("-pp", "2")),
+        *one_of(("-q", "awq"), ("-q", "Q8_0")),
         *one_of(("--max-num-seqs", "8"), ("--max-num-seqs", "256")),
         *one_of(("--gpu-memory-utilization", "0.3"), ("--gpu-memory-utilization", "0.95")),
         *one_of(
@@ -220,7 +223,7 @@ def command_lines(draw: st.DrawFn) -> tuple[str, ...]:
             ("--concurrency", str(draw(st.integers(1, 300))), "--prompt", str(length), "--output", "500"),
             ("--concurrency", "2", "--prompt", "9000", "--output", "500"),
         ),
-    )  # fmt: skip
+    )
 
 
 @given(command_lines())

@@ -25,7 +25,7 @@ def layout_of(kinds: list[int | None], block_tokens: int) -> KVLayout:
     groups, places = form_groups(kinds)
     return KVLayout(
         groups=groups, block_tokens=block_tokens, layers_per_page=places, kv_heads=1, head_dim=8, element_bytes=2
-    )  # fmt: skip
+    )
 
 
 def test_a_step_is_there_once_for_all_sequences(ask: Ask) -> None:
@@ -84,9 +84,11 @@ def test_what_is_planned_side_by_side_runs_side_by_side(seed: int, steps_in_flig
     output = 4 * layout.block_tokens + 2 * sequences * -(-prompt // (step - sequences))
     blocks = 1 + layout.blocks_side_by_side(sequences, prompt + output, step)
     limits = SchedulerLimits(
-        max_num_seqs=sequences, max_num_batched_tokens=step, max_model_len=prompt + output,
+        max_num_seqs=sequences,
+        max_num_batched_tokens=step,
+        max_model_len=prompt + output,
         max_steps_in_flight=steps_in_flight,
-    )  # fmt: skip
+    )
     scheduler = Scheduler(limits, KVCache(layout, blocks, prefix_caching=False))
     engine = SimulatedEngine(scheduler, vocabulary=1000)
     for number in range(3 * sequences):

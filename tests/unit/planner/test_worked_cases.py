@@ -71,9 +71,12 @@ def config_of(shape: dict[str, Any]) -> dict[str, Any]:
     }  # fmt: skip
     if "experts" in shape:
         config |= {
-            "num_experts": shape["experts"], "num_experts_per_tok": 8, "decoder_sparse_step": 1, "mlp_only_layers": [],
+            "num_experts": shape["experts"],
+            "num_experts_per_tok": 8,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
             "moe_intermediate_size": shape["expert_intermediate"],
-        }  # fmt: skip
+        }
     return config
 
 
@@ -187,11 +190,7 @@ def cost_of(case: dict[str, Any]) -> KVCost:
     """`layers` of the case as llama.cpp prints them apart; vLLM's logs count every layer as growing."""
     spec = spec_of(case["shape"])
     kind = case.get("layers", "all")
-    layers = [
-        layer.index
-        for layer in spec.layers
-        if kind == "all" or (kind == "window") == (layer.window is not None)
-    ]  # fmt: skip
+    layers = [layer.index for layer in spec.layers if kind == "all" or (kind == "window") == (layer.window is not None)]
     return kv_cost(
         spec,
         element_bytes=KV_ELEMENT_BYTES[case["kv_dtype"]],

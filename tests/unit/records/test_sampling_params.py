@@ -11,9 +11,16 @@ from holdfast.records import Request
 
 def test_as_the_founding_code_writes_it() -> None:
     params = SamplingParams(
-        temperature=0.7, top_p=0.95, top_k=50, max_tokens=256, frequency_penalty=0.0, presence_penalty=0.0, stop=["\n"],
-        seed=42, logprobs=5,
-    )  # fmt: skip
+        temperature=0.7,
+        top_p=0.95,
+        top_k=50,
+        max_tokens=256,
+        frequency_penalty=0.0,
+        presence_penalty=0.0,
+        stop=["\n"],
+        seed=42,
+        logprobs=5,
+    )
     assert params.stop_strings == ("\n",)
     assert SamplingParams(top_k=-1).top_k == 0
     assert SamplingParams(stop="x").stop_strings == ("x",)

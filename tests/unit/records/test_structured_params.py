@@ -51,9 +51,16 @@ def test_names_of_vllm() -> None:
 
 @pytest.mark.parametrize(
     "given",
-    [{"json": SCHEMA}, {"json": True}, {"regex": "a|b"}, {"choice": ["x", "y"]}, {"grammar": "start: /a/"},
-     {"json_object": True, "whitespace_pattern": " ?"}, {"structural_tag": {"structures": [], "triggers": []}}],
-)  # fmt: skip
+    [
+        {"json": SCHEMA},
+        {"json": True},
+        {"regex": "a|b"},
+        {"choice": ["x", "y"]},
+        {"grammar": "start: /a/"},
+        {"json_object": True, "whitespace_pattern": " ?"},
+        {"structural_tag": {"structures": [], "triggers": []}},
+    ],
+)
 def test_over_the_wire(given: dict[str, Any]) -> None:
     params = SamplingParams(structured_outputs=StructuredOutputsParams(**given))
     request = Request(request_id="r", prompt_token_ids=[1], params=params)

@@ -28,9 +28,12 @@ def make(places: int, policy: str = "fcfs") -> Scheduler:
     groups, layers = form_groups([None])
     layout = KVLayout(groups=groups, block_tokens=4, layers_per_page=layers, kv_heads=1, head_dim=4, element_bytes=4)
     limits = SchedulerLimits(
-        max_num_seqs=4, max_num_batched_tokens=64, max_model_len=64, max_loras=places,
+        max_num_seqs=4,
+        max_num_batched_tokens=64,
+        max_model_len=64,
+        max_loras=places,
         policy="priority" if policy == "priority" else "fcfs",
-    )  # fmt: skip
+    )
     return Scheduler(limits, KVCache(layout, 200))
 
 
@@ -196,9 +199,11 @@ def test_no_prefix_is_shared_between_adapters_or_with_any_salt() -> None:
         add(scheduler, name, adapter, tokens=1)
         assert [row.start for row in step(scheduler).rows] == [0]
     forged = Request(
-        request_id="forged", prompt_token_ids=list(range(1, 10)), params=SamplingParams(max_tokens=1),
+        request_id="forged",
+        prompt_token_ids=list(range(1, 10)),
+        params=SamplingParams(max_tokens=1),
         cache_salt=ONE.salt,
-    )  # fmt: skip
+    )
     scheduler.add(forged, 0.0)
     assert [row.start for row in step(scheduler).rows] == [0]
     add(scheduler, "again", ONE, tokens=1)

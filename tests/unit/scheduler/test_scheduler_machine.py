@@ -83,9 +83,21 @@ class SchedulerMachine(RuleBasedStateMachine):
         told=st.sampled_from([0, 0, 1, 5]),
     )
     def add(
-        self, prefix, prefix_length, own, max_tokens, min_tokens, stops, eos, priority, salt, arrival_s, resumed,
-        scored, told,
-    ):  # fmt: skip
+        self,
+        prefix,
+        prefix_length,
+        own,
+        max_tokens,
+        min_tokens,
+        stops,
+        eos,
+        priority,
+        salt,
+        arrival_s,
+        resumed,
+        scored,
+        told,
+    ):
         self.requests += 1
         params = SamplingParams(
             max_tokens=max_tokens,

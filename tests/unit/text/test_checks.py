@@ -27,10 +27,22 @@ INST = "{% for m in messages %}[INST] {{ m.content }} [/INST]{% endfor %}"
 @pytest.fixture
 def spec(byte_level: Tokenizer) -> ModelSpec:
     return ModelSpec(
-        family="llama", architecture="LlamaForCausalLM", vocab_size=len(byte_level), hidden_size=8,
-        intermediate_size=8, heads=1, kv_heads=1, head_dim=8, layers=(), rope=RopeSpec(theta=1e4, dim=8),
-        norm_eps=1e-5, max_position=64, tied_embeddings=True, bos_token_id=1, eos_token_ids=(2,),
-    )  # fmt: skip
+        family="llama",
+        architecture="LlamaForCausalLM",
+        vocab_size=len(byte_level),
+        hidden_size=8,
+        intermediate_size=8,
+        heads=1,
+        kv_heads=1,
+        head_dim=8,
+        layers=(),
+        rope=RopeSpec(theta=1e4, dim=8),
+        norm_eps=1e-5,
+        max_position=64,
+        tied_embeddings=True,
+        bos_token_id=1,
+        eos_token_ids=(2,),
+    )
 
 
 def codes(spec: ModelSpec, tokenizer: Tokenizer) -> list[str]:

@@ -60,8 +60,9 @@ def test_texts_come_back_also_in_a_stream(name: str) -> None:
 def test_every_way_of_cutting_is_held_against_something() -> None:
     asked = {id(BYTE_LEVEL_SCHEMES[name]) for name in SMALL if name in BYTE_LEVEL_SCHEMES}
     assert {name for name, scheme in BYTE_LEVEL_SCHEMES.items() if id(scheme) not in asked} == {
-        "deepseek-r1-qwen", "megrez",  # qwen2's cutting, without composing characters
-    }  # fmt: skip
+        "deepseek-r1-qwen",
+        "megrez",  # qwen2's cutting, without composing characters
+    }
 
 
 @pytest.mark.parametrize("name", [

@@ -109,8 +109,14 @@ def test_thoughts_come_first(family: str, state: State, before: str, good: bool)
 
 
 def test_marks_that_are_tokens_are_tokens_in_the_grammar() -> None:
-    made = calls_grammar(FORMS["hermes"], TOOLS, {"<tool_call>": 5, "</think>": 6}.get, parallel=False,
-                         thinking=ReasoningFormat(), state="open")  # fmt: skip
+    made = calls_grammar(
+        FORMS["hermes"],
+        TOOLS,
+        {"<tool_call>": 5, "</think>": 6}.get,
+        parallel=False,
+        thinking=ReasoningFormat(),
+        state="open",
+    )
     assert '<[5]> "\\n{\\"name\\": "' in made
     assert "thought: THOUGHT <[6]>" in made
 

@@ -20,8 +20,14 @@ NAMES = ("weather", "add")
 FAMILY_NAMES = ("hermes", "llama3_json", "mistral", "json")
 
 
-def read(dialect: str | None, pieces: Sequence[str], *, thinking: str | None = None, state: State = "open",
-         most_calls: int | None = None) -> list[Event]:  # fmt: skip
+def read(
+    dialect: str | None,
+    pieces: Sequence[str],
+    *,
+    thinking: str | None = None,
+    state: State = "open",
+    most_calls: int | None = None,
+) -> list[Event]:
     """The events, those of a kind that follow each other put together."""
     thoughts = None if thinking is None else ReasoningReader(FAMILIES[thinking], state)
     calls = None if dialect is None else DIALECTS[dialect].reader(NAMES, most_calls)

@@ -52,10 +52,16 @@ def test_byte_level(tmp_path: Path) -> None:
         TRAINING, trainers.BpeTrainer(vocab_size=700, initial_alphabet=alphabet, show_progress=False)
     )
     tokens = tokens_of(trained)
-    ours = read_back(tmp_path / "byte_level.gguf", {
-        "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "gpt-2", "tokenizer.ggml.tokens": tokens,
-        "tokenizer.ggml.token_type": [1] * len(tokens), "tokenizer.ggml.merges": merges_of(trained),
-    })  # fmt: skip
+    ours = read_back(
+        tmp_path / "byte_level.gguf",
+        {
+            "tokenizer.ggml.model": "gpt2",
+            "tokenizer.ggml.pre": "gpt-2",
+            "tokenizer.ggml.tokens": tokens,
+            "tokenizer.ggml.token_type": [1] * len(tokens),
+            "tokenizer.ggml.merges": merges_of(trained),
+        },
+    )
     for text in TEXTS:
         assert ours.encode(text) == trained.encode(text).ids, text
 
@@ -66,11 +72,15 @@ def test_sentencepiece(tmp_path: Path) -> None:
     trained.train_from_iterator(TRAINING, trainers.BpeTrainer(vocab_size=900, show_progress=False, max_token_length=10))
     made = tokens_of(trained)
     tokens = [f"<0x{byte:02X}>" for byte in range(256)] + made
-    ours = read_back(tmp_path / "sentencepiece.gguf", {
-        "tokenizer.ggml.model": "llama", "tokenizer.ggml.tokens": tokens,
-        "tokenizer.ggml.token_type": [6] * 256 + [1] * len(made),
-        "tokenizer.ggml.scores": [0.0] * 256 + [-float(rank) for rank in range(len(made))],
-    })  # fmt: skip
+    ours = read_back(
+        tmp_path / "sentencepiece.gguf",
+        {
+            "tokenizer.ggml.model": "llama",
+            "tokenizer.ggml.tokens": tokens,
+            "tokenizer.ggml.token_type": [6] * 256 + [1] * len(made),
+            "tokenizer.ggml.scores": [0.0] * 256 + [-float(rank) for rank in range(len(made))],
+        },
+    )
     trained.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
     for text in TEXTS:
         expected = trained.encode(text)

@@ -23,13 +23,20 @@ def packing_of(quantization: QuantSpec, tensor: TensorSpec, dtype: str) -> Packi
         return Packing(method_name, nested=quantization.double_quantization, dtype=dtype)
     if method == "int4":
         return Packing(
-            "pack-quantized", bits=4, group_size=quantization.group_size or -1, symmetric=quantization.symmetric,
+            "pack-quantized",
+            bits=4,
+            group_size=quantization.group_size or -1,
+            symmetric=quantization.symmetric,
             act_order=quantization.activation_order,
-        )  # fmt: skip
+        )
     if method in ("int8", "fp8"):
         return Packing(
-            method, granularity=quantization.granularity, group_size=quantization.group_size or -1,
-            block=quantization.block, symmetric=quantization.symmetric or method == "fp8",
-            act_order=quantization.activation_order, static_inputs=quantization.static_activations,
-        )  # fmt: skip
+            method,
+            granularity=quantization.granularity,
+            group_size=quantization.group_size or -1,
+            block=quantization.block,
+            symmetric=quantization.symmetric or method == "fp8",
+            act_order=quantization.activation_order,
+            static_inputs=quantization.static_activations,
+        )
     return Packing(method, bits=quantization.bits, group_size=quantization.group_size or -1)

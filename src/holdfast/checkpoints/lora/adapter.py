@@ -26,8 +26,15 @@ from holdfast.units import shorten
 
 CONFIG, WEIGHTS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 NOT_ALLOWED, ANOTHER_BASE, NOT_THERE, PICKLED, TOO_WIDE, CHANGED, NOT_FINITE, TOO_SLOW = (
-    "HF371", "HF372", "HF373", "HF374", "HF375", "HF376", "HF377", "HF378",
-)  # fmt: skip
+    "HF371",
+    "HF372",
+    "HF373",
+    "HF374",
+    "HF375",
+    "HF376",
+    "HF377",
+    "HF378",
+)
 READABLE = ("F32", "F16", "BF16")
 _FACTOR = re.compile(r"(?:base_model\.model\.)?(?P<module>[\w.]+)\.lora_(?P<factor>[AB])\.weight")
 _INDEX = re.compile(r"[0-9]+")
@@ -83,8 +90,13 @@ def find_folder(path: str, allowed: Sequence[Path] | None) -> Path:
     if allowed is not None and not _within(folder, allowed):
         raise refused
     if not os.path.isdir(folder):  # Unlike Path's, it takes a folder that may not be looked into for none.
-        raise AdapterError("an adapter is a folder", code=NOT_THERE, needed=f"{CONFIG} and {WEIGHTS} in it",
-                           found="a file", field="lora_path")  # fmt: skip
+        raise AdapterError(
+            "an adapter is a folder",
+            code=NOT_THERE,
+            needed=f"{CONFIG} and {WEIGHTS} in it",
+            found="a file",
+            field="lora_path",
+        )
     return folder
 
 
@@ -101,10 +113,13 @@ def read_adapter(
     found = Adapter(name=name, folder=folder, base=config.base, factors=factors, stamp=stamp(folder))
     if found.rank > max_rank:
         raise AdapterError(
-            f"{name} has a rank of {found.rank}, and there is room for {max_rank}", code=TOO_WIDE,
-            needed=f"--max-lora-rank {found.rank}", found=str(max_rank), fix=f"--max-lora-rank {found.rank}",
+            f"{name} has a rank of {found.rank}, and there is room for {max_rank}",
+            code=TOO_WIDE,
+            needed=f"--max-lora-rank {found.rank}",
+            found=str(max_rank),
+            fix=f"--max-lora-rank {found.rank}",
             field="max_lora_rank",
-        )  # fmt: skip
+        )
     return found
 
 
@@ -113,8 +128,13 @@ def stamp(folder: Path) -> str:
     try:
         states = [os.stat(folder / file) for file in (CONFIG, WEIGHTS)]
     except OSError:
-        raise AdapterError("the adapter's files are gone", code=CHANGED, needed=f"{CONFIG} and {WEIGHTS}",
-                           fix="unload it, or put them back", field="lora_path") from None  # fmt: skip
+        raise AdapterError(
+            "the adapter's files are gone",
+            code=CHANGED,
+            needed=f"{CONFIG} and {WEIGHTS}",
+            fix="unload it, or put them back",
+            field="lora_path",
+        ) from None
     # Not the time of writing alone: copies may keep that (cp -p, rsync -t), and nobody sets the time of change.
     return "-".join(
         f"{state.st_ino:x}.{state.st_size:x}.{state.st_mtime_ns:x}.{state.st_ctime_ns:x}" for state in states
@@ -123,23 +143,32 @@ def stamp(folder: Path) -> str:
 
 def changed(name: str) -> AdapterError:
     return AdapterError(
-        f"the files of {name} are not those that were loaded", code=CHANGED, needed="the same files",
-        fix="unload it and load it again; from Python LoRARequest(..., load_inplace=True)", field="model",
-    )  # fmt: skip
+        f"the files of {name} are not those that were loaded",
+        code=CHANGED,
+        needed="the same files",
+        fix="unload it and load it again; from Python LoRARequest(..., load_inplace=True)",
+        field="model",
+    )
 
 
 def not_finite(name: str, dtype: str) -> AdapterError:
     return AdapterError(
-        f"{name} holds numbers that are not finite in {dtype}", code=NOT_FINITE, needed="finite factors",
-        fix="train it again: with such numbers every answer is empty or noise", field="model",
-    )  # fmt: skip
+        f"{name} holds numbers that are not finite in {dtype}",
+        code=NOT_FINITE,
+        needed="finite factors",
+        fix="train it again: with such numbers every answer is empty or noise",
+        field="model",
+    )
 
 
 def too_slow(name: str, limit_s: float) -> AdapterError:
     return AdapterError(
-        f"the files of {name} could not be read within {limit_s:g} s", code=TOO_SLOW,
-        needed="a disk or file server that answers", fix="copy the adapter to a local disk", field="model",
-    )  # fmt: skip
+        f"the files of {name} could not be read within {limit_s:g} s",
+        code=TOO_SLOW,
+        needed="a disk or file server that answers",
+        fix="copy the adapter to a local disk",
+        field="model",
+    )
 
 
 def _within(path: Path, allowed: Sequence[Path]) -> bool:
@@ -165,8 +194,12 @@ def _small(path: Path, allowed: Sequence[Path] | None) -> bytes:
     except CheckpointError as error:
         raise AdapterError(f"{path.name} cannot be read", code=NOT_THERE, field="lora_path") from error
     if raw is None:
-        raise AdapterError(f"there is no {path.name} in that folder", code=NOT_THERE,
-                           needed=f"a PEFT adapter: {CONFIG} and {WEIGHTS}", field="lora_path")  # fmt: skip
+        raise AdapterError(
+            f"there is no {path.name} in that folder",
+            code=NOT_THERE,
+            needed=f"a PEFT adapter: {CONFIG} and {WEIGHTS}",
+            field="lora_path",
+        )
     return raw
 
 
@@ -179,16 +212,18 @@ def _header(folder: Path, allowed: Sequence[Path] | None) -> dict[str, StoredTen
     except FileNotFoundError:
         if (folder / PICKLE).exists():
             raise AdapterError(
-                f"{PICKLE} is a pickle: opening one runs the code inside it", code=PICKLED, needed=WEIGHTS,
-                fix="save the adapter with safe_serialization=True where you trust it", field="lora_path",
-            ) from None  # fmt: skip
+                f"{PICKLE} is a pickle: opening one runs the code inside it",
+                code=PICKLED,
+                needed=WEIGHTS,
+                fix="save the adapter with safe_serialization=True where you trust it",
+                field="lora_path",
+            ) from None
         raise AdapterError(f"there is no {WEIGHTS} in that folder", code=NOT_THERE, field="lora_path") from None
     except OutsideError:
         raise _outside(WEIGHTS) from None
     except CheckpointError as error:
         said = error.message.replace(str(path), WEIGHTS)
-        raise AdapterError(said, code=NOT_THERE, needed=error.needed, found=error.found,
-                           field="lora_path") from error  # fmt: skip
+        raise AdapterError(said, code=NOT_THERE, needed=error.needed, found=error.found, field="lora_path") from error
     except OSError as error:
         raise AdapterError(f"{WEIGHTS} cannot be read: {error.strerror}", code=NOT_THERE, field="lora_path") from error
     return {name: replace(tensor, path=path) for name, tensor in tensors.items()}
@@ -211,9 +246,12 @@ def _check_vocabulary(
             raise _another(f"it has a vocabulary of {rows:,} tokens", f"{spec.vocab_size:,}", base, model)
         raise AdapterError(
             f"{base}: it changes {found['module']}, and only the layers between embedding and head are adapted",
-            code=NOT_THERE, needed="factors of layers alone", found=shorten(name),
-            fix="merge it into the model, or train it without the embedding and the head", field="lora_path",
-        )  # fmt: skip
+            code=NOT_THERE,
+            needed="factors of layers alone",
+            found=shorten(name),
+            fix="merge it into the model, or train it without the embedding and the head",
+            field="lora_path",
+        )
     beyond = next((index for index in _added_ids(folder, allowed) if index >= spec.vocab_size), None)
     if beyond is not None:
         raise _another(f"its tokenizer has a token {beyond:,}", f"ids below {spec.vocab_size:,}", base, model)
@@ -241,9 +279,13 @@ def _added_ids(folder: Path, allowed: Sequence[Path] | None) -> list[int]:
 
 def _another(what: str, needed: str, base: str, model: str) -> AdapterError:
     return AdapterError(
-        f"{base}, does not go with {model}: {what}", code=ANOTHER_BASE, needed=f"{needed}, as {model} has it",
-        found=what, fix="serve the model that the adapter was trained on", field="lora_path",
-    )  # fmt: skip
+        f"{base}, does not go with {model}: {what}",
+        code=ANOTHER_BASE,
+        needed=f"{needed}, as {model} has it",
+        found=what,
+        fix="serve the model that the adapter was trained on",
+        field="lora_path",
+    )
 
 
 def _match(
@@ -255,9 +297,12 @@ def _match(
         found = _FACTOR.fullmatch(name)
         if found is None:
             raise AdapterError(
-                f"{base}: {shorten(name)} is no factor of LoRA", code=NOT_THERE,
-                needed="MODULE.lora_A.weight and MODULE.lora_B.weight", found=shorten(name), field="lora_path",
-            )  # fmt: skip
+                f"{base}: {shorten(name)} is no factor of LoRA",
+                code=NOT_THERE,
+                needed="MODULE.lora_A.weight and MODULE.lora_B.weight",
+                found=shorten(name),
+                field="lora_path",
+            )
         halves.setdefault(found["module"], {})[found["factor"]] = tensor
     if not halves:
         raise AdapterError(f"{base}: there are no factors in {WEIGHTS}", code=NOT_THERE, field="lora_path")
@@ -268,8 +313,12 @@ def _match(
             sample = ", ".join(list(modules)[:3])
             raise _another(f"it changes {shorten(module)}", f"modules such as {sample}", base, model)
         if not config.targets(module):
-            raise AdapterError(f"{base}: {shorten(module)} is not among its target_modules", code=NOT_THERE,
-                               found=shorten(str(config.target_modules)), field="lora_path")  # fmt: skip
+            raise AdapterError(
+                f"{base}: {shorten(module)} is not among its target_modules",
+                code=NOT_THERE,
+                found=shorten(str(config.target_modules)),
+                field="lora_path",
+            )
         factors[target.name] = _factors(module, pair, target, config, base, model)
     return factors
 
@@ -279,9 +328,13 @@ def adaptable(spec: ModelSpec) -> dict[str, TensorSpec]:
     return {
         tensor.hf_name.removesuffix(".weight"): tensor
         for tensor in spec.tensors
-        if tensor.linear and tensor.layer is not None and tensor.part == "text" and len(tensor.shape) == 2
-        and ".experts." not in tensor.name and ".shared." not in tensor.name
-    }  # fmt: skip
+        if tensor.linear
+        and tensor.layer is not None
+        and tensor.part == "text"
+        and len(tensor.shape) == 2
+        and ".experts." not in tensor.name
+        and ".shared." not in tensor.name
+    }
 
 
 def _factors(
@@ -293,12 +346,21 @@ def _factors(
     rows, columns = target.shape
     good = len(a.shape) == len(b.shape) == 2 and a.shape[0] == b.shape[1] >= 1
     if not good or (b.shape[0], a.shape[1]) != (rows, columns):
-        raise _another(f"its {module} is A {list(a.shape)} and B {list(b.shape)}",
-                       f"A [rank, {columns}] and B [{rows}, rank]", base, model)  # fmt: skip
+        raise _another(
+            f"its {module} is A {list(a.shape)} and B {list(b.shape)}",
+            f"A [rank, {columns}] and B [{rows}, rank]",
+            base,
+            model,
+        )
     for tensor in (a, b):
         if tensor.layout not in READABLE:
-            raise AdapterError(f"{base}: {shorten(tensor.name)} is stored as {tensor.layout}", code=NOT_THERE,
-                               needed=", ".join(READABLE), found=tensor.layout, field="lora_path")  # fmt: skip
+            raise AdapterError(
+                f"{base}: {shorten(tensor.name)} is stored as {tensor.layout}",
+                code=NOT_THERE,
+                needed=", ".join(READABLE),
+                found=tensor.layout,
+                field="lora_path",
+            )
     rank = a.shape[0]
     alpha = config.alpha(module)
     return Factors(a, b, alpha / (math.sqrt(rank) if config.use_rslora else rank))

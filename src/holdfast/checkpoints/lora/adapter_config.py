@@ -109,14 +109,23 @@ def _refuse(table: Mapping[str, Any]) -> None:
 
 def _absent(what: str, found: object) -> AdapterError:
     return AdapterError(
-        f"the adapter needs what is not there: {what}", code=NOT_THERE, needed="plain LoRA", found=spell(found),
-        fix="merge it into the model with PEFT, and serve that", field="lora_path",
-    )  # fmt: skip
+        f"the adapter needs what is not there: {what}",
+        code=NOT_THERE,
+        needed="plain LoRA",
+        found=spell(found),
+        fix="merge it into the model with PEFT, and serve that",
+        field="lora_path",
+    )
 
 
 def _wrong(name: str, found: object, needed: str) -> AdapterError:
-    return AdapterError(f"{name} of the adapter's config cannot be used", code=NOT_THERE, needed=needed,
-                        found=spell(found), field="lora_path")  # fmt: skip
+    return AdapterError(
+        f"{name} of the adapter's config cannot be used",
+        code=NOT_THERE,
+        needed=needed,
+        found=spell(found),
+        field="lora_path",
+    )
 
 
 def _flag(table: Mapping[str, Any], name: str) -> bool:

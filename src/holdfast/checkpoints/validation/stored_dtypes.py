@@ -94,9 +94,12 @@ def _other_method(method: str, found: StoredTensor) -> CheckpointError:
 
 
 def require_packed_so(
-    quantization: QuantSpec, packing: Packing, parts: Sequence[PackedPart], found: StoredTensor,
+    quantization: QuantSpec,
+    packing: Packing,
+    parts: Sequence[PackedPart],
+    found: StoredTensor,
     stored: Mapping[str, StoredTensor],
-) -> None:  # fmt: skip
+) -> None:
     """Of one matrix with the quants `found`: that they and their scales lie as `parts` say. Raises CheckpointError."""
     quants = parts[0].shape
     if packing.method in ("awq", "gptq") and found.shape != quants:

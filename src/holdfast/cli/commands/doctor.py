@@ -49,15 +49,18 @@ _ADDRESS = re.compile(r"(?:[\w.-]+|\[[0-9a-fA-F:]+\]):\d+(?:/.*)?")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "sources", nargs="*", metavar="LOG|URL",
+        "sources",
+        nargs="*",
+        metavar="LOG|URL",
         help="a file, gz or not; - for standard input; the address of a server; left out: this machine",
-    )  # fmt: skip
+    )
     parser.add_argument("--command", metavar="COMMAND", help="a server's command as one word, judged before it is run")
     parser.add_argument(
-        "--gpu", metavar="NAME",
+        "--gpu",
+        metavar="NAME",
         help="GPUs that the command is for: rtx4090, l4, a100-80, h100-80x2 (all names: holdfast plan --list-gpus);"
         " else this machine",
-    )  # fmt: skip
+    )
     parser.add_argument("--vram", metavar="SIZE", help="what each of its GPUs has to use: 22GiB, 22GiBx2")
     parser.add_argument("--ram", metavar="SIZE", help="RAM of the machine that the command is for")
     parser.add_argument("--engine-version", metavar="VERSION", help="of the command's engine; else what is installed")
@@ -94,9 +97,12 @@ def _diagnosis(arguments: argparse.Namespace) -> tuple[Diagnosis, MachineFacts |
     alone = next((name for name, value in named.items() if value is not None), None)
     if alone is not None and arguments.command is None:
         raise ConfigurationError(
-            f"--{alone} says what machine a command is for, and there is none", code=NO_SOURCE, needed="--command",
-            fix=f'holdfast doctor --command "vllm serve MODEL" --{alone} {named[alone]}', field=alone,
-        )  # fmt: skip
+            f"--{alone} says what machine a command is for, and there is none",
+            code=NO_SOURCE,
+            needed="--command",
+            fix=f'holdfast doctor --command "vllm serve MODEL" --{alone} {named[alone]}',
+            field=alone,
+        )
     sources = Sources(
         logs=tuple(source for source in arguments.sources if not _is_url(source)),
         urls=tuple(source for source in arguments.sources if _is_url(source)),
@@ -125,9 +131,11 @@ def _seconds(written: str) -> float:
         value = -1.0
     if not 0 <= value <= LONGEST_LOOK_S:
         raise ConfigurationError(
-            f"--seconds: {written[:40]!r} will not do", needed=f"a number from 0 to {LONGEST_LOOK_S:g}",
-            fix="--seconds 10", field="seconds",
-        )  # fmt: skip
+            f"--seconds: {written[:40]!r} will not do",
+            needed=f"a number from 0 to {LONGEST_LOOK_S:g}",
+            fix="--seconds 10",
+            field="seconds",
+        )
     return value
 
 

@@ -102,9 +102,11 @@ def _answers(arguments: argparse.Namespace) -> list[PlanAnswer]:
     config = read_settings(arguments)
     if arguments.compare is not None and arguments.engine is not None:
         raise ConfigurationError(
-            "--compare prints a table and no commands, so there is nothing for --for to choose", code=CONTRADICTION,
-            fix="leave one of the two out; --json has the commands of each", field="for",
-        )  # fmt: skip
+            "--compare prints a table and no commands, so there is nothing for --for to choose",
+            code=CONTRADICTION,
+            fix="leave one of the two out; --json has the commands of each",
+            field="for",
+        )
     configs = [config] if arguments.compare is None else compared(config, arguments.compare)
     traffic = traffic_of(config)
     questions = [question_of(one, traffic=traffic) for one in configs]
@@ -142,10 +144,13 @@ def compared(config: PlanConfig, names: list[str]) -> list[PlanConfig]:
         gpus.find_group(names[0])  # Neither: with a model beside them they were meant as GPUs, and are refused as such.
     if known and foreign and _may_be_model(foreign[0]):
         raise ConfigurationError(
-            "--compare takes GPUs or models, not both", code=CONTRADICTION, needed="all GPUs, or all models",
-            found=f"{shorten(known[0])} is a GPU, {shorten(foreign[0])} is none", field="compare",
+            "--compare takes GPUs or models, not both",
+            code=CONTRADICTION,
+            needed="all GPUs, or all models",
+            found=f"{shorten(known[0])} is a GPU, {shorten(foreign[0])} is none",
+            field="compare",
             fix="holdfast plan MODEL --compare GPU GPU, or holdfast plan --gpu GPU --compare MODEL MODEL",
-        )  # fmt: skip
+        )
     if known and foreign:
         gpus.find_group(foreign[0])
     if known:
@@ -158,9 +163,12 @@ def compared(config: PlanConfig, names: list[str]) -> list[PlanConfig]:
         configs = [replace(config, model=name) for name in names]
     if len(configs) < 2:
         raise ConfigurationError(
-            "--compare needs two to compare", needed="two GPUs, or two models", found=names[0], field="compare",
+            "--compare needs two to compare",
+            needed="two GPUs, or two models",
+            found=names[0],
+            field="compare",
             fix="holdfast plan MODEL --compare rtx4090 h100-80",
-        )  # fmt: skip
+        )
     return configs
 
 

@@ -25,9 +25,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--revision", default=None, help="a branch, tag or commit of a hub model")
     parser.add_argument(
-        "--accept-licence", "--accept-license", dest="accept_licence", action="append", default=[], metavar="NAME",
+        "--accept-licence",
+        "--accept-license",
+        dest="accept_licence",
+        action="append",
+        default=[],
+        metavar="NAME",
         help="agree to the licence of a built-in model that asks for it; its terms are printed first",
-    )  # fmt: skip
+    )
     parser.add_argument("--quiet", action="store_true", help="say nothing but the path")
 
 

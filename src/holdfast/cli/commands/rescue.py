@@ -44,19 +44,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-restarts", metavar="N", default=str(DEFAULT_RESTARTS), help=f"default: {DEFAULT_RESTARTS}"
     )
     parser.add_argument(
-        "--back-off", metavar="S", default=f"{DEFAULT_BACK_OFF_S:g}",
+        "--back-off",
+        metavar="S",
+        default=f"{DEFAULT_BACK_OFF_S:g}",
         help="seconds before the first restart, twice as many before each further one, at most 60; default:"
         f" {DEFAULT_BACK_OFF_S:g}",
-    )  # fmt: skip
+    )
     parser.add_argument(
-        "--hung-after", metavar="S", default="0",
+        "--hung-after",
+        metavar="S",
+        default="0",
         help="end and start again a server that was ready and has not answered /health for so many seconds; default: 0,"
         " it is only said",
-    )  # fmt: skip
+    )
     parser.add_argument(
-        "--fix-first", action="store_true",
+        "--fix-first",
+        action="store_true",
         help="put right what is surely wrong with the command before its first start; else it is only said",
-    )  # fmt: skip
+    )
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="COMMAND", help="what to run, behind --")
 
 
@@ -66,9 +71,11 @@ def run(arguments: argparse.Namespace) -> int:
     words = arguments.command[1:] if arguments.command[:1] == ["--"] else arguments.command
     if not words:
         raise ConfigurationError(
-            "there is no command to run", needed="a command behind --", field="command",
+            "there is no command to run",
+            needed="a command behind --",
+            field="command",
             fix="holdfast rescue -- vllm serve MODEL",
-        )  # fmt: skip
+        )
     orders = Orders(
         keep=tuple(name for given in arguments.keep for name in given.split(",") if name),
         max_restarts=int(_number("max-restarts", arguments.max_restarts, MOST_RESTARTS)),
@@ -88,9 +95,11 @@ def _number(name: str, written: str, most: float) -> float:
     whole = name != "max-restarts" or value == int(max(value, -1))
     if not 0 <= value <= most or not whole:
         raise ConfigurationError(
-            f"--{name}: {written[:40]!r} will not do", needed=f"a number from 0 to {most:g}", fix=f"--{name} 2",
+            f"--{name}: {written[:40]!r} will not do",
+            needed=f"a number from 0 to {most:g}",
+            fix=f"--{name} 2",
             field=name.replace("-", "_"),
-        )  # fmt: skip
+        )
     return value
 
 

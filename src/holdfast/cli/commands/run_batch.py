@@ -66,13 +66,17 @@ NOT_HERE = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-i", "--input-file", required=True, metavar="FILE", help="requests, one JSON object a line")
     parser.add_argument(
-        "-o", "--output-file", required=True, metavar="FILE",
+        "-o",
+        "--output-file",
+        required=True,
+        metavar="FILE",
         help="answers, one a line, in the order they come; one that is there already is gone on with",
-    )  # fmt: skip
+    )
     parser.add_argument(
-        "--max-concurrency", metavar="NUMBER",
+        "--max-concurrency",
+        metavar="NUMBER",
         help="most lines asked at the same time (default: twice --max-num-seqs, so that the next ones wait at hand)",
-    )  # fmt: skip
+    )
     parser.add_argument("--config", type=Path, metavar="FILE", help="settings from a file")
     add_flags(parser, EngineConfig, title="model and engine")
     unused = [field.name for field in dataclasses.fields(ServerConfig) if field.name not in SERVER_NAMES]
@@ -213,9 +217,13 @@ class _Run:
         paths = {getattr(route, "path", None) for route in self._app.routes}
         urls = tuple(url for url in URLS if url in paths)
         runner = BatchRunner(
-            self._app, self._engine, self._output.append, urls=urls, on_answer=self._progress.answered,
+            self._app,
+            self._engine,
+            self._output.append,
+            urls=urls,
+            on_answer=self._progress.answered,
             on_lost=self._progress.lose,
-        )  # fmt: skip
+        )
         with self._progress:
             await runner.run(lines, concurrency or 2 * self._engine.info.max_num_seqs)
         self._repeated = runner.repeated

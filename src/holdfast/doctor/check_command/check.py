@@ -80,17 +80,21 @@ def judge_command(text: str, *, machine: CommandMachine | None = None, version: 
         command = parse_command(text, strict=True)
     except OpenQuote as error:
         raise ConfigurationError(
-            "a quote in the command is not closed", needed="as many closing quotes as opening ones",
-            found=shorten(str(error), 60), fix="close it, and quote the whole once more", field="command",
-        ) from None  # fmt: skip
+            "a quote in the command is not closed",
+            needed="as many closing quotes as opening ones",
+            found=shorten(str(error), 60),
+            fix="close it, and quote the whole once more",
+            field="command",
+        ) from None
     if command is None:
         raise ConfigurationError(
             "there is no command in it that starts a server",
             needed="vllm serve MODEL ..., python -m vllm.entrypoints.openai.api_server ..., llama-server ...,"
             " python -m sglang.launch_server ... or holdfast serve ...",
-            found=shorten(text, 120), fix='holdfast doctor --command "vllm serve MODEL --max-model-len 8192"',
+            found=shorten(text, 120),
+            fix='holdfast doctor --command "vllm serve MODEL --max-model-len 8192"',
             field="command",
-        )  # fmt: skip
+        )
     return judge(command, machine=machine, version=version)
 
 
@@ -117,10 +121,15 @@ def judge(
             break
     missing += [f"a plan of {name}: it is not planned" for name in not_planned(command)]
     return Diagnosis(
-        engine=command.engine, engine_version=engine_version, command=command.with_changes({}),
-        phase="args" if wrong else None, healthy=not findings and not missing, findings=_whole(command, findings),
-        missing=missing, seen=seen,
-    )  # fmt: skip
+        engine=command.engine,
+        engine_version=engine_version,
+        command=command.with_changes({}),
+        phase="args" if wrong else None,
+        healthy=not findings and not missing,
+        findings=_whole(command, findings),
+        missing=missing,
+        seen=seen,
+    )
 
 
 def _put_right(command: ServerCommand, wrong: list[Finding]) -> ServerCommand:
@@ -345,10 +354,15 @@ def _does_not_fit(command: ServerCommand, told: PlanAnswer) -> Finding:
         root = "kv_blowout"
     numbers = {"short_bytes": fit.short_bytes, "budget_bytes": rank.budget_bytes, "weights_bytes": weights}
     return found(
-        cause, root, "high", what=f"it does not fit: {what}", fixes=fixes, evidence=_evidence(*lines),
+        cause,
+        root,
+        "high",
+        what=f"it does not fit: {what}",
+        fixes=fixes,
+        evidence=_evidence(*lines),
         why=f"{format_bytes(fit.short_bytes)} are missing, counted before anything is loaded",
         numbers={name: float(value) for name, value in numbers.items()},
-    )  # fmt: skip
+    )
 
 
 def _would_refuse(
@@ -372,10 +386,14 @@ def _would_refuse(
                     changed(command, changes, "the longest that this version holds; planned: it fits", SHORTER)
                 )
             yield found(
-                "kv_cache_too_small_for_max_len", "kv_blowout", "medium",
-                what=reason.removeprefix("it would refuse: "), why="as this version sizes its KV pool",
-                evidence=_evidence(reason), fixes=fixes,
-            )  # fmt: skip
+                "kv_cache_too_small_for_max_len",
+                "kv_blowout",
+                "medium",
+                what=reason.removeprefix("it would refuse: "),
+                why="as this version sizes its KV pool",
+                evidence=_evidence(reason),
+                fixes=fixes,
+            )
         else:
             yield would_not_run(command, reason)
 
@@ -392,6 +410,11 @@ def _warned(command: ServerCommand, warning: PlanWarning) -> Finding:
     else:
         fix = Fix(why=warning.fix or helps)
     return found(
-        cause, root, "medium", what=warning.message, why=means,
-        evidence=_evidence(f"{warning.code}: {warning.message}"), fixes=[fix],
-    )  # fmt: skip
+        cause,
+        root,
+        "medium",
+        what=warning.message,
+        why=means,
+        evidence=_evidence(f"{warning.code}: {warning.message}"),
+        fixes=[fix],
+    )

@@ -42,10 +42,14 @@ def stored_otherwise(command: ServerCommand, question: Question) -> Finding | No
             price="a little accuracy"),
     ]  # fmt: skip
     return found(
-        "bad_flag", "not_memory", "high", what=f"the command says {written}, and the model {stored}",
+        "bad_flag",
+        "not_memory",
+        "high",
+        what=f"the command says {written}, and the model {stored}",
         why="the flag names how the files are stored, and does not make it so: the engine refuses to start",
-        evidence=[Evidence(line=written, source="command")], fixes=fixes,
-    )  # fmt: skip
+        evidence=[Evidence(line=written, source="command")],
+        fixes=fixes,
+    )
 
 
 def would_not_run(command: ServerCommand, reason: str) -> Finding:
@@ -60,15 +64,29 @@ def would_not_run(command: ServerCommand, reason: str) -> Finding:
     elif "needs compute capability" in reason:
         cause = "dtype_unsupported_gpu"
         if reason.startswith("KV in "):
-            fixes.append(changed(command, {"--kv-cache-dtype": "auto"}, "KV in the model's own type",
-                                 "half the tokens in the same memory"))  # fmt: skip
+            fixes.append(
+                changed(
+                    command,
+                    {"--kv-cache-dtype": "auto"},
+                    "KV in the model's own type",
+                    "half the tokens in the same memory",
+                )
+            )
         else:
-            fixes.append(Fix(why="a copy in a format that this GPU runs: AWQ from compute capability 7.5 on, GPTQ from"
-                             " 6.0, or 16 bit where it fits"))  # fmt: skip
+            fixes.append(
+                Fix(
+                    why="a copy in a format that this GPU runs: AWQ from compute capability 7.5 on, GPTQ from"
+                    " 6.0, or 16 bit where it fits"
+                )
+            )
     else:
         cause = "arch_unsupported" if since is not None else "other"
     return found(
-        cause, "not_memory", "medium", what=f"{command.engine} would not run it: {reason}",
+        cause,
+        "not_memory",
+        "medium",
+        what=f"{command.engine} would not run it: {reason}",
         why="the release lacks it, not the GPU" if cause == "arch_unsupported" else reason,
-        evidence=[Evidence(line=reason, source="plan")], fixes=fixes,
-    )  # fmt: skip
+        evidence=[Evidence(line=reason, source="plan")],
+        fixes=fixes,
+    )

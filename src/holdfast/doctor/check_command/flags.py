@@ -99,9 +99,14 @@ def _unknown(command: ServerCommand, version: str | None) -> Iterator[Finding]:
             if asks_nothing(name.replace("-", "_"), flag.value if flag.values else True):
                 continue
             yield found(
-                "bad_flag", "not_memory", "high", what=f"Holdfast refuses {spelled}", why=_REFUSED[name],
-                evidence=_evidence(command, flag), fixes=[changed(command, {spelled: None}, f"without {spelled}")],
-            )  # fmt: skip
+                "bad_flag",
+                "not_memory",
+                "high",
+                what=f"Holdfast refuses {spelled}",
+                why=_REFUSED[name],
+                evidence=_evidence(command, flag),
+                fixes=[changed(command, {spelled: None}, f"without {spelled}")],
+            )
             continue
         early = since(engine, name)
         if early is not None and version is not None and () < release(version) < early:
@@ -111,10 +116,14 @@ def _unknown(command: ServerCommand, version: str | None) -> Iterator[Finding]:
         if short and spelled.lstrip("-") in known and name != spelled.lstrip("-"):
             value = " ".join(flag.values) or ""
             yield found(
-                "bad_flag", "not_memory", "high", what=f"llama.cpp knows no {spelled}; {spelled[1:]} is meant",
-                why="its short flags have one dash; the command ends at once", evidence=_evidence(command, flag),
+                "bad_flag",
+                "not_memory",
+                "high",
+                what=f"llama.cpp knows no {spelled}; {spelled[1:]} is meant",
+                why="its short flags have one dash; the command ends at once",
+                evidence=_evidence(command, flag),
                 fixes=[changed(command, {spelled: None, f"--{name}": value or "on"}, f"--{name} is its long form")],
-            )  # fmt: skip
+            )
             continue
         if name in known or (name.startswith("no-") and name[3:] in known) or spelled.startswith("-O"):
             continue
@@ -144,10 +153,14 @@ def _never_taken(command: ServerCommand, flag: Flag, spelled: str, known: frozen
         what = f"{shorten(spelled)} is the beginning of several flags: {', '.join(f'--{one}' for one in several)}"
         why = f"a beginning is taken where it stands for one flag alone{read_from}"
     return found(
-        "bad_flag", "not_memory", "high" if near and engine == "holdfast" else "medium" if near or several else "low",
-        what=what, why=f"{why}: the command ends at once with a usage error", evidence=_evidence(command, flag),
+        "bad_flag",
+        "not_memory",
+        "high" if near and engine == "holdfast" else "medium" if near or several else "low",
+        what=what,
+        why=f"{why}: the command ends at once with a usage error",
+        evidence=_evidence(command, flag),
         fixes=fixes,
-    )  # fmt: skip
+    )
 
 
 def _once_taken(command: ServerCommand, flag: Flag, spelled: str, instead: str, version: str | None) -> Finding:
@@ -159,13 +172,15 @@ def _once_taken(command: ServerCommand, flag: Flag, spelled: str, instead: str, 
     if instead == "--hf-overrides" and _is_object(flag.value):
         changes["--hf-overrides"] = json.dumps({flag.name.replace("-", "_"): json.loads(flag.value or "{}")})
     return found(
-        "bad_flag", "not_memory", "medium" if version is None else "high",
+        "bad_flag",
+        "not_memory",
+        "medium" if version is None else "high",
         what=f"{command.engine} {shown} no longer takes {spelled}",
         why=f"older versions took it{until_when}; "
         + (f"this is {version}" if version else "the version is not known here"),
         evidence=_evidence(command, flag),
         fixes=[changed(command, changes, why)],
-    )  # fmt: skip
+    )
 
 
 def _not_yet(command: ServerCommand, flag: Flag, spelled: str, first: tuple[int, ...], version: str) -> Finding:
@@ -173,10 +188,14 @@ def _not_yet(command: ServerCommand, flag: Flag, spelled: str, first: tuple[int,
     if flag.name == "attention-backend" and flag.value:
         changes["VLLM_ATTENTION_BACKEND"] = flag.value
     return found(
-        "bad_flag", "not_memory", "high", what=f"{command.engine} {version} does not take {spelled} yet",
+        "bad_flag",
+        "not_memory",
+        "high",
+        what=f"{command.engine} {version} does not take {spelled} yet",
         why=f"it came with {'.'.join(map(str, first))}: the command ends at once with a usage error",
-        evidence=_evidence(command, flag), fixes=[changed(command, changes, f"as {version} takes it")],
-    )  # fmt: skip
+        evidence=_evidence(command, flag),
+        fixes=[changed(command, changes, f"as {version} takes it")],
+    )
 
 
 def _is_object(value: str | None) -> bool:
@@ -193,8 +212,13 @@ def _values(command: ServerCommand) -> Iterator[Finding]:
         if flag.unknown:
             continue
         if name in LENGTHS and value is not None and value.isdecimal() and int(value[:MOST_DIGITS]) > MOST:
-            yield _bad(command, flag, f"{spelled} {shorten(value, 30)} is longer than any model reads",
-                       "without it the model's own context is taken; with it", {spelled: None})  # fmt: skip
+            yield _bad(
+                command,
+                flag,
+                f"{spelled} {shorten(value, 30)} is longer than any model reads",
+                "without it the model's own context is taken; with it",
+                {spelled: None},
+            )
         elif name in WHOLE and (value is None or not _is_whole(name, value)):
             one = {spelled: "1"} if name in _SPLITS else {}
             yield _bad(command, flag, f"{spelled} wants a whole number", f"found {value or 'nothing'}", {**one})
@@ -203,15 +227,30 @@ def _values(command: ServerCommand) -> Iterator[Finding]:
             dtype = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}.get(
                 value or "", near[0] if near else "auto"
             )
-            yield _bad(command, flag, f"{spelled} {shorten(value or '')} is no number type that {command.engine} takes",
-                       f"it takes {', '.join(DTYPES)}", {spelled: dtype})  # fmt: skip
+            yield _bad(
+                command,
+                flag,
+                f"{spelled} {shorten(value or '')} is no number type that {command.engine} takes",
+                f"it takes {', '.join(DTYPES)}",
+                {spelled: dtype},
+            )
         elif name == "kv-cache-dtype" and not (value or "").startswith(KV_DTYPES.get(command.engine, ("",))):
-            yield _bad(command, flag, f"{spelled} {shorten(value or '')} is not what {command.engine} keeps KV in",
-                       "auto keeps it in what is computed in", {spelled: "auto"})  # fmt: skip
+            yield _bad(
+                command,
+                flag,
+                f"{spelled} {shorten(value or '')} is not what {command.engine} keeps KV in",
+                "auto keeps it in what is computed in",
+                {spelled: "auto"},
+            )
         elif name in ("gpu-memory-utilization", "mem-fraction-static") and not _is_share(value):
             share = _as_share(value)
-            yield _bad(command, flag, f"{spelled} {shorten(value or '')} is no share of the memory",
-                       "a share is more than 0 and at most 1", {spelled: share})  # fmt: skip
+            yield _bad(
+                command,
+                flag,
+                f"{spelled} {shorten(value or '')} is no share of the memory",
+                "a share is more than 0 and at most 1",
+                {spelled: share},
+            )
 
     yield from _choices(command)
     yield from _step(command)
@@ -230,13 +269,22 @@ def _choices(command: ServerCommand) -> Iterator[Finding]:
         near = difflib.get_close_matches(value.lower(), able, n=1)
         default = "auto" if "auto" in able else None
         meant = near[0] if near else default
-        fixes = [changed(command, {spelled: meant}, f"it takes {', '.join(able)}"
-                         + ("" if near or default is None else "; auto is its default"))]  # fmt: skip
+        fixes = [
+            changed(
+                command,
+                {spelled: meant},
+                f"it takes {', '.join(able)}" + ("" if near or default is None else "; auto is its default"),
+            )
+        ]
         yield found(
-            "bad_flag", "not_memory", "high" if flag.name == "flash-attn" else "medium",
+            "bad_flag",
+            "not_memory",
+            "high" if flag.name == "flash-attn" else "medium",
             what=f"{spelled} does not take {shorten(value)}: its values are {', '.join(able)}",
-            why="the command ends at once", evidence=_evidence(command, flag), fixes=fixes,
-        )  # fmt: skip
+            why="the command ends at once",
+            evidence=_evidence(command, flag),
+            fixes=fixes,
+        )
 
 
 def _step(command: ServerCommand) -> Iterator[Finding]:
@@ -246,16 +294,26 @@ def _step(command: ServerCommand) -> Iterator[Finding]:
     if command.engine != "vllm" or not (tokens.isdecimal() and sequences.isdecimal()) or int(tokens) >= int(sequences):
         return
     flag = next(one for one in reversed(command.flags) if one.name == "max-num-batched-tokens")
-    yield _bad(command, flag, f"a step of {int(tokens):,} tokens cannot hold {int(sequences):,} sequences",
-               "vLLM wants max_num_batched_tokens to be no less", {"--max-num-seqs": tokens})  # fmt: skip
+    yield _bad(
+        command,
+        flag,
+        f"a step of {int(tokens):,} tokens cannot hold {int(sequences):,} sequences",
+        "vLLM wants max_num_batched_tokens to be no less",
+        {"--max-num-seqs": tokens},
+    )
 
 
 def _bad(command: ServerCommand, flag: Flag, what: str, why: str, changes: dict[str, str | None]) -> Finding:
     fixes = [changed(command, changes, "as it takes it")] if changes else []
     return found(
-        "bad_flag", "not_memory", "high", what=what, why=f"{why}; the command ends at once",
-        evidence=_evidence(command, flag), fixes=fixes,
-    )  # fmt: skip
+        "bad_flag",
+        "not_memory",
+        "high",
+        what=what,
+        why=f"{why}; the command ends at once",
+        evidence=_evidence(command, flag),
+        fixes=fixes,
+    )
 
 
 def _is_whole(name: str, value: str) -> bool:

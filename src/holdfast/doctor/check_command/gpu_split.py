@@ -155,10 +155,16 @@ def _counted(found: Fit, rank: Rank, draft: int, flag: str) -> Split:
     every = sum(term.nbytes for term in rank.terms) + rank.null_bytes
     beside = every - weights - context
     return Split(
-        flag=flag, free_bytes=max(1, rank.budget_bytes - context), weights_bytes=weights, draft_bytes=draft,
-        beside_bytes=beside, counted_bytes=beside, context_bytes=context, needed_bytes=found.needed_bytes(rank),
+        flag=flag,
+        free_bytes=max(1, rank.budget_bytes - context),
+        weights_bytes=weights,
+        draft_bytes=draft,
+        beside_bytes=beside,
+        counted_bytes=beside,
+        context_bytes=context,
+        needed_bytes=found.needed_bytes(rank),
         pool_bytes=0,
-    )  # fmt: skip
+    )
 
 
 def _pool(command: ServerCommand) -> int | None:

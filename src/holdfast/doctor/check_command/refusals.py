@@ -44,12 +44,15 @@ def no_model(command: ServerCommand, error: ModelError, *, elsewhere: bool = Fal
     fix = error.fix if command.engine == "holdfast" else None
     return [
         found(
-            "gated_or_missing_model", "not_memory", "high" if local else "low",
+            "gated_or_missing_model",
+            "not_memory",
+            "high" if local else "low",
             what=f"there is no model at {name}" if local else f"{name} cannot be read from here",
-            why=error.message, evidence=[Evidence(line=error.found or error.message, source="command")],
+            why=error.message,
+            evidence=[Evidence(line=error.found or error.message, source="command")],
             fixes=[Fix(why=fix or "check the path, the name and HF_TOKEN")],
         )
-    ], missing  # fmt: skip
+    ], missing
 
 
 def refused(command: ServerCommand, error: HoldfastError, question: Question | None) -> tuple[list[Finding], list[str]]:
@@ -61,15 +64,32 @@ def refused(command: ServerCommand, error: HoldfastError, question: Question | N
         devices = len(question.machine.devices)
         size = max((one for one in _sizes(question, devices) if one <= devices), default=1)
         fixes = [changed(command, _parallel(command, size), f"as many as are there: {devices}")]
-        return [found("tensor_parallel_mismatch", "not_memory", "high", what=error.message,
-                      why=error.found or "more ranks than GPUs", evidence=evidence, fixes=fixes)], []  # fmt: skip
+        return [
+            found(
+                "tensor_parallel_mismatch",
+                "not_memory",
+                "high",
+                what=error.message,
+                why=error.found or "more ranks than GPUs",
+                evidence=evidence,
+                fixes=fixes,
+            )
+        ], []
     if error.code == BEYOND_MODEL and question is not None:
         most = question.model.spec.max_position
         flag = translated(command.engine, "max-model-len") or "--max-model-len"
         fixes = [changed(command, {flag: str(most)}, "what the model was made for")]
-        return [found("bad_flag", "configuration_overshoot", "high", what=error.message,
-                      why="positions that the model never saw; engines refuse it unless rope scaling is configured",
-                      evidence=evidence, fixes=fixes)], []  # fmt: skip
+        return [
+            found(
+                "bad_flag",
+                "configuration_overshoot",
+                "high",
+                what=error.message,
+                why="positions that the model never saw; engines refuse it unless rope scaling is configured",
+                evidence=evidence,
+                fixes=fixes,
+            )
+        ], []
     return [], [f"a plan: {error.message}" + (f"; {error.fix}" if error.fix else "")]
 
 
@@ -80,10 +100,14 @@ def _heads(command: ServerCommand, error: HoldfastError, question: Question, evi
     size = max((one for one in sizes if one <= min(devices, int(asked))), default=1)
     shape = "head" not in error.message
     return found(
-        "quant_shape_mismatch" if shape else "heads_not_divisible", "not_memory", "high", what=error.message,
+        "quant_shape_mismatch" if shape else "heads_not_divisible",
+        "not_memory",
+        "high",
+        what=error.message,
         why=f"each GPU takes whole heads and groups of columns: it splits over {', '.join(map(str, sizes[:8]))}",
-        evidence=evidence, fixes=[changed(command, _parallel(command, size), f"the largest for {devices} GPUs")],
-    )  # fmt: skip
+        evidence=evidence,
+        fixes=[changed(command, _parallel(command, size), f"the largest for {devices} GPUs")],
+    )
 
 
 def _sizes(question: Question, most: int) -> tuple[int, ...]:
@@ -109,20 +133,26 @@ def vllm_on_a_cpu(command: ServerCommand, question: Question) -> Iterator[Findin
     size = command.value("tensor-parallel-size") or "1"
     if size.isdecimal() and int(size) > 1 and int(size) not in (able := _sizes(question, MOST_RANKS)):
         yield found(
-            "heads_not_divisible", "not_memory", "high", what=f"the model's heads cannot be split over {size} ranks",
+            "heads_not_divisible",
+            "not_memory",
+            "high",
+            what=f"the model's heads cannot be split over {size} ranks",
             why=f"it can be split over {', '.join(map(str, able[:8]))}",
             evidence=[Evidence(line=f"--tensor-parallel-size {size}", source="command")],
             fixes=[changed(command, _parallel(command, 1), "a CPU has no second device to split over")],
-        )  # fmt: skip
+        )
     spec, length = question.model.spec, question.settings.max_model_len
     if length is not None and length > spec.max_position and command.environment.get(LONG_ALLOWED) != "1":
         yield found(
-            "bad_flag", "configuration_overshoot", "high",
+            "bad_flag",
+            "configuration_overshoot",
+            "high",
             what=f"max_model_len {length:,} is beyond the {spec.max_position:,} that the model was made for",
-            why="vLLM refuses it unless rope scaling is configured", fixes=[
+            why="vLLM refuses it unless rope scaling is configured",
+            fixes=[
                 changed(command, {"--max-model-len": str(spec.max_position)}, "what the model was made for", SHORTER)
             ],
-        )  # fmt: skip
+        )
         return
     there = pool_bytes(command)
     if there is None or length is None:
@@ -138,13 +168,15 @@ def vllm_on_a_cpu(command: ServerCommand, question: Question) -> Iterator[Findin
     shorter = changed(command, {"--max-model-len": str(longest)}, "the longest that the pool holds", SHORTER)
     more = _larger_pool(command, question, needed)
     yield found(
-        "kv_cache_too_small_for_max_len", "kv_blowout", "high",
+        "kv_cache_too_small_for_max_len",
+        "kv_blowout",
+        "high",
         what=f"one sequence of {length:,} tokens needs {format_bytes(needed)} of KV, and {format_bytes(there)} are set",
         why="vLLM refuses to start when its pool does not hold one sequence of max_model_len",
         evidence=[Evidence(line=f"max_model_len {length}, KV pool {format_bytes(there)}", source="command")],
         fixes=[shorter] if more is None else [more, shorter],
         numbers={"needed_bytes": float(needed), "available_bytes": float(there), "longest_tokens": float(longest)},
-    )  # fmt: skip
+    )
 
 
 def pool_bytes(command: ServerCommand) -> int | None:

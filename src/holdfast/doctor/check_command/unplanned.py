@@ -121,11 +121,14 @@ def _replicas(command: ServerCommand, told: PlanAnswer) -> Iterator[Finding]:
     flag = "--dp" if command.engine == "sglang" else "--data-parallel-size"
     most = max(1, devices // ranks)
     yield found(
-        "tensor_parallel_mismatch", "not_memory", "high",
+        "tensor_parallel_mismatch",
+        "not_memory",
+        "high",
         what=f"{value} replicas of {counted(ranks, 'GPU')} each are asked for; there: {counted(devices, 'GPU')}",
-        why="every replica needs GPUs of its own", evidence=_evidence(f"{flag} {value}"),
+        why="every replica needs GPUs of its own",
+        evidence=_evidence(f"{flag} {value}"),
         fixes=[changed(command, {flag: str(most)}, f"as many as {counted(devices, 'GPU')} can hold")],
-    )  # fmt: skip
+    )
 
 
 def ill_divided(command: ServerCommand, split: Split, length: int) -> Finding | None:
@@ -139,14 +142,17 @@ def ill_divided(command: ServerCommand, split: Split, length: int) -> Finding | 
     set_so = f"a KV pool of {format_bytes(split.pool_bytes)}" if share is None else f"a static share of {share:g}"
     value = str(split.room_bytes // MIB * MIB) if share is None else _written(min(split.most_share, _usual(split)))
     return found(
-        "utilization_too_high", "configuration_overshoot", "medium",
+        "utilization_too_high",
+        "configuration_overshoot",
+        "medium",
         what=f"{set_so} leaves {format_bytes(max(0, split.left_bytes))} of {format_bytes(split.free_bytes)} beside"
         f" weights and KV, and steps and graphs take some {format_bytes(split.beside_bytes)}",
         why="weights and KV are taken at start, whole: what a step or a graph lacks then is out of memory",
         evidence=_evidence(f"{split.flag} {command.value(split.flag)}"),
-        fixes=[changed(command, {split.flag: value}, "planned: it leaves steps and graphs what they take",
-                       "less KV cache")],
-    )  # fmt: skip
+        fixes=[
+            changed(command, {split.flag: value}, "planned: it leaves steps and graphs what they take", "less KV cache")
+        ],
+    )
 
 
 def _too_little(command: ServerCommand, split: Split, length: int) -> Finding:
@@ -155,12 +161,15 @@ def _too_little(command: ServerCommand, split: Split, length: int) -> Finding:
     if split.share is None:
         more = split.needed_bytes + split.needed_bytes // max(1, length // 16)
         return found(
-            "kv_cache_too_small_for_max_len", "kv_blowout", "high",
+            "kv_cache_too_small_for_max_len",
+            "kv_blowout",
+            "high",
             what=f"one sequence of {length:,} tokens needs {needed} of KV, and {pool} are set",
             why="vLLM refuses to start when its pool does not hold one sequence of max_model_len",
-            evidence=_evidence(f"{split.flag} {command.value(split.flag)}"), numbers=numbers,
+            evidence=_evidence(f"{split.flag} {command.value(split.flag)}"),
+            numbers=numbers,
             fixes=[changed(command, {split.flag: str(min(more, split.room_bytes))}, "planned: one whole sequence")],
-        )  # fmt: skip
+        )
     static = format_bytes(int(split.share * split.free_bytes))
     enough = _written(min(split.most_share, max(_usual(split), split.least_share + SPARE_SHARE)))
     given = command.has(split.flag)
@@ -169,15 +178,22 @@ def _too_little(command: ServerCommand, split: Split, length: int) -> Finding:
     none = split.pool_bytes <= 0
     return found(
         "no_memory_for_kv_blocks" if none else "kv_cache_too_small_for_max_len",
-        "configuration_overshoot" if none else "kv_blowout", "high" if given else "medium",
+        "configuration_overshoot" if none else "kv_blowout",
+        "high" if given else "medium",
         what=f"a static share of {share} is {static}: weights of {format_bytes(split.weights_bytes)}{draft} leave"
         f" {pool} of it for KV, and one sequence of {length:,} tokens needs {needed}",
         why="--mem-fraction-static is weights and KV together, of what is free at start"
         + ("" if none else "; longer requests than its pool holds are refused"),
-        evidence=_evidence(f"{split.flag} {split.share:g}"), numbers=numbers,
-        fixes=[changed(command, {split.flag: enough},
-                       "planned: it holds weights and one whole sequence, and leaves steps and graphs what they take")],
-    )  # fmt: skip
+        evidence=_evidence(f"{split.flag} {split.share:g}"),
+        numbers=numbers,
+        fixes=[
+            changed(
+                command,
+                {split.flag: enough},
+                "planned: it holds weights and one whole sequence, and leaves steps and graphs what they take",
+            )
+        ],
+    )
 
 
 def _usual(split: Split) -> float:
@@ -260,13 +276,19 @@ def _draft(command: ServerCommand, told: PlanAnswer) -> Iterator[Finding]:
 
 def _speculative(command: ServerCommand, draft: int, left: int) -> Finding:
     return found(
-        "speculative_memory", "configuration_overshoot", "high",
+        "speculative_memory",
+        "configuration_overshoot",
+        "high",
         what=f"the draft's weights take {format_bytes(draft)}, and {format_bytes(left)} are left beside the"
         " model and one sequence",
         why="a draft is loaded beside the model, and its weights leave that much less for KV",
         evidence=_evidence(f"draft {draft / GIB:.2f} GiB"),
         fixes=[
-            changed(command, {f"--{name}": None for name in _SPECULATIVE if command.has(name)},
-                    "without speculation it fits", "slower answers at low load")
+            changed(
+                command,
+                {f"--{name}": None for name in _SPECULATIVE if command.has(name)},
+                "without speculation it fits",
+                "slower answers at low load",
+            )
         ],
-    )  # fmt: skip
+    )

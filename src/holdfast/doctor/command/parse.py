@@ -222,11 +222,19 @@ def _command(
     model, flags = _flags(engine, values, program_end, unknown)
     before, after = _around(text, words, segment, strict)
     return ServerCommand(
-        engine=engine, words=tuple(values), program=tuple(values[:program_end]), model=model, flags=flags,
-        environment=environment, wrapper=tuple(wrapper), before=before, after=after, version=found.version,
+        engine=engine,
+        words=tuple(values),
+        program=tuple(values[:program_end]),
+        model=model,
+        flags=flags,
+        environment=environment,
+        wrapper=tuple(wrapper),
+        before=before,
+        after=after,
+        version=found.version,
         spelled={at: text[word.start : word.end] for at, word in enumerate(rest) if word.expands},
         filled={word.value: text[word.start : word.end] for word in part[:first] if word.expands},
-    )  # fmt: skip
+    )
 
 
 def _around(text: str, words: list[Word], segment: tuple[int, int], strict: bool) -> tuple[str, str]:

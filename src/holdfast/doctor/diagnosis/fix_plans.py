@@ -80,9 +80,12 @@ def _checked(case: Case, name: str, fix: Fix) -> Fix:
             changes: dict[str, str | None] = {parallel: str(size)}
             told = f"{format_bytes(found.weights_bytes)} of weights fit {size} GPUs of {case.total_gib:.2f} GiB each"
             return msgspec.structs.replace(
-                fix, changes=changes, command=case.command.with_changes(changes), why=f"{fix.why} (planned: {told})",
+                fix,
+                changes=changes,
+                command=case.command.with_changes(changes),
+                why=f"{fix.why} (planned: {told})",
                 price=fix.price if size == asked else f"{size} GPUs",
-            )  # fmt: skip
+            )
         size *= 2
     return fix
 

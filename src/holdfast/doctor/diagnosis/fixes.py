@@ -173,9 +173,13 @@ def _facts(scene: LogState, numbers: dict[str, float]) -> Facts:
     settings = scene.settings
     known = settings.rebuilt(scene.engine or "vllm") is not None
     return Facts(
-        engine=scene.engine or "vllm", version=scene.version or settings.version, command=base_command(scene),
-        whole=known and settings.whole, model=settings.model, numbers=numbers,
-    )  # fmt: skip
+        engine=scene.engine or "vllm",
+        version=scene.version or settings.version,
+        command=base_command(scene),
+        whole=known and settings.whole,
+        model=settings.model,
+        numbers=numbers,
+    )
 
 
 def _rest(scene: LogState, facts: Facts) -> str:

@@ -284,9 +284,14 @@ def _unexplained(scene: LogState, missing: list[str]) -> Finding | None:
         memory, why = True, _NEAR_NOT_KNOWN
         missing.append(_UNWRAPPED)
     return Finding(
-        code=cause.code, root_cause="configuration_overshoot" if memory else "not_memory", cause="other",
-        confidence="low", what=what, evidence=shown, why=why,
-    )  # fmt: skip
+        code=cause.code,
+        root_cause="configuration_overshoot" if memory else "not_memory",
+        cause="other",
+        confidence="low",
+        what=what,
+        evidence=shown,
+        why=why,
+    )
 
 
 def _quoted(line: str) -> str:

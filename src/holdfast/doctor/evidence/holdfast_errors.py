@@ -35,9 +35,16 @@ def own_rule(rule: Rule, code: str) -> Rule | None:
     if known is None or known.kind not in ("class", "case") or not known.cause:
         return None
     return Rule(
-        id=code, code=code, cause=known.cause, kind="request" if known.phase == "request" else "fatal",
-        engines=("holdfast",), phase=known.phase, what=rule.what, why=known.means, source=rule.source,
-    )  # fmt: skip
+        id=code,
+        code=code,
+        cause=known.cause,
+        kind="request" if known.phase == "request" else "fatal",
+        engines=("holdfast",),
+        phase=known.phase,
+        what=rule.what,
+        why=known.means,
+        source=rule.source,
+    )
 
 
 def below(text: str) -> tuple[str, str] | None:

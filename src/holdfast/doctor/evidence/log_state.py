@@ -349,9 +349,16 @@ class LogState:
                 self._bind(event, line)
             return
         event = Event(
-            rule=rule, line=line.number, numbers=numbers, words=words, evidence=[evidence], phase=self.run.phase,
-            ready=self.run.ready, process=line.process, tags=frozenset(self.run.tags),
-        )  # fmt: skip
+            rule=rule,
+            line=line.number,
+            numbers=numbers,
+            words=words,
+            evidence=[evidence],
+            phase=self.run.phase,
+            ready=self.run.ready,
+            process=line.process,
+            tags=frozenset(self.run.tags),
+        )
         self._bind(event, line)
         if len(self.run.events) < EVENTS_HELD:
             self.run.events[rule.id] = event

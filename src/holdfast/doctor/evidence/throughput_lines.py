@@ -62,10 +62,13 @@ class Statistics:
         hits = row.get("hits")
         self._add(
             ThroughputSample(
-                float(row["generation"]), int(row["running"]), int(row["waiting"]), float(row["kv"] or 0) * share,
+                float(row["generation"]),
+                int(row["running"]),
+                int(row["waiting"]),
+                float(row["kv"] or 0) * share,
                 None if hits is None else float(hits),
             )
-        )  # fmt: skip
+        )
         return True
 
     def _add(self, sample: ThroughputSample) -> None:

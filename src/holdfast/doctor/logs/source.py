@@ -150,9 +150,13 @@ def encoding_of(start: bytes) -> tuple[str, int]:
 
 def _unreadable(source: str, error: Exception) -> ConfigurationError:
     return ConfigurationError(
-        f"the log {shorten(source)} cannot be read", code=UNREADABLE, needed="a file, or - for standard input",
-        found=str(error), field="log", fix="holdfast doctor server.log; kubectl logs POD | holdfast doctor -",
-    )  # fmt: skip
+        f"the log {shorten(source)} cannot be read",
+        code=UNREADABLE,
+        needed="a file, or - for standard input",
+        found=str(error),
+        field="log",
+        fix="holdfast doctor server.log; kubectl logs POD | holdfast doctor -",
+    )
 
 
 def _refuse_packed(source: str, first: bytes) -> None:
@@ -160,6 +164,10 @@ def _refuse_packed(source: str, first: bytes) -> None:
         if first.startswith(start):
             told = command.format("LOG" if source == "-" else source)
             raise ConfigurationError(
-                f"the log {shorten(source)} is packed with {name}", code=UNREADABLE, needed="text, or gz",
-                found=name, field="log", fix=told,
-            )  # fmt: skip
+                f"the log {shorten(source)} is packed with {name}",
+                code=UNREADABLE,
+                needed="text, or gz",
+                found=name,
+                field="log",
+                fix=told,
+            )

@@ -270,7 +270,10 @@ def document(facts: MachineFacts) -> dict[str, object]:
         "cuda": None if facts.every.cuda is None else ".".join(map(str, facts.every.cuda)),
         "gpus": [
             {
-                "index": gpu.index, "name": gpu.name, "total_bytes": gpu.total_bytes, "free_bytes": gpu.free_bytes,
+                "index": gpu.index,
+                "name": gpu.name,
+                "total_bytes": gpu.total_bytes,
+                "free_bytes": gpu.free_bytes,
                 "visible": gpu.uuid in seen,
                 "processes": [{"pid": one.pid, "name": one.name, "bytes": one.nbytes} for one in gpu.processes],
             }
@@ -283,4 +286,4 @@ def document(facts: MachineFacts) -> dict[str, object]:
         "disks": [{"path": one.path, "free_bytes": one.free_bytes} for one in facts.disks],
         "versions": dict(facts.versions),
         "environment": dict(facts.environment),
-    }  # fmt: skip
+    }

@@ -86,8 +86,12 @@ TOLD_AT_THE_END = ("sglang", "llama.cpp", "tgi")
 _SHARES = ("kv_share", "kv_tokens")
 _WEIGHTY = ("running", "waiting", "kv_share", "preemptions", "tokens")
 _ENGINES = (
-    ("holdfast:", "holdfast"), ("vllm:", "vllm"), ("sglang:", "sglang"), ("llamacpp:", "llama.cpp"), ("tgi_", "tgi"),
-)  # fmt: skip
+    ("holdfast:", "holdfast"),
+    ("vllm:", "vllm"),
+    ("sglang:", "sglang"),
+    ("llamacpp:", "llama.cpp"),
+    ("tgi_", "tgi"),
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,8 +59,10 @@ def origin_of(url: str) -> str:
     except httpx.InvalidURL as error:
         raise ConfigurationError(
             f"{shorten(url)} is not the address of a server",
-            needed="http://HOST:PORT", found=shorten(str(error)), fix="holdfast doctor http://127.0.0.1:8000",
-        ) from error  # fmt: skip
+            needed="http://HOST:PORT",
+            found=shorten(str(error)),
+            fix="holdfast doctor http://127.0.0.1:8000",
+        ) from error
     host = f"[{address.host}]" if ":" in address.host else address.host
     return f"{address.scheme}://{host}" + (f":{address.port}" if address.port is not None else "")
 
@@ -105,10 +107,15 @@ def examine(
         findings = findings_of(looked)
     well = health.status == OK and not looked.no_numbers and streaming == OK
     return Diagnosis(
-        engine=engine, engine_version=version, command=None, phase="serve" if health.status == OK else None,
-        healthy=well and all(one.cause in ADVICE for one in findings), findings=findings,
-        missing=list(_missing(looked, refused, streaming, model)), seen=list(seen_of(looked)),
-    )  # fmt: skip
+        engine=engine,
+        engine_version=version,
+        command=None,
+        phase="serve" if health.status == OK else None,
+        healthy=well and all(one.cause in ADVICE for one in findings),
+        findings=findings,
+        missing=list(_missing(looked, refused, streaming, model)),
+        seen=list(seen_of(looked)),
+    )
 
 
 def _missing(looked: Looked, refused: Sequence[tuple[str, int]], streaming: int, model: str | None) -> Iterator[str]:
@@ -152,9 +159,10 @@ def _identity(client: httpx.Client, address: str, models: Reply) -> tuple[str | 
     first: Any = listed[0] if isinstance(listed, list) and listed else {}
     owner = _OWNERS.get(str(first.get("owned_by", "")).lower()) if isinstance(first, dict) else None
     asked = {
-        "llama.cpp": (("/props", "build_info"),), "tgi": (("/info", "version"),),
+        "llama.cpp": (("/props", "build_info"),),
+        "tgi": (("/info", "version"),),
         "sglang": (("/get_server_info", "version"), ("/server_info", "version")),
-    }.get(owner or "", (("/version", "version"), ("/info", "version")))  # fmt: skip
+    }.get(owner or "", (("/version", "version"), ("/info", "version")))
     for path, name in asked:
         told = get(client, f"{address}{path}").json()
         if isinstance(told.get(name), str):
@@ -194,9 +202,14 @@ def _how_to_tell(engine: str | None) -> str:
 def _unreached(address: str, reply: Reply) -> Diagnosis:
     missing = [] if reply.failure in ("name", "tls", "no_route") else ["the server's log: holdfast doctor LOG"]
     return Diagnosis(
-        engine=None, engine_version=None, command=None, phase=None, healthy=False,
-        findings=[unreachable(address, reply)], missing=missing,
-    )  # fmt: skip
+        engine=None,
+        engine_version=None,
+        command=None,
+        phase=None,
+        healthy=False,
+        findings=[unreachable(address, reply)],
+        missing=missing,
+    )
 
 
 # Whether a stream is one

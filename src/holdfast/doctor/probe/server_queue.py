@@ -37,26 +37,36 @@ def held_up(looked: Looked) -> Iterator[Finding]:
     token_s = _token_s(looked)
     if token_s is not None and token_s >= SLOW_TOKEN_S:
         yield finding_of(
-            "other", "not_memory", "medium", looked, figures=("running", "waiting", "kv_share", "tokens"),
+            "other",
+            "not_memory",
+            "medium",
+            looked,
+            figures=("running", "waiting", "kv_share", "tokens"),
             what=f"{queue}{beside}: {run}, and each gets a token every {token_s:.2g} s: the machine computes all it"
             " can",
             why=f"computing is what holds them up, not memory: a larger {flag} makes each slower still, and answers"
             " more of them only as long as tokens/s grow with it",
-            fix=Fix(why="send less at once, or put another server beside it; a smaller model or shorter answers are"
-                    f" computed sooner. A smaller {flag} than {count} gives each request that runs more speed"),
-        )  # fmt: skip
+            fix=Fix(
+                why="send less at once, or put another server beside it; a smaller model or shorter answers are"
+                f" computed sooner. A smaller {flag} than {count} gives each request that runs more speed"
+            ),
+        )
         return
     if max(running) != min(running):  # A limit shows as one number that is never passed.
         return
     fixes = list(_more_places(looked, count, flag))
     yield finding_of(
-        "other", "concurrency_misjudged", "medium" if token_s is not None else "low", looked,
+        "other",
+        "concurrency_misjudged",
+        "medium" if token_s is not None else "low",
+        looked,
         figures=("running", "waiting", "kv_share"),
         what=f"{queue}{beside}: {run}, and no more are let in",
         why=f"the limit on sequences ({flag}) is what holds them up: this is not memory"
         + ("" if token_s is None else f"; each gets a token every {token_s * 1e3:.0f} ms"),
-        fix=fixes[0], alternatives=tuple(fixes[1:]),
-    )  # fmt: skip
+        fix=fixes[0],
+        alternatives=tuple(fixes[1:]),
+    )
 
 
 def _lately(looked: Looked, figure: str) -> list[float]:
@@ -80,25 +90,27 @@ def _more_places(looked: Looked, count: int, flag: str) -> Iterator[Fix]:
     length, room = _mean_length(looked), _kv_tokens(looked)
     if looked.engine == "llama.cpp":
         yield Fix(
-            changes={flag: str(2 * count)}, price=f"{price}; --ctx-size is shared out among twice as many",
+            changes={flag: str(2 * count)},
+            price=f"{price}; --ctx-size is shared out among twice as many",
             why=f"{counted(count, 'slot')} {'is' if count == 1 else 'are'} there, and all are taken",
-        )  # fmt: skip
+        )
     elif length is None or room is None:
         yield Fix(
             price=price,
             why=f"raise {flag} above {count} in small steps and look at preemptions after each: how many KV holds at"
             f" full length is not known before {ENDED_LEAST} requests were answered whole",
-        )  # fmt: skip
+        )
     elif (most := int(room / length * KV_SPARE)) > count:
         yield Fix(
-            changes={flag: str(min(most, 2 * count))}, price=price,
+            changes={flag: str(min(most, 2 * count))},
+            price=price,
             why=f"KV has {room:,.0f} tokens and requests had {length:,.0f} each at their end: about {most} fit",
-        )  # fmt: skip
+        )
     else:
         yield Fix(
             why=f"leave {flag} as it is: KV has {room:,.0f} tokens, requests had {length:,.0f} each at their end, so"
             f" that {most} fit and more would be put back; put another server beside it",
-        )  # fmt: skip
+        )
 
 
 def _mean_length(looked: Looked) -> float | None:
@@ -129,11 +141,17 @@ def falling_behind(looked: Looked) -> Iterator[Finding]:
     if grown < max(GROWN_LEAST, busy / 2):
         return
     yield finding_of(
-        "other", "not_memory", "medium", looked, figures=("waiting", "running", "kv_share", "tokens"),
+        "other",
+        "not_memory",
+        "medium",
+        looked,
+        figures=("waiting", "running", "kv_share", "tokens"),
         what=f"the queue grew from {int(waiting[0])} to {int(waiting[-1])} requests within {looked.seconds:.0f} s and"
         " never shrank: more arrives than is answered",
         why=("KV is not full and nothing was put back" if looked.seen("kv_share") else "no sign that memory is short")
         + ": the rate of requests is more than this server computes",
-        fix=Fix(why="send less at once, or put another server beside it; look again with --seconds 60 whether it was a"
-                " burst"),
-    )  # fmt: skip
+        fix=Fix(
+            why="send less at once, or put another server beside it; look again with --seconds 60 whether it was a"
+            " burst"
+        ),
+    )

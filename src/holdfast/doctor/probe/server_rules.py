@@ -86,12 +86,16 @@ def _stuck(looked: Looked) -> Iterator[Finding]:
     if not told or any(len(set(looked.seen(figure))) > 1 for figure in MOVING):
         return
     yield finding_of(
-        "timeout_or_hang", "not_memory", "medium", looked, figures=("running", "waiting", "tokens", "computed"),
+        "timeout_or_hang",
+        "not_memory",
+        "medium",
+        looked,
+        figures=("running", "waiting", "tokens", "computed"),
         what=f"{counted(int(min(running)), 'request')} ran for {looked.seconds:.0f} s and nothing was computed: neither"
         " a token nor a step",
         why="the engine hangs, or compiles, or is within one very long step: /health answers because the front lives",
         fix=Fix(why="look again in a minute (--seconds 60); if it stays so, restart the server and keep its log"),
-    )  # fmt: skip
+    )
 
 
 def _thrash(looked: Looked) -> Iterator[Finding]:
@@ -101,19 +105,28 @@ def _thrash(looked: Looked) -> Iterator[Finding]:
     running, share = looked.seen("running"), looked.last("kv_share")
     held = max(1, int(min(running) * 0.9)) if running else None
     flag = flag_of(looked, "max-num-seqs")
-    fix = None if held is None else Fix(
-        changes={flag: str(held)}, price="the others wait in the queue instead",
-        why=f"KV held {counted(int(min(running)), 'sequence')} of this traffic before one was put back: {held} fit",
-    )  # fmt: skip
+    fix = (
+        None
+        if held is None
+        else Fix(
+            changes={flag: str(held)},
+            price="the others wait in the queue instead",
+            why=f"KV held {counted(int(min(running)), 'sequence')} of this traffic before one was put back: {held} fit",
+        )
+    )
     full = share is not None and share >= KV_FULL
     yield finding_of(
-        "preemption_thrash", "concurrency_misjudged", "high" if full or preempted >= 5 else "medium", looked,
+        "preemption_thrash",
+        "concurrency_misjudged",
+        "high" if full or preempted >= 5 else "medium",
+        looked,
         figures=("preemptions", "put_back", "kv_share", "running", "waiting"),
         what=f"{counted(int(preempted), 'request')} put back and computed again within {looked.seconds:.0f} s:"
         " more sequences run than KV holds",
         why="a sequence that finds no block gives back all it has and is computed again from its beginning",
-        fix=fix, alternatives=tuple(_more_kv(looked)),
-    )  # fmt: skip
+        fix=fix,
+        alternatives=tuple(_more_kv(looked)),
+    )
 
 
 def _more_kv(looked: Looked) -> Iterator[Fix]:
@@ -122,19 +135,21 @@ def _more_kv(looked: Looked) -> Iterator[Fix]:
     if share is not None and share < USUAL_UTILIZATION:
         yield Fix(
             changes={flag_of(looked, "gpu-memory-utilization"): f"{USUAL_UTILIZATION:g}"},
-            why=f"only {share:g} of the GPU's memory is used", price="less is left for others on that GPU",
-        )  # fmt: skip
+            why=f"only {share:g} of the GPU's memory is used",
+            price="less is left for others on that GPU",
+        )
     if looked.engine in ("vllm", "sglang"):
         value = "fp8" if looked.engine == "vllm" else "fp8_e4m3"
         yield Fix(
-            changes={"--kv-cache-dtype": value}, why="twice as many tokens in the same memory",
+            changes={"--kv-cache-dtype": value},
+            why="twice as many tokens in the same memory",
             price="KV in 8 bits; needs a GPU with FP8 units to be as fast",
-        )  # fmt: skip
+        )
     yield Fix(
         why=f"a smaller {flag_of(looked, 'max-model-len')}, where requests are shorter than it: holdfast plan --traffic"
         " URL says",
         price="longer requests are refused",
-    )  # fmt: skip
+    )
 
 
 def _utilization(looked: Looked) -> float | None:
@@ -157,13 +172,17 @@ def _kv_full(looked: Looked) -> Iterator[Finding]:
     yield finding_of(
         "utilization_too_low" if starved else "preemption_thrash",
         "configuration_overshoot" if starved else "concurrency_misjudged",
-        "medium", looked, figures=("kv_share", "waiting", "running", "preemptions"),
+        "medium",
+        looked,
+        figures=("kv_share", "waiting", "running", "preemptions"),
         what=f"KV is full and {counted(int(waiting[-1]), 'request')} wait{'s' if waiting[-1] == 1 else ''}"
         + (", more and more" if growing else ""),
-        why=f"only {share:g} of the GPU's memory may be used, so KV is small" if starved
+        why=f"only {share:g} of the GPU's memory may be used, so KV is small"
+        if starved
         else "more work arrives than KV holds at once; the next burst will be preempted",
-        fix=next(_more_kv(looked)), alternatives=tuple(_more_kv(looked))[1:],
-    )  # fmt: skip
+        fix=next(_more_kv(looked)),
+        alternatives=tuple(_more_kv(looked))[1:],
+    )
 
 
 def _slower(looked: Looked) -> Iterator[Finding]:
@@ -181,13 +200,19 @@ def _slower(looked: Looked) -> Iterator[Finding]:
     if running and fmean(running) > FEW_RUNNING and max(shares, default=0.0) < KV_HIGH:
         return
     yield finding_of(
-        "throughput_decay", "kv_blowout", "low", looked, figures=("kv_share", "running", "preemptions", "waiting"),
+        "throughput_decay",
+        "kv_blowout",
+        "low",
+        looked,
+        figures=("kv_share", "running", "preemptions", "waiting"),
         what=f"a token takes {now * 1e3:.0f} ms now, and took {before * 1e3:.0f} ms on average since the start",
         why="long sequences pin KV blocks and make each step longer, or the machine is slower than it was (heat, a"
         " neighbour)",
-        fix=Fix(why="look at preemptions and at the lengths of requests; limit max_tokens; nvidia-smi -q -d PERFORMANCE"
-                " shows a GPU that is held back"),
-    )  # fmt: skip
+        fix=Fix(
+            why="look at preemptions and at the lengths of requests; limit max_tokens; nvidia-smi -q -d PERFORMANCE"
+            " shows a GPU that is held back"
+        ),
+    )
 
 
 def _prefix(looked: Looked) -> Iterator[Finding]:
@@ -201,15 +226,20 @@ def _prefix(looked: Looked) -> Iterator[Finding]:
         return
     line = f"within {looked.seconds:.0f} s: {hits:,.0f} of {asked:,.0f} prompt tokens found"
     yield finding_of(
-        "prefix_caching_unused", "not_memory", "low", looked,
+        "prefix_caching_unused",
+        "not_memory",
+        "low",
+        looked,
         evidence=[Evidence(line=line, source=looked.address)],
         what=f"prefix caching found {rate:.0%} of the {int(asked):,} prompt tokens of {looked.seconds:.0f} s: it hardly"
         " pays",
         why="requests share few beginnings, or what they share does not stand at the very beginning (a date, a name, a"
         " shuffled list before the common part)",
-        fix=Fix(why="put what is common first in the prompt; switching the cache off costs nothing where"
-                " prompts have nothing in common"),
-    )  # fmt: skip
+        fix=Fix(
+            why="put what is common first in the prompt; switching the cache off costs nothing where"
+            " prompts have nothing in common"
+        ),
+    )
 
 
 def _buffered(looked: Looked) -> Iterator[Finding]:
@@ -225,9 +255,15 @@ def _buffered(looked: Looked) -> Iterator[Finding]:
         f" (mean gap {fmean(gaps) * 1e3:.1f} ms){f'; Server: {stream.server}' if stream.server else ''}"
     )
     yield finding_of(
-        "stream_buffered", "not_memory", "medium", looked, evidence=[Evidence(line=line, source=looked.address)],
+        "stream_buffered",
+        "not_memory",
+        "medium",
+        looked,
+        evidence=[Evidence(line=line, source=looked.address)],
         what="a streamed answer arrives whole at its end: something between you and the engine holds it back",
         why="a proxy that buffers answers; the engine itself sends each token",
-        fix=Fix(why="in nginx: proxy_buffering off; proxy_cache off; elsewhere switch buffering and compression off for"
-                " text/event-stream; then ask the engine's own address to compare"),
-    )  # fmt: skip
+        fix=Fix(
+            why="in nginx: proxy_buffering off; proxy_cache off; elsewhere switch buffering and compression off for"
+            " text/event-stream; then ask the engine's own address to compare"
+        ),
+    )

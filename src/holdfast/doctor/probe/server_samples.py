@@ -59,16 +59,29 @@ class Looked:
 
 
 def finding_of(
-    cause: str, root: RootCause, confidence: Confidence, looked: Looked, *, what: str, why: str,
-    figures: tuple[str, ...] = (), fix: Fix | None = None, alternatives: tuple[Fix, ...] = (),
+    cause: str,
+    root: RootCause,
+    confidence: Confidence,
+    looked: Looked,
+    *,
+    what: str,
+    why: str,
+    figures: tuple[str, ...] = (),
+    fix: Fix | None = None,
+    alternatives: tuple[Fix, ...] = (),
     evidence: list[Evidence] | None = None,
-) -> Finding:  # fmt: skip
+) -> Finding:
     numbers = {figure: value for figure in figures if (value := looked.last(figure)) is not None}
     return found(
-        cause, root, confidence, what=what, why=why, numbers=numbers | {"seconds": round(looked.seconds, 1)},
+        cause,
+        root,
+        confidence,
+        what=what,
+        why=why,
+        numbers=numbers | {"seconds": round(looked.seconds, 1)},
         evidence=looked.evidence(*figures) if evidence is None else evidence,
         fixes=[*([] if fix is None else [fix]), *alternatives],
-    )  # fmt: skip
+    )
 
 
 def flag_of(looked: Looked, ours: str) -> str:

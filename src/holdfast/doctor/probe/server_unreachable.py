@@ -56,9 +56,14 @@ def unreachable(address: str, reply: Reply) -> Finding:
         fix = "holdfast doctor http://" + address.removeprefix("https://")
     written = {"address": address, "wait": _waiting(address), "other": _other_scheme(address)}
     return found(
-        cause, _ROOT, confidence, what=what.format(**written), why=why.format(**written),
-        evidence=[Evidence(line=line, source=address)], fixes=[Fix(why=fix.format(**written))],
-    )  # fmt: skip
+        cause,
+        _ROOT,
+        confidence,
+        what=what.format(**written),
+        why=why.format(**written),
+        evidence=[Evidence(line=line, source=address)],
+        fixes=[Fix(why=fix.format(**written))],
+    )
 
 
 def _waiting(address: str) -> str:
@@ -125,32 +130,49 @@ _WAYS = {
 def key_wanted(address: str, refused: Sequence[tuple[str, int]], *, given: bool) -> Finding:
     """`refused`: what was asked, as GET /path, and the status of its answer."""
     evidence = [
-        Evidence(line=f"{asked} of {address}: {status} {'Unauthorized' if status == 401 else 'Forbidden'}"
-                 f" ({'with the key given' if given else 'no key was given'})", source=address)
+        Evidence(
+            line=f"{asked} of {address}: {status} {'Unauthorized' if status == 401 else 'Forbidden'}"
+            f" ({'with the key given' if given else 'no key was given'})",
+            source=address,
+        )
         for asked, status in refused
-    ]  # fmt: skip
+    ]
     status = refused[0][1]
     return found(
-        "other", _ROOT, "high", evidence=evidence,
-        what=f"{address} answers {status}: " + (
-            f"the key in {KEY_VARIABLE} is not one of its keys" if given and status == 401 else
-            "the key given may not ask this" if given else "it wants a key, and none was given"
+        "other",
+        _ROOT,
+        "high",
+        evidence=evidence,
+        what=f"{address} answers {status}: "
+        + (
+            f"the key in {KEY_VARIABLE} is not one of its keys"
+            if given and status == 401
+            else "the key given may not ask this"
+            if given
+            else "it wants a key, and none was given"
         ),
         why="the server is there and asks who you are, so that nothing more can be said of it: this is not memory",
-        fixes=[Fix(why=f"set {KEY_VARIABLE} to the key that the server was started with (--api-key) and ask again:"
-                   f" {KEY_VARIABLE}=KEY holdfast doctor {address}")],
-    )  # fmt: skip
+        fixes=[
+            Fix(
+                why=f"set {KEY_VARIABLE} to the key that the server was started with (--api-key) and ask again:"
+                f" {KEY_VARIABLE}=KEY holdfast doctor {address}"
+            )
+        ],
+    )
 
 
 def stream_failed(address: str, status: int) -> Finding:
     """It says that it serves, and an answer fails."""
     line = f"POST {address}/v1/completions, one short streamed answer: {status}"
     return found(
-        "other", _ROOT, "medium", evidence=[Evidence(line=line, source=address)],
+        "other",
+        _ROOT,
+        "medium",
+        evidence=[Evidence(line=line, source=address)],
         what=f"/health says that the server is well, and a request for one short answer fails ({status})",
         why="its engine is gone or failing, or something between does not reach it: the front alone answers /health",
         fixes=[Fix(why="read the end of its log: holdfast doctor LOG; then start it again")],
-    )  # fmt: skip
+    )
 
 
 def not_ready(address: str, status: int, said: str) -> Finding:
@@ -158,30 +180,44 @@ def not_ready(address: str, status: int, said: str) -> Finding:
     evidence = [Evidence(line=f"GET {address}/health: {status} {said}".rstrip(), source=address)]
     if 300 <= status < 400 or status == 404:
         return found(
-            "other", _ROOT, "medium", evidence=evidence,
+            "other",
+            _ROOT,
+            "medium",
+            evidence=evidence,
             what=f"{address} is no inference server, or sits behind another address",
             why="it answers neither /health nor /v1/models; redirects are not followed",
             fixes=[Fix(why="give the address that the engine itself listens on")],
-        )  # fmt: skip
+        )
     if status in (502, 504):
         return found(
-            "not_ready_yet", _ROOT, "medium", evidence=evidence,
+            "not_ready_yet",
+            _ROOT,
+            "medium",
+            evidence=evidence,
             what=f"something before the server answers for it ({status}): the server itself does not",
             why="a proxy or load balancer found nobody behind it, or waited in vain",
             fixes=[Fix(why="ask the address that the engine itself listens on, and read its log: holdfast doctor LOG")],
-        )  # fmt: skip
+        )
     if said in _STATES:
         what, why, fix = _STATES[said]
         return found(
-            "not_ready_yet", _ROOT, "high", evidence=evidence, what=what, why=why,
+            "not_ready_yet",
+            _ROOT,
+            "high",
+            evidence=evidence,
+            what=what,
+            why=why,
             fixes=[Fix(why=fix.format(address=address, wait=_waiting(address)))],
-        )  # fmt: skip
+        )
     return found(
-        "not_ready_yet", _ROOT, "high" if status == 503 else "medium", evidence=evidence,
+        "not_ready_yet",
+        _ROOT,
+        "high" if status == 503 else "medium",
+        evidence=evidence,
         what=f"the server answers, and says that it is not ready ({status})",
         why="it is still loading its model or its engine is gone: requests fail until /health says 200",
         fixes=[Fix(why=f"wait: {_waiting(address)}; if it stays so, read its log: holdfast doctor LOG")],
-    )  # fmt: skip
+    )
 
 
 def asleep(health: Reply, told: Reply) -> bool:

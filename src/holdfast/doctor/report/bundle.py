@@ -93,9 +93,13 @@ def _unwritable(path: str, error: OSError) -> ConfigurationError:
         errno.ENOSPC: (f"room on the disk of {folder}", "a path on another disk"),
     }.get(error.errno or 0, (f"the right to write in {folder}", "a folder of your own: --bundle ~/report.tar.gz"))
     return ConfigurationError(
-        f"the archive {shorten(path)} cannot be written", code=UNWRITABLE, needed=needed,
-        found=error.strerror or str(error), fix=fix, field="bundle",
-    )  # fmt: skip
+        f"the archive {shorten(path)} cannot be written",
+        code=UNWRITABLE,
+        needed=needed,
+        found=error.strerror or str(error),
+        fix=fix,
+        field="bundle",
+    )
 
 
 def redacted_document(document: object) -> bytes:

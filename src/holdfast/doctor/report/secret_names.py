@@ -18,7 +18,7 @@ _SAID = re.compile(
     r"(?i)\b((?:password|passphrase|passwd|passcode)(?:\s{1,4}(?:is|was))?"
     r"|(?:api|access|secret)[ _-](?:key|token)\s{1,4}(?:is|was))"
     r"\s{1,4}(?!is\b|was\b|required|not\b|for\b|to\b|and\b|or\b|file|\[)[^\s,;]+"
-)  # fmt: skip
+)
 _VARIABLE = re.compile(
     r"(?i)(name\\*['\"]?\s{0,4}[:=]\s{0,4}\\*['\"]?)([\w.-]+)(\\*['\"]?\s{0,4},\s{0,4}\\*['\"]?value\\*['\"]?\s{0,4}[:=]\s{0,4})"
 )

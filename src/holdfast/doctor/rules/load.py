@@ -29,9 +29,32 @@ _MACROS = {
 _GIB = {"K": 2**-20, "M": 2**-10, "G": 1.0, "T": 1024.0, "B": 2**-30, "b": 2**-30}
 
 
-_SETTINGS = ("args", "config:", "ServerArgs", " serve", "api_server", "launch_server", "-server", "LLM(", "Engine(",
-             "launcher", " run ", "Args {", "hroughput", "_server", "model_id: ", "num_shard: ", "quantize: ",
-             "  --", "dtype: ", "_tokens: ", "_fraction: ", "needed: ", "found:  ", "fix:    ")  # fmt: skip
+_SETTINGS = (
+    "args",
+    "config:",
+    "ServerArgs",
+    " serve",
+    "api_server",
+    "launch_server",
+    "-server",
+    "LLM(",
+    "Engine(",
+    "launcher",
+    " run ",
+    "Args {",
+    "hroughput",
+    "_server",
+    "model_id: ",
+    "num_shard: ",
+    "quantize: ",
+    "  --",
+    "dtype: ",
+    "_tokens: ",
+    "_fraction: ",
+    "needed: ",
+    "found:  ",
+    "fix:    ",
+)
 """Words of lines that tell settings and figures, which no rule knows."""
 
 

@@ -31,9 +31,33 @@ MAX_NAME_CHARS = 256
 OTHER_KIND = "HFW09"
 _INSTRUCTED = frozenset(("instruct", "chat", "it", "sft", "dpo", "rlhf", "assistant"))
 _NO_MATTER = frozenset(
-    ("base", "pt", "hf", "gguf", "fp16", "bf16", "f16", "f32", "q8", "q6", "q5", "q4", "q3", "q2", "k", "m", "s", "l",
-     "0", "1", "awq", "gptq", "int4", "int8")
-)  # fmt: skip
+    (
+        "base",
+        "pt",
+        "hf",
+        "gguf",
+        "fp16",
+        "bf16",
+        "f16",
+        "f32",
+        "q8",
+        "q6",
+        "q5",
+        "q4",
+        "q3",
+        "q2",
+        "k",
+        "m",
+        "s",
+        "l",
+        "0",
+        "1",
+        "awq",
+        "gptq",
+        "int4",
+        "int8",
+    )
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,24 +100,28 @@ class Adapters:
         """A folder named when the server was started: it may be loaded from again."""
         self._allowed.append(Path(folder).resolve())
 
-    def load(self, name: str, path: str, *, anywhere: bool = False, in_place: bool = False,
-             parent: str | None = None) -> AdapterRef:  # fmt: skip
+    def load(
+        self, name: str, path: str, *, anywhere: bool = False, in_place: bool = False, parent: str | None = None
+    ) -> AdapterRef:
         """Looks at its files and knows it from now on. `anywhere`: its path comes from whoever started the process.
         `in_place`: another of this name is replaced; requests that run with it go on with it."""
         return self.add(self.examine(name, path, anywhere=anywhere, in_place=in_place, parent=parent))
 
-    def examine(self, name: str, path: str, *, anywhere: bool = False, in_place: bool = False,
-                parent: str | None = None) -> Loaded:  # fmt: skip
+    def examine(
+        self, name: str, path: str, *, anywhere: bool = False, in_place: bool = False, parent: str | None = None
+    ) -> Loaded:
         """The first half of `load`, which reads files and changes nothing. May be called by any thread."""
         self._require()
         if not name or len(name) > MAX_NAME_CHARS or not name.isprintable():
-            raise AdapterError("an adapter needs a name", needed=f"1 to {MAX_NAME_CHARS} printable characters",
-                               field="lora_name")  # fmt: skip
+            raise AdapterError(
+                "an adapter needs a name", needed=f"1 to {MAX_NAME_CHARS} printable characters", field="lora_name"
+            )
         if name in self._by_name and not in_place:
             raise AdapterError(
-                f"an adapter {shorten(name)!r} is loaded already", fix="unload it first, or load_inplace: true",
+                f"an adapter {shorten(name)!r} is loaded already",
+                fix="unload it first, or load_inplace: true",
                 field="lora_name",
-            )  # fmt: skip
+            )
         self._check_room(name)
         ref, adapter = self._look(name, path, 0, None if anywhere else self._allowed)
         return Loaded(ref, adapter.base, parent, int(time.time()))
@@ -124,8 +152,9 @@ class Adapters:
         if known.name != request.lora_name or Path(request.lora_path).resolve() != Path(known.path):
             raise AdapterError(
                 f"lora_int_id {request.lora_int_id} and {shorten(request.lora_name)!r} are not of one adapter",
-                needed="a name, number and path that are always given together", field="lora_request",
-            )  # fmt: skip
+                needed="a name, number and path that are always given together",
+                field="lora_request",
+            )
         if stamp(Path(known.path)) == known.stamp:
             return known
         if not request.load_inplace:
@@ -142,9 +171,10 @@ class Adapters:
             raise RequestError("lora_request holds something else than LoRARequest", field="lora_request")
         if len(asked) != count:
             raise RequestError(
-                f"{count} prompts came with {len(asked)} lora_requests", needed="one for all, or one each",
+                f"{count} prompts came with {len(asked)} lora_requests",
+                needed="one for all, or one each",
                 field="lora_request",
-            )  # fmt: skip
+            )
         return [None if one is None else self.resolve(one) for one in asked]
 
     def _check_room(self, name: str) -> None:
@@ -189,9 +219,12 @@ def _told_by_name(name: str) -> tuple[tuple[str, ...], bool]:
 def check_lora_dtype(config: EngineConfig, dtype: str) -> None:
     if config.enable_lora and config.lora_dtype not in ("auto", dtype):
         raise ConfigurationError(
-            f"adapters are kept in what is computed in, which is {dtype}", needed=f"lora_dtype {dtype}, or auto",
-            found=config.lora_dtype, fix="leave --lora-dtype out", field="lora_dtype",
-        )  # fmt: skip
+            f"adapters are kept in what is computed in, which is {dtype}",
+            needed=f"lora_dtype {dtype}, or auto",
+            found=config.lora_dtype,
+            fix="leave --lora-dtype out",
+            field="lora_dtype",
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,9 +257,12 @@ def read_module(written: str) -> LoraModule:
 
 def _wrong_module(written: str) -> ConfigurationError:
     return ConfigurationError(
-        f"--lora-modules: {shorten(written)!r} will not do", needed='NAME=FOLDER, or {"name": ..., "path": ...}',
-        found=shorten(written), fix="--lora-modules sql=./adapters/sql", field="lora_modules",
-    )  # fmt: skip
+        f"--lora-modules: {shorten(written)!r} will not do",
+        needed='NAME=FOLDER, or {"name": ..., "path": ...}',
+        found=shorten(written),
+        fix="--lora-modules sql=./adapters/sql",
+        field="lora_modules",
+    )
 
 
 def load_modules(adapters: Adapters, written: Sequence[str], names: Sequence[str]) -> None:
@@ -237,13 +273,19 @@ def load_modules(adapters: Adapters, written: Sequence[str], names: Sequence[str
         if module.base_model_name not in (None, *names):
             raise ConfigurationError(
                 f"--lora-modules: {module.name} is for {module.base_model_name}, which is not served",
-                needed=", ".join(names), found=module.base_model_name, field="lora_modules",
-            )  # fmt: skip
+                needed=", ".join(names),
+                found=module.base_model_name,
+                field="lora_modules",
+            )
         try:
             adapters.load(module.name, module.path, anywhere=True, parent=module.base_model_name)
         except AdapterError as error:
             raise ConfigurationError(
-                f"--lora-modules: {error.message}", code=error.code, needed=error.needed, found=error.found,
-                fix=error.fix, field="lora_modules",
-            ) from error  # fmt: skip
+                f"--lora-modules: {error.message}",
+                code=error.code,
+                needed=error.needed,
+                found=error.found,
+                fix=error.fix,
+                field="lora_modules",
+            ) from error
         adapters.allow(module.path)

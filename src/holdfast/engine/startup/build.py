@@ -243,14 +243,26 @@ def build_core(
         before = _held()
         progress("load", 0, 0)
         weights = load_weights(
-            model.spec, checkpoint, dtype=DTYPES[plan.dtype], device=CPU, expand=plan.expand_weights,
-            compiled=plan.compiled, progress=lambda done, total: progress("load", done, total),
-        )  # fmt: skip
+            model.spec,
+            checkpoint,
+            dtype=DTYPES[plan.dtype],
+            device=CPU,
+            expand=plan.expand_weights,
+            compiled=plan.compiled,
+            progress=lambda done, total: progress("load", done, total),
+        )
     limits = RunnerLimits.of(plan.limits, config.lora_places)
     runner = Runner(
-        model.spec, weights, plan.layout, limits, CPU, kv_dtype=DTYPES[plan.kv_dtype],
-        compiled=plan.compiled_attention, lora=LoraLimits.of(config), beat=beat,
-    )  # fmt: skip
+        model.spec,
+        weights,
+        plan.layout,
+        limits,
+        CPU,
+        kv_dtype=DTYPES[plan.kv_dtype],
+        compiled=plan.compiled_attention,
+        lora=LoraLimits.of(config),
+        beat=beat,
+    )
     loaded = _held()
     progress("rehearse", 0, 0)
     runner.back_kv(2)

@@ -92,9 +92,11 @@ def start_with_room(plan: Plan, build: Callable[[Plan], Built], again: Callable[
         unchanged = plan.budget_bytes >= failed.budget_bytes
         log.warning(
             "now %s of budget: context %s tokens, %d sequences, KV pool %s",
-            format_bytes(plan.budget_bytes), f"{plan.limits.max_model_len:,}", plan.limits.max_num_seqs,
+            format_bytes(plan.budget_bytes),
+            f"{plan.limits.max_model_len:,}",
+            plan.limits.max_num_seqs,
             format_bytes(plan.terms["kv_pool"]),
-        )  # fmt: skip
+        )
     try:
         return build(plan)
     except (RuntimeError, EngineError) as error:
@@ -122,10 +124,15 @@ def _build(
     progress("load", 0, 0)
     # No name here for the weights: an error that is kept would keep them through it.
     runner = GpuRunner(
-        spec, _load(config, files, spec, plan, memory.device, progress), plan.layout,
-        RunnerLimits.of(plan.limits, config.lora_places), memory.device, kv_dtype=DTYPES[plan.kv_dtype],
-        graphs=not config.enforce_eager, lora=LoraLimits.of(config),
-    )  # fmt: skip
+        spec,
+        _load(config, files, spec, plan, memory.device, progress),
+        plan.layout,
+        RunnerLimits.of(plan.limits, config.lora_places),
+        memory.device,
+        kv_dtype=DTYPES[plan.kv_dtype],
+        graphs=not config.enforce_eager,
+        lora=LoraLimits.of(config),
+    )
     try:
         return _settle(runner, plan, memory, context, progress)
     except BaseException:
@@ -169,9 +176,13 @@ def _load(
 ) -> Weights:
     with contextlib.nullcontext() if config.load_format == "dummy" else open_checkpoint(files) as checkpoint:
         return load_weights(
-            spec, checkpoint, dtype=DTYPES[plan.dtype], device=device, expand=plan.expand_weights,
+            spec,
+            checkpoint,
+            dtype=DTYPES[plan.dtype],
+            device=device,
+            expand=plan.expand_weights,
             progress=lambda done, total: progress("load", done, total),
-        )  # fmt: skip
+        )
 
 
 def _taken(plan: Plan, measured: Mapping[str, int], held: int) -> dict[str, int]:

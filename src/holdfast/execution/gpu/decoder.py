@@ -54,9 +54,15 @@ class _Layer:
 
 class GpuDecoder:
     def __init__(
-        self, spec: ModelSpec, weights: Weights, layout: KVLayout, limits: RunnerLimits, slots: DeviceSlots,
-        device: torch.device, adapters: GpuAdapters | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        spec: ModelSpec,
+        weights: Weights,
+        layout: KVLayout,
+        limits: RunnerLimits,
+        slots: DeviceSlots,
+        device: torch.device,
+        adapters: GpuAdapters | None = None,
+    ) -> None:
         self.spec, self._slots = spec, slots
         self._places = {
             layer: (group.index, place) for group in layout.groups for place, layer in enumerate(group.layers)
@@ -118,11 +124,17 @@ class GpuDecoder:
             qkv, attended = self._project(layer, stream)
             group, place = self._places[index]
             kernels.rotate_and_store(
-                qkv[:count], self._angles[self._rotary_of[index]][:count], rows.positions, rows.slots, pages,
-                self._slots.tables[group], place=place,
+                qkv[:count],
+                self._angles[self._rotary_of[index]][:count],
+                rows.positions,
+                rows.slots,
+                pages,
+                self._slots.tables[group],
+                place=place,
                 query_norm=layer.weights.query_norm if heads_apart else None,
-                key_norm=layer.weights.key_norm if heads_apart else None, epsilon=self.spec.norm_eps,
-            )  # fmt: skip
+                key_norm=layer.weights.key_norm if heads_apart else None,
+                epsilon=self.spec.norm_eps,
+            )
             self.attention.run(qkv[:count], pages, group, place, rows.decode, rows.prefill, attended[:count])
             self._add_attended(layer, attended, stream)
             self._feed(layer, stream)

@@ -94,9 +94,10 @@ class GpuStep:
         told = any(logprobs is not None for _, logprobs in self._sampled)
         rows, failed = self._plan.rows, {failure.slot for failure in self._failures}
         broken = [
-            failure for failure in broken_rows(rows, [token for token, _ in self._sampled])
+            failure
+            for failure in broken_rows(rows, [token for token, _ in self._sampled])
             if failure.slot not in failed
-        ]  # fmt: skip
+        ]
         return StepResult(
             step_id=self._plan.step_id,
             token_ids=[max(token, 0) for token, _ in self._sampled],
@@ -282,9 +283,14 @@ class GpuRunner:
         told = [[] if slot in failures else entries for slot, entries in scores.items()]
         embeddings = _in_order(plan.rows, embedded)
         return GpuStep(
-            self, plan, sampled=sampled, told=told, embeddings=embeddings, failures=list(failures.values()),
+            self,
+            plan,
+            sampled=sampled,
+            told=told,
+            embeddings=embeddings,
+            failures=list(failures.values()),
             late=late,
-        )  # fmt: skip
+        )
 
     def _give_back_cached(self) -> None:
         if self.device.type == "cuda":

@@ -182,9 +182,15 @@ class DeviceSampler:
             adjusted = self._lanes.adjusted
             adjust_rows(logits, slots, lengths, self._params, self._known, self._lanes)
         sample_rows(
-            logits, slots, lengths, self._params, self._known, self.sampled[: len(logits)], self._workspace,
+            logits,
+            slots,
+            lengths,
+            self._params,
+            self._known,
+            self.sampled[: len(logits)],
+            self._workspace,
             adjusted=adjusted,
-        )  # fmt: skip
+        )
 
     def logprobs(self, logits: torch.Tensor, slots: list[int]) -> FoundLogprobs | None:
         """Of the raw logits of a step that was launched, for the rows that ask; None: nobody does."""

@@ -191,9 +191,10 @@ class AdapterPlaces:
             self._free.append(self._cached.popitem(last=False)[1])
         fetch.touched = frozenset(one for one in (row, kept) if one is not None)
         after = [
-            other.work for other in self._fetches
+            other.work
+            for other in self._fetches
             if other.work is not None and (other.place == fetch.place or other.touched & fetch.touched)
-        ]  # fmt: skip
+        ]
         place, ref = fetch.place, fetch.ref
         fetch.work = self._readers.submit(lambda read: self._change_places(read, place, ref, row, kept, after))
 

@@ -7,12 +7,28 @@ import torch
 from holdfast.execution.native.loading import kernels
 
 LAYOUT_NUMBERS = {"F32": 0, "F16": 1, "BF16": 2, "Q8_0": 3, "Q4_0": 4, "Q4_1": 5} | {
-    "Q5_0": 9, "Q5_1": 10, "IQ4_NL": 11, "Q2_K": 12, "Q3_K": 13, "Q4_K": 14, "Q5_K": 15, "Q6_K": 16, "IQ4_XS": 17,
-}  # fmt: skip
+    "Q5_0": 9,
+    "Q5_1": 10,
+    "IQ4_NL": 11,
+    "Q2_K": 12,
+    "Q3_K": 13,
+    "Q4_K": 14,
+    "Q5_K": 15,
+    "Q6_K": 16,
+    "IQ4_XS": 17,
+}
 """As blocks.h numbers them; the numbers between and beyond are its own, of blocks that were woven together."""
 LAYOUT_BYTES = {"F32": 128, "F16": 64, "BF16": 64, "Q8_0": 34, "Q4_0": 18, "Q4_1": 20} | {
-    "Q5_0": 22, "Q5_1": 24, "IQ4_NL": 18, "Q2_K": 84, "Q3_K": 110, "Q4_K": 144, "Q5_K": 176, "Q6_K": 210, "IQ4_XS": 136,
-}  # fmt: skip
+    "Q5_0": 22,
+    "Q5_1": 24,
+    "IQ4_NL": 18,
+    "Q2_K": 84,
+    "Q3_K": 110,
+    "Q4_K": 144,
+    "Q5_K": 176,
+    "Q6_K": 210,
+    "IQ4_XS": 136,
+}
 """Of a block."""
 
 

@@ -13,8 +13,28 @@ OTHER = "none"
 METHODS = frozenset({"GET", "POST", "HEAD", "OPTIONS", "PUT", "PATCH", "DELETE"})
 _FEW_BUCKETS_S = (0.1, 0.5, 1.0)
 _MANY_BUCKETS_S = (
-    0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 4.5, 5.0, 7.5, 10.0, 30.0, 60.0,
-)  # fmt: skip
+    0.01,
+    0.025,
+    0.05,
+    0.075,
+    0.1,
+    0.25,
+    0.5,
+    0.75,
+    1.0,
+    1.5,
+    2.0,
+    2.5,
+    3.0,
+    3.5,
+    4.0,
+    4.5,
+    5.0,
+    7.5,
+    10.0,
+    30.0,
+    60.0,
+)
 
 
 class HttpMetrics:
@@ -22,17 +42,24 @@ class HttpMetrics:
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._total = Counter(
-            "http_requests", "Requests by method, status and handler.", ["method", "status", "handler"],
+            "http_requests",
+            "Requests by method, status and handler.",
+            ["method", "status", "handler"],
             registry=registry,
-        )  # fmt: skip
+        )
         self._duration = Histogram(
-            "http_request_duration_seconds", "Latency by method and handler.", ["method", "handler"],
-            buckets=_FEW_BUCKETS_S, registry=registry,
-        )  # fmt: skip
-        self._fine_duration = Histogram(
-            "http_request_duration_highr_seconds", "Latency of all of them.", buckets=_MANY_BUCKETS_S,
+            "http_request_duration_seconds",
+            "Latency by method and handler.",
+            ["method", "handler"],
+            buckets=_FEW_BUCKETS_S,
             registry=registry,
-        )  # fmt: skip
+        )
+        self._fine_duration = Histogram(
+            "http_request_duration_highr_seconds",
+            "Latency of all of them.",
+            buckets=_MANY_BUCKETS_S,
+            registry=registry,
+        )
         self._taken = Sizes("http_request_size_bytes", "Bodies by handler.", ["handler"], registry=registry)
         ProcessCollector(registry=registry)
         PlatformCollector(registry=registry)

@@ -59,9 +59,11 @@ class ServingMetrics:
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of requests that got a first token.")
         self.cached_tokens = self._counter("prompt_tokens_cached", "Of these, tokens found in the prefix cache.")
         by_source = Counter(
-            "vllm:prompt_tokens_by_source", "The same, by where their KV came from.", [*LABELS, "source"],
+            "vllm:prompt_tokens_by_source",
+            "The same, by where their KV came from.",
+            [*LABELS, "source"],
             registry=self.registry,
-        )  # fmt: skip
+        )
         self.by_source = {source: by_source.labels(model_name, ENGINE, source) for source in SOURCES}
         self.generation_tokens = self._counter("generation_tokens", "Tokens generated.")
         self._success = Counter(
@@ -77,9 +79,10 @@ class ServingMetrics:
             "inter_token_latency_seconds", "From one token of an answer to its next.", INTER_TOKEN_BUCKETS_S
         )
         self.time_per_token = self._histogram(
-            "request_time_per_output_token_seconds", "Mean time of an answer's tokens but the first.",
+            "request_time_per_output_token_seconds",
+            "Mean time of an answer's tokens but the first.",
             INTER_TOKEN_BUCKETS_S,
-        )  # fmt: skip
+        )
         self.e2e = self._histogram("e2e_request_latency_seconds", "Arrival to last token.", REQUEST_BUCKETS_S)
         self.queue_time = self._histogram("request_queue_time_seconds", "Arrival to first step.", REQUEST_BUCKETS_S)
         self.prefill_time = self._histogram(
@@ -265,8 +268,9 @@ class _EngineCollector(Collector):
         asleep = self._sleeping()
         # Nothing is kept in RAM, at neither of vLLM's levels.
         states = {"awake": not asleep, "weights_offloaded": False, "discard_all": asleep}
-        yield self._several("engine_sleep_state", "Whether the engine is awake, or what it let go of.", states,
-                            label="sleep_state")  # fmt: skip
+        yield self._several(
+            "engine_sleep_state", "Whether the engine is awake, or what it let go of.", states, label="sleep_state"
+        )
         info = self._info()
         if info is not None:
             yield self._cache_config(info)

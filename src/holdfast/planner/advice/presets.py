@@ -88,9 +88,11 @@ def _safe(question: Question) -> Configuration | None:
         held = sequences // 2 if found is None else _safely_held(found, length)
         if found is not None and held >= sequences:
             return Configuration(
-                fit=found, max_num_seqs=sequences, reason=_safe_reason(question, length, sequences),
+                fit=found,
+                max_num_seqs=sequences,
+                reason=_safe_reason(question, length, sequences),
                 asked_model_len=question.settings.max_model_len,
-            )  # fmt: skip
+            )
         sequences = min(sequences - 1, held)
     return None
 

@@ -175,9 +175,11 @@ def _together(found: Fit) -> Iterator[Remedy]:
         if traffic is not None and count >= traffic.concurrency:
             continue
         changed = with_settings(
-            found.question, utilization=share, max_num_seqs=count,
+            found.question,
+            utilization=share,
+            max_num_seqs=count,
             max_num_batched_tokens=min(2048, found.limits.max_num_batched_tokens),
-        )  # fmt: skip
+        )
         if traffic is not None:
             changed = replace(changed, traffic=replace(traffic, concurrency=count))
         better = planned(changed) or longest(changed)

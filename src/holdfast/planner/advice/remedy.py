@@ -22,9 +22,21 @@ from holdfast.planner.sizing.cpu_budget import LEAST_TOKENS
 from holdfast.units import GIB, MIB, counted
 
 Kind = Literal[
-    "utilization", "context", "sequences", "configuration", "idle_gpus", "kv_cache_dtype", "quantization", "more_gpus",
-    "tiers", "bigger_gpu", "more_ram", "smaller_model", "shorter_requests", "longer_model",
-]  # fmt: skip
+    "utilization",
+    "context",
+    "sequences",
+    "configuration",
+    "idle_gpus",
+    "kv_cache_dtype",
+    "quantization",
+    "more_gpus",
+    "tiers",
+    "bigger_gpu",
+    "more_ram",
+    "smaller_model",
+    "shorter_requests",
+    "longer_model",
+]
 LEAST_CONTEXT = LEAST_TOKENS
 """A shorter one is no way out."""
 USUAL_UTILIZATION, MOST_UTILIZATION = 0.90, 0.95

@@ -60,9 +60,12 @@ def _weights(fit: Fit) -> Iterator[Thumb]:
     else:
         why = "what is stored is counted, and not all of it is of that width"
     yield Thumb(
-        name="weights", rule=f"{parameters / 1e9:.1f} billion parameters x {each:g} bytes", rule_bytes=rule,
-        exact_bytes=exact, verdict=why,
-    )  # fmt: skip
+        name="weights",
+        rule=f"{parameters / 1e9:.1f} billion parameters x {each:g} bytes",
+        rule_bytes=rule,
+        exact_bytes=exact,
+        verdict=why,
+    )
 
 
 def _kv(fit: Fit) -> Iterator[Thumb]:
@@ -78,9 +81,12 @@ def _kv(fit: Fit) -> Iterator[Thumb]:
         why = f"{times:.1f} times too large: " if times > 1 else f"{1 / times:.1f} times too small: "
         why += _why_not_hidden(fit)
     yield Thumb(
-        name="KV of one sequence", rule=f"{counted(tokens, 'token')} x layers x hidden size x 2 x 2 bytes",
-        rule_bytes=rule, exact_bytes=exact, verdict=why,
-    )  # fmt: skip
+        name="KV of one sequence",
+        rule=f"{counted(tokens, 'token')} x layers x hidden size x 2 x 2 bytes",
+        rule_bytes=rule,
+        exact_bytes=exact,
+        verdict=why,
+    )
 
 
 def _why_not_hidden(fit: Fit) -> str:
@@ -108,10 +114,13 @@ def _overhead(fit: Fit) -> Iterator[Thumb]:
     exact += sum(fit.needed_bytes(rank) for rank in fit.ranks)
     each = f"{fit.required_sequences} x {counted(fit.required_tokens, 'token')}"
     yield Thumb(
-        name="everything", rule="weights + 30%", rule_bytes=rule, exact_bytes=exact,
+        name="everything",
+        rule="weights + 30%",
+        rule_bytes=rule,
+        exact_bytes=exact,
         verdict=f"what is added depends on sequences and context, not on the weights: for {each} it is"
         f" {format_bytes(exact - fit.weights_bytes)}",
-    )  # fmt: skip
+    )
 
 
 def _guide(fit: Fit) -> Iterator[Thumb]:
@@ -131,6 +140,10 @@ def _guide(fit: Fit) -> Iterator[Thumb]:
         else f"leaves {format_bytes(left)} for more sequences"
     )
     yield Thumb(
-        name="sizing guide", rule=f"{size} GB for this size, FP16, {GUIDE_TOKENS:,} tokens", rule_bytes=size * 10**9,
-        exact_bytes=exact, verdict=verdict, at_least=True,
-    )  # fmt: skip
+        name="sizing guide",
+        rule=f"{size} GB for this size, FP16, {GUIDE_TOKENS:,} tokens",
+        rule_bytes=size * 10**9,
+        exact_bytes=exact,
+        verdict=verdict,
+        at_least=True,
+    )

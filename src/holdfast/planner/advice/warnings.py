@@ -58,10 +58,21 @@ class PlanWarning:
 
 def warnings(fit: Fit) -> tuple[PlanWarning, ...]:
     return (
-        *_unknown_peak(fit), *_unknown_lengths(fit), *_longer_traffic(fit), *_utilization(fit), *_starved(fit),
-        *_desktop(fit), *_neighbours(fit), *_no_kv(fit), *_sequences(fit), *_context(fit), *_idle(fit), *_margin(fit),
-        *_model(fit), *_number_types(fit),
-    )  # fmt: skip
+        *_unknown_peak(fit),
+        *_unknown_lengths(fit),
+        *_longer_traffic(fit),
+        *_utilization(fit),
+        *_starved(fit),
+        *_desktop(fit),
+        *_neighbours(fit),
+        *_no_kv(fit),
+        *_sequences(fit),
+        *_context(fit),
+        *_idle(fit),
+        *_margin(fit),
+        *_model(fit),
+        *_number_types(fit),
+    )
 
 
 def _shares(fit: Fit) -> bool:

@@ -30,8 +30,10 @@ FIRST_IN_VLLM: Mapping[str, Release] = {
     "SmolLM3ForCausalLM": (0, 10, 1),
 }  # fmt: skip
 ROTARY_IN_VLLM: Mapping[str, Release] = {
-    "llama3": (0, 5, 3, 1), "longrope": (0, 5, 1), "mrope": (0, 6, 1),
-}  # fmt: skip
+    "llama3": (0, 5, 3, 1),
+    "longrope": (0, 5, 1),
+    "mrope": (0, 6, 1),
+}
 """How positions are stretched, and the first release that reads it; it stopped at others that it did not know."""
 FIRST_IN_SGLANG: Mapping[str, str] = {
     "Cohere2ForCausalLM": "0.4.2", "DeepseekV32ForCausalLM": "0.5.3", "DeepseekV3ForCausalLM": "0.4.1",

@@ -19,8 +19,11 @@ VOLTA = (7, 0)
 VOLTA_LEFT = (0, 20)
 """vLLM is built with CUDA 13 since, which has no Volta any more; for 7.2 (Xavier) it was never built."""
 BUILT_SINCE: tuple[tuple[Capability, tuple[int, int, int]], ...] = (
-    ((12, 1), (0, 10, 2)), ((12, 0), (0, 9, 2)), ((11, 0), (0, 20, 0)), ((10, 0), (0, 9, 0)),
-)  # fmt: skip
+    ((12, 1), (0, 10, 2)),
+    ((12, 0), (0, 9, 2)),
+    ((11, 0), (0, 20, 0)),
+    ((10, 0), (0, 9, 0)),
+)
 """The first release of vLLM whose packages have kernels for a GPU of that capability or a little more: those before are
 built, as is the torch they need, for 9.0 at most. 12.1 is GB10's, on Arm; 11.0 came with CUDA 13."""
 LEAST_OF_METHOD: Mapping[str, Capability] = {

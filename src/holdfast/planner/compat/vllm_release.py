@@ -27,8 +27,10 @@ Release = tuple[int, ...]
 ANY_PATCH = 99
 _SPELLING = re.compile(r"(?:[@=:v-]*(\d+)\.(\d+)(?:\.(\d+)?(\.(?:post)?\d+)?[\w.+-]*)?)?(?:[@,:+ ]*(v[012]))?")
 _RUNS: Mapping[Runner, tuple[tuple[int, int], tuple[int, int]]] = {
-    "v0": (OLDEST, (0, 10)), "v1": ((0, 8), (99, 0)), "v2": ((0, 26), (99, 0))
-}  # fmt: skip
+    "v0": (OLDEST, (0, 10)),
+    "v1": ((0, 8), (99, 0)),
+    "v2": ((0, 26), (99, 0)),
+}
 """First and last version that has it."""
 
 

@@ -13,8 +13,10 @@ from holdfast.units import MIB
 ROUNDING = 1e-4
 """Of a hundredth: a budget in whole bytes is a little less than its share."""
 SHOWS_GPUS: Mapping[str, str] = {
-    "nvidia": "CUDA_VISIBLE_DEVICES", "amd": "HIP_VISIBLE_DEVICES", "intel": "ZE_AFFINITY_MASK",
-}  # fmt: skip
+    "nvidia": "CUDA_VISIBLE_DEVICES",
+    "amd": "HIP_VISIBLE_DEVICES",
+    "intel": "ZE_AFFINITY_MASK",
+}
 """The variable that shows a program some GPUs of a vendor and hides the rest; Apple has none, and one GPU."""
 IN_ORDER_OF_BUSES = "CUDA_DEVICE_ORDER=PCI_BUS_ID"
 """As nvidia-smi counts them; CUDA itself counts the fastest first where they differ."""

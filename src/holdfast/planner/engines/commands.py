@@ -235,9 +235,11 @@ def _as_llama_takes_it(planned: Fit) -> Fit:
     if question.machine.kind != "gpu" or question.engine == "llama.cpp":
         return planned
     settings = replace(
-        question.settings, tensor_parallel=planned.tensor_parallel, pipeline_parallel=planned.pipeline_parallel,
+        question.settings,
+        tensor_parallel=planned.tensor_parallel,
+        pipeline_parallel=planned.pipeline_parallel,
         stages_open=False,
-    )  # fmt: skip
+    )
     try:
         model = _as_gguf(question.model)
         return fit_again(replace(question, engine="llama.cpp", settings=settings, model=model))

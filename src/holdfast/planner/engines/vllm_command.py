@@ -243,11 +243,16 @@ def _step_terms(found: Fit, rank: Rank) -> dict[str, int]:
     if counted_for(found.question, rank.device, len(found.ranks)) != "vllm":
         terms = tuple(
             gpu_terms(
-                spec, found.limits, dtype=found.dtype, weights_bytes=0, tensor_parallel=found.tensor_parallel,
-                layers=stage_layers(len(spec.layers), stages)[rank.stage], last_stage=rank.stage == stages - 1,
+                spec,
+                found.limits,
+                dtype=found.dtype,
+                weights_bytes=0,
+                tensor_parallel=found.tensor_parallel,
+                layers=stage_layers(len(spec.layers), stages)[rank.stage],
+                last_stage=rank.stage == stages - 1,
                 vendor="nvidia" if rank.device.gpu is None else rank.device.gpu.vendor,
             )
-        )  # fmt: skip
+        )
     return {term.name: term.nbytes for term in terms}
 
 

@@ -23,16 +23,22 @@ T = TypeVar("T")
 MADE_SINCE: Mapping[str, Release] = {"fp8": (0, 4, 1), "bitsandbytes": (0, 5, 0)}
 """Of a plain checkpoint, while it is loaded."""
 STORED_SINCE: Mapping[str, Release] = {
-    "fp8": (0, 4, 2), "int8": (0, 5, 1), "int4": (0, 5, 1), "bitsandbytes": (0, 5, 4), "mxfp4": (0, 10, 1),
-}  # fmt: skip
+    "fp8": (0, 4, 2),
+    "int8": (0, 5, 1),
+    "int4": (0, 5, 1),
+    "bitsandbytes": (0, 5, 4),
+    "mxfp4": (0, 10, 1),
+}
 """Of a checkpoint that is quantized already. INT8 and INT4 are compressed-tensors with a scale for each row or group;
 AWQ and GPTQ are older than what is known here."""
 FP8_OF_COMPRESSED_TENSORS: Release = (0, 5, 2)
 FP8_OF_FBGEMM: Release = (0, 5, 3)
 FP8_IN_BLOCKS: Release = (0, 6, 6)
 FP8_LEAST: tuple[tuple[Release, tuple[int, int]], ...] = (
-    ((0, 5, 1), (8, 0)), ((0, 4, 2), (8, 9)), ((0, 0, 0), (9, 0)),
-)  # fmt: skip
+    ((0, 5, 1), (8, 0)),
+    ((0, 4, 2), (8, 9)),
+    ((0, 0, 0), (9, 0)),
+)
 """The least compute capability for FP8 weights; since the first Marlin unpacks them where nothing multiplies them."""
 FP8_ON_TURING, COMPRESSED_FP8_ON_TURING = (0, 14, 0), (0, 16, 0)
 """Marlin does so on 7.5 too, but not for FBGEMM's: vLLM's own, and compressed-tensors' two releases later."""

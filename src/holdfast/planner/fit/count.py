@@ -100,9 +100,13 @@ def _ranks(question: Question, tensor_parallel: int, limits: Limits) -> tuple[Ra
                 shares[kind] = _share(question, device, stage, layers, tensor_parallel, limits)
             share = shares[kind]
             rank = Rank(
-                device=device, stage=stage, budget_bytes=device_budget(device, utilization), terms=share.terms,
-                kv=share.kv, loading=share.loading,
-            )  # fmt: skip
+                device=device,
+                stage=stage,
+                budget_bytes=device_budget(device, utilization),
+                terms=share.terms,
+                kv=share.kv,
+                loading=share.loading,
+            )
             ranks.append(rank)
     return tuple(ranks)
 
@@ -125,23 +129,35 @@ def _share(
     dtype, stored_kv = compute_dtype(question, every), kv_dtype(question, every)
     held = _held_bytes(Same(model), weights_as(question, every), tensor_parallel, stage, stages)
     cost = kv_cost(
-        spec, element_bytes=KV_ELEMENT_BYTES[stored_kv], state_bytes=KV_ELEMENT_BYTES[dtype],
-        tensor_parallel=tensor_parallel, layers=layers, block_tokens=settings.block_tokens,
+        spec,
+        element_bytes=KV_ELEMENT_BYTES[stored_kv],
+        state_bytes=KV_ELEMENT_BYTES[dtype],
+        tensor_parallel=tensor_parallel,
+        layers=layers,
+        block_tokens=settings.block_tokens,
         step_tokens=limits.max_num_batched_tokens,
-    )  # fmt: skip
+    )
     if device.kind == "cpu":
         found = byte_terms.cpu_terms(
-            spec, limits, dtype=dtype, weights_bytes=held, block_tokens=settings.block_tokens,
-            max_loras=settings.max_loras, max_lora_rank=settings.max_lora_rank,
-        )  # fmt: skip
+            spec,
+            limits,
+            dtype=dtype,
+            weights_bytes=held,
+            block_tokens=settings.block_tokens,
+            max_loras=settings.max_loras,
+            max_lora_rank=settings.max_lora_rank,
+        )
         return _Share(tuple(found), cost)
     whose = counted_for(question, device, every)
     if whose == "llama.cpp":
         loras = settings.max_loras, settings.max_lora_rank
         found = byte_terms.llama_gpu_terms(
-            spec, limits, weights_bytes=held, vendor="nvidia" if device.gpu is None else device.gpu.vendor,
+            spec,
+            limits,
+            weights_bytes=held,
+            vendor="nvidia" if device.gpu is None else device.gpu.vendor,
             adapters=byte_terms.adapters_bytes(spec, dtype, layers, *loras, tensor_parallel),
-        )  # fmt: skip
+        )
         return _Share(tuple(found), cost)
     if whose == "holdfast":
         if stored_kv in cpu.ELEMENT_BYTES:
@@ -149,20 +165,34 @@ def _share(
             cost = layout_cost(layout, limits.max_num_batched_tokens)
         largest = _largest_quantized(Same(model))
         found = byte_terms.engine_gpu_terms(
-            spec, limits, dtype=dtype, weights_bytes=held, block_tokens=settings.block_tokens,
-            quantized=largest > 0, max_loras=settings.max_loras, max_lora_rank=settings.max_lora_rank,
+            spec,
+            limits,
+            dtype=dtype,
+            weights_bytes=held,
+            block_tokens=settings.block_tokens,
+            quantized=largest > 0,
+            max_loras=settings.max_loras,
+            max_lora_rank=settings.max_lora_rank,
             graphs=settings.graphs,
-        )  # fmt: skip
+        )
         return _Share(tuple(found), cost, byte_terms.engine_gpu_loading(held, largest))
     # Of a model that this engine does not run, what the engine keeps that would.
     kernel = expert_kernel(device.gpu, adapters=settings.max_loras > 0)
     beside = beside_weights(model, kernel, dtype=dtype, tensor_parallel=tensor_parallel, stage=stage, stages=stages)
     found = byte_terms.gpu_terms(
-        spec, limits, dtype=dtype, weights_bytes=held, tensor_parallel=tensor_parallel, layers=layers,
-        last_stage=stage == stages - 1, max_loras=settings.max_loras, max_lora_rank=settings.max_lora_rank,
-        vendor="nvidia" if device.gpu is None else device.gpu.vendor, rotary_bytes=beside.rotary,
+        spec,
+        limits,
+        dtype=dtype,
+        weights_bytes=held,
+        tensor_parallel=tensor_parallel,
+        layers=layers,
+        last_stage=stage == stages - 1,
+        max_loras=settings.max_loras,
+        max_lora_rank=settings.max_lora_rank,
+        vendor="nvidia" if device.gpu is None else device.gpu.vendor,
+        rotary_bytes=beside.rotary,
         padding_bytes=beside.padding,
-    )  # fmt: skip
+    )
     return _Share(tuple(found), cost)
 
 

@@ -115,17 +115,24 @@ def host(
         max_lora_rank=settings.max_lora_rank if settings.max_loras else None,
     )
     measure = CpuChoices(
-        spec=model.spec, stored=_stored(model), config=config,
+        spec=model.spec,
+        stored=_stored(model),
+        config=config,
         processor=Processor(model="", cores=1, features=machine.cpu_features),
-        compiled_kernels=machine.compiled_kernels, budget_bytes=budget_bytes, front_bytes=FRONT_BYTES,
-    )  # fmt: skip
+        compiled_kernels=machine.compiled_kernels,
+        budget_bytes=budget_bytes,
+        front_bytes=FRONT_BYTES,
+    )
     found = _alone(measure) if traffic is None else _beside(measure, traffic)
     default = ("the default", "default") if traffic is None else ("the traffic's peak", "traffic")
     said = default_limits.decisions(
-        measure.rungs, found.rung, sequences=default if settings.max_num_seqs is None else None,
-        step_is_set=settings.max_num_batched_tokens is not None, fits=found.fits,
+        measure.rungs,
+        found.rung,
+        sequences=default if settings.max_num_seqs is None else None,
+        step_is_set=settings.max_num_batched_tokens is not None,
+        fits=found.fits,
         beside=default_limits.context_said(found.length) if traffic is None else "the traffic",
-    )  # fmt: skip
+    )
     return replace(found, decisions=(*said, *found.decisions))
 
 

@@ -126,9 +126,14 @@ def value(one: Fit) -> tuple[int, ...]:
     """Of answers to one question, the larger the better."""
     limits = one.limits
     return (
-        one.fits, one.longest_tokens, limits.max_model_len, limits.max_num_seqs, -one.short_bytes, one.kv_tokens,
+        one.fits,
+        one.longest_tokens,
+        limits.max_model_len,
+        limits.max_num_seqs,
+        -one.short_bytes,
+        one.kv_tokens,
         -len(one.ranks),
-    )  # fmt: skip
+    )
 
 
 def _alone(one: Fit) -> str:

@@ -49,9 +49,15 @@ def _differ(devices: Sequence[Device]) -> bool:
 def _traits(device: Device) -> tuple[object, ...]:
     kind = None if device.gpu is None else device.gpu.key
     return (
-        device.name, kind, device.total_bytes, device.free_bytes, device.budget_bytes, device.measured, device.held_by,
+        device.name,
+        kind,
+        device.total_bytes,
+        device.free_bytes,
+        device.budget_bytes,
+        device.measured,
+        device.held_by,
         device.unified,
-    )  # fmt: skip
+    )
 
 
 def without_wider(question: Question) -> Question | None:

@@ -132,9 +132,11 @@ def _rungs(question: Question) -> tuple[LimitPreset, ...]:
     settings, traffic = question.settings, question.traffic
     _, least = required(question, min(question.model.spec.max_position, USEFUL_TOKENS))
     return ladder(
-        question.machine.kind, sequences=settings.max_num_seqs or (traffic.concurrency if traffic else None),
-        step_tokens=settings.max_num_batched_tokens, least_tokens=least,
-    )  # fmt: skip
+        question.machine.kind,
+        sequences=settings.max_num_seqs or (traffic.concurrency if traffic else None),
+        step_tokens=settings.max_num_batched_tokens,
+        least_tokens=least,
+    )
 
 
 def _highest_that_fits(able: tuple[int, ...], rungs: int, at: Counted) -> tuple[int, int]:

@@ -70,9 +70,11 @@ def machine_of(asked: Asked, *, here: nvidia.NvidiaMachine | None = None, ram: h
 def _check(asked: Asked) -> None:
     if asked.device not in ("auto", "cpu", "cuda"):
         raise ConfigurationError(
-            f"device: {shorten(asked.device)!r} will not do", needed="auto, cpu or cuda", fix="--device auto",
+            f"device: {shorten(asked.device)!r} will not do",
+            needed="auto, cpu or cuda",
+            fix="--device auto",
             field="device",
-        )  # fmt: skip
+        )
     given = "gpu" if asked.gpu is not None else "vram" if asked.vram is not None else None
     if asked.device == "cpu" and given is not None:
         raise _contradicts("--device cpu has no GPU", f"--{given}", "leave one of the two out", given)
@@ -108,9 +110,12 @@ def _vram(written: str | int | None) -> tuple[int | None, int | None]:
     count = int(each[2])
     if not 1 <= count <= gpus.COUNT_LIMIT:
         raise ConfigurationError(
-            f"vram: {count} is not a number of GPUs", code=gpus.WRONG_COUNT, needed=f"1 to {gpus.COUNT_LIMIT:,}",
-            fix=f"--vram {shorten(each[1])}x2", field="vram",
-        )  # fmt: skip
+            f"vram: {count} is not a number of GPUs",
+            code=gpus.WRONG_COUNT,
+            needed=f"1 to {gpus.COUNT_LIMIT:,}",
+            fix=f"--vram {shorten(each[1])}x2",
+            field="vram",
+        )
     return _size(each[1], "vram", VRAM_LIMIT_BYTES), count
 
 
@@ -124,10 +129,13 @@ def _of_catalogue(
     names = asked.gpu.split(",") if isinstance(asked.gpu, str) else list(asked.gpu)
     if not all(name.strip() for name in names):
         raise ConfigurationError(
-            f"gpu: in {shorten(','.join(names))!r} a name is empty", code=gpus.UNKNOWN_GPU,
-            needed="the name of a GPU on either side of a comma", found=shorten(",".join(names)),
-            fix=f"--gpu {','.join(name for name in names if name.strip()) or 'rtx4090'}", field="gpu",
-        )  # fmt: skip
+            f"gpu: in {shorten(','.join(names))!r} a name is empty",
+            code=gpus.UNKNOWN_GPU,
+            needed="the name of a GPU on either side of a comma",
+            found=shorten(",".join(names)),
+            fix=f"--gpu {','.join(name for name in names if name.strip()) or 'rtx4090'}",
+            field="gpu",
+        )
     groups = [gpus.find_group(name) for name in names]
     total = sum(group.count for group in groups)
     if count is not None and count != total:
@@ -137,9 +145,12 @@ def _of_catalogue(
         groups = [replace(groups[0], count=max(1, asked.ranks))]
     if sum(group.count for group in groups) > gpus.COUNT_LIMIT:
         raise ConfigurationError(
-            f"gpu: {sum(group.count for group in groups):,} GPUs are too many", code=gpus.WRONG_COUNT,
-            needed=f"at most {gpus.COUNT_LIMIT:,}", fix=f"--gpu {groups[0].gpu.key}x2", field="gpu",
-        )  # fmt: skip
+            f"gpu: {sum(group.count for group in groups):,} GPUs are too many",
+            code=gpus.WRONG_COUNT,
+            needed=f"at most {gpus.COUNT_LIMIT:,}",
+            fix=f"--gpu {groups[0].gpu.key}x2",
+            field="gpu",
+        )
     _require_one_machine(groups)
     devices = [
         _catalogue_device(index, gpu, budget)
@@ -184,9 +195,15 @@ def _catalogue_device(index: int, gpu: gpus.Gpu, budget: int | None) -> Device:
             "vram",
         )
     return Device(
-        index=index, name=gpu.key, kind="gpu", total_bytes=gpu.usable_bytes, free_bytes=gpu.usable_bytes,
-        budget_bytes=budget, gpu=gpu, unified=gpu.unified,
-    )  # fmt: skip
+        index=index,
+        name=gpu.key,
+        kind="gpu",
+        total_bytes=gpu.usable_bytes,
+        free_bytes=gpu.usable_bytes,
+        budget_bytes=budget,
+        gpu=gpu,
+        unified=gpu.unified,
+    )
 
 
 def _catalogue_decision(group: gpus.Gpus, written: str) -> Decision:
@@ -258,19 +275,30 @@ def _cpu(ram_bytes: int | None, memory: hardware.Memory, why: str) -> tuple[Devi
         )
         return device, Decision("device", "cpu", f"with {format_bytes(ram_bytes)} of RAM to use; {why}", "set")
     device = Device(
-        index=0, name="cpu", kind="cpu", total_bytes=memory.total_bytes, free_bytes=memory.available_bytes,
+        index=0,
+        name="cpu",
+        kind="cpu",
+        total_bytes=memory.total_bytes,
+        free_bytes=memory.available_bytes,
         measured=True,
-    )  # fmt: skip
+    )
     reason = f"{format_bytes(memory.available_bytes)} of RAM are free ({memory.limited_by}); {why}"
     return device, Decision("device", "cpu", reason, "measured")
 
 
 def measured_device(index: int, gpu: nvidia.NvidiaGpu) -> Device:
     return Device(
-        index=index, name=gpu.known.key if gpu.known is not None else shorten(gpu.name), kind="gpu",
-        total_bytes=gpu.total_bytes, free_bytes=gpu.free_bytes, gpu=gpu.known, measured=True, held_by=holders(gpu),
-        unified=gpu.unified, selector=gpu.uuid if gpu.mig else str(gpu.index),
-    )  # fmt: skip
+        index=index,
+        name=gpu.known.key if gpu.known is not None else shorten(gpu.name),
+        kind="gpu",
+        total_bytes=gpu.total_bytes,
+        free_bytes=gpu.free_bytes,
+        gpu=gpu.known,
+        measured=True,
+        held_by=holders(gpu),
+        unified=gpu.unified,
+        selector=gpu.uuid if gpu.mig else str(gpu.index),
+    )
 
 
 def holders(gpu: nvidia.NvidiaGpu) -> tuple[str, ...]:

@@ -129,9 +129,14 @@ class Configured(Protocol):
 
 
 def settings_of(
-    config: Configured, *, tensor_parallel: int | None, pipeline_parallel: int | None = 1, max_loras: int = 0,
-    max_lora_rank: int = 16, graphs: bool = True,
-) -> Settings:  # fmt: skip
+    config: Configured,
+    *,
+    tensor_parallel: int | None,
+    pipeline_parallel: int | None = 1,
+    max_loras: int = 0,
+    max_lora_rank: int = 16,
+    graphs: bool = True,
+) -> Settings:
     """`pipeline_parallel` None: it is left to the plan, unless the other half of a split is set."""
     return Settings(
         dtype=config.dtype,

@@ -149,11 +149,13 @@ class _Reading:
         said = [
             f"{counted(count, what)}{more}"
             for count, what, more in (
-                (self.torn, "torn line", ""), (self.wrong, "line", " with impossible numbers"),
-                (self.refused, "refused request", ""), (self.others, "other line", ""),
+                (self.torn, "torn line", ""),
+                (self.wrong, "line", " with impossible numbers"),
+                (self.refused, "refused request", ""),
+                (self.others, "other line", ""),
             )
             if count
-        ]  # fmt: skip
+        ]
         return ", ".join(said)
 
 
@@ -272,10 +274,12 @@ def _from_metrics(lines: Iterable[bytes], source: str, concurrency: int | None) 
     return traffic, (
         Decision("traffic", least, f"{lengths}, at {shorten(source)}", "traffic"),
         Decision(
-            "concurrency", str(traffic.concurrency), "as stated" if concurrency else said,
+            "concurrency",
+            str(traffic.concurrency),
+            "as stated" if concurrency else said,
             "set" if concurrency else "traffic",
         ),
-    )  # fmt: skip
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -233,8 +233,18 @@ def _down(kind: str, base: str, place: _Place) -> str:
 
 
 _MORE_WITH_EIGHT_EXPERTS = (
-    "Q2_K", "Q3_K_S", "Q3_K_M", "Q4_K_S", "Q4_K_M", "IQ3_XXS", "IQ3_XS", "IQ3_S", "IQ3_M", "IQ4_XS", "IQ4_NL",
-)  # fmt: skip
+    "Q2_K",
+    "Q3_K_S",
+    "Q3_K_M",
+    "Q4_K_S",
+    "Q4_K_M",
+    "IQ3_XXS",
+    "IQ3_XS",
+    "IQ3_S",
+    "IQ3_M",
+    "IQ4_XS",
+    "IQ4_NL",
+)
 
 
 def _out(kind: str, base: str, place: _Place) -> str:
@@ -257,8 +267,11 @@ def _gate_or_up(kind: str, base: str, place: _Place) -> str:
 
 _Rule = Callable[[str, str, _Place], str]
 _LEAST_RULES: Mapping[str, _Rule] = {
-    "k": _least_keys, "v": _least_values, "o": _least_out, "down": _least_down,
-}  # fmt: skip
+    "k": _least_keys,
+    "v": _least_values,
+    "o": _least_out,
+    "down": _least_down,
+}
 _RULES: Mapping[str, _Rule] = {
     "q": _queries, "k": _keys, "v": _values, "o": _out, "down": _down, "qkv": _fused,
     "gate": _gate_or_up, "up": _gate_or_up, "gate_up": _gate_or_up,

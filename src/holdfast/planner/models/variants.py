@@ -222,5 +222,9 @@ def _planned(key: Same[CatalogueEntry]) -> PlannedModel | None:
 def _same_shape(model: PlannedModel, other: PlannedModel) -> bool:
     mine, its = model.spec, other.spec
     return (len(mine.layers), mine.hidden_size, mine.vocab_size, mine.heads, mine.kv_heads) == (
-        len(its.layers), its.hidden_size, its.vocab_size, its.heads, its.kv_heads,
-    )  # fmt: skip
+        len(its.layers),
+        its.hidden_size,
+        its.vocab_size,
+        its.heads,
+        its.kv_heads,
+    )

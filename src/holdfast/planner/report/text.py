@@ -112,8 +112,11 @@ def _devices(answer: PlanAnswer, width: int, paint: Paint) -> Iterator[str]:
 
 def _alike(one: Rank, other: Rank) -> bool:
     return (one.device.name, one.budget_bytes, one.terms, one.stage) == (
-        other.device.name, other.budget_bytes, other.terms, other.stage,
-    )  # fmt: skip
+        other.device.name,
+        other.budget_bytes,
+        other.terms,
+        other.stage,
+    )
 
 
 def sizes(answer: PlanAnswer, rank: Rank) -> dict[str, int]:
@@ -247,8 +250,9 @@ def _capacity(answer: PlanAnswer, width: int, brief: bool) -> Iterator[str]:
         yield from wrapped(
             f"traffic ({traffic.source}): {traffic.concurrency} at once of {counted(traffic.length, 'token')}; "
             f"memory holds {counted(rounded_down(answer.concurrency_at_traffic), 'sequence').partition(' ')[0]}",
-            width, "",
-        )  # fmt: skip
+            width,
+            "",
+        )
     rate = answer.throughput
     if rate is None:
         yield from wrapped(f"no throughput is estimated: {answer.no_throughput}", width, "")

@@ -94,9 +94,14 @@ def make_plan(
         decisions: list[Decision] = []
         budget = _budget(tried, machine, decisions)
         measure = CpuChoices(
-            spec=spec, stored=stored, config=tried, processor=processor, compiled_kernels=compiled_kernels,
-            budget_bytes=budget, front_bytes=front_bytes,
-        )  # fmt: skip
+            spec=spec,
+            stored=stored,
+            config=tried,
+            processor=processor,
+            compiled_kernels=compiled_kernels,
+            budget_bytes=budget,
+            front_bytes=front_bytes,
+        )
         return _fill(measure, machine, decisions)
 
     try:
@@ -160,9 +165,13 @@ def _limits_said(measure: CpuChoices, rung: int, length: int) -> list[Decision]:
     if not rung:
         return []
     return default_limits.decisions(
-        measure.rungs, rung, sequences=None if config.max_num_seqs is not None else ("the default", "default"),
-        step_is_set=config.max_num_batched_tokens is not None, fits=True, beside=default_limits.context_said(length),
-    )  # fmt: skip
+        measure.rungs,
+        rung,
+        sequences=None if config.max_num_seqs is not None else ("the default", "default"),
+        step_is_set=config.max_num_batched_tokens is not None,
+        fits=True,
+        beside=default_limits.context_said(length),
+    )
 
 
 def pool_decision(pool: Pool, page: int) -> Decision:

@@ -51,9 +51,13 @@ def choose_gpu(gpus: Sequence[NvidiaGpu]) -> tuple[NvidiaGpu, Decision]:
     """The one with most memory free, the first of equals; why, for people to read."""
     if not gpus:
         raise ConfigurationError(
-            "a GPU is planned for, and the driver shows none", code=NOT_THERE, needed="an NVIDIA GPU", found="none",
-            fix="--device cpu; nvidia-smi and CUDA_VISIBLE_DEVICES show what there is", field="device",
-        )  # fmt: skip
+            "a GPU is planned for, and the driver shows none",
+            code=NOT_THERE,
+            needed="an NVIDIA GPU",
+            found="none",
+            fix="--device cpu; nvidia-smi and CUDA_VISIBLE_DEVICES show what there is",
+            field="device",
+        )
     able = [gpu for gpu in gpus if gpu.capability is None or gpu.capability >= LEAST_CAPABILITY]
     if not able:
         raise too_old(gpus)
@@ -88,15 +92,22 @@ def make_gpu_plan(
         )
     question = Question(
         model=PlannedModel(
-            name=name, spec=spec, origin="folder", stored=stored, canonical=stored,
+            name=name,
+            spec=spec,
+            origin="folder",
+            stored=stored,
+            canonical=stored,
             format="none" if stored is None else "safetensors",
         ),
         machine=Machine(devices=(device,)),
         settings=settings_of(
-            config, tensor_parallel=1, graphs=not config.enforce_eager, max_loras=config.lora_places,
+            config,
+            tensor_parallel=1,
+            graphs=not config.enforce_eager,
+            max_loras=config.lora_places,
             max_lora_rank=config.lora_rank,
         ),
-    )  # fmt: skip
+    )
     found = fit(question)
     if found.kv_dtype != found.dtype:
         raise _mixed(found)
@@ -162,15 +173,17 @@ def _plan(found: Fit, config: EngineConfig, chosen: NvidiaGpu, decision: Decisio
     # What is set stays; what is left of the budget may turn out to be more.
     most = blocks if config.kv_cache_memory_bytes is not None else min(most_useful, rank.budget_bytes // page)
     decisions.append(
-        Decision("kv_pool", f"{format_bytes(blocks * page)} ({counted(blocks - 1, 'block')} and the null page)",
-                 "what is left of the budget", "planner")
-    )  # fmt: skip
+        Decision(
+            "kv_pool",
+            f"{format_bytes(blocks * page)} ({counted(blocks - 1, 'block')} and the null page)",
+            "what is left of the budget",
+            "planner",
+        )
+    )
     terms = {term.name: term.nbytes for term in rank.terms} | {"kv_pool": blocks * page}
     expand = False
     if stored is not None and any(is_quantized(tensor.layout) for tensor in stored.values()):
-        expand, reason = expands(
-            spec, stored, dtype=found.dtype, fast_blocks=True, budget_bytes=rank.budget_bytes
-        )  # fmt: skip
+        expand, reason = expands(spec, stored, dtype=found.dtype, fast_blocks=True, budget_bytes=rank.budget_bytes)
         decisions.append(Decision("weights", "expanded" if expand else "quantized", reason, "planner"))
     terms["weights"] = weights_bytes(spec, stored, dtype=found.dtype, expand=expand)
     plan = Plan(

@@ -208,9 +208,11 @@ def _lower_limits(config: EngineConfig, attempt: Attempt) -> tuple[str, EngineCo
     lower = {name: size and min(size, getattr(found, name)) for name, size in given.items()}
     flags = [f"--{name.replace('_', '-')} {size}" for name, size in lower.items() if size != given[name]]
     changed = replace(
-        config, max_model_len=lower["max_model_len"], max_num_seqs=lower["max_num_seqs"],
+        config,
+        max_model_len=lower["max_model_len"],
+        max_num_seqs=lower["max_num_seqs"],
         max_num_batched_tokens=lower["max_num_batched_tokens"],
-    )  # fmt: skip
+    )
     return " ".join(flags), changed
 
 

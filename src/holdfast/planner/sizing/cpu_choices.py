@@ -46,9 +46,11 @@ class CpuChoices:
     def rungs(self) -> tuple[LimitPreset, ...]:
         config = self.config
         return ladder(
-            "cpu", sequences=config.max_num_seqs, step_tokens=config.max_num_batched_tokens,
+            "cpu",
+            sequences=config.max_num_seqs,
+            step_tokens=config.max_num_batched_tokens,
             least_tokens=self.least_tokens,
-        )  # fmt: skip
+        )
 
     def chosen(self) -> tuple[int, CpuBudget, list[Decision]]:
         """The number of the rung that is taken, the room there, and what was chosen on the way."""
@@ -88,9 +90,14 @@ class CpuChoices:
 
     def _room(self, config: EngineConfig, choices: Choices, rung: LimitPreset) -> CpuBudget:
         return CpuBudget.measure(
-            self.spec, self.stored, config, choices, budget_bytes=self.budget_bytes, front_bytes=self.front_bytes,
+            self.spec,
+            self.stored,
+            config,
+            choices,
+            budget_bytes=self.budget_bytes,
+            front_bytes=self.front_bytes,
             worth_tokens=rung.worth_tokens,
-        )  # fmt: skip
+        )
 
 
 def _choices(

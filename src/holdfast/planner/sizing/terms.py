@@ -121,9 +121,17 @@ def llama_gpu_terms(
 
 
 def engine_gpu_terms(
-    spec: ModelSpec, limits: Limits, *, dtype: str, weights_bytes: int, block_tokens: int, quantized: bool,
-    max_loras: int = 0, max_lora_rank: int = 16, graphs: bool = True,
-) -> list[Term]:  # fmt: skip
+    spec: ModelSpec,
+    limits: Limits,
+    *,
+    dtype: str,
+    weights_bytes: int,
+    block_tokens: int,
+    quantized: bool,
+    max_loras: int = 0,
+    max_lora_rank: int = 16,
+    graphs: bool = True,
+) -> list[Term]:
     """Of a model that this engine runs on one GPU: what it allocates, by the declarations it allocates from."""
     layout = cpu.kv_layout(spec, block_tokens=block_tokens, kv_dtype=dtype)
     terms = [

@@ -122,9 +122,14 @@ class Embeddings:
         began_s = time.monotonic()
         try:
             stream = await self._engine.generate(
-                prompt, PARAMS, request_id=name, priority=body.priority, cache_salt=body.cache_salt,
-                adapter=self._settings.adapter(body.model or ""), embed=True,
-            )  # fmt: skip
+                prompt,
+                PARAMS,
+                request_id=name,
+                priority=body.priority,
+                cache_salt=body.cache_salt,
+                adapter=self._settings.adapter(body.model or ""),
+                embed=True,
+            )
         except RequestError as error:
             error.field = "input" if error.field == "prompt" else error.field  # As it is called here.
             raise

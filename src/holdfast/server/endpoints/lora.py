@@ -99,9 +99,10 @@ class LoraEndpoints:
             known = self._adapters.named(body.lora_name)
             if known is None or body.lora_int_id not in (None, known.number):
                 raise UnknownModelError(
-                    f"no adapter {shorten(body.lora_name)!r} is loaded", fix="GET /v1/models lists them",
+                    f"no adapter {shorten(body.lora_name)!r} is loaded",
+                    fix="GET /v1/models lists them",
                     field="lora_name",
-                )  # fmt: skip
+                )
             self._adapters.unload(body.lora_name)
         log.info("adapter %s was unloaded", shorten(body.lora_name))
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")

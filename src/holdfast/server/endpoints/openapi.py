@@ -187,10 +187,16 @@ def _tell_tokenize(found: dict[str, Any], beside: dict[str, Any]) -> None:
     chat = beside | {
         name: found["ChatBody"]["properties"][name]
         for name in (
-            "model", "messages", "add_generation_prompt", "continue_final_message", "add_special_tokens",
-            "chat_template", "chat_template_kwargs", "tools",
+            "model",
+            "messages",
+            "add_generation_prompt",
+            "continue_final_message",
+            "add_special_tokens",
+            "chat_template",
+            "chat_template_kwargs",
+            "tools",
         )
-    }  # fmt: skip
+    }
     chat["return_token_strs"] = text["properties"]["return_token_strs"]
     messages = {"type": "object", "properties": chat, "required": ["messages"], "additionalProperties": False}
     found["TokenizeBody"] = {"title": "TokenizeBody", "anyOf": [text, messages]}

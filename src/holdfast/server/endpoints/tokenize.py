@@ -20,10 +20,16 @@ _TEXT_FIELDS = honoured_fields(TokenizeBody)
 _IDS_FIELDS = honoured_fields(DetokenizeBody)
 _CHAT_FIELDS = frozenset(
     {
-        "model", "messages", "add_generation_prompt", "continue_final_message", "add_special_tokens", "chat_template",
-        "chat_template_kwargs", "tools",
+        "model",
+        "messages",
+        "add_generation_prompt",
+        "continue_final_message",
+        "add_special_tokens",
+        "chat_template",
+        "chat_template_kwargs",
+        "tools",
     }
-) & honoured_fields(ChatBody)  # fmt: skip
+) & honoured_fields(ChatBody)
 """Of a chat, those that make its prompt."""
 
 

@@ -114,6 +114,9 @@ def _keys_in(path: Path) -> list[bytes]:
 
 def _unreadable(path: Path, why: str) -> ConfigurationError:
     return ConfigurationError(
-        f"the keys in {path} cannot be read: {why}", code=KEYS_UNREADABLE, needed="a file with one key a line",
-        fix="--api-key-file with a file that this user may read", field="api_key_file",
-    )  # fmt: skip
+        f"the keys in {path} cannot be read: {why}",
+        code=KEYS_UNREADABLE,
+        needed="a file with one key a line",
+        fix="--api-key-file with a file that this user may read",
+        field="api_key_file",
+    )

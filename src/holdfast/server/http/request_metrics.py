@@ -38,9 +38,12 @@ class Counting:
             record: Record | None = scope.get("holdfast.record")
             status = (record.status if record is not None else 0) or INTERNAL
             self._metrics.count(
-                scope["method"], self._handler(scope["path"]), status, time.monotonic() - began_s,
+                scope["method"],
+                self._handler(scope["path"]),
+                status,
+                time.monotonic() - began_s,
                 taken_bytes=_length(scope),
-            )  # fmt: skip
+            )
 
     def _handler(self, path: str) -> str:
         if path in self._paths:

@@ -155,9 +155,18 @@ async def read_chat(
         raise
     echoes = [final_answer(body)] if body.echo else None
     return _ask(
-        body, "chatcmpl", model, [prompt], params, settings, logprobs, echoes=echoes, bytes_of=tokenizer.bytes_of,
-        reading=reading, request_id=request_id,
-    )  # fmt: skip
+        body,
+        "chatcmpl",
+        model,
+        [prompt],
+        params,
+        settings,
+        logprobs,
+        echoes=echoes,
+        bytes_of=tokenizer.bytes_of,
+        reading=reading,
+        request_id=request_id,
+    )
 
 
 async def read_completion(
@@ -201,9 +210,18 @@ async def read_completion(
         firsts = [tokenizer_of(engine, "echo").decode([prompt[0]]) for prompt in prompts]
     echoes = texts if body.echo else None
     return _ask(
-        body, "cmpl", model, prompts, params, settings, body.logprobs, echoes=echoes, alone=alone, first_tokens=firsts,
+        body,
+        "cmpl",
+        model,
+        prompts,
+        params,
+        settings,
+        body.logprobs,
+        echoes=echoes,
+        alone=alone,
+        first_tokens=firsts,
         request_id=request_id,
-    )  # fmt: skip
+    )
 
 
 async def _check_structured(params: SamplingParams, engine: Engine) -> None:
@@ -249,8 +267,9 @@ def split_prompts(
     if isinstance(prompt, str):
         return [prompt], []
     if not isinstance(prompt, list) or not prompt:
-        raise RequestError(f"{field}: expected text, a list of texts, token ids, or a list of lists of them, not empty",
-                           field=field)  # fmt: skip
+        raise RequestError(
+            f"{field}: expected text, a list of texts, token ids, or a list of lists of them, not empty", field=field
+        )
     if isinstance(prompt[0], int):
         check_ids(len(prompt), context, field)
         return None, [convert(prompt, list[TokenId], field)]

@@ -18,8 +18,11 @@ from holdfast.server.schema.requests import Common
 from holdfast.units import shorten
 
 GUIDED = {
-    "guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar",
-}  # fmt: skip
+    "guided_json": "json",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+}
 """Older names of vLLM, and the newer ones."""
 BACKENDS = ("auto", "guidance", "llguidance")
 

@@ -71,12 +71,32 @@ class GpuAttention:
         if decode is not None:
             rows = len(decode.slots)
             decode_attention(
-                query[:rows], pages, table, decode.slots, decode.lengths, place=place, scale=self._scale,
-                window=window, softcap=self._softcap, out=attended[:rows], workspace=self._workspace,
-            )  # fmt: skip
+                query[:rows],
+                pages,
+                table,
+                decode.slots,
+                decode.lengths,
+                place=place,
+                scale=self._scale,
+                window=window,
+                softcap=self._softcap,
+                out=attended[:rows],
+                workspace=self._workspace,
+            )
         if prefill is not None:
             prefill_attention(
-                query, pages, table, prefill.tile_rows, prefill.tile_starts, prefill.slots, prefill.starts,
-                prefill.counts, prefill.firsts, place=place, scale=self._scale, window=window, softcap=self._softcap,
+                query,
+                pages,
+                table,
+                prefill.tile_rows,
+                prefill.tile_starts,
+                prefill.slots,
+                prefill.starts,
+                prefill.counts,
+                prefill.firsts,
+                place=place,
+                scale=self._scale,
+                window=window,
+                softcap=self._softcap,
                 out=attended,
-            )  # fmt: skip
+            )

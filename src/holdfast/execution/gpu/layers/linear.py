@@ -51,9 +51,15 @@ class GpuLinear(Protocol):
         """out += x·Wᵀ (+ bias)."""
 
     def gated(
-        self, x: torch.Tensor, norm: torch.Tensor, epsilon: float, activation: Activation, normed: torch.Tensor,
-        gate_up: torch.Tensor, out: torch.Tensor,
-    ) -> None:  # fmt: skip
+        self,
+        x: torch.Tensor,
+        norm: torch.Tensor,
+        epsilon: float,
+        activation: Activation,
+        normed: torch.Tensor,
+        gate_up: torch.Tensor,
+        out: torch.Tensor,
+    ) -> None:
         """out = activation(gate)·up of norm(x)·Wᵀ; may use `normed` and `gate_up`."""
 
     def embed(self, tokens: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, out: torch.Tensor) -> None:
@@ -83,9 +89,15 @@ class _Plain(ABC):
         self.write(normed, out)
 
     def gated(
-        self, x: torch.Tensor, norm: torch.Tensor, epsilon: float, activation: Activation, normed: torch.Tensor,
-        gate_up: torch.Tensor, out: torch.Tensor,
-    ) -> None:  # fmt: skip
+        self,
+        x: torch.Tensor,
+        norm: torch.Tensor,
+        epsilon: float,
+        activation: Activation,
+        normed: torch.Tensor,
+        gate_up: torch.Tensor,
+        out: torch.Tensor,
+    ) -> None:
         self.write_normed(x, norm, epsilon, normed, gate_up)
         kernels.gate(gate_up, activation, out)
 
@@ -128,9 +140,15 @@ class DenseGpuLinear(_Plain):
             out += self.bias
 
     def gated(
-        self, x: torch.Tensor, norm: torch.Tensor, epsilon: float, activation: Activation, normed: torch.Tensor,
-        gate_up: torch.Tensor, out: torch.Tensor,
-    ) -> None:  # fmt: skip
+        self,
+        x: torch.Tensor,
+        norm: torch.Tensor,
+        epsilon: float,
+        activation: Activation,
+        normed: torch.Tensor,
+        gate_up: torch.Tensor,
+        out: torch.Tensor,
+    ) -> None:
         if len(x) > self._skinny:
             super().gated(x, norm, epsilon, activation, normed, gate_up, out)
             return

@@ -139,9 +139,15 @@ class AdaptedGpuLinear:
             self._adapt(normed, out)
 
     def gated(
-        self, x: torch.Tensor, norm: torch.Tensor, epsilon: float, activation: Activation, normed: torch.Tensor,
-        gate_up: torch.Tensor, out: torch.Tensor,
-    ) -> None:  # fmt: skip
+        self,
+        x: torch.Tensor,
+        norm: torch.Tensor,
+        epsilon: float,
+        activation: Activation,
+        normed: torch.Tensor,
+        gate_up: torch.Tensor,
+        out: torch.Tensor,
+    ) -> None:
         if self._adapters.tiles_for(self._factors) is None:
             self._base.gated(x, norm, epsilon, activation, normed, gate_up, out)
             return

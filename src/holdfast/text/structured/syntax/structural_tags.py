@@ -33,10 +33,13 @@ def lark_of_tags(given: dict[str, Any], options: dict[str, Any], special_id: Spe
 
 def _older(given: dict[str, Any]) -> dict[str, Any]:
     tags = [
-        {"begin": tag.get("begin"), "end": tag.get("end"),
-         "content": {"type": "json_schema", "json_schema": {} if tag.get("schema") is None else tag["schema"]}}
+        {
+            "begin": tag.get("begin"),
+            "end": tag.get("end"),
+            "content": {"type": "json_schema", "json_schema": {} if tag.get("schema") is None else tag["schema"]},
+        }
         for tag in _list_of(given, "structures", dict)
-    ]  # fmt: skip
+    ]
     return {"type": "triggered_tags", "tags": tags, "triggers": given.get("triggers")}
 
 
