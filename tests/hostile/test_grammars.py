@@ -164,8 +164,8 @@ SHAPES += ["a::=", "a ", "a*", '""', "//", "<a"]
 
 @pytest.mark.parametrize("reader", READERS)
 def test_what_reads_grammars_is_linear(reader: str, cases: Cases) -> None:
-    """In the server's own process: 64 KB of anything take less than a second of it, where a quadratic reader took
-    minutes."""
+    """In the server's own process: 64 KB of anything take less than five seconds of it, where a quadratic reader
+    took minutes."""
     texts = [shape * (64_000 // len(shape)) for shape in SHAPES]
     texts += [f"root ::= {shape * (64_000 // len(shape))}" for shape in SHAPES]
     texts += ['root ::= "a"{1,' + " " * 64_000, "root ::= " + "x " * 32_000, 'x ::= "a"\nroot ::= ' + "x " * 32_000]
@@ -177,7 +177,7 @@ def test_what_reads_grammars_is_linear(reader: str, cases: Cases) -> None:
         began_s = time.process_time()
         with contextlib.suppress(HoldfastError):
             READERS[reader](text)
-        assert time.process_time() - began_s < 1.0, text[:80]
+        assert time.process_time() - began_s < 5.0, text[:80]
 
 
 def test_what_reads_schemas_is_linear(cases: Cases) -> None:
@@ -190,4 +190,4 @@ def test_what_reads_schemas_is_linear(cases: Cases) -> None:
         rewritten(closed(one))
         for pattern in patterns(one):
             too_many(pattern)
-        assert time.process_time() - began_s < 1.0, str(one)[:200]
+        assert time.process_time() - began_s < 5.0, str(one)[:200]

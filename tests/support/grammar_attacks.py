@@ -3,7 +3,7 @@ so that whoever measures does not stand still while megabytes are written.
 
     python grammar_attacks.py URL bombs|slow COUNT
 
-Prints the status of each answer as it comes.
+Says that it is ready, begins with the first line of standard input, and prints the status of each answer as it comes.
 """
 
 from __future__ import annotations
@@ -50,4 +50,6 @@ async def attack(url: str, kind: str, count: int) -> None:
 
 if __name__ == "__main__":
     os.nice(10)  # An attacker takes none of the server's cores.
+    print("ready", flush=True)
+    sys.stdin.readline()
     asyncio.run(attack(sys.argv[1], sys.argv[2], int(sys.argv[3])))
