@@ -20,7 +20,7 @@ from holdfast.errors import OverloadedError
 from holdfast.footprint.cpu import TOLD_ENTRIES, TOLD_ENTRY_BYTES
 from holdfast.records import Logprob
 from holdfast.server.request.logprob_budget import LogprobBudget
-from holdfast.server.response.logprobs import CompletionLogprobs, PromptLogprobs
+from holdfast.server.response.logprobs import CompletionLogprobsWriter, PromptLogprobs
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 KIND = 20
@@ -208,7 +208,7 @@ async def test_pieces_make_the_whole() -> None:
             "8": {"logprob": -0.5, "rank": 1, "decoded_token": "b"},
         },
     ]
-    answer = CompletionLogprobs()
+    answer = CompletionLogprobsWriter()
     answer.add([{5: Logprob(-2.0, 1, "end")}])
     shown = json.loads(b"".join(answer.behind(told.echoed)))
     assert [len(column) for column in shown.values()] == [703] * 4

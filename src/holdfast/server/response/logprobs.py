@@ -44,7 +44,7 @@ class JsonArrayWriter:
         yield b"]"
 
 
-class CompletionLogprobs:
+class CompletionLogprobsWriter:
     """OpenAI's log-probabilities of a completion: four lists side by side."""
 
     def __init__(self) -> None:
@@ -86,9 +86,9 @@ class CompletionLogprobs:
         self._lengths += lengths
         self.chars += sum(lengths)
 
-    def behind(self, others: CompletionLogprobs | None = None, start: int = 0) -> Iterator[bytes]:
+    def behind(self, others: CompletionLogprobsWriter | None = None, start: int = 0) -> Iterator[bytes]:
         """As JSON, these behind `others`, or `start` characters behind the beginning."""
-        before = CompletionLogprobs() if others is None else others
+        before = CompletionLogprobsWriter() if others is None else others
         starts = JsonArrayWriter()
         starts.add([*_starts(self._lengths, start + before.chars)])
         for name, mine, its in (
@@ -114,9 +114,9 @@ class PromptLogprobs:
     def __init__(self, *, listed: bool, echoed_first: str | None) -> None:
         """`listed`: as vLLM's `prompt_logprobs`. `echoed_first`: the first token's text, where an echo shows them."""
         self.listed = JsonArrayWriter() if listed else None
-        self.echoed: CompletionLogprobs | None = None
+        self.echoed: CompletionLogprobsWriter | None = None
         if echoed_first is not None:
-            self.echoed = CompletionLogprobs()
+            self.echoed = CompletionLogprobsWriter()
             self.echoed.add_first(echoed_first)
 
     async def take(self, entries: Sequence[dict[int, Logprob] | None]) -> None:

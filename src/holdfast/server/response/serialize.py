@@ -15,7 +15,7 @@ from holdfast.server.request.output_parser import OutputParserConfig
 from holdfast.server.request.parse import BytesOf, GenerationRequest
 from holdfast.server.response.logprobs import (
     LOWEST_LOGPROB,
-    CompletionLogprobs,
+    CompletionLogprobsWriter,
     JsonArrayWriter,
     PromptLogprobs,
     encode,
@@ -56,7 +56,7 @@ class ResponseChoice:
     """In a stream: length of the text of the tokens whose logprobs were reported, where the next one starts."""
     tokens: JsonArrayWriter = field(default_factory=JsonArrayWriter)
     """Log-probabilities of a chat that is not streamed."""
-    columns: CompletionLogprobs = field(default_factory=CompletionLogprobs)
+    columns: CompletionLogprobsWriter = field(default_factory=CompletionLogprobsWriter)
     """The same of a completion."""
     token_ids: list[int] = field(default_factory=list)
     """Kept only where they are shown."""
@@ -259,7 +259,7 @@ class CompletionShape(_Stream):
     def event(self, answer: ResponseChoice, delta: AnswerDelta, usage: Usage | None) -> bytes:
         logprobs = b"null"
         if delta.logprobs is not None:
-            columns = CompletionLogprobs()
+            columns = CompletionLogprobsWriter()
             columns.add(delta.logprobs)
             logprobs = b"".join(columns.behind(start=answer.shown_chars))
             answer.shown_chars += columns.chars
