@@ -75,7 +75,7 @@ def request(name: str, params: StructuredOutputsParams, *, costly: bool) -> Requ
 def wait_for(forms: StructuredOutputManager, name: str) -> HoldfastError | None:
     deadline_s = time.monotonic() + PATIENCE_S
     while True:
-        for found, problem in forms.formed(0.05):
+        for found, problem in forms.pop_compiled(0.05):
             if found.request_id == name:
                 return problem
         assert time.monotonic() < deadline_s, name
@@ -100,7 +100,7 @@ def follow(
             forms._workers.poll(0.05)
             assert time.monotonic() < deadline_s, name
         allowed = numpy.flatnonzero(numpy.unpackbits(form.words.view(numpy.uint8), bitorder="little"))
-        verdict = forms.judge("hostile", int(random.choice(list(allowed))))
+        verdict = forms.advance_grammar("hostile", int(random.choice(list(allowed))))
         if step % 4 == 0:
             canary.go_on(name)
         if verdict is not Verdict.GOES_ON:

@@ -45,7 +45,7 @@ def with_forms(core: EngineCore, tiny: Tiny, services: list[GrammarService]) -> 
     services.append(service)
     service.start()
     rows = core.scheduler.limits.max_num_seqs
-    core.forms = StructuredOutputManager(
+    core.structured_output = StructuredOutputManager(
         lambda: service.address, rows=rows, vocab_size=tiny.spec.vocab_size, eos_ids=(2,)
     )
     return core

@@ -14,8 +14,6 @@ from typing import TYPE_CHECKING, BinaryIO, Literal
 from holdfast.checkpoints.bounded_files import open_file
 from holdfast.checkpoints.files import ModelFiles, StoredTensor
 from holdfast.checkpoints.formats import gguf, safetensors
-from holdfast.checkpoints.formats.block_layouts import ENGINE_LAYOUTS
-from holdfast.checkpoints.validation.tensor_shapes import require_no_more
 from holdfast.errors import CheckpointError
 from holdfast.models import ModelSpec, TensorSpec
 
@@ -106,32 +104,6 @@ def open_checkpoint(files: ModelFiles) -> Checkpoint:
     )
 
 
-def match(spec: ModelSpec, checkpoint: Checkpoint) -> dict[str, StoredTensor]:
-    """The stored tensor of every canonical name; optional ones may be missing from the result.
-
-    Raises CheckpointError when a tensor is missing, of another shape, or stored as the engine cannot read, and when
-    there are more layers than the spec has.
-    """
-    require_no_more(spec, checkpoint)
-    found: dict[str, StoredTensor] = {}
-    missing: list[str] = []
-    for tensor in spec.tensors:
-        stored, lacking = _find(tensor, spec, checkpoint)
-        if stored is not None:
-            found[tensor.name] = stored
-        elif not tensor.optional:
-            missing.append(lacking)
-    if missing:
-        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
-        raise CheckpointError(
-            f"the checkpoint lacks {len(missing)} of the {len(spec.tensors)} tensors its config promises",
-            needed=", ".join(missing[:3]) + more,
-            found=f"{len(checkpoint.tensors)} tensors, such as " + ", ".join(list(checkpoint.tensors)[:3]),
-            fix="download the model again; if it still fails, its config.json belongs to another model",
-        )
-    return found
-
-
 def extra_tensors(spec: ModelSpec, checkpoint: Checkpoint) -> tuple[str, ...]:
     """What the checkpoint holds beyond the spec, by its own names."""
     known = {stored_name(tensor, checkpoint) for tensor in spec.tensors}
@@ -140,50 +112,5 @@ def extra_tensors(spec: ModelSpec, checkpoint: Checkpoint) -> tuple[str, ...]:
     return tuple(name for name in checkpoint.tensors if name not in known)
 
 
-def _find(tensor: TensorSpec, spec: ModelSpec, checkpoint: Checkpoint) -> tuple[StoredTensor | None, str]:
-    """The stored tensor, or the name under which there is none. Experts that lie one by one are told as one stack,
-    under the name they have in common."""
-    name = stored_name(tensor, checkpoint)
-    if "{expert}" not in name:
-        stored = checkpoint.tensors.get(name)
-        if stored is not None:
-            _check(tensor.shape, tensor, stored, spec)
-        return stored, name
-    parts: list[StoredTensor] = []
-    for one, shape in tensor.in_safetensors():
-        stored = checkpoint.tensors.get(one)
-        if stored is None:
-            return None, one
-        _check(shape, tensor, stored, spec)
-        parts.append(stored)
-    first = parts[0]
-    other = next((part for part in parts if part.layout != first.layout), None)
-    if other is not None:
-        raise CheckpointError(
-            f"the experts of {tensor.name} are stored in different ways",
-            needed=f"{first.layout}, as {first.name}",
-            found=f"{other.layout}: {other.name}",
-        )
-    total = sum(part.nbytes for part in parts)
-    return StoredTensor(name, tensor.shape, first.layout, first.path, first.offset, total), name
-
-
 def stored_name(tensor: TensorSpec, checkpoint: Checkpoint) -> str:
     return tensor.gguf_name if checkpoint.format == "gguf" else tensor.hf_name
-
-
-def _check(shape: tuple[int, ...], tensor: TensorSpec, stored: StoredTensor, spec: ModelSpec) -> None:
-    # GGUF keeps a matrix of one row as a vector.
-    if stored.shape != shape and (len(shape) == 1 or stored.shape != tuple(size for size in shape if size != 1)):
-        raise CheckpointError(
-            f"tensor {stored.name!r} ({tensor.name}) has another shape than the config of {spec.architecture} says",
-            needed=str(list(shape)),
-            found=f"{list(stored.shape)} in {stored.path.name}",
-        )
-    if stored.layout not in ENGINE_LAYOUTS:
-        raise CheckpointError(
-            f"tensor {stored.name!r} is stored as {stored.layout}, which this engine cannot compute with",
-            needed="one of " + ", ".join(sorted(ENGINE_LAYOUTS)),
-            found=stored.layout,
-            fix="take another file of this model, such as Q8_0, Q4_1 or BF16",
-        )

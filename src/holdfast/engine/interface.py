@@ -93,7 +93,7 @@ class Engine(Protocol):
 
         The iterator yields deltas of all `params.n` answers as they come and ends when all have ended. Closing it
         early aborts the request and frees its pages. It raises EngineError when the request cannot be finished.
-        `embed`: one delta with the prompt's embedding, and no token (`engine.embedding.PARAMS` goes with it).
+        `embed`: one delta with the prompt's embedding, and no token (`engine.requests.embedding.PARAMS` goes with it).
         """
 
     def check_room(self, answers: int) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 from holdfast.config import EngineConfig
 from holdfast.config.python_words import in_python
 from holdfast.engine.core.loop import EngineCore
-from holdfast.engine.core.structured_outputs import enable_structured_outputs
+from holdfast.engine.core.structured_outputs import make_structured_outputs
 from holdfast.engine.llm_unsupported import AbsentMethods
 from holdfast.engine.requests.adapters import Adapters
 from holdfast.engine.requests.admission import Admission
@@ -83,7 +83,7 @@ class LLM(AbsentMethods):
         self._defaults = SamplingParams(**defaults)
         self._config, self._found = config, found
         self._core, info = build_core(config, found, lambda stage, done, total: None, plan)
-        self._structured = self._hold_forms(self._core)
+        self._structured = self._enable_structured_output(self._core)
         self.info = decided(info, config, defaults)
         self._policy = config.scheduling_policy
         self._sleeping = False
@@ -210,16 +210,18 @@ class LLM(AbsentMethods):
             if not self._sleeping:
                 return
             self._core, info = build_core(self._config, self._found, lambda stage, done, total: None)
-            self._structured = self._hold_forms(self._core)
+            self._structured = self._enable_structured_output(self._core)
             self.info = decided(info, self._config, default_sampling(self._config, self._found.files.generation_config))
             self._door.max_model_len = self.info.max_model_len
             self._sleeping = False
 
-    def _hold_forms(self, core: EngineCore) -> StructuredOutput | None:
+    def _enable_structured_output(self, core: EngineCore) -> StructuredOutput | None:
         """Its processes are started when the first answer must follow a grammar."""
         structured = StructuredOutput.of(self._tokenizer, self._found.spec)
         if structured is not None:
-            enable_structured_outputs(core, self._found.spec, lambda: structured.service.address)
+            core.structured_output = make_structured_outputs(
+                core.scheduler.limits, self._found.spec, lambda: structured.service.address, on_device=core.on_device
+            )
         return structured
 
     def _grammar_cost(self, params: StructuredOutputsParams) -> GrammarCost | None:

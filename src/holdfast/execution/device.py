@@ -11,7 +11,8 @@ import torch
 from holdfast.errors import ConfigurationError
 from holdfast.hardware import processor
 
-CPU = torch.device("cpu")
+Device = torch.device
+CPU = Device("cpu")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -40,6 +41,11 @@ def lean_products(dtype: torch.dtype, device: torch.device) -> Iterator[None]:
         yield
     finally:
         backend.enabled = before  # type: ignore[assignment]
+
+
+def has_gpu_context() -> bool:
+    """Whether this process has a context on a GPU already."""
+    return bool(torch.cuda.is_initialized())
 
 
 def set_threads(count: int | None) -> int:

@@ -5,7 +5,7 @@
 
 The program is the head of a session of its own. SIGTERM goes to it alone, so that it can end in its own order; what a
 terminal sends goes to its whole group; the second request to end kills the group. Output that cannot be written on is
-dropped, and the program goes on. Neither it nor what it started outlives us (rescue_left.py). Knows no engine and no
+dropped, and the program goes on. Neither it nor what it started outlives us (orphans.py). Knows no engine and no
 log.
 """
 

@@ -1,6 +1,6 @@
 """Signals of a supervisor, from its first word to its last: a container's first process hears only what it handles.
 
-a program runs       they go to it (rescue_process.py)
+a program runs       they go to it (process.py)
 between two runs     a request to end ends the waiting, judging or asking at once: ToldToEnd
 """
 

@@ -6,7 +6,7 @@
                  └── back-off ── a fix that we know and may take?  no ─► why, the command to keep, its exit code
 
 What is said goes to `say`, beside the program's own output. Knows no terminal and no engine; how a program is run is
-in rescue_process.py, which fix is taken in rescue_change.py.
+in process.py, which fix is taken in choose_fix.py.
 """
 
 from __future__ import annotations

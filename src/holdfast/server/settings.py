@@ -11,7 +11,7 @@ from holdfast.engine.requests.adapters import Adapters
 from holdfast.records import AdapterRef
 
 AccessLog = Callable[[dict[str, Any]], None]
-"""Called once a request, with what `server.access` says belongs in the line."""
+"""Called once a request, with what `server.http.middleware` says belongs in the line."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,11 +57,11 @@ class ServerSettings:
     enable_auto_tool_choice: bool = True
     """Whether a model may be left to decide itself if it calls a tool."""
     tool_call_parser: str | None = None
-    """A name in `text.tools.dialects.DIALECTS`; None: as the chat template says."""
+    """A name in `text.tools.registry.DIALECTS`; None: as the chat template says."""
     structured_outputs: Mapping[str, bool] = field(default_factory=dict)
     """Switches of StructuredOutputsParams for what a request leaves out."""
     reasoning_parser: str | None = None
-    """A name in `text.reasoning.FAMILIES`, or "none"; None: as the chat template says."""
+    """A name in `text.output.reasoning.FAMILIES`, or "none"; None: as the chat template says."""
 
     @property
     def all_names(self) -> list[str]:

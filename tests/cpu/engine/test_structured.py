@@ -299,7 +299,7 @@ def run(core: EngineCore, request: Request) -> list[EngineOutput]:
 
 def test_memory_of_forms_goes_with_their_requests(tiny: LLM) -> None:
     ask(tiny, [SamplingParams(max_tokens=5, structured_outputs=held(regex="[0-9]+"))] * 3)
-    forms = tiny._engine().forms
+    forms = tiny._engine().structured_output
     assert isinstance(forms, StructuredOutputManager)
     assert not forms._forms
     assert not forms.compiling
@@ -320,10 +320,10 @@ def opened(llm: LLM, core: EngineCore, *requests: Request) -> list[psutil.Proces
     """Requests that have come as far as their first mask, and the processes that fill the others."""
     for one in requests:
         core.add(one)
-    assert core.forms is not None
+    assert isinstance(core.structured_output, StructuredOutputManager)
     deadline_s = time.monotonic() + 60
-    while not all(form.filled for form in core.forms._compiling.values()):
-        core.forms._workers.poll(0.1)
+    while not all(form.filled for form in core.structured_output._compiling.values()):
+        core.structured_output._workers.poll(0.1)
         assert time.monotonic() < deadline_s
     found = workers(llm)
     assert found

@@ -17,8 +17,9 @@ import transformers
 from expert_gguf import write_expert_gguf
 from safetensors.numpy import save_file
 
-from holdfast.checkpoints.checkpoint import Checkpoint, match
+from holdfast.checkpoints.checkpoint import Checkpoint
 from holdfast.checkpoints.formats import gguf as gguf_files
+from holdfast.checkpoints.validation.match import match
 from holdfast.errors import CheckpointError
 from holdfast.execution import native
 from holdfast.execution.layers.experts import (

@@ -72,9 +72,10 @@ def run(
     while late or core.has_work:
         if late and steps % 3 == 0:
             core.add(late.pop(0))
-            if core.forms is not None:  # It enters with the next step, however long compiling takes.
-                while not all(form.filled for form in core.forms._compiling.values()):
-                    core.forms._workers.poll(0.1)
+            # It enters with the next step, however long compiling takes.
+            if isinstance(core.structured_output, StructuredOutputManager):
+                while not all(form.filled for form in core.structured_output._compiling.values()):
+                    core.structured_output._workers.poll(0.1)
         for output in core.step():
             assert output.request_id not in aborted
             if output.failure is not None:
@@ -144,7 +145,9 @@ def service() -> Iterator[GrammarService]:
 
 def formed(core: EngineCore, service: GrammarService) -> EngineCore:
     rows = core.scheduler.limits.max_num_seqs
-    core.forms = StructuredOutputManager(lambda: service.address, rows=rows, vocab_size=len(TOKENS), eos_ids=(2,))
+    core.structured_output = StructuredOutputManager(
+        lambda: service.address, rows=rows, vocab_size=len(TOKENS), eos_ids=(2,)
+    )
     return core
 
 

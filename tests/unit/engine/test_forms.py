@@ -66,7 +66,7 @@ def formed(forms: StructuredOutputManager, count: int) -> list[str]:
     found, deadline_s = list[str](), time.monotonic() + PATIENCE_S
     while len(found) < count:
         assert time.monotonic() < deadline_s
-        for request, problem in forms.formed(0.05):
+        for request, problem in forms.pop_compiled(0.05):
             assert problem is None
             found.append(request.request_id)
     return found
@@ -76,7 +76,7 @@ def test_no_more_are_compiled_than_may_run_and_a_few(forms: StructuredOutputMana
     for number in range(20):
         forms.begin(ask(number))
     assert sorted(formed(forms, 2 + FORMS_AHEAD)) == ["0", "1", "2", "3", "4", "5"]
-    assert forms.formed() == []
+    assert forms.pop_compiled() == []
     assert forms.compiling
     forms.forget("9")  # Gone while it waited.
     forms.begin(ask(20, priority=-1))
@@ -97,10 +97,10 @@ def test_bytes_are_bounded_and_the_first_in_line_is_always_taken(
     for number in range(5):
         forms.begin(ask(number))
     assert sorted(formed(forms, 2)) == ["0", "1"]
-    assert forms.formed() == []
+    assert forms.pop_compiled() == []
     monkeypatch.setattr(module, "held_bytes", lambda rows: 1)
     forms.forget("0")
-    assert forms.formed() == []
+    assert forms.pop_compiled() == []
     forms.forget("1")
     assert formed(forms, 1) == ["2"]
 
@@ -122,7 +122,7 @@ def test_what_is_counted_is_what_a_worker_saw(forms: StructuredOutputManager, mo
 def answer(forms: StructuredOutputManager, request: Request, tokens: list[int]) -> list[Verdict | Failure]:
     forms.begin(request)
     formed(forms, 1)
-    return [forms.judge(request.request_id, token) for token in tokens]
+    return [forms.advance_grammar(request.request_id, token) for token in tokens]
 
 
 def test_verdicts_are_those_of_the_grammar(forms: StructuredOutputManager) -> None:
@@ -150,7 +150,7 @@ def test_masks_are_those_of_the_library(forms: StructuredOutputManager) -> None:
         expected = small_grammars().matcher(StructuredOutputsParams(regex=pattern))
         assert filled(forms, f"{number}").words.tobytes() == expected.mask()
         token = ord("a")
-        forms.judge(f"{number}", token)
+        forms.advance_grammar(f"{number}", token)
         assert expected.consume(token)
         assert filled(forms, f"{number}").words.tobytes() == expected.mask()
 
@@ -164,11 +164,11 @@ def test_a_whole_step_is_judged_in_one_go(forms: StructuredOutputManager, monkey
     sent, real = list[int](), forms._workers.advance
     monkeypatch.setattr(forms._workers, "advance", lambda tokens: (sent.append(len(tokens)), real(tokens)))
     # One is late: what was sampled for it is nothing.
-    forms.foresee(StepResult(step_id=1, token_ids=[7, ord("a"), ord("a"), ord("b")], late=[6]), newest=True)
+    forms.advance_early(StepResult(step_id=1, token_ids=[7, ord("a"), ord("a"), ord("b")], late=[6]), newest=True)
     assert sent == [2]
-    assert [forms.judge(name, ord("a")) for name in ("0", "1")] == [Verdict.GOES_ON] * 2
+    assert [forms.advance_grammar(name, ord("a")) for name in ("0", "1")] == [Verdict.GOES_ON] * 2
     assert sent == [2]
-    assert forms.judge("2", ord("a")) is Verdict.GOES_ON
+    assert forms.advance_grammar("2", ord("a")) is Verdict.GOES_ON
     assert sent == [2, 1]
 
 
@@ -223,7 +223,7 @@ def test_costly_grammars_are_kept_apart_and_proven_ones_too(
     formed(forms, 2)
     assert [lane_of(forms, "0"), lane_of(forms, "1")] == [Lane.SLOW, Lane.NEW]
     for _ in range(3):
-        forms.judge("1", ord("a"))
+        forms.advance_grammar("1", ord("a"))
         filled(forms, "1")
     forms.forget("1")
     forms.begin(ask(3, LARGE))  # Of costly ones there is room for one, and others need not wait for it.
@@ -256,29 +256,29 @@ def test_answers_of_a_worker_that_dies_go_on_in_another(forms: StructuredOutputM
     for number in range(2):
         forms.begin(ask(number, "(ab)+", max_tokens=99))
     formed(forms, 2)
-    assert forms.judge("0", ord("a")) is Verdict.GOES_ON
+    assert forms.advance_grammar("0", ord("a")) is Verdict.GOES_ON
     before = workers(forms)
     os.kill(before[Lane.NEW], signal.SIGKILL)
-    assert forms.judge("0", ord("b")) is Verdict.GOES_ON
+    assert forms.advance_grammar("0", ord("b")) is Verdict.GOES_ON
     allowed = numpy.unpackbits(filled(forms, "0").words.view(numpy.uint8), bitorder="little")
     assert allowed[ord("a")] == allowed[END] == 1
     assert allowed[ord("b")] == 0
-    assert forms.judge("1", ord("b")) is not Verdict.GOES_ON
+    assert forms.advance_grammar("1", ord("b")) is not Verdict.GOES_ON
     assert workers(forms)[Lane.NEW] != before[Lane.NEW]
 
 
 def test_an_answer_that_was_complete_when_its_worker_died_still_ends(forms: StructuredOutputManager) -> None:
     forms.begin(ask(0, "ab"))
     formed(forms, 1)
-    forms.judge("0", ord("a"))
+    forms.advance_grammar("0", ord("a"))
     filled(forms, "0")
     os.kill(workers(forms)[Lane.NEW], signal.SIGSTOP)
     # The verdict does not come: the answer goes on, and nothing but its end may follow.
-    assert forms.judge("0", ord("b")) is Verdict.GOES_ON
+    assert forms.advance_grammar("0", ord("b")) is Verdict.GOES_ON
     os.kill(workers(forms)[Lane.NEW], signal.SIGKILL)
     words = filled(forms, "0").words
     assert numpy.flatnonzero(numpy.unpackbits(words.view(numpy.uint8), bitorder="little")).tolist() == [END]
-    assert forms.judge("0", END) is Verdict.ENDED
+    assert forms.advance_grammar("0", END) is Verdict.ENDED
 
 
 def test_a_worker_that_hangs_is_replaced(forms: StructuredOutputManager, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -287,10 +287,10 @@ def test_a_worker_that_hangs_is_replaced(forms: StructuredOutputManager, monkeyp
     formed(forms, 1)
     hung = workers(forms)[Lane.NEW]
     os.kill(hung, signal.SIGSTOP)
-    forms.judge("0", ord("a"))
+    forms.advance_grammar("0", ord("a"))
     filled(forms, "0")
     assert not psutil.pid_exists(hung) or psutil.Process(hung).status() == psutil.STATUS_ZOMBIE
-    assert forms.judge("0", ord("b")) is Verdict.GOES_ON
+    assert forms.advance_grammar("0", ord("b")) is Verdict.GOES_ON
 
 
 def test_a_worker_that_had_nothing_to_do_does_not_count_as_silent(
@@ -325,7 +325,7 @@ def test_a_grammar_that_explodes_in_mid_answer_ends_its_own_answer_alone(
     formed(forms, 2)
     verdicts: list[Verdict | Failure] = []
     for token in b"a" * 300:
-        verdicts.append(forms.judge("0", token))
+        verdicts.append(forms.advance_grammar("0", token))
         if isinstance(verdicts[-1], Failure):
             break
         filled(forms, "0")
@@ -333,7 +333,7 @@ def test_a_grammar_that_explodes_in_mid_answer_ends_its_own_answer_alone(
     assert (verdicts[-1].code, verdicts[-1].kind) == ("HF362", "GrammarError")
     assert len(verdicts) > 10
     for token in b"ab":
-        assert forms.judge("1", token) is Verdict.GOES_ON
+        assert forms.advance_grammar("1", token) is Verdict.GOES_ON
         assert filled(forms, "1").failure is None
 
 
@@ -355,7 +355,7 @@ def test_memory_comes_back_when_answers_end(forms: StructuredOutputManager, serv
 def test_without_a_service_answers_fail_and_nothing_hangs() -> None:
     forms = StructuredOutputManager(lambda: "/nonexistent/grammars.sock", rows=2, vocab_size=SIZE, eos_ids=[END])
     forms.begin(ask(0))
-    ((request, problem),) = forms.formed()
+    ((request, problem),) = forms.pop_compiled()
     assert request.request_id == "0"
     assert problem is not None
     assert "not available" in problem.message
@@ -371,7 +371,7 @@ def test_nobody_waits_for_the_verdict_of_an_answer_that_has_gone(
     forms._newest = module._Sampled({4: forms._forms["0"]}, [4])
     forms.forget("0")
     began_s = time.monotonic()
-    forms.foresee(StepResult(step_id=1, token_ids=[ord("a")]), newest=True)
+    forms.advance_early(StepResult(step_id=1, token_ids=[ord("a")]), newest=True)
     assert time.monotonic() - began_s < PATIENCE_S / 2
 
 
@@ -381,11 +381,11 @@ def test_after_a_failure_nothing_is_foreseen_for_the_step_in_flight(forms: Struc
     form = forms._forms["0"]
     forms._newest = module._Sampled({4: form}, [4])
     failed = StepFailure(slot=9, failure=Failure.of(EngineError("no memory")))
-    forms.foresee(StepResult(step_id=1, token_ids=[], failures=[failed]), newest=False)
-    forms.foresee(StepResult(step_id=2, token_ids=[ord("a")]), newest=True)
-    assert (form.foreseen, form.output) == (None, [])
-    forms.foresee(StepResult(step_id=3, token_ids=[ord("a")]), newest=True)
-    assert (form.foreseen, form.output) == (Verdict.GOES_ON, [ord("a")])
+    forms.advance_early(StepResult(step_id=1, token_ids=[], failures=[failed]), newest=False)
+    forms.advance_early(StepResult(step_id=2, token_ids=[ord("a")]), newest=True)
+    assert (form.early_verdict, form.output) == (None, [])
+    forms.advance_early(StepResult(step_id=3, token_ids=[ord("a")]), newest=True)
+    assert (form.early_verdict, form.output) == (Verdict.GOES_ON, [ord("a")])
 
 
 def test_min_tokens_forbid_the_end_that_ignore_eos_does_not() -> None:

@@ -12,6 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import grimp
 import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -187,6 +188,19 @@ def test_no_class_name_twice() -> None:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 found.setdefault(node.name, []).append(str(path.relative_to(PACKAGE)))
     assert {name: paths for name, paths in found.items() if len(paths) > 1} == {}
+
+
+def test_no_module_imports_itself_by_way_of_others() -> None:
+    """Imports for types alone and those inside functions count too."""
+    graph = grimp.build_graph("holdfast")
+    imports = {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}
+    while leaves := {module for module, imported in imports.items() if not imported & imports.keys()}:
+        for module in leaves:
+            del imports[module]
+    while tops := imports.keys() - set().union(*imports.values()):
+        for module in tops:
+            del imports[module]
+    assert sorted(imports) == []
 
 
 def test_every_error_has_a_code_of_its_own_and_a_page() -> None:

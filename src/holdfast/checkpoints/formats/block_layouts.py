@@ -1,7 +1,7 @@
 """How numbers lie in a stored tensor: elements and bytes of one block. Decodes nothing.
 
 Every GGUF and safetensors type is here, so that bytes can be counted; ENGINE_LAYOUTS are those the engine
-computes with. Matrices that a quantizer spreads over several tensors are in quantized.py.
+computes with. Matrices that a quantizer spreads over several tensors are in quantized_tensors.py.
 """
 
 from __future__ import annotations

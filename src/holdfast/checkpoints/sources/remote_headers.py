@@ -2,7 +2,7 @@
 
     model_info ─► names and sizes ─► choose ─► config, generation config, index ─► header of each file, by range
 
-Gives the records that files on this machine give. How pieces are fetched is in ranges.py, how the hub's errors
+Gives the records that files on this machine give. How pieces are fetched is in http_ranges.py, how the hub's errors
 become ours in hub.py; formats are read by the same readers as ever.
 """
 

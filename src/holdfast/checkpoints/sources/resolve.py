@@ -5,7 +5,7 @@ locate("…") ─► path exists? ─► file or folder
             ─► owner/name? ─► the hub's cache, else the hub (hub.py)
 
 A folder or hub id may be followed by a colon and a GGUF's quantization or name: owner/name:Q4_K_M.
-locate_headers("…") is the same for those who only count: of a hub's model it reads headers alone (remote.py).
+locate_headers("…") is the same for those who only count: of a hub's model it reads headers alone (remote_headers.py).
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@
     packed weights without a quantization_config       said: engines look for it in other files
     dtype of one width, weights of another             the weights are believed
 
-Bytes are counted elsewhere, and all other shapes compared in agreement.py.
+Bytes are counted elsewhere, and all other shapes compared in tensor_shapes.py.
 """
 
 from __future__ import annotations

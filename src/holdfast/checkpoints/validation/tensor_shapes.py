@@ -14,8 +14,8 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import prod
-from typing import TYPE_CHECKING
 
+from holdfast.checkpoints.checkpoint import Checkpoint
 from holdfast.checkpoints.files import StoredTensor
 from holdfast.checkpoints.formats.packed_modules import packing_of
 from holdfast.checkpoints.formats.quantized_tensors import PackedPart, Packing, stored_parts
@@ -24,9 +24,6 @@ from holdfast.errors import CheckpointError
 from holdfast.models import ModelSpec, TensorSpec
 from holdfast.models.source import GGUF_NAMES
 from holdfast.units import shorten
-
-if TYPE_CHECKING:
-    from holdfast.checkpoints.checkpoint import Checkpoint
 
 _HEADS = ("lm_head", "embed_out")
 """What safetensors call the head, after any prefix."""

@@ -1,9 +1,9 @@
 """`holdfast doctor --command`: a command that starts a server, judged before it is run.
 
-    flags     do they exist, are their values possible           judge_flags.py
+    flags     do they exist, are their values possible           flags.py
     plan      does it fit this machine, or the one that is named  the planner, as the engine itself would size it
-    beyond    what no plan has a setting for                      judge_beyond.py
-    ways out  as changes of this command                          judge_ways.py
+    beyond    what no plan has a setting for                      unplanned.py
+    ways out  as changes of this command                          remedies.py
 
 Every value that is offered as a fix has been planned. Runs nothing and downloads no weights.
 """

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from holdfast.doctor.build_finding import changed, found
 from holdfast.doctor.command.parse import ServerCommand
-from holdfast.doctor.diagnosis.fix_plans import OTHERWISE_STORED
+from holdfast.doctor.diagnosis.catalogue_sizes import QUANTIZED_NAME
 from holdfast.doctor.findings import Evidence, Finding, Fix
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ def stored_otherwise(command: ServerCommand, question: Question) -> Finding | No
     if asked is None or command.engine not in ("vllm", "sglang") or question.model.format == "gguf":
         return None
     quantization = question.model.spec.quantization
-    if quantization is None and OTHERWISE_STORED.search(command.model or ""):
+    if quantization is None and QUANTIZED_NAME.search(command.model or ""):
         return None  # By its name it is stored otherwise than the catalogue knows.
     if quantization is not None and quantization.method == asked:
         return None

@@ -3,7 +3,7 @@
     sglang   free at start x share = weights, draft and KV together;  steps and graphs get the rest
     vllm     --kv-cache-memory-bytes = KV;  weights and steps beside it, whatever the utilization is
 
-Counted with the planner's own terms, on the rank that has least. Knows no words for people: judge_beyond.py says them.
+Counted with the planner's own terms, on the rank that has least. Knows no words for people: unplanned.py says them.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from holdfast.doctor.check_command.gpu_split import sglang_limits
 from holdfast.doctor.check_command.remedies import SAME_NAMES
 from holdfast.doctor.check_command.unplanned import quantization_of
 from holdfast.doctor.command.parse import ServerCommand
-from holdfast.doctor.diagnosis.fix_plans import OTHERWISE_STORED
+from holdfast.doctor.diagnosis.catalogue_sizes import QUANTIZED_NAME
 
 if TYPE_CHECKING:
     from holdfast.planner.fit.search import Question
@@ -83,7 +83,7 @@ def _is_quantized(model: str | None) -> bool:
     from holdfast.models import catalogue
 
     entry = None if model is None else catalogue.lookup(model)
-    return (entry is not None and entry.quantized) or OTHERWISE_STORED.search(model or "") is not None
+    return (entry is not None and entry.quantized) or QUANTIZED_NAME.search(model or "") is not None
 
 
 def with_settings(question: Question, **settings: object) -> Question:

@@ -1,5 +1,5 @@
 """Which word of a command starts which engine, behind wrappers, in containers and as a module of Python. Reads words
-only: quotes and lines are shell.py's, flags are commands.py's.
+only: quotes and lines are shell.py's, flags are parse.py's.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ Asks no network: of a model that is not in the catalogue nothing is known.
 
 from __future__ import annotations
 
+import re
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
     from holdfast.models.spec import ModelSpec
 
 MOST_RANKS = 64
+QUANTIZED_NAME = re.compile(r"(?i)awq|gptq|fp8|fp4|int[48]|[48]-?bit|gguf|bnb|w\da\d+")
+"""In a model's name: the catalogue has its shapes, and not these weights."""
 
 
 @lru_cache(maxsize=32)

@@ -4,7 +4,7 @@
     what another limit stands against           takes that limit with it
     what the numbers say cannot work            is dropped, or set to the value that holds
 
-The planner's part is in planned.py. Only arithmetic: what the log does not tell is not held against a fix.
+The planner's part is in fix_plans.py. Only arithmetic: what the log does not tell is not held against a fix.
 """
 
 from __future__ import annotations

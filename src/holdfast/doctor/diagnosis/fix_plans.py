@@ -5,7 +5,6 @@ Asks no network: a model that is not in the catalogue is not planned. What the e
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -14,6 +13,7 @@ import msgspec
 
 from holdfast.doctor.command.flag_aliases import translated
 from holdfast.doctor.command.parse import ServerCommand
+from holdfast.doctor.diagnosis.catalogue_sizes import QUANTIZED_NAME
 from holdfast.doctor.findings import Fix
 from holdfast.errors import HoldfastError
 from holdfast.units import GIB, format_bytes
@@ -31,8 +31,6 @@ _PLANNED = {
 }  # fmt: skip
 _ENGINES = ("vllm", "sglang", "holdfast")
 _MOST_GPUS = 16
-OTHERWISE_STORED = re.compile(r"(?i)awq|gptq|fp8|fp4|int[48]|[48]-?bit|gguf|bnb|w\da\d+")
-"""In a name: the catalogue has its shapes, and not these weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +58,7 @@ def _known(case: Case) -> str | None:
     if case.model is None or case.total_gib is None or case.engine not in _ENGINES:
         return None
     entry = catalogue.lookup(case.model)
-    if entry is None or (OTHERWISE_STORED.search(case.model) and not entry.quantized):
+    if entry is None or (QUANTIZED_NAME.search(case.model) and not entry.quantized):
         return None
     return entry.name
 

@@ -1,7 +1,7 @@
 """From a rule's fixes to commands: values worked out from the log's numbers, flags in the engine's own words.
 
 Only what can be worked out whole is given; a fix with an unknown in it is left out, and so is one that does not hold
-(checks.py).
+(fix_checks.py).
 """
 
 from __future__ import annotations

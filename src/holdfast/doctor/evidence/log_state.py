@@ -1,6 +1,6 @@
 """What a log shows, gathered line by line: engine, version, settings, phases, tracebacks, numbers and what rules saw.
 
-Bounded however long the log is. Judges nothing: judging.py does, once the log has ended.
+Bounded however long the log is. Judges nothing: rank.py does, once the log has ended.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The settings a log tells: its dumps of arguments, the engine's own configuration line, a command in its text.
 
     a command          what was run
-    dump of arguments  what was given, all of it: given.py writes the command again
+    dump of arguments  what was given, all of it: rebuild_command.py writes the command again
     configuration      what came of it, and of the model: only what can be nothing but given is written again
 
 Reads how engines print what they were given; judges none of it.

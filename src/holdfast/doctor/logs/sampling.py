@@ -1,6 +1,6 @@
 """A log in, the lines worth reading out: in bounded memory, and at a bounded cost however much a server says.
 
-A log of gigabytes says the same few things over and over. screen.py finds the lines that could matter and sorts them
+A log of gigabytes says the same few things over and over. prefilter.py finds the lines that could matter and sorts them
 into kinds; of each kind the first are read and then a few in each block, and of all kinds no more than can be paid
 for, the rarest first. The end of a log, where servers die, is read whole.
 

@@ -4,8 +4,8 @@
     /metrics, every second              requests, KV, preemptions, tokens: what they are, and how they move
     one streamed request                only where it was asked for: whether tokens arrive one by one
 
-What the figures mean is in live_rules.py, why a server cannot be looked at in live_reach.py. Changes nothing on the
-server.
+What the figures mean is in server_rules.py, why a server cannot be looked at in server_unreachable.py. Changes nothing
+on the server.
 """
 
 from __future__ import annotations

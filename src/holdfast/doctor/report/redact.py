@@ -1,6 +1,6 @@
 """Takes out of a text what nobody should read in a bug report: keys, tokens, prompts, mail, homes. In doubt it takes.
 
-    names that hold secrets    redact_names.py: the value behind them goes, quoted, listed, or several words of a flag
+    names that hold secrets    secret_names.py: the value behind them goes, quoted, listed, or several words of a flag
     shapes of secrets          known beginnings (hf_, sk-, AKIA ...), JSON web tokens, PEM, long random words
     words of users             the rest of the line behind prompt, messages, content ..., and the lines that follow it
                                up to one that a program has stamped

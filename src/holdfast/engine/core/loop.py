@@ -5,19 +5,17 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import msgspec
 
-from holdfast.errors import UnsupportedOptionError
+from holdfast.engine.core.no_structured_output import NoStructuredOutput, StructuredOutputs
+from holdfast.errors import HoldfastError
 from holdfast.records import EngineOutput, EngineStats, Request, StepPlan, StepResult, TokenMasks
 from holdfast.scheduler import Scheduler
 from holdfast.scheduler.outputs import refused
 
-if TYPE_CHECKING:
-    from holdfast.engine.core.structured_outputs import StructuredOutputManager
-
-FORMS_WAIT_S = 0.02
+GRAMMAR_WAIT_S = 0.02
 """For a grammar or a mask, where there is nothing else to do."""
 
 
@@ -40,7 +38,7 @@ class StepRunner(Protocol):
 
 class EngineCore:
     """`steps_ahead`: how many steps may be planned before the oldest is applied (0: none, 1: overlap).
-    `device_bytes`: what this process holds on a GPU now. `forms`: holds answers to a form; None: they are refused."""
+    `device_bytes`: what this process holds on a GPU now. `structured_output`: makes answers follow a grammar."""
 
     def __init__(
         self,
@@ -49,9 +47,9 @@ class EngineCore:
         *,
         steps_ahead: int = 0,
         device_bytes: Callable[[], int] | None = None,
-        forms: StructuredOutputManager | None = None,
+        structured_output: StructuredOutputs | None = None,
     ) -> None:
-        self.forms = forms
+        self.structured_output = structured_output or NoStructuredOutput()
         self.scheduler = scheduler
         self.runner = runner
         self._steps_ahead = steps_ahead
@@ -67,11 +65,11 @@ class EngineCore:
     def add(self, request: Request) -> None:
         if request.params.structured_outputs is None:
             self._enter(request)
-        elif self.forms is None:
-            error = UnsupportedOptionError("this engine holds no answer to a form", field="structured_outputs")
+            return
+        try:
+            self.structured_output.begin(request)
+        except HoldfastError as error:
             self._ended_at_once.append(refused(request, error, time.monotonic()))
-        else:
-            self.forms.begin(request)
 
     def _enter(self, request: Request) -> None:
         ended = self.scheduler.add(request, time.monotonic())
@@ -81,17 +79,13 @@ class EngineCore:
 
     def abort(self, request_id: str) -> None:
         self.scheduler.abort(request_id)
-        if self.forms is not None:
-            self.forms.forget(request_id)
+        self.structured_output.forget(request_id)
         self._ended_at_once = [output for output in self._ended_at_once if output.request_id != request_id]
 
     @property
     def has_work(self) -> bool:
-        return bool(self._in_flight or self._ended_at_once) or self.scheduler.has_unfinished or self._compiling
-
-    @property
-    def _compiling(self) -> bool:
-        return self.forms is not None and self.forms.compiling
+        unfinished = self.scheduler.has_unfinished or self.structured_output.compiling
+        return bool(self._in_flight or self._ended_at_once) or unfinished
 
     def step(self) -> list[EngineOutput]:
         """Whatever stops it in the middle (an error, Ctrl-C) ends every request it holds: see `start_over`."""
@@ -107,53 +101,46 @@ class EngineCore:
         self._in_flight.clear()
         self._ended_at_once.clear()
         self.scheduler = self.scheduler.emptied()
-        if self.forms is not None:
-            self.forms.clear()
+        self.structured_output.clear()
 
     def _step(self) -> list[EngineOutput]:
-        if self._compiling:
-            self._enter_formed()
+        if self.structured_output.compiling:
+            self._enter_compiled()
         outputs, self._ended_at_once = self._ended_at_once, []
         while self._in_flight and self._in_flight[-1].late:  # These have sampled nothing that a step could go on from.
             outputs += self._apply_oldest()
-        held = self.forms.held(ahead=bool(self._in_flight)) if self.forms is not None else frozenset[str]()
-        plan = self.scheduler.schedule(time.monotonic(), held)
+        awaiting_mask = self.structured_output.awaiting_mask(ahead=bool(self._in_flight))
+        plan = self.scheduler.schedule(time.monotonic(), awaiting_mask)
         if plan is not None:
             self._in_flight.append(self._submit(plan))
         if self._in_flight and (plan is None or len(self._in_flight) > self._steps_ahead):
             outputs += self._apply_oldest()
-        elif plan is None and held and self.forms is not None and not outputs:
-            self.forms.wait_for_masks(FORMS_WAIT_S)
+        elif plan is None and awaiting_mask and not outputs:
+            self.structured_output.wait_for_masks(GRAMMAR_WAIT_S)
         return outputs
 
     def _apply_oldest(self) -> list[EngineOutput]:
         result = self._in_flight.popleft().result()
-        judge = None
-        if self.forms is not None:
-            judge = self.forms.judge
-            self.forms.foresee(result, newest=not self._in_flight)
-        return self._end(self.scheduler.apply(result, time.monotonic(), judge))
+        self.structured_output.advance_early(result, newest=not self._in_flight)
+        return self._end(self.scheduler.apply(result, time.monotonic(), self.structured_output.advance_grammar))
 
     def _submit(self, plan: StepPlan) -> StepHandle:
         before = self._in_flight[-1].result if self._in_flight else None
-        masks = None if self.forms is None else self.forms.masks(plan, before)
-        return self.runner.submit(plan, masks)
+        return self.runner.submit(plan, self.structured_output.masks(plan, before))
 
-    def _enter_formed(self) -> None:
+    def _enter_compiled(self) -> None:
         """Requests whose grammar is compiled, in the order of their arrival; the others need not wait for them."""
-        assert self.forms is not None
         idle = not (self._in_flight or self._ended_at_once or self.scheduler.has_unfinished)
-        for request, problem in self.forms.formed(FORMS_WAIT_S if idle else 0.0):
+        for request, problem in self.structured_output.pop_compiled(GRAMMAR_WAIT_S if idle else 0.0):
             if problem is None:
                 self._enter(request)
             else:
                 self._ended_at_once.append(refused(request, problem, time.monotonic()))
 
     def _end(self, outputs: list[EngineOutput]) -> list[EngineOutput]:
-        if self.forms is not None:
-            for output in outputs:
-                if output.finish_reason is not None:
-                    self.forms.forget(output.request_id)
+        for output in outputs:
+            if output.finish_reason is not None:
+                self.structured_output.forget(output.request_id)
         return outputs
 
     def stats(self) -> EngineStats:
@@ -164,6 +151,5 @@ class EngineCore:
 
     def close(self) -> None:
         self._in_flight.clear()
-        if self.forms is not None:
-            self.forms.close()
+        self.structured_output.close()
         self.runner.close()

@@ -1,6 +1,6 @@
 """Masks of answers that follow a grammar: one form as its answer grows, and what of a step is there in time.
 
-    judged (or compiled) ─► being filled by a worker process ─► filled ─► sampled from ─► judged ...
+    advanced (or compiled) ─► being filled by a worker process ─► filled ─► sampled from ─► advanced ...
                               │ a step needs it: waited for, PATIENCE_S in all and REGAINED_S more with each token;
                               │ who wait together share what they cost, and nothing is paid while the device is busy
                               └ late: left out of steps until it is filled
@@ -65,8 +65,8 @@ class GrammarState:
     failure: Failure | None = None
     filled: bool = False
     progress: Progress = Progress.GOES_ON
-    foreseen: Verdict | Failure | None = None
-    """Of its newest token, where that was judged before it was applied."""
+    early_verdict: Verdict | Failure | None = None
+    """Of its newest token, where the grammar has it before it was applied."""
     patience_s: float = PATIENCE_S
     """What is left of it; nothing: the form is slow."""
     spent_s: float = 0.0
@@ -177,15 +177,15 @@ def wait_for_masks(forms: Sequence[GrammarState], poll: Poll, busy: Callable[[],
 
 
 class StepMasks:
-    """Of the rows of one step whose answers follow a grammar, by slot. `foresee`: judges the tokens of the step before,
-    where that is still in flight, and says whether it could."""
+    """Of the rows of one step whose answers follow a grammar, by slot. `advance`: gives the grammars the tokens of the
+    step before, where that is still in flight, and says whether it could."""
 
-    def __init__(self, held: dict[int, GrammarState], poll: Poll, foresee: Callable[[], bool] | None = None) -> None:
+    def __init__(self, held: dict[int, GrammarState], poll: Poll, advance: Callable[[], bool] | None = None) -> None:
         self.slots = list(held)
-        self._held, self._poll, self._foresee = held, poll, foresee
+        self._held, self._poll, self._advance = held, poll, advance
 
     def rows(self, busy: Callable[[], bool] = lambda: False) -> dict[int, Words]:
-        if self._foresee is not None and not self._foresee():
+        if self._advance is not None and not self._advance():
             return {}
         wait_for_masks(list(self._held.values()), self._poll, busy)
         return {slot: form.words for slot, form in self._held.items() if form.filled}

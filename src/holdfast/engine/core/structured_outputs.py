@@ -14,7 +14,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 import numpy
@@ -24,12 +24,10 @@ from holdfast.engine.core.masks import GrammarState, Progress, StepMasks, Words
 from holdfast.errors import HoldfastError
 from holdfast.footprint.sampling import mask_words
 from holdfast.footprint.structured_output import FEW_CORES, FORM_BYTES, form_bytes, held_bytes
+from holdfast.models import ModelSpec
 from holdfast.records import Failure, Request, StepPlan, StepResult
 from holdfast.records.steps import Verdict
-
-if TYPE_CHECKING:
-    from holdfast.engine.core.loop import EngineCore
-    from holdfast.models import ModelSpec
+from holdfast.scheduler.limits import SchedulerLimits
 
 FORMS_AHEAD = 4
 """Compiled for requests that still wait to run."""
@@ -39,17 +37,18 @@ all, of an answer that was late before or has a costly grammar. One that needs l
 nobody is held up for it, the answer goes on, and where it should have ended, it ends with its next token."""
 
 
-def enable_structured_outputs(core: EngineCore, spec: ModelSpec, address: Callable[[], str]) -> None:
-    """From now on this engine takes requests for structured output. `address`: of the service that workers come from;
-    asked for when the first is needed."""
-    limits = core.scheduler.limits
-    core.forms = StructuredOutputManager(
+def make_structured_outputs(
+    limits: SchedulerLimits, spec: ModelSpec, address: Callable[[], str], *, on_device: bool
+) -> StructuredOutputManager:
+    """`address`: of the service that workers come from; asked for when the first is needed. `on_device`: the model is
+    computed on a GPU, and the host's cores are free."""
+    return StructuredOutputManager(
         address,
         rows=limits.max_num_seqs,
         vocab_size=spec.vocab_size,
         eos_ids=spec.eos_token_ids,
         by_priority=limits.policy == "priority",
-        cores=(os.cpu_count() or FEW_CORES) if core.on_device else FEW_CORES,
+        cores=(os.cpu_count() or FEW_CORES) if on_device else FEW_CORES,
     )
 
 
@@ -96,13 +95,13 @@ class StructuredOutputManager:
         return bool(self._compiling or self._line)
 
     def begin(self, request: Request) -> None:
-        """Compiles what the request asks for, when there is room for it; `formed` hands it on."""
+        """Compiles what the request asks for, when there is room for it; `pop_compiled` hands it on."""
         self._came_total += 1
         priority = request.priority if self._by_priority else 0
         heapq.heappush(self._line, (priority, request.arrival_s, self._came_total, request))
-        self._advance()
+        self._compile_next()
 
-    def _advance(self) -> None:
+    def _compile_next(self) -> None:
         """As many of the first in line as there is room for; one at least."""
         for form in self._forms.values():
             self._bytes[form.request.request_id] = max(form.held_bytes, FORM_BYTES)
@@ -125,7 +124,7 @@ class StructuredOutputManager:
         for entry in parked:
             heapq.heappush(self._line, entry)
 
-    def formed(self, wait_s: float = 0.0) -> list[tuple[Request, HoldfastError | None]]:
+    def pop_compiled(self, wait_s: float = 0.0) -> list[tuple[Request, HoldfastError | None]]:
         """Requests that can be scheduled now, or why one cannot be; waits so long for the first of them."""
         end_s = time.monotonic() + wait_s
         while self._compiling:
@@ -160,7 +159,7 @@ class StructuredOutputManager:
         if self._bytes.pop(request_id, None) is None and self._line:
             self._line = [entry for entry in self._line if entry[-1].request_id != request_id]
             heapq.heapify(self._line)
-        self._advance()
+        self._compile_next()
 
     def clear(self) -> None:
         self._line.clear()
@@ -176,7 +175,7 @@ class StructuredOutputManager:
 
     # --- steps ---
 
-    def held(self, *, ahead: bool) -> frozenset[str]:
+    def awaiting_mask(self, *, ahead: bool) -> frozenset[str]:
         """Requests that no step should wait for: their masks were late before, and are not filled; or cannot be yet,
         because a step is planned `ahead` of what they are to go on from."""
         if self._forms:
@@ -196,7 +195,7 @@ class StructuredOutputManager:
 
     def masks(self, plan: StepPlan, before: Callable[[], StepResult] | None = None) -> StepMasks | None:
         """Those of a plan's rows; None: no row needs one. `before`: the tokens of the plan before this one, if they are
-        not judged yet."""
+        not known to the grammars yet."""
         for start in plan.starts:
             self._slots.pop(start.slot, None)
             if start.params.structured_outputs is not None:
@@ -211,10 +210,10 @@ class StructuredOutputManager:
         last, self._newest = self._newest, newest
         if not held:
             return None
-        foresee = None if before is None else partial(self._foresee_before, last, newest, before)
-        return StepMasks(held, self._workers.poll, foresee)
+        advance = None if before is None else partial(self._advance_before, last, newest, before)
+        return StepMasks(held, self._workers.poll, advance)
 
-    def _foresee_before(self, last: _Sampled, newest: _Sampled, before: Callable[[], StepResult]) -> bool:
+    def _advance_before(self, last: _Sampled, newest: _Sampled, before: Callable[[], StepResult]) -> bool:
         """Judges what the last step has sampled for those that go on in the newest, so that their masks can be filled.
         After a failure it does not: which of these tokens still count is for the scheduler to say. May be asked again:
         a step may be done in parts."""
@@ -222,33 +221,33 @@ class StructuredOutputManager:
         result = before() if going_on else None
         if result is None or result.failures:
             return result is None
-        self._foresee(last, result, going_on)
+        self._advance_all(last, result, going_on)
         return True
 
-    def foresee(self, result: StepResult, *, newest: bool) -> None:
+    def advance_early(self, result: StepResult, *, newest: bool) -> None:
         """Judges all tokens of a step together, before the scheduler asks for one after the other. `newest`: no other
         step is in flight. After a failure it does not, nor for the step that was in flight then: which of their tokens
         still count is for the scheduler to say."""
         doubtful, self._doubtful = self._doubtful, bool(result.failures)
         if newest and self._newest.held and not (doubtful or result.failures):
-            self._foresee(self._newest, result, set(self._newest.held.values()))
+            self._advance_all(self._newest, result, set(self._newest.held.values()))
 
-    def _foresee(self, sampled: _Sampled, result: StepResult, wanted: set[GrammarState]) -> None:
+    def _advance_all(self, sampled: _Sampled, result: StepResult, wanted: set[GrammarState]) -> None:
         late, tokens = frozenset(result.late), list[tuple[GrammarState, int]]()
         for slot, token in zip(sampled.slots, result.token_ids, strict=True):
             form = sampled.held.get(slot)
-            if form is not None and form in wanted and form.foreseen is None and slot not in late:
+            if form is not None and form in wanted and form.early_verdict is None and slot not in late:
                 tokens.append((form, token))
-        for (form, _), verdict in zip(tokens, self._judge(tokens), strict=True):
-            form.foreseen = verdict
+        for (form, _), verdict in zip(tokens, self._advance_and_wait(tokens), strict=True):
+            form.early_verdict = verdict
 
-    def judge(self, request_id: str, token: int) -> Verdict | Failure:
+    def advance_grammar(self, request_id: str, token: int) -> Verdict | Failure:
         """What a sampled token means for its answer, which has it from now on. Begins the mask of what may follow."""
         form = self._forms[request_id]
-        verdict, form.foreseen = form.foreseen, None
-        return self._judge([(form, token)])[0] if verdict is None else verdict
+        verdict, form.early_verdict = form.early_verdict, None
+        return self._advance_and_wait([(form, token)])[0] if verdict is None else verdict
 
-    def _judge(self, tokens: Sequence[tuple[GrammarState, int]]) -> list[Verdict | Failure]:
+    def _advance_and_wait(self, tokens: Sequence[tuple[GrammarState, int]]) -> list[Verdict | Failure]:
         going_on = list[tuple[GrammarState, bool]]()
         for form, token in tokens:
             if form.failure is None:

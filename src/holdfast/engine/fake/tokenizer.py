@@ -15,7 +15,7 @@ _NAMES = {token_id: mark for mark, token_id in MARKS.items()}
 
 
 class _Pieces:
-    """As `text.pieces.TokenPieces`, so that a fake answer takes the way of a real one to its text."""
+    """As `text.tokenizer.token_bytes.TokenPieces`, so that a fake answer takes the way of a real one to its text."""
 
     byte_level = True
     cuts_first_space = False

@@ -78,7 +78,7 @@ def _import_ahead() -> None:
 def _build(
     config: EngineConfig, plan: Plan | None, grammar_address: str | None, socket: zmq.Socket[bytes], heart: _Heart
 ) -> EngineCore:
-    from holdfast.engine.core.structured_outputs import enable_structured_outputs
+    from holdfast.engine.core.structured_outputs import make_structured_outputs
     from holdfast.engine.startup.build import build_core, find_model
 
     def progress(stage: str, done: int, total: int) -> None:
@@ -88,7 +88,9 @@ def _build(
     model = find_model(config)
     core, info = build_core(config, model, progress, plan, heart.beat)
     if grammar_address is not None:
-        enable_structured_outputs(core, model.spec, lambda: grammar_address)
+        core.structured_output = make_structured_outputs(
+            core.scheduler.limits, model.spec, lambda: grammar_address, on_device=core.on_device
+        )
     core.runner = with_faults(core.runner)
     socket.send(protocol.encode(protocol.Ready(info)))
     return core

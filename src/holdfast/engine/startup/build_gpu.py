@@ -12,13 +12,11 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-import torch
-
 from holdfast.checkpoints import ModelFiles, open_checkpoint
 from holdfast.config import EngineConfig
 from holdfast.errors import DoesNotFitError, EngineError
 from holdfast.execution.batch import RunnerLimits
-from holdfast.execution.device import DTYPES
+from holdfast.execution.device import DTYPES, Device, has_gpu_context
 from holdfast.execution.gpu.memory.accounting import GpuHeld, GpuMemory, held_before, open_device
 from holdfast.execution.gpu.memory.oom import is_shortage
 from holdfast.execution.gpu.memory.virtual_memory import RangeError
@@ -54,7 +52,7 @@ def build_gpu_runner(
     """`replan`: a new plan for the same GPU, this engine holding so many bytes on it that are to be used again."""
     assert plan.gpu is not None
     uuid = plan.gpu.uuid
-    not_ours, had_context = held_before(uuid), torch.cuda.is_initialized()
+    not_ours, had_context = held_before(uuid), has_gpu_context()
     device = open_device(uuid)
 
     def memory_of(tried: Plan) -> GpuMemory:
@@ -172,7 +170,7 @@ def _settle(runner: GpuRunner, plan: Plan, memory: GpuMemory, context: GpuHeld, 
 
 
 def _load(
-    config: EngineConfig, files: ModelFiles, spec: ModelSpec, plan: Plan, device: torch.device, progress: Progress
+    config: EngineConfig, files: ModelFiles, spec: ModelSpec, plan: Plan, device: Device, progress: Progress
 ) -> Weights:
     with contextlib.nullcontext() if config.load_format == "dummy" else open_checkpoint(files) as checkpoint:
         return load_weights(

@@ -130,4 +130,4 @@ class Kernels(Protocol):
         """A whole decoder layer: what decoder.py puts together, in its order."""
 
     def experts(self, *numbers: int) -> None:
-        """The MLP of a layer with experts: what experts.py puts together, in its order."""
+        """The MLP of a layer with experts: what launch.py puts together, in its order."""

@@ -5,23 +5,49 @@ Peak while loading: the final bytes, the raw bytes of one expert's matrix, and o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 import torch
 
+from holdfast.checkpoints import StoredTensor
 from holdfast.execution.layers.experts import BlockStack, DenseStack, ExpertWeights, QuantizedStack, SharedExpert, Stack
+from holdfast.execution.layers.linear import Linear
 from holdfast.execution.memory import exact_tensor
 from holdfast.execution.native import BlockMatrix
 from holdfast.execution.weights.gguf_blocks import QuantizedMatrix
 from holdfast.footprint.layouts import BLOCK_COLUMNS
-from holdfast.models import LayerSpec
-
-if TYPE_CHECKING:
-    from holdfast.execution.weights.load import Loader
+from holdfast.models import LayerSpec, TensorSpec
 
 
-def load_experts(loader: Loader, layer: LayerSpec) -> ExpertWeights:
+class ExpertLoader(Protocol):
+    """What is asked of whoever loads the layers."""
+
+    @property
+    def tensors(self) -> Mapping[str, TensorSpec]: ...
+    @property
+    def stored(self) -> Mapping[str, StoredTensor]: ...
+    @property
+    def layouts(self) -> set[str]: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+    @property
+    def device(self) -> torch.device: ...
+    @property
+    def compiled(self) -> bool: ...
+
+    def linear(self, *names: str) -> Linear: ...
+
+    def kept_layout(self, name: str) -> str | None: ...
+
+    def read_expert(self, name: str, expert: int) -> torch.Tensor: ...
+
+    def fill_experts(self, target: torch.Tensor, tensor: TensorSpec) -> None: ...
+
+    def step(self) -> None: ...
+
+
+def load_experts(loader: ExpertLoader, layer: LayerSpec) -> ExpertWeights:
     assert layer.experts is not None
     name = f"layers.{layer.index}"
     gate, up, down = (f"{name}.experts.{part}" for part in ("gate", "up", "down"))
@@ -44,12 +70,12 @@ def load_experts(loader: Loader, layer: LayerSpec) -> ExpertWeights:
     )
 
 
-def _in_blocks(loader: Loader, names: Sequence[str]) -> bool:
+def _in_blocks(loader: ExpertLoader, names: Sequence[str]) -> bool:
     """Compiled products read rows in pieces; a layer's stacks are all multiplied by them, or none is."""
     return all(loader.tensors[name].shape[2] % BLOCK_COLUMNS == 0 for name in names)
 
 
-def _stack(loader: Loader, names: tuple[str, ...], blocks: bool) -> Stack:
+def _stack(loader: ExpertLoader, names: tuple[str, ...], blocks: bool) -> Stack:
     """The matrices of these names, those of an expert one below the other."""
     layout = loader.kept_layout(names[0])
     loader.layouts.add(layout or str(loader.dtype).removeprefix("torch."))
@@ -69,7 +95,7 @@ def _stack(loader: Loader, names: tuple[str, ...], blocks: bool) -> Stack:
     return QuantizedStack(matrix, experts)
 
 
-def _dense(loader: Loader, names: tuple[str, ...], blocks: bool) -> Stack:
+def _dense(loader: ExpertLoader, names: tuple[str, ...], blocks: bool) -> Stack:
     experts, columns, rows = _sizes(loader, names)
     weight = exact_tensor((experts, sum(rows), columns), loader.dtype, loader.device)
     for name, part in zip(names, torch.split(weight, rows, dim=1), strict=True):
@@ -79,7 +105,7 @@ def _dense(loader: Loader, names: tuple[str, ...], blocks: bool) -> Stack:
     return BlockStack([BlockMatrix(expert.view(torch.uint8), "F32") for expert in weight])
 
 
-def _blocks(loader: Loader, names: tuple[str, ...], layout: str) -> Stack:
+def _blocks(loader: ExpertLoader, names: tuple[str, ...], layout: str) -> Stack:
     experts, _, rows = _sizes(loader, names)
     row_bytes = loader.stored[names[0]].nbytes // (experts * rows[0])
     target = exact_tensor((experts, sum(rows), row_bytes), torch.uint8, loader.device)
@@ -90,7 +116,7 @@ def _blocks(loader: Loader, names: tuple[str, ...], layout: str) -> Stack:
     return BlockStack([BlockMatrix(expert, layout) for expert in target])
 
 
-def _sizes(loader: Loader, names: tuple[str, ...]) -> tuple[int, int, list[int]]:
+def _sizes(loader: ExpertLoader, names: tuple[str, ...]) -> tuple[int, int, list[int]]:
     """(experts, columns, rows of each)"""
     experts, _, columns = loader.tensors[names[0]].shape
     return experts, columns, [loader.tensors[name].shape[1] for name in names]

@@ -1,6 +1,6 @@
 """GGUF's quantized blocks in memory: split into codes and scales once, dequantized by rows, bit-exact.
 
-    on disk  ─► per block: scales, small scales and codes, as block_kinds.py knows them
+    on disk  ─► per block: scales, small scales and codes, as gguf_block_types.py knows them
     in memory─► scales, minimums, small [rows, blocks, ..] | quants [rows, columns / 32, ..] | high likewise
 
     codes of  8 bits   quants int8  [.., 32]

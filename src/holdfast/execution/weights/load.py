@@ -12,8 +12,9 @@ from typing import Protocol
 
 import torch
 
-from holdfast.checkpoints.checkpoint import Checkpoint, match
+from holdfast.checkpoints.checkpoint import Checkpoint
 from holdfast.checkpoints.files import StoredTensor
+from holdfast.checkpoints.validation.match import match
 from holdfast.errors import CheckpointError
 from holdfast.execution.device import packs_weights
 from holdfast.execution.layers.linear import DenseLinear, Linear, PackedLinear, QuantizedLinear, StackedLinear

@@ -1,6 +1,6 @@
 """One way out of a plan that does not fit, and what all of them are made with: a changed question, planned again.
 
-Knows no order and no reasons; those are in ways_out.py.
+Knows no order and no reasons; those are in remedies.py.
 """
 
 from __future__ import annotations

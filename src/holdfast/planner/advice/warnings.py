@@ -1,7 +1,7 @@
 """What a plan is warned of, each with a code, a reason in numbers and what to set instead.
 
 A warning never changes the plan. What is offered as a fix has been planned, or is arithmetic on the plan. Rules of
-thumb that people know are in thumb.py.
+thumb that people know are in rules_of_thumb.py.
 """
 
 from __future__ import annotations

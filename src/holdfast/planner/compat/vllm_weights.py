@@ -5,7 +5,7 @@
               the GPU and on the version
     rounding  what torch's allocator adds to a large tensor and counts as its own
 
-Counts nothing that the checkpoint has; that is in weights.py. Knows no budget.
+Counts nothing that the checkpoint has; that is in sharded_weights.py. Knows no budget.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     V0 engine, to 0.7     a step must hold a whole prompt unless prompts are chunked; says so or is told to chunk
     V1 engine, since 0.8  chunks by itself; V2 model runner since 0.26
 
-How it cuts memory is in vllm_sizing.py.
+How it cuts memory is in vllm_release.py.
 """
 
 from __future__ import annotations

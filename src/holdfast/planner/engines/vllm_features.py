@@ -1,7 +1,7 @@
 """Since which release vLLM has what a plan asks of it, as its source at each tag has it: quantizations, GGUF, KV in
 FP8, stages, prompts in chunks, ranks of adapters, sizes of KV blocks.
 
-Knows no memory. Which architectures a release has is in engine_models.py, which GPUs in kernels.py.
+Knows no memory. Which architectures a release has is in architectures.py, which GPUs in gpu_kernels.py.
 """
 
 from __future__ import annotations

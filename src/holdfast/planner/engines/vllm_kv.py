@@ -6,7 +6,7 @@ compressed, how many layers share a page, how it counts what the pool holds.
     chunks    like windows since 0.10.0, but not from 0.10.1 to 0.13
     latents   since 0.7.1; before it every head's keys and values, padded to 256 elements (0.7.0: not padded)
 
-How large the pool is, is in vllm_sizing.py; which flags a release has, in vllm_command.py.
+How large the pool is, is in vllm_release.py; which flags a release has, in vllm_command.py.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """One configuration, counted on every rank: each limit and each size of a split is given. Chooses nothing.
 
-A model that this engine runs on a CPU is counted by host.py, as `serve` counts it.
+A model that this engine runs on a CPU is counted by cpu.py, as `serve` counts it.
 """
 
 from __future__ import annotations

@@ -116,7 +116,7 @@ class Fit:
     weights_dtype: str
     """What plain matrices are kept in: often what is computed in."""
     weights_as: str
-    """The same as weights.py counts it: a type, or as the file has each of them."""
+    """The same as sharded_weights.py counts it: a type, or as the file has each of them."""
     required_tokens: int
     """Of each sequence that must fit beside the others: the traffic's, else one of the context that was asked for."""
     required_sequences: int

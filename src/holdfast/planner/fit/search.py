@@ -1,11 +1,11 @@
 """Whether it fits: what was left open is chosen, the rest is counted. Pure: the same question gives the same answer.
 
     stated (a context, traffic)   the highest limits that fit, on the fewest GPUs that have them
-    left open                     the GPUs and limits that give the longest context, as limits.py weighs it
+    left open                     the GPUs and limits that give the longest context, as default_limits.py weighs it
     stages left open              one, and more only where GPUs are there that hold the model so and not otherwise
 
-Of GPUs that differ, the largest are taken first; those that cannot hold a model together are planned apart (kin.py).
-More memory never fits less, is never shorter, and lacks no more. Ways out are in ways_out.py, what to make
+Of GPUs that differ, the largest are taken first; those that cannot hold a model together are planned apart
+(device_groups.py). More memory never fits less, is never shorter, and lacks no more. Ways out are in remedies.py, what to make
 of it in answer.py.
 """
 

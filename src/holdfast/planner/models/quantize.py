@@ -1,7 +1,7 @@
 """A model as it would be if somebody had quantized it: the same shapes, other bytes. Counts what quantizers write.
 
     awq, gptq, int4, int8, fp8, nf4    linear layers of the decoder; head, embedding, router and vision stay
-    Q4_K_M, Q8_0, IQ4_XS, MXFP4, ...   GGUF: every matrix, some in more bits than the name says (gguf_kinds.py)
+    Q4_K_M, Q8_0, IQ4_XS, MXFP4, ...   GGUF: every matrix, some in more bits than the name says (gguf_mixes.py)
 
 Looks nothing up and fits nothing. A model that is already quantized is not quantized again, but for FP8, which
 those who make a GGUF of it unpack first.

@@ -15,12 +15,12 @@ from holdfast.planner.fit.search import Fit, Rank
 from holdfast.planner.report.wrapping import rounded_down
 
 if TYPE_CHECKING:
-    from holdfast.planner.report.answer import PlanAnswer
+    from holdfast.planner.report.findings import PlanFindings
 
 VERSION = 1
 
 
-def document(answer: PlanAnswer) -> dict[str, Any]:
+def document(answer: PlanFindings) -> dict[str, Any]:
     found = answer.fit
     return {
         "version": VERSION,
@@ -76,7 +76,7 @@ def _rounded(value: float | None) -> float | None:
     return None if value is None else rounded_down(value, 2)
 
 
-def _model(answer: PlanAnswer) -> dict[str, Any]:
+def _model(answer: PlanFindings) -> dict[str, Any]:
     model = answer.question.model
     spec = model.spec
     return {

@@ -16,7 +16,7 @@ from holdfast.planner.advice.throughput import Estimate
 from holdfast.planner.compat.gpu_kernels import ENGINE_NAMES
 from holdfast.planner.engines.command import Command
 from holdfast.planner.fit.search import Rank, describe_devices
-from holdfast.planner.report.answer import PlanAnswer
+from holdfast.planner.report.findings import PlanFindings
 from holdfast.planner.report.wrapping import LEAST_WIDTH, Paint, rounded_down, wrapped
 from holdfast.planner.sizing.terms import Term
 from holdfast.units import counted, format_bytes
@@ -34,7 +34,7 @@ LABEL_WIDTH = 13
 
 
 def lines(
-    answer: PlanAnswer, width: int = 80, colour: bool = False, *, brief: bool = False, verbose: bool = False
+    answer: PlanFindings, width: int = 80, colour: bool = False, *, brief: bool = False, verbose: bool = False
 ) -> list[str]:
     """`brief`: what fits, the best way out, and the command of an engine that was asked for. `verbose`: rules of thumb
     too."""
@@ -65,7 +65,7 @@ def _titled(title: str, body: Iterable[str], paint: Paint) -> list[str]:
 # Bars
 
 
-def _headline(answer: PlanAnswer, width: int, paint: Paint) -> Iterator[str]:
+def _headline(answer: PlanFindings, width: int, paint: Paint) -> Iterator[str]:
     found, model = answer.fit, answer.question.model
     where = describe_devices([rank.device for rank in found.ranks])
     if answer.lacks:
@@ -84,13 +84,13 @@ def _headline(answer: PlanAnswer, width: int, paint: Paint) -> Iterator[str]:
     yield head[-1].replace(verdict, paint(verdict, code))
 
 
-def _lacking(answer: PlanAnswer) -> str:
+def _lacking(answer: PlanFindings) -> str:
     name = ENGINE_NAMES.get(answer.engine or "holdfast", "llama.cpp")
     why = answer.lacks[0]
     return why if why.startswith(name) else f"not for {name}: {why}"
 
 
-def _devices(answer: PlanAnswer, width: int, paint: Paint) -> Iterator[str]:
+def _devices(answer: PlanFindings, width: int, paint: Paint) -> Iterator[str]:
     """Ranks that look alike are drawn once."""
     groups: list[list[Rank]] = []
     for rank in answer.fit.ranks:
@@ -119,7 +119,7 @@ def _alike(one: Rank, other: Rank) -> bool:
     )
 
 
-def sizes(answer: PlanAnswer, rank: Rank) -> dict[str, int]:
+def sizes(answer: PlanFindings, rank: Rank) -> dict[str, int]:
     """Bytes of a bar's parts; they sum to the device's total where everything fits. Of a rank that lacks most while the
     model is loaded, what it holds then: KV comes afterwards."""
     loading = answer.fit.lacks_for_loading(rank)
@@ -138,7 +138,7 @@ def sizes(answer: PlanAnswer, rank: Rank) -> dict[str, int]:
     }
 
 
-def _rank(answer: PlanAnswer, group: list[Rank], width: int, paint: Paint) -> Iterator[str]:
+def _rank(answer: PlanFindings, group: list[Rank], width: int, paint: Paint) -> Iterator[str]:
     rank = group[0]
     device, parts = rank.device, sizes(answer, rank)
     kind = "GPU" if device.kind == "gpu" else "CPU"
@@ -167,7 +167,7 @@ def _rank(answer: PlanAnswer, group: list[Rank], width: int, paint: Paint) -> It
         yield from wrapped(f"held by others: {', '.join(device.held_by)}", width)
 
 
-def _overhead(answer: PlanAnswer, rank: Rank, width: int) -> Iterator[str]:
+def _overhead(answer: PlanFindings, rank: Rank, width: int) -> Iterator[str]:
     if answer.fit.lacks_for_loading(rank):
         sums = f"{format_bytes(rank.loading_bytes)} with the weights, of {format_bytes(rank.budget_bytes)}"
         yield from wrapped(f"overhead while it is loaded: {_spelled(rank.loading)}; {sums}", width)
@@ -187,7 +187,7 @@ def _spelled(held: Iterable[Term]) -> str:
     )
 
 
-def _row_note(answer: PlanAnswer, rank: Rank, name: str) -> str:
+def _row_note(answer: PlanFindings, rank: Rank, name: str) -> str:
     if name == "KV" and answer.fit.lacks_for_loading(rank):
         return "comes after loading"
     if name == "KV":
@@ -228,7 +228,7 @@ def _stacked(parts: dict[str, int], whole: int, width: int, paint: Paint) -> str
 # Words
 
 
-def _capacity(answer: PlanAnswer, width: int, brief: bool) -> Iterator[str]:
+def _capacity(answer: PlanFindings, width: int, brief: bool) -> Iterator[str]:
     found, traffic = answer.fit, answer.question.traffic
     fixed = answer.kv_bytes_fixed_per_sequence
     each = f"KV {format_bytes(answer.kv_bytes_per_token)} a token ({found.kv_dtype})"
@@ -275,12 +275,12 @@ def _tokens(estimate: Estimate) -> str:
     return f"{estimate.tokens_per_s:,.{digits}f} ({estimate.low:,.{digits}f} to {estimate.high:,.{digits}f})"
 
 
-def _decisions(answer: PlanAnswer, width: int) -> Iterator[str]:
+def _decisions(answer: PlanFindings, width: int) -> Iterator[str]:
     for decision in answer.decisions:
         yield from wrapped(decision.line(), width)
 
 
-def _warnings(answer: PlanAnswer, width: int, paint: Paint) -> Iterator[str]:
+def _warnings(answer: PlanFindings, width: int, paint: Paint) -> Iterator[str]:
     for warning in answer.warnings:
         first, *rest = wrapped(f"{warning.code} {warning.message}", width)
         yield first.replace(warning.code, paint(warning.code, "33"), 1)
@@ -289,7 +289,7 @@ def _warnings(answer: PlanAnswer, width: int, paint: Paint) -> Iterator[str]:
             yield from wrapped(f"fix: {warning.fix}", width, "    ")
 
 
-def _ways(answer: PlanAnswer, width: int, brief: bool) -> Iterator[str]:
+def _ways(answer: PlanFindings, width: int, brief: bool) -> Iterator[str]:
     if not answer.fits and not answer.ways_out:
         yield "  none is known: every configuration that was tried falls short"
     for number, way in enumerate(answer.ways_out[:1] if brief else answer.ways_out, 1):
@@ -307,7 +307,7 @@ def _ways(answer: PlanAnswer, width: int, brief: bool) -> Iterator[str]:
             yield from wrapped(way.note, width, "      ", "      ")
 
 
-def _configurations(answer: PlanAnswer, width: int) -> Iterator[str]:
+def _configurations(answer: PlanFindings, width: int) -> Iterator[str]:
     for name, configuration in (("safe", answer.safe), ("max", answer.max)):
         if configuration is not None:
             yield from wrapped(f"{name:<5}{_flags(configuration)}", width, "  ", "       ")
@@ -324,11 +324,11 @@ def _flags(configuration: Configuration) -> str:
     return " ".join(f"--{name.replace('_', '-')} {settings[name]}" for name in shown if name in settings)
 
 
-def _commands_title(answer: PlanAnswer) -> str:
+def _commands_title(answer: PlanFindings) -> str:
     return "Commands" if answer.commands_of == "plan" else f"Commands of way out: {answer.commands_of}"
 
 
-def _commands(answer: PlanAnswer, width: int) -> Iterator[str]:
+def _commands(answer: PlanFindings, width: int) -> Iterator[str]:
     for name, command in answer.commands.items():
         if answer.engine is not None and name != answer.engine:
             continue
@@ -355,7 +355,7 @@ def _words(text: str) -> list[str]:
     return [shlex.quote(word) if "=" not in word.split("-")[0] else word for word in shlex.split(text)]
 
 
-def _thumbs(answer: PlanAnswer, width: int) -> Iterator[str]:
+def _thumbs(answer: PlanFindings, width: int) -> Iterator[str]:
     for one in answer.rules_of_thumb:
         text = f"{one.name}: {one.rule} = {format_bytes(one.rule_bytes)}, exactly {format_bytes(one.exact_bytes)}"
         # One that comes close from below is still too little.

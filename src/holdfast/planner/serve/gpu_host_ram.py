@@ -15,7 +15,7 @@ from holdfast.footprint.structured_output import FEW_CORES, forms_bytes
 from holdfast.hardware import Memory
 from holdfast.models import ModelSpec
 from holdfast.observability.decisions import Decision
-from holdfast.planner.serve.cpu_plan import Plan
+from holdfast.planner.serve.plan import Plan
 from holdfast.units import counted, format_bytes
 
 

@@ -23,7 +23,8 @@ from holdfast.planner.advice.remedies import ways_out
 from holdfast.planner.fit.search import Fit, Question, describe_budget, fit
 from holdfast.planner.inputs.machine import measured_device
 from holdfast.planner.inputs.question import Machine, PlannedModel, settings_of
-from holdfast.planner.serve.cpu_plan import GpuChoice, Plan, longest_context
+from holdfast.planner.serve.cpu_plan import longest_context
+from holdfast.planner.serve.plan import GpuChoice, Plan
 from holdfast.planner.sizing.cpu_budget import LEAST_TOKENS
 from holdfast.planner.sizing.default_limits import check_step
 from holdfast.planner.sizing.dtype import check_type

@@ -7,18 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from holdfast.config import EngineConfig
 from holdfast.errors import DoesNotFitError, HoldfastError
 from holdfast.footprint.cpu import BOOK_BYTES
 from holdfast.hardware import Memory
 from holdfast.models import ModelSpec
+from holdfast.planner.serve.plan import Plan
 from holdfast.planner.sizing.cpu_budget import LEAST_TOKENS, RAM_STEP_BYTES, CpuBudget
 from holdfast.units import MIB, counted, format_bytes
-
-if TYPE_CHECKING:
-    from holdfast.planner.serve.cpu_plan import Plan
 
 Attempt = Callable[[EngineConfig], "Plan"]
 """Plans with other settings, or raises."""

@@ -1,4 +1,4 @@
-"""/v1/embeddings: texts or token ids in, a vector for each out. What a vector is, is `engine.embedding`'s to say.
+"""/v1/embeddings: texts or token ids in, a vector for each out. What a vector is: `engine.requests.embedding`.
 
 input ─► ids ─► room for all vectors ─► a few at a time through the engine ─► encoded while they are sent
 """

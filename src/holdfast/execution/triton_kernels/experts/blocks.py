@@ -1,8 +1,8 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, import-untyped"
 """Products of experts that stay in GGUF's quantized blocks with the tokens that chose them: one kernel for all kinds.
 
-Planes lie as `execution.quantization` keeps them, the rows of all experts one below the other; lines are those of
-experts.py. Only the bytes of chosen experts are read; elements are rounded to the inputs' type, as an expanded matrix
+Planes lie as `execution.weights.gguf_blocks` keeps them, the rows of all experts one below the other; lines are those
+of launch.py. Only the bytes of chosen experts are read; elements are rounded to the inputs' type, as an expanded matrix
 would be. Safe in a CUDA graph.
 """
 

@@ -3,7 +3,8 @@
 
 The kernels here are for blocks of 32 elements in 4 or 8 bits; those of the denser kinds are in kquant_blocks.py.
 
-Planes lie as `execution.quantization` keeps them: quants [rows, blocks, bytes], scales and minimums [rows, blocks, 1].
+Planes lie as `execution.weights.gguf_blocks` keeps them: quants [rows, blocks, bytes], scales and minimums [rows,
+blocks, 1].
 A packed byte holds two quants: element i of a block in the low half, element i + 16 in the high one, so that each half
 is taken with 16 neighbouring inputs. Only quantized bytes are read. An element is (quant - offset) · scale + minimum in
 float32, which is exact but for the last sum. Safe in a CUDA graph. Knows nothing of files.

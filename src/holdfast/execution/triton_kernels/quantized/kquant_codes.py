@@ -1,8 +1,8 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, import-untyped"
 """Codes and scales of GGUF's denser blocks read inside kernels: five-bit ones, K-quants and IQ4.
 
-Planes lie as `execution.quantization` keeps them, in pieces of 32 elements whatever the kind. A lane has two elements,
-i and i + 16; they share a scale unless groups are of 16. Everything that is returned is float32 and exact.
+Planes lie as `execution.weights.gguf_blocks` keeps them, in pieces of 32 elements whatever the kind. A lane has two
+elements, i and i + 16; they share a scale unless groups are of 16. Everything that is returned is float32 and exact.
 """
 
 from __future__ import annotations

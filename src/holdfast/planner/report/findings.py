@@ -1,0 +1,98 @@
+"""All that was found out for a question: whether it fits, what to run, what to beware of and what else there is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from holdfast.observability.decisions import Decision
+from holdfast.planner.advice.presets import Configuration
+from holdfast.planner.advice.remedy import Remedy, too_long
+from holdfast.planner.advice.rules_of_thumb import Thumb
+from holdfast.planner.advice.throughput import Throughput
+from holdfast.planner.advice.warnings import PlanWarning
+from holdfast.planner.compat.vllm_release import Vllm
+from holdfast.planner.engines.command import Command
+from holdfast.planner.fit.search import Fit, Question, device_budget
+from holdfast.planner.inputs.question import KV_ELEMENT_BYTES
+from holdfast.planner.sizing.kv_cost import kv_cost
+from holdfast.units import counted
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class PlanFindings:
+    fit: Fit
+    safe: Configuration | None
+    max: Configuration | None
+    warnings: tuple[PlanWarning, ...]
+    ways_out: tuple[Remedy, ...]
+    rules_of_thumb: tuple[Thumb, ...]
+    throughput: Throughput | None
+    no_throughput: str | None
+    """Why there is none."""
+    commands: dict[str, Command]
+    """Of the plan; where it does not fit, of the first way out. Empty where there is none."""
+    commands_of: str
+    """plan, or the kind of that way out."""
+    engine: str | None
+    vllm: Vllm
+    decisions: tuple[Decision, ...]
+
+    @property
+    def fits(self) -> bool:
+        return self.fit.fits and self.problem is None
+
+    @property
+    def problem(self) -> str | None:
+        """What stands in the way where it is not memory."""
+        if not too_long(self.question):
+            return None
+        assert self.question.traffic is not None
+        most = self.question.model.spec.max_position
+        return f"requests reach {counted(self.question.traffic.length, 'token')}, and the model was made for {most:,}"
+
+    @property
+    def lacks(self) -> tuple[str, ...]:
+        """Why the engine that was asked for, or else Holdfast, does not run what fits; empty: it does."""
+        command = self.commands.get(self.engine or "holdfast")
+        return command.lacks if command is not None and self.fits else ()
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Of the model, once: copies on several ranks are not counted."""
+        return self.question.model.spec.kv_bytes_per_token(KV_ELEMENT_BYTES[self.fit.kv_dtype])
+
+    @property
+    def kv_bytes_fixed_per_sequence(self) -> int:
+        """What full windows and recurrent states hold of a sequence; of the model, once."""
+        element, state = KV_ELEMENT_BYTES[self.fit.kv_dtype], KV_ELEMENT_BYTES[self.fit.dtype]
+        whole = kv_cost(self.question.model.spec, element_bytes=element, state_bytes=state)
+        return whole.window_bytes + whole.fixed_bytes
+
+    @property
+    def question(self) -> Question:
+        return self.fit.question
+
+    @property
+    def max_model_len(self) -> int:
+        """What would be served; where that was asked for and does not fit, the longest that does."""
+        return min(self.fit.limits.max_model_len, self.fit.longest_tokens)
+
+    @property
+    def concurrency(self) -> float:
+        """Sequences of that length side by side."""
+        return self.fit.concurrency(self.max_model_len) if self.max_model_len else 0.0
+
+    @property
+    def concurrency_at_traffic(self) -> float | None:
+        traffic = self.question.traffic
+        return None if traffic is None or too_long(self.question) else self.fit.concurrency(max(1, traffic.length))
+
+    @property
+    def replicas(self) -> int:
+        """Servers like this one that the machine holds side by side; 0: not one."""
+        if not self.fits:
+            return 0
+        least = min(rank.budget_bytes for rank in self.fit.ranks)
+        devices = self.question.machine.devices
+        large = sum(device_budget(device, self.fit.utilization) >= least for device in devices)
+        return large // len(self.fit.ranks)
