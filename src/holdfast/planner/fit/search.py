@@ -5,7 +5,7 @@
     stages left open              one, and more only where GPUs are there that hold the model so and not otherwise
 
 Of GPUs that differ, the largest are taken first; those that cannot hold a model together are planned apart
-(device_groups.py). More memory never fits less, is never shorter, and lacks no more. Remedies are in advice/remedies.py,
+(device_groups.py). More memory never fits less, is never shorter, and lacks no more. Remedies are in remedies.py,
 what to make of it in report/answer.py.
 """
 
