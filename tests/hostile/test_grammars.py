@@ -58,7 +58,7 @@ class Followed:
     def go_on(self, name: str) -> None:
         token = b"ab"[self._turn % 2]
         self._turn += 1
-        assert self._forms.judge("canary", token) is Verdict.GOES_ON, name
+        assert self._forms.advance_grammar("canary", token) is Verdict.GOES_ON, name
         deadline_s = time.monotonic() + PATIENCE_S
         while not self._forms._forms["canary"].filled:
             self._forms._workers.poll(0.05)
