@@ -3,7 +3,7 @@
 Dummy weights in real shapes, each case in a process of its own: start, then three floods whose batches shrink from the
 largest size to one, with plain answers, with adjusted logits and with answers that must have a form, so that every
 graph is captured. The built-in model's tokenizer is needed for the last. Writes
-docs/predicted-and-measured-gpu.md; `--case NAME` measures one and prints it as JSON.
+docs/measurements/predicted-and-measured-gpu.md; `--case NAME` measures one and prints it as JSON.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from holdfast.footprint.padding import padded_sizes
 from holdfast.records import SamplingParams, StructuredOutputsParams
 from holdfast.units import GIB, MIB
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "predicted-and-measured-gpu.md"
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "measurements" / "predicted-and-measured-gpu.md"
 TOLERANCE = 0.03
 LONGER_THAN_PROMPTS = 64
 """Tokens of the shortest answer: more than the steps in which prompts are computed."""

