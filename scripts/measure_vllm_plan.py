@@ -88,11 +88,11 @@ def row(one: dict[str, Any]) -> str:
     )
 
 
-TEXT = """# What vLLM says, and what was predicted of it
+TEXT = """# vLLM: predicted and measured
 
 Written by `scripts/measure_vllm_plan.py`: vLLM {version} started on dummy weights in real shapes, {sequences} sequences
-of {longest:,} tokens, {step:,} tokens a step; beside it what `holdfast plan --for vllm` says before anything is loaded,
-from the config and the GPU alone.
+of {longest:,} tokens, {step:,} tokens a step, compared with what `holdfast plan --for vllm` says before anything
+is loaded, from the config and the GPU alone.
 
 Measured on {machine}.
 
