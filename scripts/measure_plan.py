@@ -299,9 +299,9 @@ def terms_table(results: list[dict[str, Any]]) -> list[str]:
 TEXT = """# Predicted and measured
 
 Written by `scripts/measure_plan.py`: each model in its own process, at its limits. Prompts as long as the context run
-in the largest steps, as many at once as the scheduler admits, and every token is sampled from a full sort with logprobs.
-The scheduler keeps a block free for every sequence to grow into, so short contexts leave a part of the KV pool
-untouched: the second table says how much was written, and the prediction counts all of it.
+in the largest steps, as many at once as the scheduler admits, and every token is sampled from a full sort with
+logprobs. The scheduler keeps a block free for every sequence to grow into, so short contexts leave a part of the KV
+pool untouched: the second table says how much was written, and the prediction counts all of it.
 
 The prediction is the plan that the server makes from headers alone before it loads anything; the measurement is the
 peak of the process's own memory, and for weights the bytes of the tensors in memory. For models that the engine cannot
