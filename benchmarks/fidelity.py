@@ -2,7 +2,7 @@
 
 The reference expands every weight and multiplies in float32 with torch. Said of each engine: the Kullback-Leibler
 divergence of its next-token distribution from the reference's after every token of a fixed text, in nats, and how
-often both find the same token likeliest. Docs: docs/performance.md.
+often both find the same token likeliest. Docs: docs/measurements/performance.md.
 """
 
 from __future__ import annotations

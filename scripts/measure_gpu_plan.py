@@ -3,7 +3,7 @@
 Dummy weights in real shapes, each case in a process of its own: start, then three floods whose batches shrink from the
 largest size to one, with plain answers, with adjusted logits and with answers that must have a form, so that every
 graph is captured. The built-in model's tokenizer is needed for the last. Writes
-docs/predicted-and-measured-gpu.md; `--case NAME` measures one and prints it as JSON.
+docs/measurements/predicted-and-measured-gpu.md; `--case NAME` measures one and prints it as JSON.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from holdfast.footprint.padding import padded_sizes
 from holdfast.records import SamplingParams, StructuredOutputsParams
 from holdfast.units import GIB, MIB
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "predicted-and-measured-gpu.md"
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "measurements" / "predicted-and-measured-gpu.md"
 TOLERANCE = 0.03
 LONGER_THAN_PROMPTS = 64
 """Tokens of the shortest answer: more than the steps in which prompts are computed."""
@@ -160,10 +160,10 @@ def page(results: list[dict[str, Any]], machine: str) -> str:
 
 TEXT = """# Predicted and measured on a GPU
 
-Written by `scripts/measure_gpu_plan.py`: dummy weights in real shapes, each in a process of its own. The prediction is
-the plan made before loading; the measurement is what the driver (NVML) counts for the process, right after the start
-and after floods whose batches shrink from the most sequences to one, with plain answers, with adjusted logits and with
-answers that must have a form: every graph that there can be is captured by then.
+Written by `scripts/measure_gpu_plan.py`: dummy weights in real shapes, each in its own process. The prediction is the
+plan made before loading; the measurement is what the driver (NVML) counts for the process, right after the start and
+after load whose batches shrink from the most sequences to one, with plain output, with adjusted logits and with
+structured output: every possible graph is captured by then.
 
 Measured on {machine}.
 
@@ -172,11 +172,12 @@ Measured on {machine}.
 |---|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|
 {table}
 
-Held is to stay within the budget, the plan within {tolerance} of what is held, and what no term accounts for under 2%.
+Targets: held memory stays within the budget, the plan is within {tolerance} of what is held, and
+what no term accounts for is under 2%.
 
 ## Term by term
 
-Planned / measured. `activations` is measured as what the rehearsal added beside the other terms.
+Planned / measured. `activations` is measured as what the profile run added to the other terms.
 
 {terms}
 """

