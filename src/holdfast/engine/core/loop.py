@@ -68,7 +68,9 @@ class EngineCore:
         if request.params.structured_outputs is None:
             self._enter(request)
         elif self.forms is None:
-            error = UnsupportedOptionError("this engine holds no answer to a form", field="structured_outputs")
+            error = UnsupportedOptionError(
+                "structured output is not enabled in this engine", field="structured_outputs"
+            )
             self._ended_at_once.append(refused(request, error, time.monotonic()))
         else:
             self.forms.begin(request)
