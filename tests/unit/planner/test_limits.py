@@ -197,7 +197,7 @@ def test_a_step_has_a_token_for_every_sequence() -> None:
         short = ladder(kind, sequences=None, step_tokens=8, least_tokens=512)
         assert all(rung.sequences <= 8 == rung.step_tokens for rung in short)
     check_step(8, 8)
-    with pytest.raises(ConfigurationError, match="one token for every running sequence"):
+    with pytest.raises(ConfigurationError, match="a token for every running sequence"):
         check_step(9, 8)
     assert EngineConfig(device="cpu", max_num_seqs=4096).step_tokens == 4096
     assert EngineConfig(device="cpu", max_num_batched_tokens=8).sequences == 8
