@@ -77,7 +77,7 @@ WHY = {
     "repetition_detection": "use frequency_penalty, presence_penalty or repetition_penalty",
     "structural_tag": "send it in response_format or structured_outputs",
     "truncate_prompt_tokens": "prompts are never truncated",
-    "vllm_xargs": "it is for custom code in vLLM",
+    "vllm_xargs": "they are for custom code in vLLM",
     "web_search_options": "there is no web search",
     "store": "responses are not stored",
     "service_tier": "there is only one service tier",
