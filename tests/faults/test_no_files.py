@@ -59,7 +59,7 @@ async def test_a_restart_without_files_is_tried_until_there_are_some(start_serve
         resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE, (3, limits[1]))
         engine.kill()
         # More often than an engine that fails for other reasons is tried at all.
-        await say_when(server, "could not be started for now", times=5)
+        await say_when(server, "could not be started, will retry", times=5)
         assert server.process.poll() is None
         assert not running.done()
         resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE, limits)

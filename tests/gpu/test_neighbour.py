@@ -73,7 +73,7 @@ def test_who_takes_all_that_is_left_stops_nobody(
         assert left < 64 * MIB
         found = answers(llm)
         assert found == undisturbed or not keeps
-        assert keeps or "it is done in parts" in caplog.text
+        assert keeps or "the step is split" in caplog.text
         short = [number for number, (reason, _) in enumerate(found) if reason == "error"]
         # Only what asks for log-probabilities needs memory of its own in a step.
         assert all(number % 3 == 0 for number in short)

@@ -147,7 +147,7 @@ def check_nobody_notices(server: Any, tokens: int, attack: tuple[str, int], limi
     while held_bytes(server) > before * 1.05:
         assert time.monotonic() < deadline_s, (before, held_bytes(server))
         time.sleep(0.1)
-    assert "starting it again" not in server.log
+    assert "restarting it" not in server.log
     assert "structured output worker" not in server.log
     return beside
 

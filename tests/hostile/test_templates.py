@@ -307,7 +307,7 @@ async def test_a_worker_is_used_again_only_after_it_did_well() -> None:
         first = processes(workers)
         assert (await workers.render(job())).text == b"hi"
         assert processes(workers) == first
-        with pytest.raises(RequestError, match="refused: no"):
+        with pytest.raises(RequestError, match="failed: no"):
             await workers.render(job("{{ raise_exception('no') }}"))
         assert (await workers.render(job())).text == b"hi"
         assert not set(processes(workers)) & set(first)
@@ -326,7 +326,7 @@ async def test_a_worker_that_does_not_answer_is_killed() -> None:
 )
 async def test_a_worker_that_ends_is_an_answer_too(act: str) -> None:
     with pool("-c", SAY_READY + act) as workers:
-        with pytest.raises(RequestError, match="its process ended") as caught:
+        with pytest.raises(RequestError, match="its process died") as caught:
             await workers.render(job())
         assert caught.value.code == "HF302"
 
@@ -338,13 +338,13 @@ async def test_memory_is_limited() -> None:
     with pool("-c", within) as workers, pytest.raises(msgspec.ValidationError):
         await workers.render(job())
     beyond = SAY_READY + allocate.replace("- (64 << 20)", "+ 1") + "time.sleep(600)"
-    with pool("-c", beyond) as workers, pytest.raises(RequestError, match="its process ended"):
+    with pool("-c", beyond) as workers, pytest.raises(RequestError, match="its process died"):
         await workers.render(job())
 
 
 async def test_processor_time_is_limited_by_the_kernel_too() -> None:
     endless = SAY_READY.replace("w._receive(s);", "w.CPU_S = 0; w._limit_cpu(); w._receive(s);") + "\nwhile True: pass"
-    with pool("-c", endless, wall_s=PATIENCE_S) as workers, pytest.raises(RequestError, match="its process ended"):
+    with pool("-c", endless, wall_s=PATIENCE_S) as workers, pytest.raises(RequestError, match="its process died"):
         await workers.render(job())
 
 

@@ -164,7 +164,7 @@ class LLM(AbsentMethods):
         """One vector a prompt, in order: the normed hidden state of its last token, scaled to length 1."""
         if pooling_params is not None:
             raise UnsupportedOptionError(
-                "pooling_params is not supported: prompts are pooled in one way", field="pooling_params"
+                "pooling_params is not supported: only last-token pooling is", field="pooling_params"
             )
         runs = [self._prepare(prompt, PARAMS, 0, embed=True) for prompt in _as_list(prompts)]
         self._run(runs, use_tqdm)
@@ -204,7 +204,7 @@ class LLM(AbsentMethods):
         """With what memory is free now: limits that were not set may be others than before."""
         if tags is not None and {*tags} != {"weights", "kv_cache"}:
             raise UnsupportedOptionError(
-                "tags are not supported: weights and pages come back together", fix="leave tags out", field="tags"
+                "tags are not supported: weights and KV cache are restored together", fix="leave tags out", field="tags"
             )
         with self._turn:
             if not self._sleeping:
@@ -252,9 +252,9 @@ class LLM(AbsentMethods):
 
     def _engine(self) -> EngineCore:
         if self._core is None and self._sleeping:
-            raise SleepingError("this LLM sleeps", fix="wake_up()")
+            raise SleepingError("this LLM is sleeping", fix="wake_up()")
         if self._core is None:
-            raise EngineError("this LLM was closed", fix="make a new one")
+            raise EngineError("this LLM was closed", fix="create a new LLM")
         return self._core
 
     def _check_priority(self, priority: Sequence[int] | None, prompts: int) -> None:
@@ -262,13 +262,13 @@ class LLM(AbsentMethods):
             return
         if self._policy != "priority" and any(priority):
             raise UnsupportedOptionError(
-                "priority is given, but requests are served in the order in which they come",
+                "priority is given, but requests are served first come, first served",
                 fix='LLM(scheduling_policy="priority")',
                 field="priority",
             )
         if len(priority) != prompts:
             raise RequestError(
-                f"{prompts} prompts came with {len(priority)} priorities", needed="one each", field="priority"
+                f"got {prompts} prompts and {len(priority)} priorities", needed="one for each prompt", field="priority"
             )
 
     def _prepare(
@@ -297,7 +297,7 @@ class LLM(AbsentMethods):
             other = next((name for name in prompt if name not in _PROMPT_KEYS and prompt[name] is not None), None)
             if other is not None and _PROMPT_KEYS & prompt.keys():
                 raise UnsupportedOptionError(
-                    f"{str(other)[:100]} of a prompt is not supported: only text goes in and out",
+                    f"{str(other)[:100]} in a prompt is not supported: only text input and output are",
                     needed='{"prompt": text} or {"prompt_token_ids": [...]}',
                     fix=f"leave {str(other)[:100]} out",
                     field="prompts",
@@ -307,7 +307,7 @@ class LLM(AbsentMethods):
             if isinstance(prompt.get("prompt"), str):
                 return prompt["prompt"], self.get_tokenizer().encode(prompt["prompt"])
             raise RequestError(
-                f"a prompt with the keys {', '.join(map(str, prompt)) or 'none'} cannot be read",
+                f"a prompt with the keys {', '.join(map(str, prompt)) or 'none'} is not valid",
                 needed='text, {"prompt": text} or {"prompt_token_ids": [...]}',
                 field="prompts",
             )
@@ -393,7 +393,9 @@ def _as_list(prompts: Prompt | Sequence[Prompt] | None) -> list[Prompt]:
         return [prompts]
     if not isinstance(prompts, Collection):
         raise RequestError(
-            f"prompts is a {type(prompts).__name__}", needed="a text, token ids, or a list of them", field="prompts"
+            f"prompts has the type {type(prompts).__name__}",
+            needed="a string, token ids, or a list of them",
+            field="prompts",
         )
     numbers = [entry for entry in prompts if isinstance(entry, int)]
     if numbers and len(numbers) == len(prompts):
@@ -408,7 +410,7 @@ def _one_each(params: SamplingParams | Sequence[SamplingParams], count: int) -> 
         return [params] * count
     if isinstance(params, Mapping) or not all(isinstance(one, SamplingParams) for one in params):
         raise RequestError(
-            "sampling_params holds something else than SamplingParams",
+            "sampling_params contains something other than SamplingParams",
             needed="SamplingParams, or a list of them",
             found=type(params).__name__,
             fix="SamplingParams(temperature=0)",
@@ -416,8 +418,8 @@ def _one_each(params: SamplingParams | Sequence[SamplingParams], count: int) -> 
         )
     if len(params) != count:
         raise RequestError(
-            f"{count} prompts came with {len(params)} sampling_params",
-            needed="one for all, or one each",
+            f"got {count} prompts and {len(params)} sampling_params",
+            needed="one for all prompts, or one for each",
             field="sampling_params",
         )
     return list(params)

@@ -183,7 +183,7 @@ class SlotBuffers:
             self._check_write(write, blocks)
         if plan.token_count > self._limits.max_num_batched_tokens:
             raise _wrong(
-                "it computes too many tokens",
+                "it has too many tokens",
                 needed=f"at most {self._limits.max_num_batched_tokens}",
                 found=str(plan.token_count),
             )
@@ -201,7 +201,7 @@ class SlotBuffers:
         self._check_slot(start.slot)
         if not (-1 if start.adapter is None else 0) <= start.adapter_place < self._limits.max_loras:
             raise _wrong(
-                f"request {start.request_id} has a LoRA adapter and no place for it",
+                f"request {start.request_id} has a LoRA adapter but no slot for it",
                 needed=f"0 to {self._limits.max_loras - 1}",
                 found=str(start.adapter_place),
             )
@@ -235,11 +235,11 @@ class SlotBuffers:
     def _check_row(self, row: Row, known: dict[int, int], seen: set[int]) -> None:
         self._check_slot(row.slot)
         if row.slot in seen:
-            raise _wrong("a slot has two rows", found=f"slot {row.slot}")
+            raise _wrong("one slot has two rows", found=f"slot {row.slot}")
         end = row.start + row.count
         if row.start < 0 or row.count < 1 or end > min(known[row.slot], self._limits.max_model_len):
             raise _wrong(
-                f"the row of slot {row.slot} computes tokens that are not known",
+                f"the row of slot {row.slot} computes unknown tokens",
                 needed=f"positions 0 to {min(known[row.slot], self._limits.max_model_len) - 1}",
                 found=f"{row.start} to {end - 1}",
             )
@@ -272,7 +272,7 @@ class SlotBuffers:
                 if row.slot in started:
                     held = [0] * len(held)
                 if not all(entries.get(first + index, page) for index, page in enumerate(held)):
-                    raise _wrong(f"the row of slot {row.slot} has no page to write to", found=f"group {group}")
+                    raise _wrong(f"the row of slot {row.slot} has no KV block to write to", found=f"group {group}")
 
 
 def scored_places(rows: Sequence[Row], lasts: numpy.typing.NDArray[numpy.int64]) -> tuple[Places, Places, Places]:

@@ -53,7 +53,7 @@ def set_threads(count: int | None) -> int:
     if count is not None:
         if count < 1:
             raise ConfigurationError(
-                f"{count} threads cannot compute", needed="at least 1", found=str(count), field="threads"
+                f"the number of threads is {count}", needed="at least 1", found=str(count), field="threads"
             )
         torch.set_num_threads(count)
     return torch.get_num_threads()

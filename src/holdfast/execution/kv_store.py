@@ -19,12 +19,14 @@ class KVStore:
     def __init__(self, layout: KVLayout, blocks: int, device: torch.device, dtype: torch.dtype) -> None:
         if dtype.itemsize != layout.element_bytes:
             raise EngineError(
-                "the KV layout was made for another number type",
-                needed=f"{layout.element_bytes} bytes an element",
+                "the KV layout was made for another dtype",
+                needed=f"{layout.element_bytes} bytes per element",
                 found=f"{dtype} with {dtype.itemsize}",
             )
         if blocks < 2:
-            raise EngineError("a KV pool needs the null page and one more", needed="2 blocks", found=str(blocks))
+            raise EngineError(
+                "a KV pool needs the null page and at least one more", needed="2 blocks", found=str(blocks)
+            )
         self.layout, self.blocks = layout, blocks
         # Not zeroed as a whole: the system backs a page of memory when it is first touched.
         self.pages = torch.empty((blocks, *layout.page_shape), dtype=dtype, device=device)

@@ -33,7 +33,7 @@ def check_books(layout: KVLayout, pool: BlockPool, index: PrefixIndex, books: It
     for block in pool.blocks:
         moving = block.state in (BlockState.LOADING, BlockState.STORING)
         assert block.references == occurrences[block.id] + moving, (
-            f"page {block.id} has {block.references} references, but stands in {occurrences[block.id]} table entries"
+            f"page {block.id} has {block.references} references, but is in {occurrences[block.id]} table entries"
             f"{' and one transfer' if moving else ''}"
         )
     _check_index(layout, pool, index)
@@ -48,9 +48,9 @@ def _check_tables(layout: KVLayout, pool: BlockPool, book: BookLike) -> None:
         assert all(page == NULL_PAGE for page in table[:released]), f"group {group.index}: a released entry has a page"
         assert NULL_PAGE not in table[released:], f"group {group.index}: a null page behind entry {released}"
         assert released <= group.first_needed(book.length) // size, (
-            f"group {group.index}: entry {released - 1} was given back, but the query at {book.length} reads it"
+            f"group {group.index}: entry {released - 1} was released, but the query at {book.length} reads it"
         )
-        assert len(set(table[released:])) == entries - released, f"group {group.index}: a page stands twice in a table"
+        assert len(set(table[released:])) == entries - released, f"group {group.index}: a page is twice in a table"
         for entry in range(released, entries):
             block = pool.blocks[table[entry]]
             assert block.group == group.index, f"page {block.id} is of group {block.group}, not {group.index}"

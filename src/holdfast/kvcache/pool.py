@@ -97,7 +97,7 @@ class BlockPool:
     def refer(self, block_id: int) -> None:
         """One more reader of a block that is used or idle."""
         block = self.blocks[block_id]
-        assert block.state is not BlockState.FREE, f"page {block_id} is free; nobody can refer to it"
+        assert block.state is not BlockState.FREE, f"page {block_id} is free and cannot be referenced"
         if block.references == 0:
             del self._idle[block_id]
         block.references += 1
@@ -105,7 +105,7 @@ class BlockPool:
     def release(self, block_id: int) -> None:
         """One reader less. The last one leaves it idle (newest in line) when it is cached, else free."""
         block = self.blocks[block_id]
-        assert block.references > 0, f"page {block_id} was given back more often than taken"
+        assert block.references > 0, f"page {block_id} was released more often than taken"
         block.references -= 1
         if block.references == 0:
             if block.hash is not None:

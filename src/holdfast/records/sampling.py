@@ -35,12 +35,12 @@ MAX_STOP_IDS = 1000
 NOT_YET = {"logits_processors": "code out of a request is never run"}
 
 
-NO_BEAMS = "beams would copy and drop KV pages at every token, and samples of n answers are better for open text"
+NO_BEAMS = "beams would copy and drop KV blocks at every token, and n samples are better for open-ended text"
 REFUSED = {
     "use_beam_search": NO_BEAMS,
-    "best_of": "n answers are all given back; the best is the caller's to choose",
-    "truncate_prompt_tokens": "a prompt is taken whole or refused",
-    "extra_args": "they are for code of other engines",
+    "best_of": "all n completions are returned; the caller chooses the best",
+    "truncate_prompt_tokens": "prompts are never truncated",
+    "extra_args": "they are for custom code in vLLM",
 }
 """vLLM's names; what asks for nothing (False, None, 1) is passed over."""
 OUTPUT_KIND = "output_kind"

@@ -19,11 +19,11 @@ def check_lines(
     slots: int,
 ) -> None:
     """Everybody stands in exactly one line, in order; every slot is taken once or free."""
-    assert set(sequences) == {*running, *waiting}, "somebody is in no line, or in line and gone"
-    assert not set(running) & set(waiting), "somebody runs and waits"
+    assert set(sequences) == {*running, *waiting}, "a sequence is in no queue, or in a queue and gone"
+    assert not set(running) & set(waiting), "a sequence is both running and waiting"
     for line in (running, waiting):
         orders = [sequence.order for sequence in line]
-        assert all(one < next_one for one, next_one in pairwise(orders)), "a line is out of order"
+        assert all(one < next_one for one, next_one in pairwise(orders)), "a queue is out of order"
     taken = [sequence.slot for sequence in running]
     assert sorted([*taken, *free_slots]) == list(range(slots)), f"slots taken {taken}, free {sorted(free_slots)}"
     for sequence in running:
@@ -36,7 +36,7 @@ def check_lines(
             f"{sequence.request.request_id}: {sequence.scheduled} scheduled, {length} long, {sequence.longest} at most"
         )
     for sequence in waiting:
-        assert sequence.status in (Status.WAITING, Status.PREEMPTED), f"{sequence.status} in the waiting line"
+        assert sequence.status in (Status.WAITING, Status.PREEMPTED), f"{sequence.status} in the waiting queue"
         assert sequence.book.entries == 0, f"{sequence.request.request_id} waits and holds pages"
         assert sequence.scheduled == 0, f"{sequence.request.request_id} waits with tokens computed"
 

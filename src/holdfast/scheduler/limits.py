@@ -44,7 +44,7 @@ class SchedulerLimits:
         # With fewer tokens than sequences, those who decode could keep one who prefills from ever getting a token.
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigurationError(
-                "a step must have a token for every running sequence",
+                "a step needs at least one token for every running sequence",
                 needed=f"max_num_batched_tokens of at least {self.max_num_seqs} (max_num_seqs)",
                 found=str(self.max_num_batched_tokens),
                 fix="raise max_num_batched_tokens or lower max_num_seqs",

@@ -22,7 +22,7 @@ def validate(request: Request, limits: SchedulerLimits, kv: KVCache) -> RequestE
         return RequestError("the prompt is empty", needed="at least one token", field="prompt")
     if prompt >= limits.max_model_len:
         return ContextLengthError(
-            f"the prompt has {prompt} tokens; the context holds {limits.max_model_len}, one of them for the answer",
+            f"the prompt has {prompt} tokens; the context length is {limits.max_model_len}, one of them for the output",
             needed=f"a prompt of at most {limits.max_model_len - 1} tokens",
             found=f"{prompt} tokens",
             fix="shorten the prompt or raise max_model_len",
@@ -33,7 +33,7 @@ def validate(request: Request, limits: SchedulerLimits, kv: KVCache) -> RequestE
     pages = kv.layout.peak_blocks(longest - 1, 1)
     if pages > kv.blocks_total:
         return ContextLengthError(
-            f"{longest} tokens (prompt and answer) need {pages} KV blocks; the whole cache has {kv.blocks_total}",
+            f"{longest} tokens (prompt and output) need {pages} KV blocks; the KV cache has {kv.blocks_total}",
             needed=f"{pages} blocks of {kv.layout.block_tokens} tokens",
             found=f"{kv.blocks_total} blocks",
             fix="lower max_tokens, shorten the prompt, or give the KV cache more memory",

@@ -18,5 +18,5 @@ def enter(line: list[Sequence], sequence: Sequence) -> None:
 
 def leave(line: list[Sequence], sequence: Sequence) -> None:
     place = bisect_left(line, sequence.order, key=_order)
-    assert line[place : place + 1] == [sequence], f"{sequence.request.request_id} is not in line"
+    assert line[place : place + 1] == [sequence], f"{sequence.request.request_id} is not in the queue"
     del line[place]

@@ -82,7 +82,7 @@ class Scheduler:
     def add(self, request: Request, now_s: float) -> EngineOutput | None:
         """Puts it in line. An output at once when it has already ended: refused, or resumed at its very end."""
         if request.request_id in self._sequences:
-            raise RequestError(f"request id {request.request_id!r} is in use", field="request_id")
+            raise RequestError(f"request id {request.request_id!r} is already in use", field="request_id")
         refusal = validate(request, self.limits, self.kv)
         if refusal is not None:
             return refused(request, refusal, now_s)

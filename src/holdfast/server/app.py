@@ -157,7 +157,7 @@ def _as_failure(error: Exception) -> Exception:
     """Starlette's own refusals in OpenAI's shape."""
     if not isinstance(error, HTTPException):
         return error
-    known = {NOT_FOUND: ("no such path", "not_found"), NOT_ALLOWED: ("this path has no such method", "not_allowed")}
+    known = {NOT_FOUND: ("unknown path", "not_found"), NOT_ALLOWED: ("method not allowed for this path", "not_allowed")}
     message, code = known.get(error.status_code, (str(error.detail), "invalid_request"))
     return HttpFailure(error.status_code, message, kind="invalid_request_error", code=code)
 
@@ -195,7 +195,7 @@ class _Plain:
         elif (hung := engine.unresponsive) is not None:
             body = {"status": "hung", "reason": hung.message, "code": hung.code}
         elif engine.restarts:
-            body = {"status": "restarting", "reason": "the engine process ended and is being started again"}
+            body = {"status": "restarting", "reason": "the engine process exited and is being restarted"}
         else:
             body = {"status": "loading", "reason": "the model is loading"}
         if engine.starting:
@@ -211,7 +211,7 @@ class _Plain:
         if card is None:
             failure = HttpFailure(
                 NOT_FOUND,
-                f"the model {name[:200]!r} is not served here",
+                f"the model {name[:200]!r} does not exist",
                 kind="invalid_request_error",
                 code="model_not_found",
             )
@@ -249,8 +249,8 @@ class _Plain:
             off = all(value.lower() in _OFF for value in request.query_params.getlist(name))
             if name not in ("reset_running_requests", "reset_external") or not off:
                 raise RequestError(
-                    f"{name[:100]} is not supported here: requests that run keep what they hold, and nothing else is "
-                    "cached",
+                    f"{name[:100]} is not supported here: running requests keep their KV blocks, and there is no other "
+                    "cache",
                     fix=f"leave {name[:100]} out",
                     field=name[:100],
                 )

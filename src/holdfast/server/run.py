@@ -68,14 +68,14 @@ def _refused(host: str, port: int, error: OSError) -> ConfigurationError:
             f"port {port} on {host} is already in use",
             code=PORT_TAKEN,
             needed=f"a free port {port} on {host}",
-            found="another program listens there",
+            found="another program is listening on it",
             fix=f"--port {port + 1}, or stop the program that `ss -ltnp 'sport = :{port}'` shows",
             field="port",
         )
     return ConfigurationError(
         f"cannot listen on {host} port {port}: {error.strerror or error}",
         code=ADDRESS_REFUSED,
-        needed="an address of this machine and a port we may open",
+        needed="an address of this machine and a port that this user may open",
         fix="--host 127.0.0.1 --port 8000",
         field="host",
     )
@@ -189,7 +189,7 @@ class _Life:
         ran = format_duration(time.monotonic() - self._began_s)
         drained = "" if self._drained_s is None else f"; drained in {format_duration(self._drained_s)}"
         return (
-            f"{tally.answered} requests answered, {tally.failed} ended by errors, {tally.left} left by their clients, "
+            f"{tally.answered} requests answered, {tally.failed} failed, {tally.left} aborted by clients, "
             f"{max(tally.cut, self._abandoned)} cut off{drained}; ran {ran}"
         )
 
@@ -251,7 +251,7 @@ class _Life:
             return await self._drain(first.result())
         first.cancel()
         if listening.done():
-            log.error("the HTTP server ended by itself")
+            log.error("the HTTP server stopped unexpectedly")
         return EXIT_FAILED
 
     async def _engine_failed(self) -> None:
@@ -259,12 +259,12 @@ class _Life:
         while (failure := self._engine.failure) is None:
             await asyncio.sleep(FAILURE_POLL_S)
         await asyncio.sleep(LAST_ANSWERS_S)
-        log.error("the engine was given up and the server ends: %s [%s]", failure.message, failure.code)
+        log.error("the engine failed permanently, shutting down: %s [%s]", failure.message, failure.code)
         self._on_fatal(EngineError(failure.message, code=failure.code, found=failure.found, fix=failure.fix))
 
     async def _drain(self, number: signal.Signals) -> int:
         log.info(
-            "%s: requests running: %d; they get %.0f s to finish; again to leave at once",
+            "%s: running requests: %d; they have %.0f s to finish; send the signal again to exit at once",
             number.name,
             self._engine.unfinished,
             self._drain_timeout_s,

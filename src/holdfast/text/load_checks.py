@@ -70,7 +70,7 @@ def _check_cutting(files: ModelFiles) -> Iterator[TextWarning]:
     if metadata.get("tokenizer.ggml.model") == "gpt2" and metadata.get("tokenizer.ggml.pre", "default") == "default":
         yield TextWarning(
             "HFW08",
-            "the GGUF header names no pre-tokenizer of its own, so the format's default is used: "
+            "the GGUF header names no pre-tokenizer, so the default one is used: "
             "tokens may differ from those the model was trained with",
             "use a newer GGUF file of this model, or a folder with its tokenizer.json",
         )
@@ -81,23 +81,23 @@ def _check_ends(spec: ModelSpec, tokenizer: Tokenizer, files: ModelFiles) -> Ite
     eos = tokenizer.eos_token_id
     if not spec.eos_token_ids:
         if eos is None:
-            message = "neither the model nor the tokenizer names an end of text: answers end only at max_tokens"
+            message = "neither the model nor the tokenizer has an EOS token: generation stops only at max_tokens"
         else:
-            message = f"{source} names no end of text, the tokenizer names {tokenizer.eos_token!r} ({eos})"
+            message = f"{source} has no EOS token, but the tokenizer has {tokenizer.eos_token!r} ({eos})"
         yield TextWarning("HFW02", message, "set eos_token_id in generation_config.json, or send stop_token_ids")
     elif eos is not None and eos not in spec.eos_token_ids:
         yield TextWarning(
             "HFW02",
-            f"{source} ends a text with {_named(tokenizer, spec.eos_token_ids)}, "
-            f"the tokenizer with {tokenizer.eos_token!r} ({eos})",
+            f"{source} has the EOS token {_named(tokenizer, spec.eos_token_ids)}, "
+            f"but the tokenizer has {tokenizer.eos_token!r} ({eos})",
             f"add {eos} to eos_token_id in generation_config.json, or send stop_token_ids: [{eos}]",
         )
     bos = tokenizer.bos_token_id
     if bos is not None and spec.bos_token_id is not None and bos != spec.bos_token_id:
         yield TextWarning(
             "HFW03",
-            f"the model's config begins a text with {_named(tokenizer, (spec.bos_token_id,))}, "
-            f"the tokenizer with {tokenizer.bos_token!r} ({bos})",
+            f"the model's config has the BOS token {_named(tokenizer, (spec.bos_token_id,))}, "
+            f"but the tokenizer has {tokenizer.bos_token!r} ({bos})",
             "correct bos_token in tokenizer_config.json or bos_token_id in config.json",
         )
 
@@ -119,7 +119,7 @@ def _check_template(spec: ModelSpec, tokenizer: Tokenizer) -> Iterator[TextWarni
     if foreign:
         yield TextWarning(
             "HFW05",
-            f"the chat template writes {', '.join(foreign)}, which is no token of this vocabulary",
+            f"the chat template uses {', '.join(foreign)}, which is not in the vocabulary",
             "use the model's own template: start with --chat-template FILE.jinja",
         )
         return
@@ -127,8 +127,8 @@ def _check_template(spec: ModelSpec, tokenizer: Tokenizer) -> Iterator[TextWarni
     if spec.eos_token_ids and closing is not None and closing not in spec.eos_token_ids:
         yield TextWarning(
             "HFW06",
-            f"the chat template closes an answer with {_named(tokenizer, (closing,))}, "
-            f"the model stops at {_named(tokenizer, spec.eos_token_ids)} only",
+            f"the chat template ends an assistant message with {_named(tokenizer, (closing,))}, "
+            f"but the model stops only at {_named(tokenizer, spec.eos_token_ids)}",
             f"add {closing} to eos_token_id in generation_config.json, or send stop_token_ids: [{closing}]",
         )
 

@@ -25,14 +25,14 @@ def plain(value: Any, field: str = "messages", depth: int = 0) -> Any:
         return value
     if isinstance(value, int) and value.bit_length() > MAX_NUMBER_BITS:
         raise RequestError(
-            f"{field} holds a number of {value.bit_length()} bits", needed=f"at most {MAX_NUMBER_BITS}", field=field
+            f"{field} contains a number of {value.bit_length()} bits", needed=f"at most {MAX_NUMBER_BITS}", field=field
         )
     if type(value) is int:
         return value
     if depth > MAX_DEPTH:
         raise RequestError(
-            f"{field} holds lists and objects more than {MAX_DEPTH} deep",
-            needed=f"at most {MAX_DEPTH} inside one another",
+            f"{field} contains lists and objects nested more than {MAX_DEPTH} deep",
+            needed=f"at most {MAX_DEPTH} levels",
             field=field,
         )
 
@@ -77,7 +77,7 @@ def join_text_parts(messages: Sequence[Mapping[str, Any]], *, keep_parts: bool) 
                 message["content"] = "\n".join(texts)
         elif content is not None and not isinstance(content, str):
             raise RequestError(
-                f"messages[{index}].content is neither text nor a list of parts", field=f"messages[{index}].content"
+                f"messages[{index}].content is neither a string nor a list of parts", field=f"messages[{index}].content"
             )
         chat.append(message)
     return chat
@@ -89,7 +89,7 @@ def _text_of(part: Any, place: str) -> str:
     kind = part.get("type", "text") if isinstance(part, dict) else type(part).__name__
     if kind not in _TEXT_PARTS:
         raise UnsupportedOptionError(
-            f"{place} is of type {kind}; this model reads text only",
+            f"{place} is of type {kind}; this server accepts only text",
             needed="parts of type text",
             found=str(kind),
             fix=f"leave the {kind} part out",
@@ -97,5 +97,5 @@ def _text_of(part: Any, place: str) -> str:
         )
     text = part.get("refusal" if kind == "refusal" else "text")
     if not isinstance(text, str):
-        raise RequestError(f"{place} has no text", needed="a string under text", field=place)
+        raise RequestError(f"{place} has no text", needed="a string in text", field=place)
     return text

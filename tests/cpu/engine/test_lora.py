@@ -141,7 +141,7 @@ def test_a_name_stands_for_one_adapter(llm: LLM, folder: Path, tmp_path: Path) -
     for name in ("all", "attention"):
         assert tokens(llm, PROMPTS[:1], request(folder, name))
     for name, number, path in (("all", 2, "all"), ("other", 1, "all"), ("all", 1, "attention")):
-        with pytest.raises(AdapterError, match="not of one adapter"):
+        with pytest.raises(AdapterError, match="of different LoRA adapters"):
             tokens(llm, PROMPTS[:1], LoRARequest(name, number, str(folder / path)))
     shutil.copytree(folder / "all", tmp_path / "mine")
     mine = LoRARequest("mine", 77, str(tmp_path / "mine"))

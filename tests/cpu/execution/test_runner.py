@@ -190,7 +190,7 @@ def test_kv_store_refuses_what_does_not_belong_together(oracles: Callable[..., A
     layout = KVLayout(
         groups=form_groups([None])[0], block_tokens=4, layers_per_page=1, kv_heads=1, head_dim=8, element_bytes=4
     )
-    with pytest.raises(EngineError, match="number type"):
+    with pytest.raises(EngineError, match="another dtype"):
         KVStore(layout, 4, CPU, torch.bfloat16)
     with pytest.raises(EngineError, match="null page"):
         KVStore(layout, 1, CPU, torch.float32)

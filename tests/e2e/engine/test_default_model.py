@@ -82,7 +82,7 @@ async def test_sigterm_in_the_middle_of_answers_of_the_real_model(server) -> Non
         with server.engine_held():
             server.process.send_signal(signal.SIGTERM)
             async with asyncio.timeout(PATIENCE_S):
-                while "SIGTERM: requests running: " not in server.log:
+                while "SIGTERM: running requests: " not in server.log:
                     await asyncio.sleep(0.01)
         told.set()
         assert await asyncio.gather(*running) == [24] * 6

@@ -89,7 +89,7 @@ def test_times_go_on_over_a_death(server) -> None:
         first_s = time.monotonic() - asked_s
         os.kill(server.engine_pid, signal.SIGKILL)
         assert [line for line in lines if line][-1] == "data: [DONE]"
-    assert "starting it again" in server.log
+    assert "restarting it" in server.log
     queued_s, prefilled_s, whole_s = (now - then for now, then in zip(server.metrics(*names), before, strict=True))
     assert 0 < queued_s + prefilled_s <= first_s
     assert whole_s > first_s

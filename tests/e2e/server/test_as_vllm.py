@@ -178,10 +178,10 @@ def test_what_helps_stands_in_the_message_that_clients_show(http):
         )
 
     assert said(max_token=3) == "unknown field 'max_token'; did you mean max_tokens?"
-    assert said(model="gpt-x").startswith("the model 'gpt-x' is not served here; served: fake, alias; name one")
+    assert said(model="gpt-x").startswith("the model 'gpt-x' does not exist; served: fake, alias; use one")
     told = said(messages=[{"role": "robot", "content": "x"}])
     assert told == "messages[0].role 'robot' is not supported; needed: system, developer, user, assistant, tool"
-    assert said("/detokenize", tokens=[999]).endswith("of this model; needed: whole numbers from 0 to 258")
+    assert said("/detokenize", tokens=[999]).endswith("of this model; needed: integers from 0 to 258")
     # Not twice where the sentence has it already.
     assert "needed" not in said(max_tokens=100_000)
     assert "--trust-request-chat-template" in said(chat_template="{{ x }}")
@@ -196,7 +196,7 @@ def test_paths_that_are_not_there_say_why(http, path):
     error = refused.json()["error"]
     assert (refused.status_code, error["code"], error["holdfast"]["code"]) == (404, "not_found", "HF320")
     assert error["message"].startswith(f"{path} is not supported here: ")
-    assert http.post("/v1/nothing", json={}).json()["error"]["message"] == "no such path"
+    assert http.post("/v1/nothing", json={}).json()["error"]["message"] == "unknown path"
 
 
 def test_requests_are_counted_by_path_and_status_refused_ones_too(launch):

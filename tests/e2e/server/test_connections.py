@@ -195,7 +195,7 @@ def test_what_is_no_request_is_said_once_and_closed(server, request_bytes, caplo
         answer = everything(client)
     assert answer.startswith(b"HTTP/1.1 400")
     assert answer.count(b"HTTP/1.1 400") == 1
-    assert [record.name for record in caplog.records if "no HTTP request" in record.message] == ["holdfast.server"]
+    assert [record.name for record in caplog.records if "invalid HTTP request" in record.message] == ["holdfast.server"]
 
 
 @contextlib.contextmanager

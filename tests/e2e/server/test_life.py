@@ -203,7 +203,7 @@ def test_sigterm_lets_running_requests_finish_and_exits_0(launch_program):
             assert other.result().json()["usage"]["completion_tokens"] == 60
     code, said = program.end()
     assert code == 0
-    assert "stopped: 9 requests answered, 0 ended by errors, 0 left by their clients, 0 cut off; drained in " in said
+    assert "stopped: 9 requests answered, 0 failed, 0 aborted by clients, 0 cut off; drained in " in said
 
 
 def test_a_drain_has_an_end(launch_program):
@@ -219,7 +219,7 @@ def test_a_drain_has_an_end(launch_program):
         assert end == "data: [DONE]"
     code, said = program.end()
     assert code == 0
-    assert "stopped: 0 requests answered, 0 ended by errors, 0 left by their clients, 1 cut off; drained in " in said
+    assert "stopped: 0 requests answered, 0 failed, 0 aborted by clients, 1 cut off; drained in " in said
 
 
 def test_a_second_signal_leaves_at_once(launch_program):

@@ -124,7 +124,7 @@ def test_an_answer_goes_on_with_its_adapter_when_the_engine_dies(server: Any) ->
             os.kill(server.engine_pid, signal.SIGKILL)
         pieces.append(event.choices[0].text)
     assert "".join(pieces) == whole
-    assert "the engine process ended" in server.log
+    assert "the engine process exited" in server.log
 
 
 def test_it_is_measured_and_in_the_ledger(server: Any) -> None:

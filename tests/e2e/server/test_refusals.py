@@ -203,11 +203,11 @@ def test_completion_errors_name_the_field(http, extra, param):
 @pytest.mark.parametrize(
     ("body", "said"),
     [
-        (b"", "it is empty; send"), (b"{", "ends before the object does (byte 1); close"),
+        (b"", "it is empty; send"), (b"{", "ends before the object is closed (byte 1); close"),
         (b"[]", "must be a JSON object"),
-        (b"null", ""), (b'"x"', ""), (b"\xff\xfe", "(byte 0); a body"), (b"[" * 100_000, "nested too deep"),
+        (b"null", ""), (b'"x"', ""), (b"\xff\xfe", "(byte 0); send valid JSON"), (b"[" * 100_000, "nested too deep"),
         (b'{"a": "\\ud800"}', "(byte "), (b'{"a": "b\xff"}', "not UTF-8 (byte 8)"),
-        (b'{"a": 1,}', "trailing comma in object (byte 8); a body that a JSON library"),
+        (b'{"a": 1,}', "trailing comma in object (byte 8); send valid JSON in UTF-8, written by a JSON library"),
     ],
 )  # fmt: skip
 def test_bad_json(http, body, said):

@@ -87,7 +87,7 @@ def test_more_answers_than_there_are_places_is_the_requests_own_fault(launch):
     with server.client() as http:
         error = error_of(http.post(COMPLETIONS, json={"prompt": ["a"] * 3, "n": 2}), 400)
         assert error["param"] == "prompt"
-        assert "6 answers" in error["message"]
+        assert "6 completions" in error["message"]
         error = error_of(http.post(CHAT, json={"messages": [{"role": "user", "content": "a"}], "n": 6}), 400)
         assert error["param"] == "n"
         assert not server.engine.received

@@ -128,9 +128,9 @@ def test_more_than_there_is_room_for_is_refused_with_numbers(launch, body, field
         error = refused.json()["error"]
         assert error["param"] == field
         assert error["holdfast"]["code"] == "HF300"
-        assert error["holdfast"]["found"] == f"room for {TOLD_ENTRIES}"
+        assert error["holdfast"]["found"] == f"at most {TOLD_ENTRIES}"
         if needed is not None:
-            assert error["holdfast"]["needed"] == f"room for {needed} log-probabilities"
+            assert error["holdfast"]["needed"] == f"{needed} logprobs"
         # What the fix says is taken.
         fewer = int(error["holdfast"]["fix"].split("at most ")[1].split(",")[0])
         again = http.post(

@@ -221,7 +221,7 @@ def test_what_is_demanded_is_a_grammar_for_the_engine(asking):
     assert all("thought" in form for form in forms)
     assert ["weather" in form for form in forms] == [True, False, True, True, False]
     assert ["content: %json" in form for form in forms] == [False, False, False, True, True]
-    with pytest.raises(openai.BadRequestError, match="exclude each other"):
+    with pytest.raises(openai.BadRequestError, match="cannot be combined with these tools"):
         client.chat.completions.create(**ASKED, tool_choice="required", response_format=schema)
 
 

@@ -26,10 +26,10 @@ def told(own: dict[str, object] | None, **settings: object) -> list[str]:
 
 def test_defaults_are_shown_with_their_source() -> None:
     assert told({"temperature": 0.2, "max_new_tokens": 9}) == [
-        "  sampling defaults = temperature 0.2, max_tokens 9 (model): as the model's makers advise"
+        "  sampling defaults = temperature 0.2, max_tokens 9 (model): from the model's generation config"
     ]
-    assert told(None) == ["  sampling defaults = as the API says (model): the model brings no advice"]
+    assert told(None) == ["  sampling defaults = API defaults (model): the model sets none"]
     (line,) = told({"top_p": 0.5}, generation_config="vllm")
-    assert line == "  sampling defaults = as the API says (set): the model's own advice is left out"
+    assert line == "  sampling defaults = API defaults (set): the model's generation config is ignored"
     (line,) = told({"top_p": 0.5}, override_generation_config={"temperature": 0})
     assert "top_p 0.5, temperature 0 (set)" in line

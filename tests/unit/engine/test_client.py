@@ -343,7 +343,7 @@ async def test_what_cannot_be_put_into_words_ends_alone(engine, harbour, monkeyp
 
     monkeypatch.setattr(harbour.last, "send", sent)
     odd, plain = await ask(engine, "odd"), await ask(engine, "plain")
-    with pytest.raises(EngineError, match="cannot be handed to the engine"):
+    with pytest.raises(EngineError, match="cannot send the request to the engine"):
         await anext(odd)
     harbour.last.tell(token("plain", 5))
     assert (await anext(plain)).token_ids == [5]
@@ -364,10 +364,10 @@ async def test_times_are_those_of_the_first_engine(engine, harbour) -> None:
 
 
 async def test_room_for_several_answers(engine, harbour) -> None:
-    with pytest.raises(RequestError, match=r"9 answers.*8") as caught:
+    with pytest.raises(RequestError, match=r"9 completions.*8") as caught:
         engine.check_room(9)
     assert not isinstance(caught.value, OverloadedError)
-    with pytest.raises(RequestError, match="9 answers"):
+    with pytest.raises(RequestError, match="9 completions"):
         await ask(engine, "a", n=9)
     stream = await ask(engine, "a", n=8)
     with pytest.raises(OverloadedError):

@@ -38,7 +38,7 @@ def test_it_is_late_first_and_killed_once_at_the_limit() -> None:
     assert not clocked.watch.late
     clocked.tick(0.25)
     assert clocked.watch.late
-    assert "not answered for 2.0 s; after 8.0 s it is killed" in clocked.watch.story
+    assert "not responded for 2.0 s; after 8.0 s it is killed" in clocked.watch.story
     clocked.tick(5.75)
     assert (clocked.watch.hung, clocked.kills) == (False, 0)
     clocked.tick(5.0)
@@ -54,7 +54,7 @@ def test_a_word_in_time_begins_anew(caplog: pytest.LogCaptureFixture) -> None:
             assert not clocked.watch.late
     assert clocked.kills == 0
     said = [record.message for record in caplog.records]
-    assert sum("has not answered" in line for line in said) == sum("answers again" in line for line in said) == 5
+    assert sum("has not responded" in line for line in said) == sum("is responding again" in line for line in said) == 5
 
 
 def test_time_in_which_nobody_was_awake_does_not_count() -> None:

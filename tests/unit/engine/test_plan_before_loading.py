@@ -144,6 +144,6 @@ def test_the_table_names_every_term_and_the_limits(config: EngineConfig) -> None
     model = build.find_model(config)
     plan = build.plan_model(config, model, front_bytes=7 * MIB)
     said = "\n".join(build.plan_lines(model, plan))
-    for name in (*plan.terms, "sum", "budget", "context 2,048 tokens", "64 sequences", "512 tokens a step"):
+    for name in (*plan.terms, "sum", "budget", "context 2,048 tokens", "64 sequences", "512 tokens per step"):
         assert name in said
     assert "measured" not in said

@@ -253,7 +253,7 @@ class TestRecount:
     def test_a_leaked_reference(self) -> None:
         kv, first, _ = self.cooked()
         kv._pool.blocks[first.tables[0][0]].references += 1
-        with pytest.raises(AssertionError, match=r"3 references, but stands in 2"):
+        with pytest.raises(AssertionError, match=r"3 references, but is in 2"):
             kv.check_invariants()
 
     def test_a_page_of_another_sequence(self) -> None:

@@ -285,7 +285,7 @@ class TestRefusals:
 
     def test_a_prompt_beyond_the_context(self) -> None:
         assert self.refusal(make(max_model_len=5), ask("a", 5)) == (
-            "ContextLengthError: the prompt has 5 tokens; the context holds 5, one of them for the answer"
+            "ContextLengthError: the prompt has 5 tokens; the context length is 5, one of them for the output"
         )
 
     def test_an_empty_prompt(self) -> None:
@@ -294,7 +294,7 @@ class TestRefusals:
     def test_a_request_that_could_not_run_even_alone(self) -> None:
         scheduler = make(blocks=4)
         assert self.refusal(scheduler, ask("a", 10, max_tokens=8)) == (
-            "ContextLengthError: 18 tokens (prompt and answer) need 5 KV blocks; the whole cache has 4"
+            "ContextLengthError: 18 tokens (prompt and output) need 5 KV blocks; the KV cache has 4"
         )
         assert scheduler.add(ask("a", 10, max_tokens=7), 0.0) is None
 

@@ -56,7 +56,7 @@ def test_a_sound_model_gives_no_warning(spec: ModelSpec, byte_level: Tokenizer) 
 
 @pytest.mark.parametrize(("change", "code", "words"), [
     ({"vocab_size": 100}, "HFW01", "100 rows"),
-    ({"eos_token_ids": ()}, "HFW02", "names no end"),
+    ({"eos_token_ids": ()}, "HFW02", "has no EOS token"),
     ({"bos_token_id": 0}, "HFW03", "<|endoftext|>"),
 ])  # fmt: skip
 def test_model_against_tokenizer(

@@ -298,7 +298,7 @@ def test_counts_that_stand_alone_or_are_few_are_taken() -> None:
 @pytest.mark.parametrize("given", [{"json": {"$ref": "#"}}, {"grammar": "start: start"}, {"grammar": "root ::= root"}])
 def test_what_nothing_can_be_written_of_says_so(given: dict[str, Any]) -> None:
     error = refusal(**given, asked_as="guided_thing")
-    assert error.message == "guided_thing: nothing can be written that has this form"
+    assert error.message == "guided_thing: the grammar matches no output"
     assert error.field == "guided_thing"
 
 

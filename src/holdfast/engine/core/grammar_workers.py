@@ -366,7 +366,7 @@ class GrammarWorkers:
         else:
             self._remember(cause, costly=True)
         log.warning(
-            "a structured output worker (%s lane, %d answers) %s; its other answers go on in a new one",
+            "a structured output worker (%s lane, %d requests) %s; its other requests continue in a new one",
             worker.lane.name.lower(),
             len(forms),
             f"was killed: a grammar took more than {LIMITS[worker.lane].mask_s:g} s" if overdue else "died",
@@ -377,26 +377,28 @@ class GrammarWorkers:
             elif form is cause and self.slow >= self._most_slow:
                 form.fail(Failure.of(_too_many_slow()))
             elif self._deaths_in_a_row >= DEATHS_IN_A_ROW:
-                form.fail(Failure.of(EngineError("structured output is not available: its processes die", fix="retry")))
+                form.fail(
+                    Failure.of(EngineError("structured output is not available: its processes keep dying", fix="retry"))
+                )
             else:
                 self._open_in(form, Lane.SLOW if form is cause else worker.lane)
 
 
 def _too_many_slow() -> GrammarError:
     return GrammarError(
-        "the grammar of the answer has become slow, and others that are slow take all the room there is for such",
+        "the grammar has become slow, and all slots for slow grammars are taken",
         code=BEYOND_LIMITS,
-        fix="a simpler one, or try again later",
+        fix="use a simpler grammar, or try again later",
         field="structured_outputs",
     )
 
 
 def _too_much(worker: _Worker, overdue: bool) -> GrammarError:
     limits, memory = LIMITS[worker.lane], worker.connection.limits.memory_bytes
-    needed = f"{limits.mask_s:g} s of one core for a token" if overdue else f"{format_bytes(memory)} of memory"
+    needed = f"{limits.mask_s:g} s of CPU time for a token" if overdue else f"{format_bytes(memory)} of memory"
     return GrammarError(
-        f"the grammar of the answer needs more than {needed}",
+        f"the grammar needs more than {needed}",
         code=BEYOND_LIMITS,
-        fix="a simpler one",
+        fix="use a simpler grammar",
         field="structured_outputs",
     )

@@ -97,13 +97,13 @@ class GrammarState:
             self.words[:] = numpy.frombuffer(mask, dtype=numpy.int32)
             self._narrow()
         except Exception as error:
-            log.exception("request %s is ended: its mask could not be used", self.request.request_id)
-            self.failure = Failure.of(EngineError(f"the mask of the answer failed: {type(error).__name__}"))
+            log.exception("request %s failed: its token mask could not be applied", self.request.request_id)
+            self.failure = Failure.of(EngineError(f"applying the token mask failed: {type(error).__name__}"))
         if self.spent_s > MASK_CPU_S + MASK_CPU_S_A_TOKEN * len(self.output) and self.failure is None:
             too_slow = GrammarError(
-                f"the grammar of the answer took {self.spent_s:.0f} s of work for {len(self.output)} tokens",
+                f"the grammar took {self.spent_s:.0f} s of CPU time for {len(self.output)} tokens",
                 code=BEYOND_LIMITS,
-                fix="a simpler one",
+                fix="use a simpler grammar",
                 field="structured_outputs",
             )
             self.failure = Failure.of(too_slow)
@@ -146,7 +146,7 @@ class GrammarState:
             bits[token // 8] &= 0xFF ^ (1 << (token % 8))
         if not words.any():
             nothing_left = GrammarError(
-                "the grammar of the answer allows no token here that its other parameters allow too",
+                "no token is allowed by both the grammar and the other sampling parameters",
                 code=NOTHING_LEFT,
                 fix="leave allowed_token_ids, bad_words or min_tokens out",
                 field="structured_outputs",

@@ -43,9 +43,7 @@ class NoStructuredOutput:
     compiling = False
 
     def begin(self, request: Request) -> None:
-        raise UnsupportedOptionError(
-            "this engine has no structured output: it runs without a tokenizer", field="structured_outputs"
-        )
+        raise UnsupportedOptionError("structured output is not enabled in this engine", field="structured_outputs")
 
     def forget(self, request_id: str) -> None:
         pass

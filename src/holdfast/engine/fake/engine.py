@@ -273,16 +273,18 @@ class FakeEngine:
         if self._draining:
             raise DrainingError("the server is shutting down")
         if self._sleeping:
-            raise SleepingError("the engine sleeps", fix="POST /wake_up")
+            raise SleepingError("the engine is sleeping", fix="POST /wake_up")
         if not self._started:
             raise EngineError("the engine has not been started")
         if any(token_id >= VOCABULARY for token_id in prompt_token_ids):
-            raise RequestError(f"a token id is beyond the vocabulary of {VOCABULARY}", field="prompt")
+            raise RequestError(f"a token id is outside the vocabulary of {VOCABULARY}", field="prompt")
         wanted = len(prompt_token_ids) + (params.max_tokens or 1)
         if wanted > self.max_model_len:
             field = "prompt" if len(prompt_token_ids) >= self.max_model_len else "max_tokens"
             raise ContextLengthError(
-                f"{wanted} tokens are asked for; the context holds {self.max_model_len}", field=field
+                f"This model's maximum context length is {self.max_model_len} tokens. However, you requested "
+                f"{wanted} tokens",
+                field=field,
             )
         self.check_room(params.n)
 
@@ -325,7 +327,7 @@ class FakeEngine:
         if self._abandoned:
             raise SleepingError("the engine was put to sleep before the request was finished")
         if self._cut:
-            raise DrainingError("the server shut down before this answer was finished")
+            raise DrainingError("the server shut down before the request was finished")
         if self._failure is not None:
             raise EngineDiedError(self._failure.message)
         if self.fail_after_tokens is not None and tokens_so_far >= self.fail_after_tokens:

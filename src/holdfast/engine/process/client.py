@@ -180,7 +180,7 @@ class ProcessEngine:
             requests = embedding_requests(requests)
         self.check_room(len(requests))
         if any(request.request_id in self._open for request in requests):
-            raise EngineError(f"request id {request_id!r} is in use", request_id=request_id)
+            raise EngineError(f"request id {request_id!r} is already in use", request_id=request_id)
         names = [request.request_id for request in requests]
         stream = Stream(names, self._close_stream, self._waiting)
         for index, request in enumerate(requests):
@@ -229,7 +229,7 @@ class ProcessEngine:
             if self._sleeping:
                 return
             if not self._ready or self._draining:  # One that does not answer can be.
-                raise EngineError("the engine is not ready, and cannot be put to sleep", fix="try again later")
+                raise EngineError("the engine is not ready and cannot be put to sleep", fix="try again later")
             self._sleeping = True  # From here on nothing new is taken.
             try:
                 if mode == "abort":
@@ -240,7 +240,7 @@ class ProcessEngine:
                 self._sleeping = False
                 raise
             await self._end_child()
-        log.info("the engine sleeps: its process has ended and its memory is free")
+        log.info("the engine is sleeping: its process has exited and its memory is free")
 
     async def _end_child(self) -> None:
         was_ready, self._ready = self._ready, False
@@ -280,7 +280,7 @@ class ProcessEngine:
         if self._draining or self._stopping:
             raise DrainingError("the server is shutting down", fix="send it to another server", request_id=request_id)
         if self._sleeping:
-            raise SleepingError("the engine sleeps", fix="POST /wake_up", request_id=request_id)
+            raise SleepingError("the engine is sleeping", fix="POST /wake_up", request_id=request_id)
         if self._door is None:
             raise EngineError(
                 "the engine is not ready yet", fix="wait for /health to answer 200", request_id=request_id
@@ -307,7 +307,7 @@ class ProcessEngine:
             self._send(add)
         except (OverflowError, TypeError, ValueError) as error:
             name = add.requests[0].request_id
-            self._end(name, EngineError(f"the request cannot be handed to the engine: {error}", request_id=name))
+            self._end(name, EngineError(f"cannot send the request to the engine: {error}", request_id=name))
 
     async def _launch(self) -> None:
         """Returns with a ready engine, or raises what kept it from becoming one."""
@@ -347,13 +347,13 @@ class ProcessEngine:
                         self._hand_over()  # Somebody may have come while it did not answer.
                 await self._bury(self._child)
                 await self._relaunch()
-                log.info("the engine process is ready again; %d open requests go on", len(self._open))
+                log.info("the engine process is ready again; resuming %d unfinished requests", len(self._open))
                 self._hand_over()
         except EngineDiedError as error:
             self._give_up(error)
         except Exception as error:
-            log.exception("the engine process cannot be followed any more")
-            self._give_up(EngineError(f"the engine process cannot be followed: {type(error).__name__}: {error}"))
+            log.exception("supervising the engine process failed")
+            self._give_up(EngineError(f"supervising the engine process failed: {type(error).__name__}: {error}"))
 
     async def _bury(self, child: Child) -> None:
         """The process has died: all go ashore, and whoever is the cause is ended."""
@@ -365,8 +365,8 @@ class ProcessEngine:
         for name in self._passengers.disembark():
             error = blamed(child, name)
             self._end(name, error)
-            log.error("request %s is ended: %s", name, error.message)
-        said = "the engine process ended (%s) with %d requests open; starting it again [%s]"
+            log.error("request %s failed: %s", name, error.message)
+        said = "the engine process exited (%s) with %d unfinished requests; restarting it [%s]"
         log.error(said, child.ending(), len(self._open), died(child, "").code)
 
     async def _relaunch(self) -> None:
@@ -395,7 +395,7 @@ class ProcessEngine:
             try:
                 listener(self._stats)
             except Exception:
-                log.exception("a listener to the engine's steps failed")
+                log.exception("a step listener failed")
         if to_abort:
             self._send(protocol.Abort(to_abort))
         self._hand_over()  # Somebody who is no suspect any more may have kept others waiting.
@@ -413,8 +413,8 @@ class ProcessEngine:
         try:
             delta = answer.take(output)
         except Exception as error:  # What is wrong with one answer is nobody else's business.
-            log.exception("request %s is ended: its answer could not be read", name)
-            self._end(name, EngineError(f"the answer could not be read: {type(error).__name__}", request_id=name))
+            log.exception("request %s failed: its output could not be processed", name)
+            self._end(name, EngineError(f"the output could not be processed: {type(error).__name__}", request_id=name))
             return output.finish_reason is None
         if answer.finished:
             self._forget([name])

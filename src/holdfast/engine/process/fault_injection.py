@@ -33,13 +33,15 @@ log = logging.getLogger("holdfast")
 
 def with_faults(runner: StepRunner) -> StepRunner:
     if (token := os.environ.get(DIE_ON_TOKEN)) is not None:
-        log.warning("%s is set: this engine dies on purpose when it meets token %s", DIE_ON_TOKEN, token)
+        log.warning("%s is set: this engine crashes on purpose at token %s", DIE_ON_TOKEN, token)
         runner = _StopsOnToken(runner, int(token), lambda: os._exit(EXIT_CODE))
     if (token := os.environ.get(HANG_ON_TOKEN)) is not None:
-        log.warning("%s is set: this engine hangs on purpose when it meets token %s", HANG_ON_TOKEN, token)
+        log.warning("%s is set: this engine hangs on purpose at token %s", HANG_ON_TOKEN, token)
         runner = _StopsOnToken(runner, int(token), _hang)
     if (token := os.environ.get(NO_MEMORY)) is not None:
-        log.warning("%s is set: this engine has no memory for sequences with token %s", NO_MEMORY, token)
+        log.warning(
+            "%s is set: this engine reports out of memory on purpose for sequences with token %s", NO_MEMORY, token
+        )
         runner = _HasNoMemory(runner, int(token))
     return runner
 
@@ -88,7 +90,7 @@ class _HasNoMemory:
             if row.slot in self._slots:
                 self._slots[row.slot] += row.samples
                 if self._slots[row.slot] > 1:
-                    failure = Failure.of(StepMemoryError("there is no memory for it, on purpose"))
+                    failure = Failure.of(StepMemoryError("out of memory, on purpose"))
                     failures.append(StepFailure(slot=row.slot, failure=failure))
         return _Failing(self._runner.submit(plan, masks), failures)
 

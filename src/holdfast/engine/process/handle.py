@@ -111,7 +111,7 @@ class Child:
 
     def ending(self) -> str:
         if self.watch.hung:
-            return f"it had not answered for {self.watch.silent_s:.0f} s and was killed"
+            return f"it was killed after not responding for {self.watch.silent_s:.0f} s"
         code = self._process.returncode
         if code is None:
             return "still running"
@@ -130,7 +130,7 @@ class Child:
                 self._process.kill()
         await asyncio.wait({self._exit}, timeout=KILLED_S)
         if not self._exit.done():
-            log.error("the engine process (pid %d) was killed and has not ended: a driver holds it", self.pid)
+            log.error("the engine process (pid %d) was killed but has not exited: it is stuck in a driver", self.pid)
         self._started.forget()
         self._socket.close(linger=0)
 
@@ -156,7 +156,7 @@ async def ready(child: Child, on_progress: Progress) -> protocol.Ready:
             raise message.failure.error()
         elif message is None:
             await child.stop()
-            raise died(child, f"the engine process ended while starting ({child.ending()})")
+            raise died(child, f"the engine process exited during startup ({child.ending()})")
 
 
 def died(child: Child, message: str, request_id: str | None = None) -> EngineError:
@@ -166,6 +166,6 @@ def died(child: Child, message: str, request_id: str | None = None) -> EngineErr
 
 def blamed(child: Child, request_id: str) -> EngineError:
     """What a request is ended with that is the cause."""
-    what = "hung" if child.watch.hung else "died"
-    cause = f"the engine process {what} on this request repeatedly, at last when it was tried alone"
+    what = "hung" if child.watch.hung else "crashed"
+    cause = f"the engine process {what} on this request repeatedly, even when it ran alone"
     return died(child, f"{cause} ({child.ending()})", request_id)

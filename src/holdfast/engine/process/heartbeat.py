@@ -39,15 +39,15 @@ def hang_limit(config: EngineConfig, info: EngineInfo) -> tuple[float, Decision]
     """After how many seconds of silence an engine that is ready is taken to hang; 0: never."""
     rehearsed_s = info.rehearsed_s or 0.0
     limit_s, source = LEAST_LIMIT_S, "default"
-    reason = "the longest work between two heartbeats took " + format_duration(rehearsed_s) + " at start"
+    reason = "the longest interval between two heartbeats in the profile run took " + format_duration(rehearsed_s)
     if config.engine_hang_timeout is not None:
         limit_s, source = config.engine_hang_timeout, "set"
-        reason = "as it was set" if limit_s else "hung engines are not looked for"
+        reason = "set by the user" if limit_s else "hang detection is off"
     elif info.rehearsed_s is None:
-        reason = "a step on a GPU takes far less, also when a kernel is compiled at its first use"
+        reason = "a step on a GPU takes far less, even when a kernel is compiled on first use"
     elif SLOWER_THAN_REHEARSED * rehearsed_s > LEAST_LIMIT_S:
         limit_s, source = round(SLOWER_THAN_REHEARSED * rehearsed_s), "measured"
-        reason = f"{SLOWER_THAN_REHEARSED} times the rehearsed: {reason}"
+        reason = f"{SLOWER_THAN_REHEARSED} times the measured interval: {reason}"
     return limit_s, Decision("engine_hang_timeout", f"{limit_s:g} s", reason, source)
 
 
@@ -76,8 +76,8 @@ class HeartbeatMonitor:
     @property
     def story(self) -> str:
         return (
-            f"the engine process has not answered for {format_duration(self.silent_s)}; "
-            f"after {format_duration(self._limit_s)} it is killed and started again"
+            f"the engine process has not responded for {format_duration(self.silent_s)}; "
+            f"after {format_duration(self._limit_s)} it is killed and restarted"
         )
 
     def expect(self, limit_s: float) -> None:
@@ -87,7 +87,7 @@ class HeartbeatMonitor:
 
     def heard(self) -> None:
         if self._warned:
-            log.warning("the engine process answers again, after %s", format_duration(self.silent_s))
+            log.warning("the engine process is responding again after %s", format_duration(self.silent_s))
             self._warned = False
         self.silent_s = 0.0
 
@@ -101,7 +101,7 @@ class HeartbeatMonitor:
         if 0 < self._limit_s <= self.silent_s and not self.hung:
             self.hung = True
             log.error(
-                "the engine process has not answered for %s and is killed [%s]",
+                "the engine process has not responded for %s and is killed [%s]",
                 format_duration(self.silent_s),
                 EngineHungError.code,
             )

@@ -18,12 +18,12 @@ class RestartBackoff:
     def __init__(self) -> None:
         self.fruitless = 0
         self._shortages = 0
-        self._last = "it died with nothing to do"
+        self._last = "it crashed while idle"
 
     def died(self, *, with_requests: bool) -> None:
         """A process that had been ready has ended."""
         self.fruitless = 0 if with_requests else self.fruitless + 1
-        self._shortages, self._last = 0, "it died with nothing to do"
+        self._shortages, self._last = 0, "it crashed while idle"
 
     def failed(self, error: HoldfastError) -> None:
         """A process did not become ready, or there was none."""
@@ -43,7 +43,7 @@ class RestartBackoff:
         """Raises EngineDiedError when it is time to give up."""
         if self.fruitless >= MAX_FRUITLESS_STARTS:
             raise EngineDiedError(
-                f"the engine process died or failed to start {self.fruitless} times in a row, each time before it"
-                f" was given a request (last: {self._last})",
-                fix="read the engine's last lines above; restart with smaller limits",
+                f"the engine process crashed or failed to start {self.fruitless} times in a row, each time before it"
+                f" received a request (last: {self._last})",
+                fix="see the engine's last log lines above; restart with smaller limits",
             )

@@ -114,11 +114,11 @@ class Adapters:
         self._require()
         if not name or len(name) > MAX_NAME_CHARS or not name.isprintable():
             raise AdapterError(
-                "an adapter needs a name", needed=f"1 to {MAX_NAME_CHARS} printable characters", field="lora_name"
+                "a LoRA adapter needs a name", needed=f"1 to {MAX_NAME_CHARS} printable characters", field="lora_name"
             )
         if name in self._by_name and not in_place:
             raise AdapterError(
-                f"an adapter {shorten(name)!r} is loaded already",
+                f"the LoRA adapter {shorten(name)!r} has already been loaded",
                 fix="unload it first, or load_inplace: true",
                 field="lora_name",
             )
@@ -137,7 +137,7 @@ class Adapters:
         """Requests that run with it go on."""
         found = self._by_name.pop(name, None)
         if found is None:
-            raise AdapterError(f"no adapter {shorten(name)!r} is loaded", field="lora_name")
+            raise AdapterError(f"the LoRA adapter {shorten(name)!r} is not loaded", field="lora_name")
         return found.ref
 
     def resolve(self, request: LoRARequest) -> AdapterRef:
@@ -151,8 +151,8 @@ class Adapters:
             return ref
         if known.name != request.lora_name or Path(request.lora_path).resolve() != Path(known.path):
             raise AdapterError(
-                f"lora_int_id {request.lora_int_id} and {shorten(request.lora_name)!r} are not of one adapter",
-                needed="a name, number and path that are always given together",
+                f"lora_int_id {request.lora_int_id} and {shorten(request.lora_name)!r} are of different LoRA adapters",
+                needed="the same name, id and path in every LoRARequest of an adapter",
                 field="lora_request",
             )
         if stamp(Path(known.path)) == known.stamp:
@@ -168,11 +168,11 @@ class Adapters:
         if asked is None or isinstance(asked, LoRARequest):
             return [None if asked is None else self.resolve(asked)] * count
         if not isinstance(asked, list | tuple) or not all(one is None or isinstance(one, LoRARequest) for one in asked):
-            raise RequestError("lora_request holds something else than LoRARequest", field="lora_request")
+            raise RequestError("lora_request contains something other than LoRARequest", field="lora_request")
         if len(asked) != count:
             raise RequestError(
-                f"{count} prompts came with {len(asked)} lora_requests",
-                needed="one for all, or one each",
+                f"got {count} prompts and {len(asked)} lora_requests",
+                needed="one for all prompts, or one for each",
                 field="lora_request",
             )
         return [None if one is None else self.resolve(one) for one in asked]
@@ -180,12 +180,14 @@ class Adapters:
     def _check_room(self, name: str) -> None:
         if name not in self._by_name and len(self._by_name) >= MOST_ADAPTERS:
             raise AdapterError(
-                f"{MOST_ADAPTERS} adapters are loaded, which is the most", fix="unload some", field="lora_name"
+                f"{MOST_ADAPTERS} LoRA adapters are loaded, which is the limit",
+                fix="unload some adapters",
+                field="lora_name",
             )
 
     def _require(self) -> None:
         if not self.enabled:
-            raise UnsupportedOptionError("LoRA adapters are not enabled here", fix="--enable-lora", field="lora_name")
+            raise UnsupportedOptionError("LoRA is not enabled", fix="--enable-lora", field="lora_name")
 
     def _look(self, name: str, path: str, number: int, allowed: Sequence[Path] | None) -> tuple[AdapterRef, Adapter]:
         folder = find_folder(path, allowed)
@@ -194,7 +196,7 @@ class Adapters:
         )
         said = trained_on_another(adapter.base, self._model)
         if said is not None:
-            log.warning("adapter %s: %s", shorten(name), said)
+            log.warning("LoRA adapter %s: %s", shorten(name), said)
         return AdapterRef(name, number, str(folder), adapter.stamp), adapter
 
 
@@ -204,8 +206,8 @@ def trained_on_another(base: str, model: str) -> str | None:
     if not base or stem != served or instructed == serves:
         return None
     return (
-        f"it was trained on {shorten(base)}, and {shorten(model)} is served: the one follows instructions and the "
-        f"other does not, and answers may be worse than either's [{OTHER_KIND}]"
+        f"it was trained on {shorten(base)}, but {shorten(model)} is served: one of them is instruction-tuned and "
+        f"the other is not, so the output may be worse than that of either [{OTHER_KIND}]"
     )
 
 
@@ -219,7 +221,7 @@ def _told_by_name(name: str) -> tuple[tuple[str, ...], bool]:
 def check_lora_dtype(config: EngineConfig, dtype: str) -> None:
     if config.enable_lora and config.lora_dtype not in ("auto", dtype):
         raise ConfigurationError(
-            f"adapters are kept in what is computed in, which is {dtype}",
+            f"lora_dtype must equal the compute dtype, which is {dtype}",
             needed=f"lora_dtype {dtype}, or auto",
             found=config.lora_dtype,
             fix="leave --lora-dtype out",
@@ -257,7 +259,7 @@ def read_module(written: str) -> LoraModule:
 
 def _wrong_module(written: str) -> ConfigurationError:
     return ConfigurationError(
-        f"--lora-modules: {shorten(written)!r} will not do",
+        f"--lora-modules: {shorten(written)!r} is not valid",
         needed='NAME=FOLDER, or {"name": ..., "path": ...}',
         found=shorten(written),
         fix="--lora-modules sql=./adapters/sql",
@@ -269,7 +271,9 @@ def load_modules(adapters: Adapters, written: Sequence[str], names: Sequence[str
     """Those that are named at start; `names`: what the model itself is called."""
     for module in map(read_module, written):
         if module.name in names:
-            raise ConfigurationError(f"--lora-modules: {module.name!r} is the model itself", field="lora_modules")
+            raise ConfigurationError(
+                f"--lora-modules: {module.name!r} is the name of the base model", field="lora_modules"
+            )
         if module.base_model_name not in (None, *names):
             raise ConfigurationError(
                 f"--lora-modules: {module.name} is for {module.base_model_name}, which is not served",

@@ -81,7 +81,7 @@ class Admission:
         if not params.bad_words:
             return []
         if self.tokenizer is None:
-            raise RequestError("bad_words need a tokenizer", fix="leave skip_tokenizer_init out", field="bad_words")
+            raise RequestError("bad_words needs a tokenizer", fix="leave skip_tokenizer_init out", field="bad_words")
         return spell_bad_words(params.bad_words, self.tokenizer)
 
     def _check_grammar(self, params: SamplingParams) -> bool:
@@ -91,9 +91,9 @@ class Admission:
             return False
         field = "structured_outputs"
         if self.tokenizer is None:
-            raise RequestError(f"{field} need a tokenizer", fix="leave skip_tokenizer_init out", field=field)
+            raise RequestError(f"{field} needs a tokenizer", fix="leave skip_tokenizer_init out", field=field)
         if not self.spec.eos_token_ids:
-            raise RequestError(f"{field} need a model that can end its answer", found="no end of text", field=field)
+            raise RequestError(f"{field} needs a model with an EOS token", found="no EOS token", field=field)
         check_has_bytes(self.tokenizer)
         cost = None if self.grammar_cost is None else self.grammar_cost(wanted)
         return cost is None or not is_cheap(cost)
@@ -109,7 +109,7 @@ class Admission:
             field = "allowed_token_ids" if allowed is not None else "bad_words"
             raise RequestError(
                 "bad_words, min_tokens and allowed_token_ids leave no token to sample",
-                needed="an allowed token that ends no bad word, and the answer only if min_tokens is 0",
+                needed="an allowed token that completes no bad word and, unless min_tokens is 0, is not a stop token",
                 found="none",
                 field=field,
             )
@@ -123,8 +123,8 @@ class Admission:
             number = operator.index(token) if known else -1  # type: ignore[arg-type]
             if not 0 <= number < self.spec.vocab_size:
                 raise RequestError(
-                    f"{field} holds {str(token)[:40]}, which is not a token id of this model",
-                    needed=f"whole numbers from 0 to {self.spec.vocab_size - 1}",
+                    f"{field} contains {str(token)[:40]}, which is not in the vocabulary of this model",
+                    needed=f"integers from 0 to {self.spec.vocab_size - 1}",
                     found=f"{str(token)[:40]} ({type(token).__name__})",
                     field=field,
                 )
@@ -135,8 +135,8 @@ class Admission:
         """What helps a prompt that is too long: a larger setting only where the model has more to give."""
         most = self.spec.max_position
         if self.max_model_len < most:
-            return f"a shorter prompt, or a server with a larger max_model_len (the model reads up to {most} tokens)"
-        return f"a shorter prompt, or a model with a longer context: {most} tokens is all that this one reads"
+            return f"shorten the prompt, or serve with a larger max_model_len (the model supports up to {most} tokens)"
+        return f"shorten the prompt, or use a model with a longer context: this one supports at most {most} tokens"
 
     def _output_limit(self, prompt_length: int, params: SamplingParams) -> int:
         if prompt_length == 0:
@@ -144,8 +144,8 @@ class Admission:
         left = self.max_model_len - prompt_length
         if left < 1:
             raise ContextLengthError(
-                f"the prompt has {prompt_length} tokens, but the context is {self.max_model_len} tokens "
-                "and one must be left for the answer",
+                f"This model's maximum context length is {self.max_model_len} tokens. However, the prompt has "
+                f"{prompt_length} tokens, and at least one more is needed for the output",
                 needed=f"{prompt_length + 1} tokens",
                 found=f"{self.max_model_len} tokens",
                 fix=self._longer(),
@@ -155,17 +155,18 @@ class Admission:
             return left
         if params.max_tokens > left and not self.clamp_output:
             raise ContextLengthError(
-                f"the prompt has {prompt_length} tokens and max_tokens asks for {params.max_tokens} more: "
-                f"{prompt_length + params.max_tokens} in all, but the context is {self.max_model_len} tokens",
+                f"This model's maximum context length is {self.max_model_len} tokens. However, you requested "
+                f"{prompt_length + params.max_tokens} tokens ({prompt_length} in the prompt, "
+                f"{params.max_tokens} in the completion)",
                 needed=f"{prompt_length + params.max_tokens} tokens",
                 found=f"{self.max_model_len} tokens",
-                fix=f"max_tokens of at most {left}, or a shorter prompt",
+                fix=f"lower max_tokens to at most {left}, or shorten the prompt",
                 field="max_tokens",
             )
         limit = min(params.max_tokens, left)
         if params.min_tokens > limit:
             raise ContextLengthError(
-                f"min_tokens asks for {params.min_tokens} tokens, but only {limit} can be given",
+                f"min_tokens asks for {params.min_tokens} tokens, but at most {limit} can be generated",
                 needed=f"{params.min_tokens} tokens",
                 found=f"{limit} tokens",
                 field="min_tokens",
@@ -178,16 +179,16 @@ def check_room(answers: int, unfinished: int, max_num_seqs: int, max_queued_requ
     most = max_num_seqs + max_queued_requests
     if answers > most:
         raise RequestError(
-            f"the request asks for {answers} answers (prompts times n); the server never holds more than {most}",
-            needed=f"at most {most} answers",
+            f"the request asks for {answers} completions (prompts times n); the limit of this server is {most}",
+            needed=f"at most {most} completions",
             found=str(answers),
             fix="send fewer prompts in one request or lower n, or serve with a larger --max-queued-requests",
             field="n",
         )
     if unfinished + answers > most:
         raise OverloadedError(
-            f"{unfinished} requests are open and the queue is full",
-            needed=f"room for {answers}",
+            f"the queue is full: {unfinished} requests are unfinished",
+            needed=f"room for {answers} more",
             found=f"{max_num_seqs} running and {max_queued_requests} waiting at most",
             fix="try again later, or serve with a larger --max-queued-requests",
         )

@@ -40,10 +40,11 @@ def finite(embedding: bytes) -> bool:
 def embedding_output(output: RequestOutput, embedding: bytes | None) -> EmbeddingRequestOutput:
     """As `LLM.embed` gives it; raises where the machine had no memory for it, or no numbers came of it."""
     if embedding is None and output.outputs[0].stop_reason == NotFiniteError.code:
-        raise NotFiniteError(f"what was computed for prompt {output.request_id} are no finite numbers")
+        raise NotFiniteError(f"the embedding of prompt {output.request_id} contains NaN or infinite values")
     if embedding is None:
         raise StepMemoryError(
-            f"there was no memory to embed prompt {output.request_id}", fix="embed it again, or fewer at a time"
+            f"out of memory while embedding prompt {output.request_id}",
+            fix="try again, or embed fewer prompts at a time",
         )
     return EmbeddingRequestOutput(
         request_id=output.request_id,

@@ -41,10 +41,10 @@ def default_sampling(config: EngineConfig, models_own: Mapping[str, Any] | None)
         read = read_json(path)
         if read is None:
             raise ConfigurationError(
-                f"there is no {path}",
+                f"{path} does not exist",
                 needed="auto, vllm, or a folder with a generation_config.json",
                 found=config.generation_config,
-                fix="leave generation_config out for the model's own",
+                fix="leave generation_config out to use the model's own",
                 field="generation_config",
             )
         chosen = read
@@ -52,7 +52,7 @@ def default_sampling(config: EngineConfig, models_own: Mapping[str, Any] | None)
     unknown = [name for name in overriding if name not in NAMES and name not in NAMES.values()]
     if unknown:
         raise ConfigurationError(
-            f"override_generation_config: {unknown[0]!r} is not a default that can be set",
+            f"override_generation_config: {unknown[0]!r} is not a sampling parameter with a default",
             needed=", ".join(NAMES),
             found=unknown[0],
             fix=f"leave {unknown[0]} out",
@@ -78,7 +78,7 @@ def _ours(config: Mapping[str, Any], field: str) -> dict[str, Any]:
             f"{field} cannot be used: {error.message if isinstance(error, RequestError) else error}",
             needed=getattr(error, "needed", None),
             found=getattr(error, "found", None),
-            fix="correct it, or leave it out" if own else "--generation-config vllm leaves the model's own out",
+            fix="correct it, or leave it out" if own else "--generation-config vllm ignores the model's own",
             field=field,
         ) from error
     return found
@@ -88,11 +88,14 @@ def decided(
     info: EngineInfo, config: EngineConfig, defaults: Mapping[str, Any], others: Sequence[Decision] = ()
 ) -> EngineInfo:
     """With a line on how is sampled where a request says nothing, behind those of `others`."""
-    shown = ", ".join(f"{name} {value}" for name, value in defaults.items()) or "as the API says"
-    reasons = {"auto": "as the model's makers advise", "vllm": "the model's own advice is left out"}
+    shown = ", ".join(f"{name} {value}" for name, value in defaults.items()) or "API defaults"
+    reasons = {
+        "auto": "from the model's generation config",
+        "vllm": "the model's generation config is ignored",
+    }
     reason = reasons.get(config.generation_config, f"read from {config.generation_config}")
     if config.generation_config == "auto" and not defaults:
-        reason = "the model brings no advice"
+        reason = "the model sets none"
     if config.override_generation_config:
         reason += ", overridden by override_generation_config"
     source = "model" if config.generation_config == "auto" and not config.override_generation_config else "set"

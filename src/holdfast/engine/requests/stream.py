@@ -101,10 +101,10 @@ class Stream(AsyncIterator[AnswerDelta]):
         self._items.clear()
         self._items.append(
             OverloadedError(
-                f"the answer is read more slowly than it is made: {waiting} pieces of it wait, and no more have room",
-                needed=f"room for {self._entries} tokens and log-probabilities",
-                found=f"{OWN_ENTRIES} for each answer, and {self._room.free + self._taken} left for all",
-                fix="read faster, ask for fewer logprobs, or for a smaller max_tokens",
+                f"the output is read more slowly than it is generated: the buffer is full, {waiting} chunks wait",
+                needed=f"room for {self._entries} tokens and logprobs",
+                found=f"{OWN_ENTRIES} for each request, and {self._room.free + self._taken} left for all",
+                fix="read faster, request fewer logprobs, or lower max_tokens",
             )
         )
         self._close()

@@ -53,7 +53,7 @@ class StructuredOutput:
         check_has_bytes(self._tokenizer)
         if not self._eos_ids:
             field = "structured_outputs"
-            raise RequestError(f"{field} need a model that can end its answer", found="no end of text", field=field)
+            raise RequestError(f"{field} needs a model with an EOS token", found="no EOS token", field=field)
 
     async def check(self, params: StructuredOutputsParams) -> None:
         """Raises RequestError for a grammar that is invalid, unsupported or too large, OverloadedError where too many

@@ -85,15 +85,15 @@ def _checked(config: EngineConfig, files: ModelFiles) -> FoundModel:
     wanted = config.load_format
     if wanted in ("safetensors", "gguf") and files.format != wanted:
         raise ConfigurationError(
-            f"load_format is {wanted}, but {files.name} is stored as {files.format}",
+            f"load_format is {wanted}, but {files.name} is in {files.format} format",
             fix="leave load_format out",
             field="load_format",
         )
     if files.format == "none" and wanted != "dummy":
         raise ConfigurationError(
-            f"{files.name} has a config but no weights",
+            f"{files.name} has a config but no weight files",
             needed="*.safetensors files, or load_format=dummy",
-            fix="--load-format dummy for random weights in the same shapes",
+            fix="--load-format dummy for random weights of the same shapes",
             field="load_format",
         )
     if wanted != "dummy" and files.format == "gguf":
@@ -162,7 +162,7 @@ def plan_again(config: EngineConfig, model: FoundModel, plan: Plan, own_bytes: i
     assert plan.gpu is not None
     gpus = [replace(gpu, free_bytes=gpu.free_bytes + own_bytes) for gpu in probe().gpus if gpu.uuid == plan.gpu.uuid]
     if not gpus:
-        raise EngineError(f"{plan.gpu.name} is gone: the driver does not show it any more", found=plan.gpu.uuid)
+        raise EngineError(f"{plan.gpu.name} is no longer available: the driver does not list it", found=plan.gpu.uuid)
     from holdfast.planner.serve.gpu_plan import make_gpu_plan
 
     return make_gpu_plan(model.spec, _stored(config, model), config, gpus, name=model.files.name)
@@ -173,11 +173,12 @@ def plan_lines(model: FoundModel, plan: Plan) -> list[str]:
     budget = next(decision for decision in plan.decisions if decision.field == "budget")
     limits = plan.limits
     lines = [
-        f"Memory plan of {model.files.name} ({plan.dtype}, KV {plan.kv_dtype}): "
-        f"{format_bytes(sum(plan.terms.values()))} of a budget of {budget.value} ({budget.reason})",
+        f"Memory plan for {model.files.name} ({plan.dtype}, KV {plan.kv_dtype}): "
+        f"{format_bytes(sum(plan.terms.values()))} of a {budget.value} budget ({budget.reason})",
         *term_lines(_planned(plan), plan.budget_bytes),
         f"  limits: context {limits.max_model_len:,} tokens, {limits.max_num_seqs} sequences, "
-        f"{limits.max_num_batched_tokens:,} tokens a step; KV holds {_concurrency(plan):.1f} sequences of full length",
+        f"{limits.max_num_batched_tokens:,} tokens per step; "
+        f"maximum concurrency at full context: {_concurrency(plan):.1f}x",
     ]
     pool_is_set = any(decision.field == "kv_pool" and decision.source == "set" for decision in plan.decisions)
     if plan.short and budget.source == "measured" and not pool_is_set and (holders := memory_holders()):
@@ -412,14 +413,14 @@ def _why(plan: Plan) -> str:
     from holdfast.execution import native
 
     if plan.gpu is not None:
-        return "kernels for the GPU, compiled when first used"
+        return "Triton kernels, compiled on first use"
     if plan.compiled_attention:
         return "kernels compiled at install, float32"
     if plan.dtype != "float32":
-        return f"torch's own; the compiled kernels compute in float32, not {plan.dtype}"
+        return f"torch kernels; the compiled kernels support float32, not {plan.dtype}"
     if plan.compiled:
-        return "torch's own, as asked for"
-    return f"torch's own; no compiled kernels: {native.why_not()}"
+        return "torch kernels, as requested"
+    return f"torch kernels; no compiled kernels: {native.why_not()}"
 
 
 def with_located_model(config: EngineConfig, model: FoundModel) -> EngineConfig:

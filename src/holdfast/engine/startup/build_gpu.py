@@ -85,11 +85,11 @@ def start_with_room(plan: Plan, build: Callable[[Plan], Built], again: Callable[
             if (refused and unchanged) or not (refused or is_shortage(error)):
                 raise
             said = str(error).splitlines()[0]
-        log.warning("memory became short while the engine started (%s): the plan is made again", said)
+        log.warning("GPU memory ran short during startup (%s): planning again", said)
         failed, plan = plan, again(plan)
         unchanged = plan.budget_bytes >= failed.budget_bytes
         log.warning(
-            "now %s of budget: context %s tokens, %d sequences, KV pool %s",
+            "new plan with %s of budget: context %s tokens, %d sequences, KV pool %s",
             format_bytes(plan.budget_bytes),
             f"{plan.limits.max_model_len:,}",
             plan.limits.max_num_seqs,
@@ -103,11 +103,11 @@ def start_with_room(plan: Plan, build: Callable[[Plan], Built], again: Callable[
         said = str(error).splitlines()[0]
     # Outside of it: whoever keeps this error shall not keep the frames of the failed start, and what they hold.
     raise DoesNotFitError(
-        f"the GPU's memory ran out in each of {START_TRIES} starts, though it was planned for what was free",
+        f"out of GPU memory in each of {START_TRIES} attempts to start, though each was planned for the free memory",
         code="HF125",
         needed=", ".join(f"{name} {format_bytes(size)}" for name, size in plan.terms.items()),
         found=said,
-        fix="stop what else takes memory on this GPU (nvidia-smi shows it), or a smaller --gpu-memory-utilization",
+        fix="stop other processes that use this GPU (see nvidia-smi), or lower --gpu-memory-utilization",
         field="gpu_memory_utilization",
     )
 

@@ -27,9 +27,9 @@ def cannot_start(error: Exception) -> EngineDiedError:
     if short is None:
         return EngineDiedError(f"the engine process could not be started: {error}")
     return NoResourcesError(
-        f"the engine process could not be started for now: {error}",
+        f"the engine process could not be started, will retry: {error}",
         needed=short,
-        fix="close what holds them, or raise the limit; the start is tried again until it goes well",
+        fix="free some, or raise the limit; the start is retried until it succeeds",
     )
 
 

@@ -31,7 +31,7 @@ def settle_device(
         return replace(config, device="cuda")
     if config.device == "cuda" or config.vram is not None:
         raise problem
-    log.warning("the CPU is used: %s", problem)
+    log.warning("using the CPU: %s", problem)
     return replace(config, device="cpu")
 
 
@@ -39,11 +39,11 @@ def _problem(machine: NvidiaMachine, build: TorchBuild | None) -> ConfigurationE
     """Why no GPU of this machine can be used; None: one can."""
     if not machine.gpus:
         return ConfigurationError(
-            "a GPU is asked for, and none can be used",
+            "a GPU was requested, but none can be used",
             code=NO_GPU,
-            needed="an NVIDIA GPU that the driver shows",
+            needed="an NVIDIA GPU that the driver lists",
             found=machine.reason or "none",
-            fix="--device cpu; nvidia-smi and CUDA_VISIBLE_DEVICES show what there is",
+            fix="--device cpu; check nvidia-smi and CUDA_VISIBLE_DEVICES",
             field="device",
         )
     if build is None or build.cuda is None:

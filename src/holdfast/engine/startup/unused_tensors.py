@@ -27,11 +27,11 @@ def refuse_unclaimed(spec: ModelSpec, files: ModelFiles) -> None:
     if unclaimed:
         more = f" and {len(unclaimed) - 3} more" if len(unclaimed) > 3 else ""
         raise CheckpointError(
-            f"{files.name} holds {counted(len(unclaimed), 'tensor')} that this engine does not know in a "
-            f"{spec.architecture}, and would answer wrongly without",
-            needed=f"the {len(spec.tensors)} tensors of a {spec.architecture}, and those of encoders beside it",
+            f"{files.name} contains {counted(len(unclaimed), 'tensor')} that this engine does not know in a "
+            f"{spec.architecture}; without them the output would be wrong",
+            needed=f"the {len(spec.tensors)} tensors of a {spec.architecture}, and those of its encoders",
             found=", ".join(shorten(name, 80) for name in unclaimed[:3]) + more,
-            fix="take another GGUF file of this model, or its safetensors",
+            fix="use another GGUF file of this model, or its safetensors files",
             field="general.architecture",
         )
 
@@ -41,4 +41,4 @@ def warn_of_unused(spec: ModelSpec, files: ModelFiles) -> None:
         unused = extra_tensors(spec, checkpoint)
     if unused:
         names = shorten(", ".join(unused[:3]), 240)
-        log.warning("%d tensors of the checkpoint are not used: %s ...", len(unused), names)
+        log.warning("%d tensors in the checkpoint are unused: %s ...", len(unused), names)

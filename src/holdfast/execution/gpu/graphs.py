@@ -54,7 +54,10 @@ class DecodeGraphs:
                     raise
                 del self._graphs[size, work, adapted]
                 self._steps_to_wait = STEPS_BETWEEN_TRIES
-                log.warning("the graph of %d rows found no GPU memory: such steps run kernel by kernel for now", size)
+                log.warning(
+                    "out of GPU memory for the CUDA graph of batch size %d: such steps run without a graph for now",
+                    size,
+                )
         self._run(size, work, adapted)
         if self._steps_to_wait:
             self._steps_to_wait -= 1
@@ -65,7 +68,9 @@ class DecodeGraphs:
             # The step itself is done. Without its graph the next is slower, and right.
             self._steps_to_wait = STEPS_BETWEEN_TRIES
             said = "no GPU memory" if is_shortage(error) else str(error).splitlines()[0]
-            log.warning("steps of %d rows run kernel by kernel for now, they could not be captured: %s", size, said)
+            log.warning(
+                "CUDA graph capture failed for batch size %d, such steps run without a graph for now: %s", size, said
+            )
 
     def _capture(self, size: int, work: Work, adapted: bool) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()

@@ -112,9 +112,9 @@ class GpuStep:
 
 def _no_memory(row: Row, said: str) -> StepFailure:
     error = StepMemoryError(
-        "there is no GPU memory for a step of one token",
+        "out of GPU memory in a step of one token",
         found=said,
-        fix="send it again; stop what else uses the GPU, or a smaller --gpu-memory-utilization",
+        fix="send it again; stop other processes that use the GPU, or lower --gpu-memory-utilization",
     )
     return StepFailure(slot=row.slot, failure=Failure.of(error))
 
@@ -246,7 +246,7 @@ class GpuRunner:
         already is written again: the same keys and values, and the same tokens. In the order of the rows, because one
         may read from the prefix cache what another before it writes. What torch keeps for itself is given back only
         when the smallest part fails: somebody else may be faster to take it. A row that fails even then is left out."""
-        log.warning("out of GPU memory in a step of %d tokens: it is done in parts", plan.token_count)
+        log.warning("out of GPU memory in a step of %d tokens: the step is split", plan.token_count)
         entered, given_back, failures = False, False, dict[int, StepFailure]()
         parts, found = deque([list(plan.rows)]), dict[int, tuple[int, TokenLogprobs | None]]()
         scores: dict[int, list[TokenLogprobs]] = {row.slot: [] for row in plan.rows if row.scored}

@@ -271,7 +271,7 @@ class AdapterPlaces:
     def _after_work(self, fetch: _Fetch) -> Failure | None:
         """Takes what the thread has done for it, if it is done: why it failed, where it did."""
         if fetch.work is not None and fetch.work.overdue(READ_LIMIT_S):
-            log.error("LoRA adapter %s was not read within %g s and is given up", fetch.ref.name, READ_LIMIT_S)
+            log.error("loading LoRA adapter %s timed out after %g s", fetch.ref.name, READ_LIMIT_S)
             self._readers.give_up(fetch.work, too_slow(fetch.ref.name, READ_LIMIT_S))
         if fetch.work is None or not fetch.work.done():
             return None

@@ -32,7 +32,9 @@ class PlaceSender:
             return False
         told = int(torch.cuda.cudart().cudaHostRegister(self._copies.data_ptr(), self._copies.nbytes, 0))
         if told:
-            log.warning("copies of LoRA adapters could not be pinned (CUDA error %d): steps wait for them", told)
+            log.warning(
+                "memory for copying LoRA adapters could not be pinned (CUDA error %d): steps wait for the copies", told
+            )
             with contextlib.suppress(RuntimeError):  # Else the next kernel would be blamed for it.
                 torch.empty(1, device=self._places.device).fill_(1)
         return not told

@@ -79,7 +79,7 @@ class PoolPlace:
             raise ValueError(f"pages must be contiguous float32, float16 or bfloat16, not {pages.dtype}")
         _, places, _, self.block_tokens, self.kv_heads, self.dim = pages.shape
         if not 0 <= place < places or self.dim % 4:
-            raise ValueError(f"pages {list(pages.shape)} have no place {place}, or a dim that is no multiple of 4")
+            raise ValueError(f"pages {list(pages.shape)} have no place {place}, or a dim that is not a multiple of 4")
         self.pages = pages
         half = self.block_tokens * self.kv_heads * self.dim * pages.element_size()
         keys = pages.data_ptr() + 2 * place * half

@@ -40,7 +40,7 @@ def _find() -> Kernels | str:
     try:
         module = cast(Kernels, importlib.import_module(MODULE))
     except ImportError as error:
-        return f"they were not built when Holdfast was installed, or do not load ({error})"
+        return f"they were not built when Holdfast was installed, or failed to load ({error})"
     parallel = _torch_parallel()
     if parallel is None:
         return "this build of torch has no OpenMP runtime to share threads with"

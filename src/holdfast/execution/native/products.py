@@ -48,7 +48,7 @@ class BlockMatrix:
         if blocks.dtype != torch.uint8 or blocks.dim() != 2 or not blocks.is_contiguous() or not blocks.is_cpu:
             raise ValueError(f"weights must be contiguous uint8 [rows, bytes] on the CPU, not {_describe(blocks)}")
         if blocks.shape[1] == 0 or blocks.shape[1] % LAYOUT_BYTES[layout]:
-            raise ValueError(f"{blocks.shape[1]} bytes a row are no whole number of {layout} blocks")
+            raise ValueError(f"{blocks.shape[1]} bytes per row are not a whole number of {layout} blocks")
         self.layout, self.blocks, self.bias = layout, blocks, bias
         self.rows, self.columns = blocks.shape[0], blocks.shape[1] // LAYOUT_BYTES[layout] * block_elements(layout)
         if bias is not None and (bias.dtype != torch.float32 or bias.shape != (self.rows,) or bias.stride(0) != 1):

@@ -103,7 +103,7 @@ class CompiledLayers:
         )
 
     def run(self, layer: int, place: int, token_rows: torch.Tensor, plan: native.AttentionRows) -> None:
-        assert self._step is not None, "begin comes first"
+        assert self._step is not None, "call begin first"
         self._layers[layer].run(self._step, token_rows, self._pools[place], plan)
 
 

@@ -18,9 +18,9 @@ def broken_rows(rows: Sequence[Row], tokens: Sequence[int]) -> list[StepFailure]
     if NO_TOKEN not in tokens:
         return []
     error = NotFiniteError(
-        "what the model computed for this request are no finite numbers",
-        needed="weights, and an adapter if there is one, that are small enough for the numbers computed in",
-        fix="without the LoRA adapter, or a wider --dtype",
+        "the model computed NaN or infinite values for this request",
+        needed="weights (and LoRA adapter, if any) whose values do not overflow the compute dtype",
+        fix="leave the LoRA adapter out, or use a wider --dtype",
     )
     sampling = [row.slot for row in rows if row.samples]
     failure = Failure.of(error)

@@ -30,7 +30,7 @@ def page(document: dict[str, Any]) -> str:
     schemas = "".join(_schema(name, schema) for name, schema in sorted(document["components"]["schemas"].items()))
     return (
         f"<!doctype html><html lang=en><meta charset=utf-8><title>{escape(title)}</title><style>{_STYLE}</style>"
-        f"<h1>{escape(title)}</h1><p>The same for programs: <a href=openapi.json>openapi.json</a></p>"
+        f"<h1>{escape(title)}</h1><p>Machine-readable version: <a href=openapi.json>openapi.json</a></p>"
         f"<h2>Paths</h2>{operations}<h2>Bodies</h2>{schemas}</html>"
     )
 

@@ -55,7 +55,7 @@ class Embeddings:
     async def answer(self, raw: bytes, record: Record) -> Pieces:
         given = decode_object(raw)
         if given.pop("dimensions", None) is not None:
-            raise unsupported("dimensions", "a decoder's vector means nothing when it is cut")
+            raise unsupported("dimensions", "the embedding of a decoder-only model cannot be truncated")
         body: EmbeddingBody = convert(check_fields(given, _FIELDS), EmbeddingBody)
         record.model = served_model(body.model, self._settings)
         if body.priority and self._settings.scheduling_policy != "priority":
@@ -79,10 +79,10 @@ class Embeddings:
             return entries
         most = TOLD_ENTRIES * TOLD_ENTRY_BYTES // entry_bytes
         raise RequestError(
-            f"input has {count} texts, for which this server has no room at once",
-            needed=f"at most {most} of them in one request",
+            f"input has {count} strings, too many for one request",
+            needed=f"at most {most} per request",
             found=str(count),
-            fix="send them in several requests",
+            fix="split the input into several requests",
             field="input",
         )
 
@@ -100,7 +100,7 @@ class Embeddings:
 
             prompts = await off_loop(encode, size_bytes)
         if not all(prompts):
-            raise RequestError("input: a text has no tokens", field="input")
+            raise RequestError("input: a string has no tokens", field="input")
         return prompts
 
     async def _embed_all(self, prompts: list[list[int]], body: EmbeddingBody, name: str) -> list[_Embedded]:
@@ -140,10 +140,10 @@ class Embeddings:
             if close is not None:
                 await close()
         if delta.embedding is None:
-            raise EngineError("the engine told no embedding", request_id=name)
+            raise EngineError("the engine returned no embedding", request_id=name)
         if not finite(delta.embedding):
             raise EngineError(
-                "the embedding holds numbers that are not finite: the weights or the adapter are at fault",
+                "the embedding contains NaN or infinite values: check the weights or the LoRA adapter",
                 request_id=name,
             )
         self._metrics.count_embedding(len(prompt), delta.cached_tokens, time.monotonic() - began_s)

@@ -64,12 +64,12 @@ class LoraEndpoints:
     async def load(self, request: Request) -> Response:
         body: LoadBody = convert(check_fields(await self._body(request), _LOAD_FIELDS), LoadBody)
         if body.is_3d_lora_weight:
-            raise unsupported("is_3d_lora_weight", "experts have no adapters here")
+            raise unsupported("is_3d_lora_weight", "LoRA on MoE experts is not supported")
         if body.lora_name in self._settings.served_model_names:
-            raise AdapterError(f"{shorten(body.lora_name)!r} is the model itself", field="lora_name")
+            raise AdapterError(f"{shorten(body.lora_name)!r} is the name of the base model", field="lora_name")
         async with self._turn:  # One at a time: of two with one name the second is refused.
             self._adapters.add(await self._examine(body))
-        log.info("adapter %s was loaded", shorten(body.lora_name))
+        log.info("LoRA adapter %s loaded", shorten(body.lora_name))
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
     async def _examine(self, body: LoadBody) -> Loaded:
@@ -89,7 +89,7 @@ class LoraEndpoints:
         try:
             await asyncio.wait_for(ended.wait(), EXAMINE_LIMIT_S)
         except TimeoutError:
-            log.error("adapter %s was not read within %g s and is given up", shorten(body.lora_name), EXAMINE_LIMIT_S)
+            log.error("loading LoRA adapter %s timed out after %g s", shorten(body.lora_name), EXAMINE_LIMIT_S)
             raise too_slow(shorten(body.lora_name), EXAMINE_LIMIT_S) from None
         return work.result()
 
@@ -99,12 +99,12 @@ class LoraEndpoints:
             known = self._adapters.named(body.lora_name)
             if known is None or body.lora_int_id not in (None, known.number):
                 raise UnknownModelError(
-                    f"no adapter {shorten(body.lora_name)!r} is loaded",
-                    fix="GET /v1/models lists them",
+                    f"the LoRA adapter {shorten(body.lora_name)!r} is not loaded",
+                    fix="GET /v1/models lists the loaded adapters",
                     field="lora_name",
                 )
             self._adapters.unload(body.lora_name)
-        log.info("adapter %s was unloaded", shorten(body.lora_name))
+        log.info("LoRA adapter %s unloaded", shorten(body.lora_name))
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
     def cards(self, base: dict[str, Any]) -> list[dict[str, Any]]:

@@ -18,7 +18,7 @@ def memory_endpoint(engine: Engine, retry_after_s: int) -> Callable[[Request], A
             return json_response(ledger)
         failure = HttpFailure(
             UNAVAILABLE,
-            "there is nothing to account for yet: the engine is not ready",
+            "no memory report yet: the engine is not ready",
             kind="server_error",
             code="loading",
             retry=True,

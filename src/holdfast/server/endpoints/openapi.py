@@ -79,38 +79,38 @@ class Operation:
 
 
 OPERATIONS = (
-    Operation(path="/v1/chat/completions", method="post", summary="Answer messages", body=ChatBody,
+    Operation(path="/v1/chat/completions", method="post", summary="Create a chat completion", body=ChatBody,
               answer=ChatAnswer, streams=True, refusals=(400, 404, 408, 413, 415, 429, 503)),
-    Operation(path="/v1/completions", method="post", summary="Go on with a text", body=CompletionBody,
+    Operation(path="/v1/completions", method="post", summary="Create a completion", body=CompletionBody,
               answer=CompletionAnswer, streams=True, refusals=(400, 404, 408, 413, 415, 429, 503)),
-    Operation(path="/v1/embeddings", method="post", summary="Turn texts into vectors", body=EmbeddingBody,
+    Operation(path="/v1/embeddings", method="post", summary="Create embeddings", body=EmbeddingBody,
               answer=EmbeddingResponse, refusals=(400, 404, 408, 413, 415, 429, 503)),
-    Operation(path="/v1/models", method="get", summary="The names this server answers to", refusals=(503,)),
-    Operation(path="/v1/models/{name}", method="get", summary="One of them", refusals=(404, 503)),
-    Operation(path="/tokenize", method="post", summary="Token ids of a text, or of messages", body=TokenizeBody,
+    Operation(path="/v1/models", method="get", summary="List the served models", refusals=(503,)),
+    Operation(path="/v1/models/{name}", method="get", summary="Describe one served model", refusals=(404, 503)),
+    Operation(path="/tokenize", method="post", summary="Tokenize text or chat messages", body=TokenizeBody,
               answer=TokenizeResponse, refusals=(400, 404, 408, 413, 415, 503)),
-    Operation(path="/detokenize", method="post", summary="The text of token ids", body=DetokenizeBody,
+    Operation(path="/detokenize", method="post", summary="Convert token ids to text", body=DetokenizeBody,
               answer=DetokenizeResponse, refusals=(400, 404, 408, 413, 415, 503)),
-    Operation(path="/health", method="get", summary="Whether it is alive (no key)", answer=Health, refusals=(503,)),
-    Operation(path="/ping", method="get", summary="The same", answer=Health, refusals=(503,)),
-    Operation(path="/ping", method="post", summary="The same", answer=Health, refusals=(503,)),
-    Operation(path="/version", method="get", summary="Of this program"),
-    Operation(path="/load", method="get", summary="Requests that are open"),
-    Operation(path="/metrics", method="get", summary="For Prometheus", kind="text/plain"),
-    Operation(path="/memory", method="get", summary="Planned and measured bytes", answer=Ledger, refusals=(503,)),
-    Operation(path="/reset_prefix_cache", method="post", summary="Forget cached prompts", refusals=(400,),
+    Operation(path="/health", method="get", summary="Health check (no API key)", answer=Health, refusals=(503,)),
+    Operation(path="/ping", method="get", summary="Health check", answer=Health, refusals=(503,)),
+    Operation(path="/ping", method="post", summary="Health check", answer=Health, refusals=(503,)),
+    Operation(path="/version", method="get", summary="Version of Holdfast"),
+    Operation(path="/load", method="get", summary="Number of unfinished requests"),
+    Operation(path="/metrics", method="get", summary="Prometheus metrics", kind="text/plain"),
+    Operation(path="/memory", method="get", summary="Planned and measured memory", answer=Ledger, refusals=(503,)),
+    Operation(path="/reset_prefix_cache", method="post", summary="Reset the prefix cache", refusals=(400,),
               query=(("reset_running_requests", ("false",)), ("reset_external", ("false",)))),
-    Operation(path="/sleep", method="post", summary="Give the engine's memory back (--enable-sleep-mode)",
+    Operation(path="/sleep", method="post", summary="Release the engine's memory (--enable-sleep-mode)",
               query=(("level", ("1", "2")), ("mode", ("abort", "wait"))), refusals=(400, 403, 500, 503)),
-    Operation(path="/wake_up", method="post", summary="Take it again", refusals=(400, 403, 500, 503),
+    Operation(path="/wake_up", method="post", summary="Wake the engine up", refusals=(400, 403, 500, 503),
               together=(("tags", ("weights", "kv_cache")),)),
-    Operation(path="/is_sleeping", method="get", summary="Whether it sleeps", refusals=(400, 403)),
+    Operation(path="/is_sleeping", method="get", summary="Whether the engine is sleeping", refusals=(400, 403)),
 )  # fmt: skip
 
 LORA_OPERATIONS = (
     Operation(path="/v1/load_lora_adapter", method="post", summary="Load a LoRA adapter", body=LoadBody,
               kind="text/plain", refusals=(400, 404, 408, 413, 415, 503)),
-    Operation(path="/v1/unload_lora_adapter", method="post", summary="Let go of one", body=UnloadBody,
+    Operation(path="/v1/unload_lora_adapter", method="post", summary="Unload a LoRA adapter", body=UnloadBody,
               kind="text/plain", refusals=(400, 404, 408, 413, 415, 503)),
 )  # fmt: skip
 
@@ -145,10 +145,10 @@ def _described(operation: Operation, with_key: bool) -> dict[str, Any]:
     content: dict[str, Any] = {operation.kind: {"schema": _schema_of(operation)}}
     if operation.streams:
         content["text/event-stream"] = {"schema": {"type": "string"}}
-    answers: dict[str, Any] = {"200": {"description": "done", "content": content}}
+    answers: dict[str, Any] = {"200": {"description": "success", "content": content}}
     for status in (*operation.refusals, *((401,) if with_key else ())):
         schema = {"$ref": REFERENCE.format(name="Health" if operation.answer is Health else "Error")}
-        answers[str(status)] = {"description": "refused", "content": {"application/json": {"schema": schema}}}
+        answers[str(status)] = {"description": "error", "content": {"application/json": {"schema": schema}}}
     found: dict[str, Any] = {"summary": operation.summary, "parameters": parameters, "responses": answers}
     if operation.body is not None:
         body = {"schema": {"$ref": REFERENCE.format(name=operation.body.__name__)}}

@@ -32,7 +32,9 @@ class Sleeping:
         level, mode = request.query_params.get("level", "1"), request.query_params.get("mode", "abort")
         if level not in LEVELS:
             raise UnsupportedOptionError(
-                f"level {level[:50]!r} is not supported: sleeping gives everything back", needed="1 or 2", field="level"
+                f"level {level[:50]!r} is not supported: sleep always releases all memory",
+                needed="1 or 2",
+                field="level",
             )
         if mode not in MODES:
             raise UnsupportedOptionError(f"mode {mode[:50]!r} is not supported", needed="abort or wait", field="mode")
@@ -43,7 +45,7 @@ class Sleeping:
         self._check(request, ("tags",))
         if sorted(request.query_params.getlist("tags")) not in ([], ["kv_cache", "weights"]):
             raise UnsupportedOptionError(
-                "tags are not supported: weights and KV pages come back together", fix="leave tags out", field="tags"
+                "tags are not supported: weights and KV cache are restored together", fix="leave tags out", field="tags"
             )
         await self._engine.wake_up()
         return json_response({"status": "awake", "tags": None})

@@ -82,8 +82,8 @@ class Tokenizing:
         unknown = next((token for token in body.tokens if token >= tokenizer.ids_end), None)
         if unknown is not None:
             raise RequestError(
-                f"tokens holds {unknown}, which is not a token id of this model",
-                needed=f"whole numbers from 0 to {tokenizer.ids_end - 1}",
+                f"tokens contains {unknown}, which is not in the vocabulary of this model",
+                needed=f"integers from 0 to {tokenizer.ids_end - 1}",
                 found=str(unknown),
                 field="tokens",
             )

@@ -9,22 +9,24 @@ from starlette.routing import Route
 from holdfast.errors import UnsupportedOptionError
 from holdfast.server.http.errors import NOT_FOUND, describe, json_response
 
-_SCORES = "scores need a model with a head for them, and decoders are run here; /v1/embeddings gives vectors to compare"
-_NO_SOUND = "only text goes in and out"
+_SCORES = (
+    "scoring needs a model with a classification head, and only decoder-only models are served; use /v1/embeddings"
+)
+_NO_SOUND = "only text input and output are supported"
 _CHAT = "POST /v1/chat/completions"
 
 PATHS: dict[str, tuple[str, str]] = {
-    "/v1/responses": ("answers are not kept between requests", _CHAT),
-    "/v1/responses/{name}": ("answers are not kept between requests", _CHAT),
-    "/v1/responses/{name}/cancel": ("answers are not kept between requests", "close the connection"),
-    "/v1/messages": ("it is Anthropic's API; OpenAI's is spoken here", _CHAT),
-    "/v1/messages/count_tokens": ("it is Anthropic's API; OpenAI's is spoken here", "POST /tokenize"),
+    "/v1/responses": ("responses are not stored", _CHAT),
+    "/v1/responses/{name}": ("responses are not stored", _CHAT),
+    "/v1/responses/{name}/cancel": ("responses are not stored", "close the connection"),
+    "/v1/messages": ("it is Anthropic's API; this server implements OpenAI's", _CHAT),
+    "/v1/messages/count_tokens": ("it is Anthropic's API; this server implements OpenAI's", "POST /tokenize"),
     **dict.fromkeys(
         ("/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank", "/classify", "/v1/classify"),
         (_SCORES, "POST /v1/embeddings"),
     ),
-    "/pooling": ("prompts are pooled in one way: the last token's state", "POST /v1/embeddings"),
-    "/v2/embed": ("it is Cohere's API; OpenAI's is spoken here", "POST /v1/embeddings"),
+    "/pooling": ("only last-token pooling is supported", "POST /v1/embeddings"),
+    "/v2/embed": ("it is Cohere's API; this server implements OpenAI's", "POST /v1/embeddings"),
     **dict.fromkeys(
         ("/v1/audio/transcriptions", "/v1/audio/translations", "/v1/audio/speech", "/v1/images/generations",
          "/v1/realtime"),
@@ -32,22 +34,22 @@ PATHS: dict[str, tuple[str, str]] = {
     ),
     **dict.fromkeys(
         ("/v1/files", "/v1/batches", "/v1/fine_tuning/jobs"),
-        ("nothing is kept for clients; a file of requests is answered by a command", "holdfast run-batch"),
+        ("files and jobs are not stored; a batch file is processed by a command", "holdfast run-batch"),
     ),
-    "/tokenizer_info": ("the tokenizer's files are with the model", "POST /tokenize"),
-    "/server_info": ("it would tell settings of this machine", "GET /memory, or holdfast ps on it"),
-    "/invocations": ("it is SageMaker's one path for all", _CHAT),
-    "/inference/v1/generate": ("token ids go in and out of /v1/completions", "POST /v1/completions"),
+    "/tokenizer_info": ("the tokenizer files are in the model folder", "POST /tokenize"),
+    "/server_info": ("it would expose settings of this machine", "GET /memory, or holdfast ps on that machine"),
+    "/invocations": ("it is SageMaker's endpoint", _CHAT),
+    "/inference/v1/generate": ("/v1/completions accepts and returns token ids", "POST /v1/completions"),
     **dict.fromkeys(
         ("/start_profile", "/stop_profile", "/collective_rpc", "/pause", "/resume", "/is_paused", "/scale_elastic_ep",
          "/is_scaling_elastic_ep", "/init_weight_transfer_engine", "/update_weights", "/reset_mm_cache",
          "/reset_encoder_cache", "/abort_requests"),
-        ("it is for developers of vLLM", "GET /metrics and /memory tell how the engine does"),
+        ("it is a development endpoint of vLLM", "GET /metrics and GET /memory show the state of the engine"),
     ),
 }  # fmt: skip
 """Path, why it is not there, and what helps instead."""
 LORA = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
-_WITHOUT_LORA = ("adapters are not enabled on this server", "start it with --enable-lora")
+_WITHOUT_LORA = ("LoRA is not enabled on this server", "start the server with --enable-lora")
 
 
 def absent_routes(*, lora: bool) -> list[Route]:

@@ -166,7 +166,7 @@ class Accepting:
         now_s = self._loop.time()
         if chosen and now_s - self._said_s >= SAID_EVERY_S:
             count, self._said_total, self._said_s = self._dropped_total - self._said_total, self._dropped_total, now_s
-            said = "%d connections that carried no request were closed to make room: at most %d (--max-connections)"
+            said = "closed %d idle connections: the limit of %d connections was reached (--max-connections)"
             log.warning(said, count, self._most)
         return len(chosen)
 
@@ -188,7 +188,7 @@ class Accepting:
             self._recovering = self._loop.call_later(RECOVER_S, self._recover)
         closed = self._make_room(max(1, count - self._most))
         pause_s = SHORT_PAUSE_S if closed else PAUSE_S
-        said = "no new connection for %g s: %s; at most %d for the next %g s"
+        said = "accepting no new connections for %g s: %s; at most %d connections for the next %g s"
         log.error(said, pause_s, error.strerror, self._most, RECOVER_S)
         self._loop.remove_reader(self._listener.fileno())
         self._pause = self._loop.call_later(pause_s, self.start)
@@ -215,7 +215,7 @@ class Accepting:
         self._opening.pop(task, None)
         error = None if task.cancelled() else task.exception()
         if error is not None:  # Whoever speaks no TLS, or leaves before it is agreed on.
-            log.info("a connection did not come about: %s", type(error).__name__)
+            log.info("a connection could not be established: %s", type(error).__name__)
 
     def _send_away(self, taken: socket.socket) -> None:
         with taken:
@@ -237,5 +237,7 @@ def allow_connections(wanted: int) -> int:
     if soft == resource.RLIM_INFINITY or soft >= needed:
         return wanted
     fewer = max(1, soft - RESERVE - OTHER_FILES)
-    log.warning("at most %d connections, not %d: this process may have %d files open (ulimit -n)", fewer, wanted, soft)
+    log.warning(
+        "at most %d connections instead of %d: this process may open only %d files (ulimit -n)", fewer, wanted, soft
+    )
     return fewer

@@ -46,7 +46,7 @@ class Keys:
             self._stamp, self._read = _stamp(file), _keys_in(file)
             if not self._read:
                 raise ConfigurationError(
-                    f"{file} holds no key", code=KEYS_UNREADABLE, needed="one key a line", field="api_key_file"
+                    f"{file} contains no API key", code=KEYS_UNREADABLE, needed="one key per line", field="api_key_file"
                 )
 
     @property
@@ -76,13 +76,13 @@ class Keys:
             if isinstance(error.__cause__, FileNotFoundError):
                 # Whoever takes the file away means its keys. One that is replaced in order is never gone.
                 if self._read:
-                    log.error("%s is gone: its keys are not valid any more", self._file)
+                    log.error("%s was deleted: its API keys are no longer valid", self._file)
                 self._stamp, self._read = None, []
                 return
             # Half a deployment must not lock everybody out: the keys that were read stay until others can be.
-            log.error("the keys stay as they were: %s", error.message)
+            log.error("keeping the previous API keys: %s", error.message)
             return
-        log.info("%d keys were read from %s", len(self._read), self._file)
+        log.info("read %d API keys from %s", len(self._read), self._file)
 
 
 def _digest(key: bytes) -> bytes:
@@ -114,9 +114,9 @@ def _keys_in(path: Path) -> list[bytes]:
 
 def _unreadable(path: Path, why: str) -> ConfigurationError:
     return ConfigurationError(
-        f"the keys in {path} cannot be read: {why}",
+        f"cannot read the API keys in {path}: {why}",
         code=KEYS_UNREADABLE,
-        needed="a file with one key a line",
-        fix="--api-key-file with a file that this user may read",
+        needed="a file with one key per line",
+        fix="--api-key-file FILE, readable by the user that runs the server",
         field="api_key_file",
     )

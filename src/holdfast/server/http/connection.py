@@ -39,9 +39,9 @@ answer together with what it was sending. Twice the largest body that is taken b
 FULL = "holdfast.full"
 """In a request's scope: its connection is one too many."""
 
-_BAD = (400, "Bad Request", "this is no request of HTTP/1.1")
+_BAD = (400, "Bad Request", "not a valid HTTP/1.1 request")
 _TOO_LARGE = (431, "Request Header Fields Too Large", "the headers are too large")
-_TOO_SLOW = (408, "Request Timeout", "the headers did not end in time")
+_TOO_SLOW = (408, "Request Timeout", "the request headers were not received in time")
 _CLOSE = (b"connection", b"close")
 
 _IDLE, _LINGERING, _HALF_ASKED, _UNREAD = range(4)
@@ -108,7 +108,7 @@ class Connection(HttpToolsProtocol):
             self._decline_upgrade(data[found.args[0] :])
         except httptools.HttpParserError:
             # What was sent is not repeated, it may be anything.
-            log.info("a client (%s) sent what is no HTTP request; its connection is closed", _peer(self.client))
+            log.info("invalid HTTP request from client %s; its connection is closed", _peer(self.client))
             self._refuse(*_BAD)
 
     def _check_sizes(self, read_bytes: int) -> None:

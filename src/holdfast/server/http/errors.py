@@ -82,8 +82,8 @@ def describe(error: Exception) -> tuple[int, dict[str, Any]]:
                     name: shorten(value, MAX_SAID_CHARS) for name, value in extra.items() if value is not None
                 }
                 return status, body
-    log.error("a request failed inside the server", exc_info=error)
-    return INTERNAL, _body("the server failed on this request; its log says why", "server_error", None, "internal")
+    log.error("internal server error while handling a request", exc_info=error)
+    return INTERNAL, _body("internal server error; see the server log", "server_error", None, "internal")
 
 
 def _without_paths(text: str) -> str:

@@ -167,9 +167,9 @@ class AccessMiddleware:
         if engine.failure is not None:
             raise EngineDiedError(f"the engine is dead: {engine.failure.message}")
         if engine.draining:
-            raise DrainingError("the server is shutting down and takes no new requests")
+            raise DrainingError("the server is shutting down and does not accept new requests")
         if engine.sleeping and path in COMPUTING:
-            raise SleepingError("the engine sleeps", fix="POST /wake_up")
+            raise SleepingError("the engine is sleeping", fix="POST /wake_up")
         # An engine that is being restarted, or does not answer, keeps new requests waiting; one that was never there
         # cannot even say what its tokenizer is.
         if not (engine.ready or engine.restarts or engine.sleeping or engine.unresponsive):
@@ -199,10 +199,10 @@ def _check_media(headers: dict[bytes, bytes]) -> None:
             return
     elif _JSON.match(given):
         return
-    found = "none was named" if given is None else f"not {shorten(given.decode('latin-1'))!r}"
+    found = "none was given" if given is None else f"not {shorten(given.decode('latin-1'))!r}"
     raise HttpFailure(
         WRONG_MEDIA,
-        f"a body must be of type application/json, {found} (curl: -H 'Content-Type: application/json')",
+        f"the Content-Type of the body must be application/json, {found} (curl: -H 'Content-Type: application/json')",
         kind="invalid_request_error",
         code="unsupported_media_type",
     )
@@ -221,7 +221,7 @@ def _full() -> HttpFailure:
 def _head_too_large(size_bytes: int) -> HttpFailure:
     return HttpFailure(
         HEAD_TOO_LARGE,
-        f"the request line and headers have {size_bytes} bytes; this server takes {MAX_HEAD_BYTES}",
+        f"the request line and headers have {size_bytes} bytes; the limit is {MAX_HEAD_BYTES}",
         kind="invalid_request_error",
         code="headers_too_large",
     )

@@ -67,7 +67,7 @@ class Intake:
         if self._held_bytes + more_bytes > most_bytes:
             raise HttpFailure(
                 UNAVAILABLE,
-                "too many large bodies are being sent at once; try again later",
+                "too many large request bodies at once; try again later",
                 kind="service_unavailable_error",
                 code="overloaded",
                 retry=True,
@@ -114,7 +114,7 @@ async def _read(receive: Receive, part: BodyPart, limit_bytes: int, timeout_s: f
         except TimeoutError:
             raise HttpFailure(
                 TIMED_OUT,
-                f"the body came too slowly: nothing for {timeout_s:g} s, or less than {LEAST_BYTES_PER_S} bytes/s",
+                f"the request body was too slow: nothing for {timeout_s:g} s, or less than {LEAST_BYTES_PER_S} bytes/s",
                 kind="invalid_request_error",
                 code="request_timeout",
             ) from None
@@ -133,7 +133,7 @@ async def _read(receive: Receive, part: BodyPart, limit_bytes: int, timeout_s: f
 def _too_large(limit_bytes: int) -> HttpFailure:
     return HttpFailure(
         TOO_LARGE,
-        f"the body is larger than {limit_bytes} bytes, the most this server takes (--max-body-size)",
+        f"the request body is larger than the limit of {limit_bytes} bytes (--max-body-size)",
         kind="invalid_request_error",
         code="request_too_large",
     )

@@ -62,7 +62,7 @@ class SlowClientMonitor:
             looks = looks + 1 if unsent and unsent >= before else 0
             if looks >= LOOKS:
                 peer = transport.get_extra_info("peername")
-                log.warning("a client (%s) took nothing for %g s and was given up", peer, self._limit_s)
+                log.warning("client %s read nothing for %g s; its connection was dropped", peer, self._limit_s)
                 _tear(transport)
             else:
                 seen[connection] = (unsent, looks)

@@ -25,7 +25,7 @@ def tls_of(config: ServerConfig) -> ssl.SSLContext | None:
         if config.ssl_ca_certs is not None:
             context.load_verify_locations(config.ssl_ca_certs)
     except (OSError, ssl.SSLError) as error:
-        raise _refused("signers' certificates", config.ssl_ca_certs or "", error) from error
+        raise _refused("CA certificates", config.ssl_ca_certs or "", error) from error
     try:
         if config.ssl_ciphers is not None:
             context.set_ciphers(config.ssl_ciphers)
@@ -41,9 +41,9 @@ def _no_password() -> str:
 
 def _refused(what: str, where: str, error: OSError) -> ConfigurationError:
     return ConfigurationError(
-        f"HTTPS cannot be served: {what} ({where}) will not do: {error.strerror or error}",
+        f"cannot serve HTTPS: {what} ({where}) cannot be used: {error.strerror or error}",
         code=TLS_REFUSED,
-        needed="files in PEM form that this user may read, the key without a password",
+        needed="readable PEM files, the key without a password",
         fix="--ssl-keyfile FILE --ssl-certfile FILE",
         field="ssl_certfile",
     )

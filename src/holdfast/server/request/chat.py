@@ -54,12 +54,12 @@ async def chat_prompt(
     if body.chat_template is not None and not settings.trust_request_chat_template:
         raise unsupported(
             "chat_template",
-            "this server does not run templates sent by clients",
+            "chat templates sent by clients are not allowed on this server",
             "leave chat_template out, or start the server with --trust-request-chat-template",
         )
     if len(body.messages) > MAX_MESSAGES:
         raise RequestError(
-            f"messages: {len(body.messages)} of them in one request; at most {MAX_MESSAGES}", field="messages"
+            f"messages: {len(body.messages)} messages in one request; at most {MAX_MESSAGES}", field="messages"
         )
     use = read_tool_use(body, tools, auto=settings.enable_auto_tool_choice)
     chat = _Chat(tokenizer, body, read_messages(body.messages), use, engine.info.max_model_len, settings)
@@ -96,10 +96,10 @@ class _Chat:
         extra = dict(body.chat_template_kwargs or {})
         taken = sorted(_TEMPLATE_OWN & extra.keys())
         if taken:
-            raise RequestError(f"chat_template_kwargs may not contain {taken[0]}", field="chat_template_kwargs")
+            raise RequestError(f"chat_template_kwargs must not contain {taken[0]}", field="chat_template_kwargs")
         if body.continue_final_message and body.add_generation_prompt:
             raise RequestError(
-                "continue_final_message and add_generation_prompt exclude each other", field="continue_final_message"
+                "continue_final_message and add_generation_prompt cannot both be true", field="continue_final_message"
             )
         self._tokenizer = tokenizer
         self._body = body

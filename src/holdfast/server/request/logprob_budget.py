@@ -28,14 +28,14 @@ def check_told(prompt_lengths: list[int], likeliest: int, copies: int, field: st
     entries = told_entries(prompt_lengths, likeliest, copies)
     if entries <= TOLD_ENTRIES:
         return entries
-    tokens, shapes = sum(prompt_lengths), " in two shapes" if copies == 2 else ""
+    tokens, shapes = sum(prompt_lengths), " in two formats" if copies == 2 else ""
     most = TOLD_ENTRIES // (tokens * copies) - 1
     fewer = f"{field} of at most {most}, " if most >= 0 else ""
     raise RequestError(
-        f"{field} asks for {entries} log-probabilities ({tokens} tokens of prompts, {likeliest} + 1 for each{shapes}); "
-        f"this server holds {TOLD_ENTRIES} at a time",
-        needed=f"room for {entries} log-probabilities",
-        found=f"room for {TOLD_ENTRIES}",
+        f"{field} asks for {entries} logprobs ({tokens} prompt tokens, {likeliest} + 1 for each{shapes}); "
+        f"the limit of this server is {TOLD_ENTRIES} at a time",
+        needed=f"{entries} logprobs",
+        found=f"at most {TOLD_ENTRIES}",
         fix=f"{fewer}shorter prompts, or fewer of them in one request",
         field=field,
     )
@@ -47,11 +47,11 @@ def check_kept(tokens: int, likeliest: int) -> None:
     if entries <= KEPT_ENTRIES:
         return
     raise RequestError(
-        f"logprobs of answers of {tokens} tokens in all, {likeliest} + 1 for each, are kept until they are whole; this "
-        f"server keeps {KEPT_ENTRIES} at a time",
-        needed=f"room for {entries} log-probabilities",
-        found=f"room for {KEPT_ENTRIES}",
-        fix=f"stream: true, or max_tokens of at most {KEPT_ENTRIES // (likeliest + 1 + OF_A_TOKEN)} over all answers",
+        f"without streaming, logprobs of {tokens} output tokens, {likeliest} + 1 for each, are buffered until the end; "
+        f"the limit of this server is {KEPT_ENTRIES} at a time",
+        needed=f"{entries} logprobs",
+        found=f"at most {KEPT_ENTRIES}",
+        fix=f"stream: true, or max_tokens of at most {KEPT_ENTRIES // (likeliest + 1 + OF_A_TOKEN)} in total",
         field="max_tokens",
     )
 
@@ -68,9 +68,9 @@ class LogprobReservation:
         more = logprobs + OF_A_TOKEN * tokens
         if more > self._room.kept_free:
             raise OverloadedError(
-                "the log-probabilities of answers that are not streamed take all the room there is for them",
-                needed=f"room for {self.entries + more} log-probabilities",
-                found=f"{self._room.kept_free} more beside {self.entries}",
+                "the memory for the logprobs of non-streaming requests is in use",
+                needed=f"{self.entries + more} logprobs",
+                found=f"{self.entries} held and {self._room.kept_free} free",
                 fix="stream: true, a smaller max_tokens, or try again later",
                 field="logprobs",
             )
@@ -114,9 +114,9 @@ class LogprobBudget:
             return
         if self._most_waiting is not None and len(self._waiting) >= self._most_waiting:
             raise OverloadedError(
-                f"{len(self._waiting)} requests wait for room for the log-probabilities of their prompts",
-                needed=f"room for {entries} log-probabilities",
-                found=f"room for {self.free}",
+                f"{len(self._waiting)} requests are already waiting for memory for prompt logprobs",
+                needed=f"{entries} logprobs",
+                found=f"{self.free} free",
                 fix="try again later, or serve with a larger --max-queued-requests",
                 field="prompt_logprobs",
             )

@@ -16,7 +16,7 @@ _MESSAGE_FIELDS = honoured_fields(Message)
 _PART_FIELDS = honoured_fields(ContentPart)
 # What clients send back when they append an answer as they got it.
 _QUIET = frozenset({"refusal", "function_call", "audio", "annotations"})
-_INSTEAD = {"function_call": ": it is OpenAI's older form; send tool_calls"}
+_INSTEAD = {"function_call": ": it is deprecated by OpenAI; send tool_calls"}
 _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 """Types of parts, and the member that has their text."""
 _HARMLESS = frozenset({"cache_control"})
@@ -33,7 +33,7 @@ def read_messages(raw: list[dict[str, Any]]) -> list[dict[str, Any]]:
         raise RequestError("messages: at least one message is needed", field="messages")
     parts = sum(len(one["content"]) for one in raw if isinstance(one.get("content"), list))
     if parts > MAX_PARTS:
-        raise RequestError(f"messages have {parts} parts of content; at most {MAX_PARTS}", field="messages")
+        raise RequestError(f"messages have {parts} content parts; at most {MAX_PARTS}", field="messages")
     return [_read_message(message, f"messages[{position}]") for position, message in enumerate(raw)]
 
 
@@ -84,7 +84,7 @@ def _read_calls(message: Message, checked: dict[str, Any], where: str) -> None:
         ("tool_call_id", message.tool_call_id, "tool"),
     ):
         if given and message.role != role:
-            raise RequestError(f"{where}.{name} belongs to a message of role {role}", field=f"{where}.{name}")
+            raise RequestError(f"{where}.{name} is only allowed in a message of role {role}", field=f"{where}.{name}")
     if len(calls) > MAX_CALLS:
         raise RequestError(
             f"{where}.tool_calls has {len(calls)} calls; at most {MAX_CALLS}", field=f"{where}.tool_calls"
@@ -116,9 +116,9 @@ def _read_part(part: ContentPart, raw: dict[str, Any], where: str, position: int
     member = _TEXT_PARTS.get(part.type)
     if member is None:
         raise UnsupportedOptionError(
-            f"{place}: content of type {part.type[:50]!r} is not supported: this model reads text only",
+            f"{place}: content type {part.type[:50]!r} is not supported: this server accepts only text",
             needed=f"parts of type {', '.join(_TEXT_PARTS)}",
-            fix="leave the part out, or say in words what it shows",
+            fix="remove the part, or describe it in text",
             field=place,
         )
     unknown = sorted(name for name in raw.keys() - _PART_FIELDS - _HARMLESS if raw[name] is not None)

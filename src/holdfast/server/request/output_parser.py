@@ -161,8 +161,8 @@ class OutputParserConfig:
         schema = _schema(asked)
         if self.use.forced or not isinstance(schema, dict) or not self.speech.form.opens_with_mark:
             raise RequestError(
-                "a form for the answer and tools that may be called exclude each other here",
-                needed='tool_choice "auto", a JSON schema, and a model that marks its calls',
+                "response_format cannot be combined with these tools",
+                needed='tool_choice "auto", a JSON schema, and a model whose tool calls begin with a marker',
                 fix='send tool_choice "none", or tools without response_format',
                 field="response_format",
             )

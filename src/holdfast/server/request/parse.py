@@ -100,20 +100,20 @@ def decode_object(raw: bytes) -> dict[str, Any]:
 
 def _not_json(raw: bytes, error: Exception) -> RequestError:
     """With the place where it breaks off. msgspec names it, but for ends, and for bytes that are no text."""
-    fix = "a body that a JSON library has written, in UTF-8"
+    fix = "send valid JSON in UTF-8, written by a JSON library"
     said = str(error)
     if not raw.strip():
         said, fix = "it is empty", 'send the request as a JSON object: {"model": ...}'
     elif isinstance(error, RecursionError):
-        said, fix = "it is nested too deep to be read", "a body with fewer objects and lists within each other"
+        said, fix = "it is nested too deeply", "send objects and lists that are less deeply nested"
     elif isinstance(error, UnicodeDecodeError):
         try:
             raw.decode()
         except UnicodeDecodeError as whole:  # The other counts from the beginning of a string.
             said = f"it is not UTF-8 (byte {whole.start})"
     elif "truncated" in said:
-        said = f"it ends before the object does (byte {len(raw)})"
-        fix = "close what is open (quotes, brackets), and check that the body was sent whole"
+        said = f"it ends before the object is closed (byte {len(raw)})"
+        fix = "close open quotes and brackets, and check that the whole body was sent"
     return RequestError(f"the body is not valid JSON: {said}", fix=fix)
 
 
@@ -177,7 +177,7 @@ async def read_completion(
     _check_logprobs(body.logprobs, "logprobs")
     _check_prompt_logprobs(body)
     if body.echo and body.logprobs is not None and body.stream and (body.n or 1) > 1:
-        raise unsupported("echo", "together with logprobs and n it is not part of a stream; leave stream out")
+        raise unsupported("echo", "echo with logprobs and n cannot be streamed; leave stream out")
     if engine.tokenizer is None:
         _refuse_text(body)
     alone = body.echo and body.max_tokens == 0
@@ -240,7 +240,7 @@ def _refuse_text(body: CompletionBody) -> None:
         if getattr(body, name) not in (None, False):
             raise unsupported(name, "this server runs without a tokenizer (--skip-tokenizer-init)")
     if body.return_token_ids is False:
-        raise unsupported("return_token_ids", "without a tokenizer there is nothing else to answer with")
+        raise unsupported("return_token_ids", "without a tokenizer the output can only be token ids")
     body.return_token_ids = True
 
 
@@ -251,9 +251,9 @@ def _check_places(answers: int, engine: Engine, settings: ServerSettings, field:
     places = engine.info.max_num_seqs + settings.max_queued_requests
     if answers > places:
         raise RequestError(
-            f"the request asks for {answers} answers at once; this server holds {places}",
-            needed=f"{answers} places",
-            found=f"{engine.info.max_num_seqs} to run in and {settings.max_queued_requests} to wait in",
+            f"the request asks for {answers} completions at once; the limit of this server is {places}",
+            needed=f"{answers} completions",
+            found=f"{engine.info.max_num_seqs} running and {settings.max_queued_requests} queued at most",
             fix="send fewer prompts in one request, or a smaller n",
             field=field,
         )
@@ -268,7 +268,8 @@ def split_prompts(
         return [prompt], []
     if not isinstance(prompt, list) or not prompt:
         raise RequestError(
-            f"{field}: expected text, a list of texts, token ids, or a list of lists of them, not empty", field=field
+            f"{field}: expected a string, or a non-empty list of strings, token ids or lists of token ids",
+            field=field,
         )
     if isinstance(prompt[0], int):
         check_ids(len(prompt), context, field)
@@ -289,9 +290,9 @@ def served_model(model: str | None, settings: ServerSettings) -> str:
         return model
     if model is not None and model not in settings.served_model_names:
         raise UnknownModelError(
-            f"the model {shorten(model)!r} is not served here",
+            f"the model {shorten(model)!r} does not exist",
             found=shorten(", ".join(settings.all_names)),
-            fix="name one of those, or leave model out",
+            fix="use one of the served names, or leave model out",
             field="model",
         )
     return settings.served_model_names[0]
@@ -305,7 +306,7 @@ def tokenizer_of(engine: Engine, field: str) -> Tokenizer:
 
 def no_priority() -> UnsupportedOptionError:
     return UnsupportedOptionError(
-        "priority is not supported here: requests are served in the order in which they come",
+        "priority is not supported here: requests are served first come, first served",
         fix="leave priority out, or serve with --scheduling-policy priority",
         field="priority",
     )
@@ -313,12 +314,12 @@ def no_priority() -> UnsupportedOptionError:
 
 def _check_logprobs(count: int | None, field: str) -> None:
     if count is not None and not 0 <= count <= MAX_LOGPROBS:
-        raise RequestError(f"{field} is {count}; it must be from 0 to {MAX_LOGPROBS}", field=field)
+        raise RequestError(f"{field} is {count}; it must be between 0 and {MAX_LOGPROBS}", field=field)
 
 
 def _check_prompt_logprobs(body: Common) -> None:
     if body.prompt_logprobs is not None and body.stream:
-        raise unsupported("prompt_logprobs", "it is not part of a stream; leave stream out")
+        raise unsupported("prompt_logprobs", "it cannot be streamed; leave stream out")
 
 
 def _told(body: Common, prompts: list[list[int]], params: SamplingParams, *, echoed: bool) -> int:

@@ -44,10 +44,10 @@ def _asked(body: Common) -> StructuredOutputsParams | None:
     if body.response_format is not None and body.response_format.get("type") == "text":
         asked.remove("response_format")
     if body.guided_decoding_backend not in (None, *BACKENDS):
-        raise unsupported("guided_decoding_backend", "there is one way here; leave it out")
+        raise unsupported("guided_decoding_backend", "there is only one structured output backend; leave it out")
     if len(asked) > 1:
         raise RequestError(
-            f"{' and '.join(asked)} are given; an answer can have one form",
+            f"{' and '.join(asked)} are given; only one can be used",
             needed="one of them",
             field=asked[1],
         )

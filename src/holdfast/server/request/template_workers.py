@@ -86,9 +86,9 @@ class TemplateWorkers:
     async def _take_slot(self) -> None:
         if self._slots.locked() and self._waiting >= self._most_waiting:
             raise OverloadedError(
-                f"{self._waiting} requests with a chat template of their own are waiting already",
+                f"{self._waiting} requests with their own chat template are already waiting",
                 needed=f"fewer than {self._most_waiting}",
-                fix="send it again later",
+                fix="try again later",
                 field="chat_template",
             )
         self._waiting += 1
@@ -101,7 +101,7 @@ class TemplateWorkers:
         try:
             worker = _Worker(self._program)
         except OSError as error:
-            log.error("no process could be started for a client's chat template: %s", error)
+            log.error("cannot start a process for a client's chat template: %s", error)
             raise _unavailable() from error
         self._all.add(worker)
         return worker
@@ -180,7 +180,7 @@ class _Worker:
         except TimeoutError:
             raise stopped(f"more than {wall_s:g} s") from None
         except (asyncio.IncompleteReadError, ConnectionError):
-            raise stopped("its process ended, by its memory or by a fault") from None
+            raise stopped("its process died: memory limit, CPU limit or a crash") from None
 
     async def _ready(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         """The way to it, once it has imported what it needs."""
@@ -190,7 +190,7 @@ class _Worker:
                     reader, writer = await asyncio.open_connection(sock=self._ours)
                     self._streams = reader, writer
                     if await _receive(reader) != READY:
-                        raise ConnectionError("its first message is another one")
+                        raise ConnectionError("unexpected first message")
             except (TimeoutError, OSError, asyncio.IncompleteReadError) as error:
                 log.error("the process for clients' chat templates did not start: %s", error)
                 raise _unavailable() from error
@@ -210,7 +210,7 @@ class _Worker:
 async def _receive(reader: asyncio.StreamReader) -> bytes:
     size_bytes = LENGTH.unpack(await reader.readexactly(LENGTH.size))[0]
     if size_bytes > MOST_ANSWER_BYTES:
-        raise ConnectionError("an answer that is too long")
+        raise ConnectionError("the response is too long")
     return await reader.readexactly(size_bytes)
 
 
@@ -223,7 +223,7 @@ def _environment() -> dict[str, str]:
 def _unavailable() -> HttpFailure:
     return HttpFailure(
         UNAVAILABLE,
-        "no process could be started for the chat template; try again later",
+        "cannot start a process for the chat template; try again later",
         kind="service_unavailable_error",
         code="overloaded",
         retry=True,

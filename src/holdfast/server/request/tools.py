@@ -43,7 +43,7 @@ def read_tool_use(body: ChatBody, raw: Sequence[Mapping[str, Any]] | None, *, au
             raise RequestError("tool_choice needs tools", needed="tools", field="tool_choice")
         return None
     if len(body.tools) > MAX_TOOLS:
-        raise RequestError(f"tools has {len(body.tools)} entries; at most {MAX_TOOLS}", field="tools")
+        raise RequestError(f"tools has {len(body.tools)} entries; the limit is {MAX_TOOLS}", field="tools")
     if choice == "none":
         return None
     tools = tuple(
@@ -58,7 +58,7 @@ def read_tool_use(body: ChatBody, raw: Sequence[Mapping[str, Any]] | None, *, au
         name = choice.function.name
         if name not in names:
             raise RequestError(
-                f"tool_choice names {name[:100]!r}, which is not among the tools",
+                f"tool_choice names {name[:100]!r}, which is not in tools",
                 needed="the name of one of the tools",
                 found=", ".join(names)[:200],
                 field="tool_choice",
@@ -68,7 +68,7 @@ def read_tool_use(body: ChatBody, raw: Sequence[Mapping[str, Any]] | None, *, au
         return ToolUse(tools=tools, choice="required", parallel=parallel)
     if not auto:
         raise RequestError(
-            'tool_choice "auto" is switched off on this server (--enable-auto-tool-choice=false)',
+            'tool_choice "auto" is disabled on this server (--enable-auto-tool-choice=false)',
             fix='send tool_choice "required", "none" or the name of a tool',
             field="tool_choice",
         )
@@ -79,7 +79,7 @@ def _tool(given: ToolDefinition, sent: Mapping[str, Any], where: str) -> Tool:
     parameters = given.function.parameters or NO_PARAMETERS
     if parameters.get("type", "object") != "object":
         raise RequestError(
-            f"{where}.function.parameters is not a schema of an object",
+            f"{where}.function.parameters is not a JSON schema of type object",
             needed='"type": "object"',
             found=str(parameters.get("type"))[:100],
             field=f"{where}.function.parameters",

@@ -56,43 +56,43 @@ UNSUPPORTED = frozenset(
     }
 )  # fmt: skip
 
-_TEXT_ONLY = "only text goes in and out"
-_PAGES_STAY = "KV pages stay where they were computed"
+_TEXT_ONLY = "only text input and output are supported"
+_PAGES_STAY = "KV cache transfer is not implemented"
 WHY = {
     **REFUSED,
-    "functions": "they are OpenAI's older form; send tools",
-    "function_call": "it is OpenAI's older form; send tool_choice",
+    "functions": "it is deprecated by OpenAI; send tools",
+    "function_call": "it is deprecated by OpenAI; send tool_choice",
     "audio": _TEXT_ONLY,
     "modalities": _TEXT_ONLY,
     "mm_processor_kwargs": _TEXT_ONLY,
     "bootstrap_host": _PAGES_STAY,
     "bootstrap_port": _PAGES_STAY,
     "kv_transfer_params": _PAGES_STAY,
-    "documents": "templates are given messages and tools alone",
-    "prediction": "there is no speculative decoding yet",
-    "prompt_embeds": "prompts are texts or token ids",
-    "reasoning_effort": "how long a model thinks is its own; what its template takes goes into chat_template_kwargs",
-    "thinking_token_budget": "how long a model thinks is its own; max_tokens bounds thoughts and answer together",
-    "verbosity": "how much a model says is its own; max_tokens bounds it",
-    "repetition_detection": "see frequency_penalty, presence_penalty and repetition_penalty",
-    "structural_tag": "it stands in response_format or structured_outputs",
-    "truncate_prompt_tokens": "a prompt is taken whole or refused",
-    "vllm_xargs": "they are for code of other servers",
-    "web_search_options": "nothing is fetched",
-    "store": "answers are not kept",
-    "service_tier": "there is one",
-    "suffix": "a text is gone on with at its end only",
+    "documents": "chat templates receive only messages and tools",
+    "prediction": "speculative decoding is not implemented",
+    "prompt_embeds": "prompts must be text or token ids",
+    "reasoning_effort": "pass what the model's chat template supports in chat_template_kwargs",
+    "thinking_token_budget": "max_tokens limits reasoning and answer together",
+    "verbosity": "max_tokens limits the length of the answer",
+    "repetition_detection": "use frequency_penalty, presence_penalty or repetition_penalty",
+    "structural_tag": "send it in response_format or structured_outputs",
+    "truncate_prompt_tokens": "prompts are never truncated",
+    "vllm_xargs": "they are for custom code in vLLM",
+    "web_search_options": "there is no web search",
+    "store": "responses are not stored",
+    "service_tier": "there is only one service tier",
+    "suffix": "fill-in-the-middle is not implemented",
     "length_penalty": NO_BEAMS,
-    "logits_processors": "code out of a request is never run",
-    "return_tokens_as_token_ids": "return_token_ids shows ids beside the texts",
-    "prompt_cache_retention": "cached prompts are kept as long as there is room",
-    "tools": "they belong to /v1/chat/completions",
-    "tool_choice": "it belongs to /v1/chat/completions",
+    "logits_processors": "code sent in a request is never run",
+    "return_tokens_as_token_ids": "use return_token_ids",
+    "prompt_cache_retention": "the prefix cache evicts the least recently used blocks",
+    "tools": "only /v1/chat/completions has tools",
+    "tool_choice": "only /v1/chat/completions has tools",
 }
 
 FIXES = {
-    "use_beam_search": "send n with logprobs, and keep the answer whose log-probabilities have the largest sum",
-    "best_of": "send n with logprobs, and keep the answer whose log-probabilities have the largest sum",
+    "use_beam_search": "send n with logprobs, and keep the completion with the largest sum of logprobs",
+    "best_of": "send n with logprobs, and keep the completion with the largest sum of logprobs",
 }
 
 _MISSING = re.compile(r"Object missing required field `(\w+)`")
@@ -119,7 +119,7 @@ def _unknown(name: str, honoured: frozenset[str]) -> RequestError:
     homes = [path for path, names in _homes().items() if name in names]
     if homes:
         return RequestError(
-            f"{name} is not a field of this path: it belongs to {' and '.join(homes)}",
+            f"{name} is not a field of this endpoint: it belongs to {' and '.join(homes)}",
             fix=f"leave {name} out, or send it to {homes[0]}",
             field=name,
         )

@@ -159,12 +159,12 @@ class GrammarChecker:
                 at_work = at_work or death.at_work
             except _Beyond:
                 if queue is self._slow:
-                    answer = wire.GrammarRefused(Failure.of(_too_much(named, f"{queue.lane.cpu_s:g} s of one core")))
+                    answer = wire.GrammarRefused(Failure.of(_too_much(named, f"{queue.lane.cpu_s:g} s of CPU time")))
                     break
         else:
             if not at_work:  # It is nobody's fault, and may be over when somebody asks again.
                 raise EngineError(
-                    "structured output is not available: no process could be started for it", fix="try again later"
+                    "structured output is not available: its process could not be started", fix="try again later"
                 )
             limit = f"{format_bytes(self._slow.lane.memory_bytes)} of memory"
             answer = wire.GrammarRefused(Failure.of(_too_much(named, limit)))
@@ -213,7 +213,7 @@ class GrammarChecker:
                         return answer
                 elif not worker.met and time.monotonic() > first_word_s:
                     self._service.restart(pid)
-                    raise EngineError("structured output did not answer, and was restarted", fix="try again")
+                    raise EngineError("structured output did not respond and was restarted", fix="try again")
                 if worker.cpu_s() > lane.cpu_s:
                     raise _Beyond
                 still_wanted()
@@ -252,8 +252,8 @@ def is_cheap(cost: wire.GrammarCost) -> bool:
 
 def _too_many(lane: CheckLane, waiting: int) -> OverloadedError:
     return OverloadedError(
-        f"{waiting} grammars that are to be compiled are waiting already",
-        needed="a place to compile it in",
+        f"{waiting} grammars are already waiting to be compiled",
+        needed="a free slot to compile it",
         found=f"{lane.places} at once, {lane.most_waiting} waiting at most, for {lane.wait_s:g} s",
         fix="try again later, or send a simpler grammar",
     )
@@ -265,7 +265,7 @@ def _too_much(named: str, limit: str) -> GrammarError:
         code="HF362",
         needed=f"a grammar that compiles within {limit}",
         found="more",
-        fix="a simpler grammar: fewer alternatives, repetitions and patterns that overlap, no large multipleOf",
+        fix="use a simpler grammar: fewer alternatives, repetitions and overlapping patterns, no large multipleOf",
         field=named,
     )
 

@@ -47,7 +47,7 @@ def vocabulary_of(tokenizer: Tokenizer) -> Vocabulary:
 def check_has_bytes(tokenizer: Tokenizer) -> None:
     if tokenizer.pieces is None:
         raise RequestError(
-            "structured output is not available: the tokens of this model's tokenizer have no bytes of their own",
+            "structured output is not available: this model's tokenizer does not map each token to bytes",
             field="structured_outputs",
         )
 
@@ -102,7 +102,7 @@ class GrammarService:
         """Answers in progress need a service: one that has died is replaced at once."""
         code = process.wait()
         if not self._closed and self._process is process:
-            log.error("the structured output service ended (%s); starting it again", code)
+            log.error("the structured output service exited (%s); restarting it", code)
             with contextlib.suppress(EngineError):
                 self.start()
 
@@ -116,7 +116,7 @@ class GrammarService:
         if len(recent) > QUICK_DEATHS:
             raise EngineError(
                 f"structured output is not available: its process died {len(recent)} times in {QUICK_DEATH_S:g} s",
-                fix="look for its last words in the server's log; try again in half a minute",
+                fix="see its last lines in the server log; try again in 30 s",
             )
 
     def _launch(self) -> None:

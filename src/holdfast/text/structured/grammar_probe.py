@@ -23,7 +23,7 @@ PROBE_CPU_S = 1.0
 """Of all steps: far more than any grammar needs that an answer could follow."""
 ENOUGH_CPU_S = 0.05
 """After so much, more steps would tell little: masks of this grammar are slow, and that is known."""
-TOO_SLOW = "too many steps of work for a few tokens"
+TOO_SLOW = "too many steps for a few tokens"
 
 
 @dataclass(frozen=True, slots=True)

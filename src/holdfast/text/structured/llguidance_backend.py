@@ -27,7 +27,7 @@ COMPILED_KEPT_BYTES = 256 << 10
 STEPS_PROBED = 16
 FORCED_CHARS = 4096
 """Of what a grammar forces, that are cut into tokens: a mask needs the first token alone."""
-NOTHING_FITS = "nothing can be written that has this form"
+NOTHING_FITS = "the grammar matches no output"
 INVALID, BEYOND_LIMITS = "HF361", "HF362"
 _LISTING = re.compile(r"\n *\d+ \||\n?<non-verbose/>")
 """Where what a library says turns to the source itself."""
@@ -153,6 +153,6 @@ def _refusal(said: str, kind: str, asked_as: str | None = None) -> GrammarError:
     return GrammarError(
         f"{named}: {shorten(first, 300)}",
         code=BEYOND_LIMITS if limited else INVALID,
-        fix="a simpler one" if limited else None,
+        fix="use a simpler grammar" if limited else None,
         field=named,
     )

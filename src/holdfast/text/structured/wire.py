@@ -140,7 +140,7 @@ class Inbox:
             return None
         (length,) = _LENGTH.unpack_from(self._bytes)
         if length > MAX_MESSAGE_BYTES:
-            raise ValueError("a message of more than any message has")
+            raise ValueError("the message is too long")
         end = _LENGTH.size + length
         if len(self._bytes) < end:
             return None

@@ -139,7 +139,7 @@ class Worker:
         except MemoryError:
             os._exit(OUT_OF_MEMORY)
         except BaseException as error:  # The library may panic, which is no Exception.
-            return Failure.of(EngineError(f"the grammar could not be followed: {type(error).__name__}"))
+            return Failure.of(EngineError(f"the grammar matcher failed: {type(error).__name__}"))
         finally:
             if self._marker is not None:
                 self._marker.done()
@@ -173,7 +173,7 @@ class Worker:
         def follow() -> None:
             matcher = self._grammars.matcher(asked.params)
             if not matcher.consume_all(asked.token_ids):
-                raise matcher.error or EngineError("the answer so far does not follow its grammar")
+                raise matcher.error or EngineError("the output so far does not match the grammar")
             self._forms[asked.form] = _Following(matcher, len(asked.token_ids))
 
         failure = self._guarded(asked.form, follow, opening=True)
@@ -213,7 +213,7 @@ class Worker:
                 return
             error: HoldfastError | None = matcher.error
             if error is None or error.code != BEYOND_LIMITS:
-                error = EngineError("a token was sampled that the grammar of the answer does not allow")
+                error = EngineError("a token was sampled that the grammar does not allow")
             raise error
 
         return self._guarded(form, consume)
@@ -261,9 +261,9 @@ class Worker:
 
 def too_much_memory(limit_bytes: int) -> GrammarError:
     return GrammarError(
-        f"the grammar of the answer needs more than {format_bytes(limit_bytes)} of memory",
+        f"the grammar needs more than {format_bytes(limit_bytes)} of memory",
         code=BEYOND_LIMITS,
-        fix="a simpler one",
+        fix="use a simpler grammar",
         field="structured_outputs",
     )
 

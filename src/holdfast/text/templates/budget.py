@@ -99,7 +99,7 @@ class Budget:
                 self.work(size)
             self._made_bytes -= size
             if self._made_bytes < 0:
-                raise SecurityError(f"more than {MAX_MADE_BYTES} characters made in one rendering")
+                raise SecurityError(f"more than {MAX_MADE_BYTES} characters created in one rendering")
         elif isinstance(value, int):
             check_number(value)
         return value
@@ -121,12 +121,12 @@ class Budget:
 
     def limit(self, count: float, most: int, what: str) -> None:
         if count > most:
-            raise SecurityError(f"{what} beyond {most}")
+            raise SecurityError(f"more than {most} {what}")
 
     def weigh(self, *values: Any, most: int = 8 * MAX_ITEMS) -> int:
         """Characters of nested values written out, where each place counts, however often it is the same thing."""
         chars, items = self._measured(values, most // 8)
-        self.limit(chars + 8 * items, most, "a nested value written out")
+        self.limit(chars + 8 * items, most, "characters in a nested value")
         return chars + 8 * items
 
     def _measured(self, values: Sequence[Any], most_items: int) -> tuple[int, int]:
@@ -143,13 +143,13 @@ class Budget:
                         chars += len(value)
                     elif isinstance(value, CONTAINERS):
                         items += len(value)
-                        self.limit(items, min(most_items, MAX_ITEMS), "items of a value, all of them counted,")
+                        self.limit(items, min(most_items, MAX_ITEMS), "items in a nested value")
                         inner.extend(value)
                         if isinstance(value, dict):
                             inner.extend(value.values())
                 self.room_for(chars)
             depth += 1
-            self.limit(depth, MAX_DEPTH, "values inside one another")
+            self.limit(depth, MAX_DEPTH, "levels of nesting")
             level = inner
         return chars, items
 
@@ -180,7 +180,7 @@ class Budget:
     def listed(self, items: Iterable[Any], most: int = MAX_ITEMS) -> list[Any]:
         """A list of them, each charged; for what may be endless, or slow to say the next."""
         if isinstance(items, str):
-            self.limit(len(items), MAX_LISTED_CHARS, "characters taken apart")
+            self.limit(len(items), MAX_LISTED_CHARS, "characters to split")
         if isinstance(items, str | list | tuple | dict):
             self.limit(len(items), most, "items")
             self.step(len(items) // 4)
@@ -190,14 +190,14 @@ class Budget:
             self.step()
             found.append(item)
             if len(found) > most:
-                raise SecurityError(f"items beyond {most}")
+                raise SecurityError(f"more than {most} items")
         return found
 
 
 def check_number(value: int) -> None:
     """No larger number ever comes to be: with these, all that Python does is a matter of microseconds."""
     if value.bit_length() > MAX_NUMBER_BITS:
-        raise SecurityError(f"a number beyond {MAX_NUMBER_BITS} bits")
+        raise SecurityError(f"a number of more than {MAX_NUMBER_BITS} bits")
 
 
 class _Running(threading.local):

@@ -71,7 +71,7 @@ def check_tree(tree: nodes.Template) -> None:
         waiting.extend(node.iter_child_nodes())
         kind = type(node).__name__
         if kind not in NODES:
-            raise SecurityError(f"{_TAGS.get(kind, kind)} is not for chat templates")
+            raise SecurityError(f"{_TAGS.get(kind, kind)} is not allowed in chat templates")
         if isinstance(node, nodes.Name):
             names.add(node.name)
         elif isinstance(node, nodes.Const) and isinstance(node.value, int):
@@ -122,7 +122,7 @@ class CountingGenerator(CodeGenerator):
     def write(self, x: str) -> None:
         self._written_chars += len(x)
         if self._written_chars > MAX_PYTHON_CHARS:
-            raise SecurityError("a template that is too long to be compiled")
+            raise SecurityError("the template is too long to be compiled")
         super().write(x)
 
     def blockvisit(self, nodes: Iterable[nodes.Node], frame: Frame) -> None:

@@ -67,7 +67,7 @@ def _lazy(budget: Budget, value: Any, given: Given) -> Any:
 def _check_names(budget: Budget, names: Iterable[Any]) -> None:
     for name in names:
         if isinstance(name, str):
-            budget.limit(len(name), MAX_ATTRIBUTE_CHARS, "characters of a name")
+            budget.limit(len(name), MAX_ATTRIBUTE_CHARS, "characters in an attribute name")
 
 
 def _groups(budget: Budget, value: Any, given: Given) -> Any:
@@ -85,18 +85,18 @@ def _copies(budget: Budget, value: Any, given: Given) -> Any:
 
 
 def _maps(budget: Budget, value: Any, given: Given) -> Any:
-    budget.work(8 * _text_chars(budget, value, MAX_MAPPED_CHARS, "characters to change one by one"))
+    budget.work(8 * _text_chars(budget, value, MAX_MAPPED_CHARS, "characters to convert"))
     return value
 
 
 def _scans(budget: Budget, value: Any, given: Given) -> Any:
-    budget.work(2 * _text_chars(budget, value, MAX_SCANNED_CHARS, "characters looked at one by one"))
+    budget.work(2 * _text_chars(budget, value, MAX_SCANNED_CHARS, "characters to scan"))
     budget.written(*given)
     return value
 
 
 def _words(budget: Budget, value: Any, given: Given) -> Any:
-    budget.work(16 * _text_chars(budget, value, MAX_WORDS_CHARS, "characters taken apart into words"))
+    budget.work(16 * _text_chars(budget, value, MAX_WORDS_CHARS, "characters to split into words"))
     budget.written(*given)
     return value
 
@@ -122,7 +122,7 @@ def _formats(budget: Budget, value: Any, given: Given) -> Any:
 
 def _reads_number(budget: Budget, value: Any, given: Given) -> Any:
     if isinstance(value, str):
-        budget.limit(len(value), MAX_NUMBER_CHARS, "characters of a number")
+        budget.limit(len(value), MAX_NUMBER_CHARS, "characters in a number")
     return value
 
 
@@ -146,7 +146,7 @@ def _sorts(budget: Budget, value: Any, given: Given) -> Any:
 
 
 def _urls(budget: Budget, value: Any, given: Given) -> Any:
-    budget.work(16 * _text_chars(budget, value, MAX_WORDS_CHARS, "characters of an address"))
+    budget.work(16 * _text_chars(budget, value, MAX_WORDS_CHARS, "characters in a URL"))
     return value
 
 
@@ -299,7 +299,7 @@ def _number_test(test: Callable[..., bool]) -> Callable[..., bool]:
     def bounded(*values: Any) -> bool:
         budget().step()
         if not all(map(is_number, values)):
-            raise TypeError("a test of numbers was given something else")  # A text would be formatted by its `%`.
+            raise TypeError("a numeric test needs numbers")  # A text would be formatted by its `%`.
         return test(*values)
 
     return bounded

@@ -81,7 +81,7 @@ def run_job(job: RenderJob) -> Outcome:
     except RequestError as error:
         return _refused(error)
     except MemoryError:
-        return _refused(stopped("it needs more memory than a template may have"))
+        return _refused(stopped("it exceeded the memory limit for templates"))
 
 
 def _rendered(job: RenderJob) -> Rendered:

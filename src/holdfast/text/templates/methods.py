@@ -47,25 +47,25 @@ def _copies(budget: Budget, text: str, given: Given) -> None:
 
 def _scans(budget: Budget, text: str, given: Given) -> None:
     refuse_numbers(given)
-    budget.limit(len(text), MAX_SCANNED_CHARS, "characters looked at one by one")
+    budget.limit(len(text), MAX_SCANNED_CHARS, "characters to scan")
     budget.work(2 * len(text))
 
 
 def _maps(budget: Budget, text: str, given: Given) -> None:
-    budget.limit(len(text), MAX_MAPPED_CHARS, "characters to change one by one")
+    budget.limit(len(text), MAX_MAPPED_CHARS, "characters to convert")
     budget.work(8 * len(text))
 
 
 def _searches(budget: Budget, text: str, given: Given) -> None:
     """Forwards Python's search is linear whatever is searched for; long texts are searched in slices instead."""
-    budget.limit(len(text), MAX_SCANNED_CHARS, "characters searched in")
+    budget.limit(len(text), MAX_SCANNED_CHARS, "characters to search")
     budget.work(2 * len(text))
 
 
 def _searches_backwards(budget: Budget, text: str, given: Given) -> None:
     word = given[0] if given and isinstance(given[0], str) else " "
     _searches(budget, text, given)
-    budget.limit(len(text) * len(word), MAX_BACKWARDS, "characters compared")
+    budget.limit(len(text) * len(word), MAX_BACKWARDS, "character comparisons")
     budget.work(len(text) * len(word) // 4)
 
 
@@ -198,7 +198,7 @@ def call_method(budget: Budget, method: Callable[..., Any], given: Given, named:
     owner, name = method.__self__, method.__name__  # type: ignore[attr-defined]
     bound = METHODS.get(type(owner), {}).get(name)
     if bound is None:
-        raise SecurityError(f"{name}() of a {type(owner).__name__} is not for templates")
+        raise SecurityError(f"{name}() of a {type(owner).__name__} is not allowed in templates")
     if type(owner) is Markup:
         budget.weigh(owner, given, most=MAX_SCANNED_CHARS)
     if isinstance(owner, str):
@@ -214,7 +214,7 @@ def call_method(budget: Budget, method: Callable[..., Any], given: Given, named:
 
 def _stripped(budget: Budget, text: str, name: str, method: Callable[..., Any], given: Given) -> Any:
     kinds = given[0] if given and isinstance(given[0], str) else None
-    budget.limit(len(kinds or ""), MAX_STRIPPED_KINDS, "characters to be stripped")
+    budget.limit(len(kinds or ""), MAX_STRIPPED_KINDS, "characters to strip")
     if len(text) * len(kinds or " ") <= string_slices.SLICE_CHARS or type(text) is not str:
         _scans(budget, text, ())
         return method(*given)
@@ -228,7 +228,7 @@ def _searched(budget: Budget, text: str, name: str, given: Given, named: dict[st
     if not isinstance(word, str) or not word or kinds not in ((str,) * texts, (*(str,) * texts, *(int,) * numbers)):
         raise SecurityError(f"{name}() of more than {MAX_SCANNED_CHARS} characters with these arguments")
     backwards = name in ("rfind", "rindex", "rpartition", "rsplit")
-    budget.limit(len(word), string_slices.MAX_WORD_CHARS * (1 if backwards else 64), "characters of a word")
+    budget.limit(len(word), string_slices.MAX_WORD_CHARS * (1 if backwards else 64), "characters in a search string")
     return string_slices.SEARCHES[name](budget, text, *given, **named)
 
 

@@ -65,7 +65,7 @@ class GuardedNamespace(Namespace):
 
 def _refuse_private(name: object) -> None:
     if isinstance(name, str) and name.startswith("_"):
-        raise SecurityError(f"{name!r} is not a name a namespace may hold")
+        raise SecurityError(f"{name!r} is not allowed as a name in a namespace")
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
@@ -152,9 +152,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         elif operator == "+" and hasattr(left, "__len__") and hasattr(right, "__len__"):
             running.room_for(len(left) + len(right))
         if isinstance(left, Markup) or isinstance(right, Markup):
-            running.limit(
-                running.written(left, right), MAX_SCANNED_CHARS, "characters of a text that is marked as safe"
-            )
+            running.limit(running.written(left, right), MAX_SCANNED_CHARS, "characters in a string marked as safe")
         return running.made(self.binop_table[operator](left, right))
 
     def getitem(self, obj: Any, argument: Any) -> Any:
@@ -177,7 +175,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
             values = arguments[0].values() if value.__name__ == "format_map" and _is_dict(arguments) else arguments
             weight = running.written(*values, *named.values())
             if isinstance(pattern, Markup):
-                running.limit(weight, MAX_SCANNED_CHARS, "characters of a text that is marked as safe")
+                running.limit(weight, MAX_SCANNED_CHARS, "characters in a string marked as safe")
             running.room_for(braced_chars(pattern, weight))
             return inner(*arguments, **named)
 
@@ -193,7 +191,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         if obj is dict:
             arguments = tuple(self.weighed(_listed(running, value)) for value in arguments)
         elif not isinstance(obj, _CALLABLE) and obj not in (GuardedNamespace, Cycler, Joiner) and callable(obj):
-            raise SecurityError(f"a {type(obj).__name__} is not for templates to call")
+            raise SecurityError(f"calling a {type(obj).__name__} is not allowed in templates")
         return running.made(super().call(context, obj, *arguments, **named))
 
 
@@ -235,17 +233,17 @@ def _check_power(base: Any, exponent: Any) -> None:
     if not isinstance(base, Undefined) and not isinstance(exponent, Undefined):
         bits = base.bit_length() if isinstance(base, int) else 1
         if not isinstance(exponent, int | float) or abs(exponent) * bits > MAX_NUMBER_BITS:
-            raise SecurityError(f"a power beyond {MAX_NUMBER_BITS} bits")
+            raise SecurityError(f"a power of more than {MAX_NUMBER_BITS} bits")
 
 
 def _check_product(left: Any, right: Any) -> None:
     if isinstance(left, int) and isinstance(right, int):
         if left.bit_length() + right.bit_length() > MAX_NUMBER_BITS:
-            raise SecurityError(f"a product beyond {MAX_NUMBER_BITS} bits")
+            raise SecurityError(f"a product of more than {MAX_NUMBER_BITS} bits")
         return
     for value, times in ((left, right), (right, left)):
         if hasattr(value, "__len__") and isinstance(times, int) and len(value) * times > MAX_REPEATED:
-            raise SecurityError(f"a repetition beyond {MAX_REPEATED} items")
+            raise SecurityError(f"a repetition of more than {MAX_REPEATED} items")
 
 
 @pass_context

@@ -27,14 +27,14 @@ def is_number(value: object) -> bool:
 def refuse_numbers(given: tuple[Any, ...], most: int = MAX_NUMBER) -> None:
     for value in given:
         if isinstance(value, int) and abs(value) > most:
-            raise SecurityError(f"a width beyond {most}")
+            raise SecurityError(f"a width of more than {most}")
 
 
 def formatted_chars(pattern: str, weight: int, values: Any) -> float:
     """Of `pattern % values`: each place at its widest, with all that is given."""
     _check_pattern(pattern)
     if weight > MAX_SPELLED and (len(pattern) > 200 or _SPELLS.search(pattern)):
-        raise SecurityError(f"more than {MAX_SPELLED} characters spelled out")
+        raise SecurityError(f"more than {MAX_SPELLED} characters to escape")
     widest = _widest(pattern)
     if "*" in pattern:
         numbers = values.values() if isinstance(values, dict) else values if isinstance(values, tuple) else (values,)
@@ -49,7 +49,7 @@ def braced_chars(pattern: str, weight: int) -> float:
         if spec and "{" in spec:
             raise SecurityError("a format that takes its width from an argument")
         if conversion and conversion != "s" and weight > MAX_SPELLED:
-            raise SecurityError(f"more than {MAX_SPELLED} characters spelled out")
+            raise SecurityError(f"more than {MAX_SPELLED} characters to escape")
     return len(pattern) + pattern.count("{") * (_widest(pattern) + weight)
 
 
@@ -61,7 +61,7 @@ def _check_pattern(pattern: str) -> None:
 def _widest(pattern: str) -> int:
     widest = max((int(run) if len(run) < 10 else 10**9 for run in _DIGITS.findall(pattern)), default=0)
     if widest > MAX_NUMBER:
-        raise SecurityError(f"a width beyond {MAX_NUMBER}")
+        raise SecurityError(f"a width of more than {MAX_NUMBER}")
     return widest
 
 

@@ -49,7 +49,7 @@ def _places(budget: Budget, text: str, word: str, most: int = -1) -> Iterator[in
         yield place
         count += 1
         if count > MAX_FOUND:
-            raise SecurityError(f"a text that is found more than {MAX_FOUND} times in another")
+            raise SecurityError(f"more than {MAX_FOUND} matches of a search string")
         budget.step()
         start = place + len(word)
 
@@ -84,7 +84,7 @@ def rpartition(budget: Budget, text: str, sep: str) -> tuple[str, str, str]:
 
 def rsplit(budget: Budget, text: str, sep: str, maxsplit: int = -1) -> list[str]:
     if maxsplit != 1:
-        raise SecurityError("rsplit() of a long text, other than at one place")
+        raise SecurityError("rsplit() of a long string with maxsplit other than 1")
     before, found, behind = rpartition(budget, text, sep)
     return [before, behind] if found else [text]
 

@@ -102,7 +102,7 @@ class ChatTemplate:
         """`messages` are left as they are. Raises RequestError with the template's own words when it refuses."""
         if continue_final_message and add_generation_prompt:
             raise RequestError(
-                "continue_final_message and add_generation_prompt exclude each other",
+                "continue_final_message and add_generation_prompt cannot both be true",
                 fix="set add_generation_prompt to false to continue the last message",
                 field="continue_final_message",
             )
@@ -112,7 +112,7 @@ class ChatTemplate:
         final = _mark_final(chat) if continue_final_message else None
         clash = _RESERVED.intersection(variables or ())
         if clash:
-            raise RequestError(f"{sorted(clash)[0]} cannot be given to a chat template", field="chat_template_kwargs")
+            raise RequestError(f"{sorted(clash)[0]} cannot be passed to a chat template", field="chat_template_kwargs")
         rendered = self._generate(
             {
                 **plain(variables or {}, "chat_template_kwargs"),
@@ -132,7 +132,7 @@ class ChatTemplate:
                 for chunk in self._compiled.generate(**context, range=_bounded_range()):
                     length += len(chunk)
                     if length > template_budget.MAX_VALUE_CHARS:
-                        raise SecurityError(f"the prompt grew beyond {template_budget.MAX_VALUE_CHARS} characters")
+                        raise SecurityError(f"the prompt exceeds {template_budget.MAX_VALUE_CHARS} characters")
                     chunks.append(chunk)
         except SecurityError as problem:
             raise stopped(str(problem)) from problem
@@ -172,7 +172,7 @@ def load_template(given: str) -> str:
         except (OSError, UnicodeDecodeError) as problem:
             raise ConfigurationError(
                 f"the chat template {given} cannot be read",
-                needed="a text file with a Jinja template, or the template's own text",
+                needed="a Jinja template file, or the template itself as a string",
                 found=str(problem),
                 field="chat_template",
             ) from problem
@@ -208,7 +208,7 @@ def missing_template() -> RequestError:
 
 def _refused(problem: BaseException) -> RequestError:
     words = shorten(str(problem) or type(problem).__name__, 500)
-    return RequestError(f"the chat template refused: {words}", code=TEMPLATE_REFUSED, field="messages")
+    return RequestError(f"the chat template failed: {words}", code=TEMPLATE_REFUSED, field="messages")
 
 
 def _alias_reasoning(message: dict[str, Any]) -> dict[str, Any]:
@@ -250,7 +250,7 @@ def _cut_at_mark(rendered: str, final: str) -> str:
     position = rendered.rfind(_CONTINUE_MARK.strip())
     if position < 0 or final.strip() not in rendered:
         raise RequestError(
-            "the chat template does not show the last message whole, so it cannot be continued",
+            "the chat template does not render the whole last message, so it cannot be continued",
             code=TEMPLATE_REFUSED,
             field="continue_final_message",
         )
@@ -278,7 +278,7 @@ def _bounded_range() -> Callable[..., range]:
         # A range too long for len() is too long for us; the slice keeps the question cheap.
         left -= len(numbers[: MAX_LOOP_TURNS + 1])
         if left < 0:
-            raise SecurityError(f"range() beyond {MAX_LOOP_TURNS} turns in one rendering")
+            raise SecurityError(f"more than {MAX_LOOP_TURNS} iterations of range() in one rendering")
         return numbers
 
     return bounded
@@ -291,7 +291,7 @@ def _raise_exception(message: object) -> None:
 
 def _strftime_now(format: str) -> str:
     if len(format) > 100:
-        raise SecurityError("a format of a date beyond 100 characters")
+        raise SecurityError("a date format of more than 100 characters")
     return datetime.now().strftime(format)
 
 
@@ -308,7 +308,7 @@ def _to_json(
     refuse_numbers((indent,), MAX_JSON_INDENT)
     for text in (indent, *(separators or ())):
         if isinstance(text, str):
-            running.limit(len(text), MAX_JSON_INDENT, "characters between values")
+            running.limit(len(text), MAX_JSON_INDENT, "characters in an indent or separator")
     encoder = json.JSONEncoder(ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
     if weight <= MAX_JSON_AT_ONCE and indent is None:
         running.work(4 * weight)

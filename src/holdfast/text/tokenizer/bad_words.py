@@ -18,7 +18,7 @@ def spell_bad_words(words: Sequence[str], tokenizer: Tokenizer) -> list[list[int
     spellings = [spelling for word in words for spelling in _spell(word, tokenizer)]
     if len(spellings) > MAX_BAD_SPELLINGS:
         raise RequestError(
-            f"bad_words: {len(words)} words are spelled in {len(spellings)} ways",
+            f"bad_words: {len(words)} words have {len(spellings)} tokenizations",
             needed=f"at most {MAX_BAD_SPELLINGS}",
             found=str(len(spellings)),
             fix="send fewer words",
@@ -49,7 +49,7 @@ def _spell(word: str, tokenizer: Tokenizer) -> list[list[int]]:
 
 def _beyond(word: str, spelling: list[int]) -> RequestError:
     return RequestError(
-        f"bad_words: {shorten(repr(word))} is spelled in {len(spelling)} tokens",
+        f"bad_words: {shorten(repr(word))} has {len(spelling)} tokens",
         needed=f"from 1 to {MAX_BAD_WORD_TOKENS} tokens",
         found=str(len(spelling)),
         field="bad_words",

@@ -79,9 +79,9 @@ def build(metadata: Mapping[str, Any]) -> GGUFVocabulary:
 
 def _no_tokenizer(problem: BaseException) -> CheckpointError:
     return CheckpointError(
-        "the GGUF header's vocabulary does not make a tokenizer",
+        "no tokenizer can be built from the GGUF header's vocabulary",
         found=shorten(str(problem), 200),
-        fix="fetch the file again",
+        fix="download the file again",
     )
 
 
@@ -89,7 +89,7 @@ def _check_sizes(tokens: Sequence[str]) -> None:
     longest = max(map(len, tokens))
     if len(tokens) > MAX_TOKENS or longest > MAX_TOKEN_CHARS:
         raise CheckpointError(
-            "the GGUF header's vocabulary is absurdly large",
+            "the GGUF header's vocabulary is not plausible",
             code=VOCABULARY_ABSURD,
             needed=f"at most {MAX_TOKENS} tokens of at most {MAX_TOKEN_CHARS} characters",
             found=f"{len(tokens)} tokens, the longest of {longest} characters",
@@ -102,7 +102,7 @@ def set_ends(backend: Tokenizer, bos: str | None, eos: str | None) -> None:
     missing = next((token for token, index in around if index is None), None)
     if missing is not None:
         raise CheckpointError(
-            f"a text shall begin or end with {shorten(missing)!r}, which is no token of this vocabulary",
+            f"the BOS or EOS token {shorten(missing)!r} is not in the vocabulary",
             needed="bos_token and eos_token of tokenizer_config.json among the tokens of tokenizer.json",
             found=shorten(missing),
             fix="correct them, or set add_bos_token and add_eos_token to false",
@@ -151,8 +151,8 @@ def _pair(merge: str) -> tuple[str, str]:
     left, _, right = merge.partition(" ")
     if not left or not right or " " in right:
         raise CheckpointError(
-            "tokenizer.ggml.merges holds something that is no merge",
-            needed="two tokens with one space between",
+            "tokenizer.ggml.merges contains an invalid merge",
+            needed="two tokens separated by one space",
             found=repr(merge[:80]),
         )
     return left, right
@@ -186,9 +186,9 @@ def _merges_by_score(
     """
     if sum(len(token) ** 2 for token in tokens) > MAX_CUT_CHARS:
         raise CheckpointError(
-            "the tokens of the GGUF header's vocabulary are absurdly long",
+            "the tokens of the GGUF header's vocabulary are too long to be plausible",
             code=VOCABULARY_ABSURD,
-            fix="fetch the file again",
+            fix="download the file again",
         )
     made = [index for index, kind in enumerate(kinds) if kind not in (UNKNOWN, CONTROL, BYTE)]
     made.sort(key=scores.__getitem__, reverse=True)
@@ -227,7 +227,7 @@ def _list_of(
 ) -> list[Any]:
     values = metadata.get(key)
     if values is None:
-        raise CheckpointError(f"the GGUF header has no {key}", needed=key, fix="use a file with its tokenizer inside")
+        raise CheckpointError(f"the GGUF header has no {key}", needed=key, fix="use a GGUF file with its tokenizer")
     listed = values if isinstance(values, list) else []
     if not listed or not all(issubclass(found, kind) for found in set(map(type, listed))):
         raise CheckpointError(f"{key} in the GGUF header is empty or of the wrong type")
@@ -244,7 +244,7 @@ def _role(metadata: Mapping[str, Any], key: str, tokens: Sequence[str]) -> str |
         return None
     if not isinstance(index, int) or not 0 <= index < len(tokens):
         raise CheckpointError(
-            f"{key} in the GGUF header is outside the vocabulary",
+            f"{key} in the GGUF header is not in the vocabulary",
             needed=f"0 to {len(tokens) - 1}",
             found=repr(index),
         )

@@ -333,7 +333,7 @@ def _check_text(text: object) -> None:
         text.encode()
     except UnicodeEncodeError as problem:
         raise RequestError(
-            "the text holds half of a surrogate pair, which is no character",
+            "the text contains half of a surrogate pair, which is not a character",
             found=f"{problem.object[problem.start]!r} at character {problem.start}",
             fix="send valid Unicode",
             field="prompt",
@@ -345,19 +345,19 @@ def _cannot_encode(problem: BaseException) -> RequestError:
         "the model's tokenizer fails on this text",
         code=TOKENIZER_FAILED,
         found=shorten(str(problem), 200),
-        fix="send other text, or token ids; if it fails on many texts, the model's tokenizer.json is at fault",
+        fix="send other text, or token ids; if it fails on many texts, the model's tokenizer.json is faulty",
         field="prompt",
     )
 
 
 def _cannot_decode(problem: BaseException) -> RequestError:
     if isinstance(problem, OverflowError | TypeError):
-        return RequestError("token ids must be integers from 0 on", found=shorten(str(problem)), field="token_ids")
+        return RequestError("token ids must be non-negative integers", found=shorten(str(problem)), field="token_ids")
     return RequestError(
         "the model's tokenizer fails on these token ids",
         code=TOKENIZER_FAILED,
         found=shorten(str(problem), 200),
-        fix="send other ids; if it fails on many, the model's tokenizer.json is at fault",
+        fix="send other ids; if it fails on many, the model's tokenizer.json is faulty",
         field="token_ids",
     )
 

@@ -155,8 +155,8 @@ def closed(schema: Mapping[str, Any], depth: int = 0) -> dict[str, Any]:
     only describes, which is long and holds nothing to a form."""
     if depth > MAX_SCHEMA_DEPTH:
         raise RequestError(
-            f"a tool's parameters are more than {MAX_SCHEMA_DEPTH} deep",
-            needed=f"at most {MAX_SCHEMA_DEPTH} schemas inside one another",
+            f"a tool's parameters are nested more than {MAX_SCHEMA_DEPTH} deep",
+            needed=f"at most {MAX_SCHEMA_DEPTH} nested schemas",
             field="tools",
         )
     made = {key: value for key, value in schema.items() if key not in _DESCRIPTIONS}

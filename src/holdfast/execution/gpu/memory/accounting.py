@@ -86,7 +86,7 @@ def open_device(uuid: str) -> torch.device:
         torch.cuda.init()
     except (RuntimeError, AssertionError) as error:
         raise ConfigurationError(
-            "CUDA does not start",
+            "CUDA failed to initialize",
             code="HF124",
             needed=f"a driver for CUDA {torch.version.cuda}",
             found=str(error).splitlines()[0],
@@ -101,10 +101,10 @@ def open_device(uuid: str) -> torch.device:
             torch.zeros(1, device=device)
             return device
     raise ConfigurationError(
-        "the planned GPU is not there for torch",
+        "torch does not see the planned GPU",
         code="HF121",
         needed=uuid,
-        found=f"{count} devices, none of them it",
-        fix="leave CUDA_VISIBLE_DEVICES as it was when the plan was made",
+        found=f"{count} devices, none of which is it",
+        fix="keep CUDA_VISIBLE_DEVICES as it was when the plan was made",
         field="device",
     )

@@ -36,7 +36,7 @@ OUT_OF_MEMORY = 2
 
 class RangeError(EngineError):
     def __init__(self, what: str, status: int) -> None:
-        super().__init__(f"the GPU's driver refused {what}", code="HF440", found=f"CUDA error {status}")
+        super().__init__(f"the GPU driver refused {what}", code="HF440", found=f"CUDA error {status}")
         self.out_of_memory = status == OUT_OF_MEMORY
 
 

@@ -86,7 +86,7 @@ def lark_rules(text: str, prefix: str) -> tuple[str, list[str]]:
     """What it is as part of another grammar, and the rules that this needs; their names begin with `prefix`."""
     rules = _Reader(text).rules()
     if "root" not in rules:
-        raise _wrong('no rule "root", and no "start:" of a Lark grammar', "root ::= ...")
+        raise _wrong('no "root" rule, and no "start:" rule of a Lark grammar', "root ::= ...")
     for rule in rules.values():
         for name in _references(rule):
             if name not in rules:
@@ -106,7 +106,7 @@ class _Reader:
             found = _TOKEN.match(text, place)
             if found is None:
                 line = text.count("\n", 0, place) + 1
-                raise _wrong(f"line {line} cannot be read from {shorten(text[place : place + 40])!r} on", None)
+                raise _wrong(f"syntax error in line {line} at {shorten(text[place : place + 40])!r}", None)
             place = found.end()
             kind = str(found.lastgroup)
             if found["defines"]:
@@ -120,7 +120,7 @@ class _Reader:
         rules: dict[str, Node] = {}
         while self._kind != "end":
             if self._kind != "rule":
-                raise _wrong(f"{shorten(self._text)!r} stands where a rule should begin", "name ::= ...")
+                raise _wrong(f"expected a rule, found {shorten(self._text)!r}", "name ::= ...")
             name = self._take()
             if name in rules:
                 raise _wrong(f"the rule {shorten(name)!r} is defined twice", None)
@@ -141,7 +141,7 @@ class _Reader:
 
     def _alternatives(self, depth: int) -> Node:
         if depth > MAX_DEPTH:
-            raise _wrong(f"more than {MAX_DEPTH} groups in each other", None)
+            raise _wrong(f"groups are nested more than {MAX_DEPTH} deep", None)
         found = [self._sequence(depth)]
         while self._text == "|" and self._kind == "mark":
             self._take()
@@ -172,7 +172,7 @@ class _Reader:
         if text == ".":
             return GbnfPattern(r"[^\n]")
         if text != "(":
-            raise _wrong(f"{shorten(text)!r} repeats nothing", None)
+            raise _wrong(f"nothing to repeat before {shorten(text)!r}", None)
         inner = self._alternatives(depth + 1)
         if self._take() != ")":
             raise _wrong("a group is not closed", ")")
@@ -197,7 +197,7 @@ def _character(escape: str) -> str:
     if escape[0] in "xuU" and len(escape) > 1:
         number = int(escape[1:], 16)
         if number > 0x10FFFF or 0xD800 <= number < 0xE000:
-            raise _wrong(f"\\{escape} is no character", None)
+            raise _wrong(f"\\{escape} is not a valid character", None)
         return chr(number)
     return _PLAIN.get(escape, escape)
 

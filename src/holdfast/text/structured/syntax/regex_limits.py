@@ -16,11 +16,11 @@ def check_repeats(regex: str, named: str) -> None:
     product = too_many(regex)
     if product is not None:
         raise GrammarError(
-            f"{named}: repetitions within each other come to {product:,}",
+            f"{named}: nested repetitions multiply to {product:,}",
             code="HF362",
             needed=f"at most {MOST:,}",
             found=f"{product:,}",
-            fix="smaller repetitions",
+            fix="use smaller repetition counts",
             field=named,
         )
 

@@ -67,7 +67,7 @@ class _Writer:
             raise UnsupportedOptionError(
                 f"structural_tag: format {shorten(kind)!r} is not supported here",
                 needed=", ".join(self._kinds),
-                fix="the same as a grammar, with %json for its schemas",
+                fix="write it as a grammar, with %json for its schemas",
                 field=FIELD,
             )
         return write(given, last)
@@ -105,7 +105,9 @@ class _Writer:
     def _text(self, given: dict[str, Any], last: bool) -> str:
         _refuse(given, {"max_tokens": (None,), "max_chars": (None,)})
         if not last:
-            raise _wrong("any_text as the last of a sequence, or between a tag's begin and end", "something behind it")
+            raise _wrong(
+                "any_text must be the last in a sequence, or between a tag's begin and end", "something after it"
+            )
         return "TAG_TEXT"
 
     def _sequence(self, given: dict[str, Any], last: bool) -> str:
@@ -116,7 +118,7 @@ class _Writer:
     def _or(self, given: dict[str, Any], last: bool) -> str:
         found = [self.format(one, last=last) for one in _list_of(given, "elements", dict)]
         if not found:
-            raise _wrong("elements to choose from", "none")
+            raise _wrong("or needs elements to choose from", "none")
         return f"({' | '.join(found)})"
 
     def _tag(self, given: dict[str, Any], last: bool, trigger: str = "") -> str:
@@ -124,7 +126,7 @@ class _Writer:
         begin, ends, content = _text_of(given, "begin"), given.get("end"), given.get("content")
         ends = ends if isinstance(ends, list) else [ends]
         if not ends or not all(isinstance(end, str) for end in ends):
-            raise _wrong("a begin and an end, as texts, of every tag", shorten(given.get("end")))
+            raise _wrong("every tag needs a begin and an end, as strings", shorten(given.get("end")))
         opening = self._literal(begin[len(trigger) :])
         if not isinstance(content, dict) or content.get("type") != "any_text" or not any(ends):
             written = self.format(content, last=last and not any(ends))
@@ -139,7 +141,7 @@ class _Writer:
     def _tags(self, given: dict[str, Any]) -> list[dict[str, Any]]:
         tags = _list_of(given, "tags", dict)
         if not tags:
-            raise _wrong("at least one tag", "none")
+            raise _wrong("at least one tag is needed", "none")
         return tags
 
     def _separated(self, given: dict[str, Any], last: bool) -> str:
@@ -153,7 +155,7 @@ class _Writer:
         _refuse(given, {})
         stops, some = given.get("stop_after_first") is True, given.get("at_least_one") is True
         if not last and not stops:
-            raise _wrong("triggered_tags as the last of a sequence", "something behind them")
+            raise _wrong("triggered_tags must be the last in a sequence", "something after it")
         triggers = _list_of(given, "triggers", str)
         names = " | ".join(self._behind_trigger(tag, triggers) for tag in self._tags(given))
         if stops:
@@ -164,7 +166,7 @@ class _Writer:
         begin = _text_of(tag, "begin")
         trigger = next((one for one in triggers if one and begin.startswith(one)), None)
         if trigger is None:
-            raise _wrong(f"a trigger that {shorten(begin)!r} begins with", shorten(triggers))
+            raise _wrong(f"no trigger is a prefix of {shorten(begin)!r}", shorten(triggers))
         rest, known = self._tag(tag, False, trigger), self._special_id(trigger)
         if known is not None:
             return self._rule(f"TAG_TEXT <[{known}]> {rest}")
@@ -184,21 +186,21 @@ def _refuse(given: dict[str, Any], allowed: dict[str, tuple[Any, ...]]) -> None:
     for name, values in {"excludes": ([], None), **allowed}.items():
         if given.get(name) not in values:
             raise UnsupportedOptionError(
-                f"structural_tag: {name} of {given.get('type')} is not supported here", fix="leave it out", field=FIELD
+                f"structural_tag: {name} in {given.get('type')} is not supported here", fix="leave it out", field=FIELD
             )
 
 
 def _text_of(given: dict[str, Any], name: str) -> str:
     value = given.get(name)
     if not isinstance(value, str):
-        raise _wrong(f"{name}, as text, of {given.get('type') or 'every tag'}", shorten(value))
+        raise _wrong(f"{given.get('type') or 'every tag'} needs {name}, as a string", shorten(value))
     return value
 
 
 def _list_of(given: dict[str, Any], name: str, kind: type) -> list[Any]:
     value = given.get(name)
     if not isinstance(value, list) or not all(isinstance(one, kind) for one in value):
-        raise _wrong(f"{name}, a list of {'objects' if kind is dict else 'texts'}", shorten(value))
+        raise _wrong(f"{name} must be a list of {'objects' if kind is dict else 'strings'}", shorten(value))
     return value
 
 

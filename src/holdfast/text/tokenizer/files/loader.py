@@ -51,7 +51,7 @@ def load_tokenizer(path: Path) -> Tokenizer:
     """Raises CheckpointError for what is torn, foreign or hostile."""
     raw = read_small(path, MAX_FILE_BYTES)
     if raw is None:
-        raise CheckpointError(f"{path.name} is gone", needed="the file that was there a moment ago")
+        raise CheckpointError(f"{path.name} has disappeared", needed="the file that existed a moment ago")
     try:
         found = msgspec.json.decode(raw, type=_File)
     except (msgspec.DecodeError, ValueError, RecursionError) as problem:
@@ -91,17 +91,17 @@ def check_vocabulary(vocabulary: Mapping[str, int], where: str) -> None:
     longest = max(map(len, vocabulary), default=0)
     if greatest >= MAX_TOKENS or longest > MAX_TOKEN_CHARS:
         raise CheckpointError(
-            f"the vocabulary of {where} is absurd",
+            f"the vocabulary of {where} is not plausible",
             code=VOCABULARY_ABSURD,
             needed=f"ids below {MAX_TOKENS}, and tokens of at most {MAX_TOKEN_CHARS} characters",
-            found=f"{len(vocabulary)} tokens, the greatest id {greatest}, the longest of {longest} characters",
-            fix="fetch the model's tokenizer again; its ids must follow one another",
+            found=f"{len(vocabulary)} tokens, the largest id {greatest}, the longest of {longest} characters",
+            fix="download the model's tokenizer again; its ids must be consecutive",
         )
 
 
 def _unreadable(path: Path, problem: BaseException) -> CheckpointError:
     return CheckpointError(
-        f"{path.name} cannot be read as a tokenizer", found=shorten(str(problem), 200), fix="fetch the file again"
+        f"{path.name} cannot be read as a tokenizer", found=shorten(str(problem), 200), fix="download the file again"
     )
 
 
@@ -129,11 +129,11 @@ def _check_model(model: Any) -> None:
     affixes = [getattr(model, name, None) or "" for name in ("continuing_subword_prefix", "end_of_word_suffix")]
     if word > MAX_WORD_CHARS or any(len(affix) > MAX_AFFIX_CHARS for affix in affixes):
         raise CheckpointError(
-            "the model in tokenizer.json would take absurdly long for a text",
+            "the model in tokenizer.json would take far too long to tokenize a text",
             code=VOCABULARY_ABSURD,
             needed=f"max_input_chars_per_word up to {MAX_WORD_CHARS}, prefix and suffix up to {MAX_AFFIX_CHARS}",
             found=f"{word}, and {max(map(len, affixes))} characters",
-            fix="fetch the model's tokenizer again",
+            fix="download the model's tokenizer again",
         )
 
 
@@ -142,11 +142,11 @@ def _check_template_ids(processor: Any, backend: Tokenizer) -> None:
     unknown = next((index for index in _template_ids(processor) if backend.id_to_token(index) is None), None)
     if unknown is not None:
         raise CheckpointError(
-            f"the post_processor in tokenizer.json puts the token {unknown} around a text, and there is none",
+            f"the post_processor in tokenizer.json adds the token {unknown}, which is not in the vocabulary",
             code=VOCABULARY_ABSURD,
-            needed="an id of the vocabulary",
+            needed="a token id in the vocabulary",
             found=str(unknown),
-            fix="fetch the model's tokenizer again",
+            fix="download the model's tokenizer again",
         )
 
 

@@ -161,9 +161,9 @@ def _check_rows(tree: Node) -> None:
         row = _Cost(lambda atom: sets[atom.text], character).of(tree)
         shown = ascii(chr(character))
         if row.loops > MAX_LOOPS:
-            raise PatternError(f"{row.loops} loops in a row take {shown}, and {MAX_LOOPS} are the most")
+            raise PatternError(f"{row.loops} consecutive loops match {shown}; at most {MAX_LOOPS} are allowed")
         if row.ways > MAX_WAYS:
-            raise PatternError(f"there are too many ways to take a text of {shown}")
+            raise PatternError(f"there are too many ways to match a text of {shown}")
 
 
 # ---- two ways through a loop
@@ -195,7 +195,7 @@ class _Paths:
     def add(self, node: Node) -> _Places:
         if isinstance(node, Atom):
             if len(self.atoms) >= MAX_PLACES:
-                raise PatternError(f"a loop is written with more than {MAX_PLACES} characters")
+                raise PatternError(f"a loop has more than {MAX_PLACES} characters")
             self.atoms.append(node)
             place = len(self.atoms) - 1
             return _Places({place}, {place}, empty=False)
@@ -244,11 +244,11 @@ class _Paths:
 
 
 def _check_loop(loop: Repeat) -> None:
-    refused = PatternError("there are two ways to take the same text within a loop")
+    refused = PatternError("a loop can match the same text in two ways")
     paths = _Paths()
     # Leaving out one turn of several is as many ways to do so.
     if paths.add(loop.body).empty:
-        raise PatternError("what a loop repeats may be nothing")
+        raise PatternError("a loop can repeat an empty match")
     paths = _Paths()
     paths.add(Repeat(loop.body, 0, None))
     if paths.twice:

@@ -69,11 +69,11 @@ _LINE_END = Atom("[\\n-\\r\\x{85}\\x{2028}\\x{2029}]")
 def parse_pattern(pattern: str) -> Node:
     """Raises PatternError."""
     if len(pattern) > MAX_PATTERN_CHARS:
-        raise PatternError(f"it has {len(pattern)} characters, and {MAX_PATTERN_CHARS} are the most")
+        raise PatternError(f"it has {len(pattern)} characters; at most {MAX_PATTERN_CHARS} are allowed")
     parser = _Parser(pattern)
     node = parser.choice()
     if parser.position < len(pattern):
-        raise PatternError(f"a group is closed that was not opened, at character {parser.position}")
+        raise PatternError(f"unmatched ) at character {parser.position}")
     return node
 
 
@@ -132,7 +132,7 @@ class _Parser:
             return Repeat(node, low, low)
         high = None if interval[3] is None else int(interval[3])
         if high is not None and high < low:
-            raise PatternError(f"{interval[0]} cannot be counted")
+            raise PatternError(f"the repetition {interval[0]} has a minimum above its maximum")
         return Repeat(node, low, high)
 
     def one(self) -> Node:
@@ -144,7 +144,7 @@ class _Parser:
         if sign == "\\":
             return self.escape()
         if sign in "*+?":
-            raise PatternError(f"nothing stands before the {sign} at character {self.position}")
+            raise PatternError(f"nothing to repeat before {sign} at character {self.position}")
         self.position += 1
         if sign in "^$":
             return NOTHING
@@ -157,7 +157,7 @@ class _Parser:
         opened = self.position
         self.nesting += 1
         if self.nesting > MAX_NESTING:
-            raise PatternError(f"its groups nest deeper than {MAX_NESTING}")
+            raise PatternError(f"its groups are nested more than {MAX_NESTING} deep")
         self.position += 1
         before, looks = self.ignore_case, False
         if self.peek("?"):

@@ -42,7 +42,7 @@ def check_steps(pipeline: Mapping[str, Any]) -> None:
             if factor > 1:
                 grown.append(f"{where} ({factor:.3g})")
             if not product <= MAX_GROWTH:
-                raise _grows(f"{where} may make a text too long", " x ".join(grown))
+                raise _grows(f"{where} may make the text too long", " x ".join(grown))
     _check_processor(pipeline.get("post_processor"))
 
 
@@ -54,7 +54,7 @@ def _steps(pipeline: Mapping[str, Any], stage: str) -> Iterator[tuple[str, Step]
         if step is None:
             return
         if not isinstance(step, dict) or depth > MAX_STEPS:
-            raise CheckpointError(f"the {stage} in tokenizer.json cannot be read", needed="a table with its type")
+            raise CheckpointError(f"the {stage} in tokenizer.json cannot be read", needed="an object with a type")
         if isinstance(step.get(inner), list):
             for one in step[inner]:
                 yield from flat(one, depth + 1)
@@ -67,16 +67,16 @@ def _steps(pipeline: Mapping[str, Any], stage: str) -> Iterator[tuple[str, Step]
 
 def _check_count(steps: list[tuple[str, Step]]) -> None:
     if len(steps) > MAX_STEPS:
-        raise _grows(f"there are {len(steps)} steps in tokenizer.json", f"{len(steps)} steps")
+        raise _grows(f"tokenizer.json has {len(steps)} steps", f"{len(steps)} steps")
 
 
 def _grows(message: str, found: str) -> CheckpointError:
     return CheckpointError(
-        f"tokenizer.json is refused: {message}",
+        f"tokenizer.json is rejected: {message}",
         code=GROWS,
-        needed=f"at most {MAX_STEPS} steps that make a text at most {MAX_GROWTH} times as long",
+        needed=f"at most {MAX_STEPS} steps that make the text at most {MAX_GROWTH} times as long",
         found=shorten(found, 200),
-        fix="use the tokenizer.json that the model's publisher offers",
+        fix="use the tokenizer.json of the model's publisher",
     )
 
 
@@ -102,11 +102,11 @@ def _shortest_match(where: str, pattern: Any) -> int:
         return check_pattern(pattern["Regex"])
     except PatternError as problem:
         raise CheckpointError(
-            f"tokenizer.json is refused: the regular expression of {where} may take forever, or is not supported",
+            f"tokenizer.json is rejected: the regular expression of {where} may not terminate, or is not supported",
             code=PATTERN,
-            needed="a pattern without back references, with one way through each loop",
+            needed="a pattern without backreferences, with one way through each loop",
             found=f"{problem}: {shorten(pattern['Regex'])}",
-            fix="use the tokenizer.json that the model's publisher offers",
+            fix="use the tokenizer.json of the model's publisher",
         ) from problem
 
 
@@ -129,9 +129,9 @@ def _precompiled(step: Step, shortest: int) -> float:
     if len(raw) < 4 or tree > len(raw) - 4:  # The library would take memory for a tree of that size.
         raise CheckpointError(
             "the precompiled_charsmap in tokenizer.json cannot be used",
-            needed="a table, in base64, of the size it says",
-            found=f"{len(raw)} bytes, {tree} of them a search tree",
-            fix="fetch the file again",
+            needed="a base64 table of the size in its header",
+            found=f"{len(raw)} bytes, {tree} of them for the search tree",
+            fix="download the file again",
         )
     return max(1.0, float(max(map(len, raw[4 + tree :].split(b"\0")))))
 
@@ -167,7 +167,7 @@ def _check_processor(step: Any, depth: int = 0) -> int:
     if not isinstance(step, dict):
         return 0
     if depth > MAX_STEPS:
-        raise _grows("the post_processor nests too deeply", f"more than {MAX_STEPS}")
+        raise _grows("the post_processor is nested too deeply", f"more than {MAX_STEPS}")
     inner = step.get("processors")
     if isinstance(inner, list):
         if len(inner) > MAX_STEPS:
@@ -176,7 +176,7 @@ def _check_processor(step: Any, depth: int = 0) -> int:
     else:
         added = _check_template(step)
     if added > MAX_TEMPLATE_IDS:
-        raise _grows(f"the post_processor puts {added} tokens around a text", f"{added} tokens")
+        raise _grows(f"the post_processor adds {added} tokens to a text", f"{added} tokens")
     return added
 
 
