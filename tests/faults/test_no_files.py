@@ -90,7 +90,7 @@ async def test_pages_answer_without_files(start_server, tiny_arguments) -> None:
 
 
 async def test_no_socket_is_said(tmp_path: Path) -> None:
-    with zmq.asyncio.Context() as context, no_files(), pytest.raises(NoResourcesError, match="for now") as caught:
+    with zmq.asyncio.Context() as context, no_files(), pytest.raises(NoResourcesError, match="will retry") as caught:
         await Child.spawn(context, tmp_path / "0.sock", EngineConfig())
     assert caught.value.code == "HF411"
     assert "ulimit -n" in str(caught.value)
