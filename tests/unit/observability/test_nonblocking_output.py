@@ -71,7 +71,7 @@ def test_beyond_a_bound_lines_are_left_out_and_counted(monkeypatch, ends: tuple[
     lines = told.splitlines()
     kept = [int(line[:6]) for line in lines[:-1]]
     assert kept == list(range(len(kept)))
-    assert lines[-1] == f"... {20_000 - len(kept)} lines were left out here: nobody read them".encode()
+    assert lines[-1] == f"... {20_000 - len(kept)} lines were dropped here: nothing was reading the output".encode()
     stream.write("and on\n")
     assert os.read(ends[0], 100) == b"and on\n"
 
