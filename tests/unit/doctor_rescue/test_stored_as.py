@@ -29,7 +29,7 @@ def test_a_format_that_the_model_does_not_have_is_left_out(words: str, command: 
     [
         ("FP8: in vLLM since 0.6.6, and not in 0.6.3", "arch_unsupported", "pip install --upgrade 'vllm>=0.6.6'"),
         ("FP8 needs compute capability 8.0; t4 has 7.5", "dtype_unsupported_gpu", None),
-        ("KV in FP8 needs compute capability 8.0", "dtype_unsupported_gpu", "vllm serve a --kv-cache-dtype auto"),
+        ("an FP8 KV cache needs compute capability 8.0", "dtype_unsupported_gpu", "vllm serve a --kv-cache-dtype auto"),
         ("vLLM needs compute capability 7.5; p100 has 6.0", "kernel_image_missing", None),
     ],
 )  # fmt: skip
