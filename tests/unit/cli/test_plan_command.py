@@ -128,7 +128,7 @@ def test_traffic_out_of_a_log(capsys: pytest.CaptureFixture[str], tmp_path: Path
     code, found = planned(capsys, "llama-3.1-8b", "--gpu", "rtx4090", "--traffic", str(log))
     assert code == 0
     assert found["traffic"]["concurrency"] == 3
-    assert any("1 torn line" in decision["reason"] for decision in found["decisions"])
+    assert any("1 truncated line" in decision["reason"] for decision in found["decisions"])
 
 
 def test_for_one_engine(capsys: pytest.CaptureFixture[str]) -> None:

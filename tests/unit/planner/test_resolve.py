@@ -224,7 +224,7 @@ def test_a_hub_that_takes_the_connection_and_says_nothing_is_not_waited_for(tmp_
         with pytest.raises(BlockingIOError):  # Who did not answer once is not asked again at once.
             silent.accept()
     assert unknown["code"] == "HF222"
-    assert "has not answered within 1 s" in unknown["message"]
+    assert "has not responded within 1 s" in unknown["message"]
     assert found["origin"] == "catalogue"
 
 

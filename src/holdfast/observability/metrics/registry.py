@@ -56,20 +56,16 @@ class ServingMetrics:
         self._prompt_total = self._generated_total = 0
         largest = token_buckets(max_model_len)
 
-        self.prompt_tokens = self._counter(
-            "prompt_tokens", "Number of prompt tokens processed, of requests that got a first token."
-        )
-        self.cached_tokens = self._counter(
-            "prompt_tokens_cached", "Number of these prompt tokens found in the prefix cache."
-        )
+        self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of requests that got a first token.")
+        self.cached_tokens = self._counter("prompt_tokens_cached", "Prompt tokens found in the prefix cache.")
         by_source = Counter(
             "vllm:prompt_tokens_by_source",
-            "Number of prompt tokens by where their KV came from.",
+            "Prompt tokens by where their KV came from.",
             [*LABELS, "source"],
             registry=self.registry,
         )
         self.by_source = {source: by_source.labels(model_name, ENGINE, source) for source in SOURCES}
-        self.generation_tokens = self._counter("generation_tokens", "Number of generation tokens processed.")
+        self.generation_tokens = self._counter("generation_tokens", "Generated tokens.")
         self._success = Counter(
             "vllm:request_success",
             "Count of finished outputs by finish reason.",
@@ -77,58 +73,36 @@ class ServingMetrics:
             registry=self.registry,
         )
         self.success = {reason: self._success.labels(model_name, ENGINE, reason.value) for reason in FinishReason}
-        self.iteration_tokens = self._quick(
-            "iteration_tokens_total", "Number of tokens per engine step.", STEP_TOKEN_BUCKETS
-        )
-        self.ttft = self._histogram(
-            "time_to_first_token_seconds", "Time to first token in seconds, from arrival.", TTFT_BUCKETS_S
-        )
+        self.iteration_tokens = self._quick("iteration_tokens_total", "Tokens per engine step.", STEP_TOKEN_BUCKETS)
+        self.ttft = self._histogram("time_to_first_token_seconds", "Arrival to first token.", TTFT_BUCKETS_S)
         self.inter_token = self._quick(
             "inter_token_latency_seconds", "Inter-token latency in seconds.", INTER_TOKEN_BUCKETS_S
         )
         self.time_per_token = self._histogram(
             "request_time_per_output_token_seconds",
-            "Mean time per output token of a request in seconds, without the first.",
+            "Mean time per output token after the first.",
             INTER_TOKEN_BUCKETS_S,
         )
-        self.e2e = self._histogram(
-            "e2e_request_latency_seconds",
-            "End-to-end request latency in seconds, from arrival to last token.",
-            REQUEST_BUCKETS_S,
-        )
-        self.queue_time = self._histogram(
-            "request_queue_time_seconds",
-            "Time a request spent waiting in seconds, from arrival to first step.",
-            REQUEST_BUCKETS_S,
-        )
+        self.e2e = self._histogram("e2e_request_latency_seconds", "Arrival to last token.", REQUEST_BUCKETS_S)
+        self.queue_time = self._histogram("request_queue_time_seconds", "Arrival to first step.", REQUEST_BUCKETS_S)
         self.prefill_time = self._histogram(
-            "request_prefill_time_seconds",
-            "Prefill time of a request in seconds, from first step to first token.",
-            REQUEST_BUCKETS_S,
+            "request_prefill_time_seconds", "First step to first token.", REQUEST_BUCKETS_S
         )
         self.decode_time = self._histogram(
-            "request_decode_time_seconds",
-            "Decode time of a request in seconds, from first to last token.",
-            REQUEST_BUCKETS_S,
+            "request_decode_time_seconds", "First token to last token.", REQUEST_BUCKETS_S
         )
         self.inference_time = self._histogram(
-            "request_inference_time_seconds",
-            "Inference time of a request in seconds, from first step to last token.",
-            REQUEST_BUCKETS_S,
+            "request_inference_time_seconds", "First step to last token.", REQUEST_BUCKETS_S
         )
-        self.request_prompt_tokens = self._histogram(
-            "request_prompt_tokens", "Number of prompt tokens of a request.", largest
-        )
+        self.request_prompt_tokens = self._histogram("request_prompt_tokens", "Prompt tokens of a request.", largest)
         self.prefill_computed = self._histogram(
-            "request_prefill_kv_computed_tokens",
-            "Number of prompt tokens of a request that were computed, not cached.",
-            largest,
+            "request_prefill_kv_computed_tokens", "Prompt tokens of a request that were not cached.", largest
         )
         self.request_generation_tokens = self._histogram(
-            "request_generation_tokens", "Number of tokens generated for an output.", largest
+            "request_generation_tokens", "Tokens generated for an output.", largest
         )
         self.request_max_generation_tokens = self._histogram(
-            "request_max_num_generation_tokens", "Number of tokens of the longest output of a request.", largest
+            "request_max_num_generation_tokens", "Tokens of the longest output of a request.", largest
         )
         self.params_max_tokens = self._histogram(
             "request_params_max_tokens", "The max_tokens request parameter.", largest
