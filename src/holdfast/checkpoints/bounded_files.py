@@ -39,7 +39,7 @@ def open_file(path: Path, within: Sequence[Path] | None = None) -> BinaryIO:
     try:
         # Of what was opened, not of what the path leads to by now.
         if within is not None and not any(map(_path_of(descriptor, path).is_relative_to, within)):
-            raise OutsideError(f"{path}: a link leads out of the folders that it may come from")
+            raise OutsideError(f"{path}: a link points outside the allowed folders")
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise CheckpointError(f"{path}: not a file", needed="a regular file")
         return open(descriptor, "rb", buffering=0)
@@ -69,7 +69,7 @@ def read_small(
         raise CheckpointError(f"{path}: cannot be read: {reason(error)}") from error
     if size > limit_bytes:
         raise CheckpointError(
-            f"{path}: absurdly large", needed=f"at most {format_bytes(limit_bytes)}", found=format_bytes(size)
+            f"{path}: implausibly large", needed=f"at most {format_bytes(limit_bytes)}", found=format_bytes(size)
         )
     return raw
 
@@ -92,7 +92,7 @@ def parse_table(raw: bytes, where: str, *, unique: bool = False) -> dict[str, An
             f"{where}: its JSON cannot be read", found=shorten(str(error)), fix="download the model again"
         ) from error
     if not isinstance(parsed, dict):
-        raise CheckpointError(f"{where}: its JSON is not a table", found=type(parsed).__name__)
+        raise CheckpointError(f"{where}: its JSON is not an object", found=type(parsed).__name__)
     return parsed
 
 
@@ -112,20 +112,20 @@ def _check_growth(raw: bytes, where: str) -> None:
     items = raw.count(b",")
     if tables > MAX_JSON_TABLES or items > MAX_JSON_ITEMS:
         raise CheckpointError(
-            f"{where}: its JSON holds absurdly many values",
-            needed=f"at most {MAX_JSON_TABLES} tables and {MAX_JSON_ITEMS} items",
+            f"{where}: its JSON has implausibly many values",
+            needed=f"at most {MAX_JSON_TABLES} objects and {MAX_JSON_ITEMS} items",
             found=f"{tables} and {items}",
         )
 
 
 def _short_integer(digits: str) -> int:
     if len(digits) > MAX_JSON_DIGITS:
-        raise ValueError(f"a whole number of {len(digits)} digits, and {MAX_JSON_DIGITS} are the most")
+        raise ValueError(f"a whole number of {len(digits)} digits, and the maximum is {MAX_JSON_DIGITS}")
     return int(digits)
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     table = dict(pairs)
     if len(table) != len(pairs):
-        raise ValueError("a name stands there twice")
+        raise ValueError("a name appears twice")
     return table

@@ -58,7 +58,7 @@ class Checkpoint:
                 count = os.preadv(descriptor, [view[done : done + _READ_BYTES]], offset + done)
                 if count == 0:
                     raise CheckpointError(
-                        f"{tensor.path}: the file is torn: it ends within tensor {name!r}",
+                        f"{tensor.path}: the file is truncated: it ends within tensor {name!r}",
                         needed=f"{wanted} bytes at {offset}",
                         found=f"{done} bytes",
                         fix="download the file again",

@@ -105,7 +105,7 @@ def api_of(url: str, *, written: str = "--url") -> str:
     """
     import httpx
 
-    found, reason = url.strip(), "it names no host"
+    found, reason = url.strip(), "it has no host"
     if found.isdecimal():
         found = "localhost:" + found
     if "://" not in found:
@@ -117,12 +117,12 @@ def api_of(url: str, *, written: str = "--url") -> str:
         if parsed.scheme in ("http", "https") and parsed.host and plain and (parsed.port or 0) < 1 << 16:
             return base
         if parsed.host:
-            reason = "not http:// or https:// with a host, a port up to 65535 and perhaps a path"
+            reason = "not http:// or https:// with a host, a port up to 65535 and an optional path"
     except (httpx.InvalidURL, ValueError) as problem:
         reason = str(problem)
     raise ConfigurationError(
         f"{written}: {shorten(url)!r} is not the address of a server",
-        needed="such as http://127.0.0.1:8000 or http://127.0.0.1:8000/v1",
+        needed="an address such as http://127.0.0.1:8000 or http://127.0.0.1:8000/v1",
         found=reason,
         fix=f"{written} http://127.0.0.1:8000" if written.startswith("-") else "http://127.0.0.1:8000",
         field="url",
@@ -147,7 +147,7 @@ async def _events(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
     async for chunk in chunks:
         *lines, waiting = (waiting + chunk).split(b"\n")
         if len(waiting) > MAX_EVENT_BYTES:
-            raise EngineError("the server sends an event without an end")
+            raise EngineError("the server sent an event that does not end")
         for line in lines:
             if line.startswith(b"data:"):
                 data = line[5:].strip()
@@ -163,7 +163,7 @@ def _text_of(event: bytes) -> str:
         choices = parsed.get("choices") or [{}]
         text = str((choices[0].get("delta") or {}).get("content") or "")
     except (ValueError, RecursionError, AttributeError, LookupError, TypeError) as problem:
-        raise EngineError("the server's stream is not what the OpenAI API says", found=repr(event[:200])) from problem
+        raise EngineError("the server's stream does not follow the OpenAI API", found=repr(event[:200])) from problem
     if failed:
         raise _refusal(500, event)
     return text
@@ -192,9 +192,9 @@ def _said_plainly(url: str) -> Iterator[None]:
         yield
     except httpx.HTTPError as problem:
         raise EngineError(
-            f"{url} cannot be reached, or broke off",
+            f"{url} cannot be reached, or closed the connection",
             found=str(problem) or type(problem).__name__,
-            fix="check that the server runs: holdfast serve",
+            fix="check that the server is running: holdfast serve",
         ) from problem
 
 

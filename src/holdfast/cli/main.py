@@ -20,15 +20,15 @@ from holdfast.units import shorten
 
 COMMANDS = {
     "serve": "serve a model over the OpenAI API",
-    "run-batch": "answer a file of requests, and go on where a run was cut short",
-    "chat": "talk to a model in the terminal",
-    "pull": "fetch a model ahead of time",
+    "run-batch": "run a batch file of requests, resuming a run that was interrupted",
+    "chat": "chat with a model in the terminal",
+    "pull": "download a model ahead of time",
     "models": "list the models that are built in, cached and known",
-    "plan": "say what fits before anything is loaded",
+    "plan": "show what fits before anything is loaded",
     "rescue": "run a server's command, and start it again with what it died of put right",
     "doctor": "say what happened to a server, and what helps",
     "ps": "list running servers and the memory they hold",
-    "explain": "say what an error's code means",
+    "explain": "explain an error code",
 }
 
 NEAR = 0.6
@@ -42,7 +42,7 @@ READER_LEFT_EXIT = 128 + 13
 OVERVIEW = """examples:
   holdfast serve                             the built-in model on http://127.0.0.1:8000
   holdfast serve ./my-model --port 9000      a folder, a .gguf file or a hub id
-  holdfast chat                              talk to the built-in model, no server needed
+  holdfast chat                              chat with the built-in model, no server needed
   holdfast plan llama-3.1-8b --gpu rtx4090   what fits, and with which settings
   holdfast COMMAND --help                    the settings of one command
 """

@@ -73,12 +73,12 @@ def unforeseen(error: Exception) -> HoldfastError:
     ]
     system = isinstance(error, OSError)
     return HoldfastError(
-        "the system refused what was needed" if system else "something went wrong that Holdfast did not foresee",
+        "the operating system refused an operation" if system else "an unexpected error in Holdfast",
         code=UNFORESEEN,
         found=f"{type(error).__name__}: {str(error)[:500]}; at {' > '.join(frames[-6:]) or 'an unknown place'}",
-        fix="see to the disk, file or right that it names"
+        fix="check the disk, file or permission that it names"
         if system
-        else "it is a fault of Holdfast's: report it with this message and what you asked",
+        else "this is a bug in Holdfast: please report it with this message and the request or command",
     )
 
 

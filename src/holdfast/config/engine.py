@@ -44,144 +44,156 @@ class EngineConfig:
     model: str | None = setting(
         None,
         "a folder (config.json, safetensors, tokenizer), a .gguf file, a hub id (owner/name) or a built-in name; "
-        "left out: the built-in SmolLM2-135M-Instruct",
+        "default: the built-in SmolLM2-135M-Instruct",
         optional(text),
         metavar="MODEL",
     )
     revision: str | None = setting(None, "branch, tag or commit of a hub id", optional(text))
-    tokenizer: str | None = setting(None, "take the tokenizer from this folder, file or hub id", optional(text))
-    tokenizer_mode: str = setting("auto", "auto: the tokenizer that the model brings", choice("auto"))
-    skip_tokenizer_init: bool = setting(False, "load no tokenizer: token ids in, token ids out", flag)
+    tokenizer: str | None = setting(
+        None, "tokenizer to use instead of the model's: a folder, file or hub id", optional(text)
+    )
+    tokenizer_mode: str = setting("auto", "auto: the tokenizer that comes with the model", choice("auto"))
+    skip_tokenizer_init: bool = setting(False, "do not load a tokenizer: token ids in, token ids out", flag)
     chat_template: str | None = setting(
-        None, "a chat template: a file, or the Jinja text itself; over the model's own", optional(text)
+        None, "chat template to use instead of the model's: a file, or the Jinja text itself", optional(text)
     )
     generation_config: str = setting(
         "auto",
-        "sampling where a request says nothing: auto (the model's generation_config.json), vllm (the API's own "
-        "defaults), or a folder with such a file",
+        "default sampling parameters: auto (from the model's generation_config.json), vllm (the API's own defaults), "
+        "or a folder with such a file",
         text,
         metavar="SOURCE",
     )
     override_generation_config: Mapping[str, Any] | None = setting(
         None,
-        'the same, value by value and over the file: JSON such as {"temperature": 0.5}',
+        'override single values of the generation config: JSON such as {"temperature": 0.5}',
         optional(table),
         metavar="JSON",
     )
     load_format: str = setting(
         "auto",
-        "auto, safetensors, gguf, or dummy (random weights in the model's real shapes)",
+        "weight format: auto, safetensors, gguf, or dummy (random weights in the model's real shapes)",
         choice("auto", "safetensors", "gguf", "dummy"),
     )
-    device: str = setting("auto", "auto (a GPU where there is one), cuda or cpu", choice("auto", "cpu", "cuda"))
+    device: str = setting(
+        "auto", "device to run on: auto (a GPU if there is one), cuda or cpu", choice("auto", "cpu", "cuda")
+    )
     dtype: str = setting(
         "auto",
-        "what to compute in: auto (the fastest sound one on this device), float32, bfloat16 or float16",
+        "data type for weights and activations: auto (the fastest safe one on this device), float32, bfloat16 or "
+        "float16",
         choice("auto", "float32", "bfloat16", "float16", "half", "float"),
     )
     kv_cache_dtype: str = setting(
         "auto",
-        "what KV pages are kept in: auto (as dtype), float32, bfloat16 or float16",
+        "data type of the KV cache: auto (same as dtype), float32, bfloat16 or float16",
         choice("auto", "float32", "bfloat16", "float16"),
     )
     expand_weights: str = setting(
         "auto",
-        "quantized weights: auto (expand when there is room to spare and it is faster), always or never",
+        "dequantize quantized weights at load: auto (when there is memory to spare and it is faster), always or never",
         choice("auto", "always", "never"),
     )
     max_model_len: int | None = setting(
         None,
-        "longest context in tokens: 8192, 32k (32,000), 32K (32,768), or auto: what the model and memory allow",
+        "maximum context length in tokens: 8192, 32k (32,000), 32K (32,768), or auto: what the model and memory allow",
         optional(tokens_or_auto),
         metavar="TOKENS",
     )
     max_num_seqs: int | None = setting(
         None,
-        "most requests computed at the same time; left out: 256 on a GPU, 64 on a CPU, fewer where memory is short",
+        "maximum number of sequences in a batch; default: 256 on a GPU, 64 on a CPU, fewer if memory is short",
         optional(whole(1, 4096)),
     )
     max_num_batched_tokens: int | None = setting(
         None,
-        "most tokens computed in one step, longer prompts go in chunks of this; left out: 8192 on a GPU, 512 on a CPU",
+        "maximum number of tokens in one step; longer prompts are prefilled in chunks of this size; default: 8192 on a "
+        "GPU, 512 on a CPU",
         optional(whole(1, 1 << 20)),
     )
     gpu_memory_utilization: float = setting(
         0.9,
-        "share of the device's memory to use; on a CPU, of the RAM that is free at start",
+        "fraction of the device's memory to use; on a CPU, of the RAM that is free at start",
         number(0.01, 1.0, usual=0.9),
     )
     ram: int | None = setting(
         None,
-        "most RAM the server may hold, such as 6GiB; left out: gpu_memory_utilization of what is free",
+        "maximum RAM the server may use, such as 6GiB; default: gpu_memory_utilization of the free RAM",
         optional(memory),
         metavar="SIZE",
     )
     vram: int | None = setting(
         None,
-        "most GPU memory the server may hold, such as 22GiB; left out: gpu_memory_utilization of it",
+        "maximum GPU memory the server may use, such as 22GiB; default: gpu_memory_utilization of it",
         optional(memory),
         metavar="SIZE",
     )
     kv_cache_memory_bytes: int | None = setting(
         None,
-        "size of the KV pool, such as 4GiB; left out: all that is left of a GPU's budget; on a CPU 4 GiB at most",
+        "size of the KV cache, such as 4GiB; default: all that is left of the budget on a GPU, at most 4 GiB on a CPU",
         optional(memory),
         metavar="SIZE",
     )
     block_size: int = setting(16, "tokens in one KV block", whole(1, 256))
-    enable_prefix_caching: bool = setting(True, "reuse the KV of prompts that begin alike", flag)
-    enable_chunked_prefill: bool = setting(True, "prompts go in chunks beside running answers; always on", flag)
-    scheduling_policy: str = setting("fcfs", "fcfs, or priority (smaller numbers first)", choice("fcfs", "priority"))
+    enable_prefix_caching: bool = setting(True, "reuse the KV cache of shared prompt prefixes", flag)
+    enable_chunked_prefill: bool = setting(
+        True, "prefill long prompts in chunks, batched with decoding; always on", flag
+    )
+    scheduling_policy: str = setting("fcfs", "fcfs, or priority (lower values first)", choice("fcfs", "priority"))
     max_queued_requests: int = setting(
-        1024, "most requests waiting beyond those running; more get 429 with Retry-After", whole(0, 1 << 20)
+        1024,
+        "maximum number of waiting requests, besides those running; more get 429 with Retry-After",
+        whole(0, 1 << 20),
     )
     engine_hang_timeout: float | None = setting(
         None,
-        "seconds after which an engine process that does not answer is killed and started again, with every stream "
-        "resumed; after a quarter of it /health says 503. 0: never; left out: 60, more where steps take long",
+        "seconds after which an engine process that does not respond is killed and restarted, with every stream "
+        "resumed; after a quarter of that time /health returns 503. 0: never; default: 60, more if steps take long",
         optional(number(0, 86400)),
         metavar="SECONDS",
     )
     attention_backend: str = setting(
-        "auto", "on a CPU: auto, compiled (kernels built at install) or torch", _attention_backend
+        "auto", "attention backend on a CPU: auto, compiled (kernels built at install) or torch", _attention_backend
     )
     enable_sleep_mode: bool = setting(
-        False, "let /sleep give the engine's memory back until /wake_up; LLM.sleep needs no leave", flag
+        False, "let /sleep release the engine's memory until /wake_up; LLM.sleep works without this", flag
     )
-    enforce_eager: bool = setting(False, "no captured graphs on a GPU; there are none on a CPU", flag)
+    enforce_eager: bool = setting(False, "do not capture CUDA graphs on a GPU; there are none on a CPU", flag)
     seed: int | None = setting(
         None,
-        "draw the seeds of requests that bring none from this one, so that runs repeat",
+        "random seed from which requests without their own get theirs, so that runs are reproducible",
         optional(whole(0, 2**62)),
     )
-    enable_lora: bool = setting(False, "serve LoRA adapters beside the model", flag)
+    enable_lora: bool = setting(False, "serve LoRA adapters along with the model", flag)
     max_loras: int | None = setting(
-        None, "adapters computed with at the same time; left out: 1; needs --enable-lora", optional(whole(1, 1024))
+        None, "maximum number of adapters in one batch; default: 1; needs --enable-lora", optional(whole(1, 1024))
     )
     max_lora_rank: int | None = setting(
-        None, "the largest rank of an adapter; left out: 16; needs --enable-lora", optional(whole(1, 1024))
+        None, "maximum LoRA rank; default: 16; needs --enable-lora", optional(whole(1, 1024))
     )
     max_cpu_loras: int | None = setting(
         None,
-        "adapters kept in RAM, those computed with included, others are read again when they are asked for; left out: "
-        "as max_loras",
+        "maximum number of adapters kept in RAM, including those in use; others are read again when requested; "
+        "default: max_loras",
         optional(whole(1, 1 << 16)),
     )
     lora_dtype: str = setting(
         "auto",
-        "what adapters are kept in: auto, or the dtype that is computed in, which is the same",
+        "data type of LoRA weights: auto, or the value of dtype, which is the same",
         choice("auto", "float32", "bfloat16", "float16"),
     )
-    threads: int | None = setting(None, "CPU threads to compute with; left out: all cores", optional(whole(1, 1024)))
-    tensor_parallel_size: int = setting(1, "GPUs to split each layer over; only 1 yet", whole(1), flags=("-tp",))
-    pipeline_parallel_size: int = setting(1, "GPUs to split the layers over; only 1 yet", whole(1), flags=("-pp",))
-    data_parallel_size: int = setting(1, "copies of the model; only 1 yet", whole(1), flags=("-dp",))
+    threads: int | None = setting(None, "number of CPU threads; default: all cores", optional(whole(1, 1024)))
+    tensor_parallel_size: int = setting(
+        1, "number of GPUs to split each layer over; only 1 so far", whole(1), flags=("-tp",)
+    )
+    pipeline_parallel_size: int = setting(1, "number of pipeline stages; only 1 so far", whole(1), flags=("-pp",))
+    data_parallel_size: int = setting(1, "number of model replicas; only 1 so far", whole(1), flags=("-dp",))
 
     def __post_init__(self) -> None:
         for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
             if getattr(self, name) != 1:
                 raise ConfigurationError(
-                    f"{name} is {getattr(self, name)}; one device is used yet",
+                    f"{name} is {getattr(self, name)}; only one device is supported so far",
                     needed="1",
                     fix=f"leave {name} out",
                     field=name,
@@ -189,12 +201,12 @@ class EngineConfig:
         if not self.enable_chunked_prefill:
             raise ConfigurationError(
                 "chunked prefill cannot be switched off",
-                fix="raise max_num_batched_tokens to the longest prompt: it then goes in one chunk",
+                fix="raise max_num_batched_tokens to the longest prompt: it is then prefilled in one chunk",
                 field="enable_chunked_prefill",
             )
         if self.engine_hang_timeout is not None and 0 < self.engine_hang_timeout < LEAST_HANG_TIMEOUT_S:
             raise ConfigurationError(
-                f"engine_hang_timeout is {self.engine_hang_timeout:g} s, and a healthy engine may be silent that long",
+                f"engine_hang_timeout is {self.engine_hang_timeout:g} s, but a healthy engine may be silent that long",
                 needed=f"{LEAST_HANG_TIMEOUT_S:g} or more, or 0 for never",
                 found=f"{self.engine_hang_timeout:g}",
                 fix=f"--engine-hang-timeout {LEAST_HANG_TIMEOUT_S:g}",
@@ -202,7 +214,7 @@ class EngineConfig:
             )
         if self.vram is not None and self.device == "cpu":
             raise ConfigurationError(
-                "vram is a budget of GPU memory, and this server computes on the CPU",
+                "vram is a GPU memory budget, but this server runs on the CPU",
                 code="HF120",
                 needed="ram",
                 found="vram",
@@ -216,14 +228,14 @@ class EngineConfig:
         given = [name for name in ("max_loras", "max_lora_rank", "max_cpu_loras") if getattr(self, name) is not None]
         if given and not self.enable_lora:
             raise ConfigurationError(
-                f"{given[0]} is of LoRA adapters, and they are not enabled",
-                needed="enable_lora beside it",
+                f"{given[0]} is a LoRA setting, but LoRA is not enabled",
+                needed="enable_lora as well",
                 fix="--enable-lora",
                 field=given[0],
             )
         if self.max_cpu_loras is not None and self.max_cpu_loras < self.lora_places:
             raise ConfigurationError(
-                f"max_cpu_loras is {self.max_cpu_loras}, and max_loras {self.lora_places}",
+                f"max_cpu_loras is {self.max_cpu_loras}, less than max_loras, {self.lora_places}",
                 needed=f"{self.lora_places} or more",
                 fix="leave max_cpu_loras out",
                 field="max_cpu_loras",
@@ -269,4 +281,6 @@ def _of_servers(names: Iterable[str]) -> dict[str, str]:
 
     theirs = {field.name for field in fields(ServerConfig)} | SERVER_REFUSED.keys()
     own = {field.name for field in fields(EngineConfig)}
-    return dict.fromkeys((theirs - own) & {*names}, "it is a setting of holdfast serve; LLM opens no port and no log")
+    return dict.fromkeys(
+        (theirs - own) & {*names}, "it is a setting of holdfast serve; LLM opens no port and writes no log"
+    )

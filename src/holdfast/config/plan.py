@@ -32,7 +32,7 @@ def _amount(field: str, value: Any) -> str | int:
     """As it was written: who reads it knows what is too much."""
     if isinstance(value, bool) or not isinstance(value, int | str):
         raise ConfigurationError(
-            f"{field}: {shorten(value)!r} will not do",
+            f"{field}: {shorten(value)!r} is not valid",
             needed="a size, such as 22GiB",
             fix="write it as 22GiB, or in bytes",
             field=field,
@@ -54,8 +54,8 @@ def _tokens(field: str, value: Any) -> int:
 class PlanConfig:
     model: str | None = setting(
         None,
-        "a folder, a .gguf file, a built-in name, a name of the catalogue (llama-3.1-8b) or a hub id (owner/name, of "
-        "which only headers are read); left out: the built-in SmolLM2-135M-Instruct",
+        "a folder, a .gguf file, a built-in name, a catalogue name (llama-3.1-8b) or a hub id (owner/name, of which "
+        "only headers are read); default: the built-in SmolLM2-135M-Instruct",
         optional(text),
         metavar="MODEL",
     )
@@ -69,83 +69,85 @@ class PlanConfig:
     )
     gpu: str | None = setting(
         None,
-        "GPUs to plan for: rtx4090, h100-80x2, or several kinds with commas; left out: this machine",
+        "GPUs to plan for: rtx4090, h100-80x2, or different ones separated by commas; default: this machine",
         optional(text),
         metavar="NAME",
     )
     vram: str | int | None = setting(
         None,
-        "what each GPU has to use, such as 22GiB or 22GiBx2; beside --gpu: the budget on it",
+        "usable memory of each GPU, such as 22GiB or 22GiBx2; with --gpu: the budget on it",
         optional(_amount),
         metavar="SIZE",
     )
     ram: str | int | None = setting(
         None,
-        "RAM to use; without a GPU the model goes there, with one it is for tiers",
+        "RAM to use; without a GPU for the model, with one for offload tiers",
         optional(_amount),
         metavar="SIZE",
     )
-    nvme: str | int | None = setting(None, "disk to use for tiers", optional(_amount), metavar="SIZE")
-    device: str = setting("auto", "auto, cpu or cuda: what to plan for on this machine", choice("auto", "cpu", "cuda"))
+    nvme: str | int | None = setting(None, "disk space to use for offload tiers", optional(_amount), metavar="SIZE")
+    device: str = setting(
+        "auto", "device of this machine to plan for: auto, cpu or cuda", choice("auto", "cpu", "cuda")
+    )
     dtype: str = setting(
         "auto",
-        "what is computed in: auto, float32, bfloat16 or float16",
+        "data type for weights and activations: auto, float32, bfloat16 or float16",
         choice("auto", "float32", "bfloat16", "float16", "half", "float"),
     )
     kv_cache_dtype: str = setting(
-        "auto", "what KV is kept in: auto (as dtype), float32, bfloat16, float16 or fp8", _kv_dtype
+        "auto", "data type of the KV cache: auto (same as dtype), float32, bfloat16, float16 or fp8", _kv_dtype
     )
     expand_weights: str = setting(
         "auto",
-        "quantized weights in RAM: auto (expand when there is room to spare and it is faster), always or never",
+        "dequantize quantized weights in RAM: auto (when there is memory to spare and it is faster), always or never",
         choice("auto", "always", "never"),
     )
     max_model_len: int | None = setting(
         None,
-        "longest context in tokens: 8192, 32k (32,000), 32K (32,768), or auto: what the model and memory allow",
+        "maximum context length in tokens: 8192, 32k (32,000), 32K (32,768), or auto: what the model and memory allow",
         optional(tokens_or_auto),
         metavar="TOKENS",
     )
     max_num_seqs: int | None = setting(
         None,
-        "most requests computed at the same time; left out: the traffic's peak, else 256 (64 on a CPU)",
+        "maximum number of sequences in a batch; default: the traffic's peak, else 256 (64 on a CPU)",
         optional(whole(1, MAX_REQUESTS)),
     )
     max_num_batched_tokens: int | None = setting(
-        None, "most tokens computed in one step; left out: 8,192 (512 on a CPU)", optional(whole(1, 1 << 22))
+        None, "maximum number of tokens in one step; default: 8,192 (512 on a CPU)", optional(whole(1, 1 << 22))
     )
     gpu_memory_utilization: float | None = setting(
         None,
-        "share of a GPU's memory to use; on a CPU, of the RAM that is free; left out: 0.9",
+        "fraction of a GPU's memory to use; on a CPU, of the free RAM; default: 0.9",
         optional(number(0.01, 1.0, usual=0.9)),
     )
     tensor_parallel_size: int | None = setting(
         None,
-        "GPUs to split each layer over; left out: the fewest that hold the model",
+        "number of GPUs to split each layer over; default: the fewest that hold the model",
         optional(whole(1, 1024)),
         flags=("-tp",),
     )
     pipeline_parallel_size: int | None = setting(
         None,
-        "stages to deal the layers out to; left out: 1, or with -tp left out too as many as it takes to fit",
+        "number of pipeline stages; default: 1, or without -tp as many as it takes to fit",
         optional(whole(1, 1024)),
         flags=("-pp",),
     )
     block_size: int = setting(16, "tokens in one KV block", whole(1, 4096))
-    enable_lora: bool = setting(False, "keep room for LoRA adapters", flag)
+    enable_lora: bool = setting(False, "reserve memory for LoRA adapters", flag)
     max_loras: int | None = setting(
-        None, "adapters held at the same time; implies --enable-lora", optional(whole(1, 4096))
+        None, "maximum number of adapters in GPU memory at once; implies --enable-lora", optional(whole(1, 4096))
     )
     max_lora_rank: int | None = setting(
-        None, "the largest rank of an adapter; left out: 16; needs --enable-lora", optional(whole(1, 4096))
+        None, "maximum LoRA rank; default: 16; needs --enable-lora", optional(whole(1, 4096))
     )
     concurrency: int | None = setting(
         None,
-        "requests at the same time that must fit; outranks the peak found in --traffic",
+        "number of concurrent requests that must fit; overrides the peak found in --traffic",
         optional(whole(1, MAX_REQUESTS)),
     )
-    prompt: int | None = setting(None, "tokens of their prompts", optional(_tokens), metavar="TOKENS")
-    output: int | None = setting(None, "tokens of their answers", optional(_tokens), metavar="TOKENS")
+    prompt: int | None = setting(None, "prompt tokens of each of them", optional(_tokens), metavar="TOKENS")
+    output: int | None = setting(None, "output tokens of each of them", optional(_tokens), metavar="TOKENS")
     traffic: str | None = setting(
         None,
         "plan for real traffic: an access log or JSON lines with prompt_tokens and completion_tokens, or the "
@@ -158,9 +160,9 @@ class PlanConfig:
         self._check_requests()
         if self.max_lora_rank is not None and not self.enable_lora and self.max_loras is None:
             raise ConfigurationError(
-                "--max-lora-rank is of adapters, and there is room for none",
+                "--max-lora-rank is a LoRA setting, but LoRA is not enabled",
                 code=_CONTRADICTION,
-                needed="--enable-lora or --max-loras beside it",
+                needed="--enable-lora or --max-loras as well",
                 fix="--enable-lora",
                 field="max_lora_rank",
             )
@@ -168,7 +170,7 @@ class PlanConfig:
     def _check_requests(self) -> None:
         if self.traffic is not None and (self.prompt is not None or self.output is not None):
             raise ConfigurationError(
-                "--traffic tells the lengths of requests, and so do --prompt and --output",
+                "--traffic and --prompt with --output both set the lengths of requests",
                 code=_CONTRADICTION,
                 fix="leave one of the two out; --concurrency goes with both",
                 field="prompt" if self.prompt is not None else "output",
@@ -176,7 +178,7 @@ class PlanConfig:
         if (self.prompt is None) != (self.output is None):
             missing = "output" if self.output is None else "prompt"
             raise ConfigurationError(
-                "--prompt and --output go together: KV holds both",
+                "--prompt and --output go together: the KV cache holds both",
                 code=_CONTRADICTION,
                 needed=f"--{missing} TOKENS",
                 fix=f"--{missing} 300",
@@ -184,7 +186,7 @@ class PlanConfig:
             )
         if self.concurrency is not None and self.traffic is None and self.prompt is None and self.max_model_len is None:
             raise ConfigurationError(
-                "--concurrency says how many requests, and nothing says how long they are",
+                "--concurrency sets the number of requests, but nothing sets their length",
                 code=_CONTRADICTION,
                 needed="--prompt and --output, or --max-model-len",
                 fix="--prompt 1000 --output 300",

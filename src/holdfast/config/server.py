@@ -61,10 +61,10 @@ _UNREAD = (
 def _tool_call_parser(field: str, value: object) -> str:
     if isinstance(value, str) and value not in TOOL_CALL_PARSERS and any(part in value for part in _UNREAD):
         raise ConfigurationError(
-            f"{field}: calls in the form {value!r} are not read here",
+            f"{field}: tool calls in the format {value!r} cannot be parsed yet",
             needed="one of " + ", ".join(TOOL_CALL_PARSERS),
             found=value,
-            fix=f"leave {field} out: a model whose own form is not known is asked for calls in plain JSON",
+            fix=f"leave {field} out: a model whose own format is not known is asked for calls in plain JSON",
             field="tool_call_parser",
         )
     return str(choice(*TOOL_CALL_PARSERS)(field, value))
@@ -76,16 +76,16 @@ class ServerConfig:
     port: int = setting(8000, "port to listen on; 0: any free one", whole(0, 65535))
     api_key: tuple[str, ...] = setting(
         (),
-        "ask for this key, or one of these (Authorization: Bearer KEY), everywhere but on /health and /ping",
+        "require this key, or one of these (Authorization: Bearer KEY), on every path except /health and /ping",
         texts,
         metavar="KEY",
     )
     api_key_file: str | None = setting(
-        None, "a file with further keys, one a line; read again when it changes", optional(text), metavar="FILE"
+        None, "file with more keys, one per line; reloaded when it changes", optional(text), metavar="FILE"
     )
-    public_metrics: bool = setting(False, "answer /metrics without a key too, as vLLM does", flag)
+    public_metrics: bool = setting(False, "serve /metrics without a key, as vLLM does", flag)
     served_model_name: tuple[str, ...] = setting(
-        (), "name or names that requests call the model by; left out: as it was named to us", texts, metavar="NAME"
+        (), "model name or names used in the API; default: the name given as MODEL", texts, metavar="NAME"
     )
     lora_modules: tuple[str, ...] = setting(
         (),
@@ -95,89 +95,91 @@ class ServerConfig:
     )
     lora_folders: tuple[str, ...] = setting(
         (),
-        "folders below which /v1/load_lora_adapter may load adapters; left out: only those of --lora-modules",
+        "folders from which /v1/load_lora_adapter may load adapters; default: only those of --lora-modules",
         texts,
         metavar="FOLDER",
     )
     trust_request_chat_template: bool = setting(
         False,
-        "let a request bring its own chat_template: a program, run in a sandbox and in a process of its own",
+        "allow requests to supply a chat_template: it is a program, run in a sandbox in a separate process",
         flag,
     )
     enable_auto_tool_choice: bool = setting(
-        True, "let the model decide whether it calls a tool; false: only what a request demands is called", flag
+        True, "let the model decide whether to call a tool; false: only tools that a request requires are called", flag
     )
     tool_call_parser: str | None = setting(
         None,
-        "how the model writes tool calls: " + ", ".join(TOOL_CALL_PARSERS[:5]) + "; left out: as its template says",
+        "tool call format of the model: " + ", ".join(TOOL_CALL_PARSERS[:5]) + "; default: from its chat template",
         optional(_tool_call_parser),
         metavar="NAME",
     )
     reasoning_parser: str | None = setting(
         None,
-        "whose marks divide thoughts from the answer: deepseek_r1, qwen3, ...; none: they stay in the content; "
-        "left out: as its template says",
+        "parser that separates reasoning from the answer: deepseek_r1, qwen3, ...; none: reasoning stays in the "
+        "content; default: from the chat template",
         optional(choice(*REASONING_PARSERS)),
         metavar="NAME",
     )
     structured_outputs_config: Mapping[str, bool] | None = setting(
         None,
-        'of all answers that must have a form: {"disable_any_whitespace": true} for JSON without blanks, '
-        '{"disable_additional_properties": true} for objects of the properties a schema names',
+        'structured output settings: {"disable_any_whitespace": true} for JSON without whitespace, '
+        '{"disable_additional_properties": true} for objects with only the properties that the schema names',
         optional(form_settings),
         metavar="JSON",
     )
     drain_timeout: float = setting(
-        30.0, "seconds that running requests get to finish after SIGTERM", number(0, 86400), metavar="SECONDS"
+        30.0, "seconds that running requests have to finish after SIGTERM", number(0, 86400), metavar="SECONDS"
     )
     write_timeout: float = setting(
         60.0,
-        "a client that takes nothing of its answer for so many seconds is given up, and its request ended",
+        "seconds after which a client that reads nothing is disconnected and its request aborted",
         number(0.1, 86400),
         metavar="SECONDS",
     )
     max_connections: int = setting(
         2048,
-        "connections at a time; idle ones are closed for new ones, the oldest first; when all carry requests, new ones "
-        "get a 503 and probes are answered",
+        "maximum number of connections; idle ones are closed to make room for new ones, oldest first; when all carry "
+        "requests, new ones get a 503, and probes are still answered",
         whole(1, 1_000_000),
         metavar="NUMBER",
     )
     max_body_size: int | None = setting(
         None,
-        "largest request body; left out: 128 bytes for each token of the context, but from 4MiB to 16MiB",
+        "maximum request body; default: 128 bytes per token of the context, at least 4MiB and at most 16MiB",
         optional(size),
         metavar="SIZE",
     )
     allowed_origins: tuple[str, ...] = setting(
         (),
-        'web pages that browsers let read answers (CORS): ["https://a.example"], or ["*"]; left out: none',
+        'allowed CORS origins: ["https://a.example"], or ["*"]; default: none',
         listed,
         metavar="LIST",
     )
-    allowed_methods: tuple[str, ...] = setting(("*",), "methods for such pages", listed, metavar="LIST")
-    allowed_headers: tuple[str, ...] = setting(("*",), "headers for such pages", listed, metavar="LIST")
-    allow_credentials: bool = setting(False, "let such pages send cookies and the like", flag)
+    allowed_methods: tuple[str, ...] = setting(("*",), "allowed CORS methods", listed, metavar="LIST")
+    allowed_headers: tuple[str, ...] = setting(("*",), "allowed CORS headers", listed, metavar="LIST")
+    allow_credentials: bool = setting(False, "allow credentials such as cookies in CORS requests", flag)
     ssl_keyfile: str | None = setting(None, "serve HTTPS with this private key (PEM)", optional(text), metavar="FILE")
     ssl_certfile: str | None = setting(None, "and this certificate (PEM)", optional(text), metavar="FILE")
     ssl_ca_certs: str | None = setting(
-        None, "certificates of those who sign clients' certificates (PEM)", optional(text), metavar="FILE"
+        None, "CA certificates that verify client certificates (PEM)", optional(text), metavar="FILE"
     )
     ssl_cert_reqs: int = setting(
-        0, "ask clients for a certificate: 0 no, 1 if they have one, 2 always", whole(0, 2), metavar="NUMBER"
+        0, "client certificates: 0 none, 1 optional, 2 required", whole(0, 2), metavar="NUMBER"
     )
-    ssl_ciphers: str | None = setting(None, "ciphers of TLS 1.2, as OpenSSL writes them", optional(text))
-    disable_docs: bool = setting(False, "no /docs and no /openapi.json", flag, flags=("--disable-fastapi-docs",))
-    enable_force_include_usage: bool = setting(False, "every stream ends with its usage, asked for or not", flag)
-    enable_prompt_tokens_details: bool = setting(True, "usage tells cached tokens; always on", flag)
-    enable_server_load_tracking: bool = setting(True, "/load counts requests; always on", flag)
-    enable_request_id_headers: bool = setting(True, "answers carry X-Request-Id; always on", flag)
-    disable_log_requests: bool = setting(True, "what clients write is not logged; always on", flag)
-    response_role: str = setting("assistant", "the role of answers", choice("assistant"))
-    api_server_count: int = setting(1, "processes of the front; only 1", whole(1, 1))
-    disable_log_stats: bool = setting(False, "no periodic throughput line", flag)
+    ssl_ciphers: str | None = setting(None, "TLS 1.2 ciphers, in OpenSSL's syntax", optional(text))
+    disable_docs: bool = setting(False, "do not serve /docs and /openapi.json", flag, flags=("--disable-fastapi-docs",))
+    enable_force_include_usage: bool = setting(
+        False, "include usage at the end of every stream, even if not requested", flag
+    )
+    enable_prompt_tokens_details: bool = setting(True, "report cached tokens in usage; always on", flag)
+    enable_server_load_tracking: bool = setting(True, "count requests on /load; always on", flag)
+    enable_request_id_headers: bool = setting(True, "responses have an X-Request-Id header; always on", flag)
+    disable_log_requests: bool = setting(True, "do not log the content of requests; always on", flag)
+    response_role: str = setting("assistant", "role of responses", choice("assistant"))
+    api_server_count: int = setting(1, "number of API server processes; only 1", whole(1, 1))
+    disable_log_stats: bool = setting(False, "do not log throughput periodically", flag)
     disable_access_log: bool = setting(
-        False, "no JSON line for each request", flag, flags=("--disable-uvicorn-access-log",)
+        False, "do not log a JSON line for each request", flag, flags=("--disable-uvicorn-access-log",)
     )
     log_level: str = setting(
         "info", "debug, info, warning or error", choice("debug", "info", "warning", "error"), metavar="LEVEL"
@@ -191,7 +193,7 @@ class ServerConfig:
                 )
         if not all(self.api_key):
             raise ConfigurationError(
-                "an empty key would let everybody in", needed="a key, or no --api-key", field="api_key"
+                "an empty key would let everyone in", needed="a key, or no --api-key", field="api_key"
             )
         if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
             lacking = "ssl_keyfile" if self.ssl_keyfile is None else "ssl_certfile"
@@ -204,7 +206,7 @@ class ServerConfig:
         for name in ("ssl_ca_certs", "ssl_cert_reqs", "ssl_ciphers"):
             if getattr(self, name) and self.ssl_certfile is None:
                 raise ConfigurationError(
-                    f"{flag_name(name)} is of HTTPS, and this server would speak HTTP",
+                    f"{flag_name(name)} is an HTTPS setting, but this server would serve plain HTTP",
                     fix="--ssl-keyfile FILE --ssl-certfile FILE",
                     field=name,
                 )

@@ -45,7 +45,7 @@ def environment_name(field: str) -> str:
 
 def text(field: str, value: Any) -> str:
     if not isinstance(value, str):
-        raise _wrong(field, value, "text")
+        raise _wrong(field, value, "a string")
     return value
 
 
@@ -64,14 +64,14 @@ def texts(field: str, value: Any) -> tuple[str, ...]:
         return (value,)
     if isinstance(value, list | tuple) and all(isinstance(entry, str) for entry in value):
         return tuple(value)
-    raise _wrong(field, value, "one text or a list of texts")
+    raise _wrong(field, value, "a string or a list of strings")
 
 
 def texts_or_tables(field: str, value: Any) -> tuple[str, ...]:
     """Tables of a file as JSON, in which they can also be written as texts."""
     entries = [value] if isinstance(value, str | dict) else value
     if not isinstance(entries, list | tuple):
-        raise _wrong(field, value, "one text or table, or a list of them")
+        raise _wrong(field, value, "a string or an object, or a list of them")
     return texts(field, [json.dumps(entry) if isinstance(entry, dict) else entry for entry in entries])
 
 
@@ -115,7 +115,7 @@ def whole(low: int, high: int = 2**31) -> Parser:
 
 
 def number(low: float, high: float, *, usual: float | None = None) -> Parser:
-    """`usual`: of a share, what to advise instead of a number that will not do."""
+    """`usual`: of a share, what to advise instead of a number that is not valid."""
 
     def parse(field: str, value: Any) -> float:
         try:
@@ -161,7 +161,7 @@ def require_memory(field: str, written: Any, nbytes: int) -> int:
         return nbytes
     meant = f"{bare}GiB" if bare.isdigit() and 0 < int(bare) < 10_000 else "22GiB"
     raise ConfigurationError(
-        f"{field}: {shorten(written)!r} will not do: {nbytes:,} bytes?",
+        f"{field}: {shorten(written)!r} is not valid: {nbytes:,} bytes?",
         needed="at least 1 MiB, as a number with its unit",
         found=shorten(written),
         fix=f"write {meant}",
@@ -275,4 +275,6 @@ def unknown_name(name: str, known: Iterable[str], source: Origin) -> Configurati
 
 
 def _wrong(field: str, value: Any, needed: str, fix: str | None = None) -> ConfigurationError:
-    return ConfigurationError(f"{field}: {value!r} will not do", needed=needed, found=repr(value), fix=fix, field=field)
+    return ConfigurationError(
+        f"{field}: {value!r} is not valid", needed=needed, found=repr(value), fix=fix, field=field
+    )

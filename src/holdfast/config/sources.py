@@ -173,7 +173,7 @@ def _read_toml(path: Path, text: str) -> dict[str, Any]:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ConfigurationError(
-            f"--config: {path} is not valid TOML: {error}", fix="name it .yaml if that is what it is", field="config"
+            f"--config: {path} is not valid TOML: {error}", fix="rename it to .yaml if it is YAML", field="config"
         ) from error
 
 
@@ -207,7 +207,7 @@ def _read_yaml(path: Path, text: str) -> dict[str, Any]:
 def _twice(path: Path, name: str) -> ConfigurationError:
     return ConfigurationError(
         f"--config: {path} sets {shorten(name)} twice",
-        needed="one line a setting",
+        needed="one line per setting",
         fix=f"leave one {shorten(name)} out",
         field=name.replace("-", "_"),
     )

@@ -10,11 +10,11 @@ from holdfast.errors import ConfigurationError
 
 SWITCHES = ("disable_any_whitespace", "disable_additional_properties")
 _DONE: dict[str, tuple[tuple[Any, ...], str]] = {
-    "backend": ((None, "auto", "guidance", "llguidance"), "one library holds answers to their form: leave it out"),
+    "backend": ((None, "auto", "guidance", "llguidance"), "there is one structured output backend: leave it out"),
     "disable_fallback": ((None, True, False), ""),
-    "reasoning_parser": ((None, ""), "it is a setting of its own: --reasoning-parser"),
-    "reasoning_parser_plugin": ((None, ""), "code out of a setting is never run"),
-    "enable_in_reasoning": ((None, False), "thoughts are free; the form is that of the answer behind them"),
+    "reasoning_parser": ((None, ""), "it is a separate setting: --reasoning-parser"),
+    "reasoning_parser_plugin": ((None, ""), "code named in a setting is never run"),
+    "enable_in_reasoning": ((None, False), "reasoning is not constrained; the grammar applies to the answer after it"),
 }
 """Other parts: values that ask for what is done anyway, and what to say to any other."""
 
@@ -27,7 +27,7 @@ def form_settings(field: str, value: Any) -> dict[str, bool]:
             found[name] = flag(f"{field}.{name}", part)
         elif name not in _DONE:
             raise ConfigurationError(
-                f"{field} has no part {name!r}",
+                f"{field} has no key {name!r}",
                 needed=", ".join((*SWITCHES, *_DONE)),
                 found=name,
                 field="structured_outputs_config",

@@ -9,23 +9,23 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-_ONE_DEVICE = "one device is used yet"
-_ONE_MACHINE = "one machine is used yet"
-_NO_OFFLOAD = "weights are not offloaded yet"
-_TEXT_ONLY = "only text goes in and out"
-_NO_CODE = "code out of a setting is never run"
-_AS_IT_IS = "a model's config is taken as it is"
+_ONE_DEVICE = "only one device is supported so far"
+_ONE_MACHINE = "only one machine is supported so far"
+_NO_OFFLOAD = "weight offloading is not supported yet"
+_TEXT_ONLY = "only text input and output are supported"
+_NO_CODE = "code named in a setting is never run"
+_AS_IT_IS = "a model's config is used as it is"
 _ONE_SERVER = "one server generates and embeds: /v1/embeddings and LLM.embed are always there"
-_POOLED = "embeddings are the last token's state, scaled to length 1"
-_GRAPHS = "graphs are captured as they are needed; see enforce_eager"
-_KERNELS = "kernels are Holdfast's own, chosen by what the machine has"
-_NO_MAMBA = "models with a state of the Mamba kind are not run"
-_NO_MOE_CHOICE = "experts are computed on one device, in one way"
-_NO_TRACES = "no traces are sent; /metrics and the access log have the times of each request"
+_POOLED = "embeddings are the last token's hidden state, normalized to length 1"
+_GRAPHS = "CUDA graphs are captured as needed; see enforce_eager"
+_KERNELS = "Holdfast uses its own kernels, chosen for the hardware"
+_NO_MAMBA = "Mamba and other state-space models are not supported"
+_NO_MOE_CHOICE = "experts run on one device, with one implementation"
+_NO_TRACES = "tracing is not supported; /metrics and the access log have the times of each request"
 _FILES = "files are read as they are stored, tensor by tensor"
-_STEPS = "the batch is put together in one way; see max_num_batched_tokens and max_num_seqs"
-_NEVER_LOGGED = "what clients write and models answer is never logged"
-_FORMS = "one library holds answers to their form; see structured_outputs_config, and structured_outputs in a request"
+_STEPS = "there is one way to build a batch; see max_num_batched_tokens and max_num_seqs"
+_NEVER_LOGGED = "the content of requests and responses is never logged"
+_FORMS = "there is one structured output backend; see structured_outputs_config, and structured_outputs in a request"
 
 
 def _each(reason: str, names: str) -> dict[str, str]:
@@ -41,15 +41,15 @@ ENGINE: Mapping[str, str] = {
     "quantization_config": "the layout is read from the checkpoint",
     "allow_deprecated_quantization": "the layout is read from the checkpoint",
     "quantization_param_path": "scales are read from the checkpoint",
-    "calculate_kv_scales": "KV pages are not quantized",
-    "kv_cache_dtype_skip_layers": "KV pages are not quantized",
-    "swap_space": "KV pages are not swapped to RAM yet; a preempted request is recomputed",
+    "calculate_kv_scales": "the KV cache is not quantized",
+    "kv_cache_dtype_skip_layers": "the KV cache is not quantized",
+    "swap_space": "the KV cache is not swapped to RAM yet; a preempted request is recomputed",
     **_each(
         _NO_OFFLOAD,
         "cpu_offload_gb cpu_offload_params offload_backend offload_group_size offload_num_in_group offload_params "
         "offload_prefetch_step",
     ),
-    **_each("KV pages are not offloaded yet", "kv_offloading_size kv_offloading_backend"),
+    **_each("KV cache offloading is not supported yet", "kv_offloading_size kv_offloading_backend"),
     **_each(
         _ONE_DEVICE,
         "fully_sharded_loras distributed_executor_backend enable_expert_parallel disable_custom_all_reduce "
@@ -80,31 +80,31 @@ ENGINE: Mapping[str, str] = {
         "disable_chunked_mm_input language_model_only enable_mm_processor_stats enable_tower_connector_lora "
         "enable_shm_tensor_arena ec_transfer_config ec_manager_config",
     ),
-    **_each("speculative decoding is not there yet",
+    **_each("speculative decoding is not supported yet",
             "speculative_config spec_method spec_model spec_tokens num_lookahead_slots per_request_spec_decode_metrics"
             " speculative_model num_speculative_tokens"),
-    "trust_remote_code": "code out of a model folder is never run; model families are part of Holdfast",
-    **_each("code out of a model folder is never run", "code_revision model_class_overrides"),
+    "trust_remote_code": "code in a model folder is never run; model families are part of Holdfast",
+    **_each("code in a model folder is never run", "code_revision model_class_overrides"),
     **_each(_NO_CODE, "logits_processors logits_processor_pattern worker_cls worker_extension_cls scheduler_cls "
                       "io_processor_plugin additional_config"),
     **_each(_AS_IT_IS, "hf_overrides hf_config_path config_format diffusion_config engram_config"),
     **_each(_AS_IT_IS + "; set it in the model's config.json", "rope_scaling rope_theta"),
     "model_impl": "model families are part of Holdfast",
     "tokenizer_revision": "name the tokenizer by a folder or file, or pin the model with revision",
-    **_each("texts are tokenized in the front, in threads of its own",
+    **_each("text is tokenized in the API server, in its own threads",
             "tokenizer_pool_size tokenizer_pool_type tokenizer_pool_extra_config renderer_num_workers"),
     "hf_token": "HF_TOKEN in the environment is read",
     "download_dir": "downloads go to the caches that HF_HOME and HOLDFAST_CACHE name",
-    "ignore_patterns": "only files that are needed are fetched",
+    "ignore_patterns": "only the files that are needed are downloaded",
     **_each(_FILES, "model_loader_extra_config pt_load_map_location safetensors_load_strategy "
                     "safetensors_prefetch_block_size safetensors_prefetch_num_threads max_parallel_loading_workers "
                     "weight_transfer_config"),
-    "use_tqdm_on_load": "loading shows a line a stage",
-    "max_logprobs": "a request may ask for 20",
-    "logprobs_mode": "log-probabilities are of the model's own logits (raw_logprobs)",
+    "use_tqdm_on_load": "loading logs one line per stage",
+    "max_logprobs": "a request may ask for up to 20",
+    "logprobs_mode": "log-probabilities are those of the raw logits (raw_logprobs)",
     **_each(_GRAPHS, "compilation_config optimization_level cudagraph_capture_sizes max_cudagraph_capture_size "
                      "cuda_graph_sizes enable_layerwise_nvtx_tracing performance_mode"),
-    "max_seq_len_to_capture": "steps of single tokens are captured at any length",
+    "max_seq_len_to_capture": "decode steps are captured at any length",
     **_each(_KERNELS, "kernel_config attention_config linear_backend moe_backend gdn_prefill_backend "
                       "kda_decode_backend kda_prefill_backend sparse_indexer_topk_backend ir_op_priority "
                       "enable_flashinfer_autotune enable_flash_late_interaction disable_cascade_attn use_fp64_gumbel "
@@ -114,17 +114,17 @@ ENGINE: Mapping[str, str] = {
                        "enable_mamba_cache_stochastic_rounding enable_mamba_shared_prefix_checkpoint"),
     **_each(_NO_MOE_CHOICE, "enable_return_routed_experts enable_moe_shared_loras enable_mixed_moe_lora_format"),
     "async_scheduling": "steps overlap where that helps: always on a GPU, never on a CPU",
-    **_each("layers with a window keep it, as they were trained", "disable_sliding_window swa_bounded_replay"),
-    **_each("layers that remember alike share a table of pages, each kind its own",
+    **_each("sliding-window layers keep their window, as trained", "disable_sliding_window swa_bounded_replay"),
+    **_each("layers with the same attention type share a block table, each type has its own",
             "disable_hybrid_kv_cache_manager kv_sharing_fast_prefill"),
     **_each(_ONE_SERVER, "runner convert task"),
     **_each(_POOLED, "pooler_config override_pooler_config"),
-    "enable_prompt_embeds": "prompts are texts or token ids",
-    "kv_transfer_config": "KV pages stay where they were computed",
-    "kv_events_config": "the books of KV pages are not published; /metrics has their figures",
-    "num_gpu_blocks_override": "the pool is sized by what is measured; see kv_cache_memory_bytes",
+    "enable_prompt_embeds": "prompts are text or token ids",
+    "kv_transfer_config": "KV blocks stay where they were computed",
+    "kv_events_config": "KV block events are not published; /metrics has their figures",
+    "num_gpu_blocks_override": "the KV cache is sized by measurement; see kv_cache_memory_bytes",
     "device_memory_utilization": "it is called gpu_memory_utilization",
-    **_each("prefixes are kept in one way, as long as there is room; cache_salt in a request keeps them apart",
+    **_each("there is one prefix cache, with prefixes kept while there is room; cache_salt in a request separates them",
             "prefix_caching_hash_algo prefix_cache_retention_interval prefix_match_unit"),
     "preemption_mode": "a preempted request is recomputed",
     **_each(_STEPS, "long_prefill_token_threshold long_prefill_token_threshold_adaptive max_num_partial_prefills "
@@ -132,53 +132,53 @@ ENGINE: Mapping[str, str] = {
                     "disable_async_output_proc use_v2_block_manager max_num_scheduled_tokens max_num_active_seqs "
                     "prefill_schedule_interval scheduler_reserve_full_isl watermark watermark_config"),
     **_each("it is called max_queued_requests", "max_num_queued_reqs max_num_queued_tokens"),
-    "stream_interval": "a stream has an event a token",
-    **_each("adapters change layers of the model, and bring no tokens and no heads of their own",
+    "stream_interval": "a stream has one event per token",
+    **_each("adapters change layers of the model; they cannot add tokens or heads",
             "lora_extra_vocab_size max_lora_cls_labels long_lora_scaling_factors lora_target_modules "
             "specialize_active_lora"),
-    **_each("there are LoRA adapters, and no others", "enable_prompt_adapter max_prompt_adapters "
+    **_each("only LoRA adapters are supported", "enable_prompt_adapter max_prompt_adapters "
                                                       "max_prompt_adapter_token"),
     **_each(_FORMS, "guided_decoding_backend guided_decoding_disable_fallback guided_decoding_disable_any_whitespace "
                     "guided_decoding_disable_additional_properties"),
-    **_each("thoughts are divided from answers by reasoning_parser", "enable_reasoning reasoning_config"),
+    **_each("reasoning is separated from the answer by reasoning_parser", "enable_reasoning reasoning_config"),
     **_each(_NO_TRACES, "otlp_traces_endpoint collect_detailed_traces enable_trace_replay profiler_config"),
-    **_each("older names of metrics are always there", "show_hidden_metrics_for_version"),
-    **_each("/metrics has what there is", "kv_cache_metrics kv_cache_metrics_sample cudagraph_metrics "
+    **_each("older metric names are always present", "show_hidden_metrics_for_version"),
+    **_each("/metrics has all there is", "kv_cache_metrics kv_cache_metrics_sample cudagraph_metrics "
                                           "enable_mfu_metrics custom_histogram_buckets enable_per_request_metrics "
                                           "aggregate_engine_logging enable_logging_iteration_details logging_config"),
-    **_each("sleep gives all memory back", "sleep_mode_offload_cudagraph sleep_preserve_parameter_names "
+    **_each("sleep releases all memory", "sleep_mode_offload_cudagraph sleep_preserve_parameter_names "
                                            "enable_cumem_allocator"),
-    **_each("a dead engine is started again, and its requests go on", "enable_fault_tolerance fault_tolerance_config"),
-    **_each("answers show tokens, log-probabilities and nothing else of the sampler",
+    **_each("a dead engine is restarted, and its requests continue", "enable_fault_tolerance fault_tolerance_config"),
+    **_each("responses contain tokens, log-probabilities and nothing else from the sampler",
             "return_sampling_mask aux_output_config"),
 }  # fmt: skip
 
 SERVER: Mapping[str, str] = {
     "enable_ssl_refresh": "certificates are read once; restart the server, or renew them in a proxy in front",
-    "uds": "it listens on an address and a port; a proxy in front may listen on a socket of the file system",
-    "root_path": "paths are as they are; let the proxy in front strip its prefix",
+    "uds": "it listens on an address and a port; a proxy in front may listen on a Unix socket",
+    "root_path": "paths are fixed; let the proxy in front strip its prefix",
     **_each(_NO_CODE, "middleware tool_parser_plugin reasoning_parser_plugin"),
     **_each("there is one log: see --log-level", "uvicorn_log_level log_config_file"),
-    "disable_access_log_for_endpoints": "probes (/health, /ping, /metrics) are never in the access log, all else is",
+    "disable_access_log_for_endpoints": "probes (/health, /ping, /metrics) are never in the access log, all others are",
     **_each(_NEVER_LOGGED, "enable_log_requests max_log_len enable_log_outputs enable_log_deltas"),
-    "log_error_stack": "a fault's stack is always in the log, and never in an answer",
+    "log_error_stack": "an error's stack trace is always in the log, and never in a response",
     "return_tokens_as_token_ids": "tokens are shown as text; return_token_ids in a request adds their ids",
-    "tool_server": "tools are the client's to run",
-    "exclude_tools_when_tool_choice_none": "tools that may not be called are never shown",
-    "tool_strict_level": "strict in a tool's definition is honoured as it is",
-    "chat_template_content_format": "content goes to the template as its own text says it takes it",
+    "tool_server": "tools are run by the client",
+    "exclude_tools_when_tool_choice_none": "tools that may not be called are never shown to the model",
+    "tool_strict_level": "strict in a tool's definition is honoured as given",
+    "chat_template_content_format": "the content format is detected from the chat template",
     "default_chat_template_kwargs": "send chat_template_kwargs in the request",
     "trust_request_mm_kwargs": _TEXT_ONLY,
-    **_each("request line and headers may have 64 KiB", "h11_max_incomplete_event_size h11_max_header_count"),
-    "enable_tokenizer_info_endpoint": "/tokenize and /detokenize are there; the tokenizer's files are with the model",
-    "sse_keep_alive_interval": "a stream's headers leave at once and its events as tokens come",
-    "headless": "one machine serves one model yet",
+    **_each("the request line and headers may have up to 64 KiB", "h11_max_incomplete_event_size h11_max_header_count"),
+    "enable_tokenizer_info_endpoint": "use /tokenize and /detokenize; the tokenizer's files are with the model",
+    "sse_keep_alive_interval": "a stream's headers are sent at once, and its events as tokens are generated",
+    "headless": "only one machine is supported so far",
     **_each("it speaks HTTP only", "grpc grpc_port"),
     "tokens_only": "see skip_tokenizer_init",
-    "disable_frontend_multiprocessing": "the front and the engine are two processes; LLM in Python is one",
-    "enable_offline_docs": "/docs needs no other site",
+    "disable_frontend_multiprocessing": "the API server and the engine are two processes; LLM in Python is one",
+    "enable_offline_docs": "/docs works offline",
     "shutdown_timeout": "it is called drain_timeout",
-    "fail_on_environ_validation": "a variable HOLDFAST_NAME that is not known is always an error",
+    "fail_on_environ_validation": "an unknown HOLDFAST_NAME variable is always an error",
     **_each("it speaks OpenAI's API", "cohere_format cohere_is_reasoning_model anthropic_disabled_thinking_effort "
                                       "fingerprint_mode fingerprint_value"),
 }  # fmt: skip

@@ -68,7 +68,7 @@ class Fields:
 
     def mistyped(self, name: str, needed: str, found: object) -> CheckpointError:
         """Where no text will do: one is quoted, for "4" is not 4."""
-        return self.wrong(name, needed, f'"{shorten(found)}", a text' if isinstance(found, str) else found)
+        return self.wrong(name, needed, f'"{shorten(found)}", a string' if isinstance(found, str) else found)
 
     def get(self, name: str, needed: str, default: Any) -> Any:
         value = self.raw(name)
@@ -112,9 +112,9 @@ class Fields:
         return value
 
     def text(self, name: str, *, default: str = ...) -> str:  # type: ignore[assignment]
-        value = self.get(name, "a text", default)
+        value = self.get(name, "a string", default)
         if not isinstance(value, str):
-            raise self.wrong(name, "a text", value)
+            raise self.wrong(name, "a string", value)
         return value
 
     def table(self, name: str) -> Fields | None:
@@ -123,7 +123,7 @@ class Fields:
         if value is None or value == {}:
             return None
         if not isinstance(value, Mapping):
-            raise self.mistyped(name, "a table", value)
+            raise self.mistyped(name, "an object", value)
         return Fields(value, where=f"{self.where}, {self.key(name)}")
 
     def texts(self, name: str, *, count: int, allowed: Collection[str]) -> tuple[str, ...] | None:

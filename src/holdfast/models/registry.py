@@ -143,7 +143,7 @@ def from_gguf(metadata: Mapping[str, Any], tensor_names: Collection[str]) -> Mod
 def describe_config(config: Mapping[str, Any], generation_config: Mapping[str, Any] | None = None) -> ModelSpec:
     """The spec of a Hugging Face config.json; generation_config.json adds its ends to the config's own."""
     if not isinstance(config, Mapping):
-        raise CheckpointError("config.json is not a table", found=type(config).__name__)
+        raise CheckpointError("config.json is not an object", found=type(config).__name__)
     named = config.get("architectures")
     model_type = Fields(config, where="config.json").text("model_type", default="") or None
     if named:
@@ -179,9 +179,9 @@ def _require_one_family(model_type: str | None, architecture: str) -> None:
     if _BY_ARCHITECTURE.get(other, family) != family:
         raise CheckpointError(
             f"config.json names two families: architectures says {architecture}, model_type {shorten(model_type)}",
-            needed=f"a model_type of the {family} family beside {architecture}",
+            needed=f"a model_type of the {family} family, as {architecture} says",
             found=shorten(model_type),
-            fix="take the config.json that belongs to these weights",
+            fix="use the config.json that belongs to these weights",
             field="model_type",
         )
 
@@ -197,8 +197,8 @@ def _unknown(name: str, known: tuple[str, ...], *, field: str) -> UnknownArchite
     near = difflib.get_close_matches(shown, known, n=3)
     return UnknownArchitectureError(
         f"model architecture {shown} is not supported",
-        needed=f"one of {len(known)} known ones" + (f", the nearest: {', '.join(near)}" if near else ""),
+        needed=f"one of {len(known)} known ones" + (f", the closest: {', '.join(near)}" if near else ""),
         found=shown,
-        fix="holdfast models lists those that run, and with --json all that can be planned; else another server",
+        fix="holdfast models lists those that run, and with --json all that can be planned; or use another server",
         field=field,
     )

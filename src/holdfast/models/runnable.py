@@ -68,7 +68,7 @@ def _experts(spec: ModelSpec, experts: ExpertsSpec) -> Iterator[str]:
         yield "experts with an exact gelu"
     for width in (spec.hidden_size, experts.intermediate_size):
         if width % _EXPERT_COLUMNS:
-            yield f"experts of {width} columns, which is no multiple of {_EXPERT_COLUMNS}"
+            yield f"experts of {width} columns, which is not a multiple of {_EXPERT_COLUMNS}"
 
 
 def _settings(spec: ModelSpec, fields: Fields) -> Iterator[str]:
@@ -79,7 +79,7 @@ def _settings(spec: ModelSpec, fields: Fields) -> Iterator[str]:
     if spec.rope.dim != spec.head_dim and spec.family not in _PARTLY_ROTATING_FAMILIES:
         yield f"{fields.key('partial_rotary_factor')}: only {spec.rope.dim} of {spec.head_dim} dimensions rotate"
     elif spec.rope.dim == 0 or spec.rope.dim % 2:
-        yield f"{fields.key('partial_rotary_factor')}: {spec.rope.dim} dimensions rotate, where they do so in pairs"
+        yield f"{fields.key('partial_rotary_factor')}: {spec.rope.dim} dimensions rotate, but they must rotate in pairs"
     if spec.quantization is not None:
         yield f"quantization_config: {spec.quantization.method} weights"
     if any(tensor.part == "vision" for tensor in spec.tensors):
@@ -119,7 +119,7 @@ def require_runnable(spec: ModelSpec, known: tuple[str, ...]) -> ModelSpec:
             f"model architecture {spec.architecture} is known, but this engine cannot run it yet",
             needed="one of " + ", ".join(known),
             found=f"{spec.architecture}, which needs {found}",
-            fix="holdfast plan counts its memory; to run it, take another server for now",
+            fix="holdfast plan counts its memory; to run it, use another server for now",
             field="architectures",
         )
     raise _feature(spec, found)
@@ -127,9 +127,9 @@ def require_runnable(spec: ModelSpec, known: tuple[str, ...]) -> ModelSpec:
 
 def _feature(spec: ModelSpec, found: str) -> ModelError:
     return CheckpointError(
-        f"this engine cannot run this {spec.architecture}: it lacks {found}",
+        f"this engine cannot run this {spec.architecture}: it does not support {found}",
         needed=f"a model of the {spec.family} family without that",
         found=found,
         field=spec.unsupported[0].partition(":")[0],
-        fix="take another variant of this model, such as bf16 weights or a GGUF file" if spec.quantization else None,
+        fix="use another variant of this model, such as bf16 weights or a GGUF file" if spec.quantization else None,
     )

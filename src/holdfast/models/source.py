@@ -142,7 +142,7 @@ class ModelDescription:
         """The text model of a config that wraps it with others."""
         table = self.fields.table(name)
         if table is None:
-            raise self.fields.wrong(name, "a table: the text model", "nothing")
+            raise self.fields.wrong(name, "an object: the text model", "nothing")
         return ModelDescription(
             fields=table, architecture=self.architecture, generation=self.generation, outer=self.fields
         )
@@ -255,7 +255,7 @@ def _kv_default(fields: Fields, default: int | None, heads: int) -> int:
 def _head_dim(fields: Fields, hidden: int, heads: int, default: int | None, *, even: bool) -> int:
     given = fields.integer("head_dim", high=MAX_HEAD_DIM, default=default)
     if given is None and hidden % heads:
-        needed = f"a multiple of the {heads} heads, or {fields.key('head_dim')} beside it"
+        needed = f"a multiple of the {heads} heads, or an explicit {fields.key('head_dim')}"
         raise fields.wrong("hidden_size", needed, hidden)
     head_dim = hidden // heads if given is None else given
     if (even and head_dim % 2) or head_dim > MAX_HEAD_DIM:

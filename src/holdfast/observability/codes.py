@@ -60,9 +60,9 @@ def explain(code: str) -> Code:
     begun = [known for known in codes() if len(wanted) > 2 and known.startswith(wanted)]
     near = [*begun, *difflib.get_close_matches(wanted[:20], (known for known in codes() if known not in begun), n=3)]
     raise ConfigurationError(
-        f"there is no code {shorten(code)}",
+        f"unknown code {shorten(code)}",
         code=UNKNOWN_CODE,
-        needed="a code such as HF110" + (f"; the nearest: {', '.join(near[:_NEAREST_SHOWN])}" if near else ""),
+        needed="a code such as HF110" + (f"; the closest: {', '.join(near[:_NEAREST_SHOWN])}" if near else ""),
         fix="holdfast explain, which lists them all",
         field="code",
     )

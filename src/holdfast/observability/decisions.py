@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 SAMPLING = "sampling defaults"
-"""The field of the one that tells how is sampled where a request says nothing."""
+"""The field of the decision on how to sample where a request does not say."""
+DEFAULT_REASON = "the default"
+"""What `source` says already: not repeated in the line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,4 +20,5 @@ class Decision:
     source: str
 
     def line(self) -> str:
-        return f"{self.field} = {self.value} ({self.source}): {self.reason}"
+        reason = "" if self.reason == DEFAULT_REASON else f": {self.reason}"
+        return f"{self.field} = {self.value} ({self.source}){reason}"

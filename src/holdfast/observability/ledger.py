@@ -16,12 +16,12 @@ VERSION = 1
 """Of the JSON. Names are added under the same version; one that changes its meaning or goes makes a new one."""
 
 GIVEN_BACK, UNACCOUNTED = "given_back", "unaccounted"
-"""Terms that are not planned. Activations, logits and scratch are told as the rehearsal saw them at their peak: what
-is not held between steps is taken off again, so that the sum of all is what the processes hold."""
+"""Terms that are not planned. Activations, logits and scratch are given as the profile run saw them at their peak: what
+is not held between steps is subtracted again, so that the sum of all is what the processes hold."""
 BAR_WIDTH = 24
 _BELOW_ZERO = {
-    GIVEN_BACK: "(no fault: held during a step alone, so taken off again)",
-    UNACCOUNTED: "(no fault: less is held now than when the terms were measured)",
+    GIVEN_BACK: "(expected: held only during a step, so subtracted here)",
+    UNACCOUNTED: "(expected: less is held now than when the terms were measured)",
 }
 """Stands beside the figure, which would read like a fault without it."""
 
@@ -180,7 +180,7 @@ def ledger_lines(ledger: Ledger) -> list[str]:
     lines: list[str] = []
     for tier in ledger.tiers:
         lines.append(
-            f"{tier.tier}: {format_bytes(tier.measured_bytes)} held of a budget of {format_bytes(tier.budget_bytes)}; "
+            f"{tier.tier}: {format_bytes(tier.measured_bytes)} used of a budget of {format_bytes(tier.budget_bytes)}; "
             f"{format_bytes(tier.free_bytes)} of {format_bytes(tier.total_bytes)} were free ({tier.limited_by})"
         )
         terms = [term for term in ledger.terms if term.tier == tier.tier]

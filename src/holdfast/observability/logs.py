@@ -56,7 +56,7 @@ def ready_lines(info: EngineInfo, *, parallel_size: int = 1) -> list[str]:
         f"dtype {info.kv_dtype}, prefix caching {'on' if info.prefix_caching else 'off'}",
         f"KV cache size: {info.kv_tokens:,} tokens",
         f"Maximum concurrency for {info.max_model_len:,} tokens per request: {concurrency:.2f}x",
-        f"Batch: at most {info.max_num_seqs} sequences, {info.max_num_batched_tokens:,} tokens a step",
+        f"Batch: at most {info.max_num_seqs} sequences, {info.max_num_batched_tokens:,} tokens per step",
         f"Parallel size: {parallel_size}",
         f"Attention backend: {info.attention_backend}",
         *[f"Decision: {line}" for line in info.decisions],

@@ -118,7 +118,7 @@ class Unblocked(io.TextIOBase):
                         self._backlog_bytes += len(rest)
                         break
                 if not self._backlog and self._lost_lines:
-                    said = f"... {self._lost_lines} lines were left out here: nobody read them\n".encode()
+                    said = f"... {self._lost_lines} lines were dropped here: nothing was reading the output\n".encode()
                     self._lost_lines = 0
                     if rest := said[self._put(said) :]:
                         self._backlog.append(rest)

@@ -57,7 +57,7 @@ def question_of(config: PlanConfig, *, traffic: Stated | None = None) -> Questio
     found = machine_of(asked)
     if config.expand_weights == "always" and found.machine.kind == "gpu":
         raise ConfigurationError(
-            "expand_weights always is a setting for CPUs; on a GPU quantized weights stay in their blocks",
+            "expand_weights always is a CPU setting; on a GPU weights stay quantized",
             code=OF_A_CPU,
             needed="auto or never",
             found="always",
@@ -101,13 +101,13 @@ def traffic_of(config: PlanConfig) -> Stated:
         if config.concurrency is None or config.max_model_len is None:
             return None, ()
         stated = Traffic(concurrency=config.concurrency, prompt_tokens=config.max_model_len, output_tokens=0)
-        reason = "no lengths are stated: every request is as long as max_model_len"
+        reason = "no lengths are set: every request is as long as max_model_len"
     else:
         stated = Traffic(concurrency=config.concurrency or 1, prompt_tokens=config.prompt, output_tokens=config.output)
         reason = "as stated"
     if stated.length * stated.concurrency > ABSURD_TOKENS:
         raise ConfigurationError(
-            f"{stated.concurrency:,} requests of {stated.length:,} tokens are beyond any machine",
+            f"{stated.concurrency:,} requests of {stated.length:,} tokens exceed any machine",
             needed=f"at most {ABSURD_TOKENS:,} tokens at once",
             fix="fewer requests (--concurrency), or shorter ones (--prompt, --output)",
             field="concurrency",

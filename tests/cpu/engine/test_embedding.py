@@ -45,7 +45,7 @@ def reference(folder: Path, prompts: list[list[int]]) -> numpy.ndarray:
 @pytest.mark.parametrize("backend", ["torch", "auto"])
 def test_the_last_tokens_state_of_length_one(folder: Path, backend: str) -> None:
     if backend == "torch" and torch.cuda.is_available():
-        pytest.skip("a setting for CPUs")
+        pytest.skip("a CPU setting")
     prompts = [[5, 6, 7, 8], [9], list(range(3, 90)), [5, 6, 7, 9]]
     with LLM(
         str(folder),

@@ -335,7 +335,7 @@ def test_a_start_that_takes_more_than_planned_is_not_tried_again_and_again(
     with pytest.raises(DoesNotFitError, match="took more memory than planned") as refused:
         start.run()
     assert len(loads) == 2
-    assert "more than planned were taken" in str(refused.value.found)
+    assert "more than planned were used" in str(refused.value.found)
 
 
 def test_a_failed_start_keeps_nothing(spec: ModelSpec, monkeypatch: pytest.MonkeyPatch) -> None:

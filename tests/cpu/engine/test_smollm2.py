@@ -47,7 +47,7 @@ BLOCK, LARGEST = 32, 32600
 def llm(request: pytest.FixtureRequest) -> Iterator[LLM]:
     expand = "always" if request.param == "expanded to float32" else "auto"
     if expand == "always" and torch.cuda.is_available():
-        pytest.skip("a setting for CPUs")
+        pytest.skip("a CPU setting")
     settings = {"dtype": "float32", "max_model_len": 1024, "max_num_seqs": 16, "expand_weights": expand}
     with LLM(kv_cache_memory_bytes="128MiB", **settings) as made:
         made.rounds = expand == "auto" and native.available() and processor().fast_block_products

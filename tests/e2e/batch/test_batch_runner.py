@@ -141,7 +141,7 @@ async def test_a_fault_of_the_server_is_no_answer(tmp_path) -> None:
     assert [answer["custom_id"] for answer in batch.answers] == ["a", "a"]
     assert "b" not in answers
     (lost,) = batch.lost
-    assert lost.startswith("line 2 ('b') has no answer, status 500: ")
+    assert lost.startswith("line 2 ('b') has no response, status 500: ")
     assert sorted(batch.told) == [False, True]
     assert batch.runner.repeated == 1
 

@@ -85,14 +85,14 @@ def test_killed_and_taken_up_again_no_line_is_lost_or_repeated(tmp_path: Path, t
         file.write(b'{"id":"batch_req_16_0123')
     done = run(tmp_path, model=model)
     assert done.returncode == 0, done.stderr
-    assert f"{lines} of {lines} lines have their answer" in done.stderr
+    assert f"{lines} of {lines} lines answered" in done.stderr
     after = answers(tmp_path)
     assert after[: len(before)] == before
     assert sorted(one["custom_id"] for one in after) == sorted(f"line-{number}" for number in range(lines))
     assert all(one["response"]["body"]["usage"]["completion_tokens"] == 12 for one in after)
     again = run(tmp_path, model=model)
     assert (again.returncode, answers(tmp_path)) == (0, after)
-    assert "nothing is left to ask" in again.stderr
+    assert "nothing left to do" in again.stderr
 
 
 @pytest.mark.long
@@ -111,7 +111,7 @@ def test_killed_and_stopped_many_times(tmp_path: Path, tiny_arguments: list[str]
             process.send_signal(signal.SIGTERM)
             said = process.communicate(timeout=TIMEOUT_S)[1]
             assert process.returncode == 143, said
-            assert "the same command goes on" in said
+            assert "the same command resumes" in said
         whole = (tmp_path / "out.jsonl").read_bytes().rpartition(b"\n")[0]
         now = [json.loads(one) for one in whole.splitlines()]
         assert now[: len(before)] == before
@@ -170,7 +170,7 @@ def test_answers_are_the_servers(tmp_path: Path, start_server) -> None:
 @pytest.mark.parametrize(
     ("words", "part"),
     [
-        (["-i", "https://example.org/in.jsonl"], "nothing is fetched"),
+        (["-i", "https://example.org/in.jsonl"], "nothing is downloaded"),
         (["--enable-metrics"], "no port"),
         (["--max-concurrency", "0"], "--max-concurrency"),
         (["--port", "1"], "--port is not understood"),

@@ -127,7 +127,7 @@ def piped(server: Server, lines: str, *flags: str, environment: dict[str, str] |
 def test_each_line_of_a_pipe_is_a_message(server: Server) -> None:
     done = piped(server, "one\n\ntwo\u2028three\n/reset\nfour\n", "--system", "Be brief.", "--max-tokens", "5")
     assert done.stdout.decode() == "2:one\n4:two\u2028three\n2:four\n"
-    assert b"forgotten" in done.stderr
+    assert b"conversation cleared" in done.stderr
     assert done.returncode == 0
     assert server.bodies[0]["messages"][0] == {"role": "system", "content": "Be brief."}
     assert server.bodies[0]["max_tokens"] == 5
@@ -285,7 +285,7 @@ def test_keys_typed_during_an_answer_are_not_mixed_into_it(server: Server, termi
     # They were kept for the prompt.
     terminal.wait_for("/system typed ahead")
     terminal.type("\r")
-    terminal.wait_for("role set")
+    terminal.wait_for("system prompt set")
     terminal.wait_for("> ")
     terminal.type("\x04")
     assert terminal.process.wait(PATIENCE_S) == 0
@@ -314,7 +314,7 @@ def test_a_failure_in_the_middle_of_an_answer_leaves_the_terminal_as_it_was(term
 def test_ctrl_c_twice_at_the_prompt_leaves(terminal: Terminal) -> None:
     terminal.wait_until_it_reads()
     terminal.type("\x03")
-    terminal.wait_for("again leaves")
+    terminal.wait_for("again to exit")
     terminal.wait_for("> ")
     terminal.wait_until_it_reads()
     terminal.type("\x03")
@@ -325,10 +325,10 @@ def test_commands_and_failures_at_the_prompt(server: Server, terminal: Terminal)
     for typed, answer in [
         ("/help", "/reset"),
         ("/nothing", "there is no command /nothing"),
-        ("/system You are a cat.", "role set"),
+        ("/system You are a cat.", "system prompt set"),
         ("refuse", "too long by far"),
         ("hi", "2:hi"),
-        ("/reset", "forgotten"),
+        ("/reset", "conversation cleared"),
         ("again", "2:again"),
     ]:
         terminal.type(typed + "\r")

@@ -119,7 +119,7 @@ def test_a_folder_of_many_ggufs_is_asked_for_one(gguf_file: Path) -> None:
     for wanted, name in (("Q8_0", "m-Q8_0.gguf"), ("m-Q4_0.gguf", "m-Q4_0.gguf"), ("f16", "large/m-F16.gguf")):
         files = locate(f"{folder}:{wanted}")
         assert files.path == folder / name
-        assert files.chosen.startswith(f"{name}, as asked for with {wanted}; left out:")
+        assert files.chosen.startswith(f"{name}, selected with {wanted}; left out:")
         assert locate_headers(f"{folder}:{wanted}").path == folder / name
     with pytest.raises(CheckpointError, match=f"{folder}:Q4_0"):
         locate(str(folder))
@@ -134,7 +134,7 @@ def test_a_folder_says_what_was_left_out(model_folder: Callable[..., Path]) -> N
 def test_parts_that_contradict_their_names_are_refused(gguf_file: Path) -> None:
     for number in (1, 2):
         gguf_file.with_name(f"m-{number:05}-of-00002.gguf").write_bytes(gguf_file.read_bytes())
-    with pytest.raises(CheckpointError, match="not the part its name says"):
+    with pytest.raises(CheckpointError, match="not the part that its name says"):
         from_path(gguf_file.with_name("m-00001-of-00002.gguf"), name="m")
     gguf_file.with_name("m-00002-of-00002.gguf").unlink()
     with pytest.raises(CheckpointError, match="1 of the 2 parts"):

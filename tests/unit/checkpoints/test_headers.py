@@ -95,20 +95,20 @@ GGUF_SPOILS: list[tuple[str, Callable[[bytes], bytes]]] = [
     ("claims 1099511627776 tensors", lambda raw: raw[:8] + struct.pack("<Q", 1 << 40) + raw[16:]),
     ("claims 1099511627776 metadata", lambda raw: raw[:16] + struct.pack("<Q", 1 << 40) + raw[24:]),
     ("a metadata key of", lambda raw: raw[:24] + struct.pack("<Q", 1 << 62) + raw[32:]),
-    ("torn: tensor 'quantized'", lambda raw: raw[:-1]),
-    ("header is torn", lambda raw: raw[:300]),
+    ("truncated: tensor 'quantized'", lambda raw: raw[:-1]),
+    ("is truncated: its header", lambda raw: raw[:300]),
     ("unknown type number 99", lambda raw: raw.replace(struct.pack("<IQ", 8, 32), struct.pack("<IQ", 99, 32))),
     ("alignment", lambda raw: raw.replace(struct.pack("<IQ", 8, 32), struct.pack("<IQ", 8, 33))),
     ("overlap", lambda raw: raw.replace(struct.pack("<IQ", 8, 32), struct.pack("<IQ", 8, 0))),
     ("whole Q8_0 blocks", lambda raw: raw.replace(struct.pack("<IQQI", 2, 32, 2, 8), struct.pack("<IQQI", 2, 8, 8, 8))),
-    ("absurd shape", lambda raw: raw.replace(struct.pack("<IQQ", 2, 3, 2), struct.pack("<IQQ", 2, 1 << 60, 1 << 60))),
-    ("absurd shape", lambda raw: raw.replace(struct.pack("<IQQ", 2, 3, 2), struct.pack("<IQQ", 2, 3, 0))),
+    ("an implausible", lambda raw: raw.replace(struct.pack("<IQQ", 2, 3, 2), struct.pack("<IQQ", 2, 1 << 60, 1 << 60))),
+    ("implausible shape", lambda raw: raw.replace(struct.pack("<IQQ", 2, 3, 2), struct.pack("<IQQ", 2, 3, 0))),
     ("dimensions", lambda raw: raw.replace(struct.pack("<IQQ", 2, 3, 2), struct.pack("<IQQ", 200, 3, 2))),
     ("not UTF-8", lambda raw: raw.replace(b"llama", b"\xff\xfeama", 1)),
     ("unknown value type 77", lambda raw: raw.replace(struct.pack("<II", 4, 3), struct.pack("<II", 77, 3), 1)),
     ("claims", lambda raw: raw.replace(struct.pack("<IIQ", 9, 8, 3), struct.pack("<IIQ", 9, 8, 1 << 50))),
     ("array of the unknown", lambda raw: raw.replace(struct.pack("<IIQ", 9, 8, 3), struct.pack("<IIQ", 9, 50, 3))),
-    ("stands there twice", lambda raw: raw.replace(b"a.truth", b"a.float")),
+    ("appears twice", lambda raw: raw.replace(b"a.truth", b"a.float")),
 ]  # fmt: skip
 
 
@@ -189,7 +189,7 @@ def test_spoiled_safetensors_files_are_refused(tmp_path: Path, header: Any) -> N
 def test_torn_safetensors_files_are_refused(tmp_path: Path, raw: bytes) -> None:
     path = tmp_path / "a.safetensors"
     path.write_bytes(raw)
-    with pytest.raises(CheckpointError, match="torn"):
+    with pytest.raises(CheckpointError, match="truncated"):
         safetensors.read_header(path)
 
 
@@ -217,5 +217,5 @@ def test_an_absurdly_large_index_is_not_read_whole(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(safetensors, "MAX_HEADER_BYTES", 1000)
     index = tmp_path / INDEX_NAME
     index.write_text('{"weight_map": {}}' + " " * 1000)
-    with pytest.raises(CheckpointError, match="absurdly large"):
+    with pytest.raises(CheckpointError, match="implausibly large"):
         safetensors.shards_of_index(index)

@@ -158,7 +158,7 @@ def test_offline_serves_what_is_cached_and_names_what_is_not(
 def test_what_a_download_left_half_done_is_not_taken_for_whole(answers: dict[str, dict[str, Any]], home: Path) -> None:
     torn = ask(home, "http://127.0.0.1:1", "owner/torn", HF_HUB_OFFLINE="1")["owner/torn"]
     assert (torn["error"], torn["code"]) == ("ModelAccessError", "HF223")
-    for word in ("not whole", "holdfast pull owner/torn"):
+    for word in ("incomplete", "holdfast pull owner/torn"):
         assert word in torn["text"]
 
 

@@ -82,7 +82,7 @@ def test_a_licence_must_be_accepted(
     assert "[HF224]" in said
     assert "https://ai.google.dev/gemma/terms" in said
     assert main(["pull", "gemma-3-270m", "--accept-licence", "mit"]) == 2
-    assert "no such licence" in capsys.readouterr().err
+    assert "unknown licence" in capsys.readouterr().err
     with pytest.raises(ModelAccessError, match="HF224"):
         locate("gemma-3-270m")
     assert not list(empty_caches.iterdir())
@@ -139,14 +139,14 @@ def test_models_verify_finds_a_spoiled_built_in(empty_caches: Path, capsys: pyte
     assert "sha256" not in plain
     assert run(models, "--verify") == 1
     said = capsys.readouterr()
-    assert f"WRONG: {path}: 4 bytes; it must have 98,362,432" in said.out
+    assert f"WRONG: {path}: 4 bytes; expected 98,362,432" in said.out
     assert "holdfast pull smollm2" in said.err
     with path.open("r+b") as file:
         file.truncate(builtin.BUILTINS[0].size)
     assert run(models, "--verify", "--json") == 1
     (check,) = json.loads(capsys.readouterr().out)["models"][0]["checks"]
     assert (check["how"], check["right"], check["file"]) == ("sha256", False, str(path))
-    assert "hashed, and not sha256 b179" in check["said"]
+    assert "hash mismatch: not sha256 b179" in check["said"]
 
 
 def test_models_verify_says_that_it_hashed(default_model: ModelFiles, capsys: pytest.CaptureFixture[str]) -> None:

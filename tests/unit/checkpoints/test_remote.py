@@ -208,7 +208,7 @@ def test_small_files_come_along(answers: dict[str, dict[str, Any]]) -> None:
 def test_what_was_chosen_is_said(answers: dict[str, dict[str, Any]]) -> None:
     said = answers["owner/good"]["chosen"]
     assert said == "model.safetensors; left out: original/consolidated.00.pth, pytorch_model.bin"
-    assert answers["owner/ggufs:Q4_K_M"]["chosen"].startswith("m-Q4_K_M.gguf, as asked for with Q4_K_M; left out:")
+    assert answers["owner/ggufs:Q4_K_M"]["chosen"].startswith("m-Q4_K_M.gguf, selected with Q4_K_M; left out:")
     assert answers["owner/sharded"]["chosen"] == "model-00001-of-00003.safetensors and 2 more"
 
 
@@ -278,7 +278,7 @@ def test_the_token_stays_with_the_hub(server: Any, home: Path) -> None:
         ("owner/private", "ModelNotFoundError", "HF210", ["private", "HF_TOKEN"]),
         ("owner/absent", "ModelNotFoundError", "HF210", ["no model"]),
         ("owner/good@nowhere", "ModelNotFoundError", "HF210", ["revision"]),
-        ("owner/torn", "CheckpointError", "HF231", ["torn", "5000 bytes", "HF_ENDPOINT"]),
+        ("owner/torn", "CheckpointError", "HF231", ["is truncated", "5000 bytes", "HF_ENDPOINT"]),
         ("owner/holes", "CheckpointError", "HF230", ["model-00002-of-00003.safetensors"]),
         ("owner/ggufs", "CheckpointError", "HF230", ["several GGUF", "Q4_K_M, Q8_0", "owner/ggufs:Q4_K_M"]),
         ("owner/ggufs:Q2_K", "CheckpointError", "HF230", ["no GGUF file for 'Q2_K'", "Q4_K_M, Q8_0"]),
@@ -287,9 +287,9 @@ def test_the_token_stays_with_the_hub(server: Any, home: Path) -> None:
         ("owner/pickles", "CheckpointError", "HF232", ["pickle", "original/consolidated.00.pth", "save_pretrained"]),
         ("owner/adapter", "CheckpointError", "HF230", ["an adapter"]),
         ("owner/hostile", "CheckpointError", "HF230", ["beyond its end"]),
-        ("owner/large-config", "CheckpointError", "HF230", ["absurdly large"]),
+        ("owner/large-config", "CheckpointError", "HF230", ["implausibly large"]),
         ("owner/no-config", "CheckpointError", "HF230", ["config.json"]),
-        ("owner/empty-file", "CheckpointError", "HF230", ["torn"]),
+        ("owner/empty-file", "CheckpointError", "HF230", ["truncated"]),
     ],
 )
 def test_refusals(answers: dict[str, dict[str, Any]], name: str, error: str, code: str, words: list[str]) -> None:

@@ -37,11 +37,11 @@ def test_a_log_gets_a_line_now_and_then(monkeypatch, progress, capsys) -> None:
         monkeypatch.setattr(batch_progress, "LINE_EVERY_S", 0.0)
         progress.answered(False)
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("holdfast: 4 of 5 lines have their answer, 2 of them a refusal; ")
+    assert line.startswith("holdfast: 4 of 5 lines answered, 2 of them errors; ")
 
 
 def test_the_end_says_what_is_left(progress) -> None:
-    assert progress.story().startswith("2 of 5 lines have their answer, 1 of them a refusal; ")
+    assert progress.story().startswith("2 of 5 lines answered, 1 of them errors; ")
 
 
 def test_lines_without_an_answer_are_named_up_to_a_bound(progress, capsys) -> None:

@@ -84,7 +84,7 @@ def test_several_codes_at_once(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_codes_that_begin_so_are_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", "HF11"]) == 2
-    assert "the nearest: HF110, HF111, HF112" in capsys.readouterr().err
+    assert "the closest: HF110, HF111, HF112" in capsys.readouterr().err
 
 
 def test_a_terminal_is_shown_no_marks_of_a_page(capsys: pytest.CaptureFixture[str]) -> None:

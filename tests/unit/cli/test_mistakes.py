@@ -88,7 +88,7 @@ def test_a_family_of_gpus_takes_a_size_and_says_so(written: str, key: str, other
 
 def test_a_gpu_that_is_named_whole_says_nothing_of_sizes() -> None:
     question = question_of(PlanConfig(model="llama-3.1-8b", gpu="a100-40"))
-    assert not any("no size was named" in decision.reason for decision in question.decisions)
+    assert not any("no size was given" in decision.reason for decision in question.decisions)
 
 
 @pytest.mark.parametrize(

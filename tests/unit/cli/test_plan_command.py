@@ -128,7 +128,7 @@ def test_traffic_out_of_a_log(capsys: pytest.CaptureFixture[str], tmp_path: Path
     code, found = planned(capsys, "llama-3.1-8b", "--gpu", "rtx4090", "--traffic", str(log))
     assert code == 0
     assert found["traffic"]["concurrency"] == 3
-    assert any("1 torn line" in decision["reason"] for decision in found["decisions"])
+    assert any("1 truncated line" in decision["reason"] for decision in found["decisions"])
 
 
 def test_for_one_engine(capsys: pytest.CaptureFixture[str]) -> None:
@@ -155,7 +155,7 @@ def test_the_flags_of_ways_out_go_behind_the_line_they_answer(
         assert code == 0, way
         if "--model" in flags:
             named += 1
-            assert any("--model outranks" in decision["reason"] for decision in again["decisions"])
+            assert any("--model overrides" in decision["reason"] for decision in again["decisions"])
     assert named
 
 
@@ -274,5 +274,5 @@ def test_from_python() -> None:
     with pytest.raises(ConfigurationError, match="max_model_len") as caught:
         holdfast.plan("llama-3.1-8b", max_modellen=5)
     assert "did you mean" in str(caught.value)
-    with pytest.raises(ValueError, match="will not do"):
+    with pytest.raises(ValueError, match="is not valid"):
         holdfast.plan("llama-3.1-8b", gpu="rtx4090", concurrency=0)

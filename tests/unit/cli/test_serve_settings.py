@@ -72,7 +72,7 @@ def test_the_fix_is_the_command_that_works(capsys: pytest.CaptureFixture[str]) -
     asked = ["serve", "a/b", "--attention-backend", "FLASH_ATTN", "--port=9", "-q", "awq", "--trust_remote_code"]
     assert main([*asked, "--api-key", "geheim"]) == 2
     said = capsys.readouterr().err
-    assert "--attention-backend FLASH_ATTN is not supported: kernels are Holdfast's own" in said
+    assert "--attention-backend FLASH_ATTN is not supported: Holdfast uses its own kernels" in said
     fix = said.rpartition("fix:")[2].strip()
     assert fix == (
         "leave out --attention-backend, --quantization, --trust-remote-code: "

@@ -28,14 +28,14 @@ from holdfast.errors import ConfigurationError
 )
 def test_flags_become_keywords(written: str, shown: str) -> None:
     with pytest.raises(ConfigurationError) as caught, in_python():
-        raise ConfigurationError("--max-model-len 7 will not do", needed="--dtype float32 and more", fix=written)
+        raise ConfigurationError("--max-model-len 7 is not valid", needed="--dtype float32 and more", fix=written)
     error = caught.value
     assert (error.message, error.needed, error.fix) == (
-        "max_model_len=7 will not do",
+        "max_model_len=7 is not valid",
         'dtype="float32" and more',
         shown,
     )
-    assert str(error).startswith("max_model_len=7 will not do [HF100]")
+    assert str(error).startswith("max_model_len=7 is not valid [HF100]")
     assert error.args == (error.message,)
 
 

@@ -106,9 +106,9 @@ def test_unknown_name_in_a_file_is_an_error(tmp_path) -> None:
         ("max_num_seq = 3", 2, "max_num_seq is not a setting", "did you mean max_num_seqs?"),
         ('"prot" = 3', 2, "prot is not a setting", "did you mean port?"),
         ("[server]", 2, "server is not a setting", None),
-        ("block_size = 0", 2, "block_size: 0 will not do", None),
+        ("block_size = 0", 2, "block_size: 0 is not valid", None),
         ("kv-cache-memory-bytes = 'four'", 2, "kv-cache-memory-bytes: 'four' is not a size", None),
-        ("swap_space = 4", 2, "swap_space is not supported: KV", "leave swap_space out"),
+        ("swap_space = 4", 2, "swap_space is not supported: the KV cache", "leave swap_space out"),
     ],
 )
 def test_a_mistake_in_a_file_is_spelled_as_in_the_file(tmp_path, written, line, message, fix) -> None:
@@ -123,9 +123,9 @@ def test_a_mistake_in_a_file_is_spelled_as_in_the_file(tmp_path, written, line, 
 
 
 def test_a_mistake_in_a_variable_is_spelled_as_the_variable() -> None:
-    with pytest.raises(ConfigurationError, match=r"^HOLDFAST_BLOCK_SIZE: '0' will not do"):
+    with pytest.raises(ConfigurationError, match=r"^HOLDFAST_BLOCK_SIZE: '0' is not valid"):
         parse(environment={"HOLDFAST_BLOCK_SIZE": "0"})
-    with pytest.raises(ConfigurationError, match=r"^--block-size: '-1' will not do"):
+    with pytest.raises(ConfigurationError, match=r"^--block-size: '-1' is not valid"):
         parse("--block-size", "-1", environment={"HOLDFAST_BLOCK_SIZE": "0"})
 
 
@@ -146,6 +146,6 @@ def test_settings_of_a_server_that_scripts_give_to_llm() -> None:
         ConfigurationError, match=r"2 settings cannot be honoured:\n  swap_space .*\n  task .*LLM.embed"
     ):
         EngineConfig.from_arguments(swap_space=4, task="embed")
-    with pytest.raises(ConfigurationError, match="kernels are Holdfast's own"):
+    with pytest.raises(ConfigurationError, match="Holdfast uses its own kernels"):
         EngineConfig.from_arguments(attention_backend="FLASH_ATTN")
     assert EngineConfig.from_arguments(attention_backend="TORCH_SDPA").attention_backend == "torch"

@@ -215,7 +215,7 @@ def test_what_holdfast_refuses_is_said_with_its_reason() -> None:
     found = _judged("holdfast serve --max-model-len 2048 --speculative-config x", None, ram="4GiB")
     [finding] = found.findings
     assert finding.cause == "bad_flag"
-    assert "speculative decoding is not there yet" in finding.why
+    assert "speculative decoding is not supported yet" in finding.why
     assert finding.fix is not None
     assert finding.fix.command == "holdfast serve --max-model-len 2048"
 

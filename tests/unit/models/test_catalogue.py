@@ -87,7 +87,7 @@ def test_contexts_as_servers_take_them(name: str, tokens: int) -> None:
 def test_an_entry_claims_no_more_than_was_compared() -> None:
     for entry in ENTRIES:
         compared = entry.checked is not None
-        assert ("not compared with a public copy yet; see https://" in entry.provenance) is not compared
+        assert ("not checked against a public copy yet; see https://" in entry.provenance) is not compared
         assert (entry.checked or entry.source) in entry.provenance
         assert (entry.context_checked or "") in entry.provenance
 

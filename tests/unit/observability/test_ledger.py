@@ -129,12 +129,12 @@ def test_less_than_was_measured_is_explained() -> None:
     fewer = make_ledger(INFO, EngineStats(blocks_touched=9, blocks_used=3), none)
     assert fewer is not None
     (row,) = [line for line in ledger_lines(fewer) if "unaccounted" in line]
-    assert row.endswith("MiB  (no fault: less is held now than when the terms were measured)")
+    assert row.endswith("MiB  (expected: less is held now than when the terms were measured)")
     (row,) = [line for line in ledger_lines(made) if "unaccounted" in line]
     assert row.endswith("15.00 MiB")
     for shown in (fewer, made):
         (row,) = [line for line in ledger_lines(shown) if "given_back" in line]
-        assert row.endswith("-10.00 MiB  (no fault: held during a step alone, so taken off again)")
+        assert row.endswith("-10.00 MiB  (expected: held only during a step, so subtracted here)")
 
 
 def test_a_plan_alone_has_no_measured_column() -> None:

@@ -67,11 +67,11 @@ def test_beyond_a_bound_lines_are_left_out_and_counted(monkeypatch, ends: tuple[
     stream = Unblocked(ends[1])
     for number in range(20_000):
         stream.write(f"{number:06} {LINE}")
-    told = read_until(ends[0], b"nobody read them\n")
+    told = read_until(ends[0], b"nothing was reading the output\n")
     lines = told.splitlines()
     kept = [int(line[:6]) for line in lines[:-1]]
     assert kept == list(range(len(kept)))
-    assert lines[-1] == f"... {20_000 - len(kept)} lines were left out here: nobody read them".encode()
+    assert lines[-1] == f"... {20_000 - len(kept)} lines were dropped here: nothing was reading the output".encode()
     stream.write("and on\n")
     assert os.read(ends[0], 100) == b"and on\n"
 

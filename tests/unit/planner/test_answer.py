@@ -171,7 +171,7 @@ def test_safe_lets_some_wait_where_it_is_tight(ask: Ask) -> None:
     assert found.fits
     assert found.safe is not None
     assert found.safe.max_num_seqs < 13
-    assert "waits" in found.safe.reason
+    assert "is queued" in found.safe.reason
 
 
 # The document
@@ -241,8 +241,8 @@ def test_what_a_gpu_plan_chose_is_said(ask: Ask) -> None:
 
     on_t4 = said("qwen2.5-0.5b", "t4")
     assert on_t4["dtype"].startswith("float16: ")
-    assert "does not compute in bfloat16" in on_t4["dtype"]
-    assert on_t4["kv_cache_dtype"] == "float16: what is computed in"
+    assert "does not support bfloat16" in on_t4["dtype"]
+    assert on_t4["kv_cache_dtype"] == "float16: same as dtype"
     assert on_t4["max_num_batched_tokens"] == "8,192: the default"
     assert not {"dtype", "kv_cache_dtype"} & set(said("qwen2.5-0.5b", "l4", dtype="half", kv_cache_dtype="fp8"))
     too_large = said("llama-3.1-405b", "rtx4090", count=2)
@@ -352,12 +352,12 @@ def test_requests_longer_than_the_model_reads_do_not_fit(ask: Ask) -> None:
     assert not found.fits
     document = found.to_json()
     assert document["fits"] is False
-    assert document["problem"] == "requests reach 10,005 tokens, and the model was made for 8,192"
+    assert document["problem"] == "requests reach 10,005 tokens, but the model's context length is 8,192"
     assert document["safe"] is document["max"] is document["throughput"] is None
     assert document["commands_of"] == "shorter_requests"
     shown = lines(found, width=120)
     assert "does not fit: requests reach 10,005 tokens" in shown[0]
-    of_this_model = shown[: shown.index("Ways out, first things first")]
+    of_this_model = shown[: shown.index("Remedies, most useful first")]
     assert not any("sequences of 10,005" in line for line in of_this_model)
     assert "too long" in "\n".join(compare_lines([found, found], width=120))
 
@@ -394,7 +394,7 @@ def test_a_warning_never_points_at_a_safe_configuration_that_is_not_there(
     (close,) = [warning for warning in found.warnings if warning.code == "HFW30"]
     assert found.safe is None
     assert "safe configuration" not in (close.fix or "")
-    words = shlex.split((close.fix or "").removesuffix(" leaves room for that"))
+    words = shlex.split((close.fix or "").removesuffix(" leaves that margin"))
     assert words, close
     changed = {name[2:].replace("-", "_"): value for name, value in zip(words[::2], words[1::2], strict=True)}
     numbers = {name: int(value) if value.isdigit() else value for name, value in changed.items()}

@@ -153,8 +153,8 @@ def test_commands_on_a_cpu(ask: Ask, cpu: Callable[..., Device]) -> None:
 @pytest.mark.parametrize(
     ("gpu", "why"),
     [
-        ("mi300x", "AMD's"), ("m4-max-128", "Apple's"), ("arc-b580", "Intel's"), ("v100-32", "v100-32 has 7.0"),
-        ("t4", "t4 has 7.5"), ("gtx1080", "gtx1080 has 6.1"),
+        ("mi300x", "from AMD"), ("m4-max-128", "from Apple"), ("arc-b580", "from Intel"),
+        ("v100-32", "v100-32 has 7.0"), ("t4", "t4 has 7.5"), ("gtx1080", "gtx1080 has 6.1"),
     ],
 )  # fmt: skip
 def test_holdfast_is_not_offered_where_it_has_no_kernels(ask: Ask, gpu: str, why: str) -> None:
@@ -168,7 +168,7 @@ def test_holdfast_is_not_offered_where_it_has_no_kernels(ask: Ask, gpu: str, why
 def test_holdfast_is_not_offered_on_several_gpus(ask: Ask, settings: dict[str, object]) -> None:
     command = commands(fit(ask("llama-3.2-1b", "h100-80", count=2, **settings)), sequences=4)["holdfast"]
     assert not command.available
-    assert "one device is used yet" in " ".join(command.notes)
+    assert "only one device is supported so far" in " ".join(command.notes)
 
 
 def test_names_with_spaces_and_worse_are_quoted(ask: Ask) -> None:
@@ -205,8 +205,8 @@ def test_the_runner_is_chosen_by_its_variable(ask: Ask) -> None:
     second = commands(found, sequences=1, vllm=Vllm((0, 26), "v2"))["vllm"]
     assert first.text.startswith("VLLM_USE_V2_MODEL_RUNNER=0 vllm serve ")
     assert second.text.startswith("vllm serve ")
-    assert any("nothing off for graphs" in note for note in second.notes)
-    assert not any("nothing off for graphs" in note for note in first.notes)
+    assert any("does not reserve memory for CUDA graphs" in note for note in second.notes)
+    assert not any("does not reserve memory for CUDA graphs" in note for note in first.notes)
 
 
 def test_vllm_is_told_what_is_free(ask: Ask, gpu: Callable[..., Device]) -> None:
@@ -314,7 +314,7 @@ def test_vram_alone_tells_no_total(ask: Ask) -> None:
     for command in by_engine.values():
         check(command)
     for engine in ("vllm", "sglang"):
-        assert any("--vram does not tell" in note for note in by_engine[engine].notes)
+        assert any("--vram does not give" in note for note in by_engine[engine].notes)
     older = commands(found, sequences=4, vllm=Vllm((0, 8), "v1"))["vllm"]
     assert value(older, "--kv-cache-memory-bytes") is None
     assert any("--gpu-memory-utilization to 22.00 GiB over" in note for note in older.notes)
@@ -596,7 +596,7 @@ def test_adapters_have_slots_of_a_rank_that_vllm_takes(ask: Ask, rank: int, vers
     command = commands(found, sequences=4, vllm=vllm)["vllm"]
     assert command.available == (taken is not None)
     if taken is None:
-        assert f"it takes no adapters of rank {rank}" in command.notes
+        assert f"it does not support adapters of rank {rank}" in command.notes
         return
     assert value(command, "--max-lora-rank") == str(taken)
     exact = fit(ask("llama-3.1-8b", "h100-80", max_model_len=4096, max_loras=2, max_lora_rank=taken))
@@ -611,13 +611,13 @@ def test_kv_that_engines_do_not_keep(ask: Ask) -> None:
         assert any("not in float32" in note for note in on_ampere[engine].notes)
     for engine in ("vllm", "sglang"):
         assert not on_turing[engine].available
-        assert any("KV in FP8 needs compute capability 8.0" in note for note in on_turing[engine].notes)
+        assert any("an FP8 KV cache needs compute capability 8.0" in note for note in on_turing[engine].notes)
 
 
 def test_attention_by_an_index_needs_newer_gpus(ask: Ask) -> None:
     older = commands(fit(ask("deepseek-v3.2", "a100-80", count=16, pipeline_parallel=2)), sequences=4)["vllm"]
     assert not older.available
-    assert any("attention by an index needs compute capability 9.0" in note for note in older.notes)
+    assert any("sparse attention with an indexer needs compute capability 9.0" in note for note in older.notes)
     assert commands(fit(ask("deepseek-v3.2", "h200", count=8)), sequences=4)["vllm"].available
 
 
@@ -681,7 +681,7 @@ def test_no_command_where_llama_cpp_holds_none(ask: Ask) -> None:
     assert planned.fits
     command = commands(planned, sequences=1)["llama.cpp"]
     assert (command.text, command.available) == ("", False)
-    assert any("as llama.cpp takes memory it is" in note for note in command.notes)
+    assert any("as llama.cpp allocates memory, it is" in note for note in command.notes)
 
 
 def test_commands_serve_what_was_asked_for_and_not_what_lent_its_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -689,7 +689,7 @@ def test_commands_serve_what_was_asked_for_and_not_what_lent_its_shapes(monkeypa
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     resolved = resolve_model("meta-llama/Llama-3.1-8B")
     assert resolved.model.name == "meta-llama/Llama-3.1-8B"
-    assert "shapes of meta-llama/Llama-3.1-8B-Instruct, which the catalogue takes" in resolved.decisions[0].reason
+    assert "shapes of meta-llama/Llama-3.1-8B-Instruct, which the catalogue treats" in resolved.decisions[0].reason
     found = fit(replace(_on_4090(), model=resolved.model))
     for engine in ("holdfast", "vllm", "sglang"):
         assert "meta-llama/Llama-3.1-8B " in commands(found, sequences=4)[engine].text + " "

@@ -30,5 +30,5 @@ def test_weights_that_are_loaded_whole_are_counted_once_for_all_gpus(monkeypatch
 
     monkeypatch.setattr(fp8_loading, "weights_of", counting)
     found = plan("qwen2.5-32b", quantization="fp8", gpu="l4x8")
-    assert any("unquantized weights whole" in note for note in found.commands["sglang"].notes)
+    assert any("full unquantized weights" in note for note in found.commands["sglang"].notes)
     assert len(asked) <= 2, "once for each engine that does so"

@@ -60,14 +60,14 @@ def test_rates_go_by_what_is_read() -> None:
 def test_types_that_torch_engines_do_not_unpack(kind: str, engine: str) -> None:
     command = plan("llama-3.1-8b", quantization=kind, gpu="rtx4090").commands[engine]
     assert not command.available
-    assert f"it does not unpack {kind} of a GGUF; llama.cpp does" in command.notes
+    assert f"it does not support {kind} in a GGUF; llama.cpp does" in command.notes
 
 
 @pytest.mark.parametrize("kind", ["Q4_0", "Q4_K_M", "Q8_0", "IQ4_XS", "IQ1_S", "F16"])
 def test_types_that_they_unpack(kind: str) -> None:
     commands = plan("llama-3.1-8b", quantization=kind, gpu="rtx4090").commands
     for engine in ("vllm", "sglang"):
-        assert not any("does not unpack" in note for note in commands[engine].notes)
+        assert not any("does not support" in note for note in commands[engine].notes)
 
 
 @pytest.mark.parametrize(("engine", "needed"), [("vllm==0.23", False), ("vllm==0.24", True), ("vllm", True)])

@@ -106,7 +106,7 @@ def test_a_file_is_known_by_what_most_of_it_is() -> None:
 
     for kind in ("Q4_K_M", "IQ3_XS", "MXFP4", "Q6_K"):
         assert quantized_as(file(kind), kind).made_as is None
-    with pytest.raises(ConfigurationError, match="is quantized already"):
+    with pytest.raises(ConfigurationError, match="is already quantized"):
         quantized_as(file("Q4_K_M"), "Q6_K")  # Which it has too, in a few places.
 
 
@@ -133,7 +133,7 @@ def test_what_is_stored_in_mxfp4_stays(asked: str) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "said"),
-    [("IQ2_XS", "importance matrix"), ("NVFP4", "--tensor-type 'blk=nvfp4'"), ("Q4_K_M", "make or take")],
+    [("IQ2_XS", "importance matrix"), ("NVFP4", "--tensor-type 'blk=nvfp4'"), ("Q4_K_M", "convert to or download")],
 )
 def test_how_a_file_is_made_is_said(kind: str, said: str) -> None:
     assert said in " ".join(llama_source(made("llama-3.1-8b", kind), "bfloat16").notes)

@@ -71,7 +71,7 @@ def test_the_rest_is_there_and_not_used(ask: Ask) -> None:
         ("mi300x,h100-80x3,m3-max-36", {"tensor_parallel": 4}, "-tp 2, on 2 x h100-80; or --gpu h100-80x4"),
         # Of the first card one is too small; of the second one is enough.
         ("h100-80,mi300x", {"tensor_parallel": 2}, "-tp 1, on mi300x; or --gpu h100-80x2"),
-        ("rtx4090,m3-max-36", {"tensor_parallel": 2}, "leave -tp and -pp out: the plan then says what is lacking"),
+        ("rtx4090,m3-max-36", {"tensor_parallel": 2}, "leave -tp and -pp out: the plan then shows what is missing"),
     ],
 )
 def test_more_ranks_than_there_are_of_one_kind_are_refused(
@@ -100,7 +100,7 @@ def test_more_ranks_than_there_are_at_all(ask: Ask) -> None:
 def test_those_that_are_enough_are_taken_where_a_split_is_asked_for(ask: Ask) -> None:
     found = fit(on(ask, "llama-3.1-70b", "mi300x,h100-80x2", tensor_parallel=2))
     assert [rank.device.name for rank in found.ranks] == ["h100-80"] * 2
-    assert "mi300x (AMD), fewer than were asked for" in said(found)
+    assert "mi300x (AMD), fewer than requested" in said(found)
 
 
 def test_what_is_planned_on_stays_of_one_kind(ask: Ask) -> None:

@@ -80,8 +80,8 @@ def test_smaller_limits_are_taken_where_the_defaults_do_not_fit(ask: Ask, gpu: C
     assert 4096 <= length <= 8192
     sequences, _ = limits(found)
     assert sequences < 256
-    assert reasons(found)["max_num_seqs"] == f"256 do not fit beside a context of {length:,} tokens; {sequences} do"
-    assert reasons(found)["max_num_batched_tokens"].startswith("8,192 do not fit beside")
+    assert reasons(found)["max_num_seqs"] == f"256 do not fit with a context of {length:,} tokens; {sequences} do"
+    assert reasons(found)["max_num_batched_tokens"].startswith("8,192 do not fit with")
     assert found.longest_tokens >= 4096
     as_set = replace(found.question, settings=Settings(max_num_seqs=256, max_num_batched_tokens=8192))
     assert not fit(as_set).fits, "what is set is not changed"
@@ -102,7 +102,7 @@ def test_a_context_that_is_asked_for_is_worth_lower_limits(ask: Ask) -> None:
     longer = fit(ask("llama-3.1-8b", "rtx4090", max_model_len=open_.limits.max_model_len + 4096))
     assert longer.fits
     assert limits(longer) < (256, 8192)
-    assert "do not fit beside a context of" in reasons(longer)["max_num_seqs"]
+    assert "do not fit with a context of" in reasons(longer)["max_num_seqs"]
     assert fit(ask("llama-3.1-8b", "rtx4090", max_model_len=open_.longest_tokens)).fits
     assert f"{open_.longest_tokens:,} with lower limits" in reasons(open_)["max_model_len"]
 
@@ -120,14 +120,14 @@ def test_traffic_keeps_its_sequences_and_gives_up_tokens_a_step(ask: Ask) -> Non
     assert found.fits
     assert found.limits.max_num_seqs == many
     assert found.limits.max_num_batched_tokens < 8192
-    assert "beside the traffic" in reasons(found)["max_num_batched_tokens"]
+    assert "with the traffic" in reasons(found)["max_num_batched_tokens"]
 
 
 def test_what_does_not_fit_at_all_is_short_by_the_least(ask: Ask) -> None:
     found = fit(ask("llama-3-70b", "rtx4090"))
     assert not found.fits
     assert limits(found) == (1, 256)
-    assert reasons(found)["max_num_seqs"] == "not even 1 would fit beside a context of 4,096 tokens"
+    assert reasons(found)["max_num_seqs"] == "not even 1 would fit with a context of 4,096 tokens"
 
 
 @cache
@@ -181,7 +181,7 @@ def test_serve_lowers_what_is_not_set_and_says_so() -> None:
     assert served(ram="2GiB")[0] == (CPU_SEQUENCES, CPU_STEP_TOKENS)
     lowered, length, said = served(ram="1232MiB")
     assert lowered < (CPU_SEQUENCES, CPU_STEP_TOKENS)
-    assert said["max_num_seqs"] == f"64 do not fit beside a context of {length:,} tokens; {lowered[0]} do"
+    assert said["max_num_seqs"] == f"64 do not fit with a context of {length:,} tokens; {lowered[0]} do"
     kept, shorter, _ = served(ram="1232MiB", max_num_seqs=64, max_num_batched_tokens=512)
     assert kept == (64, 512)
     assert shorter < length

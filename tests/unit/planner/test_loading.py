@@ -45,7 +45,7 @@ def test_what_loading_lacks_can_be_added_up(ask: Ask) -> None:
     assert parts["free"] == parts["KV"] == 0
     assert parts["weights"] + parts["overhead"] - device["budget_bytes"] == parts["short"] == short
     text = " ".join(" ".join(lines(found, width=300)).split())
-    assert f"does not fit: {format_bytes(short)} short while it is loaded" in text
+    assert f"does not fit: {format_bytes(short)} short while loading" in text
     assert f"staging {format_bytes(LARGEST + STAGING_BYTES)}" in text
     assert f"{format_bytes(short)} more than the budget of 3.20 GiB" in said(found, "loading")
     (warning,) = [warning for warning in found.warnings if warning.code == "HFW28"]

@@ -68,7 +68,7 @@ def test_how_many(asked: dict[str, Any], names: list[str]) -> None:
 def test_gpus_that_a_split_adds_to_the_one_that_was_named_are_said(asked: dict[str, Any], number: int | None) -> None:
     said = [decision for decision in made(**asked).decisions if decision.field == "gpus"]
     assert [decision.value for decision in said] == ([] if number is None else [number])
-    assert all(f"takes {number}" in decision.reason for decision in said)
+    assert all(f"needs {number}" in decision.reason for decision in said)
 
 
 def test_vram_beside_a_gpu_is_its_budget() -> None:

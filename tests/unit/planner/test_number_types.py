@@ -32,7 +32,7 @@ def said(found: Fit) -> str:
     ("features", "dtype", "reason"),
     [
         (BF16_CPU, "bfloat16", "this CPU multiplies bfloat16 in hardware"),
-        (PLAIN_CPU, "float32", "this CPU has no bfloat16 products; emulated ones are many times slower"),
+        (PLAIN_CPU, "float32", "this CPU has no bfloat16 instructions; emulation is many times slower"),
     ],
 )
 def test_on_a_cpu(ask: Ask, cpu: Callable[..., Device], features: frozenset[str], dtype: str, reason: str) -> None:
@@ -45,9 +45,9 @@ def test_on_a_cpu(ask: Ask, cpu: Callable[..., Device], features: frozenset[str]
 @pytest.mark.parametrize(
     ("features", "kind", "reasons"),
     [
-        (BF16_CPU, None, ["Holdfast does not run this model: vLLM, which does, takes what the model says"]),
-        (PLAIN_CPU, None, ["takes what the model says", "emulated ones are many times slower"]),
-        (PLAIN_CPU, "Q4_K_M", ["llama.cpp, which does, keeps KV in 16 bits"]),
+        (BF16_CPU, None, ["Holdfast does not run this model: vLLM, which does, uses the model's dtype"]),
+        (PLAIN_CPU, None, ["uses the model's dtype", "emulation is many times slower"]),
+        (PLAIN_CPU, "Q4_K_M", ["llama.cpp, which does, stores KV in 16 bits"]),
     ],
 )
 def test_on_a_cpu_a_model_that_others_run(
@@ -74,10 +74,10 @@ def test_the_context_that_vllm_is_told_on_a_cpu_is_in_its_whole_gib(ask: Ask, cp
 @pytest.mark.parametrize(
     ("model", "gpu", "dtype", "reason"),
     [
-        ("llama-3.1-8b", "l4", "bfloat16", "as the model says"),
-        ("llama-3.1-8b", "t4", "float16", "does not compute in bfloat16"),
-        ("llama-2-7b", "l4", "float16", "as the model says"),
-        ("llama-2-7b", "t4", "float16", "as the model says"),
+        ("llama-3.1-8b", "l4", "bfloat16", "the model's dtype"),
+        ("llama-3.1-8b", "t4", "float16", "does not support bfloat16"),
+        ("llama-2-7b", "l4", "float16", "the model's dtype"),
+        ("llama-2-7b", "t4", "float16", "the model's dtype"),
     ],
 )
 def test_on_a_gpu(ask: Ask, model: str, gpu: str, dtype: str, reason: str) -> None:
@@ -111,7 +111,7 @@ def test_short_names_are_the_same_types(ask: Ask, cpu: Callable[..., Device]) ->
 def test_the_default_share_of_a_version_is_named(ask: Ask) -> None:
     question = replace(ask("llama-3.1-8b", "l4"), machine=machine_of(Asked(vram="40GiB")).machine)
     (note,) = [note for note in answer(question, engine="vllm==0.26").commands["vllm"].notes if "--vram" in note]
-    assert "default share, 0.92, free" in note
+    assert "default fraction, 0.92, free" in note
 
 
 def test_gemma_in_bfloat16_on_a_cpu(ask: Ask, cpu: Callable[..., Device]) -> None:

@@ -36,10 +36,10 @@ def test_sizes_of_known_models(name: str, sizes: tuple[int, ...]) -> None:
 @pytest.mark.parametrize(
     ("name", "size", "named"),
     [
-        ("qwen2.5-0.5b-awq", 2, "o_proj of 896 columns does not split into 2: quantized in groups of 128"),
+        ("qwen2.5-0.5b-awq", 2, "o_proj of 896 columns does not divide by 2: quantized in groups of 128"),
         ("qwen2.5-1.5b-awq", 4, "down_proj of 8960 columns"),
         ("qwen3-30b-a3b-fp8", 4, "gate_proj of 768 rows"),
-        ("llama-3.1-8b", 3, "32 attention heads do not split into 3"),
+        ("llama-3.1-8b", 3, "32 attention heads do not divide by 3"),
     ],
 )
 def test_the_reason_names_the_matrix(name: str, size: int, named: str) -> None:

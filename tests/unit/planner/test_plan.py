@@ -370,7 +370,7 @@ def test_an_absolute_budget(spec: ModelSpec) -> None:
     with pytest.raises(DoesNotFitError, match="less is free") as caught:
         plan(spec, 40, ram="41GiB")
     assert "1.00 GiB short" in str(caught.value.found)
-    with pytest.raises(ConfigurationError, match="computes on the CPU"):
+    with pytest.raises(ConfigurationError, match="runs on the CPU"):
         plan(spec, 40, vram="24GiB", device="cpu")
 
 

@@ -89,7 +89,7 @@ def test_the_built_in_model_is_counted_without_a_download(monkeypatch: pytest.Mo
     found = resolve_model()
     assert not list(tmp_path.iterdir())
     assert (found.model.name, found.model.exact) == ("smollm2", False)
-    assert "not fetched yet" in found.decisions[0].reason
+    assert "not downloaded yet" in found.decisions[0].reason
     file_bytes = builtin.BUILTINS[0].size
     assert weights_bytes(found.model) == pytest.approx(file_bytes, rel=0.05)
 
@@ -224,7 +224,7 @@ def test_a_hub_that_takes_the_connection_and_says_nothing_is_not_waited_for(tmp_
         with pytest.raises(BlockingIOError):  # Who did not answer once is not asked again at once.
             silent.accept()
     assert unknown["code"] == "HF222"
-    assert "has not answered within 1 s" in unknown["message"]
+    assert "has not responded within 1 s" in unknown["message"]
     assert found["origin"] == "catalogue"
 
 
@@ -280,7 +280,7 @@ def test_what_is_stored_so_stays_as_it_is() -> None:
     model = shaped("llama-3.1-8b-awq")
     assert quantized_as(model, "awq") is model
     assert quantized_as(model, "awq_marlin") is model
-    with pytest.raises(ConfigurationError, match=r"quantized already \(awq\)") as caught:
+    with pytest.raises(ConfigurationError, match=r"already quantized \(awq\)") as caught:
         quantized_as(model, "fp8")
     assert caught.value.field == "quantization"
 
@@ -293,7 +293,7 @@ def test_a_gguf_says_all_that_it_holds() -> None:
     kinds = str(caught.value.found).split(", ")
     assert len(kinds) == len(set(kinds)) > 1
     assert {"Q4_K", "Q6_K"} <= set(kinds)
-    assert f"quantized already ({caught.value.found})" in caught.value.message
+    assert f"already quantized ({caught.value.found})" in caught.value.message
 
 
 def test_a_tag_as_ollama_writes_it_is_said_to_be_planned_unquantized() -> None:

@@ -124,7 +124,7 @@ def test_int4_carries_scales_and_zeros() -> None:
     found = planned("llama-3-70b", gpu="h100-80", quantization="awq")
     assert 37 * GB <= found.fit.weights_bytes <= 40 * GB
     assert not thumb(found, "weights").right
-    assert "scales and zeros" in printed(found)
+    assert "scales and zero points" in printed(found)
 
 
 @pytest.mark.parametrize(
@@ -254,7 +254,7 @@ def test_a_headless_80_gb_card_has_close_to_80() -> None:
 def test_a_stale_process_that_holds_memory_is_named() -> None:
     said = warned(measured(6, "jupyter-lab"))["HFW29"]
     assert "jupyter-lab (pid 100): 1.00 GiB" in said
-    assert "end what holds the memory" in said
+    assert "stop what holds the memory" in said
 
 
 @pytest.mark.parametrize(
@@ -324,7 +324,7 @@ def test_70b_awq_on_40_gb_is_refused_with_what_would_do() -> None:
     assert ways["more_gpus"].fit.fits
     assert len(ways["more_gpus"].fit.ranks) == 2
     assert list(ways)[-1] == "smaller_model"
-    assert "of 34.76 GiB to use nothing is left; weights would take 37.04 GiB" in printed(found)
+    assert "nothing is left of 34.76 GiB; weights would take 37.04 GiB" in printed(found)
 
 
 def test_70b_on_24_gb_stays_within_the_card_with_tiers() -> None:
@@ -345,7 +345,7 @@ def test_70b_on_24_gb_stays_within_the_card_with_tiers() -> None:
     assert way.tiers is not None
     assert not way.available
     assert way.note is not None
-    assert "no tiers yet" in way.note
+    assert "no offloading yet" in way.note
     assert way.tiers.gpu_bytes <= 22.93 * GIB
     assert 34 <= way.tiers.resident_layers <= 43
     layers = found.fit.weights_bytes * (1 - way.tiers.resident_layers / 80)

@@ -52,9 +52,9 @@ def test_fp8_that_is_published_is_not_made_again(ask: Ask, version: str) -> None
 @pytest.mark.parametrize(
     ("gpu", "version", "available", "said"),
     [
-        ("l4", "==0.15", False, "22.70 GiB a GPU"),
+        ("l4", "==0.15", False, "22.70 GiB per GPU"),
         ("l4", "==0.16", True, None),
-        ("a100-40", "==0.15", True, "before 0.16 loads the unquantized weights whole"),
+        ("a100-40", "==0.15", True, "before 0.16 loads the full unquantized weights"),
     ],
 )
 def test_weights_must_fit_before_fp8_is_made_of_them(
@@ -66,10 +66,10 @@ def test_weights_must_fit_before_fp8_is_made_of_them(
     command = by_engine["vllm"]
     notes = " ".join(command.notes)
     assert command.available == available, notes
-    assert ("unquantized weights whole" in notes) == (said is not None)
+    assert ("full unquantized weights" in notes) == (said is not None)
     assert said is None or said in notes
     assert by_engine["sglang"].available == (gpu != "l4")
-    assert "SGLang loads the unquantized weights whole" in " ".join(by_engine["sglang"].notes)
+    assert "SGLang loads the full unquantized weights" in " ".join(by_engine["sglang"].notes)
 
 
 def test_a_smaller_model_says_that_it_is_quantized_too(ask: Ask) -> None:

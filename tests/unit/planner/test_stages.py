@@ -87,7 +87,7 @@ def test_stages_are_taken_where_no_split_of_each_layer_holds_the_model() -> None
     assert found.fits
     assert found.fit.pipeline_parallel > 1
     assert len(found.fit.ranks) == found.fit.tensor_parallel * found.fit.pipeline_parallel <= 64
-    assert "no number of the 64 GPUs holds it" in said(found, "pipeline_parallel_size")
+    assert "tensor parallelism alone does not fit it on the 64 GPUs" in said(found, "pipeline_parallel_size")
     assert "fewer GPUs" not in said(found, "tensor_parallel_size")
     for stages in (5, 6, 7):
         other = plan("deepseek-v3", gpu="l4x64", tensor_parallel_size=8, pipeline_parallel_size=stages)
@@ -127,4 +127,4 @@ def test_one_stage_where_it_holds_the_model(gpu: str) -> None:
 def test_what_is_said_of_the_split_within_stages_that_were_asked_for() -> None:
     found = plan("llama-3.1-8b", gpu="rtx4090", pipeline_parallel_size=5)
     assert "in each of 5 stages" in said(found, "tensor_parallel_size")
-    assert "takes 5" in said(found, "gpus")
+    assert "needs 5" in said(found, "gpus")

@@ -92,7 +92,7 @@ def test_our_access_log_among_a_servers_other_words(tmp_path: Path) -> None:
     assert traffic.concurrency == 2
     assert traffic.prompt_tokens == 40
     said = decisions[0].reason
-    assert "1 torn line," in said
+    assert "1 truncated line," in said
     assert "5 lines with impossible numbers" in said
     assert "2 other lines" in said
 
@@ -156,7 +156,7 @@ def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
 def test_a_line_without_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
     with open("/dev/zero") as zeros:
         monkeypatch.setattr(sys, "stdin", zeros)
-        with pytest.raises(ConfigurationError, match="without an end") as caught:
+        with pytest.raises(ConfigurationError, match="that does not end") as caught:
             read_traffic("-")
     assert caught.value.code == "HF160"
 
@@ -174,7 +174,7 @@ def test_a_long_log_with_absurd_lines_is_read_in_little_memory(tmp_path: Path) -
     tracemalloc.stop()
     assert traffic.requests == 10_001
     assert traffic.concurrency == 3
-    assert "1 torn" in decisions[0].reason
+    assert "1 truncated" in decisions[0].reason
     assert traffic.prompt_tokens == pytest.approx(990_000, rel=0.008)
     assert peak < 32 << 20
 
@@ -292,7 +292,7 @@ def test_a_servers_histograms(address: str, path: str) -> None:
     assert (traffic.prompt_tokens, traffic.output_tokens, traffic.requests) == (5000, 50, 1000)
     assert traffic.concurrency == 12
     assert "11 run" not in decisions[1].reason
-    assert "12 run or wait now" in decisions[1].reason
+    assert "12 running or waiting now" in decisions[1].reason
     assert "--concurrency" in decisions[1].reason
 
 
@@ -312,7 +312,7 @@ def test_redirects_stay_with_the_server_that_was_named(address: str) -> None:
 
 @pytest.mark.parametrize(
     ("path", "said"),
-    [("/away", "another server"), ("/round", "sent on more"), ("/endless", "64 MiB"), ("/packed", "packed")],
+    [("/away", "another server"), ("/round", "redirected more"), ("/endless", "64 MiB"), ("/packed", "packed")],
 )
 def test_an_address_that_leads_astray(address: str, path: str, said: str) -> None:
     with pytest.raises(ConfigurationError, match=said) as caught:
@@ -409,7 +409,7 @@ def test_a_p99_beyond_the_last_edge_is_no_number(tmp_path: Path) -> None:
     found, decisions = read_traffic(saved(tmp_path, text))
     assert (found.prompt_tokens, found.output_tokens, found.at_least) == (1000, 10, True)
     assert decisions[0].value == ">= 1,010 tokens"
-    assert "beyond the last edge" in decisions[0].reason
+    assert "beyond the last histogram bucket" in decisions[0].reason
     answer = plan("qwen2.5-7b", gpu="h100-80", traffic=saved(tmp_path, text))
     assert answer.question.traffic is not None
     assert answer.question.traffic.length == 32_768
@@ -422,7 +422,7 @@ def test_answers_of_unknown_length_are_warned_of(tmp_path: Path) -> None:
     lines = "\n".join(['{"prompt_tokens": 100}'] * 3 + ['{"prompt_tokens": 100, "completion_tokens": 7}'])
     answer = plan("qwen2.5-7b", gpu="h100-80", traffic=saved(tmp_path, lines))
     [said] = [warning for warning in answer.warnings if warning.code == "HFW37"]
-    assert "3 of them counted without one" in said.message
+    assert "3 of them are counted without output" in said.message
     no_outputs = plan("qwen2.5-7b", gpu="h100-80", traffic=saved(tmp_path, histograms({1000: 100}, 100)))
     assert "HFW37" in [warning.code for warning in no_outputs.warnings]
     told = plan("qwen2.5-7b", gpu="h100-80", traffic=saved(tmp_path, '{"prompt_tokens": 9, "completion_tokens": 7}'))

@@ -59,7 +59,7 @@ def test_beside_layers_that_forget_nothing_no_layer_forgot_before_0_9_1(ask: Ask
     assert length(command) == command.max_model_len == command.kv_tokens == held < found.limits.max_model_len
     assert command.available
     assert said(command, "keeps every token in all layers")
-    assert said(command, "gives it back since 0.9.1")
+    assert said(command, "frees them since 0.9.1")
 
 
 @pytest.mark.parametrize("version", ["==0.9.1", "==0.9", "==0.11", "==0.17", "==0.23", "==0.24", ""])
@@ -148,7 +148,7 @@ def test_tokens_are_printed_as_each_release_counts_them(ask: Ask) -> None:
 def test_a_length_that_it_takes_at_the_start_and_never_holds(ask: Ask) -> None:
     """To 0.9.0 it asked for windows at the start, and then kept everything."""
     found = fit(ask("gemma-3-27b", "h100-80", max_model_len=65536))
-    assert said(vllm(found, "==0.8.5"), "it would start, but its pool holds no sequence of 65,536 tokens")
+    assert said(vllm(found, "==0.8.5"), "it would start, but its KV cache does not hold a sequence of 65,536 tokens")
     assert said(vllm(found, "==0.8.2"), "it would refuse: To serve at least one request")
     for version in ("==0.8.2", "==0.8.5"):
         assert not vllm(found, version).available
@@ -179,7 +179,7 @@ def test_gemma_2_was_cut_to_its_window(ask: Ask, version: str, most: int) -> Non
 def test_latents_since_0_7_1(ask: Ask, version: str, layer_elements: int) -> None:
     found = fit(ask("deepseek-v2-lite", "h100-80"))
     assert kept(found, version).cost.growing_bytes == 27 * layer_elements * 2
-    assert said(vllm(found, version), "keeps no latents") == (layer_elements > 640)
+    assert said(vllm(found, version), "does not cache latents") == (layer_elements > 640)
 
 
 def test_heads_are_split_over_ranks_and_latents_are_not(ask: Ask) -> None:
@@ -194,7 +194,7 @@ def test_heads_are_split_over_ranks_and_latents_are_not(ask: Ask) -> None:
 def test_other_quantizations_than_fp8_had_their_latents_expanded(ask: Ask, version: str, expanded: bool) -> None:
     question = ask("deepseek-v2-lite", "h100-80")
     found = fit(replace(question, model=quantized_as(question.model, "nf4")))
-    assert said(vllm(found, version), "keeps no latents") == expanded
+    assert said(vllm(found, version), "does not cache latents") == expanded
 
 
 @pytest.mark.parametrize(
@@ -229,7 +229,7 @@ def test_what_attends_by_an_index_was_kept_in_fp8_by_default(ask: Ask, version: 
     found = fit(ask("deepseek-v3.2", gpu, count=8))
     cost = kept(found, version).cost
     assert cost.growing_bytes == 61 * ((656 if fp8 else 576 * 2) + 132)
-    assert said(vllm(found, version), "keeps KV of this model in FP8 unless told") == fp8
+    assert said(vllm(found, version), "stores KV of this model in FP8 by default") == fp8
 
 
 def test_a_type_that_was_asked_for_is_asked_of_it(ask: Ask) -> None:
@@ -250,7 +250,7 @@ def test_a_type_that_was_asked_for_is_asked_of_it(ask: Ask) -> None:
 def test_rotary_positions_that_it_did_not_read(ask: Ask, model: str, version: str, since: str | None) -> None:
     command = vllm(fit(ask(model, "h100-80", max_model_len=8192)), version)
     assert command.available == (since is None), command.notes
-    assert since is None or said(command, f"are in vLLM since {since}, and not in")
+    assert since is None or said(command, f"is in vLLM since {since}, and not in")
 
 
 @pytest.mark.parametrize(
@@ -265,9 +265,9 @@ def test_other_ways_to_stretch_positions(ask: Ask, scaling: Any, first: str, las
 
 
 @pytest.mark.parametrize(("gpu", "version", "reason"), [
-    ("rtx5090", "==0.6.6", "9.0 at most, 0.9.2 for more; rtx5090 has 12.0"),
-    ("rtx5090", "==0.9.1", "10.0 at most, 0.9.2 for more; rtx5090 has 12.0"), ("rtx5090", "==0.9.2", None),
-    ("b200", "==0.7.3", "9.0 at most, 0.9.0 for more; b200 has 10.0"), ("b200", "==0.8.5", "9.0 at most"),
+    ("rtx5090", "==0.6.6", "up to 9.0, 0.9.2 for more; rtx5090 has 12.0"),
+    ("rtx5090", "==0.9.1", "up to 10.0, 0.9.2 for more; rtx5090 has 12.0"), ("rtx5090", "==0.9.2", None),
+    ("b200", "==0.7.3", "up to 9.0, 0.9.0 for more; b200 has 10.0"), ("b200", "==0.8.5", "up to 9.0"),
     ("b200", "==0.9.0", None), ("b300", "==0.9.0", None), ("h200", "==0.6.6", None), ("mi300x", "==0.6.6", None),
     ("b200", "", None), ("rtx5090", "", None),
 ])  # fmt: skip
@@ -376,8 +376,8 @@ def test_kv_in_fp8_by_release(ask: Ask) -> None:
         ("==0.11", False, False),
         ("==0.8.2:v0", False, False),
     ):
-        assert said(vllm(found, version), "it goes over to V0") == here, version
-        assert said(vllm(hopper, version), "it goes over to V0") == there, version
+        assert said(vllm(found, version), "falls back to V0") == here, version
+        assert said(vllm(hopper, version), "falls back to V0") == there, version
 
 
 @pytest.mark.parametrize(("model", "without", "first"), [
@@ -402,7 +402,7 @@ def test_stages_by_release_and_architecture(ask: Ask, model: str, without: str, 
 )
 def test_ranks_of_adapters_by_release(ask: Ask, version: str, rank: int, taken: int | None) -> None:
     found = fit(ask("llama-3-8b", "h100-80", max_loras=4, max_lora_rank=rank, max_model_len=4096))
-    assert said(vllm(found, version), f"it takes no adapters of rank {rank}") == (taken is None)
+    assert said(vllm(found, version), f"it does not support adapters of rank {rank}") == (taken is None)
     assert taken is None or f"--max-lora-rank {taken}" in vllm(found, version).text
 
 
@@ -423,7 +423,7 @@ def test_requests_that_are_too_long_for_that_version(ask: Ask) -> None:
     assert found.fits
     command = vllm(found, "==0.8.5")
     assert not command.available
-    assert said(command, "requests reach 64,000 tokens, and it holds ")
+    assert said(command, "requests reach 64,000 tokens, but it holds ")
     assert vllm(found, "==0.11").available
 
 
@@ -442,7 +442,7 @@ def test_a_pool_that_holds_nothing(ask: Ask) -> None:
     less = replace(found, ranks=(replace(rank, budget_bytes=rank.budget_bytes - rank.room_bytes - 2 * GIB),))
     command = vllm(less, "==0.6.6")
     assert not command.available
-    assert said(command, "its KV pool holds no sequence at all")
+    assert said(command, "its KV cache does not hold a single sequence")
     assert command.text == "", "a context of no tokens can be asked of nobody"
     assert not said(command, "GiB: 0 tokens")
 

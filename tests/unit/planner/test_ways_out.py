@@ -102,7 +102,7 @@ def test_70b_on_24_gb_needs_two_bits_more_gpus_or_tiers(ask: Ask) -> None:
     (tiers,) = only(found, "tiers")
     assert tiers.tiers is not None
     assert tiers.tiers.one is not None
-    assert "no tiers yet" in (tiers.note or "")
+    assert "no offloading yet" in (tiers.note or "")
     assert 20 <= tiers.tiers.resident_layers <= 45
     assert 0.5 < tiers.tiers.one.tokens_per_s < 3
 
@@ -177,7 +177,7 @@ def test_on_a_cpu_ggufs_more_ram_and_no_gpus(ask: Ask, cpu: Callable[..., Device
     first = only(found, "quantization")[0]
     assert first.fit.question.model.made_as == "Q8_0"
     assert not first.available
-    assert "made" in (first.note or "")
+    assert "converted" in (first.note or "")
 
 
 def test_a_model_unknown_to_the_catalogue_has_ways_out_too(ask: Ask) -> None:

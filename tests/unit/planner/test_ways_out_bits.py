@@ -35,7 +35,7 @@ def test_two_bits_stand_before_more_gpus_and_say_what_they_cost(ask: Ask) -> Non
     first = ways_out(fit(question))[0]
     assert first.settings == {"quantization": "IQ2_XXS"}
     assert not first.available
-    assert "two bits cost quality" in (first.note or "")
+    assert "two bits noticeably reduce quality" in (first.note or "")
     again = fit(replace(question, model=quantized_as(question.model, "IQ2_XXS")))
     assert again.fits
     assert again.limits.max_model_len == first.fit.limits.max_model_len

@@ -14,7 +14,7 @@ from holdfast.planner.report.answer import answer
 from holdfast.planner.report.text import lines
 
 Ask = Callable[..., Question]
-PARTIAL = "(only part of what was asked)"
+PARTIAL = "(only part of what was requested)"
 
 
 def ways(question: Question) -> tuple[Remedy, ...]:

@@ -39,7 +39,7 @@ def test_the_exit_code_is_of_the_engine_that_was_asked_for(
 def test_several_gpus_are_not_this_engines_yet(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "llama-3.1-70b", "--gpu", "h100-80x4", "--for", "holdfast", "--brief"]) == 1
     said = " ".join(capsys.readouterr().out.split())
-    assert "fits, but Holdfast refuses this yet: tensor_parallel_size is" in said
+    assert "fits, but Holdfast does not support this yet: tensor_parallel_size is" in said
 
 
 def test_what_runs_lacks_nothing() -> None:
@@ -108,6 +108,6 @@ def test_a_machine_with_unified_memory_has_one_gpu(written: str) -> None:
 
 
 def test_one_of_them_is_not_split_over() -> None:
-    with pytest.raises(ConfigurationError, match="are 2 machines"):
+    with pytest.raises(ConfigurationError, match="means 2 machines"):
         plan("qwen3-8b", gpu="m3-max-36", tensor_parallel_size=2)
     assert plan("qwen3-8b", gpu="mi300ax2").fits

@@ -70,7 +70,7 @@ def test_a_gguf_over_gpus_is_counted_as_llama_cpp_takes_it(ask: Ask, engine: str
     assert held["compute"] > 250 * MIB
     (said,) = [one for one in found.decisions if one.field == "engine"]
     assert said.value == "llama.cpp"
-    assert "no graphs" in said.reason
+    assert "no CUDA graphs" in said.reason
 
 
 def test_a_step_of_llama_cpp_takes_what_it_prints(ask: Ask) -> None:

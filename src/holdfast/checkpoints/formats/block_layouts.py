@@ -117,5 +117,5 @@ ENGINE_LAYOUTS = frozenset({
 
 def layout(name: str) -> Layout:
     if name not in LAYOUTS:
-        raise CheckpointError(f"{name!r} is not a known way to store numbers", needed="one of " + ", ".join(LAYOUTS))
+        raise CheckpointError(f"{name!r} is not a known tensor type", needed="one of " + ", ".join(LAYOUTS))
     return LAYOUTS[name]

@@ -77,17 +77,17 @@ class _Cursor:
             return
         if end > self.size:
             raise self.wrong(
-                "the GGUF header is torn: it goes on beyond the end of the file",
+                "the GGUF file is truncated: its header extends beyond the end of the file",
                 needed=f"{end} bytes or more",
                 found=f"{self.size} bytes",
                 fix="download the file again",
             )
         if end > MAX_HEADER_BYTES:
-            raise self.wrong("the GGUF header is absurdly large", needed=f"at most {format_bytes(MAX_HEADER_BYTES)}")
+            raise self.wrong("the GGUF header is implausibly large", needed=f"at most {format_bytes(MAX_HEADER_BYTES)}")
         while len(self.data) < end:
             chunk = self.read(end - len(self.data))
             if not chunk:
-                raise self.wrong("the file became shorter while it was read", fix="download the file again")
+                raise self.wrong("the file was truncated while it was being read", fix="download the file again")
             self.data += chunk
 
     def count(self, what: str, *, each_bytes: int, limit: int) -> int:
@@ -199,14 +199,14 @@ def join_parts(headers: Sequence[GGUFHeader]) -> GGUFHeader:
         said = (header.metadata.get("split.no"), header.metadata.get("split.count"))
         if said != (number, len(headers)):
             raise CheckpointError(
-                f"{header.path}: not the part its name says",
+                f"{header.path}: not the part that its name says",
                 needed=f"part {number} of {len(headers)} (split.no, split.count)",
                 found=spell(said),
                 fix="download the model again",
             )
         for name, tensor in header.tensors.items():
             if name in tensors:
-                raise CheckpointError(f"{header.path}: the tensor {shorten(name)!r} stands in two parts")
+                raise CheckpointError(f"{header.path}: the tensor {shorten(name)!r} is in two parts")
             tensors[name] = tensor
     expected = first.metadata.get("split.tensors.count", len(tensors))
     if expected != len(tensors):
@@ -226,9 +226,9 @@ def parse_header(path: Path, size: int, read: Callable[[int], bytes], *, part: b
     for _ in range(key_count):
         key = cursor.string("a metadata key", MAX_NAME_BYTES)
         if not key.isprintable():
-            raise cursor.wrong("a metadata key cannot be printed", found=spell(key))
+            raise cursor.wrong("a metadata key is not printable", found=spell(key))
         if key in metadata:
-            raise cursor.wrong(f"the metadata key {shorten(key)!r} stands there twice")
+            raise cursor.wrong(f"the metadata key {shorten(key)!r} appears twice")
         metadata[key] = cursor.value(shorten(key), cursor.uint32())
     if not part:
         _refuse_parts(cursor, metadata)
@@ -240,7 +240,7 @@ def parse_header(path: Path, size: int, read: Callable[[int], bytes], *, part: b
     tensors: dict[str, StoredTensor] = {}
     for name, shape, kind, offset in infos:
         if name in tensors:
-            raise cursor.wrong(f"the tensor {shorten(name)!r} stands there twice")
+            raise cursor.wrong(f"the tensor {shorten(name)!r} appears twice")
         tensors[name] = _place(cursor, name, shape, kind, offset, data_start, alignment)
     _check_overlaps(cursor, tensors)
     return GGUFHeader(
@@ -284,7 +284,7 @@ def _refuse_parts(cursor: _Cursor, metadata: dict[str, Any]) -> None:
 def _tensor_info(cursor: _Cursor) -> tuple[str, tuple[int, ...], int, int]:
     name = cursor.string("a tensor name", MAX_NAME_BYTES)
     if not name.isprintable():
-        raise cursor.wrong("a tensor's name cannot be printed", found=spell(name))
+        raise cursor.wrong("a tensor's name is not printable", found=spell(name))
     dimensions = cursor.uint32()
     if not 1 <= dimensions <= MAX_DIMENSIONS:
         raise cursor.wrong(f"tensor {shorten(name)!r} has {dimensions} dimensions", needed=f"1 to {MAX_DIMENSIONS}")
@@ -299,13 +299,13 @@ def _place(
     layout, spelled = GGUF_LAYOUTS.get(kind), repr(shorten(name))
     if kind in RETIRED_GGUF_TYPES:
         raise cursor.wrong(
-            f"tensor {spelled} has the type {RETIRED_GGUF_TYPES[kind]}, which was given up",
-            fix="take a newer file of this model, such as Q4_0",
+            f"tensor {spelled} has the type {RETIRED_GGUF_TYPES[kind]}, which is no longer supported",
+            fix="use a newer file of this model, such as Q4_0",
         )
     if layout is None:
         raise cursor.wrong(f"tensor {spelled} has the unknown type number {kind}")
     if 0 in shape or prod(shape) >= 1 << 62:
-        raise cursor.wrong(f"tensor {spelled} has an absurd shape", found=str(shape))
+        raise cursor.wrong(f"tensor {spelled} has an implausible shape", found=str(shape))
     nbytes = layout.bytes_for(shape)
     if nbytes is None:
         raise cursor.wrong(
@@ -314,10 +314,12 @@ def _place(
             found=str(shape),
         )
     if offset % alignment:
-        raise cursor.wrong(f"tensor {spelled} lies off the file's alignment of {alignment} bytes", found=str(offset))
+        raise cursor.wrong(
+            f"tensor {spelled} does not follow the file's alignment of {alignment} bytes", found=str(offset)
+        )
     if data_start + offset + nbytes > cursor.size:
         raise cursor.wrong(
-            f"the file is torn: tensor {spelled} ends beyond it",
+            f"the file is truncated: tensor {spelled} extends beyond its end",
             needed=f"{data_start + offset + nbytes} bytes or more",
             found=f"{cursor.size} bytes",
             fix="download the file again",

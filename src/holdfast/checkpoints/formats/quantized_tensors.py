@@ -85,7 +85,7 @@ def stored_parts(method: str | Packing, out_features: int, in_features: int) -> 
     parts_of = _METHODS.get(packing.method)
     if parts_of is None:
         raise CheckpointError(
-            f"{shorten(packing.method)!r} is not a known way to store quantized matrices",
+            f"{shorten(packing.method)!r} is not a known quantization method for matrices",
             needed="one of " + ", ".join(METHODS),
             field="quant_method",
         )
@@ -256,5 +256,5 @@ def _check_bits(packing: Packing, known: tuple[int, ...]) -> None:
 
 def _unfit(packing: Packing, needed: str, found: str, *, field: str = "quantization_config") -> CheckpointError:
     return CheckpointError(
-        f"no matrix can be stored so under {packing.method} ({field})", needed=needed, found=found, field=field
+        f"no matrix can be stored this way with {packing.method} ({field})", needed=needed, found=found, field=field
     )

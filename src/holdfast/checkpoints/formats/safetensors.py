@@ -39,25 +39,25 @@ def parse_header(path: Path, size: int, read: Callable[[int], bytes]) -> dict[st
     length = int.from_bytes(start, "little")
     if len(start) < 8 or length > size - 8:
         raise CheckpointError(
-            f"{path}: torn, or not a safetensors file: its header goes on beyond its end",
+            f"{path}: truncated, or not a safetensors file: its header extends beyond its end",
             needed=f"{8 + length} bytes or more",
             found=f"{size} bytes",
             fix="download the file again",
         )
     if length > MAX_HEADER_BYTES:
         raise CheckpointError(
-            f"{path}: the safetensors header is absurdly large",
+            f"{path}: the safetensors header is implausibly large",
             needed=f"at most {format_bytes(MAX_HEADER_BYTES)}",
             found=format_bytes(length),
         )
     raw = read(length)
     if len(raw) < length:
-        raise CheckpointError(f"{path}: the file became shorter while it was read", fix="download the file again")
+        raise CheckpointError(f"{path}: the file was truncated while it was being read", fix="download the file again")
     entries = parse_table(raw, str(path), unique=True)
     entries.pop("__metadata__", None)
     if len(entries) > MAX_TENSORS:
         raise CheckpointError(
-            f"{path}: absurdly many tensors", needed=f"at most {MAX_TENSORS}", found=str(len(entries))
+            f"{path}: implausibly many tensors", needed=f"at most {MAX_TENSORS}", found=str(len(entries))
         )
     tensors = {name: _tensor(path, name, entry, 8 + length, size) for name, entry in entries.items()}
     _check_overlaps(path, tensors)
@@ -75,7 +75,7 @@ def merge(headers: Iterable[dict[str, StoredTensor]]) -> dict[str, StoredTensor]
         for name, tensor in header.items():
             if name in tensors:
                 raise CheckpointError(
-                    f"tensor {shorten(name)!r} stands in two files",
+                    f"tensor {shorten(name)!r} is in two files",
                     found=f"{tensors[name].path.name} and {tensor.path.name}",
                 )
             tensors[name] = tensor
@@ -94,7 +94,9 @@ def parse_index(raw: bytes, index: Path) -> tuple[str, ...]:
     """The names of the shards, in order, each once."""
     weight_map = parse_table(raw, str(index)).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise CheckpointError(f"{index}: weight_map is missing", needed="a table of tensor names to file names")
+        raise CheckpointError(
+            f"{index}: weight_map is missing", needed="an object that maps tensor names to file names"
+        )
     names = set()
     for name in weight_map.values():
         # A name with a folder in it could point anywhere on the machine.
@@ -103,7 +105,9 @@ def parse_index(raw: bytes, index: Path) -> tuple[str, ...]:
             raise CheckpointError(f"{index}: a shard has a name that cannot be used", found=spell(name))
         names.add(name)
     if len(names) > MAX_SHARDS:
-        raise CheckpointError(f"{index}: absurdly many shards", needed=f"at most {MAX_SHARDS}", found=str(len(names)))
+        raise CheckpointError(
+            f"{index}: implausibly many shards", needed=f"at most {MAX_SHARDS}", found=str(len(names))
+        )
     return tuple(sorted(names))
 
 
@@ -123,9 +127,9 @@ def _tensor(path: Path, name: str, entry: Any, data_start: int, file_size: int) 
         return CheckpointError(f"{path}: tensor {shorten(name)!r} cannot be used", needed=needed, found=spell(found))
 
     if not name.isprintable():
-        raise wrong("a name that can be printed", name)
+        raise wrong("a printable name", name)
     if not isinstance(entry, dict):
-        raise wrong("a table with dtype, shape and data_offsets", entry)
+        raise wrong("an object with dtype, shape and data_offsets", entry)
     dtype = entry.get("dtype")
     shape: Any = entry.get("shape")
     offsets: Any = entry.get("data_offsets")
@@ -141,7 +145,7 @@ def _tensor(path: Path, name: str, entry: Any, data_start: int, file_size: int) 
         raise wrong(f"{expected} bytes for {dtype} {shape}", f"{end - begin} bytes")
     if data_start + end > file_size:
         raise CheckpointError(
-            f"{path}: the file is torn: tensor {shorten(name)!r} ends beyond it",
+            f"{path}: the file is truncated: tensor {shorten(name)!r} extends beyond its end",
             needed=f"{data_start + end} bytes or more",
             found=f"{file_size} bytes",
             fix="download the file again",

@@ -75,9 +75,9 @@ def find_folder(path: str, allowed: Sequence[Path] | None) -> Path:
     """The folder with all links followed, if it lies in one that is allowed (None: anywhere). Whether there is
     something elsewhere is not told."""
     refused = AdapterError(
-        "there is no such folder among those that adapters may come from",
+        "there is no such folder among those that adapters may be loaded from",
         code=NOT_ALLOWED,
-        needed="a folder, by its whole path, below one that was allowed at start",
+        needed="the absolute path of a folder inside one that was allowed at startup",
         fix="check the path; if it is right, start the server with --lora-folders FOLDER",
         field="lora_path",
     )
@@ -107,13 +107,13 @@ def read_adapter(
     adapter, needs what is not there, or was made for another model."""
     config = read_config(_small(folder / CONFIG, allowed), CONFIG)
     tensors = _header(folder, allowed)
-    base = f"{name}, an adapter of {shorten(config.base) or 'a model it does not name'}"
+    base = f"{name}, an adapter of {shorten(config.base) or 'an unnamed model'}"
     _check_vocabulary(folder, tensors, spec, base, model, allowed)
     factors = _match(tensors, spec, config, base, model)
     found = Adapter(name=name, folder=folder, base=config.base, factors=factors, stamp=stamp(folder))
     if found.rank > max_rank:
         raise AdapterError(
-            f"{name} has a rank of {found.rank}, and there is room for {max_rank}",
+            f"{name} has rank {found.rank}, but the maximum is {max_rank}",
             code=TOO_WIDE,
             needed=f"--max-lora-rank {found.rank}",
             found=str(max_rank),
@@ -132,7 +132,7 @@ def stamp(folder: Path) -> str:
             "the adapter's files are gone",
             code=CHANGED,
             needed=f"{CONFIG} and {WEIGHTS}",
-            fix="unload it, or put them back",
+            fix="unload it, or restore them",
             field="lora_path",
         ) from None
     # Not the time of writing alone: copies may keep that (cp -p, rsync -t), and nobody sets the time of change.
@@ -143,7 +143,7 @@ def stamp(folder: Path) -> str:
 
 def changed(name: str) -> AdapterError:
     return AdapterError(
-        f"the files of {name} are not those that were loaded",
+        f"the files of {name} have changed since they were loaded",
         code=CHANGED,
         needed="the same files",
         fix="unload it and load it again; from Python LoRARequest(..., load_inplace=True)",
@@ -153,10 +153,10 @@ def changed(name: str) -> AdapterError:
 
 def not_finite(name: str, dtype: str) -> AdapterError:
     return AdapterError(
-        f"{name} holds numbers that are not finite in {dtype}",
+        f"{name} contains non-finite values in {dtype}",
         code=NOT_FINITE,
         needed="finite factors",
-        fix="train it again: with such numbers every answer is empty or noise",
+        fix="train it again: with such values every output is empty or noise",
         field="model",
     )
 
@@ -165,7 +165,7 @@ def too_slow(name: str, limit_s: float) -> AdapterError:
     return AdapterError(
         f"the files of {name} could not be read within {limit_s:g} s",
         code=TOO_SLOW,
-        needed="a disk or file server that answers",
+        needed="a disk or file server that responds",
         fix="copy the adapter to a local disk",
         field="model",
     )
@@ -178,10 +178,10 @@ def _within(path: Path, allowed: Sequence[Path]) -> bool:
 def _outside(file: str) -> AdapterError:
     """A link out of an allowed folder is no way out of it."""
     return AdapterError(
-        f"{file} lies outside of the folders that adapters may come from",
+        f"{file} is outside the folders that adapters may be loaded from",
         code=NOT_ALLOWED,
-        needed="a file in a folder that was allowed at start, not a link out of it",
-        fix="copy the file into the adapter's folder, or allow the folder it lies in: --lora-folders FOLDER",
+        needed="a file in a folder that was allowed at startup, not a link out of it",
+        fix="copy the file into the adapter's folder, or allow the folder it is in: --lora-folders FOLDER",
         field="lora_path",
     )
 
@@ -215,7 +215,7 @@ def _header(folder: Path, allowed: Sequence[Path] | None) -> dict[str, StoredTen
                 f"{PICKLE} is a pickle: opening one runs the code inside it",
                 code=PICKLED,
                 needed=WEIGHTS,
-                fix="save the adapter with safe_serialization=True where you trust it",
+                fix="save the adapter with safe_serialization=True if you trust it",
                 field="lora_path",
             ) from None
         raise AdapterError(f"there is no {WEIGHTS} in that folder", code=NOT_THERE, field="lora_path") from None
@@ -245,9 +245,9 @@ def _check_vocabulary(
         if rows != spec.vocab_size:
             raise _another(f"it has a vocabulary of {rows:,} tokens", f"{spec.vocab_size:,}", base, model)
         raise AdapterError(
-            f"{base}: it changes {found['module']}, and only the layers between embedding and head are adapted",
+            f"{base}: it changes {found['module']}, but only the layers between embedding and head can be adapted",
             code=NOT_THERE,
-            needed="factors of layers alone",
+            needed="factors for layers only",
             found=shorten(name),
             fix="merge it into the model, or train it without the embedding and the head",
             field="lora_path",
@@ -279,7 +279,7 @@ def _added_ids(folder: Path, allowed: Sequence[Path] | None) -> list[int]:
 
 def _another(what: str, needed: str, base: str, model: str) -> AdapterError:
     return AdapterError(
-        f"{base}, does not go with {model}: {what}",
+        f"{base}, does not match {model}: {what}",
         code=ANOTHER_BASE,
         needed=f"{needed}, as {model} has it",
         found=what,
@@ -297,7 +297,7 @@ def _match(
         found = _FACTOR.fullmatch(name)
         if found is None:
             raise AdapterError(
-                f"{base}: {shorten(name)} is no factor of LoRA",
+                f"{base}: {shorten(name)} is not a LoRA factor",
                 code=NOT_THERE,
                 needed="MODULE.lora_A.weight and MODULE.lora_B.weight",
                 found=shorten(name),
@@ -342,7 +342,7 @@ def _factors(
 ) -> Factors:
     a, b = pair.get("A"), pair.get("B")
     if a is None or b is None:
-        raise AdapterError(f"{base}: {module} has one factor of two", code=NOT_THERE, field="lora_path")
+        raise AdapterError(f"{base}: {module} has only one of its two factors", code=NOT_THERE, field="lora_path")
     rows, columns = target.shape
     good = len(a.shape) == len(b.shape) == 2 and a.shape[0] == b.shape[1] >= 1
     if not good or (b.shape[0], a.shape[1]) != (rows, columns):

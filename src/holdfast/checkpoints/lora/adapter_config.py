@@ -18,16 +18,16 @@ from holdfast.units import shorten
 NOT_THERE = "HF373"
 MAX_ALPHA = 1e9
 _REFUSED: Mapping[str, str] = {
-    "use_dora": "DoRA scales each output by a norm of base and factors together",
+    "use_dora": "DoRA scales each output by a norm of base weights and factors",
     "modules_to_save": "whole modules are replaced",
-    "lora_bias": "its factors have biases",
-    "target_parameters": "parameters that are no modules are adapted",
+    "lora_bias": "its LoRA factors have biases",
+    "target_parameters": "parameters that are not modules are adapted",
     "trainable_token_indices": "rows of the embedding are replaced",
     "layer_replication": "layers of the model are repeated",
-    "alora_invocation_tokens": "it is active behind some tokens only",
+    "alora_invocation_tokens": "it is active only after certain tokens",
     "use_qalora": "its inputs are pooled",
-    "arrow_config": "adapters are chosen token by token",
-    "corda_config": "it was made beside changed base weights",
+    "arrow_config": "adapters are selected per token",
+    "corda_config": "it was trained with modified base weights",
 }
 """Features of PEFT that are not there, and what they would mean. Unset, empty or false they are nothing."""
 _HARMLESS = frozenset((
@@ -97,23 +97,23 @@ def _refuse(table: Mapping[str, Any]) -> None:
         if table.get(name) not in (None, False, [], {}, ""):
             raise _absent(f"{name}: {meaning}", table[name])
     if table.get("bias", "none") != "none":
-        raise _absent("bias: the model's biases were trained too", table["bias"])
+        raise _absent("bias: the model's biases were also trained", table["bias"])
     unknown = [name for name in table if name not in _HARMLESS and name not in _REFUSED]
     for name in unknown:
         if table[name] not in (None, False, [], {}, ""):
-            raise _absent(f"{shorten(str(name))}, which is not known here and may change answers", table[name])
+            raise _absent(f"{shorten(str(name))}, which is unknown and may change the output", table[name])
     begun = table.get("init_lora_weights")
     if isinstance(begun, str) and begun.lower().startswith(_CHANGED_BASE):
-        raise _absent("init_lora_weights: the base weights were changed before training", begun)
+        raise _absent("init_lora_weights: the base weights were modified before training", begun)
 
 
 def _absent(what: str, found: object) -> AdapterError:
     return AdapterError(
-        f"the adapter needs what is not there: {what}",
+        f"the adapter needs an unsupported feature: {what}",
         code=NOT_THERE,
         needed="plain LoRA",
         found=spell(found),
-        fix="merge it into the model with PEFT, and serve that",
+        fix="merge it into the model with PEFT, and serve the merged model",
         field="lora_path",
     )
 
@@ -156,7 +156,7 @@ def _patterns(value: object) -> tuple[tuple[str, bool, float], ...]:
     for pattern, alpha in value.items():
         plain = _PLAIN_PATTERN.fullmatch(pattern)
         if plain is None:
-            raise _absent("alpha_pattern: a pattern that is no plain name", shorten(pattern))
+            raise _absent("alpha_pattern: a pattern that is not a plain name", shorten(pattern))
         name = plain["name"].replace("\\.", ".")
         found.append((name, bool(plain["begin"]), _alpha("alpha_pattern", alpha)))
     return tuple(found)

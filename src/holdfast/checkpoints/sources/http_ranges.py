@@ -63,7 +63,7 @@ class RangeClient:
         """A small file; raises CheckpointError when it has more than `limit_bytes`."""
         data = self._fetch(url, first=None, count=limit_bytes + 1).data
         if len(data) > limit_bytes:
-            raise CheckpointError(f"{_bare(url)}: absurdly large", needed=f"at most {format_bytes(limit_bytes)}")
+            raise CheckpointError(f"{_bare(url)}: implausibly large", needed=f"at most {format_bytes(limit_bytes)}")
         return data
 
     def piece(self, url: str, first: int, count: int) -> Piece:
@@ -82,7 +82,7 @@ class RangeClient:
             if response.status_code not in (200, 206):
                 raise RangeRefused(response)
             if response.headers.get("Content-Encoding", "identity") != "identity":
-                raise CheckpointError(f"{_bare(url)}: the server sends it compressed, and so in no known place")
+                raise CheckpointError(f"{_bare(url)}: the server sends it compressed, so byte ranges are unusable")
             skip = first or 0
             if response.status_code == 206:
                 _check_range(response, first or 0)
@@ -105,7 +105,7 @@ class RangeClient:
             spent = self._bytes_left < 0
         if spent or time.monotonic() > self._deadline_s:
             raise CheckpointError(
-                f"{_bare(url)}: its headers are absurdly large, or come absurdly slowly",
+                f"{_bare(url)}: its headers are implausibly large, or arrive too slowly",
                 needed=f"at most {format_bytes(MAX_TOTAL_BYTES)} and {MAX_TOTAL_S:.0f} s for all of them",
             )
 
@@ -114,7 +114,7 @@ def _check_range(response: httpx.Response, first: int) -> None:
     found = _CONTENT_RANGE.fullmatch(response.headers.get("Content-Range", ""))
     if found is None or int(found[1]) != first:
         raise CheckpointError(
-            f"{_bare(str(response.url))}: the server sends another part than was asked for",
+            f"{_bare(str(response.url))}: the server sent a different byte range than requested",
             needed=f"bytes from {first}",
             found=shorten(response.headers.get("Content-Range", "no Content-Range")),
         )

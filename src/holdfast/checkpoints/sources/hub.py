@@ -118,11 +118,11 @@ def _cached(repo: str, revision: str | None, wanted: str | None) -> Path:
     missing = _missing(folder)
     if missing is not None:
         raise ModelAccessError(
-            f"{repo} is not whole in the hub's cache, and the hub was not asked",
+            f"{repo} is incomplete in the hub's cache, and the hub was not contacted",
             code="HF223",
             needed="config.json and every file of weights, or a .gguf file",
             found=f"{missing} in {folder}",
-            fix=f"with the hub in reach and HF_HUB_OFFLINE unset: holdfast pull {repo}",
+            fix=f"with access to the hub and HF_HUB_OFFLINE unset: holdfast pull {repo}",
         )
     return folder
 
@@ -180,7 +180,7 @@ def _translated(error: Exception, repo: str, revision: str | None) -> ModelError
     status = getattr(getattr(error, "response", None), "status_code", None)
     where = endpoint() or constants.ENDPOINT
     if isinstance(error, errors.GatedRepoError) or status == 403 or getattr(error, "hub_code", None) == "GatedRepo":
-        return _no_access(repo, "is gated: its owner must let you in first", said)
+        return _no_access(repo, "is gated: its owner must grant you access first", said)
     if isinstance(error, errors.RevisionNotFoundError):
         return ModelNotFoundError(
             f"{repo} has no revision {revision!r}", needed="a branch, a tag or a commit", found=said
@@ -196,7 +196,7 @@ def _translated(error: Exception, repo: str, revision: str | None) -> ModelError
         return _no_access(repo, "was refused: the hub does not accept the token", said)
     if isinstance(error, errors.LocalEntryNotFoundError | errors.OfflineModeIsEnabled):
         return ModelAccessError(
-            f"{repo} is not whole in the hub's cache, and the hub cannot be asked",
+            f"{repo} is incomplete in the hub's cache, and the hub cannot be reached",
             code="HF223",
             needed=f"the model in {constants.HF_HUB_CACHE} (HF_HOME is {constants.HF_HOME})",
             found="HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else said,
@@ -206,19 +206,19 @@ def _translated(error: Exception, repo: str, revision: str | None) -> ModelError
         return ModelNotFoundError(f"{repo!r} is not a hub id", needed="owner/name", found=said)
     if "Consistency check failed" in said or _torn(error):
         return CheckpointError(
-            f"{repo} came torn from {where}; the torn file was not kept",
+            f"the download of {repo} from {where} is corrupt; it was not kept",
             code="HF231",
             found=said,
             fix=f"holdfast pull {repo}",
         )
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EACCES, errno.EROFS, errno.EDQUOT):
         return ModelError(
-            f"{repo} cannot be kept in {constants.HF_HUB_CACHE}: {error.strerror}",
+            f"{repo} cannot be saved in {constants.HF_HUB_CACHE}: {error.strerror}",
             code="HF201",
             fix="free some space, or set HF_HOME to another folder",
         )
     return ModelAccessError(
-        f"{repo} cannot be fetched from {where}",
+        f"{repo} cannot be downloaded from {where}",
         code="HF222",
         found=f"{type(error).__name__}: {said}",
         fix="check the network, HF_ENDPOINT and the proxy settings; a model in a local folder needs none of them",
@@ -230,9 +230,9 @@ def _no_access(repo: str, why: str, said: str) -> ModelAccessError:
 
     return ModelAccessError(
         f"{repo} {why}",
-        needed="a token with access" + (" (the one in use has none)" if _has_token() else " (none is set)"),
+        needed="a token with access" + (" (the current one has none)" if _has_token() else " (none is set)"),
         found=f"{said} (HF_HOME is {constants.HF_HOME})",
-        fix=f"ask for access at {endpoint() or constants.ENDPOINT}/{repo}, then: hf auth login, or set HF_TOKEN",
+        fix=f"request access at {endpoint() or constants.ENDPOINT}/{repo}, then: hf auth login, or set HF_TOKEN",
     )
 
 

@@ -52,11 +52,11 @@ def ask_headers(repo: str, *, revision: str | None, wanted: str | None, patience
 
     if constants.HF_HUB_OFFLINE:
         raise ModelAccessError(
-            f"{repo} is at the hub, and the hub is not to be asked",
+            f"{repo} is on the hub, but offline mode is set",
             code="HF223",
-            needed="a hub in reach",
+            needed="access to the hub",
             found="HF_HUB_OFFLINE is set",
-            fix="unset HF_HUB_OFFLINE, or give a folder, a .gguf file or a model of the catalogue",
+            fix="unset HF_HUB_OFFLINE, or use a folder, a .gguf file or a catalogue model",
         )
     home = hub.endpoint() or constants.ENDPOINT
     api = huggingface_hub.HfApi(endpoint=home)
@@ -76,7 +76,7 @@ def _first_answer(ask: Callable[[], _Answer], home: str, patience_s: float | Non
     """On a thread of its own: to look up the name of a host may take any time, which no client's timeout bounds."""
     if patience_s is None:
         return ask()
-    silent = TimeoutError(f"{home} has not answered within {patience_s:g} s (HF_HUB_ETAG_TIMEOUT allows more)")
+    silent = TimeoutError(f"{home} has not responded within {patience_s:g} s (raise HF_HUB_ETAG_TIMEOUT for more)")
     if time.monotonic() < _SILENT_UNTIL.get(home, 0.0):
         raise silent
     answers: queue.SimpleQueue[_Answer | Exception] = queue.SimpleQueue()
@@ -183,7 +183,7 @@ class _Repository:
         def more(count: int) -> bytes:
             if source.position + count > MAX_GGUF_HEADER_BYTES:
                 raise CheckpointError(
-                    f"{self._path(name)}: the GGUF header is absurdly large", needed=f"{MAX_GGUF_HEADER_BYTES} bytes"
+                    f"{self._path(name)}: the GGUF header is implausibly large", needed=f"{MAX_GGUF_HEADER_BYTES} bytes"
                 )
             return source.next(max(count, min(source.position, _LARGEST_GGUF_STEP_BYTES)))
 
@@ -216,11 +216,11 @@ class _Source:
 
     def _torn(self, needed: str, found: str) -> CheckpointError:
         return CheckpointError(
-            f"{self.repository.repo}: {self.name} came torn from {self.repository.home}",
+            f"{self.repository.repo}: {self.name} from {self.repository.home} is truncated",
             code="HF231",
             needed=needed,
             found=found,
-            fix="try again; if it stays so, the mirror in HF_ENDPOINT holds a torn copy",
+            fix="try again; if it persists, the mirror in HF_ENDPOINT has a truncated copy",
         )
 
 

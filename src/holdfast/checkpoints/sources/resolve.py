@@ -111,7 +111,7 @@ def _meant(name: str) -> str | None:
     entry = catalogue.lookup(name)
     if entry is None:
         return None
-    return f"{shorten(name)} is a name of the catalogue, for plans; to run it, name what is fetched: {entry.hub_id}"
+    return f"{shorten(name)} is a catalogue name, for plans; to run it, use the hub id: {entry.hub_id}"
 
 
 def refuse_known(name: str) -> None:
@@ -153,7 +153,7 @@ def describe(files: ModelFiles) -> ModelSpec:
 def _config_of(files: ModelFiles) -> dict[str, Any]:
     """With the numbers' type, which some leave to the weights to tell."""
     if files.config is None:
-        raise CheckpointError(f"{files.path}: config.json is missing", needed="config.json beside the weights")
+        raise CheckpointError(f"{files.path}: config.json is missing", needed="config.json next to the weights")
     config = files.config
     if config.get("dtype") is None and config.get("torch_dtype") is None and files.format == "safetensors":
         stored = Counter(tensor.layout for tensor in open_checkpoint(files).tensors.values())
@@ -193,7 +193,7 @@ def _from_folder(folder: Path, name: str, kind: Kind, wanted: str | None) -> Mod
             f"{folder}: not a model folder: config.json is missing",
             needed="config.json with *.safetensors, or one .gguf file",
             found=shorten(", ".join(names) or "an empty folder"),
-            fix="name the folder that has config.json in it, a .gguf file or a hub id; see holdfast models",
+            fix="use the folder that contains config.json, a .gguf file or a hub id; see holdfast models",
         )
     weights = tuple(folder / file for file in choice.weights)
     if INDEX_NAME in names:

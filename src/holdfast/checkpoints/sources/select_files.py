@@ -39,7 +39,7 @@ def choose_weights(names: Collection[str], where: str, wanted: str | None = None
     ggufs = _gguf_models(names)
     if wanted is not None:
         chosen = _wanted_gguf(ggufs, where, wanted)
-        return FileChoice("gguf", chosen, _reason(f"{_spell(chosen)}, as asked for with {wanted}", names, chosen))
+        return FileChoice("gguf", chosen, _reason(f"{_spell(chosen)}, selected with {wanted}", names, chosen))
     plain = _plain_safetensors(names, where)
     if plain:
         return FileChoice("safetensors", plain, _reason(_spell(plain), names, plain))
@@ -67,7 +67,7 @@ def pickles_refused(where: str, names: list[str]) -> CheckpointError:
         code="HF232",
         needed="*.safetensors or a .gguf file",
         found=shorten(", ".join(names)),
-        fix="convert it to safetensors where you trust it: "
+        fix="convert it to safetensors if you trust it: "
         "AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(OUT)",
     )
 
@@ -88,7 +88,7 @@ def _plain_safetensors(names: Collection[str], where: str) -> tuple[str, ...]:
             f"{where}: an adapter, not a model",
             needed="the weights of a whole model",
             found=shorten(", ".join(found)),
-            fix="give the base model that adapter_config.json names",
+            fix="use the base model that adapter_config.json names",
         )
     # Some publishers put the whole model a second time into consolidated.safetensors, under other names.
     return tuple([name for name in models if not name.startswith("consolidated")] or models)
@@ -112,7 +112,7 @@ def _base(name: str) -> str:
 def _wanted_gguf(models: dict[str, tuple[str, ...]], where: str, wanted: str) -> tuple[str, ...]:
     if not models:
         raise CheckpointError(
-            f"{where}: {shorten(wanted)!r} was asked for, and there is no GGUF file to choose",
+            f"{where}: {shorten(wanted)!r} was requested, but there is no GGUF file to choose",
             fix=f"leave it out: {where}",
         )
     if wanted.lower().endswith(".gguf"):
@@ -168,9 +168,9 @@ def _labels(models: dict[str, tuple[str, ...]]) -> list[str]:
 def _several(models: dict[str, tuple[str, ...]], where: str) -> CheckpointError:
     labels = _labels(models)
     return CheckpointError(
-        f"{where}: several GGUF models ({len(models)}), and none was chosen",
+        f"{where}: several GGUF models ({len(models)}), and none was selected",
         found=shorten(", ".join(labels), 400),
-        fix=f"name one of them: {where}:{labels[0]}",
+        fix=f"select one of them: {where}:{labels[0]}",
     )
 
 

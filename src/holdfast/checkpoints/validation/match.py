@@ -28,7 +28,7 @@ def match(spec: ModelSpec, checkpoint: Checkpoint) -> dict[str, StoredTensor]:
     if missing:
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
         raise CheckpointError(
-            f"the checkpoint lacks {len(missing)} of the {len(spec.tensors)} tensors its config promises",
+            f"the checkpoint lacks {len(missing)} of the {len(spec.tensors)} tensors that its config requires",
             needed=", ".join(missing[:3]) + more,
             found=f"{len(checkpoint.tensors)} tensors, such as " + ", ".join(list(checkpoint.tensors)[:3]),
             fix="download the model again; if it still fails, its config.json belongs to another model",
@@ -56,7 +56,7 @@ def _find(tensor: TensorSpec, spec: ModelSpec, checkpoint: Checkpoint) -> tuple[
     other = next((part for part in parts if part.layout != first.layout), None)
     if other is not None:
         raise CheckpointError(
-            f"the experts of {tensor.name} are stored in different ways",
+            f"the experts of {tensor.name} have different tensor types",
             needed=f"{first.layout}, as {first.name}",
             found=f"{other.layout}: {other.name}",
         )
@@ -68,14 +68,14 @@ def _check(shape: tuple[int, ...], tensor: TensorSpec, stored: StoredTensor, spe
     # GGUF keeps a matrix of one row as a vector.
     if stored.shape != shape and (len(shape) == 1 or stored.shape != tuple(size for size in shape if size != 1)):
         raise CheckpointError(
-            f"tensor {stored.name!r} ({tensor.name}) has another shape than the config of {spec.architecture} says",
+            f"the shape of tensor {stored.name!r} ({tensor.name}) does not match the config of {spec.architecture}",
             needed=str(list(shape)),
             found=f"{list(stored.shape)} in {stored.path.name}",
         )
     if stored.layout not in ENGINE_LAYOUTS:
         raise CheckpointError(
-            f"tensor {stored.name!r} is stored as {stored.layout}, which this engine cannot compute with",
+            f"tensor {stored.name!r} is stored as {stored.layout}, which this engine does not support",
             needed="one of " + ", ".join(sorted(ENGINE_LAYOUTS)),
             found=stored.layout,
-            fix="take another file of this model, such as Q8_0, Q4_1 or BF16",
+            fix="use another file of this model, such as Q8_0, Q4_1 or BF16",
         )

@@ -39,7 +39,7 @@ _WRITES: Mapping[str, frozenset[str]] = {
 }
 """What each method leaves in a checkpoint: the ending of a name, or the layout of what keeps its name."""
 _SCALES = (".scales", ".weight_scale", ".weight_scale_inv")
-_FIX = "config.json belongs to another checkpoint: fetch both again"
+_FIX = "config.json belongs to another checkpoint: download both again"
 
 
 def require_quantization(spec: ModelSpec, stored: Mapping[str, StoredTensor]) -> tuple[str, ...]:
@@ -62,10 +62,10 @@ def require_quantization(spec: ModelSpec, stored: Mapping[str, StoredTensor]) ->
     if plain is None:
         return ()  # Nothing that it takes is there: said as missing.
     raise CheckpointError(
-        f"config.json says that the weights are quantized ({method}), and they are plain",
+        f"config.json says that the weights are quantized ({method}), but they are not",
         needed=f"matrices in {method}, as quantization_config says",
         found=f"{plain.name} in {plain.layout}, and no packed one",
-        fix="take quantization_config out of config.json, or fetch the weights that belong to it",
+        fix="remove quantization_config from config.json, or download the weights that belong to it",
         field="quantization_config",
     )
 
@@ -85,7 +85,7 @@ def _left_by(found: StoredTensor) -> frozenset[str]:
 
 def _other_method(method: str, found: StoredTensor) -> CheckpointError:
     return CheckpointError(
-        f"the weights are quantized in another way than the {method} that config.json says",
+        f"the weights are not quantized with {method}, as config.json says",
         needed=f"tensors of {method}: " + " or ".join(sorted(_WRITES[method])),
         found=f"{found.name} in {found.layout}",
         fix=_FIX,
@@ -112,7 +112,7 @@ def require_packed_so(
     if not field or expected is None or scales is None or _squeezed(scales.shape) == _squeezed(expected):
         return
     raise CheckpointError(
-        f"the scales of the weights are not of the {_reach(quantization)} that config.json says ({field})",
+        f"the scales of the weights are not for {_reach(quantization)}, as config.json says ({field})",
         needed=f"{list(expected)} scales",
         found=f"{list(scales.shape)} in {scales.name}: {_apiece(found, packing, scales)}",
         fix=_FIX,
@@ -130,7 +130,7 @@ def _require_turned_so(packing: Packing, quants: tuple[int, ...], found: StoredT
         for bits in (2, 3, 4, 8):
             if found.shape == (columns * bits // WORD_BITS, rows):
                 raise CheckpointError(
-                    f"the weights are packed in {bits} bits, and config.json says {packing.bits}",
+                    f"the weights are packed in {bits} bits, but config.json says {packing.bits}",
                     needed=f"{list(quants)}",
                     found=f"{list(found.shape)} in {found.name}",
                     fix=_FIX,
@@ -157,14 +157,14 @@ def _reach(quantization: QuantSpec) -> str:
 
 def _apiece(found: StoredTensor, packing: Packing, scales: StoredTensor) -> str:
     in_a_word = WORD_BITS // packing.bits if found.layout == "I32" else 1
-    return f"one for {prod(found.shape) * in_a_word // max(1, prod(scales.shape)):,} weights"
+    return f"one per {prod(found.shape) * in_a_word // max(1, prod(scales.shape)):,} weights"
 
 
 def _unannounced(stored: Mapping[str, StoredTensor]) -> tuple[str, ...]:
     packed = next((name for name in stored if name.endswith(PACKED_ENDINGS)), None)
     if packed is None:
         return ()
-    return (f"{packed}: packed, and config.json has no quantization_config; engines look for quantize_config.json",)
+    return (f"{packed}: packed, but config.json has no quantization_config; engines look for quantize_config.json",)
 
 
 def as_stored(spec: ModelSpec, stored: Mapping[str, StoredTensor]) -> tuple[ModelSpec, tuple[str, ...]]:
@@ -179,7 +179,7 @@ def as_stored(spec: ModelSpec, stored: Mapping[str, StoredTensor]) -> tuple[Mode
     dtype = PLAIN.get(most)
     if dtype is None or spec.quantization is not None or dtype == spec.stored_dtype:
         return spec, ()
-    said = f"the config says {spec.stored_dtype}, and the weights lie in {dtype}"
+    said = f"the config says {spec.stored_dtype}, but the weights are stored in {dtype}"
     if "float32" not in (dtype, spec.stored_dtype):
         return spec, (f"{said}: computed as the config says",)
     return replace(spec, stored_dtype=dtype), (said,)

@@ -31,8 +31,8 @@ _LAYER = re.compile(r"(.*?)\b(\d+)\.")
 _EXPERT = re.compile(r"(.*\.)(\d+)\.")
 _NAMES_SHOWN = 3
 _FIX = {
-    "safetensors": "config.json belongs to another model, or the download is not whole: fetch both again",
-    "gguf": "the file is not whole, or was converted by a program that names tensors otherwise: fetch another",
+    "safetensors": "config.json belongs to another model, or the download is incomplete: download both again",
+    "gguf": "the file is incomplete, or was converted by a program with other tensor names: download another",
 }
 _INNER, _HIDDEN, _HEAD_COUNT = "intermediate_size", "hidden_size", "num_attention_heads"
 _AXES: Mapping[str, tuple[str, str]] = {
@@ -82,9 +82,9 @@ def require_agreement(spec: ModelSpec, checkpoint: Checkpoint) -> tuple[str, ...
     require_no_more(spec, checkpoint)
     notes = list(odd)
     if folded:
-        notes.append(f"{folded} norms and biases that the header promises are not there under their names")
+        notes.append(f"{folded} norms and biases expected from the header are missing")
     if unused := unused_head(spec, checkpoint.tensors):
-        notes.append(f"{', '.join(sorted(unused))}: stored, and not loaded, because the embeddings are tied")
+        notes.append(f"{', '.join(sorted(unused))}: stored but not loaded, because the embeddings are tied")
     return tuple(notes)
 
 
@@ -223,7 +223,7 @@ def _misshapen(
     first_differs = not alike or stored.shape[:-1] != shape[:-1]
     field = _field(axes[0] if first_differs or len(shape) == 1 or not last_differs else axes[1], spec, checkpoint)
     return CheckpointError(
-        f"tensor {shorten(stored.name)!r} has another shape than the config of {spec.architecture} says ({field})",
+        f"the shape of tensor {shorten(stored.name)!r} does not match the config of {spec.architecture} ({field})",
         needed=str(list(shape)),
         found=f"{list(stored.shape)} in {stored.path.name}",
         fix=_FIX[checkpoint.format],
@@ -245,7 +245,7 @@ def _lacking(missing: list[TensorSpec], seen: int, spec: ModelSpec, checkpoint: 
     names = [tensor.gguf_name if gguf else tensor.hf_name.replace("{expert}", "*") for tensor in missing]
     more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
     return CheckpointError(
-        f"the checkpoint lacks {len(missing)} of the {seen + len(missing)} tensors its config promises",
+        f"the checkpoint lacks {len(missing)} of the {seen + len(missing)} tensors that its config requires",
         needed=", ".join(names[:_NAMES_SHOWN]) + more,
         found=f"{len(checkpoint.tensors)} tensors",
         fix=_FIX[checkpoint.format],

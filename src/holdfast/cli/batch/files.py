@@ -77,8 +77,8 @@ class Input:
                 raise ConfigurationError(
                     f"the input {path} is not a file",
                     code=UNUSABLE,
-                    needed="a file of JSON lines, which is read twice",
-                    found="a folder or a pipe" if path.exists() else "nothing of that name",
+                    needed="a regular file of JSON lines, since it is read twice",
+                    found="a folder or a pipe" if path.exists() else "no such file",
                     fix="-i FILE",
                     field="input_file",
                 )
@@ -114,9 +114,9 @@ class Output:
         except OSError as error:
             os.close(self._file)
             raise ConfigurationError(
-                f"another run writes to {path}",
+                f"another run is writing to {path}",
                 code=IN_USE,
-                fix="wait for it, or name another file: -o FILE",
+                fix="wait for it, or choose another file: -o FILE",
                 field="output_file",
             ) from error
 
@@ -134,7 +134,7 @@ class Output:
                     break
                 number = self._line_of(beginning, digests)
                 if answered[number]:
-                    raise self._foreign(f"two answers to line {number}")
+                    raise self._foreign(f"two responses to line {number}")
                 answered[number] = ANSWERED if end == GOOD_END else REFUSED
                 end_bytes += length
         os.ftruncate(self._file, end_bytes)
@@ -147,16 +147,16 @@ class Output:
             raise self._foreign(f"a line that begins with {shorten(beginning.decode(errors='replace'), 40)!r}")
         number, digest = int(found[1]), int(found[2], 16)
         if number > len(digests) or digests[number - 1] != digest:
-            raise self._foreign(f"an answer to another line {number}, or of another model")
+            raise self._foreign(f"a response to a different line {number}, or from another model")
         return number
 
     def _foreign(self, found: str) -> ConfigurationError:
         return ConfigurationError(
-            f"the output {self._path} is not of this batch; it is left as it is",
+            f"the output {self._path} does not belong to this batch; it was not changed",
             code=ANOTHER_BATCH,
-            needed="a new file, or the output of the same input and the same model, to go on with",
+            needed="a new file, or the output of the same input and the same model, to resume",
             found=found,
-            fix="name another file: -o FILE, or remove this one",
+            fix="choose another file: -o FILE, or remove this one",
             field="output_file",
         )
 
@@ -207,8 +207,8 @@ class Output:
         return HoldfastError(
             f"the output {self._path} cannot be written: {error.strerror}",
             code=NOT_WRITTEN,
-            needed=f"room for {format_bytes(size_bytes)}",
-            fix="see to the disk, then give the same command: it goes on where this run ended",
+            needed=f"space for {format_bytes(size_bytes)}",
+            fix="check the disk, then run the same command: it resumes where this run ended",
         )
 
     async def finish(self) -> None:
@@ -226,5 +226,5 @@ def _said(what: str) -> Iterator[None]:
         yield
     except OSError as error:
         raise ConfigurationError(
-            f"{what}: {error.strerror}", code=UNUSABLE, fix="see to the file's name and rights"
+            f"{what}: {error.strerror}", code=UNUSABLE, fix="check the file's name and permissions"
         ) from error

@@ -58,9 +58,9 @@ class BatchProgress:
 
     def story(self) -> str:
         """Where it stands, in one line."""
-        failed = f", {self._failed:,} of them a refusal" if self._failed else ""
+        failed = f", {self._failed:,} of them errors" if self._failed else ""
         took = format_duration(time.monotonic() - self._began_s)
-        return f"{self._done:,} of {self._total:,} lines have their answer{failed}; {self._speed()}, {took}"
+        return f"{self._done:,} of {self._total:,} lines answered{failed}; {self._speed()}, {took}"
 
     def _speed(self) -> str:
         return f"{self._generated() / max(time.monotonic() - self._began_s, 1e-3):,.0f} tok/s"

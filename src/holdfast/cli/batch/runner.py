@@ -164,8 +164,8 @@ class BatchRunner:
             raise asyncio.CancelledError
         if reply.status >= HTTPStatus.INTERNAL_SERVER_ERROR and self._engine.failure is not None:
             raise EngineDiedError(
-                f"the engine was given up: {self._engine.failure.message}",
-                fix="see to what it says, then give the same command: it goes on where this run ended",
+                f"the engine failed for good: {self._engine.failure.message}",
+                fix="fix what it names, then run the same command: it resumes where this run ended",
             )
         return reply
 
@@ -185,7 +185,7 @@ def _lost(line: InputLine, custom_id: str | None, reply: _Reply) -> str:
     problem = _problem_of(reply.body)[1]
     said = shorten(f"{problem['message']} ({problem['code']})", 300)
     name = shorten(custom_id or "no custom_id", 60)
-    return f"line {line.number} ({name!r}) has no answer, status {reply.status}: {said}"
+    return f"line {line.number} ({name!r}) has no response, status {reply.status}: {said}"
 
 
 def read_line(line: InputLine, urls: tuple[str, ...]) -> _Line:
@@ -198,13 +198,13 @@ def read_line(line: InputLine, urls: tuple[str, ...]) -> _Line:
     try:
         asked = msgspec.json.decode(line.text, type=_Line)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise _Refused(f"line {line.number} is not a request of a batch: {error}", "invalid_line") from None
+        raise _Refused(f"line {line.number} is not a batch request: {error}", "invalid_line") from None
     if asked.method != "POST":
-        raise _Refused(f"method: {shorten(asked.method)!r} will not do; a batch has POST alone", "invalid_method")
+        raise _Refused(f"method: {shorten(asked.method)!r} is not valid; a batch takes POST only", "invalid_method")
     if asked.url not in urls:
         raise _Refused(f"url: {shorten(asked.url)!r} is not one of {', '.join(urls)}", "invalid_url")
     if _streams(asked.body):
-        raise _Refused("body.stream: an answer in a file is no stream; leave it out", "unsupported_parameter")
+        raise _Refused("body.stream: a batch cannot stream; leave it out", "unsupported_parameter")
     return asked
 
 

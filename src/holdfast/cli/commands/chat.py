@@ -22,10 +22,10 @@ from holdfast.config.setting import build, flag_name
 from holdfast.config.sources import add_flags, gather
 from holdfast.errors import ConfigurationError, HoldfastError
 
-HELP = """Talk to a model in the terminal.
+HELP = """Chat with a model in the terminal.
 
-Without --url the model is loaded here, in a process of its own; with --url a running server is asked.
-Ctrl-C stops an answer, not the program; Ctrl-D leaves. When stdin is not a terminal, each line is a message."""
+Without --url the model is loaded here, in a separate process; with --url a running server is used.
+Ctrl-C stops an answer, not the program; Ctrl-D exits. When stdin is not a terminal, each line is a message."""
 
 USAGE = "holdfast chat [MODEL] [--url URL] [--system TEXT] [settings]"
 
@@ -36,14 +36,14 @@ EXAMPLES = """examples:
   echo "What is 2 + 2?" | holdfast chat              one question, the answer on stdout
 
 environment: HOLDFAST_API_KEY for --api-key; NO_COLOR for no colours
-exit codes: 0 left in order, 1 failed, 2 a setting cannot be honoured, 130 left with Ctrl-C
+exit codes: 0 normal exit, 1 failed, 2 a setting cannot be honoured, 130 exited with Ctrl-C
 """
 
-COMMANDS = """/system TEXT   give the model its role, from the next message on (without TEXT: take it away)
-/reset         forget the conversation, keep the role
+COMMANDS = """/system TEXT   set the system prompt, from the next message on (without TEXT: remove it)
+/reset         clear the conversation, keep the system prompt
 /help          this list
-/exit          leave (also Ctrl-D)
-Ctrl-C         stop the answer; what was said so far stays in the conversation"""
+/exit          exit (also Ctrl-D)
+Ctrl-C         stop the answer; what was generated so far stays in the conversation"""
 
 _HIDDEN_CONTROLS = {code: "\ufffd" for code in [*range(0x20), *range(0x7F, 0xA0)] if chr(code) not in "\n\t"}
 """On a terminal a model's text must not move the cursor, change colours or write the clipboard."""
@@ -59,14 +59,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a folder, a .gguf file, a hub id; with --url, a name the server knows",
     )
     chat = parser.add_argument_group("chat")
-    chat.add_argument("--url", metavar="URL", help="ask this server instead of loading a model: http://127.0.0.1:8000")
-    chat.add_argument("--api-key", metavar="KEY", default=os.environ.get("HOLDFAST_API_KEY"), help="for --url")
-    chat.add_argument("--system", metavar="TEXT", default="", help="the model's role")
-    chat.add_argument("--max-tokens", type=int, metavar="N", help="longest answer; left out: to the end of the context")
-    chat.add_argument("--temperature", type=float, metavar="T", help="0 always takes the likeliest token")
-    chat.add_argument("--top-p", type=float, metavar="P", help="only the likeliest tokens that add up to this share")
-    chat.add_argument("--top-k", type=int, metavar="K", help="only the K likeliest tokens")
-    chat.add_argument("--seed", type=int, metavar="N", help="the same answers again")
+    chat.add_argument("--url", metavar="URL", help="use this server instead of loading a model: http://127.0.0.1:8000")
+    chat.add_argument("--api-key", metavar="KEY", default=os.environ.get("HOLDFAST_API_KEY"), help="API key for --url")
+    chat.add_argument("--system", metavar="TEXT", default="", help="system prompt")
+    chat.add_argument(
+        "--max-tokens", type=int, metavar="N", help="maximum answer length; default: to the end of the context"
+    )
+    chat.add_argument("--temperature", type=float, metavar="T", help="0 always takes the most likely token")
+    chat.add_argument(
+        "--top-p", type=float, metavar="P", help="only the most likely tokens that add up to this probability"
+    )
+    chat.add_argument("--top-k", type=int, metavar="K", help="only the K most likely tokens")
+    chat.add_argument("--seed", type=int, metavar="N", help="random seed, for reproducible answers")
     chat.add_argument("--stop", action="append", metavar="TEXT", help="end an answer before this text; may be repeated")
     add_flags(parser, EngineConfig, title="model and engine (without --url)", skip=("model", "seed"))
 
@@ -167,7 +171,7 @@ class ChatHistory:
                 if not self._take(line):
                     break
             return 0
-        self._screen.say(f"{self._backend.name}. /help lists the commands, Ctrl-C stops an answer, Ctrl-D leaves.")
+        self._screen.say(f"{self._backend.name}. /help lists the commands, Ctrl-C stops an answer, Ctrl-D exits.")
         warned = False
         while True:
             try:
@@ -177,12 +181,12 @@ class ChatHistory:
                 if warned:
                     return 130
                 warned = True
-                self._screen.say("Ctrl-C again leaves; so do Ctrl-D and /exit.")
+                self._screen.say("Press Ctrl-C again to exit; Ctrl-D and /exit do so too.")
                 continue
             warned = False
             if self._backend.failure is not None:
                 # Its log has said so when it happened, which may have been while somebody was typing.
-                self._screen.say(f"{self._backend.failure}\nThere is nobody left to answer; start the chat again.")
+                self._screen.say(f"{self._backend.failure}\nThe engine is gone; start the chat again.")
                 return 1
             if line is None:
                 self._screen.show("\n")
@@ -193,7 +197,7 @@ class ChatHistory:
             except KeyboardInterrupt:
                 self._screen.say("stopped")
             except HoldfastError as error:
-                self._screen.say(f"{error}\n/reset forgets the conversation; the last message was not kept.")
+                self._screen.say(f"{error}\n/reset clears the conversation; the last message was not kept.")
 
     def _take(self, line: str) -> bool:
         """False when the person wants to leave."""
@@ -209,10 +213,10 @@ class ChatHistory:
                 return False
             case "/reset":
                 self._history.clear()
-                self._screen.say("forgotten")
+                self._screen.say("conversation cleared")
             case "/system":
                 self._system = rest.strip()
-                self._screen.say("role set" if self._system else "role taken away")
+                self._screen.say("system prompt set" if self._system else "system prompt removed")
             case "/help":
                 self._screen.say(COMMANDS)
             case _:

@@ -14,7 +14,7 @@ from holdfast.cli.output import say, say_json
 if TYPE_CHECKING:
     from holdfast.observability.codes import Code
 
-HELP = "say what a code such as HF110 means, and what helps; without a code: list them all"
+HELP = "explain a code such as HF110, and what to do about it; without a code: list them all"
 EXAMPLES = """examples:
   holdfast explain HF110
   holdfast explain HF110 HFW21
@@ -24,10 +24,10 @@ EXAMPLES = """examples:
 _WIDTH = 100
 _LINK = re.compile(r"\[([^\]]+)\]\(([^)]+)\)")
 _KINDS = {
-    "class": "an error, and the root of particular cases",
+    "class": "an error, with particular cases under it",
     "case": "an error",
-    "warning": "a warning: the server starts all the same",
-    "plan": "a warning of a plan: its answer stands",
+    "warning": "a warning: the server starts anyway",
+    "plan": "a warning of a plan: its result is still valid",
     "doctor": "what the doctor finds in a server's log",
 }
 
@@ -37,9 +37,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "codes",
         nargs="*",
         metavar="CODE",
-        help="as messages have it, or a cause of the doctor's; left out: all of them",
+        help="a code from a message, or a cause from the doctor; default: all of them",
     )
-    parser.add_argument("--json", action="store_true", help="the same for programs")
+    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 HELP = "list the models that are built in, cached and known"
 EXAMPLES = """\
   holdfast models                  a table
-  holdfast models --json           the same for programs
+  holdfast models --json           as JSON
   holdfast models --known          names and shapes that `holdfast plan` knows without a network
-  holdfast models --verify         check what is cached and say the result of each file; ends with 1 if one is wrong
+  holdfast models --verify         check cached files and print the result of each; exits with 1 if one is wrong
 """
 
 State = Literal["cached", "not fetched", "wrong", "unchecked"]
@@ -56,7 +56,7 @@ class Listed:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--known", action="store_true", help="list the shapes of the catalogue that plans know instead")
+    parser.add_argument("--known", action="store_true", help="list the models of the plan catalogue instead")
     parser.add_argument("--verify", action="store_true", help="hash cached built-in models, read the others' headers")
 
 
@@ -73,7 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
     wrong = [entry for entry in listed if entry.state == "wrong"]
     for entry in wrong:
         name = printable(entry.name)
-        print(f"{name} is wrong or torn; fetch it again: holdfast pull {name}", file=sys.stderr)
+        print(f"{name} is corrupt or truncated; download it again: holdfast pull {name}", file=sys.stderr)
     return 1 if wrong else 0
 
 
@@ -148,8 +148,8 @@ def _hashed(entry: BuiltinModel, path: Path, *, right: bool) -> str:
     if right:
         return f"hashed, sha256 {entry.sha256}"
     if path.stat().st_size != entry.size:
-        return f"{path.stat().st_size:,} bytes; it must have {entry.size:,}"
-    return f"hashed, and not sha256 {entry.sha256}"
+        return f"{path.stat().st_size:,} bytes; expected {entry.size:,}"
+    return f"hash mismatch: not sha256 {entry.sha256}"
 
 
 def _hub(*, verify: bool) -> list[Listed]:
@@ -235,9 +235,9 @@ def _table(listed: list[Listed]) -> list[str]:
                     f"  its licence is accepted with: holdfast pull {entry.name} --accept-licence {entry.accept}"
                 )
         console.print()
-        console.print("Architectures that run: " + ", ".join(runnable_architectures()))
-        console.print("In GGUF files:          " + ", ".join(runnable_gguf_architectures()))
-        console.print("Stored as:              " + ", ".join(sorted(ENGINE_LAYOUTS)))
+        console.print("Supported architectures: " + ", ".join(runnable_architectures()))
+        console.print("In GGUF files:           " + ", ".join(runnable_gguf_architectures()))
+        console.print("Tensor types:            " + ", ".join(sorted(ENGINE_LAYOUTS)))
         planned = len(known_architectures())
         console.print(f"`holdfast plan` knows {planned} architectures; --json lists them.")
     return captured.get().splitlines()

@@ -24,24 +24,24 @@ if TYPE_CHECKING:
     from holdfast.observability.decisions import Decision
     from holdfast.planner.report.answer import PlanAnswer
 
-HELP = """Say what a model needs and whether it fits, in a second: no torch, no GPU, no download.
+HELP = """Show what a model needs and whether it fits, in a second: no torch, no GPU, no download.
 
-Of a hub id only headers are read; a name of the catalogue needs no network at all."""
+Of a hub id only headers are read; a catalogue name needs no network at all."""
 
 USAGE = "holdfast plan [MODEL] [--gpu NAME] [settings]"
 
 EXAMPLES = """examples:
-  holdfast plan llama-3.1-8b --gpu rtx4090                        a model and a GPU of the catalogues
+  holdfast plan llama-3.1-8b --gpu rtx4090                        a model and a GPU from the catalogues
   holdfast plan owner/name --gpu h100-80x2 -tp 2                  a hub id: its headers are read
   holdfast plan ./my-model --vram 22GiB --max-model-len 32K       a folder, on a GPU with 22 GiB to use
   holdfast plan model.gguf                                        a GGUF file, on this machine
   holdfast plan llama-3.1-70b --quantization awq --gpu a100-40    as if quantized
   holdfast plan qwen3-8b --gpu l4 --concurrency 16 --prompt 2000 --output 500
-  holdfast plan qwen3-8b --gpu l4 --traffic access.log            for the P99 and the peak of real requests
-  holdfast plan qwen3-8b --compare rtx4090 l40s h100-80           GPUs beside each other; models likewise
-  holdfast plan --list-gpus                                       what --gpu knows; holdfast models --known: shapes
+  holdfast plan qwen3-8b --gpu l4 --traffic access.log            for the P99 and the peak of real traffic
+  holdfast plan qwen3-8b --compare rtx4090 l40s h100-80           compare GPUs side by side; or models
+  holdfast plan --list-gpus                                       GPUs for --gpu; models: holdfast models --known
 
-exit codes: 0 fits, 1 does not fit (or not for the engine of --for), 2 usage, 70 a fault of Holdfast's own
+exit codes: 0 fits, 1 does not fit (or not for the engine of --for), 2 usage, 70 an internal error
 """
 WIDTH_WITHOUT_TERMINAL = 100
 NARROWEST = 60
@@ -50,23 +50,23 @@ CONTRADICTION = "HF143"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model_positional", nargs="?", metavar="MODEL", help="same as --model")
-    parser.add_argument("--json", action="store_true", help="the answer for programs (docs/plan-json.md)")
+    parser.add_argument("--json", action="store_true", help="print JSON (docs/plan-json.md)")
     parser.add_argument(
         "--for",
         dest="engine",
         metavar="ENGINE",
-        help="whose command to print: holdfast, vllm, sglang or llama.cpp; vLLM also by version and runner: "
+        help="engine to print the command for: holdfast, vllm, sglang or llama.cpp; vLLM also by version and runner: "
         "vllm==0.26, vllm==0.26:v1",
     )
     parser.add_argument(
-        "--compare", nargs="+", metavar="NAME", help="plan each of these beside each other: all GPUs, or all models"
+        "--compare", nargs="+", metavar="NAME", help="compare these side by side: all GPUs, or all models"
     )
     length = parser.add_mutually_exclusive_group()
     length.add_argument(
-        "--brief", action="store_true", help="what fits and the best way out; a command only with --for"
+        "--brief", action="store_true", help="only what fits and the best remedy; a command only with --for"
     )
-    length.add_argument("--verbose", action="store_true", help="rules of thumb beside exact figures too")
-    parser.add_argument("--list-gpus", action="store_true", help="list the GPUs that --gpu knows, and plan nothing")
+    length.add_argument("--verbose", action="store_true", help="also compare rules of thumb with the exact figures")
+    parser.add_argument("--list-gpus", action="store_true", help="list the GPUs that --gpu knows, and exit")
     add_flags(parser, PlanConfig, title="what to plan")
 
 
@@ -102,7 +102,7 @@ def _answers(arguments: argparse.Namespace) -> list[PlanAnswer]:
     config = read_settings(arguments)
     if arguments.compare is not None and arguments.engine is not None:
         raise ConfigurationError(
-            "--compare prints a table and no commands, so there is nothing for --for to choose",
+            "--compare prints a table and no commands, so --for has no effect",
             code=CONTRADICTION,
             fix="leave one of the two out; --json has the commands of each",
             field="for",
@@ -124,7 +124,7 @@ def _outranked(arguments: argparse.Namespace) -> tuple[Decision, ...]:
     positional, named = arguments.model_positional, getattr(arguments, "model", None)
     if positional in (None, named) or named is None:
         return ()
-    return (Decision("model", shorten(named), f"--model outranks {shorten(positional)} before it", "set"),)
+    return (Decision("model", shorten(named), f"--model overrides {shorten(positional)} before it", "set"),)
 
 
 def compared(config: PlanConfig, names: list[str]) -> list[PlanConfig]:
@@ -147,7 +147,7 @@ def compared(config: PlanConfig, names: list[str]) -> list[PlanConfig]:
             "--compare takes GPUs or models, not both",
             code=CONTRADICTION,
             needed="all GPUs, or all models",
-            found=f"{shorten(known[0])} is a GPU, {shorten(foreign[0])} is none",
+            found=f"{shorten(known[0])} is a GPU, {shorten(foreign[0])} is not",
             field="compare",
             fix="holdfast plan MODEL --compare GPU GPU, or holdfast plan --gpu GPU --compare MODEL MODEL",
         )

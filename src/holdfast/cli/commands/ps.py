@@ -11,16 +11,16 @@ from holdfast.cli.output import say, say_json
 if TYPE_CHECKING:
     import httpx
 
-HELP = """Say of one or more running servers whether they are ready and what memory they hold, planned and measured."""
+HELP = """Show whether one or more running servers are ready and what memory they use, planned and measured."""
 
 USAGE = "holdfast ps [URL ...] [--json]"
 
 EXAMPLES = """examples:
   holdfast ps                                       the server on http://127.0.0.1:8000
-  holdfast ps 8000 localhost:9000                   two of them, the first by its port here
+  holdfast ps 8000 localhost:9000                   two servers, the first by its local port
   holdfast ps --json | jq '.[0].memory.terms'       for programs
 
-exit codes: 0 all are ready, 1 one is not, 2 an address cannot be understood
+exit codes: 0 all are ready, 1 one is not, 2 an address is not valid
 """
 
 DEFAULT_URL = "http://127.0.0.1:8000"
@@ -30,8 +30,10 @@ OK = 200
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("urls", nargs="*", metavar="URL", help=f"addresses of servers; left out: {DEFAULT_URL}")
-    parser.add_argument("--json", action="store_true", help="one list of objects, with what each /memory says")
+    parser.add_argument("urls", nargs="*", metavar="URL", help=f"addresses of servers; default: {DEFAULT_URL}")
+    parser.add_argument(
+        "--json", action="store_true", help="print JSON: one list of objects, each with the server's /memory"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -92,12 +94,12 @@ def lines(answer: dict[str, Any]) -> list[str]:
     reason = f": {answer['reason']}" if answer["reason"] else ""
     said, memory = f"{answer['url']}  {answer['status']}{reason}", answer["memory"]
     if memory is None:
-        return [said, "  it says nothing of its memory"] if answer["status"] == "ready" else [said]
+        return [said, "  it does not report its memory"] if answer["status"] == "ready" else [said]
     try:
         ledger = msgspec.convert(memory, Ledger)
     except (msgspec.ValidationError, ValueError) as error:
-        return [said, f"  its memory cannot be read: {error}"]
+        return [said, f"  its memory report cannot be read: {error}"]
     if ledger.version != VERSION:
-        return [said, f"  its memory is told in version {ledger.version}, and this program reads {VERSION}: try --json"]
+        return [said, f"  its memory report has version {ledger.version}, this program reads {VERSION}: try --json"]
     defaults = [line for line in ledger.decisions if line.startswith(SAMPLING)]
     return [f"{said}  {ledger.model}", *(f"  {line}" for line in (*ledger_lines(ledger), *defaults))]

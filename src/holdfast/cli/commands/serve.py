@@ -41,7 +41,7 @@ EXAMPLES = """examples:
   holdfast serve model-q4_1.gguf --port 9000            a GGUF file
   holdfast serve owner/name --api-key secret            a hub id (HF_TOKEN, HF_HOME and HF_ENDPOINT are honoured)
 
-exit codes: 0 stopped in order, 1 failed, 2 a setting cannot be honoured, 130 or 143 left at a second signal
+exit codes: 0 stopped in order, 1 failed, 2 a setting cannot be honoured, 130 or 143 ended by a second signal
 """
 
 
@@ -58,7 +58,7 @@ def read_settings(arguments: argparse.Namespace) -> tuple[EngineConfig, ServerCo
     positional, file = given.pop("model_positional", None), given.pop("config", None)
     if positional is not None:
         if given.get("model") not in (None, positional):
-            raise ConfigurationError(f"two models are named: {positional} and {given['model']}", field="model")
+            raise ConfigurationError(f"two models are given: {positional} and {given['model']}", field="model")
         given["model"] = positional
     gathered = gather([EngineConfig, ServerConfig], given, file=file)
     if gathered.values.get("model") is None:
@@ -94,8 +94,8 @@ def _check_swallowed(given: Mapping[str, Any]) -> None:
             continue
         written = flag_name(name)
         raise ConfigurationError(
-            f"{written} has {len(words)} words behind it, and no model is named: the last of them may be one",
-            needed="the model before such a flag, or by --model",
+            f"{written} is followed by {len(words)} words, and no model is given: the last of them may be one",
+            needed="the model before such a flag, or with --model",
             fix=f"holdfast serve MODEL {written} ...; the built-in model is called smollm2",
             field="model",
         )
@@ -149,7 +149,7 @@ def _adapters(engine_config: EngineConfig, server_config: ServerConfig, model: F
         for name in ("lora_modules", "lora_folders"):
             if getattr(server_config, name):
                 raise ConfigurationError(
-                    f"{flag_name(name)} is of LoRA adapters, and they are not enabled", fix="--enable-lora", field=name
+                    f"{flag_name(name)} is a LoRA setting, but LoRA is not enabled", fix="--enable-lora", field=name
                 )
         return None
     folders = [Path(folder) for folder in server_config.lora_folders]
@@ -198,7 +198,7 @@ def _run(engine_config: EngineConfig, server_config: ServerConfig, early: EarlyP
     log.info("holdfast %s", holdfast.__version__)
     log.info("command: %s", command_line(words))
     for name in unread_variables(os.environ):
-        log.warning("%s is set in the environment and is not read: settings are HOLDFAST_NAME", name)
+        log.warning("%s is set in the environment but ignored: settings are HOLDFAST_NAME", name)
     listener = bind(server_config.host, server_config.port)  # A port in use is said before a model is fetched.
     tls = tls_of(server_config)
     engine_config = settle_device(engine_config)

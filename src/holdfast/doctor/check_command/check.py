@@ -59,6 +59,8 @@ _WARNED: dict[str, tuple[str, RootCause]] = {
 }  # fmt: skip
 """What a plan warns of and a doctor names; the rest is advice of the plan's own."""
 _IDLE = "HFW27"
+_OF_SIZING = ("it would refuse: ", "pool holds no sequence", "KV cache does not hold a ")
+"""In the planner's reasons: those that are about the size of the KV pool."""
 _NO_GPU = "a GPU: this machine shows none, so name the one it is for: --gpu rtx4090"
 _ON_THIS_CPU = (
     "this machine shows no GPU, so the command is judged for its CPU; --gpu NAME or --vram SIZE judges it for another"
@@ -373,7 +375,7 @@ def _would_refuse(
     from holdfast.planner.report.answer import answer
 
     for reason in told.lacks:
-        sized = "it would refuse: " in reason or "pool holds no sequence" in reason
+        sized = any(part in reason for part in _OF_SIZING)
         if sized and not sizes_itself:
             continue
         if sized:

@@ -63,7 +63,7 @@ def would_not_run(command: ServerCommand, reason: str) -> Finding:
         cause = "kernel_image_missing"
     elif "needs compute capability" in reason:
         cause = "dtype_unsupported_gpu"
-        if reason.startswith("KV in "):
+        if reason.startswith(("KV in ", "an FP8 KV cache ")):
             fixes.append(
                 changed(
                     command,

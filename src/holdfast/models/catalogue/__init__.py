@@ -50,9 +50,9 @@ class CatalogueEntry:
     def provenance(self) -> str:
         """What the shapes rest on, in words; no more than was done."""
         if self.checked is None:
-            return f"not compared with a public copy yet; see {self.source}"
-        context = "" if self.context_checked is None else f"; the context with {self.context_checked}"
-        return f"compared with {self.checked}{context}"
+            return f"not checked against a public copy yet; see {self.source}"
+        context = "" if self.context_checked is None else f"; the context against {self.context_checked}"
+        return f"checked against {self.checked}{context}"
 
     @property
     def quantized(self) -> bool:
@@ -88,11 +88,11 @@ def _unknown(name: str) -> ConfigurationError:
     return ConfigurationError(
         f"no model named {shown} is in the catalogue",
         code=UNKNOWN_MODEL,
-        needed=("a known model, the nearest: " + ", ".join(nearest))
+        needed=("a known model, the closest: " + ", ".join(nearest))
         if nearest
         else f"one of {len(known)} known models",
         found=shown,
-        fix="give a hub id (maker/name), a folder or a .gguf file",
+        fix="use a hub id (owner/name), a folder or a .gguf file",
         field="model",
     )
 

@@ -155,7 +155,7 @@ def _looks_ahead(source: ModelDescription) -> bool:
 def _tower(source: ModelDescription) -> Fields:
     tower = source.fields.table("vision_config")
     if tower is None:
-        raise source.fields.wrong("vision_config", "a table: the vision tower", "nothing")
+        raise source.fields.wrong("vision_config", "an object: the vision tower", "nothing")
     return tower
 
 

@@ -43,7 +43,7 @@ class HttpMetrics:
     def __init__(self, registry: CollectorRegistry) -> None:
         self._total = Counter(
             "http_requests",
-            "Requests by method, status and handler.",
+            "Number of requests by method, status and handler.",
             ["method", "status", "handler"],
             registry=registry,
         )
@@ -56,11 +56,13 @@ class HttpMetrics:
         )
         self._fine_duration = Histogram(
             "http_request_duration_highr_seconds",
-            "Latency of all of them.",
+            "Latency of all requests.",
             buckets=_MANY_BUCKETS_S,
             registry=registry,
         )
-        self._taken = Sizes("http_request_size_bytes", "Bodies by handler.", ["handler"], registry=registry)
+        self._taken = Sizes(
+            "http_request_size_bytes", "Size of request bodies by handler.", ["handler"], registry=registry
+        )
         ProcessCollector(registry=registry)
         PlatformCollector(registry=registry)
         GCCollector(registry=registry)

@@ -57,30 +57,30 @@ class ServingMetrics:
         largest = token_buckets(max_model_len)
 
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of requests that got a first token.")
-        self.cached_tokens = self._counter("prompt_tokens_cached", "Of these, tokens found in the prefix cache.")
+        self.cached_tokens = self._counter("prompt_tokens_cached", "Prompt tokens found in the prefix cache.")
         by_source = Counter(
             "vllm:prompt_tokens_by_source",
-            "The same, by where their KV came from.",
+            "Prompt tokens by where their KV came from.",
             [*LABELS, "source"],
             registry=self.registry,
         )
         self.by_source = {source: by_source.labels(model_name, ENGINE, source) for source in SOURCES}
-        self.generation_tokens = self._counter("generation_tokens", "Tokens generated.")
+        self.generation_tokens = self._counter("generation_tokens", "Generated tokens.")
         self._success = Counter(
             "vllm:request_success",
-            "Answers that ended, by how they ended.",
+            "Count of finished outputs by finish reason.",
             [*LABELS, "finished_reason"],
             registry=self.registry,
         )
         self.success = {reason: self._success.labels(model_name, ENGINE, reason.value) for reason in FinishReason}
-        self.iteration_tokens = self._quick("iteration_tokens_total", "Tokens in one step.", STEP_TOKEN_BUCKETS)
+        self.iteration_tokens = self._quick("iteration_tokens_total", "Tokens per engine step.", STEP_TOKEN_BUCKETS)
         self.ttft = self._histogram("time_to_first_token_seconds", "Arrival to first token.", TTFT_BUCKETS_S)
         self.inter_token = self._quick(
-            "inter_token_latency_seconds", "From one token of an answer to its next.", INTER_TOKEN_BUCKETS_S
+            "inter_token_latency_seconds", "Inter-token latency in seconds.", INTER_TOKEN_BUCKETS_S
         )
         self.time_per_token = self._histogram(
             "request_time_per_output_token_seconds",
-            "Mean time of an answer's tokens but the first.",
+            "Mean time per output token after the first.",
             INTER_TOKEN_BUCKETS_S,
         )
         self.e2e = self._histogram("e2e_request_latency_seconds", "Arrival to last token.", REQUEST_BUCKETS_S)
@@ -99,15 +99,15 @@ class ServingMetrics:
             "request_prefill_kv_computed_tokens", "Prompt tokens of a request that were not cached.", largest
         )
         self.request_generation_tokens = self._histogram(
-            "request_generation_tokens", "Tokens generated for an answer.", largest
+            "request_generation_tokens", "Tokens generated for an output.", largest
         )
         self.request_max_generation_tokens = self._histogram(
-            "request_max_num_generation_tokens", "Tokens of the longest answer to a prompt.", largest
+            "request_max_num_generation_tokens", "Tokens of the longest output of a request.", largest
         )
         self.params_max_tokens = self._histogram(
-            "request_params_max_tokens", "max_tokens a request asked for.", largest
+            "request_params_max_tokens", "The max_tokens request parameter.", largest
         )
-        self.params_n = self._histogram("request_params_n", "n a request asked for.", N_BUCKETS)
+        self.params_n = self._histogram("request_params_n", "The n request parameter.", N_BUCKETS)
         self.registry.register(_EngineCollector(model_name, stats, info, sleeping))
         self.registry.register(_MemoryCollector(model_name, memory))
         self.registry.register(_ProcessCollector(model_name, restarts, hung))
@@ -250,17 +250,21 @@ class _EngineCollector(Collector):
         stats = self._stats()
         usage = stats.blocks_used / stats.blocks_total if stats.blocks_total else 0.0
         queries, hits = stats.prefix_queries_total, stats.prefix_hits_total
-        yield self._gauge("num_requests_running", "Requests in the batch.", stats.running)
-        yield self._gauge("num_requests_waiting", "Requests waiting for a place.", stats.waiting)
-        yield self._gauge("kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", usage)
+        yield self._gauge("num_requests_running", "Number of requests in the running batch.", stats.running)
+        yield self._gauge("num_requests_waiting", "Number of requests waiting to be scheduled.", stats.waiting)
+        yield self._gauge("kv_cache_usage_perc", "KV cache usage: fraction of blocks in use, 0 to 1.", usage)
         yield self._gauge("gpu_cache_usage_perc", "Older name of kv_cache_usage_perc.", usage)
         rate = hits / queries if queries else 0.0
-        yield self._gauge("gpu_prefix_cache_hit_rate", "Share of looked-up tokens found, 0 to 1.", rate)
-        yield self._gauge("prefix_cache_hit_rate", "The same under the name that people use.", rate)
+        yield self._gauge(
+            "gpu_prefix_cache_hit_rate", "Prefix cache hit rate: fraction of looked-up tokens found, 0 to 1.", rate
+        )
+        yield self._gauge("prefix_cache_hit_rate", "Prefix cache hit rate, under its common name.", rate)
         # Of older boards. Pages are not swapped, and these say so.
-        yield self._gauge("num_requests_swapped", "Requests whose pages are in RAM: none.", 0)
-        yield self._gauge("cpu_cache_usage_perc", "Share of pages in RAM for swapped requests: none.", 0)
-        yield self._total("num_preemptions", "Requests put back to wait for want of blocks.", stats.preemptions_total)
+        yield self._gauge("num_requests_swapped", "Number of requests swapped to RAM: always 0.", 0)
+        yield self._gauge("cpu_cache_usage_perc", "Fraction of swap blocks in use: always 0.", 0)
+        yield self._total(
+            "num_preemptions", "Number of requests preempted for lack of KV blocks.", stats.preemptions_total
+        )
         yield self._total("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", queries)
         yield self._total("prefix_cache_hits", "Prompt tokens found in the prefix cache.", hits)
         yield self._total("gpu_prefix_cache_queries", "Older name of prefix_cache_queries.", queries)
@@ -269,7 +273,7 @@ class _EngineCollector(Collector):
         # Nothing is kept in RAM, at neither of vLLM's levels.
         states = {"awake": not asleep, "weights_offloaded": False, "discard_all": asleep}
         yield self._several(
-            "engine_sleep_state", "Whether the engine is awake, or what it let go of.", states, label="sleep_state"
+            "engine_sleep_state", "Engine sleep state: awake, or what was released.", states, label="sleep_state"
         )
         info = self._info()
         if info is not None:
@@ -278,7 +282,9 @@ class _EngineCollector(Collector):
                 yield _lora_info(info, stats)
             else:  # How many wait for an adapter's place is not counted; without adapters, nobody does.
                 reasons = {"capacity": stats.waiting, "deferred": 0}
-                yield self._several("num_requests_waiting_by_reason", "Why requests wait.", reasons, label="reason")
+                yield self._several(
+                    "num_requests_waiting_by_reason", "Number of waiting requests by reason.", reasons, label="reason"
+                )
 
     def _gauge(self, name: str, help_text: str, value: float) -> Metric:
         family = GaugeMetricFamily(f"vllm:{name}", help_text, labels=LABELS)
@@ -297,7 +303,7 @@ class _EngineCollector(Collector):
         return family
 
     def _cache_config(self, info: EngineInfo) -> Metric:
-        family = InfoMetricFamily("vllm:cache_config", "How the KV cache was set up.", labels=LABELS)
+        family = InfoMetricFamily("vllm:cache_config", "Configuration of the KV cache.", labels=LABELS)
         family.add_metric(
             [self._model_name, ENGINE],
             {
@@ -314,7 +320,7 @@ def _lora_info(info: EngineInfo, stats: EngineStats) -> Metric:
     """As vLLM has it: names in labels, and the time as its value."""
     family = GaugeMetricFamily(
         "vllm:lora_requests_info",
-        "LoRA adapters that requests run and wait with; the value is when that was so.",
+        "LoRA adapters of running and waiting requests; the value is the time of the observation.",
         labels=["max_lora", "waiting_lora_adapters", "running_lora_adapters"],
     )
     names = [",".join(stats.waiting_adapters), ",".join(stats.running_adapters)]
@@ -332,7 +338,7 @@ class _MemoryCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         family = GaugeMetricFamily(
             "holdfast:memory_bytes",
-            "Bytes by term, planned and measured; unaccounted is what processes hold beyond the terms.",
+            "Memory in bytes by term, planned and measured; unaccounted is what processes hold beyond the terms.",
             labels=["model_name", "tier", "term", "kind"],
         )
         ledger = self._memory()
@@ -353,13 +359,13 @@ class _ProcessCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         total = CounterMetricFamily(
-            "holdfast:engine_restarts", "Engine processes started again, by why.", labels=["model_name", "reason"]
+            "holdfast:engine_restarts", "Number of engine process restarts by reason.", labels=["model_name", "reason"]
         )
         for reason, count in zip(("died", "hung"), self._restarts(), strict=True):
             total.add_metric([self._model_name, reason], count)
         yield total
         unresponsive = GaugeMetricFamily(
-            "holdfast:engine_unresponsive", "1 while the engine process does not answer.", labels=["model_name"]
+            "holdfast:engine_unresponsive", "1 while the engine process does not respond.", labels=["model_name"]
         )
         unresponsive.add_metric([self._model_name], float(self._hung()))
         yield unresponsive

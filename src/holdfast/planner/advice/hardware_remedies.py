@@ -40,9 +40,9 @@ RAM_STEPS_TRIED = 8
 RAM_SIZES_GIB = (4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
 SMALLER_MODELS_TRIED, LONGER_MODELS_TRIED = 6, 24
 TIERS_NOTE = (
-    "an estimate of what a server with tiers would need and reach, not something to run: Holdfast has no tiers yet, and"
-    " planned again this does not fit. llama.cpp computes such layers on the CPU instead; "
-    "vLLM 0.26 took its offload flags and did not apply them unless VLLM_USE_V2_MODEL_RUNNER=0"
+    "an estimate of what a server with offloading would need and reach, not something to run: Holdfast has no"
+    " offloading yet, and planned again this does not fit. llama.cpp computes such layers on the CPU instead; "
+    "vLLM 0.26 accepted its offload flags but did not apply them unless VLLM_USE_V2_MODEL_RUNNER=0"
 )
 
 
@@ -138,7 +138,7 @@ def tiered(found: Fit, variants: Sequence[Variant]) -> Iterator[Remedy]:
         what = "" if variant is None else f" of {variant.label}"
         speed = "" if tiers.one is None else f", about {tiers.one.tokens_per_s:.1f} tokens/s for one stream"
         stated = question.machine.ram_bytes is not None
-        ram = "" if stated else f"; it takes {format_bytes(-int(-tiers.ram_bytes / RAM_SHARE // 1))} of free RAM"
+        ram = "" if stated else f"; it needs {format_bytes(-int(-tiers.ram_bytes / RAM_SHARE // 1))} of free RAM"
         settings: dict[str, object] = {} if stated else {"ram_bytes": -int(-tiers.ram_bytes / RAM_SHARE // 1)}
         disk = f", {format_bytes(tiers.nvme_bytes)} on NVMe at {NVME_GB_S:g} GB/s (assumed)" if tiers.nvme_bytes else ""
         change = f"{tiers.resident_layers} of {tiers.layers} layers{what} on the GPU, "
@@ -242,7 +242,7 @@ def more_ram(found: Fit) -> Iterator[Remedy]:
         if better is not None:
             yield Remedy(
                 kind="more_ram",
-                change=f"{format_bytes(ram)} of RAM to use instead of {format_bytes(found.ranks[0].budget_bytes)}",
+                change=f"{format_bytes(ram)} of usable RAM instead of {format_bytes(found.ranks[0].budget_bytes)}",
                 settings={"ram_bytes": ram},
                 fit=better,
             )
@@ -293,7 +293,7 @@ def longer_model(found: Fit) -> Iterator[Remedy]:
             context = model.spec.max_position
             yield Remedy(
                 kind="longer_model",
-                change=f"{model.name}{_kept(question)}: made for {context:,} tokens instead of"
+                change=f"{model.name}{_kept(question)}: a context length of {context:,} tokens instead of"
                 f" {question.model.spec.max_position:,}",
                 settings={"model": model.name},
                 fit=better,

@@ -14,7 +14,7 @@ from holdfast.planner.advice.remedy import LEAST_CONTEXT, MODEST_SEQUENCES, MODE
 from holdfast.planner.advice.warnings import WITHIN_ERROR, PlanWarning
 from holdfast.planner.fit.search import Fit, Question, fit
 
-NOTHING_HELPS = "no setting that was tried leaves room for that: try it before it must hold, or take a smaller model"
+NOTHING_HELPS = "no setting that was tried leaves that margin: test it before relying on it, or use a smaller model"
 
 
 def with_fixes(warnings: tuple[PlanWarning, ...], found: Fit, safe: Configuration | None) -> tuple[PlanWarning, ...]:
@@ -31,7 +31,7 @@ def _fix(found: Fit) -> str:
         except ConfigurationError:
             continue
         if other.fits and safe_configuration(other) is not None:
-            return f"{flags} leaves room for that"
+            return f"{flags} leaves that margin"
     return NOTHING_HELPS
 
 

@@ -106,9 +106,10 @@ def _with_sequences(question: Question, length: int, sequences: int) -> Fit | No
 
 def _safe_reason(question: Question, length: int, sequences: int) -> str:
     traffic = question.traffic
-    waits = f"; the rest of {traffic.concurrency} waits its turn" if traffic and sequences < traffic.concurrency else ""
-    fit = "fits" if sequences == 1 else "fit side by side"
-    return f"{counted(sequences, 'sequence')} of {counted(length, 'token')} {fit} even if every estimate is off{waits}"
+    waits = f"; the rest of {traffic.concurrency} is queued" if traffic and sequences < traffic.concurrency else ""
+    fit = "fits" if sequences == 1 else "fit together"
+    of = f"{counted(sequences, 'sequence')} of {counted(length, 'token')}"
+    return f"{of} {fit} even with every estimate at its worst{waits}"
 
 
 def _with_share(asked: Fit, share: float) -> Question:

@@ -130,8 +130,7 @@ def _sequences(found: Fit) -> Iterator[Remedy]:
             if fewer is not None:
                 yield Remedy(
                     kind="sequences",
-                    change=f"{counted(count, 'sequence')} at once instead of {traffic.concurrency};"
-                    " the rest waits its turn",
+                    change=f"{counted(count, 'sequence')} at once instead of {traffic.concurrency}; the rest is queued",
                     settings={"max_num_seqs": count, "concurrency": count},
                     fit=fewer,
                 )
@@ -144,7 +143,7 @@ def _sequences(found: Fit) -> Iterator[Remedy]:
         if fewer is not None:
             yield Remedy(
                 kind="sequences",
-                change=f"{counted(count, 'sequence')} and {steps:,} tokens a step: smaller activations and logits",
+                change=f"{counted(count, 'sequence')} and {steps:,} tokens per step: smaller activations and logits",
                 settings={"max_num_seqs": count, "max_num_batched_tokens": steps},
                 fit=fewer,
             )
@@ -160,7 +159,7 @@ def _no_more_than_the_traffic(found: Fit) -> Iterator[Remedy]:
     if fewer is not None:
         yield Remedy(
             kind="sequences",
-            change=f"{counted(traffic.concurrency, 'sequence')} as the traffic has instead of {asked:,}",
+            change=f"{counted(traffic.concurrency, 'sequence')}, as in the traffic, instead of {asked:,}",
             settings={"max_num_seqs": traffic.concurrency},
             fit=fewer,
         )
@@ -243,8 +242,7 @@ def _idle_gpus(found: Fit) -> Iterator[Remedy]:
             more, changes = better
             yield Remedy(
                 kind="idle_gpus",
-                change=f"use {len(more.ranks)} of the {devices} GPUs that are there,"
-                f" {split_said(split)}{said(changes)}",
+                change=f"use {len(more.ranks)} of the {devices} available GPUs, {split_said(split)}{said(changes)}",
                 settings={**split, **changes},
                 fit=more,
             )
@@ -273,11 +271,11 @@ def _shorter_requests(found: Fit) -> Iterator[Remedy]:
             settings["max_num_seqs"] = count
         yield Remedy(
             kind="shorter_requests",
-            change=f"prompts of at most {counted(most - output, 'token')} beside answers of {output:,}: the model was"
-            f" made for {most:,}" + (f", {count} at once" if fewer else ""),
+            change=f"prompts of at most {counted(most - output, 'token')} with outputs of {output:,}: the model's"
+            f" context length is {most:,}" + (f", {count} at once" if fewer else ""),
             settings=settings,
             fit=better,
-            note=None if traffic.source == "stated" else "in place of --traffic",
+            note=None if traffic.source == "stated" else "instead of --traffic",
         )
         return
 
@@ -301,7 +299,7 @@ def _kv_dtype(found: Fit) -> Iterator[Remedy]:
     if better is not None:
         yield Remedy(
             kind="kv_cache_dtype",
-            change=f"KV in {smaller}: {counted(KV_ELEMENT_BYTES[smaller], 'byte')} an element instead of"
+            change=f"KV in {smaller}: {counted(KV_ELEMENT_BYTES[smaller], 'byte')} per element instead of"
             f" {KV_ELEMENT_BYTES[found.kv_dtype]}",
             settings={"kv_cache_dtype": smaller},
             fit=better,
@@ -402,8 +400,8 @@ def _variant_shorter(found: Fit, variant: Variant, question: Question) -> Iterat
 
 
 def _made_first(made_as: str | None) -> str:
-    coarse = "; two bits cost quality that shows: compare its answers with a smaller model's"
-    return "the file has to be made or found first" + (coarse if made_as in TWO_BIT_GGUF_TYPES else "")
+    coarse = "; two bits noticeably reduce quality: compare its output with a smaller model's"
+    return "the file has to be converted or found first" + (coarse if made_as in TWO_BIT_GGUF_TYPES else "")
 
 
 def _variant_way(found: Fit, variant: Variant, better: Fit, changes: dict[str, object]) -> Remedy:

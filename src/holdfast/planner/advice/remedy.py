@@ -190,7 +190,7 @@ def said(changes: Mapping[str, object]) -> str:
     if "kv_cache_dtype" in changes:
         words.append(f"KV in {changes['kv_cache_dtype']}")
     if "gpu_memory_utilization" in changes:
-        words.append(f"{changes['gpu_memory_utilization']:g} of the memory")
+        words.append(f"{changes['gpu_memory_utilization']:g} memory utilization")
     if "max_model_len" in changes:
         words.append(_counted(changes["max_model_len"], "token"))
     if "max_num_seqs" in changes:
@@ -210,7 +210,7 @@ def split_said(changes: Mapping[str, object]) -> str:
     stages, size = changes.get("pipeline_parallel_size", 1), changes["tensor_parallel_size"]
     if stages == 1:
         return f"each layer over {size} GPUs" if size != 1 else "one GPU"
-    return f"its layers in {stages} stages" + (f" of {size} GPUs" if size != 1 else ", one a GPU")
+    return f"its layers in {stages} stages" + (f" of {size} GPUs" if size != 1 else ", one per GPU")
 
 
 def model_setting(variant: Variant | None) -> dict[str, object]:

@@ -56,9 +56,9 @@ def _weights(fit: Fit) -> Iterator[Thumb]:
     if abs(rule - exact) <= CLOSE * exact:
         why = "right"
     elif each < 2 and exact > rule:
-        why = "quantized matrices carry scales and zeros, and embeddings and head stay whole"
+        why = "quantized matrices have scales and zero points, and embeddings and head stay unquantized"
     else:
-        why = "what is stored is counted, and not all of it is of that width"
+        why = "stored bytes are counted, and not all tensors have that width"
     yield Thumb(
         name="weights",
         rule=f"{parameters / 1e9:.1f} billion parameters x {each:g} bytes",
@@ -76,7 +76,7 @@ def _kv(fit: Fit) -> Iterator[Thumb]:
         return
     times = rule / exact
     if abs(times - 1) <= CLOSE:
-        why = "right: every head has keys and values of its own"
+        why = "right: every head has its own keys and values"
     else:
         why = f"{times:.1f} times too large: " if times > 1 else f"{1 / times:.1f} times too small: "
         why += _why_not_hidden(fit)
@@ -93,19 +93,19 @@ def _why_not_hidden(fit: Fit) -> str:
     spec = fit.question.model.spec
     kinds = {layer.kind for layer in spec.layers}
     if "latent" in kinds:
-        return "it keeps one compressed vector a token instead of keys and values"
+        return "it caches one compressed vector per token instead of keys and values"
     reasons = []
     if spec.kv_heads != spec.heads:
         reasons.append(f"{spec.kv_heads} KV heads serve {spec.heads} query heads")
     if "window" in kinds:
         reasons.append("windowed layers stop growing")
     if kinds & {"state", "shared"}:
-        reasons.append("some layers keep no KV")
+        reasons.append("some layers have no KV")
     if spec.heads * spec.head_dim != spec.hidden_size:
         reasons.append(f"heads are {spec.head_dim} wide, not hidden size / heads")
     if fit.kv_dtype in ("fp8", "float32"):
-        reasons.append(f"KV is kept in {fit.kv_dtype}")
-    return ", ".join(reasons) or "blocks are whole"
+        reasons.append(f"KV is stored in {fit.kv_dtype}")
+    return ", ".join(reasons) or "only whole blocks are used"
 
 
 def _overhead(fit: Fit) -> Iterator[Thumb]:
@@ -118,7 +118,7 @@ def _overhead(fit: Fit) -> Iterator[Thumb]:
         rule="weights + 30%",
         rule_bytes=rule,
         exact_bytes=exact,
-        verdict=f"what is added depends on sequences and context, not on the weights: for {each} it is"
+        verdict=f"the overhead depends on sequences and context, not on the weights: for {each} it is"
         f" {format_bytes(exact - fit.weights_bytes)}",
     )
 
@@ -135,7 +135,7 @@ def _guide(fit: Fit) -> Iterator[Thumb]:
     exact = sum(sum(term.nbytes for term in rank.terms) + rank.kv.sequence_bytes(tokens) for rank in fit.ranks)
     left = size * 10**9 - exact
     verdict = (
-        f"too small: {format_bytes(-left)} are missing for one sequence of {counted(tokens, 'token')}"
+        f"too small: {format_bytes(-left)} missing for one sequence of {counted(tokens, 'token')}"
         if left < 0
         else f"leaves {format_bytes(left)} for more sequences"
     )

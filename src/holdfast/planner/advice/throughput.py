@@ -166,7 +166,7 @@ def throughput(fit: Fit) -> Throughput | None:
         prefill=_estimate(lambda efficiency: step / _prefill_s(fit, stages, step, prompt, efficiency), len(new)),
         prefill_limited_by=_prefill_limit(fit, stages, step, prompt),
         prompt_tokens=prompt,
-        evidence=EVIDENCE + (f"; not among them, so the interval is wider: {', '.join(new)}" if new else ""),
+        evidence=EVIDENCE + (f"; not covered by them, so the interval is wider: {', '.join(new)}" if new else ""),
     )
 
 
@@ -186,7 +186,7 @@ def no_throughput_reason(fit: Fit) -> str:
     if not fit.fits:
         return "it does not fit"
     unknown = next((rank.device.name for rank in fit.ranks if rank.device.gpu is None), fit.ranks[0].device.name)
-    return f"bandwidth and rates of {unknown} are not known"
+    return f"bandwidth and compute of {unknown} are not known"
 
 
 def unproven(fit: Fit) -> tuple[str, ...]:
@@ -361,7 +361,7 @@ LIMITS = {
     "KV": "memory bandwidth: reading KV",
     "compute": "compute",
     "link": "the link between the GPUs",
-    "launches": "launches and sampling of a step",
+    "launches": "kernel launches and sampling",
 }
 
 

@@ -88,15 +88,15 @@ def _utilization(fit: Fit) -> Iterator[PlanWarning]:
         yield PlanWarning(
             code=ALL_MEMORY,
             message=f"utilization {fit.utilization:g} leaves nothing for fragmentation, the driver and other processes:"
-            " the first peak ends in out of memory",
+            " the first peak runs out of memory",
             field="gpu_memory_utilization",
             fix=f"--gpu-memory-utilization {USUAL_UTILIZATION:g}",
         )
         return
     yield PlanWarning(
         code=ABOVE_SAFE,
-        message=f"utilization {fit.utilization:g} leaves {format_bytes(left)} for everything that cannot be counted;"
-        f" past {MOST_UTILIZATION:g} start-up and peaks become a matter of luck",
+        message=f"utilization {fit.utilization:g} leaves {format_bytes(left)} for everything that cannot be predicted;"
+        f" above {MOST_UTILIZATION:g} startup and peaks become unreliable",
         field="gpu_memory_utilization",
         fix=f"--gpu-memory-utilization {MOST_UTILIZATION:g} or less",
     )
@@ -138,12 +138,12 @@ def _desktop(fit: Fit) -> Iterator[PlanWarning]:
         return
     free = device.total_bytes - DESKTOP_BYTES
     smaller = planned(with_settings(fit.question, utilization=DESKTOP_UTILIZATION))
-    held = "" if smaller is not None else "; at that share this plan does not fit"
+    held = "" if smaller is not None else "; at that utilization this plan does not fit"
     without = f". Without a monitor {fit.utilization:g} is fine" if fit.utilization <= MOST_UTILIZATION else ""
     yield PlanWarning(
         code=DESKTOP_CARD,
-        message=f"a desktop on {device.name} holds 1 to 2 GB of it: about {format_bytes(free)} stay free, and"
-        f" {DESKTOP_UTILIZATION:g} is the share to start with{held}{without}",
+        message=f"a desktop on {device.name} takes 1 to 2 GB of it: about {format_bytes(free)} stay free, and"
+        f" {DESKTOP_UTILIZATION:g} is the utilization to start with{held}{without}",
         field="gpu_memory_utilization",
         fix=f"--gpu-memory-utilization {DESKTOP_UTILIZATION:g}" if smaller is not None else None,
     )
@@ -160,15 +160,15 @@ def _neighbours(fit: Fit) -> Iterator[PlanWarning]:
             lost = format_bytes(wanted - device.free_bytes)
             yield PlanWarning(
                 code=NEIGHBOURS,
-                message=f"{device.name} has {format_bytes(device.free_bytes)} free: {lost} less than was meant to be"
-                f" used{who}. vLLM refuses to start like this",
+                message=f"{device.name} has {format_bytes(device.free_bytes)} free: {lost} less than"
+                f" requested{who}. vLLM refuses to start like this",
                 field="gpu_memory_utilization",
-                fix="end what holds the memory" if device.held_by else "find who holds the rest",
+                fix="stop what holds the memory" if device.held_by else "find what holds the rest",
             )
         elif device.held_by and _shares(fit) and fit.utilization > SHARED_UTILIZATION:
             yield PlanWarning(
                 code=SHARED_CARD,
-                message=f"{device.name} is shared{who}: what the others take later is not there for us",
+                message=f"{device.name} is shared{who}: what the others allocate later is not available to the server",
                 field="gpu_memory_utilization",
                 fix=f"--gpu-memory-utilization {SHARED_UTILIZATION:g}, or isolate the GPU",
             )
@@ -180,10 +180,10 @@ def _no_kv(fit: Fit) -> Iterator[PlanWarning]:
         return
     loading = fit.lacks_for_loading(rank)
     first, second, *_ = sorted(rank.loading if loading else rank.terms, key=lambda term: -term.nbytes)
-    what = "it cannot even be loaded, so the KV pool is 0 tokens" if loading else "the KV pool is 0 tokens"
+    what = "it cannot even be loaded, so the KV pool has 0 tokens" if loading else "the KV pool has 0 tokens"
     yield PlanWarning(
         code=NO_KV,
-        message=f"{what}: of {format_bytes(rank.budget_bytes)} to use nothing is left; {first.name} would take"
+        message=f"{what}: nothing is left of {format_bytes(rank.budget_bytes)}; {first.name} would take"
         f" {format_bytes(first.nbytes)}, {second.name} {format_bytes(second.nbytes)}",
     )
 
@@ -200,7 +200,7 @@ def _sequences(fit: Fit) -> Iterator[PlanWarning]:
     yield PlanWarning(
         code=TOO_MANY_SEQUENCES,
         message=f"max_num_seqs is {asked}, but KV holds {counted(held, 'sequence')} of {counted(tokens, 'token')}: a"
-        " burst of long ones will be preempted and computed again",
+        " burst of long ones will be preempted and recomputed",
         field="max_num_seqs",
         fix=f"--max-num-seqs {max(1, held)}",
     )
@@ -214,7 +214,7 @@ def _context(fit: Fit) -> Iterator[PlanWarning]:
     shorter = planned(with_settings(fit.question, max_model_len=enough))
     yield PlanWarning(
         code=CONTEXT_BEYOND_TRAFFIC,
-        message=f"max_model_len is {asked:,}, and 99 of 100 requests end within {counted(traffic.length, 'token')}",
+        message=f"max_model_len is {asked:,}, but 99 of 100 requests end within {counted(traffic.length, 'token')}",
         field="max_model_len",
         fix=f"--max-model-len {enough}" if shorter is not None else None,
     )
@@ -227,7 +227,7 @@ def _unknown_peak(fit: Fit) -> Iterator[PlanWarning]:
     held = "" if too_long(fit.question) else f"; memory holds {int(fit.concurrency(max(1, traffic.length)))}"
     yield PlanWarning(
         code=PEAK_UNKNOWN,
-        message=f"{traffic.source} does not tell how many requests ran at once at its peak: this plan is for"
+        message=f"{traffic.source} does not show how many requests ran at once at its peak: this plan is for"
         f" {traffic.concurrency}{held}",
         field="concurrency",
         fix="--concurrency with the peak of this traffic",
@@ -242,20 +242,20 @@ def _unknown_lengths(fit: Fit) -> Iterator[PlanWarning]:
         told = traffic.prompt_tokens + traffic.output_tokens
         yield PlanWarning(
             code=LENGTHS_UNKNOWN,
-            message=f"more than 1 of 100 requests of {traffic.source} are longer than its histograms tell:"
-            f" {counted(told, 'token')} is the least that P99 may be, and this plan is for the whole context of"
+            message=f"more than 1 in 100 requests of {traffic.source} are longer than its histograms show:"
+            f" P99 is at least {counted(told, 'token')}, and this plan is for the whole context of"
             f" {traffic.length:,}",
             field="traffic",
-            fix="a log with the lengths of requests, or --concurrency, --prompt and --output as they are known",
+            fix="a log with the lengths of requests, or set --concurrency, --prompt and --output",
         )
     if traffic.without_output:
         some = "none" if traffic.without_output == traffic.requests else "not all"
         yield PlanWarning(
             code=ANSWERS_UNKNOWN,
-            message=f"{some} of {counted(traffic.requests, 'request')} of {traffic.source} tell how long the answer"
-            f" was: {traffic.without_output:,} of them counted without one",
+            message=f"{some} of {counted(traffic.requests, 'request')} of {traffic.source} have an output length:"
+            f" {traffic.without_output:,} of them are counted without output",
             field="traffic",
-            fix="lines with completion_tokens, or --concurrency, --prompt and --output as they are known",
+            fix="lines with completion_tokens, or set --concurrency, --prompt and --output",
         )
 
 
@@ -270,7 +270,7 @@ def _longer_traffic(fit: Fit) -> Iterator[PlanWarning]:
     able = served < traffic.length <= model and fit.longest_tokens >= traffic.length
     yield PlanWarning(
         code=TRAFFIC_BEYOND_CONTEXT,
-        message=f"requests of this traffic reach {counted(traffic.length, 'token')}, and the context is {served:,}:"
+        message=f"requests of this traffic reach {counted(traffic.length, 'token')}, but the context is {served:,}:"
         " longer ones will be refused",
         field="max_model_len",
         fix=f"--max-model-len {traffic.length}" if able else None,
@@ -281,10 +281,10 @@ def _longer_than_the_model(fit: Fit) -> PlanWarning:
     assert fit.question.traffic is not None
     return PlanWarning(
         code=TRAFFIC_BEYOND_CONTEXT,
-        message=f"requests of this traffic reach {counted(fit.question.traffic.length, 'token')}, and the model was"
-        f" made for {fit.question.model.spec.max_position:,}: no memory helps",
+        message=f"requests of this traffic reach {counted(fit.question.traffic.length, 'token')}, but the model's"
+        f" context length is {fit.question.model.spec.max_position:,}: more memory does not help",
         field="prompt",
-        fix="shorter requests, or another model that reads them",
+        fix="shorter requests, or a model with a longer context",
     )
 
 
@@ -298,9 +298,9 @@ def _idle(fit: Fit) -> Iterator[PlanWarning]:
     yield PlanWarning(
         code=IDLE_GPUS,
         message=f"tensor_parallel_size is {fit.tensor_parallel} on a machine with {len(devices)} GPUs:"
-        f" {idle} stay{'s' if idle == 1 else ''} empty",
+        f" {idle} {'is' if idle == 1 else 'are'} unused",
         field="tensor_parallel_size",
-        fix=f"-tp {size}" if size is not None else "-tp for more room, or a second server on the other GPUs",
+        fix=f"-tp {size}" if size is not None else "-tp for more memory, or a second server on the other GPUs",
     )
 
 
@@ -313,9 +313,9 @@ def _margin(fit: Fit) -> Iterator[PlanWarning]:
         return
     yield PlanWarning(
         code=WITHIN_ERROR,
-        message=f"it fits with {format_bytes(spare)} to spare, and the estimated terms may be off by"
+        message=f"it fits with {format_bytes(spare)} to spare, but the estimated terms may be off by"
         f" {format_bytes(fit.uncertain_bytes)}",
-        fix="the safe configuration below leaves room for that",
+        fix="the safe configuration below leaves that margin",
     )
 
 
@@ -327,24 +327,24 @@ def _model(fit: Fit) -> Iterator[PlanWarning]:
     if inputs:
         yield PlanWarning(
             code=INPUTS_NOT_COUNTED,
-            message=f"of {inputs} only the weights of their encoders are counted, where they are: the config does not"
-            " tell how large they may be, so what encoders compute with, and what engines set aside for it, is not",
-            fix="text alone needs none of it; for other inputs leave 1 to 5 GB free: --gpu-memory-utilization",
+            message=f"for {inputs} at most the weights of their encoders are counted: the config does not say how large"
+            " inputs may be, so encoder activations, and what engines reserve for them, are not counted",
+            fix="not needed for text only; for other inputs leave 1 to 5 GB free: --gpu-memory-utilization",
         )
     if fit.question.settings.max_loras and any(layer.experts is not None for layer in spec.layers):
         yield PlanWarning(
             code=ADAPTERS_IN_PART,
-            message="adapters are counted for attention and dense layers; slots for those of experts, which some"
-            " engines keep as well, are not",
+            message="adapters are counted for attention and dense layers; slots for experts, which some engines also"
+            " allocate, are not",
             field="max_loras",
         )
     if fit.question.model.unchecked and fit.tensor_parallel > 1:
         yield PlanWarning(
             code=UNCHECKED_SPLIT,
-            message=f"that it splits over {fit.tensor_parallel} GPUs follows from shapes of the catalogue that were not"
-            " compared with a public copy; quantized models are sometimes padded for it",
+            message=f"the split over {fit.tensor_parallel} GPUs relies on catalogue shapes that were not checked"
+            " against a public copy; quantized models are sometimes padded for it",
             field="tensor_parallel_size",
-            fix=f"plan what is published: holdfast plan {fit.question.model.name}, where the hub can be reached",
+            fix=f"plan what is published: holdfast plan {fit.question.model.name}, if the hub can be reached",
         )
 
 
@@ -361,14 +361,14 @@ def _number_types(fit: Fit) -> Iterator[PlanWarning]:
         if fit.kv_dtype == "fp8" and not gpu.fp8:
             yield PlanWarning(
                 code=NO_FP8,
-                message=f"{gpu.name} has no FP8 units: KV in FP8 saves memory there, not time, and not every engine"
-                " has kernels for it",
+                message=f"{gpu.name} has no FP8 units: an FP8 KV cache saves memory there, not time, and not every"
+                " engine has kernels for it",
                 field="kv_cache_dtype",
             )
         if fit.dtype == "bfloat16" and not gpu.bf16:
             yield PlanWarning(
                 code=NO_BF16,
-                message=f"{gpu.name} does not compute in bfloat16",
+                message=f"{gpu.name} does not support bfloat16",
                 field="dtype",
                 fix="--dtype float16",
             )

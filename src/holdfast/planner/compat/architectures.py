@@ -65,9 +65,7 @@ def lacks_rotary(spec: ModelSpec, vllm: Vllm) -> str | None:
     first = ROTARY_IN_VLLM.get(spec.rope.scaling)
     if first is None or vllm.at >= first:
         return None
-    return (
-        f"rotary positions scaled as {spec.rope.scaling} are in vLLM since {spelled(first)}, and not in {vllm.release}"
-    )
+    return f"RoPE scaling {spec.rope.scaling} is in vLLM since {spelled(first)}, and not in {vllm.release}"
 
 
 def since(first: Release, vllm: Vllm) -> bool:

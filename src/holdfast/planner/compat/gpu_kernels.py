@@ -49,7 +49,7 @@ def lacks_gguf_types(model: PlannedModel) -> str | None:
     """Why vLLM and SGLang cannot compute with what is in a GGUF: what they unpack of it is the same list in both."""
     layouts = {tensor.layout for tensor in (model.stored or {}).values()} if model.format == "gguf" else set()
     unread = sorted(layouts - GGUF_TYPES_READ)
-    return f"it does not unpack {' and '.join(unread)} of a GGUF; llama.cpp does" if unread else None
+    return f"it does not support {' and '.join(unread)} in a GGUF; llama.cpp does" if unread else None
 
 
 def gguf_note(version: tuple[int, ...]) -> str:
@@ -77,7 +77,7 @@ def lacks_index(model: PlannedModel, gpus: Iterable[Gpu | None]) -> str | None:
         return None
     for gpu in gpus:
         if gpu is not None and gpu.compute_capability is not None and gpu.compute_capability < LEAST_OF_INDEX:
-            return f"attention by an index needs compute capability {_spelled(LEAST_OF_INDEX)}; {_has(gpu)}"
+            return f"sparse attention with an indexer needs compute capability {_spelled(LEAST_OF_INDEX)}; {_has(gpu)}"
     return None
 
 
@@ -85,7 +85,7 @@ def lacks_fp8_kv(kv_dtype: str, gpus: Iterable[Gpu | None]) -> str | None:
     """Why KV in FP8 cannot be attended to on these GPUs."""
     for gpu in gpus if kv_dtype == "fp8" else ():
         if gpu is not None and gpu.compute_capability is not None and gpu.compute_capability < LEAST_OF_FP8_KV:
-            return f"KV in FP8 needs compute capability {_spelled(LEAST_OF_FP8_KV)}; {_has(gpu)}"
+            return f"an FP8 KV cache needs compute capability {_spelled(LEAST_OF_FP8_KV)}; {_has(gpu)}"
     return None
 
 
@@ -102,11 +102,11 @@ def lacks_engine(engine: str, gpus: Iterable[Gpu | None], version: tuple[int, ..
         if gpu is not None and had_volta and gpu.compute_capability == VOLTA:
             continue
         if gpu is not None and engine == "holdfast" and gpu.vendor != "nvidia":
-            return f"Holdfast has kernels for NVIDIA's GPUs only, and {gpu.key} is {MAKERS[gpu.vendor]}'s"
+            return f"Holdfast has kernels for NVIDIA GPUs only, and {gpu.key} is from {MAKERS[gpu.vendor]}"
         if gpu is not None and gpu.vendor == "apple":
-            return f"{ENGINE_NAMES[engine]} has no kernels for Apple's GPUs; llama.cpp has"
+            return f"{ENGINE_NAMES[engine]} has no kernels for Apple GPUs; llama.cpp has"
         if gpu is not None and gpu.vendor == "intel":
-            return f"{ENGINE_NAMES[engine]} for Intel's GPUs has to be built first; llama.cpp has kernels for them"
+            return f"{ENGINE_NAMES[engine]} for Intel GPUs has to be built first; llama.cpp has kernels for them"
         if gpu is not None and gpu.compute_capability is not None and gpu.compute_capability < least:
             return f"{ENGINE_NAMES[engine]} needs compute capability {_spelled(least)}; {_has(gpu)}"
     return None
@@ -119,13 +119,13 @@ def _newer_than(version: tuple[int, ...], gpu: Gpu) -> str | None:
         return None
     most = next((least for least, first in reversed(BUILT_SINCE) if version >= first), (9, 0))
     release = ".".join(map(str, since))
-    return f"this vLLM is built for compute capability {_spelled(most)} at most, {release} for more; {_has(gpu)}"
+    return f"this vLLM is built for compute capability up to {_spelled(most)}, {release} for more; {_has(gpu)}"
 
 
 def build_note(engine: str, gpus: Iterable[Gpu | None]) -> str | None:
     """What has to be installed where it is not the usual package."""
     vendor = next((gpu.vendor for gpu in gpus if gpu is not None), "nvidia")
-    return f"on AMD GPUs {ENGINE_NAMES[engine]} needs its build for them" if vendor == "amd" else None
+    return f"on AMD GPUs {ENGINE_NAMES[engine]} needs its ROCm build" if vendor == "amd" else None
 
 
 def _has(gpu: Gpu) -> str:

@@ -76,8 +76,8 @@ class Vllm:
             return None
         asked = self.version
         return (
-            f"how vLLM {asked[0]}.{asked[1]} sizes memory is not known here: it was taken to do so as"
-            f" {NEWEST[0]}.{NEWEST[1]} does"
+            f"how vLLM {asked[0]}.{asked[1]} sizes memory is not known: it is assumed to be as in"
+            f" {NEWEST[0]}.{NEWEST[1]}"
         )
 
     @property
@@ -96,7 +96,7 @@ def parse_vllm(text: str) -> Vllm:
     found = _SPELLING.fullmatch(text.strip().lower())
     if found is None:
         raise ConfigurationError(
-            f"vllm{text} names no version of vLLM",
+            f"vllm{text} is not a version of vLLM",
             code=UNKNOWN_VERSION,
             needed="vllm, or with a version and a runner: vllm==0.26, vllm==0.26:v1",
             found=f"vllm{text}",
@@ -106,7 +106,7 @@ def parse_vllm(text: str) -> Vllm:
     version = NEWEST if found[1] is None else (int(found[1]), int(found[2]))
     if version < OLDEST:
         raise ConfigurationError(
-            f"vLLM {version[0]}.{version[1]} is older than what is known here",
+            f"vLLM {version[0]}.{version[1]} is older than any known version",
             code=UNKNOWN_VERSION,
             needed=f"vLLM {OLDEST[0]}.{OLDEST[1]} or later",
             found=f"vllm{text}",

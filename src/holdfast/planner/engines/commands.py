@@ -52,7 +52,7 @@ def parse_engine(text: str) -> tuple[str, Vllm]:
     name = {"llama-cpp": "llama.cpp", "llamacpp": "llama.cpp", "llama-server": "llama.cpp"}.get(name, name)
     if name not in ENGINES:
         raise ConfigurationError(
-            f"no commands are known for {text}",
+            f"unknown engine {text}",
             code=UNKNOWN_ENGINE,
             needed="one of " + ", ".join(ENGINES) + "; vLLM also by version: vllm==0.26, vllm==0.26:v1",
             found=text,
@@ -125,14 +125,14 @@ def _holdfast_problems(fit: Fit, settings: Mapping[str, object]) -> list[str]:
         try:
             build(EngineConfig, {name: str(value) for name, value in values.items()}, refused=REFUSED, origin=_spelled)
         except ConfigurationError as error:
-            problems.append(f"Holdfast refuses this yet: {error.message}")
+            problems.append(f"Holdfast does not support this yet: {error.message}")
     lacking = lacks_engine("holdfast", [rank.device.gpu for rank in fit.ranks])
     if lacking is not None:
         problems.append(lacking)
     if fit.question.machine.kind == "gpu" and fit.kv_dtype not in (fit.dtype, "fp8"):  # That one is refused above.
-        problems.append(f"on a GPU Holdfast keeps KV in what it computes in, {fit.dtype}: not in {fit.kv_dtype}")
+        problems.append(f"on a GPU Holdfast stores KV in dtype, {fit.dtype}: not in {fit.kv_dtype}")
     if not spec.runnable:
-        problems.append(f"Holdfast cannot run this model yet: it lacks {', '.join(spec.unsupported)}")
+        problems.append(f"Holdfast cannot run this model yet: it does not support {', '.join(spec.unsupported)}")
     return problems
 
 
@@ -170,15 +170,15 @@ def _sglang_command(fit: Fit, sequences: int) -> Command:
     if not on_gpu:
         notes = ("on a CPU SGLang needs its own build", *source.notes)
         return Command(engine="sglang", text=text, available=False, notes=notes)
-    memory = "mem-fraction-static is weights and KV over the whole memory; the rest is for activations and graphs"
+    memory = "mem-fraction-static is weights and KV over total memory; the rest is for activations and CUDA graphs"
     if not known:
-        memory = "--vram does not tell the GPU's total, so the KV pool is set in tokens instead of a share"
+        memory = "--vram does not give the GPU's total memory, so the KV pool is set in tokens instead of a fraction"
     gpus = [rank.device.gpu for rank in fit.ranks]
     whole = loaded_whole(fit, "SGLang") if source.makes_fp8 else Whole()
     checks = (
         lacks_engine("sglang", gpus), lacks_method(fit.question.model, gpus), lacks_gguf_types(fit.question.model),
         lacks_fp8_kv(fit.kv_dtype, gpus),
-        f"it keeps KV in what it computes in, {fit.dtype}, or in fp8: not in {fit.kv_dtype}"
+        f"it stores KV in dtype, {fit.dtype}, or in fp8: not in {fit.kv_dtype}"
         if fit.kv_dtype not in (fit.dtype, "fp8") else None,
         whole.lacking,
     )  # fmt: skip
@@ -209,7 +209,7 @@ def _llama_command(planned: Fit, sequences: int) -> Command:
     notes = list(source.notes)
     fit = _as_llama_takes_it(planned)
     if planned.fits and not fit.fits:
-        short = f"as llama.cpp takes memory it is {format_bytes(fit.short_bytes)} short"
+        short = f"as llama.cpp allocates memory, it is {format_bytes(fit.short_bytes)} short"
         return Command(engine="llama.cpp", text="", available=False, notes=(*notes, short), lacks=(short,))
     slots, each = _llama_slots(fit, sequences)
     flags: dict[str, object] = {**source.flags, "-c": each * slots, "-np": slots}
@@ -222,7 +222,7 @@ def _llama_command(planned: Fit, sequences: int) -> Command:
         flags["-fa"] = "on"
     if fit.tensor_parallel * fit.pipeline_parallel > 1:
         flags["-sm"] = "layer"
-        notes.append("its GPUs take layers in turn instead of sharing each")
+        notes.append("it splits whole layers over the GPUs instead of each layer")
     if slots > 1:
         notes.append(f"-c is shared by all slots: {each:,} tokens each")
     text = line("llama-server", source.name, flags)

@@ -31,11 +31,11 @@ def loaded_whole(found: Fit, engine: str) -> Whole:
     whole = _whole_bytes(found)
     rank = max(found.ranks, key=lambda one: whole[one.stage] - one.device.free_bytes)
     needed, free = whole[rank.stage], rank.device.free_bytes
-    said = f"{engine} loads the unquantized weights whole, {format_bytes(needed)} a GPU, before it makes FP8 of them"
+    said = f"{engine} loads the full unquantized weights, {format_bytes(needed)} per GPU, before quantizing them to FP8"
     if needed <= free:
         return Whole(note=said)
     has = f"{rank.device.name} has {format_bytes(free)}"
-    return Whole(lacking=f"{said}, and {has}: take a checkpoint that is stored in FP8")
+    return Whole(lacking=f"{said}, but {has}: use a checkpoint stored in FP8")
 
 
 def _whole_bytes(found: Fit) -> list[int]:

@@ -131,9 +131,9 @@ def _on_a_cpu(found: Fit, sequences: int, vllm: Vllm) -> Command:
         **_others(found, source, vllm),
     }
     text = f"VLLM_CPU_KVCACHE_SPACE={space} {line(_program(vllm), source.name, flags)}"
-    notes = ["on a CPU vLLM needs its own build, and takes bf16"]
+    notes = ["on a CPU vLLM needs its own build, and uses bf16"]
     if room < GIB:
-        notes.append(f"it sets KV in whole GiB, and this plan has {format_bytes(room)} for it")
+        notes.append(f"it sets the KV cache in whole GiB, and this plan has {format_bytes(room)} for it")
     return Command(engine="vllm", text=text, available=False, notes=(*notes, *source.notes))
 
 
@@ -323,9 +323,9 @@ def _lacks_length(sized: Sized, vllm: Vllm) -> Iterator[str]:
     that it is too short for what must fit."""
     kept, length, traffic = sized.kept, sized.length, sized.fit.question.traffic
     if not length:
-        yield "its KV pool holds no sequence at all"
+        yield "its KV cache does not hold a single sequence"
     elif traffic is not None and length < traffic.length:
-        yield f"requests reach {traffic.length:,} tokens, and it holds {length:,}"
+        yield f"requests reach {traffic.length:,} tokens, but it holds {length:,}"
     if kept.most_tokens is not None and length > kept.most_tokens:
         yield f"it would refuse: User-specified max_model_len ({length}) is greater than {kept.most_tokens}"
     refused = vllm_release.refusal(sized.kv_bytes, kept.checked, length, vllm) if length else None
@@ -333,18 +333,18 @@ def _lacks_length(sized: Sized, vllm: Vllm) -> Iterator[str]:
         yield f"it would refuse: {refused.message}"
     elif length and kept.cost.sequence_bytes(length) > sized.kv_bytes:
         held = kept.cost.longest(max(0, sized.kv_bytes), length)
-        yield f"it would start, but its pool holds no sequence of {length:,} tokens: {held:,} at most"
+        yield f"it would start, but its KV cache does not hold a sequence of {length:,} tokens: {held:,} at most"
 
 
 def _lacks_settings(found: Fit, vllm: Vllm) -> Iterator[str]:
     """What was planned with and it cannot be told."""
     settings = found.question.settings
     if found.kv_dtype not in (found.dtype, "fp8"):
-        yield f"it keeps KV in what it computes in, {found.dtype}, or in fp8: not in {found.kv_dtype}"
+        yield f"it stores KV in dtype, {found.dtype}, or in fp8: not in {found.kv_dtype}"
     if settings.block_tokens not in block_sizes(vllm):
         yield f"its KV blocks hold {', '.join(map(str, block_sizes(vllm)))} tokens: not {settings.block_tokens}"
     if settings.max_loras and lora_rank(settings.max_lora_rank, vllm) is None:
-        yield f"it takes no adapters of rank {settings.max_lora_rank}"
+        yield f"it does not support adapters of rank {settings.max_lora_rank}"
 
 
 def _notes(sized: Sized, vllm: Vllm, source: ModelSource) -> list[str]:
@@ -354,14 +354,14 @@ def _notes(sized: Sized, vllm: Vllm, source: ModelSource) -> list[str]:
     if vllm.unknown is not None:
         notes.insert(0, vllm.unknown)
     if sized.length < sized.planned_length:
-        why = ": a step must hold a whole prompt there" if sized.in_one_step else ""
+        why = ": without chunked prefill, a step must hold a whole prompt" if sized.in_one_step else ""
         notes.append(f"this version holds {sized.length:,} tokens of the plan's {sized.planned_length:,}{why}")
     since = vllm_since(found.question.model.spec.architecture, vllm), leaves_v1(found, sized.kept.kv_dtype, vllm)
     notes += [one for one in (_whole(found, vllm, source).note, _few_at_once(sized), *since) if one is not None]
     notes += features_since(found, source, vllm)
     asked = found.question.settings.max_lora_rank
     if found.question.settings.max_loras and lora_rank(asked, vllm) not in (asked, None):
-        notes.append(f"it has no slots of rank {asked}: the next larger ones are used and counted")
+        notes.append(f"it has no slots of rank {asked}: the next larger rank is used and counted")
     build = build_note("vllm", [rank.device.gpu for rank in found.ranks])
     if build is not None:
         notes.append(build)
@@ -369,16 +369,16 @@ def _notes(sized: Sized, vllm: Vllm, source: ModelSource) -> list[str]:
         notes.append(gguf_note(vllm.at))
     if not vllm.subtracts_graphs:
         graphs = format_bytes(vllm_terms(found, vllm).graphs)
-        notes.append(f"it takes nothing off for graphs: about {graphs} more are used than it was allowed")
+        notes.append(f"it does not reserve memory for CUDA graphs: about {graphs} more are used than allowed")
     return notes
 
 
 def _kv_said(sized: Sized, vllm: Vllm) -> str:
     if sized.kv_bytes < 0:
         return (
-            f"{vllm.name} is {format_bytes(-sized.kv_bytes)} short before any KV: what it keeps is more than its share"
+            f"{vllm.name} is {format_bytes(-sized.kv_bytes)} short before any KV: it allocates more than its fraction"
         )
-    return f"{vllm.name} would give KV about {format_bytes(sized.kv_bytes)}: {_tokens_said(sized)}"
+    return f"{vllm.name} would give the KV cache about {format_bytes(sized.kv_bytes)}: {_tokens_said(sized)}"
 
 
 def _few_at_once(sized: Sized) -> str | None:
@@ -397,15 +397,15 @@ def _tokens_said(sized: Sized) -> str:
     if not kept.cost.windows or kept.counts_sequences:
         return f"{sized.tokens:,} tokens"
     held = max(0, sized.kv_bytes) / kept.cost.sequence_bytes(length)
-    return f"{sized.tokens:,} tokens, it prints, as if no layer forgot; {held:.1f} sequences of {length:,} tokens"
+    return f"{sized.tokens:,} tokens, it prints, as if no layer had a window; {held:.1f} sequences of {length:,} tokens"
 
 
 def _unknown_total(found: Fit, vllm: Vllm) -> str:
     budget = format_bytes(min(rank.budget_bytes for rank in found.ranks))
     if vllm.version < POOL_IN_BYTES:
-        return f"set --gpu-memory-utilization to {budget} over the GPU's total, which --vram does not tell; --gpu does"
+        return f"set --gpu-memory-utilization to {budget} over the GPU's total, which --vram does not give; --gpu does"
     return (
-        f"--vram does not tell the GPU's total, so the KV pool is set in bytes instead of a share. vLLM still wants its"
-        f" default share, {vllm.default_utilization:g}, free when it starts: on a larger GPU set"
+        f"--vram does not give the GPU's total, so the KV pool is set in bytes instead of a fraction. vLLM still needs"
+        f" its default fraction, {vllm.default_utilization:g}, free when it starts: on a larger GPU set"
         f" --gpu-memory-utilization to {budget} over its total"
     )

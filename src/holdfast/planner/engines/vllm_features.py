@@ -184,7 +184,7 @@ def leaves_v1(found: Fit, kv_dtype: str, vllm: Vllm) -> str | None:
     if all(gpu.compute_capability is None or gpu.compute_capability[0] in able for gpu in _gpus(found)):
         return None
     return (
-        f"the V1 engine of {vllm.release} keeps no KV in FP8 on this GPU, and it goes over to V0:"
+        f"the V1 engine of {vllm.release} has no FP8 KV cache on this GPU, and falls back to V0:"
         f" --for vllm=={vllm.release}:v0 sizes that"
     )
 

@@ -244,17 +244,17 @@ def _reasons(found: Fit, kept: ModelSpec, stored: str, vllm: Vllm, whole: KVCost
     if expands_latents(spec, vllm):
         yield _why_expanded(spec, vllm)
     elif kept is not spec and any(layer.latent is not None for layer in kept.layers):
-        yield f"vLLM {vllm.release} fills a token's latent up to whole {ALIGNED_BYTES} bytes"
+        yield f"vLLM {vllm.release} pads a token's latent to a multiple of {ALIGNED_BYTES} bytes"
     if whole.step_tokens > found.limits.max_num_batched_tokens and whole.windows:
-        yield f"windows hold the tokens of all steps under way at once there: {whole.step_tokens:,}"
+        yield f"its sliding windows hold the tokens of all steps in flight: {whole.step_tokens:,}"
     if padded != whole:
-        yield "its groups of layers are of one size, and the last of a kind is filled up"
+        yield "its layer groups have one size, and the last of each kind is padded"
     if stored != found.kv_dtype:
-        yield f"vLLM {vllm.release} keeps KV of this model in FP8 unless told (its fp8_ds_mla)"
+        yield f"vLLM {vllm.release} stores KV of this model in FP8 by default (its fp8_ds_mla)"
     cap = most_tokens(spec, vllm)
     if cap is not None:
         yield (
-            f"vLLM {vllm.release} knows no windows in only some layers: it cuts the context to the window,"
+            f"vLLM {vllm.release} does not support windows in only some layers: it cuts the context to the window,"
             f" {cap:,} tokens (not since {spelled(CAPPED_BEFORE)})"
         )
 
@@ -265,8 +265,8 @@ def _why_kept(spec: ModelSpec, chunked: bool, vllm: Vllm) -> str:
         since = CHUNKS_FORGET if vllm.at < CHUNKS_FORGET else CHUNKS_KEPT[1]
     engine = "its V0 engine" if vllm.runner == "v0" else f"vLLM {vllm.release}"
     return (
-        f"{engine} keeps every token in all layers: what left a window is not given back"
-        f" (its V1 engine gives it back since {spelled(since)})"
+        f"{engine} keeps every token in all layers: blocks outside a window are not freed"
+        f" (its V1 engine frees them since {spelled(since)})"
     )
 
 
@@ -274,6 +274,6 @@ def _why_expanded(spec: ModelSpec, vllm: Vllm) -> str:
     head = spec.head_dim if vllm.at >= UNPADDED_HEADS else PADDED_HEAD
     since = LATENTS if vllm.at < LATENTS else LATENTS_OF_ANY_QUANTIZATION
     return (
-        f"vLLM {vllm.release} keeps no latents: keys and values of {spec.heads} heads, {head} elements each"
+        f"vLLM {vllm.release} does not cache latents: keys and values of {spec.heads} heads, {head} elements each"
         f" (latents since {spelled(since)})"
     )

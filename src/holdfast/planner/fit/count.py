@@ -291,7 +291,8 @@ def check(question: Question, tensor_parallel: int) -> None:
         )
     if settings.max_model_len is not None and settings.max_model_len > spec.max_position:
         raise ConfigurationError(
-            f"max_model_len is {settings.max_model_len:,}, but the model was made for {spec.max_position:,} tokens",
+            f"max_model_len is {settings.max_model_len:,}, but the model's context length is"
+            f" {spec.max_position:,} tokens",
             code=CONTEXT_TOO_LONG,
             needed=f"at most {spec.max_position:,}",
             found=f"{settings.max_model_len:,}",

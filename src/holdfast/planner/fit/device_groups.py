@@ -47,12 +47,12 @@ def apart(question: Question, plan: Planned) -> tuple[Question, ...]:
     able = [group for group in groups if len(group) >= wanted]
     if not able:
         raise ConfigurationError(
-            f"{wanted} GPUs are to hold one model, and of no kind are there so many",
+            f"{wanted} GPUs are to hold one model, but there are not that many of one kind",
             code=NOT_TOGETHER,
-            needed=f"{wanted} GPUs of one maker, with memory of their own or all with the machine's",
+            needed=f"{wanted} GPUs of one vendor, all with dedicated or all with unified memory",
             found=" | ".join(_described(group) for group in groups),
             fix="; or ".join(_fixes(question, groups, wanted, plan))
-            or "leave -tp and -pp out: the plan then says what is lacking, and what would do",
+            or "leave -tp and -pp out: the plan then shows what is missing, and what would fit",
             field="tensor_parallel_size",
         )
     return tuple(
@@ -114,8 +114,8 @@ def best(found: Sequence[Fit]) -> Fit:
     tried = {device for one in others for device in one.question.machine.devices}
     few = [group for group in _groups(chosen.question.machine.aside) if group[0] not in tried]
     said = [f"{_described(one.question.machine.devices)}, {_alone(one)}" for one in others]
-    said += [f"{_described(group)}, fewer than were asked for" for group in few]
-    together = "GPUs of different makers, or with and without memory of their own, cannot hold one model together"
+    said += [f"{_described(group)}, fewer than requested" for group in few]
+    together = "GPUs of different vendors, or with and without dedicated memory, cannot hold one model together"
     decision = Decision(
         "gpus", describe_devices(chosen.question.machine.devices), f"{together}; left out: {'; '.join(said)}", "planner"
     )
@@ -138,5 +138,5 @@ def value(one: Fit) -> tuple[int, ...]:
 
 def _alone(one: Fit) -> str:
     if not one.fits:
-        return f"where {format_bytes(one.short_bytes)} would be lacking"
+        return f"where {format_bytes(one.short_bytes)} would be missing"
     return f"where KV would hold {counted(one.kv_tokens, 'token')}"

@@ -77,7 +77,7 @@ def without_wider(question: Question) -> Question | None:
 def wider_left_out(found: Fit) -> Decision:
     machine = found.question.machine
     left = describe_devices([device for device in machine.aside if device.gpu is not None and not device.gpu.bf16])
-    reason = f"left out: {left}, where nothing computes in bfloat16: with it all would take float32, and hold less"
+    reason = f"left out: {left}, which has no bfloat16: with it all GPUs would use float32, and hold less"
     return Decision("gpus", describe_devices([rank.device for rank in found.ranks]), reason, "planner")
 
 
@@ -88,13 +88,13 @@ def _with_order(question: Question, devices: list[Device]) -> Question:
 def parallel_size(found: Fit) -> Decision:
     question = found.question
     devices, used = len(question.machine.devices), len(found.ranks)
-    what = "it" if is_stated(question) else "it with as long a context"
+    what = "it" if is_stated(question) else "it with that context length"
     if question.settings.tensor_parallel is not None:
         left = devices - used
-        reason = f"as asked: {left} of {devices} GPUs stay{'s' if left == 1 else ''} empty" if left else "all GPUs"
+        reason = f"as set: {left} of {devices} GPUs {'is' if left == 1 else 'are'} unused" if left else "all GPUs"
         return Decision("tensor_parallel_size", str(found.tensor_parallel), reason, "set")
     if not found.fits:
-        reason = f"it does not fit; of {devices} GPUs so many hold most"
+        reason = f"it does not fit; of {devices} GPUs this split holds the most"
     elif found.pipeline_parallel > 1:
         reason = f"the fewest GPUs in each of {found.pipeline_parallel} stages that hold {what}, of {devices}"
     elif used == devices:
@@ -108,7 +108,7 @@ def stages(found: Fit) -> Decision:
     """Where they were left to us, and one does not do."""
     devices, size = len(found.question.machine.devices), found.tensor_parallel
     which = "the fewest stages that do" if is_stated(found.question) else "stages that leave the longest context"
-    reason = f"no number of the {devices} GPUs holds it by sharing each layer: {which}, of {counted(size, 'GPU')} each"
+    reason = f"tensor parallelism alone does not fit it on the {devices} GPUs: {which}, of {counted(size, 'GPU')} each"
     return Decision("pipeline_parallel_size", str(found.pipeline_parallel), reason, "planner")
 
 
@@ -119,15 +119,15 @@ def left_out(found: Fit) -> Iterator[Decision]:
     if not rest or not _differ(question.machine.devices):
         return
     if question.settings.tensor_parallel is not None:
-        why = "as many as were asked for"
+        why = "as many as requested"
     elif not found.fits:
         why = "with the others it would not fit either"
     elif is_stated(question):
         why = "they are enough"
     else:
-        why = "with the others the context would be no longer"
+        why = "the others would not make the context longer"
     sizes = " and ".join(dict.fromkeys(f"{device.name} ({format_bytes(device.total_bytes)})" for device in rest))
-    reason = f"the largest: {why}; left out: {sizes}; commands show an engine those that are taken alone"
+    reason = f"the largest: {why}; left out: {sizes}; commands make only the GPUs used visible to the engine"
     yield Decision("gpus", describe_devices(used), reason, "planner")
 
 
@@ -137,7 +137,7 @@ def loading(found: Fit) -> Iterator[Decision]:
         if rank.loading_short_bytes:
             sums = " + ".join(f"{term.name} {format_bytes(term.nbytes)}" for term in rank.loading)
             short, budget = format_bytes(rank.loading_short_bytes), format_bytes(rank.budget_bytes)
-            held = "staging is its largest tensor as stored, gone once it is loaded"
+            held = "staging is its largest tensor as stored, freed once it is loaded"
             reason = f"{sums}: {short} more than the budget of {budget}; {held}"
             yield Decision("loading", format_bytes(rank.loading_bytes), reason, "planner")
 
@@ -147,9 +147,9 @@ def engine(found: Fit) -> Iterator[Decision]:
     question, rank = found.question, found.ranks[0]
     if rank.device.kind != "gpu" or counted_for(question, rank.device, len(found.ranks)) != "llama.cpp":
         return
-    said = "a buffer for steps of 512 tokens with their logits, and no graphs; other engines take more or less"
-    why, source = ("as asked", "set") if question.engine == "llama.cpp" else ("a GGUF is what it reads", "model")
-    yield Decision("engine", "llama.cpp", f"{why}: memory is counted as it takes it, {said}", source)
+    said = "a buffer for steps of 512 tokens with their logits, and no CUDA graphs; other engines use more or less"
+    why, source = ("as set", "set") if question.engine == "llama.cpp" else ("it is the engine for GGUF", "model")
+    yield Decision("engine", "llama.cpp", f"{why}: memory is counted as llama.cpp allocates it, {said}", source)
 
 
 def weights(found: Fit) -> Iterator[Decision]:
@@ -159,7 +159,7 @@ def weights(found: Fit) -> Iterator[Decision]:
     if stored is None or kept in (stored, AS_STORED) or model.stored is None:
         return
     size = format_bytes(sum(tensor.nbytes for tensor in model.stored.values()))
-    reason = f"the file's {stored} becomes what is computed in, as Holdfast and vLLM load it; llama.cpp keeps"
+    reason = f"the file's {stored} is converted to dtype, as Holdfast and vLLM load it; llama.cpp keeps"
     yield Decision("weights", f"{format_bytes(found.weights_bytes)} in {kept}", f"{reason} {stored}: {size}", "model")
 
 
@@ -171,9 +171,9 @@ def encoder(found: Fit) -> Iterator[Decision]:
         return
     images = counted(encoder_images(spec, found.limits), "image")
     reason = (
-        f"{images} of {spec.encoder.patches:,} patches at once, beyond what activations have, and the"
-        f" {spec.encoder.tokens:,} tokens that each becomes: as many as engines reserve for a step of {step:,} tokens;"
-        " text alone needs none of it"
+        f"{images} of {spec.encoder.patches:,} patches at once, beyond the activations, and the"
+        f" {spec.encoder.tokens:,} tokens of each image: as many as engines reserve for a step of {step:,} tokens;"
+        " not needed for text only"
     )
     yield Decision("encoder", format_bytes(kept), reason, "model")
 
@@ -185,4 +185,4 @@ def number_types(found: Fit) -> Iterator[Decision]:
         chosen = chosen_dtype(found.question, len(found.ranks))
         yield Decision("dtype", chosen.value, chosen.reason, chosen.source)
     if asked.kv_cache_dtype == "auto":
-        yield Decision("kv_cache_dtype", found.kv_dtype, "what is computed in", "default")
+        yield Decision("kv_cache_dtype", found.kv_dtype, "same as dtype", "default")

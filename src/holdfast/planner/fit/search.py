@@ -262,7 +262,7 @@ def _length_decisions(question: Question, served: int, found: CpuFit) -> tuple[D
     if question.settings.max_model_len is not None:
         return ()
     if question.traffic is not None and served < found.longest_tokens:
-        reason = f"memory holds {found.longest_tokens:,}; a shorter one leaves room for the traffic"
+        reason = f"memory holds {found.longest_tokens:,}; a shorter context leaves room for the traffic"
         return (Decision("max_model_len", f"{served:,}", reason, "planner"),)
     allowed = question.model.spec.max_position
     return (length_decision(served, allowed, found.longest_tokens, fits=found.fits),)

@@ -70,14 +70,14 @@ def machine_of(asked: Asked, *, here: nvidia.NvidiaMachine | None = None, ram: h
 def _check(asked: Asked) -> None:
     if asked.device not in ("auto", "cpu", "cuda"):
         raise ConfigurationError(
-            f"device: {shorten(asked.device)!r} will not do",
+            f"device: {shorten(asked.device)!r} is not valid",
             needed="auto, cpu or cuda",
             fix="--device auto",
             field="device",
         )
     given = "gpu" if asked.gpu is not None else "vram" if asked.vram is not None else None
     if asked.device == "cpu" and given is not None:
-        raise _contradicts("--device cpu has no GPU", f"--{given}", "leave one of the two out", given)
+        raise _contradicts("--device cpu excludes a GPU", f"--{given}", "leave one of the two out", given)
 
 
 def _contradicts(message: str, found: str, fix: str, field: str) -> ConfigurationError:
@@ -93,8 +93,8 @@ def _size(written: str | int | None, field: str, limit_bytes: int) -> int | None
         found = limit_bytes + 1
     if isinstance(written, bool) or not 0 < found <= limit_bytes:
         raise ConfigurationError(
-            f"{field}: {shorten(written)!r} will not do",
-            needed=f"more than nothing, and at most {format_bytes(limit_bytes)}",
+            f"{field}: {shorten(written)!r} is not valid",
+            needed=f"more than 0, and at most {format_bytes(limit_bytes)}",
             found=shorten(written),
             fix=f"--{field} 22GiB",
             field=field,
@@ -139,7 +139,9 @@ def _of_catalogue(
     groups = [gpus.find_group(name) for name in names]
     total = sum(group.count for group in groups)
     if count is not None and count != total:
-        raise _contradicts(f"--gpu names {total} GPUs and --vram {count}", str(asked.vram), "write one number", "vram")
+        raise _contradicts(
+            f"--gpu names {total} GPUs and --vram {count}", str(asked.vram), "use the same number", "vram"
+        )
     if len(groups) == 1 and gpus.lookup(names[0]) is not None:
         # No number was written: as many as the ranks that were asked for.
         groups = [replace(groups[0], count=max(1, asked.ranks))]
@@ -168,7 +170,7 @@ def _require_one_machine(groups: Sequence[gpus.Gpus]) -> None:
         return
     name = alone[0].gpu.key
     raise ConfigurationError(
-        f"gpu: {count} of {name} are {count} machines: it uses its machine's own RAM, and no second one goes in there",
+        f"gpu: {count} x {name} means {count} machines: it uses the machine's own RAM, and a machine has only one",
         code=gpus.WRONG_COUNT,
         needed=f"one {name}, and -tp 1",
         found=str(count),
@@ -180,9 +182,7 @@ def _require_one_machine(groups: Sequence[gpus.Gpus]) -> None:
 def _added(named: int, planned: int, name: str) -> Iterator[Decision]:
     """Where no number was written, and the split that was asked for takes more than one."""
     if planned > named:
-        reason = (
-            f"one {name} was named, and -tp x -pp takes {planned}: so many are planned for, as {name}x{planned} says"
-        )
+        reason = f"one {name} was given, but -tp x -pp needs {planned}: planned for {planned}, as with {name}x{planned}"
         yield Decision("gpus", planned, reason, "set")
 
 
@@ -214,8 +214,8 @@ def _catalogue_decision(group: gpus.Gpus, written: str) -> Decision:
         reason += " (estimated from cards like it)"
     others = gpus.other_sizes(written)
     if others:
-        reason += f"; no size was named: also sold as {', '.join(others)}"
-    reason += f"; all of it counts as free: {gpu.source}"
+        reason += f"; no size was given: also sold as {', '.join(others)}"
+    reason += f"; all of it is counted as free: {gpu.source}"
     return Decision("gpu", name, reason, "catalogue")
 
 
@@ -225,7 +225,7 @@ def _of_size(asked: Asked, vram: int, count: int | None) -> tuple[tuple[Device, 
         Device(index=index, name="gpu", kind="gpu", total_bytes=vram, free_bytes=vram, budget_bytes=vram)
         for index in range(number)
     )
-    reason = "so much to use, on no particular GPU: rates are not known"
+    reason = "usable memory of an unspecified GPU: its speed is not known"
     chosen = Decision("gpu", f"{number} x {format_bytes(vram)}", reason, "set")
     return devices, (chosen, *_added(count or 1, number, str(asked.vram)))
 
@@ -253,7 +253,7 @@ def _this_machine(
             return Found(machine, _measured_decisions(found))
         if asked.device == "cuda":
             raise ConfigurationError(
-                "--device cuda, and this machine has no GPU to plan for",
+                "--device cuda, but this machine has no GPU to plan for",
                 code=CONTRADICTION,
                 found=found.reason or "none",
                 fix="name one: --gpu rtx4090, or its memory: --vram 24GiB",
@@ -273,7 +273,7 @@ def _cpu(ram_bytes: int | None, memory: hardware.Memory, why: str) -> tuple[Devi
         device = Device(
             index=0, name="cpu", kind="cpu", total_bytes=ram_bytes, free_bytes=ram_bytes, budget_bytes=ram_bytes
         )
-        return device, Decision("device", "cpu", f"with {format_bytes(ram_bytes)} of RAM to use; {why}", "set")
+        return device, Decision("device", "cpu", f"with {format_bytes(ram_bytes)} of usable RAM; {why}", "set")
     device = Device(
         index=0,
         name="cpu",

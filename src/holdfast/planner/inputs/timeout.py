@@ -26,5 +26,5 @@ def within(seconds: float, ask: Callable[[], T]) -> T:
     if errors:
         raise errors[0]
     if not answers:
-        raise TimeoutError(f"no whole answer within {seconds:g} s")
+        raise TimeoutError(f"no complete response within {seconds:g} s")
     return answers[0]

@@ -62,11 +62,11 @@ def _without_mark(line: bytes) -> bytes:
 
 def _empty(source: str, said: str) -> ConfigurationError:
     return ConfigurationError(
-        f"traffic: {shorten(source)} tells of no request",
+        f"traffic: {shorten(source)} contains no requests",
         code=NO_REQUESTS,
         needed="lines with prompt_tokens and completion_tokens, or vLLM's histograms of them",
         found=said,
-        fix="state it instead: --concurrency 16 --prompt 1000 --output 300",
+        fix="set it directly: --concurrency 16 --prompt 1000 --output 300",
         field="traffic",
     )
 
@@ -149,7 +149,7 @@ class _Reading:
         said = [
             f"{counted(count, what)}{more}"
             for count, what, more in (
-                (self.torn, "torn line", ""),
+                (self.torn, "truncated line", ""),
                 (self.wrong, "line", " with impossible numbers"),
                 (self.refused, "refused request", ""),
                 (self.others, "other line", ""),
@@ -230,11 +230,14 @@ def _from_json_lines(
     if concurrency is not None:
         peak, origin = "as stated", "set"
     elif reading.timed == count:
-        peak, origin = "the most that overlapped", "traffic"
+        peak, origin = "the most that overlapped in time", "traffic"
     elif reading.timed:
-        peak, origin = f"the most that overlapped of {counted(reading.timed, 'line')} with times", "traffic"
+        peak, origin = (
+            f"the most that overlapped in time, of {counted(reading.timed, 'line')} with timestamps",
+            "traffic",
+        )
     else:
-        peak, origin = "the lines tell no times: give --concurrency for the peak", "default"
+        peak, origin = "the lines have no timestamps: set --concurrency to the peak", "default"
     return traffic, (
         Decision("traffic", f"{counted(traffic.length, 'token')}", reason, "traffic"),
         Decision("concurrency", str(traffic.concurrency), peak, origin),
@@ -265,10 +268,10 @@ def _from_metrics(lines: Iterable[bytes], source: str, concurrency: int | None) 
         requests=requests,
         peak_known=concurrency is not None,
     )
-    said = f"{int(now)} run or wait now, {average:.1f} ran on average; a peak is not in these metrics: --concurrency"
-    lengths = f"P99 of {counted(requests, 'request')}, as the upper edges of histograms tell"
+    said = f"{int(now)} running or waiting now, {average:.1f} on average; these metrics have no peak: set --concurrency"
+    lengths = f"P99 of {counted(requests, 'request')}, from the upper bounds of histogram buckets"
     if beyond:
-        past = "is beyond the last edge of their histograms, which is all that is known"
+        past = "is beyond the last histogram bucket, whose bound is all that is known"
         lengths = f"P99 of {counted(requests, 'request')} {past}"
     least = f"{'>= ' if beyond else ''}{counted(traffic.length, 'token')}"
     return traffic, (

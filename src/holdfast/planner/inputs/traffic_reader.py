@@ -57,9 +57,9 @@ def unreadable(source: str, said: str) -> ConfigurationError:
     return ConfigurationError(
         f"traffic: {shorten(source)} cannot be read",
         code=UNREADABLE,
-        needed="a file of JSON lines, or the address of a server's /metrics",
+        needed="a file of JSON lines, or the URL of a server's /metrics",
         found=shorten(said, 200),
-        fix="--traffic http://127.0.0.1:8000/metrics, or state it: --concurrency 16 --prompt 1000 --output 300",
+        fix="--traffic http://127.0.0.1:8000/metrics, or set it directly: --concurrency 16 --prompt 1000 --output 300",
         field="traffic",
     )
 
@@ -83,7 +83,7 @@ def _split(file: IO[bytes], source: str) -> Iterator[bytes]:
             yield line.strip()
         length = 0 if line.endswith(b"\n") else length + len(line)
         if length > ENDLESS_LINE_BYTES:
-            raise unreadable(source, f"a line without an end: more than {ENDLESS_LINE_BYTES >> 20} MiB")
+            raise unreadable(source, f"a line that does not end: more than {ENDLESS_LINE_BYTES >> 20} MiB")
 
 
 # Addresses
@@ -118,8 +118,8 @@ def _body(address: httpx.URL, url: str) -> bytes:
                     return _read(response, url, until)
                 request = response.next_request
             if _origin(request.url) != _origin(address):
-                raise unreadable(url, f"sent on to another server, {shorten(str(request.url))}: ask that one")
-    raise unreadable(url, f"sent on more than {MAX_REDIRECTS} times")
+                raise unreadable(url, f"redirected to another server, {shorten(str(request.url))}: use that one")
+    raise unreadable(url, f"redirected more than {MAX_REDIRECTS} times")
 
 
 def _origin(address: httpx.URL) -> tuple[str, str, int | None]:
@@ -130,7 +130,7 @@ def _read(response: httpx.Response, url: str, until: float) -> bytes:
     if response.status_code != 200:
         raise unreadable(url, f"{response.status_code} {response.reason_phrase}")
     if response.headers.get("content-encoding", "identity") != "identity":
-        raise unreadable(url, "an answer that is packed, although it was asked for plain")
+        raise unreadable(url, "a compressed response, although an uncompressed one was requested")
     pieces: list[bytes] = []
     size = 0
     for piece in response.iter_raw():
@@ -138,6 +138,6 @@ def _read(response: httpx.Response, url: str, until: float) -> bytes:
         if size > MAX_ADDRESS_BYTES:
             raise unreadable(url, f"more than {MAX_ADDRESS_BYTES >> 20} MiB")
         if time.monotonic() > until:
-            raise unreadable(url, f"no whole answer within {DEADLINE_S:g} s")
+            raise unreadable(url, f"no complete response within {DEADLINE_S:g} s")
         pieces.append(piece)
     return b"".join(pieces)

@@ -62,10 +62,10 @@ def kind_of(asked: str) -> str | None:
 def description(kind: str) -> str:
     """What is in such a file beside what its name says; empty where the name says it all."""
     if kind == "MXFP4_MOE":
-        return "experts in MXFP4, all else in Q8_0"
+        return "experts in MXFP4, the rest in Q8_0"
     if kind in _FOUR_BIT_FLOATS:
-        return f"matrices of layers in {kind}, all else in Q8_0"
-    return "types mixed as llama.cpp mixes them" if kind not in _PLAIN else ""
+        return f"layer matrices in {kind}, the rest in Q8_0"
+    return "quantization types mixed as llama.cpp does" if kind not in _PLAIN else ""
 
 
 def layouts_of(spec: ModelSpec, kind: str) -> Iterator[tuple[TensorSpec, str]]:

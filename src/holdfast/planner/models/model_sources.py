@@ -66,16 +66,16 @@ def holdfast_source(model: PlannedModel) -> ModelSource:
         return ModelSource(name=entry.name)
     layouts = {tensor.layout for tensor in (model.stored or {}).values()}
     unknown = ", ".join(sorted(layouts - set(ENGINE_LAYOUTS)))
-    lacks = (f"Holdfast does not compute with {unknown} yet",) if unknown and model.spec.runnable else ()
+    lacks = (f"Holdfast does not support {unknown} yet",) if unknown and model.spec.runnable else ()
     if model.made_as is None:
         said = (*_without_weights(model), *_without_tokenizer(model))
         return ModelSource(name=served_name(model), ready=not said, notes=said, lacks=lacks)
     name, note = _made(model)
-    notes: tuple[str, ...] = (f"Holdfast quantizes nothing while loading: {note}",)
+    notes: tuple[str, ...] = (f"Holdfast does not quantize while loading: {note}",)
     if model.format != "gguf":
         published = published_as(model)
         name = name if published is None else served_name(published)
-        notes, lacks = (), (f"Holdfast neither makes nor runs {model.made_as.upper()} yet",)
+        notes, lacks = (), (f"Holdfast can neither quantize to nor run {model.made_as.upper()} yet",)
     return ModelSource(name=name, ready=False, notes=notes, lacks=lacks)
 
 
@@ -107,21 +107,21 @@ def _stored(model: PlannedModel, engine: str) -> ModelSource:
         layout = quantization_of(file)
         return ModelSource(name=model.name if layout is None or ":" in model.name else f"{repository}:{layout}")
     return ModelSource(
-        name=to_be_made(model, file), ready=False, notes=(f"it takes a GGUF as a file: fetch {file} first",)
+        name=to_be_made(model, file), ready=False, notes=(f"it needs a GGUF as a local file: download {file} first",)
     )
 
 
 def _without_weights(model: PlannedModel) -> tuple[str, ...]:
     bare = model.origin == "folder" and model.format == "none"
-    return (f"{model.name} has a config and no weights: put them there first",) if bare else ()
+    return (f"{model.name} has a config but no weights: add them first",) if bare else ()
 
 
 def _without_tokenizer(model: PlannedModel) -> tuple[str, ...]:
     """Of what Holdfast does not start without."""
     if model.tokenizer:
         return ()
-    said = f"{model.name} has no tokenizer, and serve does not start without one (HF230): put its tokenizer.json there,"
-    return (f"{said} name one with --tokenizer, or add --skip-tokenizer-init where only token ids go in and out",)
+    said = f"{model.name} has no tokenizer, and serve does not start without one (HF230): add its tokenizer.json,"
+    return (f"{said} set one with --tokenizer, or add --skip-tokenizer-init if only token ids go in and out",)
 
 
 def llama_source(model: PlannedModel, dtype: str) -> ModelSource:
@@ -139,14 +139,14 @@ def llama_source(model: PlannedModel, dtype: str) -> ModelSource:
         kind, note = model.made_as, _made(model)[1]
     elif model.spec.quantization is None:
         kind = _PLAIN_GGUF[dtype]
-        note = f"llama.cpp reads GGUF: make or take a GGUF {kind} first"
+        note = f"llama.cpp reads GGUF: convert to or download a GGUF {kind} first"
     elif model.spec.quantization.method == "mxfp4":
         kind = "MXFP4"
-        note = "llama.cpp reads GGUF: make one first with its convert_hf_to_gguf.py, which keeps MXFP4 as it is;"
+        note = "llama.cpp reads GGUF: convert first with its convert_hf_to_gguf.py, which keeps MXFP4 as it is;"
         note += " published ones have the rest in Q8_0, and are smaller"
     else:
         method, kind = model.spec.quantization.method.upper(), near_gguf(model.spec.quantization)
-        note = f"llama.cpp does not read {method}; near it is a GGUF {kind}, whose bytes are other ones: plan with"
+        note = f"llama.cpp does not read {method}; the closest is a GGUF {kind}, whose size differs: plan with"
         note += f" --quantization {kind} of the unquantized model"
     return ModelSource(name="", flags={"-m": to_be_made(model, f"{kind}.gguf")}, ready=False, notes=(note,))
 
@@ -159,14 +159,14 @@ def near_gguf(quantization: QuantSpec) -> str:
 def _made(model: PlannedModel) -> tuple[str, str]:
     assert model.made_as is not None
     if model.format == "gguf":
-        note = f"make or take a GGUF {model.made_as} first"
+        note = f"convert to or download a GGUF {model.made_as} first"
         if model.made_as in NEEDS_IMPORTANCES:
-            note += "; llama-quantize makes it with an importance matrix only"
+            note += "; llama-quantize makes it only with an importance matrix"
         elif model.made_as in MADE_BY_PATTERN:
             note += f": llama-quantize --tensor-type 'blk={model.made_as.lower()}' with Q8_0 makes it"
         return to_be_made(model, f"{model.made_as}.gguf"), note
     kind = model.made_as.upper()
-    return to_be_made(model, kind), f"it needs a checkpoint in {kind}: quantize this one first, or take one that is"
+    return to_be_made(model, kind), f"it needs a checkpoint in {kind}: quantize this one first, or use one that is"
 
 
 def _file(model: PlannedModel) -> str:
@@ -183,5 +183,5 @@ def _builtin(model: PlannedModel) -> builtin.BuiltinModel | None:
 
 def _of_builtin(entry: builtin.BuiltinModel) -> ModelSource:
     ready = builtin.is_cached(entry)
-    notes = () if ready else (f"not fetched yet: holdfast pull {entry.name} puts it there",)
+    notes = () if ready else (f"not downloaded yet: run holdfast pull {entry.name}",)
     return ModelSource(name=str(builtin.cached_path(entry)), ready=ready, notes=notes)

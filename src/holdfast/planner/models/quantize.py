@@ -125,11 +125,11 @@ def _require_plain(model: PlannedModel, name: str) -> None:
     found = ", ".join(layouts) if quantization is None else quantization.method
     if found:
         raise ConfigurationError(
-            f"quantization: {model.name} is quantized already ({found}), and cannot be planned as {shorten(name)}",
+            f"quantization: {model.name} is already quantized ({found}), and cannot be planned as {shorten(name)}",
             code=CANNOT_QUANTIZE,
-            needed="a model that is not quantized yet",
+            needed="an unquantized model",
             found=found,
-            fix="leave --quantization out, or name the unquantized model",
+            fix="leave --quantization out, or use the unquantized model",
             field="quantization",
         )
 
@@ -156,7 +156,7 @@ def _as_gguf(model: PlannedModel, kind: str) -> PlannedModel:
     with_experts = any(layer.experts is not None for layer in model.spec.layers)
     if kind == "MXFP4_MOE" and not with_experts:
         raise ConfigurationError(
-            f"quantization: {model.name} has no experts, and nothing else is in MXFP4 under MXFP4_MOE",
+            f"quantization: {model.name} has no experts, the only tensors that MXFP4_MOE stores in MXFP4",
             code=CANNOT_QUANTIZE,
             needed="a model with experts",
             found="all of it would be Q8_0",

@@ -68,10 +68,10 @@ def resolve_model(name: str | None = None, *, revision: str | None = None, quant
         return replace(found, decisions=(*found.decisions, *_as_a_tag(wanted, found.model)))
     model = quantized_as(found.model, quantization)
     if model is found.model:
-        decision = Decision("quantization", quantization, "the model is stored so", "model")
+        decision = Decision("quantization", quantization, "the model is stored this way", "model")
     else:
         mixed = description(model.made_as) if model.format == "gguf" and model.made_as else ""
-        reason = "planned as if the model had been quantized so; bytes follow from its shapes"
+        reason = "planned as if the model were quantized this way; bytes are computed from its shapes"
         reason += f": {mixed}" if mixed else ""
         decision = Decision("quantization", quantization, reason, "set")
     return Resolved(model, (*found.decisions, decision))
@@ -81,8 +81,8 @@ def _as_a_tag(wanted: str, model: PlannedModel) -> Iterator[Decision]:
     """`llama3.1:8b`, for those who know the name from Ollama."""
     plain = model.origin == "catalogue" and model.format == "none" and model.spec.quantization is None
     if plain and ":" in wanted and "/" not in wanted:
-        reason = f"{wanted} is taken as the unquantized {model.name}; what Ollama fetches under such a tag is"
-        reason += " quantized, mostly as Q4_K_M: -q Q4_K_M plans that"
+        reason = f"{wanted} is taken as the unquantized {model.name}; what Ollama downloads for such a tag is"
+        reason += " quantized, usually as Q4_K_M: -q Q4_K_M plans that"
         yield Decision("weights", "unquantized", reason, "catalogue")
 
 
@@ -114,7 +114,7 @@ def _from_afar(wanted: str, entry: CatalogueEntry | None, revision: str | None) 
     except ModelAccessError as error:
         if revision is not None:
             raise  # The catalogue does not know one revision from another.
-        of = "the catalogue" if wanted == entry.hub_id else f"{entry.hub_id}, which the catalogue takes for the same"
+        of = "the catalogue" if wanted == entry.hub_id else f"{entry.hub_id}, which the catalogue treats as the same"
         reason = f"the hub cannot be read ({shorten(error.message, 100)}); shapes of {of}, {entry.provenance}"
         return _from_catalogue(entry, reason, name=wanted)
 
@@ -135,7 +135,7 @@ def _require_name(name: str) -> None:
     if found is not None:
         raise ModelNotFoundError(
             f"no model at {shorten(name)!r}",
-            needed="a folder, a .gguf file, a built-in name, a hub id or a name of the catalogue",
+            needed="a folder, a .gguf file, a built-in name, a hub id or a catalogue name",
             found=shorten(found),
             field="model",
         )
@@ -143,11 +143,11 @@ def _require_name(name: str) -> None:
 
 def _no_revision(entry: CatalogueEntry, revision: str | None) -> None:
     raise ConfigurationError(
-        f"revision {shorten(str(revision))!r} of {entry.name} cannot be had: the catalogue knows one shape of it",
+        f"revision {shorten(str(revision))!r} of {entry.name} is not available: the catalogue has one shape for it",
         code="HF130",
         needed="a hub id such as owner/name",
         found=entry.name,
-        fix=f"leave --revision out, or name the hub id {entry.hub_id}",
+        fix=f"leave --revision out, or use the hub id {entry.hub_id}",
         field="revision",
     )
 
@@ -166,7 +166,9 @@ def _within(seconds: float, name: str, ask: Callable[[], ModelFiles]) -> ModelFi
     try:
         return within(seconds, ask)
     except TimeoutError as error:
-        raise ModelAccessError(f"{shorten(name)}: the hub has not answered in {seconds:g} s", code="HF222") from error
+        raise ModelAccessError(
+            f"{shorten(name)}: the hub did not respond within {seconds:g} s", code="HF222"
+        ) from error
 
 
 # The catalogue
@@ -192,7 +194,7 @@ def _of_entry(key: Same[CatalogueEntry], name: str) -> PlannedModel:
 
 def _not_fetched_yet(entry: builtin.BuiltinModel, known: CatalogueEntry) -> Resolved:
     """To count a built-in model is no reason to download it."""
-    reason = f"built in, and not fetched yet ({entry.source}); shapes {known.provenance}"
+    reason = f"built in, but not downloaded yet ({entry.source}); shapes {known.provenance}"
     found = _from_catalogue(known, reason, name=entry.name)
     layout = quantization_of(entry.filename)
     return Resolved(quantized_as(found.model, layout) if layout is not None else found.model, found.decisions)
@@ -204,7 +206,7 @@ def _not_fetched_yet(entry: builtin.BuiltinModel, known: CatalogueEntry) -> Reso
 def _from_files(files: ModelFiles) -> Resolved:
     spec = describe(files)
     if files.format == "none":
-        reason = "there are none here: counted from the config's shapes, as dummies are made; stored ones may take less"
+        reason = "no weights here: counted from the config's shapes, as for dummy weights; stored ones may take less"
         decisions = [_where(files, "config.json"), Decision("weights", "derived", reason, "model")]
         model = PlannedModel(name=files.name, spec=spec, origin=files.kind, tokenizer=_has_tokenizer(files))
         return Resolved(model, tuple(decisions))

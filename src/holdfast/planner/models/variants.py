@@ -90,7 +90,7 @@ def published_as(model: PlannedModel) -> PlannedModel | None:
 
 def derived_variants(model: PlannedModel, methods: tuple[str, ...]) -> Iterator[Variant]:
     """The same shapes, quantized."""
-    labels = {"fp8": "FP8, made by vLLM while loading", "nf4": "NF4 (4 bits), made by vLLM while loading"}
+    labels = {"fp8": "FP8, quantized by vLLM while loading", "nf4": "NF4 (4 bits), quantized by vLLM while loading"}
     for method in methods:
         try:
             other = quantized_as(model, method)

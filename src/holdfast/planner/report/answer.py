@@ -77,12 +77,12 @@ def _as_the_engine(command: Command | None, vllm: Vllm) -> Iterator[Decision]:
     if command is None or command.kv_tokens is None:
         return
     value = f"{command.kv_tokens:,} KV tokens, a context of {command.max_model_len:,}"
-    why = "; ".join(command.reasons) or "it keeps KV as the plan does"
+    why = "; ".join(command.reasons) or "it stores KV as the plan does"
     yield Decision("vllm", value, f"as {vllm.name} sizes it: {why}", "version")
 
 
 def _no_rate(found: Fit) -> str:
-    return "requests are longer than the model reads" if too_long(found.question) else no_throughput_reason(found)
+    return "requests are longer than the model's context" if too_long(found.question) else no_throughput_reason(found)
 
 
 def _best(ways: tuple[Remedy, ...]) -> tuple[Fit | None, str]:
@@ -102,5 +102,5 @@ def _budgets(found: Fit) -> list[Decision]:
         device = ranks[0].device
         source = "measured" if device.measured else "catalogue" if device.gpu is not None else "set"
         every = "" if len(ranks) == 1 else f" on each of {len(ranks)}"
-        decisions.append(Decision("budget", value, f"what may be used of {name}{every}", source))
+        decisions.append(Decision("budget", value, f"usable memory of {name}{every}", source))
     return decisions

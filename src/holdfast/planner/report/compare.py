@@ -39,9 +39,9 @@ def compare_lines(answers: Sequence[PlanAnswer], width: int = 80, colour: bool =
     each = (
         counted(lengths.pop(), "token")
         if len(lengths) == 1
-        else "4,096 tokens, or as long as the context or traffic is"
+        else "4,096 tokens, or the length of the context or traffic"
     )
-    return found + wrapped(f"at once: sequences of {each}, side by side in KV", width, "", "  ")
+    return found + wrapped(f"at once: sequences of {each} that fit in the KV cache", width, "", "  ")
 
 
 def _beside(answers: Sequence[PlanAnswer], names: Sequence[str]) -> Iterator[str]:
@@ -49,11 +49,11 @@ def _beside(answers: Sequence[PlanAnswer], names: Sequence[str]) -> Iterator[str
     machines = {_machine(answer) for answer in answers}
     if len(machines) == 1:
         each = " of each" if len(answers[0].question.machine.all_devices) > 1 else ""
-        yield f"all on {machines.pop()}: {format_bytes(min(map(_budget, answers)))} to use{each}"
+        yield f"all on {machines.pop()}: {format_bytes(min(map(_budget, answers)))} usable{each}"
     if len({answer.fit.dtype for answer in answers}) > 1:
         for name, answer in zip(names, answers, strict=True):
-            reason = next((one.reason for one in answer.fit.decisions if one.field == "dtype"), "as asked")
-            yield f"{name}: computed in {answer.fit.dtype}: {reason}"
+            reason = next((one.reason for one in answer.fit.decisions if one.field == "dtype"), "as set")
+            yield f"{name}: dtype {answer.fit.dtype}: {reason}"
 
 
 def _budget(answer: PlanAnswer) -> int:

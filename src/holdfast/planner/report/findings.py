@@ -48,7 +48,8 @@ class PlanFindings:
             return None
         assert self.question.traffic is not None
         most = self.question.model.spec.max_position
-        return f"requests reach {counted(self.question.traffic.length, 'token')}, and the model was made for {most:,}"
+        reach = counted(self.question.traffic.length, "token")
+        return f"requests reach {reach}, but the model's context length is {most:,}"
 
     @property
     def lacks(self) -> tuple[str, ...]:

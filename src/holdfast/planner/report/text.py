@@ -45,10 +45,10 @@ def lines(
         list(_capacity(answer, width, brief)),
         _titled("Decisions", () if brief else _decisions(answer, width), paint),
         _titled("Warnings", () if brief else _warnings(answer, width, paint), paint),
-        _titled("Best way out" if brief else "Ways out, first things first", _ways(answer, width, brief), paint),
+        _titled("Best remedy" if brief else "Remedies, most useful first", _ways(answer, width, brief), paint),
         _titled("Configurations", () if brief else _configurations(answer, width), paint),
         _titled(_commands_title(answer), () if brief and answer.engine is None else _commands(answer, width), paint),
-        _titled("Rules of thumb beside exact figures", _thumbs(answer, width) if verbose else (), paint),
+        _titled("Rules of thumb and exact figures", _thumbs(answer, width) if verbose else (), paint),
     ]
     found: list[str] = []
     for part in parts:
@@ -76,7 +76,7 @@ def _headline(answer: PlanFindings, width: int, paint: Paint) -> Iterator[str]:
         verdict, code = f"does not fit: {answer.problem}", "1;31"
     else:
         loading = any(found.lacks_for_loading(rank) for rank in found.ranks)
-        when = " while it is loaded" if loading else ""
+        when = " while loading" if loading else ""
         verdict, code = f"does not fit: {format_bytes(found.short_bytes)} short{when}", "1;31"
     text = f"{model.name} on {where}: "
     head = textwrap.wrap(text + verdict, width, break_on_hyphens=False)
@@ -104,10 +104,10 @@ def _devices(answer: PlanFindings, width: int, paint: Paint) -> Iterator[str]:
         yield from _rank(answer, group, width, paint)
     idle = len(answer.question.machine.all_devices) - len(answer.fit.ranks)
     if idle > 0:
-        more = f"; {answer.replicas} servers like this go side by side here, as replicas" if answer.replicas > 1 else ""
+        more = f"; {answer.replicas} servers like this fit here, as replicas" if answer.replicas > 1 else ""
         yield from wrapped(f"{counted(idle, 'more device')} not used{more}", width, "", "  ")
     if answer.question.machine.ram_bytes is not None and answer.question.machine.kind == "gpu":
-        yield f"RAM beside it: {format_bytes(answer.question.machine.ram_bytes)} free, not used by this plan"
+        yield f"RAM: {format_bytes(answer.question.machine.ram_bytes)} free, not used by this plan"
 
 
 def _alike(one: Rank, other: Rank) -> bool:
@@ -144,7 +144,7 @@ def _rank(answer: PlanFindings, group: list[Rank], width: int, paint: Paint) -> 
     kind = "GPU" if device.kind == "gpu" else "CPU"
     numbers = str(device.index) if len(group) == 1 else f"{device.index}-{group[-1].device.index}"
     of = f"{format_bytes(device.total_bytes)}, budget {format_bytes(rank.budget_bytes)}"
-    each = "" if len(group) == 1 else ", each: the figures below are of one"
+    each = "" if len(group) == 1 else ", each: the figures below are for one"
     yield from wrapped(f"{kind} {numbers}  {device.name}  {of}{each}", width, "", "  ")
     needed = max(1, rank.budget_bytes + parts["short"] if parts["short"] else device.total_bytes)
     yield "  " + _stacked(parts, needed, width - 4, paint)
@@ -161,22 +161,24 @@ def _rank(answer: PlanFindings, group: list[Rank], width: int, paint: Paint) -> 
     if parts["short"]:
         drawn = paint(_bar(parts["short"], whole, bar, SHORT_MARK), SHORT_COLOUR)
         yield f"  {'short':<{LABEL_WIDTH}}{drawn}  {format_bytes(parts['short']):>10}"
-        yield from wrapped(f"shares are of {format_bytes(whole)}, what it would take with the reserve", width)
+        yield from wrapped(f"percentages are of {format_bytes(whole)}, the total it would need with the reserve", width)
     yield from _overhead(answer, rank, width)
     if device.held_by:
-        yield from wrapped(f"held by others: {', '.join(device.held_by)}", width)
+        yield from wrapped(f"held by other processes: {', '.join(device.held_by)}", width)
 
 
 def _overhead(answer: PlanFindings, rank: Rank, width: int) -> Iterator[str]:
     if answer.fit.lacks_for_loading(rank):
         sums = f"{format_bytes(rank.loading_bytes)} with the weights, of {format_bytes(rank.budget_bytes)}"
-        yield from wrapped(f"overhead while it is loaded: {_spelled(rank.loading)}; {sums}", width)
+        yield from wrapped(f"overhead while loading: {_spelled(rank.loading)}; {sums}", width)
         return
     yield from wrapped("overhead: " + _spelled(rank.terms), width)
     if rank.loading:
         staging = sum(term.nbytes for term in rank.loading if term.name == "staging")
         peak = f"{format_bytes(rank.loading_bytes)} at its peak"
-        yield from wrapped(f"loading: {peak}, {format_bytes(staging)} of it staging, before KV is there", width)
+        yield from wrapped(
+            f"loading: {peak}, {format_bytes(staging)} of it staging, before the KV cache is allocated", width
+        )
 
 
 def _spelled(held: Iterable[Term]) -> str:
@@ -189,7 +191,7 @@ def _spelled(held: Iterable[Term]) -> str:
 
 def _row_note(answer: PlanFindings, rank: Rank, name: str) -> str:
     if name == "KV" and answer.fit.lacks_for_loading(rank):
-        return "comes after loading"
+        return "allocated after loading"
     if name == "KV":
         return f"{answer.fit.required_sequences} x {counted(answer.fit.required_tokens, 'token')}"
     if name == "free":
@@ -231,10 +233,10 @@ def _stacked(parts: dict[str, int], whole: int, width: int, paint: Paint) -> str
 def _capacity(answer: PlanFindings, width: int, brief: bool) -> Iterator[str]:
     found, traffic = answer.fit, answer.question.traffic
     fixed = answer.kv_bytes_fixed_per_sequence
-    each = f"KV {format_bytes(answer.kv_bytes_per_token)} a token ({found.kv_dtype})"
+    each = f"KV {format_bytes(answer.kv_bytes_per_token)} per token ({found.kv_dtype})"
     if found.kv_bytes_per_token > answer.kv_bytes_per_token:
         each += f", {format_bytes(found.kv_bytes_per_token)} with the copies on all ranks"
-    each += f", and {format_bytes(fixed)} a sequence" if fixed else ""
+    each += f", and {format_bytes(fixed)} per sequence" if fixed else ""
     yield from wrapped(f"{each}; the pool holds {counted(found.kv_tokens, 'token')}", width, "")
     if answer.max_model_len:
         most = counted(answer.question.model.spec.max_position, "token")
@@ -244,7 +246,7 @@ def _capacity(answer: PlanFindings, width: int, brief: bool) -> Iterator[str]:
     theirs = answer.commands.get(answer.engine or "")
     if theirs is not None and theirs.kv_tokens is not None and theirs.max_model_len is not None:
         tokens = f"a context of {theirs.max_model_len:,} and {counted(theirs.kv_tokens, 'KV token')}"
-        of = "" if answer.commands_of == "plan" else " on the first way out"
+        of = "" if answer.commands_of == "plan" else " with the first remedy"
         yield from wrapped(f"as {answer.vllm.name} sizes it{of}: {tokens}", width, "")
     if traffic is not None and answer.concurrency_at_traffic is not None:
         yield from wrapped(
@@ -255,7 +257,7 @@ def _capacity(answer: PlanFindings, width: int, brief: bool) -> Iterator[str]:
         )
     rate = answer.throughput
     if rate is None:
-        yield from wrapped(f"no throughput is estimated: {answer.no_throughput}", width, "")
+        yield from wrapped(f"no throughput estimate: {answer.no_throughput}", width, "")
         return
     for decode in (rate.one, rate.at_traffic, rate.largest):
         if decode is not None and (decode is rate.one or decode.batch > 1):
@@ -291,9 +293,9 @@ def _warnings(answer: PlanFindings, width: int, paint: Paint) -> Iterator[str]:
 
 def _ways(answer: PlanFindings, width: int, brief: bool) -> Iterator[str]:
     if not answer.fits and not answer.ways_out:
-        yield "  none is known: every configuration that was tried falls short"
+        yield "  none known: every configuration that was tried falls short"
     for number, way in enumerate(answer.ways_out[:1] if brief else answer.ways_out, 1):
-        part = "" if way.meets_request else " (only part of what was asked)"
+        part = "" if way.meets_request else " (only part of what was requested)"
         yield from wrapped(f"{number:>2}. {way.change}{part}", width, "  ", "      ")
         if way.tiers is None:
             found = way.fit
@@ -315,7 +317,7 @@ def _configurations(answer: PlanFindings, width: int) -> Iterator[str]:
             for said in configuration.sized_otherwise(answer.vllm):
                 yield from wrapped(said, width, "       ", "       ")
     if answer.fits and answer.safe is None:
-        yield from wrapped("safe: none; what was asked leaves no room for every estimate being off", width)
+        yield from wrapped("safe: none; what was requested leaves no margin for the error of the estimates", width)
 
 
 def _flags(configuration: Configuration) -> str:
@@ -325,7 +327,7 @@ def _flags(configuration: Configuration) -> str:
 
 
 def _commands_title(answer: PlanFindings) -> str:
-    return "Commands" if answer.commands_of == "plan" else f"Commands of way out: {answer.commands_of}"
+    return "Commands" if answer.commands_of == "plan" else f"Commands of remedy: {answer.commands_of}"
 
 
 def _commands(answer: PlanFindings, width: int) -> Iterator[str]:

@@ -133,7 +133,7 @@ def _budget(config: EngineConfig, machine: Memory, decisions: list[Decision]) ->
     if config.ram is not None:
         if config.ram > machine.available_bytes:
             raise refusals.budget_is_not_there(config.ram, machine)
-        decisions.append(Decision("budget", format_bytes(config.ram), f"asked for with ram; {free}", "set"))
+        decisions.append(Decision("budget", format_bytes(config.ram), f"set with ram; {free}", "set"))
         return config.ram
     budget = int(machine.available_bytes * config.gpu_memory_utilization)
     decisions.append(
@@ -145,7 +145,8 @@ def _budget(config: EngineConfig, machine: Memory, decisions: list[Decision]) ->
 def _check_length(spec: ModelSpec, config: EngineConfig) -> None:
     if config.max_model_len is not None and config.max_model_len > spec.max_position:
         raise ConfigurationError(
-            f"max_model_len is {config.max_model_len:,}, but the model was made for {spec.max_position:,} tokens",
+            f"max_model_len is {config.max_model_len:,}, but the model's context length is"
+            f" {spec.max_position:,} tokens",
             code="HF111",
             needed=f"at most {spec.max_position:,}",
             found=f"{config.max_model_len:,}",
@@ -179,12 +180,14 @@ def settle_pool(plan: Plan, available_bytes: int, measured: Mapping[str, int] | 
         held = min(available_bytes - plan.reserve_bytes, plan.terms["kv_pool"] - max(0, over - _unused(plan)))
         raise refusals.became_short(plan.reserve_bytes, needed, needed - held, available_bytes, max(0, over))
     planned = counted(plan.blocks, "block")
-    reason = f"{format_bytes(available_bytes)} are free after loading; planned were {planned}"
+    reason = f"{format_bytes(available_bytes)} are free after loading; the plan was {planned}"
     if within_budget == blocks:
-        reason = f"loading and a step took {format_bytes(over)} more than planned; planned were {planned}"
+        reason = f"loading and a step took {format_bytes(over)} more than planned; the plan was {planned}"
     decisions = [Decision("kv_pool", f"{format_bytes(blocks * page)} ({counted(blocks, 'block')})", reason, "measured")]
     if length < plan.limits.max_model_len:
-        decisions.append(Decision("max_model_len", f"{length:,}", "the KV pool holds no longer sequence", "measured"))
+        decisions.append(
+            Decision("max_model_len", f"{length:,}", "the longest sequence that the KV pool holds", "measured")
+        )
     return replace(
         plan,
         blocks=blocks,
@@ -203,7 +206,7 @@ def _block_bytes(plan: Plan) -> int:
 def _grown(plan: Plan, blocks: int, under: int) -> Plan:
     page, more = plan.layout.page_bytes, blocks - plan.blocks
     planned = counted(plan.blocks, "block")
-    reason = f"loading and a step took {format_bytes(under)} less than planned; planned were {planned}"
+    reason = f"loading and a step took {format_bytes(under)} less than planned; the plan was {planned}"
     said = Decision("kv_pool", f"{format_bytes(blocks * page)} ({counted(blocks, 'block')})", reason, "measured")
     books = more * (_block_bytes(plan) - page)
     terms = {**plan.terms, "kv_pool": blocks * page, "buffers": plan.terms.get("buffers", 0) + books}

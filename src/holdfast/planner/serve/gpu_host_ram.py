@@ -27,7 +27,7 @@ def with_host_memory(plan: Plan, spec: ModelSpec, config: EngineConfig, machine:
         else forms_bytes(spec.vocab_size, plan.limits.max_num_seqs, os.cpu_count() or FEW_CORES)
     )
     if forms:
-        said = "RAM behind the GPU for answers that must have a form, at most; whose form has no room waits"
+        said = "maximum host RAM for structured output; a request whose grammar does not fit waits"
         told = Decision("structured_outputs", format_bytes(forms), said, "planner")
         plan = replace(plan, decisions=(*plan.decisions, told))
     if not config.lora_copies:
@@ -37,15 +37,15 @@ def with_host_memory(plan: Plan, spec: ModelSpec, config: EngineConfig, machine:
     if asked > free:
         fewer = free // one
         raise DoesNotFitError(
-            f"{counted(config.lora_copies, 'adapter')} of rank {config.lora_rank} do not fit in RAM, where copies of"
-            " them are kept behind the GPU",
+            f"{counted(config.lora_copies, 'adapter')} of rank {config.lora_rank} do not fit in host RAM, where copies"
+            " of them are kept",
             needed=f"{format_bytes(asked)}, {format_bytes(one)} each, and {format_bytes(front_bytes + forms)} for the"
-            " front and for forms of answers",
+            " API server and structured output",
             found=f"{format_bytes(machine.available_bytes)} free ({machine.limited_by})",
             fix=f"--max-cpu-loras {fewer}"
             if fewer >= config.lora_places
             else "fewer --max-loras, or a smaller --max-lora-rank",
             field="max_cpu_loras",
         )
-    said = f"RAM for {counted(config.lora_copies, 'adapter')} behind the GPU, {format_bytes(one)} each"
+    said = f"host RAM for {counted(config.lora_copies, 'adapter')}, {format_bytes(one)} each"
     return replace(plan, decisions=(*plan.decisions, Decision("max_cpu_loras", format_bytes(asked), said, "planner")))

@@ -52,11 +52,11 @@ def choose_gpu(gpus: Sequence[NvidiaGpu]) -> tuple[NvidiaGpu, Decision]:
     """The one with most memory free, the first of equals; why, for people to read."""
     if not gpus:
         raise ConfigurationError(
-            "a GPU is planned for, and the driver shows none",
+            "a GPU was planned for, but the driver shows none",
             code=NOT_THERE,
             needed="an NVIDIA GPU",
             found="none",
-            fix="--device cpu; nvidia-smi and CUDA_VISIBLE_DEVICES show what there is",
+            fix="--device cpu; or check nvidia-smi and CUDA_VISIBLE_DEVICES",
             field="device",
         )
     able = [gpu for gpu in gpus if gpu.capability is None or gpu.capability >= LEAST_CAPABILITY]
@@ -65,7 +65,7 @@ def choose_gpu(gpus: Sequence[NvidiaGpu]) -> tuple[NvidiaGpu, Decision]:
     chosen = max(able, key=lambda gpu: gpu.free_bytes)
     reason = f"{format_bytes(chosen.free_bytes)} of {format_bytes(chosen.total_bytes)} free"
     if len(gpus) > 1:
-        reason += f", the most of {len(gpus)} GPUs; CUDA_VISIBLE_DEVICES={chosen.uuid} chooses it by hand"
+        reason += f", the most of {len(gpus)} GPUs; CUDA_VISIBLE_DEVICES={chosen.uuid} selects it explicitly"
     return chosen, Decision("device", f"GPU {chosen.index}, {chosen.name}", reason, "measured")
 
 
@@ -84,7 +84,7 @@ def make_gpu_plan(
     device = replace(measured_device(0, chosen), budget_bytes=config.vram)
     if config.vram is not None and config.vram > chosen.free_bytes:
         raise DoesNotFitError(
-            f"a budget of {format_bytes(config.vram)} is asked for, but less is free on {chosen.name}",
+            f"a budget of {format_bytes(config.vram)} was requested, but less is free on {chosen.name}",
             needed=format_bytes(config.vram),
             found=f"{format_bytes(chosen.free_bytes)}"
             + (f"; others hold: {', '.join(device.held_by)}" if device.held_by else ""),
@@ -124,7 +124,7 @@ def _check_kernels(spec: ModelSpec, config: EngineConfig) -> None:
     ):
         if asked not in others:
             raise ConfigurationError(
-                f"{name} {asked} is a setting for CPUs; on a GPU there is one way",
+                f"{name} {asked} is a CPU setting; a GPU has no such choice",
                 code=OF_A_CPU,
                 needed=" or ".join(others),
                 found=asked,
@@ -134,7 +134,7 @@ def _check_kernels(spec: ModelSpec, config: EngineConfig) -> None:
     widest = max(layer.head_dim or spec.head_dim for layer in spec.layers)
     if widest > WIDEST_HEAD:
         raise ConfigurationError(
-            f"the GPU kernels have no attention for heads of {widest} dimensions",
+            f"the GPU kernels do not support attention heads of {widest} dimensions",
             code=TOO_WIDE,
             needed=f"head_dim up to {WIDEST_HEAD}",
             found=str(widest),
@@ -145,9 +145,9 @@ def _check_kernels(spec: ModelSpec, config: EngineConfig) -> None:
 
 def _mixed(found: Fit) -> ConfigurationError:
     return ConfigurationError(
-        "on a GPU the KV cache is kept in what is computed in",
+        "kv_cache_dtype must equal dtype on a GPU",
         code=MIXED_KV,
-        needed=f"kv_cache_dtype {found.dtype}, as dtype",
+        needed=f"kv_cache_dtype {found.dtype}, the same as dtype",
         found=f"kv_cache_dtype {found.kv_dtype}",
         fix=f"leave --kv-cache-dtype out, or --dtype {found.kv_dtype}",
         field="kv_cache_dtype",
@@ -222,12 +222,12 @@ def _within_pool(plan: Plan) -> Plan:
         raise DoesNotFitError(
             f"one sequence of {counted(wanted, 'token')} does not fit in the KV pool",
             needed=f"{format_bytes(enough)} for max_model_len {wanted:,}",
-            found=f"{format_bytes(pool)}, as it was set: {format_bytes(enough - pool)} short",
+            found=f"{format_bytes(pool)}, as set: {format_bytes(enough - pool)} short",
             fix=(f"--max-model-len {held}, or " if held >= LEAST_TOKENS else "")
             + f"--kv-cache-memory-bytes {-(-enough // MIB)}MiB, or leave it out",
             field="max_model_len",
         )
-    decision = Decision("max_model_len", f"{held:,}", "the KV pool that was set holds no longer sequence", "planner")
+    decision = Decision("max_model_len", f"{held:,}", "the longest sequence that the KV pool, as set, holds", "planner")
     return replace(
         plan, limits=replace(plan.limits, max_model_len=held), decisions=(*plan.decisions, decision), short=True
     )
@@ -236,7 +236,7 @@ def _within_pool(plan: Plan) -> Plan:
 def _pool_as_asked(asked: int, held: int, page: int) -> int:
     if asked > held:
         raise DoesNotFitError(
-            "the KV pool that was asked for does not fit",
+            "the requested KV pool does not fit",
             needed=format_bytes(asked * page),
             found=f"{format_bytes(held * page)} left of the budget",
             fix=f"--kv-cache-memory-bytes {held * page >> 20}MiB, or leave it out",
@@ -260,6 +260,6 @@ def _refusal(found: Fit) -> DoesNotFitError:
             " ".join(f"--{name.replace('_', '-')} {value}" for name, value in way.settings.items())
             for way in ways[:MOST_WAYS_OUT]
         )
-        or f"holdfast plan {found.question.model.name} shows other ways",
+        or f"holdfast plan {found.question.model.name} shows other remedies",
         field="max_model_len",
     )

@@ -29,7 +29,7 @@ def spell(terms: Mapping[str, int]) -> str:
 
 def budget_is_not_there(asked: int, machine: Memory) -> DoesNotFitError:
     return DoesNotFitError(
-        f"a budget of {format_bytes(asked)} is asked for, but less is free",
+        f"a budget of {format_bytes(asked)} was requested, but less is free",
         needed=format_bytes(asked),
         found=f"{format_bytes(machine.available_bytes)} free ({machine.limited_by}): "
         f"{format_bytes(asked - machine.available_bytes)} short",
@@ -44,7 +44,7 @@ def loading_does_not_fit(room: CpuBudget) -> DoesNotFitError:
         "the model does not fit in memory",
         needed=f"{format_bytes(room.loading_bytes)} while it is loaded: {spell(room.loading_terms)}",
         found=f"{format_bytes(room.budget_bytes)} of budget: {format_bytes(short)} short",
-        fix="free memory, or take a smaller or a quantized model",
+        fix="free memory, or use a smaller or a quantized model",
     )
 
 
@@ -55,7 +55,7 @@ def nothing_fits(room: CpuBudget) -> DoesNotFitError:
         needed=f"{spell(room.terms(room.least))}, and {format_bytes(least)} for the KV of"
         f" {counted(room.least, 'token')}",
         found=f"{format_bytes(room.budget_bytes)} of budget: {format_bytes(room.short_bytes(room.least))} short",
-        fix="free memory, or take a smaller or a quantized model",
+        fix="free memory, or use a smaller or a quantized model",
     )
 
 
@@ -64,7 +64,7 @@ def pool_does_not_fit(room: CpuBudget) -> DoesNotFitError:
     held = left // (page + BOOK_BYTES) * page
     return DoesNotFitError(
         f"a KV pool of {format_bytes(asked)} does not fit",
-        needed=f"{format_bytes(asked)} beside {spell(room.terms(1))}",
+        needed=f"{format_bytes(asked)} in addition to {spell(room.terms(1))}",
         found=f"{format_bytes(left)} left of the budget: {format_bytes(asked - left)} short",
         fix=f"--kv-cache-memory-bytes {f'{held // MIB}MiB' if held >= MIB else held}",
         field="kv_cache_memory_bytes",
@@ -94,10 +94,10 @@ def length_does_not_fit(room: CpuBudget, wanted: int, longest: int) -> DoesNotFi
     return DoesNotFitError(
         f"one sequence of {counted(wanted, 'token')} does not fit in the KV pool",
         needed=f"{format_bytes(needed + books)} for max_model_len {wanted:,}",
-        found=f"{_left_for_kv(room, wanted, needed + books - short)}{', as it was set' if pool is not None else ''}:"
+        found=f"{_left_for_kv(room, wanted, needed + books - short)}{', as set' if pool is not None else ''}:"
         f" {format_bytes(short)} short",
         fix=", or ".join(fixes)
-        or f"free {format_bytes(short)} of memory: it holds {counted(longest, 'token')}, which is of little use",
+        or f"free {format_bytes(short)} of memory: it holds only {counted(longest, 'token')}, too few to be useful",
         field="max_model_len",
     )
 
@@ -122,13 +122,13 @@ def became_short(reserve: int, needed: int, short: int, available: int, over: in
     """`available`: below nothing where what is still to be loaded is more than is free."""
     found = f"{format_bytes(max(0, available))} free"
     if over > 0:
-        found += f", and {format_bytes(over)} more than planned were taken by loading and by a step"
+        found += f", and {format_bytes(over)} more than planned were used by loading and by a step"
     ours = over > 0 and available - reserve >= needed
     return DoesNotFitError(
-        "loading and a step took more memory than planned" if ours else "memory has become short while loading",
+        "loading and a step took more memory than planned" if ours else "memory ran short while loading",
         needed=f"{format_bytes(needed)} for KV" + (f", and {format_bytes(reserve)} left free" if reserve else ""),
         found=f"{found}: {format_bytes(short)} short",
-        fix=("a larger budget" if ours else "stop what else takes memory") + ", or set a smaller --max-model-len",
+        fix=("a larger budget" if ours else "stop what else uses memory") + ", or set a smaller --max-model-len",
     )
 
 

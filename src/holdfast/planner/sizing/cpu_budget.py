@@ -194,12 +194,12 @@ class CpuBudget:
         """As many pages as are asked for, or as are left and useful; possibly too few, or too many to fit."""
         page, config = self.layout.page_bytes, self.config
         if config.kv_cache_memory_bytes is not None:
-            return Pool(config.kv_cache_memory_bytes // page, "asked for", "set")
+            return Pool(config.kv_cache_memory_bytes // page, "as set", "set")
         room = max(0, self.left(length)) // (page + BOOK_BYTES)
         wanted, reason, cut = room, "all that is left of the budget", True
         default = max(DEFAULT_KV_BYTES // page, self.one_sequence(length))
         if config.ram is None and default < room:
-            wanted, reason, cut = default, "the default; --kv-cache-memory-bytes changes it", False
+            wanted, reason, cut = default, "the default; set --kv-cache-memory-bytes to change it", False
         if (most_useful := self._most_useful(length)) < wanted:
             wanted, reason, cut = most_useful, _no_more(config.sequences), False
         return Pool(wanted, reason, "planner", cut)

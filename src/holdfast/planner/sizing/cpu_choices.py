@@ -75,9 +75,7 @@ class CpuChoices:
         room = self._room(config, choices, rung)
         quantized = any(decision.field == "weights" for decision in decisions)
         if room.weights_dtype != choices.dtype and not quantized:
-            reason = (
-                f"kept as they are stored, which takes less: compiled products compute in {choices.dtype} from them"
-            )
+            reason = f"kept as stored, which takes less memory: compiled kernels compute from them in {choices.dtype}"
             decisions.append(Decision("weights", room.weights_dtype, reason, "hardware"))
         if self.stored is None or not choices.expand_weights or config.expand_weights != "auto":
             return room, decisions
@@ -85,7 +83,7 @@ class CpuChoices:
         if room.longest(room.most) >= kept.longest(room.most):
             return room, decisions
         sizes = weight_sizes(self.spec, self.stored, choices.dtype)
-        said = Decision("weights", "quantized", f"expanded they would leave less context: {sizes}", "planner")
+        said = Decision("weights", "quantized", f"expanded, they would leave less context: {sizes}", "planner")
         return kept, [said if decision.field == "weights" else decision for decision in decisions]
 
     def _room(self, config: EngineConfig, choices: Choices, rung: LimitPreset) -> CpuBudget:
@@ -158,11 +156,11 @@ def _compiled_attention(config: EngineConfig, compiled: bool, decisions: list[De
         return compiled
     if config.attention_backend == "compiled" and not compiled:
         raise ConfigurationError(
-            "attention_backend is compiled, but there are no compiled kernels for this dtype here",
+            "attention_backend is compiled, but there are no compiled kernels for this dtype",
             code="HF112",
             needed="dtype float32 and kernels built at install (a C compiler)",
-            fix="--attention-backend auto, or install again with a C compiler",
+            fix="--attention-backend auto, or reinstall with a C compiler",
             field="attention_backend",
         )
-    decisions.append(Decision("attention_backend", config.attention_backend, "asked for", "set"))
+    decisions.append(Decision("attention_backend", config.attention_backend, "as set", "set"))
     return config.attention_backend == "compiled"

@@ -59,7 +59,7 @@ def check_step(sequences: int | None, step_tokens: int | None) -> None:
     """The scheduler would refuse it too, when everything is loaded."""
     if sequences and step_tokens and sequences > step_tokens:
         raise ConfigurationError(
-            f"max_num_seqs is {sequences:,} and max_num_batched_tokens {step_tokens:,}: a step has a token for every"
+            f"max_num_seqs is {sequences:,} and max_num_batched_tokens {step_tokens:,}: a step needs a token for every"
             " running sequence",
             needed=f"max_num_batched_tokens of at least {sequences:,}",
             found=f"{step_tokens:,}",
@@ -126,7 +126,9 @@ def prompt_tokens_beside(active_parameters: int, cores: int, step_tokens: int) -
 
 
 def beside_decision(tokens: int, cores: int) -> Decision:
-    reason = f"in a step beside running answers, which wait for it: about {BESIDE_S:g} s on {counted(cores, 'core')}"
+    reason = (
+        f"prefill tokens in a step with decoding, which waits for it: about {BESIDE_S:g} s on {counted(cores, 'core')}"
+    )
     return Decision("prompt_tokens", f"{tokens:,}", reason, "planner")
 
 
@@ -136,16 +138,16 @@ def context_said(tokens: int) -> str:
 
 def _lowered(default: int, chosen: int, fits: bool, beside: str) -> str:
     if fits:
-        return f"{default:,} do not fit beside {beside}; {chosen:,} {'does' if chosen == 1 else 'do'}"
-    return f"not even {chosen:,} would fit beside {beside}"
+        return f"{default:,} do not fit with {beside}; {chosen:,} {'does' if chosen == 1 else 'do'}"
+    return f"not even {chosen:,} would fit with {beside}"
 
 
 def length_decision(served: int, allowed: int, longest: int, *, fits: bool = True) -> Decision:
     """Of a context that nobody set. `longest`: what memory holds with the lowest limits."""
-    reason = "what the model allows, and memory holds it"
+    reason = "the model's maximum; it fits in memory"
     if not fits:
-        alone = f"one sequence alone could have {longest:,}" if longest else "nothing is left for KV"
-        reason = f"of the model's {allowed:,}; what was asked for does not fit: {alone}"
+        alone = f"a single sequence could have {longest:,}" if longest else "nothing is left for KV"
+        reason = f"of the model's {allowed:,}; the request does not fit: {alone}"
     elif served < allowed:
         more = f", and {longest:,} with lower limits: --max-model-len" if longest > served else ""
         reason = f"the model allows {allowed:,}; memory holds {served:,}{more}"

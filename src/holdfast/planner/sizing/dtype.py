@@ -37,7 +37,7 @@ def outgrows_half(spec: ModelSpec) -> bool:
 def check_type(asked: str, spec: ModelSpec) -> None:
     if asked_type(asked) == "float16" and outgrows_half(spec):
         raise ConfigurationError(
-            f"{spec.architecture} cannot be computed in float16: its activations outgrow it",
+            f"{spec.architecture} cannot run in float16: its activations overflow it",
             code="HF129",
             needed="dtype bfloat16 or float32",
             found=asked,
@@ -51,19 +51,19 @@ def cpu_type(stored: str, *, fast_bfloat16: bool) -> NumberType:
         return NumberType("float32", "the model is stored in float32", "hardware")
     if fast_bfloat16:
         return NumberType("bfloat16", "this CPU multiplies bfloat16 in hardware", "hardware")
-    reason = "this CPU has no bfloat16 products; emulated ones are many times slower"
+    reason = "this CPU has no bfloat16 instructions; emulation is many times slower"
     return NumberType("float32", reason, "hardware")
 
 
 def other_engines_type(stored: str, engine: str, *, fast_bfloat16: bool) -> NumberType:
     """On a CPU, of a model that this engine does not run: what the one takes that does."""
     value = "float16" if stored == "float16" else "bfloat16"
-    how = "takes what the model says" if value == stored else f"takes half of the {stored} that the model is stored in"
+    how = "uses the model's dtype" if value == stored else f"uses half the width of the model's {stored}"
     if engine == "llama.cpp":
-        how = "keeps KV in 16 bits"
+        how = "stores KV in 16 bits"
     reason = f"Holdfast does not run this model: {engine}, which does, {how}"
     if value == "bfloat16" and engine != "llama.cpp" and not fast_bfloat16:
-        reason += "; this CPU has no bfloat16 products, and emulated ones are many times slower"
+        reason += "; this CPU has no bfloat16 instructions, and emulation is many times slower"
     return NumberType(value, reason, "model")
 
 
@@ -72,15 +72,15 @@ def gpu_type(spec: ModelSpec, devices: Sequence[Device]) -> NumberType:
     stored = spec.stored_dtype
     lacking = next((device for device in devices if device.gpu is not None and not device.gpu.bf16), None)
     if outgrows_half(spec) and (lacking is not None or stored == "float16"):
-        reason = "what the model computes outgrows float16"
+        reason = "the model's activations overflow float16"
         if lacking is None:
             return NumberType("bfloat16", reason, "model")
-        return NumberType("float32", f"{reason}, and {lacking.name} does not compute in bfloat16", "hardware")
+        return NumberType("float32", f"{reason}, and {lacking.name} does not support bfloat16", "hardware")
     if stored == "float16":
-        return NumberType("float16", "as the model says", "model")
+        return NumberType("float16", "the model's dtype", "model")
     if lacking is not None:
-        return NumberType("float16", f"{lacking.name} does not compute in bfloat16", "hardware")
+        return NumberType("float16", f"{lacking.name} does not support bfloat16", "hardware")
     if stored == "bfloat16":
-        return NumberType("bfloat16", "as the model says", "model")
-    reason = f"half of the {stored} that the model is stored in, and GPUs are made for it"
+        return NumberType("bfloat16", "the model's dtype", "model")
+    reason = f"half the width of the model's {stored}, and GPUs are built for it"
     return NumberType("bfloat16", reason, "planner")

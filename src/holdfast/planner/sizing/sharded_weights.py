@@ -149,8 +149,8 @@ class _Cut:
         if self.width % (parts * self.whole) == 0:
             return None
         if self.whole == 1:
-            return f"{self.what} does not split into {parts}"
-        return f"{self.what} does not split into {parts}: quantized in groups of {self.whole}, which stay whole"
+            return f"{self.what} does not divide by {parts}"
+        return f"{self.what} does not divide by {parts}: quantized in groups of {self.whole}, which cannot be split"
 
 
 def parallel_sizes(spec: ModelSpec, most: int = 64) -> tuple[int, ...]:
@@ -162,9 +162,9 @@ def why_not_parallel(spec: ModelSpec, size: int) -> str | None:
     if size == 1:
         return None
     if spec.heads % size:
-        return f"{spec.heads} attention {'heads do' if spec.heads > 1 else 'head does'} not split into {size}"
+        return f"{spec.heads} attention {'heads do' if spec.heads > 1 else 'head does'} not divide by {size}"
     if spec.kv_heads % size and size % spec.kv_heads:
-        return f"{spec.kv_heads} KV heads neither split into {size} nor repeat over it"
+        return f"{spec.kv_heads} KV heads neither divide by {size} nor replicate evenly over it"
     return next((problem for cut in _cuts(Same(spec)) if (problem := cut.problem(size)) is not None), None)
 
 
@@ -234,7 +234,7 @@ def check_parallel(spec: ModelSpec, tensor_parallel: int, pipeline_parallel: int
             code=TP_NOT_POSSIBLE,
             needed=f"a tensor-parallel size of {sizes}",
             found=str(tensor_parallel),
-            fix=f"-tp {nearest}" + ("; or the hub id: the catalogue's shapes were not compared" if unchecked else ""),
+            fix=f"-tp {nearest}" + ("; or use the hub id: the catalogue's shapes are unverified" if unchecked else ""),
             field="tensor_parallel_size",
         )
     if pipeline_parallel > len(spec.layers):
@@ -327,4 +327,4 @@ def _share(weight: Weight, spec: ModelSpec, ranks: int) -> int:
 def require_known_layouts(model: PlannedModel) -> None:
     for stored in (model.stored or {}).values():
         if stored.layout not in LAYOUTS:
-            raise CheckpointError(f"tensor {stored.name} is stored as {stored.layout}, which is not known")
+            raise CheckpointError(f"tensor {stored.name} is stored as {stored.layout}, which is not supported")
