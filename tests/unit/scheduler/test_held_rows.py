@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from holdfast.engine.core.loop import EngineCore
+from holdfast.engine.core.no_structured_output import NoStructuredOutput
 from holdfast.kvcache import KVCache, KVLayout, form_groups
 from holdfast.records import EngineOutput, Request, SamplingParams, StepPlan, StepResult
 from holdfast.records.steps import Verdict
@@ -107,10 +108,17 @@ class _Runner:
         pass
 
 
+class _Following(NoStructuredOutput):
+    """Every token has the form."""
+
+    def advance_grammar(self, request_id: str, token: int) -> Verdict:
+        return Verdict.GOES_ON
+
+
 def test_those_who_must_have_a_form_stay_together() -> None:
     """One comes with each step, and a step is planned ahead: they must not take turns for good."""
     runner = _Runner()
-    core = EngineCore(make(), runner, steps_ahead=1)  # type: ignore[arg-type]
+    core = EngineCore(make(), runner, steps_ahead=1, structured_output=_Following())  # type: ignore[arg-type]
     outputs: list[EngineOutput] = []
     for number in range(30):
         if number < 6:
