@@ -127,7 +127,7 @@ def require_runnable(spec: ModelSpec, known: tuple[str, ...]) -> ModelSpec:
 
 def _feature(spec: ModelSpec, found: str) -> ModelError:
     return CheckpointError(
-        f"this engine cannot run this {spec.architecture}: it does not support {found}",
+        f"this engine cannot run this {spec.architecture}: it lacks {found}",
         needed=f"a model of the {spec.family} family without that",
         found=found,
         field=spec.unsupported[0].partition(":")[0],

@@ -357,7 +357,7 @@ def test_requests_longer_than_the_model_reads_do_not_fit(ask: Ask) -> None:
     assert document["commands_of"] == "shorter_requests"
     shown = lines(found, width=120)
     assert "does not fit: requests reach 10,005 tokens" in shown[0]
-    of_this_model = shown[: shown.index("Remedies, most useful first")]
+    of_this_model = shown[: shown.index("Remedies, in order of preference")]
     assert not any("sequences of 10,005" in line for line in of_this_model)
     assert "too long" in "\n".join(compare_lines([found, found], width=120))
 

@@ -172,12 +172,12 @@ def test_a_config_that_cannot_be(folder: Folder, changes: dict[str, Any], code: 
 @pytest.mark.parametrize(
     ("changes", "shown"),
     [
-        ({"vocab_size": "32000"}, '"32000", a text'),
-        ({"rope_theta": "1e4"}, '"1e4", a text'),
-        ({"tie_word_embeddings": "true"}, '"true", a text'),
-        ({"eos_token_id": "2"}, '"2", a text'),
-        ({"quantization_config": "awq"}, '"awq", a text'),
-        ({"quantization_config": {"quant_method": "awq", "bits": "4"}}, '"4", a text'),
+        ({"vocab_size": "32000"}, '"32000", a string'),
+        ({"rope_theta": "1e4"}, '"1e4", a string'),
+        ({"tie_word_embeddings": "true"}, '"true", a string'),
+        ({"eos_token_id": "2"}, '"2", a string'),
+        ({"quantization_config": "awq"}, '"awq", a string'),
+        ({"quantization_config": {"quant_method": "awq", "bits": "4"}}, '"4", a string'),
         ({"vocab_size": -4}, "-4"),
     ],
 )

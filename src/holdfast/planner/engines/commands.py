@@ -132,7 +132,7 @@ def _holdfast_problems(fit: Fit, settings: Mapping[str, object]) -> list[str]:
     if fit.question.machine.kind == "gpu" and fit.kv_dtype not in (fit.dtype, "fp8"):  # That one is refused above.
         problems.append(f"on a GPU Holdfast stores KV in dtype, {fit.dtype}: not in {fit.kv_dtype}")
     if not spec.runnable:
-        problems.append(f"Holdfast cannot run this model yet: it does not support {', '.join(spec.unsupported)}")
+        problems.append(f"Holdfast cannot run this model yet: it lacks {', '.join(spec.unsupported)}")
     return problems
 
 

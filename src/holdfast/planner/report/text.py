@@ -45,7 +45,7 @@ def lines(
         list(_capacity(answer, width, brief)),
         _titled("Decisions", () if brief else _decisions(answer, width), paint),
         _titled("Warnings", () if brief else _warnings(answer, width, paint), paint),
-        _titled("Best remedy" if brief else "Remedies, most useful first", _ways(answer, width, brief), paint),
+        _titled("Best remedy" if brief else "Remedies, in order of preference", _ways(answer, width, brief), paint),
         _titled("Configurations", () if brief else _configurations(answer, width), paint),
         _titled(_commands_title(answer), () if brief and answer.engine is None else _commands(answer, width), paint),
         _titled("Rules of thumb and exact figures", _thumbs(answer, width) if verbose else (), paint),
