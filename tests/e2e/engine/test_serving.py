@@ -70,7 +70,7 @@ def test_words_that_shall_not_be_written(server) -> None:
     )
     with pytest.raises(openai.BadRequestError, match="leave no token"):
         client.completions.create(**completion(), extra_body={"allowed_token_ids": [2], "min_tokens": 2})
-    with pytest.raises(openai.BadRequestError, match="samples of n answers"):
+    with pytest.raises(openai.BadRequestError, match="n samples are better"):
         client.completions.create(**completion(), extra_body={"use_beam_search": True})
 
 
