@@ -39,9 +39,9 @@ FRAMEWORK_BYTES = 172 * MIB
 """154 to 168 MiB before the first tensor with torch 2.13 (CPU build, Arm), the model's header read; the rest is what
 the interpreter's heap gains while it serves."""
 
-LIBRARIES_BYTES = 144 * MIB
-"""80 to 140 MiB with the same: how many pages are mapped around those that are used depends on the page cache, and they
-are most right after an installation."""
+LIBRARIES_BYTES = 192 * MIB
+"""80 to 171 MiB with the same: the kernel maps neighbours of a used page as the page cache holds them, most of them
+right after an installation (large folios: 171 MiB on x86 for what takes 93 MiB in an old environment)."""
 
 TOLD_ENTRIES = 2**18
 """Log-probabilities of prompts that the front holds at a time: 4,096 tokens with 20 each three times, or 131,072 with
