@@ -13,9 +13,8 @@ from typing import Any
 from holdfast.config.plan import PlanConfig
 from holdfast.errors import ConfigurationError
 from holdfast.observability.decisions import Decision
-from holdfast.planner.fit.search import Question
 from holdfast.planner.inputs.machine import Asked, machine_of
-from holdfast.planner.inputs.question import Settings, Traffic, settings_of
+from holdfast.planner.inputs.question import Question, Settings, Traffic, settings_of
 from holdfast.planner.models.resolve import resolve_model
 from holdfast.planner.report.answer import PlanAnswer, answer
 from holdfast.units import counted

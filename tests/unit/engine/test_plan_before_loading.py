@@ -85,7 +85,7 @@ def test_a_containers_limit_is_the_budget(
 
     (folder / "memory.max").write_text(str(1000 * MIB))
     plan = build.plan_model(config, model)
-    assert plan.memory.limited_by == "control group"
+    assert plan.device.limited_by == "control group"
     assert sum(plan.terms.values()) <= plan.budget_bytes == int(0.9 * 900 * MIB)
     assert "control group" in "\n".join(build.plan_lines(model, plan))
 
@@ -120,7 +120,7 @@ def test_nobody_is_blamed_for_a_pool_that_was_set_too_small(
     enough = build.plan_model(dataclasses.replace(small, kv_cache_memory_bytes=2 * MIB), model)
     assert enough.limits.max_model_len == 2048
     shorter = build.plan_model(dataclasses.replace(small, max_model_len=None), model)
-    assert shorter.short
+    assert shorter.engine.short
     assert "postgres" not in "\n".join(build.plan_lines(model, shorter))
 
 

@@ -1,6 +1,6 @@
 """One configuration, counted on every rank: each limit and each size of a split is given. Chooses nothing.
 
-A model that this engine runs on a CPU is counted by cpu.py, as `serve` counts it.
+A model that this engine runs on a CPU is counted by cpu.py.
 """
 
 from __future__ import annotations
@@ -17,22 +17,12 @@ from holdfast.footprint.cpu import Limits
 from holdfast.footprint.gpu import LEAST_CAPABILITY
 from holdfast.footprint.identity_key import Same
 from holdfast.footprint.layouts import is_quantized
-from holdfast.hardware import Processor
 from holdfast.models import ModelSpec
 from holdfast.planner.compat.vllm_weights import beside_weights, expert_kernel
-from holdfast.planner.fit.result import (
-    DEFAULT_UTILIZATION,
-    USEFUL_TOKENS,
-    Fit,
-    Question,
-    Rank,
-    device_budget,
-    needed_bytes,
-    required,
-)
-from holdfast.planner.inputs.question import KV_ELEMENT_BYTES, Device, PlannedModel
+from holdfast.planner.fit.result import Fit, Rank, device_budget, needed_bytes
+from holdfast.planner.inputs.question import KV_ELEMENT_BYTES, Device, PlannedModel, Question
 from holdfast.planner.sizing import terms as byte_terms
-from holdfast.planner.sizing.dtype import NumberType, asked_type, cpu_type, gpu_type, other_engines_type
+from holdfast.planner.sizing.dtype import compute_dtype, kv_dtype
 from holdfast.planner.sizing.kv_cost import KVCost, kv_cost, layout_cost
 from holdfast.planner.sizing.sharded_weights import (
     AS_STORED,
@@ -52,7 +42,7 @@ TOO_FEW_DEVICES, CONTEXT_TOO_LONG = "HF133", "HF111"
 def counted(question: Question, tensor_parallel: int, limits: Limits) -> Fit:
     """`limits`: those that were asked for or chosen; a context that is not set is the longest that these leave."""
     spec, settings = question.model.spec, question.settings
-    sequences, tokens = required(question, min(spec.max_position, USEFUL_TOKENS))
+    sequences, tokens = question.required
     ranks = _ranks(question, tensor_parallel, limits)
     if any(rank.loading_short_bytes for rank in ranks):
         needed = (needed_bytes(rank, sequences, tokens, settings.max_model_len) for rank in ranks)
@@ -68,7 +58,7 @@ def counted(question: Question, tensor_parallel: int, limits: Limits) -> Fit:
         kv_dtype=kv_dtype(question, len(ranks)),
         tensor_parallel=tensor_parallel,
         pipeline_parallel=settings.pipeline_parallel,
-        utilization=utilization_of(question),
+        utilization=question.utilization,
         limits=replace(limits, max_model_len=longest if settings.max_model_len is None else settings.max_model_len),
         ranks=ranks,
         weights_bytes=_whole_bytes(Same(question.model), kept),
@@ -79,7 +69,7 @@ def counted(question: Question, tensor_parallel: int, limits: Limits) -> Fit:
         fits=short <= 0,
         short_bytes=max(0, short),
         longest_tokens=longest,
-        decisions=question.decisions,
+        decisions=(),
     )
 
 
@@ -91,7 +81,7 @@ def _not_loaded(rank: Rank, needed: int) -> Rank:
 
 def _ranks(question: Question, tensor_parallel: int, limits: Limits) -> tuple[Rank, ...]:
     devices, stages = question.machine.devices, question.settings.pipeline_parallel
-    utilization, ranks = utilization_of(question), []
+    utilization, ranks = question.utilization, []
     for stage, layers in enumerate(stage_layers(len(question.model.spec.layers), stages)):
         shares: dict[str | None, _Share] = {}
         for device in devices[stage * tensor_parallel : (stage + 1) * tensor_parallel]:
@@ -265,7 +255,7 @@ def _held_bytes(key: Same[PlannedModel], dtype: str, tensor_parallel: int, stage
 
 def cannot_hold_weights(question: Question) -> bool:
     """All GPUs together have less than the weights take, whatever the split: nothing else needs to be counted."""
-    devices, utilization = question.machine.devices, utilization_of(question)
+    devices, utilization = question.machine.devices, question.utilization
     if question.machine.kind != "gpu":
         return False
     return sum(device_budget(device, utilization) for device in devices) < least_bytes(question)
@@ -299,30 +289,3 @@ def check(question: Question, tensor_parallel: int) -> None:
             fix=f"--max-model-len {spec.max_position}, or leave it out",
             field="max_model_len",
         )
-
-
-def compute_dtype(question: Question, ranks: int = 1) -> str:
-    """What the engine would compute in, and keep plain weights in: the same on all of the first `ranks` devices."""
-    return asked_type(question.settings.dtype) or chosen_dtype(question, ranks).value
-
-
-def chosen_dtype(question: Question, ranks: int = 1) -> NumberType:
-    """Where it is left to us."""
-    stored, devices = question.model.spec.stored_dtype, question.machine.devices[:ranks]
-    if devices[0].kind == "gpu":
-        return gpu_type(question.model.spec, devices)
-    processor, spec = Processor(model="", cores=1, features=question.machine.cpu_features), question.model.spec
-    if not spec.runnable or spec.quantization is not None:
-        engine = "llama.cpp" if question.model.format == "gguf" else "vLLM"
-        return other_engines_type(stored, engine, fast_bfloat16=processor.fast_bfloat16)
-    return cpu_type(stored, fast_bfloat16=processor.fast_bfloat16)
-
-
-def kv_dtype(question: Question, ranks: int = 1) -> str:
-    asked = question.settings.kv_cache_dtype
-    return compute_dtype(question, ranks) if asked == "auto" else asked
-
-
-def utilization_of(question: Question) -> float:
-    asked = question.settings.utilization
-    return DEFAULT_UTILIZATION if asked is None else asked

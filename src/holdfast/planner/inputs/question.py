@@ -1,17 +1,25 @@
-"""What a plan is asked about: a model, a machine, settings and traffic. Records only; nothing is counted here."""
+"""What a plan is made of: a question about a model, a machine, settings and traffic. Records only; counts nothing."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from holdfast.checkpoints import StoredTensor
+from holdfast.config.engine import DEFAULT_UTILIZATION
+from holdfast.footprint.cpu import ELEMENT_BYTES, FRONT_BYTES
+from holdfast.hardware import Processor
 from holdfast.hardware.gpus import Gpu
 from holdfast.models import ModelSpec
+from holdfast.observability.decisions import Decision
 
 DeviceKind = Literal["gpu", "cpu"]
-KV_ELEMENT_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
+KV_ELEMENT_BYTES: Mapping[str, int] = {**ELEMENT_BYTES, "fp8": 1}
+USEFUL_TOKENS = 4096
+"""A model that cannot hold one sequence of this length (or of its own shorter context) is not said to fit."""
+CPU_USEFUL_TOKENS = 512
+"""The same of this engine on a CPU, and the shortest context that is advised anywhere."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +66,8 @@ class Device:
     held_by: tuple[str, ...] = ()
     """Who holds the rest, for people to read."""
     unified: bool = False
+    limited_by: str = ""
+    """What bounds the memory that was measured, for people to read: the machine, a container, a GPU."""
     selector: str | None = field(default=None, compare=False)
     """What CUDA_VISIBLE_DEVICES calls it on this machine, in the order of its buses; None: `index`, as it was named."""
 
@@ -72,12 +82,18 @@ class Machine:
     """Free RAM beside the devices; None: not known."""
     nvme_bytes: int | None = None
     cpu_features: frozenset[str] = frozenset()
+    cores: int = 1
+    """That compute, on a CPU."""
     compiled_kernels: bool = False
     """This installation has them, and the CPU can run them."""
 
     @property
     def kind(self) -> DeviceKind:
         return self.devices[0].kind
+
+    @property
+    def processor(self) -> Processor:
+        return Processor(model="", cores=self.cores, features=self.cpu_features)
 
     @property
     def all_devices(self) -> tuple[Device, ...]:
@@ -104,7 +120,15 @@ class Settings:
     graphs: bool = True
     """Steps are captured, by engines that do that."""
     expand_weights: str = "auto"
-    """Of this engine on a CPU: auto, always or never."""
+    """Of this engine on a CPU, as is what follows: auto, always or never."""
+    attention_backend: str = "auto"
+    kv_cache_memory_bytes: int | None = None
+    """Of the KV pool; None: what is left of the budget, or the default."""
+    lora_copies: int = 0
+    """Adapters that are kept beside those in slots."""
+    structured_output: bool = True
+    front_bytes: int = FRONT_BYTES
+    """Of the process in front of the engine's, out of the same budget."""
 
 
 class Configured(Protocol):
@@ -129,13 +153,7 @@ class Configured(Protocol):
 
 
 def settings_of(
-    config: Configured,
-    *,
-    tensor_parallel: int | None,
-    pipeline_parallel: int | None = 1,
-    max_loras: int = 0,
-    max_lora_rank: int = 16,
-    graphs: bool = True,
+    config: Configured, *, tensor_parallel: int | None = 1, pipeline_parallel: int | None = 1, **others: Any
 ) -> Settings:
     """`pipeline_parallel` None: it is left to the plan, unless the other half of a split is set."""
     return Settings(
@@ -149,10 +167,8 @@ def settings_of(
         tensor_parallel=tensor_parallel,
         pipeline_parallel=pipeline_parallel or 1,
         stages_open=pipeline_parallel is None and tensor_parallel is None,
-        max_loras=max_loras,
-        max_lora_rank=max_lora_rank,
-        graphs=graphs,
         expand_weights=config.expand_weights,
+        **others,
     )
 
 
@@ -178,3 +194,48 @@ class Traffic:
     @property
     def length(self) -> int:
         return self.length_tokens or self.prompt_tokens + self.output_tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    model: PlannedModel
+    machine: Machine
+    settings: Settings = field(default_factory=Settings)
+    traffic: Traffic | None = None
+    decisions: tuple[Decision, ...] = ()
+    """Made on the way to this question: which files, which GPUs, which traffic."""
+    engine: str | None = None
+    """Whose commands are wanted, where that was said: on GPUs memory is counted as llama.cpp takes it for llama.cpp."""
+
+    @property
+    def utilization(self) -> float:
+        asked = self.settings.utilization
+        return DEFAULT_UTILIZATION if asked is None else asked
+
+    @property
+    def stated(self) -> bool:
+        """What must fit was said, and is not left to us."""
+        return self.settings.max_model_len is not None or self.traffic is not None
+
+    @property
+    def on_our_cpu(self) -> bool:
+        """`serve` would take it on a CPU: what it cannot read or keep has no count of its own."""
+        model, spec = self.model, self.model.spec
+        known = model.canonical is not None or model.stored is None or model.derived
+        kept = self.settings.kv_cache_dtype in ("auto", *ELEMENT_BYTES)
+        return self.machine.kind == "cpu" and spec.runnable and spec.quantization is None and known and kept
+
+    @property
+    def useful_tokens(self) -> int:
+        """The shortest context that is an answer where none is asked for; of a pool that was set, any."""
+        if not self.on_our_cpu:
+            return min(self.model.spec.max_position, USEFUL_TOKENS)
+        pool = self.settings.kv_cache_memory_bytes
+        return min(self.model.spec.max_position, CPU_USEFUL_TOKENS) if pool is None else 1
+
+    @property
+    def required(self) -> tuple[int, int]:
+        """Sequences that must fit side by side, and the tokens of each."""
+        if self.traffic is not None:
+            return self.traffic.concurrency, self.traffic.length
+        return 1, self.settings.max_model_len or self.useful_tokens

@@ -15,11 +15,11 @@ from holdfast.footprint.structured_output import FEW_CORES, forms_bytes
 from holdfast.hardware import Memory
 from holdfast.models import ModelSpec
 from holdfast.observability.decisions import Decision
-from holdfast.planner.serve.plan import Plan
+from holdfast.planner.fit.result import Fit
 from holdfast.units import counted, format_bytes
 
 
-def with_host_memory(plan: Plan, spec: ModelSpec, config: EngineConfig, machine: Memory, front_bytes: int) -> Plan:
+def with_host_memory(plan: Fit, spec: ModelSpec, config: EngineConfig, machine: Memory, front_bytes: int) -> Fit:
     """The plan with what forms and adapters take of RAM said, or a refusal where there is none for adapters."""
     forms = (
         0

@@ -18,9 +18,11 @@ from holdfast.config.engine import CPU_SEQUENCES, CPU_STEP_TOKENS, GPU_SEQUENCES
 from holdfast.errors import ConfigurationError
 from holdfast.footprint.cpu import Limits
 from holdfast.observability.decisions import Decision
-from holdfast.units import counted
+from holdfast.units import MIB, counted
 
 ANY_LENGTH = 1 << 62
+RAM_STEP_BYTES = 64 * MIB
+"""Budgets are advised in whole steps of this."""
 BESIDE_S, CORE_FLOPS = 0.5, 40e9
 """How long answers may wait for the prompts of a step, and what a core does a second in all of a prompt's work: so much
 was seen of SmolLM2 on a Neoverse-N1."""

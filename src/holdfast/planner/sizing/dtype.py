@@ -1,7 +1,5 @@
-"""What a model is computed in where nobody says, with the reason: one rule for a CPU, one for GPUs and
-one for models that only others run.
-
-Counts nothing, and knows no settings but the one that is asked for.
+"""What a model is computed in, and its KV kept in: as set, else with the reason. One rule for a CPU, one for GPUs and
+one for models that only others run. Counts nothing.
 """
 
 from __future__ import annotations
@@ -11,7 +9,7 @@ from dataclasses import dataclass
 
 from holdfast.errors import ConfigurationError
 from holdfast.models import ModelSpec
-from holdfast.planner.inputs.question import Device
+from holdfast.planner.inputs.question import Device, Question
 
 _SHORT_NAMES = {"half": "float16", "float": "float32"}
 _OUTGROW_HALF = ("gemma2", "gemma3")
@@ -84,3 +82,25 @@ def gpu_type(spec: ModelSpec, devices: Sequence[Device]) -> NumberType:
         return NumberType("bfloat16", "the model's dtype", "model")
     reason = f"half the width of the model's {stored}, and GPUs are built for it"
     return NumberType("bfloat16", reason, "planner")
+
+
+def compute_dtype(question: Question, ranks: int = 1) -> str:
+    """What the engine would compute in, and keep plain weights in: the same on all of the first `ranks` devices."""
+    return asked_type(question.settings.dtype) or chosen_dtype(question, ranks).value
+
+
+def chosen_dtype(question: Question, ranks: int = 1) -> NumberType:
+    """Where it is left to us."""
+    spec, devices = question.model.spec, question.machine.devices[:ranks]
+    if devices[0].kind == "gpu":
+        return gpu_type(spec, devices)
+    fast = question.machine.processor.fast_bfloat16
+    if not spec.runnable or spec.quantization is not None:
+        engine = "llama.cpp" if question.model.format == "gguf" else "vLLM"
+        return other_engines_type(spec.stored_dtype, engine, fast_bfloat16=fast)
+    return cpu_type(spec.stored_dtype, fast_bfloat16=fast)
+
+
+def kv_dtype(question: Question, ranks: int = 1) -> str:
+    asked = question.settings.kv_cache_dtype
+    return compute_dtype(question, ranks) if asked == "auto" else asked
