@@ -179,13 +179,13 @@ def test_serve_lowers_what_is_not_set_and_says_so() -> None:
         return (found.max_num_seqs, found.max_num_batched_tokens), found.max_model_len, said
 
     assert served(ram="2GiB")[0] == (CPU_SEQUENCES, CPU_STEP_TOKENS)
-    lowered, length, said = served(ram="1232MiB")
+    lowered, length, said = served(ram="1280MiB")
     assert lowered < (CPU_SEQUENCES, CPU_STEP_TOKENS)
     assert said["max_num_seqs"] == f"64 do not fit with a context of {length:,} tokens; {lowered[0]} do"
-    kept, shorter, _ = served(ram="1232MiB", max_num_seqs=64, max_num_batched_tokens=512)
+    kept, shorter, _ = served(ram="1280MiB", max_num_seqs=64, max_num_batched_tokens=512)
     assert kept == (64, 512)
     assert shorter < length
-    lengths = [served(ram=f"{size}MiB")[1] for size in range(1136, 1476, 10)]
+    lengths = [served(ram=f"{size}MiB")[1] for size in range(1184, 1524, 10)]
     assert lengths == sorted(lengths)
 
 

@@ -377,7 +377,7 @@ def test_an_absolute_budget(spec: ModelSpec) -> None:
 def test_what_a_refusal_advises_fits_when_it_is_planned(spec: ModelSpec) -> None:
     for free_gib, settings in (
         (18, {"ram": "16GiB", "max_model_len": 8192}),
-        (16.5, {}),
+        (16.6, {}),
         (40, {"max_model_len": 8192, "kv_cache_memory_bytes": "100MiB"}),
         (19, {"max_num_seqs": 4096, "max_num_batched_tokens": 1 << 16}),
     ):
@@ -431,7 +431,7 @@ def test_limits_that_are_too_large_together_are_refused_with_some_that_fit(spec:
     """The numbers add up also where what comes before KV is more than the budget."""
     asked = {"max_model_len": 8192, "max_num_seqs": 1024}
     with pytest.raises(DoesNotFitError) as caught:
-        plan(spec, 40, ram="16476MiB", **asked)
+        plan(spec, 40, ram="16524MiB", **asked)
     amounts = [float(size) * UNITS[unit] for size, unit in re.findall(r"([\d.]+) ([MG]iB)", str(caught.value.found))]
     budget, *terms, beyond, short = amounts
     needed = re.search(r"([\d.]+) ([MG]iB)", str(caught.value.needed))
@@ -441,7 +441,7 @@ def test_limits_that_are_too_large_together_are_refused_with_some_that_fit(spec:
     lower = re.search(r", or --max-model-len (\d+) --max-num-seqs (\d+)$", str(caught.value.fix))
     assert lower is not None
     length, sequences = map(int, lower.groups())
-    limits = plan(spec, 40, ram="16476MiB", max_model_len=length, max_num_seqs=sequences).limits
+    limits = plan(spec, 40, ram="16524MiB", max_model_len=length, max_num_seqs=sequences).limits
     assert (limits.max_model_len, limits.max_num_seqs) == (length, sequences)
 
 
