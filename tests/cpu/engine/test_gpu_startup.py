@@ -372,5 +372,5 @@ def test_an_engine_that_plans_for_itself_goes_to_the_gpu_that_it_planned_for(
     monkeypatch.setattr(build, "_build_on_gpu", fake_build)
     found: Any = build.build_core(config, build.find_model(config), lambda *_: None)
     assert found == "built"
-    assert went[0].gpu is not None
-    assert went[0].gpu.uuid == UUID
+    assert went[0].engine.gpu is not None
+    assert went[0].engine.gpu.uuid == UUID

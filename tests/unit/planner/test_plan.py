@@ -18,8 +18,7 @@ from holdfast.hardware import Memory, Processor
 from holdfast.hardware.nvidia import NvidiaGpu
 from holdfast.models import ModelSpec, from_config
 from holdfast.planner import Plan, make_plan, settle_pool
-from holdfast.planner.serve.gpu_host_ram import with_host_memory
-from holdfast.planner.serve.gpu_plan import make_gpu_plan
+from holdfast.planner.serve.gpu_plan import make_gpu_plan, with_host_memory
 from holdfast.planner.sizing import default_limits
 from holdfast.units import MIB, format_bytes
 
@@ -256,7 +255,7 @@ def test_copies_of_adapters_are_held_against_ram(spec: ModelSpec) -> None:
         config = EngineConfig.from_arguments(device="cuda", **settings)
         found = make_gpu_plan(spec, None, config, [gpu])
         machine = Memory(total_bytes=64 * GIB, available_bytes=available_bytes, limited_by="machine")
-        return with_host_memory(found, spec, config, machine, front_bytes=GIB)
+        return with_host_memory(found, config, machine, front_bytes=GIB)
 
     assert (
         made(0, skip_tokenizer_init=True).decisions
@@ -338,6 +337,16 @@ def _refused(make: Callable[[], object]) -> ConfigurationError:
 def test_a_gpu_that_is_not_there_is_refused_by_name(spec: ModelSpec) -> None:
     config = EngineConfig.from_arguments(device="cuda")
     assert _refused(lambda: make_gpu_plan(spec, None, config, [])).code == "HF121"
+
+
+def test_a_checkpoint_that_a_gpu_cannot_hold_is_refused_with_what_is_short(spec: ModelSpec, tmp_path) -> None:
+    """Its tensors come under the spec's own names: remedies divide them by layer."""
+    gpu = NvidiaGpu(index=0, uuid="GPU-1", name="one", total_bytes=8 * GIB, free_bytes=8 * GIB, capability=(9, 0))
+    config = EngineConfig.from_arguments(device="cuda", max_model_len=8192)
+    for mib in range(5000, 7000, 250):  # From one that does not hold the weights to one that lacks only KV.
+        few = replace(gpu, free_bytes=mib * MIB)
+        refusal = _refused(partial(make_gpu_plan, spec, quantized(spec, tmp_path), config, [few]))
+        assert "short" in str(refusal.found)
 
 
 def test_a_pool_that_was_set_on_a_gpu_holds_a_sequence_or_is_refused(spec: ModelSpec) -> None:

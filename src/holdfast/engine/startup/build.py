@@ -117,11 +117,10 @@ def plan_model(
     """
     stored = _stored(config, model)
     if config.device == "cuda":
-        from holdfast.planner.serve.gpu_host_ram import with_host_memory
-        from holdfast.planner.serve.gpu_plan import make_gpu_plan
+        from holdfast.planner.serve.gpu_plan import make_gpu_plan, with_host_memory
 
         plan = make_gpu_plan(model.spec, stored, config, probe().gpus, name=model.files.name)
-        return with_host_memory(plan, model.spec, config, memory(), front_bytes)
+        return with_host_memory(plan, config, memory(), front_bytes)
     known, machine = compiled_kernels() if kernels is None else kernels, memory()
     begun = None if engine_pid is None else resident(engine_pid)
     if begun is not None:

@@ -326,11 +326,9 @@ def _with_pool(count: CpuCount, blocks: int) -> tuple[CpuCount, dict[str, object
 def _chosen(question: Question, limits: Limits) -> tuple[CpuCount, list[Decision]]:
     """How weights lie and what computes, with the reasons. Weights are not expanded at the cost of context: more memory
     must not hold less."""
-    spec, settings, decisions = question.model.spec, question.settings, list[Decision]()
+    spec, settings = question.model.spec, question.settings
     check_type(settings.dtype, spec)
-    if asked_type(settings.dtype) is None:
-        chosen = chosen_dtype(question)
-        decisions.append(Decision("dtype", chosen.value, chosen.reason, chosen.source))
+    decisions = [chosen_dtype(question)] if asked_type(settings.dtype) is None else []
     asked, most = settings.expand_weights, limits.max_model_len
     count = count_on_cpu(question, limits, expand=asked == "always")
     stored, dtype = count.stored, count.dtype

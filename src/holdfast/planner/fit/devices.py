@@ -182,7 +182,6 @@ def number_types(found: Fit) -> Iterator[Decision]:
     """Where they were left to us."""
     asked = found.question.settings
     if asked.dtype == "auto":
-        chosen = chosen_dtype(found.question, len(found.ranks))
-        yield Decision("dtype", chosen.value, chosen.reason, chosen.source)
+        yield chosen_dtype(found.question, len(found.ranks))
     if asked.kv_cache_dtype == "auto":
         yield Decision("kv_cache_dtype", found.kv_dtype, "same as dtype", "default")

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from holdfast.checkpoints import StoredTensor
-from holdfast.config.engine import DEFAULT_UTILIZATION
+from holdfast.config.engine import DEFAULT_UTILIZATION, EngineConfig
+from holdfast.config.plan import PlanConfig
 from holdfast.footprint.cpu import ELEMENT_BYTES, FRONT_BYTES
 from holdfast.hardware import Processor
 from holdfast.hardware.gpus import Gpu
@@ -131,29 +132,12 @@ class Settings:
     """Of the process in front of the engine's, out of the same budget."""
 
 
-class Configured(Protocol):
-    """What the settings of a plan and those of an engine have in common."""
-
-    @property
-    def dtype(self) -> str: ...
-    @property
-    def kv_cache_dtype(self) -> str: ...
-    @property
-    def max_model_len(self) -> int | None: ...
-    @property
-    def max_num_seqs(self) -> int | None: ...
-    @property
-    def max_num_batched_tokens(self) -> int | None: ...
-    @property
-    def gpu_memory_utilization(self) -> float | None: ...
-    @property
-    def block_size(self) -> int: ...
-    @property
-    def expand_weights(self) -> str: ...
-
-
 def settings_of(
-    config: Configured, *, tensor_parallel: int | None = 1, pipeline_parallel: int | None = 1, **others: Any
+    config: EngineConfig | PlanConfig,
+    *,
+    tensor_parallel: int | None = 1,
+    pipeline_parallel: int | None = 1,
+    **others: Any,
 ) -> Settings:
     """`pipeline_parallel` None: it is left to the plan, unless the other half of a split is set."""
     return Settings(

@@ -6,15 +6,19 @@ held against it by `settle_pool`.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from holdfast.checkpoints import StoredTensor
 from holdfast.config import EngineConfig
 from holdfast.errors import ConfigurationError, DoesNotFitError
+from holdfast.footprint import lora
 from holdfast.footprint.cpu import expands, kv_layout, weights_bytes
 from holdfast.footprint.gpu import LEAST_CAPABILITY
 from holdfast.footprint.layouts import is_quantized
+from holdfast.footprint.structured_output import FEW_CORES, forms_bytes
+from holdfast.hardware import Memory
 from holdfast.hardware.nvidia import NvidiaGpu
 from holdfast.models import ModelSpec
 from holdfast.observability.decisions import Decision
@@ -245,3 +249,36 @@ def _refusal(found: Fit) -> DoesNotFitError:
         or f"holdfast plan {found.question.model.name} shows other remedies",
         field="max_model_len",
     )
+
+
+# RAM beside the GPU
+
+
+def with_host_memory(plan: Fit, config: EngineConfig, machine: Memory, front_bytes: int) -> Fit:
+    """The plan with what structured output and copies of adapters take of RAM beside the GPU, or a refusal where there
+    is none for adapters."""
+    spec, forms = plan.question.model.spec, 0
+    if not config.skip_tokenizer_init:
+        forms = forms_bytes(spec.vocab_size, plan.limits.max_num_seqs, os.cpu_count() or FEW_CORES)
+        said = "maximum host RAM for structured output; a request whose grammar does not fit waits"
+        told = Decision("structured_outputs", format_bytes(forms), said, "planner")
+        plan = replace(plan, decisions=(*plan.decisions, told))
+    if not config.lora_copies:
+        return plan
+    one = lora.held_bytes(spec, dtype=plan.dtype, places=1, max_rank=config.lora_rank)
+    free, asked = max(0, machine.available_bytes - front_bytes - forms), config.lora_copies * one
+    if asked > free:
+        fewer = free // one
+        raise DoesNotFitError(
+            f"{counted(config.lora_copies, 'adapter')} of rank {config.lora_rank} do not fit in host RAM, where copies"
+            " of them are kept",
+            needed=f"{format_bytes(asked)}, {format_bytes(one)} each, and {format_bytes(front_bytes + forms)} for the"
+            " API server and structured output",
+            found=f"{format_bytes(machine.available_bytes)} free ({machine.limited_by})",
+            fix=f"--max-cpu-loras {fewer}"
+            if fewer >= config.lora_places
+            else "fewer --max-loras, or a smaller --max-lora-rank",
+            field="max_cpu_loras",
+        )
+    said = f"host RAM for {counted(config.lora_copies, 'adapter')}, {format_bytes(one)} each"
+    return replace(plan, decisions=(*plan.decisions, Decision("max_cpu_loras", format_bytes(asked), said, "planner")))

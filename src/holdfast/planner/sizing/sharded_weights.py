@@ -74,7 +74,7 @@ def _packed_bytes(packing: Packing, tensor: TensorSpec) -> int:
 def _from_headers(model: PlannedModel, dtype: str) -> list[Weight]:
     """Every stored tensor goes to the spec's tensor whose module it belongs to; the rest is counted as it is."""
     assert model.stored is not None
-    by_module, unused = _modules(model.spec, model.format), unused_head(model.spec, model.stored)
+    by_module, unused = _modules(model), unused_head(model.spec, model.stored)
     held: dict[str, int] = {}
     rest = 0
     for name, stored in model.stored.items():
@@ -90,10 +90,13 @@ def _from_headers(model: PlannedModel, dtype: str) -> list[Weight]:
     return [*found, Weight(tensor=None, nbytes=rest)] if rest else found
 
 
-def _modules(spec: ModelSpec, format: str) -> dict[str, TensorSpec]:
+def _modules(model: PlannedModel) -> dict[str, TensorSpec]:
     found: dict[str, TensorSpec] = {}
-    for tensor in spec.tensors:
-        if format == "gguf":
+    for tensor in model.spec.tensors:
+        if model.stored is model.canonical:  # A server plans what it has matched already.
+            found[tensor.name] = tensor
+            continue
+        if model.format == "gguf":
             found[tensor.gguf_name] = tensor
             continue
         for name, _ in tensor.in_safetensors():
