@@ -17,7 +17,6 @@ from functools import cache, partial
 
 from holdfast.config.engine import DEFAULT_UTILIZATION
 from holdfast.footprint.identity_key import Same
-from holdfast.observability.decisions import Decision
 from holdfast.planner.fit import devices as choices
 from holdfast.planner.fit.count import cannot_hold_weights, check, counted, sizes
 from holdfast.planner.fit.cpu import counted_on_cpu
@@ -119,8 +118,11 @@ def _fit(question: Question, most: int | None = None) -> Fit:
     else:
         size, rung = _longest(question, able, rungs, at)
     if ours:
-        return _said_of_cpu(question, rungs, rung, at(size, rung))
-    return _said(arranged(size), rungs, rung, at(size, rung), at(size, len(rungs) - 1).longest_tokens)
+        unset = replace(question, settings=replace(settings, max_model_len=None), traffic=None)
+        most_held = counted_on_cpu(unset, rungs[-1].limits(question.model.spec.max_position))
+    else:
+        most_held = at(size, len(rungs) - 1)
+    return _said(arranged(size), rungs, rung, at(size, rung), most_held.longest_tokens)
 
 
 def _rungs(question: Question) -> tuple[LimitPreset, ...]:
@@ -167,44 +169,12 @@ def _longest(question: Question, able: tuple[int, ...], rungs: tuple[LimitPreset
 
 def _said(question: Question, rungs: tuple[LimitPreset, ...], rung: int, found: Fit, longest: int) -> Fit:
     """With the context that these limits are worth, and every choice with its reason."""
-    served = _served(question, rungs[rung], rung, found)
-    decisions = [*question.decisions, *_limits_said(question, rungs, rung, found, served)]
-    if len(question.machine.devices) > 1 or found.tensor_parallel > 1:
-        decisions.append(choices.parallel_size(found))
-    decisions += [*choices.left_out(found), *choices.loading(found), *choices.encoder(found)]
-    decisions += [*choices.engine(found), *choices.number_types(found), *choices.weights(found)]
-    if question.settings.max_model_len is None:
-        allowed = question.model.spec.max_position
-        decisions.append(length_decision(served, allowed, longest, fits=found.fits))
-    limits = replace(found.limits, max_model_len=served)
-    return replace(found, limits=limits, longest_tokens=longest, decisions=tuple(decisions))
-
-
-def _said_of_cpu(question: Question, rungs: tuple[LimitPreset, ...], rung: int, found: Fit) -> Fit:
-    """The same of this engine on a CPU, which has chosen the context with its pool."""
-    asked, allowed = question.settings.max_model_len, question.model.spec.max_position
-    unset = replace(question, settings=replace(question.settings, max_model_len=None), traffic=None)
-    longest = counted_on_cpu(unset, rungs[-1].limits(allowed)).longest_tokens
-    served = asked or (found.limits.max_model_len if found.fits else longest)
-    decisions = [*question.decisions, *_limits_said(question, rungs, rung, found, served), *found.decisions]
-    if asked is None and question.traffic is not None and served < longest:
-        reason = f"memory holds {longest:,}; a shorter context leaves room for the traffic"
-        decisions.append(Decision("max_model_len", f"{served:,}", reason, "planner"))
-    elif asked is None:
-        decisions.append(length_decision(served, allowed, longest, fits=found.fits))
-    decisions += choices.loading(found)
-    limits = replace(found.limits, max_model_len=served)
-    return replace(found, limits=limits, longest_tokens=longest, decisions=tuple(decisions))
-
-
-def _limits_said(
-    question: Question, rungs: tuple[LimitPreset, ...], rung: int, found: Fit, served: int
-) -> list[Decision]:
-    settings, default = question.settings, ("the default", "default")
+    settings, traffic, default = question.settings, question.traffic, ("the default", "default")
+    served = _served(question, rungs[rung], rung, found, longest)
     beside = limits_left_open.context_said(served if found.fits else found.required_tokens)
-    if question.traffic is not None:
+    if traffic is not None:
         beside, default = "the traffic", ("the traffic's peak", "traffic")
-    return limits_left_open.decisions(
+    limits = limits_left_open.decisions(
         rungs,
         rung,
         sequences=default if settings.max_num_seqs is None else None,
@@ -212,13 +182,34 @@ def _limits_said(
         fits=found.fits,
         beside=beside,
     )
+    decisions = [*question.decisions, *limits, *found.decisions]
+    loading, ours = [*choices.loading(found)], found.own is not None
+    if not ours:
+        if len(question.machine.devices) > 1 or found.tensor_parallel > 1:
+            decisions.append(choices.parallel_size(found))
+        decisions += [*choices.left_out(found), *loading, *choices.encoder(found)]
+        decisions += [*choices.engine(found), *choices.number_types(found), *choices.weights(found)]
+    if settings.max_model_len is None:
+        chosen = length_decision(served, question.model.spec.max_position, longest, fits=found.fits)
+        if ours and traffic is not None and served < longest:
+            chosen = replace(chosen, reason=f"memory holds {longest:,}; a shorter context leaves room for the traffic")
+        decisions.append(chosen)
+    decisions += loading if ours else ()
+    return replace(
+        found,
+        limits=replace(found.limits, max_model_len=served),
+        longest_tokens=longest,
+        decisions=tuple(decisions),
+    )
 
 
-def _served(question: Question, taken: LimitPreset, rung: int, found: Fit) -> int:
+def _served(question: Question, taken: LimitPreset, rung: int, found: Fit, longest: int) -> int:
     """Lowered for traffic, limits leave it as long a context as its own KV would hold: with the next higher ones, which
     take more memory, it may be no longer."""
     if question.settings.max_model_len is not None:
         return question.settings.max_model_len
+    if found.own is not None:  # Chosen with its pool.
+        return found.limits.max_model_len if found.fits else longest
     if question.traffic is None or not found.fits:
         return min(found.longest_tokens, taken.worth_tokens)
     if rung == 0:
