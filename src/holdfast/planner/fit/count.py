@@ -6,7 +6,7 @@ A model that this engine runs on a CPU is counted by cpu.py.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from typing import Literal
 
@@ -88,26 +88,14 @@ def _ranks(question: Question, tensor_parallel: int, limits: Limits) -> tuple[Ra
             kind = None if device.gpu is None else device.gpu.key
             if kind not in shares:
                 shares[kind] = _share(question, device, stage, layers, tensor_parallel, limits)
-            share = shares[kind]
-            rank = Rank(
-                device=device,
-                stage=stage,
-                budget_bytes=device_budget(device, utilization),
-                terms=share.terms,
-                kv=share.kv,
-                loading=share.loading,
-            )
-            ranks.append(rank)
+            terms, kv, loading = shares[kind]
+            budget = device_budget(device, utilization)
+            ranks.append(Rank(device=device, stage=stage, budget_bytes=budget, terms=terms, kv=kv, loading=loading))
     return tuple(ranks)
 
 
-@dataclass(frozen=True, slots=True)
-class _Share:
-    """What a rank of a stage holds, on devices of one kind."""
-
-    terms: tuple[Term, ...]
-    kv: KVCost
-    loading: tuple[Term, ...] = ()
+_Share = tuple[tuple[Term, ...], KVCost, tuple[Term, ...]]
+"""What a rank of a stage holds on devices of one kind: its terms, what sequences cost, and the peak of loading."""
 
 
 def _share(
@@ -137,7 +125,7 @@ def _share(
             max_loras=settings.max_loras,
             max_lora_rank=settings.max_lora_rank,
         )
-        return _Share(tuple(found), cost)
+        return tuple(found), cost, ()
     whose = counted_for(question, device, every)
     if whose == "llama.cpp":
         loras = settings.max_loras, settings.max_lora_rank
@@ -148,7 +136,7 @@ def _share(
             vendor="nvidia" if device.gpu is None else device.gpu.vendor,
             adapters=byte_terms.adapters_bytes(spec, dtype, layers, *loras, tensor_parallel),
         )
-        return _Share(tuple(found), cost)
+        return tuple(found), cost, ()
     if whose == "holdfast":
         if stored_kv in cpu.ELEMENT_BYTES:
             layout = cpu.kv_layout(spec, block_tokens=settings.block_tokens, kv_dtype=stored_kv)
@@ -165,7 +153,7 @@ def _share(
             max_lora_rank=settings.max_lora_rank,
             graphs=settings.graphs,
         )
-        return _Share(tuple(found), cost, byte_terms.engine_gpu_loading(held, largest))
+        return tuple(found), cost, byte_terms.engine_gpu_loading(held, largest)
     # Of a model that this engine does not run, what the engine keeps that would.
     kernel = expert_kernel(device.gpu, adapters=settings.max_loras > 0)
     beside = beside_weights(model, kernel, dtype=dtype, tensor_parallel=tensor_parallel, stage=stage, stages=stages)
@@ -183,7 +171,7 @@ def _share(
         rotary_bytes=beside.rotary,
         padding_bytes=beside.padding,
     )
-    return _Share(tuple(found), cost)
+    return tuple(found), cost, ()
 
 
 def counted_for(question: Question, device: Device, ranks: int) -> Literal["holdfast", "vllm", "llama.cpp"]:

@@ -11,7 +11,7 @@ what to make of it in report/answer.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
 
@@ -70,7 +70,10 @@ def _staged(question: Question) -> Fit:
     found = _fit(_in_stages(question, 1))
     if found.fits or cannot_hold_weights(question):
         return found
-    tried = (_fit(_in_stages(question, stages), most=MOST_OF_A_STAGE) for stages in _more_stages(question))
+    devices = len(question.machine.devices)
+    more = range(2, min(devices, len(question.model.spec.layers)) + 1)
+    divided = (stages for stages in more if stages <= FEW_STAGES or devices % stages == 0)
+    tried = (_fit(_in_stages(question, stages), most=MOST_OF_A_STAGE) for stages in divided)
     able = (one for one in tried if one.fits)
     better = next(able, None) if question.stated else max(able, key=_worth, default=None)
     return found if better is None else replace(better, decisions=(*better.decisions, choices.stages(better)))
@@ -84,13 +87,6 @@ def _worth(found: Fit) -> tuple[int, ...]:
 
 def _in_stages(question: Question, stages: int) -> Question:
     return replace(question, settings=replace(question.settings, pipeline_parallel=stages, stages_open=False))
-
-
-def _more_stages(question: Question) -> Iterator[int]:
-    devices = len(question.machine.devices)
-    for stages in range(2, min(devices, len(question.model.spec.layers)) + 1):
-        if stages <= FEW_STAGES or devices % stages == 0:
-            yield stages
 
 
 def _fit(question: Question, most: int | None = None) -> Fit:

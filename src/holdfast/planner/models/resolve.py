@@ -105,7 +105,16 @@ def _from_afar(wanted: str, entry: CatalogueEntry | None, revision: str | None) 
         if entry is not None and revision is None:
             return _from_catalogue(entry, f"shapes of {entry.hub_id}, {entry.provenance}")
         if not looks_like_a_file:
-            _no_revision(catalogue.find(wanted), revision)
+            known = catalogue.find(wanted)
+            raise ConfigurationError(
+                f"revision {shorten(str(revision))!r} of {known.name} is not available: the catalogue has one shape for"
+                " it",
+                code="HF130",
+                needed="a hub id such as owner/name",
+                found=known.name,
+                fix=f"leave --revision out, or use the hub id {known.hub_id}",
+                field="revision",
+            )
     if entry is None:
         return _from_files(locate_headers(wanted, revision=revision, patience_s=_first_answer_s()))
     ask = partial(locate_headers, wanted, revision=revision, patience_s=_first_answer_s())
@@ -139,17 +148,6 @@ def _require_name(name: str) -> None:
             found=shorten(found),
             field="model",
         )
-
-
-def _no_revision(entry: CatalogueEntry, revision: str | None) -> None:
-    raise ConfigurationError(
-        f"revision {shorten(str(revision))!r} of {entry.name} is not available: the catalogue has one shape for it",
-        code="HF130",
-        needed="a hub id such as owner/name",
-        found=entry.name,
-        fix=f"leave --revision out, or use the hub id {entry.hub_id}",
-        field="revision",
-    )
 
 
 def _is_here(name: str) -> bool:

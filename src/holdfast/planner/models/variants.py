@@ -9,11 +9,12 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from operator import attrgetter
 
 from holdfast.errors import HoldfastError
 from holdfast.footprint.identity_key import Same
 from holdfast.footprint.layouts import is_quantized
-from holdfast.models import catalogue
+from holdfast.models import QuantSpec, catalogue
 from holdfast.models.catalogue import CatalogueEntry
 from holdfast.models.registry import describe_config
 from holdfast.planner.inputs.question import PlannedModel
@@ -58,34 +59,30 @@ def is_plain(model: PlannedModel) -> bool:
 
 def published_variants(model: PlannedModel) -> Iterator[Variant]:
     """Quantized checkpoints of the same model that the catalogue knows, most bits first."""
-    base = entry_of(model)
-    if base is None or not is_plain(model):
-        return
-    found = []
-    for entry in catalogue.entries():
-        if entry.quantized and entry.name.startswith(base.name + "-"):
-            other = planned(entry)
-            if other is not None and other.spec.quantization is not None and _same_shape(model, other):
-                found.append((other.spec.quantization.bits, entry, other))
-    for _, entry, other in sorted(found, key=lambda one: -one[0]):
-        assert other.spec.quantization is not None
-        method = other.spec.quantization.method
-        yield Variant(model=other, label=f"{method.upper()} ({entry.hub_id})", method=method, published=True)
+    found = _quantized_entries(model) if is_plain(model) else ()
+    for stored, other in sorted(found, key=lambda one: -one[0].bits):
+        label = f"{stored.method.upper()} ({other.name})"
+        yield Variant(model=other, label=label, method=stored.method, published=True)
 
 
 def published_as(model: PlannedModel) -> PlannedModel | None:
     """Of a model that is planned as if it were quantized: a checkpoint that the catalogue knows to be stored so."""
-    base, wanted = entry_of(model), model.spec.quantization
-    if base is None or wanted is None or model.made_as is None:
+    wanted = model.spec.quantization
+    if wanted is None or model.made_as is None:
         return None
-    for entry in catalogue.entries():
-        other = planned(entry) if entry.quantized and entry.name.startswith(base.name + "-") else None
-        stored = None if other is None else other.spec.quantization
-        if other is None or stored is None or not _same_shape(model, other):
-            continue
+    for stored, other in _quantized_entries(model):
         if (stored.method, stored.bits, stored.group_size) == (wanted.method, wanted.bits, wanted.group_size):
             return other
     return None
+
+
+def _quantized_entries(model: PlannedModel) -> Iterator[tuple[QuantSpec, PlannedModel]]:
+    base = entry_of(model)
+    for entry in catalogue.entries():
+        if base is not None and entry.quantized and entry.name.startswith(base.name + "-"):
+            other = planned(entry)
+            if other is not None and other.spec.quantization is not None and _same_shape(model, other):
+                yield other.spec.quantization, other
 
 
 def derived_variants(model: PlannedModel, methods: tuple[str, ...]) -> Iterator[Variant]:
@@ -220,11 +217,5 @@ def _planned(key: Same[CatalogueEntry]) -> PlannedModel | None:
 
 
 def _same_shape(model: PlannedModel, other: PlannedModel) -> bool:
-    mine, its = model.spec, other.spec
-    return (len(mine.layers), mine.hidden_size, mine.vocab_size, mine.heads, mine.kv_heads) == (
-        len(its.layers),
-        its.hidden_size,
-        its.vocab_size,
-        its.heads,
-        its.kv_heads,
-    )
+    sizes = attrgetter("hidden_size", "vocab_size", "heads", "kv_heads")
+    return len(model.spec.layers) == len(other.spec.layers) and bool(sizes(model.spec) == sizes(other.spec))

@@ -108,7 +108,14 @@ def make_gpu_plan(
     )
     found = fit(question)
     if found.kv_dtype != found.dtype:
-        raise _mixed(found)
+        raise ConfigurationError(
+            "kv_cache_dtype must equal dtype on a GPU",
+            code=MIXED_KV,
+            needed=f"kv_cache_dtype {found.dtype}, the same as dtype",
+            found=f"kv_cache_dtype {found.kv_dtype}",
+            fix=f"leave --kv-cache-dtype out, or --dtype {found.kv_dtype}",
+            field="kv_cache_dtype",
+        )
     if not found.fits:
         raise _refusal(found)
     return without_tensors(_with_pool(found, config, chosen, decision))
@@ -140,24 +147,21 @@ def _check_kernels(spec: ModelSpec, config: EngineConfig) -> None:
         )
 
 
-def _mixed(found: Fit) -> ConfigurationError:
-    return ConfigurationError(
-        "kv_cache_dtype must equal dtype on a GPU",
-        code=MIXED_KV,
-        needed=f"kv_cache_dtype {found.dtype}, the same as dtype",
-        found=f"kv_cache_dtype {found.kv_dtype}",
-        fix=f"leave --kv-cache-dtype out, or --dtype {found.kv_dtype}",
-        field="kv_cache_dtype",
-    )
-
-
 def _with_pool(found: Fit, config: EngineConfig, chosen: NvidiaGpu, decision: Decision) -> Fit:
     rank, limits, spec, stored = found.ranks[0], found.limits, found.question.model.spec, found.question.model.canonical
     layout = kv_layout(spec, block_tokens=config.block_size, kv_dtype=found.kv_dtype)
     page, asked = layout.page_bytes, config.kv_cache_memory_bytes
     blocks = rank.pool_bytes // page
+    if asked is not None and asked // page > blocks:
+        raise DoesNotFitError(
+            "the requested KV pool does not fit",
+            needed=format_bytes(asked // page * page),
+            found=f"{format_bytes(blocks * page)} left of the budget",
+            fix=f"--kv-cache-memory-bytes {blocks * page >> 20}MiB, or leave it out",
+            field="kv_cache_memory_bytes",
+        )
     if asked is not None:
-        blocks = _pool_as_asked(asked // page, blocks, page)
+        blocks = asked // page
     useful = 1 + layout.blocks_side_by_side(limits.max_num_seqs, limits.max_model_len, limits.max_num_batched_tokens)
     blocks = min(blocks, useful)
     # What is set stays; what is left of the budget may turn out to be more.
@@ -217,18 +221,6 @@ def _within_pool(plan: Fit) -> Fit:
         decisions=(*plan.decisions, decision),
         own=replace(engine, short=True),
     )
-
-
-def _pool_as_asked(asked: int, held: int, page: int) -> int:
-    if asked > held:
-        raise DoesNotFitError(
-            "the requested KV pool does not fit",
-            needed=format_bytes(asked * page),
-            found=f"{format_bytes(held * page)} left of the budget",
-            fix=f"--kv-cache-memory-bytes {held * page >> 20}MiB, or leave it out",
-            field="kv_cache_memory_bytes",
-        )
-    return asked
 
 
 def _refusal(found: Fit) -> DoesNotFitError:
