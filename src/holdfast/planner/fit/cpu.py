@@ -34,7 +34,7 @@ from holdfast.planner.sizing.terms import Term
 from holdfast.units import GIB, counted, format_bytes
 
 DEFAULT_KV_BYTES = 4 * GIB
-"""RAM is shared with everything else on the machine, so the pool does not take all of it unless it is told to."""
+"""RAM is shared with everything else on the machine, so the pool takes all of it only where a budget is set."""
 _STORED_AS: Mapping[str, str] = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 _UNCERTAINTY: Mapping[str, float] = {"front": 0.25, "framework": 0.25, "libraries": 0.4, "activations": 0.25}
 """Of what is measured or estimated; the rest is counted."""
@@ -108,15 +108,15 @@ class CpuCount:
         return 1 + self.layout.peak_blocks(length, self.limits.max_num_batched_tokens)
 
     def pages(self, length: int, blocks: int = 0) -> int:
-        """That the pool must have: for one sequence of full length, and for so many blocks of sequences side by side;
-        the null page included."""
+        """That the pool must have: for one sequence of full length, and for `blocks` of concurrent sequences; the
+        null page included."""
         return max(self.one_sequence(length), 1 + blocks)
 
     def pool(self, length: int) -> Pool:
         """As many pages as are set, or as are left and useful; possibly too few, or too many to fit."""
-        page, asked = self.layout.page_bytes, self.settings.kv_cache_memory_bytes
-        if asked is not None:
-            return Pool(asked // page, "as set", "set")
+        page, pool_bytes = self.layout.page_bytes, self.settings.kv_cache_memory_bytes
+        if pool_bytes is not None:
+            return Pool(pool_bytes // page, "as set", "set")
         room, default = max(0, self.left(length)) // (page + BOOK_BYTES), self._most_by_default(length)
         found = Pool(room, "all that is left of the budget", "planner", cut=True)
         if default is not None and default < room:
@@ -145,9 +145,9 @@ class CpuCount:
 
     def _most_pool_tokens(self) -> int:
         """No pool will hold more: a bound that does not depend on the length."""
-        page, most, asked = self.layout.page_bytes, self.budget_bytes, self.settings.kv_cache_memory_bytes
-        if asked is not None:
-            most = min(most, asked)
+        page, most, pool_bytes = self.layout.page_bytes, self.budget_bytes, self.settings.kv_cache_memory_bytes
+        if pool_bytes is not None:
+            most = min(most, pool_bytes)
         elif self.question.machine.devices[0].budget_bytes is None:
             most = min(most, max(DEFAULT_KV_BYTES, self.one_sequence(self.spec.max_position) * page))
         return most // page * self.layout.block_tokens // len(self.layout.groups)
@@ -160,7 +160,7 @@ class CpuCount:
         return enough and pages * (self.layout.page_bytes + BOOK_BYTES) <= self.left(length)
 
     def longest(self, most: int, *, least: int = 1, blocks: int = 0) -> int:
-        """The longest context from `least` to `most` that fits beside so many blocks; 0: none does."""
+        """The longest context from `least` to `most` that fits in addition to `blocks`; 0: none does."""
         if self.fits(most, blocks):
             return most
         if least > most or not self.fits(least, blocks):
@@ -168,11 +168,15 @@ class CpuCount:
         return largest(least, most - 1, lambda length: self.fits(length, blocks))
 
     def short_bytes(self, length: int, blocks: int = 0) -> int:
-        """What is lacking for loading, and for one sequence of this length beside so many blocks: of the budget, or of
-        the pool where its size was set. Nothing or less: it fits."""
-        page, pages, asked = self.layout.page_bytes, self.pages(length, blocks), self.settings.kv_cache_memory_bytes
+        """What is lacking for loading, and for one sequence of this length in addition to `blocks`: of the budget, or
+        of the pool where its size was set. Nothing or less: it fits."""
+        page, pages, pool_bytes = (
+            self.layout.page_bytes,
+            self.pages(length, blocks),
+            self.settings.kv_cache_memory_bytes,
+        )
         short = max(self.loading_bytes - self.budget_bytes, pages * (page + BOOK_BYTES) - self.left(length))
-        return short if asked is None else max(short, pages * page - asked // page * page)
+        return short if pool_bytes is None else max(short, pages * page - pool_bytes // page * page)
 
 
 def count_on_cpu(question: Question, limits: Limits, *, expand: bool) -> CpuCount:
@@ -219,8 +223,8 @@ def count_on_cpu(question: Question, limits: Limits, *, expand: bool) -> CpuCoun
 
 
 def _compiled_attention(settings: Settings, compiled: bool) -> bool:
-    asked = settings.attention_backend
-    return compiled if asked == "auto" else asked == "compiled"
+    backend = settings.attention_backend
+    return compiled if backend == "auto" else backend == "compiled"
 
 
 def counted_on_cpu(question: Question, limits: Limits, *, lowered: bool = False) -> Fit:
@@ -320,7 +324,7 @@ def _with_pool(count: CpuCount, blocks: int) -> tuple[CpuCount, dict[str, object
     return replace(count, question=replace(question, settings=settings)), {"kv_cache_memory_bytes": needed}
 
 
-# What is left to us
+# Choices
 
 
 def _chosen(question: Question, limits: Limits) -> tuple[CpuCount, list[Decision]]:
@@ -329,13 +333,13 @@ def _chosen(question: Question, limits: Limits) -> tuple[CpuCount, list[Decision
     spec, settings = question.model.spec, question.settings
     check_type(settings.dtype, spec)
     decisions = [chosen_dtype(question)] if asked_type(settings.dtype) is None else []
-    asked, most = settings.expand_weights, limits.max_model_len
-    count = count_on_cpu(question, limits, expand=asked == "always")
+    setting, most = settings.expand_weights, limits.max_model_len
+    count = count_on_cpu(question, limits, expand=setting == "always")
     stored, dtype = count.stored, count.dtype
     quantized = stored is not None and any(is_quantized(tensor.layout) for tensor in stored.values())
     if stored is not None and quantized:
         sizes = reason = cpu.weight_sizes(spec, stored, dtype)
-        if asked == "auto":
+        if setting == "auto":
             fast = count.compiled and question.machine.processor.fast_block_products
             expand, reason = cpu.expands(spec, stored, dtype=dtype, fast_blocks=fast, budget_bytes=count.budget_bytes)
             expanded = count_on_cpu(question, limits, expand=True) if expand else count
@@ -344,7 +348,7 @@ def _chosen(question: Question, limits: Limits) -> tuple[CpuCount, list[Decision
             else:
                 reason = f"expanded, they would leave less context: {sizes}"
         how = "expanded" if count.expand else "quantized"
-        decisions.append(Decision("weights", how, reason, "planner" if asked == "auto" else "set"))
+        decisions.append(Decision("weights", how, reason, "planner" if setting == "auto" else "set"))
     if settings.attention_backend == "compiled" and not count.compiled:
         raise ConfigurationError(
             "attention_backend is compiled, but there are no compiled kernels for this dtype",

@@ -145,7 +145,7 @@ class Fit:
     serve_settings: Mapping[str, object] = field(default_factory=dict)
     """What `holdfast serve` must be told beside what was asked for, so as to do this."""
     own: EngineChoices | None = None
-    """Where this engine itself would run it so; None: not counted for it, or on a GPU not asked by it."""
+    """None: it is not this engine that would run it, or on a GPU only planned for it."""
 
     @property
     def engine(self) -> EngineChoices:

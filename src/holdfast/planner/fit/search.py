@@ -99,7 +99,7 @@ def _fit(question: Question, most: int | None = None) -> Fit:
         able = (settings.tensor_parallel,)
     for size in able:
         check(question, size)
-    rungs, ours = _rungs(question), question.on_our_cpu
+    rungs, ours = _rungs(question), question.runs_on_cpu
     length = settings.max_model_len or question.model.spec.max_position
     arranged = cache(lambda size: largest_first(question, size, rungs[-1].limits(length)))
 
@@ -165,18 +165,15 @@ def _longest(question: Question, able: tuple[int, ...], rungs: tuple[LimitPreset
 
 def _said(question: Question, rungs: tuple[LimitPreset, ...], rung: int, found: Fit, longest: int) -> Fit:
     """With the context that these limits are worth, and every choice with its reason."""
-    settings, traffic, default = question.settings, question.traffic, ("the default", "default")
+    settings, traffic = question.settings, question.traffic
     served = _served(question, rungs[rung], rung, found, longest)
-    beside = limits_left_open.context_said(served if found.fits else found.required_tokens)
-    if traffic is not None:
-        beside, default = "the traffic", ("the traffic's peak", "traffic")
     limits = limits_left_open.decisions(
         rungs,
         rung,
-        sequences=default if settings.max_num_seqs is None else None,
-        step_is_set=settings.max_num_batched_tokens is not None,
+        settings,
+        traffic=traffic is not None,
         fits=found.fits,
-        beside=beside,
+        context=served if found.fits else found.required_tokens,
     )
     decisions = [*question.decisions, *limits, *found.decisions]
     loading, ours = [*choices.loading(found)], found.own is not None

@@ -126,7 +126,7 @@ class Settings:
     kv_cache_memory_bytes: int | None = None
     """Of the KV pool; None: what is left of the budget, or the default."""
     lora_copies: int = 0
-    """Adapters that are kept beside those in slots."""
+    """Adapters that are kept in addition to those in slots."""
     structured_output: bool = True
     front_bytes: int = FRONT_BYTES
     """Of the process in front of the engine's, out of the same budget."""
@@ -193,17 +193,17 @@ class Question:
 
     @property
     def utilization(self) -> float:
-        asked = self.settings.utilization
-        return DEFAULT_UTILIZATION if asked is None else asked
+        share = self.settings.utilization
+        return DEFAULT_UTILIZATION if share is None else share
 
     @property
     def stated(self) -> bool:
-        """What must fit was said, and is not left to us."""
+        """It is known what must fit: a context or traffic was set."""
         return self.settings.max_model_len is not None or self.traffic is not None
 
     @property
-    def on_our_cpu(self) -> bool:
-        """`serve` would take it on a CPU: what it cannot read or keep has no count of its own."""
+    def runs_on_cpu(self) -> bool:
+        """This engine would serve it on this CPU; what it cannot read or keep is counted in general terms."""
         model, spec = self.model, self.model.spec
         known = model.canonical is not None or model.stored is None or model.derived
         kept = self.settings.kv_cache_dtype in ("auto", *ELEMENT_BYTES)
@@ -211,8 +211,8 @@ class Question:
 
     @property
     def useful_tokens(self) -> int:
-        """The shortest context that is an answer where none is asked for; of a pool that was set, any."""
-        if not self.on_our_cpu:
+        """The shortest context that is worth serving where none is set; any length in a pool that was set."""
+        if not self.runs_on_cpu:
             return min(self.model.spec.max_position, USEFUL_TOKENS)
         pool = self.settings.kv_cache_memory_bytes
         return min(self.model.spec.max_position, CPU_USEFUL_TOKENS) if pool is None else 1

@@ -203,17 +203,24 @@ def _maker(entry: CatalogueEntry) -> str:
 
 
 def planned(entry: CatalogueEntry) -> PlannedModel | None:
-    return _planned(Same(entry))
+    """None: this version cannot describe it."""
+    try:
+        return of_entry(Same(entry), entry.hub_id)
+    except HoldfastError:
+        return None
 
 
 @lru_cache(maxsize=64)
-def _planned(key: Same[CatalogueEntry]) -> PlannedModel | None:
+def of_entry(key: Same[CatalogueEntry], name: str) -> PlannedModel:
+    """The same for every GPU that it is compared on: what is counted of it is counted once."""
     entry = key.held
-    try:
-        spec = describe_config(entry.config)
-    except HoldfastError:
-        return None
-    return PlannedModel(name=entry.hub_id, spec=spec, origin="catalogue", published_parameters=entry.parameters)
+    return PlannedModel(
+        name=name,
+        spec=describe_config(entry.config),
+        origin="catalogue",
+        published_parameters=entry.parameters,
+        unchecked=entry.checked is None,
+    )
 
 
 def _same_shape(model: PlannedModel, other: PlannedModel) -> bool:

@@ -150,33 +150,32 @@ def _check_kernels(spec: ModelSpec, config: EngineConfig) -> None:
 def _with_pool(found: Fit, config: EngineConfig, chosen: NvidiaGpu, decision: Decision) -> Fit:
     rank, limits, spec, stored = found.ranks[0], found.limits, found.question.model.spec, found.question.model.canonical
     layout = kv_layout(spec, block_tokens=config.block_size, kv_dtype=found.kv_dtype)
-    page, asked = layout.page_bytes, config.kv_cache_memory_bytes
+    page, pool_bytes = layout.page_bytes, config.kv_cache_memory_bytes
     blocks = rank.pool_bytes // page
-    if asked is not None and asked // page > blocks:
+    if pool_bytes is not None and pool_bytes // page > blocks:
         raise DoesNotFitError(
             "the requested KV pool does not fit",
-            needed=format_bytes(asked // page * page),
+            needed=format_bytes(pool_bytes // page * page),
             found=f"{format_bytes(blocks * page)} left of the budget",
             fix=f"--kv-cache-memory-bytes {blocks * page >> 20}MiB, or leave it out",
             field="kv_cache_memory_bytes",
         )
-    if asked is not None:
-        blocks = asked // page
+    if pool_bytes is not None:
+        blocks = pool_bytes // page
     useful = 1 + layout.blocks_side_by_side(limits.max_num_seqs, limits.max_model_len, limits.max_num_batched_tokens)
     blocks = min(blocks, useful)
     # What is set stays; what is left of the budget may turn out to be more.
-    most = blocks if asked is not None else min(useful, rank.budget_bytes // page)
+    most = blocks if pool_bytes is not None else min(useful, rank.budget_bytes // page)
     decisions = [
         Decision("budget", format_bytes(rank.budget_bytes), describe_budget(rank, found.utilization), "measured"),
         decision,
         *found.decisions,
         Pool(blocks, "what is left of the budget", "planner").decision(page),
     ]
-    expand = False
     if stored is not None and any(is_quantized(tensor.layout) for tensor in stored.values()):
-        expand, reason = expands(spec, stored, dtype=found.dtype, fast_blocks=True, budget_bytes=rank.budget_bytes)
-        decisions.append(Decision("weights", "expanded" if expand else "quantized", reason, "planner"))
-    weights = Term("weights", weights_bytes(spec, stored, dtype=found.dtype, expand=expand))
+        _, reason = expands(spec, stored, dtype=found.dtype, fast_blocks=True, budget_bytes=rank.budget_bytes)
+        decisions.append(Decision("weights", "quantized", reason, "planner"))
+    weights = Term("weights", weights_bytes(spec, stored, dtype=found.dtype, expand=False))
     terms, loading = (
         tuple(weights if term.name == "weights" else term for term in all_terms)
         for all_terms in (rank.terms, rank.loading)
@@ -189,12 +188,12 @@ def _with_pool(found: Fit, config: EngineConfig, chosen: NvidiaGpu, decision: De
             layout=layout,
             blocks=blocks,
             most_blocks=max(blocks, most),
-            expand_weights=expand,
+            expand_weights=False,
             short=limits.max_model_len < spec.max_position and config.max_model_len is None,
             gpu=GpuChoice(index=chosen.index, uuid=chosen.uuid, name=chosen.name),
         ),
     )
-    return plan if asked is None else _within_pool(plan)
+    return plan if pool_bytes is None else _within_pool(plan)
 
 
 def _within_pool(plan: Fit) -> Fit:
@@ -243,18 +242,18 @@ def _refusal(found: Fit) -> DoesNotFitError:
     )
 
 
-# RAM beside the GPU
+# Host RAM
 
 
 def with_host_memory(plan: Fit, config: EngineConfig, machine: Memory, front_bytes: int) -> Fit:
-    """The plan with what structured output and copies of adapters take of RAM beside the GPU, or a refusal where there
-    is none for adapters."""
+    """The plan with what structured output and copies of adapters take of host RAM, or a refusal where there is none
+    for adapters."""
     spec, forms = plan.question.model.spec, 0
     if not config.skip_tokenizer_init:
         forms = forms_bytes(spec.vocab_size, plan.limits.max_num_seqs, os.cpu_count() or FEW_CORES)
         said = "maximum host RAM for structured output; a request whose grammar does not fit waits"
-        told = Decision("structured_outputs", format_bytes(forms), said, "planner")
-        plan = replace(plan, decisions=(*plan.decisions, told))
+        decision = Decision("structured_outputs", format_bytes(forms), said, "planner")
+        plan = replace(plan, decisions=(*plan.decisions, decision))
     if not config.lora_copies:
         return plan
     one = lora.held_bytes(spec, dtype=plan.dtype, places=1, max_rank=config.lora_rank)

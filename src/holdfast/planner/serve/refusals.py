@@ -80,18 +80,18 @@ def _nothing_fits(found: Fit, needed: str) -> DoesNotFitError:
     )
 
 
-def _length_does_not_fit(room: CpuCount, wanted: int, longest: int) -> DoesNotFitError:
-    blocks, short = room.one_sequence(wanted), room.short_bytes(wanted)
-    needed, books = blocks * room.layout.page_bytes, 0
-    pool = _enough_pool(room, wanted, needed)
-    if room.settings.kv_cache_memory_bytes is None:
+def _length_does_not_fit(count: CpuCount, wanted: int, longest: int) -> DoesNotFitError:
+    blocks, short = count.one_sequence(wanted), count.short_bytes(wanted)
+    needed, books = blocks * count.layout.page_bytes, 0
+    pool = _enough_pool(count, wanted, needed)
+    if count.settings.kv_cache_memory_bytes is None:
         books = blocks * BOOK_BYTES
     fixes = [f"--max-model-len {longest}"] if longest >= CPU_USEFUL_TOKENS else []
     fixes += [f"--kv-cache-memory-bytes {pool // MIB}MiB"] if pool is not None else []
     return DoesNotFitError(
         f"one sequence of {counted(wanted, 'token')} does not fit in the KV pool",
         needed=f"{format_bytes(needed + books)} for max_model_len {wanted:,}",
-        found=f"{_left_for_kv(room, wanted, needed + books - short)}{', as set' if pool is not None else ''}:"
+        found=f"{_left_for_kv(count, wanted, needed + books - short)}{', as set' if pool is not None else ''}:"
         f" {format_bytes(short)} short",
         fix=", or ".join(fixes)
         or f"free {format_bytes(short)} of memory: it holds only {counted(longest, 'token')}, too few to be useful",
@@ -99,20 +99,20 @@ def _length_does_not_fit(room: CpuCount, wanted: int, longest: int) -> DoesNotFi
     )
 
 
-def _left_for_kv(room: CpuCount, length: int, left: int) -> str:
+def _left_for_kv(count: CpuCount, length: int, left: int) -> str:
     if left >= 0:
         return format_bytes(left)
-    before = spell(room.terms(length))
-    return f"none of {format_bytes(room.budget_bytes)}: {before} take {format_bytes(-left)} more than that"
+    before = spell(count.terms(length))
+    return f"none of {format_bytes(count.budget_bytes)}: {before} take {format_bytes(-left)} more than that"
 
 
-def _enough_pool(room: CpuCount, length: int, needed: int) -> int | None:
+def _enough_pool(count: CpuCount, length: int, needed: int) -> int | None:
     """Where the pool was set too small and the budget has more: what would do, in whole MiB."""
-    if room.settings.kv_cache_memory_bytes is None:
+    if count.settings.kv_cache_memory_bytes is None:
         return None
     enough = -(-needed // MIB) * MIB
-    settings = replace(room.settings, kv_cache_memory_bytes=enough)
-    return enough if replace(room, question=replace(room.question, settings=settings)).fits(length) else None
+    settings = replace(count.settings, kv_cache_memory_bytes=enough)
+    return enough if replace(count, question=replace(count.question, settings=settings)).fits(length) else None
 
 
 def became_short(reserve: int, needed: int, short: int, available: int, over: int) -> DoesNotFitError:
