@@ -13,7 +13,7 @@ from holdfast.errors import ConfigurationError, DoesNotFitError
 from holdfast.footprint import cpu, structured_output
 from holdfast.footprint import gpu as gpu_footprint
 from holdfast.footprint import lora as lora_sizes
-from holdfast.footprint.padding import padded_sizes
+from holdfast.footprint.gpu import padded_sizes
 from holdfast.hardware import Memory, Processor
 from holdfast.hardware.nvidia import NvidiaGpu
 from holdfast.models import ModelSpec, from_config
