@@ -25,6 +25,7 @@ from functools import lru_cache
 from math import prod
 
 from holdfast.checkpoints import StoredTensor
+from holdfast.checkpoints.validation.stored_dtypes import PLAIN
 from holdfast.footprint import experts
 from holdfast.footprint.experts import mlp_width
 from holdfast.footprint.identity_key import Same
@@ -34,7 +35,6 @@ from holdfast.models import ModelSpec, TensorSpec
 from holdfast.units import MIB, format_bytes
 
 ELEMENT_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
-_PLAIN: Mapping[str, str] = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 FRAMEWORK_BYTES = 172 * MIB
 """154 to 168 MiB before the first tensor with torch 2.13 (CPU build, Arm), the model's header read; the rest is what
@@ -162,8 +162,8 @@ def kept_dtype(
 ) -> str:
     """What plain matrices lie in memory as: `dtype`, or the half precision of their file."""
     for _, kept, layout in _held(spec, stored, dtype=dtype, expand=expand, compiled=compiled):
-        if kept is not None and kept.layout in _PLAIN and layout in _PLAIN:
-            return _PLAIN[layout]
+        if kept is not None and kept.layout in PLAIN and layout in PLAIN:
+            return PLAIN[layout]
     return dtype
 
 

@@ -5,7 +5,6 @@ A model that this engine runs on a CPU is counted by cpu.py.
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import replace
 from functools import lru_cache
 from typing import Literal
@@ -28,6 +27,7 @@ from holdfast.planner.sizing.sharded_weights import (
     AS_STORED,
     Weight,
     check_parallel,
+    layouts_by_size,
     parallel_sizes,
     rank_bytes,
     stage_layers,
@@ -219,10 +219,7 @@ def _largest_quantized(key: Same[PlannedModel]) -> int:
 @lru_cache(maxsize=64)
 def plain_type(key: Same[PlannedModel]) -> str | None:
     """Of a file most of which is plain numbers; None: most of it is quantized."""
-    sizes = Counter[str]()
-    for tensor in (key.held.stored or {}).values():
-        sizes[tensor.layout] += tensor.nbytes
-    return PLAIN.get(max(sizes, key=lambda layout: sizes[layout], default=""))
+    return PLAIN.get(next(iter(layouts_by_size((key.held.stored or {}).values())), ""))
 
 
 @lru_cache(maxsize=64)

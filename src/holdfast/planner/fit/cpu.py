@@ -16,6 +16,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from holdfast.checkpoints import LAYOUTS, StoredTensor
+from holdfast.checkpoints.validation.stored_dtypes import PLAIN_LAYOUTS
 from holdfast.errors import ConfigurationError
 from holdfast.footprint import cpu, lora
 from holdfast.footprint.cpu import BOOK_BYTES, Limits
@@ -35,7 +36,6 @@ from holdfast.units import GIB, counted, format_bytes
 
 DEFAULT_KV_BYTES = 4 * GIB
 """RAM is shared with everything else on the machine, so the pool takes all of it only where a budget is set."""
-_STORED_AS: Mapping[str, str] = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 _UNCERTAINTY: Mapping[str, float] = {"front": 0.25, "framework": 0.25, "libraries": 0.4, "activations": 0.25}
 """Of what is measured or estimated; the rest is counted."""
 
@@ -378,7 +378,7 @@ def _stored(model: PlannedModel) -> Mapping[str, StoredTensor] | None:
 @lru_cache(maxsize=16)
 def _published(key: Same[ModelSpec]) -> Mapping[str, StoredTensor]:
     """Plain weights in the dtype that the model is published in."""
-    layout = _STORED_AS[key.held.stored_dtype]
+    layout = PLAIN_LAYOUTS[key.held.stored_dtype]
     return {
         tensor.name: StoredTensor(
             tensor.name, tensor.shape, layout, Path(), 0, LAYOUTS[layout].bytes_for(tensor.shape) or 0

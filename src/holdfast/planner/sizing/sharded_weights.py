@@ -9,13 +9,14 @@ Knows nothing of budgets.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import gcd, lcm, prod
 
 from holdfast.checkpoints import LAYOUTS, Packing, StoredTensor, packing_of, stored_bytes, unused_head
 from holdfast.checkpoints.formats.quantized_tensors import WORD_BITS
+from holdfast.checkpoints.validation.stored_dtypes import PLAIN
 from holdfast.errors import CheckpointError, ConfigurationError
 from holdfast.footprint.cpu import ELEMENT_BYTES
 from holdfast.footprint.identity_key import Same
@@ -121,9 +122,17 @@ def _owner(name: str, by_module: Mapping[str, TensorSpec]) -> TensorSpec | None:
 
 def _loaded_bytes(stored: StoredTensor, dtype: str, spec: ModelSpec) -> int:
     """As it lies in memory: plain numbers of an unquantized model become `dtype`."""
-    if dtype != AS_STORED and spec.quantization is None and stored.layout in ("F32", "F16", "BF16"):
+    if dtype != AS_STORED and spec.quantization is None and stored.layout in PLAIN:
         return prod(stored.shape) * DTYPE_BYTES[dtype]
     return stored.nbytes
+
+
+def layouts_by_size(tensors: Iterable[StoredTensor]) -> list[str]:
+    """Those of most bytes first."""
+    sizes = Counter[str]()
+    for tensor in tensors:
+        sizes[tensor.layout] += tensor.nbytes
+    return [layout for layout, _ in sizes.most_common()]
 
 
 def total_bytes(weights: Sequence[Weight]) -> int:
