@@ -253,22 +253,9 @@ def _counted(question: Question, limits: Limits, lowered: bool) -> Fit:
         # With the next higher limits, which take more memory, the context may be no longer than the traffic's either.
         most = least if lowered else most
     length = count.longest(most, least=least, blocks=blocks)
-    longest = length or count.longest(most)
-    page, pool = count.layout.page_bytes, count.pool(length or least)
-    pages = pool.blocks if length else count.pages(least, blocks)
-    terms = count.terms(length or least)
-    terms["buffers"] += pages * BOOK_BYTES
-    rank = Rank(
-        device=question.machine.devices[0],
-        stage=0,
-        budget_bytes=count.budget_bytes,
-        terms=_named(terms),
-        kv=layout_cost(count.layout, limits.max_num_batched_tokens),
-        loading=_named(count.loading_terms),
-        null_bytes=page,
-        most_kv_bytes=(pages - 1) * page,
-    )
-    short = 0
+    longest, pool = length or count.longest(most), count.pool(length or least)
+    pages, page = pool.blocks if length else count.pages(least, blocks), count.layout.page_bytes
+    rank, short, step = _rank(count, length or least, pages), 0, limits.max_num_batched_tokens
     if length:
         decisions.append(pool.decision(page))
     else:
@@ -277,7 +264,6 @@ def _counted(question: Question, limits: Limits, lowered: bool) -> Fit:
         held = max(0, count.pool(longest).blocks - 1) * page if longest else 0
         lacking = needed_bytes(rank, sequences, tokens, settings.max_model_len) - short
         rank = replace(rank, most_kv_bytes=lacking, held_bytes=held if traffic is None else None)
-    step = limits.max_num_batched_tokens
     return Fit(
         question=question,
         dtype=count.dtype,
@@ -307,6 +293,21 @@ def _counted(question: Question, limits: Limits, lowered: bool) -> Fit:
             short=lowered or pool.cut or length < (settings.max_model_len or spec.max_position),
             prompt_tokens_beside=prompt_tokens_beside(spec.active_parameters, question.machine.cores, step),
         ),
+    )
+
+
+def _rank(count: CpuCount, length: int, pages: int) -> Rank:
+    terms = count.terms(length)
+    terms["buffers"] += pages * BOOK_BYTES
+    return Rank(
+        device=count.question.machine.devices[0],
+        stage=0,
+        budget_bytes=count.budget_bytes,
+        terms=_named(terms),
+        kv=layout_cost(count.layout, count.limits.max_num_batched_tokens),
+        loading=_named(count.loading_terms),
+        null_bytes=count.layout.page_bytes,
+        most_kv_bytes=(pages - 1) * count.layout.page_bytes,
     )
 
 

@@ -135,15 +135,7 @@ def smaller_models(model: PlannedModel, most_bytes: int) -> Iterator[PlannedMode
     the newest first. Quantized ones only where the maker publishes nothing else."""
     base = entry_of(model)
     name, maker = (model.spec.family, "") if base is None else (base.name, _maker(base))
-    most = model.spec.parameters
-    smaller = [
-        entry
-        for entry in catalogue.entries()
-        if entry.parameters is not None
-        and entry.parameters < most
-        and entry.parameters * (0.5 if entry.quantized else 2) <= most_bytes
-        and not entry.name.endswith(VARIANT_ENDS)
-    ]
+    smaller = [one for one in _small_enough(most_bytes) if (one.parameters or 0) < model.spec.parameters]
 
     def nearness(entry: CatalogueEntry) -> tuple[object, ...]:
         near = (_series(entry.name) != _series(name), _kin(entry.name) != _kin(name), _maker(entry) != maker)
@@ -161,15 +153,7 @@ def longer_models(model: PlannedModel, tokens: int, most_bytes: int) -> Iterator
     base = entry_of(model)
     name = model.spec.family if base is None else base.name
     stored_bytes = 2 if model.made_as is None else 0.25  # They are quantized as this one; two bits are the least.
-    others = [
-        entry
-        for entry in catalogue.entries()
-        if entry.parameters is not None
-        and entry.parameters * (0.5 if entry.quantized else stored_bytes) <= most_bytes
-        and not entry.name.endswith(VARIANT_ENDS)
-    ]
-
-    own = model.spec.parameters
+    others, own = _small_enough(most_bytes, stored_bytes), model.spec.parameters
 
     def nearness(entry: CatalogueEntry) -> tuple[object, ...]:
         times = (entry.parameters or 1) / own
@@ -179,6 +163,18 @@ def longer_models(model: PlannedModel, tokens: int, most_bytes: int) -> Iterator
         other = planned(entry)
         if other is not None and other.spec.max_position >= tokens:
             yield other
+
+
+def _small_enough(most_bytes: int, plain_bytes: float = 2) -> list[CatalogueEntry]:
+    """Entries of models whose weights may fit, but for quantized variants of other entries. `plain_bytes`: of a
+    parameter that is not quantized."""
+    return [
+        entry
+        for entry in catalogue.entries()
+        if entry.parameters is not None
+        and entry.parameters * (0.5 if entry.quantized else plain_bytes) <= most_bytes
+        and not entry.name.endswith(VARIANT_ENDS)
+    ]
 
 
 def _kin(name: str) -> str:
