@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.execution.gpu.sampling import Work
-from holdfast.footprint.gpu import KINDS_OF_WORK
-from holdfast.footprint.padding import padded_sizes
+from holdfast.footprint.gpu import KINDS_OF_WORK, padded_sizes
 from holdfast.records import SamplingParams, StructuredOutputsParams
 from holdfast.units import GIB, MIB
 

@@ -118,7 +118,7 @@ def measure_engine(case: EngineCase) -> dict[str, Any]:
         plan = plan_model(config, find_model(config))
         if plan.budget_bytes < sum(plan.terms.values()):
             raise SystemExit("there is too little memory free to measure this")
-        at_once = plan.prompt_tokens_beside or plan.limits.max_num_batched_tokens
+        at_once = plan.engine.prompt_tokens_beside or plan.limits.max_num_batched_tokens
         found = run(arguments, dict(plan.terms), plan.loading_bytes, at_once)
         return {"name": case.name, "settings": case.settings, **found}
 

@@ -54,7 +54,7 @@ print(json.dumps({
     "loading": plan.loading_bytes, "loading_peak": info.memory.loading_peak_bytes,
     "peak": ledger.processes[0].peak_bytes,
     "resident": held.now_bytes, "measured": {term.term: term.measured_bytes for term in ledger.terms},
-    "touched": core.stats().blocks_touched, "page": plan.layout.page_bytes,
+    "touched": core.stats().blocks_touched, "page": plan.engine.layout.page_bytes,
 }))
 """
 

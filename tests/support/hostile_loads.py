@@ -51,7 +51,7 @@ def load_model(path: str) -> dict[str, Any]:
         matched = match(model.spec, checkpoint)
         read = sum(checkpoint.read(stored.name).nbytes for stored in matched.values())
     header = model.files.header
-    told: dict[str, Any] = {"blocks": plan.blocks, "read": read}
+    told: dict[str, Any] = {"blocks": plan.engine.blocks, "read": read}
     if model.files.tokenizer_json is not None or (header and "tokenizer.ggml.model" in header.metadata):
         tokenizer = Tokenizer.from_files(model.files)
         told |= use_tokenizer(tokenizer)

@@ -25,6 +25,7 @@ from holdfast.errors import ConfigurationError
 
 GPU_SEQUENCES, CPU_SEQUENCES = 256, 64
 GPU_STEP_TOKENS, CPU_STEP_TOKENS = 8192, 512
+DEFAULT_UTILIZATION = 0.9
 
 LEAST_HANG_TIMEOUT_S = 5.0
 """A quarter of it must be longer than the time between two heartbeats of an engine with nothing to do."""
@@ -112,9 +113,9 @@ class EngineConfig:
         optional(whole(1, 1 << 20)),
     )
     gpu_memory_utilization: float = setting(
-        0.9,
+        DEFAULT_UTILIZATION,
         "fraction of the device's memory to use; on a CPU, of the RAM that is free at start",
-        number(0.01, 1.0, usual=0.9),
+        number(0.01, 1.0, usual=DEFAULT_UTILIZATION),
     )
     ram: int | None = setting(
         None,

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from holdfast.config.engine import DEFAULT_UTILIZATION
 from holdfast.config.setting import (
     Origin,
     build,
@@ -118,8 +119,8 @@ class PlanConfig:
     )
     gpu_memory_utilization: float | None = setting(
         None,
-        "fraction of a GPU's memory to use; on a CPU, of the free RAM; default: 0.9",
-        optional(number(0.01, 1.0, usual=0.9)),
+        f"fraction of a GPU's memory to use; on a CPU, of the free RAM; default: {DEFAULT_UTILIZATION}",
+        optional(number(0.01, 1.0, usual=DEFAULT_UTILIZATION)),
     )
     tensor_parallel_size: int | None = setting(
         None,

@@ -18,22 +18,23 @@ The sizes of the buffers that execution allocates are declared here, and nowhere
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 
 from holdfast.checkpoints import StoredTensor
+from holdfast.checkpoints.validation.stored_dtypes import PLAIN
 from holdfast.footprint import experts
 from holdfast.footprint.experts import mlp_width
 from holdfast.footprint.identity_key import Same
 from holdfast.footprint.layouts import BLOCK_COLUMNS, memory_layout
 from holdfast.kvcache.groups import KVLayout, form_groups
-from holdfast.models import ModelSpec
+from holdfast.models import ModelSpec, TensorSpec
 from holdfast.units import MIB, format_bytes
 
 ELEMENT_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
-_PLAIN: Mapping[str, str] = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 FRAMEWORK_BYTES = 172 * MIB
 """154 to 168 MiB before the first tensor with torch 2.13 (CPU build, Arm), the model's header read; the rest is what
@@ -136,13 +137,8 @@ Stored = Mapping[str, StoredTensor] | None
 
 @lru_cache(maxsize=64)
 def _weights_bytes(model: Same[ModelSpec], files: Same[Stored], dtype: str, expand: bool, compiled: bool) -> int:
-    total, stored = 0, files.held
-    for tensor in model.held.tensors:
-        kept = None if stored is None else stored.get(tensor.name)
-        if kept is None and (tensor.optional or stored is not None):
-            continue
-        as_stored = None if kept is None else kept.layout
-        layout = memory_layout(tensor, as_stored, dtype=dtype, expand=expand, compiled=compiled)
+    total = 0
+    for tensor, kept, layout in _held(model.held, files.held, dtype=dtype, expand=expand, compiled=compiled):
         if layout in ELEMENT_BYTES or kept is None:
             total += prod(tensor.shape) * ELEMENT_BYTES.get(layout, ELEMENT_BYTES[dtype])
         else:
@@ -150,16 +146,24 @@ def _weights_bytes(model: Same[ModelSpec], files: Same[Stored], dtype: str, expa
     return total
 
 
+def _held(
+    spec: ModelSpec, stored: Stored, *, dtype: str, expand: bool, compiled: bool
+) -> Iterator[tuple[TensorSpec, StoredTensor | None, str]]:
+    """Every tensor that there is, as it is stored and as it lies in memory."""
+    for tensor in spec.tensors:
+        kept = None if stored is None else stored.get(tensor.name)
+        if kept is not None or (stored is None and not tensor.optional):
+            as_stored = None if kept is None else kept.layout
+            yield tensor, kept, memory_layout(tensor, as_stored, dtype=dtype, expand=expand, compiled=compiled)
+
+
 def kept_dtype(
     spec: ModelSpec, stored: Mapping[str, StoredTensor] | None, *, dtype: str, expand: bool, compiled: bool
 ) -> str:
     """What plain matrices lie in memory as: `dtype`, or the half precision of their file."""
-    for tensor in spec.tensors:
-        kept = None if stored is None else stored.get(tensor.name)
-        if kept is not None and kept.layout in _PLAIN:
-            layout = memory_layout(tensor, kept.layout, dtype=dtype, expand=expand, compiled=compiled)
-            if layout in _PLAIN:
-                return _PLAIN[layout]
+    for _, kept, layout in _held(spec, stored, dtype=dtype, expand=expand, compiled=compiled):
+        if kept is not None and kept.layout in PLAIN and layout in PLAIN:
+            return PLAIN[layout]
     return dtype
 
 
@@ -288,22 +292,17 @@ def _scratch_bytes(
     compiled: bool,
 ) -> int:
     """`sampled`, `computed`: whether rows that sample, and rows of a step, are enough for a copy."""
-    spec, stored, sizes = model.held, files.held, dict[str, int]()
-    for tensor in spec.tensors:
-        kept = None if stored is None else stored.get(tensor.name)
-        as_stored = None if kept is None else kept.layout
-        missing = kept is None and (tensor.optional or stored is not None)
+    spec, sizes = model.held, Counter[str]()
+    for tensor, _, layout in _held(spec, files.held, dtype=dtype, expand=expand, compiled=compiled):
         in_blocks = compiled and all(extent % BLOCK_COLUMNS == 0 for extent in tensor.shape[1:])
-        if missing or (tensor.experts > 0 and in_blocks) or (not tensor.experts and len(tensor.shape) != 2):
+        if (tensor.experts > 0 and in_blocks) or (not tensor.experts and len(tensor.shape) != 2):
             continue
         where, _, part = tensor.name.rpartition(".")
         copied = sampled if part in ("head", "embed") else computed
-        layout = memory_layout(tensor, as_stored, dtype=dtype, expand=expand, compiled=compiled)
         if copied and layout == dtype and (part != "embed" or spec.tied_embeddings):
             joined = next(("+".join(names) for names in FUSED if part in names), part)
             # Of experts one is multiplied at a time.
-            size = tensor.elements // (tensor.experts or 1) * ELEMENT_BYTES[dtype]
-            sizes[f"{where}.{joined}"] = sizes.get(f"{where}.{joined}", 0) + size
+            sizes[f"{where}.{joined}"] += tensor.elements // (tensor.experts or 1) * ELEMENT_BYTES[dtype]
     return max(sizes.values(), default=0)
 
 

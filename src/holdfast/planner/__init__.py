@@ -1,7 +1,8 @@
 """What fits."""
 
 from holdfast.footprint.cpu import Limits
-from holdfast.planner.serve.cpu_plan import make_plan, settle_pool
-from holdfast.planner.serve.plan import Plan
+from holdfast.planner.fit.result import Fit as Plan
+from holdfast.planner.serve.cpu_plan import make_plan
+from holdfast.planner.serve.settle import settle_pool
 
 __all__ = ["Limits", "Plan", "make_plan", "settle_pool"]

@@ -13,9 +13,8 @@ from typing import Any
 from holdfast.config.plan import PlanConfig
 from holdfast.errors import ConfigurationError
 from holdfast.observability.decisions import Decision
-from holdfast.planner.fit.search import Question
 from holdfast.planner.inputs.machine import Asked, machine_of
-from holdfast.planner.inputs.question import Settings, Traffic, settings_of
+from holdfast.planner.inputs.question import Question, Traffic, settings_of
 from holdfast.planner.models.resolve import resolve_model
 from holdfast.planner.report.answer import PlanAnswer, answer
 from holdfast.units import counted
@@ -69,7 +68,13 @@ def question_of(config: PlanConfig, *, traffic: Stated | None = None) -> Questio
     return Question(
         model=resolved.model,
         machine=found.machine,
-        settings=_settings(config),
+        settings=settings_of(
+            config,
+            tensor_parallel=config.tensor_parallel_size,
+            pipeline_parallel=config.pipeline_parallel_size,
+            max_loras=config.max_loras if config.max_loras is not None else int(config.enable_lora),
+            max_lora_rank=config.max_lora_rank or DEFAULT_LORA_RANK,
+        ),
         traffic=_with_length(wanted, config.max_model_len or resolved.model.spec.max_position),
         decisions=(*resolved.decisions, *found.decisions, *said),
     )
@@ -80,16 +85,6 @@ def _with_length(traffic: Traffic | None, context: int) -> Traffic | None:
     if traffic is None or not traffic.at_least:
         return traffic
     return replace(traffic, length_tokens=max(traffic.length, context))
-
-
-def _settings(config: PlanConfig) -> Settings:
-    return settings_of(
-        config,
-        tensor_parallel=config.tensor_parallel_size,
-        pipeline_parallel=config.pipeline_parallel_size,
-        max_loras=config.max_loras if config.max_loras is not None else int(config.enable_lora),
-        max_lora_rank=config.max_lora_rank or DEFAULT_LORA_RANK,
-    )
 
 
 def traffic_of(config: PlanConfig) -> Stated:

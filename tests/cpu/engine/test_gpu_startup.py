@@ -251,7 +251,7 @@ def backing(spec: ModelSpec, refusals: int, status: int = OUT_OF_MEMORY) -> tupl
     gpu.context, gpu.others = measured["context"], 19 * GIB
     gpu.tensors = sum(measured.values()) - measured["context"]
     runner, memory = FakeRunner.__new__(FakeRunner), FakeMemory(gpu)
-    runner.gpu, runner.page, runner.most_blocks = gpu, plan.layout.page_bytes, plan.most_blocks
+    runner.gpu, runner.page, runner.most_blocks = gpu, plan.engine.layout.page_bytes, plan.engine.most_blocks
     runner.kv = SimpleNamespace(nbytes=0)
     back = runner.back_kv
 
@@ -272,7 +272,7 @@ def test_the_pool_becomes_what_a_neighbour_leaves(spec: ModelSpec) -> None:
     settled = back()
     assert memory.given_back == BACK_TRIES - 1
     assert settled.terms["kv_pool"] == gpu.pool < plan.terms["kv_pool"]
-    assert 0 <= gpu.free < plan.layout.page_bytes
+    assert 0 <= gpu.free < plan.engine.layout.page_bytes
 
 
 @pytest.mark.parametrize(("refusals", "status"), [(BACK_TRIES, OUT_OF_MEMORY), (1, 999)])
@@ -372,5 +372,5 @@ def test_an_engine_that_plans_for_itself_goes_to_the_gpu_that_it_planned_for(
     monkeypatch.setattr(build, "_build_on_gpu", fake_build)
     found: Any = build.build_core(config, build.find_model(config), lambda *_: None)
     assert found == "built"
-    assert went[0].gpu is not None
-    assert went[0].gpu.uuid == UUID
+    assert went[0].engine.gpu is not None
+    assert went[0].engine.gpu.uuid == UUID

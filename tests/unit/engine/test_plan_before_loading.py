@@ -10,11 +10,15 @@ from pathlib import Path
 import pytest
 
 from holdfast import hardware
+from holdfast.checkpoints import StoredTensor
 from holdfast.config import EngineConfig
 from holdfast.engine.process import protocol
 from holdfast.engine.startup import build
 from holdfast.errors import DoesNotFitError, UnknownArchitectureError
-from holdfast.hardware import Memory
+from holdfast.hardware import Memory, Processor, gpus
+from holdfast.hardware.nvidia import NvidiaGpu
+from holdfast.planner import make_plan
+from holdfast.planner.serve.gpu_plan import make_gpu_plan
 
 MIB = 1 << 20
 
@@ -85,7 +89,7 @@ def test_a_containers_limit_is_the_budget(
 
     (folder / "memory.max").write_text(str(1000 * MIB))
     plan = build.plan_model(config, model)
-    assert plan.memory.limited_by == "control group"
+    assert plan.device.limited_by == "control group"
     assert sum(plan.terms.values()) <= plan.budget_bytes == int(0.9 * 900 * MIB)
     assert "control group" in "\n".join(build.plan_lines(model, plan))
 
@@ -120,7 +124,7 @@ def test_nobody_is_blamed_for_a_pool_that_was_set_too_small(
     enough = build.plan_model(dataclasses.replace(small, kv_cache_memory_bytes=2 * MIB), model)
     assert enough.limits.max_model_len == 2048
     shorter = build.plan_model(dataclasses.replace(small, max_model_len=None), model)
-    assert shorter.short
+    assert shorter.engine.short
     assert "postgres" not in "\n".join(build.plan_lines(model, shorter))
 
 
@@ -147,3 +151,26 @@ def test_the_table_names_every_term_and_the_limits(config: EngineConfig) -> None
     for name in (*plan.terms, "sum", "budget", "context 2,048 tokens", "64 sequences", "512 tokens per step"):
         assert name in said
     assert "measured" not in said
+
+
+def test_a_plan_with_files_and_a_known_gpu_reaches_the_engine_whole(config: EngineConfig, tmp_path: Path) -> None:
+    """Tensors of the files stay in the front: the engine process opens them itself."""
+    spec = build.find_model(config).spec
+    stored = {
+        tensor.name: StoredTensor(tensor.name, tensor.shape, "F32", tmp_path, 0, 4 * tensor.elements)
+        for tensor in spec.tensors
+    }
+    known = gpus.find("h100-80")
+    gpu = NvidiaGpu(
+        index=1, uuid="GPU-1", name="H100", total_bytes=80 << 30, free_bytes=70 << 30, capability=(9, 0), known=known
+    )
+    machine = Memory(total_bytes=8 << 30, available_bytes=4 << 30, limited_by="machine")
+    plans = (
+        make_plan(spec, stored, config, machine, Processor(model="", cores=1, features=frozenset({"avx2"}))),
+        make_gpu_plan(spec, stored, dataclasses.replace(config, device="cuda"), [gpu]),
+    )
+    for plan in plans:
+        heard = protocol.decode_to_engine(protocol.encode(protocol.Init({}, plan)))
+        assert isinstance(heard, protocol.Init)
+        assert heard.plan == plan
+        assert heard.plan.terms == plan.terms

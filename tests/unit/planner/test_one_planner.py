@@ -80,7 +80,7 @@ def assert_same(found: Fit, plan: Plan) -> None:
     assert rank.budget_bytes == plan.budget_bytes
     assert {**{term.name: term.nbytes for term in rank.terms}, "kv_pool": rank.pool_bytes} == dict(plan.terms)
     assert found.limits == plan.limits
-    assert found.kv_tokens == (plan.blocks - 1) * plan.layout.block_tokens
+    assert found.kv_tokens == (plan.engine.blocks - 1) * plan.engine.layout.block_tokens
     assert (found.dtype, found.kv_dtype) == (plan.dtype, plan.kv_dtype)
     assert found.weights_bytes == plan.terms["weights"]
     assert rank.unused_bytes == plan.budget_bytes - sum(plan.terms.values())

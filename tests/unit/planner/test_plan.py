@@ -13,13 +13,12 @@ from holdfast.errors import ConfigurationError, DoesNotFitError
 from holdfast.footprint import cpu, structured_output
 from holdfast.footprint import gpu as gpu_footprint
 from holdfast.footprint import lora as lora_sizes
-from holdfast.footprint.padding import padded_sizes
+from holdfast.footprint.gpu import padded_sizes
 from holdfast.hardware import Memory, Processor
 from holdfast.hardware.nvidia import NvidiaGpu
 from holdfast.models import ModelSpec, from_config
 from holdfast.planner import Plan, make_plan, settle_pool
-from holdfast.planner.serve.gpu_host_ram import with_host_memory
-from holdfast.planner.serve.gpu_plan import make_gpu_plan
+from holdfast.planner.serve.gpu_plan import make_gpu_plan, with_host_memory
 from holdfast.planner.sizing import default_limits
 from holdfast.units import MIB, format_bytes
 
@@ -57,7 +56,7 @@ def test_llama_3_8b_costs_what_is_known(spec: ModelSpec) -> None:
 def test_terms_stay_within_the_budget(spec: ModelSpec) -> None:
     found = plan(spec, 40)
     assert sum(found.terms.values()) <= found.budget_bytes == int(0.9 * 40 * GIB)
-    assert found.blocks * found.layout.page_bytes == found.terms["kv_pool"]
+    assert found.engine.blocks * found.engine.layout.page_bytes == found.terms["kv_pool"]
     assert found.limits.max_model_len == 8192
 
 
@@ -80,7 +79,7 @@ def test_quantized_weights_are_expanded_only_with_room_to_spare(spec: ModelSpec,
     def expanded(free_gib: int, setting: str = "auto") -> bool:
         machine = Memory(total_bytes=0, available_bytes=free_gib * GIB, limited_by="machine")
         config = EngineConfig(expand_weights=setting)
-        return make_plan(spec, stored, config, machine, FAST).expand_weights
+        return make_plan(spec, stored, config, machine, FAST).engine.expand_weights
 
     assert expanded(100)
     assert not expanded(24)
@@ -148,13 +147,13 @@ def test_blocks_are_kept_where_compiled_products_are_faster(spec: ModelSpec, tmp
         config = EngineConfig.from_arguments(**settings)
         return make_plan(spec, quantized(spec, tmp_path), config, machine, processor, compiled_kernels=compiled)
 
-    assert not made(arm, compiled=True).expand_weights
-    assert made(arm, compiled=False).expand_weights
-    assert made(x86, compiled=True).expand_weights
+    assert not made(arm, compiled=True).engine.expand_weights
+    assert made(arm, compiled=False).engine.expand_weights
+    assert made(x86, compiled=True).engine.expand_weights
     assert made(arm, compiled=True).terms["weights"] < 5 * GIB < made(x86, compiled=True).terms["weights"]
-    assert made(arm, compiled=True).compiled_attention
-    assert not made(arm, compiled=True, attention_backend="torch").compiled_attention
-    assert not made(FAST, compiled=True).compiled  # bfloat16 there: torch's own products
+    assert made(arm, compiled=True).engine.compiled_attention
+    assert not made(arm, compiled=True, attention_backend="torch").engine.compiled_attention
+    assert not made(FAST, compiled=True).engine.compiled  # bfloat16 there: torch's own products
     with pytest.raises(ConfigurationError, match="no compiled kernels"):
         made(arm, compiled=False, attention_backend="compiled")
 
@@ -163,7 +162,7 @@ def test_the_pool_is_settled_by_what_is_measured_after_loading(spec: ModelSpec) 
     planned = plan(spec, 40)
     assert settle_pool(planned, 30 * GIB) is planned
     less = settle_pool(planned, 4 * GIB + 2 * GIB)  # 4 GiB were to stay free
-    assert less.blocks * less.layout.page_bytes == less.terms["kv_pool"] <= 2 * GIB
+    assert less.engine.blocks * less.engine.layout.page_bytes == less.terms["kv_pool"] <= 2 * GIB
     assert less.decisions[-1].source == "measured"
     shorter = settle_pool(planned, 4 * GIB + GIB // 2)
     assert shorter.limits.max_model_len == 4096 - 16  # one page of the half GiB is the null page
@@ -214,7 +213,7 @@ def test_terms_that_took_less_than_planned_give_it_to_the_pool(spec: ModelSpec) 
     more = settle_pool(tight, 30 * GIB, under)
     gained = sum(more.terms.values()) - sum(tight.terms.values())
     assert 98 * 1024**2 < gained <= 100 * 1024**2 + tight.budget_bytes - sum(tight.terms.values())
-    assert more.blocks * more.layout.page_bytes == more.terms["kv_pool"]
+    assert more.engine.blocks * more.engine.layout.page_bytes == more.terms["kv_pool"]
     assert more.terms["buffers"] > tight.terms["buffers"]  # with the books of the blocks
     assert "less than planned" in more.decisions[-1].reason
     assert more.limits == tight.limits
@@ -226,7 +225,7 @@ def test_terms_that_took_less_than_planned_give_it_to_the_pool(spec: ModelSpec) 
     # Nor more than all sequences of full length can use.
     few = plan(spec, 24, ram="20GiB", max_num_seqs=8)
     grown = settle_pool(few, 40 * GIB, {"weights": few.terms["weights"] - 8 * GIB})
-    assert few.blocks < grown.blocks == few.most_blocks == 1 + 8 * 8192 // 16
+    assert few.engine.blocks < grown.engine.blocks == few.engine.most_blocks == 1 + 8 * 8192 // 16
 
 
 def test_the_pool_of_a_gpu_grows_within_its_budget(spec: ModelSpec) -> None:
@@ -237,15 +236,15 @@ def test_the_pool_of_a_gpu_grows_within_its_budget(spec: ModelSpec) -> None:
         return make_gpu_plan(spec, None, EngineConfig.from_arguments(device="cuda", **settings), [gpu])
 
     found = made()
-    page = found.layout.page_bytes
+    page = found.engine.layout.page_bytes
     under = {"weights": found.terms["weights"], "activations": found.terms["activations"] - 64 * 1024**2}
     grown = settle_pool(found, total, under)
-    assert found.blocks < grown.blocks <= found.most_blocks <= found.budget_bytes // page
+    assert found.engine.blocks < grown.engine.blocks <= found.engine.most_blocks <= found.budget_bytes // page
     assert found.terms["buffers"] == grown.terms["buffers"]  # the books are in RAM
     assert sum(grown.terms.values()) - 64 * 1024**2 <= found.budget_bytes
     few, as_set = made(max_num_seqs=2), made(kv_cache_memory_bytes="2GiB")
-    assert few.most_blocks == few.blocks == 1 + 2 * 8192 // 16
-    assert as_set.most_blocks == as_set.blocks == 2 * GIB // page
+    assert few.engine.most_blocks == few.engine.blocks == 1 + 2 * 8192 // 16
+    assert as_set.engine.most_blocks == as_set.engine.blocks == 2 * GIB // page
 
 
 def test_copies_of_adapters_are_held_against_ram(spec: ModelSpec) -> None:
@@ -256,7 +255,7 @@ def test_copies_of_adapters_are_held_against_ram(spec: ModelSpec) -> None:
         config = EngineConfig.from_arguments(device="cuda", **settings)
         found = make_gpu_plan(spec, None, config, [gpu])
         machine = Memory(total_bytes=64 * GIB, available_bytes=available_bytes, limited_by="machine")
-        return with_host_memory(found, spec, config, machine, front_bytes=GIB)
+        return with_host_memory(found, config, machine, front_bytes=GIB)
 
     assert (
         made(0, skip_tokenizer_init=True).decisions
@@ -340,6 +339,16 @@ def test_a_gpu_that_is_not_there_is_refused_by_name(spec: ModelSpec) -> None:
     assert _refused(lambda: make_gpu_plan(spec, None, config, [])).code == "HF121"
 
 
+def test_a_checkpoint_that_a_gpu_cannot_hold_is_refused_with_what_is_short(spec: ModelSpec, tmp_path) -> None:
+    """Its tensors come under the spec's own names: remedies divide them by layer."""
+    gpu = NvidiaGpu(index=0, uuid="GPU-1", name="one", total_bytes=8 * GIB, free_bytes=8 * GIB, capability=(9, 0))
+    config = EngineConfig.from_arguments(device="cuda", max_model_len=8192)
+    for mib in range(5000, 7000, 250):  # From one that does not hold the weights to one that lacks only KV.
+        few = replace(gpu, free_bytes=mib * MIB)
+        refusal = _refused(partial(make_gpu_plan, spec, quantized(spec, tmp_path), config, [few]))
+        assert "short" in str(refusal.found)
+
+
 def test_a_pool_that_was_set_on_a_gpu_holds_a_sequence_or_is_refused(spec: ModelSpec) -> None:
     total = 40 * GIB
     gpu = NvidiaGpu(index=0, uuid="GPU-1", name="one", total_bytes=total, free_bytes=total, capability=(9, 0))
@@ -402,12 +411,12 @@ def test_a_shorter_context_leaves_more_for_the_pool(spec: ModelSpec) -> None:
     long = from_config({**LLAMA_3_8B, "max_position_embeddings": 1 << 20})
     limits = {"max_num_seqs": 64, "max_num_batched_tokens": 512}
     found = plan(long, 24, **limits)
-    assert found.short
+    assert found.engine.short
     assert found.limits.max_model_len > 8192
     assert sum(found.terms.values()) <= found.budget_bytes
     with pytest.raises(DoesNotFitError):
         plan(long, 24, max_model_len=found.limits.max_model_len + 16, **limits)
-    assert plan(long, 24, max_model_len=found.limits.max_model_len, **limits).blocks == found.blocks
+    assert plan(long, 24, max_model_len=found.limits.max_model_len, **limits).engine.blocks == found.engine.blocks
 
 
 def test_dense_products_are_planned_with_their_copy_where_torch_makes_one(spec: ModelSpec) -> None:

@@ -25,6 +25,7 @@ from holdfast.models import ModelSpec, QuantSpec
 
 PLAIN: Mapping[str, str] = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 """Layouts of numbers that engines compute with as they are, and what configs call them."""
+PLAIN_LAYOUTS: Mapping[str, str] = {dtype: layout for layout, dtype in PLAIN.items()}
 PACKED_ENDINGS = (".qweight", ".weight_packed", "_blocks", ".blocks")
 _FLOAT8 = frozenset(name for name in LAYOUTS if name.startswith("F8_"))
 _WRITES: Mapping[str, frozenset[str]] = {

@@ -117,11 +117,10 @@ def plan_model(
     """
     stored = _stored(config, model)
     if config.device == "cuda":
-        from holdfast.planner.serve.gpu_host_ram import with_host_memory
-        from holdfast.planner.serve.gpu_plan import make_gpu_plan
+        from holdfast.planner.serve.gpu_plan import make_gpu_plan, with_host_memory
 
         plan = make_gpu_plan(model.spec, stored, config, probe().gpus, name=model.files.name)
-        return with_host_memory(plan, model.spec, config, memory(), front_bytes)
+        return with_host_memory(plan, config, memory(), front_bytes)
     known, machine = compiled_kernels() if kernels is None else kernels, memory()
     begun = None if engine_pid is None else resident(engine_pid)
     if begun is not None:
@@ -159,10 +158,14 @@ def _stored(config: EngineConfig, model: FoundModel) -> Mapping[str, StoredTenso
 
 def plan_again(config: EngineConfig, model: FoundModel, plan: Plan, own_bytes: int) -> Plan:
     """For the same GPU with what is free on it now, of which this process holds `own_bytes` and will use them again."""
-    assert plan.gpu is not None
-    gpus = [replace(gpu, free_bytes=gpu.free_bytes + own_bytes) for gpu in probe().gpus if gpu.uuid == plan.gpu.uuid]
+    assert plan.engine.gpu is not None
+    gpus = [
+        replace(gpu, free_bytes=gpu.free_bytes + own_bytes) for gpu in probe().gpus if gpu.uuid == plan.engine.gpu.uuid
+    ]
     if not gpus:
-        raise EngineError(f"{plan.gpu.name} is no longer available: the driver does not list it", found=plan.gpu.uuid)
+        raise EngineError(
+            f"{plan.engine.gpu.name} is no longer available: the driver does not list it", found=plan.engine.gpu.uuid
+        )
     from holdfast.planner.serve.gpu_plan import make_gpu_plan
 
     return make_gpu_plan(model.spec, _stored(config, model), config, gpus, name=model.files.name)
@@ -181,7 +184,7 @@ def plan_lines(model: FoundModel, plan: Plan) -> list[str]:
         f"maximum concurrency at full context: {_concurrency(plan):.1f}x",
     ]
     pool_is_set = any(decision.field == "kv_pool" and decision.source == "set" for decision in plan.decisions)
-    if plan.short and budget.source == "measured" and not pool_is_set and (holders := memory_holders()):
+    if plan.engine.short and budget.source == "measured" and not pool_is_set and (holders := memory_holders()):
         lines.append(f"  memory is short; others hold: {', '.join(holders)}")
     return lines
 
@@ -230,12 +233,12 @@ def build_core(
         from holdfast.execution.runner import Runner, RunnerLimits
         from holdfast.execution.weights.load import load_weights
 
-    if plan is None or (plan.compiled and not native.available()):
+    if plan is None or (plan.engine.compiled and not native.available()):
         plan = plan_model(config, model, kernels=native.available())
     if config.load_format != "dummy":
         warn_of_unused(model.spec, model.files)
     check_lora_dtype(config, plan.dtype)
-    if plan.gpu is not None:
+    if plan.engine.gpu is not None:
         return _build_on_gpu(config, model, progress, plan)
     with contextlib.nullcontext() if config.load_format == "dummy" else open_checkpoint(model.files) as checkpoint:
         plan = _still_fits(plan)
@@ -248,19 +251,19 @@ def build_core(
             checkpoint,
             dtype=DTYPES[plan.dtype],
             device=CPU,
-            expand=plan.expand_weights,
-            compiled=plan.compiled,
+            expand=plan.engine.expand_weights,
+            compiled=plan.engine.compiled,
             progress=lambda done, total: progress("load", done, total),
         )
     limits = RunnerLimits.of(plan.limits, config.lora_places)
     runner = Runner(
         model.spec,
         weights,
-        plan.layout,
+        plan.engine.layout,
         limits,
         CPU,
         kv_dtype=DTYPES[plan.kv_dtype],
-        compiled=plan.compiled_attention,
+        compiled=plan.engine.compiled_attention,
         lora=LoraLimits.of(config),
         beat=beat,
     )
@@ -271,7 +274,7 @@ def build_core(
     rehearsal = runner.rehearse()
     rehearsed_s = time.monotonic() - began_s
     plan, report = _settled(plan, runner, rehearsal, before, loaded)
-    runner.back_kv(plan.blocks)
+    runner.back_kv(plan.engine.blocks)
     core = EngineCore(_scheduler(config, plan), runner)
     return core, _info(config, model, plan, runner, report, rehearsed_s)
 
@@ -322,9 +325,9 @@ def _settled(
     settled = settle_pool(plan, memory().available_bytes - rehearsal.given_back_bytes, own)
     measured |= base | {"buffers": runner.buffers_bytes}
     report = MemoryReport(
-        total_bytes=plan.memory.total_bytes,
-        free_bytes=plan.memory.available_bytes,
-        limited_by=plan.memory.limited_by,
+        total_bytes=plan.device.total_bytes,
+        free_bytes=plan.device.free_bytes,
+        limited_by=plan.device.limited_by,
         budget_bytes=plan.budget_bytes,
         terms=[
             MemoryTerm(
@@ -335,7 +338,7 @@ def _settled(
             )
             for term in _planned(settled)
         ],
-        page_bytes=plan.layout.page_bytes,
+        page_bytes=plan.engine.layout.page_bytes,
         given_back_bytes=rehearsal.given_back_bytes,
         loading_bytes=plan.loading_bytes,
         loading_peak_bytes=loaded.peak_bytes,
@@ -352,7 +355,7 @@ def _not_spare(plan: Plan, measured: Mapping[str, int], nameless_bytes: int) -> 
 
 
 def _planned(plan: Plan) -> list[MemoryTerm]:
-    tier = "ram" if plan.gpu is None else "vram"
+    tier = "ram" if plan.engine.gpu is None else "vram"
     return [MemoryTerm(tier=tier, term=name, planned_bytes=size) for name, size in plan.terms.items()]
 
 
@@ -361,12 +364,12 @@ def _scheduler(config: EngineConfig, plan: Plan, steps_ahead: int = 0) -> Schedu
         max_num_seqs=plan.limits.max_num_seqs,
         max_num_batched_tokens=plan.limits.max_num_batched_tokens,
         max_model_len=plan.limits.max_model_len,
-        prompt_tokens_beside=plan.prompt_tokens_beside,
+        prompt_tokens_beside=plan.engine.prompt_tokens_beside,
         policy="priority" if config.scheduling_policy == "priority" else "fcfs",
         max_steps_in_flight=1 + steps_ahead,
         max_loras=config.lora_places,
     )
-    return Scheduler(limits, KVCache(plan.layout, plan.blocks, config.enable_prefix_caching))
+    return Scheduler(limits, KVCache(plan.engine.layout, plan.engine.blocks, config.enable_prefix_caching))
 
 
 def _info(
@@ -379,11 +382,11 @@ def _info(
 ) -> EngineInfo:
     return EngineInfo(
         model=model.files.name,
-        device="cpu" if plan.gpu is None else f"cuda ({plan.gpu.name})",
+        device="cpu" if plan.engine.gpu is None else f"cuda ({plan.engine.gpu.name})",
         dtype=plan.dtype,
         kv_dtype=plan.kv_dtype,
-        block_size=plan.layout.block_tokens,
-        blocks=plan.blocks - 1,
+        block_size=plan.engine.layout.block_tokens,
+        blocks=plan.engine.blocks - 1,
         max_model_len=plan.limits.max_model_len,
         max_num_seqs=plan.limits.max_num_seqs,
         max_num_batched_tokens=plan.limits.max_num_batched_tokens,
@@ -395,7 +398,7 @@ def _info(
         max_concurrency=_concurrency(plan),
         hidden_size=model.spec.hidden_size,
         max_loras=config.lora_places,
-        kv_groups=len(plan.layout.groups),
+        kv_groups=len(plan.engine.layout.groups),
         decisions=[decision.line() for decision in plan.decisions],
         rehearsed_s=rehearsed_s,
         memory=report,
@@ -404,21 +407,21 @@ def _info(
 
 def _concurrency(plan: Plan) -> float:
     """Sequences of full length that the pool holds."""
-    layout, limits = plan.layout, plan.limits
+    layout, limits = plan.engine.layout, plan.limits
     cost = layout_cost(layout, limits.max_num_batched_tokens)
-    return cost.concurrency((plan.blocks - 1) * layout.page_bytes, limits.max_model_len)
+    return cost.concurrency((plan.engine.blocks - 1) * layout.page_bytes, limits.max_model_len)
 
 
 def _why(plan: Plan) -> str:
     from holdfast.execution import native
 
-    if plan.gpu is not None:
+    if plan.engine.gpu is not None:
         return "Triton kernels, compiled on first use"
-    if plan.compiled_attention:
+    if plan.engine.compiled_attention:
         return "kernels compiled at install, float32"
     if plan.dtype != "float32":
         return f"torch kernels; the compiled kernels support float32, not {plan.dtype}"
-    if plan.compiled:
+    if plan.engine.compiled:
         return "torch kernels, as requested"
     return f"torch kernels; no compiled kernels: {native.why_not()}"
 

@@ -50,13 +50,13 @@ def build_gpu_runner(
     replan: Callable[[int], Plan],
 ) -> Built:
     """`replan`: a new plan for the same GPU, this engine holding so many bytes on it that are to be used again."""
-    assert plan.gpu is not None
-    uuid = plan.gpu.uuid
+    assert plan.engine.gpu is not None
+    uuid = plan.engine.gpu.uuid
     not_ours, had_context = held_before(uuid), has_gpu_context()
     device = open_device(uuid)
 
     def memory_of(tried: Plan) -> GpuMemory:
-        return GpuMemory(device, uuid, tried.memory.available_bytes, not_ours)
+        return GpuMemory(device, uuid, tried.device.free_bytes, not_ours)
 
     def build(tried: Plan) -> Built:
         return _build(config, files, spec, tried, memory_of(tried), progress)
@@ -124,7 +124,7 @@ def _build(
     runner = GpuRunner(
         spec,
         _load(config, files, spec, plan, memory.device, progress),
-        plan.layout,
+        plan.engine.layout,
         RunnerLimits.of(plan.limits, config.lora_places),
         memory.device,
         kv_dtype=DTYPES[plan.kv_dtype],
@@ -143,7 +143,7 @@ def _settle(runner: GpuRunner, plan: Plan, memory: GpuMemory, context: GpuHeld, 
     loaded = memory.held()
     memory.forget_loading()
     progress("rehearse", 0, 0)
-    runner.reserve_kv(plan.most_blocks)
+    runner.reserve_kv(plan.engine.most_blocks)
     runner.back_kv(2)
     runner.rehearse()
     rehearsed = memory.held()
@@ -178,7 +178,7 @@ def _load(
             checkpoint,
             dtype=DTYPES[plan.dtype],
             device=device,
-            expand=plan.expand_weights,
+            expand=plan.engine.expand_weights,
             progress=lambda done, total: progress("load", done, total),
         )
 
@@ -202,7 +202,7 @@ def _back(plan: Plan, runner: GpuRunner, memory: GpuMemory, held: GpuHeld, measu
         coming = max(0, sum(measured.values()) + runner.kv.nbytes - held.own_bytes)
         settled = settle_pool(plan, held.free_bytes + runner.kv.nbytes - coming, measured)
         try:
-            runner.back_kv(settled.blocks)
+            runner.back_kv(settled.engine.blocks)
             return settled
         except RangeError as error:
             if not error.out_of_memory or attempt == BACK_TRIES - 1:
@@ -215,15 +215,15 @@ def _back(plan: Plan, runner: GpuRunner, memory: GpuMemory, held: GpuHeld, measu
 def _report(plan: Plan, measured: dict[str, int], loaded: GpuHeld, ready: GpuHeld) -> MemoryReport:
     return MemoryReport(
         tier="vram",
-        total_bytes=plan.memory.total_bytes,
-        free_bytes=plan.memory.available_bytes,
-        limited_by=plan.memory.limited_by,
+        total_bytes=plan.device.total_bytes,
+        free_bytes=plan.device.free_bytes,
+        limited_by=plan.device.limited_by,
         budget_bytes=plan.budget_bytes,
         terms=[
             MemoryTerm(tier="vram", term=name, planned_bytes=size, measured_bytes=measured.get(name))
             for name, size in plan.terms.items()
         ],
-        page_bytes=plan.layout.page_bytes,
+        page_bytes=plan.engine.layout.page_bytes,
         held_bytes=ready.own_bytes,
         loading_bytes=plan.loading_bytes,
         loading_peak_bytes=loaded.own_bytes,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 
-from holdfast.footprint.padding import padded_sizes
+from holdfast.footprint.gpu import padded_sizes
 
 __all__ = ["padded", "padded_sizes"]
 

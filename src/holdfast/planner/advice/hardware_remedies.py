@@ -30,7 +30,7 @@ from holdfast.planner.inputs.machine import Asked, machine_of
 from holdfast.planner.inputs.question import Device, Machine, PlannedModel
 from holdfast.planner.models.quantize import quantized_as
 from holdfast.planner.models.variants import GGUF_TYPES, Variant, longer_models, smaller_models
-from holdfast.planner.sizing.cpu_budget import RAM_STEP_BYTES
+from holdfast.planner.sizing.default_limits import RAM_STEP_BYTES
 from holdfast.planner.sizing.sharded_weights import parallel_sizes
 from holdfast.units import GIB, MIB, format_bytes
 

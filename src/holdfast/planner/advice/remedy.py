@@ -17,8 +17,8 @@ from holdfast.planner.engines.command import Command
 from holdfast.planner.engines.commands import commands
 from holdfast.planner.fit.count import cannot_hold_weights
 from holdfast.planner.fit.search import Fit, Question, fit
+from holdfast.planner.inputs.question import CPU_USEFUL_TOKENS
 from holdfast.planner.models.variants import Variant
-from holdfast.planner.sizing.cpu_budget import LEAST_TOKENS
 from holdfast.units import GIB, MIB, counted
 
 Kind = Literal[
@@ -37,7 +37,7 @@ Kind = Literal[
     "shorter_requests",
     "longer_model",
 ]
-LEAST_CONTEXT = LEAST_TOKENS
+LEAST_CONTEXT = CPU_USEFUL_TOKENS
 """A shorter one is no way out."""
 USUAL_UTILIZATION, MOST_UTILIZATION = 0.90, 0.95
 """Never past the second: the rest is for what cannot be counted."""

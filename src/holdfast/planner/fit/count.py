@@ -1,12 +1,11 @@
 """One configuration, counted on every rank: each limit and each size of a split is given. Chooses nothing.
 
-A model that this engine runs on a CPU is counted by cpu.py, as `serve` counts it.
+A model that this engine runs on a CPU is counted by cpu.py.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from typing import Literal
 
@@ -17,27 +16,18 @@ from holdfast.footprint.cpu import Limits
 from holdfast.footprint.gpu import LEAST_CAPABILITY
 from holdfast.footprint.identity_key import Same
 from holdfast.footprint.layouts import is_quantized
-from holdfast.hardware import Processor
 from holdfast.models import ModelSpec
 from holdfast.planner.compat.vllm_weights import beside_weights, expert_kernel
-from holdfast.planner.fit.result import (
-    DEFAULT_UTILIZATION,
-    USEFUL_TOKENS,
-    Fit,
-    Question,
-    Rank,
-    device_budget,
-    needed_bytes,
-    required,
-)
-from holdfast.planner.inputs.question import KV_ELEMENT_BYTES, Device, PlannedModel
+from holdfast.planner.fit.result import Fit, Rank, device_budget, needed_bytes
+from holdfast.planner.inputs.question import KV_ELEMENT_BYTES, Device, PlannedModel, Question
 from holdfast.planner.sizing import terms as byte_terms
-from holdfast.planner.sizing.dtype import NumberType, asked_type, cpu_type, gpu_type, other_engines_type
+from holdfast.planner.sizing.dtype import compute_dtype, kv_dtype
 from holdfast.planner.sizing.kv_cost import KVCost, kv_cost, layout_cost
 from holdfast.planner.sizing.sharded_weights import (
     AS_STORED,
     Weight,
     check_parallel,
+    layouts_by_size,
     parallel_sizes,
     rank_bytes,
     stage_layers,
@@ -52,7 +42,7 @@ TOO_FEW_DEVICES, CONTEXT_TOO_LONG = "HF133", "HF111"
 def counted(question: Question, tensor_parallel: int, limits: Limits) -> Fit:
     """`limits`: those that were asked for or chosen; a context that is not set is the longest that these leave."""
     spec, settings = question.model.spec, question.settings
-    sequences, tokens = required(question, min(spec.max_position, USEFUL_TOKENS))
+    sequences, tokens = question.required
     ranks = _ranks(question, tensor_parallel, limits)
     if any(rank.loading_short_bytes for rank in ranks):
         needed = (needed_bytes(rank, sequences, tokens, settings.max_model_len) for rank in ranks)
@@ -68,7 +58,7 @@ def counted(question: Question, tensor_parallel: int, limits: Limits) -> Fit:
         kv_dtype=kv_dtype(question, len(ranks)),
         tensor_parallel=tensor_parallel,
         pipeline_parallel=settings.pipeline_parallel,
-        utilization=utilization_of(question),
+        utilization=question.utilization,
         limits=replace(limits, max_model_len=longest if settings.max_model_len is None else settings.max_model_len),
         ranks=ranks,
         weights_bytes=_whole_bytes(Same(question.model), kept),
@@ -79,7 +69,7 @@ def counted(question: Question, tensor_parallel: int, limits: Limits) -> Fit:
         fits=short <= 0,
         short_bytes=max(0, short),
         longest_tokens=longest,
-        decisions=question.decisions,
+        decisions=(),
     )
 
 
@@ -91,33 +81,21 @@ def _not_loaded(rank: Rank, needed: int) -> Rank:
 
 def _ranks(question: Question, tensor_parallel: int, limits: Limits) -> tuple[Rank, ...]:
     devices, stages = question.machine.devices, question.settings.pipeline_parallel
-    utilization, ranks = utilization_of(question), []
+    utilization, ranks = question.utilization, []
     for stage, layers in enumerate(stage_layers(len(question.model.spec.layers), stages)):
         shares: dict[str | None, _Share] = {}
         for device in devices[stage * tensor_parallel : (stage + 1) * tensor_parallel]:
             kind = None if device.gpu is None else device.gpu.key
             if kind not in shares:
                 shares[kind] = _share(question, device, stage, layers, tensor_parallel, limits)
-            share = shares[kind]
-            rank = Rank(
-                device=device,
-                stage=stage,
-                budget_bytes=device_budget(device, utilization),
-                terms=share.terms,
-                kv=share.kv,
-                loading=share.loading,
-            )
-            ranks.append(rank)
+            terms, kv, loading = shares[kind]
+            budget = device_budget(device, utilization)
+            ranks.append(Rank(device=device, stage=stage, budget_bytes=budget, terms=terms, kv=kv, loading=loading))
     return tuple(ranks)
 
 
-@dataclass(frozen=True, slots=True)
-class _Share:
-    """What a rank of a stage holds, on devices of one kind."""
-
-    terms: tuple[Term, ...]
-    kv: KVCost
-    loading: tuple[Term, ...] = ()
+_Share = tuple[tuple[Term, ...], KVCost, tuple[Term, ...]]
+"""What a rank of a stage holds on devices of one kind: its terms, what sequences cost, and the peak of loading."""
 
 
 def _share(
@@ -147,7 +125,7 @@ def _share(
             max_loras=settings.max_loras,
             max_lora_rank=settings.max_lora_rank,
         )
-        return _Share(tuple(found), cost)
+        return tuple(found), cost, ()
     whose = counted_for(question, device, every)
     if whose == "llama.cpp":
         loras = settings.max_loras, settings.max_lora_rank
@@ -158,7 +136,7 @@ def _share(
             vendor="nvidia" if device.gpu is None else device.gpu.vendor,
             adapters=byte_terms.adapters_bytes(spec, dtype, layers, *loras, tensor_parallel),
         )
-        return _Share(tuple(found), cost)
+        return tuple(found), cost, ()
     if whose == "holdfast":
         if stored_kv in cpu.ELEMENT_BYTES:
             layout = cpu.kv_layout(spec, block_tokens=settings.block_tokens, kv_dtype=stored_kv)
@@ -175,7 +153,7 @@ def _share(
             max_lora_rank=settings.max_lora_rank,
             graphs=settings.graphs,
         )
-        return _Share(tuple(found), cost, byte_terms.engine_gpu_loading(held, largest))
+        return tuple(found), cost, byte_terms.engine_gpu_loading(held, largest)
     # Of a model that this engine does not run, what the engine keeps that would.
     kernel = expert_kernel(device.gpu, adapters=settings.max_loras > 0)
     beside = beside_weights(model, kernel, dtype=dtype, tensor_parallel=tensor_parallel, stage=stage, stages=stages)
@@ -193,7 +171,7 @@ def _share(
         rotary_bytes=beside.rotary,
         padding_bytes=beside.padding,
     )
-    return _Share(tuple(found), cost)
+    return tuple(found), cost, ()
 
 
 def counted_for(question: Question, device: Device, ranks: int) -> Literal["holdfast", "vllm", "llama.cpp"]:
@@ -241,10 +219,7 @@ def _largest_quantized(key: Same[PlannedModel]) -> int:
 @lru_cache(maxsize=64)
 def plain_type(key: Same[PlannedModel]) -> str | None:
     """Of a file most of which is plain numbers; None: most of it is quantized."""
-    sizes = Counter[str]()
-    for tensor in (key.held.stored or {}).values():
-        sizes[tensor.layout] += tensor.nbytes
-    return PLAIN.get(max(sizes, key=lambda layout: sizes[layout], default=""))
+    return PLAIN.get(next(iter(layouts_by_size((key.held.stored or {}).values())), ""))
 
 
 @lru_cache(maxsize=64)
@@ -265,7 +240,7 @@ def _held_bytes(key: Same[PlannedModel], dtype: str, tensor_parallel: int, stage
 
 def cannot_hold_weights(question: Question) -> bool:
     """All GPUs together have less than the weights take, whatever the split: nothing else needs to be counted."""
-    devices, utilization = question.machine.devices, utilization_of(question)
+    devices, utilization = question.machine.devices, question.utilization
     if question.machine.kind != "gpu":
         return False
     return sum(device_budget(device, utilization) for device in devices) < least_bytes(question)
@@ -299,30 +274,3 @@ def check(question: Question, tensor_parallel: int) -> None:
             fix=f"--max-model-len {spec.max_position}, or leave it out",
             field="max_model_len",
         )
-
-
-def compute_dtype(question: Question, ranks: int = 1) -> str:
-    """What the engine would compute in, and keep plain weights in: the same on all of the first `ranks` devices."""
-    return asked_type(question.settings.dtype) or chosen_dtype(question, ranks).value
-
-
-def chosen_dtype(question: Question, ranks: int = 1) -> NumberType:
-    """Where it is left to us."""
-    stored, devices = question.model.spec.stored_dtype, question.machine.devices[:ranks]
-    if devices[0].kind == "gpu":
-        return gpu_type(question.model.spec, devices)
-    processor, spec = Processor(model="", cores=1, features=question.machine.cpu_features), question.model.spec
-    if not spec.runnable or spec.quantization is not None:
-        engine = "llama.cpp" if question.model.format == "gguf" else "vLLM"
-        return other_engines_type(stored, engine, fast_bfloat16=processor.fast_bfloat16)
-    return cpu_type(stored, fast_bfloat16=processor.fast_bfloat16)
-
-
-def kv_dtype(question: Question, ranks: int = 1) -> str:
-    asked = question.settings.kv_cache_dtype
-    return compute_dtype(question, ranks) if asked == "auto" else asked
-
-
-def utilization_of(question: Question) -> float:
-    asked = question.settings.utilization
-    return DEFAULT_UTILIZATION if asked is None else asked

@@ -1,200 +1,369 @@
-"""What a model costs this engine on a CPU: the very count that `serve` makes, asked for a machine that may be another.
+"""What a model takes of this engine on a CPU with given limits, how it lies there, and what is left for KV.
 
-    settings ─► the config that serve would have ─► CpuChoices ─► terms, pool and context
+    budget ─ front ─ framework ─ libraries ─ weights ─ scratch ─ activations ─ logits ─ buffers ─ grammars
+           = left for pages and their books
 
-Only for models that this engine runs; `fit` counts the others in general terms. Refuses nothing: says what is short.
+The longer the context, the larger the buffers and the less is left, so the longest one that fits is found by halving.
+Only for models that this engine runs; count.py counts the others in general terms. Refuses only settings that
+contradict each other: where something is short, it says how much.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 
 from holdfast.checkpoints import LAYOUTS, StoredTensor
-from holdfast.config import EngineConfig
-from holdfast.footprint.cpu import BOOK_BYTES, ELEMENT_BYTES, FRONT_BYTES
+from holdfast.checkpoints.validation.stored_dtypes import PLAIN_LAYOUTS
+from holdfast.errors import ConfigurationError
+from holdfast.footprint import cpu, lora
+from holdfast.footprint.cpu import BOOK_BYTES, Limits
 from holdfast.footprint.identity_key import Same
-from holdfast.hardware import Processor
+from holdfast.footprint.layouts import is_quantized
+from holdfast.footprint.structured_output import forms_bytes
+from holdfast.kvcache.groups import KVLayout
 from holdfast.models import ModelSpec
 from holdfast.observability.decisions import Decision
-from holdfast.planner.inputs.question import Machine, PlannedModel, Settings, Traffic
-from holdfast.planner.serve.cpu_plan import pool_decision
-from holdfast.planner.sizing import default_limits
-from holdfast.planner.sizing.cpu_budget import DEFAULT_KV_BYTES, LEAST_TOKENS, CpuBudget
-from holdfast.planner.sizing.cpu_choices import CpuChoices
-from holdfast.planner.sizing.kv_cost import KVCost, layout_cost
+from holdfast.planner.fit.result import EngineChoices, Fit, Rank, device_budget, needed_bytes
+from holdfast.planner.inputs.question import PlannedModel, Question, Settings
+from holdfast.planner.sizing.default_limits import prompt_tokens_beside
+from holdfast.planner.sizing.dtype import asked_type, check_type, chosen_dtype, compute_dtype, kv_dtype
+from holdfast.planner.sizing.kv_cost import largest, layout_cost
 from holdfast.planner.sizing.terms import Term
+from holdfast.units import GIB, counted, format_bytes
 
-_STORED_AS: Mapping[str, str] = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+DEFAULT_KV_BYTES = 4 * GIB
+"""RAM is shared with everything else on the machine, so the pool takes all of it only where a budget is set."""
 _UNCERTAINTY: Mapping[str, float] = {"front": 0.25, "framework": 0.25, "libraries": 0.4, "activations": 0.25}
 """Of what is measured or estimated; the rest is counted."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CpuFit:
-    rung: int
-    """Of the limits that were not set: 0 has the defaults."""
-    room: CpuBudget
-    length: int
-    """The context that would be served; where nothing fits, the shortest that would do."""
+@dataclass(frozen=True, slots=True)
+class Pool:
     blocks: int
-    """Of the traffic's sequences side by side; 0: there is none."""
-    longest_tokens: int
-    """The longest context that memory holds, whatever was asked for, with the lowest limits that are not set."""
-    short_bytes: int
-    """0: it fits."""
-    flags: Mapping[str, object]
-    """Settings that serve needs so as to do this, beside those that were asked for."""
-    decisions: tuple[Decision, ...]
+    """The null page included."""
+    reason: str
+    source: str
+    cut: bool = False
+    """It would be larger if more of the budget were left."""
+
+    def decision(self, page_bytes: int) -> Decision:
+        value = f"{format_bytes(self.blocks * page_bytes)} ({counted(self.blocks - 1, 'block')} and the null page)"
+        return Decision("kv_pool", value, self.reason, self.source)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CpuCount:
+    """With given limits, at any context length. Counts and compares; chooses nothing."""
+
+    question: Question
+    limits: Limits
+    """With the longest context that is wanted."""
+    stored: Mapping[str, StoredTensor] | None = field(repr=False)
+    """By canonical name; None: dummies."""
+    budget_bytes: int
+    dtype: str
+    layout: KVLayout
+    expand: bool
+    compiled: bool
+    """Products with what is kept as stored are computed by compiled kernels, in float32."""
+    loading_terms: Mapping[str, int]
+    """At the peak of loading, before any of the terms of a step."""
+    fixed_terms: Mapping[str, int]
+    """Those of a step that no length changes, in their order, and 0 for the others."""
 
     @property
-    def fits(self) -> bool:
-        return self.short_bytes == 0
+    def settings(self) -> Settings:
+        return self.question.settings
 
     @property
-    def pages(self) -> int:
-        """Of the pool that would be there, or of the least that would do."""
-        return self.room.pool(self.length).blocks if self.fits else self.room.pages(self.length, self.blocks)
+    def spec(self) -> ModelSpec:
+        return self.question.model.spec
 
     @property
-    def held_pages(self) -> int:
-        """Without the null page, of the pool beside the longest context that fits; 0: none does."""
-        return max(0, self.room.pool(self.longest_tokens).blocks - 1) if self.longest_tokens else 0
+    def weights_dtype(self) -> str:
+        """Of plain matrices as they lie in memory."""
+        return cpu.kept_dtype(self.spec, self.stored, dtype=self.dtype, expand=self.expand, compiled=self.compiled)
 
     @property
-    def terms(self) -> tuple[Term, ...]:
-        """All but the pool; the books of its blocks are among the buffers."""
-        counted = self.room.terms(self.length)
-        counted["buffers"] += self.pages * BOOK_BYTES
-        return tuple(Term(name, size, _UNCERTAINTY.get(name, 0.0)) for name, size in counted.items())
+    def loading_bytes(self) -> int:
+        return sum(self.loading_terms.values())
 
-    @property
-    def loading(self) -> tuple[Term, ...]:
-        return tuple(Term(name, size, _UNCERTAINTY.get(name, 0.0)) for name, size in self.room.loading_terms.items())
+    def terms(self, length: int) -> dict[str, int]:
+        """All but the pool and its books."""
+        limits, tokens = replace(self.limits, max_model_len=length), self._most_pool_tokens()
+        logits = cpu.logits_bytes(self.spec, limits, tokens)
+        buffers = cpu.buffers_bytes(self.layout, limits, pool_tokens=tokens)
+        terms = {**self.fixed_terms, "logits": logits, "buffers": buffers}
+        return {name: size for name, size in terms.items() if size}
 
-    @property
-    def kv(self) -> KVCost:
-        return layout_cost(self.room.layout, self.room.config.step_tokens)
+    def left(self, length: int) -> int:
+        """Of the budget, for pages with their books; less than nothing when the model itself does not fit."""
+        return self.budget_bytes - sum(self.terms(length).values())
+
+    def one_sequence(self, length: int) -> int:
+        """Pages that a sequence of full length needs, and the null page."""
+        return 1 + self.layout.peak_blocks(length, self.limits.max_num_batched_tokens)
+
+    def pages(self, length: int, blocks: int = 0) -> int:
+        """That the pool must have: for one sequence of full length, and for `blocks` of concurrent sequences; the
+        null page included."""
+        return max(self.one_sequence(length), 1 + blocks)
+
+    def pool(self, length: int) -> Pool:
+        """As many pages as are set, or as are left and useful; possibly too few, or too many to fit."""
+        page, pool_bytes = self.layout.page_bytes, self.settings.kv_cache_memory_bytes
+        if pool_bytes is not None:
+            return Pool(pool_bytes // page, "as set", "set")
+        room, default = max(0, self.left(length)) // (page + BOOK_BYTES), self._most_by_default(length)
+        found = Pool(room, "all that is left of the budget", "planner", cut=True)
+        if default is not None and default < room:
+            found = Pool(default, "the default; set --kv-cache-memory-bytes to change it", "planner")
+        if (useful := self._most_useful(length)) < found.blocks:
+            sequences = self.limits.max_num_seqs
+            need = f"{counted(sequences, 'sequence')} of full length {'needs' if sequences == 1 else 'need'} no more"
+            found = Pool(useful, need, "planner")
+        return found
+
+    def most_blocks(self, length: int) -> int:
+        """More would not be taken of any budget, or be of use; nor can this one ever hold more."""
+        most = min(self._most_useful(length), self.budget_bytes // self.layout.page_bytes)
+        default = self._most_by_default(length)
+        return most if default is None else min(most, default)
+
+    def _most_by_default(self, length: int) -> int | None:
+        """Pages of a pool whose size nobody set; None: the budget was set, and all of it may be used."""
+        if self.question.machine.devices[0].budget_bytes is not None:
+            return None
+        return max(DEFAULT_KV_BYTES // self.layout.page_bytes, self.one_sequence(length))
+
+    def _most_useful(self, length: int) -> int:
+        limits = self.limits
+        return 1 + self.layout.blocks_side_by_side(limits.max_num_seqs, length, limits.max_num_batched_tokens)
+
+    def _most_pool_tokens(self) -> int:
+        """No pool will hold more: a bound that does not depend on the length."""
+        page, most, pool_bytes = self.layout.page_bytes, self.budget_bytes, self.settings.kv_cache_memory_bytes
+        if pool_bytes is not None:
+            most = min(most, pool_bytes)
+        elif self.question.machine.devices[0].budget_bytes is None:
+            most = min(most, max(DEFAULT_KV_BYTES, self.one_sequence(self.spec.max_position) * page))
+        return most // page * self.layout.block_tokens // len(self.layout.groups)
+
+    def fits(self, length: int, blocks: int = 0) -> bool:
+        if self.loading_bytes > self.budget_bytes:
+            return False
+        pages = self.pool(length).blocks
+        enough = pages >= self.pages(length, blocks)
+        return enough and pages * (self.layout.page_bytes + BOOK_BYTES) <= self.left(length)
+
+    def longest(self, most: int, *, least: int = 1, blocks: int = 0) -> int:
+        """The longest context from `least` to `most` that fits in addition to `blocks`; 0: none does."""
+        if self.fits(most, blocks):
+            return most
+        if least > most or not self.fits(least, blocks):
+            return 0
+        return largest(least, most - 1, lambda length: self.fits(length, blocks))
+
+    def short_bytes(self, length: int, blocks: int = 0) -> int:
+        """What is lacking for loading, and for one sequence of this length in addition to `blocks`: of the budget, or
+        of the pool where its size was set. Nothing or less: it fits."""
+        page, pages, pool_bytes = (
+            self.layout.page_bytes,
+            self.pages(length, blocks),
+            self.settings.kv_cache_memory_bytes,
+        )
+        short = max(self.loading_bytes - self.budget_bytes, pages * (page + BOOK_BYTES) - self.left(length))
+        return short if pool_bytes is None else max(short, pages * page - pool_bytes // page * page)
 
 
-def runs_here(model: PlannedModel, settings: Settings) -> bool:
-    """Whether `serve` would take it: what it cannot read or keep has no count of its own."""
-    spec = model.spec
-    known = model.canonical is not None or model.stored is None or model.derived
-    kept = settings.kv_cache_dtype == "auto" or settings.kv_cache_dtype in ELEMENT_BYTES
-    return spec.runnable and spec.quantization is None and known and kept
-
-
-def least_tokens(model: PlannedModel, settings: Settings) -> int:
-    """The shortest context that is an answer."""
-    return settings.max_model_len or min(LEAST_TOKENS, model.spec.max_position)
-
-
-def host(
-    model: PlannedModel,
-    machine: Machine,
-    settings: Settings,
-    *,
-    budget_bytes: int,
-    traffic: Traffic | None = None,
-) -> CpuFit:
-    """Traffic has the pool that it needs, and a context that leaves room for it."""
-    config = EngineConfig(
-        dtype=settings.dtype,
-        kv_cache_dtype=settings.kv_cache_dtype,
-        max_model_len=settings.max_model_len,
-        max_num_seqs=settings.max_num_seqs or (traffic.concurrency if traffic is not None else None),
-        max_num_batched_tokens=settings.max_num_batched_tokens,
-        ram=None if machine.devices[0].budget_bytes is None else budget_bytes,
-        block_size=settings.block_tokens,
-        expand_weights=settings.expand_weights,
-        enable_lora=settings.max_loras > 0,
-        max_loras=settings.max_loras or None,
-        max_lora_rank=settings.max_lora_rank if settings.max_loras else None,
+def count_on_cpu(question: Question, limits: Limits, *, expand: bool) -> CpuCount:
+    spec, settings, dtype, stored = (
+        question.model.spec,
+        question.settings,
+        compute_dtype(question),
+        _stored(question.model),
     )
-    measure = CpuChoices(
-        spec=model.spec,
-        stored=_stored(model),
-        config=config,
-        processor=Processor(model="", cores=1, features=machine.cpu_features),
-        compiled_kernels=machine.compiled_kernels,
-        budget_bytes=budget_bytes,
-        front_bytes=FRONT_BYTES,
+    compiled, step = question.machine.compiled_kernels and dtype == "float32", limits.max_num_batched_tokens
+    held = {
+        "front": settings.front_bytes,
+        "framework": cpu.FRAMEWORK_BYTES,
+        "libraries": cpu.LIBRARIES_BYTES,
+        "weights": cpu.weights_bytes(spec, stored, dtype=dtype, expand=expand, compiled=compiled),
+    }
+    held = {name: size for name, size in held.items() if size}
+    scratch = adapters = 0
+    if question.machine.processor.copies_matrices(dtype):
+        scratch = cpu.scratch_bytes(spec, stored, limits, dtype=dtype, expand=expand, compiled=compiled)
+    activations = cpu.activations_bytes(
+        spec, limits, dtype=dtype, compiled_attention=_compiled_attention(settings, compiled), compiled=compiled
     )
-    found = _alone(measure) if traffic is None else _beside(measure, traffic)
-    default = ("the default", "default") if traffic is None else ("the traffic's peak", "traffic")
-    said = default_limits.decisions(
-        measure.rungs,
-        found.rung,
-        sequences=default if settings.max_num_seqs is None else None,
-        step_is_set=settings.max_num_batched_tokens is not None,
-        fits=found.fits,
-        beside=default_limits.context_said(found.length) if traffic is None else "the traffic",
-    )
-    return replace(found, decisions=(*said, *found.decisions))
+    if settings.max_loras:
+        rank, copies = settings.max_lora_rank, lora.copy_rows(settings.lora_copies, on_cpu=True)
+        adapters = lora.held_bytes(spec, dtype=dtype, places=settings.max_loras, max_rank=rank, copies=copies)
+        activations += lora.step_bytes(spec, step, dtype=dtype, max_rank=rank)
+    grammars = forms_bytes(spec.vocab_size, limits.max_num_seqs) if settings.structured_output else 0
+    return CpuCount(
+        question=question,
+        limits=limits,
+        stored=stored,
+        budget_bytes=device_budget(question.machine.devices[0], question.utilization),
+        dtype=dtype,
+        layout=cpu.kv_layout(spec, block_tokens=settings.block_tokens, kv_dtype=kv_dtype(question)),
+        expand=expand,
+        compiled=compiled,
+        loading_terms={**held, "staging": cpu.staging_bytes(stored)},
+        fixed_terms={
+            **held, "scratch": scratch, "activations": activations, "adapters": adapters, "logits": 0, "buffers": 0,
+            "grammars": grammars,
+        },
+    )  # fmt: skip
 
 
-def _alone(measure: CpuChoices) -> CpuFit:
-    """As serve does it."""
-    rung, room, chosen = measure.chosen()
-    length = room.longest(room.most, least=room.least)
-    return _hosted(rung, room, chosen, length=length, least=room.least, longest=measure.longest_tokens())
+def _compiled_attention(settings: Settings, compiled: bool) -> bool:
+    backend = settings.attention_backend
+    return compiled if backend == "auto" else backend == "compiled"
 
 
-def _beside(measure: CpuChoices, traffic: Traffic) -> CpuFit:
-    """With the first limits that leave room for the traffic; weights stay in blocks before limits are lowered."""
-    longest = measure.longest_tokens()
-    for rung in range(len(measure.rungs)):
-        found = _with_traffic(measure, rung, traffic, longest)
-        if not found.fits and found.room.choices.expand_weights:
-            in_blocks = replace(measure, config=replace(measure.config, expand_weights="never"))
-            found = _with_traffic(in_blocks, rung, traffic, longest)
-            found = replace(found, flags={**found.flags, "expand_weights": "never"})
-        if found.fits:
-            break
-    return found
+def counted_on_cpu(question: Question, limits: Limits, *, lowered: bool = False) -> Fit:
+    """The longest context up to the one of `limits` that fits, with its pool; where none does, what is lacking for the
+    shortest that would do. `lowered`: these limits are not the defaults.
+
+    Traffic has the pool that it needs, and a context that leaves room for it; weights stay in blocks for it before
+    limits are lowered."""
+    found = _counted(question, limits, lowered)
+    if question.traffic is None or found.fits or not found.engine.expand_weights:
+        return found
+    in_blocks = replace(question, settings=replace(question.settings, expand_weights="never"))
+    found = _counted(in_blocks, limits, lowered)
+    return replace(found, question=question, serve_settings={**found.serve_settings, "expand_weights": "never"})
 
 
-def _with_traffic(measure: CpuChoices, rung: int, traffic: Traffic, longest: int) -> CpuFit:
-    """Where limits were lowered for it, the context is no longer than the traffic's: with the next higher ones, which
-    take more memory, it may be no longer either."""
-    room, chosen = measure.room(measure.rungs[rung])
-    config = room.config
-    blocks = room.layout.blocks_side_by_side(traffic.concurrency, traffic.length, config.step_tokens)
-    least = config.max_model_len or min(room.spec.max_position, traffic.length)
-    room, flags = _with_pool(room, traffic, blocks)
-    length = room.longest(least if rung else room.most, least=least, blocks=blocks)
-    found = _hosted(rung, room, chosen, length=length, least=least, longest=longest, blocks=blocks)
-    return replace(found, flags=flags)
-
-
-def _hosted(
-    rung: int, room: CpuBudget, chosen: Sequence[Decision], *, length: int, least: int, longest: int, blocks: int = 0
-) -> CpuFit:
-    """`length` 0: nothing fits."""
-    pool = [pool_decision(room.pool(length), room.layout.page_bytes)] if length else []
-    return CpuFit(
-        rung=rung,
-        room=room,
-        length=length or least,
-        blocks=blocks,
+def _counted(question: Question, limits: Limits, lowered: bool) -> Fit:
+    spec, settings, traffic, blocks = question.model.spec, question.settings, question.traffic, 0
+    flags: Mapping[str, object] = {}
+    count, decisions = _chosen(question, limits)
+    (sequences, tokens), most = question.required, limits.max_model_len
+    least = settings.max_model_len or min(spec.max_position, tokens)
+    if traffic is not None:
+        blocks = count.layout.blocks_side_by_side(sequences, tokens, limits.max_num_batched_tokens)
+        count, flags = _with_pool(count, blocks)
+        # With the next higher limits, which take more memory, the context may be no longer than the traffic's either.
+        most = least if lowered else most
+    length = count.longest(most, least=least, blocks=blocks)
+    longest, pool = length or count.longest(most), count.pool(length or least)
+    pages, page = pool.blocks if length else count.pages(least, blocks), count.layout.page_bytes
+    rank, short, step = _rank(count, length or least, pages), 0, limits.max_num_batched_tokens
+    if length:
+        decisions.append(pool.decision(page))
+    else:
+        # Loading may lack more than the pool does.
+        short = max(1, count.short_bytes(least, blocks))
+        held = max(0, count.pool(longest).blocks - 1) * page if longest else 0
+        lacking = needed_bytes(rank, sequences, tokens, settings.max_model_len) - short
+        rank = replace(rank, most_kv_bytes=lacking, held_bytes=held if traffic is None else None)
+    return Fit(
+        question=question,
+        dtype=count.dtype,
+        kv_dtype=kv_dtype(question),
+        tensor_parallel=1,
+        pipeline_parallel=1,
+        utilization=question.utilization,
+        limits=replace(limits, max_model_len=settings.max_model_len or longest),
+        ranks=(rank,),
+        weights_bytes=count.loading_terms["weights"],
+        weights_dtype=count.weights_dtype,
+        weights_as=count.dtype,
+        required_tokens=tokens,
+        required_sequences=sequences,
+        fits=length > 0,
+        short_bytes=short,
         longest_tokens=longest,
-        short_bytes=0 if length else max(1, room.short_bytes(least, blocks)),
-        flags={},
-        decisions=(*chosen, *pool),
+        decisions=tuple(decisions),
+        serve_settings=flags,
+        own=EngineChoices(
+            layout=count.layout,
+            blocks=pages,
+            most_blocks=max(pages, count.most_blocks(length)) if length and pool.cut else pages,
+            expand_weights=count.expand,
+            compiled=count.compiled,
+            compiled_attention=_compiled_attention(settings, count.compiled),
+            short=lowered or pool.cut or length < (settings.max_model_len or spec.max_position),
+            prompt_tokens_beside=prompt_tokens_beside(spec.active_parameters, question.machine.cores, step),
+        ),
     )
 
 
-def _with_pool(room: CpuBudget, traffic: Traffic, blocks: int) -> tuple[CpuBudget, dict[str, object]]:
+def _rank(count: CpuCount, length: int, pages: int) -> Rank:
+    terms = count.terms(length)
+    terms["buffers"] += pages * BOOK_BYTES
+    return Rank(
+        device=count.question.machine.devices[0],
+        stage=0,
+        budget_bytes=count.budget_bytes,
+        terms=_named(terms),
+        kv=layout_cost(count.layout, count.limits.max_num_batched_tokens),
+        loading=_named(count.loading_terms),
+        null_bytes=count.layout.page_bytes,
+        most_kv_bytes=(pages - 1) * count.layout.page_bytes,
+    )
+
+
+def _named(terms: Mapping[str, int]) -> tuple[Term, ...]:
+    return tuple(Term(name, size, _UNCERTAINTY.get(name, 0.0)) for name, size in terms.items())
+
+
+def _with_pool(count: CpuCount, blocks: int) -> tuple[CpuCount, dict[str, object]]:
     """With the pool's size set where serve would otherwise take a smaller one than this traffic needs."""
-    page, config = room.layout.page_bytes, room.config
-    by_default = config.ram is None and (1 + blocks) * page > DEFAULT_KV_BYTES
-    if not by_default and traffic.concurrency <= config.sequences:
-        return room, {}
-    needed = (1 + blocks) * page
-    return replace(room, config=replace(config, kv_cache_memory_bytes=needed)), {"kv_cache_memory_bytes": needed}
+    question, needed = count.question, (1 + blocks) * count.layout.page_bytes
+    by_default = question.machine.devices[0].budget_bytes is None and needed > DEFAULT_KV_BYTES
+    if not by_default and question.required[0] <= count.limits.max_num_seqs:
+        return count, {}
+    settings = replace(question.settings, kv_cache_memory_bytes=needed)
+    return replace(count, question=replace(question, settings=settings)), {"kv_cache_memory_bytes": needed}
+
+
+# Choices
+
+
+def _chosen(question: Question, limits: Limits) -> tuple[CpuCount, list[Decision]]:
+    """How weights lie and what computes, with the reasons. Weights are not expanded at the cost of context: more memory
+    must not hold less."""
+    spec, settings = question.model.spec, question.settings
+    check_type(settings.dtype, spec)
+    decisions = [chosen_dtype(question)] if asked_type(settings.dtype) is None else []
+    setting, most = settings.expand_weights, limits.max_model_len
+    count = count_on_cpu(question, limits, expand=setting == "always")
+    stored, dtype = count.stored, count.dtype
+    quantized = stored is not None and any(is_quantized(tensor.layout) for tensor in stored.values())
+    if stored is not None and quantized:
+        sizes = reason = cpu.weight_sizes(spec, stored, dtype)
+        if setting == "auto":
+            fast = count.compiled and question.machine.processor.fast_block_products
+            expand, reason = cpu.expands(spec, stored, dtype=dtype, fast_blocks=fast, budget_bytes=count.budget_bytes)
+            expanded = count_on_cpu(question, limits, expand=True) if expand else count
+            if expanded.longest(most) >= count.longest(most):
+                count = expanded
+            else:
+                reason = f"expanded, they would leave less context: {sizes}"
+        how = "expanded" if count.expand else "quantized"
+        decisions.append(Decision("weights", how, reason, "planner" if setting == "auto" else "set"))
+    if settings.attention_backend == "compiled" and not count.compiled:
+        raise ConfigurationError(
+            "attention_backend is compiled, but there are no compiled kernels for this dtype",
+            code="HF112",
+            needed="dtype float32 and kernels built at install (a C compiler)",
+            fix="--attention-backend auto, or reinstall with a C compiler",
+            field="attention_backend",
+        )
+    if settings.attention_backend != "auto":
+        decisions.append(Decision("attention_backend", settings.attention_backend, "as set", "set"))
+    if count.weights_dtype != dtype and not quantized:
+        reason = f"kept as stored, which takes less memory: compiled kernels compute from them in {dtype}"
+        decisions.append(Decision("weights", count.weights_dtype, reason, "hardware"))
+    return count, decisions
 
 
 def _stored(model: PlannedModel) -> Mapping[str, StoredTensor] | None:
@@ -210,7 +379,7 @@ def _stored(model: PlannedModel) -> Mapping[str, StoredTensor] | None:
 @lru_cache(maxsize=16)
 def _published(key: Same[ModelSpec]) -> Mapping[str, StoredTensor]:
     """Plain weights in the dtype that the model is published in."""
-    layout = _STORED_AS[key.held.stored_dtype]
+    layout = PLAIN_LAYOUTS[key.held.stored_dtype]
     return {
         tensor.name: StoredTensor(
             tensor.name, tensor.shape, layout, Path(), 0, LAYOUTS[layout].bytes_for(tensor.shape) or 0

@@ -16,8 +16,8 @@ from holdfast.footprint.identity_key import Same
 from holdfast.observability.decisions import Decision
 from holdfast.planner.compat.gpu_kernels import MAKERS
 from holdfast.planner.fit.count import sizes
-from holdfast.planner.fit.result import Fit, Question, describe_devices
-from holdfast.planner.inputs.question import Device
+from holdfast.planner.fit.result import Fit, describe_devices
+from holdfast.planner.inputs.question import Device, Question
 from holdfast.units import counted, format_bytes
 
 NOT_TOGETHER = "HF134"

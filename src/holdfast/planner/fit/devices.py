@@ -12,11 +12,11 @@ from dataclasses import replace
 from holdfast.footprint.cpu import Limits
 from holdfast.footprint.identity_key import Same
 from holdfast.observability.decisions import Decision
-from holdfast.planner.fit.count import chosen_dtype, counted_for, plain_type, utilization_of
 from holdfast.planner.fit.count import counted as counted_fit
-from holdfast.planner.fit.result import Fit, Question, describe_devices, device_budget, is_stated
-from holdfast.planner.inputs.question import Device
-from holdfast.planner.sizing.dtype import outgrows_half
+from holdfast.planner.fit.count import counted_for, plain_type
+from holdfast.planner.fit.result import Fit, describe_devices, device_budget
+from holdfast.planner.inputs.question import Device, Question
+from holdfast.planner.sizing.dtype import chosen_dtype, outgrows_half
 from holdfast.planner.sizing.sharded_weights import AS_STORED
 from holdfast.planner.sizing.terms import encoder_images
 from holdfast.units import counted, format_bytes
@@ -25,7 +25,7 @@ from holdfast.units import counted, format_bytes
 def largest_first(question: Question, tensor_parallel: int, lowest: Limits) -> Question:
     """With the devices in the order in which so many ranks take them. One rank has the device that holds most: what it
     keeps beside the weights is not the same on every GPU."""
-    machine, utilization = question.machine, utilization_of(question)
+    machine, utilization = question.machine, question.utilization
     ranks = tensor_parallel * question.settings.pipeline_parallel
     if not _differ(machine.devices) or tensor_parallel == len(machine.devices):
         return question
@@ -88,7 +88,7 @@ def _with_order(question: Question, devices: list[Device]) -> Question:
 def parallel_size(found: Fit) -> Decision:
     question = found.question
     devices, used = len(question.machine.devices), len(found.ranks)
-    what = "it" if is_stated(question) else "it with that context length"
+    what = "it" if question.stated else "it with that context length"
     if question.settings.tensor_parallel is not None:
         left = devices - used
         reason = f"as set: {left} of {devices} GPUs {'is' if left == 1 else 'are'} unused" if left else "all GPUs"
@@ -107,7 +107,7 @@ def parallel_size(found: Fit) -> Decision:
 def stages(found: Fit) -> Decision:
     """Where they were left to us, and one does not do."""
     devices, size = len(found.question.machine.devices), found.tensor_parallel
-    which = "the fewest stages that do" if is_stated(found.question) else "stages that leave the longest context"
+    which = "the fewest stages that do" if found.question.stated else "stages that leave the longest context"
     reason = f"tensor parallelism alone does not fit it on the {devices} GPUs: {which}, of {counted(size, 'GPU')} each"
     return Decision("pipeline_parallel_size", str(found.pipeline_parallel), reason, "planner")
 
@@ -122,7 +122,7 @@ def left_out(found: Fit) -> Iterator[Decision]:
         why = "as many as requested"
     elif not found.fits:
         why = "with the others it would not fit either"
-    elif is_stated(question):
+    elif question.stated:
         why = "they are enough"
     else:
         why = "the others would not make the context longer"
@@ -182,7 +182,6 @@ def number_types(found: Fit) -> Iterator[Decision]:
     """Where they were left to us."""
     asked = found.question.settings
     if asked.dtype == "auto":
-        chosen = chosen_dtype(found.question, len(found.ranks))
-        yield Decision("dtype", chosen.value, chosen.reason, chosen.source)
+        yield chosen_dtype(found.question, len(found.ranks))
     if asked.kv_cache_dtype == "auto":
         yield Decision("kv_cache_dtype", found.kv_dtype, "same as dtype", "default")

@@ -1,5 +1,5 @@
-"""What was asked, and what was found: a question, the share of each device, and whether it fits. Records with the
-arithmetic that is theirs; counts no terms and chooses nothing.
+"""What planning finds: the share of each device, whether it fits, and the limits that hold. `holdfast plan` reports it,
+and an engine starts with it. Records with the arithmetic that is theirs; counts no terms and chooses nothing.
 
     budget = what the device may use          room = budget - every term but KV
     needed = KV of the sequences asked for    fits = room >= needed on every rank, and budget >= what loading takes
@@ -12,27 +12,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from holdfast.footprint.cpu import Limits
+from holdfast.kvcache.groups import KVLayout
 from holdfast.observability.decisions import Decision
-from holdfast.planner.inputs.question import Device, Machine, PlannedModel, Settings, Traffic
+from holdfast.planner.inputs.question import USEFUL_TOKENS, Device, Question
 from holdfast.planner.sizing.kv_cost import KVCost
 from holdfast.planner.sizing.terms import Term
 from holdfast.units import format_bytes
-
-DEFAULT_UTILIZATION = 0.9
-USEFUL_TOKENS = 4096
-"""A model that cannot hold one sequence of this length (or of its own shorter context) is not said to fit."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Question:
-    model: PlannedModel
-    machine: Machine
-    settings: Settings = field(default_factory=Settings)
-    traffic: Traffic | None = None
-    decisions: tuple[Decision, ...] = ()
-    """Made on the way to this question: which files, which GPUs, which traffic."""
-    engine: str | None = None
-    """Whose commands are wanted, where that was said: on GPUs memory is counted as llama.cpp takes it for llama.cpp."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,6 +86,36 @@ class Rank:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GpuChoice:
+    index: int
+    """In the driver's order."""
+    uuid: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineChoices:
+    """What only this engine chooses: how weights lie, what computes, and the pages of its pool."""
+
+    layout: KVLayout
+    blocks: int
+    """Pages of the pool, the null page included."""
+    most_blocks: int
+    """The pool may grow to so many where terms took less than was planned: more would be of no use, or were not asked
+    for. As many as `blocks` where the pool is not simply what is left of the budget."""
+    expand_weights: bool
+    compiled: bool = False
+    """Products with what is kept as stored are computed by compiled kernels, in float32."""
+    compiled_attention: bool = False
+    short: bool = False
+    """Less was given than the model allows or than is usual, for want of memory."""
+    gpu: GpuChoice | None = None
+    """None: it runs on the CPU."""
+    prompt_tokens_beside: int | None = None
+    """In a step in which answers go on as well; None: as many as a step has."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Fit:
     question: Question
     dtype: str
@@ -129,6 +144,45 @@ class Fit:
     decisions: tuple[Decision, ...]
     serve_settings: Mapping[str, object] = field(default_factory=dict)
     """What `holdfast serve` must be told beside what was asked for, so as to do this."""
+    own: EngineChoices | None = None
+    """None: it is not this engine that would run it, or on a GPU only planned for it."""
+
+    @property
+    def engine(self) -> EngineChoices:
+        assert self.own is not None
+        return self.own
+
+    @property
+    def device(self) -> Device:
+        """Of the first rank: of this engine the only one, as are its budget, terms and loading."""
+        return self.ranks[0].device
+
+    @property
+    def budget_bytes(self) -> int:
+        return self.ranks[0].budget_bytes
+
+    @property
+    def terms(self) -> Mapping[str, int]:
+        """Planned bytes of this engine by name, its pool among them."""
+        pool = {"kv_pool": self.engine.blocks * self.engine.layout.page_bytes}
+        return {term.name: term.nbytes for term in self.ranks[0].terms} | pool
+
+    @property
+    def loading_bytes(self) -> int:
+        """At the peak of loading; the terms of a step and the pool come after it."""
+        return self.ranks[0].loading_bytes
+
+    @property
+    def length_is_set(self) -> bool:
+        """By the user: it may not be shortened."""
+        return self.question.settings.max_model_len is not None
+
+    @property
+    def reserve_bytes(self) -> int:
+        """Free at start and not to be used: what a share of it leaves. Nothing of a GPU, and nothing beside a budget in
+        bytes: that is ours while it is free, whatever becomes of the rest."""
+        share = self.device.kind == "cpu" and self.device.budget_bytes is None
+        return max(0, self.device.free_bytes - self.budget_bytes) if share else 0
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -166,18 +220,6 @@ class Fit:
         """Length of a sequence to count with where many run at once: the traffic's, else an ordinary one."""
         traffic = self.question.traffic
         return max(1, traffic.length if traffic is not None else min(self.limits.max_model_len, USEFUL_TOKENS))
-
-
-def is_stated(question: Question) -> bool:
-    """What must fit was said, and is not left to us."""
-    return question.settings.max_model_len is not None or question.traffic is not None
-
-
-def required(question: Question, useful_tokens: int) -> tuple[int, int]:
-    """Sequences that must fit side by side, and the tokens of each."""
-    if question.traffic is not None:
-        return question.traffic.concurrency, question.traffic.length
-    return 1, question.settings.max_model_len or useful_tokens
 
 
 def needed_bytes(rank: Rank, sequences: int, tokens: int, one_of: int | None) -> int:

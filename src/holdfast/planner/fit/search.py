@@ -11,29 +11,19 @@ what to make of it in report/answer.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
 
+from holdfast.config.engine import DEFAULT_UTILIZATION
 from holdfast.footprint.identity_key import Same
-from holdfast.observability.decisions import Decision
 from holdfast.planner.fit import devices as choices
-from holdfast.planner.fit.count import cannot_hold_weights, check, counted, kv_dtype, sizes, utilization_of
-from holdfast.planner.fit.cpu import CpuFit, host, least_tokens, runs_here
+from holdfast.planner.fit.count import cannot_hold_weights, check, counted, sizes
+from holdfast.planner.fit.cpu import counted_on_cpu
 from holdfast.planner.fit.device_groups import apart, best, value
 from holdfast.planner.fit.devices import largest_first
-from holdfast.planner.fit.result import (
-    DEFAULT_UTILIZATION,
-    USEFUL_TOKENS,
-    Fit,
-    Question,
-    Rank,
-    describe_budget,
-    describe_devices,
-    device_budget,
-    is_stated,
-    required,
-)
+from holdfast.planner.fit.result import Fit, Rank, describe_budget, describe_devices, device_budget
+from holdfast.planner.inputs.question import USEFUL_TOKENS, Question
 from holdfast.planner.sizing import default_limits as limits_left_open
 from holdfast.planner.sizing.default_limits import LimitPreset, choose, ladder, length_decision
 
@@ -80,9 +70,12 @@ def _staged(question: Question) -> Fit:
     found = _fit(_in_stages(question, 1))
     if found.fits or cannot_hold_weights(question):
         return found
-    tried = (_fit(_in_stages(question, stages), most=MOST_OF_A_STAGE) for stages in _more_stages(question))
+    devices = len(question.machine.devices)
+    more = range(2, min(devices, len(question.model.spec.layers)) + 1)
+    divided = (stages for stages in more if stages <= FEW_STAGES or devices % stages == 0)
+    tried = (_fit(_in_stages(question, stages), most=MOST_OF_A_STAGE) for stages in divided)
     able = (one for one in tried if one.fits)
-    better = next(able, None) if is_stated(question) else max(able, key=_worth, default=None)
+    better = next(able, None) if question.stated else max(able, key=_worth, default=None)
     return found if better is None else replace(better, decisions=(*better.decisions, choices.stages(better)))
 
 
@@ -96,19 +89,9 @@ def _in_stages(question: Question, stages: int) -> Question:
     return replace(question, settings=replace(question.settings, pipeline_parallel=stages, stages_open=False))
 
 
-def _more_stages(question: Question) -> Iterator[int]:
-    devices = len(question.machine.devices)
-    for stages in range(2, min(devices, len(question.model.spec.layers)) + 1):
-        if stages <= FEW_STAGES or devices % stages == 0:
-            yield stages
-
-
 def _fit(question: Question, most: int | None = None) -> Fit:
     """`most`: GPUs that share a layer; None: as many as there are."""
     settings, machine = question.settings, question.machine
-    if machine.kind == "cpu" and runs_here(question.model, settings):
-        check(question, settings.tensor_parallel or 1)
-        return _hosted(question)
     if settings.tensor_parallel is None:
         there = max(1, len(machine.devices) // settings.pipeline_parallel)
         able = sizes(Same(question.model.spec), there if most is None else min(there, most))
@@ -116,26 +99,35 @@ def _fit(question: Question, most: int | None = None) -> Fit:
         able = (settings.tensor_parallel,)
     for size in able:
         check(question, size)
-    rungs = _rungs(question)
+    rungs, ours = _rungs(question), question.runs_on_cpu
     length = settings.max_model_len or question.model.spec.max_position
-    lowest = rungs[-1].limits(length)
-    arranged = cache(lambda size: largest_first(question, size, lowest))
-    at = cache(lambda size, rung: counted(arranged(size), size, rungs[rung].limits(length)))
-    if is_stated(question):
+    arranged = cache(lambda size: largest_first(question, size, rungs[-1].limits(length)))
+
+    @cache
+    def at(size: int, rung: int) -> Fit:
+        if not ours:
+            return counted(arranged(size), size, rungs[rung].limits(length))
+        return counted_on_cpu(question, rungs[rung].limits(min(length, rungs[rung].worth_tokens)), lowered=rung > 0)
+
+    if question.stated:
         size, rung = _highest_that_fits(able, len(rungs), at)
     else:
         size, rung = _longest(question, able, rungs, at)
-    return _said(arranged(size), rungs, rung, at(size, rung), at(size, len(rungs) - 1).longest_tokens)
+    if ours:
+        unset = replace(question, settings=replace(settings, max_model_len=None), traffic=None)
+        most_held = counted_on_cpu(unset, rungs[-1].limits(question.model.spec.max_position))
+    else:
+        most_held = at(size, len(rungs) - 1)
+    return _said(arranged(size), rungs, rung, at(size, rung), most_held.longest_tokens)
 
 
 def _rungs(question: Question) -> tuple[LimitPreset, ...]:
     settings, traffic = question.settings, question.traffic
-    _, least = required(question, min(question.model.spec.max_position, USEFUL_TOKENS))
     return ladder(
         question.machine.kind,
         sequences=settings.max_num_seqs or (traffic.concurrency if traffic else None),
         step_tokens=settings.max_num_batched_tokens,
-        least_tokens=least,
+        least_tokens=question.required[1],
     )
 
 
@@ -153,7 +145,6 @@ def _highest_that_fits(able: tuple[int, ...], rungs: int, at: Counted) -> tuple[
 def _longest(question: Question, able: tuple[int, ...], rungs: tuple[LimitPreset, ...], at: Counted) -> tuple[int, int]:
     """The fewest GPUs that hold the model's whole context with the defaults, else those that hold most of it."""
     allowed, last = question.model.spec.max_position, len(rungs) - 1
-    least = min(allowed, USEFUL_TOKENS)
     for size in able:
         if at(size, last).longest_tokens == allowed == at(size, 0).longest_tokens:
             return size, 0
@@ -161,7 +152,7 @@ def _longest(question: Question, able: tuple[int, ...], rungs: tuple[LimitPreset
     def held(size: int, rung: int) -> int:
         return min(at(size, rung).longest_tokens, rungs[rung].worth_tokens)
 
-    chosen = {size: choose(rungs, partial(held, size), least) for size in able}
+    chosen = {size: choose(rungs, partial(held, size), question.useful_tokens) for size in able}
 
     def value(size: int) -> tuple[int, ...]:
         rung = chosen[size]
@@ -175,94 +166,46 @@ def _longest(question: Question, able: tuple[int, ...], rungs: tuple[LimitPreset
 def _said(question: Question, rungs: tuple[LimitPreset, ...], rung: int, found: Fit, longest: int) -> Fit:
     """With the context that these limits are worth, and every choice with its reason."""
     settings, traffic = question.settings, question.traffic
-    served = _served(question, rungs[rung], rung, found)
-    beside = limits_left_open.context_said(served if found.fits else found.required_tokens)
-    if traffic is not None:
-        beside = "the traffic"
-    default = ("the default", "default") if traffic is None else ("the traffic's peak", "traffic")
-    decisions = [
-        *found.decisions,
-        *limits_left_open.decisions(
-            rungs, rung, sequences=default if settings.max_num_seqs is None else None,
-            step_is_set=settings.max_num_batched_tokens is not None, fits=found.fits, beside=beside,
-        ),
-    ]  # fmt: skip
-    if len(question.machine.devices) > 1 or found.tensor_parallel > 1:
-        decisions.append(choices.parallel_size(found))
-    decisions += [*choices.left_out(found), *choices.loading(found), *choices.encoder(found)]
-    decisions += [*choices.engine(found), *choices.number_types(found), *choices.weights(found)]
+    served = _served(question, rungs[rung], rung, found, longest)
+    limits = limits_left_open.decisions(
+        rungs,
+        rung,
+        settings,
+        traffic=traffic is not None,
+        fits=found.fits,
+        context=served if found.fits else found.required_tokens,
+    )
+    decisions = [*question.decisions, *limits, *found.decisions]
+    loading, ours = [*choices.loading(found)], found.own is not None
+    if not ours:
+        if len(question.machine.devices) > 1 or found.tensor_parallel > 1:
+            decisions.append(choices.parallel_size(found))
+        decisions += [*choices.left_out(found), *loading, *choices.encoder(found)]
+        decisions += [*choices.engine(found), *choices.number_types(found), *choices.weights(found)]
     if settings.max_model_len is None:
-        allowed = question.model.spec.max_position
-        decisions.append(length_decision(served, allowed, longest, fits=found.fits))
-    limits = replace(found.limits, max_model_len=served)
-    return replace(found, limits=limits, longest_tokens=longest, decisions=tuple(decisions))
+        chosen = length_decision(served, question.model.spec.max_position, longest, fits=found.fits)
+        if ours and traffic is not None and served < longest:
+            chosen = replace(chosen, reason=f"memory holds {longest:,}; a shorter context leaves room for the traffic")
+        decisions.append(chosen)
+    decisions += loading if ours else ()
+    return replace(
+        found,
+        limits=replace(found.limits, max_model_len=served),
+        longest_tokens=longest,
+        decisions=tuple(decisions),
+    )
 
 
-def _served(question: Question, taken: LimitPreset, rung: int, found: Fit) -> int:
+def _served(question: Question, taken: LimitPreset, rung: int, found: Fit, longest: int) -> int:
     """Lowered for traffic, limits leave it as long a context as its own KV would hold: with the next higher ones, which
     take more memory, it may be no longer."""
     if question.settings.max_model_len is not None:
         return question.settings.max_model_len
+    if found.own is not None:  # Chosen with its pool.
+        return found.limits.max_model_len if found.fits else longest
     if question.traffic is None or not found.fits:
         return min(found.longest_tokens, taken.worth_tokens)
     if rung == 0:
         return found.longest_tokens
     most = question.model.spec.max_position
     return min(rank.kv.longest(found.needed_bytes(rank), most) for rank in found.ranks)
-
-
-# On a CPU, by this engine
-
-
-def _hosted(question: Question) -> Fit:
-    model, settings, device = question.model, question.settings, question.machine.devices[0]
-    utilization = utilization_of(question)
-    budget = device_budget(device, utilization)
-    found = host(model, question.machine, settings, budget_bytes=budget, traffic=question.traffic)
-    sequences, tokens = required(question, least_tokens(model, settings))
-    needed = max(found.kv.needed_bytes(sequences, tokens), found.kv.sequence_bytes(settings.max_model_len or 0))
-    page = found.room.layout.page_bytes
-    rank = Rank(
-        device=device,
-        stage=0,
-        budget_bytes=budget,
-        terms=found.terms,
-        kv=found.kv,
-        loading=found.loading,
-        null_bytes=page,
-        # Where it does not fit, loading may lack more than the pool does.
-        most_kv_bytes=(found.pages - 1) * page if found.fits else needed - found.short_bytes,
-        held_bytes=found.held_pages * page if not found.fits and question.traffic is None else None,
-    )
-    served = settings.max_model_len or (found.length if found.fits else found.longest_tokens)
-    hosted = Fit(
-        question=question,
-        dtype=found.room.choices.dtype,
-        kv_dtype=kv_dtype(question),
-        tensor_parallel=1,
-        pipeline_parallel=1,
-        utilization=utilization,
-        limits=found.room.limits(served),
-        ranks=(rank,),
-        weights_bytes=found.room.weights_bytes,
-        weights_dtype=found.room.weights_dtype,
-        weights_as=found.room.choices.dtype,
-        required_tokens=tokens,
-        required_sequences=sequences,
-        fits=found.fits,
-        short_bytes=found.short_bytes,
-        longest_tokens=found.longest_tokens,
-        decisions=(*question.decisions, *found.decisions, *_length_decisions(question, served, found)),
-        serve_settings=found.flags,
-    )
-    return replace(hosted, decisions=(*hosted.decisions, *choices.loading(hosted)))
-
-
-def _length_decisions(question: Question, served: int, found: CpuFit) -> tuple[Decision, ...]:
-    if question.settings.max_model_len is not None:
-        return ()
-    if question.traffic is not None and served < found.longest_tokens:
-        reason = f"memory holds {found.longest_tokens:,}; a shorter context leaves room for the traffic"
-        return (Decision("max_model_len", f"{served:,}", reason, "planner"),)
-    allowed = question.model.spec.max_position
-    return (length_decision(served, allowed, found.longest_tokens, fits=found.fits),)

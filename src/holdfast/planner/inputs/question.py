@@ -1,17 +1,26 @@
-"""What a plan is asked about: a model, a machine, settings and traffic. Records only; nothing is counted here."""
+"""What a plan is made of: a question about a model, a machine, settings and traffic. Records only; counts nothing."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Any, Literal
 
 from holdfast.checkpoints import StoredTensor
+from holdfast.config.engine import DEFAULT_UTILIZATION, EngineConfig
+from holdfast.config.plan import PlanConfig
+from holdfast.footprint.cpu import ELEMENT_BYTES, FRONT_BYTES
+from holdfast.hardware import Processor
 from holdfast.hardware.gpus import Gpu
 from holdfast.models import ModelSpec
+from holdfast.observability.decisions import Decision
 
 DeviceKind = Literal["gpu", "cpu"]
-KV_ELEMENT_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
+KV_ELEMENT_BYTES: Mapping[str, int] = {**ELEMENT_BYTES, "fp8": 1}
+USEFUL_TOKENS = 4096
+"""A model that cannot hold one sequence of this length (or of its own shorter context) is not said to fit."""
+CPU_USEFUL_TOKENS = 512
+"""The same of this engine on a CPU, and the shortest context that is advised anywhere."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +67,8 @@ class Device:
     held_by: tuple[str, ...] = ()
     """Who holds the rest, for people to read."""
     unified: bool = False
+    limited_by: str = ""
+    """What bounds the memory that was measured, for people to read: the machine, a container, a GPU."""
     selector: str | None = field(default=None, compare=False)
     """What CUDA_VISIBLE_DEVICES calls it on this machine, in the order of its buses; None: `index`, as it was named."""
 
@@ -72,12 +83,18 @@ class Machine:
     """Free RAM beside the devices; None: not known."""
     nvme_bytes: int | None = None
     cpu_features: frozenset[str] = frozenset()
+    cores: int = 1
+    """That compute, on a CPU."""
     compiled_kernels: bool = False
     """This installation has them, and the CPU can run them."""
 
     @property
     def kind(self) -> DeviceKind:
         return self.devices[0].kind
+
+    @property
+    def processor(self) -> Processor:
+        return Processor(model="", cores=self.cores, features=self.cpu_features)
 
     @property
     def all_devices(self) -> tuple[Device, ...]:
@@ -104,38 +121,23 @@ class Settings:
     graphs: bool = True
     """Steps are captured, by engines that do that."""
     expand_weights: str = "auto"
-    """Of this engine on a CPU: auto, always or never."""
-
-
-class Configured(Protocol):
-    """What the settings of a plan and those of an engine have in common."""
-
-    @property
-    def dtype(self) -> str: ...
-    @property
-    def kv_cache_dtype(self) -> str: ...
-    @property
-    def max_model_len(self) -> int | None: ...
-    @property
-    def max_num_seqs(self) -> int | None: ...
-    @property
-    def max_num_batched_tokens(self) -> int | None: ...
-    @property
-    def gpu_memory_utilization(self) -> float | None: ...
-    @property
-    def block_size(self) -> int: ...
-    @property
-    def expand_weights(self) -> str: ...
+    """Of this engine on a CPU, as is what follows: auto, always or never."""
+    attention_backend: str = "auto"
+    kv_cache_memory_bytes: int | None = None
+    """Of the KV pool; None: what is left of the budget, or the default."""
+    lora_copies: int = 0
+    """Adapters that are kept in addition to those in slots."""
+    structured_output: bool = True
+    front_bytes: int = FRONT_BYTES
+    """Of the process in front of the engine's, out of the same budget."""
 
 
 def settings_of(
-    config: Configured,
+    config: EngineConfig | PlanConfig,
     *,
-    tensor_parallel: int | None,
+    tensor_parallel: int | None = 1,
     pipeline_parallel: int | None = 1,
-    max_loras: int = 0,
-    max_lora_rank: int = 16,
-    graphs: bool = True,
+    **others: Any,
 ) -> Settings:
     """`pipeline_parallel` None: it is left to the plan, unless the other half of a split is set."""
     return Settings(
@@ -149,10 +151,8 @@ def settings_of(
         tensor_parallel=tensor_parallel,
         pipeline_parallel=pipeline_parallel or 1,
         stages_open=pipeline_parallel is None and tensor_parallel is None,
-        max_loras=max_loras,
-        max_lora_rank=max_lora_rank,
-        graphs=graphs,
         expand_weights=config.expand_weights,
+        **others,
     )
 
 
@@ -178,3 +178,48 @@ class Traffic:
     @property
     def length(self) -> int:
         return self.length_tokens or self.prompt_tokens + self.output_tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    model: PlannedModel
+    machine: Machine
+    settings: Settings = field(default_factory=Settings)
+    traffic: Traffic | None = None
+    decisions: tuple[Decision, ...] = ()
+    """Made on the way to this question: which files, which GPUs, which traffic."""
+    engine: str | None = None
+    """Whose commands are wanted, where that was said: on GPUs memory is counted as llama.cpp takes it for llama.cpp."""
+
+    @property
+    def utilization(self) -> float:
+        share = self.settings.utilization
+        return DEFAULT_UTILIZATION if share is None else share
+
+    @property
+    def stated(self) -> bool:
+        """It is known what must fit: a context or traffic was set."""
+        return self.settings.max_model_len is not None or self.traffic is not None
+
+    @property
+    def runs_on_cpu(self) -> bool:
+        """This engine would serve it on this CPU; what it cannot read or keep is counted in general terms."""
+        model, spec = self.model, self.model.spec
+        known = model.canonical is not None or model.stored is None or model.derived
+        kept = self.settings.kv_cache_dtype in ("auto", *ELEMENT_BYTES)
+        return self.machine.kind == "cpu" and spec.runnable and spec.quantization is None and known and kept
+
+    @property
+    def useful_tokens(self) -> int:
+        """The shortest context that is worth serving where none is set; any length in a pool that was set."""
+        if not self.runs_on_cpu:
+            return min(self.model.spec.max_position, USEFUL_TOKENS)
+        pool = self.settings.kv_cache_memory_bytes
+        return min(self.model.spec.max_position, CPU_USEFUL_TOKENS) if pool is None else 1
+
+    @property
+    def required(self) -> tuple[int, int]:
+        """Sequences that must fit side by side, and the tokens of each."""
+        if self.traffic is not None:
+            return self.traffic.concurrency, self.traffic.length
+        return 1, self.settings.max_model_len or self.useful_tokens

@@ -11,7 +11,7 @@ taken to be made with one, others without.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from holdfast.checkpoints import LAYOUTS
@@ -71,12 +71,12 @@ def description(kind: str) -> str:
 def layouts_of(spec: ModelSpec, kind: str) -> Iterator[tuple[TensorSpec, str]]:
     """Each tensor of the text model that a GGUF must have, with its type."""
     tensors = [tensor for tensor in spec.tensors if tensor.part == "text" and not tensor.optional]
-    roles = [_role(tensor) for tensor in tensors]
+    roles = [tensor.name.rpartition(".")[2] for tensor in tensors]
     experts = max((layer.experts.count for layer in spec.layers if layer.experts is not None), default=0)
     count = dict.fromkeys(roles, 0)
     values = sum(role in ("v", "qkv", "kv_b") for role in roles)
     for tensor, role in zip(tensors, roles, strict=True):
-        if not _is_matrix(tensor):
+        if len(tensor.shape) < 2 or not (tensor.linear or tensor.name in ("embed", "embed_per_layer")):
             yield tensor, "F32"
             continue
         place = _Place(
@@ -123,14 +123,6 @@ class _Place:
         return self.first_eighth or self.last_eighth or (self.layer - self.layers // 8) % 3 == 2
 
 
-def _role(tensor: TensorSpec) -> str:
-    return tensor.name.rpartition(".")[2]
-
-
-def _is_matrix(tensor: TensorSpec) -> bool:
-    return len(tensor.shape) > 1 and (tensor.linear or tensor.name in ("embed", "embed_per_layer"))
-
-
 def _narrowed(layout: str, columns: int) -> str:
     if columns % LAYOUTS[layout].block_elements:
         layout = _NARROW.get(layout, "F16")
@@ -148,8 +140,9 @@ def _wanted(spec: ModelSpec, tensor: TensorSpec, kind: str, place: _Place) -> st
         return _head(kind, base, tensor.shape[-1])
     if tensor.name.startswith("embed"):
         return _EMBEDDING.get(kind, base)
-    rule = (_LEAST_RULES if kind in _LEAST else _RULES).get(place.role)
-    return base if rule is None or tensor.layer is None else rule(kind, base, place)
+    if tensor.layer is None:
+        return base
+    return _least(kind, base, place) if kind in _LEAST else _more(kind, base, place)
 
 
 def _head(kind: str, base: str, columns: int) -> str:
@@ -158,121 +151,76 @@ def _head(kind: str, base: str, columns: int) -> str:
     return "Q5_K" if kind in (*_LEAST, "IQ3_XXS") else "Q6_K"
 
 
-# One and two bits
+def _least(kind: str, base: str, place: _Place) -> str:
+    """Of one and two bits."""
+    more = "IQ3_S" if kind in _LEAST_WITH_MORE else "Q2_K"
+    match place.role:
+        case "k" if place.experts == 8:
+            return "Q4_K"
+        case "v":
+            return "Q4_K" if place.shared_heads >= 4 or place.experts >= 4 else more
+        case "down" if place.ordinal < place.layers // 8:
+            return more
+        case "o" if place.experts == 8:
+            return "Q5_K"
+        case "o":
+            return "IQ2_XXS" if kind in ("IQ1_S", "IQ1_M") else "IQ3_S" if kind in _LEAST_WITH_MORE else base
+    return base
 
 
-def _least_keys(kind: str, base: str, place: _Place) -> str:
-    return "Q4_K" if place.experts == 8 else base
+_QUERIES = {"IQ3_XS": "IQ3_XXS", "IQ3_XXS": "IQ2_S"}
+_FUSED = {"Q3_K_M": "Q4_K", "Q3_K_L": "Q4_K", "IQ3_M": "Q4_K", "Q4_K_M": "Q5_K", "Q5_K_M": "Q6_K"}
+"""Queries, keys and values in one matrix, as in the files that are published; the newest quantizer treats them as
+values, which comes to the same bytes within a hundredth."""
+_OUT = {"Q2_K": "Q3_K", "Q3_K_M": "Q4_K", "Q3_K_L": "Q5_K", "IQ3_XXS": "IQ3_S", "IQ3_M": "Q4_K"}
+_OUT_OF_EIGHT_EXPERTS = dict.fromkeys(
+    ("Q2_K", "Q3_K_S", "Q3_K_M", "Q4_K_S", "Q4_K_M", "IQ3_XXS", "IQ3_XS", "IQ3_S", "IQ3_M", "IQ4_XS", "IQ4_NL"), "Q5_K"
+)
+_FIRST_DOWN = {"IQ3_M": "Q4_K", "Q2_K_S": "Q4_K", "Q4_K_S": "Q5_K", "IQ4_NL": "Q5_K", "IQ4_XS": "Q5_K"}
+"""Of the first eighth of the layers."""
 
 
-def _least_values(kind: str, base: str, place: _Place) -> str:
-    if place.shared_heads >= 4 or place.experts >= 4:
-        return "Q4_K"
-    return "IQ3_S" if kind in _LEAST_WITH_MORE else "Q2_K"
-
-
-def _least_down(kind: str, base: str, place: _Place) -> str:
-    if place.ordinal >= place.layers // 8:
-        return base
-    return "IQ3_S" if kind in _LEAST_WITH_MORE else "Q2_K"
-
-
-def _least_out(kind: str, base: str, place: _Place) -> str:
-    if place.experts == 8:
-        return "Q5_K"
-    if kind in ("IQ1_S", "IQ1_M"):
-        return "IQ2_XXS"
-    return "IQ3_S" if kind in _LEAST_WITH_MORE else base
-
-
-# Three bits and more
-
-
-def _queries(kind: str, base: str, place: _Place) -> str:
-    return {"IQ3_XS": "IQ3_XXS", "IQ3_XXS": "IQ2_S"}.get(kind, base)
-
-
-def _keys(kind: str, base: str, place: _Place) -> str:
-    return "Q8_0" if place.experts == 8 else _queries(kind, base, place)
+def _more(kind: str, base: str, place: _Place) -> str:
+    """Of three bits and more."""
+    match place.role:
+        case "k" | "v" if place.experts == 8:
+            return "Q8_0"
+        case "q" | "k":
+            return _QUERIES.get(kind, base)
+        case "v":
+            layout = _values(kind, base, place)
+            return "Q5_K" if place.seventy and layout in ("Q3_K", "Q4_K") else layout
+        case "qkv":
+            return _FUSED.get(kind, base)
+        case "o":
+            return (_OUT_OF_EIGHT_EXPERTS if place.experts == 8 else _OUT).get(kind, base)
+        case "gate" | "up" | "gate_up" if kind == "IQ3_XS" and not (place.first_eighth or place.last_eighth):
+            return "IQ3_XXS"
+        case "down":
+            return _down(kind, base, place)
+    return base
 
 
 def _values(kind: str, base: str, place: _Place) -> str:
     """Small where heads share them, and worth their bits."""
-    layout = base
+    shared = place.shared_heads >= 4
     if kind == "Q2_K":
-        layout = "Q4_K" if place.shared_heads >= 4 else "Q3_K"
-    elif kind == "IQ3_M" or (kind in ("Q2_K_S", "IQ3_XXS", "IQ3_XS", "IQ3_S") and place.shared_heads >= 4):
-        layout = "Q4_K"
-    elif kind == "Q3_K_M":
-        layout = "Q5_K" if place.layer < 2 else "Q4_K"
-    elif kind == "Q3_K_L" or (kind in ("IQ4_NL", "IQ4_XS") and place.shared_heads >= 4):
-        layout = "Q5_K"
-    elif kind in ("Q4_K_M", "Q5_K_M") and place.worth_more:
-        layout = "Q6_K"
-    elif kind == "Q4_K_S" and place.layer < 4:
-        layout = "Q5_K"
-    if place.seventy and layout in ("Q3_K", "Q4_K"):
-        layout = "Q5_K"
-    return "Q8_0" if place.experts == 8 else layout
+        return "Q4_K" if shared else "Q3_K"
+    if kind == "IQ3_M" or (kind in ("Q2_K_S", "IQ3_XXS", "IQ3_XS", "IQ3_S") and shared):
+        return "Q4_K"
+    if kind == "Q3_K_M":
+        return "Q5_K" if place.layer < 2 else "Q4_K"
+    if kind == "Q3_K_L" or (kind in ("IQ4_NL", "IQ4_XS") and shared) or (kind == "Q4_K_S" and place.layer < 4):
+        return "Q5_K"
+    return "Q6_K" if kind in ("Q4_K_M", "Q5_K_M") and place.worth_more else base
 
 
 def _down(kind: str, base: str, place: _Place) -> str:
-    if kind == "Q2_K":
-        return "Q3_K"
     if kind == "Q3_K_M":
         return "Q5_K" if place.layer < place.layers // 16 else "Q4_K"
-    if kind == "Q3_K_L":
-        return "Q5_K"
     if kind in ("Q4_K_M", "Q5_K_M") and place.worth_more:
         return "Q6_K"
-    if kind == "IQ3_M" and (place.first_eighth or (place.experts == 8 and place.worth_more)):
+    if kind == "IQ3_M" and place.experts == 8 and place.worth_more:
         return "Q4_K"
-    if place.first_eighth:
-        return {"Q2_K_S": "Q4_K", "Q4_K_S": "Q5_K", "IQ4_NL": "Q5_K", "IQ4_XS": "Q5_K"}.get(kind, base)
-    return base
-
-
-_MORE_WITH_EIGHT_EXPERTS = (
-    "Q2_K",
-    "Q3_K_S",
-    "Q3_K_M",
-    "Q4_K_S",
-    "Q4_K_M",
-    "IQ3_XXS",
-    "IQ3_XS",
-    "IQ3_S",
-    "IQ3_M",
-    "IQ4_XS",
-    "IQ4_NL",
-)
-
-
-def _out(kind: str, base: str, place: _Place) -> str:
-    if place.experts == 8:
-        return "Q5_K" if kind in _MORE_WITH_EIGHT_EXPERTS else base
-    more = {"Q2_K": "Q3_K", "Q3_K_M": "Q4_K", "Q3_K_L": "Q5_K", "IQ3_XXS": "IQ3_S", "IQ3_M": "Q4_K"}
-    return more.get(kind, base)
-
-
-def _fused(kind: str, base: str, place: _Place) -> str:
-    """Queries, keys and values in one matrix, as in the files that are published; the newest quantizer treats them
-    as values, which comes to the same bytes within a hundredth."""
-    return {"Q3_K_M": "Q4_K", "Q3_K_L": "Q4_K", "IQ3_M": "Q4_K", "Q4_K_M": "Q5_K", "Q5_K_M": "Q6_K"}.get(kind, base)
-
-
-def _gate_or_up(kind: str, base: str, place: _Place) -> str:
-    between = not place.first_eighth and not place.last_eighth
-    return "IQ3_XXS" if kind == "IQ3_XS" and between else base
-
-
-_Rule = Callable[[str, str, _Place], str]
-_LEAST_RULES: Mapping[str, _Rule] = {
-    "k": _least_keys,
-    "v": _least_values,
-    "o": _least_out,
-    "down": _least_down,
-}
-_RULES: Mapping[str, _Rule] = {
-    "q": _queries, "k": _keys, "v": _values, "o": _out, "down": _down, "qkv": _fused,
-    "gate": _gate_or_up, "up": _gate_or_up, "gate_up": _gate_or_up,
-}  # fmt: skip
+    always = {"Q2_K": "Q3_K", "Q3_K_L": "Q5_K"}.get(kind, base)
+    return _FIRST_DOWN.get(kind, always) if place.first_eighth else always

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from holdfast.checkpoints import ENGINE_LAYOUTS
 from holdfast.checkpoints.sources import builtin
 from holdfast.checkpoints.sources.select_files import quantization_of
+from holdfast.checkpoints.validation.stored_dtypes import PLAIN_LAYOUTS
 from holdfast.models import QuantSpec, catalogue
 from holdfast.planner.inputs.question import PlannedModel
 from holdfast.planner.models.gguf_mixes import MADE_BY_PATTERN, NEEDS_IMPORTANCES
@@ -27,7 +28,6 @@ TO_BE_MADE = "./TO-BE-MADE/"
 """Before the name of what nobody has yet: it can be taken for nothing else."""
 _QUANTIZED = re.compile(r"(?:[-_.](?:awq|gptq|fp8|int[48]|w\d+a\d+|quantized|dynamic|bnb|[48]bit))+$", re.IGNORECASE)
 """What makers put behind the names of their quantized checkpoints."""
-_PLAIN_GGUF = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,7 +138,7 @@ def llama_source(model: PlannedModel, dtype: str) -> ModelSource:
     if model.made_as is not None and model.format == "gguf":
         kind, note = model.made_as, _made(model)[1]
     elif model.spec.quantization is None:
-        kind = _PLAIN_GGUF[dtype]
+        kind = PLAIN_LAYOUTS[dtype]
         note = f"llama.cpp reads GGUF: convert to or download a GGUF {kind} first"
     elif model.spec.quantization.method == "mxfp4":
         kind = "MXFP4"

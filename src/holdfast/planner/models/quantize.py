@@ -9,8 +9,7 @@ those who make a GGUF of it unpack first.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -22,7 +21,7 @@ from holdfast.footprint.layouts import is_quantized
 from holdfast.models import QuantSpec, TensorSpec, text_alone
 from holdfast.planner.inputs.question import PlannedModel
 from holdfast.planner.models.gguf_mixes import KINDS, kind_of, layouts_of
-from holdfast.planner.sizing.sharded_weights import weights_of
+from holdfast.planner.sizing.sharded_weights import layouts_by_size, weights_of
 from holdfast.units import shorten
 
 CANNOT_QUANTIZE = "HF144"
@@ -97,20 +96,7 @@ def _already(model: PlannedModel, name: str, plain: str, kind: str | None) -> bo
     if model.format != "gguf" or kind is None or not model.stored:
         return False
     made = (_stored(tensor, layout) for tensor, layout in layouts_of(model.spec, kind))
-    return _most(model.stored.values()) == _most(made)
-
-
-def _most(tensors: Iterable[StoredTensor]) -> str:
-    """What most of the bytes are stored as."""
-    return _by_size(tensors)[0]
-
-
-def _by_size(tensors: Iterable[StoredTensor]) -> list[str]:
-    """Layouts, those of most bytes first."""
-    sizes = Counter[str]()
-    for tensor in tensors:
-        sizes[tensor.layout] += tensor.nbytes
-    return [layout for layout, _ in sizes.most_common()]
+    return layouts_by_size(model.stored.values())[0] == layouts_by_size(made)[0]
 
 
 def as_plain(model: PlannedModel) -> PlannedModel:
@@ -121,7 +107,7 @@ def as_plain(model: PlannedModel) -> PlannedModel:
 
 def _require_plain(model: PlannedModel, name: str) -> None:
     quantization = model.spec.quantization
-    layouts = [layout for layout in _by_size((model.stored or {}).values()) if is_quantized(layout)]
+    layouts = [layout for layout in layouts_by_size((model.stored or {}).values()) if is_quantized(layout)]
     found = ", ".join(layouts) if quantization is None else quantization.method
     if found:
         raise ConfigurationError(

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import partial
 from pathlib import Path
 
 from holdfast.checkpoints import (
@@ -31,13 +31,14 @@ from holdfast.checkpoints.sources import builtin
 from holdfast.checkpoints.sources.select_files import quantization_of
 from holdfast.errors import ConfigurationError, ModelAccessError, ModelError, ModelNotFoundError
 from holdfast.footprint.identity_key import Same
-from holdfast.models import ModelSpec, catalogue, describe_config
+from holdfast.models import ModelSpec, catalogue
 from holdfast.models.catalogue import CatalogueEntry
 from holdfast.observability.decisions import Decision
 from holdfast.planner.inputs.question import PlannedModel
 from holdfast.planner.inputs.timeout import within
 from holdfast.planner.models.gguf_mixes import description
 from holdfast.planner.models.quantize import quantized_as
+from holdfast.planner.models.variants import of_entry
 from holdfast.planner.sizing.sharded_weights import require_known_layouts
 from holdfast.units import format_bytes, shorten
 
@@ -105,7 +106,16 @@ def _from_afar(wanted: str, entry: CatalogueEntry | None, revision: str | None) 
         if entry is not None and revision is None:
             return _from_catalogue(entry, f"shapes of {entry.hub_id}, {entry.provenance}")
         if not looks_like_a_file:
-            _no_revision(catalogue.find(wanted), revision)
+            known = catalogue.find(wanted)
+            raise ConfigurationError(
+                f"revision {shorten(str(revision))!r} of {known.name} is not available: the catalogue has one shape for"
+                " it",
+                code="HF130",
+                needed="a hub id such as owner/name",
+                found=known.name,
+                fix=f"leave --revision out, or use the hub id {known.hub_id}",
+                field="revision",
+            )
     if entry is None:
         return _from_files(locate_headers(wanted, revision=revision, patience_s=_first_answer_s()))
     ask = partial(locate_headers, wanted, revision=revision, patience_s=_first_answer_s())
@@ -141,17 +151,6 @@ def _require_name(name: str) -> None:
         )
 
 
-def _no_revision(entry: CatalogueEntry, revision: str | None) -> None:
-    raise ConfigurationError(
-        f"revision {shorten(str(revision))!r} of {entry.name} is not available: the catalogue has one shape for it",
-        code="HF130",
-        needed="a hub id such as owner/name",
-        found=entry.name,
-        fix=f"leave --revision out, or use the hub id {entry.hub_id}",
-        field="revision",
-    )
-
-
 def _is_here(name: str) -> bool:
     """A path, a built-in name, or a folder with a choice behind a colon."""
     folder, colon, _ = name.rpartition(":")
@@ -175,21 +174,8 @@ def _within(seconds: float, name: str, ask: Callable[[], ModelFiles]) -> ModelFi
 
 
 def _from_catalogue(entry: CatalogueEntry, reason: str, *, name: str | None = None) -> Resolved:
-    model = _of_entry(Same(entry), name or entry.hub_id)
+    model = of_entry(Same(entry), name or entry.hub_id)
     return Resolved(model, (Decision("model", entry.name, reason, "catalogue"),))
-
-
-@lru_cache(maxsize=16)
-def _of_entry(key: Same[CatalogueEntry], name: str) -> PlannedModel:
-    """The same for every GPU that it is compared on: what is counted of it is counted once."""
-    entry = key.held
-    return PlannedModel(
-        name=name,
-        spec=describe_config(entry.config),
-        origin="catalogue",
-        published_parameters=entry.parameters,
-        unchecked=entry.checked is None,
-    )
 
 
 def _not_fetched_yet(entry: builtin.BuiltinModel, known: CatalogueEntry) -> Resolved:

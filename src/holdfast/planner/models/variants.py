@@ -9,11 +9,12 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from operator import attrgetter
 
 from holdfast.errors import HoldfastError
 from holdfast.footprint.identity_key import Same
 from holdfast.footprint.layouts import is_quantized
-from holdfast.models import catalogue
+from holdfast.models import QuantSpec, catalogue
 from holdfast.models.catalogue import CatalogueEntry
 from holdfast.models.registry import describe_config
 from holdfast.planner.inputs.question import PlannedModel
@@ -58,34 +59,30 @@ def is_plain(model: PlannedModel) -> bool:
 
 def published_variants(model: PlannedModel) -> Iterator[Variant]:
     """Quantized checkpoints of the same model that the catalogue knows, most bits first."""
-    base = entry_of(model)
-    if base is None or not is_plain(model):
-        return
-    found = []
-    for entry in catalogue.entries():
-        if entry.quantized and entry.name.startswith(base.name + "-"):
-            other = planned(entry)
-            if other is not None and other.spec.quantization is not None and _same_shape(model, other):
-                found.append((other.spec.quantization.bits, entry, other))
-    for _, entry, other in sorted(found, key=lambda one: -one[0]):
-        assert other.spec.quantization is not None
-        method = other.spec.quantization.method
-        yield Variant(model=other, label=f"{method.upper()} ({entry.hub_id})", method=method, published=True)
+    found = _quantized_entries(model) if is_plain(model) else ()
+    for stored, other in sorted(found, key=lambda one: -one[0].bits):
+        label = f"{stored.method.upper()} ({other.name})"
+        yield Variant(model=other, label=label, method=stored.method, published=True)
 
 
 def published_as(model: PlannedModel) -> PlannedModel | None:
     """Of a model that is planned as if it were quantized: a checkpoint that the catalogue knows to be stored so."""
-    base, wanted = entry_of(model), model.spec.quantization
-    if base is None or wanted is None or model.made_as is None:
+    wanted = model.spec.quantization
+    if wanted is None or model.made_as is None:
         return None
-    for entry in catalogue.entries():
-        other = planned(entry) if entry.quantized and entry.name.startswith(base.name + "-") else None
-        stored = None if other is None else other.spec.quantization
-        if other is None or stored is None or not _same_shape(model, other):
-            continue
+    for stored, other in _quantized_entries(model):
         if (stored.method, stored.bits, stored.group_size) == (wanted.method, wanted.bits, wanted.group_size):
             return other
     return None
+
+
+def _quantized_entries(model: PlannedModel) -> Iterator[tuple[QuantSpec, PlannedModel]]:
+    base = entry_of(model)
+    for entry in catalogue.entries():
+        if base is not None and entry.quantized and entry.name.startswith(base.name + "-"):
+            other = planned(entry)
+            if other is not None and other.spec.quantization is not None and _same_shape(model, other):
+                yield other.spec.quantization, other
 
 
 def derived_variants(model: PlannedModel, methods: tuple[str, ...]) -> Iterator[Variant]:
@@ -138,15 +135,7 @@ def smaller_models(model: PlannedModel, most_bytes: int) -> Iterator[PlannedMode
     the newest first. Quantized ones only where the maker publishes nothing else."""
     base = entry_of(model)
     name, maker = (model.spec.family, "") if base is None else (base.name, _maker(base))
-    most = model.spec.parameters
-    smaller = [
-        entry
-        for entry in catalogue.entries()
-        if entry.parameters is not None
-        and entry.parameters < most
-        and entry.parameters * (0.5 if entry.quantized else 2) <= most_bytes
-        and not entry.name.endswith(VARIANT_ENDS)
-    ]
+    smaller = [one for one in _small_enough(most_bytes) if (one.parameters or 0) < model.spec.parameters]
 
     def nearness(entry: CatalogueEntry) -> tuple[object, ...]:
         near = (_series(entry.name) != _series(name), _kin(entry.name) != _kin(name), _maker(entry) != maker)
@@ -164,15 +153,7 @@ def longer_models(model: PlannedModel, tokens: int, most_bytes: int) -> Iterator
     base = entry_of(model)
     name = model.spec.family if base is None else base.name
     stored_bytes = 2 if model.made_as is None else 0.25  # They are quantized as this one; two bits are the least.
-    others = [
-        entry
-        for entry in catalogue.entries()
-        if entry.parameters is not None
-        and entry.parameters * (0.5 if entry.quantized else stored_bytes) <= most_bytes
-        and not entry.name.endswith(VARIANT_ENDS)
-    ]
-
-    own = model.spec.parameters
+    others, own = _small_enough(most_bytes, stored_bytes), model.spec.parameters
 
     def nearness(entry: CatalogueEntry) -> tuple[object, ...]:
         times = (entry.parameters or 1) / own
@@ -182,6 +163,18 @@ def longer_models(model: PlannedModel, tokens: int, most_bytes: int) -> Iterator
         other = planned(entry)
         if other is not None and other.spec.max_position >= tokens:
             yield other
+
+
+def _small_enough(most_bytes: int, plain_bytes: float = 2) -> list[CatalogueEntry]:
+    """Entries of models whose weights may fit, but for quantized variants of other entries. `plain_bytes`: of a
+    parameter that is not quantized."""
+    return [
+        entry
+        for entry in catalogue.entries()
+        if entry.parameters is not None
+        and entry.parameters * (0.5 if entry.quantized else plain_bytes) <= most_bytes
+        and not entry.name.endswith(VARIANT_ENDS)
+    ]
 
 
 def _kin(name: str) -> str:
@@ -206,25 +199,26 @@ def _maker(entry: CatalogueEntry) -> str:
 
 
 def planned(entry: CatalogueEntry) -> PlannedModel | None:
-    return _planned(Same(entry))
+    """None: this version cannot describe it."""
+    try:
+        return of_entry(Same(entry), entry.hub_id)
+    except HoldfastError:
+        return None
 
 
 @lru_cache(maxsize=64)
-def _planned(key: Same[CatalogueEntry]) -> PlannedModel | None:
+def of_entry(key: Same[CatalogueEntry], name: str) -> PlannedModel:
+    """The same for every GPU that it is compared on: what is counted of it is counted once."""
     entry = key.held
-    try:
-        spec = describe_config(entry.config)
-    except HoldfastError:
-        return None
-    return PlannedModel(name=entry.hub_id, spec=spec, origin="catalogue", published_parameters=entry.parameters)
+    return PlannedModel(
+        name=name,
+        spec=describe_config(entry.config),
+        origin="catalogue",
+        published_parameters=entry.parameters,
+        unchecked=entry.checked is None,
+    )
 
 
 def _same_shape(model: PlannedModel, other: PlannedModel) -> bool:
-    mine, its = model.spec, other.spec
-    return (len(mine.layers), mine.hidden_size, mine.vocab_size, mine.heads, mine.kv_heads) == (
-        len(its.layers),
-        its.hidden_size,
-        its.vocab_size,
-        its.heads,
-        its.kv_heads,
-    )
+    sizes = attrgetter("hidden_size", "vocab_size", "heads", "kv_heads")
+    return len(model.spec.layers) == len(other.spec.layers) and bool(sizes(model.spec) == sizes(other.spec))

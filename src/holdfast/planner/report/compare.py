@@ -48,16 +48,13 @@ def _beside(answers: Sequence[PlanAnswer], names: Sequence[str]) -> Iterator[str
     """What no column tells: the machine where all have the same, and number types where they differ."""
     machines = {_machine(answer) for answer in answers}
     if len(machines) == 1:
+        least = min(rank.budget_bytes for answer in answers for rank in answer.fit.ranks)
         each = " of each" if len(answers[0].question.machine.all_devices) > 1 else ""
-        yield f"all on {machines.pop()}: {format_bytes(min(map(_budget, answers)))} usable{each}"
+        yield f"all on {machines.pop()}: {format_bytes(least)} usable{each}"
     if len({answer.fit.dtype for answer in answers}) > 1:
         for name, answer in zip(names, answers, strict=True):
             reason = next((one.reason for one in answer.fit.decisions if one.field == "dtype"), "as set")
             yield f"{name}: dtype {answer.fit.dtype}: {reason}"
-
-
-def _budget(answer: PlanAnswer) -> int:
-    return min(rank.budget_bytes for rank in answer.fit.ranks)
 
 
 def _names(answers: Sequence[PlanAnswer]) -> list[str]:

@@ -10,6 +10,7 @@ import shlex
 import textwrap
 from collections.abc import Iterable, Iterator
 from itertools import groupby
+from operator import attrgetter
 
 from holdfast.planner.advice.presets import Configuration
 from holdfast.planner.advice.throughput import Estimate
@@ -92,9 +93,9 @@ def _lacking(answer: PlanFindings) -> str:
 
 def _devices(answer: PlanFindings, width: int, paint: Paint) -> Iterator[str]:
     """Ranks that look alike are drawn once."""
-    groups: list[list[Rank]] = []
+    groups, look = list[list[Rank]](), attrgetter("device.name", "budget_bytes", "terms", "stage")
     for rank in answer.fit.ranks:
-        if groups and _alike(groups[-1][0], rank):
+        if groups and look(groups[-1][0]) == look(rank):
             groups[-1].append(rank)
         else:
             groups.append([rank])
@@ -108,15 +109,6 @@ def _devices(answer: PlanFindings, width: int, paint: Paint) -> Iterator[str]:
         yield from wrapped(f"{counted(idle, 'more device')} not used{more}", width, "", "  ")
     if answer.question.machine.ram_bytes is not None and answer.question.machine.kind == "gpu":
         yield f"RAM: {format_bytes(answer.question.machine.ram_bytes)} free, not used by this plan"
-
-
-def _alike(one: Rank, other: Rank) -> bool:
-    return (one.device.name, one.budget_bytes, one.terms, one.stage) == (
-        other.device.name,
-        other.budget_bytes,
-        other.terms,
-        other.stage,
-    )
 
 
 def sizes(answer: PlanFindings, rank: Rank) -> dict[str, int]:

@@ -6,33 +6,38 @@ held against it by `settle_pool`.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from holdfast.checkpoints import StoredTensor
 from holdfast.config import EngineConfig
 from holdfast.errors import ConfigurationError, DoesNotFitError
+from holdfast.footprint import lora
 from holdfast.footprint.cpu import expands, kv_layout, weights_bytes
 from holdfast.footprint.gpu import LEAST_CAPABILITY
 from holdfast.footprint.layouts import is_quantized
+from holdfast.footprint.structured_output import FEW_CORES, forms_bytes
 from holdfast.hardware import Memory
 from holdfast.hardware.nvidia import NvidiaGpu
 from holdfast.models import ModelSpec
 from holdfast.observability.decisions import Decision
 from holdfast.planner.advice.remedies import ways_out
-from holdfast.planner.fit.search import Fit, Question, describe_budget, fit
+from holdfast.planner.fit.cpu import Pool
+from holdfast.planner.fit.result import EngineChoices, Fit, GpuChoice, describe_budget
+from holdfast.planner.fit.search import fit
 from holdfast.planner.inputs.machine import measured_device
-from holdfast.planner.inputs.question import Machine, PlannedModel, settings_of
-from holdfast.planner.serve.cpu_plan import longest_context
-from holdfast.planner.serve.plan import GpuChoice, Plan
-from holdfast.planner.sizing.cpu_budget import LEAST_TOKENS
+from holdfast.planner.inputs.question import CPU_USEFUL_TOKENS, Machine, Question, settings_of
+from holdfast.planner.serve.cpu_plan import planned_model, without_tensors
+from holdfast.planner.serve.refusals import MOST_WAYS_OUT
+from holdfast.planner.serve.settle import longest_context
 from holdfast.planner.sizing.default_limits import check_step
 from holdfast.planner.sizing.dtype import check_type
+from holdfast.planner.sizing.terms import Term
 from holdfast.units import MIB, counted, format_bytes
 
 TOO_OLD, NOT_THERE, MIXED_KV, OF_A_CPU, TOO_WIDE = "HF122", "HF121", "HF126", "HF127", "HF128"
 WIDEST_HEAD = 256
-MOST_WAYS_OUT = 3
 
 
 def too_old(gpus: Sequence[NvidiaGpu]) -> ConfigurationError:
@@ -76,12 +81,12 @@ def make_gpu_plan(
     gpus: Sequence[NvidiaGpu],
     *,
     name: str = "the model",
-) -> Plan:
+) -> Fit:
     check_step(config.max_num_seqs, config.max_num_batched_tokens)
     check_type(config.dtype, spec)
     _check_kernels(spec, config)
     chosen, decision = choose_gpu(gpus)
-    device = replace(measured_device(0, chosen), budget_bytes=config.vram)
+    device = replace(measured_device(0, chosen), budget_bytes=config.vram, limited_by=f"GPU {chosen.index}")
     if config.vram is not None and config.vram > chosen.free_bytes:
         raise DoesNotFitError(
             f"a budget of {format_bytes(config.vram)} was requested, but less is free on {chosen.name}",
@@ -92,18 +97,10 @@ def make_gpu_plan(
             field="vram",
         )
     question = Question(
-        model=PlannedModel(
-            name=name,
-            spec=spec,
-            origin="folder",
-            stored=stored,
-            canonical=stored,
-            format="none" if stored is None else "safetensors",
-        ),
+        model=planned_model(spec, stored, name),
         machine=Machine(devices=(device,)),
         settings=settings_of(
             config,
-            tensor_parallel=1,
             graphs=not config.enforce_eager,
             max_loras=config.lora_places,
             max_lora_rank=config.lora_rank,
@@ -111,10 +108,17 @@ def make_gpu_plan(
     )
     found = fit(question)
     if found.kv_dtype != found.dtype:
-        raise _mixed(found)
+        raise ConfigurationError(
+            "kv_cache_dtype must equal dtype on a GPU",
+            code=MIXED_KV,
+            needed=f"kv_cache_dtype {found.dtype}, the same as dtype",
+            found=f"kv_cache_dtype {found.kv_dtype}",
+            fix=f"leave --kv-cache-dtype out, or --dtype {found.kv_dtype}",
+            field="kv_cache_dtype",
+        )
     if not found.fits:
         raise _refusal(found)
-    return _plan(found, config, chosen, decision)
+    return without_tensors(_with_pool(found, config, chosen, decision))
 
 
 def _check_kernels(spec: ModelSpec, config: EngineConfig) -> None:
@@ -143,106 +147,79 @@ def _check_kernels(spec: ModelSpec, config: EngineConfig) -> None:
         )
 
 
-def _mixed(found: Fit) -> ConfigurationError:
-    return ConfigurationError(
-        "kv_cache_dtype must equal dtype on a GPU",
-        code=MIXED_KV,
-        needed=f"kv_cache_dtype {found.dtype}, the same as dtype",
-        found=f"kv_cache_dtype {found.kv_dtype}",
-        fix=f"leave --kv-cache-dtype out, or --dtype {found.kv_dtype}",
-        field="kv_cache_dtype",
-    )
-
-
-def _plan(found: Fit, config: EngineConfig, chosen: NvidiaGpu, decision: Decision) -> Plan:
-    rank, spec, stored = found.ranks[0], found.question.model.spec, found.question.model.canonical
+def _with_pool(found: Fit, config: EngineConfig, chosen: NvidiaGpu, decision: Decision) -> Fit:
+    rank, limits, spec, stored = found.ranks[0], found.limits, found.question.model.spec, found.question.model.canonical
     layout = kv_layout(spec, block_tokens=config.block_size, kv_dtype=found.kv_dtype)
-    page = layout.page_bytes
+    page, pool_bytes = layout.page_bytes, config.kv_cache_memory_bytes
     blocks = rank.pool_bytes // page
+    if pool_bytes is not None and pool_bytes // page > blocks:
+        raise DoesNotFitError(
+            "the requested KV pool does not fit",
+            needed=format_bytes(pool_bytes // page * page),
+            found=f"{format_bytes(blocks * page)} left of the budget",
+            fix=f"--kv-cache-memory-bytes {blocks * page >> 20}MiB, or leave it out",
+            field="kv_cache_memory_bytes",
+        )
+    if pool_bytes is not None:
+        blocks = pool_bytes // page
+    useful = 1 + layout.blocks_side_by_side(limits.max_num_seqs, limits.max_model_len, limits.max_num_batched_tokens)
+    blocks = min(blocks, useful)
+    # What is set stays; what is left of the budget may turn out to be more.
+    most = blocks if pool_bytes is not None else min(useful, rank.budget_bytes // page)
     decisions = [
         Decision("budget", format_bytes(rank.budget_bytes), describe_budget(rank, found.utilization), "measured"),
         decision,
         *found.decisions,
+        Pool(blocks, "what is left of the budget", "planner").decision(page),
     ]
-    if config.kv_cache_memory_bytes is not None:
-        blocks = _pool_as_asked(config.kv_cache_memory_bytes // page, blocks, page)
-    limits = found.limits
-    most_useful = 1 + layout.blocks_side_by_side(
-        limits.max_num_seqs, limits.max_model_len, limits.max_num_batched_tokens
-    )
-    blocks = min(blocks, most_useful)
-    # What is set stays; what is left of the budget may turn out to be more.
-    most = blocks if config.kv_cache_memory_bytes is not None else min(most_useful, rank.budget_bytes // page)
-    decisions.append(
-        Decision(
-            "kv_pool",
-            f"{format_bytes(blocks * page)} ({counted(blocks - 1, 'block')} and the null page)",
-            "what is left of the budget",
-            "planner",
-        )
-    )
-    terms = {term.name: term.nbytes for term in rank.terms} | {"kv_pool": blocks * page}
-    expand = False
     if stored is not None and any(is_quantized(tensor.layout) for tensor in stored.values()):
-        expand, reason = expands(spec, stored, dtype=found.dtype, fast_blocks=True, budget_bytes=rank.budget_bytes)
-        decisions.append(Decision("weights", "expanded" if expand else "quantized", reason, "planner"))
-    terms["weights"] = weights_bytes(spec, stored, dtype=found.dtype, expand=expand)
-    plan = Plan(
-        dtype=found.dtype,
-        kv_dtype=found.kv_dtype,
-        expand_weights=expand,
-        compiled=False,
-        compiled_attention=False,
-        layout=layout,
-        limits=found.limits,
-        blocks=blocks,
-        most_blocks=max(blocks, most),
-        memory=Memory(
-            total_bytes=chosen.total_bytes, available_bytes=chosen.free_bytes, limited_by=f"GPU {chosen.index}"
-        ),
-        budget_bytes=rank.budget_bytes,
-        terms=terms,
-        loading_bytes=sum(terms["weights"] if term.name == "weights" else term.nbytes for term in rank.loading),
-        decisions=tuple(decisions),
-        length_is_set=config.max_model_len is not None,
-        short=found.limits.max_model_len < spec.max_position and config.max_model_len is None,
-        gpu=GpuChoice(index=chosen.index, uuid=chosen.uuid, name=chosen.name),
+        _, reason = expands(spec, stored, dtype=found.dtype, fast_blocks=True, budget_bytes=rank.budget_bytes)
+        decisions.append(Decision("weights", "quantized", reason, "planner"))
+    weights = Term("weights", weights_bytes(spec, stored, dtype=found.dtype, expand=False))
+    terms, loading = (
+        tuple(weights if term.name == "weights" else term for term in all_terms)
+        for all_terms in (rank.terms, rank.loading)
     )
-    return plan if config.kv_cache_memory_bytes is None else _within_pool(plan)
+    plan = replace(
+        found,
+        ranks=(replace(rank, terms=terms, loading=loading),),
+        decisions=tuple(decisions),
+        own=EngineChoices(
+            layout=layout,
+            blocks=blocks,
+            most_blocks=max(blocks, most),
+            expand_weights=False,
+            short=limits.max_model_len < spec.max_position and config.max_model_len is None,
+            gpu=GpuChoice(index=chosen.index, uuid=chosen.uuid, name=chosen.name),
+        ),
+    )
+    return plan if pool_bytes is None else _within_pool(plan)
 
 
-def _within_pool(plan: Plan) -> Plan:
+def _within_pool(plan: Fit) -> Fit:
     """Of a pool that was set: with the longest context that it holds, or refused where the context was set as well."""
-    wanted, held = plan.limits.max_model_len, longest_context(plan, plan.blocks)
+    engine, limits = plan.engine, plan.limits
+    wanted, held, page = limits.max_model_len, longest_context(plan, engine.blocks), engine.layout.page_bytes
     if held == wanted:
         return plan
-    page = plan.layout.page_bytes
-    pool, enough = plan.blocks * page, (1 + plan.layout.peak_blocks(wanted, plan.limits.max_num_batched_tokens)) * page
-    if plan.length_is_set or held < min(LEAST_TOKENS, wanted):
+    pool = engine.blocks * page
+    enough = (1 + engine.layout.peak_blocks(wanted, limits.max_num_batched_tokens)) * page
+    if plan.length_is_set or held < min(CPU_USEFUL_TOKENS, wanted):
         raise DoesNotFitError(
             f"one sequence of {counted(wanted, 'token')} does not fit in the KV pool",
             needed=f"{format_bytes(enough)} for max_model_len {wanted:,}",
             found=f"{format_bytes(pool)}, as set: {format_bytes(enough - pool)} short",
-            fix=(f"--max-model-len {held}, or " if held >= LEAST_TOKENS else "")
+            fix=(f"--max-model-len {held}, or " if held >= CPU_USEFUL_TOKENS else "")
             + f"--kv-cache-memory-bytes {-(-enough // MIB)}MiB, or leave it out",
             field="max_model_len",
         )
     decision = Decision("max_model_len", f"{held:,}", "the longest sequence that the KV pool, as set, holds", "planner")
     return replace(
-        plan, limits=replace(plan.limits, max_model_len=held), decisions=(*plan.decisions, decision), short=True
+        plan,
+        limits=replace(limits, max_model_len=held),
+        decisions=(*plan.decisions, decision),
+        own=replace(engine, short=True),
     )
-
-
-def _pool_as_asked(asked: int, held: int, page: int) -> int:
-    if asked > held:
-        raise DoesNotFitError(
-            "the requested KV pool does not fit",
-            needed=format_bytes(asked * page),
-            found=f"{format_bytes(held * page)} left of the budget",
-            fix=f"--kv-cache-memory-bytes {held * page >> 20}MiB, or leave it out",
-            field="kv_cache_memory_bytes",
-        )
-    return asked
 
 
 def _refusal(found: Fit) -> DoesNotFitError:
@@ -263,3 +240,36 @@ def _refusal(found: Fit) -> DoesNotFitError:
         or f"holdfast plan {found.question.model.name} shows other remedies",
         field="max_model_len",
     )
+
+
+# Host RAM
+
+
+def with_host_memory(plan: Fit, config: EngineConfig, machine: Memory, front_bytes: int) -> Fit:
+    """The plan with what structured output and copies of adapters take of host RAM, or a refusal where there is none
+    for adapters."""
+    spec, forms = plan.question.model.spec, 0
+    if not config.skip_tokenizer_init:
+        forms = forms_bytes(spec.vocab_size, plan.limits.max_num_seqs, os.cpu_count() or FEW_CORES)
+        said = "maximum host RAM for structured output; a request whose grammar does not fit waits"
+        decision = Decision("structured_outputs", format_bytes(forms), said, "planner")
+        plan = replace(plan, decisions=(*plan.decisions, decision))
+    if not config.lora_copies:
+        return plan
+    one = lora.held_bytes(spec, dtype=plan.dtype, places=1, max_rank=config.lora_rank)
+    free, asked = max(0, machine.available_bytes - front_bytes - forms), config.lora_copies * one
+    if asked > free:
+        fewer = free // one
+        raise DoesNotFitError(
+            f"{counted(config.lora_copies, 'adapter')} of rank {config.lora_rank} do not fit in host RAM, where copies"
+            " of them are kept",
+            needed=f"{format_bytes(asked)}, {format_bytes(one)} each, and {format_bytes(front_bytes + forms)} for the"
+            " API server and structured output",
+            found=f"{format_bytes(machine.available_bytes)} free ({machine.limited_by})",
+            fix=f"--max-cpu-loras {fewer}"
+            if fewer >= config.lora_places
+            else "fewer --max-loras, or a smaller --max-lora-rank",
+            field="max_cpu_loras",
+        )
+    said = f"host RAM for {counted(config.lora_copies, 'adapter')}, {format_bytes(one)} each"
+    return replace(plan, decisions=(*plan.decisions, Decision("max_cpu_loras", format_bytes(asked), said, "planner")))

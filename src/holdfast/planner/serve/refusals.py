@@ -1,6 +1,6 @@
 """What is said when a model does not fit: the bytes short, and changes that help, each planned before it is named.
 
-Owns the words and the search for ways out; whether something fits is for `room` to say.
+Owns the words and the search for remedies; whether something fits is for `fit` to say.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ from holdfast.config import EngineConfig
 from holdfast.errors import DoesNotFitError, HoldfastError
 from holdfast.footprint.cpu import BOOK_BYTES
 from holdfast.hardware import Memory
-from holdfast.models import ModelSpec
-from holdfast.planner.serve.plan import Plan
-from holdfast.planner.sizing.cpu_budget import LEAST_TOKENS, RAM_STEP_BYTES, CpuBudget
+from holdfast.planner.fit.cpu import CpuCount, count_on_cpu
+from holdfast.planner.fit.result import Fit
+from holdfast.planner.inputs.question import CPU_USEFUL_TOKENS
+from holdfast.planner.sizing.default_limits import RAM_STEP_BYTES
 from holdfast.units import MIB, counted, format_bytes
 
-Attempt = Callable[[EngineConfig], "Plan"]
+Attempt = Callable[[EngineConfig], Fit]
 """Plans with other settings, or raises."""
 
 MOST_WAYS_OUT = 3
@@ -38,63 +39,59 @@ def budget_is_not_there(asked: int, machine: Memory) -> DoesNotFitError:
     )
 
 
-def loading_does_not_fit(room: CpuBudget) -> DoesNotFitError:
-    short = room.loading_bytes - room.budget_bytes
+def does_not_fit(found: Fit) -> DoesNotFitError:
+    """Of this engine on a CPU: what lacks first, while it is loaded, of the pool that was set, or of the context."""
+    count = count_on_cpu(found.question, found.limits, expand=found.engine.expand_weights)
+    pool, page, length = count.settings.kv_cache_memory_bytes, count.layout.page_bytes, found.required_tokens
+    if count.loading_bytes - count.budget_bytes == found.short_bytes:
+        needed = f"{format_bytes(count.loading_bytes)} while it is loaded: {spell(count.loading_terms)}"
+        return _nothing_fits(found, needed)
+    if pool is not None and pool > (left := max(0, count.left(1))):
+        held = left // (page + BOOK_BYTES) * page
+        return DoesNotFitError(
+            f"a KV pool of {format_bytes(pool)} does not fit",
+            needed=f"{format_bytes(pool)} in addition to {spell(count.terms(1))}",
+            found=f"{format_bytes(left)} left of the budget: {format_bytes(pool - left)} short",
+            fix=f"--kv-cache-memory-bytes {f'{held // MIB}MiB' if held >= MIB else held}",
+            field="kv_cache_memory_bytes",
+        )
+    if pool is not None and pool // page < 2:
+        return DoesNotFitError(
+            f"a KV pool of {format_bytes(pool)} holds no block",
+            needed=f"at least {format_bytes(2 * page)}: a block of {counted(count.layout.block_tokens, 'token')} and"
+            " the null page",
+            found=format_bytes(pool),
+            fix=f"--kv-cache-memory-bytes {-(-max(64, count.one_sequence(length)) * page // MIB)}MiB",
+            field="kv_cache_memory_bytes",
+        )
+    if found.longest_tokens and found.length_is_set:
+        return _length_does_not_fit(count, length, found.longest_tokens)
+    least = count.one_sequence(length) * (page + BOOK_BYTES)
+    kv = f"{format_bytes(least)} for the KV of {counted(length, 'token')}"
+    return _nothing_fits(found, f"{spell(count.terms(length))}, and {kv}")
+
+
+def _nothing_fits(found: Fit, needed: str) -> DoesNotFitError:
     return DoesNotFitError(
         "the model does not fit in memory",
-        needed=f"{format_bytes(room.loading_bytes)} while it is loaded: {spell(room.loading_terms)}",
-        found=f"{format_bytes(room.budget_bytes)} of budget: {format_bytes(short)} short",
+        needed=needed,
+        found=f"{format_bytes(found.budget_bytes)} of budget: {format_bytes(found.short_bytes)} short",
         fix="free memory, or use a smaller or a quantized model",
     )
 
 
-def nothing_fits(room: CpuBudget) -> DoesNotFitError:
-    least = room.one_sequence(room.least) * (room.layout.page_bytes + BOOK_BYTES)
-    return DoesNotFitError(
-        "the model does not fit in memory",
-        needed=f"{spell(room.terms(room.least))}, and {format_bytes(least)} for the KV of"
-        f" {counted(room.least, 'token')}",
-        found=f"{format_bytes(room.budget_bytes)} of budget: {format_bytes(room.short_bytes(room.least))} short",
-        fix="free memory, or use a smaller or a quantized model",
-    )
-
-
-def pool_does_not_fit(room: CpuBudget) -> DoesNotFitError:
-    asked, left, page = room.config.kv_cache_memory_bytes or 0, max(0, room.left(1)), room.layout.page_bytes
-    held = left // (page + BOOK_BYTES) * page
-    return DoesNotFitError(
-        f"a KV pool of {format_bytes(asked)} does not fit",
-        needed=f"{format_bytes(asked)} in addition to {spell(room.terms(1))}",
-        found=f"{format_bytes(left)} left of the budget: {format_bytes(asked - left)} short",
-        fix=f"--kv-cache-memory-bytes {f'{held // MIB}MiB' if held >= MIB else held}",
-        field="kv_cache_memory_bytes",
-    )
-
-
-def pool_holds_no_block(room: CpuBudget) -> DoesNotFitError:
-    page = room.layout.page_bytes
-    return DoesNotFitError(
-        f"a KV pool of {format_bytes(room.config.kv_cache_memory_bytes or 0)} holds no block",
-        needed=f"at least {format_bytes(2 * page)}: a block of {counted(room.layout.block_tokens, 'token')} and the"
-        " null page",
-        found=format_bytes(room.config.kv_cache_memory_bytes or 0),
-        fix=f"--kv-cache-memory-bytes {-(-max(64, room.one_sequence(room.least)) * page // MIB)}MiB",
-        field="kv_cache_memory_bytes",
-    )
-
-
-def length_does_not_fit(room: CpuBudget, wanted: int, longest: int) -> DoesNotFitError:
-    blocks, short = room.one_sequence(wanted), room.short_bytes(wanted)
-    needed, books = blocks * room.layout.page_bytes, 0
-    pool = _enough_pool(room, wanted, needed)
-    if room.config.kv_cache_memory_bytes is None:
+def _length_does_not_fit(count: CpuCount, wanted: int, longest: int) -> DoesNotFitError:
+    blocks, short = count.one_sequence(wanted), count.short_bytes(wanted)
+    needed, books = blocks * count.layout.page_bytes, 0
+    pool = _enough_pool(count, wanted, needed)
+    if count.settings.kv_cache_memory_bytes is None:
         books = blocks * BOOK_BYTES
-    fixes = [f"--max-model-len {longest}"] if longest >= LEAST_TOKENS else []
+    fixes = [f"--max-model-len {longest}"] if longest >= CPU_USEFUL_TOKENS else []
     fixes += [f"--kv-cache-memory-bytes {pool // MIB}MiB"] if pool is not None else []
     return DoesNotFitError(
         f"one sequence of {counted(wanted, 'token')} does not fit in the KV pool",
         needed=f"{format_bytes(needed + books)} for max_model_len {wanted:,}",
-        found=f"{_left_for_kv(room, wanted, needed + books - short)}{', as set' if pool is not None else ''}:"
+        found=f"{_left_for_kv(count, wanted, needed + books - short)}{', as set' if pool is not None else ''}:"
         f" {format_bytes(short)} short",
         fix=", or ".join(fixes)
         or f"free {format_bytes(short)} of memory: it holds only {counted(longest, 'token')}, too few to be useful",
@@ -102,20 +99,20 @@ def length_does_not_fit(room: CpuBudget, wanted: int, longest: int) -> DoesNotFi
     )
 
 
-def _left_for_kv(room: CpuBudget, length: int, left: int) -> str:
+def _left_for_kv(count: CpuCount, length: int, left: int) -> str:
     if left >= 0:
         return format_bytes(left)
-    before = spell(room.terms(length))
-    return f"none of {format_bytes(room.budget_bytes)}: {before} take {format_bytes(-left)} more than that"
+    before = spell(count.terms(length))
+    return f"none of {format_bytes(count.budget_bytes)}: {before} take {format_bytes(-left)} more than that"
 
 
-def _enough_pool(room: CpuBudget, length: int, needed: int) -> int | None:
+def _enough_pool(count: CpuCount, length: int, needed: int) -> int | None:
     """Where the pool was set too small and the budget has more: what would do, in whole MiB."""
-    if room.config.kv_cache_memory_bytes is None:
+    if count.settings.kv_cache_memory_bytes is None:
         return None
     enough = -(-needed // MIB) * MIB
-    larger = replace(room, config=replace(room.config, kv_cache_memory_bytes=enough))
-    return enough if larger.fits(length) else None
+    settings = replace(count.settings, kv_cache_memory_bytes=enough)
+    return enough if replace(count, question=replace(count.question, settings=settings)).fits(length) else None
 
 
 def became_short(reserve: int, needed: int, short: int, available: int, over: int) -> DoesNotFitError:
@@ -133,7 +130,7 @@ def became_short(reserve: int, needed: int, short: int, available: int, over: in
 
 
 def with_remedies(
-    refusal: DoesNotFitError, config: EngineConfig, spec: ModelSpec, machine: Memory, attempt: Attempt
+    refusal: DoesNotFitError, config: EngineConfig, max_position: int, machine: Memory, attempt: Attempt
 ) -> DoesNotFitError:
     """The refusal with the changes of one setting that make it fit; its own fix first."""
     found: list[str] = []
@@ -142,7 +139,7 @@ def with_remedies(
             plan = attempt(changed)
         except HoldfastError:
             continue
-        if plan.limits.max_model_len >= min(LEAST_TOKENS, config.max_model_len or spec.max_position):
+        if plan.limits.max_model_len >= min(CPU_USEFUL_TOKENS, config.max_model_len or max_position):
             found.append(flag)
         if len(found) == MOST_WAYS_OUT:
             break

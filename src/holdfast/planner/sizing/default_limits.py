@@ -11,16 +11,19 @@ no model and counts no bytes: what a rung holds is told to it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from holdfast.config.engine import CPU_SEQUENCES, CPU_STEP_TOKENS, GPU_SEQUENCES, GPU_STEP_TOKENS
 from holdfast.errors import ConfigurationError
 from holdfast.footprint.cpu import Limits
 from holdfast.observability.decisions import Decision
-from holdfast.units import counted
+from holdfast.planner.inputs.question import Settings
+from holdfast.units import MIB, counted
 
 ANY_LENGTH = 1 << 62
+RAM_STEP_BYTES = 64 * MIB
+"""Budgets are advised in whole steps of this."""
 BESIDE_S, CORE_FLOPS = 0.5, 40e9
 """How long answers may wait for the prompts of a step, and what a core does a second in all of a prompt's work: so much
 was seen of SmolLM2 on a Neoverse-N1."""
@@ -95,28 +98,25 @@ def choose(rungs: Sequence[LimitPreset], held: Callable[[int], int], least_token
 
 
 def decisions(
-    rungs: Sequence[LimitPreset],
-    chosen: int,
-    *,
-    sequences: tuple[str, str] | None,
-    step_is_set: bool,
-    fits: bool,
-    beside: str,
-) -> list[Decision]:
-    """`sequences`: why as many as the first rung has, and who says so; None: they are set. `beside`: what the limits
-    must leave room for."""
-    first, rung, found = rungs[0], rungs[chosen], []
-    if sequences is not None:
-        reason, source = sequences
-        if rung.sequences != first.sequences:
-            reason, source = _lowered(first.sequences, rung.sequences, fits, beside), "planner"
-        found.append(Decision("max_num_seqs", str(rung.sequences), reason, source))
-    if not step_is_set:
-        reason, source = "the default", "default"
-        if rung.step_tokens != first.step_tokens:
-            reason, source = _lowered(first.step_tokens, rung.step_tokens, fits, beside), "planner"
-        found.append(Decision("max_num_batched_tokens", f"{rung.step_tokens:,}", reason, source))
-    return found
+    rungs: Sequence[LimitPreset], chosen: int, settings: Settings, *, traffic: bool, fits: bool, context: int
+) -> Iterator[Decision]:
+    """Of limits that are not set. `traffic`: it sets the number of sequences, and the limits must leave room for it;
+    otherwise for a context of that length."""
+    first, rung = rungs[0], rungs[chosen]
+    room = "the traffic" if traffic else f"a context of {counted(context, 'token')}"
+    default = ("the default", "default")
+    usual = ("the traffic's peak", "traffic") if traffic else default
+    for name, given, most, size, (reason, source) in (
+        ("max_num_seqs", settings.max_num_seqs, first.sequences, rung.sequences, usual),
+        ("max_num_batched_tokens", settings.max_num_batched_tokens, first.step_tokens, rung.step_tokens, default),
+    ):
+        if given is not None:
+            continue
+        if size < most:
+            reason, source = f"not even {size:,} would fit with {room}", "planner"
+            if fits:
+                reason = f"{most:,} do not fit with {room}; {size:,} {'does' if size == 1 else 'do'}"
+        yield Decision(name, str(size) if name == "max_num_seqs" else f"{size:,}", reason, source)
 
 
 def prompt_tokens_beside(active_parameters: int, cores: int, step_tokens: int) -> int:
@@ -130,16 +130,6 @@ def beside_decision(tokens: int, cores: int) -> Decision:
         f"prefill tokens in a step with decoding, which waits for it: about {BESIDE_S:g} s on {counted(cores, 'core')}"
     )
     return Decision("prompt_tokens", f"{tokens:,}", reason, "planner")
-
-
-def context_said(tokens: int) -> str:
-    return f"a context of {counted(tokens, 'token')}"
-
-
-def _lowered(default: int, chosen: int, fits: bool, beside: str) -> str:
-    if fits:
-        return f"{default:,} do not fit with {beside}; {chosen:,} {'does' if chosen == 1 else 'do'}"
-    return f"not even {chosen:,} would fit with {beside}"
 
 
 def length_decision(served: int, allowed: int, longest: int, *, fits: bool = True) -> Decision:

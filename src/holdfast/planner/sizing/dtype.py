@@ -1,28 +1,19 @@
-"""What a model is computed in where nobody says, with the reason: one rule for a CPU, one for GPUs and
-one for models that only others run.
-
-Counts nothing, and knows no settings but the one that is asked for.
+"""What a model is computed in, and its KV kept in: as set, else with the reason. One rule for a CPU, one for GPUs and
+one for models that only others run. Counts nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from holdfast.errors import ConfigurationError
 from holdfast.models import ModelSpec
-from holdfast.planner.inputs.question import Device
+from holdfast.observability.decisions import Decision
+from holdfast.planner.inputs.question import Device, Question
 
 _SHORT_NAMES = {"half": "float16", "float": "float32"}
 _OUTGROW_HALF = ("gemma2", "gemma3")
 """Architectures whose activations pass 65,504, the largest number of float16."""
-
-
-@dataclass(frozen=True, slots=True)
-class NumberType:
-    value: str
-    reason: str
-    source: str
 
 
 def asked_type(asked: str) -> str | None:
@@ -46,16 +37,16 @@ def check_type(asked: str, spec: ModelSpec) -> None:
         )
 
 
-def cpu_type(stored: str, *, fast_bfloat16: bool) -> NumberType:
+def cpu_type(stored: str, *, fast_bfloat16: bool) -> Decision:
     if stored == "float32":
-        return NumberType("float32", "the model is stored in float32", "hardware")
+        return Decision("dtype", "float32", "the model is stored in float32", "hardware")
     if fast_bfloat16:
-        return NumberType("bfloat16", "this CPU multiplies bfloat16 in hardware", "hardware")
+        return Decision("dtype", "bfloat16", "this CPU multiplies bfloat16 in hardware", "hardware")
     reason = "this CPU has no bfloat16 instructions; emulation is many times slower"
-    return NumberType("float32", reason, "hardware")
+    return Decision("dtype", "float32", reason, "hardware")
 
 
-def other_engines_type(stored: str, engine: str, *, fast_bfloat16: bool) -> NumberType:
+def other_engines_type(stored: str, engine: str, *, fast_bfloat16: bool) -> Decision:
     """On a CPU, of a model that this engine does not run: what the one takes that does."""
     value = "float16" if stored == "float16" else "bfloat16"
     how = "uses the model's dtype" if value == stored else f"uses half the width of the model's {stored}"
@@ -64,23 +55,45 @@ def other_engines_type(stored: str, engine: str, *, fast_bfloat16: bool) -> Numb
     reason = f"Holdfast does not run this model: {engine}, which does, {how}"
     if value == "bfloat16" and engine != "llama.cpp" and not fast_bfloat16:
         reason += "; this CPU has no bfloat16 instructions, and emulation is many times slower"
-    return NumberType(value, reason, "model")
+    return Decision("dtype", value, reason, "model")
 
 
-def gpu_type(spec: ModelSpec, devices: Sequence[Device]) -> NumberType:
+def gpu_type(spec: ModelSpec, devices: Sequence[Device]) -> Decision:
     """The same on all of these."""
     stored = spec.stored_dtype
     lacking = next((device for device in devices if device.gpu is not None and not device.gpu.bf16), None)
     if outgrows_half(spec) and (lacking is not None or stored == "float16"):
         reason = "the model's activations overflow float16"
         if lacking is None:
-            return NumberType("bfloat16", reason, "model")
-        return NumberType("float32", f"{reason}, and {lacking.name} does not support bfloat16", "hardware")
+            return Decision("dtype", "bfloat16", reason, "model")
+        return Decision("dtype", "float32", f"{reason}, and {lacking.name} does not support bfloat16", "hardware")
     if stored == "float16":
-        return NumberType("float16", "the model's dtype", "model")
+        return Decision("dtype", "float16", "the model's dtype", "model")
     if lacking is not None:
-        return NumberType("float16", f"{lacking.name} does not support bfloat16", "hardware")
+        return Decision("dtype", "float16", f"{lacking.name} does not support bfloat16", "hardware")
     if stored == "bfloat16":
-        return NumberType("bfloat16", "the model's dtype", "model")
+        return Decision("dtype", "bfloat16", "the model's dtype", "model")
     reason = f"half the width of the model's {stored}, and GPUs are built for it"
-    return NumberType("bfloat16", reason, "planner")
+    return Decision("dtype", "bfloat16", reason, "planner")
+
+
+def compute_dtype(question: Question, ranks: int = 1) -> str:
+    """What the engine would compute in, and keep plain weights in: the same on all of the first `ranks` devices."""
+    return asked_type(question.settings.dtype) or str(chosen_dtype(question, ranks).value)
+
+
+def chosen_dtype(question: Question, ranks: int = 1) -> Decision:
+    """Where it is left to us."""
+    spec, devices = question.model.spec, question.machine.devices[:ranks]
+    if devices[0].kind == "gpu":
+        return gpu_type(spec, devices)
+    fast = question.machine.processor.fast_bfloat16
+    if not spec.runnable or spec.quantization is not None:
+        engine = "llama.cpp" if question.model.format == "gguf" else "vLLM"
+        return other_engines_type(spec.stored_dtype, engine, fast_bfloat16=fast)
+    return cpu_type(spec.stored_dtype, fast_bfloat16=fast)
+
+
+def kv_dtype(question: Question, ranks: int = 1) -> str:
+    asked = question.settings.kv_cache_dtype
+    return compute_dtype(question, ranks) if asked == "auto" else asked

@@ -10,7 +10,7 @@ Counts for one rank: kv heads are split over tensor-parallel ranks, or repeated 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -22,6 +22,17 @@ RECURRENT_BYTES = 4
 """An element of a recurrent state: engines keep it in float32."""
 MOST_SHARE = 0.999
 """Of a sequence that does not fit whole."""
+
+
+def largest(low: int, high: int, holds: Callable[[int], bool]) -> int:
+    """Up to `high` of what holds, found by halving; `low` is taken to hold."""
+    while low < high:
+        middle = (low + high + 1) // 2
+        if holds(middle):
+            low = middle
+        else:
+            high = middle - 1
+    return low
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,11 +72,7 @@ class KVCost:
         if not self.windows and self.growing_bytes:
             blocks = (pool_bytes // sequences - self.fixed_bytes) // (self.block_tokens * self.growing_bytes)
             return max(0, min(most_tokens, blocks * self.block_tokens))
-        low, high = 0, most_tokens
-        while low < high:
-            middle = (low + high + 1) // 2
-            low, high = (middle, high) if self.needed_bytes(sequences, middle) <= pool_bytes else (low, middle - 1)
-        return low
+        return largest(0, most_tokens, lambda tokens: self.needed_bytes(sequences, tokens) <= pool_bytes)
 
     def concurrency(self, pool_bytes: int, tokens: int) -> float:
         """Sequences of that length that fit side by side, with the share that is there of one more."""
@@ -74,10 +81,7 @@ class KVCost:
         high = 1
         while self.needed_bytes(high, tokens) <= pool_bytes:
             high *= 2
-        low = high // 2
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if self.needed_bytes(middle, tokens) <= pool_bytes else (low, middle)
+        low = largest(high // 2, high - 1, lambda sequences: self.needed_bytes(sequences, tokens) <= pool_bytes)
         held = self.needed_bytes(low, tokens) if low else 0
         share = (pool_bytes - held) / (self.needed_bytes(low + 1, tokens) - held)
         return low + max(0.0, min(share, MOST_SHARE))

@@ -8,21 +8,24 @@ Knows nothing of budgets.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from math import gcd, lcm, prod
 
 from holdfast.checkpoints import LAYOUTS, Packing, StoredTensor, packing_of, stored_bytes, unused_head
 from holdfast.checkpoints.formats.quantized_tensors import WORD_BITS
+from holdfast.checkpoints.validation.stored_dtypes import PLAIN
 from holdfast.errors import CheckpointError, ConfigurationError
+from holdfast.footprint.cpu import ELEMENT_BYTES
 from holdfast.footprint.identity_key import Same
 from holdfast.models import ModelSpec, TensorSpec
 from holdfast.models.quantization import QuantSpec
 from holdfast.planner.inputs.question import PlannedModel
 from holdfast.units import counted
 
-DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
+DTYPE_BYTES = ELEMENT_BYTES
 AS_STORED = "stored"
 """In the place of a type: plain tensors of a file stay what they are, as llama.cpp keeps them."""
 VOCABULARY_PAD = 64
@@ -56,25 +59,20 @@ def _from_shapes(key: Same[ModelSpec], dtype: str) -> tuple[Weight, ...]:
         if tensor.part == "draft" or tensor.optional:
             continue
         packing = packing_of(spec.quantization, tensor, dtype) if spec.quantization is not None else None
-        if packing is None:
-            nbytes = tensor.elements * element
-        elif (known := sizes.get((packing, tensor.shape))) is not None:
-            nbytes = known
-        else:
-            nbytes = sizes[packing, tensor.shape] = _packed_bytes(packing, tensor)
+        nbytes = tensor.elements * element
+        if packing is not None:
+            *stacked, rows, columns = tensor.shape
+            if (packing, tensor.shape) not in sizes:
+                sizes[packing, tensor.shape] = prod(stacked) * stored_bytes(packing, rows, columns)
+            nbytes = sizes[packing, tensor.shape]
         found.append(Weight(tensor=tensor, nbytes=nbytes))
     return tuple(found)
-
-
-def _packed_bytes(packing: Packing, tensor: TensorSpec) -> int:
-    *stacked, rows, columns = tensor.shape
-    return prod(stacked) * stored_bytes(packing, rows, columns)
 
 
 def _from_headers(model: PlannedModel, dtype: str) -> list[Weight]:
     """Every stored tensor goes to the spec's tensor whose module it belongs to; the rest is counted as it is."""
     assert model.stored is not None
-    by_module, unused = _modules(model.spec, model.format), unused_head(model.spec, model.stored)
+    by_module, unused = _modules(model), unused_head(model.spec, model.stored)
     held: dict[str, int] = {}
     rest = 0
     for name, stored in model.stored.items():
@@ -90,10 +88,13 @@ def _from_headers(model: PlannedModel, dtype: str) -> list[Weight]:
     return [*found, Weight(tensor=None, nbytes=rest)] if rest else found
 
 
-def _modules(spec: ModelSpec, format: str) -> dict[str, TensorSpec]:
+def _modules(model: PlannedModel) -> dict[str, TensorSpec]:
     found: dict[str, TensorSpec] = {}
-    for tensor in spec.tensors:
-        if format == "gguf":
+    for tensor in model.spec.tensors:
+        if model.stored is model.canonical:  # A server plans what it has matched already.
+            found[tensor.name] = tensor
+            continue
+        if model.format == "gguf":
             found[tensor.gguf_name] = tensor
             continue
         for name, _ in tensor.in_safetensors():
@@ -121,9 +122,17 @@ def _owner(name: str, by_module: Mapping[str, TensorSpec]) -> TensorSpec | None:
 
 def _loaded_bytes(stored: StoredTensor, dtype: str, spec: ModelSpec) -> int:
     """As it lies in memory: plain numbers of an unquantized model become `dtype`."""
-    if dtype != AS_STORED and spec.quantization is None and stored.layout in ("F32", "F16", "BF16"):
+    if dtype != AS_STORED and spec.quantization is None and stored.layout in PLAIN:
         return prod(stored.shape) * DTYPE_BYTES[dtype]
     return stored.nbytes
+
+
+def layouts_by_size(tensors: Iterable[StoredTensor]) -> list[str]:
+    """Those of most bytes first."""
+    sizes = Counter[str]()
+    for tensor in tensors:
+        sizes[tensor.layout] += tensor.nbytes
+    return [layout for layout, _ in sizes.most_common()]
 
 
 def total_bytes(weights: Sequence[Weight]) -> int:
@@ -264,50 +273,37 @@ def rank_bytes(
     weights: Sequence[Weight], spec: ModelSpec, *, tensor_parallel: int, stage: int = 0, stages: int = 1
 ) -> int:
     """Of one rank of a stage."""
-    held = _held(Same(weights), Same(spec), tensor_parallel)
-    total = sum(held.layers.get(layer, 0) for layer in stage_layers(len(spec.layers), stages)[stage])
+    held, last = _held(Same(weights), Same(spec), tensor_parallel), stage == stages - 1
+    places: list[int | str] = [*stage_layers(len(spec.layers), stages)[stage]]
     if stage == 0:
-        total += held.first
-    if stage == 0 or (spec.tied_embeddings and stage == stages - 1):
-        total += held.embedding
-    return total + held.last if stage == stages - 1 else total
-
-
-@dataclass(slots=True)
-class _Held:
-    """What one tensor-parallel rank would hold of all stages, by where it goes."""
-
-    layers: dict[int, int] = field(default_factory=dict)
-    first: int = 0
-    embedding: int = 0
-    last: int = 0
+        places.append("first")
+    if stage == 0 or (spec.tied_embeddings and last):
+        places.append("embedding")
+    if last:
+        places.append("last")
+    return sum(held[place] for place in places)
 
 
 @lru_cache(maxsize=256)
-def _held(weights: Same[Sequence[Weight]], spec: Same[ModelSpec], tensor_parallel: int) -> _Held:
-    """Once for all stages: ways out ask for many divisions of the same weights."""
-    held = _Held()
+def _held(weights: Same[Sequence[Weight]], spec: Same[ModelSpec], tensor_parallel: int) -> Counter[int | str]:
+    """What one tensor-parallel rank would hold of all stages, by where it goes: a layer, or an end. Once for all
+    stages: remedies ask for many divisions of the same weights."""
+    held = Counter[int | str]()
     for weight in weights.held:
         tensor = weight.tensor
-        whole = tensor_parallel == 1 or tensor is None or tensor.shard_axis is None
-        share = weight.nbytes if whole else _share(weight, spec.held, tensor_parallel)
-        if tensor is None or tensor.part == "vision":
-            held.first += share
-        elif tensor.layer is not None:
-            held.layers[tensor.layer] = held.layers.get(tensor.layer, 0) + share
-        elif tensor.name.startswith("embed"):
-            held.embedding += share
-        else:
-            held.last += share
+        place: int | str = "first"
+        if tensor is not None and tensor.part != "vision":
+            other = "embedding" if tensor.name.startswith("embed") else "last"
+            place = other if tensor.layer is None else tensor.layer
+        held[place] += _share(weight, spec.held, tensor_parallel)
     return held
 
 
 def layer_bytes(weights: Sequence[Weight], spec: ModelSpec, *, tensor_parallel: int) -> dict[int | None, int]:
     """Of one rank, by layer; None: what belongs to none."""
-    held: dict[int | None, int] = {}
+    held = Counter[int | None]()
     for weight in weights:
-        layer = None if weight.tensor is None else weight.tensor.layer
-        held[layer] = held.get(layer, 0) + _share(weight, spec, tensor_parallel)
+        held[None if weight.tensor is None else weight.tensor.layer] += _share(weight, spec, tensor_parallel)
     return held
 
 

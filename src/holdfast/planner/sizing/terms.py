@@ -58,7 +58,7 @@ GPU_WORKSPACE_BYTES = 128 * MIB
 ENCODER_UNCERTAINTY = 0.5
 """Engines cut batches of images differently, split towers over ranks or do not, and attend in their own ways."""
 GRAPHS_WITH_ADAPTERS = 3
-"""Times what graphs take without: counted by kernels, not measured yet."""
+"""Times what graphs take without: a step is captured once more, with twice as many kernels. Not measured yet."""
 LOGITS_COPIES = 2
 """In float32 on a GPU: as computed, and as probabilities."""
 
@@ -99,9 +99,8 @@ def gpu_terms(
         Term("logits", logits_bytes(spec, limits, tensor_parallel) if last_stage else 0),
         Term("buffers", limits.max_num_seqs * limits.max_model_len // 16 * 4 + limits.max_num_batched_tokens * 64),
         Term(captured or "graphs", graphs_bytes(spec, layers, limits) if graphs and captured else 0, 0.5),
+        Term("adapters", adapters_bytes(spec, dtype, layers, max_loras, max_lora_rank, tensor_parallel)),
     ]
-    if max_loras:
-        terms.append(Term("adapters", adapters_bytes(spec, dtype, layers, max_loras, max_lora_rank, tensor_parallel)))
     return [term for term in terms if term.nbytes]
 
 
@@ -133,6 +132,7 @@ def engine_gpu_terms(
     graphs: bool = True,
 ) -> list[Term]:
     """Of a model that this engine runs on one GPU: what it allocates, by the declarations it allocates from."""
+    captures = GRAPHS_WITH_ADAPTERS if max_loras else 1
     layout = cpu.kv_layout(spec, block_tokens=block_tokens, kv_dtype=dtype)
     terms = [
         Term("context", ENGINE_CONTEXT_BYTES, 0.25),
@@ -140,18 +140,12 @@ def engine_gpu_terms(
         Term("activations", gpu.activations_bytes(spec, limits, dtype=dtype, quantized=quantized)),
         Term("logits", gpu.logits_bytes(spec, limits, dtype=dtype)),
         Term("buffers", gpu.buffers_bytes(layout, limits)),
-        Term("graphs", _engine_graphs(spec, limits, graphs, max_loras > 0), 0.5),
+        Term("graphs", gpu.graphs_bytes(captures * len(spec.layers), limits.max_num_seqs, captured=graphs), 0.5),
     ]
     if max_loras:
         held = lora.gpu_bytes(spec, limits, dtype=dtype, places=max_loras, max_rank=max_lora_rank)
         terms.append(Term("adapters", held))
     return terms
-
-
-def _engine_graphs(spec: ModelSpec, limits: Limits, captured: bool, adapters: bool) -> int:
-    """With adapters a step is captured once more, with twice as many kernels."""
-    captures = GRAPHS_WITH_ADAPTERS if adapters else 1
-    return gpu.graphs_bytes(captures * len(spec.layers), limits.max_num_seqs, captured=captured)
 
 
 def engine_gpu_loading(weights_bytes: int, largest_quantized_bytes: int) -> tuple[Term, ...]:
@@ -225,7 +219,7 @@ def adapters_bytes(
 ) -> int:
     """For every linear layer of a block, both factors, in every slot."""
     wanted, total = set(layers), 0
-    for tensor in spec.tensors:
+    for tensor in spec.tensors if max_loras else ():
         if tensor.layer in wanted and tensor.linear and len(tensor.shape) == 2 and tensor.part == "text":
             rows, columns = tensor.shape
             split = rows if tensor.shard_axis == 0 else columns
@@ -256,8 +250,6 @@ def cpu_terms(
         Term("logits", cpu.logits_bytes(spec, limits)),
         Term("buffers", cpu.buffers_bytes(layout, limits)),
         Term("grammars", forms_bytes(spec.vocab_size, limits.max_num_seqs)),
+        Term("adapters", adapters_bytes(spec, dtype, range(len(spec.layers)), max_loras, max_lora_rank, 1)),
     ]
-    if max_loras:
-        every = range(len(spec.layers))
-        terms.append(Term("adapters", adapters_bytes(spec, dtype, every, max_loras, max_lora_rank, 1)))
     return [term for term in terms if term.nbytes]
