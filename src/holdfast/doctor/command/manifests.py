@@ -9,8 +9,9 @@ import json
 import re
 import shlex
 
-from holdfast.doctor.command.programs import engine_of_image, entry_point, program_start, version_of_image
+from holdfast.doctor.command.programs import engine_of_image, program_start, version_of_image
 from holdfast.doctor.command.shell import OpenQuote, split
+from holdfast.engine_profiles.profile import profile, release
 
 _KEY = re.compile(
     r"^(?P<indent>\s*)(?:- )?(?P<key>image|entrypoint|command|args|ENTRYPOINT|CMD)\b\s*:?\s*(?P<rest>.*)$"
@@ -108,4 +109,6 @@ def _line(words: list[str], image: str) -> str | None:
     if program_start(words) is not None:
         return text
     engine = engine_of_image(image)
-    return None if engine is None else f"{entry_point(engine, version_of_image(image))} {text}"
+    if engine is None:
+        return None
+    return f"{profile(engine).start(release(version_of_image(image) or ''), in_image=True)} {text}"

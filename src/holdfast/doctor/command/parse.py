@@ -13,12 +13,11 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from holdfast.doctor.command.flag_aliases import BOOLEAN_STARTS, BOOLEANS, MANY_VALUED, MODEL_FLAGS, canonical
-from holdfast.doctor.command.known_flags import abbreviated
 from holdfast.doctor.command.manifests import listed
 from holdfast.doctor.command.programs import IN_CONTAINER, Start, container_environment, program_start, split_wrapper
 from holdfast.doctor.command.python_calls import parse_call, written_call
 from holdfast.doctor.command.shell import OpenQuote, Word, is_redirect, quoted, split
+from holdfast.engine_profiles.profile import MODEL_FLAGS, profile
 
 HIDDEN = '"${API_KEY:?}"'
 """Stands in what is printed for a key: a shell puts it in, and stops where it is not set. A word in its place would be
@@ -84,13 +83,17 @@ class ServerCommand:
     version: str | None = None
     """Of the engine, where an image is named with it."""
 
+    def canonical(self, name: str) -> str:
+        """A flag's one name, however its engine lets it be spelled."""
+        return profile(self.engine).canonical(name)
+
     def value(self, name: str) -> str | None:
         """Of the last flag of that name, however it was spelled; None too where only a shell knows it."""
-        wanted = canonical(self.engine, name)
+        wanted = self.canonical(name)
         return next((flag.value for flag in reversed(self.flags) if flag.name == wanted and not flag.unknown), None)
 
     def has(self, name: str) -> bool:
-        wanted = canonical(self.engine, name)
+        wanted = self.canonical(name)
         return any(flag.name == wanted for flag in self.flags)
 
     def with_changes(self, changes: Mapping[str, str | None]) -> str:
@@ -143,7 +146,7 @@ def parse_command(text: str, *, strict: bool = False) -> ServerCommand | None:
     called = parse_call(text)
     if called is not None:
         flags = tuple(
-            Flag(name=canonical(called.engine, word.name), values=(word.value,), expression=word.expression)
+            Flag(name=profile(called.engine).canonical(word.name), values=(word.value,), expression=word.expression)
             for word in called.keywords
         )
         model = next((flag.value for flag in flags if flag.name in MODEL_FLAGS), None) or called.positional
@@ -254,7 +257,7 @@ def _around(text: str, words: list[Word], segment: tuple[int, int], strict: bool
 def _flags(engine: str, words: list[str], start: int, unknown: set[int]) -> tuple[str | None, tuple[Flag, ...]]:
     model: str | None = None
     flags: list[Flag] = []
-    at = start
+    at, known = start, profile(engine)
     while at < len(words):
         word = words[at]
         if not word.startswith("-") or _NUMBER.match(word) or word == "-":
@@ -262,11 +265,11 @@ def _flags(engine: str, words: list[str], start: int, unknown: set[int]) -> tupl
             at += 1
             continue
         spelled, equals, given = word.partition("=")
-        name = abbreviated(engine, spelled)
+        name = known.abbreviated(spelled)
         end = at + 1
         values: list[str] = [given] if equals else []
-        if not equals and not _is_boolean(engine, name):
-            most = len(words) if name in MANY_VALUED.get(engine, ()) else at + 2
+        if not equals and not known.is_boolean(name):
+            most = len(words) if known.takes_many(name) else at + 2
             while end < min(most, len(words)) and (not words[end].startswith("-") or _NUMBER.match(words[end])):
                 values.append(words[end])
                 end += 1
@@ -275,10 +278,6 @@ def _flags(engine: str, words: list[str], start: int, unknown: set[int]) -> tupl
         at = end
     named = next((flag.value for flag in reversed(flags) if flag.name in MODEL_FLAGS and flag.value), None)
     return named or model, tuple(flags)
-
-
-def _is_boolean(engine: str, name: str) -> bool:
-    return name in BOOLEANS.get(engine, ()) or (engine != "llama.cpp" and name.startswith(BOOLEAN_STARTS))
 
 
 def _is_variable(name: str) -> bool:
@@ -295,7 +294,7 @@ def _assigned(word: str) -> str:
 
 def _change(slots: list[list[str]], command: ServerCommand, name: str, value: str | None) -> None:
     """In place: a slot for each word of the command, empty where it is taken away."""
-    wanted = canonical(command.engine, name)
+    wanted = command.canonical(name)
     secret = bool(value) and wanted in _SECRET_FLAGS
     shown = HIDDEN if secret else None if value is None else quoted(value)
     placed = False
@@ -322,12 +321,12 @@ def _called(command: ServerCommand, changes: Mapping[str, str | None]) -> str:
     """The call anew, its keywords in their order."""
     secret = {flag.name for flag in command.flags if flag.name in _SECRET_FLAGS}
     keywords = {flag.name: _HIDDEN_IN_PYTHON if flag.name in secret else flag.value or "" for flag in command.flags}
-    changed = {canonical(command.engine, name) for name in changes}
+    changed = {command.canonical(name) for name in changes}
     raw = [flag.name for flag in command.flags if flag.name in secret or (flag.expression and flag.name not in changed)]
     kept = [name.replace("-", "_") for name in raw]
     environment = {name: value for name, value in changes.items() if _is_variable(name) and value is not None}
     for name, value in changes.items():
-        known = canonical(command.engine, name)
+        known = command.canonical(name)
         if _is_variable(name):
             continue
         if value is None:

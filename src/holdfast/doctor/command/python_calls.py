@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-_CALLS = (("vllm", re.compile(r"\b(?:Async)?LLM\(")), ("sglang", re.compile(r"\b(?:sgl\.)?Engine\(")))
+from holdfast.engine_profiles.profile import engines
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +30,8 @@ class PythonCall:
 
 
 def parse_call(text: str) -> PythonCall | None:
-    for engine, pattern in _CALLS:
-        found = pattern.search(text)
+    for engine, how in engines().items():
+        found = re.search(how["call"], text) if "call" in how else None
         if found is None:
             continue
         name = found[0].rstrip("(")

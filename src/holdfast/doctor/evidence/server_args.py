@@ -14,14 +14,18 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-from holdfast.doctor.command.flag_aliases import MODEL_FLAGS, canonical
 from holdfast.doctor.command.parse import ServerCommand, parse_command
-from holdfast.doctor.evidence.argument_dumps import Call, arguments, rust_arguments
+from holdfast.doctor.evidence.argument_dumps import Call, arguments
 from holdfast.doctor.evidence.rebuild_command import was_given, written
+from holdfast.engine_profiles.profile import MODEL_FLAGS, engines, profile
 
-_NON_DEFAULT = re.compile(r"non-default args: \{(.*)")
-_NAMESPACE = re.compile(r"args: (?:vLLM )?Namespace\((.*)")
-_SERVER_ARGS = re.compile(r"server_args\s*=\s*ServerArgs\((.*)|^ServerArgs\((.*)")
+_DUMPS = (
+    (None, re.compile(r"non-default args: \{(.*)")),
+    ("vllm", re.compile(r"args: (?:vLLM )?Namespace\((.*)")),
+    ("sglang", re.compile(r"(?:server_args\s*=\s*|^)ServerArgs\((.*)")),
+    ("tgi", re.compile(r"Args \{ (.*)")),
+)
+"""Of all arguments of an engine; of None only those that were set, of the engine that the log is of."""
 _CONFIGURATION = re.compile(
     r"(?:Initializing|Dumping input data for) (?:(?:an?|the) )?.*?LLM engine.*? with config: (.*)"
 )
@@ -30,10 +34,8 @@ _RUST = "Args {"
 _RUST_LINE = re.compile(r"[}\])]|\s+(?:\w+: \S|[\"\w./:-]+,?$|[)\]}],?$)")
 _NOTHING_INSIDE = re.compile(r"Some\(\s*\n(?=\s{4}\w+:|\})")
 _COMMAND = re.compile(
-    r"\bvllm serve\b|vllm[./]entrypoints[./]|\bapi_server\.py\b|sglang[. ](?:launch_server|serve)|\bllama-server\b"
-    r"|\bserver -m |llama_cpp\.server|text-generation-launcher --|\bollama serve\b|\bholdfast serve\b|\bLLM\("
-    r"|\bsgl\.Engine\("
-    r"|(?:docker|podman) run .*(?:vllm|sglang|text-generation|llama|ollama|holdfast)"
+    "|".join(how["in-log"] for how in engines().values())
+    + r"|(?:docker|podman) run .*(?:vllm|sglang|text-generation|llama|ollama|holdfast)"
 )
 _NO_COMMAND = re.compile(r"^\s*(?:File|-+>|\d+ )|\^\^\^|site-packages|dist-packages|\busage:|\[options\]|\[model_tag\]")
 _LLAMA = (
@@ -96,18 +98,15 @@ class ServerArgs:
 
     def _goes_on(self, text: str) -> bool:
         """Whether the line belongs to what was begun; where that has ended, it is taken as it stands."""
-        inside = _RUST_LINE.match(text) is not None if self._rust else True
-        if inside:
-            self._begun = f"{self._begun}\n{text}"
-        ended = not inside or text.startswith("}") if self._rust else not text.rstrip().endswith("\\")
-        if len(self._begun) > _LONGEST:
-            self.listing = False
-        elif ended:
-            self.listing = False
+        inside = not self._rust or _RUST_LINE.match(text) is not None
+        ended = (not inside or text.startswith("}")) if self._rust else not text.rstrip().endswith("\\")
+        self._begun += f"\n{text}" if inside else ""
+        self.listing = not ended and len(self._begun) <= _LONGEST
+        if ended and len(self._begun) <= _LONGEST:
             if self._rust:
                 # Its numbers stand in lines of their own, which may have been passed over as those of no meaning are.
                 told, lost = _NOTHING_INSIDE.subn("None,\n", self._begun)
-                self._take("tgi", dict(rust_arguments(told)), everything=True)
+                self._take("tgi", dict(arguments(told)), everything=True)
                 self._torn = lost > 0 or not inside
             else:
                 self._told_command(self._begun)
@@ -115,7 +114,9 @@ class ServerArgs:
 
     def _told_command(self, text: str) -> bool:
         command = parse_command(text)
-        if command is None or not (command.flags or command.model) or not self._better(command):
+        if command is None or not (command.flags or command.model):
+            return False
+        if self.command is not None and len(command.flags) < len(self.command.flags):
             return False
         self.command, self._whole = command, True
         self.version = command.version or self.version
@@ -124,33 +125,20 @@ class ServerArgs:
                 self.values[flag.name] = flag.value if flag.value is not None else "True"
         return True
 
-    def _better(self, command: ServerCommand) -> bool:
-        return self.command is None or len(command.flags) >= len(self.command.flags)
-
     def _dump(self, text: str, engine: str) -> bool:
-        given = _NON_DEFAULT.search(text)
-        if given is not None:
-            self._take(engine, dict(arguments(given[1])), everything=False)
-            return True
-        whole = _NAMESPACE.search(text)
-        if whole is not None:
-            self._take("vllm", dict(arguments(whole[1])), everything=True)
-            return True
-        whole = _SERVER_ARGS.search(text)
-        if whole is not None:
-            self._take("sglang", dict(arguments(whole[1] or whole[2])), everything=True)
-            return True
-        if f"{_RUST} " in text:
-            self._torn = not text.rstrip().endswith("}")
-            self._take("tgi", dict(rust_arguments(text.split(f"{_RUST} ", 1)[1])), everything=True)
-            return True
+        for whose, pattern in _DUMPS:
+            dumped = pattern.search(text)
+            if dumped is not None:
+                self._torn = whose == "tgi" and not text.rstrip().endswith("}")
+                self._take(whose or engine, dict(arguments(dumped[1])), everything=whose is not None)
+                return True
         configured = _CONFIGURATION.search(text)
         if configured is not None:
             self._configuration(dict(arguments(configured[1])))
         return configured is not None
 
     def _take(self, engine: str, dumped: dict[str, Any], *, everything: bool) -> None:
-        named = {canonical(engine, name): value for name, value in dumped.items()}
+        named = {profile(engine).canonical(name): value for name, value in dumped.items()}
         if everything:
             given = {name: value for name, value in named.items() if was_given(engine, name, value, named)}
             given |= {name: named[name] for name in MODEL_FLAGS if named.get(name)}
@@ -163,7 +151,7 @@ class ServerArgs:
                 self.values[name] = str(value)
 
     def _configuration(self, dumped: dict[str, Any]) -> None:
-        named = {canonical("vllm", name): value for name, value in dumped.items()}
+        named = {profile("vllm").canonical(name): value for name, value in dumped.items()}
         if "max-seq-len" in named:
             named["max-model-len"] = named.pop("max-seq-len")
         self._derived = named
