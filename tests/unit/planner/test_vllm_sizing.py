@@ -13,7 +13,6 @@ from holdfast.planner.compat.vllm_release import (
     ReleaseTerms,
     Vllm,
     kv_bytes,
-    kv_tokens,
     parse_vllm,
     refusal,
     requested_bytes,
@@ -64,7 +63,7 @@ def test_published_token_counts_within_three_percent(case: dict[str, Any]) -> No
         available = kv_bytes(requested, terms, Vllm((0, 8), "v1"))
         assert available == pytest.approx(gib(case, "kv_gib"), abs=0.03 * GIB)
     printed = case.get("tokens", case.get("blocks", 0) * case["block_tokens"])
-    found = kv_tokens(available, cost_of(case), case.get("max_model_len", 4096))
+    found = cost_of(case).tokens(available, case.get("max_model_len", 4096))
     assert found == pytest.approx(printed, rel=0.03)
 
 
@@ -114,7 +113,7 @@ def test_the_first_runner_of_0_26_takes_its_guess_off() -> None:
 def test_blocks_are_tokens() -> None:
     """`# GPU blocks: 1234` at 16 tokens a block are 19,744 tokens."""
     cost = KVCost(growing_bytes=131072, windows=(), fixed_bytes=0, block_tokens=16, step_tokens=0)
-    assert kv_tokens(1234 * 16 * 131072 + 5000, cost, 4096) == 19744
+    assert cost.tokens(1234 * 16 * 131072 + 5000, 4096) == 19744
 
 
 @pytest.mark.parametrize(

@@ -236,7 +236,7 @@ def test_vllms_kv_tokens_follow_from_its_printed_terms(case: dict[str, Any]) -> 
         available = vllm_release.kv_bytes(requested, terms, vllm_release.parse_vllm("==0.8"))
         assert available == pytest.approx(case["kv_gib"] * GIB, abs=0.03 * GIB)
     cost = cost_of(case)
-    tokens = vllm_release.kv_tokens(available, cost, case.get("max_model_len", 4096))
+    tokens = cost.tokens(available, case.get("max_model_len", 4096))
     printed = case.get("tokens", case.get("blocks", 0) * case["block_tokens"])
     assert tokens == pytest.approx(printed, rel=0.03)
     assert tokens % case["block_tokens"] == 0

@@ -29,8 +29,6 @@ TWO_BASES = ("Gemma3", "Gemma4", "Olmo3")
 ROUNDED_FROM_BYTES, ROUNDED_TO_BYTES, SPLIT_BYTES = 10 * MIB, 2 * MIB, 1 * MIB
 """torch takes memory for tensors from the first size on in multiples of the second, and gives back of that what is more
 than the third: 35 MiB count as 36, 52.5 MiB as 52.5."""
-TRITON_ON_HOPPER = (0, 11)
-"""The first whose torch is new enough for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,13 +60,12 @@ class ExtraBytes:
 
 def expert_kernel(gpu: Gpu | None, vllm: Vllm | None = None, *, adapters: bool = False) -> ExpertKernel:
     """For experts in MXFP4. Of a GPU that is not known the one that most have; of no version the newest."""
-    version = (Vllm() if vllm is None else vllm).version
     if gpu is not None and gpu.vendor == "amd":
         return ROCM
     major = 0 if gpu is None or gpu.compute_capability is None else gpu.compute_capability[0]
     if major == 10 and not adapters:
         return FLASHINFER
-    if major == 9 and version >= TRITON_ON_HOPPER and not adapters:
+    if major == 9 and (vllm or Vllm()).has("triton-experts-on-hopper") and not adapters:
         return TRITON
     return MARLIN
 

@@ -14,9 +14,6 @@ from holdfast.planner.fit.search import Fit
 from holdfast.planner.sizing.sharded_weights import rank_bytes, weights_of
 from holdfast.units import format_bytes
 
-QUANTIZES_AS_IT_READS = (0, 16)
-"""The first vLLM that does."""
-
 
 @dataclass(frozen=True, slots=True)
 class Whole:

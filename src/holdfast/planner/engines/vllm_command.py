@@ -12,28 +12,23 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from holdfast.engine_profiles.profile import profile
 from holdfast.errors import ConfigurationError
 from holdfast.planner.compat import vllm_release
-from holdfast.planner.compat.architectures import lacks_model, lacks_rotary, vllm_since
 from holdfast.planner.compat.gpu_kernels import (
     build_note,
-    gguf_note,
+    lacks_capability,
     lacks_engine,
-    lacks_fp8_kv,
     lacks_gguf_types,
-    lacks_index,
     lacks_method,
 )
 from holdfast.planner.compat.vllm_release import ReleaseTerms, Vllm
 from holdfast.planner.compat.vllm_weights import beside_weights, expert_kernel, rounding_bytes
 from holdfast.planner.engines.command import ROUNDING, Command, line, named_dtype, parallel, total_is_known
-from holdfast.planner.engines.fp8_loading import QUANTIZES_AS_IT_READS, Whole, loaded_whole
+from holdfast.planner.engines.fp8_loading import Whole, loaded_whole
 from holdfast.planner.engines.vllm_features import (
-    bitsandbytes_flags,
-    block_sizes,
     can_chunk,
     features_since,
-    fp8_kv_name,
     lacks_features,
     lacks_fp8_units,
     leaves_v1,
@@ -47,10 +42,6 @@ from holdfast.planner.sizing.sharded_weights import stage_layers
 from holdfast.planner.sizing.terms import adapters_bytes, gpu_terms
 from holdfast.units import GIB, format_bytes
 
-POOL_IN_BYTES = (0, 11)
-"""Since then the KV pool can be set in bytes."""
-SERVE = (0, 6)
-"""All of them have `vllm serve`; some before it have not."""
 USUAL_BLOCK_TOKENS = 16
 NON_TORCH_BYTES = int(0.22 * GIB)
 """What vLLM 0.26 printed for it on an H200, without tensor parallelism; 0.3 GiB with it."""
@@ -87,24 +78,27 @@ def tightest(found: Fit) -> Rank:
 
 
 def vllm_command(found: Fit, sequences: int, vllm: Vllm) -> Command:
-    if found.question.machine.kind != "gpu":
-        return _on_a_cpu(found, sequences, vllm)
     source = torch_source(found.question.model, "vllm")
+    if found.question.machine.kind != "gpu":
+        return _on_a_cpu(found, sequences, vllm, source)
     sized = _sized(found, sequences, vllm)
-    flags = {**_memory(sized.fit, vllm), **_limits(sized), **_others(sized.fit, source, vllm)}
-    text = line(_program(vllm), source.name, flags)
-    if vllm.version >= (0, 26) and vllm.runner != vllm.default_runner:
+    settings = {**_memory(sized.fit, vllm), **_limits(sized), **_others(sized.fit, source, vllm)}
+    text = line("vllm", source.name, settings, vllm.at)
+    if vllm.runner != vllm.default_runner and vllm.has("model-runner-v2"):
         text = f"VLLM_USE_V2_MODEL_RUNNER={int(vllm.runner == 'v2')} {text}"
     elif vllm.runner == "v0" != vllm.default_runner:
         text = f"VLLM_USE_V1=0 {text}"
-    problems = _problems(sized, vllm, source)
+    whole = Whole()
+    if source.makes_fp8 and not vllm.has("fp8-made-by-matrix"):
+        whole = loaded_whole(sized.fit, "vLLM before 0.16")
+    problems = _problems(sized, vllm, source, whole)
     # A context of no tokens at all can be asked of nobody: only why is said.
-    notes = [*(_notes(sized, vllm, source) if sized.length else [_kv_said(sized, vllm)]), *problems]
+    notes = _notes(sized, vllm, source, whole) if sized.length else [_kv_said(sized, vllm)]
     return Command(
         engine="vllm",
         text=text if sized.length else "",
         available=source.ready and not problems,
-        notes=tuple(notes),
+        notes=(*notes, *problems),
         lacks=tuple(problems),
         kv_tokens=sized.tokens,
         max_model_len=sized.length,
@@ -112,28 +106,19 @@ def vllm_command(found: Fit, sequences: int, vllm: Vllm) -> Command:
     )
 
 
-def _program(vllm: Vllm) -> str:
-    return "vllm serve" if vllm.version >= SERVE else "python -m vllm.entrypoints.openai.api_server --model"
-
-
-def _on_a_cpu(found: Fit, sequences: int, vllm: Vllm) -> Command:
+def _on_a_cpu(found: Fit, sequences: int, vllm: Vllm, source: ModelSource) -> Command:
     """There its share of memory would be of the whole machine: the KV pool is set instead, in whole GiB."""
-    source = torch_source(found.question.model, "vllm")
     room, length = max(0, found.ranks[0].room_bytes), found.limits.max_model_len
     space = max(1, room // GIB)
     if found.question.settings.max_model_len is None:
         length = min(length, found.ranks[0].kv.longest(space * GIB, length))
-    whole = length if vllm.runner == "v0" else 0
-    flags = {
-        "--max-model-len": length,
-        "--max-num-seqs": sequences,
-        "--max-num-batched-tokens": max(found.limits.max_num_batched_tokens, sequences, whole),
-        **_others(found, source, vllm),
-    }
-    text = f"VLLM_CPU_KVCACHE_SPACE={space} {line(_program(vllm), source.name, flags)}"
+    step = max(found.limits.max_num_batched_tokens, sequences, length if vllm.runner == "v0" else 0)
+    limits = {"max_model_len": length, "max_num_seqs": sequences, "max_num_batched_tokens": step}
+    command = line("vllm", source.name, {**limits, **_others(found, source, vllm)}, vllm.at)
     notes = ["on a CPU vLLM needs its own build, and uses bf16"]
     if room < GIB:
         notes.append(f"it sets the KV cache in whole GiB, and this plan has {format_bytes(room)} for it")
+    text = f"VLLM_CPU_KVCACHE_SPACE={space} {command}"
     return Command(engine="vllm", text=text, available=False, notes=(*notes, *source.notes))
 
 
@@ -176,14 +161,13 @@ def _in_one_step(found: Fit) -> Fit:
 
 
 def _limits(sized: Sized) -> dict[str, object]:
-    flags: dict[str, object] = {
-        "--max-model-len": sized.length,
-        "--max-num-seqs": sized.sequences,
-        "--max-num-batched-tokens": max(sized.fit.limits.max_num_batched_tokens, sized.sequences),
+    step = sized.fit.limits.max_num_batched_tokens
+    return {
+        "max_model_len": sized.length,
+        "max_num_seqs": sized.sequences,
+        "max_num_batched_tokens": max(step, sized.sequences),
+        "enable_chunked_prefill": True if sized.chunked and sized.length > step else None,
     }
-    if sized.chunked and sized.length > sized.fit.limits.max_num_batched_tokens:
-        flags["--enable-chunked-prefill"] = True
-    return flags
 
 
 def vllm_utilization(found: Fit) -> float:
@@ -195,29 +179,29 @@ def vllm_utilization(found: Fit) -> float:
 
 def _memory(found: Fit, vllm: Vllm) -> dict[str, object]:
     if all(total_is_known(rank.device) for rank in found.ranks):
-        return {"--gpu-memory-utilization": f"{vllm_utilization(found):g}"}
-    if vllm.version < POOL_IN_BYTES:
-        return {}
-    return {"--kv-cache-memory-bytes": _room_bytes(found, vllm)}
+        return {"gpu_memory_utilization": f"{vllm_utilization(found):g}"}
+    return {"kv_cache_memory_bytes": _room_bytes(found, vllm) if vllm.has("kv-pool-in-bytes") else None}
 
 
 def _others(found: Fit, source: ModelSource, vllm: Vllm) -> dict[str, object]:
-    settings, dtype = found.question.settings, named_dtype(found)
-    flags: dict[str, object] = {}
-    if dtype is not None:
-        flags["--dtype"] = dtype
-    if found.kv_dtype == "fp8":
-        flags["--kv-cache-dtype"] = fp8_kv_name(vllm)
-    elif settings.kv_cache_dtype != "auto" and fp8_by_default(found, vllm):
-        flags["--kv-cache-dtype"] = found.kv_dtype
-    if settings.block_tokens != USUAL_BLOCK_TOKENS:
-        flags["--block-size"] = settings.block_tokens
-    flags |= {**source.flags, **bitsandbytes_flags(source, vllm)}
-    flags |= parallel(found, "--tensor-parallel-size", "--pipeline-parallel-size")
-    if settings.max_loras:
-        rank = lora_rank(settings.max_lora_rank, vllm) or settings.max_lora_rank
-        flags |= {"--enable-lora": True, "--max-loras": settings.max_loras, "--max-lora-rank": rank}
-    return flags
+    """None: as it is by itself."""
+    asked = found.question.settings
+    kv_dtype = vllm.value("kv-fp8") if found.kv_dtype == "fp8" else None
+    if kv_dtype is None and asked.kv_cache_dtype != "auto" and fp8_by_default(found, vllm):
+        kv_dtype = found.kv_dtype
+    made = source.flags.get("--quantization") == "bitsandbytes"
+    return {
+        "dtype": named_dtype(found),
+        "kv_cache_dtype": kv_dtype,
+        "block_size": None if asked.block_tokens == USUAL_BLOCK_TOKENS else asked.block_tokens,
+        **source.flags,
+        "load_format": "bitsandbytes" if made and vllm.has("bitsandbytes-needs-load-format") else None,
+        "enforce_eager": True if made and vllm.has("bitsandbytes-needs-eager") else None,
+        **parallel(found),
+        "enable_lora": True if asked.max_loras else None,
+        "max_loras": asked.max_loras or None,
+        "max_lora_rank": (lora_rank(asked.max_lora_rank, vllm) or asked.max_lora_rank) if asked.max_loras else None,
+    }
 
 
 # What it makes of it
@@ -292,30 +276,25 @@ def vllm_kv_bytes(found: Fit, vllm: Vllm) -> int:
     return vllm_release.kv_bytes(requested, vllm_terms(found, vllm), vllm)
 
 
-def _problems(sized: Sized, vllm: Vllm, source: ModelSource) -> list[str]:
+def _problems(sized: Sized, vllm: Vllm, source: ModelSource, whole: Whole) -> list[str]:
     """Why it would not run."""
-    found = sized.fit
+    found, model, least = sized.fit, sized.fit.question.model, profile("vllm").data["gpus"]
     gpus = [rank.device.gpu for rank in found.ranks]
+    indexed = any(layer.latent is not None and layer.latent.index_dim for layer in model.spec.layers)
+    fp8_kv = sized.kept.kv_dtype == "fp8" and vllm.runner != "v0"
     problems = [
-        lacks_model(found.question.model.spec.architecture, vllm),
-        lacks_rotary(found.question.model.spec, vllm),
         *lacks_features(found, source, vllm),
         lacks_engine("vllm", gpus, vllm.at),
         lacks_fp8_units(found, vllm),
-        lacks_method(found.question.model, gpus, but="fp8"),
-        lacks_gguf_types(found.question.model),
-        lacks_index(found.question.model, gpus),
-        lacks_fp8_kv(sized.kept.kv_dtype, gpus) if vllm.runner != "v0" else None,
-        _whole(found, vllm, source).lacking,
+        lacks_method(model, gpus, "vllm"),
+        lacks_gguf_types(model),
+        lacks_capability("sparse attention with an indexer", gpus, least["index"]) if indexed else None,
+        lacks_capability("an FP8 KV cache", gpus, least["fp8-kv"]) if fp8_kv else None,
+        whole.lacking,
         *_lacks_settings(found, vllm),
         *_lacks_length(sized, vllm),
     ]
     return [problem for problem in problems if problem is not None]
-
-
-def _whole(found: Fit, vllm: Vllm, source: ModelSource) -> Whole:
-    whole = source.makes_fp8 and vllm.version < QUANTIZES_AS_IT_READS
-    return loaded_whole(found, "vLLM before 0.16") if whole else Whole()
 
 
 def _lacks_length(sized: Sized, vllm: Vllm) -> Iterator[str]:
@@ -341,36 +320,34 @@ def _lacks_settings(found: Fit, vllm: Vllm) -> Iterator[str]:
     settings = found.question.settings
     if found.kv_dtype not in (found.dtype, "fp8"):
         yield f"it stores KV in dtype, {found.dtype}, or in fp8: not in {found.kv_dtype}"
-    if settings.block_tokens not in block_sizes(vllm):
-        yield f"its KV blocks hold {', '.join(map(str, block_sizes(vllm)))} tokens: not {settings.block_tokens}"
+    sizes = vllm.value("block-tokens")
+    if settings.block_tokens not in sizes:
+        yield f"its KV blocks hold {', '.join(map(str, sizes))} tokens: not {settings.block_tokens}"
     if settings.max_loras and lora_rank(settings.max_lora_rank, vllm) is None:
         yield f"it does not support adapters of rank {settings.max_lora_rank}"
 
 
-def _notes(sized: Sized, vllm: Vllm, source: ModelSource) -> list[str]:
-    found = sized.fit
-    known = total_is_known(sized.rank.device)
-    notes = [_kv_said(sized, vllm) if known else _unknown_total(found, vllm), *source.notes, *sized.kept.reasons]
-    if vllm.unknown is not None:
-        notes.insert(0, vllm.unknown)
+def _notes(sized: Sized, vllm: Vllm, source: ModelSource, whole: Whole) -> list[str]:
+    found, asked = sized.fit, sized.fit.question.settings
+    pool = _kv_said(sized, vllm) if total_is_known(sized.rank.device) else _unknown_total(found, vllm)
+    shorter = wider = gguf = graphs = None
     if sized.length < sized.planned_length:
         why = ": without chunked prefill, a step must hold a whole prompt" if sized.in_one_step else ""
-        notes.append(f"this version holds {sized.length:,} tokens of the plan's {sized.planned_length:,}{why}")
-    since = vllm_since(found.question.model.spec.architecture, vllm), leaves_v1(found, sized.kept.kv_dtype, vllm)
-    notes += [one for one in (_whole(found, vllm, source).note, _few_at_once(sized), *since) if one is not None]
-    notes += features_since(found, source, vllm)
-    asked = found.question.settings.max_lora_rank
-    if found.question.settings.max_loras and lora_rank(asked, vllm) not in (asked, None):
-        notes.append(f"it has no slots of rank {asked}: the next larger rank is used and counted")
-    build = build_note("vllm", [rank.device.gpu for rank in found.ranks])
-    if build is not None:
-        notes.append(build)
+        shorter = f"this version holds {sized.length:,} tokens of the plan's {sized.planned_length:,}{why}"
+    if asked.max_loras and lora_rank(asked.max_lora_rank, vllm) not in (asked.max_lora_rank, None):
+        wider = f"it has no slots of rank {asked.max_lora_rank}: the next larger rank is used and counted"
     if found.question.model.format == "gguf":
-        notes.append(gguf_note(vllm.at))
+        needed = "; it needs the package vllm-gguf-plugin" if vllm.has("gguf-by-plugin") else ""
+        gguf = f"its GGUF support is experimental and slower than its own formats{needed}"
     if not vllm.subtracts_graphs:
-        graphs = format_bytes(vllm_terms(found, vllm).graphs)
-        notes.append(f"it does not reserve memory for CUDA graphs: about {graphs} more are used than allowed")
-    return notes
+        graphs = f"about {format_bytes(vllm_terms(found, vllm).graphs)} more are used than allowed"
+        graphs = f"it does not reserve memory for CUDA graphs: {graphs}"
+    notes = [
+        vllm.unknown, pool, *source.notes, *sized.kept.reasons, shorter, whole.note, _few_at_once(sized),
+        leaves_v1(found, sized.kept.kv_dtype, vllm), *features_since(found, source, vllm), wider,
+        build_note("vllm", [rank.device.gpu for rank in found.ranks]), gguf, graphs,
+    ]  # fmt: skip
+    return [note for note in notes if note is not None]
 
 
 def _kv_said(sized: Sized, vllm: Vllm) -> str:
@@ -402,7 +379,7 @@ def _tokens_said(sized: Sized) -> str:
 
 def _unknown_total(found: Fit, vllm: Vllm) -> str:
     budget = format_bytes(min(rank.budget_bytes for rank in found.ranks))
-    if vllm.version < POOL_IN_BYTES:
+    if not vllm.has("kv-pool-in-bytes"):
         return f"set --gpu-memory-utilization to {budget} over the GPU's total, which --vram does not give; --gpu does"
     return (
         f"--vram does not give the GPU's total, so the KV pool is set in bytes instead of a fraction. vLLM still needs"
