@@ -128,45 +128,18 @@ def kv_bytes(requested: int, terms: ReleaseTerms, vllm: Vllm) -> int:
     return requested - terms.weights - terms.peak_activation - terms.non_torch - graphs
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReleaseRefusal:
-    max_model_len: int
-    needed_bytes: int
-    available_bytes: int
-    estimated_max_model_len: int
-    held_tokens: int | None = None
-    """Of its V0 engine, which names tokens instead of bytes."""
-
-    @property
-    def message(self) -> str:
-        """In vLLM's own words, so that people find it again in their log."""
-        if self.held_tokens is not None:
-            return (
-                f"The model's max seq len ({self.max_model_len}) is larger than the maximum number of tokens that can"
-                f" be stored in KV cache ({self.held_tokens})."
-            )
-        estimate = ""
-        if self.estimated_max_model_len > 0:
-            estimate = (
-                f" Based on the available memory, the estimated maximum model length is {self.estimated_max_model_len}."
-            )
-        return (
-            f"To serve at least one request with the models's max seq len ({self.max_model_len}),"
-            f" ({self.needed_bytes / GIB:.2f} GiB KV cache is needed, which is larger than the available KV cache"
-            f" memory ({self.available_bytes / GIB:.2f} GiB).{estimate}"
-        )
-
-
-def refusal(available: int, kv: KVCost, max_model_len: int, vllm: Vllm | None = None) -> ReleaseRefusal | None:
-    """None: it would start. The estimate is the longest whole-block length that fits. Of no version the newest."""
-    needed = kv.sequence_bytes(max_model_len)
+def refusal(available: int, kv: KVCost, max_model_len: int, vllm: Vllm | None = None) -> str | None:
+    """In vLLM's own words, so that people find it again in their log; None: it would start. The estimate is the longest
+    whole-block length that fits. Of no version the newest."""
+    needed, longest = kv.sequence_bytes(max_model_len), kv.longest(max(0, available), max_model_len)
     if needed <= available:
         return None
-    longest = kv.longest(max(0, available), max_model_len)
-    return ReleaseRefusal(
-        max_model_len=max_model_len,
-        needed_bytes=needed,
-        available_bytes=available,
-        estimated_max_model_len=longest,
-        held_tokens=kv.tokens(available, max_model_len) if vllm is not None and vllm.runner == "v0" else None,
+    if vllm is not None and vllm.runner == "v0":
+        held = kv.tokens(available, max_model_len)
+        more = "is larger than the maximum number of tokens that can be stored in KV cache"
+        return f"The model's max seq len ({max_model_len}) {more} ({held})."
+    estimate = f" Based on the available memory, the estimated maximum model length is {longest}." if longest else ""
+    return (
+        f"To serve at least one request with the models's max seq len ({max_model_len}), ({needed / GIB:.2f} GiB KV"
+        f" cache is needed, which is larger than the available KV cache memory ({available / GIB:.2f} GiB).{estimate}"
     )

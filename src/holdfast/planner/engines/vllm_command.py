@@ -9,7 +9,7 @@ How it cuts memory is in vllm_release.py.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from holdfast.engine_profiles.profile import profile
@@ -39,7 +39,7 @@ from holdfast.planner.fit.count import counted_for
 from holdfast.planner.fit.search import Fit, Rank, fit
 from holdfast.planner.models.model_sources import ModelSource, torch_source
 from holdfast.planner.sizing.sharded_weights import stage_layers
-from holdfast.planner.sizing.terms import adapters_bytes, gpu_terms
+from holdfast.planner.sizing.terms import Term, adapters_bytes, gpu_terms
 from holdfast.units import GIB, format_bytes
 
 USUAL_BLOCK_TOKENS = 16
@@ -210,61 +210,48 @@ def _others(found: Fit, source: ModelSource, vllm: Vllm) -> dict[str, object]:
 def vllm_terms(found: Fit, vllm: Vllm) -> ReleaseTerms:
     """Of the tightest rank, in vLLM's categories: rotary tables, padding and rounding are part of its weights, our
     logits and buffers of its peak."""
-    rank = tightest(found)
-    ours = {term.name: term.nbytes for term in rank.terms}
-    step = _step_terms(found, rank)
+    rank, spec, stages = tightest(found), found.question.model.spec, found.pipeline_parallel
+    step: Iterable[Term] = rank.terms
+    if counted_for(found.question, rank.device, len(found.ranks)) != "vllm":  # What another engine would take.
+        step = gpu_terms(
+            spec,
+            found.limits,
+            dtype=found.dtype,
+            weights_bytes=0,
+            tensor_parallel=found.tensor_parallel,
+            layers=stage_layers(len(spec.layers), stages)[rank.stage],
+            last_stage=rank.stage == stages - 1,
+            vendor="nvidia" if rank.device.gpu is None else rank.device.gpu.vendor,
+        )
+    sizes = {term.name: term.nbytes for term in step}
     return ReleaseTerms(
-        weights=ours.get("weights", 0) + _beside_bytes(found, rank, vllm) + _adapters_bytes(found, rank, vllm),
-        peak_activation=sum(step.get(name, 0) for name in ("activations", "encoder", "logits", "buffers")),
+        weights=_bytes_of(rank, "weights") + _own_bytes(found, rank, vllm),
+        peak_activation=sum(sizes.get(name, 0) for name in ("activations", "encoder", "logits", "buffers")),
         non_torch=NON_TORCH_BYTES if found.tensor_parallel == 1 else int(0.3 * GIB),
-        graphs=step.get("graphs", 0) + step.get("hip_graphs", 0),
+        graphs=sizes.get("graphs", 0) + sizes.get("hip_graphs", 0),
     )
 
 
-def _step_terms(found: Fit, rank: Rank) -> dict[str, int]:
-    """What a step takes there; where the plan has counted what another engine would take, it is counted anew."""
-    spec, terms, stages = found.question.model.spec, rank.terms, found.pipeline_parallel
-    if counted_for(found.question, rank.device, len(found.ranks)) != "vllm":
-        terms = tuple(
-            gpu_terms(
-                spec,
-                found.limits,
-                dtype=found.dtype,
-                weights_bytes=0,
-                tensor_parallel=found.tensor_parallel,
-                layers=stage_layers(len(spec.layers), stages)[rank.stage],
-                last_stage=rank.stage == stages - 1,
-                vendor="nvidia" if rank.device.gpu is None else rank.device.gpu.vendor,
-            )
-        )
-    return {term.name: term.nbytes for term in terms}
+def _bytes_of(rank: Rank, *names: str) -> int:
+    return sum(term.nbytes for term in rank.terms if term.name in names)
 
 
-def _beside_bytes(found: Fit, rank: Rank, vllm: Vllm) -> int:
-    model, adapters = found.question.model, found.question.settings.max_loras > 0
-    kernel = expert_kernel(rank.device.gpu, vllm, adapters=adapters)
+def _own_bytes(found: Fit, rank: Rank, vllm: Vllm) -> int:
+    """What it keeps beside the checkpoint's bytes, and adapters in slots of the rank that it takes."""
+    model, settings = found.question.model, found.question.settings
+    kernel = expert_kernel(rank.device.gpu, vllm, adapters=settings.max_loras > 0)
     dtype, ranks, stages = found.dtype, found.tensor_parallel, found.pipeline_parallel
     beside = beside_weights(model, kernel, dtype=dtype, tensor_parallel=ranks, stage=rank.stage, stages=stages)
     rounding = rounding_bytes(model, dtype=dtype, tensor_parallel=ranks, stage=rank.stage, stages=stages)
-    return beside.total + rounding
-
-
-def _adapters_bytes(found: Fit, rank: Rank, vllm: Vllm) -> int:
-    """In slots of the rank that it takes."""
-    settings, spec = found.question.settings, found.question.model.spec
-    layers = stage_layers(len(spec.layers), found.pipeline_parallel)[rank.stage]
+    layers = stage_layers(len(model.spec.layers), stages)[rank.stage]
     taken = lora_rank(settings.max_lora_rank, vllm) or settings.max_lora_rank
-    return adapters_bytes(spec, found.dtype, layers, settings.max_loras, taken, found.tensor_parallel)
+    return beside.total + rounding + adapters_bytes(model.spec, dtype, layers, settings.max_loras, taken, ranks)
 
 
 def _room_bytes(found: Fit, vllm: Vllm) -> int:
     """What our budget leaves for KV beside what vLLM keeps and the plan did not count."""
-    left = []
-    for rank in found.ranks:
-        ours = {term.name: term.nbytes for term in rank.terms}
-        more = _beside_bytes(found, rank, vllm) - ours.get("rotary", 0) - ours.get("padding", 0)
-        more += _adapters_bytes(found, rank, vllm) - ours.get("adapters", 0)
-        left.append(rank.room_bytes - more)
+    counted = ("rotary", "padding", "adapters")
+    left = [rank.room_bytes + _bytes_of(rank, *counted) - _own_bytes(found, rank, vllm) for rank in found.ranks]
     return max(0, min(left))
 
 
@@ -309,7 +296,7 @@ def _lacks_length(sized: Sized, vllm: Vllm) -> Iterator[str]:
         yield f"it would refuse: User-specified max_model_len ({length}) is greater than {kept.most_tokens}"
     refused = vllm_release.refusal(sized.kv_bytes, kept.checked, length, vllm) if length else None
     if refused is not None:
-        yield f"it would refuse: {refused.message}"
+        yield f"it would refuse: {refused}"
     elif length and kept.cost.sequence_bytes(length) > sized.kv_bytes:
         held = kept.cost.longest(max(0, sized.kv_bytes), length)
         yield f"it would start, but its KV cache does not hold a sequence of {length:,} tokens: {held:,} at most"
@@ -352,10 +339,14 @@ def _notes(sized: Sized, vllm: Vllm, source: ModelSource, whole: Whole) -> list[
 
 def _kv_said(sized: Sized, vllm: Vllm) -> str:
     if sized.kv_bytes < 0:
-        return (
-            f"{vllm.name} is {format_bytes(-sized.kv_bytes)} short before any KV: it allocates more than its fraction"
-        )
-    return f"{vllm.name} would give the KV cache about {format_bytes(sized.kv_bytes)}: {_tokens_said(sized)}"
+        short = format_bytes(-sized.kv_bytes)
+        return f"{vllm.name} is {short} short before any KV: it allocates more than its fraction"
+    kept, length, windows = sized.kept, max(1, sized.length), ""
+    if kept.cost.windows and not kept.counts_sequences:
+        held = max(0, sized.kv_bytes) / kept.cost.sequence_bytes(length)
+        windows = f", it prints, as if no layer had a window; {held:.1f} sequences of {length:,} tokens"
+    pool = f"{format_bytes(sized.kv_bytes)}: {sized.tokens:,} tokens{windows}"
+    return f"{vllm.name} would give the KV cache about {pool}"
 
 
 def _few_at_once(sized: Sized) -> str | None:
@@ -367,14 +358,6 @@ def _few_at_once(sized: Sized) -> str | None:
     if held >= traffic.concurrency:
         return None
     return f"of the traffic's {traffic.concurrency:,} requests it holds {held:,} at once: the others wait"
-
-
-def _tokens_said(sized: Sized) -> str:
-    kept, length = sized.kept, max(1, sized.length)
-    if not kept.cost.windows or kept.counts_sequences:
-        return f"{sized.tokens:,} tokens"
-    held = max(0, sized.kv_bytes) / kept.cost.sequence_bytes(length)
-    return f"{sized.tokens:,} tokens, it prints, as if no layer had a window; {held:.1f} sequences of {length:,} tokens"
 
 
 def _unknown_total(found: Fit, vllm: Vllm) -> str:

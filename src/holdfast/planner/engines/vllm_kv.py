@@ -18,7 +18,7 @@ from functools import lru_cache, partial
 
 from holdfast.engine_profiles.profile import profile, spelled_release
 from holdfast.footprint.identity_key import Same
-from holdfast.models import LatentSpec, LayerSpec, ModelSpec
+from holdfast.models import LayerSpec, ModelSpec
 from holdfast.planner.compat.vllm_release import Vllm
 from holdfast.planner.fit.search import Fit, Rank
 from holdfast.planner.inputs.question import KV_ELEMENT_BYTES
@@ -155,15 +155,10 @@ def _kept_layers(key: Same[ModelSpec], vllm: Vllm, method: str | None, compute_b
             head = spec.head_dim if vllm.has("heads-unpadded") else PADDED_HEAD
             layer = replace(layer, latent=None, kv_heads=spec.heads, head_dim=head)
         elif layer.latent is not None and vllm.has("latents-aligned"):
-            layer = replace(layer, latent=_aligned(layer.latent, compute_bytes))
+            filled = -layer.latent.elements % (ALIGNED_BYTES // compute_bytes)  # Up to whole lines of memory.
+            layer = replace(layer, latent=replace(layer.latent, rank=layer.latent.rank + filled))
         layers.append(layer)
     return spec if tuple(layers) == spec.layers else replace(spec, layers=tuple(layers))
-
-
-def _aligned(latent: LatentSpec, element_bytes: int) -> LatentSpec:
-    """Filled up to whole lines of memory."""
-    elements = ALIGNED_BYTES // element_bytes
-    return replace(latent, rank=latent.rank + -latent.elements % elements)
 
 
 # How they share the pool
@@ -213,47 +208,33 @@ def _checked(found: Fit, rank: Rank, padded: KVCost, whole: KVCost, layers: Sequ
 
 
 def _reasons(found: Fit, kept: ModelSpec, stored: str, vllm: Vllm, whole: KVCost, padded: KVCost) -> Iterator[str]:
-    spec = found.question.model.spec
-    before = [layer for layer in spec.layers if layer.window is not None]
-    after = [layer for layer in kept.layers if layer.window is not None]
+    spec, name = found.question.model.spec, f"vLLM {vllm.release}"
+    before, after = ([layer for layer in one.layers if layer.window is not None] for one in (spec, kept))
     if len(after) < len(before):
-        yield _why_kept(spec, before[0].chunked, vllm)
+        feature = "windows-alone" if _alone(spec) else "windows-mixed"
+        if before[0].chunked:
+            feature = "chunked-attention-again" if vllm.has("chunked-attention") else "chunked-attention"
+        yield (
+            f"{'its V0 engine' if vllm.runner == 'v0' else name} keeps every token in all layers: blocks outside a"
+            f" window are not freed (its V1 engine frees them since {_since(feature)})"
+        )
     if expands_latents(spec, vllm):
-        yield _why_expanded(spec, vllm)
+        head = spec.head_dim if vllm.has("heads-unpadded") else PADDED_HEAD
+        since = _since("latents-of-any-quantization" if vllm.has("latents") else "latents")
+        cached = f"keys and values of {spec.heads} heads, {head} elements each (latents since {since})"
+        yield f"{name} does not cache latents: {cached}"
     elif kept is not spec and any(layer.latent is not None for layer in kept.layers):
-        yield f"vLLM {vllm.release} pads a token's latent to a multiple of {ALIGNED_BYTES} bytes"
+        yield f"{name} pads a token's latent to a multiple of {ALIGNED_BYTES} bytes"
     if whole.step_tokens > found.limits.max_num_batched_tokens and whole.windows:
         yield f"its sliding windows hold the tokens of all steps in flight: {whole.step_tokens:,}"
     if padded != whole:
         yield "its layer groups have one size, and the last of each kind is padded"
     if stored != found.kv_dtype:
-        yield f"vLLM {vllm.release} stores KV of this model in FP8 by default (its fp8_ds_mla)"
+        yield f"{name} stores KV of this model in FP8 by default (its fp8_ds_mla)"
     cap = most_tokens(spec, vllm)
     if cap is not None:
-        yield (
-            f"vLLM {vllm.release} does not support windows in only some layers: it cuts the context to the window,"
-            f" {cap:,} tokens (not since {_since('windows-in-some-layers')})"
-        )
-
-
-def _why_kept(spec: ModelSpec, chunked: bool, vllm: Vllm) -> str:
-    feature = "windows-alone" if _alone(spec) else "windows-mixed"
-    if chunked:
-        feature = "chunked-attention-again" if vllm.has("chunked-attention") else "chunked-attention"
-    engine = "its V0 engine" if vllm.runner == "v0" else f"vLLM {vllm.release}"
-    return (
-        f"{engine} keeps every token in all layers: blocks outside a window are not freed"
-        f" (its V1 engine frees them since {_since(feature)})"
-    )
-
-
-def _why_expanded(spec: ModelSpec, vllm: Vllm) -> str:
-    head = spec.head_dim if vllm.has("heads-unpadded") else PADDED_HEAD
-    feature = "latents-of-any-quantization" if vllm.has("latents") else "latents"
-    return (
-        f"vLLM {vllm.release} does not cache latents: keys and values of {spec.heads} heads, {head} elements each"
-        f" (latents since {_since(feature)})"
-    )
+        cut = f"it cuts the context to the window, {cap:,} tokens (not since {_since('windows-in-some-layers')})"
+        yield f"{name} does not support windows in only some layers: {cut}"
 
 
 def _since(feature: str) -> str:
