@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+from itertools import takewhile
 
 from holdfast.doctor.command.programs import engine_of_image, program_start, version_of_image
 from holdfast.doctor.command.shell import OpenQuote, split
@@ -51,10 +52,17 @@ def _words(rest: str, below: list[str]) -> list[str] | None:
         items = _block(below)
         if items:
             return items
-    if rest in (">", ">-", "|", "|-"):
-        folded = " ".join(line.strip().rstrip("\\") for line in _deeper(below))
-        return _split(folded)
-    return None
+    if rest not in (">", ">-", "|", "|-"):
+        return None
+    first = next((line for line in below if line.strip()), "")
+    indent = max(1, len(first) - len(first.lstrip()))
+    inside = takewhile(lambda line: not line.strip() or len(line) - len(line.lstrip()) >= indent, below)
+    try:
+        return [
+            word.value for word in split(" ".join(line.strip().rstrip("\\") for line in inside)) if not word.operator
+        ]
+    except OpenQuote:
+        return None
 
 
 def _flow(text: str) -> list[str] | None:
@@ -70,33 +78,8 @@ def _flow(text: str) -> list[str] | None:
 
 
 def _block(below: list[str]) -> list[str]:
-    items = []
-    for line in below:
-        item = _ITEM.match(line)
-        if item is None:
-            break
-        word = item["item"].strip()
-        quoted = len(word) > 1 and word[0] == word[-1] and word[0] in "'\""
-        items.append(word[1:-1] if quoted else word)
-    return items
-
-
-def _deeper(below: list[str]) -> list[str]:
-    first = next((line for line in below if line.strip()), "")
-    indent = len(first) - len(first.lstrip())
-    taken = []
-    for line in below:
-        if line.strip() and len(line) - len(line.lstrip()) < max(1, indent):
-            break
-        taken.append(line)
-    return taken
-
-
-def _split(text: str) -> list[str] | None:
-    try:
-        return [word.value for word in split(text) if not word.operator]
-    except OpenQuote:
-        return None
+    words = [item["item"].strip() for item in takewhile(bool, map(_ITEM.match, below)) if item is not None]
+    return [word[1:-1] if len(word) > 1 and word[0] == word[-1] and word[0] in "'\"" else word for word in words]
 
 
 def _line(words: list[str], image: str) -> str | None:

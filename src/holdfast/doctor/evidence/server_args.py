@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable
+from functools import lru_cache
 from typing import Any
 
 from holdfast.doctor.command.parse import ServerCommand, parse_command
@@ -60,6 +61,10 @@ _LONGEST = 20_000
 """Characters of a command or a dump that goes over several lines."""
 
 
+_parsed = lru_cache(maxsize=4)(parse_command)
+"""A command that is written again is asked for with every fix."""
+
+
 class ServerArgs:
     """Gathered as the log is read: what was set, and the command where one was seen."""
 
@@ -75,7 +80,6 @@ class ServerArgs:
         self._whole = False
         """What was given was told as such; a configuration beside it adds nothing to the command."""
         self._begun, self._rust, self._torn = "", False, False
-        self._last: tuple[str, ServerCommand | None] | None = None
 
     def read(self, text: str, engine: str | None) -> bool:
         """Whether the line told any."""
@@ -120,9 +124,8 @@ class ServerArgs:
             return False
         self.command, self._whole = command, True
         self.version = command.version or self.version
-        for flag in command.flags:
-            if not flag.unknown:
-                self.values[flag.name] = flag.value if flag.value is not None else "True"
+        known = [flag for flag in command.flags if not flag.unknown]
+        self.values |= {flag.name: "True" if flag.value is None else flag.value for flag in known}
         return True
 
     def _dump(self, text: str, engine: str) -> bool:
@@ -139,38 +142,29 @@ class ServerArgs:
 
     def _take(self, engine: str, dumped: dict[str, Any], *, everything: bool) -> None:
         named = {profile(engine).canonical(name): value for name, value in dumped.items()}
+        self._given, self._whole = named, True
         if everything:
-            given = {name: value for name, value in named.items() if was_given(engine, name, value, named)}
-            given |= {name: named[name] for name in MODEL_FLAGS if named.get(name)}
-        else:
-            given = named
-        self._given, self._whole = given, True
+            self._given = {name: value for name, value in named.items() if was_given(engine, name, value, named)}
+            self._given |= {name: named[name] for name in MODEL_FLAGS if named.get(name)}
         for name, value in named.items():
-            plain = isinstance(value, str | int | float | bool) and value is not False
-            if name in given or (everything and plain and not isinstance(value, bool)):
+            plain = isinstance(value, str | int | float) and not isinstance(value, bool)
+            if name in self._given or (everything and plain):
                 self.values[name] = str(value)
 
     def _configuration(self, dumped: dict[str, Any]) -> None:
-        named = {profile("vllm").canonical(name): value for name, value in dumped.items()}
-        if "max-seq-len" in named:
-            named["max-model-len"] = named.pop("max-seq-len")
-        self._derived = named
+        self._derived = {profile("vllm").canonical(name): value for name, value in dumped.items()}
+        if "max-seq-len" in self._derived:
+            self._derived["max-model-len"] = self._derived.pop("max-seq-len")
         for name in (*_WRITTEN_FROM_CONFIGURATION, *MODEL_FLAGS):
-            if name == "dtype" or named.get(name) in (None, False) or isinstance(named[name], Call | list | dict):
-                continue
-            if name not in self.values:
-                self.values[name] = str(named[name])
+            value = self._derived.get(name)
+            if name != "dtype" and value not in (None, False) and not isinstance(value, Call | list | dict):
+                self.values.setdefault(name, str(value))
 
     def _llama(self, text: str, engine: str | None) -> bool:
-        if engine not in ("llama.cpp", None):
-            return False
-        told = False
-        for name, pattern in _LLAMA:
-            found = pattern.search(text)
-            if found is not None:
-                told = True
-                self.values[name] = found[1]
-        return told
+        seen = {name: pattern.search(text) for name, pattern in _LLAMA if engine in ("llama.cpp", None)}
+        told = {name: found[1] for name, found in seen.items() if found is not None}
+        self.values |= told
+        return bool(told)
 
     def rank(self, process: str) -> None:
         """Of SGLang's lines: TP1 shows that there are two at least."""
@@ -187,11 +181,8 @@ class ServerArgs:
 
     def number(self, *names: str) -> float | None:
         for name in names:
-            value = self.values.get(name)
-            if value is None:
-                continue
             try:
-                number = float(value)
+                number = float(self.values.get(name, "nan"))
             except ValueError:
                 continue
             if math.isfinite(number):
@@ -219,30 +210,24 @@ class ServerArgs:
             return self.command
         model = self.model or "MODEL"
         given = self._given if self._whole else dict(self._only_given(engine, model))
-        text = written(engine, model, given, self.version)[0]
-        if self._last is None or self._last[0] != text:  # It is asked for with every fix.
-            self._last = text, parse_command(text)
-        return self._last[1]
+        return _parsed(written(engine, model, given, self.version)[0])
 
     def _only_given(self, engine: str, model: str) -> Iterable[tuple[str, Any]]:
         """Of a configuration, what no model and no default explains."""
         if engine == "llama.cpp":
-            for name, _ in _LLAMA[1:]:
-                if name in self.values and (name, self.values[name]) != ("parallel", "1"):
-                    yield name, self.values[name]
-            return
+            told = [(name, self.values[name]) for name, _ in _LLAMA[1:] if name in self.values]
+            return [one for one in told if one != ("parallel", "1")]
         ranks = self.values.get("tensor-parallel-size", "1")
-        for name in _WRITTEN_FROM_CONFIGURATION:
-            value = self._derived.get(name, ranks if name == "tensor-parallel-size" and ranks != "1" else None)
-            if value in (None, False, 1, "auto", "None", model, [model]) or isinstance(value, Call):
-                continue
-            if name == "quantization" and value not in _MADE_WHILE_LOADING:
-                continue
-            if name == "dtype" and str(value).endswith("bfloat16"):
-                continue
-            if name == "max-model-len" and value == _made_for(model):
-                continue
-            yield name, value
+        values = {"tensor-parallel-size": None if ranks == "1" else ranks} | self._derived
+        return [
+            (name, value)
+            for name in _WRITTEN_FROM_CONFIGURATION
+            if (value := values.get(name)) not in (None, False, 1, "auto", "None", model, [model])
+            and not isinstance(value, Call)
+            and not (name == "quantization" and value not in _MADE_WHILE_LOADING)
+            and not (name == "dtype" and str(value).endswith("bfloat16"))
+            and not (name == "max-model-len" and value == _made_for(model))
+        ]
 
 
 def _made_for(model: str) -> int | None:
