@@ -20,7 +20,7 @@ WRAPPERS = frozenset(
         "catchsegv", "strace", "nsys", "systemd-run", "torchrun"
     )
 )  # fmt: skip
-_ASSIGNED = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=")
+ASSIGNED = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=")
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +94,7 @@ def version_of_image(image: str) -> str | None:
 def split_wrapper(words: Sequence[str]) -> tuple[list[str], list[str]]:
     """The wrapping programs with their words, and the assignments before them; other words are not the command's."""
     start = next((at for at, word in enumerate(words) if word.rsplit("/", 1)[-1] in WRAPPERS), len(words))
-    assigned = itertools.takewhile(_ASSIGNED.match, reversed(words[:start]))
+    assigned = itertools.takewhile(ASSIGNED.match, reversed(words[:start]))
     return list(words[start:]), list(assigned)[::-1]
 
 
@@ -102,5 +102,5 @@ def container_environment(words: Sequence[str]) -> list[str]:
     """Of `docker run -e NAME=value`."""
     if words[0].rsplit("/", 1)[-1] not in IN_CONTAINER:
         return []
-    spaced = [value for flag, value in itertools.pairwise(words) if flag in ("-e", "--env") and _ASSIGNED.match(value)]
+    spaced = [value for flag, value in itertools.pairwise(words) if flag in ("-e", "--env") and ASSIGNED.match(value)]
     return spaced + [word.partition("=")[2] for word in words if word.startswith("--env=")]
