@@ -161,14 +161,14 @@ class Profile:
 
     def feature(self, name: str) -> Release:
         """The first release that has it."""
-        releases = self.data["features"][name]
-        return release_of(releases if isinstance(releases, str) else releases[0])
+        return self._span(name)[0]
 
     def has(self, feature: str, at: Release) -> bool:
-        releases = self.data["features"][feature]
-        if isinstance(releases, str):
-            return at >= release_of(releases)
-        return release_of(releases[0]) <= at < release_of(releases[1])
+        first, *before = self._span(feature)
+        return at >= first and not (before and at >= before[0])
+
+    def _span(self, feature: str) -> list[Release]:
+        return [release_of(written) for written in self.data["features"][feature].split(" to ")]
 
     def by_release(self, table: str, at: Release) -> Any:
         """What holds at a release."""

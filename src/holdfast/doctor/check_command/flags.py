@@ -20,7 +20,7 @@ from holdfast.config.unsupported import asks_nothing
 from holdfast.doctor.build_finding import Confidence, changed, found
 from holdfast.doctor.command.parse import Flag, ServerCommand
 from holdfast.doctor.findings import Evidence, Finding, Fix
-from holdfast.engine_profiles.profile import NEAR, profile, release
+from holdfast.engine_profiles.profile import NEAR, FlagHistory, Release, profile, release
 from holdfast.units import shorten
 
 HOLDFAST_ONLY = ("config", "background", "json", "help", "lora-modules")
@@ -79,7 +79,7 @@ def _unknown(command: ServerCommand, flag: Flag, known: frozenset[str], version:
         return _bad(command, flag, "high", f"Holdfast refuses {spelled}", _REFUSED[name], [without])
     history, at = engine.flag(name), release(version or "")
     if history.since is not None and version is not None and () < at < history.since:
-        return _not_yet(command, flag, history.since, version)
+        return _not_yet(command, flag, spelled, history.since, version)
     short = spelled[2:] if engine.data.get("short-flags") and spelled.startswith("--") else ""
     if 0 < len(short) <= SHORT_CHARS and short in known and name != short:
         long = changed(
@@ -92,7 +92,7 @@ def _unknown(command: ServerCommand, flag: Flag, known: frozenset[str], version:
         return None
     if history.replaced_by is not None:
         taken = version is not None and history.until is not None and at <= history.until
-        return None if taken else _once_taken(command, flag, history.replaced_by, history.until, version)
+        return None if taken else _once_taken(command, flag, spelled, history, version)
     several = engine.beginnings(spelled)[:NAMED]
     near = difflib.get_close_matches(name, sorted(known), n=1, cutoff=NEAR)
     read_from = "" if engine.engine == "holdfast" else f" ({engine.read_from})"
@@ -113,10 +113,8 @@ def _unknown(command: ServerCommand, flag: Flag, known: frozenset[str], version:
     return _bad(command, flag, confidence, what, why, fixes)
 
 
-def _once_taken(
-    command: ServerCommand, flag: Flag, instead: str, last: tuple[int, ...] | None, version: str | None
-) -> Finding:
-    spelled = _spelled(command, flag)
+def _once_taken(command: ServerCommand, flag: Flag, spelled: str, history: FlagHistory, version: str | None) -> Finding:
+    instead, last = history.replaced_by or "", history.until
     changes: dict[str, str | None] = {spelled: None}
     if instead == "--hf-overrides" and _is_object(flag.value):
         changes[instead] = json.dumps({flag.name.replace("-", "_"): json.loads(flag.value or "{}")})
@@ -135,8 +133,7 @@ def _is_object(value: str | None) -> bool:
         return False
 
 
-def _not_yet(command: ServerCommand, flag: Flag, first: tuple[int, ...], version: str) -> Finding:
-    spelled = _spelled(command, flag)
+def _not_yet(command: ServerCommand, flag: Flag, spelled: str, first: Release, version: str) -> Finding:
     changes: dict[str, str | None] = {spelled: None}
     if flag.name == "attention-backend" and flag.value:
         changes["VLLM_ATTENTION_BACKEND"] = flag.value

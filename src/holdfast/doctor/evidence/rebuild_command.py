@@ -117,8 +117,5 @@ def _adapter(value: Any) -> str | None:
 
 
 def _has_calls(value: Any) -> bool:
-    if isinstance(value, dict):
-        return any(_has_calls(one) for one in value.values())
-    if isinstance(value, list):
-        return any(_has_calls(one) for one in value)
-    return isinstance(value, Call) or value is UNREADABLE
+    inside = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return isinstance(value, Call) or value is UNREADABLE or any(_has_calls(one) for one in inside)
