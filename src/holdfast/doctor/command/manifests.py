@@ -66,15 +66,12 @@ def _words(rest: str, below: list[str]) -> list[str] | None:
 
 
 def _flow(text: str) -> list[str] | None:
-    end = text.find("]")
-    while end >= 0:
-        try:
-            words = json.loads(text[: end + 1].replace("'", '"'))
-        except (ValueError, RecursionError):
-            end = text.find("]", end + 1)
-            continue
-        return [str(word) for word in words] if isinstance(words, list) else None
-    return None
+    """A list in brackets, whatever follows it."""
+    try:
+        words, _ = json.JSONDecoder().raw_decode(text.replace("'", '"'))
+    except (ValueError, RecursionError):
+        return None
+    return [str(word) for word in words]
 
 
 def _block(below: list[str]) -> list[str]:

@@ -45,14 +45,10 @@ def parse_command(text: str, *, strict: bool = False) -> ServerCommand | None:
     except OpenQuote:
         if strict:
             raise
-        words = _loosely(text)
+        # Prose with an apostrophe in it: words are what blanks part.
+        words = [Word(found[0], found.start(), found.end()) for found in re.finditer(r"\S+", text)]
     command = _read(text, words, strict)
     return command if command is None or manifest is None else replace(command, version=manifest[1])
-
-
-def _loosely(text: str) -> list[Word]:
-    """Prose with an apostrophe in it: words are what blanks part."""
-    return [Word(found[0], found.start(), found.end()) for found in re.finditer(r"\S+", text)]
 
 
 def _read(text: str, words: list[Word], strict: bool) -> ServerCommand | None:

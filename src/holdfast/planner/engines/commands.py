@@ -32,7 +32,7 @@ from holdfast.planner.engines.command import (
     total_is_known,
     written_size,
 )
-from holdfast.planner.engines.fp8_loading import Whole, loaded_whole
+from holdfast.planner.engines.fp8_loading import loaded_whole
 from holdfast.planner.engines.vllm_command import USUAL_BLOCK_TOKENS, vllm_command
 from holdfast.planner.fit.search import DEFAULT_UTILIZATION, Fit
 from holdfast.planner.fit.search import fit as fit_again
@@ -172,19 +172,19 @@ def _sglang_command(fit: Fit, sequences: int) -> Command:
     if not known:
         memory = "--vram does not give the GPU's total memory, so the KV pool is set in tokens instead of a fraction"
     gpus = [rank.device.gpu for rank in fit.ranks]
-    whole = loaded_whole(fit, "SGLang") if source.makes_fp8 else Whole()
+    note, too_large = loaded_whole(fit, "SGLang") if source.makes_fp8 else (None, None)
     checks = (
         lacks_engine("sglang", gpus), lacks_method(fit.question.model, gpus), lacks_gguf_types(fit.question.model),
         lacks_capability("an FP8 KV cache", gpus, own.data["gpus"]["fp8-kv"]) if fit.kv_dtype == "fp8" else None,
         f"it stores KV in dtype, {fit.dtype}, or in fp8: not in {fit.kv_dtype}"
         if fit.kv_dtype not in (fit.dtype, "fp8") else None,
-        whole.lacking,
+        too_large,
     )  # fmt: skip
     lacking = [one for one in checks if one is not None]
     architecture = fit.question.model.spec.architecture
     first = own.since("architectures", architecture)
     since = None if first is None else f"{architecture} is in SGLang since {spelled_release(first)}"
-    known_of_it = (since, build_note("sglang", gpus), whole.note)
+    known_of_it = (since, build_note("sglang", gpus), note)
     notes = (memory, *source.notes, *(one for one in known_of_it if one is not None), *lacking)
     return Command(
         engine="sglang", text=text, available=source.ready and not lacking, notes=notes, lacks=tuple(lacking)

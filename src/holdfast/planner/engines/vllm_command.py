@@ -25,7 +25,7 @@ from holdfast.planner.compat.gpu_kernels import (
 from holdfast.planner.compat.vllm_release import ReleaseTerms, Vllm
 from holdfast.planner.compat.vllm_weights import beside_weights, expert_kernel, rounding_bytes
 from holdfast.planner.engines.command import ROUNDING, Command, line, named_dtype, parallel, total_is_known
-from holdfast.planner.engines.fp8_loading import Whole, loaded_whole
+from holdfast.planner.engines.fp8_loading import loaded_whole
 from holdfast.planner.engines.vllm_features import (
     can_chunk,
     features_since,
@@ -54,7 +54,6 @@ class Sized:
     fit: Fit
     kept: KeptKV
     length: int
-    sequences: int
     kv_bytes: int
     chunked: bool
     """It must be told to chunk prompts."""
@@ -81,19 +80,28 @@ def vllm_command(found: Fit, sequences: int, vllm: Vllm) -> Command:
     source = torch_source(found.question.model, "vllm")
     if found.question.machine.kind != "gpu":
         return _on_a_cpu(found, sequences, vllm, source)
-    sized = _sized(found, sequences, vllm)
-    settings = {**_memory(sized.fit, vllm), **_limits(sized), **_others(sized.fit, source, vllm)}
+    sized = _sized(found, vllm)
+    known, step = all(total_is_known(rank.device) for rank in found.ranks), sized.fit.limits.max_num_batched_tokens
+    in_bytes = not known and vllm.has("kv-pool-in-bytes")
+    settings = {
+        "gpu_memory_utilization": f"{vllm_utilization(sized.fit):g}" if known else None,
+        "kv_cache_memory_bytes": _room_bytes(sized.fit, vllm) if in_bytes else None,
+        "max_model_len": sized.length,
+        "max_num_seqs": sequences,
+        "max_num_batched_tokens": max(step, sequences),
+        "enable_chunked_prefill": True if sized.chunked and sized.length > step else None,
+        **_others(sized.fit, source, vllm),
+    }
     text = line("vllm", source.name, settings, vllm.at)
     if vllm.runner != vllm.default_runner and vllm.has("model-runner-v2"):
         text = f"VLLM_USE_V2_MODEL_RUNNER={int(vllm.runner == 'v2')} {text}"
     elif vllm.runner == "v0" != vllm.default_runner:
         text = f"VLLM_USE_V1=0 {text}"
-    whole = Whole()
-    if source.makes_fp8 and not vllm.has("fp8-made-by-matrix"):
-        whole = loaded_whole(sized.fit, "vLLM before 0.16")
-    problems = _problems(sized, vllm, source, whole)
+    at_once = source.makes_fp8 and not vllm.has("fp8-made-by-matrix")
+    note, too_large = loaded_whole(sized.fit, "vLLM before 0.16") if at_once else (None, None)
+    problems = _problems(sized, vllm, source, too_large)
     # A context of no tokens at all can be asked of nobody: only why is said.
-    notes = _notes(sized, vllm, source, whole) if sized.length else [_kv_said(sized, vllm)]
+    notes = _notes(sized, vllm, source, note) if sized.length else [_kv_said(sized, vllm)]
     return Command(
         engine="vllm",
         text=text if sized.length else "",
@@ -125,7 +133,7 @@ def _on_a_cpu(found: Fit, sequences: int, vllm: Vllm, source: ModelSource) -> Co
 # What it is told
 
 
-def _sized(found: Fit, sequences: int, vllm: Vllm) -> Sized:
+def _sized(found: Fit, vllm: Vllm) -> Sized:
     """A length that was asked for stays, and is said to be refused where it would be; one that was left to us becomes
     what this version holds."""
     planned, asked = found.limits.max_model_len, found.question.settings.max_model_len is not None
@@ -140,7 +148,7 @@ def _sized(found: Fit, sequences: int, vllm: Vllm) -> Sized:
     kept, length = kept_kv(found, tightest(found), vllm), found.limits.max_model_len
     if not asked:
         length = min(length, kept.cost.longest(max(0, available), length))
-    return Sized(found, kept, length, sequences, available, chunks, planned, whole)
+    return Sized(found, kept, length, available, chunks, planned, whole)
 
 
 def _in_one_step(found: Fit) -> Fit:
@@ -160,27 +168,11 @@ def _in_one_step(found: Fit) -> Fit:
     return replace(again, limits=replace(again.limits, max_model_len=min(length, again.limits.max_model_len)))
 
 
-def _limits(sized: Sized) -> dict[str, object]:
-    step = sized.fit.limits.max_num_batched_tokens
-    return {
-        "max_model_len": sized.length,
-        "max_num_seqs": sized.sequences,
-        "max_num_batched_tokens": max(step, sized.sequences),
-        "enable_chunked_prefill": True if sized.chunked and sized.length > step else None,
-    }
-
-
 def vllm_utilization(found: Fit) -> float:
     """Its share of the total that is our budget, rounded down: it refuses to start when less than that is free. Of
     devices whose total is known."""
     shares = [rank.budget_bytes / rank.device.total_bytes for rank in found.ranks if rank.device.total_bytes]
     return max(0.01, math.floor(min(shares) * 100 + ROUNDING) / 100)
-
-
-def _memory(found: Fit, vllm: Vllm) -> dict[str, object]:
-    if all(total_is_known(rank.device) for rank in found.ranks):
-        return {"gpu_memory_utilization": f"{vllm_utilization(found):g}"}
-    return {"kv_cache_memory_bytes": _room_bytes(found, vllm) if vllm.has("kv-pool-in-bytes") else None}
 
 
 def _others(found: Fit, source: ModelSource, vllm: Vllm) -> dict[str, object]:
@@ -263,7 +255,7 @@ def vllm_kv_bytes(found: Fit, vllm: Vllm) -> int:
     return vllm_release.kv_bytes(requested, vllm_terms(found, vllm), vllm)
 
 
-def _problems(sized: Sized, vllm: Vllm, source: ModelSource, whole: Whole) -> list[str]:
+def _problems(sized: Sized, vllm: Vllm, source: ModelSource, too_large: str | None) -> list[str]:
     """Why it would not run."""
     found, model, least = sized.fit, sized.fit.question.model, profile("vllm").data["gpus"]
     gpus = [rank.device.gpu for rank in found.ranks]
@@ -277,7 +269,7 @@ def _problems(sized: Sized, vllm: Vllm, source: ModelSource, whole: Whole) -> li
         lacks_gguf_types(model),
         lacks_capability("sparse attention with an indexer", gpus, least["index"]) if indexed else None,
         lacks_capability("an FP8 KV cache", gpus, least["fp8-kv"]) if fp8_kv else None,
-        whole.lacking,
+        too_large,
         *_lacks_settings(found, vllm),
         *_lacks_length(sized, vllm),
     ]
@@ -314,7 +306,7 @@ def _lacks_settings(found: Fit, vllm: Vllm) -> Iterator[str]:
         yield f"it does not support adapters of rank {settings.max_lora_rank}"
 
 
-def _notes(sized: Sized, vllm: Vllm, source: ModelSource, whole: Whole) -> list[str]:
+def _notes(sized: Sized, vllm: Vllm, source: ModelSource, loading: str | None) -> list[str]:
     found, asked = sized.fit, sized.fit.question.settings
     pool = _kv_said(sized, vllm) if total_is_known(sized.rank.device) else _unknown_total(found, vllm)
     shorter = wider = gguf = graphs = None
@@ -330,7 +322,7 @@ def _notes(sized: Sized, vllm: Vllm, source: ModelSource, whole: Whole) -> list[
         graphs = f"about {format_bytes(vllm_terms(found, vllm).graphs)} more are used than allowed"
         graphs = f"it does not reserve memory for CUDA graphs: {graphs}"
     notes = [
-        vllm.unknown, pool, *source.notes, *sized.kept.reasons, shorter, whole.note, _few_at_once(sized),
+        vllm.unknown, pool, *source.notes, *sized.kept.reasons, shorter, loading, _few_at_once(sized),
         leaves_v1(found, sized.kept.kv_dtype, vllm), *features_since(found, source, vllm), wider,
         build_note("vllm", [rank.device.gpu for rank in found.ranks]), gguf, graphs,
     ]  # fmt: skip
