@@ -18,10 +18,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from holdfast.doctor.check_command.flags import known_flags
-from holdfast.doctor.command.flag_aliases import MODEL_FLAGS, canonical
-from holdfast.doctor.command.known_flags import NEAR
 from holdfast.doctor.command.parse import Flag, ServerCommand, parse_command
 from holdfast.doctor.findings import Finding, Fix
+from holdfast.engine_profiles.profile import MODEL_FLAGS, NEAR
 from holdfast.errors import ConfigurationError
 from holdfast.units import shorten
 
@@ -119,7 +118,7 @@ def choose(
     command = started.command
     if command is None:
         return None
-    forbidden = {canonical(command.engine, name) for name in limits.keep} | (frozenset() if limits.bold else _NEVER)
+    forbidden = {command.canonical(name) for name in limits.keep} | (frozenset() if limits.bold else _NEVER)
     seen = {one.text for one in tried}
     kinds = [_names(command, fix) for fix in taken]
     for finding in findings:
@@ -152,9 +151,9 @@ def check_keep(started: Started, keep: Iterable[str]) -> None:
         return
     there = known | {flag.name for flag in command.flags}
     for name in keep:
-        if name.isupper() or canonical(command.engine, name) in there:
+        if name.isupper() or command.canonical(name) in there:
             continue
-        near = difflib.get_close_matches(canonical(command.engine, name), sorted(there), n=1)
+        near = difflib.get_close_matches(command.canonical(name), sorted(there), n=1)
         raise ConfigurationError(
             f"--keep: {command.engine} has no flag {shorten(name)}",
             needed="a flag of the command's",
@@ -176,7 +175,7 @@ def _corrected(command: ServerCommand, fix: Fix) -> Fix:
 
 def _near(command: ServerCommand, name: str) -> tuple[Flag, str] | None:
     """The flag of that name, and the known one that it was meant to be; None: it is known, or there is none."""
-    wanted, known = canonical(command.engine, name), known_flags(command.engine)
+    wanted, known = command.canonical(name), known_flags(command.engine)
     flag = next((flag for flag in command.flags if flag.name == wanted), None)
     if flag is None or wanted in known:
         return None
@@ -186,9 +185,9 @@ def _near(command: ServerCommand, name: str) -> tuple[Flag, str] | None:
 
 def _harmless(command: ServerCommand, fix: Fix) -> bool:
     """Nothing that guards the server is taken away or changed, unless it is only spelled right."""
-    gone = {canonical(command.engine, name) for name, value in fix.changes.items() if value is None}
+    gone = {command.canonical(name) for name, value in fix.changes.items() if value is None}
     near = {found[1] for name in gone if (found := _near(command, name)) is not None}
-    set_anew = {canonical(command.engine, name) for name, value in fix.changes.items() if value is not None}
+    set_anew = {command.canonical(name) for name, value in fix.changes.items() if value is not None}
     guards = {name for name in gone | set_anew if _GUARDS.search(name)}
     return not guards or (near <= set_anew and guards <= near | {name for name in gone if _near(command, name)})
 
@@ -212,7 +211,7 @@ def _worked_out(command: ServerCommand, finding: Finding, fix: Fix, limits: Resc
 def _possible(command: ServerCommand, fix: Fix, gpus: int) -> bool:
     """More ranks need more GPUs than a command can make."""
     for name, value in fix.changes.items():
-        if canonical(command.engine, name) in _SPLITS and value is not None and value.isdecimal():
+        if command.canonical(name) in _SPLITS and value is not None and value.isdecimal():
             now = command.value(name) or "1"
             if int(value) > max(gpus, 1) and not (now.isdecimal() and int(value) < int(now)):
                 return False
@@ -220,7 +219,7 @@ def _possible(command: ServerCommand, fix: Fix, gpus: int) -> bool:
 
 
 def _names(command: ServerCommand, fix: Fix) -> frozenset[str]:
-    return frozenset(name if name.isupper() else canonical(command.engine, name) for name in fix.changes)
+    return frozenset(name if name.isupper() else command.canonical(name) for name in fix.changes)
 
 
 def rank(command: ServerCommand, fix: Fix) -> int:
@@ -275,7 +274,7 @@ def _rename(words: list[list[str]], command: ServerCommand, changes: Mapping[str
 
 def _set(words: list[list[str]], command: ServerCommand, name: str, value: str | None) -> list[str]:
     """In its place, spelled as it was; what is returned goes behind the others: it was not there before."""
-    wanted = canonical(command.engine, name)
+    wanted = command.canonical(name)
     new = [] if value is None else [name] if value == "" else [name, value]
     for flag in command.flags:
         if flag.name != wanted:

@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 from holdfast.doctor.check_command.flags import flag_findings
-from holdfast.doctor.command.known_flags import takes
 from holdfast.doctor.command.parse import parse_command
 from holdfast.doctor.diagnosis.diagnose import diagnose, diagnose_lines
 from holdfast.doctor.findings import Finding
 from holdfast.doctor.rules.load import rulebook
+from holdfast.engine_profiles.profile import profile
 
 START = {
     "0.6.3": "INFO 08-01 10:00:00 api_server.py:339] vLLM API server version 0.6.3\nINFO 08-01 10:00:00 api_server.py:340] args: Namespace(model='Qwen/Qwen2.5-7B-Instruct', api_key='sk-x', max_model_len=8192, max_num_seqs=256, tensor_parallel_size=1)\n",
@@ -45,7 +45,7 @@ def test_every_fix_of_every_rule_is_a_command_of_that_release(version: str) -> N
             if read.engine != "vllm" or diagnosis.engine != "vllm":
                 continue
             tried += 1
-            lacking = [flag.name for flag in read.flags if takes("vllm", flag.name, version) is False]
+            lacking = [flag.name for flag in read.flags if profile("vllm").takes(flag.name, version) is False]
             assert not lacking, (name, command)
             tokens, sequences = read.value("max-num-batched-tokens"), read.value("max-num-seqs")
             assert int(tokens or 10**9) >= int(sequences or 1), (name, command)

@@ -14,11 +14,11 @@ from named_gpus import device_of
 
 from holdfast.checkpoints.sources import builtin
 from holdfast.cli.commands import plan, serve
+from holdfast.engine_profiles.profile import profile
 from holdfast.errors import ConfigurationError
 from holdfast.hardware import gpus
 from holdfast.models.registry import known_architectures
 from holdfast.planner.advice.remedies import ways_out
-from holdfast.planner.compat.architectures import FIRST_IN_SGLANG, FIRST_IN_VLLM
 from holdfast.planner.compat.vllm_release import Vllm, parse_vllm
 from holdfast.planner.engines.command import Command
 from holdfast.planner.engines.commands import commands, parse_engine, sglang_fraction
@@ -576,7 +576,8 @@ def test_where_only_some_releases_of_a_version_have_the_model(ask: Ask) -> None:
 
 
 def test_every_architecture_with_a_first_release_is_one_that_is_known() -> None:
-    assert {*FIRST_IN_VLLM, *FIRST_IN_SGLANG} <= set(known_architectures())
+    tables = [profile(engine).data["architectures"].values() for engine in ("vllm", "sglang")]
+    assert {name for table in tables for names in table for name in names.split()} <= set(known_architectures())
 
 
 @pytest.mark.parametrize(

@@ -11,11 +11,11 @@ import pytest
 
 from holdfast.errors import ConfigurationError
 from holdfast.models import QuantSpec
-from holdfast.planner.compat.architectures import lacks_rotary
 from holdfast.planner.compat.vllm_release import parse_vllm
 from holdfast.planner.engines.command import Command
 from holdfast.planner.engines.commands import commands
 from holdfast.planner.engines.vllm_command import tightest, vllm_kv_bytes, vllm_terms
+from holdfast.planner.engines.vllm_features import spec_features
 from holdfast.planner.engines.vllm_kv import KeptKV, kept_kv
 from holdfast.planner.fit.search import Fit, Question, fit
 from holdfast.planner.models.quantize import quantized_as
@@ -260,8 +260,31 @@ def test_rotary_positions_that_it_did_not_read(ask: Ask, model: str, version: st
 def test_other_ways_to_stretch_positions(ask: Ask, scaling: Any, first: str, last_without: str | None) -> None:
     spec = ask("llama-3-8b", "h100-80").model.spec
     stretched = replace(spec, rope=replace(spec.rope, scaling=scaling))
-    assert lacks_rotary(stretched, parse_vllm(first)) is None
-    assert last_without is None or lacks_rotary(stretched, parse_vllm(last_without)) is not None
+    since = max((release for _, release in spec_features(stretched)), default=())
+    assert parse_vllm(first).at >= since
+    assert last_without is None or parse_vllm(last_without).at < since
+
+
+def test_what_only_some_releases_of_a_version_have_is_said(ask: Ask) -> None:
+    command = vllm(fit(ask("llama-3.1-8b", "h100-80", max_model_len=8192)), "==0.5")
+    assert command.available
+    assert "RoPE scaling llama3 is in vLLM since 0.5.3.post1" in command.notes
+
+
+@pytest.mark.parametrize(("gpu", "version", "most"), [
+    ("gb10", "==0.8.5", "9.0, 0.10.2"), ("gb10", "==0.9.0", "10.0, 0.10.2"), ("gb10", "==0.10.0", "12.0, 0.10.2"),
+    ("rtx5090", "==0.9.0", "10.0, 0.9.2"), ("b200", "==0.8.5", "9.0, 0.9.0"),
+])  # fmt: skip
+def test_the_most_that_a_release_is_built_for(ask: Ask, gpu: str, version: str, most: str) -> None:
+    assert said(vllm(fit(ask("llama-3-8b", gpu)), version), f"built for compute capability up to {most} for more")
+
+
+@pytest.mark.parametrize(("version", "start"), [
+    ("==0.5.2", "python -m vllm.entrypoints.openai.api_server --model "), ("==0.5.3", "vllm serve "),
+    ("==0.5", "vllm serve "), ("", "vllm serve "),
+])  # fmt: skip
+def test_how_it_is_started(ask: Ask, version: str, start: str) -> None:
+    assert vllm(fit(ask("llama-3-8b", "h100-80")), version).text.startswith(start)
 
 
 @pytest.mark.parametrize(("gpu", "version", "reason"), [

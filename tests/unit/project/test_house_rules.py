@@ -30,8 +30,8 @@ ATTEMPTS = 12
 """A busy machine may slow some runs down; one undisturbed run among these is enough to prove the limit."""
 
 BRAIN = (
-    "errors", "units", "records", "config", "models", "checkpoints", "hardware", "kvcache", "observability",
-    "footprint", "planner", "scheduler", "text",
+    "errors", "units", "records", "engine_profiles", "config", "models", "checkpoints", "hardware", "kvcache",
+    "observability", "footprint", "planner", "scheduler", "text",
 )  # fmt: skip
 FRONT = ("server", "cli")
 

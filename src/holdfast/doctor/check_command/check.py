@@ -21,7 +21,7 @@ from holdfast.doctor.check_command.flags import flag_findings
 from holdfast.doctor.check_command.gpu_split import Split, divided, longest_tokens, split_of
 from holdfast.doctor.check_command.refusals import BEYOND_MODEL, SHORTER, no_model, pool_bytes, refused, vllm_on_a_cpu
 from holdfast.doctor.check_command.remedies import ways
-from holdfast.doctor.check_command.to_question import NAMES, CommandMachine, question_for, with_settings
+from holdfast.doctor.check_command.to_question import CommandMachine, question_for, with_settings
 from holdfast.doctor.check_command.unplanned import (
     beyond,
     budget_words,
@@ -32,12 +32,12 @@ from holdfast.doctor.check_command.unplanned import (
     speculates,
     stretched,
 )
-from holdfast.doctor.command.flag_aliases import translated
 from holdfast.doctor.command.parse import ServerCommand, parse_command
 from holdfast.doctor.command.shell import OpenQuote
 from holdfast.doctor.findings import Diagnosis, Evidence, Finding, Fix, RootCause
 from holdfast.doctor.probe.installed_version import version_of
 from holdfast.doctor.report.text import changes_of
+from holdfast.engine_profiles.profile import profile
 from holdfast.errors import ConfigurationError, HoldfastError, ModelError
 from holdfast.observability.codes import codes
 from holdfast.units import format_bytes, shorten
@@ -187,7 +187,7 @@ def _mendable(findings: list[Finding]) -> bool:
 
 def _planned(command: ServerCommand, machine: CommandMachine, version: str | None, runs_here: bool) -> Judged:
     """Findings, what is missing, and what was planned."""
-    if command.engine not in NAMES:
+    if not profile(command.engine).planned:
         return [], [f"a plan: commands of {command.engine} are read, and not planned"], []
     if command.model is None and command.engine != "holdfast":
         return [], ["the model: the command names none"], []
@@ -301,7 +301,7 @@ def _fixes(finding: Finding) -> list[Fix]:
 
 def _held(best: ServerCommand, fix: Fix, longest: int, machine: CommandMachine, version: str | None) -> Fix | None:
     """The fix, or with a shorter context the one that the split's pool holds; None: it does not hold."""
-    length = translated(best.engine, "max-model-len") or ""
+    length = profile(best.engine).spelling("max-model-len") or ""
     if list(fix.changes) == [length] and longest > 0:
         fix = changed(best, {length: str(longest)}, "the longest context that fits; planned: it fits", fix.price)
     return fix if fix.command is not None and _holds(fix.command, machine, version) else None
@@ -349,7 +349,7 @@ def _does_not_fit(command: ServerCommand, told: PlanAnswer) -> Finding:
     if unused is not None and command.value("tensor-parallel-size") is None:
         idle = len(told.question.machine.devices) - 1
         cause, what = "tensor_parallel_unused", f"{what}; and {idle} GPU{'s' if idle > 1 else ''} more stand idle"
-        fixes.sort(key=lambda fix: translated(command.engine, "tensor-parallel-size") not in fix.changes)
+        fixes.sort(key=lambda fix: profile(command.engine).spelling("tensor-parallel-size") not in fix.changes)
     settable = any(fix.changes and "--model" not in fix.changes for fix in fixes)
     root: RootCause = "configuration_overshoot" if settable else "does_not_fit"
     if cause == "kv_cache_too_small_for_max_len" and configured:
@@ -406,7 +406,7 @@ def _warned(command: ServerCommand, warning: PlanWarning) -> Finding:
     words = [] if warning.fix is None else warning.fix.split()
     flag = {"-tp": "--tensor-parallel-size"}.get(words[0], words[0]) if words else ""
     value = words[1] if len(words) == 2 or (len(words) > 2 and words[2] == "or") else None
-    theirs = translated(command.engine, flag.lstrip("-")) if flag.startswith("--") else None
+    theirs = profile(command.engine).spelling(flag.lstrip("-")) if flag.startswith("--") else None
     if theirs is not None and value is not None:
         fix = changed(command, {theirs: value}, f"what helps: {helps}")
     else:

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from holdfast.doctor.build_finding import changed, found
-from holdfast.doctor.command.flag_aliases import translated
 from holdfast.doctor.command.parse import ServerCommand
 from holdfast.doctor.findings import Evidence, Finding, Fix
+from holdfast.engine_profiles.profile import profile
 from holdfast.errors import HoldfastError, ModelAccessError, ModelError, ModelNotFoundError
 from holdfast.units import GIB, format_bytes, parse_bytes, shorten
 
@@ -77,7 +77,7 @@ def refused(command: ServerCommand, error: HoldfastError, question: Question | N
         ], []
     if error.code == BEYOND_MODEL and question is not None:
         most = question.model.spec.max_position
-        flag = translated(command.engine, "max-model-len") or "--max-model-len"
+        flag = profile(command.engine).spelling("max-model-len") or "--max-model-len"
         fixes = [changed(command, {flag: str(most)}, "what the model was made for")]
         return [
             found(
@@ -118,7 +118,7 @@ def _sizes(question: Question, most: int) -> tuple[int, ...]:
 
 
 def _parallel(command: ServerCommand, size: int) -> dict[str, str | None]:
-    flag = translated(command.engine, "tensor-parallel-size") or "--tensor-parallel-size"
+    flag = profile(command.engine).spelling("tensor-parallel-size") or "--tensor-parallel-size"
     return {flag: str(size)}
 
 

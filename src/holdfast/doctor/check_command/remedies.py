@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 from holdfast.doctor.build_finding import changed
 from holdfast.doctor.check_command.refusals import SHORTER
-from holdfast.doctor.command.flag_aliases import translated
 from holdfast.doctor.command.parse import ServerCommand, parse_command
 from holdfast.doctor.findings import Fix
+from holdfast.engine_profiles.profile import profile
 from holdfast.units import MIB
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ def _spelled(command: ServerCommand, name: str, value: object) -> tuple[str, str
     if name == "ram_bytes":
         own = command.engine == "holdfast" and isinstance(value, int)
         return ("--ram", f"{-(-int(str(value)) // MIB)}MiB") if own else None
-    theirs = translated(command.engine, name.replace("_", "-"))
+    theirs = profile(command.engine).spelling(name.replace("_", "-"))
     if theirs is None:
         return None
     if command.engine == "llama.cpp" and name == "max_model_len":

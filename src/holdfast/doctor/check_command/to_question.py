@@ -8,25 +8,13 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from holdfast.doctor.check_command.gpu_split import sglang_limits
-from holdfast.doctor.check_command.remedies import SAME_NAMES
 from holdfast.doctor.check_command.unplanned import quantization_of
 from holdfast.doctor.command.parse import ServerCommand
 from holdfast.doctor.diagnosis.catalogue_sizes import QUANTIZED_NAME
+from holdfast.engine_profiles.profile import profile
 
 if TYPE_CHECKING:
     from holdfast.planner.fit.search import Question
-
-NAMES = {
-    "vllm": {name: name for name in SAME_NAMES},
-    "holdfast": {name: name for name in (*SAME_NAMES, "ram", "vram", "device", "expand-weights")},
-    "sglang": {
-        "context-length": "max-model-len", "max-running-requests": "max-num-seqs", "revision": "revision",
-        "chunked-prefill-size": "max-num-batched-tokens", "tensor-parallel-size": "tensor-parallel-size",
-        "pipeline-parallel-size": "pipeline-parallel-size", "dtype": "dtype", "kv-cache-dtype": "kv-cache-dtype",
-    },
-    "llama.cpp": {"parallel": "max-num-seqs"},
-}  # fmt: skip
-"""An engine's flag to the setting of a plan."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,8 +36,8 @@ def question_for(command: ServerCommand, machine: CommandMachine, version: str |
     from holdfast.planner.compat.vllm_release import parse_vllm
 
     given: dict[str, object] = {}
-    for flag, setting in NAMES[command.engine].items():
-        value = command.value(flag)
+    for setting in profile(command.engine).planned:
+        value = command.value(profile(command.engine).spelling(setting) or "")
         if value is not None and value.lower() not in ("auto", "-1"):
             given[setting.replace("-", "_")] = value
     if command.engine != "holdfast":

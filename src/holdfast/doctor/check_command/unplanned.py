@@ -18,30 +18,15 @@ from holdfast.doctor.check_command.gpu_split import Split
 from holdfast.doctor.command.parse import ServerCommand
 from holdfast.doctor.diagnosis.catalogue_sizes import weights_bytes_of
 from holdfast.doctor.findings import Evidence, Finding
+from holdfast.engine_profiles.profile import profile
 from holdfast.units import GIB, MIB, counted, format_bytes
 
 if TYPE_CHECKING:
-    from holdfast.planner.fit.search import Rank
     from holdfast.planner.report.answer import PlanAnswer
 
 METHODS = {"bitsandbytes": "nf4", "fp8": "fp8"}
 """Of `--quantization`, those that are made while loading, to what a plan calls them; others are of the checkpoint."""
 _CHECKPOINT_METHODS = ("awq", "gptq", "compressed-tensors", "modelopt", "fbgemm", "gguf", "quark", "hqq", "marlin")
-_NAMED = {
-    "vllm": (
-        "cpu-offload-gb", "kv-offloading-size", "num-gpu-blocks-override", "decode-context-parallel-size",
-        "prefill-context-parallel-size", "enable-expert-parallel", "hf-overrides", "rope-scaling", "load-format",
-        "model-loader-extra-config", "offload-params", "cpu-offload-params",
-    ),
-    "sglang": (
-        "cpu-offload-gb", "torchao-config", "max-total-tokens", "expert-parallel-size", "ep-size",
-        "enable-dp-attention", "json-model-override-args", "hicache-size", "enable-hierarchical-cache",
-    ),
-    "llama.cpp": (
-        "n-gpu-layers", "tensor-split", "n-cpu-moe", "cpu-moe", "override-tensor", "cache-type-k", "cache-type-v",
-        "model-draft", "rope-scaling", "rope-scale", "rope-freq-base", "no-kv-offload", "mmproj",
-    ),
-}  # fmt: skip
 _SPECULATIVE = ("speculative-config", "speculative-model", "speculative-draft-model-path", "speculative-algorithm")
 _HARMLESS = {"load-format": ("auto", "safetensors", "runai_streamer"), "n-gpu-layers": ("all", "auto")}
 SPARE_SHARE = 0.02
@@ -58,15 +43,14 @@ def quantization_of(command: ServerCommand, quantized: bool) -> str | None:
 
 def not_planned(command: ServerCommand) -> list[str]:
     """What matters for memory and no plan here has counted, in words."""
-    told = []
+    plan, told = profile(command.engine).data.get("plan", {}), []
     for flag in command.flags:
         value = flag.value or ""
-        matters = flag.name in _NAMED.get(command.engine, ()) and value not in _HARMLESS.get(flag.name, ())
+        matters = flag.name in plan.get("not-planned", "").split() and value not in _HARMLESS.get(flag.name, ())
         if flag.name == "n-gpu-layers" and value.isdecimal() and int(value) >= ALL_LAYERS:
             matters = False
-        if flag.name == "quantization" and command.engine in ("vllm", "sglang"):
-            known = value.lower() in METHODS or value.lower().startswith(_CHECKPOINT_METHODS)
-            matters = not known
+        if flag.name == "quantization" and plan.get("names-quantization"):
+            matters = value.lower() not in METHODS and not value.lower().startswith(_CHECKPOINT_METHODS)
         if flag.name in _SPECULATIVE:
             matters = draft_of(command) is None
         if flag.unknown and flag.name in _SIZES:
@@ -84,12 +68,11 @@ _SIZES = (
 
 def draft_of(command: ServerCommand) -> int | None:
     """Bytes of a draft's weights; 0: it has none (n-grams); None: not known."""
-    settings: dict[str, Any] = {}
     try:
-        read = json.loads(command.value("speculative-config") or "{}")
-        settings = read if isinstance(read, dict) else {}
+        read: Any = json.loads(command.value("speculative-config") or "{}")
     except (ValueError, RecursionError):
         return None
+    settings = read if isinstance(read, dict) else {}
     name = settings.get("model") or command.value("speculative-model") or command.value("speculative-draft-model-path")
     if name in ("ngram", "[ngram]") or (name is None and settings.get("method") == "ngram"):
         return 0
@@ -105,8 +88,11 @@ def stretched(command: ServerCommand) -> bool:
 def beyond(command: ServerCommand, told: PlanAnswer, split: Split | None) -> Iterator[Finding]:
     """Of a command that fits as far as the planner counts; `split`: as it divides a GPU, where it does so itself."""
     yield from _replicas(command, told)
-    if told.fits and split is None and told.question.machine.kind == "gpu":
-        yield from _draft(command, told)
+    if told.fits and split is None and told.question.machine.kind == "gpu" and speculates(command):
+        rank = min(told.fit.ranks, key=lambda one: one.room_bytes)
+        left, draft = rank.room_bytes - told.fit.needed_bytes(rank), draft_of(command)
+        if draft is not None and draft // len(told.fit.ranks) > left:
+            yield _speculative(command, draft, max(0, left))
 
 
 def _evidence(line: str) -> list[Evidence]:
@@ -214,16 +200,6 @@ def draft_too_large(command: ServerCommand, split: Split) -> Finding | None:
     return _speculative(command, split.draft_bytes, max(0, without.room_bytes - split.needed_bytes))
 
 
-def _share_words(told: PlanAnswer, rank: Rank) -> str:
-    """Of what a budget is a share; empty where it is none, or where less is free."""
-    device, share = rank.device, told.fit.utilization
-    on_cpu = device.kind == "cpu"
-    whole = device.free_bytes if on_cpu else device.total_bytes
-    if device.budget_bytes is not None or rank.budget_bytes != int(whole * share):
-        return ""
-    return f" ({share:g} of {format_bytes(whole)}{' of free RAM' if on_cpu else ''})"
-
-
 def budget_words(command: ServerCommand, told: PlanAnswer, split: Split | None) -> str:
     """What the plan rests on, in one line."""
     fit = told.fit
@@ -231,47 +207,36 @@ def budget_words(command: ServerCommand, told: PlanAnswer, split: Split | None) 
     each = "" if len(fit.ranks) == 1 else f" on each of {len(fit.ranks)}"
     weights = sum(term.nbytes for term in rank.terms if term.name == "weights")
     draft = (draft_of(command) or 0) // len(fit.ranks) if speculates(command) else 0
-    beside = f", draft {format_bytes(draft)}" if draft else ""
+    pool, after = rank.room_bytes - draft, ""
     if split is None:
-        text = f"budget {format_bytes(rank.budget_bytes)}{_share_words(told, rank)}{each}"
-        text += f", weights {format_bytes(weights)}{beside}"
-        pool = rank.room_bytes - draft
-    elif split.share is None:
-        text = f"{format_bytes(split.free_bytes)} free{each}, weights {format_bytes(weights)}{beside}"
-        pool = split.pool_bytes
+        device, on_cpu = rank.device, rank.device.kind == "cpu"
+        whole = device.free_bytes if on_cpu else device.total_bytes
+        text = f"budget {format_bytes(rank.budget_bytes)}"
+        if device.budget_bytes is None and rank.budget_bytes == int(whole * fit.utilization):  # Else less is free.
+            text += f" ({fit.utilization:g} of {format_bytes(whole)}{' of free RAM' if on_cpu else ''})"
+        text += f"{each}, "
     else:
-        chosen = "" if command.has(split.flag) else ", SGLang's own choice"
-        static = format_bytes(int(split.share * split.free_bytes))
-        text = f"{format_bytes(split.free_bytes)} free at start{each}, static share {split.share:g}{chosen} = {static}"
-        text += f": weights {format_bytes(split.weights_bytes)}{beside}"
-        pool = split.pool_bytes
+        pool, left = split.pool_bytes, format_bytes(max(0, split.left_bytes))
+        after = f"; {left} left for steps and graphs, which take some {format_bytes(split.beside_bytes)}"
+        text = f"{format_bytes(split.free_bytes)} free{each}, "
+        if split.share is not None:
+            chosen = "" if command.has(split.flag) else ", SGLang's own choice"
+            static, weights = format_bytes(int(split.share * split.free_bytes)), split.weights_bytes
+            share = f"static share {split.share:g}{chosen} = {static}"
+            text = f"{format_bytes(split.free_bytes)} free at start{each}, {share}: "
+    text += f"weights {format_bytes(weights)}" + (f", draft {format_bytes(draft)}" if draft else "")
     if split is None and not told.fits:
         return f"{text}, {format_bytes(fit.short_bytes)} short"
     if pool <= 0:
         return f"{text}, none for KV"
     length = max(1, min(fit.limits.max_model_len, rank.kv.longest(pool, told.question.model.spec.max_position)))
     at_once = rank.kv.concurrency(pool, length)
-    text += (
-        f", {format_bytes(pool)} for KV: some {int(at_once * length):,} tokens,"
-        f" {at_once:.1f} sequences of {length:,} at once"
-    )
-    if split is None:
-        return text
-    take = f"which take some {format_bytes(split.beside_bytes)}"
-    return f"{text}; {format_bytes(max(0, split.left_bytes))} left for steps and graphs, {take}"
+    held = f"some {int(at_once * length):,} tokens, {at_once:.1f} sequences of {length:,} at once"
+    return f"{text}, {format_bytes(pool)} for KV: {held}{after}"
 
 
 def speculates(command: ServerCommand) -> bool:
     return any(command.has(name) for name in _SPECULATIVE)
-
-
-def _draft(command: ServerCommand, told: PlanAnswer) -> Iterator[Finding]:
-    """A draft's weights stand beside the model's."""
-    draft = draft_of(command) if speculates(command) else None
-    rank = min(told.fit.ranks, key=lambda one: one.room_bytes)
-    left = rank.room_bytes - told.fit.needed_bytes(rank)
-    if draft is not None and draft // len(told.fit.ranks) > left:
-        yield _speculative(command, draft, max(0, left))
 
 
 def _speculative(command: ServerCommand, draft: int, left: int) -> Finding:

@@ -1,1 +1,1 @@
-"""Commands as people write them: shell, manifests, Python calls; flags and their aliases."""
+"""Commands as people write them: shell, manifests, Python calls."""

@@ -8,9 +8,11 @@ from __future__ import annotations
 import json
 import re
 import shlex
+from itertools import takewhile
 
-from holdfast.doctor.command.programs import engine_of_image, entry_point, program_start, version_of_image
+from holdfast.doctor.command.programs import engine_of_image, program_start, version_of_image
 from holdfast.doctor.command.shell import OpenQuote, split
+from holdfast.engine_profiles.profile import profile, release
 
 _KEY = re.compile(
     r"^(?P<indent>\s*)(?:- )?(?P<key>image|entrypoint|command|args|ENTRYPOINT|CMD)\b\s*:?\s*(?P<rest>.*)$"
@@ -50,52 +52,31 @@ def _words(rest: str, below: list[str]) -> list[str] | None:
         items = _block(below)
         if items:
             return items
-    if rest in (">", ">-", "|", "|-"):
-        folded = " ".join(line.strip().rstrip("\\") for line in _deeper(below))
-        return _split(folded)
-    return None
+    if rest not in (">", ">-", "|", "|-"):
+        return None
+    first = next((line for line in below if line.strip()), "")
+    indent = max(1, len(first) - len(first.lstrip()))
+    inside = takewhile(lambda line: not line.strip() or len(line) - len(line.lstrip()) >= indent, below)
+    try:
+        return [
+            word.value for word in split(" ".join(line.strip().rstrip("\\") for line in inside)) if not word.operator
+        ]
+    except OpenQuote:
+        return None
 
 
 def _flow(text: str) -> list[str] | None:
-    end = text.find("]")
-    while end >= 0:
-        try:
-            words = json.loads(text[: end + 1].replace("'", '"'))
-        except (ValueError, RecursionError):
-            end = text.find("]", end + 1)
-            continue
-        return [str(word) for word in words] if isinstance(words, list) else None
-    return None
+    """A list in brackets, whatever follows it."""
+    try:
+        words, _ = json.JSONDecoder().raw_decode(text.replace("'", '"'))
+    except (ValueError, RecursionError):
+        return None
+    return [str(word) for word in words]
 
 
 def _block(below: list[str]) -> list[str]:
-    items = []
-    for line in below:
-        item = _ITEM.match(line)
-        if item is None:
-            break
-        word = item["item"].strip()
-        quoted = len(word) > 1 and word[0] == word[-1] and word[0] in "'\""
-        items.append(word[1:-1] if quoted else word)
-    return items
-
-
-def _deeper(below: list[str]) -> list[str]:
-    first = next((line for line in below if line.strip()), "")
-    indent = len(first) - len(first.lstrip())
-    taken = []
-    for line in below:
-        if line.strip() and len(line) - len(line.lstrip()) < max(1, indent):
-            break
-        taken.append(line)
-    return taken
-
-
-def _split(text: str) -> list[str] | None:
-    try:
-        return [word.value for word in split(text) if not word.operator]
-    except OpenQuote:
-        return None
+    words = [item["item"].strip() for item in takewhile(bool, map(_ITEM.match, below)) if item is not None]
+    return [word[1:-1] if len(word) > 1 and word[0] == word[-1] and word[0] in "'\"" else word for word in words]
 
 
 def _line(words: list[str], image: str) -> str | None:
@@ -108,4 +89,6 @@ def _line(words: list[str], image: str) -> str | None:
     if program_start(words) is not None:
         return text
     engine = engine_of_image(image)
-    return None if engine is None else f"{entry_point(engine, version_of_image(image))} {text}"
+    if engine is None:
+        return None
+    return f"{profile(engine).start(release(version_of_image(image) or ''), in_image=True)} {text}"

@@ -1,4 +1,4 @@
-"""A server's engine started from Python, `LLM("owner/name", max_model_len=8192)`: its keywords read, and written anew.
+"""A server's engine started from Python, `LLM("owner/name", max_model_len=8192)`, read as a command.
 
 Runs no Python: what is no plain value is kept as it is written.
 """
@@ -7,31 +7,14 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
-_CALLS = (("vllm", re.compile(r"\b(?:Async)?LLM\(")), ("sglang", re.compile(r"\b(?:sgl\.)?Engine\(")))
-
-
-@dataclass(frozen=True, slots=True)
-class Keyword:
-    name: str
-    value: str
-    expression: bool
+from holdfast.doctor.command.server_command import Flag, ServerCommand
+from holdfast.engine_profiles.profile import MODEL_FLAGS, engines, profile
 
 
-@dataclass(frozen=True, slots=True)
-class PythonCall:
-    engine: str
-    name: str
-    """LLM, sgl.Engine."""
-    positional: str | None
-    keywords: tuple[Keyword, ...]
-
-
-def parse_call(text: str) -> PythonCall | None:
-    for engine, pattern in _CALLS:
-        found = pattern.search(text)
+def parse_call(text: str) -> ServerCommand | None:
+    for engine, how in engines().items():
+        found = re.search(how["call"], text) if "call" in how else None
         if found is None:
             continue
         name = found[0].rstrip("(")
@@ -41,23 +24,19 @@ def parse_call(text: str) -> PythonCall | None:
             continue
         if not isinstance(tree, ast.Call):
             continue
-        keywords = tuple(
-            Keyword(word.arg, _literal(word.value), not isinstance(word.value, ast.Constant))
+        flags = tuple(
+            Flag(
+                name=profile(engine).canonical(word.arg),
+                values=(_literal(word.value),),
+                expression=not isinstance(word.value, ast.Constant),
+            )
             for word in tree.keywords
             if word.arg is not None
         )
-        return PythonCall(engine, name, next((_literal(word) for word in tree.args), None), keywords)
+        named = [flag.value for flag in flags if flag.name in MODEL_FLAGS] + [_literal(word) for word in tree.args[:1]]
+        model = next((one for one in named if one), None)
+        return ServerCommand(engine=engine, words=(text,), program=(name,), model=model, flags=flags, call=name)
     return None
-
-
-def written_call(
-    name: str, model: str | None, keywords: Mapping[str, str], kept: Sequence[str], environment: Mapping[str, str]
-) -> str:
-    """`kept`: those of `keywords` that are Python as they stand."""
-    shown = [] if model is None else [repr(model)]
-    shown += [f"{word}={value if word in kept else _python(value)}" for word, value in keywords.items()]
-    before = "".join(f"os.environ[{variable!r}] = {value!r}; " for variable, value in environment.items())
-    return f"{before}{name}({', '.join(shown)})"
 
 
 def _balanced(text: str, start: int) -> str:
@@ -71,11 +50,3 @@ def _balanced(text: str, start: int) -> str:
 
 def _literal(value: ast.expr) -> str:
     return str(value.value) if isinstance(value, ast.Constant) else ast.unparse(value)
-
-
-def _python(value: str) -> str:
-    try:
-        ast.literal_eval(value)
-    except (ValueError, SyntaxError):
-        return repr(value)
-    return value

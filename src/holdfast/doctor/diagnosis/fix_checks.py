@@ -12,11 +12,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from holdfast.doctor.command.flag_aliases import canonical, translated
-from holdfast.doctor.command.known_flags import release, takes
 from holdfast.doctor.command.parse import ServerCommand
 from holdfast.doctor.diagnosis.catalogue_sizes import kv_token_gib, ranks_of
 from holdfast.doctor.diagnosis.llama_layers import STEP_GIB as LLAMA_STEP_GIB
+from holdfast.engine_profiles.profile import profile, release
 
 Changes = dict[str, str | None]
 _BACKEND_FLAG, _CAPTURE_FLAG, _JSON_LIMITS = (0, 13), (0, 11, 1), (0, 8, 5)
@@ -43,7 +42,7 @@ class Facts:
     numbers: Mapping[str, float]
 
     def flag(self, ours: str) -> str:
-        return translated(self.engine, ours) or f"--{ours}"
+        return profile(self.engine).spelling(ours) or f"--{ours}"
 
     def before(self, release_of: tuple[int, ...]) -> bool:
         """Whether it is known to be older."""
@@ -85,12 +84,12 @@ def _spelled(facts: Facts, changes: Changes, say: Callable[[str], None]) -> Chan
     if facts.before(_JSON_LIMITS) and changes.get("--limit-mm-per-prompt"):
         changes["--limit-mm-per-prompt"] = "image=1"
     for name, value in changes.items():
-        known = canonical(facts.engine, name)
+        known = profile(facts.engine).canonical(name)
         if (
             name.startswith("-")
             and value is not None
             and facts.version
-            and takes(facts.engine, known, facts.version) is False
+            and profile(facts.engine).takes(known, facts.version) is False
         ):
             return None
     gone = [name for name, value in changes.items() if value is None and name.startswith("-")]

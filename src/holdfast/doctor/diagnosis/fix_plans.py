@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from holdfast.doctor.command.flag_aliases import translated
 from holdfast.doctor.command.parse import ServerCommand
 from holdfast.doctor.diagnosis.catalogue_sizes import QUANTIZED_NAME
 from holdfast.doctor.findings import Fix
+from holdfast.engine_profiles.profile import profile
 from holdfast.errors import HoldfastError
 from holdfast.units import GIB, format_bytes
 
@@ -64,7 +64,7 @@ def _known(case: Case) -> str | None:
 
 
 def _checked(case: Case, name: str, fix: Fix) -> Fix:
-    parallel = translated(case.engine, "tensor-parallel-size")
+    parallel = profile(case.engine).spelling("tensor-parallel-size")
     if parallel is None or case.command is None or list(fix.changes) != [parallel]:
         return fix
     asked = int(float(fix.changes[parallel] or 1))

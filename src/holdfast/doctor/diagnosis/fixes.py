@@ -9,8 +9,6 @@ from __future__ import annotations
 import re
 import shlex
 
-from holdfast.doctor.command.flag_aliases import translated
-from holdfast.doctor.command.known_flags import nearest
 from holdfast.doctor.command.parse import ServerCommand
 from holdfast.doctor.diagnosis.catalogue_sizes import kv_token_gib
 from holdfast.doctor.diagnosis.fix_checks import Facts, sound
@@ -20,6 +18,7 @@ from holdfast.doctor.evidence.log_state import Event, LogState
 from holdfast.doctor.findings import Fix
 from holdfast.doctor.rules.formulas import evaluate, filled, holds, written
 from holdfast.doctor.rules.load import FixRule, Rule
+from holdfast.engine_profiles.profile import profile
 from holdfast.errors import ConfigurationError
 
 _SETTINGS = {
@@ -132,7 +131,7 @@ def _fix(scene: LogState, rule: FixRule, facts: Facts, words: dict[str, str]) ->
         if "{" in ours:
             asked |= _told(facts, ours, words)
             continue
-        flag, value = translated(engine, ours), _changed(formula, numbers, words)
+        flag, value = profile(engine).spelling(ours), _changed(formula, numbers, words)
         if flag is None or (value is None and formula is not False):
             return None
         asked[flag], names[flag] = value, ours
@@ -201,7 +200,7 @@ def _told(facts: Facts, ours: str, words: dict[str, str]) -> dict[str, str | Non
             continue
         flag = flag if flag.startswith("-") else f"--{flag.replace('_', '-')}"
         found[flag] = None
-        near = nearest(engine, flag)
+        near = profile(engine).nearest(flag)
         if near is not None and command is not None and command.has(flag):
             found[f"--{near}"] = command.value(flag) or ""
     return found

@@ -36,18 +36,6 @@ def arguments(text: str) -> Iterator[tuple[str, Any]]:
             yield named["quoted"] or named["plain"], _value(piece[named.end() :].strip())
 
 
-def rust_arguments(text: str) -> Iterator[tuple[str, Any]]:
-    words = {"true": True, "false": False, "None": None}
-    for piece in _pieces(text[:LONGEST]):
-        named = _NAMED.match(piece)
-        if named is None:
-            continue
-        written = piece[named.end() :].strip()
-        some = _SOME.match(written)
-        written = written if some is None else some[1].strip()
-        yield named["quoted"] or named["plain"], words[written] if written in words else _value(written)
-
-
 def _pieces(text: str) -> Iterator[str]:
     """Between the commas of the outermost level, to the bracket that closes it."""
     depth, quote, start, at = 0, "", 0, 0
@@ -73,6 +61,10 @@ def _pieces(text: str) -> Iterator[str]:
 
 
 def _value(written: str) -> Any:
+    some = _SOME.match(written)
+    written = written if some is None else some[1].strip()
+    if written in ("true", "false"):  # Rust's.
+        return written == "true"
     try:
         return _plain(ast.parse(_ENUM.sub(r"\1", written), mode="eval").body)
     except (ValueError, SyntaxError, MemoryError, RecursionError):

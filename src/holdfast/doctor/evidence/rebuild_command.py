@@ -8,73 +8,36 @@ from __future__ import annotations
 
 import json
 import shlex
-import tomllib
 from collections.abc import Mapping
-from functools import cache
-from importlib import resources
 from typing import Any
 
-from holdfast.doctor.command.flag_aliases import MANY_VALUED, MODEL_FLAGS
-from holdfast.doctor.command.known_flags import release
-from holdfast.doctor.command.programs import vllm_program
 from holdfast.doctor.evidence.argument_dumps import UNREADABLE, Call
+from holdfast.engine_profiles.profile import MODEL_FLAGS, profile, release
 
 _NO_FLAGS = ("subparser", "dispatch-function", "model-tag", "config", "model-config", "command")
-_DERIVED = {
-    "sglang": (
-        "attention-backend", "sampling-backend", "grammar-backend", "random-seed", "cuda-graph-bs", "page-size",
-        "nccl-port", "prefill-attention-backend", "decode-attention-backend", "mm-attention-backend", "device",
-    ),
-    "tgi": ("hostname",),
-}  # fmt: skip
-"""Worked out by the engine itself at every start, and printed as if somebody had set it."""
-_STATIC_SHARES = {1: "0.88", 2: "0.87", 4: "0.85", 8: "0.81", 16: "0.79"}
-"""SGLang's own choice by its ranks, where it does not work it out from the GPU's memory with more digits."""
-_STEPS = {
-    (2048, False): (8, 24), (2048, True): (8, 80), (4096, False): (32,), (4096, True): (160,),
-    (8192, False): (160, 256), (8192, True): (160, 512), (16_384, False): (512,), (16_384, True): (512,),
-}  # fmt: skip
-"""SGLang's own choice by the GPU's memory: tokens of a chunk, and the largest batch of its graphs, with 4 ranks or more
-(True) and with fewer. Of a pair that is none of these somebody set the one or the other."""
 _STEP_FLAGS = ("chunked-prefill-size", "cuda-graph-max-bs")
-_SWITCHES = ("enable-chunked-prefill", "enable-prefix-caching", "async-scheduling")
-"""Of vLLM: left out, they are decided by the model, so that False is a wish."""
-_JSON_LIMITS, _NO_FORM, _NO_PREFIX_FORM = (0, 8, 5), (0, 8, 5), (0, 6, 4)
-
-
-@cache
-def _defaults() -> dict[str, dict[str, list[str]]]:
-    return tomllib.loads(
-        (resources.files("holdfast.doctor") / "evidence" / "printed_defaults.toml").read_text(encoding="utf-8")
-    )
+_MANY_RANKS = 4
 
 
 def was_given(engine: str, name: str, value: Any, everything: Mapping[str, Any]) -> bool:
     """Of a dump of everything: whether somebody set it."""
-    if name in _NO_FLAGS or name in _DERIVED.get(engine, ()):
-        return False
-    if value is None or value in ([], {}, ""):
+    dumps = profile(engine).data.get("dumps", {})
+    if name in _NO_FLAGS or name in dumps.get("derived", ()) or value is None or value in ([], {}, ""):
         return False
     if value is False:
-        return engine == "vllm" and name in _SWITCHES
-    if engine == "sglang" and name in _STEP_FLAGS:
-        return not _own_steps(everything)
-    if engine == "sglang" and name == "mem-fraction-static":
-        ranks = everything.get("tensor-parallel-size", 1)
-        own = _STATIC_SHARES.get(ranks if isinstance(ranks, int) else 1)
-        return str(value) != own and len(str(value).partition(".")[2]) < 3
+        return name in dumps.get("switches", ())
+    ranks = everything.get("tensor-parallel-size", 1)
+    ranks = ranks if isinstance(ranks, int) else 1
+    if "steps" in dumps and name in _STEP_FLAGS:
+        chunk, batch = (everything.get(flag) for flag in _STEP_FLAGS)
+        own = dumps["steps"].get(str(chunk))
+        # Some releases do not print the batch.
+        return own is None or (batch is not None and batch not in own[ranks >= _MANY_RANKS])
+    if "fractions" in dumps and name == "mem-fraction-static":
+        return str(value) != dumps["fractions"].get(str(ranks)) and len(str(value).partition(".")[2]) < 3
     if name in ("served-model-name", "tokenizer", "tokenizer-path") and value in _models(everything):
         return False
-    return str(value) not in _defaults().get(engine, {}).get(name, ())
-
-
-def _own_steps(everything: Mapping[str, Any]) -> bool:
-    chunk, batch = (everything.get(name) for name in _STEP_FLAGS)
-    ranks = everything.get("tensor-parallel-size", 1)
-    many = isinstance(ranks, int) and ranks >= 4
-    if batch is None:  # Releases that do not print it.
-        return any(chunk == tokens for tokens, _ in _STEPS)
-    return isinstance(chunk, int) and batch in _STEPS.get((chunk, many), ())
+    return str(value) not in profile(engine).flag(name).defaults
 
 
 def _models(everything: Mapping[str, Any]) -> list[Any]:
@@ -92,21 +55,8 @@ def written(engine: str, model: str, given: Mapping[str, Any], version: str | No
             lost.append(f"--{name}")
         else:
             words += mine
-    return " ".join([_program(engine, model, version), *map(shlex.quote, words)]), lost
-
-
-def _program(engine: str, model: str, version: str | None) -> str:
-    name = shlex.quote(model)
-    if engine == "vllm":
-        program = vllm_program(version)
-        return f"{program} {name}" if program.endswith("serve") else f"{program} --model {name}"
-    return {
-        "sglang": f"python -m sglang.launch_server --model-path {name}",
-        "llama.cpp": f"llama-server -m {name}",
-        "tgi": f"text-generation-launcher --model-id {name}",
-        "ollama": "ollama serve",
-        "holdfast": f"holdfast serve {name}",
-    }.get(engine, f"vllm serve {name}")
+    program = profile(engine).start(release(version or ""), model=shlex.quote(model))
+    return " ".join([program, *map(shlex.quote, words)]), lost
 
 
 def _words(engine: str, name: str, value: Any, version: str | None) -> list[str] | None:
@@ -118,7 +68,7 @@ def _words(engine: str, name: str, value: Any, version: str | None) -> list[str]
     if isinstance(value, list):
         return _listed(engine, name, value)
     if isinstance(value, dict):
-        if name == "limit-mm-per-prompt" and version is not None and release(version) < _JSON_LIMITS:
+        if name == "limit-mm-per-prompt" and not _has("json-multimodal-limits", version):
             return [flag, ",".join(f"{kind}={count}" for kind, count in value.items())]
         return None if _has_calls(value) else [flag, json.dumps(value)]
     if name == "dtype":
@@ -127,12 +77,17 @@ def _words(engine: str, name: str, value: Any, version: str | None) -> list[str]
 
 
 def _off(engine: str, name: str, version: str | None) -> list[str]:
-    at = (99,) if version is None else release(version)
     if engine not in ("vllm", "holdfast"):
         return []
-    if at >= _NO_FORM or (name == "enable-prefix-caching" and at >= _NO_PREFIX_FORM) or engine == "holdfast":
+    feature = "no-prefix-caching-flag" if name == "enable-prefix-caching" else "negated-flags"
+    if engine == "holdfast" or _has(feature, version):
         return [f"--no-{name}"]
     return [f"--{name}=False"] if name == "enable-chunked-prefill" else []
+
+
+def _has(feature: str, version: str | None) -> bool:
+    """Of vLLM; of no version the newest."""
+    return version is None or profile("vllm").has(feature, release(version))
 
 
 def _listed(engine: str, name: str, values: list[Any]) -> list[str] | None:
@@ -145,7 +100,7 @@ def _listed(engine: str, name: str, values: list[Any]) -> list[str] | None:
     if name in ("middleware", "logits-processors"):
         return [word for value in values for word in (flag, str(value))]
     plain = [value for value in values if not isinstance(value, dict | list)]
-    if name in MANY_VALUED.get(engine, ()) and len(plain) == len(values):
+    if profile(engine).takes_many(name) and len(plain) == len(values):
         return [flag, *map(str, values)]
     return [flag, json.dumps(values)]
 
@@ -162,8 +117,5 @@ def _adapter(value: Any) -> str | None:
 
 
 def _has_calls(value: Any) -> bool:
-    if isinstance(value, dict):
-        return any(_has_calls(one) for one in value.values())
-    if isinstance(value, list):
-        return any(_has_calls(one) for one in value)
-    return isinstance(value, Call) or value is UNREADABLE
+    inside = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return isinstance(value, Call) or value is UNREADABLE or any(_has_calls(one) for one in inside)

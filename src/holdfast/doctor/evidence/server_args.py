@@ -12,16 +12,21 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable
+from functools import lru_cache
 from typing import Any
 
-from holdfast.doctor.command.flag_aliases import MODEL_FLAGS, canonical
 from holdfast.doctor.command.parse import ServerCommand, parse_command
-from holdfast.doctor.evidence.argument_dumps import Call, arguments, rust_arguments
+from holdfast.doctor.evidence.argument_dumps import Call, arguments
 from holdfast.doctor.evidence.rebuild_command import was_given, written
+from holdfast.engine_profiles.profile import MODEL_FLAGS, engines, profile
 
-_NON_DEFAULT = re.compile(r"non-default args: \{(.*)")
-_NAMESPACE = re.compile(r"args: (?:vLLM )?Namespace\((.*)")
-_SERVER_ARGS = re.compile(r"server_args\s*=\s*ServerArgs\((.*)|^ServerArgs\((.*)")
+_DUMPS = (
+    (None, re.compile(r"non-default args: \{(.*)")),
+    ("vllm", re.compile(r"args: (?:vLLM )?Namespace\((.*)")),
+    ("sglang", re.compile(r"(?:server_args\s*=\s*|^)ServerArgs\((.*)")),
+    ("tgi", re.compile(r"Args \{ (.*)")),
+)
+"""Of all arguments of an engine; of None only those that were set, of the engine that the log is of."""
 _CONFIGURATION = re.compile(
     r"(?:Initializing|Dumping input data for) (?:(?:an?|the) )?.*?LLM engine.*? with config: (.*)"
 )
@@ -30,10 +35,8 @@ _RUST = "Args {"
 _RUST_LINE = re.compile(r"[}\])]|\s+(?:\w+: \S|[\"\w./:-]+,?$|[)\]}],?$)")
 _NOTHING_INSIDE = re.compile(r"Some\(\s*\n(?=\s{4}\w+:|\})")
 _COMMAND = re.compile(
-    r"\bvllm serve\b|vllm[./]entrypoints[./]|\bapi_server\.py\b|sglang[. ](?:launch_server|serve)|\bllama-server\b"
-    r"|\bserver -m |llama_cpp\.server|text-generation-launcher --|\bollama serve\b|\bholdfast serve\b|\bLLM\("
-    r"|\bsgl\.Engine\("
-    r"|(?:docker|podman) run .*(?:vllm|sglang|text-generation|llama|ollama|holdfast)"
+    "|".join(how["in-log"] for how in engines().values())
+    + r"|(?:docker|podman) run .*(?:vllm|sglang|text-generation|llama|ollama|holdfast)"
 )
 _NO_COMMAND = re.compile(r"^\s*(?:File|-+>|\d+ )|\^\^\^|site-packages|dist-packages|\busage:|\[options\]|\[model_tag\]")
 _LLAMA = (
@@ -58,6 +61,10 @@ _LONGEST = 20_000
 """Characters of a command or a dump that goes over several lines."""
 
 
+_parsed = lru_cache(maxsize=4)(parse_command)
+"""A command that is written again is asked for with every fix."""
+
+
 class ServerArgs:
     """Gathered as the log is read: what was set, and the command where one was seen."""
 
@@ -73,7 +80,6 @@ class ServerArgs:
         self._whole = False
         """What was given was told as such; a configuration beside it adds nothing to the command."""
         self._begun, self._rust, self._torn = "", False, False
-        self._last: tuple[str, ServerCommand | None] | None = None
 
     def read(self, text: str, engine: str | None) -> bool:
         """Whether the line told any."""
@@ -96,18 +102,15 @@ class ServerArgs:
 
     def _goes_on(self, text: str) -> bool:
         """Whether the line belongs to what was begun; where that has ended, it is taken as it stands."""
-        inside = _RUST_LINE.match(text) is not None if self._rust else True
-        if inside:
-            self._begun = f"{self._begun}\n{text}"
-        ended = not inside or text.startswith("}") if self._rust else not text.rstrip().endswith("\\")
-        if len(self._begun) > _LONGEST:
-            self.listing = False
-        elif ended:
-            self.listing = False
+        inside = not self._rust or _RUST_LINE.match(text) is not None
+        ended = (not inside or text.startswith("}")) if self._rust else not text.rstrip().endswith("\\")
+        self._begun += f"\n{text}" if inside else ""
+        self.listing = not ended and len(self._begun) <= _LONGEST
+        if ended and len(self._begun) <= _LONGEST:
             if self._rust:
                 # Its numbers stand in lines of their own, which may have been passed over as those of no meaning are.
                 told, lost = _NOTHING_INSIDE.subn("None,\n", self._begun)
-                self._take("tgi", dict(rust_arguments(told)), everything=True)
+                self._take("tgi", dict(arguments(told)), everything=True)
                 self._torn = lost > 0 or not inside
             else:
                 self._told_command(self._begun)
@@ -115,74 +118,53 @@ class ServerArgs:
 
     def _told_command(self, text: str) -> bool:
         command = parse_command(text)
-        if command is None or not (command.flags or command.model) or not self._better(command):
+        if command is None or not (command.flags or command.model):
+            return False
+        if self.command is not None and len(command.flags) < len(self.command.flags):
             return False
         self.command, self._whole = command, True
         self.version = command.version or self.version
-        for flag in command.flags:
-            if not flag.unknown:
-                self.values[flag.name] = flag.value if flag.value is not None else "True"
+        known = [flag for flag in command.flags if not flag.unknown]
+        self.values |= {flag.name: "True" if flag.value is None else flag.value for flag in known}
         return True
 
-    def _better(self, command: ServerCommand) -> bool:
-        return self.command is None or len(command.flags) >= len(self.command.flags)
-
     def _dump(self, text: str, engine: str) -> bool:
-        given = _NON_DEFAULT.search(text)
-        if given is not None:
-            self._take(engine, dict(arguments(given[1])), everything=False)
-            return True
-        whole = _NAMESPACE.search(text)
-        if whole is not None:
-            self._take("vllm", dict(arguments(whole[1])), everything=True)
-            return True
-        whole = _SERVER_ARGS.search(text)
-        if whole is not None:
-            self._take("sglang", dict(arguments(whole[1] or whole[2])), everything=True)
-            return True
-        if f"{_RUST} " in text:
-            self._torn = not text.rstrip().endswith("}")
-            self._take("tgi", dict(rust_arguments(text.split(f"{_RUST} ", 1)[1])), everything=True)
-            return True
+        for whose, pattern in _DUMPS:
+            dumped = pattern.search(text)
+            if dumped is not None:
+                self._torn = whose == "tgi" and not text.rstrip().endswith("}")
+                self._take(whose or engine, dict(arguments(dumped[1])), everything=whose is not None)
+                return True
         configured = _CONFIGURATION.search(text)
         if configured is not None:
             self._configuration(dict(arguments(configured[1])))
         return configured is not None
 
     def _take(self, engine: str, dumped: dict[str, Any], *, everything: bool) -> None:
-        named = {canonical(engine, name): value for name, value in dumped.items()}
+        named = {profile(engine).canonical(name): value for name, value in dumped.items()}
+        self._given, self._whole = named, True
         if everything:
-            given = {name: value for name, value in named.items() if was_given(engine, name, value, named)}
-            given |= {name: named[name] for name in MODEL_FLAGS if named.get(name)}
-        else:
-            given = named
-        self._given, self._whole = given, True
+            self._given = {name: value for name, value in named.items() if was_given(engine, name, value, named)}
+            self._given |= {name: named[name] for name in MODEL_FLAGS if named.get(name)}
         for name, value in named.items():
-            plain = isinstance(value, str | int | float | bool) and value is not False
-            if name in given or (everything and plain and not isinstance(value, bool)):
+            plain = isinstance(value, str | int | float) and not isinstance(value, bool)
+            if name in self._given or (everything and plain):
                 self.values[name] = str(value)
 
     def _configuration(self, dumped: dict[str, Any]) -> None:
-        named = {canonical("vllm", name): value for name, value in dumped.items()}
-        if "max-seq-len" in named:
-            named["max-model-len"] = named.pop("max-seq-len")
-        self._derived = named
+        self._derived = {profile("vllm").canonical(name): value for name, value in dumped.items()}
+        if "max-seq-len" in self._derived:
+            self._derived["max-model-len"] = self._derived.pop("max-seq-len")
         for name in (*_WRITTEN_FROM_CONFIGURATION, *MODEL_FLAGS):
-            if name == "dtype" or named.get(name) in (None, False) or isinstance(named[name], Call | list | dict):
-                continue
-            if name not in self.values:
-                self.values[name] = str(named[name])
+            value = self._derived.get(name)
+            if name != "dtype" and value not in (None, False) and not isinstance(value, Call | list | dict):
+                self.values.setdefault(name, str(value))
 
     def _llama(self, text: str, engine: str | None) -> bool:
-        if engine not in ("llama.cpp", None):
-            return False
-        told = False
-        for name, pattern in _LLAMA:
-            found = pattern.search(text)
-            if found is not None:
-                told = True
-                self.values[name] = found[1]
-        return told
+        seen = {name: pattern.search(text) for name, pattern in _LLAMA if engine in ("llama.cpp", None)}
+        told = {name: found[1] for name, found in seen.items() if found is not None}
+        self.values |= told
+        return bool(told)
 
     def rank(self, process: str) -> None:
         """Of SGLang's lines: TP1 shows that there are two at least."""
@@ -199,11 +181,8 @@ class ServerArgs:
 
     def number(self, *names: str) -> float | None:
         for name in names:
-            value = self.values.get(name)
-            if value is None:
-                continue
             try:
-                number = float(value)
+                number = float(self.values.get(name, "nan"))
             except ValueError:
                 continue
             if math.isfinite(number):
@@ -231,30 +210,24 @@ class ServerArgs:
             return self.command
         model = self.model or "MODEL"
         given = self._given if self._whole else dict(self._only_given(engine, model))
-        text = written(engine, model, given, self.version)[0]
-        if self._last is None or self._last[0] != text:  # It is asked for with every fix.
-            self._last = text, parse_command(text)
-        return self._last[1]
+        return _parsed(written(engine, model, given, self.version)[0])
 
     def _only_given(self, engine: str, model: str) -> Iterable[tuple[str, Any]]:
         """Of a configuration, what no model and no default explains."""
         if engine == "llama.cpp":
-            for name, _ in _LLAMA[1:]:
-                if name in self.values and (name, self.values[name]) != ("parallel", "1"):
-                    yield name, self.values[name]
-            return
+            told = [(name, self.values[name]) for name, _ in _LLAMA[1:] if name in self.values]
+            return [one for one in told if one != ("parallel", "1")]
         ranks = self.values.get("tensor-parallel-size", "1")
-        for name in _WRITTEN_FROM_CONFIGURATION:
-            value = self._derived.get(name, ranks if name == "tensor-parallel-size" and ranks != "1" else None)
-            if value in (None, False, 1, "auto", "None", model, [model]) or isinstance(value, Call):
-                continue
-            if name == "quantization" and value not in _MADE_WHILE_LOADING:
-                continue
-            if name == "dtype" and str(value).endswith("bfloat16"):
-                continue
-            if name == "max-model-len" and value == _made_for(model):
-                continue
-            yield name, value
+        values = {"tensor-parallel-size": None if ranks == "1" else ranks} | self._derived
+        return [
+            (name, value)
+            for name in _WRITTEN_FROM_CONFIGURATION
+            if (value := values.get(name)) not in (None, False, 1, "auto", "None", model, [model])
+            and not isinstance(value, Call)
+            and not (name == "quantization" and value not in _MADE_WHILE_LOADING)
+            and not (name == "dtype" and str(value).endswith("bfloat16"))
+            and not (name == "max-model-len" and value == _made_for(model))
+        ]
 
 
 def _made_for(model: str) -> int | None:

@@ -7,9 +7,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from holdfast.doctor.build_finding import Confidence, found
-from holdfast.doctor.command.flag_aliases import translated
 from holdfast.doctor.findings import Evidence, Finding, Fix, RootCause
 from holdfast.doctor.probe.metrics_page import MetricSample
+from holdfast.engine_profiles.profile import profile
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,4 +85,4 @@ def finding_of(
 
 
 def flag_of(looked: Looked, ours: str) -> str:
-    return translated(looked.engine or "vllm", ours) or f"--{ours}"
+    return profile(looked.engine or "vllm").spelling(ours) or f"--{ours}"

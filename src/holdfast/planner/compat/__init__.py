@@ -1,1 +1,1 @@
-"""What other engines support: architectures, kernels by GPU, and how releases divide memory."""
+"""What other engines support on which GPU, and how releases of vLLM divide memory."""

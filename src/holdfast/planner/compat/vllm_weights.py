@@ -29,23 +29,11 @@ TWO_BASES = ("Gemma3", "Gemma4", "Olmo3")
 ROUNDED_FROM_BYTES, ROUNDED_TO_BYTES, SPLIT_BYTES = 10 * MIB, 2 * MIB, 1 * MIB
 """torch takes memory for tensors from the first size on in multiples of the second, and gives back of that what is more
 than the third: 35 MiB count as 36, 52.5 MiB as 52.5."""
-TRITON_ON_HOPPER = (0, 11)
-"""The first whose torch is new enough for it."""
 
 
-@dataclass(frozen=True, slots=True)
-class ExpertKernel:
-    """Sides of an expert are rounded up to multiples of these, the inner one on each rank by itself."""
-
-    name: str
-    hidden: int
-    inner: int
-
-
-MARLIN = ExpertKernel("Marlin", 256, 128)
-TRITON = ExpertKernel("Triton", 256, 64)
-FLASHINFER = ExpertKernel("FlashInfer", 256, 256)
-ROCM = ExpertKernel("ROCm's Triton", 256, 256)
+ExpertKernel = tuple[int, int]
+"""Sides of an expert are rounded up to multiples of these, the inner one on each rank by itself."""
+EXPERT_KERNELS = {"Marlin": (256, 128), "Triton": (256, 64), "FlashInfer": (256, 256), "ROCm's Triton": (256, 256)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,15 +50,14 @@ class ExtraBytes:
 
 def expert_kernel(gpu: Gpu | None, vllm: Vllm | None = None, *, adapters: bool = False) -> ExpertKernel:
     """For experts in MXFP4. Of a GPU that is not known the one that most have; of no version the newest."""
-    version = (Vllm() if vllm is None else vllm).version
     if gpu is not None and gpu.vendor == "amd":
-        return ROCM
+        return EXPERT_KERNELS["ROCm's Triton"]
     major = 0 if gpu is None or gpu.compute_capability is None else gpu.compute_capability[0]
     if major == 10 and not adapters:
-        return FLASHINFER
-    if major == 9 and version >= TRITON_ON_HOPPER and not adapters:
-        return TRITON
-    return MARLIN
+        return EXPERT_KERNELS["FlashInfer"]
+    if major == 9 and (vllm or Vllm()).has("triton-experts-on-hopper") and not adapters:
+        return EXPERT_KERNELS["Triton"]
+    return EXPERT_KERNELS["Marlin"]
 
 
 def beside_weights(
@@ -84,17 +71,19 @@ def _beside(
     key: Same[PlannedModel], kernel: ExpertKernel, dtype: str, tensor_parallel: int, stage: int, stages: int
 ) -> ExtraBytes:
     model = key.held
-    rotary = rotary_positions(model.spec) * model.spec.rope.dim * DTYPE_BYTES[dtype]
+    rotary, quantization = (
+        rotary_positions(model.spec) * model.spec.rope.dim * DTYPE_BYTES[dtype],
+        model.spec.quantization,
+    )
+    if quantization is None or quantization.method != "mxfp4" or model.format == "gguf":
+        return ExtraBytes(rotary, 0)
     grown = [
         Weight(tensor=weight.tensor, nbytes=round(weight.nbytes * more))
-        for weight in _padded_experts(model, dtype)
-        if (more := _growth(model.spec, weight, kernel, tensor_parallel)) > 0
+        for weight in weights_of(model, dtype=dtype)
+        if (more := _growth(model.spec, weight.tensor, kernel, tensor_parallel)) > 0
     ]
-    if not grown:
-        return ExtraBytes(rotary, 0)
-    return ExtraBytes(
-        rotary, rank_bytes(grown, model.spec, tensor_parallel=tensor_parallel, stage=stage, stages=stages)
-    )
+    padding = rank_bytes(grown, model.spec, tensor_parallel=tensor_parallel, stage=stage, stages=stages) if grown else 0
+    return ExtraBytes(rotary, padding)
 
 
 def rounding_bytes(model: PlannedModel, *, dtype: str, tensor_parallel: int, stage: int = 0, stages: int = 1) -> int:
@@ -147,25 +136,15 @@ def rotary_positions(spec: ModelSpec) -> int:
     return rows * (2 if spec.architecture.startswith(TWO_BASES) else 1)
 
 
-def _padded_experts(model: PlannedModel, dtype: str) -> list[Weight]:
-    if model.spec.quantization is None or model.spec.quantization.method != "mxfp4" or model.format == "gguf":
-        return []
-    return [
-        weight
-        for weight in weights_of(model, dtype=dtype)
-        if weight.tensor is not None and weight.tensor.experts and len(weight.tensor.shape) == 3
-    ]
-
-
-def _growth(spec: ModelSpec, weight: Weight, kernel: ExpertKernel, ranks: int) -> float:
+def _growth(spec: ModelSpec, tensor: TensorSpec | None, kernel: ExpertKernel, ranks: int) -> float:
     """By what share of itself the tensor grows."""
-    tensor = weight.tensor
-    experts = None if tensor is None or tensor.layer is None else spec.layers[tensor.layer].experts
+    if tensor is None or tensor.layer is None or not tensor.experts or len(tensor.shape) != 3:
+        return 0.0
+    experts = spec.layers[tensor.layer].experts
     if experts is None:
         return 0.0
-    inner = -(-experts.intermediate_size // ranks)
-    padded = _whole(spec.hidden_size, kernel.hidden) * _whole(inner, kernel.inner) * ranks
-    return padded / (spec.hidden_size * experts.intermediate_size) - 1
+    hidden, inner = _whole(spec.hidden_size, kernel[0]), _whole(-(-experts.intermediate_size // ranks), kernel[1])
+    return hidden * inner * ranks / (spec.hidden_size * experts.intermediate_size) - 1
 
 
 def _whole(size: int, multiple: int) -> int:

@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from holdfast.engine_profiles.profile import Release, profile
 from holdfast.planner.fit.search import Fit
 from holdfast.planner.inputs.question import Device
 from holdfast.units import MIB
@@ -40,21 +41,21 @@ class Command:
     """What it keeps otherwise than the plan does; among the notes too."""
 
 
-def line(program: str, model: str, flags: Mapping[str, object]) -> str:
-    parts = [*shlex.split(program), *([model] if model else [])]
-    for name, value in flags.items():
-        parts += [name] if value is True else [name, str(value)]
+def line(engine: str, model: str, settings: Mapping[str, object], at: Release = ()) -> str:
+    """A command in the engine's words, of our settings and of flags as they are; None: left to the engine."""
+    known = profile(engine)
+    parts = shlex.split(known.start(at, model=shlex.quote(model) if model else None))
+    for name, value in settings.items():
+        flag = name if name.startswith("-") else known.spelling(name.replace("_", "-"), new=True)
+        if flag is not None and value is not None:
+            parts += [flag] if value is True else [flag, str(value)]
     return shlex.join(parts)
 
 
-def parallel(fit: Fit, tensor: str, pipeline: str) -> dict[str, object]:
-    """How the model is split, under an engine's names for it."""
-    found: dict[str, object] = {}
-    if fit.tensor_parallel > 1:
-        found[tensor] = fit.tensor_parallel
-    if fit.pipeline_parallel > 1:
-        found[pipeline] = fit.pipeline_parallel
-    return found
+def parallel(fit: Fit) -> dict[str, object]:
+    """How the model is split; one rank is what every engine takes by itself."""
+    ranks = {"tensor_parallel_size": fit.tensor_parallel, "pipeline_parallel_size": fit.pipeline_parallel}
+    return {name: size for name, size in ranks.items() if size > 1}
 
 
 def named_dtype(fit: Fit) -> str | None:

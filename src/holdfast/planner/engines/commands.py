@@ -12,9 +12,15 @@ from dataclasses import replace
 
 from holdfast.config.engine import CPU_STEP_TOKENS, GPU_STEP_TOKENS, REFUSED, EngineConfig
 from holdfast.config.setting import Origin, build
+from holdfast.engine_profiles.profile import profile, spelled_release
 from holdfast.errors import ConfigurationError
-from holdfast.planner.compat.architectures import sglang_since
-from holdfast.planner.compat.gpu_kernels import build_note, lacks_engine, lacks_fp8_kv, lacks_gguf_types, lacks_method
+from holdfast.planner.compat.gpu_kernels import (
+    build_note,
+    lacks_capability,
+    lacks_engine,
+    lacks_gguf_types,
+    lacks_method,
+)
 from holdfast.planner.compat.vllm_release import Vllm, parse_vllm
 from holdfast.planner.engines.command import (
     ROUNDING,
@@ -26,8 +32,8 @@ from holdfast.planner.engines.command import (
     total_is_known,
     written_size,
 )
-from holdfast.planner.engines.fp8_loading import Whole, loaded_whole
-from holdfast.planner.engines.vllm_command import vllm_command
+from holdfast.planner.engines.fp8_loading import loaded_whole
+from holdfast.planner.engines.vllm_command import USUAL_BLOCK_TOKENS, vllm_command
 from holdfast.planner.fit.search import DEFAULT_UTILIZATION, Fit
 from holdfast.planner.fit.search import fit as fit_again
 from holdfast.planner.inputs.question import PlannedModel
@@ -37,8 +43,6 @@ from holdfast.units import format_bytes
 
 ENGINES = ("holdfast", "vllm", "sglang", "llama.cpp")
 UNKNOWN_ENGINE = "HF146"
-LLAMA_KV_TYPES: Mapping[str, str] = {"float32": "f32", "bfloat16": "f16", "float16": "f16", "fp8": "q8_0"}
-"""Of the same size, or the nearest it has."""
 LLAMA_MOST_SLOTS, LLAMA_ROUND_TOKENS = 64, 256
 HELD_BEFORE_KV = ("weights", "rotary", "padding", "adapters")
 SGLANG_LEAST_FRACTION, SGLANG_MOST_FRACTION = 0.05, 0.95
@@ -79,13 +83,12 @@ def commands(fit: Fit, *, sequences: int, vllm: Vllm | None = None) -> dict[str,
 
 
 def holdfast_command(fit: Fit, sequences: int) -> Command:
-    settings = _holdfast_settings(fit, sequences)
+    settings = {name: value for name, value in _holdfast_settings(fit, sequences).items() if value is not None}
     source = holdfast_source(fit.question.model)
-    flags = {"--" + name.replace("_", "-"): value for name, value in settings.items()}
     lacks = (*source.lacks, *_holdfast_problems(fit, settings))
     return Command(
         engine="holdfast",
-        text=line("holdfast serve", source.name, flags),
+        text=line("holdfast", source.name, settings),
         available=source.ready and not lacks,
         notes=(*source.notes, *lacks),
         lacks=lacks,
@@ -93,28 +96,27 @@ def holdfast_command(fit: Fit, sequences: int) -> Command:
 
 
 def _holdfast_settings(fit: Fit, sequences: int) -> dict[str, object]:
-    asked = fit.question.settings
-    flags: dict[str, object] = {"max_model_len": fit.limits.max_model_len, "max_num_seqs": sequences}
+    """None: as it is by itself."""
+    asked, device, step = fit.question.settings, fit.ranks[0].device, fit.limits.max_num_batched_tokens
     usual = GPU_STEP_TOKENS if fit.question.machine.kind == "gpu" else CPU_STEP_TOKENS
-    if fit.limits.max_num_batched_tokens != usual:
-        flags["max_num_batched_tokens"] = fit.limits.max_num_batched_tokens
-    device = fit.ranks[0].device
-    if device.budget_bytes is not None:
-        flags["ram" if device.kind == "cpu" else "vram"] = written_size(device.budget_bytes)
-    elif fit.utilization != DEFAULT_UTILIZATION:
-        flags["gpu_memory_utilization"] = f"{fit.utilization:g}"
-    if asked.dtype != "auto":
-        flags["dtype"] = fit.dtype
-    if fit.kv_dtype != fit.dtype:
-        flags["kv_cache_dtype"] = fit.kv_dtype
-    if asked.block_tokens != 16:
-        flags["block_size"] = asked.block_tokens
-    if asked.expand_weights != "auto":
-        flags["expand_weights"] = asked.expand_weights
-    flags |= parallel(fit, "tensor_parallel_size", "pipeline_parallel_size")
-    if asked.max_loras:
-        flags |= {"enable_lora": True, "max_loras": asked.max_loras, "max_lora_rank": asked.max_lora_rank}
-    return flags | dict(fit.serve_settings)
+    budget = None if device.budget_bytes is None else written_size(device.budget_bytes)
+    by_default = budget is not None or fit.utilization == DEFAULT_UTILIZATION
+    return {
+        "max_model_len": fit.limits.max_model_len,
+        "max_num_seqs": sequences,
+        "max_num_batched_tokens": None if step == usual else step,
+        "ram" if device.kind == "cpu" else "vram": budget,
+        "gpu_memory_utilization": None if by_default else f"{fit.utilization:g}",
+        "dtype": None if asked.dtype == "auto" else fit.dtype,
+        "kv_cache_dtype": None if fit.kv_dtype == fit.dtype else fit.kv_dtype,
+        "block_size": None if asked.block_tokens == USUAL_BLOCK_TOKENS else asked.block_tokens,
+        "expand_weights": None if asked.expand_weights == "auto" else asked.expand_weights,
+        **parallel(fit),
+        "enable_lora": True if asked.max_loras else None,
+        "max_loras": asked.max_loras or None,
+        "max_lora_rank": asked.max_lora_rank if asked.max_loras else None,
+        **fit.serve_settings,
+    }
 
 
 def _holdfast_problems(fit: Fit, settings: Mapping[str, object]) -> list[str]:
@@ -147,26 +149,22 @@ def _sglang_command(fit: Fit, sequences: int) -> Command:
     source = torch_source(fit.question.model, "sglang")
     on_gpu = fit.question.machine.kind == "gpu"
     known = on_gpu and all(total_is_known(rank.device) for rank in fit.ranks)
-    flags: dict[str, object] = {
-        **({"--mem-fraction-static": f"{sglang_fraction(fit):g}"} if known else {"--max-total-tokens": fit.kv_tokens}),
-        "--context-length": fit.limits.max_model_len,
-        "--max-running-requests": sequences,
-        "--chunked-prefill-size": fit.limits.max_num_batched_tokens,
+    asked, own = fit.question.settings, profile("sglang")
+    lora = {"enable_lora": True, "lora_target_modules": "all", "max_lora_rank": asked.max_lora_rank}
+    settings: dict[str, object] = {
+        "gpu_memory_utilization": f"{sglang_fraction(fit):g}" if known else None,
+        "kv_tokens": None if known else fit.kv_tokens,
+        "max_model_len": fit.limits.max_model_len,
+        "max_num_seqs": sequences,
+        "max_num_batched_tokens": fit.limits.max_num_batched_tokens,
+        "dtype": named_dtype(fit),
+        "kv_cache_dtype": own.data["kv-types"].get(fit.kv_dtype),
+        **source.flags,
+        **parallel(fit),
+        **(lora | {"max_loras": asked.max_loras} if asked.max_loras else {}),
+        "device": None if on_gpu else "cpu",
     }
-    dtype = named_dtype(fit)
-    if dtype is not None:
-        flags["--dtype"] = dtype
-    if fit.kv_dtype == "fp8":
-        flags["--kv-cache-dtype"] = "fp8_e4m3"
-    flags |= source.flags
-    flags |= parallel(fit, "--tp-size", "--pp-size")
-    asked = fit.question.settings
-    if asked.max_loras:
-        flags |= {"--enable-lora": True, "--lora-target-modules": "all", "--max-lora-rank": asked.max_lora_rank}
-        flags["--max-loras-per-batch"] = asked.max_loras
-    if not on_gpu:
-        flags["--device"] = "cpu"
-    text = line("python -m sglang.launch_server --model-path", source.name, flags)
+    text = line("sglang", source.name, settings)
     if not on_gpu:
         notes = ("on a CPU SGLang needs its own build", *source.notes)
         return Command(engine="sglang", text=text, available=False, notes=notes)
@@ -174,16 +172,19 @@ def _sglang_command(fit: Fit, sequences: int) -> Command:
     if not known:
         memory = "--vram does not give the GPU's total memory, so the KV pool is set in tokens instead of a fraction"
     gpus = [rank.device.gpu for rank in fit.ranks]
-    whole = loaded_whole(fit, "SGLang") if source.makes_fp8 else Whole()
+    note, too_large = loaded_whole(fit, "SGLang") if source.makes_fp8 else (None, None)
     checks = (
         lacks_engine("sglang", gpus), lacks_method(fit.question.model, gpus), lacks_gguf_types(fit.question.model),
-        lacks_fp8_kv(fit.kv_dtype, gpus),
+        lacks_capability("an FP8 KV cache", gpus, own.data["gpus"]["fp8-kv"]) if fit.kv_dtype == "fp8" else None,
         f"it stores KV in dtype, {fit.dtype}, or in fp8: not in {fit.kv_dtype}"
         if fit.kv_dtype not in (fit.dtype, "fp8") else None,
-        whole.lacking,
+        too_large,
     )  # fmt: skip
     lacking = [one for one in checks if one is not None]
-    known_of_it = (sglang_since(fit.question.model.spec.architecture), build_note("sglang", gpus), whole.note)
+    architecture = fit.question.model.spec.architecture
+    first = own.since("architectures", architecture)
+    since = None if first is None else f"{architecture} is in SGLang since {spelled_release(first)}"
+    known_of_it = (since, build_note("sglang", gpus), note)
     notes = (memory, *source.notes, *(one for one in known_of_it if one is not None), *lacking)
     return Command(
         engine="sglang", text=text, available=source.ready and not lacking, notes=notes, lacks=tuple(lacking)
@@ -212,20 +213,23 @@ def _llama_command(planned: Fit, sequences: int) -> Command:
         short = f"as llama.cpp allocates memory, it is {format_bytes(fit.short_bytes)} short"
         return Command(engine="llama.cpp", text="", available=False, notes=(*notes, short), lacks=(short,))
     slots, each = _llama_slots(fit, sequences)
-    flags: dict[str, object] = {**source.flags, "-c": each * slots, "-np": slots}
-    if on_gpu:
-        flags["-ngl"] = len(fit.question.model.spec.layers) + 1
-    kv_type = LLAMA_KV_TYPES[fit.kv_dtype]
-    if kv_type != "f16":
-        flags |= {"-ctk": kv_type, "-ctv": kv_type}
-    if kv_type == "q8_0":
-        flags["-fa"] = "on"
-    if fit.tensor_parallel * fit.pipeline_parallel > 1:
-        flags["-sm"] = "layer"
+    kv_type = profile("llama.cpp").data["kv-types"][fit.kv_dtype]
+    split = fit.tensor_parallel * fit.pipeline_parallel > 1
+    settings: dict[str, object] = {
+        **source.flags,
+        "max_model_len": each * slots,
+        "max_num_seqs": slots,
+        "n_gpu_layers": len(fit.question.model.spec.layers) + 1 if on_gpu else None,
+        "cache_type_k": None if kv_type == "f16" else kv_type,
+        "cache_type_v": None if kv_type == "f16" else kv_type,
+        "flash_attn": "on" if kv_type == "q8_0" else None,
+        "split_mode": "layer" if split else None,
+    }
+    if split:
         notes.append("it splits whole layers over the GPUs instead of each layer")
     if slots > 1:
         notes.append(f"-c is shared by all slots: {each:,} tokens each")
-    text = line("llama-server", source.name, flags)
+    text = line("llama.cpp", source.name, settings)
     return Command(engine="llama.cpp", text=text, available=source.ready, notes=tuple(notes))
 
 

@@ -8,34 +8,22 @@ Plans nothing: a note for people, or the reason why it cannot work.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from holdfast.planner.fit.search import Fit
 from holdfast.planner.sizing.sharded_weights import rank_bytes, weights_of
 from holdfast.units import format_bytes
 
-QUANTIZES_AS_IT_READS = (0, 16)
-"""The first vLLM that does."""
 
-
-@dataclass(frozen=True, slots=True)
-class Whole:
-    """What is said of it: a note where it fits all the same, or why it does not."""
-
-    note: str | None = None
-    lacking: str | None = None
-
-
-def loaded_whole(found: Fit, engine: str) -> Whole:
-    """`engine`: as people call it, with the releases that do so."""
+def loaded_whole(found: Fit, engine: str) -> tuple[str | None, str | None]:
+    """A note where it fits all the same, or why it does not. `engine`: its name, with the releases that do so."""
     whole = _whole_bytes(found)
     rank = max(found.ranks, key=lambda one: whole[one.stage] - one.device.free_bytes)
     needed, free = whole[rank.stage], rank.device.free_bytes
     said = f"{engine} loads the full unquantized weights, {format_bytes(needed)} per GPU, before quantizing them to FP8"
     if needed <= free:
-        return Whole(note=said)
-    has = f"{rank.device.name} has {format_bytes(free)}"
-    return Whole(lacking=f"{said}, but {has}: use a checkpoint stored in FP8")
+        return said, None
+    return None, f"{said}, but {rank.device.name} has {format_bytes(free)}: use a checkpoint stored in FP8"
 
 
 def _whole_bytes(found: Fit) -> list[int]:

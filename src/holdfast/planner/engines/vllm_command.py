@@ -9,31 +9,26 @@ How it cuts memory is in vllm_release.py.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
+from holdfast.engine_profiles.profile import profile
 from holdfast.errors import ConfigurationError
 from holdfast.planner.compat import vllm_release
-from holdfast.planner.compat.architectures import lacks_model, lacks_rotary, vllm_since
 from holdfast.planner.compat.gpu_kernels import (
     build_note,
-    gguf_note,
+    lacks_capability,
     lacks_engine,
-    lacks_fp8_kv,
     lacks_gguf_types,
-    lacks_index,
     lacks_method,
 )
 from holdfast.planner.compat.vllm_release import ReleaseTerms, Vllm
 from holdfast.planner.compat.vllm_weights import beside_weights, expert_kernel, rounding_bytes
 from holdfast.planner.engines.command import ROUNDING, Command, line, named_dtype, parallel, total_is_known
-from holdfast.planner.engines.fp8_loading import QUANTIZES_AS_IT_READS, Whole, loaded_whole
+from holdfast.planner.engines.fp8_loading import loaded_whole
 from holdfast.planner.engines.vllm_features import (
-    bitsandbytes_flags,
-    block_sizes,
     can_chunk,
     features_since,
-    fp8_kv_name,
     lacks_features,
     lacks_fp8_units,
     leaves_v1,
@@ -44,13 +39,9 @@ from holdfast.planner.fit.count import counted_for
 from holdfast.planner.fit.search import Fit, Rank, fit
 from holdfast.planner.models.model_sources import ModelSource, torch_source
 from holdfast.planner.sizing.sharded_weights import stage_layers
-from holdfast.planner.sizing.terms import adapters_bytes, gpu_terms
+from holdfast.planner.sizing.terms import Term, adapters_bytes, gpu_terms
 from holdfast.units import GIB, format_bytes
 
-POOL_IN_BYTES = (0, 11)
-"""Since then the KV pool can be set in bytes."""
-SERVE = (0, 6)
-"""All of them have `vllm serve`; some before it have not."""
 USUAL_BLOCK_TOKENS = 16
 NON_TORCH_BYTES = int(0.22 * GIB)
 """What vLLM 0.26 printed for it on an H200, without tensor parallelism; 0.3 GiB with it."""
@@ -63,7 +54,6 @@ class Sized:
     fit: Fit
     kept: KeptKV
     length: int
-    sequences: int
     kv_bytes: int
     chunked: bool
     """It must be told to chunk prompts."""
@@ -87,24 +77,36 @@ def tightest(found: Fit) -> Rank:
 
 
 def vllm_command(found: Fit, sequences: int, vllm: Vllm) -> Command:
-    if found.question.machine.kind != "gpu":
-        return _on_a_cpu(found, sequences, vllm)
     source = torch_source(found.question.model, "vllm")
-    sized = _sized(found, sequences, vllm)
-    flags = {**_memory(sized.fit, vllm), **_limits(sized), **_others(sized.fit, source, vllm)}
-    text = line(_program(vllm), source.name, flags)
-    if vllm.version >= (0, 26) and vllm.runner != vllm.default_runner:
+    if found.question.machine.kind != "gpu":
+        return _on_a_cpu(found, sequences, vllm, source)
+    sized = _sized(found, vllm)
+    known, step = all(total_is_known(rank.device) for rank in found.ranks), sized.fit.limits.max_num_batched_tokens
+    in_bytes = not known and vllm.has("kv-pool-in-bytes")
+    settings = {
+        "gpu_memory_utilization": f"{vllm_utilization(sized.fit):g}" if known else None,
+        "kv_cache_memory_bytes": _room_bytes(sized.fit, vllm) if in_bytes else None,
+        "max_model_len": sized.length,
+        "max_num_seqs": sequences,
+        "max_num_batched_tokens": max(step, sequences),
+        "enable_chunked_prefill": True if sized.chunked and sized.length > step else None,
+        **_others(sized.fit, source, vllm),
+    }
+    text = line("vllm", source.name, settings, vllm.at)
+    if vllm.runner != vllm.default_runner and vllm.has("model-runner-v2"):
         text = f"VLLM_USE_V2_MODEL_RUNNER={int(vllm.runner == 'v2')} {text}"
     elif vllm.runner == "v0" != vllm.default_runner:
         text = f"VLLM_USE_V1=0 {text}"
-    problems = _problems(sized, vllm, source)
+    at_once = source.makes_fp8 and not vllm.has("fp8-made-by-matrix")
+    note, too_large = loaded_whole(sized.fit, "vLLM before 0.16") if at_once else (None, None)
+    problems = _problems(sized, vllm, source, too_large)
     # A context of no tokens at all can be asked of nobody: only why is said.
-    notes = [*(_notes(sized, vllm, source) if sized.length else [_kv_said(sized, vllm)]), *problems]
+    notes = _notes(sized, vllm, source, note) if sized.length else [_kv_said(sized, vllm)]
     return Command(
         engine="vllm",
         text=text if sized.length else "",
         available=source.ready and not problems,
-        notes=tuple(notes),
+        notes=(*notes, *problems),
         lacks=tuple(problems),
         kv_tokens=sized.tokens,
         max_model_len=sized.length,
@@ -112,35 +114,26 @@ def vllm_command(found: Fit, sequences: int, vllm: Vllm) -> Command:
     )
 
 
-def _program(vllm: Vllm) -> str:
-    return "vllm serve" if vllm.version >= SERVE else "python -m vllm.entrypoints.openai.api_server --model"
-
-
-def _on_a_cpu(found: Fit, sequences: int, vllm: Vllm) -> Command:
+def _on_a_cpu(found: Fit, sequences: int, vllm: Vllm, source: ModelSource) -> Command:
     """There its share of memory would be of the whole machine: the KV pool is set instead, in whole GiB."""
-    source = torch_source(found.question.model, "vllm")
     room, length = max(0, found.ranks[0].room_bytes), found.limits.max_model_len
     space = max(1, room // GIB)
     if found.question.settings.max_model_len is None:
         length = min(length, found.ranks[0].kv.longest(space * GIB, length))
-    whole = length if vllm.runner == "v0" else 0
-    flags = {
-        "--max-model-len": length,
-        "--max-num-seqs": sequences,
-        "--max-num-batched-tokens": max(found.limits.max_num_batched_tokens, sequences, whole),
-        **_others(found, source, vllm),
-    }
-    text = f"VLLM_CPU_KVCACHE_SPACE={space} {line(_program(vllm), source.name, flags)}"
+    step = max(found.limits.max_num_batched_tokens, sequences, length if vllm.runner == "v0" else 0)
+    limits = {"max_model_len": length, "max_num_seqs": sequences, "max_num_batched_tokens": step}
+    command = line("vllm", source.name, {**limits, **_others(found, source, vllm)}, vllm.at)
     notes = ["on a CPU vLLM needs its own build, and uses bf16"]
     if room < GIB:
         notes.append(f"it sets the KV cache in whole GiB, and this plan has {format_bytes(room)} for it")
+    text = f"VLLM_CPU_KVCACHE_SPACE={space} {command}"
     return Command(engine="vllm", text=text, available=False, notes=(*notes, *source.notes))
 
 
 # What it is told
 
 
-def _sized(found: Fit, sequences: int, vllm: Vllm) -> Sized:
+def _sized(found: Fit, vllm: Vllm) -> Sized:
     """A length that was asked for stays, and is said to be refused where it would be; one that was left to us becomes
     what this version holds."""
     planned, asked = found.limits.max_model_len, found.question.settings.max_model_len is not None
@@ -155,7 +148,7 @@ def _sized(found: Fit, sequences: int, vllm: Vllm) -> Sized:
     kept, length = kept_kv(found, tightest(found), vllm), found.limits.max_model_len
     if not asked:
         length = min(length, kept.cost.longest(max(0, available), length))
-    return Sized(found, kept, length, sequences, available, chunks, planned, whole)
+    return Sized(found, kept, length, available, chunks, planned, whole)
 
 
 def _in_one_step(found: Fit) -> Fit:
@@ -175,17 +168,6 @@ def _in_one_step(found: Fit) -> Fit:
     return replace(again, limits=replace(again.limits, max_model_len=min(length, again.limits.max_model_len)))
 
 
-def _limits(sized: Sized) -> dict[str, object]:
-    flags: dict[str, object] = {
-        "--max-model-len": sized.length,
-        "--max-num-seqs": sized.sequences,
-        "--max-num-batched-tokens": max(sized.fit.limits.max_num_batched_tokens, sized.sequences),
-    }
-    if sized.chunked and sized.length > sized.fit.limits.max_num_batched_tokens:
-        flags["--enable-chunked-prefill"] = True
-    return flags
-
-
 def vllm_utilization(found: Fit) -> float:
     """Its share of the total that is our budget, rounded down: it refuses to start when less than that is free. Of
     devices whose total is known."""
@@ -193,31 +175,25 @@ def vllm_utilization(found: Fit) -> float:
     return max(0.01, math.floor(min(shares) * 100 + ROUNDING) / 100)
 
 
-def _memory(found: Fit, vllm: Vllm) -> dict[str, object]:
-    if all(total_is_known(rank.device) for rank in found.ranks):
-        return {"--gpu-memory-utilization": f"{vllm_utilization(found):g}"}
-    if vllm.version < POOL_IN_BYTES:
-        return {}
-    return {"--kv-cache-memory-bytes": _room_bytes(found, vllm)}
-
-
 def _others(found: Fit, source: ModelSource, vllm: Vllm) -> dict[str, object]:
-    settings, dtype = found.question.settings, named_dtype(found)
-    flags: dict[str, object] = {}
-    if dtype is not None:
-        flags["--dtype"] = dtype
-    if found.kv_dtype == "fp8":
-        flags["--kv-cache-dtype"] = fp8_kv_name(vllm)
-    elif settings.kv_cache_dtype != "auto" and fp8_by_default(found, vllm):
-        flags["--kv-cache-dtype"] = found.kv_dtype
-    if settings.block_tokens != USUAL_BLOCK_TOKENS:
-        flags["--block-size"] = settings.block_tokens
-    flags |= {**source.flags, **bitsandbytes_flags(source, vllm)}
-    flags |= parallel(found, "--tensor-parallel-size", "--pipeline-parallel-size")
-    if settings.max_loras:
-        rank = lora_rank(settings.max_lora_rank, vllm) or settings.max_lora_rank
-        flags |= {"--enable-lora": True, "--max-loras": settings.max_loras, "--max-lora-rank": rank}
-    return flags
+    """None: as it is by itself."""
+    asked = found.question.settings
+    kv_dtype = vllm.value("kv-fp8") if found.kv_dtype == "fp8" else None
+    if kv_dtype is None and asked.kv_cache_dtype != "auto" and fp8_by_default(found, vllm):
+        kv_dtype = found.kv_dtype
+    made = source.flags.get("--quantization") == "bitsandbytes"
+    return {
+        "dtype": named_dtype(found),
+        "kv_cache_dtype": kv_dtype,
+        "block_size": None if asked.block_tokens == USUAL_BLOCK_TOKENS else asked.block_tokens,
+        **source.flags,
+        "load_format": "bitsandbytes" if made and vllm.has("bitsandbytes-needs-load-format") else None,
+        "enforce_eager": True if made and vllm.has("bitsandbytes-needs-eager") else None,
+        **parallel(found),
+        "enable_lora": True if asked.max_loras else None,
+        "max_loras": asked.max_loras or None,
+        "max_lora_rank": (lora_rank(asked.max_lora_rank, vllm) or asked.max_lora_rank) if asked.max_loras else None,
+    }
 
 
 # What it makes of it
@@ -226,61 +202,48 @@ def _others(found: Fit, source: ModelSource, vllm: Vllm) -> dict[str, object]:
 def vllm_terms(found: Fit, vllm: Vllm) -> ReleaseTerms:
     """Of the tightest rank, in vLLM's categories: rotary tables, padding and rounding are part of its weights, our
     logits and buffers of its peak."""
-    rank = tightest(found)
-    ours = {term.name: term.nbytes for term in rank.terms}
-    step = _step_terms(found, rank)
+    rank, spec, stages = tightest(found), found.question.model.spec, found.pipeline_parallel
+    step: Iterable[Term] = rank.terms
+    if counted_for(found.question, rank.device, len(found.ranks)) != "vllm":  # What another engine would take.
+        step = gpu_terms(
+            spec,
+            found.limits,
+            dtype=found.dtype,
+            weights_bytes=0,
+            tensor_parallel=found.tensor_parallel,
+            layers=stage_layers(len(spec.layers), stages)[rank.stage],
+            last_stage=rank.stage == stages - 1,
+            vendor="nvidia" if rank.device.gpu is None else rank.device.gpu.vendor,
+        )
+    sizes = {term.name: term.nbytes for term in step}
     return ReleaseTerms(
-        weights=ours.get("weights", 0) + _beside_bytes(found, rank, vllm) + _adapters_bytes(found, rank, vllm),
-        peak_activation=sum(step.get(name, 0) for name in ("activations", "encoder", "logits", "buffers")),
+        weights=_bytes_of(rank, "weights") + _own_bytes(found, rank, vllm),
+        peak_activation=sum(sizes.get(name, 0) for name in ("activations", "encoder", "logits", "buffers")),
         non_torch=NON_TORCH_BYTES if found.tensor_parallel == 1 else int(0.3 * GIB),
-        graphs=step.get("graphs", 0) + step.get("hip_graphs", 0),
+        graphs=sizes.get("graphs", 0) + sizes.get("hip_graphs", 0),
     )
 
 
-def _step_terms(found: Fit, rank: Rank) -> dict[str, int]:
-    """What a step takes there; where the plan has counted what another engine would take, it is counted anew."""
-    spec, terms, stages = found.question.model.spec, rank.terms, found.pipeline_parallel
-    if counted_for(found.question, rank.device, len(found.ranks)) != "vllm":
-        terms = tuple(
-            gpu_terms(
-                spec,
-                found.limits,
-                dtype=found.dtype,
-                weights_bytes=0,
-                tensor_parallel=found.tensor_parallel,
-                layers=stage_layers(len(spec.layers), stages)[rank.stage],
-                last_stage=rank.stage == stages - 1,
-                vendor="nvidia" if rank.device.gpu is None else rank.device.gpu.vendor,
-            )
-        )
-    return {term.name: term.nbytes for term in terms}
+def _bytes_of(rank: Rank, *names: str) -> int:
+    return sum(term.nbytes for term in rank.terms if term.name in names)
 
 
-def _beside_bytes(found: Fit, rank: Rank, vllm: Vllm) -> int:
-    model, adapters = found.question.model, found.question.settings.max_loras > 0
-    kernel = expert_kernel(rank.device.gpu, vllm, adapters=adapters)
+def _own_bytes(found: Fit, rank: Rank, vllm: Vllm) -> int:
+    """What it keeps beside the checkpoint's bytes, and adapters in slots of the rank that it takes."""
+    model, settings = found.question.model, found.question.settings
+    kernel = expert_kernel(rank.device.gpu, vllm, adapters=settings.max_loras > 0)
     dtype, ranks, stages = found.dtype, found.tensor_parallel, found.pipeline_parallel
     beside = beside_weights(model, kernel, dtype=dtype, tensor_parallel=ranks, stage=rank.stage, stages=stages)
     rounding = rounding_bytes(model, dtype=dtype, tensor_parallel=ranks, stage=rank.stage, stages=stages)
-    return beside.total + rounding
-
-
-def _adapters_bytes(found: Fit, rank: Rank, vllm: Vllm) -> int:
-    """In slots of the rank that it takes."""
-    settings, spec = found.question.settings, found.question.model.spec
-    layers = stage_layers(len(spec.layers), found.pipeline_parallel)[rank.stage]
+    layers = stage_layers(len(model.spec.layers), stages)[rank.stage]
     taken = lora_rank(settings.max_lora_rank, vllm) or settings.max_lora_rank
-    return adapters_bytes(spec, found.dtype, layers, settings.max_loras, taken, found.tensor_parallel)
+    return beside.total + rounding + adapters_bytes(model.spec, dtype, layers, settings.max_loras, taken, ranks)
 
 
 def _room_bytes(found: Fit, vllm: Vllm) -> int:
     """What our budget leaves for KV beside what vLLM keeps and the plan did not count."""
-    left = []
-    for rank in found.ranks:
-        ours = {term.name: term.nbytes for term in rank.terms}
-        more = _beside_bytes(found, rank, vllm) - ours.get("rotary", 0) - ours.get("padding", 0)
-        more += _adapters_bytes(found, rank, vllm) - ours.get("adapters", 0)
-        left.append(rank.room_bytes - more)
+    counted = ("rotary", "padding", "adapters")
+    left = [rank.room_bytes + _bytes_of(rank, *counted) - _own_bytes(found, rank, vllm) for rank in found.ranks]
     return max(0, min(left))
 
 
@@ -292,30 +255,25 @@ def vllm_kv_bytes(found: Fit, vllm: Vllm) -> int:
     return vllm_release.kv_bytes(requested, vllm_terms(found, vllm), vllm)
 
 
-def _problems(sized: Sized, vllm: Vllm, source: ModelSource) -> list[str]:
+def _problems(sized: Sized, vllm: Vllm, source: ModelSource, too_large: str | None) -> list[str]:
     """Why it would not run."""
-    found = sized.fit
+    found, model, least = sized.fit, sized.fit.question.model, profile("vllm").data["gpus"]
     gpus = [rank.device.gpu for rank in found.ranks]
+    indexed = any(layer.latent is not None and layer.latent.index_dim for layer in model.spec.layers)
+    fp8_kv = sized.kept.kv_dtype == "fp8" and vllm.runner != "v0"
     problems = [
-        lacks_model(found.question.model.spec.architecture, vllm),
-        lacks_rotary(found.question.model.spec, vllm),
         *lacks_features(found, source, vllm),
         lacks_engine("vllm", gpus, vllm.at),
         lacks_fp8_units(found, vllm),
-        lacks_method(found.question.model, gpus, but="fp8"),
-        lacks_gguf_types(found.question.model),
-        lacks_index(found.question.model, gpus),
-        lacks_fp8_kv(sized.kept.kv_dtype, gpus) if vllm.runner != "v0" else None,
-        _whole(found, vllm, source).lacking,
+        lacks_method(model, gpus, "vllm"),
+        lacks_gguf_types(model),
+        lacks_capability("sparse attention with an indexer", gpus, least["index"]) if indexed else None,
+        lacks_capability("an FP8 KV cache", gpus, least["fp8-kv"]) if fp8_kv else None,
+        too_large,
         *_lacks_settings(found, vllm),
         *_lacks_length(sized, vllm),
     ]
     return [problem for problem in problems if problem is not None]
-
-
-def _whole(found: Fit, vllm: Vllm, source: ModelSource) -> Whole:
-    whole = source.makes_fp8 and vllm.version < QUANTIZES_AS_IT_READS
-    return loaded_whole(found, "vLLM before 0.16") if whole else Whole()
 
 
 def _lacks_length(sized: Sized, vllm: Vllm) -> Iterator[str]:
@@ -330,7 +288,7 @@ def _lacks_length(sized: Sized, vllm: Vllm) -> Iterator[str]:
         yield f"it would refuse: User-specified max_model_len ({length}) is greater than {kept.most_tokens}"
     refused = vllm_release.refusal(sized.kv_bytes, kept.checked, length, vllm) if length else None
     if refused is not None:
-        yield f"it would refuse: {refused.message}"
+        yield f"it would refuse: {refused}"
     elif length and kept.cost.sequence_bytes(length) > sized.kv_bytes:
         held = kept.cost.longest(max(0, sized.kv_bytes), length)
         yield f"it would start, but its KV cache does not hold a sequence of {length:,} tokens: {held:,} at most"
@@ -341,44 +299,46 @@ def _lacks_settings(found: Fit, vllm: Vllm) -> Iterator[str]:
     settings = found.question.settings
     if found.kv_dtype not in (found.dtype, "fp8"):
         yield f"it stores KV in dtype, {found.dtype}, or in fp8: not in {found.kv_dtype}"
-    if settings.block_tokens not in block_sizes(vllm):
-        yield f"its KV blocks hold {', '.join(map(str, block_sizes(vllm)))} tokens: not {settings.block_tokens}"
+    sizes = vllm.value("block-tokens")
+    if settings.block_tokens not in sizes:
+        yield f"its KV blocks hold {', '.join(map(str, sizes))} tokens: not {settings.block_tokens}"
     if settings.max_loras and lora_rank(settings.max_lora_rank, vllm) is None:
         yield f"it does not support adapters of rank {settings.max_lora_rank}"
 
 
-def _notes(sized: Sized, vllm: Vllm, source: ModelSource) -> list[str]:
-    found = sized.fit
-    known = total_is_known(sized.rank.device)
-    notes = [_kv_said(sized, vllm) if known else _unknown_total(found, vllm), *source.notes, *sized.kept.reasons]
-    if vllm.unknown is not None:
-        notes.insert(0, vllm.unknown)
+def _notes(sized: Sized, vllm: Vllm, source: ModelSource, loading: str | None) -> list[str]:
+    found, asked = sized.fit, sized.fit.question.settings
+    pool = _kv_said(sized, vllm) if total_is_known(sized.rank.device) else _unknown_total(found, vllm)
+    shorter = wider = gguf = graphs = None
     if sized.length < sized.planned_length:
         why = ": without chunked prefill, a step must hold a whole prompt" if sized.in_one_step else ""
-        notes.append(f"this version holds {sized.length:,} tokens of the plan's {sized.planned_length:,}{why}")
-    since = vllm_since(found.question.model.spec.architecture, vllm), leaves_v1(found, sized.kept.kv_dtype, vllm)
-    notes += [one for one in (_whole(found, vllm, source).note, _few_at_once(sized), *since) if one is not None]
-    notes += features_since(found, source, vllm)
-    asked = found.question.settings.max_lora_rank
-    if found.question.settings.max_loras and lora_rank(asked, vllm) not in (asked, None):
-        notes.append(f"it has no slots of rank {asked}: the next larger rank is used and counted")
-    build = build_note("vllm", [rank.device.gpu for rank in found.ranks])
-    if build is not None:
-        notes.append(build)
+        shorter = f"this version holds {sized.length:,} tokens of the plan's {sized.planned_length:,}{why}"
+    if asked.max_loras and lora_rank(asked.max_lora_rank, vllm) not in (asked.max_lora_rank, None):
+        wider = f"it has no slots of rank {asked.max_lora_rank}: the next larger rank is used and counted"
     if found.question.model.format == "gguf":
-        notes.append(gguf_note(vllm.at))
+        needed = "; it needs the package vllm-gguf-plugin" if vllm.has("gguf-by-plugin") else ""
+        gguf = f"its GGUF support is experimental and slower than its own formats{needed}"
     if not vllm.subtracts_graphs:
-        graphs = format_bytes(vllm_terms(found, vllm).graphs)
-        notes.append(f"it does not reserve memory for CUDA graphs: about {graphs} more are used than allowed")
-    return notes
+        graphs = f"about {format_bytes(vllm_terms(found, vllm).graphs)} more are used than allowed"
+        graphs = f"it does not reserve memory for CUDA graphs: {graphs}"
+    notes = [
+        vllm.unknown, pool, *source.notes, *sized.kept.reasons, shorter, loading, _few_at_once(sized),
+        leaves_v1(found, sized.kept.kv_dtype, vllm), *features_since(found, source, vllm), wider,
+        build_note("vllm", [rank.device.gpu for rank in found.ranks]), gguf, graphs,
+    ]  # fmt: skip
+    return [note for note in notes if note is not None]
 
 
 def _kv_said(sized: Sized, vllm: Vllm) -> str:
     if sized.kv_bytes < 0:
-        return (
-            f"{vllm.name} is {format_bytes(-sized.kv_bytes)} short before any KV: it allocates more than its fraction"
-        )
-    return f"{vllm.name} would give the KV cache about {format_bytes(sized.kv_bytes)}: {_tokens_said(sized)}"
+        short = format_bytes(-sized.kv_bytes)
+        return f"{vllm.name} is {short} short before any KV: it allocates more than its fraction"
+    kept, length, windows = sized.kept, max(1, sized.length), ""
+    if kept.cost.windows and not kept.counts_sequences:
+        held = max(0, sized.kv_bytes) / kept.cost.sequence_bytes(length)
+        windows = f", it prints, as if no layer had a window; {held:.1f} sequences of {length:,} tokens"
+    pool = f"{format_bytes(sized.kv_bytes)}: {sized.tokens:,} tokens{windows}"
+    return f"{vllm.name} would give the KV cache about {pool}"
 
 
 def _few_at_once(sized: Sized) -> str | None:
@@ -392,17 +352,9 @@ def _few_at_once(sized: Sized) -> str | None:
     return f"of the traffic's {traffic.concurrency:,} requests it holds {held:,} at once: the others wait"
 
 
-def _tokens_said(sized: Sized) -> str:
-    kept, length = sized.kept, max(1, sized.length)
-    if not kept.cost.windows or kept.counts_sequences:
-        return f"{sized.tokens:,} tokens"
-    held = max(0, sized.kv_bytes) / kept.cost.sequence_bytes(length)
-    return f"{sized.tokens:,} tokens, it prints, as if no layer had a window; {held:.1f} sequences of {length:,} tokens"
-
-
 def _unknown_total(found: Fit, vllm: Vllm) -> str:
     budget = format_bytes(min(rank.budget_bytes for rank in found.ranks))
-    if vllm.version < POOL_IN_BYTES:
+    if not vllm.has("kv-pool-in-bytes"):
         return f"set --gpu-memory-utilization to {budget} over the GPU's total, which --vram does not give; --gpu does"
     return (
         f"--vram does not give the GPU's total, so the KV pool is set in bytes instead of a fraction. vLLM still needs"

@@ -16,43 +16,20 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 
+from holdfast.engine_profiles.profile import profile, spelled_release
 from holdfast.footprint.identity_key import Same
-from holdfast.models import LatentSpec, LayerSpec, ModelSpec
-from holdfast.planner.compat.vllm_release import Release, Vllm, spelled
+from holdfast.models import LayerSpec, ModelSpec
+from holdfast.planner.compat.vllm_release import Vllm
 from holdfast.planner.fit.search import Fit, Rank
 from holdfast.planner.inputs.question import KV_ELEMENT_BYTES
 from holdfast.planner.sizing.kv_cost import KVCost, kv_cost, rank_bytes
 from holdfast.planner.sizing.sharded_weights import stage_layers
 
-FORGETS_ALONE: Release = (0, 8, 3)
-"""V1 lets windows forget since then, where every layer has the same."""
-FORGETS_BESIDE: Release = (0, 9, 1)
-"""And since then beside layers that forget nothing."""
-CHUNKS_FORGET: Release = (0, 10, 0)
-CHUNKS_KEPT: tuple[Release, Release] = ((0, 10, 1), (0, 14, 0))
-"""From the first to before the second it kept them whole again unless told."""
-LATENTS: Release = (0, 7, 1)
-LATENTS_OF_ANY_QUANTIZATION: Release = (0, 7, 3)
 LATENT_METHODS = (None, "fp8")
-"""Before that release others had their latents expanded."""
-ALIGNED_LATENTS: tuple[Release, Release] = ((0, 7, 2), (0, 8, 0))
+"""Quantizations whose latents stay compressed since the first release that has latents; others came later."""
 ALIGNED_BYTES = 256
-UNPADDED_HEADS: Release = (0, 7, 0)
 PADDED_HEAD = 256
-FP8_BY_DEFAULT: tuple[Release, Release] = ((0, 11, 0), (0, 11, 1))
-"""KV of models that attend by an index; since the second in what is computed in, as of any model."""
-FP8_ON_BLACKWELL: Release = (0, 24, 0)
-"""Of the same on GPUs of compute capability 12: their only kernel for it reads FP8."""
-LIKE_GROUPS: tuple[tuple[Release, float], ...] = (((0, 18, 0), 1.5), ((0, 12, 0), 1.25), ((0, 0, 0), 1.0))
-"""Groups are as large as the smallest kind of layers; as the largest where that is less than so many times as large."""
-CHECKS_PADDING: Release = (0, 14, 0)
-COUNTS_SEQUENCES: Release = (0, 21, 0)
-"""What it prints as tokens of the pool is since then what sequences of full length hold; before, what every layer would
-hold if it forgot nothing."""
-STEPS_IN_FLIGHT: Release = (0, 26, 0)
-"""Windows hold the tokens of all steps that are under way at once, since then."""
 CAPPED = ("Gemma2ForCausalLM", "gemma2")
-CAPPED_BEFORE: Release = (0, 6, 5)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +79,7 @@ def kept_kv(found: Fit, rank: Rank, vllm: Vllm) -> KeptKV:
         checked=_checked(found, rank, padded, whole, layers, vllm),
         kv_dtype=stored,
         most_tokens=most_tokens(spec, vllm),
-        counts_sequences=vllm.at >= COUNTS_SEQUENCES and vllm.runner != "v0",
+        counts_sequences=vllm.has("counts-sequences") and vllm.runner != "v0",
         printed_bytes=printed,
         reasons=tuple(_reasons(found, kept, stored, vllm, whole, padded)),
     )
@@ -114,7 +91,7 @@ def fp8_by_default(found: Fit, vllm: Vllm) -> bool:
         return False
     gpus = [rank.device.gpu for rank in found.ranks]
     newest = any(gpu is not None and (gpu.compute_capability or (0, 0))[0] == 12 for gpu in gpus)
-    return FP8_BY_DEFAULT[0] <= vllm.at < FP8_BY_DEFAULT[1] or (newest and vllm.at >= FP8_ON_BLACKWELL)
+    return vllm.has("index-kv-in-fp8") or (newest and vllm.has("index-kv-in-fp8-on-blackwell"))
 
 
 def _stored(found: Fit, vllm: Vllm) -> str:
@@ -124,7 +101,7 @@ def _stored(found: Fit, vllm: Vllm) -> str:
 
 def most_tokens(spec: ModelSpec, vllm: Vllm) -> int | None:
     """Gemma 2 was cut to its window while windows in only some layers were not known."""
-    if spec.architecture not in CAPPED or vllm.at >= CAPPED_BEFORE:
+    if spec.architecture not in CAPPED or vllm.has("windows-in-some-layers"):
         return None
     return min((layer.window for layer in spec.layers if layer.window is not None), default=None)
 
@@ -132,7 +109,8 @@ def most_tokens(spec: ModelSpec, vllm: Vllm) -> int | None:
 def expands_latents(spec: ModelSpec, vllm: Vllm) -> bool:
     if all(layer.latent is None for layer in spec.layers):
         return False
-    return vllm.at < LATENTS or (vllm.at < LATENTS_OF_ANY_QUANTIZATION and _method(spec) not in LATENT_METHODS)
+    of_any = vllm.has("latents-of-any-quantization")
+    return not vllm.has("latents") or (not of_any and _method(spec) not in LATENT_METHODS)
 
 
 def _method(spec: ModelSpec) -> str | None:
@@ -142,7 +120,7 @@ def _method(spec: ModelSpec) -> str | None:
 def _in_flight(found: Fit, vllm: Vllm) -> int:
     """Steps under way at once: one more than stages, as it schedules ahead; its first runner does so without stages."""
     stages = found.pipeline_parallel
-    if vllm.at < STEPS_IN_FLIGHT:
+    if not vllm.has("windows-hold-steps-in-flight"):
         return 1
     return stages + 1 if vllm.runner == "v2" or stages == 1 else stages
 
@@ -155,8 +133,8 @@ def _forgets(layer: LayerSpec, vllm: Vllm, alone: bool) -> bool:
     if vllm.runner == "v0":
         return False
     if layer.chunked:
-        return vllm.at >= CHUNKS_FORGET and not CHUNKS_KEPT[0] <= vllm.at < CHUNKS_KEPT[1]
-    return vllm.at >= (FORGETS_ALONE if alone else FORGETS_BESIDE)
+        return vllm.has("chunked-attention") and not vllm.has("chunked-attention-kept")
+    return vllm.has("windows-alone" if alone else "windows-mixed")
 
 
 def _alone(spec: ModelSpec) -> bool:
@@ -174,18 +152,13 @@ def _kept_layers(key: Same[ModelSpec], vllm: Vllm, method: str | None, compute_b
         if layer.window is not None and not _forgets(layer, vllm, alone):
             layer = replace(layer, window=None, chunked=False)
         if layer.latent is not None and expanded:
-            head = spec.head_dim if vllm.at >= UNPADDED_HEADS else PADDED_HEAD
+            head = spec.head_dim if vllm.has("heads-unpadded") else PADDED_HEAD
             layer = replace(layer, latent=None, kv_heads=spec.heads, head_dim=head)
-        elif layer.latent is not None and ALIGNED_LATENTS[0] <= vllm.at < ALIGNED_LATENTS[1]:
-            layer = replace(layer, latent=_aligned(layer.latent, compute_bytes))
+        elif layer.latent is not None and vllm.has("latents-aligned"):
+            filled = -layer.latent.elements % (ALIGNED_BYTES // compute_bytes)  # Up to whole lines of memory.
+            layer = replace(layer, latent=replace(layer.latent, rank=layer.latent.rank + filled))
         layers.append(layer)
     return spec if tuple(layers) == spec.layers else replace(spec, layers=tuple(layers))
-
-
-def _aligned(latent: LatentSpec, element_bytes: int) -> LatentSpec:
-    """Filled up to whole lines of memory."""
-    elements = ALIGNED_BYTES // element_bytes
-    return replace(latent, rank=latent.rank + -latent.elements % elements)
 
 
 # How they share the pool
@@ -198,8 +171,7 @@ def _in_groups(whole: KVCost, kinds: Counter[tuple[int | None, int]], vllm: Vllm
     if not whole.windows or not whole.growing_bytes or whole.fixed_bytes:
         return whole, whole.growing_bytes + sum(size for _, size in whole.windows)
     least, most = min(kinds.values()), max(kinds.values())
-    times = next(times for since, times in LIKE_GROUPS if vllm.at >= since)
-    size_of_group = most if most < least * times else least
+    size_of_group = most if most < least * vllm.value("group-growth") else least
     growing, groups, windows = 0, 0, Counter[int]()
     for (window, size), count in kinds.items():
         needed = -(-count // size_of_group)
@@ -214,9 +186,9 @@ def _in_groups(whole: KVCost, kinds: Counter[tuple[int | None, int]], vllm: Vllm
 
 def _checked(found: Fit, rank: Rank, padded: KVCost, whole: KVCost, layers: Sequence[int], vllm: Vllm) -> KVCost:
     """To 0.9.0 it asked for the windows that its pool then did not let forget; to 0.13 without what fills groups up."""
-    if vllm.runner == "v0" or vllm.at < FORGETS_ALONE or vllm.at >= CHECKS_PADDING:
+    if vllm.runner == "v0" or not vllm.has("windows-alone") or vllm.has("checks-padding"):
         return padded
-    if vllm.at >= FORGETS_BESIDE:
+    if vllm.has("windows-mixed"):
         return whole
     spec = found.question.model.spec
     if any(layer.chunked for layer in spec.layers):
@@ -236,44 +208,34 @@ def _checked(found: Fit, rank: Rank, padded: KVCost, whole: KVCost, layers: Sequ
 
 
 def _reasons(found: Fit, kept: ModelSpec, stored: str, vllm: Vllm, whole: KVCost, padded: KVCost) -> Iterator[str]:
-    spec = found.question.model.spec
-    before = [layer for layer in spec.layers if layer.window is not None]
-    after = [layer for layer in kept.layers if layer.window is not None]
+    spec, name = found.question.model.spec, f"vLLM {vllm.release}"
+    before, after = ([layer for layer in one.layers if layer.window is not None] for one in (spec, kept))
     if len(after) < len(before):
-        yield _why_kept(spec, before[0].chunked, vllm)
+        feature = "windows-alone" if _alone(spec) else "windows-mixed"
+        if before[0].chunked:
+            feature = "chunked-attention-again" if vllm.has("chunked-attention") else "chunked-attention"
+        yield (
+            f"{'its V0 engine' if vllm.runner == 'v0' else name} keeps every token in all layers: blocks outside a"
+            f" window are not freed (its V1 engine frees them since {_since(feature)})"
+        )
     if expands_latents(spec, vllm):
-        yield _why_expanded(spec, vllm)
+        head = spec.head_dim if vllm.has("heads-unpadded") else PADDED_HEAD
+        since = _since("latents-of-any-quantization" if vllm.has("latents") else "latents")
+        cached = f"keys and values of {spec.heads} heads, {head} elements each (latents since {since})"
+        yield f"{name} does not cache latents: {cached}"
     elif kept is not spec and any(layer.latent is not None for layer in kept.layers):
-        yield f"vLLM {vllm.release} pads a token's latent to a multiple of {ALIGNED_BYTES} bytes"
+        yield f"{name} pads a token's latent to a multiple of {ALIGNED_BYTES} bytes"
     if whole.step_tokens > found.limits.max_num_batched_tokens and whole.windows:
         yield f"its sliding windows hold the tokens of all steps in flight: {whole.step_tokens:,}"
     if padded != whole:
         yield "its layer groups have one size, and the last of each kind is padded"
     if stored != found.kv_dtype:
-        yield f"vLLM {vllm.release} stores KV of this model in FP8 by default (its fp8_ds_mla)"
+        yield f"{name} stores KV of this model in FP8 by default (its fp8_ds_mla)"
     cap = most_tokens(spec, vllm)
     if cap is not None:
-        yield (
-            f"vLLM {vllm.release} does not support windows in only some layers: it cuts the context to the window,"
-            f" {cap:,} tokens (not since {spelled(CAPPED_BEFORE)})"
-        )
+        cut = f"it cuts the context to the window, {cap:,} tokens (not since {_since('windows-in-some-layers')})"
+        yield f"{name} does not support windows in only some layers: {cut}"
 
 
-def _why_kept(spec: ModelSpec, chunked: bool, vllm: Vllm) -> str:
-    since = FORGETS_ALONE if _alone(spec) else FORGETS_BESIDE
-    if chunked:
-        since = CHUNKS_FORGET if vllm.at < CHUNKS_FORGET else CHUNKS_KEPT[1]
-    engine = "its V0 engine" if vllm.runner == "v0" else f"vLLM {vllm.release}"
-    return (
-        f"{engine} keeps every token in all layers: blocks outside a window are not freed"
-        f" (its V1 engine frees them since {spelled(since)})"
-    )
-
-
-def _why_expanded(spec: ModelSpec, vllm: Vllm) -> str:
-    head = spec.head_dim if vllm.at >= UNPADDED_HEADS else PADDED_HEAD
-    since = LATENTS if vllm.at < LATENTS else LATENTS_OF_ANY_QUANTIZATION
-    return (
-        f"vLLM {vllm.release} does not cache latents: keys and values of {spec.heads} heads, {head} elements each"
-        f" (latents since {spelled(since)})"
-    )
+def _since(feature: str) -> str:
+    return spelled_release(profile("vllm").feature(feature))

@@ -12,9 +12,9 @@ from collections.abc import Iterable, Iterator
 from itertools import groupby
 from operator import attrgetter
 
+from holdfast.engine_profiles.profile import profile
 from holdfast.planner.advice.presets import Configuration
 from holdfast.planner.advice.throughput import Estimate
-from holdfast.planner.compat.gpu_kernels import ENGINE_NAMES
 from holdfast.planner.engines.command import Command
 from holdfast.planner.fit.search import Rank, describe_devices
 from holdfast.planner.report.findings import PlanFindings
@@ -86,7 +86,7 @@ def _headline(answer: PlanFindings, width: int, paint: Paint) -> Iterator[str]:
 
 
 def _lacking(answer: PlanFindings) -> str:
-    name = ENGINE_NAMES.get(answer.engine or "holdfast", "llama.cpp")
+    name = profile(answer.engine or "holdfast").name
     why = answer.lacks[0]
     return why if why.startswith(name) else f"not for {name}: {why}"
 
