@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from holdfast.errors import ConfigurationError
 from holdfast.planner.advice.presets import ROUND_TOKENS, Configuration, safe_configuration
-from holdfast.planner.advice.remedy import LEAST_CONTEXT, MODEST_SEQUENCES, MODEST_STEP_TOKENS, with_settings
+from holdfast.planner.advice.remedy import LEAST_CONTEXT, MODEST, with_settings
 from holdfast.planner.advice.warnings import WITHIN_ERROR, PlanWarning
 from holdfast.planner.fit.search import Fit, Question, fit
 
@@ -38,10 +38,7 @@ def _fix(found: Fit) -> str:
 def _candidates(found: Fit) -> Iterator[tuple[str, Question]]:
     """What costs nothing first."""
     question, limits = found.question, found.limits
-    modest = {
-        "max_num_seqs": min(MODEST_SEQUENCES, limits.max_num_seqs),
-        "max_num_batched_tokens": min(MODEST_STEP_TOKENS, limits.max_num_batched_tokens),
-    }
+    modest = {name: min(value, getattr(limits, name)) for name, value in MODEST.items()}
     if question.traffic is None and question.machine.kind == "gpu":
         flags = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in modest.items())
         yield flags, with_settings(question, **modest)
