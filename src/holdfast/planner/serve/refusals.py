@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from itertools import islice
 
 from holdfast.config import EngineConfig
 from holdfast.errors import DoesNotFitError, HoldfastError
 from holdfast.footprint.cpu import BOOK_BYTES
 from holdfast.hardware import Memory
 from holdfast.models import ModelSpec
+from holdfast.planner.advice.search import first_that_fits, that_fit
 from holdfast.planner.serve.plan import Plan
 from holdfast.planner.sizing.cpu_budget import LEAST_TOKENS, RAM_STEP_BYTES, CpuBudget
 from holdfast.units import MIB, counted, format_bytes
@@ -21,6 +23,7 @@ Attempt = Callable[[EngineConfig], "Plan"]
 """Plans with other settings, or raises."""
 
 MOST_WAYS_OUT = 3
+NOTHING_FITS = "free memory, or use a smaller or a quantized model"
 
 
 def spell(terms: Mapping[str, int]) -> str:
@@ -135,20 +138,18 @@ def became_short(reserve: int, needed: int, short: int, available: int, over: in
 def with_remedies(
     refusal: DoesNotFitError, config: EngineConfig, spec: ModelSpec, machine: Memory, attempt: Attempt
 ) -> DoesNotFitError:
-    """The refusal with the changes of one setting that make it fit; its own fix first."""
-    found: list[str] = []
-    for flag, changed in _candidates(config, machine, attempt):
-        try:
-            plan = attempt(changed)
-        except HoldfastError:
-            continue
-        if plan.limits.max_model_len >= min(LEAST_TOKENS, config.max_model_len or spec.max_position):
-            found.append(flag)
-        if len(found) == MOST_WAYS_OUT:
-            break
-    own = refusal.fix if refusal.field is not None and str(refusal.fix).startswith("--") else None
-    texts = list[str]()
-    for text in [*([own] if own else []), *found]:
+    """The refusal with the changes of one setting that make it fit; what it names itself first, where that fits."""
+
+    def plan(change: tuple[str, EngineConfig]) -> Plan | None:
+        found = attempt(change[1])
+        enough = found.limits.max_model_len >= min(LEAST_TOKENS, config.max_model_len or spec.max_position)
+        return found if enough else None
+
+    named = refusal.field is not None and str(refusal.fix).startswith("--")
+    own = ", or ".join(text for (text, _), _ in that_fit(_named(refusal, config) if named else (), plan))
+    changes = that_fit(_candidates(config, machine, attempt), plan)
+    texts = [own] if own else []
+    for (text, _), _ in islice(changes, MOST_WAYS_OUT):
         if not any(_flags(text) == _flags(other) for other in texts):
             texts.append(text)
     return DoesNotFitError(
@@ -156,9 +157,22 @@ def with_remedies(
         code=refusal.code,
         needed=refusal.needed,
         found=refusal.found,
-        fix=", or ".join(texts) or refusal.fix,
+        fix=", or ".join(texts) or (NOTHING_FITS if named else refusal.fix),
         field=refusal.field,
     )
+
+
+def _named(refusal: DoesNotFitError, config: EngineConfig) -> Iterator[tuple[str, EngineConfig]]:
+    """The changes that its own fix names: `--max-model-len 2336, or leave it out`. A value that the setting does not
+    take is not a change."""
+    for text in str(refusal.fix).split(", or "):
+        name, _, value = text.partition(" ")
+        field = name.removeprefix("--").replace("-", "_") if name.startswith("--") else refusal.field
+        parse = EngineConfig.__dataclass_fields__[field or ""].metadata["parse"]
+        try:
+            yield text, replace(config, **{field: parse(field, value) if name.startswith("--") else None})
+        except HoldfastError:
+            continue
 
 
 def _flags(advice: str) -> set[str]:
@@ -198,10 +212,11 @@ def _lower_limits(config: EngineConfig, attempt: Attempt) -> tuple[str, EngineCo
     }
     if sum(size is not None for size in given.values()) < 2:
         return None
-    try:
-        found = attempt(replace(config, max_model_len=None, max_num_seqs=None, max_num_batched_tokens=None)).limits
-    except HoldfastError:
+    unset = replace(config, max_model_len=None, max_num_seqs=None, max_num_batched_tokens=None)
+    plan = first_that_fits([unset], attempt)
+    if plan is None:
         return None
+    found = plan[1].limits
     lower = {name: size and min(size, getattr(found, name)) for name, size in given.items()}
     flags = [f"--{name.replace('_', '-')} {size}" for name, size in lower.items() if size != given[name]]
     changed = replace(
@@ -228,8 +243,4 @@ def _enough_ram(config: EngineConfig, given: int, machine: Memory, attempt: Atte
 
 
 def _fits(config: EngineConfig, attempt: Attempt) -> bool:
-    try:
-        attempt(config)
-    except HoldfastError:
-        return False
-    return True
+    return first_that_fits([config], attempt) is not None
