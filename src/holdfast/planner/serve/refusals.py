@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from itertools import islice
+from typing import Any
 
 from holdfast.config import EngineConfig
 from holdfast.errors import DoesNotFitError, HoldfastError
@@ -167,10 +168,12 @@ def _named(refusal: DoesNotFitError, config: EngineConfig) -> Iterator[tuple[str
     take is not a change."""
     for text in str(refusal.fix).split(", or "):
         name, _, value = text.partition(" ")
-        field = name.removeprefix("--").replace("-", "_") if name.startswith("--") else refusal.field
-        parse = EngineConfig.__dataclass_fields__[field or ""].metadata["parse"]
+        left_out = not name.startswith("--")
+        field = (refusal.field or "") if left_out else name.removeprefix("--").replace("-", "_")
+        parse = EngineConfig.__dataclass_fields__[field].metadata["parse"]
         try:
-            yield text, replace(config, **{field: parse(field, value) if name.startswith("--") else None})
+            changed: dict[str, Any] = {field: None if left_out else parse(field, value)}
+            yield text, replace(config, **changed)
         except HoldfastError:
             continue
 
