@@ -18,10 +18,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from holdfast.doctor.check_command.flags import known_flags
+from holdfast.doctor.check_command.remedies import fixes_of, with_fixes
 from holdfast.doctor.command.flag_aliases import MODEL_FLAGS, canonical
 from holdfast.doctor.command.known_flags import NEAR
 from holdfast.doctor.command.parse import Flag, ServerCommand, parse_command
-from holdfast.doctor.findings import Finding, Fix
+from holdfast.doctor.findings import Diagnosis, Finding, Fix
 from holdfast.errors import ConfigurationError
 from holdfast.units import shorten
 
@@ -51,6 +52,15 @@ SAME_KIND = 2
 """So often one kind of change is made before the next kind has its turn."""
 _SPLITS = ("tensor-parallel-size", "pipeline-parallel-size", "data-parallel-size", "tp", "num-shard")
 _ASSIGNED = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=")
+KIN = (
+    (
+        "kv_cache_too_small_for_max_len", "no_memory_for_kv_blocks", "weights_do_not_fit", "tensor_parallel_unused",
+        "free_memory_below_utilization", "activation_oom_runtime", "cuda_graph_capture_oom", "sampler_warmup_oom",
+        "host_ram_oom",
+    ),
+    ("bad_flag", "heads_not_divisible", "tensor_parallel_mismatch", "quant_shape_mismatch"),
+)  # fmt: skip
+"""Causes of a failed start that a plan may call by another name of the same row."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,8 +135,7 @@ def choose(
     for finding in findings:
         if finding.confidence == "low" and not limits.bold:
             continue
-        fixes = [fix for fix in (finding.fix, *finding.alternatives) if fix is not None and fix.changes]
-        corrected = [_corrected(command, fix) for fix in fixes]
+        corrected = [_corrected(command, fix) for fix in fixes_of(finding) if fix.changes]
 
         def order(fix: Fix, finding: Finding = finding) -> tuple[bool, bool, int]:
             repeated = kinds.count(_names(command, fix)) >= SAME_KIND
@@ -287,3 +296,28 @@ def _set(words: list[list[str]], command: ServerCommand, name: str, value: str |
         words[start:end] = [new, *([] for _ in range(end - start - 1))]
         new = []
     return new
+
+
+# What a plan made before the start offers, with what the log of the death offers
+
+
+def with_planned(fatal: Sequence[Finding], judged: Diagnosis | None, served: bool) -> list[Finding]:
+    """What a plan had offered for the same cause, or at a start for its kin, stands beside what the log offers."""
+    together = []
+    for finding in fatal:
+        planned = [] if judged is None else [one for one in judged.findings if _akin(finding, one, served)]
+        more, own = [fix for other in planned for fix in fixes_of(other)], fixes_of(finding)
+        # llama.cpp tells no number: what its log offers is half of what was asked for, and a plan knows better.
+        plan_first = judged is not None and judged.engine == "llama.cpp"
+        together.append(with_fixes(finding, [*more, *own] if plan_first else [*own, *more]))
+    return together
+
+
+def _akin(finding: Finding, other: Finding, served: bool) -> bool:
+    if served or finding.cause == other.cause:
+        return finding.cause == other.cause
+    # A context that is too long for the model is too long for the memory too.
+    too_long = other.root_cause == "configuration_overshoot" and other.cause == "bad_flag"
+    if finding.cause == "kv_cache_too_small_for_max_len" and too_long:
+        return True
+    return any(finding.cause in kin and other.cause in kin for kin in KIN)
