@@ -141,7 +141,7 @@ def _seen(prompt: int, window: int | None) -> float:
 
 def throughput(fit: Fit) -> Throughput | None:
     """None: the rates of these devices are not known, or nothing fits on them."""
-    stages = _stages(fit)
+    stages = _stages(Same(fit))
     if stages is None or not fit.fits:
         return None
     traffic = fit.question.traffic
@@ -180,7 +180,7 @@ def usual_context(fit: Fit) -> int:
 
 def step_seconds(fit: Fit, batch: int, context: int, efficiency: Efficiency) -> float | None:
     """Of one decoding step, whether or not memory holds it; None: the rates are not known."""
-    stages = _stages(fit)
+    stages = _stages(Same(fit))
     return None if stages is None else _step_s(fit, stages, Work(batch, context), efficiency)
 
 
@@ -194,24 +194,18 @@ def no_throughput_reason(fit: Fit) -> str:
 def unproven(fit: Fit) -> tuple[str, ...]:
     """By what this plan differs from everything that was measured."""
     spec, kinds = fit.question.model.spec, {layer.kind for layer in fit.question.model.spec.layers}
-    found = [*dict.fromkeys(rank.device.gpu.key for rank in fit.ranks if rank.device.gpu is not None)]
-    found = [key for key in found if key != MEASURED_GPU][:1]
-    if len(fit.ranks) > 1:
-        found.append("several GPUs")
-    if any(layer.experts is not None for layer in spec.layers):
-        found.append("experts")
-    if spec.quantization is not None or fit.question.model.format == "gguf":
-        found.append("quantized weights")
-    found += [f"{kind} layers" for kind in ("window", "latent", "state") if kind in kinds]
-    return tuple(found)
-
-
-def _stages(fit: Fit) -> list[Stage] | None:
-    return _stages_of(Same(fit))
+    keys = [rank.device.gpu.key for rank in fit.ranks if rank.device.gpu is not None]
+    differs = {
+        "several GPUs": len(fit.ranks) > 1,
+        "experts": any(layer.experts is not None for layer in spec.layers),
+        "quantized weights": spec.quantization is not None or fit.question.model.format == "gguf",
+        **{f"{kind} layers": kind in kinds for kind in ("window", "latent", "state")},
+    }
+    return (*[key for key in keys if key != MEASURED_GPU][:1], *(name for name, new in differs.items() if new))
 
 
 @lru_cache(maxsize=8)
-def _stages_of(key: Same[Fit]) -> list[Stage] | None:
+def _stages(key: Same[Fit]) -> list[Stage] | None:
     """Once for all batches and efficiencies that are asked of a plan."""
     fit = key.held
     if any(rank.device.gpu is None or rank.device.gpu.bandwidth_gb_s <= 0 for rank in fit.ranks):
@@ -326,10 +320,8 @@ def _parts(fit: Fit, stage: Stage, work: Work, efficiency: Efficiency) -> Mappin
     # Engines do attention in 16 bits, whatever the weights are in.
     half = stage.gpu.half_tflops * 1e12 * efficiency.compute
     fp8 = (stage.gpu.fp8_tflops or stage.gpu.half_tflops) * 1e12 * efficiency.compute
-    attention = (
-        stage.attention.of_token(work.context) if work.prompt is None else stage.attention.of_prompt(work.prompt)
-    )
-    decoding = work.tokens if work.prompt is None else 0
+    seen, decoding = stage.attention, work.tokens if work.prompt is None else 0
+    attention = seen.of_token(work.context) if work.prompt is None else seen.of_prompt(work.prompt)
     return {
         "weights": stage.reads.bytes_for(work.tokens) / bandwidth,
         "KV": decoding * kv_read_bytes(stage.kv, work.context) / bandwidth,
