@@ -41,6 +41,7 @@ _RANKS: Mapping[int, tuple[str, ...]] = {
     5: ("max-model-len", "context-length", "ctx-size", "max-total-tokens", "max-input-tokens"),
     6: ("dtype", "kv-cache-dtype", "cache-type-k", "cache-type-v"),
 }  # fmt: skip
+_RANK_OF = {name: number for number, names in _RANKS.items() for name in names}
 _VARIABLE_RANK, _OTHER_RANK = 0, 7
 _NEVER = frozenset((*MODEL_FLAGS, "quantization", "quantize", "trust-remote-code", "revision", "tokenizer", "port"))
 """Another model, another one's code, another address: not what was asked for."""
@@ -142,14 +143,10 @@ def choose(
             return repeated, not _worked_out(command, finding, fix, limits), rank(command, fix)
 
         for fix in sorted(corrected, key=order):
-            if (
-                not _names(command, fix) & forbidden
-                and _possible(command, fix, limits.gpus)
-                and _harmless(command, fix)
-            ):
-                changed = apply(started, fix.changes)
-                if changed is not None and changed.text not in seen:
-                    return FixChoice(finding, fix, changed)
+            allowed = not _names(command, fix) & forbidden and _harmless(command, fix)
+            changed = apply(started, fix.changes) if allowed and _possible(command, fix, limits.gpus) else None
+            if changed is not None and changed.text not in seen:
+                return FixChoice(finding, fix, changed)
     return None
 
 
@@ -234,14 +231,8 @@ def _names(command: ServerCommand, fix: Fix) -> frozenset[str]:
 
 def rank(command: ServerCommand, fix: Fix) -> int:
     """Of its largest change."""
-    return max(_rank(name) for name in _names(command, fix))
-
-
-def _rank(name: str) -> int:
-    for number, names in _RANKS.items():
-        if name in names:
-            return number
-    return _VARIABLE_RANK if name.isupper() else _OTHER_RANK
+    names = _names(command, fix)
+    return max(_RANK_OF.get(name, _VARIABLE_RANK if name.isupper() else _OTHER_RANK) for name in names)
 
 
 def apply(started: Started, changes: Mapping[str, str | None]) -> Started | None:

@@ -21,7 +21,7 @@ from holdfast.doctor.check_command.flags import flag_findings
 from holdfast.doctor.check_command.gpu_split import Split, divided, longest_tokens, split_of
 from holdfast.doctor.check_command.refusals import BEYOND_MODEL, SHORTER, no_model, pool_bytes, refused, vllm_on_a_cpu
 from holdfast.doctor.check_command.remedies import fixes_of, ways, with_fixes
-from holdfast.doctor.check_command.to_question import NAMES, CommandMachine, question_for, with_settings
+from holdfast.doctor.check_command.to_question import NAMES, CommandMachine, question_for
 from holdfast.doctor.check_command.unplanned import (
     beyond,
     budget_words,
@@ -361,6 +361,7 @@ def _would_refuse(
 ) -> Iterator[Finding]:
     """It fits as Holdfast counts, and the engine's own sizing or features stand against it. `sizes_itself`: its KV pool
     is not set in bytes."""
+    from holdfast.planner.advice.remedy import with_settings
     from holdfast.planner.report.answer import answer
 
     for reason in told.lacks:

@@ -41,7 +41,7 @@ class OomVerdict:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Failure:
+class FailedAllocation:
     """The allocation that failed, and what is known around it. Sizes in GiB; `total`: of the card."""
 
     scene: LogState
@@ -101,14 +101,14 @@ def judge(event: Event, scene: LogState) -> OomVerdict:
     if confidence == "high" and (not whole or torn or several):
         confidence = "medium"  # The line was cut short or says little, or another engine's lines gave the phase.
     others = others_gib(text, event.numbers)
-    failure = Failure(
+    failure = FailedAllocation(
         scene=scene, event=event, text=text, phase=phase, numbers={**scene.numbers, **event.numbers}, others=others
     )
     rule, _, _, sureness = next(row for row in RULES if (not row[1] or phase in row[1]) and row[2](failure))
     if rule == "oom_neighbour":
         event.numbers["others_gib"] = others
     reported = "load" if rule in ("oom_weights", "oom_parallel_unused") else phase
-    return OomVerdict(rule, reported, sureness.get(confidence, confidence))
+    return OomVerdict(rule, reported, _SURENESS[sureness].get(confidence, confidence))
 
 
 def phase_of(event: Event) -> tuple[str | None, Sureness]:
@@ -124,28 +124,28 @@ def phase_of(event: Event) -> tuple[str | None, Sureness]:
     return None, "low"
 
 
-def _held_by_others(failure: Failure) -> bool:
+def _held_by_others(failure: FailedAllocation) -> bool:
     return failure.beyond(failure.others, NEIGHBOUR_SHARE, least=1.0)
 
 
-def _names_holders(failure: Failure) -> bool:
+def _names_holders(failure: FailedAllocation) -> bool:
     """Its own share, or several processes: who holds the rest is certain."""
     return _OURS.search(failure.text) is not None or len(_PROCESS.findall(failure.text)) > 1
 
 
-def _speculates(failure: Failure) -> bool:
+def _speculates(failure: FailedAllocation) -> bool:
     values = failure.scene.settings.values
     flags = ("speculative-model", "speculative-config", "model-draft")
     return any(values.get(name, "None") != "None" for name in flags)
 
 
-def _unused_gpus(failure: Failure) -> bool:
+def _unused_gpus(failure: FailedAllocation) -> bool:
     scene = failure.scene
     size = scene.settings.number("tensor-parallel-size") or 1
     return scene.numbers.get("gpus", 1) > 1 and size == 1 and scene.engine in ("vllm", "sglang", "tgi", "holdfast")
 
 
-def _crowded_by_weights(failure: Failure) -> bool:
+def _crowded_by_weights(failure: FailedAllocation) -> bool:
     """As far as their size is known; else by a full card on which a small allocation failed."""
     if "weights_gib" in failure.numbers:
         return failure.beyond(failure.number("weights_gib"), WEIGHTS_SHARE)
@@ -153,45 +153,45 @@ def _crowded_by_weights(failure: Failure) -> bool:
     return small and "allocated_gib" in failure.numbers and failure.beyond(failure.number("allocated_gib"), FULL_SHARE)
 
 
-def _in_pieces(failure: Failure) -> bool:
+def _in_pieces(failure: FailedAllocation) -> bool:
     """Before the server serves."""
     tried = failure.number("tried_gib")
     return tried > 0 and failure.beyond(failure.number("reserved_gib"), FRAGMENTED_AT_START, least=2 * tried)
 
 
-_AS_IT_IS: Mapping[Sureness, Sureness] = {}
-_AT_MOST_MEDIUM: Mapping[Sureness, Sureness] = {"high": "medium"}
-_AT_LEAST_MEDIUM: Mapping[Sureness, Sureness] = {"low": "medium"}
-_MEDIUM: Mapping[Sureness, Sureness] = {"high": "medium", "low": "medium"}
-_HIGH: Mapping[Sureness, Sureness] = {"low": "high", "medium": "high"}
+_SURENESS: Mapping[str, Mapping[Sureness, Sureness]] = {
+    "of the phase": {}, "at most medium": {"high": "medium"}, "at least medium": {"low": "medium"},
+    "high": {"low": "high", "medium": "high"}, "medium": {"high": "medium", "low": "medium"},
+    "low": {"high": "low", "medium": "low"},
+}  # fmt: skip
 _LOADING = ("args", "download", "load")
-RULES: tuple[tuple[str, tuple[str | None, ...], Callable[[Failure], bool], Mapping[Sureness, Sureness]], ...] = (
-    ("oom_quadratic", (), lambda one: one.total is not None and one.number("tried_gib") > 2 * one.total, _HIGH),
-    ("oom_neighbour", (), lambda one: _held_by_others(one) and _names_holders(one), _HIGH),
-    ("oom_neighbour", (), _held_by_others, _MEDIUM),
-    ("oom_prompt_logprobs", (), lambda one: one.tagged("prompt_logprobs"), _AT_LEAST_MEDIUM),
-    ("oom_speculative", (), lambda one: one.tagged("speculative"), _AT_LEAST_MEDIUM),
-    ("oom_sampler", (), lambda one: one.tagged("sampler_warmup"), _AT_LEAST_MEDIUM),
-    ("oom_lora", (), lambda one: one.tagged("lora"), _AT_LEAST_MEDIUM),
-    ("oom_multimodal", ("profile", "load", None), lambda one: one.tagged("multimodal"), _AT_LEAST_MEDIUM),
-    ("oom_speculative", ("serve",), _speculates, _MEDIUM),
-    ("oom_multimodal", ("profile",), lambda one: "multimodal" in one.event.tags, _MEDIUM),
-    ("oom_second_engine", (*_LOADING, "profile"), lambda one: SECOND in one.event.tags, _MEDIUM),
-    ("oom_fragmentation", ("profile", "capture", "warmup"), _in_pieces, _MEDIUM),
-    ("oom_parallel_unused", _LOADING, _unused_gpus, _MEDIUM),
-    ("oom_weights", _LOADING, lambda one: True, _AS_IT_IS),
-    ("oom_weights_profile", ("profile",), _crowded_by_weights, _AT_LEAST_MEDIUM),
-    ("oom_profile", ("profile",), lambda one: True, _AT_LEAST_MEDIUM),
-    ("oom_capture", ("capture",), lambda one: True, _AS_IT_IS),
-    ("oom_tgi_warmup", ("warmup",), lambda one: one.scene.engine == "tgi", _AS_IT_IS),
-    ("oom_warmup", ("warmup",), lambda one: True, _AT_MOST_MEDIUM),  # Or a capture in it.
+RULES: tuple[tuple[str, tuple[str | None, ...], Callable[[FailedAllocation], bool], str], ...] = (
+    ("oom_quadratic", (), lambda one: one.total is not None and one.number("tried_gib") > 2 * one.total, "high"),
+    ("oom_neighbour", (), lambda one: _held_by_others(one) and _names_holders(one), "high"),
+    ("oom_neighbour", (), _held_by_others, "medium"),
+    ("oom_prompt_logprobs", (), lambda one: one.tagged("prompt_logprobs"), "at least medium"),
+    ("oom_speculative", (), lambda one: one.tagged("speculative"), "at least medium"),
+    ("oom_sampler", (), lambda one: one.tagged("sampler_warmup"), "at least medium"),
+    ("oom_lora", (), lambda one: one.tagged("lora"), "at least medium"),
+    ("oom_multimodal", ("profile", "load", None), lambda one: one.tagged("multimodal"), "at least medium"),
+    ("oom_speculative", ("serve",), _speculates, "medium"),
+    ("oom_multimodal", ("profile",), lambda one: "multimodal" in one.event.tags, "medium"),
+    ("oom_second_engine", (*_LOADING, "profile"), lambda one: SECOND in one.event.tags, "medium"),
+    ("oom_fragmentation", ("profile", "capture", "warmup"), _in_pieces, "medium"),
+    ("oom_parallel_unused", _LOADING, _unused_gpus, "medium"),
+    ("oom_weights", _LOADING, lambda one: True, "of the phase"),
+    ("oom_weights_profile", ("profile",), _crowded_by_weights, "at least medium"),
+    ("oom_profile", ("profile",), lambda one: True, "at least medium"),
+    ("oom_capture", ("capture",), lambda one: True, "of the phase"),
+    ("oom_tgi_warmup", ("warmup",), lambda one: one.scene.engine == "tgi", "of the phase"),
+    ("oom_warmup", ("warmup",), lambda one: True, "at most medium"),  # Or a capture in it.
     (
         "oom_fragmentation",
         (),
         lambda one: one.beyond(one.number("reserved_gib"), FRAGMENTED_SHARE, least=one.number("tried_gib")),
-        _MEDIUM,
+        "medium",
     ),
-    ("oom_serving", ("serve", "request"), lambda one: True, _AS_IT_IS),
-    ("oom_unknown_phase", (), lambda one: True, {"high": "low", "medium": "low"}),
+    ("oom_serving", ("serve", "request"), lambda one: True, "of the phase"),
+    ("oom_unknown_phase", (), lambda one: True, "low"),
 )
-"""A rule, the phases that it is for (none: all), when it holds, and how sure that is, by how sure the phase is."""
+"""A rule, the phases that it is for (none: all), when it holds, and how sure that is."""

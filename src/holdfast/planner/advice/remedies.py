@@ -188,7 +188,7 @@ def _shorter_requests(found: Fit, offered: Sequence[Remedy]) -> Groups:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class RemedyRow:
     """One kind of remedy."""
 
     kind: Kind
@@ -202,21 +202,24 @@ class Row:
 
 
 TABLE = (
-    Row("utilization", "less is left for others on that GPU", _utilization),
-    Row("context", "longer requests are refused", _context),
-    Row("sequences", "others wait in the queue", _sequences),
-    Row("idle_gpus", None, _idle_gpus),
-    Row("configuration", "several limits are lower", _together),
-    Row("kv_cache_dtype", "KV in fewer bits: a little precision", kv_dtype),
-    Row("quantization", "weights in fewer bits: some quality", whole_variants, VARIANTS_SHOWN),
-    Row("quantization", "weights in fewer bits: some quality", cut_variants, VARIANTS_SHOWN),
-    Row("more_gpus", "more hardware", more_gpus),
-    Row("tiers", "slower: part of it is read over the link in every step", tiers),
-    Row("bigger_gpu", "other hardware", bigger_gpu),
-    Row("more_ram", "more RAM is used", more_ram),
+    RemedyRow("utilization", "less is left for others on that GPU", _utilization),
+    RemedyRow("context", "longer requests are refused", _context),
+    RemedyRow("sequences", "others wait in the queue", _sequences),
+    RemedyRow("idle_gpus", None, _idle_gpus),
+    RemedyRow("configuration", "several limits are lower", _together),
+    RemedyRow("kv_cache_dtype", "KV in fewer bits: a little precision", kv_dtype),
+    RemedyRow("quantization", "weights in fewer bits: some quality", whole_variants, VARIANTS_SHOWN),
+    RemedyRow("quantization", "weights in fewer bits: some quality", cut_variants, VARIANTS_SHOWN),
+    RemedyRow("more_gpus", "more hardware", more_gpus),
+    RemedyRow("tiers", "slower: part of it is read over the link in every step", tiers),
+    RemedyRow("bigger_gpu", "other hardware", bigger_gpu),
+    RemedyRow("more_ram", "more RAM is used", more_ram),
 )
-LAST = (Row("smaller_model", "another model's answers", smaller_model),)
-BEYOND_THE_MODEL = (Row("shorter_requests", None, _shorter_requests), Row("longer_model", None, longer_model))
+LAST = (RemedyRow("smaller_model", "another model's answers", smaller_model),)
+BEYOND_THE_MODEL = (
+    RemedyRow("shorter_requests", None, _shorter_requests),
+    RemedyRow("longer_model", None, longer_model),
+)
 """Where requests are longer than the model can read."""
 
 
@@ -233,7 +236,7 @@ def ways_out(found: Fit) -> tuple[Remedy, ...]:
     return (*ways, *_search(found, LAST))
 
 
-def _search(found: Fit, rows: Iterable[Row]) -> list[Remedy]:
+def _search(found: Fit, rows: Iterable[RemedyRow]) -> list[Remedy]:
     offered: list[Remedy] = []
     for row in rows:
         before = len(offered)

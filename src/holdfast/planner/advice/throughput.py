@@ -148,18 +148,18 @@ def throughput(fit: Fit) -> Throughput | None:
     context, new = usual_context(fit), unproven(fit)
     most = max(1, min(fit.limits.max_num_seqs, int(fit.concurrency(fit.usual_tokens))))
 
-    def rate(work: Work) -> Estimate:
+    def rate(work: StepWork) -> Estimate:
         """Of a device or a model that was not measured, the makers' figures are not out of reach."""
         low, high = UNPROVEN_SHARE ** len(new), STATED if new else HIGH
         expected, lowest, highest = (work.tokens / _step_s(fit, stages, work, one) for one in (EXPECTED, LOW, high))
         return Estimate(expected, lowest * low, highest)
 
     def decode(batch: int) -> DecodeRate:
-        work = Work(batch, context)
+        work = StepWork(batch, context)
         return DecodeRate(batch=batch, estimate=rate(work), limited_by=_limit(fit, stages, work))
 
     prompt = max(1, traffic.prompt_tokens if traffic is not None else fit.usual_tokens)
-    prefill = Work(fit.limits.max_num_batched_tokens, prompt=prompt)
+    prefill = StepWork(fit.limits.max_num_batched_tokens, prompt=prompt)
     return Throughput(
         context_tokens=context,
         one=decode(1),
@@ -181,7 +181,7 @@ def usual_context(fit: Fit) -> int:
 def step_seconds(fit: Fit, batch: int, context: int, efficiency: Efficiency) -> float | None:
     """Of one decoding step, whether or not memory holds it; None: the rates are not known."""
     stages = _stages(Same(fit))
-    return None if stages is None else _step_s(fit, stages, Work(batch, context), efficiency)
+    return None if stages is None else _step_s(fit, stages, StepWork(batch, context), efficiency)
 
 
 def no_throughput_reason(fit: Fit) -> str:
@@ -304,7 +304,7 @@ def kv_read_bytes(kv: KVCost, context: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class StepWork:
     """What a step computes: a token of each of so many sequences, or as many tokens of prompts."""
 
     tokens: int
@@ -314,7 +314,7 @@ class Work:
     """Length of the prompts; None: it decodes."""
 
 
-def _parts(fit: Fit, stage: Stage, work: Work, efficiency: Efficiency) -> Mapping[str, float]:
+def _parts(fit: Fit, stage: Stage, work: StepWork, efficiency: Efficiency) -> Mapping[str, float]:
     """Seconds of one stage's step, by what they are spent on. In a step full of prompts KV is written, hardly read."""
     bandwidth = stage.gpu.bandwidth_gb_s * GB * efficiency.bandwidth
     # Engines do attention in 16 bits, whatever the weights are in.
@@ -345,14 +345,14 @@ def _link_s(fit: Fit, stage: Stage, tokens: int, efficiency: Efficiency) -> floa
     return stage.layers * ALL_REDUCES_A_LAYER * each
 
 
-def _slowest(fit: Fit, stages: list[Stage], work: Work, efficiency: Efficiency) -> Mapping[str, float]:
+def _slowest(fit: Fit, stages: list[Stage], work: StepWork, efficiency: Efficiency) -> Mapping[str, float]:
     """Prompts follow one another through the stages, so the slowest stage sets the pace. Decoding, stages work at the
     same time on parts of the batch: a token of all sequences takes as many turns as there are stages."""
     part = work if work.prompt is not None else replace(work, tokens=-(-work.tokens // len(stages)))
     return max((_parts(fit, stage, part, efficiency) for stage in stages), key=_stage_s)
 
 
-def _step_s(fit: Fit, stages: list[Stage], work: Work, efficiency: Efficiency) -> float:
+def _step_s(fit: Fit, stages: list[Stage], work: StepWork, efficiency: Efficiency) -> float:
     turns = len(stages) if work.prompt is None else 1
     return turns * _stage_s(_slowest(fit, stages, work, efficiency))
 
@@ -366,7 +366,7 @@ LIMITS = {
 }
 
 
-def _limit(fit: Fit, stages: list[Stage], work: Work) -> str:
+def _limit(fit: Fit, stages: list[Stage], work: StepWork) -> str:
     """Reading and computing overlap: only the longer of the two can be the limit."""
     parts = _slowest(fit, stages, work, EXPECTED)
     hidden = ("compute",) if parts["compute"] < parts["weights"] + parts["KV"] else ("weights", "KV")
