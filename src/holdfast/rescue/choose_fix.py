@@ -18,8 +18,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from holdfast.doctor.check_command.flags import known_flags
+from holdfast.doctor.check_command.remedies import fixes_of, with_fixes
 from holdfast.doctor.command.parse import Flag, ServerCommand, parse_command
-from holdfast.doctor.findings import Finding, Fix
+from holdfast.doctor.findings import Diagnosis, Finding, Fix
 from holdfast.engine_profiles.profile import MODEL_FLAGS, NEAR
 from holdfast.errors import ConfigurationError
 from holdfast.units import shorten
@@ -39,6 +40,7 @@ _RANKS: Mapping[int, tuple[str, ...]] = {
     5: ("max-model-len", "context-length", "ctx-size", "max-total-tokens", "max-input-tokens"),
     6: ("dtype", "kv-cache-dtype", "cache-type-k", "cache-type-v"),
 }  # fmt: skip
+_RANK_OF = {name: number for number, names in _RANKS.items() for name in names}
 _VARIABLE_RANK, _OTHER_RANK = 0, 7
 _NEVER = frozenset((*MODEL_FLAGS, "quantization", "quantize", "trust-remote-code", "revision", "tokenizer", "port"))
 """Another model, another one's code, another address: not what was asked for."""
@@ -50,6 +52,15 @@ SAME_KIND = 2
 """So often one kind of change is made before the next kind has its turn."""
 _SPLITS = ("tensor-parallel-size", "pipeline-parallel-size", "data-parallel-size", "tp", "num-shard")
 _ASSIGNED = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=")
+KIN = (
+    (
+        "kv_cache_too_small_for_max_len", "no_memory_for_kv_blocks", "weights_do_not_fit", "tensor_parallel_unused",
+        "free_memory_below_utilization", "activation_oom_runtime", "cuda_graph_capture_oom", "sampler_warmup_oom",
+        "host_ram_oom",
+    ),
+    ("bad_flag", "heads_not_divisible", "tensor_parallel_mismatch", "quant_shape_mismatch"),
+)  # fmt: skip
+"""Causes of a failed start that a plan may call by another name of the same row."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,22 +135,17 @@ def choose(
     for finding in findings:
         if finding.confidence == "low" and not limits.bold:
             continue
-        fixes = [fix for fix in (finding.fix, *finding.alternatives) if fix is not None and fix.changes]
-        corrected = [_corrected(command, fix) for fix in fixes]
+        corrected = [_corrected(command, fix) for fix in fixes_of(finding) if fix.changes]
 
         def order(fix: Fix, finding: Finding = finding) -> tuple[bool, bool, int]:
             repeated = kinds.count(_names(command, fix)) >= SAME_KIND
             return repeated, not _worked_out(command, finding, fix, limits), rank(command, fix)
 
         for fix in sorted(corrected, key=order):
-            if (
-                not _names(command, fix) & forbidden
-                and _possible(command, fix, limits.gpus)
-                and _harmless(command, fix)
-            ):
-                changed = apply(started, fix.changes)
-                if changed is not None and changed.text not in seen:
-                    return FixChoice(finding, fix, changed)
+            allowed = not _names(command, fix) & forbidden and _harmless(command, fix)
+            changed = apply(started, fix.changes) if allowed and _possible(command, fix, limits.gpus) else None
+            if changed is not None and changed.text not in seen:
+                return FixChoice(finding, fix, changed)
     return None
 
 
@@ -224,14 +230,8 @@ def _names(command: ServerCommand, fix: Fix) -> frozenset[str]:
 
 def rank(command: ServerCommand, fix: Fix) -> int:
     """Of its largest change."""
-    return max(_rank(name) for name in _names(command, fix))
-
-
-def _rank(name: str) -> int:
-    for number, names in _RANKS.items():
-        if name in names:
-            return number
-    return _VARIABLE_RANK if name.isupper() else _OTHER_RANK
+    names = _names(command, fix)
+    return max(_RANK_OF.get(name, _VARIABLE_RANK if name.isupper() else _OTHER_RANK) for name in names)
 
 
 def apply(started: Started, changes: Mapping[str, str | None]) -> Started | None:
@@ -286,3 +286,28 @@ def _set(words: list[list[str]], command: ServerCommand, name: str, value: str |
         words[start:end] = [new, *([] for _ in range(end - start - 1))]
         new = []
     return new
+
+
+# What a plan made before the start offers, with what the log of the death offers
+
+
+def with_planned(fatal: Sequence[Finding], judged: Diagnosis | None, served: bool) -> list[Finding]:
+    """What a plan had offered for the same cause, or at a start for its kin, stands beside what the log offers."""
+    together = []
+    for finding in fatal:
+        planned = [] if judged is None else [one for one in judged.findings if _akin(finding, one, served)]
+        more, own = [fix for other in planned for fix in fixes_of(other)], fixes_of(finding)
+        # llama.cpp tells no number: what its log offers is half of what was asked for, and a plan knows better.
+        plan_first = judged is not None and judged.engine == "llama.cpp"
+        together.append(with_fixes(finding, [*more, *own] if plan_first else [*own, *more]))
+    return together
+
+
+def _akin(finding: Finding, other: Finding, served: bool) -> bool:
+    if served or finding.cause == other.cause:
+        return finding.cause == other.cause
+    # A context that is too long for the model is too long for the memory too.
+    too_long = other.root_cause == "configuration_overshoot" and other.cause == "bad_flag"
+    if finding.cause == "kv_cache_too_small_for_max_len" and too_long:
+        return True
+    return any(finding.cause in kin and other.cause in kin for kin in KIN)

@@ -22,10 +22,9 @@ from holdfast.doctor.findings import Diagnosis, Finding, Fix
 from holdfast.doctor.report.redact import without_secrets, without_values
 from holdfast.errors import HoldfastError, printable
 from holdfast.hardware import nvidia
-from holdfast.rescue.choose_fix import FixChoice, RescueLimits, Started, check_keep, choose, read
+from holdfast.rescue.choose_fix import FixChoice, RescueLimits, Started, check_keep, choose, read, with_planned
 from holdfast.rescue.health import HealthPoll, address_of
 from holdfast.rescue.masking import EXPLAINED, STANDS_FOR, secret_values, shown, shown_change
-from holdfast.rescue.planned_fixes import with_planned
 from holdfast.rescue.process import GRACE_S, Ended, Supervised
 from holdfast.rescue.signals import Signals, ToldToEnd
 from holdfast.rescue.watch import OutputWatcher

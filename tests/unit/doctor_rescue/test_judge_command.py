@@ -342,3 +342,16 @@ def test_what_is_published_comes_before_what_has_to_be_made() -> None:
 def test_a_quote_that_is_not_closed_is_said() -> None:
     with pytest.raises(ConfigurationError, match="quote in the command is not closed"):
         judge_command("vllm serve 'unbalanced")
+
+
+def test_what_only_vllm_quantizes_while_loading_is_not_offered_to_others() -> None:
+    served = {"vllm": "vllm serve", "sglang": "python -m sglang.launch_server --model-path"}
+    offered = {
+        engine: judge_command(f"{start} microsoft/phi-4", machine=CommandMachine(gpu="rtx4090")).findings[0]
+        for engine, start in served.items()
+    }
+    said = {
+        engine: any("by vLLM" in fix.why for fix in (found.fix, *found.alternatives) if fix is not None)
+        for engine, found in offered.items()
+    }
+    assert said == {"vllm": True, "sglang": False}

@@ -10,9 +10,8 @@ import pytest
 from holdfast.errors import ConfigurationError
 from holdfast.models import catalogue, describe_config
 from holdfast.observability.codes import explain
-from holdfast.planner.advice import warnings as judgements
 from holdfast.planner.advice.rules_of_thumb import Thumb, rules_of_thumb
-from holdfast.planner.advice.warnings import PlanWarning, safe_utilization, warnings
+from holdfast.planner.advice.warnings import RULES, PlanWarning, safe_utilization, warnings
 from holdfast.planner.fit.search import Question, fit
 from holdfast.planner.inputs.question import Device
 from holdfast.planner.models.quantize import quantized_as
@@ -33,7 +32,7 @@ def thumb(question: Question, name: str) -> Thumb:
 
 
 def test_every_code_is_explained() -> None:
-    codes = {value for name, value in vars(judgements).items() if isinstance(value, str) and value.startswith("HFW")}
+    codes = {code for code, _, _ in RULES}
     assert len(codes) == 21
     for code in codes:
         assert explain(code).helps

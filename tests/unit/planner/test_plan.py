@@ -115,6 +115,35 @@ def test_a_model_that_does_not_fit_says_what_is_short(spec: ModelSpec) -> None:
         plan(spec, 40, kv_cache_memory_bytes="100GiB")
 
 
+@pytest.mark.parametrize(
+    ("free_gib", "settings"),
+    [
+        (40, {"ram": "15GiB", "kv_cache_memory_bytes": "2GiB"}),
+        (15, {"ram": "15GiB", "kv_cache_memory_bytes": "2GiB"}),
+        (40, {"ram": "17GiB", "kv_cache_memory_bytes": "40GiB"}),
+        (12, {"ram": "20GiB"}),
+        (40, {"ram": "50GiB", "max_model_len": 4096}),
+        (40, {"ram": "16700MiB", "max_model_len": 8192}),
+        (40, {"kv_cache_memory_bytes": "3MiB", "max_model_len": 4096}),
+    ],
+)
+def test_every_change_that_a_refusal_names_was_planned(
+    spec: ModelSpec, free_gib: float, settings: dict[str, object]
+) -> None:
+    """A budget without room for any pool once offered a pool of 0 bytes."""
+    with pytest.raises(DoesNotFitError) as caught:
+        plan(spec, free_gib, **settings)
+    fix = str(caught.value.fix)
+    for text in fix.split(", or "):
+        named = re.fullmatch(r"(leave )?--([a-z-]+)(?: ([\w.]+))?(?: out)?|leave it out", text)
+        if named is not None:
+            name = named[2].replace("-", "_") if named[2] else caught.value.field
+            assert plan(spec, free_gib, **{**settings, name: named[3]}), text
+    assert not re.search(r" 0\b", fix)
+    if free_gib in (12, 15):
+        assert fix == "free memory, or use a smaller or a quantized model"
+
+
 def test_binary_search_over_the_length_finds_the_edge(spec: ModelSpec) -> None:
     """The founding documents' loop: catch ValueError, halve."""
     low, high = 1, 8192

@@ -20,8 +20,8 @@ from holdfast.doctor.check_command.checkpoint_format import stored_otherwise, wo
 from holdfast.doctor.check_command.flags import flag_findings
 from holdfast.doctor.check_command.gpu_split import Split, divided, longest_tokens, split_of
 from holdfast.doctor.check_command.refusals import BEYOND_MODEL, SHORTER, no_model, pool_bytes, refused, vllm_on_a_cpu
-from holdfast.doctor.check_command.remedies import ways
-from holdfast.doctor.check_command.to_question import CommandMachine, question_for, with_settings
+from holdfast.doctor.check_command.remedies import fixes_of, ways, with_fixes
+from holdfast.doctor.check_command.to_question import CommandMachine, question_for
 from holdfast.doctor.check_command.unplanned import (
     beyond,
     budget_words,
@@ -271,6 +271,7 @@ def _no_split_does(
     command: ServerCommand, question: Question, split: Split, engine: str, version: str | None, machine: CommandMachine
 ) -> tuple[list[Finding], PlanAnswer]:
     """Whatever the flag of the split is set to: what else would do, with the flag as high as can be, or without it."""
+    from holdfast.planner.advice.search import first_that_fits
     from holdfast.planner.report.answer import answer
 
     drafted = draft_too_large(command, split)
@@ -285,39 +286,27 @@ def _no_split_does(
     finding, plain = _does_not_fit(best, told), _does_not_fit(command, told)
     if split.share is not None and finding.cause == "kv_cache_too_small_for_max_len":
         finding = msgspec.structs.replace(finding, what=f"{finding.what}, with a static share of {most:g}")
-    fixes, longest = [], 0 if split.share is None else longest_tokens(told.fit, split)
-    for one, alone in zip(_fixes(finding), _fixes(plain), strict=False):
-        if one.command is None or (alone.command is not None and _holds(alone.command, machine, version)):
-            fixes.append(alone)
-        elif (held := _held(best, one, longest, machine, version)) is not None:
-            fixes.append(msgspec.structs.replace(held, changes={**base, **held.changes}))
-    fix, others = (fixes[0], fixes[1:]) if fixes else (None, [])
-    return [msgspec.structs.replace(finding, fix=fix, alternatives=others)], told
+    length, longest = profile(best.engine).spelling("max-model-len") or "", 0
+    if split.share is not None:
+        longest = longest_tokens(told.fit, split)
+    fixes = []
+    for one, alone in zip(fixes_of(finding), fixes_of(plain), strict=False):
+        if list(one.changes) == [length] and longest > 0:
+            why = "the longest context that fits; planned: it fits"
+            one = changed(best, {length: str(longest)}, why, one.price)
+        with_base = msgspec.structs.replace(one, changes={**base, **one.changes})
+        held = first_that_fits([alone, with_base], lambda fix: _holds(fix.command, machine, version))
+        fixes += [alone] if one.command is None else [] if held is None else [held[0]]
+    return [with_fixes(finding, fixes)], told
 
 
-def _fixes(finding: Finding) -> list[Fix]:
-    return [fix for fix in (finding.fix, *finding.alternatives) if fix is not None]
-
-
-def _held(best: ServerCommand, fix: Fix, longest: int, machine: CommandMachine, version: str | None) -> Fix | None:
-    """The fix, or with a shorter context the one that the split's pool holds; None: it does not hold."""
-    length = profile(best.engine).spelling("max-model-len") or ""
-    if list(fix.changes) == [length] and longest > 0:
-        fix = changed(best, {length: str(longest)}, "the longest context that fits; planned: it fits", fix.price)
-    return fix if fix.command is not None and _holds(fix.command, machine, version) else None
-
-
-def _holds(text: str, machine: CommandMachine, version: str | None) -> bool:
-    """Whether a command divides a GPU so that it holds one sequence and its steps."""
-    command = parse_command(text)
+def _holds(text: str | None, machine: CommandMachine, version: str | None) -> bool | None:
+    """Whether a command divides a GPU so that it holds one sequence and its steps; None: it does not."""
+    command = None if text is None else parse_command(text)
     if command is None:
-        return False
-    try:
-        question = question_for(command, machine, version)
-        split = _split(command, question)
-    except HoldfastError:
-        return False
-    return split is None or split.needed_bytes <= split.pool_bytes <= split.room_bytes
+        return None
+    split = _split(command, question_for(command, machine, version))
+    return split is None or split.needed_bytes <= split.pool_bytes <= split.room_bytes or None
 
 
 def _evidence(*lines: str) -> list[Evidence]:
@@ -372,6 +361,7 @@ def _would_refuse(
 ) -> Iterator[Finding]:
     """It fits as Holdfast counts, and the engine's own sizing or features stand against it. `sizes_itself`: its KV pool
     is not set in bytes."""
+    from holdfast.planner.advice.remedy import with_settings
     from holdfast.planner.report.answer import answer
 
     for reason in told.lacks:

@@ -168,21 +168,17 @@ def _counted(found: Fit, rank: Rank, draft: int, flag: str) -> Split:
 
 
 def _pool(command: ServerCommand) -> int | None:
-    written = command.value(POOL)
-    if written is None or command.engine != "vllm":
-        return None
+    written = command.value(POOL) if command.engine == "vllm" else None
     try:
-        return parse_bytes(written)
+        return None if written is None else parse_bytes(written)
     except HoldfastError:
         return None
 
 
 def _share(command: ServerCommand, question: Question) -> float | None:
     written = command.value(SHARE)
-    if written is None:
-        return _own_share(command, question)
     try:
-        share = float(written)
+        share = _own_share(command, question) if written is None else float(written)
     except ValueError:
         return None
     return share if 0 < share <= 1 else None

@@ -6,12 +6,14 @@ Plans nothing itself; what is no change of this command is said in words.
 from __future__ import annotations
 
 import shlex
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from holdfast.doctor.build_finding import changed
-from holdfast.doctor.check_command.refusals import SHORTER
 from holdfast.doctor.command.parse import ServerCommand, parse_command
-from holdfast.doctor.findings import Fix
+from holdfast.doctor.findings import Finding, Fix
 from holdfast.engine_profiles.profile import profile
 from holdfast.units import MIB
 
@@ -23,55 +25,51 @@ SAME_NAMES = (
     "max-model-len", "max-num-seqs", "max-num-batched-tokens", "gpu-memory-utilization", "tensor-parallel-size",
     "pipeline-parallel-size", "dtype", "kv-cache-dtype", "block-size", "revision", "max-loras", "max-lora-rank",
 )  # fmt: skip
-_PRICES = {
-    "context": SHORTER, "sequences": "others wait in the queue",
-    "utilization": "less is left for others on that GPU", "kv_cache_dtype": "KV in fewer bits: a little precision",
-    "quantization": "weights in fewer bits: some quality", "configuration": "several limits are lower",
-    "tiers": "slower: part of it is read over the link in every step", "smaller_model": "another model's answers",
-    "more_gpus": "more hardware", "bigger_gpu": "other hardware", "more_ram": "more RAM is used", "idle_gpus": None,
-}  # fmt: skip
 WAYS_SHOWN = 4
+MADE_BY_VLLM = ("fp8", "nf4")
+"""While it loads."""
 _SETTABLE = frozenset(name.replace("-", "_") for name in SAME_NAMES)
 
 
 def ways(command: ServerCommand, told: PlanAnswer) -> list[Fix]:
     """Those that can be run first, in the plan's order; of what has to be made or bought the first alone. A plan in
     tiers is none: nothing here runs it."""
-    usable = [way for way in told.ways_out if way.tiers is None]
-    if command.engine == "sglang":  # Its share is of another thing.
-        usable = [way for way in usable if "gpu_memory_utilization" not in way.settings]
-    if command.engine != "vllm":
-        usable = [way for way in usable if "made by vLLM" not in way.change]
-    fixes = [_way(command, way) for way in usable]
-    ready = [fix for fix in fixes if fix.command is not None]
+    fixes = [_fix(command, way) for way in told.ways_out if way.tiers is None and _applies(command, way)]
     # A checkpoint that is quantized already is refused with a method for another.
     quantized = command.value("quantization") is not None
-    ready = [fix for fix in ready if not (quantized and "--model" in fix.changes)]
+    ready = [fix for fix in fixes if fix.command is not None and not (quantized and "--model" in fix.changes)]
     return [*ready[:WAYS_SHOWN], *[fix for fix in fixes if fix.command is None][: 2 if ready else WAYS_SHOWN]]
 
 
-def _way(command: ServerCommand, way: Remedy) -> Fix:
-    """A way out as a change of this command; where it is none, in words."""
-    changes: dict[str, str | None] = {}
-    beyond, model = way.tiers is not None, None
-    for name, value in way.settings.items():
-        theirs = _spelled(command, name, value)
-        if name == "model":
-            model = str(value)
-        elif (name in _SETTABLE or name == "ram_bytes") and theirs is not None:
-            changes[theirs[0]] = theirs[1]
-        else:
-            beyond = True
-    price = way.note or _PRICES.get(way.kind)
-    if beyond or not way.available or not (changes or model):
+def _applies(command: ServerCommand, way: Remedy) -> bool:
+    """SGLang's share is of another thing; what vLLM quantizes while loading, others do not."""
+    if command.engine == "sglang" and "gpu_memory_utilization" in way.settings:
+        return False
+    return command.engine == "vllm" or way.settings.get("quantization") not in MADE_BY_VLLM
+
+
+def _fix(command: ServerCommand, way: Remedy) -> Fix:
+    """A remedy as a change of this command; where it is none, in words."""
+    spelled = {name: _spelled(command, name, value) for name, value in way.settings.items() if name != "model"}
+    changes = dict[str, str | None](theirs for theirs in spelled.values() if theirs is not None)
+    price, model = way.note or way.price, way.settings.get("model")
+    if None in spelled.values() or not way.available or not way.settings:
         return Fix(changes={}, why=way.change, price=price)
     why = f"{way.change}; planned: it fits"
     if model is None:
         return changed(command, changes, why, price)
-    words = [model if word == command.model else word for word in command.words]
-    other = parse_command(shlex.join(words))
+    other = parse_command(shlex.join(str(model) if word == command.model else word for word in command.words))
     text = None if other is None else other.with_changes(changes)
-    return Fix(command=text, changes={"--model": model, **changes}, why=why, price=price)
+    return Fix(command=text, changes={"--model": str(model), **changes}, why=why, price=price)
+
+
+def fixes_of(finding: Finding) -> list[Fix]:
+    """All of them, the best first."""
+    return [fix for fix in (finding.fix, *finding.alternatives) if fix is not None]
+
+
+def with_fixes(finding: Finding, fixes: Sequence[Fix]) -> Finding:
+    return msgspec.structs.replace(finding, fix=fixes[0] if fixes else None, alternatives=list(fixes[1:]))
 
 
 def _spelled(command: ServerCommand, name: str, value: object) -> tuple[str, str] | None:
@@ -79,7 +77,7 @@ def _spelled(command: ServerCommand, name: str, value: object) -> tuple[str, str
     if name == "ram_bytes":
         own = command.engine == "holdfast" and isinstance(value, int)
         return ("--ram", f"{-(-int(str(value)) // MIB)}MiB") if own else None
-    theirs = profile(command.engine).spelling(name.replace("_", "-"))
+    theirs = profile(command.engine).spelling(name.replace("_", "-")) if name in _SETTABLE else None
     if theirs is None:
         return None
     if command.engine == "llama.cpp" and name == "max_model_len":

@@ -4,7 +4,7 @@ none are set. Answers nothing.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from holdfast.doctor.check_command.gpu_split import sglang_limits
@@ -32,6 +32,7 @@ class CommandMachine:
 
 def question_for(command: ServerCommand, machine: CommandMachine, version: str | None) -> Question:
     from holdfast.config.plan import PlanConfig
+    from holdfast.planner.advice.remedy import with_settings
     from holdfast.planner.api import question_of
     from holdfast.planner.compat.vllm_release import parse_vllm
 
@@ -72,10 +73,6 @@ def _is_quantized(model: str | None) -> bool:
 
     entry = None if model is None else catalogue.lookup(model)
     return (entry is not None and entry.quantized) or QUANTIZED_NAME.search(model or "") is not None
-
-
-def with_settings(question: Question, **settings: object) -> Question:
-    return replace(question, settings=replace(question.settings, **settings))  # type: ignore[arg-type]
 
 
 def _llama_context(command: ServerCommand) -> dict[str, object]:

@@ -18,6 +18,7 @@ from holdfast.doctor.diagnosis.llama_layers import STEP_GIB as LLAMA_STEP_GIB
 from holdfast.engine_profiles.profile import profile, release
 
 Changes = dict[str, str | None]
+Say = Callable[[str], None]
 _BACKEND_FLAG, _CAPTURE_FLAG, _JSON_LIMITS = (0, 13), (0, 11, 1), (0, 8, 5)
 _CAPTURE_SIZES = (0, 9)
 _V0 = (0, 8)
@@ -51,12 +52,10 @@ class Facts:
     def after(self, changes: Changes, ours: str, number: str) -> float | None:
         """A limit as it would be with the change."""
         value = changes.get(self.flag(ours))
-        if value is not None:
-            try:
-                return float(value)
-            except ValueError:
-                return None
-        return self.numbers.get(number)
+        try:
+            return self.numbers.get(number) if value is None else float(value)
+        except ValueError:
+            return None
 
 
 def sound(facts: Facts, changes: Changes) -> tuple[Changes, str] | None:
@@ -70,10 +69,7 @@ def sound(facts: Facts, changes: Changes) -> tuple[Changes, str] | None:
     return changes, "; ".join(said)
 
 
-Check = Callable[[Facts, Changes, Callable[[str], None]], Changes | None]
-
-
-def _spelled(facts: Facts, changes: Changes, say: Callable[[str], None]) -> Changes | None:
+def _spelled(facts: Facts, changes: Changes, say: Say) -> Changes | None:
     """As that release takes it."""
     if facts.before(_BACKEND_FLAG) and (backend := changes.pop("--attention-backend", None)) is not None:
         changes["VLLM_ATTENTION_BACKEND"] = backend
@@ -83,33 +79,25 @@ def _spelled(facts: Facts, changes: Changes, say: Callable[[str], None]) -> Chan
         changes["--cuda-graph-sizes"] = changes.pop("--max-cudagraph-capture-size")
     if facts.before(_JSON_LIMITS) and changes.get("--limit-mm-per-prompt"):
         changes["--limit-mm-per-prompt"] = "image=1"
-    for name, value in changes.items():
-        known = profile(facts.engine).canonical(name)
-        if (
-            name.startswith("-")
-            and value is not None
-            and facts.version
-            and profile(facts.engine).takes(known, facts.version) is False
-        ):
-            return None
+    added = [name for name, value in changes.items() if value is not None and name.startswith("-")]
+    known = profile(facts.engine)
+    if facts.version and any(known.takes(known.canonical(one), facts.version) is False for one in added):
+        return None
     gone = [name for name, value in changes.items() if value is None and name.startswith("-")]
     if gone and facts.whole and facts.command is not None and not any(facts.command.has(name) for name in gone):
         return None if len(gone) == len(changes) else {name: changes[name] for name in changes if name not in gone}
     return changes
 
 
-def _number_type(facts: Facts, changes: Changes, say: Callable[[str], None]) -> Changes | None:
-    if changes.get("--dtype") in ("half", "float16") and _overflows(facts.model):
+def _number_type(facts: Facts, changes: Changes, say: Say) -> Changes | None:
+    overflows = any(name in (facts.model or "").lower() for name in _NOT_IN_HALF)
+    if changes.get("--dtype") in ("half", "float16") and overflows:
         changes["--dtype"] = "float32"
         say("float16 overflows with this model and is refused for it: float32 runs on this card")
     return changes
 
 
-def _overflows(model: str | None) -> bool:
-    return model is not None and any(name in model.lower() for name in _NOT_IN_HALF)
-
-
-def _ranks(facts: Facts, changes: Changes, say: Callable[[str], None]) -> Changes | None:
+def _ranks(facts: Facts, changes: Changes, say: Say) -> Changes | None:
     """A parallel size that the model splits over: not above what was asked for where heads were the matter, else not
     below."""
     flag = facts.flag("tensor-parallel-size")
@@ -130,7 +118,7 @@ def _ranks(facts: Facts, changes: Changes, say: Callable[[str], None]) -> Change
     return changes
 
 
-def _limits(facts: Facts, changes: Changes, say: Callable[[str], None]) -> Changes | None:
+def _limits(facts: Facts, changes: Changes, say: Say) -> Changes | None:
     """vLLM's: a step holds a token of each sequence, and without chunks a whole prompt. TGI's: a prompt."""
     if facts.engine == "tgi":
         return _prompts(facts, changes, say)
@@ -156,7 +144,7 @@ def _limits(facts: Facts, changes: Changes, say: Callable[[str], None]) -> Chang
     return changes
 
 
-def _prompts(facts: Facts, changes: Changes, say: Callable[[str], None]) -> Changes:
+def _prompts(facts: Facts, changes: Changes, say: Say) -> Changes:
     """TGI refuses to start with prompts that may be longer than a step."""
     step, longest = changes.get("--max-batch-prefill-tokens"), facts.numbers.get("input_tokens")
     if step is None or longest is None or longest <= float(step):
@@ -167,7 +155,7 @@ def _prompts(facts: Facts, changes: Changes, say: Callable[[str], None]) -> Chan
     return changes
 
 
-def _share(facts: Facts, changes: Changes, say: Callable[[str], None]) -> Changes | None:
+def _share(facts: Facts, changes: Changes, say: Say) -> Changes | None:
     """Of the card: the weights must fit it, and the KV cache still hold one request."""
     asked = changes.get(facts.flag("gpu-memory-utilization"))
     if asked is None or facts.engine not in ("vllm", "sglang"):
@@ -205,7 +193,7 @@ def _holds_one(facts: Facts, changes: Changes, now: float, share: float) -> bool
     return tokens - lost >= length
 
 
-def _context(facts: Facts, changes: Changes, say: Callable[[str], None]) -> Changes | None:
+def _context(facts: Facts, changes: Changes, say: Say) -> Changes | None:
     """llama.cpp's, whose KV takes what it tried to allocate: the longest that the device holds beside the weights."""
     numbers = facts.numbers
     known = ("device_free_gib", "device_weights_gib", "tried_gib", "max_model_len")

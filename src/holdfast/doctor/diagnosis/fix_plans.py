@@ -24,13 +24,12 @@ if TYPE_CHECKING:
 CAUSES = ("weights_do_not_fit", "no_memory_for_kv_blocks", "kv_cache_too_small_for_max_len", "tensor_parallel_unused")
 UNMEASURED = ("weights_do_not_fit", "no_memory_for_kv_blocks")
 """Causes whose log tells no room for KV: there the plan's own word is the only one."""
-_PLANNED = {
-    "max-model-len": "max_model_len", "max-num-seqs": "max_num_seqs", "kv-cache-dtype": "kv_cache_dtype",
-    "max-num-batched-tokens": "max_num_batched_tokens", "tensor-parallel-size": "tensor_parallel_size",
-    "pipeline-parallel-size": "pipeline_parallel_size",
-}  # fmt: skip
+_PLANNED = (
+    "max_model_len", "max_num_seqs", "kv_cache_dtype", "max_num_batched_tokens", "tensor_parallel_size",
+    "pipeline_parallel_size",
+)  # fmt: skip
 _ENGINES = ("vllm", "sglang", "holdfast")
-_MOST_GPUS = 16
+_MOST_GPUS, _TIMES = 16, (1, 2, 4, 8, 16)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,28 +63,30 @@ def _known(case: Case) -> str | None:
 
 
 def _checked(case: Case, name: str, fix: Fix) -> Fix:
+    from holdfast.planner.advice.search import first_that_fits
+
     parallel = profile(case.engine).spelling("tensor-parallel-size")
     if parallel is None or case.command is None or list(fix.changes) != [parallel]:
         return fix
     asked = int(float(fix.changes[parallel] or 1))
-    size = asked
-    while size <= _MOST_GPUS:
-        found = _fit(case, name, size)
-        if found is None:
-            return fix
-        divided = _divided(case, {parallel: str(size)})
-        if found.fits if divided is None else divided:
-            changes: dict[str, str | None] = {parallel: str(size)}
-            told = f"{format_bytes(found.weights_bytes)} of weights fit {size} GPUs of {case.total_gib:.2f} GiB each"
-            return msgspec.structs.replace(
-                fix,
-                changes=changes,
-                command=case.command.with_changes(changes),
-                why=f"{fix.why} (planned: {told})",
-                price=fix.price if size == asked else f"{size} GPUs",
-            )
-        size *= 2
-    return fix
+
+    def plan(size: int) -> Fit | None:
+        found, divided = _fit(case, name, size), _divided(case, {parallel: str(size)})
+        return found if found is not None and (found.fits if divided is None else divided) else None
+
+    best = first_that_fits((asked * times for times in _TIMES if asked * times <= _MOST_GPUS), plan)
+    if best is None:
+        return fix
+    size, found = best
+    changes: dict[str, str | None] = {parallel: str(size)}
+    told = f"{format_bytes(found.weights_bytes)} of weights fit {size} GPUs of {case.total_gib:.2f} GiB each"
+    return msgspec.structs.replace(
+        fix,
+        changes=changes,
+        command=case.command.with_changes(changes),
+        why=f"{fix.why} (planned: {told})",
+        price=fix.price if size == asked else f"{size} GPUs",
+    )
 
 
 def _cannot(case: Case, name: str, fix: Fix) -> bool:
@@ -93,20 +94,15 @@ def _cannot(case: Case, name: str, fix: Fix) -> bool:
     it."""
     if case.engine == "sglang":
         return _divided(case, fix.changes) is False
-    if case.engine != "vllm" or case.command is None or case.command.call is not None or not fix.changes:
+    if case.engine != "vllm" or case.command is None or case.command.call is not None:
         return False
-    changed: dict[str, object] = {}
-    share = case.utilization
-    for flag, value in fix.changes.items():
-        ours = flag.lstrip("-")
-        if ours == "gpu-memory-utilization" and value is not None:
-            share = float(value)
-        elif ours in _PLANNED and value is not None:
-            changed[_PLANNED[ours]] = value
-    if not changed and share == case.utilization:
+    given = {flag.lstrip("-").replace("-", "_"): value for flag, value in fix.changes.items() if value is not None}
+    share = float(given.get("gpu_memory_utilization") or case.utilization or 0)
+    changed: dict[str, object] = {name: value for name, value in given.items() if name in _PLANNED}
+    if not changed and share == (case.utilization or 0):
         return False
     gpus = int(str(changed.get("tensor_parallel_size") or case.command.value("tensor-parallel-size") or 1))
-    found = _fit(replace(case, utilization=share), name, gpus, **changed)
+    found = _fit(replace(case, utilization=share or None), name, gpus, **changed)
     return found is not None and not found.fits
 
 

@@ -6,6 +6,7 @@ Names the entry of rules/out_of_memory.toml that holds; the words and the fix ar
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -39,6 +40,33 @@ class OomVerdict:
     confidence: Sureness
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FailedAllocation:
+    """The allocation that failed, and what is known around it. Sizes in GiB; `total`: of the card."""
+
+    scene: LogState
+    event: Event
+    text: str
+    phase: str | None
+    numbers: Mapping[str, float]
+    others: float
+
+    @property
+    def total(self) -> float | None:
+        return self.numbers.get("total_gib")
+
+    def beyond(self, size: float, share: float, least: float = 0.0) -> bool:
+        """Whether it is at least that share of a card whose size is known, and at least `least`."""
+        return self.total is not None and size >= max(least, share * self.total)
+
+    def number(self, name: str) -> float:
+        return self.numbers.get(name, 0.0)
+
+    def tagged(self, tag: str) -> bool:
+        """By its own traceback."""
+        return self.event.trace is not None and tag in self.event.trace.tags
+
+
 def others_gib(text: str, numbers: dict[str, float]) -> float:
     """Held by processes that are not the one that failed, as far as the message tells."""
     ours = _OURS.search(text)
@@ -56,7 +84,7 @@ def others_gib(text: str, numbers: dict[str, float]) -> float:
 
 
 def judge(event: Event, scene: LogState) -> OomVerdict:
-    numbers = {**scene.numbers, **event.numbers}
+    """The first rule of the table that holds."""
     text = next((one.line for one in event.evidence if "Tried to allocate" in one.line), event.evidence[0].line)
     phase, confidence = phase_of(event)
     if _CAPTURE in text:
@@ -68,38 +96,19 @@ def judge(event: Event, scene: LogState) -> OomVerdict:
     if phase is None and scene.run.phase == "load" and not scene.run.ready:
         phase, confidence = "load", "medium"  # The bar of the shards comes late, from another stream.
     whole = "total_gib" in event.numbers and not event.numbers.keys().isdisjoint(("reserved_gib", "reserved_all_gib"))
-    if not whole and confidence == "high":
-        confidence = "medium"  # The line was cut short, or tells little.
     torn, placed = (False, False) if event.trace is None else (event.trace.torn, event.trace.phase is not None)
-    if torn or (not placed and len(scene.engines.keys() - {"llama.cpp"}) > 1):
-        confidence = "medium" if confidence == "high" else confidence  # Or another engine's lines told the phase.
-    total, tried = numbers.get("total_gib"), numbers.get("tried_gib", 0.0)
-    if total is not None and tried > 2 * total:
-        return OomVerdict("oom_quadratic", phase, "high")
+    several = not placed and len(scene.engines.keys() - {"llama.cpp"}) > 1
+    if confidence == "high" and (not whole or torn or several):
+        confidence = "medium"  # The line was cut short or says little, or another engine's lines gave the phase.
     others = others_gib(text, event.numbers)
-    if total is not None and others >= max(1.0, NEIGHBOUR_SHARE * total):
+    failure = FailedAllocation(
+        scene=scene, event=event, text=text, phase=phase, numbers={**scene.numbers, **event.numbers}, others=others
+    )
+    rule, _, _, sureness = next(row for row in RULES if (not row[1] or phase in row[1]) and row[2](failure))
+    if rule == "oom_neighbour":
         event.numbers["others_gib"] = others
-        return OomVerdict(
-            "oom_neighbour", phase, "high" if _OURS.search(text) or len(_PROCESS.findall(text)) > 1 else "medium"
-        )
-    tags = event.trace.tags if event.trace is not None else set()
-    for tag, rule in _BY_TAG:
-        if tag in tags and (tag != "multimodal" or phase in ("profile", "load", None)):
-            return OomVerdict(rule, phase, "high" if phase is not None and confidence == "high" else "medium")
-    if phase == "serve" and _speculates(scene):
-        return OomVerdict("oom_speculative", phase, "medium")
-    if "multimodal" in event.tags and phase == "profile":
-        return OomVerdict("oom_multimodal", phase, "medium")
-    return _by_phase(event, scene, numbers, phase, confidence)
-
-
-_BY_TAG = (
-    ("prompt_logprobs", "oom_prompt_logprobs"),
-    ("speculative", "oom_speculative"),
-    ("sampler_warmup", "oom_sampler"),
-    ("lora", "oom_lora"),
-    ("multimodal", "oom_multimodal"),
-)
+    reported = "load" if rule in ("oom_weights", "oom_parallel_unused") else phase
+    return OomVerdict(rule, reported, _SURENESS[sureness].get(confidence, confidence))
 
 
 def phase_of(event: Event) -> tuple[str | None, Sureness]:
@@ -115,55 +124,74 @@ def phase_of(event: Event) -> tuple[str | None, Sureness]:
     return None, "low"
 
 
-def _by_phase(
-    event: Event, scene: LogState, numbers: dict[str, float], phase: str | None, confidence: Sureness
-) -> OomVerdict:
-    total, tried = numbers.get("total_gib"), numbers.get("tried_gib", 0.0)
-    reserved = numbers.get("reserved_gib", 0.0)
-    if SECOND in event.tags and phase in ("args", "download", "load", "profile"):
-        return OomVerdict("oom_second_engine", phase, "medium")
-    if phase in ("profile", "capture", "warmup") and _in_pieces(total, tried, reserved):
-        return OomVerdict("oom_fragmentation", phase, "medium")
-    if phase in ("args", "download", "load"):
-        if _unused_gpus(scene):
-            return OomVerdict("oom_parallel_unused", "load", "medium")
-        return OomVerdict("oom_weights", "load", confidence)
-    if phase == "profile":
-        return OomVerdict(*_in_profile(numbers, total, tried), confidence="high" if confidence == "high" else "medium")
-    if phase == "capture":
-        return OomVerdict("oom_capture", phase, confidence)
-    if phase == "warmup" and scene.engine == "tgi":
-        return OomVerdict("oom_tgi_warmup", phase, confidence)
-    if phase == "warmup":
-        return OomVerdict("oom_warmup", phase, "medium" if confidence == "high" else confidence)  # Or a capture in it.
-    if total is not None and reserved >= max(tried, FRAGMENTED_SHARE * total):
-        return OomVerdict("oom_fragmentation", phase, "medium")
-    if phase in ("serve", "request"):
-        return OomVerdict("oom_serving", phase, confidence)
-    return OomVerdict("oom_unknown_phase", None, "low")
+def _held_by_others(failure: FailedAllocation) -> bool:
+    return failure.beyond(failure.others, NEIGHBOUR_SHARE, least=1.0)
 
 
-def _in_pieces(total: float | None, tried: float, reserved: float) -> bool:
-    return total is not None and tried > 0 and reserved >= max(2 * tried, FRAGMENTED_AT_START * total)
+def _names_holders(failure: FailedAllocation) -> bool:
+    """Its own share, or several processes: who holds the rest is certain."""
+    return _OURS.search(failure.text) is not None or len(_PROCESS.findall(failure.text)) > 1
 
 
-def _in_profile(numbers: dict[str, float], total: float | None, tried: float) -> tuple[str, str]:
-    weights, allocated = numbers.get("weights_gib"), numbers.get("allocated_gib")
-    if total is None:
-        return "oom_profile", "profile"
-    if weights is not None:
-        return ("oom_weights_profile" if weights >= WEIGHTS_SHARE * total else "oom_profile"), "profile"
-    crowded = allocated is not None and allocated >= FULL_SHARE * total and tried <= SMALL_SHARE * total
-    return ("oom_weights_profile" if crowded else "oom_profile"), "profile"
+def _speculates(failure: FailedAllocation) -> bool:
+    values = failure.scene.settings.values
+    flags = ("speculative-model", "speculative-config", "model-draft")
+    return any(values.get(name, "None") != "None" for name in flags)
 
 
-def _speculates(scene: LogState) -> bool:
-    values = scene.settings.values
-    return any(
-        values.get(name, "None") != "None" for name in ("speculative-model", "speculative-config", "model-draft")
-    )
-
-
-def _unused_gpus(scene: LogState) -> bool:
+def _unused_gpus(failure: FailedAllocation) -> bool:
+    scene = failure.scene
     size = scene.settings.number("tensor-parallel-size") or 1
     return scene.numbers.get("gpus", 1) > 1 and size == 1 and scene.engine in ("vllm", "sglang", "tgi", "holdfast")
+
+
+def _crowded_by_weights(failure: FailedAllocation) -> bool:
+    """As far as their size is known; else by a full card on which a small allocation failed."""
+    if "weights_gib" in failure.numbers:
+        return failure.beyond(failure.number("weights_gib"), WEIGHTS_SHARE)
+    small = failure.total is not None and failure.number("tried_gib") <= SMALL_SHARE * failure.total
+    return small and "allocated_gib" in failure.numbers and failure.beyond(failure.number("allocated_gib"), FULL_SHARE)
+
+
+def _in_pieces(failure: FailedAllocation) -> bool:
+    """Before the server serves."""
+    tried = failure.number("tried_gib")
+    return tried > 0 and failure.beyond(failure.number("reserved_gib"), FRAGMENTED_AT_START, least=2 * tried)
+
+
+_SURENESS: Mapping[str, Mapping[Sureness, Sureness]] = {
+    "of the phase": {}, "at most medium": {"high": "medium"}, "at least medium": {"low": "medium"},
+    "high": {"low": "high", "medium": "high"}, "medium": {"high": "medium", "low": "medium"},
+    "low": {"high": "low", "medium": "low"},
+}  # fmt: skip
+_LOADING = ("args", "download", "load")
+RULES: tuple[tuple[str, tuple[str | None, ...], Callable[[FailedAllocation], bool], str], ...] = (
+    ("oom_quadratic", (), lambda one: one.total is not None and one.number("tried_gib") > 2 * one.total, "high"),
+    ("oom_neighbour", (), lambda one: _held_by_others(one) and _names_holders(one), "high"),
+    ("oom_neighbour", (), _held_by_others, "medium"),
+    ("oom_prompt_logprobs", (), lambda one: one.tagged("prompt_logprobs"), "at least medium"),
+    ("oom_speculative", (), lambda one: one.tagged("speculative"), "at least medium"),
+    ("oom_sampler", (), lambda one: one.tagged("sampler_warmup"), "at least medium"),
+    ("oom_lora", (), lambda one: one.tagged("lora"), "at least medium"),
+    ("oom_multimodal", ("profile", "load", None), lambda one: one.tagged("multimodal"), "at least medium"),
+    ("oom_speculative", ("serve",), _speculates, "medium"),
+    ("oom_multimodal", ("profile",), lambda one: "multimodal" in one.event.tags, "medium"),
+    ("oom_second_engine", (*_LOADING, "profile"), lambda one: SECOND in one.event.tags, "medium"),
+    ("oom_fragmentation", ("profile", "capture", "warmup"), _in_pieces, "medium"),
+    ("oom_parallel_unused", _LOADING, _unused_gpus, "medium"),
+    ("oom_weights", _LOADING, lambda one: True, "of the phase"),
+    ("oom_weights_profile", ("profile",), _crowded_by_weights, "at least medium"),
+    ("oom_profile", ("profile",), lambda one: True, "at least medium"),
+    ("oom_capture", ("capture",), lambda one: True, "of the phase"),
+    ("oom_tgi_warmup", ("warmup",), lambda one: one.scene.engine == "tgi", "of the phase"),
+    ("oom_warmup", ("warmup",), lambda one: True, "at most medium"),  # Or a capture in it.
+    (
+        "oom_fragmentation",
+        (),
+        lambda one: one.beyond(one.number("reserved_gib"), FRAGMENTED_SHARE, least=one.number("tried_gib")),
+        "medium",
+    ),
+    ("oom_serving", ("serve", "request"), lambda one: True, "of the phase"),
+    ("oom_unknown_phase", (), lambda one: True, "low"),
+)
+"""A rule, the phases that it is for (none: all), when it holds, and how sure that is."""

@@ -3,6 +3,8 @@
 safe  room for every estimate being wrong, and for every admitted sequence at full length: nothing is preempted
 max   as much memory as may be used, the longest context that its steps leave, and as many sequences of the usual
       length as are held
+
+Where nothing is safe, the setting that makes it so is searched for.
 """
 
 from __future__ import annotations
@@ -10,8 +12,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from holdfast.planner.advice.remedy import LEAST_CONTEXT, MOST_UTILIZATION, planned, with_settings
-from holdfast.planner.advice.warnings import safe_utilization
+from holdfast.planner.advice.quantized_remedies import smaller_kv
+from holdfast.planner.advice.remedy import (
+    LEAST_CONTEXT,
+    MODEST,
+    MOST_UTILIZATION,
+    is_absolute,
+    planned,
+    with_settings,
+)
+from holdfast.planner.advice.search import first_that_fits
+from holdfast.planner.advice.warnings import WITHIN_ERROR, PlanWarning, safe_utilization
 from holdfast.planner.compat.vllm_release import Vllm
 from holdfast.planner.engines.command import Command
 from holdfast.planner.engines.commands import commands
@@ -19,6 +30,7 @@ from holdfast.planner.fit.search import USEFUL_TOKENS, Fit, Question, fit
 from holdfast.planner.sizing.default_limits import CPU_RUNGS, GPU_RUNGS
 from holdfast.units import counted
 
+NOTHING_HELPS = "no setting that was tried leaves that margin: test it before relying on it, or use a smaller model"
 SAFE_SEQUENCES = 4
 """Where the context is left to us, so many of full length go side by side, as far as the model's context allows."""
 ROUND_TOKENS = 256
@@ -34,10 +46,8 @@ class Configuration:
 
     @property
     def settings(self) -> Mapping[str, object]:
-        found: dict[str, object] = {}
-        if all(rank.device.budget_bytes is None for rank in self.fit.ranks):
-            found["gpu_memory_utilization"] = self.fit.utilization
-        return found | {
+        share = {} if is_absolute(self.fit.question) else {"gpu_memory_utilization": self.fit.utilization}
+        return share | {
             "max_model_len": self.fit.limits.max_model_len,
             "max_num_seqs": self.max_num_seqs,
             "max_num_batched_tokens": self.fit.limits.max_num_batched_tokens,
@@ -59,18 +69,14 @@ class Configuration:
 
 def safe_configuration(asked: Fit) -> Configuration | None:
     """With the largest step that leaves room for errors; a size that was set stays. None: nothing that serves what was
-    asked is safe here."""
+    requested is safe here."""
     question = _with_share(asked, safe_utilization(asked))
     step = fit(question).limits.max_num_batched_tokens
-    steps = [step]
-    if question.settings.max_num_batched_tokens is None:
-        rungs = GPU_RUNGS if question.machine.kind == "gpu" else CPU_RUNGS
-        steps += [rung.step_tokens for rung in rungs if rung.step_tokens < step]
-    for size in steps:
-        found = _safe(with_settings(question, max_num_batched_tokens=size))
-        if found is not None:
-            return found
-    return None
+    rungs = GPU_RUNGS if question.machine.kind == "gpu" else CPU_RUNGS
+    lower = [rung.step_tokens for rung in rungs if rung.step_tokens < step]
+    steps = [step, *(lower if question.settings.max_num_batched_tokens is None else ())]
+    found = first_that_fits(steps, lambda size: _safe(with_settings(question, max_num_batched_tokens=size)))
+    return None if found is None else found[1]
 
 
 def _safe(question: Question) -> Configuration | None:
@@ -113,9 +119,8 @@ def _safe_reason(question: Question, length: int, sequences: int) -> str:
 
 
 def _with_share(asked: Fit, share: float) -> Question:
-    absolute = any(rank.device.budget_bytes is not None for rank in asked.ranks)
-    parallel = {"tensor_parallel": asked.tensor_parallel}
-    return with_settings(asked.question, **parallel, **({} if absolute else {"utilization": share}))
+    budget = {} if is_absolute(asked.question) else {"utilization": share}
+    return with_settings(asked.question, tensor_parallel=asked.tensor_parallel, **budget)
 
 
 def _safe_length(base: Fit) -> int:
@@ -163,3 +168,35 @@ def _max_reason(found: Fit, longest: int, sequences: int) -> str:
     if found.limits.max_model_len < longest:
         context += f" with steps of {counted(step, 'token')} ({longest:,} with the smallest steps, for one sequence)"
     return f"{context}, and {counted(sequences, 'sequence')} of {counted(found.usual_tokens, 'token')} at once"
+
+
+def with_margin(warnings: tuple[PlanWarning, ...], found: Fit, safe: Configuration | None) -> tuple[PlanWarning, ...]:
+    """The same warnings; one that refers to a safe configuration names a setting where there is none."""
+    if safe is not None or not found.fits:
+        return warnings
+    return tuple(replace(one, fix=_margin(found)) if one.code == WITHIN_ERROR else one for one in warnings)
+
+
+def _margin(found: Fit) -> str:
+    """What to set where a plan fits by less than its estimates may be off: the cheapest that leaves that margin."""
+
+    def plan(settings: dict[str, object]) -> Configuration | None:
+        other = fit(with_settings(found.question, **settings))
+        return safe_configuration(other) if other.fits else None
+
+    best = first_that_fits(_settings_with_margin(found), plan)
+    if best is None:
+        return NOTHING_HELPS
+    return " ".join(f"--{name.replace('_', '-')} {value}" for name, value in best[0].items()) + " leaves that margin"
+
+
+def _settings_with_margin(found: Fit) -> Iterator[dict[str, object]]:
+    question, limits = found.question, found.limits
+    if question.traffic is None and question.machine.kind == "gpu":
+        yield {name: min(value, getattr(limits, name)) for name, value in MODEST.items()}
+    if smaller_kv(found) == "fp8":
+        yield {"kv_cache_dtype": "fp8"}
+    room = min(max(0, rank.room_bytes - rank.uncertain_bytes) for rank in found.ranks)
+    length = min(rank.kv.longest(room, limits.max_model_len) for rank in found.ranks) // ROUND_TOKENS * ROUND_TOKENS
+    if length >= LEAST_CONTEXT and question.traffic is None:
+        yield {"max_model_len": length}

@@ -1,4 +1,4 @@
-"""One way out of a plan that does not fit, and what all of them are made with: a changed question, planned again.
+"""A candidate change of a question, how it is planned, and the remedy that it is where it fits.
 
 Knows no order and no reasons; those are in remedies.py.
 """
@@ -6,20 +6,21 @@ Knows no order and no reasons; those are in remedies.py.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from holdfast.errors import ConfigurationError
 from holdfast.planner.advice.offload import Tiers
+from holdfast.planner.advice.search import first_that_fits
 from holdfast.planner.compat.vllm_release import Vllm
 from holdfast.planner.engines.command import Command
 from holdfast.planner.engines.commands import commands
 from holdfast.planner.fit.count import cannot_hold_weights
 from holdfast.planner.fit.search import Fit, Question, fit
-from holdfast.planner.inputs.question import CPU_USEFUL_TOKENS
+from holdfast.planner.inputs.question import CPU_USEFUL_TOKENS, Settings
 from holdfast.planner.models.variants import Variant
-from holdfast.units import GIB, MIB, counted
+from holdfast.units import GIB, MIB, counted, format_bytes
 
 Kind = Literal[
     "utilization",
@@ -38,11 +39,63 @@ Kind = Literal[
     "longer_model",
 ]
 LEAST_CONTEXT = CPU_USEFUL_TOKENS
-"""A shorter one is no way out."""
+"""A shorter one is not a remedy."""
 USUAL_UTILIZATION, MOST_UTILIZATION = 0.90, 0.95
 """Never past the second: the rest is for what cannot be counted."""
-MODEST_SEQUENCES, MODEST_STEP_TOKENS = 16, 2048
-"""Enough for a small service, and little beside the weights."""
+MODEST = {"max_num_seqs": 16, "max_num_batched_tokens": 2048}
+"""Enough for a small service, and little compared with the weights."""
+_FIELDS = {
+    "gpu_memory_utilization": "utilization",
+    "tensor_parallel_size": "tensor_parallel",
+    "pipeline_parallel_size": "pipeline_parallel",
+}
+"""Of `Settings`, where it is not the flag's name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One candidate. Mutates nothing; planned only when the search reaches it."""
+
+    question: Question
+    """As asked, or with another model, machine or traffic; `settings` are applied to it."""
+    settings: Mapping[str, object]
+    """What is set differently, by the names of flags. None: the context that the plan finds."""
+    text: str
+    """For people; {context} and {weights} are filled in from the plan."""
+    longest: bool = False
+    """With the longest context that fits."""
+    least_tokens: float = 0
+    """Of the context: with less it is not worth the change."""
+    available: bool = True
+    note: str | None = None
+    tiers: Tiers | None = None
+    fit: Fit | None = None
+    """Planned already."""
+
+    def plan(self) -> Fit | None:
+        """None: it does not fit."""
+        if self.fit is not None:
+            return self.fit
+        found = (longest if self.longest else planned)(changed(self.question, self.settings))
+        return found if found is not None and found.limits.max_model_len >= self.least_tokens else None
+
+    def remedy(self, kind: Kind, price: str | None, asked: Question, found: Fit) -> Remedy:
+        tokens = found.limits.max_model_len
+        filled = {"{context}": counted(tokens, "token"), "{weights}": format_bytes(found.weights_bytes)}
+        text = self.text
+        for name, value in filled.items():
+            text = text.replace(name, value)
+        return Remedy(
+            kind=kind,
+            change=text,
+            settings={name: tokens if value is None else value for name, value in self.settings.items()},
+            fit=found,
+            tiers=self.tiers,
+            meets_request=meets(asked, found),
+            available=self.available,
+            note=self.note,
+            price=price,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,10 +110,12 @@ class Remedy:
     """Planned with the change; of tiers, planned without them."""
     tiers: Tiers | None = None
     meets_request: bool = True
-    """False: fewer sequences at once than the traffic has, or a shorter context than was asked for."""
+    """False: fewer sequences at once than the traffic has, or a shorter context than was requested."""
     available: bool = True
     """False: no engine here can do it yet, or something has to be made first."""
     note: str | None = None
+    price: str | None = None
+    """What it costs, for people; None: nothing."""
 
     @property
     def fits(self) -> bool:
@@ -69,7 +124,7 @@ class Remedy:
     @property
     def flags(self) -> str:
         """The change as flags of `holdfast plan`, whose names `holdfast serve` and vLLM share where they have them.
-        None for tiers: nothing that a plan can be told makes it fit."""
+        None for tiers: no setting of a plan makes it fit."""
         if self.tiers is not None:
             return ""
         words = []
@@ -86,7 +141,7 @@ class Remedy:
 
 
 def meets(asked: Question, found: Fit) -> bool:
-    """Whether what was planned serves all that was asked for."""
+    """Whether what was planned serves all that was requested."""
     length, traffic, served = asked.settings.max_model_len, asked.traffic, found.question.traffic
     if length is not None and found.limits.max_model_len < length:
         return False
@@ -115,6 +170,16 @@ def with_settings(question: Question, **changes: object) -> Question:
     return replace(question, settings=replace(question.settings, **changes))  # type: ignore[arg-type]
 
 
+def changed(question: Question, settings: Mapping[str, object]) -> Question:
+    """With settings by the names of flags; those of models and machines are in the question already."""
+    named = {_FIELDS.get(name, name): value for name, value in settings.items() if value is not None}
+    own = {name: value for name, value in named.items() if name in Settings.__dataclass_fields__}
+    count = named.get("concurrency")
+    if question.traffic is not None and isinstance(count, int):
+        question = replace(question, traffic=replace(question.traffic, concurrency=count))
+    return with_settings(question, **own)
+
+
 def longest(question: Question) -> Fit | None:
     """The same with the longest context that fits; traffic that is stated cannot be shortened."""
     if question.traffic is not None or cannot_hold_weights(question):
@@ -131,81 +196,65 @@ def longest(question: Question) -> Fit | None:
         return None
 
 
-def attempts(question: Question) -> Iterator[tuple[Question, dict[str, object]]]:
-    """As asked; with the usual share of memory where less was asked; with modest limits where none were. Each with
-    what it sets differently."""
+def is_absolute(question: Question) -> bool:
+    """The budget is set in bytes, rather than as a share of the memory."""
+    return any(device.budget_bytes is not None for device in question.machine.devices)
+
+
+def attempts(question: Question) -> Iterator[dict[str, object]]:
+    """What may be set with another change: nothing; the usual share of memory where less was requested; modest limits
+    where none were."""
     settings = question.settings
-    changes: dict[str, object] = {}
-    yield question, changes
-    absolute = any(device.budget_bytes is not None for device in question.machine.devices)
+    share: dict[str, object] = {}
+    yield share
+    absolute = is_absolute(question)
     if not absolute and settings.utilization is not None and settings.utilization < USUAL_UTILIZATION:
-        changes = {"gpu_memory_utilization": USUAL_UTILIZATION}
-        question = with_settings(question, utilization=USUAL_UTILIZATION)
-        yield question, changes
-    if question.traffic is None and settings.max_num_seqs is None and settings.max_num_batched_tokens is None:
-        modest: dict[str, object] = {"max_num_seqs": MODEST_SEQUENCES, "max_num_batched_tokens": MODEST_STEP_TOKENS}
-        if question.machine.kind == "gpu":
-            yield with_settings(question, **modest), {**changes, **modest}
-        if question.machine.kind == "gpu" and not absolute:
-            most = {**modest, "gpu_memory_utilization": MOST_UTILIZATION}
-            yield with_settings(question, utilization=MOST_UTILIZATION, **modest), most
-
-
-def first_that_fits(question: Question) -> tuple[Fit, dict[str, object]] | None:
-    for changed, changes in attempts(question):
-        found = planned(changed)
-        if found is not None:
-            return found, changes
-    return None
+        share = {"gpu_memory_utilization": USUAL_UTILIZATION}
+        yield share
+    limits_open = settings.max_num_seqs is None and settings.max_num_batched_tokens is None
+    if question.traffic is None and limits_open and question.machine.kind == "gpu":
+        yield {**share, **MODEST}
+        if not absolute:
+            yield {**MODEST, "gpu_memory_utilization": MOST_UTILIZATION}
 
 
 STAGES = (2, 3, 4, 6, 8)
 
 
-def other_splits(question: Question) -> Iterator[tuple[Question, dict[str, object]]]:
+def other_splits(question: Question) -> Iterator[tuple[Question, dict[str, int]]]:
     """The same over the GPUs that are there, split in another way: by heads as the plan would choose where that was
     set, then with layers in stages, the fewest first. Each with what it sets."""
     settings, devices = question.settings, len(question.machine.devices)
     if devices == 1 or cannot_hold_weights(question):
         return
+    most = min(devices, len(question.model.spec.layers))
     for stages in (1, *STAGES):
-        if stages == settings.pipeline_parallel and settings.tensor_parallel is None:
+        if stages > most or (stages == settings.pipeline_parallel and settings.tensor_parallel is None):
             continue
-        if stages > min(devices, len(question.model.spec.layers)):
+        split = with_settings(question, tensor_parallel=None, pipeline_parallel=stages)
+        found = first_that_fits([split], fit)
+        if found is None:
             continue
-        changed = with_settings(question, tensor_parallel=None, pipeline_parallel=stages)
-        try:
-            size = fit(changed).tensor_parallel
-        except ConfigurationError:
-            continue
-        parallel: dict[str, object] = {"tensor_parallel_size": size}
+        parallel = {"tensor_parallel_size": found[1].tensor_parallel}
         if stages != settings.pipeline_parallel:
             parallel["pipeline_parallel_size"] = stages
-        yield with_settings(changed, tensor_parallel=size), parallel
+        yield split, parallel
 
 
-def said(changes: Mapping[str, object]) -> str:
-    """Of the changes that a way needs beside its own."""
-    words = []
-    if "kv_cache_dtype" in changes:
-        words.append(f"KV in {changes['kv_cache_dtype']}")
-    if "gpu_memory_utilization" in changes:
-        words.append(f"{changes['gpu_memory_utilization']:g} memory utilization")
-    if "max_model_len" in changes:
-        words.append(_counted(changes["max_model_len"], "token"))
-    if "max_num_seqs" in changes:
-        words.append(_counted(changes["max_num_seqs"], "sequence"))
-    if "tensor_parallel_size" in changes:
-        words.append(split_said(changes))
-    return f", with {' and '.join(words)}" if words else ""
+def also(changes: Mapping[str, object]) -> str:
+    """Of the changes that a remedy needs in addition to its own."""
+    words: dict[str, Callable[[Any], str]] = {
+        "kv_cache_dtype": lambda value: f"KV in {value}",
+        "gpu_memory_utilization": lambda value: f"{value:g} memory utilization",
+        "max_model_len": lambda value: "{context}",
+        "max_num_seqs": lambda value: counted(value, "sequence"),
+        "tensor_parallel_size": lambda value: describe_split(changes),
+    }
+    said = [write(changes[name]) for name, write in words.items() if name in changes]
+    return f", with {' and '.join(said)}" if said else ""
 
 
-def _counted(value: object, noun: str) -> str:
-    assert isinstance(value, int)
-    return counted(value, noun)
-
-
-def split_said(changes: Mapping[str, object]) -> str:
+def describe_split(changes: Mapping[str, object]) -> str:
     """Of what `other_splits` sets."""
     stages, size = changes.get("pipeline_parallel_size", 1), changes["tensor_parallel_size"]
     if stages == 1:

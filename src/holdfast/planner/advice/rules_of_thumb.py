@@ -94,18 +94,14 @@ def _why_not_hidden(fit: Fit) -> str:
     kinds = {layer.kind for layer in spec.layers}
     if "latent" in kinds:
         return "it caches one compressed vector per token instead of keys and values"
-    reasons = []
-    if spec.kv_heads != spec.heads:
-        reasons.append(f"{spec.kv_heads} KV heads serve {spec.heads} query heads")
-    if "window" in kinds:
-        reasons.append("windowed layers stop growing")
-    if kinds & {"state", "shared"}:
-        reasons.append("some layers have no KV")
-    if spec.heads * spec.head_dim != spec.hidden_size:
-        reasons.append(f"heads are {spec.head_dim} wide, not hidden size / heads")
-    if fit.kv_dtype in ("fp8", "float32"):
-        reasons.append(f"KV is stored in {fit.kv_dtype}")
-    return ", ".join(reasons) or "only whole blocks are used"
+    reasons = {
+        f"{spec.kv_heads} KV heads serve {spec.heads} query heads": spec.kv_heads != spec.heads,
+        "windowed layers stop growing": "window" in kinds,
+        "some layers have no KV": kinds & {"state", "shared"},
+        f"heads are {spec.head_dim} wide, not hidden size / heads": spec.heads * spec.head_dim != spec.hidden_size,
+        f"KV is stored in {fit.kv_dtype}": fit.kv_dtype in ("fp8", "float32"),
+    }
+    return ", ".join(reason for reason, holds in reasons.items() if holds) or "only whole blocks are used"
 
 
 def _overhead(fit: Fit) -> Iterator[Thumb]:

@@ -10,8 +10,8 @@ KV, captured graphs, one process a GPU.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from holdfast.footprint.identity_key import Same
@@ -141,30 +141,32 @@ def _seen(prompt: int, window: int | None) -> float:
 
 def throughput(fit: Fit) -> Throughput | None:
     """None: the rates of these devices are not known, or nothing fits on them."""
-    stages = _stages(fit)
+    stages = _stages(Same(fit))
     if stages is None or not fit.fits:
         return None
     traffic = fit.question.traffic
     context, new = usual_context(fit), unproven(fit)
     most = max(1, min(fit.limits.max_num_seqs, int(fit.concurrency(fit.usual_tokens))))
 
+    def rate(work: StepWork) -> Estimate:
+        """Of a device or a model that was not measured, the makers' figures are not out of reach."""
+        low, high = UNPROVEN_SHARE ** len(new), STATED if new else HIGH
+        expected, lowest, highest = (work.tokens / _step_s(fit, stages, work, one) for one in (EXPECTED, LOW, high))
+        return Estimate(expected, lowest * low, highest)
+
     def decode(batch: int) -> DecodeRate:
-        def rate(efficiency: Efficiency) -> float:
-            return batch / _step_s(fit, stages, batch, context, efficiency)
+        work = StepWork(batch, context)
+        return DecodeRate(batch=batch, estimate=rate(work), limited_by=_limit(fit, stages, work))
 
-        return DecodeRate(
-            batch=batch, estimate=_estimate(rate, len(new)), limited_by=_limit(fit, stages, batch, context)
-        )
-
-    step = fit.limits.max_num_batched_tokens
     prompt = max(1, traffic.prompt_tokens if traffic is not None else fit.usual_tokens)
+    prefill = StepWork(fit.limits.max_num_batched_tokens, prompt=prompt)
     return Throughput(
         context_tokens=context,
         one=decode(1),
         at_traffic=decode(min(most, traffic.concurrency)) if traffic is not None else None,
         largest=decode(most),
-        prefill=_estimate(lambda efficiency: step / _prefill_s(fit, stages, step, prompt, efficiency), len(new)),
-        prefill_limited_by=_prefill_limit(fit, stages, step, prompt),
+        prefill=rate(prefill),
+        prefill_limited_by=_limit(fit, stages, prefill),
         prompt_tokens=prompt,
         evidence=EVIDENCE + (f"; not covered by them, so the interval is wider: {', '.join(new)}" if new else ""),
     )
@@ -178,8 +180,8 @@ def usual_context(fit: Fit) -> int:
 
 def step_seconds(fit: Fit, batch: int, context: int, efficiency: Efficiency) -> float | None:
     """Of one decoding step, whether or not memory holds it; None: the rates are not known."""
-    stages = _stages(fit)
-    return None if stages is None else _step_s(fit, stages, batch, context, efficiency)
+    stages = _stages(Same(fit))
+    return None if stages is None else _step_s(fit, stages, StepWork(batch, context), efficiency)
 
 
 def no_throughput_reason(fit: Fit) -> str:
@@ -192,30 +194,18 @@ def no_throughput_reason(fit: Fit) -> str:
 def unproven(fit: Fit) -> tuple[str, ...]:
     """By what this plan differs from everything that was measured."""
     spec, kinds = fit.question.model.spec, {layer.kind for layer in fit.question.model.spec.layers}
-    found = [*dict.fromkeys(rank.device.gpu.key for rank in fit.ranks if rank.device.gpu is not None)]
-    found = [key for key in found if key != MEASURED_GPU][:1]
-    if len(fit.ranks) > 1:
-        found.append("several GPUs")
-    if any(layer.experts is not None for layer in spec.layers):
-        found.append("experts")
-    if spec.quantization is not None or fit.question.model.format == "gguf":
-        found.append("quantized weights")
-    found += [f"{kind} layers" for kind in ("window", "latent", "state") if kind in kinds]
-    return tuple(found)
-
-
-def _estimate(rate: Callable[[Efficiency], float], unproven_things: int) -> Estimate:
-    if not unproven_things:
-        return Estimate(rate(EXPECTED), rate(LOW), rate(HIGH))
-    return Estimate(rate(EXPECTED), rate(LOW) * UNPROVEN_SHARE**unproven_things, rate(STATED))
-
-
-def _stages(fit: Fit) -> list[Stage] | None:
-    return _stages_of(Same(fit))
+    keys = [rank.device.gpu.key for rank in fit.ranks if rank.device.gpu is not None]
+    differs = {
+        "several GPUs": len(fit.ranks) > 1,
+        "experts": any(layer.experts is not None for layer in spec.layers),
+        "quantized weights": spec.quantization is not None or fit.question.model.format == "gguf",
+        **{f"{kind} layers": kind in kinds for kind in ("window", "latent", "state")},
+    }
+    return (*[key for key in keys if key != MEASURED_GPU][:1], *(name for name, new in differs.items() if new))
 
 
 @lru_cache(maxsize=8)
-def _stages_of(key: Same[Fit]) -> list[Stage] | None:
+def _stages(key: Same[Fit]) -> list[Stage] | None:
     """Once for all batches and efficiencies that are asked of a plan."""
     fit = key.held
     if any(rank.device.gpu is None or rank.device.gpu.bandwidth_gb_s <= 0 for rank in fit.ranks):
@@ -313,22 +303,31 @@ def kv_read_bytes(kv: KVCost, context: int) -> int:
     return context * kv.growing_bytes + windows + kv.fixed_bytes
 
 
-def _compute_s(stage: Stage, tokens: int, attention: float, efficiency: Efficiency) -> float:
-    """`attention`: operations of one token; engines do it in 16 bits, whatever the weights are in."""
+@dataclass(frozen=True, slots=True)
+class StepWork:
+    """What a step computes: a token of each of so many sequences, or as many tokens of prompts."""
+
+    tokens: int
+    context: int = 0
+    """Of each sequence, while decoding."""
+    prompt: int | None = None
+    """Length of the prompts; None: it decodes."""
+
+
+def _parts(fit: Fit, stage: Stage, work: StepWork, efficiency: Efficiency) -> Mapping[str, float]:
+    """Seconds of one stage's step, by what they are spent on. In a step full of prompts KV is written, hardly read."""
+    bandwidth = stage.gpu.bandwidth_gb_s * GB * efficiency.bandwidth
+    # Engines do attention in 16 bits, whatever the weights are in.
     half = stage.gpu.half_tflops * 1e12 * efficiency.compute
     fp8 = (stage.gpu.fp8_tflops or stage.gpu.half_tflops) * 1e12 * efficiency.compute
-    return tokens * ((2 * stage.parameters + attention) / half + 2 * stage.fp8_parameters / fp8)
-
-
-def _parts(fit: Fit, stage: Stage, batch: int, context: int, efficiency: Efficiency) -> Mapping[str, float]:
-    """Seconds of one stage's step, by what they are spent on."""
-    bandwidth = stage.gpu.bandwidth_gb_s * GB * efficiency.bandwidth
+    seen, decoding = stage.attention, work.tokens if work.prompt is None else 0
+    attention = seen.of_token(work.context) if work.prompt is None else seen.of_prompt(work.prompt)
     return {
-        "weights": stage.reads.bytes_for(batch) / bandwidth,
-        "KV": batch * kv_read_bytes(stage.kv, context) / bandwidth,
-        "compute": _compute_s(stage, batch, stage.attention.of_token(context), efficiency),
-        "link": _link_s(fit, stage, batch, efficiency),
-        "launches": efficiency.step_s + batch * efficiency.sequence_s,
+        "weights": stage.reads.bytes_for(work.tokens) / bandwidth,
+        "KV": decoding * kv_read_bytes(stage.kv, work.context) / bandwidth,
+        "compute": work.tokens * ((2 * stage.parameters + attention) / half + 2 * stage.fp8_parameters / fp8),
+        "link": _link_s(fit, stage, work.tokens, efficiency),
+        "launches": efficiency.step_s + decoding * efficiency.sequence_s,
     }
 
 
@@ -338,22 +337,24 @@ def _stage_s(parts: Mapping[str, float]) -> float:
 
 def _link_s(fit: Fit, stage: Stage, tokens: int, efficiency: Efficiency) -> float:
     """All-reduces in a ring, over the link between the GPUs, or through the host where there is none."""
-    ranks = fit.tensor_parallel
-    if ranks == 1:
-        return 0.0
-    link = stage.gpu.peer_link or stage.gpu.host_link
-    if link.gb_s <= 0:
+    ranks, link = fit.tensor_parallel, stage.gpu.peer_link or stage.gpu.host_link
+    if ranks == 1 or link.gb_s <= 0:
         return 0.0
     message = tokens * fit.question.model.spec.hidden_size * DTYPE_BYTES[fit.dtype] * 2 * (ranks - 1) / ranks
     each = message / (link.gb_s * GB * efficiency.link) + efficiency.all_reduce_s
     return stage.layers * ALL_REDUCES_A_LAYER * each
 
 
-def _step_s(fit: Fit, stages: list[Stage], batch: int, context: int, efficiency: Efficiency) -> float:
-    """Stages work at the same time on parts of the batch: a token of all sequences takes as many turns as there are
-    stages."""
-    part = -(-batch // len(stages))
-    return len(stages) * max(_stage_s(_parts(fit, stage, part, context, efficiency)) for stage in stages)
+def _slowest(fit: Fit, stages: list[Stage], work: StepWork, efficiency: Efficiency) -> Mapping[str, float]:
+    """Prompts follow one another through the stages, so the slowest stage sets the pace. Decoding, stages work at the
+    same time on parts of the batch: a token of all sequences takes as many turns as there are stages."""
+    part = work if work.prompt is not None else replace(work, tokens=-(-work.tokens // len(stages)))
+    return max((_parts(fit, stage, part, efficiency) for stage in stages), key=_stage_s)
+
+
+def _step_s(fit: Fit, stages: list[Stage], work: StepWork, efficiency: Efficiency) -> float:
+    turns = len(stages) if work.prompt is None else 1
+    return turns * _stage_s(_slowest(fit, stages, work, efficiency))
 
 
 LIMITS = {
@@ -365,28 +366,8 @@ LIMITS = {
 }
 
 
-def _limit(fit: Fit, stages: list[Stage], batch: int, context: int) -> str:
-    part = -(-batch // len(stages))
-    return _named(max((_parts(fit, stage, part, context, EXPECTED) for stage in stages), key=_stage_s))
-
-
-def _named(parts: Mapping[str, float]) -> str:
+def _limit(fit: Fit, stages: list[Stage], work: StepWork) -> str:
     """Reading and computing overlap: only the longer of the two can be the limit."""
+    parts = _slowest(fit, stages, work, EXPECTED)
     hidden = ("compute",) if parts["compute"] < parts["weights"] + parts["KV"] else ("weights", "KV")
     return LIMITS[max((name for name in parts if name not in hidden), key=lambda name: parts[name])]
-
-
-def _prefill_parts(fit: Fit, stage: Stage, step: int, prompt: int, efficiency: Efficiency) -> Mapping[str, float]:
-    """A step full of prompts. KV is written, hardly read."""
-    parts = _parts(fit, stage, step, 0, efficiency)
-    compute = _compute_s(stage, step, stage.attention.of_prompt(prompt), efficiency)
-    return {**parts, "KV": 0.0, "compute": compute, "launches": efficiency.step_s}
-
-
-def _prefill_s(fit: Fit, stages: list[Stage], step: int, prompt: int, efficiency: Efficiency) -> float:
-    """Prompts follow one another through the stages, so the slowest stage sets the pace."""
-    return max(_stage_s(_prefill_parts(fit, stage, step, prompt, efficiency)) for stage in stages)
-
-
-def _prefill_limit(fit: Fit, stages: list[Stage], step: int, prompt: int) -> str:
-    return _named(max((_prefill_parts(fit, stage, step, prompt, EXPECTED) for stage in stages), key=_stage_s))

@@ -1,4 +1,4 @@
-"""What a plan is warned of, each with a code, a reason in numbers and what to set instead.
+"""Warnings about a plan, as a table: a code, the setting it is about, a reason in numbers and what to set instead.
 
 A warning never changes the plan. What is offered as a fix has been planned, or is arithmetic on the plan. Rules of
 thumb that people know are in rules_of_thumb.py.
@@ -9,33 +9,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from holdfast.models import ModelSpec
-from holdfast.planner.advice.remedy import MOST_UTILIZATION, USUAL_UTILIZATION, planned, too_long, with_settings
+from holdfast.hardware.gpus import Gpu
+from holdfast.planner.advice.remedy import (
+    MOST_UTILIZATION,
+    USUAL_UTILIZATION,
+    is_absolute,
+    planned,
+    too_long,
+    with_settings,
+)
 from holdfast.planner.fit.search import Fit
 from holdfast.planner.inputs.question import Device
 from holdfast.units import GIB, counted, format_bytes
-
-ALL_MEMORY = "HFW20"
-ABOVE_SAFE = "HFW21"
-KV_STARVES = "HFW22"
-DESKTOP_CARD = "HFW23"
-SHARED_CARD = "HFW24"
-TOO_MANY_SEQUENCES = "HFW25"
-CONTEXT_BEYOND_TRAFFIC = "HFW26"
-IDLE_GPUS = "HFW27"
-NO_KV = "HFW28"
-NEIGHBOURS = "HFW29"
-WITHIN_ERROR = "HFW30"
-NOT_COUNTED = "HFW31"
-NO_FP8 = "HFW32"
-NO_BF16 = "HFW33"
-TRAFFIC_BEYOND_CONTEXT = "HFW34"
-PEAK_UNKNOWN = "HFW35"
-LENGTHS_UNKNOWN = "HFW36"
-ANSWERS_UNKNOWN = "HFW37"
-INPUTS_NOT_COUNTED = "HFW38"
-ADAPTERS_IN_PART = "HFW39"
-UNCHECKED_SPLIT = "HFW40"
 
 DESKTOP_UTILIZATION, SHARED_UTILIZATION = 0.85, 0.80
 DESKTOP_CARD_BYTES = 25 * GIB
@@ -46,6 +31,8 @@ STARVED_GAIN = 2
 """Utilization is too low when the usual one would give the KV pool that many times as much."""
 SEQUENCES_TOO_MANY, CONTEXT_TOO_LONG = 4, 2
 """Times what KV holds, and times the traffic's P99."""
+ALL_OF_IT = 0.995
+OR_STATED = "or set --concurrency, --prompt and --output"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,322 +43,319 @@ class PlanWarning:
     fix: str | None = None
 
 
-def warnings(fit: Fit) -> tuple[PlanWarning, ...]:
-    return (
-        *_unknown_peak(fit),
-        *_unknown_lengths(fit),
-        *_longer_traffic(fit),
-        *_utilization(fit),
-        *_starved(fit),
-        *_desktop(fit),
-        *_neighbours(fit),
-        *_no_kv(fit),
-        *_sequences(fit),
-        *_context(fit),
-        *_idle(fit),
-        *_margin(fit),
-        *_model(fit),
-        *_number_types(fit),
-    )
+Said = tuple[str, str | None]
+"""A message, and a fix."""
 
 
 def _shares(fit: Fit) -> bool:
     """Whether the budget is a share of the memory, rather than set in bytes."""
-    return all(rank.device.budget_bytes is None for rank in fit.ranks)
+    return not is_absolute(fit.question)
 
 
-def _utilization(fit: Fit) -> Iterator[PlanWarning]:
-    if not _shares(fit) or fit.utilization <= MOST_UTILIZATION:
-        return
-    left = min(rank.device.total_bytes - rank.budget_bytes for rank in fit.ranks)
-    if fit.utilization >= 0.995:
-        yield PlanWarning(
-            code=ALL_MEMORY,
-            message=f"utilization {fit.utilization:g} leaves nothing for fragmentation, the driver and other processes:"
-            " the first peak runs out of memory",
-            field="gpu_memory_utilization",
-            fix=f"--gpu-memory-utilization {USUAL_UTILIZATION:g}",
+def _at(share: float) -> str:
+    return f"--gpu-memory-utilization {share:g}"
+
+
+def _all_memory(fit: Fit) -> Iterator[Said]:
+    if _shares(fit) and fit.utilization >= ALL_OF_IT:
+        yield (
+            f"utilization {fit.utilization:g} leaves nothing for fragmentation, the driver and other processes:"
+            f" the first peak runs out of memory",
+            _at(USUAL_UTILIZATION),
         )
-        return
-    yield PlanWarning(
-        code=ABOVE_SAFE,
-        message=f"utilization {fit.utilization:g} leaves {format_bytes(left)} for everything that cannot be predicted;"
-        f" above {MOST_UTILIZATION:g} startup and peaks become unreliable",
-        field="gpu_memory_utilization",
-        fix=f"--gpu-memory-utilization {MOST_UTILIZATION:g} or less",
-    )
 
 
-def _starved(fit: Fit) -> Iterator[PlanWarning]:
+def _above_safe(fit: Fit) -> Iterator[Said]:
+    if _shares(fit) and MOST_UTILIZATION < fit.utilization < ALL_OF_IT:
+        left = format_bytes(min(rank.device.total_bytes - rank.budget_bytes for rank in fit.ranks))
+        yield (
+            f"utilization {fit.utilization:g} leaves {left} for everything that cannot be predicted;"
+            f" above {MOST_UTILIZATION:g} startup and peaks become unreliable",
+            f"{_at(MOST_UTILIZATION)} or less",
+        )
+
+
+def _kv_starves(fit: Fit) -> Iterator[Said]:
     """Low because somebody wanted to leave room; the room comes out of the KV pool."""
-    if not _shares(fit) or fit.utilization >= USUAL_UTILIZATION or fit.question.machine.kind != "gpu":
-        return
-    usual = planned(with_settings(fit.question, utilization=USUAL_UTILIZATION))
-    if usual is None:
-        return
+    low = _shares(fit) and fit.utilization < USUAL_UTILIZATION and fit.question.machine.kind == "gpu"
+    usual = planned(with_settings(fit.question, utilization=USUAL_UTILIZATION)) if low else None
     now = max(0, min(rank.room_bytes for rank in fit.ranks))
-    then = min(rank.room_bytes for rank in usual.ranks)
-    if then < STARVED_GAIN * now:
-        return
-    yield PlanWarning(
-        code=KV_STARVES,
-        message=f"utilization {fit.utilization:g} starves the KV pool: {format_bytes(now)} where"
-        f" {USUAL_UTILIZATION:g} would give {format_bytes(then)}; the weights take the same either way",
-        field="gpu_memory_utilization",
-        fix=f"--gpu-memory-utilization {USUAL_UTILIZATION:g}",
-    )
+    then = -1 if usual is None else min(rank.room_bytes for rank in usual.ranks)
+    if then >= STARVED_GAIN * now:
+        yield (
+            f"utilization {fit.utilization:g} starves the KV pool: {format_bytes(now)} where"
+            f" {USUAL_UTILIZATION:g} would give {format_bytes(then)}; the weights take the same either way",
+            _at(USUAL_UTILIZATION),
+        )
 
 
 def _may_have_desktop(device: Device) -> bool:
     """A consumer card of which we do not know, or know, that something else is on it."""
-    if device.kind != "gpu" or device.total_bytes > DESKTOP_CARD_BYTES or device.unified:
-        return False
+    small = device.kind == "gpu" and device.total_bytes <= DESKTOP_CARD_BYTES and not device.unified
     consumer = any(word in device.name.lower() for word in ("geforce", "rtx", "gtx", "radeon rx", "arc"))
-    return consumer and not device.measured
+    return small and consumer and not device.measured
 
 
-def _desktop(fit: Fit) -> Iterator[PlanWarning]:
-    if not _shares(fit) or fit.utilization <= DESKTOP_UTILIZATION or not fit.fits:
-        return
+def _desktop_card(fit: Fit) -> Iterator[Said]:
     device = next((rank.device for rank in fit.ranks if _may_have_desktop(rank.device)), None)
-    if device is None:
+    if device is None or not _shares(fit) or fit.utilization <= DESKTOP_UTILIZATION or not fit.fits:
         return
-    free = device.total_bytes - DESKTOP_BYTES
     smaller = planned(with_settings(fit.question, utilization=DESKTOP_UTILIZATION))
     held = "" if smaller is not None else "; at that utilization this plan does not fit"
     without = f". Without a monitor {fit.utilization:g} is fine" if fit.utilization <= MOST_UTILIZATION else ""
-    yield PlanWarning(
-        code=DESKTOP_CARD,
-        message=f"a desktop on {device.name} takes 1 to 2 GB of it: about {format_bytes(free)} stay free, and"
-        f" {DESKTOP_UTILIZATION:g} is the utilization to start with{held}{without}",
-        field="gpu_memory_utilization",
-        fix=f"--gpu-memory-utilization {DESKTOP_UTILIZATION:g}" if smaller is not None else None,
+    yield (
+        f"a desktop on {device.name} takes 1 to 2 GB of it: about"
+        f" {format_bytes(device.total_bytes - DESKTOP_BYTES)} stay free, and {DESKTOP_UTILIZATION:g} is the"
+        f" utilization to start with{held}{without}",
+        None if smaller is None else _at(DESKTOP_UTILIZATION),
     )
 
 
-def _neighbours(fit: Fit) -> Iterator[PlanWarning]:
-    for rank in fit.ranks:
-        device = rank.device
-        who = f" ({', '.join(device.held_by)})" if device.held_by else ""
-        wanted = device.budget_bytes
-        if wanted is None:
-            wanted = int(device.total_bytes * fit.utilization) if device.kind == "gpu" else 0
-        if wanted > device.free_bytes:
-            lost = format_bytes(wanted - device.free_bytes)
-            yield PlanWarning(
-                code=NEIGHBOURS,
-                message=f"{device.name} has {format_bytes(device.free_bytes)} free: {lost} less than"
-                f" requested{who}. vLLM refuses to start like this",
-                field="gpu_memory_utilization",
-                fix="stop what holds the memory" if device.held_by else "find what holds the rest",
-            )
-        elif device.held_by and _shares(fit) and fit.utilization > SHARED_UTILIZATION:
-            yield PlanWarning(
-                code=SHARED_CARD,
-                message=f"{device.name} is shared{who}: what the others allocate later is not available to the server",
-                field="gpu_memory_utilization",
-                fix=f"--gpu-memory-utilization {SHARED_UTILIZATION:g}, or isolate the GPU",
+def _lacking(fit: Fit, device: Device) -> int:
+    """Bytes that others hold of what is to be used."""
+    share = int(device.total_bytes * fit.utilization) if device.kind == "gpu" else 0
+    return (share if device.budget_bytes is None else device.budget_bytes) - device.free_bytes
+
+
+def _holders(device: Device) -> str:
+    return f" ({', '.join(device.held_by)})" if device.held_by else ""
+
+
+def _neighbours(fit: Fit) -> Iterator[Said]:
+    for device in (rank.device for rank in fit.ranks):
+        if (lost := _lacking(fit, device)) > 0:
+            fix = "stop what holds the memory" if device.held_by else "find what holds the rest"
+            yield (
+                f"{device.name} has {format_bytes(device.free_bytes)} free: {format_bytes(lost)} less than"
+                f" requested{_holders(device)}. vLLM refuses to start like this",
+                fix,
             )
 
 
-def _no_kv(fit: Fit) -> Iterator[PlanWarning]:
+def _shared_card(fit: Fit) -> Iterator[Said]:
+    for device in (rank.device for rank in fit.ranks):
+        shared = device.held_by and _shares(fit) and fit.utilization > SHARED_UTILIZATION
+        if shared and _lacking(fit, device) <= 0:
+            yield (
+                f"{device.name} is shared{_holders(device)}: what the others allocate later is not available to"
+                f" the server",
+                f"{_at(SHARED_UTILIZATION)}, or isolate the GPU",
+            )
+
+
+def _no_kv(fit: Fit) -> Iterator[Said]:
     rank = min(fit.ranks, key=lambda one: one.room_bytes)
-    if fit.kv_tokens > 0:
-        return
-    loading = fit.lacks_for_loading(rank)
-    first, second, *_ = sorted(rank.loading if loading else rank.terms, key=lambda term: -term.nbytes)
-    what = "it cannot even be loaded, so the KV pool has 0 tokens" if loading else "the KV pool has 0 tokens"
-    yield PlanWarning(
-        code=NO_KV,
-        message=f"{what}: nothing is left of {format_bytes(rank.budget_bytes)}; {first.name} would take"
-        f" {format_bytes(first.nbytes)}, {second.name} {format_bytes(second.nbytes)}",
-    )
+    if fit.kv_tokens <= 0:
+        loading = fit.lacks_for_loading(rank)
+        first, second, *_ = sorted(rank.loading if loading else rank.terms, key=lambda term: -term.nbytes)
+        what = "it cannot even be loaded, so the KV pool has 0 tokens" if loading else "the KV pool has 0 tokens"
+        yield (
+            f"{what}: nothing is left of {format_bytes(rank.budget_bytes)}; {first.name} would take"
+            f" {format_bytes(first.nbytes)}, {second.name} {format_bytes(second.nbytes)}",
+            None,
+        )
 
 
-def _sequences(fit: Fit) -> Iterator[PlanWarning]:
+def _too_many_sequences(fit: Fit) -> Iterator[Said]:
     """Only what somebody set: a default is a ceiling that nobody expects to reach."""
-    asked = fit.question.settings.max_num_seqs
+    asked, traffic = fit.question.settings.max_num_seqs, fit.question.traffic
     if asked is None or not fit.fits or too_long(fit.question):
         return
-    tokens = fit.question.traffic.length if fit.question.traffic is not None else fit.limits.max_model_len
+    tokens = traffic.length if traffic is not None else fit.limits.max_model_len
     held = int(fit.concurrency(tokens)) if tokens else 0
-    if asked <= SEQUENCES_TOO_MANY * max(1, held):
-        return
-    yield PlanWarning(
-        code=TOO_MANY_SEQUENCES,
-        message=f"max_num_seqs is {asked}, but KV holds {counted(held, 'sequence')} of {counted(tokens, 'token')}: a"
-        " burst of long ones will be preempted and recomputed",
-        field="max_num_seqs",
-        fix=f"--max-num-seqs {max(1, held)}",
-    )
+    if asked > SEQUENCES_TOO_MANY * max(1, held):
+        yield (
+            f"max_num_seqs is {asked}, but KV holds {counted(held, 'sequence')} of {counted(tokens, 'token')}: a"
+            f" burst of long ones will be preempted and recomputed",
+            f"--max-num-seqs {max(1, held)}",
+        )
 
 
-def _context(fit: Fit) -> Iterator[PlanWarning]:
+def _context_beyond_traffic(fit: Fit) -> Iterator[Said]:
     traffic, asked = fit.question.traffic, fit.question.settings.max_model_len
-    if traffic is None or asked is None or asked <= CONTEXT_TOO_LONG * traffic.length:
-        return
-    enough = -(-traffic.length // 256) * 256
-    shorter = planned(with_settings(fit.question, max_model_len=enough))
-    yield PlanWarning(
-        code=CONTEXT_BEYOND_TRAFFIC,
-        message=f"max_model_len is {asked:,}, but 99 of 100 requests end within {counted(traffic.length, 'token')}",
-        field="max_model_len",
-        fix=f"--max-model-len {enough}" if shorter is not None else None,
-    )
-
-
-def _unknown_peak(fit: Fit) -> Iterator[PlanWarning]:
-    traffic = fit.question.traffic
-    if traffic is None or traffic.peak_known:
-        return
-    held = "" if too_long(fit.question) else f"; memory holds {int(fit.concurrency(max(1, traffic.length)))}"
-    yield PlanWarning(
-        code=PEAK_UNKNOWN,
-        message=f"{traffic.source} does not show how many requests ran at once at its peak: this plan is for"
-        f" {traffic.concurrency}{held}",
-        field="concurrency",
-        fix="--concurrency with the peak of this traffic",
-    )
-
-
-def _unknown_lengths(fit: Fit) -> Iterator[PlanWarning]:
-    traffic = fit.question.traffic
-    if traffic is None:
-        return
-    if traffic.at_least:
-        told = traffic.prompt_tokens + traffic.output_tokens
-        yield PlanWarning(
-            code=LENGTHS_UNKNOWN,
-            message=f"more than 1 in 100 requests of {traffic.source} are longer than its histograms show:"
-            f" P99 is at least {counted(told, 'token')}, and this plan is for the whole context of"
-            f" {traffic.length:,}",
-            field="traffic",
-            fix="a log with the lengths of requests, or set --concurrency, --prompt and --output",
+    if traffic is not None and asked is not None and asked > CONTEXT_TOO_LONG * traffic.length:
+        enough = -(-traffic.length // 256) * 256
+        shorter = planned(with_settings(fit.question, max_model_len=enough))
+        yield (
+            f"max_model_len is {asked:,}, but 99 of 100 requests end within {counted(traffic.length, 'token')}",
+            None if shorter is None else f"--max-model-len {enough}",
         )
-    if traffic.without_output:
+
+
+def _peak_unknown(fit: Fit) -> Iterator[Said]:
+    traffic = fit.question.traffic
+    if traffic is not None and not traffic.peak_known:
+        held = "" if too_long(fit.question) else f"; memory holds {int(fit.concurrency(max(1, traffic.length)))}"
+        yield (
+            f"{traffic.source} does not show how many requests ran at once at its peak: this plan is for"
+            f" {traffic.concurrency}{held}",
+            "--concurrency with the peak of this traffic",
+        )
+
+
+def _lengths_unknown(fit: Fit) -> Iterator[Said]:
+    traffic = fit.question.traffic
+    if traffic is not None and traffic.at_least:
+        known = counted(traffic.prompt_tokens + traffic.output_tokens, "token")
+        yield (
+            f"more than 1 in 100 requests of {traffic.source} are longer than its histograms show: P99 is at"
+            f" least {known}, and this plan is for the whole context of {traffic.length:,}",
+            f"a log with the lengths of requests, {OR_STATED}",
+        )
+
+
+def _outputs_unknown(fit: Fit) -> Iterator[Said]:
+    traffic = fit.question.traffic
+    if traffic is not None and traffic.without_output:
         some = "none" if traffic.without_output == traffic.requests else "not all"
-        yield PlanWarning(
-            code=ANSWERS_UNKNOWN,
-            message=f"{some} of {counted(traffic.requests, 'request')} of {traffic.source} have an output length:"
+        yield (
+            f"{some} of {counted(traffic.requests, 'request')} of {traffic.source} have an output length:"
             f" {traffic.without_output:,} of them are counted without output",
-            field="traffic",
-            fix="lines with completion_tokens, or set --concurrency, --prompt and --output",
+            f"lines with completion_tokens, {OR_STATED}",
         )
 
 
-def _longer_traffic(fit: Fit) -> Iterator[PlanWarning]:
+def _longer_than_the_model(fit: Fit) -> Iterator[Said]:
+    traffic, allowed = fit.question.traffic, fit.question.model.spec.max_position
+    if traffic is not None and too_long(fit.question):
+        yield (
+            f"requests of this traffic reach {counted(traffic.length, 'token')}, but the model's context length"
+            f" is {allowed:,}: more memory does not help",
+            "shorter requests, or a model with a longer context",
+        )
+
+
+def _traffic_beyond_context(fit: Fit) -> Iterator[Said]:
     traffic, served = fit.question.traffic, fit.limits.max_model_len
-    if too_long(fit.question):
-        yield _longer_than_the_model(fit)
-        return
-    if traffic is None or traffic.length <= served or not fit.fits:
-        return
-    model = fit.question.model.spec.max_position
-    able = served < traffic.length <= model and fit.longest_tokens >= traffic.length
-    yield PlanWarning(
-        code=TRAFFIC_BEYOND_CONTEXT,
-        message=f"requests of this traffic reach {counted(traffic.length, 'token')}, but the context is {served:,}:"
-        " longer ones will be refused",
-        field="max_model_len",
-        fix=f"--max-model-len {traffic.length}" if able else None,
-    )
+    if traffic is not None and traffic.length > served and fit.fits and not too_long(fit.question):
+        fix = f"--max-model-len {traffic.length}" if fit.longest_tokens >= traffic.length else None
+        yield (
+            f"requests of this traffic reach {counted(traffic.length, 'token')}, but the context is {served:,}:"
+            f" longer ones will be refused",
+            fix,
+        )
 
 
-def _longer_than_the_model(fit: Fit) -> PlanWarning:
-    assert fit.question.traffic is not None
-    return PlanWarning(
-        code=TRAFFIC_BEYOND_CONTEXT,
-        message=f"requests of this traffic reach {counted(fit.question.traffic.length, 'token')}, but the model's"
-        f" context length is {fit.question.model.spec.max_position:,}: more memory does not help",
-        field="prompt",
-        fix="shorter requests, or a model with a longer context",
-    )
+def _idle_gpus(fit: Fit) -> Iterator[Said]:
+    devices = len(fit.question.machine.devices)
+    idle = devices - len(fit.ranks)
+    if fit.question.settings.tensor_parallel is not None and idle:
+        every = planned(with_settings(fit.question, tensor_parallel=None))
+        size = fit.tensor_parallel if every is None else every.tensor_parallel
+        fix = (
+            f"-tp {size}" if size > fit.tensor_parallel else "-tp for more memory, or a second server on the other GPUs"
+        )
+        yield (
+            f"tensor_parallel_size is {fit.tensor_parallel} on a machine with {devices} GPUs:"
+            f" {idle} {'is' if idle == 1 else 'are'} unused",
+            fix,
+        )
 
 
-def _idle(fit: Fit) -> Iterator[PlanWarning]:
-    devices = fit.question.machine.devices
-    idle = len(devices) - len(fit.ranks)
-    if fit.question.settings.tensor_parallel is None or not idle:
-        return
-    every = planned(with_settings(fit.question, tensor_parallel=None))
-    size = every.tensor_parallel if every is not None and every.tensor_parallel > fit.tensor_parallel else None
-    yield PlanWarning(
-        code=IDLE_GPUS,
-        message=f"tensor_parallel_size is {fit.tensor_parallel} on a machine with {len(devices)} GPUs:"
-        f" {idle} {'is' if idle == 1 else 'are'} unused",
-        field="tensor_parallel_size",
-        fix=f"-tp {size}" if size is not None else "-tp for more memory, or a second server on the other GPUs",
-    )
-
-
-def _margin(fit: Fit) -> Iterator[PlanWarning]:
+def _within_error(fit: Fit) -> Iterator[Said]:
     """It fits by less than our estimates may be off."""
-    if not fit.fits:
-        return
     spare = min(rank.room_bytes + rank.unused_bytes - fit.needed_bytes(rank) for rank in fit.ranks)
-    if not 0 <= spare < fit.uncertain_bytes:
-        return
-    yield PlanWarning(
-        code=WITHIN_ERROR,
-        message=f"it fits with {format_bytes(spare)} to spare, but the estimated terms may be off by"
-        f" {format_bytes(fit.uncertain_bytes)}",
-        fix="the safe configuration below leaves that margin",
-    )
+    if fit.fits and 0 <= spare < fit.uncertain_bytes:
+        yield (
+            f"it fits with {format_bytes(spare)} to spare, but the estimated terms may be off by"
+            f" {format_bytes(fit.uncertain_bytes)}",
+            "the safe configuration below leaves that margin",
+        )
 
 
-def _model(fit: Fit) -> Iterator[PlanWarning]:
+def _not_counted(fit: Fit) -> Iterator[Said]:
+    if fit.question.model.spec.not_counted:
+        yield f"not counted: {', '.join(fit.question.model.spec.not_counted)}", None
+
+
+def _inputs_not_counted(fit: Fit) -> Iterator[Said]:
+    """Of which it is not known how large they are."""
     spec = fit.question.model.spec
-    if spec.not_counted:
-        yield PlanWarning(code=NOT_COUNTED, message=f"not counted: {', '.join(spec.not_counted)}")
-    inputs = _not_counted_inputs(spec)
-    if inputs:
-        yield PlanWarning(
-            code=INPUTS_NOT_COUNTED,
-            message=f"for {inputs} at most the weights of their encoders are counted: the config does not say how large"
-            " inputs may be, so encoder activations, and what engines reserve for them, are not counted",
-            fix="not needed for text only; for other inputs leave 1 to 5 GB free: --gpu-memory-utilization",
-        )
-    if fit.question.settings.max_loras and any(layer.experts is not None for layer in spec.layers):
-        yield PlanWarning(
-            code=ADAPTERS_IN_PART,
-            message="adapters are counted for attention and dense layers; slots for experts, which some engines also"
-            " allocate, are not",
-            field="max_loras",
-        )
-    if fit.question.model.unchecked and fit.tensor_parallel > 1:
-        yield PlanWarning(
-            code=UNCHECKED_SPLIT,
-            message=f"the split over {fit.tensor_parallel} GPUs relies on catalogue shapes that were not checked"
-            " against a public copy; quantized models are sometimes padded for it",
-            field="tensor_parallel_size",
-            fix=f"plan what is published: holdfast plan {fit.question.model.name}, if the hub can be reached",
-        )
-
-
-def _not_counted_inputs(spec: ModelSpec) -> str:
-    """Of which it is not known how large they are; empty: of none."""
     towers = " ".join(spec.not_counted)
     seen = any(tensor.part == "vision" for tensor in spec.tensors) or "vision tower" in towers
-    found = [*(["images"] if seen and spec.encoder is None else []), *(["sound"] if "audio tower" in towers else [])]
-    return " and ".join(found)
+    inputs = [*(["images"] if seen and spec.encoder is None else []), *(["sound"] if "audio tower" in towers else [])]
+    if inputs:
+        yield (
+            f"for {' and '.join(inputs)} at most the weights of their encoders are counted: the config does not"
+            " say how large inputs may be, so encoder activations, and what engines reserve for them, are not"
+            " counted",
+            "not needed for text only; for other inputs leave 1 to 5 GB free: --gpu-memory-utilization",
+        )
 
 
-def _number_types(fit: Fit) -> Iterator[PlanWarning]:
-    for gpu in dict.fromkeys(rank.device.gpu for rank in fit.ranks if rank.device.gpu is not None):
-        if fit.kv_dtype == "fp8" and not gpu.fp8:
-            yield PlanWarning(
-                code=NO_FP8,
-                message=f"{gpu.name} has no FP8 units: an FP8 KV cache saves memory there, not time, and not every"
-                " engine has kernels for it",
-                field="kv_cache_dtype",
+def _adapters_in_part(fit: Fit) -> Iterator[Said]:
+    experts = any(layer.experts is not None for layer in fit.question.model.spec.layers)
+    if fit.question.settings.max_loras and experts:
+        yield (
+            "adapters are counted for attention and dense layers; slots for experts, which some engines also"
+            " allocate, are not",
+            None,
+        )
+
+
+def _unchecked_split(fit: Fit) -> Iterator[Said]:
+    if fit.question.model.unchecked and fit.tensor_parallel > 1:
+        yield (
+            f"the split over {fit.tensor_parallel} GPUs relies on catalogue shapes that were not checked against a"
+            " public copy; quantized models are sometimes padded for it",
+            f"plan what is published: holdfast plan {fit.question.model.name}, if the hub can be reached",
+        )
+
+
+def _gpus(fit: Fit) -> list[Gpu]:
+    return list(dict.fromkeys(rank.device.gpu for rank in fit.ranks if rank.device.gpu is not None))
+
+
+def _no_fp8(fit: Fit) -> Iterator[Said]:
+    for gpu in _gpus(fit) if fit.kv_dtype == "fp8" else ():
+        if not gpu.fp8:
+            yield (
+                f"{gpu.name} has no FP8 units: an FP8 KV cache saves memory there, not time, and not every engine"
+                f" has kernels for it",
+                None,
             )
-        if fit.dtype == "bfloat16" and not gpu.bf16:
-            yield PlanWarning(
-                code=NO_BF16,
-                message=f"{gpu.name} does not support bfloat16",
-                field="dtype",
-                fix="--dtype float16",
-            )
+
+
+def _no_bf16(fit: Fit) -> Iterator[Said]:
+    for gpu in _gpus(fit) if fit.dtype == "bfloat16" else ():
+        if not gpu.bf16:
+            yield f"{gpu.name} does not support bfloat16", "--dtype float16"
+
+
+WITHIN_ERROR = "HFW30"
+RULES = (
+    ("HFW35", "concurrency", _peak_unknown),
+    ("HFW36", "traffic", _lengths_unknown),
+    ("HFW37", "traffic", _outputs_unknown),
+    ("HFW34", "prompt", _longer_than_the_model),
+    ("HFW34", "max_model_len", _traffic_beyond_context),
+    ("HFW20", "gpu_memory_utilization", _all_memory),
+    ("HFW21", "gpu_memory_utilization", _above_safe),
+    ("HFW22", "gpu_memory_utilization", _kv_starves),
+    ("HFW23", "gpu_memory_utilization", _desktop_card),
+    ("HFW29", "gpu_memory_utilization", _neighbours),
+    ("HFW24", "gpu_memory_utilization", _shared_card),
+    ("HFW28", None, _no_kv),
+    ("HFW25", "max_num_seqs", _too_many_sequences),
+    ("HFW26", "max_model_len", _context_beyond_traffic),
+    ("HFW27", "tensor_parallel_size", _idle_gpus),
+    (WITHIN_ERROR, None, _within_error),
+    ("HFW31", None, _not_counted),
+    ("HFW38", None, _inputs_not_counted),
+    ("HFW39", "max_loras", _adapters_in_part),
+    ("HFW40", "tensor_parallel_size", _unchecked_split),
+    ("HFW32", "kv_cache_dtype", _no_fp8),
+    ("HFW33", "dtype", _no_bf16),
+)
+"""A code, the setting that it is about, and what it says of a plan."""
+
+
+def warnings(fit: Fit) -> tuple[PlanWarning, ...]:
+    return tuple(
+        PlanWarning(code=code, message=message, field=field, fix=fix)
+        for code, field, check in RULES
+        for message, fix in check(fit)
+    )
 
 
 def safe_utilization(fit: Fit) -> float:

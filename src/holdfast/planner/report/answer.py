@@ -10,8 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from holdfast.observability.decisions import Decision
-from holdfast.planner.advice.preset_margin import with_fixes
-from holdfast.planner.advice.presets import max_configuration, safe_configuration
+from holdfast.planner.advice.presets import max_configuration, safe_configuration, with_margin
 from holdfast.planner.advice.remedies import ways_out
 from holdfast.planner.advice.remedy import Remedy, too_long
 from holdfast.planner.advice.rules_of_thumb import rules_of_thumb
@@ -59,7 +58,7 @@ def answer(question: Question, *, engine: str | None = None) -> PlanAnswer:
         fit=found,
         safe=safe,
         max=max_configuration(found) if fits else None,
-        warnings=with_fixes(warnings(found), found, safe),
+        warnings=with_margin(warnings(found), found, safe),
         ways_out=ways,
         rules_of_thumb=rules_of_thumb(found),
         throughput=rate,

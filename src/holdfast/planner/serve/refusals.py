@@ -7,11 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from itertools import islice
+from typing import Any
 
 from holdfast.config import EngineConfig
 from holdfast.errors import DoesNotFitError, HoldfastError
 from holdfast.footprint.cpu import BOOK_BYTES
 from holdfast.hardware import Memory
+from holdfast.planner.advice.search import first_that_fits, that_fit
 from holdfast.planner.fit.cpu import CpuCount, count_on_cpu
 from holdfast.planner.fit.result import Fit
 from holdfast.planner.inputs.question import CPU_USEFUL_TOKENS
@@ -22,6 +25,7 @@ Attempt = Callable[[EngineConfig], Fit]
 """Plans with other settings, or raises."""
 
 MOST_WAYS_OUT = 3
+NOTHING_FITS = "free memory, or use a smaller or a quantized model"
 
 
 def spell(terms: Mapping[str, int]) -> str:
@@ -132,20 +136,18 @@ def became_short(reserve: int, needed: int, short: int, available: int, over: in
 def with_remedies(
     refusal: DoesNotFitError, config: EngineConfig, max_position: int, machine: Memory, attempt: Attempt
 ) -> DoesNotFitError:
-    """The refusal with the changes of one setting that make it fit; its own fix first."""
-    found: list[str] = []
-    for flag, changed in _candidates(config, machine, attempt):
-        try:
-            plan = attempt(changed)
-        except HoldfastError:
-            continue
-        if plan.limits.max_model_len >= min(CPU_USEFUL_TOKENS, config.max_model_len or max_position):
-            found.append(flag)
-        if len(found) == MOST_WAYS_OUT:
-            break
-    own = refusal.fix if refusal.field is not None and str(refusal.fix).startswith("--") else None
-    texts = list[str]()
-    for text in [*([own] if own else []), *found]:
+    """The refusal with the changes of one setting that make it fit; what it names itself first, where that fits."""
+
+    def plan(change: tuple[str, EngineConfig]) -> Fit | None:
+        found = attempt(change[1])
+        enough = found.limits.max_model_len >= min(CPU_USEFUL_TOKENS, config.max_model_len or max_position)
+        return found if enough else None
+
+    named = refusal.field is not None and str(refusal.fix).startswith("--")
+    own = ", or ".join(text for (text, _), _ in that_fit(_named(refusal, config) if named else (), plan))
+    changes = that_fit(_candidates(config, machine, attempt), plan)
+    texts = [own] if own else []
+    for (text, _), _ in islice(changes, MOST_WAYS_OUT):
         if not any(_flags(text) == _flags(other) for other in texts):
             texts.append(text)
     return DoesNotFitError(
@@ -153,9 +155,24 @@ def with_remedies(
         code=refusal.code,
         needed=refusal.needed,
         found=refusal.found,
-        fix=", or ".join(texts) or refusal.fix,
+        fix=", or ".join(texts) or (NOTHING_FITS if named else refusal.fix),
         field=refusal.field,
     )
+
+
+def _named(refusal: DoesNotFitError, config: EngineConfig) -> Iterator[tuple[str, EngineConfig]]:
+    """The changes that its own fix names: `--max-model-len 2336, or leave it out`. A value that the setting does not
+    take is not a change."""
+    for text in str(refusal.fix).split(", or "):
+        name, _, value = text.partition(" ")
+        left_out = not name.startswith("--")
+        field = (refusal.field or "") if left_out else name.removeprefix("--").replace("-", "_")
+        parse = EngineConfig.__dataclass_fields__[field].metadata["parse"]
+        try:
+            changed: dict[str, Any] = {field: None if left_out else parse(field, value)}
+            yield text, replace(config, **changed)
+        except HoldfastError:
+            continue
 
 
 def _flags(advice: str) -> set[str]:
@@ -195,10 +212,11 @@ def _lower_limits(config: EngineConfig, attempt: Attempt) -> tuple[str, EngineCo
     }
     if sum(size is not None for size in given.values()) < 2:
         return None
-    try:
-        found = attempt(replace(config, max_model_len=None, max_num_seqs=None, max_num_batched_tokens=None)).limits
-    except HoldfastError:
+    unset = replace(config, max_model_len=None, max_num_seqs=None, max_num_batched_tokens=None)
+    plan = first_that_fits([unset], attempt)
+    if plan is None:
         return None
+    found = plan[1].limits
     lower = {name: size and min(size, getattr(found, name)) for name, size in given.items()}
     flags = [f"--{name.replace('_', '-')} {size}" for name, size in lower.items() if size != given[name]]
     changed = replace(
@@ -225,8 +243,4 @@ def _enough_ram(config: EngineConfig, given: int, machine: Memory, attempt: Atte
 
 
 def _fits(config: EngineConfig, attempt: Attempt) -> bool:
-    try:
-        attempt(config)
-    except HoldfastError:
-        return False
-    return True
+    return first_that_fits([config], attempt) is not None
