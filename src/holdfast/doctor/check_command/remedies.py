@@ -21,14 +21,9 @@ if TYPE_CHECKING:
     from holdfast.planner.advice.remedy import Remedy
     from holdfast.planner.report.answer import PlanAnswer
 
-SAME_NAMES = (
-    "max-model-len", "max-num-seqs", "max-num-batched-tokens", "gpu-memory-utilization", "tensor-parallel-size",
-    "pipeline-parallel-size", "dtype", "kv-cache-dtype", "block-size", "revision", "max-loras", "max-lora-rank",
-)  # fmt: skip
 WAYS_SHOWN = 4
 MADE_BY_VLLM = ("fp8", "nf4")
 """While it loads."""
-_SETTABLE = frozenset(name.replace("-", "_") for name in SAME_NAMES)
 
 
 def ways(command: ServerCommand, told: PlanAnswer) -> list[Fix]:
@@ -77,7 +72,8 @@ def _spelled(command: ServerCommand, name: str, value: object) -> tuple[str, str
     if name == "ram_bytes":
         own = command.engine == "holdfast" and isinstance(value, int)
         return ("--ram", f"{-(-int(str(value)) // MIB)}MiB") if own else None
-    theirs = profile(command.engine).spelling(name.replace("_", "-")) if name in _SETTABLE else None
+    ours = name.replace("_", "-")
+    theirs = profile(command.engine).spelling(ours) if ours in profile("vllm").planned else None
     if theirs is None:
         return None
     if command.engine == "llama.cpp" and name == "max_model_len":
