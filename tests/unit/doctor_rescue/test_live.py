@@ -251,10 +251,10 @@ def test_figures_that_are_no_numbers_are_not_called_well() -> None:
     assert "Inf" in found.missing[0]
 
 
-def test_requests_without_a_token_hang(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("holdfast.doctor.probe.server_rules.STUCK_S", 0.0)
-    found = _looked(_metrics(running=2.0, waiting=0.0, kv=0.2, tokens=500.0))
-    assert _causes(found) == ["timeout_or_hang"]
+@pytest.mark.parametrize(("seconds", "causes"), [(6.0, ["timeout_or_hang"]), (4.0, [])])
+def test_requests_without_a_token_hang(seconds: float, causes: list[str]) -> None:
+    page = _metrics(running=2.0, waiting=0.0, kv=0.2, tokens=500.0)(0)[1]
+    assert [finding.cause for finding in findings_of(_over(seconds, [page] * 3))] == causes
 
 
 def test_a_cache_of_prefixes_that_finds_nothing_and_a_token_that_takes_longer() -> None:
@@ -273,7 +273,10 @@ def test_a_cache_of_prefixes_that_finds_nothing_and_a_token_that_takes_longer() 
 
 def test_a_stream_that_arrives_whole_is_held_back_by_somebody(monkeypatch: pytest.MonkeyPatch) -> None:
     # How long this process takes to read what lies there is the machine's affair; the limit itself is tried below.
-    monkeypatch.setattr("holdfast.doctor.probe.server_rules.TOGETHER_S", 60.0)
+    monkeypatch.setattr(
+        "holdfast.doctor.probe.server.StreamLook",
+        lambda arrived, server: StreamLook(arrived[:1] * len(arrived), server),
+    )
     assert _causes(_looked(_metrics(running=0.0), stream=True)) == ["stream_buffered"]
 
 

@@ -7,8 +7,10 @@ from starting. The words and the sums are in the rules; how a fix becomes a comm
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
-from typing import Literal, cast
+from dataclasses import dataclass
+from typing import cast
+
+import msgspec
 
 from holdfast.doctor.diagnosis.fix_plans import Case, checked
 from holdfast.doctor.diagnosis.fixes import base_command, fixes, known_numbers, known_words
@@ -16,7 +18,7 @@ from holdfast.doctor.diagnosis.out_of_memory import judge as judge_memory
 from holdfast.doctor.diagnosis.out_of_memory import phase_of
 from holdfast.doctor.evidence.holdfast_errors import own_fixes, refined
 from holdfast.doctor.evidence.log_state import STARTING, Event, LogState, Run, further
-from holdfast.doctor.findings import ENDED_IN_ORDER, Diagnosis, Evidence, Finding, Fix, Phase, RootCause
+from holdfast.doctor.findings import ENDED_IN_ORDER, Confidence, Diagnosis, Evidence, Finding, Fix, Phase, RootCause
 from holdfast.doctor.logs.line import read_line
 from holdfast.doctor.rules.formulas import filled
 from holdfast.doctor.rules.load import Cause, Rule, rulebook
@@ -51,15 +53,13 @@ _QUANTIZED = re.compile(r"(?i)awq|gptq|fp8|int4|int8|w4a16|w8a8|bnb|gguf|nvfp4|m
 LOW_UTILIZATION, FEW_AT_ONCE = 0.7, 2.0
 UNKNOWN_EVIDENCE = 3
 
-Sureness = Literal["high", "medium", "low"]
-
 
 @dataclass(slots=True)
 class Candidate:
     event: Event
     rule: Rule
     phase: str | None
-    confidence: Sureness
+    confidence: Confidence
 
 
 def diagnosis(scene: LogState) -> Diagnosis:
@@ -172,8 +172,12 @@ def _candidate(scene: LogState, event: Event) -> Candidate:
     if event.rule.out_of_memory:
         verdict = judge_memory(event, scene)
         return Candidate(event, rulebook().rule(verdict.rule), verdict.phase, verdict.confidence)
-    rule = event.rule if not event.rule.code else replace(event.rule, cause=refined(event.rule, event.words))
-    confidence = cast("Sureness", rule.confidence)
+    rule = (
+        event.rule
+        if not event.rule.code
+        else msgspec.structs.replace(event.rule, cause=refined(event.rule, event.words))
+    )
+    confidence = rule.confidence
     if rule.cause == "host_ram_oom" and rule.code:
         confidence = "medium"  # The kernel's own word is in dmesg.
     if rule.only_in and event.phase is None:
@@ -210,7 +214,7 @@ def _from_what_is_left(scene: LogState) -> list[Candidate]:
     event = _bare_event(scene, name)
     event.numbers.update(found)
     rule = event.rule
-    return [Candidate(event, rule, run.phase or rule.phase or None, cast("Sureness", rule.confidence))]
+    return [Candidate(event, rule, run.phase or rule.phase or None, rule.confidence)]
 
 
 def _bare_event(scene: LogState, name: str) -> Event:
@@ -243,7 +247,7 @@ def _finding(scene: LogState, candidate: Candidate) -> Finding:
 def _root(rule: Rule, cause: Cause, chosen: list[Fix]) -> RootCause:
     """Where our own planner found limits with which it fits, the limits were the matter."""
     settled = bool(rule.code and chosen and chosen[0].changes) and cause.root_cause == "does_not_fit"
-    return cast("RootCause", "configuration_overshoot" if settled else rule.root_cause or cause.root_cause)
+    return "configuration_overshoot" if settled else rule.root_cause or cause.root_cause
 
 
 def _case(scene: LogState, numbers: dict[str, float]) -> Case:
@@ -337,6 +341,6 @@ def _from_statistics(scene: LogState, causes: set[str]) -> list[Finding]:
         rule = rulebook().rule(name)
         if holds and rule.cause not in causes:
             event = Event(rule, scene.lines, numbers, {}, [], "serve", True, "")
-            found.append(_finding(scene, Candidate(event, rule, "serve", cast("Sureness", rule.confidence))))
+            found.append(_finding(scene, Candidate(event, rule, "serve", rule.confidence)))
             causes.add(rule.cause)
     return found
