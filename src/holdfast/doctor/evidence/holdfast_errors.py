@@ -13,7 +13,7 @@ from functools import cache
 
 from holdfast.doctor.command.parse import ServerCommand
 from holdfast.doctor.findings import Fix
-from holdfast.doctor.rules.load import Rule
+from holdfast.doctor.rules.load import Rule, rulebook
 from holdfast.observability.codes import codes
 from holdfast.units import parse_bytes
 
@@ -29,9 +29,9 @@ _WEIGHTS = re.compile(r"\bweights ([\d.]+ [KMGT]?i?B)")
 
 
 @cache
-def own_rule(rule: Rule, code: str) -> Rule | None:
+def own_rule(code: str) -> Rule | None:
     """The rule for one code; None where the code is not known, or says nothing of a server."""
-    known = codes().get(code)
+    rule, known = rulebook().rule(RULE), codes().get(code)
     if known is None or known.kind not in ("class", "case") or not known.cause:
         return None
     return Rule(

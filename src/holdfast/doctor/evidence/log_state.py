@@ -313,7 +313,7 @@ class LogState:
             numbers, words = captured(found)
             if not holds(rule.when, numbers):
                 continue
-            said = own_rule(rule, words["code"]) if rule.id == RULE else rule
+            said = own_rule(words["code"]) if rule.id == RULE else rule
             if said is not None:
                 self._event(said, line, numbers, words)
                 matched = True

@@ -94,8 +94,13 @@ class Rule(Entry, frozen=True, kw_only=True):
     confidence: Confidence = "high"
     patterns: tuple[Pattern, ...] = ()
     unless: tuple[Pattern, ...] = ()
+    over: Literal["lines", "end", "load", "figures"] = "lines"
+    """Not of a line, but of all numbers together: how a log without an error ends, what was loaded, what a running
+    server reports (rank.py)."""
     when: str = ""
-    """On the numbers of the line itself."""
+    """On the numbers of the line itself, or of the whole log."""
+    numbers: dict[str, str] = {}
+    """Of a rule that is not of a line: what its finding says, and the formula of each."""
     only_in: tuple[str, ...] = ()
     """Phases; where the log has told another, these words mean something else."""
     yields_to: tuple[str, ...] = ()
