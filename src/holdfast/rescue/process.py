@@ -11,10 +11,12 @@ log.
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import errno
 import fcntl
 import os
+import re
 import select
 import selectors
 import signal
@@ -27,7 +29,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from holdfast.rescue.orphans import Guard, Process, adopt_orphans, left_behind, name_of
-from holdfast.rescue.output_lines import OutputLines
 from holdfast.rescue.signals import ENDS, TO_ALL, Signals
 
 READ_BYTES = 64 * 1024
@@ -43,6 +44,9 @@ SAME_REQUEST_S = 0.5
 NAMED_MOST = 4
 LAST_WORDS_S = 2.0
 """What a program's children still print after it has ended is waited for so long."""
+LINE_LIMIT_CHARS = 16 * 1024
+"""A line that is longer is given in part: what follows is left out up to its end."""
+_LINE_ENDS = re.compile(r"\r\n|\n|\r")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +58,22 @@ class Ended:
     asked: bool
     """We were told to end, and passed it on."""
     ran_s: float
+
+
+class OutputLines:
+    """From pieces of output to lines. A carriage return ends one too: progress bars are written over themselves."""
+
+    def __init__(self, told: Callable[[str], None]) -> None:
+        self._told = told
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._rest = ""
+
+    def feed(self, piece: bytes) -> None:
+        *lines, rest = _LINE_ENDS.split(self._rest + self._decoder.decode(piece))
+        self._rest = rest[:LINE_LIMIT_CHARS]
+        for line in lines:
+            if line.strip():
+                self._told(line[:LINE_LIMIT_CHARS])
 
 
 class Supervised:
@@ -186,7 +206,7 @@ class Supervised:
                 if key.fd in readers:
                     os.close(key.fd)
         for one in lines.values():
-            one.end()
+            one.feed(b"\n")  # What is left is a line too.
 
     def _pass_on(self, reader: int, ours: int, lines: OutputLines) -> bool:
         """False: there is no more, or nobody reads it."""

@@ -155,18 +155,19 @@ def _failure(error: BaseException) -> Failure:
     """By what the system said, which lies under httpx's own errors."""
     import httpx
 
-    if isinstance(error, httpx.ConnectTimeout | httpx.PoolTimeout):
-        return "no_connection"
-    if isinstance(error, httpx.TimeoutException):
-        return "silent"
+    kinds: tuple[tuple[type[BaseException], Failure], ...] = (
+        (httpx.ConnectTimeout, "no_connection"),
+        (httpx.PoolTimeout, "no_connection"),
+        (httpx.TimeoutException, "silent"),
+        (socket.gaierror, "name"),
+        (ssl.SSLError, "tls"),
+        (ConnectionRefusedError, "refused"),
+    )
     under: BaseException | None = error
     while under is not None:
-        if isinstance(under, socket.gaierror):
-            return "name"
-        if isinstance(under, ssl.SSLError):
-            return "tls"
-        if isinstance(under, ConnectionRefusedError):
-            return "refused"
+        failure = next((name for kind, name in kinds if isinstance(under, kind)), None)
+        if failure is not None:
+            return failure
         if isinstance(under, OSError) and under.errno in (errno.EHOSTUNREACH, errno.ENETUNREACH):
             return "no_route"
         under = under.__cause__ or under.__context__
