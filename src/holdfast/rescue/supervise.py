@@ -293,22 +293,28 @@ class Rescue:
         planned = {finding.cause for finding in judged.findings} if judged is not None and not served else set()
         fatal = [finding for finding in diagnosis.findings if finding.cause != "none"]
         fatal.sort(key=lambda finding: finding.cause not in planned)  # Where log and plan agree, both are believed.
-        if not fatal:
+        if fatal:
+            self._why(fatal[0])
+            findings = with_planned(fatal, judged, served)
+            choice = choose(started, findings, self._limits(), tried=self._tried, taken=self._taken)
+            if choice is not None and last:
+                self._tell_command(f"what would be tried next: {shown(choice.started)}")
+                return choice
+            if choice is not None:
+                return choice if self._agreed(choice) else None
+            if fatal[0].fix is None:
+                self._tell("no fix for it is known here")
+            else:  # Nothing we may do ourselves; what a person can do is said.
+                self._tell("not changed by itself" + (" (--keep)" if self.orders.keep else "") + "; what helps:")
+                self._fix(fatal[0].fix)
+        else:
             self._tell("why is not known here: its own output above is all there is")
-            self._restart_elsewhere(served)
-            return None
-        self._why(fatal[0])
-        choice = choose(
-            started, with_planned(fatal, judged, served), self._limits(), tried=self._tried, taken=self._taken
-        )
-        if choice is None:
-            self._no_way(fatal[0])
-            self._restart_elsewhere(served)
-            return None
-        if last:
-            self._tell_command(f"what would be tried next: {shown(choice.started)}")
-            return choice
-        return choice if self._agreed(choice) else None
+        if served:
+            self._tell(
+                "a command without a known fault is not started again here: systemd (Restart=on-failure) or"
+                " Kubernetes does that"
+            )
+        return None
 
     def _agreed(self, choice: FixChoice) -> bool:
         """Said what changes, once it is decided."""
@@ -323,27 +329,12 @@ class Rescue:
         self._taken.append(choice.fix)
         return True
 
-    def _restart_elsewhere(self, served: bool) -> None:
-        if served:
-            self._tell(
-                "a command without a known fault is not started again here: systemd (Restart=on-failure) or"
-                " Kubernetes does that"
-            )
-
     def _why(self, finding: Finding) -> None:
         self._tell(f"{finding.what} [{finding.code}]")
         for evidence in finding.evidence[:SHOWN_LINES]:
             self._tell(f"  seen: {printable(shorten(without_secrets(evidence.line.strip()), 200))}")
         if finding.why:
             self._tell(f"  cause: {finding.why}")
-
-    def _no_way(self, finding: Finding) -> None:
-        """Nothing we may do ourselves; what a person can do is said."""
-        if finding.fix is not None:
-            self._tell("not changed by itself" + (" (--keep)" if self.orders.keep else "") + "; what helps:")
-            self._fix(finding.fix)
-        else:
-            self._tell("no fix for it is known here")
 
     def _fix(self, fix: Fix) -> None:
         if fix.why:
