@@ -9,6 +9,8 @@ import re
 from collections import Counter
 from dataclasses import dataclass, field
 
+import msgspec
+
 from holdfast.doctor.evidence.holdfast_errors import BELOW_LINES, RULE, below, own_rule
 from holdfast.doctor.evidence.server_args import ServerArgs
 from holdfast.doctor.evidence.throughput_lines import Statistics
@@ -39,6 +41,8 @@ PHASES = ("args", "download", "load", "profile", "capture", "warmup", "serve", "
 STARTING = PHASES[:6]
 SECOND = "second"
 """The tag of an engine in a process that had one before."""
+RECOVERED = "engine_recovered"
+"""The rule that says of a failure that the server recovered from it."""
 STOPPED = "stopped"
 """The tag of a server that was told to end: what it says from then on is no failure."""
 
@@ -260,6 +264,8 @@ class LogState:
                 self.run.tags.add(SECOND)
             for name in mark.forgives:
                 self.run.events.pop(name, None)
+            for name in mark.recovers:
+                self._recovered(name, line)
             if mark.engine:
                 self.engines[mark.engine] += 5 if mark.begin else 1
             if "version" in words and mark.engine:
@@ -275,6 +281,18 @@ class LogState:
                 self.settings.values.setdefault("model", words.pop("model_file"))
             self.words.update(words)
         return told
+
+    def _recovered(self, name: str, line: Line) -> None:
+        """The server got over a failure by itself: it stays as advice, with the line that says so."""
+        failed, said = self.run.events.pop(name, None), self._book.rule(RECOVERED)
+        if failed is None:
+            return
+        event = self.run.events.setdefault(f"{name} {RECOVERED}", failed)
+        if event is not failed:
+            event.times += failed.times
+            event.words = failed.words
+        event.rule = msgspec.structs.replace(failed.rule, kind=said.kind, what=said.what, why=said.why)
+        event.evidence = [*event.evidence[: EVIDENCE_HELD - 1], self._evidence(line)]
 
     def _came_up(self) -> None:
         """What went wrong before did not matter."""

@@ -94,7 +94,7 @@ class Rule(Entry, frozen=True, kw_only=True):
     confidence: Confidence = "high"
     patterns: tuple[Pattern, ...] = ()
     unless: tuple[Pattern, ...] = ()
-    over: Literal["lines", "end", "load", "figures"] = "lines"
+    over: Literal["lines", "end", "load", "figures", "recovery"] = "lines"
     """Not of a line, but of all numbers together: how a log without an error ends, what was loaded, what a running
     server reports (rank.py)."""
     when: str = ""
@@ -147,6 +147,8 @@ class Mark(Entry, frozen=True, kw_only=True):
     """One starts here; anew, where one was ready before."""
     forgives: tuple[str, ...] = ()
     """Rules whose failures were got over: another way is tried."""
+    recovers: tuple[str, ...] = ()
+    """Rules whose failures the server has recovered from: they become advice, worded as `engine_recovered`."""
     frame: bool = False
     """A line of a traceback."""
     tag: str = ""
