@@ -10,7 +10,7 @@ Phase = Literal["args", "download", "load", "profile", "capture", "warmup", "ser
 RootCause = Literal["configuration_overshoot", "kv_blowout", "concurrency_misjudged", "does_not_fit", "not_memory"]
 Confidence = Literal["high", "medium", "low"]
 
-ENDED_IN_ORDER = "the server was stopped in order, as its log ends: it does not serve now, and nothing failed"
+ENDED_IN_ORDER = "the log ends with an orderly shutdown: the server does not run now, and nothing failed"
 """Among what was seen."""
 
 

@@ -234,7 +234,10 @@ class Supervised:
                     return False
                 if not self._lost:
                     self._lost = True
-                    self._say(f"its output cannot be written on ({error.strerror}): it is lost, and the server goes on")
+                    self._say(
+                        f"the server's output cannot be passed on ({error.strerror}): it is dropped, and the"
+                        " server keeps running"
+                    )
                 return True
         return True
 
@@ -293,10 +296,10 @@ class Supervised:
         self._first_request_at = self._first_request_at or now
         name = signal.Signals(number).name
         if self._requests > 1:
-            self._say(f"{name} again: it is killed")
+            self._say(f"{name} again: killing the server")
             self._send(signal.SIGKILL, whole_group=True)
         else:
-            self._say(f"{name} passed on; waiting for it to end (a second one kills it)")
+            self._say(f"{name} passed on; waiting for the server to exit (a second one kills it)")
             self._send(number, whole_group=number in TO_ALL)
 
     def _send(self, number: int, *, whole_group: bool) -> None:
@@ -321,13 +324,13 @@ class Supervised:
             self._send(signal.SIGKILL, whole_group=True)
             return
         if self._left(head) and unforeseen:
-            self._say(f"it has ended, and what it left is ended too: {_named(self._left(head))}")
+            self._say(f"the server exited; stopping the processes that it left behind: {_named(self._left(head))}")
         self._signal_left(head, signal.SIGTERM, LEFT_GRACE_S)
         if left := self._left(head):
-            self._say(f"killed, since it outlives its server: {_named(left)}")
+            self._say(f"killed, because it outlived its server: {_named(left)}")
             self._signal_left(head, signal.SIGKILL, GRACE_S)
             if left := self._left(head):
-                self._say(f"not even killed it ends (a driver or a disk may hold it): {_named(left)}")
+                self._say(f"still running after SIGKILL (a driver or a disk may block it): {_named(left)}")
 
     def _signal_left(self, head: int, number: int, patience_s: float) -> None:
         """Until none is left: the end of one makes its children ours. SIGTERM goes to each once."""

@@ -63,5 +63,7 @@ class OutputWatcher:
             return look()
         except Exception as error:
             self._watch = None
-            self._say(f"its output is no longer read: a fault of Holdfast's own ({type(error).__name__}: {error})")
+            self._say(
+                f"the output is no longer analyzed, because of a bug in Holdfast ({type(error).__name__}: {error})"
+            )
             return None

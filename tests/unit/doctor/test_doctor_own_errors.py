@@ -71,7 +71,7 @@ def test_a_process_that_was_killed_ran_out_of_memory_most_likely():
 
 
 READY = [SERVE, "2026-11-15 20:18:43 INFO holdfast: Ready: http://127.0.0.1:8000"]
-DEATH = "2026-11-15 20:19:4{} ERROR engine: the engine process exited ({}) with 3 unfinished requests; restarting it [HF410]"
+DEATH = "20:19:4{} ERROR engine: the engine process exited ({}) with 3 unfinished requests; restarting it [HF410]"
 AGAIN = "2026-11-15 20:19:5{} INFO engine: the engine process is ready again; resuming 3 unfinished requests"
 
 

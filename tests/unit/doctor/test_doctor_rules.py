@@ -115,7 +115,8 @@ def test_no_fix_is_the_opposite_of_what_the_phase_needs(rule: Rule) -> None:
 def test_a_rule_over_what_was_probed_can_be_worked_out(rule: ProbeRule) -> None:
     assert rule.cause in rulebook().causes
     assert rule.also == "" or rulebook().fixes[rule.also]
-    assert all(rule.what) and all(rule.why)
+    assert all(rule.what)
+    assert all(rule.why)
     for fix in (*rule.fix, *rulebook().fixes.get(rule.also, ())):
         assert fix.why
         for formula in fix.change.values():

@@ -18,13 +18,13 @@ from holdfast.doctor.logs.unfold import Unfolded
 from holdfast.doctor.logs.unwrap import BELOW, LOOKED, is_open_error, whole
 from holdfast.units import MIB
 
-_TORN = "the rest of {}: the file is cut, its compressed data ends before its end"
-_TURNED = "the newest line of {} stands first: it was read from its end"
-_FOLDED = "the lines of {} were cut at {} columns: they were joined again"
+_TORN = "the rest of {}: the file is truncated, its compressed data ends early"
+_TURNED = "{} has its newest line first: it was read from its end"
+_FOLDED = "the lines of {} were wrapped at {} columns: they were joined again"
 _LEFT_OUT = (
-    "the middle of {}: its newest line stands first, and of what is no plain file only the newest"
-    f" {NEWEST_BYTES // MIB} MiB and the oldest {OLDEST_BYTES // MIB} MiB can be held and turned"
-    " (give it as a plain file, or the right way round: journalctl without -r)"
+    "the middle of {}: its newest line comes first, and of a log that is not a plain file only the newest"
+    f" {NEWEST_BYTES // MIB} MiB and the oldest {OLDEST_BYTES // MIB} MiB can be held and reversed"
+    " (pass a plain file, or the oldest line first: journalctl without -r)"
 )
 
 

@@ -27,8 +27,8 @@ from holdfast.doctor.rules.load import Cause, Rule, rulebook
 
 _KINDS = {"fatal": 0, "running": 1, "request": 2, "advice": 3, "hint": 4}
 _COMMAND = "the command that started the server, or the lines of the log that print its arguments"
-_ABOVE = "the lines above {quoted!r}: what failed first is there, and this line only passes it on"
-_BELOW = "the lines below {quoted!r}: the traceback with what failed follows it"
+_ABOVE = "the lines above {quoted!r}: that line only passes on an error that was logged earlier"
+_BELOW = "the lines below {quoted!r}: the traceback with the error follows it"
 _FIRST = ("failed to start", "hit an exception", "encountered a fatal error")
 """Words of lines that come before the traceback they pass on."""
 _TORN = "the rest of the log: it ends inside a traceback, before the error itself"
@@ -39,13 +39,13 @@ _OF_MEMORY = re.compile(
     r"(?i)out of memory|\boom\b|\w*alloc(?:at|\b|_)|\d ?[gm]i?b\b|\bkv.cache\b|\bvram\b"
     r"|\b(?:gpu|free|insufficient|enough) memory"
 )
-_NOT_KNOWN = "it is not known; nothing in the log says that memory is the matter"
-_MEMORY_NOT_KNOWN = "which cause it is, is not known; but the error speaks of memory, so memory may be the matter"
-_NEAR_NOT_KNOWN = "it is not known; but lines beside the error speak of memory, so memory may be the matter"
-_UNWRAPPED = "the log as the program wrote it: lines beside the error look like parts of it that were cut off"
-_START = "the log from the start of the server: its phase, version and settings are told there"
+_NOT_KNOWN = "not known; nothing in the log points to memory"
+_MEMORY_NOT_KNOWN = "not known; but the error mentions memory, so memory may be the cause"
+_NEAR_NOT_KNOWN = "not known; but lines next to the error mention memory, so memory may be the cause"
+_UNWRAPPED = "the log as the program wrote it: lines next to the error look like parts of it that were wrapped"
+_START = "the log from the start of the server: it shows phase, version and settings"
 _NOTHING = (
-    "a log of an inference server: nothing in this text is known, or it is empty"
+    "a log of an inference server: nothing in this text was recognized, or it is empty"
     " (sudo journalctl -u UNIT, kubectl logs POD --previous, docker logs CONTAINER)"
 )
 _ADVICE = ("prefix_caching_unused", "utilization_too_low")
@@ -287,9 +287,9 @@ def _unexplained(scene: LogState, missing: list[str]) -> Finding | None:
         return None
     shown: list[Evidence] = (errors or wrappers)[:UNKNOWN_EVIDENCE]
     what = (
-        f"something failed that no rule knows; the first error is: {_quoted(shown[0].line)}"
+        f"a failure that no rule recognizes; the first error is: {_quoted(shown[0].line)}"
         if errors
-        else "the log has only the line that passes an error on, not the error"
+        else "the log has only a line that passes an error on, not the error itself"
     )
     cause = rulebook().causes["other"]
     memory = any(_OF_MEMORY.search(one.line) for one in (*errors, *wrappers))

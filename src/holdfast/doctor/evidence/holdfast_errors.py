@@ -72,7 +72,7 @@ def refined(rule: Rule, words: Mapping[str, str]) -> str:
 def own_fixes(words: Mapping[str, str], command: ServerCommand | None) -> Iterator[Fix]:
     """Each way the message names; one that is flags as the whole command."""
     written = words.get("fix", "")
-    why = "planned by the server: it fits" if words.get("code") == DOES_NOT_FIT else "what the error itself names"
+    why = "the server planned it: it fits" if words.get("code") == DOES_NOT_FIT else "as the error message says"
     for way in re.split(r",? or (?=-|leave|\w)", written) if written.startswith("-") else [written]:
         changes = _changes(way) if command is not None else {}
         if changes and command is not None:

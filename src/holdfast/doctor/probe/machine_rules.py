@@ -60,7 +60,9 @@ def _words(facts: MachineFacts) -> dict[str, object]:
     cards = [f"PCI {place}: NVIDIA" for place in facts.cards[:SHOWN]]
     off = _paths_off(facts)
     words: dict[str, object] = {
-        "cards_sit": "an NVIDIA card sits" if len(facts.cards) == 1 else f"{len(facts.cards)} NVIDIA cards sit",
+        "cards_sit": "an NVIDIA GPU is installed"
+        if len(facts.cards) == 1
+        else f"{len(facts.cards)} NVIDIA GPUs are installed",
         "unanswered": "\n".join(filter(None, [*cards, facts.every.reason, facts.module])),
         "driver": facts.every.driver,
         "cuda": ".".join(map(str, facts.every.cuda or ())),
@@ -75,7 +77,7 @@ def _words(facts: MachineFacts) -> dict[str, object]:
         "shm": format_bytes(facts.shm_bytes or 0),
         "ram": format_bytes(facts.memory.available_bytes),
         "ram_limit": facts.memory.limited_by,
-        "ram_holders": "\n".join(facts.holders) or f"{format_bytes(facts.memory.total_bytes)} in all",
+        "ram_holders": "\n".join(facts.holders) or f"{format_bytes(facts.memory.total_bytes)} in total",
     }
     return words | ({"reason": facts.nvidia.reason} if facts.nvidia.reason else {})
 

@@ -140,14 +140,14 @@ def get(client: httpx.Client, url: str) -> Reply:
                 size += len(piece)
                 pieces.append(piece)
                 if size > PAGE_LIMIT_BYTES:
-                    return Reply(0, said=f"a page of more than {PAGE_LIMIT_BYTES // MIB} MiB")
+                    return Reply(0, said=f"a response of more than {PAGE_LIMIT_BYTES // MIB} MiB")
                 if time.monotonic() > until:
-                    return Reply(0, said=f"no whole answer within {PAGE_TIMEOUT_S:g} s", failure="silent")
+                    return Reply(0, said=f"no complete response within {PAGE_TIMEOUT_S:g} s", failure="silent")
             headers = {name.lower(): value for name, value in response.headers.items()}
             return Reply(response.status_code, b"".join(pieces), headers=headers)
     except (httpx.HTTPError, httpx.InvalidURL, OSError) as error:
         failure = _failure(error)
-        said = {"silent": f"no answer within {PAGE_TIMEOUT_S:g} s", "no_connection": "no connection in time"}
+        said = {"silent": f"no answer within {PAGE_TIMEOUT_S:g} s", "no_connection": "connection timed out"}
         return Reply(0, said=said.get(failure) or str(error) or type(error).__name__, failure=failure)
 
 

@@ -122,16 +122,16 @@ def examine(
 def _missing(looked: Looked, refused: Sequence[tuple[str, int]], streaming: int, model: str | None) -> Iterator[str]:
     paths = [asked for asked, _ in refused]
     if not looked.samples and "GET /metrics" not in paths:
-        yield f"metrics: {looked.address}/metrics tells none{_how_to_tell(looked.engine)}"
+        yield f"metrics: {looked.address}/metrics has none{_how_to_tell(looked.engine)}"
     if looked.samples and "GET /v1/models" in paths:
-        yield f"the server's key in {KEY_VARIABLE}: without it {looked.address}/v1/models is not told"
+        yield f"the server's key in {KEY_VARIABLE}: without it {looked.address}/v1/models cannot be read"
     if streaming == 0 and not refused:
-        late = f"none began within {PAGE_TIMEOUT_S:g} s; it may wait behind others"
-        yield f"a streamed answer: {late if model is not None else 'no model is told that could be asked for one'}"
+        late = f"none started within {PAGE_TIMEOUT_S:g} s; it may wait in the queue"
+        yield f"a streamed answer: {late if model is not None else 'the server lists no model to request one from'}"
     elif streaming != OK and streaming not in KEY_WANTED and streaming < 500:
-        yield f"a streamed answer: POST {looked.address}/v1/completions is answered {streaming}"
+        yield f"a streamed answer: POST {looked.address}/v1/completions returns {streaming}"
     if looked.no_numbers:
-        yield f"figures that are numbers: {looked.address}/metrics has {', '.join(looked.no_numbers)}, not judged"
+        yield f"valid metrics: {looked.address}/metrics has {', '.join(looked.no_numbers)}, which were ignored"
 
 
 def _health(client: httpx.Client, address: str) -> Reply:

@@ -52,5 +52,5 @@ def _speed(seconds: float, numbers: dict[str, float]) -> str:
     if numbers["at_the_end"] and numbers.get("throughput"):
         return f"{numbers['throughput']:,.0f} tokens/s"
     if numbers["at_the_end"] and steps and not tokens:
-        return f"{steps / seconds:,.1f} steps/s (its tokens are told when a request ends)"
+        return f"{steps / seconds:,.1f} steps/s (this engine reports tokens when a request ends)"
     return f"{tokens / seconds:,.0f} tokens/s"

@@ -143,7 +143,7 @@ def words_of(looked: Looked, numbers: dict[str, float]) -> dict[str, object]:
         "ran": counted(least, "request"),
         "ran_sequences": counted(least, "sequence"),
         "queue": f"{counted(waiting, 'request')} wait{'s' if waiting == 1 else ''}",
-        "growing": ", more and more" if numbers.get("waiting", 0) > numbers.get("waiting_first", 0) else "",
+        "growing": ", and the queue grows" if numbers.get("waiting", 0) > numbers.get("waiting_first", 0) else "",
         "put_back_requests": counted(int(numbers["preempted"]), "request"),
         "slots_there": f"{counted(running, 'slot')} {'is' if running == 1 else 'are'}",
         "stream_server": f"; Server: {looked.stream.server}" if looked.stream and looked.stream.server else "",

@@ -89,10 +89,10 @@ def _appear(partial: Path, target: Path) -> None:
 def _unwritable(path: str, error: OSError) -> ConfigurationError:
     folder = shorten(str(Path(path).parent))
     needed, fix = {
-        errno.EEXIST: ("a file that is not there yet", "another name: --bundle report.tar.gz"),
-        errno.ENOENT: (f"a folder that is there: {folder}", f"mkdir -p {folder}"),
-        errno.ENOSPC: (f"room on the disk of {folder}", "a path on another disk"),
-    }.get(error.errno or 0, (f"the right to write in {folder}", "a folder of your own: --bundle ~/report.tar.gz"))
+        errno.EEXIST: ("a file that does not exist yet", "another name: --bundle report.tar.gz"),
+        errno.ENOENT: (f"an existing folder: {folder}", f"mkdir -p {folder}"),
+        errno.ENOSPC: (f"free space on the disk of {folder}", "a path on another disk"),
+    }.get(error.errno or 0, (f"write permission in {folder}", "a folder of your own: --bundle ~/report.tar.gz"))
     return ConfigurationError(
         f"the archive {shorten(path)} cannot be written",
         code=UNWRITABLE,
