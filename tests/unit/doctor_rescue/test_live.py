@@ -17,8 +17,7 @@ import pytest
 from holdfast.doctor.findings import Diagnosis
 from holdfast.doctor.probe.metrics_page import get, read_metrics
 from holdfast.doctor.probe.server import examine, origin_of
-from holdfast.doctor.probe.server_rules import findings_of, seen_of
-from holdfast.doctor.probe.server_samples import Looked, StreamLook
+from holdfast.doctor.probe.server_rules import Looked, StreamLook, findings_of, seen_of
 from holdfast.errors import ConfigurationError
 
 Page = tuple[int, str]

@@ -26,8 +26,7 @@ from holdfast.doctor.probe.metrics_page import (
     get,
     read_metrics,
 )
-from holdfast.doctor.probe.server_rules import findings_of, seen_of
-from holdfast.doctor.probe.server_samples import Looked, StreamLook
+from holdfast.doctor.probe.server_rules import Looked, StreamLook, findings_of, seen_of
 from holdfast.errors import ConfigurationError, printable
 from holdfast.units import shorten
 
