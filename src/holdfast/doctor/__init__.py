@@ -1,4 +1,4 @@
-"""Reads a failed or struggling server, ours or another engine's, and says what happened and what helps."""
+"""Diagnoses a failed or slow server, ours or another engine's, and suggests a fix."""
 
 from holdfast.doctor.diagnosis.diagnose import LiveDiagnosis, diagnose, diagnose_lines
 

@@ -1,15 +1,19 @@
-"""How a finding that comes from no log is written: one place for its code and for a fix as a whole command."""
+"""How a finding that comes from no log is written: from the rules over what was probed, or by hand with its code and
+with a fix as a whole command.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Literal
+from collections.abc import Iterator, Mapping, Sequence
 
 from holdfast.doctor.command.parse import ServerCommand
-from holdfast.doctor.findings import Evidence, Finding, Fix, RootCause
-from holdfast.doctor.rules.load import rulebook
+from holdfast.doctor.findings import Confidence, Evidence, Finding, Fix, RootCause
+from holdfast.doctor.rules.formulas import evaluate, filled, holds, written
+from holdfast.doctor.rules.load import FixRule, rulebook
+from holdfast.engine_profiles.profile import profile
 
-Confidence = Literal["high", "medium", "low"]
+__all__ = ["ADVICE", "Confidence", "changed", "code_of", "flag_of", "found", "judged"]
+
 ADVICE = ("prefix_caching_unused",)
 """Causes that a server is well with."""
 
@@ -52,3 +56,59 @@ def changed(
     """With the whole command, where one is known."""
     text = command.with_changes(changes) if command is not None and changes else None
     return Fix(command=text, changes=dict(changes), why=why, price=price)
+
+
+def judged(
+    about: str,
+    numbers: Mapping[str, float],
+    words: Mapping[str, object],
+    *,
+    source: str,
+    engine: str | None = None,
+    named: str | None = None,
+    lines: Sequence[str] = (),
+) -> Iterator[Finding]:
+    """What the rules of `about` say, in their order; `named`: only those of this id. `lines` are evidence where a rule
+    has none of its own."""
+    values = {**words, **numbers}
+    for rule in rulebook().probes:
+        if rule.about != about or named not in (None, rule.id) or not holds(rule.when, numbers):
+            continue
+        seen = [line for line in filled((rule.evidence,), values).split("\n") if line]
+        seen += [str(words[f"{figure}_line"]) for figure in rule.figures if f"{figure}_line" in words]
+        fixes = (_fix(one, numbers, values, engine) for one in (*rule.fix, *rulebook().fixes.get(rule.also, ())))
+        yield found(
+            rule.cause,
+            rule.root_cause,
+            next((level for level, when in rule.surer.items() if holds(when, numbers)), rule.confidence),
+            what=filled(rule.what, values),
+            why=filled(rule.why, values),
+            evidence=[Evidence(line=line, source=source) for line in seen or lines],
+            fixes=[fix for fix in fixes if fix is not None],
+            numbers={name: numbers[name] for name in (*rule.figures, *rule.numbers) if name in numbers},
+        )
+
+
+def _fix(rule: FixRule, numbers: Mapping[str, float], values: Mapping[str, object], engine: str | None) -> Fix | None:
+    """None: it is not for this engine, or does not hold."""
+    if not holds(rule.when, numbers) or (rule.engines and engine not in rule.engines):
+        return None
+    changes: dict[str, str | None] = {}
+    for ours, formula in rule.change.items():
+        amount = evaluate(formula, numbers)
+        if amount is None and not formula.startswith("'"):
+            return None
+        value = formula.strip("'") if amount is None else written(amount)
+        changes[flag_of(engine, ours)] = value
+        values = {**values, f"new_{ours.replace('-', '_')}": value}
+    return Fix(
+        command=filled((rule.run,), values) or None,
+        changes=changes,
+        why=filled((rule.why,), values),
+        price=filled((rule.price,), values) or None,
+    )
+
+
+def flag_of(engine: str | None, ours: str) -> str:
+    """The engine's flag for our word, or our own."""
+    return profile(engine or "vllm").spelling(ours) or f"--{ours}"

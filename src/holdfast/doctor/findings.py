@@ -8,8 +8,9 @@ import msgspec
 
 Phase = Literal["args", "download", "load", "profile", "capture", "warmup", "serve", "request"]
 RootCause = Literal["configuration_overshoot", "kv_blowout", "concurrency_misjudged", "does_not_fit", "not_memory"]
+Confidence = Literal["high", "medium", "low"]
 
-ENDED_IN_ORDER = "the server was stopped in order, as its log ends: it does not serve now, and nothing failed"
+ENDED_IN_ORDER = "the log ends with an orderly shutdown: the server does not run now, and nothing failed"
 """Among what was seen."""
 
 
@@ -36,7 +37,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     code: str
     root_cause: RootCause
     cause: str
-    confidence: Literal["high", "medium", "low"]
+    confidence: Confidence
     what: str
     """What happened, in one sentence."""
     evidence: list[Evidence]

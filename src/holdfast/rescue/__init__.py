@@ -1,1 +1,1 @@
-"""Runs a server, and starts it again with what it died of fixed."""
+"""Runs a server, and restarts it with a fix when it dies."""

@@ -15,7 +15,7 @@ from holdfast.doctor.report.redact import without_secrets
 from holdfast.doctor.report.secret_names import holds_secret
 from holdfast.rescue.choose_fix import Started
 
-EXPLAINED = 'what stands as "${NAME:?}" is the key as it was given: set NAME before you run it'
+EXPLAINED = '"${NAME:?}" stands for a key that was given: set NAME before you run the command'
 STANDS_FOR = re.compile(r'"\$\{\w+:\?\}"')
 
 

@@ -11,10 +11,12 @@ log.
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import errno
 import fcntl
 import os
+import re
 import select
 import selectors
 import signal
@@ -27,7 +29,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from holdfast.rescue.orphans import Guard, Process, adopt_orphans, left_behind, name_of
-from holdfast.rescue.output_lines import OutputLines
 from holdfast.rescue.signals import ENDS, TO_ALL, Signals
 
 READ_BYTES = 64 * 1024
@@ -43,6 +44,9 @@ SAME_REQUEST_S = 0.5
 NAMED_MOST = 4
 LAST_WORDS_S = 2.0
 """What a program's children still print after it has ended is waited for so long."""
+LINE_LIMIT_CHARS = 16 * 1024
+"""A line that is longer is given in part: what follows is left out up to its end."""
+_LINE_ENDS = re.compile(r"\r\n|\n|\r")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +58,22 @@ class Ended:
     asked: bool
     """We were told to end, and passed it on."""
     ran_s: float
+
+
+class OutputLines:
+    """From pieces of output to lines. A carriage return ends one too: progress bars are written over themselves."""
+
+    def __init__(self, told: Callable[[str], None]) -> None:
+        self._told = told
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._rest = ""
+
+    def feed(self, piece: bytes) -> None:
+        *lines, rest = _LINE_ENDS.split(self._rest + self._decoder.decode(piece))
+        self._rest = rest[:LINE_LIMIT_CHARS]
+        for line in lines:
+            if line.strip():
+                self._told(line[:LINE_LIMIT_CHARS])
 
 
 class Supervised:
@@ -186,7 +206,7 @@ class Supervised:
                 if key.fd in readers:
                     os.close(key.fd)
         for one in lines.values():
-            one.end()
+            one.feed(b"\n")  # What is left is a line too.
 
     def _pass_on(self, reader: int, ours: int, lines: OutputLines) -> bool:
         """False: there is no more, or nobody reads it."""
@@ -214,7 +234,10 @@ class Supervised:
                     return False
                 if not self._lost:
                     self._lost = True
-                    self._say(f"its output cannot be written on ({error.strerror}): it is lost, and the server goes on")
+                    self._say(
+                        f"the server's output cannot be passed on ({error.strerror}): it is dropped, and the"
+                        " server keeps running"
+                    )
                 return True
         return True
 
@@ -273,10 +296,10 @@ class Supervised:
         self._first_request_at = self._first_request_at or now
         name = signal.Signals(number).name
         if self._requests > 1:
-            self._say(f"{name} again: it is killed")
+            self._say(f"{name} again: killing the server")
             self._send(signal.SIGKILL, whole_group=True)
         else:
-            self._say(f"{name} passed on; waiting for it to end (a second one kills it)")
+            self._say(f"{name} passed on; waiting for the server to exit (a second one kills it)")
             self._send(number, whole_group=number in TO_ALL)
 
     def _send(self, number: int, *, whole_group: bool) -> None:
@@ -301,13 +324,13 @@ class Supervised:
             self._send(signal.SIGKILL, whole_group=True)
             return
         if self._left(head) and unforeseen:
-            self._say(f"it has ended, and what it left is ended too: {_named(self._left(head))}")
+            self._say(f"the server exited; stopping the processes that it left behind: {_named(self._left(head))}")
         self._signal_left(head, signal.SIGTERM, LEFT_GRACE_S)
         if left := self._left(head):
-            self._say(f"killed, since it outlives its server: {_named(left)}")
+            self._say(f"killed, because it outlived its server: {_named(left)}")
             self._signal_left(head, signal.SIGKILL, GRACE_S)
             if left := self._left(head):
-                self._say(f"not even killed it ends (a driver or a disk may hold it): {_named(left)}")
+                self._say(f"still running after SIGKILL (a driver or a disk may block it): {_named(left)}")
 
     def _signal_left(self, head: int, number: int, patience_s: float) -> None:
         """Until none is left: the end of one makes its children ours. SIGTERM goes to each once."""

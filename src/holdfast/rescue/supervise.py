@@ -93,7 +93,7 @@ class Rescue:
             try:
                 return self._run(started)
             except ToldToEnd as told:
-                self._tell(f"{signal.Signals(told.number).name}: nothing runs, and nothing is started")
+                self._tell(f"{signal.Signals(told.number).name}: no server is running, and none will be started")
                 return 128 + told.number
 
     def _tell(self, line: str) -> None:
@@ -116,10 +116,10 @@ class Rescue:
             try:
                 ended, diagnosis, served = self._once(started)
             except (FileNotFoundError, NotADirectoryError):
-                self._tell(f"there is no program {shorten(started.argv[0]) if started.argv else ''}")
+                self._tell(f"command not found: {shorten(started.argv[0]) if started.argv else ''}")
                 return NOT_FOUND_EXIT
             except PermissionError:
-                self._tell(f"{shorten(started.argv[0])} is there and may not be run")
+                self._tell(f"{shorten(started.argv[0])} is not executable")
                 return NOT_RUNNABLE_EXIT
             if ended.asked or ended.exit_code == 0:
                 worked = (served or not ended.asked) and started.text not in self._crashed
@@ -131,13 +131,15 @@ class Rescue:
                 last = restarts >= self.orders.max_restarts
                 choice = self._after_death(started, ended, diagnosis, judged, served, last=last)
             except Exception as error:
-                self._tell(f"not looked into further: a fault of Holdfast's own ({type(error).__name__}: {error})")
+                self._tell(
+                    f"the failure was not analyzed, because of a bug in Holdfast ({type(error).__name__}: {error})"
+                )
                 choice = None
             # One that was ended because it hung is started as it was.
             following = choice.started if choice is not None else started if self._ended_by_us_at is not None else None
             if following is None or restarts >= self.orders.max_restarts:
                 if following is not None:
-                    self._tell(f"not started again: {restarts} restarts are what --max-restarts allows")
+                    self._tell(f"not restarted: the limit of {restarts} restarts is reached (--max-restarts)")
                 self._command_to_keep(started, worked=False)
                 return ended.exit_code
             restarts += 1
@@ -151,9 +153,7 @@ class Rescue:
         watch, health = OutputWatcher(self._tell), HealthPoll(address_of(started.command))
         watch.feed(f"$ {started.text}")
         if health.taken:
-            self._tell(
-                "something answers at its address already: whether the new one is ready is told by its log alone"
-            )
+            self._tell("another server already answers at this address: readiness is read from the log only")
         self._silence_said, self._ended_by_us_at = False, None
         self._served_when_told, self._told_again = False, False
         told_ready = False
@@ -189,10 +189,10 @@ class Rescue:
         return ended, watch.diagnosis(), health.ready or watch.ready
 
     def _ready(self, started: Started, after_s: float) -> None:
-        self._tell(f"it serves, {format_duration(after_s)} after its start")
+        self._tell(f"ready after {format_duration(after_s)}")
         if self._crashed and self._changed:
-            self._tell("whether it outlives what ended it before is to be seen")
-            self._tell_command(f"it serves with: {shown(started)}")
+            self._tell("it is not yet known whether this avoids the earlier crash")
+            self._tell_command(f"serving with: {shown(started)}")
         else:
             self._command_to_keep(started, worked=True)
 
@@ -205,7 +205,8 @@ class Rescue:
         if not self._silence_said and silent_s >= (limit_s or GRACE_S):
             self._silence_said = True
             self._tell(
-                f"it has not answered /health for {format_duration(silent_s)}" + (": it is ended" if limit_s else "")
+                f"/health has not answered for {format_duration(silent_s)}"
+                + (": stopping the server" if limit_s else "")
             )
             if limit_s:
                 self._ended_by_us_at = time.monotonic()
@@ -218,18 +219,20 @@ class Rescue:
         served is waited for, and that is said once."""
         if (self._served_when_told or self._told_again) and told_s >= STILL_ENDING_S and not self._silence_said:
             self._silence_said = True
-            self._tell(f"told to end {format_duration(told_s)} ago, it has not ended yet: a second request kills it")
+            self._tell(
+                f"the server has not exited {format_duration(told_s)} after the signal: a second signal kills it"
+            )
         if self._served_when_told or self._told_again:
             return
         if served and told_s < HEARD_LATE_S:
             self._served_when_told = True
         elif served:
             self._told_again = True
-            self._tell("it serves, though it was told to end while it was starting: SIGTERM once more")
+            self._tell("the server became ready although it was signalled while starting: sending SIGTERM again")
             supervised.end()
         elif told_s >= GRACE_S:
             self._told_again = True
-            self._tell(f"told to end {format_duration(told_s)} ago, it is still starting: it is killed")
+            self._tell(f"the server is still starting {format_duration(told_s)} after the signal: killing it")
             supervised.end(at_once=True)
 
     # Between runs
@@ -240,19 +243,17 @@ class Rescue:
 
         command = started.command
         if command is None:
-            self._tell(
-                "this command is not one of a server that is known here: it is run and watched, and never changed"
-            )
+            self._tell("this is not the command of a known server: it is run and watched, but never changed")
             return None
         try:
             judged = within(JUDGED_WITHIN_S, lambda: judge(command, runs_here=True))
         except Exception as error:  # Whatever is wrong with the judging, the command may be right.
             known = isinstance(error, TimeoutError | HoldfastError)
-            told = str(error) if known else f"a fault of Holdfast's own ({type(error).__name__}: {error})"
-            self._tell(f"not judged before it is run: {printable(told.splitlines()[0])}")
+            told = str(error) if known else f"a bug in Holdfast ({type(error).__name__}: {error})"
+            self._tell(f"not checked before the start: {printable(told.splitlines()[0])}")
             return None
         for finding in judged.findings:
-            self._tell(f"before it is run: {finding.what}")
+            self._tell(f"check before the start: {finding.what}")
             if finding.fix is not None:
                 self._fix(finding.fix)
         return judged
@@ -287,47 +288,45 @@ class Rescue:
     ) -> FixChoice | None:
         """Said why; and what to do next, unless nothing is known or allowed. `last`: it is only said."""
         how = f"signal {signal.Signals(ended.signal).name}" if ended.signal else f"exit code {ended.exit_code}"
-        when = "it died while serving" if served else "it failed to start"
+        when = "the server died while serving" if served else "the server failed to start"
         self._tell(f"{when}: {how}, after {format_duration(ended.ran_s)}")
         planned = {finding.cause for finding in judged.findings} if judged is not None and not served else set()
         fatal = [finding for finding in diagnosis.findings if finding.cause != "none"]
         fatal.sort(key=lambda finding: finding.cause not in planned)  # Where log and plan agree, both are believed.
-        if not fatal:
-            self._tell("why is not known here: its own output above is all there is")
-            self._restart_elsewhere(served)
-            return None
-        self._why(fatal[0])
-        choice = choose(
-            started, with_planned(fatal, judged, served), self._limits(), tried=self._tried, taken=self._taken
-        )
-        if choice is None:
-            self._no_way(fatal[0])
-            self._restart_elsewhere(served)
-            return None
-        if last:
-            self._tell_command(f"what would be tried next: {shown(choice.started)}")
-            return choice
-        return choice if self._agreed(choice) else None
+        if fatal:
+            self._why(fatal[0])
+            findings = with_planned(fatal, judged, served)
+            choice = choose(started, findings, self._limits(), tried=self._tried, taken=self._taken)
+            if choice is not None and last:
+                self._tell_command(f"next command to try: {shown(choice.started)}")
+                return choice
+            if choice is not None:
+                return choice if self._agreed(choice) else None
+            if fatal[0].fix is None:
+                self._tell("no fix is known")
+            else:  # Nothing we may do ourselves; what a person can do is said.
+                self._tell("not changed automatically" + (" (--keep)" if self.orders.keep else "") + "; suggested fix:")
+                self._fix(fatal[0].fix)
+        else:
+            self._tell("the cause is not known: see the output above")
+        if served:
+            self._tell(
+                "rescue restarts only what it can fix: for other crashes use systemd (Restart=on-failure) or Kubernetes"
+            )
+        return None
 
     def _agreed(self, choice: FixChoice) -> bool:
         """Said what changes, once it is decided."""
         changes = ", ".join(shown_change(flag, value) for flag, value in choice.fix.changes.items())
         why = f" ({choice.fix.why})" if choice.fix.why else ""
-        price = f"; its price: {choice.fix.price}" if choice.fix.price else ""
+        price = f"; price: {choice.fix.price}" if choice.fix.price else ""
         if self.orders.confirm is not None and not self.orders.confirm(f"start with {changes}?{why}{price}"):
-            self._tell("not changed, and not started; the command that would help:")
+            self._tell("not changed and not restarted; suggested command:")
             self._tell_command(f"  {shown(choice.started)}")
             return False
         self._tell(f"changed: {changes}{why}{price}")
         self._taken.append(choice.fix)
         return True
-
-    def _restart_elsewhere(self, served: bool) -> None:
-        if served:
-            self._tell(
-                "a command without a known fault is not started again here: systemd (Restart=on-failure) or"
-                " Kubernetes does that"
-            )
 
     def _why(self, finding: Finding) -> None:
         self._tell(f"{finding.what} [{finding.code}]")
@@ -335,14 +334,6 @@ class Rescue:
             self._tell(f"  seen: {printable(shorten(without_secrets(evidence.line.strip()), 200))}")
         if finding.why:
             self._tell(f"  cause: {finding.why}")
-
-    def _no_way(self, finding: Finding) -> None:
-        """Nothing we may do ourselves; what a person can do is said."""
-        if finding.fix is not None:
-            self._tell("not changed by itself" + (" (--keep)" if self.orders.keep else "") + "; what helps:")
-            self._fix(finding.fix)
-        else:
-            self._tell("no fix for it is known here")
 
     def _fix(self, fix: Fix) -> None:
         if fix.why:
@@ -352,7 +343,9 @@ class Rescue:
 
     def _wait(self, restarts: int) -> None:
         pause_s = min(MOST_BACK_OFF_S, self.orders.back_off_s * 2 ** (restarts - 1))
-        self._tell(f"started again in {format_duration(pause_s)} ({restarts} of at most {self.orders.max_restarts})")
+        self._tell(
+            f"restarting in {format_duration(pause_s)} (restart {restarts} of at most {self.orders.max_restarts})"
+        )
         self.sleep(pause_s)
 
     @property
@@ -361,7 +354,7 @@ class Rescue:
 
     def _command_to_keep(self, started: Started, *, worked: bool) -> None:
         if self._changed:
-            what = "the command to keep" if worked else "the last command that was tried"
+            what = "the command to keep" if worked else "last command tried"
             said = f"{what}: {shown(started)}"
             if said != self._kept_said:
                 self._kept_said = said

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from typing import TypeVar
 
 from holdfast.doctor import LiveDiagnosis
 from holdfast.doctor.findings import Diagnosis
 
+Result = TypeVar("Result")
 READ_EACH, READ_EVERY = 100, 100
 """Of lines that are the same but for their digits, the first are all read, then one of so many."""
 KEYS_HELD, KEY_CHARS = 20_000, 200
@@ -25,21 +27,17 @@ class OutputWatcher:
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say
-        self._watch: LiveDiagnosis | None = None
         self._times: dict[str, int] = {}
         self._answered = False
-        self._safely(self._open)
-
-    def _open(self) -> None:
-        self._watch = LiveDiagnosis()
+        self._watch: LiveDiagnosis | None = None
+        self._watch = self._safely(LiveDiagnosis)
 
     def feed(self, line: str) -> None:
-        if not self._is_news(line):
-            return
         watch = self._watch
-        self._answered = self._answered or _ANSWERED.search(line) is not None
-        if watch is not None:
-            self._safely(lambda: watch.feed(line))
+        if self._is_news(line):
+            self._answered = self._answered or _ANSWERED.search(line) is not None
+            if watch is not None:
+                self._safely(lambda: watch.feed(line))
 
     def _is_news(self, line: str) -> bool:
         """Reading a line takes longer than passing it on: of one that comes over and over, its digits aside, few are
@@ -56,16 +54,16 @@ class OutputWatcher:
         return self._answered or (self._watch is not None and self._watch.ready)
 
     def diagnosis(self) -> Diagnosis:
-        found: list[Diagnosis] = []
-        watch = self._watch
-        if watch is not None:
-            self._safely(lambda: found.append(watch.diagnosis()))
+        found = None if self._watch is None else self._safely(self._watch.diagnosis)
         nothing = Diagnosis(engine=None, engine_version=None, command=None, phase=None, healthy=False, findings=[])
-        return found[0] if found else nothing
+        return found or nothing
 
-    def _safely(self, look: Callable[[], None]) -> None:
+    def _safely(self, look: Callable[[], Result]) -> Result | None:
         try:
-            look()
+            return look()
         except Exception as error:
             self._watch = None
-            self._say(f"its output is no longer read: a fault of Holdfast's own ({type(error).__name__}: {error})")
+            self._say(
+                f"the output is no longer analyzed, because of a bug in Holdfast ({type(error).__name__}: {error})"
+            )
+            return None

@@ -90,13 +90,13 @@ def test_a_request_to_end_between_two_runs_starts_nothing(start: Start, first: b
     if first and not before:
         pytest.skip("namespaces are not allowed here")
     process = start(*before, *RESCUE, "--back-off", "600", "--", *f"vllm serve {MODEL} --max-model-len 131072".split())
-    _until(process.stderr, b"started again in")
+    _until(process.stderr, b"restarting in")
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     os.kill(int(children[0]) if first else process.pid, signal.SIGTERM)
     out, err = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 128 + signal.SIGTERM
     assert out.count(b"stand-in:") == 1
-    assert b"SIGTERM: nothing runs, and nothing is started" in err
+    assert b"SIGTERM: no server is running, and none will be started" in err
 
 
 def test_output_that_cannot_be_written_ends_nothing(start: Start) -> None:
@@ -106,8 +106,8 @@ def test_output_that_cannot_be_written_ends_nothing(start: Start) -> None:
         process = start(
             *RESCUE, "--", *f"vllm serve {MODEL} --max-model-len 8192 --port {port}".split(), stdout=full.fileno()
         )
-        said = _until(process.stderr, b"it serves")
-        assert b"its output cannot be written on (No space left on device)" in said
+        said = _until(process.stderr, b"ready after")
+        assert b"the server's output cannot be passed on (No space left on device)" in said
         assert urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=PATIENCE_S).status == 200
         process.send_signal(signal.SIGTERM)
         assert b"SIGTERM passed on" in _until(process.stderr, b"passed on")
@@ -155,7 +155,7 @@ def test_a_misspelt_key_is_corrected_and_never_shown(start: Start) -> None:
     assert out.decode().splitlines()[-1] == f"stand-in: {command.removeprefix('vllm ').replace('keyy', 'key')}"
     ours = [line for line in (said + err).decode().splitlines() if line.startswith("holdfast rescue:")]
     assert not [line for line in ours if "sk-private-1" in line]
-    assert "before it is run: vllm knows no --api-keyy; --api-key is near" in "\n".join(ours), "words are no keys"
+    assert "check before the start: vllm knows no --api-keyy; --api-key is near" in "\n".join(ours), "words are no keys"
     kept = f'vllm serve {MODEL} --max-model-len 8192 --api-key "${{API_KEY:?}}" --port {port}'
     told = [line for line in ours if "the command to keep" in line]
     assert [line.endswith(f"the command to keep: {kept}") for line in told] == [True], "once, as a shell takes it"

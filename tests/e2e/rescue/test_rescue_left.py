@@ -90,8 +90,8 @@ def test_all_that_a_program_started_ends_with_it(tree: list[str], tmp_path: Path
     assert (ended.returncode, ended.stdout) == (int(ending), b"all there\n")
     pids = [_pid(tmp_path, role) for role in ROLES]
     assert [pid for pid in pids if pid is None or _lives(pid)] == []
-    assert (b"killed, since it outlives its server" in ended.stderr) == (ending == "3"), "the others heed SIGTERM"
-    assert (b"what it left is ended too" in ended.stderr) == (ending == "0")
+    assert (b"killed, because it outlived its server" in ended.stderr) == (ending == "3"), "the others heed SIGTERM"
+    assert (b"stopping the processes that it left behind" in ended.stderr) == (ending == "0")
 
 
 SUPERVISOR = """

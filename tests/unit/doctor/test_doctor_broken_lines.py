@@ -80,7 +80,7 @@ def test_an_error_is_not_joined_with_that_of_another_process(tmp_path: Path) -> 
 def test_an_unknown_error_that_speaks_of_memory_is_not_said_to_be_none(tmp_path: Path, line: str, memory: bool) -> None:
     finding = said(tmp_path, f"{line}\n").findings[0]
     assert finding.cause == "other"
-    assert ("nothing in the log says" in finding.why) is not memory
+    assert ("nothing in the log points to memory" in finding.why) is not memory
     assert (finding.root_cause == "not_memory") is not memory
 
 

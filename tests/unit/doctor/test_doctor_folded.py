@@ -105,7 +105,7 @@ def test_a_log_that_nobody_cut_is_left_as_it_is(log: WholeLog) -> None:
 def test_parts_that_speak_of_memory_beside_an_unknown_error_are_not_passed_over(tmp_path: Path) -> None:
     diagnosis = found(tmp_path, ["RuntimeError: the flux of the", "arena wants more GPU memory than", "there is"])
     assert diagnosis.findings[0].cause == "other"
-    assert "lines beside the error speak of memory" in diagnosis.findings[0].why
+    assert "lines next to the error mention memory" in diagnosis.findings[0].why
     assert any("as the program wrote it" in one for one in diagnosis.missing)
     plain = found(tmp_path, ["RuntimeError: the flux", "INFO:     GPU memory: 3 GiB", "is not aligned"])
-    assert "nothing in the log says" in plain.findings[0].why
+    assert "nothing in the log points to memory" in plain.findings[0].why

@@ -59,8 +59,8 @@ def test_the_same_is_found_in_a_log_that_was_turned(tmp_path: Path, form: str) -
         lines = stamped(log, form)
         upright, upside_down = found(tmp_path, lines), found(tmp_path, lines[::-1])
         assert same(upright, upside_down), log.name
-        assert not any("stands first" in one for one in upright.seen)
-        assert any("stands first" in one for one in upside_down.seen)
+        assert not any("newest line first" in one for one in upright.seen)
+        assert any("newest line first" in one for one in upside_down.seen)
         assert [(line, len(lines) + 1 - (at or 0)) for line, at in places(upside_down)] == places(upright)
 
 

@@ -119,7 +119,7 @@ def test_a_library_is_named_without_the_colon_behind_it() -> None:
 @pytest.mark.parametrize(
     ("line", "cause", "said"),
     [
-        ("(APIServer pid=7) KeyboardInterrupt: terminated", "other", "told to end"),
+        ("(APIServer pid=7) KeyboardInterrupt: terminated", "other", "received SIGTERM"),
         ("[Gloo] Rank 8 is NOT connected to: [1]\nTimeoutError: Server failed to start within the timeout period.", "timeout_or_hang", "Rank 8 never reached rank 1"),
         ("RuntimeError: NCCL error: unhandled system error (run with NCCL_DEBUG=INFO for details)", "gpu_topology", "/dev/shm"),
         ("slurmstepd: error: *** JOB 67 ON node4 CANCELLED AT 2026-01-07T10:29:37 DUE TO TIME LIMIT ***", "other", "time limit"),

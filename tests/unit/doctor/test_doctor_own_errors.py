@@ -70,6 +70,31 @@ def test_a_process_that_was_killed_ran_out_of_memory_most_likely():
     assert (found.cause, found.confidence) == ("host_ram_oom", "medium")
 
 
+READY = [SERVE, "2026-11-15 20:18:43 INFO holdfast: Ready: http://127.0.0.1:8000"]
+DEATH = "20:19:4{} ERROR engine: the engine process exited ({}) with 3 unfinished requests; restarting it [HF410]"
+AGAIN = "2026-11-15 20:19:5{} INFO engine: the engine process is ready again; resuming 3 unfinished requests"
+
+
+def test_deaths_that_the_server_recovered_from_are_advice():
+    said = [*READY, DEATH.format(1, "signal 11"), AGAIN.format(1), DEATH.format(5, "signal 11"), AGAIN.format(5)]
+    found = diagnose_lines(said, "log")
+    assert (found.healthy, found.phase) == (True, "serve")
+    (finding,) = found.findings
+    assert (finding.code, finding.cause) == ("HF410", "other")
+    assert "deaths in this log: 2" in finding.what
+    assert "could not be resumed" not in finding.why
+    assert [one.number for one in finding.evidence] == [3, 4, 6]
+
+
+@pytest.mark.parametrize(("ending", "cause"), [("signal 11", "other"), ("signal 9", "host_ram_oom")])
+def test_a_death_after_a_recovery_is_a_failure(ending, cause):
+    said = [*READY, DEATH.format(1, "signal 11"), AGAIN.format(1), DEATH.format(5, ending)]
+    found = diagnose_lines(said, "log")
+    assert not found.healthy
+    assert found.findings[0].cause == cause
+    assert ending in found.findings[0].what
+
+
 def test_a_server_that_ends_says_why(capsys):
     error = DoesNotFitError("no", needed="weights 2.00 GiB, and x", found="1.00 GiB of budget", fix="--ram 3GiB")
     say_why(error, ("serve", "tiny", "--ram", "1GiB", "--api-key", "geheim", "--api-key=geheim"))

@@ -12,7 +12,7 @@ from holdfast.doctor.logs.line import read_line
 from holdfast.doctor.logs.sampling import worth_reading
 from holdfast.doctor.rules.codes import codes
 from holdfast.doctor.rules.formulas import evaluate, filled, holds, written
-from holdfast.doctor.rules.load import Rule, rulebook
+from holdfast.doctor.rules.load import ProbeRule, Rule, rulebook
 
 CAUSES = """kv_cache_too_small_for_max_len, no_memory_for_kv_blocks, free_memory_below_utilization,
 other_process_on_gpu, weights_do_not_fit, cuda_graph_capture_oom, activation_oom_runtime,
@@ -109,6 +109,21 @@ def test_no_fix_is_the_opposite_of_what_the_phase_needs(rule: Rule) -> None:
             assert value is not None
             assert not (wants_more and value < utilization)
             assert not (wants_less and value > utilization)
+
+
+@pytest.mark.parametrize("rule", rulebook().probes, ids=lambda rule: rule.id)
+def test_a_rule_over_what_was_probed_can_be_worked_out(rule: ProbeRule) -> None:
+    assert rule.cause in rulebook().causes
+    assert rule.also == "" or rulebook().fixes[rule.also]
+    assert all(rule.what)
+    assert all(rule.why)
+    for fix in (*rule.fix, *rulebook().fixes.get(rule.also, ())):
+        assert fix.why
+        for formula in fix.change.values():
+            evaluate(formula, {})
+        holds(fix.when, {})
+    for condition in (rule.when, *rule.surer.values()):
+        holds(condition, {})
 
 
 def test_weights_that_do_not_fit_are_never_answered_with_utilization() -> None:

@@ -94,7 +94,7 @@ def test_who_holds_a_gpu_is_named_with_what_is_left() -> None:
     [finding] = diagnose_machine(facts).findings
     assert finding.cause == "other_process_on_gpu"
     assert "4321" in finding.what
-    assert finding.fix == Fix(command="kill 4321", why="end it, if nobody needs it")
+    assert finding.fix == Fix(command="kill 4321", why="stop it, if it is not needed")
     assert finding.alternatives[0].changes == {"--gpu-memory-utilization": "0.49"}
     assert any("pid 4321" in line for line in lines_of(facts))
 
@@ -107,7 +107,7 @@ def test_who_holds_a_gpu_is_named_with_what_is_left() -> None:
         ({"environment": {"NCCL_P2P_DISABLE": "1"}}, "gpu_topology"),
         ({"links": read_topology(TOPOLOGY)}, "gpu_topology"),
         ({"memory": Memory(total_bytes=4 * GIB, available_bytes=GIB, limited_by="control group")}, "host_ram_oom"),
-        ({"disks": (Disk("/models", "models of the hub", 100 * GIB, GIB),)}, "other"),
+        ({"disks": (Disk("/models", "Hugging Face models", 100 * GIB, GIB),)}, "other"),
     ],
 )
 def test_what_is_wrong_before_anything_is_started(changes: dict[str, object], cause: str) -> None:
@@ -139,7 +139,7 @@ def test_a_program_whose_version_is_not_in_files_is_told_with_how_to_ask_it(
     program.parent.mkdir()
     program.touch(mode=0o755)
     monkeypatch.setenv("PATH", str(program.parent))
-    assert f"version    nvcc at {program} (which version: nvcc --version)" in lines_of(look({"HOME": "/"}))
+    assert f"version    nvcc at {program} (version: run nvcc --version)" in lines_of(look({"HOME": "/"}))
 
 
 def test_this_machine_is_looked_at_without_telling_secrets() -> None:

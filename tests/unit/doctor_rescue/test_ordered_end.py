@@ -20,4 +20,4 @@ ENDED = (
 def test_a_server_that_was_stopped_in_order_is_said_not_to_serve(text: str, ended: bool) -> None:
     found = diagnose_lines(text.splitlines(), "log")
     assert found.healthy
-    assert ["stopped in order" in one for one in found.seen] == ([True] if ended else [])
+    assert ["orderly shutdown" in one for one in found.seen] == ([True] if ended else [])

@@ -19,26 +19,26 @@ if TYPE_CHECKING:
     from holdfast.doctor.findings import Diagnosis
     from holdfast.doctor.probe.machine import MachineFacts
 
-HELP = """Say what happened to a server, of Holdfast or of another engine, and what helps.
+HELP = """Diagnose a failed or slow server, of Holdfast or of another engine, and suggest a fix.
 
-Reads logs of vLLM, SGLang, llama.cpp, TGI, Ollama and Holdfast: files, gz, - for standard input, with whatever
-journald, kubectl or docker put before each line. Looks at a running server through its metrics, judges a command before
-it is run, and without anything looks at this machine. Several are judged together."""
+Reads logs of vLLM, SGLang, llama.cpp, TGI, Ollama and Holdfast (files, gzip, or - for standard input), also with the
+prefixes of journald, kubectl or docker. Reads the metrics of a running server, checks a command before it is run, and
+without arguments checks this machine. Several sources are combined into one diagnosis."""
 
 USAGE = "holdfast doctor [LOG | URL ...] [--command COMMAND] [--here] [--json] [--bundle FILE]"
 
 EXAMPLES = """examples:
   holdfast doctor server.log                         a file
-  kubectl logs POD --previous | holdfast doctor -    what a pod said before it died
+  kubectl logs POD --previous | holdfast doctor -    the previous log of a pod
   journalctl -u vllm | holdfast doctor -             a service
-  holdfast doctor rank0.log rank1.log.gz --json      several, judged together, for programs (docs/doctor-json.md)
-  holdfast doctor http://localhost:8000              a running server, looked at for some seconds
+  holdfast doctor rank0.log rank1.log.gz --json      several logs, as JSON (docs/doctor-json.md)
+  holdfast doctor http://localhost:8000              a running server, observed for some seconds
   holdfast doctor --command "vllm serve MODEL" --gpu rtx4090   a command, before it is run
   holdfast doctor                                    this machine
-  holdfast doctor server.log --bundle report.tar.gz  an archive for a bug report, without keys, prompts and homes
+  holdfast doctor server.log --bundle report.tar.gz  an archive for a bug report, without keys, prompts and home paths
 
-a server that wants a key gets the one in HOLDFAST_API_KEY
-exit codes: 0 healthy, 1 something was found, 2 usage, 3 not known, 70 a fault of Holdfast's own
+for a server that requires a key, set HOLDFAST_API_KEY
+exit codes: 0 healthy, 1 problem found, 2 usage error, 3 unknown, 70 bug in Holdfast
 """
 NO_SOURCE = "HFD92"
 WIDTH_WITHOUT_TERMINAL = 100
@@ -52,22 +52,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "sources",
         nargs="*",
         metavar="LOG|URL",
-        help="a file, gz or not; - for standard input; the address of a server; left out: this machine",
+        help="a log file, gzip or not; - for standard input; the address of a server; default: this machine",
     )
-    parser.add_argument("--command", metavar="COMMAND", help="a server's command as one word, judged before it is run")
+    parser.add_argument(
+        "--command", metavar="COMMAND", help="a server's command as one argument, checked before it is run"
+    )
     parser.add_argument(
         "--gpu",
         metavar="NAME",
         help="GPUs that the command is for: rtx4090, l4, a100-80, h100-80x2 (all names: holdfast plan --list-gpus);"
-        " else this machine",
+        " default: this machine",
     )
-    parser.add_argument("--vram", metavar="SIZE", help="what each of its GPUs has to use: 22GiB, 22GiBx2")
+    parser.add_argument("--vram", metavar="SIZE", help="usable memory of each GPU: 22GiB, 22GiBx2")
     parser.add_argument("--ram", metavar="SIZE", help="RAM of the machine that the command is for")
-    parser.add_argument("--engine-version", metavar="VERSION", help="of the command's engine; else what is installed")
-    parser.add_argument("--here", action="store_true", help="look at this machine too")
-    parser.add_argument("--seconds", metavar="S", default="10", help="how long a server is looked at (default: 10)")
-    parser.add_argument("--stream", action="store_true", help="also ask a server for one short streamed answer")
-    parser.add_argument("--json", action="store_true", help="the answer for programs (docs/doctor-json.md)")
+    parser.add_argument(
+        "--engine-version", metavar="VERSION", help="version of the command's engine; default: the installed one"
+    )
+    parser.add_argument("--here", action="store_true", help="check this machine too")
+    parser.add_argument("--seconds", metavar="S", default="10", help="how long a server is observed (default: 10)")
+    parser.add_argument("--stream", action="store_true", help="also send one short streaming request to the server")
+    parser.add_argument("--json", action="store_true", help="print JSON (docs/doctor-json.md)")
     parser.add_argument("--bundle", metavar="FILE", help="also write a redacted archive for a bug report (tar.gz)")
 
 
@@ -97,7 +101,7 @@ def _diagnosis(arguments: argparse.Namespace) -> tuple[Diagnosis, MachineFacts |
     alone = next((name for name, value in named.items() if value is not None), None)
     if alone is not None and arguments.command is None:
         raise ConfigurationError(
-            f"--{alone} says what machine a command is for, and there is none",
+            f"--{alone} describes the machine of a command, and there is no --command",
             code=NO_SOURCE,
             needed="--command",
             fix=f'holdfast doctor --command "vllm serve MODEL" --{alone} {named[alone]}',
@@ -131,7 +135,7 @@ def _seconds(written: str) -> float:
         value = -1.0
     if not 0 <= value <= LONGEST_LOOK_S:
         raise ConfigurationError(
-            f"--seconds: {written[:40]!r} will not do",
+            f"--seconds: {written[:40]!r} is not valid",
             needed=f"a number from 0 to {LONGEST_LOOK_S:g}",
             fix="--seconds 10",
             field="seconds",
@@ -157,12 +161,12 @@ def _bundle(arguments: argparse.Namespace, diagnosis: Diagnosis, machine: Machin
 
     logs = [source for source in arguments.sources if not _is_url(source)]
     names = write_bundle(arguments.bundle, logs, diagnosis, None if machine is None else document(machine))
-    left_out = "; standard input was read once and is not in it" if "-" in logs else ""
+    left_out = "; standard input is not included" if "-" in logs else ""
     if len(logs) < len(arguments.sources):
-        left_out += "; of a running server it has what was found and seen, not its pages"
+        left_out += "; of a running server it contains the findings, not its metrics"
     print(
-        f"holdfast: written to {printable(arguments.bundle)}: {', '.join(names)}{left_out}. Look into it before you"
-        " send it",
+        f"holdfast: written to {printable(arguments.bundle)}: {', '.join(names)}{left_out}. Check its"
+        " content before you send it",
         file=sys.stderr,
     )
 
@@ -182,11 +186,11 @@ def _say(diagnosis: Diagnosis, machine: MachineFacts | None, *, as_json: bool, a
     if machine is not None:
         say([*lines_of(machine), ""])
     if diagnosis.healthy and not asked.sources:
-        command = "the command fits, as far as a plan tells" if asked.command is not None else None
+        command = "the command fits, according to the plan" if asked.command is not None else None
         here = None
         if machine is not None:
-            alone = "this machine has no NVIDIA GPU, so models run on its CPU (holdfast plan MODEL says which fit)"
-            here = "this machine is as a server wants it" if machine.every.gpus else alone
+            alone = "this machine has no NVIDIA GPU, so models run on its CPU (holdfast plan MODEL shows what fits)"
+            here = "this machine is ready for a server" if machine.every.gpus else alone
         say([f"Nothing is wrong: {', and '.join(part for part in (command, here) if part is not None)}."])
         say(diagnosis.seen)
         return

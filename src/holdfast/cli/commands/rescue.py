@@ -12,8 +12,8 @@ import time
 
 from holdfast.errors import ConfigurationError, printable
 
-HELP = """Run a server's command and stay beside it: its output, signals and exit code pass through. When it dies of
-something that can be put right, say why, change the command as little as possible, and start it again."""
+HELP = """Run a server's command and supervise it: output, signals and exit code pass through. If it dies of something
+that can be fixed, rescue prints the cause, changes the command as little as possible, and restarts it."""
 
 USAGE = "holdfast rescue [--keep FLAG ...] [--ask] [--fix-first] [--max-restarts N] [--back-off S] -- COMMAND ..."
 
@@ -23,7 +23,7 @@ EXAMPLES = """examples:
   holdfast rescue --ask -- python -m sglang.launch_server --model-path MODEL
   holdfast rescue --max-restarts 2 -- llama-server -m model.gguf -c 65536
 
-exit codes: those of COMMAND, 128 and the signal that ended it; 2 usage, 126 and 127 it cannot be run
+exit codes: that of COMMAND; 128 + N if signal N ended it; 2 usage error; 126 not executable; 127 not found
 """
 MOST_RESTARTS = 1000
 DEFAULT_RESTARTS, DEFAULT_BACK_OFF_S = 5, 2.0
@@ -37,32 +37,36 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="FLAG",
-        help="leave this flag as it is; may be given several times",
+        help="do not change this flag; may be given several times",
     )
-    parser.add_argument("--ask", action="store_true", help="confirm each change; without a terminal the answer is no")
     parser.add_argument(
-        "--max-restarts", metavar="N", default=str(DEFAULT_RESTARTS), help=f"default: {DEFAULT_RESTARTS}"
+        "--ask", action="store_true", help="ask before each change; without a terminal the answer is no"
+    )
+    parser.add_argument(
+        "--max-restarts",
+        metavar="N",
+        default=str(DEFAULT_RESTARTS),
+        help=f"maximum number of restarts; default: {DEFAULT_RESTARTS}",
     )
     parser.add_argument(
         "--back-off",
         metavar="S",
         default=f"{DEFAULT_BACK_OFF_S:g}",
-        help="seconds before the first restart, twice as many before each further one, at most 60; default:"
+        help="seconds before the first restart, doubled before each further one, at most 60; default:"
         f" {DEFAULT_BACK_OFF_S:g}",
     )
     parser.add_argument(
         "--hung-after",
         metavar="S",
         default="0",
-        help="end and start again a server that was ready and has not answered /health for so many seconds; default: 0,"
-        " it is only said",
+        help="restart a server that was ready and has not answered /health for S seconds; default: 0, only report it",
     )
     parser.add_argument(
         "--fix-first",
         action="store_true",
-        help="put right what is surely wrong with the command before its first start; else it is only said",
+        help="fix definite errors in the command before the first start; default: only report them",
     )
-    parser.add_argument("command", nargs=argparse.REMAINDER, metavar="COMMAND", help="what to run, behind --")
+    parser.add_argument("command", nargs=argparse.REMAINDER, metavar="COMMAND", help="the command to run, after --")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -71,8 +75,8 @@ def run(arguments: argparse.Namespace) -> int:
     words = arguments.command[1:] if arguments.command[:1] == ["--"] else arguments.command
     if not words:
         raise ConfigurationError(
-            "there is no command to run",
-            needed="a command behind --",
+            "no command to run",
+            needed="a command after --",
             field="command",
             fix="holdfast rescue -- vllm serve MODEL",
         )
@@ -95,7 +99,7 @@ def _number(name: str, written: str, most: float) -> float:
     whole = name != "max-restarts" or value == int(max(value, -1))
     if not 0 <= value <= most or not whole:
         raise ConfigurationError(
-            f"--{name}: {written[:40]!r} will not do",
+            f"--{name}: {written[:40]!r} is not valid",
             needed=f"a number from 0 to {most:g}",
             fix=f"--{name} 2",
             field=name.replace("-", "_"),
@@ -131,5 +135,5 @@ def _confirmed(question: str) -> bool:
             _write(f"holdfast rescue: {printable(question)} [y/N] ")
             return terminal.readline().strip().lower() in ("y", "yes")
     except OSError:
-        _say(f"{question} Nobody can be asked: there is no terminal (pid {os.getpid()})")
+        _say(f"{question} No terminal to ask on (pid {os.getpid()})")
         return False

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain
 
 import msgspec
@@ -18,13 +18,13 @@ from holdfast.doctor.logs.unfold import Unfolded
 from holdfast.doctor.logs.unwrap import BELOW, LOOKED, is_open_error, whole
 from holdfast.units import MIB
 
-_TORN = "the rest of {}: the file is cut, its compressed data ends before its end"
-_TURNED = "the newest line of {} stands first: it was read from its end"
-_FOLDED = "the lines of {} were cut at {} columns: they were joined again"
+_TORN = "the rest of {}: the file is truncated, its compressed data ends early"
+_TURNED = "{} has its newest line first: it was read from its end"
+_FOLDED = "the lines of {} were wrapped at {} columns: they were joined again"
 _LEFT_OUT = (
-    "the middle of {}: its newest line stands first, and of what is no plain file only the newest"
-    f" {NEWEST_BYTES // MIB} MiB and the oldest {OLDEST_BYTES // MIB} MiB can be held and turned"
-    " (give it as a plain file, or the right way round: journalctl without -r)"
+    "the middle of {}: its newest line comes first, and of a log that is not a plain file only the newest"
+    f" {NEWEST_BYTES // MIB} MiB and the oldest {OLDEST_BYTES // MIB} MiB can be held and reversed"
+    " (pass a plain file, or the oldest line first: journalctl without -r)"
 )
 
 
@@ -101,7 +101,12 @@ def diagnose(sources: Sequence[str]) -> Diagnosis:
         torn += [_TORN.format(called)] if source.torn else []
     found = diagnosis(scene or LogState(""))
     found.missing.extend(torn)
-    return _as_they_stand(found, {name: log for name, log in logs.items() if log.changed})
+    for name, log in logs.items():
+        found.seen.extend(log.told(name))
+        found.missing.extend([_LEFT_OUT.format(name)] if log.turned.left_out_bytes else [])
+    for finding in found.findings:
+        finding.evidence[:] = [logs[one.source].place(one) if one.source in logs else one for one in finding.evidence]
+    return found
 
 
 class _Log:
@@ -111,46 +116,20 @@ class _Log:
         self.turned = Turned(source)
         self.unfolded: Unfolded | None = None
 
-    def blocks(self) -> Iterator[bytes]:
+    def blocks(self) -> Iterable[bytes]:
         blocks = self.turned.blocks()
-        first = next(blocks, b"")
+        whole = chain([next(blocks, b"")], blocks)  # Known with the first block: whether its lines were cut.
         if self.turned.fold is None:
-            yield first
-            yield from blocks
-            return
+            return whole
         self.unfolded = Unfolded(self.turned.fold)
-        yield from self.unfolded.blocks(chain([first], blocks))
+        return self.unfolded.blocks(whole)
 
-    @property
-    def changed(self) -> bool:
-        return self.turned.order is not Order.OLDEST_FIRST or self.unfolded is not None
-
-    def number(self, number: int) -> int | None:
-        """Of a line in the file."""
-        place = number if self.unfolded is None else self.unfolded.number(number)
-        return None if place is None else self.turned.number(place)
+    def place(self, one: Evidence) -> Evidence:
+        """With the number of its line in the file."""
+        number = one.number if self.unfolded is None or one.number is None else self.unfolded.number(one.number)
+        return msgspec.structs.replace(one, number=None if number is None else self.turned.number(number))
 
     def told(self, name: str) -> list[str]:
+        """What was done with it before it was read."""
         turned = [_TURNED.format(name)] if self.turned.order is not Order.OLDEST_FIRST else []
         return turned + ([_FOLDED.format(name, self.turned.fold.columns)] if self.turned.fold is not None else [])
-
-
-def _as_they_stand(found: Diagnosis, changed: Mapping[str, _Log]) -> Diagnosis:
-    """Lines by their numbers in the file, and said that it was read from its end, or its lines joined."""
-    if not changed:
-        return found
-    for name, log in changed.items():
-        found.seen.extend(log.told(name))
-        found.missing.extend([_LEFT_OUT.format(name)] if log.turned.left_out_bytes else [])
-
-    def placed(one: Evidence) -> Evidence:
-        log = changed.get(one.source or "")
-        if log is None or one.number is None:
-            return one
-        return msgspec.structs.replace(one, number=log.number(one.number))
-
-    findings = [
-        msgspec.structs.replace(finding, evidence=[placed(one) for one in finding.evidence])
-        for finding in found.findings
-    ]
-    return msgspec.structs.replace(found, findings=findings)

@@ -7,8 +7,12 @@ from starting. The words and the sums are in the rules; how a fix becomes a comm
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
-from typing import Literal, cast
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import cast
+
+import msgspec
 
 from holdfast.doctor.diagnosis.fix_plans import Case, checked
 from holdfast.doctor.diagnosis.fixes import base_command, fixes, known_numbers, known_words
@@ -16,15 +20,15 @@ from holdfast.doctor.diagnosis.out_of_memory import judge as judge_memory
 from holdfast.doctor.diagnosis.out_of_memory import phase_of
 from holdfast.doctor.evidence.holdfast_errors import own_fixes, refined
 from holdfast.doctor.evidence.log_state import STARTING, Event, LogState, Run, further
-from holdfast.doctor.findings import ENDED_IN_ORDER, Diagnosis, Evidence, Finding, Fix, Phase, RootCause
+from holdfast.doctor.findings import ENDED_IN_ORDER, Confidence, Diagnosis, Evidence, Finding, Fix, Phase, RootCause
 from holdfast.doctor.logs.line import read_line
-from holdfast.doctor.rules.formulas import filled
+from holdfast.doctor.rules.formulas import evaluate, filled, holds
 from holdfast.doctor.rules.load import Cause, Rule, rulebook
 
 _KINDS = {"fatal": 0, "running": 1, "request": 2, "advice": 3, "hint": 4}
 _COMMAND = "the command that started the server, or the lines of the log that print its arguments"
-_ABOVE = "the lines above {quoted!r}: what failed first is there, and this line only passes it on"
-_BELOW = "the lines below {quoted!r}: the traceback with what failed follows it"
+_ABOVE = "the lines above {quoted!r}: that line only passes on an error that was logged earlier"
+_BELOW = "the lines below {quoted!r}: the traceback with the error follows it"
 _FIRST = ("failed to start", "hit an exception", "encountered a fatal error")
 """Words of lines that come before the traceback they pass on."""
 _TORN = "the rest of the log: it ends inside a traceback, before the error itself"
@@ -35,23 +39,21 @@ _OF_MEMORY = re.compile(
     r"(?i)out of memory|\boom\b|\w*alloc(?:at|\b|_)|\d ?[gm]i?b\b|\bkv.cache\b|\bvram\b"
     r"|\b(?:gpu|free|insufficient|enough) memory"
 )
-_NOT_KNOWN = "it is not known; nothing in the log says that memory is the matter"
-_MEMORY_NOT_KNOWN = "which cause it is, is not known; but the error speaks of memory, so memory may be the matter"
-_NEAR_NOT_KNOWN = "it is not known; but lines beside the error speak of memory, so memory may be the matter"
-_UNWRAPPED = "the log as the program wrote it: lines beside the error look like parts of it that were cut off"
-_START = "the log from the start of the server: its phase, version and settings are told there"
+_NOT_KNOWN = "not known; nothing in the log points to memory"
+_MEMORY_NOT_KNOWN = "not known; but the error mentions memory, so memory may be the cause"
+_NEAR_NOT_KNOWN = "not known; but lines next to the error mention memory, so memory may be the cause"
+_UNWRAPPED = "the log as the program wrote it: lines next to the error look like parts of it that were wrapped"
+_START = "the log from the start of the server: it shows phase, version and settings"
 _NOTHING = (
-    "a log of an inference server: nothing in this text is known, or it is empty"
+    "a log of an inference server: nothing in this text was recognized, or it is empty"
     " (sudo journalctl -u UNIT, kubectl logs POD --previous, docker logs CONTAINER)"
 )
+_ADVICE = ("prefix_caching_unused", "utilization_too_low")
+"""What the figures of a server that is well may show."""
 BLOCK_TOKENS = 16
-LOADED_WHOLE = 0.93
 _BILLIONS = re.compile(r"(?<![\dx.])(\d+(?:\.\d+)?)[bB](?![a-z])")
 _QUANTIZED = re.compile(r"(?i)awq|gptq|fp8|int4|int8|w4a16|w8a8|bnb|gguf|nvfp4|mxfp4")
-LOW_UTILIZATION, FEW_AT_ONCE = 0.7, 2.0
 UNKNOWN_EVIDENCE = 3
-
-Sureness = Literal["high", "medium", "low"]
 
 
 @dataclass(slots=True)
@@ -59,7 +61,7 @@ class Candidate:
     event: Event
     rule: Rule
     phase: str | None
-    confidence: Sureness
+    confidence: Confidence
 
 
 def diagnosis(scene: LogState) -> Diagnosis:
@@ -67,21 +69,20 @@ def diagnosis(scene: LogState) -> Diagnosis:
     ready = any(run.ready for run in scene.final_runs)
     missing: list[str] = []
     if not candidates and not ready:
-        candidates = _from_what_is_left(scene)
+        candidates = list(islice(_by_numbers(scene, "end"), 1))
     advice = bool(candidates) and ready and all(one.rule.kind == "advice" for one in candidates)
     findings = [_finding(scene, candidate) for candidate in candidates]
     phase = candidates[0].phase if candidates and not advice else scene.run.phase
-    unused = _offload_unused(scene) if any(one.rule.kind == "fatal" for one in candidates) else None
-    if unused is not None and all(finding.cause != "offload_noop" for finding in findings):
-        findings = [unused, *findings]
-    from_statistics = _from_statistics(scene, {finding.cause for finding in findings})
-    findings += from_statistics
+    if any(one.rule.kind == "fatal" for one in candidates):
+        findings = [*_new(scene, "load", findings), *findings]
+    figures = _new(scene, "figures", findings)
+    findings += figures
     unknown = _unexplained(scene, missing) if not findings or advice else None
     if unknown is not None:
         findings = [unknown, *findings]
         phase = next((run.unexplained_phase for run in scene.final_runs if run.unexplained_phase), phase)
     serious = unknown is not None or (bool(candidates) and not advice)
-    serious = serious or any(not _is_advice(one) for one in from_statistics)
+    serious = serious or any(one.cause not in _ADVICE for one in figures)
     healthy = not serious and ready
     if scene.run.torn_off is not None and not healthy and (not findings or findings[0].confidence == "low"):
         missing.append(_TORN)
@@ -110,8 +111,9 @@ def _told(scene: LogState, phase: str | None) -> Phase | None:
     return cast("Phase | None", "load" if loads else phase)
 
 
-def _is_advice(finding: Finding) -> bool:
-    return finding.cause in ("prefix_caching_unused", "utilization_too_low")
+def _new(scene: LogState, over: str, known: list[Finding]) -> list[Finding]:
+    causes = {finding.cause for finding in known}
+    return [_finding(scene, one) for one in _by_numbers(scene, over) if one.rule.cause not in causes]
 
 
 def _candidates(scene: LogState) -> list[Candidate]:
@@ -172,8 +174,12 @@ def _candidate(scene: LogState, event: Event) -> Candidate:
     if event.rule.out_of_memory:
         verdict = judge_memory(event, scene)
         return Candidate(event, rulebook().rule(verdict.rule), verdict.phase, verdict.confidence)
-    rule = event.rule if not event.rule.code else replace(event.rule, cause=refined(event.rule, event.words))
-    confidence = cast("Sureness", rule.confidence)
+    rule = (
+        event.rule
+        if not event.rule.code
+        else msgspec.structs.replace(event.rule, cause=refined(event.rule, event.words))
+    )
+    confidence = rule.confidence
     if rule.cause == "host_ram_oom" and rule.code:
         confidence = "medium"  # The kernel's own word is in dmesg.
     if rule.only_in and event.phase is None:
@@ -189,32 +195,40 @@ def _candidate(scene: LogState, event: Event) -> Candidate:
     return Candidate(event, rule, seen or rule.phase or None, confidence)
 
 
-def _from_what_is_left(scene: LogState) -> list[Candidate]:
-    """The error itself is not in the log; numbers and the place where it ends may tell."""
-    run = scene.run
-    failed = run.torn_off is not None or bool(run.wrappers)
-    numbers = known_numbers(scene, _bare_event(scene, "still_starting"))
-    tokens = scene.numbers.get("kv_tokens", scene.numbers.get("kv_blocks", 0) * BLOCK_TOKENS)
-    length = numbers.get("max_model_len")
-    if run.named or run.unexplained or run.phase not in STARTING:
-        return []
-    if failed and length is not None and 0 < tokens < length:
-        name, found = "kv_numbers", {"kv_tokens": tokens, "max_model_len": length}
-    elif run.torn_off is not None and "multimodal" in run.tags and run.phase == "profile":
-        name, found = "cut_multimodal", {}
-    elif failed or scene.engine is None:
-        return []
-    else:
-        stands = run.phase == "load" and "nccl" in run.tags and "weights" not in run.tags
-        name, found = ("stands_in_nccl" if stands else "still_starting"), {}
-    event = _bare_event(scene, name)
-    event.numbers.update(found)
-    rule = event.rule
-    return [Candidate(event, rule, run.phase or rule.phase or None, cast("Sureness", rule.confidence))]
+def _by_numbers(scene: LogState, over: str) -> Iterator[Candidate]:
+    """Where no line says it: what the rules make of all numbers together."""
+    run, numbers = scene.run, _numbers(scene)
+    for rule in rulebook().rules:
+        if rule.over == over and holds(rule.when, numbers):
+            values = {name: evaluate(formula, numbers) or 0.0 for name, formula in rule.numbers.items()}
+            event = Event(rule, scene.lines, values, {}, [], run.phase, run.ready, "")
+            yield Candidate(event, rule, run.phase or rule.phase or None, rule.confidence)
 
 
-def _bare_event(scene: LogState, name: str) -> Event:
-    return Event(rulebook().rule(name), scene.lines, {}, {}, [], scene.run.phase, scene.run.ready, "")
+def _numbers(scene: LogState) -> dict[str, float]:
+    run, settings = scene.run, scene.settings
+    starting = run.phase in STARTING and not run.named and not run.unexplained
+    size = _BILLIONS.search(settings.model or "")
+    nothing = Event(rulebook().rules[0], scene.lines, {}, {}, [], run.phase, run.ready, "")
+    numbers = {
+        **known_numbers(scene, nothing),
+        **scene.statistics.numbers(),
+        "starting": starting,
+        "failed": run.torn_off is not None or bool(run.wrappers),
+        "torn": run.torn_off is not None,
+        "profiling": run.phase == "profile",
+        "multimodal": "multimodal" in run.tags,
+        "in_nccl": run.phase == "load" and "nccl" in run.tags and "weights" not in run.tags,
+        "engine_known": scene.engine is not None,
+        "ready": run.ready,
+        "held_tokens": scene.numbers.get("kv_tokens", scene.numbers.get("kv_blocks", 0) * BLOCK_TOKENS),
+        "prefix_caching": settings.values.get("enable-prefix-caching") == "True",
+        "share_set": settings.number("gpu-memory-utilization"),
+        "offload_asked": settings.number("cpu-offload-gb"),
+        "whole_gib": None if size is None else float(size[1]) * 2e9 / 2**30,
+        "quantized": "quantization" in settings.values or _QUANTIZED.search(settings.model or "") is not None,
+    }
+    return {name: float(value) for name, value in numbers.items() if value is not None}
 
 
 def _finding(scene: LogState, candidate: Candidate) -> Finding:
@@ -243,7 +257,7 @@ def _finding(scene: LogState, candidate: Candidate) -> Finding:
 def _root(rule: Rule, cause: Cause, chosen: list[Fix]) -> RootCause:
     """Where our own planner found limits with which it fits, the limits were the matter."""
     settled = bool(rule.code and chosen and chosen[0].changes) and cause.root_cause == "does_not_fit"
-    return cast("RootCause", "configuration_overshoot" if settled else rule.root_cause or cause.root_cause)
+    return "configuration_overshoot" if settled else rule.root_cause or cause.root_cause
 
 
 def _case(scene: LogState, numbers: dict[str, float]) -> Case:
@@ -273,9 +287,9 @@ def _unexplained(scene: LogState, missing: list[str]) -> Finding | None:
         return None
     shown: list[Evidence] = (errors or wrappers)[:UNKNOWN_EVIDENCE]
     what = (
-        f"something failed that no rule knows; the first error is: {_quoted(shown[0].line)}"
+        f"a failure that no rule recognizes; the first error is: {_quoted(shown[0].line)}"
         if errors
-        else "the log has only the line that passes an error on, not the error"
+        else "the log has only a line that passes an error on, not the error itself"
     )
     cause = rulebook().causes["other"]
     memory = any(_OF_MEMORY.search(one.line) for one in (*errors, *wrappers))
@@ -298,45 +312,3 @@ def _quoted(line: str) -> str:
     """From its beginning, where a message says what it is about."""
     text = read_line(line, 0).text.strip() or line.strip()
     return text if len(text) <= _QUOTED else f"{text[:_QUOTED].rstrip()}…"
-
-
-def _offload_unused(scene: LogState) -> Finding | None:
-    """Weights were to stay in RAM, and as much as the whole model in 16 bit came onto the GPU."""
-    asked, weights = scene.settings.number("cpu-offload-gb"), scene.numbers.get("weights_gib")
-    model = scene.settings.model or ""
-    size = _BILLIONS.search(model)
-    quantized = "quantization" in scene.settings.values or _QUANTIZED.search(model) is not None
-    if not asked or weights is None or size is None or quantized:
-        return None
-    whole = float(size[1]) * 2e9 / 2**30
-    if not LOADED_WHOLE * whole <= weights <= 1.3 * whole:
-        return None
-    event = _bare_event(scene, "offload_unused")
-    event.numbers.update(offload_asked=asked, weights_gib=weights)
-    return _finding(scene, Candidate(event, event.rule, "load", "medium"))
-
-
-def _from_statistics(scene: LogState, causes: set[str]) -> list[Finding]:
-    """What the figures of a running server show that no single line does."""
-    found = []
-    statistics = scene.statistics
-    decay, stands = statistics.decay(), statistics.stands()
-    asked_for = scene.settings.values.get("enable-prefix-caching") == "True"
-    unused = statistics.unused_prefixes() if asked_for else None
-    share, at_once = scene.settings.number("gpu-memory-utilization"), scene.numbers.get("concurrency")
-    low = scene.run.ready and share is not None and at_once is not None
-    low = low and (share or 1) < LOW_UTILIZATION and (at_once or FEW_AT_ONCE) < FEW_AT_ONCE
-    shown = (
-        ("starved_kv", statistics.starved, {"samples": float(statistics.full_and_waiting)}),
-        ("queue_stands", stands is not None, stands or {}),
-        ("decayed", decay is not None, {} if decay is None else {"before": decay[0], "after": decay[1]}),
-        ("unused_prefixes", unused is not None, {} if unused is None else {"hit_percent": unused}),
-        ("utilization_low", low, {"utilization": share or 0.0, "concurrency": at_once or 0.0}),
-    )
-    for name, holds, numbers in shown:
-        rule = rulebook().rule(name)
-        if holds and rule.cause not in causes:
-            event = Event(rule, scene.lines, numbers, {}, [], "serve", True, "")
-            found.append(_finding(scene, Candidate(event, rule, "serve", cast("Sureness", rule.confidence))))
-            causes.add(rule.cause)
-    return found

@@ -13,7 +13,7 @@ from functools import cache
 
 from holdfast.doctor.command.parse import ServerCommand
 from holdfast.doctor.findings import Fix
-from holdfast.doctor.rules.load import Rule
+from holdfast.doctor.rules.load import Rule, rulebook
 from holdfast.observability.codes import codes
 from holdfast.units import parse_bytes
 
@@ -29,9 +29,9 @@ _WEIGHTS = re.compile(r"\bweights ([\d.]+ [KMGT]?i?B)")
 
 
 @cache
-def own_rule(rule: Rule, code: str) -> Rule | None:
+def own_rule(code: str) -> Rule | None:
     """The rule for one code; None where the code is not known, or says nothing of a server."""
-    known = codes().get(code)
+    rule, known = rulebook().rule(RULE), codes().get(code)
     if known is None or known.kind not in ("class", "case") or not known.cause:
         return None
     return Rule(
@@ -72,7 +72,7 @@ def refined(rule: Rule, words: Mapping[str, str]) -> str:
 def own_fixes(words: Mapping[str, str], command: ServerCommand | None) -> Iterator[Fix]:
     """Each way the message names; one that is flags as the whole command."""
     written = words.get("fix", "")
-    why = "planned by the server: it fits" if words.get("code") == DOES_NOT_FIT else "what the error itself names"
+    why = "the server planned it: it fits" if words.get("code") == DOES_NOT_FIT else "as the error message says"
     for way in re.split(r",? or (?=-|leave|\w)", written) if written.startswith("-") else [written]:
         changes = _changes(way) if command is not None else {}
         if changes and command is not None:

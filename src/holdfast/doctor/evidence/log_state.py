@@ -6,7 +6,10 @@ Bounded however long the log is. Judges nothing: rank.py does, once the log has 
 from __future__ import annotations
 
 import re
+from collections import Counter
 from dataclasses import dataclass, field
+
+import msgspec
 
 from holdfast.doctor.evidence.holdfast_errors import BELOW_LINES, RULE, below, own_rule
 from holdfast.doctor.evidence.server_args import ServerArgs
@@ -38,6 +41,8 @@ PHASES = ("args", "download", "load", "profile", "capture", "warmup", "serve", "
 STARTING = PHASES[:6]
 SECOND = "second"
 """The tag of an engine in a process that had one before."""
+RECOVERED = "engine_recovered"
+"""The rule that says of a failure that the server recovered from it."""
 STOPPED = "stopped"
 """The tag of a server that was told to end: what it says from then on is no failure."""
 
@@ -117,7 +122,7 @@ class Run:
 class LogState:
     def __init__(self, source: str) -> None:
         self.source = source
-        self.engines: dict[str, int] = {}
+        self.engines: Counter[str] = Counter()
         self.version: str | None = None
         self.settings = ServerArgs()
         self.statistics = Statistics()
@@ -161,13 +166,8 @@ class LogState:
     @property
     def engine(self) -> str | None:
         """That of whom most was seen; Ollama runs llama.cpp inside, and what that says is Ollama's."""
-        if "ollama" in self.engines and self.engine_votes("llama.cpp", "ollama"):
-            return "ollama"
-        return max(self.engines, key=lambda name: self.engines[name]) if self.engines else None
-
-    def engine_votes(self, *names: str) -> bool:
-        """Whether most was seen of one of these."""
-        return max(self.engines, key=lambda name: self.engines[name]) in names
+        most = max(self.engines, key=lambda name: self.engines[name], default=None)
+        return "ollama" if "ollama" in self.engines and most in ("llama.cpp", "ollama") else most
 
     def feed(self, line: Line) -> bool:
         """Whether the line meant anything."""
@@ -194,16 +194,12 @@ class LogState:
         self.settings.rank(line.process)
         if self.settings.read(line.text, self.engine):
             told = True
-            self._vote_command()
+            if self.settings.command is not None:
+                self.engines[self.settings.command.engine] += 2
         told = self.statistics.read(line.text) or told
         if self._rules(line):
             return True
         return self._other(line) or told
-
-    def _vote_command(self) -> None:
-        command = self.settings.command
-        if command is not None:
-            self.engines[command.engine] = self.engines.get(command.engine, 0) + 2
 
     # Tracebacks
 
@@ -245,7 +241,7 @@ class LogState:
             if len(trace.marks) < FRAMES_HELD and mark.pattern.search(line.text):
                 trace.marks.append(mark)
                 if mark.engine:
-                    self.engines[mark.engine] = self.engines.get(mark.engine, 0) + 1
+                    self.engines[mark.engine] += 1
         if len(self.run.events) < EVENTS_HELD:
             self._rules(line, frames=True)
 
@@ -268,8 +264,10 @@ class LogState:
                 self.run.tags.add(SECOND)
             for name in mark.forgives:
                 self.run.events.pop(name, None)
+            for name in mark.recovers:
+                self._recovered(name, line)
             if mark.engine:
-                self.engines[mark.engine] = self.engines.get(mark.engine, 0) + (5 if mark.begin else 1)
+                self.engines[mark.engine] += 5 if mark.begin else 1
             if "version" in words and mark.engine:
                 self.version = words.pop("version").lstrip("v").rstrip(".,)")
             if mark.phase and (mark.begin or further(mark.phase, self.run.phase)):
@@ -284,14 +282,23 @@ class LogState:
             self.words.update(words)
         return told
 
+    def _recovered(self, name: str, line: Line) -> None:
+        """The server got over a failure by itself: it stays as advice, with the line that says so."""
+        failed, said = self.run.events.pop(name, None), self._book.rule(RECOVERED)
+        if failed is None:
+            return
+        event = self.run.events.setdefault(f"{name} {RECOVERED}", failed)
+        if event is not failed:
+            event.times += failed.times
+            event.words = failed.words
+        event.rule = msgspec.structs.replace(failed.rule, kind=said.kind, what=said.what, why=said.why)
+        event.evidence = [*event.evidence[: EVIDENCE_HELD - 1], self._evidence(line)]
+
     def _came_up(self) -> None:
         """What went wrong before did not matter."""
-        run = self.run
-        run.ready, run.named, run.unexplained_phase = True, False, None
-        run.unexplained.clear()
-        run.near.clear()
-        run.wrappers.clear()
-        run.traces.clear()
+        self.run.ready, self.run.named, self.run.unexplained_phase = True, False, None
+        for seen in (self.run.unexplained, self.run.near, self.run.wrappers, self.run.traces):
+            seen.clear()
 
     def _over(self) -> bool:
         """Whether the run came to anything; what only warns may come before the first line of a start."""
@@ -302,7 +309,7 @@ class LogState:
         engine = self.engine
         matched = False
         for rule in self._page.rules:
-            if rule.engines and engine is not None and engine not in rule.engines and self.engines.get(engine, 0) > 1:
+            if rule.engines and engine is not None and engine not in rule.engines and self.engines[engine] > 1:
                 continue
             found = rule.match(line.text)
             if found is not None and self._past(rule):
@@ -313,7 +320,7 @@ class LogState:
             numbers, words = captured(found)
             if not holds(rule.when, numbers):
                 continue
-            said = own_rule(rule, words["code"]) if rule.id == RULE else rule
+            said = own_rule(words["code"]) if rule.id == RULE else rule
             if said is not None:
                 self._event(said, line, numbers, words)
                 matched = True
@@ -330,14 +337,17 @@ class LogState:
         if event is None or told is None or line.number - event.line > BELOW_LINES:
             return False
         event.words.setdefault(*told)
-        event.evidence.append(Evidence(line=line.whole.strip(), number=line.number, source=self.source))
+        event.evidence.append(self._evidence(line))
         return True
 
+    def _evidence(self, line: Line) -> Evidence:
+        return Evidence(line=line.whole.strip(), number=line.number, source=self.source)
+
     def _event(self, rule: Rule, line: Line, numbers: dict[str, float], words: dict[str, str]) -> None:
-        evidence = Evidence(line=line.whole.strip(), number=line.number, source=self.source)
+        evidence = self._evidence(line)
         event = self.run.events.get(rule.id)
         for name in rule.engines if len(rule.engines) == 1 else ():
-            self.engines[name] = self.engines.get(name, 0) + 1
+            self.engines[name] += 1
         if event is not None:
             event.times += 1
             event.numbers = {**numbers, **event.numbers}
@@ -379,7 +389,7 @@ class LogState:
         text = line.text.strip()
         if (STOPPED in self.run.tags and self.run.ready) or self._is_code(line):
             return False
-        evidence = Evidence(line=line.whole.strip(), number=line.number, source=self.source)
+        evidence = self._evidence(line)
         trace = self._near(line)
         if wrapped and any(pattern.search(text) for pattern in self._page.wrappers):
             if len(self.run.wrappers) < EVIDENCE_HELD:

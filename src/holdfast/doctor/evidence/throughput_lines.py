@@ -1,6 +1,6 @@
 """The figures that engines print while they serve: tokens a second, requests, KV in use, hits in the prefix cache.
 
-Keeps a bounded number of samples however long the log is; says what they show, and no more.
+Keeps a bounded number of samples however long the log is. What they mean is in the rules (`over = "figures"`).
 """
 
 from __future__ import annotations
@@ -23,13 +23,6 @@ ENOUGH = 30
 """Samples under load before anything is said of them."""
 FULL_PERCENT = 95.0
 """From which on, while others wait, it is KV that they wait for."""
-SOME_FULL = 6
-REPORTS, FEW_RUNNING, MANY_WAITING = 3, 2, 8
-"""A queue that stands: so many reports at least, so few requests that run and so many that wait in each."""
-TOGETHER = 2
-"""Requests at once, at least, for speeds to be compared: one alone is idle between its steps."""
-DECAYED = 0.4
-UNUSED_PERCENT = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,39 +75,25 @@ class Statistics:
             self.samples = self.samples[::2]
             self._every *= 2
 
-    @property
-    def starved(self) -> bool:
-        """KV full while requests wait, for more than a moment."""
-        return self.full_and_waiting >= SOME_FULL
-
-    def stands(self) -> dict[str, float] | None:
-        """Few run and many wait in every report, with KV to spare: the queue does not move."""
-        few = all(
-            one.running <= FEW_RUNNING and one.waiting >= MANY_WAITING and one.kv_percent < FULL_PERCENT
-            for one in self.samples
-        )
-        if len(self.samples) < REPORTS or not few:
-            return None
-        last = self.samples[-1]
-        return {"running": float(last.running), "waiting": float(last.waiting), "samples": float(len(self.samples))}
-
-    def decay(self) -> tuple[float, float] | None:
-        """Tokens a second in the first and the last third under the same load, where it fell and stayed down."""
+    def numbers(self) -> dict[str, float]:
+        """By the names that rules use: those that there are samples enough for."""
+        numbers = {"reports": float(len(self.samples)), "full_in_a_row": float(self.full_and_waiting)}
+        if self.samples:
+            last = self.samples[-1]
+            numbers |= {"last_running": float(last.running), "last_waiting": float(last.waiting)}
+            numbers["most_running"] = float(max(one.running for one in self.samples))
+            numbers["least_waiting"] = float(min(one.waiting for one in self.samples))
+            numbers["most_kv_percent"] = max(one.kv_percent for one in self.samples)
+        rates = [one.hits_percent for one in self.samples if one.hits_percent is not None and one.running > 0]
+        if len(rates) >= ENOUGH:
+            numbers["hit_percent"] = rates[-1]
         busy = [sample for sample in self.samples if sample.running > 0 and sample.generation > 0]
         third = len(busy) // 3
-        if third < ENOUGH // 2:
-            return None
-        first, last = busy[:third], busy[-third:]
-        if min(median(one.running for one in part) for part in (first, last)) < TOGETHER:
-            return None
-        if median(one.running + one.waiting for one in last) < median(one.running + one.waiting for one in first):
-            return None
-        before, after = median(one.generation for one in first), median(one.generation for one in last)
-        return (before, after) if after < DECAYED * before else None
-
-    def unused_prefixes(self) -> float | None:
-        """The hit rate, where it stays low under load."""
-        rates = [one.hits_percent for one in self.samples if one.hits_percent is not None and one.running > 0]
-        if len(rates) < ENOUGH or rates[-1] >= UNUSED_PERCENT:
-            return None
-        return rates[-1]
+        if third >= ENOUGH // 2:
+            thirds = (busy[:third], busy[-third:])
+            numbers["least_together"] = min(median(one.running for one in part) for part in thirds)
+            numbers["load_before"], numbers["load_after"] = (
+                median(one.running + one.waiting for one in part) for part in thirds
+            )
+            numbers["before"], numbers["after"] = (median(one.generation for one in part) for part in thirds)
+        return numbers

@@ -164,9 +164,9 @@ def _refuse_packed(source: str, first: bytes) -> None:
         if first.startswith(start):
             told = command.format("LOG" if source == "-" else source)
             raise ConfigurationError(
-                f"the log {shorten(source)} is packed with {name}",
+                f"the log {shorten(source)} is compressed with {name}",
                 code=UNREADABLE,
-                needed="text, or gz",
+                needed="text or gzip",
                 found=name,
                 field="log",
                 fix=told,

@@ -150,7 +150,7 @@ def _disks(environment: Mapping[str, str]) -> list[Disk]:
     hub = Path(environment.get("HF_HOME", str(home / ".cache/huggingface")))
     own = Path(environment.get("HOLDFAST_CACHE", str(home / ".cache/holdfast")))
     temporary = Path(environment.get("TMPDIR", "/tmp"))
-    wanted = (("models of the hub", hub), ("Holdfast's models", own), ("temporary files", temporary))
+    wanted = (("Hugging Face models", hub), ("Holdfast's models", own), ("temporary files", temporary))
     found: dict[int, Disk] = {}
     for what, path in wanted:
         there = next((one for one in (path, *path.parents) if one.exists()), None)
@@ -189,7 +189,7 @@ def _versions() -> dict[str, str]:
         if path is not None:
             version = version_beside(program, program)
             # No program is run here, and one that no Python package brought says its version only when it is.
-            told = f"at {path} (which version: {program} --version)" if version is None else f"{version} at {path}"
+            told = f"at {path} (version: run {program} --version)" if version is None else f"{version} at {path}"
             found.setdefault(program, told)
     return found
 
@@ -217,11 +217,15 @@ def read_topology(text: str) -> tuple[tuple[str, ...], ...]:
 def kind_of(facts: MachineFacts) -> str:
     """What sort of machine it is, in one sentence: with GPUs, without, or with cards that nobody reaches."""
     if facts.every.gpus:
-        return f"{counted(len(facts.every.gpus), 'NVIDIA GPU')} that the driver answers for"
+        return f"{counted(len(facts.every.gpus), 'NVIDIA GPU')} with a working driver"
     if facts.cards:
-        return f"{counted(len(facts.cards), 'NVIDIA card')} on its PCI bus, and no driver that answers for it"
-    where = "none is on its PCI bus" if facts.bus else "it shows no PCI bus to look for one, as virtual machines do"
-    other = "; not used by Holdfast, which has kernels for NVIDIA's: " + ", ".join(facts.others) if facts.others else ""
+        return f"{counted(len(facts.cards), 'NVIDIA card')} on the PCI bus, but no driver that responds"
+    where = "none is on the PCI bus" if facts.bus else "there is no PCI bus to search, as in some virtual machines"
+    other = (
+        "; not supported by Holdfast, which has kernels for NVIDIA only: " + ", ".join(facts.others)
+        if facts.others
+        else ""
+    )
     return f"no NVIDIA GPU ({where}): models run on the CPU{other}"
 
 
@@ -253,7 +257,7 @@ def lines_of(facts: MachineFacts) -> list[str]:
     if facts.shm_bytes is not None and facts.shm_free_bytes is not None:
         lines.append(f"/dev/shm   {format_bytes(facts.shm_free_bytes)} of {format_bytes(facts.shm_bytes)} free")
     if facts.locked_bytes is not None:
-        lines.append(f"pinned     at most {format_bytes(facts.locked_bytes)} a process (ulimit -l)")
+        lines.append(f"pinned     at most {format_bytes(facts.locked_bytes)} per process (ulimit -l)")
     lines += [f"disk       {format_bytes(one.free_bytes)} free for {one.what} ({one.path})" for one in facts.disks]
     lines += [f"version    {name} {version}" for name, version in facts.versions.items()]
     lines += [f"set        {name}={value}" for name, value in facts.environment.items()]

@@ -140,14 +140,14 @@ def get(client: httpx.Client, url: str) -> Reply:
                 size += len(piece)
                 pieces.append(piece)
                 if size > PAGE_LIMIT_BYTES:
-                    return Reply(0, said=f"a page of more than {PAGE_LIMIT_BYTES // MIB} MiB")
+                    return Reply(0, said=f"a response of more than {PAGE_LIMIT_BYTES // MIB} MiB")
                 if time.monotonic() > until:
-                    return Reply(0, said=f"no whole answer within {PAGE_TIMEOUT_S:g} s", failure="silent")
+                    return Reply(0, said=f"no complete response within {PAGE_TIMEOUT_S:g} s", failure="silent")
             headers = {name.lower(): value for name, value in response.headers.items()}
             return Reply(response.status_code, b"".join(pieces), headers=headers)
     except (httpx.HTTPError, httpx.InvalidURL, OSError) as error:
         failure = _failure(error)
-        said = {"silent": f"no answer within {PAGE_TIMEOUT_S:g} s", "no_connection": "no connection in time"}
+        said = {"silent": f"no answer within {PAGE_TIMEOUT_S:g} s", "no_connection": "connection timed out"}
         return Reply(0, said=said.get(failure) or str(error) or type(error).__name__, failure=failure)
 
 
@@ -155,18 +155,19 @@ def _failure(error: BaseException) -> Failure:
     """By what the system said, which lies under httpx's own errors."""
     import httpx
 
-    if isinstance(error, httpx.ConnectTimeout | httpx.PoolTimeout):
-        return "no_connection"
-    if isinstance(error, httpx.TimeoutException):
-        return "silent"
+    kinds: tuple[tuple[type[BaseException], Failure], ...] = (
+        (httpx.ConnectTimeout, "no_connection"),
+        (httpx.PoolTimeout, "no_connection"),
+        (httpx.TimeoutException, "silent"),
+        (socket.gaierror, "name"),
+        (ssl.SSLError, "tls"),
+        (ConnectionRefusedError, "refused"),
+    )
     under: BaseException | None = error
     while under is not None:
-        if isinstance(under, socket.gaierror):
-            return "name"
-        if isinstance(under, ssl.SSLError):
-            return "tls"
-        if isinstance(under, ConnectionRefusedError):
-            return "refused"
+        failure = next((name for kind, name in kinds if isinstance(under, kind)), None)
+        if failure is not None:
+            return failure
         if isinstance(under, OSError) and under.errno in (errno.EHOSTUNREACH, errno.ENETUNREACH):
             return "no_route"
         under = under.__cause__ or under.__context__

@@ -4,31 +4,29 @@
     /metrics, every second              requests, KV, preemptions, tokens: what they are, and how they move
     one streamed request                only where it was asked for: whether tokens arrive one by one
 
-What the figures mean is in server_rules.py, why a server cannot be looked at in server_unreachable.py. Changes nothing
-on the server.
+What the figures mean is in server_rules.py. Changes nothing on the server.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from holdfast.doctor.build_finding import ADVICE
-from holdfast.doctor.findings import Diagnosis
-from holdfast.doctor.probe.metrics_page import OK, PAGE_TIMEOUT_S, MetricSample, Reply, client_for, get, read_metrics
-from holdfast.doctor.probe.server_rules import findings_of, seen_of
-from holdfast.doctor.probe.server_samples import Looked, StreamLook
-from holdfast.doctor.probe.server_unreachable import (
-    KEY_VARIABLE,
-    KEY_WANTED,
-    asleep,
-    key_wanted,
-    not_ready,
-    stream_failed,
-    unreachable,
+from holdfast.doctor.build_finding import ADVICE, judged
+from holdfast.doctor.findings import Diagnosis, Finding
+from holdfast.doctor.probe.metrics_page import (
+    CONNECT_TIMEOUT_S,
+    OK,
+    PAGE_TIMEOUT_S,
+    MetricSample,
+    Reply,
+    client_for,
+    get,
+    read_metrics,
 )
+from holdfast.doctor.probe.server_rules import Looked, StreamLook, findings_of, seen_of
 from holdfast.errors import ConfigurationError, printable
 from holdfast.units import shorten
 
@@ -40,6 +38,8 @@ DEFAULT_SECONDS, MOST_SECONDS = 10.0, 3600.0
 STREAMED_TOKENS = 24
 STREAM_LIMIT_S = 30.0
 STREAM_LIMIT_BYTES = 1 << 20
+KEY_WANTED = (401, 403)
+KEY_VARIABLE = "HOLDFAST_API_KEY"
 _OWNERS = {"vllm": "vllm", "sglang": "sglang", "llamacpp": "llama.cpp", "holdfast": "holdfast"}
 
 
@@ -121,16 +121,16 @@ def examine(
 def _missing(looked: Looked, refused: Sequence[tuple[str, int]], streaming: int, model: str | None) -> Iterator[str]:
     paths = [asked for asked, _ in refused]
     if not looked.samples and "GET /metrics" not in paths:
-        yield f"metrics: {looked.address}/metrics tells none{_how_to_tell(looked.engine)}"
+        yield f"metrics: {looked.address}/metrics has none{_how_to_tell(looked.engine)}"
     if looked.samples and "GET /v1/models" in paths:
-        yield f"the server's key in {KEY_VARIABLE}: without it {looked.address}/v1/models is not told"
+        yield f"the server's key in {KEY_VARIABLE}: without it {looked.address}/v1/models cannot be read"
     if streaming == 0 and not refused:
-        late = f"none began within {PAGE_TIMEOUT_S:g} s; it may wait behind others"
-        yield f"a streamed answer: {late if model is not None else 'no model is told that could be asked for one'}"
+        late = f"none started within {PAGE_TIMEOUT_S:g} s; it may wait in the queue"
+        yield f"a streamed answer: {late if model is not None else 'the server lists no model to request one from'}"
     elif streaming != OK and streaming not in KEY_WANTED and streaming < 500:
-        yield f"a streamed answer: POST {looked.address}/v1/completions is answered {streaming}"
+        yield f"a streamed answer: POST {looked.address}/v1/completions returns {streaming}"
     if looked.no_numbers:
-        yield f"figures that are numbers: {looked.address}/metrics has {', '.join(looked.no_numbers)}, not judged"
+        yield f"valid metrics: {looked.address}/metrics has {', '.join(looked.no_numbers)}, which were ignored"
 
 
 def _health(client: httpx.Client, address: str) -> Reply:
@@ -241,3 +241,56 @@ def _streamed(client: httpx.Client, address: str, model: str) -> tuple[StreamLoo
     except httpx.HTTPError:
         return None, 0
     return StreamLook(tuple(arrived), printable(shorten(headers.get("server", ""), 60))), OK
+
+
+# Why it cannot be looked at: rules/data/probe_address.toml
+
+
+def _finding(
+    about: str, address: str, lines: Sequence[str], numbers: Mapping[str, float], named: str | None = None
+) -> Finding:
+    """The first of its rules that holds."""
+    scheme, _, rest = address.partition("://")
+    words = {
+        "address": address,
+        "other": f"{'http' if scheme == 'https' else 'https'}://{rest}",
+        # Ends by itself, within ten minutes.
+        "wait": f"curl -sf -o /dev/null --retry 120 --retry-delay 5 --retry-all-errors {address}/health",
+        "variable": KEY_VARIABLE,
+        "connect_timeout_s": CONNECT_TIMEOUT_S,
+    }
+    return next(judged(about, numbers, words, source=address, named=named, lines=lines))
+
+
+def unreachable(address: str, reply: Reply) -> Finding:
+    """Nobody answered; `reply.failure` is how."""
+    line = f"GET {address}/health: {printable(shorten(reply.said, 200))}"
+    plain = "wrong version number" in reply.said.lower().replace("_", " ")
+    return _finding("unreachable", address, [line], {"plain_http": plain}, reply.failure)
+
+
+def key_wanted(address: str, refused: Sequence[tuple[str, int]], *, given: bool) -> Finding:
+    """`refused`: what was asked, as GET /path, and the status of its answer."""
+    how = "with the key given" if given else "no key was given"
+    lines = [
+        f"{asked} of {address}: {status} {'Unauthorized' if status == 401 else 'Forbidden'} ({how})"
+        for asked, status in refused
+    ]
+    return _finding("key", address, lines, {"given": given, "status": refused[0][1]})
+
+
+def stream_failed(address: str, status: int) -> Finding:
+    """It says that it serves, and an answer fails."""
+    line = f"POST {address}/v1/completions, one short streamed answer: {status}"
+    return _finding("stream_failed", address, [line], {"status": status})
+
+
+def not_ready(address: str, status: int, said: str) -> Finding:
+    """The server answered, and what it says of itself is not that it serves; `said`: its own word for it."""
+    line = f"GET {address}/health: {status} {said}".rstrip()
+    return _finding("health", address, [line], {said: 1, "status": status})
+
+
+def asleep(health: Reply, told: Reply) -> bool:
+    """By Holdfast's /health, or by /is_sleeping, which vLLM has too."""
+    return health.json().get("status") == "sleeping" or (told.status == OK and told.json().get("is_sleeping") is True)

@@ -59,20 +59,21 @@ def write_bundle(
 def _write(
     file: io.BufferedWriter, sources: Sequence[str], diagnosis: Diagnosis, machine: Mapping[str, object] | None
 ) -> list[str]:
-    names = []
+    content = {
+        "diagnosis.json": _redacted_json(msgspec.to_builtins(without_keys(diagnosis))),
+        "versions.txt": f"holdfast {holdfast.__version__}\npython {platform.python_version()}\n"
+        f"{platform.system()} {platform.machine()}\n".encode(),
+    }
+    if machine is not None:
+        content["machine.json"] = _redacted_json(dict(machine))
+    for at, source in enumerate(source for source in sources if source != "-"):
+        content[f"log-{at}.txt"] = "\n".join(excerpt(source)).encode("utf-8", "replace")
     with tarfile.open(fileobj=file, mode="w:gz") as archive:
-
-        def add(name: str, content: bytes) -> None:
-            names.append(name)
-            _add(archive, name, content)
-
-        add("diagnosis.json", redacted_document(msgspec.to_builtins(without_keys(diagnosis))))
-        add("versions.txt", _versions().encode())
-        if machine is not None:
-            add("machine.json", redacted_document(dict(machine)))
-        for at, source in enumerate(source for source in sources if source != "-"):
-            add(f"log-{at}.txt", "\n".join(excerpt(source)).encode("utf-8", "replace"))
-    return names
+        for name, part in content.items():
+            entry = tarfile.TarInfo(name)
+            entry.size, entry.mtime, entry.mode = len(part), int(time.time()), OWNER_ONLY
+            archive.addfile(entry, io.BytesIO(part))
+    return list(content)
 
 
 def _appear(partial: Path, target: Path) -> None:
@@ -88,10 +89,10 @@ def _appear(partial: Path, target: Path) -> None:
 def _unwritable(path: str, error: OSError) -> ConfigurationError:
     folder = shorten(str(Path(path).parent))
     needed, fix = {
-        errno.EEXIST: ("a file that is not there yet", "another name: --bundle report.tar.gz"),
-        errno.ENOENT: (f"a folder that is there: {folder}", f"mkdir -p {folder}"),
-        errno.ENOSPC: (f"room on the disk of {folder}", "a path on another disk"),
-    }.get(error.errno or 0, (f"the right to write in {folder}", "a folder of your own: --bundle ~/report.tar.gz"))
+        errno.EEXIST: ("a file that does not exist yet", "another name: --bundle report.tar.gz"),
+        errno.ENOENT: (f"an existing folder: {folder}", f"mkdir -p {folder}"),
+        errno.ENOSPC: (f"free space on the disk of {folder}", "a path on another disk"),
+    }.get(error.errno or 0, (f"write permission in {folder}", "a folder of your own: --bundle ~/report.tar.gz"))
     return ConfigurationError(
         f"the archive {shorten(path)} cannot be written",
         code=UNWRITABLE,
@@ -102,7 +103,7 @@ def _unwritable(path: str, error: OSError) -> ConfigurationError:
     )
 
 
-def redacted_document(document: object) -> bytes:
+def _redacted_json(document: object) -> bytes:
     return msgspec.json.format(msgspec.json.encode(_clean(document)), indent=2)
 
 
@@ -127,7 +128,7 @@ def _lines(source: str) -> Iterator[str]:
     rest = b""
     for block in blocks(source):
         *whole, rest = (rest + block).split(b"\n")
-        yield from (_line(raw) for raw in whole)
+        yield from map(_line, whole)
         rest = rest[: LONGEST * 16]
     if rest:
         yield _line(rest)
@@ -145,14 +146,3 @@ def _clean(value: object) -> object:
     if isinstance(value, list | tuple):
         return [_clean(inner) for inner in value]
     return value
-
-
-def _versions() -> str:
-    python = f"python {platform.python_version()}"
-    return f"holdfast {holdfast.__version__}\n{python}\n{platform.system()} {platform.machine()}\n"
-
-
-def _add(archive: tarfile.TarFile, name: str, content: bytes) -> None:
-    entry = tarfile.TarInfo(name)
-    entry.size, entry.mtime, entry.mode = len(content), int(time.time()), OWNER_ONLY
-    archive.addfile(entry, io.BytesIO(content))

@@ -11,7 +11,7 @@ Every line takes time in proportion to its length. Knows no archive.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 from holdfast.doctor.logs.line import read_line
 from holdfast.doctor.report.secret_names import GONE, is_secret, without_named_secrets
@@ -32,14 +32,12 @@ _SHAPES: tuple[tuple[re.Pattern[str], str], ...] = (
     (re.compile(r"(?<=://)[^/\s'\"]+(?=@)"), GONE),
     (re.compile(r"(?<=[\w/])\?[\w.~%+-]+=[^\s'\"]*"), f"?{GONE}"),
 )  # fmt: skip
-_MAIL = re.compile(r"(?<![\w.+-])[\w.+-]+@[\w-]+(?:\.[\w-]+)+")
-_HOMES: tuple[re.Pattern[str], ...] = (
-    re.compile(r"(?<![\w.~-])(?:/[\w.-]+){0,6}/(?:home|homes|Users|users)/(?!\[)[^/\s'\":,;)\]]+"),
-    re.compile(r"(?<![\w/])/root(?=/|\b)"),
-    # A name may have spaces: it ends where the next folder begins.
-    re.compile(r"(?i)\b[A-Z]:[\\/]+Users[\\/]+(?:[^\\/'\":,;|<>]{1,60}(?=[\\/])|[^\\/\s'\":,;|<>]+)"),
-)
 _PLACES: tuple[tuple[re.Pattern[str], str], ...] = (
+    (re.compile(r"(?<![\w.+-])[\w.+-]+@[\w-]+(?:\.[\w-]+)+"), GONE),
+    (re.compile(r"(?<![\w.~-])(?:/[\w.-]+){0,6}/(?:home|homes|Users|users)/(?!\[)[^/\s'\":,;)\]]+"), "~"),
+    (re.compile(r"(?<![\w/])/root(?=/|\b)"), "~"),
+    # A name may have spaces: it ends where the next folder begins.
+    (re.compile(r"(?i)\b[A-Z]:[\\/]+Users[\\/]+(?:[^\\/'\":,;|<>]{1,60}(?=[\\/])|[^\\/\s'\":,;|<>]+)"), "~"),
     (re.compile(r"^([A-Z][a-z]{2} [ \d]\d \d\d:\d\d:\d\d )[\w.-]+(?= )"), r"\1host"),
     (re.compile(r"(?<![\w.])(?!127\.|0\.0\.0\.0)\d{1,3}(?:\.\d{1,3}){3}(?=:\d)"), "IP"),
     (re.compile(r"(?<=ip=)(?!127\.|0\.0\.0\.0)\d{1,3}(?:\.\d{1,3}){3}"), "IP"),
@@ -105,7 +103,7 @@ class Redactor:
             ends = text.find(_CLOSES_PEM, at)
             self._pem = ends < 0
             text = text[:at] + GONE
-        return _without_shapes(without_named_secrets(self._without_words(text)))
+        return _without((*_SHAPES, *_PLACES), without_named_secrets(self._without_words(text)))
 
     def _begins_another(self, text: str) -> bool:
         line = read_line(text, 0)
@@ -149,12 +147,8 @@ class Redactor:
 
 def redacted(text: str) -> str:
     """One line, or several; what is taken leaves a mark."""
-    return "\n".join(redacted_lines(text.split("\n")))
-
-
-def redacted_lines(lines: list[str]) -> Iterator[str]:
     redactor = Redactor()
-    return (redactor.line(line) for line in lines)
+    return "\n".join(redactor.line(line) for line in text.split("\n"))
 
 
 def without_secrets(text: str, *, named: bool = True) -> str:
@@ -162,10 +156,7 @@ def without_secrets(text: str, *, named: bool = True) -> str:
 
     `named`: also what follows the name of a secret. In a sentence of our own that would be words of it.
     """
-    text = without_named_secrets(text) if named else text
-    for pattern, replacement in _SHAPES:
-        text = pattern.sub(replacement, text)
-    return text
+    return _without(_SHAPES, without_named_secrets(text) if named else text)
 
 
 def without_values(text: str, values: Iterable[str]) -> str:
@@ -177,14 +168,8 @@ def without_values(text: str, values: Iterable[str]) -> str:
     return without_secrets(text, named=False)
 
 
-def _without_shapes(text: str) -> str:
-    for pattern, replacement in _SHAPES:
-        text = pattern.sub(replacement, text)
-    if "@" in text:
-        text = _MAIL.sub(GONE, text)
-    for home in _HOMES:
-        text = home.sub("~", text)
-    for pattern, replacement in _PLACES:
+def _without(shapes: Iterable[tuple[re.Pattern[str], str]], text: str) -> str:
+    for pattern, replacement in shapes:
         text = pattern.sub(replacement, text)
     return text
 

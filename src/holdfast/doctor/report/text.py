@@ -15,7 +15,7 @@ from holdfast.doctor.report.redact import without_secrets, without_values
 from holdfast.doctor.report.secret_names import GONE, holds_secret, values_of_flags
 
 ALTERNATIVES_SHOWN = 4
-NOT_PLANNED = "Nothing was found in the command itself, and it was not planned: whether it fits is not known."
+NOT_PLANNED = "Nothing is wrong with the command itself, but it was not planned: it is not known whether it fits."
 _INDENT = "  "
 _EVIDENCE_WIDTH = 300
 
@@ -25,9 +25,10 @@ def lines(diagnosis: Diagnosis, *, width: int = 100, of_command: bool = False) -
     yield _heading(diagnosis)
     if diagnosis.healthy:
         ended = ENDED_IN_ORDER in diagnosis.seen
-        yield "Nothing is wrong." if ended else "Nothing is wrong: the server started and serves."
+        advice = "; what follows is advice" if diagnosis.findings else ""
+        yield "Nothing is wrong." if ended else f"Nothing is wrong: the server started and serves{advice}."
     elif not diagnosis.findings:
-        yield NOT_PLANNED if of_command else "Nothing was found, and nothing says that the server is well."
+        yield NOT_PLANNED if of_command else "Nothing was found, but nothing shows that the server is healthy either."
     for one in diagnosis.seen:
         yield from _paragraph("seen", one, width)
     for at, finding in enumerate(diagnosis.findings):
@@ -35,8 +36,9 @@ def lines(diagnosis: Diagnosis, *, width: int = 100, of_command: bool = False) -
         yield from _finding(finding, at, len(diagnosis.findings), width)
     if diagnosis.missing:
         yield ""
+        yield "For higher confidence, provide:"
         for one in diagnosis.missing:
-            yield from _paragraph("wanted", f"to be surer: {one}", width)
+            yield from _paragraph("", one, width)
 
 
 def without_keys(diagnosis: Diagnosis) -> Diagnosis:
@@ -66,13 +68,13 @@ def without_keys(diagnosis: Diagnosis) -> Diagnosis:
 
 
 def lines_of_findings(diagnosis: Diagnosis, *, width: int = 100) -> Iterator[str]:
-    """For who has just read the lines of the log: the findings, without the evidence."""
+    """For a reader who has just seen the lines of the log: the findings, without the evidence."""
     for at, finding in enumerate(diagnosis.findings):
         yield from _finding(msgspec.structs.replace(finding, evidence=[]), at, len(diagnosis.findings), width)
 
 
 def _heading(diagnosis: Diagnosis) -> str:
-    engine = diagnosis.engine or "an engine that is not known"
+    engine = diagnosis.engine or "unknown engine"
     version = f" {diagnosis.engine_version}" if diagnosis.engine_version else ""
     phase = f", phase: {diagnosis.phase}" if diagnosis.phase else ""
     return f"{engine}{version}{phase}"

@@ -9,13 +9,13 @@ from holdfast.observability.codes import Code
 from holdfast.observability.codes import codes as holdfasts
 
 _OWN = (
-    ("HFD90", "a log that was to be read cannot be", "the path, and the right to read it; - is standard input"),
+    ("HFD90", "a log cannot be read", "check the path and the read permission; - is standard input"),
     (
         "HFD91",
-        "the archive of `--bundle` cannot be written, or is there already",
-        "the folder and the right to write in it, or another name; the diagnosis was printed all the same",
+        "the archive of `--bundle` cannot be written, or exists already",
+        "check the folder and its write permission, or use another name; the diagnosis was printed anyway",
     ),
-    ("HFD92", "`holdfast doctor` was given nothing to look at", "a log, or - for standard input"),
+    ("HFD92", "`holdfast doctor` was given no log, server or command", "pass a log, or - for standard input"),
 )
 
 

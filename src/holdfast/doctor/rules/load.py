@@ -15,6 +15,9 @@ from functools import cache
 from importlib import resources
 from typing import Any, Literal
 
+import msgspec
+
+from holdfast.doctor.findings import Confidence, RootCause
 from holdfast.doctor.rules.patterns import Index, Pattern, any_of
 
 Kind = Literal["fatal", "request", "running", "advice", "hint"]
@@ -58,9 +61,16 @@ _SETTINGS = (
 """Words of lines that tell settings and figures, which no rule knows."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FixRule:
-    change: dict[str, Any] = field(default_factory=dict)
+class Texts(tuple[str, ...]):
+    """Templates, of which the first counts whose names are all known; one alone may be written as a string."""
+
+
+class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A table of a file of rules."""
+
+
+class FixRule(Entry, frozen=True, kw_only=True):
+    change: dict[str, Any] = {}
     """Our flag (vLLM's word, or a variable) to an expression, a literal in quotes, "" for a bare flag, false: gone."""
     when: str = ""
     why: str = ""
@@ -70,8 +80,7 @@ class FixRule:
     engines: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rule:
+class Rule(Entry, frozen=True, kw_only=True):
     id: str
     cause: str
     code: str = ""
@@ -82,11 +91,16 @@ class Rule:
     phase: str = ""
     """Where it happens, when nothing in the log shows it; with `phase_fixed`, always."""
     phase_fixed: bool = False
-    confidence: str = "high"
+    confidence: Confidence = "high"
     patterns: tuple[Pattern, ...] = ()
     unless: tuple[Pattern, ...] = ()
+    over: Literal["lines", "end", "load", "figures", "recovery"] = "lines"
+    """Not of a line, but of all numbers together: how a log without an error ends, what was loaded, what a running
+    server reports (rank.py)."""
     when: str = ""
-    """On the numbers of the line itself."""
+    """On the numbers of the line itself, or of the whole log."""
+    numbers: dict[str, str] = {}
+    """Of a rule that is not of a line: what its finding says, and the formula of each."""
     only_in: tuple[str, ...] = ()
     """Phases; where the log has told another, these words mean something else."""
     yields_to: tuple[str, ...] = ()
@@ -99,13 +113,18 @@ class Rule:
     """Times it must be seen to be more than chance."""
     out_of_memory: bool = False
     """An allocation failed: what it means is judged by the phase and the numbers."""
-    what: tuple[str, ...] = ()
+    what: Texts = Texts()
     why: str = ""
-    ask: str = ""
-    root_cause: str = ""
+    root_cause: RootCause | None = None
     fix: tuple[FixRule, ...] = ()
     examples: tuple[str, ...] = ()
     source: str = ""
+
+    @property
+    def literals(self) -> tuple[str, ...]:
+        """One of these is in whatever matches; none: nothing can be said."""
+        each = [pattern.literals for pattern in self.patterns]
+        return tuple(literal for some in each for literal in some) if all(each) else ()
 
     def match(self, text: str) -> re.Match[str] | None:
         for pattern in self.patterns:
@@ -115,8 +134,7 @@ class Rule:
         return None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Mark:
+class Mark(Entry, frozen=True, kw_only=True):
     """A line that is no fault and tells something: the engine, the phase, a number."""
 
     pattern: Pattern
@@ -129,21 +147,59 @@ class Mark:
     """One starts here; anew, where one was ready before."""
     forgives: tuple[str, ...] = ()
     """Rules whose failures were got over: another way is tried."""
+    recovers: tuple[str, ...] = ()
+    """Rules whose failures the server has recovered from: they become advice, worded as `engine_recovered`."""
     frame: bool = False
     """A line of a traceback."""
     tag: str = ""
     example: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cause:
+class Cause(Entry, frozen=True, kw_only=True):
     """What the JSON calls `cause`; its code is ours where it is our own failure too."""
 
-    name: str
+    name: str = ""
     code: str
-    root_cause: str
+    root_cause: RootCause
     means: str
     helps: str
+
+
+class ProbeRule(Entry, frozen=True, kw_only=True):
+    """A rule over what was seen of a machine or of a running server: numbers in place of lines."""
+
+    about: str
+    id: str
+    cause: str
+    root_cause: RootCause = "not_memory"
+    confidence: Confidence = "high"
+    surer: dict[Confidence, str] = {}
+    """Another confidence, and when."""
+    when: str = ""
+    figures: tuple[str, ...] = ()
+    """Of a server's metrics: evidence, and numbers of the finding."""
+    evidence: str = ""
+    """One line or several."""
+    numbers: tuple[str, ...] = ()
+    what: Texts
+    why: Texts
+    fix: tuple[FixRule, ...] = ()
+    also: str = ""
+    """More fixes, which several rules have: `fixes.NAME`."""
+
+
+class RuleFile(Entry, frozen=True, kw_only=True):
+    """One file of rules/data."""
+
+    rule: tuple[Rule, ...] = ()
+    mark: tuple[Mark, ...] = ()
+    benign: tuple[Pattern, ...] = ()
+    quoted: tuple[Pattern, ...] = ()
+    """Lines that carry a user's words, or a model's."""
+    wrapper: tuple[Pattern, ...] = ()
+    cause: dict[str, Cause] = {}
+    probe: tuple[ProbeRule, ...] = ()
+    fixes: dict[str, tuple[FixRule, ...]] = {}
 
 
 @dataclass(slots=True)
@@ -169,10 +225,10 @@ class Rulebook:
     rules: tuple[Rule, ...]
     marks: tuple[Mark, ...]
     frames: tuple[Mark, ...]
-    benign: tuple[Pattern, ...]
     quoted: tuple[Pattern, ...]
-    """Lines that carry a user's words, or a model's."""
-    wrappers: tuple[Pattern, ...]
+    probes: tuple[ProbeRule, ...]
+    fixes: dict[str, tuple[FixRule, ...]]
+    """Those that several rules have."""
     causes: dict[str, Cause]
     literals: tuple[str, ...]
     """One of these is in every line that any of the patterns could match, or that tells settings."""
@@ -194,81 +250,50 @@ class Rulebook:
         return next(rule for rule in self.rules if rule.id == name)
 
 
+def _decoded(kind: type, value: Any) -> Any:
+    """For msgspec: what is a string in the files, and more than that here."""
+    if kind is Pattern:
+        return compiled(value)
+    return Texts((value,) if isinstance(value, str) else value)
+
+
 @cache
 def rulebook() -> Rulebook:
-    documents = [
-        tomllib.loads(entry.read_text(encoding="utf-8"))
-        for entry in sorted(
-            (resources.files("holdfast.doctor") / "rules" / "data").iterdir(), key=lambda entry: entry.name
-        )
-        if entry.name.endswith(".toml")
-    ]
-    marks = [_mark(row) for document in documents for row in document.get("mark", ())]
-    rules = tuple(_rule(row) for document in documents for row in document.get("rule", ()))
-    benign = tuple(Pattern(one) for document in documents for one in document.get("benign", ()))
-    quoted = tuple(Pattern(one) for document in documents for one in document.get("quoted", ()))
-    wrappers = tuple(Pattern(one) for document in documents for one in document.get("wrapper", ()))
+    folder = resources.files("holdfast.doctor") / "rules" / "data"
+    names = sorted(entry.name for entry in folder.iterdir() if entry.name.endswith(".toml"))
+    parsed = [tomllib.loads((folder / name).read_text(encoding="utf-8")) for name in names]
+    every = [msgspec.convert(document, RuleFile, dec_hook=_decoded) for document in parsed]
+    rules = tuple(rule for one in every for rule in one.rule)
+    marks = tuple(mark for one in every for mark in one.mark)
+    frames = tuple(mark for mark in marks if mark.frame)
+    marks = tuple(mark for mark in marks if not mark.frame)
+    benign, quoted, wrappers = (
+        tuple(pattern for one in every for pattern in getattr(one, name)) for name in ("benign", "quoted", "wrapper")
+    )
+    chapters: tuple[Iterable[tuple[object, tuple[str, ...]]], ...] = (
+        ((rule, rule.literals) for rule in rules if rule.patterns),
+        *(((mark, mark.pattern.literals) for mark in some) for some in (marks, frames)),
+        *(((pattern, pattern.literals) for pattern in some) for some in (benign, quoted, wrappers)),
+        ((word, (word,)) for word in _SETTINGS),
+    )
+    entries = [((number, item), literals) for number, chapter in enumerate(chapters) for item, literals in chapter]
     patterns = [pattern for rule in rules for pattern in rule.patterns]
-    patterns += [*(mark.pattern for mark in marks if not mark.frame), *benign, *wrappers]
-    literals = (*(literal for pattern in patterns for literal in pattern.literals), *_SETTINGS)
-    causes = {
-        name: Cause(name=name, **row) for document in documents for name, row in document.get("cause", {}).items()
-    }
-    places = tuple(mark for mark in marks if mark.frame)
-    marks = [mark for mark in marks if not mark.frame]
+    patterns += [*(mark.pattern for mark in marks), *benign, *wrappers]
     return Rulebook(
         rules=rules,
-        marks=tuple(marks),
-        frames=places,
-        benign=benign,
+        marks=marks,
+        frames=frames,
         quoted=quoted,
-        wrappers=wrappers,
-        causes=causes,
-        literals=literals,
-        index=_index(rules, marks, places, benign, quoted, wrappers),
+        probes=tuple(probe for one in every for probe in one.probe),
+        fixes={name: fixes for one in every for name, fixes in one.fixes.items()},
+        causes={name: msgspec.structs.replace(row, name=name) for one in every for name, row in one.cause.items()},
+        literals=(*(literal for pattern in patterns for literal in pattern.literals), *_SETTINGS),
+        index=Index(entries),
     )
-
-
-def _index(
-    rules: Iterable[Rule], marks: Iterable[Mark], frames: Iterable[Mark], *patterns: Iterable[Pattern]
-) -> Index[tuple[int, Any]]:
-    entries: list[tuple[tuple[int, Any], tuple[str, ...]]] = []
-    for rule in rules:
-        if rule.patterns:
-            blind = any(not pattern.literals for pattern in rule.patterns)
-            literals = tuple(literal for pattern in rule.patterns for literal in pattern.literals)
-            entries.append(((0, rule), () if blind else literals))
-    entries += [((1, mark), mark.pattern.literals) for mark in marks]
-    entries += [((2, mark), mark.pattern.literals) for mark in frames]
-    for chapter, some in enumerate(patterns, start=3):
-        entries += [((chapter, pattern), pattern.literals) for pattern in some]
-    return Index([*entries, *(((6, word), (word,)) for word in _SETTINGS)])
 
 
 def compiled(pattern: str) -> Pattern:
     return Pattern(_MACRO.sub(lambda macro: _MACROS[macro[1]].format(macro[2]), pattern))
-
-
-def _rule(row: dict[str, Any]) -> Rule:
-    fixes = tuple(FixRule(**{**one, "engines": tuple(one.get("engines", ()))}) for one in row.get("fix", ()))
-    what = row.get("what", ())
-    values = {
-        **row,
-        "patterns": tuple(compiled(one) for one in row.get("patterns", ())),
-        "unless": tuple(compiled(one) for one in row.get("unless", ())),
-        "what": (what,) if isinstance(what, str) else tuple(what),
-        "engines": tuple(row.get("engines", ())),
-        "only_in": tuple(row.get("only_in", ())),
-        "without": tuple(row.get("without", ())),
-        "yields_to": tuple(row.get("yields_to", ())),
-        "examples": tuple(row.get("examples", ())),
-        "fix": fixes,
-    }
-    return Rule(**values)
-
-
-def _mark(row: dict[str, Any]) -> Mark:
-    return Mark(**{**row, "pattern": compiled(row["pattern"]), "forgives": tuple(row.get("forgives", ()))})
 
 
 def captured(found: re.Match[str]) -> tuple[dict[str, float], dict[str, str]]:
