@@ -9,15 +9,15 @@ import asyncio
 import logging
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
 import msgspec
 
+from holdfast.observability.decisions import SAMPLING
 from holdfast.observability.metrics.registry import ServingMetrics
 from holdfast.records import EngineInfo, EngineStats
-from holdfast.units import format_bytes
 
 log = logging.getLogger("holdfast.stats")
 
@@ -46,21 +46,34 @@ def json_lines(target: Path | TextIO) -> Callable[[dict[str, Any]], None]:
     return write
 
 
-def ready_lines(info: EngineInfo, *, parallel_size: int = 1) -> list[str]:
-    """What people look for when a server has started."""
+def ready_lines(info: EngineInfo, served_names: Sequence[str] = ()) -> list[str]:
+    """What people, and tools that read vLLM's log, look for when a server has started."""
     concurrency = info.max_concurrency or info.kv_tokens / info.max_model_len
+    named = f", served as {', '.join(served_names)}" if served_names and tuple(served_names) != (info.model,) else ""
     return [
-        f"Model {info.model}: {info.parameters / 1e6:,.0f}M parameters, weights {format_bytes(info.weights_bytes)}, "
-        f"dtype {info.dtype}, device {info.device}",
-        f"# KV blocks: {info.blocks:,} of {info.block_size} tokens, {format_bytes(info.kv_pool_bytes)}, "
-        f"dtype {info.kv_dtype}, prefix caching {'on' if info.prefix_caching else 'off'}",
+        f"Model {info.model}: {_count(info.parameters)} parameters, dtype {info.dtype}, device {info.device}{named}",
+        f"Context: {info.max_model_len:,} tokens. Batch: {info.max_num_seqs} sequences, "
+        f"{info.max_num_batched_tokens:,} tokens per step",
+        f"# KV blocks: {info.blocks:,} of {info.block_size} tokens, dtype {info.kv_dtype}, "
+        f"prefix caching {'on' if info.prefix_caching else 'off'}",
         f"KV cache size: {info.kv_tokens:,} tokens",
         f"Maximum concurrency for {info.max_model_len:,} tokens per request: {concurrency:.2f}x",
-        f"Batch: at most {info.max_num_seqs} sequences, {info.max_num_batched_tokens:,} tokens per step",
+        *[f"Decision: {line}" for line in info.decisions if line.startswith(SAMPLING)],
+    ]
+
+
+def detail_lines(info: EngineInfo, *, parallel_size: int = 1) -> list[str]:
+    """What explains a start-up: for whoever asks for it."""
+    others = [line for line in info.decisions if not line.startswith(SAMPLING)]
+    return [
         f"Parallel size: {parallel_size}",
         f"Attention backend: {info.attention_backend}",
-        *[f"Decision: {line}" for line in info.decisions],
+        *[f"Decision: {line}" for line in others],
     ]
+
+
+def _count(parameters: int) -> str:
+    return f"{parameters / 1e9:,.2f}B" if parameters >= 1e9 else f"{parameters / 1e6:,.0f}M"
 
 
 class ThroughputLog:

@@ -181,6 +181,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     """On a CPU: how long the heaviest work between two heartbeats took when it was rehearsed; None: not measured."""
     decisions: list[str] = []
     """Each automatic choice with its reason, one line each."""
+    lowered: list[str] = []
+    """Those of them that lowered something for want of memory."""
     memory: MemoryReport | None = None
 
     @property

@@ -87,7 +87,7 @@ def test_a_containers_limit_is_the_budget(
     plan = build.plan_model(config, model)
     assert plan.memory.limited_by == "control group"
     assert sum(plan.terms.values()) <= plan.budget_bytes == int(0.9 * 900 * MIB)
-    assert "control group" in "\n".join(build.plan_lines(model, plan))
+    assert "control group" in build.plan_line(model, plan)
 
 
 def test_who_holds_memory_is_said_when_it_is_short(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,7 +103,7 @@ def test_who_holds_memory_is_said_when_it_is_short(config: EngineConfig, monkeyp
 
 
 def test_nobody_is_blamed_for_a_pool_that_was_set_too_small(
-    config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+    config: EngineConfig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     free = Memory(total_bytes=16 << 30, available_bytes=8 << 30, limited_by="machine")
     monkeypatch.setattr(build, "memory", lambda: free)
@@ -121,7 +121,12 @@ def test_nobody_is_blamed_for_a_pool_that_was_set_too_small(
     assert enough.limits.max_model_len == 2048
     shorter = build.plan_model(dataclasses.replace(small, max_model_len=None), model)
     assert shorter.short
-    assert "postgres" not in "\n".join(build.plan_lines(model, shorter))
+    build.warn_if_short(shorter)
+    assert not caplog.records
+    build.warn_if_short(
+        dataclasses.replace(shorter, decisions=tuple(one for one in shorter.decisions if one.field != "kv_pool"))
+    )
+    assert "memory is short; others hold: postgres" in caplog.text
 
 
 def test_a_family_that_does_not_run_is_said_before_how_to_fetch_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,7 +148,8 @@ def test_the_plan_travels_to_the_engine_process_whole(config: EngineConfig) -> N
 def test_the_table_names_every_term_and_the_limits(config: EngineConfig) -> None:
     model = build.find_model(config)
     plan = build.plan_model(config, model, front_bytes=7 * MIB)
-    said = "\n".join(build.plan_lines(model, plan))
-    for name in (*plan.terms, "sum", "budget", "context 2,048 tokens", "64 sequences", "512 tokens per step"):
+    assert "budget" in build.plan_line(model, plan)
+    said = "\n".join(build.plan_details(plan))
+    for name in (*plan.terms, "sum", "context 2,048 tokens", "64 sequences", "512 tokens per step"):
         assert name in said
     assert "measured" not in said

@@ -125,7 +125,7 @@ def _limits_said(measure: CpuChoices, rung: int, length: int) -> list[Decision]:
 
 def pool_decision(pool: Pool, page: int) -> Decision:
     value = f"{format_bytes(pool.blocks * page)} ({counted(pool.blocks - 1, 'block')} and the null page)"
-    return Decision("kv_pool", value, pool.reason, pool.source)
+    return Decision("kv_pool", value, pool.reason, pool.source, lowered=pool.cut)
 
 
 def _budget(config: EngineConfig, machine: Memory, decisions: list[Decision]) -> int:
@@ -183,10 +183,11 @@ def settle_pool(plan: Plan, available_bytes: int, measured: Mapping[str, int] | 
     reason = f"{format_bytes(available_bytes)} are free after loading; the plan was {planned}"
     if within_budget == blocks:
         reason = f"loading and a step took {format_bytes(over)} more than planned; the plan was {planned}"
-    decisions = [Decision("kv_pool", f"{format_bytes(blocks * page)} ({counted(blocks, 'block')})", reason, "measured")]
+    settled = f"{format_bytes(blocks * page)} ({counted(blocks, 'block')})"
+    decisions = [Decision("kv_pool", settled, reason, "measured", lowered=True)]
     if length < plan.limits.max_model_len:
         decisions.append(
-            Decision("max_model_len", f"{length:,}", "the longest sequence that the KV pool holds", "measured")
+            Decision("max_model_len", f"{length:,}", "the longest sequence that the KV pool holds", "measured", True)
         )
     return replace(
         plan,

@@ -227,7 +227,8 @@ def _within_pool(plan: Plan) -> Plan:
             + f"--kv-cache-memory-bytes {-(-enough // MIB)}MiB, or leave it out",
             field="max_model_len",
         )
-    decision = Decision("max_model_len", f"{held:,}", "the longest sequence that the KV pool, as set, holds", "planner")
+    reason = "the longest sequence that the KV pool, as set, holds"
+    decision = Decision("max_model_len", f"{held:,}", reason, "planner", lowered=True)
     return replace(
         plan, limits=replace(plan.limits, max_model_len=held), decisions=(*plan.decisions, decision), short=True
     )

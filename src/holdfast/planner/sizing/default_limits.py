@@ -110,12 +110,14 @@ def decisions(
         reason, source = sequences
         if rung.sequences != first.sequences:
             reason, source = _lowered(first.sequences, rung.sequences, fits, beside), "planner"
-        found.append(Decision("max_num_seqs", str(rung.sequences), reason, source))
+        lowered = rung.sequences != first.sequences
+        found.append(Decision("max_num_seqs", str(rung.sequences), reason, source, lowered))
     if not step_is_set:
         reason, source = "the default", "default"
         if rung.step_tokens != first.step_tokens:
             reason, source = _lowered(first.step_tokens, rung.step_tokens, fits, beside), "planner"
-        found.append(Decision("max_num_batched_tokens", f"{rung.step_tokens:,}", reason, source))
+        lowered = rung.step_tokens != first.step_tokens
+        found.append(Decision("max_num_batched_tokens", f"{rung.step_tokens:,}", reason, source, lowered))
     return found
 
 
@@ -151,4 +153,4 @@ def length_decision(served: int, allowed: int, longest: int, *, fits: bool = Tru
     elif served < allowed:
         more = f", and {longest:,} with lower limits: --max-model-len" if longest > served else ""
         reason = f"the model allows {allowed:,}; memory holds {served:,}{more}"
-    return Decision("max_model_len", f"{served:,}", reason, "planner")
+    return Decision("max_model_len", f"{served:,}", reason, "planner", lowered=served < allowed)
