@@ -153,3 +153,15 @@ def test_the_table_names_every_term_and_the_limits(config: EngineConfig) -> None
     for name in (*plan.terms, "sum", "context 2,048 tokens", "64 sequences", "512 tokens per step"):
         assert name in said
     assert "measured" not in said
+
+
+def test_a_pool_that_cannot_be_is_not_offered(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where nothing is left beside the rest, a smaller pool does not help either."""
+    free = Memory(total_bytes=16 << 30, available_bytes=8 << 30, limited_by="machine")
+    monkeypatch.setattr(build, "memory", lambda: free)
+    model = build.find_model(config)
+    large = dataclasses.replace(config, ram=393 * MIB, kv_cache_memory_bytes=1 << 30, max_num_batched_tokens=8192)
+    with pytest.raises(DoesNotFitError, match="a KV pool of") as caught:
+        build.plan_model(large, model)
+    assert "--kv-cache-memory-bytes" not in str(caught.value.fix)
+    assert str(caught.value.fix).startswith("--ram ")

@@ -10,8 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from holdfast.cli.fatal import command_line, say_why
-from holdfast.cli.output import say_error
+from holdfast.cli.fatal import command_line, say_fatal
 from holdfast.config import EngineConfig, ServerConfig
 from holdfast.config.engine import REFUSED as ENGINE_REFUSED
 from holdfast.config.server import LOG_LEVELS
@@ -185,8 +184,7 @@ def run(arguments: argparse.Namespace, words: tuple[str, ...]) -> int:
     try:
         return _run(engine_config, server_config, early, words)
     except HoldfastError as error:
-        say_error(error)
-        say_why(error, words)
+        say_fatal(error, words)
         return 2 if isinstance(error, ConfigurationError) else 1
     finally:
         early.end()  # Whatever stopped us.
@@ -233,7 +231,7 @@ def _run(engine_config: EngineConfig, server_config: ServerConfig, early: EarlyP
         max_connections=server_config.max_connections,
         tls=tls,
         on_ready=lambda: _log_ready(engine, settings, url),
-        on_fatal=lambda error: say_why(error, words),
+        on_fatal=lambda error: say_fatal(error, words),
         throughput=None if server_config.disable_log_stats else ThroughputLog(app.state.metrics, engine.stats),
     )
 

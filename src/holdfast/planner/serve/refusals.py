@@ -61,12 +61,13 @@ def nothing_fits(room: CpuBudget) -> DoesNotFitError:
 
 def pool_does_not_fit(room: CpuBudget) -> DoesNotFitError:
     asked, left, page = room.config.kv_cache_memory_bytes or 0, max(0, room.left(1)), room.layout.page_bytes
-    held = left // (page + BOOK_BYTES) * page
+    held = left // (page + BOOK_BYTES) * page // MIB
+    enough = held * MIB >= room.one_sequence(room.least) * page
     return DoesNotFitError(
         f"a KV pool of {format_bytes(asked)} does not fit",
         needed=f"{format_bytes(asked)} in addition to {spell(room.terms(1))}",
         found=f"{format_bytes(left)} left of the budget: {format_bytes(asked - left)} short",
-        fix=f"--kv-cache-memory-bytes {f'{held // MIB}MiB' if held >= MIB else held}",
+        fix=f"--kv-cache-memory-bytes {held}MiB" if enough else None,
         field="kv_cache_memory_bytes",
     )
 
