@@ -255,7 +255,7 @@ async def _start_local(
     from holdfast.engine.requests.sampling_defaults import default_sampling
     from holdfast.engine.startup.progress import LoadProgress
 
-    engine = ProcessEngine(config, model, tokenizer, plan=plan, on_progress=LoadProgress())
+    engine = ProcessEngine(config, model, tokenizer, plan=plan, on_progress=LoadProgress(restarts=False))
     try:
         await engine.start()
         return LocalBackend(engine, default_sampling(config, model.files.generation_config))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import logging
 import os
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -147,7 +146,7 @@ def server_settings(engine_config: EngineConfig, server_config: ServerConfig, mo
         reasoning_parser=server_config.reasoning_parser,
         structured_outputs=server_config.structured_outputs_config or {},
         adapters=_adapters(engine_config, server_config, model),
-        access_log=None if server_config.disable_access_log else json_lines(sys.stderr),
+        access_log=None if server_config.disable_access_log else json_lines(),
         version=holdfast.__version__,
     )
 
