@@ -26,6 +26,7 @@ from starlette.applications import Starlette
 from holdfast.engine.interface import Engine
 from holdfast.errors import ConfigurationError, EngineError, HoldfastError
 from holdfast.observability.logs import ThroughputLog
+from holdfast.server.app import close_app
 from holdfast.server.http import connection
 from holdfast.server.http.accept import Accepting, allow_connections
 from holdfast.server.http.middleware import Tally
@@ -157,7 +158,7 @@ async def serve(
         try:
             return await life.run(listener, on_ready, throughput)
         finally:
-            app.state.template_workers.close()
+            close_app(app)
             log.info("stopped: %s", life.story(app.state.tally))
 
 

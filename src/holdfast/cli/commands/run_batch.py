@@ -181,6 +181,8 @@ class _Run:
         self._signal: signal.Signals | None = None
 
     async def live(self, lines: Iterator[InputLine], concurrency: int | None) -> int:
+        from holdfast.server.app import close_app
+
         loop, working = asyncio.get_running_loop(), asyncio.create_task(self._work(lines, concurrency))
 
         def stop(number: signal.Signals) -> None:
@@ -197,6 +199,7 @@ class _Run:
         finally:
             await self._output.finish()
             await self._engine.stop()
+            close_app(self._app)
             print(f"holdfast: {self._progress.story()}", file=sys.stderr, flush=True)
         if self._signal is not None:
             print("holdfast: stopped; the same command resumes from here", file=sys.stderr, flush=True)
