@@ -92,7 +92,7 @@ def create_app(engine: Engine, settings: ServerSettings) -> Starlette:
         Route("/reset_prefix_cache", plain.reset_prefix_cache, methods=["POST"]),
         Route("/metrics", plain.metrics, methods=["GET"]),
         Route("/metrics/", plain.metrics, methods=["GET"]),
-        Route("/memory", memory_endpoint(engine, settings.retry_after_s), methods=["GET"]),
+        Route("/memory", memory_endpoint(engine), methods=["GET"]),
         *Sleeping(engine, settings).routes,
     ]
 
@@ -102,8 +102,9 @@ def create_app(engine: Engine, settings: ServerSettings) -> Starlette:
 
     async def refuse(request: Request, error: Exception) -> Response:
         failure = _as_failure(error)
-        request.scope["holdfast.record"].error_code = describe(failure)[1]["code"]
-        response = failure_response(failure, settings.retry_after_s)
+        status, body = describe(failure)
+        request.scope["holdfast.record"].fail(body)
+        response = failure_response(failure, status, body, settings.retry_after_s)
         response.headers.update(getattr(error, "headers", None) or {})  # Which methods a path has.
         return response
 
@@ -217,13 +218,12 @@ class _Plain:
         name = request.path_params["name"]
         card = self._cards().get(name)
         if card is None:
-            failure = HttpFailure(
+            raise HttpFailure(
                 NOT_FOUND,
                 f"the model {name[:200]!r} does not exist",
                 kind="invalid_request_error",
                 code="model_not_found",
             )
-            return failure_response(failure, self._settings.retry_after_s)
         return json_response(card)
 
     def _cards(self) -> dict[str, dict[str, Any]]:

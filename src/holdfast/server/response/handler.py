@@ -149,7 +149,7 @@ class _Events:
         except Exception as error:
             # The status is sent: what is left is an event that says so, and the [DONE] that readers wait for.
             body = describe(error)[1]
-            record.error_code = body["code"]
+            record.fail(body)
             await self._write(error_event(body) + DONE, last=True)
             return
         tail = self._shape.usage_event(self._conversation.usage()) if self._ask.include_usage else b""
