@@ -93,7 +93,7 @@ class EngineOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     stop_token_id: int | None = None
     """The stop id that ended it, when it was not the model's own end."""
     complete: bool = False
-    """The answer has the form it must have, and its last token is part of the text."""
+    """The grammar of the answer is complete, and its last token is part of the text."""
     cached_tokens: int = 0
     """Of the prompt, how many were found in the prefix cache at first admission."""
     timing: RequestTiming | None = None

@@ -33,7 +33,7 @@ from holdfast.records.steps import AdapterArrival, StepFailure, StepPlan, StepRe
 from holdfast.scheduler.audit import check_in_flight, check_lines
 from holdfast.scheduler.limits import SchedulerLimits
 from holdfast.scheduler.lora import LoraScheduler
-from holdfast.scheduler.outputs import Judge, make_output, refused, validate
+from holdfast.scheduler.outputs import AdvanceGrammar, make_output, refused, validate
 from holdfast.scheduler.queue import enter, leave
 from holdfast.scheduler.sequence import Sequence, Status
 from holdfast.scheduler.stats import figures
@@ -309,9 +309,11 @@ class Scheduler:
 
     # --- results ---
 
-    def apply(self, result: StepResult, now_s: float, judge: Judge | None = None) -> list[EngineOutput]:
+    def apply(
+        self, result: StepResult, now_s: float, advance_grammar: AdvanceGrammar | None = None
+    ) -> list[EngineOutput]:
         """Takes the result of the oldest step in flight: tokens become known, sequences end, pages are given back.
-        `judge`: asked for every token of an answer that must have a form."""
+        `advance_grammar`: called for every token of an answer that must follow a grammar."""
         step = self._in_flight.popleft() if self._in_flight else None
         if step is None or step.step_id != result.step_id:
             raise EngineError(f"step {result.step_id} is not the one due", needed=f"step {step and step.step_id}")
@@ -340,7 +342,9 @@ class Scheduler:
                     logprobs = result.logprobs[sampled] if result.logprobs else None
                     embedding = result.embeddings[sampled] if sequence.request.embed else None
                     token = result.token_ids[sampled]
-                    verdict = judge(sequence.request.request_id, token) if judge and sequence.constrained else None
+                    verdict = None
+                    if advance_grammar is not None and sequence.constrained:
+                        verdict = advance_grammar(sequence.request.request_id, token)
                     outputs.append(self._take(sequence, token, logprobs, told, now_s, embedding, verdict))
                 sampled += 1
         return outputs

@@ -84,7 +84,7 @@ class Sequence:
 
     @property
     def constrained(self) -> bool:
-        """Its answer must have a form: somebody judges each of its tokens."""
+        """Its answer must follow a grammar, which is advanced with each of its tokens."""
         return self.request.params.structured_outputs is not None
 
     @property

@@ -81,7 +81,7 @@ class OutputParserConfig:
     def adjusted(
         self, params: SamplingParams, tokenizer: Tokenizer, structured: StructuredOutput | None
     ) -> tuple[SamplingParams, OutputParserConfig | None]:
-        """Marks must be seen to be read; and what must be a call is held to one. A form that is asked for is that of
+        """Marks must be seen to be read; what must be a call is constrained to one. A grammar that was requested is for
         the answer behind the thoughts; where it cannot be put there it is all of the answer, and nothing is read."""
         asked = params.structured_outputs
         if asked is not None and self.use is None and not isinstance(_schema(asked), dict):
@@ -120,20 +120,20 @@ class OutputParserConfig:
 
     @property
     def _marks(self) -> tuple[str, ...]:
-        marks = self.speech.form.marks if self.speech is not None and self.use is not None else ()
+        marks = self.speech.call_format.marks if self.speech is not None and self.use is not None else ()
         if self.thinking is None or self.state == "over":
             return marks
         return (*marks, self.thinking.opening, self.thinking.closing)
 
     def _grammar(self, asked: StructuredOutputsParams | None, tokenizer: Tokenizer) -> str | None:
-        """Of an answer that must call, or may where arguments or content are held to a form. None: there is none."""
+        """Of an answer that must call, or may where arguments or content follow a grammar. None: there is none."""
         if self.use is None or self.speech is None:
             return self._thoughtful(asked, tokenizer)
         freedom = None if self.use.forced and asked is None else self._freedom(asked)
         if freedom is None and not self.use.forced:
             return None
         return calls_grammar(
-            self.speech.form,
+            self.speech.call_format,
             self.use.callable,
             lambda mark: _special_id(mark, tokenizer),
             parallel=self.use.parallel,
@@ -159,7 +159,7 @@ class OutputParserConfig:
         if asked is None:
             return Freedom(words=True) if any(tool.strict for tool in self.use.tools) else None
         schema = _schema(asked)
-        if self.use.forced or not isinstance(schema, dict) or not self.speech.form.opens_with_mark:
+        if self.use.forced or not isinstance(schema, dict) or not self.speech.call_format.opens_with_mark:
             raise RequestError(
                 "response_format cannot be combined with these tools",
                 needed='tool_choice "auto", a JSON schema, and a model whose tool calls begin with a marker',

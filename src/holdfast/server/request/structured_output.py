@@ -29,14 +29,14 @@ BACKENDS = ("auto", "guidance", "llguidance")
 
 def form_of(body: Common, switches: Mapping[str, bool] | None = None) -> StructuredOutputsParams | None:
     """None: the answer is free. `switches`: of the server, where the request does not say otherwise."""
-    form = _asked(body)
-    if form is None or form.kind not in ("json", "json_object", "structural_tag"):
-        return form
+    wanted = _asked(body)
+    if wanted is None or wanted.kind not in ("json", "json_object", "structural_tag"):
+        return wanted
     said = {*(body.structured_outputs or {})}
     changes = {name: on for name, on in (switches or {}).items() if on and name not in said}
-    if form.whitespace_pattern is not None:
+    if wanted.whitespace_pattern is not None:
         changes.pop("disable_any_whitespace", None)
-    return msgspec.structs.replace(form, **changes) if changes else form
+    return msgspec.structs.replace(wanted, **changes) if changes else wanted
 
 
 def _asked(body: Common) -> StructuredOutputsParams | None:
