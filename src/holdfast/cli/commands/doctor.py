@@ -131,7 +131,7 @@ def _seconds(written: str) -> float:
         value = -1.0
     if not 0 <= value <= LONGEST_LOOK_S:
         raise ConfigurationError(
-            f"--seconds: {written[:40]!r} will not do",
+            f"--seconds: {written[:40]!r} is not valid",
             needed=f"a number from 0 to {LONGEST_LOOK_S:g}",
             fix="--seconds 10",
             field="seconds",

@@ -95,7 +95,7 @@ def _number(name: str, written: str, most: float) -> float:
     whole = name != "max-restarts" or value == int(max(value, -1))
     if not 0 <= value <= most or not whole:
         raise ConfigurationError(
-            f"--{name}: {written[:40]!r} will not do",
+            f"--{name}: {written[:40]!r} is not valid",
             needed=f"a number from 0 to {most:g}",
             fix=f"--{name} 2",
             field=name.replace("-", "_"),
