@@ -115,12 +115,12 @@ class LLM(AbsentMethods):
         chosen = _one_each(self._defaults if sampling_params is None else sampling_params, len(listed))
         self._check_priority(priority, len(listed))
         adapters = self._adapters.one_each(lora_request, len(listed))
-        asked = lora_request if isinstance(lora_request, Sequence) else [lora_request] * len(listed)
+        adapters_of_runs = lora_request if isinstance(lora_request, Sequence) else [lora_request] * len(listed)
         runs = [
             self._prepare(prompt, params, 0 if priority is None else priority[place], adapter=adapters[place])
             for place, (prompt, params) in enumerate(zip(listed, chosen, strict=True))
         ]
-        for run, request in zip(runs, asked, strict=True):
+        for run, request in zip(runs, adapters_of_runs, strict=True):
             run.output.lora_request = request
         return self._run(runs, use_tqdm)
 

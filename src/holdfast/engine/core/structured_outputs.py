@@ -54,7 +54,7 @@ def make_structured_outputs(
 class _Sampled(NamedTuple):
     """Of one plan."""
 
-    held: dict[int, GrammarState]
+    by_slot: dict[int, GrammarState]
     """By slot: rows whose answers follow a grammar."""
     slots: list[int]
     """Of all rows that sample, in their order."""
@@ -179,7 +179,7 @@ class StructuredOutputManager:
         because a step is planned `ahead` of what they are to go on from."""
         if self._states:
             self._workers.poll(0.0)
-        sampling = set(self._newest.held.values()) if ahead else set[GrammarState]()
+        sampling = set(self._newest.by_slot.values()) if ahead else set[GrammarState]()
         return frozenset(
             name for name, state in self._states.items() if state.slow and (not state.filled or state in sampling)
         )
@@ -200,23 +200,23 @@ class StructuredOutputManager:
             if start.params.structured_outputs is not None:
                 self._slots[start.slot] = start.request_id
         # An answer that was aborted since may still have its slot here.
-        held = {
+        by_slot = {
             row.slot: self._states[self._slots[row.slot]]
             for row in plan.rows
             if row.samples and self._slots.get(row.slot) in self._states
         }
-        newest = _Sampled(held, [row.slot for row in plan.rows if row.samples])
+        newest = _Sampled(by_slot, [row.slot for row in plan.rows if row.samples])
         last, self._newest = self._newest, newest
-        if not held:
+        if not by_slot:
             return None
         advance = None if before is None else partial(self._advance_before, last, newest, before)
-        return StepMasks(held, self._workers.poll, advance)
+        return StepMasks(by_slot, self._workers.poll, advance)
 
     def _advance_before(self, last: _Sampled, newest: _Sampled, before: Callable[[], StepResult]) -> bool:
         """Judges what the last step has sampled for those that go on in the newest, so that their masks can be filled.
         After a failure it does not: which of these tokens still count is for the scheduler to say. May be asked again:
         a step may be done in parts."""
-        going_on = set(last.held.values()) & set(newest.held.values())
+        going_on = set(last.by_slot.values()) & set(newest.by_slot.values())
         result = before() if going_on else None
         if result is None or result.failures:
             return result is None
@@ -228,13 +228,13 @@ class StructuredOutputManager:
         step is in flight. After a failure it does not, nor for the step that was in flight then: which of their tokens
         still count is for the scheduler to say."""
         doubtful, self._doubtful = self._doubtful, bool(result.failures)
-        if newest and self._newest.held and not (doubtful or result.failures):
-            self._advance_all(self._newest, result, set(self._newest.held.values()))
+        if newest and self._newest.by_slot and not (doubtful or result.failures):
+            self._advance_all(self._newest, result, set(self._newest.by_slot.values()))
 
     def _advance_all(self, sampled: _Sampled, result: StepResult, wanted: set[GrammarState]) -> None:
         late, tokens = frozenset(result.late), list[tuple[GrammarState, int]]()
         for slot, token in zip(sampled.slots, result.token_ids, strict=True):
-            state = sampled.held.get(slot)
+            state = sampled.by_slot.get(slot)
             if state is not None and state in wanted and state.early_verdict is None and slot not in late:
                 tokens.append((state, token))
         for (state, _), verdict in zip(tokens, self._advance_and_wait(tokens), strict=True):

@@ -74,10 +74,10 @@ class Embeddings:
         async with AsyncExitStack() as stack:
             await stack.enter_async_context(self._room.hold(self._entries(len(prompts))))
             found = await self._embed_all(prompts, body, record.answer_id)
-            held = stack.pop_all()
+            resources = stack.pop_all()
         record.cached_tokens = sum(one.cached_tokens for one in found)
         usage = Usage(record.prompt_tokens, 0, record.prompt_tokens, PromptTokensDetails(record.cached_tokens))
-        return Pieces(_pieces(found, usage, record.answer_id, record.model, body.encoding_format), held)
+        return Pieces(_pieces(found, usage, record.answer_id, record.model, body.encoding_format), resources)
 
     def _entries(self, count: int) -> int:
         """Room is counted in log-probabilities, which is what the plan has set aside for."""

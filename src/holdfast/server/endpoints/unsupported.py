@@ -55,7 +55,7 @@ _WITHOUT_LORA = ("LoRA is not enabled on this server", "start the server with --
 def absent_routes(*, lora: bool) -> list[Route]:
     """`lora`: whether the server has those for adapters itself."""
     paths = PATHS if lora else PATHS | dict.fromkeys(LORA, _WITHOUT_LORA)
-    return [Route(path, _refusal(path, *told), methods=["GET", "POST", "DELETE"]) for path, told in paths.items()]
+    return [Route(path, _refusal(path, *why), methods=["GET", "POST", "DELETE"]) for path, why in paths.items()]
 
 
 def _refusal(path: str, reason: str, fix: str):  # type: ignore[no-untyped-def]  # An endpoint is whatever Route takes.

@@ -122,9 +122,9 @@ class _Chat:
     def render(self) -> tuple[list[int], OutputParserConfig | None]:
         """Here, with the model's own template."""
         reading = self._reading(lambda: speech_of(self._template, self._settings.tool_call_parser))
-        told, tools = prepared(reading, self._messages)
+        rendered_messages, tools = prepared(reading, self._messages)
         text = self._tokenizer.apply_chat_template(
-            told,
+            rendered_messages,
             tools=tools,
             chat_template=self._body.chat_template,
             tokenize=False,

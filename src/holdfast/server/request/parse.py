@@ -68,7 +68,7 @@ class GenerationRequest:
     """max_tokens: 0: the prompt is all that is wanted."""
     first_tokens: list[str] | None
     """The text of the first token of each prompt, where logprobs are echoed: it has none, and is shown all the same."""
-    told_entries: int
+    prompt_logprob_entries: int
     """Log-probabilities of its prompts that are held for it."""
     params: SamplingParams
     default_max_tokens: bool
@@ -323,7 +323,7 @@ def _check_prompt_logprobs(body: Common) -> None:
         raise unsupported("prompt_logprobs", "it cannot be streamed; leave stream out")
 
 
-def _told(body: Common, prompts: list[list[int]], params: SamplingParams, *, echoed: bool) -> int:
+def _prompt_logprob_entries(body: Common, prompts: list[list[int]], params: SamplingParams, *, echoed: bool) -> int:
     if params.prompt_logprobs is None:
         return 0
     # An echo shows them in OpenAI's shape; what is not a stream, in vLLM's.
@@ -387,7 +387,7 @@ def _ask(
         echoes=echoes,
         echoes_alone=alone,
         first_tokens=first_tokens,
-        told_entries=_told(body, prompts, params, echoed=first_tokens is not None),
+        prompt_logprob_entries=_prompt_logprob_entries(body, prompts, params, echoed=first_tokens is not None),
         params=params,
         default_max_tokens=body.max_tokens is None,
         bytes_of=bytes_of,

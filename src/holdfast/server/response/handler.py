@@ -78,7 +78,7 @@ class Generation:
             context, wanted = self._engine.info.max_model_len, ask.params.max_tokens or 0
             longest = sum(min(wanted, max(context - len(prompt), 0)) for prompt in ask.prompts)
             check_kept(ask.params.n * longest, ask.logprobs)
-        async with self._room.hold(ask.told_entries):
+        async with self._room.hold(ask.prompt_logprob_entries):
             with self._room.keep() as kept:
                 await self._converse(ask, record, send, kept)
 
