@@ -18,6 +18,7 @@ from holdfast.config import EngineConfig
 from holdfast.config.python_words import in_python
 from holdfast.engine.core.loop import EngineCore
 from holdfast.engine.core.structured_outputs import make_structured_outputs
+from holdfast.engine.interface import check_wake_tags
 from holdfast.engine.llm_unsupported import AbsentMethods
 from holdfast.engine.requests.adapters import Adapters
 from holdfast.engine.requests.admission import Admission
@@ -203,10 +204,8 @@ class LLM(AbsentMethods):
     @in_python()
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """With what memory is free now: limits that were not set may be others than before."""
-        if tags is not None and {*tags} != {"weights", "kv_cache"}:
-            raise UnsupportedOptionError(
-                "tags are not supported: weights and KV cache are restored together", fix="leave tags out", field="tags"
-            )
+        if tags is not None:
+            check_wake_tags(tags)
         with self._turn:
             if not self._sleeping:
                 return

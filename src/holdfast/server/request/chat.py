@@ -20,7 +20,7 @@ from holdfast.server.schema.requests import ChatBody
 from holdfast.server.settings import ServerSettings
 from holdfast.text.templates.budget import SlowRenderingError, impatient
 from holdfast.text.templates.jobs import RenderJob
-from holdfast.text.templates.template import check_length
+from holdfast.text.templates.template import check_end, check_length
 from holdfast.text.tools.prompt import ToolFormat, speech_of
 
 if TYPE_CHECKING:
@@ -98,10 +98,7 @@ class _Chat:
         taken = sorted(_TEMPLATE_OWN & extra.keys())
         if taken:
             raise RequestError(f"chat_template_kwargs must not contain {taken[0]}", field="chat_template_kwargs")
-        if body.continue_final_message and body.add_generation_prompt:
-            raise RequestError(
-                "continue_final_message and add_generation_prompt cannot both be true", field="continue_final_message"
-            )
+        check_end(add_generation_prompt=body.add_generation_prompt, continue_final_message=body.continue_final_message)
         self._tokenizer = tokenizer
         self._body = body
         self._messages = messages
